@@ -1,0 +1,2 @@
+//! The `mpmd` command line.
+fn main() {}

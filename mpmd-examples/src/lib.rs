@@ -1,0 +1,1 @@
+//! Programs a user would write.

@@ -1,0 +1,64 @@
+//! The encoding of control payloads: what rendezvous and router say beyond a header.
+//!
+//! The one module that names `bincode`; tensor bytes never pass through it.
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::wire::MAX_CONTROL_BYTES;
+
+/// A control payload that could not be written or read.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("a control message cannot be {doing}: {why}")]
+pub struct ControlError {
+    doing: &'static str,
+    why: String,
+}
+
+const LIMIT: usize = MAX_CONTROL_BYTES as usize;
+
+fn config() -> impl bincode::config::Config {
+    bincode::config::standard().with_limit::<LIMIT>()
+}
+
+/// Encodes a control payload.
+///
+/// # Errors
+///
+/// Fails where the value does not fit [`MAX_CONTROL_BYTES`].
+pub fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, ControlError> {
+    bincode::serde::encode_to_vec(value, config())
+        .map_err(|e| ControlError { doing: "written", why: e.to_string() })
+}
+
+/// Decodes a control payload, all of it.
+///
+/// # Errors
+///
+/// Fails on bytes that are not such a value, or that go on after it.
+pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ControlError> {
+    let (value, read) = bincode::serde::decode_from_slice(bytes, config())
+        .map_err(|e| ControlError { doing: "read", why: e.to_string() })?;
+    if read == bytes.len() {
+        Ok(value)
+    } else {
+        Err(ControlError { doing: "read", why: format!("{} bytes follow its end", bytes.len() - read) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_survive_and_garbage_is_an_error() {
+        let value = (7u32, "seven".to_owned(), vec![1u64, 2]);
+        let bytes = encode(&value).unwrap();
+        assert_eq!(decode::<(u32, String, Vec<u64>)>(&bytes).unwrap(), value);
+        let mut longer = bytes.clone();
+        longer.push(0);
+        assert!(decode::<(u32, String, Vec<u64>)>(&longer).is_err());
+        // A length prefix far beyond the bytes present must not allocate them.
+        assert!(decode::<Vec<u64>>(&[253, 255, 255, 255, 255, 255, 255, 255, 127]).is_err());
+    }
+}

@@ -1,0 +1,21 @@
+//! How the processes of a job find each other and move messages and memory.
+//!
+//! This crate knows processes, messages and memory; it never hears of arrays, meshes or shapes
+//! (invariant *transport-knows-bytes*). From the bottom up:
+//!
+//! - [`memory`]: buffers and the pools they come from; what a transport reads from and writes into.
+//! - [`wire`]: the fixed, versioned header that every message starts with.
+//! - [`control`]: the encoding of small control payloads.
+//! - [`transport`]: the [`Transport`] trait, implemented by [`inproc`] and [`tcp`].
+//! - [`router`]: the pure state machine that matches messages to operations. It does no I/O and
+//!   reads no clock; whoever drives it feeds it events and carries out its actions.
+//! - [`rendezvous`]: how processes meet before there is a transport.
+
+pub mod control;
+pub mod memory;
+pub mod transport;
+pub mod wire;
+
+pub use memory::{OwnedBuffer, Pool, SharedBuffer};
+pub use transport::{Handler, Payload, Ticket, Transport, TransportError};
+pub use wire::{Header, Kind, ProcessId};

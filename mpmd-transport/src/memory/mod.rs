@@ -1,0 +1,176 @@
+//! Buffers, and the pools they come from.
+//!
+//! A [`Pool`] carves 64-byte aligned blocks from *segments*: the unit that later gets exported to
+//! other processes, registered with a network card or pinned, once. A block that is given back is kept
+//! for the next allocation of its size class, because fresh pages cost tens of times more than reused
+//! ones. An [`OwnedBuffer`] has one owner who may write; [frozen](OwnedBuffer::freeze) it becomes a
+//! [`SharedBuffer`], which never changes again and goes back to its pool when the last holder drops it.
+
+mod pool;
+mod segment;
+
+use std::fmt;
+use std::ops::{Deref, DerefMut, Range};
+use std::sync::Arc;
+
+pub use pool::{OutOfMemory, Pool, PoolStats, Reservation};
+
+use pool::Block;
+
+/// Alignment of every pool allocation, in bytes: a cache line, and enough for any vector load.
+pub const ALIGNMENT: usize = 64;
+
+enum Backing {
+    Block(Block),
+    Vec(Vec<u8>),
+}
+
+/// Bytes with one owner, who may write them.
+pub struct OwnedBuffer {
+    backing: Backing,
+    len: usize,
+}
+
+impl OwnedBuffer {
+    /// The same bytes, from now on immutable and shareable.
+    pub fn freeze(self) -> SharedBuffer {
+        let range = 0..self.len;
+        SharedBuffer { whole: Arc::new(self), range }
+    }
+
+    fn of_block(block: Block, len: usize) -> Self {
+        debug_assert!(len <= block.capacity());
+        Self { backing: Backing::Block(block), len }
+    }
+}
+
+/// A buffer outside any pool, for control payloads and host values. Not necessarily aligned.
+impl From<Vec<u8>> for OwnedBuffer {
+    fn from(bytes: Vec<u8>) -> Self {
+        let len = bytes.len();
+        Self { backing: Backing::Vec(bytes), len }
+    }
+}
+
+impl Deref for OwnedBuffer {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match &self.backing {
+            Backing::Block(block) => &block.bytes()[..self.len],
+            Backing::Vec(bytes) => bytes,
+        }
+    }
+}
+
+impl DerefMut for OwnedBuffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        match &mut self.backing {
+            Backing::Block(block) => &mut block.bytes_mut()[..self.len],
+            Backing::Vec(bytes) => bytes,
+        }
+    }
+}
+
+impl fmt::Debug for OwnedBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "OwnedBuffer({} bytes)", self.len)
+    }
+}
+
+/// Immutable bytes with any number of holders: a range of a frozen [`OwnedBuffer`].
+#[derive(Clone)]
+pub struct SharedBuffer {
+    whole: Arc<OwnedBuffer>,
+    range: Range<usize>,
+}
+
+impl SharedBuffer {
+    /// A part of these bytes; moves nothing.
+    ///
+    /// # Panics
+    ///
+    /// Where `range` runs past the end.
+    pub fn slice(&self, range: Range<usize>) -> Self {
+        assert!(
+            range.start <= range.end && range.end <= self.range.len(),
+            "{range:?} runs past {}",
+            self.len()
+        );
+        let start = self.range.start + range.start;
+        Self { whole: self.whole.clone(), range: start..start + range.len() }
+    }
+
+    /// The buffer back for writing, where this is its only holder and covers all of it.
+    ///
+    /// # Errors
+    ///
+    /// Returns itself where somebody else holds these bytes, or where it is only a part.
+    pub fn into_owned(self) -> Result<OwnedBuffer, Self> {
+        if self.range != (0..self.whole.len) {
+            return Err(self);
+        }
+        let range = self.range;
+        Arc::try_unwrap(self.whole).map_err(|whole| Self { whole, range })
+    }
+
+    /// Whether both are the same bytes in the same place.
+    pub fn same_place(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.whole, &other.whole) && self.range == other.range
+    }
+}
+
+impl From<Vec<u8>> for SharedBuffer {
+    fn from(bytes: Vec<u8>) -> Self {
+        OwnedBuffer::from(bytes).freeze()
+    }
+}
+
+impl Deref for SharedBuffer {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.whole[self.range.clone()]
+    }
+}
+
+impl fmt::Debug for SharedBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SharedBuffer({} bytes)", self.range.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_frozen_buffer_comes_back_only_to_its_last_whole_holder() {
+        let pool = Pool::new("test", None);
+        let mut buffer = pool.allocate(100).unwrap();
+        buffer[99] = 7;
+        let whole = buffer.freeze();
+        let part = whole.slice(99..100);
+        assert_eq!(&part[..], &[7]);
+        let whole = whole.into_owned().unwrap_err();
+        drop(part);
+        let part = whole.slice(0..99);
+        drop(whole);
+        assert!(part.into_owned().is_err(), "a part is not the whole");
+        assert_eq!(pool.stats().live, 0);
+    }
+
+    #[test]
+    fn slices_of_slices_count_from_their_own_start() {
+        let bytes = SharedBuffer::from((0..10).collect::<Vec<u8>>());
+        let inner = bytes.slice(2..8).slice(1..3);
+        assert_eq!(&inner[..], &[3, 4]);
+        assert!(inner.same_place(&bytes.slice(3..5)));
+    }
+
+    #[test]
+    #[should_panic(expected = "runs past")]
+    fn a_slice_past_the_end_is_the_callers_bug() {
+        let _ = SharedBuffer::from(vec![0; 4]).slice(2..5);
+    }
+}

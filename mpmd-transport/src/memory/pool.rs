@@ -1,0 +1,337 @@
+//! Pools: blocks by size class, carved from segments, kept for reuse, counted, limited.
+
+use std::collections::HashMap;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::segment::Segment;
+use super::{ALIGNMENT, OwnedBuffer};
+
+/// Blocks up to this size share segments; larger ones have a segment each.
+const LARGEST_SHARED_CLASS: usize = 512 << 10;
+const SHARED_SEGMENT_BYTES: usize = 4 << 20;
+
+/// A source of buffers with a limit and a memory of what it gave. Clones are the same pool.
+#[derive(Clone)]
+pub struct Pool {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    name: String,
+    limit: Option<u64>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Blocks nobody uses, by size class.
+    free: HashMap<usize, Vec<Carved>>,
+    /// The segment that small blocks are carved from, and how much of it is taken.
+    open: Option<(Arc<Segment>, usize)>,
+    stats: PoolStats,
+}
+
+/// A pool's figures, in bytes. Blocks count with the size of their class.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct PoolStats {
+    /// In buffers that somebody holds.
+    pub live: u64,
+    /// Promised to reservations that have no buffer yet.
+    pub reserved: u64,
+    /// In blocks kept for reuse.
+    pub cached: u64,
+    /// Largest sum of live and reserved so far.
+    pub peak: u64,
+    /// Mapped from the system so far, never falling: flat once a program has warmed up.
+    pub mapped: u64,
+}
+
+/// A pool that has less left than was asked for. The environment's fault, or the program's.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("{pool}: {asked} bytes asked for, {live} in use and {reserved} reserved of {}", limit_text(.limit))]
+#[non_exhaustive]
+pub struct OutOfMemory {
+    /// The pool's name.
+    pub pool: String,
+    /// Bytes asked for.
+    pub asked: u64,
+    /// Bytes in use.
+    pub live: u64,
+    /// Bytes reserved.
+    pub reserved: u64,
+    /// The pool's limit; `None` where the system refused.
+    pub limit: Option<u64>,
+}
+
+fn limit_text(limit: &Option<u64>) -> String {
+    limit.map_or_else(|| "what the system gives".to_owned(), |bytes| format!("a limit of {bytes}"))
+}
+
+impl Pool {
+    /// An empty pool that gives at most `limit` bytes at a time; `name` is for messages.
+    pub fn new(name: impl Into<String>, limit: Option<u64>) -> Self {
+        Self { inner: Arc::new(Inner { name: name.into(), limit, state: Mutex::default() }) }
+    }
+
+    /// A buffer of `bytes`; its content is whatever the block last held.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the limit, or the system, does not allow it.
+    pub fn allocate(&self, bytes: usize) -> Result<OwnedBuffer, OutOfMemory> {
+        self.reserve(bytes)?.allocate()
+    }
+
+    /// Sets `bytes` aside without taking pages yet.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the limit does not allow it.
+    pub fn reserve(&self, bytes: usize) -> Result<Reservation, OutOfMemory> {
+        let class = size_class(bytes) as u64;
+        let mut state = self.inner.state.lock();
+        let stats = &mut state.stats;
+        if self.inner.limit.is_some_and(|limit| stats.live + stats.reserved + class > limit) {
+            return Err(self.inner.out_of_memory(bytes, stats, self.inner.limit));
+        }
+        stats.reserved += class;
+        stats.peak = stats.peak.max(stats.live + stats.reserved);
+        Ok(Reservation { pool: self.clone(), bytes, counted: true })
+    }
+
+    /// The pool's figures at this moment.
+    pub fn stats(&self) -> PoolStats {
+        self.inner.state.lock().stats
+    }
+
+    /// The most bytes the pool gives at a time.
+    pub fn limit(&self) -> Option<u64> {
+        self.inner.limit
+    }
+
+    /// Bytes an allocation of `bytes` counts with.
+    pub fn rounded(bytes: usize) -> u64 {
+        size_class(bytes) as u64
+    }
+
+    /// Gives cached blocks that have a segment of their own back to the system.
+    pub fn trim(&self) {
+        let mut freed = Vec::new();
+        let mut state = self.inner.state.lock();
+        for (class, blocks) in &mut state.free {
+            if *class > LARGEST_SHARED_CLASS {
+                freed.append(blocks);
+            }
+        }
+        state.stats.cached -= freed.iter().map(|block| block.capacity as u64).sum::<u64>();
+        drop(state);
+        drop(freed);
+    }
+}
+
+impl Inner {
+    fn out_of_memory(&self, bytes: usize, stats: &PoolStats, limit: Option<u64>) -> OutOfMemory {
+        OutOfMemory {
+            pool: self.name.clone(),
+            asked: bytes as u64,
+            live: stats.live,
+            reserved: stats.reserved,
+            limit,
+        }
+    }
+
+    /// A block of `class` bytes that was reserved before.
+    fn take(&self, class: usize) -> std::io::Result<Carved> {
+        {
+            let mut state = self.state.lock();
+            if let Some(block) = state.free.get_mut(&class).and_then(Vec::pop) {
+                state.stats.cached -= class as u64;
+                return Ok(block);
+            }
+            if class <= LARGEST_SHARED_CLASS {
+                return state.carve(class);
+            }
+        }
+        let segment = Arc::new(Segment::map(class)?);
+        self.state.lock().stats.mapped += class as u64;
+        Ok(Carved { start: segment.start(), capacity: class, _segment: segment })
+    }
+}
+
+impl State {
+    fn carve(&mut self, class: usize) -> std::io::Result<Carved> {
+        let fits = self.open.as_ref().is_some_and(|(segment, used)| used + class <= segment.bytes());
+        if !fits {
+            self.open = Some((Arc::new(Segment::map(SHARED_SEGMENT_BYTES)?), 0));
+            self.stats.mapped += SHARED_SEGMENT_BYTES as u64;
+        }
+        let (segment, used) = self.open.as_mut().expect("opened above");
+        // SAFETY: `used + class` is within the segment, so the address is inside one mapping.
+        let start = unsafe { segment.start().add(*used) };
+        *used += class;
+        Ok(Carved { start, capacity: class, _segment: segment.clone() })
+    }
+}
+
+/// Bytes set aside in a pool; dropping it gives them up.
+#[derive(Debug)]
+pub struct Reservation {
+    pool: Pool,
+    bytes: usize,
+    /// Whether the pool still counts these bytes as reserved.
+    counted: bool,
+}
+
+impl Reservation {
+    /// Turns the reservation into a buffer.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the system has no memory left.
+    pub fn allocate(mut self) -> Result<OwnedBuffer, OutOfMemory> {
+        let class = size_class(self.bytes);
+        let inner = &self.pool.inner;
+        let carved = inner
+            .take(class)
+            .map_err(|_| inner.out_of_memory(self.bytes, &inner.state.lock().stats, None))?;
+        {
+            // In one step, so that nobody sees the bytes counted twice and is refused for it.
+            let stats = &mut inner.state.lock().stats;
+            stats.live += class as u64;
+            stats.reserved -= class as u64;
+        }
+        self.counted = false;
+        let block = Block { carved: Some(carved), pool: self.pool.clone() };
+        Ok(OwnedBuffer::of_block(block, self.bytes))
+    }
+
+    /// How many bytes were asked for.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        if self.counted {
+            self.pool.inner.state.lock().stats.reserved -= size_class(self.bytes) as u64;
+        }
+    }
+}
+
+impl std::fmt::Debug for Pool {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pool").field("name", &self.inner.name).field("stats", &self.stats()).finish()
+    }
+}
+
+/// A range of a segment that no other block shares.
+struct Carved {
+    start: NonNull<u8>,
+    capacity: usize,
+    _segment: Arc<Segment>,
+}
+
+// SAFETY: a carved range is used by one owner at a time, and nothing in it belongs to a thread.
+unsafe impl Send for Carved {}
+// SAFETY: shared access reads the bytes only; writing needs exclusive access (`Block::bytes_mut`).
+unsafe impl Sync for Carved {}
+
+/// A carved range in use; goes back to its pool when dropped.
+pub(super) struct Block {
+    /// `None` only while being dropped.
+    carved: Option<Carved>,
+    pool: Pool,
+}
+
+impl Block {
+    pub(super) fn capacity(&self) -> usize {
+        self.carved().capacity
+    }
+
+    pub(super) fn bytes(&self) -> &[u8] {
+        let carved = self.carved();
+        // SAFETY: the range lies in a live mapping (kept by `_segment`) that was zero-filled when made,
+        // so every byte is initialised; this block is its only owner, and writing needs `&mut self`.
+        unsafe { std::slice::from_raw_parts(carved.start.as_ptr(), carved.capacity) }
+    }
+
+    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
+        let carved = self.carved();
+        // SAFETY: as in `bytes`, and `&mut self` keeps every other access away.
+        unsafe { std::slice::from_raw_parts_mut(carved.start.as_ptr(), carved.capacity) }
+    }
+
+    fn carved(&self) -> &Carved {
+        self.carved.as_ref().expect("a block has its range until it is dropped")
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        let Some(carved) = self.carved.take() else { return };
+        let mut state = self.pool.inner.state.lock();
+        state.stats.live -= carved.capacity as u64;
+        state.stats.cached += carved.capacity as u64;
+        state.free.entry(carved.capacity).or_default().push(carved);
+    }
+}
+
+/// The size class of an allocation: a multiple of the alignment with at most a quarter of waste.
+fn size_class(bytes: usize) -> usize {
+    let bytes = bytes.max(ALIGNMENT);
+    let step = (bytes.next_power_of_two() / 8).max(ALIGNMENT);
+    bytes.div_ceil(step) * step
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn classes_are_aligned_and_waste_at_most_a_quarter() {
+        for bytes in (0..5000).chain([1 << 20, (1 << 20) + 1, 100_000_000]) {
+            let class = size_class(bytes);
+            assert!(class >= bytes && class.is_multiple_of(ALIGNMENT));
+            assert!(bytes < 256 || class - bytes <= bytes / 4, "{bytes} -> {class}");
+        }
+    }
+
+    #[test]
+    fn blocks_are_aligned_disjoint_and_reused() {
+        let pool = Pool::new("test", None);
+        let mut buffers: Vec<_> = (0..100).map(|i| pool.allocate(i * 777).unwrap()).collect();
+        for (i, buffer) in buffers.iter_mut().enumerate() {
+            assert_eq!(buffer.as_ptr() as usize % ALIGNMENT, 0);
+            buffer.fill(i as u8);
+        }
+        for (i, buffer) in buffers.iter().enumerate() {
+            assert!(buffer.iter().all(|byte| *byte == i as u8));
+        }
+        let mapped = pool.stats().mapped;
+        drop(buffers);
+        assert_eq!(pool.stats().live, 0);
+        let again: Vec<_> = (0..100).map(|i| pool.allocate(i * 777).unwrap()).collect();
+        assert_eq!(pool.stats().mapped, mapped, "a second round takes nothing new from the system");
+        drop(again);
+    }
+
+    #[test]
+    fn the_limit_holds_for_live_and_reserved_together() {
+        let pool = Pool::new("test", Some(1000));
+        let reserved = pool.reserve(512).unwrap();
+        let error = pool.allocate(512).unwrap_err();
+        assert_eq!((error.asked, error.reserved, error.limit), (512, 512, Some(1000)));
+        let buffer = reserved.allocate().unwrap();
+        assert_eq!((pool.stats().live, pool.stats().reserved), (512, 0));
+        assert!(pool.reserve(512).is_err());
+        drop(buffer);
+        drop(pool.reserve(512).unwrap());
+        assert_eq!(pool.stats().peak, 512);
+        pool.trim();
+    }
+}

@@ -1,0 +1,137 @@
+//! What moves messages between processes: the [`Transport`] trait.
+//!
+//! A transport carries headers with payloads and reports what arrived. It matches nothing, orders
+//! nothing and waits for nothing: two messages to one peer may overtake each other. All of that is
+//! the [router](crate::router)'s work.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::memory::{OwnedBuffer, SharedBuffer};
+use crate::wire::{Header, ProcessId};
+
+/// Moves messages between this process and its peers.
+///
+/// Implementations are driven from any thread; no method blocks but [`Transport::shutdown`].
+pub trait Transport: Send + Sync {
+    /// The transport's name as the user writes it (`tcp`, `inproc`).
+    fn name(&self) -> &'static str;
+
+    /// Who this process is.
+    fn process(&self) -> ProcessId;
+
+    /// Number of processes in the job.
+    fn processes(&self) -> usize;
+
+    /// Starts deliveries to `handler`. What arrived before is kept and delivered first.
+    ///
+    /// # Panics
+    ///
+    /// Where it was called before.
+    fn start(&self, handler: Arc<dyn Handler>);
+
+    /// Queues a message to `to`. Never blocks.
+    ///
+    /// `payload` must have exactly [`Header::payload_bytes`] bytes; the transport holds on to it until
+    /// [`Handler::done`], which is called exactly once for every ticket but [`Ticket::NONE`], also
+    /// where the peer is gone. [`Kind::Data`](crate::Kind::Data) never delays other kinds.
+    fn post(&self, to: ProcessId, header: Header, payload: Option<SharedBuffer>, ticket: Ticket);
+
+    /// Lets the calling thread drive the transport for a moment; true where that did anything.
+    ///
+    /// Transports with threads of their own have nothing to do here.
+    fn progress(&self) -> bool {
+        false
+    }
+
+    /// Sends what was posted, then closes; waits at most `deadline`. Peers see an orderly end.
+    ///
+    /// After it no more calls reach the handler, and every open ticket has ended.
+    fn shutdown(&self, deadline: Duration);
+}
+
+/// Names a [`Transport::post`] in its [`Handler::done`]. Chosen by the caller.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub struct Ticket(pub u64);
+
+impl Ticket {
+    /// For messages whose end nobody wants to hear of.
+    pub const NONE: Self = Self(0);
+}
+
+/// Receives what a transport has to say. Called on the transport's threads: it must not block.
+pub trait Handler: Send + Sync {
+    /// A message arrived.
+    fn arrived(&self, from: ProcessId, header: Header, payload: Payload);
+
+    /// A posted message has left, and its payload is no longer in use; or it never will.
+    fn done(&self, ticket: Ticket, result: Result<(), TransportError>);
+
+    /// A peer is gone. Said at most once for each peer, after everything that arrived from it
+    /// on the same connection; nothing more comes from it.
+    fn peer_down(&self, peer: ProcessId, why: TransportError);
+}
+
+/// The payload of a message that arrived. Dropping it discards the bytes.
+pub enum Payload {
+    /// The message has none.
+    Empty,
+    /// The bytes are here.
+    Inline(SharedBuffer),
+    /// The bytes wait for a place.
+    Waiting(Box<dyn Fetch>),
+}
+
+/// Payload bytes that wait for a place; dropped, they are read and thrown away.
+pub trait Fetch: Send {
+    /// How many bytes there are.
+    fn bytes(&self) -> u64;
+
+    /// Reads them into `into`, which must have exactly that many bytes, then calls `then` once, on a
+    /// thread of the transport. Does not block.
+    fn fetch(self: Box<Self>, into: OwnedBuffer, then: FetchDone);
+}
+
+/// Called with the filled buffer, or with why it could not be filled.
+pub type FetchDone = Box<dyn FnOnce(Result<OwnedBuffer, TransportError>) + Send>;
+
+/// Why a message could not be moved.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TransportError {
+    /// The peer's connection ended, or was never there.
+    #[error("process {peer} is gone: {why}")]
+    PeerGone {
+        /// The peer.
+        peer: ProcessId,
+        /// What the connection said.
+        why: String,
+    },
+    /// The peer sent something that is not a message of ours. The connection is closed.
+    #[error("process {peer} sent something that is no message: {why}")]
+    Protocol {
+        /// The peer.
+        peer: ProcessId,
+        /// What was wrong.
+        why: String,
+    },
+    /// This process could not do its part (sockets, addresses, limits).
+    #[error("{doing} failed: {why}")]
+    Environment {
+        /// What was being done.
+        doing: String,
+        /// The system's word on it.
+        why: String,
+    },
+    /// Something did not happen within its patience.
+    #[error("{what} took longer than {patience:?}")]
+    TimedOut {
+        /// What was waited for.
+        what: String,
+        /// For how long.
+        patience: Duration,
+    },
+    /// The transport is shut down.
+    #[error("the transport is shut down")]
+    Closed,
+}

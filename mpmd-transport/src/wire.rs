@@ -1,0 +1,284 @@
+//! The header that every message between processes starts with.
+//!
+//! Sixty-four bytes, little-endian, the same on every transport:
+//!
+//! | offset | bytes | field |
+//! |---|---|---|
+//! | 0 | 4 | magic `MPMD` |
+//! | 4 | 2 | version |
+//! | 6 | 2 | kind |
+//! | 8 | 8 | epoch: the incarnation of the job |
+//! | 16 | 8 | operation |
+//! | 24 | 8 | piece within the operation |
+//! | 32 | 8 | bytes of payload (of the piece, for messages that speak of one without carrying it) |
+//! | 40 | 16 | rolling hash of the sender's operations |
+//! | 56 | 8 | count: number of operations the sender has issued, or another figure by kind |
+//!
+//! A header that does not start with the right magic and version is refused (invariant
+//! *no-wire-without-version*).
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use zerocopy::byteorder::little_endian::{U16, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+/// Bytes of an encoded [`Header`].
+pub const HEADER_BYTES: usize = 64;
+
+/// The version of the wire protocol this crate speaks. Peers must speak the same.
+pub const VERSION: u16 = 1;
+
+const MAGIC: [u8; 4] = *b"MPMD";
+
+/// The largest payload of any message but [`Kind::Data`], in bytes. A header that announces more is
+/// refused: only data that the receiver has granted may be large.
+pub const MAX_CONTROL_BYTES: u64 = 1 << 20;
+
+/// One OS process of the job, numbered from 0.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
+pub struct ProcessId(pub u32);
+
+impl ProcessId {
+    /// The number as an index.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+impl fmt::Display for ProcessId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
+
+/// What a message is.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+#[repr(u16)]
+pub enum Kind {
+    /// A small piece, payload inline, covered by the sender's eager credit.
+    Eager = 1,
+    /// A small piece is ready, but the sender has no credit left: asks for a grant.
+    Offer = 2,
+    /// The receiver has issued the operation and has room: the piece may be sent.
+    Grant = 3,
+    /// A granted piece. The only kind whose payload may exceed [`MAX_CONTROL_BYTES`].
+    Data = 4,
+    /// The piece will never come; the payload says why.
+    Poison = 5,
+    /// Gives back `count` bytes of eager credit.
+    Credit = 6,
+    /// "I wait for this piece of yours": asks for an [`Kind::Answer`].
+    Probe = 7,
+    /// What the asked process knows of the piece; the payload says it.
+    Answer = 8,
+    /// Number of operations issued and the rolling hash at it.
+    Heartbeat = 9,
+    /// The same, at the end of step number `op`.
+    Step = 10,
+    /// The sender has issued its last operation; a payload says why if it was not an orderly end.
+    Goodbye = 11,
+    /// The sender's recent operations, sent when two processes disagree.
+    Records = 12,
+    /// The job has failed; the payload says why.
+    Failure = 13,
+}
+
+impl Kind {
+    fn from_u16(kind: u16) -> Option<Self> {
+        Some(match kind {
+            1 => Self::Eager,
+            2 => Self::Offer,
+            3 => Self::Grant,
+            4 => Self::Data,
+            5 => Self::Poison,
+            6 => Self::Credit,
+            7 => Self::Probe,
+            8 => Self::Answer,
+            9 => Self::Heartbeat,
+            10 => Self::Step,
+            11 => Self::Goodbye,
+            12 => Self::Records,
+            13 => Self::Failure,
+            _ => return None,
+        })
+    }
+
+    /// Whether `bytes` in a header of this kind counts payload that follows it.
+    ///
+    /// Offers and grants speak of a piece without carrying it.
+    pub fn carries_payload(self) -> bool {
+        !matches!(self, Self::Offer | Self::Grant | Self::Credit | Self::Probe | Self::Heartbeat | Self::Step)
+    }
+}
+
+/// A decoded message header.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Header {
+    /// What the message is.
+    pub kind: Kind,
+    /// The incarnation of the job.
+    pub epoch: u64,
+    /// The operation that the message belongs to, 0 where it belongs to none.
+    pub op: u64,
+    /// The piece within the operation.
+    pub piece: u64,
+    /// Bytes of the piece; of the payload where [`Kind::carries_payload`].
+    pub bytes: u64,
+    /// The sender's rolling hash: at `op` for pieces, at `count` for heartbeats and goodbyes.
+    pub hash: u128,
+    /// Operations the sender has issued, or bytes for [`Kind::Credit`].
+    pub count: u64,
+}
+
+/// Why bytes are not a header of ours. Always the peer's fault.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum WireError {
+    /// The bytes do not start with our magic.
+    #[error("not an mpmd message: starts with {found:02x?} instead of {MAGIC:02x?}")]
+    Magic {
+        /// The first four bytes.
+        found: [u8; 4],
+    },
+    /// The peer speaks another version of the protocol.
+    #[error(
+        "the peer speaks wire version {found}, this process speaks {VERSION}; run the same build on every process"
+    )]
+    Version {
+        /// The peer's version.
+        found: u16,
+    },
+    /// The kind is none of ours.
+    #[error("unknown message kind {found}")]
+    Kind {
+        /// The unknown number.
+        found: u16,
+    },
+    /// A control message announces a payload larger than [`MAX_CONTROL_BYTES`].
+    #[error("a {kind:?} message announces {bytes} bytes; at most {MAX_CONTROL_BYTES} are allowed")]
+    TooLong {
+        /// The message's kind.
+        kind: Kind,
+        /// The announced length.
+        bytes: u64,
+    },
+}
+
+#[derive(FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned)]
+#[repr(C)]
+struct Raw {
+    magic: [u8; 4],
+    version: U16,
+    kind: U16,
+    epoch: U64,
+    op: U64,
+    piece: U64,
+    bytes: U64,
+    hash_low: U64,
+    hash_high: U64,
+    count: U64,
+}
+
+impl Header {
+    /// A header of `kind` with every other field zero.
+    pub fn new(kind: Kind) -> Self {
+        Self { kind, epoch: 0, op: 0, piece: 0, bytes: 0, hash: 0, count: 0 }
+    }
+
+    /// Bytes of payload that follow this header on the wire.
+    pub fn payload_bytes(&self) -> u64 {
+        if self.kind.carries_payload() { self.bytes } else { 0 }
+    }
+
+    /// The header as it goes over the wire.
+    pub fn encode(&self) -> [u8; HEADER_BYTES] {
+        let raw = Raw {
+            magic: MAGIC,
+            version: U16::new(VERSION),
+            kind: U16::new(self.kind as u16),
+            epoch: U64::new(self.epoch),
+            op: U64::new(self.op),
+            piece: U64::new(self.piece),
+            bytes: U64::new(self.bytes),
+            hash_low: U64::new(self.hash as u64),
+            hash_high: U64::new((self.hash >> 64) as u64),
+            count: U64::new(self.count),
+        };
+        zerocopy::transmute!(raw)
+    }
+
+    /// Reads a header.
+    ///
+    /// # Errors
+    ///
+    /// Refuses another magic, version or kind, and control messages that announce too long a payload.
+    pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, WireError> {
+        let raw: &Raw = zerocopy::transmute_ref!(bytes);
+        if raw.magic != MAGIC {
+            return Err(WireError::Magic { found: raw.magic });
+        }
+        if raw.version.get() != VERSION {
+            return Err(WireError::Version { found: raw.version.get() });
+        }
+        let kind = Kind::from_u16(raw.kind.get()).ok_or(WireError::Kind { found: raw.kind.get() })?;
+        let header = Self {
+            kind,
+            epoch: raw.epoch.get(),
+            op: raw.op.get(),
+            piece: raw.piece.get(),
+            bytes: raw.bytes.get(),
+            hash: u128::from(raw.hash_low.get()) | (u128::from(raw.hash_high.get()) << 64),
+            count: raw.count.get(),
+        };
+        if kind != Kind::Data && header.payload_bytes() > MAX_CONTROL_BYTES {
+            return Err(WireError::TooLong { kind, bytes: header.bytes });
+        }
+        Ok(header)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> Header {
+        Header {
+            kind: Kind::Data,
+            epoch: 3,
+            op: 1 << 40,
+            piece: 7,
+            bytes: (1 << 33) + 5,
+            hash: 0x0102_0304_0506_0708_090a_0b0c_0d0e_0f10,
+            count: 42,
+        }
+    }
+
+    #[test]
+    fn headers_survive_the_wire_also_above_four_gib() {
+        assert_eq!(Header::decode(&sample().encode()), Ok(sample()));
+    }
+
+    #[test]
+    fn layout_is_the_documented_one() {
+        let bytes = sample().encode();
+        assert_eq!(&bytes[0..4], b"MPMD");
+        assert_eq!(bytes[4..6], VERSION.to_le_bytes());
+        assert_eq!(bytes[16..24], (1u64 << 40).to_le_bytes());
+        assert_eq!(bytes[32..40], ((1u64 << 33) + 5).to_le_bytes());
+        assert_eq!(bytes[40], 0x10);
+    }
+
+    #[test]
+    fn strangers_other_versions_and_long_control_messages_are_refused() {
+        assert_eq!(Header::decode(&[7; HEADER_BYTES]), Err(WireError::Magic { found: [7; 4] }));
+        let mut other = sample().encode();
+        other[4] = 9;
+        assert_eq!(Header::decode(&other), Err(WireError::Version { found: 9 }));
+        let mut unknown = sample().encode();
+        unknown[6] = 200;
+        assert_eq!(Header::decode(&unknown), Err(WireError::Kind { found: 200 }));
+        let long = Header { kind: Kind::Eager, ..sample() };
+        assert!(matches!(Header::decode(&long.encode()), Err(WireError::TooLong { kind: Kind::Eager, .. })));
+    }
+}
