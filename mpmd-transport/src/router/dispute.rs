@@ -1,0 +1,77 @@
+//! What happens when two processes find that they run different programs.
+//!
+//! Whoever notices shows its recent operations to the other; who is shown some, shows its own. With both
+//! at hand each finds the first difference, and the job fails with it on every process.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::history::{Shown, first_difference};
+use super::{Action, Body, Cargo, Failure, FailureKind, Router};
+use crate::control;
+use crate::wire::{Header, Kind, ProcessId};
+
+/// How long the other side has to show its operations before the failure is told without them.
+const SHOW_WITHIN: Duration = Duration::from_secs(2);
+
+impl<C: Cargo> Router<C> {
+    /// Compares a peer's hash at `count` with this process's, now or once it gets there.
+    pub(super) fn compare(&mut self, from: ProcessId, count: u64, hash: u128, now: Duration) {
+        if count > self.history.count() {
+            let peer = &mut self.peers[from.index()];
+            if self.left {
+                // This process will never get there.
+                self.dispute(from, count, now);
+            } else if peer.check.is_none() {
+                peer.check = Some((count, hash));
+            }
+        } else if self.history.hash_at(count).is_some_and(|mine| mine != hash) {
+            self.dispute(from, count, now);
+        }
+    }
+
+    /// This process and `with` disagree on operation `op` or one before it.
+    pub(super) fn dispute(&mut self, with: ProcessId, op: u64, now: Duration) {
+        if self.failed.is_some() || self.peers[with.index()].disputed.is_some() {
+            return;
+        }
+        self.peers[with.index()].disputed = Some((now, op));
+        if self.peers[with.index()].is_reachable() {
+            let body = control::encode(&self.history.show(op)).unwrap_or_default();
+            let header = Header { op, bytes: body.len() as u64, ..self.header(Kind::Records) };
+            self.actions.push(Action::Post { to: with, header, body: Body::Control(body) });
+        }
+        if self.peers[with.index()].shown.is_some() {
+            self.conclude(with, op);
+        }
+    }
+
+    /// A peer that disagrees shows its operations.
+    pub(super) fn shown(&mut self, from: ProcessId, control: &[u8], now: Duration) {
+        let shown: Shown = control::decode(control).unwrap_or_default();
+        let last = shown.records.last().map_or(shown.count, |record| record.op);
+        self.peers[from.index()].shown = Some(shown);
+        match self.peers[from.index()].disputed {
+            Some((_, op)) => self.conclude(from, op),
+            None => self.dispute(from, last, now),
+        }
+    }
+
+    /// Ends disputes whose other side has not shown its operations in time.
+    pub(super) fn expire_disputes(&mut self, now: Duration) {
+        for process in self.others() {
+            if let Some((since, op)) = self.peers[process.index()].disputed
+                && now >= since + SHOW_WITHIN
+            {
+                self.conclude(process, op);
+            }
+        }
+    }
+
+    fn conclude(&mut self, with: ProcessId, op: u64) {
+        let mine = self.history.show(op);
+        let theirs = self.peers[with.index()].shown.clone().unwrap_or_default();
+        let (op, message) = first_difference(self.config.process, &mine, with, &theirs);
+        self.fail(Arc::new(Failure::new(FailureKind::Diverged, self.config.process, op, message)));
+    }
+}

@@ -1,0 +1,561 @@
+//! The pure state machine between operations and messages.
+//!
+//! Every process issues the same operations in the same order, so a *piece* of data that moves is
+//! named by its operation's number and its own number within the operation, never by arrival order.
+//! The [`Router`] of a process matches the pieces its operations expect with the messages that arrive,
+//! lets large payloads move only after the receiver's grant, compares rolling hashes so that diverged
+//! programs get an error instead of each other's data, asks a sender what it is doing when a piece is
+//! long in coming, and turns failures and departures of peers into errors of what waits for them.
+//!
+//! It does no I/O, starts no thread and reads no clock. Its driver calls it with events and the time,
+//! and carries out the [`Action`]s it collects. It relies on no ordering of messages.
+//!
+//! How a piece moves from S to R as operation `k`:
+//!
+//! | size | S, when the data is ready | R, when it issues `k` |
+//! |---|---|---|
+//! | up to [`EAGER_BYTES`], within credit | `Eager` with payload | delivered; credit returned |
+//! | up to [`EAGER_BYTES`], no credit left | `Offer` | `Grant`; then `Data` |
+//! | more | waits for the grant | `Grant`; then `Data` |
+//!
+//! A grant is sent only by a process that has issued the operation and reserved its memory, so nothing
+//! a lower operation needs is ever held by a higher one.
+
+mod dispute;
+mod failure;
+mod history;
+mod peer;
+mod watch;
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::time::Duration;
+
+pub use failure::{Failure, FailureKind};
+pub use history::OpRecord;
+pub use watch::Answer;
+
+use crate::control;
+use crate::wire::{Header, Kind, ProcessId};
+use history::History;
+use peer::{Expected, Goodbye, Peer, PieceKey, Ready};
+
+/// Pieces up to this size may travel without a grant, in bytes.
+pub const EAGER_BYTES: u64 = 16 << 10;
+
+/// Bytes of eager pieces that a sender may have unclaimed at one receiver.
+pub const EAGER_CREDIT: u64 = 1 << 20;
+
+/// What an eager piece costs beyond its bytes.
+const EAGER_OVERHEAD: u64 = 64;
+
+/// The driver's types that pass through a router.
+pub trait Cargo {
+    /// What is sent: bytes, and whatever must live until they have left.
+    type Outgoing;
+    /// What arrived.
+    type Incoming;
+    /// What is told when a piece arrives or never will.
+    type Waiter;
+}
+
+/// Settings of a [`Router`].
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// This process.
+    pub process: ProcessId,
+    /// Number of processes in the job.
+    pub processes: usize,
+    /// The incarnation of the job; messages of another are ignored.
+    pub epoch: u64,
+    /// How long a peer may be silent before it counts as lost, and a wait may last before it is
+    /// reported.
+    pub patience: Duration,
+    /// Time between heartbeats.
+    pub heartbeat: Duration,
+}
+
+/// What the driver has to do.
+pub enum Action<C: Cargo> {
+    /// Send a message.
+    Post {
+        /// To whom.
+        to: ProcessId,
+        /// Its header, complete.
+        header: Header,
+        /// Its payload.
+        body: Body<C::Outgoing>,
+    },
+    /// Tell a waiter that its piece is here, or why it will never be.
+    Deliver {
+        /// Whom to tell.
+        waiter: C::Waiter,
+        /// The piece.
+        result: Result<C::Incoming, Arc<Failure>>,
+    },
+    /// Call [`Router::answer`] with what this process is doing.
+    Answer {
+        /// Who asked.
+        to: ProcessId,
+        /// About which operation.
+        op: u64,
+        /// About which piece of it.
+        piece: u64,
+    },
+    /// Drop what was to be sent: nobody is there to receive it.
+    Discard(C::Outgoing),
+    /// A wait has outlasted the patience; show this to the user.
+    HangReport(String),
+    /// A peer is gone; later operations that need it will fail with this.
+    PeerLost(Arc<Failure>),
+    /// The job as a whole has failed; every wait has been told.
+    Failed(Arc<Failure>),
+}
+
+/// The payload of a message to send.
+pub enum Body<O> {
+    /// None.
+    Empty,
+    /// A control payload.
+    Control(Vec<u8>),
+    /// A piece.
+    Cargo(O),
+}
+
+/// Something that arrived before this process asked for it, its hash already compared.
+enum Early<C: Cargo> {
+    Cargo(Header, C::Incoming),
+    Offered,
+    Poison(Arc<Failure>),
+}
+
+/// Matches operations and messages of one process. See the [module](self).
+pub struct Router<C: Cargo> {
+    config: Config,
+    history: History,
+    peers: Vec<Peer<C>>,
+    /// Messages for operations that this process has not issued yet.
+    parked: BTreeMap<u64, Vec<(ProcessId, Header, C::Incoming)>>,
+    early: HashMap<(ProcessId, PieceKey), Early<C>>,
+    failed: Option<Arc<Failure>>,
+    next_heartbeat: Duration,
+    /// This process's own goodbye, once said.
+    left: bool,
+    actions: Vec<Action<C>>,
+}
+
+impl<C: Cargo> Router<C> {
+    /// A router that has issued nothing.
+    pub fn new(config: Config) -> Self {
+        Self {
+            peers: (0..config.processes).map(|_| Peer::default()).collect(),
+            config,
+            history: History::default(),
+            parked: BTreeMap::new(),
+            early: HashMap::new(),
+            failed: None,
+            next_heartbeat: Duration::ZERO,
+            left: false,
+            actions: Vec::new(),
+        }
+    }
+
+    /// What the driver has to do, in order. Call it after every other call.
+    pub fn take_actions(&mut self) -> Vec<Action<C>> {
+        std::mem::take(&mut self.actions)
+    }
+
+    /// Whether [`Router::take_actions`] would return anything.
+    pub fn has_actions(&self) -> bool {
+        !self.actions.is_empty()
+    }
+
+    /// How many operations this process has issued.
+    pub fn count(&self) -> u64 {
+        self.history.count()
+    }
+
+    /// The rolling hash of the operations issued so far.
+    pub fn hash(&self) -> u128 {
+        self.history.hash()
+    }
+
+    /// The failure of the whole job, if it has failed.
+    pub fn failed(&self) -> Option<&Arc<Failure>> {
+        self.failed.as_ref()
+    }
+
+    /// This process issues an operation: the next number.
+    pub fn issue(&mut self, record: OpRecord, now: Duration) {
+        let op = record.op;
+        self.history.push(record);
+        while let Some(entry) = self.parked.first_entry() {
+            if *entry.key() > op {
+                break;
+            }
+            for (from, header, incoming) in entry.remove() {
+                self.piece_message(from, header, incoming, now);
+            }
+        }
+        for index in 0..self.peers.len() {
+            if let Some((count, hash)) = self.peers[index].check
+                && count <= op
+            {
+                self.peers[index].check = None;
+                self.compare(ProcessId(index as u32), count, hash, now);
+            }
+        }
+    }
+
+    /// An issued operation waits for a piece of `bytes` from `from`.
+    ///
+    /// The memory for it must be reserved: the grant goes out now.
+    pub fn expect(
+        &mut self,
+        from: ProcessId,
+        (op, piece): (u64, u64),
+        bytes: u64,
+        waiter: C::Waiter,
+        now: Duration,
+    ) {
+        debug_assert!(op <= self.history.count(), "operation {op} was not issued");
+        let key = (op, piece);
+        if let Some(failure) = self.why_never(from, op) {
+            self.actions.push(Action::Deliver { waiter, result: Err(failure) });
+            return;
+        }
+        let expected = Expected {
+            waiter,
+            bytes,
+            since: now,
+            probe_at: now + watch::PROBE_AFTER,
+            report_at: now + self.config.patience,
+        };
+        self.peers[from.index()].expected.insert(key, expected);
+        match self.early.remove(&(from, key)) {
+            Some(Early::Cargo(header, incoming)) => self.deliver(from, header, incoming, now),
+            Some(Early::Poison(failure)) => self.poisoned(from, key, failure),
+            Some(Early::Offered) => self.grant(from, key, bytes),
+            None if bytes > EAGER_BYTES => self.grant(from, key, bytes),
+            None => {}
+        }
+        let beyond = self.peers[from.index()].goodbye.as_ref().is_some_and(|goodbye| op > goodbye.count);
+        if beyond {
+            self.dispute(from, op, now);
+        }
+    }
+
+    /// A piece of an issued operation is ready to go to `to`.
+    pub fn offer(&mut self, to: ProcessId, (op, piece): (u64, u64), bytes: u64, cargo: C::Outgoing) {
+        let key = (op, piece);
+        let peer = &mut self.peers[to.index()];
+        if self.failed.is_some() || !peer.is_reachable() {
+            self.actions.push(Action::Discard(cargo));
+            return;
+        }
+        if peer.granted.remove(&key).is_some() {
+            self.post_piece(Kind::Data, to, key, bytes, Body::Cargo(cargo));
+            return;
+        }
+        if bytes > EAGER_BYTES {
+            peer.ready.insert(key, Ready { cargo, bytes });
+        } else if let Some(credit) = peer.credit.checked_sub(bytes + EAGER_OVERHEAD) {
+            peer.credit = credit;
+            self.post_piece(Kind::Eager, to, key, bytes, Body::Cargo(cargo));
+        } else {
+            peer.ready.insert(key, Ready { cargo, bytes });
+            self.post_piece(Kind::Offer, to, key, bytes, Body::Empty);
+        }
+    }
+
+    /// A piece that `to` waits for will never come.
+    pub fn poison(&mut self, to: ProcessId, (op, piece): (u64, u64), failure: &Failure) {
+        let body = encode_failure(failure);
+        let bytes = body.len() as u64;
+        if self.failed.is_none() && self.peers[to.index()].is_reachable() {
+            self.post_piece(Kind::Poison, to, (op, piece), bytes, Body::Control(body));
+        }
+    }
+
+    /// A message arrived. `control` is its payload as bytes where the kind carries a control payload.
+    pub fn arrived(
+        &mut self,
+        from: ProcessId,
+        header: Header,
+        incoming: C::Incoming,
+        control: &[u8],
+        now: Duration,
+    ) {
+        if header.epoch != self.config.epoch || from.index() >= self.peers.len() {
+            return;
+        }
+        self.peers[from.index()].heard = now;
+        match header.kind {
+            Kind::Eager | Kind::Offer | Kind::Grant | Kind::Data => {
+                if header.op > self.history.count() {
+                    self.parked.entry(header.op).or_default().push((from, header, incoming));
+                } else {
+                    self.piece_message(from, header, incoming, now);
+                }
+            }
+            // A poison is taken at its word, also ahead of time: a process that failed stops comparing.
+            Kind::Poison => {
+                let failure = Arc::new(decode_failure(from, header.op, control));
+                self.poisoned(from, (header.op, header.piece), failure);
+            }
+            Kind::Credit => {
+                let peer = &mut self.peers[from.index()];
+                peer.credit = peer.credit.saturating_add(header.count).min(EAGER_CREDIT);
+            }
+            Kind::Probe => self.probed(from, header, now),
+            Kind::Answer => self.answered(from, control),
+            Kind::Heartbeat | Kind::Step => self.compare(from, header.count, header.hash, now),
+            Kind::Goodbye => self.peer_left(from, header, control, now),
+            Kind::Records => self.shown(from, control, now),
+            Kind::Failure => {
+                let failure = Arc::new(decode_failure(from, header.op, control));
+                self.fail_quietly(failure);
+            }
+        }
+    }
+
+    /// A peer's connection ended, or the rendezvous says that it is gone.
+    pub fn peer_down(&mut self, process: ProcessId, why: &str) {
+        let peer = &mut self.peers[process.index()];
+        if peer.down.is_some() {
+            return;
+        }
+        peer.down = Some(why.to_owned());
+        let in_order = peer.goodbye.as_ref().is_some_and(|goodbye| goodbye.failure.is_none());
+        let expected = std::mem::take(&mut peer.expected);
+        let ready: Vec<_> = peer.ready.drain().collect();
+        peer.granted.clear();
+        self.actions.extend(ready.into_iter().map(|(_, ready)| Action::Discard(ready.cargo)));
+        for ((op, _), expected) in expected {
+            let failure = self.lost(process, op);
+            self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure) });
+        }
+        if !in_order {
+            let failure = Failure::new(
+                FailureKind::PeerLost,
+                process,
+                0,
+                format!("process {process} is gone ({why}) before the program ended"),
+            );
+            self.actions.push(Action::PeerLost(Arc::new(failure)));
+        }
+    }
+
+    /// The job has failed here: tells every wait and every peer.
+    pub fn fail(&mut self, failure: Arc<Failure>) {
+        if self.failed.is_some() {
+            return;
+        }
+        let body = encode_failure(&failure);
+        for process in self.reachable() {
+            let header = Header { bytes: body.len() as u64, op: failure.op, ..self.header(Kind::Failure) };
+            self.actions.push(Action::Post { to: process, header, body: Body::Control(body.clone()) });
+        }
+        self.fail_quietly(failure);
+    }
+
+    /// This process ends a step: its neighbour compares.
+    ///
+    /// Each process tells the next one, so that together they compare all of them.
+    pub fn step_end(&mut self, step: u64) {
+        let next = ProcessId((self.config.process.0 + 1) % self.config.processes as u32);
+        if next != self.config.process && !self.peers[next.index()].has_left() && self.failed.is_none() {
+            let header = Header { op: step, hash: self.history.hash(), ..self.header(Kind::Step) };
+            self.actions.push(Action::Post { to: next, header, body: Body::Empty });
+        }
+    }
+
+    /// This process issues nothing more; `failure` says why, where that is not the program's end.
+    pub fn goodbye(&mut self, failure: Option<&Failure>) {
+        if std::mem::replace(&mut self.left, true) {
+            return;
+        }
+        let body = failure.map(encode_failure).unwrap_or_default();
+        for process in self.reachable() {
+            let header =
+                Header { bytes: body.len() as u64, hash: self.history.hash(), ..self.header(Kind::Goodbye) };
+            let body = if body.is_empty() { Body::Empty } else { Body::Control(body.clone()) };
+            self.actions.push(Action::Post { to: process, header, body });
+        }
+        if let Some(failure) = failure {
+            // From here on this process compares nothing: it is known to have ended elsewhere.
+            self.fail_quietly(Arc::new(failure.clone()));
+        }
+    }
+
+    /// The peers that have neither said goodbye nor gone.
+    pub fn still_here(&self) -> Vec<ProcessId> {
+        self.others().filter(|process| !self.peers[process.index()].has_left()).collect()
+    }
+
+    /// Forgets what arrived for an operation that has ended here.
+    pub fn forget(&mut self, op: u64) {
+        self.early.retain(|(_, key), _| key.0 != op);
+        for peer in &mut self.peers {
+            peer.granted.retain(|key, _| key.0 != op);
+        }
+    }
+
+    fn piece_message(&mut self, from: ProcessId, header: Header, incoming: C::Incoming, now: Duration) {
+        let key = (header.op, header.piece);
+        if self.history.hash_at(header.op).is_some_and(|mine| mine != header.hash) {
+            self.dispute(from, header.op, now);
+            return;
+        }
+        if self.failed.is_some() {
+            return;
+        }
+        let peer = &mut self.peers[from.index()];
+        match header.kind {
+            Kind::Grant => match peer.ready.remove(&key) {
+                Some(ready) => self.post_piece(Kind::Data, from, key, ready.bytes, Body::Cargo(ready.cargo)),
+                None => drop(peer.granted.insert(key, header.hash)),
+            },
+            Kind::Offer => match peer.expected.get(&key).map(|expected| expected.bytes) {
+                Some(bytes) => self.grant(from, key, bytes),
+                None => drop(self.early.insert((from, key), Early::Offered)),
+            },
+            _ if peer.expected.contains_key(&key) => self.deliver(from, header, incoming, now),
+            _ => drop(self.early.insert((from, key), Early::Cargo(header, incoming))),
+        }
+    }
+
+    fn deliver(&mut self, from: ProcessId, header: Header, incoming: C::Incoming, now: Duration) {
+        let key = (header.op, header.piece);
+        let peer = &mut self.peers[from.index()];
+        let Some(expected) = peer.expected.remove(&key) else { return };
+        if header.kind == Kind::Eager {
+            peer.owed += header.bytes + EAGER_OVERHEAD;
+            if peer.owed >= EAGER_CREDIT / 4 {
+                let count = std::mem::take(&mut peer.owed);
+                let header = Header { count, ..self.header(Kind::Credit) };
+                self.actions.push(Action::Post { to: from, header, body: Body::Empty });
+            }
+        }
+        if expected.bytes == header.bytes {
+            self.actions.push(Action::Deliver { waiter: expected.waiter, result: Ok(incoming) });
+        } else {
+            // Equal hashes mean equal shapes, so only a broken peer comes here.
+            let message = format!(
+                "process {from} sent {} bytes for piece {} of operation {}, which has {}",
+                header.bytes, header.piece, header.op, expected.bytes
+            );
+            let failure = Arc::new(Failure::new(FailureKind::Transport, from, header.op, message));
+            self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure) });
+            self.dispute(from, header.op, now);
+        }
+    }
+
+    fn poisoned(&mut self, from: ProcessId, key: PieceKey, failure: Arc<Failure>) {
+        match self.peers[from.index()].expected.remove(&key) {
+            Some(expected) => {
+                self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure) });
+            }
+            None => drop(self.early.insert((from, key), Early::Poison(failure))),
+        }
+    }
+
+    fn peer_left(&mut self, from: ProcessId, header: Header, control: &[u8], now: Duration) {
+        let failure = (!control.is_empty()).then(|| Arc::new(decode_failure(from, 0, control)));
+        let peer = &mut self.peers[from.index()];
+        peer.goodbye = Some(Goodbye { count: header.count, failure: failure.clone() });
+        if let Some(failure) = failure {
+            for (_, expected) in std::mem::take(&mut peer.expected) {
+                self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure.clone()) });
+            }
+            self.actions.push(Action::PeerLost(failure));
+            return;
+        }
+        let beyond = peer.expected.keys().map(|key| key.0).find(|op| *op > header.count);
+        match beyond {
+            Some(op) => self.dispute(from, op, now),
+            None => self.compare(from, header.count, header.hash, now),
+        }
+    }
+
+    /// Why a piece of `op` will never come from `from`, where that is known already.
+    fn why_never(&self, from: ProcessId, op: u64) -> Option<Arc<Failure>> {
+        if let Some(failure) = &self.failed {
+            return Some(failure.clone());
+        }
+        let peer = &self.peers[from.index()];
+        if let Some(failure) = peer.goodbye.as_ref().and_then(|goodbye| goodbye.failure.clone()) {
+            return Some(failure);
+        }
+        peer.down.is_some().then(|| self.lost(from, op))
+    }
+
+    fn lost(&self, process: ProcessId, op: u64) -> Arc<Failure> {
+        let why = self.peers[process.index()].down.as_deref().unwrap_or("unknown");
+        let what = self.name(op);
+        let message = format!("process {process} is gone ({why}); {what} waited for it");
+        Arc::new(Failure::new(FailureKind::PeerLost, process, op, message))
+    }
+
+    /// What an operation is called in messages.
+    fn name(&self, op: u64) -> String {
+        self.history.get(op).map_or_else(|| format!("operation {op}"), ToString::to_string)
+    }
+
+    fn fail_quietly(&mut self, failure: Arc<Failure>) {
+        if self.failed.is_some() {
+            return;
+        }
+        self.failed = Some(failure.clone());
+        for peer in &mut self.peers {
+            for (_, expected) in std::mem::take(&mut peer.expected) {
+                self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure.clone()) });
+            }
+            let ready: Vec<_> = peer.ready.drain().collect();
+            self.actions.extend(ready.into_iter().map(|(_, ready)| Action::Discard(ready.cargo)));
+        }
+        self.early.clear();
+        self.parked.clear();
+        self.actions.push(Action::Failed(failure));
+    }
+
+    fn grant(&mut self, to: ProcessId, key: PieceKey, bytes: u64) {
+        self.post_piece(Kind::Grant, to, key, bytes, Body::Empty);
+    }
+
+    fn post_piece(&mut self, kind: Kind, to: ProcessId, key: PieceKey, bytes: u64, body: Body<C::Outgoing>) {
+        let hash = self.history.hash_at(key.0).unwrap_or_default();
+        let header = Header { op: key.0, piece: key.1, bytes, hash, ..self.header(kind) };
+        self.actions.push(Action::Post { to, header, body });
+    }
+
+    fn header(&self, kind: Kind) -> Header {
+        Header { epoch: self.config.epoch, count: self.history.count(), ..Header::new(kind) }
+    }
+
+    fn others(&self) -> impl Iterator<Item = ProcessId> + use<C> {
+        let me = self.config.process;
+        (0..self.config.processes as u32).map(ProcessId).filter(move |process| *process != me)
+    }
+
+    fn reachable(&self) -> Vec<ProcessId> {
+        self.others().filter(|process| self.peers[process.index()].is_reachable()).collect()
+    }
+}
+
+fn encode_failure(failure: &Failure) -> Vec<u8> {
+    let mut failure = failure.clone();
+    // An error text without end must not keep the failure from arriving.
+    let keep = (0..=failure.message.len().min(16 << 10)).rev().find(|i| failure.message.is_char_boundary(*i));
+    failure.message.truncate(keep.unwrap_or(0));
+    control::encode(&failure).unwrap_or_default()
+}
+
+fn decode_failure(from: ProcessId, op: u64, bytes: &[u8]) -> Failure {
+    control::decode(bytes).unwrap_or_else(|why| {
+        Failure::new(FailureKind::Transport, from, op, format!("process {from} failed, and {why}"))
+    })
+}
+
+#[cfg(test)]
+mod tests;

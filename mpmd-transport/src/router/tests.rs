@@ -1,0 +1,420 @@
+//! Routers of several processes in one thread, on a network that delays and reorders by seed.
+
+use super::*;
+
+struct Bytes;
+
+impl Cargo for Bytes {
+    type Outgoing = Vec<u8>;
+    type Incoming = Vec<u8>;
+    type Waiter = PieceKey;
+}
+
+/// A small generator of our own: the tests must not depend on the version of a library.
+struct Seeded(u64);
+
+impl Seeded {
+    fn next(&mut self, below: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % below
+    }
+}
+
+struct Message {
+    due: u64,
+    from: ProcessId,
+    to: ProcessId,
+    header: Header,
+    body: Vec<u8>,
+}
+
+/// What became of a wait.
+type Outcome = Result<Vec<u8>, Arc<Failure>>;
+
+struct Job {
+    routers: Vec<Router<Bytes>>,
+    dead: Vec<bool>,
+    flying: Vec<Message>,
+    outcomes: HashMap<(usize, PieceKey), Outcome>,
+    reports: Vec<String>,
+    seeded: Seeded,
+    /// Milliseconds.
+    now: u64,
+    max_delay: u64,
+}
+
+fn at(millis: u64) -> Duration {
+    Duration::from_millis(millis)
+}
+
+fn record(op: u64, hash: u128, what: &str) -> OpRecord {
+    OpRecord { op, hash, what: Arc::new(what.to_owned()), at: std::panic::Location::caller() }
+}
+
+fn body(key: PieceKey, bytes: u64) -> Vec<u8> {
+    (0..bytes).map(|i| (key.0 * 31 + key.1 * 7 + i) as u8).collect()
+}
+
+impl Job {
+    fn new(processes: usize, seed: u64, max_delay: u64) -> Self {
+        let router = |process| {
+            Router::new(Config {
+                process: ProcessId(process as u32),
+                processes,
+                epoch: 1,
+                patience: at(60_000),
+                heartbeat: at(500),
+            })
+        };
+        Self {
+            routers: (0..processes).map(router).collect(),
+            dead: vec![false; processes],
+            flying: Vec::new(),
+            outcomes: HashMap::new(),
+            reports: Vec::new(),
+            seeded: Seeded(seed),
+            now: 0,
+            max_delay,
+        }
+    }
+
+    fn issue(&mut self, process: usize, hash: u128, what: &str) -> u64 {
+        let op = self.routers[process].count() + 1;
+        self.routers[process].issue(record(op, hash, what), at(self.now));
+        self.act(process);
+        op
+    }
+
+    fn expect(&mut self, process: usize, from: usize, key: PieceKey, bytes: u64) {
+        self.routers[process].expect(ProcessId(from as u32), key, bytes, key, at(self.now));
+        self.act(process);
+    }
+
+    fn offer(&mut self, process: usize, to: usize, key: PieceKey, bytes: u64) {
+        self.routers[process].offer(ProcessId(to as u32), key, bytes, body(key, bytes));
+        self.act(process);
+    }
+
+    fn act(&mut self, process: usize) {
+        for action in self.routers[process].take_actions() {
+            match action {
+                Action::Post { to, header, body } => {
+                    let body = match body {
+                        Body::Empty => Vec::new(),
+                        Body::Control(bytes) | Body::Cargo(bytes) => bytes,
+                    };
+                    assert_eq!(body.len() as u64, header.payload_bytes(), "{header:?}");
+                    let header = Header::decode(&header.encode()).expect("routers send valid headers");
+                    let due = self.now + self.seeded.next(self.max_delay + 1);
+                    self.flying.push(Message { due, from: ProcessId(process as u32), to, header, body });
+                }
+                Action::Deliver { waiter, result } => {
+                    let before = self.outcomes.insert((process, waiter), result);
+                    assert!(before.is_none(), "a wait is told once");
+                }
+                Action::Answer { to, op, piece } => {
+                    self.routers[process].answer(to, op, piece, format!("process {process} computes"));
+                    self.act(process);
+                }
+                Action::HangReport(text) => self.reports.push(text),
+                Action::Discard(_) | Action::PeerLost(_) | Action::Failed(_) => {}
+            }
+        }
+    }
+
+    /// Lets one millisecond pass.
+    fn step(&mut self) {
+        self.now += 1;
+        while let Some(index) = self.flying.iter().position(|message| message.due <= self.now) {
+            let message = self.flying.swap_remove(index);
+            let to = message.to.index();
+            if self.dead[to] {
+                continue;
+            }
+            let incoming = message.body.clone();
+            self.routers[to].arrived(message.from, message.header, incoming, &message.body, at(self.now));
+            self.act(to);
+        }
+        for process in 0..self.routers.len() {
+            if !self.dead[process] && self.now % 50 == 0 {
+                self.routers[process].tick(at(self.now));
+                self.act(process);
+            }
+        }
+    }
+
+    fn run(&mut self, millis: u64) {
+        (0..millis).for_each(|_| self.step());
+    }
+
+    fn kill(&mut self, process: usize) {
+        self.dead[process] = true;
+        for other in (0..self.routers.len()).filter(|other| *other != process) {
+            self.routers[other].peer_down(ProcessId(process as u32), "connection reset");
+            self.act(other);
+        }
+    }
+}
+
+/// One piece of an operation: from, to, bytes.
+type Move = (usize, usize, u64);
+
+/// A program of `ops` operations, some of which nobody takes part in.
+fn program(processes: usize, ops: usize, seeded: &mut Seeded) -> Vec<Vec<Move>> {
+    let sizes = [0, 1, 100, EAGER_BYTES, EAGER_BYTES + 1, 70_000];
+    (0..ops)
+        .map(|_| {
+            (0..seeded.next(4))
+                .filter_map(|_| {
+                    let (from, to) = (seeded.next(processes as u64), seeded.next(processes as u64));
+                    let bytes = sizes[seeded.next(sizes.len() as u64) as usize];
+                    (from != to).then_some((from as usize, to as usize, bytes))
+                })
+                .collect()
+        })
+        .collect()
+}
+
+#[test]
+fn every_piece_arrives_whatever_the_delays_and_the_pace() {
+    for seed in 0..150 {
+        let mut seeded = Seeded(seed);
+        let processes = 2 + seeded.next(7) as usize;
+        let program = program(processes, 40, &mut seeded);
+        let mut job = Job::new(processes, seed, seeded.next(40));
+        // Data gets ready in any order after its operation was issued.
+        let mut unready: Vec<(usize, usize, PieceKey, u64)> = Vec::new();
+        let mut next = vec![0; processes];
+        while next.iter().any(|next| *next < program.len()) || !unready.is_empty() {
+            let process = seeded.next(processes as u64) as usize;
+            if next[process] < program.len() {
+                let op = job.issue(process, next[process] as u128 + 77, "op");
+                for (piece, (from, to, bytes)) in program[next[process]].iter().enumerate() {
+                    let key = (op, piece as u64);
+                    if *to == process {
+                        job.expect(process, *from, key, *bytes);
+                    }
+                    if *from == process {
+                        unready.push((process, *to, key, *bytes));
+                    }
+                }
+                next[process] += 1;
+            }
+            if !unready.is_empty() && seeded.next(2) == 0 {
+                let (process, to, key, bytes) =
+                    unready.swap_remove(seeded.next(unready.len() as u64) as usize);
+                job.offer(process, to, key, bytes);
+            }
+            job.step();
+        }
+        job.run(500);
+        for (index, moves) in program.iter().enumerate() {
+            for (piece, (_, to, bytes)) in moves.iter().enumerate() {
+                let key = (index as u64 + 1, piece as u64);
+                let outcome = job.outcomes.get(&(*to, key)).unwrap_or_else(|| panic!("seed {seed}: {key:?}"));
+                assert_eq!(outcome.as_ref().expect("delivered"), &body(key, *bytes), "seed {seed}");
+            }
+        }
+        assert!(job.routers.iter().all(|router| router.failed().is_none()));
+    }
+}
+
+#[test]
+fn large_pieces_wait_for_the_receiver_and_small_ones_for_credit() {
+    let mut job = Job::new(2, 1, 0);
+    let sent = 3 * EAGER_CREDIT / EAGER_BYTES;
+    for _ in 0..sent {
+        let op = job.issue(0, 5, "small");
+        job.offer(0, 1, (op, 0), EAGER_BYTES);
+    }
+    let op = job.issue(0, 5, "large");
+    job.offer(0, 1, (op, 0), 1 << 20);
+    let flying = |job: &Job, kind| job.flying.iter().filter(|m| m.header.kind == kind).count() as u64;
+    assert!(flying(&job, Kind::Eager) * EAGER_BYTES <= EAGER_CREDIT, "unclaimed bytes are bounded");
+    assert_eq!(flying(&job, Kind::Eager) + flying(&job, Kind::Offer), sent);
+    assert_eq!(flying(&job, Kind::Data), 0, "nothing large moves before its grant");
+    job.run(5);
+    for _ in 0..=sent {
+        let op = job.issue(1, 5, "same");
+        job.expect(1, 0, (op, 0), if op <= sent { EAGER_BYTES } else { 1 << 20 });
+    }
+    job.run(20);
+    assert_eq!(job.outcomes.values().filter(|outcome| outcome.is_ok()).count() as u64, sent + 1);
+    // The credit came back: the next small piece is eager again.
+    let op = job.issue(0, 6, "again");
+    job.offer(0, 1, (op, 0), 10);
+    assert_eq!(flying(&job, Kind::Eager), 1);
+}
+
+#[test]
+fn a_dead_process_ends_every_wait_for_it_and_names_itself_and_the_operation() {
+    let mut job = Job::new(3, 2, 3);
+    for process in 0..3 {
+        job.issue(process, 9, "device_put");
+    }
+    job.expect(0, 1, (1, 0), 100);
+    job.expect(2, 1, (1, 1), 100_000);
+    job.kill(1);
+    for (process, key) in [(0, (1, 0)), (2, (1, 1))] {
+        let failure = job.outcomes[&(process, key)].as_ref().unwrap_err();
+        assert_eq!((failure.kind, failure.process, failure.op), (FailureKind::PeerLost, ProcessId(1), 1));
+        assert!(failure.message.contains("process 1 is gone (connection reset)"), "{failure}");
+        assert!(failure.message.contains("operation 1 (device_put)"), "{failure}");
+    }
+    // A later operation fails too, at once.
+    job.issue(0, 10, "later");
+    job.expect(0, 1, (2, 0), 1);
+    assert!(job.outcomes[&(0, (2, 0))].is_err());
+}
+
+#[test]
+fn a_stopped_process_counts_as_lost_after_the_patience() {
+    let mut job = Job::new(2, 3, 2);
+    job.issue(0, 9, "device_put");
+    job.expect(0, 1, (1, 0), 100);
+    job.run(1000);
+    assert!(job.outcomes.is_empty());
+    job.dead[1] = true;
+    job.run(62_000);
+    let failure = job.outcomes[&(0, (1, 0))].as_ref().unwrap_err();
+    assert!(failure.message.contains("no sign of life for 60 s"), "{failure}");
+}
+
+#[test]
+fn poison_arrives_instead_of_the_piece_early_or_late() {
+    let mut job = Job::new(2, 4, 5);
+    let failure = Failure::new(FailureKind::Kernel, ProcessId(0), 1, "the kernel broke");
+    for _ in 0..2 {
+        job.issue(0, 9, "op");
+    }
+    job.routers[0].poison(ProcessId(1), (1, 0), &failure);
+    job.act(0);
+    job.run(10);
+    for _ in 0..2 {
+        job.issue(1, 9, "op");
+    }
+    job.expect(1, 0, (1, 0), 1 << 20);
+    job.expect(1, 0, (2, 0), 1 << 20);
+    job.routers[0].poison(ProcessId(1), (2, 0), &failure);
+    job.act(0);
+    job.run(10);
+    for key in [(1, 0), (2, 0)] {
+        assert_eq!(**job.outcomes[&(1, key)].as_ref().unwrap_err(), failure);
+    }
+}
+
+/// Runs a divergence and returns the one message that both processes fail with.
+fn diverged(mut job: Job) -> String {
+    job.run(4000);
+    let messages: Vec<String> = job
+        .routers
+        .iter()
+        .map(|router| {
+            let failure = router.failed().expect("every process fails");
+            assert_eq!(failure.kind, FailureKind::Diverged);
+            failure.message.clone()
+        })
+        .collect();
+    assert!(job.outcomes.values().all(Result::is_err), "nothing is delivered");
+    assert!(messages.windows(2).all(|pair| pair[0] == pair[1]), "{messages:?}");
+    messages[0].clone()
+}
+
+#[test]
+fn an_extra_operation_that_meets_anothers_message_is_found_and_shown() {
+    for seed in 0..20 {
+        let mut job = Job::new(2, seed, 30);
+        for (process, ops) in [(0, [11, 50, 60]), (1, [11, 61, 70])] {
+            for (i, hash) in ops.into_iter().enumerate() {
+                job.issue(process, hash, &format!("put {hash}"));
+                let key = (i as u64 + 1, 0);
+                match process {
+                    0 => job.offer(0, 1, key, 100),
+                    _ if i > 0 => job.expect(1, 0, key, 100),
+                    _ => {}
+                }
+            }
+        }
+        let text = diverged(job);
+        assert!(text.contains("process 0 issued operation 2 (put 50)"), "{text}");
+        assert!(text.contains("process 1 issued operation 2 (put 61)"), "{text}");
+    }
+}
+
+#[test]
+fn an_operation_that_nobody_else_takes_part_in_is_found_at_the_end_of_the_step() {
+    let mut job = Job::new(4, 7, 10);
+    for process in 0..4 {
+        for op in 1..=3 {
+            job.issue(process, op, "same");
+        }
+        if process == 2 {
+            job.issue(process, 99, "extra, without messages");
+        } else {
+            job.issue(process, 4, "same");
+        }
+        job.routers[process].step_end(1);
+        job.act(process);
+    }
+    let text = diverged(job);
+    assert!(text.contains("operation 4 (extra, without messages)"), "{text}");
+}
+
+#[test]
+fn a_skipped_operation_is_found_at_goodbye() {
+    let mut job = Job::new(2, 8, 10);
+    job.issue(0, 1, "both");
+    job.issue(1, 1, "both");
+    job.issue(1, 2, "only here");
+    job.expect(1, 0, (2, 0), 10);
+    job.routers[0].goodbye(None);
+    job.act(0);
+    let text = diverged(job);
+    assert!(text.contains("process 0 has issued only 1 operations"), "{text}");
+    assert!(text.contains("process 1 issued operation 2 (only here)"), "{text}");
+}
+
+#[test]
+fn a_long_wait_is_reported_with_the_chain_to_the_root() {
+    let mut job = Job::new(3, 9, 5);
+    for process in 0..3 {
+        job.issue(process, 1, "op a");
+        job.issue(process, 2, "op b");
+    }
+    // 0 waits for 1, which waits for 2, which computes.
+    job.expect(0, 1, (2, 0), 10);
+    job.expect(1, 2, (1, 0), 10);
+    job.run(61_000);
+    let report = job.reports.iter().find(|report| report.starts_with("process 0:")).expect("reported");
+    assert!(report.contains("operation 2 (op b)"), "{report}");
+    assert!(report.contains("process 1 waits in operation 1 (op a)"), "{report}");
+    assert!(report.contains("process 2 computes"), "{report}");
+    assert!(job.outcomes.is_empty(), "a slow peer is no error");
+}
+
+#[test]
+fn an_early_end_with_an_error_reaches_the_peers_as_that_error() {
+    let mut job = Job::new(2, 10, 5);
+    for process in 0..2 {
+        job.issue(process, 1, "op");
+    }
+    job.issue(0, 2, "further on");
+    job.expect(0, 1, (1, 0), 10);
+    let failure = Failure::new(FailureKind::Left, ProcessId(1), 0, "process 1 ended early: out of data");
+    job.routers[1].goodbye(Some(&failure));
+    job.act(1);
+    job.run(3000);
+    assert_eq!(**job.outcomes[&(0, (1, 0))].as_ref().unwrap_err(), failure);
+    assert!(job.routers[0].still_here().is_empty());
+}
+
+#[test]
+fn messages_of_another_incarnation_are_ignored() {
+    let mut job = Job::new(2, 11, 0);
+    job.issue(1, 1, "op");
+    job.expect(1, 0, (1, 0), 3);
+    let header = Header { op: 1, bytes: 3, hash: 1, epoch: 99, ..Header::new(Kind::Eager) };
+    job.routers[1].arrived(ProcessId(0), header, vec![1, 2, 3], &[], at(1));
+    job.act(1);
+    assert!(job.outcomes.is_empty());
+}

@@ -1,0 +1,166 @@
+//! Time: heartbeats, probes of slow senders, reports of waits past their patience.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Action, Body, Cargo, Router};
+use crate::control;
+use crate::wire::{Header, Kind, ProcessId};
+
+/// A wait this long asks its sender what it is doing.
+pub(super) const PROBE_AFTER: Duration = Duration::from_millis(100);
+
+/// The longest time between two probes of one wait.
+const PROBE_AT_MOST: Duration = Duration::from_secs(5);
+
+/// The longest chain of waits that is passed on.
+const CHAIN: usize = 16;
+
+/// What a process says of itself when a peer waits for it.
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Answer {
+    /// Operations it has issued.
+    pub count: u64,
+    /// What its program and its devices are doing.
+    pub doing: String,
+    /// What it waits for itself, and what that process said, and so on to the root.
+    pub chain: Vec<String>,
+}
+
+impl<C: Cargo> Router<C> {
+    /// Time has passed. Call it a few times a second.
+    pub fn tick(&mut self, now: Duration) {
+        self.expire_disputes(now);
+        if now >= self.next_heartbeat {
+            self.next_heartbeat = now + self.config.heartbeat;
+            self.send_heartbeats();
+            self.find_silent_peers(now);
+        }
+        for process in self.others() {
+            self.watch_waits_for(process, now);
+        }
+    }
+
+    /// Sends to `to` what this process is `doing`, as asked for by [`Action::Answer`].
+    pub fn answer(&mut self, to: ProcessId, op: u64, piece: u64, doing: String) {
+        if !self.peers[to.index()].is_reachable() {
+            return;
+        }
+        let answer = Answer { count: self.history.count(), doing, chain: self.chain() };
+        let body = control::encode(&answer).unwrap_or_default();
+        let header = Header { op, piece, bytes: body.len() as u64, ..self.header(Kind::Answer) };
+        self.actions.push(Action::Post { to, header, body: Body::Control(body) });
+    }
+
+    pub(super) fn probed(&mut self, from: ProcessId, header: Header, now: Duration) {
+        if header.op <= self.history.count() {
+            if self.history.hash_at(header.op).is_some_and(|mine| mine != header.hash) {
+                self.dispute(from, header.op, now);
+                return;
+            }
+        } else if self.left {
+            // The peer waits for an operation that this process ended without.
+            self.dispute(from, header.op, now);
+            return;
+        }
+        self.actions.push(Action::Answer { to: from, op: header.op, piece: header.piece });
+    }
+
+    pub(super) fn answered(&mut self, from: ProcessId, control: &[u8]) {
+        if let Ok(answer) = control::decode::<Answer>(control) {
+            self.peers[from.index()].answer = Some(answer);
+        }
+    }
+
+    fn send_heartbeats(&mut self) {
+        if self.failed.is_some() {
+            return;
+        }
+        for process in self.reachable() {
+            let header = Header { hash: self.history.hash(), ..self.header(Kind::Heartbeat) };
+            self.actions.push(Action::Post { to: process, header, body: Body::Empty });
+        }
+    }
+
+    fn find_silent_peers(&mut self, now: Duration) {
+        let patience = self.config.patience;
+        for process in self.others() {
+            let peer = &self.peers[process.index()];
+            if !peer.has_left() && now > peer.heard + patience {
+                self.peer_down(process, &format!("no sign of life for {} s", patience.as_secs_f32()));
+            }
+        }
+    }
+
+    fn watch_waits_for(&mut self, process: ProcessId, now: Duration) {
+        let patience = self.config.patience;
+        let mut probe = None;
+        let mut report = None;
+        for (key, expected) in &mut self.peers[process.index()].expected {
+            // The lowest operation stands for those behind it.
+            if now >= expected.probe_at && probe.is_none() {
+                probe = Some(*key);
+                let waited = now.saturating_sub(expected.since);
+                expected.probe_at = now + waited.clamp(PROBE_AFTER, PROBE_AT_MOST);
+            }
+            if now >= expected.report_at && report.is_none() {
+                report = Some((*key, now.saturating_sub(expected.since)));
+                expected.report_at = now + patience;
+            }
+        }
+        if let Some((op, piece)) = probe
+            && self.peers[process.index()].is_reachable()
+        {
+            let hash = self.history.hash_at(op).unwrap_or_default();
+            let header = Header { op, piece, hash, ..self.header(Kind::Probe) };
+            self.actions.push(Action::Post { to: process, header, body: Body::Empty });
+        }
+        if let Some(((op, piece), waited)) = report {
+            let mut text = self.wait_line(process, op, piece, waited.as_secs_f32());
+            match &self.peers[process.index()].answer {
+                Some(answer) => {
+                    text.push_str(&format!(
+                        "\n  process {process} has issued {} operations and {}",
+                        answer.count, answer.doing
+                    ));
+                    answer.chain.iter().for_each(|line| text.push_str(&format!("\n  {line}")));
+                }
+                None => text.push_str(&format!("\n  process {process} has not answered")),
+            }
+            self.actions.push(Action::HangReport(text));
+        }
+    }
+
+    /// What this process waits for longest, and what is known behind that.
+    fn chain(&self) -> Vec<String> {
+        let oldest = self
+            .others()
+            .filter_map(|process| Some((process, *self.peers[process.index()].expected.keys().next()?)))
+            .min_by_key(|(_, key)| *key);
+        let Some((process, (op, piece))) = oldest else { return Vec::new() };
+        let line = format!(
+            "process {} waits in {} for piece {piece} from process {process}",
+            self.config.process,
+            self.name(op)
+        );
+        let mut chain = vec![line];
+        if let Some(answer) = &self.peers[process.index()].answer {
+            chain.push(format!(
+                "process {process} has issued {} operations and {}",
+                answer.count, answer.doing
+            ));
+            chain.extend(answer.chain.iter().cloned());
+        }
+        chain.truncate(CHAIN);
+        chain
+    }
+
+    fn wait_line(&self, process: ProcessId, op: u64, piece: u64, seconds: f32) -> String {
+        format!(
+            "process {}: {} has waited {seconds:.1} s for piece {piece} from process {process}",
+            self.config.process,
+            self.name(op)
+        )
+    }
+}
