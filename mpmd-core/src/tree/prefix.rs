@@ -62,9 +62,12 @@ impl<L: Leaf + Clone> PrefixTree<L> {
                 Ok(())
             }
             (Self::Node(own), Structure::Node(branches)) if own.len() == branches.len() => {
-                for (name, branch) in branches {
-                    // At its own place in the usual case; a prefix by name may have another order.
-                    let Some((_, prefix)) = own.iter().find(|(own, _)| *own == name.text()) else {
+                for (i, (name, branch)) in branches.iter().enumerate() {
+                    // At the same place in the usual case; a map may have another order.
+                    let text = name.text();
+                    let named = |(own, _): &&(String, Self)| *own == text;
+                    let found = own.get(i).filter(named).or_else(|| own.iter().find(named));
+                    let Some((_, prefix)) = found else {
                         return Err(self.misfit(structure, path));
                     };
                     path.push(name.clone());
@@ -199,11 +202,17 @@ mod tests {
             text(([PrefixTree::from(wrong), 1.into()], 2).into()),
             "not a prefix: at `0/0` the tree has [w, bias], the prefix [scale, w]"
         );
-        let present = Layer { w: 1, bias: Some(2) };
+        let absent: Layer<usize> = Layer { w: 1, bias: None };
         assert_eq!(
-            text((vec![present.clone(), present], 2).into()),
-            "not a prefix: at `0/1/bias` the tree has nothing, the prefix a leaf"
+            text((vec![absent.clone(), absent], 2).into()),
+            "not a prefix: at `0/0/bias` the tree has a leaf, the prefix []"
         );
+    }
+
+    #[test]
+    fn a_value_for_what_is_absent_is_not_used() {
+        let present = Layer { w: 1, bias: Some(2) };
+        assert_eq!(broadcast((vec![present.clone(), present], 3)), Ok(vec![1, 2, 1, 3]));
     }
 
     #[test]
