@@ -95,6 +95,12 @@ impl From<String> for SpecEntry {
     }
 }
 
+impl From<&String> for SpecEntry {
+    fn from(axis: &String) -> Self {
+        Self::Axis(axis.clone())
+    }
+}
+
 impl From<Vec<String>> for SpecEntry {
     fn from(axes: Vec<String>) -> Self {
         Self::Axes(axes).simplified()
@@ -139,7 +145,7 @@ mod tests {
     #[test]
     fn every_way_to_write_an_entry() {
         let owned = String::from("c");
-        let spec = spec![None, "model", ("a", "b"), owned, Some("d"), ("e",), Vec::<String>::new()];
+        let spec = spec![None, "model", ("a", "b"), &owned, Some("d"), ("e",), Vec::<String>::new()];
         assert_eq!(spec.to_string(), "P(None, model, (a, b), c, d, e, None)");
         assert_eq!(spec![("a", String::from("b"), "c", "d"),].entries()[0].axes().len(), 4);
         assert_eq!(spec![].entries(), []);

@@ -236,6 +236,9 @@ macro_rules! leaves {
 
 leaves!(bool, i8, i16, i32, i64, isize, u8, u16, u32, u64, usize, f32, f64, String, &str);
 
+/// So that a tree of references can be made of a tree that is kept.
+impl<L: Leaf> Leaf for &L {}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
