@@ -1,1 +1,269 @@
-//! `#[derive(Tree)]` for structures of arrays.
+//! `#[derive(Tree)]` for structures of arrays. Re-exported as `mpmd_core::tree::Tree`, beside the trait.
+
+use proc_macro2::{Ident, Span, TokenStream, TokenTree};
+use quote::{ToTokens, quote};
+use syn::spanned::Spanned;
+use syn::{Data, DeriveInput, Error, Field, Fields, GenericParam, Member, Result, TypeParam, TypeParamBound};
+
+/// Implements `Tree` for a struct whose one type parameter is the leaf.
+///
+/// Fields may be leaves (`L`), containers of them (`Vec<L>`, `(L, L)`) and other such structs
+/// (`Other<L>`). The struct also converts into a `PrefixTree`, as does a reference to it.
+#[proc_macro_derive(Tree)]
+pub fn derive_tree(input: proc_macro::TokenStream) -> proc_macro::TokenStream {
+    let derived = syn::parse2(input.into()).and_then(|input| derive(&input));
+    derived.unwrap_or_else(Error::into_compile_error).into()
+}
+
+fn derive(input: &DeriveInput) -> Result<TokenStream> {
+    let fields = fields(input)?;
+    let leaf = leaf_parameter(input)?;
+    for field in fields {
+        if !mentions(field.ty.to_token_stream(), &leaf.ident) {
+            let message =
+                format!("a field of a tree holds leaves, but this type does not name `{}`", leaf.ident);
+            return Err(Error::new(field.ty.span(), message));
+        }
+    }
+
+    let name = &input.ident;
+    let tree = quote!(::mpmd_core::tree);
+    let parts: Vec<Part> = fields.iter().enumerate().map(Part::new).collect();
+    let (leaf_name, mapped) = (&leaf.ident, Ident::new("__M", Span::mixed_site()));
+    let parameters = |bound: TokenStream| parameters(input, &bound);
+    let implemented = parameters(quote!(#tree::Leaf));
+    let with_clone = parameters(quote!(#tree::Leaf + ::core::clone::Clone));
+    let (own, with) = (arguments(input, leaf_name), arguments(input, &mapped));
+
+    let members: Vec<_> = parts.iter().map(|part| &part.member).collect();
+    let texts: Vec<_> = parts.iter().map(|part| &part.text).collect();
+    let names: Vec<_> = parts.iter().map(|part| part.name(&tree)).collect();
+    let indices = 0..parts.len();
+
+    Ok(quote! {
+        #[automatically_derived]
+        impl <#implemented> #tree::Tree for #name <#own> {
+            type Leaf = #leaf_name;
+            type With<#mapped: #tree::Leaf> = #name <#with>;
+
+            fn structure(&self) -> #tree::Structure {
+                #tree::Structure::node([
+                    #((#names, #tree::Tree::structure(&self.#members)),)*
+                ])
+            }
+
+            fn visit<'a>(
+                &'a self,
+                path: &mut #tree::Path,
+                f: &mut dyn ::core::ops::FnMut(&#tree::Path, &'a #leaf_name),
+            ) {
+                #(
+                    path.push(#names);
+                    #tree::Tree::visit(&self.#members, path, f);
+                    path.pop();
+                )*
+            }
+
+            fn try_map<#mapped: #tree::Leaf, __E>(
+                self,
+                f: &mut dyn ::core::ops::FnMut(#leaf_name) -> ::core::result::Result<#mapped, __E>,
+            ) -> ::core::result::Result<#name <#with>, __E> {
+                ::core::result::Result::Ok(#name {
+                    #(#members: #tree::Tree::try_map(self.#members, f)?,)*
+                })
+            }
+
+            fn try_map_ref<#mapped: #tree::Leaf, __E>(
+                &self,
+                f: &mut dyn ::core::ops::FnMut(&#leaf_name) -> ::core::result::Result<#mapped, __E>,
+            ) -> ::core::result::Result<#name <#with>, __E> {
+                ::core::result::Result::Ok(#name {
+                    #(#members: #tree::Tree::try_map_ref(&self.#members, f)?,)*
+                })
+            }
+
+            fn build(
+                structure: &#tree::Structure,
+                path: &mut #tree::Path,
+                leaves: &mut dyn ::core::iter::Iterator<Item = #leaf_name>,
+            ) -> ::core::result::Result<Self, #tree::TreeError> {
+                let branches = structure.fields(path, &[#(#texts),*])?;
+                ::core::result::Result::Ok(#name {
+                    #(#members: {
+                        path.push(#names);
+                        let branch = #tree::Tree::build(&branches[#indices].1, path, leaves)?;
+                        path.pop();
+                        branch
+                    },)*
+                })
+            }
+        }
+
+        #[automatically_derived]
+        impl <#with_clone> ::core::convert::From<&#name <#own>> for #tree::PrefixTree<#leaf_name> {
+            fn from(tree: &#name <#own>) -> Self {
+                #tree::PrefixTree::of(tree)
+            }
+        }
+
+        #[automatically_derived]
+        impl <#with_clone> ::core::convert::From<#name <#own>> for #tree::PrefixTree<#leaf_name> {
+            fn from(tree: #name <#own>) -> Self {
+                #tree::PrefixTree::of(&tree)
+            }
+        }
+    })
+}
+
+/// A field as the generated code speaks of it.
+struct Part {
+    member: Member,
+    /// Its name in paths.
+    text: String,
+}
+
+impl Part {
+    fn new((index, field): (usize, &Field)) -> Self {
+        let Some(ident) = &field.ident else {
+            return Self { member: index.into(), text: index.to_string() };
+        };
+        let text = ident.to_string();
+        let text = text.strip_prefix("r#").unwrap_or(&text).to_owned();
+        Self { member: ident.clone().into(), text }
+    }
+
+    fn name(&self, tree: &TokenStream) -> TokenStream {
+        let text = &self.text;
+        match &self.member {
+            Member::Named(_) => quote!(#tree::Name::Field(#text)),
+            Member::Unnamed(index) => {
+                let index = index.index as usize;
+                quote!(#tree::Name::Index(#index))
+            }
+        }
+    }
+}
+
+fn fields(input: &DeriveInput) -> Result<&Fields> {
+    let fields = match &input.data {
+        Data::Struct(data) => &data.fields,
+        Data::Enum(data) => {
+            return Err(Error::new(data.enum_token.span(), "a tree is a struct, not an enum"));
+        }
+        Data::Union(data) => {
+            return Err(Error::new(data.union_token.span(), "a tree is a struct, not a union"));
+        }
+    };
+    if fields.is_empty() {
+        return Err(Error::new(input.ident.span(), "a tree has at least one field"));
+    }
+    Ok(fields)
+}
+
+/// The one type parameter, without bounds that other leaves would not meet.
+fn leaf_parameter(input: &DeriveInput) -> Result<&TypeParam> {
+    let mut leaf = None;
+    for parameter in &input.generics.params {
+        match parameter {
+            GenericParam::Type(parameter) if leaf.is_none() => leaf = Some(parameter),
+            GenericParam::Type(second) => {
+                return Err(Error::new(second.span(), "a tree has one type parameter, its leaf"));
+            }
+            GenericParam::Lifetime(lifetime) => {
+                let message = "a tree has no lifetime; its leaves may";
+                return Err(Error::new(lifetime.span(), message));
+            }
+            GenericParam::Const(_) => {}
+        }
+    }
+    let Some(leaf) = leaf else {
+        let message = format!("a tree has a type parameter, its leaf: `struct {}<L>`", input.ident);
+        return Err(Error::new(input.ident.span(), message));
+    };
+    let is_leaf = |bound: &TypeParamBound| {
+        matches!(bound, TypeParamBound::Trait(bound)
+            if bound.path.segments.last().is_some_and(|segment| segment.ident == "Leaf"))
+    };
+    if let Some(bound) = leaf.bounds.iter().find(|bound| !is_leaf(bound)) {
+        let message = "a tree takes every leaf: its parameter has no bound, or only `Leaf`";
+        return Err(Error::new(bound.span(), message));
+    }
+    if let Some(clause) = input.generics.where_clause.as_ref().filter(|clause| !clause.predicates.is_empty())
+    {
+        return Err(Error::new(clause.span(), "a tree takes every leaf: it has no where clause"));
+    }
+    Ok(leaf)
+}
+
+/// The parameters of an `impl` block, with this bound on the leaf.
+fn parameters(input: &DeriveInput, bound: &TokenStream) -> TokenStream {
+    let parameters = input.generics.params.iter().map(|parameter| match parameter {
+        GenericParam::Type(leaf) => {
+            let ident = &leaf.ident;
+            quote!(#ident: #bound)
+        }
+        GenericParam::Const(parameter) => {
+            let (ident, ty) = (&parameter.ident, &parameter.ty);
+            quote!(const #ident: #ty)
+        }
+        GenericParam::Lifetime(lifetime) => lifetime.to_token_stream(),
+    });
+    quote!(#(#parameters),*)
+}
+
+/// The arguments of the struct with this leaf.
+fn arguments(input: &DeriveInput, leaf: &Ident) -> TokenStream {
+    let arguments = input.generics.params.iter().map(|parameter| match parameter {
+        GenericParam::Type(_) => leaf.to_token_stream(),
+        GenericParam::Const(parameter) => parameter.ident.to_token_stream(),
+        GenericParam::Lifetime(lifetime) => lifetime.lifetime.to_token_stream(),
+    });
+    quote!(#(#arguments),*)
+}
+
+fn mentions(tokens: TokenStream, ident: &Ident) -> bool {
+    tokens.into_iter().any(|token| match token {
+        TokenTree::Ident(found) => found == *ident,
+        TokenTree::Group(group) => mentions(group.stream(), ident),
+        TokenTree::Punct(_) | TokenTree::Literal(_) => false,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(text: &str) -> String {
+        derive(&syn::parse_str(text).unwrap()).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn structs_of_leaves_are_accepted() {
+        for text in [
+            "struct A<L> { a: L, b: Vec<L>, c: (L, [L; 2]), d: Other<L> }",
+            "struct A<L: Leaf>(L, L);",
+            "struct A<L: mpmd_core::tree::Leaf = f32, const N: usize = 2> { a: [L; N] }",
+        ] {
+            let derived = derive(&syn::parse_str(text).unwrap()).unwrap();
+            syn::parse2::<syn::File>(derived).unwrap();
+        }
+    }
+
+    #[test]
+    fn misuse_is_explained() {
+        for (text, expected) in [
+            ("enum A<L> { A(L) }", "not an enum"),
+            ("union A<L> { a: L }", "not a union"),
+            ("struct A<L>;", "at least one field"),
+            ("struct A { a: f32 }", "its leaf: `struct A<L>`"),
+            ("struct A<L, M> { a: L, b: M }", "one type parameter"),
+            ("struct A<'a, L> { a: &'a L }", "no lifetime"),
+            ("struct A<L> { a: L, b: usize }", "does not name `L`"),
+            ("struct A<L: Clone> { a: L }", "only `Leaf`"),
+            ("struct A<L> where L: Clone { a: L }", "no where clause"),
+        ] {
+            let error = error(text);
+            assert!(error.contains(expected), "{text}: {error}");
+        }
+    }
+}

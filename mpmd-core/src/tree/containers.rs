@@ -1,0 +1,303 @@
+//! [`Tree`] for the containers of the standard library.
+
+use std::collections::BTreeMap;
+use std::marker::PhantomData;
+
+use super::structure::{build, visit};
+use super::{Leaf, Name, Path, Structure, Tree, TreeError};
+
+/// A tree without leaves, for a kernel that takes or gives nothing. (`()` does not say of which leaf
+/// type it has none.)
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub struct Empty<L>(PhantomData<fn() -> L>);
+
+impl<L> Empty<L> {
+    /// The tree.
+    pub fn new() -> Self {
+        Self(PhantomData)
+    }
+}
+
+impl<L> Default for Empty<L> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<L: Leaf> Tree for Empty<L> {
+    type Leaf = L;
+    type With<M: Leaf> = Empty<M>;
+
+    fn structure(&self) -> Structure {
+        Structure::sequence([])
+    }
+
+    fn visit<'a>(&'a self, _path: &mut Path, _f: &mut dyn FnMut(&Path, &'a L)) {}
+
+    fn try_map<M: Leaf, E>(self, _f: &mut dyn FnMut(L) -> Result<M, E>) -> Result<Empty<M>, E> {
+        Ok(Empty::new())
+    }
+
+    fn try_map_ref<M: Leaf, E>(&self, _f: &mut dyn FnMut(&L) -> Result<M, E>) -> Result<Empty<M>, E> {
+        Ok(Empty::new())
+    }
+
+    fn build(
+        structure: &Structure,
+        path: &mut Path,
+        _leaves: &mut dyn Iterator<Item = L>,
+    ) -> Result<Self, TreeError> {
+        structure.elements(path, Some(0)).map(|_| Self::new())
+    }
+}
+
+impl<T: Tree> Tree for Vec<T> {
+    type Leaf = T::Leaf;
+    type With<M: Leaf> = Vec<T::With<M>>;
+
+    fn structure(&self) -> Structure {
+        Structure::sequence(self.iter().map(T::structure))
+    }
+
+    fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a T::Leaf)) {
+        for (i, branch) in self.iter().enumerate() {
+            visit(Name::Index(i), branch, path, f);
+        }
+    }
+
+    fn try_map<M: Leaf, E>(self, f: &mut dyn FnMut(T::Leaf) -> Result<M, E>) -> Result<Self::With<M>, E> {
+        self.into_iter().map(|branch| branch.try_map(f)).collect()
+    }
+
+    fn try_map_ref<M: Leaf, E>(
+        &self,
+        f: &mut dyn FnMut(&T::Leaf) -> Result<M, E>,
+    ) -> Result<Self::With<M>, E> {
+        self.iter().map(|branch| branch.try_map_ref(f)).collect()
+    }
+
+    fn build(
+        structure: &Structure,
+        path: &mut Path,
+        leaves: &mut dyn Iterator<Item = T::Leaf>,
+    ) -> Result<Self, TreeError> {
+        structure.elements(path, None)?.iter().map(|branch| build(branch, path, leaves)).collect()
+    }
+}
+
+impl<T: Tree, const N: usize> Tree for [T; N] {
+    type Leaf = T::Leaf;
+    type With<M: Leaf> = [T::With<M>; N];
+
+    fn structure(&self) -> Structure {
+        Structure::sequence(self.iter().map(T::structure))
+    }
+
+    fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a T::Leaf)) {
+        for (i, branch) in self.iter().enumerate() {
+            visit(Name::Index(i), branch, path, f);
+        }
+    }
+
+    fn try_map<M: Leaf, E>(self, f: &mut dyn FnMut(T::Leaf) -> Result<M, E>) -> Result<Self::With<M>, E> {
+        self.into_iter().map(|branch| branch.try_map(f)).collect::<Result<Vec<_>, E>>().map(array)
+    }
+
+    fn try_map_ref<M: Leaf, E>(
+        &self,
+        f: &mut dyn FnMut(&T::Leaf) -> Result<M, E>,
+    ) -> Result<Self::With<M>, E> {
+        self.iter().map(|branch| branch.try_map_ref(f)).collect::<Result<Vec<_>, E>>().map(array)
+    }
+
+    fn build(
+        structure: &Structure,
+        path: &mut Path,
+        leaves: &mut dyn Iterator<Item = T::Leaf>,
+    ) -> Result<Self, TreeError> {
+        let branches = structure.elements(path, Some(N))?;
+        let built = branches.iter().map(|branch| build(branch, path, leaves));
+        built.collect::<Result<Vec<_>, _>>().map(array)
+    }
+}
+
+/// Back to an array what was made of each of its elements.
+fn array<T, const N: usize>(elements: Vec<T>) -> [T; N] {
+    let found = elements.len();
+    elements.try_into().unwrap_or_else(|_| unreachable!("{found} elements made of {N}"))
+}
+
+/// An absent option has no leaves; a present one is its content, without a step in the path. An option
+/// inside an option is therefore not told apart from a single one by [`Tree::build`].
+impl<T: Tree> Tree for Option<T> {
+    type Leaf = T::Leaf;
+    type With<M: Leaf> = Option<T::With<M>>;
+
+    fn structure(&self) -> Structure {
+        self.as_ref().map_or(Structure::Absent, T::structure)
+    }
+
+    fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a T::Leaf)) {
+        if let Some(branch) = self {
+            branch.visit(path, f);
+        }
+    }
+
+    fn try_map<M: Leaf, E>(self, f: &mut dyn FnMut(T::Leaf) -> Result<M, E>) -> Result<Self::With<M>, E> {
+        self.map(|branch| branch.try_map(f)).transpose()
+    }
+
+    fn try_map_ref<M: Leaf, E>(
+        &self,
+        f: &mut dyn FnMut(&T::Leaf) -> Result<M, E>,
+    ) -> Result<Self::With<M>, E> {
+        self.as_ref().map(|branch| branch.try_map_ref(f)).transpose()
+    }
+
+    fn build(
+        structure: &Structure,
+        path: &mut Path,
+        leaves: &mut dyn Iterator<Item = T::Leaf>,
+    ) -> Result<Self, TreeError> {
+        match structure {
+            Structure::Absent => Ok(None),
+            present => T::build(present, path, leaves).map(Some),
+        }
+    }
+}
+
+/// Leaves come in the order of the keys.
+impl<T: Tree> Tree for BTreeMap<String, T> {
+    type Leaf = T::Leaf;
+    type With<M: Leaf> = BTreeMap<String, T::With<M>>;
+
+    fn structure(&self) -> Structure {
+        Structure::node(self.iter().map(|(key, branch)| (Name::Key(key.clone()), branch.structure())))
+    }
+
+    fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a T::Leaf)) {
+        for (key, branch) in self {
+            visit(Name::Key(key.clone()), branch, path, f);
+        }
+    }
+
+    fn try_map<M: Leaf, E>(self, f: &mut dyn FnMut(T::Leaf) -> Result<M, E>) -> Result<Self::With<M>, E> {
+        self.into_iter().map(|(key, branch)| Ok((key, branch.try_map(f)?))).collect()
+    }
+
+    fn try_map_ref<M: Leaf, E>(
+        &self,
+        f: &mut dyn FnMut(&T::Leaf) -> Result<M, E>,
+    ) -> Result<Self::With<M>, E> {
+        self.iter().map(|(key, branch)| Ok((key.clone(), branch.try_map_ref(f)?))).collect()
+    }
+
+    fn build(
+        structure: &Structure,
+        path: &mut Path,
+        leaves: &mut dyn Iterator<Item = T::Leaf>,
+    ) -> Result<Self, TreeError> {
+        let Structure::Node(branches) = structure else {
+            return Err(structure.misfit_text(path, "a map".to_owned()));
+        };
+        let built =
+            branches.iter().map(|branch| Ok((branch.0.text().into_owned(), build(branch, path, leaves)?)));
+        built.collect()
+    }
+}
+
+macro_rules! tuples {
+    ($(($count:literal: $first:ident $zero:tt $(, $rest:ident $index:tt)*))*) => {$(
+        impl<$first: Tree $(, $rest: Tree<Leaf = $first::Leaf>)*> Tree for ($first, $($rest,)*) {
+            type Leaf = $first::Leaf;
+            type With<Q: Leaf> = ($first::With<Q>, $($rest::With<Q>,)*);
+
+            fn structure(&self) -> Structure {
+                Structure::sequence([self.$zero.structure() $(, self.$index.structure())*])
+            }
+
+            fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a Self::Leaf)) {
+                visit(Name::Index($zero), &self.$zero, path, f);
+                $(visit(Name::Index($index), &self.$index, path, f);)*
+            }
+
+            fn try_map<Q: Leaf, X>(
+                self,
+                f: &mut dyn FnMut(Self::Leaf) -> Result<Q, X>,
+            ) -> Result<Self::With<Q>, X> {
+                Ok((self.$zero.try_map(f)?, $(self.$index.try_map(f)?,)*))
+            }
+
+            fn try_map_ref<Q: Leaf, X>(
+                &self,
+                f: &mut dyn FnMut(&Self::Leaf) -> Result<Q, X>,
+            ) -> Result<Self::With<Q>, X> {
+                Ok((self.$zero.try_map_ref(f)?, $(self.$index.try_map_ref(f)?,)*))
+            }
+
+            fn build(
+                structure: &Structure,
+                path: &mut Path,
+                leaves: &mut dyn Iterator<Item = Self::Leaf>,
+            ) -> Result<Self, TreeError> {
+                let branches = structure.elements(path, Some($count))?;
+                Ok((build(&branches[$zero], path, leaves)?, $(build(&branches[$index], path, leaves)?,)*))
+            }
+        }
+    )*};
+}
+
+tuples! {
+    (1: A 0)
+    (2: A 0, B 1)
+    (3: A 0, B 1, C 2)
+    (4: A 0, B 1, C 2, D 3)
+    (5: A 0, B 1, C 2, D 3, E 4)
+    (6: A 0, B 1, C 2, D 3, E 4, F 5)
+    (7: A 0, B 1, C 2, D 3, E 4, F 5, G 6)
+    (8: A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7)
+    (9: A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7, I 8)
+    (10: A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7, I 8, J 9)
+    (11: A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7, I 8, J 9, K 10)
+    (12: A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7, I 8, J 9, K 10, L 11)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Maps, visits and builds a tree, each of which must give the same back.
+    fn round_trip<T>(tree: T)
+    where
+        T: Tree<Leaf = u64, With<u64> = T> + Clone + std::fmt::Debug + PartialEq,
+    {
+        assert_eq!(tree.map_ref(&mut |leaf| *leaf), tree);
+        assert_eq!(tree.clone().map(&mut |leaf| leaf), tree);
+        let leaves: Vec<u64> = tree.leaves().into_iter().copied().collect();
+        assert_eq!(tree.clone().into_leaves(), leaves);
+        assert_eq!(T::from_leaves(&tree.structure(), leaves), Ok(tree));
+    }
+
+    #[test]
+    fn every_container_comes_back() {
+        round_trip(5);
+        round_trip((1, vec![2, 3], [[4, 5], [6, 7]], (8,)));
+        round_trip((1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12));
+        round_trip(vec![Some(1), None, Some(3)]);
+        round_trip(BTreeMap::from([("b".to_owned(), vec![1]), ("a".to_owned(), vec![])]));
+        round_trip(Empty::<u64>::new());
+        round_trip(Some(Vec::<u64>::new()));
+        round_trip(None::<Vec<u64>>);
+        round_trip((Empty::new(), 1));
+    }
+
+    #[test]
+    fn maps_need_names_and_sequences_numbers() {
+        let error = BTreeMap::<String, u64>::from_leaves(&Structure::Leaf, [1]).unwrap_err();
+        assert_eq!(error.to_string(), "at the root: expected a map, found a leaf");
+        let named = Structure::node([(Name::Field("w"), Structure::Leaf)]);
+        assert!(Vec::<u64>::from_leaves(&named, [1]).is_err());
+        let map = BTreeMap::<String, u64>::from_leaves(&named, [1]).unwrap();
+        assert_eq!(map["w"], 1);
+    }
+}

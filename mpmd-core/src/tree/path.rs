@@ -1,0 +1,104 @@
+//! Paths of leaves.
+
+use std::borrow::Cow;
+use std::fmt;
+
+/// One step of a [`Path`]. Equal where the texts are: field `0` of a tuple is element 0 of a vector.
+#[derive(Clone, Debug)]
+pub enum Name {
+    /// A field of a struct.
+    Field(&'static str),
+    /// An element of a sequence, or a field of a tuple.
+    Index(usize),
+    /// A key of a map.
+    Key(String),
+}
+
+impl Name {
+    /// The name as a text.
+    pub fn text(&self) -> Cow<'_, str> {
+        match self {
+            Self::Field(name) => Cow::Borrowed(name),
+            Self::Index(index) => Cow::Owned(index.to_string()),
+            Self::Key(key) => Cow::Borrowed(key),
+        }
+    }
+}
+
+impl PartialEq for Name {
+    fn eq(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Index(a), Self::Index(b)) => a == b,
+            _ => self.text() == other.text(),
+        }
+    }
+}
+
+impl Eq for Name {}
+
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Field(name) => f.write_str(name),
+            Self::Index(index) => write!(f, "{index}"),
+            Self::Key(key) => f.write_str(key),
+        }
+    }
+}
+
+/// The way from the root of a tree to a leaf, shown as `blocks/3/w`; empty at the root.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct Path {
+    names: Vec<Name>,
+}
+
+impl Path {
+    /// Goes down to the branch of that name.
+    pub fn push(&mut self, name: Name) {
+        self.names.push(name);
+    }
+
+    /// Goes back up.
+    pub fn pop(&mut self) -> Option<Name> {
+        self.names.pop()
+    }
+
+    /// The steps from the root.
+    pub fn names(&self) -> &[Name] {
+        &self.names
+    }
+}
+
+impl fmt::Display for Path {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, name) in self.names.iter().enumerate() {
+            let separator = if i == 0 { "" } else { "/" };
+            write!(f, "{separator}{name}")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_joined_by_slashes() {
+        let mut path = Path::default();
+        assert_eq!(path.to_string(), "");
+        path.push(Name::Field("blocks"));
+        path.push(Name::Index(3));
+        path.push(Name::Key("w".into()));
+        assert_eq!(path.to_string(), "blocks/3/w");
+        assert_eq!(path.pop(), Some(Name::Field("w")));
+        assert_eq!(path.names().len(), 2);
+    }
+
+    #[test]
+    fn names_are_compared_as_texts() {
+        assert_eq!(Name::Index(0), Name::Key("0".into()));
+        assert_ne!(Name::Index(0), Name::Index(1));
+        assert_ne!(Name::Field("a"), Name::Field("b"));
+    }
+}

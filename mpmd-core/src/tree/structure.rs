@@ -1,0 +1,173 @@
+//! What a tree is without its leaves.
+
+use std::fmt;
+
+use super::{Name, Path, Tree, TreeError};
+
+/// The names of a tree's branches, down to the leaves.
+///
+/// Trees of different types have equal structures where the names are the same: a pair and a vector
+/// of two.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum Structure {
+    /// A leaf.
+    Leaf,
+    /// Nothing: an absent option.
+    Absent,
+    /// Branches, in order; possibly none.
+    Node(Vec<(Name, Structure)>),
+}
+
+impl Structure {
+    /// A node with these branches.
+    pub fn node(branches: impl IntoIterator<Item = (Name, Self)>) -> Self {
+        Self::Node(branches.into_iter().collect())
+    }
+
+    /// A node whose branches are numbered.
+    pub fn sequence(branches: impl IntoIterator<Item = Self>) -> Self {
+        Self::node(branches.into_iter().enumerate().map(|(i, branch)| (Name::Index(i), branch)))
+    }
+
+    /// Number of leaves.
+    pub fn leaves(&self) -> usize {
+        match self {
+            Self::Leaf => 1,
+            Self::Absent => 0,
+            Self::Node(branches) => branches.iter().map(|(_, branch)| branch.leaves()).sum(),
+        }
+    }
+
+    /// The paths of the leaves, in order.
+    pub fn paths(&self) -> Vec<String> {
+        let mut paths = Vec::new();
+        self.add_paths(&mut Path::default(), &mut paths);
+        paths
+    }
+
+    /// The branches, where they are the numbers from 0 and as many as `count` says, if it does. For
+    /// implementations of [`Tree::build`].
+    ///
+    /// # Errors
+    ///
+    /// Fails where it has other branches, with `path` as the place.
+    pub fn elements(&self, path: &Path, count: Option<usize>) -> Result<&[(Name, Self)], TreeError> {
+        let numbered = |branches: &[(Name, Self)]| {
+            branches.iter().enumerate().all(|(i, (name, _))| *name == Name::Index(i))
+        };
+        match self {
+            Self::Node(branches)
+                if count.is_none_or(|count| count == branches.len()) && numbered(branches) =>
+            {
+                Ok(branches)
+            }
+            _ => Err(match count {
+                Some(count) => self.misfit(path, &Self::sequence((0..count).map(|_| Self::Leaf))),
+                None => self.misfit_text(path, "a sequence".to_owned()),
+            }),
+        }
+    }
+
+    /// The branches, where their names are these, in order. For implementations of [`Tree::build`].
+    ///
+    /// # Errors
+    ///
+    /// Fails where it has other branches, with `path` as the place.
+    pub fn fields(&self, path: &Path, names: &[&'static str]) -> Result<&[(Name, Self)], TreeError> {
+        match self {
+            Self::Node(branches)
+                if branches.len() == names.len()
+                    && branches.iter().zip(names).all(|((name, _), expected)| name.text() == *expected) =>
+            {
+                Ok(branches)
+            }
+            _ => Err(self.misfit_text(path, format!("[{}]", names.join(", ")))),
+        }
+    }
+
+    /// The error that says that a tree has `expected` where this structure stands.
+    pub(super) fn misfit(&self, path: &Path, expected: &Self) -> TreeError {
+        self.misfit_text(path, expected.to_string())
+    }
+
+    pub(super) fn misfit_text(&self, path: &Path, expected: String) -> TreeError {
+        TreeError::Structure { path: path.to_string(), expected, found: self.to_string() }
+    }
+
+    fn add_paths(&self, path: &mut Path, paths: &mut Vec<String>) {
+        match self {
+            Self::Leaf => paths.push(path.to_string()),
+            Self::Absent => {}
+            Self::Node(branches) => {
+                for (name, branch) in branches {
+                    path.push(name.clone());
+                    branch.add_paths(path, paths);
+                    path.pop();
+                }
+            }
+        }
+    }
+}
+
+/// The outermost level in a few words: `a leaf`, `nothing`, or the names of the branches.
+impl fmt::Display for Structure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Leaf => f.write_str("a leaf"),
+            Self::Absent => f.write_str("nothing"),
+            Self::Node(branches) => {
+                let names: Vec<String> = branches.iter().map(|(name, _)| name.to_string()).collect();
+                write!(f, "[{}]", names.join(", "))
+            }
+        }
+    }
+}
+
+/// Visits a branch. For implementations of [`Tree::visit`].
+pub(super) fn visit<'a, T: Tree>(
+    name: Name,
+    branch: &'a T,
+    path: &mut Path,
+    f: &mut dyn FnMut(&Path, &'a T::Leaf),
+) {
+    path.push(name);
+    branch.visit(path, f);
+    path.pop();
+}
+
+/// Builds a branch. For implementations of [`Tree::build`].
+pub(super) fn build<T: Tree>(
+    (name, structure): &(Name, Structure),
+    path: &mut Path,
+    leaves: &mut dyn Iterator<Item = T::Leaf>,
+) -> Result<T, TreeError> {
+    path.push(name.clone());
+    let branch = T::build(structure, path, leaves)?;
+    path.pop();
+    Ok(branch)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn structures_are_compared_by_names_not_by_types() {
+        assert_eq!((1u64, 2u64).structure(), vec![1u64, 2].structure());
+        assert_eq!((1u64, 2u64).structure(), [1u64, 2].structure());
+        assert_ne!(vec![1u64].structure(), 1u64.structure());
+        assert_ne!(Vec::<u64>::new().structure(), None::<u64>.structure());
+        assert_eq!(Some(1u64).structure(), Structure::Leaf);
+    }
+
+    #[test]
+    fn sequences_and_fields_are_checked_by_name() {
+        let path = Path::default();
+        let pair = Structure::sequence([Structure::Leaf, Structure::Leaf]);
+        assert!(pair.elements(&path, None).is_ok() && pair.elements(&path, Some(2)).is_ok());
+        assert!(pair.elements(&path, Some(3)).is_err());
+        assert!(pair.fields(&path, &["0", "1"]).is_ok() && pair.fields(&path, &["1", "0"]).is_err());
+        let error = Structure::Leaf.elements(&path, None).unwrap_err();
+        assert_eq!(error.to_string(), "at the root: expected a sequence, found a leaf");
+    }
+}
