@@ -12,7 +12,9 @@
 //! - [`rendezvous`]: how processes meet before there is a transport.
 
 pub mod control;
+pub mod inproc;
 pub mod memory;
+pub mod tcp;
 pub mod transport;
 pub mod wire;
 
