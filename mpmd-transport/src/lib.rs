@@ -12,8 +12,10 @@
 //! - [`rendezvous`]: how processes meet before there is a transport.
 
 pub mod control;
+pub mod inproc;
 pub mod memory;
 pub mod router;
+pub mod tcp;
 pub mod transport;
 pub mod wire;
 

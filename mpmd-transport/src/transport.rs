@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::memory::{OwnedBuffer, SharedBuffer};
-use crate::wire::{Header, ProcessId};
+use crate::wire::{Header, Kind, MAX_CONTROL_BYTES, ProcessId};
 
 /// Moves messages between this process and its peers.
 ///
@@ -30,11 +30,18 @@ pub trait Transport: Send + Sync {
     /// Where it was called before.
     fn start(&self, handler: Arc<dyn Handler>);
 
-    /// Queues a message to `to`. Never blocks.
+    /// Queues a message to `to`. Never blocks, and never calls the handler on this thread.
     ///
     /// `payload` must have exactly [`Header::payload_bytes`] bytes; the transport holds on to it until
     /// [`Handler::done`], which is called exactly once for every ticket but [`Ticket::NONE`], also
-    /// where the peer is gone. [`Kind::Data`](crate::Kind::Data) never delays other kinds.
+    /// where the peer is gone. [`Kind::Data`](crate::Kind::Data) never delays other kinds. What is
+    /// posted once [`Transport::shutdown`] has returned is dropped without a word.
+    ///
+    /// # Panics
+    ///
+    /// Where `to` is this process or none of the job, where `payload` has another length than the
+    /// header says, or where a kind other than `Data` carries more than
+    /// [`MAX_CONTROL_BYTES`](crate::wire::MAX_CONTROL_BYTES).
     fn post(&self, to: ProcessId, header: Header, payload: Option<SharedBuffer>, ticket: Ticket);
 
     /// Lets the calling thread drive the transport for a moment; true where that did anything.
@@ -46,7 +53,9 @@ pub trait Transport: Send + Sync {
 
     /// Sends what was posted, then closes; waits at most `deadline`. Peers see an orderly end.
     ///
-    /// After it no more calls reach the handler, and every open ticket has ended.
+    /// Messages go on arriving meanwhile; what is posted meanwhile ends with
+    /// [`TransportError::Closed`], as does what the deadline cut off. After it no more calls reach the
+    /// handler, and every open ticket has ended. A second call does nothing.
     fn shutdown(&self, deadline: Duration);
 }
 
@@ -64,11 +73,13 @@ pub trait Handler: Send + Sync {
     /// A message arrived.
     fn arrived(&self, from: ProcessId, header: Header, payload: Payload);
 
-    /// A posted message has left, and its payload is no longer in use; or it never will.
+    /// A posted message has left, and the transport no longer uses its payload; or it never will leave.
     fn done(&self, ticket: Ticket, result: Result<(), TransportError>);
 
-    /// A peer is gone. Said at most once for each peer, after everything that arrived from it
-    /// on the same connection; nothing more comes from it.
+    /// A peer is gone, whether it died or shut down in order: a transport cannot always tell, and
+    /// who hears a goodbye before knows. Said at most once for each peer, after everything that
+    /// arrived from it; nothing more comes from it, and payloads of it that still wait end with
+    /// [`TransportError::PeerGone`].
     fn peer_down(&self, peer: ProcessId, why: TransportError);
 }
 
@@ -134,4 +145,22 @@ pub enum TransportError {
     /// The transport is shut down.
     #[error("the transport is shut down")]
     Closed,
+}
+
+/// What every [`Transport::post`] asks of its caller.
+pub(crate) fn check_post(
+    transport: &dyn Transport,
+    to: ProcessId,
+    header: &Header,
+    payload: Option<&SharedBuffer>,
+) {
+    assert_ne!(to, transport.process(), "process {to} posts to itself");
+    assert!(to.index() < transport.processes(), "no process {to} among {}", transport.processes());
+    let given = payload.map_or(0, |bytes| bytes.len() as u64);
+    assert_eq!(given, header.payload_bytes(), "payload of a {:?} message", header.kind);
+    assert!(
+        header.kind == Kind::Data || given <= MAX_CONTROL_BYTES,
+        "a {:?} message of {given} bytes",
+        header.kind
+    );
 }

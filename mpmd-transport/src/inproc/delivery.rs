@@ -1,0 +1,127 @@
+//! The thread on which an endpoint's handler is called.
+
+use std::sync::Arc;
+
+use crate::memory::OwnedBuffer;
+use crate::transport::{Fetch, FetchDone, Handler, Payload, TransportError};
+use crate::wire::{Header, Kind, ProcessId};
+
+use super::fabric::{Core, Event};
+
+/// Data up to this many bytes comes inline, as control payloads do; more waits to be fetched.
+const INLINE_BYTES: u64 = 16 << 10;
+
+/// Starts a process's delivery thread.
+pub(super) fn start(core: &Arc<Core>, process: ProcessId, handler: Arc<dyn Handler>) {
+    assert!(core.begin(process), "process {process} is started a second time, or after its shutdown");
+    let core = core.clone();
+    std::thread::Builder::new()
+        .name(format!("mpmd-inproc-{process}"))
+        .spawn(move || Delivery { core, process, handler: Some(handler) }.run())
+        .expect("the system gives a thread for deliveries");
+}
+
+struct Delivery {
+    core: Arc<Core>,
+    process: ProcessId,
+    /// `None` only at the very end.
+    handler: Option<Arc<dyn Handler>>,
+}
+
+impl Delivery {
+    fn run(self) {
+        self.core.introduce(self.process);
+        while let (Some(handler), Some(event)) = (&self.handler, self.core.next(self.process)) {
+            match event {
+                Event::Arrival { from, message, header } => {
+                    self.arrival(handler.as_ref(), from, message, header)
+                }
+                Event::Copy { from, message, into, then } => copy(&self.core, from, message, into, then),
+                Event::Done(ticket, result) => handler.done(ticket, result),
+                Event::Down(peer, why) => handler.peer_down(peer, why),
+            }
+        }
+    }
+
+    fn arrival(&self, handler: &dyn Handler, from: ProcessId, message: u64, header: Header) {
+        // An error means that the sender was killed in this moment: its message is lost.
+        let Ok(payload) = self.core.payload_of(from, message) else { return };
+        let payload = match payload {
+            Some(bytes) if bytes.is_empty() => Payload::Empty,
+            Some(_) if header.kind == Kind::Data && header.bytes > INLINE_BYTES => {
+                Payload::Waiting(Box::new(Waiting {
+                    core: self.core.clone(),
+                    on: self.process,
+                    from,
+                    message: Some(message),
+                    bytes: header.bytes,
+                }))
+            }
+            Some(bytes) => Payload::Inline(bytes),
+            None => Payload::Empty,
+        };
+        let taken = !matches!(payload, Payload::Waiting(_));
+        handler.arrived(from, header, payload);
+        if taken {
+            self.core.end(from, message);
+        }
+    }
+}
+
+impl Drop for Delivery {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            // The handler failed: to the others this process has vanished.
+            self.core.kill(self.process);
+        }
+        // First, so that nobody who saw the thread's end meets the handler alive.
+        self.handler = None;
+        self.core.ended(self.process);
+    }
+}
+
+/// A payload that still lies with its sender.
+struct Waiting {
+    core: Arc<Core>,
+    on: ProcessId,
+    from: ProcessId,
+    /// `None` once fetched.
+    message: Option<u64>,
+    bytes: u64,
+}
+
+impl Fetch for Waiting {
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn fetch(mut self: Box<Self>, into: OwnedBuffer, then: FetchDone) {
+        assert_eq!(into.len() as u64, self.bytes, "a payload is fetched into a buffer of its length");
+        let Some(message) = self.message.take() else { return };
+        let event = Event::Copy { from: self.from, message, into, then };
+        if let Err(Event::Copy { then, .. }) = self.core.copy_later(self.on, event) {
+            // No thread is left to say it on.
+            self.core.end(self.from, message);
+            then(Err(TransportError::Closed));
+        }
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        if let Some(message) = self.message {
+            self.core.end(self.from, message);
+        }
+    }
+}
+
+fn copy(core: &Core, from: ProcessId, message: u64, mut into: OwnedBuffer, then: FetchDone) {
+    let copied = core.payload_of(from, message).map(|payload| {
+        if let Some(payload) = payload {
+            into.copy_from_slice(&payload);
+        }
+        into
+    });
+    core.end(from, message);
+    then(copied);
+}

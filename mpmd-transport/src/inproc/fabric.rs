@@ -1,0 +1,397 @@
+//! The fabric's state: who is alive, what is under way, which tickets are open.
+//!
+//! A message's payload stays with its sender, in [`Node::open`], until the receiver has taken or
+//! discarded it; queues hold only its number. So a ticket ends exactly once: with the removal of its
+//! entry, whoever removes it.
+
+use std::cmp::Ordering;
+use std::collections::{BinaryHeap, HashMap};
+use std::thread::ThreadId;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use crate::memory::{OwnedBuffer, SharedBuffer};
+use crate::transport::{FetchDone, Ticket, TransportError};
+use crate::wire::{Header, ProcessId};
+
+use super::Faults;
+
+/// How long a shutdown waits, beyond its deadline, for a handler call that is under way.
+const LAST_CALL: Duration = Duration::from_secs(1);
+
+/// What all endpoints share. One lock: never held while a handler runs, or while anything is dropped
+/// that could run foreign code.
+pub(super) struct Core {
+    faults: Faults,
+    state: Mutex<State>,
+    /// One for each process: its queue, its open tickets or its thread changed.
+    changed: Vec<Condvar>,
+}
+
+pub(super) struct State {
+    pub(super) nodes: Vec<Node>,
+    /// Numbers messages and breaks ties between events.
+    next: u64,
+}
+
+/// One process.
+pub(super) struct Node {
+    life: Life,
+    queue: BinaryHeap<Queued>,
+    /// What this process has posted and nobody has taken yet, by message number.
+    open: HashMap<u64, Open>,
+    /// Messages posted so far to each process.
+    posted: Vec<u64>,
+    thread: Thread,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Life {
+    Alive,
+    Closing,
+    Closed,
+    Killed,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Thread {
+    NotStarted,
+    Running { stop: bool, id: Option<ThreadId> },
+    Ended,
+}
+
+struct Open {
+    to: ProcessId,
+    ticket: Ticket,
+    payload: Option<SharedBuffer>,
+}
+
+/// Something for a delivery thread to do.
+pub(super) enum Event {
+    Arrival { from: ProcessId, message: u64, header: Header },
+    Copy { from: ProcessId, message: u64, into: OwnedBuffer, then: FetchDone },
+    Done(Ticket, Result<(), TransportError>),
+    Down(ProcessId, TransportError),
+}
+
+struct Queued {
+    due: Instant,
+    number: u64,
+    event: Event,
+}
+
+impl Core {
+    pub(super) fn new(processes: usize, faults: Faults) -> Self {
+        let node = |_| Node {
+            life: Life::Alive,
+            queue: BinaryHeap::new(),
+            open: HashMap::new(),
+            posted: vec![0; processes],
+            thread: Thread::NotStarted,
+        };
+        let state = State { nodes: (0..processes).map(node).collect(), next: 0 };
+        let changed = (0..processes).map(|_| Condvar::new()).collect();
+        Self { faults, state: Mutex::new(state), changed }
+    }
+
+    pub(super) fn processes(&self) -> usize {
+        self.changed.len()
+    }
+
+    pub(super) fn post(
+        &self,
+        from: ProcessId,
+        to: ProcessId,
+        header: Header,
+        payload: Option<SharedBuffer>,
+        ticket: Ticket,
+    ) {
+        let mut state = self.state.lock();
+        let refused = match (state.node(from).life, state.node(to).life) {
+            (Life::Closing | Life::Closed, _) => Some(TransportError::Closed),
+            (Life::Killed, _) => Some(gone(to, "this process was killed")),
+            (Life::Alive, Life::Killed) => Some(gone(to, "killed")),
+            (Life::Alive, Life::Closed) => Some(gone(to, "closed")),
+            (Life::Alive, Life::Alive | Life::Closing) => None,
+        };
+        if let Some(error) = refused {
+            self.say_done(&mut state, from, ticket, Err(error));
+            // The payload goes after the lock does: its end may run a pool's code.
+            drop(state);
+            return;
+        }
+        let node = state.node(from);
+        let sequence = node.posted[to.index()];
+        node.posted[to.index()] += 1;
+        let due = Instant::now() + self.faults.delay_of(from, to, sequence);
+        let message = state.next;
+        state.node(from).open.insert(message, Open { to, ticket, payload });
+        self.push(&mut state, to, due, Event::Arrival { from, message, header });
+    }
+
+    /// The payload of a message that nobody has ended yet.
+    pub(super) fn payload_of(
+        &self,
+        from: ProcessId,
+        message: u64,
+    ) -> Result<Option<SharedBuffer>, TransportError> {
+        let mut state = self.state.lock();
+        match state.node(from).open.get(&message) {
+            Some(open) => Ok(open.payload.clone()),
+            None => Err(gone(from, "the process ended before its payload was fetched")),
+        }
+    }
+
+    /// Ends a message; does nothing where something else has ended it before.
+    pub(super) fn end(&self, from: ProcessId, message: u64) {
+        let mut state = self.state.lock();
+        let Some(open) = state.node(from).open.remove(&message) else { return };
+        self.say_done(&mut state, from, open.ticket, Ok(()));
+        self.changed[from.index()].notify_all();
+        drop(state);
+        drop(open);
+    }
+
+    /// Queues the copying of a payload on `on`'s thread; gives it back where that thread has ended.
+    pub(super) fn copy_later(&self, on: ProcessId, event: Event) -> Result<(), Event> {
+        let mut state = self.state.lock();
+        if state.node(on).thread == Thread::Ended {
+            return Err(event);
+        }
+        let now = Instant::now();
+        self.push(&mut state, on, now, event);
+        Ok(())
+    }
+
+    pub(super) fn kill(&self, process: ProcessId) {
+        self.retire(self.state.lock(), process, Life::Killed);
+    }
+
+    pub(super) fn shutdown(&self, process: ProcessId, deadline: Duration) {
+        let until = Instant::now() + deadline;
+        let mut state = self.state.lock();
+        match state.node(process).life {
+            Life::Alive => state.node(process).life = Life::Closing,
+            Life::Killed => {}
+            Life::Closing | Life::Closed => return,
+        }
+        let changed = &self.changed[process.index()];
+        while !state.node(process).open.is_empty() {
+            if changed.wait_until(&mut state, until).timed_out() {
+                break;
+            }
+        }
+        self.retire(state, process, Life::Closed);
+        let mut state = self.state.lock();
+        self.stop(&mut state, process);
+        let until = until.max(Instant::now() + LAST_CALL);
+        while let Thread::Running { id, .. } = state.node(process).thread {
+            let own = id == Some(std::thread::current().id());
+            if own || changed.wait_until(&mut state, until).timed_out() {
+                break;
+            }
+        }
+    }
+
+    /// The last handle of an endpoint is gone.
+    pub(super) fn abandon(&self, process: ProcessId) {
+        self.kill(process);
+        self.stop(&mut self.state.lock(), process);
+    }
+
+    /// Takes a process out of the job: its messages, everyone's tickets towards it, and its own.
+    fn retire(&self, mut state: MutexGuard<'_, State>, process: ProcessId, life: Life) {
+        let before = state.node(process).life;
+        if matches!(before, Life::Closed | Life::Killed) {
+            return;
+        }
+        state.node(process).life = life;
+        let (why, own) = match life {
+            Life::Killed => ("killed", None),
+            _ => ("closed", Some(TransportError::Closed)),
+        };
+        let mut ended = Vec::new();
+        for other in (0..self.processes()).map(|other| ProcessId(other as u32)) {
+            let node = state.node(other);
+            if other == process {
+                node.queue.retain(|queued| !matches!(queued.event, Event::Arrival { .. } | Event::Down(..)));
+                ended.extend(node.open.drain().map(|(_, open)| {
+                    let error = own.clone().unwrap_or_else(|| gone(open.to, "this process was killed"));
+                    (other, open, error)
+                }));
+            } else {
+                node.queue.retain(
+                    |queued| !matches!(&queued.event, Event::Arrival { from, .. } if *from == process),
+                );
+                let lost = node.open.extract_if(|_, open| open.to == process);
+                ended.extend(lost.map(|(_, open)| (other, open, gone(process, why))));
+                if matches!(node.life, Life::Alive | Life::Closing) {
+                    self.push_now(&mut state, other, Event::Down(process, gone(process, why)));
+                }
+            }
+        }
+        for (sender, open, error) in &ended {
+            self.say_done(&mut state, *sender, open.ticket, Err(error.clone()));
+            self.changed[sender.index()].notify_all();
+        }
+        drop(state);
+        drop(ended);
+    }
+
+    fn stop(&self, state: &mut State, process: ProcessId) {
+        let thread = &mut state.node(process).thread;
+        match thread {
+            Thread::NotStarted => *thread = Thread::Ended,
+            Thread::Running { stop, .. } => *stop = true,
+            Thread::Ended => {}
+        }
+        self.changed[process.index()].notify_all();
+    }
+
+    fn say_done(&self, state: &mut State, to: ProcessId, ticket: Ticket, result: Result<(), TransportError>) {
+        if ticket != Ticket::NONE {
+            self.push_now(state, to, Event::Done(ticket, result));
+        }
+    }
+
+    fn push_now(&self, state: &mut State, to: ProcessId, event: Event) {
+        self.push(state, to, Instant::now(), event);
+    }
+
+    fn push(&self, state: &mut State, to: ProcessId, due: Instant, event: Event) {
+        let number = state.next;
+        state.next += 1;
+        let node = state.node(to);
+        if node.thread == Thread::Ended && matches!(event, Event::Done(..) | Event::Down(..)) {
+            return;
+        }
+        node.queue.push(Queued { due, number, event });
+        self.changed[to.index()].notify_all();
+    }
+
+    /// Marks a process's delivery thread as running; false where it ran before.
+    pub(super) fn begin(&self, process: ProcessId) -> bool {
+        let mut state = self.state.lock();
+        let node = state.node(process);
+        let first = node.thread == Thread::NotStarted;
+        if first {
+            node.thread = Thread::Running { stop: false, id: None };
+        }
+        first
+    }
+
+    /// Called by a delivery thread before its first event, so that a shutdown from a handler is known.
+    pub(super) fn introduce(&self, process: ProcessId) {
+        if let Thread::Running { id, .. } = &mut self.state.lock().node(process).thread {
+            *id = Some(std::thread::current().id());
+        }
+    }
+
+    /// Called by a delivery thread as the last thing it does with the fabric.
+    pub(super) fn ended(&self, process: ProcessId) {
+        let mut state = self.state.lock();
+        let node = state.node(process);
+        node.thread = Thread::Ended;
+        // Copies asked for in the last moment: their owners hear of the end as they are dropped.
+        let left = std::mem::take(&mut node.queue);
+        self.changed[process.index()].notify_all();
+        drop(state);
+        for queued in left {
+            if let Event::Copy { from, then, .. } = queued.event {
+                then(Err(gone(from, "the transport is shut down")));
+            }
+        }
+    }
+
+    /// Waits for the next event of a process; `None` once its thread has to end.
+    pub(super) fn next(&self, process: ProcessId) -> Option<Event> {
+        let changed = &self.changed[process.index()];
+        let mut state = self.state.lock();
+        loop {
+            let node = state.node(process);
+            let due = node.queue.peek().map(|queued| queued.due);
+            match due {
+                Some(due) if due <= Instant::now() => return node.queue.pop().map(|queued| queued.event),
+                _ if matches!(node.thread, Thread::Running { stop: true, .. }) => return None,
+                Some(due) => _ = changed.wait_until(&mut state, due),
+                None => changed.wait(&mut state),
+            }
+        }
+    }
+}
+
+impl State {
+    fn node(&mut self, process: ProcessId) -> &mut Node {
+        &mut self.nodes[process.index()]
+    }
+}
+
+impl Faults {
+    fn delay_of(&self, from: ProcessId, to: ProcessId, sequence: u64) -> Duration {
+        let Some(range) = &self.delay else { return Duration::ZERO };
+        let width = range.end().saturating_sub(*range.start()).as_nanos() as u64;
+        let pair = (u64::from(from.0) << 32) | u64::from(to.0);
+        let drawn = mix(mix(mix(self.seed) ^ pair) ^ sequence);
+        *range.start() + Duration::from_nanos(if width == u64::MAX { drawn } else { drawn % (width + 1) })
+    }
+}
+
+/// The finaliser of SplitMix64: every bit of the result depends on every bit of `x`.
+fn mix(x: u64) -> u64 {
+    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+pub(super) fn gone(peer: ProcessId, why: &str) -> TransportError {
+    TransportError::PeerGone { peer, why: why.to_owned() }
+}
+
+/// The heap gives its greatest first: that is the earliest, and the first posted among equals.
+impl Ord for Queued {
+    fn cmp(&self, other: &Self) -> Ordering {
+        (other.due, other.number).cmp(&(self.due, self.number))
+    }
+}
+
+impl PartialOrd for Queued {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Queued {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other) == Ordering::Equal
+    }
+}
+
+impl Eq for Queued {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn faults(seed: u64) -> Faults {
+        Faults { seed, delay: Some(Duration::from_millis(1)..=Duration::from_millis(3)) }
+    }
+
+    #[test]
+    fn delays_follow_from_seed_pair_and_number_and_stay_in_range() {
+        let delays = |seed, from, to| -> Vec<Duration> {
+            (0..100).map(|n| faults(seed).delay_of(ProcessId(from), ProcessId(to), n)).collect()
+        };
+        assert_eq!(delays(7, 0, 1), delays(7, 0, 1));
+        assert_ne!(delays(7, 0, 1), delays(8, 0, 1));
+        assert_ne!(delays(7, 0, 1), delays(7, 1, 0));
+        assert!(delays(7, 0, 1).iter().all(|delay| (1..=3).contains(&delay.as_millis())));
+        assert!(!delays(7, 0, 1).is_sorted(), "some message overtakes another");
+    }
+
+    #[test]
+    fn no_faults_is_no_delay() {
+        assert_eq!(Faults::default().delay_of(ProcessId(0), ProcessId(1), 9), Duration::ZERO);
+    }
+}

@@ -1,0 +1,303 @@
+//! How the sockets between all pairs are made.
+//!
+//! The higher process of a pair connects to the lower's listener, once for each channel. Both say a
+//! [preamble](super::preamble); the one who connects says it first, and a stranger hears nothing back.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::sync::oneshot;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
+
+use crate::transport::TransportError;
+use crate::wire::ProcessId;
+
+use super::drive::{Drive, Pair};
+use super::preamble::{Channel, Job, PREAMBLE_BYTES, Refusal};
+use super::{Tcp, TcpConfig};
+
+/// How long a connection may take to say who it is.
+const PREAMBLE_PATIENCE: Duration = Duration::from_secs(5);
+/// Connections that have not said yet who they are; while there are so many, no more are accepted.
+const MOST_STRANGERS: usize = 1024;
+const FIRST_RETRY: Duration = Duration::from_millis(10);
+const LAST_RETRY: Duration = Duration::from_millis(500);
+
+/// A socket that waits for the peers of a transport that is still to be made.
+#[derive(Debug)]
+pub struct Listener {
+    socket: std::net::TcpListener,
+    address: SocketAddr,
+}
+
+impl Listener {
+    /// Listens on a free port of `ip`.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the system has no such address or no free port.
+    pub fn bind(ip: IpAddr) -> Result<Self, TransportError> {
+        let doing = || format!("listening on {ip}");
+        let socket = std::net::TcpListener::bind((ip, 0)).map_err(|e| environment(doing(), &e))?;
+        socket.set_nonblocking(true).map_err(|e| environment(doing(), &e))?;
+        let address = socket.local_addr().map_err(|e| environment(doing(), &e))?;
+        Ok(Self { socket, address })
+    }
+
+    /// Where peers connect to.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Connects to all peers; blocks until all are there, at most for [`TcpConfig::patience`].
+    ///
+    /// May be called from any thread, also from one that runs an async runtime of its own (which it blocks).
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError::TimedOut`] names the peers that did not come;
+    /// [`TransportError::Protocol`] names one of another version, epoch or list of addresses;
+    /// [`TransportError::Environment`] where the system gives no thread or sockets.
+    ///
+    /// # Panics
+    ///
+    /// Where `config.peers` has no entry for `config.process`.
+    pub fn connect(self, config: TcpConfig) -> Result<Arc<Tcp>, TransportError> {
+        assert!(
+            config.process.index() < config.peers.len(),
+            "no process {} among {}",
+            config.process,
+            config.peers.len()
+        );
+        let (connected, wait) = std::sync::mpsc::channel();
+        std::thread::Builder::new()
+            .name(format!("mpmd-tcp-{}", config.process))
+            .spawn(move || drive(self, config, &connected))
+            .map_err(|e| environment("starting the transport's thread".to_owned(), &e))?;
+        wait.recv().unwrap_or(Err(TransportError::Closed))
+    }
+}
+
+/// What the transport's thread does: connects, then moves messages until the end.
+fn drive(
+    listener: Listener,
+    config: TcpConfig,
+    connected: &std::sync::mpsc::Sender<Result<Arc<Tcp>, TransportError>>,
+) {
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build() {
+        Ok(runtime) => runtime,
+        Err(e) => {
+            let _ = connected.send(Err(environment("starting the transport's runtime".to_owned(), &e)));
+            return;
+        }
+    };
+    runtime.block_on(async {
+        let (process, pool) = (config.process, config.pool.clone());
+        let pairs = match connect_all(listener, config).await {
+            Ok(pairs) => pairs,
+            Err(error) => {
+                let _ = connected.send(Err(error));
+                return;
+            }
+        };
+        let drive = Drive::new(process, pool, pairs);
+        let (start, started) = oneshot::channel();
+        let (close, closed) = oneshot::channel();
+        let tcp =
+            Tcp { shared: drive.shared(), start: Mutex::new(Some(start)), close: Mutex::new(Some(close)) };
+        // Where nobody takes it, it is dropped, which ends the drive below at once.
+        let _ = connected.send(Ok(Arc::new(tcp)));
+        drive.run(started, closed).await;
+    });
+}
+
+/// How one attempt at one connection ended.
+enum Met {
+    Peer(ProcessId, Channel, TcpStream),
+    /// Whoever it was does not belong here.
+    Stranger,
+    Misfit(TransportError),
+}
+
+async fn connect_all(listener: Listener, config: TcpConfig) -> Result<Vec<Option<Pair>>, TransportError> {
+    let deadline = Instant::now() + config.patience;
+    let TcpConfig { process, peers, token, epoch, patience, .. } = config;
+    let job = Job { process, processes: peers.len(), token, epoch };
+    let own = listener.address;
+    let listener = tokio::net::TcpListener::from_std(listener.socket)
+        .map_err(|e| environment(format!("listening on {own}"), &e))?;
+
+    let mut meetings = JoinSet::new();
+    // The last word on each lower process that has not answered yet.
+    let words = Arc::new(Mutex::new(vec![String::new(); peers.len()]));
+    for (&address, lower) in peers.iter().zip((0..process.0).map(ProcessId)) {
+        for channel in Channel::BOTH {
+            meetings.spawn(call(job.clone(), lower, address, channel, words.clone()));
+        }
+    }
+    let mut found: Vec<[Option<TcpStream>; 2]> = peers.iter().map(|_| [None, None]).collect();
+    loop {
+        let missing = missing(&found, process);
+        if missing.is_empty() {
+            break;
+        }
+        let expects = missing.iter().any(|peer| *peer > process) && meetings.len() < MOST_STRANGERS;
+        tokio::select! {
+            () = sleep_until(deadline) => return Err(TransportError::TimedOut {
+                what: name_missing(&missing, peers.len(), &words.lock()),
+                patience,
+            }),
+            accepted = listener.accept(), if expects => match accepted {
+                Ok((stream, _)) => _ = meetings.spawn(greet(job.clone(), stream)),
+                Err(error) => {
+                    // A connection that was gone already, or no descriptor left for a moment.
+                    tracing::warn!(%error, "a connection could not be accepted");
+                    sleep(FIRST_RETRY).await;
+                }
+            },
+            Some(met) = meetings.join_next() => match met {
+                Ok(Met::Peer(peer, channel, stream)) => {
+                    let place = &mut found[peer.index()][channel as usize];
+                    if place.replace(stream).is_some() {
+                        let why = "two processes claim this number".to_owned();
+                        return Err(TransportError::Protocol { peer, why });
+                    }
+                }
+                Ok(Met::Stranger) => tracing::warn!("a stranger was turned away at {own}"),
+                Ok(Met::Misfit(error)) => return Err(error),
+                Err(error) => return Err(environment("meeting the peers".to_owned(), &error)),
+            },
+        }
+    }
+    let pairs = found.into_iter().map(|[control, bulk]| Some([control?, bulk?]));
+    Ok(pairs.collect())
+}
+
+/// Connects to a lower process, again and again until it answers or misfits; the caller has the deadline.
+async fn call(
+    job: Job,
+    peer: ProcessId,
+    address: SocketAddr,
+    channel: Channel,
+    words: Arc<Mutex<Vec<String>>>,
+) -> Met {
+    let mut pause = FIRST_RETRY;
+    loop {
+        let word = match call_once(&job, peer, address, channel).await {
+            Ok(Ok(stream)) => return Met::Peer(peer, channel, stream),
+            Ok(Err(Refusal::Misfit(error))) => return Met::Misfit(error),
+            Ok(Err(Refusal::Stranger)) => "who listens there is not of this job".to_owned(),
+            Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
+                "it closed the connection without an answer, as it does where the job token is wrong"
+                    .to_owned()
+            }
+            Err(error) => error.to_string(),
+        };
+        words.lock()[peer.index()] = format!("{address}: {word}");
+        sleep(pause).await;
+        pause = (pause * 2).min(LAST_RETRY);
+    }
+}
+
+async fn call_once(
+    job: &Job,
+    peer: ProcessId,
+    address: SocketAddr,
+    channel: Channel,
+) -> std::io::Result<Result<TcpStream, Refusal>> {
+    let mut stream = TcpStream::connect(address).await?;
+    stream.set_nodelay(true)?;
+    stream.write_all(&job.preamble(peer, channel)).await?;
+    let mut answer = [0; PREAMBLE_BYTES];
+    stream.read_exact(&mut answer).await?;
+    Ok(job.check(&answer).and_then(|who| {
+        if who == (peer, channel) {
+            return Ok(stream);
+        }
+        let why = format!("process {} listens at {address}; the lists of addresses differ", who.0);
+        Err(Refusal::Misfit(TransportError::Protocol { peer, why }))
+    }))
+}
+
+/// Hears who a connection is, and answers if it belongs to the job.
+async fn greet(job: Job, mut stream: TcpStream) -> Met {
+    let mut preamble = [0; PREAMBLE_BYTES];
+    let until = Instant::now() + PREAMBLE_PATIENCE;
+    if !matches!(timeout_at(until, stream.read_exact(&mut preamble)).await, Ok(Ok(_))) {
+        return Met::Stranger;
+    }
+    let (from, channel, misfit) = match job.check(&preamble) {
+        Ok((from, _)) if from < job.process => {
+            let why = "the lower process of a pair does not connect to the higher".to_owned();
+            (from, Channel::Control, Some(TransportError::Protocol { peer: from, why }))
+        }
+        Ok((from, channel)) => (from, channel, None),
+        Err(Refusal::Stranger) => return Met::Stranger,
+        Err(Refusal::Misfit(error)) => match &error {
+            TransportError::Protocol { peer, .. } => (*peer, Channel::Control, Some(error)),
+            _ => return Met::Stranger,
+        },
+    };
+    // Who misfits is answered too: the answer says to it what does not fit.
+    let answer = job.preamble(from, channel);
+    let answered = async {
+        stream.set_nodelay(true)?;
+        stream.write_all(&answer).await
+    };
+    match (misfit, timeout(PREAMBLE_PATIENCE, answered).await) {
+        (Some(error), _) => Met::Misfit(error),
+        (None, Ok(Ok(()))) => Met::Peer(from, channel, stream),
+        // It went away again; it will call again, or be missed.
+        (None, _) => Met::Stranger,
+    }
+}
+
+fn missing(found: &[[Option<TcpStream>; 2]], own: ProcessId) -> Vec<ProcessId> {
+    let ids = (0..).map(ProcessId);
+    let pairs = ids.zip(found).filter(|(id, pair)| *id != own && pair.iter().any(Option::is_none));
+    pairs.map(|(id, _)| id).collect()
+}
+
+/// "waiting for process 2 (why) and process 5 of 8 to connect".
+fn name_missing(missing: &[ProcessId], processes: usize, words: &[String]) -> String {
+    let names: Vec<_> = missing
+        .iter()
+        .map(|peer| match words[peer.index()].as_str() {
+            "" => format!("process {peer}"),
+            word => format!("process {peer} ({word})"),
+        })
+        .collect();
+    let names = match names.as_slice() {
+        [rest @ .., last] if !rest.is_empty() => format!("{} and {last}", rest.join(", ")),
+        names => names.concat(),
+    };
+    format!("waiting for {names} of {processes} to connect")
+}
+
+fn environment(doing: String, error: &dyn std::error::Error) -> TransportError {
+    TransportError::Environment { doing, why: error.to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_missing_are_named_with_the_last_word_on_them() {
+        let words = vec![String::new(), "refused".to_owned(), String::new(), String::new()];
+        let named = |missing: &[u32]| {
+            let missing: Vec<_> = missing.iter().map(|id| ProcessId(*id)).collect();
+            name_missing(&missing, 4, &words)
+        };
+        assert_eq!(named(&[3]), "waiting for process 3 of 4 to connect");
+        assert_eq!(
+            named(&[1, 2, 3]),
+            "waiting for process 1 (refused), process 2 and process 3 of 4 to connect"
+        );
+    }
+}

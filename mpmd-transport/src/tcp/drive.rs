@@ -1,0 +1,246 @@
+//! The transport's thread: starts the tasks of all peers, says what ended, closes.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use tokio::net::TcpStream;
+use tokio::net::tcp::OwnedReadHalf;
+use tokio::sync::oneshot;
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+use crate::memory::{Pool, SharedBuffer};
+use crate::transport::{Handler, Payload, Ticket, TransportError};
+use crate::wire::{Header, Kind, ProcessId};
+
+use super::line::{Ending, Endings, Line};
+use super::read::{self, End, LINGER};
+
+/// How long a shutdown waits, beyond its deadline, for a handler call that is under way.
+pub(super) const LAST_CALL: Duration = Duration::from_secs(1);
+
+/// What posters and the transport's thread share.
+pub(super) struct Shared {
+    pub(super) process: ProcessId,
+    pub(super) pool: Pool,
+    pub(super) endings: Endings,
+    /// By process; `None` for this one.
+    peers: Vec<Option<Peer>>,
+    closing: AtomicBool,
+}
+
+struct Peer {
+    control: Line,
+    bulk: Line,
+}
+
+/// A pair's connections, by channel.
+pub(super) type Pair = [TcpStream; 2];
+
+/// Asks the thread to close.
+pub(super) struct Close {
+    pub(super) deadline: Duration,
+    /// Told once the handler hears of nothing more.
+    pub(super) closed: std::sync::mpsc::Sender<()>,
+}
+
+impl Shared {
+    pub(super) fn processes(&self) -> usize {
+        self.peers.len()
+    }
+
+    pub(super) fn post(&self, to: ProcessId, header: Header, payload: Option<SharedBuffer>, ticket: Ticket) {
+        let Some(peer) = &self.peers[to.index()] else { return };
+        let data = header.kind == Kind::Data;
+        let line = if data { &peer.bulk } else { &peer.control };
+        line.post(&header, payload, ticket, !data, &self.endings);
+    }
+
+    /// Why something of a peer will not come.
+    pub(super) fn lost(&self, peer: ProcessId, why: &str) -> TransportError {
+        if self.closing.load(Ordering::Acquire) {
+            TransportError::Closed
+        } else {
+            TransportError::PeerGone { peer, why: why.to_owned() }
+        }
+    }
+
+    fn lines(&self) -> impl Iterator<Item = &Line> {
+        self.peers.iter().flatten().flat_map(|peer| [&peer.control, &peer.bulk])
+    }
+
+    fn fail_all(&self) {
+        for line in self.lines() {
+            line.fail(TransportError::Closed, &self.endings);
+        }
+    }
+}
+
+/// What the thread is made of.
+pub(super) struct Drive {
+    shared: Arc<Shared>,
+    halves: Vec<(ProcessId, [OwnedReadHalf; 2])>,
+}
+
+impl Drive {
+    pub(super) fn new(process: ProcessId, pool: Pool, pairs: Vec<Option<Pair>>) -> Self {
+        let mut halves = Vec::new();
+        let peers = pairs.into_iter().zip(0..).map(|(pair, id)| {
+            let [control, bulk] = pair?;
+            let (control_read, control) = control.into_split();
+            let (bulk_read, bulk) = bulk.into_split();
+            halves.push((ProcessId(id), [control_read, bulk_read]));
+            Some(Peer { control: Line::new(control), bulk: Line::new(bulk) })
+        });
+        let peers = peers.collect();
+        let shared =
+            Shared { process, pool, endings: Endings::new(), peers, closing: AtomicBool::new(false) };
+        Self { shared: Arc::new(shared), halves }
+    }
+
+    pub(super) fn shared(&self) -> Arc<Shared> {
+        self.shared.clone()
+    }
+
+    /// Runs until `close` is said or dropped.
+    pub(super) async fn run(
+        self,
+        mut start: oneshot::Receiver<Arc<dyn Handler>>,
+        mut close: oneshot::Receiver<Close>,
+    ) {
+        let Self { shared, halves } = self;
+        // Dropped with this future, whatever ends it: no ticket stays open, and nobody posts into nothing.
+        let _last = FailAll(&shared);
+        let mut tasks = JoinSet::new();
+        for (peer, _) in &halves {
+            for channel in [0, 1] {
+                tasks.spawn(write(shared.clone(), *peer, channel));
+            }
+        }
+        let (handler, asked) = tokio::select! {
+            // An error means that the transport was dropped: `close` was too.
+            Ok(handler) = &mut start => (handler, None),
+            asked = &mut close => (Arc::new(Deaf) as Arc<dyn Handler>, Some(asked)),
+        };
+        for (peer, halves) in halves {
+            tasks.spawn(read(shared.clone(), peer, halves, handler.clone()));
+        }
+        let asked = match asked {
+            Some(asked) => asked,
+            None => loop {
+                tokio::select! {
+                    asked = &mut close => break asked,
+                    () = shared.endings.some() => say(shared.endings.take(false), &handler),
+                    Some(task) = tasks.join_next() => rethrow(task),
+                }
+            },
+        };
+        shared.closing.store(true, Ordering::Release);
+        if let Ok(Close { deadline, .. }) = &asked {
+            for line in shared.lines() {
+                line.finish(TransportError::Closed);
+            }
+            let until = Instant::now() + *deadline;
+            loop {
+                tokio::select! {
+                    () = tokio::time::sleep_until(until) => break,
+                    () = shared.endings.some() => say(shared.endings.take(false), &handler),
+                    task = tasks.join_next() => match task {
+                        Some(task) => rethrow(task),
+                        None => break,
+                    },
+                }
+            }
+        }
+        tasks.shutdown().await;
+        shared.fail_all();
+        loop {
+            let endings = shared.endings.take(true);
+            if endings.is_empty() {
+                break;
+            }
+            say(endings, &handler);
+        }
+        drop(handler);
+        if let Ok(Close { closed, .. }) = asked {
+            let _ = closed.send(());
+        }
+    }
+}
+
+struct FailAll<'a>(&'a Shared);
+
+impl Drop for FailAll<'_> {
+    fn drop(&mut self) {
+        self.0.fail_all();
+    }
+}
+
+async fn write(shared: Arc<Shared>, peer: ProcessId, channel: usize) {
+    let Some(lines) = &shared.peers[peer.index()] else { return };
+    let line = if channel == 0 { &lines.control } else { &lines.bulk };
+    line.write(&shared.endings, |error| shared.lost(peer, &error.to_string())).await;
+}
+
+async fn read(
+    shared: Arc<Shared>,
+    peer: ProcessId,
+    [control, bulk]: [OwnedReadHalf; 2],
+    handler: Arc<dyn Handler>,
+) {
+    let end = read::read(&shared, peer, &handler, control, bulk).await;
+    let Some(lines) = &shared.peers[peer.index()] else { return };
+    let lines = [&lines.control, &lines.bulk];
+    let (down, polite) = match end {
+        End::Closed(why) => (TransportError::PeerGone { peer, why }, true),
+        End::Protocol(why) => (TransportError::Protocol { peer, why }, false),
+    };
+    let gone = TransportError::PeerGone { peer, why: down.to_string() };
+    let gone = if polite { down.clone() } else { gone };
+    for line in lines {
+        if polite {
+            line.finish(gone.clone());
+        } else {
+            line.fail(gone.clone(), &shared.endings);
+        }
+    }
+    if !shared.closing.load(Ordering::Acquire) {
+        handler.peer_down(peer, down);
+    }
+    if polite {
+        tokio::join!(lines[0].drained(LINGER), lines[1].drained(LINGER));
+        for line in lines {
+            line.fail(gone.clone(), &shared.endings);
+        }
+    }
+}
+
+fn say(endings: Vec<Ending>, handler: &Arc<dyn Handler>) {
+    for ending in endings {
+        match ending {
+            Ending::Ticket(ticket, result) => handler.done(ticket, result),
+            Ending::Fetch(then, error) => then(Err(error)),
+        }
+    }
+}
+
+/// A task only fails where the handler panicked: then the transport ends, and the peers see it.
+fn rethrow(task: Result<(), tokio::task::JoinError>) {
+    if let Err(error) = task
+        && error.is_panic()
+    {
+        std::panic::resume_unwind(error.into_panic());
+    }
+}
+
+/// Stands in for the handler of a transport that is closed before it was started.
+struct Deaf;
+
+impl Handler for Deaf {
+    fn arrived(&self, _: ProcessId, _: Header, _: Payload) {}
+
+    fn done(&self, _: Ticket, _: Result<(), TransportError>) {}
+
+    fn peer_down(&self, _: ProcessId, _: TransportError) {}
+}

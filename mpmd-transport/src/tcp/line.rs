@@ -1,0 +1,395 @@
+//! The sending half of a connection: a queue, and whoever's turn it is to write.
+//!
+//! The socket's write half lies in the line's state. Whoever takes it, the connection's writer task
+//! or a poster with a small message, has the [`Turn`]: it also takes the queue, and puts back what it
+//! did not write. So bytes never mix and nobody waits for the lock while somebody writes.
+
+use std::collections::VecDeque;
+use std::io::{self, IoSlice};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::net::tcp::OwnedWriteHalf;
+use tokio::sync::Notify;
+
+use crate::memory::SharedBuffer;
+use crate::transport::{FetchDone, Ticket, TransportError};
+use crate::wire::{HEADER_BYTES, Header};
+
+/// Messages up to this many bytes are written by the poster, where the socket takes them.
+const DIRECT_BYTES: usize = 16 << 10;
+/// At most this much is given to the system at a time: on the transport's one thread, everything
+/// else waits for that copy.
+const WRITE_BYTES: usize = 512 << 10;
+/// At most this many pieces of memory are given to the system at a time.
+const WRITE_PIECES: usize = 64;
+
+/// The sending half of one connection.
+pub(super) struct Line {
+    state: Mutex<State>,
+    /// Something changed that the writer task has to look at.
+    wake: Notify,
+    /// Counts writes that moved something.
+    progress: AtomicU64,
+}
+
+struct State {
+    /// Away while somebody has the turn; gone after the end.
+    half: Option<OwnedWriteHalf>,
+    queue: VecDeque<Message>,
+    end: End,
+}
+
+enum End {
+    Open,
+    /// Takes no more messages; those queued are sent, then the socket's write side is closed.
+    Last(TransportError),
+    /// Nothing more is sent.
+    Now(TransportError),
+}
+
+/// One message with how much of it is written.
+struct Message {
+    header: [u8; HEADER_BYTES],
+    payload: Option<SharedBuffer>,
+    ticket: Ticket,
+    written: usize,
+}
+
+impl Line {
+    pub(super) fn new(half: OwnedWriteHalf) -> Self {
+        let state = State { half: Some(half), queue: VecDeque::new(), end: End::Open };
+        Self { state: Mutex::new(state), wake: Notify::new(), progress: AtomicU64::new(0) }
+    }
+
+    /// Queues a message, or writes it at once where that is allowed and possible.
+    pub(super) fn post(
+        &self,
+        header: &Header,
+        payload: Option<SharedBuffer>,
+        ticket: Ticket,
+        direct: bool,
+        endings: &Endings,
+    ) {
+        let message = Message { header: header.encode(), payload, ticket, written: 0 };
+        let direct = direct && message.len() <= DIRECT_BYTES;
+        let mut state = self.state.lock();
+        if let End::Last(error) | End::Now(error) = &state.end {
+            let error = error.clone();
+            drop(state);
+            endings.ticket(ticket, Err(error));
+            return;
+        }
+        let first = state.queue.is_empty();
+        state.queue.push_back(message);
+        match state.half.take() {
+            Some(half) if direct && first => {
+                let queue = std::mem::take(&mut state.queue);
+                drop(state);
+                // What is left, for whatever reason, is the writer task's, which the end of the turn wakes.
+                let _ = Turn { line: self, half: Some(half), queue, endings }.write();
+            }
+            half => {
+                // Where somebody has the turn, its end sees the message.
+                let idle = half.is_some();
+                state.half = half;
+                drop(state);
+                if idle {
+                    self.wake.notify_one();
+                }
+            }
+        }
+    }
+
+    /// Takes no more messages, refusing them with `error`; sends those queued, then says so to the peer.
+    pub(super) fn finish(&self, error: TransportError) {
+        let mut state = self.state.lock();
+        if matches!(state.end, End::Open) {
+            state.end = End::Last(error);
+        }
+        drop(state);
+        self.wake.notify_one();
+    }
+
+    /// Ends every message with `error` and closes the sending side.
+    pub(super) fn fail(&self, error: TransportError, endings: &Endings) {
+        let mut state = self.state.lock();
+        let queue = std::mem::take(&mut state.queue);
+        let half = state.half.take();
+        if !matches!(state.end, End::Now(_)) {
+            state.end = End::Now(error.clone());
+        }
+        drop(state);
+        drop(half);
+        for message in queue {
+            message.end(Err(error.clone()), endings);
+        }
+        self.wake.notify_one();
+    }
+
+    /// Whether everything is sent that will be.
+    fn is_ended(&self) -> bool {
+        matches!(self.state.lock().end, End::Now(_))
+    }
+
+    /// Returns once the line has sent its last message or has stood still for `patience`.
+    pub(super) async fn drained(&self, patience: Duration) {
+        let mut seen = self.progress.load(Ordering::Relaxed);
+        let mut still = Duration::ZERO;
+        let step = patience / 20;
+        while !self.is_ended() && still < patience {
+            tokio::time::sleep(step).await;
+            let now = self.progress.load(Ordering::Relaxed);
+            still = if now == seen { still + step } else { Duration::ZERO };
+            seen = now;
+        }
+    }
+
+    /// The writer task: writes what is queued until the line ends. An error of the socket fails the
+    /// line with what `gone` makes of it.
+    pub(super) async fn write(&self, endings: &Endings, gone: impl Fn(io::Error) -> TransportError) {
+        loop {
+            match self.turn(endings) {
+                Next::Write(turn) => {
+                    if let Err(error) = turn.write_all().await {
+                        self.fail(gone(error), endings);
+                        return;
+                    }
+                }
+                Next::Wait => self.wake.notified().await,
+                Next::End => return,
+            }
+        }
+    }
+
+    fn turn<'a>(&'a self, endings: &'a Endings) -> Next<'a> {
+        let mut state = self.state.lock();
+        if matches!(state.end, End::Now(_)) {
+            return Next::End;
+        }
+        let Some(half) = state.half.take() else { return Next::Wait };
+        if !state.queue.is_empty() {
+            let queue = std::mem::take(&mut state.queue);
+            return Next::Write(Turn { line: self, half: Some(half), queue, endings });
+        }
+        if let End::Last(error) = &state.end {
+            state.end = End::Now(error.clone());
+            // Dropping the half closes the write side.
+            return Next::End;
+        }
+        state.half = Some(half);
+        Next::Wait
+    }
+}
+
+enum Next<'a> {
+    Write(Turn<'a>),
+    Wait,
+    End,
+}
+
+/// The right to write, with the messages to be written first.
+struct Turn<'a> {
+    line: &'a Line,
+    /// `None` only at the end.
+    half: Option<OwnedWriteHalf>,
+    queue: VecDeque<Message>,
+    endings: &'a Endings,
+}
+
+impl Turn<'_> {
+    /// Writes everything of this turn; stops early where the line is ended meanwhile.
+    async fn write_all(mut self) -> io::Result<()> {
+        while !self.queue.is_empty() {
+            match self.write() {
+                Ok(written) if written >= WRITE_BYTES / 2 => tokio::task::yield_now().await,
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    let Some(half) = &self.half else { return Ok(()) };
+                    tokio::select! {
+                        ready = half.writable() => ready?,
+                        () = self.line.wake.notified() => {}
+                    }
+                }
+                Err(error) => return Err(error),
+            }
+            if matches!(self.line.state.lock().end, End::Now(_)) {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives the system as much as it takes now, and ends the messages that are written with it.
+    fn write(&mut self) -> io::Result<usize> {
+        let Some(half) = &self.half else { return Ok(0) };
+        let mut pieces = [IoSlice::new(&[]); WRITE_PIECES];
+        let (mut count, mut room) = (0, WRITE_BYTES);
+        for message in &self.queue {
+            for piece in message.left() {
+                if !piece.is_empty() && count < WRITE_PIECES && room > 0 {
+                    let piece = &piece[..piece.len().min(room)];
+                    pieces[count] = IoSlice::new(piece);
+                    count += 1;
+                    room -= piece.len();
+                }
+            }
+            if count == WRITE_PIECES || room == 0 {
+                break;
+            }
+        }
+        let written = half.try_write_vectored(&pieces[..count])?;
+        self.line.progress.fetch_add(1, Ordering::Relaxed);
+        self.advance(written);
+        Ok(written)
+    }
+
+    fn advance(&mut self, mut written: usize) {
+        while let Some(message) = self.queue.front_mut() {
+            let taken = written.min(message.len() - message.written);
+            message.written += taken;
+            written -= taken;
+            if message.written < message.len() {
+                return;
+            }
+            if let Some(message) = self.queue.pop_front() {
+                message.end(Ok(()), self.endings);
+            }
+        }
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        let mut state = self.line.state.lock();
+        if let End::Now(error) = &state.end {
+            let error = error.clone();
+            drop(state);
+            for message in self.queue.drain(..) {
+                message.end(Err(error.clone()), self.endings);
+            }
+            return;
+        }
+        self.queue.append(&mut state.queue);
+        std::mem::swap(&mut self.queue, &mut state.queue);
+        state.half = self.half.take();
+        let work = !state.queue.is_empty() || !matches!(state.end, End::Open);
+        drop(state);
+        if work {
+            self.line.wake.notify_one();
+        }
+    }
+}
+
+impl Message {
+    fn len(&self) -> usize {
+        HEADER_BYTES + self.payload.as_ref().map_or(0, |payload| payload.len())
+    }
+
+    /// What is not written yet, of header and payload.
+    fn left(&self) -> [&[u8]; 2] {
+        let payload = self.payload.as_deref().unwrap_or(&[]);
+        match self.written.checked_sub(HEADER_BYTES) {
+            Some(written) => [&[], &payload[written..]],
+            None => [&self.header[self.written..], payload],
+        }
+    }
+
+    /// Lets go of the payload, then says so.
+    fn end(self, result: Result<(), TransportError>, endings: &Endings) {
+        drop(self.payload);
+        endings.ticket(self.ticket, result);
+    }
+}
+
+/// What the transport's thread has to say to handlers, collected from all threads.
+pub(super) struct Endings {
+    /// `None` once nobody says anything any more.
+    waiting: Mutex<Option<Vec<Ending>>>,
+    wake: Notify,
+}
+
+pub(super) enum Ending {
+    Ticket(Ticket, Result<(), TransportError>),
+    Fetch(FetchDone, TransportError),
+}
+
+impl Endings {
+    pub(super) fn new() -> Self {
+        Self { waiting: Mutex::new(Some(Vec::new())), wake: Notify::new() }
+    }
+
+    pub(super) fn ticket(&self, ticket: Ticket, result: Result<(), TransportError>) {
+        if ticket != Ticket::NONE {
+            // After the end nobody listens to tickets.
+            let _ = self.push(Ending::Ticket(ticket, result));
+        }
+    }
+
+    /// A fetch that cannot be done. After the end of the thread it is told on this one.
+    pub(super) fn fetch(&self, then: FetchDone, error: TransportError) {
+        if let Err(Ending::Fetch(then, error)) = self.push(Ending::Fetch(then, error)) {
+            then(Err(error));
+        }
+    }
+
+    fn push(&self, ending: Ending) -> Result<(), Ending> {
+        let mut waiting = self.waiting.lock();
+        let Some(list) = waiting.as_mut() else { return Err(ending) };
+        list.push(ending);
+        let first = list.len() == 1;
+        drop(waiting);
+        if first {
+            self.wake.notify_one();
+        }
+        Ok(())
+    }
+
+    /// Returns when there is, or may be, something to take.
+    pub(super) async fn some(&self) {
+        self.wake.notified().await;
+    }
+
+    /// All that waits, in order; with `last`, refuses everything from then on if nothing waits.
+    pub(super) fn take(&self, last: bool) -> Vec<Ending> {
+        let mut waiting = self.waiting.lock();
+        let list = waiting.as_mut().map(std::mem::take).unwrap_or_default();
+        if last && list.is_empty() {
+            *waiting = None;
+        }
+        list
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::Kind;
+
+    #[test]
+    fn what_is_left_of_a_message_is_cut_anywhere() {
+        let payload = SharedBuffer::from(vec![5; 10]);
+        let header = Header { bytes: 10, ..Header::new(Kind::Eager) }.encode();
+        let whole: Vec<u8> = header.iter().chain(payload.iter()).copied().collect();
+        let mut message = Message { header, payload: Some(payload), ticket: Ticket::NONE, written: 0 };
+        for written in 0..=whole.len() {
+            message.written = written;
+            assert_eq!(message.left().concat(), whole[written..]);
+        }
+    }
+
+    #[test]
+    fn endings_are_refused_after_the_last_ones_are_taken() {
+        let endings = Endings::new();
+        endings.ticket(Ticket::NONE, Ok(()));
+        endings.ticket(Ticket(1), Ok(()));
+        assert_eq!(endings.take(true).len(), 1, "nobody wants to hear of NONE");
+        endings.ticket(Ticket(2), Ok(()));
+        assert_eq!(endings.take(true).len(), 1, "not refused before all are taken");
+        assert!(endings.take(true).is_empty());
+        let (told, hears) = std::sync::mpsc::channel();
+        endings.fetch(Box::new(move |result| told.send(result.is_err()).unwrap()), TransportError::Closed);
+        assert!(hears.try_recv().unwrap());
+    }
+}

@@ -1,0 +1,155 @@
+//! The fixed bytes that both ends of a connection say first.
+//!
+//! Sixty-four bytes, little-endian; magic, version and token lie the same in every version:
+//!
+//! | offset | bytes | field |
+//! |---|---|---|
+//! | 0 | 8 | magic `MPMDTCP` and a zero |
+//! | 8 | 2 | version of the wire protocol |
+//! | 10 | 1 | channel: 0 control, 1 bulk |
+//! | 11 | 1 | zero |
+//! | 12 | 32 | the job's token |
+//! | 44 | 8 | epoch |
+//! | 52 | 4 | from: the process that speaks |
+//! | 56 | 4 | to: the process it wants to speak to |
+//! | 60 | 4 | zero |
+
+use crate::transport::TransportError;
+use crate::wire::{ProcessId, VERSION};
+
+pub(super) const PREAMBLE_BYTES: usize = 64;
+
+const MAGIC: [u8; 8] = *b"MPMDTCP\0";
+
+/// Which of a pair's two connections one is.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Channel {
+    Control = 0,
+    Bulk = 1,
+}
+
+impl Channel {
+    pub(super) const BOTH: [Self; 2] = [Self::Control, Self::Bulk];
+}
+
+/// What is the same in all preambles of a process.
+#[derive(Clone)]
+pub(super) struct Job {
+    pub(super) process: ProcessId,
+    pub(super) processes: usize,
+    pub(super) token: [u8; 32],
+    pub(super) epoch: u64,
+}
+
+/// Why a preamble is not that of a peer.
+#[derive(Debug, Eq, PartialEq)]
+pub(super) enum Refusal {
+    /// No magic or no token: whoever it is gets no answer.
+    Stranger,
+    /// It belongs to this job, but cannot work with this process.
+    Misfit(TransportError),
+}
+
+impl Job {
+    /// What this process says to `to`.
+    pub(super) fn preamble(&self, to: ProcessId, channel: Channel) -> [u8; PREAMBLE_BYTES] {
+        let mut bytes = [0; PREAMBLE_BYTES];
+        bytes[0..8].copy_from_slice(&MAGIC);
+        bytes[8..10].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[10] = channel as u8;
+        bytes[12..44].copy_from_slice(&self.token);
+        bytes[44..52].copy_from_slice(&self.epoch.to_le_bytes());
+        bytes[52..56].copy_from_slice(&self.process.0.to_le_bytes());
+        bytes[56..60].copy_from_slice(&to.0.to_le_bytes());
+        bytes
+    }
+
+    /// Who speaks, on which channel. Looks at nothing before magic and token are right.
+    pub(super) fn check(&self, bytes: &[u8; PREAMBLE_BYTES]) -> Result<(ProcessId, Channel), Refusal> {
+        if !same(&bytes[0..8], &MAGIC) || !same(&bytes[12..44], &self.token) {
+            return Err(Refusal::Stranger);
+        }
+        let from = ProcessId(u32_at(bytes, 52));
+        let misfit = |why| Err(Refusal::Misfit(TransportError::Protocol { peer: from, why }));
+        let version = u16::from_le_bytes([bytes[8], bytes[9]]);
+        if version != VERSION {
+            return misfit(format!(
+                "it speaks wire version {version}, this process speaks {VERSION}; run the same build on every \
+                 process"
+            ));
+        }
+        let epoch = u64::from(u32_at(bytes, 44)) | (u64::from(u32_at(bytes, 48)) << 32);
+        if epoch != self.epoch {
+            return misfit(format!("it belongs to epoch {epoch} of the job, this process to {}", self.epoch));
+        }
+        let to = ProcessId(u32_at(bytes, 56));
+        if to != self.process || from == self.process || from.index() >= self.processes {
+            return misfit(format!(
+                "process {from} expects process {to} here, but this is process {} of {}; the processes have \
+                 different lists of addresses",
+                self.process, self.processes
+            ));
+        }
+        match bytes[10] {
+            0 => Ok((from, Channel::Control)),
+            1 => Ok((from, Channel::Bulk)),
+            channel => misfit(format!("it asks for an unknown channel {channel}")),
+        }
+    }
+}
+
+fn u32_at(bytes: &[u8; PREAMBLE_BYTES], at: usize) -> u32 {
+    u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+}
+
+/// Compares in a time that does not depend on where the two differ.
+fn same(a: &[u8], b: &[u8]) -> bool {
+    let differing = a.iter().zip(b).fold(0, |differing, (a, b)| std::hint::black_box(differing | (a ^ b)));
+    a.len() == b.len() && differing == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn job(process: u32) -> Job {
+        Job { process: ProcessId(process), processes: 4, token: [7; 32], epoch: 1 << 40 }
+    }
+
+    fn refusal(bytes: [u8; PREAMBLE_BYTES]) -> String {
+        match job(0).check(&bytes) {
+            Err(Refusal::Misfit(error)) => error.to_string(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_peer_is_recognised() {
+        let bytes = job(3).preamble(ProcessId(0), Channel::Bulk);
+        assert_eq!(job(0).check(&bytes), Ok((ProcessId(3), Channel::Bulk)));
+    }
+
+    #[test]
+    fn without_the_token_nothing_else_is_looked_at() {
+        let mut bytes = job(3).preamble(ProcessId(0), Channel::Control);
+        bytes[8] = 99;
+        bytes[43] ^= 1;
+        assert_eq!(job(0).check(&bytes), Err(Refusal::Stranger));
+        assert_eq!(job(0).check(&[0; PREAMBLE_BYTES]), Err(Refusal::Stranger));
+    }
+
+    #[test]
+    fn misfits_are_told_what_does_not_fit() {
+        let fine = job(3).preamble(ProcessId(0), Channel::Control);
+        let with = |at: usize, byte: u8| {
+            let mut bytes = fine;
+            bytes[at] = byte;
+            refusal(bytes)
+        };
+        assert!(with(8, 99).contains("speaks wire version 99"));
+        assert!(with(44, 2).contains("belongs to epoch 1099511627778"));
+        assert!(with(56, 2).contains("expects process 2 here"));
+        assert!(with(52, 9).contains("process 9 expects"));
+        assert!(with(10, 5).contains("unknown channel 5"));
+    }
+}

@@ -1,0 +1,317 @@
+//! The receiving half of a peer: one task that reads both connections.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use tokio::net::tcp::OwnedReadHalf;
+use tokio::sync::oneshot;
+
+use crate::memory::{OwnedBuffer, Pool};
+use crate::transport::{Fetch, FetchDone, Handler, Payload};
+use crate::wire::{HEADER_BYTES, Header, Kind, ProcessId};
+
+use super::drive::Shared;
+
+/// How long the second connection of a peer may stand still once the first has ended.
+pub(super) const LINGER: Duration = Duration::from_secs(1);
+
+/// At most this much is taken from the system at a time, as for writing.
+const READ_BYTES: usize = 512 << 10;
+/// What is read ahead of small control messages, to spare calls to the system.
+const AHEAD_BYTES: usize = 16 << 10;
+/// Control messages handed on before others get a turn on the thread.
+const MESSAGES_AT_A_TIME: u64 = 64;
+/// A discarded payload is read in pieces of this size.
+const DISCARD_BYTES: usize = 64 << 10;
+
+/// Why nothing more is read from a connection.
+#[derive(Debug)]
+pub(super) enum End {
+    Closed(String),
+    Protocol(String),
+}
+
+impl From<io::Error> for End {
+    fn from(error: io::Error) -> Self {
+        Self::Closed(error.to_string())
+    }
+}
+
+/// Reads both connections of a peer until the peer is down; returns why.
+pub(super) async fn read(
+    shared: &Arc<Shared>,
+    peer: ProcessId,
+    handler: &Arc<dyn Handler>,
+    control: OwnedReadHalf,
+    bulk: OwnedReadHalf,
+) -> End {
+    let reader = Reader { shared, peer, handler, progress: AtomicU64::new(0) };
+    let mut control = std::pin::pin!(reader.control(control));
+    let mut bulk = std::pin::pin!(reader.bulk(bulk));
+    // Control goes first: it is small, and grants wait in it.
+    let (first, second) = tokio::select! {
+        biased;
+        end = &mut control => match end {
+            End::Closed(_) => {
+                let second = tokio::select! { end = &mut bulk => Some(end), () = reader.stands_still() => None };
+                (end, second)
+            }
+            End::Protocol(_) => (end, None),
+        },
+        end = &mut bulk => match end {
+            End::Closed(_) => {
+                let second = tokio::select! { end = &mut control => Some(end), () = reader.stands_still() => None };
+                (end, second)
+            }
+            End::Protocol(_) => (end, None),
+        },
+    };
+    match second {
+        Some(end @ End::Protocol(_)) => end,
+        _ => first,
+    }
+    // Open fetches of this peer end here, with the futures that served them.
+}
+
+struct Reader<'a> {
+    shared: &'a Arc<Shared>,
+    peer: ProcessId,
+    handler: &'a Arc<dyn Handler>,
+    /// Counts reads that moved something.
+    progress: AtomicU64,
+}
+
+impl Reader<'_> {
+    async fn stands_still(&self) {
+        let mut seen = self.progress.load(Ordering::Relaxed);
+        loop {
+            tokio::time::sleep(LINGER).await;
+            let now = self.progress.load(Ordering::Relaxed);
+            if now == seen {
+                return;
+            }
+            seen = now;
+        }
+    }
+
+    async fn control(&self, half: OwnedReadHalf) -> End {
+        let mut ahead = Ahead { bytes: vec![0; AHEAD_BYTES], start: 0, end: 0 };
+        for number in 1.. {
+            if let Err(end) = self.control_message(&half, &mut ahead).await {
+                return end;
+            }
+            if number % MESSAGES_AT_A_TIME == 0 {
+                tokio::task::yield_now().await;
+            }
+        }
+        End::Closed("it sent more messages than can be counted".to_owned())
+    }
+
+    async fn control_message(&self, half: &OwnedReadHalf, ahead: &mut Ahead) -> Result<(), End> {
+        let mut header = [0; HEADER_BYTES];
+        while ahead.len() < HEADER_BYTES {
+            let room = ahead.room();
+            let read = self.some(half, room).await?;
+            if read == 0 {
+                return Err(ended(ahead.len()));
+            }
+            ahead.end += read;
+        }
+        ahead.take(&mut header);
+        let header = self.decode(&header, false)?;
+        let bytes = header.payload_bytes() as usize;
+        let payload = if bytes == 0 {
+            Payload::Empty
+        } else {
+            let mut buffer = control_buffer(&self.shared.pool, bytes);
+            let there = ahead.len().min(bytes);
+            ahead.take(&mut buffer[..there]);
+            self.all(half, &mut buffer[there..]).await?;
+            Payload::Inline(buffer.freeze())
+        };
+        self.handler.arrived(self.peer, header, payload);
+        Ok(())
+    }
+
+    async fn bulk(&self, half: OwnedReadHalf) -> End {
+        loop {
+            if let Err(end) = self.bulk_message(&half).await {
+                return end;
+            }
+        }
+    }
+
+    async fn bulk_message(&self, half: &OwnedReadHalf) -> Result<(), End> {
+        let mut header = [0; HEADER_BYTES];
+        let mut filled = 0;
+        while filled < HEADER_BYTES {
+            let read = self.some(half, &mut header[filled..]).await?;
+            if read == 0 {
+                return Err(ended(filled));
+            }
+            filled += read;
+        }
+        let header = self.decode(&header, true)?;
+        if header.bytes == 0 {
+            self.handler.arrived(self.peer, header, Payload::Empty);
+            return Ok(());
+        }
+        let (asks, answer) = oneshot::channel();
+        let waiting =
+            Waiting { shared: self.shared.clone(), peer: self.peer, bytes: header.bytes, asks: Some(asks) };
+        self.handler.arrived(self.peer, header, Payload::Waiting(Box::new(waiting)));
+        match answer.await {
+            Ok((into, then)) => self.fill(half, into, then).await,
+            Err(_) => self.discard(half, header.bytes).await,
+        }
+    }
+
+    /// Reads a payload into the place that was found for it. However this ends, `then` is called.
+    async fn fill(&self, half: &OwnedReadHalf, mut into: OwnedBuffer, then: FetchDone) -> Result<(), End> {
+        let mut filling = Filling { shared: self.shared, peer: self.peer, why: "", then: Some(then) };
+        match self.all(half, &mut into).await {
+            Ok(()) => {
+                if let Some(then) = filling.then.take() {
+                    then(Ok(into));
+                }
+                Ok(())
+            }
+            Err(end) => {
+                filling.why = "its connection ended in the middle of a payload";
+                Err(end)
+            }
+        }
+    }
+
+    async fn discard(&self, half: &OwnedReadHalf, bytes: u64) -> Result<(), End> {
+        let mut bin = vec![0; DISCARD_BYTES.min(usize::try_from(bytes).unwrap_or(DISCARD_BYTES))];
+        let mut left = bytes;
+        while left > 0 {
+            let piece = bin.len().min(usize::try_from(left).unwrap_or(bin.len()));
+            self.all(half, &mut bin[..piece]).await?;
+            left -= piece as u64;
+        }
+        Ok(())
+    }
+
+    fn decode(&self, bytes: &[u8; HEADER_BYTES], bulk: bool) -> Result<Header, End> {
+        let header = Header::decode(bytes).map_err(|error| End::Protocol(error.to_string()))?;
+        if (header.kind == Kind::Data) != bulk {
+            return Err(End::Protocol(format!("a {:?} message came over the wrong connection", header.kind)));
+        }
+        Ok(header)
+    }
+
+    async fn all(&self, half: &OwnedReadHalf, mut into: &mut [u8]) -> Result<(), End> {
+        while !into.is_empty() {
+            let read = self.some(half, into).await?;
+            if read == 0 {
+                return Err(ended(1));
+            }
+            into = &mut into[read..];
+            if read >= READ_BYTES / 2 {
+                // There is more where that came from; let control messages in.
+                tokio::task::yield_now().await;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads what is there, waiting for at least one byte; 0 at the end.
+    async fn some(&self, half: &OwnedReadHalf, into: &mut [u8]) -> io::Result<usize> {
+        let room = into.len().min(READ_BYTES);
+        loop {
+            match half.try_read(&mut into[..room]) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => half.readable().await?,
+                read => {
+                    self.progress.fetch_add(1, Ordering::Relaxed);
+                    return read;
+                }
+            }
+        }
+    }
+}
+
+fn ended(within: usize) -> End {
+    let why = if within == 0 {
+        "its connection was closed"
+    } else {
+        "its connection ended in the middle of a message"
+    };
+    End::Closed(why.to_owned())
+}
+
+/// A buffer for a control payload: from outside the pool where that has none, because it is control
+/// messages that say so to the others. There is one at a time for each peer.
+fn control_buffer(pool: &Pool, bytes: usize) -> OwnedBuffer {
+    pool.allocate(bytes).unwrap_or_else(|_| OwnedBuffer::from(vec![0; bytes]))
+}
+
+/// Bytes read before they were asked for.
+struct Ahead {
+    bytes: Vec<u8>,
+    start: usize,
+    end: usize,
+}
+
+impl Ahead {
+    fn len(&self) -> usize {
+        self.end - self.start
+    }
+
+    fn room(&mut self) -> &mut [u8] {
+        if self.start > 0 {
+            self.bytes.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.len());
+        }
+        &mut self.bytes[self.end..]
+    }
+
+    fn take(&mut self, into: &mut [u8]) {
+        into.copy_from_slice(&self.bytes[self.start..self.start + into.len()]);
+        self.start += into.len();
+    }
+}
+
+/// A payload that lies in the sockets.
+struct Waiting {
+    shared: Arc<Shared>,
+    peer: ProcessId,
+    bytes: u64,
+    /// `None` once fetched.
+    asks: Option<oneshot::Sender<(OwnedBuffer, FetchDone)>>,
+}
+
+impl Fetch for Waiting {
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn fetch(mut self: Box<Self>, into: OwnedBuffer, then: FetchDone) {
+        assert_eq!(into.len() as u64, self.bytes, "a payload is fetched into a buffer of its length");
+        let Some(asks) = self.asks.take() else { return };
+        if let Err((_, then)) = asks.send((into, then)) {
+            let error = self.shared.lost(self.peer, "its connection ended before the payload was fetched");
+            self.shared.endings.fetch(then, error);
+        }
+    }
+}
+
+/// Says that a payload will not come, where nothing else was said of it.
+struct Filling<'a> {
+    shared: &'a Shared,
+    peer: ProcessId,
+    why: &'static str,
+    then: Option<FetchDone>,
+}
+
+impl Drop for Filling<'_> {
+    fn drop(&mut self) {
+        if let Some(then) = self.then.take() {
+            let why = if self.why.is_empty() { "its connection stood still in a payload" } else { self.why };
+            then(Err(self.shared.lost(self.peer, why)));
+        }
+    }
+}
