@@ -13,6 +13,7 @@
 
 pub mod control;
 pub mod memory;
+pub mod rendezvous;
 pub mod transport;
 pub mod wire;
 
