@@ -183,6 +183,10 @@ impl Rendezvous {
     pub fn leave(&self) -> Result<(), RendezvousError> {
         self.link.state.lock().leaving = true;
         let left = self.link.ask(self.config.patience, |ask| Request::Leave { ask }).map(drop);
+        if left.is_ok() {
+            // The server closes once it has answered, and that may have been noticed before.
+            self.link.state.lock().ended = Some(RendezvousError::Left);
+        }
         self.link.end(RendezvousError::Left);
         left
     }

@@ -411,7 +411,7 @@ impl Job {
         for (link, ask) in told {
             self.answer(link, ask, Err(error.clone()));
         }
-        for (_, client) in &mut self.links {
+        for client in self.links.values_mut() {
             client.process = None;
         }
         self.seats.fill_with(|| None);
