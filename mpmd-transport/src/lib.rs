@@ -16,6 +16,7 @@ pub mod inproc;
 pub mod memory;
 pub mod router;
 pub mod tcp;
+pub mod rendezvous;
 pub mod transport;
 pub mod wire;
 

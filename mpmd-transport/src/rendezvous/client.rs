@@ -1,0 +1,465 @@
+//! A process's side of the rendezvous.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::io::{ErrorKind, Read, Write};
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
+use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use super::job::after;
+use super::protocol::{self, ANSWER_BYTES, Answer, Frames, Greeting, Reply, Request, VERSION};
+use super::server::clock;
+use super::{Down, Member, RendezvousError, Token};
+use crate::wire::ProcessId;
+
+/// This process's connection to the job's [`Server`](super::Server). All methods block, all for a
+/// bounded time, and can be called from any thread.
+///
+/// Dropped without [`leave`](Self::leave), it counts as died: the others are told.
+pub struct Rendezvous {
+    link: Arc<Connection>,
+    config: JoinConfig,
+    local: SocketAddr,
+    clock_offset: i64,
+}
+
+/// Where to meet, and as whom.
+#[derive(Clone, Debug)]
+pub struct JoinConfig {
+    /// The server, as `host:port`.
+    pub server: String,
+    /// Which process of the job this is.
+    pub process: ProcessId,
+    /// How many processes this one believes the job has.
+    pub processes: usize,
+    /// The job's secret.
+    pub token: Token,
+    /// How long to wait for the server, for the other processes, and for a sign of life.
+    pub patience: Duration,
+}
+
+impl Rendezvous {
+    /// Connects to the server, which may come up later, and compares clocks with it.
+    ///
+    /// # Errors
+    ///
+    /// [`Unreachable`](RendezvousError::Unreachable) after `patience`; at once
+    /// [`Token`](RendezvousError::Token), [`Version`](RendezvousError::Version) or
+    /// [`Stranger`](RendezvousError::Stranger) by what the server says to this process's preamble, and
+    /// [`NoSuchProcess`](RendezvousError::NoSuchProcess) where `process` is not below `processes`.
+    pub fn connect(config: JoinConfig) -> Result<Self, RendezvousError> {
+        if config.process.index() >= config.processes {
+            let JoinConfig { process, processes, .. } = config;
+            return Err(RendezvousError::NoSuchProcess { process, processes });
+        }
+        let until = after(Instant::now(), config.patience);
+        let mut stream = reach(&config.server, config.patience, until)?;
+        let ping = greet(&mut stream, &config, until)?;
+        let environment = |doing: &str, e: std::io::Error| RendezvousError::Environment {
+            doing: format!("{doing} the connection to the rendezvous service"),
+            why: e.to_string(),
+        };
+        let local = stream.local_addr().map_err(|e| environment("asking for the address of", e))?;
+        // The server's own patience decides how often it pings; a shorter one here must not outrun it.
+        let silence = config.patience.max(ping.saturating_mul(4));
+        // Short reads, so that the thread notices silence; the whole of a write may take the patience.
+        stream
+            .set_read_timeout(Some((silence / 4).clamp(Duration::from_millis(5), Duration::from_secs(1))))
+            .and_then(|()| stream.set_write_timeout(Some(silence)))
+            .map_err(|e| environment("setting up", e))?;
+        let read = stream.try_clone().map_err(|e| environment("sharing", e))?;
+        let link = Arc::new(Connection {
+            server: config.server.clone(),
+            stream,
+            writing: Mutex::new(()),
+            state: Mutex::new(State::default()),
+        });
+        let listener = link.clone();
+        std::thread::Builder::new()
+            .name("mpmd-rendezvous".into())
+            .spawn(move || listener.listen(read, silence))
+            .map_err(|e| environment("starting a thread for", e))?;
+        let mut this = Self { link, config, local, clock_offset: 0 };
+        this.clock_offset = this.compare_clocks()?;
+        Ok(this)
+    }
+
+    /// The address of this end of the connection: an interface by which the job's other hosts, or at
+    /// least the server's, can be expected to reach this process.
+    pub fn local_ip(&self) -> IpAddr {
+        self.local.ip()
+    }
+
+    /// Nanoseconds to add to this process's clock (time since 1970) to get the server's.
+    ///
+    /// Measured when connecting, from the quickest of a few round trips.
+    pub fn clock_offset(&self) -> i64 {
+        self.clock_offset
+    }
+
+    /// Joins the job and waits for all others; returns what each has told, by process number.
+    ///
+    /// # Errors
+    ///
+    /// [`Missing`](RendezvousError::Missing) where others do not come,
+    /// [`Duplicate`](RendezvousError::Duplicate), [`Count`](RendezvousError::Count),
+    /// [`Complete`](RendezvousError::Complete), [`Program`](RendezvousError::Program), each naming who;
+    /// [`ServerGone`](RendezvousError::ServerGone).
+    pub fn join(&self, member: Member) -> Result<Vec<Member>, RendezvousError> {
+        let JoinConfig { process, processes, patience, .. } = self.config;
+        let processes = processes as u64;
+        let join = |ask| Request::Join { ask, process, processes, patience, member };
+        match self.link.ask(patience, join)?.1 {
+            Answer::Members(members) => Ok(members),
+            other => Err(self.link.senseless(&other)),
+        }
+    }
+
+    /// Sets a value that all processes can [`get`](Self::get), in place of an earlier one.
+    ///
+    /// # Errors
+    ///
+    /// [`TooLong`](RendezvousError::TooLong) above [`MAX_VALUE_BYTES`](super::MAX_VALUE_BYTES);
+    /// [`ServerGone`](RendezvousError::ServerGone).
+    pub fn set(&self, key: impl Into<String>, value: Vec<u8>) -> Result<(), RendezvousError> {
+        let key = key.into();
+        if value.len() > protocol::MAX_VALUE_BYTES {
+            let (what, limit) = (format!("the value of {key:?}"), protocol::MAX_VALUE_BYTES);
+            return Err(RendezvousError::TooLong { what, bytes: value.len(), limit });
+        }
+        self.link.ask(self.config.patience, |ask| Request::Set { ask, key, value }).map(drop)
+    }
+
+    /// The value under `key`; waits until somebody sets one, at most `patience`.
+    ///
+    /// # Errors
+    ///
+    /// [`Unset`](RendezvousError::Unset) after `patience`; [`ServerGone`](RendezvousError::ServerGone).
+    pub fn get(&self, key: impl Into<String>, patience: Duration) -> Result<Vec<u8>, RendezvousError> {
+        let key = key.into();
+        match self.link.ask(patience, |ask| Request::Get { ask, key, patience })?.1 {
+            Answer::Value(value) => Ok(value),
+            other => Err(self.link.senseless(&other)),
+        }
+    }
+
+    /// Waits until all processes of the job wait here, at most `patience`. A name can be used again.
+    ///
+    /// # Errors
+    ///
+    /// [`Barrier`](RendezvousError::Barrier), naming who did not come in time;
+    /// [`BarrierBroken`](RendezvousError::BarrierBroken) as soon as one can no longer come;
+    /// [`OutOfTurn`](RendezvousError::OutOfTurn) before [`join`](Self::join);
+    /// [`ServerGone`](RendezvousError::ServerGone).
+    pub fn barrier(&self, name: impl Into<String>, patience: Duration) -> Result<(), RendezvousError> {
+        let name = name.into();
+        self.link.ask(patience, |ask| Request::Barrier { ask, name, patience }).map(drop)
+    }
+
+    /// From now on calls `tell` for everybody who goes without leave, also for those already gone.
+    ///
+    /// It is called on a thread that also answers the server's pings, so it must not block.
+    pub fn on_down(&self, tell: Box<dyn Fn(Down) + Send + Sync>) {
+        let tell: Arc<dyn Fn(Down) + Send + Sync> = Arc::from(tell);
+        let mut state = self.link.state.lock();
+        state.tell = Some(tell.clone());
+        let earlier = std::mem::take(&mut state.untold);
+        drop(state);
+        for down in earlier {
+            tell(down);
+        }
+    }
+
+    /// Leaves the job in an orderly way: nobody will be told that this process is down.
+    ///
+    /// # Errors
+    ///
+    /// [`ServerGone`](RendezvousError::ServerGone), or [`Left`](RendezvousError::Left) where it has
+    /// left before.
+    pub fn leave(&self) -> Result<(), RendezvousError> {
+        self.link.state.lock().leaving = true;
+        let left = self.link.ask(self.config.patience, |ask| Request::Leave { ask }).map(drop);
+        if left.is_ok() {
+            // The server closes once it has answered, and that may have been noticed before.
+            self.link.state.lock().ended = Some(RendezvousError::Left);
+        }
+        self.link.end(RendezvousError::Left);
+        left
+    }
+
+    fn compare_clocks(&self) -> Result<i64, RendezvousError> {
+        const TRIPS: usize = 8;
+        let mut best = (i64::MAX, 0);
+        for _ in 0..TRIPS {
+            let asked = clock();
+            match self.link.ask(self.config.patience, |ask| Request::Clock { ask })? {
+                (answered, Answer::Clock(server)) => {
+                    let trip = answered.saturating_sub(asked);
+                    let here = asked.saturating_add(trip / 2);
+                    best = best.min((trip, server.saturating_sub(here)));
+                }
+                (_, other) => return Err(self.link.senseless(&other)),
+            }
+        }
+        Ok(best.1)
+    }
+}
+
+impl Drop for Rendezvous {
+    fn drop(&mut self) {
+        // Its own thread sees the end of the connection and ends too; nothing to wait for.
+        self.link.end(RendezvousError::Left);
+    }
+}
+
+impl fmt::Debug for Rendezvous {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let JoinConfig { process, processes, server, .. } = &self.config;
+        write!(f, "Rendezvous(process {process} of {processes} at {server})")
+    }
+}
+
+struct Connection {
+    server: String,
+    stream: TcpStream,
+    /// Held for the whole of a message; not needed to close the connection.
+    writing: Mutex<()>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    asked: u64,
+    asks: HashMap<u64, mpsc::Sender<Answered>>,
+    /// Why nothing can be asked any more.
+    ended: Option<RendezvousError>,
+    leaving: bool,
+    tell: Option<Arc<dyn Fn(Down) + Send + Sync>>,
+    untold: Vec<Down>,
+}
+
+/// When an answer came, by this process's clock, and what it was.
+type Answered = (i64, Result<Answer, RendezvousError>);
+
+/// How much longer than the server an answer is waited for here: the server knows who is late.
+const SLACK: Duration = Duration::from_secs(2);
+
+impl Connection {
+    fn ask(
+        &self,
+        patience: Duration,
+        request: impl FnOnce(u64) -> Request,
+    ) -> Result<(i64, Answer), RendezvousError> {
+        let (sender, answer) = mpsc::channel();
+        let ask = {
+            let mut state = self.state.lock();
+            if let Some(error) = &state.ended {
+                return Err(error.clone());
+            }
+            state.asked += 1;
+            let ask = state.asked;
+            state.asks.insert(ask, sender);
+            ask
+        };
+        if let Err(error) = protocol::frame(&request(ask)).and_then(|frame| self.write(&frame)) {
+            self.state.lock().asks.remove(&ask);
+            return Err(error);
+        }
+        let wait = patience.saturating_add(SLACK);
+        let answered = answer.recv_timeout(after(Instant::now(), wait) - Instant::now());
+        self.state.lock().asks.remove(&ask);
+        match answered {
+            Ok((when, result)) => result.map(|answer| (when, answer)),
+            Err(RecvTimeoutError::Timeout) => {
+                Err(self.gone(format!("it has not answered for {:?}", patience.saturating_add(SLACK))))
+            }
+            Err(RecvTimeoutError::Disconnected) => Err(self.gone("the connection ended".into())),
+        }
+    }
+
+    fn write(&self, frame: &[u8]) -> Result<(), RendezvousError> {
+        let _writing = self.writing.lock();
+        (&self.stream).write_all(frame).map_err(|e| {
+            // Half a message may have left: nothing sensible can follow it.
+            let _ = self.stream.shutdown(Shutdown::Both);
+            let ended = self.state.lock().ended.clone();
+            ended.unwrap_or_else(|| self.gone(e.to_string()))
+        })
+    }
+
+    /// Reads until the connection ends, answering pings.
+    fn listen(&self, mut stream: TcpStream, silence: Duration) {
+        let mut frames = Frames::default();
+        let mut bytes = vec![0; 16 * 1024];
+        let (mut heard, mut looked) = (Instant::now(), Instant::now());
+        let why = 'connected: loop {
+            let now = Instant::now();
+            // A process that was stopped itself has no right to call the server silent.
+            if now.duration_since(looked) > silence / 2 {
+                heard = now;
+            }
+            looked = now;
+            match stream.read(&mut bytes) {
+                Ok(0) => break "the connection was closed".to_owned(),
+                Ok(n) => {
+                    heard = Instant::now();
+                    frames.push(&bytes[..n]);
+                }
+                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+                    if heard.elapsed() > silence {
+                        break format!("it has been silent for {silence:?}");
+                    }
+                }
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) => break e.to_string(),
+            }
+            loop {
+                match frames.next::<Reply>() {
+                    Ok(Some(reply)) => {
+                        if let Err(why) = self.hear(reply) {
+                            break 'connected why;
+                        }
+                    }
+                    Ok(None) => break,
+                    Err(why) => break 'connected format!("it said something senseless: {why}"),
+                }
+            }
+        };
+        let down = {
+            let state = self.state.lock();
+            state.ended.is_none() && !state.leaving
+        };
+        self.end(self.gone(why.clone()));
+        if down {
+            self.tell(Down::Server(why));
+        }
+    }
+
+    fn hear(&self, reply: Reply) -> Result<(), String> {
+        match reply {
+            Reply::Ping => {
+                let pong = protocol::frame(&Request::Pong).map_err(|e| e.to_string())?;
+                self.write(&pong).map_err(|e| e.to_string())?;
+            }
+            Reply::Answer { ask, result } => {
+                let asker = self.state.lock().asks.remove(&ask);
+                if let Some(asker) = asker {
+                    // Who no longer waits has had its time-out.
+                    let _ = asker.send((clock(), result));
+                }
+            }
+            Reply::Down { process, why } => self.tell(Down::Process(process, why)),
+            Reply::Dropped { why } => return Err(format!("it has given this process up: {why}")),
+        }
+        Ok(())
+    }
+
+    fn tell(&self, down: Down) {
+        let mut state = self.state.lock();
+        match state.tell.clone() {
+            Some(tell) => {
+                drop(state);
+                tell(down);
+            }
+            None => state.untold.push(down),
+        }
+    }
+
+    /// Closes the connection; everybody who waits hears `why`, unless it had ended before.
+    fn end(&self, why: RendezvousError) {
+        let mut state = self.state.lock();
+        let why = state.ended.get_or_insert(why).clone();
+        let waiting = std::mem::take(&mut state.asks);
+        drop(state);
+        for asker in waiting.into_values() {
+            let _ = asker.send((0, Err(why.clone())));
+        }
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+
+    fn gone(&self, why: String) -> RendezvousError {
+        RendezvousError::ServerGone { server: self.server.clone(), why }
+    }
+
+    fn senseless(&self, answer: &Answer) -> RendezvousError {
+        let kind = match answer {
+            Answer::Done => "done",
+            Answer::Members(_) => "members",
+            Answer::Value(_) => "a value",
+            Answer::Clock(_) => "a time",
+        };
+        self.gone(format!("it answered with {kind}, which was not asked for"))
+    }
+}
+
+/// Connects, again and again until `until`.
+fn reach(server: &str, patience: Duration, until: Instant) -> Result<TcpStream, RendezvousError> {
+    let mut pause = Duration::from_millis(10);
+    loop {
+        let why = match attempt(server, until) {
+            Ok(stream) => return Ok(stream),
+            Err(e) => e.to_string(),
+        };
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(RendezvousError::Unreachable { server: server.into(), patience, why });
+        }
+        std::thread::sleep(pause.min(left));
+        pause = (pause * 2).min(Duration::from_millis(500));
+    }
+}
+
+/// Tries every address of the server once.
+fn attempt(server: &str, until: Instant) -> std::io::Result<TcpStream> {
+    let mut last = std::io::Error::new(ErrorKind::NotFound, "the name has no address");
+    for address in server.to_socket_addrs()? {
+        let left = until.saturating_duration_since(Instant::now());
+        let wait = left.clamp(Duration::from_millis(10), Duration::from_secs(5));
+        match TcpStream::connect_timeout(&address, wait) {
+            // Nobody listening on a port of the dynamic range: a socket can then connect to itself.
+            Ok(stream) if stream.local_addr()? == stream.peer_addr()? => {
+                last = ErrorKind::ConnectionRefused.into();
+            }
+            Ok(stream) => {
+                stream.set_nodelay(true)?;
+                return Ok(stream);
+            }
+            Err(e) => last = e,
+        }
+    }
+    Err(last)
+}
+
+/// Shows the token; returns how often the server pings.
+fn greet(stream: &mut TcpStream, config: &JoinConfig, until: Instant) -> Result<Duration, RendezvousError> {
+    let server = config.server.clone();
+    let refused = |e: std::io::Error| match e.kind() {
+        ErrorKind::UnexpectedEof
+        | ErrorKind::ConnectionReset
+        | ErrorKind::ConnectionAborted
+        | ErrorKind::BrokenPipe => RendezvousError::Token { server: config.server.clone() },
+        ErrorKind::WouldBlock | ErrorKind::TimedOut => RendezvousError::Unreachable {
+            server: config.server.clone(),
+            patience: config.patience,
+            why: "somebody accepts connections there, but does not answer".into(),
+        },
+        _ => RendezvousError::ServerGone { server: config.server.clone(), why: e.to_string() },
+    };
+    let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(10));
+    stream.set_read_timeout(Some(left)).map_err(refused)?;
+    stream.set_write_timeout(Some(left)).map_err(refused)?;
+    stream.write_all(&protocol::preamble(&config.token)).map_err(refused)?;
+    let mut answer = [0; ANSWER_BYTES];
+    stream.read_exact(&mut answer).map_err(refused)?;
+    match Greeting::decode(&answer) {
+        Some(Greeting::Welcome { ping }) => Ok(ping),
+        Some(Greeting::OtherVersion { server: theirs }) => {
+            Err(RendezvousError::Version { server, theirs, ours: VERSION })
+        }
+        None => Err(RendezvousError::Stranger { server }),
+    }
+}

@@ -1,0 +1,227 @@
+//! What can go wrong when processes meet.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::wire::ProcessId;
+
+/// Why processes did not meet. Some of these travel from the server to its clients.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize, thiserror::Error)]
+#[non_exhaustive]
+pub enum RendezvousError {
+    /// The address for the server is taken, or not this host's. The environment's fault.
+    #[error("the rendezvous service cannot listen at {address}: {why}")]
+    Bind {
+        /// The address asked for.
+        address: String,
+        /// The system's word on it.
+        why: String,
+    },
+    /// Nobody answers at the server's address. The environment's fault.
+    #[error("the rendezvous service at {server} could not be reached within {patience:?}: {why}")]
+    Unreachable {
+        /// The address tried.
+        server: String,
+        /// For how long.
+        patience: Duration,
+        /// How the last attempt ended.
+        why: String,
+    },
+    /// The server closed the connection unanswered. The caller's fault, most likely.
+    #[error("the server at {server} refused the connection: the job token is probably wrong")]
+    Token {
+        /// The server.
+        server: String,
+    },
+    /// Whoever listens there is no rendezvous server. The caller's fault.
+    #[error("what listens at {server} is not a rendezvous service of mpmd")]
+    Stranger {
+        /// The address.
+        server: String,
+    },
+    /// The server is of another build. The caller's fault.
+    #[error(
+        "the rendezvous service at {server} speaks version {theirs}, this process speaks {ours}; \
+         run the same build on every process"
+    )]
+    Version {
+        /// The server.
+        server: String,
+        /// Its version.
+        theirs: u16,
+        /// The version of this process.
+        ours: u16,
+    },
+    /// Some processes of the job did not come. Said to all that did. A peer's fault.
+    #[error("{} not joined after {patience:?}", have(missing, *processes))]
+    Missing {
+        /// Who did not come, ascending.
+        missing: Vec<ProcessId>,
+        /// Number of processes in the job.
+        processes: usize,
+        /// How long the others waited.
+        patience: Duration,
+    },
+    /// Another living process has this number; it keeps it. The caller's fault.
+    #[error("process {process} is already in the job: it runs on host {host} with pid {pid}")]
+    Duplicate {
+        /// The number.
+        process: ProcessId,
+        /// The holder's host.
+        host: String,
+        /// The holder's number in its operating system.
+        pid: u32,
+    },
+    /// This process and the server disagree on the size of the job. The caller's fault.
+    #[error("process {process} was started for a job of {believes} processes, but this job has {job}")]
+    Count {
+        /// Who asked to join.
+        process: ProcessId,
+        /// What it was told.
+        believes: usize,
+        /// What the server was told.
+        job: usize,
+    },
+    /// The number is not one of the job's. The caller's fault.
+    #[error("there is no process {process} in a job of {processes}: they count from 0")]
+    NoSuchProcess {
+        /// The number.
+        process: ProcessId,
+        /// Number of processes in the job.
+        processes: usize,
+    },
+    /// The job has begun, nobody can join any more. The caller's fault.
+    #[error(
+        "process {process} comes too late: all {processes} processes have joined before, and the one with \
+         this number has ended"
+    )]
+    Complete {
+        /// Who asked to join.
+        process: ProcessId,
+        /// Number of processes in the job.
+        processes: usize,
+    },
+    /// Two processes run different programs. Said to all. The caller's fault.
+    #[error(
+        "process {process} on host {host} runs another program than process {other} on host {other_host} \
+         (fingerprints {program:?} and {other_program:?}); start the same build with the same arguments everywhere"
+    )]
+    Program {
+        /// The one that came later.
+        process: ProcessId,
+        /// Its host.
+        host: String,
+        /// Its fingerprint.
+        program: String,
+        /// One that came before.
+        other: ProcessId,
+        /// Its host.
+        other_host: String,
+        /// Its fingerprint.
+        other_program: String,
+    },
+    /// Asked for something that only a joined process can do, or joined twice. The caller's fault.
+    #[error("{what} is possible only {when}")]
+    OutOfTurn {
+        /// What was asked for.
+        what: String,
+        /// When it would be possible.
+        when: String,
+    },
+    /// Nobody set the value in time. A peer's fault.
+    #[error("nobody has set {key:?} after {patience:?}")]
+    Unset {
+        /// The key.
+        key: String,
+        /// How long it was waited for.
+        patience: Duration,
+    },
+    /// Some processes did not come to the barrier in time. A peer's fault.
+    #[error("barrier {name:?}: {} not arrived after {patience:?}", have(missing, *processes))]
+    Barrier {
+        /// The barrier.
+        name: String,
+        /// Who did not come, ascending.
+        missing: Vec<ProcessId>,
+        /// Number of processes in the job.
+        processes: usize,
+        /// How long the others waited.
+        patience: Duration,
+    },
+    /// A process that a barrier needs will never come. A peer's fault.
+    #[error("barrier {name:?}: process {process} will not come: {why}")]
+    BarrierBroken {
+        /// The barrier.
+        name: String,
+        /// Who will not come.
+        process: ProcessId,
+        /// Why.
+        why: String,
+    },
+    /// A key, a value, a name or a description of a process is too long. The caller's fault.
+    #[error("{what} has {bytes} bytes; at most {limit} are allowed")]
+    TooLong {
+        /// What is too long.
+        what: String,
+        /// Its length.
+        bytes: usize,
+        /// The most allowed.
+        limit: usize,
+    },
+    /// The connection to the server has ended. The environment's fault, or the server's.
+    #[error("the rendezvous service at {server} is gone: {why}")]
+    ServerGone {
+        /// The server.
+        server: String,
+        /// What the connection said.
+        why: String,
+    },
+    /// This process has left the job. The caller's fault.
+    #[error("this process has left the job")]
+    Left,
+    /// The server stopped, in its own process, before the job was complete. The caller's fault.
+    #[error("the rendezvous service was stopped")]
+    Stopped,
+    /// This process could not do its part. The environment's fault.
+    #[error("{doing} failed: {why}")]
+    Environment {
+        /// What was being done.
+        doing: String,
+        /// The system's word on it.
+        why: String,
+    },
+}
+
+/// "processes 2 and 5 of 8 have": readable also for large jobs.
+fn have(missing: &[ProcessId], of: usize) -> String {
+    const SHOWN: usize = 16;
+    let mut names: Vec<String> = missing.iter().take(SHOWN).map(ToString::to_string).collect();
+    if missing.len() > SHOWN {
+        names.push(format!("{} more", missing.len() - SHOWN));
+    }
+    match names.split_last() {
+        None => format!("no process of {of} has"),
+        Some((only, [])) => format!("process {only} of {of} has"),
+        Some((last, others)) => format!("processes {} and {last} of {of} have", others.join(", ")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn missing(who: impl IntoIterator<Item = u32>, processes: usize) -> String {
+        let missing = who.into_iter().map(ProcessId).collect();
+        RendezvousError::Missing { missing, processes, patience: Duration::from_secs(60) }.to_string()
+    }
+
+    #[test]
+    fn who_is_missing_reads_like_a_sentence() {
+        assert_eq!(missing([2], 8), "process 2 of 8 has not joined after 60s");
+        assert_eq!(missing([2, 5], 8), "processes 2 and 5 of 8 have not joined after 60s");
+        assert_eq!(missing([1, 2, 5], 8), "processes 1, 2 and 5 of 8 have not joined after 60s");
+        let many = missing(0..100, 128);
+        assert!(many.contains("14, 15 and 84 more of 128 have"), "{many}");
+    }
+}

@@ -1,0 +1,690 @@
+//! Who is in the job, and who waits for what: the server without its sockets.
+//!
+//! Pure: it is told what clients said and what time it is, and answers with [`Action`]s.
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::{Duration, Instant};
+
+use super::protocol::{Answer, MAX_KEY_BYTES, MAX_VALUE_BYTES, Reply, Request};
+use super::{Member, RendezvousError};
+use crate::wire::ProcessId;
+
+/// One client's connection, never reused.
+pub(super) type Link = u64;
+
+/// What the server's owner should do.
+#[derive(Debug, PartialEq)]
+pub(super) enum Action {
+    Say(Link, Reply),
+    /// Close once everything has been said.
+    Close(Link),
+}
+
+/// How far the job is.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Phase {
+    Gathering,
+    Running,
+    Failed(RendezvousError),
+}
+
+pub(super) struct Job {
+    patience: Duration,
+    ping: Duration,
+    phase: Phase,
+    gather_until: Instant,
+    seats: Vec<Option<Seat>>,
+    links: BTreeMap<Link, Client>,
+    values: HashMap<String, Vec<u8>>,
+    gets: Vec<Get>,
+    barriers: BTreeMap<String, Vec<Arrival>>,
+    ticked: Instant,
+    actions: Vec<Action>,
+}
+
+/// A process that joined.
+struct Seat {
+    link: Link,
+    member: Member,
+    waits: Wait,
+    /// Why it is no longer there.
+    ended: Option<String>,
+}
+
+struct Client {
+    process: Option<ProcessId>,
+    heard: Instant,
+    ping_at: Instant,
+    join_by: Instant,
+}
+
+/// Who wants an answer until when.
+#[derive(Clone, Copy)]
+struct Wait {
+    ask: u64,
+    until: Instant,
+    patience: Duration,
+}
+
+struct Get {
+    link: Link,
+    key: String,
+    wait: Wait,
+}
+
+struct Arrival {
+    process: ProcessId,
+    link: Link,
+    wait: Wait,
+}
+
+impl Job {
+    pub(super) fn new(processes: usize, patience: Duration, now: Instant) -> Self {
+        Self {
+            patience,
+            ping: ping_interval(patience),
+            phase: Phase::Gathering,
+            gather_until: after(now, patience),
+            seats: (0..processes).map(|_| None).collect(),
+            links: BTreeMap::new(),
+            values: HashMap::new(),
+            gets: Vec::new(),
+            barriers: BTreeMap::new(),
+            ticked: now,
+            actions: Vec::new(),
+        }
+    }
+
+    pub(super) fn phase(&self) -> &Phase {
+        &self.phase
+    }
+
+    /// Number of processes that joined and have neither left nor ended.
+    pub(super) fn present(&self) -> usize {
+        self.seats.iter().flatten().filter(|seat| seat.ended.is_none()).count()
+    }
+
+    /// What is to be done since the last call.
+    pub(super) fn actions(&mut self) -> Vec<Action> {
+        std::mem::take(&mut self.actions)
+    }
+
+    /// A client has shown the right token.
+    pub(super) fn opened(&mut self, link: Link, now: Instant) {
+        let join_by = after(now, self.patience);
+        self.links
+            .insert(link, Client { process: None, heard: now, ping_at: after(now, self.ping), join_by });
+    }
+
+    /// A client's connection ended.
+    pub(super) fn closed(&mut self, link: Link, why: &str) {
+        if let Some(process) = self.forget(link) {
+            self.end(process, why, true);
+        }
+    }
+
+    pub(super) fn said(&mut self, link: Link, request: Request, now: Instant) {
+        let Some(client) = self.links.get_mut(&link) else { return };
+        client.heard = now;
+        let process = client.process;
+        match request {
+            // The connection answers for the clock itself, without waiting its turn here.
+            Request::Pong | Request::Clock { .. } => {}
+            Request::Join { ask, process, processes, patience, member } => {
+                let wait = Wait { ask, until: after(now, patience), patience };
+                if let Err(refusal) = self.join(link, process, processes as usize, member, wait) {
+                    self.answer(link, ask, Err(refusal));
+                }
+            }
+            Request::Set { ask, key, value } => {
+                let result = self.set(key, value);
+                self.answer(link, ask, result);
+            }
+            Request::Get { ask, key, patience } => {
+                let wait = Wait { ask, until: after(now, patience), patience };
+                match self.values.get(&key) {
+                    Some(value) => {
+                        let value = value.clone();
+                        self.answer(link, ask, Ok(Answer::Value(value)));
+                    }
+                    None => self.gets.push(Get { link, key, wait }),
+                }
+            }
+            Request::Barrier { ask, name, patience } => {
+                let wait = Wait { ask, until: after(now, patience), patience };
+                if let Err(refusal) = self.barrier(link, process, name, wait) {
+                    self.answer(link, ask, Err(refusal));
+                }
+            }
+            Request::Leave { ask } => {
+                self.answer(link, ask, Ok(Answer::Done));
+                self.forget(link);
+                self.actions.push(Action::Close(link));
+                if let Some(process) = process {
+                    self.end(process, "it has left the job", false);
+                }
+            }
+        }
+    }
+
+    /// Sees to pings and to waits that have run out. Returns when it wants to be called again.
+    pub(super) fn tick(&mut self, now: Instant) -> Instant {
+        self.watch(now);
+        if self.phase == Phase::Gathering && now >= self.gather_until {
+            let error = self.missing(self.patience);
+            self.fail(error);
+        }
+        self.expire(now);
+        let waits = self.gets.iter().map(|get| get.wait.until);
+        let arrivals = self.barriers.values().flatten().map(|arrival| arrival.wait.until);
+        let joins = self
+            .seats
+            .iter()
+            .flatten()
+            .map(|seat| seat.waits.until)
+            .chain([self.gather_until])
+            .filter(|_| self.phase == Phase::Gathering);
+        // Often enough for pings even where nothing else is due, and to notice having been stopped.
+        waits.chain(arrivals).chain(joins).fold(after(now, self.ping), Instant::min)
+    }
+
+    /// Pings, and gives up on clients that no longer answer.
+    fn watch(&mut self, now: Instant) {
+        // Who was stopped itself (a suspended machine) has no right to call others silent.
+        let stopped = now.saturating_duration_since(self.ticked) > self.ping.saturating_mul(2);
+        self.ticked = now;
+        let mut silent = Vec::new();
+        for (&link, client) in &mut self.links {
+            if stopped {
+                client.heard = now;
+            }
+            if now.saturating_duration_since(client.heard) > self.patience {
+                silent.push((link, format!("it has been silent for {:?}", self.patience)));
+            } else if client.process.is_none() && now >= client.join_by {
+                silent.push((link, format!("it has not joined within {:?}", self.patience)));
+            } else if now >= client.ping_at {
+                client.ping_at = after(now, self.ping);
+                self.actions.push(Action::Say(link, Reply::Ping));
+            }
+        }
+        for (link, why) in silent {
+            self.actions.push(Action::Say(link, Reply::Dropped { why: why.clone() }));
+            self.actions.push(Action::Close(link));
+            self.closed(link, &why);
+        }
+    }
+
+    fn expire(&mut self, now: Instant) {
+        if self.phase == Phase::Gathering {
+            let late: Vec<(Link, Wait)> = self
+                .seats
+                .iter()
+                .flatten()
+                .filter(|seat| now >= seat.waits.until)
+                .map(|seat| (seat.link, seat.waits))
+                .collect();
+            // Found before any of them goes: who gives up at the same moment is not missing to the others.
+            let errors: Vec<_> = late.iter().map(|(_, wait)| self.missing(wait.patience)).collect();
+            for ((link, wait), error) in late.into_iter().zip(errors) {
+                self.answer(link, wait.ask, Err(error));
+                if let Some(process) = self.links.get_mut(&link).and_then(|client| client.process.take()) {
+                    self.seats[process.index()] = None;
+                }
+            }
+        }
+        let (late, waiting) = self.gets.drain(..).partition(|get| now >= get.wait.until);
+        self.gets = waiting;
+        for Get { link, key, wait } in late {
+            self.answer(link, wait.ask, Err(RendezvousError::Unset { key, patience: wait.patience }));
+        }
+        let mut answers = Vec::new();
+        for (name, arrivals) in &mut self.barriers {
+            if !arrivals.iter().any(|arrival| now >= arrival.wait.until) {
+                continue;
+            }
+            let missing: Vec<ProcessId> = processes(self.seats.len())
+                .filter(|&process| arrivals.iter().all(|arrival| arrival.process != process))
+                .collect();
+            arrivals.retain(|arrival| {
+                let wait = arrival.wait;
+                if now < wait.until {
+                    return true;
+                }
+                let error = RendezvousError::Barrier {
+                    name: name.clone(),
+                    missing: missing.clone(),
+                    processes: self.seats.len(),
+                    patience: wait.patience,
+                };
+                answers.push((arrival.link, wait.ask, error));
+                false
+            });
+        }
+        self.barriers.retain(|_, arrivals| !arrivals.is_empty());
+        for (link, ask, error) in answers {
+            self.answer(link, ask, Err(error));
+        }
+    }
+
+    fn join(
+        &mut self,
+        link: Link,
+        process: ProcessId,
+        believes: usize,
+        member: Member,
+        waits: Wait,
+    ) -> Result<(), RendezvousError> {
+        let processes = self.seats.len();
+        if believes != processes {
+            return Err(RendezvousError::Count { process, believes, job: processes });
+        }
+        let Some(seat) = self.seats.get(process.index()) else {
+            return Err(RendezvousError::NoSuchProcess { process, processes });
+        };
+        if let Some(held) = seat
+            && held.ended.is_none()
+        {
+            let Member { host, pid, .. } = held.member.clone();
+            return Err(RendezvousError::Duplicate { process, host, pid });
+        }
+        match &self.phase {
+            Phase::Gathering => {}
+            Phase::Running => return Err(RendezvousError::Complete { process, processes }),
+            Phase::Failed(error) => return Err(error.clone()),
+        }
+        let Some(client) = self.links.get_mut(&link) else { return Ok(()) };
+        if client.process.is_some() {
+            return Err(RendezvousError::OutOfTurn { what: "joining".into(), when: "once".into() });
+        }
+        client.process = Some(process);
+        let differs = self.seats.iter().enumerate().find_map(|(other, seat)| {
+            let other_member = &seat.as_ref()?.member;
+            (other_member.program != member.program).then(|| RendezvousError::Program {
+                process,
+                host: member.host.clone(),
+                program: member.program.clone(),
+                other: ProcessId(other as u32),
+                other_host: other_member.host.clone(),
+                other_program: other_member.program.clone(),
+            })
+        });
+        self.seats[process.index()] = Some(Seat { link, member, waits, ended: None });
+        if let Some(error) = differs {
+            // Neither can be replaced by hoping; better all hear of it now than of a missing process later.
+            self.fail(error);
+        } else if self.seats.iter().all(Option::is_some) {
+            self.phase = Phase::Running;
+            let members: Vec<Member> = self.seats.iter().flatten().map(|seat| seat.member.clone()).collect();
+            let told: Vec<_> = self.seats.iter().flatten().map(|seat| (seat.link, seat.waits.ask)).collect();
+            for (link, ask) in told {
+                self.answer(link, ask, Ok(Answer::Members(members.clone())));
+            }
+        }
+        Ok(())
+    }
+
+    fn set(&mut self, key: String, value: Vec<u8>) -> Result<Answer, RendezvousError> {
+        check_name("a key", &key)?;
+        if value.len() > MAX_VALUE_BYTES {
+            let what = format!("the value of {key:?}");
+            return Err(RendezvousError::TooLong { what, bytes: value.len(), limit: MAX_VALUE_BYTES });
+        }
+        let (met, waiting) = self.gets.drain(..).partition(|get| get.key == key);
+        self.gets = waiting;
+        for Get { link, wait, .. } in met {
+            self.answer(link, wait.ask, Ok(Answer::Value(value.clone())));
+        }
+        self.values.insert(key, value);
+        Ok(Answer::Done)
+    }
+
+    fn barrier(
+        &mut self,
+        link: Link,
+        process: Option<ProcessId>,
+        name: String,
+        wait: Wait,
+    ) -> Result<(), RendezvousError> {
+        check_name("the name of a barrier", &name)?;
+        let (Some(process), Phase::Running) = (process, &self.phase) else {
+            let what = format!("barrier {name:?}");
+            return Err(RendezvousError::OutOfTurn { what, when: "once the job is complete".into() });
+        };
+        for (other, seat) in processes(self.seats.len()).zip(&self.seats) {
+            if let Some(why) = seat.as_ref().and_then(|seat| seat.ended.clone()) {
+                return Err(RendezvousError::BarrierBroken { name, process: other, why });
+            }
+        }
+        let arrivals = self.barriers.entry(name.clone()).or_default();
+        if arrivals.iter().any(|arrival| arrival.process == process) {
+            let what = format!("waiting at barrier {name:?}");
+            return Err(RendezvousError::OutOfTurn { what, when: "once at a time".into() });
+        }
+        arrivals.push(Arrival { process, link, wait });
+        if arrivals.len() == self.seats.len() {
+            for arrival in self.barriers.remove(&name).into_iter().flatten() {
+                self.answer(arrival.link, arrival.wait.ask, Ok(Answer::Done));
+            }
+        }
+        Ok(())
+    }
+
+    /// Drops what a client waits for, and returns who it was.
+    fn forget(&mut self, link: Link) -> Option<ProcessId> {
+        self.gets.retain(|get| get.link != link);
+        for arrivals in self.barriers.values_mut() {
+            arrivals.retain(|arrival| arrival.link != link);
+        }
+        self.barriers.retain(|_, arrivals| !arrivals.is_empty());
+        self.links.remove(&link)?.process
+    }
+
+    /// A process is no longer there; `died` where it took no leave.
+    fn end(&mut self, process: ProcessId, why: &str, died: bool) {
+        if self.phase != Phase::Running {
+            // Nobody has heard of it yet: another may take the place.
+            self.seats[process.index()] = None;
+            return;
+        }
+        if let Some(seat) = &mut self.seats[process.index()] {
+            seat.ended = Some(why.to_owned());
+        }
+        if died {
+            let others: Vec<Link> =
+                self.links.iter().filter(|(_, c)| c.process.is_some()).map(|(&link, _)| link).collect();
+            for link in others {
+                self.actions.push(Action::Say(link, Reply::Down { process, why: why.to_owned() }));
+            }
+        }
+        for (name, arrivals) in std::mem::take(&mut self.barriers) {
+            for Arrival { link, wait, .. } in arrivals {
+                let error =
+                    RendezvousError::BarrierBroken { name: name.clone(), process, why: why.to_owned() };
+                self.answer(link, wait.ask, Err(error));
+            }
+        }
+    }
+
+    /// Ends a job that can never be complete, and tells everybody who joined.
+    fn fail(&mut self, error: RendezvousError) {
+        let told: Vec<_> = self.seats.iter().flatten().map(|seat| (seat.link, seat.waits.ask)).collect();
+        for (link, ask) in told {
+            self.answer(link, ask, Err(error.clone()));
+        }
+        for client in self.links.values_mut() {
+            client.process = None;
+        }
+        self.seats.fill_with(|| None);
+        self.phase = Phase::Failed(error);
+    }
+
+    fn missing(&self, patience: Duration) -> RendezvousError {
+        let missing = processes(self.seats.len()).zip(&self.seats).filter(|(_, seat)| seat.is_none());
+        RendezvousError::Missing {
+            missing: missing.map(|(process, _)| process).collect(),
+            processes: self.seats.len(),
+            patience,
+        }
+    }
+
+    fn answer(&mut self, link: Link, ask: u64, result: Result<Answer, RendezvousError>) {
+        self.actions.push(Action::Say(link, Reply::Answer { ask, result }));
+    }
+}
+
+/// How often clients are pinged: several times within `patience`, and at least once a second.
+pub(super) fn ping_interval(patience: Duration) -> Duration {
+    (patience / 4).clamp(Duration::from_millis(10), Duration::from_secs(1))
+}
+
+/// `now` plus a wait that may be absurdly long.
+pub(super) fn after(now: Instant, wait: Duration) -> Instant {
+    const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
+    now + wait.min(LONGEST)
+}
+
+fn processes(count: usize) -> impl Iterator<Item = ProcessId> {
+    (0..count).map(|process| ProcessId(process as u32))
+}
+
+fn check_name(what: &str, name: &str) -> Result<(), RendezvousError> {
+    if name.len() <= MAX_KEY_BYTES {
+        return Ok(());
+    }
+    Err(RendezvousError::TooLong { what: what.to_owned(), bytes: name.len(), limit: MAX_KEY_BYTES })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    /// A job whose process `p` speaks over link `p + 10`.
+    struct Table {
+        job: Job,
+        now: Instant,
+    }
+
+    impl Table {
+        fn new(processes: usize) -> Self {
+            let now = Instant::now();
+            Self { job: Job::new(processes, PATIENCE, now), now }
+        }
+
+        fn running(processes: usize) -> Self {
+            let mut table = Self::new(processes);
+            for process in 0..processes {
+                table.join(process as u32, "");
+            }
+            assert_eq!(table.job.phase(), &Phase::Running);
+            table.said();
+            table
+        }
+
+        fn join(&mut self, process: u32, program: &str) {
+            self.open_and_join(u64::from(process) + 10, process, program);
+        }
+
+        fn open_and_join(&mut self, link: Link, process: u32, program: &str) {
+            self.job.opened(link, self.now);
+            let member = Member { pid: process + 100, program: program.into(), ..Member::default() };
+            let processes = self.job.seats.len() as u64;
+            let patience = Duration::from_secs(3600);
+            let join = Request::Join { ask: 1, process: ProcessId(process), processes, patience, member };
+            self.job.said(link, join, self.now);
+        }
+
+        fn barrier(&mut self, link: Link, patience: Duration) {
+            self.job.said(link, Request::Barrier { ask: 7, name: "b".into(), patience }, self.now);
+        }
+
+        /// Everything said but pings.
+        fn said(&mut self) -> Vec<(Link, Reply)> {
+            let actions = self.job.actions().into_iter();
+            let said = actions.filter_map(|action| match action {
+                Action::Say(link, reply) => Some((link, reply)),
+                Action::Close(_) => None,
+            });
+            said.filter(|(_, reply)| *reply != Reply::Ping).collect()
+        }
+
+        /// Lets time pass as a live server would, with all clients of `awake` answering.
+        fn pass(&mut self, time: Duration, awake: &[Link]) {
+            let end = self.now + time;
+            while self.now < end {
+                let next = self.job.tick(self.now);
+                assert!(next > self.now, "a server must not spin");
+                self.now = next.min(end);
+                for &link in awake {
+                    self.job.said(link, Request::Pong, self.now);
+                }
+            }
+            self.job.tick(self.now);
+        }
+    }
+
+    fn errors(said: Vec<(Link, Reply)>) -> Vec<(Link, RendezvousError)> {
+        let errors = said.into_iter().filter_map(|(link, reply)| match reply {
+            Reply::Answer { result: Err(error), .. } => Some((link, error)),
+            _ => None,
+        });
+        errors.collect()
+    }
+
+    #[test]
+    fn everybody_hears_of_everybody_when_the_last_has_joined() {
+        let mut table = Table::new(3);
+        table.join(2, "p");
+        table.join(0, "p");
+        assert!(table.said().is_empty());
+        table.join(1, "p");
+        let said = table.said();
+        assert_eq!(said.iter().map(|(link, _)| *link).collect::<Vec<_>>(), [10, 11, 12]);
+        for (_, reply) in said {
+            let Reply::Answer { ask: 1, result: Ok(Answer::Members(members)) } = reply else {
+                panic!("{reply:?}")
+            };
+            assert_eq!(members.iter().map(|m| m.pid).collect::<Vec<_>>(), [100, 101, 102]);
+        }
+    }
+
+    #[test]
+    fn missing_processes_are_named_to_all_that_joined_and_to_late_comers() {
+        let mut table = Table::new(4);
+        table.join(0, "");
+        table.join(3, "");
+        table.pass(PATIENCE, &[10, 13]);
+        let missing = RendezvousError::Missing {
+            missing: vec![ProcessId(1), ProcessId(2)],
+            processes: 4,
+            patience: PATIENCE,
+        };
+        assert_eq!(errors(table.said()), [(10, missing.clone()), (13, missing.clone())]);
+        assert_eq!(table.job.phase(), &Phase::Failed(missing.clone()));
+        table.join(1, "");
+        assert_eq!(errors(table.said()), [(11, missing)]);
+    }
+
+    #[test]
+    fn a_duplicate_is_told_who_holds_its_number_and_the_job_goes_on() {
+        let mut table = Table::new(2);
+        table.join(1, "");
+        table.open_and_join(50, 1, "");
+        let held = RendezvousError::Duplicate { process: ProcessId(1), host: String::new(), pid: 101 };
+        assert_eq!(errors(table.said()), [(50, held)]);
+        table.join(0, "");
+        assert_eq!(table.job.phase(), &Phase::Running);
+        table.job.closed(50, "closed");
+        assert_eq!(table.job.present(), 2);
+    }
+
+    #[test]
+    fn a_place_given_up_before_the_job_is_complete_can_be_taken_again() {
+        let mut table = Table::new(2);
+        table.join(1, "");
+        table.job.closed(11, "connection closed");
+        table.open_and_join(50, 1, "");
+        table.join(0, "");
+        assert_eq!(table.job.phase(), &Phase::Running);
+        assert!(errors(table.said()).is_empty());
+    }
+
+    #[test]
+    fn nobody_joins_a_complete_job() {
+        let mut table = Table::running(2);
+        table.job.closed(11, "connection closed");
+        table.said();
+        table.open_and_join(50, 1, "");
+        let error = RendezvousError::Complete { process: ProcessId(1), processes: 2 };
+        assert_eq!(errors(table.said()), [(50, error)]);
+    }
+
+    #[test]
+    fn different_programs_fail_the_job_for_all() {
+        let mut table = Table::new(3);
+        table.join(0, "a");
+        table.join(2, "b");
+        let said = errors(table.said());
+        assert_eq!(said.iter().map(|(link, _)| *link).collect::<Vec<_>>(), [10, 12]);
+        for (_, error) in said {
+            assert!(
+                matches!(&error, RendezvousError::Program { process: ProcessId(2), other: ProcessId(0), .. }),
+                "{error}"
+            );
+        }
+        assert!(matches!(table.job.phase(), Phase::Failed(RendezvousError::Program { .. })));
+    }
+
+    #[test]
+    fn a_silent_process_is_given_up_after_patience_and_not_before() {
+        let mut table = Table::running(3);
+        table.pass(PATIENCE - Duration::from_secs(2), &[10, 12]);
+        assert!(table.said().is_empty());
+        table.pass(Duration::from_secs(4), &[10, 12]);
+        let said = table.said();
+        let downs: Vec<Link> = said
+            .iter()
+            .filter(|(_, reply)| matches!(reply, Reply::Down { process: ProcessId(1), .. }))
+            .map(|(link, _)| *link)
+            .collect();
+        assert_eq!(downs, [10, 12]);
+        assert!(said.iter().any(|(link, reply)| *link == 11 && matches!(reply, Reply::Dropped { .. })));
+    }
+
+    #[test]
+    fn a_server_that_was_stopped_itself_calls_nobody_silent() {
+        let mut table = Table::running(2);
+        table.job.tick(table.now);
+        table.now += PATIENCE * 3;
+        table.job.tick(table.now);
+        assert!(table.said().is_empty());
+        assert_eq!(table.job.present(), 2);
+    }
+
+    #[test]
+    fn a_late_barrier_names_who_is_missing_and_can_be_tried_again() {
+        let mut table = Table::running(3);
+        table.barrier(10, Duration::from_secs(5));
+        table.barrier(12, Duration::from_secs(9));
+        table.pass(Duration::from_secs(6), &[10, 11, 12]);
+        let error = RendezvousError::Barrier {
+            name: "b".into(),
+            missing: vec![ProcessId(1)],
+            processes: 3,
+            patience: Duration::from_secs(5),
+        };
+        assert_eq!(errors(table.said()), [(10, error)]);
+        table.barrier(10, Duration::from_secs(5));
+        table.barrier(11, Duration::from_secs(5));
+        let said = table.said();
+        assert_eq!(said.len(), 3);
+        assert!(errors(said).is_empty());
+    }
+
+    #[test]
+    fn a_barrier_ends_when_one_dies_or_has_left() {
+        let mut table = Table::running(3);
+        table.barrier(10, PATIENCE);
+        table.job.closed(11, "connection reset");
+        let said = table.said();
+        assert!(said.contains(&(12, Reply::Down { process: ProcessId(1), why: "connection reset".into() })));
+        let broken = |said| matches!(&errors(said)[..], [(10, RendezvousError::BarrierBroken { .. })]);
+        assert!(broken(said));
+        table.barrier(10, PATIENCE);
+        assert!(broken(table.said()));
+    }
+
+    #[test]
+    fn values_wake_those_who_wait_and_leaving_is_not_dying() {
+        let mut table = Table::running(2);
+        table.job.said(10, Request::Get { ask: 3, key: "k".into(), patience: PATIENCE }, table.now);
+        table.job.said(11, Request::Set { ask: 4, key: "k".into(), value: vec![1] }, table.now);
+        let said = table.said();
+        assert_eq!(said[0], (10, Reply::Answer { ask: 3, result: Ok(Answer::Value(vec![1])) }));
+        table.job.said(11, Request::Leave { ask: 5 }, table.now);
+        table.job.closed(11, "connection closed");
+        assert_eq!(table.said(), [(11, Reply::Answer { ask: 5, result: Ok(Answer::Done) })]);
+        assert_eq!(table.job.present(), 1);
+    }
+}

@@ -1,0 +1,71 @@
+//! How the processes of a job meet before there is a transport.
+//!
+//! One small service at one address, a [`Server`], runs in process 0 or in the launcher; every process
+//! of the job is a client, a [`Rendezvous`]. Through it processes learn each other's addresses
+//! ([`Rendezvous::join`]), share small values, meet at barriers, compare clocks and hear at once when
+//! one of them dies. Nothing large and nothing frequent goes this way: that is the transports' work.
+//!
+//! The wire, all little-endian. A client opens with a fixed preamble:
+//!
+//! | offset | bytes | field |
+//! |---|---|---|
+//! | 0 | 8 | magic `MPMDMEET` |
+//! | 8 | 2 | version |
+//! | 10 | 32 | the job's [`Token`] |
+//!
+//! A stranger gets no answer: with another magic or token the connection is closed before anything
+//! else is read. A known client, and one of another version whatever its token, is answered with
+//!
+//! | offset | bytes | field |
+//! |---|---|---|
+//! | 0 | 8 | magic `MPMDMEET` |
+//! | 8 | 2 | 0: welcome; 1: other version, and the connection ends |
+//! | 10 | 2 | the server's version |
+//! | 12 | 4 | milliseconds between the server's pings |
+//!
+//! and then both sides send frames: a 4-byte length, at most
+//! [`MAX_CONTROL_BYTES`](crate::wire::MAX_CONTROL_BYTES), and a [`control`](crate::control) payload.
+//!
+//! The parts: `protocol` (these bytes), `job` (who is in the job and who waits for what: pure, reads
+//! no clock and does no I/O), `server` (carries it over sockets), `client`.
+
+mod client;
+mod error;
+mod job;
+mod protocol;
+mod server;
+mod token;
+
+use serde::{Deserialize, Serialize};
+
+use crate::wire::ProcessId;
+
+pub use client::{JoinConfig, Rendezvous};
+pub use error::RendezvousError;
+pub use protocol::{MAX_VALUE_BYTES, VERSION};
+pub use server::{Server, ServerConfig};
+pub use token::{Token, TokenError};
+
+/// What a process tells the others when it joins.
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Member {
+    /// The name of its host, for people and for "same host or not".
+    pub host: String,
+    /// Its number in the operating system.
+    pub pid: u32,
+    /// How many devices it owns.
+    pub devices: u32,
+    /// Where its transports listen: the transport's name and an address in that transport's words.
+    pub addresses: Vec<(String, String)>,
+    /// A fingerprint of the program, which must be equal in all processes. May be empty, in all.
+    pub program: String,
+}
+
+/// Somebody is gone who had not taken leave.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum Down {
+    /// A process of the job, and how the server noticed.
+    Process(ProcessId, String),
+    /// The server itself: from now on nobody hears of anybody's end this way.
+    Server(String),
+}

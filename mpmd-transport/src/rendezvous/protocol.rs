@@ -1,0 +1,229 @@
+//! The bytes between a rendezvous server and its clients.
+
+use std::time::Duration;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::{Member, RendezvousError, Token};
+use crate::control;
+use crate::wire::{MAX_CONTROL_BYTES, ProcessId};
+
+/// The version of the rendezvous protocol this crate speaks. Server and clients must speak the same.
+pub const VERSION: u16 = 1;
+
+/// The longest value that can be shared under a key, in bytes.
+///
+/// A little less than what fits a message, so that whatever was set can also be answered.
+pub const MAX_VALUE_BYTES: usize = MAX_CONTROL_BYTES as usize - 4096;
+
+/// The longest key, and the longest name of a barrier, in bytes.
+pub(super) const MAX_KEY_BYTES: usize = 1024;
+
+pub(super) const PREAMBLE_BYTES: usize = HEAD_BYTES + 32;
+/// Bytes of the preamble before the token.
+pub(super) const HEAD_BYTES: usize = 10;
+pub(super) const ANSWER_BYTES: usize = 16;
+
+const MAGIC: [u8; 8] = *b"MPMDMEET";
+const WELCOME: u16 = 0;
+const OTHER_VERSION: u16 = 1;
+const MAX_FRAME_BYTES: usize = MAX_CONTROL_BYTES as usize;
+
+/// What a client opens with.
+pub(super) fn preamble(token: &Token) -> [u8; PREAMBLE_BYTES] {
+    let mut bytes = [0; PREAMBLE_BYTES];
+    bytes[..8].copy_from_slice(&MAGIC);
+    bytes[8..HEAD_BYTES].copy_from_slice(&VERSION.to_le_bytes());
+    bytes[HEAD_BYTES..].copy_from_slice(token.bytes());
+    bytes
+}
+
+/// The version in the start of a preamble; `None` where it is no preamble of ours.
+pub(super) fn preamble_version(head: &[u8; HEAD_BYTES]) -> Option<u16> {
+    (head[..8] == MAGIC).then(|| u16::from_le_bytes([head[8], head[9]]))
+}
+
+/// What the server says to a preamble.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Greeting {
+    /// The token is right; a ping comes at least so often.
+    Welcome { ping: Duration },
+    /// The server speaks this version.
+    OtherVersion { server: u16 },
+}
+
+impl Greeting {
+    pub(super) fn encode(self) -> [u8; ANSWER_BYTES] {
+        let (code, version, ping) = match self {
+            Self::Welcome { ping } => {
+                (WELCOME, VERSION, u32::try_from(ping.as_millis()).unwrap_or(u32::MAX).max(1))
+            }
+            Self::OtherVersion { server } => (OTHER_VERSION, server, 0),
+        };
+        let mut bytes = [0; ANSWER_BYTES];
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..10].copy_from_slice(&code.to_le_bytes());
+        bytes[10..12].copy_from_slice(&version.to_le_bytes());
+        bytes[12..].copy_from_slice(&ping.to_le_bytes());
+        bytes
+    }
+
+    /// `None` where this is no answer of a rendezvous server.
+    pub(super) fn decode(bytes: &[u8; ANSWER_BYTES]) -> Option<Self> {
+        let short = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
+        if bytes[..8] != MAGIC {
+            return None;
+        }
+        match short(8) {
+            WELCOME => {
+                let ping = u32::from_le_bytes([bytes[12], bytes[13], bytes[14], bytes[15]]);
+                Some(Self::Welcome { ping: Duration::from_millis(ping.into()) })
+            }
+            OTHER_VERSION => Some(Self::OtherVersion { server: short(10) }),
+            _ => None,
+        }
+    }
+}
+
+/// What a client says. `ask` names the answer.
+#[derive(Debug, Deserialize, Serialize)]
+pub(super) enum Request {
+    Join { ask: u64, process: ProcessId, processes: u64, patience: Duration, member: Member },
+    Set { ask: u64, key: String, value: Vec<u8> },
+    Get { ask: u64, key: String, patience: Duration },
+    Barrier { ask: u64, name: String, patience: Duration },
+    Clock { ask: u64 },
+    Leave { ask: u64 },
+    Pong,
+}
+
+/// What the server says.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(super) enum Reply {
+    Answer {
+        ask: u64,
+        result: Result<Answer, RendezvousError>,
+    },
+    Ping,
+    Down {
+        process: ProcessId,
+        why: String,
+    },
+    /// The server has given this client up, and closes.
+    Dropped {
+        why: String,
+    },
+}
+
+/// What a request is answered with where it went well.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub(super) enum Answer {
+    Done,
+    Members(Vec<Member>),
+    Value(Vec<u8>),
+    /// The server's clock, in nanoseconds.
+    Clock(i64),
+}
+
+/// A message as it goes over the wire.
+pub(super) fn frame<T: Serialize>(message: &T) -> Result<Vec<u8>, RendezvousError> {
+    let too_long = |bytes| RendezvousError::TooLong {
+        what: "a rendezvous message".into(),
+        bytes,
+        limit: MAX_FRAME_BYTES,
+    };
+    let payload = control::encode(message).map_err(|_| too_long(MAX_FRAME_BYTES + 1))?;
+    let Some(length) = u32::try_from(payload.len()).ok().filter(|&n| n as usize <= MAX_FRAME_BYTES) else {
+        return Err(too_long(payload.len()));
+    };
+    let mut bytes = Vec::with_capacity(4 + payload.len());
+    bytes.extend_from_slice(&length.to_le_bytes());
+    bytes.extend_from_slice(&payload);
+    Ok(bytes)
+}
+
+/// Finds the messages in what arrives, however it was cut. Holds at most one message and one read.
+#[derive(Default)]
+pub(super) struct Frames {
+    bytes: Vec<u8>,
+    taken: usize,
+}
+
+impl Frames {
+    pub(super) fn push(&mut self, bytes: &[u8]) {
+        self.bytes.drain(..self.taken);
+        self.taken = 0;
+        self.bytes.extend_from_slice(bytes);
+    }
+
+    /// The next whole message; an error, saying why, where the bytes are none.
+    pub(super) fn next<T: DeserializeOwned>(&mut self) -> Result<Option<T>, String> {
+        let rest = &self.bytes[self.taken..];
+        let Some((length, rest)) = rest.split_first_chunk::<4>() else { return Ok(None) };
+        let length = u32::from_le_bytes(*length) as usize;
+        if length == 0 || length > MAX_FRAME_BYTES {
+            return Err(format!("a message announces {length} bytes; 1 to {MAX_FRAME_BYTES} are allowed"));
+        }
+        let Some(payload) = rest.get(..length) else { return Ok(None) };
+        let message = control::decode(payload).map_err(|e| e.to_string())?;
+        self.taken += 4 + length;
+        Ok(Some(message))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn preambles_and_greetings_have_the_documented_bytes() {
+        let bytes = preamble(&Token::new([7; 32]));
+        assert_eq!(&bytes[..8], b"MPMDMEET");
+        assert_eq!(bytes[8..10], VERSION.to_le_bytes());
+        assert_eq!(bytes[10..], [7; 32]);
+        let head = bytes.first_chunk().unwrap();
+        assert_eq!(preamble_version(head), Some(VERSION));
+        assert_eq!(preamble_version(b"GET / HTTP"), None);
+        for greeting in
+            [Greeting::Welcome { ping: Duration::from_millis(250) }, Greeting::OtherVersion { server: 9 }]
+        {
+            assert_eq!(Greeting::decode(&greeting.encode()), Some(greeting));
+        }
+        assert_eq!(Greeting::decode(b"SSH-2.0-OpenSSH_"), None);
+    }
+
+    #[test]
+    fn messages_are_found_however_they_were_cut() {
+        let sent: Vec<Reply> = (0..5)
+            .map(|ask| Reply::Answer { ask, result: Ok(Answer::Value(vec![ask as u8; 100])) })
+            .chain([Reply::Ping])
+            .collect();
+        let bytes: Vec<u8> = sent.iter().flat_map(|reply| frame(reply).unwrap()).collect();
+        for size in [1, 3, 50, 113, bytes.len()] {
+            let mut frames = Frames::default();
+            let mut found = Vec::new();
+            for chunk in bytes.chunks(size) {
+                frames.push(chunk);
+                while let Some(reply) = frames.next::<Reply>().unwrap() {
+                    found.push(reply);
+                }
+            }
+            assert_eq!(found, sent, "cut into {size}");
+        }
+    }
+
+    #[test]
+    fn long_and_senseless_messages_are_refused() {
+        let mut frames = Frames::default();
+        frames.push(&(MAX_FRAME_BYTES as u32 + 1).to_le_bytes());
+        assert!(frames.next::<Reply>().unwrap_err().contains("announces"));
+        let mut frames = Frames::default();
+        frames.push(&[3, 0, 0, 0, 200, 200, 200]);
+        assert!(frames.next::<Reply>().is_err());
+        let long = Reply::Answer { ask: 1, result: Ok(Answer::Value(vec![0; MAX_FRAME_BYTES])) };
+        assert!(matches!(frame(&long), Err(RendezvousError::TooLong { .. })));
+        let most = Reply::Answer { ask: u64::MAX, result: Ok(Answer::Value(vec![0; MAX_VALUE_BYTES])) };
+        assert!(frame(&most).is_ok());
+    }
+}

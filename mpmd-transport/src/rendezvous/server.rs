@@ -1,0 +1,424 @@
+//! The rendezvous service: [`Job`] over sockets, on a thread of its own.
+
+use std::collections::{HashMap, VecDeque};
+use std::net::SocketAddr;
+use std::pin::pin;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use parking_lot::{Condvar, Mutex};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::tcp::OwnedReadHalf;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::runtime;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::{sleep_until, timeout};
+
+use super::job::{Action, Job, Link, Phase, after, ping_interval};
+use super::protocol::{self, Answer, Frames, Greeting, HEAD_BYTES, PREAMBLE_BYTES, Reply, Request, VERSION};
+use super::{RendezvousError, Token};
+
+/// The service where the processes of one job meet. Dropping it stops it.
+///
+/// Runs in the background on one thread. Processes are its clients, see
+/// [`Rendezvous`](super::Rendezvous); the process that owns the server is no exception.
+#[derive(Debug)]
+pub struct Server {
+    address: SocketAddr,
+    stage: Arc<Stage>,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What a [`Server`] needs to know.
+#[derive(Clone, Debug)]
+pub struct ServerConfig {
+    /// Number of processes in the job.
+    pub processes: usize,
+    /// The job's secret.
+    pub token: Token,
+    /// How long processes have to join, counted from [`Server::bind`], and how long one may be silent.
+    pub patience: Duration,
+}
+
+impl Server {
+    /// Starts the service at `address`; port 0 takes a free one, see [`address`](Self::address).
+    ///
+    /// # Errors
+    ///
+    /// [`RendezvousError::Bind`] where the address is taken or not this host's.
+    pub fn bind(address: SocketAddr, config: ServerConfig) -> Result<Self, RendezvousError> {
+        let failed =
+            |e: std::io::Error| RendezvousError::Bind { address: address.to_string(), why: e.to_string() };
+        let environment = |doing: &str, e: std::io::Error| RendezvousError::Environment {
+            doing: doing.into(),
+            why: e.to_string(),
+        };
+        let runtime = runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(|e| environment("starting the rendezvous service", e))?;
+        // Tokio's listener allows reuse of an address in TIME_WAIT, so that a job can follow a job.
+        let listener = runtime.block_on(TcpListener::bind(address)).map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        let stage = Arc::new(Stage::default());
+        let (stop, stopped) = oneshot::channel();
+        let hub = Hub::new(config, stage.clone());
+        let thread = std::thread::Builder::new()
+            .name("mpmd-rendezvous-server".into())
+            .spawn(move || runtime.block_on(hub.run(listener, stopped)))
+            .map_err(|e| environment("starting the rendezvous service's thread", e))?;
+        Ok(Self { address, stage, stop: Some(stop), thread: Some(thread) })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Waits until all processes have joined, at most `patience`.
+    ///
+    /// # Errors
+    ///
+    /// Why the job can never be complete: [`Missing`](RendezvousError::Missing) or
+    /// [`Program`](RendezvousError::Program), the same that the processes are told; or
+    /// [`OutOfTurn`](RendezvousError::OutOfTurn) where `patience` ended first.
+    pub fn wait_complete(&self, patience: Duration) -> Result<(), RendezvousError> {
+        let until = after(Instant::now(), patience);
+        let mut state = self.stage.state.lock();
+        loop {
+            if let Some(error) = &state.failed {
+                return Err(error.clone());
+            }
+            if state.complete {
+                return Ok(());
+            }
+            if self.stage.changed.wait_until(&mut state, until).timed_out() && !state.complete {
+                return Err(state.failed.clone().unwrap_or(RendezvousError::OutOfTurn {
+                    what: "going on".into(),
+                    when: "when all processes have joined".into(),
+                }));
+            }
+        }
+    }
+
+    /// Why the job can never be complete, if that is already certain.
+    pub fn failure(&self) -> Option<RendezvousError> {
+        self.stage.state.lock().failed.clone()
+    }
+
+    /// Waits until no process is left in the job, at most `patience`; true where that is so.
+    ///
+    /// For the process that owns the server and wants to end: the others still need it.
+    pub fn wait_empty(&self, patience: Duration) -> bool {
+        let until = after(Instant::now(), patience);
+        let mut state = self.stage.state.lock();
+        while state.present > 0 {
+            if self.stage.changed.wait_until(&mut state, until).timed_out() {
+                break;
+            }
+        }
+        state.present == 0
+    }
+}
+
+impl Drop for Server {
+    /// Says what was still to be said, then closes; takes at most about a second.
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the rendezvous service's thread panicked");
+        }
+    }
+}
+
+/// The server's clock as clients see it: nanoseconds since 1970.
+pub(super) fn clock() -> i64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
+}
+
+/// Where the server's owner looks on.
+#[derive(Debug, Default)]
+struct Stage {
+    state: Mutex<StageState>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct StageState {
+    complete: bool,
+    failed: Option<RendezvousError>,
+    present: usize,
+}
+
+/// What connections tell the hub.
+enum Event {
+    Opened(Link, mpsc::UnboundedSender<Reply>),
+    Said(Link, Request),
+    Closed(Link, String),
+}
+
+/// How long a client may take from connecting to having shown its token.
+const PREAMBLE_PATIENCE: Duration = Duration::from_secs(5);
+
+/// How long the last words may take when the server stops.
+const FAREWELL: Duration = Duration::from_secs(1);
+
+struct Hub {
+    config: ServerConfig,
+    stage: Arc<Stage>,
+    job: Job,
+    says: HashMap<Link, mpsc::UnboundedSender<Reply>>,
+    tasks: JoinSet<()>,
+}
+
+impl Hub {
+    fn new(config: ServerConfig, stage: Arc<Stage>) -> Self {
+        let job = Job::new(config.processes, config.patience, Instant::now());
+        Self { config, stage, job, says: HashMap::new(), tasks: JoinSet::new() }
+    }
+
+    async fn run(mut self, listener: TcpListener, mut stopped: oneshot::Receiver<()>) {
+        // Bounded: a client that says much waits for its turn instead of filling memory.
+        let (events, mut happened) = mpsc::channel(256);
+        let strangers = Arc::new(Strangers::new(64 + 2 * self.config.processes));
+        let mut next_link: Link = 0;
+        loop {
+            let due = self.job.tick(Instant::now());
+            self.act();
+            tokio::select! {
+                _ = &mut stopped => break,
+                Some(event) = happened.recv() => self.handle(event),
+                accepted = listener.accept() => match accepted {
+                    Ok((stream, _)) => {
+                        next_link += 1;
+                        let link = next_link;
+                        let ping = ping_interval(self.config.patience);
+                        let token = self.config.token.clone();
+                        let greeted = strangers.clone();
+                        let events = events.clone();
+                        let task = self.tasks.spawn(async move {
+                            if let Some(stream) = greet(stream, &token, ping, link, &greeted).await {
+                                serve(stream, link, &events).await;
+                            }
+                        });
+                        strangers.add(link, task);
+                    }
+                    Err(error) => {
+                        // Out of descriptors, most likely; whoever holds them may give some back.
+                        tracing::warn!("the rendezvous service cannot accept: {error}");
+                        tokio::time::sleep(Duration::from_millis(50)).await;
+                    }
+                },
+                Some(_) = self.tasks.join_next() => {}
+                () = sleep_until(due.into()) => {}
+            }
+        }
+        strangers.clear();
+        drop(listener);
+        // Without its sender a connection says what is left and ends.
+        self.says.clear();
+        drop(happened);
+        let farewell = async { while self.tasks.join_next().await.is_some() {} };
+        let _ = timeout(FAREWELL, farewell).await;
+        let mut state = self.stage.state.lock();
+        state.failed.get_or_insert(RendezvousError::Stopped);
+        state.present = 0;
+        self.stage.changed.notify_all();
+    }
+
+    fn handle(&mut self, event: Event) {
+        match event {
+            Event::Opened(link, says) => {
+                self.says.insert(link, says);
+                self.job.opened(link, Instant::now());
+            }
+            Event::Said(link, request) => self.job.said(link, request, Instant::now()),
+            Event::Closed(link, why) => {
+                self.says.remove(&link);
+                self.job.closed(link, &why);
+            }
+        }
+    }
+
+    fn act(&mut self) {
+        for action in self.job.actions() {
+            match action {
+                Action::Say(link, reply) => {
+                    if let Some(says) = self.says.get(&link) {
+                        // A connection that has just ended says so itself.
+                        let _ = says.send(reply);
+                    }
+                }
+                Action::Close(link) => {
+                    self.says.remove(&link);
+                }
+            }
+        }
+        let (complete, failed) = match self.job.phase() {
+            Phase::Gathering => (false, None),
+            Phase::Running => (true, None),
+            Phase::Failed(error) => (false, Some(error)),
+        };
+        let present = self.job.present();
+        let mut state = self.stage.state.lock();
+        if (state.complete, state.failed.as_ref(), state.present) != (complete, failed, present) {
+            *state = StageState { complete, failed: failed.cloned(), present };
+            self.stage.changed.notify_all();
+        }
+    }
+}
+
+/// Connections that have not shown a token yet: too many of them push out the oldest.
+struct Strangers {
+    most: usize,
+    waiting: Mutex<VecDeque<(Link, AbortHandle)>>,
+}
+
+impl Strangers {
+    fn new(most: usize) -> Self {
+        Self { most, waiting: Mutex::new(VecDeque::new()) }
+    }
+
+    fn add(&self, link: Link, task: AbortHandle) {
+        let mut waiting = self.waiting.lock();
+        waiting.push_back((link, task));
+        if waiting.len() > self.most
+            && let Some((_, oldest)) = waiting.pop_front()
+        {
+            oldest.abort();
+        }
+    }
+
+    /// No longer a stranger, or no longer there; false where it was pushed out.
+    fn remove(&self, link: Link) -> bool {
+        let mut waiting = self.waiting.lock();
+        let at = waiting.iter().position(|(other, _)| *other == link);
+        at.and_then(|at| waiting.remove(at)).is_some()
+    }
+
+    fn clear(&self) {
+        for (_, task) in self.waiting.lock().drain(..) {
+            task.abort();
+        }
+    }
+}
+
+/// Lets a client in that shows the token; `None` for all others, who learn nothing.
+async fn greet(
+    mut stream: TcpStream,
+    token: &Token,
+    ping: Duration,
+    link: Link,
+    strangers: &Strangers,
+) -> Option<TcpStream> {
+    let greeting = timeout(PREAMBLE_PATIENCE, examine(&mut stream, token, ping)).await.ok().flatten();
+    let stays = strangers.remove(link);
+    let greeting = greeting.filter(|_| stays)?;
+    let said = timeout(PREAMBLE_PATIENCE, stream.write_all(&greeting.encode())).await;
+    if !matches!(said, Ok(Ok(()))) {
+        return None;
+    }
+    match greeting {
+        Greeting::Welcome { .. } => {
+            let _ = stream.set_nodelay(true);
+            Some(stream)
+        }
+        Greeting::OtherVersion { .. } => {
+            // Read what is left of its preamble: closing on unread bytes could destroy the answer.
+            let _ = stream.shutdown().await;
+            let mut rest = [0; 64];
+            let _ =
+                timeout(FAREWELL, async { while matches!(stream.read(&mut rest).await, Ok(1..)) {} }).await;
+            None
+        }
+    }
+}
+
+async fn examine(stream: &mut TcpStream, token: &Token, ping: Duration) -> Option<Greeting> {
+    let mut head = [0; HEAD_BYTES];
+    stream.read_exact(&mut head).await.ok()?;
+    if protocol::preamble_version(&head)? != VERSION {
+        return Some(Greeting::OtherVersion { server: VERSION });
+    }
+    let mut shown = [0; PREAMBLE_BYTES - HEAD_BYTES];
+    stream.read_exact(&mut shown).await.ok()?;
+    token.matches(&shown).then_some(Greeting::Welcome { ping })
+}
+
+/// Carries messages between a client and the hub until either ends it.
+async fn serve(stream: TcpStream, link: Link, events: &mpsc::Sender<Event>) {
+    let (says, mut to_say) = mpsc::unbounded_channel();
+    // The clock is answered here; weak, so that the hub alone decides how long the connection lasts.
+    let clock_says = says.downgrade();
+    if events.send(Event::Opened(link, says)).await.is_err() {
+        return;
+    }
+    let (mut read, mut write) = stream.into_split();
+    let speak = async {
+        while let Some(reply) = to_say.recv().await {
+            let frame = match (protocol::frame(&reply), reply) {
+                (Ok(frame), _) => frame,
+                // Only a long list of members can be too long: values are bounded when they are set.
+                (Err(error), Reply::Answer { ask, .. }) => {
+                    match protocol::frame(&Reply::Answer { ask, result: Err(error) }) {
+                        Ok(frame) => frame,
+                        Err(error) => return error.to_string(),
+                    }
+                }
+                (Err(error), _) => return error.to_string(),
+            };
+            if let Err(error) = write.write_all(&frame).await {
+                return error.to_string();
+            }
+        }
+        let _ = write.shutdown().await;
+        "the rendezvous service closed the connection".to_owned()
+    };
+    let listen = listen(&mut read, link, events, &clock_says);
+    let (speak, listen) = (pin!(speak), pin!(listen));
+    let why = tokio::select! {
+        why = speak => why,
+        why = listen => why,
+    };
+    let _ = events.send(Event::Closed(link, why)).await;
+}
+
+/// Reads what a client says until its connection ends; returns why it did.
+async fn listen(
+    read: &mut OwnedReadHalf,
+    link: Link,
+    events: &mpsc::Sender<Event>,
+    clock_says: &mpsc::WeakUnboundedSender<Reply>,
+) -> String {
+    let mut frames = Frames::default();
+    let mut bytes = vec![0; 16 * 1024];
+    loop {
+        match read.read(&mut bytes).await {
+            Ok(0) => return "its connection was closed".into(),
+            Ok(n) => frames.push(&bytes[..n]),
+            Err(error) => return format!("its connection ended: {error}"),
+        }
+        loop {
+            match frames.next::<Request>() {
+                Ok(Some(request)) => {
+                    if let Request::Clock { ask } = request
+                        && let Some(says) = clock_says.upgrade()
+                    {
+                        let _ = says.send(Reply::Answer { ask, result: Ok(Answer::Clock(clock())) });
+                    }
+                    if events.send(Event::Said(link, request)).await.is_err() {
+                        return "the rendezvous service has ended".into();
+                    }
+                }
+                Ok(None) => break,
+                Err(why) => return format!("it said something senseless: {why}"),
+            }
+        }
+    }
+}
