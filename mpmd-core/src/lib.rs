@@ -1,1 +1,3 @@
 //! mpmd core
+
+pub mod backend;
