@@ -11,3 +11,4 @@ pub mod reshard;
 pub mod sharding;
 pub mod topology;
 pub mod tree;
+pub mod backend;

@@ -1,0 +1,3 @@
+//! The CPU back end.
+
+pub mod matmul;

@@ -1,0 +1,3 @@
+//! What runs kernels on a device: one module for each kind of device.
+
+pub mod cpu;
