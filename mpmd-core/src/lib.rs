@@ -1,9 +1,15 @@
-//! mpmd core
+//! Arrays, shardings, `device_put` and `jit` for programs that run different code on different processes.
+//!
+//! The user writes one ordinary program; every process of the job runs it. A [`Program`] issues
+//! operations on [`MpmdArray`]s: [`Program::device_put`] moves an array, [`Program::jit`] runs a
+//! [`Kernel`](kernel::Kernel) on the mesh that it is bound to, and each process works out from ownership
+//! what its own part is. Nobody writes a send, a receive, a tag or a rank test.
 
 // So that `#[derive(Tree)]`, which names this crate from outside, also works inside it.
 extern crate self as mpmd_core;
 
 pub mod aval;
+pub mod backend;
 mod fingerprint;
 pub mod random;
 pub mod region;
@@ -11,4 +17,32 @@ pub mod reshard;
 pub mod sharding;
 pub mod topology;
 pub mod tree;
-pub mod backend;
+
+mod array;
+mod device_put;
+mod error;
+mod jit;
+pub mod kernel;
+pub mod launch;
+mod program;
+mod runtime;
+
+pub use array::{ArrayFuture, MpmdArray, Shard};
+pub use device_put::PutOptions;
+pub use error::{Error, IssueError, IssueProblem, Result};
+pub use jit::{Jit, JitBuilder, run_here};
+pub use mpmd_transport::ProcessId;
+pub use mpmd_transport::router::{Failure, FailureKind};
+pub use program::{Builder, MemoryUse, Program, Simulation, simulate};
+
+/// What nearly every program needs.
+pub mod prelude {
+    pub use crate::array::MpmdArray;
+    pub use crate::aval::{HostArray, ShapedArray, f32s, f64s, i32s, u8s};
+    pub use crate::error::{Error, Result};
+    pub use crate::kernel::{Context, Kernel, Signature, View, ViewMut};
+    pub use crate::program::Program;
+    pub use crate::region::Region;
+    pub use crate::spec;
+    pub use crate::tree::Tree;
+}

@@ -14,9 +14,9 @@
 pub mod control;
 pub mod inproc;
 pub mod memory;
+pub mod rendezvous;
 pub mod router;
 pub mod tcp;
-pub mod rendezvous;
 pub mod transport;
 pub mod wire;
 

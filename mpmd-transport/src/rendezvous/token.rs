@@ -59,7 +59,8 @@ impl Token {
         })
     }
 
-    pub(super) fn bytes(&self) -> &[u8; 32] {
+    /// The bytes: the secret itself, for the preambles of transports.
+    pub fn bytes(&self) -> &[u8; 32] {
         &self.0
     }
 

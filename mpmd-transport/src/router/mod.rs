@@ -46,6 +46,9 @@ pub const EAGER_BYTES: u64 = 16 << 10;
 /// Bytes of eager pieces that a sender may have unclaimed at one receiver.
 pub const EAGER_CREDIT: u64 = 1 << 20;
 
+/// Stands for the size of a piece whose receiver cannot know it.
+const ANY_SIZE: u64 = u64::MAX;
+
 /// What an eager piece costs beyond its bytes.
 const EAGER_OVERHEAD: u64 = 64;
 
@@ -236,12 +239,25 @@ impl<C: Cargo> Router<C> {
             Some(Early::Cargo(header, incoming)) => self.deliver(from, header, incoming, now),
             Some(Early::Poison(failure)) => self.poisoned(from, key, failure),
             Some(Early::Offered) => self.grant(from, key, bytes),
-            None if bytes > EAGER_BYTES => self.grant(from, key, bytes),
+            None if bytes > EAGER_BYTES && bytes != ANY_SIZE => self.grant(from, key, bytes),
             None => {}
         }
         let beyond = self.peers[from.index()].goodbye.as_ref().is_some_and(|goodbye| op > goodbye.count);
         if beyond {
             self.dispute(from, op, now);
+        }
+    }
+
+    /// As [`Router::expect`], for a piece whose size only its sender knows and [announces](Self::announce).
+    pub fn expect_any_size(&mut self, from: ProcessId, key: (u64, u64), waiter: C::Waiter, now: Duration) {
+        self.expect(from, key, ANY_SIZE, waiter, now);
+    }
+
+    /// A piece of an issued operation is ready to go to `to`, which does not know its size.
+    pub fn announce(&mut self, to: ProcessId, key: (u64, u64), bytes: u64, cargo: C::Outgoing) {
+        self.offer(to, key, bytes, cargo);
+        if bytes > EAGER_BYTES && self.peers[to.index()].ready.contains_key(&key) {
+            self.post_piece(Kind::Offer, to, key, bytes, Body::Empty);
         }
     }
 
@@ -437,7 +453,7 @@ impl<C: Cargo> Router<C> {
                 self.actions.push(Action::Post { to: from, header, body: Body::Empty });
             }
         }
-        if expected.bytes == header.bytes {
+        if expected.bytes == header.bytes || expected.bytes == ANY_SIZE {
             self.actions.push(Action::Deliver { waiter: expected.waiter, result: Ok(incoming) });
         } else {
             // Equal hashes mean equal shapes, so only a broken peer comes here.
@@ -490,11 +506,16 @@ impl<C: Cargo> Router<C> {
         peer.down.is_some().then(|| self.lost(from, op))
     }
 
-    fn lost(&self, process: ProcessId, op: u64) -> Arc<Failure> {
-        let why = self.peers[process.index()].down.as_deref().unwrap_or("unknown");
+    /// The failure of an operation whose piece broke off because its sender went away.
+    pub fn lost_while(&self, process: ProcessId, op: u64, why: &str) -> Arc<Failure> {
         let what = self.name(op);
         let message = format!("process {process} is gone ({why}); {what} waited for it");
         Arc::new(Failure::new(FailureKind::PeerLost, process, op, message))
+    }
+
+    fn lost(&self, process: ProcessId, op: u64) -> Arc<Failure> {
+        let why = self.peers[process.index()].down.as_deref().unwrap_or("unknown");
+        self.lost_while(process, op, why)
     }
 
     /// What an operation is called in messages.

@@ -1,0 +1,45 @@
+//! Awaiting an array.
+
+use std::future::{Future, IntoFuture};
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use super::{MpmdArray, Repr};
+use crate::error::{Error, Result};
+
+/// Completes with the array once its local shards are ready, or with why they never will be.
+///
+/// # Cancel safety
+///
+/// Dropping it at any time has no effect on the array or on the operation that makes it.
+#[derive(Debug)]
+#[must_use = "futures do nothing unless awaited"]
+pub struct ArrayFuture {
+    array: MpmdArray,
+}
+
+impl IntoFuture for MpmdArray {
+    type Output = Result<MpmdArray>;
+    type IntoFuture = ArrayFuture;
+
+    fn into_future(self) -> ArrayFuture {
+        ArrayFuture { array: self }
+    }
+}
+
+impl Future for ArrayFuture {
+    type Output = Result<MpmdArray>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        if let Repr::Placed(placed) = &self.array.repr {
+            for shard in &placed.shards {
+                match shard.slot.poll(cx.waker()) {
+                    Poll::Pending => return Poll::Pending,
+                    Poll::Ready(Err(failure)) => return Poll::Ready(Err(Error::failed(failure))),
+                    Poll::Ready(Ok(_)) => {}
+                }
+            }
+        }
+        Poll::Ready(Ok(self.array.clone()))
+    }
+}

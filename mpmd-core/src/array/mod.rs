@@ -1,0 +1,240 @@
+//! [`MpmdArray`]: a handle to an array that lives on devices, wherever they are.
+
+mod future;
+mod read;
+
+use std::fmt;
+use std::panic::Location;
+use std::sync::{Arc, OnceLock};
+
+use mpmd_transport::router::{Failure, FailureKind};
+
+pub use future::ArrayFuture;
+pub use read::Shard;
+
+use crate::aval::{DType, Element, HostArray, ShapedArray};
+use crate::error::{IssueProblem, Result};
+use crate::region::Region;
+use crate::runtime::{Runtime, Slot};
+use crate::sharding::{Layout, Sharding};
+use crate::topology::DeviceId;
+use crate::tree::Leaf;
+
+/// A handle to an array. Cheap to clone; clones are the same array, which never changes.
+///
+/// It is *committed* where it lives on devices by a sharding: on a process that owns some of them it
+/// holds their buffers, or will once the operation that makes them has ended; on every other process it
+/// is *fully remote*: shape, dtype and sharding, nothing else. It is *uncommitted* where it is made of
+/// host values ([`MpmdArray::from_host`]): every process has the same.
+///
+/// Await it, or block on it, to know that the local part is complete. A fully remote array is complete
+/// at once: knowing more would cost a message.
+///
+/// Dropping a handle never blocks; memory in use by an operation stays until that has ended.
+#[derive(Clone)]
+#[must_use = "an array that nobody uses was not worth making"]
+pub struct MpmdArray {
+    pub(crate) repr: Repr,
+}
+
+#[derive(Clone)]
+pub(crate) enum Repr {
+    Host(HostArray),
+    Placed(Arc<Placed>),
+}
+
+/// An array on devices.
+pub(crate) struct Placed {
+    pub(crate) aval: ShapedArray,
+    pub(crate) sharding: Sharding,
+    pub(crate) layout: Arc<Layout>,
+    pub(crate) shards: Vec<LocalShard>,
+    pub(crate) runtime: Arc<Runtime>,
+    pub(crate) origin: Origin,
+    donated: OnceLock<Donation>,
+}
+
+/// The shard of a device that this process owns.
+#[derive(Clone)]
+pub(crate) struct LocalShard {
+    pub(crate) device: DeviceId,
+    pub(crate) slot: Slot,
+}
+
+/// The operation that made an array.
+#[derive(Clone)]
+pub(crate) struct Origin {
+    pub(crate) op: u64,
+    /// Which of the operation's results.
+    pub(crate) leaf: u32,
+    pub(crate) what: Arc<dyn fmt::Display + Send + Sync>,
+    pub(crate) at: &'static Location<'static>,
+}
+
+#[derive(Clone, Copy)]
+struct Donation {
+    op: u64,
+    at: &'static Location<'static>,
+}
+
+impl Leaf for MpmdArray {}
+
+impl MpmdArray {
+    /// An uncommitted array: these values, which must be the same on every process.
+    pub fn from_host(values: HostArray) -> Self {
+        Self { repr: Repr::Host(values) }
+    }
+
+    /// An uncommitted array of `shape` with these row-major values.
+    ///
+    /// # Errors
+    ///
+    /// Where the number of values is not that of the shape.
+    pub fn from_slice<T: Element>(shape: &[usize], values: &[T]) -> Result<Self> {
+        Ok(Self::from_host(HostArray::from_slice(shape, values)?))
+    }
+
+    /// An uncommitted scalar: a step number, a learning rate.
+    pub fn scalar<T: Element>(value: T) -> Self {
+        Self::from_host(HostArray::scalar(value))
+    }
+
+    /// The shape and dtype.
+    pub fn aval(&self) -> &ShapedArray {
+        match &self.repr {
+            Repr::Host(host) => host.aval(),
+            Repr::Placed(placed) => &placed.aval,
+        }
+    }
+
+    /// The global shape.
+    pub fn shape(&self) -> &[usize] {
+        self.aval().shape()
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        self.aval().dtype()
+    }
+
+    /// Where the array lives; `None` where it is uncommitted.
+    pub fn sharding(&self) -> Option<&Sharding> {
+        match &self.repr {
+            Repr::Host(_) => None,
+            Repr::Placed(placed) => Some(&placed.sharding),
+        }
+    }
+
+    /// Whether this process owns none of the array's devices. Never true of an uncommitted array.
+    pub fn is_fully_remote(&self) -> bool {
+        match &self.repr {
+            Repr::Host(_) => false,
+            Repr::Placed(placed) => placed.shards.is_empty(),
+        }
+    }
+
+    /// Refuses an array that was donated.
+    pub(crate) fn check_usable(&self, path: &str) -> std::result::Result<(), IssueProblem> {
+        match &self.repr {
+            Repr::Placed(placed) => placed.check_usable(path),
+            Repr::Host(_) => Ok(()),
+        }
+    }
+}
+
+impl From<HostArray> for MpmdArray {
+    fn from(values: HostArray) -> Self {
+        Self::from_host(values)
+    }
+}
+
+impl fmt::Debug for MpmdArray {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.repr {
+            Repr::Host(host) => write!(f, "MpmdArray({}, uncommitted)", host.aval()),
+            Repr::Placed(placed) => {
+                write!(f, "MpmdArray({}, {}", placed.aval, placed.sharding)?;
+                if placed.shards.is_empty() {
+                    f.write_str(", fully remote")?;
+                } else if placed.shards.iter().any(|shard| shard.slot.peek().is_none()) {
+                    f.write_str(", pending")?;
+                }
+                write!(f, ", operation {})", placed.origin.op)
+            }
+        }
+    }
+}
+
+impl Placed {
+    pub(crate) fn new(
+        runtime: &Arc<Runtime>,
+        aval: ShapedArray,
+        sharding: Sharding,
+        layout: Arc<Layout>,
+        shards: Vec<LocalShard>,
+        origin: Origin,
+    ) -> MpmdArray {
+        let placed = Arc::new(Self {
+            aval,
+            sharding,
+            layout,
+            shards,
+            runtime: runtime.clone(),
+            origin,
+            donated: OnceLock::new(),
+        });
+        if !placed.shards.is_empty() {
+            runtime.holds(&placed);
+        }
+        MpmdArray { repr: Repr::Placed(placed) }
+    }
+
+    /// The operation that made it, and which of its results it is.
+    pub(crate) fn origin(&self) -> (u64, u32) {
+        (self.origin.op, self.origin.leaf)
+    }
+
+    /// What it is, for messages.
+    pub(crate) fn describe(&self) -> String {
+        let Origin { op, what, at, .. } = &self.origin;
+        format!("{} of operation {op} ({what}) at {at}", self.aval)
+    }
+
+    /// Bytes that this process holds of it.
+    pub(crate) fn local_bytes(&self) -> u64 {
+        let elements: usize = self.shards.iter().map(|shard| self.region(shard.device).elements()).sum();
+        (elements * self.aval.dtype().size()) as u64
+    }
+
+    pub(crate) fn region(&self, device: DeviceId) -> Region {
+        self.layout.region_of(device).cloned().unwrap_or_else(|| Region::full(self.aval.shape()))
+    }
+
+    pub(crate) fn slot(&self, device: DeviceId) -> Option<&Slot> {
+        self.shards.iter().find(|shard| shard.device == device).map(|shard| &shard.slot)
+    }
+
+    pub(crate) fn check_usable(&self, path: &str) -> std::result::Result<(), IssueProblem> {
+        match self.donated.get() {
+            None => Ok(()),
+            Some(donation) => {
+                Err(IssueProblem::Donated { path: path.to_owned(), op: donation.op, donated_at: donation.at })
+            }
+        }
+    }
+
+    /// Ends the array for every clone: operation `op`, issued at `at`, gets its memory.
+    pub(crate) fn donate(&self, op: u64, at: &'static Location<'static>) {
+        // A second donation cannot get here: the first made the array unusable.
+        let _ = self.donated.set(Donation { op, at });
+    }
+
+    /// What a reader of donated memory is told.
+    pub(crate) fn donated_failure(&self) -> Arc<Failure> {
+        let message = match self.donated.get() {
+            Some(Donation { op, at }) => format!("{} was donated to operation {op} at {at}", self.describe()),
+            None => format!("{} was donated", self.describe()),
+        };
+        Arc::new(Failure::new(FailureKind::Donated, self.runtime.me, self.origin.op, message))
+    }
+}

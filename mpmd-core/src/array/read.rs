@@ -1,0 +1,234 @@
+//! Waiting for arrays and reading their values.
+
+use std::panic::Location;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use mpmd_transport::SharedBuffer;
+
+use super::{MpmdArray, Placed, Repr};
+use crate::aval::{HostArray, ShapedArray};
+use crate::error::{Error, Result};
+use crate::region::Region;
+use crate::reshard::copy_region;
+use crate::runtime::{Doing, Outcome};
+use crate::topology::DeviceId;
+
+/// One device's part of an array.
+#[derive(Clone, Debug)]
+pub struct Shard {
+    /// The device.
+    pub device: DeviceId,
+    /// Which part of the whole it holds.
+    pub region: Region,
+    /// Its values, shaped like the region.
+    pub data: HostArray,
+}
+
+impl MpmdArray {
+    /// Blocks until the local shards are ready; returns the array itself, as often as it is called.
+    ///
+    /// Waits as long as it takes, and says what it waits for each time the program's patience runs
+    /// out. Do not call it on a thread that drives futures; await the array there.
+    ///
+    /// # Errors
+    ///
+    /// Where the operation that makes the array failed, here or elsewhere.
+    #[track_caller]
+    pub fn block_until_ready(&self) -> Result<&Self> {
+        self.wait(None, Location::caller())?;
+        Ok(self)
+    }
+
+    /// As [`MpmdArray::block_until_ready`], for at most `timeout`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::TimedOut`] where it takes longer; the operation goes on.
+    #[track_caller]
+    pub fn wait_timeout(&self, timeout: Duration) -> Result<&Self> {
+        self.wait(Some(timeout), Location::caller())?;
+        Ok(self)
+    }
+
+    /// Whether the local shards are ready, or will never be.
+    pub fn is_complete(&self) -> bool {
+        match &self.repr {
+            Repr::Host(_) => true,
+            Repr::Placed(placed) => placed.shards.iter().all(|shard| shard.slot.peek().is_some()),
+        }
+    }
+
+    /// The values of the whole array; `None` where it is fully remote. Blocks until they are ready.
+    ///
+    /// One program text serves owners and others: who has no part of the array gets `None`.
+    ///
+    /// # Errors
+    ///
+    /// Where the array's operation failed, where the array was donated, and where this process owns
+    /// some of the array but not all of its values; [`MpmdArray::addressable_shards`] has what is here.
+    #[track_caller]
+    pub fn to_host(&self) -> Result<Option<HostArray>> {
+        let at = Location::caller();
+        let placed = match &self.repr {
+            Repr::Host(host) => return Ok(Some(host.clone())),
+            Repr::Placed(placed) if placed.shards.is_empty() => return Ok(None),
+            Repr::Placed(placed) => placed,
+        };
+        let buffers = self.wait(None, at)?;
+        placed.gather(&buffers, at).map(Some)
+    }
+
+    /// The parts of the array that this process holds. Blocks until they are ready.
+    ///
+    /// # Errors
+    ///
+    /// Where the array is fully remote, uncommitted, or donated, or its operation failed.
+    #[track_caller]
+    pub fn addressable_shards(&self) -> Result<Vec<Shard>> {
+        let at = Location::caller();
+        let read = |why: String| Error::Read { at, why };
+        match &self.repr {
+            Repr::Host(host) => Err(read(format!("{} is uncommitted: it has no shards", host.aval()))),
+            Repr::Placed(placed) if placed.shards.is_empty() => Err(read(format!(
+                "the shards of {} were asked for, but this process ({}) owns none of its devices",
+                placed.describe(),
+                placed.runtime.me
+            ))),
+            Repr::Placed(placed) => {
+                let buffers = self.wait(None, at)?;
+                let shards = placed.shards.iter().zip(buffers);
+                shards
+                    .map(|(shard, buffer)| {
+                        let region = placed.region(shard.device);
+                        let aval = ShapedArray::try_new(&region.shape(), placed.aval.dtype())?;
+                        Ok(Shard { device: shard.device, region, data: HostArray::from_bytes(aval, buffer)? })
+                    })
+                    .collect()
+            }
+        }
+    }
+
+    /// Calls `f` with the values, or with why there are none, once they are there.
+    ///
+    /// Returns at once; `f` runs on a thread kept for such calls, in the order in which arrays
+    /// complete. It is not called where the array is fully remote.
+    #[track_caller]
+    pub fn then(&self, f: impl FnOnce(Result<HostArray>) + Send + 'static) {
+        let at = Location::caller();
+        match &self.repr {
+            Repr::Host(host) => f(Ok(host.clone())),
+            Repr::Placed(placed) if placed.shards.is_empty() => {}
+            Repr::Placed(placed) => {
+                // Queued when the last shard ends; each callback hands on to the next shard's.
+                wait_for_all(
+                    placed.clone(),
+                    0,
+                    Box::new(move |placed: Arc<Placed>| {
+                        let runtime = placed.runtime.clone();
+                        runtime.call_back(Box::new(move || {
+                            let buffers: Result<Vec<_>, _> =
+                                placed.shards.iter().filter_map(|shard| shard.slot.peek()).collect();
+                            f(buffers.map_err(Error::failed).and_then(|buffers| placed.gather(&buffers, at)));
+                        }));
+                    }),
+                );
+            }
+        }
+    }
+
+    fn wait(&self, timeout: Option<Duration>, at: &'static Location<'static>) -> Result<Vec<SharedBuffer>> {
+        let Repr::Placed(placed) = &self.repr else { return Ok(Vec::new()) };
+        if let Err(problem) = placed.check_usable("") {
+            return Err(Error::Read { at, why: format!("the array {problem}") });
+        }
+        let deadline = timeout.map(|timeout| Instant::now() + timeout);
+        let mut buffers = Vec::with_capacity(placed.shards.len());
+        for shard in &placed.shards {
+            let outcome = match shard.slot.peek() {
+                Some(outcome) => Some(outcome),
+                None => placed.wait_for(&shard.slot, deadline, at),
+            };
+            match outcome {
+                Some(outcome) => buffers.push(outcome.map_err(Error::failed)?),
+                None => {
+                    let waited = timeout.unwrap_or_default();
+                    return Err(Error::TimedOut { at, what: placed.describe(), waited });
+                }
+            }
+        }
+        Ok(buffers)
+    }
+}
+
+impl Placed {
+    /// Waits for a shard, and reports each time patience runs out.
+    fn wait_for(
+        &self,
+        slot: &crate::runtime::Slot,
+        deadline: Option<Instant>,
+        at: &'static Location<'static>,
+    ) -> Option<Outcome> {
+        let runtime = &self.runtime;
+        let _doing = runtime.status.enter(Doing::Waiting("a read of an array", at));
+        loop {
+            let patience = Instant::now() + runtime.config.patience;
+            let until = deadline.map_or(patience, |deadline| deadline.min(patience));
+            if let Some(outcome) = slot.wait_until(Some(until)) {
+                return Some(outcome);
+            }
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                return None;
+            }
+            runtime.report_hang(&format!(
+                "process {}: {at} waits for {}; {}",
+                runtime.me,
+                self.describe(),
+                runtime.status.describe()
+            ));
+        }
+    }
+
+    /// Puts the local shards together, where they are the whole array.
+    fn gather(&self, buffers: &[SharedBuffer], at: &'static Location<'static>) -> Result<HostArray> {
+        let full = Region::full(self.aval.shape());
+        let regions: Vec<Region> = self.shards.iter().map(|shard| self.region(shard.device)).collect();
+        if let Some(index) = regions.iter().position(|region| *region == full) {
+            return Ok(HostArray::from_bytes(self.aval.clone(), buffers[index].clone())?);
+        }
+        // Regions of one layout are equal or disjoint, so distinct ones add up.
+        let distinct: Vec<usize> =
+            (0..regions.len()).filter(|i| !regions[..*i].contains(&regions[*i])).collect();
+        let covered: usize = distinct.iter().map(|i| regions[*i].elements()).sum();
+        if covered != self.aval.elements() {
+            return Err(Error::Read {
+                at,
+                why: format!(
+                    "this process ({}) has {covered} of the {} elements of {}; read its addressable_shards, \
+                     or device_put it to a sharding that this process owns",
+                    self.runtime.me,
+                    self.aval.elements(),
+                    self.describe()
+                ),
+            });
+        }
+        let item = self.aval.dtype().size();
+        let memory = |error: mpmd_transport::memory::OutOfMemory| Error::Environment(error.to_string());
+        let mut whole = self.runtime.staging.allocate(self.aval.bytes()).map_err(memory)?;
+        for i in distinct {
+            copy_region(&buffers[i], &regions[i], &mut whole, &full, &regions[i], item);
+        }
+        Ok(HostArray::from_bytes(self.aval.clone(), whole.freeze())?)
+    }
+}
+
+/// Calls `then` once every shard from `index` on has ended.
+fn wait_for_all(placed: Arc<Placed>, index: usize, then: Box<dyn FnOnce(Arc<Placed>) + Send>) {
+    match placed.shards.get(index) {
+        None => then(placed),
+        Some(shard) => {
+            let slot = shard.slot.clone();
+            slot.on_end(move |_| wait_for_all(placed, index + 1, then));
+        }
+    }
+}

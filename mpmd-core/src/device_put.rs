@@ -1,0 +1,416 @@
+//! Moving arrays: `device_put`, and the ways arrays come into being without a kernel.
+
+use std::fmt;
+use std::panic::{AssertUnwindSafe, Location, catch_unwind};
+use std::sync::Arc;
+
+use mpmd_transport::router::{Failure, FailureKind};
+
+use crate::array::{LocalShard, MpmdArray, Origin, Placed, Repr};
+use crate::aval::{HostArray, ShapedArray};
+use crate::error::{IssueProblem, Result};
+use crate::kernel::{ShardInfo, ViewMut};
+use crate::program::{Program, PutKey};
+use crate::region::Region;
+use crate::reshard::{contiguous_bytes, copy_region};
+use crate::runtime::{PutPlan, Rolling, Slot, Source};
+use crate::sharding::Sharding;
+use crate::tree::{PrefixTree, Tree};
+
+/// Plans kept for reuse; beyond that the table starts afresh.
+const PLANS_KEPT: usize = 4096;
+
+/// How [`Program::device_put_with`] treats memory.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct PutOptions {
+    /// The source arrays end with this operation, for every clone; their memory is freed as soon as it
+    /// is no longer needed. Off by default.
+    pub donate: bool,
+    /// The result may share memory with the source. On by default: arrays never change.
+    pub may_alias: bool,
+}
+
+impl Default for PutOptions {
+    fn default() -> Self {
+        Self { donate: false, may_alias: true }
+    }
+}
+
+impl PutOptions {
+    /// Whether the source ends with the operation.
+    #[must_use]
+    pub fn donate(mut self, donate: bool) -> Self {
+        self.donate = donate;
+        self
+    }
+
+    /// Whether the result may share the source's memory.
+    #[must_use]
+    pub fn may_alias(mut self, may_alias: bool) -> Self {
+        self.may_alias = may_alias;
+        self
+    }
+}
+
+impl Program {
+    /// Moves every array of a tree to a sharding.
+    ///
+    /// Each process works out its own part from who owns what: nothing, a local copy, sends, receives,
+    /// or any mix. Any sharding moves to any other, on any devices. Returns at once. `to` is one
+    /// sharding for all leaves, or a tree of them that is a prefix of `x`.
+    ///
+    /// Uncommitted arrays have the same values everywhere, so placing them costs no message.
+    ///
+    /// # Errors
+    ///
+    /// Where a sharding does not fit its array or the prefix not the tree, and where an array was
+    /// donated: the same on every process, and nothing is moved.
+    #[track_caller]
+    pub fn device_put<T: Tree<Leaf = MpmdArray>>(
+        &mut self,
+        x: &T,
+        to: impl Into<PrefixTree<Sharding>>,
+    ) -> Result<T::With<MpmdArray>> {
+        self.put_at(x, &to.into(), PutOptions::default(), Location::caller())
+    }
+
+    /// As [`Program::device_put`], with [`PutOptions`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Program::device_put`].
+    #[track_caller]
+    pub fn device_put_with<T: Tree<Leaf = MpmdArray>>(
+        &mut self,
+        x: &T,
+        to: impl Into<PrefixTree<Sharding>>,
+        options: PutOptions,
+    ) -> Result<T::With<MpmdArray>> {
+        self.put_at(x, &to.into(), options, Location::caller())
+    }
+
+    fn put_at<T: Tree<Leaf = MpmdArray>>(
+        &mut self,
+        x: &T,
+        to: &PrefixTree<Sharding>,
+        options: PutOptions,
+        at: &'static Location<'static>,
+    ) -> Result<T::With<MpmdArray>> {
+        let wrong = |problem: IssueProblem| problem.at(at, "device_put");
+        let shardings = to.broadcast(&x.structure()).map_err(|error| wrong(IssueProblem::Tree(error)))?;
+        let leaves = x.leaves_with_paths();
+        // All leaves are checked before any is moved.
+        let mut plans = Vec::with_capacity(leaves.len());
+        for ((path, array), sharding) in leaves.iter().zip(&shardings) {
+            array.check_usable(path).map_err(wrong)?;
+            plans.push(self.put_plan(path, array, sharding).map_err(wrong)?);
+        }
+        let mut moved = Vec::with_capacity(leaves.len());
+        for (((_, array), sharding), plan) in leaves.into_iter().zip(shardings).zip(plans) {
+            moved.push(self.put_one(array, sharding, &plan, options, at));
+        }
+        let mut moved = moved.into_iter();
+        Ok(x.map_ref(&mut |_| moved.next().expect("one result for each leaf")))
+    }
+
+    fn put_plan(
+        &mut self,
+        path: &str,
+        array: &MpmdArray,
+        to: &Sharding,
+    ) -> std::result::Result<Arc<PutPlan>, IssueProblem> {
+        let wrong = |why| IssueProblem::Sharding { path: path.to_owned(), why };
+        if let Repr::Placed(placed) = &array.repr
+            && !Arc::ptr_eq(&placed.runtime, &self.runtime)
+        {
+            return Err(IssueProblem::Foreign { path: path.to_owned() });
+        }
+        let key = PutKey { aval: array.aval().clone(), from: array.sharding().cloned(), to: to.clone() };
+        if let Some(plan) = self.put_plans.get(&key) {
+            return Ok(plan.clone());
+        }
+        to.check_devices(&self.runtime.topology).map_err(wrong)?;
+        let layout = to.layout(array.shape()).map_err(wrong)?;
+        let from = match &array.repr {
+            Repr::Host(_) => None,
+            Repr::Placed(placed) => Some((&placed.sharding, &*placed.layout)),
+        };
+        let plan = PutPlan::new(&self.runtime, array.aval(), from, to, layout)
+            .map_err(|error| IssueProblem::Signature(error.to_string()))?;
+        let plan = Arc::new(plan);
+        if self.put_plans.len() >= PLANS_KEPT {
+            self.put_plans.clear();
+        }
+        self.put_plans.insert(key, plan.clone());
+        Ok(plan)
+    }
+
+    fn put_one(
+        &mut self,
+        array: &MpmdArray,
+        to: Sharding,
+        plan: &PutPlan,
+        options: PutOptions,
+        at: &'static Location<'static>,
+    ) -> MpmdArray {
+        if !plan.is_idle() {
+            self.admit(at);
+        }
+        let flags = u64::from(options.donate) | u64::from(options.may_alias) << 1;
+        let (op_word, leaf_word) = match &array.repr {
+            Repr::Placed(placed) => (placed.origin.op, u64::from(placed.origin.leaf)),
+            Repr::Host(host) => (host_word(host), 0),
+        };
+        let op = self.issue([0x9a7, plan.fingerprint, flags, op_word, leaf_word], plan.what.clone(), at);
+        let origin = Origin { op, leaf: 0, what: plan.what.clone(), at };
+        let runtime = self.runtime.clone();
+        let shards = if plan.is_idle() {
+            Vec::new()
+        } else {
+            let guard = runtime.in_flight.begin(plan.bytes());
+            let source = match &array.repr {
+                Repr::Host(host) => Source::Host(host),
+                Repr::Placed(placed) => Source::Shards(&placed.shards),
+            };
+            plan.run(&runtime, op, &guard, &source, options.may_alias)
+        };
+        if options.donate
+            && let Repr::Placed(placed) = &array.repr
+        {
+            placed.donate(op, at);
+            let failure = placed.donated_failure();
+            for shard in &placed.shards {
+                // After every use that was issued before: those asked first.
+                let (slot, failure) = (shard.slot.clone(), failure.clone());
+                shard.slot.on_end(move |_| drop(slot.take(failure)));
+            }
+        }
+        Placed::new(&runtime, array.aval().clone(), to, plan.layout.clone(), shards, origin)
+    }
+
+    /// An array made by its owners: `fill` runs on each device, for that device's region.
+    ///
+    /// Nothing is moved, and no process holds more than its own part. `fill` must give every element a
+    /// value that depends on its place in the whole alone ([`crate::random`] does), so that the array is
+    /// the same however it is sharded.
+    ///
+    /// # Errors
+    ///
+    /// Where the sharding does not fit the shape. An error or a panic of `fill` fails the array.
+    #[track_caller]
+    pub fn make(
+        &mut self,
+        aval: ShapedArray,
+        sharding: &Sharding,
+        fill: impl Fn(&Region, ViewMut<'_>) -> Result<()> + Send + Sync + 'static,
+    ) -> Result<MpmdArray> {
+        let at = Location::caller();
+        let wrong = |why| IssueProblem::Sharding { path: String::new(), why }.at(at, "make");
+        sharding.check_devices(&self.runtime.topology).map_err(wrong)?;
+        let layout = sharding.layout(aval.shape()).map_err(wrong)?;
+        let what = Arc::new(MakeWhat { aval: aval.clone(), sharding: sharding.clone() });
+        let local: Vec<_> = layout
+            .iter()
+            .filter_map(|(device, region)| Some((self.runtime.local_index(device)?, device, region.clone())))
+            .collect();
+        if !local.is_empty() {
+            self.admit(at);
+        }
+        let word = Rolling::default().mix_bytes(aval.to_string().as_bytes()).word();
+        let op = self.issue([0x3a4e, sharding.fingerprint(), word], what.clone(), at);
+        let runtime = self.runtime.clone();
+        let fill = Arc::new(fill);
+        let item = aval.dtype().size();
+        let bytes: usize = local.iter().map(|(_, _, region)| region.elements() * item).sum();
+        let guard = (!local.is_empty()).then(|| runtime.in_flight.begin(bytes as u64));
+        let shards = local
+            .into_iter()
+            .map(|(local_index, device, region)| {
+                let (promise, slot) = Slot::new();
+                let shard = LocalShard { device, slot };
+                let reservation = match runtime.reserve(local_index, region.elements() * item, op, &*what) {
+                    Ok(reservation) => reservation,
+                    Err(failure) => {
+                        runtime.remember(&failure);
+                        promise.keep(Err(failure));
+                        return shard;
+                    }
+                };
+                let info = ShardInfo::new(aval.clone(), region);
+                let (here, fill, guard, what) = (runtime.clone(), fill.clone(), guard.clone(), what.clone());
+                let job = move || {
+                    here.status.device_starts(local_index, op, what);
+                    let outcome = reservation
+                        .allocate()
+                        .map_err(|error| (FailureKind::Memory, error.to_string()))
+                        .and_then(|mut buffer| {
+                            let view = ViewMut::new(&mut buffer, &info);
+                            match catch_unwind(AssertUnwindSafe(|| fill(&info.region, view))) {
+                                Ok(Ok(())) => Ok(buffer.freeze()),
+                                Ok(Err(error)) => Err((FailureKind::Kernel, error.to_string())),
+                                Err(panic) => Err((FailureKind::Kernel, panic_text(&*panic))),
+                            }
+                        })
+                        .map_err(|(kind, why)| {
+                            let message = format!("make (operation {op}) at {at} failed on {device}: {why}");
+                            let failure = Arc::new(Failure::new(kind, here.me, op, message));
+                            here.remember(&failure);
+                            failure
+                        });
+                    here.status.device_idle(local_index);
+                    promise.keep(outcome);
+                    drop(guard);
+                };
+                runtime.run_on(local_index, Box::new(job));
+                shard
+            })
+            .collect();
+        let origin = Origin { op, leaf: 0, what, at };
+        Ok(Placed::new(&runtime, aval, sharding.clone(), layout, shards, origin))
+    }
+}
+
+impl MpmdArray {
+    /// Splits each device's own part into `m` equal parts along `dim`; moves nothing between devices.
+    ///
+    /// The results have this array's sharding and 1/`m` of its size in `dim`. Where `dim` is sharded,
+    /// microbatch `j` is made of the `j`-th part of every device's rows.
+    ///
+    /// # Errors
+    ///
+    /// Where a device's part cannot be cut in `m` equal parts, `dim` does not exist, the array is
+    /// uncommitted, or it was donated.
+    #[track_caller]
+    pub fn microbatches(&self, program: &mut Program, dim: usize, m: usize) -> Result<Vec<MpmdArray>> {
+        let at = Location::caller();
+        let wrong = |problem: IssueProblem| problem.at(at, "microbatches");
+        self.check_usable("").map_err(wrong)?;
+        let split = |why: String| wrong(IssueProblem::Split(why));
+        let Repr::Placed(placed) = &self.repr else {
+            return Err(split(format!("{} is uncommitted: device_put it first", self.aval())));
+        };
+        let Some(size) = self.shape().get(dim).copied() else {
+            return Err(split(format!("{} has no dimension {dim}", self.aval())));
+        };
+        let uneven =
+            placed.layout.regions().iter().any(|region| m == 0 || !region.range(dim).len().is_multiple_of(m));
+        if uneven {
+            return Err(split(format!(
+                "dimension {dim} of {} as {} cannot be cut in {m} equal parts on each device",
+                self.aval(),
+                placed.sharding
+            )));
+        }
+        let mut shape = self.shape().to_vec();
+        shape[dim] = size / m;
+        let aval = ShapedArray::try_new(&shape, self.dtype())?;
+        let why = |why| wrong(IssueProblem::Sharding { path: String::new(), why });
+        let layout = placed.sharding.layout(&shape).map_err(why)?;
+        let what = Arc::new(SplitWhat { aval: self.aval().clone(), dim, m });
+        if !placed.shards.is_empty() {
+            program.admit(at);
+        }
+        let words = [0x5b1, placed.origin.op, u64::from(placed.origin.leaf), dim as u64, m as u64];
+        let op = program.issue(words, what.clone(), at);
+        let runtime = program.runtime.clone();
+        let guard = (!placed.shards.is_empty()).then(|| runtime.in_flight.begin(0));
+        let part = |j: usize| {
+            let shards = placed
+                .shards
+                .iter()
+                .map(|shard| {
+                    let whole = Region::full(&placed.region(shard.device).shape());
+                    let cut = cut(&whole, dim, m, j);
+                    let (promise, slot) = Slot::new();
+                    let (runtime, guard, item) = (runtime.clone(), guard.clone(), self.dtype().size());
+                    shard.slot.on_end(move |outcome| match outcome {
+                        Err(failure) => promise.keep(Err(failure.clone())),
+                        Ok(buffer) => match contiguous_bytes(&whole, &cut, item) {
+                            Some(range) => {
+                                promise.keep(Ok(buffer.slice(range)));
+                                drop(guard);
+                            }
+                            None => {
+                                let buffer = buffer.clone();
+                                let mover = runtime.clone();
+                                mover.move_data(Box::new(move || {
+                                    let outcome = runtime
+                                        .staging
+                                        .allocate(cut.elements() * item)
+                                        .map(|mut part| {
+                                            copy_region(&buffer, &whole, &mut part, &cut, &cut, item);
+                                            part.freeze()
+                                        })
+                                        .map_err(|error| {
+                                            let why = error.to_string();
+                                            Arc::new(Failure::new(FailureKind::Memory, runtime.me, op, why))
+                                        });
+                                    drop(buffer);
+                                    promise.keep(outcome);
+                                    drop(guard);
+                                }));
+                            }
+                        },
+                    });
+                    LocalShard { device: shard.device, slot }
+                })
+                .collect();
+            let origin = Origin { op, leaf: j as u32, what: what.clone(), at };
+            Placed::new(&runtime, aval.clone(), placed.sharding.clone(), layout.clone(), shards, origin)
+        };
+        Ok((0..m).map(part).collect())
+    }
+}
+
+/// The `j`-th of `m` parts of `whole` along `dim`.
+fn cut(whole: &Region, dim: usize, m: usize, j: usize) -> Region {
+    let ranges = whole.ranges().enumerate().map(|(d, range)| {
+        if d == dim {
+            let part = range.len() / m;
+            range.start + j * part..range.start + (j + 1) * part
+        } else {
+            range
+        }
+    });
+    Region::new(ranges.collect())
+}
+
+/// What of host values is compared between processes: all of them in debug builds, small ones always.
+pub(crate) fn host_word(host: &HostArray) -> u64 {
+    if cfg!(debug_assertions) || host.bytes().len() <= 64 {
+        Rolling::default().mix_bytes(host.bytes()).word()
+    } else {
+        0
+    }
+}
+
+/// The text of a panic.
+pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+    format!("panicked: {}", text.unwrap_or_else(|| "no message".to_owned()))
+}
+
+struct MakeWhat {
+    aval: ShapedArray,
+    sharding: Sharding,
+}
+
+impl fmt::Display for MakeWhat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "make {} as {}", self.aval, self.sharding)
+    }
+}
+
+struct SplitWhat {
+    aval: ShapedArray,
+    dim: usize,
+    m: usize,
+}
+
+impl fmt::Display for SplitWhat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} microbatches of {} along dimension {}", self.m, self.aval, self.dim)
+    }
+}

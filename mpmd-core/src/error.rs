@@ -1,0 +1,211 @@
+//! Errors: what went wrong, where in the program, and whose fault it is.
+
+use std::fmt;
+use std::panic::Location;
+use std::sync::Arc;
+use std::time::Duration;
+
+use mpmd_transport::TransportError;
+use mpmd_transport::router::{Failure, FailureKind};
+
+use crate::aval::AvalError;
+use crate::kernel::ViewError;
+use crate::launch::LaunchError;
+use crate::sharding::ShardingError;
+use crate::topology::MeshError;
+use crate::tree::TreeError;
+
+/// The result of nearly everything here.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Any error of this crate.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A call that makes no sense, at this line of the program: the caller's fault, and the same on
+    /// every process.
+    #[error("{0}")]
+    Issue(#[from] Box<IssueError>),
+    /// An operation that could not complete; what waits for it fails with the same failure.
+    #[error("{0}")]
+    Failed(#[from] Arc<Failure>),
+    /// The values of an array were asked for where they are not. The caller's fault.
+    #[error("{at}: {why}")]
+    Read {
+        /// The asking line.
+        at: &'static Location<'static>,
+        /// What was asked for, and why it cannot be had.
+        why: String,
+    },
+    /// A wait with a time-out ran into it.
+    #[error("{at}: {what} is not complete after {waited:?}")]
+    TimedOut {
+        /// The waiting line.
+        at: &'static Location<'static>,
+        /// What was waited for.
+        what: String,
+        /// For how long.
+        waited: Duration,
+    },
+    /// A kernel refuses its inputs or cannot go on.
+    #[error("{0}")]
+    Kernel(String),
+    /// Host values that do not fit their shape or type.
+    #[error(transparent)]
+    Aval(#[from] AvalError),
+    /// A kernel's view that was asked for something it is not.
+    #[error(transparent)]
+    View(#[from] ViewError),
+    /// Devices that do not form the mesh asked for.
+    #[error(transparent)]
+    Mesh(#[from] MeshError),
+    /// A sharding that does not fit.
+    #[error(transparent)]
+    Sharding(#[from] ShardingError),
+    /// Trees that do not fit each other.
+    #[error(transparent)]
+    Tree(#[from] TreeError),
+    /// The job could not be formed: who is in it, and how to reach the others.
+    #[error(transparent)]
+    Launch(#[from] LaunchError),
+    /// Processes could not be connected.
+    #[error(transparent)]
+    Transport(#[from] TransportError),
+    /// This machine refused something: threads, memory, sockets.
+    #[error("{0}")]
+    Environment(String),
+}
+
+impl Error {
+    /// An error of a kernel's own.
+    pub fn kernel(message: impl Into<String>) -> Self {
+        Self::Kernel(message.into())
+    }
+
+    pub(crate) fn failed(failure: Arc<Failure>) -> Self {
+        Self::Failed(failure)
+    }
+
+    /// The root failure, where an operation could not complete.
+    pub fn failure(&self) -> Option<&Failure> {
+        match self {
+            Self::Failed(failure) => Some(failure),
+            _ => None,
+        }
+    }
+
+    /// Whether another process is at fault by having disappeared.
+    pub fn is_peer_failure(&self) -> bool {
+        self.failure().is_some_and(Failure::is_peer_failure)
+    }
+
+    /// Whether the processes were found to run different programs.
+    pub fn is_divergence(&self) -> bool {
+        self.failure().is_some_and(|failure| failure.kind == FailureKind::Diverged)
+    }
+}
+
+/// A call that makes no sense. Found when the operation is issued, on every process alike; it takes
+/// no number and changes nothing.
+#[derive(Clone, Debug)]
+pub struct IssueError {
+    /// The line of the program.
+    pub at: &'static Location<'static>,
+    /// The call: `device_put`, `jit Up`, ….
+    pub call: String,
+    /// What is wrong with it.
+    pub why: IssueProblem,
+}
+
+impl fmt::Display for IssueError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}: {}", self.at, self.call, self.why)
+    }
+}
+
+impl std::error::Error for IssueError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(&self.why)
+    }
+}
+
+/// What is wrong with a call.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum IssueProblem {
+    /// A sharding does not fit a leaf.
+    #[error("{}{why}", leaf(.path))]
+    Sharding {
+        /// The leaf's path.
+        path: String,
+        /// What does not fit.
+        why: ShardingError,
+    },
+    /// A tree does not fit its prefix, or a path names no leaf.
+    #[error("{0}")]
+    Tree(TreeError),
+    /// `build` was called without `outputs`.
+    #[error("missing output shardings: call `.outputs(…)` before `.build()`")]
+    MissingOutputs,
+    /// `build` was called without `on`, or an output sharding is on other devices.
+    #[error("{0}")]
+    Mesh(String),
+    /// An input lives on other devices than the kernel's mesh.
+    #[error("{}is on {found}, but the kernel runs on {expected}; move it there with device_put", leaf(.path))]
+    InputMesh {
+        /// The input's path.
+        path: String,
+        /// The kernel's mesh.
+        expected: String,
+        /// The input's sharding.
+        found: String,
+    },
+    /// An input is sharded otherwise than declared.
+    #[error(
+        "{}is sharded {found}, but the kernel declares {expected}; jit never reshards silently, use device_put",
+        leaf(.path)
+    )]
+    InputSharding {
+        /// The input's path.
+        path: String,
+        /// The declared sharding.
+        expected: String,
+        /// The input's sharding.
+        found: String,
+    },
+    /// An array was used after its memory was given away.
+    #[error("{}was donated to operation {op} at {donated_at} and cannot be used any more", leaf(.path))]
+    Donated {
+        /// The leaf's path.
+        path: String,
+        /// The operation that got its memory.
+        op: u64,
+        /// The line that donated it.
+        donated_at: &'static Location<'static>,
+    },
+    /// An array of another job.
+    #[error("{}belongs to another program", leaf(.path))]
+    Foreign {
+        /// The leaf's path.
+        path: String,
+    },
+    /// The kernel refuses these shapes.
+    #[error("{0}")]
+    Infer(Box<Error>),
+    /// The kernel's signature contradicts itself or its shardings.
+    #[error("{0}")]
+    Signature(String),
+    /// A dimension that cannot be cut that way.
+    #[error("{0}")]
+    Split(String),
+}
+
+fn leaf(path: &str) -> String {
+    if path.is_empty() { String::new() } else { format!("{path:?}: ") }
+}
+
+impl IssueProblem {
+    pub(crate) fn at(self, at: &'static Location<'static>, call: impl Into<String>) -> Error {
+        Error::Issue(Box::new(IssueError { at, call: call.into(), why: self }))
+    }
+}

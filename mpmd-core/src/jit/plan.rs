@@ -1,0 +1,333 @@
+//! What a call works out from the shapes and shardings of its inputs: once, then kept.
+
+use std::collections::HashSet;
+use std::fmt;
+use std::sync::Arc;
+
+use super::Jit;
+use crate::array::{MpmdArray, Repr};
+use crate::aval::ShapedArray;
+use crate::error::IssueProblem;
+use crate::kernel::{Kernel, Place, Seats, Shapes, ShardInfo};
+use crate::region::Region;
+use crate::runtime::{Rolling, Runtime};
+use crate::sharding::{Layout, Sharding};
+use crate::topology::{DeviceId, Mesh};
+use crate::tree::{PrefixTree, Structure, Tree};
+
+type Problem<T> = Result<T, IssueProblem>;
+
+/// Everything about a call but the arrays themselves.
+pub(super) struct CallPlan {
+    pub(super) inputs: Vec<InputPlan>,
+    pub(super) outputs: Vec<OutputPlan>,
+    pub(super) input_structure: Structure,
+    pub(super) output_structure: Structure,
+    pub(super) mesh: Seats,
+    /// The devices of the mesh that this process owns.
+    pub(super) seats: Vec<Seat>,
+    /// Bytes of new memory a call takes on this process.
+    pub(super) bytes: u64,
+    pub(super) fingerprint: u64,
+    pub(super) what: Arc<CallWhat>,
+    paths: Vec<String>,
+}
+
+pub(super) struct InputPlan {
+    aval: ShapedArray,
+    sharding: Option<Sharding>,
+    pub(super) donated: bool,
+    /// An output is this input updated in place.
+    pub(super) in_place: bool,
+}
+
+pub(super) struct OutputPlan {
+    pub(super) aval: ShapedArray,
+    pub(super) sharding: Sharding,
+    pub(super) layout: Arc<Layout>,
+    /// The input that this output is, updated in place.
+    pub(super) alias: Option<usize>,
+}
+
+/// A device of this process that runs the kernel.
+pub(super) struct Seat {
+    pub(super) local_index: usize,
+    pub(super) place: Place,
+    pub(super) inputs: Vec<ShardInfo>,
+    pub(super) outputs: Vec<ShardInfo>,
+}
+
+/// Describes a call in messages.
+pub(super) struct CallWhat {
+    name: String,
+    mesh: Mesh,
+    inputs: Vec<String>,
+}
+
+impl fmt::Display for CallWhat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "jit {} on {}", self.name, self.mesh)?;
+        let shown = self.inputs.len().min(4);
+        write!(f, " of ({}", self.inputs[..shown].join(", "))?;
+        if shown < self.inputs.len() {
+            write!(f, ", and {} more", self.inputs.len() - shown)?;
+        }
+        f.write_str(")")
+    }
+}
+
+impl CallPlan {
+    /// Whether this is the plan for these inputs.
+    pub(super) fn fits(&self, leaves: &[&MpmdArray]) -> bool {
+        self.inputs.len() == leaves.len()
+            && self
+                .inputs
+                .iter()
+                .zip(leaves)
+                .all(|(input, leaf)| input.sharding.as_ref() == leaf.sharding() && input.aval == *leaf.aval())
+    }
+
+    pub(super) fn input_path(&self, index: usize) -> &str {
+        &self.paths[index]
+    }
+
+    pub(super) fn new<K: Kernel>(jit: &Jit<K>, runtime: &Runtime, x: &K::In) -> Problem<Self> {
+        let input_structure = x.structure();
+        let (paths, leaves): (Vec<String>, Vec<&MpmdArray>) = x.leaves_with_paths().into_iter().unzip();
+        jit.mesh
+            .replicated()
+            .check_devices(&runtime.topology)
+            .map_err(|why| IssueProblem::Sharding { path: String::new(), why })?;
+        check_inputs(&jit.mesh, jit.inputs.as_ref(), &input_structure, &paths, &leaves)?;
+
+        let shapes: Shapes<K::In> = x.map_ref(&mut |leaf| leaf.aval().clone());
+        let signature = jit.kernel.infer(&shapes).map_err(|error| IssueProblem::Infer(Box::new(error)))?;
+        let output_structure = signature.outputs.structure();
+        let output_paths: Vec<String> =
+            signature.outputs.leaves_with_paths().into_iter().map(|(path, _)| path).collect();
+        let shardings = jit.outputs.broadcast(&output_structure).map_err(IssueProblem::Tree)?;
+        let mut outputs = Vec::new();
+        for ((path, aval), sharding) in output_paths.iter().zip(signature.outputs.leaves()).zip(shardings) {
+            let layout = sharding
+                .layout(aval.shape())
+                .map_err(|why| IssueProblem::Sharding { path: format!("output {path}"), why })?;
+            outputs.push(OutputPlan { aval: aval.clone(), sharding, layout, alias: None });
+        }
+        let mut inputs: Vec<InputPlan> = leaves
+            .iter()
+            .zip(&paths)
+            .map(|(leaf, path)| InputPlan {
+                aval: leaf.aval().clone(),
+                sharding: leaf.sharding().cloned(),
+                donated: jit.donate.iter().any(|prefix| is_below(path, prefix)),
+                in_place: false,
+            })
+            .collect();
+        if let Some(unknown) =
+            jit.donate.iter().find(|prefix| !paths.iter().any(|path| is_below(path, prefix)))
+        {
+            return Err(IssueProblem::Signature(format!("donate({unknown:?}) names none of the inputs")));
+        }
+        check_donations(&inputs, &leaves, &paths)?;
+        for (input, output) in &signature.aliases {
+            let i = find(&paths, input, "input")?;
+            let o = find(&output_paths, output, "output")?;
+            check_alias(&inputs[i], leaves[i], &outputs[o], input, output)?;
+            if inputs[i].in_place || outputs[o].alias.is_some() {
+                return Err(IssueProblem::Signature(format!("{input:?} or {output:?} is aliased twice")));
+            }
+            inputs[i].in_place = true;
+            outputs[o].alias = Some(i);
+        }
+        for collective in &signature.collectives {
+            jit.mesh.axis_size(&collective.axis).map_err(|error| {
+                IssueProblem::Signature(format!("the signature declares {collective}, but {error}"))
+            })?;
+        }
+
+        let mesh = Seats { mesh: jit.mesh.clone(), collectives: signature.collectives };
+        let seats = jit
+            .mesh
+            .devices()
+            .iter()
+            .filter_map(|device| Some((runtime.local_index(*device)?, *device)))
+            .map(|(local_index, device)| seat(local_index, device, &mesh, &leaves, &outputs))
+            .collect::<Problem<Vec<_>>>()?;
+        let bytes = seats.iter().flat_map(|seat| &seat.outputs).map(|info| info.bytes() as u64).sum();
+        let names = leaves.iter().map(|leaf| match leaf.sharding() {
+            Some(sharding) => match sharding.spec() {
+                Some(spec) => format!("{} {spec}", leaf.aval()),
+                None => format!("{} {sharding}", leaf.aval()),
+            },
+            None => format!("{} uncommitted", leaf.aval()),
+        });
+        let what =
+            CallWhat { name: jit.kernel.name().to_owned(), mesh: jit.mesh.clone(), inputs: names.collect() };
+        let fingerprint = fingerprint(&*jit.kernel, &mesh, &inputs, &outputs);
+        Ok(Self {
+            inputs,
+            outputs,
+            input_structure,
+            output_structure,
+            mesh,
+            seats,
+            bytes,
+            fingerprint,
+            what: Arc::new(what),
+            paths,
+        })
+    }
+}
+
+/// Whether every sharding of the prefix is on exactly the mesh's devices.
+pub(super) fn check_on_mesh(prefix: &PrefixTree<Sharding>, mesh: &Mesh) -> Problem<()> {
+    match prefix {
+        PrefixTree::Node(branches) => branches.iter().try_for_each(|(_, branch)| check_on_mesh(branch, mesh)),
+        PrefixTree::Leaf(sharding) => {
+            let of = |devices: &[DeviceId]| devices.iter().copied().collect::<HashSet<_>>();
+            if of(sharding.devices()) == of(mesh.devices()) {
+                Ok(())
+            } else {
+                Err(IssueProblem::Mesh(format!(
+                    "output sharding {sharding} is not on the devices of the kernel's mesh {mesh}"
+                )))
+            }
+        }
+    }
+}
+
+fn check_inputs(
+    mesh: &Mesh,
+    declared: Option<&PrefixTree<Sharding>>,
+    structure: &Structure,
+    paths: &[String],
+    leaves: &[&MpmdArray],
+) -> Problem<()> {
+    let declared =
+        declared.map(|prefix| prefix.broadcast(structure)).transpose().map_err(IssueProblem::Tree)?;
+    for (i, leaf) in leaves.iter().enumerate() {
+        let Repr::Placed(placed) = &leaf.repr else { continue };
+        let path = paths[i].clone();
+        let everywhere = mesh.devices().iter().all(|device| placed.layout.region_of(*device).is_some());
+        if !everywhere {
+            return Err(IssueProblem::InputMesh {
+                path,
+                expected: mesh.to_string(),
+                found: placed.sharding.to_string(),
+            });
+        }
+        if let Some(expected) = declared.as_ref().map(|declared| &declared[i])
+            && placed.sharding != *expected
+        {
+            let wrong = |why| IssueProblem::Sharding { path: path.clone(), why };
+            // Two ways to write one layout are no difference.
+            if *expected.layout(leaf.shape()).map_err(wrong)? != *placed.layout {
+                return Err(IssueProblem::InputSharding {
+                    path,
+                    expected: expected.to_string(),
+                    found: placed.sharding.to_string(),
+                });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// An array that is donated must not be another input of the same call.
+fn check_donations(inputs: &[InputPlan], leaves: &[&MpmdArray], paths: &[String]) -> Problem<()> {
+    for (i, input) in inputs.iter().enumerate() {
+        let Repr::Placed(donated) = &leaves[i].repr else { continue };
+        let twin = leaves.iter().enumerate().find(|(j, leaf)| {
+            *j != i && matches!(&leaf.repr, Repr::Placed(placed) if Arc::ptr_eq(placed, donated))
+        });
+        if let Some((j, _)) = twin
+            && input.donated
+        {
+            return Err(IssueProblem::Signature(format!(
+                "{:?} is donated, and is the same array as {:?}",
+                paths[i], paths[j]
+            )));
+        }
+    }
+    Ok(())
+}
+
+fn check_alias(
+    input: &InputPlan,
+    leaf: &MpmdArray,
+    output: &OutputPlan,
+    input_path: &str,
+    output_path: &str,
+) -> Problem<()> {
+    let layouts_agree = match &leaf.repr {
+        Repr::Placed(placed) => *placed.layout == *output.layout,
+        Repr::Host(_) => true,
+    };
+    if input.aval == output.aval && layouts_agree {
+        return Ok(());
+    }
+    let sharding = input.sharding.as_ref().map_or_else(|| "uncommitted".to_owned(), ToString::to_string);
+    Err(IssueProblem::Signature(format!(
+        "output {output_path:?} ({} {}) cannot be input {input_path:?} ({} {sharding}) updated in place: shape, \
+         dtype and sharding must be the same",
+        output.aval, output.sharding, input.aval
+    )))
+}
+
+fn seat(
+    local_index: usize,
+    device: DeviceId,
+    mesh: &Seats,
+    leaves: &[&MpmdArray],
+    outputs: &[OutputPlan],
+) -> Problem<Seat> {
+    let groups = mesh
+        .collectives
+        .iter()
+        .map(|collective| mesh.mesh.group_of(device, &collective.axis))
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|error| IssueProblem::Signature(error.to_string()))?;
+    let part = |aval: &ShapedArray, layout: Option<&Layout>| {
+        let region = layout.and_then(|layout| layout.region_of(device).cloned());
+        ShardInfo::new(aval.clone(), region.unwrap_or_else(|| Region::full(aval.shape())))
+    };
+    let inputs = leaves.iter().map(|leaf| match &leaf.repr {
+        Repr::Host(host) => part(host.aval(), None),
+        Repr::Placed(placed) => part(&placed.aval, Some(&placed.layout)),
+    });
+    Ok(Seat {
+        local_index,
+        place: Place { device, position: mesh.mesh.position(device).unwrap_or_default(), groups },
+        inputs: inputs.collect(),
+        outputs: outputs.iter().map(|output| part(&output.aval, Some(&output.layout))).collect(),
+    })
+}
+
+fn find(paths: &[String], path: &str, what: &str) -> Problem<usize> {
+    paths.iter().position(|known| known == path).ok_or_else(|| {
+        IssueProblem::Signature(format!(
+            "the signature aliases {what} {path:?}; there are {}",
+            paths.join(", ")
+        ))
+    })
+}
+
+/// Whether a leaf's path is `prefix` or below it.
+fn is_below(path: &str, prefix: &str) -> bool {
+    prefix.is_empty() || path == prefix || path.strip_prefix(prefix).is_some_and(|rest| rest.starts_with('/'))
+}
+
+fn fingerprint<K: Kernel>(kernel: &K, mesh: &Seats, inputs: &[InputPlan], outputs: &[OutputPlan]) -> u64 {
+    let text = |hash: Rolling, text: &str| hash.mix_bytes(text.as_bytes());
+    let mut hash = text(Rolling::default(), kernel.name());
+    hash = kernel.statics().into_iter().fold(hash, Rolling::mix).mix(mesh.mesh.fingerprint());
+    for input in inputs {
+        hash = text(hash, &input.aval.to_string()).mix(u64::from(input.donated));
+        hash = hash.mix(input.sharding.as_ref().map_or(0, Sharding::fingerprint));
+    }
+    for output in outputs {
+        hash = text(hash, &output.aval.to_string()).mix(output.sharding.fingerprint());
+        hash = hash.mix(output.alias.map_or(0, |input| input as u64 + 1));
+    }
+    mesh.collectives.iter().fold(hash, |hash, collective| text(hash, &collective.to_string())).word()
+}

@@ -1,0 +1,163 @@
+//! One device's part of an array, as a kernel sees it.
+
+use crate::aval::{DType, Element, ShapedArray};
+use crate::region::Region;
+use crate::tree::Leaf;
+
+/// Which part of which array a shard is. Made once for each call shape, shared by all calls.
+#[derive(Debug)]
+pub(crate) struct ShardInfo {
+    pub(crate) global: ShapedArray,
+    pub(crate) region: Region,
+    pub(crate) shape: Vec<usize>,
+}
+
+impl ShardInfo {
+    pub(crate) fn new(global: ShapedArray, region: Region) -> Self {
+        let shape = region.shape().to_vec();
+        Self { global, region, shape }
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.region.elements() * self.global.dtype().size()
+    }
+}
+
+/// This device's part of an input: row-major values of one region of the whole.
+#[derive(Clone, Copy, Debug)]
+pub struct View<'a> {
+    bytes: &'a [u8],
+    info: &'a ShardInfo,
+    in_place: bool,
+}
+
+/// This device's part of an output, to be filled.
+#[derive(Debug)]
+pub struct ViewMut<'a> {
+    bytes: &'a mut [u8],
+    info: &'a ShardInfo,
+}
+
+impl Leaf for View<'_> {}
+impl Leaf for ViewMut<'_> {}
+
+/// A view that was asked for something it is not. The kernel's fault.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ViewError {
+    /// The elements have another type.
+    #[error("a view of {found} elements was asked for {asked} elements")]
+    DType {
+        /// What was asked for.
+        asked: DType,
+        /// What the elements are.
+        found: DType,
+    },
+    /// The values are in the output that the signature aliases to this input.
+    #[error("this input is updated in place: its values are in the output it is aliased to")]
+    InPlace,
+    /// The bytes are not valid values of the type (a `bool` that is neither 0 nor 1).
+    #[error("the bytes are no valid {0} values")]
+    Invalid(DType),
+    /// The region has more or less than one element.
+    #[error("a single value was asked of a view of {0} elements")]
+    NotScalar(usize),
+}
+
+fn check<T: Element>(found: DType) -> Result<(), ViewError> {
+    if found == T::DTYPE { Ok(()) } else { Err(ViewError::DType { asked: T::DTYPE, found }) }
+}
+
+impl<'a> View<'a> {
+    pub(crate) fn new(bytes: &'a [u8], info: &'a ShardInfo) -> Self {
+        Self { bytes, info, in_place: false }
+    }
+
+    pub(crate) fn in_place(info: &'a ShardInfo) -> Self {
+        Self { bytes: &[], info, in_place: true }
+    }
+
+    /// The values, row-major over [`View::shape`].
+    ///
+    /// # Errors
+    ///
+    /// Where the elements have another type, or the input is updated in place.
+    pub fn as_slice<T: Element>(&self) -> Result<&'a [T], ViewError> {
+        check::<T>(self.info.global.dtype())?;
+        if self.in_place {
+            return Err(ViewError::InPlace);
+        }
+        bytemuck::checked::try_cast_slice(self.bytes).map_err(|_| ViewError::Invalid(T::DTYPE))
+    }
+
+    /// The value of a region with one element.
+    ///
+    /// # Errors
+    ///
+    /// As [`View::as_slice`], and where there are more or fewer elements.
+    pub fn scalar<T: Element>(&self) -> Result<T, ViewError> {
+        match self.as_slice::<T>()? {
+            [value] => Ok(*value),
+            values => Err(ViewError::NotScalar(values.len())),
+        }
+    }
+
+    /// The shape of this device's part.
+    pub fn shape(&self) -> &'a [usize] {
+        &self.info.shape
+    }
+
+    /// Which part of the whole this is.
+    pub fn region(&self) -> &'a Region {
+        &self.info.region
+    }
+
+    /// The whole array's shape and dtype.
+    pub fn global(&self) -> &'a ShapedArray {
+        &self.info.global
+    }
+}
+
+impl<'a> ViewMut<'a> {
+    pub(crate) fn new(bytes: &'a mut [u8], info: &'a ShardInfo) -> Self {
+        Self { bytes, info }
+    }
+
+    /// The values, row-major over [`ViewMut::shape`].
+    ///
+    /// # Errors
+    ///
+    /// Where the elements have another type.
+    pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T], ViewError> {
+        check::<T>(self.info.global.dtype())?;
+        if T::DTYPE == DType::Bool {
+            // Arbitrary old bytes are no booleans.
+            self.bytes.iter_mut().for_each(|byte| *byte &= 1);
+        }
+        bytemuck::checked::try_cast_slice_mut(self.bytes).map_err(|_| ViewError::Invalid(T::DTYPE))
+    }
+
+    /// Sets every element.
+    ///
+    /// # Errors
+    ///
+    /// Where the elements have another type.
+    pub fn fill<T: Element>(&mut self, value: T) -> Result<(), ViewError> {
+        self.as_mut_slice::<T>().map(|values| values.fill(value))
+    }
+
+    /// The shape of this device's part.
+    pub fn shape(&self) -> &'a [usize] {
+        &self.info.shape
+    }
+
+    /// Which part of the whole this is.
+    pub fn region(&self) -> &'a Region {
+        &self.info.region
+    }
+
+    /// The whole array's shape and dtype.
+    pub fn global(&self) -> &'a ShapedArray {
+        &self.info.global
+    }
+}

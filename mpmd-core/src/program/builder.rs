@@ -1,0 +1,150 @@
+//! Settings of a program, and the ways to start one.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use mpmd_transport::{ProcessId, Transport};
+
+use super::{Membership, Program, connect};
+use crate::error::{Error, Result};
+use crate::runtime::{Runtime, RuntimeConfig};
+use crate::topology::{Device, DeviceId, DeviceKind, Topology};
+
+/// Settings of a [`Program`], with defaults that suit most.
+#[derive(Clone, Debug)]
+#[must_use = "a builder does nothing until it starts a program"]
+pub struct Builder {
+    pub(super) devices: Option<usize>,
+    pub(super) patience: Duration,
+    heartbeat: Duration,
+    run_ahead_ops: usize,
+    run_ahead_bytes: u64,
+    device_memory: Option<u64>,
+}
+
+impl Default for Builder {
+    fn default() -> Self {
+        Self {
+            devices: None,
+            patience: Duration::from_secs(60),
+            heartbeat: Duration::from_millis(500),
+            run_ahead_ops: 1024,
+            run_ahead_bytes: 4 << 30,
+            device_memory: None,
+        }
+    }
+}
+
+impl Builder {
+    /// Devices of the whole job, spread evenly over its processes in order. By default one for each
+    /// process, or what `mpmd run --devices-per-process` says.
+    pub fn devices(mut self, devices: usize) -> Self {
+        self.devices = Some(devices);
+        self
+    }
+
+    /// How long something may take before it is reported as hanging, a missing process is given up, and
+    /// a silent one counts as lost. 60 seconds by default.
+    pub fn patience(mut self, patience: Duration) -> Self {
+        self.patience = patience;
+        self
+    }
+
+    /// How far the program may run ahead of what has been carried out on this process: operations, and
+    /// bytes of their results. 1024 and 4 GiB by default.
+    pub fn run_ahead(mut self, ops: usize, bytes: u64) -> Self {
+        self.run_ahead_ops = ops.max(1);
+        self.run_ahead_bytes = bytes;
+        self
+    }
+
+    /// The most memory that arrays may take on each device, in bytes. Without limit by default.
+    pub fn device_memory(mut self, bytes: u64) -> Self {
+        self.device_memory = Some(bytes);
+        self
+    }
+
+    /// Joins the job this process was started for; see [`Program::from_env`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Program::from_env`].
+    pub fn from_env(self) -> Result<Program> {
+        connect::from_env(self)
+    }
+
+    /// A job of this process alone, whatever the environment says.
+    ///
+    /// # Errors
+    ///
+    /// Where the system gives no threads.
+    pub fn alone(self) -> Result<Program> {
+        let topology = self.topology(1, None)?;
+        self.start(ProcessId(0), topology, None, None)
+    }
+
+    /// A program that owns nothing of a job of `processes`, joins nobody, and runs through in no time:
+    /// every array is fully remote.
+    ///
+    /// # Errors
+    ///
+    /// Where the devices cannot be spread evenly.
+    pub fn spectator(self, processes: usize) -> Result<Program> {
+        let topology = self.topology(processes, None)?;
+        let beyond = ProcessId(u32::try_from(processes).unwrap_or(u32::MAX));
+        let runtime = Runtime::start(beyond, topology, self.config(), None).map_err(no_threads)?;
+        Ok(Program::new(runtime, true, None))
+    }
+
+    /// A process of a job whose transport is there already.
+    pub(crate) fn over(self, transport: Arc<dyn Transport>) -> Result<Program> {
+        let topology = self.topology(transport.processes(), None)?;
+        self.start(transport.process(), topology, Some(transport), None)
+    }
+
+    pub(super) fn start(
+        self,
+        me: ProcessId,
+        topology: Topology,
+        transport: Option<Arc<dyn Transport>>,
+        membership: Option<Membership>,
+    ) -> Result<Program> {
+        let runtime = Runtime::start(me, topology, self.config(), transport).map_err(no_threads)?;
+        if let Some(membership) = &membership {
+            membership.watch(&runtime);
+        }
+        Ok(Program::new(runtime, false, membership))
+    }
+
+    /// The devices of a job of `processes`, `per_process` on each unless the program says how many.
+    pub(super) fn topology(&self, processes: usize, per_process: Option<usize>) -> Result<Topology> {
+        let devices = self.devices.unwrap_or(processes * per_process.unwrap_or(1));
+        if processes == 0 || devices == 0 || !devices.is_multiple_of(processes) {
+            return Err(Error::Environment(format!(
+                "{devices} devices cannot be spread evenly over {processes} processes"
+            )));
+        }
+        let each = devices / processes;
+        let device = |i: usize| Device {
+            id: DeviceId(i as u32),
+            process: ProcessId((i / each) as u32),
+            kind: DeviceKind::Cpu,
+        };
+        Ok(Topology::new((0..devices).map(device).collect())?)
+    }
+
+    fn config(&self) -> RuntimeConfig {
+        RuntimeConfig {
+            epoch: connect::EPOCH,
+            patience: self.patience,
+            heartbeat: self.heartbeat,
+            run_ahead_ops: self.run_ahead_ops,
+            run_ahead_bytes: self.run_ahead_bytes,
+            device_memory: self.device_memory,
+        }
+    }
+}
+
+fn no_threads(error: std::io::Error) -> Error {
+    Error::Environment(format!("the threads of the runtime could not be started: {error}"))
+}

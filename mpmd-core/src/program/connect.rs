@@ -1,0 +1,133 @@
+//! From environment variables to a running process of a job.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use mpmd_transport::rendezvous::{Down, JoinConfig, Member, Rendezvous, Server, ServerConfig};
+use mpmd_transport::router::{Failure, FailureKind};
+use mpmd_transport::tcp::{Listener, TcpConfig};
+use mpmd_transport::{Pool, Transport};
+
+use super::{Builder, Program};
+use crate::error::{Error, Result};
+use crate::launch::{self, JobEnv, LaunchError};
+use crate::runtime::Runtime;
+
+/// The incarnation of a job. Jobs do not restart in place yet, so there is one.
+pub(super) const EPOCH: u64 = 1;
+
+/// How long a hosting process 0 waits for the others to take leave.
+const LEAVE_WITHIN: Duration = Duration::from_secs(5);
+
+/// This process's place in the rendezvous, and the service itself where this process hosts it.
+pub(crate) struct Membership {
+    rendezvous: Rendezvous,
+    server: Option<Server>,
+}
+
+impl Membership {
+    /// Hands what the rendezvous hears of others' ends to the runtime.
+    pub(super) fn watch(&self, runtime: &Arc<Runtime>) {
+        let runtime = Arc::downgrade(runtime);
+        self.rendezvous.on_down(Box::new(move |down| {
+            let Some(runtime) = runtime.upgrade() else { return };
+            match down {
+                Down::Process(process, why) => runtime.peer_down(process, &why),
+                Down::Server(why) => {
+                    let message = format!("the rendezvous service of the job is gone ({why})");
+                    let failure = Failure::new(FailureKind::PeerLost, runtime.me, 0, message);
+                    runtime.fail_job(Arc::new(failure));
+                }
+            }
+        }));
+    }
+
+    /// Takes leave, so that nobody hears of a death.
+    pub(super) fn leave(self) {
+        if let Err(error) = self.rendezvous.leave() {
+            tracing::debug!(%error, "taking leave of the rendezvous");
+        }
+        if let Some(server) = self.server {
+            // The others' leave-taking must find somebody.
+            server.wait_empty(LEAVE_WITHIN);
+        }
+    }
+}
+
+/// Joins the job that the environment names, or starts one alone.
+pub(super) fn from_env(builder: Builder) -> Result<Program> {
+    launch::adopt()?;
+    let Some(env) = JobEnv::from_env()? else { return builder.alone() };
+    if env.processes == 1 && !env.hosted {
+        let topology = builder.topology(1, env.devices_per_process)?;
+        return builder.start(env.process, topology, None, None);
+    }
+    join(builder, &env)
+}
+
+fn join(builder: Builder, env: &JobEnv) -> Result<Program> {
+    let patience = builder.patience;
+    let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
+    let topology = builder.topology(env.processes, env.devices_per_process)?;
+    let server = if env.hosted || env.process.index() != 0 { None } else { Some(host(env, patience)?) };
+    let rendezvous = Rendezvous::connect(JoinConfig {
+        server: env.coordinator.clone(),
+        process: env.process,
+        processes: env.processes,
+        token: env.token.clone(),
+        patience,
+    })
+    .map_err(wrong)?;
+    if let Some(name) = env.transport.as_deref()
+        && name != "tcp"
+    {
+        return Err(Error::Launch(LaunchError::Transport { name: name.to_owned() }));
+    }
+    let listener = Listener::bind(rendezvous.local_ip())?;
+    let member = Member {
+        host: hostname(),
+        pid: std::process::id(),
+        devices: topology.devices_of(env.process).len() as u32,
+        addresses: vec![("tcp".to_owned(), listener.address().to_string())],
+        program: String::new(),
+    };
+    let members = rendezvous.join(member).map_err(wrong)?;
+    let peers = members
+        .iter()
+        .map(|member| {
+            let address = member.addresses.iter().find(|(name, _)| name == "tcp");
+            address.and_then(|(_, address)| address.parse::<SocketAddr>().ok())
+        })
+        .collect::<Option<Vec<_>>>()
+        .ok_or_else(|| Error::Environment("a process of the job has no address for tcp".to_owned()))?;
+    let transport = listener.connect(TcpConfig {
+        process: env.process,
+        peers,
+        token: *env.token.bytes(),
+        epoch: EPOCH,
+        patience,
+        pool: Pool::new("tcp", None),
+    })?;
+    let transport: Arc<dyn Transport> = transport;
+    builder.start(env.process, topology, Some(transport), Some(Membership { rendezvous, server }))
+}
+
+/// Process 0 hosts the service where no launcher does.
+fn host(env: &JobEnv, patience: Duration) -> Result<Server> {
+    let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
+    let port = env.coordinator.rsplit(':').next().and_then(|port| port.parse::<u16>().ok());
+    let Some(port) = port else {
+        return Err(Error::Launch(LaunchError::Coordinator { found: env.coordinator.clone() }));
+    };
+    // The others may reach this host by any of its addresses; on one host only loopback is opened.
+    let local = env.coordinator.starts_with("127.") || env.coordinator.starts_with("localhost");
+    let ip = if local { std::net::Ipv4Addr::LOCALHOST } else { std::net::Ipv4Addr::UNSPECIFIED };
+    let config = ServerConfig { processes: env.processes, token: env.token.clone(), patience };
+    Server::bind(SocketAddr::from((ip, port)), config).map_err(wrong)
+}
+
+fn hostname() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/hostname")
+        .map_or_else(|_| "unknown".to_owned(), |name| name.trim().to_owned())
+}

@@ -1,0 +1,284 @@
+//! [`Program`]: one process's view of the job, through which it issues operations.
+
+mod agree;
+mod builder;
+mod connect;
+mod simulate;
+
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::fmt;
+use std::marker::PhantomData;
+use std::panic::Location;
+use std::sync::Arc;
+use std::time::Instant;
+
+use mpmd_transport::ProcessId;
+use mpmd_transport::router::{Failure, FailureKind, OpRecord};
+
+pub use builder::Builder;
+pub(crate) use connect::Membership;
+use simulate::Vanishing;
+pub use simulate::{Simulation, simulate};
+
+use crate::aval::ShapedArray;
+use crate::error::{Error, Result};
+use crate::runtime::{Doing, PutPlan, Rolling, Runtime};
+use crate::sharding::Sharding;
+use crate::topology::{DeviceId, Mesh, Topology};
+
+/// One process's part of a job: every process of the job runs the same program and issues the same
+/// operations in the same order.
+///
+/// `Send` but not `Sync`, and issuing takes `&mut`: there is one order. Nothing here blocks but
+/// [`Program::agree`], [`Program::finish`], and the bounds on running ahead.
+///
+/// Call [`Program::finish`] at the end. A program that is dropped without it (an error, a panic) tells
+/// the other processes that it left, for at most two seconds.
+pub struct Program {
+    pub(crate) runtime: Arc<Runtime>,
+    pub(crate) put_plans: HashMap<PutKey, Arc<PutPlan>>,
+    count: u64,
+    hash: Rolling,
+    steps: u64,
+    planning: bool,
+    ended: bool,
+    vanishing: Option<Vanishing>,
+    /// What keeps this process in the job: dropped last.
+    membership: Option<Membership>,
+    /// Makes the program `!Sync`.
+    one_issuer: PhantomData<Cell<()>>,
+}
+
+/// What determines a [`PutPlan`].
+#[derive(Clone, Eq, Hash, PartialEq)]
+pub(crate) struct PutKey {
+    pub(crate) aval: ShapedArray,
+    pub(crate) from: Option<Sharding>,
+    pub(crate) to: Sharding,
+}
+
+impl Program {
+    /// Joins the job that this process was started for, or starts one of its own.
+    ///
+    /// Reads what `mpmd run`, torchrun, Slurm, Open MPI or a Kubernetes indexed job set. Where none did,
+    /// the job has this process alone.
+    ///
+    /// # Errors
+    ///
+    /// Where the job cannot be formed; the error names what was looked at, and who is missing.
+    pub fn from_env() -> Result<Self> {
+        Self::builder().from_env()
+    }
+
+    /// Settings other than the defaults.
+    pub fn builder() -> Builder {
+        Builder::default()
+    }
+
+    pub(crate) fn new(runtime: Arc<Runtime>, planning: bool, membership: Option<Membership>) -> Self {
+        Self {
+            runtime,
+            put_plans: HashMap::new(),
+            count: 0,
+            hash: Rolling::default(),
+            steps: 0,
+            planning,
+            ended: false,
+            vanishing: None,
+            membership,
+            one_issuer: PhantomData,
+        }
+    }
+
+    /// This process.
+    pub fn process(&self) -> ProcessId {
+        self.runtime.me
+    }
+
+    /// Number of processes in the job.
+    pub fn processes(&self) -> usize {
+        self.runtime.topology.processes()
+    }
+
+    /// The devices of the job and who owns them.
+    pub fn topology(&self) -> &Topology {
+        &self.runtime.topology
+    }
+
+    /// Whether this process only records what the others would do: it owns nothing, and runs neither
+    /// kernels nor closures. Guards output and files.
+    pub fn is_planning(&self) -> bool {
+        self.planning
+    }
+
+    /// Operations issued so far.
+    pub fn operations(&self) -> u64 {
+        self.count
+    }
+
+    /// A mesh over all devices of the job, in order, with these axes.
+    ///
+    /// # Errors
+    ///
+    /// Where the product of the sizes is not the number of devices.
+    pub fn mesh(&self, axes: &[(&str, usize)]) -> Result<Mesh> {
+        self.mesh_of(axes, self.runtime.topology.device_ids())
+    }
+
+    /// A mesh over chosen devices, row-major.
+    ///
+    /// # Errors
+    ///
+    /// Where the devices do not fill the axes, repeat, or are not of this job.
+    pub fn mesh_of(&self, axes: &[(&str, usize)], devices: &[DeviceId]) -> Result<Mesh> {
+        let mesh = Mesh::new(axes, devices.to_vec())?;
+        mesh.replicated().check_devices(&self.runtime.topology)?;
+        Ok(mesh)
+    }
+
+    /// Bytes of device memory of this process: in use now, and at most so far, over all its devices.
+    pub fn memory(&self) -> MemoryUse {
+        let stats = self.runtime.devices.iter().map(|device| device.pool.stats());
+        stats.fold(MemoryUse::default(), |sum, stats| MemoryUse {
+            live: sum.live + stats.live,
+            peak: sum.peak + stats.peak,
+            mapped: sum.mapped + stats.mapped,
+        })
+    }
+
+    /// Ends a step: for plans and traces, and a point at which the processes compare what they issued.
+    ///
+    /// Does not wait for anything.
+    ///
+    /// # Errors
+    ///
+    /// Where the job is known to have failed: an operation of this process did, a process is gone, or
+    /// the programs diverged. Unlike errors of other calls this one depends on what has happened so far,
+    /// and processes may see it in different steps.
+    pub fn step_end(&mut self) -> Result<()> {
+        self.steps += 1;
+        let step = self.steps;
+        self.runtime.with_router(|router| router.step_end(step));
+        self.runtime.trouble().map_or(Ok(()), |failure| Err(Error::failed(failure)))
+    }
+
+    /// Waits until this process's operations have ended and every other process has finished too.
+    ///
+    /// # Errors
+    ///
+    /// The first failure of an operation of this process, of the job, or of a peer.
+    pub fn finish(mut self) -> Result<()> {
+        self.ended = true;
+        self.runtime.wait_idle();
+        let result = match self.runtime.trouble() {
+            Some(failure) => {
+                self.runtime.leave(Some(&failure));
+                Err(failure)
+            }
+            None => {
+                self.runtime.with_router(|router| router.goodbye(None));
+                let result = self.runtime.wait_for_peers();
+                self.runtime.leave(None);
+                result
+            }
+        };
+        if let Some(membership) = self.membership.take() {
+            membership.leave();
+        }
+        result.map_err(Error::failed)
+    }
+
+    /// Takes the next number for an operation.
+    ///
+    /// `words` are everything about it that must be equal on all processes.
+    pub(crate) fn issue(
+        &mut self,
+        words: impl IntoIterator<Item = u64>,
+        what: Arc<dyn fmt::Display + Send + Sync>,
+        at: &'static Location<'static>,
+    ) -> u64 {
+        self.count += 1;
+        self.hash = words.into_iter().fold(self.hash, Rolling::mix);
+        if let Some(vanishing) = &self.vanishing {
+            vanishing.strike(self.count, &self.runtime);
+        }
+        self.runtime.record(OpRecord { op: self.count, hash: self.hash.value(), what, at });
+        self.count
+    }
+
+    /// Waits until the program may run further ahead of what has been carried out.
+    ///
+    /// Only ever for operations issued before: those need nothing of what comes after.
+    pub(crate) fn admit(&self, at: &'static Location<'static>) {
+        let runtime = &self.runtime;
+        let (ops, bytes) = (runtime.config.run_ahead_ops, runtime.config.run_ahead_bytes);
+        let counts = runtime.in_flight.counts();
+        if counts.ops < ops && counts.bytes < bytes {
+            return;
+        }
+        let _doing = runtime.status.enter(Doing::Waiting("running ahead", at));
+        loop {
+            let deadline = Instant::now() + runtime.config.patience;
+            let enough = runtime
+                .in_flight
+                .wait_until(deadline, |counts| counts.ops == 0 || (counts.ops < ops && counts.bytes < bytes));
+            if enough {
+                return;
+            }
+            runtime.report_hang(&format!(
+                "process {}: {at} waits for {} operations issued before it; {}",
+                runtime.me,
+                runtime.in_flight.counts().ops,
+                runtime.status.describe()
+            ));
+        }
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        if self.ended {
+            return;
+        }
+        let me = self.runtime.me;
+        let failure = match self.runtime.trouble() {
+            // What went wrong here goes on as it is: its root is what everybody wants to read.
+            Some(failure) => (*failure).clone(),
+            None => {
+                let how = if std::thread::panicking() { "panicked" } else { "ended" };
+                let message = format!("process {me} {how} before its program finished");
+                Failure::new(FailureKind::Left, me, self.count, message)
+            }
+        };
+        tracing::warn!(%failure, "a program ends without `finish`");
+        self.runtime.leave(Some(&failure));
+        if let Some(membership) = self.membership.take() {
+            membership.leave();
+        }
+    }
+}
+
+impl fmt::Debug for Program {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "Program(process {} of {}, {} operations issued)",
+            self.process(),
+            self.processes(),
+            self.count
+        )
+    }
+}
+
+/// Device memory of a process, in bytes.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct MemoryUse {
+    /// In use now.
+    pub live: u64,
+    /// In use or set aside, at most so far.
+    pub peak: u64,
+    /// Taken from the system so far.
+    pub mapped: u64,
+}

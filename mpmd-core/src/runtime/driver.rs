@@ -1,0 +1,220 @@
+//! Between the router and the transport: carries out what the router asks for.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use mpmd_transport::router::{Action, Body, Failure, FailureKind, OpRecord, Router};
+use mpmd_transport::{Handler, Header, Kind, Payload, ProcessId, Ticket, TransportError};
+
+use super::{Doing, InProcess, Outgoing, Runtime, Waiter};
+
+/// How long a closing transport may take to flush.
+const FLUSH_WITHIN: Duration = Duration::from_secs(2);
+
+/// What the transport calls. Holds the runtime weakly: a transport may outlive it.
+pub(super) struct Door(pub(super) Weak<Runtime>);
+
+impl Handler for Door {
+    fn arrived(&self, from: ProcessId, header: Header, payload: Payload) {
+        let Some(runtime) = self.0.upgrade() else { return };
+        let now = runtime.now();
+        runtime.with_router(|router| match payload {
+            // Pieces keep their payload; control messages are read here.
+            Payload::Inline(bytes) if header.kind != Kind::Eager => {
+                router.arrived(from, header, Payload::Empty, &bytes, now);
+            }
+            payload => router.arrived(from, header, payload, &[], now),
+        });
+    }
+
+    fn done(&self, ticket: Ticket, _: Result<(), TransportError>) {
+        // A send that failed needs no word of its own: its peer is gone, which is told separately.
+        if let Some(runtime) = self.0.upgrade() {
+            let guard = runtime.sending.lock().remove(&ticket.0);
+            drop(guard);
+        }
+    }
+
+    fn peer_down(&self, peer: ProcessId, why: TransportError) {
+        if let Some(runtime) = self.0.upgrade() {
+            runtime.peer_down(peer, &reason(&why));
+        }
+    }
+}
+
+impl Runtime {
+    /// Calls the router, then does what it asks for, outside its lock.
+    pub(crate) fn with_router<R>(self: &Arc<Self>, call: impl FnOnce(&mut Router<InProcess>) -> R) -> R {
+        let mut router = self.router.lock();
+        let result = call(&mut router);
+        if router.has_actions() {
+            let actions = router.take_actions();
+            drop(router);
+            self.act(actions);
+        }
+        result
+    }
+
+    /// This process issues an operation.
+    pub(crate) fn record(self: &Arc<Self>, record: OpRecord) {
+        let now = if self.transport.is_some() { self.now() } else { Duration::ZERO };
+        self.with_router(|router| router.issue(record, now));
+    }
+
+    /// A peer is gone, by the word of the transport or of the rendezvous.
+    pub(crate) fn peer_down(self: &Arc<Self>, peer: ProcessId, why: &str) {
+        self.with_router(|router| router.peer_down(peer, why));
+        self.changed.notify_all();
+    }
+
+    /// An operation has failed here; remembers the first.
+    pub(crate) fn remember(&self, failure: &Arc<Failure>) {
+        let mut trouble = self.trouble.lock();
+        trouble.first.get_or_insert_with(|| failure.clone());
+        self.changed.notify_all();
+    }
+
+    /// The failure that ends the job for this process, if there is one.
+    pub(crate) fn trouble(&self) -> Option<Arc<Failure>> {
+        let trouble = self.trouble.lock();
+        trouble.first.clone().or_else(|| trouble.lost.clone())
+    }
+
+    /// The job has failed: every process is told.
+    pub(crate) fn fail_job(self: &Arc<Self>, failure: Arc<Failure>) {
+        self.with_router(|router| router.fail(failure));
+    }
+
+    /// Waits until every peer has left too. An error where that cannot end well.
+    pub(crate) fn wait_for_peers(self: &Arc<Self>) -> Result<(), Arc<Failure>> {
+        let _doing = self.status.enter(Doing::Finishing);
+        loop {
+            if let Some(failure) = self.trouble() {
+                return Err(failure);
+            }
+            if self.with_router(|router| router.still_here()).is_empty() {
+                return self.trouble().map_or(Ok(()), Err);
+            }
+            // The ticker finds peers that fall silent, so this ends; the time-out covers the moment
+            // between the look above and the wait.
+            self.changed.wait_for(&mut self.trouble.lock(), Duration::from_millis(20));
+        }
+    }
+
+    /// Says goodbye and closes the transport.
+    pub(crate) fn leave(self: &Arc<Self>, failure: Option<&Failure>) {
+        self.with_router(|router| router.goodbye(failure));
+        if let Some(transport) = &self.transport {
+            transport.shutdown(FLUSH_WITHIN);
+        }
+        self.stopped.store(true, Ordering::Relaxed);
+    }
+
+    /// Waits until every operation of this process has ended, reporting each time patience runs out.
+    pub(crate) fn wait_idle(&self) {
+        let _doing = self.status.enter(Doing::Finishing);
+        while !self.in_flight.wait_until(Instant::now() + self.config.patience, |counts| counts.ops == 0) {
+            self.report_hang(&format!(
+                "process {}: finish waits for {} operations; {}",
+                self.me,
+                self.in_flight.counts().ops,
+                self.status.describe()
+            ));
+        }
+    }
+
+    /// Shows the user that something waits beyond its patience.
+    pub(crate) fn report_hang(&self, text: &str) {
+        tracing::warn!(target: "mpmd::hang", "{text}");
+        eprintln!("mpmd: still waiting after {:?}\n  {text}", self.config.patience);
+    }
+
+    fn act(self: &Arc<Self>, actions: Vec<Action<InProcess>>) {
+        for action in actions {
+            match action {
+                Action::Post { to, header, body } => self.post(to, header, body),
+                Action::Deliver { waiter, result } => self.deliver(waiter, result),
+                Action::Answer { to, op, piece } => {
+                    let doing = self.status.describe();
+                    self.with_router(|router| router.answer(to, op, piece, doing));
+                }
+                Action::Discard(outgoing) => drop(outgoing),
+                Action::HangReport(text) => self.report_hang(&text),
+                Action::PeerLost(failure) => {
+                    self.trouble.lock().lost.get_or_insert(failure);
+                    self.changed.notify_all();
+                }
+                Action::Failed(failure) => self.remember(&failure),
+            }
+        }
+        self.changed.notify_all();
+    }
+
+    fn post(&self, to: ProcessId, header: Header, body: Body<Outgoing>) {
+        let Some(transport) = &self.transport else { return };
+        match body {
+            Body::Empty => transport.post(to, header, None, Ticket::NONE),
+            Body::Control(bytes) => transport.post(to, header, Some(bytes.into()), Ticket::NONE),
+            Body::Cargo(Outgoing { buffer, guard }) => {
+                let ticket = self.next_ticket.fetch_add(1, Ordering::Relaxed);
+                self.sending.lock().insert(ticket, guard);
+                let payload = (!buffer.is_empty()).then_some(buffer);
+                transport.post(to, header, payload, Ticket(ticket));
+            }
+        }
+    }
+
+    fn deliver(self: &Arc<Self>, waiter: Waiter, result: Result<Payload, Arc<Failure>>) {
+        match waiter {
+            Waiter::Shard { assembly, region, from } => self.deliver_piece(&assembly, region, from, result),
+            Waiter::Bytes { promise, from, op } => self.deliver_bytes(promise, from, op, result),
+            Waiter::Nobody(_) => drop(result),
+        }
+    }
+
+    fn deliver_bytes(
+        self: &Arc<Self>,
+        promise: super::Promise,
+        from: ProcessId,
+        op: u64,
+        result: Result<Payload, Arc<Failure>>,
+    ) {
+        match result {
+            Err(failure) => promise.keep(Err(failure)),
+            Ok(Payload::Empty) => promise.keep(Ok(Vec::new().into())),
+            Ok(Payload::Inline(bytes)) => promise.keep(Ok(bytes)),
+            Ok(Payload::Waiting(fetch)) => match self.staging.allocate(fetch.bytes() as usize) {
+                Ok(buffer) => {
+                    let runtime = self.clone();
+                    fetch.fetch(
+                        buffer,
+                        Box::new(move |result| {
+                            promise.keep(match result {
+                                Ok(buffer) => Ok(buffer.freeze()),
+                                Err(error) => Err(runtime.fetch_failed(from, op, &error)),
+                            });
+                        }),
+                    );
+                }
+                Err(error) => {
+                    let message = format!("{error}, for a piece of operation {op}");
+                    promise.keep(Err(Arc::new(Failure::new(FailureKind::Memory, self.me, op, message))));
+                }
+            },
+        }
+    }
+
+    /// The failure of an operation whose piece broke off on its way.
+    pub(super) fn fetch_failed(&self, from: ProcessId, op: u64, error: &TransportError) -> Arc<Failure> {
+        self.router.lock().lost_while(from, op, &reason(error))
+    }
+}
+
+/// What a transport error says beyond the process's name, which the router adds.
+fn reason(error: &TransportError) -> String {
+    match error {
+        TransportError::PeerGone { why, .. } => why.clone(),
+        other => other.to_string(),
+    }
+}

@@ -1,0 +1,84 @@
+//! Memory for an operation's results: set aside when it is issued, in the order of operations.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Weak};
+use std::time::Instant;
+
+use mpmd_transport::memory::Reservation;
+use mpmd_transport::router::{Failure, FailureKind};
+
+use super::Runtime;
+use crate::array::Placed;
+
+/// Arrays smaller than this are not worth naming when memory runs out.
+const WORTH_NAMING: u64 = 64 << 10;
+
+/// Large arrays of this process, to be named when memory runs out.
+#[derive(Default)]
+pub(crate) struct Holders {
+    arrays: BTreeMap<(u64, u32), Weak<Placed>>,
+    sweep_at: usize,
+}
+
+impl Holders {
+    fn insert(&mut self, key: (u64, u32), array: &Arc<Placed>) {
+        if self.arrays.len() >= self.sweep_at {
+            self.arrays.retain(|_, array| array.strong_count() > 0);
+            self.sweep_at = (2 * self.arrays.len()).max(256);
+        }
+        self.arrays.insert(key, Arc::downgrade(array));
+    }
+
+    fn largest(&self, count: usize) -> Vec<Arc<Placed>> {
+        let mut alive: Vec<_> = self.arrays.values().filter_map(Weak::upgrade).collect();
+        alive.sort_by_key(|array| std::cmp::Reverse(array.local_bytes()));
+        alive.truncate(count);
+        alive
+    }
+}
+
+impl Runtime {
+    /// Sets `bytes` aside on a device of this process.
+    ///
+    /// Waits for operations that were issued before and will free memory; with none of those left it
+    /// is an error that names the largest holders. It never waits for anything issued later.
+    pub(crate) fn reserve(
+        &self,
+        local_index: usize,
+        bytes: usize,
+        op: u64,
+        what: &dyn fmt::Display,
+    ) -> Result<Reservation, Arc<Failure>> {
+        let pool = &self.devices[local_index].pool;
+        loop {
+            let before = self.in_flight.counts();
+            let error = match pool.reserve(bytes) {
+                Ok(reservation) => return Ok(reservation),
+                Err(error) => error,
+            };
+            if before.ops == 0 {
+                let mut message = format!("operation {op} ({what}): out of memory on {error}");
+                for array in self.holders.lock().largest(5) {
+                    message.push_str(&format!("; {} bytes in {}", array.local_bytes(), array.describe()));
+                }
+                return Err(Arc::new(Failure::new(FailureKind::Memory, self.me, op, message)));
+            }
+            let deadline = Instant::now() + self.config.patience;
+            if !self.in_flight.wait_until(deadline, |counts| counts.ended > before.ended) {
+                self.report_hang(&format!(
+                    "process {}: operation {op} ({what}) waits for memory; {}",
+                    self.me,
+                    self.status.describe()
+                ));
+            }
+        }
+    }
+
+    /// Remembers who holds memory.
+    pub(crate) fn holds(&self, array: &Arc<Placed>) {
+        if array.local_bytes() >= WORTH_NAMING {
+            self.holders.lock().insert(array.origin(), array);
+        }
+    }
+}

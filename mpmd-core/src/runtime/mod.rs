@@ -1,0 +1,220 @@
+//! What carries operations out on this process: device queues, transfers, and the one door to the
+//! transport (invariant *one-way-in*).
+//!
+//! The program thread issues; everything else happens on the threads below, driven by data:
+//!
+//! - one thread for each device: kernels, strictly in the order of their operations;
+//! - the *mover*: copies between buffers, packing and unpacking of pieces;
+//! - the transport's threads: messages in, handed to the [router](mpmd_transport::router);
+//! - the *ticker*: heartbeats, probes, hang reports;
+//! - *callbacks*: closures of the user's that wait for arrays.
+
+mod assembly;
+mod driver;
+mod exchange;
+mod hash;
+mod in_flight;
+mod memory;
+mod slot;
+mod status;
+mod transfer;
+mod worker;
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use mpmd_transport::router::{Cargo, Failure, Router};
+use mpmd_transport::{Payload, Pool, ProcessId, SharedBuffer, Transport, router};
+use parking_lot::{Condvar, Mutex};
+
+pub(crate) use assembly::Assembly;
+pub(crate) use exchange::Exchange;
+use exchange::Mailbox;
+pub(crate) use hash::Rolling;
+pub(crate) use in_flight::{InFlight, OpGuard};
+use memory::Holders;
+pub(crate) use slot::{Outcome, Promise, Slot};
+pub(crate) use status::{Doing, Status};
+pub(crate) use transfer::{PutPlan, Source};
+use worker::Worker;
+
+use crate::region::Region;
+use crate::topology::{DeviceId, Topology};
+
+/// How often the ticker looks at the clock.
+const TICK: Duration = Duration::from_millis(50);
+
+/// Settings of a [`Runtime`].
+#[derive(Clone, Debug)]
+pub(crate) struct RuntimeConfig {
+    pub(crate) epoch: u64,
+    pub(crate) patience: Duration,
+    pub(crate) heartbeat: Duration,
+    pub(crate) run_ahead_ops: usize,
+    pub(crate) run_ahead_bytes: u64,
+    pub(crate) device_memory: Option<u64>,
+}
+
+/// A device that this process owns.
+pub(crate) struct LocalDevice {
+    pub(crate) id: DeviceId,
+    pub(crate) pool: Pool,
+    queue: Worker,
+}
+
+/// One process's part of a job. Everything but the program thread's own numbering.
+pub(crate) struct Runtime {
+    pub(crate) me: ProcessId,
+    pub(crate) topology: Topology,
+    pub(crate) config: RuntimeConfig,
+    pub(crate) devices: Vec<LocalDevice>,
+    /// For pieces on their way, control payloads and host values.
+    pub(crate) staging: Pool,
+    pub(crate) in_flight: Arc<InFlight>,
+    pub(crate) status: Status,
+    start: Instant,
+    router: Mutex<Router<InProcess>>,
+    transport: Option<Arc<dyn Transport>>,
+    mover: Worker,
+    callbacks: Worker,
+    mailbox: Mailbox,
+    holders: Mutex<Holders>,
+    /// Operations whose bytes the transport still holds, by ticket.
+    sending: Mutex<HashMap<u64, OpGuard>>,
+    next_ticket: AtomicU64,
+    trouble: Mutex<Trouble>,
+    /// Notified when a peer leaves or something fails.
+    changed: Condvar,
+    /// Hung up when the runtime is dropped or shut down.
+    stopped: Arc<AtomicBool>,
+}
+
+/// What has gone wrong so far.
+#[derive(Default)]
+struct Trouble {
+    /// The first failure of an operation here, or of the job.
+    first: Option<Arc<Failure>>,
+    /// The first peer that went away before its time.
+    lost: Option<Arc<Failure>>,
+}
+
+/// What this runtime sends through its router.
+pub(crate) struct InProcess;
+
+impl Cargo for InProcess {
+    type Outgoing = Outgoing;
+    type Incoming = Payload;
+    type Waiter = Waiter;
+}
+
+/// A piece on its way out, and the operation it keeps in flight.
+pub(crate) struct Outgoing {
+    pub(crate) buffer: SharedBuffer,
+    pub(crate) guard: OpGuard,
+}
+
+/// What waits for a piece.
+pub(crate) enum Waiter {
+    /// A shard that is put together from pieces.
+    Shard { assembly: Arc<Assembly>, region: Region, from: ProcessId },
+    /// Somebody who wants the bytes.
+    Bytes { promise: Promise, from: ProcessId, op: u64 },
+    /// Nobody any more: it must be taken all the same, for its sender's sake.
+    Nobody(#[expect(dead_code, reason = "held for its drop")] OpGuard),
+}
+
+impl Runtime {
+    /// Starts the threads of this process's part of a job.
+    ///
+    /// # Errors
+    ///
+    /// Where the system gives no more threads.
+    pub(crate) fn start(
+        me: ProcessId,
+        topology: Topology,
+        config: RuntimeConfig,
+        transport: Option<Arc<dyn Transport>>,
+    ) -> std::io::Result<Arc<Self>> {
+        let devices = topology
+            .devices_of(me)
+            .iter()
+            .map(|id| {
+                let pool = Pool::new(format!("{id} of process {me}"), config.device_memory);
+                Ok(LocalDevice { id: *id, pool, queue: Worker::start(format!("mpmd-{id}"))? })
+            })
+            .collect::<std::io::Result<Vec<_>>>()?;
+        let router = Router::new(router::Config {
+            process: me,
+            processes: topology.processes(),
+            epoch: config.epoch,
+            patience: config.patience,
+            heartbeat: config.heartbeat,
+        });
+        let runtime = Arc::new(Self {
+            me,
+            status: Status::new(devices.iter().map(|device| device.id.to_string())),
+            topology,
+            staging: Pool::new(format!("staging of process {me}"), None),
+            devices,
+            in_flight: Arc::default(),
+            start: Instant::now(),
+            router: Mutex::new(router),
+            transport,
+            mover: Worker::start("mpmd-mover".to_owned())?,
+            callbacks: Worker::start("mpmd-callbacks".to_owned())?,
+            mailbox: Mailbox::default(),
+            holders: Mutex::default(),
+            sending: Mutex::default(),
+            next_ticket: AtomicU64::new(1),
+            trouble: Mutex::default(),
+            changed: Condvar::new(),
+            stopped: Arc::default(),
+            config,
+        });
+        if let Some(transport) = &runtime.transport {
+            transport.start(Arc::new(driver::Door(Arc::downgrade(&runtime))));
+            runtime.start_ticker()?;
+        }
+        Ok(runtime)
+    }
+
+    /// Time since this runtime started; the router's clock.
+    pub(crate) fn now(&self) -> Duration {
+        self.start.elapsed()
+    }
+
+    /// The local index of a device, where this process owns it.
+    pub(crate) fn local_index(&self, device: DeviceId) -> Option<usize> {
+        self.devices.iter().position(|local| local.id == device)
+    }
+
+    /// Queues a kernel on a device of this process.
+    pub(crate) fn run_on(&self, local_index: usize, job: worker::Job) {
+        self.devices[local_index].queue.push(job);
+    }
+
+    /// Queues a copy.
+    pub(crate) fn move_data(&self, job: worker::Job) {
+        self.mover.push(job);
+    }
+
+    /// Queues a closure of the user's.
+    pub(crate) fn call_back(&self, job: worker::Job) {
+        self.callbacks.push(job);
+    }
+
+    fn start_ticker(self: &Arc<Self>) -> std::io::Result<()> {
+        let weak: Weak<Self> = Arc::downgrade(self);
+        let stopped = self.stopped.clone();
+        std::thread::Builder::new().name("mpmd-ticker".to_owned()).spawn(move || {
+            while !stopped.load(std::sync::atomic::Ordering::Relaxed) {
+                std::thread::sleep(TICK);
+                let Some(runtime) = weak.upgrade() else { break };
+                runtime.with_router(|router| router.tick(runtime.now()));
+            }
+        })?;
+        Ok(())
+    }
+}

@@ -1,0 +1,107 @@
+//! The first program a user reads, over any number of processes.
+
+use mpmd_core::prelude::*;
+use mpmd_core::random::{Key, normal_f32};
+use mpmd_core::{Simulation, simulate};
+
+/// h = x @ w; columns of w on each device.
+struct Up;
+
+impl Kernel for Up {
+    type In = (MpmdArray, MpmdArray);
+    type Out = MpmdArray;
+
+    fn infer(&self, (w, x): &(ShapedArray, ShapedArray)) -> Result<Signature<ShapedArray>> {
+        if w.shape()[0] != x.shape()[1] {
+            return Err(Error::kernel(format!("{x} @ {w}: inner dimensions differ")));
+        }
+        Ok(Signature::new(ShapedArray::new(&[x.shape()[0], w.shape()[1]], x.dtype())))
+    }
+
+    fn run(&self, _: &mut Context<'_>, (w, x): (View<'_>, View<'_>), mut y: ViewMut<'_>) -> Result<()> {
+        product(&x, &w, y.as_mut_slice()?)
+    }
+}
+
+/// y = h @ w; rows of w on each device, summed over the axis.
+struct Down;
+
+impl Kernel for Down {
+    type In = (MpmdArray, MpmdArray);
+    type Out = MpmdArray;
+
+    fn infer(&self, (w, h): &(ShapedArray, ShapedArray)) -> Result<Signature<ShapedArray>> {
+        let y = ShapedArray::new(&[h.shape()[0], w.shape()[1]], h.dtype());
+        Ok(Signature::new(y.clone()).all_reduce("model", y))
+    }
+
+    fn run(&self, cx: &mut Context<'_>, (w, h): (View<'_>, View<'_>), mut y: ViewMut<'_>) -> Result<()> {
+        product(&h, &w, y.as_mut_slice()?)?;
+        cx.all_reduce("model", y.as_mut_slice::<f32>()?)
+    }
+}
+
+fn product(a: &View<'_>, b: &View<'_>, c: &mut [f32]) -> Result<()> {
+    let (m, k, n) = (a.shape()[0], a.shape()[1], b.shape()[1]);
+    let (a, b) = (a.as_slice::<f32>()?, b.as_slice::<f32>()?);
+    for i in 0..m {
+        for j in 0..n {
+            c[i * n + j] = (0..k).map(|l| a[i * k + l] * b[l * n + j]).sum();
+        }
+    }
+    Ok(())
+}
+
+fn init(key: u64) -> impl Fn(&Region, ViewMut<'_>) -> Result<()> {
+    move |region, mut view| {
+        let (rows, cols) = (region.range(0), region.range(1));
+        let width = view.global().shape()[1];
+        let elements = rows.flat_map(|row| cols.clone().map(move |col| (row * width + col) as u64));
+        for (value, element) in view.as_mut_slice::<f32>()?.iter_mut().zip(elements) {
+            *value = normal_f32(Key(key), element);
+        }
+        Ok(())
+    }
+}
+
+fn two_stages(p: &mut Program) -> Result<Option<Vec<f32>>> {
+    let stages = p.mesh(&[("stage", 2), ("model", 2)])?.split("stage")?;
+    let (front, back) = (&stages[0], &stages[1]);
+    let w0 = p.make(f32s([16, 64]), &front.sharding(spec![None, "model"]), init(0))?;
+    let w1 = p.make(f32s([64, 8]), &back.sharding(spec!["model", None]), init(1))?;
+    let first = p.jit(Up).on(front).outputs(front.sharding(spec![None, "model"])).build()?;
+    let second = p.jit(Down).on(back).outputs(back.replicated()).build()?;
+
+    let host = MpmdArray::from_slice(&[4, 16], &(0..64).map(|i| i as f32 / 64.0).collect::<Vec<_>>())?;
+    let x = p.device_put(&host, front.replicated())?;
+    let h = first.call(p, (w0, x))?;
+    let h = p.device_put(&h, back.sharding(spec![None, "model"]))?;
+    let y = second.call(p, (w1, h))?;
+    p.step_end()?;
+    y.to_host()?.map(|y| y.to_vec::<f32>().map_err(Error::from)).transpose()
+}
+
+#[test]
+fn two_stages_give_the_same_numbers_on_any_number_of_processes() {
+    let alone = simulate(1, 4, 0, two_stages).remove(0).unwrap().expect("owned");
+    assert!(alone.iter().all(|value| value.is_finite() && *value != 0.0));
+    for processes in [2, 4] {
+        for seed in 0..10 {
+            let results = simulate(processes, 4, seed, two_stages);
+            let owners = results.into_iter().map(|result| result.unwrap()).collect::<Vec<_>>();
+            assert!(owners[..processes / 2].iter().all(Option::is_none), "the front has no part of y");
+            for values in &owners[processes / 2..] {
+                assert_eq!(values.as_ref(), Some(&alone), "{processes} processes, seed {seed}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_lost_process_is_an_error_on_every_other() {
+    let results = Simulation::new(4, 4).lose(mpmd_core::ProcessId(1), 4).run(two_stages);
+    for (process, result) in results.into_iter().enumerate() {
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains("process 1"), "process {process}: {error}");
+    }
+}
