@@ -119,6 +119,8 @@ impl Drive {
             }
         }
         let (handler, asked) = tokio::select! {
+            // A handler that was given before the end hears of what ends.
+            biased;
             // An error means that the transport was dropped: `close` was too.
             Ok(handler) = &mut start => (handler, None),
             asked = &mut close => (Arc::new(Deaf) as Arc<dyn Handler>, Some(asked)),
