@@ -30,7 +30,7 @@ pub trait Transport: Send + Sync {
     /// Where it was called before.
     fn start(&self, handler: Arc<dyn Handler>);
 
-    /// Queues a message to `to`. Never blocks, and never calls the handler on this thread.
+    /// Queues a message to `to`. Never blocks, and never calls the handler from within.
     ///
     /// `payload` must have exactly [`Header::payload_bytes`] bytes; the transport holds on to it until
     /// [`Handler::done`], which is called exactly once for every ticket but [`Ticket::NONE`], also
