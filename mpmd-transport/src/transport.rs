@@ -30,18 +30,18 @@ pub trait Transport: Send + Sync {
     /// Where it was called before.
     fn start(&self, handler: Arc<dyn Handler>);
 
-    /// Queues a message to `to`. Never blocks, and never calls the handler on this thread.
+    /// Queues a message to `to`. Never blocks, and never calls the handler from within.
     ///
     /// `payload` must have exactly [`Header::payload_bytes`] bytes; the transport holds on to it until
     /// [`Handler::done`], which is called exactly once for every ticket but [`Ticket::NONE`], also
-    /// where the peer is gone. [`Kind::Data`](crate::Kind::Data) never delays other kinds. What is
+    /// where the peer is gone. [`Kind::Data`] never delays other kinds. What is
     /// posted once [`Transport::shutdown`] has returned is dropped without a word.
     ///
     /// # Panics
     ///
     /// Where `to` is this process or none of the job, where `payload` has another length than the
     /// header says, or where a kind other than `Data` carries more than
-    /// [`MAX_CONTROL_BYTES`](crate::wire::MAX_CONTROL_BYTES).
+    /// [`MAX_CONTROL_BYTES`].
     fn post(&self, to: ProcessId, header: Header, payload: Option<SharedBuffer>, ticket: Ticket);
 
     /// Lets the calling thread drive the transport for a moment; true where that did anything.
@@ -55,7 +55,8 @@ pub trait Transport: Send + Sync {
     ///
     /// Messages go on arriving meanwhile; what is posted meanwhile ends with
     /// [`TransportError::Closed`], as does what the deadline cut off. After it no more calls reach the
-    /// handler, and every open ticket has ended. A second call does nothing.
+    /// handler, and every open ticket has ended. A second call does nothing. Not to be called by the
+    /// handler, which it waits for.
     fn shutdown(&self, deadline: Duration);
 }
 

@@ -44,27 +44,22 @@ impl Delivery {
     }
 
     fn arrival(&self, handler: &dyn Handler, from: ProcessId, message: u64, header: Header) {
-        // An error means that the sender was killed in this moment: its message is lost.
-        let Ok(payload) = self.core.payload_of(from, message) else { return };
-        let payload = match payload {
-            Some(bytes) if bytes.is_empty() => Payload::Empty,
-            Some(_) if header.kind == Kind::Data && header.bytes > INLINE_BYTES => {
-                Payload::Waiting(Box::new(Waiting {
-                    core: self.core.clone(),
-                    on: self.process,
-                    from,
-                    message: Some(message),
-                    bytes: header.bytes,
-                }))
-            }
-            Some(bytes) => Payload::Inline(bytes),
-            None => Payload::Empty,
-        };
-        let taken = !matches!(payload, Payload::Waiting(_));
-        handler.arrived(from, header, payload);
-        if taken {
-            self.core.end(from, message);
+        if header.kind == Kind::Data && header.bytes > INLINE_BYTES {
+            let waiting = Waiting {
+                core: self.core.clone(),
+                on: self.process,
+                from,
+                message: Some(message),
+                bytes: header.bytes,
+            };
+            handler.arrived(from, header, Payload::Waiting(Box::new(waiting)));
+            return;
         }
+        // An error means that the sender was killed in this moment: its message is lost.
+        let Ok(payload) = self.core.deliver(from, message) else { return };
+        let payload = payload.filter(|bytes| !bytes.is_empty()).map_or(Payload::Empty, Payload::Inline);
+        handler.arrived(from, header, payload);
+        self.core.end(from, message);
     }
 }
 

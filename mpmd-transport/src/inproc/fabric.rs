@@ -20,8 +20,8 @@ use super::Faults;
 /// How long a shutdown waits, beyond its deadline, for a handler call that is under way.
 const LAST_CALL: Duration = Duration::from_secs(1);
 
-/// What all endpoints share. One lock: never held while a handler runs, or while anything is dropped
-/// that could run foreign code.
+/// What all endpoints share. One lock: never held while a handler runs, or while anything but payloads
+/// is dropped.
 pub(super) struct Core {
     faults: Faults,
     state: Mutex<State>,
@@ -65,6 +65,8 @@ struct Open {
     to: ProcessId,
     ticket: Ticket,
     payload: Option<SharedBuffer>,
+    /// Whether the receiver's handler has it in this moment.
+    delivered: bool,
 }
 
 /// Something for a delivery thread to do.
@@ -116,9 +118,8 @@ impl Core {
             (Life::Alive, Life::Alive | Life::Closing) => None,
         };
         if let Some(error) = refused {
+            drop(payload);
             self.say_done(&mut state, from, ticket, Err(error));
-            // The payload goes after the lock does: its end may run a pool's code.
-            drop(state);
             return;
         }
         let node = state.node(from);
@@ -126,7 +127,7 @@ impl Core {
         node.posted[to.index()] += 1;
         let due = Instant::now() + self.faults.delay_of(from, to, sequence);
         let message = state.next;
-        state.node(from).open.insert(message, Open { to, ticket, payload });
+        state.node(from).open.insert(message, Open { to, ticket, payload, delivered: false });
         self.push(&mut state, to, due, Event::Arrival { from, message, header });
     }
 
@@ -143,14 +144,26 @@ impl Core {
         }
     }
 
+    /// As `payload_of`, for a message that its receiver's handler is about to have.
+    pub(super) fn deliver(
+        &self,
+        from: ProcessId,
+        message: u64,
+    ) -> Result<Option<SharedBuffer>, TransportError> {
+        if let Some(open) = self.state.lock().node(from).open.get_mut(&message) {
+            open.delivered = true;
+        }
+        self.payload_of(from, message)
+    }
+
     /// Ends a message; does nothing where something else has ended it before.
     pub(super) fn end(&self, from: ProcessId, message: u64) {
         let mut state = self.state.lock();
-        let Some(open) = state.node(from).open.remove(&message) else { return };
-        self.say_done(&mut state, from, open.ticket, Ok(()));
+        let Some(Open { ticket, payload, .. }) = state.node(from).open.remove(&message) else { return };
+        // Who hears that it is done may count on being the only holder.
+        drop(payload);
+        self.say_done(&mut state, from, ticket, Ok(()));
         self.changed[from.index()].notify_all();
-        drop(state);
-        drop(open);
     }
 
     /// Queues the copying of a payload on `on`'s thread; gives it back where that thread has ended.
@@ -224,19 +237,20 @@ impl Core {
                 node.queue.retain(
                     |queued| !matches!(&queued.event, Event::Arrival { from, .. } if *from == process),
                 );
-                let lost = node.open.extract_if(|_, open| open.to == process);
+                // In an orderly end, who has a message has it: its ticket ends as the handler returns.
+                let keeps = life == Life::Closed;
+                let lost = node.open.extract_if(|_, open| open.to == process && !(keeps && open.delivered));
                 ended.extend(lost.map(|(_, open)| (other, open, gone(process, why))));
                 if matches!(node.life, Life::Alive | Life::Closing) {
                     self.push_now(&mut state, other, Event::Down(process, gone(process, why)));
                 }
             }
         }
-        for (sender, open, error) in &ended {
-            self.say_done(&mut state, *sender, open.ticket, Err(error.clone()));
+        for (sender, Open { ticket, payload, .. }, error) in ended {
+            drop(payload);
+            self.say_done(&mut state, sender, ticket, Err(error));
             self.changed[sender.index()].notify_all();
         }
-        drop(state);
-        drop(ended);
     }
 
     fn stop(&self, state: &mut State, process: ProcessId) {

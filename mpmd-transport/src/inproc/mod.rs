@@ -3,6 +3,10 @@
 //! A [`Fabric`] connects a number of [`Inproc`] endpoints. Each endpoint has one delivery thread, on
 //! which its handler is called; the fabric can [kill](Fabric::kill) an endpoint and, by [`Faults`],
 //! delay messages by a seed so that they overtake each other.
+//!
+//! Control payloads, and data of up to 16 KiB, arrive [inline](crate::Payload::Inline): as the very
+//! buffer that was posted. Larger data [waits](crate::Payload::Waiting) with its sender and is copied
+//! when it is fetched.
 
 mod delivery;
 mod fabric;
@@ -104,7 +108,7 @@ impl Transport for Inproc {
 
     /// # Panics
     ///
-    /// Also where the system gives no thread.
+    /// Where it was called before, or after [`Transport::shutdown`], and where the system gives no thread.
     fn start(&self, handler: Arc<dyn Handler>) {
         delivery::start(&self.core, self.process, handler);
     }

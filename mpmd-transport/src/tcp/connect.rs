@@ -23,8 +23,9 @@ use super::{Tcp, TcpConfig};
 
 /// How long a connection may take to say who it is.
 const PREAMBLE_PATIENCE: Duration = Duration::from_secs(5);
-/// Connections that have not said yet who they are; while there are so many, no more are accepted.
-const MOST_STRANGERS: usize = 1024;
+/// Connections beyond those of peers that have not said yet who they are; while there are so many, no
+/// more are accepted.
+const MOST_STRANGERS: usize = 256;
 const FIRST_RETRY: Duration = Duration::from_millis(10);
 const LAST_RETRY: Duration = Duration::from_millis(500);
 
@@ -146,7 +147,8 @@ async fn connect_all(listener: Listener, config: TcpConfig) -> Result<Vec<Option
         if missing.is_empty() {
             break;
         }
-        let expects = missing.iter().any(|peer| *peer > process) && meetings.len() < MOST_STRANGERS;
+        let expects =
+            missing.iter().any(|peer| *peer > process) && meetings.len() < MOST_STRANGERS + 2 * peers.len();
         tokio::select! {
             () = sleep_until(deadline) => return Err(TransportError::TimedOut {
                 what: name_missing(&missing, peers.len(), &words.lock()),

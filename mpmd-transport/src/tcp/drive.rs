@@ -119,6 +119,8 @@ impl Drive {
             }
         }
         let (handler, asked) = tokio::select! {
+            // A handler that was given before the end hears of what ends.
+            biased;
             // An error means that the transport was dropped: `close` was too.
             Ok(handler) = &mut start => (handler, None),
             asked = &mut close => (Arc::new(Deaf) as Arc<dyn Handler>, Some(asked)),
@@ -155,6 +157,10 @@ impl Drive {
         }
         tasks.shutdown().await;
         shared.fail_all();
+        // The tasks are gone, but a poster may be in the middle of a write, which never waits.
+        while shared.lines().any(Line::is_in_use) {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
         loop {
             let endings = shared.endings.take(true);
             if endings.is_empty() {

@@ -37,6 +37,8 @@ pub(super) struct Line {
 struct State {
     /// Away while somebody has the turn; gone after the end.
     half: Option<OwnedWriteHalf>,
+    /// Whether somebody has the turn.
+    turn: bool,
     queue: VecDeque<Message>,
     end: End,
 }
@@ -59,7 +61,7 @@ struct Message {
 
 impl Line {
     pub(super) fn new(half: OwnedWriteHalf) -> Self {
-        let state = State { half: Some(half), queue: VecDeque::new(), end: End::Open };
+        let state = State { half: Some(half), turn: false, queue: VecDeque::new(), end: End::Open };
         Self { state: Mutex::new(state), wake: Notify::new(), progress: AtomicU64::new(0) }
     }
 
@@ -86,6 +88,7 @@ impl Line {
         match state.half.take() {
             Some(half) if direct && first => {
                 let queue = std::mem::take(&mut state.queue);
+                state.turn = true;
                 drop(state);
                 // What is left, for whatever reason, is the writer task's, which the end of the turn wakes.
                 let _ = Turn { line: self, half: Some(half), queue, endings }.write();
@@ -126,6 +129,11 @@ impl Line {
             message.end(Err(error.clone()), endings);
         }
         self.wake.notify_one();
+    }
+
+    /// Whether somebody is writing, and may still have tickets to end.
+    pub(super) fn is_in_use(&self) -> bool {
+        self.state.lock().turn
     }
 
     /// Whether everything is sent that will be.
@@ -171,6 +179,7 @@ impl Line {
         let Some(half) = state.half.take() else { return Next::Wait };
         if !state.queue.is_empty() {
             let queue = std::mem::take(&mut state.queue);
+            state.turn = true;
             return Next::Write(Turn { line: self, half: Some(half), queue, endings });
         }
         if let End::Last(error) = &state.end {
@@ -269,11 +278,14 @@ impl Drop for Turn<'_> {
             for message in self.queue.drain(..) {
                 message.end(Err(error.clone()), self.endings);
             }
+            // Only now: who waits for the turn counts on the tickets.
+            self.line.state.lock().turn = false;
             return;
         }
         self.queue.append(&mut state.queue);
         std::mem::swap(&mut self.queue, &mut state.queue);
         state.half = self.half.take();
+        state.turn = false;
         let work = !state.queue.is_empty() || !matches!(state.end, End::Open);
         drop(state);
         if work {

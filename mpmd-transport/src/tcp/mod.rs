@@ -31,7 +31,7 @@ use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
 use crate::memory::{Pool, SharedBuffer};
-use crate::transport::{Handler, Ticket, Transport, TransportError, check_post};
+use crate::transport::{Handler, Ticket, Transport, check_post};
 use crate::wire::{Header, ProcessId};
 
 pub use connect::Listener;
@@ -69,7 +69,7 @@ impl fmt::Debug for TcpConfig {
 /// The transport over sockets; made by [`Listener::connect`].
 ///
 /// Dropped without [`Transport::shutdown`] it closes its sockets at once, which peers see as its
-/// death; open tickets end with [`TransportError::Closed`], on the transport's thread.
+/// death; open tickets end with [`Closed`](crate::TransportError::Closed), on the transport's thread.
 pub struct Tcp {
     shared: Arc<Shared>,
     /// Taken by `start`.

@@ -1,0 +1,180 @@
+//! A handler that writes down what it hears.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use mpmd_transport::transport::Fetch;
+use mpmd_transport::{Handler, Header, Payload, Pool, ProcessId, Ticket, TransportError};
+use parking_lot::{Condvar, Mutex};
+
+use crate::cluster::pattern_is_intact;
+
+/// How long a test waits for something that has to come.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What to do with payloads that wait.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Manner {
+    Fetch,
+    Hold,
+    Discard,
+}
+
+/// Records all calls, in order.
+pub(crate) struct Recorder {
+    me: std::sync::Weak<Self>,
+    pub(crate) pool: Pool,
+    seen: Mutex<Seen>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+pub(crate) struct Seen {
+    pub(crate) manner: Option<Manner>,
+    /// Messages whose payload is complete, in order of completion.
+    pub(crate) complete: Vec<Arrived>,
+    /// Payloads that wait, by the manner [`Manner::Hold`].
+    pub(crate) held: Vec<(ProcessId, Header, Box<dyn Fetch>)>,
+    pub(crate) discarded: usize,
+    pub(crate) lost: Vec<TransportError>,
+    pub(crate) done: BTreeMap<Ticket, Vec<Result<(), TransportError>>>,
+    pub(crate) down: Vec<(ProcessId, TransportError)>,
+    /// All of the above in the order it was heard.
+    pub(crate) log: Vec<&'static str>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Arrived {
+    pub(crate) from: ProcessId,
+    pub(crate) header: Header,
+    /// Whether the payload is that of [`pattern`](crate::cluster::pattern) for this message.
+    pub(crate) intact: bool,
+}
+
+impl Recorder {
+    pub(crate) fn new(manner: Manner) -> Arc<Self> {
+        Arc::new_cyclic(|me| Self {
+            me: me.clone(),
+            pool: Pool::new("recorder", None),
+            seen: Mutex::new(Seen { manner: Some(manner), ..Seen::default() }),
+            changed: Condvar::new(),
+        })
+    }
+
+    pub(crate) fn set_manner(&self, manner: Manner) {
+        self.seen.lock().manner = Some(manner);
+    }
+
+    /// Waits until `enough` of what was seen; fails the test where that does not come.
+    pub(crate) fn wait<T>(&self, what: &str, enough: impl Fn(&Seen) -> Option<T>) -> T {
+        let until = Instant::now() + PATIENCE;
+        let mut seen = self.seen.lock();
+        loop {
+            if let Some(found) = enough(&seen) {
+                return found;
+            }
+            let late = self.changed.wait_until(&mut seen, until).timed_out();
+            assert!(!late, "{what} has not come; heard so far: {:?}, done: {:?}", seen.log, seen.done);
+        }
+    }
+
+    /// Waits for `count` complete messages; all must be intact.
+    pub(crate) fn wait_complete(&self, count: usize) -> Vec<Arrived> {
+        let complete =
+            self.wait("a message", |seen| (seen.complete.len() >= count).then(|| seen.complete.clone()));
+        assert!(complete.iter().all(|message| message.intact), "{complete:?}");
+        assert_eq!(complete.len(), count, "{complete:?}");
+        complete
+    }
+
+    pub(crate) fn wait_held(&self, count: usize) {
+        self.wait("a payload to hold", |seen| (seen.held.len() >= count).then_some(()));
+    }
+
+    pub(crate) fn wait_done(&self, ticket: Ticket) -> Result<(), TransportError> {
+        self.wait("the end of a ticket", |seen| seen.done.get(&ticket).map(|results| results[0].clone()))
+    }
+
+    pub(crate) fn wait_down(&self, peer: ProcessId) -> TransportError {
+        self.wait("the end of a peer", |seen| {
+            seen.down.iter().find(|(down, _)| *down == peer).map(|(_, why)| why.clone())
+        })
+    }
+
+    pub(crate) fn read<T>(&self, look: impl FnOnce(&Seen) -> T) -> T {
+        look(&self.seen.lock())
+    }
+
+    /// Fetches all that is held.
+    pub(crate) fn release(&self) {
+        let held = std::mem::take(&mut self.seen.lock().held);
+        for (from, header, fetch) in held {
+            self.fetch(from, header, fetch);
+        }
+    }
+
+    /// Discards all that is held.
+    pub(crate) fn discard(&self) {
+        let held = std::mem::take(&mut self.seen.lock().held);
+        drop(held);
+    }
+
+    fn fetch(&self, from: ProcessId, header: Header, fetch: Box<dyn Fetch>) {
+        let into = self.pool.allocate(usize::try_from(fetch.bytes()).unwrap()).unwrap();
+        let me = self.me.clone();
+        fetch.fetch(
+            into,
+            Box::new(move |result| {
+                let Some(me) = me.upgrade() else { return };
+                match result {
+                    Ok(buffer) => me.complete(from, header, &buffer),
+                    Err(error) => me.note("lost", |seen| seen.lost.push(error)),
+                }
+            }),
+        );
+    }
+
+    fn complete(&self, from: ProcessId, header: Header, bytes: &[u8]) {
+        let intact = bytes.len() as u64 == header.payload_bytes() && pattern_is_intact(from, &header, bytes);
+        self.note("complete", |seen| seen.complete.push(Arrived { from, header, intact }));
+    }
+
+    fn note(&self, what: &'static str, change: impl FnOnce(&mut Seen)) {
+        let mut seen = self.seen.lock();
+        change(&mut seen);
+        seen.log.push(what);
+        self.changed.notify_all();
+    }
+}
+
+impl Handler for Recorder {
+    fn arrived(&self, from: ProcessId, header: Header, payload: Payload) {
+        match payload {
+            Payload::Empty => self.complete(from, header, &[]),
+            Payload::Inline(bytes) => self.complete(from, header, &bytes),
+            Payload::Waiting(fetch) => {
+                assert_eq!(fetch.bytes(), header.bytes);
+                let manner = self.seen.lock().manner;
+                match manner {
+                    Some(Manner::Hold) => {
+                        self.note("held", |seen| seen.held.push((from, header, fetch)));
+                    }
+                    Some(Manner::Discard) => {
+                        drop(fetch);
+                        self.note("discarded", |seen| seen.discarded += 1);
+                    }
+                    _ => self.fetch(from, header, fetch),
+                }
+            }
+        }
+    }
+
+    fn done(&self, ticket: Ticket, result: Result<(), TransportError>) {
+        self.note("done", |seen| seen.done.entry(ticket).or_default().push(result));
+    }
+
+    fn peer_down(&self, peer: ProcessId, why: TransportError) {
+        self.note("down", |seen| seen.down.push((peer, why)));
+    }
+}

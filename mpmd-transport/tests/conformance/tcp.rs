@@ -1,0 +1,373 @@
+//! What can only go wrong over sockets: strangers, misfits, garbage, broken connections.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use mpmd_transport::tcp::{Listener, Tcp, TcpConfig};
+use mpmd_transport::wire::VERSION;
+use mpmd_transport::{Header, Kind as MessageKind, Transport, TransportError};
+
+use crate::cluster::{Cluster, EPOCH, TOKEN, config, id, is_gone, listen};
+use crate::recorder::Manner;
+use crate::within;
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+type Connecting = JoinHandle<Result<Arc<Tcp>, TransportError>>;
+
+fn connecting(listener: Listener, config: TcpConfig) -> Connecting {
+    std::thread::spawn(move || listener.connect(config))
+}
+
+/// What a connection says first; a test bends it.
+#[derive(Clone, Copy)]
+struct Preamble {
+    version: u16,
+    token: [u8; 32],
+    epoch: u64,
+    from: u32,
+    to: u32,
+    channel: u8,
+}
+
+const PREAMBLE: Preamble =
+    Preamble { version: VERSION, token: TOKEN, epoch: EPOCH, from: 1, to: 0, channel: 0 };
+
+impl Preamble {
+    fn bytes(self) -> Vec<u8> {
+        let mut bytes = b"MPMDTCP\0".to_vec();
+        bytes.extend(self.version.to_le_bytes());
+        bytes.extend([self.channel, 0]);
+        bytes.extend(self.token);
+        bytes.extend(self.epoch.to_le_bytes());
+        bytes.extend(self.from.to_le_bytes());
+        bytes.extend(self.to.to_le_bytes());
+        bytes.extend([0; 4]);
+        assert_eq!(bytes.len(), 64);
+        bytes
+    }
+
+    /// Connects and says it.
+    fn say(self, address: SocketAddr) -> TcpStream {
+        let mut stream = dial(address);
+        stream.write_all(&self.bytes()).unwrap();
+        stream
+    }
+
+    /// Says it and hears that it is accepted.
+    fn meet(self, address: SocketAddr) -> TcpStream {
+        let mut stream = self.say(address);
+        let mut answer = [0; 64];
+        stream.read_exact(&mut answer).unwrap();
+        assert_eq!(answer[52..56], self.to.to_le_bytes(), "the answer says who is here");
+        stream
+    }
+}
+
+fn dial(address: SocketAddr) -> TcpStream {
+    let stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    stream
+}
+
+/// Whether the other side has closed without a word.
+fn is_turned_away(mut stream: TcpStream) -> bool {
+    // Bytes that were never read make a reset of the close.
+    !matches!(stream.read(&mut [0; 1]), Ok(1))
+}
+
+/// Process 0 with its recorder, whose peer 1 is a pair of bare sockets: control, bulk.
+fn against_bare_sockets(manner: Manner) -> (Cluster, [TcpStream; 2]) {
+    let listener = listen();
+    let address = listener.address();
+    let zero = connecting(listener, config(0, vec![address; 2]));
+    let sockets = [0, 1].map(|channel| Preamble { channel, ..PREAMBLE }.meet(address));
+    let zero = zero.join().unwrap().unwrap();
+    // The recorder of a second process is never started: it stands for nobody.
+    let cluster = Cluster::of(None, [zero as Arc<dyn Transport>], manner);
+    cluster.start(0);
+    (cluster, sockets)
+}
+
+fn heartbeat(op: u64) -> [u8; 64] {
+    Header { op, ..Header::new(MessageKind::Heartbeat) }.encode()
+}
+
+fn assert_protocol(error: &TransportError, peer: usize, says: &str) {
+    assert!(matches!(error, TransportError::Protocol { peer: named, .. } if *named == id(peer)), "{error}");
+    assert!(error.to_string().contains(says), "{error}");
+}
+
+/// A bad header from process 2 of three ends 2 and leaves 1 alone.
+fn a_bad_header(channel: usize, bytes: [u8; 64], says: &'static str) {
+    within(LIMIT, move || {
+        let listeners = [listen(), listen()];
+        let addresses: Vec<_> = listeners.iter().map(Listener::address).collect();
+        let peers = vec![addresses[0], addresses[1], addresses[0]];
+        let processes = listeners.into_iter().enumerate();
+        let processes =
+            processes.map(|(process, listener)| connecting(listener, config(process, peers.clone())));
+        let processes: Vec<Connecting> = processes.collect();
+        let mut bare: Vec<Vec<TcpStream>> = Vec::new();
+        for (to, address) in (0..).zip(&addresses) {
+            bare.push(
+                [0, 1].map(|channel| Preamble { from: 2, to, channel, ..PREAMBLE }.meet(*address)).into(),
+            );
+        }
+        let transports =
+            processes.into_iter().map(|thread| thread.join().unwrap().unwrap() as Arc<dyn Transport>);
+        let mut cluster = Cluster::of(None, transports, Manner::Fetch);
+        cluster.start(0);
+        cluster.start(1);
+
+        bare[0][0].write_all(&heartbeat(5)).unwrap();
+        cluster.recorders[0].wait_complete(1);
+        bare[0][channel].write_all(&bytes).unwrap();
+        assert_protocol(&cluster.recorders[0].wait_down(id(2)), 2, says);
+        for socket in bare.remove(0) {
+            assert!(is_turned_away(socket), "both connections are closed");
+        }
+        let late = cluster.post(0, 1, MessageKind::Data, 100_000);
+        cluster.recorders[1].wait_complete(1);
+        assert_eq!(cluster.recorders[0].wait_done(late), Ok(()));
+        bare[0][0].write_all(&heartbeat(6)).unwrap();
+        cluster.recorders[1].wait_complete(2);
+        drop(bare);
+        cluster.finish();
+    });
+}
+
+#[test]
+fn garbage_for_a_header_ends_its_sender_alone() {
+    a_bad_header(0, [b'x'; 64], "not an mpmd message");
+    a_bad_header(1, [b'x'; 64], "not an mpmd message");
+}
+
+#[test]
+fn a_header_of_another_version_ends_its_sender_alone() {
+    let mut other = heartbeat(1);
+    other[4] = 77;
+    a_bad_header(0, other, "speaks wire version 77");
+}
+
+#[test]
+fn a_control_message_that_announces_too_much_ends_its_sender_alone() {
+    let long = Header { bytes: 1 << 40, ..Header::new(MessageKind::Eager) };
+    a_bad_header(0, long.encode(), "announces 1099511627776 bytes");
+}
+
+#[test]
+fn a_message_on_the_wrong_connection_ends_its_sender_alone() {
+    let data = Header { bytes: 10, ..Header::new(MessageKind::Data) };
+    a_bad_header(0, data.encode(), "wrong connection");
+    a_bad_header(1, heartbeat(1), "wrong connection");
+}
+
+#[test]
+fn complete_control_messages_before_the_end_are_delivered() {
+    within(LIMIT, || {
+        let (cluster, [mut control, bulk]) = against_bare_sockets(Manner::Fetch);
+        let mut bytes: Vec<u8> = (0..1000).flat_map(heartbeat).collect();
+        bytes.extend(&heartbeat(1000)[..30]);
+        // The other connection ends first.
+        drop(bulk);
+        control.write_all(&bytes).unwrap();
+        drop(control);
+        let why = cluster.recorders[0].wait_down(id(1));
+        assert!(is_gone(&why, 1), "{why}");
+        cluster.recorders[0].wait_complete(1000);
+        cluster.finish();
+    });
+}
+
+#[test]
+fn one_broken_connection_is_the_end_of_the_peer() {
+    within(LIMIT, || {
+        for broken in [0, 1] {
+            let (cluster, sockets) = against_bare_sockets(Manner::Fetch);
+            sockets[broken].shutdown(std::net::Shutdown::Both).unwrap();
+            let why = cluster.recorders[0].wait_down(id(1));
+            assert!(is_gone(&why, 1), "{why}");
+            drop(sockets);
+            cluster.finish();
+        }
+    });
+}
+
+#[test]
+fn a_fetch_that_is_cut_off_ends_before_its_peer_does() {
+    within(LIMIT, || {
+        let (cluster, [control, mut bulk]) = against_bare_sockets(Manner::Fetch);
+        let header = Header { bytes: 1 << 20, ..Header::new(MessageKind::Data) };
+        bulk.write_all(&header.encode()).unwrap();
+        bulk.write_all(&[7; 1000]).unwrap();
+        // The payload is being read once there is a place for it.
+        while cluster.recorders[0].pool.stats().live == 0 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        drop((control, bulk));
+        cluster.recorders[0].wait_down(id(1));
+        cluster.recorders[0].read(|seen| {
+            assert_eq!(seen.log, ["lost", "down"]);
+            assert!(is_gone(&seen.lost[0], 1), "{}", seen.lost[0]);
+        });
+        assert_eq!(cluster.recorders[0].pool.stats().live, 0);
+        cluster.finish();
+    });
+}
+
+#[test]
+fn strangers_neither_get_an_answer_nor_disturb_the_wait_for_peers() {
+    within(LIMIT, || {
+        let listeners = [listen(), listen()];
+        let peers: Vec<_> = listeners.iter().map(Listener::address).collect();
+        let [zero, one] = listeners;
+        let zero = connecting(zero, config(0, peers.clone()));
+        let silent: Vec<_> = (0..20).map(|_| dial(peers[0])).collect();
+        let mut short = dial(peers[0]);
+        short.write_all(b"MPMDTCP\0").unwrap();
+        let wrong = Preamble { token: [1; 32], ..PREAMBLE }.say(peers[0]);
+        let mut garbage = dial(peers[0]);
+        garbage.write_all(&[b'G'; 4096]).unwrap();
+        assert!(is_turned_away(wrong));
+        assert!(is_turned_away(garbage));
+        let one = one.connect(config(1, peers.clone())).unwrap();
+        let zero = zero.join().unwrap().unwrap();
+        let mut cluster = Cluster::of(None, [zero as Arc<dyn Transport>, one], Manner::Fetch);
+        cluster.start(0);
+        cluster.start(1);
+        cluster.post(0, 1, MessageKind::Eager, 9);
+        cluster.recorders[1].wait_complete(1);
+        for stranger in silent.into_iter().chain([short]) {
+            assert!(is_turned_away(stranger), "nobody is left waiting once all peers are there");
+        }
+        cluster.finish_fine();
+    });
+}
+
+/// Both sides of a pair that does not fit hear why.
+fn misfits(bend: impl FnOnce(&mut TcpConfig), zero_hears: [&str; 2], one_hears: &str) {
+    let listeners = [listen(), listen()];
+    let peers: Vec<_> = listeners.iter().map(Listener::address).collect();
+    let [zero, one] = listeners;
+    let zero = connecting(zero, config(0, peers.clone()));
+    let mut bent = config(1, peers);
+    bend(&mut bent);
+    assert_protocol(&one.connect(bent).unwrap_err(), 0, one_hears);
+    let error = zero.join().unwrap().unwrap_err();
+    for says in zero_hears {
+        assert_protocol(&error, 1, says);
+    }
+}
+
+#[test]
+fn another_epoch_is_said_to_both() {
+    within(LIMIT, || {
+        misfits(|config| config.epoch = 9, ["belongs to epoch 9", "this process to 3"], "belongs to epoch 3");
+    });
+}
+
+#[test]
+fn another_version_is_said_to_both() {
+    within(LIMIT, || {
+        let listener = listen();
+        let address = listener.address();
+        let zero = connecting(listener, config(0, vec![address; 2]));
+        let mut other = Preamble { version: 55, ..PREAMBLE }.meet(address);
+        assert_protocol(&zero.join().unwrap().unwrap_err(), 1, "speaks wire version 55");
+        assert!(matches!(other.read(&mut [0; 1]), Ok(0) | Err(_)), "closed after the answer");
+    });
+}
+
+#[test]
+fn another_list_of_addresses_is_said() {
+    within(LIMIT, || {
+        let listener = listen();
+        let address = listener.address();
+        let zero = connecting(listener, config(0, vec![address; 2]));
+        let _lost = Preamble { from: 2, to: 1, ..PREAMBLE }.say(address);
+        assert_protocol(&zero.join().unwrap().unwrap_err(), 2, "expects process 1 here");
+    });
+}
+
+#[test]
+fn two_that_claim_one_number_are_noticed() {
+    within(LIMIT, || {
+        let listener = listen();
+        let address = listener.address();
+        let zero = connecting(listener, config(0, vec![address; 2]));
+        let _first = PREAMBLE.meet(address);
+        let _second = PREAMBLE.say(address);
+        assert_protocol(&zero.join().unwrap().unwrap_err(), 1, "two processes claim");
+    });
+}
+
+#[test]
+fn missing_processes_are_named_after_patience() {
+    within(LIMIT, || {
+        let listener = listen();
+        let gone = listen().address();
+        let peers = vec![gone, listener.address(), listener.address(), listener.address()];
+        let waits = TcpConfig { patience: Duration::from_secs(1), ..config(1, peers.clone()) };
+        let waits = connecting(listener, waits);
+        // Process 2 comes, but only half.
+        let _half = Preamble { from: 2, to: 1, ..PREAMBLE }.meet(peers[1]);
+        let error = waits.join().unwrap().unwrap_err();
+        assert!(matches!(error, TransportError::TimedOut { .. }), "{error}");
+        let said = error.to_string();
+        assert!(said.contains("process 0 (127.0.0.1:"), "{said}");
+        assert!(said.contains("process 2 and process 3 of 4 to connect took longer than 1s"), "{said}");
+    });
+}
+
+#[test]
+fn a_wrong_token_is_told_as_a_guess_to_who_has_it() {
+    within(LIMIT, || {
+        let listeners = [listen(), listen()];
+        let peers: Vec<_> = listeners.iter().map(Listener::address).collect();
+        let [zero, one] = listeners;
+        let patience = Duration::from_secs(2);
+        let zero = connecting(zero, TcpConfig { patience, ..config(0, peers.clone()) });
+        // Gives up first, while process 0 still turns it away.
+        let wrong = TcpConfig { token: [9; 32], patience: patience / 2, ..config(1, peers) };
+        let error = one.connect(wrong).unwrap_err().to_string();
+        assert!(error.contains("process 0") && error.contains("token"), "{error}");
+        let error = zero.join().unwrap().unwrap_err().to_string();
+        assert!(error.contains("waiting for process 1 of 2"), "{error}");
+    });
+}
+
+#[test]
+fn a_dropped_transport_closes_without_blocking() {
+    within(LIMIT, || {
+        let (cluster, sockets) = against_bare_sockets(Manner::Fetch);
+        let zero = cluster.transport(0).clone();
+        let open = mpmd_transport::Ticket(77);
+        let header = Header { bytes: 64 << 20, ..Header::new(MessageKind::Data) };
+        let payload = mpmd_transport::SharedBuffer::from(vec![0; 64 << 20]);
+        zero.post(id(1), header, Some(payload), open);
+        drop(zero);
+        let recorder = cluster.recorders[0].clone();
+        let mut cluster = cluster;
+        cluster.kill(0);
+        assert_eq!(recorder.wait_done(open), Err(TransportError::Closed));
+        let [mut control, mut bulk] = sockets;
+        assert!(matches!(control.read(&mut [0; 1]), Ok(0) | Err(_)));
+        assert!(matches!(bulk.read_to_end(&mut Vec::new()), Ok(_) | Err(_)));
+    });
+}
+
+#[test]
+fn a_job_of_one_needs_nobody() {
+    within(LIMIT, || {
+        let listener = listen();
+        let address = listener.address();
+        let alone = listener.connect(config(0, vec![address])).unwrap();
+        let cluster = Cluster::of(None, [alone as Arc<dyn Transport>], Manner::Fetch);
+        cluster.start(0);
+        cluster.finish_fine();
+    });
+}
