@@ -145,9 +145,10 @@ fn advisories(root: &Path) -> anyhow::Result<Outcome> {
         return Ok(Outcome::Skipped("cargo-deny is not installed".to_owned()));
     }
     // The database has to come from the network; that it cannot says nothing about the dependencies.
-    let fetched = cargo_in(root, &["deny", "fetch", "db"]).stdin(Stdio::null()).output();
-    if !fetched.is_ok_and(|output| output.status.success()) {
-        return Ok(Outcome::Skipped("the advisory database cannot be reached from here".to_owned()));
+    let fetched = cargo_in(root, &["deny", "fetch", "db"]).stdin(Stdio::null()).output()?;
+    if !fetched.status.success() {
+        let said = String::from_utf8_lossy(&fetched.stderr);
+        return Ok(Outcome::Skipped(format!("the advisory database cannot be fetched: {}", said.trim())));
     }
     in_workspace(root, &["deny", "check", "advisories"])
 }
