@@ -1,2 +1,48 @@
-//! `cargo xtask test`.
-fn main() {}
+//! `cargo xtask`: what the README tells people to run and what CI runs.
+
+mod licences;
+mod steps;
+mod tidy;
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use anyhow::{Context as _, bail};
+
+const USAGE: &str = "\
+cargo xtask test [--quick]   everything that has to pass; --quick: format, tidy, clippy and unit tests only
+cargo xtask tidy             the rules on sources alone
+cargo xtask help             this text";
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let result = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        ["test"] => root().and_then(|root| steps::test(root, steps::Extent::All)),
+        ["test", "--quick"] => root().and_then(|root| steps::test(root, steps::Extent::Quick)),
+        ["tidy"] => root().and_then(tidy::check),
+        ["help" | "--help" | "-h"] => {
+            println!("{USAGE}");
+            Ok(())
+        }
+        _ => {
+            eprintln!("{USAGE}");
+            return ExitCode::from(2);
+        }
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("\nfailed: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The workspace this program was built from.
+fn root() -> anyhow::Result<&'static Path> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("xtask has no folder above it")?;
+    if !root.join("Cargo.lock").is_file() {
+        bail!("{} is not the workspace any more: run through `cargo xtask`", root.display());
+    }
+    Ok(root)
+}

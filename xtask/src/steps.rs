@@ -1,0 +1,208 @@
+//! `cargo xtask test`: one step after the other, the first failure ends it.
+
+use std::ffi::OsString;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use anyhow::{Context as _, bail, ensure};
+
+use crate::{licences, tidy};
+
+/// How much to run.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Extent {
+    /// The inner loop: what finds most mistakes in little time.
+    Quick,
+    /// Everything.
+    All,
+}
+
+/// What a step ends with when it does not fail.
+enum Outcome {
+    Done,
+    Skipped(String),
+}
+
+type Step = (&'static str, Extent, fn(&Path) -> anyhow::Result<Outcome>);
+
+/// A step of extent `Quick` is part of every run. Cheap ones come first.
+const STEPS: &[Step] = &[
+    ("system packages", Extent::Quick, system_packages),
+    ("format", Extent::Quick, format),
+    ("tidy", Extent::Quick, |root| tidy::check(root).map(|()| Outcome::Done)),
+    ("licences of dependencies", Extent::All, |root| licences::check(&cargo(), root).map(|()| Outcome::Done)),
+    ("security advisories", Extent::All, advisories),
+    ("clippy", Extent::Quick, clippy),
+    ("documentation", Extent::All, documentation),
+    ("programs that tests start", Extent::All, programs),
+    ("tests", Extent::All, tests),
+    ("documentation tests", Extent::All, documentation_tests),
+];
+
+/// Runs the steps of `extent` in the workspace at `root`.
+///
+/// # Errors
+///
+/// Fails with the first step that fails, and names it.
+pub(crate) fn test(root: &Path, extent: Extent) -> anyhow::Result<()> {
+    const UNIT_TESTS: Step = ("unit tests", Extent::Quick, unit_tests);
+    let of_extent = STEPS.iter().filter(|step| extent == Extent::All || step.1 == Extent::Quick);
+    // The full run has them among all tests.
+    let steps: Vec<&Step> = of_extent.chain((extent == Extent::Quick).then_some(&UNIT_TESTS)).collect();
+    let begin = Instant::now();
+    let mut skipped = Vec::new();
+    for (i, (name, _, run)) in steps.iter().enumerate() {
+        println!("\n== {}/{} {name}", i + 1, steps.len());
+        let step_begin = Instant::now();
+        let outcome = run(root).with_context(|| format!("step {name:?}"))?;
+        let seconds = step_begin.elapsed().as_secs_f64();
+        match outcome {
+            Outcome::Done => println!("   {name}: passed, {seconds:.1} s"),
+            Outcome::Skipped(why) => {
+                println!("   {name}: SKIPPED, {why}");
+                skipped.push(*name);
+            }
+        }
+    }
+    let passed = steps.len() - skipped.len();
+    let also = if skipped.is_empty() { String::new() } else { format!(", skipped: {}", skipped.join(", ")) };
+    println!("\n{passed} steps passed{also}; {:.1} s", begin.elapsed().as_secs_f64());
+    Ok(())
+}
+
+/// What has to be there besides Rust: the program asked for, what it is for, and Debian's packages with it.
+const NEEDED: &[(&str, &str, &[&str])] = &[
+    ("cc", "links every Rust program", &["gcc", "libc6-dev"]),
+    ("git", "tells which files belong to the repository", &["git"]),
+];
+
+fn system_packages(_: &Path) -> anyhow::Result<Outcome> {
+    let missing: Vec<_> = NEEDED.iter().filter(|(program, ..)| !answers(program, &["--version"])).collect();
+    if missing.is_empty() {
+        println!(
+            "   nothing to install: {} are here",
+            NEEDED.iter().map(|n| n.0).collect::<Vec<_>>().join(", ")
+        );
+        return Ok(Outcome::Done);
+    }
+    for (program, purpose, packages) in &missing {
+        println!("   {program} is missing ({purpose}); Debian packages: {}", packages.join(" "));
+    }
+    let packages: Vec<&str> = missing.iter().flat_map(|(_, _, packages)| packages.iter().copied()).collect();
+    let is_root = Command::new("id").arg("-u").output().is_ok_and(|out| out.stdout.trim_ascii() == b"0");
+    ensure!(
+        is_root && answers("apt-get", &["--version"]),
+        "install these with your system's package manager first: {}",
+        packages.join(" ")
+    );
+    let install = ["install", "--yes", "--no-install-recommends"];
+    run(Command::new("apt-get").arg("update"))?;
+    run(Command::new("apt-get").args(install).args(&packages).env("DEBIAN_FRONTEND", "noninteractive"))?;
+    Ok(Outcome::Done)
+}
+
+fn format(root: &Path) -> anyhow::Result<Outcome> {
+    in_workspace(root, &["fmt", "--all", "--", "--check"])
+}
+
+fn clippy(root: &Path) -> anyhow::Result<Outcome> {
+    in_workspace(root, &["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])
+}
+
+fn documentation(root: &Path) -> anyhow::Result<Outcome> {
+    let mut command = cargo_in(root, &["doc", "--workspace", "--no-deps"]);
+    run(command.env("RUSTDOCFLAGS", "-D warnings"))?;
+    Ok(Outcome::Done)
+}
+
+fn programs(root: &Path) -> anyhow::Result<Outcome> {
+    // Tests look for them beside their own binary; nothing else builds the programs of another package.
+    in_workspace(root, &["build", "--workspace", "--bins"])
+}
+
+fn tests(root: &Path) -> anyhow::Result<Outcome> {
+    if has_nextest() {
+        return in_workspace(root, &["nextest", "run", "--workspace"]);
+    }
+    println!("   cargo-nextest is not installed: `cargo test`, without its limits on time and neighbours");
+    in_workspace(root, &["test", "--workspace", "--lib", "--bins", "--tests"])
+}
+
+fn unit_tests(root: &Path) -> anyhow::Result<Outcome> {
+    if has_nextest() {
+        return in_workspace(root, &["nextest", "run", "--workspace", "--lib"]);
+    }
+    in_workspace(root, &["test", "--workspace", "--lib"])
+}
+
+fn documentation_tests(root: &Path) -> anyhow::Result<Outcome> {
+    in_workspace(root, &["test", "--workspace", "--doc"])
+}
+
+fn advisories(root: &Path) -> anyhow::Result<Outcome> {
+    if !answers("cargo-deny", &["--version"]) {
+        return Ok(Outcome::Skipped("cargo-deny is not installed".to_owned()));
+    }
+    // The database has to come from the network; that it cannot says nothing about the dependencies.
+    let fetched = cargo_in(root, &["deny", "fetch", "db"]).stdin(Stdio::null()).output()?;
+    if !fetched.status.success() {
+        let said = String::from_utf8_lossy(&fetched.stderr);
+        return Ok(Outcome::Skipped(format!("the advisory database cannot be fetched: {}", said.trim())));
+    }
+    in_workspace(root, &["deny", "check", "advisories"])
+}
+
+fn has_nextest() -> bool {
+    answers("cargo-nextest", &["nextest", "--version"])
+}
+
+/// Whether a program is there and runs.
+fn answers(program: &str, arguments: &[&str]) -> bool {
+    let mut command = Command::new(program);
+    command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    command.status().is_ok_and(|status| status.success())
+}
+
+/// The cargo that started this program.
+fn cargo() -> OsString {
+    std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
+}
+
+fn cargo_in(root: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new(cargo());
+    command.current_dir(root).args(arguments);
+    command
+}
+
+fn in_workspace(root: &Path, arguments: &[&str]) -> anyhow::Result<Outcome> {
+    run(&mut cargo_in(root, arguments))?;
+    Ok(Outcome::Done)
+}
+
+fn run(command: &mut Command) -> anyhow::Result<()> {
+    let program = Path::new(command.get_program()).file_name().unwrap_or_default().to_string_lossy();
+    let arguments = command.get_args().map(|argument| argument.to_string_lossy());
+    let line = std::iter::once(program).chain(arguments).collect::<Vec<_>>().join(" ");
+    println!("   $ {line}");
+    let status = command.status().with_context(|| format!("`{line}` cannot be started"))?;
+    if !status.success() {
+        bail!("`{line}` ended with {status}");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_that_fails_or_is_absent_is_told_from_one_that_works() {
+        assert!(answers("git", &["--version"]));
+        assert!(!answers("git", &["no-such-command"]));
+        assert!(!answers("no-such-program-anywhere", &[]));
+        assert!(run(Command::new("git").arg("--version").stdout(Stdio::null())).is_ok());
+        let error = run(Command::new("git").arg("no-such-command").stderr(Stdio::null())).unwrap_err();
+        assert!(error.to_string().contains("`git no-such-command` ended with"), "{error}");
+    }
+}

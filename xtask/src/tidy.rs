@@ -1,0 +1,195 @@
+//! Rules on sources that the compiler does not know: form, layering, and that every invariant has its test.
+
+mod rules;
+mod source;
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::{fs, io};
+
+use anyhow::{Context as _, bail, ensure};
+
+use rules::RULES;
+use source::{Source, line_of, words};
+
+/// The file that names the invariants.
+const ARCHITECTURE: &str = "ARCHITECTURE.md";
+/// What marks one there: `**Invariant** *name*`, and before the paragraph ends a test's name in backticks.
+const INVARIANT: &str = "**Invariant**";
+
+/// Checks every source of the repository at `root` against every rule.
+///
+/// # Errors
+///
+/// Fails with all lines that break a rule, or where a file cannot be read.
+pub(crate) fn check(root: &Path) -> anyhow::Result<()> {
+    let sources = sources(root)?;
+    let mut findings = Vec::new();
+    for source in &sources {
+        let of_file = RULES.iter().flat_map(|rule| rule(source));
+        findings.extend(of_file.map(|found| format!("{}:{}: {}", source.path, found.line, found.what)));
+    }
+    if let Some(architecture) = sources.iter().find(|source| source.path == ARCHITECTURE) {
+        findings.extend(invariants_have_tests(&architecture.text, &test_names(&sources)));
+    }
+    if !findings.is_empty() {
+        bail!("{} findings:\n  {}", findings.len(), findings.join("\n  "));
+    }
+    println!("   {} files, {} rules", sources.len(), RULES.len() + 1);
+    Ok(())
+}
+
+/// Every invariant of the architecture names at least one test that exists.
+fn invariants_have_tests(architecture: &str, tests: &BTreeSet<String>) -> Vec<String> {
+    let mut findings = Vec::new();
+    for (at, _) in architecture.match_indices(INVARIANT) {
+        let rest = &architecture[at + INVARIANT.len()..];
+        let end = [rest.find("\n\n"), rest.find(INVARIANT)].into_iter().flatten().min().unwrap_or(rest.len());
+        let paragraph = &rest[..end];
+        let place = format!("{ARCHITECTURE}:{}", line_of(architecture, at));
+        let Some(name) = paragraph.trim_start().strip_prefix('*').and_then(|rest| rest.split('*').next())
+        else {
+            findings.push(format!("{place}: an invariant needs a name: {INVARIANT} *name*"));
+            continue;
+        };
+        let quoted = paragraph.split('`').skip(1).step_by(2);
+        // `crate module::test`, `module::test` or the test alone.
+        let mut named = quoted.filter_map(|quoted| quoted.rsplit([':', ' ']).next());
+        if !named.any(|name| tests.contains(name)) {
+            findings.push(format!("{place}: invariant {name} names no test that exists (in backticks)"));
+        }
+    }
+    findings
+}
+
+/// The names of all functions under an attribute that ends in `test`, as `#[test]` or `#[tokio::test]`.
+fn test_names(sources: &[Source]) -> BTreeSet<String> {
+    let mut names = BTreeSet::new();
+    for code in sources.iter().map(|source| &source.code) {
+        let mut is_test = false;
+        let mut words = words(code);
+        while let Some((at, word)) = words.next() {
+            let after = code[at + word.len()..].trim_start();
+            let in_attribute = code[..at].ends_with("#[") || code[..at].ends_with("::");
+            if word == "test" && in_attribute && after.starts_with([']', '(']) {
+                is_test = true;
+            } else if word == "fn" {
+                let name = words.next().map(|(_, name)| name.to_owned());
+                names.extend(name.filter(|_| is_test));
+                is_test = false;
+            }
+        }
+    }
+    names
+}
+
+/// All files the rules are about: Rust, manifests and settings, prose, scripts. Not data.
+fn sources(root: &Path) -> anyhow::Result<Vec<Source>> {
+    let files = match listed_by_git(root) {
+        Some(files) => files,
+        None => {
+            let mut found = BTreeSet::new();
+            walk(root, root, &mut found).with_context(|| format!("cannot read {}", root.display()))?;
+            found
+        }
+    };
+    let mut sources = Vec::new();
+    for path in files.into_iter().filter(|path| is_source(path)) {
+        let text = fs::read_to_string(root.join(&path)).with_context(|| format!("cannot read {path}"))?;
+        sources.push(Source::new(path, text));
+    }
+    ensure!(sources.iter().any(Source::is_rust), "no Rust file below {}", root.display());
+    Ok(sources)
+}
+
+fn is_source(path: &str) -> bool {
+    let name = path.rsplit('/').next().unwrap_or(path);
+    match name.rsplit_once('.') {
+        Some((stem, extension)) if !stem.is_empty() => ["rs", "toml", "md", "yml", "sh"].contains(&extension),
+        _ => name.starts_with("LICENSE") || path.starts_with(".ci/") || name == ".gitignore",
+    }
+}
+
+/// Files of the work tree that are tracked or would be; `None` without git.
+fn listed_by_git(root: &Path) -> Option<BTreeSet<String>> {
+    let arguments = ["ls-files", "--cached", "--others", "--exclude-standard", "-z"];
+    let output = Command::new("git").arg("-C").arg(root).args(arguments).output().ok()?;
+    let names = String::from_utf8(output.stdout).ok().filter(|_| output.status.success())?;
+    let files: BTreeSet<String> =
+        names.split('\0').filter(|name| root.join(name).is_file()).map(str::to_owned).collect();
+    (!files.is_empty()).then_some(files)
+}
+
+fn walk(root: &Path, folder: &Path, found: &mut BTreeSet<String>) -> io::Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        let (path, kind): (PathBuf, _) = (entry.path(), entry.file_type()?);
+        if kind.is_dir() && ![".git", "target"].iter().any(|skipped| entry.file_name() == *skipped) {
+            walk(root, &path, found)?;
+        } else if kind.is_file()
+            && let Some(name) = path.strip_prefix(root).ok().and_then(Path::to_str)
+        {
+            found.insert(name.to_owned());
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn root() -> &'static Path {
+        Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
+    }
+
+    #[test]
+    fn the_repository_is_tidy() {
+        check(root()).unwrap();
+    }
+
+    #[test]
+    fn git_and_a_walk_find_the_same_sources() {
+        let Some(listed) = listed_by_git(root()) else { return };
+        assert!(listed.contains("xtask/src/tidy.rs") && listed.contains("Cargo.toml"));
+        let mut walked = BTreeSet::new();
+        walk(root(), root(), &mut walked).unwrap();
+        assert!(listed.is_subset(&walked), "{:?}", listed.difference(&walked));
+    }
+
+    #[test]
+    fn sources_are_told_from_data() {
+        for path in
+            ["a/b.rs", "Cargo.toml", "README.md", ".ci/run", "LICENSE-MIT", ".gitignore", ".config/n.toml"]
+        {
+            assert!(is_source(path), "{path}");
+        }
+        for path in ["golden/a.json", "Cargo.lock", "a.png", "data"] {
+            assert!(!is_source(path), "{path}");
+        }
+    }
+
+    #[test]
+    fn invariants_without_an_existing_test_are_found() {
+        let tests = BTreeSet::from(["order_holds".to_owned(), "bytes_only".to_owned()]);
+        let good = "- **Invariant** *lower-only*: text\n  goes on. Test: `mpmd-core runtime::order_holds`.\n\
+                    - **Invariant** *bytes*: (`bytes_only`)\n\n## Next";
+        assert_eq!(invariants_have_tests(good, &tests), [""; 0]);
+        let bad = "# A\n- **Invariant** *lower-only*: no test.\n- **Invariant** *bytes*: `gone`, order_holds\n\n\
+                   `order_holds`\n\n**Invariant** without a name";
+        let findings = invariants_have_tests(bad, &tests);
+        assert_eq!(findings.len(), 3, "{findings:?}");
+        assert!(findings[0].starts_with("ARCHITECTURE.md:2: invariant lower-only names no test"));
+        assert!(findings[1].starts_with("ARCHITECTURE.md:3: invariant bytes names no test"));
+        assert!(findings[2].starts_with("ARCHITECTURE.md:7: an invariant needs a name"));
+    }
+
+    #[test]
+    fn tests_are_told_from_other_functions() {
+        let text = "#[test]\nfn a() {}\nfn b() {}\n#[tokio::test(start_paused = true)]\nasync fn c() { fn d() {} }\n\
+                    // #[test]\nfn e() {}\n#[cfg(test)]\nmod tests { fn f() {} }\n#[test]\n#[should_panic]\nfn g() {}";
+        let names = test_names(&[Source::new("a.rs", text)]);
+        assert_eq!(names.iter().map(String::as_str).collect::<Vec<_>>(), ["a", "c", "g"]);
+    }
+}
