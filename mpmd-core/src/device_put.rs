@@ -4,7 +4,7 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::sync::Arc;
 
-use mpmd_transport::router::{Failure, FailureKind};
+use mpmd_transport::{Failure, FailureKind};
 
 use crate::array::{LocalShard, MpmdArray, Origin, Placed, Repr};
 use crate::aval::{HostArray, ShapedArray};
@@ -186,7 +186,7 @@ impl Program {
                 shard.slot.on_end(move |_| drop(slot.take(failure)));
             }
         }
-        Placed::new(&runtime, array.aval().clone(), to, plan.layout.clone(), shards, origin)
+        Placed::array(&runtime, array.aval().clone(), to, plan.layout.clone(), shards, origin)
     }
 
     /// An array made by its owners: `fill` runs on each device, for that device's region.
@@ -267,7 +267,7 @@ impl Program {
             })
             .collect();
         let origin = Origin { op, leaf: 0, what, at };
-        Ok(Placed::new(&runtime, aval, sharding.clone(), layout, shards, origin))
+        Ok(Placed::array(&runtime, aval, sharding.clone(), layout, shards, origin))
     }
 }
 
@@ -357,7 +357,7 @@ impl MpmdArray {
                 })
                 .collect();
             let origin = Origin { op, leaf: j as u32, what: what.clone(), at };
-            Placed::new(&runtime, aval.clone(), placed.sharding.clone(), layout.clone(), shards, origin)
+            Placed::array(&runtime, aval.clone(), placed.sharding.clone(), layout.clone(), shards, origin)
         };
         Ok((0..m).map(part).collect())
     }

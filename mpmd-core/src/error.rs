@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_transport::TransportError;
-use mpmd_transport::router::{Failure, FailureKind};
+use mpmd_transport::{Failure, FailureKind};
 
 use crate::aval::AvalError;
 use crate::kernel::ViewError;

@@ -32,7 +32,7 @@ pub use device_put::PutOptions;
 pub use error::{Error, IssueError, IssueProblem, Result};
 pub use jit::{Jit, JitBuilder, run_here};
 pub use mpmd_transport::ProcessId;
-pub use mpmd_transport::router::{Failure, FailureKind};
+pub use mpmd_transport::{Failure, FailureKind};
 pub use program::{Builder, MemoryUse, Program, Simulation, simulate};
 
 /// What nearly every program needs.

@@ -21,5 +21,6 @@ pub mod transport;
 pub mod wire;
 
 pub use memory::{OwnedBuffer, Pool, SharedBuffer};
+pub use router::{Failure, FailureKind};
 pub use transport::{Handler, Payload, Ticket, Transport, TransportError};
 pub use wire::{Header, Kind, ProcessId};

@@ -7,7 +7,7 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::{Arc, OnceLock};
 
-use mpmd_transport::router::{Failure, FailureKind};
+use mpmd_transport::{Failure, FailureKind};
 
 pub use future::ArrayFuture;
 pub use read::Shard;
@@ -166,7 +166,8 @@ impl fmt::Debug for MpmdArray {
 }
 
 impl Placed {
-    pub(crate) fn new(
+    /// A handle to a new array.
+    pub(crate) fn array(
         runtime: &Arc<Runtime>,
         aval: ShapedArray,
         sharding: Sharding,

@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::sync::Arc;
 
 use mpmd_transport::memory::Reservation;
-use mpmd_transport::router::{Failure, FailureKind};
+use mpmd_transport::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::plan::{CallPlan, Seat};

@@ -168,7 +168,7 @@ impl<K: Kernel> Jit<K> {
             let origin = Origin { op, leaf: i as u32, what: plan.what.clone(), at };
             let (aval, sharding, layout) =
                 (output.aval.clone(), output.sharding.clone(), output.layout.clone());
-            Placed::new(&program.runtime, aval, sharding, layout, shards, origin)
+            Placed::array(&program.runtime, aval, sharding, layout, shards, origin)
         });
         K::Out::from_leaves(&plan.output_structure, arrays).map_err(|error| wrong(IssueProblem::Tree(error)))
     }

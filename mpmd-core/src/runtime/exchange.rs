@@ -20,7 +20,10 @@ const COLLECTIVE: u64 = 1 << 63;
 
 /// Contributions between devices of this process that were posted or are waited for.
 #[derive(Default)]
-pub(crate) struct Mailbox(Mutex<HashMap<(u64, u64), (Option<Promise>, Slot)>>);
+pub(crate) struct Mailbox(Mutex<HashMap<(u64, u64), Letter>>);
+
+/// A contribution: whoever comes first, poster or collector, makes the place for it.
+type Letter = (Option<Promise>, Slot);
 
 impl Mailbox {
     fn post(&self, key: (u64, u64), outcome: Outcome) {
@@ -43,7 +46,7 @@ impl Mailbox {
     }
 }
 
-fn fresh() -> (Option<Promise>, Slot) {
+fn fresh() -> Letter {
     let (promise, slot) = Slot::new();
     (Some(promise), slot)
 }

@@ -136,7 +136,7 @@ impl Job {
             self.act(to);
         }
         for process in 0..self.routers.len() {
-            if !self.dead[process] && self.now % 50 == 0 {
+            if !self.dead[process] && self.now.is_multiple_of(50) {
                 self.routers[process].tick(at(self.now));
                 self.act(process);
             }
