@@ -11,8 +11,10 @@ impl Rolling {
     /// The hash with `word` mixed in.
     #[inline]
     pub(crate) fn mix(self, word: u64) -> Self {
-        let a = (self.0 ^ word).wrapping_mul(0xbf58_476d_1ce4_e5b9).rotate_left(29);
-        let b = (self.1.rotate_left(23) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        // The added constants keep zero words from leaving a zero hash as it is.
+        let a = (self.0 ^ word).wrapping_add(0x94d0_49bb_1331_11eb).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let b = (self.1.rotate_left(23) ^ word).wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let a = a.rotate_left(29);
         Self(a ^ (b >> 32), b ^ (a >> 31))
     }
 
