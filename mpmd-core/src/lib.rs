@@ -1,1 +1,2 @@
 //! mpmd core
+pub mod launch;
