@@ -1,2 +1,42 @@
 //! The `mpmd` command line.
-fn main() {}
+
+mod run;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Runs programs on many processes.
+#[derive(Debug, Parser)]
+#[command(name = "mpmd", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run a program as several processes on this machine
+    Run(run::Run),
+    /// Become a program that ends with this process's parent
+    #[command(name = run::EXEC, hide = true)]
+    Exec(run::Exec),
+    /// End what a launcher has left behind
+    #[command(name = run::GUARD, hide = true)]
+    Guard,
+}
+
+fn main() -> ExitCode {
+    let done = match Cli::parse().command {
+        Command::Run(run) => run.run(),
+        Command::Exec(exec) => exec.run(),
+        Command::Guard => {
+            mpmd_core::launch::guard(std::io::stdin());
+            Ok(ExitCode::SUCCESS)
+        }
+    };
+    done.unwrap_or_else(|error| {
+        eprintln!("mpmd: {error:#}");
+        ExitCode::FAILURE
+    })
+}

@@ -1,30 +1,58 @@
-//! stub
-#![allow(missing_docs)]
-use mpmd_transport::ProcessId;
-use mpmd_transport::rendezvous::*;
-#[derive(Clone, Debug, thiserror::Error)]
-pub enum LaunchError {
-    #[error("{0}")]
-    Rendezvous(RendezvousError),
-    #[error("transport {name}")]
-    Transport { name: String },
-    #[error("{found}")]
-    Coordinator { found: String },
-}
-pub struct JobEnv {
-    pub process: ProcessId,
-    pub processes: usize,
-    pub coordinator: String,
-    pub hosted: bool,
-    pub token: Token,
-    pub transport: Option<String>,
-    pub devices_per_process: Option<usize>,
-}
-impl JobEnv {
-    pub fn from_env() -> Result<Option<JobEnv>, LaunchError> {
-        Ok(None)
-    }
-}
-pub fn adopt() -> Result<(), LaunchError> {
-    Ok(())
+//! Starting the processes of a job, and finding out which of them this one is.
+//!
+//! - [`JobEnv`] reads what a launcher says to a process: ours, torchrun, Slurm, Open MPI, PMIx, PMI,
+//!   Kubernetes. There is no scheduler here: on clusters the existing launchers start processes.
+//! - [`Launch`] starts all processes of a job on this machine, and leaves none behind. `mpmd run` is a
+//!   thin layer over it; programs that start themselves use it directly:
+//!
+//! ```no_run
+//! use mpmd_core::launch::{JobEnv, Launch};
+//!
+//! fn main() -> Result<(), Box<dyn std::error::Error>> {
+//!     if JobEnv::from_env()?.is_none() {
+//!         let outcome = Launch::this_program_again(4)?.run()?;
+//!         if let Some(failure) = outcome.first_failure {
+//!             eprintln!("{failure}");
+//!         }
+//!         std::process::exit(outcome.code());
+//!     }
+//!     // One of the four processes.
+//!     Ok(())
+//! }
+//! ```
+
+mod env;
+mod error;
+mod output;
+mod spawn;
+mod supervise;
+
+pub use env::JobEnv;
+pub use error::LaunchError;
+pub use output::Color;
+pub use spawn::{Launch, OutputMode, adopt, guard};
+pub use supervise::{Failure, How, Outcome};
+
+/// The variables by which our launcher speaks to the processes it starts.
+pub mod variables {
+    /// Which process this is, from 0.
+    pub const RANK: &str = "MPMD_RANK";
+    /// Number of processes in the job.
+    pub const WORLD_SIZE: &str = "MPMD_WORLD_SIZE";
+    /// Which of the processes on this host this is, from 0.
+    pub const LOCAL_RANK: &str = "MPMD_LOCAL_RANK";
+    /// Where the processes meet, `host:port`. Goes before what any other launcher says on it.
+    pub const COORDINATOR: &str = "MPMD_COORDINATOR";
+    /// `1` where the launcher itself runs the rendezvous service; else process 0 must.
+    pub const HOSTED: &str = "MPMD_HOSTED";
+    /// The job's secret, 64 hexadecimal digits.
+    pub const JOB_TOKEN: &str = "MPMD_JOB_TOKEN";
+    /// The transport to use.
+    pub const TRANSPORT: &str = "MPMD_TRANSPORT";
+    /// Number of devices that each process owns.
+    pub const DEVICES_PER_PROCESS: &str = "MPMD_DEVICES_PER_PROCESS";
+    /// How long processes wait for each other, in seconds.
+    pub const PATIENCE: &str = "MPMD_PATIENCE";
+    /// The launcher's process number; what it started ends with it.
+    pub const LAUNCHER_PID: &str = "MPMD_LAUNCHER_PID";
 }

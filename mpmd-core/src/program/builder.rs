@@ -10,12 +10,15 @@ use crate::error::{Error, Result};
 use crate::runtime::{Runtime, RuntimeConfig};
 use crate::topology::{Device, DeviceId, DeviceKind, Topology};
 
+/// The patience of a program where neither it nor its launcher says otherwise.
+pub(super) const DEFAULT_PATIENCE: Duration = Duration::from_secs(60);
+
 /// Settings of a [`Program`], with defaults that suit most.
 #[derive(Clone, Debug)]
 #[must_use = "a builder does nothing until it starts a program"]
 pub struct Builder {
     pub(super) devices: Option<usize>,
-    pub(super) patience: Duration,
+    pub(super) patience: Option<Duration>,
     heartbeat: Duration,
     run_ahead_ops: usize,
     run_ahead_bytes: u64,
@@ -26,7 +29,7 @@ impl Default for Builder {
     fn default() -> Self {
         Self {
             devices: None,
-            patience: Duration::from_secs(60),
+            patience: None,
             heartbeat: Duration::from_millis(500),
             run_ahead_ops: 1024,
             run_ahead_bytes: 4 << 30,
@@ -44,9 +47,9 @@ impl Builder {
     }
 
     /// How long something may take before it is reported as hanging, a missing process is given up, and
-    /// a silent one counts as lost. 60 seconds by default.
+    /// a silent one counts as lost. By default what the launcher says (`mpmd run --patience`), else 60 seconds.
     pub fn patience(mut self, patience: Duration) -> Self {
-        self.patience = patience;
+        self.patience = Some(patience);
         self
     }
 
@@ -136,7 +139,7 @@ impl Builder {
     fn config(&self) -> RuntimeConfig {
         RuntimeConfig {
             epoch: connect::EPOCH,
-            patience: self.patience,
+            patience: self.patience.unwrap_or(DEFAULT_PATIENCE),
             heartbeat: self.heartbeat,
             run_ahead_ops: self.run_ahead_ops,
             run_ahead_bytes: self.run_ahead_bytes,

@@ -9,9 +9,10 @@ use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::tcp::{Listener, TcpConfig};
 use mpmd_transport::{Pool, Transport};
 
+use super::builder::DEFAULT_PATIENCE;
 use super::{Builder, Program};
 use crate::error::{Error, Result};
-use crate::launch::{self, JobEnv, LaunchError};
+use crate::launch::{self, JobEnv, LaunchError, variables};
 use crate::runtime::Runtime;
 
 /// The incarnation of a job. Jobs do not restart in place yet, so there is one.
@@ -66,8 +67,8 @@ pub(super) fn from_env(builder: Builder) -> Result<Program> {
     join(builder, &env)
 }
 
-fn join(builder: Builder, env: &JobEnv) -> Result<Program> {
-    let patience = builder.patience;
+fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
+    let patience = *builder.patience.get_or_insert(env.patience.unwrap_or(DEFAULT_PATIENCE));
     let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
     let topology = builder.topology(env.processes, env.devices_per_process)?;
     let server = if env.hosted || env.process.index() != 0 { None } else { Some(host(env, patience)?) };
@@ -82,7 +83,11 @@ fn join(builder: Builder, env: &JobEnv) -> Result<Program> {
     if let Some(name) = env.transport.as_deref()
         && name != "tcp"
     {
-        return Err(Error::Launch(LaunchError::Transport { name: name.to_owned() }));
+        return Err(Error::Launch(LaunchError::Variable {
+            variable: variables::TRANSPORT.to_owned(),
+            value: name.to_owned(),
+            expected: "tcp, the transport between processes that this build has".to_owned(),
+        }));
     }
     let listener = Listener::bind(rendezvous.local_ip())?;
     let member = Member {
@@ -118,7 +123,11 @@ fn host(env: &JobEnv, patience: Duration) -> Result<Server> {
     let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
     let port = env.coordinator.rsplit(':').next().and_then(|port| port.parse::<u16>().ok());
     let Some(port) = port else {
-        return Err(Error::Launch(LaunchError::Coordinator { found: env.coordinator.clone() }));
+        return Err(Error::Launch(LaunchError::Variable {
+            variable: variables::COORDINATOR.to_owned(),
+            value: env.coordinator.clone(),
+            expected: "host:port".to_owned(),
+        }));
     };
     // The others may reach this host by any of its addresses; on one host only loopback is opened.
     let local = env.coordinator.starts_with("127.") || env.coordinator.starts_with("localhost");

@@ -1,0 +1,116 @@
+//! `mpmd run`: a job of several processes on this machine.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::time::Duration;
+
+use anyhow::Context;
+use clap::Args;
+use mpmd_core::launch::{Launch, adopt};
+
+/// The name by which `run` starts this program again in place of the user's, see [`Exec`].
+pub(crate) const EXEC: &str = "__exec";
+
+/// The name by which `run` starts the job's guard.
+pub(crate) const GUARD: &str = "__guard";
+
+/// What a shell says where there is no such program.
+const NO_SUCH_PROGRAM: u8 = 127;
+
+/// Arguments of `mpmd run`.
+#[derive(Args, Debug)]
+pub(crate) struct Run {
+    /// Number of processes
+    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    processes: u32,
+    /// The transport between them; by default the program's choice
+    #[arg(long, value_name = "NAME")]
+    transport: Option<String>,
+    /// Number of devices of each process; by default the program's choice
+    #[arg(long, value_name = "D", value_parser = clap::value_parser!(u32).range(1..))]
+    devices_per_process: Option<u32>,
+    /// How long the processes wait for each other
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
+    patience: Duration,
+    /// How long the others may go on once one has failed
+    #[arg(long, value_name = "SECONDS", default_value = "6", value_parser = seconds)]
+    grace: Duration,
+    /// Print lines as they are, without saying whose they are
+    #[arg(long)]
+    no_prefix: bool,
+    /// The program and its arguments
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
+    program: Vec<OsString>,
+}
+
+impl Run {
+    /// Runs the job; the exit code is that of the process that failed first.
+    pub(crate) fn run(self) -> anyhow::Result<ExitCode> {
+        let Some((program, args)) = self.program.split_first() else {
+            anyhow::bail!("no program is given");
+        };
+        // Looked for here, to say it once and not in every process.
+        let Some(found) = find(program) else {
+            eprintln!("mpmd: there is no program {}", program.display());
+            return Ok(ExitCode::from(NO_SUCH_PROGRAM));
+        };
+        let this = std::env::current_exe().context("finding this program, to start it again")?;
+        let outcome = Launch::new(self.processes as usize, &this)
+            .args([OsStr::new(EXEC), OsStr::new("--"), found.as_os_str()])
+            .args(args)
+            .guarded_by(this, [GUARD])
+            .transport(self.transport)
+            .devices_per_process(self.devices_per_process.map(|devices| devices as usize))
+            .patience(self.patience)
+            .grace(self.grace)
+            .prefix(!self.no_prefix)
+            .run()?;
+        if let Some(failure) = &outcome.first_failure {
+            eprintln!("mpmd: {failure}");
+        }
+        // Exit codes have a byte.
+        Ok(ExitCode::from(outcome.code().to_le_bytes()[0]))
+    }
+}
+
+/// Arguments of `mpmd __exec`.
+#[derive(Args, Debug)]
+pub(crate) struct Exec {
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    program: Vec<OsString>,
+}
+
+impl Exec {
+    /// Becomes the program. What [`adopt`] asks of the operating system outlives that, so that programs
+    /// that know nothing of us end with the launcher too.
+    pub(crate) fn run(self) -> anyhow::Result<ExitCode> {
+        let Some((program, args)) = self.program.split_first() else {
+            anyhow::bail!("no program is given");
+        };
+        adopt()?;
+        let error = Command::new(program).args(args).exec();
+        Err(error).with_context(|| format!("starting {}", program.display()))
+    }
+}
+
+/// Where a shell would find `program`.
+fn find(program: &OsStr) -> Option<PathBuf> {
+    if program.as_bytes().contains(&b'/') {
+        return is_program(Path::new(program)).then(|| program.into());
+    }
+    let path = std::env::var_os("PATH")?;
+    std::env::split_paths(&path).map(|folder| folder.join(program)).find(|file| is_program(file))
+}
+
+fn is_program(file: &Path) -> bool {
+    file.metadata().is_ok_and(|data| data.is_file() && data.permissions().mode() & 0o111 != 0)
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds: f64 = text.parse().map_err(|_| "not a number of seconds".to_owned())?;
+    Duration::try_from_secs_f64(seconds).map_err(|e| e.to_string())
+}

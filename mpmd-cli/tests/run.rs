@@ -1,0 +1,225 @@
+//! `mpmd run` over programs that know nothing of it: what is printed, how it ends, what is left.
+
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+/// Nothing here takes so long; what would hang is an error after it.
+const LONG: Duration = Duration::from_secs(40);
+
+fn mpmd(args: &[&str], script: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
+    command.arg("run").args(args).args(["--", "sh", "-c", script]);
+    // What may be set where the tests run.
+    for name in ["MPMD_RANK", "MPMD_WORLD_SIZE", "MPMD_LAUNCHER_PID", "MPMD_TRANSPORT"] {
+        command.env_remove(name);
+    }
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+/// A launcher that is running, ended in order or not when dropped.
+struct Job {
+    child: Child,
+    stdout: BufReader<ChildStdout>,
+}
+
+impl Job {
+    fn start(mut command: Command) -> Self {
+        let mut child = command.spawn().unwrap();
+        let stdout = BufReader::new(child.stdout.take().unwrap());
+        // So that a test that waits for a line cannot wait forever.
+        let launcher = Pid::from_child(&child);
+        thread::spawn(move || {
+            let until = Instant::now() + LONG;
+            while Instant::now() < until && alive(launcher.as_raw_nonzero().get()) {
+                thread::sleep(Duration::from_millis(50));
+            }
+            // A zombie that the test is about to reap cannot be another's number yet.
+            if alive(launcher.as_raw_nonzero().get()) {
+                drop(kill_process(launcher, Signal::TERM));
+            }
+        });
+        Self { child, stdout }
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.stdout.read_line(&mut line).unwrap();
+        assert!(!line.is_empty(), "the output ended");
+        line.trim_end().to_owned()
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    /// The exit code, and what was still printed to both streams.
+    fn end(mut self) -> (Option<i32>, String, String) {
+        let until = Instant::now() + LONG;
+        let status = loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                break status;
+            }
+            assert!(Instant::now() < until, "the launcher does not end");
+            thread::sleep(Duration::from_millis(5));
+        };
+        let (mut out, mut err) = (String::new(), String::new());
+        self.stdout.read_to_string(&mut out).unwrap();
+        self.child.stderr.take().unwrap().read_to_string(&mut err).unwrap();
+        (status.code(), out, err)
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        if matches!(self.child.try_wait(), Ok(None)) {
+            drop(kill_process(Pid::from_child(&self.child), Signal::TERM));
+            drop(self.child.wait());
+        }
+    }
+}
+
+fn alive(pid: i32) -> bool {
+    // The state follows the name, which is in parentheses. A zombie is over.
+    let stat = std::fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat"));
+    stat.is_ok_and(|stat| {
+        stat.rsplit_once(')').is_some_and(|(_, rest)| !rest.trim_start().starts_with(['Z', 'X']))
+    })
+}
+
+fn assert_gone(pids: &[i32]) {
+    let until = Instant::now() + LONG;
+    while let Some(pid) = pids.iter().find(|&&pid| alive(pid)) {
+        assert!(Instant::now() < until, "process {pid} is left");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+fn lines(output: &Output) -> Vec<String> {
+    let mut lines: Vec<String> = text(&output.stdout).lines().map(str::to_owned).collect();
+    lines.sort();
+    lines
+}
+
+/// The numbers after the prefixes of `count` lines, of `per_line` each.
+fn pids(job: &mut Job, count: usize) -> Vec<i32> {
+    let line = |_| {
+        let line = job.line();
+        let (_, numbers) = line.split_once("] ").unwrap();
+        numbers.split(' ').map(|number| number.parse().unwrap()).collect::<Vec<i32>>()
+    };
+    (0..count).flat_map(line).collect()
+}
+
+#[test]
+fn each_process_is_told_who_it_is_and_each_line_says_whose_it_is() {
+    let script = "echo $MPMD_RANK of $MPMD_WORLD_SIZE by $MPMD_TRANSPORT $MPMD_DEVICES_PER_PROCESS; \
+                  printf 'no newline' >&2; [ ${#MPMD_JOB_TOKEN} = 64 ] && [ -n \"$MPMD_COORDINATOR\" ]";
+    let output =
+        mpmd(&["-n", "3", "--transport", "tcp", "--devices-per-process", "2"], script).output().unwrap();
+    assert_eq!(lines(&output), ["[0] 0 of 3 by tcp 2", "[1] 1 of 3 by tcp 2", "[2] 2 of 3 by tcp 2"]);
+    let err = text(&output.stderr);
+    for process in 0..3 {
+        assert!(err.contains(&format!("[{process}] no newline\n")), "{err}");
+    }
+    assert_eq!(output.status.code(), Some(0), "{err}");
+    let plain = mpmd(&["-n", "2", "--no-prefix"], "echo $MPMD_RANK").output().unwrap();
+    assert_eq!(lines(&plain), ["0", "1"]);
+}
+
+#[test]
+fn arguments_reach_the_program_as_they_are() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
+    let output = command.args(["run", "-n1", "--", "printf", "%s|", "-n", "--", "a b"]).output().unwrap();
+    assert_eq!(text(&output.stdout), "[0] -n|--|a b|\n");
+}
+
+#[test]
+fn who_failed_first_gives_the_code_and_the_others_are_ended() {
+    // The others first say something themselves, and one of them will not be asked.
+    let script = "case $MPMD_RANK in 1) exit 3;; 2) trap '' TERM;; esac; \
+                  while [ $((i += 1)) -lt 600 ]; do sleep 0.1; done";
+    let job = Job::start(mpmd(&["-n", "3", "--grace", "0.2"], script));
+    let (code, _, err) = job.end();
+    assert_eq!(code, Some(3), "{err}");
+    assert!(err.contains("process 1 failed first: it ended with exit code 3"), "{err}");
+}
+
+#[test]
+fn processes_may_end_by_themselves_after_a_failure() {
+    let script = "[ $MPMD_RANK = 0 ] && kill -9 $$; sleep 0.5; echo last words; exit 1";
+    let (code, out, err) = Job::start(mpmd(&["-n", "2"], script)).end();
+    assert_eq!(code, Some(137), "{err}");
+    assert_eq!(out, "[1] last words\n");
+    assert!(err.contains("process 0 failed first: it was ended by signal 9 (SIGKILL)"), "{err}");
+}
+
+#[test]
+fn signals_are_forwarded_and_a_job_may_end_well_on_them() {
+    for (signal, name) in [(Signal::INT, "INT"), (Signal::TERM, "TERM"), (Signal::HUP, "HUP")] {
+        let script = format!(
+            "trap 'echo heard; exit 0' {name}; echo ready; while [ $((i += 1)) -lt 600 ]; do sleep 0.1; done"
+        );
+        let mut job = Job::start(mpmd(&["-n", "2"], &script));
+        let mut ready = [job.line(), job.line()];
+        ready.sort();
+        assert_eq!(ready, ["[0] ready", "[1] ready"]);
+        job.signal(signal);
+        let (code, out, err) = job.end();
+        assert_eq!((code, out.matches("heard").count()), (Some(0), 2), "{name}: {out}{err}");
+    }
+    let mut job = Job::start(mpmd(&["-n", "2"], "echo ready; exec sleep 60"));
+    (job.line(), job.line());
+    job.signal(Signal::INT);
+    let (code, _, err) = job.end();
+    assert_eq!(code, Some(130), "{err}");
+    assert!(err.contains("SIGINT"), "{err}");
+}
+
+#[test]
+fn nothing_is_left_of_a_job_also_of_what_its_processes_started() {
+    let mut job = Job::start(mpmd(&["-n", "2"], "sleep 60 & echo $$ $!"));
+    let pids = pids(&mut job, 2);
+    let (code, ..) = job.end();
+    assert_eq!((code, pids.len()), (Some(0), 4));
+    assert_gone(&pids);
+}
+
+#[test]
+fn a_killed_launcher_leaves_nothing() {
+    let mut job = Job::start(mpmd(&["-n", "3"], "sleep 60 & echo $$ $!; wait"));
+    let pids = pids(&mut job, 3);
+    assert_eq!(pids.len(), 6);
+    assert!(pids.iter().all(|&pid| alive(pid)));
+    job.signal(Signal::KILL);
+    assert_gone(&pids);
+    assert_eq!(job.end().0, None);
+}
+
+#[test]
+fn a_missing_program_is_named() {
+    for program in ["no-such-program-here", "/no/such/program", "/etc/passwd"] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
+        let output = command.args(["run", "-n", "2", program]).output().unwrap();
+        assert_eq!(output.status.code(), Some(127));
+        assert_eq!(text(&output.stderr), format!("mpmd: there is no program {program}\n"));
+    }
+}
+
+#[test]
+fn a_huge_line_passes_in_pieces() {
+    let script = "head -c 1000000 /dev/zero | tr '\\0' x";
+    let output = mpmd(&["-n", "1"], script).output().unwrap();
+    let out = text(&output.stdout);
+    assert_eq!(out.bytes().filter(|&byte| byte == b'x').count(), 1_000_000);
+    assert!(out.lines().all(|line| line.starts_with("[0] ") && line.len() <= 65_540));
+}

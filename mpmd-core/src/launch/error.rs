@@ -1,0 +1,72 @@
+//! What can go wrong when a job is started.
+
+use mpmd_transport::rendezvous::{RendezvousError, TokenError};
+
+/// Why a job, or this process's part in it, could not be started.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LaunchError {
+    /// A launcher's variables are there only in part. The environment's fault.
+    #[error("this looks like a process of a job started by {source_name}, but {missing} is not set; {found}")]
+    HalfSet {
+        /// The launcher whose variables were found.
+        source_name: &'static str,
+        /// What would be needed.
+        missing: String,
+        /// Every variable that was looked at, and what it was.
+        found: String,
+    },
+    /// A variable has a value that makes no sense. The environment's fault.
+    #[error("{variable}={value} makes no sense: it must be {expected}")]
+    Variable {
+        /// The variable.
+        variable: String,
+        /// Its value.
+        value: String,
+        /// What would be one.
+        expected: String,
+    },
+    /// The job's token is none, or could not be made. The environment's fault.
+    #[error("{variable}: {error}")]
+    Token {
+        /// Where it was read from.
+        variable: &'static str,
+        /// What is wrong with it.
+        error: TokenError,
+    },
+    /// The launcher has died before this process had begun. The environment's fault.
+    #[error("the launcher of this process (pid {launcher}) is gone")]
+    Orphaned {
+        /// The launcher's pid.
+        launcher: String,
+    },
+    /// A job needs a process. The caller's fault.
+    #[error("a job has at least one process, {processes} were asked for")]
+    Processes {
+        /// How many were asked for.
+        processes: usize,
+    },
+    /// There is no such program. The caller's fault.
+    #[error("there is no program {program}")]
+    NotFound {
+        /// What was to be started.
+        program: String,
+    },
+    /// The rendezvous service could not be started.
+    #[error(transparent)]
+    Rendezvous(#[from] RendezvousError),
+    /// This machine could not do its part. The environment's fault.
+    #[error("{doing} failed: {why}")]
+    Environment {
+        /// What was being done.
+        doing: String,
+        /// The system's word on it.
+        why: String,
+    },
+}
+
+impl LaunchError {
+    pub(super) fn environment(doing: impl Into<String>, why: impl ToString) -> Self {
+        Self::Environment { doing: doing.into(), why: why.to_string() }
+    }
+}

@@ -1,0 +1,209 @@
+//! What the processes of a job print, line by line, each line saying whose it is.
+
+use std::io::{self, IsTerminal, Read, Write};
+use std::time::{Duration, Instant};
+
+/// Whether output is coloured by process.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub enum Color {
+    /// On a terminal, unless `NO_COLOR` is set.
+    #[default]
+    Auto,
+    /// Always.
+    Always,
+    /// Never.
+    Never,
+}
+
+impl Color {
+    pub(super) fn on(self, terminal: bool) -> bool {
+        match self {
+            Self::Auto => terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()),
+            Self::Always => true,
+            Self::Never => false,
+        }
+    }
+}
+
+/// Which of the launcher's own streams something goes to.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Stream {
+    Out,
+    Err,
+}
+
+impl Stream {
+    pub(super) fn is_terminal(self) -> bool {
+        match self {
+            Self::Out => io::stdout().is_terminal(),
+            Self::Err => io::stderr().is_terminal(),
+        }
+    }
+
+    /// Writes whole lines: those of two processes never mix.
+    fn write(self, bytes: &[u8]) {
+        // Nobody may be reading any more; the processes go on all the same.
+        let _ = match self {
+            Self::Out => {
+                let mut out = io::stdout().lock();
+                out.write_all(bytes).and_then(|()| out.flush())
+            }
+            Self::Err => io::stderr().lock().write_all(bytes),
+        };
+    }
+}
+
+/// What comes before each line of `process`: its number in brackets, as wide as the widest.
+pub(super) fn prefix(process: usize, processes: usize, color: bool) -> String {
+    const COLORS: [u8; 12] = [36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91];
+    let width = processes.saturating_sub(1).to_string().len();
+    let plain = format!("[{process:>width$}] ");
+    if color { format!("\x1b[{}m{plain}\x1b[0m", COLORS[process % COLORS.len()]) } else { plain }
+}
+
+/// Copies a process's output until it ends, with `prefix` before each line.
+pub(super) fn copy(mut from: impl Read, to: Stream, prefix: &str) {
+    let mut lines = Lines::new(prefix);
+    let mut bytes = vec![0; 16 * 1024];
+    loop {
+        match from.read(&mut bytes) {
+            Ok(0) => break,
+            Ok(n) => lines.push(&bytes[..n], Instant::now()),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+            Err(_) => break,
+        }
+        let whole = lines.take();
+        if !whole.is_empty() {
+            to.write(&whole);
+        }
+    }
+    to.write(&lines.end());
+}
+
+/// The most that is kept of a line that does not end.
+const LONGEST: usize = 64 * 1024;
+
+/// How often the state of a line that keeps being overwritten is shown.
+const REDRAW: Duration = Duration::from_secs(1);
+
+/// Cuts a stream into lines and puts a prefix before each.
+///
+/// A carriage return overwrites a line, as on a terminal: of a progress bar the last state is shown,
+/// and one state a second on the way there. Lines that do not end are cut after 64 KiB.
+struct Lines {
+    prefix: Vec<u8>,
+    line: Vec<u8>,
+    /// The line ended with a carriage return: what follows overwrites it.
+    returned: bool,
+    shown: Option<Instant>,
+    done: Vec<u8>,
+}
+
+impl Lines {
+    fn new(prefix: &str) -> Self {
+        let prefix = prefix.as_bytes().to_vec();
+        Self { prefix, line: Vec::new(), returned: false, shown: None, done: Vec::new() }
+    }
+
+    fn push(&mut self, bytes: &[u8], now: Instant) {
+        for &byte in bytes {
+            match byte {
+                b'\n' => self.finish(),
+                b'\r' => self.returned = true,
+                _ => {
+                    if std::mem::take(&mut self.returned) {
+                        self.overwrite(now);
+                    } else if self.line.len() >= LONGEST {
+                        self.finish();
+                    }
+                    self.line.push(byte);
+                }
+            }
+        }
+    }
+
+    /// Whole lines since the last call.
+    fn take(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.done)
+    }
+
+    /// What is left at the end of the stream.
+    fn end(&mut self) -> Vec<u8> {
+        if !self.line.is_empty() {
+            self.finish();
+        }
+        self.take()
+    }
+
+    fn finish(&mut self) {
+        self.returned = false;
+        self.done.extend_from_slice(&self.prefix);
+        self.done.append(&mut self.line);
+        self.done.push(b'\n');
+    }
+
+    fn overwrite(&mut self, now: Instant) {
+        let due = self.shown.is_none_or(|shown| now.saturating_duration_since(shown) >= REDRAW);
+        if due && !self.line.is_empty() {
+            self.shown = Some(now);
+            self.finish();
+        }
+        self.line.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn all(chunks: &[&[u8]]) -> String {
+        let mut lines = Lines::new("[0] ");
+        let mut said = Vec::new();
+        for chunk in chunks {
+            lines.push(chunk, Instant::now());
+            said.extend(lines.take());
+        }
+        said.extend(lines.end());
+        String::from_utf8(said).unwrap()
+    }
+
+    #[test]
+    fn each_line_is_prefixed_however_it_was_cut() {
+        assert_eq!(all(&[b"one\ntw", b"o\n", b"\nno newline"]), "[0] one\n[0] two\n[0] \n[0] no newline\n");
+        assert_eq!(all(&[b"dos\r", b"\nx\n"]), "[0] dos\n[0] x\n");
+        assert_eq!(all(&[]), "");
+    }
+
+    #[test]
+    fn overwritten_lines_show_their_last_state_and_one_a_second() {
+        let mut lines = Lines::new("");
+        let start = Instant::now();
+        for tenth in 0..25 {
+            let text = format!("\r{tenth}");
+            lines.push(text.as_bytes(), start + Duration::from_millis(100) * tenth);
+        }
+        lines.push(b"\rdone\n", start);
+        assert_eq!(String::from_utf8(lines.end()).unwrap(), "0\n10\n20\ndone\n");
+    }
+
+    #[test]
+    fn a_line_without_end_is_cut_and_not_kept() {
+        let mut lines = Lines::new("");
+        let mut total = 0;
+        for _ in 0..100 {
+            lines.push(&[b'x'; 10_000], Instant::now());
+            assert!(lines.line.len() <= LONGEST);
+            total += lines.take().iter().filter(|&&byte| byte == b'x').count();
+        }
+        total += lines.end().iter().filter(|&&byte| byte == b'x').count();
+        assert_eq!(total, 1_000_000, "cut, not lost");
+    }
+
+    #[test]
+    fn prefixes_line_up() {
+        assert_eq!(prefix(2, 4, false), "[2] ");
+        assert_eq!(prefix(2, 11, false), "[ 2] ");
+        assert_eq!(prefix(0, 1, true), "\x1b[36m[0] \x1b[0m");
+    }
+}
