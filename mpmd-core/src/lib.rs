@@ -45,3 +45,8 @@ pub mod prelude {
     pub use crate::spec;
     pub use crate::tree::Tree;
 }
+
+/// The README's program, compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+pub struct Readme;
