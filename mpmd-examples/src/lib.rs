@@ -7,4 +7,5 @@ pub mod job;
 pub mod math;
 pub mod mm;
 pub mod next_byte;
+pub mod pipeline;
 pub mod text;
