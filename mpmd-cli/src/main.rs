@@ -1,5 +1,6 @@
 //! The `mpmd` command line.
 
+mod bench;
 mod run;
 
 use std::process::ExitCode;
@@ -18,6 +19,8 @@ struct Cli {
 enum Command {
     /// Run a program as several processes on this machine
     Run(run::Run),
+    /// Measure what the framework itself costs
+    Bench(bench::BenchArgs),
     /// Become a program that ends with this process's parent
     #[command(name = run::EXEC, hide = true)]
     Exec(run::Exec),
@@ -29,6 +32,7 @@ enum Command {
 fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Run(run) => run.run(),
+        Command::Bench(args) => bench::bench(&args),
         Command::Exec(exec) => exec.run(),
         Command::Guard => {
             mpmd_core::launch::guard(std::io::stdin());

@@ -43,7 +43,7 @@ pub(crate) struct Run {
     #[arg(long)]
     no_prefix: bool,
     /// The program and its arguments
-    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
+    #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM")]
     program: Vec<OsString>,
 }
 
@@ -80,7 +80,7 @@ impl Run {
 /// Arguments of `mpmd __exec`.
 #[derive(Args, Debug)]
 pub(crate) struct Exec {
-    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    #[arg(required = true, trailing_var_arg = true)]
     program: Vec<OsString>,
 }
 

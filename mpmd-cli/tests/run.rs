@@ -41,7 +41,7 @@ impl Job {
             }
             // A zombie that the test is about to reap cannot be another's number yet.
             if alive(launcher.as_raw_nonzero().get()) {
-                drop(kill_process(launcher, Signal::TERM));
+                let _ = kill_process(launcher, Signal::TERM);
             }
         });
         Self { child, stdout }
@@ -78,7 +78,7 @@ impl Job {
 impl Drop for Job {
     fn drop(&mut self) {
         if matches!(self.child.try_wait(), Ok(None)) {
-            drop(kill_process(Pid::from_child(&self.child), Signal::TERM));
+            let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
             drop(self.child.wait());
         }
     }
@@ -138,9 +138,15 @@ fn each_process_is_told_who_it_is_and_each_line_says_whose_it_is() {
 
 #[test]
 fn arguments_reach_the_program_as_they_are() {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
-    let output = command.args(["run", "-n1", "--", "printf", "%s|", "-n", "--", "a b"]).output().unwrap();
-    assert_eq!(text(&output.stdout), "[0] -n|--|a b|\n");
+    for args in [
+        &["run", "-n1", "--", "printf", "%s|", "-n", "--", "a b"][..],
+        &["run", "-n", "1", "printf", "%s|", "-n", "--", "a b"],
+        &["run", "--processes=1", "--no-prefix", "--", "printf", "[0] %s|", "-n", "--", "a b"],
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_mpmd")).args(args).output().unwrap();
+        let out = text(&output.stdout).replace("|[0] ", "|");
+        assert_eq!(out, "[0] -n|--|a b|\n", "{args:?}: {}", text(&output.stderr));
+    }
 }
 
 #[test]
@@ -178,7 +184,8 @@ fn signals_are_forwarded_and_a_job_may_end_well_on_them() {
         assert_eq!((code, out.matches("heard").count()), (Some(0), 2), "{name}: {out}{err}");
     }
     let mut job = Job::start(mpmd(&["-n", "2"], "echo ready; exec sleep 60"));
-    (job.line(), job.line());
+    job.line();
+    job.line();
     job.signal(Signal::INT);
     let (code, _, err) = job.end();
     assert_eq!(code, Some(130), "{err}");
@@ -203,6 +210,38 @@ fn a_killed_launcher_leaves_nothing() {
     job.signal(Signal::KILL);
     assert_gone(&pids);
     assert_eq!(job.end().0, None);
+}
+
+#[test]
+fn processes_end_with_their_launcher_also_without_its_guard() {
+    let mut job = Job::start(mpmd(&["-n", "2"], "echo $$; exec sleep 60"));
+    let pids = pids(&mut job, 2);
+    let launcher = job.child.id().to_string();
+    let all =
+        std::fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let guard = all.filter(|pid| {
+        let read =
+            |file| std::fs::read_to_string(Path::new("/proc").join(pid).join(file)).unwrap_or_default();
+        read("cmdline").contains("__guard") && read("status").contains(&format!("PPid:\t{launcher}\n"))
+    });
+    let guard: Vec<i32> = guard.map(|pid| pid.parse().unwrap()).collect();
+    assert_eq!(guard.len(), 1);
+    kill_process(Pid::from_raw(guard[0]).unwrap(), Signal::KILL).unwrap();
+    assert_gone(&guard);
+    assert!(pids.iter().all(|&pid| alive(pid)), "the guard's end is not the job's");
+    job.signal(Signal::KILL);
+    assert_gone(&pids);
+}
+
+#[test]
+fn who_comes_after_its_launcher_has_died_does_not_begin() {
+    let mut dead = Command::new("true").spawn().unwrap();
+    dead.wait().unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
+    command.args(["__exec", "--", "echo", "begun"]).env("MPMD_LAUNCHER_PID", dead.id().to_string());
+    let output = command.output().unwrap();
+    assert_eq!((text(&output.stdout).as_str(), output.status.code()), ("", Some(1)));
+    assert!(text(&output.stderr).contains("is gone"));
 }
 
 #[test]

@@ -27,12 +27,11 @@ pub mod launch;
 mod program;
 mod runtime;
 
-pub use array::{ArrayFuture, MpmdArray, Shard};
+pub use array::{ArrayFuture, MpmdArray, Shard, all_ready};
 pub use device_put::PutOptions;
 pub use error::{Error, IssueError, IssueProblem, Result};
 pub use jit::{Jit, JitBuilder, run_here};
-pub use mpmd_transport::ProcessId;
-pub use mpmd_transport::{Failure, FailureKind};
+pub use mpmd_transport::{Failure, FailureKind, ProcessId};
 pub use program::{Builder, MemoryUse, Program, Simulation, simulate};
 
 /// What nearly every program needs.
@@ -46,3 +45,8 @@ pub mod prelude {
     pub use crate::spec;
     pub use crate::tree::Tree;
 }
+
+/// The README's program, compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+pub struct Readme;

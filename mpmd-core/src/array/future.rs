@@ -4,8 +4,11 @@ use std::future::{Future, IntoFuture};
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
+use futures::future::try_join_all;
+
 use super::{MpmdArray, Repr};
 use crate::error::{Error, Result};
+use crate::tree::Tree;
 
 /// Completes with the array once its local shards are ready, or with why they never will be.
 ///
@@ -42,4 +45,21 @@ impl Future for ArrayFuture {
         }
         Poll::Ready(Ok(self.array.clone()))
     }
+}
+
+/// Completes with a tree of arrays once the local shards of all of them are ready, or with the first
+/// failure.
+///
+/// # Errors
+///
+/// Where an operation that makes one of them failed, here or elsewhere.
+///
+/// # Cancel safety
+///
+/// Dropping the future at any time has no effect on the arrays.
+pub async fn all_ready<T: Tree<Leaf = MpmdArray>>(tree: T) -> Result<T> {
+    let arrays: Vec<ArrayFuture> =
+        tree.leaves().into_iter().map(|array| array.clone().into_future()).collect();
+    try_join_all(arrays).await?;
+    Ok(tree)
 }

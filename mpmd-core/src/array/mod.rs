@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock};
 
 use mpmd_transport::{Failure, FailureKind};
 
-pub use future::ArrayFuture;
+pub use future::{ArrayFuture, all_ready};
 pub use read::Shard;
 
 use crate::aval::{DType, Element, HostArray, ShapedArray};

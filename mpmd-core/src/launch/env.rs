@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -74,6 +75,25 @@ impl JobEnv {
             }
         }
         Ok(None)
+    }
+}
+
+impl JobEnv {
+    /// Where process 0 must listen, where it runs the rendezvous service: the coordinator's port, on
+    /// all interfaces unless all processes are on this host.
+    ///
+    /// # Errors
+    ///
+    /// [`LaunchError::Variable`] where the coordinator has no port.
+    pub fn listen_address(&self) -> Result<SocketAddr, LaunchError> {
+        let (host, port) = split_address(&self.coordinator).ok_or_else(|| no_address(&self.coordinator))?;
+        let ip = match host.parse() {
+            Ok(ip) if ip.is_loopback() => ip,
+            Ok(IpAddr::V6(_)) => Ipv6Addr::UNSPECIFIED.into(),
+            Err(_) if host == "localhost" => Ipv4Addr::LOCALHOST.into(),
+            Ok(IpAddr::V4(_)) | Err(_) => Ipv4Addr::UNSPECIFIED.into(),
+        };
+        Ok(SocketAddr::new(ip, port))
     }
 }
 
@@ -310,15 +330,11 @@ impl Vars<'_> {
             Some(given) => given,
             None => coordinator.map_err(|needed| self.half_set(source, &needed))?,
         };
-        let named_port = coordinator.rsplit_once(':').is_some_and(|(host, port)| {
-            !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0 || processes == 1)
-        });
-        if !named_port {
-            return Err(LaunchError::Variable {
-                variable: ours::COORDINATOR.into(),
-                value: coordinator,
-                expected: "host:port".into(),
-            });
+        match split_address(&coordinator) {
+            Some((_, 1..)) => {}
+            // Alone, any port will do.
+            Some((_, 0)) if processes == 1 => {}
+            _ => return Err(no_address(&coordinator)),
         }
         let token = match self.get(ours::JOB_TOKEN) {
             Some(hex) => {
@@ -361,6 +377,21 @@ impl Vars<'_> {
 
 fn address(host: &str, port: u16) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+}
+
+/// Host, without brackets, and port.
+fn split_address(address: &str) -> Option<(&str, u16)> {
+    let (host, port) = address.rsplit_once(':')?;
+    let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+    (!host.is_empty()).then_some((host, port.parse().ok()?))
+}
+
+fn no_address(coordinator: &str) -> LaunchError {
+    LaunchError::Variable {
+        variable: ours::COORDINATOR.into(),
+        value: coordinator.into(),
+        expected: "host:port".into(),
+    }
 }
 
 /// A port above those that systems hand out by themselves, the same in all processes of a job.
@@ -553,6 +584,21 @@ mod tests {
         assert_eq!(slurm("0", "7"), slurm("1", "7"));
         // The same port, but another job.
         assert_ne!(slurm("0", "7"), slurm("0", "4103"));
+    }
+
+    #[test]
+    fn process_0_listens_where_all_can_reach_it() {
+        for (coordinator, listens) in [
+            ("127.0.0.1:9", "127.0.0.1:9"),
+            ("localhost:9", "127.0.0.1:9"),
+            ("[::1]:9", "[::1]:9"),
+            ("node03:61443", "0.0.0.0:61443"),
+            ("10.0.0.1:9", "0.0.0.0:9"),
+            ("[fd00::7]:9", "[::]:9"),
+        ] {
+            let vars = [("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "2"), ("MPMD_COORDINATOR", coordinator)];
+            assert_eq!(job(&vars).listen_address().unwrap().to_string(), listens);
+        }
     }
 
     #[test]

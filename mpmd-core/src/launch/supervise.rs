@@ -141,7 +141,7 @@ const AFTER_TERM: Duration = Duration::from_secs(2);
 
 /// How long after a first failure another may turn out to be its cause: a process that dies by a signal
 /// loses its connections, and the others may have ended over that, before its death is seen here.
-const SAME_MOMENT: Duration = Duration::from_millis(200);
+const SAME_MOMENT: Duration = Duration::from_millis(500);
 
 /// How long the last output may take once its process has ended: what a process has started may have
 /// left its group and still hold its output open.

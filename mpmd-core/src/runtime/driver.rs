@@ -59,8 +59,7 @@ impl Runtime {
 
     /// This process issues an operation.
     pub(crate) fn record(self: &Arc<Self>, record: OpRecord) {
-        let now = if self.transport.is_some() { self.now() } else { Duration::ZERO };
-        self.with_router(|router| router.issue(record, now));
+        self.with_router(|router| router.issue(record, || self.now()));
     }
 
     /// A peer is gone, by the word of the transport or of the rendezvous.

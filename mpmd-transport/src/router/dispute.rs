@@ -24,6 +24,7 @@ impl<C: Cargo> Router<C> {
                 self.dispute(from, count, now);
             } else if peer.check.is_none() {
                 peer.check = Some((count, hash));
+                self.next_check = self.next_check.min(count);
             }
         } else if self.history.hash_at(count).is_some_and(|mine| mine != hash) {
             self.dispute(from, count, now);

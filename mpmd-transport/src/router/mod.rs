@@ -142,6 +142,8 @@ pub struct Router<C: Cargo> {
     early: HashMap<(ProcessId, PieceKey), Early<C>>,
     failed: Option<Arc<Failure>>,
     next_heartbeat: Duration,
+    /// The lowest operation at which a peer's hash is to be compared; `u64::MAX` for none.
+    next_check: u64,
     /// This process's own goodbye, once said.
     left: bool,
     actions: Vec<Action<C>>,
@@ -158,6 +160,7 @@ impl<C: Cargo> Router<C> {
             early: HashMap::new(),
             failed: None,
             next_heartbeat: Duration::ZERO,
+            next_check: u64::MAX,
             left: false,
             actions: Vec::new(),
         }
@@ -188,10 +191,15 @@ impl<C: Cargo> Router<C> {
         self.failed.as_ref()
     }
 
-    /// This process issues an operation: the next number.
-    pub fn issue(&mut self, record: OpRecord, now: Duration) {
+    /// This process issues an operation: the next number. The clock is read only where it is needed: most
+    /// operations of a large job concern other processes.
+    pub fn issue(&mut self, record: OpRecord, clock: impl Fn() -> Duration) {
         let op = record.op;
         self.history.push(record);
+        if self.next_check > op && self.parked.first_key_value().is_none_or(|(first, _)| *first > op) {
+            return;
+        }
+        let now = clock();
         while let Some(entry) = self.parked.first_entry() {
             if *entry.key() > op {
                 break;
@@ -200,11 +208,9 @@ impl<C: Cargo> Router<C> {
                 self.piece_message(from, header, incoming, now);
             }
         }
+        self.next_check = u64::MAX;
         for index in 0..self.peers.len() {
-            if let Some((count, hash)) = self.peers[index].check
-                && count <= op
-            {
-                self.peers[index].check = None;
+            if let Some((count, hash)) = self.peers[index].check.take() {
                 self.compare(ProcessId(index as u32), count, hash, now);
             }
         }

@@ -80,7 +80,8 @@ impl Job {
 
     fn issue(&mut self, process: usize, hash: u128, what: &str) -> u64 {
         let op = self.routers[process].count() + 1;
-        self.routers[process].issue(record(op, hash, what), at(self.now));
+        let now = at(self.now);
+        self.routers[process].issue(record(op, hash, what), || now);
         self.act(process);
         op
     }

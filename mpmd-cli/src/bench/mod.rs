@@ -1,0 +1,128 @@
+//! `mpmd bench`: what the framework itself costs, measured here and now.
+//!
+//! Every case is repeated; the median is what to quote, and p10 to p90 say how noisy the machine was.
+
+mod dispatch;
+mod p2p;
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::Result;
+use clap::{Args, Subcommand};
+use serde_json::json;
+
+/// Measure what the framework costs.
+#[derive(Args, Debug)]
+pub(crate) struct BenchArgs {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// The time to issue a `jit` call: empty, with 64 leaves, and without part in it.
+    Dispatch(Options),
+    /// `device_put` between two processes: latency of 8 bytes, bandwidth of large arrays.
+    P2p(p2p::P2pArgs),
+}
+
+/// Options of every benchmark.
+#[derive(Args, Clone, Copy, Debug)]
+pub(crate) struct Options {
+    /// One line of JSON for each case instead of a table.
+    #[arg(long)]
+    json: bool,
+    /// How often each case is measured.
+    #[arg(long, default_value_t = 30)]
+    repeats: usize,
+}
+
+/// Runs a benchmark.
+pub(crate) fn bench(args: &BenchArgs) -> Result<ExitCode> {
+    match &args.what {
+        What::Dispatch(options) => dispatch::dispatch(*options),
+        What::P2p(args) => p2p::p2p(args),
+    }
+}
+
+/// A case and what was measured of it.
+pub(crate) struct Case {
+    name: &'static str,
+    parameters: String,
+    unit: &'static str,
+    samples: Vec<f64>,
+}
+
+impl Case {
+    /// A case measured in microseconds.
+    pub(crate) fn micros(
+        name: &'static str,
+        parameters: impl Into<String>,
+        samples: impl IntoIterator<Item = Duration>,
+    ) -> Self {
+        let samples = samples.into_iter().map(|time| time.as_secs_f64() * 1e6).collect();
+        Self { name, parameters: parameters.into(), unit: "us", samples }
+    }
+
+    /// A case measured in GB/s: `bytes` moved in each of the times.
+    pub(crate) fn bandwidth(
+        name: &'static str,
+        parameters: impl Into<String>,
+        bytes: usize,
+        times: impl IntoIterator<Item = Duration>,
+    ) -> Self {
+        let samples = times.into_iter().map(|time| bytes as f64 / time.as_secs_f64() / 1e9).collect();
+        Self { name, parameters: parameters.into(), unit: "GB/s", samples }
+    }
+
+    /// The sample at this share of the sorted ones, 0.5 for the median.
+    fn quantile(&self, share: f64) -> f64 {
+        let mut sorted = self.samples.clone();
+        sorted.sort_by(f64::total_cmp);
+        let index = (share * sorted.len().saturating_sub(1) as f64).round() as usize;
+        sorted.get(index).copied().unwrap_or(f64::NAN)
+    }
+}
+
+/// Prints cases as a table or as lines of JSON.
+pub(crate) fn show(cases: &[Case], json: bool) {
+    if !json {
+        println!("{:<14} {:<26} {:>10} {:>10} {:>10}  unit", "case", "parameters", "median", "p10", "p90");
+    }
+    for case in cases {
+        let (median, p10, p90) = (case.quantile(0.5), case.quantile(0.1), case.quantile(0.9));
+        if json {
+            let line = json!({
+                "name": case.name,
+                "parameters": case.parameters,
+                "median": median,
+                "p10": p10,
+                "p90": p90,
+                "unit": case.unit,
+                "repeats": case.samples.len(),
+            });
+            println!("{line}");
+        } else {
+            let (name, parameters, unit) = (case.name, &case.parameters, case.unit);
+            println!("{name:<14} {parameters:<26} {median:>10.3} {p10:>10.3} {p90:>10.3}  {unit}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_are_those_of_the_sorted_samples() {
+        let case = Case::micros("x", "", [3, 1, 2, 5, 4].map(Duration::from_micros));
+        assert_eq!((case.quantile(0.5), case.quantile(0.0), case.quantile(1.0)), (3.0, 1.0, 5.0));
+    }
+
+    #[test]
+    fn bandwidth_counts_a_billion_bytes_as_one() {
+        let case = Case::bandwidth("x", "", 500_000_000, [Duration::from_millis(250)]);
+        assert!((case.quantile(0.5) - 2.0).abs() < 1e-9);
+    }
+}

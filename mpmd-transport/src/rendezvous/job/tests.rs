@@ -1,0 +1,233 @@
+//! Jobs of simulated clients: who hears what, and when.
+
+use super::*;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A job whose process `p` speaks over link `p + 10`.
+struct Table {
+    job: Job,
+    now: Instant,
+}
+
+impl Table {
+    fn new(processes: usize) -> Self {
+        let now = Instant::now();
+        Self { job: Job::new(processes, PATIENCE, now), now }
+    }
+
+    fn running(processes: usize) -> Self {
+        let mut table = Self::new(processes);
+        for process in 0..processes {
+            table.join(process as u32, "");
+        }
+        assert_eq!(table.job.phase(), &Phase::Running);
+        table.said();
+        table
+    }
+
+    fn join(&mut self, process: u32, program: &str) {
+        self.open_and_join(u64::from(process) + 10, process, program);
+    }
+
+    fn open_and_join(&mut self, link: Link, process: u32, program: &str) {
+        self.job.opened(link, self.now);
+        let member = Member { pid: process + 100, program: program.into(), ..Member::default() };
+        let processes = self.job.seats.len() as u64;
+        let patience = Duration::from_secs(3600);
+        let join = Request::Join { ask: 1, process: ProcessId(process), processes, patience, member };
+        self.job.said(link, join, self.now);
+    }
+
+    fn barrier(&mut self, link: Link, patience: Duration) {
+        self.job.said(link, Request::Barrier { ask: 7, name: "b".into(), patience }, self.now);
+    }
+
+    /// Everything said but pings.
+    fn said(&mut self) -> Vec<(Link, Reply)> {
+        let actions = self.job.actions().into_iter();
+        let said = actions.filter_map(|action| match action {
+            Action::Say(link, reply) => Some((link, reply)),
+            Action::Close(_) => None,
+        });
+        said.filter(|(_, reply)| *reply != Reply::Ping).collect()
+    }
+
+    /// Lets time pass as a live server would, with all clients of `awake` answering.
+    fn pass(&mut self, time: Duration, awake: &[Link]) {
+        let end = self.now + time;
+        while self.now < end {
+            let next = self.job.tick(self.now);
+            assert!(next > self.now, "a server must not spin");
+            self.now = next.min(end);
+            for &link in awake {
+                self.job.said(link, Request::Pong, self.now);
+            }
+        }
+        self.job.tick(self.now);
+    }
+}
+
+fn errors(said: Vec<(Link, Reply)>) -> Vec<(Link, RendezvousError)> {
+    let errors = said.into_iter().filter_map(|(link, reply)| match reply {
+        Reply::Answer { result: Err(error), .. } => Some((link, error)),
+        _ => None,
+    });
+    errors.collect()
+}
+
+#[test]
+fn everybody_hears_of_everybody_when_the_last_has_joined() {
+    let mut table = Table::new(3);
+    table.join(2, "p");
+    table.join(0, "p");
+    assert!(table.said().is_empty());
+    table.join(1, "p");
+    let said = table.said();
+    assert_eq!(said.iter().map(|(link, _)| *link).collect::<Vec<_>>(), [10, 11, 12]);
+    for (_, reply) in said {
+        let Reply::Answer { ask: 1, result: Ok(Answer::Members(members)) } = reply else {
+            panic!("{reply:?}")
+        };
+        assert_eq!(members.iter().map(|m| m.pid).collect::<Vec<_>>(), [100, 101, 102]);
+    }
+}
+
+#[test]
+fn missing_processes_are_named_to_all_that_joined_and_to_late_comers() {
+    let mut table = Table::new(4);
+    table.join(0, "");
+    table.join(3, "");
+    table.pass(PATIENCE, &[10, 13]);
+    let missing = RendezvousError::Missing {
+        missing: vec![ProcessId(1), ProcessId(2)],
+        processes: 4,
+        patience: PATIENCE,
+    };
+    assert_eq!(errors(table.said()), [(10, missing.clone()), (13, missing.clone())]);
+    assert_eq!(table.job.phase(), &Phase::Failed(missing.clone()));
+    table.join(1, "");
+    assert_eq!(errors(table.said()), [(11, missing)]);
+}
+
+#[test]
+fn a_duplicate_is_told_who_holds_its_number_and_the_job_goes_on() {
+    let mut table = Table::new(2);
+    table.join(1, "");
+    table.open_and_join(50, 1, "");
+    let held = RendezvousError::Duplicate { process: ProcessId(1), host: String::new(), pid: 101 };
+    assert_eq!(errors(table.said()), [(50, held)]);
+    table.join(0, "");
+    assert_eq!(table.job.phase(), &Phase::Running);
+    table.job.closed(50, "closed");
+    assert_eq!(table.job.present(), 2);
+}
+
+#[test]
+fn a_place_given_up_before_the_job_is_complete_can_be_taken_again() {
+    let mut table = Table::new(2);
+    table.join(1, "");
+    table.job.closed(11, "connection closed");
+    table.open_and_join(50, 1, "");
+    table.join(0, "");
+    assert_eq!(table.job.phase(), &Phase::Running);
+    assert!(errors(table.said()).is_empty());
+}
+
+#[test]
+fn nobody_joins_a_complete_job() {
+    let mut table = Table::running(2);
+    table.job.closed(11, "connection closed");
+    table.said();
+    table.open_and_join(50, 1, "");
+    let error = RendezvousError::Complete { process: ProcessId(1), processes: 2 };
+    assert_eq!(errors(table.said()), [(50, error)]);
+}
+
+#[test]
+fn different_programs_fail_the_job_for_all() {
+    let mut table = Table::new(3);
+    table.join(0, "a");
+    table.join(2, "b");
+    let said = errors(table.said());
+    assert_eq!(said.iter().map(|(link, _)| *link).collect::<Vec<_>>(), [10, 12]);
+    for (_, error) in said {
+        assert!(
+            matches!(&error, RendezvousError::Program { process: ProcessId(2), other: ProcessId(0), .. }),
+            "{error}"
+        );
+    }
+    assert!(matches!(table.job.phase(), Phase::Failed(RendezvousError::Program { .. })));
+}
+
+#[test]
+fn a_silent_process_is_given_up_after_patience_and_not_before() {
+    let mut table = Table::running(3);
+    table.pass(PATIENCE - Duration::from_secs(2), &[10, 12]);
+    assert!(table.said().is_empty());
+    table.pass(Duration::from_secs(4), &[10, 12]);
+    let said = table.said();
+    let downs: Vec<Link> = said
+        .iter()
+        .filter(|(_, reply)| matches!(reply, Reply::Down { process: ProcessId(1), .. }))
+        .map(|(link, _)| *link)
+        .collect();
+    assert_eq!(downs, [10, 12]);
+    assert!(said.iter().any(|(link, reply)| *link == 11 && matches!(reply, Reply::Dropped { .. })));
+}
+
+#[test]
+fn a_server_that_was_stopped_itself_calls_nobody_silent() {
+    let mut table = Table::running(2);
+    table.job.tick(table.now);
+    table.now += PATIENCE * 3;
+    table.job.tick(table.now);
+    assert!(table.said().is_empty());
+    assert_eq!(table.job.present(), 2);
+}
+
+#[test]
+fn a_late_barrier_names_who_is_missing_and_can_be_tried_again() {
+    let mut table = Table::running(3);
+    table.barrier(10, Duration::from_secs(5));
+    table.barrier(12, Duration::from_secs(9));
+    table.pass(Duration::from_secs(6), &[10, 11, 12]);
+    let error = RendezvousError::Barrier {
+        name: "b".into(),
+        missing: vec![ProcessId(1)],
+        processes: 3,
+        patience: Duration::from_secs(5),
+    };
+    assert_eq!(errors(table.said()), [(10, error)]);
+    table.barrier(10, Duration::from_secs(5));
+    table.barrier(11, Duration::from_secs(5));
+    let said = table.said();
+    assert_eq!(said.len(), 3);
+    assert!(errors(said).is_empty());
+}
+
+#[test]
+fn a_barrier_ends_when_one_dies_or_has_left() {
+    let mut table = Table::running(3);
+    table.barrier(10, PATIENCE);
+    table.job.closed(11, "connection reset");
+    let said = table.said();
+    assert!(said.contains(&(12, Reply::Down { process: ProcessId(1), why: "connection reset".into() })));
+    let broken = |said| matches!(&errors(said)[..], [(10, RendezvousError::BarrierBroken { .. })]);
+    assert!(broken(said));
+    table.barrier(10, PATIENCE);
+    assert!(broken(table.said()));
+}
+
+#[test]
+fn values_wake_those_who_wait_and_leaving_is_not_dying() {
+    let mut table = Table::running(2);
+    table.job.said(10, Request::Get { ask: 3, key: "k".into(), patience: PATIENCE }, table.now);
+    table.job.said(11, Request::Set { ask: 4, key: "k".into(), value: vec![1] }, table.now);
+    let said = table.said();
+    assert_eq!(said[0], (10, Reply::Answer { ask: 3, result: Ok(Answer::Value(vec![1])) }));
+    table.job.said(11, Request::Leave { ask: 5 }, table.now);
+    table.job.closed(11, "connection closed");
+    assert_eq!(table.said(), [(11, Reply::Answer { ask: 5, result: Ok(Answer::Done) })]);
+    assert_eq!(table.job.present(), 1);
+}
