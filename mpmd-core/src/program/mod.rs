@@ -163,14 +163,20 @@ impl Program {
         self.runtime.trouble().map_or(Ok(()), |failure| Err(Error::failed(failure)))
     }
 
-    /// Waits until this process's operations have ended and every other process has finished too.
+    /// Waits until this process's operations have ended, closures given to
+    /// [`MpmdArray::then`](crate::MpmdArray::then) included, and every other process has finished too.
     ///
     /// # Errors
     ///
     /// The first failure of an operation of this process, of the job, or of a peer.
     pub fn finish(mut self) -> Result<()> {
         self.ended = true;
+        if self.planning {
+            // In no job: nothing to wait for, and nobody to take leave of.
+            return Ok(());
+        }
         self.runtime.wait_idle();
+        self.runtime.wait_for_callbacks();
         let result = match self.runtime.trouble() {
             Some(failure) => {
                 self.runtime.leave(Some(&failure));

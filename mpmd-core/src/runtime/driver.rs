@@ -1,6 +1,7 @@
 //! Between the router and the transport: carries out what the router asks for.
 
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -120,6 +121,19 @@ impl Runtime {
                 self.in_flight.counts().ops,
                 self.status.describe()
             ));
+        }
+    }
+
+    /// Waits until every closure of the user's that waited for an operation has run, reporting each time
+    /// patience runs out.
+    pub(crate) fn wait_for_callbacks(&self) {
+        let _doing = self.status.enter(Doing::Finishing);
+        let (done, all_done) = std::sync::mpsc::channel::<()>();
+        // In order behind the others; that it is dropped is all that it says.
+        self.call_back(Box::new(move || drop(done)));
+        while all_done.recv_timeout(self.config.patience) == Err(RecvTimeoutError::Timeout) {
+            let text = "finish waits for a closure given to `then`";
+            self.report_hang(&format!("process {}: {text}; {}", self.me, self.status.describe()));
         }
     }
 

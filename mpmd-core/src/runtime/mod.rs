@@ -35,7 +35,7 @@ use exchange::Mailbox;
 pub(crate) use hash::Rolling;
 pub(crate) use in_flight::{InFlight, OpGuard};
 use memory::Holders;
-pub(crate) use slot::{Outcome, Promise, Slot};
+pub(crate) use slot::{Outcome, Promise, Slot, SlotUse};
 pub(crate) use status::{Doing, Status};
 pub(crate) use transfer::{PutPlan, Source};
 use worker::Worker;
