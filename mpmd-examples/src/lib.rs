@@ -6,4 +6,6 @@
 pub mod math;
 pub mod mm;
 pub mod next_byte;
+pub mod next_byte_job;
+pub mod next_byte_stages;
 pub mod text;
