@@ -12,8 +12,9 @@ use mpmd_core::prelude::*;
 use mpmd_core::topology::Mesh;
 use mpmd_core::{Jit, ProcessId};
 
-use crate::math::{random_bits, random_unit};
+use crate::math::random_bits;
 use crate::next_byte::{Activation, BYTES, CONTEXT, initial_scale};
+use crate::next_byte_data::{HeldOut, make_contexts, make_random, make_targets, make_zeros, sampler};
 use crate::next_byte_stages::{
     Backward, BackwardIn, Forward, ForwardIn, Layer, Loss, LossGradient, LossIn, StageState, Update, UpdateIn,
 };
@@ -50,13 +51,13 @@ pub struct Config {
 impl Default for Config {
     fn default() -> Self {
         Self {
-            steps: 1000,
+            steps: 2000,
             seed: 0,
             width: 16,
             hidden: 256,
             microbatches: 8,
             rows: 64,
-            learning_rate: 2e-3,
+            learning_rate: 5e-3,
             held_out_windows: 1 << 16,
         }
     }
@@ -66,6 +67,13 @@ impl Config {
     /// Windows of a step.
     pub fn windows(&self) -> usize {
         self.microbatches * self.rows
+    }
+
+    /// Weights of the model.
+    pub fn parameters(&self) -> usize {
+        let Self { width, hidden, .. } = *self;
+        let layers = [(CONTEXT * width, hidden), (hidden, hidden), (hidden, hidden), (hidden, BYTES)];
+        BYTES * width + layers.iter().map(|(inputs, outputs)| (inputs + 1) * outputs).sum::<usize>()
     }
 
     /// The step size of a step, counted from zero.
@@ -104,7 +112,7 @@ pub fn train(
     let mut outcome = Outcome::default();
     let mut pending = VecDeque::new();
     let mut read = |sum: MpmdArray| -> Result<()> {
-        if let Some(loss) = pipeline_loss(&sum, config.windows())? {
+        if let Some(loss) = mean_loss(&sum, config.windows())? {
             on_loss(outcome.losses.len(), loss);
             outcome.losses.push(loss);
         }
@@ -135,7 +143,7 @@ pub fn train(
 /// # Errors
 ///
 /// Where the step failed.
-pub fn pipeline_loss(sum: &MpmdArray, windows: usize) -> Result<Option<f32>> {
+pub fn mean_loss(sum: &MpmdArray, windows: usize) -> Result<Option<f32>> {
     let Some(sum) = sum.to_host()? else { return Ok(None) };
     Ok(Some(sum.as_slice::<f32>()?[0] / windows as f32))
 }
@@ -221,19 +229,21 @@ impl Pipeline {
     /// Where the job is known to have failed.
     pub fn step(&mut self, p: &mut Program, text: &Arc<Text>, step: usize) -> Result<MpmdArray> {
         let (windows, m) = (self.config.windows(), self.config.microbatches);
-        let contexts = make_contexts(p, &self.stages[0].mesh, windows, self.sampler(text, step))?;
-        let targets = make_targets(p, &self.stages[STAGES - 1].mesh, windows, self.sampler(text, step))?;
+        let contexts =
+            make_contexts(p, &self.stages[0].mesh, windows, sampler(text, self.config.seed, step))?;
+        let targets =
+            make_targets(p, &self.stages[STAGES - 1].mesh, windows, sampler(text, self.config.seed, step))?;
         let targets = targets.microbatches(p, 0, m)?;
         let mut moving: Vec<Vec<InFlight>> =
             (0..STAGES).map(|_| (0..m).map(|_| InFlight::default()).collect()).collect();
         for (moving, x) in moving[0].iter_mut().zip(contexts.microbatches(p, 0, m)?) {
             moving.x = Some(x);
         }
-        let mut sum = make_zero::<f32>(p, &self.stages[STAGES - 1].mesh)?;
+        let mut sum = make_zeros::<f32>(p, &self.stages[STAGES - 1].mesh, &[])?;
         for action in self.order.clone() {
             match action {
                 Action::Forward { stage, microbatch } => {
-                    let x = taken(&moving[stage][microbatch].x)?;
+                    let x = made(&moving[stage][microbatch].x)?;
                     let y = self.stages[stage].forward(p, x)?;
                     if stage + 1 < STAGES {
                         let next = p.device_put(&y, self.stages[stage + 1].mesh.replicated())?;
@@ -248,7 +258,7 @@ impl Pipeline {
                     // What goes out of scope here is freed when the last call that reads it has run.
                     let mut here = std::mem::take(&mut moving[stage][microbatch]);
                     if stage + 1 == STAGES {
-                        let input = (taken(&here.y)?, targets[microbatch].clone());
+                        let input = (made(&here.y)?, targets[microbatch].clone());
                         here.dy = Some(self.loss_gradient.call(p, input)?);
                     }
                     if let Some(dx) = self.stages[stage].backward(p, &here)? {
@@ -274,7 +284,7 @@ impl Pipeline {
     /// Where the job is known to have failed.
     pub fn held_out_loss(&self, p: &mut Program, held_out: &HeldOut) -> Result<MpmdArray> {
         let last = &self.stages[STAGES - 1].mesh;
-        let mut sum = make_zero::<f64>(p, last)?;
+        let mut sum = make_zeros::<f64>(p, last, &[])?;
         for first in (0..held_out.windows()).step_by(HELD_OUT_ROWS) {
             let rows = HELD_OUT_ROWS.min(held_out.windows() - first);
             let mut x = make_contexts(p, &self.stages[0].mesh, rows, held_out.sampler(first))?;
@@ -294,14 +304,6 @@ impl Pipeline {
     pub fn state(&self) -> impl Iterator<Item = &StageState<MpmdArray>> {
         self.stages.iter().map(|stage| &stage.state)
     }
-
-    fn sampler(&self, text: &Arc<Text>, step: usize) -> impl Fn(usize) -> Window + Send + Sync + 'static {
-        let (text, seed) = (text.clone(), self.config.seed);
-        move |row| {
-            let (context, target) = text.sample(seed, step as u64, row as u64);
-            Window::new(context, target)
-        }
-    }
 }
 
 impl Stage {
@@ -316,11 +318,11 @@ impl Stage {
         let scale = initial_scale(inputs, outputs);
         let table = if first { Some(make_random(p, &mesh, [BYTES, width], stream(0), 1.0)?) } else { None };
         let w = make_random(p, &mesh, [inputs, outputs], stream(1), scale)?;
-        let bias = make_zeros(p, &mesh, &[outputs])?;
+        let bias = make_zeros::<f32>(p, &mesh, &[outputs])?;
         let parameters = Layer { table, w, bias };
         let shapes = parameters.map_ref(&mut |leaf| leaf.aval().clone());
         let mut zeros =
-            || shapes.try_map_ref::<MpmdArray, Error>(&mut |aval| make_zeros(p, &mesh, aval.shape()));
+            || shapes.try_map_ref::<MpmdArray, Error>(&mut |aval| make_zeros::<f32>(p, &mesh, aval.shape()));
         let state = StageState { gradients: zeros()?, mean: zeros()?, square: zeros()?, parameters };
         let on_device = mesh.replicated();
         Ok(Self {
@@ -346,9 +348,9 @@ impl Stage {
         let input = BackwardIn {
             parameters: self.state.parameters.clone(),
             gradients: self.state.gradients.clone(),
-            x: taken(&here.x)?,
-            y: taken(&here.y)?,
-            dy: taken(&here.dy)?,
+            x: made(&here.x)?,
+            y: made(&here.y)?,
+            dy: made(&here.dy)?,
         };
         let output = self.backward.call(p, input)?;
         self.state.gradients = output.gradients;
@@ -367,7 +369,7 @@ impl Stage {
 }
 
 /// What an action needs of one before it.
-fn taken(array: &Option<MpmdArray>) -> Result<MpmdArray> {
+fn made(array: &Option<MpmdArray>) -> Result<MpmdArray> {
     array.clone().ok_or_else(|| Error::kernel("the order of actions uses an array before it is made"))
 }
 
@@ -406,97 +408,175 @@ fn one_forward_one_backward(stages: usize, microbatches: usize) -> Vec<Action> {
     order
 }
 
-/// A context and what follows it.
-struct Window {
-    context: [u8; CONTEXT],
-    target: u8,
-}
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
 
-impl Window {
-    fn new(context: &[u8], target: u8) -> Self {
-        let mut window = Self { context: [0; CONTEXT], target };
-        window.context.copy_from_slice(context);
-        window
-    }
-}
+    use mpmd_core::{MemoryUse, Simulation};
 
-/// Held-out windows.
-pub struct HeldOut {
-    windows: Arc<[Window]>,
-}
+    use super::*;
 
-impl HeldOut {
-    /// At most `most` held-out windows of a text, evenly spread.
-    pub fn new(text: &Text, most: usize) -> Self {
-        let every = text.held_out_windows().div_ceil(most.max(1)).max(1);
-        let windows = text.held_out().step_by(every).take(most);
-        Self { windows: windows.map(|(context, target)| Window::new(context, target)).collect() }
-    }
-
-    /// How many there are.
-    pub fn windows(&self) -> usize {
-        self.windows.len()
-    }
-
-    fn sampler(&self, first: usize) -> impl Fn(usize) -> Window + Send + Sync + 'static {
-        let windows = self.windows.clone();
-        move |row| {
-            let Window { context, target } = &windows[first + row];
-            Window { context: *context, target: *target }
+    fn small(steps: usize) -> Config {
+        Config {
+            steps,
+            width: 4,
+            hidden: 24,
+            microbatches: 4,
+            rows: 16,
+            learning_rate: 1e-2,
+            held_out_windows: 600,
+            ..Config::default()
         }
     }
-}
 
-fn make_contexts(
-    p: &mut Program,
-    mesh: &Mesh,
-    rows: usize,
-    window: impl Fn(usize) -> Window + Send + Sync + 'static,
-) -> Result<MpmdArray> {
-    p.make(u8s([rows, CONTEXT]), &mesh.replicated(), move |region, mut contexts| {
-        let contexts = contexts.as_mut_slice::<u8>()?.chunks_exact_mut(CONTEXT);
-        contexts
-            .zip(region.range(0))
-            .for_each(|(context, row)| context.copy_from_slice(&window(row).context));
-        Ok(())
-    })
-}
+    /// Text with an order to be learnt.
+    fn text() -> Arc<Text> {
+        let words = ["one ", "two ", "three ", "four ", "five ", "six "];
+        let text: String = (0..12_000).map(|i| words[(random_bits(5, i / 3) % 3 + i % 3) as usize]).collect();
+        Arc::new(Text::of_files(&[text.into_bytes()]).unwrap())
+    }
 
-fn make_targets(
-    p: &mut Program,
-    mesh: &Mesh,
-    rows: usize,
-    window: impl Fn(usize) -> Window + Send + Sync + 'static,
-) -> Result<MpmdArray> {
-    p.make(u8s([rows]), &mesh.replicated(), move |region, mut targets| {
-        let targets = targets.as_mut_slice::<u8>()?.iter_mut();
-        targets.zip(region.range(0)).for_each(|(target, row)| *target = window(row).target);
-        Ok(())
-    })
-}
-
-/// Even random values between `-scale` and `scale`.
-fn make_random(
-    p: &mut Program,
-    mesh: &Mesh,
-    shape: [usize; 2],
-    stream: u64,
-    scale: f64,
-) -> Result<MpmdArray> {
-    p.make(f32s(shape), &mesh.replicated(), move |region, mut values| {
-        let elements = region.range(0).flat_map(|row| region.range(1).map(move |column| (row, column)));
-        for (value, (row, column)) in values.as_mut_slice::<f32>()?.iter_mut().zip(elements) {
-            *value = (scale * random_unit(stream, (row * shape[1] + column) as u64)) as f32;
+    #[test]
+    fn losses_are_the_same_bits_on_any_number_of_processes() {
+        let (text, config) = (text(), small(10));
+        let run = |processes, seed| {
+            let simulation = Simulation::new(processes, STAGES).delays(seed, Duration::from_millis(2));
+            let results = simulation.run(|p| train(p, &text, &config, |_, _| {}));
+            let mut outcomes = results.into_iter().map(|result| result.unwrap());
+            let first = outcomes.next().unwrap();
+            assert!(outcomes.all(|outcome| outcome == Outcome::default()), "losses on process 0 alone");
+            first
+        };
+        let alone = run(1, 0);
+        assert_eq!(alone.losses.len(), 10);
+        assert!((alone.losses[0] - (BYTES as f32).ln()).abs() < 0.5, "{alone:?}");
+        assert!(alone.losses[9] < alone.losses[0], "{alone:?}");
+        for processes in [2, 4] {
+            for seed in 0..3 {
+                let outcome = run(processes, seed);
+                let bits = |outcome: &Outcome| {
+                    let losses: Vec<u32> = outcome.losses.iter().map(|loss| loss.to_bits()).collect();
+                    (losses, outcome.held_out_loss.map(f64::to_bits))
+                };
+                assert_eq!(bits(&outcome), bits(&alone), "{processes} processes, seed {seed}");
+            }
         }
-        Ok(())
-    })
-}
+    }
 
-fn make_zeros(p: &mut Program, mesh: &Mesh, shape: &[usize]) -> Result<MpmdArray> {
-    p.make(f32s(shape), &mesh.replicated(), |_, mut values| Ok(values.fill(0.0f32)?))
-}
+    #[test]
+    fn the_model_learns_more_than_frequencies_and_seeds_matter() {
+        let text = text();
+        let train = |config: Config| {
+            let results = Simulation::new(2, STAGES).run(|p| train(p, &text, &config, |_, _| {}));
+            results.into_iter().next().unwrap().unwrap()
+        };
+        let held_out = train(small(80)).held_out_loss.unwrap();
+        let frequencies = text.byte_frequency_loss().unwrap();
+        assert!(held_out < 0.7 * frequencies, "{held_out}, frequencies {frequencies}");
+        let other = train(Config { seed: 1, ..small(3) });
+        assert_ne!(train(small(3)).losses, other.losses);
+    }
 
-fn make_zero<T: mpmd_core::aval::Element + Default>(p: &mut Program, mesh: &Mesh) -> Result<MpmdArray> {
-    let aval = ShapedArray::new(&[], T::DTYPE);
-    p.make(aval, &mesh.replicated(), |_, mut value| Ok(value.fill(T::default())?))
+    /// The memory in use once all that was issued has been carried out, on this and every other process.
+    fn memory_at_rest(p: &mut Program, pipeline: &Pipeline, sum: MpmdArray) -> MemoryUse {
+        let leaves = pipeline.state().flat_map(|state| state.leaves());
+        leaves.chain([&sum]).for_each(|array| {
+            array.block_until_ready().unwrap();
+        });
+        // Between threads an array may be the sender's own memory.
+        drop(sum);
+        for process in 0..p.processes() as u32 {
+            p.agree(ProcessId(process), (), || Ok(())).unwrap();
+        }
+        // What was read for the last time is given back a moment later.
+        let (start, mut since, mut last) = (Instant::now(), Instant::now(), p.memory());
+        while since.elapsed() < Duration::from_millis(300) && start.elapsed() < Duration::from_secs(20) {
+            std::thread::sleep(Duration::from_millis(10));
+            let now = p.memory();
+            if now.live != last.live {
+                (since, last) = (Instant::now(), now);
+            }
+        }
+        p.memory()
+    }
+
+    #[test]
+    fn memory_is_flat_over_the_steps() {
+        let (text, config) = (text(), small(60));
+        for processes in [1, 4] {
+            let results = Simulation::new(processes, STAGES).run(|p| {
+                let mut pipeline = Pipeline::new(p, &config)?;
+                let mut at_rest = Vec::new();
+                for step in 0..config.steps {
+                    let sum = pipeline.step(p, &text, step)?;
+                    if step + 1 == 20 || step + 1 == config.steps {
+                        at_rest.push(memory_at_rest(p, &pipeline, sum));
+                    }
+                }
+                Ok(at_rest)
+            });
+            for (process, at_rest) in results.into_iter().enumerate() {
+                let at_rest = at_rest.unwrap();
+                assert!(at_rest[0].live > 0);
+                assert_eq!(at_rest[1].live, at_rest[0].live, "process {process} of {processes}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_size_of_zero_and_different_texts_are_refused() {
+        let text = text();
+        let config = Config { hidden: 0, ..small(1) };
+        let error = Simulation::new(1, STAGES).run(|p| train(p, &text, &config, |_, _| {})).remove(0);
+        assert!(error.unwrap_err().to_string().contains("hidden: 0"));
+
+        let other = Arc::new(Text::of_files(&[vec![b'x'; 1000]]).unwrap());
+        let results = Simulation::new(2, STAGES).run(|p| {
+            let text = if p.process() == ProcessId(1) { &other } else { &text };
+            train(p, text, &small(2), |_, _| {})
+        });
+        let errors: Vec<String> = results.into_iter().map(|result| result.unwrap_err().to_string()).collect();
+        assert!(
+            errors[1].contains("process 1 has read another text than process 0: 1001 bytes"),
+            "{errors:?}"
+        );
+        assert!(errors[0].contains("process 1"), "{errors:?}");
+    }
+
+    #[test]
+    fn the_order_is_one_forward_one_backward_on_every_stage() {
+        for (stages, microbatches) in
+            [(1, 1), (1, 3), (2, 1), (2, 5), (4, 1), (4, 3), (4, 4), (4, 8), (5, 12)]
+        {
+            let order = one_forward_one_backward(stages, microbatches);
+            assert_eq!(order.len(), 2 * stages * microbatches);
+            let at = |action| order.iter().position(|a| *a == action).unwrap();
+            for stage in 0..stages {
+                for microbatch in 0..microbatches {
+                    let forward = at(Action::Forward { stage, microbatch });
+                    let backward = at(Action::Backward { stage, microbatch });
+                    assert!(forward < backward);
+                    if stage + 1 < stages {
+                        assert!(forward < at(Action::Forward { stage: stage + 1, microbatch }));
+                        assert!(backward > at(Action::Backward { stage: stage + 1, microbatch }));
+                    }
+                    if microbatch > 0 {
+                        // Ascending, so that gradients are added in one order.
+                        assert!(forward > at(Action::Forward { stage, microbatch: microbatch - 1 }));
+                        assert!(backward > at(Action::Backward { stage, microbatch: microbatch - 1 }));
+                    }
+                }
+                let (mut kept, mut most) = (0usize, 0);
+                for action in &order {
+                    match *action {
+                        Action::Forward { stage: of, .. } if of == stage => kept += 1,
+                        Action::Backward { stage: of, .. } if of == stage => kept -= 1,
+                        _ => {}
+                    }
+                    most = most.max(kept);
+                }
+                assert_eq!(most, microbatches.min(stages - stage), "{stages} stages, {microbatches}");
+            }
+        }
+    }
 }
