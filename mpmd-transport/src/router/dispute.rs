@@ -58,6 +58,19 @@ impl<C: Cargo> Router<C> {
         }
     }
 
+    /// Opens disputes with those that have left after fewer operations than this process has issued, or
+    /// after more than it ever will.
+    pub(super) fn compare_ends(&mut self, now: Duration) {
+        let count = self.history.count();
+        for process in self.others() {
+            let Some(goodbye) = &self.peers[process.index()].goodbye else { continue };
+            let theirs = goodbye.count;
+            if goodbye.failure.is_none() && (theirs < count || (self.left && theirs > count)) {
+                self.dispute(process, theirs.min(count) + 1, now);
+            }
+        }
+    }
+
     /// Ends disputes whose other side has not shown its operations in time.
     pub(super) fn expire_disputes(&mut self, now: Duration) {
         for process in self.others() {

@@ -351,6 +351,7 @@ impl<C: Cargo> Router<C> {
         let in_order = peer.goodbye.as_ref().is_some_and(|goodbye| goodbye.failure.is_none());
         let expected = std::mem::take(&mut peer.expected);
         let ready: Vec<_> = peer.ready.drain().collect();
+        let first_ready = ready.iter().map(|((op, _), _)| *op).min();
         peer.granted.clear();
         self.actions.extend(ready.into_iter().map(|(_, ready)| Action::Discard(ready.cargo)));
         for ((op, _), expected) in expected {
@@ -358,12 +359,15 @@ impl<C: Cargo> Router<C> {
             self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure) });
         }
         if !in_order {
-            let failure = Failure::new(
-                FailureKind::PeerLost,
-                process,
-                0,
-                format!("process {process} is gone ({why}) before the program ended"),
-            );
+            // Seen by a program none of whose waits was for it: what it was at says more than nothing.
+            let op = first_ready.unwrap_or(self.history.count());
+            let at = match first_ready {
+                Some(op) => format!("; {} waited for it to take its part", self.name(op)),
+                None if op > 0 => format!("; process {} had issued {}", self.config.process, self.name(op)),
+                None => String::new(),
+            };
+            let message = format!("process {process} is gone ({why}) before the program ended{at}");
+            let failure = Failure::new(FailureKind::PeerLost, process, op, message);
             self.actions.push(Action::PeerLost(Arc::new(failure)));
         }
     }
@@ -385,6 +389,7 @@ impl<C: Cargo> Router<C> {
     ///
     /// Each process tells the next one, so that together they compare all of them.
     pub fn step_end(&mut self, step: u64) {
+        self.history.step_ended();
         let next = ProcessId((self.config.process.0 + 1) % self.config.processes as u32);
         if next != self.config.process && !self.peers[next.index()].has_left() && self.failed.is_none() {
             let header = Header { op: step, hash: self.history.hash(), ..self.header(Kind::Step) };
@@ -410,9 +415,12 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// The peers that have neither said goodbye nor gone.
+    /// The peers that have neither said goodbye nor gone, and those that are known to have run another
+    /// program, until the job has failed for it.
     pub fn still_here(&self) -> Vec<ProcessId> {
-        self.others().filter(|process| !self.peers[process.index()].has_left()).collect()
+        let differs = |peer: &Peer<C>| peer.disputed.is_some() || peer.left_at_another(self.history.count());
+        let here = |peer: &Peer<C>| !peer.has_left() || (differs(peer) && self.failed.is_none());
+        self.others().filter(|process| here(&self.peers[process.index()])).collect()
     }
 
     /// Forgets what arrived for an operation that has ended here.

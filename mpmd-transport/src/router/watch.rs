@@ -31,6 +31,7 @@ pub struct Answer {
 impl<C: Cargo> Router<C> {
     /// Time has passed. Call it a few times a second.
     pub fn tick(&mut self, now: Duration) {
+        self.compare_ends(now);
         self.expire_disputes(now);
         if now >= self.next_heartbeat {
             self.next_heartbeat = now + self.config.heartbeat;
