@@ -259,7 +259,8 @@ impl Program {
                             }
                         })
                         .map_err(|(kind, why)| {
-                            let message = format!("make (operation {op}) at {at} failed on {device}: {why}");
+                            let message =
+                                format!("make (operation {op}) at {at} failed on device {device}: {why}");
                             let failure = Arc::new(Failure::new(kind, here.me, op, message));
                             here.remember(&failure);
                             failure

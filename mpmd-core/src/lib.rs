@@ -24,6 +24,7 @@ mod error;
 mod jit;
 pub mod kernel;
 pub mod launch;
+pub mod pipeline;
 mod program;
 mod runtime;
 

@@ -28,7 +28,7 @@ mod kernels;
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use common::{LIMIT, watchdog};
+use common::watchdog;
 use kernels::{fun, like_first};
 use mpmd_core::aval::DType;
 use mpmd_core::prelude::*;
@@ -116,7 +116,7 @@ fn place(p: &Program, sharding: &Sharding) -> Place {
 
 #[test]
 fn every_cell_of_the_routing_table_works() {
-    let _limit = watchdog(LIMIT);
+    let _limit = watchdog(60);
     let mut seen = BTreeSet::new();
     for processes in [1, 2, 4] {
         let results = Simulation::new(processes, 4).run(|p| {
@@ -167,7 +167,7 @@ fn every_cell_of_the_routing_table_works() {
 
 #[test]
 fn every_dtype_moves_unchanged() {
-    let _limit = watchdog(LIMIT);
+    let _limit = watchdog(60);
     for processes in [1, 2, 4] {
         let results = simulate(processes, 4, processes as u64, |p| {
             let grid = p.mesh(&[("x", 2), ("y", 2)])?;
@@ -189,7 +189,7 @@ fn every_dtype_moves_unchanged() {
 
 #[test]
 fn scalars_empty_and_large_arrays_move() {
-    let _limit = watchdog(LIMIT);
+    let _limit = watchdog(60);
     let shapes: [&[usize]; 8] =
         [&[], &[0], &[0, 4], &[4, 0, 2], &[1, 1], &[2, 2, 2, 2], &[2, 3, 5], &[64, 8192]];
     for processes in [1, 2, 4] {
@@ -225,7 +225,7 @@ fn scalars_empty_and_large_arrays_move() {
 
 #[test]
 fn trees_move_by_prefix_and_a_misfit_moves_nothing() {
-    let _limit = watchdog(LIMIT);
+    let _limit = watchdog(60);
     let results = simulate(2, 2, 1, |p| {
         let mesh = p.mesh(&[("x", 2)])?;
         let (rows, all) = (mesh.sharding(spec!["x"]), mesh.replicated());
@@ -264,7 +264,7 @@ fn memory_falls_to(p: &Program, bytes: u64) {
 
 #[test]
 fn the_same_place_takes_no_memory_unless_a_copy_is_asked_for() {
-    let _limit = watchdog(LIMIT);
+    let _limit = watchdog(60);
     const BYTES: u64 = 4 << 20;
     let results = simulate(2, 4, 1, |p| {
         let mesh = p.mesh(&[("x", 2), ("y", 2)])?;
@@ -313,7 +313,7 @@ fn p_value_of(p: &Program) -> f32 {
 
 #[test]
 fn donated_memory_is_freed_and_a_later_use_names_both_lines() {
-    let _limit = watchdog(LIMIT);
+    let _limit = watchdog(60);
     let results = simulate(2, 2, 1, |p| {
         let mesh = p.mesh(&[("x", 2)])?;
         let x = p.make(f32s([1 << 18]), &mesh.sharding(spec!["x"]), |_, mut v| Ok(v.fill(1.0f32)?))?;
@@ -347,7 +347,7 @@ fn donated_memory_is_freed_and_a_later_use_names_both_lines() {
 
 #[test]
 fn a_donated_array_serves_all_uses_issued_before() {
-    let _limit = watchdog(LIMIT);
+    let _limit = watchdog(60);
     let results = simulate(2, 2, 1, |p| {
         let mesh = p.mesh(&[("x", 2)])?;
         let rows = mesh.sharding(spec!["x"]);
@@ -381,7 +381,7 @@ fn a_donated_array_serves_all_uses_issued_before() {
 
 #[test]
 fn values_asked_for_before_a_donation_still_come() {
-    let _limit = watchdog(LIMIT);
+    let _limit = watchdog(60);
     let results = simulate(1, 1, 1, |p| {
         let mesh = p.mesh(&[("x", 1)])?;
         let to = mesh.replicated();
@@ -400,7 +400,7 @@ fn values_asked_for_before_a_donation_still_come() {
 
 #[test]
 fn handles_are_waited_for_as_often_as_asked() {
-    let _limit = watchdog(LIMIT);
+    let _limit = watchdog(60);
     let results = simulate(2, 2, 1, |p| {
         let [first, second] = [0, 1].map(|device| Sharding::single_device(DeviceId(device)));
         let x = MpmdArray::from_slice(&[2], &[1.0f32, 2.0])?;
@@ -426,7 +426,7 @@ fn handles_are_waited_for_as_often_as_asked() {
 
 #[test]
 fn jit_refuses_what_lives_elsewhere() {
-    let _limit = watchdog(LIMIT);
+    let _limit = watchdog(60);
     let results = simulate(2, 2, 1, |p| {
         let stages = p.mesh(&[("stage", 2)])?.split("stage")?;
         let (front, back) = (&stages[0], &stages[1]);

@@ -1,9 +1,11 @@
-//! What the example programs share: their arithmetic and their data.
+//! What the example programs share: their arithmetic, their data, and how they are started.
 //!
-//! Nothing here knows of processes or devices: plain functions on slices, which the programs' kernels
-//! call and which are tested against definitions and finite differences.
+//! The arithmetic knows nothing of processes or devices: plain functions on slices, which the programs'
+//! kernels call and which are tested against definitions and finite differences.
 
+pub mod job;
 pub mod math;
 pub mod mm;
 pub mod next_byte;
+pub mod pipeline;
 pub mod text;

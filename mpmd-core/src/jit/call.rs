@@ -100,8 +100,10 @@ impl<K: Kernel> DeviceCall<K> {
                 Ok(Err(error)) => error.to_string(),
                 Err(panic) => panic_text(&*panic),
             };
-            let message =
-                format!("kernel {} of operation {op} at {at} failed on {device}: {why}", kernel.name());
+            let message = format!(
+                "kernel {} of operation {op} at {at} failed on device {device}: {why}",
+                kernel.name()
+            );
             Err(Arc::new(Failure::new(FailureKind::Kernel, runtime.me, op, message)))
         });
         runtime.status.device_idle(seat.local_index);

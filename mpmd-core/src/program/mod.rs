@@ -35,6 +35,11 @@ use crate::topology::{DeviceId, Mesh, Topology};
 ///
 /// Call [`Program::finish`] at the end. A program that is dropped without it (an error, a panic) tells
 /// the other processes that it left, for at most two seconds.
+///
+/// ```compile_fail,E0277
+/// fn is_sync<T: Sync>() {}
+/// is_sync::<mpmd_core::Program>();
+/// ```
 pub struct Program {
     pub(crate) runtime: Arc<Runtime>,
     pub(crate) put_plans: HashMap<PutKey, Arc<PutPlan>>,

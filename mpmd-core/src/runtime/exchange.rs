@@ -163,7 +163,7 @@ impl Exchange {
                 self.runtime.me,
                 op,
                 format!(
-                    "collective {index} of operation {op}: {me} gives {} bytes, another device of its group {}",
+                    "collective {index} of operation {op}: device {me} gives {} bytes, another device of its group {}",
                     mine.len(),
                     part.len()
                 ),

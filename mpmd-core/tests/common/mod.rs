@@ -10,9 +10,10 @@ use std::time::Duration;
 #[must_use = "the limit is lifted when this is dropped"]
 pub(crate) struct Watchdog(#[expect(dead_code, reason = "held for its drop")] Sender<()>);
 
-/// Gives the calling test this long.
-pub(crate) fn watchdog(limit: Duration) -> Watchdog {
+/// Gives the calling test that many seconds: far more than it needs, also on a busy machine.
+pub(crate) fn watchdog(seconds: u64) -> Watchdog {
     let name = std::thread::current().name().unwrap_or("a test").to_owned();
+    let limit = Duration::from_secs(seconds);
     let (alive, end) = channel();
     std::thread::spawn(move || {
         if end.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
@@ -24,6 +25,3 @@ pub(crate) fn watchdog(limit: Duration) -> Watchdog {
     });
     Watchdog(alive)
 }
-
-/// What tests are given unless they say otherwise: far more than they need, also on a busy machine.
-pub(crate) const LIMIT: Duration = Duration::from_secs(60);

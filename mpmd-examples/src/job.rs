@@ -1,0 +1,194 @@
+//! One `main` for every way to start a program: alone, as threads, as processes that it starts itself,
+//! or as one of those that a launcher has started.
+//!
+//! ```no_run
+//! use std::process::ExitCode;
+//!
+//! use clap::Parser;
+//! use mpmd_examples::job::{self, JobArgs};
+//!
+//! fn main() -> anyhow::Result<ExitCode> {
+//!     job::run(&JobArgs::parse(), 4, 8, |p| {
+//!         println!("process {} of {}", p.process(), p.processes());
+//!         anyhow::Ok(())
+//!     })
+//! }
+//! ```
+
+use std::io::{IsTerminal, stderr};
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::ValueEnum;
+use mpmd_core::launch::{JobEnv, Launch, OutputMode};
+use mpmd_core::{Error, Program, Simulation};
+use tracing_subscriber::EnvFilter;
+
+/// Arguments that every example takes: how to run the job.
+///
+/// Where a launcher (`mpmd run`, Slurm, …) has started the program, the launcher decides, and these
+/// are not read.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub struct JobArgs {
+    /// Number of processes to run as
+    #[arg(long, value_name = "N")]
+    pub processes: Option<usize>,
+    /// What the processes talk over: `inproc` makes them threads of this process
+    #[arg(long, value_enum, default_value_t)]
+    pub transport: JobTransport,
+}
+
+/// What the processes of an example talk over.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, ValueEnum)]
+pub enum JobTransport {
+    /// Processes of their own, over loopback.
+    #[default]
+    Tcp,
+    /// Threads of this process.
+    Inproc,
+}
+
+/// A program that ran to its end with a result that is not good enough: the job's exit code is 1.
+///
+/// Every process must return it, as must any decision, or the others wait for one that has left. Only
+/// process 0 prints it.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("{0}")]
+pub struct Rejected(pub String);
+
+/// Runs `program` over `devices` devices, as the job that `args` and the environment ask for:
+///
+/// - as the one process that it is, where a launcher has started it;
+/// - as threads, over `--transport inproc` or with one process;
+/// - else by starting this executable once for each process, with the same arguments.
+///
+/// `default_processes` is for a command line without `--processes`. [`Program::finish`] is called for
+/// the program. The program's own error is printed here; the exit code is the job's.
+///
+/// # Errors
+///
+/// Where the job could not be started.
+pub fn run<E: Into<anyhow::Error>>(
+    args: &JobArgs,
+    default_processes: usize,
+    devices: usize,
+    program: impl Fn(&mut Program) -> Result<(), E> + Sync,
+) -> anyhow::Result<ExitCode> {
+    // The runtime says on its own what its user must know; more only where somebody asks for it.
+    if let Ok(filter) = EnvFilter::try_from_default_env() {
+        let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(stderr);
+        // A host of this function may have a subscriber already.
+        let _ = log.with_ansi(stderr().is_terminal()).try_init();
+    }
+    let program = |p: &mut Program| verdict(program(p).map_err(Into::into));
+    let processes = args.processes.unwrap_or(default_processes);
+    if let Some(env) = JobEnv::from_env()? {
+        let process = env.process.index();
+        Ok(report(process, one_process(devices, program)))
+    } else if args.transport == JobTransport::Inproc || processes == 1 {
+        check(processes, devices)?;
+        let (process, result) = threads(&Simulation::new(processes, devices), program);
+        Ok(report(process, result))
+    } else {
+        // One message instead of one from each process.
+        check(processes, devices)?;
+        let launch = Launch::this_program_again(processes)?.transport(Some("tcp".to_owned()));
+        let outcome = launch.output(OutputMode::Quiet0).run().context("starting the processes of the job")?;
+        if let Some(failure) = outcome.first_failure {
+            eprintln!("{failure}");
+        }
+        Ok(ExitCode::from(u8::try_from(outcome.code()).unwrap_or(1)))
+    }
+}
+
+fn check(processes: usize, devices: usize) -> anyhow::Result<()> {
+    let even = processes > 0 && devices.is_multiple_of(processes);
+    anyhow::ensure!(even, "{devices} devices cannot be spread evenly over {processes} processes");
+    Ok(())
+}
+
+/// The reason for which the result was rejected, if it was.
+type Verdict = Option<Rejected>;
+
+/// Tells a result that is not good enough from a program that could not go on.
+fn verdict(result: anyhow::Result<()>) -> mpmd_core::Result<Verdict> {
+    let Err(error) = result else { return Ok(None) };
+    match error.downcast::<Rejected>() {
+        Ok(rejected) => Ok(Some(rejected)),
+        Err(error) => Err(error.downcast::<Error>().unwrap_or_else(|e| Error::kernel(format!("{e:#}")))),
+    }
+}
+
+fn one_process(
+    devices: usize,
+    program: impl FnOnce(&mut Program) -> mpmd_core::Result<Verdict>,
+) -> mpmd_core::Result<Verdict> {
+    let mut p = Program::builder().devices(devices).from_env()?;
+    let verdict = program(&mut p)?;
+    p.finish()?;
+    Ok(verdict)
+}
+
+/// The whole job's result, with the process whose it is: a cause comes before its effects.
+fn threads(
+    simulation: &Simulation,
+    program: impl Fn(&mut Program) -> mpmd_core::Result<Verdict> + Sync,
+) -> (usize, mpmd_core::Result<Verdict>) {
+    let mut results: Vec<_> = simulation.run(program).into_iter().enumerate().collect();
+    // Stable: among equals the first process speaks.
+    results.sort_by_key(|(_, result)| match result {
+        Err(error) if !error.is_peer_failure() => 0,
+        Err(_) => 1,
+        Ok(_) => 2,
+    });
+    results.into_iter().next().unwrap_or((0, Ok(None)))
+}
+
+fn report(process: usize, result: mpmd_core::Result<Verdict>) -> ExitCode {
+    match result {
+        Ok(None) => ExitCode::SUCCESS,
+        Ok(Some(rejected)) => {
+            if process == 0 {
+                eprintln!("{rejected}");
+            }
+            ExitCode::FAILURE
+        }
+        Err(error) => {
+            eprintln!("process {process}: error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use mpmd_core::ProcessId;
+    use mpmd_core::prelude::*;
+
+    use super::*;
+
+    fn failing(p: &mut Program) -> mpmd_core::Result<Verdict> {
+        p.agree(ProcessId(0), 0u32, || Ok(7))?;
+        if p.process() == ProcessId(1) {
+            return Err(Error::kernel("out of paper"));
+        }
+        p.agree(ProcessId(1), 0u32, || Ok(7))?;
+        Ok(None)
+    }
+
+    #[test]
+    fn the_cause_of_a_failure_is_reported_rather_than_its_effects() {
+        let (process, result) = threads(&Simulation::new(3, 3), failing);
+        assert_eq!(process, 1);
+        assert!(result.unwrap_err().to_string().contains("out of paper"));
+    }
+
+    #[test]
+    fn a_rejected_result_is_no_failure_of_the_program() {
+        let rejected = Rejected("3.2 instead of 3.1".to_owned());
+        let one = |_: &mut Program| verdict(Err(rejected.clone().into()));
+        assert_eq!(threads(&Simulation::new(2, 2), one).1.unwrap(), Some(rejected.clone()));
+        let error = verdict(Err(anyhow::anyhow!("no file").context("reading"))).unwrap_err();
+        assert_eq!(error.to_string(), "reading: no file");
+    }
+}
