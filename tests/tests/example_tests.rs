@@ -14,7 +14,7 @@ fn run(name: &str, processes: usize) -> (Vec<String>, usize) {
 
 /// Devices `first` to `first + 3` see the right values, and the processes that own none of them nothing.
 fn check(name: &str, first: usize) {
-    let expected: Vec<String> = (first..first + 4).map(|device| format!("d{device} all right")).collect();
+    let expected: Vec<String> = (first..first + 4).map(|device| format!("{device} all right")).collect();
     for processes in [1, 2, 4] {
         assert_eq!(run(name, processes), (expected.clone(), processes / 2), "{name}, {processes} processes");
     }

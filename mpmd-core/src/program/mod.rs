@@ -164,6 +164,8 @@ impl Program {
     pub fn step_end(&mut self) -> Result<()> {
         self.steps += 1;
         let step = self.steps;
+        // So that steps which look alike cannot hide an operation that is missing from one of them.
+        self.hash = self.hash.mix(0x57e9).mix(step);
         self.runtime.with_router(|router| router.step_end(step));
         self.runtime.trouble().map_or(Ok(()), |failure| Err(Error::failed(failure)))
     }

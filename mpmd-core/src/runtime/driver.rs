@@ -93,7 +93,12 @@ impl Runtime {
             if let Some(failure) = self.trouble() {
                 return Err(failure);
             }
-            if self.with_router(|router| router.still_here()).is_empty() {
+            // The failure that ended a dispute may be known to the router a moment before it is known here.
+            let (here, failed) = self.with_router(|router| (router.still_here(), router.failed().cloned()));
+            if let Some(failure) = failed {
+                return Err(failure);
+            }
+            if here.is_empty() {
                 return self.trouble().map_or(Ok(()), Err);
             }
             // The ticker finds peers that fall silent, so this ends; the time-out covers the moment

@@ -351,6 +351,7 @@ impl<C: Cargo> Router<C> {
         let in_order = peer.goodbye.as_ref().is_some_and(|goodbye| goodbye.failure.is_none());
         let expected = std::mem::take(&mut peer.expected);
         let ready: Vec<_> = peer.ready.drain().collect();
+        let first_ready = ready.iter().map(|((op, _), _)| *op).min();
         peer.granted.clear();
         self.actions.extend(ready.into_iter().map(|(_, ready)| Action::Discard(ready.cargo)));
         for ((op, _), expected) in expected {
@@ -358,12 +359,15 @@ impl<C: Cargo> Router<C> {
             self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure) });
         }
         if !in_order {
-            let failure = Failure::new(
-                FailureKind::PeerLost,
-                process,
-                0,
-                format!("process {process} is gone ({why}) before the program ended"),
-            );
+            // Seen by a program none of whose waits was for it: what it was at says more than nothing.
+            let op = first_ready.unwrap_or(self.history.count());
+            let at = match first_ready {
+                Some(op) => format!("; {} waited for it to take its part", self.name(op)),
+                None if op > 0 => format!("; process {} had issued {}", self.config.process, self.name(op)),
+                None => String::new(),
+            };
+            let message = format!("process {process} is gone ({why}) before the program ended{at}");
+            let failure = Failure::new(FailureKind::PeerLost, process, op, message);
             self.actions.push(Action::PeerLost(Arc::new(failure)));
         }
     }
@@ -385,6 +389,7 @@ impl<C: Cargo> Router<C> {
     ///
     /// Each process tells the next one, so that together they compare all of them.
     pub fn step_end(&mut self, step: u64) {
+        self.history.step_ended();
         let next = ProcessId((self.config.process.0 + 1) % self.config.processes as u32);
         if next != self.config.process && !self.peers[next.index()].has_left() && self.failed.is_none() {
             let header = Header { op: step, hash: self.history.hash(), ..self.header(Kind::Step) };
@@ -415,18 +420,7 @@ impl<C: Cargo> Router<C> {
                 // The peer got further than this process ever will.
                 self.dispute(process, count, now);
             }
-            self.compare_ends(process, now);
-        }
-    }
-
-    /// Where this process and a peer have both ended in order: whether with the same operation.
-    fn compare_ends(&mut self, with: ProcessId, now: Duration) {
-        let mine = self.history.count();
-        if let Some(Goodbye { count, failure: None }) = self.peers[with.index()].goodbye
-            && self.left
-            && count != mine
-        {
-            self.dispute(with, count.min(mine) + 1, now);
+            self.compare_end(process, now);
         }
     }
 
@@ -523,7 +517,7 @@ impl<C: Cargo> Router<C> {
             Some(op) => self.dispute(from, op, now),
             None => {
                 self.compare(from, header.count, header.hash, now);
-                self.compare_ends(from, now);
+                self.compare_end(from, now);
             }
         }
     }

@@ -412,6 +412,48 @@ fn nobody_is_done_before_it_is_settled_whether_the_programs_were_the_same() {
 }
 
 #[test]
+fn a_step_that_ends_elsewhere_is_a_difference_that_is_named() {
+    let mut job = Job::new(2, 13, 5);
+    for process in 0..2 {
+        job.issue(process, 1, "op");
+    }
+    // The hash that comes with operations has the ends of steps in it.
+    job.routers[0].step_end(1);
+    job.act(0);
+    job.issue(0, 22, "op");
+    job.issue(1, 2, "op");
+    let text = diverged(job);
+    assert!(text.contains("process 0 issued operation 2 (op) at"), "{text}");
+    assert!(text.contains("after 1 steps; process 1 issued operation 2 (op) at"), "{text}");
+    assert!(text.ends_with("after 0 steps"), "{text}");
+}
+
+#[test]
+fn a_loss_that_nothing_waits_for_names_what_was_at_hand() {
+    let lost = |job: &mut Job| {
+        job.routers[0].peer_down(ProcessId(1), "connection reset");
+        let failure = job.routers[0].take_actions().into_iter().find_map(|action| match action {
+            Action::PeerLost(failure) => Some(failure.message.clone()),
+            _ => None,
+        });
+        failure.expect("a loss")
+    };
+    let start = || {
+        let mut job = Job::new(2, 14, 0);
+        job.issue(0, 1, "first");
+        job.issue(0, 2, "second");
+        job
+    };
+    let text = lost(&mut start());
+    assert!(text.starts_with("process 1 is gone (connection reset) before the program ended"), "{text}");
+    assert!(text.contains("process 0 had issued operation 2 (second) at"), "{text}");
+    let mut job = start();
+    job.offer(0, 1, (1, 0), EAGER_BYTES + 1);
+    let text = lost(&mut job);
+    assert!(text.contains("operation 1 (first) at") && text.contains("waited for it"), "{text}");
+}
+
+#[test]
 fn a_long_wait_is_reported_with_the_chain_to_the_root() {
     let mut job = Job::new(3, 9, 5);
     for process in 0..3 {

@@ -68,7 +68,7 @@ pub(super) fn pipeline(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Res
             }
         }
     }
-    if astray && *how == "extra-at-end" {
+    if astray == (*how == "extra-at-end") && how.ends_with("-at-end") {
         let _ = p.make(f32s(shape), &whole[2], |_, mut view| Ok(view.fill(0.0f32)?))?;
     }
     Ok(())
