@@ -58,7 +58,7 @@ fn arrived(x: &MpmdArray, expected: f32) -> Result<String> {
     }
     let mut places = Vec::new();
     for shard in x.addressable_shards()? {
-        let place = format!("rows {:?} on {}", shard.region.range(0), shard.device);
+        let place = format!("rows {:?} on device {}", shard.region.range(0), shard.device);
         if let Some(value) = shard.data.as_slice::<f32>()?.iter().find(|value| **value != expected) {
             return Err(Error::kernel(format!("{place}: {value} instead of {expected}")));
         }

@@ -84,7 +84,7 @@ fn arrived(x: &MpmdArray) -> Result<String> {
         return Err(Error::kernel(format!("{} has values that are not finite", x.aval())));
     }
     let devices: Vec<_> = x.addressable_shards()?.iter().map(|shard| shard.device.to_string()).collect();
-    Ok(format!("is here, {} on {}, root mean square {size:.6}", x.aval(), devices.join(", ")))
+    Ok(format!("is here, {} on devices {}, root mean square {size:.6}", x.aval(), devices.join(", ")))
 }
 
 /// Fills a region with values by their place in the whole.
