@@ -106,6 +106,13 @@ impl Program {
             array.check_usable(path).map_err(wrong)?;
             plans.push(self.put_plan(path, array, sharding).map_err(wrong)?);
         }
+        if options.donate
+            && let Some((i, j)) = same_twice(&leaves)
+        {
+            let (first, second) = (&leaves[i].0, &leaves[j].0);
+            let problem = format!("{second:?} is donated, and is the same array as {first:?}");
+            return Err(wrong(IssueProblem::Signature(problem)));
+        }
         let mut moved = Vec::with_capacity(leaves.len());
         for (((_, array), sharding), plan) in leaves.into_iter().zip(shardings).zip(plans) {
             moved.push(self.put_one(array, sharding, &plan, options, at));
@@ -181,9 +188,8 @@ impl Program {
             placed.donate(op, at);
             let failure = placed.donated_failure();
             for shard in &placed.shards {
-                // After every use that was issued before: those asked first.
-                let (slot, failure) = (shard.slot.clone(), failure.clone());
-                shard.slot.on_end(move |_| drop(slot.take(failure)));
+                // After every use that was issued before: those have said so.
+                shard.slot.give_up(failure.clone());
             }
         }
         Placed::array(&runtime, array.aval().clone(), to, plan.layout.clone(), shards, origin)
@@ -253,7 +259,8 @@ impl Program {
                             }
                         })
                         .map_err(|(kind, why)| {
-                            let message = format!("make (operation {op}) at {at} failed on {device}: {why}");
+                            let message =
+                                format!("make (operation {op}) at {at} failed on device {device}: {why}");
                             let failure = Arc::new(Failure::new(kind, here.me, op, message));
                             here.remember(&failure);
                             failure
@@ -290,6 +297,9 @@ impl MpmdArray {
         let Repr::Placed(placed) = &self.repr else {
             return Err(split(format!("{} is uncommitted: device_put it first", self.aval())));
         };
+        if !Arc::ptr_eq(&placed.runtime, &program.runtime) {
+            return Err(wrong(IssueProblem::Foreign { path: String::new() }));
+        }
         let Some(size) = self.shape().get(dim).copied() else {
             return Err(split(format!("{} has no dimension {dim}", self.aval())));
         };
@@ -361,6 +371,12 @@ impl MpmdArray {
         };
         Ok((0..m).map(part).collect())
     }
+}
+
+/// The places of an array that is among the leaves twice.
+fn same_twice(leaves: &[(String, &MpmdArray)]) -> Option<(usize, usize)> {
+    let twin = |j: usize| leaves[..j].iter().position(|(_, leaf)| leaf.is_same(leaves[j].1));
+    (1..leaves.len()).find_map(|j| Some((twin(j)?, j)))
 }
 
 /// The `j`-th of `m` parts of `whole` along `dim`.

@@ -24,6 +24,7 @@ mod error;
 mod jit;
 pub mod kernel;
 pub mod launch;
+pub mod pipeline;
 mod program;
 mod runtime;
 
@@ -45,3 +46,8 @@ pub mod prelude {
     pub use crate::spec;
     pub use crate::tree::Tree;
 }
+
+/// The README's program, compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+pub struct Readme;

@@ -7,5 +7,8 @@ pub mod job;
 pub mod math;
 pub mod mm;
 pub mod next_byte;
+pub mod next_byte_data;
+pub mod next_byte_job;
+pub mod next_byte_stages;
 pub mod pipeline;
 pub mod text;

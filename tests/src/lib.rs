@@ -1,1 +1,16 @@
 //! Helpers for tests that run programs as real processes.
+//!
+//! - [`programs`] has the programs: each is one function, so that a test can run it as processes over
+//!   tcp, or as threads of its own process, and compare what they print.
+//! - [`Job`] starts the processes of a job, each with the program `named`, and sees to it that none is
+//!   left whatever becomes of the test.
+//! - [`Watched`] does the same for a program of another package, such as `mpmd run`.
+//!
+//! Every wait has a deadline. When one passes, what all processes have printed is part of the message.
+
+mod job;
+pub mod programs;
+mod watched;
+
+pub use job::{Job, JobOptions, bare_command};
+pub use watched::{Ended, Watched, alive, package_program, processes_of};

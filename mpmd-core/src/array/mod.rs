@@ -133,6 +133,11 @@ impl MpmdArray {
         }
     }
 
+    /// Whether both are handles of one array on devices.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        matches!((&self.repr, &other.repr), (Repr::Placed(a), Repr::Placed(b)) if Arc::ptr_eq(a, b))
+    }
+
     /// Refuses an array that was donated.
     pub(crate) fn check_usable(&self, path: &str) -> std::result::Result<(), IssueProblem> {
         match &self.repr {

@@ -1,7 +1,6 @@
 //! Waiting for arrays and reading their values.
 
 use std::panic::Location;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use mpmd_transport::SharedBuffer;
@@ -11,7 +10,7 @@ use crate::aval::{HostArray, ShapedArray};
 use crate::error::{Error, Result};
 use crate::region::Region;
 use crate::reshard::copy_region;
-use crate::runtime::{Doing, Outcome};
+use crate::runtime::{Doing, Outcome, Slot};
 use crate::topology::DeviceId;
 
 /// One device's part of an array.
@@ -120,15 +119,17 @@ impl MpmdArray {
             Repr::Host(host) => f(Ok(host.clone())),
             Repr::Placed(placed) if placed.shards.is_empty() => {}
             Repr::Placed(placed) => {
-                // Queued when the last shard ends; each callback hands on to the next shard's.
-                wait_for_all(
-                    placed.clone(),
-                    0,
-                    Box::new(move |placed: Arc<Placed>| {
+                // Queued when the last shard ends. The shards are picked up as each ends: the array may be
+                // donated before `f` has its turn.
+                let shards: Vec<Slot> = placed.shards.iter().map(|shard| shard.slot.clone()).collect();
+                let placed = placed.clone();
+                collect_all(
+                    shards.into_iter(),
+                    Vec::new(),
+                    Box::new(move |outcomes| {
                         let runtime = placed.runtime.clone();
                         runtime.call_back(Box::new(move || {
-                            let buffers: Result<Vec<_>, _> =
-                                placed.shards.iter().filter_map(|shard| shard.slot.peek()).collect();
+                            let buffers: Result<Vec<_>, _> = outcomes.into_iter().collect();
                             f(buffers.map_err(Error::failed).and_then(|buffers| placed.gather(&buffers, at)));
                         }));
                     }),
@@ -165,7 +166,7 @@ impl Placed {
     /// Waits for a shard, and reports each time patience runs out.
     fn wait_for(
         &self,
-        slot: &crate::runtime::Slot,
+        slot: &Slot,
         deadline: Option<Instant>,
         at: &'static Location<'static>,
     ) -> Option<Outcome> {
@@ -222,13 +223,17 @@ impl Placed {
     }
 }
 
-/// Calls `then` once every shard from `index` on has ended.
-fn wait_for_all(placed: Arc<Placed>, index: usize, then: Box<dyn FnOnce(Arc<Placed>) + Send>) {
-    match placed.shards.get(index) {
-        None => then(placed),
-        Some(shard) => {
-            let slot = shard.slot.clone();
-            slot.on_end(move |_| wait_for_all(placed, index + 1, then));
-        }
+/// Calls `then` with how the slots ended, once all have.
+fn collect_all(
+    mut slots: std::vec::IntoIter<Slot>,
+    mut ended: Vec<Outcome>,
+    then: Box<dyn FnOnce(Vec<Outcome>) + Send>,
+) {
+    match slots.next() {
+        None => then(ended),
+        Some(slot) => slot.on_end(move |outcome| {
+            ended.push(outcome.clone());
+            collect_all(slots, ended, then);
+        }),
     }
 }

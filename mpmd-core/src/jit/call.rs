@@ -16,7 +16,7 @@ use crate::kernel::{Context, Kernel, Shapes, View, ViewMut, Views, ViewsMut};
 use crate::program::Program;
 use crate::region::Region;
 use crate::reshard::copy_region;
-use crate::runtime::{Exchange, OpGuard, Promise, Runtime, Slot};
+use crate::runtime::{Exchange, OpGuard, Promise, Runtime, Slot, SlotUse};
 use crate::tree::Tree;
 
 /// One device's part of a call, waiting in the device's queue.
@@ -30,12 +30,28 @@ pub(super) struct DeviceCall<K: Kernel> {
     pub(super) outputs: Vec<Output>,
     pub(super) runtime: Arc<Runtime>,
     pub(super) guard: OpGuard,
+    /// Dropped by the last device of this process that ends the call.
+    pub(super) leftovers: Option<Arc<Leftovers>>,
+}
+
+/// What arrived for a call's collectives and was not picked up: it goes when the call has ended on
+/// every device of this process, and not before, since the devices take what is theirs at their own
+/// pace.
+pub(super) struct Leftovers {
+    pub(super) runtime: Arc<Runtime>,
+    pub(super) op: u64,
+}
+
+impl Drop for Leftovers {
+    fn drop(&mut self) {
+        self.runtime.forget(self.op);
+    }
 }
 
 /// Where an input's values on this device come from.
 pub(super) enum Input {
     Host(HostArray),
-    Slot(Slot),
+    Slot(SlotUse),
     /// This call gets the memory; later readers get the failure.
     Donated(Slot, Arc<Failure>),
 }
@@ -59,7 +75,7 @@ type Fallible<T> = std::result::Result<T, Arc<Failure>>;
 impl<K: Kernel> DeviceCall<K> {
     /// Waits for the inputs, runs the kernel, and ends the outputs.
     pub(super) fn run(self) {
-        let Self { kernel, plan, seat, op, at, inputs, outputs, runtime, guard } = self;
+        let Self { kernel, plan, seat, op, at, inputs, outputs, runtime, guard, leftovers } = self;
         let seat = &plan.seats[seat];
         let device = seat.place.device;
         let exchange = Exchange { runtime: runtime.clone(), guard: guard.clone() };
@@ -84,8 +100,10 @@ impl<K: Kernel> DeviceCall<K> {
                 Ok(Err(error)) => error.to_string(),
                 Err(panic) => panic_text(&*panic),
             };
-            let message =
-                format!("kernel {} of operation {op} at {at} failed on {device}: {why}", kernel.name());
+            let message = format!(
+                "kernel {} of operation {op} at {at} failed on device {device}: {why}",
+                kernel.name()
+            );
             Err(Arc::new(Failure::new(FailureKind::Kernel, runtime.me, op, message)))
         });
         runtime.status.device_idle(seat.local_index);
@@ -104,9 +122,7 @@ impl<K: Kernel> DeviceCall<K> {
                 promises.into_iter().for_each(|promise| promise.keep(Err(failure.clone())));
             }
         }
-        if !plan.mesh.collectives.is_empty() {
-            runtime.with_router(|router| router.forget(op));
-        }
+        drop(leftovers);
         drop(context);
         drop(guard);
     }
@@ -118,7 +134,7 @@ fn wait_for_inputs(inputs: Vec<Input>) -> Fallible<Vec<SharedBuffer>> {
         .into_iter()
         .map(|input| match input {
             Input::Host(host) => Ok(host.bytes().clone()),
-            Input::Slot(slot) => slot.wait_until(None).expect("no deadline was set"),
+            Input::Slot(slot) => slot.wait(),
             Input::Donated(slot, failure) => {
                 drop(slot.wait_until(None));
                 slot.take(failure).expect("it has ended")

@@ -9,7 +9,7 @@ mod plan;
 
 use std::fmt;
 use std::panic::Location;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
@@ -18,12 +18,12 @@ use crate::device_put::host_word;
 use crate::error::{IssueProblem, Result};
 use crate::kernel::Kernel;
 use crate::program::Program;
-use crate::runtime::Slot;
+use crate::runtime::{Runtime, Slot};
 use crate::sharding::Sharding;
 use crate::topology::Mesh;
 use crate::tree::{PrefixTree, Tree};
 pub use call::run_here;
-use call::{DeviceCall, Input, Memory, Output};
+use call::{DeviceCall, Input, Leftovers, Memory, Output};
 use plan::CallPlan;
 
 /// Call shapes that a [`Jit`] remembers.
@@ -32,7 +32,8 @@ const PLANS_KEPT: usize = 8;
 impl Program {
     /// Binds a kernel to a mesh: `program.jit(kernel).on(&mesh).outputs(sharding).build()?`.
     pub fn jit<K: Kernel>(&self, kernel: K) -> JitBuilder<K> {
-        JitBuilder { kernel, mesh: None, inputs: None, outputs: None, donate: Vec::new() }
+        let program = Arc::downgrade(&self.runtime);
+        JitBuilder { kernel, program, mesh: None, inputs: None, outputs: None, donate: Vec::new() }
     }
 }
 
@@ -40,6 +41,7 @@ impl Program {
 #[must_use = "a builder does nothing until `build`"]
 pub struct JitBuilder<K> {
     kernel: K,
+    program: Weak<Runtime>,
     mesh: Option<Mesh>,
     inputs: Option<PrefixTree<Sharding>>,
     outputs: Option<PrefixTree<Sharding>>,
@@ -89,6 +91,7 @@ impl<K: Kernel> JitBuilder<K> {
         plan::check_on_mesh(&outputs, &mesh).map_err(|problem| problem.at(at, &call))?;
         Ok(Jit {
             kernel: Arc::new(self.kernel),
+            program: self.program,
             mesh,
             inputs: self.inputs,
             outputs,
@@ -101,6 +104,8 @@ impl<K: Kernel> JitBuilder<K> {
 /// A kernel bound to a mesh.
 pub struct Jit<K: Kernel> {
     kernel: Arc<K>,
+    /// Whose it is; plans are for its devices.
+    program: Weak<Runtime>,
     mesh: Mesh,
     inputs: Option<PrefixTree<Sharding>>,
     outputs: PrefixTree<Sharding>,
@@ -132,10 +137,14 @@ impl<K: Kernel> Jit<K> {
     fn call_at(&self, program: &mut Program, x: &K::In, at: &'static Location<'static>) -> Result<K::Out> {
         let wrong = |problem: IssueProblem| problem.at(at, format!("jit {}", self.kernel.name()));
         let leaves = x.leaves();
-        let plan = match self.known_plan(&leaves) {
+        if !std::ptr::eq(self.program.as_ptr(), Arc::as_ptr(&program.runtime)) {
+            return Err(wrong(IssueProblem::Foreign { path: "the kernel".to_owned() }));
+        }
+        let plan = match self.known_plan(x, &leaves) {
             Some(plan) => plan,
             None => self.new_plan(program, x).map_err(wrong)?,
         };
+        plan.check_donations(&leaves).map_err(wrong)?;
         for (i, leaf) in leaves.iter().enumerate() {
             leaf.check_usable(plan.input_path(i)).map_err(wrong)?;
             if let Repr::Placed(placed) = &leaf.repr
@@ -185,6 +194,8 @@ impl<K: Kernel> Jit<K> {
     ) {
         let runtime = &program.runtime;
         let guard = runtime.in_flight.begin(plan.bytes);
+        let leftovers =
+            (!plan.mesh.collectives.is_empty()).then(|| Arc::new(Leftovers { runtime: runtime.clone(), op }));
         for (seat_index, seat) in plan.seats.iter().enumerate() {
             let inputs = leaves
                 .iter()
@@ -193,9 +204,9 @@ impl<K: Kernel> Jit<K> {
                     Repr::Host(host) => Input::Host(host.clone()),
                     Repr::Placed(placed) => match placed.slot(seat.place.device) {
                         Some(slot) if input.donated => Input::Donated(slot.clone(), placed.donated_failure()),
-                        Some(slot) => Input::Slot(slot.clone()),
+                        Some(slot) => Input::Slot(slot.issue_use()),
                         // Cannot happen: the plan has checked that every device has its part.
-                        None => Input::Slot(Slot::filled(Vec::new().into())),
+                        None => Input::Slot(Slot::filled(Vec::new().into()).issue_use()),
                     },
                 })
                 .collect();
@@ -226,13 +237,16 @@ impl<K: Kernel> Jit<K> {
                 outputs,
                 runtime: runtime.clone(),
                 guard: guard.clone(),
+                leftovers: leftovers.clone(),
             };
             runtime.run_on(seat.local_index, Box::new(move || call.run()));
         }
     }
 
-    fn known_plan(&self, leaves: &[&MpmdArray]) -> Option<Arc<CallPlan>> {
-        self.plans.lock().iter().find(|plan| plan.fits(leaves)).cloned()
+    fn known_plan(&self, x: &K::In, leaves: &[&MpmdArray]) -> Option<Arc<CallPlan>> {
+        let plan = self.plans.lock().iter().find(|plan| plan.fits(leaves)).cloned()?;
+        // Two trees may have the same leaves in other places.
+        (plan.input_structure == x.structure()).then_some(plan)
     }
 
     fn new_plan(&self, program: &Program, x: &K::In) -> std::result::Result<Arc<CallPlan>, IssueProblem> {

@@ -91,6 +91,20 @@ impl CallPlan {
         &self.paths[index]
     }
 
+    /// An array that is donated must not be another input of the same call.
+    pub(super) fn check_donations(&self, leaves: &[&MpmdArray]) -> Problem<()> {
+        for (i, _) in self.inputs.iter().enumerate().filter(|(_, input)| input.donated) {
+            if let Some(j) = leaves.iter().enumerate().position(|(j, leaf)| j != i && leaf.is_same(leaves[i]))
+            {
+                return Err(IssueProblem::Signature(format!(
+                    "{:?} is donated, and is the same array as {:?}",
+                    self.paths[i], self.paths[j]
+                )));
+            }
+        }
+        Ok(())
+    }
+
     pub(super) fn new<K: Kernel>(jit: &Jit<K>, runtime: &Runtime, x: &K::In) -> Problem<Self> {
         let input_structure = x.structure();
         let (paths, leaves): (Vec<String>, Vec<&MpmdArray>) = x.leaves_with_paths().into_iter().unzip();
@@ -128,7 +142,6 @@ impl CallPlan {
         {
             return Err(IssueProblem::Signature(format!("donate({unknown:?}) names none of the inputs")));
         }
-        check_donations(&inputs, &leaves, &paths)?;
         for (input, output) in &signature.aliases {
             let i = find(&paths, input, "input")?;
             let o = find(&output_paths, output, "output")?;
@@ -228,25 +241,6 @@ fn check_inputs(
                     found: placed.sharding.to_string(),
                 });
             }
-        }
-    }
-    Ok(())
-}
-
-/// An array that is donated must not be another input of the same call.
-fn check_donations(inputs: &[InputPlan], leaves: &[&MpmdArray], paths: &[String]) -> Problem<()> {
-    for (i, input) in inputs.iter().enumerate() {
-        let Repr::Placed(donated) = &leaves[i].repr else { continue };
-        let twin = leaves.iter().enumerate().find(|(j, leaf)| {
-            *j != i && matches!(&leaf.repr, Repr::Placed(placed) if Arc::ptr_eq(placed, donated))
-        });
-        if let Some((j, _)) = twin
-            && input.donated
-        {
-            return Err(IssueProblem::Signature(format!(
-                "{:?} is donated, and is the same array as {:?}",
-                paths[i], paths[j]
-            )));
         }
     }
     Ok(())

@@ -137,6 +137,21 @@ impl<'a> ViewMut<'a> {
         bytemuck::checked::try_cast_slice_mut(self.bytes).map_err(|_| ViewError::Invalid(T::DTYPE))
     }
 
+    /// The values as they are now: those of the input that an output is aliased to.
+    ///
+    /// # Errors
+    ///
+    /// Where the elements have another type.
+    pub fn as_slice<T: Element>(&self) -> Result<&[T], ViewError> {
+        check::<T>(self.info.global.dtype())?;
+        bytemuck::checked::try_cast_slice(self.bytes).map_err(|_| ViewError::Invalid(T::DTYPE))
+    }
+
+    /// Sets every byte to zero, which is the zero of every type.
+    pub fn zero(&mut self) {
+        self.bytes.fill(0);
+    }
+
     /// Sets every element.
     ///
     /// # Errors

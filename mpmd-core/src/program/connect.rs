@@ -121,19 +121,8 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
 /// Process 0 hosts the service where no launcher does.
 fn host(env: &JobEnv, patience: Duration) -> Result<Server> {
     let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
-    let port = env.coordinator.rsplit(':').next().and_then(|port| port.parse::<u16>().ok());
-    let Some(port) = port else {
-        return Err(Error::Launch(LaunchError::Variable {
-            variable: variables::COORDINATOR.to_owned(),
-            value: env.coordinator.clone(),
-            expected: "host:port".to_owned(),
-        }));
-    };
-    // The others may reach this host by any of its addresses; on one host only loopback is opened.
-    let local = env.coordinator.starts_with("127.") || env.coordinator.starts_with("localhost");
-    let ip = if local { std::net::Ipv4Addr::LOCALHOST } else { std::net::Ipv4Addr::UNSPECIFIED };
     let config = ServerConfig { processes: env.processes, token: env.token.clone(), patience };
-    Server::bind(SocketAddr::from((ip, port)), config).map_err(wrong)
+    Server::bind(env.listen_address()?, config).map_err(wrong)
 }
 
 fn hostname() -> String {

@@ -35,6 +35,11 @@ use crate::topology::{DeviceId, Mesh, Topology};
 ///
 /// Call [`Program::finish`] at the end. A program that is dropped without it (an error, a panic) tells
 /// the other processes that it left, for at most two seconds.
+///
+/// ```compile_fail,E0277
+/// fn is_sync<T: Sync>() {}
+/// is_sync::<mpmd_core::Program>();
+/// ```
 pub struct Program {
     pub(crate) runtime: Arc<Runtime>,
     pub(crate) put_plans: HashMap<PutKey, Arc<PutPlan>>,
@@ -159,25 +164,33 @@ impl Program {
     pub fn step_end(&mut self) -> Result<()> {
         self.steps += 1;
         let step = self.steps;
+        // So that steps which look alike cannot hide an operation that is missing from one of them.
+        self.hash = self.hash.mix(0x57e9).mix(step);
         self.runtime.with_router(|router| router.step_end(step));
         self.runtime.trouble().map_or(Ok(()), |failure| Err(Error::failed(failure)))
     }
 
-    /// Waits until this process's operations have ended and every other process has finished too.
+    /// Waits until this process's operations have ended, closures given to
+    /// [`MpmdArray::then`](crate::MpmdArray::then) included, and every other process has finished too.
     ///
     /// # Errors
     ///
     /// The first failure of an operation of this process, of the job, or of a peer.
     pub fn finish(mut self) -> Result<()> {
         self.ended = true;
+        if self.planning {
+            // In no job: nothing to wait for, and nobody to take leave of.
+            return Ok(());
+        }
         self.runtime.wait_idle();
+        self.runtime.wait_for_callbacks();
         let result = match self.runtime.trouble() {
             Some(failure) => {
                 self.runtime.leave(Some(&failure));
                 Err(failure)
             }
             None => {
-                self.runtime.with_router(|router| router.goodbye(None));
+                self.runtime.with_router(|router| router.goodbye(None, self.runtime.now()));
                 let result = self.runtime.wait_for_peers();
                 self.runtime.leave(None);
                 result

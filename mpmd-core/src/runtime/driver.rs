@@ -1,6 +1,7 @@
 //! Between the router and the transport: carries out what the router asks for.
 
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -92,7 +93,12 @@ impl Runtime {
             if let Some(failure) = self.trouble() {
                 return Err(failure);
             }
-            if self.with_router(|router| router.still_here()).is_empty() {
+            // The failure that ended a dispute may be known to the router a moment before it is known here.
+            let (here, failed) = self.with_router(|router| (router.still_here(), router.failed().cloned()));
+            if let Some(failure) = failed {
+                return Err(failure);
+            }
+            if here.is_empty() {
                 return self.trouble().map_or(Ok(()), Err);
             }
             // The ticker finds peers that fall silent, so this ends; the time-out covers the moment
@@ -103,7 +109,7 @@ impl Runtime {
 
     /// Says goodbye and closes the transport.
     pub(crate) fn leave(self: &Arc<Self>, failure: Option<&Failure>) {
-        self.with_router(|router| router.goodbye(failure));
+        self.with_router(|router| router.goodbye(failure, self.now()));
         if let Some(transport) = &self.transport {
             transport.shutdown(FLUSH_WITHIN);
         }
@@ -120,6 +126,19 @@ impl Runtime {
                 self.in_flight.counts().ops,
                 self.status.describe()
             ));
+        }
+    }
+
+    /// Waits until every closure of the user's that waited for an operation has run, reporting each time
+    /// patience runs out.
+    pub(crate) fn wait_for_callbacks(&self) {
+        let _doing = self.status.enter(Doing::Finishing);
+        let (done, all_done) = std::sync::mpsc::channel::<()>();
+        // In order behind the others; that it is dropped is all that it says.
+        self.call_back(Box::new(move || drop(done)));
+        while all_done.recv_timeout(self.config.patience) == Err(RecvTimeoutError::Timeout) {
+            let text = "finish waits for a closure given to `then`";
+            self.report_hang(&format!("process {}: {text}; {}", self.me, self.status.describe()));
         }
     }
 

@@ -44,11 +44,23 @@ impl Mailbox {
     fn remove(&self, key: (u64, u64)) {
         self.0.lock().remove(&key);
     }
+
+    fn forget(&self, op: u64) {
+        self.0.lock().retain(|key, _| key.0 != op);
+    }
 }
 
 fn fresh() -> Letter {
     let (promise, slot) = Slot::new();
     (Some(promise), slot)
+}
+
+impl Runtime {
+    /// Drops what devices gave to a call that has ended on every device here, and nobody took.
+    pub(crate) fn forget(self: &Arc<Self>, op: u64) {
+        self.mailbox.forget(op);
+        self.with_router(|router| router.forget(op));
+    }
 }
 
 /// One kernel call's access to the other devices of its mesh.
@@ -151,7 +163,7 @@ impl Exchange {
                 self.runtime.me,
                 op,
                 format!(
-                    "collective {index} of operation {op}: {me} gives {} bytes, another device of its group {}",
+                    "collective {index} of operation {op}: device {me} gives {} bytes, another device of its group {}",
                     mine.len(),
                     part.len()
                 ),

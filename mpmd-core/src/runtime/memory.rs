@@ -42,7 +42,8 @@ impl Runtime {
     /// Sets `bytes` aside on a device of this process.
     ///
     /// Waits for operations that were issued before and will free memory; with none of those left it
-    /// is an error that names the largest holders. It never waits for anything issued later.
+    /// is an error that names the largest holders. It never waits for anything issued later, nor for
+    /// operation `op` itself, which is in flight by now.
     pub(crate) fn reserve(
         &self,
         local_index: usize,
@@ -57,7 +58,7 @@ impl Runtime {
                 Ok(reservation) => return Ok(reservation),
                 Err(error) => error,
             };
-            if before.ops == 0 {
+            if before.ops <= 1 {
                 let mut message = format!("operation {op} ({what}): out of memory on {error}");
                 for array in self.holders.lock().largest(5) {
                     message.push_str(&format!("; {} bytes in {}", array.local_bytes(), array.describe()));

@@ -35,7 +35,7 @@ use exchange::Mailbox;
 pub(crate) use hash::Rolling;
 pub(crate) use in_flight::{InFlight, OpGuard};
 use memory::Holders;
-pub(crate) use slot::{Outcome, Promise, Slot};
+pub(crate) use slot::{Outcome, Promise, Slot, SlotUse};
 pub(crate) use status::{Doing, Status};
 pub(crate) use transfer::{PutPlan, Source};
 use worker::Worker;
@@ -141,7 +141,7 @@ impl Runtime {
             .devices_of(me)
             .iter()
             .map(|id| {
-                let pool = Pool::new(format!("{id} of process {me}"), config.device_memory);
+                let pool = Pool::new(format!("device {id} of process {me}"), config.device_memory);
                 Ok(LocalDevice { id: *id, pool, queue: Worker::start(format!("mpmd-{id}"))? })
             })
             .collect::<std::io::Result<Vec<_>>>()?;
@@ -154,7 +154,7 @@ impl Runtime {
         });
         let runtime = Arc::new(Self {
             me,
-            status: Status::new(devices.iter().map(|device| device.id.to_string())),
+            status: Status::new(devices.iter().map(|device| format!("device {}", device.id))),
             topology,
             staging: Pool::new(format!("staging of process {me}"), None),
             devices,

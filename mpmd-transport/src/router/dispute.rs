@@ -58,6 +58,17 @@ impl<C: Cargo> Router<C> {
         }
     }
 
+    /// Opens a dispute with a peer that has left after fewer operations than this process has issued, or
+    /// after more than it ever will.
+    pub(super) fn compare_end(&mut self, with: ProcessId, now: Duration) {
+        let count = self.history.count();
+        let Some(goodbye) = &self.peers[with.index()].goodbye else { return };
+        let theirs = goodbye.count;
+        if goodbye.failure.is_none() && (theirs < count || (self.left && theirs > count)) {
+            self.dispute(with, theirs.min(count) + 1, now);
+        }
+    }
+
     /// Ends disputes whose other side has not shown its operations in time.
     pub(super) fn expire_disputes(&mut self, now: Duration) {
         for process in self.others() {

@@ -47,6 +47,8 @@ pub(super) struct ShownRecord {
     pub(super) op: u64,
     pub(super) hash: u128,
     pub(super) what: String,
+    /// How many steps had ended before it.
+    pub(super) steps: u64,
 }
 
 /// The recent operations of one process, as shown to a peer.
@@ -60,17 +62,23 @@ pub(super) struct Shown {
 #[derive(Default)]
 pub(super) struct History {
     count: u64,
-    records: VecDeque<OpRecord>,
+    /// With the number of steps that had ended before.
+    records: VecDeque<(OpRecord, u64)>,
+    steps: u64,
 }
 
 impl History {
+    pub(super) fn step_ended(&mut self) {
+        self.steps += 1;
+    }
+
     pub(super) fn push(&mut self, record: OpRecord) {
         debug_assert_eq!(record.op, self.count + 1, "operations are numbered without gaps");
         self.count = record.op;
         if self.records.len() == REMEMBERED {
             self.records.pop_front();
         }
-        self.records.push_back(record);
+        self.records.push_back((record, self.steps));
     }
 
     /// How many operations were issued.
@@ -80,7 +88,7 @@ impl History {
 
     /// The hash at the last operation; 0 before the first.
     pub(super) fn hash(&self) -> u128 {
-        self.records.back().map_or(0, |record| record.hash)
+        self.records.back().map_or(0, |(record, _)| record.hash)
     }
 
     /// The hash at `op`, where that is remembered.
@@ -89,6 +97,10 @@ impl History {
     }
 
     pub(super) fn get(&self, op: u64) -> Option<&OpRecord> {
+        self.entry(op).map(|(record, _)| record)
+    }
+
+    fn entry(&self, op: u64) -> Option<&(OpRecord, u64)> {
         let first = self.count + 1 - self.records.len() as u64;
         let index = op.checked_sub(first)?;
         self.records.get(usize::try_from(index).ok()?)
@@ -99,12 +111,12 @@ impl History {
         let last = self.count.min(op.saturating_add(SHOWN as u64 / 4));
         let first = (last + 1).saturating_sub(SHOWN as u64).max(1);
         let records = (first..=last)
-            .filter_map(|op| self.get(op))
-            .map(|record| {
+            .filter_map(|op| self.entry(op))
+            .map(|(record, steps)| {
                 let mut what = record.to_string();
                 // Long descriptions must not push the message over its limit.
                 what.truncate((0..=1500).rev().find(|i| what.is_char_boundary(*i)).unwrap_or(0));
-                ShownRecord { op: record.op, hash: record.hash, what }
+                ShownRecord { op: record.op, hash: record.hash, what, steps: *steps }
             })
             .collect();
         Shown { count: self.count, records }
@@ -125,7 +137,13 @@ pub(super) fn first_difference(
         [mine, theirs].iter().filter_map(|shown| shown.records.first()).map(|r| r.op).max().unwrap_or(1);
     let first = (oldest..=last).find(|op| hash(mine, *op) != hash(theirs, *op)).unwrap_or(last);
     let agreed_before = hash(mine, first - 1).is_some() && hash(mine, first - 1) == hash(theirs, first - 1);
+    // What was issued may well be the same, a step earlier or later.
+    let steps = |shown: &Shown| find(shown, first).map(|record| record.steps);
+    let differ = steps(mine).zip(steps(theirs)).is_some_and(|(mine, theirs)| mine != theirs);
     let side = |process: ProcessId, shown: &Shown| match find(shown, first) {
+        Some(record) if differ => {
+            format!("process {process} issued {} after {} steps", record.what, record.steps)
+        }
         Some(record) => format!("process {process} issued {}", record.what),
         None if shown.count < first => {
             format!("process {process} has issued only {} operations", shown.count)

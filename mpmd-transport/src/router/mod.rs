@@ -351,6 +351,7 @@ impl<C: Cargo> Router<C> {
         let in_order = peer.goodbye.as_ref().is_some_and(|goodbye| goodbye.failure.is_none());
         let expected = std::mem::take(&mut peer.expected);
         let ready: Vec<_> = peer.ready.drain().collect();
+        let first_ready = ready.iter().map(|((op, _), _)| *op).min();
         peer.granted.clear();
         self.actions.extend(ready.into_iter().map(|(_, ready)| Action::Discard(ready.cargo)));
         for ((op, _), expected) in expected {
@@ -358,12 +359,15 @@ impl<C: Cargo> Router<C> {
             self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure) });
         }
         if !in_order {
-            let failure = Failure::new(
-                FailureKind::PeerLost,
-                process,
-                0,
-                format!("process {process} is gone ({why}) before the program ended"),
-            );
+            // Seen by a program none of whose waits was for it: what it was at says more than nothing.
+            let op = first_ready.unwrap_or(self.history.count());
+            let at = match first_ready {
+                Some(op) => format!("; {} waited for it to take its part", self.name(op)),
+                None if op > 0 => format!("; process {} had issued {}", self.config.process, self.name(op)),
+                None => String::new(),
+            };
+            let message = format!("process {process} is gone ({why}) before the program ended{at}");
+            let failure = Failure::new(FailureKind::PeerLost, process, op, message);
             self.actions.push(Action::PeerLost(Arc::new(failure)));
         }
     }
@@ -385,6 +389,7 @@ impl<C: Cargo> Router<C> {
     ///
     /// Each process tells the next one, so that together they compare all of them.
     pub fn step_end(&mut self, step: u64) {
+        self.history.step_ended();
         let next = ProcessId((self.config.process.0 + 1) % self.config.processes as u32);
         if next != self.config.process && !self.peers[next.index()].has_left() && self.failed.is_none() {
             let header = Header { op: step, hash: self.history.hash(), ..self.header(Kind::Step) };
@@ -393,7 +398,7 @@ impl<C: Cargo> Router<C> {
     }
 
     /// This process issues nothing more; `failure` says why, where that is not the program's end.
-    pub fn goodbye(&mut self, failure: Option<&Failure>) {
+    pub fn goodbye(&mut self, failure: Option<&Failure>, now: Duration) {
         if std::mem::replace(&mut self.left, true) {
             return;
         }
@@ -407,12 +412,26 @@ impl<C: Cargo> Router<C> {
         if let Some(failure) = failure {
             // From here on this process compares nothing: it is known to have ended elsewhere.
             self.fail_quietly(Arc::new(failure.clone()));
+            return;
+        }
+        for process in self.others() {
+            let ahead = self.peers[process.index()].check.take().map(|(count, _)| count);
+            if let Some(count) = ahead.filter(|count| *count > self.history.count()) {
+                // The peer got further than this process ever will.
+                self.dispute(process, count, now);
+            }
+            self.compare_end(process, now);
         }
     }
 
-    /// The peers that have neither said goodbye nor gone.
+    /// The peers that have neither said goodbye nor gone, or with whom it is not settled yet whether they
+    /// ran the same program.
     pub fn still_here(&self) -> Vec<ProcessId> {
-        self.others().filter(|process| !self.peers[process.index()].has_left()).collect()
+        let is_open = |process: &ProcessId| {
+            let peer = &self.peers[process.index()];
+            !peer.has_left() || (peer.disputed.is_some() && self.failed.is_none())
+        };
+        self.others().filter(is_open).collect()
     }
 
     /// Forgets what arrived for an operation that has ended here.
@@ -496,7 +515,10 @@ impl<C: Cargo> Router<C> {
         let beyond = peer.expected.keys().map(|key| key.0).find(|op| *op > header.count);
         match beyond {
             Some(op) => self.dispute(from, op, now),
-            None => self.compare(from, header.count, header.hash, now),
+            None => {
+                self.compare(from, header.count, header.hash, now);
+                self.compare_end(from, now);
+            }
         }
     }
 

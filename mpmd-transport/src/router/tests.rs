@@ -368,11 +368,89 @@ fn a_skipped_operation_is_found_at_goodbye() {
     job.issue(1, 1, "both");
     job.issue(1, 2, "only here");
     job.expect(1, 0, (2, 0), 10);
-    job.routers[0].goodbye(None);
+    job.routers[0].goodbye(None, at(0));
     job.act(0);
     let text = diverged(job);
     assert!(text.contains("process 0 has issued only 1 operations"), "{text}");
     assert!(text.contains("process 1 issued operation 2 (only here)"), "{text}");
+}
+
+#[test]
+fn a_last_operation_that_one_process_alone_issued_is_found_by_both() {
+    for first in [0, 1] {
+        let mut job = Job::new(2, 8, 10);
+        job.issue(0, 1, "both");
+        job.issue(1, 1, "both");
+        job.issue(1, 2, "only here");
+        for process in [first, 1 - first] {
+            job.routers[process].goodbye(None, at(0));
+            job.act(process);
+            job.run(50);
+        }
+        assert!(job.routers.iter().all(|router| router.still_here().is_empty()), "settled on both sides");
+        let text = diverged(job);
+        assert!(text.contains("process 1 issued operation 2 (only here)"), "{text}");
+    }
+}
+
+#[test]
+fn nobody_is_done_before_it_is_settled_whether_the_programs_were_the_same() {
+    let mut job = Job::new(2, 8, 10);
+    job.issue(0, 1, "one way");
+    job.issue(1, 2, "another way");
+    for process in 0..2 {
+        job.routers[process].goodbye(None, at(0));
+        job.act(process);
+    }
+    for _ in 0..5000 {
+        if job.routers[0].still_here().is_empty() || job.routers[0].failed().is_some() {
+            break;
+        }
+        job.step();
+    }
+    assert!(job.routers[0].failed().is_some(), "still here until the dispute has ended");
+}
+
+#[test]
+fn a_step_that_ends_elsewhere_is_a_difference_that_is_named() {
+    let mut job = Job::new(2, 13, 5);
+    for process in 0..2 {
+        job.issue(process, 1, "op");
+    }
+    // The hash that comes with operations has the ends of steps in it.
+    job.routers[0].step_end(1);
+    job.act(0);
+    job.issue(0, 22, "op");
+    job.issue(1, 2, "op");
+    let text = diverged(job);
+    assert!(text.contains("process 0 issued operation 2 (op) at"), "{text}");
+    assert!(text.contains("after 1 steps; process 1 issued operation 2 (op) at"), "{text}");
+    assert!(text.ends_with("after 0 steps"), "{text}");
+}
+
+#[test]
+fn a_loss_that_nothing_waits_for_names_what_was_at_hand() {
+    let lost = |job: &mut Job| {
+        job.routers[0].peer_down(ProcessId(1), "connection reset");
+        let failure = job.routers[0].take_actions().into_iter().find_map(|action| match action {
+            Action::PeerLost(failure) => Some(failure.message.clone()),
+            _ => None,
+        });
+        failure.expect("a loss")
+    };
+    let start = || {
+        let mut job = Job::new(2, 14, 0);
+        job.issue(0, 1, "first");
+        job.issue(0, 2, "second");
+        job
+    };
+    let text = lost(&mut start());
+    assert!(text.starts_with("process 1 is gone (connection reset) before the program ended"), "{text}");
+    assert!(text.contains("process 0 had issued operation 2 (second) at"), "{text}");
+    let mut job = start();
+    job.offer(0, 1, (1, 0), EAGER_BYTES + 1);
+    let text = lost(&mut job);
+    assert!(text.contains("operation 1 (first) at") && text.contains("waited for it"), "{text}");
 }
 
 #[test]
@@ -402,7 +480,7 @@ fn an_early_end_with_an_error_reaches_the_peers_as_that_error() {
     job.issue(0, 2, "further on");
     job.expect(0, 1, (1, 0), 10);
     let failure = Failure::new(FailureKind::Left, ProcessId(1), 0, "process 1 ended early: out of data");
-    job.routers[1].goodbye(Some(&failure));
+    job.routers[1].goodbye(Some(&failure), at(0));
     job.act(1);
     job.run(3000);
     assert_eq!(**job.outcomes[&(0, (1, 0))].as_ref().unwrap_err(), failure);

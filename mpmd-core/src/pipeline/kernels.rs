@@ -1,0 +1,213 @@
+//! A stage's passes as kernels.
+
+use std::sync::Arc;
+
+use super::stage::{PlacedShape, Stage};
+use crate::aval::ShapedArray;
+use crate::error::Result;
+use crate::kernel::{Context, Kernel, Shapes, Signature, ViewMut, Views, ViewsMut};
+use crate::tree::{Structure, Tree, TreeError};
+
+/// Parameters, inputs, side inputs -> outputs, residuals.
+pub(super) struct Forward<S: Stage>(pub(super) Arc<S>);
+
+/// Parameters, residuals, output gradients -> input gradients, weight residuals.
+pub(super) struct BackwardInput<S: Stage>(pub(super) Arc<S>, pub(super) Arc<Inferred>);
+
+/// As [`BackwardInput`], without input gradients: for the first stage.
+pub(super) struct BackwardFirst<S: Stage>(pub(super) Arc<S>, pub(super) Arc<Inferred>);
+
+/// Weight residuals -> the first microbatch's gradients.
+pub(super) struct BackwardWeight<S: Stage>(pub(super) Arc<S>, pub(super) Arc<Inferred>);
+
+/// Weight residuals, gradients so far -> gradients, in place.
+pub(super) struct AddBackwardWeight<S: Stage>(pub(super) Arc<S>);
+
+/// What a stage declared for shapes that were put to it.
+pub(super) struct Inferred {
+    pub(super) params: Flat,
+    pub(super) x: Flat,
+    pub(super) weight_residual: Flat,
+    pub(super) keeps: Vec<(String, String)>,
+    pub(super) backward_input: Vec<(String, ShapedArray)>,
+}
+
+/// A tree of shapes whose type is left to who reads it.
+pub(super) struct Flat {
+    structure: Structure,
+    avals: Vec<ShapedArray>,
+}
+
+impl Flat {
+    pub(super) fn of(tree: &impl Tree<Leaf = ShapedArray>) -> Self {
+        Self { structure: tree.structure(), avals: tree.leaves().into_iter().cloned().collect() }
+    }
+
+    pub(super) fn of_placed(tree: &impl Tree<Leaf = PlacedShape>) -> Self {
+        let avals = tree.leaves().into_iter().map(|leaf| leaf.aval.clone()).collect();
+        Self { structure: tree.structure(), avals }
+    }
+
+    fn tree<T: Tree>(&self) -> Result<Shapes<T>, TreeError> {
+        Shapes::<T>::from_leaves(&self.structure, self.avals.iter().cloned())
+    }
+}
+
+fn declare<O>(signature: Signature<O>, collectives: &[(String, ShapedArray)]) -> Signature<O> {
+    collectives.iter().fold(signature, |signature, (axis, aval)| signature.all_reduce(axis, aval.clone()))
+}
+
+/// Paths below the element `index` of a tuple.
+fn below(index: usize, path: &str) -> String {
+    if path.is_empty() { index.to_string() } else { format!("{index}/{path}") }
+}
+
+impl<S: Stage> Kernel for Forward<S> {
+    type In = (S::Params, S::In, S::Side);
+    type Out = (S::Out, S::Residual);
+
+    fn infer(&self, (params, x, side): &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>> {
+        let signature = self.0.infer(params, x, side)?;
+        let residual = Flat::of_placed(&signature.residual).tree::<S::Residual>()?;
+        let collectives = signature.forward;
+        Ok(declare(Signature::new((signature.out, residual)), &collectives))
+    }
+
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        (params, x, side): Views<'_, Self::In>,
+        (y, residual): ViewsMut<'_, Self::Out>,
+    ) -> Result<()> {
+        self.0.forward(cx, params, x, side, y, residual)
+    }
+
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        [vec![u64::from(b'F')], self.0.statics()].concat()
+    }
+}
+
+impl Inferred {
+    /// The signature of the input gradient, where the weight residuals are element `outputs` of the outputs.
+    fn backward_input<O>(&self, out: O, outputs: Option<usize>) -> Signature<O> {
+        let signature = declare(Signature::new(out), &self.backward_input);
+        self.keeps.iter().fold(signature, |signature, (residual, weight)| {
+            let output = outputs.map_or_else(|| weight.clone(), |index| below(index, weight));
+            signature.alias(below(1, residual), output)
+        })
+    }
+}
+
+impl<S: Stage> Kernel for BackwardInput<S> {
+    type In = (S::Params, S::Residual, S::Out);
+    type Out = (S::In, S::WeightResidual);
+
+    fn infer(&self, _: &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>> {
+        let weight = self.1.weight_residual.tree::<S::WeightResidual>()?;
+        Ok(self.1.backward_input((self.1.x.tree::<S::In>()?, weight), Some(1)))
+    }
+
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        (params, residual, dy): Views<'_, Self::In>,
+        (dx, weight_residual): ViewsMut<'_, Self::Out>,
+    ) -> Result<()> {
+        self.0.backward_input(cx, params, residual, dy, Some(dx), weight_residual)
+    }
+
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        [vec![u64::from(b'I')], self.0.statics()].concat()
+    }
+}
+
+impl<S: Stage> Kernel for BackwardFirst<S> {
+    type In = (S::Params, S::Residual, S::Out);
+    type Out = S::WeightResidual;
+
+    fn infer(&self, _: &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>> {
+        Ok(self.1.backward_input(self.1.weight_residual.tree::<S::WeightResidual>()?, None))
+    }
+
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        (params, residual, dy): Views<'_, Self::In>,
+        weight_residual: ViewsMut<'_, Self::Out>,
+    ) -> Result<()> {
+        self.0.backward_input(cx, params, residual, dy, None, weight_residual)
+    }
+
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        [vec![u64::from(b'i')], self.0.statics()].concat()
+    }
+}
+
+impl<S: Stage> Kernel for BackwardWeight<S> {
+    type In = S::WeightResidual;
+    type Out = S::Params;
+
+    fn infer(&self, _: &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>> {
+        Ok(Signature::new(self.1.params.tree::<S::Params>()?))
+    }
+
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        weight_residual: Views<'_, Self::In>,
+        gradient: ViewsMut<'_, Self::Out>,
+    ) -> Result<()> {
+        let mut leaves = gradient.into_leaves();
+        leaves.iter_mut().for_each(ViewMut::zero);
+        let gradient = ViewsMut::<'_, S::Params>::from_leaves(&self.1.params.structure, leaves)?;
+        self.0.backward_weight(cx, weight_residual, gradient)
+    }
+
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        [vec![u64::from(b'W')], self.0.statics()].concat()
+    }
+}
+
+impl<S: Stage> Kernel for AddBackwardWeight<S> {
+    type In = (S::WeightResidual, S::Params);
+    type Out = S::Params;
+
+    fn infer(&self, (_, gradient): &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>> {
+        let paths = gradient.structure().paths();
+        let signature = Signature::new(Flat::of(gradient).tree::<S::Params>()?);
+        Ok(paths.iter().fold(signature, |signature, path| signature.alias(below(1, path), path)))
+    }
+
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        (weight_residual, _): Views<'_, Self::In>,
+        gradient: ViewsMut<'_, Self::Out>,
+    ) -> Result<()> {
+        self.0.backward_weight(cx, weight_residual, gradient)
+    }
+
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        [vec![u64::from(b'w')], self.0.statics()].concat()
+    }
+}

@@ -1,0 +1,140 @@
+//! Pipelines: stages wired by type, schedules as data, and the runner that turns both into plain `jit` and
+//! `device_put` operations.
+//!
+//! A [`Pipeline`] is made of [`Stage`]s, each on a mesh of its own; a stage whose input is not the output of
+//! the one before does not compile. A [`Schedule`] says in which order each rank computes; the runner
+//! issues everything in one global order whose part on each rank is the schedule's. No second description of
+//! a run exists. Buffers are dropped at the action after which nobody needs them.
+
+mod kernels;
+mod run;
+mod schedule;
+mod stage;
+mod wired;
+
+use std::marker::PhantomData;
+
+pub use run::{Gradients, Microbatch, StepOutput};
+pub use schedule::{Action, ActionKind, Schedule, ScheduleError};
+pub use stage::{Declared, Loss, Placed, PlacedShape, Stage, StageSignature};
+use wired::{AnyStage, Bundle, Wired};
+
+use crate::array::MpmdArray;
+use crate::error::Result;
+use crate::program::Program;
+use crate::topology::Mesh;
+use crate::tree::Tree;
+
+/// Stages one after another: takes `In`, gives `Out`.
+pub struct Pipeline<In, Out> {
+    stages: Vec<Box<dyn AnyStage>>,
+    types: PhantomData<fn(In) -> Out>,
+}
+
+impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> {
+    /// A pipeline of one stage, on the devices of `mesh`, with these parameters.
+    ///
+    /// # Errors
+    ///
+    /// Where a parameter does not live on the mesh's devices.
+    #[track_caller]
+    pub fn first<S: Stage<In = In, Out = Out>>(stage: S, mesh: &Mesh, params: S::Params) -> Result<Self> {
+        Ok(Self { stages: vec![Box::new(Wired::new(stage, mesh, params, true)?)], types: PhantomData })
+    }
+
+    /// The pipeline with one stage more.
+    ///
+    /// ```compile_fail
+    /// # use mpmd_core::pipeline::{Pipeline, Stage};
+    /// # use mpmd_core::prelude::*;
+    /// fn wire<A, B>(p: Pipeline<MpmdArray, (MpmdArray, MpmdArray)>, stage: B, mesh: &Mesh, w: B::Params)
+    /// where
+    ///     B: Stage<In = MpmdArray>, // takes one array, the pipeline gives two
+    /// {
+    ///     p.then(stage, mesh, w);
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`Pipeline::first`].
+    #[track_caller]
+    pub fn then<S: Stage<In = Out>>(
+        mut self,
+        stage: S,
+        mesh: &Mesh,
+        params: S::Params,
+    ) -> Result<Pipeline<In, S::Out>> {
+        self.stages.push(Box::new(Wired::new(stage, mesh, params, false)?));
+        Ok(Pipeline { stages: self.stages, types: PhantomData })
+    }
+
+    /// Number of stages.
+    pub fn stages(&self) -> usize {
+        self.stages.len()
+    }
+
+    /// The mesh of a stage.
+    ///
+    /// # Panics
+    ///
+    /// Where there is no such stage.
+    pub fn mesh(&self, stage: usize) -> &Mesh {
+        self.stages[stage].mesh()
+    }
+
+    /// A stage's parameters with their paths, in leaf order.
+    ///
+    /// # Panics
+    ///
+    /// Where there is no such stage.
+    pub fn params(&self, stage: usize) -> Vec<(String, MpmdArray)> {
+        let Bundle { structure, leaves } = self.stages[stage].params();
+        structure.paths().into_iter().zip(leaves).collect()
+    }
+
+    /// Puts other parameters in place, in leaf order: those that an optimiser has made.
+    ///
+    /// # Errors
+    ///
+    /// Where there are more or fewer than the stage has.
+    ///
+    /// # Panics
+    ///
+    /// Where there is no such stage.
+    pub fn set_params(&mut self, stage: usize, params: Vec<MpmdArray>) -> Result<()> {
+        self.stages[stage].set_params(params)
+    }
+
+    /// Runs one batch forward through all stages; nothing is kept for a backward pass.
+    ///
+    /// # Errors
+    ///
+    /// As the `jit` and `device_put` calls that it makes.
+    #[track_caller]
+    pub fn forward(&mut self, program: &mut Program, microbatch: Microbatch<In>) -> Result<Out> {
+        run::forward(&mut self.stages, program, microbatch.into_parts())
+    }
+}
+
+impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
+    /// Runs the forward and backward passes of one step, in the order of `schedule`.
+    ///
+    /// Returns at once, as all issuing does. The gradients are sums over the microbatches; divide them by
+    /// the total weight.
+    ///
+    /// # Errors
+    ///
+    /// Where the schedule is for another number of stages or microbatches, where side inputs do not fit,
+    /// and as the `jit` and `device_put` calls that it makes.
+    #[track_caller]
+    pub fn train_step(
+        &mut self,
+        program: &mut Program,
+        schedule: &Schedule,
+        microbatches: Vec<Microbatch<In>>,
+    ) -> Result<StepOutput> {
+        let parts = microbatches.into_iter().map(Microbatch::into_parts).collect();
+        run::train_step(&mut self.stages, program, schedule, parts)
+    }
+}

@@ -1,0 +1,45 @@
+//! Kernels made of two closures.
+
+use mpmd_core::prelude::*;
+
+/// A kernel over lists of arrays that does what its closures do.
+pub(crate) struct Fun<I, R> {
+    name: &'static str,
+    infer: I,
+    run: R,
+}
+
+/// A kernel called `name`.
+pub(crate) fn fun<I, R>(name: &'static str, infer: I, run: R) -> Fun<I, R>
+where
+    I: Fn(&[ShapedArray]) -> Result<Signature<Vec<ShapedArray>>> + Send + Sync + 'static,
+    R: Fn(&mut Context<'_>, Vec<View<'_>>, Vec<ViewMut<'_>>) -> Result<()> + Send + Sync + 'static,
+{
+    Fun { name, infer, run }
+}
+
+/// One output, like the first input.
+pub(crate) fn like_first(x: &[ShapedArray]) -> Result<Signature<Vec<ShapedArray>>> {
+    Ok(Signature::new(vec![x[0].clone()]))
+}
+
+impl<I, R> Kernel for Fun<I, R>
+where
+    I: Fn(&[ShapedArray]) -> Result<Signature<Vec<ShapedArray>>> + Send + Sync + 'static,
+    R: Fn(&mut Context<'_>, Vec<View<'_>>, Vec<ViewMut<'_>>) -> Result<()> + Send + Sync + 'static,
+{
+    type In = Vec<MpmdArray>;
+    type Out = Vec<MpmdArray>;
+
+    fn infer(&self, x: &Vec<ShapedArray>) -> Result<Signature<Vec<ShapedArray>>> {
+        (self.infer)(x)
+    }
+
+    fn run(&self, cx: &mut Context<'_>, x: Vec<View<'_>>, y: Vec<ViewMut<'_>>) -> Result<()> {
+        (self.run)(cx, x, y)
+    }
+
+    fn name(&self) -> &str {
+        self.name
+    }
+}

@@ -1,0 +1,183 @@
+//! The processes of one job, started by the test itself.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use mpmd_core::launch::variables;
+use mpmd_transport::rendezvous::{Server, ServerConfig, Token};
+use tempfile::TempDir;
+
+use crate::watched::{Ended, Watched, processes_of};
+
+/// How long a job may run where a test does not say otherwise. Nothing here takes so long; a slow
+/// machine must not look like a hang.
+const LONG: Duration = Duration::from_secs(60);
+
+/// Settings of a [`Job`].
+#[derive(Clone, Debug)]
+pub struct JobOptions {
+    /// The file of the program `named`: `env!("CARGO_BIN_EXE_named")` in a test.
+    pub program: PathBuf,
+    /// Number of processes.
+    pub processes: usize,
+    /// How long they wait for each other.
+    pub patience: Duration,
+    /// How long the job may run.
+    pub limit: Duration,
+}
+
+impl JobOptions {
+    /// A job of `processes` times `program`, with generous limits.
+    pub fn new(program: impl Into<PathBuf>, processes: usize) -> Self {
+        Self { program: program.into(), processes, patience: LONG / 2, limit: LONG }
+    }
+
+    /// How long the processes wait for each other.
+    #[must_use]
+    pub fn patience(mut self, patience: Duration) -> Self {
+        self.patience = patience;
+        self
+    }
+}
+
+/// A running job: a rendezvous service in this process, and processes that know of it.
+///
+/// Dropping it ends them all, and also when the test fails.
+pub struct Job {
+    /// The processes started so far, mostly by number.
+    pub processes: Vec<Watched>,
+    options: JobOptions,
+    token: Token,
+    server: Server,
+    deadline: Instant,
+    // Last: the processes write there.
+    folder: TempDir,
+}
+
+impl Job {
+    /// A job of which no process has been started yet.
+    ///
+    /// # Panics
+    ///
+    /// Where this machine has no port or no folder to give.
+    pub fn prepare(options: JobOptions) -> Self {
+        let token = Token::random().expect("random numbers");
+        let config =
+            ServerConfig { processes: options.processes, token: token.clone(), patience: options.patience };
+        let server = Server::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), config).expect("a port");
+        let folder = tempfile::tempdir().expect("a folder for the test");
+        let deadline = Instant::now() + options.limit;
+        Self { processes: Vec::new(), options, token, server, deadline, folder }
+    }
+
+    /// Starts all processes of a job, each with these arguments.
+    ///
+    /// # Panics
+    ///
+    /// As [`Job::prepare`], and where a process cannot be started.
+    pub fn start(options: JobOptions, args: &[&str]) -> Self {
+        let mut job = Self::prepare(options);
+        for process in 0..job.options.processes {
+            let mut command = job.command(process);
+            command.args(args);
+            job.spawn(command);
+        }
+        job
+    }
+
+    /// What a launcher would start as process `process`, without arguments yet.
+    pub fn command(&self, process: usize) -> Command {
+        let mut command = bare_command(&self.options.program);
+        command
+            .current_dir(self.folder.path())
+            .env(variables::RANK, process.to_string())
+            .env(variables::WORLD_SIZE, self.options.processes.to_string())
+            .env(variables::LOCAL_RANK, process.to_string())
+            .env(variables::COORDINATOR, self.server.address().to_string())
+            .env(variables::HOSTED, "1")
+            .env(variables::JOB_TOKEN, self.token.to_hex())
+            .env(variables::PATIENCE, self.options.patience.as_secs_f64().to_string())
+            .env(variables::LAUNCHER_PID, std::process::id().to_string());
+        command
+    }
+
+    /// Starts one more process; returns its place among [`Job::processes`].
+    ///
+    /// # Panics
+    ///
+    /// Where it cannot be started.
+    pub fn spawn(&mut self, command: Command) -> usize {
+        let name = format!("process-{}", self.processes.len());
+        self.processes.push(Watched::start(command, self.folder.path(), &name));
+        self.processes.len() - 1
+    }
+
+    /// The test's own folder, which goes with the job.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// When the job must have ended.
+    pub fn deadline(&self) -> Instant {
+        self.deadline
+    }
+
+    /// Waits until every process has printed `text`.
+    ///
+    /// # Panics
+    ///
+    /// Where one ends without, or the job's time is over.
+    pub fn wait_for_output(&mut self, text: &str) {
+        for process in &mut self.processes {
+            process.wait_for_output(text, self.deadline);
+        }
+    }
+
+    /// Waits for the end of all processes, whatever it is.
+    ///
+    /// # Panics
+    ///
+    /// Where one goes on beyond the job's time, or something that belongs to the job is left.
+    pub fn wait(&mut self) -> Vec<Ended> {
+        while !self.processes.iter_mut().fold(true, |all, process| process.has_ended() && all) {
+            assert!(Instant::now() < self.deadline, "the job goes on beyond its time:\n{}", self.report());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let left = processes_of(&self.token.to_hex());
+        assert!(left.is_empty(), "processes {left:?} are left:\n{}", self.report());
+        let deadline = self.deadline;
+        self.processes.iter_mut().map(|process| process.wait(deadline)).collect()
+    }
+
+    /// Waits for the end of all processes, which must be a good one; returns what each printed.
+    ///
+    /// # Panics
+    ///
+    /// As [`Job::wait`], and where a process failed.
+    pub fn wait_well(&mut self) -> Vec<String> {
+        let ended = self.wait();
+        assert!(ended.iter().all(|end| end.code == 0), "a process failed:\n{}", self.report());
+        ended.into_iter().map(|end| end.stdout).collect()
+    }
+
+    /// What all processes have printed, for the message of a test that fails.
+    pub fn report(&self) -> String {
+        self.processes.iter().map(Watched::report).collect::<Vec<_>>().join("\n")
+    }
+}
+
+/// `program` without any variable by which a launcher, or who runs the tests, might speak to it.
+pub fn bare_command(program: &Path) -> Command {
+    let mut command = Command::new(program);
+    let others = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "JOB_COMPLETION_INDEX"];
+    let prefixes = ["MPMD_", "OMPI_", "PMIX_", "PMI_", "SLURM_", "MASTER_", "TORCHELASTIC_"];
+    for (name, _) in std::env::vars_os() {
+        let text = name.to_string_lossy();
+        if others.contains(&&*text) || prefixes.iter().any(|prefix| text.starts_with(prefix)) {
+            command.env_remove(&name);
+        }
+    }
+    command
+}

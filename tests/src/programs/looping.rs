@@ -1,0 +1,54 @@
+//! Four stages in a ring: what leaves the last goes into the first, step after step, until somebody
+//! ends it.
+
+use mpmd_core::Builder;
+use mpmd_core::prelude::*;
+
+use super::Say;
+use super::parts::Each;
+
+/// More than a test lasts.
+const STEPS: usize = 1_000_000;
+
+const MICROBATCHES: usize = 3;
+
+/// Above what may travel unasked, below what a socket takes at once.
+const WIDE: [usize; 2] = [128, 256];
+
+/// Within what may travel unasked.
+const NARROW: [usize; 2] = [4, 8];
+
+/// A program that does not read what it makes is stopped by nothing else.
+pub(super) fn short_lead(builder: Builder) -> Builder {
+    builder.run_ahead(64, 1 << 30)
+}
+
+/// Runs until somebody ends it. With the argument `reading` every process waits for its part of each
+/// step, else none ever waits for anything but its own lead.
+pub(super) fn ring(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
+    let stages = p.mesh(&[("stage", 4)])?.split("stage")?;
+    let mut steps = Vec::new();
+    for stage in &stages {
+        let each = Each { name: "Step", f: |x| x * 0.5 + 1.0 };
+        steps.push(p.jit(each).on(stage).outputs(stage.replicated()).build()?);
+    }
+    let mut batch = Vec::new();
+    for shape in [WIDE, NARROW, WIDE].into_iter().take(MICROBATCHES) {
+        batch.push(p.make(f32s(shape), &stages[0].replicated(), |_, mut view| Ok(view.fill(0.0f32)?))?);
+    }
+    for step in 0..STEPS {
+        for x in &mut batch {
+            for (i, stage) in steps.iter().enumerate() {
+                let y = stage.call(p, x.clone())?;
+                if args.contains(&"reading") {
+                    y.block_until_ready()?;
+                }
+                let next = &stages[(i + 1) % stages.len()];
+                *x = p.device_put(&y, next.replicated())?;
+            }
+        }
+        p.step_end()?;
+        say(format!("step {step}"));
+    }
+    Ok(())
+}

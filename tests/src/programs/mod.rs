@@ -1,0 +1,72 @@
+//! The programs that the tests run. Each is a function of a [`Program`], so that the same text runs as
+//! processes over tcp and as threads over `inproc`.
+
+mod diverging;
+mod examples;
+mod looping;
+mod parts;
+mod tight;
+mod transfers;
+
+use mpmd_core::prelude::*;
+use mpmd_core::{Builder, Simulation};
+
+/// Where a program says what it found, line by line.
+pub type Say<'a> = dyn FnMut(String) + 'a;
+
+/// A program with a name.
+pub struct Named {
+    /// By which tests start it.
+    pub name: &'static str,
+    /// Settings, with the number of devices of the job.
+    pub settings: fn(Builder) -> Builder,
+    /// Number of devices of the job; 0 for one to each process.
+    pub devices: usize,
+    /// What it does, with the arguments it was started with.
+    pub run: fn(&mut Program, &[&str], &mut Say<'_>) -> Result<()>,
+}
+
+const ALL: &[Named] = &[
+    Named { name: "hello", settings: |b| b, devices: 0, run: parts::hello },
+    Named { name: "device_put_uncommitted", settings: |b| b, devices: 8, run: examples::uncommitted },
+    Named { name: "device_put_across_meshes", settings: |b| b, devices: 8, run: examples::across_meshes },
+    Named { name: "jit_and_transfer", settings: |b| b, devices: 8, run: examples::jit_and_transfer },
+    Named { name: "transfers", settings: |b| b, devices: 8, run: transfers::shapes },
+    Named { name: "eager_limit", settings: |b| b, devices: 8, run: transfers::eager_limit },
+    Named { name: "large", settings: |b| b, devices: 8, run: transfers::large },
+    Named { name: "crossing", settings: |b| b, devices: 2, run: tight::crossing },
+    Named { name: "budget", settings: tight::small_memory, devices: 3, run: tight::budget },
+    Named { name: "looping", settings: looping::short_lead, devices: 4, run: looping::ring },
+    Named { name: "diverging", settings: |b| b, devices: 4, run: diverging::pipeline },
+];
+
+/// The program with this name.
+///
+/// # Panics
+///
+/// Where there is none.
+pub fn find(name: &str) -> &'static Named {
+    ALL.iter().find(|named| named.name == name).unwrap_or_else(|| panic!("no program is named {name:?}"))
+}
+
+/// Runs a program as `processes` threads of this process; what each said.
+///
+/// # Panics
+///
+/// Where one of them fails.
+pub fn simulated(name: &str, processes: usize, args: &[&str]) -> Vec<String> {
+    let named = find(name);
+    let devices = if named.devices == 0 { processes } else { named.devices };
+    let results = Simulation::new(processes, devices).settings(named.settings).run(|p| {
+        let mut said = String::new();
+        (named.run)(p, args, &mut |line| {
+            said.push_str(&line);
+            said.push('\n');
+        })?;
+        Ok(said)
+    });
+    let said = |(process, result): (usize, Result<String>)| {
+        result.unwrap_or_else(|error| panic!("{name}: process {process} of {processes}: {error}"))
+    };
+    results.into_iter().enumerate().map(said).collect()
+}

@@ -1,0 +1,92 @@
+//! What several programs are made of.
+
+use std::hash::Hasher;
+
+use mpmd_core::prelude::*;
+
+use super::Say;
+
+/// The smallest program: one value from process 0 to all.
+pub(super) fn hello(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
+    let value = p.agree(mpmd_core::ProcessId(0), 0, || Ok(42))?;
+    say(format!("hello from process {} of {}: {value}", p.process(), p.processes()));
+    Ok(())
+}
+
+/// A function of each element.
+pub(super) struct Each {
+    pub(super) name: &'static str,
+    pub(super) f: fn(f32) -> f32,
+}
+
+impl Kernel for Each {
+    type In = MpmdArray;
+    type Out = MpmdArray;
+
+    fn infer(&self, x: &ShapedArray) -> Result<Signature<ShapedArray>> {
+        Ok(Signature::new(x.clone()))
+    }
+
+    fn run(&self, _: &mut Context<'_>, x: View<'_>, mut y: ViewMut<'_>) -> Result<()> {
+        for (y, x) in y.as_mut_slice::<f32>()?.iter_mut().zip(x.as_slice::<f32>()?) {
+            *y = (self.f)(*x);
+        }
+        Ok(())
+    }
+
+    fn name(&self) -> &str {
+        self.name
+    }
+}
+
+/// The sum of all elements, modulo 2^24 so that it is exact. For whole, unsharded arrays.
+pub(super) struct Sum;
+
+impl Kernel for Sum {
+    type In = MpmdArray;
+    type Out = MpmdArray;
+
+    fn infer(&self, _: &ShapedArray) -> Result<Signature<ShapedArray>> {
+        Ok(Signature::new(f32s([])))
+    }
+
+    fn run(&self, _: &mut Context<'_>, x: View<'_>, mut y: ViewMut<'_>) -> Result<()> {
+        let sum: u64 = x.as_slice::<f32>()?.iter().map(|x| *x as u64).sum();
+        Ok(y.fill((sum % (1 << 24)) as f32)?)
+    }
+}
+
+/// Fills an array with whole numbers that follow from the place of an element in the whole and `salt`.
+pub(super) fn numbered(salt: u64) -> impl Fn(&Region, ViewMut<'_>) -> Result<()> + Send + Sync {
+    move |region, mut view| {
+        let shape = view.global().shape().to_vec();
+        let mut at: Vec<usize> = region.ranges().map(|range| range.start).collect();
+        for value in view.as_mut_slice::<f32>()? {
+            let index = at.iter().zip(&shape).fold(0, |index, (at, size)| index * size + at) as u64;
+            *value = ((index * 7 + salt * 1013) % 65_521) as f32;
+            // The next place, row-major.
+            for dim in (0..at.len()).rev() {
+                at[dim] += 1;
+                if at[dim] < region.range(dim).end {
+                    break;
+                }
+                at[dim] = region.range(dim).start;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Says what this process holds of an array: device, region, and a hash of the bytes.
+pub(super) fn say_shards(name: &str, x: &MpmdArray, say: &mut Say<'_>) -> Result<()> {
+    if x.is_fully_remote() {
+        return Ok(());
+    }
+    for shard in x.addressable_shards()? {
+        // Without keys: the same in every process.
+        let mut hash = std::hash::DefaultHasher::new();
+        hash.write(shard.data.bytes());
+        say(format!("{name} {} on {} {:?} {:016x}", x.aval(), shard.device, shard.region, hash.finish()));
+    }
+    Ok(())
+}

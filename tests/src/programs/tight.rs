@@ -1,0 +1,72 @@
+//! Programs that stop for ever where something needed by an operation is held by a later one.
+
+use std::time::Duration;
+
+use mpmd_core::Builder;
+use mpmd_core::prelude::*;
+use mpmd_core::sharding::Sharding;
+use mpmd_core::topology::DeviceId;
+
+use super::Say;
+use super::parts::{Sum, numbered, say_shards};
+
+/// Larger than every buffer of a socket: 32 MiB.
+const ELEMENTS: usize = 8 << 20;
+
+/// Long enough that what does not wait for it is over.
+const SLOW: Duration = Duration::from_millis(400);
+
+/// As [`numbered`], after a while.
+fn slowly(salt: u64) -> impl Fn(&Region, ViewMut<'_>) -> Result<()> + Send + Sync {
+    let fill = numbered(salt);
+    move |region, view| {
+        std::thread::sleep(SLOW);
+        fill(region, view)
+    }
+}
+
+/// In both directions at once: a transfer whose data comes late, and after it one whose data is there.
+pub(super) fn crossing(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
+    let ends = [Sharding::single_device(DeviceId(0)), Sharding::single_device(DeviceId(1))];
+    let mut ready = Vec::new();
+    for (salt, end) in (0..).zip(&ends) {
+        ready.push(p.make(f32s([ELEMENTS]), end, numbered(salt))?);
+    }
+    let mut late = Vec::new();
+    for (salt, end) in (2..).zip(&ends) {
+        late.push(p.make(f32s([ELEMENTS]), end, slowly(salt))?);
+    }
+    let mut moved = Vec::new();
+    for (name, arrays) in [("late", &late), ("ready", &ready)] {
+        moved.push((name, p.device_put(&arrays[0], &ends[1])?));
+        moved.push((name, p.device_put(&arrays[1], &ends[0])?));
+    }
+    for (name, x) in &moved {
+        say_shards(name, x, say)?;
+    }
+    Ok(())
+}
+
+/// Room for one of the arrays on each device, but not for two.
+pub(super) fn small_memory(builder: Builder) -> Builder {
+    builder.device_memory((ELEMENTS as u64 * 4) * 3 / 2)
+}
+
+/// Device 1 receives from device 0, which is slow, and then from device 2, which is not, with room for
+/// one of them at a time.
+pub(super) fn budget(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
+    let on = |device| Sharding::single_device(DeviceId(device));
+    let mesh = p.mesh_of(&[("d", 1)], &[DeviceId(1)])?;
+    let sum = p.jit(Sum).on(&mesh).outputs(on(1)).build()?;
+    let late = p.make(f32s([ELEMENTS]), &on(0), slowly(1))?;
+    let ready = p.make(f32s([ELEMENTS]), &on(2), numbered(2))?;
+    let mut sums = Vec::new();
+    for x in [late, ready] {
+        let x = p.device_put(&x, on(1))?;
+        sums.push(sum.call(p, x)?);
+    }
+    for x in &sums {
+        say_shards("sum", x, say)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,204 @@
+//! One process under watch: its output in files, a deadline for each wait, its end for certain.
+
+use std::fs::File;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+
+/// Time between two looks at a process.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// A running process. Dropping it ends it, and all of its process group.
+pub struct Watched {
+    name: String,
+    child: Child,
+    stdout: PathBuf,
+    stderr: PathBuf,
+    ended: Option<(ExitStatus, Instant)>,
+}
+
+/// How a process has ended.
+#[derive(Clone, Debug)]
+pub struct Ended {
+    /// The exit code, 128 and the signal's number for one that a signal ended.
+    pub code: i32,
+    /// All that it printed.
+    pub stdout: String,
+    /// All that it printed for errors.
+    pub stderr: String,
+    /// When its end was seen.
+    pub at: Instant,
+}
+
+impl Watched {
+    /// Starts a process in a group of its own; its output goes to files in `folder` that begin with
+    /// `name`.
+    ///
+    /// # Panics
+    ///
+    /// Where it cannot be started.
+    pub fn start(mut command: Command, folder: &Path, name: &str) -> Self {
+        let (stdout, stderr) = (folder.join(format!("{name}.out")), folder.join(format!("{name}.err")));
+        let file = |path: &PathBuf| File::create(path).expect("a file in the test's own folder");
+        command.stdin(Stdio::null()).stdout(file(&stdout)).stderr(file(&stderr)).process_group(0);
+        let child = match command.spawn() {
+            Ok(child) => child,
+            Err(error) => panic!("{} cannot be started: {error}", command.get_program().display()),
+        };
+        Self { name: name.to_owned(), child, stdout, stderr, ended: None }
+    }
+
+    /// Its number in the operating system.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Sends it a signal; nothing where it has ended.
+    ///
+    /// # Panics
+    ///
+    /// Where the system refuses.
+    pub fn signal(&mut self, signal: Signal) {
+        if !self.has_ended() {
+            kill_process(Pid::from_child(&self.child), signal).expect("a child that was not waited for");
+        }
+    }
+
+    /// Whether it has ended.
+    ///
+    /// # Panics
+    ///
+    /// Where the system does not know it, which cannot be.
+    pub fn has_ended(&mut self) -> bool {
+        if self.ended.is_none() {
+            let status = self.child.try_wait().expect("a child of this process");
+            self.ended = status.map(|status| (status, Instant::now()));
+        }
+        self.ended.is_some()
+    }
+
+    /// What it has printed so far.
+    pub fn output(&self) -> String {
+        read(&self.stdout)
+    }
+
+    /// Waits until it has printed `text`.
+    ///
+    /// # Panics
+    ///
+    /// Where it ends before, or does not by `deadline`.
+    pub fn wait_for_output(&mut self, text: &str, deadline: Instant) {
+        while !self.output().contains(text) {
+            let ended = self.has_ended();
+            // What it printed last may have come between the two looks.
+            assert!(!ended || self.output().contains(text), "ended without {text:?}:\n{}", self.report());
+            assert!(Instant::now() < deadline, "no {text:?} in time:\n{}", self.report());
+            std::thread::sleep(LOOK);
+        }
+    }
+
+    /// Waits for its end.
+    ///
+    /// # Panics
+    ///
+    /// Where it does not end by `deadline`.
+    pub fn wait(&mut self, deadline: Instant) -> Ended {
+        loop {
+            if self.has_ended()
+                && let Some((status, at)) = self.ended
+            {
+                let code = status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0));
+                return Ended { code, stdout: read(&self.stdout), stderr: read(&self.stderr), at };
+            }
+            assert!(Instant::now() < deadline, "still running at the deadline:\n{}", self.report());
+            std::thread::sleep(LOOK);
+        }
+    }
+
+    /// All that is known of it, for the message of a test that fails.
+    pub fn report(&self) -> String {
+        let state = match &self.ended {
+            Some((status, _)) => status.to_string(),
+            None => "running".to_owned(),
+        };
+        format!(
+            "--- {} (pid {}, {state})\n{}--- {}, errors\n{}",
+            self.name,
+            self.pid(),
+            read(&self.stdout),
+            self.name,
+            read(&self.stderr)
+        )
+    }
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        // Also what it started itself, and also where it has ended: its group may not have.
+        if let Some(group) = Pid::from_raw(self.child.id() as i32) {
+            let _ = kill_process_group(group, Signal::KILL);
+        }
+        if self.ended.is_none() {
+            let _ = self.child.wait();
+        }
+    }
+}
+
+fn read(path: &Path) -> String {
+    String::from_utf8_lossy(&std::fs::read(path).unwrap_or_default()).into_owned()
+}
+
+/// The living processes that have `value` as an environment variable's value, but not this one.
+pub fn processes_of(value: &str) -> Vec<u32> {
+    let Ok(all) = std::fs::read_dir("/proc") else { return Vec::new() };
+    let pids = all.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
+    let ending = format!("={value}");
+    pids.filter(|pid| {
+        let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        let has = environment.split(|byte| *byte == 0).any(|variable| variable.ends_with(ending.as_bytes()));
+        has && *pid != std::process::id() && alive(*pid)
+    })
+    .collect()
+}
+
+/// Whether a process runs. One that has ended and was not yet waited for does not.
+pub fn alive(pid: u32) -> bool {
+    // The state follows the name, which is in parentheses.
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"));
+    stat.is_ok_and(|stat| {
+        stat.rsplit_once(')').is_some_and(|(_, rest)| !rest.trim_start().starts_with(['Z', 'X']))
+    })
+}
+
+/// A program of another package of the workspace. Cargo builds only the tests' own, so where it is not
+/// there yet it is built now.
+///
+/// # Panics
+///
+/// Where it cannot be built.
+pub fn package_program(package: &str, program: &str) -> PathBuf {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    // A test that failed here does not spoil it for the others.
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let this = std::env::current_exe().expect("a test knows its own file");
+    // …/target/debug/deps/test-0123
+    let folder = this.ancestors().nth(2).expect("a test lies in the target folder");
+    let path = folder.join(program);
+    if !path.exists() {
+        let mut build = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+        build.current_dir(env!("CARGO_MANIFEST_DIR")).args(["build", "--package", package, "--bins"]);
+        if folder.ends_with("release") {
+            build.arg("--release");
+        }
+        if let Some(target) = folder.parent() {
+            build.arg("--target-dir").arg(target);
+        }
+        let built = build.stdin(Stdio::null()).output().expect("cargo can be started");
+        assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+    }
+    path
+}

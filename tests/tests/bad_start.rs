@@ -1,0 +1,220 @@
+//! Jobs that cannot be formed: every process that was started ends soon, and says what is wrong.
+
+use std::net::{Ipv4Addr, TcpListener};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use mpmd_core::launch::variables;
+use mpmd_tests::{Ended, Job, JobOptions, Watched, bare_command};
+use mpmd_transport::rendezvous::Token;
+
+/// The others are waited for no longer than that.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Far more than it takes, and far less than the default patience.
+const PROMPT: Duration = Duration::from_secs(20);
+
+fn options(processes: usize) -> JobOptions {
+    JobOptions::new(env!("CARGO_BIN_EXE_named"), processes).patience(PATIENCE)
+}
+
+/// A process that no launcher started, with these variables.
+fn alone(vars: &[(&str, &str)]) -> Ended {
+    let folder = tempfile::tempdir().expect("a folder for the test");
+    let mut command = bare_command(env!("CARGO_BIN_EXE_named").as_ref());
+    command.arg("hello").envs(vars.iter().copied());
+    let mut process = Watched::start(command, folder.path(), "process");
+    process.wait(Instant::now() + PROMPT)
+}
+
+fn refused(vars: &[(&str, &str)], expected: &[&str]) {
+    let end = alone(vars);
+    assert_eq!(end.code, 1, "{end:?}");
+    for expected in expected {
+        assert!(end.stderr.contains(expected), "{expected:?} is not in: {}", end.stderr);
+    }
+    assert!(!end.stderr.contains("panicked"), "{}", end.stderr);
+}
+
+fn hello(mut command: Command) -> Command {
+    command.arg("hello");
+    command
+}
+
+#[test]
+fn a_job_of_one_needs_nothing() {
+    let end = alone(&[]);
+    assert_eq!((end.code, end.stdout.as_str()), (0, "hello from process 0 of 1: 42\n"), "{}", end.stderr);
+}
+
+#[test]
+fn process_0_hosts_the_meeting_where_no_launcher_does() {
+    // Free a moment ago; nothing else here takes ports of its own choice.
+    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|taken| taken.local_addr());
+    let coordinator = port.expect("a port").to_string();
+    let mut job = Job::prepare(options(3).patience(PROMPT));
+    // The one that the others look for comes last.
+    for process in [2, 1, 0] {
+        let mut command = hello(job.command(process));
+        command.env_remove(variables::HOSTED).env(variables::COORDINATOR, &coordinator);
+        job.spawn(command);
+    }
+    let said = job.wait_well().concat();
+    for process in 0..3 {
+        assert!(said.contains(&format!("hello from process {process} of 3: 42\n")), "{said}");
+    }
+}
+
+#[test]
+fn a_port_that_is_taken_is_named() {
+    let taken = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+    let address = taken.local_addr().expect("it is bound").to_string();
+    let token = Token::random().expect("random numbers").to_hex();
+    let vars = [
+        (variables::RANK, "0"),
+        (variables::WORLD_SIZE, "2"),
+        (variables::COORDINATOR, &address),
+        (variables::JOB_TOKEN, &token),
+        (variables::PATIENCE, "2"),
+    ];
+    refused(&vars, &["cannot listen at", &address]);
+}
+
+#[test]
+fn a_wrong_token_is_refused_and_the_job_goes_on_without_the_stranger() {
+    let mut job = Job::prepare(options(2).patience(PROMPT));
+    let first = hello(job.command(0));
+    job.spawn(first);
+    let mut stranger = hello(job.command(1));
+    stranger.env(variables::JOB_TOKEN, Token::random().expect("random numbers").to_hex());
+    let place = job.spawn(stranger);
+    let deadline = job.deadline();
+    let end = job.processes[place].wait(deadline);
+    assert_eq!(end.code, 1, "{end:?}");
+    assert!(end.stderr.contains("the job token is probably wrong"), "{}", end.stderr);
+    let second = hello(job.command(1));
+    job.spawn(second);
+    let codes: Vec<i32> = job.wait().iter().map(|end| end.code).collect();
+    assert_eq!(codes, [0, 1, 0], "{}", job.report());
+}
+
+#[test]
+fn processes_that_do_not_come_are_named_by_all_that_did() {
+    let mut job = Job::prepare(options(4));
+    for process in [0, 2] {
+        let command = hello(job.command(process));
+        job.spawn(command);
+    }
+    for end in job.wait() {
+        assert_eq!(end.code, 1, "{end:?}");
+        assert!(end.stderr.contains("processes 1 and 3 of 4 have not joined after 2s"), "{}", end.stderr);
+    }
+}
+
+#[test]
+fn nobody_to_meet_is_an_error_that_names_the_address() {
+    let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|taken| taken.local_addr());
+    let address = free.expect("a port").to_string();
+    let token = Token::random().expect("random numbers").to_hex();
+    let vars = [
+        (variables::RANK, "1"),
+        (variables::WORLD_SIZE, "2"),
+        (variables::COORDINATOR, &address),
+        (variables::JOB_TOKEN, &token),
+        (variables::PATIENCE, "2"),
+    ];
+    refused(&vars, &["could not be reached within 2s", &address]);
+}
+
+#[test]
+fn a_second_process_of_one_number_is_refused_and_the_job_goes_on() {
+    let mut job = Job::prepare(options(2).patience(PROMPT));
+    let first = hello(job.command(0));
+    job.spawn(first);
+    // Which of two comes first is decided by whoever joins first.
+    let deadline = job.deadline();
+    let second = hello(job.command(0));
+    job.spawn(second);
+    while !job.processes.iter_mut().any(|process| process.has_ended()) {
+        assert!(Instant::now() < deadline, "neither is refused\n{}", job.report());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let refused = usize::from(job.processes[1].has_ended());
+    let end = job.processes[refused].wait(deadline);
+    assert_eq!(end.code, 1, "{end:?}");
+    assert!(end.stderr.contains("process 0 is already in the job"), "{}", end.stderr);
+    let pid = format!("with pid {}", job.processes[1 - refused].pid());
+    assert!(end.stderr.contains(&pid), "{pid}: {}", end.stderr);
+    let other = hello(job.command(1));
+    job.spawn(other);
+    let mut codes: Vec<i32> = job.wait().iter().map(|end| end.code).collect();
+    codes.sort();
+    assert_eq!(codes, [0, 0, 1], "{}", job.report());
+}
+
+#[test]
+fn a_process_of_a_job_of_another_size_is_refused() {
+    let mut job = Job::prepare(options(2));
+    let mut other = hello(job.command(1));
+    other.env(variables::WORLD_SIZE, "3");
+    job.spawn(other);
+    let end = job.wait().remove(0);
+    assert_eq!(end.code, 1, "{end:?}");
+    assert!(
+        end.stderr.contains("was started for a job of 3 processes, but this job has 2"),
+        "{}",
+        end.stderr
+    );
+}
+
+#[test]
+fn variables_that_are_there_in_part_are_all_named() {
+    refused(&[(variables::RANK, "0")], &[variables::WORLD_SIZE, "is not set", "MPMD_RANK=0"]);
+    refused(&[(variables::WORLD_SIZE, "2")], &[variables::RANK, "is not set"]);
+    let no_coordinator = [(variables::RANK, "0"), (variables::WORLD_SIZE, "2")];
+    refused(&no_coordinator, &[variables::COORDINATOR, "is not set"]);
+    refused(&[("RANK", "0"), ("WORLD_SIZE", "2")], &["torchrun", "MASTER_ADDR", "is not set"]);
+}
+
+#[test]
+fn values_that_make_no_sense_are_shown() {
+    let token = Token::random().expect("random numbers").to_hex();
+    let with = |name: &'static str, value: &'static str| {
+        let mut vars = vec![
+            (variables::RANK, "0"),
+            (variables::WORLD_SIZE, "2"),
+            (variables::COORDINATOR, "127.0.0.1:1"),
+            (variables::JOB_TOKEN, token.as_str()),
+            (variables::PATIENCE, "2"),
+        ];
+        vars.retain(|(known, _)| *known != name);
+        vars.push((name, value));
+        vars
+    };
+    for (name, value) in [
+        (variables::RANK, "first"),
+        (variables::RANK, "2"),
+        (variables::WORLD_SIZE, "-2"),
+        (variables::WORLD_SIZE, "0"),
+        (variables::COORDINATOR, "nowhere"),
+        (variables::PATIENCE, "soon"),
+        (variables::DEVICES_PER_PROCESS, "many"),
+    ] {
+        refused(&with(name, value), &[name, value]);
+    }
+    refused(&with(variables::JOB_TOKEN, "abc"), &[variables::JOB_TOKEN]);
+}
+
+#[test]
+fn a_transport_that_does_not_exist_is_named_by_every_process() {
+    let mut job = Job::prepare(options(2));
+    for process in 0..2 {
+        let mut command = hello(job.command(process));
+        command.env(variables::TRANSPORT, "pigeon");
+        job.spawn(command);
+    }
+    for end in job.wait() {
+        assert_eq!(end.code, 1, "{end:?}");
+        assert!(end.stderr.contains("MPMD_TRANSPORT=pigeon"), "{}", end.stderr);
+    }
+}

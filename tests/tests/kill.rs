@@ -1,0 +1,127 @@
+//! A process dies, or stops, in the middle: the others end soon, each with an error that says who, and
+//! what waited for it.
+
+use std::time::{Duration, Instant};
+
+use mpmd_tests::{Ended, Job, JobOptions, Watched, bare_command, package_program, processes_of};
+use rustix::process::{Pid, Signal, kill_process};
+
+const PROCESSES: usize = 4;
+
+/// The time within which everybody must have ended.
+const SOON: Duration = Duration::from_secs(5);
+
+/// A part of the error that says which operation, on which line of the program, waited.
+fn names_an_operation(error: &str) -> bool {
+    let operation =
+        error.split("operation ").skip(1).any(|rest| rest.starts_with(|c: char| c.is_ascii_digit()));
+    operation && error.contains("tests/src/programs/looping.rs:")
+}
+
+/// How the others end when something happens to process `victim` while all are at work; and after how
+/// long the last has ended.
+fn strike(mode: &str, patience: Duration, victim: usize, signal: Signal) -> (Vec<Ended>, Duration, String) {
+    let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).patience(patience);
+    let mut job = Job::start(options, &["looping", mode]);
+    job.wait_for_output("step 20\n");
+    let begin = Instant::now();
+    job.processes[victim].signal(signal);
+    let deadline = job.deadline();
+    let mut ended = Vec::new();
+    for process in 0..PROCESSES {
+        if process != victim {
+            ended.push(job.processes[process].wait(deadline));
+        }
+    }
+    let last = ended.iter().map(|end| end.at).max().unwrap_or(begin);
+    // One that is stopped does not end by itself.
+    job.processes[victim].signal(Signal::KILL);
+    job.wait();
+    (ended, last - begin, job.report())
+}
+
+fn check_errors(victim: usize, ended: &[Ended], report: &str) {
+    for end in ended {
+        assert_eq!(end.code, 1, "victim {victim}: everybody else ends with an error\n{report}");
+        let gone = format!("process {victim} is gone");
+        assert!(end.stderr.contains(&gone), "victim {victim} is not named in {}\n{report}", end.stderr);
+        assert!(names_an_operation(&end.stderr), "no operation is named in {}\n{report}", end.stderr);
+    }
+    // Some operation waited for it, and whoever it failed next has heard of that one.
+    assert!(ended.iter().any(|end| end.stderr.contains("waited for it")), "nothing waited\n{report}");
+}
+
+#[test]
+fn a_killed_process_is_named_by_every_other_within_five_seconds() {
+    for mode in ["reading", "running-ahead"] {
+        for victim in 0..PROCESSES {
+            let (ended, took, report) = strike(mode, Duration::from_secs(30), victim, Signal::KILL);
+            check_errors(victim, &ended, &report);
+            assert!(took <= SOON, "{mode}, victim {victim}: the last ended after {took:?}\n{report}");
+        }
+    }
+}
+
+#[test]
+fn a_stopped_process_is_named_by_every_other_when_patience_is_over() {
+    for victim in [0, 2] {
+        let (ended, _, report) = strike("running-ahead", Duration::from_secs(3), victim, Signal::STOP);
+        check_errors(victim, &ended, &report);
+    }
+}
+
+#[test]
+fn a_stop_shorter_than_patience_is_no_failure() {
+    let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).patience(Duration::from_secs(20));
+    let mut job = Job::start(options, &["looping", "reading"]);
+    job.wait_for_output("step 5\n");
+    job.processes[1].signal(Signal::STOP);
+    std::thread::sleep(Duration::from_secs(2));
+    job.processes[1].signal(Signal::CONT);
+    let steps = job.processes[3].output().lines().count();
+    job.wait_for_output(&format!("step {}\n", steps + 20));
+    for process in &mut job.processes {
+        process.signal(Signal::KILL);
+    }
+    job.wait();
+}
+
+#[test]
+fn a_launched_job_says_who_died_and_leaves_nothing() {
+    let folder = tempfile::tempdir().expect("a folder for the test");
+    for victim in 0..PROCESSES {
+        let mark = format!("{}-{victim}", folder.path().display());
+        let mut command = bare_command(&package_program("mpmd-cli", "mpmd"));
+        command.args(["run", "-n", "4", "--", env!("CARGO_BIN_EXE_named"), "looping", "reading"]);
+        command.env("MPMD_TESTS_MARK", &mark);
+        let mut launcher = Watched::start(command, folder.path(), &format!("launcher-{victim}"));
+        let deadline = Instant::now() + Duration::from_secs(60);
+        for process in 0..PROCESSES {
+            launcher.wait_for_output(&format!("[{process}] step 20\n"), deadline);
+        }
+        let children = processes_of(&mark);
+        let pid = children.iter().find(|pid| has_variable(**pid, &format!("MPMD_RANK={victim}")));
+        let pid = *pid.unwrap_or_else(|| panic!("none of {children:?} is process {victim}"));
+        let begin = Instant::now();
+        kill_process(Pid::from_raw(pid as i32).expect("no pid is 0"), Signal::KILL).expect("it is running");
+        let end = launcher.wait(deadline);
+        let report = launcher.report();
+        assert_eq!(end.code, 128 + Signal::KILL.as_raw(), "the code of who failed first\n{report}");
+        assert!(end.at - begin <= SOON, "the launcher ended after {:?}\n{report}", end.at - begin);
+        let first = format!("process {victim} failed first: it was ended by signal 9 (SIGKILL)");
+        assert!(end.stderr.contains(&first), "{report}");
+        for process in (0..PROCESSES).filter(|process| *process != victim) {
+            let said: String =
+                end.stderr.lines().filter(|l| l.starts_with(&format!("[{process}] "))).collect();
+            assert!(said.contains(&format!("process {victim} is gone")), "process {process}:\n{report}");
+            assert!(names_an_operation(&said), "process {process}:\n{report}");
+        }
+        let left = processes_of(&mark);
+        assert!(left.is_empty(), "processes {left:?} are left\n{report}");
+    }
+}
+
+fn has_variable(pid: u32, variable: &str) -> bool {
+    let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+    environment.split(|byte| *byte == 0).any(|found| found == variable.as_bytes())
+}
