@@ -93,8 +93,11 @@ impl Runtime {
             if let Some(failure) = self.trouble() {
                 return Err(failure);
             }
-            if self.with_router(|router| router.still_here()).is_empty() {
-                return self.trouble().map_or(Ok(()), Err);
+            // In one look: what the router knows may not have got to `trouble` yet.
+            let (all_left, trouble) =
+                self.with_router(|router| (router.still_here().is_empty(), router.trouble()));
+            if all_left {
+                return self.trouble().or(trouble).map_or(Ok(()), Err);
             }
             // The ticker finds peers that fall silent, so this ends; the time-out covers the moment
             // between the look above and the wait.
