@@ -434,6 +434,19 @@ impl<C: Cargo> Router<C> {
         self.others().filter(is_open).collect()
     }
 
+    /// Why the job cannot end well, where that is known: it has failed, or a peer left otherwise than in
+    /// order.
+    ///
+    /// What [`Action::Failed`] and [`Action::PeerLost`] say, from the moment on at which they are collected.
+    pub fn trouble(&self) -> Option<Arc<Failure>> {
+        let of_peer = |process: ProcessId| match &self.peers[process.index()] {
+            Peer { goodbye: Some(goodbye), .. } => goodbye.failure.clone(),
+            Peer { down: Some(why), .. } => Some(gone(process, why)),
+            _ => None,
+        };
+        self.failed.clone().or_else(|| self.others().find_map(of_peer))
+    }
+
     /// Forgets what arrived for an operation that has ended here.
     pub fn forget(&mut self, op: u64) {
         self.early.retain(|(_, key), _| key.0 != op);
@@ -590,6 +603,11 @@ impl<C: Cargo> Router<C> {
     fn reachable(&self) -> Vec<ProcessId> {
         self.others().filter(|process| self.peers[process.index()].is_reachable()).collect()
     }
+}
+
+fn gone(process: ProcessId, why: &str) -> Arc<Failure> {
+    let message = format!("process {process} is gone ({why}) before the program ended");
+    Arc::new(Failure::new(FailureKind::PeerLost, process, 0, message))
 }
 
 fn encode_failure(failure: &Failure) -> Vec<u8> {
