@@ -90,10 +90,17 @@ impl<'a> Context<'a> {
         if group.len() == 1 {
             return Ok(());
         }
-        let mine = self.exchange.copy_in(bytemuck::cast_slice(values)).map_err(Error::failed)?;
+        let mine = self.exchange.copy_in(bytemuck::cast_slice(values)).map_err(|failure| {
+            // Nothing was given to the others: they must hear that nothing will be.
+            self.called = index;
+            Error::failed(failure)
+        })?;
         self.exchange.post(self.op, index, self.place.device, group, &mine);
         let parts =
             self.exchange.collect(self.op, index, self.place.device, group, &mine).map_err(Error::failed)?;
+        if values.is_empty() {
+            return Ok(());
+        }
         let parts: Vec<&[T]> = parts.iter().map(|part| bytemuck::cast_slice(&part[..])).collect();
         for (i, value) in values.iter_mut().enumerate() {
             *value = parts[1..].iter().fold(parts[0][i], |sum, part| sum + part[i]);

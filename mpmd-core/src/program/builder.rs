@@ -137,10 +137,12 @@ impl Builder {
     }
 
     fn config(&self) -> RuntimeConfig {
+        let patience = self.patience.unwrap_or(DEFAULT_PATIENCE);
         RuntimeConfig {
             epoch: connect::EPOCH,
-            patience: self.patience.unwrap_or(DEFAULT_PATIENCE),
-            heartbeat: self.heartbeat,
+            patience,
+            // A peer that is well must not count as lost between two heartbeats.
+            heartbeat: self.heartbeat.min(patience / 4),
             run_ahead_ops: self.run_ahead_ops,
             run_ahead_bytes: self.run_ahead_bytes,
             device_memory: self.device_memory,
@@ -150,4 +152,17 @@ impl Builder {
 
 fn no_threads(error: std::io::Error) -> Error {
     Error::Environment(format!("the threads of the runtime could not be started: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn heartbeats_come_more_often_than_silence_is_forgiven() {
+        for millis in [40, 400, 60_000] {
+            let config = Builder::default().patience(Duration::from_millis(millis)).config();
+            assert!(4 * config.heartbeat <= config.patience, "{config:?}");
+        }
+    }
 }

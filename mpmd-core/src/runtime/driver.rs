@@ -21,8 +21,9 @@ impl Handler for Door {
         let Some(runtime) = self.0.upgrade() else { return };
         let now = runtime.now();
         runtime.with_router(|router| match payload {
-            // Pieces keep their payload; control messages are read here.
-            Payload::Inline(bytes) if header.kind != Kind::Eager => {
+            // Pieces keep their payload, also where a transport hands a small one over at once; control
+            // messages are read here.
+            Payload::Inline(bytes) if !matches!(header.kind, Kind::Eager | Kind::Data) => {
                 router.arrived(from, header, Payload::Empty, &bytes, now);
             }
             payload => router.arrived(from, header, payload, &[], now),

@@ -120,6 +120,20 @@ impl Exchange {
         }
     }
 
+    /// Takes what the other devices of the group give to a collective that this one will not call, so that
+    /// no process waits to send it.
+    pub(crate) fn decline(&self, op: u64, index: usize, me: DeviceId, group: &[DeviceId]) {
+        for other in group.iter().filter(|other| **other != me) {
+            // What comes from this process waits for nobody, and goes with the call.
+            if let Some(process) = self.runtime.topology.process_of(*other)
+                && process != self.runtime.me
+            {
+                let (key, waiter) = ((op, piece(index, *other, me)), Waiter::Nobody(self.guard.clone()));
+                self.runtime.with_router(|router| router.decline(process, key, waiter, self.runtime.now()));
+            }
+        }
+    }
+
     /// What every device of the group contributed, in the group's order; blocks until all is here.
     pub(crate) fn collect(
         &self,

@@ -37,7 +37,7 @@ pub use watch::Answer;
 
 use crate::control;
 use crate::wire::{Header, Kind, ProcessId};
-use history::History;
+use history::{History, UNKNOWN_HASH};
 use peer::{Expected, Goodbye, Peer, PieceKey, Ready};
 
 /// Pieces up to this size may travel without a grant, in bytes.
@@ -259,6 +259,17 @@ impl<C: Cargo> Router<C> {
         self.expect(from, key, ANY_SIZE, waiter, now);
     }
 
+    /// An issued operation takes a piece that it has no use for any more, of whatever size, so that its
+    /// sender is rid of it.
+    pub fn decline(&mut self, from: ProcessId, key: (u64, u64), waiter: C::Waiter, now: Duration) {
+        let offered = matches!(self.early.get(&(from, key)), Some(Early::Offered));
+        self.expect(from, key, ANY_SIZE, waiter, now);
+        // A sender that knows no better waits for a grant where the piece is large.
+        if !offered && self.peers[from.index()].expected.contains_key(&key) {
+            self.grant(from, key, 0);
+        }
+    }
+
     /// A piece of an issued operation is ready to go to `to`, which does not know its size.
     pub fn announce(&mut self, to: ProcessId, key: (u64, u64), bytes: u64, cargo: C::Outgoing) {
         self.offer(to, key, bytes, cargo);
@@ -271,7 +282,7 @@ impl<C: Cargo> Router<C> {
     pub fn offer(&mut self, to: ProcessId, (op, piece): (u64, u64), bytes: u64, cargo: C::Outgoing) {
         let key = (op, piece);
         let peer = &mut self.peers[to.index()];
-        if self.failed.is_some() || !peer.is_reachable() {
+        if self.failed.is_some() || !peer.takes_pieces() {
             self.actions.push(Action::Discard(cargo));
             return;
         }
@@ -343,7 +354,7 @@ impl<C: Cargo> Router<C> {
 
     /// A peer's connection ended, or the rendezvous says that it is gone.
     pub fn peer_down(&mut self, process: ProcessId, why: &str) {
-        let peer = &mut self.peers[process.index()];
+        let Some(peer) = self.peers.get_mut(process.index()) else { return };
         if peer.down.is_some() {
             return;
         }
@@ -457,7 +468,7 @@ impl<C: Cargo> Router<C> {
 
     fn piece_message(&mut self, from: ProcessId, header: Header, incoming: C::Incoming, now: Duration) {
         let key = (header.op, header.piece);
-        if self.history.hash_at(header.op).is_some_and(|mine| mine != header.hash) {
+        if self.history.differs(header.op, header.hash) {
             self.dispute(from, header.op, now);
             return;
         }
@@ -522,6 +533,9 @@ impl<C: Cargo> Router<C> {
             for (_, expected) in std::mem::take(&mut peer.expected) {
                 self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure.clone()) });
             }
+            // It grants nothing any more, however long its connection stays.
+            let ready: Vec<_> = peer.ready.drain().collect();
+            self.actions.extend(ready.into_iter().map(|(_, ready)| Action::Discard(ready.cargo)));
             self.actions.push(Action::PeerLost(failure));
             return;
         }
@@ -586,7 +600,7 @@ impl<C: Cargo> Router<C> {
     }
 
     fn post_piece(&mut self, kind: Kind, to: ProcessId, key: PieceKey, bytes: u64, body: Body<C::Outgoing>) {
-        let hash = self.history.hash_at(key.0).unwrap_or_default();
+        let hash = self.history.hash_at(key.0).unwrap_or(UNKNOWN_HASH);
         let header = Header { op: key.0, piece: key.1, bytes, hash, ..self.header(kind) };
         self.actions.push(Action::Post { to, header, body });
     }

@@ -81,6 +81,11 @@ impl<C: Cargo> Peer<C> {
         self.down.is_none()
     }
 
+    /// Whether it may still ask for pieces.
+    pub(super) fn takes_pieces(&self) -> bool {
+        self.is_reachable() && self.goodbye.as_ref().is_none_or(|goodbye| goodbye.failure.is_none())
+    }
+
     /// Whether it has left the job, in order or not.
     pub(super) fn has_left(&self) -> bool {
         self.down.is_some() || self.goodbye.is_some()
