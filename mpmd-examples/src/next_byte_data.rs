@@ -1,0 +1,144 @@
+//! The windows that each step learns from, made where they are needed, and the values that weights start from.
+//!
+//! All of it is a function of a seed and of places in the whole alone, so it is the same on any number of
+//! processes.
+
+use std::sync::Arc;
+
+use mpmd_core::aval::Element;
+use mpmd_core::prelude::*;
+use mpmd_core::topology::Mesh;
+
+use crate::math::random_unit;
+use crate::next_byte::CONTEXT;
+use crate::text::Text;
+
+/// A context and what follows it.
+pub(crate) struct Window {
+    context: [u8; CONTEXT],
+    target: u8,
+}
+
+impl Window {
+    fn new(context: &[u8], target: u8) -> Self {
+        let mut window = Self { context: [0; CONTEXT], target };
+        window.context.copy_from_slice(context);
+        window
+    }
+}
+
+/// Held-out windows.
+pub struct HeldOut {
+    windows: Arc<[Window]>,
+}
+
+impl HeldOut {
+    /// At most `most` held-out windows of a text, evenly spread.
+    pub fn new(text: &Text, most: usize) -> Self {
+        let every = text.held_out_windows().div_ceil(most.max(1)).max(1);
+        let windows = text.held_out().step_by(every).take(most);
+        Self { windows: windows.map(|(context, target)| Window::new(context, target)).collect() }
+    }
+
+    /// How many there are.
+    pub fn windows(&self) -> usize {
+        self.windows.len()
+    }
+
+    /// The windows from `first` on, by row.
+    pub(crate) fn sampler(&self, first: usize) -> impl Fn(usize) -> Window + Send + Sync + 'static {
+        let windows = self.windows.clone();
+        move |row| {
+            let Window { context, target } = &windows[first + row];
+            Window { context: *context, target: *target }
+        }
+    }
+}
+
+/// The windows of a step's batch, by row.
+pub(crate) fn sampler(
+    text: &Arc<Text>,
+    seed: u64,
+    step: usize,
+) -> impl Fn(usize) -> Window + Send + Sync + 'static {
+    let text = text.clone();
+    move |row| {
+        let (context, target) = text.sample(seed, step as u64, row as u64);
+        Window::new(context, target)
+    }
+}
+
+/// The contexts of windows, `[rows, CONTEXT]`.
+pub(crate) fn make_contexts(
+    p: &mut Program,
+    mesh: &Mesh,
+    rows: usize,
+    window: impl Fn(usize) -> Window + Send + Sync + 'static,
+) -> Result<MpmdArray> {
+    p.make(u8s([rows, CONTEXT]), &mesh.replicated(), move |region, mut contexts| {
+        let contexts = contexts.as_mut_slice::<u8>()?.chunks_exact_mut(CONTEXT);
+        contexts
+            .zip(region.range(0))
+            .for_each(|(context, row)| context.copy_from_slice(&window(row).context));
+        Ok(())
+    })
+}
+
+/// What follows them, `[rows]`.
+pub(crate) fn make_targets(
+    p: &mut Program,
+    mesh: &Mesh,
+    rows: usize,
+    window: impl Fn(usize) -> Window + Send + Sync + 'static,
+) -> Result<MpmdArray> {
+    p.make(u8s([rows]), &mesh.replicated(), move |region, mut targets| {
+        let targets = targets.as_mut_slice::<u8>()?.iter_mut();
+        targets.zip(region.range(0)).for_each(|(target, row)| *target = window(row).target);
+        Ok(())
+    })
+}
+
+/// Even random values between `-scale` and `scale`.
+pub(crate) fn make_random(
+    p: &mut Program,
+    mesh: &Mesh,
+    shape: [usize; 2],
+    stream: u64,
+    scale: f64,
+) -> Result<MpmdArray> {
+    p.make(f32s(shape), &mesh.replicated(), move |region, mut values| {
+        let elements = region.range(0).flat_map(|row| region.range(1).map(move |column| (row, column)));
+        for (value, (row, column)) in values.as_mut_slice::<f32>()?.iter_mut().zip(elements) {
+            *value = (scale * random_unit(stream, (row * shape[1] + column) as u64)) as f32;
+        }
+        Ok(())
+    })
+}
+
+/// Zeros of type `T`.
+pub(crate) fn make_zeros<T: Element + Default>(
+    p: &mut Program,
+    mesh: &Mesh,
+    shape: &[usize],
+) -> Result<MpmdArray> {
+    let aval = ShapedArray::new(shape, T::DTYPE);
+    p.make(aval, &mesh.replicated(), |_, mut values| Ok(values.fill(T::default())?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::text::BLOCK;
+
+    #[test]
+    fn held_out_windows_are_spread_evenly() {
+        let text = Text::of_files(&[vec![b'x'; 20 * BLOCK]]).unwrap();
+        assert_eq!(text.held_out_windows(), 2 * BLOCK);
+        for most in [1, 7, 600, 1 << 20] {
+            let held_out = HeldOut::new(&text, most);
+            let windows = held_out.windows();
+            assert!(windows <= most && windows * 2 > most.min(text.held_out_windows()), "{most}: {windows}");
+        }
+        assert_eq!(HeldOut::new(&text, 0).windows(), 0);
+    }
+}
