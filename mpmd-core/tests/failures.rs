@@ -64,7 +64,7 @@ fn nothing_fails_without_a_reason() {
             Ok((sum, p.operations()))
         });
         for result in results {
-            assert_eq!(result.unwrap(), (6.0, 13));
+            assert_eq!(result.unwrap(), (6.0, 17));
         }
     }
 }
@@ -72,7 +72,7 @@ fn nothing_fails_without_a_reason() {
 fn lose(seeds: std::ops::Range<u64>) {
     let _limit = watchdog(180);
     for seed in seeds {
-        for op in 1..=13 {
+        for op in 1..=17 {
             let lost = ProcessId(((op + seed) % 4) as u32);
             let simulation = Simulation::new(4, 4).delays(seed, Duration::from_millis(2)).lose(lost, op);
             for (process, result) in simulation.run(everything).into_iter().enumerate() {
@@ -94,16 +94,21 @@ fn a_process_lost_at_any_operation_is_named_by_all_others_too() {
     lose(4..8);
 }
 
-/// What everybody's program ended with: all errors, all of them divergence, all saying the same.
-fn diverged(results: Vec<Result<()>>) -> String {
-    let mut texts: Vec<String> = results
+/// What everybody's program ended with: all errors, all of them divergence.
+fn diverged(results: Vec<Result<()>>) -> Vec<String> {
+    results
         .into_iter()
         .map(|result| {
             let error = result.expect_err("a diverged program does not end well");
             assert!(error.is_divergence(), "{error}");
             error.to_string()
         })
-        .collect();
+        .collect()
+}
+
+/// The same where there are only two processes: both say the same.
+fn diverged_alike(results: Vec<Result<()>>) -> String {
+    let mut texts = diverged(results);
     texts.dedup();
     assert_eq!(texts.len(), 1, "{texts:#?}");
     texts.remove(0)
@@ -131,7 +136,7 @@ fn an_extra_transfer_that_meets_anothers_message_is_found() {
                 Ok(())
             });
             assert_eq!(seen.into_inner().unwrap(), [false, false], "nothing is delivered");
-            let text = diverged(results);
+            let text = diverged_alike(results);
             let says = |what: &str| assert!(text.contains(what), "{text}\n  lacks {what}");
             says("first differ at operation 3");
             says("process 0 issued operation 3 (device_put of f32[");
@@ -176,12 +181,14 @@ fn an_operation_of_one_process_alone_is_found() {
                     }
                     Ok(())
                 });
-                let text = diverged(results);
-                let says = |what: &str| assert!(text.contains(what), "{text}\n  lacks {what}");
-                says("first differ at operation");
-                says("process 1 ");
-                says("jit same on {x:1}");
-                says("tests/failures.rs:");
+                // With three processes there are two pairs that differ; either may be told of.
+                for text in diverged(results) {
+                    let says = |what: &str| assert!(text.contains(what), "{text}\n  lacks {what}");
+                    says("first differ at operation");
+                    says("process 1 ");
+                    says("jit same on {x:1}");
+                    says("tests/failures.rs:");
+                }
             }
         }
     }
@@ -199,7 +206,7 @@ fn a_process_waiting_for_what_another_never_issues_is_told() {
             }
             Ok(())
         });
-        let text = diverged(results);
+        let text = diverged_alike(results);
         assert!(text.contains("process 0 has issued only 1 operations"), "{text}");
         assert!(text.contains("process 1 issued operation 2 (device_put of f32[4]"), "{text}");
     }
@@ -322,7 +329,7 @@ fn handles_and_futures_are_dropped_at_any_time() {
                     }
                 }
                 if i % 7 == 0 {
-                    y_then(p, &x)?;
+                    move_and_forget(p, &x)?;
                 }
             }
             for part in kept {
@@ -337,7 +344,7 @@ fn handles_and_futures_are_dropped_at_any_time() {
 }
 
 /// Moves an array, asks for its values, and forgets about it.
-fn y_then(p: &mut Program, x: &MpmdArray) -> Result<()> {
+fn move_and_forget(p: &mut Program, x: &MpmdArray) -> Result<()> {
     p.device_put(x, on(3))?.then(|values| assert_eq!(values.unwrap().shape(), [4096]));
     Ok(())
 }
@@ -345,7 +352,6 @@ fn y_then(p: &mut Program, x: &MpmdArray) -> Result<()> {
 #[test]
 fn closures_given_to_then_have_run_when_finish_returns() {
     let _limit = watchdog(60);
-    let told = Mutex::new(Vec::new());
     let (send, receive) = std::sync::mpsc::channel();
     let results = Simulation::new(2, 2).run(|p| {
         let x = ones(p, 4, &on(0))?;
@@ -353,15 +359,13 @@ fn closures_given_to_then_have_run_when_finish_returns() {
             let send = send.clone();
             p.device_put(&x, on(i % 2))?.then(move |values| {
                 std::thread::sleep(Duration::from_millis(5));
-                drop(send.send((i, values.is_ok())));
+                let _ = send.send((i, values.is_ok()));
             });
         }
         Ok(())
     });
     results.into_iter().for_each(Result::unwrap);
-    drop(send);
-    told.lock().unwrap().extend(receive.try_iter());
-    let mut told = told.into_inner().unwrap();
+    let mut told: Vec<_> = receive.try_iter().collect();
     told.sort_unstable();
     assert_eq!(told, (0..10).map(|i| (i, true)).collect::<Vec<_>>());
 }

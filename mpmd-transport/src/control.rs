@@ -27,8 +27,13 @@ fn config() -> impl bincode::config::Config {
 ///
 /// Fails where the value does not fit [`MAX_CONTROL_BYTES`].
 pub fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, ControlError> {
-    bincode::serde::encode_to_vec(value, config())
-        .map_err(|e| ControlError { doing: "written", why: e.to_string() })
+    let wrong = |why| ControlError { doing: "written", why };
+    let bytes = bincode::serde::encode_to_vec(value, config()).map_err(|e| wrong(e.to_string()))?;
+    // The limit of the encoding is one for reading only.
+    if bytes.len() > LIMIT {
+        return Err(wrong(format!("it has {} bytes, and {LIMIT} are allowed", bytes.len())));
+    }
+    Ok(bytes)
 }
 
 /// Decodes a control payload, all of it.
@@ -58,6 +63,8 @@ mod tests {
         let mut longer = bytes.clone();
         longer.push(0);
         assert!(decode::<(u32, String, Vec<u64>)>(&longer).is_err());
+        assert!(encode(&"x".repeat(LIMIT - 5)).is_ok(), "what is written can be read");
+        assert!(encode(&"x".repeat(LIMIT)).is_err());
         // A length prefix far beyond the bytes present must not allocate them.
         assert!(decode::<Vec<u64>>(&[253, 255, 255, 255, 255, 255, 255, 255, 127]).is_err());
     }

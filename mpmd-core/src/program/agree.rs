@@ -108,7 +108,9 @@ impl Program {
         })?;
         control::decode(&bytes).map_err(|error| {
             let message = format!("agree (operation {op}) at {at}: {error}");
-            Error::failed(Arc::new(Failure::new(FailureKind::Transport, from, op, message)))
+            let failure = Arc::new(Failure::new(FailureKind::Transport, from, op, message));
+            runtime.remember(&failure);
+            Error::failed(failure)
         })
     }
 }

@@ -190,7 +190,7 @@ impl Program {
                 Err(failure)
             }
             None => {
-                self.runtime.with_router(|router| router.goodbye(None));
+                self.runtime.with_router(|router| router.goodbye(None, self.runtime.now()));
                 let result = self.runtime.wait_for_peers();
                 self.runtime.leave(None);
                 result

@@ -109,7 +109,7 @@ impl Runtime {
 
     /// Says goodbye and closes the transport.
     pub(crate) fn leave(self: &Arc<Self>, failure: Option<&Failure>) {
-        self.with_router(|router| router.goodbye(failure));
+        self.with_router(|router| router.goodbye(failure, self.now()));
         if let Some(transport) = &self.transport {
             transport.shutdown(FLUSH_WITHIN);
         }

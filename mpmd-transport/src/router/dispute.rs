@@ -58,16 +58,14 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Opens disputes with those that have left after fewer operations than this process has issued, or
+    /// Opens a dispute with a peer that has left after fewer operations than this process has issued, or
     /// after more than it ever will.
-    pub(super) fn compare_ends(&mut self, now: Duration) {
+    pub(super) fn compare_end(&mut self, with: ProcessId, now: Duration) {
         let count = self.history.count();
-        for process in self.others() {
-            let Some(goodbye) = &self.peers[process.index()].goodbye else { continue };
-            let theirs = goodbye.count;
-            if goodbye.failure.is_none() && (theirs < count || (self.left && theirs > count)) {
-                self.dispute(process, theirs.min(count) + 1, now);
-            }
+        let Some(goodbye) = &self.peers[with.index()].goodbye else { return };
+        let theirs = goodbye.count;
+        if goodbye.failure.is_none() && (theirs < count || (self.left && theirs > count)) {
+            self.dispute(with, theirs.min(count) + 1, now);
         }
     }
 

@@ -398,7 +398,7 @@ impl<C: Cargo> Router<C> {
     }
 
     /// This process issues nothing more; `failure` says why, where that is not the program's end.
-    pub fn goodbye(&mut self, failure: Option<&Failure>) {
+    pub fn goodbye(&mut self, failure: Option<&Failure>, now: Duration) {
         if std::mem::replace(&mut self.left, true) {
             return;
         }
@@ -412,15 +412,26 @@ impl<C: Cargo> Router<C> {
         if let Some(failure) = failure {
             // From here on this process compares nothing: it is known to have ended elsewhere.
             self.fail_quietly(Arc::new(failure.clone()));
+            return;
+        }
+        for process in self.others() {
+            let ahead = self.peers[process.index()].check.take().map(|(count, _)| count);
+            if let Some(count) = ahead.filter(|count| *count > self.history.count()) {
+                // The peer got further than this process ever will.
+                self.dispute(process, count, now);
+            }
+            self.compare_end(process, now);
         }
     }
 
-    /// The peers that have neither said goodbye nor gone, and those that are known to have run another
-    /// program, until the job has failed for it.
+    /// The peers that have neither said goodbye nor gone, or with whom it is not settled yet whether they
+    /// ran the same program.
     pub fn still_here(&self) -> Vec<ProcessId> {
-        let differs = |peer: &Peer<C>| peer.disputed.is_some() || peer.left_at_another(self.history.count());
-        let here = |peer: &Peer<C>| !peer.has_left() || (differs(peer) && self.failed.is_none());
-        self.others().filter(|process| here(&self.peers[process.index()])).collect()
+        let is_open = |process: &ProcessId| {
+            let peer = &self.peers[process.index()];
+            !peer.has_left() || (peer.disputed.is_some() && self.failed.is_none())
+        };
+        self.others().filter(is_open).collect()
     }
 
     /// Forgets what arrived for an operation that has ended here.
@@ -504,7 +515,10 @@ impl<C: Cargo> Router<C> {
         let beyond = peer.expected.keys().map(|key| key.0).find(|op| *op > header.count);
         match beyond {
             Some(op) => self.dispute(from, op, now),
-            None => self.compare(from, header.count, header.hash, now),
+            None => {
+                self.compare(from, header.count, header.hash, now);
+                self.compare_end(from, now);
+            }
         }
     }
 

@@ -81,11 +81,6 @@ impl<C: Cargo> Peer<C> {
         self.down.is_none()
     }
 
-    /// Whether it has said goodbye, in order, after another number of operations than `count`.
-    pub(super) fn left_at_another(&self, count: u64) -> bool {
-        self.goodbye.as_ref().is_some_and(|goodbye| goodbye.failure.is_none() && goodbye.count != count)
-    }
-
     /// Whether it has left the job, in order or not.
     pub(super) fn has_left(&self) -> bool {
         self.down.is_some() || self.goodbye.is_some()

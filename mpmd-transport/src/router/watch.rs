@@ -31,7 +31,9 @@ pub struct Answer {
 impl<C: Cargo> Router<C> {
     /// Time has passed. Call it a few times a second.
     pub fn tick(&mut self, now: Duration) {
-        self.compare_ends(now);
+        for process in self.others() {
+            self.compare_end(process, now);
+        }
         self.expire_disputes(now);
         if now >= self.next_heartbeat {
             self.next_heartbeat = now + self.config.heartbeat;
