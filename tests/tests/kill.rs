@@ -23,7 +23,8 @@ fn names_an_operation(error: &str) -> bool {
 fn strike(mode: &str, patience: Duration, victim: usize, signal: Signal) -> (Vec<Ended>, Duration, String) {
     let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).patience(patience);
     let mut job = Job::start(options, &["looping", mode]);
-    job.wait_for_output("step 20\n");
+    // Far enough that all are at work.
+    job.wait_for_output("step 6\n");
     let begin = Instant::now();
     job.processes[victim].signal(signal);
     let deadline = job.deadline();
@@ -53,7 +54,7 @@ fn check_errors(victim: usize, ended: &[Ended], report: &str) {
 
 #[test]
 fn a_killed_process_is_named_by_every_other_within_five_seconds() {
-    for mode in ["reading", "running-ahead"] {
+    for mode in ["reading", "running-ahead", "large"] {
         for victim in 0..PROCESSES {
             let (ended, took, report) = strike(mode, Duration::from_secs(30), victim, Signal::KILL);
             check_errors(victim, &ended, &report);
