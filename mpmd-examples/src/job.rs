@@ -7,8 +7,14 @@
 //! use clap::Parser;
 //! use mpmd_examples::job::{self, JobArgs};
 //!
+//! #[derive(Parser)]
+//! struct Args {
+//!     #[command(flatten)]
+//!     job: JobArgs,
+//! }
+//!
 //! fn main() -> anyhow::Result<ExitCode> {
-//!     job::run(&JobArgs::parse(), 4, 8, |p| {
+//!     job::run(&Args::parse().job, 4, 8, |p| {
 //!         println!("process {} of {}", p.process(), p.processes());
 //!         anyhow::Ok(())
 //!     })
