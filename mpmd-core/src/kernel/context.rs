@@ -1,5 +1,7 @@
 //! What a running kernel knows of its place, and how it talks to the other devices of its mesh.
 
+use std::borrow::Cow;
+
 use super::signature::{Collective, CollectiveKind};
 use crate::aval::Element;
 use crate::error::{Error, Result};
@@ -98,12 +100,17 @@ impl<'a> Context<'a> {
         self.exchange.post(self.op, index, self.place.device, group, &mine);
         let parts =
             self.exchange.collect(self.op, index, self.place.device, group, &mine).map_err(Error::failed)?;
-        if values.is_empty() {
-            return Ok(());
-        }
-        let parts: Vec<&[T]> = parts.iter().map(|part| bytemuck::cast_slice(&part[..])).collect();
-        for (i, value) in values.iter_mut().enumerate() {
-            *value = parts[1..].iter().fold(parts[0][i], |sum, part| sum + part[i]);
+        // In the order of the devices, so that the sums are the same bits everywhere.
+        for (i, part) in parts.iter().enumerate() {
+            // What a peer sent may have come in a buffer without alignment.
+            let part: Cow<'_, [T]> = match bytemuck::try_cast_slice(&part[..]) {
+                Ok(part) => Cow::Borrowed(part),
+                Err(_) => Cow::Owned(bytemuck::allocation::pod_collect_to_vec(&part[..])),
+            };
+            match i {
+                0 => values.copy_from_slice(&part),
+                _ => values.iter_mut().zip(&*part).for_each(|(sum, part)| *sum = *sum + *part),
+            }
         }
         Ok(())
     }
