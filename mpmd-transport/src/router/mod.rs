@@ -229,7 +229,10 @@ impl<C: Cargo> Router<C> {
     ) {
         debug_assert!(op <= self.history.count(), "operation {op} was not issued");
         let key = (op, piece);
-        if let Some(failure) = self.why_never(from, op) {
+        // What has come is taken, also from a peer that has gone since.
+        let here = matches!(self.early.get(&(from, key)), Some(Early::Cargo(..) | Early::Poison(_)));
+        let never = if here { self.failed.clone() } else { self.why_never(from, op) };
+        if let Some(failure) = never {
             self.actions.push(Action::Deliver { waiter, result: Err(failure) });
             return;
         }

@@ -432,6 +432,26 @@ fn a_step_that_ends_elsewhere_is_a_difference_that_is_named() {
 }
 
 #[test]
+fn what_has_come_is_taken_also_from_a_peer_that_has_gone_since() {
+    for in_order in [true, false] {
+        let mut job = Job::new(2, 15, 0);
+        job.issue(0, 1, "op");
+        job.offer(0, 1, (1, 0), 10);
+        if in_order {
+            job.routers[0].goodbye(None, at(job.now));
+            job.act(0);
+        }
+        job.run(5);
+        job.kill(0);
+        job.issue(1, 1, "op");
+        job.expect(1, 0, (1, 0), 10);
+        job.expect(1, 0, (1, 1), 10);
+        assert_eq!(job.outcomes[&(1, (1, 0))].as_ref().unwrap(), &body((1, 0), 10), "in order: {in_order}");
+        assert!(job.outcomes[&(1, (1, 1))].is_err(), "and what has not come never will");
+    }
+}
+
+#[test]
 fn a_loss_that_nothing_waits_for_names_what_was_at_hand() {
     let lost = |job: &mut Job| {
         job.routers[0].peer_down(ProcessId(1), "connection reset");
