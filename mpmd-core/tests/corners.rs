@@ -137,3 +137,27 @@ fn a_closure_given_an_array_before_its_donation_gets_the_values() {
     p.finish().unwrap();
     assert_eq!(hear.recv().unwrap().unwrap(), [3.0, 3.0]);
 }
+
+#[test]
+fn a_collective_with_another_length_on_each_device_is_an_error_on_each() {
+    let _limit = watchdog(60);
+    // Both small, both large, and one of each: the large one waits for a word from its receiver.
+    for lengths in [[3, 5], [20_000, 20_001], [100, 20_000], [20_000, 100]] {
+        let results = Simulation::new(2, 2).run(|p| {
+            let mesh = p.mesh(&[("model", 2)])?;
+            let reduce =
+                |x: &[ShapedArray]| Ok(Signature::new(vec![x[0].clone()]).all_reduce("model", x[0].clone()));
+            let sum = fun("sum", reduce, move |cx, _, mut y| {
+                let length = lengths[cx.axis_index("model")?];
+                cx.all_reduce("model", &mut y[0].as_mut_slice::<f32>()?[..length])
+            });
+            let sum = p.jit(sum).on(&mesh).outputs(mesh.replicated()).build()?;
+            let x = p.make(f32s([30_000]), &mesh.replicated(), |_, mut view| Ok(view.fill(1.0f32)?))?;
+            sum.call(p, vec![x])?[0].to_host()
+        });
+        for result in results {
+            let error = result.unwrap_err().to_string();
+            assert!(error.contains("bytes, another device of its group"), "{lengths:?}: {error}");
+        }
+    }
+}

@@ -97,7 +97,7 @@ impl Program {
         let (promise, slot) = Slot::new();
         let key = (op, u64::from(runtime.me.0));
         runtime.with_router(|router| {
-            router.expect_any_size(from, key, Waiter::Bytes { promise, from, op }, runtime.now());
+            router.expect_any_size(from, key, 0, Waiter::Bytes { promise, from, op }, runtime.now());
         });
         let _doing = runtime.status.enter(Doing::Waiting("agree", at));
         let outcome = loop {

@@ -54,9 +54,10 @@ impl Builder {
     }
 
     /// How far the program may run ahead of what has been carried out on this process: operations, and
-    /// bytes of their results. 1024 and 4 GiB by default.
+    /// bytes of their results. 1024 and 4 GiB by default; at most 4096 operations.
     pub fn run_ahead(mut self, ops: usize, bytes: u64) -> Self {
-        self.run_ahead_ops = ops.max(1);
+        // Handles that only pass others' memory on complete one another, so the stack bounds the chain.
+        self.run_ahead_ops = ops.clamp(1, 4096);
         self.run_ahead_bytes = bytes;
         self
     }

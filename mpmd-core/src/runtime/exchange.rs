@@ -95,7 +95,9 @@ impl Exchange {
                 self.runtime.mailbox.post(key, Ok(buffer.clone()));
             } else if let Some(process) = process {
                 let outgoing = Outgoing { buffer: buffer.clone(), guard: self.guard.clone() };
-                self.runtime.with_router(|router| router.offer(process, key, buffer.len() as u64, outgoing));
+                // Announced: a kernel that calls with another length on another device must get an error.
+                self.runtime
+                    .with_router(|router| router.announce(process, key, buffer.len() as u64, outgoing));
             }
         }
     }
@@ -156,7 +158,7 @@ impl Exchange {
                     let (promise, slot) = Slot::new();
                     let waiter = Waiter::Bytes { promise, from: process, op };
                     self.runtime.with_router(|router| {
-                        router.expect(process, key, mine.len() as u64, waiter, self.runtime.now());
+                        router.expect_any_size(process, key, mine.len() as u64, waiter, self.runtime.now());
                     });
                     slot
                 }

@@ -142,6 +142,8 @@ pub struct Router<C: Cargo> {
     early: HashMap<(ProcessId, PieceKey), Early<C>>,
     failed: Option<Arc<Failure>>,
     next_heartbeat: Duration,
+    /// When time was last told to pass.
+    ticked: Duration,
     /// The lowest operation at which a peer's hash is to be compared; `u64::MAX` for none.
     next_check: u64,
     /// This process's own goodbye, once said.
@@ -160,6 +162,7 @@ impl<C: Cargo> Router<C> {
             early: HashMap::new(),
             failed: None,
             next_heartbeat: Duration::ZERO,
+            ticked: Duration::ZERO,
             next_check: u64::MAX,
             left: false,
             actions: Vec::new(),
@@ -242,6 +245,7 @@ impl<C: Cargo> Router<C> {
             since: now,
             probe_at: now + watch::PROBE_AFTER,
             report_at: now + self.config.patience,
+            granted: false,
         };
         self.peers[from.index()].expected.insert(key, expected);
         match self.early.remove(&(from, key)) {
@@ -258,19 +262,29 @@ impl<C: Cargo> Router<C> {
     }
 
     /// As [`Router::expect`], for a piece whose size only its sender knows and [announces](Self::announce).
-    pub fn expect_any_size(&mut self, from: ProcessId, key: (u64, u64), waiter: C::Waiter, now: Duration) {
+    ///
+    /// Where it is `likely` to be large it is granted at once, which saves the announcement's way.
+    pub fn expect_any_size(
+        &mut self,
+        from: ProcessId,
+        key: (u64, u64),
+        likely: u64,
+        waiter: C::Waiter,
+        now: Duration,
+    ) {
         self.expect(from, key, ANY_SIZE, waiter, now);
+        if likely > EAGER_BYTES
+            && self.peers[from.index()].expected.get(&key).is_some_and(|expected| !expected.granted)
+        {
+            self.grant(from, key, likely);
+        }
     }
 
     /// An issued operation takes a piece that it has no use for any more, of whatever size, so that its
     /// sender is rid of it.
     pub fn decline(&mut self, from: ProcessId, key: (u64, u64), waiter: C::Waiter, now: Duration) {
-        let offered = matches!(self.early.get(&(from, key)), Some(Early::Offered));
-        self.expect(from, key, ANY_SIZE, waiter, now);
         // A sender that knows no better waits for a grant where the piece is large.
-        if !offered && self.peers[from.index()].expected.contains_key(&key) {
-            self.grant(from, key, 0);
-        }
+        self.expect_any_size(from, key, u64::MAX, waiter, now);
     }
 
     /// A piece of an issued operation is ready to go to `to`, which does not know its size.
@@ -484,8 +498,9 @@ impl<C: Cargo> Router<C> {
                 Some(ready) => self.post_piece(Kind::Data, from, key, ready.bytes, Body::Cargo(ready.cargo)),
                 None => drop(peer.granted.insert(key, header.hash)),
             },
-            Kind::Offer => match peer.expected.get(&key).map(|expected| expected.bytes) {
-                Some(bytes) => self.grant(from, key, bytes),
+            Kind::Offer => match peer.expected.get(&key).map(|expected| (expected.bytes, expected.granted)) {
+                Some((_, true)) => {}
+                Some((bytes, false)) => self.grant(from, key, bytes),
                 None => drop(self.early.insert((from, key), Early::Offered)),
             },
             _ if peer.expected.contains_key(&key) => self.deliver(from, header, incoming, now),
@@ -599,6 +614,9 @@ impl<C: Cargo> Router<C> {
     }
 
     fn grant(&mut self, to: ProcessId, key: PieceKey, bytes: u64) {
+        if let Some(expected) = self.peers[to.index()].expected.get_mut(&key) {
+            expected.granted = true;
+        }
         self.post_piece(Kind::Grant, to, key, bytes, Body::Empty);
     }
 

@@ -19,6 +19,8 @@ pub(super) struct Expected<C: Cargo> {
     pub(super) probe_at: Duration,
     /// When the next hang report is due.
     pub(super) report_at: Duration,
+    /// Whether the sender was told to send it.
+    pub(super) granted: bool,
 }
 
 /// A piece that is ready here and waits for the peer's grant.

@@ -32,6 +32,11 @@ pub struct Answer {
 impl<C: Cargo> Router<C> {
     /// Time has passed. Call it a few times a second.
     pub fn tick(&mut self, now: Duration) {
+        if now > self.ticked + self.config.patience / 2 {
+            // This process was stopped, not its peers: what they sent meanwhile is still to be read.
+            self.peers.iter_mut().for_each(|peer| peer.heard = now);
+        }
+        self.ticked = now;
         for process in self.others() {
             self.compare_end(process, now);
         }
