@@ -35,7 +35,8 @@ fn everything(p: &mut Program) -> Result<f32> {
     let reduce = fun("reduce", reduce, |cx, _, mut y| cx.all_reduce("x", y[0].as_mut_slice::<f32>()?));
     let front = p.jit(reduce).on(&stages[0]).outputs(&rows).donate("0").build()?;
     let copy = fun("copy", like_first, |_, x, mut y| {
-        Ok(y[0].as_mut_slice::<f32>()?.copy_from_slice(x[0].as_slice()?))
+        y[0].as_mut_slice::<f32>()?.copy_from_slice(x[0].as_slice()?);
+        Ok(())
     });
     let back = p.jit(copy).on(&stages[1]).outputs(stages[1].replicated()).build()?;
     let mut x = ones(p, 8192, &rows)?;
@@ -271,6 +272,7 @@ fn a_program_that_panics_ends_the_others() {
 
 #[test]
 fn agreements_carry_values_and_failures_of_all_sizes() {
+    type Fault = fn() -> Result<String>;
     let _limit = watchdog(60);
     let results = Simulation::new(4, 4).delays(5, Duration::from_millis(2)).run(|p| {
         for (round, size) in [0usize, 1, 1000, 16 << 10, 20_000, 1_000_000].into_iter().enumerate() {
@@ -285,7 +287,7 @@ fn agreements_carry_values_and_failures_of_all_sizes() {
         Ok(())
     });
     results.into_iter().for_each(Result::unwrap);
-    let faults: [(fn() -> Result<String>, &str); 3] = [
+    let faults: [(Fault, &str); 3] = [
         (|| Err(Error::kernel("no more text")), "no more text"),
         (|| panic!("a bug"), "the closure panicked"),
         (|| Ok("x".repeat(2 << 20)), "agree (operation 1)"),

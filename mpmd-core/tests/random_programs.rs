@@ -37,7 +37,7 @@ enum Step {
     Await { source: usize },
     Drop { source: usize },
     Agree { from: u32, value: u64 },
-    StepEnd,
+    Compare,
 }
 
 /// What the generator knows of an array.
@@ -174,7 +174,7 @@ fn program(seed: u64, devices: usize) -> Vec<Step> {
                 0 => Step::Agree { from: random.below(devices) as u32, value: random.below(1000) as u64 },
                 1 => Step::Then { source },
                 2 => Step::Await { source },
-                _ => Step::StepEnd,
+                _ => Step::Compare,
             },
             _ => continue,
         };
@@ -291,7 +291,7 @@ fn execute(p: &mut Program, steps: &[Step]) -> Result<Shards> {
                 let from = ProcessId(from % p.processes() as u32);
                 assert_eq!(p.agree(from, 0, || Ok(*value))?, *value);
             }
-            Step::StepEnd => p.step_end()?,
+            Step::Compare => p.step_end()?,
         }
     }
     let mut shards = Shards::new();

@@ -355,7 +355,8 @@ fn a_donated_array_serves_all_uses_issued_before() {
         let slow = p
             .jit(fun("slow", like_first, |_, x, mut y| {
                 std::thread::sleep(Duration::from_millis(50));
-                Ok(y[0].as_mut_slice::<f32>()?.copy_from_slice(x[0].as_slice()?))
+                y[0].as_mut_slice::<f32>()?.copy_from_slice(x[0].as_slice()?);
+                Ok(())
             }))
             .on(&mesh)
             .outputs(&rows)
@@ -435,9 +436,10 @@ fn jit_refuses_what_lives_elsewhere() {
         let there = p.device_put(&MpmdArray::scalar(1.0f32), back.replicated())?;
         let before = p.operations();
 
-        let error = p.jit(kernel()).on(front).build().err().expect("no outputs");
+        let error = p.jit(kernel()).on(front).build().map(drop).expect_err("no outputs");
         assert!(matches!(&error, Error::Issue(issue) if matches!(issue.why, IssueProblem::MissingOutputs)));
-        let error = p.jit(kernel()).on(front).outputs(back.replicated()).build().err().expect("elsewhere");
+        let error =
+            p.jit(kernel()).on(front).outputs(back.replicated()).build().map(drop).expect_err("elsewhere");
         assert!(
             matches!(&error, Error::Issue(issue) if matches!(issue.why, IssueProblem::Mesh(_))),
             "{error}"

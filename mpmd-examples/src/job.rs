@@ -7,8 +7,14 @@
 //! use clap::Parser;
 //! use mpmd_examples::job::{self, JobArgs};
 //!
+//! #[derive(Parser)]
+//! struct Args {
+//!     #[command(flatten)]
+//!     job: JobArgs,
+//! }
+//!
 //! fn main() -> anyhow::Result<ExitCode> {
-//!     job::run(&JobArgs::parse(), 4, 8, |p| {
+//!     job::run(&Args::parse().job, 4, 8, |p| {
 //!         println!("process {} of {}", p.process(), p.processes());
 //!         anyhow::Ok(())
 //!     })
@@ -84,14 +90,17 @@ pub fn run<E: Into<anyhow::Error>>(
     let processes = args.processes.unwrap_or(default_processes);
     if let Some(env) = JobEnv::from_env()? {
         let process = env.process.index();
-        Ok(report(process, one_process(devices, program)))
-    } else if args.transport == JobTransport::Inproc || processes == 1 {
-        check(processes, devices)?;
+        return Ok(report(process, one_process(devices, program)));
+    }
+    if processes == 0 || !devices.is_multiple_of(processes) {
+        // One message instead of one from each process.
+        eprintln!("error: {devices} devices cannot be spread evenly over {processes} processes");
+        return Ok(ExitCode::from(2));
+    }
+    if args.transport == JobTransport::Inproc || processes == 1 {
         let (process, result) = threads(&Simulation::new(processes, devices), program);
         Ok(report(process, result))
     } else {
-        // One message instead of one from each process.
-        check(processes, devices)?;
         let launch = Launch::this_program_again(processes)?.transport(Some("tcp".to_owned()));
         let outcome = launch.output(OutputMode::Quiet0).run().context("starting the processes of the job")?;
         if let Some(failure) = outcome.first_failure {
@@ -99,12 +108,6 @@ pub fn run<E: Into<anyhow::Error>>(
         }
         Ok(ExitCode::from(u8::try_from(outcome.code()).unwrap_or(1)))
     }
-}
-
-fn check(processes: usize, devices: usize) -> anyhow::Result<()> {
-    let even = processes > 0 && devices.is_multiple_of(processes);
-    anyhow::ensure!(even, "{devices} devices cannot be spread evenly over {processes} processes");
-    Ok(())
 }
 
 /// The reason for which the result was rejected, if it was.

@@ -141,7 +141,7 @@ impl Job {
     ///
     /// Where one goes on beyond the job's time, or something that belongs to the job is left.
     pub fn wait(&mut self) -> Vec<Ended> {
-        while !self.processes.iter_mut().fold(true, |all, process| process.has_ended() && all) {
+        while !self.all_have_ended() {
             assert!(Instant::now() < self.deadline, "the job goes on beyond its time:\n{}", self.report());
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -149,6 +149,12 @@ impl Job {
         assert!(left.is_empty(), "processes {left:?} are left:\n{}", self.report());
         let deadline = self.deadline;
         self.processes.iter_mut().map(|process| process.wait(deadline)).collect()
+    }
+
+    fn all_have_ended(&mut self) -> bool {
+        // Looks at each: the end of a process is when it was first seen.
+        let running = self.processes.iter_mut().map(|process| usize::from(!process.has_ended()));
+        running.sum::<usize>() == 0
     }
 
     /// Waits for the end of all processes, which must be a good one; returns what each printed.

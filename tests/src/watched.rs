@@ -1,13 +1,13 @@
 //! One process under watch: its output in files, a deadline for each wait, its end for certain.
 
 use std::fs::File;
-use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, waitid};
 
 /// Time between two looks at a process.
 const LOOK: Duration = Duration::from_millis(5);
@@ -18,7 +18,7 @@ pub struct Watched {
     child: Child,
     stdout: PathBuf,
     stderr: PathBuf,
-    ended: Option<(ExitStatus, Instant)>,
+    ended: Option<(i32, Instant)>,
 }
 
 /// How a process has ended.
@@ -68,15 +68,20 @@ impl Watched {
         }
     }
 
-    /// Whether it has ended.
+    /// Whether it has ended. Its number stays taken until this value is dropped, so that no signal can
+    /// reach another process.
     ///
     /// # Panics
     ///
     /// Where the system does not know it, which cannot be.
     pub fn has_ended(&mut self) -> bool {
         if self.ended.is_none() {
-            let status = self.child.try_wait().expect("a child of this process");
-            self.ended = status.map(|status| (status, Instant::now()));
+            let look = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+            let status = waitid(WaitId::Pid(Pid::from_child(&self.child)), look);
+            self.ended = status.expect("a child of this process").map(|status| {
+                let signal = || status.terminating_signal().map_or(-1, |signal| 128 + signal);
+                (status.exit_status().unwrap_or_else(signal), Instant::now())
+            });
         }
         self.ended.is_some()
     }
@@ -109,9 +114,8 @@ impl Watched {
     pub fn wait(&mut self, deadline: Instant) -> Ended {
         loop {
             if self.has_ended()
-                && let Some((status, at)) = self.ended
+                && let Some((code, at)) = self.ended
             {
-                let code = status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0));
                 return Ended { code, stdout: read(&self.stdout), stderr: read(&self.stderr), at };
             }
             assert!(Instant::now() < deadline, "still running at the deadline:\n{}", self.report());
@@ -122,7 +126,7 @@ impl Watched {
     /// All that is known of it, for the message of a test that fails.
     pub fn report(&self) -> String {
         let state = match &self.ended {
-            Some((status, _)) => status.to_string(),
+            Some((code, _)) => format!("exit code {code}"),
             None => "running".to_owned(),
         };
         format!(
@@ -138,13 +142,9 @@ impl Watched {
 
 impl Drop for Watched {
     fn drop(&mut self) {
-        // Also what it started itself, and also where it has ended: its group may not have.
-        if let Some(group) = Pid::from_raw(self.child.id() as i32) {
-            let _ = kill_process_group(group, Signal::KILL);
-        }
-        if self.ended.is_none() {
-            let _ = self.child.wait();
-        }
+        // Also what it started itself, which may have outlived it.
+        let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);
+        let _ = self.child.wait();
     }
 }
 
@@ -201,4 +201,49 @@ pub fn package_program(package: &str, program: &str) -> PathBuf {
         assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
     }
     path
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sh(folder: &Path, script: &str) -> Watched {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]).env("MPMD_TESTS_MARK", folder);
+        Watched::start(command, folder, "sh")
+    }
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(20)
+    }
+
+    #[test]
+    fn nothing_outlives_a_test_not_even_what_a_process_started_and_left() {
+        let folder = tempfile::tempdir().unwrap();
+        let mark = folder.path().display().to_string();
+        let mut process = sh(folder.path(), "sleep 60 & echo started");
+        assert_eq!(process.wait(soon()).code, 0);
+        assert_eq!(processes_of(&mark).len(), 1, "the guard must see what is left");
+        drop(process);
+        let end = soon();
+        while !processes_of(&mark).is_empty() {
+            assert!(Instant::now() < end);
+            std::thread::sleep(LOOK);
+        }
+    }
+
+    #[test]
+    fn ends_are_told_as_a_shell_does() {
+        let folder = tempfile::tempdir().unwrap();
+        let end = sh(folder.path(), "echo out; echo err >&2; exit 3").wait(soon());
+        assert_eq!((end.code, end.stdout.as_str(), end.stderr.as_str()), (3, "out\n", "err\n"));
+        assert_eq!(sh(folder.path(), "kill -9 $$").wait(soon()).code, 137);
+    }
+
+    #[test]
+    #[should_panic(expected = "ended without \"more\"")]
+    fn waiting_for_a_line_ends_with_the_process() {
+        let folder = tempfile::tempdir().unwrap();
+        sh(folder.path(), "echo this").wait_for_output("more", soon());
+    }
 }

@@ -193,14 +193,15 @@ fn values_that_make_no_sense_are_shown() {
     };
     for (name, value) in [
         (variables::RANK, "first"),
-        (variables::RANK, "2"),
         (variables::WORLD_SIZE, "-2"),
-        (variables::WORLD_SIZE, "0"),
         (variables::COORDINATOR, "nowhere"),
         (variables::PATIENCE, "soon"),
         (variables::DEVICES_PER_PROCESS, "many"),
     ] {
         refused(&with(name, value), &[name, value]);
+    }
+    for (name, value) in [(variables::RANK, "2"), (variables::WORLD_SIZE, "0")] {
+        refused(&with(name, value), &["process number", "below the number of processes"]);
     }
     refused(&with(variables::JOB_TOKEN, "abc"), &[variables::JOB_TOKEN]);
 }

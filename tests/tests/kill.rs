@@ -23,7 +23,8 @@ fn names_an_operation(error: &str) -> bool {
 fn strike(mode: &str, patience: Duration, victim: usize, signal: Signal) -> (Vec<Ended>, Duration, String) {
     let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).patience(patience);
     let mut job = Job::start(options, &["looping", mode]);
-    job.wait_for_output("step 20\n");
+    // Far enough that all are at work.
+    job.wait_for_output("step 6\n");
     let begin = Instant::now();
     job.processes[victim].signal(signal);
     let deadline = job.deadline();
@@ -47,19 +48,21 @@ fn check_errors(victim: usize, ended: &[Ended], report: &str) {
         assert!(end.stderr.contains(&gone), "victim {victim} is not named in {}\n{report}", end.stderr);
         assert!(names_an_operation(&end.stderr), "no operation is named in {}\n{report}", end.stderr);
     }
-    // Some operation waited for it, and whoever it failed next has heard of that one.
-    assert!(ended.iter().any(|end| end.stderr.contains("waited for it")), "nothing waited\n{report}");
 }
 
 #[test]
 fn a_killed_process_is_named_by_every_other_within_five_seconds() {
-    for mode in ["reading", "running-ahead"] {
+    let mut waited = 0;
+    for mode in ["reading", "running-ahead", "large"] {
         for victim in 0..PROCESSES {
             let (ended, took, report) = strike(mode, Duration::from_secs(30), victim, Signal::KILL);
             check_errors(victim, &ended, &report);
             assert!(took <= SOON, "{mode}, victim {victim}: the last ended after {took:?}\n{report}");
+            waited += usize::from(ended.iter().any(|end| end.stderr.contains("waited for it")));
         }
     }
+    // A death between two waits is named with what was at hand; it cannot be so every time.
+    assert!(waited > 0, "no error names an operation that waited");
 }
 
 #[test]

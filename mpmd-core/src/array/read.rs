@@ -1,9 +1,11 @@
 //! Waiting for arrays and reading their values.
 
 use std::panic::Location;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use mpmd_transport::SharedBuffer;
+use parking_lot::Mutex;
 
 use super::{MpmdArray, Placed, Repr};
 use crate::aval::{HostArray, ShapedArray};
@@ -124,8 +126,7 @@ impl MpmdArray {
                 let shards: Vec<Slot> = placed.shards.iter().map(|shard| shard.slot.clone()).collect();
                 let placed = placed.clone();
                 collect_all(
-                    shards.into_iter(),
-                    Vec::new(),
+                    &shards,
                     Box::new(move |outcomes| {
                         let runtime = placed.runtime.clone();
                         runtime.call_back(Box::new(move || {
@@ -224,16 +225,26 @@ impl Placed {
 }
 
 /// Calls `then` with how the slots ended, once all have.
-fn collect_all(
-    mut slots: std::vec::IntoIter<Slot>,
-    mut ended: Vec<Outcome>,
-    then: Box<dyn FnOnce(Vec<Outcome>) + Send>,
-) {
-    match slots.next() {
-        None => then(ended),
-        Some(slot) => slot.on_end(move |outcome| {
-            ended.push(outcome.clone());
-            collect_all(slots, ended, then);
-        }),
+///
+/// Asks every slot now: what is issued later may take the buffer of one while another is not there yet.
+fn collect_all(slots: &[Slot], then: Box<dyn FnOnce(Vec<Outcome>) + Send>) {
+    let missing = slots.iter().map(|_| None).collect::<Vec<Option<Outcome>>>();
+    let collected = Arc::new(Mutex::new((missing, slots.len(), Some(then))));
+    for (i, slot) in slots.iter().enumerate() {
+        let collected = collected.clone();
+        slot.on_end(move |outcome| {
+            let mut guard = collected.lock();
+            let (outcomes, missing, then) = &mut *guard;
+            outcomes[i] = Some(outcome.clone());
+            *missing -= 1;
+            if *missing > 0 {
+                return;
+            }
+            let (outcomes, then) = (std::mem::take(outcomes), then.take());
+            drop(guard);
+            if let Some(then) = then {
+                then(outcomes.into_iter().flatten().collect());
+            }
+        });
     }
 }

@@ -117,7 +117,9 @@ impl<K: Kernel> DeviceCall<K> {
                 runtime.remember(&failure);
                 // Whoever waits for this device in a collective must not wait for ever.
                 for index in context.not_called() {
-                    context.exchange().poison(op, index, device, &seat.place.groups[index], &failure);
+                    let group = &seat.place.groups[index];
+                    context.exchange().poison(op, index, device, group, &failure);
+                    context.exchange().decline(op, index, device, group);
                 }
                 promises.into_iter().for_each(|promise| promise.keep(Err(failure.clone())));
             }
@@ -172,10 +174,12 @@ fn prepare_outputs(
             };
             let input = match memory {
                 // Somebody else may still read the donated memory; then it is copied like any other.
-                Memory::TakenOver => match input.into_owned() {
+                Memory::TakenOver if seat.inputs[index].region == info.region => match input.into_owned() {
                     Ok(buffer) => return Ok(buffer),
                     Err(shared) => shared,
                 },
+                // Host values are seen whole by every device, and an output may be a part of them.
+                Memory::TakenOver => input,
                 Memory::New(reservation) => {
                     let mut buffer = reservation?.allocate().map_err(failed)?;
                     copy_in(&input, &seat.inputs[index].region, &mut buffer, info);

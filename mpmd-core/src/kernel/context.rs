@@ -1,5 +1,7 @@
 //! What a running kernel knows of its place, and how it talks to the other devices of its mesh.
 
+use std::borrow::Cow;
+
 use super::signature::{Collective, CollectiveKind};
 use crate::aval::Element;
 use crate::error::{Error, Result};
@@ -90,13 +92,25 @@ impl<'a> Context<'a> {
         if group.len() == 1 {
             return Ok(());
         }
-        let mine = self.exchange.copy_in(bytemuck::cast_slice(values)).map_err(Error::failed)?;
+        let mine = self.exchange.copy_in(bytemuck::cast_slice(values)).map_err(|failure| {
+            // Nothing was given to the others: they must hear that nothing will be.
+            self.called = index;
+            Error::failed(failure)
+        })?;
         self.exchange.post(self.op, index, self.place.device, group, &mine);
         let parts =
             self.exchange.collect(self.op, index, self.place.device, group, &mine).map_err(Error::failed)?;
-        let parts: Vec<&[T]> = parts.iter().map(|part| bytemuck::cast_slice(&part[..])).collect();
-        for (i, value) in values.iter_mut().enumerate() {
-            *value = parts[1..].iter().fold(parts[0][i], |sum, part| sum + part[i]);
+        // In the order of the devices, so that the sums are the same bits everywhere.
+        for (i, part) in parts.iter().enumerate() {
+            // What a peer sent may have come in a buffer without alignment.
+            let part: Cow<'_, [T]> = match bytemuck::try_cast_slice(&part[..]) {
+                Ok(part) => Cow::Borrowed(part),
+                Err(_) => Cow::Owned(bytemuck::allocation::pod_collect_to_vec(&part[..])),
+            };
+            match i {
+                0 => values.copy_from_slice(&part),
+                _ => values.iter_mut().zip(&*part).for_each(|(sum, part)| *sum = *sum + *part),
+            }
         }
         Ok(())
     }

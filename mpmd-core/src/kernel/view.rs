@@ -68,6 +68,14 @@ fn check<T: Element>(found: DType) -> Result<(), ViewError> {
     if found == T::DTYPE { Ok(()) } else { Err(ViewError::DType { asked: T::DTYPE, found }) }
 }
 
+/// No bytes are no values wherever they lie: memory for them need not be aligned.
+fn values<T: Element>(bytes: &[u8]) -> Result<&[T], ViewError> {
+    if bytes.is_empty() {
+        return Ok(&[]);
+    }
+    bytemuck::checked::try_cast_slice(bytes).map_err(|_| ViewError::Invalid(T::DTYPE))
+}
+
 impl<'a> View<'a> {
     pub(crate) fn new(bytes: &'a [u8], info: &'a ShardInfo) -> Self {
         Self { bytes, info, in_place: false }
@@ -87,7 +95,7 @@ impl<'a> View<'a> {
         if self.in_place {
             return Err(ViewError::InPlace);
         }
-        bytemuck::checked::try_cast_slice(self.bytes).map_err(|_| ViewError::Invalid(T::DTYPE))
+        values(self.bytes)
     }
 
     /// The value of a region with one element.
@@ -130,6 +138,9 @@ impl<'a> ViewMut<'a> {
     /// Where the elements have another type.
     pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T], ViewError> {
         check::<T>(self.info.global.dtype())?;
+        if self.bytes.is_empty() {
+            return Ok(&mut []);
+        }
         if T::DTYPE == DType::Bool {
             // Arbitrary old bytes are no booleans.
             self.bytes.iter_mut().for_each(|byte| *byte &= 1);
@@ -144,7 +155,7 @@ impl<'a> ViewMut<'a> {
     /// Where the elements have another type.
     pub fn as_slice<T: Element>(&self) -> Result<&[T], ViewError> {
         check::<T>(self.info.global.dtype())?;
-        bytemuck::checked::try_cast_slice(self.bytes).map_err(|_| ViewError::Invalid(T::DTYPE))
+        values(self.bytes)
     }
 
     /// Sets every byte to zero, which is the zero of every type.

@@ -48,6 +48,10 @@ impl Program {
             let problem = format!("there is no process {from} among {}", self.processes());
             return Err(IssueProblem::Mesh(problem).at(at, "agree"));
         }
+        if from == self.process() {
+            // A process that only gives values must not run ahead of those that get them without end.
+            self.admit(at);
+        }
         let what = Agreement { from, of: std::any::type_name::<T>() };
         let op = self.issue([0xa6ee, u64::from(from.0)], Arc::new(what), at);
         if self.is_planning() {
@@ -93,7 +97,7 @@ impl Program {
         let (promise, slot) = Slot::new();
         let key = (op, u64::from(runtime.me.0));
         runtime.with_router(|router| {
-            router.expect_any_size(from, key, Waiter::Bytes { promise, from, op }, runtime.now());
+            router.expect_any_size(from, key, 0, Waiter::Bytes { promise, from, op }, runtime.now());
         });
         let _doing = runtime.status.enter(Doing::Waiting("agree", at));
         let outcome = loop {

@@ -54,9 +54,10 @@ impl Builder {
     }
 
     /// How far the program may run ahead of what has been carried out on this process: operations, and
-    /// bytes of their results. 1024 and 4 GiB by default.
+    /// bytes of their results. 1024 and 4 GiB by default; at most 4096 operations.
     pub fn run_ahead(mut self, ops: usize, bytes: u64) -> Self {
-        self.run_ahead_ops = ops.max(1);
+        // Handles that only pass others' memory on complete one another, so the stack bounds the chain.
+        self.run_ahead_ops = ops.clamp(1, 4096);
         self.run_ahead_bytes = bytes;
         self
     }
@@ -137,10 +138,12 @@ impl Builder {
     }
 
     fn config(&self) -> RuntimeConfig {
+        let patience = self.patience.unwrap_or(DEFAULT_PATIENCE);
         RuntimeConfig {
             epoch: connect::EPOCH,
-            patience: self.patience.unwrap_or(DEFAULT_PATIENCE),
-            heartbeat: self.heartbeat,
+            patience,
+            // A peer that is well must not count as lost between two heartbeats.
+            heartbeat: self.heartbeat.min(patience / 4),
             run_ahead_ops: self.run_ahead_ops,
             run_ahead_bytes: self.run_ahead_bytes,
             device_memory: self.device_memory,
@@ -150,4 +153,17 @@ impl Builder {
 
 fn no_threads(error: std::io::Error) -> Error {
     Error::Environment(format!("the threads of the runtime could not be started: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn heartbeats_come_more_often_than_silence_is_forgiven() {
+        for millis in [40, 400, 60_000] {
+            let config = Builder::default().patience(Duration::from_millis(millis)).config();
+            assert!(4 * config.heartbeat <= config.patience, "{config:?}");
+        }
+    }
 }

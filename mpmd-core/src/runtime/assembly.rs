@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use mpmd_transport::memory::Reservation;
+use mpmd_transport::memory::{ALIGNMENT, Reservation};
 use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, Payload, ProcessId, SharedBuffer};
 use parking_lot::Mutex;
@@ -110,7 +110,12 @@ impl Runtime {
         match result {
             Err(failure) => self.fail_shard(assembly, failure),
             Ok(Payload::Empty) => self.add_piece(assembly, region, Vec::new().into()),
-            Ok(Payload::Inline(bytes)) if region == assembly.region => assembly.end(Ok(bytes)),
+            // Kernels read shards as typed slices, so one that was read into memory without alignment is copied.
+            Ok(Payload::Inline(bytes))
+                if region == assembly.region && bytes.as_ptr().addr().is_multiple_of(ALIGNMENT) =>
+            {
+                assembly.end(Ok(bytes));
+            }
             Ok(Payload::Inline(bytes)) => self.add_piece(assembly, region, bytes),
             Ok(Payload::Waiting(fetch)) => {
                 let whole = region == assembly.region;

@@ -21,8 +21,9 @@ impl Handler for Door {
         let Some(runtime) = self.0.upgrade() else { return };
         let now = runtime.now();
         runtime.with_router(|router| match payload {
-            // Pieces keep their payload; control messages are read here.
-            Payload::Inline(bytes) if header.kind != Kind::Eager => {
+            // Pieces keep their payload, also where a transport hands a small one over at once; control
+            // messages are read here.
+            Payload::Inline(bytes) if !matches!(header.kind, Kind::Eager | Kind::Data) => {
                 router.arrived(from, header, Payload::Empty, &bytes, now);
             }
             payload => router.arrived(from, header, payload, &[], now),
@@ -93,13 +94,11 @@ impl Runtime {
             if let Some(failure) = self.trouble() {
                 return Err(failure);
             }
-            // The failure that ended a dispute may be known to the router a moment before it is known here.
-            let (here, failed) = self.with_router(|router| (router.still_here(), router.failed().cloned()));
-            if let Some(failure) = failed {
-                return Err(failure);
-            }
-            if here.is_empty() {
-                return self.trouble().map_or(Ok(()), Err);
+            // In one look: what the router knows may not have got to `trouble` yet.
+            let (all_left, trouble) =
+                self.with_router(|router| (router.still_here().is_empty(), router.trouble()));
+            if all_left {
+                return self.trouble().or(trouble).map_or(Ok(()), Err);
             }
             // The ticker finds peers that fall silent, so this ends; the time-out covers the moment
             // between the look above and the wait.

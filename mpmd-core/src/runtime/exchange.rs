@@ -95,7 +95,9 @@ impl Exchange {
                 self.runtime.mailbox.post(key, Ok(buffer.clone()));
             } else if let Some(process) = process {
                 let outgoing = Outgoing { buffer: buffer.clone(), guard: self.guard.clone() };
-                self.runtime.with_router(|router| router.offer(process, key, buffer.len() as u64, outgoing));
+                // Announced: a kernel that calls with another length on another device must get an error.
+                self.runtime
+                    .with_router(|router| router.announce(process, key, buffer.len() as u64, outgoing));
             }
         }
     }
@@ -116,6 +118,20 @@ impl Exchange {
                 self.runtime.mailbox.post(key, Err(failure.clone()));
             } else if let Some(process) = process {
                 self.runtime.with_router(|router| router.poison(process, key, failure));
+            }
+        }
+    }
+
+    /// Takes what the other devices of the group give to a collective that this one will not call, so that
+    /// no process waits to send it.
+    pub(crate) fn decline(&self, op: u64, index: usize, me: DeviceId, group: &[DeviceId]) {
+        for other in group.iter().filter(|other| **other != me) {
+            // What comes from this process waits for nobody, and goes with the call.
+            if let Some(process) = self.runtime.topology.process_of(*other)
+                && process != self.runtime.me
+            {
+                let (key, waiter) = ((op, piece(index, *other, me)), Waiter::Nobody(self.guard.clone()));
+                self.runtime.with_router(|router| router.decline(process, key, waiter, self.runtime.now()));
             }
         }
     }
@@ -142,7 +158,7 @@ impl Exchange {
                     let (promise, slot) = Slot::new();
                     let waiter = Waiter::Bytes { promise, from: process, op };
                     self.runtime.with_router(|router| {
-                        router.expect(process, key, mine.len() as u64, waiter, self.runtime.now());
+                        router.expect_any_size(process, key, mine.len() as u64, waiter, self.runtime.now());
                     });
                     slot
                 }

@@ -197,7 +197,10 @@ impl PutPlan {
                     let buffer = buffer.clone();
                     let mover = runtime.clone();
                     mover.move_data(Box::new(move || {
-                        match pack(&runtime, op, &buffer, &holds, &region, item) {
+                        let packed = pack(&runtime, op, &buffer, &holds, &region, item);
+                        // Before the operation can end: whoever waits for memory looks then.
+                        drop(buffer);
+                        match packed {
                             Ok(packed) => offer(&runtime, to, key, Outgoing { buffer: packed, guard }),
                             Err(failure) => {
                                 runtime.remember(&Arc::new(failure.clone()));
@@ -260,7 +263,7 @@ impl PutPlan {
                     promise,
                     guard.clone(),
                 );
-                self.fill_from_pieces(runtime, op, target, source, &assembly);
+                self.fill_from_pieces(runtime, op, guard, target, source, &assembly);
             }
         }
         slot
@@ -293,6 +296,7 @@ impl PutPlan {
         &self,
         runtime: &Arc<Runtime>,
         op: u64,
+        guard: &OpGuard,
         target: &Target,
         source: &Source<'_>,
         assembly: &Arc<Assembly>,
@@ -301,7 +305,7 @@ impl PutPlan {
             match origin {
                 Origin::Here { device, holds } => {
                     let Some(slot) = source.slot(*device) else { continue };
-                    let (runtime, assembly) = (runtime.clone(), assembly.clone());
+                    let (runtime, guard, assembly) = (runtime.clone(), guard.clone(), assembly.clone());
                     let (region, holds) = (region.clone(), holds.clone());
                     slot.on_end(move |outcome| match outcome {
                         Err(failure) => runtime.fail_shard(&assembly, failure.clone()),
@@ -310,6 +314,8 @@ impl PutPlan {
                             runtime.move_data(Box::new(move || {
                                 assembly.add(&region, &buffer, &holds);
                                 drop(buffer);
+                                // Only now: whoever waits for memory looks when the operation ends.
+                                drop(guard);
                             }));
                         }
                     });

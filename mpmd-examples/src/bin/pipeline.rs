@@ -28,8 +28,10 @@ struct Args {
     /// Rows of the batch
     #[arg(long, default_value_t = 256)]
     batch: usize,
+    /// Steps to train
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
     steps: u32,
+    /// Microbatches of a step, whose gradients are summed
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..))]
     microbatches: u16,
     /// Cut the batch into the microbatches; without it each microbatch is the whole batch

@@ -151,6 +151,10 @@ impl Progress {
     /// The time the steps took.
     fn finish(self) -> Duration {
         self.bar.finish();
+        if !self.bar.is_hidden() {
+            // The bar leaves the cursor at its end.
+            eprintln!();
+        }
         self.took
     }
 }

@@ -29,6 +29,9 @@ pub struct Layer<L> {
 }
 
 /// Where the time of kernels goes, added up over the devices of one process. Clones count together.
+///
+/// It is time on the clock: where there are fewer cores than devices, waiting for a core counts as
+/// whatever a device was waiting to do.
 #[derive(Clone, Debug, Default)]
 pub struct Meter {
     computing: Arc<AtomicU64>,

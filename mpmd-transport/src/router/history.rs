@@ -16,6 +16,10 @@ const REMEMBERED: usize = 8192;
 /// How many of them are shown to a peer that disagrees. They must fit a control message.
 const SHOWN: usize = 512;
 
+/// Stands in messages for the hash of an operation that the sender no longer remembers: it may have issued
+/// any number of operations that it has no part in. Never compared.
+pub(super) const UNKNOWN_HASH: u128 = 0;
+
 /// One issued operation.
 #[derive(Clone)]
 pub struct OpRecord {
@@ -96,6 +100,11 @@ impl History {
         if op == 0 { Some(0) } else { self.get(op).map(|record| record.hash) }
     }
 
+    /// Whether a peer's hash at `op` is known to be another one than this process's.
+    pub(super) fn differs(&self, op: u64, theirs: u128) -> bool {
+        theirs != UNKNOWN_HASH && self.hash_at(op).is_some_and(|mine| mine != theirs)
+    }
+
     pub(super) fn get(&self, op: u64) -> Option<&OpRecord> {
         self.entry(op).map(|(record, _)| record)
     }
@@ -136,7 +145,8 @@ pub(super) fn first_difference(
     let oldest =
         [mine, theirs].iter().filter_map(|shown| shown.records.first()).map(|r| r.op).max().unwrap_or(1);
     let first = (oldest..=last).find(|op| hash(mine, *op) != hash(theirs, *op)).unwrap_or(last);
-    let agreed_before = hash(mine, first - 1).is_some() && hash(mine, first - 1) == hash(theirs, first - 1);
+    let before = first.saturating_sub(1);
+    let agreed_before = hash(mine, before).is_some() && hash(mine, before) == hash(theirs, before);
     // What was issued may well be the same, a step earlier or later.
     let steps = |shown: &Shown| find(shown, first).map(|record| record.steps);
     let differ = steps(mine).zip(steps(theirs)).is_some_and(|(mine, theirs)| mine != theirs);

@@ -22,6 +22,7 @@
 //! a lower operation needs is ever held by a higher one.
 
 mod dispute;
+mod ends;
 mod failure;
 mod history;
 mod peer;
@@ -35,10 +36,10 @@ pub use failure::{Failure, FailureKind};
 pub use history::OpRecord;
 pub use watch::Answer;
 
-use crate::control;
 use crate::wire::{Header, Kind, ProcessId};
-use history::History;
-use peer::{Expected, Goodbye, Peer, PieceKey, Ready};
+use ends::{decode_failure, encode_failure};
+use history::{History, UNKNOWN_HASH};
+use peer::{Expected, Peer, PieceKey, Ready};
 
 /// Pieces up to this size may travel without a grant, in bytes.
 pub const EAGER_BYTES: u64 = 16 << 10;
@@ -142,6 +143,8 @@ pub struct Router<C: Cargo> {
     early: HashMap<(ProcessId, PieceKey), Early<C>>,
     failed: Option<Arc<Failure>>,
     next_heartbeat: Duration,
+    /// When time was last told to pass.
+    ticked: Duration,
     /// The lowest operation at which a peer's hash is to be compared; `u64::MAX` for none.
     next_check: u64,
     /// This process's own goodbye, once said.
@@ -160,6 +163,7 @@ impl<C: Cargo> Router<C> {
             early: HashMap::new(),
             failed: None,
             next_heartbeat: Duration::ZERO,
+            ticked: Duration::ZERO,
             next_check: u64::MAX,
             left: false,
             actions: Vec::new(),
@@ -229,7 +233,10 @@ impl<C: Cargo> Router<C> {
     ) {
         debug_assert!(op <= self.history.count(), "operation {op} was not issued");
         let key = (op, piece);
-        if let Some(failure) = self.why_never(from, op) {
+        // What has come is taken, also from a peer that has gone since.
+        let here = matches!(self.early.get(&(from, key)), Some(Early::Cargo(..) | Early::Poison(_)));
+        let never = if here { self.failed.clone() } else { self.why_never(from, op) };
+        if let Some(failure) = never {
             self.actions.push(Action::Deliver { waiter, result: Err(failure) });
             return;
         }
@@ -239,6 +246,7 @@ impl<C: Cargo> Router<C> {
             since: now,
             probe_at: now + watch::PROBE_AFTER,
             report_at: now + self.config.patience,
+            granted: false,
         };
         self.peers[from.index()].expected.insert(key, expected);
         match self.early.remove(&(from, key)) {
@@ -255,8 +263,29 @@ impl<C: Cargo> Router<C> {
     }
 
     /// As [`Router::expect`], for a piece whose size only its sender knows and [announces](Self::announce).
-    pub fn expect_any_size(&mut self, from: ProcessId, key: (u64, u64), waiter: C::Waiter, now: Duration) {
+    ///
+    /// Where it is `likely` to be large it is granted at once, which saves the announcement's way.
+    pub fn expect_any_size(
+        &mut self,
+        from: ProcessId,
+        key: (u64, u64),
+        likely: u64,
+        waiter: C::Waiter,
+        now: Duration,
+    ) {
         self.expect(from, key, ANY_SIZE, waiter, now);
+        if likely > EAGER_BYTES
+            && self.peers[from.index()].expected.get(&key).is_some_and(|expected| !expected.granted)
+        {
+            self.grant(from, key, likely);
+        }
+    }
+
+    /// An issued operation takes a piece that it has no use for any more, of whatever size, so that its
+    /// sender is rid of it.
+    pub fn decline(&mut self, from: ProcessId, key: (u64, u64), waiter: C::Waiter, now: Duration) {
+        // A sender that knows no better waits for a grant where the piece is large.
+        self.expect_any_size(from, key, u64::MAX, waiter, now);
     }
 
     /// A piece of an issued operation is ready to go to `to`, which does not know its size.
@@ -271,7 +300,7 @@ impl<C: Cargo> Router<C> {
     pub fn offer(&mut self, to: ProcessId, (op, piece): (u64, u64), bytes: u64, cargo: C::Outgoing) {
         let key = (op, piece);
         let peer = &mut self.peers[to.index()];
-        if self.failed.is_some() || !peer.is_reachable() {
+        if self.failed.is_some() || !peer.takes_pieces() {
             self.actions.push(Action::Discard(cargo));
             return;
         }
@@ -341,50 +370,6 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// A peer's connection ended, or the rendezvous says that it is gone.
-    pub fn peer_down(&mut self, process: ProcessId, why: &str) {
-        let peer = &mut self.peers[process.index()];
-        if peer.down.is_some() {
-            return;
-        }
-        peer.down = Some(why.to_owned());
-        let in_order = peer.goodbye.as_ref().is_some_and(|goodbye| goodbye.failure.is_none());
-        let expected = std::mem::take(&mut peer.expected);
-        let ready: Vec<_> = peer.ready.drain().collect();
-        let first_ready = ready.iter().map(|((op, _), _)| *op).min();
-        peer.granted.clear();
-        self.actions.extend(ready.into_iter().map(|(_, ready)| Action::Discard(ready.cargo)));
-        for ((op, _), expected) in expected {
-            let failure = self.lost(process, op);
-            self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure) });
-        }
-        if !in_order {
-            // Seen by a program none of whose waits was for it: what it was at says more than nothing.
-            let op = first_ready.unwrap_or(self.history.count());
-            let at = match first_ready {
-                Some(op) => format!("; {} waited for it to take its part", self.name(op)),
-                None if op > 0 => format!("; process {} had issued {}", self.config.process, self.name(op)),
-                None => String::new(),
-            };
-            let message = format!("process {process} is gone ({why}) before the program ended{at}");
-            let failure = Failure::new(FailureKind::PeerLost, process, op, message);
-            self.actions.push(Action::PeerLost(Arc::new(failure)));
-        }
-    }
-
-    /// The job has failed here: tells every wait and every peer.
-    pub fn fail(&mut self, failure: Arc<Failure>) {
-        if self.failed.is_some() {
-            return;
-        }
-        let body = encode_failure(&failure);
-        for process in self.reachable() {
-            let header = Header { bytes: body.len() as u64, op: failure.op, ..self.header(Kind::Failure) };
-            self.actions.push(Action::Post { to: process, header, body: Body::Control(body.clone()) });
-        }
-        self.fail_quietly(failure);
-    }
-
     /// This process ends a step: its neighbour compares.
     ///
     /// Each process tells the next one, so that together they compare all of them.
@@ -397,43 +382,6 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// This process issues nothing more; `failure` says why, where that is not the program's end.
-    pub fn goodbye(&mut self, failure: Option<&Failure>, now: Duration) {
-        if std::mem::replace(&mut self.left, true) {
-            return;
-        }
-        let body = failure.map(encode_failure).unwrap_or_default();
-        for process in self.reachable() {
-            let header =
-                Header { bytes: body.len() as u64, hash: self.history.hash(), ..self.header(Kind::Goodbye) };
-            let body = if body.is_empty() { Body::Empty } else { Body::Control(body.clone()) };
-            self.actions.push(Action::Post { to: process, header, body });
-        }
-        if let Some(failure) = failure {
-            // From here on this process compares nothing: it is known to have ended elsewhere.
-            self.fail_quietly(Arc::new(failure.clone()));
-            return;
-        }
-        for process in self.others() {
-            let ahead = self.peers[process.index()].check.take().map(|(count, _)| count);
-            if let Some(count) = ahead.filter(|count| *count > self.history.count()) {
-                // The peer got further than this process ever will.
-                self.dispute(process, count, now);
-            }
-            self.compare_end(process, now);
-        }
-    }
-
-    /// The peers that have neither said goodbye nor gone, or with whom it is not settled yet whether they
-    /// ran the same program.
-    pub fn still_here(&self) -> Vec<ProcessId> {
-        let is_open = |process: &ProcessId| {
-            let peer = &self.peers[process.index()];
-            !peer.has_left() || (peer.disputed.is_some() && self.failed.is_none())
-        };
-        self.others().filter(is_open).collect()
-    }
-
     /// Forgets what arrived for an operation that has ended here.
     pub fn forget(&mut self, op: u64) {
         self.early.retain(|(_, key), _| key.0 != op);
@@ -444,7 +392,7 @@ impl<C: Cargo> Router<C> {
 
     fn piece_message(&mut self, from: ProcessId, header: Header, incoming: C::Incoming, now: Duration) {
         let key = (header.op, header.piece);
-        if self.history.hash_at(header.op).is_some_and(|mine| mine != header.hash) {
+        if self.history.differs(header.op, header.hash) {
             self.dispute(from, header.op, now);
             return;
         }
@@ -457,8 +405,9 @@ impl<C: Cargo> Router<C> {
                 Some(ready) => self.post_piece(Kind::Data, from, key, ready.bytes, Body::Cargo(ready.cargo)),
                 None => drop(peer.granted.insert(key, header.hash)),
             },
-            Kind::Offer => match peer.expected.get(&key).map(|expected| expected.bytes) {
-                Some(bytes) => self.grant(from, key, bytes),
+            Kind::Offer => match peer.expected.get(&key).map(|expected| (expected.bytes, expected.granted)) {
+                Some((_, true)) => {}
+                Some((bytes, false)) => self.grant(from, key, bytes),
                 None => drop(self.early.insert((from, key), Early::Offered)),
             },
             _ if peer.expected.contains_key(&key) => self.deliver(from, header, incoming, now),
@@ -501,79 +450,20 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    fn peer_left(&mut self, from: ProcessId, header: Header, control: &[u8], now: Duration) {
-        let failure = (!control.is_empty()).then(|| Arc::new(decode_failure(from, 0, control)));
-        let peer = &mut self.peers[from.index()];
-        peer.goodbye = Some(Goodbye { count: header.count, failure: failure.clone() });
-        if let Some(failure) = failure {
-            for (_, expected) in std::mem::take(&mut peer.expected) {
-                self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure.clone()) });
-            }
-            self.actions.push(Action::PeerLost(failure));
-            return;
-        }
-        let beyond = peer.expected.keys().map(|key| key.0).find(|op| *op > header.count);
-        match beyond {
-            Some(op) => self.dispute(from, op, now),
-            None => {
-                self.compare(from, header.count, header.hash, now);
-                self.compare_end(from, now);
-            }
-        }
-    }
-
-    /// Why a piece of `op` will never come from `from`, where that is known already.
-    fn why_never(&self, from: ProcessId, op: u64) -> Option<Arc<Failure>> {
-        if let Some(failure) = &self.failed {
-            return Some(failure.clone());
-        }
-        let peer = &self.peers[from.index()];
-        if let Some(failure) = peer.goodbye.as_ref().and_then(|goodbye| goodbye.failure.clone()) {
-            return Some(failure);
-        }
-        peer.down.is_some().then(|| self.lost(from, op))
-    }
-
-    /// The failure of an operation whose piece broke off because its sender went away.
-    pub fn lost_while(&self, process: ProcessId, op: u64, why: &str) -> Arc<Failure> {
-        let what = self.name(op);
-        let message = format!("process {process} is gone ({why}); {what} waited for it");
-        Arc::new(Failure::new(FailureKind::PeerLost, process, op, message))
-    }
-
-    fn lost(&self, process: ProcessId, op: u64) -> Arc<Failure> {
-        let why = self.peers[process.index()].down.as_deref().unwrap_or("unknown");
-        self.lost_while(process, op, why)
-    }
-
     /// What an operation is called in messages.
     fn name(&self, op: u64) -> String {
         self.history.get(op).map_or_else(|| format!("operation {op}"), ToString::to_string)
     }
 
-    fn fail_quietly(&mut self, failure: Arc<Failure>) {
-        if self.failed.is_some() {
-            return;
-        }
-        self.failed = Some(failure.clone());
-        for peer in &mut self.peers {
-            for (_, expected) in std::mem::take(&mut peer.expected) {
-                self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure.clone()) });
-            }
-            let ready: Vec<_> = peer.ready.drain().collect();
-            self.actions.extend(ready.into_iter().map(|(_, ready)| Action::Discard(ready.cargo)));
-        }
-        self.early.clear();
-        self.parked.clear();
-        self.actions.push(Action::Failed(failure));
-    }
-
     fn grant(&mut self, to: ProcessId, key: PieceKey, bytes: u64) {
+        if let Some(expected) = self.peers[to.index()].expected.get_mut(&key) {
+            expected.granted = true;
+        }
         self.post_piece(Kind::Grant, to, key, bytes, Body::Empty);
     }
 
     fn post_piece(&mut self, kind: Kind, to: ProcessId, key: PieceKey, bytes: u64, body: Body<C::Outgoing>) {
-        let hash = self.history.hash_at(key.0).unwrap_or_default();
+        let hash = self.history.hash_at(key.0).unwrap_or(UNKNOWN_HASH);
         let header = Header { op: key.0, piece: key.1, bytes, hash, ..self.header(kind) };
         self.actions.push(Action::Post { to, header, body });
     }
@@ -590,20 +480,6 @@ impl<C: Cargo> Router<C> {
     fn reachable(&self) -> Vec<ProcessId> {
         self.others().filter(|process| self.peers[process.index()].is_reachable()).collect()
     }
-}
-
-fn encode_failure(failure: &Failure) -> Vec<u8> {
-    let mut failure = failure.clone();
-    // An error text without end must not keep the failure from arriving.
-    let keep = (0..=failure.message.len().min(16 << 10)).rev().find(|i| failure.message.is_char_boundary(*i));
-    failure.message.truncate(keep.unwrap_or(0));
-    control::encode(&failure).unwrap_or_default()
-}
-
-fn decode_failure(from: ProcessId, op: u64, bytes: &[u8]) -> Failure {
-    control::decode(bytes).unwrap_or_else(|why| {
-        Failure::new(FailureKind::Transport, from, op, format!("process {from} failed, and {why}"))
-    })
 }
 
 #[cfg(test)]

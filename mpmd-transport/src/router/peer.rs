@@ -19,6 +19,8 @@ pub(super) struct Expected<C: Cargo> {
     pub(super) probe_at: Duration,
     /// When the next hang report is due.
     pub(super) report_at: Duration,
+    /// Whether the sender was told to send it.
+    pub(super) granted: bool,
 }
 
 /// A piece that is ready here and waits for the peer's grant.
@@ -79,6 +81,11 @@ impl<C: Cargo> Peer<C> {
     /// Whether messages to it make sense.
     pub(super) fn is_reachable(&self) -> bool {
         self.down.is_none()
+    }
+
+    /// Whether it may still ask for pieces.
+    pub(super) fn takes_pieces(&self) -> bool {
+        self.is_reachable() && self.goodbye.as_ref().is_none_or(|goodbye| goodbye.failure.is_none())
     }
 
     /// Whether it has left the job, in order or not.

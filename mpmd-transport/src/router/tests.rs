@@ -37,6 +37,7 @@ struct Job {
     flying: Vec<Message>,
     outcomes: HashMap<(usize, PieceKey), Outcome>,
     reports: Vec<String>,
+    discarded: usize,
     seeded: Seeded,
     /// Milliseconds.
     now: u64,
@@ -72,6 +73,7 @@ impl Job {
             flying: Vec::new(),
             outcomes: HashMap::new(),
             reports: Vec::new(),
+            discarded: 0,
             seeded: Seeded(seed),
             now: 0,
             max_delay,
@@ -118,7 +120,8 @@ impl Job {
                     self.act(process);
                 }
                 Action::HangReport(text) => self.reports.push(text),
-                Action::Discard(_) | Action::PeerLost(_) | Action::Failed(_) => {}
+                Action::Discard(_) => self.discarded += 1,
+                Action::PeerLost(_) | Action::Failed(_) => {}
             }
         }
     }
@@ -429,6 +432,26 @@ fn a_step_that_ends_elsewhere_is_a_difference_that_is_named() {
 }
 
 #[test]
+fn what_has_come_is_taken_also_from_a_peer_that_has_gone_since() {
+    for in_order in [true, false] {
+        let mut job = Job::new(2, 15, 0);
+        job.issue(0, 1, "op");
+        job.offer(0, 1, (1, 0), 10);
+        if in_order {
+            job.routers[0].goodbye(None, at(job.now));
+            job.act(0);
+        }
+        job.run(5);
+        job.kill(0);
+        job.issue(1, 1, "op");
+        job.expect(1, 0, (1, 0), 10);
+        job.expect(1, 0, (1, 1), 10);
+        assert_eq!(job.outcomes[&(1, (1, 0))].as_ref().unwrap(), &body((1, 0), 10), "in order: {in_order}");
+        assert!(job.outcomes[&(1, (1, 1))].is_err(), "and what has not come never will");
+    }
+}
+
+#[test]
 fn a_loss_that_nothing_waits_for_names_what_was_at_hand() {
     let lost = |job: &mut Job| {
         job.routers[0].peer_down(ProcessId(1), "connection reset");
@@ -496,4 +519,62 @@ fn messages_of_another_incarnation_are_ignored() {
     job.routers[1].arrived(ProcessId(0), header, vec![1, 2, 3], &[], at(1));
     job.act(1);
     assert!(job.outcomes.is_empty());
+}
+
+#[test]
+fn an_operation_too_old_to_be_remembered_by_one_side_is_no_difference() {
+    let mut job = Job::new(2, 12, 3);
+    for process in 0..2 {
+        job.issue(process, 7, "device_put");
+        job.issue(process, 8, "device_put");
+    }
+    // Process 0 goes on with operations of others; its pieces of the first two, to and fro, take their time.
+    for op in 3..10_000 {
+        job.issue(0, op, "elsewhere");
+    }
+    job.expect(0, 1, (1, 0), 10);
+    job.expect(1, 0, (2, 0), 100_000);
+    job.run(400);
+    job.offer(1, 0, (1, 0), 10);
+    job.offer(0, 1, (2, 0), 100_000);
+    job.run(50);
+    assert!(job.routers.iter().all(|router| router.failed().is_none()));
+    assert!(job.outcomes[&(0, (1, 0))].is_ok() && job.outcomes[&(1, (2, 0))].is_ok());
+}
+
+#[test]
+fn a_piece_nobody_wants_any_more_leaves_its_sender_whatever_its_size() {
+    for (seed, bytes) in [(1, 10), (2, EAGER_BYTES + 1), (3, 70_000)] {
+        let mut job = Job::new(2, seed, 10);
+        job.issue(0, 1, "collective");
+        job.issue(1, 1, "collective");
+        if seed == 2 {
+            job.offer(0, 1, (1, 0), bytes);
+        }
+        let now = at(job.now);
+        job.routers[1].decline(ProcessId(0), (1, 0), (1, 0), now);
+        job.act(1);
+        job.run(30);
+        if seed != 2 {
+            job.offer(0, 1, (1, 0), bytes);
+        }
+        job.run(30);
+        assert!(job.outcomes[&(1, (1, 0))].is_ok(), "{bytes} bytes");
+    }
+}
+
+#[test]
+fn a_piece_for_a_peer_that_left_with_an_error_is_let_go() {
+    let mut job = Job::new(2, 13, 0);
+    job.issue(0, 1, "device_put");
+    job.issue(0, 2, "device_put");
+    job.offer(0, 1, (1, 0), 100_000);
+    assert_eq!(job.discarded, 0);
+    let failure = Failure::new(FailureKind::Left, ProcessId(1), 0, "out of data");
+    job.routers[1].goodbye(Some(&failure), at(0));
+    job.act(1);
+    job.run(5);
+    assert_eq!(job.discarded, 1);
+    job.offer(0, 1, (2, 0), 100_000);
+    assert_eq!(job.discarded, 2);
 }

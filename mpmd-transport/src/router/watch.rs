@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::history::UNKNOWN_HASH;
 use super::{Action, Body, Cargo, Router};
 use crate::control;
 use crate::wire::{Header, Kind, ProcessId};
@@ -31,6 +32,11 @@ pub struct Answer {
 impl<C: Cargo> Router<C> {
     /// Time has passed. Call it a few times a second.
     pub fn tick(&mut self, now: Duration) {
+        if now > self.ticked + self.config.patience / 2 {
+            // This process was stopped, not its peers: what they sent meanwhile is still to be read.
+            self.peers.iter_mut().for_each(|peer| peer.heard = now);
+        }
+        self.ticked = now;
         for process in self.others() {
             self.compare_end(process, now);
         }
@@ -58,7 +64,7 @@ impl<C: Cargo> Router<C> {
 
     pub(super) fn probed(&mut self, from: ProcessId, header: Header, now: Duration) {
         if header.op <= self.history.count() {
-            if self.history.hash_at(header.op).is_some_and(|mine| mine != header.hash) {
+            if self.history.differs(header.op, header.hash) {
                 self.dispute(from, header.op, now);
                 return;
             }
@@ -100,14 +106,14 @@ impl<C: Cargo> Router<C> {
         let patience = self.config.patience;
         let mut probe = None;
         let mut report = None;
-        for (key, expected) in &mut self.peers[process.index()].expected {
-            // The lowest operation stands for those behind it.
-            if now >= expected.probe_at && probe.is_none() {
+        // The lowest operation stands for those behind it.
+        if let Some((key, expected)) = self.peers[process.index()].expected.iter_mut().next() {
+            if now >= expected.probe_at {
                 probe = Some(*key);
                 let waited = now.saturating_sub(expected.since);
                 expected.probe_at = now + waited.clamp(PROBE_AFTER, PROBE_AT_MOST);
             }
-            if now >= expected.report_at && report.is_none() {
+            if now >= expected.report_at {
                 report = Some((*key, now.saturating_sub(expected.since)));
                 expected.report_at = now + patience;
             }
@@ -115,7 +121,7 @@ impl<C: Cargo> Router<C> {
         if let Some((op, piece)) = probe
             && self.peers[process.index()].is_reachable()
         {
-            let hash = self.history.hash_at(op).unwrap_or_default();
+            let hash = self.history.hash_at(op).unwrap_or(UNKNOWN_HASH);
             let header = Header { op, piece, hash, ..self.header(Kind::Probe) };
             self.actions.push(Action::Post { to: process, header, body: Body::Empty });
         }

@@ -23,7 +23,10 @@ pub(super) fn short_lead(builder: Builder) -> Builder {
     builder.run_ahead(64, 1 << 30)
 }
 
-/// Runs until somebody ends it. With the argument `reading` every process waits for its part of each
+/// More than a socket takes at once: whoever dies leaves pieces of it half sent.
+const LARGE: [usize; 2] = [1024, 2048];
+
+/// Runs until somebody ends it. With the argument `large` the arrays are, else some are small. With the argument `reading` every process waits for its part of each
 /// step, else none ever waits for anything but its own lead.
 pub(super) fn ring(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let stages = p.mesh(&[("stage", 4)])?.split("stage")?;
@@ -33,7 +36,8 @@ pub(super) fn ring(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
         steps.push(p.jit(each).on(stage).outputs(stage.replicated()).build()?);
     }
     let mut batch = Vec::new();
-    for shape in [WIDE, NARROW, WIDE].into_iter().take(MICROBATCHES) {
+    let large = args.contains(&"large");
+    for shape in if large { [LARGE; MICROBATCHES] } else { [WIDE, NARROW, WIDE] } {
         batch.push(p.make(f32s(shape), &stages[0].replicated(), |_, mut view| Ok(view.fill(0.0f32)?))?);
     }
     for step in 0..STEPS {

@@ -1,0 +1,102 @@
+//! Two stages on two meshes, and arrays that move from one to the other: `cargo run --bin basic`.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use mpmd_core::prelude::*;
+use mpmd_examples::job::{self, JobArgs};
+
+/// Add one on devices 0 to 3, double on devices 4 to 7; print what is where.
+#[derive(Parser)]
+struct Args {
+    #[command(flatten)]
+    job: JobArgs,
+    /// Rows of the arrays, a multiple of 4
+    #[arg(long, default_value_t = 512)]
+    rows: usize,
+    /// Columns of the arrays
+    #[arg(long, default_value_t = 4096)]
+    columns: usize,
+    /// How often to do it
+    #[arg(long, default_value_t = 3)]
+    rounds: usize,
+}
+
+fn main() -> anyhow::Result<ExitCode> {
+    let args = Args::parse();
+    job::run(&args.job, 2, 8, |p| program(p, &args))
+}
+
+fn program(p: &mut Program, args: &Args) -> Result<()> {
+    let stages = p.mesh(&[("stage", 2), ("data", 4)])?.split("stage")?;
+    let [front, back] = [&stages[0], &stages[1]].map(|mesh| mesh.sharding(spec!["data"]));
+    let add_one = p.jit(AddOne).on(&stages[0]).outputs(&front).build()?;
+    let double = p.jit(Double).on(&stages[1]).outputs(&back).build()?;
+
+    let shape = f32s([args.rows, args.columns]);
+    let a = p.make(shape.clone(), &front, |_, mut a| Ok(a.fill(0.0f32)?))?;
+    let b = p.make(shape, &front, |_, mut b| Ok(b.fill(1.0f32)?))?;
+    for round in 0..args.rounds {
+        // Everything is issued before anything is waited for: `b` is computed while `a` is on its way.
+        let mut both_stages = |x: &MpmdArray| {
+            let x = add_one.call(p, x.clone())?;
+            let x = p.device_put(&x, &back)?;
+            double.call(p, x)
+        };
+        let (a2, b2) = (both_stages(&a)?, both_stages(&b)?);
+        println!("process {}, round {round}: a2 {}", p.process(), arrived(&a2, 2.0)?);
+        println!("process {}, round {round}: b2 {}", p.process(), arrived(&b2, 4.0)?);
+        p.step_end()?;
+    }
+    Ok(())
+}
+
+/// What this process holds of an array, each element of which must be `expected`.
+fn arrived(x: &MpmdArray, expected: f32) -> Result<String> {
+    if x.is_fully_remote() {
+        return Ok(format!("is a handle: {} on other processes", x.aval()));
+    }
+    let mut places = Vec::new();
+    for shard in x.addressable_shards()? {
+        let place = format!("rows {:?} on device {}", shard.region.range(0), shard.device);
+        if let Some(value) = shard.data.as_slice::<f32>()?.iter().find(|value| **value != expected) {
+            return Err(Error::kernel(format!("{place}: {value} instead of {expected}")));
+        }
+        places.push(place);
+    }
+    Ok(format!("is {expected:?} everywhere in {}", places.join(", ")))
+}
+
+struct AddOne;
+
+impl Kernel for AddOne {
+    type In = MpmdArray;
+    type Out = MpmdArray;
+
+    fn infer(&self, x: &ShapedArray) -> Result<Signature<ShapedArray>> {
+        Ok(Signature::new(x.clone()))
+    }
+
+    fn run(&self, _: &mut Context<'_>, x: View<'_>, mut y: ViewMut<'_>) -> Result<()> {
+        let (x, y) = (x.as_slice::<f32>()?, y.as_mut_slice::<f32>()?);
+        y.iter_mut().zip(x).for_each(|(y, x)| *y = x + 1.0);
+        Ok(())
+    }
+}
+
+struct Double;
+
+impl Kernel for Double {
+    type In = MpmdArray;
+    type Out = MpmdArray;
+
+    fn infer(&self, x: &ShapedArray) -> Result<Signature<ShapedArray>> {
+        Ok(Signature::new(x.clone()))
+    }
+
+    fn run(&self, _: &mut Context<'_>, x: View<'_>, mut y: ViewMut<'_>) -> Result<()> {
+        let (x, y) = (x.as_slice::<f32>()?, y.as_mut_slice::<f32>()?);
+        y.iter_mut().zip(x).for_each(|(y, x)| *y = x * 2.0);
+        Ok(())
+    }
+}

@@ -1,0 +1,108 @@
+//! The example programs as a user starts them: plainly, as threads, and by `mpmd run`.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use mpmd_tests::{Ended, Watched, bare_command, package_program, processes_of};
+use tempfile::TempDir;
+
+/// None of them takes so long, on any machine.
+const LONG: Duration = Duration::from_secs(120);
+
+/// Runs a program of the examples with these arguments, by `mpmd run` where `launched` says how many
+/// processes; nothing may be left of it.
+fn run(folder: &Path, launched: Option<usize>, program: &str, args: &[&str]) -> Ended {
+    let program = package_program("mpmd-examples", program);
+    let mut command = match launched {
+        None => bare_command(&program),
+        Some(processes) => {
+            let mut command = bare_command(&package_program("mpmd-cli", "mpmd"));
+            command.args(["run", "-n", &processes.to_string(), "--"]).arg(&program);
+            command
+        }
+    };
+    let mark = format!("{}", folder.display());
+    command.args(args).env("MPMD_TESTS_MARK", &mark);
+    let mut process = Watched::start(command, folder, "example");
+    let end = process.wait(Instant::now() + LONG);
+    let left = processes_of(&mark);
+    assert!(left.is_empty(), "processes {left:?} are left\n{}", process.report());
+    end
+}
+
+fn folder() -> TempDir {
+    tempfile::tempdir().expect("a folder for the test")
+}
+
+fn check_passes(launched: Option<usize>, args: &[&str]) {
+    let end = run(folder().path(), launched, "pipeline", args);
+    assert_eq!(end.code, 0, "{launched:?} {args:?}:\n{}\n{}", end.stdout, end.stderr);
+    // Compared, and not just run.
+    assert!(end.stdout.contains("0.179679") || end.stdout.contains("2.217942"), "{args:?}:\n{}", end.stdout);
+}
+
+#[test]
+fn the_pipelines_check_passes_at_any_number_of_processes_over_any_transport() {
+    for transport in ["inproc", "tcp"] {
+        for processes in ["1", "2", "4", "8"] {
+            check_passes(None, &["--check", "--processes", processes, "--transport", transport]);
+        }
+    }
+}
+
+#[test]
+fn the_pipelines_check_passes_under_the_launcher() {
+    for processes in [1, 2, 4, 8] {
+        check_passes(Some(processes), &["--check"]);
+    }
+}
+
+#[test]
+fn a_number_that_is_off_is_a_failure_of_the_job() {
+    let off = ["--check", "--learning-rate", "0.011"];
+    for launched in [None, Some(4)] {
+        let end = run(folder().path(), launched, "pipeline", &off);
+        assert_eq!(end.code, 1, "{launched:?}:\n{}\n{}", end.stdout, end.stderr);
+        assert!(end.stderr.contains("a number is off: "), "{launched:?}:\n{}", end.stderr);
+    }
+    let end = run(folder().path(), None, "pipeline", &[&off[..], &["--transport", "inproc"]].concat());
+    assert_eq!(end.code, 1, "{}\n{}", end.stdout, end.stderr);
+}
+
+/// The losses of a short training, with all their bits.
+fn losses(launched: Option<usize>, args: &[&str]) -> String {
+    let folder = folder();
+    let file = folder.path().join("losses");
+    let text = folder.path().join("text");
+    // The same for ever, whatever becomes of the repository.
+    let line = |i: usize| format!("line {i} says {} and {}\n", i * i % 97, i * 31 % 89);
+    std::fs::write(&text, (0..4000).map(line).collect::<String>()).expect("the test's own folder");
+    let (file_name, text_name) = (file.display().to_string(), text.display().to_string());
+    let fixed = ["--steps", "6", "--width", "8", "--hidden", "32", "--rows", "16", "--losses-out"];
+    let args = [&fixed[..], &[&file_name, &text_name], args].concat();
+    let end = run(folder.path(), launched, "train_mlp", &args);
+    assert_eq!(end.code, 0, "{launched:?} {args:?}:\n{}\n{}", end.stdout, end.stderr);
+    let losses = std::fs::read_to_string(&file).expect("the program writes them");
+    assert_eq!(losses.lines().count(), 6, "{losses}");
+    losses
+}
+
+#[test]
+fn losses_of_the_training_are_the_same_to_the_bit_however_it_is_run() {
+    let alone = losses(None, &["--processes", "1"]);
+    for transport in ["inproc", "tcp"] {
+        for processes in ["2", "4"] {
+            let found = losses(None, &["--processes", processes, "--transport", transport]);
+            assert_eq!(found, alone, "{processes} processes over {transport}");
+        }
+    }
+    assert_eq!(losses(Some(4), &[]), alone, "under the launcher");
+    assert_ne!(losses(None, &["--processes", "1", "--seed", "77"]), alone, "they depend on the seed");
+}
+
+#[test]
+fn a_launcher_asks_for_processes_that_do_not_divide_the_devices() {
+    let end = run(folder().path(), Some(3), "pipeline", &["--check"]);
+    assert_eq!(end.code, 1, "{}\n{}", end.stdout, end.stderr);
+    assert!(end.stderr.contains("8 devices cannot be spread evenly over 3 processes"), "{}", end.stderr);
+}
