@@ -68,15 +68,21 @@
 pub mod adamw;
 pub mod attention;
 pub mod block;
+pub mod clock;
+pub mod data;
 pub mod embed;
 pub mod head;
 mod lanes;
 pub mod loss;
 pub mod mlp;
 pub mod norm;
+pub mod optimizer;
+pub mod params;
 mod shape;
+pub mod stages;
 #[cfg(test)]
 mod testing;
+pub mod train;
 
 pub use shape::{BlockShape, Initial, LeafShape};
 
