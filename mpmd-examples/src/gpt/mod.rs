@@ -67,6 +67,7 @@
 
 pub mod adamw;
 pub mod attention;
+pub mod bigram;
 pub mod block;
 pub mod clock;
 pub mod data;
@@ -78,6 +79,7 @@ pub mod mlp;
 pub mod norm;
 pub mod optimizer;
 pub mod params;
+pub mod sample;
 mod shape;
 pub mod stages;
 #[cfg(test)]

@@ -77,7 +77,14 @@ impl Config {
         self.microbatches * self.batch * self.model.time
     }
 
-    fn check(&self) -> Result<()> {
+    /// Whether the sizes fit each other.
+    ///
+    /// # Errors
+    ///
+    /// The first that does not.
+    pub fn check(&self) -> Result<()> {
+        self.model.parts(self.stages)?;
+        self.schedule()?;
         let Self { model, model_parallel, batch, microbatches, .. } = self;
         if [*model_parallel, *batch, *microbatches].contains(&0) {
             return Err(Error::kernel(format!("a size of zero in {self:?}")));

@@ -1,0 +1,321 @@
+//! Trains a byte-level transformer on text as a pipeline: by default four stages in four processes.
+//!
+//! ```sh
+//! cargo run --release --bin train_gpt                       # on the text of this repository
+//! cargo run --release --bin train_gpt -- --stages 2 --processes 2 --steps 100 ~/notes README.md
+//! ```
+
+use std::fs::File;
+use std::io::{BufWriter, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use clap::Parser;
+use clap::builder::RangedU64ValueParser;
+use indicatif::{ProgressBar, ProgressStyle};
+use mpmd_core::{ProcessId, Program};
+use mpmd_examples::gpt::adamw::WarmupCosine;
+use mpmd_examples::gpt::bigram::bigram_losses;
+use mpmd_examples::gpt::clock::Pass;
+use mpmd_examples::gpt::params::Model;
+use mpmd_examples::gpt::sample::{next_byte, printable};
+use mpmd_examples::gpt::train::{Config, StepReport, Trainer, train};
+use mpmd_examples::job::{self, JobArgs};
+use mpmd_examples::text::Text;
+
+/// Train a byte-level transformer on text, as a pipeline
+#[derive(Parser)]
+struct Args {
+    /// Files and folders to train on; the text of this repository where there are none
+    paths: Vec<PathBuf>,
+    /// Blocks
+    #[arg(long, default_value_t = Config::default().model.layers, value_parser = at_least(1))]
+    layers: usize,
+    /// Columns of the rows that go from block to block; the MLPs' hidden columns are four times as many
+    #[arg(long, default_value_t = Config::default().model.width, value_parser = at_least(1))]
+    width: usize,
+    /// Attention heads of a block
+    #[arg(long, default_value_t = Config::default().model.heads, value_parser = at_least(1))]
+    heads: usize,
+    /// Bytes of a sequence
+    #[arg(long, default_value_t = Config::default().model.time, value_parser = at_least(1))]
+    time: usize,
+    /// Sequences of a microbatch
+    #[arg(long, default_value_t = Config::default().batch, value_parser = at_least(1))]
+    batch: usize,
+    /// Microbatches of a step
+    #[arg(long, default_value_t = Config::default().microbatches, value_parser = at_least(1))]
+    microbatches: usize,
+    /// Updates
+    #[arg(long, default_value_t = Config::default().rates.total as usize, value_parser = at_least(1))]
+    steps: usize,
+    /// Train for this long instead: the learning rate then follows the time, and losses are not the same
+    /// from run to run
+    #[arg(long, conflicts_with = "steps")]
+    seconds: Option<f64>,
+    /// Highest learning rate
+    #[arg(long = "lr", default_value_t = Config::default().rates.peak)]
+    learning_rate: f64,
+    /// Chooses the initial weights, the sequences of each step, and the continuation
+    #[arg(long, default_value_t = Config::default().seed)]
+    seed: u64,
+    /// Order of the microbatches: gpipe or 1f1b
+    #[arg(long, default_value_t = Config::default().schedule, value_parser = ["gpipe", "1f1b"])]
+    schedule: String,
+    /// Stages of the pipeline
+    #[arg(long, default_value_t = Config::default().stages, value_parser = at_least(1))]
+    stages: usize,
+    /// Devices of each stage, over which its matrices are sharded
+    #[arg(long, default_value_t = Config::default().model_parallel, value_parser = at_least(1))]
+    model_parallel: usize,
+    /// What the model continues at the end
+    #[arg(long, default_value = "/// The ")]
+    prompt: String,
+    /// How many bytes it continues it with
+    #[arg(long, default_value_t = 200)]
+    sample: usize,
+    /// How freely: 0 takes the likeliest byte each time
+    #[arg(long, default_value_t = 0.7)]
+    temperature: f32,
+    /// Write each step's loss here, with all bits: step, loss, and its bits in hexadecimal
+    #[arg(long, value_name = "FILE")]
+    losses_out: Option<PathBuf>,
+    #[command(flatten)]
+    job: JobArgs,
+}
+
+fn at_least(least: u64) -> RangedU64ValueParser<usize> {
+    // More would not fit into memory; the bound keeps products of sizes from overflowing.
+    RangedU64ValueParser::new().range(least..=1 << 20)
+}
+
+fn main() -> anyhow::Result<ExitCode> {
+    let args = Args::parse();
+    let config = args.config();
+    // Before any process is started, so that a path or a size that is wrong is one message.
+    config.check()?;
+    let text =
+        Arc::new(if args.paths.is_empty() { Text::of_this_repository() } else { Text::read(&args.paths) }?);
+    job::run(&args.job, config.devices().min(4), config.devices(), |p| run(p, &args, &config, &text))
+}
+
+impl Args {
+    fn config(&self) -> Config {
+        let Self { layers, width, heads, time, batch, microbatches, stages, model_parallel, seed, .. } = *self;
+        let total = self.steps as u64;
+        let warmup = Config::default().rates.warmup.min(total / 4);
+        let rates =
+            WarmupCosine { peak: self.learning_rate, floor: 0.05 * self.learning_rate, warmup, total };
+        Config {
+            model: Model { layers, width, heads, hidden: 4 * width, time },
+            stages,
+            model_parallel,
+            batch,
+            microbatches,
+            schedule: self.schedule.clone(),
+            rates,
+            seed,
+            ..Config::default()
+        }
+    }
+}
+
+fn run(p: &mut Program, args: &Args, config: &Config, text: &Arc<Text>) -> anyhow::Result<()> {
+    let first = p.process() == ProcessId(0);
+    let losses_out = args.losses_out.as_deref().filter(|_| first).map(create).transpose()?;
+    if first {
+        announce(p, text, args, config);
+    }
+    let mut trainer = Trainer::<f32>::new(p, text, config)?;
+    let start = Instant::now();
+    let length = Length::new(args, config, start);
+    let mut progress = first.then(|| Progress::new(args, config, start));
+    let mut losses = Vec::new();
+    let more = |steps| length.rate(steps);
+    train(p, &mut trainer, more, |report| {
+        losses.push((report.step, report.loss));
+        progress.iter_mut().for_each(|progress| progress.show(report));
+    })?;
+    let took = start.elapsed();
+    progress.iter().for_each(Progress::finish);
+    let table = time_table(p, &trainer, took)?;
+    let held_out = trainer.held_out_loss(p)?;
+    let prompt = args.prompt.as_bytes();
+    let choose = |logits: &[f32], position| next_byte(logits, args.temperature, args.seed, position);
+    let continuation = trainer.sample(p, prompt, args.sample, choose)?;
+    if !first {
+        return Ok(());
+    }
+    if let Some((file, path)) = losses_out {
+        write_losses(file, &losses).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    conclude(text, config, &losses, held_out, took);
+    println!("\n{}{}\n", args.prompt, printable(&continuation));
+    print!("{table}");
+    Ok(())
+}
+
+/// How long to train, and the learning rate on the way.
+struct Length {
+    rates: WarmupCosine,
+    seconds: Option<f64>,
+    start: Instant,
+}
+
+impl Length {
+    fn new(args: &Args, config: &Config, start: Instant) -> Self {
+        Self { rates: config.rates, seconds: args.seconds, start }
+    }
+
+    /// The learning rate of the step after `steps`; none at the end.
+    fn rate(&self, steps: u64) -> Option<f64> {
+        let Some(seconds) = self.seconds else {
+            return (steps < self.rates.total).then(|| self.rates.rate(steps + 1));
+        };
+        /// Parts of the time, in the place of steps.
+        const PARTS: u64 = 1 << 20;
+        let done = self.start.elapsed().as_secs_f64() / seconds;
+        let rates = WarmupCosine { total: PARTS, warmup: PARTS / 16, ..self.rates };
+        (done < 1.0).then(|| rates.rate((done * PARTS as f64) as u64 + 1))
+    }
+}
+
+fn announce(p: &Program, text: &Text, args: &Args, config: &Config) {
+    let Model { layers, width, heads, time, .. } = config.model;
+    println!("text: {} bytes in {} files, one block in ten held out", text.bytes().len(), text.files());
+    println!(
+        "model: {} parameters: {layers} blocks of width {width}, {heads} heads, sequences of {time} bytes",
+        config.model.parameters(),
+    );
+    println!(
+        "pipeline: {} stages of {} {}, {}, over {} {}",
+        config.stages,
+        config.model_parallel,
+        if config.model_parallel == 1 { "device" } else { "devices" },
+        config.schedule,
+        p.processes(),
+        if p.processes() == 1 { "process" } else { "processes" }
+    );
+    let length = match args.seconds {
+        Some(seconds) => format!("{seconds} seconds"),
+        None => format!("{} steps", config.rates.total),
+    };
+    println!(
+        "training: {length}, each step {} microbatches of {} sequences: {} bytes",
+        config.microbatches,
+        config.batch,
+        config.tokens()
+    );
+}
+
+/// A bar on a terminal; elsewhere a line now and then.
+struct Progress {
+    bar: ProgressBar,
+    seconds: Option<f64>,
+    steps: u64,
+    tokens: usize,
+    start: Instant,
+    reports: usize,
+    tenths: u64,
+}
+
+impl Progress {
+    fn new(args: &Args, config: &Config, start: Instant) -> Self {
+        let steps = config.rates.total;
+        let length = args.seconds.map_or(steps, |seconds| seconds as u64);
+        let bar = ProgressBar::new(length);
+        let style = ProgressStyle::with_template("{bar:30} {msg}  {eta} left");
+        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        let (seconds, tokens) = (args.seconds, config.tokens());
+        Self { bar, seconds, steps, tokens, start, reports: 0, tenths: 0 }
+    }
+
+    fn show(&mut self, report: StepReport) {
+        let StepReport { step, loss, .. } = report;
+        let elapsed = self.start.elapsed().as_secs_f64();
+        self.reports += 1;
+        let rate = (self.reports * self.tokens) as f64 / elapsed;
+        let of = if self.seconds.is_none() { format!("/{}", self.steps) } else { String::new() };
+        let message = format!("step {step}{of}  loss {loss:.3}  {rate:.0} tokens/s");
+        let done = self.seconds.map_or(step as f64 / self.steps as f64, |seconds| elapsed / seconds);
+        if !self.bar.is_hidden() {
+            self.bar.set_message(message);
+            self.bar.set_position(if self.seconds.is_some() { elapsed as u64 } else { step });
+        } else if self.reports == 1 || (10.0 * done) as u64 > self.tenths {
+            self.tenths = (10.0 * done) as u64;
+            let left = elapsed * (1.0 / done.clamp(1e-9, 1.0) - 1.0);
+            eprintln!("{message}  {left:.0} s left");
+        }
+    }
+
+    fn finish(&self) {
+        self.bar.finish();
+    }
+}
+
+fn conclude(text: &Text, config: &Config, losses: &[(u64, f64)], held_out: Option<f64>, took: Duration) {
+    let last = &losses[losses.len().saturating_sub(20)..];
+    let training = last.iter().map(|(_, loss)| loss).sum::<f64>() / last.len().max(1) as f64;
+    let bigram = bigram_losses(text);
+    let rows = [
+        (format!("training loss, last {} steps", last.len()), (!last.is_empty()).then_some(training)),
+        ("  of a bigram table".to_owned(), bigram.map(|bigram| bigram.training)),
+        ("held-out loss".to_owned(), held_out),
+        ("  of a bigram table".to_owned(), bigram.map(|bigram| bigram.held_out)),
+    ];
+    println!("{:40}{:>10}{:>10}", "per byte", "nats", "bits");
+    for (name, nats) in rows {
+        match nats {
+            Some(nats) => println!("{name:40}{nats:>10.4}{:>10.4}", nats / std::f64::consts::LN_2),
+            None => println!("{name:40}{:>10}{:>10}", "-", "-"),
+        }
+    }
+    let seconds = took.as_secs_f64();
+    println!(
+        "{} steps in {seconds:.1} s: {:.0} tokens/s",
+        losses.len(),
+        (losses.len() * config.tokens()) as f64 / seconds
+    );
+}
+
+/// Where the time of training went, by process: the same text on each.
+fn time_table(p: &mut Program, trainer: &Trainer<f32>, took: Duration) -> anyhow::Result<String> {
+    let config = trainer.config();
+    let devices = config.devices() / p.processes();
+    let mut table = format!("{:10}{:>8}", "process", "devices");
+    for name in ["forward", "input", "weight", "update", "all-reduce", "waiting"] {
+        table += &format!("{name:>12}");
+    }
+    table += "   percent of its devices' time\n";
+    for process in 0..p.processes() {
+        let mine = trainer.clock().times().map(|time| time.as_secs_f64());
+        let (times, took) = p.agree(ProcessId(process as u32), ([0.0; Pass::ALL.len()], 1.0), || {
+            Ok((mine, took.as_secs_f64()))
+        })?;
+        let [forward, input, weight, update, all_reduce] =
+            times.map(|seconds| 100.0 * seconds / (took * devices as f64));
+        let waiting = 100.0 - forward - input - weight - update;
+        table += &format!("{process:<10}{devices:>8}");
+        for share in [forward, input, weight, update, all_reduce, waiting] {
+            table += &format!("{share:>12.1}");
+        }
+        table.push('\n');
+    }
+    Ok(table)
+}
+
+fn create(path: &Path) -> anyhow::Result<(File, &Path)> {
+    let file = File::create(path).with_context(|| format!("cannot write {}", path.display()))?;
+    Ok((file, path))
+}
+
+fn write_losses(file: File, losses: &[(u64, f64)]) -> std::io::Result<()> {
+    let mut file = BufWriter::new(file);
+    for (step, loss) in losses {
+        writeln!(file, "{step} {loss} {:016x}", loss.to_bits())?;
+    }
+    file.flush()
+}
