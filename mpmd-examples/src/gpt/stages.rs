@@ -4,14 +4,15 @@
 //! the blocks are divided. A stage's mesh has the axis [`MODEL_AXIS`]: where there is more than one device
 //! along it, the blocks' matrices are sharded and their branches' outputs all-reduced.
 
-use std::marker::PhantomData;
 use std::ops::Add;
+use std::sync::Arc;
 
 use mpmd_core::aval::{DType, Element, f64s};
 use mpmd_core::kernel::{Shapes, Views, ViewsMut};
 use mpmd_core::pipeline::{Declared, Loss, PlacedShape, Stage, StageSignature};
 use mpmd_core::prelude::*;
 use mpmd_core::tree::Empty;
+use parking_lot::Mutex;
 
 use super::block::{self, BlockGradients, BlockInputs, BlockInterior};
 use super::clock::{Clock, Pass};
@@ -105,7 +106,18 @@ struct Core<T> {
     /// Devices along [`MODEL_AXIS`].
     devices: usize,
     clock: Clock,
-    float: PhantomData<fn() -> T>,
+    /// Left by calls that have ended.
+    buffers: Arc<Mutex<Vec<Buffers<T>>>>,
+}
+
+/// Memory of one call. Kept between calls: to take it from the system each time costs more than to fill it.
+#[derive(Clone, Debug, Default)]
+struct Buffers<T> {
+    /// What goes into a block, or its gradient.
+    h: Vec<T>,
+    /// What comes out of it.
+    next: Vec<T>,
+    scratch: Vec<T>,
 }
 
 /// Where a stage's results go.
@@ -130,7 +142,7 @@ type ResidualShapes = (StageResidual<PlacedShape>, StageWeightResidual<PlacedSha
 
 impl<T: Float> Core<T> {
     fn new(part: Part, devices: usize, clock: &Clock) -> Self {
-        Self { part, devices, clock: clock.clone(), float: PhantomData }
+        Self { part, devices, clock: clock.clone(), buffers: Arc::default() }
     }
 
     /// The blocks' shape on one device, for an input `[batch, time]` or `[batch, time, width]`.
@@ -238,7 +250,7 @@ impl<T: Float> Core<T> {
     ) -> Result<()> {
         let _timer = self.clock.start(Pass::Forward);
         let shape = self.shape(x.global())?;
-        let mut h: Vec<T> = vec![T::ZERO; shape.rows() * shape.width];
+        let Buffers { mut h, mut next, mut scratch } = self.buffers(shape, block::forward_scratch(shape));
         match (&params.embed, &mut residual.tokens) {
             (Some(embed), Some(kept)) => {
                 let tokens = x.as_slice::<u8>()?;
@@ -249,8 +261,6 @@ impl<T: Float> Core<T> {
             }
             _ => h.copy_from_slice(x.as_slice::<T>()?),
         }
-        let mut next = vec![T::ZERO; h.len()];
-        let mut scratch = vec![T::ZERO; block::forward_scratch(shape)];
         for (params, residual) in params.blocks.iter().zip(&mut residual.blocks) {
             let params = params.try_each(|leaf| leaf.as_slice::<T>())?;
             let mut inputs = residual.inputs.try_each_mut(|leaf| leaf.as_mut_slice::<T>())?;
@@ -283,6 +293,7 @@ impl<T: Float> Core<T> {
             }
             (_, None) => return Err(no_head()),
         }
+        self.buffers.lock().push(Buffers { h, next, scratch });
         Ok(())
     }
 
@@ -302,7 +313,8 @@ impl<T: Float> Core<T> {
             Seed::Loss(_) => self.shape(residual.targets.as_ref().ok_or_else(no_head)?.global())?,
             Seed::Nothing => return Err(Error::kernel("a pipeline that samples has no backward pass")),
         };
-        let mut d: Vec<T> = vec![T::ZERO; shape.rows() * shape.width];
+        let Buffers { h: mut d, mut next, mut scratch } =
+            self.buffers(shape, block::backward_scratch(shape));
         match seed {
             Seed::Rows(dy) => d.copy_from_slice(dy.as_slice()?),
             Seed::Loss(factor) => {
@@ -324,8 +336,6 @@ impl<T: Float> Core<T> {
             }
             Seed::Nothing => {}
         }
-        let mut next = vec![T::ZERO; d.len()];
-        let mut scratch = vec![T::ZERO; block::backward_scratch(shape)];
         let blocks = params.blocks.iter().zip(&residual.blocks).zip(&mut weight.blocks);
         for ((params, residual), weight) in blocks.rev() {
             let params = params.try_each(|leaf| leaf.as_slice::<T>())?;
@@ -342,6 +352,7 @@ impl<T: Float> Core<T> {
         } else if let Some(mut dx) = dx {
             dx.as_mut_slice()?.copy_from_slice(&d);
         }
+        self.buffers.lock().push(Buffers { h: d, next, scratch });
         Ok(())
     }
 
@@ -381,6 +392,18 @@ impl<T: Float> Core<T> {
         }
         let _timer = self.clock.start(Pass::AllReduce);
         cx.all_reduce(MODEL_AXIS, summand)
+    }
+
+    /// Buffers for a call, whatever is in them.
+    fn buffers(&self, shape: BlockShape, scratch: usize) -> Buffers<T> {
+        let mut buffers = self.buffers.lock().pop().unwrap_or_default();
+        let rows = shape.rows() * shape.width;
+        buffers.h.resize(rows, T::ZERO);
+        buffers.next.resize(rows, T::ZERO);
+        if buffers.scratch.len() < scratch {
+            buffers.scratch.resize(scratch, T::ZERO);
+        }
+        buffers
     }
 
     fn rows(&self, x: &ShapedArray) -> Result<ShapedArray> {
