@@ -14,8 +14,8 @@
 //!
 //! "Sharded" names the dimension that tensor parallelism splits; everything else is the same on every device
 //! of a model-parallel group. `heads` and `hidden` are a device's own where the shape is local. Gradients and
-//! the optimiser's state have their parameter's shape. [`BlockShape`]'s methods and [`head::HeadParameters`]'s
-//! neighbours give the same table as data.
+//! the optimiser's state have their parameter's shape. [`BlockShape`]'s methods give the same table as data,
+//! and what parameters start from.
 //!
 //! | parameter | shape | sharded |
 //! |---|---|---|
