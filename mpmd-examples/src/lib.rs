@@ -3,6 +3,7 @@
 //! The arithmetic knows nothing of processes or devices: plain functions on slices, which the programs'
 //! kernels call and which are tested against definitions and finite differences.
 
+pub mod gpt;
 pub mod job;
 pub mod math;
 pub mod mm;

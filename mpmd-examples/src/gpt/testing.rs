@@ -1,0 +1,35 @@
+//! What the tests of this module share.
+
+use crate::math::random_unit;
+
+/// Values in `[-1, 1)`, the same for the same seed.
+pub(super) fn random(len: usize, seed: u64) -> Vec<f64> {
+    (0..len).map(|i| random_unit(seed, i as u64)).collect()
+}
+
+/// Checks each element of `gradient`, that of `value` with respect to the leaf that `leaf` finds in `at`,
+/// against central differences.
+///
+/// # Panics
+///
+/// Panics where they differ.
+pub(super) fn assert_gradient<S>(
+    name: &str,
+    gradient: &[f64],
+    at: &mut S,
+    leaf: impl Fn(&mut S) -> &mut Vec<f64>,
+    value: impl Fn(&S) -> f64,
+) {
+    const STEP: f64 = 1e-5;
+    assert_eq!(gradient.len(), leaf(at).len(), "elements of {name}");
+    for (i, got) in gradient.iter().enumerate() {
+        let here = leaf(at)[i];
+        leaf(at)[i] = here + STEP;
+        let above = value(at);
+        leaf(at)[i] = here - STEP;
+        let below = value(at);
+        leaf(at)[i] = here;
+        let expected = (above - below) / (2.0 * STEP);
+        assert!((got - expected).abs() < 1e-7 * (1.0 + expected.abs()), "{name}[{i}]: {got}, not {expected}");
+    }
+}
