@@ -149,7 +149,7 @@ pub fn mean_loss(sum: &MpmdArray, windows: usize) -> Result<Option<f32>> {
 }
 
 /// Every process reads files of its own, and draws windows of them by number.
-fn agree_on_text(p: &mut Program, text: &Text) -> Result<()> {
+pub(crate) fn agree_on_text(p: &mut Program, text: &Text) -> Result<()> {
     let mine = text.fingerprint();
     let first = p.agree(ProcessId(0), mine, || Ok(mine))?;
     if first == mine {

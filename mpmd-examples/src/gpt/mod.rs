@@ -70,17 +70,23 @@ pub mod attention;
 pub mod bigram;
 pub mod block;
 pub mod checkpoint;
+pub mod clock;
+pub mod data;
 pub mod embed;
 pub mod head;
 mod lanes;
 pub mod loss;
 pub mod mlp;
 pub mod norm;
+pub mod optimizer;
+pub mod params;
 pub mod sample;
 mod shape;
+pub mod stages;
 pub mod stop;
 #[cfg(test)]
 mod testing;
+pub mod train;
 
 pub use shape::{BlockShape, Initial, LeafShape};
 

@@ -1,0 +1,317 @@
+//! AdamW for all stages of a pipeline, with gradients clipped by their norm over the whole model.
+//!
+//! The norm is reduced leaf by leaf: a leaf's squares are added up where it lives, the sums move to the last
+//! stage, which adds them in the order of the leaves, and the factor that follows moves back to each stage.
+//! So the bits do not depend on how many stages there are.
+
+use std::marker::PhantomData;
+
+use mpmd_core::Jit;
+use mpmd_core::aval::f64s;
+use mpmd_core::pipeline::{Loss, Pipeline, StepOutput};
+use mpmd_core::prelude::*;
+use mpmd_core::sharding::Sharding;
+use mpmd_core::topology::Mesh;
+use mpmd_core::tree::PrefixTree;
+
+use super::adamw::{self, AdamW, clip_factor, square_sum};
+use super::clock::{Clock, Pass};
+use super::params::{MODEL_AXIS, Part};
+use super::stages::{Float, Tokens};
+
+/// The optimiser of a pipeline.
+pub struct Optimizer<T: Float> {
+    stages: Vec<StageOptimizer<T>>,
+    clip: Jit<Clip>,
+    last: Mesh,
+}
+
+struct StageOptimizer<T: Float> {
+    mesh: Mesh,
+    mean: Vec<MpmdArray>,
+    square: Vec<MpmdArray>,
+    square_sums: Jit<SquareSums<T>>,
+    update: Jit<Update<T>>,
+}
+
+/// What a step was like: scalars of doubles on the last stage's mesh.
+#[derive(Clone, Debug, Tree)]
+pub struct Clipped<L> {
+    /// What the gradients, sums over the rows of all microbatches, were multiplied by.
+    pub factor: L,
+    /// Mean loss, nats per byte.
+    pub loss: L,
+    /// Norm of the mean gradient, before it was clipped.
+    pub norm: L,
+}
+
+impl<T: Float> Optimizer<T> {
+    /// The optimiser of the stages `parts` on `meshes`, with its state at zero. Gradients whose norm is above
+    /// `limit` are scaled down to it.
+    ///
+    /// # Errors
+    ///
+    /// Where the meshes do not fit the parts.
+    ///
+    /// # Panics
+    ///
+    /// Where there is no stage.
+    pub fn new(
+        p: &mut Program,
+        parts: &[Part],
+        meshes: &[Mesh],
+        adamw: AdamW,
+        limit: f64,
+        clock: &Clock,
+    ) -> Result<Self> {
+        let last = meshes.last().expect("a pipeline has a stage");
+        let clip = p.jit(Clip { limit }).on(last).outputs(last.replicated()).build()?;
+        let stages = parts.iter().zip(meshes).map(|(part, mesh)| {
+            let mean = part.zeros::<T>(p, mesh)?;
+            let square = part.zeros::<T>(p, mesh)?;
+            StageOptimizer::new(p, part, mesh, adamw, clock, (mean, square))
+        });
+        let stages = stages.collect::<Result<Vec<_>>>()?;
+        Ok(Self { stages, clip, last: last.clone() })
+    }
+
+    /// Updates the pipeline's parameters, in place, with what a step gave. Returns at once.
+    ///
+    /// `number` counts updates from one; `rate` is the learning rate.
+    ///
+    /// # Errors
+    ///
+    /// Where the job is known to have failed.
+    pub fn step(
+        &mut self,
+        p: &mut Program,
+        pipeline: &mut Pipeline<Tokens<MpmdArray>, Loss<MpmdArray>>,
+        output: StepOutput,
+        number: u64,
+        rate: f64,
+    ) -> Result<Clipped<MpmdArray>> {
+        let StepOutput { loss, gradients, .. } = output;
+        let gradients: Vec<Vec<MpmdArray>> = gradients
+            .into_iter()
+            .map(|stage| stage.into_iter().map(|(_, gradient)| gradient).collect())
+            .collect();
+        let mut sums = Vec::with_capacity(self.stages.len());
+        for (stage, gradients) in self.stages.iter().zip(&gradients) {
+            let sum = stage.square_sums.call(p, gradients.clone())?;
+            sums.push(p.device_put(&sum, self.last.replicated())?);
+        }
+        let clipped = self.clip.call(p, ClipIn { sums, loss })?;
+        for (index, (stage, gradients)) in self.stages.iter_mut().zip(gradients).enumerate() {
+            let params = pipeline.params(index).into_iter().map(|(_, param)| param).collect();
+            let factor = p.device_put(&clipped.factor, stage.mesh.replicated())?;
+            let (mean, square) = (std::mem::take(&mut stage.mean), std::mem::take(&mut stage.square));
+            let input = UpdateIn {
+                state: State { params, mean, square },
+                gradients,
+                factor,
+                number: MpmdArray::scalar(number),
+                rate: MpmdArray::scalar(rate),
+            };
+            let State { params, mean, square } = stage.update.call(p, input)?;
+            (stage.mean, stage.square) = (mean, square);
+            pipeline.set_params(index, params)?;
+        }
+        Ok(clipped)
+    }
+
+    /// A stage's running means, of the gradients and of their squares, in the order of its parameters.
+    ///
+    /// # Panics
+    ///
+    /// Where there is no such stage.
+    pub fn state(&self, stage: usize) -> (&[MpmdArray], &[MpmdArray]) {
+        let StageOptimizer { mean, square, .. } = &self.stages[stage];
+        (mean, square)
+    }
+
+    /// Puts other running means in place: those of a checkpoint.
+    ///
+    /// # Panics
+    ///
+    /// Where there is no such stage, or the lengths are others.
+    pub fn set_state(&mut self, stage: usize, mean: Vec<MpmdArray>, square: Vec<MpmdArray>) {
+        let stage = &mut self.stages[stage];
+        assert_eq!((mean.len(), square.len()), (stage.mean.len(), stage.square.len()), "running means");
+        (stage.mean, stage.square) = (mean, square);
+    }
+}
+
+impl<T: Float> StageOptimizer<T> {
+    fn new(
+        p: &Program,
+        part: &Part,
+        mesh: &Mesh,
+        adamw: AdamW,
+        clock: &Clock,
+        (mean, square): (Vec<MpmdArray>, Vec<MpmdArray>),
+    ) -> Result<Self> {
+        let leaves = part.shapes();
+        let leaves = leaves.leaves();
+        let devices = mesh.axis_size(MODEL_AXIS)?;
+        let sharded = leaves.iter().map(|leaf| devices > 1 && leaf.sharded.is_some()).collect();
+        let decays = part.initial().leaves().into_iter().map(|initial| initial.decays()).collect();
+        let sums = SquareSums { sharded, clock: clock.clone(), float: PhantomData };
+        let update = Update { adamw, decays, clock: clock.clone(), float: PhantomData };
+        let places: PrefixTree<Sharding> = PrefixTree::of(&part.shardings(mesh));
+        let state = ["params", "mean", "square"].map(|name| (name.to_owned(), places.clone()));
+        let square_sums = p.jit(sums).on(mesh).outputs(mesh.replicated()).build()?;
+        let update = p.jit(update).on(mesh).outputs(PrefixTree::Node(state.into()));
+        let update = update.donate("state").donate("gradients").build()?;
+        Ok(Self { mesh: mesh.clone(), mean, square, square_sums, update })
+    }
+}
+
+/// Gradients -> the sum of each leaf's squares, `[leaves]`, the same on each device.
+struct SquareSums<T> {
+    /// Which leaves are shards, so that the sum over the devices is the leaf's.
+    sharded: Vec<bool>,
+    clock: Clock,
+    float: PhantomData<fn() -> T>,
+}
+
+impl<T: Float> Kernel for SquareSums<T> {
+    type In = Vec<MpmdArray>;
+    type Out = MpmdArray;
+
+    fn infer(&self, gradients: &Vec<ShapedArray>) -> Result<Signature<ShapedArray>> {
+        if gradients.len() != self.sharded.len() {
+            let found = gradients.len();
+            return Err(Error::kernel(format!("{found} gradients of {} parameters", self.sharded.len())));
+        }
+        let signature = Signature::new(f64s([gradients.len()]));
+        let sharded = self.sharded.iter().filter(|sharded| **sharded).count();
+        Ok(if sharded > 0 { signature.all_reduce(MODEL_AXIS, f64s([sharded])) } else { signature })
+    }
+
+    fn run(&self, cx: &mut Context<'_>, gradients: Vec<View<'_>>, mut sums: ViewMut<'_>) -> Result<()> {
+        let _timer = self.clock.start(Pass::Update);
+        let sums = sums.as_mut_slice::<f64>()?;
+        for (sum, gradient) in sums.iter_mut().zip(&gradients) {
+            *sum = square_sum(gradient.as_slice::<T>()?);
+        }
+        let places: Vec<usize> = (0..sums.len()).filter(|place| self.sharded[*place]).collect();
+        if !places.is_empty() {
+            let mut shards: Vec<f64> = places.iter().map(|place| sums[*place]).collect();
+            let _timer = self.clock.start(Pass::AllReduce);
+            cx.all_reduce(MODEL_AXIS, &mut shards)?;
+            places.into_iter().zip(shards).for_each(|(place, sum)| sums[place] = sum);
+        }
+        Ok(())
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        self.sharded.iter().map(|sharded| u64::from(*sharded)).collect()
+    }
+}
+
+#[derive(Tree)]
+struct ClipIn<L> {
+    /// For each stage, the sum of each leaf's squares.
+    sums: Vec<L>,
+    loss: Loss<L>,
+}
+
+/// Sums of squares, and the loss -> what the gradients are to be multiplied by.
+struct Clip {
+    limit: f64,
+}
+
+impl Kernel for Clip {
+    type In = ClipIn<MpmdArray>;
+    type Out = Clipped<MpmdArray>;
+
+    fn infer(&self, _: &ClipIn<ShapedArray>) -> Result<Signature<Clipped<ShapedArray>>> {
+        Ok(Signature::new(Clipped { factor: f64s([]), loss: f64s([]), norm: f64s([]) }))
+    }
+
+    fn run(&self, _: &mut Context<'_>, x: ClipIn<View<'_>>, mut y: Clipped<ViewMut<'_>>) -> Result<()> {
+        let (sum, weight) = (x.loss.sum.scalar::<f64>()?, x.loss.weight.scalar::<f64>()?);
+        let mut sums = Vec::new();
+        for stage in &x.sums {
+            sums.extend_from_slice(stage.as_slice::<f64>()?);
+        }
+        // The sums are of gradients that are not yet divided by the weight.
+        let (factor, norm) = clip_factor(sums, self.limit * weight);
+        y.factor.fill(factor / weight)?;
+        y.loss.fill(sum / weight)?;
+        y.norm.fill(norm / weight)?;
+        Ok(())
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        vec![self.limit.to_bits()]
+    }
+}
+
+/// What an update changes.
+#[derive(Tree)]
+struct State<L> {
+    params: Vec<L>,
+    mean: Vec<L>,
+    square: Vec<L>,
+}
+
+#[derive(Tree)]
+struct UpdateIn<L> {
+    state: State<L>,
+    gradients: Vec<L>,
+    /// What the gradients are multiplied by: an `f64`.
+    factor: L,
+    /// Counts updates from one: a `u64`.
+    number: L,
+    /// The learning rate: an `f64`.
+    rate: L,
+}
+
+/// One update of a stage, in place.
+struct Update<T> {
+    adamw: AdamW,
+    decays: Vec<bool>,
+    clock: Clock,
+    float: PhantomData<fn() -> T>,
+}
+
+impl<T: Float> Kernel for Update<T> {
+    type In = UpdateIn<MpmdArray>;
+    type Out = State<MpmdArray>;
+
+    fn infer(&self, x: &UpdateIn<ShapedArray>) -> Result<Signature<State<ShapedArray>>> {
+        let UpdateIn { state, gradients, .. } = x;
+        let State { params, mean, square } = state;
+        if mean != params || square != params || gradients != params || params.len() != self.decays.len() {
+            return Err(Error::kernel("parameters, gradients and running means differ in shape"));
+        }
+        let copy = || params.clone();
+        let signature = Signature::new(State { params: copy(), mean: copy(), square: copy() });
+        let paths = state.structure().paths();
+        Ok(paths
+            .into_iter()
+            .fold(signature, |signature, path| signature.alias(format!("state/{path}"), path)))
+    }
+
+    fn run(&self, _: &mut Context<'_>, x: UpdateIn<View<'_>>, mut y: State<ViewMut<'_>>) -> Result<()> {
+        let _timer = self.clock.start(Pass::Update);
+        let (number, rate) = (x.number.scalar::<u64>()?, x.rate.scalar::<f64>()?);
+        let step = adamw::Step { number, rate, gradient_factor: x.factor.scalar::<f64>()? };
+        let state = y.params.iter_mut().zip(&mut y.mean).zip(&mut y.square);
+        for (((w, mean), square), (gradient, decays)) in state.zip(x.gradients.iter().zip(&self.decays)) {
+            let decay = if *decays { self.adamw.decay } else { 0.0 };
+            let adamw = AdamW { decay, ..self.adamw };
+            let (w, gradient) = (w.as_mut_slice::<T>()?, gradient.as_slice::<T>()?);
+            adamw.update(step, w, mean.as_mut_slice()?, square.as_mut_slice()?, gradient);
+        }
+        Ok(())
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        let AdamW { beta1, beta2, epsilon, decay } = self.adamw;
+        let mut words = [beta1, beta2, epsilon, decay].map(f64::to_bits).to_vec();
+        words.extend(self.decays.iter().map(|decays| u64::from(*decays)));
+        words
+    }
+}

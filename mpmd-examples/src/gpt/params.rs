@@ -1,0 +1,274 @@
+//! Which stage has which parameters: their names, shapes, places, and the values that they start from.
+//!
+//! A parameter's name (`blocks.3.w_qkv`) counts blocks over the whole model and says nothing of stages, and
+//! what it starts from is drawn by that name: the same model, to the bit, however it is divided.
+
+use mpmd_core::aval::Element;
+use mpmd_core::prelude::*;
+use mpmd_core::random::{Key, normal_f64};
+use mpmd_core::sharding::{Sharding, Spec, SpecEntry};
+use mpmd_core::topology::Mesh;
+
+use super::block::BlockParameters;
+use super::embed::EmbedParameters;
+use super::head::HeadParameters;
+use super::{BlockShape, Initial, LeafShape};
+use crate::math::Real;
+
+/// The axis of a stage's mesh over which its blocks' matrices are sharded.
+pub const MODEL_AXIS: &str = "model";
+
+/// The sizes of a model.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub struct Model {
+    /// Blocks.
+    pub layers: usize,
+    /// Columns of the rows that go from block to block.
+    pub width: usize,
+    /// Attention heads of a block.
+    pub heads: usize,
+    /// Hidden columns of a block's MLP.
+    pub hidden: usize,
+    /// Places of the longest sequence.
+    pub time: usize,
+}
+
+/// What one stage has of a model: some blocks one after another, with the embedding before the first block
+/// of all and the head after the last.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub struct Part {
+    /// The whole model.
+    pub model: Model,
+    /// The first block's number in the model.
+    pub first_block: usize,
+    /// How many blocks.
+    pub blocks: usize,
+    /// Whether the embedding is here.
+    pub entrance: bool,
+    /// Whether the head is here.
+    pub exit: bool,
+}
+
+/// A stage's parameters, or what belongs to each of them.
+#[derive(Clone, Debug, Tree)]
+pub struct StageParams<L> {
+    /// On the first stage.
+    pub embed: Option<EmbedParameters<L>>,
+    /// The stage's blocks, in order.
+    pub blocks: Vec<BlockParameters<L>>,
+    /// On the last stage.
+    pub head: Option<HeadParameters<L>>,
+}
+
+impl Model {
+    /// The blocks' shape for a batch of sequences, all on one device.
+    pub fn shape(&self, batch: usize, time: usize) -> BlockShape {
+        let Self { width, heads, hidden, .. } = *self;
+        BlockShape { batch, time, width, heads_total: heads, heads, hidden }
+    }
+
+    /// The parts of `stages` stages, as even as whole blocks allow.
+    ///
+    /// # Errors
+    ///
+    /// Where a size is zero, the heads do not divide the width, or there are more stages than blocks.
+    pub fn parts(&self, stages: usize) -> Result<Vec<Part>> {
+        let Self { layers, width, heads, hidden, time } = *self;
+        if [layers, width, heads, hidden, time, stages].contains(&0) {
+            return Err(Error::kernel(format!("a size of zero: {self:?} in {stages} stages")));
+        }
+        if !width.is_multiple_of(heads) {
+            return Err(Error::kernel(format!("{width} columns do not divide into {heads} heads")));
+        }
+        if stages > layers {
+            return Err(Error::kernel(format!("{layers} blocks cannot be divided among {stages} stages")));
+        }
+        let part = |stage: usize| {
+            let (first_block, end) = (stage * layers / stages, (stage + 1) * layers / stages);
+            let (entrance, exit) = (stage == 0, stage + 1 == stages);
+            Part { model: *self, first_block, blocks: end - first_block, entrance, exit }
+        };
+        Ok((0..stages).map(part).collect())
+    }
+
+    /// How many parameters there are.
+    ///
+    /// # Panics
+    ///
+    /// Where the heads do not divide the width.
+    pub fn parameters(&self) -> usize {
+        let all = Part { model: *self, first_block: 0, blocks: self.layers, entrance: true, exit: true };
+        all.shapes().leaves().into_iter().map(LeafShape::elements).sum()
+    }
+}
+
+impl Part {
+    /// The parameters' global shapes, and how they are sharded.
+    pub fn shapes(&self) -> StageParams<LeafShape> {
+        let shape = self.model.shape(1, self.model.time);
+        StageParams {
+            embed: self.entrance.then(|| shape.embed_parameters()),
+            blocks: (0..self.blocks).map(|_| shape.block_parameters()).collect(),
+            head: self.exit.then(|| shape.head_parameters()),
+        }
+    }
+
+    /// What the parameters start from.
+    pub fn initial(&self) -> StageParams<Initial> {
+        let shape = self.model.shape(1, self.model.time);
+        StageParams {
+            embed: self.entrance.then(|| shape.embed_initial()),
+            blocks: (0..self.blocks).map(|_| shape.block_initial(self.model.layers)).collect(),
+            head: self.exit.then(|| shape.head_initial()),
+        }
+    }
+
+    /// The parameters' names, in the order of the leaves.
+    pub fn names(&self) -> Vec<String> {
+        self.shapes().structure().paths().iter().map(|path| self.name(path)).collect()
+    }
+
+    /// The name, in the model, of the parameter at a path of [`StageParams`].
+    fn name(&self, path: &str) -> String {
+        let mut steps = path.split('/').map(str::to_owned).collect::<Vec<_>>();
+        if let [kind, number, ..] = steps.as_mut_slice()
+            && kind == "blocks"
+            && let Ok(block) = number.parse::<usize>()
+        {
+            *number = (self.first_block + block).to_string();
+        }
+        steps.join(".")
+    }
+
+    /// How the parameters are sharded over the stage's mesh.
+    pub fn shardings(&self, mesh: &Mesh) -> Vec<Sharding> {
+        self.shapes().leaves().into_iter().map(|leaf| mesh.sharding(spec_of(leaf))).collect()
+    }
+
+    /// The stage's parameters with the values that they start from, each made by its owners.
+    ///
+    /// # Errors
+    ///
+    /// Where the mesh has no axis [`MODEL_AXIS`] or the parameters do not divide over it.
+    pub fn make<T: Real + Element>(
+        &self,
+        p: &mut Program,
+        mesh: &Mesh,
+        seed: u64,
+    ) -> Result<StageParams<MpmdArray>> {
+        let (shapes, shardings) = (self.shapes(), self.shardings(mesh));
+        let initial = self.initial().into_leaves();
+        let mut leaves = Vec::with_capacity(initial.len());
+        let places = shapes.leaves().into_iter().zip(&shardings);
+        for (name, (initial, (shape, sharding))) in self.names().iter().zip(initial.into_iter().zip(places)) {
+            let key = name.bytes().fold(Key(seed), |key, byte| key.fold_in(byte.into()));
+            leaves.push(make::<T>(p, shape, sharding, initial, key)?);
+        }
+        Ok(StageParams::from_leaves(&shapes.structure(), leaves)?)
+    }
+
+    /// Zeros for each of the parameters, where they are.
+    ///
+    /// # Errors
+    ///
+    /// As [`Part::make`].
+    pub fn zeros<T: Real + Element>(&self, p: &mut Program, mesh: &Mesh) -> Result<Vec<MpmdArray>> {
+        let shapes = self.shapes();
+        let leaves = shapes.leaves().into_iter().zip(self.shardings(mesh));
+        leaves
+            .map(|(shape, sharding)| make::<T>(p, shape, &sharding, Initial::Constant(0.0), Key(0)))
+            .collect()
+    }
+}
+
+/// The spec that shards a leaf over [`MODEL_AXIS`] as it says.
+pub fn spec_of(leaf: &LeafShape) -> Spec {
+    let Some(dim) = leaf.sharded else { return Spec::default() };
+    let mut entries = vec![SpecEntry::None; dim];
+    entries.push(SpecEntry::from(MODEL_AXIS));
+    Spec::new(entries)
+}
+
+fn make<T: Real + Element>(
+    p: &mut Program,
+    shape: &LeafShape,
+    sharding: &Sharding,
+    initial: Initial,
+    key: Key,
+) -> Result<MpmdArray> {
+    let dims = shape.dims.clone();
+    p.make(ShapedArray::new(&shape.dims, T::DTYPE), sharding, move |region, mut values| {
+        let values = values.as_mut_slice::<T>()?;
+        match initial {
+            Initial::Constant(value) => values.fill(T::of(value)),
+            Initial::Normal(deviation) => values
+                .iter_mut()
+                .zip(elements(&dims, region))
+                .for_each(|(value, element)| *value = T::of(deviation * normal_f64(key, element))),
+        }
+        Ok(())
+    })
+}
+
+/// The places, in a whole array of shape `dims`, of a region's elements.
+fn elements(dims: &[usize], region: &Region) -> impl Iterator<Item = u64> + use<> {
+    let (shape, dims) = (region.shape(), dims.to_vec());
+    let starts: Vec<usize> = region.ranges().map(|range| range.start).collect();
+    (0..region.elements()).map(move |mut element| {
+        let (mut place, mut stride) = (0, 1);
+        for dim in (0..dims.len()).rev() {
+            place += (starts[dim] + element % shape[dim]) * stride;
+            element /= shape[dim];
+            stride *= dims[dim];
+        }
+        place as u64
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    const MODEL: Model = Model { layers: 5, width: 8, heads: 2, hidden: 12, time: 4 };
+
+    #[test]
+    fn names_do_not_depend_on_the_stages_and_are_all_different() {
+        let names =
+            |stages| -> Vec<String> { MODEL.parts(stages).unwrap().iter().flat_map(Part::names).collect() };
+        let one = names(1);
+        assert_eq!(one.len(), 2 + 5 * 12 + 3);
+        assert_eq!((one[0].as_str(), one[62].as_str()), ("embed.bytes", "head.norm_gain"));
+        assert!(one.contains(&"blocks.3.w_qkv".to_owned()), "{one:?}");
+        assert_eq!(one.iter().collect::<BTreeSet<_>>().len(), one.len());
+        (2..=5).for_each(|stages| assert_eq!(names(stages), one, "{stages} stages"));
+    }
+
+    #[test]
+    fn blocks_are_divided_evenly_and_sizes_checked() {
+        let blocks = |stages| {
+            MODEL.parts(stages).map(|parts| parts.iter().map(|part| part.blocks).collect::<Vec<_>>())
+        };
+        assert_eq!(blocks(2).unwrap(), [2, 3]);
+        assert_eq!(blocks(5).unwrap(), [1; 5]);
+        assert!(blocks(6).unwrap_err().to_string().contains("5 blocks"));
+        assert!(blocks(0).is_err());
+        let odd = Model { heads: 3, ..MODEL };
+        assert!(odd.parts(1).unwrap_err().to_string().contains("3 heads"));
+    }
+
+    #[test]
+    fn elements_are_counted_over_the_whole_array() {
+        let region = Region::new(vec![1..3, 0..1, 2..4]);
+        assert_eq!(elements(&[3, 2, 4], &region).collect::<Vec<_>>(), [10, 11, 18, 19]);
+        let all: Vec<u64> = elements(&[3, 2, 4], &Region::full(&[3, 2, 4])).collect();
+        assert_eq!(all, (0..24).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn about_a_million_parameters_at_the_usual_sizes() {
+        let usual = Model { layers: 4, width: 128, heads: 4, hidden: 512, time: 128 };
+        assert_eq!(usual.parameters(), 875_264 - 16_384 + 16_384);
+    }
+}

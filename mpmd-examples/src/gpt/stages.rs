@@ -1,0 +1,542 @@
+//! The stages of the pipeline: the entrance, whole blocks, the exit, and all in one.
+//!
+//! Every stage computes its blocks with the same functions, so that the numbers are the same bits however
+//! the blocks are divided. A stage's mesh has the axis [`MODEL_AXIS`]: where there is more than one device
+//! along it, the blocks' matrices are sharded and their branches' outputs all-reduced.
+
+use std::marker::PhantomData;
+use std::ops::Add;
+
+use mpmd_core::aval::{DType, Element, f64s};
+use mpmd_core::kernel::{Shapes, Views, ViewsMut};
+use mpmd_core::pipeline::{Declared, Loss, PlacedShape, Stage, StageSignature};
+use mpmd_core::prelude::*;
+use mpmd_core::tree::Empty;
+
+use super::block::{self, BlockGradients, BlockInputs, BlockInterior};
+use super::clock::{Clock, Pass};
+use super::embed::{EmbedParameters, embed_backward_weight, embed_forward};
+use super::head::{self, HeadGradients, HeadResiduals};
+use super::params::{MODEL_AXIS, Part, StageParams, spec_of};
+use super::{BYTES, BlockShape, LeafShape};
+use crate::math::Real;
+
+/// A float that the stages compute in: `f32`, or `f64` to compare gradients with finite differences.
+pub trait Float: Real + Element + bytemuck::NoUninit + bytemuck::AnyBitPattern + Add<Output = Self> {}
+
+impl<T: Real + Element + bytemuck::NoUninit + bytemuck::AnyBitPattern + Add<Output = T>> Float for T {}
+
+/// What goes into the pipeline.
+#[derive(Clone, Debug, Tree)]
+pub struct Tokens<L> {
+    /// Bytes, `[batch, time]`.
+    pub tokens: L,
+}
+
+/// What goes from stage to stage.
+#[derive(Clone, Debug, Tree)]
+pub struct Rows<L> {
+    /// Floats, `[batch, time, width]`.
+    pub rows: L,
+}
+
+/// What the last stage is told of each microbatch.
+#[derive(Clone, Debug, Tree)]
+pub struct Targets<L> {
+    /// The byte that comes after each token, `[batch, time]`.
+    pub targets: L,
+}
+
+/// What a pipeline that samples ends in.
+#[derive(Clone, Debug, Tree)]
+pub struct Logits<L> {
+    /// Floats, `[batch, time, BYTES]`.
+    pub logits: L,
+}
+
+/// What a stage's forward pass leaves for the input gradient.
+#[derive(Clone, Debug, Tree)]
+pub struct StageResidual<L> {
+    /// Where the embedding is.
+    tokens: Option<L>,
+    blocks: Vec<BlockResidual<L>>,
+    head: Option<HeadResiduals<L>>,
+    /// Where the loss is.
+    targets: Option<L>,
+}
+
+#[derive(Clone, Debug, Tree)]
+struct BlockResidual<L> {
+    inputs: BlockInputs<L>,
+    interior: BlockInterior<L>,
+}
+
+/// What a stage's input gradient leaves for the weight gradient.
+#[derive(Clone, Debug, Tree)]
+pub struct StageWeightResidual<L> {
+    embed: Option<EmbedWeightResidual<L>>,
+    blocks: Vec<BlockWeightResidual<L>>,
+    head: Option<HeadWeightResidual<L>>,
+}
+
+#[derive(Clone, Debug, Tree)]
+struct EmbedWeightResidual<L> {
+    tokens: L,
+    dx: L,
+}
+
+#[derive(Clone, Debug, Tree)]
+struct BlockWeightResidual<L> {
+    inputs: BlockInputs<L>,
+    gradients: BlockGradients<L>,
+}
+
+#[derive(Clone, Debug, Tree)]
+struct HeadWeightResidual<L> {
+    norm_hat: L,
+    norm_out: L,
+    gradients: HeadGradients<L>,
+}
+
+/// What a stage computes, whatever its inputs and outputs are.
+#[derive(Clone, Debug)]
+struct Core<T> {
+    part: Part,
+    /// Devices along [`MODEL_AXIS`].
+    devices: usize,
+    clock: Clock,
+    float: PhantomData<fn() -> T>,
+}
+
+/// Where a stage's results go.
+enum Exit<'a, 'b> {
+    Rows(ViewMut<'a>),
+    /// The loss, and the targets that it is of.
+    Loss(Loss<ViewMut<'a>>, View<'b>),
+    Logits(ViewMut<'a>),
+}
+
+/// What a stage's gradients start from.
+enum Seed<'a> {
+    Rows(View<'a>),
+    /// The gradient of the loss sum: a scalar.
+    Loss(View<'a>),
+    /// There is no loss, so there are none.
+    Nothing,
+}
+
+/// Residuals and weight residuals of a stage, as shapes.
+type ResidualShapes = (StageResidual<PlacedShape>, StageWeightResidual<PlacedShape>);
+
+impl<T: Float> Core<T> {
+    fn new(part: Part, devices: usize, clock: &Clock) -> Self {
+        Self { part, devices, clock: clock.clone(), float: PhantomData }
+    }
+
+    /// The blocks' shape on one device, for an input `[batch, time]` or `[batch, time, width]`.
+    fn shape(&self, x: &ShapedArray) -> Result<BlockShape> {
+        let model = self.part.model;
+        let fits = match *x.shape() {
+            [batch, time] => Some((batch, time)).filter(|_| x.dtype() == DType::U8),
+            [batch, time, width] => {
+                Some((batch, time)).filter(|_| width == model.width && x.dtype() == T::DTYPE)
+            }
+            _ => None,
+        };
+        let fits = fits.filter(|(batch, time)| *batch > 0 && (1..=model.time).contains(time));
+        let (batch, time) = fits.ok_or_else(|| Error::kernel(format!("{x} into a stage of {model:?}")))?;
+        let Self { devices, .. } = *self;
+        if devices == 0 || !model.heads.is_multiple_of(devices) || !model.hidden.is_multiple_of(devices) {
+            let problem = format!("the heads or hidden columns of {model:?} do not divide among {devices}");
+            return Err(Error::kernel(problem));
+        }
+        Ok(model.shape(batch, time).split(devices))
+    }
+
+    /// What all stages declare: `out`, the residuals, which of them stay, and the all-reduces.
+    fn declare<O>(
+        &self,
+        out: O,
+        x: &ShapedArray,
+        targets: Option<&ShapedArray>,
+    ) -> Result<StageSignature<O, StageResidual<PlacedShape>, StageWeightResidual<PlacedShape>>> {
+        // Shapes are global here.
+        let shape = self.shape(x)?.unsplit();
+        if let Some(targets) = targets
+            && (targets.shape() != [shape.batch, shape.time] || targets.dtype() != DType::U8)
+        {
+            return Err(Error::kernel(format!("targets {targets} for an input {x}")));
+        }
+        let (residual, weight) = self.residuals(shape, targets.is_some());
+        let mut signature = StageSignature::new(out, residual, weight);
+        if self.part.entrance {
+            signature = signature.keep("tokens", "embed/tokens");
+        }
+        for block in 0..self.part.blocks {
+            for field in shape.block_inputs().structure().paths() {
+                let path = format!("blocks/{block}/inputs/{field}");
+                signature = signature.keep(path.clone(), path);
+            }
+        }
+        if self.part.exit {
+            for field in ["norm_hat", "norm_out"] {
+                let path = format!("head/{field}");
+                signature = signature.keep(path.clone(), path);
+            }
+        }
+        if self.devices > 1 {
+            let rows = ShapedArray::new(&[shape.batch, shape.time, shape.width], T::DTYPE);
+            for _ in 0..2 * self.part.blocks {
+                signature = signature.forward_all_reduce(MODEL_AXIS, rows.clone());
+                signature = signature.backward_all_reduce(MODEL_AXIS, rows.clone());
+            }
+        }
+        Ok(signature)
+    }
+
+    fn residuals(&self, shape: BlockShape, targets: bool) -> ResidualShapes {
+        let Part { blocks, entrance, exit, .. } = self.part;
+        let bytes = || PlacedShape::replicated(ShapedArray::new(&[shape.batch, shape.time], DType::U8));
+        let rows =
+            || place::<T>(&LeafShape { dims: vec![shape.batch, shape.time, shape.width], sharded: None });
+        let inputs = || shape.block_inputs().each(place::<T>);
+        let residual = StageResidual {
+            tokens: entrance.then(bytes),
+            blocks: (0..blocks)
+                .map(|_| BlockResidual {
+                    inputs: inputs(),
+                    interior: shape.block_interior().each(place::<T>),
+                })
+                .collect(),
+            head: exit.then(|| shape.head_residuals().each(place::<T>)),
+            targets: targets.then(bytes),
+        };
+        let weight = StageWeightResidual {
+            embed: entrance.then(|| EmbedWeightResidual { tokens: bytes(), dx: rows() }),
+            blocks: (0..blocks)
+                .map(|_| BlockWeightResidual {
+                    inputs: inputs(),
+                    gradients: shape.block_gradients().each(place::<T>),
+                })
+                .collect(),
+            head: exit.then(|| HeadWeightResidual {
+                norm_hat: rows(),
+                norm_out: rows(),
+                gradients: shape.head_gradients().each(place::<T>),
+            }),
+        };
+        (residual, weight)
+    }
+
+    fn forward(
+        &self,
+        cx: &mut Context<'_>,
+        params: &StageParams<View<'_>>,
+        x: View<'_>,
+        exit: Exit<'_, '_>,
+        mut residual: StageResidual<ViewMut<'_>>,
+    ) -> Result<()> {
+        let _timer = self.clock.start(Pass::Forward);
+        let shape = self.shape(x.global())?;
+        let mut h: Vec<T> = vec![T::ZERO; shape.rows() * shape.width];
+        match (&params.embed, &mut residual.tokens) {
+            (Some(embed), Some(kept)) => {
+                let tokens = x.as_slice::<u8>()?;
+                kept.as_mut_slice::<u8>()?.copy_from_slice(tokens);
+                let bytes = embed.bytes.as_slice::<T>()?;
+                let positions = &embed.positions.as_slice::<T>()?[..shape.time * shape.width];
+                embed_forward(shape, &EmbedParameters { bytes, positions }, &mut h, tokens);
+            }
+            _ => h.copy_from_slice(x.as_slice::<T>()?),
+        }
+        let mut next = vec![T::ZERO; h.len()];
+        let mut scratch = vec![T::ZERO; block::forward_scratch(shape)];
+        for (params, residual) in params.blocks.iter().zip(&mut residual.blocks) {
+            let params = params.try_each(|leaf| leaf.as_slice::<T>())?;
+            let mut inputs = residual.inputs.try_each_mut(|leaf| leaf.as_mut_slice::<T>())?;
+            let mut interior = residual.interior.try_each_mut(|leaf| leaf.as_mut_slice::<T>())?;
+            let reduce = |summand: &mut [T]| self.reduce(cx, summand);
+            block::forward(shape, &params, &mut inputs, &mut interior, &mut next, &h, &mut scratch, reduce)?;
+            std::mem::swap(&mut h, &mut next);
+        }
+        let head = match (&params.head, &mut residual.head) {
+            (Some(params), Some(residual)) => Some((
+                params.try_each(|leaf| leaf.as_slice::<T>())?,
+                residual.try_each_mut(|leaf| leaf.as_mut_slice::<T>())?,
+            )),
+            _ => None,
+        };
+        match (exit, head) {
+            (Exit::Rows(mut rows), _) => rows.as_mut_slice()?.copy_from_slice(&h),
+            (Exit::Loss(mut loss, targets), Some((params, mut head))) => {
+                let targets = targets.as_slice::<u8>()?;
+                let (sum, weight) = head::forward(shape, &params, &mut head, &h, targets);
+                loss.sum.fill(sum)?;
+                loss.weight.fill(weight as f64)?;
+                if let Some(kept) = &mut residual.targets {
+                    kept.as_mut_slice::<u8>()?.copy_from_slice(targets);
+                }
+            }
+            (Exit::Logits(mut logits), Some((params, mut head))) => {
+                head::logits(shape, &params, &mut head, &h);
+                logits.as_mut_slice()?.copy_from_slice(head.probabilities);
+            }
+            (_, None) => return Err(no_head()),
+        }
+        Ok(())
+    }
+
+    fn backward_input(
+        &self,
+        cx: &mut Context<'_>,
+        params: &StageParams<View<'_>>,
+        residual: &StageResidual<View<'_>>,
+        seed: &Seed<'_>,
+        dx: Option<ViewMut<'_>>,
+        mut weight: StageWeightResidual<ViewMut<'_>>,
+    ) -> Result<()> {
+        let _timer = self.clock.start(Pass::BackwardInput);
+        // A part without blocks has nothing that tells the shape but what comes in.
+        let shape = match seed {
+            Seed::Rows(dy) => self.shape(dy.global())?,
+            Seed::Loss(_) => self.shape(residual.targets.as_ref().ok_or_else(no_head)?.global())?,
+            Seed::Nothing => return Err(Error::kernel("a pipeline that samples has no backward pass")),
+        };
+        let mut d: Vec<T> = vec![T::ZERO; shape.rows() * shape.width];
+        match seed {
+            Seed::Rows(dy) => d.copy_from_slice(dy.as_slice()?),
+            Seed::Loss(factor) => {
+                let (Some(params), Some(residual), Some(targets), Some(weight)) =
+                    (&params.head, &residual.head, &residual.targets, &mut weight.head)
+                else {
+                    return Err(no_head());
+                };
+                let params = params.try_each(|leaf| leaf.as_slice::<T>())?;
+                let residual = HeadResiduals {
+                    norm_hat: weight.norm_hat.as_slice::<T>()?,
+                    norm_inv_std: residual.norm_inv_std.as_slice()?,
+                    norm_out: weight.norm_out.as_slice()?,
+                    probabilities: residual.probabilities.as_slice()?,
+                };
+                let mut gradients = weight.gradients.try_each_mut(|leaf| leaf.as_mut_slice::<T>())?;
+                let (targets, factor) = (targets.as_slice::<u8>()?, factor.scalar::<f64>()?);
+                head::backward_input(shape, &params, &residual, &mut gradients, &mut d, targets, factor);
+            }
+            Seed::Nothing => {}
+        }
+        let mut next = vec![T::ZERO; d.len()];
+        let mut scratch = vec![T::ZERO; block::backward_scratch(shape)];
+        let blocks = params.blocks.iter().zip(&residual.blocks).zip(&mut weight.blocks);
+        for ((params, residual), weight) in blocks.rev() {
+            let params = params.try_each(|leaf| leaf.as_slice::<T>())?;
+            let inputs = weight.inputs.try_each(|leaf| leaf.as_slice::<T>())?;
+            let interior = residual.interior.try_each(|leaf| leaf.as_slice::<T>())?;
+            let mut gradients = weight.gradients.try_each_mut(|leaf| leaf.as_mut_slice::<T>())?;
+            let kept = (&inputs, &interior);
+            let reduce = |summand: &mut [T]| self.reduce(cx, summand);
+            block::backward_input(shape, &params, kept, &mut gradients, &mut next, &d, &mut scratch, reduce)?;
+            std::mem::swap(&mut d, &mut next);
+        }
+        if let Some(embed) = &mut weight.embed {
+            embed.dx.as_mut_slice()?.copy_from_slice(&d);
+        } else if let Some(mut dx) = dx {
+            dx.as_mut_slice()?.copy_from_slice(&d);
+        }
+        Ok(())
+    }
+
+    fn backward_weight(
+        &self,
+        weight: &StageWeightResidual<View<'_>>,
+        mut gradient: StageParams<ViewMut<'_>>,
+    ) -> Result<()> {
+        let _timer = self.clock.start(Pass::BackwardWeight);
+        for (weight, gradient) in weight.blocks.iter().zip(&mut gradient.blocks) {
+            let shape = self.shape(weight.gradients.d_mlp.global())?;
+            let inputs = weight.inputs.try_each(|leaf| leaf.as_slice::<T>())?;
+            let gradients = weight.gradients.try_each(|leaf| leaf.as_slice::<T>())?;
+            let mut gradient = gradient.try_each_mut(|leaf| leaf.as_mut_slice::<T>())?;
+            block::backward_weight(shape, &inputs, &gradients, &mut gradient);
+        }
+        if let (Some(weight), Some(gradient)) = (&weight.embed, &mut gradient.embed) {
+            let shape = self.shape(weight.dx.global())?;
+            let bytes = gradient.bytes.as_mut_slice::<T>()?;
+            let positions = &mut gradient.positions.as_mut_slice::<T>()?[..shape.time * shape.width];
+            let (dx, tokens) = (weight.dx.as_slice()?, weight.tokens.as_slice()?);
+            embed_backward_weight(shape, &mut EmbedParameters { bytes, positions }, dx, tokens);
+        }
+        if let (Some(weight), Some(gradient)) = (&weight.head, &mut gradient.head) {
+            let shape = self.shape(weight.norm_hat.global())?;
+            let inputs = (weight.norm_hat.as_slice::<T>()?, weight.norm_out.as_slice::<T>()?);
+            let gradients = weight.gradients.try_each(|leaf| leaf.as_slice::<T>())?;
+            let mut gradient = gradient.try_each_mut(|leaf| leaf.as_mut_slice::<T>())?;
+            head::backward_weight(shape, inputs, &gradients, &mut gradient);
+        }
+        Ok(())
+    }
+
+    fn reduce(&self, cx: &mut Context<'_>, summand: &mut [T]) -> Result<()> {
+        if self.devices == 1 {
+            return Ok(());
+        }
+        let _timer = self.clock.start(Pass::AllReduce);
+        cx.all_reduce(MODEL_AXIS, summand)
+    }
+
+    fn rows(&self, x: &ShapedArray) -> Result<ShapedArray> {
+        let BlockShape { batch, time, width, .. } = self.shape(x)?;
+        Ok(ShapedArray::new(&[batch, time, width], T::DTYPE))
+    }
+
+    fn logits(&self, x: &ShapedArray) -> Result<ShapedArray> {
+        let BlockShape { batch, time, .. } = self.shape(x)?;
+        Ok(ShapedArray::new(&[batch, time, BYTES], T::DTYPE))
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        let Part { model, first_block, blocks, entrance, exit } = self.part;
+        let words = [model.layers, model.heads, model.hidden, first_block, blocks, self.devices];
+        let mut words: Vec<u64> = words.into_iter().map(|word| word as u64).collect();
+        words.push(u64::from(entrance) | u64::from(exit) << 1);
+        words
+    }
+}
+
+fn place<T: Float>(leaf: &LeafShape) -> PlacedShape {
+    PlacedShape::new(ShapedArray::new(&leaf.dims, T::DTYPE), spec_of(leaf))
+}
+
+fn no_head() -> Error {
+    Error::kernel("the head of a part that has none")
+}
+
+/// Declares a stage: its types, what its forward pass writes, what its gradients start from.
+macro_rules! stage {
+    (
+        $(#[$doc:meta])* $name:ident: $in:ident.$x:ident, $side:ty => $out:ty;
+        infer($core:ident, $shape:ident, $targets:pat) $infer:expr;
+        forward($y:ident, $side_view:pat) $exit:expr;
+        backward($dy:pat) $seed:expr;
+    ) => {
+        $(#[$doc])*
+        #[derive(Clone, Debug)]
+        pub struct $name<T>(Core<T>);
+
+        impl<T: Float> $name<T> {
+            /// The stage of `part`, on meshes with `devices` devices along [`MODEL_AXIS`].
+            pub fn new(part: Part, devices: usize, clock: &Clock) -> Self {
+                Self(Core::new(part, devices, clock))
+            }
+        }
+
+        impl<T: Float> Stage for $name<T> {
+            type Params = StageParams<MpmdArray>;
+            type In = $in<MpmdArray>;
+            type Side = $side;
+            type Out = $out;
+            type Residual = StageResidual<MpmdArray>;
+            type WeightResidual = StageWeightResidual<MpmdArray>;
+
+            fn infer(
+                &self,
+                _: &Shapes<Self::Params>,
+                x: &Shapes<Self::In>,
+                side: &Shapes<Self::Side>,
+            ) -> Result<Declared<Self>> {
+                let ($core, $shape, $targets) = (&self.0, &x.$x, side);
+                $infer
+            }
+
+            fn forward(
+                &self,
+                cx: &mut Context<'_>,
+                params: Views<'_, Self::Params>,
+                x: Views<'_, Self::In>,
+                side: Views<'_, Self::Side>,
+                y: ViewsMut<'_, Self::Out>,
+                residual: ViewsMut<'_, Self::Residual>,
+            ) -> Result<()> {
+                let ($y, $side_view) = (y, side);
+                self.0.forward(cx, &params, x.$x, $exit, residual)
+            }
+
+            fn backward_input(
+                &self,
+                cx: &mut Context<'_>,
+                params: Views<'_, Self::Params>,
+                residual: Views<'_, Self::Residual>,
+                dy: Views<'_, Self::Out>,
+                dx: Option<ViewsMut<'_, Self::In>>,
+                weight_residual: ViewsMut<'_, Self::WeightResidual>,
+            ) -> Result<()> {
+                let ($dy, dx) = (dy, dx.map(|dx| dx.$x));
+                self.0.backward_input(cx, &params, &residual, &$seed, dx, weight_residual)
+            }
+
+            fn backward_weight(
+                &self,
+                _: &mut Context<'_>,
+                weight_residual: Views<'_, Self::WeightResidual>,
+                gradient: ViewsMut<'_, Self::Params>,
+            ) -> Result<()> {
+                self.0.backward_weight(&weight_residual, gradient)
+            }
+
+            fn statics(&self) -> Vec<u64> {
+                self.0.statics()
+            }
+        }
+    };
+}
+
+fn loss() -> Loss<ShapedArray> {
+    Loss { sum: f64s([]), weight: f64s([]) }
+}
+
+stage! {
+    /// The first of several stages: the embedding and its blocks.
+    First: Tokens.tokens, Empty<MpmdArray> => Rows<MpmdArray>;
+    infer(core, x, _) core.declare(Rows { rows: core.rows(x)? }, x, None);
+    forward(y, _) Exit::Rows(y.rows);
+    backward(dy) Seed::Rows(dy.rows);
+}
+
+stage! {
+    /// A stage with another before and one after it: blocks.
+    Middle: Rows.rows, Empty<MpmdArray> => Rows<MpmdArray>;
+    infer(core, x, _) core.declare(Rows { rows: core.rows(x)? }, x, None);
+    forward(y, _) Exit::Rows(y.rows);
+    backward(dy) Seed::Rows(dy.rows);
+}
+
+stage! {
+    /// The last of several stages: blocks, the head and the loss.
+    Last: Rows.rows, Targets<MpmdArray> => Loss<MpmdArray>;
+    infer(core, x, side) core.declare(loss(), x, Some(&side.targets));
+    forward(y, side) Exit::Loss(y, side.targets);
+    backward(dy) Seed::Loss(dy.sum);
+}
+
+stage! {
+    /// The only stage: the whole model.
+    Whole: Tokens.tokens, Targets<MpmdArray> => Loss<MpmdArray>;
+    infer(core, x, side) core.declare(loss(), x, Some(&side.targets));
+    forward(y, side) Exit::Loss(y, side.targets);
+    backward(dy) Seed::Loss(dy.sum);
+}
+
+stage! {
+    /// The last of several stages where a pipeline samples: there is no loss, and no backward pass.
+    LastLogits: Rows.rows, Empty<MpmdArray> => Logits<MpmdArray>;
+    infer(core, x, _) core.declare(Logits { logits: core.logits(x)? }, x, None);
+    forward(y, _) Exit::Logits(y.logits);
+    backward(_) Seed::Nothing;
+}
+
+stage! {
+    /// The only stage of a pipeline that samples.
+    WholeLogits: Tokens.tokens, Empty<MpmdArray> => Logits<MpmdArray>;
+    infer(core, x, _) core.declare(Logits { logits: core.logits(x)? }, x, None);
+    forward(y, _) Exit::Logits(y.logits);
+    backward(_) Seed::Nothing;
+}

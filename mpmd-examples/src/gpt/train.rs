@@ -1,0 +1,447 @@
+//! Trains a transformer as a pipeline: one program, whatever number of processes, stages and devices.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use mpmd_core::ProcessId;
+use mpmd_core::pipeline::{Loss, Microbatch, Pipeline, Schedule, StepOutput};
+use mpmd_core::prelude::*;
+use mpmd_core::sharding::Sharding;
+use mpmd_core::topology::Mesh;
+
+use super::BYTES;
+use super::adamw::{AdamW, WarmupCosine};
+use super::clock::Clock;
+use super::data::Sequences;
+use super::optimizer::{Clipped, Optimizer};
+use super::params::{MODEL_AXIS, Model, Part, StageParams};
+use super::stages::{
+    First, Float, Last, LastLogits, Logits, Middle, Rows, Targets, Tokens, Whole, WholeLogits,
+};
+use crate::next_byte_job::agree_on_text;
+use crate::text::Text;
+
+/// How many steps later a loss is read: so that the pipeline never runs empty for it.
+const LOSSES_PENDING: usize = 2;
+
+/// What to train, and how.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Config {
+    /// The sizes.
+    pub model: Model,
+    /// Stages of the pipeline.
+    pub stages: usize,
+    /// Devices of each stage, over which its blocks' matrices are sharded.
+    pub model_parallel: usize,
+    /// Sequences of a microbatch.
+    pub batch: usize,
+    /// Microbatches of a step.
+    pub microbatches: usize,
+    /// Name of the schedule: see [`Schedule::named`].
+    pub schedule: String,
+    /// The learning rate over the steps.
+    pub rates: WarmupCosine,
+    /// The optimiser.
+    pub adamw: AdamW,
+    /// The norm that gradients are clipped to.
+    pub clip: f64,
+    /// Chooses initial weights and the sequences of each step.
+    pub seed: u64,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            model: Model { layers: 4, width: 128, heads: 4, hidden: 512, time: 128 },
+            stages: 4,
+            model_parallel: 1,
+            batch: 2,
+            microbatches: 8,
+            schedule: "1f1b".to_owned(),
+            rates: WarmupCosine { peak: 3e-3, floor: 1e-4, warmup: 40, total: 400 },
+            adamw: AdamW::default(),
+            clip: 1.0,
+            seed: 0,
+        }
+    }
+}
+
+impl Config {
+    /// Devices of the job.
+    pub fn devices(&self) -> usize {
+        self.stages * self.model_parallel
+    }
+
+    /// Tokens of a step.
+    pub fn tokens(&self) -> usize {
+        self.microbatches * self.batch * self.model.time
+    }
+
+    fn check(&self) -> Result<()> {
+        let Self { model, model_parallel, batch, microbatches, .. } = self;
+        if [*model_parallel, *batch, *microbatches].contains(&0) {
+            return Err(Error::kernel(format!("a size of zero in {self:?}")));
+        }
+        let divides = |size: usize| size.is_multiple_of(*model_parallel);
+        if !divides(model.heads) || !divides(model.hidden) {
+            let problem = format!(
+                "{} heads and {} hidden columns do not divide among {model_parallel} devices",
+                model.heads, model.hidden
+            );
+            return Err(Error::kernel(problem));
+        }
+        Ok(())
+    }
+
+    fn schedule(&self) -> Result<Schedule> {
+        let schedule = Schedule::named(&self.schedule, self.stages, self.microbatches);
+        let schedule = schedule.ok_or_else(|| Error::kernel(format!("no schedule {:?}", self.schedule)))?;
+        schedule.map_err(|error| Error::kernel(error.to_string()))
+    }
+}
+
+/// A model under training.
+pub struct Trainer<T: Float> {
+    config: Config,
+    parts: Vec<Part>,
+    meshes: Vec<Mesh>,
+    pipeline: Pipeline<Tokens<MpmdArray>, Loss<MpmdArray>>,
+    optimizer: Optimizer<T>,
+    schedule: Schedule,
+    sequences: Sequences,
+    clock: Clock,
+    steps: u64,
+}
+
+impl<T: Float> Trainer<T> {
+    /// A model with its initial weights, over all devices of the job.
+    ///
+    /// # Errors
+    ///
+    /// Where sizes do not fit each other, the job has not [`Config::devices`] devices, or the processes have
+    /// read different texts.
+    pub fn new(p: &mut Program, text: &Arc<Text>, config: &Config) -> Result<Self> {
+        config.check()?;
+        agree_on_text(p, text)?;
+        let sequences = Sequences::new(text, config.model.time)?;
+        let parts = config.model.parts(config.stages)?;
+        let axes = [("stage", config.stages), (MODEL_AXIS, config.model_parallel)];
+        let meshes = p.mesh(&axes)?.split("stage")?;
+        let clock = Clock::default();
+        let mut params = Vec::with_capacity(parts.len());
+        for (part, mesh) in parts.iter().zip(&meshes) {
+            params.push(part.make::<T>(p, mesh, config.seed)?);
+        }
+        let wiring = Wiring { parts: &parts, meshes: &meshes, devices: config.model_parallel, clock: &clock };
+        let pipeline = wiring.train::<T>(params)?;
+        let optimizer = Optimizer::new(p, &parts, &meshes, config.adamw, config.clip, &clock)?;
+        let schedule = config.schedule()?;
+        let config = config.clone();
+        Ok(Self { config, parts, meshes, pipeline, optimizer, schedule, sequences, clock, steps: 0 })
+    }
+
+    /// What the model is trained with.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Updates so far.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// Time in the kernels of this process.
+    pub fn clock(&self) -> &Clock {
+        &self.clock
+    }
+
+    /// One update. Returns at once, with the step's loss and norm as arrays on the last stage's mesh.
+    ///
+    /// # Errors
+    ///
+    /// Where the job is known to have failed.
+    pub fn step(&mut self, p: &mut Program, rate: f64) -> Result<Clipped<MpmdArray>> {
+        let output = self.gradients(p)?;
+        self.steps += 1;
+        let Self { pipeline, optimizer, steps, .. } = self;
+        let clipped = optimizer.step(p, pipeline, output, *steps, rate)?;
+        p.step_end()?;
+        Ok(clipped)
+    }
+
+    /// The forward and backward passes of the next step. Returns at once.
+    ///
+    /// # Errors
+    ///
+    /// As [`Trainer::step`].
+    pub fn gradients(&mut self, p: &mut Program) -> Result<StepOutput> {
+        let Config { batch, microbatches, stages, seed, .. } = self.config;
+        let ends = (&self.meshes[0], &self.meshes[stages - 1]);
+        let rows = 0..batch * microbatches;
+        let (tokens, targets) = self.sequences.make_training(p, ends, (seed, self.steps), rows)?;
+        let tokens = tokens.microbatches(p, 0, microbatches)?;
+        let targets = targets.microbatches(p, 0, microbatches)?;
+        let microbatches = tokens.into_iter().zip(targets);
+        let microbatches = microbatches.map(|(tokens, targets)| {
+            Microbatch::new(Tokens { tokens }).side(stages - 1, Targets { targets })
+        });
+        self.pipeline.train_step(p, &self.schedule, microbatches.collect())
+    }
+
+    /// The mean loss over the held-out text, nats per byte: on process 0, where something is held out.
+    /// Waits for it.
+    ///
+    /// # Errors
+    ///
+    /// Where the job fails.
+    pub fn held_out_loss(&mut self, p: &mut Program) -> Result<Option<f64>> {
+        let Config { batch, microbatches, stages, .. } = self.config;
+        let count = self.sequences.held_out_len();
+        let (mut sum, mut weight) = (0.0, 0.0);
+        let mut pending = VecDeque::new();
+        let mut read = |loss: Loss<MpmdArray>| -> Result<()> {
+            if let (Some(one), Some(rows)) = (scalar(&loss.sum)?, scalar(&loss.weight)?) {
+                sum += one;
+                weight += rows;
+            }
+            Ok(())
+        };
+        for start in (0..count).step_by(batch) {
+            let ends = (&self.meshes[0], &self.meshes[stages - 1]);
+            let rows = start..count.min(start + batch);
+            let (tokens, targets) = self.sequences.make_held_out(p, ends, rows)?;
+            let microbatch = Microbatch::new(Tokens { tokens }).side(stages - 1, Targets { targets });
+            let loss = self.pipeline.forward(p, microbatch)?;
+            pending.push_back(p.device_put(&loss, to_process_0(p))?);
+            if pending.len() > microbatches
+                && let Some(loss) = pending.pop_front()
+            {
+                read(loss)?;
+            }
+        }
+        pending.into_iter().try_for_each(&mut read)?;
+        Ok((weight > 0.0).then(|| sum / weight))
+    }
+
+    /// `length` bytes that continue `prompt`, each as `choose` says of its logits and its number, through the
+    /// same stages. The same on every process; `choose` is called on process 0.
+    ///
+    /// # Errors
+    ///
+    /// Where the job fails.
+    pub fn sample(
+        &self,
+        p: &mut Program,
+        prompt: &[u8],
+        length: usize,
+        mut choose: impl FnMut(&[f32], u64) -> u8,
+    ) -> Result<Vec<u8>> {
+        let wiring = Wiring {
+            parts: &self.parts,
+            meshes: &self.meshes,
+            devices: self.config.model_parallel,
+            clock: &Clock::default(),
+        };
+        let params = (0..self.parts.len()).map(|stage| self.params(stage)).collect::<Result<Vec<_>>>()?;
+        let mut pipeline = wiring.logits::<T>(params)?;
+        let time = self.config.model.time;
+        let mut bytes = prompt.to_vec();
+        if bytes.is_empty() {
+            // As after the end of a file.
+            bytes.push(crate::text::SEPARATOR);
+        }
+        let start = bytes.len();
+        for number in 0..length as u64 {
+            let context = bytes[bytes.len().saturating_sub(time)..].to_vec();
+            let last = context.len() - 1;
+            let tokens = p.make(u8s([1, time]), &self.meshes[0].replicated(), move |_, mut tokens| {
+                // What comes after the context is not looked at: attention is causal.
+                tokens.zero();
+                tokens.as_mut_slice::<u8>()?[..context.len()].copy_from_slice(&context);
+                Ok(())
+            })?;
+            let Logits { logits } = pipeline.forward(p, Microbatch::new(Tokens { tokens }))?;
+            let logits = p.device_put(&logits, to_process_0(p))?;
+            let byte = p.agree(ProcessId(0), 0, || {
+                let logits = logits.to_host()?.ok_or_else(|| Error::kernel("logits that are remote"))?;
+                let row = &logits.as_slice::<T>()?[last * BYTES..][..BYTES];
+                let row: Vec<f32> = row.iter().map(|logit| logit.to_f64() as f32).collect();
+                Ok(choose(&row, number))
+            })?;
+            bytes.push(byte);
+        }
+        Ok(bytes.split_off(start))
+    }
+
+    /// Parameters and the optimiser's running means, with names that say nothing of stages.
+    pub fn state(&self) -> Vec<(String, MpmdArray)> {
+        let mut state = Vec::new();
+        for (stage, part) in self.parts.iter().enumerate() {
+            let params = self.pipeline.params(stage);
+            let (mean, square) = self.optimizer.state(stage);
+            let arrays = params.into_iter().zip(mean.iter().zip(square));
+            for (name, ((_, param), (mean, square))) in part.names().into_iter().zip(arrays) {
+                state.push((format!("optimizer.mean.{name}"), mean.clone()));
+                state.push((format!("optimizer.square.{name}"), square.clone()));
+                state.push((name, param));
+            }
+        }
+        state
+    }
+
+    /// Puts other parameters and running means in place, those after `steps` updates: `load` gives the array
+    /// of a name of [`Trainer::state`], in this shape and sharding.
+    ///
+    /// # Errors
+    ///
+    /// The first error of `load`.
+    pub fn set_state(
+        &mut self,
+        p: &mut Program,
+        steps: u64,
+        mut load: impl FnMut(&mut Program, &str, ShapedArray, &Sharding) -> Result<MpmdArray>,
+    ) -> Result<()> {
+        for (stage, part) in self.parts.iter().enumerate() {
+            let shapes = part.shapes();
+            let shardings = part.shardings(&self.meshes[stage]);
+            let mut all = |prefix: &str| -> Result<Vec<MpmdArray>> {
+                let places = shapes.leaves().into_iter().zip(&shardings);
+                let leaves = part.names().into_iter().zip(places);
+                leaves
+                    .map(|(name, (shape, sharding))| {
+                        let aval = ShapedArray::new(&shape.dims, T::DTYPE);
+                        load(p, &format!("{prefix}{name}"), aval, sharding)
+                    })
+                    .collect()
+            };
+            let (params, mean, square) = (all("")?, all("optimizer.mean.")?, all("optimizer.square.")?);
+            self.pipeline.set_params(stage, params)?;
+            self.optimizer.set_state(stage, mean, square);
+        }
+        self.steps = steps;
+        Ok(())
+    }
+
+    fn params(&self, stage: usize) -> Result<StageParams<MpmdArray>> {
+        let leaves = self.pipeline.params(stage).into_iter().map(|(_, leaf)| leaf);
+        Ok(StageParams::from_leaves(&self.parts[stage].shapes().structure(), leaves)?)
+    }
+}
+
+/// Where stages go.
+struct Wiring<'a> {
+    parts: &'a [Part],
+    meshes: &'a [Mesh],
+    devices: usize,
+    clock: &'a Clock,
+}
+
+type Params = StageParams<MpmdArray>;
+
+impl Wiring<'_> {
+    fn train<T: Float>(&self, params: Vec<Params>) -> Result<Pipeline<Tokens<MpmdArray>, Loss<MpmdArray>>> {
+        let Self { parts, meshes, devices, clock } = *self;
+        let last = parts.len() - 1;
+        let mut params = params.into_iter();
+        let mut next = || params.next().ok_or_else(|| Error::kernel("a stage without parameters"));
+        if last == 0 {
+            return Pipeline::first(Whole::<T>::new(parts[0], devices, clock), &meshes[0], next()?);
+        }
+        let front = self.front::<T>(&mut next)?;
+        front.then(Last::<T>::new(parts[last], devices, clock), &meshes[last], next()?)
+    }
+
+    fn logits<T: Float>(
+        &self,
+        params: Vec<Params>,
+    ) -> Result<Pipeline<Tokens<MpmdArray>, Logits<MpmdArray>>> {
+        let Self { parts, meshes, devices, clock } = *self;
+        let last = parts.len() - 1;
+        let mut params = params.into_iter();
+        let mut next = || params.next().ok_or_else(|| Error::kernel("a stage without parameters"));
+        if last == 0 {
+            return Pipeline::first(WholeLogits::<T>::new(parts[0], devices, clock), &meshes[0], next()?);
+        }
+        let front = self.front::<T>(&mut next)?;
+        front.then(LastLogits::<T>::new(parts[last], devices, clock), &meshes[last], next()?)
+    }
+
+    /// All stages but the last.
+    fn front<T: Float>(
+        &self,
+        mut next: impl FnMut() -> Result<Params>,
+    ) -> Result<Pipeline<Tokens<MpmdArray>, Rows<MpmdArray>>> {
+        let Self { parts, meshes, devices, clock } = *self;
+        let first = Pipeline::first(First::<T>::new(parts[0], devices, clock), &meshes[0], next()?)?;
+        let middle = parts.iter().zip(meshes).take(parts.len() - 1).skip(1);
+        middle.into_iter().try_fold(first, |front, (part, mesh)| {
+            front.then(Middle::<T>::new(*part, devices, clock), mesh, next()?)
+        })
+    }
+}
+
+/// What is known of a step two steps later.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepReport {
+    /// Updates so far, counted from the start of the model.
+    pub step: u64,
+    /// Mean loss before the update, nats per byte.
+    pub loss: f64,
+    /// Norm of the gradient.
+    pub norm: f64,
+}
+
+/// Trains until `more` says otherwise. On process 0 `more` is asked before each step, with the number of
+/// updates so far, for the learning rate; and `on_step` gets the report of each step.
+///
+/// # Errors
+///
+/// Where the job fails or the loss is no number any more.
+pub fn train<T: Float>(
+    p: &mut Program,
+    trainer: &mut Trainer<T>,
+    mut more: impl FnMut(u64) -> Option<f64>,
+    mut on_step: impl FnMut(StepReport),
+) -> Result<()> {
+    let mut pending = VecDeque::new();
+    let mut read = |(step, clipped): (u64, Clipped<MpmdArray>)| -> Result<()> {
+        let (Some(loss), Some(norm)) = (scalar(&clipped.loss)?, scalar(&clipped.norm)?) else {
+            return Ok(());
+        };
+        if !loss.is_finite() || !norm.is_finite() {
+            return Err(Error::kernel(format!("step {step}: loss {loss}, gradients of norm {norm}")));
+        }
+        on_step(StepReport { step, loss, norm });
+        Ok(())
+    };
+    loop {
+        let steps = trainer.steps();
+        let Some(rate) = p.agree(ProcessId(0), None, || {
+            if pending.len() > LOSSES_PENDING
+                && let Some(report) = pending.pop_front()
+            {
+                read(report)?;
+            }
+            Ok(more(steps))
+        })?
+        else {
+            break;
+        };
+        let clipped = trainer.step(p, rate)?;
+        let clipped = p.device_put(&clipped, to_process_0(p))?;
+        if p.process() == ProcessId(0) {
+            pending.push_back((steps + 1, clipped));
+        }
+    }
+    p.agree(ProcessId(0), (), || pending.into_iter().try_for_each(&mut read))
+}
+
+/// A device of process 0.
+fn to_process_0(p: &Program) -> Sharding {
+    Sharding::single_device(p.topology().devices_of(ProcessId(0))[0])
+}
+
+fn scalar(array: &MpmdArray) -> Result<Option<f64>> {
+    let Some(host) = array.to_host()? else { return Ok(None) };
+    Ok(host.as_slice::<f64>()?.first().copied())
+}

@@ -1,0 +1,252 @@
+//! The transformer as a pipeline: gradients, stages, processes, memory.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use mpmd_core::prelude::*;
+use mpmd_core::{MemoryUse, ProcessId, Simulation};
+use mpmd_examples::gpt::adamw::WarmupCosine;
+use mpmd_examples::gpt::params::Model;
+use mpmd_examples::gpt::train::{Config, StepReport, Trainer, train};
+use mpmd_examples::math::random_bits;
+use mpmd_examples::text::Text;
+
+fn tiny() -> Config {
+    Config {
+        model: Model { layers: 4, width: 8, heads: 2, hidden: 12, time: 6 },
+        batch: 2,
+        microbatches: 5,
+        rates: WarmupCosine { peak: 1e-2, floor: 1e-3, warmup: 2, total: 6 },
+        // Every step clips, so that the norm is part of what is compared.
+        clip: 0.5,
+        ..Config::default()
+    }
+}
+
+/// Text with an order to be learnt.
+fn text() -> Arc<Text> {
+    let words = ["one ", "two ", "three ", "four ", "five ", "six "];
+    let text: String = (0..12_000).map(|i| words[(random_bits(5, i / 3) % 3 + i % 3) as usize]).collect();
+    Arc::new(Text::of_files(&[text.into_bytes()]).unwrap())
+}
+
+/// Losses and norms of `steps` steps, and the held-out loss, of process 0.
+fn losses(config: &Config, processes: usize, steps: u64) -> Vec<u64> {
+    let text = text();
+    let simulation = Simulation::new(processes, config.devices()).delays(7, Duration::from_millis(1));
+    let results = simulation.run(|p| {
+        let mut trainer = Trainer::<f32>::new(p, &text, config)?;
+        let mut reports: Vec<StepReport> = Vec::new();
+        let more = |step: u64| (step < steps).then(|| config.rates.rate(step + 1));
+        train(p, &mut trainer, more, |report| reports.push(report))?;
+        let held_out = trainer.held_out_loss(p)?;
+        let mut bits: Vec<u64> =
+            reports.iter().flat_map(|report| [report.loss.to_bits(), report.norm.to_bits()]).collect();
+        bits.extend(held_out.map(f64::to_bits));
+        Ok(bits)
+    });
+    let mut all: Vec<Vec<u64>> = results.into_iter().map(|result| result.unwrap()).collect();
+    assert!(all[1..].iter().all(Vec::is_empty), "losses are known to process 0 alone");
+    all.swap_remove(0)
+}
+
+#[test]
+fn losses_are_the_same_bits_however_the_model_is_divided() {
+    let reference = losses(&Config { stages: 1, ..tiny() }, 1, 6);
+    assert_eq!(reference.len(), 2 * 6 + 1);
+    let loss = |index: usize| f64::from_bits(reference[index]);
+    assert!((loss(0) - 256f64.ln()).abs() < 0.5, "{}", loss(0));
+    assert!(loss(10) < loss(0) && loss(12) < loss(0), "{} {} {}", loss(0), loss(10), loss(12));
+    assert!((0..6).all(|step| loss(2 * step + 1) > 0.5), "every step clips");
+    for stages in [1, 2, 4] {
+        for schedule in ["gpipe", "1f1b"] {
+            let config = Config { stages, schedule: schedule.to_owned(), ..tiny() };
+            for processes in [1, 2, 4].into_iter().filter(|processes| *processes <= stages) {
+                let found = losses(&config, processes, 6);
+                assert_eq!(found, reference, "{stages} stages, {schedule}, {processes} processes");
+            }
+        }
+    }
+}
+
+#[test]
+fn tensor_parallel_losses_are_near() {
+    let reference = losses(&Config { stages: 2, ..tiny() }, 1, 6);
+    for processes in [1, 4] {
+        let found = losses(&Config { stages: 2, model_parallel: 2, ..tiny() }, processes, 6);
+        assert_eq!(found.len(), reference.len());
+        for (found, expected) in found.iter().zip(&reference) {
+            let (found, expected) = (f64::from_bits(*found), f64::from_bits(*expected));
+            assert!((found - expected).abs() < 1e-4, "{found} {expected}");
+        }
+    }
+}
+
+/// In doubles, so that a difference of losses has digits to spare: the error of a central difference with
+/// this step is of the order of 1e-8 beside gradients of about 1.
+#[test]
+fn gradients_agree_with_finite_differences() {
+    const STEP: f64 = 1e-4;
+    let text = text();
+    let config = Config { stages: 2, microbatches: 2, ..tiny() };
+    let run = |model_parallel: usize, nudged: Option<(String, usize, f64)>| {
+        let config = Config { model_parallel, ..config.clone() };
+        let results = Simulation::new(1, config.devices()).run(|p| {
+            let mut trainer = Trainer::<f64>::new(p, &text, &config)?;
+            if let Some((nudged, element, by)) = &nudged {
+                let state: Vec<(String, MpmdArray)> = trainer.state();
+                trainer.set_state(p, 0, |p, name, aval, sharding| {
+                    let (_, array) = state.iter().find(|(known, _)| known == name).expect("a known name");
+                    let host = array.to_host()?.expect("one process");
+                    let mut values = host.to_vec::<f64>()?;
+                    if name == nudged {
+                        values[*element] += by;
+                    }
+                    p.device_put(&MpmdArray::from_slice(aval.shape(), &values)?, sharding.clone())
+                })?;
+            }
+            let output = trainer.gradients(p)?;
+            let loss = output.loss.sum.to_host()?.expect("one process").as_slice::<f64>()?[0];
+            let mut gradients = Vec::new();
+            for (_, gradient) in output.gradients.iter().flatten() {
+                gradients.push(gradient.to_host()?.expect("one process").to_vec::<f64>()?);
+            }
+            let names = trainer.state().into_iter().map(|(name, _)| name);
+            let names: Vec<String> = names.filter(|name| !name.starts_with("optimizer")).collect();
+            Ok((loss, names, gradients))
+        });
+        results.into_iter().next().unwrap().unwrap()
+    };
+    for model_parallel in [1, 2] {
+        let (_, names, gradients) = run(model_parallel, None);
+        assert_eq!(names.len(), gradients.len());
+        let mut compared = 0;
+        for (name, gradient) in names.iter().zip(&gradients) {
+            // Of bytes that do not occur the gradient is zero: look where there is one.
+            let largest =
+                (0..gradient.len()).max_by(|a, b| gradient[*a].abs().total_cmp(&gradient[*b].abs()));
+            let element = largest.expect("a parameter has elements");
+            let loss = |by| run(model_parallel, Some((name.clone(), element, by))).0;
+            let expected = (loss(STEP) - loss(-STEP)) / (2.0 * STEP);
+            let found = gradient[element];
+            let tolerance = 1e-5 * expected.abs().max(1e-2);
+            assert!((found - expected).abs() < tolerance, "{name}[{element}]: {found}, not {expected}");
+            compared += 1;
+        }
+        assert_eq!(compared, 2 + 4 * 12 + 3);
+    }
+}
+
+/// The memory in use once all that was issued has been carried out, on this and every other process.
+fn memory_at_rest(p: &mut Program, trainer: &Trainer<f32>) -> MemoryUse {
+    for (_, array) in trainer.state() {
+        array.block_until_ready().unwrap();
+    }
+    for process in 0..p.processes() as u32 {
+        p.agree(ProcessId(process), (), || Ok(())).unwrap();
+    }
+    // What was read for the last time is given back a moment later.
+    let (start, mut since, mut last) = (Instant::now(), Instant::now(), p.memory());
+    while since.elapsed() < Duration::from_millis(300) && start.elapsed() < Duration::from_secs(20) {
+        std::thread::sleep(Duration::from_millis(10));
+        let now = p.memory();
+        if now.live != last.live {
+            (since, last) = (Instant::now(), now);
+        }
+    }
+    p.memory()
+}
+
+#[test]
+fn memory_is_flat_over_the_steps() {
+    let (text, config) = (text(), tiny());
+    for processes in [1, 4] {
+        let results = Simulation::new(processes, config.devices()).run(|p| {
+            let mut trainer = Trainer::<f32>::new(p, &text, &config)?;
+            let mut at_rest = Vec::new();
+            for until in [20, 60] {
+                train(p, &mut trainer, |step| (step < until).then_some(1e-3), |_| {})?;
+                at_rest.push(memory_at_rest(p, &trainer).live);
+            }
+            Ok(at_rest)
+        });
+        for (process, at_rest) in results.into_iter().enumerate() {
+            let at_rest = at_rest.unwrap();
+            assert!(at_rest[0] > 0);
+            assert_eq!(at_rest[1], at_rest[0], "process {process} of {processes}");
+        }
+    }
+}
+
+#[test]
+fn a_state_moves_to_another_number_of_stages_and_training_goes_on_the_same() {
+    let (text, config) = (text(), tiny());
+    let whole = losses(&config, 1, 6);
+    let run = |stages: usize, from: Option<Vec<(String, Vec<f32>)>>, until: u64| {
+        let config = Config { stages, ..config.clone() };
+        let results = Simulation::new(1, stages).run(|p| {
+            let mut trainer = Trainer::<f32>::new(p, &text, &config)?;
+            if let Some(from) = &from {
+                trainer.set_state(p, 3, |p, name, aval, sharding| {
+                    let (_, values) = from.iter().find(|(known, _)| known == name).expect("a known name");
+                    p.device_put(&MpmdArray::from_slice(aval.shape(), values)?, sharding.clone())
+                })?;
+            }
+            let mut bits = Vec::new();
+            let more = |step: u64| (step < until).then(|| config.rates.rate(step + 1));
+            train(p, &mut trainer, more, |r| bits.extend([r.loss.to_bits(), r.norm.to_bits()]))?;
+            let mut state = Vec::new();
+            for (name, array) in trainer.state() {
+                state.push((name, array.to_host()?.expect("one process").to_vec::<f32>()?));
+            }
+            Ok((bits, state))
+        });
+        results.into_iter().next().unwrap().unwrap()
+    };
+    let (first, state) = run(4, None, 3);
+    let (second, _) = run(2, Some(state), 6);
+    assert_eq!([first, second].concat(), whole[..12]);
+}
+
+#[test]
+fn samples_are_the_same_on_any_number_of_processes_and_stages() {
+    let text = text();
+    let sample = |stages: usize, processes: usize| {
+        let config = Config { stages, ..tiny() };
+        let results = Simulation::new(processes, stages).run(|p| {
+            let mut trainer = Trainer::<f32>::new(p, &text, &config)?;
+            train(p, &mut trainer, |step| (step < 3).then_some(1e-2), |_| {})?;
+            // The largest logit, and never the same byte for ever.
+            trainer.sample(p, b"one two three", 9, |logits, number| {
+                let order = |a: &u8, b: &u8| logits[usize::from(*a)].total_cmp(&logits[usize::from(*b)]);
+                let mut bytes: Vec<u8> = (0..=255).collect();
+                bytes.sort_by(order);
+                bytes[255 - number as usize]
+            })
+        });
+        let mut samples: Vec<Vec<u8>> = results.into_iter().map(|result| result.unwrap()).collect();
+        assert!(samples.iter().all(|sample| *sample == samples[0]));
+        samples.swap_remove(0)
+    };
+    let reference = sample(1, 1);
+    assert_eq!(reference.len(), 9);
+    assert_eq!(sample(2, 2), reference);
+    assert_eq!(sample(4, 4), reference);
+}
+
+#[test]
+fn sizes_that_do_not_fit_are_refused() {
+    let text = text();
+    let cases = [
+        (Config { stages: 5, ..tiny() }, "4 blocks"),
+        (Config { model_parallel: 4, ..tiny() }, "divide among 4"),
+        (Config { batch: 0, ..tiny() }, "size of zero"),
+        (Config { schedule: "zigzag".to_owned(), ..tiny() }, "zigzag"),
+    ];
+    for (config, expected) in cases {
+        let results =
+            Simulation::new(1, config.devices()).run(|p| Trainer::<f32>::new(p, &text, &config).map(|_| ()));
+        let error = results.into_iter().next().unwrap().unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+}
