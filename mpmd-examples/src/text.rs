@@ -182,6 +182,46 @@ impl Text {
         (held_out > 0).then(|| losses.sum::<f64>() / held_out as f64)
     }
 
+    /// `time` training bytes in a row and the bytes that follow each, for one row of the batch of one step; the
+    /// same on every process. `None` where no run of training blocks is that long.
+    pub fn sequence(&self, seed: u64, step: u64, row: u64, time: usize) -> Option<(&[u8], &[u8])> {
+        let room = |run: &std::ops::Range<usize>| run.len().saturating_sub(time);
+        let starts: usize = self.training_runs().map(|run| room(&run)).sum();
+        if starts == 0 {
+            return None;
+        }
+        let bits = random_bits(random_bits(seed, step), row);
+        let mut index = ((u128::from(bits) * starts as u128) >> 64) as usize;
+        for run in self.training_runs() {
+            if index < room(&run) {
+                return Some(self.shifted(run.start + index, time));
+            }
+            index -= room(&run);
+        }
+        None
+    }
+
+    /// The held-out blocks cut in pieces of `time` bytes, each with the bytes that follow; what is left of a
+    /// block is passed over.
+    pub fn held_out_sequences(&self, time: usize) -> Vec<(&[u8], &[u8])> {
+        let cut = |block: std::ops::Range<usize>| {
+            (block.start..block.end).step_by(time).filter(move |start| start + time < block.end)
+        };
+        self.held_out_blocks().flat_map(cut).map(|start| self.shifted(start, time)).collect()
+    }
+
+    /// The runs of training bytes, none of which reaches into a held-out block.
+    pub fn training_runs(&self) -> impl Iterator<Item = std::ops::Range<usize>> {
+        let len = self.bytes.len();
+        (0..len)
+            .step_by(BLOCK * HELD_OUT_EVERY)
+            .map(move |start| start..len.min(start + BLOCK * (HELD_OUT_EVERY - 1)))
+    }
+
+    fn shifted(&self, start: usize, time: usize) -> (&[u8], &[u8]) {
+        (&self.bytes[start..start + time], &self.bytes[start + 1..start + 1 + time])
+    }
+
     /// A number that tells two texts apart, to compare between processes that read files of their own.
     pub fn fingerprint(&self) -> u64 {
         self.bytes.chunks(8).fold(self.bytes.len() as u64, |state, chunk| {
@@ -274,6 +314,27 @@ mod tests {
         let len = blocks * BLOCK + rest;
         let mark = |at: usize| if at / BLOCK % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 { b'h' } else { b't' };
         Text::of_files(&[(0..len - 1).map(mark).collect()]).unwrap()
+    }
+
+    #[test]
+    fn sequences_are_shifted_by_one_and_never_reach_into_held_out_blocks() {
+        let bytes: Vec<u8> = (0..BLOCK * 21).map(|i| (i / BLOCK) as u8).collect();
+        let text = Text::of_files(&[bytes]).unwrap();
+        for row in 0..500 {
+            let (inputs, targets) = text.sequence(1, 2, row, 100).unwrap();
+            assert_eq!(inputs[1..], targets[..99]);
+            assert!(inputs.iter().chain(targets).all(|block| *block % 10 != 9), "row {row}");
+        }
+        assert_eq!(text.sequence(1, 2, 3, 100), text.sequence(1, 2, 3, 100));
+        assert_ne!(text.sequence(1, 2, 3, 100), text.sequence(2, 2, 3, 100));
+        assert_eq!(text.sequence(1, 2, 3, BLOCK * 30), None);
+        let held_out = text.held_out_sequences(100);
+        assert_eq!(held_out.len(), 2 * 40);
+        assert!(
+            held_out
+                .iter()
+                .all(|(inputs, targets)| { inputs.iter().chain(*targets).all(|block| *block % 10 == 9) })
+        );
     }
 
     #[test]

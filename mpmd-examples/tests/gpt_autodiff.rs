@@ -76,7 +76,8 @@ fn parameters<T: Real>() -> Parameters<Vec<T>> {
         .into_iter()
         .enumerate()
         .map(|(seed, (path, leaf))| {
-            let (scale, offset) = (if leaf.decays() { 0.3 } else { 0.2 }, f64::from(path.ends_with("gain")));
+            let (scale, offset) =
+                (if leaf.dims.len() > 1 { 0.3 } else { 0.2 }, f64::from(path.ends_with("gain")));
             (0..leaf.elements()).map(|i| T::of(offset + scale * random_unit(seed as u64, i as u64))).collect()
         })
         .collect::<Vec<_>>()

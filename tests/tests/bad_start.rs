@@ -201,7 +201,7 @@ fn values_that_make_no_sense_are_shown() {
         refused(&with(name, value), &[name, value]);
     }
     for (name, value) in [(variables::RANK, "2"), (variables::WORLD_SIZE, "0")] {
-        refused(&with(name, value), &["process number", "below the number of processes"]);
+        refused(&with(name, value), &[variables::RANK, "below the number of processes"]);
     }
     refused(&with(variables::JOB_TOKEN, "abc"), &[variables::JOB_TOKEN]);
 }

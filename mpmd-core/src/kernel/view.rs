@@ -158,6 +158,12 @@ impl<'a> ViewMut<'a> {
         values(self.bytes)
     }
 
+    /// The bytes, for values that are read from somewhere: row-major elements of the view's dtype, in this
+    /// machine's byte order.
+    pub fn as_bytes_mut(&mut self) -> &mut [u8] {
+        self.bytes
+    }
+
     /// Sets every byte to zero, which is the zero of every type.
     pub fn zero(&mut self) {
         self.bytes.fill(0);

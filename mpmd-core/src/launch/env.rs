@@ -321,7 +321,10 @@ impl Vars<'_> {
         let Said { source, process, processes, local_process, coordinator, hosted, job } = said;
         if process as usize >= processes {
             return Err(LaunchError::Variable {
-                variable: format!("the process number by {source}"),
+                variable: match source {
+                    "mpmd" => ours::RANK.to_owned(),
+                    other => format!("the process number of {other}"),
+                },
                 value: process.to_string(),
                 expected: format!("below the number of processes, {processes}"),
             });

@@ -5,6 +5,7 @@
 //! cargo run --release --bin train_gpt -- --stages 2 --processes 2 --steps 100 ~/notes README.md
 //! ```
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufWriter, Write as _};
 use std::path::{Path, PathBuf};
@@ -18,10 +19,12 @@ use clap::builder::RangedU64ValueParser;
 use indicatif::{ProgressBar, ProgressStyle};
 use mpmd_core::{ProcessId, Program};
 use mpmd_examples::gpt::adamw::WarmupCosine;
-use mpmd_examples::gpt::bigram::bigram_losses;
+use mpmd_examples::gpt::bigram::bigram_loss;
+use mpmd_examples::gpt::checkpoint::{self, Checkpoint};
 use mpmd_examples::gpt::clock::Pass;
 use mpmd_examples::gpt::params::Model;
 use mpmd_examples::gpt::sample::{next_byte, printable};
+use mpmd_examples::gpt::stop::StopFlag;
 use mpmd_examples::gpt::train::{Config, StepReport, Trainer, train};
 use mpmd_examples::job::{self, JobArgs};
 use mpmd_examples::text::Text;
@@ -79,7 +82,16 @@ struct Args {
     sample: usize,
     /// How freely: 0 takes the likeliest byte each time
     #[arg(long, default_value_t = 0.7)]
-    temperature: f32,
+    temperature: f64,
+    /// End after this update, as Ctrl-C would: what follows can be trained later
+    #[arg(long, value_name = "STEP")]
+    stop_after: Option<u64>,
+    /// Write parameters and the optimiser's state here at the end, as safetensors
+    #[arg(long, value_name = "FILE")]
+    save: Option<PathBuf>,
+    /// Go on from what --save has written, with any number of stages and processes
+    #[arg(long, value_name = "FILE")]
+    load: Option<PathBuf>,
     /// Write each step's loss here, with all bits: step, loss, and its bits in hexadecimal
     #[arg(long, value_name = "FILE")]
     losses_out: Option<PathBuf>,
@@ -104,7 +116,8 @@ fn main() -> anyhow::Result<ExitCode> {
 
 impl Args {
     fn config(&self) -> Config {
-        let Self { layers, width, heads, time, batch, microbatches, stages, model_parallel, seed, .. } = *self;
+        let Self { layers, width, heads, time, batch, microbatches, stages, model_parallel, seed, .. } =
+            *self;
         let total = self.steps as u64;
         let warmup = Config::default().rates.warmup.min(total / 4);
         let rates =
@@ -130,17 +143,24 @@ fn run(p: &mut Program, args: &Args, config: &Config, text: &Arc<Text>) -> anyho
         announce(p, text, args, config);
     }
     let mut trainer = Trainer::<f32>::new(p, text, config)?;
+    if let Some(path) = &args.load {
+        load(p, &mut trainer, path)?;
+    }
+    let stop = StopFlag::install().context("cannot watch for Ctrl-C")?;
     let start = Instant::now();
-    let length = Length::new(args, config, start);
-    let mut progress = first.then(|| Progress::new(args, config, start));
+    let length = Length { rates: config.rates, seconds: args.seconds, stop_after: args.stop_after, start };
+    let mut progress = first.then(|| Progress::new(args, config, trainer.steps(), start));
     let mut losses = Vec::new();
-    let more = |steps| length.rate(steps);
+    let more = |steps| length.rate(steps).filter(|_| !stop.is_set());
     train(p, &mut trainer, more, |report| {
         losses.push((report.step, report.loss));
         progress.iter_mut().for_each(|progress| progress.show(report));
     })?;
     let took = start.elapsed();
     progress.iter().for_each(Progress::finish);
+    if let Some(path) = &args.save {
+        save(p, &trainer, path)?;
+    }
     let table = time_table(p, &trainer, took)?;
     let held_out = trainer.held_out_loss(p)?;
     let prompt = args.prompt.as_bytes();
@@ -152,6 +172,9 @@ fn run(p: &mut Program, args: &Args, config: &Config, text: &Arc<Text>) -> anyho
     if let Some((file, path)) = losses_out {
         write_losses(file, &losses).with_context(|| format!("cannot write {}", path.display()))?;
     }
+    if let Some(path) = &args.save {
+        println!("saved after step {} to {}", trainer.steps(), path.display());
+    }
     conclude(text, config, &losses, held_out, took);
     println!("\n{}{}\n", args.prompt, printable(&continuation));
     print!("{table}");
@@ -162,16 +185,16 @@ fn run(p: &mut Program, args: &Args, config: &Config, text: &Arc<Text>) -> anyho
 struct Length {
     rates: WarmupCosine,
     seconds: Option<f64>,
+    stop_after: Option<u64>,
     start: Instant,
 }
 
 impl Length {
-    fn new(args: &Args, config: &Config, start: Instant) -> Self {
-        Self { rates: config.rates, seconds: args.seconds, start }
-    }
-
     /// The learning rate of the step after `steps`; none at the end.
     fn rate(&self, steps: u64) -> Option<f64> {
+        if self.stop_after.is_some_and(|last| steps >= last) {
+            return None;
+        }
         let Some(seconds) = self.seconds else {
             return (steps < self.rates.total).then(|| self.rates.rate(steps + 1));
         };
@@ -215,6 +238,8 @@ fn announce(p: &Program, text: &Text, args: &Args, config: &Config) {
 struct Progress {
     bar: ProgressBar,
     seconds: Option<f64>,
+    /// Steps of earlier runs.
+    done: u64,
     steps: u64,
     tokens: usize,
     start: Instant,
@@ -223,14 +248,14 @@ struct Progress {
 }
 
 impl Progress {
-    fn new(args: &Args, config: &Config, start: Instant) -> Self {
+    fn new(args: &Args, config: &Config, done: u64, start: Instant) -> Self {
         let steps = config.rates.total;
         let length = args.seconds.map_or(steps, |seconds| seconds as u64);
         let bar = ProgressBar::new(length);
         let style = ProgressStyle::with_template("{bar:30} {msg}  {eta} left");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
         let (seconds, tokens) = (args.seconds, config.tokens());
-        Self { bar, seconds, steps, tokens, start, reports: 0, tenths: 0 }
+        Self { bar, seconds, done, steps, tokens, start, reports: 0, tenths: 0 }
     }
 
     fn show(&mut self, report: StepReport) {
@@ -240,7 +265,8 @@ impl Progress {
         let rate = (self.reports * self.tokens) as f64 / elapsed;
         let of = if self.seconds.is_none() { format!("/{}", self.steps) } else { String::new() };
         let message = format!("step {step}{of}  loss {loss:.3}  {rate:.0} tokens/s");
-        let done = self.seconds.map_or(step as f64 / self.steps as f64, |seconds| elapsed / seconds);
+        let steps = self.steps.saturating_sub(self.done).max(1) as f64;
+        let done = self.seconds.map_or(self.reports as f64 / steps, |seconds| elapsed / seconds);
         if !self.bar.is_hidden() {
             self.bar.set_message(message);
             self.bar.set_position(if self.seconds.is_some() { elapsed as u64 } else { step });
@@ -259,12 +285,11 @@ impl Progress {
 fn conclude(text: &Text, config: &Config, losses: &[(u64, f64)], held_out: Option<f64>, took: Duration) {
     let last = &losses[losses.len().saturating_sub(20)..];
     let training = last.iter().map(|(_, loss)| loss).sum::<f64>() / last.len().max(1) as f64;
-    let bigram = bigram_losses(text);
+    let bigram = bigram_loss(text, config.model.time);
     let rows = [
         (format!("training loss, last {} steps", last.len()), (!last.is_empty()).then_some(training)),
-        ("  of a bigram table".to_owned(), bigram.map(|bigram| bigram.training)),
         ("held-out loss".to_owned(), held_out),
-        ("  of a bigram table".to_owned(), bigram.map(|bigram| bigram.held_out)),
+        ("held-out loss of a bigram table".to_owned(), bigram),
     ];
     println!("{:40}{:>10}{:>10}", "per byte", "nats", "bits");
     for (name, nats) in rows {
@@ -283,28 +308,51 @@ fn conclude(text: &Text, config: &Config, losses: &[(u64, f64)], held_out: Optio
 
 /// Where the time of training went, by process: the same text on each.
 fn time_table(p: &mut Program, trainer: &Trainer<f32>, took: Duration) -> anyhow::Result<String> {
-    let config = trainer.config();
-    let devices = config.devices() / p.processes();
-    let mut table = format!("{:10}{:>8}", "process", "devices");
-    for name in ["forward", "input", "weight", "update", "all-reduce", "waiting"] {
-        table += &format!("{name:>12}");
-    }
-    table += "   percent of its devices' time\n";
-    for process in 0..p.processes() {
-        let mine = trainer.clock().times().map(|time| time.as_secs_f64());
-        let (times, took) = p.agree(ProcessId(process as u32), ([0.0; Pass::ALL.len()], 1.0), || {
-            Ok((mine, took.as_secs_f64()))
-        })?;
-        let [forward, input, weight, update, all_reduce] =
-            times.map(|seconds| 100.0 * seconds / (took * devices as f64));
-        let waiting = 100.0 - forward - input - weight - update;
-        table += &format!("{process:<10}{devices:>8}");
-        for share in [forward, input, weight, update, all_reduce, waiting] {
-            table += &format!("{share:>12.1}");
-        }
+    let names = ["forward", "input grad", "weight grad", "update", "waiting, moving", "in all-reduces"];
+    let mut table = format!("{:7} {:>8}", "process", "devices");
+    names.iter().for_each(|name| table += &format!("{name:>16}"));
+    table.push('\n');
+    let mine = trainer.clock().times().map(|time| time.as_secs_f64());
+    let mine: (Vec<f64>, f64) = (mine.to_vec(), took.as_secs_f64());
+    for process in (0..p.processes() as u32).map(ProcessId) {
+        let (mut times, took) = p.agree(process, mine.clone(), || Ok(mine.clone()))?;
+        let devices = p.topology().devices_of(process).len();
+        // Each device has a thread of its own, so the process has this much time to spend.
+        let available = (took * devices as f64).max(f64::MIN_POSITIVE);
+        // All-reduces are counted with the passes that they are in, too.
+        let all_reduce = times.remove(Pass::AllReduce as usize);
+        times.push((available - times.iter().sum::<f64>()).max(0.0));
+        times.push(all_reduce);
+        table += &format!("{:>7} {devices:>8}", process.0);
+        times.iter().for_each(|time| table += &format!("{time:>9.2} s {:>3.0} %", 100.0 * time / available));
         table.push('\n');
     }
     Ok(table)
+}
+
+/// What a checkpoint says of itself: updates, and the sizes that its arrays do not show.
+const STEPS: &str = "steps";
+const HEADS: &str = "heads";
+
+fn save(p: &mut Program, trainer: &Trainer<f32>, path: &Path) -> anyhow::Result<()> {
+    let metadata = BTreeMap::from([
+        (STEPS.to_owned(), trainer.steps().to_string()),
+        (HEADS.to_owned(), trainer.config().model.heads.to_string()),
+    ]);
+    Ok(checkpoint::save(p, path, &trainer.state(), &metadata)?)
+}
+
+fn load(p: &mut Program, trainer: &mut Trainer<f32>, path: &Path) -> anyhow::Result<()> {
+    let file = Checkpoint::open(path)?;
+    let number = |key: &str| -> anyhow::Result<u64> {
+        let text = file.metadata(key).with_context(|| format!("{}: it has no {key}", path.display()))?;
+        text.parse().with_context(|| format!("{}: {key} {text:?} is no number", path.display()))
+    };
+    let (steps, heads) = (number(STEPS)?, number(HEADS)?);
+    let expected = trainer.config().model.heads;
+    anyhow::ensure!(heads == expected as u64, "{}: {heads} heads, not {expected}", path.display());
+    trainer.set_state(p, steps, |p, name, aval, sharding| file.load(p, name, &aval, sharding))?;
+    Ok(())
 }
 
 fn create(path: &Path) -> anyhow::Result<(File, &Path)> {

@@ -4,71 +4,40 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use mpmd_core::prelude::*;
-use mpmd_core::random::{Key, bits};
 use mpmd_core::topology::Mesh;
 
-use crate::text::{BLOCK, HELD_OUT_EVERY, Text};
+use crate::text::Text;
 
 /// A text cut into sequences of one length. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Sequences {
     text: Arc<Text>,
     time: usize,
-    /// For each run of training blocks: how many sequences start before it, and where it starts.
-    runs: Vec<(usize, usize)>,
-    training: usize,
-    /// Where the targets of each held-out sequence start.
-    held_out: Arc<[usize]>,
+    held_out: Arc<[Sequence]>,
 }
 
+/// Tokens, and the byte that follows each.
+type Sequence = (Vec<u8>, Vec<u8>);
+
 impl Sequences {
-    /// Sequences of `time` tokens; each has as many targets, one byte further on.
+    /// Sequences of `time` tokens.
     ///
     /// # Errors
     ///
-    /// Where no run of training blocks is that long.
+    /// Where no run of training blocks is that long, or `time` is zero.
     pub fn new(text: &Arc<Text>, time: usize) -> Result<Self> {
-        let len = text.bytes().len();
-        let (mut runs, mut training) = (Vec::new(), 0);
-        let mut held_out = Vec::new();
-        for start in (0..len).step_by(BLOCK * HELD_OUT_EVERY) {
-            let end = len.min(start + BLOCK * (HELD_OUT_EVERY - 1));
-            if end - start > time {
-                runs.push((training, start));
-                training += end - start - time;
-            }
-            let block_end = len.min(end + BLOCK);
-            held_out.extend((end..block_end).step_by(time).filter(|first| first + time <= block_end));
-        }
-        if training == 0 || time == 0 {
-            let problem = format!("{len} bytes of text have no training sequence of {time}");
+        if time == 0 || text.sequence(0, 0, 0, time).is_none() {
+            let problem = format!("{} bytes of text have no training sequence of {time}", text.bytes().len());
             return Err(Error::Environment(problem));
         }
-        Ok(Self { text: text.clone(), time, runs, training, held_out: held_out.into() })
+        let held_out = text.held_out_sequences(time).into_iter();
+        let held_out = held_out.map(|(tokens, targets)| (tokens.to_vec(), targets.to_vec())).collect();
+        Ok(Self { text: text.clone(), time, held_out })
     }
 
-    /// The bytes of a step's sequence and the one after it: `time + 1`, none of them held out.
-    pub fn training(&self, seed: u64, step: u64, row: u64) -> &[u8] {
-        let draw = bits(Key(seed).fold_in(step), row);
-        // The high half of the product maps 64 random bits onto the sequences; how unevenly is far below
-        // what anyone could see.
-        let index = ((u128::from(draw) * self.training as u128) >> 64) as usize;
-        let (before, start) = self.runs[self.runs.partition_point(|(before, _)| *before <= index) - 1];
-        &self.text.bytes()[start + index - before..][..self.time + 1]
-    }
-
-    /// How many held-out sequences there are. They do not overlap.
+    /// How many held-out sequences there are.
     pub fn held_out_len(&self) -> usize {
         self.held_out.len()
-    }
-
-    /// Held-out sequence `index`: `time` held-out bytes, and the byte before them.
-    ///
-    /// # Panics
-    ///
-    /// Where there are not as many.
-    pub fn held_out(&self, index: usize) -> &[u8] {
-        &self.text.bytes()[self.held_out[index] - 1..][..self.time + 1]
     }
 
     /// Tokens (on `first`) and targets (on `last`) of rows of a step, `[rows, time]` each.
@@ -85,9 +54,14 @@ impl Sequences {
     ) -> Result<(MpmdArray, MpmdArray)> {
         let this = self.clone();
         let start = rows.start;
-        self.make(p, (first, last), rows.len(), move |row, out, shift| {
-            let bytes = this.training(seed, step, (start + row) as u64);
-            out.copy_from_slice(&bytes[shift..][..this.time]);
+        self.make(p, (first, last), rows.len(), move |row, side, out| {
+            let Some(sequence) = this.text.sequence(seed, step, (start + row) as u64, this.time) else {
+                return;
+            };
+            out.copy_from_slice(match side {
+                Side::Tokens => sequence.0,
+                Side::Targets => sequence.1,
+            });
         })
     }
 
@@ -104,8 +78,12 @@ impl Sequences {
     ) -> Result<(MpmdArray, MpmdArray)> {
         let this = self.clone();
         let start = rows.start;
-        self.make(p, (first, last), rows.len(), move |row, out, shift| {
-            out.copy_from_slice(&this.held_out(start + row)[shift..][..this.time]);
+        self.make(p, (first, last), rows.len(), move |row, side, out| {
+            let (tokens, targets) = &this.held_out[start + row];
+            out.copy_from_slice(match side {
+                Side::Tokens => tokens,
+                Side::Targets => targets,
+            });
         })
     }
 
@@ -114,62 +92,64 @@ impl Sequences {
         p: &mut Program,
         (first, last): (&Mesh, &Mesh),
         rows: usize,
-        fill: impl Fn(usize, &mut [u8], usize) + Clone + Send + Sync + 'static,
+        fill: impl Fn(usize, Side, &mut [u8]) + Clone + Send + Sync + 'static,
     ) -> Result<(MpmdArray, MpmdArray)> {
         let time = self.time;
-        let mut made = |mesh: &Mesh, shift| {
+        let mut made = |mesh: &Mesh, side| {
             let fill = fill.clone();
             p.make(u8s([rows, time]), &mesh.replicated(), move |region, mut out| {
                 let out = out.as_mut_slice::<u8>()?.chunks_exact_mut(time);
-                out.zip(region.range(0)).for_each(|(out, row)| fill(row, out, shift));
+                out.zip(region.range(0)).for_each(|(out, row)| fill(row, side, out));
                 Ok(())
             })
         };
-        Ok((made(first, 0)?, made(last, 1)?))
+        Ok((made(first, Side::Tokens)?, made(last, Side::Targets)?))
     }
+}
+
+/// Which half of a sequence.
+#[derive(Clone, Copy)]
+enum Side {
+    Tokens,
+    Targets,
 }
 
 #[cfg(test)]
 mod tests {
+    use mpmd_core::Simulation;
+
     use super::*;
-
-    /// A text in which every byte tells its block: held-out blocks are all `h`, the others all `t`.
-    fn marked(blocks: usize, rest: usize) -> Arc<Text> {
-        let len = blocks * BLOCK + rest;
-        let mark = |at: usize| if at / BLOCK % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 { b'h' } else { b't' };
-        Arc::new(Text::of_files(&[(0..len - 1).map(mark).collect()]).unwrap())
-    }
+    use crate::text::BLOCK;
 
     #[test]
-    fn training_sequences_have_no_held_out_byte_and_cover_the_rest() {
-        let sequences = Sequences::new(&marked(21, 100), 64).unwrap();
-        assert_eq!(sequences.training, 2 * (9 * BLOCK - 64) + BLOCK + 100 - 64);
-        let (mut first, mut last) = (usize::MAX, 0);
-        for row in 0..20_000 {
-            let bytes = sequences.training(3, 5, row);
-            assert!(bytes.len() == 65 && !bytes.contains(&b'h'), "{row}");
-            let at = bytes.as_ptr() as usize - sequences.text.bytes().as_ptr() as usize;
-            (first, last) = (first.min(at), last.max(at + 65));
-        }
-        assert!(first < 50 && last > 21 * BLOCK, "{first} {last}");
-        assert_eq!(sequences.training(3, 5, 9), sequences.training(3, 5, 9));
-        let at = |seed, step| sequences.training(seed, step, 9).as_ptr();
-        assert!(at(3, 5) != at(4, 5) && at(3, 5) != at(3, 6));
-    }
-
-    #[test]
-    fn held_out_sequences_have_each_held_out_byte_once() {
-        let sequences = Sequences::new(&marked(21, 100), 64).unwrap();
-        assert_eq!(sequences.held_out_len(), 2 * BLOCK / 64);
-        for index in 0..sequences.held_out_len() {
-            assert!(sequences.held_out(index)[1..].iter().all(|byte| *byte == b'h'));
-        }
-        assert_eq!(Sequences::new(&marked(2, 0), 64).unwrap().held_out_len(), 0);
+    fn tokens_and_targets_are_the_texts_sequences_wherever_they_are_made() {
+        let text =
+            Arc::new(Text::of_files(&[(0..20 * BLOCK).map(|i| (i % 251) as u8 + 1).collect()]).unwrap());
+        let sequences = Sequences::new(&text, 8).unwrap();
+        let host = |array: &MpmdArray| -> Result<Option<Vec<u8>>> {
+            array.to_host()?.map(|host| host.to_vec::<u8>().map_err(Error::from)).transpose()
+        };
+        let results = Simulation::new(2, 2).run(|p| {
+            let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
+            let ends = (&meshes[0], &meshes[1]);
+            let training = sequences.make_training(p, ends, (3, 7), 2..5)?;
+            let held_out = sequences.make_held_out(p, ends, 1..3)?;
+            Ok([host(&training.0)?, host(&training.1)?, host(&held_out.0)?, host(&held_out.1)?])
+        });
+        let results: Vec<_> = results.into_iter().map(|result| result.unwrap()).collect();
+        let rows: Vec<_> = (2..5).map(|row| text.sequence(3, 7, row, 8).unwrap()).collect();
+        let held_out = &text.held_out_sequences(8)[1..3];
+        let tokens = |rows: &[(&[u8], &[u8])]| Some(rows.iter().flat_map(|row| row.0).copied().collect());
+        let targets = |rows: &[(&[u8], &[u8])]| Some(rows.iter().flat_map(|row| row.1).copied().collect());
+        assert_eq!(results[0], [tokens(&rows), None, tokens(held_out), None]);
+        assert_eq!(results[1], [None, targets(&rows), None, targets(held_out)]);
+        assert_eq!(sequences.held_out_len(), text.held_out_sequences(8).len());
     }
 
     #[test]
     fn a_text_that_is_too_short_is_an_error() {
-        assert!(Sequences::new(&marked(1, 0), BLOCK).is_err());
-        assert_eq!(Sequences::new(&marked(1, 0), BLOCK - 1).unwrap().training, 1);
+        let text = Arc::new(Text::of_files(&[vec![b'x'; 99]]).unwrap());
+        assert!(Sequences::new(&text, 100).is_err() && Sequences::new(&text, 0).is_err());
+        assert_eq!(Sequences::new(&text, 99).unwrap().held_out_len(), 0);
     }
 }

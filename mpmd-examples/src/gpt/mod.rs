@@ -14,8 +14,8 @@
 //!
 //! "Sharded" names the dimension that tensor parallelism splits; everything else is the same on every device
 //! of a model-parallel group. `heads` and `hidden` are a device's own where the shape is local. Gradients and
-//! the optimiser's state have their parameter's shape. [`BlockShape`]'s methods and [`head::HeadParameters`]'s
-//! neighbours give the same table as data.
+//! the optimiser's state have their parameter's shape. [`BlockShape`]'s methods give the same table as data,
+//! and what parameters start from.
 //!
 //! | parameter | shape | sharded |
 //! |---|---|---|
@@ -69,6 +69,7 @@ pub mod adamw;
 pub mod attention;
 pub mod bigram;
 pub mod block;
+pub mod checkpoint;
 pub mod clock;
 pub mod data;
 pub mod embed;
@@ -82,6 +83,7 @@ pub mod params;
 pub mod sample;
 mod shape;
 pub mod stages;
+pub mod stop;
 #[cfg(test)]
 mod testing;
 pub mod train;

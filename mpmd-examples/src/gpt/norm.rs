@@ -6,7 +6,7 @@ use crate::math::Real;
 /// Keeps the division away from zero.
 pub const EPSILON: f64 = 1e-5;
 
-/// What [`norm_forward`] leaves, all of them for the backward pass but `out`, which is also the result.
+/// What [`norm_forward`] writes: its result `out`, and the rest for the backward pass.
 #[derive(Debug)]
 pub struct NormOutputs<'a, T> {
     /// The rows at mean 0 and variance 1: `[rows, width]`.

@@ -154,7 +154,7 @@ impl<T: Float> StageOptimizer<T> {
         let leaves = leaves.leaves();
         let devices = mesh.axis_size(MODEL_AXIS)?;
         let sharded = leaves.iter().map(|leaf| devices > 1 && leaf.sharded.is_some()).collect();
-        let decays = leaves.iter().map(|leaf| leaf.decays()).collect();
+        let decays = part.initial().leaves().into_iter().map(|initial| initial.decays()).collect();
         let sums = SquareSums { sharded, clock: clock.clone(), float: PhantomData };
         let update = Update { adamw, decays, clock: clock.clone(), float: PhantomData };
         let places: PrefixTree<Sharding> = PrefixTree::of(&part.shardings(mesh));

@@ -1,46 +1,39 @@
-//! Bytes drawn from a model's logits, and how they are shown.
+//! From logits to text.
 
 use mpmd_core::random::{Key, uniform_f64};
 
-/// The byte that `logits` give, drawn by (`seed`, `position`): at temperature 0 the likeliest, above it the
-/// softmax of the logits over the temperature.
+/// The byte that follows, drawn by the logits.
 ///
-/// # Panics
-///
-/// Where there are no logits, or more than bytes have values.
-pub fn next_byte(logits: &[f32], temperature: f32, seed: u64, position: u64) -> u8 {
-    assert!((1..=256).contains(&logits.len()), "{} logits", logits.len());
-    let largest = (0..logits.len()).fold(0, |best, i| if logits[i] > logits[best] { i } else { best });
+/// At `temperature` 0 it is the likeliest one; else the logits are divided by it first. The draw is that of
+/// `(seed, position)`, whatever came before.
+pub fn next_byte(logits: &[f32], temperature: f64, seed: u64, position: u64) -> u8 {
+    let best = logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map_or(0, |(byte, _)| byte);
     if temperature <= 0.0 {
-        return largest as u8;
+        return best as u8;
     }
-    let weight = |logit: f32| (f64::from(logit - logits[largest]) / f64::from(temperature)).exp();
-    let total: f64 = logits.iter().map(|logit| weight(*logit)).sum();
-    let mut left = total * uniform_f64(Key(seed).fold_in(0x5a3b), position);
-    for (byte, logit) in logits.iter().enumerate() {
-        left -= weight(*logit);
+    let highest = f64::from(logits[best]);
+    let weights: Vec<f64> =
+        logits.iter().map(|logit| ((f64::from(*logit) - highest) / temperature).exp()).collect();
+    let mut left = uniform_f64(Key(seed), position) * weights.iter().sum::<f64>();
+    for (byte, weight) in weights.iter().enumerate() {
+        left -= weight;
         if left < 0.0 {
             return byte as u8;
         }
     }
-    // Rounding: nothing was left, yet not below zero.
-    largest as u8
+    // Rounding may leave a little at the end.
+    best as u8
 }
 
-/// Bytes as text: UTF-8 where it is, line ends and tabs as they are, everything else visible.
+/// Bytes as text for a terminal: what is not UTF-8, and control characters but new lines, made visible.
 pub fn printable(bytes: &[u8]) -> String {
-    let mut text = String::new();
-    for chunk in bytes.utf8_chunks() {
-        for c in chunk.valid().chars() {
-            if c.is_control() && c != '\n' && c != '\t' {
-                text.extend(c.escape_default());
-            } else {
-                text.push(c);
-            }
-        }
-        text.extend(chunk.invalid().iter().map(|byte| format!("\\x{byte:02x}")));
-    }
-    text
+    let show = |c: char| match c {
+        '\n' => "\n".to_owned(),
+        '\t' => "    ".to_owned(),
+        c if c.is_control() => "·".to_owned(),
+        c => c.to_string(),
+    };
+    String::from_utf8_lossy(bytes).chars().map(show).collect()
 }
 
 #[cfg(test)]
@@ -48,21 +41,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_come_as_often_as_their_probabilities_say() {
-        let logits: Vec<f32> = (0..256).map(|i| if i == 7 { 1.0 } else if i == 200 { 0.0 } else { -50.0 }).collect();
-        let draws: Vec<u8> = (0..4000).map(|position| next_byte(&logits, 1.0, 3, position)).collect();
-        let share = draws.iter().filter(|byte| **byte == 7).count() as f64 / 4000.0;
-        let expected = 1f64.exp() / (1.0 + 1f64.exp());
-        assert!((share - expected).abs() < 0.03, "{share}, not {expected}");
-        assert!(draws.iter().all(|byte| [7, 200].contains(byte)));
-        assert_eq!(next_byte(&logits, 0.0, 3, 0), 7);
-        assert!((0..200).all(|position| next_byte(&logits, 0.05, 3, position) == 7));
-        let other: Vec<u8> = (0..4000).map(|position| next_byte(&logits, 1.0, 4, position)).collect();
-        assert_ne!(draws, other);
+    fn draws_follow_the_logits() {
+        let mut logits = vec![f32::NEG_INFINITY; 256];
+        logits[3] = 1.0;
+        logits[7] = 1.0 + 3f32.ln();
+        assert_eq!(next_byte(&logits, 0.0, 1, 1), 7);
+        let sevens = (0..4000).filter(|i| next_byte(&logits, 1.0, 5, *i) == 7).count();
+        assert!((2850..3150).contains(&sevens), "three in four: {sevens}");
+        assert!((0..200).all(|i| [3, 7].contains(&next_byte(&logits, 2.0, 5, i))));
+        assert_eq!(next_byte(&logits, 1.0, 5, 9), next_byte(&logits, 1.0, 5, 9));
     }
 
     #[test]
-    fn control_characters_and_broken_text_are_visible() {
-        assert_eq!(printable(b"a\n\tb\0\x1b[1m\xff\xc3\xa9"), "a\n\tb\\u{0}\\u{1b}[1m\\xffé");
+    fn what_a_terminal_would_obey_is_shown_instead() {
+        assert_eq!(printable(b"a\n\x1b[2J\tb\xff"), "a\n·[2J    b\u{fffd}");
     }
 }

@@ -313,8 +313,7 @@ impl<T: Float> Core<T> {
             Seed::Loss(_) => self.shape(residual.targets.as_ref().ok_or_else(no_head)?.global())?,
             Seed::Nothing => return Err(Error::kernel("a pipeline that samples has no backward pass")),
         };
-        let Buffers { h: mut d, mut next, mut scratch } =
-            self.buffers(shape, block::backward_scratch(shape));
+        let Buffers { h: mut d, mut next, mut scratch } = self.buffers(shape, block::backward_scratch(shape));
         match seed {
             Seed::Rows(dy) => d.copy_from_slice(dy.as_slice()?),
             Seed::Loss(factor) => {

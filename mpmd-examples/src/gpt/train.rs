@@ -58,7 +58,7 @@ impl Default for Config {
             batch: 2,
             microbatches: 8,
             schedule: "1f1b".to_owned(),
-            rates: WarmupCosine { peak: 3e-3, floor: 1e-4, warmup: 40, total: 400 },
+            rates: WarmupCosine { peak: 3e-3, floor: 1e-4, warmup: 40, total: 800 },
             adamw: AdamW::default(),
             clip: 1.0,
             seed: 0,

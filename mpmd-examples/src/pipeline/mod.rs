@@ -348,7 +348,7 @@ mod tests {
             Ok(means.concat())
         };
         let means = mpmd_core::simulate(2, DEVICES, 1, job);
-        assert_eq!(means[0].as_ref().unwrap(), &[], "the losses are the last stage's");
+        assert!(means[0].as_ref().unwrap().is_empty(), "the losses are the last stage's");
         let means = means[1].as_ref().unwrap();
         assert!(means.iter().all(|loss| loss.is_finite()), "{means:?}");
         assert!(means[7] < means[0] / 2.0, "{means:?}");
