@@ -23,12 +23,17 @@
 
 use std::io::{IsTerminal, stderr};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::Context;
 use clap::ValueEnum;
 use mpmd_core::launch::{JobEnv, Launch, OutputMode};
 use mpmd_core::{Error, Program, Simulation};
 use tracing_subscriber::EnvFilter;
+
+/// How long the processes have to end by themselves after Ctrl-C, or once one has failed: a last step, a
+/// checkpoint, and what is said at the end.
+const GRACE: Duration = Duration::from_secs(60);
 
 /// Arguments that every example takes: how to run the job.
 ///
@@ -102,7 +107,11 @@ pub fn run<E: Into<anyhow::Error>>(
         Ok(report(process, result))
     } else {
         let launch = Launch::this_program_again(processes)?.transport(Some("tcp".to_owned()));
-        let outcome = launch.output(OutputMode::Quiet0).run().context("starting the processes of the job")?;
+        let outcome = launch
+            .output(OutputMode::Quiet0)
+            .grace(GRACE)
+            .run()
+            .context("starting the processes of the job")?;
         if let Some(failure) = outcome.first_failure {
             eprintln!("{failure}");
         }

@@ -1,0 +1,119 @@
+//! The training of the transformer as a user starts it.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use mpmd_tests::{Watched, bare_command, package_program, processes_of};
+use rustix::process::Signal;
+use tempfile::TempDir;
+
+/// None of them takes so long, on any machine.
+const LONG: Duration = Duration::from_secs(150);
+
+/// A model that is small, but has every part.
+const SIZES: [&str; 16] = [
+    "--layers",
+    "4",
+    "--width",
+    "16",
+    "--heads",
+    "2",
+    "--time",
+    "16",
+    "--batch",
+    "2",
+    "--microbatches",
+    "4",
+    "--sample",
+    "4",
+    "--seed",
+    "5",
+];
+
+/// A folder with a text of its own in it: the same for ever, whatever becomes of the repository.
+fn folder() -> TempDir {
+    let folder = tempfile::tempdir().expect("a folder for the test");
+    let line = |i: usize| format!("line {i} says {} and {}\n", i * i % 97, i * 31 % 89);
+    let text: String = (0..4000).map(line).collect();
+    std::fs::write(folder.path().join("text"), text).expect("the test's own folder");
+    folder
+}
+
+fn start(folder: &Path, args: &[&str]) -> Watched {
+    let mut command = bare_command(&package_program("mpmd-examples", "train_gpt"));
+    command.args(SIZES).args(args).arg("text").current_dir(folder);
+    command.env("MPMD_TESTS_MARK", folder.display().to_string());
+    Watched::start(command, folder, "train_gpt")
+}
+
+/// Runs it to its end, with nothing left; returns what it said.
+fn run(folder: &Path, args: &[&str]) -> String {
+    let mut process = start(folder, args);
+    let end = process.wait(Instant::now() + LONG);
+    assert_eq!(end.code, 0, "{args:?}:\n{}\n{}", end.stdout, end.stderr);
+    let left = processes_of(&folder.display().to_string());
+    assert!(left.is_empty(), "processes {left:?} are left\n{}", process.report());
+    end.stdout
+}
+
+/// The losses of each step, with all their bits.
+fn losses(folder: &Path, args: &[&str]) -> Vec<String> {
+    run(folder, &[args, &["--losses-out", "losses"]].concat());
+    let losses = std::fs::read_to_string(folder.join("losses")).expect("the program writes them");
+    losses.lines().map(str::to_owned).collect()
+}
+
+#[test]
+fn losses_are_the_same_to_the_bit_whatever_processes_transport_and_schedule() {
+    let folder = folder();
+    let steps = ["--steps", "5"];
+    let with = |args: &[&str]| losses(folder.path(), &[&steps[..], args].concat());
+    let alone = with(&["--processes", "1"]);
+    assert_eq!(alone.len(), 5, "{alone:?}");
+    for processes in ["2", "4"] {
+        for transport in ["tcp", "inproc"] {
+            for schedule in ["gpipe", "1f1b"] {
+                let found =
+                    with(&["--processes", processes, "--transport", transport, "--schedule", schedule]);
+                assert_eq!(found, alone, "{processes} processes over {transport}, {schedule}");
+            }
+        }
+    }
+    // Tensor-parallel blocks add in another order.
+    let values = |losses: &[String]| -> Vec<f64> {
+        let value = |line: &String| line.split(' ').nth(1).and_then(|value| value.parse().ok());
+        losses.iter().filter_map(value).collect()
+    };
+    let split = with(&["--model-parallel", "2", "--processes", "4"]);
+    for (split, alone) in values(&split).into_iter().zip(values(&alone)) {
+        assert!((split - alone).abs() < 1e-4, "{split} {alone}");
+    }
+    assert_eq!(values(&split).len(), 5);
+}
+
+#[test]
+fn saved_at_four_stages_and_loaded_at_two_it_goes_on_with_the_same_bits() {
+    let folder = folder();
+    let whole = losses(folder.path(), &["--steps", "8"]);
+    let first = losses(folder.path(), &["--steps", "8", "--stop-after", "4", "--save", "model.safetensors"]);
+    assert_eq!(first, whole[..4]);
+    let loaded = ["--steps", "8", "--stages", "2", "--processes", "2", "--load", "model.safetensors"];
+    assert_eq!(losses(folder.path(), &loaded), whole[4..]);
+}
+
+#[test]
+fn ctrl_c_ends_after_the_step_and_saves() {
+    let folder = folder();
+    let mut process = start(folder.path(), &["--steps", "1000000", "--save", "model.safetensors"]);
+    // Progress is told on the other stream.
+    let deadline = Instant::now() + LONG;
+    while !process.report().contains("step 1/1000000") {
+        assert!(Instant::now() < deadline && !process.has_ended(), "no step\n{}", process.report());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    process.signal(Signal::INT);
+    let end = process.wait(Instant::now() + LONG);
+    assert!(end.stdout.contains("saved after step "), "{}\n{}", end.stdout, end.stderr);
+    assert!(folder.path().join("model.safetensors").exists());
+    assert!(processes_of(&folder.path().display().to_string()).is_empty(), "{}", process.report());
+}
