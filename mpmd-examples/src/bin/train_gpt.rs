@@ -307,25 +307,42 @@ fn conclude(text: &Text, config: &Config, losses: &[(u64, f64)], held_out: Optio
 }
 
 /// Where the time of training went, by process: the same text on each.
+///
+/// Stages are spread over the processes in order, so a process waits for the outputs of the one before it and
+/// for the gradients of the one after it; what else it waits for (the norm of all gradients, its own data) and
+/// the time in which nothing ran is the rest.
 fn time_table(p: &mut Program, trainer: &Trainer<f32>, took: Duration) -> anyhow::Result<String> {
-    let names = ["forward", "input grad", "weight grad", "update", "waiting, moving", "in all-reduces"];
-    let mut table = format!("{:7} {:>8}", "process", "devices");
-    names.iter().for_each(|name| table += &format!("{name:>16}"));
+    let names =
+        ["forward", "input grad", "weight grad", "update", "waits for", "waits for", "rest", "all-reduces"];
+    let mut table = format!("{:7}", "process");
+    for name in names {
+        let width = if name == "waits for" { 19 } else { 17 };
+        table += &format!("{name:>width$}");
+    }
     table.push('\n');
-    let mine = trainer.clock().times().map(|time| time.as_secs_f64());
-    let mine: (Vec<f64>, f64) = (mine.to_vec(), took.as_secs_f64());
-    for process in (0..p.processes() as u32).map(ProcessId) {
-        let (mut times, took) = p.agree(process, mine.clone(), || Ok(mine.clone()))?;
-        let devices = p.topology().devices_of(process).len();
+    let seconds = |times: [Duration; 5]| times.map(|time| time.as_secs_f64()).to_vec();
+    let mine = (seconds(trainer.clock().times()), seconds(trainer.clock().idle()), took.as_secs_f64());
+    let processes = p.processes() as u32;
+    for process in 0..processes {
+        let (times, idle, took) = p.agree(ProcessId(process), mine.clone(), || Ok(mine.clone()))?;
+        let devices = p.topology().devices_of(ProcessId(process)).len();
         // Each device has a thread of its own, so the process has this much time to spend.
         let available = (took * devices as f64).max(f64::MIN_POSITIVE);
+        let part = |time: f64| format!("{time:>8.2} s {:>3.0} %", 100.0 * time / available);
+        let busy = &times[..Pass::AllReduce as usize];
+        let before = if process > 0 { idle[Pass::Forward as usize] } else { 0.0 };
+        let after = if process + 1 < processes { idle[Pass::BackwardInput as usize] } else { 0.0 };
+        let rest = (available - busy.iter().sum::<f64>() - before - after).max(0.0);
+        table += &format!("{process:>7}");
+        busy.iter().for_each(|time| table += &format!("{:>17}", part(*time)));
+        let neighbours =
+            [(process.checked_sub(1), before), (Some(process + 1).filter(|p| *p < processes), after)];
+        for (neighbour, time) in neighbours {
+            let cell = neighbour.map_or_else(|| "-".to_owned(), |p| format!("{p}: {}", part(time).trim()));
+            table += &format!("{cell:>19}");
+        }
         // All-reduces are counted with the passes that they are in, too.
-        let all_reduce = times.remove(Pass::AllReduce as usize);
-        times.push((available - times.iter().sum::<f64>()).max(0.0));
-        times.push(all_reduce);
-        table += &format!("{:>7} {devices:>8}", process.0);
-        times.iter().for_each(|time| table += &format!("{time:>9.2} s {:>3.0} %", 100.0 * time / available));
-        table.push('\n');
+        table += &format!("{:>17}{:>17}\n", part(rest), part(times[Pass::AllReduce as usize]));
     }
     Ok(table)
 }

@@ -1,5 +1,6 @@
-//! Where the time of kernels goes, by what they compute.
+//! Where the time of kernels goes, by what they compute, and how long they were waited for.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -31,25 +32,55 @@ impl Pass {
 /// whatever a device was at.
 #[derive(Clone, Debug, Default)]
 pub struct Clock {
-    nanos: Arc<[AtomicU64; 5]>,
+    totals: Arc<Totals>,
+}
+
+#[derive(Debug)]
+struct Totals {
+    /// Tells this clock from others that count on the same thread.
+    id: u64,
+    nanos: [AtomicU64; 5],
+    idle: [AtomicU64; 5],
+}
+
+thread_local! {
+    /// When this device (each has a thread of its own) ended its last kernel, and the clock of that.
+    static LAST_END: Cell<Option<(u64, Instant)>> = const { Cell::new(None) };
 }
 
 /// Counts from its creation until it is dropped.
 #[derive(Debug)]
 pub struct Timer<'a> {
-    total: &'a AtomicU64,
+    totals: &'a Totals,
+    pass: Pass,
     start: Instant,
 }
 
 impl Clock {
-    /// Starts to count; the time is added when the timer is dropped.
+    /// Starts to count; the time is added when the timer is dropped, on the same thread.
     pub fn start(&self, pass: Pass) -> Timer<'_> {
-        Timer { total: &self.nanos[pass as usize], start: Instant::now() }
+        let start = Instant::now();
+        if pass != Pass::AllReduce
+            && let Some((id, end)) = LAST_END.get()
+            && id == self.totals.id
+        {
+            add(&self.totals.idle[pass as usize], start.saturating_duration_since(end));
+        }
+        Timer { totals: &self.totals, pass, start }
     }
 
     /// The time so far of each of [`Pass::ALL`].
     pub fn times(&self) -> [Duration; 5] {
-        std::array::from_fn(|pass| Duration::from_nanos(self.nanos[pass].load(Ordering::Relaxed)))
+        self.totals.nanos.each_ref().map(read)
+    }
+
+    /// How long devices had ended their last kernel and not begun the next, by what the next one was.
+    ///
+    /// A device runs its kernels in the order in which they were issued, so this is the time that it took
+    /// until the next one's inputs were there: computed by others, and moved. Nothing counts before a
+    /// device's first kernel.
+    pub fn idle(&self) -> [Duration; 5] {
+        self.totals.idle.each_ref().map(read)
     }
 
     /// The time so far in the kernels' own arithmetic: all but the all-reduces.
@@ -59,16 +90,37 @@ impl Clock {
     }
 }
 
+impl Default for Totals {
+    fn default() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        Self { id, nanos: Default::default(), idle: Default::default() }
+    }
+}
+
 impl Drop for Timer<'_> {
     fn drop(&mut self) {
-        let nanos = u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        self.total.fetch_add(nanos, Ordering::Relaxed);
+        let end = Instant::now();
+        add(&self.totals.nanos[self.pass as usize], end.saturating_duration_since(self.start));
+        if self.pass != Pass::AllReduce {
+            LAST_END.set(Some((self.totals.id, end)));
+        }
     }
+}
+
+fn add(total: &AtomicU64, time: Duration) {
+    total.fetch_add(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+}
+
+fn read(total: &AtomicU64) -> Duration {
+    Duration::from_nanos(total.load(Ordering::Relaxed))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const SHORT: Duration = Duration::from_millis(2);
 
     #[test]
     fn clones_count_together_and_all_reduces_are_no_computing() {
@@ -78,11 +130,32 @@ mod tests {
             let clone = clock.clone();
             let _forward = clone.start(Pass::Forward);
             let _reduce = clone.start(Pass::AllReduce);
-            std::thread::sleep(Duration::from_millis(2));
+            std::thread::sleep(SHORT);
         }
         let [forward, .., all_reduce] = clock.times();
-        assert!(forward >= all_reduce && all_reduce >= Duration::from_millis(2));
+        assert!(forward >= all_reduce && all_reduce >= SHORT);
         assert_eq!(clock.computing(), forward - all_reduce);
         assert!(forward <= start.elapsed());
+    }
+
+    #[test]
+    fn a_pause_counts_to_the_pass_that_ends_it() {
+        let (clock, other) = (Clock::default(), Clock::default());
+        drop(clock.start(Pass::Forward));
+        assert_eq!(clock.idle(), [Duration::ZERO; 5], "nothing before the first");
+        std::thread::sleep(SHORT);
+        {
+            let _backward = clock.start(Pass::BackwardInput);
+            std::thread::sleep(SHORT);
+            drop(clock.start(Pass::AllReduce));
+        }
+        let [forward, input, weight, update, all_reduce] = clock.idle();
+        assert!(input >= SHORT, "{input:?}");
+        assert_eq!([forward, weight, update, all_reduce], [Duration::ZERO; 4]);
+        drop(other.start(Pass::Update));
+        assert_eq!(other.idle(), [Duration::ZERO; 5], "the pause was another clock's");
+        // Another thread is another device.
+        std::thread::scope(|scope| scope.spawn(|| drop(clock.start(Pass::Update))).join()).unwrap();
+        assert_eq!(clock.idle()[3], Duration::ZERO);
     }
 }
