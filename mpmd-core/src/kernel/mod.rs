@@ -86,13 +86,18 @@ pub trait Kernel: Send + Sync + 'static {
 
     /// The kernel's name in messages; the type's own name unless overridden.
     fn name(&self) -> &str {
-        let name = std::any::type_name::<Self>();
-        let plain = name.split('<').next().unwrap_or(name);
-        plain.rsplit("::").next().unwrap_or(plain)
+        plain_name::<Self>()
     }
 
     /// The kernel's own parameters, as words: they are part of what processes compare.
     fn statics(&self) -> Vec<u64> {
         Vec::new()
     }
+}
+
+/// A type's own name, without its path and its parameters.
+pub(crate) fn plain_name<T: ?Sized>() -> &'static str {
+    let name = std::any::type_name::<T>();
+    let plain = name.split('<').next().unwrap_or(name);
+    plain.rsplit("::").next().unwrap_or(plain)
 }

@@ -3,7 +3,7 @@
 use crate::array::MpmdArray;
 use crate::aval::ShapedArray;
 use crate::error::Result;
-use crate::kernel::{Context, Shapes, Views, ViewsMut};
+use crate::kernel::{Context, Shapes, Views, ViewsMut, plain_name};
 use crate::sharding::{Sharding, Spec};
 use crate::topology::Mesh;
 use crate::tree::{Leaf, Tree};
@@ -90,9 +90,7 @@ pub trait Stage: Send + Sync + 'static {
 
     /// The stage's name in messages; the type's own name unless overridden.
     fn name(&self) -> &str {
-        let name = std::any::type_name::<Self>();
-        let plain = name.split('<').next().unwrap_or(name);
-        plain.rsplit("::").next().unwrap_or(plain)
+        plain_name::<Self>()
     }
 
     /// The stage's own settings, as words: they are part of what processes compare.
