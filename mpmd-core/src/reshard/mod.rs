@@ -2,6 +2,8 @@
 
 mod copy;
 mod plan;
+mod spread;
+mod tiling;
 
 pub use copy::{contiguous_bytes, copy_region};
-pub use plan::{Piece, Plan, ReshardError, plan};
+pub use plan::{Delivery, Origin, Part, Piece, Plan, ReshardError, Summary, plan};
