@@ -84,7 +84,8 @@ fn hosts_pass_on_what_is_large_and_get_what_is_small_from_its_holder() {
         planned(&src, &dst, &[1 << 24], &topology).join(" ").replace("[0..16777216]", ""),
         "0>2  2>3  2>4  4>5  4>6  6>7 "
     );
-    let large = plan(&src.layout(&[1 << 24]).unwrap(), &dst.layout(&[1 << 24]).unwrap(), 4, &topology).unwrap();
+    let large =
+        plan(&src.layout(&[1 << 24]).unwrap(), &dst.layout(&[1 << 24]).unwrap(), 4, &topology).unwrap();
     // It moves in chunks, so that the last host has it soon after the first.
     assert_eq!(large.part_of(ProcessId(2)).deliveries.len(), 32);
     assert_eq!(large.summary().steps, 4);
@@ -96,12 +97,7 @@ fn several_holders_of_a_large_region_share_its_way_between_hosts() {
     let (src, dst) = (mesh(&[("x", 2)], 0).replicated(), mesh(&[("x", 2)], 2).replicated());
     assert_eq!(
         planned(&src, &dst, &[1 << 22], &topology),
-        [
-            "0>2 [0..2097152]",
-            "1>3 [2097152..4194304]",
-            "3>2 [2097152..4194304]",
-            "2>3 [0..2097152]"
-        ]
+        ["0>2 [0..2097152]", "1>3 [2097152..4194304]", "3>2 [2097152..4194304]", "2>3 [0..2097152]"]
     );
 }
 
@@ -157,7 +153,11 @@ fn any_tiling() -> impl Strategy<Value = Layout> {
                 let at = range.start + at * range.len() / 24;
                 for (start, end) in [(range.start, at), (at, range.end)] {
                     let ranges = tile.ranges().enumerate();
-                    tiles.push(ranges.map(|(d, r)| if d == usize::from(dim) { (start, end) } else { (r.start, r.end) }).collect());
+                    tiles.push(
+                        ranges
+                            .map(|(d, r)| if d == usize::from(dim) { (start, end) } else { (r.start, r.end) })
+                            .collect(),
+                    );
                 }
             }
             Layout::new(&[72, 72], devices[..tiles.len()].to_vec(), tiles, false)
@@ -188,18 +188,21 @@ fn any_layout() -> impl Strategy<Value = Layout> {
 
 fn any_topology() -> impl Strategy<Value = Topology> {
     let hosts = proptest::collection::vec(0..4u32, DEVICES as usize);
-    (1..=4usize, hosts, prop_oneof![Just(0u64), Just(1_000_000)]).prop_map(|(per_process, hosts, latency_ns)| {
-        let topology = Topology::even((DEVICES as usize).div_ceil(per_process), per_process);
-        let hosts = &hosts[..topology.processes()];
-        // Without latency everything is passed on, with very much nothing.
-        let network = Link { latency_ns, bytes_per_us: 1 };
-        topology.on_hosts(hosts).unwrap().with_links(Links { network, ..Links::default() })
-    })
+    (1..=4usize, hosts, prop_oneof![Just(0u64), Just(1_000_000)]).prop_map(
+        |(per_process, hosts, latency_ns)| {
+            let topology = Topology::even((DEVICES as usize).div_ceil(per_process), per_process);
+            let hosts = &hosts[..topology.processes()];
+            // Without latency everything is passed on, with very much nothing.
+            let network = Link { latency_ns, bytes_per_us: 1 };
+            topology.on_hosts(hosts).unwrap().with_links(Links { network, ..Links::default() })
+        },
+    )
 }
 
 /// The part of a region that none of some others have, in elements.
 fn missing(region: &Region, having: &[&Region]) -> usize {
-    let without = |parts: Vec<Region>, other: &&Region| parts.iter().flat_map(|part| part.without(other)).collect();
+    let without =
+        |parts: Vec<Region>, other: &&Region| parts.iter().flat_map(|part| part.without(other)).collect();
     having.iter().fold(vec![region.clone()], without).iter().map(Region::elements).sum()
 }
 
