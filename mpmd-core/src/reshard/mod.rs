@@ -3,6 +3,8 @@
 mod copy;
 mod plan;
 mod spread;
+#[cfg(test)]
+mod tests;
 mod tiling;
 
 pub use copy::{contiguous_bytes, copy_region};

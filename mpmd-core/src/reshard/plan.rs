@@ -122,7 +122,9 @@ pub enum ReshardError {
         devices: usize,
     },
     /// More devices, or more partial sums, than pieces can be numbered for.
-    #[error("a layout of {devices} devices with {terms} partial sums is too large: at most {most_devices} and {most_terms}")]
+    #[error(
+        "a layout of {devices} devices with {terms} partial sums is too large: at most {most_devices} and {most_terms}"
+    )]
     TooLarge {
         /// Devices of the larger layout.
         devices: usize,
@@ -144,7 +146,12 @@ pub enum ReshardError {
 /// # Errors
 ///
 /// Fails where the shapes differ, or a device is not of the job.
-pub fn plan(src: &Layout, dst: &Layout, item_bytes: usize, topology: &Topology) -> Result<Plan, ReshardError> {
+pub fn plan(
+    src: &Layout,
+    dst: &Layout,
+    item_bytes: usize,
+    topology: &Topology,
+) -> Result<Plan, ReshardError> {
     if src.shape() != dst.shape() {
         return Err(ReshardError::Shape { expected: dst.shape().to_vec(), found: src.shape().to_vec() });
     }
@@ -250,8 +257,13 @@ impl Plan {
     ) {
         let Some((region, spread)) = self.spread(term, a, b) else { return };
         let wanting = self.dst.in_process(b, process, host);
-        let delivery = |piece: usize, region: Region, from, targets, peers| {
-            Delivery { id: number(term, a, b, piece), term: term as u32, region, from, targets, peers }
+        let delivery = |piece: usize, region: Region, from, targets, peers| Delivery {
+            id: number(term, a, b, piece),
+            term: term as u32,
+            region,
+            from,
+            targets,
+            peers,
         };
         let Some(holding) = self.sources[term].in_process(a, process, host) else {
             let Some(wanting) = wanting else { return };

@@ -60,8 +60,19 @@ impl<'a> Spread<'a> {
         item_bytes: usize,
         links: &Links,
     ) -> Self {
-        let mut spread =
-            Self { src, dst, a, b, turn: 0, served: Vec::new(), needing: 0, relay: false, parts: 1, chunks: 1, dim: 0 };
+        let mut spread = Self {
+            src,
+            dst,
+            a,
+            b,
+            turn: 0,
+            served: Vec::new(),
+            needing: 0,
+            relay: false,
+            parts: 1,
+            chunks: 1,
+            dim: 0,
+        };
         let (having, wanting) = (src.hosts(a), dst.hosts(b));
         for host in having {
             if let Ok(at) = wanting.binary_search_by_key(&host.host, |found| found.host) {
@@ -109,14 +120,17 @@ impl<'a> Spread<'a> {
         // A whole shard that is not passed on is handed over in place.
         if !whole || self.relay || self.parts > 1 {
             let each = lengths[dim] / self.parts;
-            self.chunks = (bytes / self.parts).div_ceil(CHUNK_BYTES).min(each).min(MOST_CHUNKS / self.parts).max(1);
+            self.chunks =
+                (bytes / self.parts).div_ceil(CHUNK_BYTES).min(each).min(MOST_CHUNKS / self.parts).max(1);
         }
     }
 
     /// Whether a process wants the region that does not have it.
     fn leaves_a_process(&self) -> bool {
-        let without = |process: &Process| self.src.in_process(self.a, process.process, process.host).is_none();
-        self.needing > 0 || self.dst.hosts(self.b).iter().any(|host| self.dst.processes(host).iter().any(without))
+        let without =
+            |process: &Process| self.src.in_process(self.a, process.process, process.host).is_none();
+        self.needing > 0
+            || self.dst.hosts(self.b).iter().any(|host| self.dst.processes(host).iter().any(without))
     }
 
     /// How many pieces the region moves in between processes: parts, and chunks of each.
@@ -239,7 +253,8 @@ impl<'a> Spread<'a> {
     /// The processes of a host that want the region and don't have it.
     fn without(&self, host: u32) -> Vec<&'a Process> {
         let wanting = self.dst.on_host(self.b, host).map_or(&[][..], |host| self.dst.processes(host));
-        let without = |process: &&Process| self.src.in_process(self.a, process.process, process.host).is_none();
+        let without =
+            |process: &&Process| self.src.in_process(self.a, process.process, process.host).is_none();
         wanting.iter().filter(without).collect()
     }
 

@@ -77,7 +77,8 @@ impl Tiling {
         let mut tiles: Vec<Tile> = Vec::new();
         let mut known: HashMap<&Region, u32> = HashMap::with_capacity(layout.devices().len());
         // Tile, host, process, place, device.
-        let mut held: Vec<(u32, u32, ProcessId, usize, DeviceId)> = Vec::with_capacity(layout.devices().len());
+        let mut held: Vec<(u32, u32, ProcessId, usize, DeviceId)> =
+            Vec::with_capacity(layout.devices().len());
         for (place, (device, region)) in layout.iter().enumerate() {
             let unknown = || ReshardError::UnknownDevice { device, devices: topology.devices().len() };
             let process = topology.process_of(device).ok_or_else(unknown)?;
@@ -117,10 +118,6 @@ impl Tiling {
             tiling.tiles[of_tile[0].0 as usize].hosts = first_host..tiling.hosts.len() as u32;
         }
         Ok(tiling)
-    }
-
-    pub(super) fn tiles(&self) -> &[Tile] {
-        &self.tiles
     }
 
     pub(super) fn tile(&self, tile: u32) -> &Tile {
@@ -335,15 +332,17 @@ mod tests {
         let layout = Layout::new(&[4], devices, vec![whole; 5], true);
         let topology = Topology::even(4, 2).on_hosts(&[0, 1, 0, 1]).unwrap();
         let tiling = Tiling::new(&layout, 0, &topology).unwrap();
-        let groups: Vec<_> = tiling.hosts(0).iter().map(|host| {
-            let devices = |process: &Process| tiling.devices(process).iter().map(|device| device.0).collect();
-            let of = |process: &Process| (process.process.0, devices(process));
-            (host.host, tiling.processes(host).iter().map(of).collect::<Vec<(u32, Vec<u32>)>>())
-        }).collect();
-        assert_eq!(
-            groups,
-            [(0, vec![(0, vec![0, 1]), (2, vec![5])]), (1, vec![(1, vec![3]), (3, vec![7])])]
-        );
+        let groups: Vec<_> = tiling
+            .hosts(0)
+            .iter()
+            .map(|host| {
+                let devices =
+                    |process: &Process| tiling.devices(process).iter().map(|device| device.0).collect();
+                let of = |process: &Process| (process.process.0, devices(process));
+                (host.host, tiling.processes(host).iter().map(of).collect::<Vec<(u32, Vec<u32>)>>())
+            })
+            .collect();
+        assert_eq!(groups, [(0, vec![(0, vec![0, 1]), (2, vec![5])]), (1, vec![(1, vec![3]), (3, vec![7])])]);
         assert!(tiling.in_process(0, ProcessId(1), 1).is_some());
         assert!(tiling.in_process(0, ProcessId(1), 0).is_none());
         assert_eq!((tiling.tile_of(DeviceId(7)), tiling.tile_of(DeviceId(2))), (Some(0), None));
@@ -353,6 +352,6 @@ mod tests {
     fn scalars_and_empty_arrays() {
         let scalar = tiling(&[], vec![Region::full(&[])]);
         assert_eq!(scalar.touching(&Region::full(&[])), [0]);
-        assert!(tiling(&[0], vec![Region::full(&[0])]).tiles().is_empty());
+        assert!(tiling(&[0], vec![Region::full(&[0])]).tiles.is_empty());
     }
 }

@@ -334,10 +334,7 @@ mod tests {
         assert_eq!(class(1, 4), Some(LinkClass::SameHost));
         assert_eq!(class(1, 2), Some(LinkClass::Network));
         assert_eq!(class(1, 8), None);
-        assert_eq!(
-            topology.on_hosts(&[0]).unwrap_err().to_string(),
-            "1 hosts are given for 4 processes"
-        );
+        assert_eq!(topology.on_hosts(&[0]).unwrap_err().to_string(), "1 hosts are given for 4 processes");
         assert_ne!(topology, Topology::even(4, 2));
     }
 
