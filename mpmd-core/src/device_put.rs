@@ -17,9 +17,6 @@ use crate::runtime::{PutPlan, Rolling, Slot, Source};
 use crate::sharding::Sharding;
 use crate::tree::{PrefixTree, Tree};
 
-/// Plans kept for reuse; beyond that the table starts afresh.
-const PLANS_KEPT: usize = 4096;
-
 /// How [`Program::device_put_with`] treats memory.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
@@ -135,7 +132,7 @@ impl Program {
         }
         let key = PutKey { aval: array.aval().clone(), from: array.sharding().cloned(), to: to.clone() };
         if let Some(plan) = self.put_plans.get(&key) {
-            return Ok(plan.clone());
+            return Ok(plan);
         }
         to.check_devices(&self.runtime.topology).map_err(wrong)?;
         let layout = to.layout(array.shape()).map_err(wrong)?;
@@ -146,9 +143,6 @@ impl Program {
         let plan = PutPlan::new(&self.runtime, array.aval(), from, to, layout)
             .map_err(|error| IssueProblem::Signature(error.to_string()))?;
         let plan = Arc::new(plan);
-        if self.put_plans.len() >= PLANS_KEPT {
-            self.put_plans.clear();
-        }
         self.put_plans.insert(key, plan.clone());
         Ok(plan)
     }

@@ -3,10 +3,11 @@
 mod agree;
 mod builder;
 mod connect;
+mod costs;
+mod metrics;
 mod simulate;
 
 use std::cell::Cell;
-use std::collections::HashMap;
 use std::fmt;
 use std::marker::PhantomData;
 use std::panic::Location;
@@ -18,13 +19,13 @@ use mpmd_transport::router::{Failure, FailureKind, OpRecord};
 
 pub use builder::Builder;
 pub(crate) use connect::Membership;
+pub use metrics::{Metrics, PlanCacheMetrics};
+pub(crate) use metrics::{PlanCache, PutKey};
 use simulate::Vanishing;
 pub use simulate::{Simulation, simulate};
 
-use crate::aval::ShapedArray;
 use crate::error::{Error, Result};
-use crate::runtime::{Doing, PutPlan, Rolling, Runtime};
-use crate::sharding::Sharding;
+use crate::runtime::{Doing, Rolling, Runtime};
 use crate::topology::{DeviceId, Mesh, Topology};
 
 /// One process's part of a job: every process of the job runs the same program and issues the same
@@ -42,7 +43,7 @@ use crate::topology::{DeviceId, Mesh, Topology};
 /// ```
 pub struct Program {
     pub(crate) runtime: Arc<Runtime>,
-    pub(crate) put_plans: HashMap<PutKey, Arc<PutPlan>>,
+    pub(crate) put_plans: PlanCache,
     count: u64,
     hash: Rolling,
     steps: u64,
@@ -53,14 +54,6 @@ pub struct Program {
     membership: Option<Membership>,
     /// Makes the program `!Sync`.
     one_issuer: PhantomData<Cell<()>>,
-}
-
-/// What determines a [`PutPlan`].
-#[derive(Clone, Eq, Hash, PartialEq)]
-pub(crate) struct PutKey {
-    pub(crate) aval: ShapedArray,
-    pub(crate) from: Option<Sharding>,
-    pub(crate) to: Sharding,
 }
 
 impl Program {
@@ -81,10 +74,10 @@ impl Program {
         Builder::default()
     }
 
-    pub(crate) fn new(runtime: Arc<Runtime>, planning: bool, membership: Option<Membership>) -> Self {
+    fn new(runtime: Arc<Runtime>, planning: bool, membership: Option<Membership>, plans: usize) -> Self {
         Self {
             runtime,
-            put_plans: HashMap::new(),
+            put_plans: PlanCache::new(plans),
             count: 0,
             hash: Rolling::default(),
             steps: 0,

@@ -72,6 +72,8 @@ pub(crate) struct LocalDevice {
 pub(crate) struct Runtime {
     pub(crate) me: ProcessId,
     pub(crate) topology: Topology,
+    /// Of the topology, on which plans depend.
+    pub(crate) topology_fingerprint: u64,
     pub(crate) config: RuntimeConfig,
     pub(crate) devices: Vec<LocalDevice>,
     /// For pieces on their way, control payloads and host values.
@@ -88,6 +90,8 @@ pub(crate) struct Runtime {
     /// Operations whose bytes the transport still holds, by ticket.
     sending: Mutex<HashMap<u64, OpGuard>>,
     next_ticket: AtomicU64,
+    /// Payload bytes of pieces given to the transport, by process.
+    pub(crate) bytes_sent: Vec<AtomicU64>,
     trouble: Mutex<Trouble>,
     /// Notified when a peer leaves or something fails.
     changed: Condvar,
@@ -158,7 +162,9 @@ impl Runtime {
         });
         let runtime = Arc::new(Self {
             me,
+            bytes_sent: (0..topology.processes()).map(|_| AtomicU64::new(0)).collect(),
             status: Status::new(devices.iter().map(|device| format!("device {}", device.id))),
+            topology_fingerprint: topology.fingerprint(),
             topology,
             staging: Pool::new(format!("staging of process {me}"), None),
             devices,

@@ -158,6 +158,8 @@ impl PutPlan {
         let fingerprint = [
             from.map_or(1, |(sharding, _)| sharding.fingerprint()),
             to.fingerprint(),
+            // Processes that see different links make different plans: they must hear of it, not hang.
+            runtime.topology_fingerprint,
             super::Rolling::default().mix_bytes(aval.to_string().as_bytes()).word(),
         ]
         .into_iter()
