@@ -1,6 +1,6 @@
 //! What the ops do, on leaves whose shardings by the original are known.
 
-use proptest::prelude::*;
+use proptest::prelude::{any, prop, prop_assert, prop_assert_eq, proptest};
 
 use super::*;
 use crate::aval::{bf16s, f32s, i32s};
