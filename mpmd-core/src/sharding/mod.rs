@@ -10,6 +10,7 @@ mod intern;
 mod kind;
 mod layout;
 mod named;
+pub mod rules;
 mod spec;
 
 use std::fmt;
