@@ -1,7 +1,11 @@
 //! Resharding: which piece of an array goes from which device to which, and the copying of one piece.
 
 mod copy;
+mod group;
+mod intermediate;
 mod plan;
 
 pub use copy::{contiguous_bytes, copy_region};
+pub use group::groups_by_devices;
+pub use intermediate::{Intermediate, NoIntermediate, find_intermediate_sharding};
 pub use plan::{Piece, Plan, ReshardError, plan};
