@@ -104,7 +104,7 @@ impl Program {
         let mut plans = Vec::with_capacity(leaves.len());
         for ((path, array), sharding) in leaves.iter().zip(&shardings) {
             array.check_usable(path).map_err(wrong)?;
-            plans.push(self.put_plan(path, array, sharding).map_err(wrong)?);
+            plans.push(self.put_plan(path, array, sharding, true).map_err(wrong)?);
         }
         if options.donate
             && let Some((i, j)) = same_twice(&leaves)
@@ -121,32 +121,46 @@ impl Program {
         Ok(x.map_ref(&mut |_| moved.next().expect("one result for each leaf")))
     }
 
-    fn put_plan(
+    /// The plan that moves an array; looked up and remembered where `cache` says so.
+    pub(crate) fn put_plan(
         &mut self,
         path: &str,
         array: &MpmdArray,
         to: &Sharding,
+        cache: bool,
     ) -> std::result::Result<Arc<PutPlan>, IssueProblem> {
-        let wrong = |why| IssueProblem::Sharding { path: path.to_owned(), why };
         if let Repr::Placed(placed) = &array.repr
             && !Arc::ptr_eq(&placed.runtime, &self.runtime)
         {
             return Err(IssueProblem::Foreign { path: path.to_owned() });
         }
-        let key = PutKey { aval: array.aval().clone(), from: array.sharding().cloned(), to: to.clone() };
-        if let Some(plan) = self.put_plans.get(&key) {
+        self.put_plan_between(path, array.aval(), array.sharding(), to, cache)
+    }
+
+    /// As [`Program::put_plan`], for an array that need not be there yet.
+    pub(crate) fn put_plan_between(
+        &mut self,
+        path: &str,
+        aval: &ShapedArray,
+        from: Option<&Sharding>,
+        to: &Sharding,
+        cache: bool,
+    ) -> std::result::Result<Arc<PutPlan>, IssueProblem> {
+        let wrong = |why| IssueProblem::Sharding { path: path.to_owned(), why };
+        let key = PutKey { aval: aval.clone(), from: from.cloned(), to: to.clone() };
+        if cache && let Some(plan) = self.put_plans.get(&key) {
             return Ok(plan.clone());
         }
         to.check_devices(&self.runtime.topology).map_err(wrong)?;
-        let layout = to.layout(array.shape()).map_err(wrong)?;
-        check_partial_sums(path, array.sharding(), to)?;
-        let from = match &array.repr {
-            Repr::Host(_) => None,
-            Repr::Placed(placed) => Some((&placed.sharding, &*placed.layout)),
-        };
-        let plan = PutPlan::new(&self.runtime, array.aval(), from, to, layout)
+        let layout = to.layout(aval.shape()).map_err(wrong)?;
+        check_partial_sums(path, from, to)?;
+        let source = from.map(|from| from.layout(aval.shape())).transpose().map_err(wrong)?;
+        let plan = PutPlan::new(&self.runtime, aval, from.zip(source.as_deref()), to, layout)
             .map_err(|error| IssueProblem::Signature(error.to_string()))?;
         let plan = Arc::new(plan);
+        if !cache {
+            return Ok(plan);
+        }
         if self.put_plans.len() >= PLANS_KEPT {
             self.put_plans.clear();
         }
@@ -154,7 +168,8 @@ impl Program {
         Ok(plan)
     }
 
-    fn put_one(
+    /// Issues the move of one array that was checked and planned.
+    pub(crate) fn put_one(
         &mut self,
         array: &MpmdArray,
         to: Sharding,
@@ -398,7 +413,7 @@ fn check_partial_sums(
 }
 
 /// The places of an array that is among the leaves twice.
-fn same_twice(leaves: &[(String, &MpmdArray)]) -> Option<(usize, usize)> {
+pub(crate) fn same_twice(leaves: &[(String, &MpmdArray)]) -> Option<(usize, usize)> {
     let twin = |j: usize| leaves[..j].iter().position(|(_, leaf)| leaf.is_same(leaves[j].1));
     (1..leaves.len()).find_map(|j| Some((twin(j)?, j)))
 }

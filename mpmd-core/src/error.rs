@@ -197,6 +197,16 @@ pub enum IssueProblem {
         /// The same without unreduced axes.
         reduced: String,
     },
+    /// An array that is moved by way of another sharding is not sharded as the caller says.
+    #[error("{}is sharded {found}, but is said to come from {expected}", leaf(.path))]
+    SourceSharding {
+        /// The leaf's path.
+        path: String,
+        /// What the caller says.
+        expected: String,
+        /// The array's sharding.
+        found: String,
+    },
     /// An array was used after its memory was given away.
     #[error("{}was donated to operation {op} at {donated_at} and cannot be used any more", leaf(.path))]
     Donated {
@@ -224,7 +234,7 @@ pub enum IssueProblem {
     Split(String),
 }
 
-fn leaf(path: &str) -> String {
+pub(crate) fn leaf(path: &str) -> String {
     if path.is_empty() { String::new() } else { format!("{path:?}: ") }
 }
 

@@ -170,7 +170,14 @@ impl Assembly {
                 Err(failure) => return self.end(Err(failure)),
             };
             let Piece { transfer, bytes, guard } = piece;
-            copy_region(&bytes, &transfer.holds, &mut buffer, &self.region, &transfer.region, self.item_bytes);
+            copy_region(
+                &bytes,
+                &transfer.holds,
+                &mut buffer,
+                &self.region,
+                &transfer.region,
+                self.item_bytes,
+            );
             drop(bytes);
             let mut state = self.state.lock();
             match state.open.as_mut() {

@@ -132,7 +132,8 @@ impl PutPlan {
         };
         let processes = runtime.topology.processes();
         // Every process starts with the one after it, so that not all of them send to one at a time.
-        let distance = |peer: &ProcessId| (peer.index() + processes - runtime.me.index() % processes) % processes;
+        let distance =
+            |peer: &ProcessId| (peer.index() + processes - runtime.me.index() % processes) % processes;
         for transfer in &mut transfers {
             // What is passed on comes in the order that the plan wants.
             if !matches!(transfer.origin, Origin::Process(_)) {
@@ -150,7 +151,8 @@ impl PutPlan {
                 target.pieces += 1;
                 let whole = target.pieces == 1 && target.region == transfer.region;
                 let same = whole && transfer.holds == transfer.region;
-                target.alias = (same && !matches!(transfer.origin, Origin::Process(_))).then_some(transfer.origin);
+                target.alias =
+                    (same && !matches!(transfer.origin, Origin::Process(_))).then_some(transfer.origin);
             }
         }
         let fingerprint = [
@@ -383,9 +385,10 @@ fn pack(
     transfer: &Transfer,
     item: usize,
 ) -> Result<SharedBuffer, Arc<Failure>> {
-    let mut packed = runtime.staging.allocate(transfer.bytes).map_err(|error| {
-        Arc::new(Failure::new(FailureKind::Memory, runtime.me, op, error.to_string()))
-    })?;
+    let mut packed = runtime
+        .staging
+        .allocate(transfer.bytes)
+        .map_err(|error| Arc::new(Failure::new(FailureKind::Memory, runtime.me, op, error.to_string())))?;
     copy_region(from, &transfer.holds, &mut packed, &transfer.region, &transfer.region, item);
     Ok(packed.freeze())
 }

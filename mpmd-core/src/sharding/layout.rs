@@ -134,16 +134,6 @@ impl Layout {
         self.fingerprint
     }
 
-    /// How many partial sums the array is kept as: 1 where nothing is unreduced.
-    pub fn terms(&self) -> usize {
-        1
-    }
-
-    /// Which partial sum the device at a place holds.
-    pub fn term_of(&self, _place: usize) -> usize {
-        0
-    }
-
     /// A device's place in device-assignment order.
     pub fn place_of(&self, device: DeviceId) -> Option<usize> {
         let at = self.places.binary_search_by_key(&device, |(device, _)| *device).ok()?;
