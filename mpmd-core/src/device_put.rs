@@ -101,7 +101,7 @@ impl Program {
         let mut plans = Vec::with_capacity(leaves.len());
         for ((path, array), sharding) in leaves.iter().zip(&shardings) {
             array.check_usable(path).map_err(wrong)?;
-            plans.push(self.put_plan(path, array, sharding).map_err(wrong)?);
+            plans.push(self.put_plan(path, array, sharding, true).map_err(wrong)?);
         }
         if options.donate
             && let Some((i, j)) = same_twice(&leaves)
@@ -118,36 +118,51 @@ impl Program {
         Ok(x.map_ref(&mut |_| moved.next().expect("one result for each leaf")))
     }
 
-    fn put_plan(
+    /// The plan that moves an array; looked up and remembered where `cache` says so.
+    pub(crate) fn put_plan(
         &mut self,
         path: &str,
         array: &MpmdArray,
         to: &Sharding,
+        cache: bool,
     ) -> std::result::Result<Arc<PutPlan>, IssueProblem> {
-        let wrong = |why| IssueProblem::Sharding { path: path.to_owned(), why };
         if let Repr::Placed(placed) = &array.repr
             && !Arc::ptr_eq(&placed.runtime, &self.runtime)
         {
             return Err(IssueProblem::Foreign { path: path.to_owned() });
         }
-        let key = PutKey { aval: array.aval().clone(), from: array.sharding().cloned(), to: to.clone() };
-        if let Some(plan) = self.put_plans.get(&key) {
+        self.put_plan_between(path, array.aval(), array.sharding(), to, cache)
+    }
+
+    /// As [`Program::put_plan`], for an array that need not be there yet.
+    pub(crate) fn put_plan_between(
+        &mut self,
+        path: &str,
+        aval: &ShapedArray,
+        from: Option<&Sharding>,
+        to: &Sharding,
+        cache: bool,
+    ) -> std::result::Result<Arc<PutPlan>, IssueProblem> {
+        let wrong = |why| IssueProblem::Sharding { path: path.to_owned(), why };
+        let key = PutKey { aval: aval.clone(), from: from.cloned(), to: to.clone() };
+        if cache && let Some(plan) = self.put_plans.get(&key) {
             return Ok(plan);
         }
         to.check_devices(&self.runtime.topology).map_err(wrong)?;
-        let layout = to.layout(array.shape()).map_err(wrong)?;
-        let from = match &array.repr {
-            Repr::Host(_) => None,
-            Repr::Placed(placed) => Some((&placed.sharding, &*placed.layout)),
-        };
-        let plan = PutPlan::new(&self.runtime, array.aval(), from, to, layout)
+        let layout = to.layout(aval.shape()).map_err(wrong)?;
+        check_partial_sums(path, from, to)?;
+        let source = from.map(|from| from.layout(aval.shape())).transpose().map_err(wrong)?;
+        let plan = PutPlan::new(&self.runtime, aval, from.zip(source.as_deref()), to, layout)
             .map_err(|error| IssueProblem::Signature(error.to_string()))?;
         let plan = Arc::new(plan);
-        self.put_plans.insert(key, plan.clone());
+        if cache {
+            self.put_plans.insert(key, plan.clone());
+        }
         Ok(plan)
     }
 
-    fn put_one(
+    /// Issues the move of one array that was checked and planned.
+    pub(crate) fn put_one(
         &mut self,
         array: &MpmdArray,
         to: Sharding,
@@ -197,7 +212,8 @@ impl Program {
     ///
     /// # Errors
     ///
-    /// Where the sharding does not fit the shape. An error or a panic of `fill` fails the array.
+    /// Where the sharding does not fit the shape, or has unreduced axes. An error or a panic of `fill` fails
+    /// the array.
     #[track_caller]
     pub fn make(
         &mut self,
@@ -209,6 +225,11 @@ impl Program {
         let wrong = |why| IssueProblem::Sharding { path: String::new(), why }.at(at, "make");
         sharding.check_devices(&self.runtime.topology).map_err(wrong)?;
         let layout = sharding.layout(aval.shape()).map_err(wrong)?;
+        if !sharding.unreduced_axes().is_empty() {
+            let (sharding, reduced) = (sharding.to_string(), sharding.reduced().to_string());
+            let problem = IssueProblem::Unreduced { path: String::new(), sharding, reduced };
+            return Err(problem.at(at, "make"));
+        }
         let what = Arc::new(MakeWhat { aval: aval.clone(), sharding: sharding.clone() });
         let local: Vec<_> = layout
             .iter()
@@ -367,8 +388,25 @@ impl MpmdArray {
     }
 }
 
+/// Partial sums stay where they are.
+fn check_partial_sums(
+    path: &str,
+    from: Option<&Sharding>,
+    to: &Sharding,
+) -> std::result::Result<(), IssueProblem> {
+    let whole = |sharding: &Sharding| sharding.unreduced_axes().is_empty();
+    if from == Some(to) || (from.is_none_or(whole) && whole(to)) {
+        return Ok(());
+    }
+    let from = from.map_or_else(|| "uncommitted values".to_owned(), ToString::to_string);
+    let leaf = if path.is_empty() { String::new() } else { format!("{path:?}: ") };
+    Err(IssueProblem::Signature(format!(
+        "{leaf}partial sums are not yet made, moved or added up by device_put: from {from} to {to}"
+    )))
+}
+
 /// The places of an array that is among the leaves twice.
-fn same_twice(leaves: &[(String, &MpmdArray)]) -> Option<(usize, usize)> {
+pub(crate) fn same_twice(leaves: &[(String, &MpmdArray)]) -> Option<(usize, usize)> {
     let twin = |j: usize| leaves[..j].iter().position(|(_, leaf)| leaf.is_same(leaves[j].1));
     (1..leaves.len()).find_map(|j| Some((twin(j)?, j)))
 }

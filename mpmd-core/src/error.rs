@@ -173,6 +173,40 @@ pub enum IssueProblem {
         /// The input's sharding.
         found: String,
     },
+    /// An input that a kernel takes only where it says so: in host memory, or partial sums.
+    #[error(
+        "{}is sharded {found}: {what}, which a kernel takes only where `.inputs(…)` declares exactly that \
+         sharding",
+        leaf(.path)
+    )]
+    InputUndeclared {
+        /// The input's path.
+        path: String,
+        /// The input's sharding.
+        found: String,
+        /// What it is.
+        what: &'static str,
+    },
+    /// Values that were to be partial sums.
+    #[error("{}{sharding} is of partial sums, which only a kernel writes: make it as {reduced}", leaf(.path))]
+    Unreduced {
+        /// The leaf's path.
+        path: String,
+        /// The sharding.
+        sharding: String,
+        /// The same without unreduced axes.
+        reduced: String,
+    },
+    /// An array that is moved by way of another sharding is not sharded as the caller says.
+    #[error("{}is sharded {found}, but is said to come from {expected}", leaf(.path))]
+    SourceSharding {
+        /// The leaf's path.
+        path: String,
+        /// What the caller says.
+        expected: String,
+        /// The array's sharding.
+        found: String,
+    },
     /// An array was used after its memory was given away.
     #[error("{}was donated to operation {op} at {donated_at} and cannot be used any more", leaf(.path))]
     Donated {
@@ -200,7 +234,7 @@ pub enum IssueProblem {
     Split(String),
 }
 
-fn leaf(path: &str) -> String {
+pub(crate) fn leaf(path: &str) -> String {
     if path.is_empty() { String::new() } else { format!("{path:?}: ") }
 }
 

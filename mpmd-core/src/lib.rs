@@ -26,7 +26,9 @@ pub mod kernel;
 pub mod launch;
 pub mod pipeline;
 mod program;
+mod reshard_tree;
 mod runtime;
+mod split;
 
 pub use array::{ArrayFuture, MpmdArray, Shard, all_ready};
 pub use device_put::PutOptions;
@@ -34,6 +36,8 @@ pub use error::{Error, IssueError, IssueProblem, Result};
 pub use jit::{Jit, JitBuilder, run_here};
 pub use mpmd_transport::{Failure, FailureKind, ProcessId};
 pub use program::{Builder, MemoryUse, Metrics, PlanCacheMetrics, Program, Simulation, simulate};
+pub use reshard_tree::ReshardOptions;
+pub use split::{Sections, SplitOptions};
 
 /// What nearly every program needs.
 pub mod prelude {
@@ -43,7 +47,9 @@ pub mod prelude {
     pub use crate::kernel::{Context, Kernel, Signature, View, ViewMut};
     pub use crate::program::Program;
     pub use crate::region::Region;
+    pub use crate::reshard_tree::ReshardOptions;
     pub use crate::spec;
+    pub use crate::split::{Sections, SplitOptions};
     pub use crate::tree::Tree;
 }
 

@@ -106,7 +106,6 @@ impl Region {
     }
 
     /// What is left of this region without `other`: disjoint regions, none of them empty, in order.
-    #[cfg(test)]
     pub(crate) fn without(&self, other: &Self) -> Vec<Self> {
         let Some(common) = self.intersect(other) else {
             return if self.is_empty() { Vec::new() } else { vec![self.clone()] };

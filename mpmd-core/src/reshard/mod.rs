@@ -1,6 +1,8 @@
 //! Resharding: which piece of an array goes from which device to which, and the copying of one piece.
 
 mod copy;
+mod group;
+mod intermediate;
 mod plan;
 mod spread;
 #[cfg(test)]
@@ -8,4 +10,6 @@ mod tests;
 mod tiling;
 
 pub use copy::{contiguous_bytes, copy_region};
+pub use group::groups_by_devices;
+pub use intermediate::{Intermediate, NoIntermediate, find_intermediate_sharding};
 pub use plan::{Delivery, Origin, Part, Piece, Plan, ReshardError, Summary, plan};

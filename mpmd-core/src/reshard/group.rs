@@ -1,0 +1,51 @@
+//! In which order the arrays of a tree are moved.
+
+use std::collections::HashMap;
+
+use crate::topology::DeviceId;
+
+/// The places of arrays, in the groups in which they are moved.
+///
+/// `sources` gives each array's devices, or `None` for values that every process has. Those come first,
+/// as one group; then the others, one group for each set of devices, in the order in which the sets are
+/// first seen. Neither the order of the devices within a source nor its spec matters.
+pub fn groups_by_devices<'a>(sources: impl IntoIterator<Item = Option<&'a [DeviceId]>>) -> Vec<Vec<usize>> {
+    let mut everywhere = Vec::new();
+    let mut groups: Vec<Vec<usize>> = Vec::new();
+    let mut known: HashMap<Vec<DeviceId>, usize> = HashMap::new();
+    for (place, source) in sources.into_iter().enumerate() {
+        let Some(devices) = source else {
+            everywhere.push(place);
+            continue;
+        };
+        let mut set = devices.to_vec();
+        set.sort_unstable();
+        let group = *known.entry(set).or_insert_with(|| {
+            groups.push(Vec::new());
+            groups.len() - 1
+        });
+        groups[group].push(place);
+    }
+    if !everywhere.is_empty() {
+        groups.insert(0, everywhere);
+    }
+    groups
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_of_all_come_first_then_the_sets_of_devices_as_they_are_seen() {
+        let [left, right, turned] =
+            [[0, 1], [2, 3], [1, 0]].map(|devices: [u32; 2]| devices.map(DeviceId).to_vec());
+        // a and c on one set of devices, b on another, d host values.
+        let sources = [Some(&left[..]), Some(&right[..]), Some(&left[..]), None];
+        assert_eq!(groups_by_devices(sources), [vec![3], vec![0, 2], vec![1]]);
+        let sources = [Some(&right[..]), Some(&turned[..]), None, Some(&left[..]), None];
+        assert_eq!(groups_by_devices(sources), [vec![2, 4], vec![0], vec![1, 3]]);
+        assert!(groups_by_devices([]).is_empty());
+        assert_eq!(groups_by_devices([None, None]), [vec![0, 1]]);
+    }
+}

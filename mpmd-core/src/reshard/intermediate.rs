@@ -1,0 +1,370 @@
+//! Intermediate shardings: where the devices of the source first put replicas of what each of them
+//! holds, so that a few of them can feed a smaller target.
+
+use crate::sharding::{Sharding, Spec, SpecEntry};
+use crate::topology::Mesh;
+
+/// What follows an axis' name in the name of the axis over which the intermediate is replicated.
+const REPLICA: &str = "_intermediate_replica";
+
+/// What follows an axis' name in the name of the axis over which the intermediate is still divided.
+const SPLIT: &str = "_intermediate_split";
+
+/// A sharding on the source's devices that lies between a source and a target.
+#[derive(Clone, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct Intermediate {
+    /// The sharding, in the source's memory kind.
+    pub sharding: Sharding,
+    /// The axes of its mesh over which every array is replicated, in mesh order. Each index of them
+    /// holds the whole array.
+    pub replica_axes: Vec<String>,
+}
+
+/// Why there is no intermediate sharding; the ordinary way is always open.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum NoIntermediate {
+    /// Some dimension is divided on both sides by numbers with a common factor: parts can go straight
+    /// to where they belong.
+    #[error("no intermediate sharding is needed")]
+    NotNeeded,
+    /// One of the two is not a sharding over a mesh by a spec.
+    #[error("source and target must both be shardings over a mesh by a spec")]
+    NotNamed,
+    /// The specs have different lengths, and not exactly one of them is empty.
+    #[error("the specs of source and target have different lengths")]
+    RankMismatch,
+    /// The largest division of the source is no multiple of the largest of the target.
+    #[error("the largest division of the source is no multiple of the largest of the target")]
+    Undividable,
+    /// The source is not divided into more parts than the target.
+    #[error("the source is not divided into more parts than the target")]
+    SourceNotLarger,
+    /// The number of the source's parts is no multiple of the target's.
+    #[error("the number of parts of the source is no multiple of that of the target")]
+    TotalNotDivisible,
+    /// No dimension of the source that the target divides less is divided over exactly one axis, or
+    /// such an axis cannot be cut: its size is no multiple of the target's parts, its spec is not one
+    /// of its mesh, or the new axes would take names that the mesh has already.
+    #[error("no axis of the source can be cut into replicas")]
+    NoSplitCandidate,
+}
+
+impl NoIntermediate {
+    /// The reason as one word, for machines.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::NotNeeded => "not_needed",
+            Self::NotNamed => "not_named",
+            Self::RankMismatch => "rank_mismatch",
+            Self::Undividable => "undividable",
+            Self::SourceNotLarger => "source_not_larger",
+            Self::TotalNotDivisible => "total_not_divisible",
+            Self::NoSplitCandidate => "no_split_candidate",
+        }
+    }
+}
+
+/// The sharding between `src` and `dst`, by the rule of pathways-utils 0.1.13.
+///
+/// With `s` and `d` the numbers of parts of each dimension, in this order: both must be over meshes;
+/// where exactly one spec is empty it counts as undivided in every dimension of the other, and then
+/// their lengths must be equal; `max(s)` must be a multiple of `max(d)`; `prod(s)` must be larger than
+/// `prod(d)` and a multiple of it; and no `s[i]`, `d[i]` may have a common factor. Then every dimension
+/// with `s[i] > d[i]` that is divided over a single axis has that axis cut: into
+/// `<axis>_intermediate_replica` of `s[i] / d[i]`, first in the mesh, and `<axis>_intermediate_split` of
+/// `d[i]` in the axis' old place. The devices keep their row-major order, so that the step to it moves
+/// data: it is no relabelling.
+///
+/// The conditions leave `d[i] = 1` for every cut axis: the source is gathered along it. Where that is
+/// not so the original fails by accident, while here it is [`NoIntermediate::NoSplitCandidate`], as is
+/// a spec that names an axis twice or one that its mesh does not have.
+///
+/// # Errors
+///
+/// Where there is none, with the first condition that does not hold.
+pub fn find_intermediate_sharding(src: &Sharding, dst: &Sharding) -> Result<Intermediate, NoIntermediate> {
+    let (Some(mesh), Some(src_spec)) = (src.mesh(), src.spec()) else { return Err(NoIntermediate::NotNamed) };
+    let (Some(dst_mesh), Some(dst_spec)) = (dst.mesh(), dst.spec()) else {
+        return Err(NoIntermediate::NotNamed);
+    };
+    let (mut entries, mut dst_entries) = (src_spec.entries().to_vec(), dst_spec.entries().to_vec());
+    if entries.is_empty() != dst_entries.is_empty() {
+        let length = entries.len().max(dst_entries.len());
+        entries.resize(length, SpecEntry::None);
+        dst_entries.resize(length, SpecEntry::None);
+    }
+    if entries.len() != dst_entries.len() {
+        return Err(NoIntermediate::RankMismatch);
+    }
+    let parts = parts_by_dim(mesh, &entries).ok_or(NoIntermediate::NoSplitCandidate)?;
+    let dst_parts = parts_by_dim(dst_mesh, &dst_entries).ok_or(NoIntermediate::NoSplitCandidate)?;
+    let largest = |parts: &[usize]| parts.iter().copied().max().unwrap_or(1);
+    if !largest(&parts).is_multiple_of(largest(&dst_parts)) {
+        return Err(NoIntermediate::Undividable);
+    }
+    // Neither product is more than the devices of its mesh.
+    let (total, dst_total) = (parts.iter().product::<usize>(), dst_parts.iter().product::<usize>());
+    if total <= dst_total {
+        return Err(NoIntermediate::SourceNotLarger);
+    }
+    if !total.is_multiple_of(dst_total) {
+        return Err(NoIntermediate::TotalNotDivisible);
+    }
+    let pairs = || parts.iter().copied().zip(dst_parts.iter().copied());
+    if pairs().any(|(src, dst)| gcd(src, dst) != 1) {
+        return Err(NoIntermediate::NotNeeded);
+    }
+    let cuts: Vec<Cut> = entries
+        .iter()
+        .zip(pairs())
+        .filter_map(|(entry, (src, dst))| match entry {
+            SpecEntry::Axis(axis) if src > dst => Some(Cut { axis: axis.clone(), parts: src, split: dst }),
+            _ => None,
+        })
+        .collect();
+    cut_axes(src, mesh, &entries, &cuts).ok_or(NoIntermediate::NoSplitCandidate)
+}
+
+/// An axis that is cut into replicas and what stays of it.
+pub(super) struct Cut {
+    pub(super) axis: String,
+    /// The axis' size.
+    pub(super) parts: usize,
+    /// What stays of it.
+    pub(super) split: usize,
+}
+
+/// The sharding in which those axes of `src` are cut; `None` where nothing is, or it cannot be.
+pub(super) fn cut_axes(
+    src: &Sharding,
+    mesh: &Mesh,
+    entries: &[SpecEntry],
+    cuts: &[Cut],
+) -> Option<Intermediate> {
+    let cut = |axis: &String| cuts.iter().find(|cut| cut.axis == *axis);
+    let (mut replicas, mut kept) = (Vec::new(), Vec::new());
+    for (axis, size) in mesh.axis_names().iter().zip(mesh.shape()) {
+        match cut(axis) {
+            Some(Cut { parts, split, .. }) => {
+                if *split == 0 || !parts.is_multiple_of(*split) {
+                    return None;
+                }
+                replicas.push((format!("{axis}{REPLICA}"), parts / split));
+                kept.push((format!("{axis}{SPLIT}"), *split));
+            }
+            None => kept.push((axis.clone(), *size)),
+        }
+    }
+    if replicas.is_empty() {
+        return None;
+    }
+    let replica_axes = replicas.iter().map(|(axis, _)| axis.clone()).collect();
+    let axes: Vec<(&str, usize)> =
+        replicas.iter().chain(&kept).map(|(axis, size)| (axis.as_str(), *size)).collect();
+    let mesh = Mesh::new(&axes, mesh.devices().to_vec()).ok()?;
+    let entry = |entry: &SpecEntry| match entry {
+        SpecEntry::Axis(axis) if cut(axis).is_some() => SpecEntry::Axis(format!("{axis}{SPLIT}")),
+        other => other.clone(),
+    };
+    let spec = Spec::new(entries.iter().map(entry).collect());
+    Some(Intermediate { sharding: Sharding::named(mesh, spec, src.memory_kind()), replica_axes })
+}
+
+/// Into how many parts each dimension is divided; `None` where the mesh lacks an axis or the entries
+/// use one twice.
+pub(super) fn parts_by_dim(mesh: &Mesh, entries: &[SpecEntry]) -> Option<Vec<usize>> {
+    let axes: Vec<&String> = entries.iter().flat_map(SpecEntry::axes).collect();
+    if axes.iter().enumerate().any(|(i, axis)| axes[..i].contains(axis)) {
+        return None;
+    }
+    let size = |axis: &String| mesh.axis_index(axis).map(|index| mesh.shape()[index]);
+    entries.iter().map(|entry| entry.axes().iter().map(size).product()).collect()
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sharding::MemoryKind;
+    use crate::spec;
+    use crate::topology::DeviceId;
+
+    fn on(axes: &[(&str, usize)], first: u32, spec: Spec) -> Sharding {
+        let count: u32 = axes.iter().map(|(_, size)| *size as u32).product();
+        Mesh::new(axes, (first..first + count).map(DeviceId).collect()).unwrap().sharding(spec)
+    }
+
+    /// The intermediate of two shardings on devices 0.. and 100.. as text: mesh, spec, replica axes.
+    fn found(src: (&[(&str, usize)], Spec), dst: (&[(&str, usize)], Spec)) -> Result<String, &'static str> {
+        let (src, dst) = (on(src.0, 0, src.1), on(dst.0, 100, dst.1));
+        let found = find_intermediate_sharding(&src, &dst).map_err(|none| none.reason())?;
+        let (mesh, spec) = (found.sharding.mesh().unwrap(), found.sharding.spec().unwrap());
+        assert_eq!(mesh.devices(), src.devices(), "the devices keep their order");
+        let text = format!("{mesh} {spec} [{}]", found.replica_axes.join(", "));
+        Ok(text.replace("_intermediate_replica", "R").replace("_intermediate_split", "S"))
+    }
+
+    #[test]
+    fn vectors_with_an_intermediate() {
+        let table = [
+            (
+                found(
+                    (&[("fsdp", 8), ("tp", 1)], spec!["fsdp", "tp"]),
+                    (&[("fsdp", 1), ("tp", 4)], spec!["fsdp", "tp"]),
+                ),
+                "{fsdpR:8, fsdpS:1, tp:1} P(fsdpS, tp) [fsdpR]",
+            ),
+            (
+                found((&[("x", 8)], spec!["x", None]), (&[("y", 4)], spec![None, "y"])),
+                "{xR:8, xS:1} P(xS, None) [xR]",
+            ),
+            (found((&[("x", 8)], spec!["x", None]), (&[("y", 4)], spec![])), "{xR:8, xS:1} P(xS, None) [xR]"),
+            (
+                found((&[("a", 2), ("b", 4)], spec!["a", "b"]), (&[("y", 1)], spec![None, None])),
+                "{aR:2, bR:4, aS:1, bS:1} P(aS, bS) [aR, bR]",
+            ),
+            (
+                found((&[("a", 2), ("b", 4)], spec![None, "b"]), (&[("y", 2)], spec!["y", None])),
+                "{bR:4, a:2, bS:1} P(None, bS) [bR]",
+            ),
+            (
+                found((&[("b", 4), ("a", 2)], spec!["b", None]), (&[("y", 2)], spec![None, "y"])),
+                "{bR:4, bS:1, a:2} P(bS, None) [bR]",
+            ),
+            (
+                found(
+                    (&[("a", 2), ("b", 2), ("c", 2)], spec!["a", "b", None]),
+                    (&[("z", 2)], spec![None, None, "z"]),
+                ),
+                "{aR:2, bR:2, aS:1, bS:1, c:2} P(aS, bS, None) [aR, bR]",
+            ),
+            (
+                found(
+                    (&[("a", 2), ("b", 2), ("c", 2)], spec!["a", ("b", "c")]),
+                    (&[("z", 2)], spec![None, None]),
+                ),
+                "{aR:2, aS:1, b:2, c:2} P(aS, (b, c)) [aR]",
+            ),
+            (
+                found(
+                    (&[("b", 2), ("c", 2), ("a", 2)], spec!["a", ("b", "c")]),
+                    (&[("z", 2)], spec![None, None]),
+                ),
+                "{aR:2, b:2, c:2, aS:1} P(aS, (b, c)) [aR]",
+            ),
+            (
+                found((&[("a", 2), ("b", 6)], spec!["a", "b"]), (&[("z", 3)], spec!["z", None])),
+                "{bR:6, a:2, bS:1} P(a, bS) [bR]",
+            ),
+        ];
+        for (found, expected) in table {
+            assert_eq!(found.as_deref(), Ok(expected));
+        }
+    }
+
+    #[test]
+    fn vectors_without_one() {
+        let table = [
+            (found((&[("x", 8)], spec!["x"]), (&[("x", 4)], spec!["x"])), "not_needed"),
+            (found((&[("x", 8)], spec!["x", None]), (&[("y", 8)], spec![None, "y"])), "source_not_larger"),
+            (found((&[("x", 8)], spec!["x"]), (&[("y", 3)], spec!["y"])), "undividable"),
+            (found((&[("x", 4)], spec![]), (&[("y", 4)], spec!["y"])), "undividable"),
+            (found((&[("x", 4)], spec![]), (&[("y", 4)], spec![])), "source_not_larger"),
+            (found((&[("x", 8)], spec!["x"]), (&[("y", 4)], spec!["y", None])), "rank_mismatch"),
+            (
+                found((&[("a", 2), ("b", 4)], spec![("a", "b"), None]), (&[("y", 4)], spec![None, "y"])),
+                "no_split_candidate",
+            ),
+            (found((&[("a", 2), ("b", 4)], spec!["a", "b"]), (&[("y", 2)], spec!["y", None])), "not_needed"),
+            (
+                found(
+                    (&[("a", 2), ("b", 2), ("c", 2)], spec!["a", "b", "c"]),
+                    (&[("z", 2)], spec![None, None, "z"]),
+                ),
+                "not_needed",
+            ),
+            (found((&[("a", 4), ("b", 3)], spec!["a", "b"]), (&[("z", 3)], spec!["z", None])), "undividable"),
+            (
+                found((&[("a", 6)], spec!["a", None]), (&[("z", 2), ("w", 2)], spec!["z", "w"])),
+                "total_not_divisible",
+            ),
+        ];
+        for (found, expected) in table {
+            assert_eq!(found, Err(expected));
+        }
+    }
+
+    #[test]
+    fn where_the_original_raises_by_accident_there_is_none() {
+        // 12 devices do not fill (1, 4, 2, 1), nor 24 (1, 6, 3, 1).
+        let none_of =
+            |src: (&[(&str, usize)], Spec), dst: (&[(&str, usize)], Spec)| found(src, dst).unwrap_err();
+        assert_eq!(
+            none_of((&[("a", 3), ("b", 4)], spec!["a", "b"]), (&[("y", 2)], spec!["y", None])),
+            "no_split_candidate"
+        );
+        assert_eq!(
+            none_of(
+                (&[("a", 4), ("b", 6)], spec!["a", "b", None]),
+                (&[("z", 3), ("w", 2)], spec!["z", None, "w"])
+            ),
+            "no_split_candidate"
+        );
+        // Specs that are none of their mesh, and names that are taken.
+        assert_eq!(none_of((&[("x", 8)], spec!["q"]), (&[("y", 4)], spec![None])), "no_split_candidate");
+        assert_eq!(
+            none_of((&[("x", 8)], spec!["x", "x"]), (&[("y", 4)], spec![None, None])),
+            "no_split_candidate"
+        );
+        let taken = [("x", 4), ("x_intermediate_split", 2)];
+        assert_eq!(none_of((&taken, spec!["x"]), (&[("y", 1)], spec![None])), "no_split_candidate");
+    }
+
+    #[test]
+    fn only_named_shardings_have_one_and_the_memory_kind_is_the_sources() {
+        let (rows, single) = (on(&[("x", 8)], 0, spec!["x"]), Sharding::single_device(DeviceId(9)));
+        for (src, dst) in [(&rows, &single), (&single, &rows)] {
+            assert_eq!(find_intermediate_sharding(src, dst), Err(NoIntermediate::NotNamed));
+        }
+        let mesh = rows.mesh().unwrap().clone();
+        let host = Sharding::named(mesh, spec!["x"], MemoryKind::Host);
+        let target = on(&[("y", 2)], 100, spec![]);
+        let found = find_intermediate_sharding(&host, &target).unwrap();
+        assert_eq!(found.sharding.memory_kind(), MemoryKind::Host);
+        let back = Sharding::named(target.mesh().unwrap().clone(), spec![], MemoryKind::Host);
+        let found = find_intermediate_sharding(&rows, &back).unwrap();
+        assert_eq!(found.sharding.memory_kind(), MemoryKind::Device);
+    }
+
+    #[test]
+    fn the_step_to_the_intermediate_moves_data() {
+        let region = |sharding: &Sharding, shape: &[usize], device: u32| {
+            sharding.layout(shape).unwrap().region_of(DeviceId(device)).unwrap().to_string()
+        };
+        let src = on(&[("b", 2), ("c", 2), ("a", 2)], 0, spec!["a", ("b", "c")]);
+        let dst = on(&[("z", 2)], 100, spec![None, None]);
+        let between = find_intermediate_sharding(&src, &dst).unwrap().sharding;
+        assert_eq!(region(&src, &[2, 8], 1), "[1..2, 0..2]");
+        assert_eq!(region(&between, &[2, 8], 1), "[0..2, 2..4]");
+        for device in 0..8u32 {
+            let columns = format!("[0..2, {}..{}]", device % 4 * 2, device % 4 * 2 + 2);
+            assert_eq!(region(&between, &[2, 8], device), columns);
+        }
+
+        let src = on(&[("a", 2), ("b", 6)], 0, spec!["a", "b"]);
+        let dst = on(&[("z", 3)], 100, spec!["z", None]);
+        let between = find_intermediate_sharding(&src, &dst).unwrap().sharding;
+        for device in 0..12u32 {
+            let (row, column) = (device / 6 * 3, device % 6);
+            let held = format!("[{row}..{}, {column}..{}]", row + 3, column + 1);
+            assert_eq!(region(&src, &[6, 6], device), held);
+            let row = device % 2 * 3;
+            assert_eq!(region(&between, &[6, 6], device), format!("[{row}..{}, 0..6]", row + 3));
+        }
+    }
+}
