@@ -135,13 +135,17 @@ impl Program {
         Ok(mesh)
     }
 
-    /// Bytes of device memory of this process: in use now, and at most so far, over all its devices.
+    /// Bytes of memory of this process: in use now, and at most so far, over all its devices; and the same
+    /// of arrays in the host's memory.
     pub fn memory(&self) -> MemoryUse {
         let stats = self.runtime.devices.iter().map(|device| device.pool.stats());
-        stats.fold(MemoryUse::default(), |sum, stats| MemoryUse {
+        let host = self.runtime.host_memory.stats();
+        let host = MemoryUse { host_live: host.live, host_peak: host.peak, ..MemoryUse::default() };
+        stats.fold(host, |sum, stats| MemoryUse {
             live: sum.live + stats.live,
             peak: sum.peak + stats.peak,
             mapped: sum.mapped + stats.mapped,
+            ..sum
         })
     }
 
@@ -277,7 +281,7 @@ impl fmt::Debug for Program {
     }
 }
 
-/// Device memory of a process, in bytes.
+/// Memory of a process, in bytes: that of its devices, and what arrays take in the host's.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct MemoryUse {
@@ -287,4 +291,8 @@ pub struct MemoryUse {
     pub peak: u64,
     /// Taken from the system so far.
     pub mapped: u64,
+    /// In use now by arrays in the host's memory, which no device's limit counts.
+    pub host_live: u64,
+    /// In use or set aside there, at most so far.
+    pub host_peak: u64,
 }

@@ -76,6 +76,8 @@ pub(crate) struct Runtime {
     pub(crate) topology_fingerprint: u64,
     pub(crate) config: RuntimeConfig,
     pub(crate) devices: Vec<LocalDevice>,
+    /// For shards in the host's memory.
+    pub(crate) host_memory: Pool,
     /// For pieces on their way, control payloads and host values.
     pub(crate) staging: Pool,
     pub(crate) in_flight: Arc<InFlight>,
@@ -166,6 +168,7 @@ impl Runtime {
             status: Status::new(devices.iter().map(|device| format!("device {}", device.id))),
             topology_fingerprint: topology.fingerprint(),
             topology,
+            host_memory: Pool::new(format!("host memory of process {me}"), None),
             staging: Pool::new(format!("staging of process {me}"), None),
             devices,
             in_flight: Arc::default(),
