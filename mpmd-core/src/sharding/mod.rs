@@ -5,6 +5,7 @@
 
 mod layout;
 mod named;
+pub mod rules;
 mod spec;
 
 use std::collections::HashMap;
