@@ -12,6 +12,7 @@ use crate::aval::AvalError;
 use crate::kernel::ViewError;
 use crate::launch::LaunchError;
 use crate::sharding::ShardingError;
+use crate::sharding::rules::RulesError;
 use crate::topology::MeshError;
 use crate::tree::TreeError;
 
@@ -62,6 +63,9 @@ pub enum Error {
     /// A sharding that does not fit.
     #[error(transparent)]
     Sharding(#[from] ShardingError),
+    /// Sharding rules that are wrong, or give these leaves no shardings.
+    #[error(transparent)]
+    Rules(#[from] RulesError),
     /// Trees that do not fit each other.
     #[error(transparent)]
     Tree(#[from] TreeError),
