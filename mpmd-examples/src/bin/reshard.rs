@@ -67,7 +67,8 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
 
     let mut places = shapes.leaves_with_paths().into_iter().zip(from.leaves());
     let layer: Layer<MpmdArray> = shapes.try_map_ref(&mut |shape: &ShapedArray| {
-        let ((path, _), sharding) = places.next().ok_or_else(|| Error::kernel("fewer shardings than shapes"))?;
+        let ((path, _), sharding) =
+            places.next().ok_or_else(|| Error::kernel("fewer shardings than shapes"))?;
         let key = key(&path);
         p.make(shape.clone(), sharding, move |region, mut view| {
             let places = elements(region, view.global().shape());
@@ -89,20 +90,27 @@ fn rules(rules: &[(&str, &str)]) -> Result<Strategy> {
 }
 
 /// What moves, leaf by leaf.
-fn report(p: &Program, shapes: &Layer<ShapedArray>, from: &Layer<Sharding>, to: &Layer<Sharding>) -> Result<String> {
+fn report(
+    p: &Program,
+    shapes: &Layer<ShapedArray>,
+    from: &Layer<Sharding>,
+    to: &Layer<Sharding>,
+) -> Result<String> {
     let mut text = format!("{:<6} {:<14} {:<24} {:<24} {:>6}", "leaf", "shape", "from", "to", "pieces");
     for class in LinkClass::ALL {
         text += &format!(" {:>13}", class.to_string());
     }
     text.push('\n');
     let mut total = [0; 4];
-    for (((path, aval), from), to) in shapes.leaves_with_paths().into_iter().zip(from.leaves()).zip(to.leaves()) {
+    for (((path, aval), from), to) in
+        shapes.leaves_with_paths().into_iter().zip(from.leaves()).zip(to.leaves())
+    {
         let (src, dst) = (from.layout(aval.shape())?, to.layout(aval.shape())?);
-        let plan = reshard::plan(&src, &dst, aval.dtype().size(), p.topology())
-            .map_err(|error| Error::kernel(error.to_string()))?;
+        let plan = reshard::plan(&src, &dst, aval.dtype().size(), p.topology())?;
         let Summary { pieces, bytes, .. } = plan.summary();
         let spec = |sharding: &Sharding| sharding.spec().map_or_else(String::new, ToString::to_string);
-        text += &format!("{path:<6} {:<14} {:<24} {:<24} {pieces:>6}", aval.to_string(), spec(from), spec(to));
+        text +=
+            &format!("{path:<6} {:<14} {:<24} {:<24} {pieces:>6}", aval.to_string(), spec(from), spec(to));
         for (total, bytes) in total.iter_mut().zip(bytes) {
             *total += bytes;
             text += &format!(" {bytes:>13}");
@@ -127,7 +135,8 @@ fn proved(layer: &Layer<MpmdArray>) -> Result<usize> {
             for (value, i) in values.iter().zip(elements(&shard.region, array.shape())) {
                 let expected = uniform_f32(key(&path), i);
                 if value.to_bits() != expected.to_bits() {
-                    let problem = format!("{path}: element {i} on device {} is {value}, not {expected}", shard.device);
+                    let problem =
+                        format!("{path}: element {i} on device {} is {value}, not {expected}", shard.device);
                     return Err(Error::kernel(problem));
                 }
             }
