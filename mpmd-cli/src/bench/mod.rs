@@ -4,6 +4,7 @@
 
 mod dispatch;
 mod p2p;
+mod plan;
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -25,6 +26,8 @@ enum What {
     Dispatch(Options),
     /// `device_put` between two processes: latency of 8 bytes, bandwidth of large arrays.
     P2p(p2p::P2pArgs),
+    /// Planning between shardings of up to thousands of devices, cold and from the cache.
+    Plan(plan::PlanArgs),
 }
 
 /// Options of every benchmark.
@@ -43,6 +46,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<ExitCode> {
     match &args.what {
         What::Dispatch(options) => dispatch::dispatch(*options),
         What::P2p(args) => p2p::p2p(args),
+        What::Plan(args) => plan::plan(args).map(|()| ExitCode::SUCCESS),
     }
 }
 

@@ -4,8 +4,12 @@ mod copy;
 mod group;
 mod intermediate;
 mod plan;
+mod spread;
+#[cfg(test)]
+mod tests;
+mod tiling;
 
 pub use copy::{contiguous_bytes, copy_region};
 pub use group::groups_by_devices;
 pub use intermediate::{Intermediate, NoIntermediate, find_intermediate_sharding};
-pub use plan::{Piece, Plan, ReshardError, plan};
+pub use plan::{Delivery, Origin, Part, Piece, Plan, ReshardError, Summary, plan};

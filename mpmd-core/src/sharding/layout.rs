@@ -22,6 +22,7 @@ pub struct Layout {
 impl Layout {
     /// The layout in which each device holds the region at its place. `fully_replicated` says that the
     /// sharding divides nothing; every device of an empty array may hold all of it and yet be divided.
+    /// Regions of two devices are equal or have nothing in common.
     ///
     /// # Panics
     ///
@@ -85,6 +86,16 @@ impl Layout {
     /// A number that is the same for equal layouts, on every process and in every run.
     pub fn fingerprint(&self) -> u64 {
         self.fingerprint
+    }
+
+    /// How many partial sums the array is kept as: 1 where nothing is unreduced.
+    pub fn terms(&self) -> usize {
+        1
+    }
+
+    /// Which partial sum the device at a place holds.
+    pub fn term_of(&self, _place: usize) -> usize {
+        0
     }
 
     /// A device's place in device-assignment order.

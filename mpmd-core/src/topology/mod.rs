@@ -1,10 +1,13 @@
 //! Devices, the processes that own them, and meshes of them.
 
+mod links;
 pub(crate) mod mesh;
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
+pub use links::{Link, LinkClass, Links};
 pub use mesh::Mesh;
 pub use mpmd_transport::ProcessId;
 use serde::{Deserialize, Serialize};
@@ -50,13 +53,16 @@ pub struct Topology {
     inner: Arc<Inner>,
 }
 
-#[derive(Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, PartialEq)]
 struct Inner {
     /// Ascending by id.
     devices: Vec<Device>,
     ids: Vec<DeviceId>,
     /// By process.
     owned: Vec<Vec<DeviceId>>,
+    /// The host of each process, numbered in the order in which they come first.
+    hosts: Vec<u32>,
+    links: Links,
 }
 
 /// Why devices are no topology or mesh, or a mesh has no such part. Always the caller's fault.
@@ -86,6 +92,14 @@ pub enum MeshError {
         device: DeviceId,
         /// Where it was looked for.
         within: String,
+    },
+    /// There is not one host for each process.
+    #[error("{found} hosts are given for {processes} processes")]
+    HostCount {
+        /// How many processes there are.
+        processes: usize,
+        /// Hosts given.
+        found: usize,
     },
     /// The sizes of the axes do not multiply to the number of devices.
     #[error("a mesh {mesh} takes {expected} devices, found {found}")]
@@ -166,7 +180,39 @@ impl Topology {
             own.push(*id);
         }
         let ids = devices.iter().map(|device| device.id).collect();
-        Ok(Self { inner: Arc::new(Inner { devices, ids, owned }) })
+        let hosts = vec![0; processes];
+        Ok(Self { inner: Arc::new(Inner { devices, ids, owned, hosts, links: Links::default() }) })
+    }
+
+    /// The same job with its processes on these hosts, one name for each process. Without it all are on
+    /// one.
+    ///
+    /// # Errors
+    ///
+    /// Fails where there is not one host for each process.
+    pub fn on_hosts<T: Ord>(&self, hosts: &[T]) -> Result<Self, MeshError> {
+        if hosts.len() != self.processes() {
+            return Err(MeshError::HostCount { processes: self.processes(), found: hosts.len() });
+        }
+        let mut numbers = BTreeMap::new();
+        let number = |host| {
+            let next = numbers.len() as u32;
+            *numbers.entry(host).or_insert(next)
+        };
+        let hosts = hosts.iter().map(number).collect();
+        Ok(self.with(|inner| inner.hosts = hosts))
+    }
+
+    /// The same job with links of these costs.
+    #[must_use]
+    pub fn with_links(&self, links: Links) -> Self {
+        self.with(|inner| inner.links = links)
+    }
+
+    fn with(&self, change: impl FnOnce(&mut Inner)) -> Self {
+        let mut inner = (*self.inner).clone();
+        change(&mut inner);
+        Self { inner: Arc::new(inner) }
     }
 
     /// Processes with `devices_per_process` CPU devices each: process 0 owns the first ones.
@@ -222,6 +268,31 @@ impl Topology {
     pub fn devices_of(&self, process: ProcessId) -> &[DeviceId] {
         self.inner.owned.get(process.index()).map_or(&[], Vec::as_slice)
     }
+
+    /// The number of a process's host: hosts are numbered in the order in which their first processes
+    /// come. 0 for an unknown process.
+    pub fn host_of(&self, process: ProcessId) -> u32 {
+        self.inner.hosts.get(process.index()).copied().unwrap_or(0)
+    }
+
+    /// What the links between the devices cost.
+    pub fn links(&self) -> &Links {
+        &self.inner.links
+    }
+
+    /// How near two devices are to each other; `None` where the job lacks one of them.
+    pub fn link_between(&self, a: DeviceId, b: DeviceId) -> Option<LinkClass> {
+        let (of_a, of_b) = (self.process_of(a)?, self.process_of(b)?);
+        Some(if a == b {
+            LinkClass::SameDevice
+        } else if of_a == of_b {
+            LinkClass::SameProcess
+        } else if self.host_of(of_a) == self.host_of(of_b) {
+            LinkClass::SameHost
+        } else {
+            LinkClass::Network
+        })
+    }
 }
 
 #[cfg(test)]
@@ -250,6 +321,21 @@ mod tests {
         assert_eq!(topology.devices_of(ProcessId(1)), [DeviceId(0), DeviceId(7)]);
         assert_eq!(topology.process_of(DeviceId(3)), Some(ProcessId(0)));
         assert_eq!(topology.process_of(DeviceId(1)), None);
+    }
+
+    #[test]
+    fn hosts_are_numbered_as_they_come() {
+        let topology = Topology::even(4, 2).on_hosts(&["b", "a", "b", "c"]).unwrap();
+        let hosts: Vec<u32> = (0..4).map(|process| topology.host_of(ProcessId(process))).collect();
+        assert_eq!(hosts, [0, 1, 0, 2]);
+        let class = |a, b| topology.link_between(DeviceId(a), DeviceId(b));
+        assert_eq!(class(0, 0), Some(LinkClass::SameDevice));
+        assert_eq!(class(0, 1), Some(LinkClass::SameProcess));
+        assert_eq!(class(1, 4), Some(LinkClass::SameHost));
+        assert_eq!(class(1, 2), Some(LinkClass::Network));
+        assert_eq!(class(1, 8), None);
+        assert_eq!(topology.on_hosts(&[0]).unwrap_err().to_string(), "1 hosts are given for 4 processes");
+        assert_ne!(topology, Topology::even(4, 2));
     }
 
     #[test]

@@ -1,0 +1,120 @@
+//! How fast the connections between devices are: what planners weigh against each other.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// How near two devices are to each other, nearest first.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LinkClass {
+    /// They are one device.
+    SameDevice,
+    /// Two devices of one process.
+    SameProcess,
+    /// Devices of two processes on one host.
+    SameHost,
+    /// Devices on two hosts.
+    Network,
+}
+
+/// What one link costs.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
+pub struct Link {
+    /// Nanoseconds that a message takes however small it is.
+    pub latency_ns: u64,
+    /// Bytes in a microsecond: megabytes (10^6) in a second.
+    pub bytes_per_us: u64,
+}
+
+/// The costs of all classes of links.
+///
+/// Every process of a job has the same: a plan depends on them, and all processes must make the same
+/// plans. `mpmd bench links` measures them.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
+pub struct Links {
+    /// Within a device's memory.
+    pub same_device: Link,
+    /// Between devices of a process.
+    pub same_process: Link,
+    /// Between processes of a host.
+    pub same_host: Link,
+    /// Between hosts.
+    pub network: Link,
+}
+
+impl LinkClass {
+    /// All of them, nearest first.
+    pub const ALL: [Self; 4] = [Self::SameDevice, Self::SameProcess, Self::SameHost, Self::Network];
+
+    /// Its name in the machine interface: `same_device`, `same_process`, `same_host`, `network`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::SameDevice => "same_device",
+            Self::SameProcess => "same_process",
+            Self::SameHost => "same_host",
+            Self::Network => "network",
+        }
+    }
+}
+
+impl fmt::Display for LinkClass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name().replace('_', " "))
+    }
+}
+
+impl Link {
+    /// Nanoseconds that a message of `bytes` takes; saturates.
+    pub fn nanos(&self, bytes: u64) -> u64 {
+        let moving = u128::from(bytes) * 1000 / u128::from(self.bytes_per_us.max(1));
+        self.latency_ns.saturating_add(u64::try_from(moving).unwrap_or(u64::MAX))
+    }
+}
+
+impl Links {
+    /// The costs of a class.
+    pub fn of(&self, class: LinkClass) -> Link {
+        match class {
+            LinkClass::SameDevice => self.same_device,
+            LinkClass::SameProcess => self.same_process,
+            LinkClass::SameHost => self.same_host,
+            LinkClass::Network => self.network,
+        }
+    }
+}
+
+/// Round figures of a common machine with a network of 10 Gbit/s; plans that hold for many differ little.
+impl Default for Links {
+    fn default() -> Self {
+        Self {
+            same_device: Link { latency_ns: 500, bytes_per_us: 8_000 },
+            same_process: Link { latency_ns: 2_000, bytes_per_us: 8_000 },
+            same_host: Link { latency_ns: 25_000, bytes_per_us: 4_000 },
+            network: Link { latency_ns: 50_000, bytes_per_us: 1_200 },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_costs_its_latency_and_its_bytes() {
+        let link = Link { latency_ns: 100, bytes_per_us: 1_000 };
+        assert_eq!((link.nanos(0), link.nanos(5), link.nanos(1 << 20)), (100, 105, 100 + (1 << 20)));
+        assert!(Link { latency_ns: 0, bytes_per_us: 0 }.nanos(u64::MAX) > 0, "no division by nothing");
+    }
+
+    #[test]
+    fn names_are_those_of_the_machine_interface() {
+        for class in LinkClass::ALL {
+            assert_eq!(serde_json::to_value(class).unwrap(), class.name());
+        }
+        let links = serde_json::to_value(Links::default()).unwrap();
+        let mut names: Vec<_> = links.as_object().unwrap().keys().map(String::as_str).collect();
+        names.sort_unstable();
+        assert_eq!(names, ["network", "same_device", "same_host", "same_process"]);
+    }
+}
