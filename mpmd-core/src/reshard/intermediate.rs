@@ -5,10 +5,10 @@ use crate::sharding::{Sharding, Spec, SpecEntry};
 use crate::topology::Mesh;
 
 /// What follows an axis' name in the name of the axis over which the intermediate is replicated.
-const REPLICA: &str = "_intermediate_replica";
+pub(super) const REPLICA: &str = "_intermediate_replica";
 
 /// What follows an axis' name in the name of the axis over which the intermediate is still divided.
-const SPLIT: &str = "_intermediate_split";
+pub(super) const SPLIT: &str = "_intermediate_split";
 
 /// A sharding on the source's devices that lies between a source and a target.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -80,6 +80,7 @@ impl NoIntermediate {
 /// The conditions leave `d[i] = 1` for every cut axis: the source is gathered along it. Where that is
 /// not so the original fails by accident, while here it is [`NoIntermediate::NoSplitCandidate`], as is
 /// a spec that names an axis twice or one that its mesh does not have.
+/// [`best_intermediate`](super::best_intermediate) finds intermediates that stay divided.
 ///
 /// # Errors
 ///
@@ -128,21 +129,16 @@ pub fn find_intermediate_sharding(src: &Sharding, dst: &Sharding) -> Result<Inte
 }
 
 /// An axis that is cut into replicas and what stays of it.
-pub(super) struct Cut {
-    pub(super) axis: String,
+struct Cut {
+    axis: String,
     /// The axis' size.
-    pub(super) parts: usize,
+    parts: usize,
     /// What stays of it.
-    pub(super) split: usize,
+    split: usize,
 }
 
 /// The sharding in which those axes of `src` are cut; `None` where nothing is, or it cannot be.
-pub(super) fn cut_axes(
-    src: &Sharding,
-    mesh: &Mesh,
-    entries: &[SpecEntry],
-    cuts: &[Cut],
-) -> Option<Intermediate> {
+fn cut_axes(src: &Sharding, mesh: &Mesh, entries: &[SpecEntry], cuts: &[Cut]) -> Option<Intermediate> {
     let cut = |axis: &String| cuts.iter().find(|cut| cut.axis == *axis);
     let (mut replicas, mut kept) = (Vec::new(), Vec::new());
     for (axis, size) in mesh.axis_names().iter().zip(mesh.shape()) {
