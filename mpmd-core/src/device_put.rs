@@ -153,6 +153,7 @@ impl Program {
         }
         to.check_devices(&self.runtime.topology).map_err(wrong)?;
         let layout = to.layout(aval.shape()).map_err(wrong)?;
+        check_partial_sums(path, from, to)?;
         let source = from.map(|from| from.layout(aval.shape())).transpose().map_err(wrong)?;
         let plan = PutPlan::new(&self.runtime, aval, from.zip(source.as_deref()), to, layout)
             .map_err(|error| IssueProblem::Signature(error.to_string()))?;
@@ -218,7 +219,8 @@ impl Program {
     ///
     /// # Errors
     ///
-    /// Where the sharding does not fit the shape. An error or a panic of `fill` fails the array.
+    /// Where the sharding does not fit the shape, or has unreduced axes. An error or a panic of `fill` fails
+    /// the array.
     #[track_caller]
     pub fn make(
         &mut self,
@@ -230,6 +232,11 @@ impl Program {
         let wrong = |why| IssueProblem::Sharding { path: String::new(), why }.at(at, "make");
         sharding.check_devices(&self.runtime.topology).map_err(wrong)?;
         let layout = sharding.layout(aval.shape()).map_err(wrong)?;
+        if !sharding.unreduced_axes().is_empty() {
+            let (sharding, reduced) = (sharding.to_string(), sharding.reduced().to_string());
+            let problem = IssueProblem::Unreduced { path: String::new(), sharding, reduced };
+            return Err(problem.at(at, "make"));
+        }
         let what = Arc::new(MakeWhat { aval: aval.clone(), sharding: sharding.clone() });
         let local: Vec<_> = layout
             .iter()
@@ -386,6 +393,23 @@ impl MpmdArray {
         };
         Ok((0..m).map(part).collect())
     }
+}
+
+/// Partial sums stay where they are.
+fn check_partial_sums(
+    path: &str,
+    from: Option<&Sharding>,
+    to: &Sharding,
+) -> std::result::Result<(), IssueProblem> {
+    let whole = |sharding: &Sharding| sharding.unreduced_axes().is_empty();
+    if from == Some(to) || (from.is_none_or(whole) && whole(to)) {
+        return Ok(());
+    }
+    let from = from.map_or_else(|| "uncommitted values".to_owned(), ToString::to_string);
+    let leaf = if path.is_empty() { String::new() } else { format!("{path:?}: ") };
+    Err(IssueProblem::Signature(format!(
+        "{leaf}partial sums are not yet made, moved or added up by device_put: from {from} to {to}"
+    )))
 }
 
 /// The places of an array that is among the leaves twice.

@@ -173,6 +173,30 @@ pub enum IssueProblem {
         /// The input's sharding.
         found: String,
     },
+    /// An input that a kernel takes only where it says so: in host memory, or partial sums.
+    #[error(
+        "{}is sharded {found}: {what}, which a kernel takes only where `.inputs(…)` declares exactly that \
+         sharding",
+        leaf(.path)
+    )]
+    InputUndeclared {
+        /// The input's path.
+        path: String,
+        /// The input's sharding.
+        found: String,
+        /// What it is.
+        what: &'static str,
+    },
+    /// Values that were to be partial sums.
+    #[error("{}{sharding} is of partial sums, which only a kernel writes: make it as {reduced}", leaf(.path))]
+    Unreduced {
+        /// The leaf's path.
+        path: String,
+        /// The sharding.
+        sharding: String,
+        /// The same without unreduced axes.
+        reduced: String,
+    },
     /// An array that is moved by way of another sharding is not sharded as the caller says.
     #[error("{}is sharded {found}, but is said to come from {expected}", leaf(.path))]
     SourceSharding {

@@ -66,11 +66,13 @@ impl MpmdArray {
     ///
     /// # Errors
     ///
-    /// Where the array's operation failed, where the array was donated, and where this process owns
-    /// some of the array but not all of its values; [`MpmdArray::addressable_shards`] has what is here.
+    /// Where the array's operation failed, where the array was donated, where this process owns some of
+    /// the array but not all of its values ([`MpmdArray::addressable_shards`] has what is here), and, on
+    /// every process, where its sharding has unreduced axes.
     #[track_caller]
     pub fn to_host(&self) -> Result<Option<HostArray>> {
         let at = Location::caller();
+        self.check_whole(at)?;
         let placed = match &self.repr {
             Repr::Host(host) => return Ok(Some(host.clone())),
             Repr::Placed(placed) if placed.shards.is_empty() => return Ok(None),
@@ -84,11 +86,13 @@ impl MpmdArray {
     ///
     /// # Errors
     ///
-    /// Where the array is fully remote, uncommitted, or donated, or its operation failed.
+    /// Where the array is fully remote, uncommitted, or donated, its sharding has unreduced axes, or its
+    /// operation failed.
     #[track_caller]
     pub fn addressable_shards(&self) -> Result<Vec<Shard>> {
         let at = Location::caller();
         let read = |why: String| Error::Read { at, why };
+        self.check_whole(at)?;
         match &self.repr {
             Repr::Host(host) => Err(read(format!("{} is uncommitted: it has no shards", host.aval()))),
             Repr::Placed(placed) if placed.shards.is_empty() => Err(read(format!(
@@ -121,6 +125,10 @@ impl MpmdArray {
             Repr::Host(host) => f(Ok(host.clone())),
             Repr::Placed(placed) if placed.shards.is_empty() => {}
             Repr::Placed(placed) => {
+                if let Err(error) = self.check_whole(at) {
+                    placed.runtime.call_back(Box::new(move || f(Err(error))));
+                    return;
+                }
                 // Queued when the last shard ends. The shards are picked up as each ends: the array may be
                 // donated before `f` has its turn.
                 let shards: Vec<Slot> = placed.shards.iter().map(|shard| shard.slot.clone()).collect();
@@ -136,6 +144,20 @@ impl MpmdArray {
                     }),
                 );
             }
+        }
+    }
+
+    /// Partial sums are nobody's values. The same on every process, whatever it owns.
+    fn check_whole(&self, at: &'static Location<'static>) -> Result<()> {
+        match &self.repr {
+            Repr::Placed(placed) if !placed.sharding.unreduced_axes().is_empty() => Err(Error::Read {
+                at,
+                why: format!(
+                    "the values of {} are sums of its shards; put it to a sharding without unreduced axes first",
+                    placed.describe()
+                ),
+            }),
+            _ => Ok(()),
         }
     }
 

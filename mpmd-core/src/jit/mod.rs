@@ -62,7 +62,8 @@ impl<K: Kernel> JitBuilder<K> {
         self
     }
 
-    /// How the outputs are sharded: one sharding for all, or a tree prefix. Required.
+    /// How the outputs are sharded: one sharding for all, or a tree prefix. Required. With unreduced axes
+    /// the kernel says that what it writes are partial sums over them.
     pub fn outputs(mut self, shardings: impl Into<PrefixTree<Sharding>>) -> Self {
         self.outputs = Some(shardings.into());
         self
@@ -79,7 +80,8 @@ impl<K: Kernel> JitBuilder<K> {
     ///
     /// # Errors
     ///
-    /// Where mesh or output shardings are missing, or an output sharding is not on the mesh's devices.
+    /// Where mesh or output shardings are missing, or an output sharding is not on the mesh's devices or
+    /// is in host memory.
     #[track_caller]
     pub fn build(self) -> Result<Jit<K>> {
         let at = Location::caller();
@@ -88,7 +90,7 @@ impl<K: Kernel> JitBuilder<K> {
             .mesh
             .ok_or_else(|| IssueProblem::Mesh("missing mesh: call `.on(&mesh)`".into()).at(at, &call))?;
         let outputs = self.outputs.ok_or_else(|| IssueProblem::MissingOutputs.at(at, &call))?;
-        plan::check_on_mesh(&outputs, &mesh).map_err(|problem| problem.at(at, &call))?;
+        plan::check_outputs(&outputs, &mesh).map_err(|problem| problem.at(at, &call))?;
         Ok(Jit {
             kernel: Arc::new(self.kernel),
             program: self.program,
@@ -121,8 +123,8 @@ impl<K: Kernel> Jit<K> {
     ///
     /// # Errors
     ///
-    /// Where an input is on other devices, sharded otherwise than declared or donated, where the kernel
-    /// refuses the shapes, and where its signature does not fit the shardings: the same on every
+    /// Where an input is on other devices, sharded otherwise than declared or donated, where it is in host
+    /// memory or of partial sums and not declared so, where the kernel refuses the shapes, and where its signature does not fit the shardings: the same on every
     /// process. A kernel that fails when it runs fails its outputs instead.
     #[track_caller]
     pub fn call(&self, program: &mut Program, x: K::In) -> Result<K::Out> {

@@ -11,7 +11,7 @@ use crate::error::IssueProblem;
 use crate::kernel::{Kernel, Place, Seats, Shapes, ShardInfo};
 use crate::region::Region;
 use crate::runtime::{Rolling, Runtime};
-use crate::sharding::{Layout, Sharding};
+use crate::sharding::{Layout, MemoryKind, Sharding};
 use crate::topology::{DeviceId, Mesh};
 use crate::tree::{PrefixTree, Structure, Tree};
 
@@ -169,8 +169,8 @@ impl CallPlan {
         let bytes = seats.iter().flat_map(|seat| &seat.outputs).map(|info| info.bytes() as u64).sum();
         let names = leaves.iter().map(|leaf| match leaf.sharding() {
             Some(sharding) => match sharding.spec() {
-                Some(spec) => format!("{} {spec}", leaf.aval()),
-                None => format!("{} {sharding}", leaf.aval()),
+                Some(spec) if unusual(sharding).is_none() => format!("{} {spec}", leaf.aval()),
+                _ => format!("{} {sharding}", leaf.aval()),
             },
             None => format!("{} uncommitted", leaf.aval()),
         });
@@ -192,11 +192,17 @@ impl CallPlan {
     }
 }
 
-/// Whether every sharding of the prefix is on exactly the mesh's devices.
-pub(super) fn check_on_mesh(prefix: &PrefixTree<Sharding>, mesh: &Mesh) -> Problem<()> {
+/// Whether every sharding of the prefix is on exactly the mesh's devices, in their own memory.
+pub(super) fn check_outputs(prefix: &PrefixTree<Sharding>, mesh: &Mesh) -> Problem<()> {
     match prefix {
-        PrefixTree::Node(branches) => branches.iter().try_for_each(|(_, branch)| check_on_mesh(branch, mesh)),
+        PrefixTree::Node(branches) => branches.iter().try_for_each(|(_, branch)| check_outputs(branch, mesh)),
         PrefixTree::Leaf(sharding) => {
+            if sharding.memory_kind() == MemoryKind::Host {
+                return Err(IssueProblem::Mesh(format!(
+                    "output sharding {sharding}: a kernel writes the memory of its devices; move its outputs \
+                     to host memory with device_put"
+                )));
+            }
             let of = |devices: &[DeviceId]| devices.iter().copied().collect::<HashSet<_>>();
             if of(sharding.devices()) == of(mesh.devices()) {
                 Ok(())
@@ -229,21 +235,43 @@ fn check_inputs(
                 found: placed.sharding.to_string(),
             });
         }
-        if let Some(expected) = declared.as_ref().map(|declared| &declared[i])
-            && placed.sharding != *expected
-        {
-            let wrong = |why| IssueProblem::Sharding { path: path.clone(), why };
-            // Two ways to write one layout are no difference.
-            if *expected.layout(leaf.shape()).map_err(wrong)? != *placed.layout {
-                return Err(IssueProblem::InputSharding {
-                    path,
-                    expected: expected.to_string(),
-                    found: placed.sharding.to_string(),
-                });
+        let unusual = unusual(&placed.sharding);
+        match declared.as_ref().map(|declared| &declared[i]) {
+            Some(expected) if *expected == placed.sharding => {}
+            Some(expected) => {
+                let wrong = |why| IssueProblem::Sharding { path: path.clone(), why };
+                // Two ways to write one layout are no difference, where it is all that matters.
+                let differ = unusual.is_some()
+                    || self::unusual(expected).is_some()
+                    || *expected.layout(leaf.shape()).map_err(wrong)? != *placed.layout;
+                if differ {
+                    return Err(IssueProblem::InputSharding {
+                        path,
+                        expected: expected.to_string(),
+                        found: placed.sharding.to_string(),
+                    });
+                }
+            }
+            None => {
+                if let Some(what) = unusual {
+                    let found = placed.sharding.to_string();
+                    return Err(IssueProblem::InputUndeclared { path, found, what });
+                }
             }
         }
     }
     Ok(())
+}
+
+/// What a kernel must have declared to take an array with this sharding.
+fn unusual(sharding: &Sharding) -> Option<&'static str> {
+    if !sharding.unreduced_axes().is_empty() {
+        return Some("partial sums");
+    }
+    match sharding.memory_kind() {
+        MemoryKind::Device => None,
+        MemoryKind::Host => Some("in host memory"),
+    }
 }
 
 fn check_alias(
@@ -254,7 +282,11 @@ fn check_alias(
     output_path: &str,
 ) -> Problem<()> {
     let layouts_agree = match &leaf.repr {
-        Repr::Placed(placed) => *placed.layout == *output.layout,
+        Repr::Placed(placed) => {
+            *placed.layout == *output.layout
+                && placed.sharding.memory_kind() == output.sharding.memory_kind()
+                && placed.sharding.unreduced_axes() == output.sharding.unreduced_axes()
+        }
         Repr::Host(_) => true,
     };
     if input.aval == output.aval && layouts_agree {

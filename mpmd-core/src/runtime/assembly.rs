@@ -1,19 +1,26 @@
 //! A shard that is put together from pieces.
 
+use std::collections::VecDeque;
+use std::mem::replace;
 use std::sync::Arc;
 
-use mpmd_transport::memory::{ALIGNMENT, Reservation};
+use mpmd_transport::memory::Reservation;
 use mpmd_transport::router::{Failure, FailureKind};
-use mpmd_transport::{OwnedBuffer, Payload, ProcessId, SharedBuffer};
+use mpmd_transport::{OwnedBuffer, ProcessId, SharedBuffer};
 use parking_lot::Mutex;
 
 use super::slot::Promise;
+use super::transfer::Transfer;
 use super::{OpGuard, Outcome, Runtime};
 use crate::region::Region;
 use crate::reshard::copy_region;
 
-/// A shard of one device, incomplete until all its pieces have come.
+/// A shard of one device, incomplete until all its pieces are in their places.
+///
+/// One mover at a time works on it, outside the lock: movers that have pieces of different shards never
+/// wait for each other.
 pub(crate) struct Assembly {
+    process: ProcessId,
     op: u64,
     region: Region,
     item_bytes: usize,
@@ -23,21 +30,41 @@ pub(crate) struct Assembly {
 struct State {
     /// `None` once the shard has ended.
     open: Option<Open>,
+    /// Pieces that are here and not in their places yet, in the order they came.
+    waiting: VecDeque<Piece>,
+    /// Whether a mover works on them, or will.
+    busy: bool,
 }
 
 struct Open {
     promise: Promise,
-    /// Memory set aside, until the first piece needs it.
-    reservation: Option<Reservation>,
-    buffer: Option<OwnedBuffer>,
+    memory: Memory,
     missing: usize,
     // Last, so that it is dropped after the memory.
     guard: OpGuard,
 }
 
+enum Memory {
+    /// Set aside, until the first piece needs it.
+    Reserved(Reservation),
+    Here(OwnedBuffer),
+    /// With the mover, or with the transport.
+    Lent,
+}
+
+/// A piece that is here: where it goes, and what its bytes are of, is the transfer's.
+struct Piece {
+    transfer: Arc<Transfer>,
+    bytes: SharedBuffer,
+    // Last, so that it is dropped after the bytes: whoever waits for memory looks when operations end.
+    guard: OpGuard,
+}
+
 impl Assembly {
     /// A shard of `region` that `pieces` pieces will fill.
-    pub(crate) fn new(
+    #[expect(clippy::too_many_arguments, reason = "one call site; the parts have no life of their own")]
+    pub(super) fn new(
+        process: ProcessId,
         op: u64,
         region: Region,
         item_bytes: usize,
@@ -46,119 +73,143 @@ impl Assembly {
         promise: Promise,
         guard: OpGuard,
     ) -> Arc<Self> {
-        let open = Open { promise, reservation: Some(reservation), buffer: None, missing: pieces, guard };
-        Arc::new(Self { op, region, item_bytes, state: Mutex::new(State { open: Some(open) }) })
+        let open = Open { promise, memory: Memory::Reserved(reservation), missing: pieces, guard };
+        let state = State { open: Some(open), waiting: VecDeque::new(), busy: false };
+        Arc::new(Self { process, op, region, item_bytes, state: Mutex::new(state) })
+    }
+
+    /// Whether it still takes pieces.
+    pub(super) fn is_open(&self) -> bool {
+        self.state.lock().open.is_some()
     }
 
     /// Ends the shard with what is the whole of it, or with a failure.
-    pub(crate) fn end(&self, outcome: Outcome) {
-        let open = self.state.lock().open.take();
-        if let Some(Open { promise, reservation, buffer, guard, .. }) = open {
-            drop((reservation, buffer));
+    pub(super) fn end(&self, outcome: Outcome) {
+        let (open, waiting) = {
+            let mut state = self.state.lock();
+            (state.open.take(), std::mem::take(&mut state.waiting))
+        };
+        drop(waiting);
+        if let Some(Open { promise, memory, guard, .. }) = open {
+            drop(memory);
             promise.keep(outcome);
             drop(guard);
         }
     }
 
-    /// Memory for the whole shard, for a piece that covers it. `None` where the shard has ended.
-    fn take_whole(&self) -> Option<Result<OwnedBuffer, Arc<Failure>>> {
-        let reservation = self.state.lock().open.as_mut()?.reservation.take()?;
-        Some(reservation.allocate().map_err(|error| self.out_of_memory(&error.to_string())))
-    }
-
-    /// Copies a piece into its place. `from` are the bytes of `from_region`, which contains `piece`.
-    pub(crate) fn add(&self, piece: &Region, from: &[u8], from_region: &Region) {
-        let mut state = self.state.lock();
-        let Some(open) = state.open.as_mut() else { return };
-        if let Some(reservation) = open.reservation.take() {
-            match reservation.allocate() {
-                Ok(buffer) => open.buffer = Some(buffer),
-                Err(error) => {
-                    drop(state);
-                    self.end(Err(self.out_of_memory(&error.to_string())));
-                    return;
-                }
+    /// Memory for the whole shard, for a piece that is all of it. `None` where it is not, or the shard has
+    /// ended.
+    pub(super) fn take_whole(&self, piece: &Region) -> Option<OwnedBuffer> {
+        if !self.is_whole(piece) {
+            return None;
+        }
+        let memory = replace(&mut self.state.lock().open.as_mut()?.memory, Memory::Lent);
+        match self.buffer(memory)? {
+            Ok(buffer) => Some(buffer),
+            Err(failure) => {
+                self.end(Err(failure));
+                None
             }
         }
-        let Some(buffer) = open.buffer.as_mut() else { return };
-        copy_region(from, from_region, buffer, &self.region, piece, self.item_bytes);
-        open.missing -= 1;
-        if open.missing == 0 {
-            let whole = open.buffer.take().map(OwnedBuffer::freeze);
+    }
+
+    /// Whether a piece is all that an open shard waits for.
+    pub(super) fn is_whole(&self, piece: &Region) -> bool {
+        *piece == self.region && self.state.lock().open.as_ref().is_some_and(|open| open.missing == 1)
+    }
+
+    /// Has a piece copied to its place: on a mover, because whoever has it has other things to do.
+    pub(super) fn place(
+        self: &Arc<Self>,
+        runtime: &Runtime,
+        transfer: &Arc<Transfer>,
+        bytes: SharedBuffer,
+        guard: &OpGuard,
+    ) {
+        if self.queue(transfer, bytes, guard) {
+            let assembly = self.clone();
+            runtime.move_data(Box::new(move || assembly.work()));
+        }
+    }
+
+    /// As [`place`](Self::place), before this returns.
+    pub(super) fn place_now(&self, transfer: &Arc<Transfer>, bytes: SharedBuffer, guard: &OpGuard) {
+        if self.queue(transfer, bytes, guard) {
+            self.work();
+        }
+    }
+
+    /// Keeps a piece for who works on the shard; true where nobody does yet.
+    fn queue(&self, transfer: &Arc<Transfer>, bytes: SharedBuffer, guard: &OpGuard) -> bool {
+        let piece = Piece { transfer: transfer.clone(), bytes, guard: guard.clone() };
+        let mut state = self.state.lock();
+        if state.open.is_none() {
             drop(state);
-            if let Some(whole) = whole {
-                self.end(Ok(whole));
+            drop(piece);
+            return false;
+        }
+        state.waiting.push_back(piece);
+        !replace(&mut state.busy, true)
+    }
+
+    /// Copies what waits to its place.
+    fn work(&self) {
+        loop {
+            let (piece, memory) = {
+                let mut state = self.state.lock();
+                let State { open: Some(open), waiting, busy } = &mut *state else { return };
+                let Some(piece) = waiting.pop_front() else {
+                    *busy = false;
+                    return;
+                };
+                (piece, replace(&mut open.memory, Memory::Lent))
+            };
+            let Some(buffer) = self.buffer(memory) else { return };
+            let mut buffer = match buffer {
+                Ok(buffer) => buffer,
+                Err(failure) => return self.end(Err(failure)),
+            };
+            let Piece { transfer, bytes, guard } = piece;
+            copy_region(
+                &bytes,
+                &transfer.holds,
+                &mut buffer,
+                &self.region,
+                &transfer.region,
+                self.item_bytes,
+            );
+            drop(bytes);
+            let mut state = self.state.lock();
+            match state.open.as_mut() {
+                None => {
+                    drop(state);
+                    drop(buffer);
+                }
+                Some(open) if open.missing > 1 => {
+                    open.missing -= 1;
+                    open.memory = Memory::Here(buffer);
+                }
+                Some(_) => {
+                    drop(state);
+                    self.end(Ok(buffer.freeze()));
+                }
             }
+            drop(guard);
+        }
+    }
+
+    fn buffer(&self, memory: Memory) -> Option<Result<OwnedBuffer, Arc<Failure>>> {
+        match memory {
+            Memory::Reserved(reservation) => {
+                Some(reservation.allocate().map_err(|error| self.out_of_memory(&error.to_string())))
+            }
+            Memory::Here(buffer) => Some(Ok(buffer)),
+            Memory::Lent => None,
         }
     }
 
     fn out_of_memory(&self, why: &str) -> Arc<Failure> {
         let message = format!("operation {}: {why}", self.op);
-        Arc::new(Failure::new(FailureKind::Memory, ProcessId(0), self.op, message))
-    }
-}
-
-impl Runtime {
-    /// A piece of a shard has come from a peer, or never will.
-    pub(super) fn deliver_piece(
-        self: &Arc<Self>,
-        assembly: &Arc<Assembly>,
-        region: Region,
-        from: ProcessId,
-        result: Result<Payload, Arc<Failure>>,
-    ) {
-        match result {
-            Err(failure) => self.fail_shard(assembly, failure),
-            Ok(Payload::Empty) => self.add_piece(assembly, region, Vec::new().into()),
-            // Kernels read shards as typed slices, so one that was read into memory without alignment is copied.
-            Ok(Payload::Inline(bytes))
-                if region == assembly.region && bytes.as_ptr().addr().is_multiple_of(ALIGNMENT) =>
-            {
-                assembly.end(Ok(bytes));
-            }
-            Ok(Payload::Inline(bytes)) => self.add_piece(assembly, region, bytes),
-            Ok(Payload::Waiting(fetch)) => {
-                let whole = region == assembly.region;
-                let bytes = region.elements() * assembly.item_bytes;
-                let buffer = if whole {
-                    match assembly.take_whole() {
-                        Some(buffer) => buffer,
-                        None => return,
-                    }
-                } else {
-                    self.staging.allocate(bytes).map_err(|error| assembly.out_of_memory(&error.to_string()))
-                };
-                let buffer = match buffer {
-                    Ok(buffer) => buffer,
-                    Err(failure) => return self.fail_shard(assembly, failure),
-                };
-                let (runtime, assembly) = (self.clone(), assembly.clone());
-                fetch.fetch(
-                    buffer,
-                    Box::new(move |result| match result {
-                        Ok(buffer) if whole => assembly.end(Ok(buffer.freeze())),
-                        Ok(buffer) => runtime.add_piece(&assembly, region, buffer.freeze()),
-                        Err(error) => {
-                            let failure = runtime.fetch_failed(from, assembly.op, &error);
-                            runtime.fail_shard(&assembly, failure);
-                        }
-                    }),
-                );
-            }
-        }
-    }
-
-    /// Copies a piece into its shard on the mover: the transport's threads have messages to carry.
-    fn add_piece(self: &Arc<Self>, assembly: &Arc<Assembly>, region: Region, bytes: SharedBuffer) {
-        let assembly = assembly.clone();
-        self.move_data(Box::new(move || {
-            assembly.add(&region, &bytes, &region);
-            drop(bytes);
-        }));
-    }
-
-    pub(super) fn fail_shard(&self, assembly: &Assembly, failure: Arc<Failure>) {
-        self.remember(&failure);
-        assembly.end(Err(failure));
+        Arc::new(Failure::new(FailureKind::Memory, self.process, self.op, message))
     }
 }

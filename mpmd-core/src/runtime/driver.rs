@@ -184,7 +184,7 @@ impl Runtime {
 
     fn deliver(self: &Arc<Self>, waiter: Waiter, result: Result<Payload, Arc<Failure>>) {
         match waiter {
-            Waiter::Shard { assembly, region, from } => self.deliver_piece(&assembly, region, from, result),
+            Waiter::Piece(passage) => self.pass(passage, result),
             Waiter::Bytes { promise, from, op } => self.deliver_bytes(promise, from, op, result),
             Waiter::Nobody(_) => drop(result),
         }

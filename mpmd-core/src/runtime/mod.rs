@@ -4,7 +4,7 @@
 //! The program thread issues; everything else happens on the threads below, driven by data:
 //!
 //! - one thread for each device: kernels, strictly in the order of their operations;
-//! - the *mover*: copies between buffers, packing and unpacking of pieces;
+//! - the *movers*: copies between buffers, packing and unpacking of pieces;
 //! - the transport's threads: messages in, handed to the [router](mpmd_transport::router);
 //! - the *ticker*: heartbeats, probes, hang reports;
 //! - *callbacks*: closures of the user's that wait for arrays.
@@ -15,6 +15,7 @@ mod exchange;
 mod hash;
 mod in_flight;
 mod memory;
+mod passage;
 mod slot;
 mod status;
 mod transfer;
@@ -29,22 +30,25 @@ use mpmd_transport::router::{Cargo, Failure, Router};
 use mpmd_transport::{Payload, Pool, ProcessId, SharedBuffer, Transport, router};
 use parking_lot::{Condvar, Mutex};
 
-pub(crate) use assembly::Assembly;
+use assembly::Assembly;
 pub(crate) use exchange::Exchange;
 use exchange::Mailbox;
 pub(crate) use hash::Rolling;
 pub(crate) use in_flight::{InFlight, OpGuard};
 use memory::Holders;
+pub(crate) use passage::Passage;
 pub(crate) use slot::{Outcome, Promise, Slot, SlotUse};
 pub(crate) use status::{Doing, Status};
 pub(crate) use transfer::{PutPlan, Source};
-use worker::Worker;
+use worker::{Crew, Worker};
 
-use crate::region::Region;
 use crate::topology::{DeviceId, Topology};
 
 /// How often the ticker looks at the clock.
 const TICK: Duration = Duration::from_millis(50);
+
+/// More movers than this compete for the memory's bandwidth rather than add to it.
+const MOST_MOVERS: usize = 4;
 
 /// Settings of a [`Runtime`].
 #[derive(Clone, Debug)]
@@ -77,7 +81,7 @@ pub(crate) struct Runtime {
     start: Instant,
     router: Mutex<Router<InProcess>>,
     transport: Option<Arc<dyn Transport>>,
-    mover: Worker,
+    movers: Crew,
     callbacks: Worker,
     mailbox: Mailbox,
     holders: Mutex<Holders>,
@@ -117,8 +121,8 @@ pub(crate) struct Outgoing {
 
 /// What waits for a piece.
 pub(crate) enum Waiter {
-    /// A shard that is put together from pieces.
-    Shard { assembly: Arc<Assembly>, region: Region, from: ProcessId },
+    /// Shards that are put together from pieces, and processes that get the piece from this one.
+    Piece(Box<Passage>),
     /// Somebody who wants the bytes.
     Bytes { promise: Promise, from: ProcessId, op: u64 },
     /// Nobody any more: it must be taken all the same, for its sender's sake.
@@ -162,7 +166,7 @@ impl Runtime {
             start: Instant::now(),
             router: Mutex::new(router),
             transport,
-            mover: Worker::start("mpmd-mover".to_owned())?,
+            movers: Crew::start("mpmd-mover", movers())?,
             callbacks: Worker::start("mpmd-callbacks".to_owned())?,
             mailbox: Mailbox::default(),
             holders: Mutex::default(),
@@ -197,7 +201,7 @@ impl Runtime {
 
     /// Queues a copy.
     pub(crate) fn move_data(&self, job: worker::Job) {
-        self.mover.push(job);
+        self.movers.push(job);
     }
 
     /// Queues a closure of the user's.
@@ -217,4 +221,8 @@ impl Runtime {
         })?;
         Ok(())
     }
+}
+
+fn movers() -> usize {
+    std::thread::available_parallelism().map_or(1, |cores| cores.get().min(MOST_MOVERS))
 }

@@ -5,18 +5,17 @@
 //! every mix are what falls out.
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
-use mpmd_transport::memory::Reservation;
-use mpmd_transport::router::Failure;
+use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{ProcessId, SharedBuffer};
 
-use super::assembly::Assembly;
-use super::{OpGuard, Outgoing, Runtime, Slot, Waiter};
+use super::{Assembly, OpGuard, Passage, Runtime, Slot, Waiter};
 use crate::array::LocalShard;
 use crate::aval::{HostArray, ShapedArray};
 use crate::region::Region;
-use crate::reshard::{self, ReshardError, contiguous_bytes, copy_region};
+use crate::reshard::{self, Delivery, ReshardError, contiguous_bytes, copy_region};
 use crate::sharding::{Layout, Sharding};
 use crate::topology::DeviceId;
 
@@ -29,8 +28,11 @@ pub(crate) struct PutPlan {
     pub(crate) layout: Arc<Layout>,
     pub(crate) what: Arc<PutWhat>,
     pub(crate) fingerprint: u64,
-    sends: Vec<SendPiece>,
     targets: Vec<Target>,
+    /// In the order in which they are set going.
+    transfers: Vec<Arc<Transfer>>,
+    /// New memory this process may need.
+    bytes: u64,
 }
 
 /// Describes a `device_put` in messages.
@@ -40,32 +42,42 @@ pub(crate) struct PutWhat {
     to: Sharding,
 }
 
-struct SendPiece {
-    piece: u64,
-    source: DeviceId,
-    source_region: Region,
-    to: ProcessId,
-    region: Region,
-}
-
 /// A shard that this process will own.
 struct Target {
     device: DeviceId,
     local_index: usize,
     region: Region,
-    pieces: Vec<TargetPiece>,
+    /// How many transfers bring a piece of it.
+    pieces: usize,
+    /// What it may share memory with.
+    alias: Option<Origin>,
 }
 
-struct TargetPiece {
-    region: Region,
+/// One region: where this process has it from, and where it goes.
+pub(super) struct Transfer {
+    /// Its number in messages.
+    pub(super) id: u64,
+    /// Never empty.
+    pub(super) region: Region,
+    /// What the bytes that come are of: all that the origin has, or the region alone.
+    pub(super) holds: Region,
+    /// Where the region's bytes are one run of those.
+    run: Option<Range<usize>>,
+    /// Bytes of the region.
+    pub(super) bytes: usize,
     origin: Origin,
+    /// Places among the plan's targets.
+    targets: Vec<usize>,
+    /// The processes that get it from this one.
+    pub(super) peers: Vec<ProcessId>,
 }
 
+#[derive(Clone, Copy)]
 enum Origin {
-    /// A device of this process, which holds this region.
-    Here { device: DeviceId, holds: Region },
+    /// A device of this process.
+    Device(DeviceId),
     /// A message.
-    There { piece: u64, from: ProcessId },
+    Process(ProcessId),
     /// The host values that every process has.
     Host,
 }
@@ -76,6 +88,17 @@ pub(crate) enum Source<'a> {
     Host(&'a HostArray),
     /// On devices; these are the shards that this process owns.
     Shards(&'a [LocalShard]),
+}
+
+/// An operation being set going.
+struct Start<'a> {
+    plan: &'a PutPlan,
+    runtime: &'a Arc<Runtime>,
+    op: u64,
+    guard: &'a OpGuard,
+    source: &'a Source<'a>,
+    /// By target; `None` where there is nothing to put together.
+    shards: Vec<Option<Arc<Assembly>>>,
 }
 
 impl PutPlan {
@@ -95,43 +118,41 @@ impl PutPlan {
             .iter()
             .filter_map(|(device, region)| {
                 let local_index = runtime.local_index(device)?;
-                Some(Target { device, local_index, region: region.clone(), pieces: Vec::new() })
+                Some(Target { device, local_index, region: region.clone(), pieces: 0, alias: None })
             })
             .collect();
-        let mut sends = Vec::new();
-        match from {
-            None => {
-                for target in &mut targets {
-                    let region = target.region.clone();
-                    target.pieces.push(TargetPiece { region, origin: Origin::Host });
-                }
-            }
+        let item = aval.dtype().size();
+        let mut transfers = match from {
+            None => from_host(&targets, aval),
             Some((_, source)) => {
-                let plan = reshard::plan(source, &layout, &runtime.topology)?;
-                for (piece, step) in plan.pieces.into_iter().enumerate() {
-                    let piece = piece as u64;
-                    let holds = source.region_of(step.src).cloned().unwrap_or_else(|| step.region.clone());
-                    let sender = runtime.topology.process_of(step.src).unwrap_or(runtime.me);
-                    let receiver = runtime.topology.process_of(step.dst).unwrap_or(runtime.me);
-                    if receiver == runtime.me {
-                        let origin = if sender == runtime.me {
-                            Origin::Here { device: step.src, holds }
-                        } else {
-                            Origin::There { piece, from: sender }
-                        };
-                        if let Some(target) = targets.iter_mut().find(|target| target.device == step.dst) {
-                            target.pieces.push(TargetPiece { region: step.region, origin });
-                        }
-                    } else if sender == runtime.me {
-                        sends.push(SendPiece {
-                            piece,
-                            source: step.src,
-                            source_region: holds,
-                            to: receiver,
-                            region: step.region,
-                        });
-                    }
-                }
+                let part = reshard::plan(source, &layout, item, &runtime.topology)?.part_of(runtime.me);
+                let deliveries = part.deliveries.into_iter();
+                deliveries.map(|delivery| Transfer::new(delivery, source, &targets, item)).collect()
+            }
+        };
+        let processes = runtime.topology.processes();
+        // Every process starts with the one after it, so that not all of them send to one at a time.
+        let distance =
+            |peer: &ProcessId| (peer.index() + processes - runtime.me.index() % processes) % processes;
+        for transfer in &mut transfers {
+            // What is passed on comes in the order that the plan wants.
+            if !matches!(transfer.origin, Origin::Process(_)) {
+                transfer.peers.sort_by_key(distance);
+            }
+        }
+        transfers.sort_by_key(|transfer| (transfer.peers.first().map_or(usize::MAX, distance), transfer.id));
+        let mut bytes: usize = targets.iter().map(|target| target.region.elements() * item).sum();
+        for transfer in &transfers {
+            if matches!(transfer.origin, Origin::Process(_)) && !transfer.peers.is_empty() {
+                bytes += transfer.bytes;
+            }
+            for at in &transfer.targets {
+                let target = &mut targets[*at];
+                target.pieces += 1;
+                let whole = target.pieces == 1 && target.region == transfer.region;
+                let same = whole && transfer.holds == transfer.region;
+                target.alias =
+                    (same && !matches!(transfer.origin, Origin::Process(_))).then_some(transfer.origin);
             }
         }
         let fingerprint = [
@@ -144,18 +165,18 @@ impl PutPlan {
         .word();
         let what =
             PutWhat { aval: aval.clone(), from: from.map(|(sharding, _)| sharding.clone()), to: to.clone() };
-        Ok(Self { layout, what: Arc::new(what), fingerprint, sends, targets })
+        let transfers = transfers.into_iter().map(Arc::new).collect();
+        Ok(Self { layout, what: Arc::new(what), fingerprint, targets, transfers, bytes: bytes as u64 })
     }
 
     /// Whether this process takes no part.
     pub(crate) fn is_idle(&self) -> bool {
-        self.sends.is_empty() && self.targets.is_empty()
+        self.transfers.is_empty() && self.targets.is_empty()
     }
 
     /// Bytes of new memory this process may need.
     pub(crate) fn bytes(&self) -> u64 {
-        let item = self.what.aval.dtype().size();
-        self.targets.iter().map(|target| (target.region.elements() * item) as u64).sum()
+        self.bytes
     }
 
     /// Does this process's part of operation `op`: returns the shards it will own.
@@ -169,182 +190,177 @@ impl PutPlan {
         source: &Source<'_>,
         may_alias: bool,
     ) -> Vec<LocalShard> {
-        for send in &self.sends {
-            self.send(runtime, op, guard, send, source);
+        let mut start = Start { plan: self, runtime, op, guard, source, shards: Vec::new() };
+        // What others wait for first: making room below may take a while.
+        for transfer in self.transfers.iter().filter(|transfer| !transfer.peers.is_empty()) {
+            if let Origin::Device(device) = transfer.origin {
+                start.send(transfer, device);
+            }
         }
-        self.targets
-            .iter()
-            .map(|target| {
-                let slot = self.fill(runtime, op, guard, target, source, may_alias);
-                LocalShard { device: target.device, slot }
-            })
-            .collect()
+        let mut result = Vec::with_capacity(self.targets.len());
+        for target in &self.targets {
+            let (slot, shard) = start.open(target, may_alias);
+            start.shards.push(shard);
+            result.push(LocalShard { device: target.device, slot });
+        }
+        for transfer in &self.transfers {
+            start.receive(transfer);
+        }
+        result
     }
+}
 
-    fn send(&self, runtime: &Arc<Runtime>, op: u64, guard: &OpGuard, send: &SendPiece, source: &Source<'_>) {
-        let Some(slot) = source.slot(send.source) else { return };
-        let (runtime, guard) = (runtime.clone(), guard.clone());
-        let (key, to) = ((op, send.piece), send.to);
-        let (region, holds, item) = (send.region.clone(), send.source_region.clone(), self.item_bytes());
-        slot.on_end(move |outcome| match outcome {
-            Err(failure) => runtime.with_router(|router| router.poison(to, key, failure)),
-            Ok(buffer) => match contiguous_bytes(&holds, &region, item) {
-                Some(range) => {
-                    let buffer = buffer.slice(range);
-                    offer(&runtime, to, key, Outgoing { buffer, guard });
-                }
-                None => {
-                    let buffer = buffer.clone();
-                    let mover = runtime.clone();
-                    mover.move_data(Box::new(move || {
-                        let packed = pack(&runtime, op, &buffer, &holds, &region, item);
-                        // Before the operation can end: whoever waits for memory looks then.
-                        drop(buffer);
-                        match packed {
-                            Ok(packed) => offer(&runtime, to, key, Outgoing { buffer: packed, guard }),
-                            Err(failure) => {
-                                runtime.remember(&Arc::new(failure.clone()));
-                                runtime.with_router(|router| router.poison(to, key, &failure));
-                            }
+/// Each device copies its part of values that every process has.
+fn from_host(targets: &[Target], aval: &ShapedArray) -> Vec<Transfer> {
+    let whole = Region::full(aval.shape());
+    let item = aval.dtype().size();
+    let targets = targets.iter().enumerate().filter(|(_, target)| !target.region.is_empty());
+    let transfer = |(at, target): (usize, &Target)| Transfer {
+        id: 0,
+        region: target.region.clone(),
+        holds: whole.clone(),
+        run: None,
+        bytes: target.region.elements() * item,
+        origin: Origin::Host,
+        targets: vec![at],
+        peers: Vec::new(),
+    };
+    targets.map(transfer).collect()
+}
+
+impl Transfer {
+    fn new(delivery: Delivery, source: &Layout, targets: &[Target], item: usize) -> Self {
+        let Delivery { id, region, from, targets: devices, peers, .. } = delivery;
+        let (origin, holds) = match from {
+            reshard::Origin::Device(device) => (Origin::Device(device), source.region_of(device)),
+            reshard::Origin::Process(process) => (Origin::Process(process), None),
+        };
+        let holds = holds.unwrap_or(&region).clone();
+        let place = |device| targets.iter().position(|target| target.device == device);
+        Self {
+            id,
+            run: contiguous_bytes(&holds, &region, item),
+            bytes: region.elements() * item,
+            region,
+            holds,
+            origin,
+            targets: devices.into_iter().filter_map(place).collect(),
+            peers,
+        }
+    }
+}
+
+impl Start<'_> {
+    /// Sends what a device of this process has to the processes that get it from here.
+    fn send(&self, transfer: &Arc<Transfer>, device: DeviceId) {
+        let Some(slot) = self.source.slot(device) else { return };
+        let (runtime, op, guard) = (self.runtime.clone(), self.op, self.guard.clone());
+        let (transfer, item) = (transfer.clone(), self.plan.item_bytes());
+        slot.on_end(move |outcome| match (outcome, &transfer.run) {
+            (Err(failure), _) => runtime.poison_peers(op, &transfer, failure),
+            (Ok(buffer), Some(run)) => {
+                runtime.send_to_peers(op, &transfer, buffer.slice(run.clone()), &guard);
+            }
+            (Ok(buffer), None) => {
+                let buffer = buffer.clone();
+                let mover = runtime.clone();
+                mover.move_data(Box::new(move || {
+                    let packed = pack(&runtime, op, &buffer, &transfer, item);
+                    // Before the operation can end: whoever waits for memory looks then.
+                    drop(buffer);
+                    match packed {
+                        Ok(packed) => runtime.send_to_peers(op, &transfer, packed, &guard),
+                        Err(failure) => {
+                            runtime.remember(&failure);
+                            runtime.poison_peers(op, &transfer, &failure);
                         }
-                    }));
-                }
-            },
+                    }
+                }));
+            }
         });
     }
 
-    fn fill(
-        &self,
-        runtime: &Arc<Runtime>,
-        op: u64,
-        guard: &OpGuard,
-        target: &Target,
-        source: &Source<'_>,
-        may_alias: bool,
-    ) -> Slot {
-        let item = self.item_bytes();
-        if target.pieces.is_empty() || target.region.is_empty() {
-            return Slot::filled(Vec::new().into());
+    /// A shard of this process, and where its pieces go, if it is put together from any.
+    fn open(&self, target: &Target, may_alias: bool) -> (Slot, Option<Arc<Assembly>>) {
+        let Self { plan, runtime, op, guard, source, .. } = *self;
+        if target.pieces == 0 {
+            return (Slot::filled(Vec::new().into()), None);
         }
-        if let [TargetPiece { region, origin }] = &target.pieces[..]
-            && may_alias
-            && *region == target.region
-        {
-            match (origin, source) {
-                (Origin::Here { device, holds }, _) if holds == region => {
-                    return alias(runtime, guard, source.slot(*device));
+        if may_alias {
+            match (target.alias, source) {
+                (Some(Origin::Device(device)), _) => {
+                    return (alias(runtime, guard, source.slot(device)), None);
                 }
-                (Origin::Host, Source::Host(host)) if region.elements() == host.aval().elements() => {
-                    return Slot::filled(host.bytes().clone());
+                (Some(Origin::Host), Source::Host(host)) => {
+                    return (Slot::filled(host.bytes().clone()), None);
                 }
                 _ => {}
             }
         }
-        let bytes = target.region.elements() * item;
+        let item = plan.item_bytes();
         let (promise, slot) = Slot::new();
-        let reservation = match runtime.reserve(target.local_index, bytes, op, &*self.what) {
-            Ok(reservation) => reservation,
+        let bytes = target.region.elements() * item;
+        match runtime.reserve(target.local_index, bytes, op, &*plan.what) {
+            Ok(reservation) => {
+                let (region, guard) = (target.region.clone(), guard.clone());
+                let shard =
+                    Assembly::new(runtime.me, op, region, item, target.pieces, reservation, promise, guard);
+                (slot, Some(shard))
+            }
             Err(failure) => {
                 runtime.remember(&failure);
                 promise.keep(Err(failure));
-                self.refuse(runtime, op, guard, target);
-                return slot;
+                (slot, None)
             }
-        };
-        match source {
-            Source::Host(host) => self.fill_from_host(runtime, op, guard, target, host, reservation, promise),
-            Source::Shards(_) => {
-                let assembly = Assembly::new(
-                    op,
-                    target.region.clone(),
-                    item,
-                    target.pieces.len(),
-                    reservation,
-                    promise,
-                    guard.clone(),
-                );
-                self.fill_from_pieces(runtime, op, guard, target, source, &assembly);
-            }
-        }
-        slot
-    }
-
-    #[expect(clippy::too_many_arguments, reason = "one call site; the parts have no life of their own")]
-    fn fill_from_host(
-        &self,
-        runtime: &Arc<Runtime>,
-        op: u64,
-        guard: &OpGuard,
-        target: &Target,
-        host: &HostArray,
-        reservation: Reservation,
-        promise: super::Promise,
-    ) {
-        let (region, item) = (target.region.clone(), self.item_bytes());
-        let assembly = Assembly::new(op, region.clone(), item, 1, reservation, promise, guard.clone());
-        let whole = Region::full(host.shape());
-        let bytes = host.bytes().clone();
-        let copy = move || assembly.add(&region, &bytes, &whole);
-        if target.region.elements() * item <= COPY_INLINE {
-            copy();
-        } else {
-            runtime.move_data(Box::new(copy));
         }
     }
 
-    fn fill_from_pieces(
-        &self,
-        runtime: &Arc<Runtime>,
-        op: u64,
-        guard: &OpGuard,
-        target: &Target,
-        source: &Source<'_>,
-        assembly: &Arc<Assembly>,
-    ) {
-        for TargetPiece { region, origin } in &target.pieces {
-            match origin {
-                Origin::Here { device, holds } => {
-                    let Some(slot) = source.slot(*device) else { continue };
-                    let (runtime, guard, assembly) = (runtime.clone(), guard.clone(), assembly.clone());
-                    let (region, holds) = (region.clone(), holds.clone());
+    /// Has a region put into the shards that it is a piece of; where it comes from a peer, it is taken
+    /// also where none is left, so that nobody waits to send it, and passed on.
+    fn receive(&self, transfer: &Arc<Transfer>) {
+        let shards = transfer.targets.iter().filter_map(|at| self.shards[*at].clone());
+        let (runtime, op, guard) = (self.runtime, self.op, self.guard);
+        match (transfer.origin, self.source) {
+            (Origin::Process(from), _) => {
+                let shards: Vec<_> = shards.collect();
+                let guard = guard.clone();
+                let waiter = if shards.is_empty() && transfer.peers.is_empty() {
+                    Waiter::Nobody(guard)
+                } else {
+                    Waiter::Piece(Box::new(Passage { op, from, transfer: transfer.clone(), shards, guard }))
+                };
+                let (key, bytes, now) = ((op, transfer.id), transfer.bytes as u64, runtime.now());
+                runtime.with_router(|router| router.expect(from, key, bytes, waiter, now));
+            }
+            (Origin::Host, Source::Host(host)) => {
+                for shard in shards {
+                    let bytes = host.bytes().clone();
+                    if transfer.bytes <= COPY_INLINE {
+                        shard.place_now(transfer, bytes, guard);
+                    } else {
+                        shard.place(runtime, transfer, bytes, guard);
+                    }
+                }
+            }
+            (Origin::Host, Source::Shards(_)) => {}
+            (Origin::Device(device), _) => {
+                let Some(slot) = self.source.slot(device) else { return };
+                for shard in shards {
+                    let (runtime, transfer, guard) = (runtime.clone(), transfer.clone(), guard.clone());
                     slot.on_end(move |outcome| match outcome {
-                        Err(failure) => runtime.fail_shard(&assembly, failure.clone()),
-                        Ok(buffer) => {
-                            let buffer = buffer.clone();
-                            runtime.move_data(Box::new(move || {
-                                assembly.add(&region, &buffer, &holds);
-                                drop(buffer);
-                                // Only now: whoever waits for memory looks when the operation ends.
-                                drop(guard);
-                            }));
+                        Ok(buffer) => shard.place(&runtime, &transfer, buffer.clone(), &guard),
+                        Err(failure) => {
+                            runtime.remember(failure);
+                            shard.end(Err(failure.clone()));
                         }
                     });
                 }
-                Origin::There { piece, from } => {
-                    let bytes = (region.elements() * self.item_bytes()) as u64;
-                    let waiter =
-                        Waiter::Shard { assembly: assembly.clone(), region: region.clone(), from: *from };
-                    let now = runtime.now();
-                    runtime.with_router(|router| router.expect(*from, (op, *piece), bytes, waiter, now));
-                }
-                Origin::Host => {}
             }
         }
     }
+}
 
-    /// Takes the pieces of a shard that there is no room for, so that nobody waits to send them.
-    fn refuse(&self, runtime: &Arc<Runtime>, op: u64, guard: &OpGuard, target: &Target) {
-        for TargetPiece { region, origin } in &target.pieces {
-            if let Origin::There { piece, from } = origin {
-                let bytes = (region.elements() * self.item_bytes()) as u64;
-                let now = runtime.now();
-                runtime.with_router(|router| {
-                    router.expect(*from, (op, *piece), bytes, Waiter::Nobody(guard.clone()), now);
-                });
-            }
-        }
-    }
-
+impl PutPlan {
     fn item_bytes(&self) -> usize {
         self.what.aval.dtype().size()
     }
@@ -361,24 +377,19 @@ impl Source<'_> {
     }
 }
 
-fn offer(runtime: &Arc<Runtime>, to: ProcessId, key: (u64, u64), outgoing: Outgoing) {
-    let bytes = outgoing.buffer.len() as u64;
-    runtime.with_router(|router| router.offer(to, key, bytes, outgoing));
-}
-
+/// A region's bytes by themselves.
 fn pack(
     runtime: &Runtime,
     op: u64,
     from: &SharedBuffer,
-    holds: &Region,
-    region: &Region,
+    transfer: &Transfer,
     item: usize,
-) -> Result<SharedBuffer, Failure> {
-    let bytes = region.elements() * item;
-    let mut packed = runtime.staging.allocate(bytes).map_err(|error| {
-        Failure::new(mpmd_transport::router::FailureKind::Memory, runtime.me, op, error.to_string())
-    })?;
-    copy_region(from, holds, &mut packed, region, region, item);
+) -> Result<SharedBuffer, Arc<Failure>> {
+    let mut packed = runtime
+        .staging
+        .allocate(transfer.bytes)
+        .map_err(|error| Arc::new(Failure::new(FailureKind::Memory, runtime.me, op, error.to_string())))?;
+    copy_region(from, &transfer.holds, &mut packed, &transfer.region, &transfer.region, item);
     Ok(packed.freeze())
 }
 

@@ -6,7 +6,8 @@ use crate::topology::DeviceId;
 
 /// Which region of an array each device holds.
 ///
-/// Equal where shape, devices in their order and regions are, whatever shardings they come from.
+/// Equal where shape, devices in their order, regions and partial sums are, whatever shardings they come
+/// from.
 #[derive(Clone, Debug)]
 pub struct Layout {
     shape: Vec<usize>,
@@ -14,6 +15,10 @@ pub struct Layout {
     /// In the order of `devices`.
     regions: Vec<Region>,
     fully_replicated: bool,
+    /// How many partial sums there are.
+    terms: usize,
+    /// Which of them each device holds, in the order of `devices`; empty where there is one.
+    term_of: Vec<usize>,
     fingerprint: u64,
     /// Each device with its place in `devices`, ascending by device.
     places: Vec<(DeviceId, usize)>,
@@ -50,7 +55,31 @@ impl Layout {
             fingerprint.word(range.end as u64);
         }
         let fingerprint = fingerprint.finish();
-        Self { shape: shape.to_vec(), devices, regions, fully_replicated, fingerprint, places }
+        let (shape, terms, term_of) = (shape.to_vec(), 1, Vec::new());
+        Self { shape, devices, regions, fully_replicated, terms, term_of, fingerprint, places }
+    }
+
+    /// The layout in which the device at each place holds the partial sum `term_of[place]` of its region.
+    /// Values of the array are the sums over all terms.
+    ///
+    /// # Panics
+    ///
+    /// Where there is not one index for each device, or an index below the highest is missing.
+    #[must_use]
+    pub fn with_terms(mut self, term_of: Vec<usize>) -> Self {
+        assert_eq!(self.devices.len(), term_of.len(), "a layout has one term for each device");
+        let mut held = term_of.clone();
+        held.sort_unstable();
+        held.dedup();
+        assert!(held.iter().copied().eq(0..held.len()), "nobody holds a term: {held:?}");
+        if held.len() > 1 {
+            let mut fingerprint = Fingerprint::new("partial sums");
+            fingerprint.word(self.fingerprint);
+            fingerprint.words(term_of.iter().map(|term| *term as u64));
+            self.fingerprint = fingerprint.finish();
+            (self.terms, self.term_of) = (held.len(), term_of);
+        }
+        self
     }
 
     /// The whole array's shape.
@@ -78,7 +107,24 @@ impl Layout {
         self.devices.iter().copied().zip(&self.regions)
     }
 
-    /// Whether the sharding divides nothing, so that every device holds the whole array.
+    /// How many partial sums the array is kept as; 1 where nothing is unreduced.
+    pub fn terms(&self) -> usize {
+        self.terms
+    }
+
+    /// Which of the [`terms`](Self::terms) the device at this place holds: its coordinates along the
+    /// unreduced axes of its mesh, major to minor in the order of the mesh.
+    ///
+    /// # Panics
+    ///
+    /// Where there is no such place.
+    pub fn term_of(&self, place: usize) -> usize {
+        assert!(place < self.devices.len(), "there is no place {place} of {}", self.devices.len());
+        self.term_of.get(place).copied().unwrap_or(0)
+    }
+
+    /// Whether the sharding divides nothing, so that every device holds the whole array, or a partial
+    /// sum of all of it.
     pub fn fully_replicated(&self) -> bool {
         self.fully_replicated
     }
@@ -86,16 +132,6 @@ impl Layout {
     /// A number that is the same for equal layouts, on every process and in every run.
     pub fn fingerprint(&self) -> u64 {
         self.fingerprint
-    }
-
-    /// How many partial sums the array is kept as: 1 where nothing is unreduced.
-    pub fn terms(&self) -> usize {
-        1
-    }
-
-    /// Which partial sum the device at a place holds.
-    pub fn term_of(&self, _place: usize) -> usize {
-        0
     }
 
     /// A device's place in device-assignment order.
@@ -111,6 +147,7 @@ impl PartialEq for Layout {
             && self.shape == other.shape
             && self.devices == other.devices
             && self.regions == other.regions
+            && self.term_of == other.term_of
     }
 }
 
@@ -142,6 +179,36 @@ mod tests {
         assert_ne!(a, b);
         let one = sharding(&[("x", 1)], spec![]).layout(&[8]).unwrap();
         assert_eq!(one, Sharding::single_device(DeviceId(0)).layout(&[8]).unwrap());
+    }
+
+    #[test]
+    fn partial_sums_are_counted_along_the_unreduced_axes() {
+        let rows = sharding(&[("a", 2), ("b", 3), ("c", 2)], spec!["b"]);
+        let layout = |axes: &[&str]| rows.unreduced(axes).unwrap().layout(&[6]).unwrap();
+        let whole = rows.layout(&[6]).unwrap();
+        let terms = |layout: &Layout| (0..12).map(|place| layout.term_of(place)).collect::<Vec<_>>();
+        assert_eq!((whole.terms(), terms(&whole)), (1, vec![0; 12]));
+        let (a, c, both) = (layout(&["a"]), layout(&["c"]), layout(&["c", "a"]));
+        assert_eq!((a.terms(), terms(&a)), (2, vec![0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1]));
+        assert_eq!((c.terms(), terms(&c)), (2, vec![0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1]));
+        assert_eq!((both.terms(), terms(&both)), (4, vec![0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3]));
+        let all = [&whole, &a, &c, &both];
+        for (i, one) in all.iter().enumerate() {
+            assert_eq!(one.regions(), whole.regions());
+            for other in &all[i + 1..] {
+                assert!(one != other && one.fingerprint() != other.fingerprint());
+            }
+        }
+        let replicated = sharding(&[("a", 2)], spec![]).unreduced(&["a"]).unwrap();
+        assert!(replicated.layout(&[6]).unwrap().fully_replicated(), "it divides nothing");
+        let one = sharding(&[("a", 1)], spec![]);
+        assert_eq!(one.unreduced(&["a"]).unwrap().layout(&[6]), one.layout(&[6]), "one sum is the value");
+    }
+
+    #[test]
+    #[should_panic(expected = "nobody holds a term")]
+    fn terms_that_nobody_holds_are_the_callers_bug() {
+        let _ = Layout::new(&[4], vec![DeviceId(0)], vec![Region::full(&[4])], true).with_terms(vec![1]);
     }
 
     #[test]

@@ -3,33 +3,34 @@
 //! A [`Sharding`] says it for arrays of any shape; applied to one it becomes a [`Layout`], and
 //! everything downstream sees layouts only.
 
+mod chunk;
+mod enumerated;
+mod error;
+mod intern;
+mod kind;
 mod layout;
 mod named;
+pub mod rules;
 mod spec;
 
-use std::collections::HashMap;
 use std::fmt;
 use std::hash::{Hash, Hasher};
-use std::sync::{Arc, LazyLock, Weak};
+use std::sync::Arc;
 
-use parking_lot::Mutex;
-use serde::{Deserialize, Serialize};
-
+pub use chunk::{ChunkRanks, chunk_by_rank};
+pub use error::ShardingError;
+pub use kind::{MemoryKind, ShardingKind};
 pub use layout::Layout;
 pub use spec::{Spec, SpecEntry};
 
-use crate::fingerprint::Fingerprint;
 use crate::region::Region;
-use crate::topology::mesh::DeviceList;
 use crate::topology::{DeviceId, Mesh, Topology};
 use crate::tree::Leaf;
+use intern::{Inner, intern};
 
 /// Shapes a sharding remembers the layouts of. A program has few; one that makes up shapes without
 /// end starts over.
 const CACHED_LAYOUTS: usize = 1024;
-
-/// The interner looks for dead entries only above this many.
-const SWEEP_ABOVE: usize = 256;
 
 /// Where each region of an array lives, for arrays of any shape it can divide.
 ///
@@ -39,111 +40,106 @@ pub struct Sharding {
     inner: Arc<Inner>,
 }
 
-/// What a [`Sharding`] is.
-#[derive(Clone, Debug, Eq, PartialEq)]
-#[non_exhaustive]
-pub enum ShardingKind {
-    /// Dimensions divided over the axes of a mesh.
-    Named {
-        /// The mesh.
-        mesh: Mesh,
-        /// Which dimension is divided over which axes.
-        spec: Spec,
-        /// Which memory of the devices.
-        memory_kind: MemoryKind,
-    },
-    /// The whole array on one device.
-    SingleDevice(DeviceId),
-}
-
-/// Which memory that belongs to a device.
-#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, Hash, PartialEq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum MemoryKind {
-    /// Where its kernels compute.
-    #[default]
-    Device,
-    /// The memory of its host.
-    Host,
-}
-
-/// Why a sharding does not apply to a shape. Always the caller's fault, and the same on every process.
-#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
-#[non_exhaustive]
-pub enum ShardingError {
-    /// The spec names an axis that the mesh does not have.
-    #[error("{spec}: dimension {dim} is divided over axis `{axis}`, but the mesh is {mesh}")]
-    UnknownAxis {
-        /// The dimension.
-        dim: usize,
-        /// The name.
-        axis: String,
-        /// The spec.
-        spec: Spec,
-        /// The mesh.
-        mesh: Mesh,
-    },
-    /// The spec uses an axis more than once.
-    #[error("{spec}: axis `{axis}` divides dimension {first} and again dimension {second}")]
-    AxisUsedTwice {
-        /// The axis.
-        axis: String,
-        /// The dimension that uses it first.
-        first: usize,
-        /// The dimension that uses it again; may be the same.
-        second: usize,
-        /// The spec.
-        spec: Spec,
-    },
-    /// The spec has more entries than the array has dimensions.
-    #[error("{spec} has {} entries, but shape {shape:?} has {} dimensions", spec.entries().len(), shape.len())]
-    SpecTooLong {
-        /// The spec.
-        spec: Spec,
-        /// The array's shape.
-        shape: Vec<usize>,
-    },
-    /// A dimension cannot be divided evenly.
-    #[error("{spec}: dimension {dim} of shape {shape:?} has size {}, which {axes} divides into {parts} parts", shape[*dim])]
-    NotDivisible {
-        /// The dimension.
-        dim: usize,
-        /// The axes that divide it, with their sizes.
-        axes: String,
-        /// The number of parts they make.
-        parts: usize,
-        /// The array's shape.
-        shape: Vec<usize>,
-        /// The spec.
-        spec: Spec,
-    },
-    /// The job has no such device.
-    #[error("there is no device {device} in a job of {devices} devices")]
-    UnknownDevice {
-        /// The device.
-        device: DeviceId,
-        /// How many devices there are.
-        devices: usize,
-    },
-}
-
-struct Inner {
-    kind: ShardingKind,
-    fingerprint: u64,
-    layouts: Mutex<HashMap<Box<[usize]>, Arc<Layout>>>,
-}
-
 impl Sharding {
     /// Dimensions divided over the axes of `mesh` as `spec` says.
     ///
     /// Whether the two agree shows when the sharding is applied to a shape: [`layout`](Self::layout).
     pub fn named(mesh: Mesh, spec: Spec, memory_kind: MemoryKind) -> Self {
-        Self::intern(ShardingKind::Named { mesh, spec, memory_kind })
+        Self::of_kind(ShardingKind::Named { mesh, spec, unreduced: Vec::new(), memory_kind })
     }
 
-    /// The whole array on one device.
+    /// The whole array on one device, in its own memory.
     pub fn single_device(device: DeviceId) -> Self {
-        Self::intern(ShardingKind::SingleDevice(device))
+        Self::of_kind(ShardingKind::SingleDevice { device, memory_kind: MemoryKind::Device })
+    }
+
+    /// Dimension `dim` cut into as many chunks as there are placements, of which chunk `i` is on device
+    /// `placements[i]`, in its own memory. A `dim` below 0 counts from the end.
+    ///
+    /// With `n` indices and `k` placements each chunk has `ceil(n / k)`, but the trailing ones, which
+    /// have what is left; an empty chunk is at the end of the dimension. Whether the array has the
+    /// dimension shows when the sharding is applied to a shape.
+    ///
+    /// # Errors
+    ///
+    /// Fails where there are no placements, or a device comes twice.
+    pub fn chunk(dim: isize, placements: Vec<DeviceId>) -> Result<Self, ShardingError> {
+        chunk::check(dim, &placements)?;
+        let memory_kind = MemoryKind::Device;
+        Ok(Self::of_kind(ShardingKind::Chunk { dim, placements, memory_kind }))
+    }
+
+    /// Shards listed one by one, in the devices' own memory: any regions that fill an array, each element
+    /// in one of them. Empty ones are allowed. Whether they fill an array shows when the sharding is
+    /// applied to its shape.
+    ///
+    /// # Errors
+    ///
+    /// Fails where there are no shards, they have different numbers of dimensions, a device comes twice,
+    /// or two have elements in common; names the shards.
+    pub fn enumerated(shards: Vec<(DeviceId, Region)>) -> Result<Self, ShardingError> {
+        enumerated::check(&shards)?;
+        let memory_kind = MemoryKind::Device;
+        Ok(Self::of_kind(ShardingKind::Enumerated { shards, memory_kind }))
+    }
+
+    /// The sharding of an array of `shape` that has these shards: chunks of a dimension where they are
+    /// exactly those (the first such dimension; chunks in the order of their offsets, empty ones in that
+    /// of the list), else a list.
+    ///
+    /// # Errors
+    ///
+    /// As [`Sharding::enumerated`], and where the shards do not fill the array: where one goes past its
+    /// end, or a part of it is in none.
+    pub fn of_shards(shape: &[usize], shards: &[(DeviceId, Region)]) -> Result<Self, ShardingError> {
+        let listed = Self::enumerated(shards.to_vec())?;
+        listed.layout(shape)?;
+        match chunk::infer(shape, shards) {
+            Some((dim, placements)) => Self::chunk(dim as isize, placements),
+            None => Ok(listed),
+        }
+    }
+
+    /// The same regions in another memory of the devices.
+    #[must_use]
+    pub fn with_memory_kind(&self, memory_kind: MemoryKind) -> Self {
+        Self::of_kind(self.inner.kind.with_memory_kind(memory_kind))
+    }
+
+    /// The same regions, each of them a partial sum: the values of the array are the sums over these
+    /// axes of the mesh, which are then exactly its [`unreduced_axes`](Self::unreduced_axes), in
+    /// whatever order they are given. Adding up is a `device_put` to a sharding without them.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the sharding has no mesh, its mesh not the axis, the spec divides a dimension over
+    /// it, or it comes twice.
+    pub fn unreduced(&self, axes: &[&str]) -> Result<Self, ShardingError> {
+        match &self.inner.kind {
+            ShardingKind::Named { mesh, spec, memory_kind, .. } => {
+                let unreduced = named::unreduced(mesh, spec, axes)?;
+                let (mesh, spec, memory_kind) = (mesh.clone(), spec.clone(), *memory_kind);
+                Ok(Self::of_kind(ShardingKind::Named { mesh, spec, unreduced, memory_kind }))
+            }
+            kind => match axes.first() {
+                None => Ok(self.clone()),
+                Some(axis) => Err(ShardingError::UnreducedWithoutMesh {
+                    axis: (*axis).to_owned(),
+                    sharding: kind.to_string(),
+                }),
+            },
+        }
+    }
+
+    /// The same regions without unreduced axes: what the partial sums become when they are added up.
+    #[must_use]
+    pub fn reduced(&self) -> Self {
+        match &self.inner.kind {
+            ShardingKind::Named { mesh, spec, unreduced, memory_kind } if !unreduced.is_empty() => {
+                Self::named(mesh.clone(), spec.clone(), *memory_kind)
+            }
+            _ => self.clone(),
+        }
     }
 
     /// What it is.
@@ -156,11 +152,14 @@ impl Sharding {
         self.inner.fingerprint
     }
 
-    /// The devices in device-assignment order: a mesh's row-major order.
+    /// The devices in device-assignment order: a mesh's row-major order, the order of the chunks, or that
+    /// of the list.
     pub fn devices(&self) -> &[DeviceId] {
         match &self.inner.kind {
             ShardingKind::Named { mesh, .. } => mesh.devices(),
-            ShardingKind::SingleDevice(device) => std::slice::from_ref(device),
+            ShardingKind::Chunk { placements, .. } => placements,
+            ShardingKind::Enumerated { .. } => &self.inner.listed,
+            ShardingKind::SingleDevice { device, .. } => std::slice::from_ref(device),
         }
     }
 
@@ -168,7 +167,7 @@ impl Sharding {
     pub fn mesh(&self) -> Option<&Mesh> {
         match &self.inner.kind {
             ShardingKind::Named { mesh, .. } => Some(mesh),
-            ShardingKind::SingleDevice(_) => None,
+            _ => None,
         }
     }
 
@@ -176,16 +175,22 @@ impl Sharding {
     pub fn spec(&self) -> Option<&Spec> {
         match &self.inner.kind {
             ShardingKind::Named { spec, .. } => Some(spec),
-            ShardingKind::SingleDevice(_) => None,
+            _ => None,
+        }
+    }
+
+    /// The axes over which the shards are partial sums, in the order of the mesh. Also an axis of size 1
+    /// is one, so that whether a program is right does not hang on the size of its mesh.
+    pub fn unreduced_axes(&self) -> &[String] {
+        match &self.inner.kind {
+            ShardingKind::Named { unreduced, .. } => unreduced,
+            _ => &[],
         }
     }
 
     /// Which memory of its devices.
     pub fn memory_kind(&self) -> MemoryKind {
-        match &self.inner.kind {
-            ShardingKind::Named { memory_kind, .. } => *memory_kind,
-            ShardingKind::SingleDevice(_) => MemoryKind::Device,
-        }
+        self.inner.kind.memory_kind()
     }
 
     /// Where each region of an array of `shape` lives. Remembered by shape.
@@ -193,14 +198,19 @@ impl Sharding {
     /// # Errors
     ///
     /// Fails where the spec names an axis that the mesh does not have or names one twice, has more
-    /// entries than `shape` has dimensions, or does not divide a dimension evenly.
+    /// entries than `shape` has dimensions, or does not divide a dimension evenly; where there is no such
+    /// dimension to cut into chunks; and where listed shards do not fill an array of `shape`.
     pub fn layout(&self, shape: &[usize]) -> Result<Arc<Layout>, ShardingError> {
         if let Some(layout) = self.inner.layouts.lock().get(shape) {
             return Ok(layout.clone());
         }
         let layout = Arc::new(match &self.inner.kind {
-            ShardingKind::Named { mesh, spec, .. } => named::layout(mesh, spec, shape)?,
-            ShardingKind::SingleDevice(device) => {
+            ShardingKind::Named { mesh, spec, unreduced, .. } => {
+                named::layout(mesh, spec, shape)?.with_terms(named::terms(mesh, unreduced))
+            }
+            ShardingKind::Chunk { dim, placements, .. } => chunk::layout(*dim, placements, shape)?,
+            ShardingKind::Enumerated { shards, .. } => enumerated::layout(shards, shape)?,
+            ShardingKind::SingleDevice { device, .. } => {
                 Layout::new(shape, vec![*device], vec![Region::full(shape)], true)
             }
         });
@@ -225,20 +235,8 @@ impl Sharding {
         }
     }
 
-    fn intern(kind: ShardingKind) -> Self {
-        let fingerprint = kind.fingerprint();
-        let mut interner = INTERNER.lock();
-        let bucket = interner.by_fingerprint.entry(fingerprint).or_default();
-        // Upgraded first and compared after: dropping a last holder in here is harmless.
-        let found = bucket.iter().filter_map(Weak::upgrade).find(|inner| inner.kind == kind);
-        if let Some(inner) = found {
-            return Self { inner };
-        }
-        let inner = Arc::new(Inner { kind, fingerprint, layouts: Mutex::default() });
-        bucket.retain(|weak| weak.strong_count() > 0);
-        bucket.push(Arc::downgrade(&inner));
-        interner.sweep();
-        Self { inner }
+    fn of_kind(kind: ShardingKind) -> Self {
+        Self { inner: intern(kind) }
     }
 }
 
@@ -259,13 +257,7 @@ impl Hash for Sharding {
 
 impl fmt::Display for Sharding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.inner.kind {
-            ShardingKind::Named { mesh, spec, memory_kind } => {
-                write!(f, "{spec} on {mesh} devices {}", DeviceList(mesh.devices()))?;
-                if *memory_kind == MemoryKind::Host { f.write_str(" in host memory") } else { Ok(()) }
-            }
-            ShardingKind::SingleDevice(device) => write!(f, "device {device}"),
-        }
+        fmt::Display::fmt(&self.inner.kind, f)
     }
 }
 
@@ -277,46 +269,6 @@ impl fmt::Debug for Sharding {
 
 impl Leaf for Sharding {}
 
-impl ShardingKind {
-    fn fingerprint(&self) -> u64 {
-        let mut fingerprint = Fingerprint::new("sharding");
-        match self {
-            Self::Named { mesh, spec, memory_kind } => {
-                fingerprint.text("named");
-                fingerprint.word(mesh.fingerprint());
-                spec.add_to(&mut fingerprint);
-                fingerprint.word(*memory_kind as u64);
-            }
-            Self::SingleDevice(device) => {
-                fingerprint.text("single device");
-                fingerprint.word(u64::from(device.0));
-            }
-        }
-        fingerprint.finish()
-    }
-}
-
-/// All shardings that somebody holds. It decides nothing: it only makes equal values one object.
-static INTERNER: LazyLock<Mutex<Interner>> = LazyLock::new(Mutex::default);
-
-#[derive(Default)]
-struct Interner {
-    by_fingerprint: HashMap<u64, Vec<Weak<Inner>>>,
-    /// The next sweep comes when there are more entries than this.
-    sweep_above: usize,
-}
-
-impl Interner {
-    /// Forgets what nobody holds any more, often enough that it stays proportional to what is held.
-    fn sweep(&mut self) {
-        if self.by_fingerprint.len() <= self.sweep_above.max(SWEEP_ABOVE) {
-            return;
-        }
-        self.by_fingerprint.retain(|_, bucket| bucket.iter().any(|weak| weak.strong_count() > 0));
-        self.sweep_above = 2 * self.by_fingerprint.len();
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -325,6 +277,13 @@ mod tests {
     fn mesh(axes: &[(&str, usize)]) -> Mesh {
         let count = axes.iter().map(|(_, size)| *size as u32).product();
         Mesh::new(axes, (0..count).map(DeviceId).collect()).unwrap()
+    }
+
+    fn listed(shards: &[(u32, std::ops::Range<usize>)]) -> Sharding {
+        let shard = |(device, range): &(u32, std::ops::Range<usize>)| {
+            (DeviceId(*device), Region::new(vec![range.clone()]))
+        };
+        Sharding::enumerated(shards.iter().map(shard).collect()).unwrap()
     }
 
     #[test]
@@ -337,20 +296,15 @@ mod tests {
             mesh(&[("x", 2)]).sharding(spec![None, "x"]),
             mesh(&[("y", 2)]).sharding(spec!["y"]),
             Sharding::named(mesh(&[("x", 2)]), spec!["x"], MemoryKind::Host),
+            mesh(&[("x", 2)]).replicated().unreduced(&["x"]).unwrap(),
             Sharding::single_device(DeviceId(0)),
+            Sharding::single_device(DeviceId(0)).with_memory_kind(MemoryKind::Host),
+            Sharding::chunk(0, vec![DeviceId(0), DeviceId(1)]).unwrap(),
+            listed(&[(0, 0..2), (1, 2..4)]),
         ];
         for other in others {
             assert!(a != other && a.fingerprint() != other.fingerprint(), "{other}");
         }
-    }
-
-    #[test]
-    fn the_interner_forgets_what_nobody_holds() {
-        let device = |i: u32| Sharding::single_device(DeviceId(1_000_000 + i));
-        let kept = device(0);
-        (1..5000).for_each(|i| drop(device(i)));
-        assert!(INTERNER.lock().by_fingerprint.len() < 2500);
-        assert_eq!(device(0), kept);
     }
 
     #[test]
@@ -376,8 +330,60 @@ mod tests {
         let sharding = mesh.sharding(spec!["data"]);
         assert_eq!(sharding.to_string(), "P(data) on {data:4} devices [0, 1, 2, 3]");
         assert_eq!(Sharding::single_device(DeviceId(3)).to_string(), "device 3");
-        let host = Sharding::named(mesh, spec![], MemoryKind::Host);
+        let host = Sharding::named(mesh.clone(), spec![], MemoryKind::Host);
         assert_eq!(host.to_string(), "P() on {data:4} devices [0, 1, 2, 3] in host memory");
+        assert_eq!(
+            mesh.replicated().unreduced(&["data"]).unwrap().to_string(),
+            "P() unreduced over {data} on {data:4} devices [0, 1, 2, 3]"
+        );
+        let chunks = Sharding::chunk(-1, vec![DeviceId(2), DeviceId(0)]).unwrap();
+        assert_eq!(chunks.to_string(), "chunks of dimension -1 on devices [2, 0]");
+        let two = listed(&[(2, 0..3), (0, 3..4)]).with_memory_kind(MemoryKind::Host);
+        assert_eq!(two.to_string(), "shards {2: [0..3], 0: [3..4]} in host memory");
+        let many = listed(&(0..20).map(|i| (i, i as usize..i as usize + 1)).collect::<Vec<_>>());
+        assert!(many.to_string().ends_with("7: [7..8], and 12 more}"), "{many}");
+    }
+
+    #[test]
+    fn every_kind_is_in_either_memory() {
+        let kinds = [
+            mesh(&[("x", 2)]).sharding(spec!["x"]),
+            mesh(&[("x", 2)]).replicated().unreduced(&["x"]).unwrap(),
+            Sharding::chunk(0, vec![DeviceId(1), DeviceId(0)]).unwrap(),
+            listed(&[(1, 0..4), (0, 4..4)]),
+            Sharding::single_device(DeviceId(3)),
+        ];
+        for kind in kinds {
+            let host = kind.with_memory_kind(MemoryKind::Host);
+            assert_eq!((kind.memory_kind(), host.memory_kind()), (MemoryKind::Device, MemoryKind::Host));
+            assert!(host != kind && host.fingerprint() != kind.fingerprint(), "{kind}");
+            assert_eq!(host.layout(&[4]), kind.layout(&[4]));
+            assert_eq!(host.with_memory_kind(MemoryKind::Device), kind);
+            assert_eq!((host.devices(), host.unreduced_axes()), (kind.devices(), kind.unreduced_axes()));
+            assert_eq!(host.reduced().memory_kind(), MemoryKind::Host);
+        }
+    }
+
+    #[test]
+    fn unreduced_axes_are_exactly_those_given_in_the_order_of_the_mesh() {
+        let rows = mesh(&[("a", 2), ("b", 2), ("c", 1)]).sharding(spec!["a"]);
+        let sums = rows.unreduced(&["c", "b"]).unwrap();
+        assert_eq!(sums.unreduced_axes(), ["b", "c"]);
+        assert_eq!(sums, rows.unreduced(&["b", "c"]).unwrap());
+        assert_ne!(sums, rows.unreduced(&["b"]).unwrap());
+        assert_eq!(sums.unreduced(&["b"]), rows.unreduced(&["b"]));
+        assert_eq!((sums.reduced(), sums.unreduced(&[]).unwrap()), (rows.clone(), rows.clone()));
+        assert_eq!(rows.unreduced_axes(), [""; 0]);
+        let error = |axes: &[&str]| rows.unreduced(axes).unwrap_err().to_string();
+        assert_eq!(error(&["z"]), "axis `z` cannot be unreduced: the mesh is {a:2, b:2, c:1}");
+        assert_eq!(error(&["b", "b"]), "axis `b` is unreduced twice");
+        assert_eq!(error(&["a"]), "axis `a` cannot be unreduced: P(a) divides dimension 0 over it");
+        let single = Sharding::single_device(DeviceId(3));
+        assert_eq!(
+            single.unreduced(&["x"]).unwrap_err().to_string(),
+            "axis `x` cannot be unreduced: device 3 has no mesh"
+        );
+        assert_eq!((single.unreduced(&[]), single.reduced()), (Ok(single.clone()), single));
     }
 
     #[test]

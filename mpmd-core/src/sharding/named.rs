@@ -1,6 +1,6 @@
 //! The layout of a named sharding: dimensions divided over the axes of a mesh.
 
-use super::{Layout, ShardingError, Spec};
+use super::{Layout, ShardingError, Spec, SpecEntry};
 use crate::region::Region;
 use crate::topology::Mesh;
 
@@ -14,6 +14,37 @@ pub(super) fn layout(mesh: &Mesh, spec: &Spec, shape: &[usize]) -> Result<Layout
     };
     let regions = (0..mesh.devices().len()).map(region).collect();
     Ok(Layout::new(shape, mesh.devices().to_vec(), regions, fully_replicated))
+}
+
+/// The axes in the order of the mesh, once it is clear that shards can be partial sums over them.
+pub(super) fn unreduced(mesh: &Mesh, spec: &Spec, axes: &[&str]) -> Result<Vec<String>, ShardingError> {
+    let mut chosen = vec![false; mesh.axis_names().len()];
+    for axis in axes {
+        let Some(index) = mesh.axis_index(axis) else {
+            return Err(ShardingError::UnreducedUnknownAxis { axis: (*axis).to_owned(), mesh: mesh.clone() });
+        };
+        if std::mem::replace(&mut chosen[index], true) {
+            return Err(ShardingError::UnreducedTwice { axis: (*axis).to_owned() });
+        }
+        let divides = |entry: &SpecEntry| entry.axes().iter().any(|used| used == axis);
+        if let Some(dim) = spec.entries().iter().position(divides) {
+            let (axis, spec) = ((*axis).to_owned(), spec.clone());
+            return Err(ShardingError::UnreducedDivides { axis, dim, spec });
+        }
+    }
+    let names = mesh.axis_names().iter().zip(chosen);
+    Ok(names.filter(|(_, chosen)| *chosen).map(|(name, _)| name.clone()).collect())
+}
+
+/// For each device, row-major, which of the partial sums it holds: its coordinates along the axes,
+/// major to minor in the order given.
+pub(super) fn terms(mesh: &Mesh, unreduced: &[String]) -> Vec<usize> {
+    let axes: Vec<usize> = unreduced.iter().filter_map(|axis| mesh.axis_index(axis)).collect();
+    let term = |place: usize| {
+        let coordinates = mesh.coordinates(place);
+        axes.iter().fold(0, |term, axis| term * mesh.shape()[*axis] + coordinates[*axis])
+    };
+    (0..mesh.devices().len()).map(term).collect()
 }
 
 /// How one dimension is divided.

@@ -1,0 +1,236 @@
+//! What a strategy makes of some leaves.
+
+use std::fmt;
+
+use super::error::RulesError;
+use crate::aval::ShapedArray;
+use crate::sharding::{Sharding, Spec, SpecEntry};
+use crate::topology::Mesh;
+
+/// Leaves that an error over the budget lists.
+const LARGEST: usize = 5;
+
+/// The shardings of some leaves, by a strategy. Displayed it is a table for people.
+#[derive(Clone, Debug)]
+pub struct Inferred {
+    mesh: Mesh,
+    leaves: Vec<InferredLeaf>,
+    patterns: Vec<String>,
+    budget: Option<u64>,
+}
+
+/// One leaf and its sharding.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct InferredLeaf {
+    /// Its name.
+    pub name: String,
+    /// Its shape and dtype.
+    pub aval: ShapedArray,
+    /// Which dimension is divided over which axes: an entry for every dimension.
+    pub spec: Spec,
+    /// The index of the rule that counts for it; `None` where no pattern matches its name.
+    pub rule: Option<usize>,
+    /// Bytes on each device. Where a dimension does not divide evenly, as if its parts were rounded up.
+    pub bytes_per_device: u64,
+    /// Whether some dimension does not divide evenly, so that the sharding has no layout of this shape.
+    pub uneven: bool,
+    /// What ops remarked: "`fsdp("data")` fits no dimension".
+    pub notes: Vec<String>,
+}
+
+impl Inferred {
+    pub(super) fn new(mesh: &Mesh, leaves: Vec<InferredLeaf>, patterns: Vec<String>) -> Self {
+        Self { mesh: mesh.clone(), leaves, patterns, budget: None }
+    }
+
+    /// The mesh.
+    pub fn mesh(&self) -> &Mesh {
+        &self.mesh
+    }
+
+    /// The leaves, in the order given.
+    pub fn leaves(&self) -> &[InferredLeaf] {
+        &self.leaves
+    }
+
+    /// The sharding of each leaf, in the order given.
+    pub fn shardings(&self) -> impl Iterator<Item = Sharding> {
+        self.leaves.iter().map(|leaf| self.mesh.sharding(leaf.spec.clone()))
+    }
+
+    /// Bytes that all leaves together need of each device.
+    pub fn bytes_per_device(&self) -> u64 {
+        self.leaves.iter().fold(0, |sum: u64, leaf| sum.saturating_add(leaf.bytes_per_device))
+    }
+
+    /// The indices of the rules that count for no leaf.
+    pub fn idle_rules(&self) -> Vec<usize> {
+        let idle = |rule: &usize| self.leaves.iter().all(|leaf| leaf.rule != Some(*rule));
+        (0..self.patterns.len()).filter(idle).collect()
+    }
+
+    /// Checks that the leaves need no more than `budget` bytes of each device; the table shows it then.
+    ///
+    /// # Errors
+    ///
+    /// Fails where they need more, with the largest leaves.
+    pub fn within(mut self, budget: u64) -> Result<Self, RulesError> {
+        let needed = self.bytes_per_device();
+        if needed <= budget {
+            self.budget = Some(budget);
+            return Ok(self);
+        }
+        let mut largest: Vec<(String, u64)> =
+            self.leaves.iter().map(|leaf| (leaf.name.clone(), leaf.bytes_per_device)).collect();
+        // Stable: of equal ones the first in the order given.
+        largest.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+        largest.truncate(LARGEST);
+        Err(RulesError::OverBudget { needed, budget, largest, leaves: self.leaves.len() })
+    }
+}
+
+impl InferredLeaf {
+    /// `entries` has one for each dimension, and `mesh` has all their axes, each used once.
+    pub(super) fn new(
+        (name, aval): (String, ShapedArray),
+        entries: Vec<SpecEntry>,
+        rule: Option<usize>,
+        notes: Vec<String>,
+        mesh: &Mesh,
+    ) -> Self {
+        let mut bytes_per_device = aval.dtype().size() as u64;
+        let mut uneven = false;
+        for (size, entry) in aval.shape().iter().zip(&entries) {
+            let parts: usize = entry.axes().iter().filter_map(|axis| mesh.axis_size(axis).ok()).product();
+            uneven |= !size.is_multiple_of(parts);
+            bytes_per_device *= size.div_ceil(parts) as u64;
+        }
+        Self { name, aval, spec: Spec::new(entries), rule, bytes_per_device, uneven, notes }
+    }
+}
+
+impl fmt::Display for Inferred {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut rows = vec![["leaf", "array", "spec", "per device", "rule", ""].map(str::to_owned)];
+        rows.extend(self.leaves.iter().map(|leaf| self.row(leaf)));
+        let all: u64 = self.leaves.iter().fold(0, |sum, leaf| sum.saturating_add(leaf.aval.bytes() as u64));
+        let budget = self.budget.map_or(String::new(), |budget| format!("of {} allowed", bytes_text(budget)));
+        let needed = bytes_text(self.bytes_per_device());
+        rows.push(["total".to_owned(), bytes_text(all), String::new(), needed, budget, String::new()]);
+
+        let mut widths = [0; 6];
+        for row in &rows {
+            for (width, cell) in widths.iter_mut().zip(row) {
+                *width = (*width).max(cell.chars().count());
+            }
+        }
+        for (i, row) in rows.iter().enumerate() {
+            let cell = |(column, (cell, width)): (usize, (&String, &usize))| match column {
+                // Numbers end below each other.
+                3 => format!("{cell:>width$}"),
+                _ => format!("{cell:<width$}"),
+            };
+            let line: Vec<String> = row.iter().zip(&widths).enumerate().map(cell).collect();
+            if i > 0 {
+                f.write_str("\n")?;
+            }
+            f.write_str(line.join("  ").trim_end())?;
+        }
+        for rule in self.idle_rules() {
+            write!(f, "\nrule {rule} ({:?}) counts for no leaf", self.patterns[rule])?;
+        }
+        Ok(())
+    }
+}
+
+impl Inferred {
+    fn row(&self, leaf: &InferredLeaf) -> [String; 6] {
+        let name = if leaf.name.is_empty() { "(root)".to_owned() } else { leaf.name.clone() };
+        let rule = leaf.rule.map_or("none".to_owned(), |rule| format!("{rule} {:?}", self.patterns[rule]));
+        let uneven = leaf.uneven.then_some("uneven");
+        let notes: Vec<&str> = uneven.into_iter().chain(leaf.notes.iter().map(String::as_str)).collect();
+        let (aval, spec) = (leaf.aval.to_string(), leaf.spec.to_string());
+        [name, aval, spec, bytes_text(leaf.bytes_per_device), rule, notes.join("; ")]
+    }
+}
+
+/// `512 B`, `4.0 KiB`, `1.5 GiB`.
+fn bytes_text(bytes: u64) -> String {
+    let mut amount = bytes as f64;
+    let mut unit = "B";
+    for larger in ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"] {
+        if amount < 1024.0 {
+            break;
+        }
+        (amount, unit) = (amount / 1024.0, larger);
+    }
+    if unit == "B" { format!("{bytes} B") } else { format!("{amount:.1} {unit}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{ErrorKind, Registry, Strategy, infer};
+    use super::*;
+    use crate::aval::{f32s, i32s};
+    use crate::topology::DeviceId;
+
+    fn inferred() -> Inferred {
+        let mesh = Mesh::new(&[("data", 8)], (0..8).map(DeviceId).collect()).unwrap();
+        let rules =
+            [("bias|step", "shard_dim('data', 0, True)"), ("x", "replicate"), (".*w.*", "fsdp('data')")];
+        let strategy = Strategy::parse(&rules, &Registry::default()).unwrap();
+        let leaves = [
+            ("bias", f32s([15])),
+            ("w", f32s([1024, 4096])),
+            ("odd_w", f32s([2049, 1023])),
+            ("rest", f32s([])),
+            ("step", i32s([])),
+        ];
+        infer(&leaves.map(|(name, aval)| (name.to_owned(), aval)), &strategy, &mesh).unwrap()
+    }
+
+    #[test]
+    fn the_table_shows_every_leaf_and_the_total() {
+        let expected = r#"
+leaf   array           spec           per device  rule
+bias   f32[15]         P(data)               8 B  0 "bias|step"        uneven
+w      f32[1024,4096]  P(None, data)     2.0 MiB  2 ".*w.*"
+odd_w  f32[2049,1023]  P(None, None)     8.0 MiB  2 ".*w.*"            `fsdp('data')` fits no dimension
+rest   f32[]           P()                   4 B  none
+step   i32[]           P()                   4 B  0 "bias|step"        `shard_dim('data', 0, True)` has no such dimension
+total  24.0 MiB                         10.0 MiB  of 16.0 MiB allowed
+rule 1 ("x") counts for no leaf"#;
+        let table = inferred().within(16 << 20).unwrap().to_string();
+        assert_eq!(table, expected.trim_start(), "\n{table}");
+    }
+
+    #[test]
+    fn the_budget_is_checked_to_the_byte() {
+        let inferred = inferred();
+        let needed = inferred.bytes_per_device();
+        assert_eq!(needed, 8 + (2 << 20) + 2049 * 1023 * 4 + 4 + 4);
+        assert!(inferred.clone().within(needed).is_ok());
+        let over = inferred.within(needed - 1).unwrap_err();
+        assert_eq!(over.kind(), ErrorKind::Value);
+        assert_eq!(
+            over.to_string(),
+            format!(
+                "the leaves need {needed} bytes of each device, the budget is {}; \
+                 largest: `odd_w` 8384508, `w` 2097152, `bias` 8, `rest` 4, `step` 4",
+                needed - 1
+            )
+        );
+    }
+
+    #[test]
+    fn an_uneven_leaf_has_a_sharding_but_no_layout() {
+        let inferred = inferred();
+        let shardings: Vec<Sharding> = inferred.shardings().collect();
+        for (leaf, sharding) in inferred.leaves().iter().zip(&shardings) {
+            assert_eq!(sharding.layout(leaf.aval.shape()).is_err(), leaf.uneven, "{}", leaf.name);
+        }
+        assert!(inferred.leaves()[0].uneven);
+        assert_eq!(inferred.idle_rules(), [1]);
+    }
+}

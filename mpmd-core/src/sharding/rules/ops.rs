@@ -1,0 +1,396 @@
+//! What a tactic does to a leaf: the built-in ops, and what ops of users are written with.
+
+use super::call::{ArgumentError, Call};
+use super::error::ErrorKind;
+use super::literal::Literal;
+use super::logical::LogicalAxes;
+use crate::aval::ShapedArray;
+use crate::sharding::{Spec, SpecEntry};
+use crate::topology::Mesh;
+
+/// One step of a tactic: says over which axes of the mesh a leaf's dimensions are divided.
+///
+/// Every process infers for itself, so an op must be a pure function of the placement that it sees:
+/// no clock, no files, no process id, no map in random order. A closure
+/// `|leaf: &mut Placement<'_>| …` is one.
+pub trait Op: Send + Sync {
+    /// Does its part for one leaf.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the leaf cannot be sharded so; the whole inference fails then.
+    fn apply(&self, leaf: &mut Placement<'_>) -> Result<(), OpError>;
+}
+
+impl<F> Op for F
+where
+    F: Fn(&mut Placement<'_>) -> Result<(), OpError> + Send + Sync,
+{
+    fn apply(&self, leaf: &mut Placement<'_>) -> Result<(), OpError> {
+        self(leaf)
+    }
+}
+
+/// A leaf on its way to a spec, as an [`Op`] sees it.
+#[derive(Debug)]
+pub struct Placement<'a> {
+    pub(super) name: &'a str,
+    pub(super) aval: &'a ShapedArray,
+    pub(super) mesh: &'a Mesh,
+    pub(super) logical: &'a LogicalAxes,
+    /// The op at work, as written.
+    pub(super) op: &'a str,
+    pub(super) state: &'a mut State,
+}
+
+/// What ops have decided about a leaf so far.
+#[derive(Clone, Debug, Default)]
+pub(super) struct State {
+    /// One for each dimension.
+    pub(super) entries: Vec<SpecEntry>,
+    /// Axes that divide a dimension, each with the op that said so, in the order of saying.
+    pub(super) divided: Vec<(String, String)>,
+    /// Axes that must not divide any, each with the op that said so.
+    pub(super) kept_whole: Vec<(String, String)>,
+    pub(super) notes: Vec<String>,
+}
+
+/// Why an op refuses a leaf.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpError {
+    /// The dimension is divided already.
+    #[error("dimension {dim} is divided over {by} already")]
+    AlreadySharded {
+        /// The dimension, from 0.
+        dim: usize,
+        /// The axes it is divided over.
+        by: SpecEntry,
+    },
+    /// The leaf should be whole and is not.
+    #[error("inconsistent: the leaf is divided already, so it cannot be replicated")]
+    NotWhole,
+    /// The leaf has no such dimension.
+    #[error(
+        "dimension {dim} is out of range: its absolute value must be below {ndim}, the number of dimensions"
+    )]
+    DimOutOfRange {
+        /// The dimension asked for.
+        dim: i64,
+        /// How many there are.
+        ndim: usize,
+    },
+    /// The mesh has no such axis.
+    #[error("there is no axis `{axis}` in the mesh {mesh}")]
+    UnknownAxis {
+        /// The name.
+        axis: String,
+        /// The mesh.
+        mesh: Mesh,
+    },
+    /// An earlier op of the tactic keeps the leaf whole along the axis.
+    #[error("it divides over axis `{axis}`, but `{by}` keeps the leaf whole along it")]
+    KeptWhole {
+        /// The axis.
+        axis: String,
+        /// The earlier op, as written.
+        by: String,
+    },
+    /// An earlier op of the tactic divides the leaf over the axis.
+    #[error("it keeps the leaf whole along axis `{axis}`, but `{by}` divides over it")]
+    DividedBefore {
+        /// The axis.
+        axis: String,
+        /// The earlier op, as written.
+        by: String,
+    },
+    /// Two dimensions of the leaf have the same logical name.
+    #[error("logical name `{name}` comes twice in {}", names_text(names))]
+    DuplicateLogicalName {
+        /// The name.
+        name: String,
+        /// The logical names of all dimensions.
+        names: Vec<Option<String>>,
+    },
+    /// The leaf has more or fewer logical names than dimensions.
+    #[error("its logical names are {}, but it has {ndim} dimensions", names_text(names))]
+    LogicalNames {
+        /// The logical names.
+        names: Vec<Option<String>>,
+        /// How many dimensions there are.
+        ndim: usize,
+    },
+    /// An op of a user says so.
+    #[error("{0}")]
+    Refused(String),
+}
+
+impl OpError {
+    /// The class of the error.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::UnknownAxis { .. } => ErrorKind::Key,
+            _ => ErrorKind::Value,
+        }
+    }
+}
+
+impl Placement<'_> {
+    /// The leaf's name.
+    pub fn name(&self) -> &str {
+        self.name
+    }
+
+    /// The leaf's shape and dtype.
+    pub fn aval(&self) -> &ShapedArray {
+        self.aval
+    }
+
+    /// The mesh that the leaf is divided over.
+    pub fn mesh(&self) -> &Mesh {
+        self.mesh
+    }
+
+    /// What divides each dimension so far: one entry for each.
+    pub fn entries(&self) -> &[SpecEntry] {
+        &self.state.entries
+    }
+
+    /// Divides dimension `dim` over `axes`, major to minor.
+    ///
+    /// Neither that the size divides evenly nor that the mesh has the axes is checked here, nor that
+    /// nothing else uses them: the latter two are checked when all ops are done.
+    ///
+    /// # Errors
+    ///
+    /// Fails where there is no such dimension, it is divided already, or an earlier op keeps the leaf
+    /// whole along one of the axes.
+    pub fn shard(&mut self, dim: usize, axes: &[String]) -> Result<(), OpError> {
+        let ndim = self.state.entries.len();
+        let Some(entry) = self.state.entries.get_mut(dim) else {
+            return Err(OpError::DimOutOfRange { dim: i64::try_from(dim).unwrap_or(i64::MAX), ndim });
+        };
+        if *entry != SpecEntry::None {
+            return Err(OpError::AlreadySharded { dim, by: entry.clone() });
+        }
+        if let Some((axis, by)) = self.state.kept_whole.iter().find(|(axis, _)| axes.contains(axis)) {
+            return Err(OpError::KeptWhole { axis: axis.clone(), by: by.clone() });
+        }
+        *entry = SpecEntry::from(axes.to_vec());
+        self.state.divided.extend(axes.iter().map(|axis| (axis.clone(), self.op.to_owned())));
+        Ok(())
+    }
+
+    /// Keeps the leaf whole along `axes`: every later op that divides over one of them fails.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the mesh lacks one of the axes or an earlier op divides over it.
+    pub fn keep_whole(&mut self, axes: &[String]) -> Result<(), OpError> {
+        self.parts(axes)?;
+        if let Some((axis, by)) = self.state.divided.iter().find(|(axis, _)| axes.contains(axis)) {
+            return Err(OpError::DividedBefore { axis: axis.clone(), by: by.clone() });
+        }
+        self.state.kept_whole.extend(axes.iter().map(|axis| (axis.clone(), self.op.to_owned())));
+        Ok(())
+    }
+
+    /// Into how many parts `axes` divide a dimension.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the mesh lacks one of the axes.
+    pub fn parts(&self, axes: &[String]) -> Result<usize, OpError> {
+        let size = |axis: &String| match self.mesh.axis_size(axis) {
+            Ok(size) => Ok(size),
+            Err(_) => Err(OpError::UnknownAxis { axis: axis.clone(), mesh: self.mesh.clone() }),
+        };
+        // An axis that comes twice may overflow; it is refused later.
+        axes.iter().try_fold(1usize, |parts, axis| Ok(parts.saturating_mul(size(axis)?)))
+    }
+
+    /// Adds a remark on the leaf, which the table of the result shows.
+    pub fn note(&mut self, note: impl Into<String>) {
+        self.state.notes.push(note.into());
+    }
+}
+
+impl State {
+    pub(super) fn whole(ndim: usize) -> Self {
+        Self { entries: vec![SpecEntry::None; ndim], ..Self::default() }
+    }
+
+    pub(super) fn spec(&self) -> Spec {
+        Spec::new(self.entries.clone())
+    }
+}
+
+/// `replicate`, `replicate(axes)`.
+pub(super) enum Replicate {
+    /// No dimension is divided so far.
+    Whole,
+    /// No dimension is divided over these axes, now or later.
+    Along(Vec<String>),
+}
+
+/// `fsdp(axis, min_size_to_shard_mb=4)`.
+pub(super) struct Fsdp {
+    axes: Vec<String>,
+    /// Leaves of so many bytes and fewer stay as they are.
+    small: f64,
+}
+
+/// `shard_dim(axis, dim, ignore_ndim_error=False)`.
+pub(super) struct ShardDim {
+    axes: Vec<String>,
+    dim: i64,
+    ignore_ndim_error: bool,
+}
+
+/// `logical_partitioning()`.
+pub(super) struct LogicalPartitioning;
+
+impl Replicate {
+    pub(super) fn new(call: &Call) -> Result<Self, ArgumentError> {
+        let [axes] = call.bind(["axes"])?;
+        axes.map_or(Ok(Self::Whole), |axes| Ok(Self::Along(axes_argument(Some(axes), "axes")?)))
+    }
+}
+
+impl Op for Replicate {
+    fn apply(&self, leaf: &mut Placement<'_>) -> Result<(), OpError> {
+        match self {
+            Self::Whole if leaf.entries().iter().any(|entry| *entry != SpecEntry::None) => {
+                Err(OpError::NotWhole)
+            }
+            Self::Whole => Ok(()),
+            Self::Along(axes) => leaf.keep_whole(axes),
+        }
+    }
+}
+
+impl Fsdp {
+    pub(super) fn new(call: &Call) -> Result<Self, ArgumentError> {
+        let [axes, min_size] = call.bind(["axis", "min_size_to_shard_mb"])?;
+        let mebibytes = match min_size {
+            None => 4.0,
+            Some(min_size) => min_size
+                .number()
+                .ok_or_else(|| ArgumentError("needs a number as `min_size_to_shard_mb`".into()))?,
+        };
+        Ok(Self { axes: axes_argument(axes, "axis")?, small: mebibytes * f64::from(1 << 20) })
+    }
+}
+
+impl Op for Fsdp {
+    fn apply(&self, leaf: &mut Placement<'_>) -> Result<(), OpError> {
+        let parts = leaf.parts(&self.axes)?;
+        if leaf.aval().bytes() as f64 <= self.small {
+            return Ok(());
+        }
+        let shape = leaf.aval().shape();
+        let fits = |dim: &usize| shape[*dim].is_multiple_of(parts) && leaf.entries()[*dim] == SpecEntry::None;
+        let Some(dim) = largest_first(shape).into_iter().find(fits) else {
+            leaf.note(format!("`{}` fits no dimension", leaf.op));
+            return Ok(());
+        };
+        leaf.shard(dim, &self.axes)
+    }
+}
+
+impl ShardDim {
+    pub(super) fn new(call: &Call) -> Result<Self, ArgumentError> {
+        let [axes, dim, ignore] = call.bind(["axis", "dim", "ignore_ndim_error"])?;
+        let axes = axes_argument(axes, "axis")?;
+        let dim = dim.and_then(Literal::int);
+        let dim = dim.ok_or_else(|| ArgumentError("needs a whole number as `dim`".into()))?;
+        let ignore_ndim_error = match ignore {
+            None => false,
+            Some(ignore) => ignore
+                .bool()
+                .ok_or_else(|| ArgumentError("needs True or False as `ignore_ndim_error`".into()))?,
+        };
+        Ok(Self { axes, dim, ignore_ndim_error })
+    }
+}
+
+impl Op for ShardDim {
+    fn apply(&self, leaf: &mut Placement<'_>) -> Result<(), OpError> {
+        let ndim = leaf.entries().len();
+        let index = usize::try_from(self.dim.unsigned_abs()).ok().filter(|index| *index < ndim);
+        let Some(index) = index else {
+            if !self.ignore_ndim_error {
+                return Err(OpError::DimOutOfRange { dim: self.dim, ndim });
+            }
+            leaf.note(format!("`{}` has no such dimension", leaf.op));
+            return Ok(());
+        };
+        leaf.shard(if self.dim < 0 { ndim - index } else { index }, &self.axes)
+    }
+}
+
+impl LogicalPartitioning {
+    pub(super) fn new(call: &Call) -> Result<Self, ArgumentError> {
+        call.bind([]).map(|[]| Self)
+    }
+}
+
+impl Op for LogicalPartitioning {
+    fn apply(&self, leaf: &mut Placement<'_>) -> Result<(), OpError> {
+        let logical = leaf.logical;
+        let Some(names) = logical.names_of(leaf.name) else { return Ok(()) };
+        for (dim, axes) in logical.assign(names, leaf.entries())? {
+            leaf.shard(dim, &axes)?;
+        }
+        Ok(())
+    }
+}
+
+/// Dimensions from the largest to the smallest; of equal ones the last comes first.
+pub(super) fn largest_first(shape: &[usize]) -> Vec<usize> {
+    let mut dims: Vec<usize> = (0..shape.len()).collect();
+    dims.sort_by_key(|dim| std::cmp::Reverse((shape[*dim], *dim)));
+    dims
+}
+
+fn axes_argument(axes: Option<&Literal>, name: &str) -> Result<Vec<String>, ArgumentError> {
+    let needed = || ArgumentError(format!("needs the name of an axis, or a list of names, as `{name}`"));
+    axes.and_then(Literal::axes).ok_or_else(needed)
+}
+
+fn names_text(names: &[Option<String>]) -> String {
+    let names: Vec<&str> = names.iter().map(|name| name.as_deref().unwrap_or("None")).collect();
+    format!("({})", names.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_equal_dimensions_the_last_comes_first() {
+        assert_eq!(largest_first(&[512, 16, 512]), [2, 0, 1]);
+        assert_eq!(largest_first(&[64, 8, 64, 8, 64]), [4, 2, 0, 3, 1]);
+        assert!(largest_first(&[]).is_empty());
+    }
+
+    #[test]
+    fn arguments_of_the_wrong_kind_are_refused() {
+        let call = |text: &str| Call::parse_tactic(text).unwrap().remove(0);
+        let message = |result: Result<(), ArgumentError>| result.unwrap_err().to_string();
+        let fsdp = |text| message(Fsdp::new(&call(text)).map(drop));
+        assert_eq!(fsdp("fsdp"), "needs the name of an axis, or a list of names, as `axis`");
+        assert_eq!(fsdp("fsdp([])"), fsdp("fsdp"));
+        assert_eq!(fsdp("fsdp({'a', 'b'})"), fsdp("fsdp"));
+        assert_eq!(fsdp("fsdp('x', 'y')"), "needs a number as `min_size_to_shard_mb`");
+        let shard_dim = |text| message(ShardDim::new(&call(text)).map(drop));
+        assert_eq!(shard_dim("shard_dim('x')"), "needs a whole number as `dim`");
+        assert_eq!(shard_dim("shard_dim('x', 1.0)"), "needs a whole number as `dim`");
+        assert_eq!(shard_dim("shard_dim('x', 0, 1)"), "needs True or False as `ignore_ndim_error`");
+        assert!(Replicate::new(&call("replicate([1])")).is_err());
+        assert_eq!(
+            message(LogicalPartitioning::new(&call("f(1)")).map(drop)),
+            "takes at most 0 arguments, found 1"
+        );
+    }
+}

@@ -1,0 +1,335 @@
+//! Strategies: ordered rules from names of leaves to ops.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::fmt;
+use std::sync::Arc;
+
+use fancy_regex::Regex;
+
+use super::call::{ArgumentError, Call, is_name};
+use super::error::RulesError;
+use super::logical::LogicalAxes;
+use super::ops::{Fsdp, LogicalPartitioning, Op, Replicate, ShardDim};
+
+type Factory = dyn Fn(&Call) -> Result<Arc<dyn Op>, ArgumentError> + Send + Sync;
+
+/// The ops that tactics can call, by name. [`Registry::default`] has the built-in ones.
+///
+/// ```
+/// use mpmd_core::sharding::rules::{ArgumentError, Call, Literal, Placement, Registry};
+///
+/// let mut registry = Registry::default();
+/// registry.register("last_dim", |call: &Call| {
+///     let [axis] = call.bind(["axis"])?;
+///     let axes = axis.and_then(Literal::axes).ok_or_else(|| ArgumentError("needs an axis".into()))?;
+///     Ok(move |leaf: &mut Placement<'_>| match leaf.aval().ndim() {
+///         0 => Ok(()),
+///         ndim => leaf.shard(ndim - 1, &axes),
+///     })
+/// })?;
+/// assert!(registry.names().any(|name| name == "last_dim"));
+/// # Ok::<(), mpmd_core::sharding::rules::RulesError>(())
+/// ```
+#[derive(Clone)]
+pub struct Registry {
+    factories: BTreeMap<String, Arc<Factory>>,
+}
+
+/// Ordered rules `(pattern, tactic)`, ready to be applied to leaves.
+///
+/// A *pattern* is a regular expression in the notation of Python, with look-around, that must match the
+/// **whole** name of a leaf; of each leaf the first rule whose pattern matches counts. (Unlike Python's,
+/// classes nest: `[a[b]]`, `[a&&b]` and `[a--b]` are sets of sets here. A verbose pattern must not end in
+/// a comment.) A *tactic* is ops joined by `|`, applied from left to right to the leaf's spec, in which at
+/// first no dimension is divided; how it is written says [`Call::parse_tactic`], what ops there are
+/// [the module](super).
+#[derive(Clone, Debug)]
+pub struct Strategy {
+    pub(super) rules: Vec<Rule>,
+    pub(super) logical: LogicalAxes,
+}
+
+/// A pattern and what is done to the leaves that it matches.
+#[derive(Clone)]
+pub(super) struct Rule {
+    pub(super) pattern: String,
+    /// Matches the whole text only.
+    regex: Regex,
+    /// Each as written.
+    pub(super) ops: Vec<(String, Arc<dyn Op>)>,
+}
+
+impl Registry {
+    /// Adds an op. `make` turns each call of it, as it is written in a tactic, into the op.
+    ///
+    /// # Errors
+    ///
+    /// Fails where there is an op of that name, and where the name is not identifiers joined by dots.
+    pub fn register<O: Op + 'static>(
+        &mut self,
+        name: &str,
+        make: impl Fn(&Call) -> Result<O, ArgumentError> + Send + Sync + 'static,
+    ) -> Result<(), RulesError> {
+        let name = checked(name)?;
+        match self.factories.entry(name) {
+            Entry::Occupied(taken) => Err(RulesError::NameTaken { name: taken.key().clone() }),
+            Entry::Vacant(free) => {
+                free.insert(factory(make));
+                Ok(())
+            }
+        }
+    }
+
+    /// Adds an op in place of the one of that name, if there is one.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the name is not identifiers joined by dots.
+    pub fn replace<O: Op + 'static>(
+        &mut self,
+        name: &str,
+        make: impl Fn(&Call) -> Result<O, ArgumentError> + Send + Sync + 'static,
+    ) -> Result<(), RulesError> {
+        self.factories.insert(checked(name)?, factory(make));
+        Ok(())
+    }
+
+    /// The names of the ops, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.factories.keys().map(String::as_str)
+    }
+}
+
+impl Default for Registry {
+    fn default() -> Self {
+        let factories = [
+            ("replicate", factory(Replicate::new)),
+            ("fsdp", factory(Fsdp::new)),
+            ("shard_dim", factory(ShardDim::new)),
+            ("logical_partitioning", factory(LogicalPartitioning::new)),
+        ];
+        Self { factories: factories.into_iter().map(|(name, make)| (name.to_owned(), make)).collect() }
+    }
+}
+
+impl fmt::Debug for Registry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.names()).finish()
+    }
+}
+
+impl Strategy {
+    /// The strategy of these rules, `(pattern, tactic)` each, with the ops of `registry`.
+    ///
+    /// All patterns are checked first, then all tactics, also those of patterns that will match nothing.
+    ///
+    /// # Errors
+    ///
+    /// Fails where there is no rule, a pattern starts with `/` or is no regular expression, or a tactic
+    /// cannot be read, calls an op that `registry` lacks, or calls one with other arguments than it takes.
+    pub fn parse<P: AsRef<str>, T: AsRef<str>>(
+        rules: &[(P, T)],
+        registry: &Registry,
+    ) -> Result<Self, RulesError> {
+        if rules.is_empty() {
+            return Err(RulesError::EmptyStrategy);
+        }
+        let patterns = rules.iter().enumerate().map(|(rule, (pattern, _))| compile(rule, pattern.as_ref()));
+        let patterns = patterns.collect::<Result<Vec<Regex>, RulesError>>()?;
+        let rule = |(rule, ((pattern, tactic), regex)): (usize, (&(P, T), Regex))| {
+            let pattern = pattern.as_ref().to_owned();
+            let ops = ops(rule, &pattern, tactic.as_ref(), registry)?;
+            Ok(Rule { pattern, regex, ops })
+        };
+        let rules = rules.iter().zip(patterns).enumerate().map(rule).collect::<Result<_, RulesError>>()?;
+        Ok(Self { rules, logical: LogicalAxes::default() })
+    }
+
+    /// With what the op `logical_partitioning()` reads.
+    #[must_use]
+    pub fn with_logical(mut self, logical: LogicalAxes) -> Self {
+        self.logical = logical;
+        self
+    }
+
+    /// The patterns, in order.
+    pub fn patterns(&self) -> impl Iterator<Item = &str> {
+        self.rules.iter().map(|rule| rule.pattern.as_str())
+    }
+
+    /// The index of the rule that counts for a leaf of that name; `None` where no pattern matches.
+    ///
+    /// # Errors
+    ///
+    /// Fails where a pattern with look-around or back references takes too many steps on the name.
+    pub fn rule_of(&self, leaf: &str) -> Result<Option<usize>, RulesError> {
+        for (index, rule) in self.rules.iter().enumerate() {
+            match rule.regex.is_match(leaf) {
+                Ok(true) => return Ok(Some(index)),
+                Ok(false) => {}
+                Err(error) => {
+                    let (pattern, leaf, message) = (rule.pattern.clone(), leaf.to_owned(), error.to_string());
+                    return Err(RulesError::PatternGaveUp { rule: index, pattern, leaf, message });
+                }
+            }
+        }
+        Ok(None)
+    }
+}
+
+impl fmt::Debug for Rule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ops: Vec<&str> = self.ops.iter().map(|(text, _)| text.as_str()).collect();
+        f.debug_struct("Rule").field("pattern", &self.pattern).field("ops", &ops).finish_non_exhaustive()
+    }
+}
+
+fn factory<O: Op + 'static>(
+    make: impl Fn(&Call) -> Result<O, ArgumentError> + Send + Sync + 'static,
+) -> Arc<Factory> {
+    Arc::new(move |call| make(call).map(|op| Arc::new(op) as Arc<dyn Op>))
+}
+
+fn checked(name: &str) -> Result<String, RulesError> {
+    let name = name.to_owned();
+    if is_name(&name) { Ok(name) } else { Err(RulesError::BadName { name }) }
+}
+
+fn compile(rule: usize, pattern: &str) -> Result<Regex, RulesError> {
+    if pattern.starts_with('/') {
+        return Err(RulesError::PatternStartsWithSlash { rule, pattern: pattern.to_owned() });
+    }
+    let bad = |error: fancy_regex::Error, known: bool| {
+        let position = match &error {
+            fancy_regex::Error::ParseError(position, _) if known => Some(*position),
+            _ => None,
+        };
+        let (pattern, message) = (pattern.to_owned(), error.to_string());
+        RulesError::BadPattern { rule, pattern, position, message }
+    };
+    // Alone first: `a)(b` would be fine inside the brackets, and positions would be off.
+    Regex::new(pattern).map_err(|error| bad(error, true))?;
+    Regex::new(&format!(r"\A(?:{pattern})\z")).map_err(|error| bad(error, false))
+}
+
+fn ops(
+    rule: usize,
+    pattern: &str,
+    tactic: &str,
+    registry: &Registry,
+) -> Result<Vec<(String, Arc<dyn Op>)>, RulesError> {
+    let pattern = || pattern.to_owned();
+    let calls = Call::parse_tactic(tactic).map_err(|error| RulesError::Tactic {
+        rule,
+        pattern: pattern(),
+        source: Box::new(error),
+    })?;
+    let op = |call: &Call| {
+        let Some(make) = registry.factories.get(call.name()) else {
+            let (op, known) = (call.name().to_owned(), registry.names().map(str::to_owned).collect());
+            return Err(RulesError::UnknownOp { rule, pattern: pattern(), op, known });
+        };
+        let op = call.text().to_owned();
+        match make(call) {
+            Ok(made) => Ok((op, made)),
+            Err(ArgumentError(message)) => {
+                Err(RulesError::Arguments { rule, pattern: pattern(), op, message })
+            }
+        }
+    };
+    calls.iter().map(op).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::ErrorKind;
+    use super::*;
+
+    fn parse(rules: &[(&str, &str)]) -> Result<Strategy, RulesError> {
+        Strategy::parse(rules, &Registry::default())
+    }
+
+    fn error(rules: &[(&str, &str)]) -> (ErrorKind, String) {
+        let error = parse(rules).expect_err("no strategy");
+        (error.kind(), error.to_string())
+    }
+
+    #[test]
+    fn the_first_pattern_that_matches_the_whole_name_counts() {
+        let rules =
+            [(".*/x", "replicate"), ("b/.*", "replicate"), ("kern", "replicate"), ("a|ab", "replicate")];
+        let strategy = parse(&rules).unwrap();
+        let rule_of = |name| strategy.rule_of(name).unwrap();
+        let names = ["a/b", "a/x", "b/x", "b/y", "kernel", "ab", ""];
+        assert_eq!(names.map(rule_of), [None, Some(0), Some(0), Some(1), None, Some(3), None]);
+        assert_eq!(strategy.patterns().collect::<Vec<_>>(), [".*/x", "b/.*", "kern", "a|ab"]);
+    }
+
+    #[test]
+    fn patterns_look_around_and_back() {
+        let rules = [(r"(?!frozen/).*/w", "replicate"), (r"(?P<n>\w+)/(?P=n)", "replicate")];
+        let strategy = parse(&rules).unwrap();
+        let names = ["frozen/w", "a/w", "abc/abc", "abc/ab"];
+        assert_eq!(names.map(|name| strategy.rule_of(name).unwrap()), [None, Some(0), Some(1), None]);
+    }
+
+    #[test]
+    fn a_pattern_that_takes_too_long_is_an_error() {
+        let strategy = parse(&[(r"(?:(x+)*)*\1y", "replicate")]).unwrap();
+        let error = strategy.rule_of(&"x".repeat(40)).expect_err("more than a million steps");
+        assert!(matches!(&error, RulesError::PatternGaveUp { rule: 0, .. }), "{error}");
+        assert_eq!(error.kind(), ErrorKind::Value);
+    }
+
+    #[test]
+    fn what_a_strategy_can_have_wrong_is_said_with_its_rule() {
+        let none: [(&str, &str); 0] = [];
+        assert_eq!(error(&none).0, ErrorKind::Value);
+        let (kind, message) = error(&[(".*", "replicate"), ("/k", "nope")]);
+        assert_eq!(kind, ErrorKind::Assertion);
+        assert_eq!(message, "rule 1: pattern \"/k\" starts with `/`, but names of leaves do not");
+        let (kind, message) = error(&[("a)(b", "replicate")]);
+        assert!(
+            kind == ErrorKind::Value && message.starts_with("rule 0: pattern \"a)(b\", position 1"),
+            "{message}"
+        );
+        let (kind, message) = error(&[("k", "replicate|")]);
+        assert_eq!(kind, ErrorKind::Syntax);
+        assert_eq!(
+            message,
+            "rule 0, pattern \"k\": tactic \"replicate|\", column 11: expected an op's name, found the end"
+        );
+        assert_eq!(error(&[("k", "fsdp(axis=data)")]).0, ErrorKind::Value);
+        let (kind, message) = error(&[("k", "fsdp")]);
+        assert_eq!(kind, ErrorKind::Type);
+        assert_eq!(
+            message,
+            "rule 0, pattern \"k\": `fsdp` needs the name of an axis, or a list of names, as `axis`"
+        );
+        let (kind, message) = error(&[("matches nothing", "shard_all('x')")]);
+        assert_eq!(kind, ErrorKind::Key);
+        assert_eq!(
+            message,
+            "rule 0, pattern \"matches nothing\": there is no op `shard_all`; \
+             known are fsdp, logical_partitioning, replicate, shard_dim"
+        );
+    }
+
+    #[test]
+    fn names_are_registered_once_or_replaced() {
+        let mut registry = Registry::default();
+        let nothing = |_: &Call| Ok(|_: &mut super::super::Placement<'_>| Ok(()));
+        registry.register("my.op", nothing).unwrap();
+        let taken = registry.register("my.op", nothing).unwrap_err();
+        assert_eq!((taken.kind(), taken.to_string().contains("`my.op`")), (ErrorKind::Key, true));
+        registry.replace("my.op", nothing).unwrap();
+        registry.replace("fsdp", nothing).unwrap();
+        assert!(Strategy::parse(&[("k", "my.op|fsdp")], &registry).is_ok());
+        let bad = registry.register("my op", nothing).unwrap_err();
+        assert_eq!(
+            bad.to_string(),
+            "\"my op\" cannot be an op's name: names are identifiers, or several joined by dots"
+        );
+    }
+}
