@@ -27,7 +27,7 @@ pub struct Detour {
 
 /// The intermediate sharding by which an array of `shape`, of elements of `item_bytes` bytes, gets from
 /// `src` to `dst` with the least `cost`; `None` where the direct way costs no more, or one of the two is
-/// not over a mesh by a spec that fits the shape.
+/// not over a mesh by a spec that fits the shape, or one of partial sums.
 ///
 /// Each axis that divides the source may be cut, of size `s` into `s / t` replicas of `t` parts for every
 /// divisor `t`; so, unlike [`find_intermediate_sharding`](super::find_intermediate_sharding), the
@@ -50,7 +50,8 @@ pub fn best_intermediate(
 ) -> Option<Detour> {
     let (mesh, spec) = (src.mesh()?, src.spec()?);
     let (from, to) = (src.layout(shape).ok()?, dst.layout(shape).ok()?);
-    if from == to {
+    let partial = [src, dst].iter().any(|sharding| !sharding.unreduced_axes().is_empty());
+    if from == to || partial {
         return None;
     }
     let direct = plan(&from, &to, item_bytes, topology).ok()?;
@@ -260,6 +261,8 @@ mod tests {
         assert_eq!(best(&single, &rows, &[8, 8], &topology), None);
         assert_eq!(best(&rows, &single, &[7, 8], &topology), None, "7 rows are not divided by 8");
         assert_eq!(best(&rows, &on(&[("x", 8)], 90, spec!["x"]), &[8, 8], &topology), None, "no such device");
+        let sums = on(&[("x", 4), ("y", 2)], 0, spec!["x"]).unreduced(&["y"]).unwrap();
+        assert_eq!(best(&sums, &single, &[8, 8], &topology), None);
         let taken = on(&[("x", 4), ("x_intermediate_split", 2)], 0, spec!["x"]);
         assert_eq!(best(&taken, &single, &[8, 8], &topology), None);
     }
