@@ -523,3 +523,117 @@ fn share(len: usize, n: usize, i: usize) -> Range<usize> {
 fn in_bytes<T>(elements: Range<usize>) -> Range<usize> {
     elements.start * size_of::<T>()..elements.end * size_of::<T>()
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::super::{Kernel, Signature, View, ViewMut};
+    use super::*;
+    use crate::array::MpmdArray;
+    use crate::aval::{ShapedArray, f32s};
+    use crate::program::{Program, Simulation};
+
+    fn rounds(signature: Signature<()>, processes: &[u32]) -> usize {
+        let processes: Vec<ProcessId> = processes.iter().copied().map(ProcessId).collect();
+        signature.collectives[0].rounds(&processes).len()
+    }
+
+    #[test]
+    fn two_rounds_are_for_large_values_where_they_save_bytes() {
+        let new = || Signature::new(());
+        let (small, large) = (f32s([TWO_ROUNDS_FROM_BYTES / 4]), f32s([TWO_ROUNDS_FROM_BYTES / 4 + 1]));
+        assert_eq!(rounds(new().all_reduce("x", small.clone()), &[0, 1, 2]), 1);
+        assert_eq!(rounds(new().all_reduce("x", large.clone()), &[0, 0, 0]), 2);
+        assert_eq!(rounds(new().all_reduce("x", large.clone()), &[0, 1]), 1);
+        assert_eq!(rounds(new().broadcast("x", 0, small), &[0, 1, 2]), 1);
+        assert_eq!(rounds(new().broadcast("x", 0, large.clone()), &[0, 1, 2]), 2);
+        assert_eq!(rounds(new().broadcast("x", 0, large.clone()), &[1, 0, 0, 1]), 1);
+        assert_eq!(rounds(new().all_gather("x", large.clone()), &[0, 1, 2]), 1);
+        assert_eq!(rounds(new().all_reduce("x", large), &[0]), 0);
+    }
+
+    #[test]
+    fn shares_follow_each_other_and_differ_by_one_at_most() {
+        for n in 1..9 {
+            for len in 0..30 {
+                let shares: Vec<_> = (0..n).map(|i| share(len, n, i)).collect();
+                assert_eq!((shares[0].start, shares[n - 1].end), (0, len));
+                assert!(shares.windows(2).all(|pair| pair[0].end == pair[1].start), "{shares:?}");
+                assert!(shares.iter().all(|share| share.len().abs_diff(len / n) <= 1), "{shares:?}");
+            }
+        }
+    }
+
+    /// Ten times all that several devices share, then, on one device, an error.
+    struct Many {
+        fails: bool,
+    }
+
+    const LARGE: usize = TWO_ROUNDS_FROM_BYTES / 2;
+    const TIMES: usize = 10;
+
+    impl Kernel for Many {
+        type In = MpmdArray;
+        type Out = MpmdArray;
+
+        fn infer(&self, x: &ShapedArray) -> Result<Signature<ShapedArray>> {
+            let one = |signature: Signature<_>, _| {
+                signature.all_gather("x", f32s([4])).all_reduce("x", f32s([LARGE])).broadcast(
+                    "x",
+                    0,
+                    f32s([LARGE]),
+                )
+            };
+            let signature = (0..TIMES).fold(Signature::new(x.clone()), one);
+            Ok(signature.all_reduce("x", f32s([1])).all_reduce("x", f32s([LARGE])).all_gather("x", f32s([1])))
+        }
+
+        fn run(&self, cx: &mut Context<'_>, _: View<'_>, mut y: ViewMut<'_>) -> Result<()> {
+            let mut values = vec![1.0f32; LARGE];
+            for _ in 0..TIMES {
+                cx.all_gather("x", &[1.0f32; 4], &mut [0.0; 24])?;
+                cx.all_reduce("x", &mut values)?;
+                cx.broadcast("x", 0, &mut values)?;
+            }
+            // Nobody is behind this when it has come back.
+            cx.all_reduce("x", &mut [0.0f32])?;
+            let left = cx.exchange.runtime.mailbox.len();
+            // The other devices' letters of this one, and those of the next where they are ahead.
+            assert!(left <= 3 * 6 * 6, "{left} letters");
+            if self.fails && cx.axis_index("x")? == 4 {
+                return Err(Error::kernel("enough"));
+            }
+            cx.all_reduce("x", &mut values)?;
+            cx.all_gather("x", &[1.0f32], &mut [0.0; 6])?;
+            y.zero();
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn nothing_is_left_in_the_mailbox_or_in_staging_memory() {
+        for processes in [1, 2, 3] {
+            for fails in [false, true] {
+                let simulation = Simulation::new(processes, 6).delays(3, Duration::from_millis(1));
+                let results = simulation.run(|p: &mut Program| {
+                    let mesh = p.mesh(&[("x", 6)])?;
+                    let jit = p.jit(Many { fails }).on(&mesh).outputs(mesh.replicated()).build()?;
+                    let x = p.device_put(&MpmdArray::scalar(0u8), mesh.replicated())?;
+                    let y = jit.call(p, x)?;
+                    assert_eq!(y.block_until_ready().is_err(), fails);
+                    p.runtime.wait_idle();
+                    assert_eq!(p.runtime.mailbox.len(), 0);
+                    // Another process may still read what this one gave it.
+                    let deadline = Instant::now() + Duration::from_secs(20);
+                    while p.runtime.staging.stats().live > 0 && Instant::now() < deadline {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
+                    assert_eq!(p.runtime.staging.stats().live, 0);
+                    Ok(())
+                });
+                assert!(results.iter().all(|result| result.is_err() == fails), "{results:?}");
+            }
+        }
+    }
+}
