@@ -46,10 +46,12 @@ pub trait Reducible: Element + sealed::Combine {}
 
 mod sealed {
     /// The reductions of two values, of which the first comes from the earlier device.
+    ///
+    /// Named so that they hide no method of a caller's own trait over these elements.
     pub trait Combine: Sized {
-        fn sum(self, other: Self) -> Self;
-        fn max(self, other: Self) -> Self;
-        fn min(self, other: Self) -> Self;
+        fn plus(self, other: Self) -> Self;
+        fn larger(self, other: Self) -> Self;
+        fn smaller(self, other: Self) -> Self;
     }
 }
 
@@ -57,9 +59,9 @@ mod sealed {
 pub(super) fn combine<T: Reducible>(reduce: Reduce, values: &mut [T], others: &[T]) {
     let pairs = values.iter_mut().zip(others);
     match reduce {
-        Reduce::Sum => pairs.for_each(|(value, other)| *value = value.sum(*other)),
-        Reduce::Max => pairs.for_each(|(value, other)| *value = value.max(*other)),
-        Reduce::Min => pairs.for_each(|(value, other)| *value = value.min(*other)),
+        Reduce::Sum => pairs.for_each(|(value, other)| *value = value.plus(*other)),
+        Reduce::Max => pairs.for_each(|(value, other)| *value = value.larger(*other)),
+        Reduce::Min => pairs.for_each(|(value, other)| *value = value.smaller(*other)),
     }
 }
 
@@ -68,15 +70,15 @@ macro_rules! integers {
         impl Reducible for $t {}
 
         impl sealed::Combine for $t {
-            fn sum(self, other: Self) -> Self {
+            fn plus(self, other: Self) -> Self {
                 self.wrapping_add(other)
             }
 
-            fn max(self, other: Self) -> Self {
+            fn larger(self, other: Self) -> Self {
                 Ord::max(self, other)
             }
 
-            fn min(self, other: Self) -> Self {
+            fn smaller(self, other: Self) -> Self {
                 Ord::min(self, other)
             }
         }
@@ -88,16 +90,16 @@ macro_rules! floats {
         impl Reducible for $t {}
 
         impl sealed::Combine for $t {
-            fn sum(self, other: Self) -> Self {
+            fn plus(self, other: Self) -> Self {
                 self + other
             }
 
             // No comparison with a NaN holds: where the other is one, it is taken.
-            fn max(self, other: Self) -> Self {
+            fn larger(self, other: Self) -> Self {
                 if self.is_nan() || self >= other { self } else { other }
             }
 
-            fn min(self, other: Self) -> Self {
+            fn smaller(self, other: Self) -> Self {
                 if self.is_nan() || self <= other { self } else { other }
             }
         }
@@ -109,16 +111,16 @@ macro_rules! complex {
         impl Reducible for $t {}
 
         impl sealed::Combine for $t {
-            fn sum(self, other: Self) -> Self {
+            fn plus(self, other: Self) -> Self {
                 self + other
             }
 
             // Never asked for: such declarations are refused.
-            fn max(self, _: Self) -> Self {
+            fn larger(self, _: Self) -> Self {
                 self
             }
 
-            fn min(self, _: Self) -> Self {
+            fn smaller(self, _: Self) -> Self {
                 self
             }
         }
