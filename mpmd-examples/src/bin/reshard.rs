@@ -48,8 +48,8 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
     let serve = p.mesh_of(&[("replica", 2), ("model", 2)], &devices(4..8))?;
     let trained = rules(&[(".*", r#"fsdp(["data", "fsdp"], min_size_to_shard_mb=0)"#)])?;
     let served = rules(&[
-        ("up|bias", r#"shard_dim("model", -1)"#),
-        ("down", r#"shard_dim("model", 0)"#),
+        ("up", r#"shard_dim("model", 1)"#),
+        ("down|bias", r#"shard_dim("model", 0)"#),
         (".*", "replicate"),
     ])?;
 
