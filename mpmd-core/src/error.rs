@@ -183,8 +183,7 @@ pub enum IssueProblem {
     },
     /// An input that a kernel takes only where it says so: in host memory, or partial sums.
     #[error(
-        "{}is sharded {found}: {what}, which a kernel takes only where `.inputs(…)` declares exactly that \
-         sharding",
+        "{}is sharded {found}; a kernel takes {what} only where `.inputs(…)` declares exactly that sharding",
         leaf(.path)
     )]
     InputUndeclared {

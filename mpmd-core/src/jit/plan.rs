@@ -280,7 +280,7 @@ fn unusual(sharding: &Sharding) -> Option<&'static str> {
     }
     match sharding.memory_kind() {
         MemoryKind::Device => None,
-        MemoryKind::Host => Some("in host memory"),
+        MemoryKind::Host => Some("arrays in host memory"),
     }
 }
 
