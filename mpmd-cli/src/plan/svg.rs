@@ -158,7 +158,7 @@ impl Page {
         for (tile, (rows, columns)) in holding.tiles.iter().zip(&grid.spans) {
             let (left, top) = (xs[columns.start], ys[rows.start]);
             let (width, height) = (xs[columns.end] - left, ys[rows.end] - top);
-            self.rect([left, top, width, height], "tile", 0.0);
+            self.rect([left, top, width, height], &tile_class(&tile.holders, process), 0.0);
             let chips = Chips::new(&tile.holders, width - 2.0 * CHIP_GAP);
             let at = [left + (width - chips.width()) / 2.0, top + (height - chips.height()) / 2.0];
             self.chips(&chips, &tile.holders, at, process);
@@ -172,7 +172,7 @@ impl Page {
         for tile in &holding.tiles {
             let chips = Chips::new(&tile.holders, width - 3.0 * CHIP_GAP);
             let height = 26.0 + chips.height() + CHIP_GAP;
-            self.rect([x, top, width, height], "tile", 4.0);
+            self.rect([x, top, width, height], &tile_class(&tile.holders, process), 4.0);
             let fits = ((width - 12.0) / CHARACTER) as usize;
             let bounds = shortened(&tile.region.to_string(), fits);
             self.text(x + 8.0, top + 18.0, &bounds, "t", "start", 400);
@@ -189,7 +189,7 @@ impl Page {
                 at[0] + column as f64 * (chips.chip + CHIP_GAP),
                 at[1] + row as f64 * (CHIP_HEIGHT + CHIP_GAP),
             );
-            let class = format!("p{}", process(*holder) % COLOURS.len());
+            let class = colour(process(*holder));
             self.rect([x, y, chips.chip, CHIP_HEIGHT], &class, 4.0);
             self.text(x + chips.chip / 2.0, y + 14.5, &holder.to_string(), "t", "middle", 400);
         }
@@ -201,7 +201,7 @@ impl Page {
         self.bottom += 18.0;
         for (place, (process, host)) in processes.iter().enumerate().take(MOST_ROWS) {
             self.bottom += 22.0;
-            let class = format!("p{}", place % COLOURS.len());
+            let class = colour(place);
             self.rect([MARGIN, self.bottom - 12.0, 16.0, 14.0], &class, 3.0);
             let text = format!("process {process} on host {host}: devices {}", found.devices_text(place));
             let text = shortened(&text, ((self.width - 2.0 * MARGIN - 26.0) / CHARACTER) as usize);
@@ -295,6 +295,18 @@ impl Chips {
     fn height(&self) -> f64 {
         self.rows as f64 * (CHIP_HEIGHT + CHIP_GAP) - CHIP_GAP
     }
+}
+
+/// The class of what belongs to the process at a place.
+fn colour(place: usize) -> String {
+    format!("p{}", place % COLOURS.len())
+}
+
+/// The colour of the process that all of the holders belong to, if they do.
+fn tile_class(holders: &[u32], process: &dyn Fn(u32) -> usize) -> String {
+    let mut places = holders.iter().map(|holder| process(*holder));
+    let first = places.next();
+    first.filter(|first| places.all(|place| place == *first)).map_or("tile".to_owned(), colour)
 }
 
 fn chip_width(holders: &[u32]) -> f64 {
