@@ -376,9 +376,9 @@ fn texts(svg: &str) -> Vec<String> {
     texts
 }
 
-/// The drawing of a case: what `mpmd plan what --svg FILE` writes.
-fn svg(what: &str, case: &Value) -> String {
-    let file = temporary(&format!("{what}.svg"));
+/// The drawing of a case, by way of a file of this name: what `mpmd plan what --svg FILE` writes.
+fn svg(name: &str, what: &str, case: &Value) -> String {
+    let file = temporary(&format!("{name}.svg"));
     let answer = ask(&[what, "--svg", file.to_str().unwrap()], &case.to_string());
     assert_eq!((answer.status, answer.stderr.as_str()), (Some(0), ""));
     assert!(answer.stdout.starts_with('{'), "the answer is there too: {}", answer.stdout);
@@ -393,7 +393,7 @@ fn svg_documents_are_well_formed_and_show_every_device() {
             assert!(texts.contains(&holder.to_string()), "no device {holder} in {texts:?}");
         }
     };
-    let document = svg("reshard", &example());
+    let document = svg("example", "reshard", &example());
     chips(&document, 0..8);
     assert!(texts(&document).iter().any(|text| text == "process 0 to 2, network"), "{document}");
 
@@ -409,10 +409,17 @@ fn svg_documents_are_well_formed_and_show_every_device() {
         (json!([]), json!([])),
         (json!(["c"]), json!([0, 3])),
     ] {
-        chips(&svg("layout", &layout(spec, shape)), 0..32);
+        chips(&svg("layout", "layout", &layout(spec, shape)), 0..32);
     }
     let chunks = json!({"shape": [5, 2], "dim": 0, "placements": [3, 1, 0, 2]});
-    chips(&svg("chunk", &chunks), 0..4);
+    chips(&svg("chunk", "chunk", &chunks), 0..4);
+}
+
+/// To draw it anew: `mpmd plan reshard docs/reshard.json --svg docs/reshard.svg`.
+#[test]
+fn the_picture_of_the_readme_is_what_is_drawn() {
+    let case = serde_json::from_str(include_str!("../../docs/reshard.json")).unwrap();
+    assert_eq!(svg("picture", "reshard", &case), include_str!("../../docs/reshard.svg"));
 }
 
 #[test]

@@ -146,7 +146,7 @@ fn boxes(holding: &Holding, grid: &Grid) -> Option<Vec<String>> {
         lines.push(head);
     }
     for (y, line) in canvas.into_iter().enumerate() {
-        let cut = (grid.has_rows && y % 2 == 0).then(|| grid.rows[y / 2].to_string()).unwrap_or_default();
+        let cut = if grid.has_rows && y % 2 == 0 { grid.rows[y / 2].to_string() } else { String::new() };
         let line: String = line.into_iter().collect();
         lines.push(format!("{cut:>width$} {line}", width = margin - 1));
     }

@@ -114,8 +114,8 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<ExitCode> {
     if let Some(file) = svg {
         draw_into(file, &answers)?;
     }
-    let text = |answer: &Box<dyn Answer>| if input.pretty { answer.pretty() } else { answer.json() };
-    let texts: Vec<String> = answers.iter().map(text).collect();
+    let text = |answer: &dyn Answer| if input.pretty { answer.pretty() } else { answer.json() };
+    let texts: Vec<String> = answers.iter().map(|answer| text(answer.as_ref())).collect();
     let text = match (value.is_array(), input.pretty) {
         (false, _) => texts.concat(),
         (true, false) if texts.is_empty() => "[]".to_owned(),

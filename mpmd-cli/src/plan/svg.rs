@@ -45,10 +45,10 @@ struct Page {
 
 /// One holding.
 pub(super) fn one(holding: &Holding) -> String {
-    let mut page = Page::new(panel_width(holding) + 2.0 * MARGIN);
+    let width = panel_width(holding).max(WIDTH - 2.0 * MARGIN);
+    let mut page = Page::new(width + 2.0 * MARGIN);
     page.line(&holding.title, "t", 600);
-    let bottom = page.panel(holding, MARGIN, page.bottom + 8.0, WIDTH - 2.0 * MARGIN, &|_| 0);
-    page.bottom = bottom;
+    page.bottom = page.panel(holding, MARGIN, page.bottom + 8.0, width, &|_| 0);
     page.finish()
 }
 
@@ -65,8 +65,8 @@ pub(super) fn reshard(found: &Found) -> String {
     let process = |device: u32| found.job.place(mpmd_core::topology::DeviceId(device));
     let left_bottom = page.panel(&found.src, MARGIN, top, widths[0], &process);
     let right_bottom = page.panel(&found.dst, right, top, widths[1], &process);
-    let (arrow, middle) =
-        (MARGIN + widths[0] + 16.0, top + 20.0 + left_bottom.min(right_bottom) / 2.0 - top / 2.0);
+    // Between the panels, halfway down the shorter one.
+    let (arrow, middle) = (MARGIN + widths[0] + 16.0, (top + 20.0 + left_bottom.min(right_bottom)) / 2.0);
     let _ = writeln!(
         page.body,
         r#"<path class="arrow" d="M{arrow:.1} {middle:.1}h{:.1}m-7 -5l7 5l-7 5"/>"#,
