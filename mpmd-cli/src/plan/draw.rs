@@ -6,6 +6,9 @@ use super::holding::{Grid, Holding, numbers};
 const WIDEST: usize = 100;
 const HIGHEST: usize = 65;
 
+/// The longest title; those of thousands of devices are cut.
+const LONGEST_TITLE: usize = 2 * WIDEST;
+
 /// Rows of a table before the rest is only counted.
 const MOST_ROWS: usize = 64;
 
@@ -17,7 +20,7 @@ const NARROWEST: usize = 5;
 
 /// Who holds which region.
 pub(super) fn holding(holding: &Holding) -> String {
-    let mut lines = vec![holding.title.clone(), String::new()];
+    let mut lines = vec![title(holding), String::new()];
     lines.extend(body(holding));
     lines.join("\n")
 }
@@ -32,7 +35,7 @@ pub(super) fn beside(left: &Holding, right: &Holding) -> String {
     if !drawn || start + width(&right_lines) > WIDEST {
         return format!("{}\n\n{}", holding(left), holding(right));
     }
-    let mut lines = vec![left.title.clone(), right.title.clone(), String::new()];
+    let mut lines = vec![title(left), title(right), String::new()];
     for i in 0..left_lines.len().max(right_lines.len()) {
         let [left, right] = [&left_lines, &right_lines].map(|lines| lines.get(i).map_or("", String::as_str));
         let pad = start - left.chars().count();
@@ -67,6 +70,13 @@ pub(super) fn long_table(mut rows: Vec<Vec<String>>, numeric: &[usize]) -> Vec<S
         lines.push(format!("and {more} more"));
     }
     lines
+}
+
+fn title(holding: &Holding) -> String {
+    match holding.title.char_indices().nth(LONGEST_TITLE) {
+        Some((end, _)) => format!("{}…", &holding.title[..end]),
+        None => holding.title.clone(),
+    }
 }
 
 fn body(holding: &Holding) -> Vec<String> {
