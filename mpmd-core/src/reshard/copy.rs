@@ -6,6 +6,7 @@
 
 use std::ops::Range;
 
+use crate::backend::cpu::stream::{SHORTEST_RUN, STREAM_BYTES, Stream};
 use crate::region::Region;
 
 /// Copies the elements of `piece` from a buffer that holds `src_region` to one that holds `dst_region`.
@@ -32,6 +33,10 @@ pub fn copy_region(
         4 => loops.each(|s, d| fixed::<4>(src, dst, s, d)),
         8 => loops.each(|s, d| fixed::<8>(src, dst, s, d)),
         16 => loops.each(|s, d| fixed::<16>(src, dst, s, d)),
+        run if run >= SHORTEST_RUN && piece.elements() * item_bytes >= STREAM_BYTES => {
+            let mut stream = Stream::new();
+            loops.each(|s, d| stream.copy(&mut dst[d..d + run], &src[s..s + run]));
+        }
         run => loops.each(|s, d| dst[d..d + run].copy_from_slice(&src[s..s + run])),
     }
 }
@@ -269,6 +274,19 @@ mod tests {
         assert_eq!(contiguous_bytes(&whole, &region([(3, 4), (2, 5)]), 4), Some(40..52));
         assert_eq!(contiguous_bytes(&whole, &region([(3, 5), (0, 4)]), 4), None);
         assert_eq!(contiguous_bytes(&whole, &region([(0, 2), (0, 8)]), 4), None, "not within");
+    }
+
+    #[test]
+    fn pieces_too_large_for_the_caches_are_copied_all_the_same() {
+        // Columns of an odd width, so that runs begin anywhere.
+        let (from, to) = (region([(0, 3000), (0, 1001)]), region([(0, 3000), (100, 1001)]));
+        let src: Vec<u8> = (0..from.elements()).map(|i| (i % 251) as u8).collect();
+        let mut found = vec![255; to.elements()];
+        assert!(to.elements() > STREAM_BYTES);
+        copy_region(&src, &from, &mut found, &to, &to, 1);
+        for (row, found) in found.chunks(901).enumerate() {
+            assert_eq!(found, &src[row * 1001 + 100..(row + 1) * 1001], "row {row}");
+        }
     }
 
     #[test]

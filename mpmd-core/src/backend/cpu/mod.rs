@@ -1,3 +1,4 @@
 //! The CPU back end.
 
 pub mod matmul;
+pub(crate) mod stream;

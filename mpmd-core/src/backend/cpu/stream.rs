@@ -1,0 +1,115 @@
+//! Copies that go past the caches.
+//!
+//! An ordinary store first reads the line that it writes; over gigabytes that is half as much again on a
+//! memory bus that is the limit. The processor's streaming stores don't. They pay only where what is
+//! written is larger than the caches would keep anyway.
+
+/// Copies of at least this many bytes in all are better made past the caches: more than the part of the
+/// second-level cache that survives until somebody reads it.
+pub(crate) const STREAM_BYTES: usize = 2 << 20;
+
+/// Runs shorter than this gain nothing: their ends are copied in the ordinary way.
+pub(crate) const SHORTEST_RUN: usize = 256;
+
+/// A series of copies past the caches. What they have written is in order for other threads when this is
+/// dropped, and not before.
+#[derive(Debug)]
+pub(crate) struct Stream(());
+
+impl Stream {
+    /// Begins a series.
+    pub(crate) fn new() -> Self {
+        Self(())
+    }
+
+    /// Copies `src` to `dst`.
+    ///
+    /// # Panics
+    ///
+    /// Where their lengths differ.
+    #[inline]
+    pub(crate) fn copy(&mut self, dst: &mut [u8], src: &[u8]) {
+        assert_eq!(dst.len(), src.len(), "a copy has two sides of one length");
+        #[cfg(target_arch = "x86_64")]
+        x86::copy(dst, src);
+        #[cfg(not(target_arch = "x86_64"))]
+        dst.copy_from_slice(src);
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        #[cfg(target_arch = "x86_64")]
+        x86::fence();
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
+
+    /// What a store writes: its address is a multiple of it.
+    const LANE: usize = size_of::<__m128i>();
+
+    /// Lanes of a cache line, which are stored one after the other so that it leaves as a whole.
+    const LANES: usize = 4;
+
+    pub(super) fn copy(dst: &mut [u8], src: &[u8]) {
+        let head = dst.as_ptr().align_offset(LANE * LANES).min(dst.len());
+        let (first, dst) = dst.split_at_mut(head);
+        let (begin, src) = src.split_at(head);
+        first.copy_from_slice(begin);
+        let whole = dst.len() / (LANE * LANES) * (LANE * LANES);
+        let (dst, last) = dst.split_at_mut(whole);
+        let (src, end) = src.split_at(whole);
+        last.copy_from_slice(end);
+        for (to, from) in dst.chunks_exact_mut(LANE * LANES).zip(src.chunks_exact(LANE * LANES)) {
+            let (to, from) = (to.as_mut_ptr().cast::<__m128i>(), from.as_ptr().cast::<__m128i>());
+            // SAFETY: both chunks are LANES lanes long, so that every lane of the loads and stores lies in
+            // them; the loads take any address, and `to` is a multiple of a lane's size, because `head`
+            // bytes were left out for that and a chunk is a whole number of lanes. The borrows keep others
+            // from the memory. SSE2 is part of every x86_64.
+            unsafe {
+                let a = _mm_loadu_si128(from);
+                let b = _mm_loadu_si128(from.add(1));
+                let c = _mm_loadu_si128(from.add(2));
+                let d = _mm_loadu_si128(from.add(3));
+                _mm_stream_si128(to, a);
+                _mm_stream_si128(to.add(1), b);
+                _mm_stream_si128(to.add(2), c);
+                _mm_stream_si128(to.add(3), d);
+            }
+        }
+    }
+
+    pub(super) fn fence() {
+        // SAFETY: SSE is part of every x86_64, and a fence touches no memory.
+        unsafe { _mm_sfence() };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_byte_arrives_at_any_offset_and_length() {
+        let src: Vec<u8> = (0..700).map(|i| (i * 7 % 251) as u8).collect();
+        for offset in 0..70 {
+            for length in [0, 1, 15, 16, 63, 64, 65, 127, 128, 400, 500] {
+                let mut dst = vec![0xee; 700];
+                let mut stream = Stream::new();
+                stream.copy(&mut dst[offset..offset + length], &src[3..3 + length]);
+                drop(stream);
+                assert_eq!(dst[offset..offset + length], src[3..3 + length]);
+                assert!(dst[..offset].iter().chain(&dst[offset + length..]).all(|byte| *byte == 0xee));
+            }
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "one length")]
+    fn sides_of_different_lengths_are_the_callers_bug() {
+        Stream::new().copy(&mut [0; 3], &[0; 4]);
+    }
+}
