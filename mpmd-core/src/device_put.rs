@@ -408,7 +408,7 @@ fn check_partial_sums(
     let from = from.map_or_else(|| "uncommitted values".to_owned(), ToString::to_string);
     let leaf = if path.is_empty() { String::new() } else { format!("{path:?}: ") };
     Err(IssueProblem::Signature(format!(
-        "{leaf}partial sums are not yet made, moved or added up by device_put: from {from} to {to}"
+        "{leaf}partial sums are not yet made, moved or added up: from {from} to {to}"
     )))
 }
 

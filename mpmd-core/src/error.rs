@@ -11,7 +11,9 @@ use mpmd_transport::{Failure, FailureKind};
 use crate::aval::AvalError;
 use crate::kernel::ViewError;
 use crate::launch::LaunchError;
+use crate::reshard::ReshardError;
 use crate::sharding::ShardingError;
+use crate::sharding::rules::RulesError;
 use crate::topology::MeshError;
 use crate::tree::TreeError;
 
@@ -62,6 +64,12 @@ pub enum Error {
     /// A sharding that does not fit.
     #[error(transparent)]
     Sharding(#[from] ShardingError),
+    /// Sharding rules that are wrong, or give these leaves no shardings.
+    #[error(transparent)]
+    Rules(#[from] RulesError),
+    /// Layouts between which there is no plan.
+    #[error(transparent)]
+    Reshard(#[from] ReshardError),
     /// Trees that do not fit each other.
     #[error(transparent)]
     Tree(#[from] TreeError),
@@ -175,8 +183,7 @@ pub enum IssueProblem {
     },
     /// An input that a kernel takes only where it says so: in host memory, or partial sums.
     #[error(
-        "{}is sharded {found}: {what}, which a kernel takes only where `.inputs(…)` declares exactly that \
-         sharding",
+        "{}is sharded {found}; a kernel takes {what} only where `.inputs(…)` declares exactly that sharding",
         leaf(.path)
     )]
     InputUndeclared {

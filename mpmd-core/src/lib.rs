@@ -44,7 +44,7 @@ pub mod prelude {
     pub use crate::array::MpmdArray;
     pub use crate::aval::{HostArray, ShapedArray, f32s, f64s, i32s, u8s};
     pub use crate::error::{Error, Result};
-    pub use crate::kernel::{Context, Kernel, Signature, View, ViewMut};
+    pub use crate::kernel::{Context, Kernel, Reduce, Signature, View, ViewMut};
     pub use crate::program::Program;
     pub use crate::region::Region;
     pub use crate::reshard_tree::ReshardOptions;

@@ -88,8 +88,8 @@ impl Sections {
                 let starts: Vec<usize> = std::iter::once(0).chain(starts.iter().copied()).collect();
                 if !starts.is_sorted_by(|a, b| a < b) || starts.iter().any(|start| *start >= size) {
                     return Err(format!(
-                        "axis `{axis}` of {mesh} cannot be cut at {:?}: the places ascend strictly, above 0 and \
-                         below {size}",
+                        "axis `{axis}` of {mesh} cannot be cut at {:?}: the places ascend strictly, above 0 \
+                         and below {size}",
                         &starts[1..]
                     ));
                 }
@@ -115,9 +115,9 @@ impl Program {
     /// # Errors
     ///
     /// Where an array is uncommitted, donated, sharded otherwise than by a spec or over another mesh than
-    /// the first, or is donated twice by this call; where the mesh has no such axis; and where the axis
-    /// cannot be cut so: a number of parts that does not divide it, 0 among them, and places that do not
-    /// ascend strictly within it. The same on every process, and nothing is donated.
+    /// the first, unreduced over the axis, or is donated twice by this call; where the mesh has no such
+    /// axis; and where the axis cannot be cut so: a number of parts that does not divide it, 0 among them,
+    /// and places that do not ascend strictly within it. The same on every process, and nothing is donated.
     #[track_caller]
     pub fn split_by_mesh_axis<T: Tree<Leaf = MpmdArray>>(
         &mut self,
@@ -167,10 +167,10 @@ impl Program {
     /// # Errors
     ///
     /// Where there is no tree; where the trees have different structures; where an array is uncommitted,
-    /// donated, sharded otherwise than by a spec or over another mesh than the rest of its tree, or is
-    /// donated twice by this call; where the meshes have other axes or sizes or share a device; and where
-    /// arrays at one place differ in spec, memory kind, dtype, or in shape other than by the axis. The
-    /// same on every process, and nothing is donated.
+    /// donated, sharded otherwise than by a spec or over another mesh than the rest of its tree, unreduced
+    /// over the axis, or is donated twice by this call; where the meshes have other axes or sizes or share a
+    /// device; and where arrays at one place differ in spec, unreduced axes, memory kind, dtype, or in
+    /// shape other than by the axis. The same on every process, and nothing is donated.
     #[track_caller]
     pub fn concatenate_by_mesh_axis<T: Tree<Leaf = MpmdArray>>(
         &mut self,
@@ -326,7 +326,7 @@ pub(crate) struct Relabelled {
 }
 
 impl Relabelled {
-    /// An array of the same spec and memory kind over another mesh of the same axes.
+    /// An array of the same spec, unreduced axes and memory kind over another mesh of the same axes.
     pub(crate) fn over(
         path: &str,
         aval: ShapedArray,
@@ -335,8 +335,10 @@ impl Relabelled {
         sources: Range<usize>,
     ) -> std::result::Result<Self, IssueProblem> {
         let spec = sharding.spec().cloned().unwrap_or_default();
-        let sharding = Sharding::named(mesh, spec, sharding.memory_kind());
         let wrong = |why| IssueProblem::Sharding { path: path.to_owned(), why };
+        let sums: Vec<&str> = sharding.unreduced_axes().iter().map(String::as_str).collect();
+        let named = Sharding::named(mesh, spec, sharding.memory_kind());
+        let sharding = named.unreduced(&sums).map_err(wrong)?;
         let layout = sharding.layout(aval.shape()).map_err(wrong)?;
         Ok(Self { aval, sharding, layout, sources })
     }
@@ -356,6 +358,7 @@ fn part_of(
         .mesh()
         .ok_or_else(|| split(format!("{sharding} is not over the axes of a mesh")))
         .and_then(|mesh| Ok((mesh, mesh.axis_size(axis).map_err(|error| split(error.to_string()))?)))?;
+    refuse_unreduced(path, sharding, axis)?;
     let mut shape = array.shape().to_vec();
     if let Some(dim) = divided_dim(sharding, axis) {
         // Divisible: the axis divides the dimension.
@@ -376,6 +379,7 @@ fn whole_of(
     let (first_path, first) = &parts[0];
     let split = |path: &str, why: String| IssueProblem::Split(format!("{}{why}", leaf(path)));
     let sharding = first.sharding().ok_or_else(|| split(first_path, "is uncommitted".to_owned()))?;
+    refuse_unreduced(first_path, sharding, axis)?;
     let dim = divided_dim(sharding, axis);
     let per_index = |array: &MpmdArray| {
         let mut shape = array.shape().to_vec();
@@ -387,7 +391,10 @@ fn whole_of(
     };
     for (path, part) in &parts[1..] {
         let found = part.sharding().ok_or_else(|| split(path, "is uncommitted".to_owned()))?;
-        if found.spec() != sharding.spec() || found.memory_kind() != sharding.memory_kind() {
+        let form = |sharding: &Sharding| {
+            (sharding.spec().cloned(), sharding.unreduced_axes().to_vec(), sharding.memory_kind())
+        };
+        if form(found) != form(sharding) {
             return Err(split(path, format!("is sharded {found}, but {first_path:?} is sharded {sharding}")));
         }
         if part.dtype() != first.dtype() || per_index(part) != per_index(first) {
@@ -408,6 +415,15 @@ fn whole_of(
     let aval = ShapedArray::try_new(&shape, first.dtype());
     let aval = aval.map_err(|error| split(first_path, error.to_string()))?;
     Relabelled::over(first_path, aval, sharding, mesh.clone(), source..source + parts.len())
+}
+
+/// Refuses an array whose values are sums over the axis: its parts are no values.
+fn refuse_unreduced(path: &str, sharding: &Sharding, axis: &str) -> std::result::Result<(), IssueProblem> {
+    if !sharding.unreduced_axes().iter().any(|name| name == axis) {
+        return Ok(());
+    }
+    let why = format!("{}holds partial sums over axis `{axis}`: {sharding}", leaf(path));
+    Err(IssueProblem::Split(why))
 }
 
 /// The dimension that is divided over an axis.

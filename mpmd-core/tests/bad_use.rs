@@ -9,7 +9,7 @@ use std::sync::Mutex;
 use common::watchdog;
 use kernels::{fun, like_first};
 use mpmd_core::prelude::*;
-use mpmd_core::sharding::Sharding;
+use mpmd_core::sharding::{MemoryKind, Sharding};
 use mpmd_core::topology::{DeviceId, Mesh};
 use mpmd_core::{Error, FailureKind, ProcessId, PutOptions, Simulation, simulate};
 
@@ -43,6 +43,7 @@ fn assert_contains(texts: &[String], expected: &[&str]) {
     }
 }
 
+#[track_caller]
 fn ones(p: &mut Program, shape: &[usize], to: &Sharding) -> Result<MpmdArray> {
     p.make(f32s(shape), to, |_, mut view| Ok(view.fill(1.0f32)?))
 }
@@ -126,6 +127,100 @@ fn inputs_that_are_not_what_the_kernel_declares() {
         "missing output shardings",
         "missing mesh",
         "is not on the devices of the kernel's mesh",
+    ];
+    assert_contains(&texts, &expected);
+}
+
+#[test]
+fn shards_that_are_no_array() {
+    let _limit = watchdog(60);
+    let texts = on_two(|p| {
+        let devices = |devices: [u32; 2]| devices.map(DeviceId).to_vec();
+        let fill = |_: &Region, _: ViewMut<'_>| Ok(());
+        let diagonal = [(0, [(0, 2), (0, 2)]), (1, [(2, 4), (2, 4)])];
+        let shard = |(device, bounds): (u32, [(usize, usize); 2])| {
+            (DeviceId(device), bounds.into_iter().collect::<Region>())
+        };
+        let diagonal = Sharding::enumerated(diagonal.map(shard).to_vec())?;
+        let x = ones(p, &[4, 4], &Sharding::single_device(DeviceId(0)))?;
+        Ok(vec![
+            refused!(p, p.device_put(&x, Sharding::chunk(2, devices([0, 1]))?)),
+            refused!(p, p.device_put(&x, Sharding::chunk(0, devices([0, 7]))?)),
+            refused!(p, p.make(f32s([]), &Sharding::chunk(0, devices([0, 1]))?, fill)),
+            refused!(p, p.device_put(&x, &diagonal)),
+            refused!(p, p.make(f32s([4, 3]), &diagonal, fill)),
+            refused!(p, p.make(f32s([4]), &diagonal, fill)),
+        ])
+    });
+    let expected = [
+        "chunks of dimension 2: shape [4, 4] has dimensions -2 to 1",
+        "there is no device 7 in a job of 2 devices",
+        "chunks of dimension 0: shape [] has none",
+        "no device has [0..2, 2..4] of shape [4, 4]; there are 2 shards",
+        "device 1 has [2..4, 2..4], which is past the end of dimension 1 of shape [4, 3]",
+        "device 0 has [0..2, 0..2], but shape [4] has 1 dimensions",
+    ];
+    assert_contains(&texts, &expected);
+}
+
+#[test]
+fn partial_sums_and_host_memory_that_nobody_declared() {
+    let _limit = watchdog(60);
+    let texts = on_two(|p| {
+        let mesh = p.mesh(&[("x", 2), ("y", 1)])?;
+        let whole = mesh.replicated();
+        let sums = whole.unreduced(&["x"])?;
+        let host = whole.with_memory_kind(MemoryKind::Host);
+        let kernel = || fun("pick", like_first, |_, _, mut y| Ok(y[0].fill(0.0f32)?));
+        let x = ones(p, &[4], &whole)?;
+        let in_host = p.device_put(&x, &host)?;
+        let terms = p.jit(kernel()).on(&mesh).outputs(&sums).build()?.call(p, vec![x.clone()])?.remove(0);
+        let free = p.jit(kernel()).on(&mesh).outputs(&whole).build()?;
+        let declares_whole = p.jit(kernel()).on(&mesh).inputs(&whole).outputs(&whole).build()?;
+        let declares_sums = p.jit(kernel()).on(&mesh).inputs(&sums).outputs(&whole).build()?;
+        let declares_host = p.jit(kernel()).on(&mesh).inputs(&host).outputs(&whole).build()?;
+        let one_term = whole.unreduced(&["y"])?;
+        let in_place = |x: &[ShapedArray]| Ok(Signature::new(vec![x[0].clone()]).alias("0", "0"));
+        let update = p.jit(fun("update", in_place, |_, _, _| Ok(()))).on(&mesh).inputs(&host);
+        let update = update.outputs(&whole).build()?;
+        declares_sums.call(p, vec![terms.clone()])?[0].block_until_ready()?;
+        declares_host.call(p, vec![in_host.clone()])?[0].block_until_ready()?;
+        Ok(vec![
+            refused!(p, free.call(p, vec![x.clone(), terms.clone()])),
+            refused!(p, declares_whole.call(p, vec![terms.clone()])),
+            refused!(p, declares_sums.call(p, vec![x.clone()])),
+            refused!(p, free.call(p, vec![in_host.clone()])),
+            refused!(p, declares_whole.call(p, vec![in_host.clone()])),
+            refused!(p, declares_host.call(p, vec![x.clone()])),
+            refused!(p, update.call(p, vec![in_host.clone()])),
+            refused!(p, p.jit(kernel()).on(&mesh).outputs(&host).build()),
+            refused!(p, ones(p, &[4], &sums)),
+            refused!(p, ones(p, &[4], &one_term)),
+            refused!(p, p.device_put(&terms, &whole)),
+            refused!(p, p.device_put(&x, &sums)),
+            refused!(p, p.device_put(&(x.clone(), terms.clone()), &whole)),
+            refused!(p, p.device_put(&terms, sums.with_memory_kind(MemoryKind::Host))),
+            refused!(p, p.device_put(&MpmdArray::scalar(1.0f32), &sums)),
+        ])
+    });
+    let expected = [
+        "jit pick: \"1\": is sharded P() unreduced over {x} on {x:2, y:1} devices [0, 1]; a kernel takes partial \
+         sums only where `.inputs(…)` declares exactly that sharding",
+        "\"0\": is sharded P() unreduced over {x} on {x:2, y:1} devices [0, 1], but the kernel declares P() on",
+        "\"0\": is sharded P() on {x:2, y:1} devices [0, 1], but the kernel declares P() unreduced over {x} on",
+        "\"0\": is sharded P() on {x:2, y:1} devices [0, 1] in host memory; a kernel takes arrays in host memory only where",
+        "in host memory, but the kernel declares P() on {x:2, y:1} devices [0, 1]; jit never",
+        "but the kernel declares P() on {x:2, y:1} devices [0, 1] in host memory; jit never",
+        "cannot be input \"0\"",
+        "in host memory: a kernel writes the memory of its devices",
+        "make: P() unreduced over {x} on {x:2, y:1} devices [0, 1] is of partial sums, which only a kernel \
+         writes: make it as P() on",
+        "make: P() unreduced over {y} on",
+        "device_put: partial sums are not yet made, moved or added up: from P() unreduced over {x}",
+        "not yet made, moved or added up: from P() on",
+        "\"1\": partial sums are not yet",
+        "not yet",
+        "from uncommitted values to P() unreduced over {x}",
     ];
     assert_contains(&texts, &expected);
 }

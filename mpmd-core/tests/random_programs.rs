@@ -62,7 +62,8 @@ impl Random {
         &from[self.below(from.len())]
     }
 
-    /// A mesh of some of the devices in any order, and a sharding on it that fits the rows.
+    /// A sharding that fits the rows, on some of the devices in any order: on a mesh of them, or in chunks
+    /// or parts.
     fn sharding(&mut self, devices: usize, rows: usize) -> Sharding {
         let mut ids: Vec<u32> = (0..devices as u32).collect();
         for i in 0..ids.len() {
@@ -79,6 +80,11 @@ impl Random {
         if count == 1 && self.below(2) == 0 {
             return Sharding::single_device(mesh.devices()[0]);
         }
+        match self.below(8) {
+            0 => return Sharding::chunk(self.below(4) as isize - 2, mesh.devices().to_vec()).unwrap(),
+            1 => return self.parts(mesh.devices(), rows),
+            _ => {}
+        }
         loop {
             let mut entries = [SpecEntry::None, SpecEntry::None];
             for (axis, _) in &axes {
@@ -93,6 +99,23 @@ impl Random {
                 return sharding;
             }
         }
+    }
+
+    /// A part for each device, by cuts anywhere from side to side; some may be empty.
+    fn parts(&mut self, devices: &[DeviceId], rows: usize) -> Sharding {
+        let mut parts = vec![Region::full(&[rows, COLUMNS])];
+        while parts.len() < devices.len() {
+            let part = parts.swap_remove(self.below(parts.len()));
+            let dim = self.below(2);
+            let range = part.range(dim);
+            let middle = range.start + self.below(range.len() + 1);
+            for side in [range.start..middle, middle..range.end] {
+                let mut ranges: Vec<_> = part.ranges().collect();
+                ranges[dim] = side;
+                parts.push(Region::new(ranges));
+            }
+        }
+        Sharding::enumerated(devices.iter().copied().zip(parts).collect()).unwrap()
     }
 }
 
@@ -161,6 +184,10 @@ fn program(seed: u64, devices: usize) -> Vec<Step> {
                 // Its parts must still divide over the mesh: as much as each device has.
                 let layout = known.sharding.layout(&[known.rows, COLUMNS]).unwrap();
                 if !layout.regions().iter().all(|region| region.range(0).len().is_multiple_of(m)) {
+                    continue;
+                }
+                // Listed parts are those of one shape.
+                if known.sharding.layout(&[rows, COLUMNS]).is_err() {
                     continue;
                 }
                 (0..m).for_each(|_| arrays.push(Some(Known { rows, sharding: known.sharding.clone() })));

@@ -3,12 +3,15 @@
 #[path = "common/arrays.rs"]
 mod arrays;
 mod common;
+#[path = "common/kernels.rs"]
+mod kernels;
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use arrays::{check, part, values};
 use common::watchdog;
+use kernels::{fun, like_first};
 use mpmd_core::aval::DType;
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::{MemoryKind, Sharding, Spec};
@@ -311,6 +314,36 @@ fn what_cannot_be_cut_or_joined_is_refused_alike_everywhere_and_changes_nothing(
     });
     let said: Vec<Vec<String>> = results.into_iter().map(Result::unwrap).collect();
     assert_eq!(said[0], said[1]);
+}
+
+#[test]
+fn partial_sums_stay_what_they_are_and_are_not_cut_from_each_other() {
+    let _limit = watchdog(60);
+    for processes in PROCESSES {
+        let results = simulate(processes, 8, 9, |p| {
+            let mesh = grid(p)?;
+            let rows = mesh.sharding(spec!["x"]);
+            let sums = rows.unreduced(&["y"])?;
+            let ones = fun("ones", like_first, |_, _, mut y| Ok(y[0].fill(1.0f32)?));
+            let ones = p.jit(ones).on(&mesh).outputs(&sums).build()?;
+            let x = p.device_put(&MpmdArray::from_host(values(&[8, 6], DType::F32)), &rows)?;
+            let x = ones.call(p, vec![x])?.remove(0);
+            let error = refusal(p.split_by_mesh_axis(&x, "y", Sections::Each, keep()));
+            assert!(error.starts_with("holds partial sums over axis `y`"), "{error}");
+            let parts = p.split_by_mesh_axis(&x, "x", 2, keep())?;
+            for part in &parts {
+                assert_eq!(part.sharding().unwrap().unreduced_axes(), ["y"]);
+                assert_eq!(part.shape(), [4, 6]);
+                part.block_until_ready()?;
+            }
+            let error = refusal(p.concatenate_by_mesh_axis(&parts, "y", keep()));
+            assert!(error.starts_with("\"0\": holds partial sums over axis `y`"), "{error}");
+            let again = p.concatenate_by_mesh_axis(&parts, "x", keep())?;
+            assert_eq!(again.sharding(), Some(&sums));
+            again.block_until_ready().map(drop)
+        });
+        results.into_iter().for_each(Result::unwrap);
+    }
 }
 
 #[test]

@@ -91,11 +91,10 @@ impl<K: Kernel> DeviceCall<K> {
             }));
             drop(inputs);
             let why = match ran {
-                Ok(Ok(())) if context.not_called().is_empty() => return Ok(buffers),
-                Ok(Ok(())) => format!(
-                    "its signature declares {} more collectives than it calls",
-                    context.not_called().len()
-                ),
+                Ok(Ok(())) if context.not_called() == 0 => return Ok(buffers),
+                Ok(Ok(())) => {
+                    format!("its signature declares {} more collectives than it calls", context.not_called())
+                }
                 Ok(Err(Error::Failed(failure))) => return Err(failure),
                 Ok(Err(error)) => error.to_string(),
                 Err(panic) => panic_text(&*panic),
@@ -116,11 +115,7 @@ impl<K: Kernel> DeviceCall<K> {
             Err(failure) => {
                 runtime.remember(&failure);
                 // Whoever waits for this device in a collective must not wait for ever.
-                for index in context.not_called() {
-                    let group = &seat.place.groups[index];
-                    context.exchange().poison(op, index, device, group, &failure);
-                    context.exchange().decline(op, index, device, group);
-                }
+                context.abandon(&failure);
                 promises.into_iter().for_each(|promise| promise.keep(Err(failure.clone())));
             }
         }
@@ -224,7 +219,8 @@ fn run_kernel<K: Kernel>(
 }
 
 /// Runs a kernel on host values, without a job: on one device that sees everything. For tests and for
-/// debugging; collectives over the one device change nothing.
+/// debugging; collectives go among the one device, so a `permute` by a pair of two devices, or a `broadcast`
+/// from another than the first, is refused.
 ///
 /// # Errors
 ///

@@ -4,15 +4,17 @@ use std::collections::HashSet;
 use std::fmt;
 use std::sync::Arc;
 
+use mpmd_transport::ProcessId;
+
 use super::Jit;
 use crate::array::{MpmdArray, Repr};
 use crate::aval::ShapedArray;
 use crate::error::IssueProblem;
-use crate::kernel::{Kernel, Place, Seats, Shapes, ShardInfo};
+use crate::kernel::{Collective, Kernel, Place, Seats, Shapes, ShardInfo};
 use crate::region::Region;
-use crate::runtime::{Rolling, Runtime};
+use crate::runtime::{Group, MOST_COLLECTIVES, Rolling, Runtime};
 use crate::sharding::{Layout, MemoryKind, Sharding};
-use crate::topology::{DeviceId, Mesh};
+use crate::topology::{DeviceId, Mesh, MeshError, Topology};
 use crate::tree::{PrefixTree, Structure, Tree};
 
 type Problem<T> = Result<T, IssueProblem>;
@@ -153,9 +155,15 @@ impl CallPlan {
             outputs[o].alias = Some(i);
         }
         for collective in &signature.collectives {
-            jit.mesh.axis_size(&collective.axis).map_err(|error| {
-                IssueProblem::Signature(format!("the signature declares {collective}, but {error}"))
+            collective.check(&jit.mesh).map_err(|why| {
+                IssueProblem::Signature(format!("the signature declares {collective}, but {why}"))
             })?;
+        }
+        if signature.collectives.len() > MOST_COLLECTIVES {
+            return Err(IssueProblem::Signature(format!(
+                "the signature declares {} collectives; there can be {MOST_COLLECTIVES}",
+                signature.collectives.len()
+            )));
         }
 
         let mesh = Seats { mesh: jit.mesh.clone(), collectives: signature.collectives };
@@ -164,7 +172,9 @@ impl CallPlan {
             .devices()
             .iter()
             .filter_map(|device| Some((runtime.local_index(*device)?, *device)))
-            .map(|(local_index, device)| seat(local_index, device, &mesh, &leaves, &outputs))
+            .map(|(local_index, device)| {
+                seat(local_index, device, &mesh, &leaves, &outputs, &runtime.topology)
+            })
             .collect::<Problem<Vec<_>>>()?;
         let bytes = seats.iter().flat_map(|seat| &seat.outputs).map(|info| info.bytes() as u64).sum();
         let names = leaves.iter().map(|leaf| match leaf.sharding() {
@@ -270,7 +280,7 @@ fn unusual(sharding: &Sharding) -> Option<&'static str> {
     }
     match sharding.memory_kind() {
         MemoryKind::Device => None,
-        MemoryKind::Host => Some("in host memory"),
+        MemoryKind::Host => Some("arrays in host memory"),
     }
 }
 
@@ -306,11 +316,12 @@ fn seat(
     mesh: &Seats,
     leaves: &[&MpmdArray],
     outputs: &[OutputPlan],
+    topology: &Topology,
 ) -> Problem<Seat> {
     let groups = mesh
         .collectives
         .iter()
-        .map(|collective| mesh.mesh.group_of(device, &collective.axis))
+        .map(|collective| group(device, &mesh.mesh, collective, topology))
         .collect::<Result<Vec<_>, _>>()
         .map_err(|error| IssueProblem::Signature(error.to_string()))?;
     let part = |aval: &ShapedArray, layout: Option<&Layout>| {
@@ -327,6 +338,22 @@ fn seat(
         inputs: inputs.collect(),
         outputs: outputs.iter().map(|output| part(&output.aval, Some(&output.layout))).collect(),
     })
+}
+
+/// The devices that a collective spans, seen from one of them.
+fn group(
+    device: DeviceId,
+    mesh: &Mesh,
+    collective: &Collective,
+    topology: &Topology,
+) -> Result<Group, MeshError> {
+    let devices = mesh.group_of(device, &collective.axis)?;
+    // The mesh's devices were checked to be of this topology.
+    let processes: Vec<ProcessId> =
+        devices.iter().filter_map(|device| topology.process_of(*device)).collect();
+    let rank = devices.iter().position(|other| *other == device).unwrap_or_default();
+    let rounds = collective.rounds(&processes);
+    Ok(Group { devices, processes, rank, rounds })
 }
 
 fn find(paths: &[String], path: &str, what: &str) -> Problem<usize> {

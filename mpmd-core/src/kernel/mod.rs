@@ -4,12 +4,16 @@
 //! will produce; [`Kernel::run`] then sees, on each device of its mesh, that device's regions. Kernels
 //! are values without mutable state; [`jit`](crate::Program::jit) binds one to a mesh.
 
+mod collectives;
 mod context;
+mod reduce;
 mod signature;
 mod view;
 
+pub use collectives::TWO_ROUNDS_FROM_BYTES;
 pub use context::Context;
 pub(crate) use context::{Place, Seats};
+pub use reduce::{Reduce, Reducible};
 pub use signature::{Collective, CollectiveKind, Signature};
 pub(crate) use view::ShardInfo;
 pub use view::{View, ViewError, ViewMut};

@@ -5,10 +5,10 @@ use crate::sharding::{Sharding, Spec, SpecEntry};
 use crate::topology::Mesh;
 
 /// What follows an axis' name in the name of the axis over which the intermediate is replicated.
-const REPLICA: &str = "_intermediate_replica";
+pub(super) const REPLICA: &str = "_intermediate_replica";
 
 /// What follows an axis' name in the name of the axis over which the intermediate is still divided.
-const SPLIT: &str = "_intermediate_split";
+pub(super) const SPLIT: &str = "_intermediate_split";
 
 /// A sharding on the source's devices that lies between a source and a target.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -29,8 +29,8 @@ pub enum NoIntermediate {
     /// to where they belong.
     #[error("no intermediate sharding is needed")]
     NotNeeded,
-    /// One of the two is not a sharding over a mesh by a spec.
-    #[error("source and target must both be shardings over a mesh by a spec")]
+    /// One of the two is not a sharding over a mesh by a spec, or is one of partial sums.
+    #[error("source and target must both be shardings of whole values over a mesh by a spec")]
     NotNamed,
     /// The specs have different lengths, and not exactly one of them is empty.
     #[error("the specs of source and target have different lengths")]
@@ -68,11 +68,11 @@ impl NoIntermediate {
 
 /// The sharding between `src` and `dst`, by the rule of pathways-utils 0.1.13.
 ///
-/// With `s` and `d` the numbers of parts of each dimension, in this order: both must be over meshes;
-/// where exactly one spec is empty it counts as undivided in every dimension of the other, and then
-/// their lengths must be equal; `max(s)` must be a multiple of `max(d)`; `prod(s)` must be larger than
-/// `prod(d)` and a multiple of it; and no `s[i]`, `d[i]` may have a common factor. Then every dimension
-/// with `s[i] > d[i]` that is divided over a single axis has that axis cut: into
+/// With `s` and `d` the numbers of parts of each dimension, in this order: both must be over meshes,
+/// without unreduced axes; where exactly one spec is empty it counts as undivided in every dimension of the
+/// other, and then their lengths must be equal; `max(s)` must be a multiple of `max(d)`; `prod(s)` must be
+/// larger than `prod(d)` and a multiple of it; and no `s[i]`, `d[i]` may have a common factor. Then every
+/// dimension with `s[i] > d[i]` that is divided over a single axis has that axis cut: into
 /// `<axis>_intermediate_replica` of `s[i] / d[i]`, first in the mesh, and `<axis>_intermediate_split` of
 /// `d[i]` in the axis' old place. The devices keep their row-major order, so that the step to it moves
 /// data: it is no relabelling.
@@ -80,6 +80,7 @@ impl NoIntermediate {
 /// The conditions leave `d[i] = 1` for every cut axis: the source is gathered along it. Where that is
 /// not so the original fails by accident, while here it is [`NoIntermediate::NoSplitCandidate`], as is
 /// a spec that names an axis twice or one that its mesh does not have.
+/// [`best_intermediate`](super::best_intermediate) finds intermediates that stay divided.
 ///
 /// # Errors
 ///
@@ -89,6 +90,9 @@ pub fn find_intermediate_sharding(src: &Sharding, dst: &Sharding) -> Result<Inte
     let (Some(dst_mesh), Some(dst_spec)) = (dst.mesh(), dst.spec()) else {
         return Err(NoIntermediate::NotNamed);
     };
+    if [src, dst].iter().any(|sharding| !sharding.unreduced_axes().is_empty()) {
+        return Err(NoIntermediate::NotNamed);
+    }
     let (mut entries, mut dst_entries) = (src_spec.entries().to_vec(), dst_spec.entries().to_vec());
     if entries.is_empty() != dst_entries.is_empty() {
         let length = entries.len().max(dst_entries.len());
@@ -128,21 +132,16 @@ pub fn find_intermediate_sharding(src: &Sharding, dst: &Sharding) -> Result<Inte
 }
 
 /// An axis that is cut into replicas and what stays of it.
-pub(super) struct Cut {
-    pub(super) axis: String,
+struct Cut {
+    axis: String,
     /// The axis' size.
-    pub(super) parts: usize,
+    parts: usize,
     /// What stays of it.
-    pub(super) split: usize,
+    split: usize,
 }
 
 /// The sharding in which those axes of `src` are cut; `None` where nothing is, or it cannot be.
-pub(super) fn cut_axes(
-    src: &Sharding,
-    mesh: &Mesh,
-    entries: &[SpecEntry],
-    cuts: &[Cut],
-) -> Option<Intermediate> {
+fn cut_axes(src: &Sharding, mesh: &Mesh, entries: &[SpecEntry], cuts: &[Cut]) -> Option<Intermediate> {
     let cut = |axis: &String| cuts.iter().find(|cut| cut.axis == *axis);
     let (mut replicas, mut kept) = (Vec::new(), Vec::new());
     for (axis, size) in mesh.axis_names().iter().zip(mesh.shape()) {
@@ -328,12 +327,13 @@ mod tests {
     #[test]
     fn only_named_shardings_have_one_and_the_memory_kind_is_the_sources() {
         let (rows, single) = (on(&[("x", 8)], 0, spec!["x"]), Sharding::single_device(DeviceId(9)));
-        for (src, dst) in [(&rows, &single), (&single, &rows)] {
+        let sums = on(&[("x", 8), ("y", 2)], 0, spec!["x"]).unreduced(&["y"]).unwrap();
+        let target = on(&[("y", 2)], 100, spec![]);
+        for (src, dst) in [(&rows, &single), (&single, &rows), (&sums, &target)] {
             assert_eq!(find_intermediate_sharding(src, dst), Err(NoIntermediate::NotNamed));
         }
         let mesh = rows.mesh().unwrap().clone();
         let host = Sharding::named(mesh, spec!["x"], MemoryKind::Host);
-        let target = on(&[("y", 2)], 100, spec![]);
         let found = find_intermediate_sharding(&host, &target).unwrap();
         assert_eq!(found.sharding.memory_kind(), MemoryKind::Host);
         let back = Sharding::named(target.mesh().unwrap().clone(), spec![], MemoryKind::Host);

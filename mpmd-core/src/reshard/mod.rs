@@ -1,5 +1,6 @@
 //! Resharding: which piece of an array goes from which device to which, and the copying of one piece.
 
+mod best;
 mod copy;
 mod group;
 mod intermediate;
@@ -9,6 +10,7 @@ mod spread;
 mod tests;
 mod tiling;
 
+pub use best::{Detour, best_intermediate, estimate_ns};
 pub use copy::{contiguous_bytes, copy_region};
 pub use group::groups_by_devices;
 pub use intermediate::{Intermediate, NoIntermediate, find_intermediate_sharding};

@@ -1,58 +1,141 @@
 //! The messages of collectives: between devices, wherever they are.
 //!
-//! A device's contribution to a collective is a piece of the kernel's operation, numbered by the
-//! collective's index and the two devices. Between devices of one process it goes through a mailbox,
-//! between processes through the router.
+//! A collective is a few [rounds](Round); in each of them devices of a [`Group`] give bytes to others, by a
+//! [`Flow`] that all of them know. What a device gives is a piece of the kernel's operation, numbered by the
+//! collective's index, the round and the devices. Between devices of one process it goes through the
+//! mailbox, between processes through the router. Where several devices of a process get the same bytes
+//! they cross to it once: the first that wants them asks the router, the others find them in the mailbox.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
-use mpmd_transport::SharedBuffer;
 use mpmd_transport::router::{Failure, FailureKind};
-use parking_lot::Mutex;
+use mpmd_transport::{ProcessId, SharedBuffer};
 
-use super::slot::{Outcome, Promise, Slot};
+use super::mailbox::Key;
+use super::slot::{Outcome, Slot};
 use super::{OpGuard, Outgoing, Runtime, Waiter};
 use crate::topology::DeviceId;
 
 /// Set in the piece numbers of collectives, never in those of transfers.
 const COLLECTIVE: u64 = 1 << 63;
 
-/// Contributions between devices of this process that were posted or are waited for.
-#[derive(Default)]
-pub(crate) struct Mailbox(Mutex<HashMap<(u64, u64), Letter>>);
+/// What a piece number has for each device.
+const DEVICE_BITS: u32 = 22;
 
-/// A contribution: whoever comes first, poster or collector, makes the place for it.
-type Letter = (Option<Promise>, Slot);
+/// A collective has two rounds at most.
+const ROUND_BITS: u32 = 1;
 
-impl Mailbox {
-    fn post(&self, key: (u64, u64), outcome: Outcome) {
-        let promise = {
-            let mut mail = self.0.lock();
-            let entry = mail.entry(key).or_insert_with(fresh);
-            entry.0.take()
-        };
-        if let Some(promise) = promise {
-            promise.keep(outcome);
-        }
-    }
+/// A kernel has at most as many collectives as a piece number can tell apart.
+pub(crate) const MOST_COLLECTIVES: usize = 1 << (63 - ROUND_BITS - 2 * DEVICE_BITS);
 
-    fn slot(&self, key: (u64, u64)) -> Slot {
-        self.0.lock().entry(key).or_insert_with(fresh).1.clone()
-    }
+/// The devices that a collective spans, seen from one of them.
+#[derive(Debug)]
+pub(crate) struct Group {
+    /// In the axis' order.
+    pub(crate) devices: Vec<DeviceId>,
+    /// Their processes.
+    pub(crate) processes: Vec<ProcessId>,
+    /// The place among them of the one that sees it so.
+    pub(crate) rank: usize,
+    /// What goes where, round by round; none in a group of one.
+    pub(crate) rounds: Vec<Flow>,
+}
 
-    fn remove(&self, key: (u64, u64)) {
-        self.0.lock().remove(&key);
-    }
+/// What goes from which device to which in one round of a collective. Devices are ranks of the group.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Flow {
+    pub(crate) pattern: Pattern,
+    /// Whether a device gives the same bytes to all whom it gives to.
+    pub(crate) shared: bool,
+}
 
-    fn forget(&self, op: u64) {
-        self.0.lock().retain(|key, _| key.0 != op);
+/// Who gives to whom; nobody to itself.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Pattern {
+    /// Each device to each other.
+    Everyone,
+    /// This one to each other.
+    From(usize),
+    /// Each device to each other but this one.
+    ButTo(usize),
+    /// From the first to the second.
+    Pairs(Vec<(usize, usize)>),
+}
+
+impl Flow {
+    fn goes(&self, from: usize, to: usize) -> bool {
+        from != to
+            && match &self.pattern {
+                Pattern::Everyone => true,
+                Pattern::From(root) => from == *root,
+                Pattern::ButTo(root) => to != *root,
+                Pattern::Pairs(pairs) => pairs.contains(&(from, to)),
+            }
     }
 }
 
-fn fresh() -> Letter {
-    let (promise, slot) = Slot::new();
-    (Some(promise), slot)
+/// One round of one collective of a running kernel.
+pub(crate) struct Round<'a> {
+    pub(crate) op: u64,
+    /// The collective's place among those that the signature declares.
+    pub(crate) index: usize,
+    /// The round's place among those of the collective.
+    pub(crate) round: usize,
+    pub(crate) group: &'a Group,
+}
+
+/// A message that a round has for or from this device.
+struct Message {
+    key: Key,
+    /// The other device's rank; for shared bytes one of several.
+    rank: usize,
+    /// The other device's process.
+    process: ProcessId,
+    /// How many devices of the receiving process take it.
+    takers: usize,
+}
+
+impl Round<'_> {
+    /// What this device gives, one message for each that leaves it.
+    fn outgoing(&self) -> Vec<Message> {
+        let me = self.group.rank;
+        let mut messages: Vec<Message> = Vec::new();
+        for to in self.receivers(me) {
+            let process = self.group.processes[to];
+            let mut before = messages.iter_mut().filter(|_| self.flow().shared);
+            match before.find(|message| message.process == process) {
+                Some(message) => message.takers += 1,
+                None => messages.push(Message { key: self.key(me, to), rank: to, process, takers: 1 }),
+            }
+        }
+        messages
+    }
+
+    /// What this device gets, in the order of the givers.
+    fn incoming(&self) -> impl Iterator<Item = Message> {
+        let me = self.group.rank;
+        (0..self.group.devices.len()).filter(move |from| self.flow().goes(*from, me)).map(move |from| {
+            let here = |to: &usize| self.group.processes[*to] == self.group.processes[me];
+            let takers = if self.flow().shared { self.receivers(from).filter(here).count() } else { 1 };
+            Message { key: self.key(from, me), rank: from, process: self.group.processes[from], takers }
+        })
+    }
+
+    fn receivers(&self, from: usize) -> impl Iterator<Item = usize> {
+        (0..self.group.devices.len()).filter(move |to| self.flow().goes(from, *to))
+    }
+
+    fn flow(&self) -> &Flow {
+        &self.group.rounds[self.round]
+    }
+
+    /// What is for several devices bears its giver's number in place of theirs: nobody gives to itself.
+    fn key(&self, from: usize, to: usize) -> Key {
+        let to = if self.flow().shared { from } else { to };
+        let [from, to] = [from, to].map(|rank| u64::from(self.group.devices[rank].0));
+        let step = (self.index as u64) << ROUND_BITS | self.round as u64;
+        (self.op, COLLECTIVE | step << (2 * DEVICE_BITS) | from << DEVICE_BITS | to)
+    }
 }
 
 impl Runtime {
@@ -79,117 +162,172 @@ impl Exchange {
         Ok(buffer.freeze())
     }
 
-    /// Gives `buffer` to every other device of the group.
-    pub(crate) fn post(
-        &self,
-        op: u64,
-        index: usize,
-        me: DeviceId,
-        group: &[DeviceId],
-        buffer: &SharedBuffer,
-    ) {
-        for other in group.iter().filter(|other| **other != me) {
-            let key = (op, piece(index, me, *other));
-            let process = self.runtime.topology.process_of(*other);
-            if process == Some(self.runtime.me) {
-                self.runtime.mailbox.post(key, Ok(buffer.clone()));
-            } else if let Some(process) = process {
-                let outgoing = Outgoing { buffer: buffer.clone(), guard: self.guard.clone() };
+    /// Gives to every device that this one has something for: `bytes(rank)`. Never blocks.
+    pub(crate) fn give(&self, round: &Round<'_>, bytes: impl Fn(usize) -> SharedBuffer) {
+        for message in round.outgoing() {
+            let buffer = bytes(message.rank);
+            if message.process == self.runtime.me {
+                self.runtime.mailbox.post(message.key, message.takers, Ok(buffer));
+            } else {
+                let (size, outgoing) = (buffer.len() as u64, Outgoing { buffer, guard: self.guard.clone() });
                 // Announced: a kernel that calls with another length on another device must get an error.
                 self.runtime
-                    .with_router(|router| router.announce(process, key, buffer.len() as u64, outgoing));
+                    .with_router(|router| router.announce(message.process, message.key, size, outgoing));
             }
         }
     }
 
-    /// Tells every other device of the group that nothing comes from this one.
-    pub(crate) fn poison(
+    /// Tells every device that this one owes something that it will not come.
+    pub(crate) fn poison(&self, round: &Round<'_>, failure: &Arc<Failure>) {
+        for message in round.outgoing() {
+            if message.process == self.runtime.me {
+                self.runtime.mailbox.post(message.key, message.takers, Err(failure.clone()));
+            } else {
+                self.runtime.with_router(|router| router.poison(message.process, message.key, failure));
+            }
+        }
+    }
+
+    /// Has what the others give to this device in a round that it has left taken all the same, so that no
+    /// process waits to send it.
+    pub(crate) fn decline(&self, round: &Round<'_>) {
+        for message in round.incoming() {
+            if message.process == self.runtime.me {
+                // It waits for nobody; this device's share in it goes.
+                drop(self.runtime.mailbox.take(message.key, message.takers));
+            } else if message.takers == 1 {
+                let waiter = Waiter::Nobody(self.guard.clone());
+                self.runtime.with_router(|router| {
+                    router.decline(message.process, message.key, waiter, self.runtime.now());
+                });
+            } else if let Some(slot) = self.ask(round.op, &message, u64::MAX) {
+                // Other devices here may want it, or may not: until it has come the operation goes on.
+                let guard = self.guard.clone();
+                slot.on_end(move |_| drop(guard));
+            }
+        }
+    }
+
+    /// What each device has for this one, by rank, as far as there is something; blocks until all is here.
+    ///
+    /// `likely(rank)` bytes are expected; what comes may be longer or shorter.
+    pub(crate) fn take(
         &self,
-        op: u64,
-        index: usize,
-        me: DeviceId,
-        group: &[DeviceId],
-        failure: &Arc<Failure>,
-    ) {
-        for other in group.iter().filter(|other| **other != me) {
-            let key = (op, piece(index, me, *other));
-            let process = self.runtime.topology.process_of(*other);
-            if process == Some(self.runtime.me) {
-                self.runtime.mailbox.post(key, Err(failure.clone()));
-            } else if let Some(process) = process {
-                self.runtime.with_router(|router| router.poison(process, key, failure));
-            }
-        }
-    }
-
-    /// Takes what the other devices of the group give to a collective that this one will not call, so that
-    /// no process waits to send it.
-    pub(crate) fn decline(&self, op: u64, index: usize, me: DeviceId, group: &[DeviceId]) {
-        for other in group.iter().filter(|other| **other != me) {
-            // What comes from this process waits for nobody, and goes with the call.
-            if let Some(process) = self.runtime.topology.process_of(*other)
-                && process != self.runtime.me
-            {
-                let (key, waiter) = ((op, piece(index, *other, me)), Waiter::Nobody(self.guard.clone()));
-                self.runtime.with_router(|router| router.decline(process, key, waiter, self.runtime.now()));
-            }
-        }
-    }
-
-    /// What every device of the group contributed, in the group's order; blocks until all is here.
-    pub(crate) fn collect(
-        &self,
-        op: u64,
-        index: usize,
-        me: DeviceId,
-        group: &[DeviceId],
-        mine: &SharedBuffer,
-    ) -> Result<Vec<SharedBuffer>, Arc<Failure>> {
-        let slots: Vec<Slot> = group
-            .iter()
-            .map(|other| {
-                let key = (op, piece(index, *other, me));
-                let process = self.runtime.topology.process_of(*other).unwrap_or(self.runtime.me);
-                if *other == me {
-                    Slot::filled(mine.clone())
-                } else if process == self.runtime.me {
-                    self.runtime.mailbox.slot(key)
+        round: &Round<'_>,
+        likely: impl Fn(usize) -> usize,
+    ) -> Result<Vec<Option<SharedBuffer>>, Arc<Failure>> {
+        let slots: Vec<(usize, Slot)> = round
+            .incoming()
+            .map(|message| {
+                let slot = if message.process == self.runtime.me {
+                    self.runtime.mailbox.take(message.key, message.takers)
                 } else {
-                    let (promise, slot) = Slot::new();
-                    let waiter = Waiter::Bytes { promise, from: process, op };
-                    self.runtime.with_router(|router| {
-                        router.expect_any_size(process, key, mine.len() as u64, waiter, self.runtime.now());
-                    });
-                    slot
-                }
+                    self.want(round.op, &message, likely(message.rank) as u64)
+                };
+                (message.rank, slot)
             })
             .collect();
         // Ends: every wait is for a kernel of a lower place in some device's queue, for this very
-        // operation on another device, or for a peer that the router watches.
-        let parts: Vec<Outcome> =
-            slots.iter().map(|slot| slot.wait_until(None).expect("no deadline was set")).collect();
-        for other in group {
-            self.runtime.mailbox.remove((op, piece(index, *other, me)));
+        // operation on another device, or for a peer that the router watches. All are waited for before
+        // the first failure is told: what this device was to take, it has taken.
+        let outcomes: Vec<(usize, Outcome)> = slots
+            .into_iter()
+            .map(|(rank, slot)| (rank, slot.wait_until(None).expect("no deadline was set")))
+            .collect();
+        let mut parts = vec![None; round.group.devices.len()];
+        for (rank, outcome) in outcomes {
+            parts[rank] = Some(outcome?);
         }
-        let parts = parts.into_iter().collect::<Result<Vec<_>, _>>()?;
-        match parts.iter().find(|part| part.len() != mine.len()) {
-            None => Ok(parts),
-            Some(part) => Err(Arc::new(Failure::new(
-                FailureKind::Kernel,
-                self.runtime.me,
-                op,
-                format!(
-                    "collective {index} of operation {op}: device {me} gives {} bytes, another device of its group {}",
-                    mine.len(),
-                    part.len()
-                ),
-            ))),
+        Ok(parts)
+    }
+
+    /// The slot of a message from another process; it is expected from the router where nobody does yet.
+    fn want(&self, op: u64, message: &Message, likely: u64) -> Slot {
+        let (slot, promise) = if message.takers == 1 {
+            let (promise, slot) = Slot::new();
+            (slot, Some(promise))
+        } else {
+            self.runtime.mailbox.take_from_afar(message.key, message.takers)
+        };
+        if let Some(promise) = promise {
+            self.expect(op, message, likely, promise);
         }
+        slot
+    }
+
+    /// As [`want`](Self::want), for a device that has no use for it; `None` where somebody has asked.
+    fn ask(&self, op: u64, message: &Message, likely: u64) -> Option<Slot> {
+        let (slot, promise) = self.runtime.mailbox.take_from_afar(message.key, message.takers);
+        self.expect(op, message, likely, promise?);
+        Some(slot)
+    }
+
+    fn expect(&self, op: u64, message: &Message, likely: u64, promise: super::Promise) {
+        let waiter = Waiter::Bytes { promise, from: message.process, op };
+        self.runtime.with_router(|router| {
+            router.expect_any_size(message.process, message.key, likely, waiter, self.runtime.now());
+        });
     }
 }
 
-/// The piece that one device contributes to another in the collective with this index.
-fn piece(index: usize, from: DeviceId, to: DeviceId) -> u64 {
-    const DEVICE_BITS: u32 = 22;
-    COLLECTIVE | (index as u64) << (2 * DEVICE_BITS) | u64::from(from.0) << DEVICE_BITS | u64::from(to.0)
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    fn group(rank: usize, processes: &[u32], flow: Flow) -> Group {
+        let processes: Vec<ProcessId> = processes.iter().copied().map(ProcessId).collect();
+        let devices = (0..processes.len() as u32).map(DeviceId).collect();
+        Group { devices, processes, rank, rounds: vec![flow] }
+    }
+
+    /// What rank `rank` sends, as `(first taker, process, takers)`, and gets, as `(giver, takers)`.
+    fn messages(rank: usize, processes: &[u32], flow: &Flow) -> (Vec<[usize; 3]>, Vec<[usize; 2]>) {
+        let group = group(rank, processes, flow.clone());
+        let round = Round { op: 1, index: 0, round: 0, group: &group };
+        let outgoing = round.outgoing().iter().map(|m| [m.rank, m.process.index(), m.takers]).collect();
+        (outgoing, round.incoming().map(|m| [m.rank, m.takers]).collect())
+    }
+
+    #[test]
+    fn shared_bytes_cross_once_to_each_process_and_others_once_to_each_device() {
+        let shared = Flow { pattern: Pattern::Everyone, shared: true };
+        let (sends, gets) = messages(1, &[0, 0, 1, 1], &shared);
+        assert_eq!(sends, [[0, 0, 1], [2, 1, 2]]);
+        assert_eq!(gets, [[0, 1], [2, 2], [3, 2]]);
+        let own = Flow { pattern: Pattern::Everyone, shared: false };
+        let (sends, gets) = messages(1, &[0, 0, 1, 1], &own);
+        assert_eq!(sends, [[0, 0, 1], [2, 1, 1], [3, 1, 1]]);
+        assert_eq!(gets, [[0, 1], [2, 1], [3, 1]]);
+        let from = Flow { pattern: Pattern::From(2), shared: true };
+        assert_eq!(messages(2, &[0, 1, 2, 1, 1], &from), (vec![[0, 0, 1], [1, 1, 3]], vec![]));
+        assert_eq!(messages(3, &[0, 1, 2, 1, 1], &from), (vec![], vec![[2, 3]]));
+        let but = Flow { pattern: Pattern::ButTo(0), shared: true };
+        assert_eq!(messages(2, &[0, 0, 1], &but), (vec![[1, 0, 1]], vec![[0, 1], [1, 1]]));
+        assert_eq!(messages(0, &[0, 0, 1], &but).1, Vec::<[usize; 2]>::new());
+        let pairs = Flow { pattern: Pattern::Pairs(vec![(0, 1), (1, 1)]), shared: false };
+        assert_eq!(messages(1, &[0, 0, 1], &pairs), (vec![], vec![[0, 1]]));
+    }
+
+    #[test]
+    fn no_two_messages_of_an_operation_have_one_number() {
+        let mut seen = HashSet::new();
+        for index in [0, 1, MOST_COLLECTIVES - 1] {
+            for rank in 0..3 {
+                let mut group = group(rank, &[0, 1, 2], Flow { pattern: Pattern::Everyone, shared: false });
+                group.rounds.push(Flow { pattern: Pattern::Everyone, shared: true });
+                group.devices[2] = DeviceId((1 << DEVICE_BITS) - 1);
+                for round in 0..2 {
+                    let round = Round { op: 1, index, round, group: &group };
+                    let keys: HashSet<Key> = round.outgoing().iter().map(|message| message.key).collect();
+                    for key in keys {
+                        assert!(key.1 & COLLECTIVE != 0 && seen.insert(key), "{index} {rank}: {key:x?}");
+                    }
+                }
+            }
+        }
+        // Each to two others, in the second round to each process under one number.
+        assert_eq!(seen.len(), 3 * 3 * (2 + 1));
+    }
 }

@@ -14,6 +14,7 @@ mod driver;
 mod exchange;
 mod hash;
 mod in_flight;
+mod mailbox;
 mod memory;
 mod passage;
 mod slot;
@@ -31,10 +32,10 @@ use mpmd_transport::{Payload, Pool, ProcessId, SharedBuffer, Transport, router};
 use parking_lot::{Condvar, Mutex};
 
 use assembly::Assembly;
-pub(crate) use exchange::Exchange;
-use exchange::Mailbox;
+pub(crate) use exchange::{Exchange, Flow, Group, MOST_COLLECTIVES, Pattern, Round};
 pub(crate) use hash::Rolling;
 pub(crate) use in_flight::{InFlight, OpGuard};
+use mailbox::Mailbox;
 use memory::Holders;
 pub(crate) use passage::Passage;
 pub(crate) use slot::{Outcome, Promise, Slot, SlotUse};
@@ -83,7 +84,7 @@ pub(crate) struct Runtime {
     transport: Option<Arc<dyn Transport>>,
     movers: Crew,
     callbacks: Worker,
-    mailbox: Mailbox,
+    pub(crate) mailbox: Mailbox,
     holders: Mutex<Holders>,
     /// Operations whose bytes the transport still holds, by ticket.
     sending: Mutex<HashMap<u64, OpGuard>>,

@@ -4,11 +4,10 @@
 //! the blocks are divided. A stage's mesh has the axis [`MODEL_AXIS`]: where there is more than one device
 //! along it, the blocks' matrices are sharded and their branches' outputs all-reduced.
 
-use std::ops::Add;
 use std::sync::Arc;
 
-use mpmd_core::aval::{DType, Element, f64s};
-use mpmd_core::kernel::{Shapes, Views, ViewsMut};
+use mpmd_core::aval::{DType, f64s};
+use mpmd_core::kernel::{Reducible, Shapes, Views, ViewsMut};
 use mpmd_core::pipeline::{Declared, Loss, PlacedShape, Stage, StageSignature};
 use mpmd_core::prelude::*;
 use mpmd_core::tree::Empty;
@@ -23,9 +22,9 @@ use super::{BYTES, BlockShape, LeafShape};
 use crate::math::Real;
 
 /// A float that the stages compute in: `f32`, or `f64` to compare gradients with finite differences.
-pub trait Float: Real + Element + bytemuck::NoUninit + bytemuck::AnyBitPattern + Add<Output = Self> {}
+pub trait Float: Real + Reducible {}
 
-impl<T: Real + Element + bytemuck::NoUninit + bytemuck::AnyBitPattern + Add<Output = T>> Float for T {}
+impl<T: Real + Reducible> Float for T {}
 
 /// What goes into the pipeline.
 #[derive(Clone, Debug, Tree)]

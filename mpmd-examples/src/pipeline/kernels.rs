@@ -7,14 +7,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use mpmd_core::aval::Element;
+use mpmd_core::kernel::Reducible;
 use mpmd_core::prelude::*;
 
 use crate::math::{Real, matmul};
 use crate::mm::{self, StageShape};
 
 /// A type the pipeline job runs in: `f32` or `f64`.
-pub trait Number: Real + Element + bytemuck::Pod {}
+pub trait Number: Real + Reducible + bytemuck::Pod {}
 
 impl Number for f32 {}
 impl Number for f64 {}

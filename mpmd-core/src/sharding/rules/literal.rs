@@ -200,7 +200,8 @@ impl Reader<'_> {
         while let Some(c) = self.peek() {
             let in_exponent = !has_radix && self.text[start..self.at].ends_with(['e', 'E']);
             let goes_on = c.is_ascii_alphanumeric() || matches!(c, '_' | '.');
-            if !goes_on && !(in_exponent && matches!(c, '+' | '-')) {
+            let signs_exponent = in_exponent && matches!(c, '+' | '-');
+            if !goes_on && !signs_exponent {
                 break;
             }
             self.bump();

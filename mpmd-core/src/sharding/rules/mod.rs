@@ -98,15 +98,16 @@ pub fn infer(
     let matched = matched.collect::<Result<Vec<Option<usize>>, RulesError>>()?;
     let mut states: Vec<State> = leaves.iter().map(|(_, aval)| State::whole(aval.ndim())).collect();
     for (index, rule) in strategy.rules.iter().enumerate() {
-        for (op, apply) in &rule.ops {
+        for step in &rule.steps {
             for (((name, aval), state), matched) in leaves.iter().zip(&mut states).zip(&matched) {
                 if *matched != Some(index) {
                     continue;
                 }
                 let spec = state.spec();
-                let mut leaf = Placement { name, aval, mesh, logical: &strategy.logical, op, state };
-                if let Err(reason) = apply.apply(&mut leaf) {
-                    let (pattern, op) = (rule.pattern.clone(), op.clone());
+                let (logical, op) = (&strategy.logical, step.text.as_str());
+                let mut leaf = Placement { name, aval, mesh, logical, op, state };
+                if let Err(reason) = step.op.apply(&mut leaf) {
+                    let (pattern, op) = (rule.pattern.clone(), step.text.clone());
                     let (leaf, aval) = (name.clone(), aval.clone());
                     let failed = OpFailed { rule: index, pattern, op, leaf, aval, spec, reason };
                     return Err(RulesError::Op(Box::new(failed)));

@@ -56,8 +56,15 @@ pub(super) struct Rule {
     pub(super) pattern: String,
     /// Matches the whole text only.
     regex: Regex,
-    /// Each as written.
-    pub(super) ops: Vec<(String, Arc<dyn Op>)>,
+    pub(super) steps: Vec<Step>,
+}
+
+/// One op of a tactic.
+#[derive(Clone)]
+pub(super) struct Step {
+    /// As written.
+    pub(super) text: String,
+    pub(super) op: Arc<dyn Op>,
 }
 
 impl Registry {
@@ -139,8 +146,8 @@ impl Strategy {
         let patterns = patterns.collect::<Result<Vec<Regex>, RulesError>>()?;
         let rule = |(rule, ((pattern, tactic), regex)): (usize, (&(P, T), Regex))| {
             let pattern = pattern.as_ref().to_owned();
-            let ops = ops(rule, &pattern, tactic.as_ref(), registry)?;
-            Ok(Rule { pattern, regex, ops })
+            let steps = steps(rule, &pattern, tactic.as_ref(), registry)?;
+            Ok(Rule { pattern, regex, steps })
         };
         let rules = rules.iter().zip(patterns).enumerate().map(rule).collect::<Result<_, RulesError>>()?;
         Ok(Self { rules, logical: LogicalAxes::default() })
@@ -180,8 +187,8 @@ impl Strategy {
 
 impl fmt::Debug for Rule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ops: Vec<&str> = self.ops.iter().map(|(text, _)| text.as_str()).collect();
-        f.debug_struct("Rule").field("pattern", &self.pattern).field("ops", &ops).finish_non_exhaustive()
+        let steps: Vec<&str> = self.steps.iter().map(|step| step.text.as_str()).collect();
+        f.debug_struct("Rule").field("pattern", &self.pattern).field("steps", &steps).finish_non_exhaustive()
     }
 }
 
@@ -213,32 +220,27 @@ fn compile(rule: usize, pattern: &str) -> Result<Regex, RulesError> {
     Regex::new(&format!(r"\A(?:{pattern})\z")).map_err(|error| bad(error, false))
 }
 
-fn ops(
-    rule: usize,
-    pattern: &str,
-    tactic: &str,
-    registry: &Registry,
-) -> Result<Vec<(String, Arc<dyn Op>)>, RulesError> {
+fn steps(rule: usize, pattern: &str, tactic: &str, registry: &Registry) -> Result<Vec<Step>, RulesError> {
     let pattern = || pattern.to_owned();
     let calls = Call::parse_tactic(tactic).map_err(|error| RulesError::Tactic {
         rule,
         pattern: pattern(),
         source: Box::new(error),
     })?;
-    let op = |call: &Call| {
+    let step = |call: &Call| {
         let Some(make) = registry.factories.get(call.name()) else {
             let (op, known) = (call.name().to_owned(), registry.names().map(str::to_owned).collect());
             return Err(RulesError::UnknownOp { rule, pattern: pattern(), op, known });
         };
-        let op = call.text().to_owned();
+        let text = call.text().to_owned();
         match make(call) {
-            Ok(made) => Ok((op, made)),
+            Ok(op) => Ok(Step { text, op }),
             Err(ArgumentError(message)) => {
-                Err(RulesError::Arguments { rule, pattern: pattern(), op, message })
+                Err(RulesError::Arguments { rule, pattern: pattern(), op: text, message })
             }
         }
     };
-    calls.iter().map(op).collect()
+    calls.iter().map(step).collect()
 }
 
 #[cfg(test)]

@@ -1,0 +1,639 @@
+//! Collectives: how devices of a mesh work on values together, in the middle of a kernel.
+//!
+//! In the costs below a device of a group of `n` gives or gets `b` bytes, of elements as the called length
+//! has them. Between processes, bytes that several devices of a process get cross to it once: `q` is the
+//! number of *other* processes in the group.
+//!
+//! | collective | rounds | bytes that a device sends to other processes, at most |
+//! |---|---|---|
+//! | `all_reduce`, small or of two devices | 1 | `q b` |
+//! | `all_reduce`, large | 2 | `(n - 1)/n b + q b/n` |
+//! | `all_gather` | 1 | `q b` |
+//! | `reduce_scatter`, `all_to_all` | 1 | `(n - 1)/n b` |
+//! | `permute` | 1 | `b` |
+//! | `broadcast`, small or over two processes | 1 | `q b`, by the root alone |
+//! | `broadcast`, large | 2 | `(n - 1)/n b + q b/n` by the root, `q b/n` by each other |
+//!
+//! Every reduction of an element is formed on one device or on all of them in the order of the devices
+//! along the axis, whatever the algorithm, the number of processes and the order of arrival: the results
+//! are the same bits.
+
+use std::borrow::Cow;
+use std::ops::Range;
+use std::sync::Arc;
+
+use mpmd_transport::{Failure, FailureKind, ProcessId, SharedBuffer};
+
+use super::context::Context;
+use super::reduce::{Reduce, Reducible, combine};
+use super::signature::{Collective, CollectiveKind};
+use crate::aval::Element;
+use crate::error::{Error, Result};
+use crate::runtime::{Flow, Group, Pattern, Round};
+
+/// Collectives declared with more bytes per device than this take two rounds where that saves bytes.
+///
+/// A second round costs one more message's latency, tens of microseconds between processes of a host. In a
+/// group of four it saves half of the bytes, which take as long from about this size on at 1 to 2 GB/s.
+/// The declared size decides, not the called one: all devices know it before any of them runs.
+pub const TWO_ROUNDS_FROM_BYTES: usize = 64 << 10;
+
+type Fallible<T> = std::result::Result<T, Arc<Failure>>;
+
+impl Collective {
+    /// The rounds that it takes in a group of devices that these processes own. A pure function: every
+    /// device of the group comes to the same.
+    pub(crate) fn rounds(&self, processes: &[ProcessId]) -> Vec<Flow> {
+        let large = self.aval.bytes() > TWO_ROUNDS_FROM_BYTES;
+        let n = processes.len();
+        let flow = |pattern, shared| Flow { pattern, shared };
+        match &self.kind {
+            _ if n == 1 => Vec::new(),
+            // Two devices send each other as much in one round as in two.
+            CollectiveKind::AllReduce(_) if large && n > 2 => {
+                vec![flow(Pattern::Everyone, false), flow(Pattern::Everyone, true)]
+            }
+            CollectiveKind::AllReduce(_) | CollectiveKind::AllGather => vec![flow(Pattern::Everyone, true)],
+            CollectiveKind::ReduceScatter(_) | CollectiveKind::AllToAll => {
+                vec![flow(Pattern::Everyone, false)]
+            }
+            CollectiveKind::Permute(pairs) => vec![flow(Pattern::Pairs(pairs.clone()), false)],
+            // To one other process the bytes go once already, and within one nothing moves.
+            CollectiveKind::Broadcast(root) if large && count(processes) > 2 => {
+                vec![flow(Pattern::From(*root), false), flow(Pattern::ButTo(*root), true)]
+            }
+            CollectiveKind::Broadcast(root) => vec![flow(Pattern::From(*root), true)],
+        }
+    }
+
+    fn reduce(&self) -> Reduce {
+        match self.kind {
+            CollectiveKind::AllReduce(reduce) | CollectiveKind::ReduceScatter(reduce) => reduce,
+            _ => Reduce::Sum,
+        }
+    }
+}
+
+fn count(processes: &[ProcessId]) -> usize {
+    let mut processes = processes.to_vec();
+    processes.sort_unstable();
+    processes.dedup();
+    processes.len()
+}
+
+/// A collective that is being called, and agrees with its declaration.
+struct Call<'a> {
+    index: usize,
+    declared: &'a Collective,
+    group: &'a Group,
+    /// What this device calls it with.
+    elements: usize,
+}
+
+impl Call<'_> {
+    fn devices(&self) -> usize {
+        self.group.devices.len()
+    }
+
+    fn rank(&self) -> usize {
+        self.group.rank
+    }
+
+    /// The elements that are this rank's, of as many as the group shares out.
+    fn segment(&self, rank: usize) -> Range<usize> {
+        share(self.elements, self.devices(), rank)
+    }
+}
+
+impl<'a> Context<'a> {
+    /// Reduces `values` over the devices along `axis`, as declared: each device gets the sums, or the
+    /// largest or smallest values, of all.
+    ///
+    /// Small values go from each device to each other, and each reduces them all. Of large ones each device
+    /// reduces a segment and gives it to all others; the segments differ by an element at most in length.
+    /// Which of the two it is, is decided by the declared size ([`TWO_ROUNDS_FROM_BYTES`]); the bits are the
+    /// same. A group of one keeps its values.
+    ///
+    /// Blocks until every device of the group has called it, or one of them has failed. The reductions are
+    /// formed in the order of the devices, so that every device, and every run, gets the same bits.
+    ///
+    /// # Errors
+    ///
+    /// Where the signature does not declare this call, in this place; where devices of the group call it
+    /// with different lengths; where one failed or its process is gone.
+    pub fn all_reduce<T: Reducible>(&mut self, axis: &str, values: &mut [T]) -> Result<()> {
+        let call = self.begin::<T>("all_reduce", None, axis, values.len())?;
+        let result = match call.group.rounds.len() {
+            0 => Ok(()),
+            1 => self.reduce_directly(&call, values),
+            _ => self.reduce_by_segments(&call, values),
+        };
+        self.end(result)
+    }
+
+    /// Gives `part` to all devices along `axis`: `out` gets the parts of all, in the order of the devices.
+    ///
+    /// One round, each part from its device to each other.
+    ///
+    /// Blocks until every device of the group has called it, or one of them has failed.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_reduce`](Self::all_reduce); where `out` is not as long as the parts of all devices.
+    pub fn all_gather<T: Element>(&mut self, axis: &str, part: &[T], out: &mut [T]) -> Result<()> {
+        let call = self.begin::<T>("all_gather", None, axis, part.len())?;
+        self.check_out(&call, out.len(), part.len() * call.devices())?;
+        let place = |rank: usize| rank * part.len()..(rank + 1) * part.len();
+        out[place(call.rank())].copy_from_slice(part);
+        let result = if call.group.rounds.is_empty() {
+            Ok(())
+        } else {
+            self.copy_in(part).and_then(|given| self.gather(&call, &given, out, place))
+        };
+        self.end(result)
+    }
+
+    /// Reduces `values` over the devices along `axis`, as declared; `out` gets this device's share of the
+    /// reduction: of `n` devices, the device with index `i` gets the `i`-th `n`-th.
+    ///
+    /// One round: each device gets its share of everybody's values, and reduces it in the order of the
+    /// devices.
+    ///
+    /// Blocks until every device of the group has called it, or one of them has failed.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_reduce`](Self::all_reduce); where the values cannot be divided by the number of devices, or
+    /// `out` is not as long as a share.
+    pub fn reduce_scatter<T: Reducible>(&mut self, axis: &str, values: &[T], out: &mut [T]) -> Result<()> {
+        let call = self.begin::<T>("reduce_scatter", None, axis, values.len())?;
+        self.check_divides(&call)?;
+        self.check_out(&call, out.len(), values.len() / call.devices())?;
+        let result = if call.group.rounds.is_empty() {
+            out.copy_from_slice(values);
+            Ok(())
+        } else {
+            self.scatter(&call, values).and_then(|(parts, mine)| self.reduce(&call, &parts, &mine, out))
+        };
+        self.end(result)
+    }
+
+    /// Gives the `j`-th of `n` equal blocks of `values` to the device with index `j` along `axis`, of `n`;
+    /// `out` gets the blocks of all devices for this one, in their order.
+    ///
+    /// One round, each block from its device to the one that it is for.
+    ///
+    /// Blocks until every device of the group has called it, or one of them has failed.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_reduce`](Self::all_reduce); where the values cannot be divided by the number of devices, or
+    /// `out` is not as long as they are.
+    pub fn all_to_all<T: Element>(&mut self, axis: &str, values: &[T], out: &mut [T]) -> Result<()> {
+        let call = self.begin::<T>("all_to_all", None, axis, values.len())?;
+        self.check_divides(&call)?;
+        self.check_out(&call, out.len(), values.len())?;
+        let own = call.segment(call.rank());
+        out[own.clone()].copy_from_slice(&values[own]);
+        let result = if call.group.rounds.is_empty() {
+            Ok(())
+        } else {
+            self.scatter(&call, values)
+                .and_then(|(parts, _)| self.copy_out(&call, &parts, out, |rank| call.segment(rank)))
+        };
+        self.end(result)
+    }
+
+    /// Moves `values` between the devices along `axis` by the declared pairs `(from, to)`: `out` gets the
+    /// values of the device that gives to this one, or zeros where none does.
+    ///
+    /// One round.
+    ///
+    /// Blocks until the device that gives to this one has called it, or has failed; where a device gives to
+    /// none it does not wait.
+    ///
+    /// # Errors
+    ///
+    /// Where the signature does not declare this call, in this place; where `out` is not as long as
+    /// `values`, or the device that gives to this one calls with another length; where that one failed or
+    /// its process is gone.
+    pub fn permute<T: Element>(&mut self, axis: &str, values: &[T], out: &mut [T]) -> Result<()> {
+        let call = self.begin::<T>("permute", None, axis, values.len())?;
+        self.check_out(&call, out.len(), values.len())?;
+        let CollectiveKind::Permute(pairs) = &call.declared.kind else { return self.end(Ok(())) };
+        let me = call.rank();
+        match pairs.iter().find(|(_, to)| *to == me) {
+            Some((from, _)) if *from == me => out.copy_from_slice(values),
+            Some(_) => {}
+            // Zero bytes are a zero of every dtype.
+            None => out.fill(bytemuck::checked::pod_read_unaligned(&vec![0; size_of::<T>()])),
+        }
+        let result = if call.group.rounds.is_empty() {
+            Ok(())
+        } else {
+            let gives = pairs.iter().any(|(from, to)| *from == me && to != from);
+            let given = if gives { self.copy_in(values) } else { Ok(Vec::new().into()) };
+            let all = 0..values.len();
+            given
+                .and_then(|given| self.step::<T>(&call, |_| given.clone(), |_| values.len()))
+                .and_then(|parts| self.copy_out(&call, &parts, out, |_| all.clone()))
+        };
+        self.end(result)
+    }
+
+    /// Gives the values of the device with index `root` along `axis` to all others: each has them in
+    /// `values` then.
+    ///
+    /// Small values, and those that go to one other process only, go from the root to each other device in
+    /// one round. Large ones the root shares out, and the devices give their shares to each other: then the
+    /// root sends little more than the values once, however many processes there are. The declared size
+    /// decides ([`TWO_ROUNDS_FROM_BYTES`]).
+    ///
+    /// Blocks until those devices have called it that give something to this one, or one of them has
+    /// failed; the root does not wait.
+    ///
+    /// # Errors
+    ///
+    /// Where the signature does not declare this call, in this place; where the devices that give to this
+    /// one call with another length, have failed, or their process is gone.
+    pub fn broadcast<T: Element>(&mut self, axis: &str, root: usize, values: &mut [T]) -> Result<()> {
+        let call = self.begin::<T>("broadcast", Some(root), axis, values.len())?;
+        let result = match call.group.rounds.len() {
+            0 => Ok(()),
+            1 => self.broadcast_directly(&call, root, values),
+            _ => self.broadcast_by_segments(&call, root, values),
+        };
+        self.end(result)
+    }
+
+    fn reduce_directly<T: Reducible>(&mut self, call: &Call<'_>, values: &mut [T]) -> Fallible<()> {
+        let mine = self.copy_in(values)?;
+        let parts = self.step::<T>(call, |_| mine.clone(), |_| call.elements)?;
+        self.reduce(call, &parts, &mine, values)
+    }
+
+    fn reduce_by_segments<T: Reducible>(&mut self, call: &Call<'_>, values: &mut [T]) -> Fallible<()> {
+        let own = call.segment(call.rank());
+        let (parts, mine) = self.scatter(call, values)?;
+        self.reduce(call, &parts, &mine, &mut values[own.clone()])?;
+        // The others' values go before memory is taken for the second round.
+        drop((parts, mine));
+        let given = self.copy_in(&values[own])?;
+        self.gather(call, &given, values, |rank| call.segment(rank))
+    }
+
+    fn broadcast_directly<T: Element>(
+        &mut self,
+        call: &Call<'_>,
+        root: usize,
+        values: &mut [T],
+    ) -> Fallible<()> {
+        let is_root = call.rank() == root;
+        let given = if is_root { self.copy_in(values)? } else { Vec::new().into() };
+        let parts = self.step::<T>(call, |_| given.clone(), |_| call.elements)?;
+        self.copy_out(call, &parts, values, |_| 0..call.elements)
+    }
+
+    fn broadcast_by_segments<T: Element>(
+        &mut self,
+        call: &Call<'_>,
+        root: usize,
+        values: &mut [T],
+    ) -> Fallible<()> {
+        let me = call.rank();
+        let own = call.segment(me);
+        let mine = if me == root { self.copy_in(values)? } else { Vec::new().into() };
+        let segment = |rank| in_bytes::<T>(call.segment(rank));
+        let mut parts = self.step::<T>(call, |to| mine.slice(segment(to)), |_| own.len())?;
+        let share = if me == root {
+            mine.slice(segment(root))
+        } else {
+            self.copy_out(call, &parts, values, |_| own.clone())?;
+            // It goes on as it came.
+            parts[root].take().unwrap_or_else(|| Vec::new().into())
+        };
+        let parts = self.step::<T>(call, |_| share.clone(), |from| call.segment(from).len())?;
+        self.copy_out(call, &parts, values, |rank| call.segment(rank))
+    }
+
+    /// Gives each device its segment of `values`; returns what the others gave this one, and its own.
+    fn scatter<T: Element>(
+        &mut self,
+        call: &Call<'_>,
+        values: &[T],
+    ) -> Fallible<(Vec<Option<SharedBuffer>>, SharedBuffer)> {
+        let own = call.segment(call.rank());
+        let mine = self.copy_in(values)?;
+        let segment = |rank| in_bytes::<T>(call.segment(rank));
+        let parts = self.step::<T>(call, |to| mine.slice(segment(to)), |_| own.len())?;
+        Ok((parts, mine.slice(segment(call.rank()))))
+    }
+
+    /// Gives `given` to every device; what the others give comes to their places in `out`.
+    fn gather<T: Element>(
+        &mut self,
+        call: &Call<'_>,
+        given: &SharedBuffer,
+        out: &mut [T],
+        place: impl Fn(usize) -> Range<usize>,
+    ) -> Fallible<()> {
+        let parts = self.step::<T>(call, |_| given.clone(), |from| place(from).len())?;
+        self.copy_out(call, &parts, out, place)
+    }
+
+    /// Forms the reduction of all parts in the order of the devices, so that the bits are the same
+    /// everywhere.
+    fn reduce<T: Reducible>(
+        &self,
+        call: &Call<'_>,
+        parts: &[Option<SharedBuffer>],
+        mine: &SharedBuffer,
+        out: &mut [T],
+    ) -> Fallible<()> {
+        for (rank, part) in parts.iter().enumerate() {
+            let part = self.elements::<T>(call, part.as_ref().unwrap_or(mine))?;
+            match rank {
+                0 => out.copy_from_slice(&part),
+                _ => combine(call.declared.reduce(), out, &part),
+            }
+        }
+        Ok(())
+    }
+
+    fn copy_out<T: Element>(
+        &self,
+        call: &Call<'_>,
+        parts: &[Option<SharedBuffer>],
+        out: &mut [T],
+        place: impl Fn(usize) -> Range<usize>,
+    ) -> Fallible<()> {
+        for (rank, part) in parts.iter().enumerate() {
+            if let Some(part) = part {
+                out[place(rank)].copy_from_slice(&self.elements::<T>(call, part)?);
+            }
+        }
+        Ok(())
+    }
+
+    fn copy_in<T: Element>(&self, values: &[T]) -> Fallible<SharedBuffer> {
+        self.exchange.copy_in(bytemuck::cast_slice(values))
+    }
+
+    /// What a peer sent may have come in a buffer without alignment.
+    fn elements<'b, T: Element>(&self, call: &Call<'_>, bytes: &'b [u8]) -> Fallible<Cow<'b, [T]>> {
+        if let Ok(elements) = bytemuck::checked::try_cast_slice(bytes) {
+            return Ok(Cow::Borrowed(elements));
+        }
+        let each = bytes.chunks_exact(size_of::<T>());
+        let elements: std::result::Result<Vec<T>, _> =
+            each.map(bytemuck::checked::try_pod_read_unaligned).collect();
+        elements.map(Cow::Owned).map_err(|_| {
+            let message = format!(
+                "collective {} of operation {}: bytes came that are no {} values",
+                call.index,
+                self.op,
+                T::DTYPE
+            );
+            Arc::new(Failure::new(FailureKind::Transport, self.exchange.runtime.me, self.op, message))
+        })
+    }
+
+    /// The next round: gives `give(rank)`, and gets `count(rank)` elements, from each device that the
+    /// round's flow says.
+    fn step<T: Element>(
+        &mut self,
+        call: &Call<'_>,
+        give: impl Fn(usize) -> SharedBuffer,
+        count: impl Fn(usize) -> usize,
+    ) -> Fallible<Vec<Option<SharedBuffer>>> {
+        let round = Round { op: self.op, index: call.index, round: self.round, group: call.group };
+        self.exchange.give(&round, give);
+        let parts = self.exchange.take(&round, |from| count(from) * size_of::<T>());
+        // Also where something failed: it was given, and taken, all the same.
+        self.round += 1;
+        let parts = parts?;
+        for (from, part) in parts.iter().enumerate() {
+            let expected = count(from) * size_of::<T>();
+            if let Some(part) = part.as_ref().filter(|part| part.len() != expected) {
+                let message = format!(
+                    "collective {} of operation {}, declared as {}: device {} calls it with {} elements and expects \
+                     {expected} bytes, another device of its group, {}, gives {}: they call it with different \
+                     lengths",
+                    call.index,
+                    self.op,
+                    call.declared,
+                    self.place.device,
+                    call.elements,
+                    call.group.devices[from],
+                    part.len()
+                );
+                let me = self.exchange.runtime.me;
+                return Err(Arc::new(Failure::new(FailureKind::Kernel, me, self.op, message)));
+            }
+        }
+        Ok(parts)
+    }
+
+    /// Checks the next call against its declaration.
+    fn begin<T: Element>(
+        &self,
+        verb: &'static str,
+        root: Option<usize>,
+        axis: &str,
+        elements: usize,
+    ) -> Result<Call<'a>> {
+        let (index, dtype) = (self.called, T::DTYPE);
+        let called = || {
+            let from = root.map(|root| format!(" from {root}")).unwrap_or_default();
+            format!("{verb}{from} of {elements} {dtype} elements over {axis:?}")
+        };
+        let Some(declared) = self.seats.collectives.get(index) else {
+            return Err(Error::kernel(format!(
+                "the kernel calls {}, but its signature declares only {index} collectives",
+                called()
+            )));
+        };
+        let fits = declared.kind.verb() == verb
+            && declared.axis == axis
+            && declared.aval.dtype() == dtype
+            && elements <= declared.aval.elements()
+            && match declared.kind {
+                CollectiveKind::Broadcast(declared) => root == Some(declared),
+                _ => true,
+            };
+        if !fits {
+            return Err(Error::kernel(format!(
+                "the kernel calls {} where its signature declares {declared} (collective {index})",
+                called()
+            )));
+        }
+        Ok(Call { index, declared, group: &self.place.groups[index], elements })
+    }
+
+    fn check_out(&self, call: &Call<'_>, found: usize, expected: usize) -> Result<()> {
+        if found == expected {
+            return Ok(());
+        }
+        Err(Error::kernel(format!(
+            "the kernel calls {} with {} elements and an output of {found} where {expected} come out (collective \
+             {}, declared as {})",
+            call.declared.kind.verb(),
+            call.elements,
+            call.index,
+            call.declared
+        )))
+    }
+
+    fn check_divides(&self, call: &Call<'_>) -> Result<()> {
+        if call.elements.is_multiple_of(call.devices()) {
+            return Ok(());
+        }
+        Err(Error::kernel(format!(
+            "the kernel calls {} with {} elements, which {} devices cannot share (collective {}, declared as {})",
+            call.declared.kind.verb(),
+            call.elements,
+            call.devices(),
+            call.index,
+            call.declared
+        )))
+    }
+
+    /// The collective is over. Where it failed, its later rounds fail for the others too.
+    fn end(&mut self, result: Fallible<()>) -> Result<()> {
+        match result {
+            Ok(()) => {
+                self.next_collective();
+                Ok(())
+            }
+            Err(failure) => {
+                self.abandon_collective(&failure);
+                Err(Error::failed(failure))
+            }
+        }
+    }
+}
+
+/// The `i`-th of `n` shares of `len` elements; the first ones have one more where it does not divide.
+fn share(len: usize, n: usize, i: usize) -> Range<usize> {
+    let (each, more) = (len / n, len % n);
+    let start = i * each + i.min(more);
+    start..start + each + usize::from(i < more)
+}
+
+fn in_bytes<T>(elements: Range<usize>) -> Range<usize> {
+    elements.start * size_of::<T>()..elements.end * size_of::<T>()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::super::{Kernel, Signature, View, ViewMut};
+    use super::*;
+    use crate::array::MpmdArray;
+    use crate::aval::{ShapedArray, f32s};
+    use crate::program::{Program, Simulation};
+
+    fn rounds(signature: Signature<()>, processes: &[u32]) -> usize {
+        let processes: Vec<ProcessId> = processes.iter().copied().map(ProcessId).collect();
+        signature.collectives[0].rounds(&processes).len()
+    }
+
+    #[test]
+    fn two_rounds_are_for_large_values_where_they_save_bytes() {
+        let new = || Signature::new(());
+        let (small, large) = (f32s([TWO_ROUNDS_FROM_BYTES / 4]), f32s([TWO_ROUNDS_FROM_BYTES / 4 + 1]));
+        assert_eq!(rounds(new().all_reduce("x", small.clone()), &[0, 1, 2]), 1);
+        assert_eq!(rounds(new().all_reduce("x", large.clone()), &[0, 0, 0]), 2);
+        assert_eq!(rounds(new().all_reduce("x", large.clone()), &[0, 1]), 1);
+        assert_eq!(rounds(new().broadcast("x", 0, small), &[0, 1, 2]), 1);
+        assert_eq!(rounds(new().broadcast("x", 0, large.clone()), &[0, 1, 2]), 2);
+        assert_eq!(rounds(new().broadcast("x", 0, large.clone()), &[1, 0, 0, 1]), 1);
+        assert_eq!(rounds(new().all_gather("x", large.clone()), &[0, 1, 2]), 1);
+        assert_eq!(rounds(new().all_reduce("x", large), &[0]), 0);
+    }
+
+    #[test]
+    fn shares_follow_each_other_and_differ_by_one_at_most() {
+        for n in 1..9 {
+            for len in 0..30 {
+                let shares: Vec<_> = (0..n).map(|i| share(len, n, i)).collect();
+                assert_eq!((shares[0].start, shares[n - 1].end), (0, len));
+                assert!(shares.windows(2).all(|pair| pair[0].end == pair[1].start), "{shares:?}");
+                assert!(shares.iter().all(|share| share.len().abs_diff(len / n) <= 1), "{shares:?}");
+            }
+        }
+    }
+
+    /// Ten times all that several devices share, then, on one device, an error.
+    struct Many {
+        fails: bool,
+    }
+
+    const LARGE: usize = TWO_ROUNDS_FROM_BYTES / 2;
+    const TIMES: usize = 10;
+
+    impl Kernel for Many {
+        type In = MpmdArray;
+        type Out = MpmdArray;
+
+        fn infer(&self, x: &ShapedArray) -> Result<Signature<ShapedArray>> {
+            let one = |signature: Signature<_>, _| {
+                signature.all_gather("x", f32s([4])).all_reduce("x", f32s([LARGE])).broadcast(
+                    "x",
+                    0,
+                    f32s([LARGE]),
+                )
+            };
+            let signature = (0..TIMES).fold(Signature::new(x.clone()), one);
+            Ok(signature.all_reduce("x", f32s([1])).all_reduce("x", f32s([LARGE])).all_gather("x", f32s([1])))
+        }
+
+        fn run(&self, cx: &mut Context<'_>, _: View<'_>, mut y: ViewMut<'_>) -> Result<()> {
+            let mut values = vec![1.0f32; LARGE];
+            for _ in 0..TIMES {
+                cx.all_gather("x", &[1.0f32; 4], &mut [0.0; 24])?;
+                cx.all_reduce("x", &mut values)?;
+                cx.broadcast("x", 0, &mut values)?;
+            }
+            // Nobody is behind this when it has come back.
+            cx.all_reduce("x", &mut [0.0f32])?;
+            let left = cx.exchange.runtime.mailbox.len();
+            // The other devices' letters of this one, and those of the next where they are ahead.
+            assert!(left <= 3 * 6 * 6, "{left} letters");
+            if self.fails && cx.axis_index("x")? == 4 {
+                return Err(Error::kernel("enough"));
+            }
+            cx.all_reduce("x", &mut values)?;
+            cx.all_gather("x", &[1.0f32], &mut [0.0; 6])?;
+            y.zero();
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn nothing_is_left_in_the_mailbox_or_in_staging_memory() {
+        for processes in [1, 2, 3] {
+            for fails in [false, true] {
+                let simulation = Simulation::new(processes, 6).delays(3, Duration::from_millis(1));
+                let results = simulation.run(|p: &mut Program| {
+                    let mesh = p.mesh(&[("x", 6)])?;
+                    let jit = p.jit(Many { fails }).on(&mesh).outputs(mesh.replicated()).build()?;
+                    let x = p.device_put(&MpmdArray::scalar(0u8), mesh.replicated())?;
+                    let y = jit.call(p, x)?;
+                    assert_eq!(y.block_until_ready().is_err(), fails);
+                    p.runtime.wait_idle();
+                    assert_eq!(p.runtime.mailbox.len(), 0);
+                    // Another process may still read what this one gave it.
+                    let deadline = Instant::now() + Duration::from_secs(20);
+                    while p.runtime.staging.stats().live > 0 && Instant::now() < deadline {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
+                    assert_eq!(p.runtime.staging.stats().live, 0);
+                    Ok(())
+                });
+                assert!(results.iter().all(|result| result.is_err() == fails), "{results:?}");
+            }
+        }
+    }
+}

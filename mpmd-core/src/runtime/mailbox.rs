@@ -1,0 +1,135 @@
+//! Where the devices of one process leave contributions to collectives for each other.
+
+use std::collections::HashMap;
+
+use parking_lot::Mutex;
+
+use super::slot::{Outcome, Promise, Slot};
+
+/// A contribution is named like a piece: by its operation and its number within it.
+pub(super) type Key = (u64, u64);
+
+/// Contributions that were posted or are waited for, on this process.
+///
+/// Whoever comes first, poster or taker, makes the place; it goes when the contribution was posted and
+/// all its takers have been there, wanting it or not.
+#[derive(Default)]
+pub(crate) struct Mailbox(Mutex<HashMap<Key, Letter>>);
+
+struct Letter {
+    /// Until somebody undertakes to fill the slot.
+    promise: Option<Promise>,
+    slot: Slot,
+    /// Devices of this process that have not been here.
+    takers: usize,
+}
+
+impl Letter {
+    fn new(takers: usize) -> Self {
+        let (promise, slot) = Slot::new();
+        Self { promise: Some(promise), slot, takers }
+    }
+
+    fn is_done(&self) -> bool {
+        self.takers == 0 && self.promise.is_none()
+    }
+}
+
+impl Mailbox {
+    /// Leaves what `takers` devices of this process will take.
+    pub(super) fn post(&self, key: Key, takers: usize, outcome: Outcome) {
+        let promise = self.with(key, takers, |letter| letter.promise.take());
+        if let Some(promise) = promise {
+            promise.keep(outcome);
+        }
+    }
+
+    /// One of `takers` takes what a device of this process posts.
+    pub(super) fn take(&self, key: Key, takers: usize) -> Slot {
+        self.with(key, takers, |letter| {
+            letter.takers = letter.takers.saturating_sub(1);
+            letter.slot.clone()
+        })
+    }
+
+    /// One of `takers` takes what comes from another process. The first of them gets the promise too: it
+    /// sees to it that the slot is filled, for all.
+    pub(super) fn take_from_afar(&self, key: Key, takers: usize) -> (Slot, Option<Promise>) {
+        self.with(key, takers, |letter| {
+            letter.takers = letter.takers.saturating_sub(1);
+            (letter.slot.clone(), letter.promise.take())
+        })
+    }
+
+    /// Drops whatever is left of an operation.
+    pub(super) fn forget(&self, op: u64) {
+        let left = {
+            let mut mail = self.0.lock();
+            mail.extract_if(|key, _| key.0 == op).collect::<Vec<_>>()
+        };
+        // Promises among them end slots, and that calls others: not under the lock.
+        drop(left);
+    }
+
+    #[cfg(test)]
+    pub(crate) fn len(&self) -> usize {
+        self.0.lock().len()
+    }
+
+    fn with<R>(&self, key: Key, takers: usize, then: impl FnOnce(&mut Letter) -> R) -> R {
+        let mut mail = self.0.lock();
+        let letter = mail.entry(key).or_insert_with(|| Letter::new(takers));
+        let result = then(letter);
+        if letter.is_done() {
+            mail.remove(&key);
+        }
+        result
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_letter_goes_with_its_last_taker_whoever_comes_first() {
+        let mailbox = Mailbox::default();
+        let bytes = |slot: Slot| slot.peek().unwrap().unwrap().to_vec();
+        mailbox.post((1, 7), 2, Ok(vec![3].into()));
+        assert_eq!(bytes(mailbox.take((1, 7), 2)), [3]);
+        assert_eq!(mailbox.len(), 1);
+        assert_eq!(bytes(mailbox.take((1, 7), 2)), [3]);
+        assert_eq!(mailbox.len(), 0);
+        let early = [mailbox.take((1, 8), 2), mailbox.take((1, 8), 2)];
+        assert_eq!(mailbox.len(), 1, "the poster finds that they were there");
+        mailbox.post((1, 8), 2, Ok(vec![4].into()));
+        assert_eq!(mailbox.len(), 0);
+        early.into_iter().for_each(|slot| assert_eq!(bytes(slot), [4]));
+    }
+
+    #[test]
+    fn the_first_taker_from_afar_fetches_for_all() {
+        let mailbox = Mailbox::default();
+        let (first, promise) = mailbox.take_from_afar((1, 7), 3);
+        let (second, none) = mailbox.take_from_afar((1, 7), 3);
+        assert!(none.is_none());
+        promise.expect("for the first").keep(Ok(vec![5].into()));
+        let (third, none) = mailbox.take_from_afar((1, 7), 3);
+        assert!(none.is_none());
+        assert_eq!(mailbox.len(), 0);
+        for slot in [first, second, third] {
+            assert_eq!(slot.peek().unwrap().unwrap().to_vec(), [5]);
+        }
+    }
+
+    #[test]
+    fn what_is_left_of_an_operation_is_forgotten_and_fails() {
+        let mailbox = Mailbox::default();
+        mailbox.post((1, 7), 1, Ok(vec![1].into()));
+        mailbox.post((2, 7), 1, Ok(vec![2].into()));
+        let waiting = mailbox.take((1, 8), 1);
+        mailbox.forget(1);
+        assert_eq!(mailbox.len(), 1);
+        assert!(waiting.peek().unwrap().is_err(), "nobody will post it any more");
+    }
+}

@@ -1,0 +1,164 @@
+//! Moves a tree of parameters from one mesh to another of a different shape and number of devices, shows
+//! what moves over which links, and proves every value: `cargo run --release --bin reshard`.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use mpmd_core::ProcessId;
+use mpmd_core::prelude::*;
+use mpmd_core::random::{Key, uniform_f32};
+use mpmd_core::reshard::{self, Summary};
+use mpmd_core::sharding::Sharding;
+use mpmd_core::sharding::rules::{Registry, Strategy, infer_sharding};
+use mpmd_core::topology::{DeviceId, LinkClass};
+use mpmd_core::{ReshardOptions, tree::PrefixTree};
+use mpmd_examples::job::{self, JobArgs};
+
+/// Devices of the job.
+const DEVICES: usize = 8;
+
+/// Move a tree of parameters between two meshes, there and back.
+#[derive(Parser)]
+struct Args {
+    #[command(flatten)]
+    job: JobArgs,
+    /// Rows and columns of the square matrices; a multiple of 12
+    #[arg(long, default_value_t = 1536)]
+    width: usize,
+}
+
+/// The parameters of a layer.
+#[derive(Tree)]
+struct Layer<L> {
+    bias: L,
+    down: L,
+    scale: L,
+    up: L,
+}
+
+fn main() -> anyhow::Result<ExitCode> {
+    let args = Args::parse();
+    job::run(&args.job, 4, DEVICES, |p| program(p, &args))
+}
+
+fn program(p: &mut Program, args: &Args) -> Result<()> {
+    let devices = |range: std::ops::Range<u32>| range.map(DeviceId).collect::<Vec<_>>();
+    // Trained on six devices, sharded over all of them; used on the last four, as two pairs.
+    let train = p.mesh_of(&[("data", 2), ("fsdp", 3)], &devices(0..6))?;
+    let serve = p.mesh_of(&[("replica", 2), ("model", 2)], &devices(4..8))?;
+    let trained = rules(&[(".*", r#"fsdp(["data", "fsdp"], min_size_to_shard_mb=0)"#)])?;
+    let served = rules(&[
+        ("up", r#"shard_dim("model", 1)"#),
+        ("down|bias", r#"shard_dim("model", 0)"#),
+        (".*", "replicate"),
+    ])?;
+
+    let shapes = Layer {
+        bias: f32s([args.width]),
+        down: f32s([args.width, args.width]),
+        scale: f32s([]),
+        up: f32s([args.width, args.width]),
+    };
+    let from = infer_sharding(&shapes, &trained, &train)?;
+    let to = infer_sharding(&shapes, &served, &serve)?;
+    if p.process() == ProcessId(0) {
+        print!("{}", report(p, &shapes, &from, &to)?);
+    }
+
+    let mut places = shapes.leaves_with_paths().into_iter().zip(from.leaves());
+    let layer: Layer<MpmdArray> = shapes.try_map_ref(&mut |shape: &ShapedArray| {
+        let ((path, _), sharding) =
+            places.next().ok_or_else(|| Error::kernel("fewer shardings than shapes"))?;
+        let key = key(&path);
+        p.make(shape.clone(), sharding, move |region, mut view| {
+            let places = elements(region, view.global().shape());
+            view.as_mut_slice::<f32>()?.iter_mut().zip(places).for_each(|(x, i)| *x = uniform_f32(key, i));
+            Ok(())
+        })
+    })?;
+    let options = ReshardOptions::default().donate(true);
+    let layer = p.reshard(&layer, PrefixTree::of(&to), options)?;
+    let there = proved(&layer)?;
+    let layer = p.reshard(&layer, PrefixTree::of(&from), options)?;
+    let back = proved(&layer)?;
+    println!("process {}: {there} values proved on the second mesh, {back} back on the first", p.process());
+    Ok(())
+}
+
+fn rules(rules: &[(&str, &str)]) -> Result<Strategy> {
+    Ok(Strategy::parse(rules, &Registry::default())?)
+}
+
+/// What moves, leaf by leaf.
+fn report(
+    p: &Program,
+    shapes: &Layer<ShapedArray>,
+    from: &Layer<Sharding>,
+    to: &Layer<Sharding>,
+) -> Result<String> {
+    let mut text = format!("{:<6} {:<14} {:<24} {:<24} {:>6}", "leaf", "shape", "from", "to", "pieces");
+    for class in LinkClass::ALL {
+        text += &format!(" {:>13}", class.to_string());
+    }
+    text.push('\n');
+    let mut total = [0; 4];
+    for (((path, aval), from), to) in
+        shapes.leaves_with_paths().into_iter().zip(from.leaves()).zip(to.leaves())
+    {
+        let (src, dst) = (from.layout(aval.shape())?, to.layout(aval.shape())?);
+        let plan = reshard::plan(&src, &dst, aval.dtype().size(), p.topology())?;
+        let Summary { pieces, bytes, .. } = plan.summary();
+        let spec = |sharding: &Sharding| sharding.spec().map_or_else(String::new, ToString::to_string);
+        text +=
+            &format!("{path:<6} {:<14} {:<24} {:<24} {pieces:>6}", aval.to_string(), spec(from), spec(to));
+        for (total, bytes) in total.iter_mut().zip(bytes) {
+            *total += bytes;
+            text += &format!(" {bytes:>13}");
+        }
+        text.push('\n');
+    }
+    text += &format!("{:<78}", "bytes in all");
+    total.iter().for_each(|bytes| text += &format!(" {bytes:>13}"));
+    Ok(text + "\n")
+}
+
+/// Checks every value that this process holds; how many there are.
+fn proved(layer: &Layer<MpmdArray>) -> Result<usize> {
+    let mut proved = 0;
+    for (path, array) in layer.leaves_with_paths() {
+        array.block_until_ready()?;
+        if array.is_fully_remote() {
+            continue;
+        }
+        for shard in array.addressable_shards()? {
+            let values = shard.data.to_vec::<f32>()?;
+            for (value, i) in values.iter().zip(elements(&shard.region, array.shape())) {
+                let expected = uniform_f32(key(&path), i);
+                if value.to_bits() != expected.to_bits() {
+                    let problem =
+                        format!("{path}: element {i} on device {} is {value}, not {expected}", shard.device);
+                    return Err(Error::kernel(problem));
+                }
+            }
+            proved += values.len();
+        }
+    }
+    Ok(proved)
+}
+
+/// The stream of random numbers of a leaf.
+fn key(path: &str) -> Key {
+    path.bytes().fold(Key(0), |key, byte| key.fold_in(u64::from(byte)))
+}
+
+/// The places, in the whole array, of a region's elements in their order.
+fn elements(region: &Region, shape: &[usize]) -> Vec<u64> {
+    let dims = region.ranges().zip(shape);
+    dims.fold(vec![0], |outer, (range, size)| {
+        let inner = |base: &u64| {
+            let first = base * *size as u64;
+            range.clone().map(move |i| first + i as u64)
+        };
+        outer.iter().flat_map(inner).collect()
+    })
+}
