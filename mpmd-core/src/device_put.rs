@@ -7,18 +7,15 @@ use std::sync::Arc;
 use mpmd_transport::{Failure, FailureKind};
 
 use crate::array::{LocalShard, MpmdArray, Origin, Placed, Repr};
-use crate::aval::{HostArray, ShapedArray};
+use crate::aval::{DType, HostArray, ShapedArray};
 use crate::error::{IssueProblem, Result};
 use crate::kernel::{ShardInfo, ViewMut};
 use crate::program::{Program, PutKey};
 use crate::region::Region;
-use crate::reshard::{contiguous_bytes, copy_region};
+use crate::reshard::{contiguous_bytes, copy_region, scattered};
 use crate::runtime::{PutPlan, Rolling, Slot, Source};
-use crate::sharding::Sharding;
+use crate::sharding::{Layout, Sharding};
 use crate::tree::{PrefixTree, Tree};
-
-/// Plans kept for reuse; beyond that the table starts afresh.
-const PLANS_KEPT: usize = 4096;
 
 /// How [`Program::device_put_with`] treats memory.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -62,10 +59,16 @@ impl Program {
     ///
     /// Uncommitted arrays have the same values everywhere, so placing them costs no message.
     ///
+    /// Partial sums are added up where the target is not the very same: by sum, in the order of their axes,
+    /// in the array's dtype, so that the bits do not depend on timing. Large ones that are wanted in several
+    /// places take two operations: each device adds up a part, then the parts are gathered. A target with
+    /// unreduced axes gets the values as its first partial sum, and zeros as the others.
+    ///
     /// # Errors
     ///
-    /// Where a sharding does not fit its array or the prefix not the tree, and where an array was
-    /// donated: the same on every process, and nothing is moved.
+    /// Where a sharding does not fit its array or the prefix not the tree, where partial sums of booleans
+    /// would have to be added up, and where an array was donated: the same on every process, and nothing is
+    /// moved.
     #[track_caller]
     pub fn device_put<T: Tree<Leaf = MpmdArray>>(
         &mut self,
@@ -104,7 +107,7 @@ impl Program {
         let mut plans = Vec::with_capacity(leaves.len());
         for ((path, array), sharding) in leaves.iter().zip(&shardings) {
             array.check_usable(path).map_err(wrong)?;
-            plans.push(self.put_plan(path, array, sharding, true).map_err(wrong)?);
+            plans.push(self.put_steps(path, array, sharding).map_err(wrong)?);
         }
         if options.donate
             && let Some((i, j)) = same_twice(&leaves)
@@ -114,11 +117,42 @@ impl Program {
             return Err(wrong(IssueProblem::Signature(problem)));
         }
         let mut moved = Vec::with_capacity(leaves.len());
-        for (((_, array), sharding), plan) in leaves.into_iter().zip(shardings).zip(plans) {
-            moved.push(self.put_one(array, sharding, &plan, options, at));
+        for (((_, array), sharding), (first, plan)) in leaves.into_iter().zip(shardings).zip(plans) {
+            moved.push(match first {
+                None => self.put_one(array, sharding, &plan, options, at),
+                Some((through, first)) => {
+                    let summed = self.put_one(array, through, &first, options, at);
+                    // Nobody else has a handle to it.
+                    let passing = PutOptions::default().donate(true);
+                    self.put_one(&summed, sharding, &plan, passing, at)
+                }
+            });
         }
         let mut moved = moved.into_iter();
         Ok(x.map_ref(&mut |_| moved.next().expect("one result for each leaf")))
+    }
+
+    /// The plan that moves an array, and before it, for partial sums that are wanted in several places, one
+    /// to the sharding by which they are added up.
+    #[expect(clippy::type_complexity, reason = "the two operations, of which the first may be none")]
+    fn put_steps(
+        &mut self,
+        path: &str,
+        array: &MpmdArray,
+        to: &Sharding,
+    ) -> std::result::Result<(Option<(Sharding, Arc<PutPlan>)>, Arc<PutPlan>), IssueProblem> {
+        let Some(from) = array.sharding().filter(|from| !from.unreduced_axes().is_empty() && *from != to)
+        else {
+            return Ok((None, self.put_plan(path, array, to, true)?));
+        };
+        // Its mistakes are found here, whichever way it takes.
+        let plan = self.put_plan(path, array, to, true)?;
+        let Some(through) = scattered(from, array.shape(), &plan.layout, array.dtype().size()) else {
+            return Ok((None, plan));
+        };
+        let first = self.put_plan(path, array, &through, true)?;
+        let then = self.put_plan_between(path, array.aval(), Some(&through), to, true)?;
+        Ok((Some((through, first)), then))
     }
 
     /// The plan that moves an array; looked up and remembered where `cache` says so.
@@ -149,22 +183,19 @@ impl Program {
         let wrong = |why| IssueProblem::Sharding { path: path.to_owned(), why };
         let key = PutKey { aval: aval.clone(), from: from.cloned(), to: to.clone() };
         if cache && let Some(plan) = self.put_plans.get(&key) {
-            return Ok(plan.clone());
+            return Ok(plan);
         }
         to.check_devices(&self.runtime.topology).map_err(wrong)?;
         let layout = to.layout(aval.shape()).map_err(wrong)?;
-        check_partial_sums(path, from, to)?;
         let source = from.map(|from| from.layout(aval.shape())).transpose().map_err(wrong)?;
-        let plan = PutPlan::new(&self.runtime, aval, from.zip(source.as_deref()), to, layout)
+        let from = from.zip(source.as_deref());
+        check_partial_sums(path, aval, from, &layout)?;
+        let plan = PutPlan::new(&self.runtime, aval, from, to, layout)
             .map_err(|error| IssueProblem::Signature(error.to_string()))?;
         let plan = Arc::new(plan);
-        if !cache {
-            return Ok(plan);
+        if cache {
+            self.put_plans.insert(key, plan.clone());
         }
-        if self.put_plans.len() >= PLANS_KEPT {
-            self.put_plans.clear();
-        }
-        self.put_plans.insert(key, plan.clone());
         Ok(plan)
     }
 
@@ -249,7 +280,7 @@ impl Program {
         let op = self.issue([0x3a4e, sharding.fingerprint(), word], what.clone(), at);
         let runtime = self.runtime.clone();
         let fill = Arc::new(fill);
-        let item = aval.dtype().size();
+        let (item, kind) = (aval.dtype().size(), sharding.memory_kind());
         let bytes: usize = local.iter().map(|(_, _, region)| region.elements() * item).sum();
         let guard = (!local.is_empty()).then(|| runtime.in_flight.begin(bytes as u64));
         let shards = local
@@ -257,14 +288,15 @@ impl Program {
             .map(|(local_index, device, region)| {
                 let (promise, slot) = Slot::new();
                 let shard = LocalShard { device, slot };
-                let reservation = match runtime.reserve(local_index, region.elements() * item, op, &*what) {
-                    Ok(reservation) => reservation,
-                    Err(failure) => {
-                        runtime.remember(&failure);
-                        promise.keep(Err(failure));
-                        return shard;
-                    }
-                };
+                let reservation =
+                    match runtime.reserve(local_index, kind, region.elements() * item, op, &*what) {
+                        Ok(reservation) => reservation,
+                        Err(failure) => {
+                            runtime.remember(&failure);
+                            promise.keep(Err(failure));
+                            return shard;
+                        }
+                    };
                 let info = ShardInfo::new(aval.clone(), region);
                 let (here, fill, guard, what) = (runtime.clone(), fill.clone(), guard.clone(), what.clone());
                 let job = move || {
@@ -395,20 +427,20 @@ impl MpmdArray {
     }
 }
 
-/// Partial sums stay where they are.
+/// Partial sums of booleans stay what they are: they have no sum.
 fn check_partial_sums(
     path: &str,
-    from: Option<&Sharding>,
-    to: &Sharding,
+    aval: &ShapedArray,
+    from: Option<(&Sharding, &Layout)>,
+    to: &Layout,
 ) -> std::result::Result<(), IssueProblem> {
-    let whole = |sharding: &Sharding| sharding.unreduced_axes().is_empty();
-    if from == Some(to) || (from.is_none_or(whole) && whole(to)) {
+    let Some((from, layout)) = from else { return Ok(()) };
+    if from.unreduced_axes().is_empty() || layout == to || aval.dtype() != DType::Bool {
         return Ok(());
     }
-    let from = from.map_or_else(|| "uncommitted values".to_owned(), ToString::to_string);
     let leaf = if path.is_empty() { String::new() } else { format!("{path:?}: ") };
     Err(IssueProblem::Signature(format!(
-        "{leaf}partial sums are not yet made, moved or added up: from {from} to {to}"
+        "{leaf}partial sums of booleans cannot be added up: {aval} as {from}"
     )))
 }
 

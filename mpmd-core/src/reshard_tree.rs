@@ -256,10 +256,10 @@ mod tests {
         let once = ReshardOptions::default().cache_plans(false);
         let y = p.reshard(&x, &rows, once).unwrap();
         let y = p.reshard_with_intermediate_sharding(&y, &rows, &all, once).unwrap();
-        assert_eq!((p.put_plans.len(), p.operations()), (0, 4));
+        assert_eq!((p.metrics().plan_cache.entries, p.operations()), (0, 4));
         assert_eq!(y.to_host().unwrap().unwrap().to_vec::<f32>().unwrap(), [1.0, 2.0, 3.0, 4.0]);
         drop(p.reshard(&x, &rows, ReshardOptions::default()).unwrap());
-        assert_eq!(p.put_plans.len(), 1);
+        assert_eq!(p.metrics().plan_cache.entries, 1);
         p.finish().unwrap();
     }
 }

@@ -352,6 +352,9 @@ fn run_seeds(seeds: std::ops::Range<u64>) {
         if seed % 4 == 0 {
             simulation = simulation.settings(|b| b.run_ahead(3, 1 << 10));
         }
+        // All on one host, in pairs, or each on its own.
+        let hosts: Vec<usize> = (0..processes).map(|i| [0, i / 2, i][(seed / 2) as usize % 3]).collect();
+        simulation = simulation.settings(|b| b.hosts(&hosts));
         let mut together = Shards::new();
         for (process, shards) in simulation.run(|p| execute(p, &steps)).into_iter().enumerate() {
             let shards = shards.unwrap_or_else(|error| panic!("seed {seed}, process {process}: {error}"));

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use common::watchdog;
 use kernels::{fun, like_first};
 use mpmd_core::prelude::*;
-use mpmd_core::sharding::Sharding;
+use mpmd_core::sharding::{MemoryKind, Sharding};
 use mpmd_core::topology::DeviceId;
 use mpmd_core::{Builder, FailureKind, ProcessId, Simulation};
 
@@ -139,6 +139,44 @@ fn memory_that_nothing_will_free_is_an_error_that_names_who_has_it() {
         let error = result.expect_err("everybody hears of it").to_string();
         assert!(error.contains("out of memory"), "process {process}: {error}");
     }
+}
+
+#[test]
+fn the_hosts_memory_is_counted_by_itself_and_never_shared() {
+    let _limit = watchdog(60);
+    let simulation = Simulation::new(2, 2).settings(|b| b.device_memory(12 * MIB as u64));
+    let results = simulation.run(|p| {
+        let eight = 8 * MIB as u64;
+        let there = Sharding::single_device(DeviceId(0)).with_memory_kind(MemoryKind::Host);
+        let other = Sharding::single_device(DeviceId(1)).with_memory_kind(MemoryKind::Host);
+        let first = p.process() == ProcessId(0);
+        let x = large(p, 0, 1.0, Duration::ZERO)?;
+        // More than the device has room for; each a copy.
+        let kept: Vec<MpmdArray> = (0..3).map(|_| p.device_put(&x, &there)).collect::<Result<_>>()?;
+        let made = p.make(f32s([2 * MIB]), &there, |_, mut view| Ok(view.fill(2.0f32)?))?;
+        for array in &kept {
+            assert!(is_all(array, 1.0)?);
+        }
+        assert!(is_all(&made, 2.0)?);
+        if first {
+            assert_eq!((p.memory().live, p.memory().host_live), (eight, 4 * eight));
+        }
+        drop(x);
+        // Back, where there is room again, and to another process's host.
+        let back = p.device_put(&made, on(0))?;
+        let across = p.device_put(&kept[0], &other)?;
+        // The same place in the same memory may be shared.
+        let same = p.device_put(&kept[1], &there)?;
+        assert!(is_all(&back, 2.0)? && is_all(&across, 1.0)? && is_all(&same, 1.0)?);
+        if first {
+            assert_eq!((p.memory().host_live, p.memory().host_peak), (4 * eight, 4 * eight));
+            memory_falls_to(p, eight);
+        } else {
+            assert_eq!((p.memory().live, p.memory().host_live), (0, eight));
+        }
+        Ok(())
+    });
+    results.into_iter().for_each(Result::unwrap);
 }
 
 #[test]

@@ -219,3 +219,41 @@ fn a_transport_that_does_not_exist_is_named_by_every_process() {
         assert!(end.stderr.contains("MPMD_TRANSPORT=pigeon"), "{}", end.stderr);
     }
 }
+
+#[test]
+fn costs_of_links_that_make_no_sense_are_an_error_everywhere() {
+    let folder = tempfile::tempdir().expect("a folder for the test");
+    let file = folder.path().join("links.json");
+    std::fs::write(&file, r#"{"network": "fast"}"#).expect("the folder is ours");
+    // With a service of the launcher's, and with one in process 0, which goes as well.
+    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|taken| taken.local_addr());
+    let coordinator = port.expect("a port").to_string();
+    for hosted in [true, false] {
+        let mut job = Job::prepare(options(3).patience(PROMPT));
+        for process in 0..3 {
+            let mut command = hello(job.command(process));
+            if !hosted {
+                command.env_remove(variables::HOSTED).env(variables::COORDINATOR, &coordinator);
+            }
+            // The others' variable is not looked at.
+            command.env(variables::LINKS, if process == 0 { file.as_path() } else { "/nowhere".as_ref() });
+            job.spawn(command);
+        }
+        for end in job.wait() {
+            assert_eq!(end.code, 1, "{end:?}");
+            assert!(end.stderr.contains("links.json, which MPMD_LINKS of process 0 names"), "{}", end.stderr);
+        }
+    }
+    let costs: Vec<String> = ["same_device", "same_process", "same_host", "network"]
+        .iter()
+        .map(|class| format!(r#""{class}": {{"latency_ns": 2000, "bytes_per_us": 9000}}"#))
+        .collect();
+    std::fs::write(&file, format!("{{{}}}", costs.join(", "))).expect("the folder is ours");
+    let mut job = Job::prepare(options(2).patience(PROMPT));
+    for process in 0..2 {
+        let mut command = hello(job.command(process));
+        command.env(variables::LINKS, &file);
+        job.spawn(command);
+    }
+    job.wait_well();
+}

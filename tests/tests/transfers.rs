@@ -1,5 +1,6 @@
 //! Transfers between processes over tcp give what they give inside one process.
 
+use mpmd_core::launch::variables;
 use mpmd_tests::programs::simulated;
 use mpmd_tests::{Job, JobOptions};
 
@@ -25,6 +26,30 @@ fn every_way_gives_every_owner_the_same_at_any_number_of_processes() {
         assert_eq!(over_tcp("transfers", processes), alone, "{processes} processes over tcp");
         assert_eq!(sorted(&simulated("transfers", processes, &[])), alone, "{processes} processes inproc");
     }
+}
+
+/// As on so many hosts: what is between them is the same, but the plans are others.
+fn over_hosts(name: &str, processes: usize, hosts: usize) -> Vec<String> {
+    let mut job = Job::prepare(JobOptions::new(env!("CARGO_BIN_EXE_named"), processes));
+    for process in 0..processes {
+        let mut command = job.command(process);
+        command.arg(name).env(variables::HOST, format!("host{}", process * hosts / processes));
+        job.spawn(command);
+    }
+    sorted(&job.wait_well())
+}
+
+#[test]
+fn every_way_gives_every_owner_the_same_on_several_hosts() {
+    let alone = sorted(&simulated("transfers", 1, &[]));
+    for (processes, hosts) in [(2, 2), (4, 2), (4, 4), (8, 2), (8, 4)] {
+        assert_eq!(
+            over_hosts("transfers", processes, hosts),
+            alone,
+            "{processes} processes on {hosts} hosts"
+        );
+    }
+    assert_eq!(over_hosts("large", 4, 2), sorted(&simulated("large", 1, &[])));
 }
 
 #[test]

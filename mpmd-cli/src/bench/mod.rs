@@ -3,8 +3,10 @@
 //! Every case is repeated; the median is what to quote, and p10 to p90 say how noisy the machine was.
 
 mod dispatch;
+mod links;
 mod p2p;
 mod plan;
+mod reshard;
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -28,6 +30,10 @@ enum What {
     P2p(p2p::P2pArgs),
     /// Planning between shardings of up to thousands of devices, cold and from the cache.
     Plan(plan::PlanArgs),
+    /// `device_put` between shardings over four devices each, in one process and over several.
+    Reshard(reshard::ReshardArgs),
+    /// What the links between devices cost; `--out` writes the file that `MPMD_LINKS` names.
+    Links(links::LinksArgs),
 }
 
 /// Options of every benchmark.
@@ -47,6 +53,8 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<ExitCode> {
         What::Dispatch(options) => dispatch::dispatch(*options),
         What::P2p(args) => p2p::p2p(args),
         What::Plan(args) => plan::plan(args).map(|()| ExitCode::SUCCESS),
+        What::Reshard(args) => reshard::reshard(args),
+        What::Links(args) => links::links(args),
     }
 }
 

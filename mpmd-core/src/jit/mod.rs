@@ -19,7 +19,7 @@ use crate::error::{IssueProblem, Result};
 use crate::kernel::Kernel;
 use crate::program::Program;
 use crate::runtime::{Runtime, Slot};
-use crate::sharding::Sharding;
+use crate::sharding::{MemoryKind, Sharding};
 use crate::topology::Mesh;
 use crate::tree::{PrefixTree, Tree};
 pub use call::run_here;
@@ -224,7 +224,13 @@ impl<K: Kernel> Jit<K> {
                     let memory = if taken_over {
                         Memory::TakenOver
                     } else {
-                        Memory::New(runtime.reserve(seat.local_index, info.bytes(), op, &*plan.what))
+                        Memory::New(runtime.reserve(
+                            seat.local_index,
+                            MemoryKind::Device,
+                            info.bytes(),
+                            op,
+                            &*plan.what,
+                        ))
                     };
                     Output { promise, memory }
                 })

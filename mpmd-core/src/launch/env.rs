@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -34,6 +35,10 @@ pub struct JobEnv {
     pub devices_per_process: Option<usize>,
     /// How long to wait for the other processes, where said.
     pub patience: Option<Duration>,
+    /// The name of this process's host, where it is not the system's.
+    pub host: Option<String>,
+    /// The file with the costs of links. Only what process 0 is told counts.
+    pub links: Option<PathBuf>,
     /// Who said so, for people.
     pub source: &'static str,
 }
@@ -42,8 +47,8 @@ impl JobEnv {
     /// Reads this process's environment; `None` where no launcher has started it: a job of one.
     ///
     /// Looks for variables of, in this order, our own launcher, torchrun, Open MPI, Slurm, PMIx, PMI,
-    /// and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`, `MPMD_TRANSPORT` and
-    /// `MPMD_DEVICES_PER_PROCESS` count under every launcher.
+    /// and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`, `MPMD_TRANSPORT`,
+    /// `MPMD_DEVICES_PER_PROCESS`, `MPMD_PATIENCE`, `MPMD_HOST` and `MPMD_LINKS` count under every launcher.
     ///
     /// # Errors
     ///
@@ -373,6 +378,8 @@ impl Vars<'_> {
             transport: self.get(ours::TRANSPORT),
             devices_per_process,
             patience,
+            host: self.get(ours::HOST),
+            links: self.get(ours::LINKS).map(PathBuf::from),
             source,
         })
     }
@@ -466,6 +473,8 @@ mod tests {
             ("MPMD_TRANSPORT", "tcp"),
             ("MPMD_DEVICES_PER_PROCESS", "2"),
             ("MPMD_PATIENCE", "1.5"),
+            ("MPMD_HOST", "left"),
+            ("MPMD_LINKS", "links.json"),
             // Ours goes first.
             ("RANK", "3"),
             ("SLURM_STEP_NODELIST", "x"),
@@ -473,6 +482,7 @@ mod tests {
         assert_eq!(who(&ours), (1, 4, Some(1), "10.0.0.1:77", "mpmd"));
         assert_eq!((ours.token, ours.hosted), (token, true));
         assert_eq!(ours.patience, Some(Duration::from_millis(1500)));
+        assert_eq!((ours.host.as_deref(), ours.links), (Some("left"), Some(PathBuf::from("links.json"))));
         assert_eq!((ours.transport.as_deref(), ours.devices_per_process), (Some("tcp"), Some(2)));
 
         let torchrun = [

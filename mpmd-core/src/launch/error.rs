@@ -26,6 +26,17 @@ pub enum LaunchError {
         /// What would be one.
         expected: String,
     },
+    /// The file with the costs of links cannot be read or makes no sense. The environment's fault; every
+    /// process of the job gets the same.
+    #[error("{path}, which {variable} of process 0 names, has no costs of links: {why}")]
+    Links {
+        /// The variable.
+        variable: &'static str,
+        /// The file.
+        path: String,
+        /// What is wrong with it.
+        why: String,
+    },
     /// The job's token is none, or could not be made. The environment's fault.
     #[error("{variable}: {error}")]
     Token {
@@ -66,7 +77,7 @@ pub enum LaunchError {
 }
 
 impl LaunchError {
-    pub(super) fn environment(doing: impl Into<String>, why: impl ToString) -> Self {
+    pub(crate) fn environment(doing: impl Into<String>, why: impl ToString) -> Self {
         Self::Environment { doing: doing.into(), why: why.to_string() }
     }
 }

@@ -53,6 +53,12 @@ pub mod variables {
     pub const DEVICES_PER_PROCESS: &str = "MPMD_DEVICES_PER_PROCESS";
     /// How long processes wait for each other, in seconds.
     pub const PATIENCE: &str = "MPMD_PATIENCE";
+    /// The name of this process's host, where it is not the system's: in containers, and in tests that act
+    /// as several hosts. Processes of one name are neighbours to the planner.
+    pub const HOST: &str = "MPMD_HOST";
+    /// A file with what the links between devices cost, as `mpmd bench links --out` writes it. Read by
+    /// process 0, which tells the others.
+    pub const LINKS: &str = "MPMD_LINKS";
     /// The launcher's process number; what it started ends with it.
     pub const LAUNCHER_PID: &str = "MPMD_LAUNCHER_PID";
 }

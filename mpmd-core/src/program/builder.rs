@@ -8,7 +8,7 @@ use mpmd_transport::{ProcessId, Transport};
 use super::{Membership, Program, connect};
 use crate::error::{Error, Result};
 use crate::runtime::{Runtime, RuntimeConfig};
-use crate::topology::{Device, DeviceId, DeviceKind, Topology};
+use crate::topology::{Device, DeviceId, DeviceKind, Links, Topology};
 
 /// The patience of a program where neither it nor its launcher says otherwise.
 pub(super) const DEFAULT_PATIENCE: Duration = Duration::from_secs(60);
@@ -23,6 +23,9 @@ pub struct Builder {
     run_ahead_ops: usize,
     run_ahead_bytes: u64,
     device_memory: Option<u64>,
+    plan_cache: usize,
+    pub(super) hosts: Option<Vec<String>>,
+    pub(super) links: Option<Links>,
 }
 
 impl Default for Builder {
@@ -34,6 +37,9 @@ impl Default for Builder {
             run_ahead_ops: 1024,
             run_ahead_bytes: 4 << 30,
             device_memory: None,
+            plan_cache: 4096,
+            hosts: None,
+            links: None,
         }
     }
 }
@@ -68,6 +74,28 @@ impl Builder {
         self
     }
 
+    /// How many plans of `device_put` are kept for reuse, 4096 by default; 0 for none. There is one for
+    /// each combination of shape, dtype and both shardings.
+    pub fn plan_cache(mut self, entries: usize) -> Self {
+        self.plan_cache = entries;
+        self
+    }
+
+    /// The host of each process, by process: names or numbers. Processes of one host are neighbours to the
+    /// planner, whatever is between them. By default what the processes find (the system's name, or
+    /// `MPMD_HOST`); one host for all in a [`Simulation`](crate::Simulation).
+    pub fn hosts<T: ToString>(mut self, hosts: &[T]) -> Self {
+        self.hosts = Some(hosts.iter().map(ToString::to_string).collect());
+        self
+    }
+
+    /// What the links between devices cost, for the planner. By default the file that `MPMD_LINKS` names on
+    /// process 0, else round figures of a common machine.
+    pub fn links(mut self, links: Links) -> Self {
+        self.links = Some(links);
+        self
+    }
+
     /// Joins the job this process was started for; see [`Program::from_env`].
     ///
     /// # Errors
@@ -97,7 +125,7 @@ impl Builder {
         let topology = self.topology(processes, None)?;
         let beyond = ProcessId(u32::try_from(processes).unwrap_or(u32::MAX));
         let runtime = Runtime::start(beyond, topology, self.config(), None).map_err(no_threads)?;
-        Ok(Program::new(runtime, true, None))
+        Ok(Program::new(runtime, true, None, self.plan_cache))
     }
 
     /// A process of a job whose transport is there already.
@@ -117,10 +145,11 @@ impl Builder {
         if let Some(membership) = &membership {
             membership.watch(&runtime);
         }
-        Ok(Program::new(runtime, false, membership))
+        Ok(Program::new(runtime, false, membership, self.plan_cache))
     }
 
-    /// The devices of a job of `processes`, `per_process` on each unless the program says how many.
+    /// The devices of a job of `processes`, `per_process` on each unless the program says how many, with
+    /// the hosts and links that the program says.
     pub(super) fn topology(&self, processes: usize, per_process: Option<usize>) -> Result<Topology> {
         let devices = self.devices.unwrap_or(processes * per_process.unwrap_or(1));
         if processes == 0 || devices == 0 || !devices.is_multiple_of(processes) {
@@ -134,7 +163,11 @@ impl Builder {
             process: ProcessId((i / each) as u32),
             kind: DeviceKind::Cpu,
         };
-        Ok(Topology::new((0..devices).map(device).collect())?)
+        let mut topology = Topology::new((0..devices).map(device).collect())?;
+        if let Some(hosts) = &self.hosts {
+            topology = topology.on_hosts(hosts)?;
+        }
+        Ok(self.links.map_or(topology.clone(), |links| topology.with_links(links)))
     }
 
     fn config(&self) -> RuntimeConfig {

@@ -10,10 +10,11 @@ use mpmd_transport::tcp::{Listener, TcpConfig};
 use mpmd_transport::{Pool, Transport};
 
 use super::builder::DEFAULT_PATIENCE;
-use super::{Builder, Program};
+use super::{Builder, Program, costs};
 use crate::error::{Error, Result};
 use crate::launch::{self, JobEnv, LaunchError, variables};
 use crate::runtime::Runtime;
+use crate::topology::{Links, Topology};
 
 /// The incarnation of a job. Jobs do not restart in place yet, so there is one.
 pub(super) const EPOCH: u64 = 1;
@@ -90,14 +91,24 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
         }));
     }
     let listener = Listener::bind(rendezvous.local_ip())?;
+    let told = costs::tell(&rendezvous, env.process, env.links.as_deref());
     let member = Member {
-        host: hostname(),
+        host: env.host.clone().unwrap_or_else(hostname),
         pid: std::process::id(),
         devices: topology.devices_of(env.process).len() as u32,
         addresses: vec![("tcp".to_owned(), listener.address().to_string())],
         program: String::new(),
     };
     let members = rendezvous.join(member).map_err(wrong)?;
+    let membership = Membership { rendezvous, server };
+    let topology = match told.and_then(|()| costs::hear(&membership.rendezvous, patience)) {
+        Ok(links) => placed(&builder, topology, &members, links)?,
+        Err(error) => {
+            // Everybody has to hear of it, also from a service that this process hosts.
+            membership.leave();
+            return Err(Error::Launch(error));
+        }
+    };
     let peers = members
         .iter()
         .map(|member| {
@@ -115,7 +126,21 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
         pool: Pool::new("tcp", None),
     })?;
     let transport: Arc<dyn Transport> = transport;
-    builder.start(env.process, topology, Some(transport), Some(Membership { rendezvous, server }))
+    builder.start(env.process, topology, Some(transport), Some(membership))
+}
+
+/// The job's devices on the hosts that the processes have told, with links of these costs; what the
+/// program itself says on either goes before.
+fn placed(builder: &Builder, topology: Topology, members: &[Member], links: Links) -> Result<Topology> {
+    let mut topology = topology;
+    if builder.hosts.is_none() {
+        let hosts: Vec<&str> = members.iter().map(|member| member.host.as_str()).collect();
+        topology = topology.on_hosts(&hosts)?;
+    }
+    if builder.links.is_none() {
+        topology = topology.with_links(links);
+    }
+    Ok(topology)
 }
 
 /// Process 0 hosts the service where no launcher does.

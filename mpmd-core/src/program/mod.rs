@@ -3,10 +3,11 @@
 mod agree;
 mod builder;
 mod connect;
+mod costs;
+mod metrics;
 mod simulate;
 
 use std::cell::Cell;
-use std::collections::HashMap;
 use std::fmt;
 use std::marker::PhantomData;
 use std::panic::Location;
@@ -18,13 +19,13 @@ use mpmd_transport::router::{Failure, FailureKind, OpRecord};
 
 pub use builder::Builder;
 pub(crate) use connect::Membership;
+pub use metrics::{Metrics, PlanCacheMetrics};
+pub(crate) use metrics::{PlanCache, PutKey};
 use simulate::Vanishing;
 pub use simulate::{Simulation, simulate};
 
-use crate::aval::ShapedArray;
 use crate::error::{Error, Result};
-use crate::runtime::{Doing, PutPlan, Rolling, Runtime};
-use crate::sharding::Sharding;
+use crate::runtime::{Doing, Rolling, Runtime};
 use crate::topology::{DeviceId, Mesh, Topology};
 
 /// One process's part of a job: every process of the job runs the same program and issues the same
@@ -42,7 +43,7 @@ use crate::topology::{DeviceId, Mesh, Topology};
 /// ```
 pub struct Program {
     pub(crate) runtime: Arc<Runtime>,
-    pub(crate) put_plans: HashMap<PutKey, Arc<PutPlan>>,
+    pub(crate) put_plans: PlanCache,
     count: u64,
     hash: Rolling,
     steps: u64,
@@ -53,14 +54,6 @@ pub struct Program {
     membership: Option<Membership>,
     /// Makes the program `!Sync`.
     one_issuer: PhantomData<Cell<()>>,
-}
-
-/// What determines a [`PutPlan`].
-#[derive(Clone, Eq, Hash, PartialEq)]
-pub(crate) struct PutKey {
-    pub(crate) aval: ShapedArray,
-    pub(crate) from: Option<Sharding>,
-    pub(crate) to: Sharding,
 }
 
 impl Program {
@@ -81,10 +74,10 @@ impl Program {
         Builder::default()
     }
 
-    pub(crate) fn new(runtime: Arc<Runtime>, planning: bool, membership: Option<Membership>) -> Self {
+    fn new(runtime: Arc<Runtime>, planning: bool, membership: Option<Membership>, plans: usize) -> Self {
         Self {
             runtime,
-            put_plans: HashMap::new(),
+            put_plans: PlanCache::new(plans),
             count: 0,
             hash: Rolling::default(),
             steps: 0,
@@ -142,13 +135,17 @@ impl Program {
         Ok(mesh)
     }
 
-    /// Bytes of device memory of this process: in use now, and at most so far, over all its devices.
+    /// Bytes of memory of this process: in use now, and at most so far, over all its devices; and the same
+    /// of arrays in the host's memory.
     pub fn memory(&self) -> MemoryUse {
         let stats = self.runtime.devices.iter().map(|device| device.pool.stats());
-        stats.fold(MemoryUse::default(), |sum, stats| MemoryUse {
+        let host = self.runtime.host_memory.stats();
+        let host = MemoryUse { host_live: host.live, host_peak: host.peak, ..MemoryUse::default() };
+        stats.fold(host, |sum, stats| MemoryUse {
             live: sum.live + stats.live,
             peak: sum.peak + stats.peak,
             mapped: sum.mapped + stats.mapped,
+            ..sum
         })
     }
 
@@ -284,7 +281,7 @@ impl fmt::Debug for Program {
     }
 }
 
-/// Device memory of a process, in bytes.
+/// Memory of a process, in bytes: that of its devices, and what arrays take in the host's.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct MemoryUse {
@@ -294,4 +291,8 @@ pub struct MemoryUse {
     pub peak: u64,
     /// Taken from the system so far.
     pub mapped: u64,
+    /// In use now by arrays in the host's memory, which no device's limit counts.
+    pub host_live: u64,
+    /// In use or set aside there, at most so far.
+    pub host_peak: u64,
 }

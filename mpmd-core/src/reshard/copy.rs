@@ -1,4 +1,8 @@
 //! Copying one piece between two row-major buffers.
+//!
+//! Both buffers have their dimensions in the same order, so going through a piece row by row walks
+//! forward through both: caches and prefetchers see streams, never a transpose, and an order by blocks
+//! would gain nothing.
 
 use std::ops::Range;
 
@@ -20,14 +24,7 @@ pub fn copy_region(
     piece: &Region,
     item_bytes: usize,
 ) {
-    for (name, found, region) in [("source", src.len(), src_region), ("destination", dst.len(), dst_region)] {
-        assert_eq!(found, region.elements() * item_bytes, "bytes of the {name} buffer of region {region}");
-        assert!(region.contains(piece), "piece {piece} is not within region {region} of the {name}");
-    }
-    if piece.is_empty() {
-        return;
-    }
-    let loops = Loops::new(src_region, dst_region, piece, item_bytes);
+    let Some(loops) = Loops::checked(src, src_region, dst, dst_region, piece, item_bytes) else { return };
     // Copies of a few bytes are much faster where their size is known.
     match loops.run {
         1 => loops.each(|s, d| dst[d] = src[s]),
@@ -37,6 +34,22 @@ pub fn copy_region(
         16 => loops.each(|s, d| fixed::<16>(src, dst, s, d)),
         run => loops.each(|s, d| dst[d..d + run].copy_from_slice(&src[s..s + run])),
     }
+}
+
+/// Calls `each` with every run of a piece: where it is in `dst`, and in `src`. Checks what
+/// [`copy_region`] checks.
+pub(super) fn runs(
+    src: &[u8],
+    src_region: &Region,
+    dst: &mut [u8],
+    dst_region: &Region,
+    piece: &Region,
+    item_bytes: usize,
+    each: &mut dyn FnMut(&mut [u8], &[u8]),
+) {
+    let Some(loops) = Loops::checked(src, src_region, dst, dst_region, piece, item_bytes) else { return };
+    let run = loops.run;
+    loops.each(|s, d| each(&mut dst[d..d + run], &src[s..s + run]));
 }
 
 /// The byte range of `piece` inside the buffer of region `within`, where it is one run of it.
@@ -81,6 +94,27 @@ struct Loop {
 }
 
 impl Loops {
+    /// As [`new`](Self::new) once the buffers are known to fit; `None` for an empty piece.
+    fn checked(
+        src: &[u8],
+        src_region: &Region,
+        dst: &[u8],
+        dst_region: &Region,
+        piece: &Region,
+        item_bytes: usize,
+    ) -> Option<Self> {
+        let buffers = [("source", src.len(), src_region), ("destination", dst.len(), dst_region)];
+        for (name, found, region) in buffers {
+            assert_eq!(
+                found,
+                region.elements() * item_bytes,
+                "bytes of the {name} buffer of region {region}"
+            );
+            assert!(region.contains(piece), "piece {piece} is not within region {region} of the {name}");
+        }
+        (!piece.is_empty()).then(|| Self::new(src_region, dst_region, piece, item_bytes))
+    }
+
     /// For a piece that is within both regions and not empty.
     fn new(src_region: &Region, dst_region: &Region, piece: &Region, item_bytes: usize) -> Self {
         let mut loops = Self { src: 0, dst: 0, run: item_bytes, dims: Vec::new() };

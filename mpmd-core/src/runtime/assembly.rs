@@ -12,18 +12,23 @@ use parking_lot::Mutex;
 use super::slot::Promise;
 use super::transfer::Transfer;
 use super::{OpGuard, Outcome, Runtime};
+use crate::aval::DType;
 use crate::region::Region;
-use crate::reshard::copy_region;
+use crate::reshard::{add_region, copy_region};
 
 /// A shard of one device, incomplete until all its pieces are in their places.
 ///
 /// One mover at a time works on it, outside the lock: movers that have pieces of different shards never
 /// wait for each other.
+///
+/// Where the source is partial sums the pieces of the first are copied and those of each other added in the
+/// order of the sums, whatever the order in which they come: so the same bits come out every time. Early
+/// ones wait.
 pub(crate) struct Assembly {
     process: ProcessId,
     op: u64,
     region: Region,
-    item_bytes: usize,
+    dtype: DType,
     state: Mutex<State>,
 }
 
@@ -39,7 +44,10 @@ struct State {
 struct Open {
     promise: Promise,
     memory: Memory,
-    missing: usize,
+    /// Pieces that are not in their places yet, by partial sum.
+    missing: Vec<usize>,
+    /// The partial sum whose turn it is.
+    term: usize,
     // Last, so that it is dropped after the memory.
     guard: OpGuard,
 }
@@ -61,21 +69,21 @@ struct Piece {
 }
 
 impl Assembly {
-    /// A shard of `region` that `pieces` pieces will fill.
+    /// A shard of `region` that so many pieces of each partial sum will fill.
     #[expect(clippy::too_many_arguments, reason = "one call site; the parts have no life of their own")]
     pub(super) fn new(
         process: ProcessId,
         op: u64,
         region: Region,
-        item_bytes: usize,
-        pieces: usize,
+        dtype: DType,
+        missing: Vec<usize>,
         reservation: Reservation,
         promise: Promise,
         guard: OpGuard,
     ) -> Arc<Self> {
-        let open = Open { promise, memory: Memory::Reserved(reservation), missing: pieces, guard };
+        let open = Open { promise, memory: Memory::Reserved(reservation), missing, term: 0, guard };
         let state = State { open: Some(open), waiting: VecDeque::new(), busy: false };
-        Arc::new(Self { process, op, region, item_bytes, state: Mutex::new(state) })
+        Arc::new(Self { process, op, region, dtype, state: Mutex::new(state) })
     }
 
     /// Whether it still takes pieces.
@@ -115,7 +123,7 @@ impl Assembly {
 
     /// Whether a piece is all that an open shard waits for.
     pub(super) fn is_whole(&self, piece: &Region) -> bool {
-        *piece == self.region && self.state.lock().open.as_ref().is_some_and(|open| open.missing == 1)
+        *piece == self.region && self.state.lock().open.as_ref().is_some_and(|open| open.missing == [1])
     }
 
     /// Has a piece copied to its place: on a mover, because whoever has it has other things to do.
@@ -158,10 +166,12 @@ impl Assembly {
             let (piece, memory) = {
                 let mut state = self.state.lock();
                 let State { open: Some(open), waiting, busy } = &mut *state else { return };
-                let Some(piece) = waiting.pop_front() else {
+                let Some(at) = waiting.iter().position(|piece| piece.transfer.term == open.term) else {
                     *busy = false;
                     return;
                 };
+                // Nearly always the first.
+                let Some(piece) = waiting.remove(at) else { return };
                 (piece, replace(&mut open.memory, Memory::Lent))
             };
             let Some(buffer) = self.buffer(memory) else { return };
@@ -170,14 +180,12 @@ impl Assembly {
                 Err(failure) => return self.end(Err(failure)),
             };
             let Piece { transfer, bytes, guard } = piece;
-            copy_region(
-                &bytes,
-                &transfer.holds,
-                &mut buffer,
-                &self.region,
-                &transfer.region,
-                self.item_bytes,
-            );
+            let Transfer { term, region, holds, .. } = &*transfer;
+            if *term == 0 {
+                copy_region(&bytes, holds, &mut buffer, &self.region, region, self.dtype.size());
+            } else {
+                add_region(&bytes, holds, &mut buffer, &self.region, region, self.dtype);
+            }
             drop(bytes);
             let mut state = self.state.lock();
             match state.open.as_mut() {
@@ -185,13 +193,17 @@ impl Assembly {
                     drop(state);
                     drop(buffer);
                 }
-                Some(open) if open.missing > 1 => {
-                    open.missing -= 1;
-                    open.memory = Memory::Here(buffer);
-                }
-                Some(_) => {
-                    drop(state);
-                    self.end(Ok(buffer.freeze()));
+                Some(open) => {
+                    open.missing[*term] -= 1;
+                    if open.missing[*term] == 0 {
+                        open.term += 1;
+                    }
+                    if open.term < open.missing.len() {
+                        open.memory = Memory::Here(buffer);
+                    } else {
+                        drop(state);
+                        self.end(Ok(buffer.freeze()));
+                    }
                 }
             }
             drop(guard);

@@ -176,6 +176,7 @@ impl Runtime {
             Body::Cargo(Outgoing { buffer, guard }) => {
                 let ticket = self.next_ticket.fetch_add(1, Ordering::Relaxed);
                 self.sending.lock().insert(ticket, guard);
+                self.bytes_sent[to.index()].fetch_add(buffer.len() as u64, Ordering::Relaxed);
                 let payload = (!buffer.is_empty()).then_some(buffer);
                 transport.post(to, header, payload, Ticket(ticket));
             }

@@ -10,6 +10,7 @@ use mpmd_transport::router::{Failure, FailureKind};
 
 use super::Runtime;
 use crate::array::Placed;
+use crate::sharding::MemoryKind;
 
 /// Arrays smaller than this are not worth naming when memory runs out.
 const WORTH_NAMING: u64 = 64 << 10;
@@ -39,7 +40,9 @@ impl Holders {
 }
 
 impl Runtime {
-    /// Sets `bytes` aside on a device of this process.
+    /// Sets `bytes` aside in a memory of a device of this process.
+    ///
+    /// The memory of the host is one for all devices, without limit and counted by itself.
     ///
     /// Waits for operations that were issued before and will free memory; with none of those left it
     /// is an error that names the largest holders. It never waits for anything issued later, nor for
@@ -47,11 +50,15 @@ impl Runtime {
     pub(crate) fn reserve(
         &self,
         local_index: usize,
+        kind: MemoryKind,
         bytes: usize,
         op: u64,
         what: &dyn fmt::Display,
     ) -> Result<Reservation, Arc<Failure>> {
-        let pool = &self.devices[local_index].pool;
+        let pool = match kind {
+            MemoryKind::Device => &self.devices[local_index].pool,
+            MemoryKind::Host => &self.host_memory,
+        };
         loop {
             let before = self.in_flight.counts();
             let error = match pool.reserve(bytes) {

@@ -73,8 +73,12 @@ pub(crate) struct LocalDevice {
 pub(crate) struct Runtime {
     pub(crate) me: ProcessId,
     pub(crate) topology: Topology,
+    /// Of the topology, on which plans depend.
+    pub(crate) topology_fingerprint: u64,
     pub(crate) config: RuntimeConfig,
     pub(crate) devices: Vec<LocalDevice>,
+    /// For shards in the host's memory.
+    pub(crate) host_memory: Pool,
     /// For pieces on their way, control payloads and host values.
     pub(crate) staging: Pool,
     pub(crate) in_flight: Arc<InFlight>,
@@ -89,6 +93,8 @@ pub(crate) struct Runtime {
     /// Operations whose bytes the transport still holds, by ticket.
     sending: Mutex<HashMap<u64, OpGuard>>,
     next_ticket: AtomicU64,
+    /// Payload bytes of pieces given to the transport, by process.
+    pub(crate) bytes_sent: Vec<AtomicU64>,
     trouble: Mutex<Trouble>,
     /// Notified when a peer leaves or something fails.
     changed: Condvar,
@@ -159,8 +165,11 @@ impl Runtime {
         });
         let runtime = Arc::new(Self {
             me,
+            bytes_sent: (0..topology.processes()).map(|_| AtomicU64::new(0)).collect(),
             status: Status::new(devices.iter().map(|device| format!("device {}", device.id))),
+            topology_fingerprint: topology.fingerprint(),
             topology,
+            host_memory: Pool::new(format!("host memory of process {me}"), None),
             staging: Pool::new(format!("staging of process {me}"), None),
             devices,
             in_flight: Arc::default(),

@@ -8,10 +8,11 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
+use mpmd_transport::memory::Reservation;
 use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{ProcessId, SharedBuffer};
 
-use super::{Assembly, OpGuard, Passage, Runtime, Slot, Waiter};
+use super::{Assembly, OpGuard, Passage, Promise, Runtime, Slot, Waiter};
 use crate::array::LocalShard;
 use crate::aval::{HostArray, ShapedArray};
 use crate::region::Region;
@@ -47,8 +48,9 @@ struct Target {
     device: DeviceId,
     local_index: usize,
     region: Region,
-    /// How many transfers bring a piece of it.
-    pieces: usize,
+    /// How many transfers bring a piece of it, by partial sum of the source. Of none where it is empty, or
+    /// one of the destination's partial sums that are zero.
+    pieces: Vec<usize>,
     /// What it may share memory with.
     alias: Option<Origin>,
 }
@@ -57,6 +59,8 @@ struct Target {
 pub(super) struct Transfer {
     /// Its number in messages.
     pub(super) id: u64,
+    /// Which of the source's partial sums it is of.
+    pub(super) term: usize,
     /// Never empty.
     pub(super) region: Region,
     /// What the bytes that come are of: all that the origin has, or the region alone.
@@ -118,12 +122,14 @@ impl PutPlan {
             .iter()
             .filter_map(|(device, region)| {
                 let local_index = runtime.local_index(device)?;
-                Some(Target { device, local_index, region: region.clone(), pieces: 0, alias: None })
+                Some(Target { device, local_index, region: region.clone(), pieces: Vec::new(), alias: None })
             })
             .collect();
         let item = aval.dtype().size();
         let mut transfers = match from {
-            None => from_host(&targets, aval),
+            None => from_host(&targets, &layout, aval),
+            // Each partial sum stays what it is.
+            Some((_, source)) if source.terms() > 1 && *source == *layout => in_place(&targets, item),
             Some((_, source)) => {
                 let part = reshard::plan(source, &layout, item, &runtime.topology)?.part_of(runtime.me);
                 let deliveries = part.deliveries.into_iter();
@@ -141,6 +147,7 @@ impl PutPlan {
             }
         }
         transfers.sort_by_key(|transfer| (transfer.peers.first().map_or(usize::MAX, distance), transfer.id));
+        let one_memory = from.is_none_or(|(from, _)| from.memory_kind() == to.memory_kind());
         let mut bytes: usize = targets.iter().map(|target| target.region.elements() * item).sum();
         for transfer in &transfers {
             if matches!(transfer.origin, Origin::Process(_)) && !transfer.peers.is_empty() {
@@ -148,16 +155,21 @@ impl PutPlan {
             }
             for at in &transfer.targets {
                 let target = &mut targets[*at];
-                target.pieces += 1;
-                let whole = target.pieces == 1 && target.region == transfer.region;
-                let same = whole && transfer.holds == transfer.region;
-                target.alias =
-                    (same && !matches!(transfer.origin, Origin::Process(_))).then_some(transfer.origin);
+                if target.pieces.len() <= transfer.term {
+                    target.pieces.resize(transfer.term + 1, 0);
+                }
+                target.pieces[transfer.term] += 1;
+                let whole = target.pieces == [1] && target.region == transfer.region;
+                let here = !matches!(transfer.origin, Origin::Process(_));
+                let same = whole && transfer.holds == transfer.region && here && one_memory;
+                target.alias = same.then_some(transfer.origin);
             }
         }
         let fingerprint = [
             from.map_or(1, |(sharding, _)| sharding.fingerprint()),
             to.fingerprint(),
+            // Processes that see different links make different plans: they must hear of it, not hang.
+            runtime.topology_fingerprint,
             super::Rolling::default().mix_bytes(aval.to_string().as_bytes()).word(),
         ]
         .into_iter()
@@ -211,26 +223,44 @@ impl PutPlan {
 }
 
 /// Each device copies its part of values that every process has.
-fn from_host(targets: &[Target], aval: &ShapedArray) -> Vec<Transfer> {
+fn from_host(targets: &[Target], layout: &Layout, aval: &ShapedArray) -> Vec<Transfer> {
     let whole = Region::full(aval.shape());
-    let item = aval.dtype().size();
+    let term = |device| layout.place_of(device).map_or(0, |place| layout.term_of(place));
+    let targets = targets.iter().enumerate().filter(|(_, target)| term(target.device) == 0);
+    let targets = targets.filter(|(_, target)| !target.region.is_empty());
+    let transfer = |(at, target): (usize, &Target)| {
+        Transfer::local(at, target, Origin::Host, whole.clone(), aval.dtype().size())
+    };
+    targets.map(transfer).collect()
+}
+
+/// Each device keeps what it has.
+fn in_place(targets: &[Target], item: usize) -> Vec<Transfer> {
     let targets = targets.iter().enumerate().filter(|(_, target)| !target.region.is_empty());
-    let transfer = |(at, target): (usize, &Target)| Transfer {
-        id: 0,
-        region: target.region.clone(),
-        holds: whole.clone(),
-        run: None,
-        bytes: target.region.elements() * item,
-        origin: Origin::Host,
-        targets: vec![at],
-        peers: Vec::new(),
+    let transfer = |(at, target): (usize, &Target)| {
+        Transfer::local(at, target, Origin::Device(target.device), target.region.clone(), item)
     };
     targets.map(transfer).collect()
 }
 
 impl Transfer {
+    /// The whole of a shard of this process, from bytes here that are of `holds`.
+    fn local(at: usize, target: &Target, origin: Origin, holds: Region, item: usize) -> Self {
+        Self {
+            id: 0,
+            term: 0,
+            region: target.region.clone(),
+            holds,
+            run: None,
+            bytes: target.region.elements() * item,
+            origin,
+            targets: vec![at],
+            peers: Vec::new(),
+        }
+    }
+
     fn new(delivery: Delivery, source: &Layout, targets: &[Target], item: usize) -> Self {
-        let Delivery { id, region, from, targets: devices, peers, .. } = delivery;
+        let Delivery { id, term, region, from, targets: devices, peers } = delivery;
         let (origin, holds) = match from {
             reshard::Origin::Device(device) => (Origin::Device(device), source.region_of(device)),
             reshard::Origin::Process(process) => (Origin::Process(process), None),
@@ -239,6 +269,7 @@ impl Transfer {
         let place = |device| targets.iter().position(|target| target.device == device);
         Self {
             id,
+            term: term as usize,
             run: contiguous_bytes(&holds, &region, item),
             bytes: region.elements() * item,
             region,
@@ -283,7 +314,7 @@ impl Start<'_> {
     /// A shard of this process, and where its pieces go, if it is put together from any.
     fn open(&self, target: &Target, may_alias: bool) -> (Slot, Option<Arc<Assembly>>) {
         let Self { plan, runtime, op, guard, source, .. } = *self;
-        if target.pieces == 0 {
+        if target.region.is_empty() {
             return (Slot::filled(Vec::new().into()), None);
         }
         if may_alias {
@@ -297,14 +328,18 @@ impl Start<'_> {
                 _ => {}
             }
         }
-        let item = plan.item_bytes();
+        let PutWhat { aval, to, .. } = &*plan.what;
         let (promise, slot) = Slot::new();
-        let bytes = target.region.elements() * item;
-        match runtime.reserve(target.local_index, bytes, op, &*plan.what) {
+        let bytes = target.region.elements() * plan.item_bytes();
+        match runtime.reserve(target.local_index, to.memory_kind(), bytes, op, &*plan.what) {
+            Ok(reservation) if target.pieces.is_empty() => {
+                self.zeros(reservation, promise);
+                (slot, None)
+            }
             Ok(reservation) => {
-                let (region, guard) = (target.region.clone(), guard.clone());
-                let shard =
-                    Assembly::new(runtime.me, op, region, item, target.pieces, reservation, promise, guard);
+                let (region, missing) = (target.region.clone(), target.pieces.clone());
+                let (me, dtype, guard) = (runtime.me, aval.dtype(), guard.clone());
+                let shard = Assembly::new(me, op, region, dtype, missing, reservation, promise, guard);
                 (slot, Some(shard))
             }
             Err(failure) => {
@@ -313,6 +348,22 @@ impl Start<'_> {
                 (slot, None)
             }
         }
+    }
+
+    /// A shard that is a partial sum of nothing.
+    fn zeros(&self, reservation: Reservation, promise: Promise) {
+        let (me, op, guard) = (self.runtime.me, self.op, self.guard.clone());
+        self.runtime.move_data(Box::new(move || {
+            let zeros = reservation.allocate().map(|mut buffer| {
+                buffer.fill(0);
+                buffer.freeze()
+            });
+            promise.keep(zeros.map_err(|error| {
+                let message = format!("operation {op}: {error}");
+                Arc::new(Failure::new(FailureKind::Memory, me, op, message))
+            }));
+            drop(guard);
+        }));
     }
 
     /// Has a region put into the shards that it is a piece of; where it comes from a peer, it is taken

@@ -12,6 +12,7 @@ pub use mesh::Mesh;
 pub use mpmd_transport::ProcessId;
 use serde::{Deserialize, Serialize};
 
+use crate::fingerprint::Fingerprint;
 use crate::tree::Leaf;
 
 /// A place with memory and an in-order queue, owned by one process. Numbered over the whole job.
@@ -278,6 +279,21 @@ impl Topology {
     /// What the links between the devices cost.
     pub fn links(&self) -> &Links {
         &self.inner.links
+    }
+
+    /// A number that is the same for equal topologies, on every process and in every run.
+    pub(crate) fn fingerprint(&self) -> u64 {
+        let Inner { devices, hosts, links, .. } = &*self.inner;
+        let mut fingerprint = Fingerprint::new("topology");
+        fingerprint
+            .words(devices.iter().map(|device| u64::from(device.id.0) << 32 | u64::from(device.process.0)));
+        fingerprint.words(hosts.iter().map(|host| u64::from(*host)));
+        for class in LinkClass::ALL {
+            let Link { latency_ns, bytes_per_us } = links.of(class);
+            fingerprint.word(latency_ns);
+            fingerprint.word(bytes_per_us);
+        }
+        fingerprint.finish()
     }
 
     /// How near two devices are to each other; `None` where the job lacks one of them.

@@ -1,0 +1,162 @@
+//! What the links between devices cost here, for the planner.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use clap::Args;
+use mpmd_core::aval::u8s;
+use mpmd_core::launch::{JobEnv, Launch, OutputMode};
+use mpmd_core::prelude::Program;
+use mpmd_core::sharding::Sharding;
+use mpmd_core::topology::{DeviceId, Link, LinkClass, Links};
+use mpmd_core::{PutOptions, Simulation};
+use serde_json::json;
+
+/// Bytes of the array by which bandwidths are measured.
+const LARGE: usize = 32 << 20;
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct LinksArgs {
+    /// JSON instead of a table: what `--out` writes.
+    #[arg(long)]
+    json: bool,
+    /// How often each link is measured; the median counts.
+    #[arg(long, default_value_t = 10)]
+    repeats: usize,
+    /// What carries the messages: `tcp` between two processes, or `inproc` between two threads.
+    #[arg(long, default_value = "tcp")]
+    transport: String,
+    /// Writes the costs to a file, to be named by `MPMD_LINKS` when jobs are started.
+    #[arg(long)]
+    out: Option<PathBuf>,
+}
+
+/// Within a device, between two devices of a process, and between two processes. Those are on one host
+/// unless a launcher of a cluster has started this on two; what is not measured keeps its default.
+pub(super) fn links(args: &LinksArgs) -> Result<ExitCode> {
+    if JobEnv::from_env()?.is_some() {
+        let mut p = Program::builder().devices(4).from_env()?;
+        anyhow::ensure!(p.processes() == 2, "links are measured between 2 processes, not {}", p.processes());
+        let measured = measure(&mut p, args)?;
+        if p.process().0 == 0 {
+            say(args, &measured)?;
+        }
+        p.finish()?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    if args.transport == "inproc" {
+        let mut results = Simulation::new(2, 4).run(|p| measure(p, args));
+        say(args, &results.swap_remove(0)?)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let outcome = Launch::new(2, std::env::current_exe()?)
+        .args(std::env::args_os().skip(1))
+        .transport(Some(args.transport.clone()))
+        .output(OutputMode::Quiet0)
+        .run()?;
+    Ok(ExitCode::from(u8::try_from(outcome.code()).unwrap_or(1)))
+}
+
+/// What was found of each class of links.
+fn measure(p: &mut Program, args: &LinksArgs) -> mpmd_core::Result<Vec<(LinkClass, Link)>> {
+    let mut measured = Vec::new();
+    for other in [0, 1, 2].map(DeviceId) {
+        let class = p.topology().link_between(DeviceId(0), other).unwrap_or(LinkClass::Network);
+        let latency = median(there_and_back(p, args, other, 8, 100)?);
+        let whole = median(there_and_back(p, args, other, LARGE, 1)?);
+        let moving = whole.saturating_sub(latency).as_secs_f64() * 1e6;
+        let link = Link {
+            latency_ns: u64::try_from(latency.as_nanos()).unwrap_or(u64::MAX),
+            bytes_per_us: ((LARGE as f64 / moving.max(1.0)) as u64).max(1),
+        };
+        measured.push((class, link));
+    }
+    Ok(measured)
+}
+
+/// Times of one way between device 0 and another, from arrays to arrays.
+fn there_and_back(
+    p: &mut Program,
+    args: &LinksArgs,
+    other: DeviceId,
+    bytes: usize,
+    rounds: u32,
+) -> mpmd_core::Result<Vec<Duration>> {
+    let (here, there) = (Sharding::single_device(DeviceId(0)), Sharding::single_device(other));
+    let options = PutOptions::default().may_alias(false);
+    let mut x = p.make(u8s([bytes]), &here, |_, mut view| Ok(view.fill(1u8)?))?;
+    x.block_until_ready()?;
+    let mut times = Vec::new();
+    for repeat in 0..=args.repeats.max(1) {
+        let start = Instant::now();
+        for _ in 0..rounds {
+            let y = p.device_put_with(&x, &there, options)?;
+            // Waits on the receiver too, so that the program on both sides takes part in every hop.
+            y.block_until_ready()?;
+            x = p.device_put_with(&y, &here, options)?;
+            x.block_until_ready()?;
+        }
+        if repeat > 0 {
+            times.push(start.elapsed() / (2 * rounds));
+        }
+    }
+    Ok(times)
+}
+
+fn median(mut times: Vec<Duration>) -> Duration {
+    times.sort_unstable();
+    times[times.len() / 2]
+}
+
+/// The costs of all classes, with the defaults of those that were not measured.
+fn costs(measured: &[(LinkClass, Link)]) -> Links {
+    let mut links = Links::default();
+    for (class, link) in measured {
+        match class {
+            LinkClass::SameDevice => links.same_device = *link,
+            LinkClass::SameProcess => links.same_process = *link,
+            LinkClass::SameHost => links.same_host = *link,
+            LinkClass::Network => links.network = *link,
+        }
+    }
+    links
+}
+
+fn say(args: &LinksArgs, measured: &[(LinkClass, Link)]) -> Result<()> {
+    let links = costs(measured);
+    let text = serde_json::to_string_pretty(&json!(links))?;
+    if let Some(path) = &args.out {
+        std::fs::write(path, format!("{text}\n")).with_context(|| format!("writing {}", path.display()))?;
+    }
+    if args.json {
+        println!("{text}");
+        return Ok(());
+    }
+    println!("{:<14} {:>12} {:>12}", "link", "latency us", "GB/s");
+    for class in LinkClass::ALL {
+        let Link { latency_ns, bytes_per_us } = links.of(class);
+        let found = measured.iter().any(|(found, _)| *found == class);
+        println!(
+            "{:<14} {:>12.3} {:>12.3}  {}",
+            class.name(),
+            latency_ns as f64 / 1e3,
+            bytes_per_us as f64 / 1e3,
+            if found { "measured" } else { "default" }
+        );
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_not_measured_keeps_its_default() {
+        let link = Link { latency_ns: 7, bytes_per_us: 9 };
+        let links = costs(&[(LinkClass::SameDevice, link), (LinkClass::SameHost, link)]);
+        assert_eq!(links, Links { same_device: link, same_host: link, ..Links::default() });
+    }
+}

@@ -1,0 +1,89 @@
+//! Where the processes of a job are, and what the links between them cost: told once, before any plan.
+
+use std::path::Path;
+use std::time::Duration;
+
+use mpmd_transport::ProcessId;
+use mpmd_transport::rendezvous::Rendezvous;
+use serde::{Deserialize, Serialize};
+
+use crate::launch::{LaunchError, variables};
+use crate::topology::{LinkClass, Links};
+
+/// Under which the rendezvous has what process 0 found.
+const KEY: &str = "mpmd.links";
+
+/// What process 0 tells the others.
+#[derive(Deserialize, Serialize)]
+enum Told {
+    Costs(Links),
+    Failed { path: String, why: String },
+}
+
+/// Process 0 reads the file, if it is told of one, and shares it, or what is wrong with it.
+pub(super) fn tell(
+    rendezvous: &Rendezvous,
+    process: ProcessId,
+    file: Option<&Path>,
+) -> Result<(), LaunchError> {
+    if process.index() > 0 {
+        return Ok(());
+    }
+    let told = match file.map(|path| (path, read(path))) {
+        None => Told::Costs(Links::default()),
+        Some((_, Ok(links))) => Told::Costs(links),
+        Some((path, Err(why))) => Told::Failed { path: path.display().to_string(), why },
+    };
+    let told = serde_json::to_vec(&told)
+        .map_err(|error| LaunchError::environment("writing down the costs of links", error))?;
+    Ok(rendezvous.set(KEY, told)?)
+}
+
+/// What process 0 found: the same on every process.
+pub(super) fn hear(rendezvous: &Rendezvous, patience: Duration) -> Result<Links, LaunchError> {
+    let told = rendezvous.get(KEY, patience)?;
+    match serde_json::from_slice(&told) {
+        Ok(Told::Costs(links)) => Ok(links),
+        Ok(Told::Failed { path, why }) => Err(LaunchError::Links { variable: variables::LINKS, path, why }),
+        Err(error) => Err(LaunchError::environment("reading the costs of links", error)),
+    }
+}
+
+/// A file as `mpmd bench links --out` writes it.
+fn read(path: &Path) -> Result<Links, String> {
+    let text = std::fs::read(path).map_err(|error| error.to_string())?;
+    let links: Links = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
+    match LinkClass::ALL.into_iter().find(|class| links.of(*class).bytes_per_us == 0) {
+        Some(class) => Err(format!("{} moves 0 bytes in a microsecond", class.name())),
+        None => Ok(links),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::topology::Link;
+
+    fn file(name: &str, text: &str) -> std::path::PathBuf {
+        let path = std::env::temp_dir().join(format!("mpmd-links-{}-{name}.json", std::process::id()));
+        std::fs::write(&path, text).unwrap();
+        path
+    }
+
+    #[test]
+    fn a_file_is_taken_whole_or_not_at_all() {
+        let mut links = Links::default();
+        links.network = Link { latency_ns: 3, bytes_per_us: 12_500 };
+        let good = file("good", &serde_json::to_string(&links).unwrap());
+        assert_eq!(read(&good), Ok(links));
+        links.same_host.bytes_per_us = 0;
+        let idle = file("idle", &serde_json::to_string(&links).unwrap());
+        assert_eq!(read(&idle), Err("same_host moves 0 bytes in a microsecond".to_owned()));
+        let part = file("part", r#"{"network": {"latency_ns": 1, "bytes_per_us": 1}}"#);
+        assert!(read(&part).unwrap_err().contains("missing field"), "{:?}", read(&part));
+        for path in [good, idle, part] {
+            std::fs::remove_file(&path).unwrap();
+            assert!(read(&path).is_err());
+        }
+    }
+}
