@@ -301,8 +301,7 @@ fn stored_step(p: &mut Program, schedule: &Schedule, rows: Rows) -> Result<Store
         params.push(p.device_put(&MpmdArray::from_slice(&[WIDTH], &values)?, mesh.sharding(rows.spec()))?);
     }
     let [w0, w1] = [params[0].clone(), params[1].clone()];
-    let mut pipeline =
-        Pipeline::first(Scale(rows), &meshes[0], w0)?.then(Square(rows), &meshes[1], w1)?;
+    let mut pipeline = Pipeline::first(Scale(rows), &meshes[0], w0)?.then(Square(rows), &meshes[1], w1)?;
     if rows == Rows::Part {
         for (stage, mesh) in meshes.iter().enumerate() {
             let storage = Storage::new(vec![mesh.replicated()]).partial_over(&["data"])?;
@@ -359,7 +358,8 @@ fn weights_stored_in_parts_are_gathered_once_a_step_and_their_gradients_reduced(
             let (whole, plain) = run(1, Rows::All);
             let (divided, operations) = run(1, Rows::Part);
             assert_eq!(operations, plain + 4, "one gather and one reduction for each stage");
-            for (found, expected) in divided.iter().flatten().flatten().zip(whole.iter().flatten().flatten()) {
+            for (found, expected) in divided.iter().flatten().flatten().zip(whole.iter().flatten().flatten())
+            {
                 assert!((found - expected).abs() < 1e-5 * expected.abs().max(1.0), "{divided:?} {whole:?}");
             }
             for processes in [2, 4] {
@@ -392,7 +392,8 @@ fn a_storage_that_does_not_fit_the_stage_is_refused() {
             divided.unwrap_err().to_string(),
         ])
     });
-    let expected = ["2 shardings for the 1 parameters", "not on its mesh", "cannot compute", "`model`", "`data`"];
+    let expected =
+        ["2 shardings for the 1 parameters", "not on its mesh", "cannot compute", "`model`", "`data`"];
     for result in results {
         for (found, expected) in result.unwrap().iter().zip(expected) {
             assert!(found.contains(expected), "{found}");
