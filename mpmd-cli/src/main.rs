@@ -1,6 +1,7 @@
 //! The `mpmd` command line.
 
 mod bench;
+mod plan;
 mod run;
 
 use std::process::ExitCode;
@@ -19,6 +20,8 @@ struct Cli {
 enum Command {
     /// Run a program as several processes on this machine
     Run(run::Run),
+    /// Ask the planners: layouts, chunks, rules, what goes where
+    Plan(plan::PlanArgs),
     /// Measure what the framework itself costs
     Bench(bench::BenchArgs),
     /// Become a program that ends with this process's parent
@@ -32,6 +35,7 @@ enum Command {
 fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Run(run) => run.run(),
+        Command::Plan(args) => plan::plan(&args),
         Command::Bench(args) => bench::bench(&args),
         Command::Exec(exec) => exec.run(),
         Command::Guard => {

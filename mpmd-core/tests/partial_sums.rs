@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use common::watchdog;
 use half::bf16;
-use kernels::fun;
+use kernels::{fun, like_first};
 use mpmd_core::aval::{DType, Element};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::{Sharding, Spec};
@@ -28,24 +28,19 @@ fn partial<T: Element>(
     shape: [usize; 2],
     element: impl Fn(f32) -> T + Send + Sync + 'static,
 ) -> Result<MpmdArray> {
-    let aval = ShapedArray::new(&shape, T::DTYPE);
-    let like = aval.clone();
+    let like = MpmdArray::from_slice(&shape, &vec![element(0.0); shape[0] * shape[1]])?;
     let devices = mesh.devices().to_vec();
-    let parts = fun(
-        "parts",
-        move |_| Ok(Signature::new(vec![like.clone()])),
-        move |cx, _, mut y| {
-            let place = devices.iter().position(|device| *device == cx.device()).expect("of the mesh");
-            let region = y[0].region().clone();
-            let columns = region.range(1);
-            let indices = region.range(0).flat_map(|i| columns.clone().map(move |j| i * shape[1] + j));
-            let values = y[0].as_mut_slice::<T>()?.iter_mut();
-            values.zip(indices).for_each(|(value, index)| *value = element(part(place, index)));
-            Ok(())
-        },
-    );
+    let parts = fun("parts", like_first, move |cx, _, mut y| {
+        let place = devices.iter().position(|device| *device == cx.device()).expect("of the mesh");
+        let region = y[0].region().clone();
+        let columns = region.range(1);
+        let indices = region.range(0).flat_map(|i| columns.clone().map(move |j| i * shape[1] + j));
+        let values = y[0].as_mut_slice::<T>()?.iter_mut();
+        values.zip(indices).for_each(|(value, index)| *value = element(part(place, index)));
+        Ok(())
+    });
     let to = mesh.sharding(spec).unreduced(axes)?;
-    Ok(p.jit(parts).on(mesh).outputs(to).build()?.call(p, vec![])?.remove(0))
+    Ok(p.jit(parts).on(mesh).outputs(to).build()?.call(p, vec![like])?.remove(0))
 }
 
 /// The sum over the four places, one after the other.

@@ -60,6 +60,7 @@ fn count(text: &str, of: &str) -> usize {
 const PIPELINE: &str = env!("CARGO_BIN_EXE_pipeline");
 const BASIC: &str = env!("CARGO_BIN_EXE_basic");
 const OVERLAP: &str = env!("CARGO_BIN_EXE_overlap");
+const RESHARD: &str = env!("CARGO_BIN_EXE_reshard");
 
 #[test]
 fn the_check_passes_as_processes_and_as_threads() {
@@ -154,4 +155,26 @@ fn overlap_gives_the_same_output_on_any_number_of_processes() {
     assert_eq!(outputs("--processes 2 --transport inproc"), (1, 1, size.clone()));
     // Both devices of the first stage have it, in processes 0 and 1.
     assert_eq!(outputs("--processes 8"), (2, 6, size));
+}
+
+#[test]
+fn reshard_shows_the_plan_and_proves_every_value() {
+    for (args, processes) in [("", 4), ("--processes 1", 1), ("--processes 8 --transport inproc", 8)] {
+        let Run { code, out, err } = run(RESHARD, &format!("--width 24 {args}"));
+        assert_eq!(code, Some(0), "{args}: {err}");
+        let plan = |leaf: &str| out.lines().filter(|line| line.starts_with(leaf)).collect::<Vec<_>>();
+        assert_eq!((plan("bias").len(), plan("up").len()), (1, 1), "{out}");
+        // Two replicas of halves on the second mesh; on the first only the scalar is there six times.
+        let leaves = 2 * 24 * 24 + 24;
+        let proved = |after: &str| -> usize {
+            let values = out.lines().filter_map(|line| {
+                let (before, _) = line.split_once(after)?;
+                before.split_whitespace().last()?.parse::<usize>().ok()
+            });
+            values.sum()
+        };
+        assert_eq!(out.matches("values proved").count(), processes, "{out}");
+        assert_eq!(proved(" values proved on the second"), 2 * leaves + 4, "{out}");
+        assert_eq!(proved(" back on the first"), leaves + 6, "{out}");
+    }
 }

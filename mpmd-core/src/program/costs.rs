@@ -72,8 +72,8 @@ mod tests {
 
     #[test]
     fn a_file_is_taken_whole_or_not_at_all() {
-        let mut links = Links::default();
-        links.network = Link { latency_ns: 3, bytes_per_us: 12_500 };
+        let network = Link { latency_ns: 3, bytes_per_us: 12_500 };
+        let mut links = Links { network, ..Links::default() };
         let good = file("good", &serde_json::to_string(&links).unwrap());
         assert_eq!(read(&good), Ok(links));
         links.same_host.bytes_per_us = 0;

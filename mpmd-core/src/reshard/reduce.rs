@@ -57,7 +57,7 @@ mod tests {
 
     fn specs(from: Spec, axes: &[&str], shape: [usize; 2], to: &Sharding) -> Option<Spec> {
         let from = mesh().sharding(from).unreduced(axes).unwrap();
-        let found = scattered(&from, &shape, &*to.layout(&shape).unwrap(), 4)?;
+        let found = scattered(&from, &shape, &to.layout(&shape).unwrap(), 4)?;
         assert!(found.unreduced_axes().is_empty() && found.mesh() == Some(&mesh()));
         found.spec().cloned()
     }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::mem::replace;
 use std::sync::Arc;
 
-use mpmd_transport::memory::Reservation;
+use mpmd_transport::memory::{Divided, Reservation};
 use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, ProcessId, SharedBuffer};
 use parking_lot::Mutex;
@@ -14,12 +14,13 @@ use super::transfer::Transfer;
 use super::{OpGuard, Outcome, Runtime};
 use crate::aval::DType;
 use crate::region::Region;
-use crate::reshard::{add_region, copy_region};
+use crate::reshard::{add_region, contiguous_bytes, copy_region};
 
 /// A shard of one device, incomplete until all its pieces are in their places.
 ///
-/// One mover at a time works on it, outside the lock: movers that have pieces of different shards never
-/// wait for each other.
+/// Where every piece is one run of it, each is a part that is written by itself: several are at once, and
+/// the transport reads straight into them. Else one mover at a time works on it, outside the lock: movers
+/// that have pieces of different shards never wait for each other.
 ///
 /// Where the source is partial sums the pieces of the first are copied and those of each other added in the
 /// order of the sums, whatever the order in which they come: so the same bits come out every time. Early
@@ -29,6 +30,8 @@ pub(crate) struct Assembly {
     op: u64,
     region: Region,
     dtype: DType,
+    /// Whether every piece is a part by itself.
+    in_parts: bool,
     state: Mutex<State>,
 }
 
@@ -56,6 +59,8 @@ enum Memory {
     /// Set aside, until the first piece needs it.
     Reserved(Reservation),
     Here(OwnedBuffer),
+    /// Given out to who writes a piece.
+    Divided(Divided),
     /// With the mover, or with the transport.
     Lent,
 }
@@ -77,13 +82,14 @@ impl Assembly {
         region: Region,
         dtype: DType,
         missing: Vec<usize>,
+        in_parts: bool,
         reservation: Reservation,
         promise: Promise,
         guard: OpGuard,
     ) -> Arc<Self> {
         let open = Open { promise, memory: Memory::Reserved(reservation), missing, term: 0, guard };
         let state = State { open: Some(open), waiting: VecDeque::new(), busy: false };
-        Arc::new(Self { process, op, region, dtype, state: Mutex::new(state) })
+        Arc::new(Self { process, op, region, dtype, in_parts, state: Mutex::new(state) })
     }
 
     /// Whether it still takes pieces.
@@ -134,7 +140,14 @@ impl Assembly {
         bytes: SharedBuffer,
         guard: &OpGuard,
     ) {
-        if self.queue(transfer, bytes, guard) {
+        if self.in_parts {
+            let (assembly, transfer, guard) = (self.clone(), transfer.clone(), guard.clone());
+            runtime.move_data(Box::new(move || {
+                assembly.copy_part(&transfer, &bytes);
+                drop(bytes);
+                drop(guard);
+            }));
+        } else if self.queue(transfer, bytes, guard) {
             let assembly = self.clone();
             runtime.move_data(Box::new(move || assembly.work()));
         }
@@ -142,9 +155,55 @@ impl Assembly {
 
     /// As [`place`](Self::place), before this returns.
     pub(super) fn place_now(&self, transfer: &Arc<Transfer>, bytes: SharedBuffer, guard: &OpGuard) {
-        if self.queue(transfer, bytes, guard) {
+        if self.in_parts {
+            self.copy_part(transfer, &bytes);
+        } else if self.queue(transfer, bytes, guard) {
             self.work();
         }
+    }
+
+    /// The part that a piece is, to be written by the caller, who then gives it [back](Self::give_back).
+    /// `None` where pieces are no parts, or the shard has ended.
+    pub(super) fn take_part(&self, piece: &Region) -> Option<OwnedBuffer> {
+        let run = contiguous_bytes(&self.region, piece, self.dtype.size()).filter(|_| self.in_parts)?;
+        let mut state = self.state.lock();
+        let open = state.open.as_mut()?;
+        if let Memory::Reserved(_) = open.memory {
+            match self.buffer(replace(&mut open.memory, Memory::Lent))? {
+                Ok(buffer) => open.memory = Memory::Divided(Divided::new(buffer)),
+                Err(failure) => {
+                    drop(state);
+                    self.end(Err(failure));
+                    return None;
+                }
+            }
+        }
+        let Memory::Divided(divided) = &mut open.memory else { return None };
+        divided.part(run)
+    }
+
+    /// A part has its piece.
+    pub(super) fn give_back(&self, part: OwnedBuffer) {
+        drop(part);
+        let mut state = self.state.lock();
+        let Some(open) = state.open.as_mut() else { return };
+        open.missing[0] -= 1;
+        if open.missing[0] > 0 {
+            return;
+        }
+        if let Memory::Divided(divided) = replace(&mut open.memory, Memory::Lent) {
+            drop(state);
+            // The last part is back, so it is whole.
+            let whole = divided.join().map_err(|_| self.out_of_memory("a part of the shard is still in use"));
+            self.end(whole.map(OwnedBuffer::freeze));
+        }
+    }
+
+    fn copy_part(&self, transfer: &Transfer, bytes: &[u8]) {
+        let Some(mut part) = self.take_part(&transfer.region) else { return };
+        let Transfer { region, holds, .. } = transfer;
+        copy_region(bytes, holds, &mut part, region, region, self.dtype.size());
+        self.give_back(part);
     }
 
     /// Keeps a piece for who works on the shard; true where nobody does yet.
@@ -216,7 +275,7 @@ impl Assembly {
                 Some(reservation.allocate().map_err(|error| self.out_of_memory(&error.to_string())))
             }
             Memory::Here(buffer) => Some(Ok(buffer)),
-            Memory::Lent => None,
+            Memory::Divided(_) | Memory::Lent => None,
         }
     }
 

@@ -23,6 +23,17 @@ pub(crate) struct Passage {
     pub(super) guard: OpGuard,
 }
 
+/// What the bytes of a region are read into.
+#[derive(Clone, Copy)]
+enum Place {
+    /// One of the shards.
+    Whole(usize),
+    /// Its part of the only shard.
+    Part,
+    /// A buffer of its own.
+    Staging,
+}
+
 impl Runtime {
     /// The region has come, or never will.
     pub(super) fn pass(self: &Arc<Self>, passage: Box<Passage>, result: Result<Payload, Arc<Failure>>) {
@@ -38,7 +49,7 @@ impl Runtime {
                 self.spread(&passage, bytes, in_place);
             }
             Ok(Payload::Waiting(fetch)) => {
-                let (buffer, in_place) = match self.room(&passage) {
+                let (buffer, place) = match self.room(&passage) {
                     Ok(Some(room)) => room,
                     // Dropped, it is read and thrown away.
                     Ok(None) => return,
@@ -48,7 +59,11 @@ impl Runtime {
                 fetch.fetch(
                     buffer,
                     Box::new(move |result| match result {
-                        Ok(buffer) => runtime.spread(&passage, buffer.freeze(), in_place),
+                        Ok(buffer) => match place {
+                            Place::Part => passage.shards[0].give_back(buffer),
+                            Place::Whole(at) => runtime.spread(&passage, buffer.freeze(), Some(at)),
+                            Place::Staging => runtime.spread(&passage, buffer.freeze(), None),
+                        },
                         Err(error) => {
                             let failure = runtime.fetch_failed(passage.from, passage.op, &error);
                             runtime.fail_passage(&passage, &failure);
@@ -59,19 +74,25 @@ impl Runtime {
         }
     }
 
-    /// Memory to read the region into, and which of its shards that is, if any. `None` where nobody wants
-    /// it any more.
-    fn room(&self, passage: &Passage) -> Result<Option<(OwnedBuffer, Option<usize>)>, Arc<Failure>> {
+    /// Memory to read the region into, and what it is. `None` where nobody wants the region any more.
+    fn room(&self, passage: &Passage) -> Result<Option<(OwnedBuffer, Place)>, Arc<Failure>> {
         for (at, shard) in passage.shards.iter().enumerate() {
             if let Some(buffer) = shard.take_whole(&passage.transfer.region) {
-                return Ok(Some((buffer, Some(at))));
+                return Ok(Some((buffer, Place::Whole(at))));
             }
+        }
+        // Who else wants it needs a buffer that stays while the shard goes its way.
+        if let [shard] = &passage.shards[..]
+            && passage.transfer.peers.is_empty()
+            && let Some(part) = shard.take_part(&passage.transfer.region)
+        {
+            return Ok(Some((part, Place::Part)));
         }
         if passage.transfer.peers.is_empty() && !passage.shards.iter().any(|shard| shard.is_open()) {
             return Ok(None);
         }
         match self.staging.allocate(passage.transfer.bytes) {
-            Ok(buffer) => Ok(Some((buffer, None))),
+            Ok(buffer) => Ok(Some((buffer, Place::Staging))),
             Err(error) => {
                 let message = format!("operation {}: {error}", passage.op);
                 Err(Arc::new(Failure::new(FailureKind::Memory, self.me, passage.op, message)))

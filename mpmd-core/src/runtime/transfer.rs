@@ -51,6 +51,8 @@ struct Target {
     /// How many transfers bring a piece of it, by partial sum of the source. Of none where it is empty, or
     /// one of the destination's partial sums that are zero.
     pieces: Vec<usize>,
+    /// Whether each of them is one run of the shard's bytes.
+    in_parts: bool,
     /// What it may share memory with.
     alias: Option<Origin>,
 }
@@ -122,7 +124,14 @@ impl PutPlan {
             .iter()
             .filter_map(|(device, region)| {
                 let local_index = runtime.local_index(device)?;
-                Some(Target { device, local_index, region: region.clone(), pieces: Vec::new(), alias: None })
+                Some(Target {
+                    device,
+                    local_index,
+                    region: region.clone(),
+                    pieces: Vec::new(),
+                    in_parts: true,
+                    alias: None,
+                })
             })
             .collect();
         let item = aval.dtype().size();
@@ -159,6 +168,9 @@ impl PutPlan {
                     target.pieces.resize(transfer.term + 1, 0);
                 }
                 target.pieces[transfer.term] += 1;
+                // Partial sums are added to what is there already.
+                target.in_parts &=
+                    transfer.term == 0 && contiguous_bytes(&target.region, &transfer.region, item).is_some();
                 let whole = target.pieces == [1] && target.region == transfer.region;
                 let here = !matches!(transfer.origin, Origin::Process(_));
                 let same = whole && transfer.holds == transfer.region && here && one_memory;
@@ -339,7 +351,17 @@ impl Start<'_> {
             Ok(reservation) => {
                 let (region, missing) = (target.region.clone(), target.pieces.clone());
                 let (me, dtype, guard) = (runtime.me, aval.dtype(), guard.clone());
-                let shard = Assembly::new(me, op, region, dtype, missing, reservation, promise, guard);
+                let shard = Assembly::new(
+                    me,
+                    op,
+                    region,
+                    dtype,
+                    missing,
+                    target.in_parts && target.pieces != [1],
+                    reservation,
+                    promise,
+                    guard,
+                );
                 (slot, Some(shard))
             }
             Err(failure) => {

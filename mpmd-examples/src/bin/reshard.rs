@@ -62,6 +62,7 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
     let from = infer_sharding(&shapes, &trained, &train)?;
     let to = infer_sharding(&shapes, &served, &serve)?;
     if p.process() == ProcessId(0) {
+        println!("from {train} on devices 0 to 5 to {serve} on devices 4 to 7, bytes by link:");
         print!("{}", report(p, &shapes, &from, &to)?);
     }
 

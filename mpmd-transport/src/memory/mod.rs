@@ -6,6 +6,7 @@
 //! ones. An [`OwnedBuffer`] has one owner who may write; [frozen](OwnedBuffer::freeze) it becomes a
 //! [`SharedBuffer`], which never changes again and goes back to its pool when the last holder drops it.
 
+mod parts;
 mod pool;
 mod segment;
 
@@ -13,8 +14,10 @@ use std::fmt;
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
 
+pub use parts::Divided;
 pub use pool::{OutOfMemory, Pool, PoolStats, Reservation};
 
+use parts::Part;
 use pool::Block;
 
 /// Alignment of every pool allocation, in bytes: a cache line, and enough for any vector load.
@@ -22,6 +25,7 @@ pub const ALIGNMENT: usize = 64;
 
 enum Backing {
     Block(Block),
+    Part(Part),
     Vec(Vec<u8>),
 }
 
@@ -58,6 +62,7 @@ impl Deref for OwnedBuffer {
     fn deref(&self) -> &[u8] {
         match &self.backing {
             Backing::Block(block) => &block.bytes()[..self.len],
+            Backing::Part(part) => part.bytes(self.len),
             Backing::Vec(bytes) => bytes,
         }
     }
@@ -67,6 +72,7 @@ impl DerefMut for OwnedBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
         match &mut self.backing {
             Backing::Block(block) => &mut block.bytes_mut()[..self.len],
+            Backing::Part(part) => part.bytes_mut(self.len),
             Backing::Vec(bytes) => bytes,
         }
     }

@@ -1,0 +1,169 @@
+//! What cases have in common: shardings, and what they are as JSON.
+
+use mpmd_core::region::Region;
+use mpmd_core::sharding::{MemoryKind, Sharding, Spec, SpecEntry};
+use mpmd_core::topology::{DeviceId, Mesh};
+use serde::Serialize;
+
+use super::field::{Field, Malformed};
+use super::refusal::Refusal;
+
+/// A sharding as a case has it: well formed, but not yet known to make sense.
+#[derive(Clone, Debug)]
+pub(super) enum CaseSharding {
+    /// `{mesh: {axis_names, shape, device_ids}, spec}`, and the axes in `unreduced` if there is that.
+    Named { mesh: CaseMesh, spec: Spec, unreduced: Vec<String> },
+    /// `{chunk: {dim, placements}}`, the placements being devices.
+    Chunk { dim: isize, placements: Vec<DeviceId> },
+    /// `{shards: [{device, region: [[start, end], …]}, …]}`.
+    Shards(Vec<(DeviceId, Vec<(usize, usize)>)>),
+    /// `{device}`.
+    Device(DeviceId),
+}
+
+/// A mesh as a case has it.
+#[derive(Clone, Debug)]
+pub(super) struct CaseMesh {
+    axis_names: Vec<String>,
+    shape: Vec<usize>,
+    device_ids: Vec<DeviceId>,
+}
+
+/// A sharding over a mesh as JSON.
+#[derive(Debug, Serialize)]
+pub(super) struct NamedJson {
+    mesh: MeshJson,
+    spec: Vec<EntryJson>,
+}
+
+#[derive(Debug, Serialize)]
+struct MeshJson {
+    axis_names: Vec<String>,
+    shape: Vec<usize>,
+    device_ids: Vec<DeviceId>,
+}
+
+/// How one dimension is divided, as JSON.
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+pub(super) enum EntryJson {
+    None,
+    Axis(String),
+    Axes(Vec<String>),
+}
+
+impl CaseSharding {
+    /// Reads it.
+    pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
+        let [mesh, chunk, shards, device] =
+            [field.find("mesh")?, field.find("chunk")?, field.find("shards")?, field.find("device")?];
+        match (mesh, chunk, shards, device) {
+            (Some(mesh), None, None, None) => {
+                let unreduced = field.find("unreduced")?.map(|axes| axes.list(Field::text)).transpose()?;
+                let (mesh, spec) = (CaseMesh::read(&mesh)?, read_spec(&field.get("spec")?)?);
+                Ok(Self::Named { mesh, spec, unreduced: unreduced.unwrap_or_default() })
+            }
+            (None, Some(chunk), None, None) => Ok(Self::Chunk {
+                dim: chunk.get("dim")?.integer()?,
+                placements: chunk.get("placements")?.list(device_id)?,
+            }),
+            (None, None, Some(shards), None) => shards.list(read_shard).map(Self::Shards),
+            (None, None, None, Some(device)) => device_id(&device).map(Self::Device),
+            _ => Err(field.malformed("a sharding has one of the fields mesh, chunk, shards, device".into())),
+        }
+    }
+
+    /// The sharding, if it makes sense.
+    pub(super) fn sharding(&self) -> Result<Sharding, Refusal> {
+        Ok(match self {
+            Self::Named { mesh, spec, unreduced } => {
+                let named = Sharding::named(mesh.mesh()?, spec.clone(), MemoryKind::Device);
+                let axes: Vec<&str> = unreduced.iter().map(String::as_str).collect();
+                if axes.is_empty() { named } else { named.unreduced(&axes)? }
+            }
+            Self::Chunk { dim, placements } => Sharding::chunk(*dim, placements.clone())?,
+            Self::Shards(shards) => {
+                let shard = |(device, bounds): &(DeviceId, Vec<(usize, usize)>)| {
+                    let region = Region::try_from(bounds.clone()).map_err(|what| {
+                        Refusal::new("region", format!("device {device} has {}: {what}", bounds_text(bounds)))
+                    })?;
+                    Ok((*device, region))
+                };
+                Sharding::enumerated(shards.iter().map(shard).collect::<Result<_, Refusal>>()?)?
+            }
+            Self::Device(device) => Sharding::single_device(*device),
+        })
+    }
+}
+
+impl CaseMesh {
+    fn read(field: &Field<'_>) -> Result<Self, Malformed> {
+        Ok(Self {
+            axis_names: field.get("axis_names")?.list(Field::text)?,
+            shape: field.get("shape")?.list(Field::count)?,
+            device_ids: field.get("device_ids")?.list(device_id)?,
+        })
+    }
+
+    fn mesh(&self) -> Result<Mesh, Refusal> {
+        let (names, sizes) = (self.axis_names.len(), self.shape.len());
+        if names != sizes {
+            return Err(Refusal::new("axis_count", format!("a mesh of {names} axes has {sizes} sizes")));
+        }
+        let names = self.axis_names.iter().map(String::as_str);
+        let axes: Vec<(&str, usize)> = names.zip(self.shape.iter().copied()).collect();
+        Ok(Mesh::new(&axes, self.device_ids.clone())?)
+    }
+}
+
+impl NamedJson {
+    /// `None` where the sharding is over no mesh.
+    pub(super) fn of(sharding: &Sharding) -> Option<Self> {
+        let (mesh, spec) = (sharding.mesh()?, sharding.spec()?);
+        let (axis_names, shape) = (mesh.axis_names().to_vec(), mesh.shape().to_vec());
+        let mesh = MeshJson { axis_names, shape, device_ids: mesh.devices().to_vec() };
+        Some(Self { mesh, spec: spec_json(spec) })
+    }
+}
+
+/// A spec as JSON: for each entry null, an axis, or a list of axes.
+pub(super) fn spec_json(spec: &Spec) -> Vec<EntryJson> {
+    let entry = |entry: &SpecEntry| match entry {
+        SpecEntry::None => EntryJson::None,
+        SpecEntry::Axis(axis) => EntryJson::Axis(axis.clone()),
+        SpecEntry::Axes(axes) => EntryJson::Axes(axes.clone()),
+    };
+    spec.entries().iter().map(entry).collect()
+}
+
+/// The axes of an entry: null, an axis, or a list of axes.
+pub(super) fn read_axes(field: &Field<'_>) -> Result<Vec<String>, Malformed> {
+    match field.as_text() {
+        Some(axis) => Ok(vec![axis.to_owned()]),
+        None if field.is_null() => Ok(Vec::new()),
+        None if field.elements().is_some() => field.list(Field::text),
+        None => Err(field.expected("null, an axis or a list of axes")),
+    }
+}
+
+fn read_spec(field: &Field<'_>) -> Result<Spec, Malformed> {
+    let entries = field.list(read_axes)?;
+    Ok(Spec::new(entries.into_iter().map(SpecEntry::from).collect()))
+}
+
+fn read_shard(field: &Field<'_>) -> Result<(DeviceId, Vec<(usize, usize)>), Malformed> {
+    let bounds = |field: &Field<'_>| {
+        let [start, end] = field.pair()?;
+        Ok((start.count()?, end.count()?))
+    };
+    Ok((device_id(&field.get("device")?)?, field.get("region")?.list(bounds)?))
+}
+
+fn device_id(field: &Field<'_>) -> Result<DeviceId, Malformed> {
+    field.id().map(DeviceId)
+}
+
+fn bounds_text(bounds: &[(usize, usize)]) -> String {
+    let texts: Vec<String> = bounds.iter().map(|(start, end)| format!("{start}..{end}")).collect();
+    format!("[{}]", texts.join(", "))
+}

@@ -1,0 +1,70 @@
+//! `mpmd plan chunk`: front-loaded chunks of a dimension, by rank.
+
+use mpmd_core::region::Region;
+use mpmd_core::sharding::{ChunkRanks, chunk_by_rank};
+
+use super::draw;
+use super::field::{Field, Malformed};
+use super::holding::Holding;
+use super::refusal::Refusal;
+use super::svg;
+use super::{Answer, json_text};
+
+/// `{shape, dim, placements, world?}`.
+#[derive(Debug)]
+pub(super) struct Case {
+    shape: Vec<usize>,
+    dim: isize,
+    placements: Vec<usize>,
+    world: Option<usize>,
+}
+
+#[derive(Debug)]
+struct Found {
+    case: Case,
+    chunks: ChunkRanks,
+}
+
+impl Case {
+    /// Reads it.
+    pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
+        Ok(Self {
+            shape: field.get("shape")?.list(Field::count)?,
+            dim: field.get("dim")?.integer()?,
+            placements: field.get("placements")?.list(Field::count)?,
+            world: field.find("world")?.map(|world| world.count()).transpose()?,
+        })
+    }
+
+    /// Answers it.
+    pub(super) fn answer(self) -> Result<Box<dyn Answer>, Refusal> {
+        let chunks = chunk_by_rank(&self.shape, self.dim, &self.placements, self.world)?;
+        Ok(Box::new(Found { case: self, chunks }))
+    }
+}
+
+impl Found {
+    fn holding(&self) -> Holding {
+        let Case { shape, dim, placements, .. } = &self.case;
+        let title = format!("{shape:?}: chunks of dimension {dim} on ranks {placements:?}");
+        let each = self.chunks.offsets_by_rank.iter().zip(&self.chunks.sizes_by_rank);
+        let region = |(offsets, sizes): (&Vec<usize>, &Vec<usize>)| {
+            offsets.iter().zip(sizes).map(|(offset, size)| (*offset, offset + size)).collect::<Region>()
+        };
+        Holding::new(title, "rank", shape, each.map(region).enumerate())
+    }
+}
+
+impl Answer for Found {
+    fn json(&self) -> String {
+        json_text(&self.chunks)
+    }
+
+    fn pretty(&self) -> String {
+        draw::holding(&self.holding())
+    }
+
+    fn svg(&self) -> Option<String> {
+        Some(svg::one(&self.holding()))
+    }
+}

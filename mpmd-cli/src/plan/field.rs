@@ -1,0 +1,203 @@
+//! Reading the fields of a case, so that what has the wrong form is said with the place where it is.
+
+use std::fmt;
+
+use serde_json::Value;
+
+/// What a field is said to be where it is too long to be shown.
+const SHOWN: usize = 60;
+
+/// A value of a case, and the way to it: `sharding.mesh.shape[1]`.
+#[derive(Clone, Debug)]
+pub(super) struct Field<'a> {
+    value: &'a Value,
+    path: String,
+}
+
+/// A case that does not have the form of its command's cases.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) struct Malformed {
+    path: String,
+    what: String,
+}
+
+impl<'a> Field<'a> {
+    /// A whole case.
+    pub(super) fn case(value: &'a Value) -> Self {
+        Self { value, path: String::new() }
+    }
+
+    /// A field that must be there.
+    pub(super) fn get(&self, name: &str) -> Result<Field<'a>, Malformed> {
+        match self.find(name)? {
+            Some(field) => Ok(field),
+            None => Err(self.malformed(format!("has no field `{name}`"))),
+        }
+    }
+
+    /// A field that may be missing, or null.
+    pub(super) fn find(&self, name: &str) -> Result<Option<Field<'a>>, Malformed> {
+        let Value::Object(fields) = self.value else { return Err(self.expected("an object")) };
+        let dot = if self.path.is_empty() { "" } else { "." };
+        let field = |value| Field { value, path: format!("{}{dot}{name}", self.path) };
+        Ok(fields.get(name).filter(|value| !value.is_null()).map(field))
+    }
+
+    /// The fields of an object by name, sorted by it; `None` where it is none.
+    pub(super) fn entries(&self) -> Option<Vec<(&'a str, Field<'a>)>> {
+        let Value::Object(fields) = self.value else { return None };
+        let field = |(name, value): (&'a String, &'a Value)| {
+            (name.as_str(), Field { value, path: format!("{}[{name:?}]", self.path) })
+        };
+        let mut entries: Vec<_> = fields.iter().map(field).collect();
+        // Whatever order the parser keeps.
+        entries.sort_by_key(|(name, _)| *name);
+        Some(entries)
+    }
+
+    /// The elements of a list; `None` where it is none.
+    pub(super) fn elements(&self) -> Option<Vec<Field<'a>>> {
+        let Value::Array(elements) = self.value else { return None };
+        let field = |(i, value)| Field { value, path: format!("{}[{i}]", self.path) };
+        Some(elements.iter().enumerate().map(field).collect())
+    }
+
+    /// The elements of a list, each as `read` makes of it.
+    pub(super) fn list<T>(
+        &self,
+        read: impl Fn(&Field<'a>) -> Result<T, Malformed>,
+    ) -> Result<Vec<T>, Malformed> {
+        let elements = self.elements().ok_or_else(|| self.expected("a list"))?;
+        elements.iter().map(read).collect()
+    }
+
+    /// The two elements of a list of two.
+    pub(super) fn pair(&self) -> Result<[Field<'a>; 2], Malformed> {
+        let elements = self.elements().and_then(|elements| elements.try_into().ok());
+        elements.ok_or_else(|| self.expected("a list of two"))
+    }
+
+    /// A text.
+    pub(super) fn text(&self) -> Result<String, Malformed> {
+        self.as_text().map(str::to_owned).ok_or_else(|| self.expected("a text"))
+    }
+
+    /// The text, if it is one.
+    pub(super) fn as_text(&self) -> Option<&'a str> {
+        self.value.as_str()
+    }
+
+    /// Whether it is null.
+    pub(super) fn is_null(&self) -> bool {
+        self.value.is_null()
+    }
+
+    /// A whole number from 0.
+    pub(super) fn count(&self) -> Result<usize, Malformed> {
+        let number = self.value.as_u64().and_then(|number| usize::try_from(number).ok());
+        number.ok_or_else(|| self.expected("a whole number from 0"))
+    }
+
+    /// The number of a device, a process or a host.
+    pub(super) fn id(&self) -> Result<u32, Malformed> {
+        let number = self.value.as_u64().and_then(|number| u32::try_from(number).ok());
+        number.ok_or_else(|| self.expected("a number from 0 to 4294967295"))
+    }
+
+    /// A whole number.
+    pub(super) fn integer(&self) -> Result<isize, Malformed> {
+        let number = self.value.as_i64().and_then(|number| isize::try_from(number).ok());
+        number.ok_or_else(|| self.expected("a whole number"))
+    }
+
+    /// An object from numbers, written as texts, to numbers; sorted by the first.
+    pub(super) fn id_map(&self) -> Result<Vec<(u32, u32)>, Malformed> {
+        let entries = self.entries().ok_or_else(|| self.expected("an object"))?;
+        let entry = |(name, field): &(&str, Field<'a>)| {
+            // One way to write each number, so that none comes twice.
+            let id = name.parse().ok().filter(|id: &u32| id.to_string() == *name);
+            let id = id.ok_or_else(|| self.malformed(format!("has a key {name:?}, which is no number")))?;
+            Ok((id, field.id()?))
+        };
+        let mut map = entries.iter().map(entry).collect::<Result<Vec<_>, Malformed>>()?;
+        map.sort_unstable();
+        Ok(map)
+    }
+
+    /// That something else stands here.
+    pub(super) fn expected(&self, what: &str) -> Malformed {
+        let mut found = match self.value {
+            Value::Array(elements) => format!("a list of {}", elements.len()),
+            Value::Object(fields) => format!("an object of {} fields", fields.len()),
+            other => other.to_string(),
+        };
+        if found.chars().count() > SHOWN {
+            found = format!("{}…", found.chars().take(SHOWN).collect::<String>());
+        }
+        self.malformed(format!("expected {what}, found {found}"))
+    }
+
+    /// That this is wrong.
+    pub(super) fn malformed(&self, what: String) -> Malformed {
+        Malformed { path: self.path.clone(), what }
+    }
+}
+
+impl fmt::Display for Malformed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.path.is_empty() {
+            return write!(f, "the case: {}", self.what);
+        }
+        write!(f, "`{}`: {}", self.path, self.what)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn wrong<T: fmt::Debug>(found: Result<T, Malformed>) -> String {
+        found.unwrap_err().to_string()
+    }
+
+    #[test]
+    fn what_is_wrong_is_said_with_its_place() {
+        let value = json!({"a": {"b": [1, -2, "x", 4.5]}, "n": null});
+        let case = Field::case(&value);
+        let b = case.get("a").unwrap().get("b").unwrap();
+        assert_eq!(wrong(b.list(Field::count)), "`a.b[1]`: expected a whole number from 0, found -2");
+        assert_eq!(wrong(b.list(Field::integer)), "`a.b[2]`: expected a whole number, found \"x\"");
+        assert_eq!(
+            wrong(b.elements().unwrap()[3].id()),
+            "`a.b[3]`: expected a number from 0 to 4294967295, found 4.5"
+        );
+        assert_eq!(wrong(case.get("c")), "the case: has no field `c`");
+        assert_eq!(wrong(case.get("a").unwrap().get("c")), "`a`: has no field `c`");
+        assert_eq!(wrong(b.get("c")), "`a.b`: expected an object, found a list of 4");
+        assert_eq!(wrong(b.pair()), "`a.b`: expected a list of two, found a list of 4");
+        assert_eq!(wrong(case.text()), "the case: expected a text, found an object of 2 fields");
+        assert!(case.find("n").unwrap().is_none() && case.get("n").is_err(), "null is missing");
+    }
+
+    #[test]
+    fn maps_between_numbers() {
+        let map = |value: Value| Field::case(&value).id_map();
+        assert_eq!(map(json!({"10": 1, "9": 0})), Ok(vec![(9, 0), (10, 1)]));
+        for key in ["07", "+7", "x", "", "-1", "4294967296"] {
+            let wrong = wrong(map(json!({ key: 0 })));
+            assert_eq!(wrong, format!("the case: has a key {key:?}, which is no number"));
+        }
+        assert_eq!(
+            wrong(map(json!({"1": "a"}))),
+            "`[\"1\"]`: expected a number from 0 to 4294967295, found \"a\""
+        );
+    }
+
+    #[test]
+    fn long_values_are_cut() {
+        let value = json!("x".repeat(500));
+        let wrong = wrong(Field::case(&value).count());
+        assert!(wrong.ends_with('…') && wrong.chars().count() < 130, "{wrong}");
+    }
+}

@@ -1,0 +1,83 @@
+//! `mpmd plan intermediate`: the sharding through which a source can reach a smaller target.
+
+use mpmd_core::reshard::{Intermediate, NoIntermediate, find_intermediate_sharding};
+use mpmd_core::sharding::Sharding;
+use serde::Serialize;
+
+use super::case::{CaseSharding, NamedJson};
+use super::field::{Field, Malformed};
+use super::refusal::Refusal;
+use super::{Answer, json_text};
+
+/// `{src, dst}`.
+#[derive(Debug)]
+pub(super) struct Case {
+    src: CaseSharding,
+    dst: CaseSharding,
+}
+
+#[derive(Debug)]
+struct Found {
+    src: Sharding,
+    dst: Sharding,
+    found: Result<Intermediate, NoIntermediate>,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Json<'a> {
+    Found { intermediate: Option<NamedJson>, replica_axes: &'a [String] },
+    NotNeeded { error: &'static str },
+    None { error: &'static str, reason: &'static str },
+}
+
+impl Case {
+    /// Reads it.
+    pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
+        let sharding = |name| CaseSharding::read(&field.get(name)?);
+        Ok(Self { src: sharding("src")?, dst: sharding("dst")? })
+    }
+
+    /// Answers it.
+    pub(super) fn answer(self) -> Result<Box<dyn Answer>, Refusal> {
+        let src = checked(&self.src).map_err(|refusal| refusal.of("src"))?;
+        let dst = checked(&self.dst).map_err(|refusal| refusal.of("dst"))?;
+        let found = find_intermediate_sharding(&src, &dst);
+        Ok(Box::new(Found { src, dst, found }))
+    }
+}
+
+/// The sharding, once it is clear that its spec is one of its mesh: without a shape nobody would tell.
+fn checked(case: &CaseSharding) -> Result<Sharding, Refusal> {
+    let sharding = case.sharding()?;
+    if let Some(spec) = sharding.spec() {
+        // Dimensions without indices are divided evenly by everything.
+        sharding.layout(&vec![0; spec.entries().len()])?;
+    }
+    Ok(sharding)
+}
+
+impl Answer for Found {
+    fn json(&self) -> String {
+        json_text(&match &self.found {
+            Ok(found) => Json::Found {
+                intermediate: NamedJson::of(&found.sharding),
+                replica_axes: &found.replica_axes,
+            },
+            Err(NoIntermediate::NotNeeded) => Json::NotNeeded { error: NoIntermediate::NotNeeded.reason() },
+            Err(none) => Json::None { error: "none", reason: none.reason() },
+        })
+    }
+
+    fn pretty(&self) -> String {
+        let (src, dst) = (&self.src, &self.dst);
+        match &self.found {
+            Ok(found) => format!(
+                "source        {src}\nintermediate  {}\ntarget        {dst}\nreplicated over {}",
+                found.sharding,
+                found.replica_axes.join(", ")
+            ),
+            Err(none) => format!("source  {src}\ntarget  {dst}\n{none}"),
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! `mpmd plan layout`: which region of an array each device holds.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use mpmd_core::region::Region;
+use mpmd_core::sharding::{Layout, Sharding};
+use mpmd_core::topology::DeviceId;
+use serde::Serialize;
+
+use super::case::CaseSharding;
+use super::draw;
+use super::field::{Field, Malformed};
+use super::holding::Holding;
+use super::refusal::Refusal;
+use super::svg;
+use super::{Answer, json_text};
+
+/// `{sharding, shape}`.
+#[derive(Debug)]
+pub(super) struct Case {
+    sharding: CaseSharding,
+    shape: Vec<usize>,
+}
+
+#[derive(Debug)]
+struct Found {
+    sharding: Sharding,
+    layout: Arc<Layout>,
+}
+
+#[derive(Serialize)]
+struct Json<'a> {
+    /// Serialised by number: 2 before 10.
+    regions: BTreeMap<DeviceId, &'a Region>,
+    fully_replicated: bool,
+}
+
+impl Case {
+    /// Reads it.
+    pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
+        Ok(Self {
+            sharding: CaseSharding::read(&field.get("sharding")?)?,
+            shape: field.get("shape")?.list(Field::count)?,
+        })
+    }
+
+    /// Answers it.
+    pub(super) fn answer(self) -> Result<Box<dyn Answer>, Refusal> {
+        let sharding = self.sharding.sharding()?;
+        let layout = sharding.layout(&self.shape)?;
+        Ok(Box::new(Found { sharding, layout }))
+    }
+}
+
+impl Found {
+    fn holding(&self) -> Holding {
+        let title = format!("{:?}: {}", self.layout.shape(), self.sharding);
+        Holding::of_layout(title, "device", &self.layout)
+    }
+}
+
+impl Answer for Found {
+    fn json(&self) -> String {
+        let regions = self.layout.iter().collect();
+        json_text(&Json { regions, fully_replicated: self.layout.fully_replicated() })
+    }
+
+    fn pretty(&self) -> String {
+        draw::holding(&self.holding())
+    }
+
+    fn svg(&self) -> Option<String> {
+        Some(svg::one(&self.holding()))
+    }
+}

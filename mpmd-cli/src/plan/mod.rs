@@ -1,0 +1,186 @@
+//! `mpmd plan`: what the planners say of a case, for programs as JSON, for people as a drawing.
+//!
+//! The fields of cases and answers are those of the golden files of the tests. They stay the same from
+//! version to version; fields that a case has beyond them are ignored.
+
+mod case;
+mod chunk;
+mod draw;
+mod field;
+mod holding;
+mod intermediate;
+mod job;
+mod layout;
+mod refusal;
+mod reshard;
+mod rules;
+mod svg;
+
+use std::io::{Read as _, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::{fs, io};
+
+use anyhow::{Context as _, Result, bail};
+use clap::{Args, Subcommand};
+use serde::Serialize;
+use serde_json::Value;
+
+use field::{Field, Malformed};
+use refusal::Refusal;
+
+/// The exit status where the input does not have the right form.
+const MALFORMED: u8 = 2;
+
+/// Ask the planners.
+#[derive(Args, Debug)]
+pub(crate) struct PlanArgs {
+    #[command(subcommand)]
+    what: What,
+}
+
+/// Each reads one case as JSON, or a list of them, and answers with as many.
+#[derive(Debug, Subcommand)]
+enum What {
+    /// Which region of an array each device holds: {sharding, shape}
+    Layout(Drawn),
+    /// The sharding between a source and a smaller target: {src, dst}
+    Intermediate(Input),
+    /// Front-loaded chunks of a dimension, by rank: {shape, dim, placements}
+    Chunk(Drawn),
+    /// What a strategy gives to the leaves of a tree: {mesh, params, strategy}
+    Rules(Input),
+    /// Which piece goes where: {shape, dtype, src, dst, process_of?, host_of?}
+    Reshard(Drawn),
+}
+
+/// Where the cases are, and who the answers are for.
+#[derive(Args, Debug)]
+struct Input {
+    /// A file with the case or a list of cases as JSON; standard input where there is none, or `-`
+    file: Option<PathBuf>,
+    /// A drawing or a table for people instead of JSON
+    #[arg(long)]
+    pretty: bool,
+}
+
+/// As [`Input`], of cases that can be drawn.
+#[derive(Args, Debug)]
+struct Drawn {
+    #[command(flatten)]
+    input: Input,
+    /// Also draw the case, of which there is one, into this file
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+}
+
+/// What a planner answers to a case.
+trait Answer {
+    /// As JSON, the same for equal cases.
+    fn json(&self) -> String;
+
+    /// For people.
+    fn pretty(&self) -> String;
+
+    /// A drawing as an SVG document, where there is one.
+    fn svg(&self) -> Option<String> {
+        None
+    }
+}
+
+/// Answers cases.
+pub(crate) fn plan(args: &PlanArgs) -> Result<ExitCode> {
+    let (input, svg) = match &args.what {
+        What::Intermediate(input) | What::Rules(input) => (input, None),
+        What::Layout(drawn) | What::Chunk(drawn) | What::Reshard(drawn) => {
+            (&drawn.input, drawn.svg.as_deref())
+        }
+    };
+    let value = match read(input.file.as_deref()) {
+        Ok(value) => value,
+        Err(error) => return Ok(malformed(&error)),
+    };
+    let done = match &args.what {
+        What::Layout(_) => answers(&value, layout::Case::read, layout::Case::answer),
+        What::Intermediate(_) => answers(&value, intermediate::Case::read, intermediate::Case::answer),
+        What::Chunk(_) => answers(&value, chunk::Case::read, chunk::Case::answer),
+        What::Rules(_) => answers(&value, rules::Case::read, rules::Case::answer),
+        What::Reshard(_) => answers(&value, reshard::Case::read, reshard::Case::answer),
+    };
+    let answers = match done {
+        Ok(answers) => answers,
+        Err(error) => return Ok(malformed(&error)),
+    };
+    if let Some(file) = svg {
+        draw_into(file, &answers)?;
+    }
+    let text = |answer: &dyn Answer| if input.pretty { answer.pretty() } else { answer.json() };
+    let texts: Vec<String> = answers.iter().map(|answer| text(answer.as_ref())).collect();
+    let text = match (value.is_array(), input.pretty) {
+        (false, _) => texts.concat(),
+        (true, false) if texts.is_empty() => "[]".to_owned(),
+        (true, false) => format!("[\n{}\n]", texts.join(",\n")),
+        (true, true) => {
+            let case = |(i, text): (usize, &String)| format!("case {i}\n\n{text}");
+            texts.iter().enumerate().map(case).collect::<Vec<_>>().join("\n\n")
+        }
+    };
+    writeln!(io::stdout().lock(), "{text}").context("writing the answers")?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A value as one line of JSON.
+fn json_text<T: Serialize>(value: &T) -> String {
+    serde_json::to_string(value).expect("structs of texts and numbers, with texts and numbers as keys")
+}
+
+fn malformed(error: &anyhow::Error) -> ExitCode {
+    eprintln!("mpmd: {error:#}");
+    ExitCode::from(MALFORMED)
+}
+
+fn read(file: Option<&Path>) -> Result<Value> {
+    let (name, bytes) = match file.filter(|file| *file != Path::new("-")) {
+        Some(file) => (file.display().to_string(), fs::read(file)),
+        None => {
+            let mut bytes = Vec::new();
+            ("standard input".to_owned(), io::stdin().lock().read_to_end(&mut bytes).map(|_| bytes))
+        }
+    };
+    let bytes = bytes.with_context(|| format!("reading {name}"))?;
+    serde_json::from_slice(&bytes).with_context(|| format!("{name} is no JSON"))
+}
+
+/// The answer to each case, once all of them are known to have the right form.
+fn answers<C>(
+    value: &Value,
+    read: impl Fn(&Field<'_>) -> Result<C, Malformed>,
+    answer: impl Fn(C) -> Result<Box<dyn Answer>, Refusal>,
+) -> Result<Vec<Box<dyn Answer>>> {
+    let values = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
+    let mut cases = Vec::with_capacity(values.len());
+    for (i, value) in values.iter().enumerate() {
+        match read(&Field::case(value)) {
+            Ok(case) => cases.push(case),
+            Err(error) => bail!("case {i}: {error}"),
+        }
+    }
+    let answer = |case| answer(case).unwrap_or_else(|refusal| Box::new(refusal));
+    Ok(cases.into_iter().map(answer).collect())
+}
+
+fn draw_into(file: &Path, answers: &[Box<dyn Answer>]) -> Result<()> {
+    let [answer] = answers else { bail!("--svg draws one case, found {}", answers.len()) };
+    let Some(drawing) = answer.svg() else { bail!("there is nothing to draw: {}", answer.pretty()) };
+    fs::write(file, drawing).with_context(|| format!("writing {}", file.display()))
+}
+
+impl Answer for Refusal {
+    fn json(&self) -> String {
+        json_text(self)
+    }
+
+    fn pretty(&self) -> String {
+        format!("{}: {}", self.error, self.message)
+    }
+}

@@ -1,0 +1,101 @@
+//! Cases of the right form that have no answer: what is wrong, as one word and as a sentence.
+
+use mpmd_core::aval::AvalError;
+use mpmd_core::reshard::ReshardError;
+use mpmd_core::sharding::ShardingError;
+use mpmd_core::sharding::rules::RulesError;
+use mpmd_core::topology::MeshError;
+use serde::Serialize;
+
+/// Why a case has no answer. It is one itself: `{error, message}`.
+#[derive(Clone, Debug, Eq, PartialEq, Serialize)]
+pub(super) struct Refusal {
+    /// One word, which stays the same from version to version.
+    pub(super) error: &'static str,
+    /// For people: what, and where.
+    pub(super) message: String,
+}
+
+impl Refusal {
+    /// A refusal of the command's own.
+    pub(super) fn new(error: &'static str, message: impl Into<String>) -> Self {
+        Self { error, message: message.into() }
+    }
+
+    /// The same, of this field of the case.
+    pub(super) fn of(self, field: &str) -> Self {
+        Self { message: format!("{field}: {}", self.message), ..self }
+    }
+}
+
+impl From<MeshError> for Refusal {
+    fn from(error: MeshError) -> Self {
+        let kind = match &error {
+            MeshError::DuplicateDevice { .. } => "duplicate_device",
+            MeshError::UnknownProcess { .. } => "unknown_process",
+            MeshError::UnknownDevice { .. } => "unknown_device",
+            MeshError::DeviceCount { .. } => "device_count",
+            MeshError::DuplicateAxis { .. } => "duplicate_axis",
+            MeshError::EmptyAxis { .. } => "empty_axis",
+            MeshError::UnknownAxis { .. } => "unknown_axis",
+            _ => "mesh",
+        };
+        Self::new(kind, error.to_string())
+    }
+}
+
+impl From<ShardingError> for Refusal {
+    fn from(error: ShardingError) -> Self {
+        let kind = match &error {
+            ShardingError::UnknownAxis { .. } | ShardingError::UnreducedUnknownAxis { .. } => "unknown_axis",
+            ShardingError::AxisUsedTwice { .. } | ShardingError::UnreducedTwice { .. } => "duplicate_axis",
+            ShardingError::SpecTooLong { .. } => "spec_too_long",
+            ShardingError::NotDivisible { .. } => "not_divisible",
+            ShardingError::UnknownDevice { .. } => "unknown_device",
+            ShardingError::UnreducedDivides { .. } => "unreduced_divides",
+            ShardingError::NoPlacements { .. } => "no_placements",
+            ShardingError::PlacedTwice { .. } | ShardingError::ShardTwice { .. } => "duplicate_device",
+            ShardingError::DimOutOfRange { .. } => "dim_out_of_range",
+            ShardingError::NoShards => "no_shards",
+            ShardingError::ShardNdim { .. } | ShardingError::ShapeNdim { .. } => "shape",
+            ShardingError::Overlap { .. } => "overlap",
+            ShardingError::PastEnd { .. } => "past_end",
+            ShardingError::Gap { .. } => "gap",
+            ShardingError::RankTwice { .. } => "duplicate_rank",
+            ShardingError::UnknownRank { .. } => "unknown_rank",
+            ShardingError::MissingRank { .. } => "missing_rank",
+            _ => "sharding",
+        };
+        Self::new(kind, error.to_string())
+    }
+}
+
+impl From<ReshardError> for Refusal {
+    fn from(error: ReshardError) -> Self {
+        let kind = match &error {
+            ReshardError::Shape { .. } => "shape",
+            ReshardError::UnknownDevice { .. } => "unknown_device",
+            ReshardError::TooLarge { .. } => "too_large",
+            _ => "reshard",
+        };
+        Self::new(kind, error.to_string())
+    }
+}
+
+impl From<AvalError> for Refusal {
+    fn from(error: AvalError) -> Self {
+        let kind = match &error {
+            AvalError::TooLarge { .. } => "too_large",
+            AvalError::UnknownDType { .. } => "unknown_dtype",
+            _ => "array",
+        };
+        Self::new(kind, error.to_string())
+    }
+}
+
+/// The classes of strategies' errors are those that Python has for them.
+impl From<RulesError> for Refusal {
+    fn from(error: RulesError) -> Self {
+        Self::new(error.kind().name(), error.to_string())
+    }
+}

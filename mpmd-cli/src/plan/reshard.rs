@@ -1,0 +1,269 @@
+//! `mpmd plan reshard`: which piece of an array goes from which device to which.
+
+use std::collections::BTreeMap;
+
+use mpmd_core::aval::ShapedArray;
+use mpmd_core::region::Region;
+use mpmd_core::reshard::{Piece, Summary, plan};
+use mpmd_core::topology::{DeviceId, LinkClass};
+use serde::Serialize;
+
+use super::case::CaseSharding;
+use super::field::{Field, Malformed};
+use super::holding::{Holding, bytes_text};
+use super::job::{CaseJob, Job};
+use super::refusal::Refusal;
+use super::{Answer, draw, json_text, svg};
+
+/// `{shape, dtype, src, dst, process_of?, host_of?}`.
+#[derive(Debug)]
+pub(super) struct Case {
+    shape: Vec<usize>,
+    dtype: String,
+    src: CaseSharding,
+    dst: CaseSharding,
+    job: CaseJob,
+}
+
+/// A plan, and what to say of it.
+#[derive(Debug)]
+pub(super) struct Found {
+    pub(super) aval: ShapedArray,
+    pub(super) src: Holding,
+    pub(super) dst: Holding,
+    pub(super) job: Job,
+    pieces: Vec<Piece>,
+    pub(super) summary: Summary,
+}
+
+/// What goes over some links.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Traffic {
+    pub(super) pieces: usize,
+    pub(super) bytes: u64,
+}
+
+#[derive(Serialize)]
+struct Json<'a> {
+    pieces: Vec<PieceJson<'a>>,
+    bytes_by_link_class: BytesJson,
+    max_bytes_sent_by_a_device: u64,
+    steps: u32,
+}
+
+#[derive(Serialize)]
+struct PieceJson<'a> {
+    src: DeviceId,
+    dst: DeviceId,
+    region: &'a Region,
+}
+
+#[derive(Serialize)]
+struct BytesJson {
+    same_device: u64,
+    same_process: u64,
+    same_host: u64,
+    network: u64,
+}
+
+impl Case {
+    /// Reads it.
+    pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
+        Ok(Self {
+            shape: field.get("shape")?.list(Field::count)?,
+            dtype: field.get("dtype")?.text()?,
+            src: CaseSharding::read(&field.get("src")?)?,
+            dst: CaseSharding::read(&field.get("dst")?)?,
+            job: CaseJob::read(field)?,
+        })
+    }
+
+    /// Answers it.
+    pub(super) fn answer(self) -> Result<Box<dyn Answer>, Refusal> {
+        let aval = ShapedArray::try_new(&self.shape, self.dtype.parse()?)?;
+        let side = |name: &str, case: &CaseSharding| {
+            let sharding = case.sharding().map_err(|refusal| refusal.of(name))?;
+            let layout = sharding.layout(&self.shape).map_err(|error| Refusal::from(error).of(name))?;
+            Ok::<_, Refusal>((sharding, layout))
+        };
+        let ((src, src_layout), (dst, dst_layout)) = (side("src", &self.src)?, side("dst", &self.dst)?);
+        let job = self.job.job([("src", src_layout.devices()), ("dst", dst_layout.devices())])?;
+        let plan = plan(&src_layout, &dst_layout, aval.dtype().size(), job.topology())?;
+        let (pieces, summary) = (plan.pieces(), plan.summary());
+        let src = Holding::of_layout(format!("from {src}"), "device", &src_layout);
+        let dst = Holding::of_layout(format!("to   {dst}"), "device", &dst_layout);
+        Ok(Box::new(Found { aval, src, dst, job, pieces, summary }))
+    }
+}
+
+impl Found {
+    /// What goes over each class of links, nearest first.
+    pub(super) fn by_class(&self) -> Vec<(LinkClass, Traffic)> {
+        let by_class = self.traffic(|piece| Some(self.class(piece)));
+        LinkClass::ALL.map(|class| (class, by_class.get(&class).copied().unwrap_or_default())).to_vec()
+    }
+
+    /// What goes from which process to which, by their places.
+    pub(super) fn by_processes(&self) -> BTreeMap<(usize, usize), Traffic> {
+        self.traffic(|piece| Some((self.job.place(piece.src), self.job.place(piece.dst))))
+    }
+
+    /// The class of the links between two processes, by their places.
+    pub(super) fn class_of(&self, from: usize, to: usize) -> LinkClass {
+        let host = |place: usize| self.job.processes()[place].1;
+        if from == to {
+            LinkClass::SameProcess
+        } else if host(from) == host(to) {
+            LinkClass::SameHost
+        } else {
+            LinkClass::Network
+        }
+    }
+
+    /// The array, the number of pieces, and steps.
+    pub(super) fn headline(&self) -> String {
+        let Summary { pieces, steps, .. } = self.summary;
+        let [pieces, steps] = [count(pieces, "piece"), count(steps as usize, "step")];
+        format!("{}, {}: {pieces} in {steps}", self.aval, bytes_text(self.aval.bytes() as u64))
+    }
+
+    fn class(&self, piece: &Piece) -> LinkClass {
+        self.job.topology().link_between(piece.src, piece.dst).unwrap_or(LinkClass::Network)
+    }
+
+    /// The traffic by some key of pieces, without those that have none.
+    fn traffic<K: Ord>(&self, key: impl Fn(&Piece) -> Option<K>) -> BTreeMap<K, Traffic> {
+        let mut by_key: BTreeMap<K, Traffic> = BTreeMap::new();
+        for piece in &self.pieces {
+            let Some(key) = key(piece) else { continue };
+            let traffic = by_key.entry(key).or_default();
+            let bytes = piece.region.elements() * self.aval.dtype().size();
+            (traffic.pieces, traffic.bytes) =
+                (traffic.pieces + 1, traffic.bytes.saturating_add(bytes as u64));
+        }
+        by_key
+    }
+
+    /// Processes and hosts, where there is more than one.
+    fn owners(&self) -> Vec<String> {
+        let processes = self.job.processes();
+        if processes.len() < 2 {
+            return Vec::new();
+        }
+        let mut rows = vec![["process", "host", "devices"].map(str::to_owned).to_vec()];
+        rows.extend(processes.iter().enumerate().map(|(place, (process, host))| {
+            vec![process.to_string(), host.to_string(), self.devices_text(place)]
+        }));
+        draw::long_table(rows, &[0, 1])
+    }
+
+    /// The devices of the process at a place: `0-3, 8`.
+    pub(super) fn devices_text(&self, place: usize) -> String {
+        let devices: Vec<u32> = self.job.devices_at(place).iter().map(|device| device.0).collect();
+        super::holding::numbers(&devices)
+    }
+
+    fn links(&self) -> Vec<String> {
+        let mut rows = vec![["link", "pieces", "bytes"].map(str::to_owned).to_vec()];
+        let row = |(class, traffic): &(LinkClass, Traffic)| traffic.row([class.to_string()]);
+        rows.extend(self.by_class().iter().map(row));
+        draw::table(&rows, &[1, 2])
+    }
+
+    fn processes(&self) -> Vec<String> {
+        let mut rows = vec![["from", "to", "link", "pieces", "bytes"].map(str::to_owned).to_vec()];
+        let number = |place: usize| format!("process {}", self.job.processes()[place].0);
+        rows.extend(self.by_processes().into_iter().filter(|((from, to), _)| from != to).map(
+            |((from, to), traffic)| {
+                traffic.row([number(from), number(to), self.class_of(from, to).to_string()])
+            },
+        ));
+        if rows.len() == 1 { Vec::new() } else { draw::long_table(rows, &[3, 4]) }
+    }
+
+    fn steps(&self) -> Vec<String> {
+        let steps = self.traffic(|piece| Some(piece.step));
+        if steps.len() < 2 {
+            return Vec::new();
+        }
+        let mut rows = vec![["step", "pieces", "bytes"].map(str::to_owned).to_vec()];
+        rows.extend(steps.into_iter().map(|(step, traffic)| traffic.row([step.to_string()])));
+        draw::long_table(rows, &[0, 1, 2])
+    }
+
+    /// What each device sends to others and receives from others, those that send most first.
+    fn load(&self) -> Vec<String> {
+        let crosses = |piece: &&Piece| piece.src != piece.dst;
+        let mut devices: Vec<DeviceId> =
+            self.pieces.iter().filter(crosses).flat_map(|piece| [piece.src, piece.dst]).collect();
+        devices.sort_unstable();
+        devices.dedup();
+        if devices.is_empty() {
+            return Vec::new();
+        }
+        let sent = self.traffic(|piece| (piece.src != piece.dst).then_some(piece.src));
+        let received = self.traffic(|piece| (piece.src != piece.dst).then_some(piece.dst));
+        let bytes = |by: &BTreeMap<DeviceId, Traffic>, device: &DeviceId| {
+            by.get(device).map_or(0, |traffic| traffic.bytes)
+        };
+        devices.sort_by_key(|device| (std::cmp::Reverse(bytes(&sent, device)), *device));
+        let mut rows = vec![["device", "sends", "receives"].map(str::to_owned).to_vec()];
+        rows.extend(devices.iter().map(|device| {
+            let amounts = [&sent, &received].map(|by| bytes_text(bytes(by, device)));
+            vec![device.to_string(), amounts[0].clone(), amounts[1].clone()]
+        }));
+        draw::long_table(rows, &[0, 1, 2])
+    }
+}
+
+impl<'a> PieceJson<'a> {
+    fn of(piece: &'a Piece) -> Self {
+        Self { src: piece.src, dst: piece.dst, region: &piece.region }
+    }
+}
+
+impl Traffic {
+    fn row<const N: usize>(self, names: [String; N]) -> Vec<String> {
+        let amounts = [self.pieces.to_string(), bytes_text(self.bytes)];
+        names.into_iter().chain(amounts).collect()
+    }
+}
+
+impl Answer for Found {
+    fn json(&self) -> String {
+        let bytes = |class| self.summary.bytes_over(class);
+        json_text(&Json {
+            pieces: self.pieces.iter().map(PieceJson::of).collect(),
+            bytes_by_link_class: BytesJson {
+                same_device: bytes(LinkClass::SameDevice),
+                same_process: bytes(LinkClass::SameProcess),
+                same_host: bytes(LinkClass::SameHost),
+                network: bytes(LinkClass::Network),
+            },
+            max_bytes_sent_by_a_device: self.summary.max_bytes_sent_by_a_device,
+            steps: self.summary.steps,
+        })
+    }
+
+    fn pretty(&self) -> String {
+        let parts = [
+            vec![self.headline()],
+            vec![draw::beside(&self.src, &self.dst)],
+            self.owners(),
+            self.links(),
+            self.processes(),
+            self.steps(),
+            self.load(),
+        ];
+        let parts = parts.into_iter().filter(|lines| !lines.is_empty()).map(|lines| lines.join("\n"));
+        parts.collect::<Vec<_>>().join("\n\n")
+    }
+
+    fn svg(&self) -> Option<String> {
+        Some(svg::reshard(self))
+    }
+}
+
+fn count(n: usize, what: &str) -> String {
+    format!("{n} {what}{}", if n == 1 { "" } else { "s" })
+}

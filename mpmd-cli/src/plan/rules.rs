@@ -1,0 +1,146 @@
+//! `mpmd plan rules`: the specs that a strategy gives to the leaves of a tree.
+
+use std::collections::BTreeMap;
+
+use mpmd_core::aval::ShapedArray;
+use mpmd_core::sharding::rules::{Inferred, LogicalAxes, Registry, Strategy, infer};
+use mpmd_core::topology::{DeviceId, Mesh};
+use serde::Serialize;
+
+use super::case::{EntryJson, read_axes, spec_json};
+use super::field::{Field, Malformed};
+use super::refusal::Refusal;
+use super::{Answer, json_text};
+
+/// The most devices of a mesh that is given by its sizes only, as the planner's.
+const MOST_DEVICES: usize = 1 << 20;
+
+/// `{mesh: [[axis, size], …], params, strategy: [[pattern, tactic], …], rules?: [[name, axes], …]}`.
+#[derive(Debug)]
+pub(super) struct Case {
+    mesh: Vec<(String, usize)>,
+    leaves: Vec<CaseLeaf>,
+    strategy: Vec<(String, String)>,
+    rules: Vec<(String, Vec<String>)>,
+}
+
+/// `{shape, dtype, names?}`, and its place in the tree.
+#[derive(Debug)]
+struct CaseLeaf {
+    name: String,
+    shape: Vec<usize>,
+    dtype: String,
+    /// Logical names of its dimensions.
+    names: Option<Vec<Option<String>>>,
+}
+
+#[derive(Debug)]
+struct Found(Inferred);
+
+#[derive(Serialize)]
+struct Json<'a> {
+    specs: BTreeMap<&'a str, Vec<EntryJson>>,
+}
+
+impl Case {
+    /// Reads it.
+    pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
+        let axis = |field: &Field<'_>| {
+            let [axis, size] = field.pair()?;
+            Ok((axis.text()?, size.count()?))
+        };
+        let rule = |field: &Field<'_>| {
+            let [pattern, tactic] = field.pair()?;
+            Ok((pattern.text()?, tactic.text()?))
+        };
+        let logical = |field: &Field<'_>| {
+            let [name, axes] = field.pair()?;
+            Ok((name.text()?, read_axes(&axes)?))
+        };
+        let mut leaves = Vec::new();
+        read_leaves(&field.get("params")?, String::new(), &mut leaves)?;
+        Ok(Self {
+            mesh: field.get("mesh")?.list(axis)?,
+            leaves,
+            strategy: field.get("strategy")?.list(rule)?,
+            rules: field.find("rules")?.map(|rules| rules.list(logical)).transpose()?.unwrap_or_default(),
+        })
+    }
+
+    /// Answers it.
+    pub(super) fn answer(self) -> Result<Box<dyn Answer>, Refusal> {
+        let mesh = mesh(&self.mesh).map_err(|refusal| refusal.of("mesh"))?;
+        let mut logical = LogicalAxes::default();
+        let mut leaves: Vec<(String, ShapedArray)> = Vec::with_capacity(self.leaves.len());
+        for leaf in &self.leaves {
+            let aval = leaf.aval().map_err(|refusal| refusal.of(&format!("leaf `{}`", leaf.name)))?;
+            leaves.push((leaf.name.clone(), aval));
+            if let Some(names) = &leaf.names {
+                let names: Vec<Option<&str>> = names.iter().map(Option::as_deref).collect();
+                logical = logical.leaf(leaf.name.as_str(), &names);
+            }
+        }
+        let mut names: Vec<&String> = leaves.iter().map(|(name, _)| name).collect();
+        names.sort_unstable();
+        if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(Refusal::new("duplicate_leaf", format!("two leaves are named `{}`", pair[0])));
+        }
+        for (name, axes) in &self.rules {
+            let axes: Vec<&str> = axes.iter().map(String::as_str).collect();
+            logical = logical.rule(name.as_str(), &axes);
+        }
+        let strategy = Strategy::parse(&self.strategy, &Registry::default())?.with_logical(logical);
+        Ok(Box::new(Found(infer(&leaves, &strategy, &mesh)?)))
+    }
+}
+
+impl CaseLeaf {
+    fn aval(&self) -> Result<ShapedArray, Refusal> {
+        Ok(ShapedArray::try_new(&self.shape, self.dtype.parse()?)?)
+    }
+}
+
+/// The leaves below `field`, which is one itself, a list or an object, in the order of their places:
+/// keys sorted, lists by index.
+fn read_leaves(field: &Field<'_>, name: String, leaves: &mut Vec<CaseLeaf>) -> Result<(), Malformed> {
+    let below = |key: &str| if name.is_empty() { key.to_owned() } else { format!("{name}/{key}") };
+    if let Some(elements) = field.elements() {
+        let mut each = elements.iter().enumerate();
+        return each.try_for_each(|(i, element)| read_leaves(element, below(&i.to_string()), leaves));
+    }
+    let Some(entries) = field.entries() else {
+        return Err(field.expected("a leaf {shape, dtype}, or a list or an object of them"));
+    };
+    // A tree may have branches of these names.
+    let entry = |key: &str| entries.iter().find(|(name, _)| *name == key).map(|(_, field)| field);
+    if let (Some(shape), Some(dtype)) = (entry("shape"), entry("dtype"))
+        && dtype.as_text().is_some()
+    {
+        let logical = |field: &Field<'_>| if field.is_null() { Ok(None) } else { field.text().map(Some) };
+        let names = field.find("names")?.map(|names| names.list(logical)).transpose()?;
+        leaves.push(CaseLeaf { name, shape: shape.list(Field::count)?, dtype: dtype.text()?, names });
+        return Ok(());
+    }
+    entries.iter().try_for_each(|(key, field)| read_leaves(field, below(key), leaves))
+}
+
+fn mesh(axes: &[(String, usize)]) -> Result<Mesh, Refusal> {
+    let devices = axes.iter().fold(1usize, |product, (_, size)| product.saturating_mul(*size));
+    if devices > MOST_DEVICES {
+        let message = format!("{devices} devices are too many: at most {MOST_DEVICES}");
+        return Err(Refusal::new("too_large", message));
+    }
+    let axes: Vec<(&str, usize)> = axes.iter().map(|(axis, size)| (axis.as_str(), *size)).collect();
+    Ok(Mesh::new(&axes, (0..devices as u32).map(DeviceId).collect())?)
+}
+
+impl Answer for Found {
+    fn json(&self) -> String {
+        let leaves = self.0.leaves().iter();
+        json_text(&Json { specs: leaves.map(|leaf| (leaf.name.as_str(), spec_json(&leaf.spec))).collect() })
+    }
+
+    fn pretty(&self) -> String {
+        self.0.to_string()
+    }
+}

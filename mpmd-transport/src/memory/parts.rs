@@ -1,0 +1,146 @@
+//! A buffer that several write at once, each a part of its own.
+
+use std::fmt;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use super::{Backing, OwnedBuffer};
+
+/// A buffer that is given out in parts which never overlap, and is whole again when all of them have been
+/// dropped.
+///
+/// A part is an [`OwnedBuffer`] of its own: a transport reads into it while others write the rest.
+pub struct Divided {
+    whole: Arc<Whole>,
+    /// What was given out, ascending.
+    given: Vec<Range<usize>>,
+}
+
+/// The buffer under its parts. Nobody looks at it while there are any.
+struct Whole {
+    buffer: OwnedBuffer,
+    start: NonNull<u8>,
+}
+
+// SAFETY: the buffer is `Send`, and `start` points into memory that it owns. Through `start` only parts
+// reach that memory, each its own range.
+unsafe impl Send for Whole {}
+// SAFETY: sharing a `Whole` gives nobody access to its bytes: `buffer` is private to this module, which uses
+// it only once it is the last holder, and parts reach disjoint ranges.
+unsafe impl Sync for Whole {}
+
+/// A range of a divided buffer that no other part shares.
+pub(super) struct Part {
+    whole: Arc<Whole>,
+    start: usize,
+}
+
+impl Divided {
+    /// A buffer of which nothing has been given out yet.
+    pub fn new(mut buffer: OwnedBuffer) -> Self {
+        let start = NonNull::from(&mut buffer[..]).cast();
+        Self { whole: Arc::new(Whole { buffer, start }), given: Vec::new() }
+    }
+
+    /// The part at `range`, with whatever the buffer holds there; `None` where some of it was given out
+    /// before, or it runs past the end.
+    pub fn part(&mut self, range: Range<usize>) -> Option<OwnedBuffer> {
+        if range.start > range.end || range.end > self.whole.buffer.len {
+            return None;
+        }
+        if !range.is_empty() {
+            let at = self.given.partition_point(|given| given.end <= range.start);
+            if self.given.get(at).is_some_and(|given| given.start < range.end) {
+                return None;
+            }
+            self.given.insert(at, range.clone());
+        }
+        let part = Part { whole: self.whole.clone(), start: range.start };
+        Some(OwnedBuffer { backing: Backing::Part(part), len: range.len() })
+    }
+
+    /// The whole buffer.
+    ///
+    /// # Errors
+    ///
+    /// Returns itself while there are parts of it.
+    pub fn join(self) -> Result<OwnedBuffer, Self> {
+        let Self { whole, given } = self;
+        Arc::try_unwrap(whole).map(|whole| whole.buffer).map_err(|whole| Self { whole, given })
+    }
+}
+
+impl Part {
+    pub(super) fn bytes(&self, len: usize) -> &[u8] {
+        // SAFETY: `Divided::part` checked that `start + len` is within the buffer, whose memory `whole` keeps
+        // where it is: the buffer is neither moved out nor looked at while this part holds it. The bytes are
+        // initialised, as those of every buffer, and no other part has them: `Divided` gives each out once.
+        unsafe { std::slice::from_raw_parts(self.whole.start.as_ptr().add(self.start), len) }
+    }
+
+    pub(super) fn bytes_mut(&mut self, len: usize) -> &mut [u8] {
+        // SAFETY: as in `bytes`; `start` comes from a mutable borrow of the buffer, and `&mut self` keeps
+        // every other access to this part away.
+        unsafe { std::slice::from_raw_parts_mut(self.whole.start.as_ptr().add(self.start), len) }
+    }
+}
+
+impl fmt::Debug for Divided {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Divided({} bytes, {} parts given out)", self.whole.buffer.len, self.given.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::Pool;
+
+    #[test]
+    fn parts_written_at_once_make_a_whole() {
+        let pool = Pool::new("test", None);
+        for buffer in [pool.allocate(1000).unwrap(), OwnedBuffer::from(vec![9; 1000])] {
+            let mut divided = Divided::new(buffer);
+            let parts: Vec<OwnedBuffer> =
+                (0..10).rev().map(|i| divided.part(i * 100..(i + 1) * 100).unwrap()).collect();
+            std::thread::scope(|scope| {
+                for (i, mut part) in parts.into_iter().rev().enumerate() {
+                    scope.spawn(move || part.fill(i as u8));
+                }
+            });
+            let whole = divided.join().unwrap();
+            assert!(whole.iter().enumerate().all(|(i, byte)| usize::from(*byte) == i / 100));
+        }
+        assert_eq!(pool.stats().live, 0);
+    }
+
+    #[test]
+    fn nothing_is_given_twice_or_from_beyond() {
+        let mut divided = Divided::new(vec![0; 100].into());
+        let first = divided.part(20..40).unwrap();
+        for range in [20..40, 0..21, 39..41, 25..30, 10..50, 0..100, 90..101, 101..101] {
+            assert!(divided.part(range.clone()).is_none(), "{range:?}");
+        }
+        let beside =
+            [divided.part(0..20).unwrap(), divided.part(40..100).unwrap(), divided.part(30..30).unwrap()];
+        assert_eq!(beside.each_ref().map(|part| part.len()), [20, 60, 0]);
+        drop(first);
+        assert!(divided.part(20..40).is_none(), "what was written stays");
+    }
+
+    #[test]
+    fn it_is_whole_only_without_parts_and_outlives_its_own_end() {
+        let pool = Pool::new("test", None);
+        let mut divided = Divided::new(pool.allocate(256).unwrap());
+        let part = divided.part(0..64).unwrap();
+        let mut divided = divided.join().unwrap_err();
+        let frozen = part.freeze();
+        let mut other = divided.part(64..128).unwrap();
+        drop(divided);
+        other.fill(1);
+        assert_eq!((frozen.len(), other[63], pool.stats().live), (64, 1, 256));
+        drop((frozen, other));
+        assert_eq!(pool.stats().live, 0);
+    }
+}
