@@ -236,25 +236,28 @@ fn a_state_moves_to_another_number_of_stages_and_training_goes_on_the_same() {
 fn each_device_keeps_its_part_of_parameters_and_optimiser() {
     let text = text();
     let at_rest = |fsdp: usize, strategy: Option<Vec<(String, String)>>| -> Vec<u64> {
-        let config = Config { stages: 2, fsdp, batch: 4, strategy, ..tiny() };
+        let model = Model { width: 16, hidden: 32, ..tiny().model };
+        let config = Config { model, stages: 2, fsdp, batch: 4, strategy, ..tiny() };
         // A process for each device.
         let results = Simulation::new(config.devices(), config.devices()).run(|p| {
             let mut trainer = Trainer::<f32>::new(p, &text, &config)?;
             train(p, &mut trainer, |step| (step < 3).then_some(1e-3), |_| {})?;
             let memory = memory_at_rest(p, &trainer);
-            let mut shards = 0;
+            let (mut shards, mut counted) = (0, 0);
             for (_, array) in trainer.state().into_iter().filter(|(_, array)| !array.is_fully_remote()) {
                 for shard in array.addressable_shards()? {
-                    shards += shard.data.bytes().len();
+                    shards += shard.data.bytes().len() as u64;
+                    // Buffers are counted with what aligns the one after them.
+                    counted += shard.data.bytes().len().next_multiple_of(64) as u64;
                 }
             }
-            Ok((memory.live, shards as u64))
+            Ok((memory.live, shards, counted))
         });
         let results = results.into_iter().map(|result| result.unwrap());
         results
-            .map(|(live, shards)| {
+            .map(|(live, shards, counted)| {
                 // Beside the state there may be a last few scalars.
-                assert!((shards..shards + 1024).contains(&live), "{live} bytes, {shards} of the state");
+                assert!((counted..counted + 1024).contains(&live), "{live} bytes, {counted} of the state");
                 shards
             })
             .collect()
@@ -263,7 +266,7 @@ fn each_device_keeps_its_part_of_parameters_and_optimiser() {
     for fsdp in [2, 4] {
         for (device, found) in at_rest(fsdp, None).into_iter().enumerate() {
             let part = whole[device / fsdp] as f64 / fsdp as f64;
-            assert!(found as f64 >= part && (found as f64) < 1.05 * part, "{found} bytes, {part} expected");
+            assert!(found as f64 >= part && (found as f64) < 1.1 * part, "{found} bytes, {part} expected");
         }
     }
     let replicated = vec![(".*".to_owned(), "replicate".to_owned())];
