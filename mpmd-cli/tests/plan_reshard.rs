@@ -310,14 +310,14 @@ step  pieces  bytes
    2       4  192 B
 
 device  sends  receives
-     4   96 B      96 B
-     6   96 B      96 B
      0   48 B       0 B
      1   48 B       0 B
      2   48 B       0 B
      3   48 B       0 B
-     5    0 B      96 B
-     7    0 B      96 B
+     4   48 B      96 B
+     5   48 B      96 B
+     6   48 B      96 B
+     7   48 B      96 B
 ";
 
 const CHUNKS: &str = "\

@@ -7,6 +7,8 @@
 //! Every answer is worked out by itself from the two tilings, so that a process asks only for what
 //! concerns it, and all processes find the same.
 
+use std::cell::OnceCell;
+
 use mpmd_transport::ProcessId;
 
 use super::tiling::{Host, Process, Tiling};
@@ -31,6 +33,8 @@ pub(super) struct Spread<'a> {
     b: u32,
     /// Counts the regions that come from `a`, so that its holders take turns.
     turn: usize,
+    /// Counts the regions that come to `b`, so that those who get them for others take turns.
+    arrival: OnceCell<usize>,
     /// Places, among the hosts that want it, of those that have it already.
     served: Vec<usize>,
     /// Hosts that get it over the network.
@@ -66,6 +70,7 @@ impl<'a> Spread<'a> {
             a,
             b,
             turn: 0,
+            arrival: OnceCell::new(),
             served: Vec::new(),
             needing: 0,
             relay: false,
@@ -166,7 +171,12 @@ impl<'a> Spread<'a> {
     /// The device of a process that gets the region for all of it.
     pub(super) fn landing_device(&self, wanting: &Process) -> DeviceId {
         let devices = self.dst.devices(wanting);
-        devices[self.turn % devices.len()]
+        if devices.len() == 1 {
+            return devices[0];
+        }
+        let processes =
+            self.dst.on_host(self.b, wanting.host).map_or(1, |host| self.dst.processes(host).len());
+        devices[self.arrival() / processes % devices.len()]
     }
 
     /// Who gives a part to a process that wants it; `None` where it has the region itself.
@@ -266,7 +276,14 @@ impl<'a> Spread<'a> {
     /// Which process of a host that has nothing gets a part for all of them.
     fn landing(&self, wanting: &Host, part: usize) -> &'a Process {
         let processes = self.dst.processes(wanting);
-        &processes[(self.turn + part) % processes.len()]
+        if processes.len() == 1 {
+            return &processes[0];
+        }
+        &processes[(self.arrival() + part) % processes.len()]
+    }
+
+    fn arrival(&self) -> usize {
+        *self.arrival.get_or_init(|| self.src.turn(self.a, &self.dst.tile(self.b).region))
     }
 
     /// The number of a crossing between hosts, over all regions that come from `a`.

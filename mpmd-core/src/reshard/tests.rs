@@ -102,6 +102,21 @@ fn several_holders_of_a_large_region_share_its_way_between_hosts() {
 }
 
 #[test]
+fn processes_of_a_host_share_what_they_get_for_each_other() {
+    // Eight quarters of two columns, each from one device; each column is wanted by two processes.
+    let topology = Topology::even(6, 2).on_hosts(&[0, 0, 0, 0, 1, 1]).unwrap();
+    let src = mesh(&[("x", 4), ("y", 2)], 0).sharding(spec!["x", "y"]).layout(&[64, 64]).unwrap();
+    let dst = mesh(&[("x", 2), ("y", 2)], 8).sharding(spec![None, "y"]).layout(&[64, 64]).unwrap();
+    let plan = plan(&src, &dst, 4, &topology).unwrap();
+    for process in [4, 5] {
+        let part = plan.part_of(ProcessId(process));
+        let from_far = |delivery: &&Delivery| matches!(delivery.from, Origin::Process(from) if from.0 < 4);
+        assert_eq!(part.deliveries.iter().filter(from_far).count(), 4, "{part:?}");
+    }
+    assert_eq!(plan.summary().max_bytes_sent_by_a_device, 2 * 16 * 32 * 4);
+}
+
+#[test]
 fn empty_destinations_get_nothing() {
     let topology = Topology::even(1, 4);
     let (a, b) = (mesh(&[("x", 2)], 0).sharding(spec!["x"]), mesh(&[("x", 2)], 2).replicated());

@@ -24,6 +24,9 @@ use crate::topology::DeviceId;
 /// more.
 const COPY_INLINE: usize = 64 << 10;
 
+/// Smaller shards are put together by one mover: waking another would cost more than it does.
+const WRITTEN_IN_PARTS: usize = 1 << 20;
+
 /// What one process does for moving arrays of one shape from one sharding to another.
 pub(crate) struct PutPlan {
     pub(crate) layout: Arc<Layout>,
@@ -357,7 +360,7 @@ impl Start<'_> {
                     region,
                     dtype,
                     missing,
-                    target.in_parts && target.pieces != [1],
+                    target.in_parts && target.pieces != [1] && bytes >= WRITTEN_IN_PARTS,
                     reservation,
                     promise,
                     guard,
