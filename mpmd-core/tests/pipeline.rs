@@ -2,17 +2,35 @@
 
 use mpmd_core::aval::f32s;
 use mpmd_core::pipeline::{
-    Declared, Loss, Microbatch, Pipeline, PlacedShape, Schedule, Stage, StageSignature,
+    Declared, Loss, Microbatch, Pipeline, PlacedShape, Schedule, Stage, StageSignature, Storage,
 };
 use mpmd_core::prelude::*;
+use mpmd_core::sharding::{Sharding, Spec};
 use mpmd_core::tree::Empty;
 use mpmd_core::{Simulation, kernel};
 
-const WIDTH: usize = 3;
+const WIDTH: usize = 4;
 const ROWS: usize = 2;
 
+/// Which rows of a microbatch a device of a stage has.
+#[derive(Clone, Copy, PartialEq)]
+enum Rows {
+    All,
+    /// Its part of them, over the mesh axis `data`.
+    Part,
+}
+
+impl Rows {
+    fn spec(self) -> Spec {
+        match self {
+            Self::All => Spec::default(),
+            Self::Part => spec!["data"],
+        }
+    }
+}
+
 /// y = x * w, element by element, w shared by the rows.
-struct Scale;
+struct Scale(Rows);
 
 impl Stage for Scale {
     type Params = MpmdArray;
@@ -26,8 +44,16 @@ impl Stage for Scale {
         if x.shape()[1] != w.shape()[0] {
             return Err(Error::kernel(format!("{x} * {w}")));
         }
-        let kept = PlacedShape::replicated(x.clone());
+        let kept = PlacedShape::new(x.clone(), self.0.spec());
         Ok(StageSignature::new(x.clone(), kept.clone(), (kept.clone(), kept)).keep("", "0"))
+    }
+
+    fn input_spec(&self) -> Spec {
+        self.0.spec()
+    }
+
+    fn output_spec(&self) -> Spec {
+        self.0.spec()
     }
 
     fn forward(
@@ -78,7 +104,7 @@ impl Stage for Scale {
 }
 
 /// Sum of squares of (x * w - labels), over the rows.
-struct Square;
+struct Square(Rows);
 
 impl Stage for Square {
     type Params = MpmdArray;
@@ -89,14 +115,20 @@ impl Stage for Square {
     type WeightResidual = (MpmdArray, MpmdArray);
 
     fn infer(&self, _: &ShapedArray, x: &ShapedArray, _: &ShapedArray) -> Result<Declared<Self>> {
-        let kept = || PlacedShape::replicated(x.clone());
+        let kept = || PlacedShape::new(x.clone(), self.0.spec());
         let loss = Loss { sum: f32s([]), weight: f32s([]) };
-        Ok(StageSignature::new(loss, (kept(), kept()), (kept(), kept())).keep("0", "0").keep("1", "1"))
+        let signature = StageSignature::new(loss, (kept(), kept()), (kept(), kept()));
+        let signature = signature.keep("0", "0").keep("1", "1");
+        Ok(if self.0 == Rows::Part { signature.forward_all_reduce("data", f32s([2])) } else { signature })
+    }
+
+    fn input_spec(&self) -> Spec {
+        self.0.spec()
     }
 
     fn forward(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut Context<'_>,
         w: View<'_>,
         x: View<'_>,
         labels: View<'_>,
@@ -108,8 +140,12 @@ impl Stage for Square {
         kept.as_mut_slice()?.copy_from_slice(x);
         let error = error.as_mut_slice::<f32>()?;
         (0..x.len()).for_each(|i| error[i] = x[i] * w[i % WIDTH] - labels[i]);
-        y.sum.fill(error.iter().map(|e| e * e).sum::<f32>())?;
-        y.weight.fill((x.len() / WIDTH) as f32)?;
+        let mut loss = [error.iter().map(|e| e * e).sum::<f32>(), (x.len() / WIDTH) as f32];
+        if self.0 == Rows::Part {
+            cx.all_reduce("data", &mut loss)?;
+        }
+        y.sum.fill(loss[0])?;
+        y.weight.fill(loss[1])?;
         Ok(())
     }
 
@@ -138,7 +174,7 @@ impl Stage for Square {
         kept: (View<'_>, View<'_>),
         gradient: ViewMut<'_>,
     ) -> Result<()> {
-        Scale.backward_weight(cx, kept, gradient)
+        Scale(self.0).backward_weight(cx, kept, gradient)
     }
 }
 
@@ -174,10 +210,10 @@ fn step(p: &mut Program, schedule: &Schedule, nudged: Option<(usize, usize, f32)
         p.device_put(&MpmdArray::from_slice(&[WIDTH], &values)?, meshes[stage].replicated())
     };
     let (w0, w1, w2, w3) = (w(p, 0)?, w(p, 1)?, w(p, 2)?, w(p, 3)?);
-    let mut pipeline = Pipeline::first(Scale, &meshes[0], w0)?
-        .then(Scale, &meshes[1], w1)?
-        .then(Scale, &meshes[2], w2)?
-        .then(Square, &meshes[3], w3)?;
+    let mut pipeline = Pipeline::first(Scale(Rows::All), &meshes[0], w0)?
+        .then(Scale(Rows::All), &meshes[1], w1)?
+        .then(Scale(Rows::All), &meshes[2], w2)?
+        .then(Square(Rows::All), &meshes[3], w3)?;
     let microbatches = (0..schedule.microbatches())
         .map(|m| {
             let x: Vec<f32> = (0..ROWS * WIDTH).map(|i| value(m, i)).collect();
@@ -250,6 +286,119 @@ fn a_schedule_that_does_not_fit_the_pipeline_is_refused() {
     let results = Simulation::new(1, 4).run(|p| step(p, &Schedule::gpipe(3, 2).unwrap(), None));
     let error = results[0].as_ref().unwrap_err().to_string();
     assert!(error.contains("3 stages") && error.contains("4 stages"), "{error}");
+}
+
+/// What a step of two stages gives, on process 0, and how many operations it takes.
+type Stored = (Option<[Vec<f32>; 4]>, u64);
+
+/// One step of two stages of two devices: with all rows on each device, or with the rows divided and the
+/// weights stored in halves.
+fn stored_step(p: &mut Program, schedule: &Schedule, rows: Rows) -> Result<Stored> {
+    let meshes = p.mesh(&[("stage", 2), ("data", 2)])?.split("stage")?;
+    let mut params = Vec::new();
+    for (stage, mesh) in meshes.iter().enumerate() {
+        let values: Vec<f32> = (0..WIDTH).map(|i| weight(stage, i)).collect();
+        params.push(p.device_put(&MpmdArray::from_slice(&[WIDTH], &values)?, mesh.sharding(rows.spec()))?);
+    }
+    let [w0, w1] = [params[0].clone(), params[1].clone()];
+    let mut pipeline = Pipeline::first(Scale(rows), &meshes[0], w0)?.then(Square(rows), &meshes[1], w1)?;
+    if rows == Rows::Part {
+        for (stage, mesh) in meshes.iter().enumerate() {
+            let storage = Storage::new(vec![mesh.replicated()]).partial_over(&["data"])?;
+            pipeline.store(stage, storage)?;
+        }
+    }
+    let microbatches = |p: &mut Program| -> Result<Vec<Microbatch<MpmdArray>>> {
+        let mut put = |values: Vec<f32>, mesh: usize| {
+            let values = MpmdArray::from_slice(&[ROWS, WIDTH], &values)?;
+            p.device_put(&values, meshes[mesh].sharding(rows.spec()))
+        };
+        let one = |m: usize| {
+            let x = put((0..ROWS * WIDTH).map(|i| value(m, i)).collect(), 0)?;
+            let labels = put((0..ROWS * WIDTH).map(|i| 0.2 * value(m, i + 1)).collect(), 1)?;
+            Ok(Microbatch::new(x).side(1, labels))
+        };
+        (0..schedule.microbatches()).map(one).collect()
+    };
+    let batch = microbatches(p)?;
+    let before = p.operations();
+    let output = pipeline.train_step(p, schedule, batch)?;
+    let operations = p.operations() - before;
+    for (stage, param) in params.iter().enumerate() {
+        let (gradient, kept) = (&output.gradients[stage][0].1, &pipeline.params(stage)[0].1);
+        assert_eq!(gradient.sharding(), param.sharding(), "gradients come where parameters are stored");
+        assert_eq!(kept.sharding(), param.sharding());
+    }
+    let once = microbatches(p)?.swap_remove(0);
+    let forward = pipeline.forward(p, once)?;
+    p.step_end()?;
+    let mut all = Vec::new();
+    let results = [&output.loss.sum, &output.gradients[0][0].1, &output.gradients[1][0].1, &forward.sum];
+    for array in results {
+        let device = p.topology().device_ids()[0];
+        all.push(read(&p.device_put(array, Sharding::single_device(device))?)?);
+    }
+    let all: Option<Vec<Vec<f32>>> = all.into_iter().collect();
+    Ok((all.and_then(|all| all.try_into().ok()), operations))
+}
+
+#[test]
+fn weights_stored_in_parts_are_gathered_once_a_step_and_their_gradients_reduced() {
+    for microbatches in [1, 2, 5] {
+        for schedule in
+            [Schedule::gpipe(2, microbatches).unwrap(), Schedule::one_f_one_b(2, microbatches).unwrap()]
+        {
+            let run = |processes: usize, rows: Rows| -> Stored {
+                let simulation = Simulation::new(processes, 4).delays(5, std::time::Duration::from_millis(1));
+                let mut results = simulation.run(|p| stored_step(p, &schedule, rows)).into_iter();
+                let first = results.next().unwrap().unwrap();
+                assert!(results.all(|result| result.unwrap() == (None, first.1)), "the same operations");
+                first
+            };
+            let (whole, plain) = run(1, Rows::All);
+            let (divided, operations) = run(1, Rows::Part);
+            assert_eq!(operations, plain + 4, "one gather and one reduction for each stage");
+            for (found, expected) in divided.iter().flatten().flatten().zip(whole.iter().flatten().flatten())
+            {
+                assert!((found - expected).abs() < 1e-5 * expected.abs().max(1.0), "{divided:?} {whole:?}");
+            }
+            for processes in [2, 4] {
+                let found = run(processes, Rows::Part).0;
+                assert_eq!(found, divided, "{} in {processes} processes", schedule.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn a_storage_that_does_not_fit_the_stage_is_refused() {
+    let results = Simulation::new(2, 4).run(|p| {
+        let meshes = p.mesh(&[("stage", 2), ("data", 2)])?.split("stage")?;
+        let w = MpmdArray::from_slice(&[WIDTH], &[1.0f32; WIDTH])?;
+        let w = p.device_put(&w, meshes[0].sharding(spec!["data"]))?;
+        let mut pipeline = Pipeline::first(Scale(Rows::Part), &meshes[0], w)?;
+        let mut refused = |shardings: Vec<Sharding>| {
+            let refused = pipeline.store(0, Storage::new(shardings));
+            refused.err().map_or_else(String::new, |error| error.to_string())
+        };
+        let here = &meshes[0];
+        let axis = Storage::new(vec![here.replicated()]).partial_over(&["model"]);
+        let divided = Storage::new(vec![here.sharding(spec!["data"])]).partial_over(&["data"]);
+        Ok([
+            refused(vec![here.replicated(); 2]),
+            refused(vec![meshes[1].replicated()]),
+            refused(vec![here.sharding(spec!["data", "data"])]),
+            axis.unwrap_err().to_string(),
+            divided.unwrap_err().to_string(),
+        ])
+    });
+    let expected =
+        ["2 shardings for the 1 parameters", "not on its mesh", "cannot compute", "`model`", "`data`"];
+    for result in results {
+        for (found, expected) in result.unwrap().iter().zip(expected) {
+            assert!(found.contains(expected), "{found}");
+        }
+    }
 }
 
 #[test]

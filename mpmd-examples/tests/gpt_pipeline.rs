@@ -70,14 +70,25 @@ fn losses_are_the_same_bits_however_the_model_is_divided() {
 }
 
 #[test]
-fn tensor_parallel_losses_are_near() {
-    let reference = losses(&Config { stages: 2, ..tiny() }, 1, 6);
-    for processes in [1, 4] {
-        let found = losses(&Config { stages: 2, model_parallel: 2, ..tiny() }, processes, 6);
-        assert_eq!(found.len(), reference.len());
-        for (found, expected) in found.iter().zip(&reference) {
-            let (found, expected) = (f64::from_bits(*found), f64::from_bits(*expected));
-            assert!((found - expected).abs() < 1e-4, "{found} {expected}");
+fn divided_losses_are_near_the_undivided_ones() {
+    const STEPS: u64 = 20;
+    let rates = WarmupCosine { total: STEPS, ..tiny().rates };
+    let plain = Config { stages: 2, rates, ..tiny() };
+    let reference = losses(&plain, 1, STEPS);
+    for (fsdp, tensor_parallel) in [(2, 1), (1, 2), (2, 2)] {
+        let config = Config { fsdp, tensor_parallel, ..plain.clone() };
+        let mut alone = None;
+        // Four processes have a stage's mesh each in two of them, two have one each, one has both.
+        for processes in [1, 2, 4] {
+            let found = losses(&config, processes, STEPS);
+            assert_eq!(found.len(), reference.len());
+            for (found, expected) in found.iter().zip(&reference) {
+                let (found, expected) = (f64::from_bits(*found), f64::from_bits(*expected));
+                let near = (found - expected).abs() < 1e-5 * expected.abs().max(1.0);
+                assert!(near, "{fsdp} x {tensor_parallel}: {found} {expected}");
+            }
+            let alone = alone.get_or_insert_with(|| found.clone());
+            assert_eq!(&found, alone, "{fsdp} x {tensor_parallel} in {processes} processes: the same bits");
         }
     }
 }
@@ -89,8 +100,8 @@ fn gradients_agree_with_finite_differences() {
     const STEP: f64 = 1e-4;
     let text = text();
     let config = Config { stages: 2, microbatches: 2, ..tiny() };
-    let run = |model_parallel: usize, nudged: Option<(String, usize, f64)>| {
-        let config = Config { model_parallel, ..config.clone() };
+    let run = |(fsdp, tensor_parallel): (usize, usize), nudged: Option<(String, usize, f64)>| {
+        let config = Config { fsdp, tensor_parallel, ..config.clone() };
         let results = Simulation::new(1, config.devices()).run(|p| {
             let mut trainer = Trainer::<f64>::new(p, &text, &config)?;
             if let Some((nudged, element, by)) = &nudged {
@@ -117,8 +128,8 @@ fn gradients_agree_with_finite_differences() {
         });
         results.into_iter().next().unwrap().unwrap()
     };
-    for model_parallel in [1, 2] {
-        let (_, names, gradients) = run(model_parallel, None);
+    for grid in [(1, 1), (1, 2), (2, 1)] {
+        let (_, names, gradients) = run(grid, None);
         assert_eq!(names.len(), gradients.len());
         let mut compared = 0;
         for (name, gradient) in names.iter().zip(&gradients) {
@@ -126,7 +137,7 @@ fn gradients_agree_with_finite_differences() {
             let largest =
                 (0..gradient.len()).max_by(|a, b| gradient[*a].abs().total_cmp(&gradient[*b].abs()));
             let element = largest.expect("a parameter has elements");
-            let loss = |by| run(model_parallel, Some((name.clone(), element, by))).0;
+            let loss = |by| run(grid, Some((name.clone(), element, by))).0;
             let expected = (loss(STEP) - loss(-STEP)) / (2.0 * STEP);
             let found = gradient[element];
             let tolerance = 1e-5 * expected.abs().max(1e-2);
@@ -185,9 +196,9 @@ fn memory_is_flat_over_the_steps() {
 fn a_state_moves_to_another_number_of_stages_and_training_goes_on_the_same() {
     let (text, config) = (text(), tiny());
     let whole = losses(&config, 1, 6);
-    let run = |stages: usize, from: Option<Vec<(String, Vec<f32>)>>, until: u64| {
-        let config = Config { stages, ..config.clone() };
-        let results = Simulation::new(1, stages).run(|p| {
+    let run = |stages: usize, fsdp: usize, from: Option<Vec<(String, Vec<f32>)>>, until: u64| {
+        let config = Config { stages, fsdp, ..config.clone() };
+        let results = Simulation::new(1, config.devices()).run(|p| {
             let mut trainer = Trainer::<f32>::new(p, &text, &config)?;
             if let Some(from) = &from {
                 trainer.set_state(p, 3, |p, name, aval, sharding| {
@@ -206,17 +217,69 @@ fn a_state_moves_to_another_number_of_stages_and_training_goes_on_the_same() {
         });
         results.into_iter().next().unwrap().unwrap()
     };
-    let (first, state) = run(4, None, 3);
-    let (second, _) = run(2, Some(state), 6);
+    let (first, state) = run(4, 1, None, 3);
+    let (second, _) = run(2, 1, Some(state), 6);
     assert_eq!([first, second].concat(), whole[..12]);
+    // Stored in halves, and then whole: what is loaded is what was saved, to the bit.
+    let (first, state) = run(2, 2, None, 3);
+    let (second, _) = run(1, 1, Some(state.clone()), 6);
+    for (found, expected) in first.into_iter().chain(second).zip(&whole) {
+        let (found, expected) = (f64::from_bits(found), f64::from_bits(*expected));
+        assert!((found - expected).abs() < 1e-5 * expected.abs().max(1.0), "{found} {expected}");
+    }
+    let (_, again) = run(1, 1, Some(state.clone()), 3);
+    assert_eq!(again, state);
+}
+
+/// Of parameters and running means a device has a part, and of nothing else anything remains after a step.
+#[test]
+fn each_device_keeps_its_part_of_parameters_and_optimiser() {
+    let text = text();
+    let at_rest = |fsdp: usize, strategy: Option<Vec<(String, String)>>| -> Vec<u64> {
+        let model = Model { width: 16, hidden: 32, ..tiny().model };
+        let config = Config { model, stages: 2, fsdp, batch: 4, strategy, ..tiny() };
+        // A process for each device.
+        let results = Simulation::new(config.devices(), config.devices()).run(|p| {
+            let mut trainer = Trainer::<f32>::new(p, &text, &config)?;
+            train(p, &mut trainer, |step| (step < 3).then_some(1e-3), |_| {})?;
+            let memory = memory_at_rest(p, &trainer);
+            let (mut shards, mut counted) = (0, 0);
+            for (_, array) in trainer.state().into_iter().filter(|(_, array)| !array.is_fully_remote()) {
+                for shard in array.addressable_shards()? {
+                    shards += shard.data.bytes().len() as u64;
+                    // Buffers are counted with what aligns the one after them.
+                    counted += shard.data.bytes().len().next_multiple_of(64) as u64;
+                }
+            }
+            Ok((memory.live, shards, counted))
+        });
+        let results = results.into_iter().map(|result| result.unwrap());
+        results
+            .map(|(live, shards, counted)| {
+                // Beside the state there may be a last few scalars.
+                assert!((counted..counted + 1024).contains(&live), "{live} bytes, {counted} of the state");
+                shards
+            })
+            .collect()
+    };
+    let whole = at_rest(1, None);
+    for fsdp in [2, 4] {
+        for (device, found) in at_rest(fsdp, None).into_iter().enumerate() {
+            let part = whole[device / fsdp] as f64 / fsdp as f64;
+            assert!(found as f64 >= part && (found as f64) < 1.1 * part, "{found} bytes, {part} expected");
+        }
+    }
+    let replicated = vec![(".*".to_owned(), "replicate".to_owned())];
+    let found = at_rest(2, Some(replicated));
+    assert_eq!(found, [whole[0], whole[0], whole[1], whole[1]], "a strategy of the user counts");
 }
 
 #[test]
 fn samples_are_the_same_on_any_number_of_processes_and_stages() {
     let text = text();
-    let sample = |stages: usize, processes: usize| {
-        let config = Config { stages, ..tiny() };
-        let results = Simulation::new(processes, stages).run(|p| {
+    let sample = |stages: usize, fsdp: usize, processes: usize| {
+        let config = Config { stages, fsdp, ..tiny() };
+        let results = Simulation::new(processes, config.devices()).run(|p| {
             let mut trainer = Trainer::<f32>::new(p, &text, &config)?;
             train(p, &mut trainer, |step| (step < 3).then_some(1e-2), |_| {})?;
             // The largest logit, and never the same byte for ever.
@@ -231,10 +294,11 @@ fn samples_are_the_same_on_any_number_of_processes_and_stages() {
         assert!(samples.iter().all(|sample| *sample == samples[0]));
         samples.swap_remove(0)
     };
-    let reference = sample(1, 1);
+    let reference = sample(1, 1, 1);
     assert_eq!(reference.len(), 9);
-    assert_eq!(sample(2, 2), reference);
-    assert_eq!(sample(4, 4), reference);
+    assert_eq!(sample(2, 1, 2), reference);
+    assert_eq!(sample(4, 1, 4), reference);
+    assert_eq!(sample(2, 2, 2), reference);
 }
 
 #[test]
@@ -242,7 +306,8 @@ fn sizes_that_do_not_fit_are_refused() {
     let text = text();
     let cases = [
         (Config { stages: 5, ..tiny() }, "4 blocks"),
-        (Config { model_parallel: 4, ..tiny() }, "divide among 4"),
+        (Config { tensor_parallel: 4, ..tiny() }, "divide among 4"),
+        (Config { fsdp: 4, ..tiny() }, "2 sequences of a microbatch do not divide among 4 devices"),
         (Config { batch: 0, ..tiny() }, "size of zero"),
         (Config { schedule: "zigzag".to_owned(), ..tiny() }, "zigzag"),
     ];

@@ -84,11 +84,46 @@ fn losses_are_the_same_to_the_bit_whatever_processes_transport_and_schedule() {
         let value = |line: &String| line.split(' ').nth(1).and_then(|value| value.parse().ok());
         losses.iter().filter_map(value).collect()
     };
-    let split = with(&["--model-parallel", "2", "--processes", "4"]);
-    for (split, alone) in values(&split).into_iter().zip(values(&alone)) {
-        assert!((split - alone).abs() < 1e-4, "{split} {alone}");
+    for flags in [&["--model-parallel", "2"][..], &["--fsdp", "2", "--tensor-parallel", "2", "--stages", "2"]]
+    {
+        let split = with(&[flags, &["--processes", "4"]].concat());
+        for (split, alone) in values(&split).into_iter().zip(values(&alone)) {
+            assert!((split - alone).abs() < 1e-5 * alone, "{flags:?}: {split} {alone}");
+        }
+        assert_eq!(values(&split).len(), 5);
     }
-    assert_eq!(values(&split).len(), 5);
+}
+
+#[test]
+fn saved_in_two_parts_of_each_stage_and_loaded_whole_it_goes_on() {
+    let folder = folder();
+    let whole = losses(folder.path(), &["--steps", "6", "--processes", "1"]);
+    let save = ["--steps", "6", "--stop-after", "3", "--save", "model.safetensors"];
+    let first =
+        losses(folder.path(), &[&save[..], &["--stages", "2", "--fsdp", "2", "--processes", "2"]].concat());
+    let load = ["--steps", "6", "--stages", "1", "--processes", "1", "--load", "model.safetensors"];
+    let second = losses(folder.path(), &load);
+    let value = |line: &String| -> f64 { line.split(' ').nth(1).expect("a loss").parse().expect("a number") };
+    assert_eq!((first.len(), second.len()), (3, 3));
+    for (found, expected) in first.iter().chain(&second).zip(&whole) {
+        let (found, expected) = (value(found), value(expected));
+        assert!((found - expected).abs() < 1e-5 * expected, "{found} {expected}");
+    }
+}
+
+#[test]
+fn the_sharding_is_shown_and_a_strategy_of_the_user_read() {
+    let folder = folder();
+    let table = run(folder.path(), &["--fsdp", "2", "--tensor-parallel", "2", "--show-sharding"]);
+    let has = |words: [&str; 2]| table.lines().any(|line| words.iter().all(|word| line.contains(word)));
+    assert!(
+        has(["blocks/3/w_qkv", "P(data, None, model)"]) && has(["head/weight", "P(None, data)"]),
+        "{table}"
+    );
+    assert!(table.contains("stage 3, as its parameters are stored"), "{table}");
+    std::fs::write(folder.path().join("rules.json"), r#"[[".*", "replicate"]]"#).expect("the test's folder");
+    let table = run(folder.path(), &["--fsdp", "2", "--strategy", "rules.json", "--show-sharding"]);
+    assert!(table.contains("blocks/3/w_qkv") && !table.contains("P(data"), "{table}");
 }
 
 #[test]

@@ -10,6 +10,7 @@ mod kernels;
 mod run;
 mod schedule;
 mod stage;
+mod storage;
 mod wired;
 
 use std::marker::PhantomData;
@@ -17,6 +18,7 @@ use std::marker::PhantomData;
 pub use run::{Gradients, Microbatch, StepOutput};
 pub use schedule::{Action, ActionKind, Schedule, ScheduleError};
 pub use stage::{Declared, Loss, Placed, PlacedShape, Stage, StageSignature};
+pub use storage::Storage;
 use wired::{AnyStage, Bundle, Wired};
 
 use crate::array::MpmdArray;
@@ -83,7 +85,22 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         self.stages[stage].mesh()
     }
 
-    /// A stage's parameters with their paths, in leaf order.
+    /// Has a stage's kernels compute with parameters in other shardings than those that they have now, which
+    /// they keep: see [`Storage`]. Gradients come in the stored shardings, too.
+    ///
+    /// # Errors
+    ///
+    /// Where there are more or fewer shardings than the stage has parameters, or one is not on the devices of
+    /// its mesh or does not divide its parameter.
+    ///
+    /// # Panics
+    ///
+    /// Where there is no such stage.
+    pub fn store(&mut self, stage: usize, storage: Storage) -> Result<()> {
+        self.stages[stage].store(storage)
+    }
+
+    /// A stage's parameters with their paths, in leaf order, as they are stored.
     ///
     /// # Panics
     ///

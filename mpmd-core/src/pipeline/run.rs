@@ -87,6 +87,14 @@ impl Kernel for AddLoss {
     }
 }
 
+/// How many passes of a step are still to come at a stage.
+struct Uses {
+    /// Those that read its parameters.
+    params: usize,
+    /// Those that add to its gradients.
+    weights: usize,
+}
+
 /// What is under way between the passes of one step, by stage and microbatch.
 #[derive(Default)]
 struct Flight {
@@ -125,8 +133,14 @@ pub(super) fn train_step(
     let mut losses: Vec<Option<Loss<MpmdArray>>> = (0..count).map(|_| None).collect();
     let mut gradients: Vec<Option<Bundle>> = stages.iter().map(|_| None).collect();
     let order = schedule.global_order().map_err(|error| Error::kernel(error.to_string()))?;
+    let mut left: Vec<Uses> = stages.iter().map(|_| Uses { params: 2 * count, weights: count }).collect();
+    // What a step that failed has left.
+    stages.iter_mut().for_each(|stage| stage.release());
     for action in order {
         let key = (action.stage, action.microbatch);
+        if action.kind != ActionKind::BackwardWeight {
+            stages[action.stage].gather(program)?;
+        }
         match action.kind {
             ActionKind::Forward => {
                 let loss = forward_pass(stages, program, &mut flight, key)?;
@@ -140,6 +154,24 @@ pub(super) fn train_step(
                 input_pass(stages, program, &mut flight, key)?;
                 weight_pass(stages, program, &mut flight, key, &mut gradients)?;
             }
+        }
+        let (stage, left) = (&mut stages[action.stage], &mut left[action.stage]);
+        let (params, weights) = match action.kind {
+            ActionKind::Forward | ActionKind::BackwardInput => (1, 0),
+            ActionKind::BackwardWeight => (0, 1),
+            ActionKind::Backward => (1, 1),
+        };
+        // The schedule was checked: each pass of each microbatch is in it once.
+        (left.params, left.weights) =
+            (left.params.saturating_sub(params), left.weights.saturating_sub(weights));
+        if left.params == 0 {
+            stage.release();
+        }
+        if weights > 0
+            && left.weights == 0
+            && let Some(finished) = gradients[action.stage].take()
+        {
+            gradients[action.stage] = Some(stage.reduce(program, finished)?);
         }
     }
     let losses: Vec<Loss<MpmdArray>> = losses.into_iter().flatten().collect();
@@ -159,13 +191,15 @@ pub(super) fn forward<Out: Tree<Leaf = MpmdArray>>(
     microbatch: Parts,
 ) -> Result<Out> {
     let Parts { mut x, mut side } = microbatch;
+    stages.iter_mut().for_each(|stage| stage.release());
     for (index, stage) in stages.iter_mut().enumerate() {
         if index > 0 {
-            let boundary = stage.boundary().clone();
-            x = x.put(program, &boundary)?;
+            x = x.put(program, stage.input())?;
         }
         let side = side.remove(&index).unwrap_or_else(nothing);
+        stage.gather(program)?;
         x = stage.forward(program, x, side)?.0;
+        stage.release();
     }
     x.into_tree()
 }
@@ -183,8 +217,7 @@ fn forward_pass(
     let (y, residual) = stages[stage].forward(program, x, side)?;
     flight.residuals.insert(key, residual);
     if stage + 1 < stages.len() {
-        let boundary = stages[stage + 1].boundary().clone();
-        flight.inputs.insert((stage + 1, microbatch), y.put(program, &boundary)?);
+        flight.inputs.insert((stage + 1, microbatch), y.put(program, stages[stage + 1].input())?);
         return Ok(None);
     }
     // The loss counts once, its weight not at all.
@@ -212,8 +245,7 @@ fn input_pass(
     if let Some(dx) = dx
         && stage > 0
     {
-        let boundary = stages[stage - 1].boundary().clone();
-        flight.output_gradients.insert((stage - 1, microbatch), dx.put(program, &boundary)?);
+        flight.output_gradients.insert((stage - 1, microbatch), dx.put(program, stages[stage - 1].output())?);
     }
     Ok(())
 }

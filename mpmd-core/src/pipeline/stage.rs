@@ -88,6 +88,17 @@ pub trait Stage: Send + Sync + 'static {
         gradient: ViewsMut<'_, Self::Params>,
     ) -> Result<()>;
 
+    /// How what comes in is sharded over the stage's mesh, and its gradient: one spec for all its leaves.
+    /// Every device has all of it unless overridden.
+    fn input_spec(&self) -> Spec {
+        Spec::default()
+    }
+
+    /// The same of what the stage gives, and of its gradient; a [`Loss`] is never divided.
+    fn output_spec(&self) -> Spec {
+        Spec::default()
+    }
+
     /// The stage's name in messages; the type's own name unless overridden.
     fn name(&self) -> &str {
         plain_name::<Self>()

@@ -6,6 +6,7 @@ use super::kernels::{
     AddBackwardWeight, BackwardFirst, BackwardInput, BackwardWeight, Flat, Forward, Inferred,
 };
 use super::stage::{PlacedShape, Stage};
+use super::storage::{Storage, put_each};
 use crate::array::MpmdArray;
 use crate::error::{Error, Result};
 use crate::jit::Jit;
@@ -43,10 +44,20 @@ impl Bundle {
 pub(super) trait AnyStage: Send {
     fn name(&self) -> &str;
     fn mesh(&self) -> &Mesh;
-    /// How arrays that come from other stages are sharded here.
-    fn boundary(&self) -> &Sharding;
+    /// How what comes from the stage before is sharded here.
+    fn input(&self) -> &Sharding;
+    /// How outputs are sharded, and their gradients, which come from the stage after.
+    fn output(&self) -> &Sharding;
+    /// As they are stored.
     fn params(&self) -> Bundle;
     fn set_params(&mut self, params: Vec<MpmdArray>) -> Result<()>;
+    /// Has the kernels compute with parameters in other shardings than the stored ones.
+    fn store(&mut self, storage: Storage) -> Result<()>;
+    /// Has the parameters in the shardings that kernels compute with, until they are released.
+    fn gather(&mut self, program: &mut Program) -> Result<()>;
+    fn release(&mut self);
+    /// Finished gradients in the shardings of the stored parameters.
+    fn reduce(&self, program: &mut Program, gradients: Bundle) -> Result<Bundle>;
     /// Outputs and residuals.
     fn forward(&mut self, program: &mut Program, x: Bundle, side: Bundle) -> Result<(Bundle, Bundle)>;
     /// Input gradients (none on the first stage) and weight residuals.
@@ -69,8 +80,14 @@ pub(super) trait AnyStage: Send {
 pub(super) struct Wired<S: Stage> {
     stage: Arc<S>,
     mesh: Mesh,
-    boundary: Sharding,
+    input: Sharding,
+    output: Sharding,
+    /// As they are stored.
     params: Bundle,
+    /// How kernels see them, where that is otherwise.
+    storage: Option<Storage>,
+    /// The parameters as kernels see them, while a step uses them.
+    gathered: Option<Vec<MpmdArray>>,
     first: bool,
     /// Made when the first microbatch comes: residuals have shapes only then.
     kernels: Option<Kernels<S>>,
@@ -103,10 +120,13 @@ impl<S: Stage> Wired<S> {
             }
         }
         Ok(Self {
-            stage: Arc::new(stage),
             mesh: mesh.clone(),
-            boundary: mesh.replicated(),
+            input: mesh.sharding(stage.input_spec()),
+            output: mesh.sharding(stage.output_spec()),
+            stage: Arc::new(stage),
             params: Bundle::of(params),
+            storage: None,
+            gathered: None,
             first,
             kernels: None,
         })
@@ -135,7 +155,11 @@ impl<S: Stage> Wired<S> {
         let signature = self.stage.infer(&params, &x, &side)?;
         let residual = self.shardings(&signature.residual);
         let weight_residual = self.shardings(&signature.weight_residual);
-        let places = self.params.leaves.iter().filter_map(|leaf| leaf.sharding().cloned());
+        let places: Vec<Sharding> = match &self.storage {
+            Some(storage) => storage.gradients().to_vec(),
+            None => self.params.leaves.iter().filter_map(|leaf| leaf.sharding().cloned()).collect(),
+        };
+        let partial = places.iter().any(|place| !place.unreduced_axes().is_empty());
         let places = <S::Params as Tree>::With::<Sharding>::from_leaves(&self.params.structure, places)?;
         let gradient = PrefixTree::of(&places);
         // Each pass is the last to read what the one before it left, where there is anything.
@@ -148,31 +172,42 @@ impl<S: Stage> Wired<S> {
             keeps: signature.keeps,
             backward_input: signature.backward_input,
         });
-        let boundary = PrefixTree::Leaf(self.boundary.clone());
+        let [input, output] = [&self.input, &self.output].map(PrefixTree::from);
         let pair = |first: &PrefixTree<Sharding>, second: &PrefixTree<Sharding>| {
             PrefixTree::Node(vec![("0".to_owned(), first.clone()), ("1".to_owned(), second.clone())])
         };
         let (stage, mesh) = (&self.stage, &self.mesh);
         let forward =
-            program.jit(Forward(stage.clone())).on(mesh).outputs(pair(&boundary, &residual)).build()?;
+            program.jit(Forward(stage.clone())).on(mesh).outputs(pair(&output, &residual)).build()?;
         let backward = if self.first {
             let jit = program.jit(BackwardFirst(stage.clone(), inferred.clone()));
             let jit = jit.on(mesh).outputs(weight_residual.clone());
             Backward::First(residuals.iter().fold(jit, |jit, path| jit.donate(*path)).build()?)
         } else {
             let jit = program.jit(BackwardInput(stage.clone(), inferred.clone()));
-            let jit = jit.on(mesh).outputs(pair(&boundary, &weight_residual));
+            let jit = jit.on(mesh).outputs(pair(&input, &weight_residual));
             Backward::Later(residuals.iter().fold(jit, |jit, path| jit.donate(*path)).build()?)
         };
         let weight = program.jit(BackwardWeight(stage.clone(), inferred)).on(mesh).outputs(gradient.clone());
         let weight = weights.iter().fold(weight, |jit, path| jit.donate(*path)).build()?;
-        let add_weight = program.jit(AddBackwardWeight(stage.clone())).on(mesh).outputs(gradient);
-        let add_weight = add_weight.donate("").build()?;
+        let mut add_weight = program.jit(AddBackwardWeight(stage.clone())).on(mesh).donate("");
+        if partial {
+            // What it adds to are partial sums, which a kernel takes only where it says so.
+            add_weight = add_weight.inputs(pair(&weight_residual, &gradient));
+        }
+        let add_weight = add_weight.outputs(gradient).build()?;
         Ok(Kernels { x: avals, forward, backward, weight, add_weight })
     }
 
     fn shardings(&self, placed: &impl Tree<Leaf = PlacedShape>) -> PrefixTree<Sharding> {
         PrefixTree::of(&placed.map_ref(&mut |leaf| leaf.sharding(&self.mesh)))
+    }
+
+    /// The parameters as kernels see them.
+    fn for_kernels(&self) -> Result<S::Params> {
+        let Bundle { structure, leaves } = &self.params;
+        let leaves = self.gathered.as_ref().unwrap_or(leaves);
+        Ok(S::Params::from_leaves(structure, leaves.iter().cloned())?)
     }
 
     fn bound(&self) -> Result<&Kernels<S>> {
@@ -196,8 +231,12 @@ impl<S: Stage> AnyStage for Wired<S> {
         &self.mesh
     }
 
-    fn boundary(&self) -> &Sharding {
-        &self.boundary
+    fn input(&self) -> &Sharding {
+        &self.input
+    }
+
+    fn output(&self) -> &Sharding {
+        &self.output
     }
 
     fn params(&self) -> Bundle {
@@ -207,12 +246,44 @@ impl<S: Stage> AnyStage for Wired<S> {
     fn set_params(&mut self, params: Vec<MpmdArray>) -> Result<()> {
         S::Params::from_leaves(&self.params.structure, params.iter().cloned())?;
         self.params.leaves = params;
+        self.gathered = None;
         Ok(())
+    }
+
+    fn store(&mut self, storage: Storage) -> Result<()> {
+        storage.check(self.name(), &self.params, &self.mesh)?;
+        (self.storage, self.gathered, self.kernels) = (Some(storage), None, None);
+        Ok(())
+    }
+
+    fn gather(&mut self, program: &mut Program) -> Result<()> {
+        if let (Some(storage), None) = (&self.storage, &self.gathered) {
+            self.gathered = Some(put_each(program, self.params.leaves.clone(), storage.compute())?);
+        }
+        Ok(())
+    }
+
+    fn release(&mut self) {
+        self.gathered = None;
+    }
+
+    fn reduce(&self, program: &mut Program, gradients: Bundle) -> Result<Bundle> {
+        if self.storage.is_none() {
+            return Ok(gradients);
+        }
+        let stored = self.params.leaves.iter().map(|leaf| {
+            leaf.sharding().cloned().ok_or_else(|| {
+                Error::kernel(format!("stage {}: a parameter that was never placed", self.name()))
+            })
+        });
+        let stored = stored.collect::<Result<Vec<_>>>()?;
+        let Bundle { structure, leaves } = gradients;
+        Ok(Bundle { structure, leaves: put_each(program, leaves, &stored)? })
     }
 
     fn forward(&mut self, program: &mut Program, x: Bundle, side: Bundle) -> Result<(Bundle, Bundle)> {
         let (x, side): (S::In, S::Side) = (x.into_tree()?, side.into_tree()?);
-        let params: S::Params = self.params.clone().into_tree()?;
+        let params: S::Params = self.for_kernels()?;
         let kernels = self.kernels(program, &x, &side)?;
         let (y, residual) = kernels.forward.call(program, (params, x, side))?;
         Ok((Bundle::of(y), Bundle::of(residual)))
@@ -224,7 +295,7 @@ impl<S: Stage> AnyStage for Wired<S> {
         residual: Bundle,
         dy: Bundle,
     ) -> Result<(Option<Bundle>, Bundle)> {
-        let params: S::Params = self.params.clone().into_tree()?;
+        let params: S::Params = self.for_kernels()?;
         let inputs = (params, residual.into_tree()?, dy.into_tree()?);
         match &self.bound()?.backward {
             Backward::First(jit) => Ok((None, Bundle::of(jit.call(program, inputs)?))),

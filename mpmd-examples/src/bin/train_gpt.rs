@@ -17,12 +17,14 @@ use anyhow::Context as _;
 use clap::Parser;
 use clap::builder::RangedU64ValueParser;
 use indicatif::{ProgressBar, ProgressStyle};
+use mpmd_core::aval::DType;
 use mpmd_core::{ProcessId, Program};
 use mpmd_examples::gpt::adamw::WarmupCosine;
 use mpmd_examples::gpt::bigram::bigram_loss;
 use mpmd_examples::gpt::checkpoint::{self, Checkpoint};
 use mpmd_examples::gpt::clock::Pass;
 use mpmd_examples::gpt::params::Model;
+use mpmd_examples::gpt::placement::{Placement, Rule};
 use mpmd_examples::gpt::sample::{next_byte, printable};
 use mpmd_examples::gpt::stop::StopFlag;
 use mpmd_examples::gpt::train::{Config, StepReport, Trainer, train};
@@ -71,9 +73,27 @@ struct Args {
     /// Stages of the pipeline
     #[arg(long, default_value_t = Config::default().stages, value_parser = at_least(1))]
     stages: usize,
-    /// Devices of each stage, over which its matrices are sharded
-    #[arg(long, default_value_t = Config::default().model_parallel, value_parser = at_least(1))]
-    model_parallel: usize,
+    /// Devices of each stage among which the sequences of a microbatch are divided; each stores about one
+    /// part of as many of the stage's parameters and of the optimiser's state, and gathers the parameters for
+    /// each step
+    #[arg(long, value_name = "F", default_value_t = Config::default().fsdp, value_parser = at_least(1))]
+    fsdp: usize,
+    /// Devices over which a stage's matrices are sharded, as many for each of those of --fsdp
+    #[arg(
+        long,
+        value_name = "T",
+        alias = "model-parallel",
+        default_value_t = Config::default().tensor_parallel,
+        value_parser = at_least(1)
+    )]
+    tensor_parallel: usize,
+    /// Sharding rules for the stored parameters and the optimiser's state, in place of those that follow from
+    /// --fsdp: JSON, [["pattern", "tactic"], …]
+    #[arg(long, value_name = "FILE")]
+    strategy: Option<PathBuf>,
+    /// Print how the parameters of each stage are stored and computed with, and end
+    #[arg(long)]
+    show_sharding: bool,
     /// What the model continues at the end
     #[arg(long, default_value = "/// The ")]
     prompt: String,
@@ -106,9 +126,14 @@ fn at_least(least: u64) -> RangedU64ValueParser<usize> {
 
 fn main() -> anyhow::Result<ExitCode> {
     let args = Args::parse();
-    let config = args.config();
+    let mut config = args.config();
     // Before any process is started, so that a path or a size that is wrong is one message.
+    config.strategy = args.strategy.as_deref().map(read_strategy).transpose()?;
     config.check()?;
+    if args.show_sharding {
+        print!("{}", sharding_tables(&config)?);
+        return Ok(ExitCode::SUCCESS);
+    }
     let text =
         Arc::new(if args.paths.is_empty() { Text::of_this_repository() } else { Text::read(&args.paths) }?);
     job::run(&args.job, config.devices().min(4), config.devices(), |p| run(p, &args, &config, &text))
@@ -116,8 +141,7 @@ fn main() -> anyhow::Result<ExitCode> {
 
 impl Args {
     fn config(&self) -> Config {
-        let Self { layers, width, heads, time, batch, microbatches, stages, model_parallel, seed, .. } =
-            *self;
+        let Self { layers, width, heads, time, batch, microbatches, stages, seed, .. } = *self;
         let total = self.steps as u64;
         let warmup = Config::default().rates.warmup.min(total / 4);
         let rates =
@@ -125,7 +149,8 @@ impl Args {
         Config {
             model: Model { layers, width, heads, hidden: 4 * width, time },
             stages,
-            model_parallel,
+            fsdp: self.fsdp,
+            tensor_parallel: self.tensor_parallel,
             batch,
             microbatches,
             schedule: self.schedule.clone(),
@@ -181,6 +206,24 @@ fn run(p: &mut Program, args: &Args, config: &Config, text: &Arc<Text>) -> anyho
     Ok(())
 }
 
+/// Ordered rules from a file.
+fn read_strategy(path: &Path) -> anyhow::Result<Vec<Rule>> {
+    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let rules = serde_json::from_str(&text);
+    rules.with_context(|| format!("{}: no list of pairs [\"pattern\", \"tactic\"]", path.display()))
+}
+
+/// For each stage, how its parameters are stored and how they are computed with.
+fn sharding_tables(config: &Config) -> anyhow::Result<String> {
+    let mut text = String::new();
+    for (stage, placement) in config.placements(DType::F32)?.iter().enumerate() {
+        let Placement { stored, compute, .. } = placement;
+        text += &format!("stage {stage}, as its parameters are stored:\n{stored}\n");
+        text += &format!("stage {stage}, as they are computed with:\n{compute}\n");
+    }
+    Ok(text)
+}
+
 /// How long to train, and the learning rate on the way.
 struct Length {
     rates: WarmupCosine,
@@ -213,15 +256,21 @@ fn announce(p: &Program, text: &Text, args: &Args, config: &Config) {
         "model: {} parameters: {layers} blocks of width {width}, {heads} heads, sequences of {time} bytes",
         config.model.parameters(),
     );
+    let devices = config.grid().devices();
     println!(
-        "pipeline: {} stages of {} {}, {}, over {} {}",
+        "pipeline: {} stages of {devices} {}, {}, over {} {}",
         config.stages,
-        config.model_parallel,
-        if config.model_parallel == 1 { "device" } else { "devices" },
+        if devices == 1 { "device" } else { "devices" },
         config.schedule,
         p.processes(),
         if p.processes() == 1 { "process" } else { "processes" }
     );
+    if devices > 1 {
+        println!(
+            "devices of a stage: {} of fsdp times {} of tensor parallelism",
+            config.fsdp, config.tensor_parallel
+        );
+    }
     let length = match args.seconds {
         Some(seconds) => format!("{seconds} seconds"),
         None => format!("{} steps", config.rates.total),

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use mpmd_core::prelude::*;
 use mpmd_core::topology::Mesh;
 
+use super::placement::DATA_AXIS;
 use crate::text::Text;
 
 /// A text cut into sequences of one length. Clones share it.
@@ -40,7 +41,12 @@ impl Sequences {
         self.held_out.len()
     }
 
-    /// Tokens (on `first`) and targets (on `last`) of rows of a step, `[rows, time]` each.
+    /// Tokens (on `first`) and targets (on `last`) of the rows of a step, `[rows, time]` each, divided over
+    /// [`DATA_AXIS`].
+    ///
+    /// They are in such an order that the first of as many `microbatches`, which has the first part of each
+    /// device's rows, has the first rows of the step, and so on: however many devices there are, the same
+    /// rows come together.
     ///
     /// # Errors
     ///
@@ -50,12 +56,13 @@ impl Sequences {
         p: &mut Program,
         (first, last): (&Mesh, &Mesh),
         (seed, step): (u64, u64),
-        rows: Range<usize>,
+        (rows, microbatches): (usize, usize),
     ) -> Result<(MpmdArray, MpmdArray)> {
         let this = self.clone();
-        let start = rows.start;
-        self.make(p, (first, last), rows.len(), move |row, side, out| {
-            let Some(sequence) = this.text.sequence(seed, step, (start + row) as u64, this.time) else {
+        let devices = first.axis_size(DATA_AXIS)?;
+        self.make(p, (first, last), rows, move |place, side, out| {
+            let row = row_at(place, rows, devices, microbatches) as u64;
+            let Some(sequence) = this.text.sequence(seed, step, row, this.time) else {
                 return;
             };
             out.copy_from_slice(match side {
@@ -65,7 +72,8 @@ impl Sequences {
         })
     }
 
-    /// Tokens and targets of held-out sequences, `[rows, time]` each.
+    /// Tokens and targets of held-out sequences, each `copies` times, `[rows * copies, time]` each, divided
+    /// over [`DATA_AXIS`].
     ///
     /// # Errors
     ///
@@ -74,12 +82,12 @@ impl Sequences {
         &self,
         p: &mut Program,
         (first, last): (&Mesh, &Mesh),
-        rows: Range<usize>,
+        (rows, copies): (Range<usize>, usize),
     ) -> Result<(MpmdArray, MpmdArray)> {
         let this = self.clone();
         let start = rows.start;
-        self.make(p, (first, last), rows.len(), move |row, side, out| {
-            let (tokens, targets) = &this.held_out[start + row];
+        self.make(p, (first, last), rows.len() * copies, move |place, side, out| {
+            let (tokens, targets) = &this.held_out[start + place / copies];
             out.copy_from_slice(match side {
                 Side::Tokens => tokens,
                 Side::Targets => targets,
@@ -97,7 +105,7 @@ impl Sequences {
         let time = self.time;
         let mut made = |mesh: &Mesh, side| {
             let fill = fill.clone();
-            p.make(u8s([rows, time]), &mesh.replicated(), move |region, mut out| {
+            p.make(u8s([rows, time]), &mesh.sharding(spec![DATA_AXIS]), move |region, mut out| {
                 let out = out.as_mut_slice::<u8>()?.chunks_exact_mut(time);
                 out.zip(region.range(0)).for_each(|(out, row)| fill(row, side, out));
                 Ok(())
@@ -105,6 +113,14 @@ impl Sequences {
         };
         Ok((made(first, Side::Tokens)?, made(last, Side::Targets)?))
     }
+}
+
+/// The row of a step at a place of its array: microbatch after microbatch within the part of each device.
+fn row_at(place: usize, rows: usize, devices: usize, microbatches: usize) -> usize {
+    let part = rows / devices / microbatches;
+    let (device, within) = (place / (part * microbatches), place % (part * microbatches));
+    let (microbatch, at) = (within / part, within % part);
+    (microbatch * devices + device) * part + at
 }
 
 /// Which half of a sequence.
@@ -130,20 +146,50 @@ mod tests {
             array.to_host()?.map(|host| host.to_vec::<u8>().map_err(Error::from)).transpose()
         };
         let results = Simulation::new(2, 2).run(|p| {
-            let meshes = p.mesh(&[("stage", 2)])?.split("stage")?;
+            let meshes = p.mesh(&[("stage", 2), (DATA_AXIS, 1)])?.split("stage")?;
             let ends = (&meshes[0], &meshes[1]);
-            let training = sequences.make_training(p, ends, (3, 7), 2..5)?;
-            let held_out = sequences.make_held_out(p, ends, 1..3)?;
+            let training = sequences.make_training(p, ends, (3, 7), (6, 2))?;
+            let held_out = sequences.make_held_out(p, ends, (1..3, 1))?;
             Ok([host(&training.0)?, host(&training.1)?, host(&held_out.0)?, host(&held_out.1)?])
         });
         let results: Vec<_> = results.into_iter().map(|result| result.unwrap()).collect();
-        let rows: Vec<_> = (2..5).map(|row| text.sequence(3, 7, row, 8).unwrap()).collect();
+        let rows: Vec<_> = (0..6).map(|row| text.sequence(3, 7, row, 8).unwrap()).collect();
         let held_out = &text.held_out_sequences(8)[1..3];
         let tokens = |rows: &[(&[u8], &[u8])]| Some(rows.iter().flat_map(|row| row.0).copied().collect());
         let targets = |rows: &[(&[u8], &[u8])]| Some(rows.iter().flat_map(|row| row.1).copied().collect());
         assert_eq!(results[0], [tokens(&rows), None, tokens(held_out), None]);
         assert_eq!(results[1], [None, targets(&rows), None, targets(held_out)]);
         assert_eq!(sequences.held_out_len(), text.held_out_sequences(8).len());
+    }
+
+    #[test]
+    fn microbatches_have_the_same_rows_whatever_the_devices() {
+        // Of each device's part of 12 rows in 3 microbatches, a third goes to each microbatch.
+        for devices in [1, 2, 4] {
+            let (own, part) = (12 / devices, 12 / devices / 3);
+            for microbatch in 0..3 {
+                let places = (0..devices).flat_map(|device| {
+                    let start = device * own + microbatch * part;
+                    start..start + part
+                });
+                let rows: Vec<usize> = places.map(|place| row_at(place, 12, devices, 3)).collect();
+                assert_eq!(rows, (4 * microbatch..4 * microbatch + 4).collect::<Vec<_>>(), "{devices}");
+            }
+        }
+    }
+
+    #[test]
+    fn copies_of_held_out_sequences_follow_each_other() {
+        let text =
+            Arc::new(Text::of_files(&[(0..20 * BLOCK).map(|i| (i % 251) as u8 + 1).collect()]).unwrap());
+        let sequences = Sequences::new(&text, 8).unwrap();
+        let results = Simulation::new(1, 2).run(|p| {
+            let mesh = p.mesh(&[(DATA_AXIS, 2)])?;
+            let (tokens, _) = sequences.make_held_out(p, (&mesh, &mesh), (2..3, 2))?;
+            Ok(tokens.to_host()?.map(|host| host.to_vec::<u8>()))
+        });
+        let expected = text.held_out_sequences(8)[2].0.repeat(2);
+        assert_eq!(results[0].as_ref().unwrap(), &Some(Ok(expected)));
     }
 
     #[test]

@@ -64,6 +64,10 @@
 //! pass and two in the input gradient. [`block::forward`] and [`block::backward_input`] call back there, and
 //! their parts are public for callers that want to be in between themselves. What is replicated gets the same
 //! gradient on every device, so nothing else is reduced.
+//!
+//! # Fully sharded data parallelism
+//!
+//! The sequences of a microbatch can be divided, too; [`placement`] says where parameters are then.
 
 pub mod adamw;
 pub mod attention;
@@ -80,6 +84,7 @@ pub mod mlp;
 pub mod norm;
 pub mod optimizer;
 pub mod params;
+pub mod placement;
 pub mod sample;
 mod shape;
 pub mod stages;

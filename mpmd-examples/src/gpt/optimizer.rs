@@ -1,8 +1,10 @@
 //! AdamW for all stages of a pipeline, with gradients clipped by their norm over the whole model.
 //!
-//! The norm is reduced leaf by leaf: a leaf's squares are added up where it lives, the sums move to the last
-//! stage, which adds them in the order of the leaves, and the factor that follows moves back to each stage.
-//! So the bits do not depend on how many stages there are.
+//! The norm is reduced leaf by leaf: a leaf's squares are added up where it lives, over the axes that divide
+//! it, the sums move to the last stage, which adds them in the order of the leaves, and the factor that
+//! follows moves back to each stage. So the bits do not depend on how many stages there are.
+//!
+//! Gradients come, and running means stay, where parameters are stored: each device updates what it keeps.
 
 use std::marker::PhantomData;
 
@@ -16,7 +18,7 @@ use mpmd_core::tree::PrefixTree;
 
 use super::adamw::{self, AdamW, clip_factor, square_sum};
 use super::clock::{Clock, Pass};
-use super::params::{MODEL_AXIS, Part};
+use super::params::Part;
 use super::stages::{Float, Tokens};
 
 /// The optimiser of a pipeline.
@@ -46,8 +48,8 @@ pub struct Clipped<L> {
 }
 
 impl<T: Float> Optimizer<T> {
-    /// The optimiser of the stages `parts` on `meshes`, with its state at zero. Gradients whose norm is above
-    /// `limit` are scaled down to it.
+    /// The optimiser of the stages `parts` on `meshes`, whose parameters are stored in `places`, with its state
+    /// at zero. Gradients whose norm is above `limit` are scaled down to it.
     ///
     /// # Errors
     ///
@@ -59,17 +61,17 @@ impl<T: Float> Optimizer<T> {
     pub fn new(
         p: &mut Program,
         parts: &[Part],
-        meshes: &[Mesh],
+        (meshes, places): (&[Mesh], &[Vec<Sharding>]),
         adamw: AdamW,
         limit: f64,
         clock: &Clock,
     ) -> Result<Self> {
         let last = meshes.last().expect("a pipeline has a stage");
         let clip = p.jit(Clip { limit }).on(last).outputs(last.replicated()).build()?;
-        let stages = parts.iter().zip(meshes).map(|(part, mesh)| {
-            let mean = part.zeros::<T>(p, mesh)?;
-            let square = part.zeros::<T>(p, mesh)?;
-            StageOptimizer::new(p, part, mesh, adamw, clock, (mean, square))
+        let stages = parts.iter().zip(meshes).zip(places).map(|((part, mesh), places)| {
+            let mean = part.zeros::<T>(p, places)?;
+            let square = part.zeros::<T>(p, places)?;
+            StageOptimizer::new(p, part, (mesh, places), adamw, clock, (mean, square))
         });
         let stages = stages.collect::<Result<Vec<_>>>()?;
         Ok(Self { stages, clip, last: last.clone() })
@@ -145,19 +147,16 @@ impl<T: Float> StageOptimizer<T> {
     fn new(
         p: &Program,
         part: &Part,
-        mesh: &Mesh,
+        (mesh, places): (&Mesh, &[Sharding]),
         adamw: AdamW,
         clock: &Clock,
         (mean, square): (Vec<MpmdArray>, Vec<MpmdArray>),
     ) -> Result<Self> {
-        let leaves = part.shapes();
-        let leaves = leaves.leaves();
-        let devices = mesh.axis_size(MODEL_AXIS)?;
-        let sharded = leaves.iter().map(|leaf| devices > 1 && leaf.sharded.is_some()).collect();
         let decays = part.initial().leaves().into_iter().map(|initial| initial.decays()).collect();
-        let sums = SquareSums { sharded, clock: clock.clone(), float: PhantomData };
+        let divided = divided(mesh, places)?;
+        let sums = SquareSums { leaves: places.len(), divided, clock: clock.clone(), float: PhantomData };
         let update = Update { adamw, decays, clock: clock.clone(), float: PhantomData };
-        let places: PrefixTree<Sharding> = PrefixTree::of(&part.shardings(mesh));
+        let places: PrefixTree<Sharding> = PrefixTree::of(&places.to_vec());
         let state = ["params", "mean", "square"].map(|name| (name.to_owned(), places.clone()));
         let square_sums = p.jit(sums).on(mesh).outputs(mesh.replicated()).build()?;
         let update = p.jit(update).on(mesh).outputs(PrefixTree::Node(state.into()));
@@ -166,10 +165,27 @@ impl<T: Float> StageOptimizer<T> {
     }
 }
 
+/// For each axis of several devices, in the order of the mesh, the leaves that are divided over it; without
+/// the axes that divide none.
+fn divided(mesh: &Mesh, places: &[Sharding]) -> Result<Vec<(String, Vec<usize>)>> {
+    let mut divided = Vec::new();
+    for axis in mesh.axis_names() {
+        let divides = |sharding: &Sharding| {
+            sharding.spec().is_some_and(|spec| spec.entries().iter().any(|entry| entry.axes().contains(axis)))
+        };
+        let leaves: Vec<usize> = (0..places.len()).filter(|leaf| divides(&places[*leaf])).collect();
+        if mesh.axis_size(axis)? > 1 && !leaves.is_empty() {
+            divided.push((axis.clone(), leaves));
+        }
+    }
+    Ok(divided)
+}
+
 /// Gradients -> the sum of each leaf's squares, `[leaves]`, the same on each device.
 struct SquareSums<T> {
-    /// Which leaves are shards, so that the sum over the devices is the leaf's.
-    sharded: Vec<bool>,
+    leaves: usize,
+    /// Which leaves are divided over which axes, so that the sum over the devices is the leaf's.
+    divided: Vec<(String, Vec<usize>)>,
     clock: Clock,
     float: PhantomData<fn() -> T>,
 }
@@ -179,13 +195,14 @@ impl<T: Float> Kernel for SquareSums<T> {
     type Out = MpmdArray;
 
     fn infer(&self, gradients: &Vec<ShapedArray>) -> Result<Signature<ShapedArray>> {
-        if gradients.len() != self.sharded.len() {
+        if gradients.len() != self.leaves {
             let found = gradients.len();
-            return Err(Error::kernel(format!("{found} gradients of {} parameters", self.sharded.len())));
+            return Err(Error::kernel(format!("{found} gradients of {} parameters", self.leaves)));
         }
         let signature = Signature::new(f64s([gradients.len()]));
-        let sharded = self.sharded.iter().filter(|sharded| **sharded).count();
-        Ok(if sharded > 0 { signature.all_reduce(MODEL_AXIS, f64s([sharded])) } else { signature })
+        let divided = self.divided.iter();
+        Ok(divided
+            .fold(signature, |signature, (axis, leaves)| signature.all_reduce(axis, f64s([leaves.len()]))))
     }
 
     fn run(&self, cx: &mut Context<'_>, gradients: Vec<View<'_>>, mut sums: ViewMut<'_>) -> Result<()> {
@@ -194,18 +211,21 @@ impl<T: Float> Kernel for SquareSums<T> {
         for (sum, gradient) in sums.iter_mut().zip(&gradients) {
             *sum = square_sum(gradient.as_slice::<T>()?);
         }
-        let places: Vec<usize> = (0..sums.len()).filter(|place| self.sharded[*place]).collect();
-        if !places.is_empty() {
-            let mut shards: Vec<f64> = places.iter().map(|place| sums[*place]).collect();
+        for (axis, leaves) in &self.divided {
+            let mut shards: Vec<f64> = leaves.iter().map(|leaf| sums[*leaf]).collect();
             let _timer = self.clock.start(Pass::AllReduce);
-            cx.all_reduce(MODEL_AXIS, &mut shards)?;
-            places.into_iter().zip(shards).for_each(|(place, sum)| sums[place] = sum);
+            cx.all_reduce(axis, &mut shards)?;
+            leaves.iter().zip(shards).for_each(|(leaf, sum)| sums[*leaf] = sum);
         }
         Ok(())
     }
 
     fn statics(&self) -> Vec<u64> {
-        self.sharded.iter().map(|sharded| u64::from(*sharded)).collect()
+        let leaves = self.divided.iter().flat_map(|(axis, leaves)| {
+            let axis = axis.bytes().map(u64::from).chain([leaves.len() as u64]);
+            axis.chain(leaves.iter().map(|leaf| *leaf as u64))
+        });
+        leaves.collect()
     }
 }
 

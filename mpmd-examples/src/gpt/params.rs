@@ -6,17 +6,13 @@
 use mpmd_core::aval::Element;
 use mpmd_core::prelude::*;
 use mpmd_core::random::{Key, normal_f64};
-use mpmd_core::sharding::{Sharding, Spec, SpecEntry};
-use mpmd_core::topology::Mesh;
+use mpmd_core::sharding::Sharding;
 
 use super::block::BlockParameters;
 use super::embed::EmbedParameters;
 use super::head::HeadParameters;
 use super::{BlockShape, Initial, LeafShape};
 use crate::math::Real;
-
-/// The axis of a stage's mesh over which its blocks' matrices are sharded.
-pub const MODEL_AXIS: &str = "model";
 
 /// The sizes of a model.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
@@ -103,7 +99,7 @@ impl Model {
 }
 
 impl Part {
-    /// The parameters' global shapes, and how they are sharded.
+    /// The parameters' global shapes, and how tensor parallelism splits them.
     pub fn shapes(&self) -> StageParams<LeafShape> {
         let shape = self.model.shape(1, self.model.time);
         StageParams {
@@ -140,26 +136,21 @@ impl Part {
         steps.join(".")
     }
 
-    /// How the parameters are sharded over the stage's mesh.
-    pub fn shardings(&self, mesh: &Mesh) -> Vec<Sharding> {
-        self.shapes().leaves().into_iter().map(|leaf| mesh.sharding(spec_of(leaf))).collect()
-    }
-
-    /// The stage's parameters with the values that they start from, each made by its owners.
+    /// The stage's parameters with the values that they start from, each in its sharding, made by its owners.
     ///
     /// # Errors
     ///
-    /// Where the mesh has no axis [`MODEL_AXIS`] or the parameters do not divide over it.
+    /// Where a sharding does not divide its parameter.
     pub fn make<T: Real + Element>(
         &self,
         p: &mut Program,
-        mesh: &Mesh,
+        shardings: &[Sharding],
         seed: u64,
     ) -> Result<StageParams<MpmdArray>> {
-        let (shapes, shardings) = (self.shapes(), self.shardings(mesh));
+        let shapes = self.shapes();
         let initial = self.initial().into_leaves();
         let mut leaves = Vec::with_capacity(initial.len());
-        let places = shapes.leaves().into_iter().zip(&shardings);
+        let places = shapes.leaves().into_iter().zip(shardings);
         for (name, (initial, (shape, sharding))) in self.names().iter().zip(initial.into_iter().zip(places)) {
             let key = name.bytes().fold(Key(seed), |key, byte| key.fold_in(byte.into()));
             leaves.push(make::<T>(p, shape, sharding, initial, key)?);
@@ -167,26 +158,22 @@ impl Part {
         Ok(StageParams::from_leaves(&shapes.structure(), leaves)?)
     }
 
-    /// Zeros for each of the parameters, where they are.
+    /// Zeros for each of the parameters, in these shardings.
     ///
     /// # Errors
     ///
     /// As [`Part::make`].
-    pub fn zeros<T: Real + Element>(&self, p: &mut Program, mesh: &Mesh) -> Result<Vec<MpmdArray>> {
+    pub fn zeros<T: Real + Element>(
+        &self,
+        p: &mut Program,
+        shardings: &[Sharding],
+    ) -> Result<Vec<MpmdArray>> {
         let shapes = self.shapes();
-        let leaves = shapes.leaves().into_iter().zip(self.shardings(mesh));
+        let leaves = shapes.leaves().into_iter().zip(shardings);
         leaves
-            .map(|(shape, sharding)| make::<T>(p, shape, &sharding, Initial::Constant(0.0), Key(0)))
+            .map(|(shape, sharding)| make::<T>(p, shape, sharding, Initial::Constant(0.0), Key(0)))
             .collect()
     }
-}
-
-/// The spec that shards a leaf over [`MODEL_AXIS`] as it says.
-pub fn spec_of(leaf: &LeafShape) -> Spec {
-    let Some(dim) = leaf.sharded else { return Spec::default() };
-    let mut entries = vec![SpecEntry::None; dim];
-    entries.push(SpecEntry::from(MODEL_AXIS));
-    Spec::new(entries)
 }
 
 fn make<T: Real + Element>(

@@ -1,11 +1,13 @@
 //! Sizes of a model's parts, and the shapes that follow from them.
 
+use mpmd_core::sharding::{Spec, SpecEntry};
 use mpmd_core::tree::Leaf;
 
 use super::BYTES;
 use super::block::{BlockGradients, BlockInputs, BlockInterior, BlockParameters};
 use super::embed::EmbedParameters;
 use super::head::{HeadGradients, HeadParameters, HeadResiduals};
+use super::placement::{DATA_AXIS, MODEL_AXIS};
 
 /// The sizes of a block as one device sees it. Embedding and head read `batch`, `time` and `width` alone.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
@@ -24,21 +26,33 @@ pub struct BlockShape {
     pub hidden: usize,
 }
 
-/// An array's shape, and how tensor parallelism splits it.
+/// An array's shape, and how data and tensor parallelism split it.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct LeafShape {
     /// Sizes of the dimensions.
     pub dims: Vec<usize>,
     /// The dimension that is split over the model-parallel group; none where every device has the same.
     pub sharded: Option<usize>,
+    /// The dimension of the sequences, which is split over the data-parallel group; none for parameters.
+    pub batch: Option<usize>,
 }
 
 impl Leaf for LeafShape {}
 
 impl LeafShape {
+    /// What belongs to the places of sequences: none of it is split over the model-parallel group.
+    pub fn of_batch(dims: impl Into<Vec<usize>>) -> Self {
+        Self { dims: dims.into(), sharded: None, batch: Some(0) }
+    }
+
     /// How many elements there are.
     pub fn elements(&self) -> usize {
         self.dims.iter().product()
+    }
+
+    /// The same with the sequences along dimension `dim`.
+    fn batch_at(self, dim: usize) -> Self {
+        Self { batch: Some(dim), ..self }
     }
 }
 
@@ -62,11 +76,22 @@ impl Initial {
 }
 
 fn whole<const N: usize>(dims: [usize; N]) -> LeafShape {
-    LeafShape { dims: dims.to_vec(), sharded: None }
+    LeafShape { dims: dims.to_vec(), sharded: None, batch: None }
 }
 
 fn split<const N: usize>(sharded: usize, dims: [usize; N]) -> LeafShape {
-    LeafShape { dims: dims.to_vec(), sharded: Some(sharded) }
+    LeafShape { dims: dims.to_vec(), sharded: Some(sharded), batch: None }
+}
+
+/// The spec that shards a leaf of a model over [`DATA_AXIS`] and [`MODEL_AXIS`] as it says.
+pub(super) fn spec_of(leaf: &LeafShape) -> Spec {
+    let axis = |dim: usize| match dim {
+        dim if leaf.batch == Some(dim) => SpecEntry::from(DATA_AXIS),
+        dim if leaf.sharded == Some(dim) => SpecEntry::from(MODEL_AXIS),
+        _ => SpecEntry::None,
+    };
+    let last = leaf.batch.max(leaf.sharded);
+    Spec::new((0..last.map_or(0, |last| last + 1)).map(axis).collect::<Vec<_>>())
 }
 
 impl BlockShape {
@@ -142,14 +167,14 @@ impl BlockShape {
     /// Residuals of a block that both halves of the backward pass or the second one read.
     pub fn block_inputs(&self) -> BlockInputs<LeafShape> {
         let Self { batch, time, width, hidden, .. } = *self;
-        let rows = whole([batch, time, width]);
+        let rows = LeafShape::of_batch([batch, time, width]);
         BlockInputs {
             norm1_hat: rows.clone(),
             norm1_out: rows.clone(),
-            context: split(2, [batch, time, self.local_width()]),
+            context: split(2, [batch, time, self.local_width()]).batch_at(0),
             norm2_hat: rows.clone(),
             norm2_out: rows,
-            activated: split(2, [batch, time, hidden]),
+            activated: split(2, [batch, time, hidden]).batch_at(0),
         }
     }
 
@@ -157,24 +182,24 @@ impl BlockShape {
     pub fn block_interior(&self) -> BlockInterior<LeafShape> {
         let Self { batch, time, heads, hidden, .. } = *self;
         BlockInterior {
-            norm1_inv_std: whole([batch, time]),
-            qkv: split(2, [3, batch, heads, time, self.head_dim()]),
-            probabilities: split(1, [batch, heads, time, time]),
-            norm2_inv_std: whole([batch, time]),
-            slope: split(2, [batch, time, hidden]),
+            norm1_inv_std: LeafShape::of_batch([batch, time]),
+            qkv: split(2, [3, batch, heads, time, self.head_dim()]).batch_at(1),
+            probabilities: split(1, [batch, heads, time, time]).batch_at(0),
+            norm2_inv_std: LeafShape::of_batch([batch, time]),
+            slope: split(2, [batch, time, hidden]).batch_at(0),
         }
     }
 
     /// Weight residuals of a block.
     pub fn block_gradients(&self) -> BlockGradients<LeafShape> {
         let Self { batch, time, width, hidden, .. } = *self;
-        let rows = whole([batch, time, width]);
+        let rows = LeafShape::of_batch([batch, time, width]);
         BlockGradients {
             d_norm1: rows.clone(),
-            d_qkv: split(3, [batch, time, 3, self.local_width()]),
+            d_qkv: split(3, [batch, time, 3, self.local_width()]).batch_at(0),
             d_attention: rows.clone(),
             d_norm2: rows.clone(),
-            d_pre: split(2, [batch, time, hidden]),
+            d_pre: split(2, [batch, time, hidden]).batch_at(0),
             d_mlp: rows,
         }
     }
@@ -233,17 +258,20 @@ impl BlockShape {
     pub fn head_residuals(&self) -> HeadResiduals<LeafShape> {
         let Self { batch, time, width, .. } = *self;
         HeadResiduals {
-            norm_hat: whole([batch, time, width]),
-            norm_inv_std: whole([batch, time]),
-            norm_out: whole([batch, time, width]),
-            probabilities: whole([batch, time, BYTES]),
+            norm_hat: LeafShape::of_batch([batch, time, width]),
+            norm_inv_std: LeafShape::of_batch([batch, time]),
+            norm_out: LeafShape::of_batch([batch, time, width]),
+            probabilities: LeafShape::of_batch([batch, time, BYTES]),
         }
     }
 
     /// Weight residuals of the head.
     pub fn head_gradients(&self) -> HeadGradients<LeafShape> {
         let Self { batch, time, width, .. } = *self;
-        HeadGradients { d_norm: whole([batch, time, width]), d_logits: whole([batch, time, BYTES]) }
+        HeadGradients {
+            d_norm: LeafShape::of_batch([batch, time, width]),
+            d_logits: LeafShape::of_batch([batch, time, BYTES]),
+        }
     }
 }
 
@@ -273,6 +301,23 @@ mod tests {
                 global.dims[dim] /= 2;
             }
             assert_eq!(global, local);
+        }
+    }
+
+    #[test]
+    fn residuals_divide_over_both_axes_and_parameters_over_one() {
+        let spec = |leaf: &LeafShape| spec_of(leaf).to_string();
+        let interior = SHAPE.block_interior();
+        assert_eq!(spec(&interior.qkv), "P(None, data, model)");
+        assert_eq!(spec(&interior.probabilities), "P(data, model)");
+        assert_eq!(spec(&interior.norm1_inv_std), "P(data)");
+        assert_eq!(spec(&SHAPE.block_gradients().d_qkv), "P(data, None, None, model)");
+        assert_eq!(spec(&SHAPE.head_residuals().probabilities), "P(data)");
+        assert_eq!(spec(&SHAPE.block_parameters().w_qkv), "P(None, None, model)");
+        assert_eq!(spec(&SHAPE.block_parameters().norm1_gain), "P()");
+        let residuals = SHAPE.block_inputs().into_leaves().into_iter().chain(interior.into_leaves());
+        for leaf in residuals.chain(SHAPE.block_gradients().into_leaves()) {
+            assert_eq!(leaf.batch.map(|dim| leaf.dims[dim]), Some(SHAPE.batch), "{leaf:?}");
         }
     }
 

@@ -1,8 +1,10 @@
 //! The stages of the pipeline: the entrance, whole blocks, the exit, and all in one.
 //!
 //! Every stage computes its blocks with the same functions, so that the numbers are the same bits however
-//! the blocks are divided. A stage's mesh has the axis [`MODEL_AXIS`]: where there is more than one device
-//! along it, the blocks' matrices are sharded and their branches' outputs all-reduced.
+//! the blocks are divided. A stage's mesh has the axes [`DATA_AXIS`] and [`MODEL_AXIS`]. Along the first each
+//! device has some sequences of a microbatch, with the residuals and the loss of these; the losses are
+//! all-reduced, and the gradients of the parameters are partial sums. Along the second the blocks' matrices
+//! are sharded and their branches' outputs all-reduced.
 
 use std::sync::Arc;
 
@@ -10,6 +12,7 @@ use mpmd_core::aval::{DType, f64s};
 use mpmd_core::kernel::{Reducible, Shapes, Views, ViewsMut};
 use mpmd_core::pipeline::{Declared, Loss, PlacedShape, Stage, StageSignature};
 use mpmd_core::prelude::*;
+use mpmd_core::sharding::Spec;
 use mpmd_core::tree::Empty;
 use parking_lot::Mutex;
 
@@ -17,7 +20,9 @@ use super::block::{self, BlockGradients, BlockInputs, BlockInterior};
 use super::clock::{Clock, Pass};
 use super::embed::{EmbedParameters, embed_backward_weight, embed_forward};
 use super::head::{self, HeadGradients, HeadResiduals};
-use super::params::{MODEL_AXIS, Part, StageParams, spec_of};
+use super::params::{Part, StageParams};
+use super::placement::{DATA_AXIS, Grid, MODEL_AXIS};
+use super::shape::spec_of;
 use super::{BYTES, BlockShape, LeafShape};
 use crate::math::Real;
 
@@ -102,8 +107,7 @@ struct HeadWeightResidual<L> {
 #[derive(Clone, Debug)]
 struct Core<T> {
     part: Part,
-    /// Devices along [`MODEL_AXIS`].
-    devices: usize,
+    grid: Grid,
     clock: Clock,
     /// Left by calls that have ended.
     buffers: Arc<Mutex<Vec<Buffers<T>>>>,
@@ -140,12 +144,27 @@ enum Seed<'a> {
 type ResidualShapes = (StageResidual<PlacedShape>, StageWeightResidual<PlacedShape>);
 
 impl<T: Float> Core<T> {
-    fn new(part: Part, devices: usize, clock: &Clock) -> Self {
-        Self { part, devices, clock: clock.clone(), buffers: Arc::default() }
+    fn new(part: Part, grid: Grid, clock: &Clock) -> Self {
+        Self { part, grid, clock: clock.clone(), buffers: Arc::default() }
     }
 
     /// The blocks' shape on one device, for an input `[batch, time]` or `[batch, time, width]`.
     fn shape(&self, x: &ShapedArray) -> Result<BlockShape> {
+        let whole = self.whole_shape(x)?;
+        let (model, Grid { data, model: devices }) = (self.part.model, self.grid);
+        if devices == 0 || !model.heads.is_multiple_of(devices) || !model.hidden.is_multiple_of(devices) {
+            let problem = format!("the heads or hidden columns of {model:?} do not divide among {devices}");
+            return Err(Error::kernel(problem));
+        }
+        if data == 0 || !whole.batch.is_multiple_of(data) {
+            let problem = format!("the {} sequences of {x} do not divide among {data} devices", whole.batch);
+            return Err(Error::kernel(problem));
+        }
+        Ok(BlockShape { batch: whole.batch / data, ..whole.split(devices) })
+    }
+
+    /// The same on all devices together.
+    fn whole_shape(&self, x: &ShapedArray) -> Result<BlockShape> {
         let model = self.part.model;
         let fits = match *x.shape() {
             [batch, time] => Some((batch, time)).filter(|_| x.dtype() == DType::U8),
@@ -156,12 +175,7 @@ impl<T: Float> Core<T> {
         };
         let fits = fits.filter(|(batch, time)| *batch > 0 && (1..=model.time).contains(time));
         let (batch, time) = fits.ok_or_else(|| Error::kernel(format!("{x} into a stage of {model:?}")))?;
-        let Self { devices, .. } = *self;
-        if devices == 0 || !model.heads.is_multiple_of(devices) || !model.hidden.is_multiple_of(devices) {
-            let problem = format!("the heads or hidden columns of {model:?} do not divide among {devices}");
-            return Err(Error::kernel(problem));
-        }
-        Ok(model.shape(batch, time).split(devices))
+        Ok(model.shape(batch, time))
     }
 
     /// What all stages declare: `out`, the residuals, which of them stay, and the all-reduces.
@@ -171,8 +185,9 @@ impl<T: Float> Core<T> {
         x: &ShapedArray,
         targets: Option<&ShapedArray>,
     ) -> Result<StageSignature<O, StageResidual<PlacedShape>, StageWeightResidual<PlacedShape>>> {
+        let local = self.shape(x)?;
         // Shapes are global here.
-        let shape = self.shape(x)?.unsplit();
+        let shape = self.whole_shape(x)?;
         if let Some(targets) = targets
             && (targets.shape() != [shape.batch, shape.time] || targets.dtype() != DType::U8)
         {
@@ -195,21 +210,24 @@ impl<T: Float> Core<T> {
                 signature = signature.keep(path.clone(), path);
             }
         }
-        if self.devices > 1 {
-            let rows = ShapedArray::new(&[shape.batch, shape.time, shape.width], T::DTYPE);
+        if self.grid.model > 1 {
+            let rows = ShapedArray::new(&[local.batch, local.time, local.width], T::DTYPE);
             for _ in 0..2 * self.part.blocks {
                 signature = signature.forward_all_reduce(MODEL_AXIS, rows.clone());
                 signature = signature.backward_all_reduce(MODEL_AXIS, rows.clone());
             }
+        }
+        if self.grid.data > 1 && targets.is_some() {
+            signature = signature.forward_all_reduce(DATA_AXIS, f64s([2]));
         }
         Ok(signature)
     }
 
     fn residuals(&self, shape: BlockShape, targets: bool) -> ResidualShapes {
         let Part { blocks, entrance, exit, .. } = self.part;
-        let bytes = || PlacedShape::replicated(ShapedArray::new(&[shape.batch, shape.time], DType::U8));
-        let rows =
-            || place::<T>(&LeafShape { dims: vec![shape.batch, shape.time, shape.width], sharded: None });
+        let (batch, time) = (shape.batch, shape.time);
+        let bytes = || PlacedShape::new(ShapedArray::new(&[batch, time], DType::U8), spec![DATA_AXIS]);
+        let rows = || place::<T>(&LeafShape::of_batch([batch, time, shape.width]));
         let inputs = || shape.block_inputs().each(place::<T>);
         let residual = StageResidual {
             tokens: entrance.then(bytes),
@@ -280,8 +298,13 @@ impl<T: Float> Core<T> {
             (Exit::Loss(mut loss, targets), Some((params, mut head))) => {
                 let targets = targets.as_slice::<u8>()?;
                 let (sum, weight) = head::forward(shape, &params, &mut head, &h, targets);
-                loss.sum.fill(sum)?;
-                loss.weight.fill(weight as f64)?;
+                let mut both = [sum, weight as f64];
+                if self.grid.data > 1 {
+                    let _timer = self.clock.start(Pass::AllReduce);
+                    cx.all_reduce(DATA_AXIS, &mut both)?;
+                }
+                loss.sum.fill(both[0])?;
+                loss.weight.fill(both[1])?;
                 if let Some(kept) = &mut residual.targets {
                     kept.as_mut_slice::<u8>()?.copy_from_slice(targets);
                 }
@@ -385,7 +408,7 @@ impl<T: Float> Core<T> {
     }
 
     fn reduce(&self, cx: &mut Context<'_>, summand: &mut [T]) -> Result<()> {
-        if self.devices == 1 {
+        if self.grid.model == 1 {
             return Ok(());
         }
         let _timer = self.clock.start(Pass::AllReduce);
@@ -405,18 +428,19 @@ impl<T: Float> Core<T> {
     }
 
     fn rows(&self, x: &ShapedArray) -> Result<ShapedArray> {
-        let BlockShape { batch, time, width, .. } = self.shape(x)?;
+        let BlockShape { batch, time, width, .. } = self.whole_shape(x)?;
         Ok(ShapedArray::new(&[batch, time, width], T::DTYPE))
     }
 
     fn logits(&self, x: &ShapedArray) -> Result<ShapedArray> {
-        let BlockShape { batch, time, .. } = self.shape(x)?;
+        let BlockShape { batch, time, .. } = self.whole_shape(x)?;
         Ok(ShapedArray::new(&[batch, time, BYTES], T::DTYPE))
     }
 
     fn statics(&self) -> Vec<u64> {
         let Part { model, first_block, blocks, entrance, exit } = self.part;
-        let words = [model.layers, model.heads, model.hidden, first_block, blocks, self.devices];
+        let Grid { data, model: devices } = self.grid;
+        let words = [model.layers, model.heads, model.hidden, first_block, blocks, data, devices];
         let mut words: Vec<u64> = words.into_iter().map(|word| word as u64).collect();
         words.push(u64::from(entrance) | u64::from(exit) << 1);
         words
@@ -438,15 +462,16 @@ macro_rules! stage {
         infer($core:ident, $shape:ident, $targets:pat) $infer:expr;
         forward($y:ident, $side_view:pat) $exit:expr;
         backward($dy:pat) $seed:expr;
+        output($spec:expr);
     ) => {
         $(#[$doc])*
         #[derive(Clone, Debug)]
         pub struct $name<T>(Core<T>);
 
         impl<T: Float> $name<T> {
-            /// The stage of `part`, on meshes with `devices` devices along [`MODEL_AXIS`].
-            pub fn new(part: Part, devices: usize, clock: &Clock) -> Self {
-                Self(Core::new(part, devices, clock))
+            /// The stage of `part`, on meshes with the axes of `grid`.
+            pub fn new(part: Part, grid: Grid, clock: &Clock) -> Self {
+                Self(Core::new(part, grid, clock))
             }
         }
 
@@ -503,6 +528,14 @@ macro_rules! stage {
                 self.0.backward_weight(&weight_residual, gradient)
             }
 
+            fn input_spec(&self) -> Spec {
+                spec![DATA_AXIS]
+            }
+
+            fn output_spec(&self) -> Spec {
+                $spec
+            }
+
             fn statics(&self) -> Vec<u64> {
                 self.0.statics()
             }
@@ -520,6 +553,7 @@ stage! {
     infer(core, x, _) core.declare(Rows { rows: core.rows(x)? }, x, None);
     forward(y, _) Exit::Rows(y.rows);
     backward(dy) Seed::Rows(dy.rows);
+    output(spec![DATA_AXIS]);
 }
 
 stage! {
@@ -528,6 +562,7 @@ stage! {
     infer(core, x, _) core.declare(Rows { rows: core.rows(x)? }, x, None);
     forward(y, _) Exit::Rows(y.rows);
     backward(dy) Seed::Rows(dy.rows);
+    output(spec![DATA_AXIS]);
 }
 
 stage! {
@@ -536,6 +571,7 @@ stage! {
     infer(core, x, side) core.declare(loss(), x, Some(&side.targets));
     forward(y, side) Exit::Loss(y, side.targets);
     backward(dy) Seed::Loss(dy.sum);
+    output(spec![]);
 }
 
 stage! {
@@ -544,6 +580,7 @@ stage! {
     infer(core, x, side) core.declare(loss(), x, Some(&side.targets));
     forward(y, side) Exit::Loss(y, side.targets);
     backward(dy) Seed::Loss(dy.sum);
+    output(spec![]);
 }
 
 stage! {
@@ -552,6 +589,7 @@ stage! {
     infer(core, x, _) core.declare(Logits { logits: core.logits(x)? }, x, None);
     forward(y, _) Exit::Logits(y.logits);
     backward(_) Seed::Nothing;
+    output(spec![DATA_AXIS]);
 }
 
 stage! {
@@ -560,4 +598,5 @@ stage! {
     infer(core, x, _) core.declare(Logits { logits: core.logits(x)? }, x, None);
     forward(y, _) Exit::Logits(y.logits);
     backward(_) Seed::Nothing;
+    output(spec![DATA_AXIS]);
 }

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use mpmd_core::ProcessId;
+use mpmd_core::aval::DType;
 use mpmd_core::pipeline::{Loss, Microbatch, Pipeline, Schedule, StepOutput};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
@@ -14,7 +15,8 @@ use super::adamw::{AdamW, WarmupCosine};
 use super::clock::Clock;
 use super::data::Sequences;
 use super::optimizer::{Clipped, Optimizer};
-use super::params::{MODEL_AXIS, Model, Part, StageParams};
+use super::params::{Model, Part, StageParams};
+use super::placement::{DATA_AXIS, Grid, Placement, Rule};
 use super::stages::{
     First, Float, Last, LastLogits, Logits, Middle, Rows, Targets, Tokens, Whole, WholeLogits,
 };
@@ -31,9 +33,14 @@ pub struct Config {
     pub model: Model,
     /// Stages of the pipeline.
     pub stages: usize,
-    /// Devices of each stage, over which its blocks' matrices are sharded.
-    pub model_parallel: usize,
-    /// Sequences of a microbatch.
+    /// Devices of each stage among which the sequences of a microbatch are divided, and with them what is
+    /// stored of its parameters.
+    pub fsdp: usize,
+    /// As many times more devices of each stage, over which its blocks' matrices are sharded.
+    pub tensor_parallel: usize,
+    /// How parameters are stored, in place of the rules of [`Placement`].
+    pub strategy: Option<Vec<Rule>>,
+    /// Sequences of a microbatch, on all devices together.
     pub batch: usize,
     /// Microbatches of a step.
     pub microbatches: usize,
@@ -54,7 +61,9 @@ impl Default for Config {
         Self {
             model: Model { layers: 4, width: 128, heads: 4, hidden: 512, time: 128 },
             stages: 4,
-            model_parallel: 1,
+            fsdp: 1,
+            tensor_parallel: 1,
+            strategy: None,
             batch: 2,
             microbatches: 8,
             schedule: "1f1b".to_owned(),
@@ -69,7 +78,24 @@ impl Default for Config {
 impl Config {
     /// Devices of the job.
     pub fn devices(&self) -> usize {
-        self.stages * self.model_parallel
+        self.stages * self.grid().devices()
+    }
+
+    /// Devices of each stage.
+    pub fn grid(&self) -> Grid {
+        Grid { data: self.fsdp, model: self.tensor_parallel }
+    }
+
+    /// Where the parameters of each stage are, of a model of dtype `dtype`, as if it were alone: to look at.
+    ///
+    /// # Errors
+    ///
+    /// As [`Config::check`].
+    pub fn placements(&self, dtype: DType) -> Result<Vec<Placement>> {
+        let (grid, strategy) = (self.grid(), self.strategy.as_deref());
+        let mesh = grid.mesh()?;
+        let parts = self.model.parts(self.stages)?;
+        parts.iter().map(|part| Placement::new(part, grid, &mesh, dtype, strategy)).collect()
     }
 
     /// Tokens of a step.
@@ -85,19 +111,23 @@ impl Config {
     pub fn check(&self) -> Result<()> {
         self.model.parts(self.stages)?;
         self.schedule()?;
-        let Self { model, model_parallel, batch, microbatches, .. } = self;
-        if [*model_parallel, *batch, *microbatches].contains(&0) {
+        let Self { model, fsdp, tensor_parallel, batch, microbatches, .. } = self;
+        if [*fsdp, *tensor_parallel, *batch, *microbatches].contains(&0) {
             return Err(Error::kernel(format!("a size of zero in {self:?}")));
         }
-        let divides = |size: usize| size.is_multiple_of(*model_parallel);
+        let divides = |size: usize| size.is_multiple_of(*tensor_parallel);
         if !divides(model.heads) || !divides(model.hidden) {
             let problem = format!(
-                "{} heads and {} hidden columns do not divide among {model_parallel} devices",
+                "{} heads and {} hidden columns do not divide among {tensor_parallel} devices",
                 model.heads, model.hidden
             );
             return Err(Error::kernel(problem));
         }
-        Ok(())
+        if !batch.is_multiple_of(*fsdp) {
+            let problem = format!("{batch} sequences of a microbatch do not divide among {fsdp} devices");
+            return Err(Error::kernel(problem));
+        }
+        self.placements(DType::F32).map(drop)
     }
 
     fn schedule(&self) -> Result<Schedule> {
@@ -112,6 +142,7 @@ pub struct Trainer<T: Float> {
     config: Config,
     parts: Vec<Part>,
     meshes: Vec<Mesh>,
+    placements: Vec<Placement>,
     pipeline: Pipeline<Tokens<MpmdArray>, Loss<MpmdArray>>,
     optimizer: Optimizer<T>,
     schedule: Schedule,
@@ -132,19 +163,36 @@ impl<T: Float> Trainer<T> {
         agree_on_text(p, text)?;
         let sequences = Sequences::new(text, config.model.time)?;
         let parts = config.model.parts(config.stages)?;
-        let axes = [("stage", config.stages), (MODEL_AXIS, config.model_parallel)];
-        let meshes = p.mesh(&axes)?.split("stage")?;
+        let grid = config.grid();
+        let [data, model] = grid.axes();
+        let meshes = p.mesh(&[("stage", config.stages), data, model])?.split("stage")?;
+        let strategy = config.strategy.as_deref();
+        let placements = parts.iter().zip(&meshes);
+        let placements = placements.map(|(part, mesh)| Placement::new(part, grid, mesh, T::DTYPE, strategy));
+        let placements = placements.collect::<Result<Vec<_>>>()?;
+        let stored: Vec<Vec<Sharding>> = placements.iter().map(Placement::shardings).collect();
         let clock = Clock::default();
         let mut params = Vec::with_capacity(parts.len());
-        for (part, mesh) in parts.iter().zip(&meshes) {
-            params.push(part.make::<T>(p, mesh, config.seed)?);
+        for (part, shardings) in parts.iter().zip(&stored) {
+            params.push(part.make::<T>(p, shardings, config.seed)?);
         }
-        let wiring = Wiring { parts: &parts, meshes: &meshes, devices: config.model_parallel, clock: &clock };
-        let pipeline = wiring.train::<T>(params)?;
-        let optimizer = Optimizer::new(p, &parts, &meshes, config.adamw, config.clip, &clock)?;
+        let wiring = Wiring { parts: &parts, meshes: &meshes, placements: &placements, grid, clock: &clock };
+        let pipeline = wiring.stored(wiring.train::<T>(params)?)?;
+        let optimizer = Optimizer::new(p, &parts, (&meshes, &stored), config.adamw, config.clip, &clock)?;
         let schedule = config.schedule()?;
         let config = config.clone();
-        Ok(Self { config, parts, meshes, pipeline, optimizer, schedule, sequences, clock, steps: 0 })
+        Ok(Self {
+            config,
+            parts,
+            meshes,
+            placements,
+            pipeline,
+            optimizer,
+            schedule,
+            sequences,
+            clock,
+            steps: 0,
+        })
     }
 
     /// What the model is trained with.
@@ -184,7 +232,7 @@ impl<T: Float> Trainer<T> {
     pub fn gradients(&mut self, p: &mut Program) -> Result<StepOutput> {
         let Config { batch, microbatches, stages, seed, .. } = self.config;
         let ends = (&self.meshes[0], &self.meshes[stages - 1]);
-        let rows = 0..batch * microbatches;
+        let rows = (batch * microbatches, microbatches);
         let (tokens, targets) = self.sequences.make_training(p, ends, (seed, self.steps), rows)?;
         let tokens = tokens.microbatches(p, 0, microbatches)?;
         let targets = targets.microbatches(p, 0, microbatches)?;
@@ -202,24 +250,28 @@ impl<T: Float> Trainer<T> {
     ///
     /// Where the job fails.
     pub fn held_out_loss(&mut self, p: &mut Program) -> Result<Option<f64>> {
-        let Config { batch, microbatches, stages, .. } = self.config;
+        let Config { batch, fsdp, microbatches, stages, .. } = self.config;
         let count = self.sequences.held_out_len();
         let (mut sum, mut weight) = (0.0, 0.0);
         let mut pending = VecDeque::new();
-        let mut read = |loss: Loss<MpmdArray>| -> Result<()> {
+        let mut read = |(loss, copies): (Loss<MpmdArray>, usize)| -> Result<()> {
             if let (Some(one), Some(rows)) = (scalar(&loss.sum)?, scalar(&loss.weight)?) {
-                sum += one;
-                weight += rows;
+                sum += one / copies as f64;
+                weight += rows / copies as f64;
             }
             Ok(())
         };
-        for start in (0..count).step_by(batch) {
+        let mut start = 0;
+        while start < count {
             let ends = (&self.meshes[0], &self.meshes[stages - 1]);
-            let rows = start..count.min(start + batch);
-            let (tokens, targets) = self.sequences.make_held_out(p, ends, rows)?;
+            let left = batch.min(count - start);
+            // Where too few are left for every device to have one, each has the same.
+            let (rows, copies) = if left < fsdp { (1, fsdp) } else { (left - left % fsdp, 1) };
+            let (tokens, targets) = self.sequences.make_held_out(p, ends, (start..start + rows, copies))?;
+            start += rows;
             let microbatch = Microbatch::new(Tokens { tokens }).side(stages - 1, Targets { targets });
             let loss = self.pipeline.forward(p, microbatch)?;
-            pending.push_back(p.device_put(&loss, to_process_0(p))?);
+            pending.push_back((p.device_put(&loss, to_process_0(p))?, copies));
             if pending.len() > microbatches
                 && let Some(loss) = pending.pop_front()
             {
@@ -246,11 +298,14 @@ impl<T: Float> Trainer<T> {
         let wiring = Wiring {
             parts: &self.parts,
             meshes: &self.meshes,
-            devices: self.config.model_parallel,
+            placements: &self.placements,
+            grid: self.config.grid(),
             clock: &Clock::default(),
         };
         let params = (0..self.parts.len()).map(|stage| self.params(stage)).collect::<Result<Vec<_>>>()?;
-        let mut pipeline = wiring.logits::<T>(params)?;
+        let mut pipeline = wiring.stored(wiring.logits::<T>(params)?)?;
+        // The same sequence for every device that has some of them.
+        let copies = self.config.fsdp;
         let time = self.config.model.time;
         let mut bytes = prompt.to_vec();
         if bytes.is_empty() {
@@ -261,10 +316,13 @@ impl<T: Float> Trainer<T> {
         for number in 0..length as u64 {
             let context = bytes[bytes.len().saturating_sub(time)..].to_vec();
             let last = context.len() - 1;
-            let tokens = p.make(u8s([1, time]), &self.meshes[0].replicated(), move |_, mut tokens| {
+            let rows = self.meshes[0].sharding(spec![DATA_AXIS]);
+            let tokens = p.make(u8s([copies, time]), &rows, move |_, mut tokens| {
                 // What comes after the context is not looked at: attention is causal.
                 tokens.zero();
-                tokens.as_mut_slice::<u8>()?[..context.len()].copy_from_slice(&context);
+                for row in tokens.as_mut_slice::<u8>()?.chunks_exact_mut(time) {
+                    row[..context.len()].copy_from_slice(&context);
+                }
                 Ok(())
             })?;
             let Logits { logits } = pipeline.forward(p, Microbatch::new(Tokens { tokens }))?;
@@ -310,7 +368,7 @@ impl<T: Float> Trainer<T> {
     ) -> Result<()> {
         for (stage, part) in self.parts.iter().enumerate() {
             let shapes = part.shapes();
-            let shardings = part.shardings(&self.meshes[stage]);
+            let shardings = self.placements[stage].shardings();
             let mut all = |prefix: &str| -> Result<Vec<MpmdArray>> {
                 let places = shapes.leaves().into_iter().zip(&shardings);
                 let leaves = part.names().into_iter().zip(places);
@@ -339,38 +397,53 @@ impl<T: Float> Trainer<T> {
 struct Wiring<'a> {
     parts: &'a [Part],
     meshes: &'a [Mesh],
-    devices: usize,
+    placements: &'a [Placement],
+    grid: Grid,
     clock: &'a Clock,
 }
 
 type Params = StageParams<MpmdArray>;
 
 impl Wiring<'_> {
+    /// Has each stage's parameters gathered from where they are stored.
+    fn stored<In, Out>(&self, mut pipeline: Pipeline<In, Out>) -> Result<Pipeline<In, Out>>
+    where
+        In: Tree<Leaf = MpmdArray>,
+        Out: Tree<Leaf = MpmdArray>,
+    {
+        for (stage, placement) in self.placements.iter().enumerate() {
+            if let Some(storage) = placement.storage()? {
+                pipeline.store(stage, storage)?;
+            }
+        }
+        Ok(pipeline)
+    }
+
     fn train<T: Float>(&self, params: Vec<Params>) -> Result<Pipeline<Tokens<MpmdArray>, Loss<MpmdArray>>> {
-        let Self { parts, meshes, devices, clock } = *self;
+        let Self { parts, meshes, grid, clock, .. } = *self;
         let last = parts.len() - 1;
         let mut params = params.into_iter();
         let mut next = || params.next().ok_or_else(|| Error::kernel("a stage without parameters"));
         if last == 0 {
-            return Pipeline::first(Whole::<T>::new(parts[0], devices, clock), &meshes[0], next()?);
+            return Pipeline::first(Whole::<T>::new(parts[0], grid, clock), &meshes[0], next()?);
         }
         let front = self.front::<T>(&mut next)?;
-        front.then(Last::<T>::new(parts[last], devices, clock), &meshes[last], next()?)
+        front.then(Last::<T>::new(parts[last], grid, clock), &meshes[last], next()?)
     }
 
     fn logits<T: Float>(
         &self,
         params: Vec<Params>,
     ) -> Result<Pipeline<Tokens<MpmdArray>, Logits<MpmdArray>>> {
-        let Self { parts, meshes, devices, clock } = *self;
+        let Self { parts, meshes, grid, clock, .. } = *self;
         let last = parts.len() - 1;
         let mut params = params.into_iter();
         let mut next = || params.next().ok_or_else(|| Error::kernel("a stage without parameters"));
         if last == 0 {
-            return Pipeline::first(WholeLogits::<T>::new(parts[0], devices, clock), &meshes[0], next()?);
+            return Pipeline::first(WholeLogits::<T>::new(parts[0], grid, clock), &meshes[0], next()?);
         }
         let front = self.front::<T>(&mut next)?;
-        front.then(LastLogits::<T>::new(parts[last], devices, clock), &meshes[last], next()?)
+        front.then(LastLogits::<T>::new(parts[last], grid, clock), &meshes[last], next()?)
     }
 
     /// All stages but the last.
@@ -378,11 +451,11 @@ impl Wiring<'_> {
         &self,
         mut next: impl FnMut() -> Result<Params>,
     ) -> Result<Pipeline<Tokens<MpmdArray>, Rows<MpmdArray>>> {
-        let Self { parts, meshes, devices, clock } = *self;
-        let first = Pipeline::first(First::<T>::new(parts[0], devices, clock), &meshes[0], next()?)?;
+        let Self { parts, meshes, grid, clock, .. } = *self;
+        let first = Pipeline::first(First::<T>::new(parts[0], grid, clock), &meshes[0], next()?)?;
         let middle = parts.iter().zip(meshes).take(parts.len() - 1).skip(1);
         middle.into_iter().try_fold(first, |front, (part, mesh)| {
-            front.then(Middle::<T>::new(*part, devices, clock), mesh, next()?)
+            front.then(Middle::<T>::new(*part, grid, clock), mesh, next()?)
         })
     }
 }

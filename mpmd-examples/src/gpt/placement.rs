@@ -1,0 +1,222 @@
+//! Where a stage's parameters are, by sharding rules: how its kernels compute with them, and how they are
+//! stored between steps.
+//!
+//! A stage's mesh is `{data: F, model: T}`. The sequences of a microbatch are divided over `data`, the
+//! blocks' matrices over `model`. Each device of `data` would have all of the rest: instead it keeps a part
+//! (fully sharded data parallelism), and with it the optimiser's running means of that part alone. A step
+//! gathers what its kernels read, once, and scatters the sums of the gradients.
+
+use mpmd_core::aval::DType;
+use mpmd_core::pipeline::Storage;
+use mpmd_core::prelude::*;
+use mpmd_core::sharding::Sharding;
+use mpmd_core::sharding::rules::{Inferred, Registry, Strategy, infer};
+use mpmd_core::topology::{DeviceId, Mesh};
+
+use super::params::Part;
+
+/// The axis of a stage's mesh over which the sequences of a microbatch are divided, and over it what is
+/// stored of the parameters.
+pub const DATA_AXIS: &str = "data";
+/// The axis of a stage's mesh over which its blocks' matrices are sharded.
+pub const MODEL_AXIS: &str = "model";
+
+/// A rule of a strategy: the pattern of names, and the tactic. See [`mpmd_core::sharding::rules`].
+pub type Rule = (String, String);
+
+/// What kernels compute with: each device of the axis `model` some heads and hidden columns.
+const COMPUTE: [(&str, &str); 7] = [
+    (".*/w_qkv", r#"shard_dim("model", 2)"#),
+    (".*/b_qkv", r#"shard_dim("model", 1)"#),
+    (".*/w_out", r#"shard_dim("model", 0)"#),
+    (".*/w_up", r#"shard_dim("model", 1)"#),
+    (".*/b_up", r#"shard_dim("model", 0)"#),
+    (".*/w_down", r#"shard_dim("model", 0)"#),
+    (".*", "replicate"),
+];
+
+/// What is stored where the axis `data` has several devices: the same, and of that a part on each.
+const STORED: [(&str, &str); 7] = [
+    (".*/w_qkv", r#"shard_dim("model", 2)|fsdp("data", 0)"#),
+    (".*/b_qkv", r#"shard_dim("model", 1)|fsdp("data", 0)"#),
+    (".*/w_out", r#"shard_dim("model", 0)|fsdp("data", 0)"#),
+    (".*/w_up", r#"shard_dim("model", 1)|fsdp("data", 0)"#),
+    (".*/b_up", r#"shard_dim("model", 0)|fsdp("data", 0)"#),
+    (".*/w_down", r#"shard_dim("model", 0)|fsdp("data", 0)"#),
+    (".*", r#"fsdp("data", 0)"#),
+];
+
+/// The devices of a stage along the axes of its mesh.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub struct Grid {
+    /// Along [`DATA_AXIS`].
+    pub data: usize,
+    /// Along [`MODEL_AXIS`].
+    pub model: usize,
+}
+
+/// The shardings of a stage's parameters, in the order of its leaves.
+#[derive(Clone, Debug)]
+pub struct Placement {
+    /// How kernels compute with them.
+    pub compute: Inferred,
+    /// How they are stored, and the optimiser's state with them.
+    pub stored: Inferred,
+    grid: Grid,
+}
+
+impl Grid {
+    /// How many devices there are.
+    pub fn devices(&self) -> usize {
+        self.data * self.model
+    }
+
+    /// The axes of the mesh of a stage.
+    pub fn axes(&self) -> [(&'static str, usize); 2] {
+        [(DATA_AXIS, self.data), (MODEL_AXIS, self.model)]
+    }
+
+    /// A mesh of this form, to ask questions of: its devices are nobody's.
+    ///
+    /// # Errors
+    ///
+    /// Where a size is zero.
+    pub fn mesh(&self) -> Result<Mesh> {
+        Ok(Mesh::new(&self.axes(), (0..self.devices() as u32).map(DeviceId).collect())?)
+    }
+}
+
+impl Placement {
+    /// The placement of the parameters of `part`, of that dtype, on a mesh with the axes of `grid`.
+    ///
+    /// They are stored as `strategy` says of their names (`blocks/3/w_qkv`); without one as they are computed
+    /// with, and over [`DATA_AXIS`] what divides evenly.
+    ///
+    /// # Errors
+    ///
+    /// Where the strategy cannot be read, or divides a parameter unevenly: says which.
+    pub fn new(
+        part: &Part,
+        grid: Grid,
+        mesh: &Mesh,
+        dtype: DType,
+        strategy: Option<&[Rule]>,
+    ) -> Result<Self> {
+        let shapes = part.shapes();
+        let shapes = shapes.leaves().into_iter().map(|leaf| ShapedArray::new(&leaf.dims, dtype));
+        let names = part.names().into_iter().map(|name| name.replace('.', "/"));
+        let leaves: Vec<(String, ShapedArray)> = names.zip(shapes).collect();
+        let compute = inferred(&leaves, &COMPUTE, mesh)?;
+        let stored = match strategy {
+            Some(strategy) => inferred(&leaves, strategy, mesh)?,
+            None if grid.data > 1 => inferred(&leaves, &STORED, mesh)?,
+            None => compute.clone(),
+        };
+        Ok(Self { compute, stored, grid })
+    }
+
+    /// The shardings that the parameters are stored in.
+    pub fn shardings(&self) -> Vec<Sharding> {
+        self.stored.shardings().collect()
+    }
+
+    /// What the runner is to do between the stored and the computed ones; nothing where they are the same.
+    ///
+    /// # Errors
+    ///
+    /// Where a parameter is computed with divided over [`DATA_AXIS`].
+    pub fn storage(&self) -> Result<Option<Storage>> {
+        let compute: Vec<Sharding> = self.compute.shardings().collect();
+        let storage = Storage::new(compute.clone());
+        if self.grid.data > 1 {
+            return storage.partial_over(&[DATA_AXIS]).map(Some);
+        }
+        Ok((compute != self.shardings()).then_some(storage))
+    }
+}
+
+fn inferred<P: AsRef<str>, T: AsRef<str>>(
+    leaves: &[(String, ShapedArray)],
+    rules: &[(P, T)],
+    mesh: &Mesh,
+) -> Result<Inferred> {
+    let wrong = |error: &dyn std::fmt::Display| Error::kernel(format!("the sharding of parameters: {error}"));
+    let strategy = Strategy::parse(rules, &Registry::default()).map_err(|error| wrong(&error))?;
+    let inferred = infer(leaves, &strategy, mesh).map_err(|error| wrong(&error))?;
+    match inferred.leaves().iter().find(|leaf| leaf.uneven) {
+        None => Ok(inferred),
+        Some(leaf) => Err(wrong(&format!(
+            "{} {} does not divide evenly as {} on {mesh}",
+            leaf.name, leaf.aval, leaf.spec
+        ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use mpmd_core::sharding::{Spec, SpecEntry};
+
+    use super::*;
+    use crate::gpt::params::Model;
+    use crate::gpt::shape::spec_of;
+
+    const MODEL: Model = Model { layers: 2, width: 8, heads: 2, hidden: 12, time: 6 };
+
+    fn placement(grid: Grid, strategy: Option<&[Rule]>) -> Result<Placement> {
+        let part = MODEL.parts(1)?[0];
+        Placement::new(&part, grid, &grid.mesh()?, DType::F32, strategy)
+    }
+
+    /// Without the axes that divide nothing at the end.
+    fn trimmed(spec: &Spec) -> Vec<SpecEntry> {
+        let mut entries = spec.entries().to_vec();
+        while entries.last() == Some(&SpecEntry::None) {
+            entries.pop();
+        }
+        entries
+    }
+
+    #[test]
+    fn the_rules_divide_over_the_model_axis_what_the_kernels_expect() {
+        let placement = placement(Grid { data: 2, model: 2 }, None).unwrap();
+        let shapes = MODEL.parts(1).unwrap()[0].shapes();
+        for (leaf, shape) in placement.compute.leaves().iter().zip(shapes.leaves()) {
+            assert_eq!(trimmed(&leaf.spec), trimmed(&spec_of(shape)), "{}", leaf.name);
+        }
+    }
+
+    #[test]
+    fn each_device_stores_about_its_part() {
+        let bytes = |data, model| {
+            let placement = placement(Grid { data, model }, None).unwrap();
+            (placement.compute.bytes_per_device(), placement.stored.bytes_per_device())
+        };
+        let (whole, stored) = bytes(1, 1);
+        assert_eq!((whole, stored), (4 * MODEL.parameters() as u64, whole));
+        for (data, model) in [(2, 1), (4, 1), (2, 2)] {
+            let (compute, stored) = bytes(data, model);
+            let part = compute as f64 / data as f64;
+            assert!(
+                stored as f64 >= part && (stored as f64) < 1.1 * part,
+                "{data}, {model}: {stored} {part}"
+            );
+        }
+        assert!(placement(Grid { data: 1, model: 2 }, None).unwrap().storage().unwrap().is_none());
+        assert!(placement(Grid { data: 2, model: 1 }, None).unwrap().storage().unwrap().is_some());
+    }
+
+    #[test]
+    fn a_strategy_of_the_user_counts_and_its_mistakes_are_named() {
+        let rule = |pattern: &str, tactic: &str| vec![(pattern.to_owned(), tactic.to_owned())];
+        let grid = Grid { data: 1, model: 2 };
+        let placed = placement(grid, Some(&rule(".*/w_.*", r#"fsdp(["data", "model"], 0)"#))).unwrap();
+        assert!(placed.storage().unwrap().is_some());
+        assert!(placed.stored.leaves().iter().any(|leaf| leaf.spec != Spec::default()));
+        let error =
+            |rules: &[Rule]| placement(Grid { data: 2, model: 1 }, Some(rules)).unwrap_err().to_string();
+        let uneven = error(&rule(".*/b_qkv", r#"shard_dim("data", 0)"#));
+        assert!(uneven.contains("blocks/0/b_qkv") && uneven.contains("evenly"), "{uneven}");
+        let unknown = error(&rule(".*", "scatter"));
+        assert!(unknown.contains("sharding of parameters") && unknown.contains("`scatter`"), "{unknown}");
+    }
+}
