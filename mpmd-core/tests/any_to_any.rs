@@ -4,6 +4,8 @@
 mod arrays;
 mod common;
 
+use std::time::Duration;
+
 use arrays::{check, values};
 use common::watchdog;
 use mpmd_core::aval::DType;
@@ -164,15 +166,22 @@ fn random_shardings_reach_each_other_with_every_byte_in_place() {
     const SHAPES: [&[usize]; 6] = [&[24], &[12, 10], &[7, 5], &[2, 60, 3], &[16, 0], &[1, 30]];
     for seed in 0..48 {
         let processes = [1, 2, 4, 8][seed as usize % 4];
-        let results = simulate(processes, 8, seed, |p| {
+        // One, two or four processes on each host.
+        let hosts: Vec<usize> = (0..processes).map(|process| process >> (seed / 4 % 3)).collect();
+        let job = Simulation::new(processes, 8).delays(seed, Duration::from_millis(2));
+        let results = job.settings(|builder| builder.hosts(&hosts)).run(|p| {
             let mut draws = Draws(seed);
             let shape = SHAPES[draws.below(SHAPES.len())];
             let dtype = DType::ALL[draws.below(DType::ALL.len())];
             let whole = values(shape, dtype);
             let mut x = MpmdArray::from_host(whole.clone());
-            for _ in 0..6 {
+            for round in 0..6 {
                 let to = draws.sharding(p, shape)?;
-                let y = p.device_put(&x, &to)?;
+                let y = match round % 3 {
+                    0 => p.device_put(&x, &to)?,
+                    1 => p.reshard(&x, &to, ReshardOptions::default().donate(true))?,
+                    _ => p.reshard(&x, &to, ReshardOptions::default().may_alias(false))?,
+                };
                 check(p, &y, &whole)?;
                 x = y;
             }
