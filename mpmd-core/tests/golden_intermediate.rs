@@ -1,8 +1,10 @@
 //! Intermediate shardings are those of pathways-utils, case by case.
 
+#[path = "common/cases.rs"]
+mod cases;
+
+use cases::CaseSharding;
 use mpmd_core::reshard::find_intermediate_sharding;
-use mpmd_core::sharding::{MemoryKind, Sharding, Spec, SpecEntry};
-use mpmd_core::topology::{DeviceId, Mesh};
 use serde::Deserialize;
 
 #[derive(Deserialize)]
@@ -23,42 +25,6 @@ struct Case {
 enum Expected {
     Found { intermediate: CaseSharding, replica_axes: Vec<String> },
     None { error: String, reason: Option<String> },
-}
-
-#[derive(Deserialize)]
-struct CaseSharding {
-    mesh: CaseMesh,
-    spec: Vec<CaseEntry>,
-}
-
-#[derive(Deserialize)]
-struct CaseMesh {
-    axis_names: Vec<String>,
-    shape: Vec<usize>,
-    device_ids: Vec<u32>,
-}
-
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum CaseEntry {
-    None(()),
-    Axis(String),
-    Axes(Vec<String>),
-}
-
-impl CaseSharding {
-    fn sharding(self) -> Sharding {
-        let names = self.mesh.axis_names.iter().map(String::as_str);
-        let axes: Vec<(&str, usize)> = names.zip(self.mesh.shape).collect();
-        let devices = self.mesh.device_ids.into_iter().map(DeviceId).collect();
-        let entry = |entry| match entry {
-            CaseEntry::None(()) => SpecEntry::None,
-            CaseEntry::Axis(axis) => SpecEntry::Axis(axis),
-            CaseEntry::Axes(axes) => SpecEntry::Axes(axes),
-        };
-        let spec = Spec::new(self.spec.into_iter().map(entry).collect());
-        Sharding::named(Mesh::new(&axes, devices).unwrap(), spec, MemoryKind::Device)
-    }
 }
 
 #[test]

@@ -1,10 +1,12 @@
 //! Named shardings have the layouts that JAX gives them, to the index.
 
+#[path = "common/cases.rs"]
+mod cases;
+
 use std::collections::BTreeMap;
 
+use cases::CaseSharding;
 use mpmd_core::region::Region;
-use mpmd_core::sharding::{MemoryKind, Sharding, Spec, SpecEntry};
-use mpmd_core::topology::{DeviceId, Mesh};
 use serde::Deserialize;
 
 #[derive(Deserialize)]
@@ -25,42 +27,6 @@ struct Case {
 enum Expected {
     Layout { regions: BTreeMap<String, Region>, fully_replicated: bool },
     Error { error: String },
-}
-
-#[derive(Deserialize)]
-struct CaseSharding {
-    mesh: CaseMesh,
-    spec: Vec<CaseEntry>,
-}
-
-#[derive(Deserialize)]
-struct CaseMesh {
-    axis_names: Vec<String>,
-    shape: Vec<usize>,
-    device_ids: Vec<u32>,
-}
-
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum CaseEntry {
-    None(()),
-    Axis(String),
-    Axes(Vec<String>),
-}
-
-impl CaseSharding {
-    fn sharding(self) -> Sharding {
-        let names = self.mesh.axis_names.iter().map(String::as_str);
-        let axes: Vec<(&str, usize)> = names.zip(self.mesh.shape).collect();
-        let devices = self.mesh.device_ids.into_iter().map(DeviceId).collect();
-        let entry = |entry| match entry {
-            CaseEntry::None(()) => SpecEntry::None,
-            CaseEntry::Axis(axis) => SpecEntry::Axis(axis),
-            CaseEntry::Axes(axes) => SpecEntry::Axes(axes),
-        };
-        let spec = Spec::new(self.spec.into_iter().map(entry).collect());
-        Sharding::named(Mesh::new(&axes, devices).unwrap(), spec, MemoryKind::Device)
-    }
 }
 
 #[test]
