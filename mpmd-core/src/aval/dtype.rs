@@ -98,6 +98,27 @@ impl DType {
             Self::C128 => "c128",
         }
     }
+
+    /// The name as numpy and JAX write it: `float32`.
+    const fn long_name(self) -> &'static str {
+        match self {
+            Self::Bool => "bool",
+            Self::I8 => "int8",
+            Self::I16 => "int16",
+            Self::I32 => "int32",
+            Self::I64 => "int64",
+            Self::U8 => "uint8",
+            Self::U16 => "uint16",
+            Self::U32 => "uint32",
+            Self::U64 => "uint64",
+            Self::Bf16 => "bfloat16",
+            Self::F16 => "float16",
+            Self::F32 => "float32",
+            Self::F64 => "float64",
+            Self::C64 => "complex64",
+            Self::C128 => "complex128",
+        }
+    }
 }
 
 impl fmt::Display for DType {
@@ -106,11 +127,13 @@ impl fmt::Display for DType {
     }
 }
 
+/// Reads the name, and the one that numpy and JAX write: `f32` or `float32`.
 impl FromStr for DType {
     type Err = AvalError;
 
     fn from_str(text: &str) -> Result<Self, AvalError> {
-        let found = Self::ALL.into_iter().find(|dtype| dtype.name() == text);
+        let named = |dtype: &Self| dtype.name() == text || dtype.long_name() == text;
+        let found = Self::ALL.into_iter().find(named);
         found.ok_or_else(|| AvalError::UnknownDType { found: text.to_owned() })
     }
 }
@@ -170,6 +193,7 @@ mod tests {
     fn names_are_read_back_also_through_serde() {
         for dtype in DType::ALL {
             assert_eq!(dtype.name().parse(), Ok(dtype));
+            assert_eq!(dtype.long_name().parse(), Ok(dtype));
             assert_eq!(serde_json::to_value(dtype).unwrap(), dtype.name());
             assert_eq!(serde_json::from_value::<DType>(dtype.name().into()).unwrap(), dtype);
         }
