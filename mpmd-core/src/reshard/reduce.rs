@@ -84,6 +84,8 @@ mod tests {
         // Two copies of every sum, which stay where they are.
         let same = mesh().replicated().unreduced(&["b"]).unwrap();
         assert_eq!(specs(spec![], &["b"], [512, 512], &same), None);
-        assert!(specs(spec![], &["b"], [512, 512], &mesh().replicated().unreduced(&["a"]).unwrap()).is_some());
+        assert!(
+            specs(spec![], &["b"], [512, 512], &mesh().replicated().unreduced(&["a"]).unwrap()).is_some()
+        );
     }
 }
