@@ -222,7 +222,7 @@ impl Program {
         let shards = if plan.is_idle() {
             Vec::new()
         } else {
-            let guard = runtime.in_flight.begin(plan.bytes());
+            let guard = runtime.in_flight.begin(op, plan.bytes());
             let source = match &array.repr {
                 Repr::Host(host) => Source::Host(host),
                 Repr::Placed(placed) => Source::Shards(&placed.shards),
@@ -282,7 +282,7 @@ impl Program {
         let fill = Arc::new(fill);
         let (item, kind) = (aval.dtype().size(), sharding.memory_kind());
         let bytes: usize = local.iter().map(|(_, _, region)| region.elements() * item).sum();
-        let guard = (!local.is_empty()).then(|| runtime.in_flight.begin(bytes as u64));
+        let guard = (!local.is_empty()).then(|| runtime.in_flight.begin(op, bytes as u64));
         let shards = local
             .into_iter()
             .map(|(local_index, device, region)| {
@@ -378,7 +378,7 @@ impl MpmdArray {
         let words = [0x5b1, placed.origin.op, u64::from(placed.origin.leaf), dim as u64, m as u64];
         let op = program.issue(words, what.clone(), at);
         let runtime = program.runtime.clone();
-        let guard = (!placed.shards.is_empty()).then(|| runtime.in_flight.begin(0));
+        let guard = (!placed.shards.is_empty()).then(|| runtime.in_flight.begin(op, 0));
         let part = |j: usize| {
             let shards = placed
                 .shards

@@ -11,7 +11,7 @@ use half::bf16;
 use kernels::{fun, like_first};
 use mpmd_core::aval::{DType, Element};
 use mpmd_core::prelude::*;
-use mpmd_core::sharding::{Sharding, Spec};
+use mpmd_core::sharding::{MemoryKind, Sharding, Spec};
 use mpmd_core::topology::{DeviceId, Mesh};
 use mpmd_core::{Simulation, simulate};
 
@@ -164,6 +164,33 @@ fn the_very_same_sums_are_moved_as_they_are() {
         same.block_until_ready()?;
         assert_eq!(p.memory().live, live, "it is the same memory");
         check(&p.device_put(&same, mesh.replicated())?, |index| total(index, |v| v))
+    }) {
+        result.unwrap();
+    }
+}
+
+/// Large, and with two copies of every sum: adding up in two steps would pay, were there anything to add up.
+#[test]
+fn sums_in_other_memory_are_still_sums() {
+    let _limit = watchdog(60);
+    for result in simulate(2, 4, 8, |p| {
+        let grid = p.mesh(&[("a", 2), ("b", 2)])?;
+        let shape = [512, 512];
+        let x = partial(p, &grid, (spec![], &["b"]), shape, |v| v)?;
+        let there = grid.replicated().unreduced(&["b"])?.with_memory_kind(MemoryKind::Host);
+        let before = p.operations();
+        let y = p.device_put(&x, &there)?;
+        assert_eq!(p.operations(), before + 1, "nothing is added up");
+        y.block_until_ready()?;
+        let other = p.metrics().bytes_sent[1 - p.process().index()];
+        assert_eq!(other, 0, "each device has its own");
+        let flags = ShapedArray::new(&shape, DType::Bool);
+        let flags = MpmdArray::from_host(HostArray::from_bytes(flags, vec![1; 512 * 512].into())?);
+        let flags = p.device_put(&flags, grid.replicated().unreduced(&["b"])?)?;
+        p.device_put(&flags, &there)?.block_until_ready()?;
+        // Places 0 and 1 are the two sums of one copy, 2 and 3 those of another.
+        let z = p.device_put(&y, Sharding::single_device(DeviceId(0)))?;
+        check(&z, |index| part(0, index) + part(1, index))
     }) {
         result.unwrap();
     }

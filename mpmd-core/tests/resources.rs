@@ -235,6 +235,37 @@ fn an_update_in_place_needs_no_second_copy() {
     results.into_iter().for_each(Result::unwrap);
 }
 
+/// Two processes on a host get an array, one of them by way of the other, which updates it in place while
+/// its neighbour is late: there is room for one copy, and the wait is for an operation issued before.
+#[test]
+fn an_update_in_place_waits_for_who_still_reads_the_memory() {
+    let _limit = watchdog(60);
+    let simulation = Simulation::new(3, 3).settings(|b| b.hosts(&[0, 1, 1]).device_memory(12 * MIB as u64));
+    let results = simulation.run(|p| {
+        let mesh = p.mesh_of(&[("x", 2)], &[DeviceId(1), DeviceId(2)])?;
+        let add = |x: &[ShapedArray]| Ok(Signature::new(vec![x[0].clone()]).alias("0", "0"));
+        let update = fun("update", add, |_, _, mut y| {
+            y[0].as_mut_slice::<f32>()?.iter_mut().for_each(|y| *y += 1.0);
+            Ok(())
+        });
+        let update = p.jit(update).on(&mesh).outputs(mesh.replicated()).donate("0").build()?;
+        for round in 0..3 {
+            let x = large(p, 0, 1.0, Duration::ZERO)?;
+            if p.process() == ProcessId(2 - round % 2) {
+                std::thread::sleep(Duration::from_millis(100));
+            }
+            let y = p.device_put(&x, mesh.replicated())?;
+            drop(x);
+            let z = update.call(p, vec![y])?.remove(0);
+            assert!(is_all(&z, 2.0)?);
+            drop(z);
+            memory_falls_to(p, 0);
+        }
+        Ok(())
+    });
+    results.into_iter().for_each(Result::unwrap);
+}
+
 #[test]
 fn a_fast_stage_runs_only_so_far_ahead_of_a_slow_one() {
     let _limit = watchdog(60);

@@ -168,11 +168,9 @@ fn prepare_outputs(
                 .map(poison_fresh);
             };
             let input = match memory {
-                // Somebody else may still read the donated memory; then it is copied like any other.
-                Memory::TakenOver if seat.inputs[index].region == info.region => match input.into_owned() {
-                    Ok(buffer) => return Ok(buffer),
-                    Err(shared) => shared,
-                },
+                Memory::TakenOver if seat.inputs[index].region == info.region => {
+                    return runtime.take_over(input, pool, op, &*plan.what).map_err(failed);
+                }
                 // Host values are seen whole by every device, and an output may be a part of them.
                 Memory::TakenOver => input,
                 Memory::New(reservation) => {

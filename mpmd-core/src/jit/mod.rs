@@ -195,7 +195,7 @@ impl<K: Kernel> Jit<K> {
         shards: &mut [Vec<LocalShard>],
     ) {
         let runtime = &program.runtime;
-        let guard = runtime.in_flight.begin(plan.bytes);
+        let guard = runtime.in_flight.begin(op, plan.bytes);
         let leftovers =
             (!plan.mesh.collectives.is_empty()).then(|| Arc::new(Leftovers { runtime: runtime.clone(), op }));
         for (seat_index, seat) in plan.seats.iter().enumerate() {

@@ -74,7 +74,7 @@ impl Program {
                     Arc::new(Failure::new(FailureKind::Kernel, from, op, message))
                 }
             });
-            let guard = runtime.in_flight.begin(0);
+            let guard = runtime.in_flight.begin(op, 0);
             for to in (0..self.processes() as u32).map(ProcessId).filter(|to| *to != from) {
                 let key = (op, u64::from(to.0));
                 match (&bytes, &failure) {

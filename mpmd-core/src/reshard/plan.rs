@@ -267,27 +267,37 @@ impl Plan {
         };
         let Some(holding) = self.sources[term].in_process(a, process, host) else {
             let Some(wanting) = wanting else { return };
-            for piece in 0..spread.pieces() {
-                let part = spread.part_of(piece);
+            for part in 0..spread.parts() {
                 let Some(giver) = spread.giver(wanting, part) else { continue };
-                let peers = spread.takers(process, host, part).into_iter().map(|(peer, _)| peer).collect();
-                let targets = self.dst.devices(wanting).to_vec();
-                let region = spread.piece(&region, piece);
-                into.push(delivery(piece, region, Origin::Process(giver.process), targets, peers));
+                let takers = spread.takers(process, host, part).into_iter();
+                let peers: Vec<ProcessId> = takers.map(|(peer, _)| peer).collect();
+                for piece in spread.pieces_of(part) {
+                    let targets = self.dst.devices(wanting).to_vec();
+                    let region = spread.piece(&region, piece);
+                    into.push(delivery(
+                        piece,
+                        region,
+                        Origin::Process(giver.process),
+                        targets,
+                        peers.clone(),
+                    ));
+                }
             }
             return;
         };
         for (device, targets) in self.local(&spread, term, a, holding, wanting) {
             into.push(delivery(0, region.clone(), Origin::Device(device), targets, Vec::new()));
         }
-        for piece in 0..spread.pieces() {
+        for part in 0..spread.parts() {
             let mut by_device: BTreeMap<DeviceId, Vec<ProcessId>> = BTreeMap::new();
-            for (peer, device) in spread.takers(process, host, spread.part_of(piece)) {
+            for (peer, device) in spread.takers(process, host, part) {
                 by_device.entry(device).or_default().push(peer);
             }
-            for (device, peers) in by_device {
-                let region = spread.piece(&region, piece);
-                into.push(delivery(piece, region, Origin::Device(device), Vec::new(), peers));
+            for (device, peers) in &by_device {
+                for piece in spread.pieces_of(part) {
+                    let region = spread.piece(&region, piece);
+                    into.push(delivery(piece, region, Origin::Device(*device), Vec::new(), peers.clone()));
+                }
             }
         }
     }

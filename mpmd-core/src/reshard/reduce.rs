@@ -10,8 +10,8 @@ const TWO_STEPS_BYTES: usize = 256 << 10;
 ///
 /// With `n` sums of `b` bytes that are wanted `k` times the direct way moves `n k b` bytes, this one
 /// `(n - 1) b + k b`. It divides a dimension that the source does not divide, or divides one further.
-/// `None` where nothing would be gained: the array is small, each part of it is wanted once, or no
-/// dimension can be divided evenly.
+/// `None` where nothing would be gained: the very same sums are wanted, the array is small, each part of it
+/// is wanted once, or no dimension can be divided evenly.
 pub(crate) fn scattered(
     from: &Sharding,
     shape: &[usize],
@@ -28,7 +28,7 @@ pub(crate) fn scattered(
         return None;
     }
     let (mesh, spec, axes) = (from.mesh()?, from.spec()?, from.unreduced_axes());
-    if axes.is_empty() {
+    if axes.is_empty() || from.layout(shape).is_ok_and(|held| *held == *to) {
         return None;
     }
     let mut entries = spec.entries().to_vec();
@@ -81,5 +81,11 @@ mod tests {
         assert_eq!(specs(spec![], &["b"], [512, 512], &mesh().sharding(spec!["a", "b"])), None);
         assert_eq!(specs(spec![], &["b"], [512, 512], &Sharding::single_device(DeviceId(1))), None);
         assert!(specs(spec![], &["b"], [512, 512], &mesh().sharding(spec!["a"])).is_some());
+        // Two copies of every sum, which stay where they are.
+        let same = mesh().replicated().unreduced(&["b"]).unwrap();
+        assert_eq!(specs(spec![], &["b"], [512, 512], &same), None);
+        assert!(
+            specs(spec![], &["b"], [512, 512], &mesh().replicated().unreduced(&["a"]).unwrap()).is_some()
+        );
     }
 }

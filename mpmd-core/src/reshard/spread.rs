@@ -8,6 +8,7 @@
 //! concerns it, and all processes find the same.
 
 use std::cell::OnceCell;
+use std::ops::Range;
 
 use mpmd_transport::ProcessId;
 
@@ -79,10 +80,13 @@ impl<'a> Spread<'a> {
             dim: 0,
         };
         let (having, wanting) = (src.hosts(a), dst.hosts(b));
-        for host in having {
-            if let Ok(at) = wanting.binary_search_by_key(&host.host, |found| found.host) {
-                spread.served.push(at);
-            }
+        // By the shorter of the two: thousands of hosts may have what thousands of tiles are each a part of.
+        if wanting.len() < having.len() {
+            let has = |host: &Host| having.binary_search_by_key(&host.host, |found| found.host).is_ok();
+            spread.served.extend((0..wanting.len()).filter(|at| has(&wanting[*at])));
+        } else {
+            let place = |host: &Host| wanting.binary_search_by_key(&host.host, |found| found.host).ok();
+            spread.served.extend(having.iter().filter_map(place));
         }
         spread.needing = wanting.len() - spread.served.len();
         let alone = matches!(having, [host] if matches!(src.processes(host), [process] if src.devices(process).len() == 1));
@@ -147,9 +151,9 @@ impl<'a> Spread<'a> {
         self.parts
     }
 
-    /// The part that a piece is of.
-    pub(super) fn part_of(&self, piece: usize) -> usize {
-        piece / self.chunks
+    /// The pieces that a part moves in.
+    pub(super) fn pieces_of(&self, part: usize) -> Range<usize> {
+        part * self.chunks..(part + 1) * self.chunks
     }
 
     /// The `piece`-th of the pieces of the region.
@@ -306,8 +310,18 @@ impl<'a> Spread<'a> {
 
     /// The `rank`-th host that gets the region over the network.
     fn needing_host(&self, rank: usize) -> &'a Host {
-        let place = self.served.iter().fold(rank, |place, served| place + usize::from(*served <= place));
-        &self.dst.hosts(self.b)[place]
+        // How many that have it already come before it: found by halves, since the number of hosts that lack
+        // it before each of those only grows.
+        let (mut before, mut end) = (0, self.served.len());
+        while before < end {
+            let middle = before.midpoint(end);
+            if self.served[middle] - middle <= rank {
+                before = middle + 1;
+            } else {
+                end = middle;
+            }
+        }
+        &self.dst.hosts(self.b)[rank + before]
     }
 
     /// A host's rank among those that get the region over the network.
@@ -329,7 +343,7 @@ impl<'a> Spread<'a> {
     }
 
     /// The places on the opened ring that an arc has.
-    fn arc(&self, arc: usize) -> std::ops::Range<usize> {
+    fn arc(&self, arc: usize) -> Range<usize> {
         let arcs = self.arcs();
         arc * self.needing / arcs..(arc + 1) * self.needing / arcs
     }

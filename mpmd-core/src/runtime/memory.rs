@@ -5,8 +5,9 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use mpmd_transport::memory::Reservation;
+use mpmd_transport::memory::{OutOfMemory, Pool, Reservation};
 use mpmd_transport::router::{Failure, FailureKind};
+use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::Runtime;
 use crate::array::Placed;
@@ -76,6 +77,48 @@ impl Runtime {
             if !self.in_flight.wait_until(deadline, |counts| counts.ended > before.ended) {
                 self.report_hang(&format!(
                     "process {}: operation {op} ({what}) waits for memory; {}",
+                    self.me,
+                    self.status.describe()
+                ));
+            }
+        }
+    }
+
+    /// Memory that operation `op` takes over with what is in it, to be called on a device's thread.
+    ///
+    /// Where somebody else still reads it, it is copied. Where there is no room for that, this waits for
+    /// operations that were issued before: those that pass the memory on to other processes let it go. It
+    /// never waits for anything issued later.
+    ///
+    /// # Errors
+    ///
+    /// Where there is no room once all of those have ended.
+    pub(crate) fn take_over(
+        &self,
+        mut memory: SharedBuffer,
+        pool: &Pool,
+        op: u64,
+        what: &dyn fmt::Display,
+    ) -> Result<OwnedBuffer, OutOfMemory> {
+        loop {
+            // Looked at first: what ends from here on is not missed below.
+            let (before, any) = self.in_flight.counts_before(op);
+            memory = match memory.into_owned() {
+                Ok(own) => return Ok(own),
+                Err(shared) => shared,
+            };
+            match pool.allocate(memory.len()) {
+                Ok(mut copy) => {
+                    copy.copy_from_slice(&memory);
+                    return Ok(copy);
+                }
+                Err(error) if !any => return Err(error),
+                Err(_) => {}
+            }
+            let deadline = Instant::now() + self.config.patience;
+            if !self.in_flight.wait_until(deadline, |counts| counts.ended > before.ended) {
+                self.report_hang(&format!(
+                    "process {}: operation {op} ({what}) waits for memory that is still read; {}",
                     self.me,
                     self.status.describe()
                 ));

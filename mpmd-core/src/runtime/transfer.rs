@@ -162,7 +162,9 @@ impl PutPlan {
         let one_memory = from.is_none_or(|(from, _)| from.memory_kind() == to.memory_kind());
         let mut bytes: usize = targets.iter().map(|target| target.region.elements() * item).sum();
         for transfer in &transfers {
-            if matches!(transfer.origin, Origin::Process(_)) && !transfer.peers.is_empty() {
+            // What is passed on, or packed, waits in a buffer of its own for those who get it.
+            let kept = matches!(transfer.origin, Origin::Process(_)) || transfer.run.is_none();
+            if kept && !transfer.peers.is_empty() {
                 bytes += transfer.bytes;
             }
             for at in &transfer.targets {
@@ -490,6 +492,27 @@ impl fmt::Display for PutWhat {
         match &self.from {
             Some(from) => write!(f, "device_put of {} from {from} to {}", self.aval, self.to),
             None => write!(f, "device_put of host values {} to {}", self.aval, self.to),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::prelude::*;
+
+    #[test]
+    fn what_is_packed_counts_as_memory_and_what_is_sent_from_its_place_does_not() {
+        let results = crate::Simulation::new(2, 2).run(|p| {
+            let mesh = p.mesh(&[("x", 2)])?;
+            let (rows, columns) = (mesh.sharding(spec!["x"]), mesh.sharding(spec![None, "x"]));
+            let x = p.make(f32s([8, 8]), &rows, |_, mut view| Ok(view.fill(1.0f32)?))?;
+            let mut bytes = |to| p.put_plan("", &x, to, false).map(|plan| plan.bytes()).expect("it fits");
+            // A shard of 32 elements; of those that go to the other process 16 are no run of theirs.
+            let found = (bytes(&columns), bytes(&mesh.replicated()));
+            Ok(found)
+        });
+        for result in results {
+            assert_eq!(result.unwrap(), (4 * (32 + 16), 4 * 64));
         }
     }
 }
