@@ -50,6 +50,13 @@ impl PutOptions {
     }
 }
 
+/// How one array is moved.
+pub(crate) struct PutSteps {
+    /// For partial sums that are wanted in several places: the sharding by which they are added up first.
+    first: Option<(Sharding, Arc<PutPlan>)>,
+    last: Arc<PutPlan>,
+}
+
 impl Program {
     /// Moves every array of a tree to a sharding.
     ///
@@ -107,52 +114,53 @@ impl Program {
         let mut plans = Vec::with_capacity(leaves.len());
         for ((path, array), sharding) in leaves.iter().zip(&shardings) {
             array.check_usable(path).map_err(wrong)?;
-            plans.push(self.put_steps(path, array, sharding).map_err(wrong)?);
+            plans.push(self.put_steps(path, array, sharding, true).map_err(wrong)?);
         }
-        if options.donate
-            && let Some((i, j)) = same_twice(&leaves)
-        {
-            let (first, second) = (&leaves[i].0, &leaves[j].0);
-            let problem = format!("{second:?} is donated, and is the same array as {first:?}");
-            return Err(wrong(IssueProblem::Signature(problem)));
+        if options.donate {
+            refuse_twice(&leaves).map_err(wrong)?;
         }
         let mut moved = Vec::with_capacity(leaves.len());
-        for (((_, array), sharding), (first, plan)) in leaves.into_iter().zip(shardings).zip(plans) {
-            moved.push(match first {
-                None => self.put_one(array, sharding, &plan, options, at),
-                Some((through, first)) => {
-                    let summed = self.put_one(array, through, &first, options, at);
-                    // Nobody else has a handle to it.
-                    let passing = PutOptions::default().donate(true);
-                    self.put_one(&summed, sharding, &plan, passing, at)
-                }
-            });
+        for (((_, array), sharding), steps) in leaves.into_iter().zip(shardings).zip(plans) {
+            moved.push(self.put_along(array, sharding, &steps, options, at));
         }
         let mut moved = moved.into_iter();
         Ok(x.map_ref(&mut |_| moved.next().expect("one result for each leaf")))
     }
 
-    /// The plan that moves an array, and before it, for partial sums that are wanted in several places, one
-    /// to the sharding by which they are added up.
-    #[expect(clippy::type_complexity, reason = "the two operations, of which the first may be none")]
-    fn put_steps(
+    /// How an array gets to a sharding; plans are looked up and remembered where `cache` says so.
+    pub(crate) fn put_steps(
         &mut self,
         path: &str,
         array: &MpmdArray,
         to: &Sharding,
-    ) -> std::result::Result<(Option<(Sharding, Arc<PutPlan>)>, Arc<PutPlan>), IssueProblem> {
-        let Some(from) = array.sharding().filter(|from| !from.unreduced_axes().is_empty() && *from != to)
-        else {
-            return Ok((None, self.put_plan(path, array, to, true)?));
-        };
+        cache: bool,
+    ) -> std::result::Result<PutSteps, IssueProblem> {
         // Its mistakes are found here, whichever way it takes.
-        let plan = self.put_plan(path, array, to, true)?;
-        let Some(through) = scattered(from, array.shape(), &plan.layout, array.dtype().size()) else {
-            return Ok((None, plan));
+        let last = self.put_plan(path, array, to, cache)?;
+        let sums = array.sharding().filter(|from| !from.unreduced_axes().is_empty() && *from != to);
+        let through =
+            sums.and_then(|from| scattered(from, array.shape(), &last.layout, array.dtype().size()));
+        let Some(through) = through else { return Ok(PutSteps { first: None, last }) };
+        let first = self.put_plan(path, array, &through, cache)?;
+        let last = self.put_plan_between(path, array.aval(), Some(&through), to, cache)?;
+        Ok(PutSteps { first: Some((through, first)), last })
+    }
+
+    /// Issues what was checked and planned: one operation, or two.
+    pub(crate) fn put_along(
+        &mut self,
+        array: &MpmdArray,
+        to: Sharding,
+        steps: &PutSteps,
+        options: PutOptions,
+        at: &'static Location<'static>,
+    ) -> MpmdArray {
+        let Some((through, first)) = &steps.first else {
+            return self.put_one(array, to, &steps.last, options, at);
         };
-        let first = self.put_plan(path, array, &through, true)?;
-        let then = self.put_plan_between(path, array.aval(), Some(&through), to, true)?;
-        Ok((Some((through, first)), then))
+        let summed = self.put_one(array, through.clone(), first, options, at);
+        // Nobody else has a handle to it.
+        self.put_one(&summed, to, &steps.last, PutOptions::default().donate(true), at)
     }
 
     /// The plan that moves an array; looked up and remembered where `cache` says so.
@@ -444,10 +452,17 @@ fn check_partial_sums(
     )))
 }
 
-/// The places of an array that is among the leaves twice.
-pub(crate) fn same_twice(leaves: &[(String, &MpmdArray)]) -> Option<(usize, usize)> {
+/// Refuses to donate an array twice.
+pub(crate) fn refuse_twice(leaves: &[(String, &MpmdArray)]) -> std::result::Result<(), IssueProblem> {
     let twin = |j: usize| leaves[..j].iter().position(|(_, leaf)| leaf.is_same(leaves[j].1));
-    (1..leaves.len()).find_map(|j| Some((twin(j)?, j)))
+    match (1..leaves.len()).find_map(|j| Some((twin(j)?, j))) {
+        None => Ok(()),
+        Some((first, second)) => {
+            let (first, second) = (&leaves[first].0, &leaves[second].0);
+            let problem = format!("{second:?} is donated, and is the same array as {first:?}");
+            Err(IssueProblem::Signature(problem))
+        }
+    }
 }
 
 /// The `j`-th of `m` parts of `whole` along `dim`.

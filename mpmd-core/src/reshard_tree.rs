@@ -6,13 +6,13 @@ use std::sync::Arc;
 
 use crate::array::MpmdArray;
 use crate::aval::ShapedArray;
-use crate::device_put::PutOptions;
+use crate::device_put::{PutOptions, PutSteps, refuse_twice};
 use crate::error::{IssueProblem, Result};
 use crate::program::Program;
 use crate::reshard::{Intermediate, find_intermediate_sharding, groups_by_devices};
 use crate::runtime::PutPlan;
 use crate::sharding::Sharding;
-use crate::split::{Relabelled, refuse_twice};
+use crate::split::Relabelled;
 use crate::tree::{PrefixTree, Tree};
 
 /// How [`Program::reshard`] treats memory and plans.
@@ -60,7 +60,7 @@ impl ReshardOptions {
 
 /// How one array gets to its target.
 enum Route {
-    Direct(Arc<PutPlan>),
+    Direct(PutSteps),
     /// To replicas on the source's devices first; one of them goes on.
     Via {
         between: Sharding,
@@ -96,7 +96,7 @@ impl Program {
         let mut routes = Vec::with_capacity(leaves.len());
         for ((path, array), to) in leaves.iter().zip(&to) {
             array.check_usable(path).map_err(wrong)?;
-            routes.push(Route::Direct(self.put_plan(path, array, to, options.cache_plans).map_err(wrong)?));
+            routes.push(Route::Direct(self.put_steps(path, array, to, options.cache_plans).map_err(wrong)?));
         }
         if options.donate {
             refuse_twice(&leaves).map_err(wrong)?;
@@ -152,7 +152,7 @@ impl Program {
         cache: bool,
     ) -> std::result::Result<Route, IssueProblem> {
         // Made in any case: where the direct way is refused, so is every other.
-        let direct = self.put_plan(path, array, to, cache)?;
+        let direct = self.put_steps(path, array, to, cache)?;
         let Some(found) = array.sharding() else { return Ok(Route::Direct(direct)) };
         if found != from {
             let (path, expected, found) = (path.to_owned(), from.to_string(), found.to_string());
@@ -202,7 +202,7 @@ impl Program {
     ) -> MpmdArray {
         let put = PutOptions::default().donate(options.donate).may_alias(options.may_alias);
         let (between, gather, replica, onward) = match route {
-            Route::Direct(plan) => return self.put_one(array, to, plan, put, at),
+            Route::Direct(steps) => return self.put_along(array, to, steps, put, at),
             Route::Via { between, gather, replica, onward } => (between, gather, replica, onward),
         };
         // What is gathered is read only: whether memory is shared matters at the end.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crate::array::{LocalShard, MpmdArray, Origin, Placed, Repr};
 use crate::aval::ShapedArray;
-use crate::device_put::same_twice;
+use crate::device_put::refuse_twice;
 use crate::error::{IssueProblem, Result, leaf};
 use crate::program::Program;
 use crate::runtime::{OpGuard, Rolling, Slot};
@@ -459,18 +459,6 @@ fn joined(parts: &[Mesh], axis: &str) -> std::result::Result<Mesh, String> {
         first.axis_names().iter().map(String::as_str).zip(first.shape().iter().copied()).collect();
     axes[index].1 = parts.iter().map(|part| part.shape()[index]).sum();
     Mesh::new(&axes, devices).map_err(|error| error.to_string())
-}
-
-/// Refuses to donate an array twice.
-pub(crate) fn refuse_twice(leaves: &[(String, &MpmdArray)]) -> std::result::Result<(), IssueProblem> {
-    match same_twice(leaves) {
-        None => Ok(()),
-        Some((first, second)) => {
-            let (first, second) = (&leaves[first].0, &leaves[second].0);
-            let problem = format!("{second:?} is donated, and is the same array as {first:?}");
-            Err(IssueProblem::Signature(problem))
-        }
-    }
 }
 
 /// A slot that gets what another one gets.

@@ -142,6 +142,15 @@ fn large_sums_are_scattered_and_then_gathered() {
         // A quarter of its sum for each of the others, then its own quarter of the total.
         let sent: u64 = p.metrics().bytes_sent.iter().sum();
         assert!(sent <= 2 * bytes * 3 / 4, "{sent} bytes are sent");
+        // A tree is moved in the same two steps.
+        let before = (p.operations(), p.metrics().bytes_sent.iter().sum::<u64>());
+        let z = p.reshard(&(x.clone(),), mesh.replicated(), ReshardOptions::default())?.0;
+        check(&z, |index| total(index, |v| v))?;
+        let after = (p.operations(), p.metrics().bytes_sent.iter().sum::<u64>());
+        assert!(
+            after.0 == before.0 + 2 && after.1 - before.1 <= 2 * bytes * 3 / 4,
+            "{before:?} to {after:?}"
+        );
         // Where each part is wanted once, one step moves no more.
         let before = p.operations();
         let rows = p.device_put(&x, mesh.sharding(spec!["x"]))?;

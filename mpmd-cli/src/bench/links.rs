@@ -7,12 +7,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use clap::Args;
 use mpmd_core::aval::u8s;
-use mpmd_core::launch::{JobEnv, Launch, OutputMode};
+use mpmd_core::launch::JobEnv;
 use mpmd_core::prelude::Program;
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::{DeviceId, Link, LinkClass, Links};
 use mpmd_core::{PutOptions, Simulation};
 use serde_json::json;
+
+use super::run_as_job;
 
 /// Bytes of the array by which bandwidths are measured.
 const LARGE: usize = 32 << 20;
@@ -51,12 +53,7 @@ pub(super) fn links(args: &LinksArgs) -> Result<ExitCode> {
         say(args, &results.swap_remove(0)?)?;
         return Ok(ExitCode::SUCCESS);
     }
-    let outcome = Launch::new(2, std::env::current_exe()?)
-        .args(std::env::args_os().skip(1))
-        .transport(Some(args.transport.clone()))
-        .output(OutputMode::Quiet0)
-        .run()?;
-    Ok(ExitCode::from(u8::try_from(outcome.code()).unwrap_or(1)))
+    Ok(ExitCode::from(run_as_job(2, &args.transport)?))
 }
 
 /// What was found of each class of links.

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use clap::{Args, Subcommand};
+use mpmd_core::launch::{Launch, OutputMode};
 use serde_json::json;
 
 /// Measure what the framework costs.
@@ -56,6 +57,16 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<ExitCode> {
         What::Reshard(args) => reshard::reshard(args),
         What::Links(args) => links::links(args),
     }
+}
+
+/// Runs this very command as a job of `processes` processes; its exit code.
+fn run_as_job(processes: usize, transport: &str) -> Result<u8> {
+    let outcome = Launch::new(processes, std::env::current_exe()?)
+        .args(std::env::args_os().skip(1))
+        .transport(Some(transport.to_owned()))
+        .output(OutputMode::Quiet0)
+        .run()?;
+    Ok(u8::try_from(outcome.code()).unwrap_or(1))
 }
 
 /// A case and what was measured of it.

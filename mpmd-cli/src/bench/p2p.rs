@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use clap::Args;
-use mpmd_core::launch::{JobEnv, Launch, OutputMode};
+use mpmd_core::launch::JobEnv;
 use mpmd_core::prelude::{MpmdArray, Program};
 use mpmd_core::sharding::Sharding;
 use mpmd_core::{Simulation, aval};
 
-use super::{Case, Options, show};
+use super::{Case, Options, run_as_job, show};
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct P2pArgs {
@@ -37,12 +37,7 @@ pub(super) fn p2p(args: &P2pArgs) -> Result<ExitCode> {
         }
         return Ok(ExitCode::SUCCESS);
     }
-    let outcome = Launch::new(2, std::env::current_exe()?)
-        .args(std::env::args_os().skip(1))
-        .transport(Some(args.transport.clone()))
-        .output(OutputMode::Quiet0)
-        .run()?;
-    Ok(ExitCode::from(u8::try_from(outcome.code()).unwrap_or(1)))
+    Ok(ExitCode::from(run_as_job(2, &args.transport)?))
 }
 
 fn measure(p: &mut Program, args: &P2pArgs) -> mpmd_core::Result<()> {

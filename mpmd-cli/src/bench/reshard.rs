@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use clap::Args;
 use mpmd_core::aval::f32s;
-use mpmd_core::launch::{JobEnv, Launch, OutputMode};
+use mpmd_core::launch::JobEnv;
 use mpmd_core::prelude::{MpmdArray, Program, spec};
 use mpmd_core::reshard::copy_region;
 use mpmd_core::sharding::{Layout, Sharding};
 use mpmd_core::topology::{DeviceId, Mesh};
 use mpmd_core::{PutOptions, Simulation};
 
-use super::{Case, Options, show};
+use super::{Case, Options, run_as_job, show};
 
 /// Devices of the job: four that have the array, four others.
 const DEVICES: usize = 8;
@@ -61,13 +61,9 @@ pub(super) fn reshard(args: &ReshardArgs) -> Result<ExitCode> {
             }
             continue;
         }
-        let outcome = Launch::new(processes, std::env::current_exe()?)
-            .args(std::env::args_os().skip(1))
-            .transport(Some(args.transport.clone()))
-            .output(OutputMode::Quiet0)
-            .run()?;
-        if outcome.code() != 0 {
-            return Ok(ExitCode::from(u8::try_from(outcome.code()).unwrap_or(1)));
+        let code = run_as_job(processes, &args.transport)?;
+        if code != 0 {
+            return Ok(ExitCode::from(code));
         }
     }
     Ok(ExitCode::SUCCESS)
