@@ -143,6 +143,14 @@ pub enum TransportError {
         /// For how long.
         patience: Duration,
     },
+    /// The transport cannot be used in this program, or on this machine.
+    #[error("the transport {transport} is not available: {why}")]
+    Unavailable {
+        /// The transport's name.
+        transport: &'static str,
+        /// What is missing, and how to get it.
+        why: String,
+    },
     /// The transport is shut down.
     #[error("the transport is shut down")]
     Closed,

@@ -1,0 +1,81 @@
+//! UCX between processes: RDMA, shared memory or TCP, whatever both sides have and UCX thinks best.
+//!
+//! Needs the cargo feature `ucx`. Without it everything here is still there, and says
+//! [`TransportError::Unavailable`](crate::TransportError::Unavailable) with how to get it.
+
+#[cfg(not(feature = "ucx"))]
+mod absent;
+
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::memory::Pool;
+use crate::wire::ProcessId;
+
+#[cfg(not(feature = "ucx"))]
+pub use absent::{Opened, Ucx, examine};
+
+/// The transport's name as the user writes it.
+pub const NAME: &str = "ucx";
+
+/// How long the engine looks for work before it sleeps.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Spin {
+    /// As long as it has paid lately, up to 50 microseconds; not at all where the job has more processes on
+    /// this host than the host has cores for them.
+    #[default]
+    Auto,
+    /// Sleeps at once.
+    Never,
+    /// For so long, whatever it costs others.
+    For(Duration),
+}
+
+/// What [`Opened::connect`] needs to know of the job.
+#[derive(Clone)]
+pub struct UcxConfig {
+    /// Who this process is.
+    pub process: ProcessId,
+    /// What each process's [`Opened::address`] said, by process; this process's own entry is not looked at.
+    pub peers: Vec<String>,
+    /// The job's secret: who does not know it is no peer.
+    pub token: [u8; 32],
+    /// The incarnation of the job, the same on every process.
+    pub epoch: u64,
+    /// How long all peers together may take to connect.
+    pub patience: Duration,
+    /// Where payloads that are not waited for are copied into.
+    pub pool: Pool,
+    /// How long the engine looks for work before it sleeps.
+    pub spin: Spin,
+    /// Processes of the job on this host, itself included; what [`Spin::Auto`] goes by.
+    pub neighbours: usize,
+}
+
+impl fmt::Debug for UcxConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The token stays secret, and addresses are hundreds of bytes.
+        f.debug_struct("UcxConfig")
+            .field("process", &self.process)
+            .field("processes", &self.peers.len())
+            .field("epoch", &self.epoch)
+            .field("patience", &self.patience)
+            .field("spin", &self.spin)
+            .field("neighbours", &self.neighbours)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What UCX finds on this machine.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Report {
+    /// The version of the library in use, such as `1.12.1`.
+    pub version: String,
+    /// The file it was loaded from.
+    pub library: PathBuf,
+    /// What it can use: pairs of a transport and a device, such as `posix` and `memory`.
+    pub resources: Vec<(String, String)>,
+    /// What two processes on this host would use between them, a line of UCX's own words for each lane.
+    pub lanes: Vec<String>,
+}
