@@ -98,7 +98,9 @@ struct Soak {
 /// Something that is dropped or awaited later.
 enum Kept {
     /// The source of a transfer, only to be dropped.
-    Source { _x: MpmdArray },
+    Source {
+        _x: MpmdArray,
+    },
     Handle(Moved),
     Future(Pin<Box<ArrayFuture>>, Moved),
 }
