@@ -3,7 +3,7 @@
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::task::{Context as TaskContext, Poll, Waker};
+use std::task::{Context as TaskContext, Waker};
 use std::time::{Duration, Instant};
 
 use futures::executor::block_on;
@@ -244,7 +244,7 @@ fn polled(moved: &Moved, times: usize) -> Pin<Box<ArrayFuture>> {
     let mut future = Box::pin(moved.x.clone().into_future());
     for _ in 0..times {
         // One that has ended is not asked again.
-        if let Poll::Ready(_) = future.as_mut().poll(&mut TaskContext::from_waker(Waker::noop())) {
+        if future.as_mut().poll(&mut TaskContext::from_waker(Waker::noop())).is_ready() {
             break;
         }
         std::thread::yield_now();
