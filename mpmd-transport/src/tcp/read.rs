@@ -163,7 +163,10 @@ impl Reader<'_> {
             Waiting { shared: self.shared.clone(), peer: self.peer, bytes: header.bytes, asks: Some(asks) };
         self.handler.arrived(self.peer, header, Payload::Waiting(Box::new(waiting)));
         match answer.await {
-            Ok((into, then)) => self.fill(half, into, then).await,
+            Ok(mut place) => match place.given.take() {
+                Some((into, then)) => self.fill(half, into, then).await,
+                None => self.discard(half, header.bytes).await,
+            },
             Err(_) => self.discard(half, header.bytes).await,
         }
     }
@@ -281,7 +284,7 @@ struct Waiting {
     peer: ProcessId,
     bytes: u64,
     /// `None` once fetched.
-    asks: Option<oneshot::Sender<(OwnedBuffer, FetchDone)>>,
+    asks: Option<oneshot::Sender<Place>>,
 }
 
 impl Fetch for Waiting {
@@ -292,7 +295,24 @@ impl Fetch for Waiting {
     fn fetch(mut self: Box<Self>, into: OwnedBuffer, then: FetchDone) {
         assert_eq!(into.len() as u64, self.bytes, "a payload is fetched into a buffer of its length");
         let Some(asks) = self.asks.take() else { return };
-        if let Err((_, then)) = asks.send((into, then)) {
+        // Where nobody reads any more it comes back, and says so as it goes.
+        let _ = asks.send(Place { shared: self.shared.clone(), peer: self.peer, given: Some((into, then)) });
+    }
+}
+
+/// Where a payload is to go, on its way to the task that reads. That task may end just before it takes the
+/// place, which then goes with it: what comes after the payload is told all the same.
+struct Place {
+    shared: Arc<Shared>,
+    peer: ProcessId,
+    /// `None` once taken.
+    given: Option<(OwnedBuffer, FetchDone)>,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        if let Some((into, then)) = self.given.take() {
+            drop(into);
             let error = self.shared.lost(self.peer, "its connection ended before the payload was fetched");
             self.shared.endings.fetch(then, error);
         }
