@@ -19,6 +19,8 @@ pub(crate) const EPOCH: u64 = 3;
 pub(crate) enum Kind {
     Inproc,
     Tcp,
+    #[cfg(feature = "ucx")]
+    Ucx,
 }
 
 pub(crate) struct Cluster {
@@ -43,6 +45,34 @@ impl Cluster {
     pub(crate) fn not_started(kind: Kind, processes: usize, manner: Manner) -> Self {
         match kind {
             Kind::Inproc => Self::inproc(processes, Faults::default(), manner),
+            #[cfg(feature = "ucx")]
+            Kind::Ucx => {
+                use mpmd_transport::ucx::{Opened, Spin, UcxConfig};
+                let opened: Vec<_> = (0..processes).map(|_| Opened::open().unwrap()).collect();
+                let peers: Vec<String> = opened.iter().map(|o| o.address().to_owned()).collect();
+                let connecting: Vec<_> = opened
+                    .into_iter()
+                    .enumerate()
+                    .map(|(p, o)| {
+                        let config = UcxConfig {
+                            process: id(p),
+                            peers: peers.clone(),
+                            token: TOKEN,
+                            epoch: EPOCH,
+                            patience: Duration::from_secs(20),
+                            pool: Pool::new("ucx", None),
+                            spin: Spin::Auto,
+                            neighbours: processes,
+                        };
+                        std::thread::spawn(move || o.connect(config))
+                    })
+                    .collect();
+                let all: Vec<_> = connecting
+                    .into_iter()
+                    .map(|t| t.join().unwrap().unwrap() as Arc<dyn Transport>)
+                    .collect();
+                Self::of(None, all, manner)
+            }
             Kind::Tcp => {
                 let transports = connect(processes);
                 Self::of(None, transports.into_iter().map(|tcp| tcp as Arc<dyn Transport>), manner)

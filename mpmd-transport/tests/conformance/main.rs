@@ -38,6 +38,16 @@ macro_rules! over_each_transport {
             })*
         }
 
+        #[cfg(feature = "ucx")]
+        mod over_ucx {
+            $(#[test]
+            fn $check() {
+                crate::within(std::time::Duration::from_secs(60), || {
+                    crate::checks::$check(crate::cluster::Kind::Ucx);
+                });
+            })*
+        }
+
         mod over_tcp {
             $(#[test]
             fn $check() {
