@@ -19,7 +19,7 @@ const POSIX: Setting =
     Setting { key: "POSIX_ERROR_HANDLING", value: "y", variables: &["UCX_POSIX_ERROR_HANDLING"] };
 const SYSV: Setting =
     Setting { key: "SYSV_ERROR_HANDLING", value: "y", variables: &["UCX_SYSV_ERROR_HANDLING"] };
-/// In older libraries settings of transports go by the prefix of their common table, so that this is for both.
+/// Before 1.17 settings of transports go by the prefix of their common table, so that this is for both.
 const SHARED_MEMORY: Setting = Setting {
     key: "MM_ERROR_HANDLING",
     value: "y",
@@ -34,7 +34,7 @@ pub(super) fn unless_set(
     let shared_memory: &[Setting] = match variable("UCX_TLS") {
         // UCX warns of settings that nothing uses.
         Some(transports) if !names_shared_memory(&transports) => &[],
-        _ if version < (1, 14, 0) => &[SHARED_MEMORY],
+        _ if version < (1, 17, 0) => &[SHARED_MEMORY],
         _ => &[POSIX, SYSV],
     };
     let settings = shared_memory.iter().chain([&KEEPALIVE]);
@@ -61,7 +61,7 @@ mod tests {
         assert_eq!(names((1, 12, 1), &[]), ["MM_ERROR_HANDLING", "KEEPALIVE_INTERVAL"]);
         assert_eq!(names((1, 12, 1), &["UCX_SYSV_ERROR_HANDLING"]), ["KEEPALIVE_INTERVAL"]);
         let newer = ["POSIX_ERROR_HANDLING", "SYSV_ERROR_HANDLING", "KEEPALIVE_INTERVAL"];
-        assert_eq!(names((1, 14, 0), &["UCX_TLS"]), newer);
+        assert_eq!(names((1, 17, 0), &["UCX_TLS"]), newer);
         assert_eq!(names((1, 22, 0), &["UCX_POSIX_ERROR_HANDLING", "UCX_KEEPALIVE_INTERVAL"]), newer[1..2]);
     }
 
