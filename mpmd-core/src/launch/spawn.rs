@@ -240,10 +240,28 @@ pub fn guard(launcher: impl Read) {
 mod tests {
     use std::process::Child;
 
+    use mpmd_transport::rendezvous::ServerConfig;
+
     use super::*;
 
     fn sleeper() -> Child {
         Command::new("sleep").arg("60").process_group(0).spawn().unwrap()
+    }
+
+    #[test]
+    fn a_variable_that_is_set_goes_before_an_inherited_one_and_after_ours() {
+        let token = Token::new([1; 32]);
+        let config = ServerConfig { processes: 2, token: token.clone(), patience: Duration::from_secs(1) };
+        let server = Server::bind("127.0.0.1:0".parse().unwrap(), config).unwrap();
+        let launch =
+            Launch::new(2, "true").env("HOME", "first").env("HOME", "last").env(variables::RANK, "7");
+        let command = launch.command(1, &server, &token);
+        let set = |name: &str| {
+            let found = command.get_envs().find(|(other, _)| *other == name);
+            found.and_then(|(_, value)| value?.to_str().map(str::to_owned))
+        };
+        assert_eq!(set("HOME").as_deref(), Some("last"));
+        assert_eq!(set(variables::RANK).as_deref(), Some("1"));
     }
 
     #[test]

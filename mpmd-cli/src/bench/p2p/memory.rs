@@ -1,6 +1,7 @@
 //! A plain copy of as many bytes, for comparison.
 
-use std::time::Instant;
+use std::convert::Infallible;
+use std::time::{Duration, Instant};
 
 use super::found::{Found, Test};
 use super::pace::Pace;
@@ -9,7 +10,7 @@ use super::pace::Pace;
 pub(super) fn memcpy(bytes: usize, repeats: usize, pace: &Pace) -> Found {
     let source = vec![7u8; bytes];
     let mut target = vec![1u8; bytes];
-    let mut copy = |times: u64| {
+    let mut copy = |times: u64| -> Duration {
         let start = Instant::now();
         for _ in 0..times {
             // The buffers may be used elsewhere for all that the compiler knows, so every copy is made.
@@ -17,8 +18,8 @@ pub(super) fn memcpy(bytes: usize, repeats: usize, pace: &Pace) -> Found {
         }
         start.elapsed()
     };
-    let warm_up = super::pace::warm_up(bytes);
-    let times = pace.rounds(copy(warm_up) / warm_up as u32);
+    let Ok(one) = Pace::warm(bytes, 1, |times| Ok::<_, Infallible>(copy(times)));
+    let times = pace.rounds(one);
     let mut found = Found::new(Test::Memcpy, bytes);
     for _ in 0..repeats {
         found.add(times, copy(times));

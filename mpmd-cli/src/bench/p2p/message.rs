@@ -61,18 +61,18 @@ fn measure(transport: Arc<dyn Transport>, pool: Pool, sizes: &[Size], pace: &Pac
 }
 
 fn measure_one(ends: &Ends, bytes: usize, pace: &Pace) -> Result<[Found; 2]> {
-    let (window, warm_up) = (pace::window(bytes), pace::warm_up(bytes));
     ends.ping(0, true)?;
+    let rounds = pace.rounds(Pace::warm(bytes, 1, |rounds| ends.ping(rounds, false))?);
     let mut latency = Found::new(Test::Latency, bytes);
-    let rounds = pace.rounds(ends.ping(warm_up, false)? / warm_up as u32);
     for _ in 0..pace.repeats_at(bytes) {
         latency.add(rounds, ends.ping(rounds, false)?);
     }
+    // The whole window at least, for every buffer to be in use.
+    let window = pace::window(bytes);
     ends.stream(1, window, true)?;
+    let one = Pace::warm(bytes, window, |messages| ends.stream(messages, window, false))?;
+    let messages = pace.rounds(one).max(window as u64);
     let mut bandwidth = Found::new(Test::Bandwidth, bytes);
-    // The whole window at least, for every buffer to have been used.
-    let warm_up = warm_up.max(window as u64);
-    let messages = pace.rounds(ends.stream(warm_up, window, false)? / warm_up as u32).max(window as u64);
     for _ in 0..pace.repeats_at(bytes) {
         bandwidth.add(messages, ends.stream(messages, window, false)?);
     }

@@ -112,6 +112,11 @@ fn as_one_of_two(args: &P2pArgs, env: &JobEnv) -> Result<()> {
     let &[level] = args.level.as_slice() else {
         bail!("a job measures one level: choose --level message or --level array");
     };
+    if level == Level::Array {
+        let transport = env.transport.as_deref().unwrap_or("tcp");
+        let said = args.transport.name();
+        ensure!(transport == said, "the job's arrays go over {transport}, and --transport says {said}");
+    }
     let first = env.process.index() == 0;
     let _busy = Busy::start(if first { args.busy.into() } else { 0 })?;
     let pace = args.pace();
@@ -162,11 +167,11 @@ fn in_turns(
     pace: &Pace,
     rows: &mut Rows,
 ) -> Result<()> {
-    let mut known = [None, None];
+    let mut fastest = [None, None];
     for _ in 0..pace.repeats_at(size.0) {
         rows.take(Some(level), ours(args, level, &[size], &Pace { repeats: 1, ..*pace })?);
-        for (test, known) in [Test::Latency, Test::Bandwidth].into_iter().zip(&mut known) {
-            let sample = perftest.sample(test, size.0, pace, known)?;
+        for (test, fastest) in [Test::Latency, Test::Bandwidth].into_iter().zip(&mut fastest) {
+            let sample = perftest.sample(test, size.0, pace, fastest)?;
             rows.row(Some(level), test, size.0).peer.push(sample);
         }
     }

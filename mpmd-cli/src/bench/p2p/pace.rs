@@ -32,6 +32,21 @@ impl Pace {
         self.repeats.clamp(1, most)
     }
 
+    /// Warms up by `run`, which takes the number of rounds, or messages, and says how long they took; the
+    /// time of one.
+    pub(super) fn warm<E>(
+        bytes: usize,
+        at_least: usize,
+        mut run: impl FnMut(u64) -> Result<Duration, E>,
+    ) -> Result<Duration, E> {
+        let rounds = warm_up(bytes).max(at_least as u64);
+        let mut quickest = Duration::MAX;
+        for _ in 0..warm_ups(bytes) {
+            quickest = quickest.min(run(rounds)? / rounds as u32);
+        }
+        Ok(quickest)
+    }
+
     /// Rounds, or messages, of one sample, where one takes this long.
     pub(super) fn rounds(&self, one: Duration) -> u64 {
         let rounds = self.sample.as_nanos() / one.as_nanos().max(1);
@@ -49,6 +64,11 @@ pub(super) fn warm_up(bytes: usize) -> u64 {
     ((1 << 20) / bytes as u64).clamp(2, 200)
 }
 
+/// How often that is done: the quickest counts, or a disturbance would make every sample a short one.
+pub(super) fn warm_ups(bytes: usize) -> usize {
+    if bytes < 1 << 20 { 3 } else { 1 }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -56,12 +76,29 @@ mod tests {
     #[test]
     fn large_sizes_are_measured_less_often_with_fewer_in_flight() {
         let pace = Pace { repeats: 30, sample: Duration::from_millis(10) };
-        let at = |bytes| (pace.repeats_at(bytes), window(bytes), warm_up(bytes));
-        assert_eq!(at(8), (30, 32, 200));
-        assert_eq!(at(1 << 20), (10, 32, 2));
-        assert_eq!(at(16 << 20), (5, 4, 2));
-        assert_eq!(at(256 << 20), (3, 2, 2));
+        let at = |bytes| (pace.repeats_at(bytes), window(bytes), warm_up(bytes), warm_ups(bytes));
+        assert_eq!(at(8), (30, 32, 200, 3));
+        assert_eq!(at(1 << 20), (10, 32, 2, 1));
+        assert_eq!(at(16 << 20), (5, 4, 2, 1));
+        assert_eq!(at(256 << 20), (3, 2, 2, 1));
         assert_eq!(Pace { repeats: 0, ..pace }.repeats_at(8), 1);
+    }
+
+    #[test]
+    fn the_quickest_warm_up_counts() {
+        let mut times = [9, 4, 7].map(|tenths| Duration::from_micros(tenths * 20)).into_iter();
+        let one = Pace::warm(8, 2, |rounds| {
+            assert_eq!(rounds, 200);
+            times.next().ok_or("a fourth")
+        });
+        assert_eq!(one, Ok(Duration::from_nanos(400)));
+        let one =
+            Pace::warm(
+                16 << 20,
+                4,
+                |rounds| if rounds == 4 { Ok(Duration::from_millis(8)) } else { Err(rounds) },
+            );
+        assert_eq!(one, Ok(Duration::from_millis(2)));
     }
 
     #[test]
