@@ -26,6 +26,7 @@ pub struct Launch {
     args: Vec<OsString>,
     transport: Option<String>,
     devices_per_process: Option<usize>,
+    variables: Vec<(OsString, OsString)>,
     pub(super) prefix: bool,
     pub(super) color: Color,
     pub(super) patience: Duration,
@@ -55,6 +56,7 @@ impl Launch {
             args: Vec::new(),
             transport: None,
             devices_per_process: None,
+            variables: Vec::new(),
             prefix: true,
             color: Color::Auto,
             patience: Duration::from_secs(60),
@@ -90,6 +92,13 @@ impl Launch {
     /// The number of devices of each process; by default what it chooses.
     pub fn devices_per_process(mut self, devices: Option<usize>) -> Self {
         self.devices_per_process = devices;
+        self
+    }
+
+    /// Sets an environment variable for the processes, beside what they inherit. Those by which the launcher
+    /// itself speaks to them go before.
+    pub fn env(mut self, name: impl Into<OsString>, value: impl Into<OsString>) -> Self {
+        self.variables.push((name.into(), value.into()));
         self
     }
 
@@ -154,6 +163,7 @@ impl Launch {
         let mut command = Command::new(&self.program);
         command
             .args(&self.args)
+            .envs(self.variables.iter().map(|(name, value)| (name, value)))
             .env(variables::RANK, process.to_string())
             .env(variables::WORLD_SIZE, self.processes.to_string())
             .env(variables::LOCAL_RANK, process.to_string())
@@ -230,10 +240,28 @@ pub fn guard(launcher: impl Read) {
 mod tests {
     use std::process::Child;
 
+    use mpmd_transport::rendezvous::ServerConfig;
+
     use super::*;
 
     fn sleeper() -> Child {
         Command::new("sleep").arg("60").process_group(0).spawn().unwrap()
+    }
+
+    #[test]
+    fn a_variable_that_is_set_goes_before_an_inherited_one_and_after_ours() {
+        let token = Token::new([1; 32]);
+        let config = ServerConfig { processes: 2, token: token.clone(), patience: Duration::from_secs(1) };
+        let server = Server::bind("127.0.0.1:0".parse().unwrap(), config).unwrap();
+        let launch =
+            Launch::new(2, "true").env("HOME", "first").env("HOME", "last").env(variables::RANK, "7");
+        let command = launch.command(1, &server, &token);
+        let set = |name: &str| {
+            let found = command.get_envs().find(|(other, _)| *other == name);
+            found.and_then(|(_, value)| value?.to_str().map(str::to_owned))
+        };
+        assert_eq!(set("HOME").as_deref(), Some("last"));
+        assert_eq!(set(variables::RANK).as_deref(), Some("1"));
     }
 
     #[test]
