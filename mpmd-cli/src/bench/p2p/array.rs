@@ -65,7 +65,7 @@ fn latency(p: &mut Program, pair: &Pair, x: &MpmdArray, bytes: usize, pace: &Pac
         }
         Ok(start.elapsed())
     };
-    let one = Pace::warm(bytes, 1, |rounds| run(p, rounds))?;
+    let one = Pace::warm(bytes, 1, |rounds| run(p, rounds).map(|time| (rounds, time)))?;
     // Whatever each has measured, all issue the same.
     let rounds = p.agree(FIRST, 1, || Ok(pace.rounds(one)))?;
     let mut found = Found::new(Test::Latency, bytes);
@@ -98,7 +98,7 @@ fn bandwidth(p: &mut Program, pair: &Pair, x: &MpmdArray, bytes: usize, pace: &P
         p.device_put(&done, &pair.here)?.block_until_ready()?;
         Ok(start.elapsed())
     };
-    let one = Pace::warm(bytes, window, |arrays| run(p, arrays))?;
+    let one = Pace::warm(bytes, window, |arrays| run(p, arrays).map(|time| (arrays, time)))?;
     let arrays = p.agree(FIRST, 1, || Ok(pace.rounds(one).max(window as u64)))?;
     let mut found = Found::new(Test::Bandwidth, bytes);
     for _ in 0..pace.repeats_at(bytes) {

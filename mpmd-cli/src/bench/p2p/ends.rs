@@ -17,14 +17,16 @@ use mpmd_transport::{
 const PING: u64 = 1;
 /// The answer.
 const PONG: u64 = 2;
-/// One of as many messages as the header's count says.
+/// One of many messages.
 const STREAM: u64 = 3;
+/// There are as many of them as the header's count says.
+const END: u64 = 4;
 /// All of them are here.
-const THERE: u64 = 4;
+const THERE: u64 = 5;
 /// The other process may begin: its buffers and ours are there.
-pub(super) const READY: u64 = 5;
+pub(super) const READY: u64 = 6;
 /// This size is measured.
-pub(super) const NEXT: u64 = 6;
+pub(super) const NEXT: u64 = 7;
 
 /// In a header's piece: the receiver compares the bytes with what they should be.
 const CHECKED: u64 = 1;
@@ -34,6 +36,10 @@ const LARGEST_EAGER: usize = 16 << 10;
 
 /// No wait is longer.
 const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A sample ends after this time with the rounds it has by then: on a machine with other things to do two engines
+/// that spin can be a thousand times slower than they were when warming up.
+const LONGEST_SAMPLE: Duration = Duration::from_secs(2);
 
 /// How long the other process may take to read what was sent last.
 const CLOSE_WITHIN: Duration = Duration::from_secs(5);
@@ -60,10 +66,12 @@ struct State {
     stream: u32,
     /// Round trips still to begin, or messages still to post.
     left: u64,
-    /// Messages in a stream.
-    count: u64,
+    /// Those that began, or were posted.
+    begun: u64,
     /// Of a stream, how many have arrived here.
     here: u64,
+    /// How many there are, once that is known.
+    due: Option<u64>,
     began: Option<Instant>,
     ended: Option<Instant>,
     ready: bool,
@@ -107,7 +115,7 @@ impl Ends {
 
     /// Says [`READY`] or [`NEXT`].
     pub(super) fn say(&self, word: u64) {
-        self.inner.word(word);
+        self.inner.word(word, 0);
     }
 
     /// Waits until the other process has said [`READY`] or [`NEXT`].
@@ -118,29 +126,33 @@ impl Ends {
         })
     }
 
-    /// The time of so many round trips, after one that does not count.
-    pub(super) fn ping(&self, rounds: u64, checked: bool) -> Result<Duration> {
+    /// The time of so many round trips, or of fewer where that takes too long, after one that does not count; with
+    /// how many there were.
+    pub(super) fn ping(&self, rounds: u64, checked: bool) -> Result<(u64, Duration)> {
         let mut state = self.inner.state();
-        (state.left, state.began, state.ended) = (rounds, None, None);
+        (state.left, state.begun, state.began, state.ended) = (rounds, 0, None, None);
         drop(state);
-        self.inner.send(PING, u64::from(checked), 0, Ticket::NONE);
-        self.inner.wait("an answer", |state| Some(state.ended?.saturating_duration_since(state.began?)))
+        self.inner.send(PING, u64::from(checked), Ticket::NONE);
+        self.inner.wait("an answer", State::result)
     }
 
-    /// The time of so many messages, `window` of them under way at a time, until the other process has said
-    /// that all are there.
-    pub(super) fn stream(&self, messages: u64, window: usize, checked: bool) -> Result<Duration> {
+    /// The time of so many messages, or of fewer where that takes too long, `window` of them under way at a time,
+    /// until the other process has said that all are there; with how many there were.
+    pub(super) fn stream(&self, messages: u64, window: usize, checked: bool) -> Result<(u64, Duration)> {
         let at_once = messages.min(window as u64);
         let mut state = self.inner.state();
         state.stream += 1;
-        (state.left, state.count, state.ended) = (messages - at_once, messages, None);
+        (state.left, state.begun) = (messages - at_once, at_once);
+        (state.began, state.ended) = (Some(Instant::now()), None);
         let stream = state.stream;
         drop(state);
-        let start = Instant::now();
         for number in 0..at_once {
-            self.inner.send(STREAM, u64::from(checked), messages, ticket(stream, number));
+            self.inner.send(STREAM, u64::from(checked), ticket(stream, number));
         }
-        self.inner.wait("word that all is there", |state| Some(state.ended?.saturating_duration_since(start)))
+        if messages == at_once {
+            self.inner.word(END, messages);
+        }
+        self.inner.wait("word that all is there", State::result)
     }
 }
 
@@ -156,6 +168,30 @@ fn ticket(stream: u32, number: u64) -> Ticket {
     Ticket((u64::from(stream) << 32) | number)
 }
 
+impl State {
+    fn result(&mut self) -> Option<(u64, Duration)> {
+        Some((self.begun, self.ended?.saturating_duration_since(self.began?)))
+    }
+
+    /// Whether one more may begin; then it has.
+    fn goes_on(&mut self, now: Instant) -> bool {
+        let in_time = self.began.is_some_and(|began| now.saturating_duration_since(began) < LONGEST_SAMPLE);
+        let goes_on = self.left > 0 && in_time;
+        self.left = if goes_on { self.left - 1 } else { 0 };
+        self.begun += u64::from(goes_on);
+        goes_on
+    }
+
+    /// Whether a stream is here to its end; then the next may come.
+    fn is_whole(&mut self) -> bool {
+        let whole = self.due == Some(self.here);
+        if whole {
+            (self.here, self.due) = (0, None);
+        }
+        whole
+    }
+}
+
 impl Inner {
     fn state(&self) -> MutexGuard<'_, State> {
         // Nothing panics under it, and the state is plain numbers.
@@ -163,18 +199,18 @@ impl Inner {
     }
 
     /// Posts a message with the bytes of the size that is measured.
-    fn send(&self, op: u64, piece: u64, count: u64, ticket: Ticket) {
+    fn send(&self, op: u64, piece: u64, ticket: Ticket) {
         let Some(source) = self.state().source.clone() else {
             return self.fail("a message came before its turn".to_owned());
         };
         let kind = if source.len() <= LARGEST_EAGER { Kind::Eager } else { Kind::Data };
-        let header = Header { op, piece, count, bytes: source.len() as u64, ..Header::new(kind) };
+        let header = Header { op, piece, bytes: source.len() as u64, ..Header::new(kind) };
         self.transport.post(self.other, header, Some(source), ticket);
     }
 
     /// Posts a message without any.
-    fn word(&self, op: u64) {
-        self.transport.post(self.other, Header { op, ..Header::new(Kind::Eager) }, None, Ticket::NONE);
+    fn word(&self, op: u64, count: u64) {
+        self.transport.post(self.other, Header { op, count, ..Header::new(Kind::Eager) }, None, Ticket::NONE);
     }
 
     fn fail(&self, why: String) {
@@ -209,28 +245,31 @@ impl Inner {
                 .fail(format!("a message of {} bytes arrived with others than were sent", bytes.len()));
         }
         match header.op {
-            PING => self.send(PONG, header.piece, 0, Ticket::NONE),
+            PING => self.send(PONG, header.piece, Ticket::NONE),
             PONG => {
-                let mut state = self.state();
                 let now = Instant::now();
+                let mut state = self.state();
                 state.began.get_or_insert(now);
-                if state.left > 0 {
-                    state.left -= 1;
+                if state.goes_on(now) {
                     drop(state);
-                    self.send(PING, header.piece, 0, Ticket::NONE);
+                    self.send(PING, header.piece, Ticket::NONE);
                 } else {
                     state.ended = Some(now);
                     drop(state);
                     self.changed.notify_all();
                 }
             }
-            STREAM => {
+            STREAM | END => {
                 let mut state = self.state();
-                state.here += 1;
-                if state.here == header.count {
-                    state.here = 0;
-                    drop(state);
-                    self.word(THERE);
+                if header.op == STREAM {
+                    state.here += 1;
+                } else {
+                    state.due = Some(header.count);
+                }
+                let whole = state.is_whole();
+                drop(state);
+                if whole {
+                    self.word(THERE, 0);
                 }
             }
             THERE => self.note(|state| state.ended = Some(Instant::now())),
@@ -275,13 +314,19 @@ impl Handler for Hearing {
             return self.0.fail(error.to_string());
         }
         let mut state = self.0.state();
-        // The last ones of a stream may be said to have left when the next has begun.
-        if ended.0 >> 32 == u64::from(state.stream) && state.left > 0 {
-            let (count, number) = (state.count, state.count - state.left);
-            state.left -= 1;
-            let next = ticket(state.stream, number);
-            drop(state);
-            self.0.send(STREAM, 0, count, next);
+        // The last ones of a stream may be said to have left when the next has begun, and after its end.
+        if ended.0 >> 32 != u64::from(state.stream) || state.left == 0 {
+            return;
+        }
+        let next = ticket(state.stream, state.begun);
+        let goes_on = state.goes_on(Instant::now());
+        let end = (state.left == 0).then_some(state.begun);
+        drop(state);
+        if goes_on {
+            self.0.send(STREAM, 0, next);
+        }
+        if let Some(count) = end {
+            self.0.word(END, count);
         }
     }
 
@@ -309,4 +354,43 @@ fn fill(bytes: &mut [u8]) {
 
 fn is_right(bytes: &[u8]) -> bool {
     bytes.chunks(PATTERN.len()).all(|piece| piece == &PATTERN[..piece.len()])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sample_ends_with_its_rounds_or_its_time() {
+        let began = Instant::now();
+        let mut state = State { left: 2, began: Some(began), ..State::default() };
+        assert_eq!([began; 3].map(|now| state.goes_on(now)), [true, true, false]);
+        assert_eq!((state.left, state.begun), (0, 2));
+        let mut state = State { left: 1000, began: Some(began), ..State::default() };
+        assert!(state.goes_on(began) && !state.goes_on(began + LONGEST_SAMPLE));
+        assert_eq!((state.left, state.begun), (0, 1), "none is left for whoever comes later");
+        state.ended = Some(began + LONGEST_SAMPLE);
+        assert_eq!(state.result(), Some((1, LONGEST_SAMPLE)));
+    }
+
+    #[test]
+    fn a_stream_is_whole_whether_its_end_or_its_last_message_comes_first() {
+        let mut state = State { here: 3, ..State::default() };
+        assert!(!state.is_whole());
+        state.due = Some(3);
+        assert!(state.is_whole() && !state.is_whole());
+        state.due = Some(1);
+        assert!(!state.is_whole());
+        state.here = 1;
+        assert!(state.is_whole());
+    }
+
+    #[test]
+    fn other_bytes_are_not_right() {
+        let mut bytes = vec![0; 1000];
+        fill(&mut bytes);
+        assert!(is_right(&bytes) && is_right(&bytes[..7]) && is_right(&[]));
+        bytes[999] ^= 1;
+        assert!(!is_right(&bytes));
+    }
 }

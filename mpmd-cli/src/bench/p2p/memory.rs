@@ -18,7 +18,7 @@ pub(super) fn memcpy(bytes: usize, repeats: usize, pace: &Pace) -> Found {
         }
         start.elapsed()
     };
-    let Ok(one) = Pace::warm(bytes, 1, |times| Ok::<_, Infallible>(copy(times)));
+    let Ok(one) = Pace::warm(bytes, 1, |times| Ok::<_, Infallible>((times, copy(times))));
     let times = pace.rounds(one);
     let mut found = Found::new(Test::Memcpy, bytes);
     for _ in 0..repeats {

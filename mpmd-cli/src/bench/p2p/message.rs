@@ -65,7 +65,8 @@ fn measure_one(ends: &Ends, bytes: usize, pace: &Pace) -> Result<[Found; 2]> {
     let rounds = pace.rounds(Pace::warm(bytes, 1, |rounds| ends.ping(rounds, false))?);
     let mut latency = Found::new(Test::Latency, bytes);
     for _ in 0..pace.repeats_at(bytes) {
-        latency.add(rounds, ends.ping(rounds, false)?);
+        let (rounds, time) = ends.ping(rounds, false)?;
+        latency.add(rounds, time);
     }
     // The whole window at least, for every buffer to be in use.
     let window = pace::window(bytes);
@@ -74,7 +75,8 @@ fn measure_one(ends: &Ends, bytes: usize, pace: &Pace) -> Result<[Found; 2]> {
     let messages = pace.rounds(one).max(window as u64);
     let mut bandwidth = Found::new(Test::Bandwidth, bytes);
     for _ in 0..pace.repeats_at(bytes) {
-        bandwidth.add(messages, ends.stream(messages, window, false)?);
+        let (messages, time) = ends.stream(messages, window, false)?;
+        bandwidth.add(messages, time);
     }
     Ok([latency, bandwidth])
 }

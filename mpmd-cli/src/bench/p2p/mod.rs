@@ -167,11 +167,11 @@ fn in_turns(
     pace: &Pace,
     rows: &mut Rows,
 ) -> Result<()> {
-    let mut fastest = [None, None];
+    let mut known = [None, None];
     for _ in 0..pace.repeats_at(size.0) {
         rows.take(Some(level), ours(args, level, &[size], &Pace { repeats: 1, ..*pace })?);
-        for (test, fastest) in [Test::Latency, Test::Bandwidth].into_iter().zip(&mut fastest) {
-            let sample = perftest.sample(test, size.0, pace, fastest)?;
+        for (test, known) in [Test::Latency, Test::Bandwidth].into_iter().zip(&mut known) {
+            let sample = perftest.sample(test, size.0, pace, known)?;
             rows.row(Some(level), test, size.0).peer.push(sample);
         }
     }

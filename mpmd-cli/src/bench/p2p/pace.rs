@@ -32,17 +32,18 @@ impl Pace {
         self.repeats.clamp(1, most)
     }
 
-    /// Warms up by `run`, which takes the number of rounds, or messages, and says how long they took; the
-    /// time of one.
+    /// Warms up by `run`, which takes the number of rounds, or messages, and says how many there were and how long
+    /// they took; the time of one.
     pub(super) fn warm<E>(
         bytes: usize,
         at_least: usize,
-        mut run: impl FnMut(u64) -> Result<Duration, E>,
+        mut run: impl FnMut(u64) -> Result<(u64, Duration), E>,
     ) -> Result<Duration, E> {
         let rounds = warm_up(bytes).max(at_least as u64);
         let mut quickest = Duration::MAX;
         for _ in 0..warm_ups(bytes) {
-            quickest = quickest.min(run(rounds)? / rounds as u32);
+            let (rounds, time) = run(rounds)?;
+            quickest = quickest.min(time / rounds.max(1) as u32);
         }
         Ok(quickest)
     }
@@ -89,15 +90,14 @@ mod tests {
         let mut times = [9, 4, 7].map(|tenths| Duration::from_micros(tenths * 20)).into_iter();
         let one = Pace::warm(8, 2, |rounds| {
             assert_eq!(rounds, 200);
-            times.next().ok_or("a fourth")
+            times.next().map(|time| (rounds, time)).ok_or("a fourth")
         });
         assert_eq!(one, Ok(Duration::from_nanos(400)));
-        let one =
-            Pace::warm(
-                16 << 20,
-                4,
-                |rounds| if rounds == 4 { Ok(Duration::from_millis(8)) } else { Err(rounds) },
-            );
+        let one = Pace::warm(16 << 20, 4, |rounds| {
+            assert_eq!(rounds, 4);
+            // It took too long for more than half of them.
+            Ok::<_, ()>((2, Duration::from_millis(4)))
+        });
         assert_eq!(one, Ok(Duration::from_millis(2)));
     }
 
