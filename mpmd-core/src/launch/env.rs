@@ -200,13 +200,15 @@ fn slurm_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
         expected: "a list of hosts such as node[03-05,7]".into(),
     })?;
     let job: u64 = vars.needed(SOURCE, "SLURM_JOB_ID")?;
-    let step = vars.get("SLURM_STEP_ID").unwrap_or_default();
+    let step = vars.number::<u64>("SLURM_STEP_ID")?.unwrap_or_default();
     Ok(Some(Said {
         source: SOURCE,
         process: vars.needed(SOURCE, "SLURM_PROCID")?,
         processes,
         local_process: vars.number("SLURM_LOCALID")?,
-        coordinator: Ok(address(&host, derived_port(job))),
+        // Steps of an allocation may run at once. By such a stride they find ports of their own, and none
+        // that a job of about the same number would.
+        coordinator: Ok(address(&host, derived_port(job.wrapping_add(step.wrapping_mul(257))))),
         hosted: false,
         job: format!("{job}.{step}"),
     }))
@@ -505,6 +507,9 @@ mod tests {
             ("SLURM_STEP_NODELIST", "node[03-05,7],login"),
         ];
         assert_eq!(who(&job(&slurm)), (3, 6, Some(0), "node03:61443", "Slurm"));
+        // `srun` twice at once, in one allocation.
+        let second = [&[("SLURM_STEP_ID", "1")], &slurm[..]].concat();
+        assert_eq!(job(&second).coordinator, "node03:61700");
 
         let open_mpi = [
             ("OMPI_COMM_WORLD_RANK", "1"),
