@@ -226,7 +226,7 @@ fn a_silent_client_is_given_up_and_a_busy_one_is_not() {
     stopped.write_all(&preamble(VERSION, [42; 32])).unwrap();
     stopped.read_exact(&mut [0; 16]).unwrap();
     // Join {ask 1, process 1, processes 2, patience 30 s, member of empty fields}, in bincode's standard form.
-    stopped.write_all(&[11, 0, 0, 0, 0, 1, 1, 2, 30, 0, 0, 0, 0, 0, 0]).unwrap();
+    stopped.write_all(&[12, 0, 0, 0, 0, 1, 1, 2, 30, 0, 0, 0, 0, 0, 0, 0]).unwrap();
     let mut mine = config(&server, 0, 2);
     mine.patience = LONG;
     let rendezvous = Rendezvous::connect(mine).unwrap();
