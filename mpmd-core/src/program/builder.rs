@@ -205,6 +205,12 @@ mod tests {
     use super::*;
 
     #[test]
+    fn who_is_in_no_job_runs_over_nothing() {
+        assert_eq!(Builder::default().alone().unwrap().transport(), "none");
+        assert_eq!(Builder::default().spectator(3).unwrap().transport(), "none");
+    }
+
+    #[test]
     fn heartbeats_come_more_often_than_silence_is_forgiven() {
         for millis in [40, 400, 60_000] {
             let config = Builder::default().patience(Duration::from_millis(millis)).config();
