@@ -9,8 +9,9 @@ use std::time::Duration;
 
 use mpmd_transport::ProcessId;
 use mpmd_transport::rendezvous::Token;
+use mpmd_transport::ucx::Spin;
 
-use super::{LaunchError, variables as ours};
+use super::{LaunchError, spin, variables as ours};
 
 /// Which process of which job this is, as its launcher says.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -31,6 +32,8 @@ pub struct JobEnv {
     pub token: Token,
     /// The transport asked for.
     pub transport: Option<String>,
+    /// How long the transport is to look for work before it sleeps, where said.
+    pub spin: Option<Spin>,
     /// Number of devices each process is to have.
     pub devices_per_process: Option<usize>,
     /// How long to wait for the other processes, where said.
@@ -48,7 +51,8 @@ impl JobEnv {
     ///
     /// Looks for variables of, in this order, our own launcher, torchrun, Open MPI, Slurm, PMIx, PMI,
     /// and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`, `MPMD_TRANSPORT`,
-    /// `MPMD_DEVICES_PER_PROCESS`, `MPMD_PATIENCE`, `MPMD_HOST` and `MPMD_LINKS` count under every launcher.
+    /// `MPMD_SPIN`, `MPMD_DEVICES_PER_PROCESS`, `MPMD_PATIENCE`, `MPMD_HOST` and `MPMD_LINKS` count under every
+    /// launcher.
     ///
     /// # Errors
     ///
@@ -378,6 +382,7 @@ impl Vars<'_> {
             hosted,
             token,
             transport: self.get(ours::TRANSPORT),
+            spin: self.get(ours::SPIN).map(|text| spin(&text)).transpose()?,
             devices_per_process,
             patience,
             host: self.get(ours::HOST),
@@ -473,6 +478,7 @@ mod tests {
             ("MPMD_HOSTED", "1"),
             ("MPMD_JOB_TOKEN", &token.to_hex()),
             ("MPMD_TRANSPORT", "tcp"),
+            ("MPMD_SPIN", "never"),
             ("MPMD_DEVICES_PER_PROCESS", "2"),
             ("MPMD_PATIENCE", "1.5"),
             ("MPMD_HOST", "left"),
@@ -485,6 +491,7 @@ mod tests {
         assert_eq!((ours.token, ours.hosted), (token, true));
         assert_eq!(ours.patience, Some(Duration::from_millis(1500)));
         assert_eq!((ours.host.as_deref(), ours.links), (Some("left"), Some(PathBuf::from("links.json"))));
+        assert_eq!(ours.spin, Some(Spin::Never));
         assert_eq!((ours.transport.as_deref(), ours.devices_per_process), (Some("tcp"), Some(2)));
 
         let torchrun = [
@@ -578,6 +585,7 @@ mod tests {
             ("MPMD_JOB_TOKEN", "secret"),
             ("MPMD_DEVICES_PER_PROCESS", "0"),
             ("MPMD_PATIENCE", "-3"),
+            ("MPMD_SPIN", "often"),
             ("MPMD_LOCAL_RANK", "x"),
         ] {
             let vars = [&[(name, value)], &base[..]].concat();

@@ -174,6 +174,11 @@ impl Launch {
             .env(variables::LAUNCHER_PID, std::process::id().to_string())
             .stdin(Stdio::null())
             .process_group(0);
+        for (name, value) in UCX {
+            if std::env::var_os(name).is_none() {
+                command.env(name, value);
+            }
+        }
         if let Some(transport) = &self.transport {
             command.env(variables::TRANSPORT, transport);
         }
@@ -192,6 +197,10 @@ impl Launch {
         }
     }
 }
+
+/// What UCX is told unless the user says otherwise. It reads these when it is loaded, before a program can say
+/// anything: leave faults to Rust, catch no signals.
+const UCX: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_ERROR_SIGNALS", "")];
 
 /// Makes this process end when its parent does, where a launcher of ours has started it; else does
 /// nothing. Survives `exec`, not `fork`.
