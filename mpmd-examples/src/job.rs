@@ -55,8 +55,21 @@ pub enum JobTransport {
     /// Processes of their own, over loopback.
     #[default]
     Tcp,
+    /// Processes of their own, over what UCX finds best; in programs built with the feature `ucx`.
+    Ucx,
     /// Threads of this process.
     Inproc,
+}
+
+impl JobTransport {
+    /// The transport's name, as launchers say it.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Tcp => "tcp",
+            Self::Ucx => "ucx",
+            Self::Inproc => "inproc",
+        }
+    }
 }
 
 /// A program that ran to its end with a result that is not good enough: the job's exit code is 1.
@@ -106,7 +119,7 @@ pub fn run<E: Into<anyhow::Error>>(
         let (process, result) = threads(&Simulation::new(processes, devices), program);
         Ok(report(process, result))
     } else {
-        let launch = Launch::this_program_again(processes)?.transport(Some("tcp".to_owned()));
+        let launch = Launch::this_program_again(processes)?.transport(Some(args.transport.name().to_owned()));
         let outcome = launch
             .output(OutputMode::Quiet0)
             .grace(GRACE)

@@ -9,11 +9,16 @@ use mpmd_core::launch::variables;
 use mpmd_transport::rendezvous::{Server, ServerConfig, Token};
 use tempfile::TempDir;
 
+use crate::carriers::Carrier;
+use crate::left::SharedMemory;
 use crate::watched::{Ended, Watched, processes_of};
 
 /// How long a job may run where a test does not say otherwise. Nothing here takes so long; a slow
 /// machine must not look like a hang.
 const LONG: Duration = Duration::from_secs(60);
+
+/// How long shared memory that is not the job's may be mistaken for its own.
+const REMOVED_WITHIN: Duration = Duration::from_secs(10);
 
 /// Settings of a [`Job`].
 #[derive(Clone, Debug)]
@@ -26,18 +31,34 @@ pub struct JobOptions {
     pub patience: Duration,
     /// How long the job may run.
     pub limit: Duration,
+    /// What their messages go by.
+    pub carrier: Carrier,
 }
 
 impl JobOptions {
-    /// A job of `processes` times `program`, with generous limits.
+    /// A job of `processes` times `program` over tcp, with generous limits.
     pub fn new(program: impl Into<PathBuf>, processes: usize) -> Self {
-        Self { program: program.into(), processes, patience: LONG / 2, limit: LONG }
+        Self { program: program.into(), processes, patience: LONG / 2, limit: LONG, carrier: Carrier::TCP }
+    }
+
+    /// What their messages go by.
+    #[must_use]
+    pub fn over(mut self, carrier: Carrier) -> Self {
+        self.carrier = carrier;
+        self
     }
 
     /// How long the processes wait for each other.
     #[must_use]
     pub fn patience(mut self, patience: Duration) -> Self {
         self.patience = patience;
+        self
+    }
+
+    /// How long the job may run.
+    #[must_use]
+    pub fn limit(mut self, limit: Duration) -> Self {
+        self.limit = limit;
         self
     }
 }
@@ -52,6 +73,7 @@ pub struct Job {
     token: Token,
     server: Server,
     deadline: Instant,
+    shared_memory: SharedMemory,
     // Last: the processes write there.
     folder: TempDir,
 }
@@ -69,7 +91,8 @@ impl Job {
         let server = Server::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), config).expect("a port");
         let folder = tempfile::tempdir().expect("a folder for the test");
         let deadline = Instant::now() + options.limit;
-        Self { processes: Vec::new(), options, token, server, deadline, folder }
+        let shared_memory = SharedMemory::now();
+        Self { processes: Vec::new(), options, token, server, deadline, shared_memory, folder }
     }
 
     /// Starts all processes of a job, each with these arguments.
@@ -90,6 +113,7 @@ impl Job {
     /// What a launcher would start as process `process`, without arguments yet.
     pub fn command(&self, process: usize) -> Command {
         let mut command = bare_command(&self.options.program);
+        self.options.carrier.set(&mut command);
         command
             .current_dir(self.folder.path())
             .env(variables::RANK, process.to_string())
@@ -147,8 +171,23 @@ impl Job {
         }
         let left = processes_of(&self.token.to_hex());
         assert!(left.is_empty(), "processes {left:?} are left:\n{}", self.report());
+        self.check_shared_memory();
         let deadline = self.deadline;
         self.processes.iter_mut().map(|process| process.wait(deadline)).collect()
+    }
+
+    fn check_shared_memory(&self) {
+        let pids: Vec<u32> = self.processes.iter().map(Watched::pid).collect();
+        // What has a name may also be another job's, which takes it away again.
+        let until = Instant::now() + REMOVED_WITHIN;
+        loop {
+            let left = self.shared_memory.left(&pids);
+            if left.is_empty() {
+                return;
+            }
+            assert!(Instant::now() < until, "shared memory {left:?} is left:\n{}", self.report());
+            std::thread::sleep(Duration::from_millis(50));
+        }
     }
 
     fn all_have_ended(&mut self) -> bool {
@@ -177,7 +216,7 @@ impl Job {
 /// `program` without any variable by which a launcher, or who runs the tests, might speak to it.
 pub fn bare_command(program: &Path) -> Command {
     let mut command = Command::new(program);
-    let others = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "JOB_COMPLETION_INDEX"];
+    let others = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "JOB_COMPLETION_INDEX", "UCX_TLS"];
     let prefixes = ["MPMD_", "OMPI_", "PMIX_", "PMI_", "SLURM_", "MASTER_", "TORCHELASTIC_"];
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();

@@ -197,6 +197,9 @@ pub fn package_program(package: &str, program: &str) -> PathBuf {
         if folder.ends_with("release") {
             build.arg("--release");
         }
+        if cfg!(feature = "ucx") {
+            build.args(["--features", "ucx"]);
+        }
         if let Some(target) = folder.parent() {
             build.arg("--target-dir").arg(target);
         }

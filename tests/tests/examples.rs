@@ -3,15 +3,26 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use mpmd_tests::{Ended, Watched, bare_command, package_program, processes_of};
+use mpmd_tests::{Carrier, Ended, Watched, bare_command, over_each_carrier, package_program, processes_of};
 use tempfile::TempDir;
+
+over_each_carrier! {
+    the_pipelines_check_passes_at_any_number_of_processes
+    the_pipelines_check_passes_under_the_launcher
+    losses_of_the_training_are_the_same_to_the_bit_whatever_carries_them
+}
 
 /// None of them takes so long, on any machine.
 const LONG: Duration = Duration::from_secs(120);
 
+/// As [`run_over`], over tcp.
+fn run(folder: &Path, launched: Option<usize>, program: &str, args: &[&str]) -> Ended {
+    run_over(Carrier::TCP, folder, launched, program, args)
+}
+
 /// Runs a program of the examples with these arguments, by `mpmd run` where `launched` says how many
 /// processes; nothing may be left of it.
-fn run(folder: &Path, launched: Option<usize>, program: &str, args: &[&str]) -> Ended {
+fn run_over(carrier: Carrier, folder: &Path, launched: Option<usize>, program: &str, args: &[&str]) -> Ended {
     let program = package_program("mpmd-examples", program);
     let mut command = match launched {
         None => bare_command(&program),
@@ -22,7 +33,7 @@ fn run(folder: &Path, launched: Option<usize>, program: &str, args: &[&str]) -> 
         }
     };
     let mark = format!("{}", folder.display());
-    command.args(args).env("MPMD_TESTS_MARK", &mark);
+    carrier.set(command.args(args).env("MPMD_TESTS_MARK", &mark));
     let mut process = Watched::start(command, folder, "example");
     let end = process.wait(Instant::now() + LONG);
     let left = processes_of(&mark);
@@ -34,26 +45,34 @@ fn folder() -> TempDir {
     tempfile::tempdir().expect("a folder for the test")
 }
 
-fn check_passes(launched: Option<usize>, args: &[&str]) {
-    let end = run(folder().path(), launched, "pipeline", args);
+fn check_passes(carrier: Carrier, launched: Option<usize>, args: &[&str]) {
+    let end = run_over(carrier, folder().path(), launched, "pipeline", args);
     assert_eq!(end.code, 0, "{launched:?} {args:?}:\n{}\n{}", end.stdout, end.stderr);
     // Compared, and not just run.
     assert!(end.stdout.contains("0.179679") || end.stdout.contains("2.217942"), "{args:?}:\n{}", end.stdout);
 }
 
-#[test]
-fn the_pipelines_check_passes_at_any_number_of_processes_over_any_transport() {
-    for transport in ["inproc", "tcp"] {
-        for processes in ["1", "2", "4", "8"] {
-            check_passes(None, &["--check", "--processes", processes, "--transport", transport]);
-        }
+/// The processes that the program starts itself talk over what it is told.
+fn the_pipelines_check_passes_at_any_number_of_processes(carrier: Carrier) {
+    for processes in [1, 2, 4, 8].into_iter().filter(|processes| carrier.takes(*processes)) {
+        let processes = processes.to_string();
+        let args = ["--check", "--processes", &processes, "--transport", carrier.transport];
+        check_passes(carrier, None, &args);
     }
 }
 
 #[test]
-fn the_pipelines_check_passes_under_the_launcher() {
-    for processes in [1, 2, 4, 8] {
-        check_passes(Some(processes), &["--check"]);
+fn the_pipelines_check_passes_as_threads() {
+    for processes in ["1", "2", "4", "8"] {
+        let args = ["--check", "--processes", processes, "--transport", "inproc"];
+        check_passes(Carrier::TCP, None, &args);
+    }
+}
+
+/// The processes that a launcher starts talk over what the launcher was told.
+fn the_pipelines_check_passes_under_the_launcher(carrier: Carrier) {
+    for processes in [1, 2, 4, 8].into_iter().filter(|processes| carrier.takes(*processes)) {
+        check_passes(carrier, Some(processes), &["--check"]);
     }
 }
 
@@ -69,8 +88,12 @@ fn a_number_that_is_off_is_a_failure_of_the_job() {
     assert_eq!(end.code, 1, "{}\n{}", end.stdout, end.stderr);
 }
 
-/// The losses of a short training, with all their bits.
+/// The losses of a short training over tcp, with all their bits.
 fn losses(launched: Option<usize>, args: &[&str]) -> String {
+    losses_over(Carrier::TCP, launched, args)
+}
+
+fn losses_over(carrier: Carrier, launched: Option<usize>, args: &[&str]) -> String {
     let folder = folder();
     let file = folder.path().join("losses");
     let text = folder.path().join("text");
@@ -80,7 +103,7 @@ fn losses(launched: Option<usize>, args: &[&str]) -> String {
     let (file_name, text_name) = (file.display().to_string(), text.display().to_string());
     let fixed = ["--steps", "6", "--width", "8", "--hidden", "32", "--rows", "16", "--losses-out"];
     let args = [&fixed[..], &[&file_name, &text_name], args].concat();
-    let end = run(folder.path(), launched, "train_mlp", &args);
+    let end = run_over(carrier, folder.path(), launched, "train_mlp", &args);
     assert_eq!(end.code, 0, "{launched:?} {args:?}:\n{}\n{}", end.stdout, end.stderr);
     let losses = std::fs::read_to_string(&file).expect("the program writes them");
     assert_eq!(losses.lines().count(), 6, "{losses}");
@@ -90,14 +113,20 @@ fn losses(launched: Option<usize>, args: &[&str]) -> String {
 #[test]
 fn losses_of_the_training_are_the_same_to_the_bit_however_it_is_run() {
     let alone = losses(None, &["--processes", "1"]);
-    for transport in ["inproc", "tcp"] {
-        for processes in ["2", "4"] {
-            let found = losses(None, &["--processes", processes, "--transport", transport]);
-            assert_eq!(found, alone, "{processes} processes over {transport}");
-        }
+    for processes in ["2", "4"] {
+        let found = losses(None, &["--processes", processes, "--transport", "inproc"]);
+        assert_eq!(found, alone, "{processes} processes as threads");
     }
-    assert_eq!(losses(Some(4), &[]), alone, "under the launcher");
     assert_ne!(losses(None, &["--processes", "1", "--seed", "77"]), alone, "they depend on the seed");
+}
+
+fn losses_of_the_training_are_the_same_to_the_bit_whatever_carries_them(carrier: Carrier) {
+    let alone = losses(None, &["--processes", "1"]);
+    for processes in ["2", "4"] {
+        let args = ["--processes", processes, "--transport", carrier.transport];
+        assert_eq!(losses_over(carrier, None, &args), alone, "{processes} processes");
+    }
+    assert_eq!(losses_over(carrier, Some(4), &[]), alone, "under the launcher");
 }
 
 #[test]

@@ -3,8 +3,17 @@
 
 use std::time::{Duration, Instant};
 
-use mpmd_tests::{Ended, Job, JobOptions, Watched, bare_command, package_program, processes_of};
+use mpmd_tests::{
+    Carrier, Ended, Job, JobOptions, Watched, bare_command, over_each_carrier, package_program, processes_of,
+};
 use rustix::process::{Pid, Signal, kill_process};
+
+over_each_carrier! {
+    a_killed_process_is_named_by_every_other_within_five_seconds
+    a_stopped_process_is_named_by_every_other_when_patience_is_over
+    a_stop_shorter_than_patience_is_no_failure
+    a_launched_job_says_who_died_and_leaves_nothing
+}
 
 const PROCESSES: usize = 4;
 
@@ -18,10 +27,13 @@ fn names_an_operation(error: &str) -> bool {
     operation && error.contains("tests/src/programs/looping.rs:")
 }
 
+fn options(carrier: Carrier, patience: Duration) -> JobOptions {
+    JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).over(carrier).patience(patience)
+}
+
 /// How the others end when something happens to process `victim` while all are at work; and after how
 /// long the last has ended.
-fn strike(mode: &str, patience: Duration, victim: usize, signal: Signal) -> (Vec<Ended>, Duration, String) {
-    let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).patience(patience);
+fn strike(options: JobOptions, mode: &str, victim: usize, signal: Signal) -> (Vec<Ended>, Duration, String) {
     let mut job = Job::start(options, &["looping", mode]);
     // Far enough that all are at work.
     job.wait_for_output("step 6\n");
@@ -50,12 +62,13 @@ fn check_errors(victim: usize, ended: &[Ended], report: &str) {
     }
 }
 
-#[test]
-fn a_killed_process_is_named_by_every_other_within_five_seconds() {
+fn a_killed_process_is_named_by_every_other_within_five_seconds(carrier: Carrier) {
     let mut waited = 0;
+    let victims = if carrier.is_thorough() { 0..PROCESSES } else { 0..2 };
     for mode in ["reading", "running-ahead", "large"] {
-        for victim in 0..PROCESSES {
-            let (ended, took, report) = strike(mode, Duration::from_secs(30), victim, Signal::KILL);
+        for victim in victims.clone() {
+            let options = options(carrier, Duration::from_secs(30));
+            let (ended, took, report) = strike(options, mode, victim, Signal::KILL);
             check_errors(victim, &ended, &report);
             assert!(took <= SOON, "{mode}, victim {victim}: the last ended after {took:?}\n{report}");
             waited += usize::from(ended.iter().any(|end| end.stderr.contains("waited for it")));
@@ -65,18 +78,16 @@ fn a_killed_process_is_named_by_every_other_within_five_seconds() {
     assert!(waited > 0, "no error names an operation that waited");
 }
 
-#[test]
-fn a_stopped_process_is_named_by_every_other_when_patience_is_over() {
+fn a_stopped_process_is_named_by_every_other_when_patience_is_over(carrier: Carrier) {
     for victim in [0, 2] {
-        let (ended, _, report) = strike("running-ahead", Duration::from_secs(3), victim, Signal::STOP);
+        let options = options(carrier, Duration::from_secs(3));
+        let (ended, _, report) = strike(options, "running-ahead", victim, Signal::STOP);
         check_errors(victim, &ended, &report);
     }
 }
 
-#[test]
-fn a_stop_shorter_than_patience_is_no_failure() {
-    let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).patience(Duration::from_secs(20));
-    let mut job = Job::start(options, &["looping", "reading"]);
+fn a_stop_shorter_than_patience_is_no_failure(carrier: Carrier) {
+    let mut job = Job::start(options(carrier, Duration::from_secs(20)), &["looping", "reading"]);
     job.wait_for_output("step 5\n");
     job.processes[1].signal(Signal::STOP);
     std::thread::sleep(Duration::from_secs(2));
@@ -89,14 +100,14 @@ fn a_stop_shorter_than_patience_is_no_failure() {
     job.wait();
 }
 
-#[test]
-fn a_launched_job_says_who_died_and_leaves_nothing() {
+fn a_launched_job_says_who_died_and_leaves_nothing(carrier: Carrier) {
     let folder = tempfile::tempdir().expect("a folder for the test");
-    for victim in 0..PROCESSES {
+    let victims = if carrier.is_thorough() { 0..PROCESSES } else { 0..2 };
+    for victim in victims {
         let mark = format!("{}-{victim}", folder.path().display());
         let mut command = bare_command(&package_program("mpmd-cli", "mpmd"));
         command.args(["run", "-n", "4", "--", env!("CARGO_BIN_EXE_named"), "looping", "reading"]);
-        command.env("MPMD_TESTS_MARK", &mark);
+        carrier.set(command.env("MPMD_TESTS_MARK", &mark));
         let mut launcher = Watched::start(command, folder.path(), &format!("launcher-{victim}"));
         let deadline = Instant::now() + Duration::from_secs(60);
         for process in 0..PROCESSES {

@@ -1,8 +1,16 @@
-//! Transfers between processes over tcp give what they give inside one process.
+//! Transfers between processes give what they give inside one process.
 
 use mpmd_core::launch::variables;
 use mpmd_tests::programs::simulated;
-use mpmd_tests::{Job, JobOptions};
+use mpmd_tests::{Carrier, Job, JobOptions, over_each_carrier};
+
+over_each_carrier! {
+    every_way_gives_every_owner_the_same_at_any_number_of_processes
+    every_way_gives_every_owner_the_same_on_several_hosts
+    arrays_come_back_from_a_tour_as_they_were
+    messages_around_the_eager_limit_and_beyond_the_eager_credit_arrive
+    a_large_array_arrives_whole
+}
 
 fn sorted(said: &[String]) -> Vec<String> {
     let mut lines: Vec<String> = said.iter().flat_map(|said| said.lines().map(str::to_owned)).collect();
@@ -12,25 +20,31 @@ fn sorted(said: &[String]) -> Vec<String> {
     lines
 }
 
-fn over_tcp(name: &str, processes: usize) -> Vec<String> {
-    let mut job = Job::start(JobOptions::new(env!("CARGO_BIN_EXE_named"), processes), &[name]);
+fn options(carrier: Carrier, processes: usize) -> JobOptions {
+    JobOptions::new(env!("CARGO_BIN_EXE_named"), processes).over(carrier)
+}
+
+fn over(carrier: Carrier, name: &str, processes: usize) -> Vec<String> {
+    let mut job = Job::start(options(carrier, processes), &[name]);
     sorted(&job.wait_well())
 }
 
-#[test]
-fn every_way_gives_every_owner_the_same_at_any_number_of_processes() {
+fn every_way_gives_every_owner_the_same_at_any_number_of_processes(carrier: Carrier) {
     let alone = sorted(&simulated("transfers", 1, &[]));
     assert!(alone.len() > 60, "{alone:#?}");
     assert!(alone.iter().any(|line| line.starts_with("a refused cut: ")), "{alone:#?}");
-    for processes in [1, 2, 4, 8] {
-        assert_eq!(over_tcp("transfers", processes), alone, "{processes} processes over tcp");
-        assert_eq!(sorted(&simulated("transfers", processes, &[])), alone, "{processes} processes inproc");
+    for processes in [1, 2, 4, 8].into_iter().filter(|processes| carrier.takes(*processes)) {
+        assert_eq!(over(carrier, "transfers", processes), alone, "{processes} processes");
+        if carrier.is_thorough() {
+            let threads = sorted(&simulated("transfers", processes, &[]));
+            assert_eq!(threads, alone, "{processes} processes inproc");
+        }
     }
 }
 
 /// As on so many hosts: what is between them is the same, but the plans are others.
-fn over_hosts(name: &str, processes: usize, hosts: usize) -> Vec<String> {
-    let mut job = Job::prepare(JobOptions::new(env!("CARGO_BIN_EXE_named"), processes));
+fn over_hosts(carrier: Carrier, name: &str, processes: usize, hosts: usize) -> Vec<String> {
+    let mut job = Job::prepare(options(carrier, processes));
     for process in 0..processes {
         let mut command = job.command(process);
         command.arg(name).env(variables::HOST, format!("host{}", process * hosts / processes));
@@ -39,22 +53,18 @@ fn over_hosts(name: &str, processes: usize, hosts: usize) -> Vec<String> {
     sorted(&job.wait_well())
 }
 
-#[test]
-fn every_way_gives_every_owner_the_same_on_several_hosts() {
+fn every_way_gives_every_owner_the_same_on_several_hosts(carrier: Carrier) {
     let alone = sorted(&simulated("transfers", 1, &[]));
-    for (processes, hosts) in [(2, 2), (4, 2), (4, 4), (8, 2), (8, 4)] {
-        assert_eq!(
-            over_hosts("transfers", processes, hosts),
-            alone,
-            "{processes} processes on {hosts} hosts"
-        );
+    let all = [(2, 2), (4, 2), (4, 4), (8, 2), (8, 4)];
+    for (processes, hosts) in all.into_iter().filter(|(processes, _)| carrier.takes(*processes)) {
+        let found = over_hosts(carrier, "transfers", processes, hosts);
+        assert_eq!(found, alone, "{processes} processes on {hosts} hosts");
     }
-    assert_eq!(over_hosts("large", 4, 2), sorted(&simulated("large", 1, &[])));
+    assert_eq!(over_hosts(carrier, "large", 4, 2), sorted(&simulated("large", 1, &[])));
 }
 
-#[test]
-fn arrays_come_back_from_a_tour_as_they_were() {
-    let lines = over_tcp("transfers", 4);
+fn arrays_come_back_from_a_tour_as_they_were(carrier: Carrier) {
+    let lines = over(carrier, "transfers", 4);
     let of = |name: &str| {
         let shards = lines.iter().filter_map(|line| line.strip_prefix(name));
         shards.map(str::to_owned).collect::<Vec<_>>()
@@ -63,16 +73,14 @@ fn arrays_come_back_from_a_tour_as_they_were() {
     assert_eq!(of("before the tour"), of("after the tour"));
 }
 
-#[test]
-fn messages_around_the_eager_limit_and_beyond_the_eager_credit_arrive() {
+fn messages_around_the_eager_limit_and_beyond_the_eager_credit_arrive(carrier: Carrier) {
     let alone = sorted(&simulated("eager_limit", 1, &[]));
     assert_eq!(alone.len(), 6 + 96);
-    for processes in [2, 8] {
-        assert_eq!(over_tcp("eager_limit", processes), alone, "{processes} processes");
+    for processes in [2, 8].into_iter().filter(|processes| carrier.takes(*processes)) {
+        assert_eq!(over(carrier, "eager_limit", processes), alone, "{processes} processes");
     }
 }
 
-#[test]
-fn a_large_array_arrives_whole() {
-    assert_eq!(over_tcp("large", 2), sorted(&simulated("large", 1, &[])));
+fn a_large_array_arrives_whole(carrier: Carrier) {
+    assert_eq!(over(carrier, "large", 2), sorted(&simulated("large", 1, &[])));
 }

@@ -33,14 +33,15 @@ impl Handler for Door {
     fn done(&self, ticket: Ticket, _: Result<(), TransportError>) {
         // A send that failed needs no word of its own: its peer is gone, which is told separately.
         if let Some(runtime) = self.0.upgrade() {
-            let guard = runtime.sending.lock().remove(&ticket.0);
+            let guard = runtime.under_way.lock().sent(ticket);
             drop(guard);
         }
     }
 
     fn peer_down(&self, peer: ProcessId, why: TransportError) {
+        // What was under way has ended: the transport says so of each.
         if let Some(runtime) = self.0.upgrade() {
-            runtime.peer_down(peer, &reason(&why));
+            runtime.with_router(|router| router.peer_down(peer, &reason(&why)));
         }
     }
 }
@@ -63,9 +64,10 @@ impl Runtime {
         self.with_router(|router| router.issue(record, || self.now()));
     }
 
-    /// A peer is gone, by the word of the transport or of the rendezvous.
+    /// A peer is gone, by the word of the rendezvous. The transport may not know.
     pub(crate) fn peer_down(self: &Arc<Self>, peer: ProcessId, why: &str) {
         self.with_router(|router| router.peer_down(peer, why));
+        self.give_up(peer, why);
         self.changed.notify_all();
     }
 
@@ -162,6 +164,7 @@ impl Runtime {
                     self.trouble.lock().lost.get_or_insert(failure);
                     self.changed.notify_all();
                 }
+                Action::Silent { peer, why } => self.give_up(peer, &why),
                 Action::Failed(failure) => self.remember(&failure),
             }
         }
@@ -174,11 +177,15 @@ impl Runtime {
             Body::Empty => transport.post(to, header, None, Ticket::NONE),
             Body::Control(bytes) => transport.post(to, header, Some(bytes.into()), Ticket::NONE),
             Body::Cargo(Outgoing { buffer, guard }) => {
-                let ticket = self.next_ticket.fetch_add(1, Ordering::Relaxed);
-                self.sending.lock().insert(ticket, guard);
+                let sending = self.under_way.lock().send(to, guard);
+                // Of what is not sent the memory goes first: who waits for some looks when operations end.
+                let ticket = match sending {
+                    Ok(ticket) => ticket,
+                    Err(guard) => return drop((buffer, guard)),
+                };
                 self.bytes_sent[to.index()].fetch_add(buffer.len() as u64, Ordering::Relaxed);
                 let payload = (!buffer.is_empty()).then_some(buffer);
-                transport.post(to, header, payload, Ticket(ticket));
+                transport.post(to, header, payload, ticket);
             }
         }
     }
@@ -205,7 +212,9 @@ impl Runtime {
             Ok(Payload::Waiting(fetch)) => match self.staging.allocate(fetch.bytes() as usize) {
                 Ok(buffer) => {
                     let runtime = self.clone();
-                    fetch.fetch(
+                    self.fetch(
+                        from,
+                        fetch,
                         buffer,
                         Box::new(move |result| {
                             promise.keep(match result {

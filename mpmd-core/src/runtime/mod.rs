@@ -20,9 +20,9 @@ mod passage;
 mod slot;
 mod status;
 mod transfer;
+mod under_way;
 mod worker;
 
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -41,6 +41,7 @@ pub(crate) use passage::Passage;
 pub(crate) use slot::{Outcome, Promise, Slot, SlotUse};
 pub(crate) use status::{Doing, Status};
 pub(crate) use transfer::{PutPlan, Source};
+use under_way::UnderWay;
 use worker::{Crew, Worker};
 
 use crate::topology::{DeviceId, Topology};
@@ -90,9 +91,7 @@ pub(crate) struct Runtime {
     callbacks: Worker,
     pub(crate) mailbox: Mailbox,
     holders: Mutex<Holders>,
-    /// Operations whose bytes the transport still holds, by ticket.
-    sending: Mutex<HashMap<u64, OpGuard>>,
-    next_ticket: AtomicU64,
+    under_way: Mutex<UnderWay>,
     /// Payload bytes of pieces given to the transport, by process.
     pub(crate) bytes_sent: Vec<AtomicU64>,
     trouble: Mutex<Trouble>,
@@ -180,8 +179,7 @@ impl Runtime {
             callbacks: Worker::start("mpmd-callbacks".to_owned())?,
             mailbox: Mailbox::default(),
             holders: Mutex::default(),
-            sending: Mutex::default(),
-            next_ticket: AtomicU64::new(1),
+            under_way: Mutex::default(),
             trouble: Mutex::default(),
             changed: Condvar::new(),
             stopped: Arc::default(),

@@ -56,7 +56,9 @@ impl Runtime {
                     Err(failure) => return self.fail_passage(&passage, &failure),
                 };
                 let runtime = self.clone();
-                fetch.fetch(
+                self.fetch(
+                    passage.from,
+                    fetch,
                     buffer,
                     Box::new(move |result| match result {
                         Ok(buffer) => match place {

@@ -112,6 +112,14 @@ pub enum Action<C: Cargo> {
     HangReport(String),
     /// A peer is gone; later operations that need it will fail with this.
     PeerLost(Arc<Failure>),
+    /// A peer gives no sign of life: what the transport moves to it or from it will not end by itself, for
+    /// its connections may well stand.
+    Silent {
+        /// The peer.
+        peer: ProcessId,
+        /// What is known of it.
+        why: String,
+    },
     /// The job as a whole has failed; every wait has been told.
     Failed(Arc<Failure>),
 }

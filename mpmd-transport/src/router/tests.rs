@@ -38,6 +38,8 @@ struct Job {
     outcomes: HashMap<(usize, PieceKey), Outcome>,
     reports: Vec<String>,
     discarded: usize,
+    /// Who has been found silent, and by whom: finder first.
+    silent: Vec<(usize, usize)>,
     seeded: Seeded,
     /// Milliseconds.
     now: u64,
@@ -74,6 +76,7 @@ impl Job {
             outcomes: HashMap::new(),
             reports: Vec::new(),
             discarded: 0,
+            silent: Vec::new(),
             seeded: Seeded(seed),
             now: 0,
             max_delay,
@@ -122,6 +125,7 @@ impl Job {
                 Action::HangReport(text) => self.reports.push(text),
                 Action::Discard(_) => self.discarded += 1,
                 Action::PeerLost(_) | Action::Failed(_) => {}
+                Action::Silent { peer, .. } => self.silent.push((process, peer.index())),
             }
         }
     }
@@ -282,6 +286,7 @@ fn a_stopped_process_counts_as_lost_after_the_patience() {
     job.run(62_000);
     let failure = job.outcomes[&(0, (1, 0))].as_ref().unwrap_err();
     assert!(failure.message.contains("no sign of life for 60 s"), "{failure}");
+    assert_eq!(job.silent, [(0, 1)], "said once, so that what is under way can be given up");
 }
 
 #[test]

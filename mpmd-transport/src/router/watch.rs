@@ -97,7 +97,9 @@ impl<C: Cargo> Router<C> {
         for process in self.others() {
             let peer = &self.peers[process.index()];
             if !peer.has_left() && now > peer.heard + patience {
-                self.peer_down(process, &format!("no sign of life for {} s", patience.as_secs_f32()));
+                let why = format!("no sign of life for {} s", patience.as_secs_f32());
+                self.peer_down(process, &why);
+                self.actions.push(Action::Silent { peer: process, why });
             }
         }
     }

@@ -3,8 +3,10 @@
 
 mod diverging;
 mod examples;
+mod flooding;
 mod looping;
 mod parts;
+mod soak;
 mod tight;
 mod transfers;
 
@@ -38,6 +40,8 @@ const ALL: &[Named] = &[
     Named { name: "crossing", settings: |b| b, devices: 2, run: tight::crossing },
     Named { name: "budget", settings: tight::small_memory, devices: 3, run: tight::budget },
     Named { name: "looping", settings: looping::short_lead, devices: 4, run: looping::ring },
+    Named { name: "flooding", settings: flooding::short_lead, devices: 0, run: flooding::flood },
+    Named { name: "soak", settings: soak::long_lead, devices: 0, run: soak::soak },
     Named { name: "diverging", settings: |b| b, devices: 4, run: diverging::pipeline },
 ];
 

@@ -1,0 +1,100 @@
+//! What the transport is moving, and what becomes of it when the other side falls silent.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use mpmd_transport::transport::{Fetch, FetchDone};
+use mpmd_transport::{OwnedBuffer, ProcessId, Ticket, TransportError};
+
+use super::{OpGuard, Runtime};
+
+/// Payloads that a transport is moving.
+///
+/// A transport ends each of them when it is done, or when it knows that the peer is gone. Where a peer is
+/// merely silent it may never know: its connections stand. Then who waits is told all the same; the bytes stay
+/// with the transport until it is done with them (invariant *memory-outlives-operation*).
+#[derive(Default)]
+pub(super) struct UnderWay {
+    /// Operations whose bytes are on their way out, by ticket.
+    sending: HashMap<u64, (ProcessId, OpGuard)>,
+    /// Who waits for bytes that come.
+    receiving: HashMap<u64, (ProcessId, FetchDone)>,
+    /// Peers from which nothing is awaited any more, and why.
+    given_up: BTreeMap<ProcessId, String>,
+    next: u64,
+}
+
+impl UnderWay {
+    /// Bytes are about to be given to the transport; `operation` is in flight until they have left. It comes
+    /// back where that is not worth a try.
+    pub(super) fn send(&mut self, to: ProcessId, operation: OpGuard) -> Result<Ticket, OpGuard> {
+        if self.given_up.contains_key(&to) {
+            return Err(operation);
+        }
+        let number = self.number();
+        self.sending.insert(number, (to, operation));
+        Ok(Ticket(number))
+    }
+
+    /// The bytes have left, or never will.
+    pub(super) fn sent(&mut self, ticket: Ticket) -> Option<OpGuard> {
+        self.sending.remove(&ticket.0).map(|(_, operation)| operation)
+    }
+
+    /// From 1 on: no ticket has the number 0.
+    fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+}
+
+impl Runtime {
+    /// Reads a payload of `from` into a buffer; then calls `then` once, also where `from` falls silent.
+    pub(super) fn fetch(
+        self: &Arc<Self>,
+        from: ProcessId,
+        fetch: Box<dyn Fetch>,
+        into: OwnedBuffer,
+        then: FetchDone,
+    ) {
+        let number = {
+            let mut under_way = self.under_way.lock();
+            if let Some(why) = under_way.given_up.get(&from) {
+                let error = TransportError::PeerGone { peer: from, why: why.clone() };
+                drop(under_way);
+                // The memory goes before the operation that it belongs to.
+                drop((fetch, into));
+                return then(Err(error));
+            }
+            let number = under_way.number();
+            under_way.receiving.insert(number, (from, then));
+            number
+        };
+        let runtime = self.clone();
+        fetch.fetch(
+            into,
+            Box::new(move |result| {
+                let waiting = runtime.under_way.lock().receiving.remove(&number);
+                // Nobody waits where the sender was given up.
+                if let Some((_, then)) = waiting {
+                    then(result);
+                }
+            }),
+        );
+    }
+
+    /// Awaits nothing more of a peer, and nothing that it was to take.
+    pub(super) fn give_up(&self, peer: ProcessId, why: &str) {
+        let mut under_way = self.under_way.lock();
+        under_way.given_up.entry(peer).or_insert_with(|| why.to_owned());
+        let sending: Vec<_> = under_way.sending.extract_if(|_, (to, _)| *to == peer).collect();
+        let mut receiving: Vec<_> = under_way.receiving.extract_if(|_, (from, _)| *from == peer).collect();
+        // Both call on the rest of the runtime.
+        drop(under_way);
+        drop(sending);
+        receiving.sort_unstable_by_key(|(number, _)| *number);
+        for (_, (_, then)) in receiving {
+            then(Err(TransportError::PeerGone { peer, why: why.to_owned() }));
+        }
+    }
+}

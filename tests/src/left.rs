@@ -1,0 +1,68 @@
+//! Shared memory that processes may leave behind: it outlives them where nobody removes it.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+/// Where named shared memory lies.
+const NAMED: &str = "/dev/shm";
+
+/// All shared memory without a name, one line each.
+const NUMBERED: &str = "/proc/sysvipc/shm";
+
+/// The named shared memory that was there before a test.
+///
+/// Names do not tell whose they are, so only those count that a transport of ours would give.
+pub(crate) struct SharedMemory {
+    before: BTreeSet<String>,
+}
+
+impl SharedMemory {
+    /// What is there now.
+    pub(crate) fn now() -> Self {
+        Self { before: named(Path::new(NAMED)) }
+    }
+
+    /// What is there that was not before, and what these processes have made and not removed.
+    pub(crate) fn left(&self, pids: &[u32]) -> Vec<String> {
+        let mut left: Vec<String> = named(Path::new(NAMED)).difference(&self.before).cloned().collect();
+        left.extend(numbered(&std::fs::read_to_string(NUMBERED).unwrap_or_default(), pids));
+        left
+    }
+}
+
+fn named(folder: &Path) -> BTreeSet<String> {
+    // A system without it has none.
+    let Ok(all) = std::fs::read_dir(folder) else { return BTreeSet::new() };
+    let names = all.filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned()));
+    names.filter(|name| name.starts_with("ucx_shm") || name.starts_with("mpmd")).collect()
+}
+
+/// The lines of those that these processes have made.
+fn numbered(table: &str, pids: &[u32]) -> Vec<String> {
+    let mut lines = table.lines();
+    let head = lines.next().unwrap_or_default();
+    let Some(maker) = head.split_whitespace().position(|column| column == "cpid") else { return Vec::new() };
+    let made_by = |line: &&str| line.split_whitespace().nth(maker).and_then(|pid| pid.parse().ok());
+    let theirs = lines.filter(|line| made_by(line).is_some_and(|pid| pids.contains(&pid)));
+    theirs.map(str::to_owned).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_is_new_or_made_by_the_processes_counts() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["ucx_shm_posix_7", "mpmd-1", "pulse-shm"] {
+            std::fs::write(folder.path().join(name), "").unwrap();
+        }
+        let names: Vec<String> = named(folder.path()).into_iter().collect();
+        assert_eq!(names, ["mpmd-1", "ucx_shm_posix_7"]);
+        assert!(named(&folder.path().join("none")).is_empty());
+        let table = "key shmid perms size cpid lpid\n  0  1 600 4096 71 71\n  0 71 600 4096 72 9\n";
+        assert_eq!(numbered(table, &[71]), ["  0  1 600 4096 71 71"]);
+        assert!(numbered("", &[71]).is_empty());
+        assert!(SharedMemory::now().left(&[]).is_empty());
+    }
+}

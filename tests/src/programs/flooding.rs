@@ -1,0 +1,65 @@
+//! Large transfers from one process to all others, or from all others to one, until somebody ends it.
+
+use std::sync::Arc;
+
+use mpmd_core::Builder;
+use mpmd_core::prelude::*;
+use mpmd_core::sharding::Sharding;
+use mpmd_core::topology::DeviceId;
+
+use super::Say;
+use crate::random::Random;
+
+/// More than a test lasts.
+const ROUNDS: usize = 1_000_000;
+
+/// Of each transfer. No transport takes so much in one go.
+const BYTES: usize = 64 << 20;
+
+/// So that something is always under way, but never more than a machine has memory for.
+pub(super) fn short_lead(builder: Builder) -> Builder {
+    builder.run_ahead(6, 1 << 30)
+}
+
+/// `flooding sends WHO`: process `WHO` sends 64 MiB to each other one, again and again.
+/// `flooding receives WHO`: each other process sends them to `WHO`. What comes is compared to the bit,
+/// while the next is under way.
+pub(super) fn flood(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
+    let wrong = || Error::kernel("flooding sends|receives WHO");
+    let [how, who] = args else { return Err(wrong()) };
+    let who: usize = who.parse().map_err(|_| wrong())?;
+    let others = (0..p.processes()).filter(|other| *other != who);
+    let ways: Vec<(usize, usize)> = match *how {
+        "sends" => others.map(|other| (who, other)).collect(),
+        "receives" => others.map(|other| (other, who)).collect(),
+        _ => return Err(wrong()),
+    };
+    let on = |process: usize| Sharding::single_device(DeviceId(process as u32));
+    // Each process sends other bytes than the rest: this pattern from another place on.
+    let pattern = Arc::new(Random::new(64).bytes(BYTES + p.processes()));
+    let mut sources = Vec::new();
+    for process in 0..p.processes() {
+        let pattern = pattern.clone();
+        let fill = move |_: &Region, mut view: ViewMut<'_>| -> Result<()> {
+            view.as_mut_slice::<u8>()?.copy_from_slice(&pattern[process..process + BYTES]);
+            Ok(())
+        };
+        sources.push(p.make(u8s([BYTES]), &on(process), fill)?);
+    }
+    let mut before: Vec<(usize, MpmdArray)> = Vec::new();
+    for round in 0..ROUNDS {
+        let mut moved = Vec::new();
+        for (from, to) in &ways {
+            moved.push((*from, p.device_put(&sources[*from], on(*to))?));
+        }
+        for (from, x) in std::mem::replace(&mut before, moved) {
+            let right = &pattern[from..from + BYTES];
+            if x.to_host()?.is_some_and(|found| found.bytes()[..] != *right) {
+                say(format!("WRONG data of process {from} before round {round}"));
+            }
+        }
+        p.step_end()?;
+        say(format!("round {round}"));
+    }
+    Ok(())
+}

@@ -1,0 +1,262 @@
+//! Thousands of transfers whose handles and futures are dropped at any time.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context as TaskContext, Waker};
+use std::time::{Duration, Instant};
+
+use futures::executor::block_on;
+use mpmd_core::prelude::*;
+use mpmd_core::sharding::Sharding;
+use mpmd_core::topology::DeviceId;
+use mpmd_core::{ArrayFuture, Builder};
+
+use super::Say;
+use crate::random::Random;
+
+/// Of most transfers, at most.
+const BYTES: usize = 1 << 20;
+
+/// Of one transfer in [`RARE`].
+const LARGE_BYTES: usize = 8 << 20;
+const RARE: usize = 200;
+
+/// Arrays are parts of one pattern, from so many places.
+const PLACES: usize = 1 << 16;
+
+/// Handles and futures that wait for their fate.
+const KEPT: usize = 24;
+
+/// Transfers from one point at which nothing is held to the next.
+const PERIOD: usize = 500;
+
+/// So that every drop can meet an operation in any state.
+pub(super) fn long_lead(builder: Builder) -> Builder {
+    builder.run_ahead(128, 64 << 20)
+}
+
+/// `soak TRANSFERS SEED`: random sizes between random processes. What is awaited is compared to the bit, the
+/// rest is dropped: as a handle or as a future, at once, later, or polled a few times. After a fifth of the
+/// transfers and at the end says how many bytes are in use, mapped by pools, and resident; and at the end how
+/// many arrays were looked at, here and by all processes.
+pub(super) fn soak(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
+    let number = |text: &&str| text.parse::<usize>().map_err(|error| Error::kernel(error.to_string()));
+    let numbers = args.iter().map(number).collect::<Result<Vec<usize>>>()?;
+    let [transfers, seed] = numbers[..] else { return Err(Error::kernel("soak TRANSFERS SEED")) };
+    let mut soak = Soak {
+        random: Random::new(seed as u64),
+        pattern: Arc::new(Random::new(8).bytes(LARGE_BYTES + PLACES)),
+        kept: Vec::new(),
+        looked_at: Arc::default(),
+        awaited: 0,
+        awaited_here: 0,
+    };
+    for i in 0..transfers {
+        soak.transfer(p)?;
+        if (i + 1) % PERIOD == 0 {
+            soak.settle(p)?;
+            p.step_end()?;
+        }
+        if i + 1 == transfers / 5 {
+            soak.settle(p)?;
+            say(memory_use("warm", p));
+        }
+    }
+    soak.settle(p)?;
+    say(memory_use("end", p));
+    say(format!("looked at {} of {}", soak.looked_at.load(Ordering::Relaxed), soak.awaited));
+    Ok(())
+}
+
+fn memory_use(when: &str, p: &Program) -> String {
+    let memory = p.memory();
+    let live = memory.live + memory.host_live;
+    format!("{when}: live {live} mapped {} resident {}", memory.mapped, resident_bytes())
+}
+
+/// Bytes of this process that are in the machine's memory.
+fn resident_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok());
+    kib.unwrap_or_default() * 1024
+}
+
+struct Soak {
+    random: Random,
+    pattern: Arc<Vec<u8>>,
+    kept: Vec<Kept>,
+    /// Arrays that this process has compared. Callbacks count too.
+    looked_at: Arc<AtomicUsize>,
+    /// Arrays that were to be compared where they are.
+    awaited: usize,
+    /// Those of them that are here.
+    awaited_here: usize,
+}
+
+/// Something that is dropped or awaited later.
+enum Kept {
+    /// The source of a transfer, only to be dropped.
+    Source {
+        _x: MpmdArray,
+    },
+    Handle(Moved),
+    Future(Pin<Box<ArrayFuture>>, Moved),
+}
+
+/// An array that was moved.
+#[derive(Clone)]
+struct Moved {
+    x: MpmdArray,
+    /// From which place of the pattern on it is.
+    place: usize,
+    bytes: usize,
+}
+
+impl Soak {
+    /// Draws the same on every process: what is issued follows from it.
+    fn transfer(&mut self, p: &mut Program) -> Result<()> {
+        let processes = p.processes();
+        let from = self.random.below(processes);
+        let to = (from + 1 + self.random.below(processes - 1)) % processes;
+        let bytes = self.size();
+        let place = self.random.below(PLACES);
+        let pattern = self.pattern.clone();
+        let fill = move |_: &Region, mut view: ViewMut<'_>| -> Result<()> {
+            view.as_mut_slice::<u8>()?.copy_from_slice(&pattern[place..place + bytes]);
+            Ok(())
+        };
+        let source = p.make(u8s([bytes]), &on(from), fill)?;
+        let mut x = p.device_put(&source, on(to))?;
+        if self.random.below(4) == 0 {
+            // Passed on from where it may not have arrived yet; the handle in between is gone.
+            let next = self.random.below(processes);
+            x = p.device_put(&x, on(next))?;
+        }
+        if self.random.below(4) == 0 {
+            self.kept.push(Kept::Source { _x: source });
+        }
+        let moved = Moved { x, place, bytes };
+        match self.random.below(8) {
+            0 | 1 => drop(moved),
+            2 => self.look(moved)?,
+            3 => {
+                let times = self.random.below(6);
+                drop(polled(&moved, times));
+            }
+            4 => {
+                let times = self.random.below(3);
+                self.kept.push(Kept::Future(polled(&moved, times), moved));
+            }
+            5 => self.look_when_there(&moved),
+            _ => self.kept.push(Kept::Handle(moved)),
+        }
+        if self.kept.len() > KEPT {
+            let chosen = self.random.below(self.kept.len());
+            let kept = self.kept.swap_remove(chosen);
+            self.decide(kept)?;
+        }
+        Ok(())
+    }
+
+    /// Small ones as often as large ones.
+    fn size(&mut self) -> usize {
+        if self.random.below(RARE) == 0 {
+            return LARGE_BYTES - self.random.below(64);
+        }
+        let order = self.random.below(BYTES.ilog2() as usize + 1);
+        let least = 1 << order;
+        (least + self.random.below(least)).min(BYTES)
+    }
+
+    /// The end of what was kept.
+    fn decide(&mut self, kept: Kept) -> Result<()> {
+        match (kept, self.random.below(3)) {
+            (Kept::Handle(moved), 0) => self.look(moved),
+            (Kept::Future(future, moved), 0 | 1) => {
+                drop(block_on(future)?);
+                self.look(moved)
+            }
+            (Kept::Future(mut future, moved), _) => {
+                // The handle goes first: the future alone holds the array.
+                drop(moved);
+                let _ = future.as_mut().poll(&mut TaskContext::from_waker(Waker::noop()));
+                Ok(())
+            }
+            (Kept::Handle(_) | Kept::Source { .. }, _) => Ok(()),
+        }
+    }
+
+    fn look(&mut self, moved: Moved) -> Result<()> {
+        self.awaited += 1;
+        self.awaited_here += usize::from(!moved.x.is_fully_remote());
+        let Moved { x, place, bytes } = moved;
+        let x = block_on(x.into_future())?;
+        let Some(values) = x.to_host()? else { return Ok(()) };
+        check(values.bytes(), &self.pattern[place..place + bytes])?;
+        self.looked_at.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn look_when_there(&mut self, moved: &Moved) {
+        self.awaited += 1;
+        self.awaited_here += usize::from(!moved.x.is_fully_remote());
+        let Moved { x, place, bytes } = moved.clone();
+        let (pattern, looked_at) = (self.pattern.clone(), self.looked_at.clone());
+        x.then(move |values| {
+            // What is wrong here is missing in the count, and waited for in vain.
+            let right = |values: &HostArray| check(values.bytes(), &pattern[place..place + bytes]).is_ok();
+            if values.as_ref().is_ok_and(right) {
+                looked_at.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+    }
+
+    /// Lets go of all, and waits until nothing is in use. It is the same point of the program everywhere.
+    /// What has not begun uses nothing yet: what it should leave behind is seen at the next such point.
+    fn settle(&mut self, p: &Program) -> Result<()> {
+        while let Some(kept) = self.kept.pop() {
+            self.decide(kept)?;
+        }
+        let until = Instant::now() + Duration::from_secs(20);
+        loop {
+            let memory = p.memory();
+            let looked_at = self.looked_at.load(Ordering::Relaxed);
+            if memory.live + memory.host_live == 0 && looked_at == self.awaited_here {
+                return Ok(());
+            }
+            if Instant::now() > until {
+                let missing = self.awaited_here - looked_at;
+                let message = format!("nobody holds anything, {missing} arrays are missing, {memory:?}");
+                return Err(Error::kernel(message));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+fn on(process: usize) -> Sharding {
+    Sharding::single_device(DeviceId(process as u32))
+}
+
+fn polled(moved: &Moved, times: usize) -> Pin<Box<ArrayFuture>> {
+    let mut future = Box::pin(moved.x.clone().into_future());
+    for _ in 0..times {
+        // One that has ended is not asked again.
+        if future.as_mut().poll(&mut TaskContext::from_waker(Waker::noop())).is_ready() {
+            break;
+        }
+        std::thread::yield_now();
+    }
+    future
+}
+
+fn check(found: &[u8], expected: &[u8]) -> Result<()> {
+    if found == expected {
+        return Ok(());
+    }
+    let at = found.iter().zip(expected).position(|(found, expected)| found != expected);
+    let (found, expected) = (found.len(), expected.len());
+    Err(Error::kernel(format!("WRONG data at {at:?} of {found} bytes, expected {expected}")))
+}

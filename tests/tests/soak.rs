@@ -1,0 +1,51 @@
+//! Thousands of transfers with handles and futures dropped at any time: every array that is looked at is
+//! right, nothing stays in use, and memory is flat.
+
+use std::time::{Duration, Instant};
+
+use mpmd_tests::{Carrier, Job, JobOptions, over_each_carrier};
+
+const PROCESSES: usize = 4;
+const SEED: u64 = 20_251_121;
+
+const TRANSFERS: usize = 10_000;
+
+/// The same for pools and for the process: what a run may still take from the system when it is warm.
+const LITTLE: u64 = 16 << 20;
+
+/// They take a few seconds over any transport.
+const LONG: Duration = Duration::from_secs(200);
+
+over_each_carrier! {
+    transfers_that_are_dropped_at_any_time_leave_nothing
+}
+
+fn transfers_that_are_dropped_at_any_time_leave_nothing(carrier: Carrier) {
+    let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).over(carrier).limit(LONG);
+    let begin = Instant::now();
+    let mut job = Job::start(options, &["soak", &TRANSFERS.to_string(), &SEED.to_string()]);
+    let said = job.wait_well();
+    println!("{TRANSFERS} transfers took {:?}", begin.elapsed());
+    let mut looked_at = 0;
+    let mut to_look_at = Vec::new();
+    for (process, said) in said.iter().enumerate() {
+        println!("process {process}:\n{said}");
+        let numbers = |line: &str| -> Vec<u64> {
+            let line = said.lines().find_map(|said| said.strip_prefix(line));
+            let words = line.unwrap_or_default().split(' ');
+            words.filter_map(|word| word.parse().ok()).collect()
+        };
+        let (warm, end) = (numbers("warm: "), numbers("end: "));
+        let ([_, mapped_warm, resident_warm], [live, mapped, resident]) = (&warm[..], &end[..]) else {
+            panic!("process {process} does not say what it uses:\n{}", job.report())
+        };
+        assert_eq!(*live, 0, "process {process}");
+        assert!(*mapped <= mapped_warm + LITTLE, "process {process}: {mapped_warm}, then {mapped} mapped");
+        assert!(*resident <= resident_warm + LITTLE, "process {process}: {resident_warm}, then {resident}");
+        let [here, all] = numbers("looked at ")[..] else { panic!("{}", job.report()) };
+        looked_at += here;
+        to_look_at.push(all);
+    }
+    assert_eq!(to_look_at, [looked_at; PROCESSES], "every array is looked at, on exactly one process");
+    assert!(looked_at as usize > TRANSFERS / 4, "only {looked_at} of {TRANSFERS} are looked at");
+}
