@@ -59,6 +59,7 @@ impl Meeting {
             devices: 0,
             addresses: vec![(carrier.name().to_owned(), door.address())],
             program: "mpmd bench p2p".to_owned(),
+            trouble: None,
         };
         let host = member.host.clone();
         let members = rendezvous.join(member)?;
