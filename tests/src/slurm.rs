@@ -4,6 +4,7 @@ use std::net::{Ipv4Addr, TcpListener, ToSocketAddrs};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::process::geteuid;
@@ -30,7 +31,11 @@ const CPUS: usize = 4;
 pub struct Slurm {
     daemons: Vec<Watched>,
     settings: PathBuf,
+    /// Two in one process would choose the same ports.
+    _alone: MutexGuard<'static, ()>,
 }
+
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 impl Slurm {
     /// Starts it, and waits until it takes jobs; `None` where it is not installed.
@@ -42,6 +47,8 @@ impl Slurm {
         let found: Option<Vec<PathBuf>> =
             NEEDED.iter().map(|(program, package)| system_program(program, package)).collect();
         let [munged, slurmctld, slurmd, ..] = &found?[..] else { return None };
+        // A test that failed here does not spoil it for the others.
+        let alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
         let host = hostname();
         let settings = site.path().join("slurm.conf");
         std::fs::write(&settings, slurm_conf(site.path(), &host)).expect("the test's own folder");
@@ -53,7 +60,7 @@ impl Slurm {
         std::fs::write(&key, site.path().display().to_string().repeat(8)).expect("the test's own folder");
         std::fs::set_permissions(&key, PermissionsExt::from_mode(0o600)).expect("the test's own file");
 
-        let mut slurm = Self { daemons: Vec::new(), settings };
+        let mut slurm = Self { daemons: Vec::new(), settings, _alone: alone };
         let file = |option: &str, name: &str| format!("--{option}={}", site.path().join(name).display());
         let mut command = site.command(munged);
         command.args(["--foreground".to_owned(), file("key-file", "munge.key")]);
