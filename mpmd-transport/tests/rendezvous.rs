@@ -430,7 +430,9 @@ fn answer(server: &Server, bytes: &[u8]) -> Vec<u8> {
     let mut stream = TcpStream::connect(server.address()).unwrap();
     stream.set_read_timeout(Some(LONG)).unwrap();
     stream.write_all(bytes).unwrap();
-    stream.shutdown(std::net::Shutdown::Write).unwrap();
+    // Not connected any more where the server was quicker to close.
+    let shut = stream.shutdown(std::net::Shutdown::Write);
+    assert!(shut.is_ok() || shut.is_err_and(|error| error.kind() == ErrorKind::NotConnected));
     let mut said = Vec::new();
     let mut chunk = [0; 256];
     loop {

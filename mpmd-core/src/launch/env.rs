@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use mpmd_transport::ProcessId;
 use mpmd_transport::rendezvous::Token;
-use mpmd_transport::ucx::Spin;
 
 use super::{LaunchError, spin, variables as ours};
+use crate::transports::Spin;
 
 /// Which process of which job this is, as its launcher says.
 #[derive(Clone, Debug, Eq, PartialEq)]

@@ -17,7 +17,8 @@ use super::{LaunchError, Outcome, supervise, variables};
 /// Starts all processes of a job on this machine and sees them to their end.
 ///
 /// The launcher runs the job's rendezvous service; each process is told of it by `MPMD_*` variables,
-/// see [`variables`], and has a process group of its own. Its standard input is empty.
+/// see [`variables`], and has a process group of its own. Its standard input is empty. Where the user has not set
+/// them, `UCX_HANDLE_ERRORS` and `UCX_ERROR_SIGNALS` are set so that UCX leaves faults to the program.
 #[derive(Clone, Debug)]
 #[must_use = "nothing starts before `run`"]
 pub struct Launch {

@@ -2,9 +2,8 @@
 
 use std::time::Duration;
 
-use mpmd_transport::ucx::Spin;
-
 use super::{LaunchError, variables};
+use crate::transports::Spin;
 
 /// Reads a value of `MPMD_SPIN`: `auto`, `never`, `always`, or a number of microseconds.
 ///
