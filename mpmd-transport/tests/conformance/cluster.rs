@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use mpmd_transport::inproc::{Fabric, Faults};
 use mpmd_transport::tcp::{Listener, Tcp, TcpConfig};
+#[cfg(feature = "ucx")]
+use mpmd_transport::ucx::{Opened, Spin, Ucx, UcxConfig};
 use mpmd_transport::{
     Header, Kind as MessageKind, Pool, ProcessId, SharedBuffer, Ticket, Transport, TransportError,
 };
@@ -45,38 +47,7 @@ impl Cluster {
     pub(crate) fn not_started(kind: Kind, processes: usize, manner: Manner) -> Self {
         match kind {
             Kind::Inproc => Self::inproc(processes, Faults::default(), manner),
-            #[cfg(feature = "ucx")]
-            Kind::Ucx => {
-                use mpmd_transport::ucx::{Opened, Spin, UcxConfig};
-                let opened: Vec<_> = (0..processes).map(|_| Opened::open().unwrap()).collect();
-                let peers: Vec<String> = opened.iter().map(|o| o.address().to_owned()).collect();
-                let connecting: Vec<_> = opened
-                    .into_iter()
-                    .enumerate()
-                    .map(|(p, o)| {
-                        let config = UcxConfig {
-                            process: id(p),
-                            peers: peers.clone(),
-                            token: TOKEN,
-                            epoch: EPOCH,
-                            patience: Duration::from_secs(20),
-                            pool: Pool::new("ucx", None),
-                            spin: Spin::Auto,
-                            neighbours: processes,
-                        };
-                        std::thread::spawn(move || o.connect(config))
-                    })
-                    .collect();
-                let all: Vec<_> = connecting
-                    .into_iter()
-                    .map(|t| t.join().unwrap().unwrap() as Arc<dyn Transport>)
-                    .collect();
-                Self::of(None, all, manner)
-            }
-            Kind::Tcp => {
-                let transports = connect(processes);
-                Self::of(None, transports.into_iter().map(|tcp| tcp as Arc<dyn Transport>), manner)
-            }
+            _ => Self::of(None, connected(kind, processes), manner),
         }
     }
 
@@ -194,6 +165,41 @@ impl Drop for Cluster {
         // Also where a check failed: nothing is left running.
         self.shut_down();
     }
+}
+
+/// `processes` connected transports of a kind, not started.
+pub(crate) fn connected(kind: Kind, processes: usize) -> Vec<Arc<dyn Transport>> {
+    match kind {
+        Kind::Inproc => {
+            let fabric = Fabric::new(processes, Faults::default());
+            (0..processes).map(|process| fabric.endpoint(id(process)) as _).collect()
+        }
+        Kind::Tcp => connect(processes).into_iter().map(|tcp| tcp as _).collect(),
+        #[cfg(feature = "ucx")]
+        Kind::Ucx => connect_ucx(processes).into_iter().map(|ucx| ucx as _).collect(),
+    }
+}
+
+/// `processes` connected transports over UCX, not started.
+#[cfg(feature = "ucx")]
+fn connect_ucx(processes: usize) -> Vec<Arc<Ucx>> {
+    let opened: Vec<_> = (0..processes).map(|_| Opened::open().unwrap()).collect();
+    let peers: Vec<_> = opened.iter().map(|opened| opened.address().to_owned()).collect();
+    let connecting = opened.into_iter().enumerate().map(|(process, opened)| {
+        let config = UcxConfig {
+            process: id(process),
+            peers: peers.clone(),
+            token: TOKEN,
+            epoch: EPOCH,
+            patience: Duration::from_secs(20),
+            pool: Pool::new("unexpected", None),
+            spin: Spin::Auto,
+            neighbours: processes,
+        };
+        std::thread::spawn(move || opened.connect(config))
+    });
+    let connecting: Vec<_> = connecting.collect();
+    connecting.into_iter().map(|thread| thread.join().unwrap().unwrap()).collect()
 }
 
 /// `processes` connected TCP transports, not started.

@@ -4,10 +4,15 @@ mod checks;
 mod cluster;
 mod inproc;
 mod recorder;
+mod rerun;
+mod soak;
 mod tcp;
 
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
+
+/// How long a check may take. Few take a second, but under valgrind one takes long.
+const LIMIT: Duration = Duration::from_secs(180);
 
 /// Runs a test on a thread of its own and fails it where it takes longer than `limit`.
 pub(crate) fn within(limit: Duration, test: impl FnOnce() + Send + 'static) {
@@ -28,52 +33,38 @@ pub(crate) fn within(limit: Duration, test: impl FnOnce() + Send + 'static) {
 }
 
 macro_rules! over_each_transport {
-    ($($check:ident)*) => {
-        mod over_inproc {
-            $(#[test]
-            fn $check() {
-                crate::within(std::time::Duration::from_secs(60), || {
-                    crate::checks::$check(crate::cluster::Kind::Inproc);
-                });
-            })*
-        }
-
+    ($($module:ident::$check:ident)*) => {
+        over_each_transport! { @over over_inproc Inproc $($module::$check)* }
+        over_each_transport! { @over over_tcp Tcp $($module::$check)* }
         #[cfg(feature = "ucx")]
-        mod over_ucx {
+        over_each_transport! { @over over_ucx Ucx $($module::$check)* }
+    };
+    (@over $name:ident $kind:ident $($module:ident::$check:ident)*) => {
+        mod $name {
             $(#[test]
             fn $check() {
-                crate::within(std::time::Duration::from_secs(60), || {
-                    crate::checks::$check(crate::cluster::Kind::Ucx);
-                });
-            })*
-        }
-
-        mod over_tcp {
-            $(#[test]
-            fn $check() {
-                crate::within(std::time::Duration::from_secs(60), || {
-                    crate::checks::$check(crate::cluster::Kind::Tcp);
-                });
+                crate::within(crate::LIMIT, || crate::$module::$check(crate::cluster::Kind::$kind));
             })*
         }
     };
 }
 
 over_each_transport! {
-    payloads_of_every_size_arrive_intact
-    payloads_above_four_gib_are_announced_without_taking_memory
-    both_directions_at_once_with_payloads_larger_than_every_buffer
-    eight_processes_all_to_all
-    payload_buffers_are_released_when_done
-    control_overtakes_a_bulk_payload_that_nobody_fetches
-    a_dead_sender_ends_its_payloads
-    a_dead_receiver_ends_all_tickets_towards_it
-    posting_to_a_dead_peer_ends_the_ticket
-    a_slow_reader_holds_up_nobody_else
-    after_a_discarded_payload_the_next_arrives_right
-    what_is_posted_before_peers_start_is_kept
-    many_small_messages_keep_their_order
-    shutdown_sends_what_was_posted
-    shutdown_keeps_its_deadline_and_ends_every_ticket
-    a_transport_that_was_never_started_shuts_down
+    checks::payloads_of_every_size_arrive_intact
+    checks::payloads_above_four_gib_are_announced_without_taking_memory
+    checks::both_directions_at_once_with_payloads_larger_than_every_buffer
+    checks::eight_processes_all_to_all
+    checks::payload_buffers_are_released_when_done
+    checks::control_overtakes_a_bulk_payload_that_nobody_fetches
+    checks::a_dead_sender_ends_its_payloads
+    checks::a_dead_receiver_ends_all_tickets_towards_it
+    checks::posting_to_a_dead_peer_ends_the_ticket
+    checks::a_slow_reader_holds_up_nobody_else
+    checks::after_a_discarded_payload_the_next_arrives_right
+    checks::what_is_posted_before_peers_start_is_kept
+    checks::many_small_messages_keep_their_order
+    checks::shutdown_sends_what_was_posted
+    checks::shutdown_keeps_its_deadline_and_ends_every_ticket
+    checks::a_transport_that_was_never_started_shuts_down
+    soak::payloads_are_dropped_at_any_time
 }

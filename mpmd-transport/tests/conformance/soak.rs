@@ -1,0 +1,296 @@
+//! A thousand messages of random sizes whose payloads are read, dropped or kept for a while, at random; then
+//! the end, in order and not. It is small enough to run where each access to memory is looked at.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use mpmd_transport::transport::Fetch;
+use mpmd_transport::{
+    Handler, Header, Kind as MessageKind, OwnedBuffer, Payload, Pool, ProcessId, SharedBuffer, Ticket,
+    TransportError,
+};
+use parking_lot::{Condvar, Mutex};
+
+use crate::cluster::{Kind, connected, id, pattern, pattern_is_intact};
+
+const MESSAGES: u64 = 1000;
+
+/// Of most messages, at most; the largest are beyond what any transport sends at once.
+const BYTES: usize = 32 << 10;
+const LARGE_BYTES: usize = 1 << 20;
+const RARE: u64 = 50;
+
+/// Posted and not ended, at most.
+const LEAD: usize = 40;
+
+/// How long a test waits for something that has to come, on a machine that is looked at.
+const PATIENCE: Duration = Duration::from_secs(150);
+
+/// Buffers that are kept for a while, at most.
+const HELD: usize = 8;
+
+pub(crate) fn payloads_are_dropped_at_any_time(kind: Kind) {
+    let pools = [Pool::new("first", None), Pool::new("second", None)];
+    let ends = pools.each_ref().map(|pool| End::new(pool.clone()));
+    let transports = connected(kind, 2);
+    for (transport, end) in transports.iter().zip(&ends) {
+        transport.start(end.clone());
+    }
+    let mut random = Random(1);
+    for number in 1..=MESSAGES {
+        let from = random.below(2) as usize;
+        let bytes = match random.below(RARE) {
+            0 => LARGE_BYTES - random.below(100) as usize,
+            _ => {
+                // Small ones as often as large ones.
+                let order = 1 + random.below(BYTES.ilog2().into());
+                1 + random.below(1 << order) as usize
+            }
+        };
+        let message = if random.below(4) == 0 { MessageKind::Eager } else { MessageKind::Data };
+        let header = Header { op: number, bytes: bytes as u64, ..Header::new(message) };
+        let mut payload = pools[from].allocate(bytes).expect("a pool without limit");
+        payload.copy_from_slice(&pattern(id(from), &header));
+        let payload = payload.freeze();
+        ends[from].posted();
+        // The poster's own hold on it ends now, or once the transport's has.
+        if random.below(2) == 0 {
+            ends[from].keep(payload.clone());
+        }
+        transports[from].post(id(1 - from), header, Some(payload), Ticket(number));
+        wait(&ends, from, "room for more", |seen| seen.posted - seen.done.len() < LEAD);
+    }
+    for (from, end) in ends.iter().enumerate() {
+        wait(&ends, from, "the end of all that was posted", |seen| seen.done.len() == seen.posted);
+        end.read(|seen| assert!(seen.done.values().all(|ended| *ended == [Ok(())]), "{:?}", seen.done));
+    }
+    for (to, end) in ends.iter().enumerate() {
+        let sent = ends[1 - to].read(|seen| seen.posted);
+        wait(&ends, to, "all that was sent", |seen| {
+            seen.arrived == sent && seen.held.is_empty() && seen.open == 0
+        });
+        end.read(|seen| assert_eq!((seen.wrong, &seen.lost[..]), (0, &[][..])));
+        assert!(end.read(|seen| seen.right) > MESSAGES as usize / 10);
+    }
+    // Then payloads in all states: being sent, waiting, held.
+    ends.iter().for_each(|end| end.seen.lock().holds_all = true);
+    for (from, transport) in transports.iter().enumerate() {
+        for number in 1..=10 {
+            let op = MESSAGES + 10 * from as u64 + number;
+            let header = Header { op, bytes: LARGE_BYTES as u64, ..Header::new(MessageKind::Data) };
+            ends[from].posted();
+            let payload = SharedBuffer::from(vec![7; LARGE_BYTES]);
+            transport.post(id(1 - from), header, Some(payload), Ticket(op));
+        }
+    }
+    wait(&ends, 1, "a payload to hold", |seen| !seen.held.is_empty());
+    let [first, second] = <[_; 2]>::try_from(transports).unwrap_or_else(|_| panic!("two were asked for"));
+    first.shutdown(Duration::from_millis(100));
+    drop((first, second));
+    for (from, end) in ends.iter().enumerate() {
+        wait(&ends, from, "the end of every ticket", |seen| seen.done.len() == seen.posted);
+        end.read(|seen| assert!(seen.done.values().all(|ended| ended.len() == 1), "{:?}", seen.done));
+        // Fetched or dropped: nobody is there to bring them.
+        end.seen.lock().holds_all = false;
+    }
+    for (to, end) in ends.iter().enumerate() {
+        wait(&ends, to, "the end of every payload", |seen| seen.held.is_empty() && seen.open == 0);
+        end.read(|seen| assert_eq!(seen.wrong, 0));
+        end.forget();
+    }
+    // What a transport holds goes when its thread does.
+    let until = Instant::now() + PATIENCE;
+    while pools.iter().any(|pool| pool.stats().live > 0) {
+        assert!(Instant::now() < until, "still in use: {pools:?}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Waits until one of the ends has seen `enough`, and decides meanwhile what becomes of payloads that wait.
+fn wait(ends: &[Arc<End>; 2], which: usize, what: &str, enough: impl Fn(&Seen) -> bool) {
+    let until = Instant::now() + PATIENCE;
+    loop {
+        ends.iter().for_each(|end| end.decide());
+        let mut seen = ends[which].seen.lock();
+        if enough(&seen) {
+            return;
+        }
+        let (posted, done, open) = (seen.posted, seen.done.len(), seen.open);
+        let state = || format!("{done} of {posted} have ended, {open} fetches are open");
+        assert!(Instant::now() < until, "{what} has not come: {}", state());
+        // A payload that is held may hold up those behind it, of which nothing is heard.
+        ends[which].changed.wait_for(&mut seen, Duration::from_millis(2));
+    }
+}
+
+/// One of the two processes.
+struct End {
+    me: std::sync::Weak<Self>,
+    pool: Pool,
+    seen: Mutex<Seen>,
+    changed: Condvar,
+}
+
+struct Seen {
+    random: Random,
+    posted: usize,
+    done: BTreeMap<Ticket, Vec<Result<(), TransportError>>>,
+    /// Payloads of this end's own messages, dropped at random.
+    kept: Vec<SharedBuffer>,
+    arrived: usize,
+    /// Whether no payload is to be decided on any more.
+    holds_all: bool,
+    /// Payloads that wait for their fate.
+    held: Vec<(ProcessId, Header, Box<dyn Fetch>)>,
+    /// Buffers that were read into and not dropped yet.
+    read: Vec<OwnedBuffer>,
+    /// Fetches that have not ended.
+    open: usize,
+    right: usize,
+    wrong: usize,
+    lost: Vec<TransportError>,
+}
+
+impl End {
+    fn new(pool: Pool) -> Arc<Self> {
+        let seen = Seen {
+            random: Random(2),
+            posted: 0,
+            done: BTreeMap::new(),
+            kept: Vec::new(),
+            arrived: 0,
+            holds_all: false,
+            held: Vec::new(),
+            read: Vec::new(),
+            open: 0,
+            right: 0,
+            wrong: 0,
+            lost: Vec::new(),
+        };
+        Arc::new_cyclic(|me| Self { me: me.clone(), pool, seen: Mutex::new(seen), changed: Condvar::new() })
+    }
+
+    fn posted(&self) {
+        self.seen.lock().posted += 1;
+    }
+
+    /// Holds on to a payload for a while.
+    fn keep(&self, payload: SharedBuffer) {
+        let mut seen = self.seen.lock();
+        seen.kept.push(payload);
+        let dropped = if seen.kept.len() > HELD {
+            let chosen = seen.random.below(HELD as u64) as usize;
+            Some(seen.kept.swap_remove(chosen))
+        } else {
+            None
+        };
+        drop(seen);
+        drop(dropped);
+    }
+
+    /// Reads or drops all that is held, unless it is to be held on to.
+    fn decide(&self) {
+        let mut seen = self.seen.lock();
+        if seen.holds_all || seen.held.is_empty() {
+            return;
+        }
+        let (held, fate) = (std::mem::take(&mut seen.held), seen.random.below(3));
+        drop(seen);
+        for ((from, header, fetch), at) in held.into_iter().zip(fate..) {
+            if at.is_multiple_of(3) {
+                drop(fetch);
+            } else {
+                self.fetch(from, header, fetch);
+            }
+        }
+    }
+
+    /// Drops all that was read, and all that was kept of its own.
+    fn forget(&self) {
+        let mut seen = self.seen.lock();
+        let kept = (std::mem::take(&mut seen.kept), std::mem::take(&mut seen.read));
+        drop(seen);
+        drop(kept);
+    }
+
+    fn fetch(&self, from: ProcessId, header: Header, fetch: Box<dyn Fetch>) {
+        let into = self.pool.allocate(header.bytes as usize).expect("a pool without limit");
+        self.seen.lock().open += 1;
+        let me = self.me.clone();
+        let then = move |result: Result<OwnedBuffer, TransportError>| {
+            let Some(me) = me.upgrade() else { return };
+            let mut dropped = None;
+            let mut seen = me.seen.lock();
+            match result {
+                Ok(buffer) => {
+                    seen.note(pattern_is_intact(from, &header, &buffer) || header.op > MESSAGES);
+                    // Dropped now, or when something else has been read.
+                    seen.read.push(buffer);
+                    if seen.read.len() > HELD {
+                        let chosen = seen.random.below(HELD as u64) as usize;
+                        dropped = Some(seen.read.swap_remove(chosen));
+                    }
+                }
+                Err(error) => seen.lost.push(error),
+            }
+            seen.open -= 1;
+            drop(seen);
+            drop(dropped);
+            me.changed.notify_all();
+        };
+        fetch.fetch(into, Box::new(then));
+    }
+
+    fn read<T>(&self, look: impl FnOnce(&Seen) -> T) -> T {
+        look(&self.seen.lock())
+    }
+}
+
+impl Seen {
+    fn note(&mut self, right: bool) {
+        self.right += usize::from(right);
+        self.wrong += usize::from(!right);
+    }
+}
+
+impl Handler for End {
+    fn arrived(&self, from: ProcessId, header: Header, payload: Payload) {
+        let mut seen = self.seen.lock();
+        seen.arrived += 1;
+        match payload {
+            Payload::Empty => seen.note(header.bytes == 0),
+            Payload::Inline(bytes) => {
+                let looks = seen.random.below(3) > 0;
+                seen.note(!looks || pattern_is_intact(from, &header, &bytes));
+            }
+            Payload::Waiting(fetch) => seen.held.push((from, header, fetch)),
+        }
+        let at_once = seen.random.below(3) > 0;
+        drop(seen);
+        if at_once {
+            self.decide();
+        }
+        self.changed.notify_all();
+    }
+
+    fn done(&self, ticket: Ticket, result: Result<(), TransportError>) {
+        self.seen.lock().done.entry(ticket).or_default().push(result);
+        self.changed.notify_all();
+    }
+
+    fn peer_down(&self, _: ProcessId, _: TransportError) {}
+}
+
+/// Splitmix64.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % bound
+    }
+}
