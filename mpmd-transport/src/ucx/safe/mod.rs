@@ -160,8 +160,10 @@ impl Worker {
         self.inbox.during(|| unsafe { result::worker_progress(self.raw) })
     }
 
-    /// Moves what happened since the last time to the end of `events`.
+    /// Moves what happened since the last time to the end of `events`. Whoever calls has dealt with the events
+    /// of the last time: from here on their operations' names are used again.
     pub(super) fn collect(&mut self, events: &mut Vec<Event>) {
+        self.slots.recycle();
         let happened = self.inbox.happened.take();
         events.reserve(happened.len());
         for happened in happened {
