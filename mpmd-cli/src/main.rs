@@ -1,6 +1,7 @@
 //! The `mpmd` command line.
 
 mod bench;
+mod doctor;
 mod plan;
 mod run;
 
@@ -24,6 +25,11 @@ enum Command {
     Plan(plan::PlanArgs),
     /// Measure what the framework itself costs
     Bench(bench::BenchArgs),
+    /// Look at this machine: what it has for transports, and what to do about it
+    Doctor(doctor::DoctorArgs),
+    /// Read another process's memory and be read
+    #[command(name = doctor::READ_MEMORY, hide = true)]
+    ReadMemory { pid: u32, address: u64 },
     /// Become a program that ends with this process's parent
     #[command(name = run::EXEC, hide = true)]
     Exec(run::Exec),
@@ -37,6 +43,8 @@ fn main() -> ExitCode {
         Command::Run(run) => run.run(),
         Command::Plan(args) => plan::plan(&args),
         Command::Bench(args) => bench::bench(&args),
+        Command::Doctor(args) => doctor::doctor(&args),
+        Command::ReadMemory { pid, address } => doctor::answer_reader(pid, address),
         Command::Exec(exec) => exec.run(),
         Command::Guard => {
             mpmd_core::launch::guard(std::io::stdin());

@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
-use mpmd_core::launch::{Launch, adopt};
+use mpmd_core::launch::{Launch, adopt, variables};
+use mpmd_core::transports;
 
 /// The name by which `run` starts this program again in place of the user's, see [`Exec`].
 pub(crate) const EXEC: &str = "__exec";
@@ -27,8 +28,9 @@ pub(crate) struct Run {
     /// Number of processes
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     processes: u32,
-    /// The transport between them; by default the program's choice
-    #[arg(long, value_name = "NAME")]
+    /// The transport between them; by default what MPMD_TRANSPORT says, else tcp. What ucx needs, `mpmd doctor
+    /// --transport ucx` says
+    #[arg(long, value_name = "NAME", value_parser = transports::NAMES)]
     transport: Option<String>,
     /// Number of devices of each process; by default the program's choice
     #[arg(long, value_name = "D", value_parser = clap::value_parser!(u32).range(1..))]
@@ -58,6 +60,12 @@ impl Run {
             eprintln!("mpmd: there is no program {}", program.display());
             return Ok(ExitCode::from(NO_SUCH_PROGRAM));
         };
+        if self.transport.is_none()
+            && let Some(name) =
+                std::env::var(variables::TRANSPORT).ok().filter(|name| !name.trim().is_empty())
+        {
+            transports::check(name.trim())?;
+        }
         let this = std::env::current_exe().context("finding this program, to start it again")?;
         let outcome = Launch::new(self.processes as usize, &this)
             .args([OsStr::new(EXEC), OsStr::new("--"), found.as_os_str()])

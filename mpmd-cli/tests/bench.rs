@@ -1,28 +1,77 @@
 //! The benchmarks run, and say what they measured.
 
-use std::process::{Command, Stdio};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::mpsc;
+use std::time::Duration;
 
-fn bench(args: &[&str]) -> String {
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+/// No benchmark with so few repeats takes so long.
+const LONG: Duration = Duration::from_secs(120);
+
+/// What may be set where the tests run.
+const SET: [&str; 6] =
+    ["MPMD_RANK", "MPMD_WORLD_SIZE", "MPMD_LAUNCHER_PID", "MPMD_TRANSPORT", "MPMD_LINKS", "MPMD_SPIN"];
+
+fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
     command.arg("bench").args(args).stdin(Stdio::null());
-    // What may be set where the tests run.
-    for name in ["MPMD_RANK", "MPMD_WORLD_SIZE", "MPMD_LAUNCHER_PID", "MPMD_TRANSPORT", "MPMD_LINKS"] {
+    for name in SET {
         command.env_remove(name);
     }
-    let output = command.output().expect("the program of this package");
+    command
+}
+
+/// Runs it to its end, which must come in time.
+fn run(mut command: Command) -> Output {
+    let child =
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the program of this package");
+    let pid = Pid::from_child(&child);
+    let (sender, ended) = mpsc::channel();
+    std::thread::spawn(move || sender.send(child.wait_with_output()));
+    match ended.recv_timeout(LONG) {
+        Ok(output) => output.expect("what it said"),
+        Err(_) => {
+            let _ = kill_process(pid, Signal::KILL);
+            panic!("{command:?} did not end within {LONG:?}");
+        }
+    }
+}
+
+fn bench(args: &[&str]) -> String {
+    let output = run(command(args));
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
     let complained = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{args:?}: {said}{complained}");
     said
 }
 
+/// What it complains of, having said nothing.
+fn complaint(args: &[&str]) -> String {
+    let output = run(command(args));
+    assert!(!output.status.success() && output.stdout.is_empty(), "{args:?}: {output:?}");
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn lines(said: &str) -> Vec<Value> {
+    said.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"))).collect()
+}
+
+/// All samples are there and none is nothing.
+fn assert_measured(line: &Value, repeats: u64) {
+    let figure = |name: &str| line[name].as_f64().unwrap_or_else(|| panic!("{name} in {line}"));
+    assert!(0.0 < figure("p10") && figure("p10") <= figure("median"), "{line}");
+    assert!(figure("median") <= figure("p90"), "{line}");
+    assert_eq!(line["repeats"], repeats, "{line}");
+}
+
 #[test]
 fn resharding_is_measured_beside_a_plain_copy() {
     let said = bench(&["reshard", "--mib", "1", "--repeats", "1", "--processes", "1,2", "--json"]);
-    let lines: Vec<serde_json::Value> = said
-        .lines()
-        .map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}")))
-        .collect();
+    let lines = lines(&said);
     let count = |name: &str| lines.iter().filter(|line| line["name"] == name).count();
     for name in ["rows to columns", "to other devices", "replicate"] {
         assert_eq!(count(name), 2, "{said}");
@@ -40,11 +89,187 @@ fn measured_links_are_a_file_that_jobs_read() {
         assert!(said.contains(class), "{said}");
     }
     assert!(said.contains("measured") && said.contains("default"), "{said}");
-    let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
-    command.args(["bench", "links", "--repeats", "1", "--json"]).env("MPMD_LINKS", path);
-    let output = command.stdin(Stdio::null()).output().expect("the program of this package");
+    let mut command = command(&["links", "--repeats", "1", "--json"]);
+    command.env("MPMD_LINKS", path);
+    let output = run(command);
     std::fs::remove_file(&file).expect("it was written");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let costs: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let costs: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert!(costs["same_host"]["bytes_per_us"].as_u64() > Some(0), "{costs}");
+}
+
+#[test]
+fn a_pair_is_measured_at_both_levels_and_every_size() {
+    for transport in ["tcp", "inproc"] {
+        let said = bench(&[
+            "p2p",
+            "--transport",
+            transport,
+            "--sizes",
+            "8,20Ki,1Mi",
+            "--repeats",
+            "2",
+            "--spin",
+            "never",
+            "--json",
+        ]);
+        let lines = lines(&said);
+        let mut expected = Vec::new();
+        for level in ["message", "array"] {
+            for bytes in [8, 20 << 10, 1 << 20] {
+                expected.push((Some(level), "latency", bytes, "us"));
+                expected.push((Some(level), "bandwidth", bytes, "GB/s"));
+            }
+        }
+        expected.extend([8, 20 << 10, 1 << 20].map(|bytes| (None, "memcpy", bytes, "GB/s")));
+        assert_eq!(lines.len(), expected.len(), "{said}");
+        for (line, (level, name, bytes, unit)) in lines.iter().zip(expected) {
+            assert_eq!((line["level"].as_str(), &line["name"]), (level, &name.into()), "{line}");
+            assert_eq!((&line["bytes"], &line["unit"]), (&bytes.into(), &unit.into()), "{line}");
+            let pair = level.is_some();
+            assert_eq!(line["transport"].as_str(), pair.then_some(transport), "{line}");
+            assert_eq!(line["spin"].as_str(), pair.then_some("never"), "{line}");
+            assert!(line.get("peer_median").is_none(), "{line}");
+            assert_measured(line, 2);
+        }
+    }
+}
+
+#[test]
+fn one_level_of_few_sizes_beside_busy_threads_is_a_table() {
+    let said = bench(&["p2p", "--level", "message", "--sizes", "64", "--repeats", "1", "--busy", "1"]);
+    let lines: Vec<&str> = said.lines().collect();
+    assert_eq!(lines.len(), 5, "{said}");
+    assert!(lines[0].contains("tcp") && lines[0].contains("1 busy"), "{said}");
+    for (line, starts) in
+        lines[1..].iter().zip(["level", "message  latency", "message  bandwidth", "         memcpy"])
+    {
+        assert!(line.starts_with(starts), "{said}");
+    }
+}
+
+/// Stands in for `ucx_perftest`: its two processes are a pair of ours, started as another launcher would, and
+/// what it says is always the same.
+fn stand_in() -> PathBuf {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("perftest-{}", std::process::id()));
+    let script = format!(
+        r#"#!/bin/sh
+export MPMD_RANK=0 MPMD_WORLD_SIZE=2
+all="$*"
+while [ $# -gt 0 ]; do
+    case "$1" in
+        -p) export MPMD_COORDINATOR="127.0.0.1:$2"; shift;;
+        127.0.0.1) MPMD_RANK=1;;
+    esac
+    shift
+done
+'{mpmd}' bench p2p --level message --sizes 8 --repeats 1 --sample-us 100 >/dev/null || exit 1
+if [ $MPMD_RANK = 1 ]; then
+    case "$all" in
+        *"-s 4096"*"-E sleep"*) ;;
+        *) echo "other words: $all"; exit 2;;
+    esac
+    echo "iterations,50.0_percentile_lat,avg_lat,overall_lat,avg_bw,overall_bw,avg_mr,overall_mr"
+    echo "10,0.1,2.5,2.5,1000.00,1000.00,1,1"
+fi
+"#,
+        mpmd = env!("CARGO_BIN_EXE_mpmd")
+    );
+    // Written by another process: a file that a child of ours inherits open for writing cannot be run.
+    let mut writer = Command::new("sh");
+    writer.args(["-c", "cat > \"$0\" && chmod 700 \"$0\""]).arg(&path).stdin(Stdio::piped());
+    let mut writer = writer.spawn().expect("a shell");
+    let mut input = writer.stdin.take().expect("its input");
+    input.write_all(script.as_bytes()).expect("it reads");
+    drop(input);
+    assert!(writer.wait().expect("its end").success());
+    path
+}
+
+#[test]
+fn the_peer_is_measured_in_turns_and_compared() {
+    let perftest = stand_in();
+    let path = perftest.to_str().expect("a name in Unicode");
+    let said = bench(&[
+        "p2p",
+        "--level",
+        "message",
+        "--sizes",
+        "4Ki",
+        "--repeats",
+        "2",
+        "--spin",
+        "never",
+        "--peer",
+        "--perftest",
+        path,
+        "--json",
+    ]);
+    std::fs::remove_file(&perftest).expect("it was written");
+    let lines = lines(&said);
+    assert_eq!(lines.len(), 3, "{said}");
+    for line in &lines {
+        assert_measured(line, 2);
+    }
+    let (latency, bandwidth) = (&lines[0], &lines[1]);
+    let figure = |line: &Value, name: &str| line[name].as_f64().unwrap_or_else(|| panic!("{name} in {line}"));
+    assert_eq!(figure(latency, "peer_median"), 2.5);
+    assert!((figure(latency, "difference_us") - (figure(latency, "median") - 2.5)).abs() < 1e-9, "{latency}");
+    // It counts in mebibytes, whatever it calls them.
+    assert!((figure(bandwidth, "peer_median") - 1.048_576).abs() < 1e-9, "{bandwidth}");
+    assert!(
+        (figure(bandwidth, "ratio") - figure(bandwidth, "median") / 1.048_576).abs() < 1e-9,
+        "{bandwidth}"
+    );
+    assert!(lines[2].get("peer_median").is_none(), "{said}");
+}
+
+#[test]
+fn a_peer_that_is_missing_or_fails_is_said_and_how_to_name_one() {
+    let said = complaint(&["p2p", "--sizes", "8", "--peer", "--perftest", "/nowhere/ucx_perftest"]);
+    assert!(
+        said.contains("no ucx_perftest at /nowhere/ucx_perftest") && said.contains("--perftest"),
+        "{said}"
+    );
+    let said = complaint(&[
+        "p2p",
+        "--level",
+        "message",
+        "--sizes",
+        "8",
+        "--repeats",
+        "1",
+        "--peer",
+        "--perftest",
+        "/bin/false",
+    ]);
+    assert!(
+        said.contains("/bin/false for latency of 8 bytes") && said.contains("the server ended with"),
+        "{said}"
+    );
+    let said = complaint(&["p2p", "--perftest", "/bin/true"]);
+    assert!(said.contains("--peer"), "{said}");
+}
+
+#[test]
+fn what_cannot_be_measured_is_refused() {
+    assert!(complaint(&["p2p", "--sizes", "0"]).contains("4Ki"));
+    assert!(complaint(&["p2p", "--spin", "sometimes"]).contains("microseconds"));
+    assert!(complaint(&["p2p", "--transport", "pigeon"]).contains("inproc"));
+    let in_a_job = |processes: &str, args: &[&str]| {
+        let mut command = command(args);
+        command
+            .env("MPMD_RANK", "0")
+            .env("MPMD_WORLD_SIZE", processes)
+            .env("MPMD_COORDINATOR", "127.0.0.1:9");
+        let output = run(command);
+        assert!(!output.status.success());
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    let said = in_a_job("3", &["p2p", "--level", "message"]);
+    assert!(said.contains("this job has 3 processes"), "{said}");
+    let said = in_a_job("2", &["p2p"]);
+    assert!(said.contains("--level message"), "{said}");
+    let said = in_a_job("2", &["p2p", "--level", "array", "--peer"]);
+    assert!(said.contains("--peer"), "{said}");
 }

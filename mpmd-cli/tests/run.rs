@@ -255,6 +255,31 @@ fn a_missing_program_is_named() {
 }
 
 #[test]
+fn a_transport_that_does_not_exist_is_refused_before_anything_starts() {
+    let output = mpmd(&["-n", "2", "--transport", "pigeon"], "echo begun").output().unwrap();
+    let err = text(&output.stderr);
+    assert_eq!((output.status.code(), text(&output.stdout).as_str()), (Some(2), ""), "{err}");
+    assert!(err.contains("'pigeon'") && err.contains("tcp, ucx"), "{err}");
+    let output = mpmd(&["-n", "2"], "echo begun").env("MPMD_TRANSPORT", "pigeon").output().unwrap();
+    let err = text(&output.stderr);
+    assert_eq!((output.status.code(), text(&output.stdout).as_str()), (Some(1), ""), "{err}");
+    assert!(err.contains("MPMD_TRANSPORT=pigeon") && err.contains("tcp or ucx"), "{err}");
+    let output = Command::new(env!("CARGO_BIN_EXE_mpmd")).args(["run", "--help"]).output().unwrap();
+    assert!(text(&output.stdout).contains("tcp, ucx"), "{}", text(&output.stdout));
+}
+
+#[test]
+fn ucx_leaves_faults_to_the_program_unless_the_user_wants_otherwise() {
+    let script = "echo \"${UCX_HANDLE_ERRORS-unset} '${UCX_ERROR_SIGNALS-unset}'\"";
+    let mut command = mpmd(&["-n", "1"], script);
+    command.env_remove("UCX_HANDLE_ERRORS").env_remove("UCX_ERROR_SIGNALS");
+    assert_eq!(lines(&command.output().unwrap()), ["[0] none ''"]);
+    let mut command = mpmd(&["-n", "1"], script);
+    command.env("UCX_HANDLE_ERRORS", "bt").env("UCX_ERROR_SIGNALS", "SIGSEGV");
+    assert_eq!(lines(&command.output().unwrap()), ["[0] bt 'SIGSEGV'"]);
+}
+
+#[test]
 fn a_huge_line_passes_in_pieces() {
     let script = "head -c 1000000 /dev/zero | tr '\\0' x";
     let output = mpmd(&["-n", "1"], script).output().unwrap();

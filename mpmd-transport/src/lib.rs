@@ -10,10 +10,12 @@
 //! - [`router`]: the pure state machine that matches messages to operations. It does no I/O and
 //!   reads no clock; whoever drives it feeds it events and carries out its actions.
 //! - [`rendezvous`]: how processes meet before there is a transport.
+//! - [`probe`]: what the machine lets processes do to each other.
 
 pub mod control;
 pub mod inproc;
 pub mod memory;
+pub mod probe;
 pub mod rendezvous;
 pub mod router;
 pub mod tcp;

@@ -6,6 +6,7 @@
 //!   left whatever becomes of the test.
 //! - [`Carrier`] is what their messages go by; [`over_each_carrier!`] makes a test of each.
 //! - [`Watched`] does the same for a program of another package, such as `mpmd run`.
+//! - [`Site`] does it for other people's launchers, and [`Slurm`] is one of them with all its daemons.
 //!
 //! Every wait has a deadline. When one passes, what all processes have printed is part of the message.
 
@@ -14,9 +15,13 @@ mod job;
 mod left;
 pub mod programs;
 mod random;
+mod site;
+mod slurm;
 mod watched;
 
 pub use carriers::Carrier;
 pub use job::{Job, JobOptions, bare_command};
 pub use random::Random;
+pub use site::{Site, system_program};
+pub use slurm::Slurm;
 pub use watched::{Ended, Watched, alive, package_program, processes_of};

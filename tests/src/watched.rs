@@ -191,6 +191,9 @@ pub fn package_program(package: &str, program: &str) -> PathBuf {
     if !path.exists() {
         let mut build = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
         build.current_dir(env!("CARGO_MANIFEST_DIR")).args(["build", "--package", package, "--bins"]);
+        if cfg!(feature = "ucx") {
+            build.args(["--features", "ucx"]);
+        }
         if folder.ends_with("release") {
             build.arg("--release");
         }

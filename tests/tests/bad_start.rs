@@ -197,6 +197,7 @@ fn values_that_make_no_sense_are_shown() {
         (variables::COORDINATOR, "nowhere"),
         (variables::PATIENCE, "soon"),
         (variables::DEVICES_PER_PROCESS, "many"),
+        (variables::SPIN, "often"),
     ] {
         refused(&with(name, value), &[name, value]);
     }
@@ -217,6 +218,51 @@ fn a_transport_that_does_not_exist_is_named_by_every_process() {
     for end in job.wait() {
         assert_eq!(end.code, 1, "{end:?}");
         assert!(end.stderr.contains("MPMD_TRANSPORT=pigeon"), "{}", end.stderr);
+    }
+}
+
+/// A job whose processes are told these transports, with the launcher's service or one in process 0.
+fn with_transports(names: &[&str], hosted: bool) -> Vec<Ended> {
+    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|taken| taken.local_addr());
+    let coordinator = port.expect("a port").to_string();
+    // Nobody may wait so long, the job's own limit is shorter.
+    let mut job = Job::prepare(options(names.len()).patience(Duration::from_secs(600)));
+    for (process, name) in names.iter().enumerate() {
+        let mut command = hello(job.command(process));
+        command.env(variables::TRANSPORT, name);
+        if !hosted {
+            command.env_remove(variables::HOSTED).env(variables::COORDINATOR, &coordinator);
+        }
+        job.spawn(command);
+    }
+    job.wait()
+}
+
+#[test]
+fn processes_that_ask_for_different_transports_all_hear_who_says_what() {
+    for hosted in [true, false] {
+        for end in with_transports(&["tcp", "ucx", "tcp"], hosted) {
+            assert_eq!(end.code, 1, "{end:?}");
+            let expected = "processes 0 and 2 say tcp, process 1 says ucx; MPMD_TRANSPORT must be the same";
+            assert!(end.stderr.contains(expected), "{}", end.stderr);
+        }
+        for end in with_transports(&["pigeon", "tcp"], hosted) {
+            assert_eq!(end.code, 1, "{end:?}");
+            assert!(end.stderr.contains("process 0 says pigeon, process 1 says tcp"), "{}", end.stderr);
+        }
+    }
+}
+
+#[cfg(not(feature = "ucx"))]
+#[test]
+fn a_transport_that_is_not_compiled_in_ends_the_job_at_once() {
+    for hosted in [true, false] {
+        for end in with_transports(&["ucx", "ucx", "ucx"], hosted) {
+            assert_eq!(end.code, 1, "{end:?}");
+            for expected in ["the transport ucx is not available", "--features ucx"] {
+                assert!(end.stderr.contains(expected), "{expected:?} is not in: {}", end.stderr);
+            }
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! `cargo xtask`: what the README tells people to run and what CI runs.
 
 mod licences;
+mod packages;
 mod steps;
 mod tidy;
 
@@ -10,7 +11,8 @@ use std::process::ExitCode;
 use anyhow::{Context as _, bail};
 
 const USAGE: &str = "\
-cargo xtask test [--quick]   everything that has to pass; --quick: format, tidy, clippy and unit tests only
+cargo xtask test [--quick]   everything that has to pass, with UCX and without; --quick: format, tidy, clippy
+                             and unit tests only, without UCX
 cargo xtask tidy             the rules on sources alone
 cargo xtask help             this text";
 

@@ -5,9 +5,9 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, bail};
 
-use crate::{licences, tidy};
+use crate::{licences, packages, tidy};
 
 /// How much to run.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -26,18 +26,29 @@ enum Outcome {
 
 type Step = (&'static str, Extent, fn(&Path) -> anyhow::Result<Outcome>);
 
+/// What all is built with in a full run, but for the steps that say otherwise.
+const WITH_UCX: &[&str] = &["--features", "ucx"];
+
 /// A step of extent `Quick` is part of every run. Cheap ones come first.
+///
+/// Programs with UCX and without lie in the same files, and tests start what they find there: all programs
+/// are built with it before the first test, and the test that is for those without builds its own, last.
 const STEPS: &[Step] = &[
-    ("system packages", Extent::Quick, system_packages),
+    ("system packages", Extent::Quick, |_| packages::provide(packages::ALWAYS).map(|()| Outcome::Done)),
+    ("system packages for UCX and launchers", Extent::All, |_| {
+        packages::provide(packages::FULL).map(|()| Outcome::Done)
+    }),
     ("format", Extent::Quick, format),
     ("tidy", Extent::Quick, |root| tidy::check(root).map(|()| Outcome::Done)),
     ("licences of dependencies", Extent::All, |root| licences::check(&cargo(), root).map(|()| Outcome::Done)),
     ("security advisories", Extent::All, advisories),
-    ("clippy", Extent::Quick, clippy),
+    ("clippy", Extent::Quick, |root| clippy(root, &[])),
+    ("clippy with UCX", Extent::All, |root| clippy(root, WITH_UCX)),
     ("documentation", Extent::All, documentation),
     ("programs that tests start", Extent::All, programs),
     ("tests", Extent::All, tests),
     ("documentation tests", Extent::All, documentation_tests),
+    ("tests without UCX", Extent::All, tests_without_ucx),
 ];
 
 /// Runs the steps of `extent` in the workspace at `root`.
@@ -71,73 +82,54 @@ pub(crate) fn test(root: &Path, extent: Extent) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What has to be there besides Rust: the program asked for, what it is for, and Debian's packages with it.
-const NEEDED: &[(&str, &str, &[&str])] = &[
-    ("cc", "links every Rust program", &["gcc", "libc6-dev"]),
-    ("git", "tells which files belong to the repository", &["git"]),
-];
-
-fn system_packages(_: &Path) -> anyhow::Result<Outcome> {
-    let missing: Vec<_> = NEEDED.iter().filter(|(program, ..)| !answers(program, &["--version"])).collect();
-    if missing.is_empty() {
-        println!(
-            "   nothing to install: {} are here",
-            NEEDED.iter().map(|n| n.0).collect::<Vec<_>>().join(", ")
-        );
-        return Ok(Outcome::Done);
-    }
-    for (program, purpose, packages) in &missing {
-        println!("   {program} is missing ({purpose}); Debian packages: {}", packages.join(" "));
-    }
-    let packages: Vec<&str> = missing.iter().flat_map(|(_, _, packages)| packages.iter().copied()).collect();
-    let is_root = Command::new("id").arg("-u").output().is_ok_and(|out| out.stdout.trim_ascii() == b"0");
-    ensure!(
-        is_root && answers("apt-get", &["--version"]),
-        "install these with your system's package manager first: {}",
-        packages.join(" ")
-    );
-    let install = ["install", "--yes", "--no-install-recommends"];
-    run(Command::new("apt-get").arg("update"))?;
-    run(Command::new("apt-get").args(install).args(&packages).env("DEBIAN_FRONTEND", "noninteractive"))?;
-    Ok(Outcome::Done)
-}
-
 fn format(root: &Path) -> anyhow::Result<Outcome> {
     in_workspace(root, &["fmt", "--all", "--", "--check"])
 }
 
-fn clippy(root: &Path) -> anyhow::Result<Outcome> {
-    in_workspace(root, &["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])
+fn clippy(root: &Path, features: &[&str]) -> anyhow::Result<Outcome> {
+    let selected = [&["clippy", "--workspace", "--all-targets"], features].concat();
+    in_workspace(root, &[&selected[..], &["--", "-D", "warnings"]].concat())
 }
 
 fn documentation(root: &Path) -> anyhow::Result<Outcome> {
-    let mut command = cargo_in(root, &["doc", "--workspace", "--no-deps"]);
+    let mut command = cargo_in(root, &[&["doc", "--workspace", "--no-deps"], WITH_UCX].concat());
     run(command.env("RUSTDOCFLAGS", "-D warnings"))?;
     Ok(Outcome::Done)
 }
 
 fn programs(root: &Path) -> anyhow::Result<Outcome> {
     // Tests look for them beside their own binary; nothing else builds the programs of another package.
-    in_workspace(root, &["build", "--workspace", "--bins"])
+    in_workspace(root, &[&["build", "--workspace", "--bins"], WITH_UCX].concat())
 }
 
 fn tests(root: &Path) -> anyhow::Result<Outcome> {
-    if has_nextest() {
-        return in_workspace(root, &["nextest", "run", "--workspace"]);
+    if !has_nextest() {
+        println!(
+            "   cargo-nextest is not installed: `cargo test`, without its limits on time and neighbours"
+        );
+        return in_workspace(
+            root,
+            &[&["test", "--workspace", "--lib", "--bins", "--tests"], WITH_UCX].concat(),
+        );
     }
-    println!("   cargo-nextest is not installed: `cargo test`, without its limits on time and neighbours");
-    in_workspace(root, &["test", "--workspace", "--lib", "--bins", "--tests"])
+    in_workspace(root, &[&["nextest", "run", "--workspace"], WITH_UCX].concat())
 }
 
 fn unit_tests(root: &Path) -> anyhow::Result<Outcome> {
-    if has_nextest() {
-        return in_workspace(root, &["nextest", "run", "--workspace", "--lib"]);
-    }
-    in_workspace(root, &["test", "--workspace", "--lib"])
+    in_workspace(root, &[runner(), &["--workspace", "--lib"]].concat())
 }
 
 fn documentation_tests(root: &Path) -> anyhow::Result<Outcome> {
-    in_workspace(root, &["test", "--workspace", "--doc"])
+    in_workspace(root, &[&["test", "--workspace", "--doc"], WITH_UCX].concat())
+}
+
+fn tests_without_ucx(root: &Path) -> anyhow::Result<Outcome> {
+    in_workspace(root, &[runner(), &["--workspace", "--test", "without_ucx"]].concat())
+}
+
+/// The command that runs tests.
+fn runner() -> &'static [&'static str] {
+    if has_nextest() { &["nextest", "run"] } else { &["test"] }
 }
 
 fn advisories(root: &Path) -> anyhow::Result<Outcome> {
@@ -158,7 +150,7 @@ fn has_nextest() -> bool {
 }
 
 /// Whether a program is there and runs.
-fn answers(program: &str, arguments: &[&str]) -> bool {
+pub(crate) fn answers(program: &str, arguments: &[&str]) -> bool {
     let mut command = Command::new(program);
     command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     command.status().is_ok_and(|status| status.success())
@@ -180,7 +172,8 @@ fn in_workspace(root: &Path, arguments: &[&str]) -> anyhow::Result<Outcome> {
     Ok(Outcome::Done)
 }
 
-fn run(command: &mut Command) -> anyhow::Result<()> {
+/// Runs a command that must not fail, and shows it.
+pub(crate) fn run(command: &mut Command) -> anyhow::Result<()> {
     let program = Path::new(command.get_program()).file_name().unwrap_or_default().to_string_lossy();
     let arguments = command.get_args().map(|argument| argument.to_string_lossy());
     let line = std::iter::once(program).chain(arguments).collect::<Vec<_>>().join(" ");

@@ -27,7 +27,7 @@ pub(crate) struct BenchArgs {
 enum What {
     /// The time to issue a `jit` call: empty, with 64 leaves, and without part in it.
     Dispatch(Options),
-    /// `device_put` between two processes: latency of 8 bytes, bandwidth of large arrays.
+    /// Messages and arrays between two processes: latency and bandwidth, 8 bytes to 256 MiB.
     P2p(p2p::P2pArgs),
     /// Planning between shardings of up to thousands of devices, cold and from the cache.
     Plan(plan::PlanArgs),
@@ -101,11 +101,16 @@ impl Case {
 
     /// The sample at this share of the sorted ones, 0.5 for the median.
     fn quantile(&self, share: f64) -> f64 {
-        let mut sorted = self.samples.clone();
-        sorted.sort_by(f64::total_cmp);
-        let index = (share * sorted.len().saturating_sub(1) as f64).round() as usize;
-        sorted.get(index).copied().unwrap_or(f64::NAN)
+        quantile(&self.samples, share)
     }
+}
+
+/// The sample at this share of the sorted ones, 0.5 for the median; not a number where there is none.
+fn quantile(samples: &[f64], share: f64) -> f64 {
+    let mut sorted = samples.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let index = (share * sorted.len().saturating_sub(1) as f64).round() as usize;
+    sorted.get(index).copied().unwrap_or(f64::NAN)
 }
 
 /// Prints cases as a table or as lines of JSON.

@@ -116,7 +116,7 @@ pub(super) fn numbers(sorted: &[u32]) -> String {
 }
 
 /// `512 B`, `4.0 KiB`, `1.5 GiB`.
-pub(super) fn bytes_text(bytes: u64) -> String {
+pub(crate) fn bytes_text(bytes: u64) -> String {
     let mut amount = bytes as f64;
     if bytes < 1024 {
         return format!("{bytes} B");

@@ -27,6 +27,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use field::{Field, Malformed};
+pub(crate) use holding::bytes_text;
 use refusal::Refusal;
 
 /// The exit status where the input does not have the right form.

@@ -10,7 +10,8 @@ use std::time::Duration;
 use mpmd_transport::ProcessId;
 use mpmd_transport::rendezvous::Token;
 
-use super::{LaunchError, variables as ours};
+use super::{LaunchError, spin, variables as ours};
+use crate::transports::Spin;
 
 /// Which process of which job this is, as its launcher says.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -31,6 +32,8 @@ pub struct JobEnv {
     pub token: Token,
     /// The transport asked for.
     pub transport: Option<String>,
+    /// How long the transport is to look for work before it sleeps, where said.
+    pub spin: Option<Spin>,
     /// Number of devices each process is to have.
     pub devices_per_process: Option<usize>,
     /// How long to wait for the other processes, where said.
@@ -48,7 +51,8 @@ impl JobEnv {
     ///
     /// Looks for variables of, in this order, our own launcher, torchrun, Open MPI, Slurm, PMIx, PMI,
     /// and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`, `MPMD_TRANSPORT`,
-    /// `MPMD_DEVICES_PER_PROCESS`, `MPMD_PATIENCE`, `MPMD_HOST` and `MPMD_LINKS` count under every launcher.
+    /// `MPMD_SPIN`, `MPMD_DEVICES_PER_PROCESS`, `MPMD_PATIENCE`, `MPMD_HOST` and `MPMD_LINKS` count under every
+    /// launcher.
     ///
     /// # Errors
     ///
@@ -200,13 +204,15 @@ fn slurm_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
         expected: "a list of hosts such as node[03-05,7]".into(),
     })?;
     let job: u64 = vars.needed(SOURCE, "SLURM_JOB_ID")?;
-    let step = vars.get("SLURM_STEP_ID").unwrap_or_default();
+    let step = vars.number::<u64>("SLURM_STEP_ID")?.unwrap_or_default();
     Ok(Some(Said {
         source: SOURCE,
         process: vars.needed(SOURCE, "SLURM_PROCID")?,
         processes,
         local_process: vars.number("SLURM_LOCALID")?,
-        coordinator: Ok(address(&host, derived_port(job))),
+        // Steps of an allocation may run at once. By such a stride they find ports of their own, and none
+        // that a job of about the same number would.
+        coordinator: Ok(address(&host, derived_port(job.wrapping_add(step.wrapping_mul(257))))),
         hosted: false,
         job: format!("{job}.{step}"),
     }))
@@ -376,6 +382,7 @@ impl Vars<'_> {
             hosted,
             token,
             transport: self.get(ours::TRANSPORT),
+            spin: self.get(ours::SPIN).map(|text| spin(&text)).transpose()?,
             devices_per_process,
             patience,
             host: self.get(ours::HOST),
@@ -471,6 +478,7 @@ mod tests {
             ("MPMD_HOSTED", "1"),
             ("MPMD_JOB_TOKEN", &token.to_hex()),
             ("MPMD_TRANSPORT", "tcp"),
+            ("MPMD_SPIN", "never"),
             ("MPMD_DEVICES_PER_PROCESS", "2"),
             ("MPMD_PATIENCE", "1.5"),
             ("MPMD_HOST", "left"),
@@ -483,6 +491,7 @@ mod tests {
         assert_eq!((ours.token, ours.hosted), (token, true));
         assert_eq!(ours.patience, Some(Duration::from_millis(1500)));
         assert_eq!((ours.host.as_deref(), ours.links), (Some("left"), Some(PathBuf::from("links.json"))));
+        assert_eq!(ours.spin, Some(Spin::Never));
         assert_eq!((ours.transport.as_deref(), ours.devices_per_process), (Some("tcp"), Some(2)));
 
         let torchrun = [
@@ -505,6 +514,9 @@ mod tests {
             ("SLURM_STEP_NODELIST", "node[03-05,7],login"),
         ];
         assert_eq!(who(&job(&slurm)), (3, 6, Some(0), "node03:61443", "Slurm"));
+        // `srun` twice at once, in one allocation.
+        let second = [&[("SLURM_STEP_ID", "1")], &slurm[..]].concat();
+        assert_eq!(job(&second).coordinator, "node03:61700");
 
         let open_mpi = [
             ("OMPI_COMM_WORLD_RANK", "1"),
@@ -573,6 +585,7 @@ mod tests {
             ("MPMD_JOB_TOKEN", "secret"),
             ("MPMD_DEVICES_PER_PROCESS", "0"),
             ("MPMD_PATIENCE", "-3"),
+            ("MPMD_SPIN", "often"),
             ("MPMD_LOCAL_RANK", "x"),
         ] {
             let vars = [&[(name, value)], &base[..]].concat();

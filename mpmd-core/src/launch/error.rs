@@ -1,5 +1,6 @@
 //! What can go wrong when a job is started.
 
+use mpmd_transport::ProcessId;
 use mpmd_transport::rendezvous::{RendezvousError, TokenError};
 
 /// Why a job, or this process's part in it, could not be started.
@@ -35,6 +36,28 @@ pub enum LaunchError {
         /// The file.
         path: String,
         /// What is wrong with it.
+        why: String,
+    },
+    /// The processes ask for different transports. The environment's fault; every process of the job gets
+    /// the same.
+    #[error(
+        "the processes of this job do not agree on a transport: {said}; {variable} must be the same for all"
+    )]
+    Transports {
+        /// Who says what.
+        said: String,
+        /// The variable by which they say it.
+        variable: &'static str,
+    },
+    /// A process does not have the transport that all ask for. Its environment's fault; every other process of
+    /// the job gets the same.
+    #[error("process {process} on host {host} has no transport: {why}")]
+    NoTransport {
+        /// The process.
+        process: ProcessId,
+        /// Its host.
+        host: String,
+        /// Why it has none.
         why: String,
     },
     /// The job's token is none, or could not be made. The environment's fault.

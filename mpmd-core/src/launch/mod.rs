@@ -25,12 +25,14 @@ mod env;
 mod error;
 mod output;
 mod spawn;
+mod spin;
 mod supervise;
 
 pub use env::JobEnv;
 pub use error::LaunchError;
 pub use output::Color;
 pub use spawn::{Launch, OutputMode, adopt, guard};
+pub use spin::spin;
 pub use supervise::{Failure, How, Outcome};
 
 /// The variables by which our launcher speaks to the processes it starts.
@@ -47,8 +49,10 @@ pub mod variables {
     pub const HOSTED: &str = "MPMD_HOSTED";
     /// The job's secret, 64 hexadecimal digits.
     pub const JOB_TOKEN: &str = "MPMD_JOB_TOKEN";
-    /// The transport to use.
+    /// The transport to use, one of [`transports::NAMES`](crate::transports::NAMES); the same on all processes.
     pub const TRANSPORT: &str = "MPMD_TRANSPORT";
+    /// How long a transport looks for work before it sleeps: `auto`, `never`, `always`, or microseconds.
+    pub const SPIN: &str = "MPMD_SPIN";
     /// Number of devices that each process owns.
     pub const DEVICES_PER_PROCESS: &str = "MPMD_DEVICES_PER_PROCESS";
     /// How long processes wait for each other, in seconds.

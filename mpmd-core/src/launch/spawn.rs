@@ -17,7 +17,8 @@ use super::{LaunchError, Outcome, supervise, variables};
 /// Starts all processes of a job on this machine and sees them to their end.
 ///
 /// The launcher runs the job's rendezvous service; each process is told of it by `MPMD_*` variables,
-/// see [`variables`], and has a process group of its own. Its standard input is empty.
+/// see [`variables`], and has a process group of its own. Its standard input is empty. Where the user has not set
+/// them, `UCX_HANDLE_ERRORS` and `UCX_ERROR_SIGNALS` are set so that UCX leaves faults to the program.
 #[derive(Clone, Debug)]
 #[must_use = "nothing starts before `run`"]
 pub struct Launch {
@@ -26,6 +27,7 @@ pub struct Launch {
     args: Vec<OsString>,
     transport: Option<String>,
     devices_per_process: Option<usize>,
+    variables: Vec<(OsString, OsString)>,
     pub(super) prefix: bool,
     pub(super) color: Color,
     pub(super) patience: Duration,
@@ -55,6 +57,7 @@ impl Launch {
             args: Vec::new(),
             transport: None,
             devices_per_process: None,
+            variables: Vec::new(),
             prefix: true,
             color: Color::Auto,
             patience: Duration::from_secs(60),
@@ -90,6 +93,13 @@ impl Launch {
     /// The number of devices of each process; by default what it chooses.
     pub fn devices_per_process(mut self, devices: Option<usize>) -> Self {
         self.devices_per_process = devices;
+        self
+    }
+
+    /// Sets an environment variable for the processes, beside what they inherit. Those by which the launcher
+    /// itself speaks to them go before.
+    pub fn env(mut self, name: impl Into<OsString>, value: impl Into<OsString>) -> Self {
+        self.variables.push((name.into(), value.into()));
         self
     }
 
@@ -154,6 +164,7 @@ impl Launch {
         let mut command = Command::new(&self.program);
         command
             .args(&self.args)
+            .envs(self.variables.iter().map(|(name, value)| (name, value)))
             .env(variables::RANK, process.to_string())
             .env(variables::WORLD_SIZE, self.processes.to_string())
             .env(variables::LOCAL_RANK, process.to_string())
@@ -164,6 +175,11 @@ impl Launch {
             .env(variables::LAUNCHER_PID, std::process::id().to_string())
             .stdin(Stdio::null())
             .process_group(0);
+        for (name, value) in UCX {
+            if std::env::var_os(name).is_none() {
+                command.env(name, value);
+            }
+        }
         if let Some(transport) = &self.transport {
             command.env(variables::TRANSPORT, transport);
         }
@@ -182,6 +198,10 @@ impl Launch {
         }
     }
 }
+
+/// What UCX is told unless the user says otherwise. It reads these when it is loaded, before a program can say
+/// anything: leave faults to Rust, catch no signals.
+const UCX: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_ERROR_SIGNALS", "")];
 
 /// Makes this process end when its parent does, where a launcher of ours has started it; else does
 /// nothing. Survives `exec`, not `fork`.
@@ -230,10 +250,28 @@ pub fn guard(launcher: impl Read) {
 mod tests {
     use std::process::Child;
 
+    use mpmd_transport::rendezvous::ServerConfig;
+
     use super::*;
 
     fn sleeper() -> Child {
         Command::new("sleep").arg("60").process_group(0).spawn().unwrap()
+    }
+
+    #[test]
+    fn a_variable_that_is_set_goes_before_an_inherited_one_and_after_ours() {
+        let token = Token::new([1; 32]);
+        let config = ServerConfig { processes: 2, token: token.clone(), patience: Duration::from_secs(1) };
+        let server = Server::bind("127.0.0.1:0".parse().unwrap(), config).unwrap();
+        let launch =
+            Launch::new(2, "true").env("HOME", "first").env("HOME", "last").env(variables::RANK, "7");
+        let command = launch.command(1, &server, &token);
+        let set = |name: &str| {
+            let found = command.get_envs().find(|(other, _)| *other == name);
+            found.and_then(|(_, value)| value?.to_str().map(str::to_owned))
+        };
+        assert_eq!(set("HOME").as_deref(), Some("last"));
+        assert_eq!(set(variables::RANK).as_deref(), Some("1"));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use mpmd_transport::ucx::Spin;
 use mpmd_transport::{ProcessId, Transport};
 
 use super::{Membership, Program, connect};
@@ -19,6 +20,7 @@ pub(super) const DEFAULT_PATIENCE: Duration = Duration::from_secs(60);
 pub struct Builder {
     pub(super) devices: Option<usize>,
     pub(super) patience: Option<Duration>,
+    pub(super) spin: Option<Spin>,
     heartbeat: Duration,
     run_ahead_ops: usize,
     run_ahead_bytes: u64,
@@ -33,6 +35,7 @@ impl Default for Builder {
         Self {
             devices: None,
             patience: None,
+            spin: None,
             heartbeat: Duration::from_millis(500),
             run_ahead_ops: 1024,
             run_ahead_bytes: 4 << 30,
@@ -56,6 +59,13 @@ impl Builder {
     /// a silent one counts as lost. By default what the launcher says (`mpmd run --patience`), else 60 seconds.
     pub fn patience(mut self, patience: Duration) -> Self {
         self.patience = Some(patience);
+        self
+    }
+
+    /// How long a transport that can spin looks for work before it sleeps. By default what `MPMD_SPIN` says, else
+    /// [`Spin::Auto`].
+    pub fn spin(mut self, spin: Spin) -> Self {
+        self.spin = Some(spin);
         self
     }
 
@@ -145,6 +155,8 @@ impl Builder {
         if let Some(membership) = &membership {
             membership.watch(&runtime);
         }
+        let (processes, transport) = (runtime.topology.processes(), runtime.transport_name());
+        tracing::debug!(process = me.0, processes, transport, "a program starts");
         Ok(Program::new(runtime, false, membership, self.plan_cache))
     }
 
@@ -191,6 +203,12 @@ fn no_threads(error: std::io::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn who_is_in_no_job_runs_over_nothing() {
+        assert_eq!(Builder::default().alone().unwrap().transport(), "none");
+        assert_eq!(Builder::default().spectator(3).unwrap().transport(), "none");
+    }
 
     #[test]
     fn heartbeats_come_more_often_than_silence_is_forgiven() {

@@ -1,18 +1,16 @@
 //! From environment variables to a running process of a job.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_transport::rendezvous::{Down, JoinConfig, Member, Rendezvous, Server, ServerConfig};
 use mpmd_transport::router::{Failure, FailureKind};
-use mpmd_transport::tcp::{Listener, TcpConfig};
-use mpmd_transport::{Pool, Transport};
 
 use super::builder::DEFAULT_PATIENCE;
+use super::transports::{self, Opened};
 use super::{Builder, Program, costs};
 use crate::error::{Error, Result};
-use crate::launch::{self, JobEnv, LaunchError, variables};
+use crate::launch::{self, JobEnv, LaunchError};
 use crate::runtime::Runtime;
 use crate::topology::{Links, Topology};
 
@@ -81,51 +79,44 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
         patience,
     })
     .map_err(wrong)?;
-    if let Some(name) = env.transport.as_deref()
-        && name != "tcp"
-    {
-        return Err(Error::Launch(LaunchError::Variable {
-            variable: variables::TRANSPORT.to_owned(),
-            value: name.to_owned(),
-            expected: "tcp, the transport between processes that this build has".to_owned(),
-        }));
-    }
-    let listener = Listener::bind(rendezvous.local_ip())?;
+    let name = env.transport.as_deref().unwrap_or(transports::DEFAULT);
+    let opened = Opened::open(name, rendezvous.local_ip());
     let told = costs::tell(&rendezvous, env.process, env.links.as_deref());
+    // Also without a transport: the others would wait for this process, and never know.
     let member = Member {
         host: env.host.clone().unwrap_or_else(hostname),
         pid: std::process::id(),
         devices: topology.devices_of(env.process).len() as u32,
-        addresses: vec![("tcp".to_owned(), listener.address().to_string())],
+        addresses: transports::told(name, &opened),
         program: String::new(),
+        trouble: opened.as_ref().err().map(ToString::to_string),
     };
-    let members = rendezvous.join(member).map_err(wrong)?;
+    let members = match rendezvous.join(member) {
+        Ok(members) => members,
+        Err(error) => return Err(opened.err().unwrap_or_else(|| wrong(error))),
+    };
     let membership = Membership { rendezvous, server };
-    let topology = match told.and_then(|()| costs::hear(&membership.rendezvous, patience)) {
-        Ok(links) => placed(&builder, topology, &members, links)?,
+    let agreed = || {
+        told?;
+        let opened = match (transports::agree(&members), opened) {
+            (Ok(()), opened) => opened?,
+            // To who lacks it, its own reason says more.
+            (Err(LaunchError::NoTransport { .. }), Err(own)) => return Err(own),
+            (Err(error), _) => return Err(error.into()),
+        };
+        let links = costs::hear(&membership.rendezvous, patience)?;
+        Ok((opened, placed(&builder, topology, &members, links)?))
+    };
+    let (opened, topology) = match agreed() {
+        Ok(agreed) => agreed,
         Err(error) => {
             // Everybody has to hear of it, also from a service that this process hosts.
             membership.leave();
-            return Err(Error::Launch(error));
+            return Err(error);
         }
     };
-    let peers = members
-        .iter()
-        .map(|member| {
-            let address = member.addresses.iter().find(|(name, _)| name == "tcp");
-            address.and_then(|(_, address)| address.parse::<SocketAddr>().ok())
-        })
-        .collect::<Option<Vec<_>>>()
-        .ok_or_else(|| Error::Environment("a process of the job has no address for tcp".to_owned()))?;
-    let transport = listener.connect(TcpConfig {
-        process: env.process,
-        peers,
-        token: *env.token.bytes(),
-        epoch: EPOCH,
-        patience,
-        pool: Pool::new("tcp", None),
-    })?;
-    let transport: Arc<dyn Transport> = transport;
+    let spin = builder.spin.or(env.spin).unwrap_or_default();
+    let transport = opened.connect(env, &members, patience, spin)?;
     builder.start(env.process, topology, Some(transport), Some(membership))
 }
 

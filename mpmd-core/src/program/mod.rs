@@ -6,6 +6,7 @@ mod connect;
 mod costs;
 mod metrics;
 mod simulate;
+pub mod transports;
 
 use std::cell::Cell;
 use std::fmt;
@@ -97,6 +98,11 @@ impl Program {
     /// Number of processes in the job.
     pub fn processes(&self) -> usize {
         self.runtime.topology.processes()
+    }
+
+    /// The transport between the processes, as users name it; `none` for a process alone.
+    pub fn transport(&self) -> &'static str {
+        self.runtime.transport_name()
     }
 
     /// The devices of the job and who owns them.

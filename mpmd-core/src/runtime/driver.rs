@@ -121,11 +121,12 @@ impl Runtime {
     pub(crate) fn wait_idle(&self) {
         let _doing = self.status.enter(Doing::Finishing);
         while !self.in_flight.wait_until(Instant::now() + self.config.patience, |counts| counts.ops == 0) {
+            let (counts, first) = (self.in_flight.counts(), self.in_flight.first_open());
+            let first = first.map(|op| format!(", the first is operation {op}")).unwrap_or_default();
+            let (me, doing) = (self.me, self.status.describe());
             self.report_hang(&format!(
-                "process {}: finish waits for {} operations; {}",
-                self.me,
-                self.in_flight.counts().ops,
-                self.status.describe()
+                "process {me}: finish waits for {} operations{first}; {doing}",
+                counts.ops
             ));
         }
     }

@@ -54,6 +54,11 @@ impl InFlight {
         self.state.lock().counts
     }
 
+    /// The first operation that has not ended.
+    pub(crate) fn first_open(&self) -> Option<u64> {
+        self.state.lock().open.first().copied()
+    }
+
     /// The counts, and whether any operation issued before `op` has not ended.
     pub(crate) fn counts_before(&self, op: u64) -> (Counts, bool) {
         let state = self.state.lock();

@@ -197,6 +197,11 @@ impl Runtime {
         self.start.elapsed()
     }
 
+    /// The transport's name, `none` where there is none.
+    pub(crate) fn transport_name(&self) -> &'static str {
+        self.transport.as_ref().map_or("none", |transport| transport.name())
+    }
+
     /// The local index of a device, where this process owns it.
     pub(crate) fn local_index(&self, device: DeviceId) -> Option<usize> {
         self.devices.iter().position(|local| local.id == device)

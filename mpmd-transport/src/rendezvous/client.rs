@@ -114,7 +114,7 @@ impl Rendezvous {
         let processes = processes as u64;
         let join = |ask| Request::Join { ask, process, processes, patience, member };
         match self.link.ask(patience, join)?.1 {
-            Answer::Members(members) => Ok(members),
+            Answer::Members { members, .. } if members.len() as u64 == processes => Ok(members.to_vec()),
             other => Err(self.link.senseless(&other)),
         }
     }
@@ -235,6 +235,8 @@ struct Connection {
 struct State {
     asked: u64,
     asks: HashMap<u64, mpsc::Sender<Answered>>,
+    /// Of the answer to `join`, which may come in parts.
+    members: Vec<Member>,
     /// Why nothing can be asked any more.
     ended: Option<RendezvousError>,
     leaving: bool,
@@ -345,8 +347,18 @@ impl Connection {
                 let pong = protocol::frame(&Request::Pong).map_err(|e| e.to_string())?;
                 self.write(&pong).map_err(|e| e.to_string())?;
             }
-            Reply::Answer { ask, result } => {
-                let asker = self.state.lock().asks.remove(&ask);
+            Reply::Answer { result: Ok(Answer::Members { members, more: true }), .. } => {
+                self.state.lock().members.extend_from_slice(&members);
+            }
+            Reply::Answer { ask, mut result } => {
+                let mut state = self.state.lock();
+                if let Ok(Answer::Members { members, .. }) = &mut result {
+                    let mut all = std::mem::take(&mut state.members);
+                    all.extend_from_slice(members);
+                    *members = all.into();
+                }
+                let asker = state.asks.remove(&ask);
+                drop(state);
                 if let Some(asker) = asker {
                     // Who no longer waits has had its time-out.
                     let _ = asker.send((clock(), result));
@@ -388,7 +400,7 @@ impl Connection {
     fn senseless(&self, answer: &Answer) -> RendezvousError {
         let kind = match answer {
             Answer::Done => "done",
-            Answer::Members(_) => "members",
+            Answer::Members { .. } => "members",
             Answer::Value(_) => "a value",
             Answer::Clock(_) => "a time",
         };

@@ -3,6 +3,7 @@
 //! Pure: it is told what clients said and what time it is, and answers with [`Action`]s.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::protocol::{Answer, MAX_KEY_BYTES, MAX_VALUE_BYTES, Reply, Request};
@@ -314,10 +315,11 @@ impl Job {
             self.fail(error);
         } else if self.seats.iter().all(Option::is_some) {
             self.phase = Phase::Running;
-            let members: Vec<Member> = self.seats.iter().flatten().map(|seat| seat.member.clone()).collect();
+            let members: Arc<[Member]> =
+                self.seats.iter().flatten().map(|seat| seat.member.clone()).collect();
             let told: Vec<_> = self.seats.iter().flatten().map(|seat| (seat.link, seat.waits.ask)).collect();
             for (link, ask) in told {
-                self.answer(link, ask, Ok(Answer::Members(members.clone())));
+                self.answer(link, ask, Ok(Answer::Members { members: members.clone(), more: false }));
             }
         }
         Ok(())

@@ -24,7 +24,9 @@
 //! | 12 | 4 | milliseconds between the server's pings |
 //!
 //! and then both sides send frames: a 4-byte length, at most
-//! [`MAX_CONTROL_BYTES`](crate::wire::MAX_CONTROL_BYTES), and a [`control`](crate::control) payload.
+//! [`MAX_CONTROL_BYTES`](crate::wire::MAX_CONTROL_BYTES), and a [`control`](crate::control) payload. The list
+//! of members goes in as many frames as it takes: what one process tells of itself must fit a frame, what all
+//! tell together has no limit.
 //!
 //! The parts: `protocol` (these bytes), `job` (who is in the job and who waits for what: pure, reads
 //! no clock and does no I/O), `server` (carries it over sockets), `client`.
@@ -59,6 +61,8 @@ pub struct Member {
     pub addresses: Vec<(String, String)>,
     /// A fingerprint of the program, which must be equal in all processes. May be empty, in all.
     pub program: String,
+    /// Why it cannot take part after all, so that the others hear it instead of missing it.
+    pub trouble: Option<String>,
 }
 
 /// Somebody is gone who had not taken leave.

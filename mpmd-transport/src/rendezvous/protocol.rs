@@ -1,5 +1,7 @@
 //! The bytes between a rendezvous server and its clients.
 
+use std::iter;
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::de::DeserializeOwned;
@@ -10,7 +12,7 @@ use crate::control;
 use crate::wire::{MAX_CONTROL_BYTES, ProcessId};
 
 /// The version of the rendezvous protocol this crate speaks. Server and clients must speak the same.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 
 /// The longest value that can be shared under a key, in bytes.
 ///
@@ -120,10 +122,35 @@ pub(super) enum Reply {
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) enum Answer {
     Done,
-    Members(Vec<Member>),
+    /// All members by process; where there is `more`, only the next of them.
+    Members {
+        members: Arc<[Member]>,
+        more: bool,
+    },
     Value(Vec<u8>),
     /// The server's clock, in nanoseconds.
     Clock(i64),
+}
+
+/// The messages that a reply goes in, made when they are asked for: all members of a large job do not fit one.
+pub(super) fn parts(reply: Reply) -> Box<dyn Iterator<Item = Reply> + Send> {
+    let Reply::Answer { ask, result: Ok(Answer::Members { members, more: false }) } = reply else {
+        return Box::new(iter::once(reply));
+    };
+    let mut next = Some(0);
+    Box::new(iter::from_fn(move || {
+        let first = next?;
+        let mut bytes = 0;
+        let fits = members[first..].iter().take_while(|member| {
+            // One that fits nothing is for `frame` to refuse.
+            bytes += control::encode(member).map_or(MAX_FRAME_BYTES, |encoded| encoded.len());
+            bytes <= MAX_VALUE_BYTES
+        });
+        let end = (first + fits.count().max(1)).min(members.len());
+        let more = end < members.len();
+        next = more.then_some(end);
+        Some(Reply::Answer { ask, result: Ok(Answer::Members { members: members[first..end].into(), more }) })
+    }))
 }
 
 /// A message as it goes over the wire.
@@ -211,6 +238,34 @@ mod tests {
             }
             assert_eq!(found, sent, "cut into {size}");
         }
+    }
+
+    #[test]
+    fn members_go_in_as_many_messages_as_it_takes() {
+        // As many as a large cluster has, with addresses of many devices.
+        let member = |process: u32| Member {
+            pid: process,
+            addresses: vec![("ucx".into(), "f".repeat(1500))],
+            ..Member::default()
+        };
+        for processes in [0, 1, 600, 4000] {
+            let members: Arc<[Member]> = (0..processes).map(member).collect();
+            let answer = Answer::Members { members: members.clone(), more: false };
+            let mut heard = Vec::new();
+            let mut last = false;
+            for part in parts(Reply::Answer { ask: 3, result: Ok(answer) }) {
+                assert!(!last, "nothing follows the last part");
+                assert!(frame(&part).is_ok());
+                let Reply::Answer { ask: 3, result: Ok(Answer::Members { members, more }) } = part else {
+                    panic!("{part:?}");
+                };
+                assert!(!members.is_empty() || processes == 0);
+                heard.extend_from_slice(&members);
+                last = !more;
+            }
+            assert!(last && *heard == *members, "{processes} processes");
+        }
+        assert_eq!(parts(Reply::Ping).collect::<Vec<_>>(), [Reply::Ping]);
     }
 
     #[test]

@@ -362,19 +362,14 @@ async fn serve(stream: TcpStream, link: Link, events: &mpsc::Sender<Event>) {
     let (mut read, mut write) = stream.into_split();
     let speak = async {
         while let Some(reply) = to_say.recv().await {
-            let frame = match (protocol::frame(&reply), reply) {
-                (Ok(frame), _) => frame,
-                // Only a long list of members can be too long: values are bounded when they are set.
-                (Err(error), Reply::Answer { ask, .. }) => {
-                    match protocol::frame(&Reply::Answer { ask, result: Err(error) }) {
-                        Ok(frame) => frame,
-                        Err(error) => return error.to_string(),
-                    }
+            for part in protocol::parts(reply) {
+                let frame = match protocol::frame(&part) {
+                    Ok(frame) => frame,
+                    Err(error) => return error.to_string(),
+                };
+                if let Err(error) = write.write_all(&frame).await {
+                    return error.to_string();
                 }
-                (Err(error), _) => return error.to_string(),
-            };
-            if let Err(error) = write.write_all(&frame).await {
-                return error.to_string();
             }
         }
         let _ = write.shutdown().await;

@@ -5,6 +5,30 @@
 
 #[cfg(not(feature = "ucx"))]
 mod absent;
+#[cfg(feature = "ucx")]
+mod engine;
+#[cfg(feature = "ucx")]
+mod examine;
+#[cfg(feature = "ucx")]
+mod leaving;
+#[cfg(feature = "ucx")]
+mod meeting;
+#[cfg(feature = "ucx")]
+mod present;
+#[cfg(feature = "ucx")]
+mod queue;
+#[cfg(feature = "ucx")]
+mod rest;
+#[cfg(feature = "ucx")]
+mod result;
+#[cfg(feature = "ucx")]
+mod safe;
+#[cfg(feature = "ucx")]
+mod settings;
+#[cfg(feature = "ucx")]
+mod sys;
+#[cfg(feature = "ucx")]
+mod traffic;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -15,6 +39,10 @@ use crate::wire::ProcessId;
 
 #[cfg(not(feature = "ucx"))]
 pub use absent::{Opened, Ucx, examine};
+#[cfg(feature = "ucx")]
+pub use examine::examine;
+#[cfg(feature = "ucx")]
+pub use present::{Opened, Ucx};
 
 /// The transport's name as the user writes it.
 pub const NAME: &str = "ucx";

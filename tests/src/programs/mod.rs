@@ -30,6 +30,7 @@ pub struct Named {
 
 const ALL: &[Named] = &[
     Named { name: "hello", settings: |b| b, devices: 0, run: parts::hello },
+    Named { name: "transport", settings: |b| b, devices: 0, run: parts::transport },
     Named { name: "device_put_uncommitted", settings: |b| b, devices: 8, run: examples::uncommitted },
     Named { name: "device_put_across_meshes", settings: |b| b, devices: 8, run: examples::across_meshes },
     Named { name: "jit_and_transfer", settings: |b| b, devices: 8, run: examples::jit_and_transfer },

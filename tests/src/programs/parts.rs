@@ -13,6 +13,12 @@ pub(super) fn hello(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()
     Ok(())
 }
 
+/// What the job runs over.
+pub(super) fn transport(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
+    say(format!("over {}", p.transport()));
+    Ok(())
+}
+
 /// A function of each element.
 pub(super) struct Each {
     pub(super) name: &'static str,

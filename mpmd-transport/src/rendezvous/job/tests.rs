@@ -86,7 +86,7 @@ fn everybody_hears_of_everybody_when_the_last_has_joined() {
     let said = table.said();
     assert_eq!(said.iter().map(|(link, _)| *link).collect::<Vec<_>>(), [10, 11, 12]);
     for (_, reply) in said {
-        let Reply::Answer { ask: 1, result: Ok(Answer::Members(members)) } = reply else {
+        let Reply::Answer { ask: 1, result: Ok(Answer::Members { members, more: false }) } = reply else {
             panic!("{reply:?}")
         };
         assert_eq!(members.iter().map(|m| m.pid).collect::<Vec<_>>(), [100, 101, 102]);

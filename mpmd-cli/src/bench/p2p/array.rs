@@ -1,0 +1,108 @@
+//! Arrays by `device_put`, from a program to a program: operations, router, memory and all.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use mpmd_core::aval::u8s;
+use mpmd_core::prelude::{MpmdArray, Program};
+use mpmd_core::sharding::Sharding;
+use mpmd_core::{Result, Simulation};
+use mpmd_transport::ProcessId;
+
+use super::found::{Found, Test};
+use super::pace::{self, Pace};
+use super::words::Size;
+
+/// The process that measures.
+const FIRST: ProcessId = ProcessId(0);
+
+/// Measures as one of two processes.
+pub(super) fn in_job(sizes: &[Size], pace: &Pace) -> Result<Vec<Found>> {
+    let mut p = Program::builder().devices(2).from_env()?;
+    let found = measure(&mut p, sizes, pace)?;
+    p.finish()?;
+    Ok(found)
+}
+
+/// Measures between two threads.
+pub(super) fn in_threads(sizes: &[Size], pace: &Pace) -> Result<Vec<Found>> {
+    let mut results = Simulation::new(2, 2).run(|p| measure(p, sizes, pace));
+    let other = results.pop().map(|result| result.map(drop));
+    let found = results.pop().unwrap_or_else(|| Ok(Vec::new()));
+    other.map_or(Ok(()), |result| result).and(found)
+}
+
+/// One device of each process.
+struct Pair {
+    here: Sharding,
+    there: Sharding,
+}
+
+fn measure(p: &mut Program, sizes: &[Size], pace: &Pace) -> Result<Vec<Found>> {
+    let devices = p.topology().device_ids().to_vec();
+    let pair = Pair { here: Sharding::single_device(devices[0]), there: Sharding::single_device(devices[1]) };
+    let mut found = Vec::new();
+    for Size(bytes) in sizes.iter().copied() {
+        let x = p.make(u8s([bytes]), &pair.here, |_, mut view| Ok(view.fill(7u8)?))?;
+        x.block_until_ready()?;
+        found.push(latency(p, &pair, &x, bytes, pace)?);
+        found.push(bandwidth(p, &pair, &x, bytes, pace)?);
+    }
+    Ok(found)
+}
+
+/// There and back, the program on both sides waiting at every hop.
+fn latency(p: &mut Program, pair: &Pair, x: &MpmdArray, bytes: usize, pace: &Pace) -> Result<Found> {
+    let run = |p: &mut Program, rounds: u64| -> Result<Duration> {
+        let start = Instant::now();
+        let mut x = x.clone();
+        for _ in 0..rounds {
+            // Waits on the receiver too, so that the program on both sides takes part in every hop.
+            let y = p.device_put(&x, &pair.there)?;
+            y.block_until_ready()?;
+            x = p.device_put(&y, &pair.here)?;
+            x.block_until_ready()?;
+        }
+        Ok(start.elapsed())
+    };
+    let one = Pace::warm(bytes, 1, |rounds| run(p, rounds).map(|time| (rounds, time)))?;
+    // Whatever each has measured, all issue the same.
+    let rounds = p.agree(FIRST, 1, || Ok(pace.rounds(one)))?;
+    let mut found = Found::new(Test::Latency, bytes);
+    for _ in 0..pace.repeats_at(bytes) {
+        found.add(rounds, run(p, rounds)?);
+    }
+    Ok(found)
+}
+
+/// Arrays one after another, until the last has arrived.
+fn bandwidth(p: &mut Program, pair: &Pair, x: &MpmdArray, bytes: usize, pace: &Pace) -> Result<Found> {
+    let window = pace::window(bytes);
+    let done = p.make(u8s([1]), &pair.there, |_, mut view| Ok(view.fill(1u8)?))?;
+    let run = |p: &mut Program, arrays: u64| -> Result<Duration> {
+        let start = Instant::now();
+        let mut under_way: VecDeque<MpmdArray> = VecDeque::with_capacity(window);
+        for _ in 0..arrays {
+            if under_way.len() == window
+                && let Some(oldest) = under_way.pop_front()
+            {
+                // Only the receiver has something to wait for, and only its memory counts.
+                oldest.block_until_ready()?;
+            }
+            under_way.push_back(p.device_put(x, &pair.there)?);
+        }
+        for y in under_way {
+            y.block_until_ready()?;
+        }
+        // The receiver's word that all of it is there; put only after the program there has waited.
+        p.device_put(&done, &pair.here)?.block_until_ready()?;
+        Ok(start.elapsed())
+    };
+    let one = Pace::warm(bytes, window, |arrays| run(p, arrays).map(|time| (arrays, time)))?;
+    let arrays = p.agree(FIRST, 1, || Ok(pace.rounds(one).max(window as u64)))?;
+    let mut found = Found::new(Test::Bandwidth, bytes);
+    for _ in 0..pace.repeats_at(bytes) {
+        found.add(arrays, run(p, arrays)?);
+    }
+    Ok(found)
+}

@@ -1,0 +1,85 @@
+//! What was measured, and how a pair of processes hands it to who started it.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+
+/// What is measured of a size.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Test {
+    /// Half the time of there and back, in microseconds.
+    Latency,
+    /// Bytes over the time until the receiver has them all, in GB/s.
+    Bandwidth,
+    /// A plain copy within one process, in GB/s.
+    Memcpy,
+}
+
+impl Test {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Latency => "latency",
+            Self::Bandwidth => "bandwidth",
+            Self::Memcpy => "memcpy",
+        }
+    }
+
+    pub(super) fn unit(self) -> &'static str {
+        match self {
+            Self::Latency => "us",
+            Self::Bandwidth | Self::Memcpy => "GB/s",
+        }
+    }
+}
+
+/// Samples of one test at one size, in the test's unit.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+pub(super) struct Found {
+    pub(super) test: Test,
+    pub(super) bytes: usize,
+    pub(super) samples: Vec<f64>,
+}
+
+impl Found {
+    pub(super) fn new(test: Test, bytes: usize) -> Self {
+        Self { test, bytes, samples: Vec::new() }
+    }
+
+    /// Adds a sample: so many round trips, or messages, in this time.
+    pub(super) fn add(&mut self, count: u64, time: Duration) {
+        let seconds = time.as_secs_f64().max(1e-9) / count as f64;
+        self.samples.push(match self.test {
+            Test::Latency => seconds * 1e6 / 2.0,
+            Test::Bandwidth | Test::Memcpy => self.bytes as f64 / seconds / 1e9,
+        });
+    }
+}
+
+/// Writes what was found where the launcher of the pair looks for it.
+pub(super) fn hand_over(found: &[Found], to: &Path) -> Result<()> {
+    std::fs::write(to, serde_json::to_vec(found)?).with_context(|| format!("writing {}", to.display()))
+}
+
+/// Reads what [`hand_over`] wrote.
+pub(super) fn take_over(from: &Path) -> Result<Vec<Found>> {
+    let bytes = std::fs::read(from).with_context(|| format!("reading {}", from.display()))?;
+    serde_json::from_slice(&bytes).context("the pair of processes left no samples")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn latency_is_half_a_round_trip_and_bandwidth_counts_a_billion_bytes_as_one() {
+        let mut latency = Found::new(Test::Latency, 8);
+        latency.add(10, Duration::from_micros(100));
+        assert!((latency.samples[0] - 5.0).abs() < 1e-9);
+        let mut bandwidth = Found::new(Test::Bandwidth, 500_000_000);
+        bandwidth.add(2, Duration::from_millis(500));
+        assert!((bandwidth.samples[0] - 2.0).abs() < 1e-9);
+    }
+}

@@ -1,0 +1,156 @@
+//! How the two processes find each other: by the job's rendezvous, as programs do.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use mpmd_core::launch::{self, JobEnv};
+use mpmd_transport::rendezvous::{JoinConfig, Member, Rendezvous, Server, ServerConfig};
+use mpmd_transport::tcp::{Listener, TcpConfig};
+use mpmd_transport::ucx::{Opened, Spin, UcxConfig};
+use mpmd_transport::{Pool, Transport};
+
+use super::words::Carrier;
+
+/// The incarnation of the job; it has only one.
+const EPOCH: u64 = 1;
+
+/// How long the processes wait for each other, where the launcher does not say.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// How long a hosting process 0 waits for the other to take leave.
+const LEAVE_WITHIN: Duration = Duration::from_secs(5);
+
+/// A transport between the two processes, and their place in the rendezvous.
+pub(super) struct Meeting {
+    pub(super) transport: Arc<dyn Transport>,
+    rendezvous: Rendezvous,
+    server: Option<Server>,
+}
+
+impl Meeting {
+    /// Meets the other process of the job.
+    ///
+    /// # Errors
+    ///
+    /// Where the job is not of two processes, the rendezvous or the transport fails, or the transport is
+    /// none between processes.
+    pub(super) fn of(env: &JobEnv, carrier: Carrier, spin: Spin, pool: &Pool) -> Result<Self> {
+        launch::adopt()?;
+        let patience = env.patience.unwrap_or(PATIENCE);
+        let server = if env.hosted || env.process.index() != 0 {
+            None
+        } else {
+            let config = ServerConfig { processes: env.processes, token: env.token.clone(), patience };
+            Some(Server::bind(env.listen_address()?, config)?)
+        };
+        let rendezvous = Rendezvous::connect(JoinConfig {
+            server: env.coordinator.clone(),
+            process: env.process,
+            processes: env.processes,
+            token: env.token.clone(),
+            patience,
+        })?;
+        let door = Door::open(carrier, &rendezvous)?;
+        let member = Member {
+            host: env.host.clone().unwrap_or_else(hostname),
+            pid: std::process::id(),
+            devices: 0,
+            addresses: vec![(carrier.name().to_owned(), door.address())],
+            program: "mpmd bench p2p".to_owned(),
+            trouble: None,
+        };
+        let host = member.host.clone();
+        let members = rendezvous.join(member)?;
+        let job = Job {
+            env,
+            patience,
+            pool,
+            spin,
+            neighbours: members.iter().filter(|member| member.host == host).count(),
+            addresses: members
+                .iter()
+                .map(|member| member.addresses.iter().find(|(name, _)| name == carrier.name()))
+                .map(|found| found.map(|(_, address)| address.clone()))
+                .collect::<Option<_>>()
+                .with_context(|| format!("a process of the job has no address for {}", carrier.name()))?,
+        };
+        let transport = door.connect(job)?;
+        Ok(Self { transport, rendezvous, server })
+    }
+
+    /// Takes leave, so that nobody hears of a death. The transport is shut down before.
+    pub(super) fn leave(self) -> Result<()> {
+        self.rendezvous.leave()?;
+        if let Some(server) = self.server {
+            // The other's leave-taking must find somebody.
+            server.wait_empty(LEAVE_WITHIN);
+        }
+        Ok(())
+    }
+}
+
+/// What is needed to connect, whatever the transport.
+struct Job<'a> {
+    env: &'a JobEnv,
+    patience: Duration,
+    pool: &'a Pool,
+    spin: Spin,
+    neighbours: usize,
+    addresses: Vec<String>,
+}
+
+/// A transport that can be reached but is not connected.
+enum Door {
+    Tcp(Listener),
+    Ucx(Opened),
+}
+
+impl Door {
+    fn open(carrier: Carrier, rendezvous: &Rendezvous) -> Result<Self> {
+        Ok(match carrier {
+            Carrier::Tcp => Self::Tcp(Listener::bind(rendezvous.local_ip())?),
+            Carrier::Ucx => Self::Ucx(Opened::open()?),
+            Carrier::Inproc => bail!("inproc is within one process, and this is one of a job of several"),
+        })
+    }
+
+    fn address(&self) -> String {
+        match self {
+            Self::Tcp(listener) => listener.address().to_string(),
+            Self::Ucx(opened) => opened.address().to_owned(),
+        }
+    }
+
+    fn connect(self, job: Job<'_>) -> Result<Arc<dyn Transport>> {
+        let (process, token) = (job.env.process, *job.env.token.bytes());
+        let (patience, pool) = (job.patience, job.pool.clone());
+        Ok(match self {
+            Self::Tcp(listener) => {
+                let peers = job.addresses.iter().map(|address| {
+                    address
+                        .parse::<SocketAddr>()
+                        .with_context(|| format!("{address:?} is no address for tcp"))
+                });
+                let peers = peers.collect::<Result<_>>()?;
+                listener.connect(TcpConfig { process, peers, token, epoch: EPOCH, patience, pool })?
+            }
+            Self::Ucx(opened) => opened.connect(UcxConfig {
+                process,
+                peers: job.addresses,
+                token,
+                epoch: EPOCH,
+                patience,
+                pool,
+                spin: job.spin,
+                neighbours: job.neighbours,
+            })?,
+        })
+    }
+}
+
+fn hostname() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/hostname")
+        .map_or_else(|_| "unknown".to_owned(), |name| name.trim().to_owned())
+}

@@ -1,0 +1,233 @@
+//! A pair of processes: what it costs to move messages and arrays from one to the other, beside
+//! `ucx_perftest` and a plain copy.
+//!
+//! This process starts the pair and shows what it found. Beside `ucx_perftest` every sample is of a pair of
+//! its own, as it is there: the two programs take turns, size by size, so that noise of the machine hits both
+//! and neither's engine runs while the other is measured.
+
+mod array;
+mod busy;
+mod ends;
+mod found;
+mod meet;
+mod memory;
+mod message;
+mod pace;
+mod perftest;
+mod table;
+mod words;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use mpmd_core::launch::{JobEnv, Launch, OutputMode};
+
+use busy::Busy;
+use found::{Found, Test};
+use pace::Pace;
+use perftest::Perftest;
+use table::{Row, Setting};
+use words::{Carrier, Level, Size, SpinWord};
+
+/// How long an engine looks for work before it sleeps, for the programs of level `array`.
+const SPIN: &str = "MPMD_SPIN";
+
+/// Samples of each case, and how long each takes, alone.
+const ALONE: Pace = Pace { repeats: 15, sample: Duration::from_millis(10) };
+/// The same beside a peer: each sample has a start of two processes before it.
+const BESIDE: Pace = Pace { repeats: 5, sample: Duration::from_millis(30) };
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct P2pArgs {
+    /// One line of JSON for each case instead of a table.
+    #[arg(long)]
+    json: bool,
+    /// How often each case is measured, large sizes less often; by default 15 times, 5 with `--peer`.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    repeats: Option<u32>,
+    /// What carries the messages.
+    #[arg(long, value_enum, default_value = "tcp")]
+    transport: Carrier,
+    /// What is measured: messages straight over the transport, or arrays by `device_put`.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "message,array")]
+    level: Vec<Level>,
+    /// Sizes in bytes, also as 4Ki, 16Mi, 1Gi.
+    #[arg(long, value_delimiter = ',', default_value = "8,64,512,4Ki,32Ki,256Ki,1Mi,4Mi,16Mi,64Mi,256Mi")]
+    sizes: Vec<Size>,
+    /// How long the transport's engine looks for work before it sleeps: auto, never, always, or a number of
+    /// microseconds. Transports that only ever sleep do not care.
+    #[arg(long, default_value = "auto")]
+    spin: SpinWord,
+    /// So many threads keep a core busy meanwhile.
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u16).range(..=256))]
+    busy: u16,
+    /// Measures `ucx_perftest` beside ours, in turns: the one that lies beside the UCX library in use.
+    #[arg(long)]
+    peer: bool,
+    /// The `ucx_perftest` to use instead.
+    #[arg(long, value_name = "PATH", requires = "peer")]
+    perftest: Option<PathBuf>,
+    /// Length of a sample in microseconds, as the launcher of the pair says.
+    #[arg(long, hide = true)]
+    sample_us: Option<u64>,
+    /// Where the launcher of the pair looks for samples.
+    #[arg(long, hide = true)]
+    samples_to: Option<PathBuf>,
+}
+
+impl P2pArgs {
+    fn pace(&self) -> Pace {
+        let usual = if self.peer { BESIDE } else { ALONE };
+        Pace {
+            repeats: self.repeats.map_or(usual.repeats, |repeats| repeats as usize),
+            sample: self.sample_us.map_or(usual.sample, Duration::from_micros),
+        }
+    }
+
+    fn setting(&self) -> Setting {
+        let (transport, spin) = (self.transport.name(), self.spin.word.clone());
+        Setting { transport, spin, busy: self.busy.into() }
+    }
+}
+
+/// Measures a pair of processes, of this launcher or of another's job.
+pub(super) fn p2p(args: &P2pArgs) -> Result<ExitCode> {
+    match JobEnv::from_env()? {
+        Some(env) => as_one_of_two(args, &env)?,
+        None => {
+            let rows = rows(args)?;
+            table::show(&rows, &args.setting(), args.json);
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The work of a process of the pair.
+fn as_one_of_two(args: &P2pArgs, env: &JobEnv) -> Result<()> {
+    ensure!(env.processes == 2, "a pair is measured, and this job has {} processes", env.processes);
+    ensure!(!args.peer, "--peer needs a pair that this program has started itself");
+    let &[level] = args.level.as_slice() else {
+        bail!("a job measures one level: choose --level message or --level array");
+    };
+    if level == Level::Array {
+        let transport = env.transport.as_deref().unwrap_or("tcp");
+        let said = args.transport.name();
+        ensure!(transport == said, "the job's arrays go over {transport}, and --transport says {said}");
+    }
+    let first = env.process.index() == 0;
+    let _busy = Busy::start(if first { args.busy.into() } else { 0 })?;
+    let pace = args.pace();
+    let found = match level {
+        Level::Message => message::in_job(env, args.transport, args.spin.spin, &args.sizes, &pace)?,
+        Level::Array => array::in_job(&args.sizes, &pace)?,
+    };
+    match &args.samples_to {
+        _ if !first => Ok(()),
+        Some(path) => found::hand_over(&found, path),
+        None => {
+            let mut rows = Rows::default();
+            rows.take(Some(level), found);
+            table::show(&rows.0, &args.setting(), args.json);
+            Ok(())
+        }
+    }
+}
+
+/// Everything that was asked for.
+fn rows(args: &P2pArgs) -> Result<Vec<Row>> {
+    let perftest = args.peer.then(|| Perftest::find(args.perftest.as_deref(), args.spin.spin)).transpose()?;
+    let pace = args.pace();
+    let _busy = Busy::start(args.busy.into())?;
+    let mut rows = Rows::default();
+    for level in args.level.iter().copied() {
+        match &perftest {
+            None => rows.take(Some(level), ours(args, level, &args.sizes, &pace)?),
+            Some(perftest) => {
+                for size in args.sizes.iter().copied() {
+                    in_turns(args, level, size, perftest, &pace, &mut rows)?;
+                }
+            }
+        }
+    }
+    for Size(bytes) in args.sizes.iter().copied() {
+        rows.take(None, [memory::memcpy(bytes, pace.repeats_at(bytes), &pace)]);
+    }
+    Ok(rows.0)
+}
+
+/// One sample of ours, one of the peer's, again and again.
+fn in_turns(
+    args: &P2pArgs,
+    level: Level,
+    size: Size,
+    perftest: &Perftest,
+    pace: &Pace,
+    rows: &mut Rows,
+) -> Result<()> {
+    let mut known = [None, None];
+    for _ in 0..pace.repeats_at(size.0) {
+        rows.take(Some(level), ours(args, level, &[size], &Pace { repeats: 1, ..*pace })?);
+        for (test, known) in [Test::Latency, Test::Bandwidth].into_iter().zip(&mut known) {
+            let sample = perftest.sample(test, size.0, pace, known)?;
+            rows.row(Some(level), test, size.0).peer.push(sample);
+        }
+    }
+    Ok(())
+}
+
+/// What a pair finds that is started for it.
+fn ours(args: &P2pArgs, level: Level, sizes: &[Size], pace: &Pace) -> Result<Vec<Found>> {
+    if args.transport == Carrier::Inproc {
+        return match level {
+            Level::Message => message::in_threads(sizes, pace),
+            Level::Array => Ok(array::in_threads(sizes, pace)?),
+        };
+    }
+    let samples = tempfile::NamedTempFile::new().context("making a file for samples")?;
+    let sizes: Vec<String> = sizes.iter().map(Size::to_string).collect();
+    let words = [
+        ("--transport", args.transport.name().to_owned()),
+        ("--level", level.name().to_owned()),
+        ("--sizes", sizes.join(",")),
+        ("--spin", args.spin.word.clone()),
+        ("--repeats", pace.repeats.to_string()),
+        ("--sample-us", pace.sample.as_micros().to_string()),
+    ];
+    let outcome = Launch::new(2, std::env::current_exe().context("finding this program, to start it again")?)
+        .args(["bench", "p2p"])
+        .args(words.iter().flat_map(|(name, value)| [*name, value.as_str()]))
+        .args(["--samples-to".as_ref(), samples.path().as_os_str()])
+        .transport(Some(args.transport.name().to_owned()))
+        .env(SPIN, &args.spin.word)
+        .output(OutputMode::Quiet0)
+        .run()?;
+    if let Some(failure) = outcome.first_failure {
+        bail!("the pair of processes was not measured: {failure}");
+    }
+    found::take_over(samples.path())
+}
+
+/// Rows in the order in which they came up.
+#[derive(Default)]
+struct Rows(Vec<Row>);
+
+impl Rows {
+    fn take(&mut self, level: Option<Level>, found: impl IntoIterator<Item = Found>) {
+        for Found { test, bytes, samples } in found {
+            self.row(level, test, bytes).ours.extend(samples);
+        }
+    }
+
+    /// The row of this case, a new one where there is none.
+    fn row(&mut self, level: Option<Level>, test: Test, bytes: usize) -> &mut Row {
+        let same = |row: &Row| (row.level, row.test, row.bytes) == (level, test, bytes);
+        let at = self.0.iter().position(same).unwrap_or_else(|| {
+            self.0.push(Row { level, test, bytes, ours: Vec::new(), peer: Vec::new() });
+            self.0.len() - 1
+        });
+        &mut self.0[at]
+    }
+}

@@ -1,0 +1,258 @@
+//! What is to be seen on this machine. Nothing here judges.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{Read as _, Write as _};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::path::Path;
+use std::time::Duration;
+use std::{fs, io};
+
+use mpmd_core::launch::variables;
+use mpmd_core::transports;
+use rustix::process::{Resource, getrlimit};
+use serde::Serialize;
+
+use super::memory::Both;
+
+/// How long UCX may take to say what it has.
+const UCX_PATIENCE: Duration = Duration::from_secs(20);
+
+/// How long a connection to this host itself may take.
+const LOOPBACK_PATIENCE: Duration = Duration::from_secs(5);
+
+/// Everything that is judged.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Facts {
+    /// The transport asked for, whether there is one of that name or not.
+    pub(super) transport: String,
+    pub(super) ucx: Ucx,
+    /// Why this host cannot be reached from itself over TCP, where that is so.
+    pub(super) loopback_error: Option<String>,
+    pub(super) memory_of_others: Both,
+    pub(super) kernel: Kernel,
+    /// Bytes that this process may lock in memory; `None` for any number.
+    pub(super) lockable_bytes: Option<u64>,
+    /// Devices for RDMA.
+    pub(super) rdma: Vec<String>,
+    /// Cores that this process may use.
+    pub(super) cores: usize,
+    /// `/dev/shm`, where it is there.
+    pub(super) shared_memory: Option<SharedMemory>,
+    /// Network interfaces, those that are no use to UCX too.
+    pub(super) interfaces: Vec<Interface>,
+    /// Variables that speak to us or to UCX; not the job's token.
+    pub(super) variables: BTreeMap<String, String>,
+}
+
+/// UCX as this program has it.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Ucx {
+    NotCompiledIn,
+    Unusable(String),
+    Usable { version: String, library: String, resources: Vec<(String, String)>, lanes: Vec<String> },
+}
+
+/// What the kernel forbids this process.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(super) struct Kernel {
+    /// Yama's, where there is Yama.
+    pub(super) ptrace_scope: Option<u8>,
+    /// A filter of system calls is in force.
+    pub(super) seccomp: bool,
+    /// This is not the host's own user namespace.
+    pub(super) user_namespace: bool,
+    /// Limits on locked memory do not count here.
+    pub(super) may_lock: bool,
+}
+
+/// The file system of shared memory, in bytes.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(super) struct SharedMemory {
+    pub(super) bytes: u64,
+    pub(super) free: u64,
+}
+
+/// A network interface.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Interface {
+    pub(super) name: String,
+    /// It is up, connected, and has an IPv4 address: UCX would use it for TCP.
+    pub(super) usable: bool,
+    pub(super) loopback: bool,
+}
+
+impl Facts {
+    /// Looks around.
+    pub(super) fn gather(transport: String) -> Self {
+        let limit = getrlimit(Resource::Memlock);
+        Self {
+            transport,
+            ucx: Ucx::examine(),
+            loopback_error: loopback().err().map(|error| error.to_string()),
+            memory_of_others: Both::attempt(),
+            kernel: Kernel::look(),
+            lockable_bytes: limit.current,
+            rdma: names_in("/sys/class/infiniband"),
+            cores: std::thread::available_parallelism().map_or(1, usize::from),
+            shared_memory: SharedMemory::look(),
+            interfaces: interfaces(),
+            variables: relevant(std::env::vars_os().filter_map(|(name, value)| {
+                Some((name.into_string().ok()?, value.to_string_lossy().into_owned()))
+            })),
+        }
+    }
+}
+
+impl Ucx {
+    fn examine() -> Self {
+        if !transports::HAS_UCX {
+            return Self::NotCompiledIn;
+        }
+        match transports::examine(UCX_PATIENCE) {
+            Ok(report) => Self::Usable {
+                version: report.version,
+                library: report.library.display().to_string(),
+                resources: report.resources,
+                lanes: report.lanes,
+            },
+            Err(error) => Self::Unusable(error.to_string()),
+        }
+    }
+}
+
+impl Kernel {
+    fn look() -> Self {
+        let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
+        let status = read("/proc/self/status");
+        Self {
+            ptrace_scope: read("/proc/sys/kernel/yama/ptrace_scope").trim().parse().ok(),
+            ..Self::of(&status, &read("/proc/self/uid_map"))
+        }
+    }
+
+    /// From `/proc/self/status` and `/proc/self/uid_map`.
+    fn of(status: &str, uid_map: &str) -> Self {
+        /// Bit of CAP_IPC_LOCK, see capabilities(7).
+        const IPC_LOCK: u64 = 1 << 14;
+        let field = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+            line.unwrap_or_default().trim()
+        };
+        let capabilities = u64::from_str_radix(field("CapEff"), 16).unwrap_or(0);
+        // The host's own maps everybody to themselves, see user_namespaces(7).
+        let mapped: Vec<&str> = uid_map.split_whitespace().collect();
+        let user_namespace = !mapped.is_empty() && mapped != ["0", "0", "4294967295"];
+        Self {
+            ptrace_scope: None,
+            seccomp: field("Seccomp") == "2",
+            user_namespace,
+            // The kernel asks for it in the host's own namespace.
+            may_lock: capabilities & IPC_LOCK != 0 && !user_namespace,
+        }
+    }
+}
+
+impl SharedMemory {
+    fn look() -> Option<Self> {
+        let system = rustix::fs::statvfs("/dev/shm").ok()?;
+        Some(Self { bytes: system.f_blocks * system.f_frsize, free: system.f_bavail * system.f_frsize })
+    }
+}
+
+/// Sends a byte from this host to itself.
+fn loopback() -> io::Result<()> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+    let mut there = TcpStream::connect_timeout(&listener.local_addr()?, LOOPBACK_PATIENCE)?;
+    // Connected already, so it is there to be taken.
+    let (mut here, _) = listener.accept()?;
+    here.set_read_timeout(Some(LOOPBACK_PATIENCE))?;
+    there.write_all(&[1])?;
+    here.read_exact(&mut [0])
+}
+
+fn interfaces() -> Vec<Interface> {
+    let routes = fs::read_to_string("/proc/net/route").unwrap_or_default();
+    let with_address = routed(&routes);
+    let look = |name: String| {
+        let folder = Path::new("/sys/class/net").join(&name);
+        let read = |file: &str| fs::read_to_string(folder.join(file)).unwrap_or_default();
+        let flags = u32::from_str_radix(read("flags").trim().trim_start_matches("0x"), 16).unwrap_or(0);
+        // IFF_UP and IFF_LOOPBACK, see netdevice(7).
+        let (up, loopback) = (flags & 0x1 != 0, flags & 0x8 != 0);
+        let connected = read("carrier").trim() == "1";
+        let usable = up && connected && (loopback || with_address.contains(&name));
+        Interface { name, usable, loopback }
+    };
+    names_in("/sys/class/net").into_iter().map(look).collect()
+}
+
+/// The interfaces that `/proc/net/route` names: who has an IPv4 address has a route to its own network.
+fn routed(routes: &str) -> BTreeSet<String> {
+    let names = routes.lines().skip(1).filter_map(|line| line.split_whitespace().next());
+    names.map(str::to_owned).collect()
+}
+
+/// The names in a folder, sorted; none where there is no such folder.
+fn names_in(folder: &str) -> Vec<String> {
+    let entries = fs::read_dir(folder).into_iter().flatten();
+    let mut names: Vec<String> =
+        entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
+    names.sort();
+    names
+}
+
+/// Those variables that count here, without secrets.
+fn relevant(all: impl Iterator<Item = (String, String)>) -> BTreeMap<String, String> {
+    let ours = all.filter(|(name, _)| name.starts_with("MPMD_") || name.starts_with("UCX_"));
+    let shown = ours.map(|(name, value)| {
+        let value = if name == variables::JOB_TOKEN { "(a secret)".to_owned() } else { value };
+        (name, value)
+    });
+    shown.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OWN: &str = "         0          0 4294967295\n";
+
+    #[test]
+    fn the_kernels_words_are_read() {
+        let status = "Name:\tmpmd\nCapEff:\t000001fffeffffff\nSeccomp:\t0\nSeccomp_filters:\t0\n";
+        let root = Kernel::of(status, OWN);
+        assert_eq!((root.may_lock, root.seccomp, root.user_namespace), (true, false, false));
+        let inside = Kernel::of(status, "0 100000 65536\n");
+        assert_eq!((inside.may_lock, inside.user_namespace), (false, true));
+        let filtered = Kernel::of("CapEff:\t0000000000000000\nSeccomp:\t2\n", OWN);
+        assert_eq!((filtered.may_lock, filtered.seccomp), (false, true));
+        let nothing = Kernel::of("", "");
+        assert!(!nothing.may_lock && !nothing.seccomp && !nothing.user_namespace);
+    }
+
+    #[test]
+    fn interfaces_with_routes_are_found() {
+        let routes = "Iface\tDestination\tGateway\neth0\t00000000\t010200C0\neth0\t000200C0\t0\nib0\t0\t0\n";
+        assert_eq!(routed(routes).into_iter().collect::<Vec<_>>(), ["eth0", "ib0"]);
+        assert!(routed("").is_empty());
+    }
+
+    #[test]
+    fn other_variables_and_the_secret_stay_out() {
+        let all = [("HOME", "/"), ("MPMD_JOB_TOKEN", "5ec2e7"), ("UCX_TLS", "tcp"), ("MPMD_SPIN", "never")];
+        let found = relevant(all.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())));
+        let names: Vec<&str> = found.keys().map(String::as_str).collect();
+        assert_eq!(names, ["MPMD_JOB_TOKEN", "MPMD_SPIN", "UCX_TLS"]);
+        assert!(!format!("{found:?}").contains("5ec2e7"));
+    }
+
+    #[test]
+    fn this_machine_can_be_looked_at() {
+        loopback().expect("a host reaches itself");
+        let shared = SharedMemory::look();
+        assert!(shared.is_none_or(|shared| shared.free <= shared.bytes), "{shared:?}");
+        let looked = interfaces();
+        assert!(looked.is_sorted_by_key(|interface| &interface.name), "{looked:?}");
+    }
+}

@@ -1,0 +1,508 @@
+//! What the facts mean. Pure: from facts to findings.
+
+use std::collections::BTreeMap;
+
+use mpmd_core::launch::{spin, variables};
+use mpmd_core::transports::{self, Spin};
+use serde::Serialize;
+
+use super::facts::{Facts, Interface, Ucx};
+use super::memory::Attempt;
+use crate::plan::bytes_text;
+
+/// Something that was looked at.
+#[derive(Clone, Debug, Eq, PartialEq, Serialize)]
+pub(super) struct Finding {
+    pub(super) name: &'static str,
+    /// What was found; may have several lines.
+    pub(super) value: String,
+    pub(super) verdict: Verdict,
+    /// What it means, and what to do; may be empty where all is well.
+    pub(super) advice: String,
+}
+
+/// How good that is.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Verdict {
+    /// As it should be.
+    Ok,
+    /// Works, but slower than it could or not everywhere.
+    Note,
+    /// Stands in the way of the transport asked for.
+    Problem,
+}
+
+/// Memory that a first registration with an RDMA device takes easily: queues, and buffers of a few MiB.
+const LOCKED_FOR_RDMA: u64 = 64 << 20;
+
+/// Below this UCX's queues for a handful of processes may not fit; a container's default is 64 MiB.
+const SHM_LITTLE: u64 = 256 << 20;
+
+/// Below this those of one process may not.
+const SHM_NOTHING: u64 = 8 << 20;
+
+/// Beginnings of the names of interfaces that lead to containers or virtual machines of this host only.
+const INSIDE_ONLY: [&str; 16] = [
+    "br-", "cali", "cbr", "cni", "docker", "dummy", "flannel", "ifb", "kube", "lxc", "lxdbr", "podman",
+    "vboxnet", "veth", "virbr", "weave",
+];
+
+/// Judges all facts, in the order in which they are shown.
+pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
+    let mut findings = vec![transport(facts)];
+    findings.extend(ucx(facts));
+    findings.push(memory_of_others(facts));
+    findings.push(locked_memory(facts));
+    findings.push(cores(facts));
+    findings.push(shared_memory(facts));
+    findings.push(interfaces(facts));
+    findings.extend(set_wrong(facts));
+    findings.push(all_variables(facts));
+    findings
+}
+
+impl Facts {
+    /// What stops UCX is a problem only to who wants it.
+    fn problem_of_ucx(&self) -> Verdict {
+        if self.transport == "ucx" { Verdict::Problem } else { Verdict::Note }
+    }
+}
+
+fn finding(
+    name: &'static str,
+    value: impl Into<String>,
+    verdict: Verdict,
+    advice: impl Into<String>,
+) -> Finding {
+    Finding { name, value: value.into(), verdict, advice: advice.into() }
+}
+
+fn transport(facts: &Facts) -> Finding {
+    let name = "transport";
+    if let Err(error) = transports::check(&facts.transport) {
+        return finding(name, &facts.transport, Verdict::Problem, error.to_string());
+    }
+    match &facts.loopback_error {
+        None => finding(name, format!("{} is asked for", facts.transport), Verdict::Ok, ""),
+        Some(why) => {
+            let advice = "processes meet over TCP whatever their transport: this host must reach itself at \
+                          127.0.0.1; look at its loopback interface and firewall";
+            finding(name, format!("no TCP connection to this host itself: {why}"), Verdict::Problem, advice)
+        }
+    }
+}
+
+fn ucx(facts: &Facts) -> Vec<Finding> {
+    let (version, library, resources, lanes) = match &facts.ucx {
+        Ucx::NotCompiledIn => {
+            let advice = "build this and your programs with `--features ucx`, which takes autoconf, automake, \
+                          libtool and libclang";
+            return vec![finding("ucx", "not compiled into this program", facts.problem_of_ucx(), advice)];
+        }
+        Ucx::Unusable(why) => {
+            let advice = "a library of UCX 1.12 or later must be found by the loader: LD_LIBRARY_PATH, or \
+                          ldconfig; `UCX_LOG_LEVEL=info` says more";
+            return vec![finding("ucx", why, facts.problem_of_ucx(), advice)];
+        }
+        Ucx::Usable { version, library, resources, lanes } => (version, library, resources, lanes),
+    };
+    vec![
+        finding("ucx", format!("{version} from {library}"), Verdict::Ok, ""),
+        ucx_devices(facts, resources),
+        ucx_lanes(facts, lanes),
+    ]
+}
+
+fn ucx_devices(facts: &Facts, resources: &[(String, String)]) -> Finding {
+    let mut by_transport: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for (transport, device) in resources {
+        by_transport.entry(transport).or_default().push(device);
+    }
+    let lines =
+        by_transport.iter().map(|(transport, devices)| format!("{transport}: {}", devices.join(", ")));
+    let value = lines.collect::<Vec<_>>().join("\n");
+    if resources.is_empty() {
+        let advice = "UCX_TLS and UCX_NET_DEVICES may exclude all there is; unset them and look again";
+        return finding("ucx devices", "none", facts.problem_of_ucx(), advice);
+    }
+    finding("ucx devices", value, Verdict::Ok, "")
+}
+
+fn ucx_lanes(facts: &Facts, lanes: &[String]) -> Finding {
+    let name = "ucx on this host";
+    if lanes.is_empty() {
+        let advice = "two processes of this host find no way to each other; unset UCX_TLS and look again";
+        return finding(name, "no lanes", facts.problem_of_ucx(), advice);
+    }
+    let value = lanes.join("\n");
+    if lanes.iter().all(|lane| lane.contains("tcp")) {
+        let advice = "neighbours talk over TCP although they could share memory: see shared memory below, and \
+                      whether UCX_TLS leaves out `sm`";
+        return finding(name, value, Verdict::Note, advice);
+    }
+    finding(name, value, Verdict::Ok, "")
+}
+
+fn memory_of_others(facts: &Facts) -> Finding {
+    let name = "direct copies";
+    let why = match (&facts.memory_of_others.child, &facts.memory_of_others.parent) {
+        (Attempt::Read, Attempt::Read) => {
+            let value = "processes may read each other's memory (CMA), tried both ways";
+            return finding(name, value, Verdict::Ok, "");
+        }
+        (Attempt::Untried(why), _) | (_, Attempt::Untried(why)) => {
+            return finding(name, format!("not tried: {why}"), Verdict::Note, "");
+        }
+        (Attempt::Refused(why), Attempt::Refused(_)) => format!("neither way (CMA): {why}"),
+        (Attempt::Read, Attempt::Refused(why)) => {
+            format!("only of processes that one has started (CMA): {why}")
+        }
+        (Attempt::Refused(why), Attempt::Read) => {
+            format!("only of the process that started one (CMA): {why}")
+        }
+    };
+    let kernel = &facts.kernel;
+    let cause = match kernel.ptrace_scope {
+        Some(1) => "Yama allows only ancestors to look (kernel.yama.ptrace_scope=1): set it to 0",
+        Some(2) => "Yama asks for CAP_SYS_PTRACE (kernel.yama.ptrace_scope=2): grant it, or set it to 0",
+        Some(3..) => "Yama forbids it until the next boot (kernel.yama.ptrace_scope=3)",
+        _ if kernel.seccomp => {
+            "a filter of system calls is in force: give the container CAP_SYS_PTRACE, or a profile that allows \
+             process_vm_readv"
+        }
+        _ if kernel.user_namespace => "this is a user namespace of its own: run all processes in one",
+        _ => "neither Yama nor seccomp nor a user namespace is the reason; a security module may be",
+    };
+    let advice = format!("large messages between processes of this host are copied once more; {cause}");
+    finding(name, why, Verdict::Note, advice)
+}
+
+fn locked_memory(facts: &Facts) -> Finding {
+    let name = "locked memory";
+    let rdma = if facts.rdma.is_empty() {
+        "no RDMA devices".to_owned()
+    } else {
+        format!("RDMA devices: {}", facts.rdma.join(", "))
+    };
+    let Some(limit) = facts.lockable_bytes else {
+        return finding(name, format!("without limit; {rdma}"), Verdict::Ok, "");
+    };
+    let value = format!("at most {}; {rdma}", bytes_text(limit));
+    if facts.kernel.may_lock {
+        return finding(name, value, Verdict::Ok, "this user is not bound by the limit");
+    }
+    let how =
+        "`ulimit -l unlimited`, LimitMEMLOCK=infinity for services, `--ulimit memlock=-1` for containers";
+    match (facts.rdma.is_empty(), limit < LOCKED_FOR_RDMA) {
+        (true, _) => {
+            let advice =
+                format!("enough without RDMA, which locks every buffer that it sends from; else {how}");
+            finding(name, value, Verdict::Ok, advice)
+        }
+        (false, true) => {
+            let advice = format!("RDMA locks every buffer that it sends from, and will fail: {how}");
+            finding(name, value, facts.problem_of_ucx(), advice)
+        }
+        (false, false) => {
+            let advice = format!("RDMA locks every buffer that it sends from, so this bounds them: {how}");
+            finding(name, value, Verdict::Note, advice)
+        }
+    }
+}
+
+fn cores(facts: &Facts) -> Finding {
+    let cores = facts.cores;
+    let value = if cores == 1 { "1 core".to_owned() } else { format!("{cores} cores") };
+    let spins = facts.variables.get(variables::SPIN).and_then(|text| spin(text.trim()).ok());
+    match spins {
+        Some(Spin::For(_)) => {
+            let advice = format!(
+                "MPMD_SPIN keeps every process looking for work for a set time before it sleeps: with more than \
+                 {cores} on this host they take time from each other"
+            );
+            finding("cores", value, Verdict::Note, advice)
+        }
+        Some(Spin::Never) => {
+            finding("cores", value, Verdict::Ok, "MPMD_SPIN=never: small messages wait for a thread to wake")
+        }
+        Some(Spin::Auto) | None if cores == 1 => {
+            finding("cores", value, Verdict::Ok, "nothing spins where processes are more than cores")
+        }
+        Some(Spin::Auto) | None => {
+            let advice = format!(
+                "jobs with up to {cores} processes on this host spin for a moment before they sleep, larger ones \
+                 do not; MPMD_SPIN says otherwise"
+            );
+            finding("cores", value, Verdict::Ok, advice)
+        }
+    }
+}
+
+fn shared_memory(facts: &Facts) -> Finding {
+    let name = "shared memory";
+    let larger =
+        "make /dev/shm larger: `--shm-size` for containers, an emptyDir of medium Memory in Kubernetes";
+    let Some(shared) = facts.shared_memory else {
+        let advice = format!("processes of one host go without the fastest way between them; {larger}");
+        return finding(name, "there is no /dev/shm", Verdict::Note, advice);
+    };
+    let value = format!("/dev/shm has {}, {} free", bytes_text(shared.bytes), bytes_text(shared.free));
+    if shared.free < SHM_NOTHING {
+        return finding(name, value, facts.problem_of_ucx(), format!("UCX's queues do not fit; {larger}"));
+    }
+    if shared.free < SHM_LITTLE {
+        let advice = format!("little for many processes: a full one ends them by SIGBUS; {larger}");
+        return finding(name, value, Verdict::Note, advice);
+    }
+    finding(name, value, Verdict::Ok, "")
+}
+
+fn interfaces(facts: &Facts) -> Finding {
+    let name = "network";
+    let usable: Vec<&Interface> = facts.interfaces.iter().filter(|interface| interface.usable).collect();
+    let names = |which: &[&Interface]| {
+        which.iter().map(|interface| interface.name.as_str()).collect::<Vec<_>>().join(",")
+    };
+    let value = if usable.is_empty() { "no interface that is up".to_owned() } else { names(&usable) };
+    let value = value.replace(',', ", ");
+    if let Some(chosen) = facts.variables.get("UCX_NET_DEVICES") {
+        return finding(name, value, Verdict::Ok, format!("UCX takes those of UCX_NET_DEVICES={chosen}"));
+    }
+    let inside = |interface: &&Interface| INSIDE_ONLY.iter().any(|start| interface.name.starts_with(start));
+    let (traps, others): (Vec<&Interface>, Vec<&Interface>) = usable.into_iter().partition(inside);
+    let outside: Vec<&Interface> = others.into_iter().filter(|interface| !interface.loopback).collect();
+    if outside.is_empty() {
+        let advice = "no other host can be reached: jobs of this host alone work";
+        return finding(name, value, Verdict::Note, advice);
+    }
+    if traps.is_empty() {
+        return finding(name, value, Verdict::Ok, "");
+    }
+    let (trap, outside) = (names(&traps).replace(',', ", "), names(&outside));
+    let advice = format!(
+        "UCX may take {trap} for TCP, where no other host listens, and jobs over several hosts then hang or fail: \
+         set UCX_NET_DEVICES={outside}"
+    );
+    finding(name, value, Verdict::Note, advice)
+}
+
+/// Variables whose values do harm.
+fn set_wrong(facts: &Facts) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    if let Some(Err(error)) = facts.variables.get(variables::SPIN).map(|text| spin(text.trim())) {
+        findings.push(finding(
+            variables::SPIN,
+            error.to_string(),
+            Verdict::Problem,
+            "unset it or correct it",
+        ));
+    }
+    if let Some(only) = facts.variables.get("UCX_TLS") {
+        let advice = "UCX uses these transports and no others, whatever else it finds";
+        findings.push(finding("UCX_TLS", only, Verdict::Note, advice));
+    }
+    findings
+}
+
+fn all_variables(facts: &Facts) -> Finding {
+    let lines: Vec<String> = facts.variables.iter().map(|(name, value)| format!("{name}={value}")).collect();
+    let value = if lines.is_empty() { "none of MPMD_* and UCX_*".to_owned() } else { lines.join("\n") };
+    finding("variables", value, Verdict::Ok, "")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::facts::{Kernel, SharedMemory};
+    use super::super::memory::Both;
+    use super::*;
+
+    /// A machine on which nothing is wrong.
+    fn well() -> Facts {
+        let interface = |name: &str| Interface { name: name.into(), usable: true, loopback: name == "lo" };
+        let pair = |a: &str, b: &str| (a.to_owned(), b.to_owned());
+        Facts {
+            transport: "ucx".into(),
+            ucx: Ucx::Usable {
+                version: "1.12.1".into(),
+                library: "/lib/libucp.so.0".into(),
+                resources: vec![pair("tcp", "eth0"), pair("posix", "memory"), pair("tcp", "lo")],
+                lanes: vec!["lane[0]: posix/memory am".into(), "lane[1]: tcp/eth0 wireup".into()],
+            },
+            loopback_error: None,
+            memory_of_others: Both { child: Attempt::Read, parent: Attempt::Read },
+            kernel: Kernel::default(),
+            lockable_bytes: None,
+            rdma: vec!["mlx5_0".into()],
+            cores: 4,
+            shared_memory: Some(SharedMemory { bytes: 1 << 34, free: 1 << 33 }),
+            interfaces: vec![interface("eth0"), interface("lo")],
+            variables: BTreeMap::new(),
+        }
+    }
+
+    /// The verdict on the one thing of this name, and all that is said of it.
+    fn said(facts: &Facts, name: &str) -> (Verdict, String) {
+        let findings = judge(facts);
+        let mut found = findings.iter().filter(|finding| finding.name == name);
+        let finding = found.next().unwrap_or_else(|| panic!("{name}: {findings:?}"));
+        assert!(found.next().is_none(), "{name}: {findings:?}");
+        assert!(finding.verdict == Verdict::Ok || !finding.advice.is_empty(), "{finding:?}");
+        (finding.verdict, format!("{}; {}", finding.value, finding.advice))
+    }
+
+    fn check(facts: &Facts, name: &str, verdict: Verdict, texts: &[&str]) {
+        let (found, text) = said(facts, name);
+        assert_eq!(found, verdict, "{text}");
+        for expected in texts {
+            assert!(text.contains(expected), "{expected:?} is not in: {text}");
+        }
+    }
+
+    /// What stops UCX is a problem where it is asked for, else a note.
+    fn stops_ucx(mut facts: Facts, name: &str, texts: &[&str]) {
+        check(&facts, name, Verdict::Problem, texts);
+        facts.transport = "tcp".into();
+        check(&facts, name, Verdict::Note, texts);
+    }
+
+    #[test]
+    fn a_machine_that_is_well_has_nothing_to_note() {
+        let findings = judge(&well());
+        assert!(findings.iter().all(|finding| finding.verdict == Verdict::Ok), "{findings:?}");
+        check(&well(), "ucx", Verdict::Ok, &["1.12.1 from /lib/libucp.so.0"]);
+        check(&well(), "ucx devices", Verdict::Ok, &["posix: memory\ntcp: eth0, lo"]);
+        check(&well(), "ucx on this host", Verdict::Ok, &["lane[0]: posix"]);
+        check(&well(), "cores", Verdict::Ok, &["4 cores", "up to 4 processes", "MPMD_SPIN"]);
+    }
+
+    #[test]
+    fn a_transport_must_exist_and_the_host_reach_itself() {
+        let pigeon = Facts { transport: "pigeon".into(), ..well() };
+        check(&pigeon, "transport", Verdict::Problem, &["pigeon", "tcp or ucx"]);
+        for transport in transports::NAMES {
+            let facts = Facts { transport: transport.into(), ..well() };
+            check(&facts, "transport", Verdict::Ok, &[transport]);
+            let cut = Facts { loopback_error: Some("refused".into()), ..facts };
+            check(&cut, "transport", Verdict::Problem, &["refused", "127.0.0.1"]);
+        }
+    }
+
+    #[test]
+    fn ucx_must_be_there_for_who_wants_it() {
+        stops_ucx(Facts { ucx: Ucx::NotCompiledIn, ..well() }, "ucx", &["not compiled", "--features ucx"]);
+        let unusable = Ucx::Unusable("no libucp.so.0".into());
+        stops_ucx(Facts { ucx: unusable, ..well() }, "ucx", &["no libucp.so.0", "LD_LIBRARY_PATH"]);
+        let with = |resources: &[(&str, &str)], lanes: &[&str]| {
+            let resources = resources.iter().map(|(a, b)| ((*a).to_owned(), (*b).to_owned())).collect();
+            let lanes = lanes.iter().map(|lane| (*lane).to_owned()).collect();
+            Facts {
+                ucx: Ucx::Usable { version: "1".into(), library: "l".into(), resources, lanes },
+                ..well()
+            }
+        };
+        stops_ucx(with(&[], &["posix"]), "ucx devices", &["none", "UCX_TLS"]);
+        stops_ucx(with(&[("tcp", "lo")], &[]), "ucx on this host", &["no lanes"]);
+        let slow = with(&[("tcp", "lo")], &["lane[0]: tcp/lo"]);
+        check(&slow, "ucx on this host", Verdict::Note, &["tcp/lo", "share memory"]);
+    }
+
+    #[test]
+    fn who_may_not_copy_directly_hears_why() {
+        let refused = Attempt::Refused("not permitted".into());
+        let neither = Both { child: refused.clone(), parent: refused.clone() };
+        let one = Both { child: Attempt::Read, parent: refused };
+        let with = |both: &Both, kernel| Facts { memory_of_others: both.clone(), kernel, ..well() };
+        let scope = |scope| Kernel { ptrace_scope: Some(scope), ..Kernel::default() };
+        let name = "direct copies";
+        check(
+            &with(&one, scope(1)),
+            name,
+            Verdict::Note,
+            &["that one has started", "ptrace_scope=1", "not permitted"],
+        );
+        check(&with(&neither, scope(2)), name, Verdict::Note, &["neither way", "CAP_SYS_PTRACE"]);
+        check(&with(&neither, scope(3)), name, Verdict::Note, &["next boot"]);
+        let filtered = Kernel { seccomp: true, ..scope(0) };
+        check(&with(&neither, filtered), name, Verdict::Note, &["process_vm_readv"]);
+        let inside = Kernel { user_namespace: true, ..Kernel::default() };
+        check(&with(&neither, inside), name, Verdict::Note, &["user namespace"]);
+        check(&with(&neither, Kernel::default()), name, Verdict::Note, &["security module"]);
+        let untried = Attempt::Untried("no processes left".into());
+        let both = Both { child: untried.clone(), parent: untried };
+        let said = judge(&with(&both, Kernel::default()));
+        assert!(said.iter().any(|finding| finding.value == "not tried: no processes left"));
+    }
+
+    #[test]
+    fn locked_memory_counts_with_rdma() {
+        let with = |limit, rdma: &[&str], may_lock| Facts {
+            lockable_bytes: limit,
+            rdma: rdma.iter().map(|name| (*name).to_owned()).collect(),
+            kernel: Kernel { may_lock, ..Kernel::default() },
+            ..well()
+        };
+        let name = "locked memory";
+        stops_ucx(with(Some(8 << 20), &["mlx5_0"], false), name, &["8.0 MiB", "mlx5_0", "ulimit -l"]);
+        check(&with(Some(1 << 30), &["mlx5_0"], false), name, Verdict::Note, &["1.0 GiB", "bounds them"]);
+        check(&with(Some(8 << 20), &["mlx5_0"], true), name, Verdict::Ok, &["not bound"]);
+        check(&with(Some(8 << 20), &[], false), name, Verdict::Ok, &["no RDMA devices", "enough without"]);
+        check(&with(None, &[], false), name, Verdict::Ok, &["without limit"]);
+    }
+
+    #[test]
+    fn spinning_is_set_against_cores() {
+        let with = |cores, spin: Option<&str>| {
+            let variables = spin.map(|spin| ("MPMD_SPIN".to_owned(), spin.to_owned())).into_iter().collect();
+            Facts { cores, variables, ..well() }
+        };
+        check(&with(2, Some("always")), "cores", Verdict::Note, &["more than 2", "MPMD_SPIN"]);
+        check(&with(2, Some("never")), "cores", Verdict::Ok, &["2 cores", "never"]);
+        check(&with(1, None), "cores", Verdict::Ok, &["1 core;"]);
+        check(&with(2, Some("often")), "MPMD_SPIN", Verdict::Problem, &["MPMD_SPIN=often", "microseconds"]);
+    }
+
+    #[test]
+    fn shared_memory_has_to_suffice() {
+        let with = |free| Facts { shared_memory: Some(SharedMemory { bytes: 1 << 26, free }), ..well() };
+        let name = "shared memory";
+        check(&with(1 << 26), name, Verdict::Note, &["64.0 MiB", "--shm-size"]);
+        stops_ucx(with(4096), name, &["4.0 KiB free", "--shm-size"]);
+        let none = Facts { shared_memory: None, ..well() };
+        check(&none, name, Verdict::Note, &["no /dev/shm"]);
+    }
+
+    #[test]
+    fn interfaces_that_lead_nowhere_are_named() {
+        let with = |names: &[&str], devices: Option<&str>| {
+            let interface = |name: &&str| Interface {
+                name: (*name).to_owned(),
+                usable: !name.starts_with("down"),
+                loopback: *name == "lo",
+            };
+            let variables = devices.map(|devices| ("UCX_NET_DEVICES".to_owned(), devices.to_owned()));
+            Facts {
+                interfaces: names.iter().map(interface).collect(),
+                variables: variables.into_iter().collect(),
+                ..well()
+            }
+        };
+        let bridged = ["docker0", "down0", "eth0", "ib0", "lo", "virbr0"];
+        let texts =
+            ["UCX may take docker0, virbr0", "UCX_NET_DEVICES=eth0,ib0", "docker0, eth0, ib0, lo, virbr0;"];
+        check(&with(&bridged, None), "network", Verdict::Note, &texts);
+        check(&with(&bridged, Some("eth0")), "network", Verdict::Ok, &["UCX_NET_DEVICES=eth0"]);
+        check(&with(&["lo", "docker0"], None), "network", Verdict::Note, &["no other host"]);
+        check(&with(&["down0"], None), "network", Verdict::Note, &["no interface that is up"]);
+    }
+
+    #[test]
+    fn variables_are_shown_and_limits_on_ucx_noted() {
+        let set = [("MPMD_RANK", "0"), ("UCX_TLS", "tcp,self")];
+        let set = set.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        let facts = Facts { variables: set.into_iter().collect(), ..well() };
+        check(&facts, "variables", Verdict::Ok, &["MPMD_RANK=0\nUCX_TLS=tcp,self"]);
+        check(&facts, "UCX_TLS", Verdict::Note, &["tcp,self", "no others"]);
+        check(&well(), "variables", Verdict::Ok, &["none"]);
+    }
+}

@@ -1,0 +1,90 @@
+//! Findings as text for people and as JSON for programs.
+
+use anyhow::Result;
+use serde_json::json;
+
+use super::facts::Facts;
+use super::findings::{Finding, Verdict};
+
+/// The width of a line, in characters.
+const WIDTH: usize = 100;
+
+/// Where values begin.
+const INDENT: usize = 27;
+
+/// A table for people, with what to do below what was found.
+pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {
+    let mut lines = Vec::new();
+    for Finding { name, value, verdict, advice } in findings {
+        let mut said: Vec<String> = value.lines().flat_map(|line| wrapped(line, WIDTH - INDENT)).collect();
+        let advice = wrapped(advice, WIDTH - INDENT - 2).into_iter().enumerate();
+        said.extend(advice.map(|(i, line)| format!("{} {line}", if i == 0 { '→' } else { ' ' })));
+        let mut head = format!("{:<9}{name:<18}", word(*verdict));
+        for line in said {
+            lines.push(format!("{head}{line}"));
+            head = " ".repeat(INDENT);
+        }
+    }
+    let count = |verdict| findings.iter().filter(|finding| finding.verdict == verdict).count();
+    let (problems, notes) = (count(Verdict::Problem), count(Verdict::Note));
+    let notes = match notes {
+        0 => String::new(),
+        1 => "; 1 note".to_owned(),
+        several => format!("; {several} notes"),
+    };
+    lines.push(String::new());
+    lines.push(match problems {
+        0 => format!("nothing stands in the way of {}{notes}", facts.transport),
+        1 => format!("1 problem stands in the way of {}{notes}", facts.transport),
+        several => format!("{several} problems stand in the way of {}{notes}", facts.transport),
+    });
+    lines.push(String::new());
+    lines.join("\n")
+}
+
+/// `{transport, problems, findings: [{name, value, verdict, advice}], facts}`, on lines of its own.
+pub(super) fn json(facts: &Facts, findings: &[Finding]) -> Result<String> {
+    let problems = findings.iter().filter(|finding| finding.verdict == Verdict::Problem).count();
+    let all = json!({
+        "transport": facts.transport,
+        "problems": problems,
+        "findings": findings,
+        "facts": facts,
+    });
+    Ok(format!("{}\n", serde_json::to_string_pretty(&all)?))
+}
+
+fn word(verdict: Verdict) -> &'static str {
+    match verdict {
+        Verdict::Ok => "ok",
+        Verdict::Note => "note",
+        Verdict::Problem => "problem",
+    }
+}
+
+/// The text in lines of at most `width` characters, broken at blanks; longer words have lines of their own.
+fn wrapped(text: &str, width: usize) -> Vec<String> {
+    let mut lines: Vec<String> = Vec::new();
+    for word in text.split_whitespace() {
+        match lines.last_mut() {
+            Some(line) if line.chars().count() + 1 + word.chars().count() <= width => {
+                line.push(' ');
+                line.push_str(word);
+            }
+            _ => lines.push(word.to_owned()),
+        }
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_broken_at_blanks() {
+        assert_eq!(wrapped("a bb ccc  dddd", 6), ["a bb", "ccc", "dddd"]);
+        assert_eq!(wrapped("/a/long/path is long", 5), ["/a/long/path", "is", "long"]);
+        assert!(wrapped(" ", 5).is_empty());
+    }
+}

@@ -1,0 +1,122 @@
+//! `mpmd doctor` on the machine that runs the tests, whatever that has.
+
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+/// Nothing here takes so long.
+const LONG: Duration = Duration::from_secs(60);
+
+fn doctor(args: &[&str], vars: &[(&str, &str)]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
+    command.arg("doctor").args(args);
+    for (name, _) in std::env::vars_os() {
+        let text = name.to_string_lossy();
+        if text.starts_with("MPMD_") || text.starts_with("UCX_") {
+            command.env_remove(&name);
+        }
+    }
+    command.envs(vars.iter().copied()).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let until = Instant::now() + LONG;
+    // Its output is a few KiB, which a pipe holds.
+    while child.try_wait().unwrap().is_none() {
+        if Instant::now() > until {
+            child.kill().unwrap();
+            child.wait().unwrap();
+            panic!("mpmd doctor {args:?} takes more than {LONG:?}");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    child.wait_with_output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+fn json(args: &[&str], vars: &[(&str, &str)]) -> (Option<i32>, Value) {
+    let output = doctor(args, vars);
+    let said = serde_json::from_slice(&output.stdout);
+    let said =
+        said.unwrap_or_else(|error| panic!("{error}: {}{}", text(&output.stdout), text(&output.stderr)));
+    (output.status.code(), said)
+}
+
+fn finding<'a>(said: &'a Value, name: &str) -> &'a Value {
+    let findings = said["findings"].as_array().unwrap();
+    findings.iter().find(|finding| finding["name"] == name).unwrap_or_else(|| panic!("{name}: {said}"))
+}
+
+#[test]
+fn people_get_lines_that_fit_their_terminal() {
+    let output = doctor(&[], &[("MPMD_SPIN", "auto")]);
+    let said = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{said}{}", text(&output.stderr));
+    for expected in ["transport", "direct copies", "cores", "network", "MPMD_SPIN=auto", "in the way of tcp"]
+    {
+        assert!(said.contains(expected), "{expected}: {said}");
+    }
+    for line in said.lines() {
+        // A path without blanks is not broken.
+        assert!(line.chars().count() <= 100 || line.contains('/'), "{line}");
+    }
+}
+
+#[test]
+fn programs_get_json_and_the_status_says_whether_anything_is_in_the_way() {
+    for transport in ["tcp", "ucx"] {
+        let (status, said) = json(&["--json", "--transport", transport], &[]);
+        let problems = said["problems"].as_u64().unwrap();
+        assert_eq!(status, Some(i32::from(problems > 0)), "{said}");
+        assert_eq!(said["transport"], transport);
+        let findings = said["findings"].as_array().unwrap();
+        let found = findings.iter().filter(|finding| finding["verdict"] == "problem").count();
+        assert_eq!(found as u64, problems, "{said}");
+        for finding in findings {
+            let fields = ["name", "value", "verdict", "advice"];
+            assert!(fields.iter().all(|field| finding[field].is_string()), "{finding}");
+        }
+        assert!(said["facts"]["cores"].as_u64() > Some(0), "{said}");
+    }
+}
+
+#[test]
+fn reading_anothers_memory_is_really_tried() {
+    let (_, said) = json(&["--json"], &[]);
+    for way in ["child", "parent"] {
+        let attempt = &said["facts"]["memory_of_others"][way];
+        assert!(attempt == "read" || attempt["refused"].is_string(), "{attempt}");
+    }
+    let expected = ["tried both ways", "neither way", "only of"];
+    let value = finding(&said, "direct copies")["value"].as_str().unwrap();
+    assert!(expected.iter().any(|expected| value.contains(expected)), "{value}");
+}
+
+#[cfg(not(feature = "ucx"))]
+#[test]
+fn a_transport_that_is_not_compiled_in_is_a_problem_to_who_asks_for_it() {
+    for (args, vars) in
+        [(&["--json", "--transport", "ucx"][..], &[][..]), (&["--json"], &[("MPMD_TRANSPORT", "ucx")])]
+    {
+        let (status, said) = json(args, vars);
+        assert_eq!(status, Some(1), "{said}");
+        let ucx = finding(&said, "ucx");
+        assert_eq!(ucx["verdict"], "problem");
+        assert!(ucx["advice"].as_str().unwrap().contains("--features ucx"), "{ucx}");
+    }
+    let (status, said) = json(&["--json"], &[]);
+    assert_eq!((status, &finding(&said, "ucx")["verdict"]), (Some(0), &Value::from("note")));
+}
+
+#[test]
+fn wrong_settings_are_problems_and_secrets_stay_secret() {
+    let (status, said) = json(&["--json"], &[("MPMD_TRANSPORT", "pigeon"), ("MPMD_JOB_TOKEN", "5ec2e7")]);
+    assert_eq!(status, Some(1), "{said}");
+    assert!(finding(&said, "transport")["advice"].as_str().unwrap().contains("tcp or ucx"), "{said}");
+    assert!(!said.to_string().contains("5ec2e7"), "{said}");
+    let (status, said) = json(&["--json"], &[("MPMD_SPIN", "often")]);
+    assert_eq!((status, &finding(&said, "MPMD_SPIN")["verdict"]), (Some(1), &Value::from("problem")));
+    assert_eq!(doctor(&["--transport", "pigeon"], &[]).status.code(), Some(2));
+}

@@ -1,0 +1,355 @@
+//! The thread that owns every object of UCX's: takes commands, lets UCX work, sleeps.
+//!
+//! A turn of the engine carries out what was asked, lets UCX progress once, and says what came of it. A
+//! handler that posts from within a call finds its message sent in the next turn. Where a turn finds
+//! nothing, [`Rest`] decides whether to look again or to sleep on the worker's descriptor; a command wakes it.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::Arc;
+use std::sync::mpsc::{self, Sender};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::leaving::Leaving;
+use super::meeting::{Address, Hello, Refusal, name_missing};
+use super::queue::{Command, Queue};
+use super::rest::{Idle, Rest};
+use super::result::Way;
+use super::safe::{Descriptor, EndpointId, Event, OpId, Worker};
+use super::traffic::{Operation, Said};
+use super::{Spin, UcxConfig, settings, sys};
+use crate::transport::{Handler, TransportError};
+use crate::wire::ProcessId;
+
+/// Numbers of messages.
+pub(super) mod id {
+    /// A [`Hello`](super::Hello) for a header.
+    pub(in super::super) const HELLO: u32 = 1;
+    /// Sender, pass and a header of ours; the payload is that header's.
+    pub(in super::super) const MESSAGE: u32 = 2;
+    /// Sender and pass: takes nothing more, sends nothing more.
+    pub(in super::super) const BYE: u32 = 3;
+    /// The same, in answer to a goodbye: nothing of the leaver's memory is read any more.
+    pub(in super::super) const HEARD: u32 = 4;
+    pub(in super::super) const ALL: [u32; 4] = [HELLO, MESSAGE, BYE, HEARD];
+}
+
+/// UCX wakes a sleeping engine; this is for where it does not.
+const LONGEST_SLEEP: Duration = Duration::from_millis(100);
+/// Sleep while something has a deadline.
+const SHORT_SLEEP: Duration = Duration::from_millis(5);
+/// How long a meeting that has failed goes on, so that the peers hear who this is.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+
+/// Who a peer is, and how it stands with it.
+pub(super) struct Peer {
+    pub(super) endpoint: Option<EndpointId>,
+    /// What it has to say with each message.
+    pub(super) expected: u32,
+    /// What it wants to hear with each message; known from its hello.
+    pub(super) pass: Option<u32>,
+    /// Why it is gone, once it is.
+    pub(super) down: Option<TransportError>,
+    /// Messages under way to it, and payloads being fetched from it.
+    pub(super) sending: usize,
+    pub(super) fetching: usize,
+    pub(super) heard_bye: bool,
+    /// Its goodbye was answered.
+    pub(super) answered: bool,
+    /// It has answered ours.
+    pub(super) has_heard: bool,
+}
+
+pub(super) struct Engine {
+    pub(super) worker: Worker,
+    pub(super) queue: Arc<Queue>,
+    pub(super) me: ProcessId,
+    /// By process; this process's own entry stands still.
+    pub(super) peers: Vec<Peer>,
+    /// By endpoint.
+    pub(super) processes: HashMap<EndpointId, ProcessId>,
+    /// By number of operation; what UCX has not ended yet.
+    pub(super) operations: Vec<Option<Operation>>,
+    /// Payloads that wait to be fetched.
+    pub(super) payloads: HashMap<u64, (ProcessId, Descriptor, usize)>,
+    pub(super) next_payload: u64,
+    pub(super) handler: Option<Arc<dyn Handler>>,
+    /// Said before there was a handler.
+    pub(super) early: Vec<Said>,
+    pub(super) leaving: Option<Leaving>,
+    meeting: Option<Meeting>,
+    /// Greetings that came before this process was told of its peers.
+    hellos: Vec<Vec<u8>>,
+    rest: Rest,
+}
+
+/// Until every peer was heard.
+struct Meeting {
+    config: UcxConfig,
+    reply: Sender<Result<Vec<String>, TransportError>>,
+    until: Instant,
+    failed: Option<TransportError>,
+}
+
+/// Starts the engine's thread; what others need to reach it, and what reaches it from here.
+pub(super) fn start() -> Result<(String, Arc<Queue>), TransportError> {
+    let (tell, told) = mpsc::channel();
+    let run = move || match Engine::open() {
+        Ok((engine, address)) => {
+            let queue = engine.queue.clone();
+            if tell.send(Ok((address, queue))).is_ok() {
+                engine.run();
+            }
+        }
+        Err(error) => {
+            let _ = tell.send(Err(error));
+        }
+    };
+    std::thread::Builder::new().name("mpmd-ucx".to_owned()).spawn(run).map_err(|error| {
+        TransportError::Environment { doing: "starting UCX's thread".to_owned(), why: error.to_string() }
+    })?;
+    told.recv().unwrap_or(Err(TransportError::Closed))
+}
+
+/// The worker that the engine, and who examines this machine, use.
+pub(super) fn worker() -> Result<Worker, TransportError> {
+    let library = sys::library()
+        .map_err(|why| TransportError::Unavailable { transport: super::NAME, why: why.to_owned() })?;
+    let settings = settings::unless_set(library.version, |variable| std::env::var(variable).ok());
+    Worker::new(2, &settings, id::ALL).map_err(|error| error.environment("opening UCX"))
+}
+
+impl Engine {
+    fn open() -> Result<(Self, String), TransportError> {
+        let worker = worker()?;
+        let wrong = |error: super::result::UcxError| error.environment("opening UCX");
+        worker.descriptor().map_err(wrong)?;
+        let ucx = sys::library().map(sys::Library::version).unwrap_or_default();
+        let address = Address::format(&worker.address().map_err(wrong)?, &ucx);
+        let engine = Self {
+            queue: Arc::new(Queue::new(worker.signal())),
+            worker,
+            me: ProcessId(0),
+            peers: Vec::new(),
+            processes: HashMap::new(),
+            operations: Vec::new(),
+            payloads: HashMap::new(),
+            next_payload: 0,
+            handler: None,
+            early: Vec::new(),
+            leaving: None,
+            meeting: None,
+            hellos: Vec::new(),
+            rest: Rest::new(Spin::Never, 1, 1),
+        };
+        Ok((engine, address))
+    }
+
+    fn run(mut self) {
+        let (mut commands, mut events) = (Vec::new(), Vec::new());
+        loop {
+            self.queue.take(&mut commands);
+            let mut worked = !commands.is_empty();
+            for command in commands.drain(..) {
+                self.carry_out(command);
+            }
+            worked |= self.worker.progress();
+            self.worker.collect(&mut events);
+            worked |= !events.is_empty();
+            for event in events.drain(..) {
+                self.happened(event);
+            }
+            if self.meeting.is_some() {
+                self.meet();
+            }
+            if self.leaving.is_some() && self.leave() {
+                break;
+            }
+            if worked {
+                if self.rest.is_idle() {
+                    self.rest.worked(Instant::now());
+                }
+                continue;
+            }
+            match self.rest.idle(Instant::now()) {
+                Idle::Look => std::hint::spin_loop(),
+                Idle::Yield => std::thread::yield_now(),
+                Idle::Sleep => self.sleep(),
+            }
+        }
+        self.end();
+    }
+
+    fn sleep(&self) {
+        if !self.queue.rest() {
+            return;
+        }
+        let armed = self.worker.arm();
+        match (&armed, self.worker.descriptor()) {
+            (Ok(false), _) => {}
+            (Ok(true), Ok(descriptor)) => {
+                let sleep = if self.meeting.is_some() || self.leaving.is_some() {
+                    SHORT_SLEEP
+                } else {
+                    LONGEST_SLEEP
+                };
+                let sleep = Timespec { tv_sec: 0, tv_nsec: i64::from(sleep.subsec_nanos()) };
+                // Interrupted or not: the next turn looks.
+                let _ = poll(&mut [PollFd::new(&descriptor, PollFlags::IN)], Some(&sleep));
+            }
+            _ => {
+                // Without the descriptor it can only look now and then.
+                tracing::debug!(?armed, "UCX cannot wake this thread");
+                std::thread::sleep(Duration::from_micros(200));
+            }
+        }
+        self.queue.rise();
+    }
+
+    fn carry_out(&mut self, command: Command) {
+        match command {
+            Command::Connect(config, reply) => self.connect(*config, reply),
+            Command::Start(handler) => self.start_handler(handler),
+            Command::Post { to, header, payload, ticket } => self.post(to, &header, payload, ticket),
+            Command::Fetch { payload, from, into, then } => self.fetch(payload, from, into, then),
+            Command::Discard { payload } => self.discard(payload),
+            Command::Close(deadline, closed) => self.begin_to_leave(deadline, Some(closed)),
+            Command::Abandon => self.begin_to_leave(Duration::ZERO, None),
+        }
+    }
+
+    fn happened(&mut self, event: Event) {
+        match event {
+            Event::Message { id: id::HELLO, header: (header, bytes), .. } => {
+                self.hellos.push(header[..bytes].to_vec());
+            }
+            Event::Message { id, header: (header, bytes), body } => self.arrived(id, &header[..bytes], body),
+            Event::Ended(op, result, held) => self.ended(op, result, held),
+            Event::Failed(endpoint, why) => {
+                if let Some(peer) = self.processes.get(&endpoint).copied() {
+                    self.lost(peer, &why.to_string());
+                }
+            }
+        }
+    }
+
+    fn connect(&mut self, config: UcxConfig, reply: Sender<Result<Vec<String>, TransportError>>) {
+        self.worker.copy_into(config.pool.clone());
+        self.me = config.process;
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        self.rest = Rest::new(config.spin, config.neighbours, cores);
+        let random = RandomState::new();
+        self.peers = (0..config.peers.len())
+            .map(|peer| Peer {
+                endpoint: None,
+                expected: random.hash_one(peer) as u32,
+                pass: None,
+                down: None,
+                sending: 0,
+                fetching: 0,
+                heard_bye: false,
+                answered: false,
+                has_heard: false,
+            })
+            .collect();
+        let failed = self.greet_all(&config).err();
+        let until = Instant::now() + if failed.is_some() { LAST_WORDS } else { config.patience };
+        self.meeting = Some(Meeting { config, reply, until, failed });
+    }
+
+    fn greet_all(&mut self, config: &UcxConfig) -> Result<(), TransportError> {
+        let peers = (0..).map(ProcessId).zip(&config.peers).filter(|(peer, _)| *peer != config.process);
+        // All are read before any is used: who differs is named by everybody.
+        let addresses: Vec<_> = peers
+            .map(|(peer, text)| Address::parse(text, peer).map(|address| (peer, address)))
+            .collect::<Result<_, _>>()?;
+        for (peer, address) in addresses {
+            let endpoint =
+                self.worker.connect(&address.worker).map_err(|error| TransportError::PeerGone {
+                    peer,
+                    why: format!("no way leads there from here; UCX says {error}"),
+                })?;
+            self.processes.insert(endpoint, peer);
+            self.peers[peer.index()].endpoint = Some(endpoint);
+            let hello = Hello {
+                from: config.process,
+                to: peer,
+                pass: self.peers[peer.index()].expected,
+                epoch: config.epoch,
+                token: config.token,
+            };
+            self.send(peer, id::HELLO, &hello.encode(), None, Way::Eager, None);
+        }
+        Ok(())
+    }
+
+    /// Looks whether all peers were heard.
+    fn meet(&mut self) {
+        let Some(mut meeting) = self.meeting.take() else { return };
+        for hello in std::mem::take(&mut self.hellos) {
+            let config = &meeting.config;
+            match Hello::decode(&hello, self.me, self.peers.len(), &config.token, config.epoch) {
+                Ok(hello) => self.peers[hello.from.index()].pass = Some(hello.pass),
+                Err(Refusal::Stranger) => tracing::warn!("a stranger was turned away by UCX's engine"),
+                Err(Refusal::Misfit(error)) => fail(&mut meeting, error),
+            }
+        }
+        let others = || self.peers.iter().zip(0..).filter(|(_, id)| ProcessId(*id) != self.me);
+        if let Some(error) = others().find_map(|(peer, _)| peer.down.clone()) {
+            fail(&mut meeting, error);
+        }
+        let silent = others().filter(|(peer, _)| peer.pass.is_none()).map(|(_, id)| ProcessId(id));
+        let silent: Vec<_> = silent.collect();
+        let said = others().all(|(peer, _)| peer.sending == 0);
+        let late = Instant::now() >= meeting.until;
+        let outcome = match meeting.failed.take() {
+            Some(error) if said || late => Err(error),
+            Some(error) => {
+                meeting.failed = Some(error);
+                self.meeting = Some(meeting);
+                return;
+            }
+            None if silent.is_empty() && said => Ok(self.lanes()),
+            None if late => {
+                let what = name_missing(&silent, self.peers.len());
+                Err(TransportError::TimedOut { what, patience: meeting.config.patience })
+            }
+            None => {
+                self.meeting = Some(meeting);
+                return;
+            }
+        };
+        // Who does not wait any more has dropped what would have been connected.
+        let _ = meeting.reply.send(outcome);
+    }
+
+    /// What carries messages to each peer.
+    fn lanes(&self) -> Vec<String> {
+        let lanes = self.peers.iter().zip(0..).map(|(peer, id)| {
+            let lanes = peer.endpoint.map_or_else(String::new, |endpoint| self.worker.lanes(endpoint));
+            if peer.endpoint.is_some() {
+                tracing::debug!(peer = id, "UCX's choice of lanes\n{lanes}");
+            }
+            lanes
+        });
+        lanes.collect()
+    }
+
+    /// Notes what an operation is for.
+    pub(super) fn note(&mut self, op: OpId, operation: Operation) {
+        let number = op.index();
+        if self.operations.len() <= number {
+            self.operations.resize_with(number + 1, || None);
+        }
+        self.operations[number] = Some(operation);
+    }
+}
+
+fn fail(meeting: &mut Meeting, error: TransportError) {
+    if meeting.failed.is_none() {
+        meeting.failed = Some(error);
+        meeting.until = meeting.until.min(Instant::now() + LAST_WORDS);
+    }
+}

@@ -1,0 +1,156 @@
+//! The end of a transport.
+//!
+//! Who leaves first lets end what it has under way, then says *bye* to every peer: it takes nothing more and
+//! sends nothing more. A peer that hears it reports the leaver as down and answers *heard* once it reads
+//! nothing of the leaver's memory any more. With all answers, or other goodbyes, the leaver can go: nobody
+//! reaches into memory that it gives up. Each wait has a deadline.
+
+use std::sync::mpsc::Sender;
+use std::time::{Duration, Instant};
+
+use super::engine::{Engine, id};
+use super::queue::Command;
+use super::result::Way;
+use super::traffic::prefix;
+use crate::transport::TransportError;
+use crate::wire::ProcessId;
+
+/// How long a leaver waits, beyond its deadline, for peers to hear its goodbye.
+pub(super) const LAST_CALL: Duration = Duration::from_millis(500);
+/// How long endpoints may take to close in order.
+const CLOSE_WITHIN: Duration = Duration::from_millis(200);
+
+/// How far the leaving is.
+pub(super) struct Leaving {
+    /// When what is under way is given up.
+    until: Instant,
+    /// When peers are no more waited for; known once goodbye was said.
+    goodbye: Option<Instant>,
+    /// When endpoints are no more waited for; known once they are being closed.
+    closing: Option<Instant>,
+    closed: Option<Sender<()>>,
+}
+
+impl Leaving {
+    /// Whether messages are no more delivered.
+    pub(super) fn is_deaf(&self) -> bool {
+        self.goodbye.is_some()
+    }
+}
+
+impl Engine {
+    /// Takes no more messages; `closed` is told when nothing more reaches the handler.
+    pub(super) fn begin_to_leave(&mut self, within: Duration, closed: Option<Sender<()>>) {
+        match &mut self.leaving {
+            // Dropped after a shutdown: nothing to add.
+            Some(leaving) => leaving.closed = leaving.closed.take().or(closed),
+            None => {
+                let until = Instant::now() + within;
+                self.leaving = Some(Leaving { until, goodbye: None, closing: None, closed });
+            }
+        }
+    }
+
+    /// A peer has said that it leaves.
+    pub(super) fn goodbye(&mut self, from: ProcessId) {
+        self.peers[from.index()].heard_bye = true;
+        let why = "it has left, and closed its connections".to_owned();
+        self.down(from, TransportError::PeerGone { peer: from, why }, false);
+        self.answer_goodbye(from);
+    }
+
+    /// Answers a goodbye, where nothing is read from the leaver any more.
+    pub(super) fn answer_goodbye(&mut self, to: ProcessId) {
+        let peer = &mut self.peers[to.index()];
+        if peer.heard_bye && !peer.answered && peer.fetching == 0 {
+            peer.answered = true;
+            let header = prefix(self.me, peer.pass);
+            self.send(to, id::HEARD, &header, None, Way::Eager, None);
+            // Closed once that has left.
+            if let Some(endpoint) = self.peers[to.index()].endpoint {
+                self.worker.close(endpoint, false);
+            }
+        }
+    }
+
+    /// Goes on with leaving; true once it is done.
+    pub(super) fn leave(&mut self) -> bool {
+        let now = Instant::now();
+        let Some(mut leaving) = self.leaving.take() else { return false };
+        let mut done = false;
+        match (leaving.goodbye, leaving.closing) {
+            (None, _) => {
+                let busy = self.peers.iter().any(|p| p.down.is_none() && p.sending + p.fetching > 0);
+                if !busy || now >= leaving.until {
+                    leaving.goodbye = Some(now.max(leaving.until.min(now + LAST_CALL)) + LAST_CALL);
+                    self.leaving = Some(leaving);
+                    self.say_goodbye();
+                    return false;
+                }
+            }
+            (Some(until), None) => {
+                let waits = self.peers.iter().any(|p| {
+                    p.endpoint.is_some() && p.down.is_none() && !p.has_heard || p.heard_bye && !p.answered
+                });
+                if !waits || now >= until {
+                    for peer in 0..self.peers.len() {
+                        if let Some(endpoint) = self.peers[peer].endpoint {
+                            self.worker.close(endpoint, false);
+                        }
+                    }
+                    leaving.closing = Some(now + CLOSE_WITHIN);
+                }
+            }
+            (Some(_), Some(until)) => done = !self.worker.is_closing() || now >= until,
+        }
+        self.leaving = Some(leaving);
+        done
+    }
+
+    fn say_goodbye(&mut self) {
+        // What is still under way has had its time.
+        self.end_operations(|_| true, &TransportError::Closed);
+        for to in (0..self.peers.len() as u32).map(ProcessId) {
+            let peer = &self.peers[to.index()];
+            if peer.endpoint.is_some() && peer.pass.is_some() && peer.down.is_none() {
+                let header = prefix(self.me, peer.pass);
+                self.send(to, id::BYE, &header, None, Way::Eager, None);
+            }
+        }
+        // After it: to senders a discarded payload looks like one that was taken.
+        for payload in self.payloads.keys().copied().collect::<Vec<_>>() {
+            self.discard(payload);
+        }
+    }
+
+    /// Ends what is left, and says so.
+    pub(super) fn end(mut self) {
+        self.end_operations(|_| true, &TransportError::Closed);
+        let mut left = self.queue.end();
+        // Handlers of what ends may ask for more; that is refused now.
+        for command in left.drain(..) {
+            match command {
+                Command::Post { ticket, payload, .. } => {
+                    drop(payload);
+                    self.end_post(ticket);
+                }
+                Command::Fetch { then, .. } => then(Err(TransportError::Closed)),
+                Command::Close(_, closed) => {
+                    let _ = closed.send(());
+                }
+                Command::Connect(..) | Command::Start(_) | Command::Discard { .. } | Command::Abandon => {}
+            }
+        }
+        let closed = self.leaving.take().and_then(|leaving| leaving.closed);
+        for payload in self.payloads.keys().copied().collect::<Vec<_>>() {
+            self.discard(payload);
+        }
+        self.handler = None;
+        self.early.clear();
+        // The worker goes before that is said: nobody touches memory any more.
+        drop(self);
+        if let Some(closed) = closed {
+            let _ = closed.send(());
+        }
+    }
+}

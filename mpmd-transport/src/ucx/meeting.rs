@@ -1,0 +1,216 @@
+//! How two ends make sure of each other: addresses, and the first message each sends.
+
+use std::fmt::Write as _;
+
+use super::sys;
+use crate::transport::TransportError;
+use crate::wire::{ProcessId, VERSION};
+
+/// How a worker's address is written among the addresses of a process: `wire version/UCX version/hex`.
+pub(super) struct Address {
+    pub(super) worker: Vec<u8>,
+}
+
+impl Address {
+    /// The text for a worker's address.
+    pub(super) fn format(worker: &[u8], ucx: &str) -> String {
+        let mut text = format!("{VERSION}/{ucx}/");
+        for byte in worker {
+            // Writing to a string cannot fail.
+            let _ = write!(text, "{byte:02x}");
+        }
+        text
+    }
+
+    /// Reads what `peer` has told, which has to speak our versions.
+    ///
+    /// UCX asks for one version on both sides: addresses and protocols change between them.
+    pub(super) fn parse(text: &str, peer: ProcessId) -> Result<Self, TransportError> {
+        let wrong = |why: String| TransportError::Protocol { peer, why };
+        let mut parts = text.splitn(3, '/');
+        let (Some(wire), Some(ucx), Some(hex)) = (parts.next(), parts.next(), parts.next()) else {
+            return Err(wrong(format!("{text:?} is no address for UCX")));
+        };
+        if wire != VERSION.to_string() {
+            return Err(wrong(format!(
+                "it speaks wire version {wire}, this process {VERSION}; run the same build on every process"
+            )));
+        }
+        let own = sys::library().map(sys::Library::version).unwrap_or_default();
+        if ucx != own {
+            return Err(wrong(format!(
+                "it runs UCX {ucx}, this process {own}; all processes need the same, so put one \
+                 library's folder first in LD_LIBRARY_PATH on all hosts"
+            )));
+        }
+        let worker = bytes(hex).ok_or_else(|| wrong("its address for UCX is garbled".to_owned()))?;
+        Ok(Self { worker })
+    }
+}
+
+fn bytes(hex: &str) -> Option<Vec<u8>> {
+    if hex.is_empty() || !hex.len().is_multiple_of(2) || !hex.is_ascii() {
+        return None;
+    }
+    (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).ok()).collect()
+}
+
+/// Bytes of a [`Hello`].
+pub(super) const HELLO_BYTES: usize = 64;
+
+const MAGIC: [u8; 8] = *b"MPMDUCX\0";
+
+/// The first message on every connection. Little-endian:
+///
+/// | offset | bytes | field |
+/// |---|---|---|
+/// | 0 | 8 | magic `MPMDUCX` and a zero |
+/// | 8 | 2 | wire version |
+/// | 10 | 2 | zero |
+/// | 12 | 4 | the sender |
+/// | 16 | 4 | the receiver |
+/// | 20 | 4 | pass: what the receiver has to say with each of its messages |
+/// | 24 | 8 | epoch |
+/// | 32 | 32 | job token |
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) struct Hello {
+    pub(super) from: ProcessId,
+    pub(super) to: ProcessId,
+    pub(super) pass: u32,
+    pub(super) epoch: u64,
+    pub(super) token: [u8; 32],
+}
+
+/// Why a greeting is none of ours.
+#[derive(Debug, Eq, PartialEq)]
+pub(super) enum Refusal {
+    /// Not of this job: not worth an answer.
+    Stranger,
+    /// Of this job, but not as it has to be.
+    Misfit(TransportError),
+}
+
+impl Hello {
+    pub(super) fn encode(&self) -> [u8; HELLO_BYTES] {
+        let mut bytes = [0; HELLO_BYTES];
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..10].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[12..16].copy_from_slice(&self.from.0.to_le_bytes());
+        bytes[16..20].copy_from_slice(&self.to.0.to_le_bytes());
+        bytes[20..24].copy_from_slice(&self.pass.to_le_bytes());
+        bytes[24..32].copy_from_slice(&self.epoch.to_le_bytes());
+        bytes[32..].copy_from_slice(&self.token);
+        bytes
+    }
+
+    /// Reads a greeting that came to `me`, which knows the token and belongs to the epoch.
+    pub(super) fn decode(
+        bytes: &[u8],
+        me: ProcessId,
+        processes: usize,
+        token: &[u8; 32],
+        epoch: u64,
+    ) -> Result<Self, Refusal> {
+        let Ok(bytes) = <&[u8; HELLO_BYTES]>::try_from(bytes) else { return Err(Refusal::Stranger) };
+        let number = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        if bytes[..8] != MAGIC || bytes[32..] != *token {
+            return Err(Refusal::Stranger);
+        }
+        let hello = Self {
+            from: ProcessId(number(12)),
+            to: ProcessId(number(16)),
+            pass: number(20),
+            epoch: u64::from(number(24)) | u64::from(number(28)) << 32,
+            token: *token,
+        };
+        if hello.from.index() >= processes || hello.from == me {
+            return Err(Refusal::Stranger);
+        }
+        let misfit = |why: String| Err(Refusal::Misfit(TransportError::Protocol { peer: hello.from, why }));
+        let version = u16::from_le_bytes([bytes[8], bytes[9]]);
+        if version != VERSION {
+            return misfit(format!("it speaks wire version {version}, this process {VERSION}"));
+        }
+        if hello.epoch != epoch {
+            return misfit(format!("it belongs to epoch {}, this process to {epoch}", hello.epoch));
+        }
+        if hello.to != me {
+            return misfit(format!("it expects process {} here, where {me} is", hello.to));
+        }
+        Ok(hello)
+    }
+}
+
+/// "waiting for process 2 and process 5 of 8 to connect".
+pub(super) fn name_missing(missing: &[ProcessId], processes: usize) -> String {
+    let names: Vec<_> = missing.iter().map(|peer| format!("process {peer}")).collect();
+    let names = match names.as_slice() {
+        [rest @ .., last] if !rest.is_empty() => format!("{} and {last}", rest.join(", ")),
+        names => names.concat(),
+    };
+    format!("waiting for {names} of {processes} to connect over UCX")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TOKEN: [u8; 32] = [5; 32];
+
+    fn hello() -> Hello {
+        Hello { from: ProcessId(1), to: ProcessId(0), pass: 77, epoch: 1 << 40, token: TOKEN }
+    }
+
+    fn decode(bytes: &[u8]) -> Result<Hello, Refusal> {
+        Hello::decode(bytes, ProcessId(0), 4, &TOKEN, 1 << 40)
+    }
+
+    #[test]
+    fn a_greeting_survives_and_strangers_get_no_word() {
+        assert_eq!(decode(&hello().encode()), Ok(hello()));
+        assert_eq!(decode(&hello().encode()[..63]), Err(Refusal::Stranger));
+        let other = Hello { token: [6; 32], ..hello() };
+        assert_eq!(decode(&other.encode()), Err(Refusal::Stranger));
+        let beyond = Hello { from: ProcessId(4), ..hello() };
+        assert_eq!(decode(&beyond.encode()), Err(Refusal::Stranger));
+    }
+
+    #[test]
+    fn misfits_hear_what_does_not_fit() {
+        let says = |hello: Hello| match decode(&hello.encode()) {
+            Err(Refusal::Misfit(error)) => error.to_string(),
+            other => panic!("{other:?}"),
+        };
+        assert!(says(Hello { epoch: 9, ..hello() }).contains("belongs to epoch 9"));
+        assert!(says(Hello { to: ProcessId(2), ..hello() }).contains("expects process 2 here"));
+        let mut version = hello().encode();
+        version[8] = 99;
+        assert!(matches!(decode(&version), Err(Refusal::Misfit(_))));
+    }
+
+    #[test]
+    fn an_address_says_which_ucx_it_is_of() {
+        let own = sys::library().map(sys::Library::version).unwrap_or_default();
+        let text = Address::format(&[0, 255, 16], &own);
+        assert_eq!(text, format!("{VERSION}/{own}/00ff10"));
+        let parse = |text: &str| Address::parse(text, ProcessId(3)).map(|address| address.worker);
+        assert_eq!(parse(&text), Ok(vec![0, 255, 16]));
+        let says = |text: &str| parse(text).unwrap_err().to_string();
+        assert!(says(&format!("{VERSION}/1.99.0/00")).contains("it runs UCX 1.99.0, this process 1."));
+        assert!(says("99/1.12.1/00").contains("wire version 99"));
+        for garbled in ["", "0", "zz", "é0"] {
+            assert!(says(&format!("{VERSION}/{own}/{garbled}")).contains("garbled"), "{garbled:?}");
+        }
+        assert!(says("nonsense").contains("no address"));
+    }
+
+    #[test]
+    fn the_missing_are_named() {
+        let ids = [ProcessId(1), ProcessId(2), ProcessId(5)];
+        assert_eq!(
+            name_missing(&ids, 8),
+            "waiting for process 1, process 2 and process 5 of 8 to connect over UCX"
+        );
+        assert_eq!(name_missing(&ids[..1], 2), "waiting for process 1 of 2 to connect over UCX");
+    }
+}

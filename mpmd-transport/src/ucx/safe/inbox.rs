@@ -1,0 +1,164 @@
+//! What UCX's callbacks leave behind, and the callbacks.
+//!
+//! UCX calls back from within its own functions, on the worker's thread. A callback only writes down what
+//! happened; all else is done after UCX has returned.
+
+use std::cell::{Cell, RefCell};
+use std::ffi::c_void;
+use std::ptr::NonNull;
+
+use super::super::result;
+use super::super::sys::{Status, ucp_am_recv_attr_t, ucp_am_recv_param_t, ucp_ep_h};
+use super::HEADER_MAX;
+use crate::memory::{OwnedBuffer, Pool, SharedBuffer};
+
+/// What happened, in order.
+pub(super) enum Happened {
+    Message {
+        id: u32,
+        header: ([u8; HEADER_MAX], usize),
+        body: Body,
+    },
+    /// The operation of this number is over.
+    Ended(usize, Status),
+    /// The endpoint of this number has failed.
+    Failed(usize, Status),
+}
+
+/// The bytes of a message.
+pub(in super::super) enum Body {
+    Here(SharedBuffer),
+    /// So many bytes lie with the sender.
+    There(Descriptor, usize),
+}
+
+/// Stands for bytes that lie with a sender. Has to be given back to its worker, which fetches or discards
+/// them.
+pub(in super::super) struct Descriptor(pub(super) NonNull<c_void>);
+
+/// Collects what happens during a call.
+pub(super) struct Inbox {
+    pub(super) happened: RefCell<Vec<Happened>>,
+    /// Where bytes that came with their message are copied into.
+    pub(super) pool: RefCell<Option<Pool>>,
+}
+
+thread_local! {
+    /// The inbox of the call of UCX's that is on this thread's stack.
+    static CURRENT: Cell<*const Inbox> = const { Cell::new(std::ptr::null()) };
+}
+
+impl Inbox {
+    pub(super) fn new() -> Box<Self> {
+        Box::new(Self { happened: RefCell::new(Vec::new()), pool: RefCell::new(None) })
+    }
+
+    /// Runs `call`, whose callbacks write into this inbox.
+    pub(super) fn during<T>(&self, call: impl FnOnce() -> T) -> T {
+        struct Restore(*const Inbox);
+        impl Drop for Restore {
+            fn drop(&mut self) {
+                CURRENT.set(self.0);
+            }
+        }
+        let _restore = Restore(CURRENT.replace(self));
+        call()
+    }
+}
+
+fn with_current(write: impl FnOnce(&Inbox)) {
+    let inbox = CURRENT.get();
+    if inbox.is_null() {
+        // Every call that can call back is made through `during`.
+        debug_assert!(false, "UCX calls back outside any call");
+        return;
+    }
+    // SAFETY: `during` has put the pointer there from a reference that lives as long as its call is on this
+    // thread's stack, and takes it away on the way out. Access through it is shared.
+    write(unsafe { &*inbox });
+}
+
+/// # Safety
+///
+/// Called by UCX.
+pub(super) unsafe extern "C" fn sent(request: *mut c_void, status: Status, number: *mut c_void) {
+    with_current(|inbox| inbox.happened.borrow_mut().push(Happened::Ended(number as usize, status)));
+    free(request);
+}
+
+/// # Safety
+///
+/// Called by UCX.
+pub(super) unsafe extern "C" fn fetched(request: *mut c_void, status: Status, _: usize, number: *mut c_void) {
+    with_current(|inbox| inbox.happened.borrow_mut().push(Happened::Ended(number as usize, status)));
+    free(request);
+}
+
+/// # Safety
+///
+/// Called by UCX.
+pub(super) unsafe extern "C" fn failed(number: *mut c_void, _: ucp_ep_h, status: Status) {
+    with_current(|inbox| inbox.happened.borrow_mut().push(Happened::Failed(number as usize, status)));
+}
+
+/// # Safety
+///
+/// Called by UCX, with a header and data that are there while it is called, or, for a rendezvous, with a
+/// descriptor that stays until it is given back.
+pub(super) unsafe extern "C" fn arrived(
+    id: *mut c_void,
+    header: *const c_void,
+    header_bytes: usize,
+    data: *mut c_void,
+    bytes: usize,
+    param: *const ucp_am_recv_param_t,
+) -> Status {
+    if header_bytes > HEADER_MAX {
+        // Nobody of ours sends that; done with it.
+        return Status::OK;
+    }
+    let mut kept = [0; HEADER_MAX];
+    if header_bytes > 0 {
+        // SAFETY: UCX says that so many bytes are there.
+        let header = unsafe { std::slice::from_raw_parts(header.cast::<u8>(), header_bytes) };
+        kept[..header_bytes].copy_from_slice(header);
+    }
+    // SAFETY: UCX gives parameters with every message, whose attributes are always set.
+    let attributes = unsafe { (*param).recv_attr };
+    let rendezvous = attributes & ucp_am_recv_attr_t::UCP_AM_RECV_ATTR_FLAG_RNDV as u64 != 0;
+    let (body, status) = match NonNull::new(data) {
+        Some(descriptor) if rendezvous => (Body::There(Descriptor(descriptor), bytes), Status::IN_PROGRESS),
+        Some(data) if bytes > 0 => {
+            // SAFETY: without the flag above, so many bytes are there while this is called.
+            let data = unsafe { std::slice::from_raw_parts(data.as_ptr().cast::<u8>(), bytes) };
+            let mut copy = None;
+            with_current(|inbox| copy = Some(inbox.copy(data)));
+            (Body::Here(copy.unwrap_or_else(|| data.to_vec().into())), Status::OK)
+        }
+        _ => (Body::Here(Vec::new().into()), Status::OK),
+    };
+    let id = id as usize as u32;
+    let header = (kept, header_bytes);
+    with_current(|inbox| inbox.happened.borrow_mut().push(Happened::Message { id, header, body }));
+    status
+}
+
+impl Inbox {
+    fn copy(&self, data: &[u8]) -> SharedBuffer {
+        let pooled = self.pool.borrow().as_ref().and_then(|pool| pool.allocate(data.len()).ok());
+        match pooled {
+            Some(mut buffer) => {
+                buffer.copy_from_slice(data);
+                OwnedBuffer::freeze(buffer)
+            }
+            None => data.to_vec().into(),
+        }
+    }
+}
+
+fn free(request: *mut c_void) {
+    if let Some(request) = NonNull::new(request) {
+        // SAFETY: UCX gives the request that it speaks of, and nobody else keeps it.
+        unsafe { result::request_free(request) };
+    }
+}

@@ -1,0 +1,246 @@
+//! What UCX's library offers, as it is in C: its types, the functions used here, and where it is found.
+//!
+//! The types come from `ucx1-sys`, with one exception. In C `ucs_status_t` is an enumeration in a byte,
+//! and libraries newer than those bindings may return values that they do not know; as a Rust enumeration
+//! that would be undefined behaviour. So it is a number here, [`Status`], and the functions are declared
+//! anew with it. They are looked up at run time: a program built with UCX runs where there is none.
+
+use std::env;
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+pub(super) use ucx1_sys::{
+    ucp_address_t, ucp_am_handler_param, ucp_am_handler_param_field, ucp_am_recv_attr_t, ucp_am_recv_param_t,
+    ucp_config_t, ucp_context_h, ucp_ep_h, ucp_ep_params, ucp_ep_params_field, ucp_err_handling_mode_t,
+    ucp_feature, ucp_op_attr_t, ucp_params, ucp_params_field, ucp_request_param_t, ucp_send_am_flags,
+    ucp_worker_h, ucp_worker_params, ucp_worker_params_field, ucs_memory_type, ucs_thread_mode_t,
+};
+
+/// The version of UCX's interface that the types above are of. A library with another first number, or
+/// an older one, is refused.
+pub(super) const API: (c_uint, c_uint) = (1, 12);
+
+/// A variable that names the library's file, for where none of the usual places has the right one.
+const LIBRARY_VARIABLE: &str = "MPMD_UCX_LIBRARY";
+const LIBRARY: &str = "libucp.so.0";
+
+/// What UCX says of a call: 0 for done, 1 for under way, below 0 for an error.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[repr(transparent)]
+pub(super) struct Status(pub(super) i8);
+
+impl Status {
+    pub(super) const OK: Self = Self(0);
+    pub(super) const IN_PROGRESS: Self = Self(1);
+    pub(super) const BUSY: Self = Self(-15);
+    pub(super) const CANCELLED: Self = Self(-16);
+
+    /// The status that a pointer from UCX stands for; `None` for a request.
+    ///
+    /// Null is success, the last 100 addresses are errors (`UCS_PTR_IS_ERR` in `ucs/type/status.h`).
+    pub(super) fn of_pointer(pointer: *mut c_void) -> Option<Self> {
+        let value = pointer as isize;
+        match value {
+            0 => Some(Self::OK),
+            -100..0 => i8::try_from(value).ok().map(Self),
+            _ => None,
+        }
+    }
+}
+
+/// Told of the end of a send.
+pub(super) type SendCallback = unsafe extern "C" fn(*mut c_void, Status, *mut c_void);
+/// Told of the end of a fetch, with the bytes fetched.
+pub(super) type ReceiveCallback = unsafe extern "C" fn(*mut c_void, Status, usize, *mut c_void);
+/// Told of a message: argument, header and its length, data or descriptor and its length, parameters.
+pub(super) type MessageCallback = unsafe extern "C" fn(
+    *mut c_void,
+    *const c_void,
+    usize,
+    *mut c_void,
+    usize,
+    *const ucp_am_recv_param_t,
+) -> Status;
+/// Told of the failure of an endpoint.
+pub(super) type ErrorCallback = unsafe extern "C" fn(*mut c_void, ucp_ep_h, Status);
+
+macro_rules! functions {
+    ($(fn $name:ident($($argument:ty),* $(,)?) $(-> $result:ty)?;)*) => {
+        /// UCX's functions, each as its header declares it.
+        #[allow(missing_docs, reason = "UCX's own documentation has them")]
+        pub(super) struct Functions {
+            $(pub(super) $name: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
+        }
+
+        impl Functions {
+            fn of(library: &libloading::Library) -> Result<Self, libloading::Error> {
+                // SAFETY: each symbol is a function of UCX's public interface, and the type given here is
+                // that of its declaration in `ucp/api/ucp.h` and `ucs/type/status.h`, version 1.12, with
+                // `ucs_status_t` as the byte that it is in C. Later 1.x versions keep these signatures.
+                unsafe {
+                    Ok(Self { $($name: *library.get(concat!(stringify!($name), "\0").as_bytes())?,)* })
+                }
+            }
+        }
+    };
+}
+
+functions! {
+    fn ucs_status_string(Status) -> *const c_char;
+    fn ucp_get_version(*mut c_uint, *mut c_uint, *mut c_uint);
+    fn ucp_config_read(*const c_char, *const c_char, *mut *mut ucp_config_t) -> Status;
+    fn ucp_config_modify(*mut ucp_config_t, *const c_char, *const c_char) -> Status;
+    fn ucp_config_release(*mut ucp_config_t);
+    fn ucp_init_version(
+        c_uint, c_uint, *const ucp_params, *const ucp_config_t, *mut ucp_context_h,
+    ) -> Status;
+    fn ucp_cleanup(ucp_context_h);
+    fn ucp_context_print_info(ucp_context_h, *mut libc::FILE);
+    fn ucp_worker_create(ucp_context_h, *const ucp_worker_params, *mut ucp_worker_h) -> Status;
+    fn ucp_worker_destroy(ucp_worker_h);
+    fn ucp_worker_get_address(ucp_worker_h, *mut *mut ucp_address_t, *mut usize) -> Status;
+    fn ucp_worker_release_address(ucp_worker_h, *mut ucp_address_t);
+    fn ucp_worker_get_efd(ucp_worker_h, *mut c_int) -> Status;
+    fn ucp_worker_arm(ucp_worker_h) -> Status;
+    fn ucp_worker_signal(ucp_worker_h) -> Status;
+    fn ucp_worker_progress(ucp_worker_h) -> c_uint;
+    fn ucp_worker_set_am_recv_handler(ucp_worker_h, *const ucp_am_handler_param) -> Status;
+    fn ucp_ep_create(ucp_worker_h, *const ucp_ep_params, *mut ucp_ep_h) -> Status;
+    fn ucp_ep_close_nbx(ucp_ep_h, *const ucp_request_param_t) -> *mut c_void;
+    fn ucp_ep_print_info(ucp_ep_h, *mut libc::FILE);
+    fn ucp_am_send_nbx(
+        ucp_ep_h, c_uint, *const c_void, usize, *const c_void, usize, *const ucp_request_param_t,
+    ) -> *mut c_void;
+    fn ucp_am_recv_data_nbx(
+        ucp_worker_h, *mut c_void, *mut c_void, usize, *const ucp_request_param_t,
+    ) -> *mut c_void;
+    fn ucp_am_data_release(ucp_worker_h, *mut c_void);
+    fn ucp_request_check_status(*mut c_void) -> Status;
+    fn ucp_request_free(*mut c_void);
+}
+
+/// The library, loaded once and for good.
+pub(super) struct Library {
+    pub(super) functions: Functions,
+    pub(super) version: (c_uint, c_uint, c_uint),
+    pub(super) path: PathBuf,
+    // Never unloaded: UCX leaves handlers and threads behind that live in it.
+    _library: libloading::Library,
+}
+
+/// The library of this process, or why there is none.
+pub(super) fn library() -> Result<&'static Library, &'static str> {
+    static LOADED: OnceLock<Result<Library, String>> = OnceLock::new();
+    LOADED.get_or_init(Library::load).as_ref().map_err(String::as_str)
+}
+
+impl Library {
+    /// Looks where the variable says, where the system's loader looks, and beside the program, where the
+    /// build has left its own copy.
+    fn load() -> Result<Self, String> {
+        let mut tried = Vec::new();
+        let named = env::var_os(LIBRARY_VARIABLE).filter(|name| !name.is_empty()).map(PathBuf::from);
+        let places = match named {
+            Some(name) => vec![name],
+            None => std::iter::once(PathBuf::from(LIBRARY)).chain(built()).collect(),
+        };
+        for place in places {
+            // SAFETY: loading runs the initialisers of UCX's libraries, which read variables and install
+            // handlers, and touch nothing of this program.
+            match unsafe { libloading::Library::new(&place) } {
+                Ok(library) => return Self::of(library, &place),
+                Err(error) => tried.push(error.to_string()),
+            }
+        }
+        Err(format!(
+            "no {LIBRARY} can be loaded ({}); name its folder in LD_LIBRARY_PATH, or its file in \
+             {LIBRARY_VARIABLE}",
+            tried.join("; ")
+        ))
+    }
+
+    fn of(library: libloading::Library, place: &Path) -> Result<Self, String> {
+        let functions = Functions::of(&library).map_err(|error| format!("{}: {error}", place.display()))?;
+        let (mut major, mut minor, mut patch) = (0, 0, 0);
+        // SAFETY: the function writes three numbers to the places given, which are this frame's.
+        unsafe { (functions.ucp_get_version)(&mut major, &mut minor, &mut patch) };
+        let path = mapped(LIBRARY).unwrap_or_else(|| place.to_owned());
+        if major != API.0 || minor < API.1 {
+            return Err(format!(
+                "{} is UCX {major}.{minor}.{patch}; needed is {}.{} or a later {}.x",
+                path.display(),
+                API.0,
+                API.1,
+                API.0
+            ));
+        }
+        if let Some(part) = mapped("libucs.so.0")
+            && part.parent() != path.parent()
+        {
+            return Err(format!(
+                "{} has come with {}, of another UCX; put the folder of one of them first in LD_LIBRARY_PATH",
+                path.display(),
+                part.display()
+            ));
+        }
+        Ok(Self { functions, version: (major, minor, patch), path, _library: library })
+    }
+
+    /// The version as `1.12.1`.
+    pub(super) fn version(&self) -> String {
+        let (major, minor, patch) = self.version;
+        format!("{major}.{minor}.{patch}")
+    }
+}
+
+/// The copies that builds of this program have left, where cargo puts them; the newest first.
+fn built() -> Vec<PathBuf> {
+    let Ok(program) = env::current_exe() else { return Vec::new() };
+    let folders = program.ancestors().skip(1).take(2).map(|folder| folder.join("build"));
+    let mut found: Vec<_> = folders
+        .filter_map(|folder| std::fs::read_dir(folder).ok())
+        .flatten()
+        .filter_map(|entry| {
+            let entry = entry.ok()?;
+            let file = entry.path().join("out/lib").join(LIBRARY);
+            let ours = entry.file_name().to_string_lossy().starts_with("ucx1-sys-");
+            let written = file.metadata().ok()?.modified().ok()?;
+            ours.then_some((written, file))
+        })
+        .collect();
+    found.sort();
+    found.into_iter().rev().map(|(_, file)| file).collect()
+}
+
+/// The file of this name that is mapped into this process.
+fn mapped(name: &str) -> Option<PathBuf> {
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    let stem = name.split(".so").next()?.to_owned() + ".so";
+    maps.lines().find_map(|line| {
+        let path = &line[line.find('/')?..];
+        Path::new(path).file_name()?.to_str()?.starts_with(&stem).then(|| PathBuf::from(path))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pointers_are_told_apart_from_statuses() {
+        assert_eq!(Status::of_pointer(std::ptr::null_mut()), Some(Status::OK));
+        assert_eq!(Status::of_pointer(-25isize as *mut c_void), Some(Status(-25)));
+        // One that no binding knows is an error like others.
+        assert_eq!(Status::of_pointer(-99isize as *mut c_void), Some(Status(-99)));
+        assert_eq!(Status::of_pointer(-101isize as *mut c_void), None);
+        assert_eq!(Status::of_pointer(0x1000 as *mut c_void), None);
+    }
+
+    #[test]
+    fn the_library_is_found_and_new_enough() {
+        let library = library().expect("UCX is built with this program");
+        assert!(library.version >= (1, 12, 0), "{:?}", library.version);
+        assert!(library.path.is_absolute(), "{}", library.path.display());
+    }
+}

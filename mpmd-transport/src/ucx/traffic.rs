@@ -1,0 +1,306 @@
+//! Messages to and from peers, and what becomes of them when a peer goes.
+
+use std::sync::Arc;
+
+use super::engine::{Engine, id};
+use super::queue::Waiting;
+use super::result::{UcxError, Way};
+use super::safe::{Body, Held, OpId};
+use crate::memory::{OwnedBuffer, SharedBuffer};
+use crate::transport::{FetchDone, Handler, Payload, Ticket, TransportError};
+use crate::wire::{HEADER_BYTES, Header, Kind, ProcessId};
+
+/// Data from this size up waits with its sender until the receiver has a place for it. Less is worth no
+/// round trip.
+const RENDEZVOUS_BYTES: usize = 8 << 10;
+
+/// Sender and pass, before the header.
+pub(super) const PREFIX_BYTES: usize = 8;
+
+/// What an operation of UCX's is for.
+pub(super) enum Operation {
+    Send { to: ProcessId, ticket: Option<Ticket> },
+    Fetch { from: ProcessId, then: Option<FetchDone> },
+}
+
+/// Something for the handler.
+pub(super) enum Said {
+    Arrived(ProcessId, Header, Payload),
+    Done(Ticket, Result<(), TransportError>),
+    Down(ProcessId, TransportError),
+}
+
+impl Engine {
+    pub(super) fn start_handler(&mut self, handler: Arc<dyn Handler>) {
+        self.handler = Some(handler);
+        for said in std::mem::take(&mut self.early) {
+            self.say(said);
+        }
+    }
+
+    fn say(&mut self, said: Said) {
+        let Some(handler) = &self.handler else {
+            self.early.push(said);
+            return;
+        };
+        match said {
+            Said::Arrived(from, header, payload) => handler.arrived(from, header, payload),
+            Said::Done(ticket, result) => handler.done(ticket, result),
+            Said::Down(peer, why) => handler.peer_down(peer, why),
+        }
+    }
+
+    fn done(&mut self, ticket: Ticket, result: Result<(), TransportError>) {
+        if ticket != Ticket::NONE {
+            self.say(Said::Done(ticket, result));
+        }
+    }
+
+    pub(super) fn post(
+        &mut self,
+        to: ProcessId,
+        header: &Header,
+        payload: Option<SharedBuffer>,
+        ticket: Ticket,
+    ) {
+        let peer = &self.peers[to.index()];
+        let refused = match &peer.down {
+            Some(why) => Some(gone(to, why)),
+            None => self.leaving.is_some().then_some(TransportError::Closed),
+        };
+        if let Some(error) = refused {
+            drop(payload);
+            return self.done(ticket, Err(error));
+        }
+        let mut bytes = [0; PREFIX_BYTES + HEADER_BYTES];
+        bytes[..PREFIX_BYTES].copy_from_slice(&prefix(self.me, peer.pass));
+        bytes[PREFIX_BYTES..].copy_from_slice(&header.encode());
+        let payload = payload.filter(|payload| !payload.is_empty());
+        let bulk = header.kind == Kind::Data
+            && payload.as_ref().is_some_and(|payload| payload.len() >= RENDEZVOUS_BYTES);
+        let way = if bulk { Way::Rendezvous } else { Way::Eager };
+        self.send(to, id::MESSAGE, &bytes, payload, way, Some(ticket));
+    }
+
+    /// Sends something to a peer that is not known to be gone.
+    pub(super) fn send(
+        &mut self,
+        to: ProcessId,
+        id: u32,
+        header: &[u8],
+        payload: Option<SharedBuffer>,
+        way: Way,
+        ticket: Option<Ticket>,
+    ) {
+        let endpoint = self.peers[to.index()].endpoint;
+        match endpoint.and_then(|endpoint| self.worker.send(endpoint, id, header, payload, way)) {
+            Some(op) => {
+                self.peers[to.index()].sending += 1;
+                self.note(op, Operation::Send { to, ticket });
+            }
+            None => {
+                if let Some(ticket) = ticket {
+                    self.done(ticket, Err(TransportError::Closed));
+                }
+            }
+        }
+    }
+
+    /// A message came, by whatever number but a hello's.
+    pub(super) fn arrived(&mut self, id: u32, header: &[u8], body: Body) {
+        let from = self.sender(header);
+        match (from, id) {
+            (Some(from), id::MESSAGE) => self.deliver(from, &header[PREFIX_BYTES..], body),
+            (Some(from), id::BYE) => self.goodbye(from),
+            (Some(from), id::HEARD) => self.peers[from.index()].has_heard = true,
+            _ => {
+                tracing::warn!("a message of a stranger was thrown away by UCX's engine");
+                self.throw_away(body);
+            }
+        }
+    }
+
+    /// Whose message it is, if of one of ours.
+    fn sender(&self, header: &[u8]) -> Option<ProcessId> {
+        let from = u32::from_le_bytes(header.get(..4)?.try_into().ok()?);
+        let pass = u32::from_le_bytes(header.get(4..PREFIX_BYTES)?.try_into().ok()?);
+        let peer = self.peers.get(from as usize)?;
+        (peer.endpoint.is_some() && peer.expected == pass).then_some(ProcessId(from))
+    }
+
+    fn deliver(&mut self, from: ProcessId, header: &[u8], body: Body) {
+        if self.peers[from.index()].down.is_some() || self.leaving.as_ref().is_some_and(|l| l.is_deaf()) {
+            return self.throw_away(body);
+        }
+        let header = match self.read(header, &body) {
+            Ok(header) => header,
+            Err(why) => {
+                self.throw_away(body);
+                let error = TransportError::Protocol { peer: from, why };
+                return self.down(from, error, true);
+            }
+        };
+        let payload = match body {
+            _ if header.payload_bytes() == 0 => Payload::Empty,
+            Body::Here(bytes) => Payload::Inline(bytes),
+            Body::There(descriptor, bytes) => {
+                let payload = self.next_payload;
+                self.next_payload += 1;
+                self.payloads.insert(payload, (from, descriptor, bytes));
+                let queue = self.queue.clone();
+                let bytes = bytes as u64;
+                Payload::Waiting(Box::new(Waiting { queue, payload, from, bytes, taken: false }))
+            }
+        };
+        self.say(Said::Arrived(from, header, payload));
+    }
+
+    fn read(&self, header: &[u8], body: &Body) -> Result<Header, String> {
+        let header: &[u8; HEADER_BYTES] =
+            header.try_into().map_err(|_| format!("a header of {} bytes", header.len()))?;
+        let header = Header::decode(header).map_err(|error| error.to_string())?;
+        let bytes = match body {
+            Body::Here(bytes) => bytes.len() as u64,
+            Body::There(_, bytes) => *bytes as u64,
+        };
+        if bytes != header.payload_bytes() {
+            return Err(format!("a header that announces {} bytes with {bytes}", header.payload_bytes()));
+        }
+        Ok(header)
+    }
+
+    fn throw_away(&mut self, body: Body) {
+        if let Body::There(descriptor, _) = body {
+            self.worker.discard(descriptor);
+        }
+    }
+
+    pub(super) fn fetch(&mut self, payload: u64, from: ProcessId, into: OwnedBuffer, then: FetchDone) {
+        let peer = &mut self.peers[from.index()];
+        match (self.payloads.remove(&payload), peer.endpoint) {
+            (Some((_, descriptor, bytes)), Some(endpoint)) => {
+                peer.fetching += 1;
+                let op = self.worker.fetch(endpoint, descriptor, bytes, into);
+                self.note(op, Operation::Fetch { from, then: Some(then) });
+            }
+            _ => {
+                let error = peer.down.as_ref().map_or(TransportError::Closed, |why| gone(from, why));
+                then(Err(error));
+            }
+        }
+    }
+
+    pub(super) fn discard(&mut self, payload: u64) {
+        if let Some((_, descriptor, _)) = self.payloads.remove(&payload) {
+            self.worker.discard(descriptor);
+        }
+    }
+
+    /// UCX is done with an operation.
+    pub(super) fn ended(&mut self, op: OpId, result: Result<(), UcxError>, held: Held) {
+        let Some(operation) = self.operations.get_mut(op.index()).and_then(Option::take) else { return };
+        match operation {
+            Operation::Send { to, ticket } => {
+                self.peers[to.index()].sending -= 1;
+                // The payload is let go before that is said.
+                drop(held);
+                if let Err(error) = &result {
+                    self.lost(to, &error.to_string());
+                }
+                if let Some(ticket) = ticket {
+                    let result = result.map_err(|error| self.gone_for(to, &error));
+                    self.done(ticket, result);
+                }
+            }
+            Operation::Fetch { from, then } => {
+                self.peers[from.index()].fetching -= 1;
+                self.answer_goodbye(from);
+                let Some(then) = then else { return };
+                match (result, held) {
+                    (Ok(()), Held::Fetched(buffer)) => then(Ok(buffer)),
+                    (Err(error), _) => {
+                        let gone = self.gone_for(from, &error);
+                        then(Err(gone));
+                        self.lost(from, &error.to_string());
+                    }
+                    // A fetch that ended well has its buffer.
+                    (Ok(()), _) => then(Err(TransportError::Closed)),
+                }
+            }
+        }
+    }
+
+    /// A message that was never sent.
+    pub(super) fn end_post(&mut self, ticket: Ticket) {
+        self.done(ticket, Err(TransportError::Closed));
+    }
+
+    fn gone_for(&self, peer: ProcessId, error: &UcxError) -> TransportError {
+        match &self.peers[peer.index()].down {
+            Some(why) => gone(peer, why),
+            None => TransportError::PeerGone { peer, why: format!("UCX says {error}") },
+        }
+    }
+
+    /// UCX has lost a peer.
+    pub(super) fn lost(&mut self, peer: ProcessId, why: &str) {
+        self.down(peer, TransportError::PeerGone { peer, why: format!("UCX says {why}") }, true);
+    }
+
+    /// A peer is gone: ends everything with it, then says so.
+    pub(super) fn down(&mut self, peer: ProcessId, why: TransportError, by_force: bool) {
+        let state = &mut self.peers[peer.index()];
+        let endpoint = state.endpoint;
+        if let (true, Some(endpoint)) = (by_force, endpoint) {
+            self.worker.close(endpoint, true);
+        }
+        let state = &mut self.peers[peer.index()];
+        if state.down.is_some() {
+            return;
+        }
+        state.down = Some(why.clone());
+        let of_peer = self.payloads.iter().filter(|(_, (from, ..))| *from == peer).map(|(id, _)| *id);
+        for payload in of_peer.collect::<Vec<_>>() {
+            self.discard(payload);
+        }
+        self.end_operations(|whose| whose == peer, &gone(peer, &why));
+        if self.leaving.is_none() {
+            self.say(Said::Down(peer, why));
+        }
+    }
+
+    /// Tells everybody who waits for operations with such peers that they have failed. Their memory stays
+    /// with UCX until it has ended them too.
+    pub(super) fn end_operations(&mut self, of: impl Fn(ProcessId) -> bool, error: &TransportError) {
+        let (mut tickets, mut fetches) = (Vec::new(), Vec::new());
+        for operation in self.operations.iter_mut().flatten() {
+            match operation {
+                Operation::Send { to, ticket } if of(*to) => tickets.extend(ticket.take()),
+                Operation::Fetch { from, then } if of(*from) => fetches.extend(then.take()),
+                _ => {}
+            }
+        }
+        for ticket in tickets {
+            self.done(ticket, Err(error.clone()));
+        }
+        for then in fetches {
+            then(Err(error.clone()));
+        }
+    }
+}
+
+/// Sender and pass, with which every message but a hello begins.
+pub(super) fn prefix(me: ProcessId, pass: Option<u32>) -> [u8; PREFIX_BYTES] {
+    let mut bytes = [0; PREFIX_BYTES];
+    bytes[..4].copy_from_slice(&me.0.to_le_bytes());
+    bytes[4..].copy_from_slice(&pass.unwrap_or_default().to_le_bytes());
+    bytes
+}
+
+/// `peer` is gone, for this reason.
+fn gone(peer: ProcessId, why: &TransportError) -> TransportError {
+    match why {
+        TransportError::PeerGone { .. } => why.clone(),
+        other => TransportError::PeerGone { peer, why: other.to_string() },
+    }
+}

@@ -1,0 +1,181 @@
+//! Slurm on this machine, for one test.
+
+use std::net::{Ipv4Addr, TcpListener, ToSocketAddrs};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::process::geteuid;
+
+use crate::site::{Site, system_program};
+use crate::watched::Watched;
+
+/// What has to be installed: programs, and Debian's packages with them.
+const NEEDED: [(&str, &str); 5] = [
+    ("munged", "munge"),
+    ("slurmctld", "slurmctld"),
+    ("slurmd", "slurmd"),
+    ("srun", "slurm-client"),
+    ("setpriv", "util-linux"),
+];
+
+/// CPUs of the node, whatever the machine has.
+const CPUS: usize = 4;
+
+/// A cluster of one node, this machine, with ports, keys and files of its own. Whoever runs the test is its
+/// administrator.
+///
+/// Dropping it ends its daemons; what they have started ends with the [`Site`].
+pub struct Slurm {
+    daemons: Vec<Watched>,
+    settings: PathBuf,
+    /// Two in one process would choose the same ports.
+    _alone: MutexGuard<'static, ()>,
+}
+
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+impl Slurm {
+    /// Starts it, and waits until it takes jobs; `None` where it is not installed.
+    ///
+    /// # Panics
+    ///
+    /// Where a daemon ends, or the node is not ready by `deadline`; and as [`system_program`].
+    pub fn start(site: &Site, deadline: Instant) -> Option<Self> {
+        let found: Option<Vec<PathBuf>> =
+            NEEDED.iter().map(|(program, package)| system_program(program, package)).collect();
+        let [munged, slurmctld, slurmd, ..] = &found?[..] else { return None };
+        // A test that failed here does not spoil it for the others.
+        let alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        let host = hostname();
+        let settings = site.path().join("slurm.conf");
+        std::fs::write(&settings, slurm_conf(site.path(), &host)).expect("the test's own folder");
+        for folder in ["spool", "state"] {
+            std::fs::create_dir(site.path().join(folder)).expect("the test's own folder");
+        }
+        let key = site.path().join("munge.key");
+        // Keeps nobody out, and has not to: who is on this machine and asks for it may run jobs there.
+        std::fs::write(&key, site.path().display().to_string().repeat(8)).expect("the test's own folder");
+        std::fs::set_permissions(&key, PermissionsExt::from_mode(0o600)).expect("the test's own file");
+
+        let mut slurm = Self { daemons: Vec::new(), settings, _alone: alone };
+        let file = |option: &str, name: &str| format!("--{option}={}", site.path().join(name).display());
+        let mut command = site.command(munged);
+        command.args(["--foreground".to_owned(), file("key-file", "munge.key")]);
+        command.args([file("socket", "munge.socket"), file("pid-file", "munged.pid")]);
+        command.args([file("log-file", "munged.log"), file("seed-file", "munge.seed")]);
+        slurm.daemons.push(site.start(command, "munged"));
+        slurm.wait_until(deadline, || site.path().join("munge.socket").exists());
+        let mut command = slurm.command(site, slurmctld);
+        command.arg("-D");
+        slurm.daemons.push(site.start(command, "slurmctld"));
+        let mut command = slurm.command(site, slurmd);
+        command.args(["-D", "-N", &host]);
+        slurm.daemons.push(site.start(command, "slurmd"));
+
+        let mut asked = 0;
+        loop {
+            let mut command = slurm.command(site, Path::new("sinfo"));
+            command.args(["--noheader", "--format=%T"]);
+            asked += 1;
+            let mut sinfo = site.start(command, &format!("sinfo-{asked}"));
+            slurm.wait_until(deadline, || sinfo.has_ended());
+            if sinfo.wait(deadline).stdout.trim() == "idle" {
+                return Some(slurm);
+            }
+            assert!(Instant::now() < deadline, "no idle node\n{}\n{}", sinfo.report(), slurm.report());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// A program that speaks to this cluster, such as `srun`.
+    pub fn command(&self, site: &Site, program: &Path) -> Command {
+        let mut command = site.command(program);
+        command.env("SLURM_CONF", &self.settings);
+        command
+    }
+
+    /// Waits until nothing is left of the steps that have run.
+    ///
+    /// # Panics
+    ///
+    /// Where something is, at `deadline`.
+    pub fn wait_until_idle(&mut self, site: &Site, deadline: Instant) {
+        // The controller has a helper, whose parent it is.
+        let own: Vec<u32> = self.daemons.iter().map(Watched::pid).collect();
+        let is_own = |pid: &u32| own.contains(pid) || parent(*pid).is_some_and(|pid| own.contains(&pid));
+        self.wait_until(deadline, || site.processes().iter().all(is_own));
+    }
+
+    /// What the daemons have said, for the message of a test that fails.
+    pub fn report(&self) -> String {
+        self.daemons.iter().map(Watched::report).collect::<Vec<_>>().join("\n")
+    }
+
+    fn wait_until(&mut self, deadline: Instant, mut done: impl FnMut() -> bool) {
+        while !done() {
+            let ended = self.daemons.iter_mut().map(|daemon| usize::from(daemon.has_ended())).sum::<usize>();
+            assert!(ended == 0, "a daemon has ended\n{}", self.report());
+            assert!(Instant::now() < deadline, "not in time\n{}", self.report());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+fn slurm_conf(folder: &Path, host: &str) -> String {
+    let [controller, node] = free_ports();
+    let folder = folder.display();
+    let user = if geteuid().is_root() { "root".to_owned() } else { geteuid().as_raw().to_string() };
+    // mpmd's port follows from the job's number; other tests on this machine have other numbers.
+    let first_job = 1 + std::process::id() % 4096;
+    format!(
+        "ClusterName=mpmd
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller}
+SlurmdPort={node}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmdSpoolDir={folder}/spool
+StateSaveLocation={folder}/state
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+MpiDefault=none
+MailProg=/bin/true
+ReturnToService=2
+FirstJobId={first_job}
+NodeName={host} NodeAddr=127.0.0.1 CPUs={CPUS} State=UNKNOWN
+PartitionName=test Nodes={host} Default=YES MaxTime=INFINITE State=UP
+"
+    )
+}
+
+/// The name of this machine as the node's; processes of a job look it up to find one another.
+fn hostname() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let name = name.trim().split('.').next().unwrap_or_default().to_owned();
+    let is_known = (name.as_str(), 0).to_socket_addrs().is_ok_and(|mut found| found.next().is_some());
+    if is_known { name } else { "localhost".to_owned() }
+}
+
+/// Ports on which nobody listens, below those that systems hand out by themselves.
+fn free_ports() -> [u16; 2] {
+    let first = 20_000 + (std::process::id() % 10_000) as u16;
+    let mut free = (first..32_000).filter(|port| TcpListener::bind((Ipv4Addr::UNSPECIFIED, *port)).is_ok());
+    [(); 2].map(|()| free.next().expect("a port"))
+}
+
+fn parent(pid: u32) -> Option<u32> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // Name in parentheses, state, parent.
+    stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()
+}

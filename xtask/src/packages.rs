@@ -1,0 +1,281 @@
+//! What has to be there besides Rust: what looks for it, what it is for, and who has it.
+
+use std::ffi::{OsStr, OsString};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::ensure;
+
+use crate::steps::{answers, run};
+
+/// Something of the system that a step starts, or that a dependency is built with.
+pub(crate) struct Need {
+    /// Its name, for people.
+    what: &'static str,
+    purpose: &'static str,
+    /// Debian's packages with it.
+    packages: &'static [&'static str],
+    probe: Probe,
+}
+
+/// How to find out whether something is there.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Probe {
+    /// A program that answers to `--version`.
+    Answers(&'static str),
+    /// A program that wants settings before it answers anything, or is not in everybody's `PATH`.
+    Lies(&'static str),
+    /// The library that reads C headers, with the headers that it needs itself.
+    Libclang,
+}
+
+const LINKS: &str = "links every Rust program";
+const LISTS: &str = "tells which files belong to the repository";
+const UCX: &str = "builds UCX";
+const MPI: &str = "starts programs in the tests of launchers";
+const SLURM: &str = "part of the Slurm that the tests of launchers set up";
+const ENDS: &str = "ends what the tests of launchers start";
+const MEMORY: &str = "finds misuse of memory";
+
+/// What every run needs.
+pub(crate) const ALWAYS: &[Need] =
+    &[answering("cc", LINKS, &["gcc", "libc6-dev"]), answering("git", LISTS, &["git"])];
+
+/// What building with the feature `ucx`, and testing everything, needs besides.
+pub(crate) const FULL: &[Need] = &[
+    answering("autoconf", UCX, &["autoconf"]),
+    answering("automake", UCX, &["automake"]),
+    answering("libtoolize", UCX, &["libtool"]),
+    answering("make", UCX, &["make"]),
+    answering("c++", UCX, &["g++"]),
+    Need {
+        what: "libclang",
+        purpose: "reads UCX's headers",
+        packages: &["libclang-dev"],
+        probe: Probe::Libclang,
+    },
+    answering("mpirun", MPI, &["openmpi-bin"]),
+    lying("srun", SLURM, &["slurm-client"]),
+    lying("slurmctld", SLURM, &["slurmctld"]),
+    lying("slurmd", SLURM, &["slurmd"]),
+    lying("munged", SLURM, &["munge"]),
+    answering("setpriv", ENDS, &["util-linux"]),
+    answering("valgrind", MEMORY, &["valgrind"]),
+];
+
+const fn answering(what: &'static str, purpose: &'static str, packages: &'static [&'static str]) -> Need {
+    Need { what, purpose, packages, probe: Probe::Answers(what) }
+}
+
+const fn lying(what: &'static str, purpose: &'static str, packages: &'static [&'static str]) -> Need {
+    Need { what, purpose, packages, probe: Probe::Lies(what) }
+}
+
+/// Where the builder of UCX's bindings looks for libraries, by clang-sys; `*` stands for the rest of a name.
+const LIBRARY_FOLDERS: &[&str] = &[
+    "/usr/local/llvm*/lib*",
+    "/usr/local/lib*",
+    "/usr/local/lib*/*",
+    "/usr/local/lib*/*/*",
+    "/usr/lib*",
+    "/usr/lib*/*",
+    "/usr/lib*/*/*",
+];
+
+/// Where programs lie that are not for everybody's `PATH`.
+const MORE_PROGRAMS: &[&str] = &["/usr/sbin", "/usr/local/sbin", "/sbin"];
+
+/// Sees to it that everything of `needs` is there: installs what is missing where it may.
+///
+/// # Errors
+///
+/// Where something is missing and cannot be installed by this user, or is still missing then; names all of it.
+pub(crate) fn provide(needs: &[Need]) -> anyhow::Result<()> {
+    let absent = missing(needs, &is_here);
+    if absent.is_empty() {
+        let here: Vec<&str> = needs.iter().map(|need| need.what).collect();
+        println!("   nothing to install: {} are here", here.join(", "));
+        return Ok(());
+    }
+    for need in &absent {
+        let packages = need.packages.join(" ");
+        println!("   {} is missing ({}); Debian packages: {packages}", need.what, need.purpose);
+    }
+    let packages = packages_of(&absent);
+    let is_root = Command::new("id").arg("-u").output().is_ok_and(|out| out.stdout.trim_ascii() == b"0");
+    ensure!(
+        is_root && answers("apt-get", &["--version"]),
+        "install these with your system's package manager first: {}",
+        packages.join(" ")
+    );
+    let install = ["install", "--yes", "--no-install-recommends"];
+    run(Command::new("apt-get").arg("update"))?;
+    run(Command::new("apt-get").args(install).args(&packages).env("DEBIAN_FRONTEND", "noninteractive"))?;
+    let still: Vec<&str> = missing(needs, &is_here).iter().map(|need| need.what).collect();
+    ensure!(still.is_empty(), "installed, but still not found: {}", still.join(", "));
+    Ok(())
+}
+
+fn missing<'a>(needs: &'a [Need], is_here: &dyn Fn(Probe) -> bool) -> Vec<&'a Need> {
+    needs.iter().filter(|need| !is_here(need.probe)).collect()
+}
+
+/// Of all that is missing, each once.
+fn packages_of(absent: &[&Need]) -> Vec<&'static str> {
+    let mut packages: Vec<&str> = Vec::new();
+    for package in absent.iter().flat_map(|need| need.packages) {
+        if !packages.contains(package) {
+            packages.push(package);
+        }
+    }
+    packages
+}
+
+fn is_here(probe: Probe) -> bool {
+    match probe {
+        Probe::Answers(program) => answers(program, &["--version"]),
+        Probe::Lies(program) => {
+            let path = std::env::var_os("PATH").unwrap_or_default();
+            let more = MORE_PROGRAMS.iter().map(PathBuf::from);
+            std::env::split_paths(&path).chain(more).any(|folder| folder.join(program).is_file())
+        }
+        Probe::Libclang => has_libclang(Path::new("/"), &|name| std::env::var_os(name)),
+    }
+}
+
+/// Whether the builder of UCX's bindings will find libclang: where `LIBCLANG_PATH` says, and nowhere else, or
+/// in the usual places below `root`.
+fn has_libclang(root: &Path, variable: &dyn Fn(&str) -> Option<OsString>) -> bool {
+    if let Some(said) = variable("LIBCLANG_PATH") {
+        // The file or its folder; whose it is, has said that it will do.
+        let said = Path::new(&said);
+        let is_file = said.is_file() && said.file_name().is_some_and(|name| is_libclang(name, true));
+        return is_file || names_in(said).iter().any(|name| is_libclang(name, true));
+    }
+    let given = ["LD_LIBRARY_PATH", "LIBRARY_PATH"].into_iter().filter_map(variable);
+    let given = given.flat_map(|folders| std::env::split_paths(&folders).collect::<Vec<_>>());
+    let usual = LIBRARY_FOLDERS.iter().flat_map(|pattern| matching(root, pattern));
+    given.chain(usual).any(|folder| names_in(&folder).iter().any(|name| is_libclang(name, false)))
+}
+
+/// Whether a file of this name is libclang. One with a version behind `.so` is `run_time_only`: it comes
+/// without the headers that its package for developers has.
+fn is_libclang(name: &OsStr, run_time_only: bool) -> bool {
+    let Some(rest) = name.to_str().and_then(|name| name.strip_prefix("libclang")) else { return false };
+    let Some((version, behind)) = rest.split_once(".so") else { return false };
+    // `libclang-cpp` is another library.
+    let named = version.is_empty() || version.starts_with('-') && !version.starts_with("-cpp");
+    named && (behind.is_empty() || run_time_only && behind.starts_with('.'))
+}
+
+/// The folders below `root` that match `pattern`, in which `*` stands for the rest of a name.
+fn matching(root: &Path, pattern: &str) -> Vec<PathBuf> {
+    let mut found = vec![root.to_owned()];
+    for part in pattern.split('/').filter(|part| !part.is_empty()) {
+        let below = |folder: PathBuf| match part.strip_suffix('*') {
+            None => vec![folder.join(part)],
+            Some(begin) => {
+                let mut names = names_in(&folder);
+                names.retain(|name| name.to_str().is_some_and(|name| name.starts_with(begin)));
+                names.into_iter().map(|name| folder.join(name)).collect()
+            }
+        };
+        found = found.into_iter().flat_map(below).filter(|path| path.is_dir()).collect();
+    }
+    found
+}
+
+/// The names of what is in a folder; none where it is none.
+fn names_in(folder: &Path) -> Vec<OsString> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten();
+    entries.filter_map(|entry| Some(entry.ok()?.file_name())).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_missing_is_named_with_each_package_once() {
+        let without = |absent: &'static [Probe]| {
+            let needs = missing(FULL, &|probe| !absent.contains(&probe));
+            (needs.iter().map(|need| need.what).collect::<Vec<_>>(), packages_of(&needs))
+        };
+        assert_eq!(without(&[]), (vec![], vec![]));
+        let (what, packages) =
+            without(&[Probe::Libclang, Probe::Lies("munged"), Probe::Answers("libtoolize")]);
+        assert_eq!(what, ["libtoolize", "libclang", "munged"]);
+        assert_eq!(packages, ["libtool", "libclang-dev", "munge"]);
+        let twice = [&ALWAYS[0], &ALWAYS[1], &ALWAYS[0]];
+        assert_eq!(packages_of(&twice), ["gcc", "libc6-dev", "git"]);
+    }
+
+    #[test]
+    fn programs_are_found_by_their_answer_or_their_file() {
+        assert!(is_here(Probe::Answers("git")) && is_here(Probe::Lies("git")));
+        assert!(!is_here(Probe::Answers("no-such-program")) && !is_here(Probe::Lies("no-such-program")));
+    }
+
+    #[test]
+    fn libclang_is_told_from_what_has_a_similar_name() {
+        for name in ["libclang.so", "libclang-14.so", "libclang-14.0.6.so"] {
+            assert!(is_libclang(name.as_ref(), false), "{name}");
+        }
+        for name in ["libclang.so.1", "libclang-14.so.14.0.6"] {
+            assert!(!is_libclang(name.as_ref(), false) && is_libclang(name.as_ref(), true), "{name}");
+        }
+        for name in ["libclang-cpp.so.14", "libclang-cpp.so", "libclangBasic.a", "libclang.a", "libucp.so"] {
+            assert!(!is_libclang(name.as_ref(), true), "{name}");
+        }
+    }
+
+    #[test]
+    fn libclang_is_looked_for_where_the_builder_looks() {
+        let root = Folder::new();
+        let nothing = |_: &str| None;
+        root.file("usr/lib/llvm-14/lib/libclang.so.1");
+        root.file("usr/lib/libclang-cpp.so");
+        assert!(!has_libclang(&root.0, &nothing), "a library without its headers is not enough");
+        root.file("usr/lib/llvm-14/lib/libclang.so");
+        assert!(has_libclang(&root.0, &nothing));
+
+        // What the user says counts alone.
+        root.file("other/libclang.so.13");
+        let said = |path: &'static str| {
+            let path = root.0.join(path);
+            move |name: &str| (name == "LIBCLANG_PATH").then(|| path.clone().into_os_string())
+        };
+        assert!(
+            has_libclang(&root.0, &said("other")) && has_libclang(&root.0, &said("other/libclang.so.13"))
+        );
+        assert!(!has_libclang(&root.0, &said("elsewhere")));
+
+        root.file("third/libclang.so");
+        let given = root.0.join("third").into_os_string();
+        let elsewhere = root.0.join("none");
+        assert!(has_libclang(&elsewhere, &|name| (name == "LD_LIBRARY_PATH").then(|| given.clone())));
+    }
+
+    /// A folder that goes with the test.
+    struct Folder(PathBuf);
+
+    impl Folder {
+        fn new() -> Self {
+            let path = std::env::temp_dir().join(format!("xtask-packages-{}", std::process::id()));
+            std::fs::create_dir(&path).unwrap();
+            Self(path)
+        }
+
+        fn file(&self, path: &str) {
+            let path = self.0.join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, "").unwrap();
+        }
+    }
+
+    impl Drop for Folder {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+}
