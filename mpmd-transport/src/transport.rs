@@ -51,6 +51,14 @@ pub trait Transport: Send + Sync {
         false
     }
 
+    /// Somebody knows that `peer` is gone, as a transport may find out late or never: it need not wait for it
+    /// any more. Does not block, and changes nothing of what the handler is promised.
+    ///
+    /// Transports that would find out as soon do nothing.
+    fn give_up(&self, peer: ProcessId, why: &str) {
+        let _ = (peer, why);
+    }
+
     /// Sends what was posted, then closes; waits at most `deadline`. Peers see an orderly end.
     ///
     /// Messages go on arriving meanwhile; what is posted meanwhile ends with

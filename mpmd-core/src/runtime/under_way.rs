@@ -85,6 +85,9 @@ impl Runtime {
 
     /// Awaits nothing more of a peer, and nothing that it was to take.
     pub(super) fn give_up(&self, peer: ProcessId, why: &str) {
+        if let Some(transport) = &self.transport {
+            transport.give_up(peer, why);
+        }
         let mut under_way = self.under_way.lock();
         under_way.given_up.entry(peer).or_insert_with(|| why.to_owned());
         let sending: Vec<_> = under_way.sending.extract_if(|_, (to, _)| *to == peer).collect();

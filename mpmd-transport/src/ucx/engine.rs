@@ -215,6 +215,9 @@ impl Engine {
             Command::Post { to, header, payload, ticket } => self.post(to, &header, payload, ticket),
             Command::Fetch { payload, from, into, then } => self.fetch(payload, from, into, then),
             Command::Discard { payload } => self.discard(payload),
+            Command::GiveUp { peer, why } => {
+                self.down(peer, TransportError::PeerGone { peer, why }, true);
+            }
             Command::Close(deadline, closed) => self.begin_to_leave(deadline, Some(closed)),
             Command::Abandon => self.begin_to_leave(Duration::ZERO, None),
         }

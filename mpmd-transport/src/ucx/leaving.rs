@@ -138,7 +138,11 @@ impl Engine {
                 Command::Close(_, closed) => {
                     let _ = closed.send(());
                 }
-                Command::Connect(..) | Command::Start(_) | Command::Discard { .. } | Command::Abandon => {}
+                Command::Connect(..)
+                | Command::Start(_)
+                | Command::Discard { .. }
+                | Command::GiveUp { .. }
+                | Command::Abandon => {}
             }
         }
         let closed = self.leaving.take().and_then(|leaving| leaving.closed);

@@ -121,6 +121,10 @@ impl Transport for Ucx {
         let _ = self.queue.push(Command::Post { to, header, payload, ticket });
     }
 
+    fn give_up(&self, peer: ProcessId, why: &str) {
+        let _ = self.queue.push(Command::GiveUp { peer, why: why.to_owned() });
+    }
+
     fn shutdown(&self, deadline: Duration) {
         let (closed, wait) = mpsc::channel();
         if self.queue.push(Command::Close(deadline, closed)).is_ok() {

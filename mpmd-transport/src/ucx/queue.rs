@@ -32,6 +32,11 @@ pub(super) enum Command {
     Discard {
         payload: u64,
     },
+    /// Somebody knows that the peer is gone.
+    GiveUp {
+        peer: ProcessId,
+        why: String,
+    },
     /// Close in order within this time, then say so.
     Close(Duration, mpsc::Sender<()>),
     /// The transport was dropped.

@@ -163,8 +163,11 @@ impl Perftest {
 fn beside_the_library() -> Result<PathBuf> {
     let report = ucx::examine(EXAMINE_WITHIN)
         .with_context(|| format!("looking for {NAME}; one can be named with --perftest PATH"))?;
-    let folder = report.library.parent().unwrap_or(Path::new("/"));
-    Ok(folder.join("../bin").join(NAME))
+    // Beside `lib`, or, as distributions have it, beside a folder above that.
+    let places: Vec<_> =
+        report.library.ancestors().skip(2).map(|folder| folder.join("bin").join(NAME)).collect();
+    let found = places.iter().find(|place| place.is_file()).or(places.first());
+    found.cloned().with_context(|| format!("{} lies nowhere", report.library.display()))
 }
 
 /// A child had to be ended.
