@@ -7,6 +7,8 @@ mod recorder;
 mod rerun;
 mod soak;
 mod tcp;
+#[cfg(feature = "ucx")]
+mod ucx;
 
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;

@@ -29,6 +29,9 @@ pub(super) use slots::{Held, OpId};
 /// The longest header of a message, in bytes.
 pub(super) const HEADER_MAX: usize = 80;
 
+/// A large message over sockets takes many steps of UCX's; this many are taken at a time.
+const STEPS: usize = 32;
+
 /// How often a worker that is dropped gives UCX a chance to finish what it has closed.
 const LAST_TURNS: usize = 1000;
 
@@ -153,11 +156,19 @@ impl Worker {
         self.inbox.during(|| unsafe { result::worker_arm(self.raw) })
     }
 
-    /// Lets UCX work for a moment; true where it did anything.
+    /// Lets UCX work for a moment, or until something has happened; true where it did anything.
     pub(super) fn progress(&mut self) -> bool {
-        // SAFETY: the worker is alive and used by no other thread; a callback has no worker, so none is on
-        // the stack.
-        self.inbox.during(|| unsafe { result::worker_progress(self.raw) })
+        self.inbox.during(|| {
+            (0..STEPS)
+                .take_while(|_| {
+                    // SAFETY: the worker is alive and used by no other thread; a callback has no worker, so none
+                    // is on the stack.
+                    let worked = unsafe { result::worker_progress(self.raw) };
+                    worked && self.inbox.happened.borrow().is_empty()
+                })
+                .count()
+                > 0
+        }) || !self.inbox.happened.borrow().is_empty()
     }
 
     /// Moves what happened since the last time to the end of `events`. Whoever calls has dealt with the events
