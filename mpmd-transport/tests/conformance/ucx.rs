@@ -1,0 +1,205 @@
+//! What can only go wrong over UCX: other versions, other jobs, silent peers, and the wrong way between
+//! two processes.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+use mpmd_transport::ucx::{Opened, Spin, Ucx, UcxConfig};
+use mpmd_transport::{Header, Kind as MessageKind, Pool, SharedBuffer, Transport, TransportError};
+
+use crate::cluster::{Cluster, EPOCH, Kind, TOKEN, id, is_gone};
+use crate::recorder::Manner;
+use crate::within;
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+fn config(process: usize, peers: Vec<String>) -> UcxConfig {
+    let neighbours = peers.len();
+    UcxConfig {
+        process: id(process),
+        peers,
+        token: TOKEN,
+        epoch: EPOCH,
+        patience: Duration::from_secs(20),
+        pool: Pool::new("ucx", None),
+        spin: Spin::Auto,
+        neighbours,
+    }
+}
+
+/// What became of a pair of which the second has another configuration.
+fn pair(bend: impl FnOnce(&mut UcxConfig)) -> [Result<Arc<Ucx>, TransportError>; 2] {
+    let [zero, one] = [Opened::open().unwrap(), Opened::open().unwrap()];
+    let peers = vec![zero.address().to_owned(), one.address().to_owned()];
+    let first = config(0, peers.clone());
+    let mut second = config(1, peers);
+    bend(&mut second);
+    let zero = std::thread::spawn(move || zero.connect(first));
+    let one = one.connect(second);
+    [zero.join().unwrap(), one]
+}
+
+fn said(result: &Result<Arc<Ucx>, TransportError>) -> String {
+    result.as_ref().unwrap_err().to_string()
+}
+
+#[test]
+fn another_epoch_is_said_to_both() {
+    within(LIMIT, || {
+        let ends = pair(|config| config.epoch = 9);
+        assert!(said(&ends[0]).contains("process 1") && said(&ends[0]).contains("epoch 9"), "{:?}", ends[0]);
+        assert!(said(&ends[1]).contains("process 0") && said(&ends[1]).contains("epoch 3"), "{:?}", ends[1]);
+    });
+}
+
+#[test]
+fn who_does_not_know_the_token_is_a_stranger_and_missed() {
+    within(LIMIT, || {
+        let [zero, one] = [Opened::open().unwrap(), Opened::open().unwrap()];
+        let peers = vec![zero.address().to_owned(), one.address().to_owned()];
+        let patience = Duration::from_secs(1);
+        let first = UcxConfig { patience, ..config(0, peers.clone()) };
+        let second = UcxConfig { patience, token: [1; 32], ..config(1, peers) };
+        let zero = std::thread::spawn(move || zero.connect(first));
+        let one = one.connect(second);
+        for (end, missed) in [(zero.join().unwrap(), "process 1 of 2"), (one, "process 0 of 2")] {
+            assert!(said(&end).contains(missed) && said(&end).contains("longer than 1s"), "{end:?}");
+        }
+    });
+}
+
+#[test]
+fn another_version_of_ucx_is_refused_before_anything_is_tried() {
+    within(LIMIT, || {
+        let opened = Opened::open().unwrap();
+        let own = opened.address().to_owned();
+        let (wire, rest) = own.split_once('/').unwrap();
+        let (version, worker) = rest.split_once('/').unwrap();
+        let other = format!("{wire}/1.99.0/{worker}");
+        let said = opened.connect(config(0, vec![own.clone(), other])).unwrap_err().to_string();
+        assert!(said.contains("process 1") && said.contains("UCX 1.99.0"), "{said}");
+        assert!(said.contains(version) && said.contains("LD_LIBRARY_PATH"), "{said}");
+    });
+}
+
+#[test]
+fn missing_processes_are_named_after_patience() {
+    within(LIMIT, || {
+        let opened: Vec<_> = (0..3).map(|_| Opened::open().unwrap()).collect();
+        let peers: Vec<_> = opened.iter().map(|opened| opened.address().to_owned()).collect();
+        let mut opened = opened.into_iter();
+        let waits = opened.next().unwrap();
+        let waits = waits.connect(UcxConfig { patience: Duration::from_secs(1), ..config(0, peers) });
+        let error = waits.unwrap_err();
+        assert!(matches!(error, TransportError::TimedOut { .. }), "{error}");
+        assert!(error.to_string().contains("process 1 and process 2 of 3"), "{error}");
+    });
+}
+
+#[test]
+fn a_job_of_one_needs_nobody() {
+    within(LIMIT, || {
+        let opened = Opened::open().unwrap();
+        let peers = vec![opened.address().to_owned()];
+        let alone = opened.connect(config(0, peers)).unwrap();
+        assert_eq!(alone.lanes(id(0)), "");
+        let cluster = Cluster::of(None, [alone as Arc<dyn Transport>], Manner::Fetch);
+        cluster.start(0);
+        cluster.finish_fine();
+    });
+}
+
+#[test]
+fn a_peer_that_others_know_to_be_gone_is_not_waited_for() {
+    within(LIMIT, || {
+        let mut cluster = Cluster::new(Kind::Ucx, 3, Manner::Hold);
+        let open = cluster.post(0, 1, MessageKind::Data, 1 << 20);
+        cluster.recorders[1].wait_held(1);
+        cluster.transport(0).give_up(id(1), "the rendezvous says so");
+        let error = cluster.recorders[0].wait_done(open).unwrap_err();
+        assert!(is_gone(&error, 1) && error.to_string().contains("the rendezvous says so"), "{error}");
+        assert!(is_gone(&cluster.recorders[0].wait_down(id(1)), 1));
+        let late = cluster.post(0, 1, MessageKind::Eager, 10);
+        assert!(cluster.recorders[0].wait_done(late).is_err());
+        // The others live on.
+        cluster.post(0, 2, MessageKind::Eager, 10);
+        cluster.recorders[2].wait_complete(1);
+        cluster.finish();
+    });
+}
+
+#[test]
+fn a_dropped_transport_ends_its_tickets_without_blocking() {
+    within(LIMIT, || {
+        let mut cluster = Cluster::new(Kind::Ucx, 2, Manner::Hold);
+        let open = cluster.ticket(0);
+        let header = Header { bytes: 64 << 20, ..Header::new(MessageKind::Data) };
+        cluster.transport(0).post(id(1), header, Some(SharedBuffer::from(vec![0; 64 << 20])), open);
+        cluster.kill(0);
+        assert_eq!(cluster.recorders[0].wait_done(open), Err(TransportError::Closed));
+        assert!(is_gone(&cluster.recorders[1].wait_down(id(0)), 0));
+        cluster.finish();
+    });
+}
+
+/// Ends its process where a test fails.
+struct Ending(Child);
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// The address of the process that has started this one.
+const PARENT: &str = "MPMD_TEST_PARENT";
+const MARK: &str = "address of the other process: ";
+
+/// The lanes between this process and another of this host, with what the variable says.
+fn lanes_between_processes(ways: Option<&str>) -> String {
+    let opened = Opened::open().unwrap();
+    let own = opened.address().to_owned();
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "ucx::the_other_process", "--ignored", "--nocapture"]).env(PARENT, &own);
+    if let Some(ways) = ways {
+        command.env("UCX_TLS", ways);
+    }
+    let mut child = Ending(command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap());
+    let mut lines = BufReader::new(child.0.stdout.take().unwrap()).lines().map_while(Result::ok);
+    let address = lines.find_map(|line| line.split_once(MARK).map(|(_, address)| address.to_owned()));
+    let address = address.expect("the other process says its address");
+    let transport = opened.connect(config(0, vec![own, address])).unwrap();
+    let lanes = transport.lanes(id(1)).to_owned();
+    transport.shutdown(Duration::from_secs(10));
+    let left = lines.count();
+    assert!(child.0.wait().unwrap().success(), "the other process has failed, {left} lines after");
+    lanes
+}
+
+#[test]
+#[ignore = "half of a pair: the tests of lanes start it"]
+fn the_other_process() {
+    let parent = std::env::var(PARENT).expect("started by a test of lanes");
+    let opened = Opened::open().unwrap();
+    let own = opened.address().to_owned();
+    println!("{MARK}{own}");
+    std::io::stdout().flush().unwrap();
+    let transport = opened.connect(config(1, vec![parent, own])).unwrap();
+    transport.shutdown(Duration::from_secs(10));
+}
+
+#[test]
+fn two_processes_of_one_host_do_not_talk_over_tcp() {
+    within(LIMIT, || {
+        let lanes = lanes_between_processes(None);
+        let used: Vec<_> = lanes.lines().filter(|line| line.contains("lane[")).collect();
+        assert!(used.iter().any(|lane| lane.contains("posix/") || lane.contains("sysv/")), "{lanes}");
+        // Failure detection may watch over a socket; messages do not go there.
+        for lane in used.iter().filter(|lane| lane.contains("am ") || lane.contains("rma_bw")) {
+            assert!(!lane.contains("tcp/"), "{lanes}");
+        }
+    });
+}
