@@ -70,6 +70,9 @@ pub(crate) struct P2pArgs {
     /// The `ucx_perftest` to use instead.
     #[arg(long, value_name = "PATH", requires = "peer")]
     perftest: Option<PathBuf>,
+    /// Given to it besides; `-e` has it detect failures of its peer, as we do, which costs TCP some bandwidth.
+    #[arg(long, value_name = "OPTION", requires = "peer", allow_hyphen_values = true)]
+    perftest_option: Vec<String>,
     /// Length of a sample in microseconds, as the launcher of the pair says.
     #[arg(long, hide = true)]
     sample_us: Option<u64>,
@@ -138,7 +141,10 @@ fn as_one_of_two(args: &P2pArgs, env: &JobEnv) -> Result<()> {
 
 /// Everything that was asked for.
 fn rows(args: &P2pArgs) -> Result<Vec<Row>> {
-    let perftest = args.peer.then(|| Perftest::find(args.perftest.as_deref(), args.spin.spin)).transpose()?;
+    let perftest = args
+        .peer
+        .then(|| Perftest::find(args.perftest.as_deref(), &args.perftest_option, args.spin.spin))
+        .transpose()?;
     let pace = args.pace();
     let _busy = Busy::start(args.busy.into())?;
     let mut rows = Rows::default();

@@ -39,6 +39,7 @@ const PORTS_TRIED: usize = 3;
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Perftest {
     program: PathBuf,
+    options: Vec<String>,
     sleeps: bool,
 }
 
@@ -57,7 +58,7 @@ impl Perftest {
     /// # Errors
     ///
     /// Where there is none, with how to name one.
-    pub(super) fn find(named: Option<&Path>, spin: Spin) -> Result<Self> {
+    pub(super) fn find(named: Option<&Path>, options: &[String], spin: Spin) -> Result<Self> {
         let program = match named {
             Some(path) => path.to_owned(),
             None => beside_the_library()?,
@@ -67,7 +68,7 @@ impl Perftest {
             "there is no {NAME} at {}; name one with --perftest PATH",
             program.display()
         );
-        Ok(Self { program, sleeps: spin == Spin::Never })
+        Ok(Self { program, options: options.to_vec(), sleeps: spin == Spin::Never })
     }
 
     /// One sample, in the unit of the test, about as long as ours. `known` is how long one iteration took the last
@@ -156,6 +157,7 @@ impl Perftest {
         if self.sleeps {
             command.args(["-E", "sleep"]);
         }
+        command.args(&self.options);
         command
     }
 }
@@ -389,8 +391,9 @@ mod tests {
 
     #[test]
     fn a_program_that_is_not_there_is_said_with_how_to_name_one() {
-        let said =
-            Perftest::find(Some(Path::new("/nowhere/ucx_perftest")), Spin::Auto).unwrap_err().to_string();
+        let said = Perftest::find(Some(Path::new("/nowhere/ucx_perftest")), &[], Spin::Auto)
+            .unwrap_err()
+            .to_string();
         assert!(said.contains("/nowhere/ucx_perftest") && said.contains("--perftest"), "{said}");
     }
 
@@ -408,7 +411,7 @@ mod tests {
     #[test]
     fn it_sleeps_where_ours_never_spins() {
         let this = std::env::current_exe().unwrap();
-        assert!(Perftest::find(Some(&this), Spin::Never).unwrap().sleeps);
-        assert!(!Perftest::find(Some(&this), Spin::Auto).unwrap().sleeps);
+        assert!(Perftest::find(Some(&this), &[], Spin::Never).unwrap().sleeps);
+        assert!(!Perftest::find(Some(&this), &[], Spin::Auto).unwrap().sleeps);
     }
 }
