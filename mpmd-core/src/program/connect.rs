@@ -80,7 +80,7 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
     })
     .map_err(wrong)?;
     let name = env.transport.as_deref().unwrap_or(transports::DEFAULT);
-    let opened = Opened::open(name, rendezvous.local_ip());
+    let opened = Opened::open(name, env.processes, rendezvous.local_ip());
     let told = costs::tell(&rendezvous, env.process, env.links.as_deref());
     // Also without a transport: the others would wait for this process, and never know.
     let member = Member {

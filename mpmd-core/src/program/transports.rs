@@ -49,10 +49,14 @@ pub(super) enum Opened {
 }
 
 impl Opened {
-    /// Opens the transport `name`; what listens on a network does so at `ip`.
-    pub(super) fn open(name: &str, ip: IpAddr) -> Result<Self> {
+    /// Opens the transport `name` for a job of so many processes; what listens on a network does so at `ip`.
+    pub(super) fn open(name: &str, processes: usize, ip: IpAddr) -> Result<Self> {
         check(name)?;
-        Ok(if name == ucx::NAME { Self::Ucx(ucx::Opened::open()?) } else { Self::Tcp(Listener::bind(ip)?) })
+        Ok(if name == ucx::NAME {
+            Self::Ucx(ucx::Opened::open(processes)?)
+        } else {
+            Self::Tcp(Listener::bind(ip)?)
+        })
     }
 
     /// Where peers reach it, in the transport's own words.
@@ -204,17 +208,17 @@ mod tests {
     #[test]
     fn an_opened_transport_tells_its_address_and_a_missing_one_its_name() {
         let ip = std::net::Ipv4Addr::LOCALHOST.into();
-        let tcp = Opened::open("tcp", ip);
+        let tcp = Opened::open("tcp", 2, ip);
         let told_of_tcp = told("tcp", &tcp);
         assert!(
             matches!(&told_of_tcp[..], [(name, address)] if name == "tcp" && address.starts_with("127.0.0.1:"))
         );
-        let pigeon = Opened::open("pigeon", ip);
+        let pigeon = Opened::open("pigeon", 2, ip);
         assert!(pigeon.is_err());
         assert_eq!(told("pigeon", &pigeon), [("pigeon".to_owned(), String::new())]);
         #[cfg(not(feature = "ucx"))]
         {
-            let said = Opened::open("ucx", ip).err().map(|error| error.to_string()).unwrap_or_default();
+            let said = Opened::open("ucx", 2, ip).err().map(|error| error.to_string()).unwrap_or_default();
             assert!(said.contains("built without it") && said.contains("--features ucx"), "{said}");
         }
     }

@@ -27,12 +27,12 @@ pub fn examine(_: Duration) -> Result<Report, TransportError> {
 }
 
 impl Opened {
-    /// Opens UCX on this machine.
+    /// Opens UCX on this machine for a job of so many processes.
     ///
     /// # Errors
     ///
     /// Says that it is not compiled in.
-    pub fn open() -> Result<Self, TransportError> {
+    pub fn open(_: usize) -> Result<Self, TransportError> {
         Err(not_compiled_in())
     }
 
@@ -88,7 +88,7 @@ mod tests {
 
     #[test]
     fn who_asks_hears_how_to_get_it() {
-        let said = Opened::open().unwrap_err().to_string();
+        let said = Opened::open(2).unwrap_err().to_string();
         assert_eq!(said, examine(Duration::ZERO).unwrap_err().to_string());
         assert!(said.contains("ucx is not available") && said.contains("--features ucx"), "{said}");
     }

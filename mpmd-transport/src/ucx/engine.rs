@@ -40,6 +40,8 @@ pub(super) mod id {
 const LONGEST_SLEEP: Duration = Duration::from_millis(100);
 /// Sleep while something has a deadline.
 const SHORT_SLEEP: Duration = Duration::from_millis(5);
+/// Greetings that are kept for a meeting that is still to come.
+const HELLOS_KEPT: usize = 1 << 16;
 /// How long a meeting that has failed goes on, so that the peers hear who this is.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
@@ -94,9 +96,9 @@ struct Meeting {
 }
 
 /// Starts the engine's thread; what others need to reach it, and what reaches it from here.
-pub(super) fn start() -> Result<(String, Arc<Queue>), TransportError> {
+pub(super) fn start(processes: usize) -> Result<(String, Arc<Queue>), TransportError> {
     let (tell, told) = mpsc::channel();
-    let run = move || match Engine::open() {
+    let run = move || match Engine::open(processes) {
         Ok((engine, address)) => {
             let queue = engine.queue.clone();
             if tell.send(Ok((address, queue))).is_ok() {
@@ -113,17 +115,17 @@ pub(super) fn start() -> Result<(String, Arc<Queue>), TransportError> {
     told.recv().unwrap_or(Err(TransportError::Closed))
 }
 
-/// The worker that the engine, and who examines this machine, use.
-pub(super) fn worker() -> Result<Worker, TransportError> {
+/// The worker that the engine, and who examines this machine, use; for a job of so many processes.
+pub(super) fn worker(processes: usize) -> Result<Worker, TransportError> {
     let library = sys::library()
         .map_err(|why| TransportError::Unavailable { transport: super::NAME, why: why.to_owned() })?;
     let settings = settings::unless_set(library.version, |variable| std::env::var(variable).ok());
-    Worker::new(2, &settings, id::ALL).map_err(|error| error.environment("opening UCX"))
+    Worker::new(processes, &settings, id::ALL).map_err(|error| error.environment("opening UCX"))
 }
 
 impl Engine {
-    fn open() -> Result<(Self, String), TransportError> {
-        let worker = worker()?;
+    fn open(processes: usize) -> Result<(Self, String), TransportError> {
+        let worker = worker(processes)?;
         let wrong = |error: super::result::UcxError| error.environment("opening UCX");
         worker.descriptor().map_err(wrong)?;
         let ucx = sys::library().map(sys::Library::version).unwrap_or_default();
@@ -150,16 +152,17 @@ impl Engine {
     fn run(mut self) {
         let (mut commands, mut events) = (Vec::new(), Vec::new());
         loop {
-            self.queue.take(&mut commands);
-            let mut worked = !commands.is_empty();
-            for command in commands.drain(..) {
-                self.carry_out(command);
-            }
-            worked |= self.worker.progress();
+            // Before commands: a goodbye that has come is heard before anything more is fetched from who left.
+            let mut worked = self.worker.progress();
             self.worker.collect(&mut events);
             worked |= !events.is_empty();
             for event in events.drain(..) {
                 self.happened(event);
+            }
+            self.queue.take(&mut commands);
+            worked |= !commands.is_empty();
+            for command in commands.drain(..) {
+                self.carry_out(command);
             }
             if self.meeting.is_some() {
                 self.meet();
@@ -215,9 +218,7 @@ impl Engine {
             Command::Post { to, header, payload, ticket } => self.post(to, &header, payload, ticket),
             Command::Fetch { payload, from, into, then } => self.fetch(payload, from, into, then),
             Command::Discard { payload } => self.discard(payload),
-            Command::GiveUp { peer, why } => {
-                self.down(peer, TransportError::PeerGone { peer, why }, true);
-            }
+            Command::GiveUp { peer, why } => self.shut_out(peer, TransportError::PeerGone { peer, why }),
             Command::Close(deadline, closed) => self.begin_to_leave(deadline, Some(closed)),
             Command::Abandon => self.begin_to_leave(Duration::ZERO, None),
         }
@@ -225,8 +226,9 @@ impl Engine {
 
     fn happened(&mut self, event: Event) {
         match event {
-            Event::Message { id: id::HELLO, header: (header, bytes), .. } => {
-                self.hellos.push(header[..bytes].to_vec());
+            Event::Message { id: id::HELLO, header: (header, bytes), body } => {
+                self.throw_away(body);
+                self.greeted(&header[..bytes]);
             }
             Event::Message { id, header: (header, bytes), body } => self.arrived(id, &header[..bytes], body),
             Event::Ended(op, result, held) => self.ended(op, result, held),
@@ -258,8 +260,11 @@ impl Engine {
             })
             .collect();
         let failed = self.greet_all(&config).err();
-        let until = Instant::now() + if failed.is_some() { LAST_WORDS } else { config.patience };
+        let until = after(if failed.is_some() { LAST_WORDS } else { config.patience });
         self.meeting = Some(Meeting { config, reply, until, failed });
+        for hello in std::mem::take(&mut self.hellos) {
+            self.greeted(&hello);
+        }
     }
 
     fn greet_all(&mut self, config: &UcxConfig) -> Result<(), TransportError> {
@@ -288,24 +293,37 @@ impl Engine {
         Ok(())
     }
 
+    /// A greeting came.
+    fn greeted(&mut self, hello: &[u8]) {
+        let Some(meeting) = &mut self.meeting else {
+            // Kept for the meeting, where that is still to come.
+            if self.peers.is_empty() && self.hellos.len() < HELLOS_KEPT {
+                self.hellos.push(hello.to_vec());
+            }
+            return;
+        };
+        let config = &meeting.config;
+        match Hello::decode(hello, self.me, self.peers.len(), &config.token, config.epoch) {
+            Ok(hello) => self.peers[hello.from.index()].pass = Some(hello.pass),
+            Err(Refusal::Stranger) => tracing::warn!("a stranger was turned away by UCX's engine"),
+            Err(Refusal::Misfit(error)) => fail(meeting, error),
+        }
+    }
+
     /// Looks whether all peers were heard.
     fn meet(&mut self) {
         let Some(mut meeting) = self.meeting.take() else { return };
-        for hello in std::mem::take(&mut self.hellos) {
-            let config = &meeting.config;
-            match Hello::decode(&hello, self.me, self.peers.len(), &config.token, config.epoch) {
-                Ok(hello) => self.peers[hello.from.index()].pass = Some(hello.pass),
-                Err(Refusal::Stranger) => tracing::warn!("a stranger was turned away by UCX's engine"),
-                Err(Refusal::Misfit(error)) => fail(&mut meeting, error),
-            }
-        }
         let others = || self.peers.iter().zip(0..).filter(|(_, id)| ProcessId(*id) != self.me);
-        if let Some(error) = others().find_map(|(peer, _)| peer.down.clone()) {
+        // Who has greeted and said goodbye since has been met: it was only quicker.
+        let lost = |peer: &&Peer| !(peer.heard_bye && peer.pass.is_some());
+        let lost = others().map(|(peer, _)| peer).filter(lost).find_map(|peer| peer.down.clone());
+        let waits = |peer: &Peer| peer.pass.is_none() || (peer.sending > 0 && peer.down.is_none());
+        let silent = others().filter(|(peer, _)| waits(peer)).map(|(_, id)| ProcessId(id));
+        let silent: Vec<_> = silent.collect();
+        let said = others().all(|(peer, _)| peer.sending == 0 || peer.down.is_some());
+        if let Some(error) = lost {
             fail(&mut meeting, error);
         }
-        let silent = others().filter(|(peer, _)| peer.pass.is_none()).map(|(_, id)| ProcessId(id));
-        let silent: Vec<_> = silent.collect();
-        let said = others().all(|(peer, _)| peer.sending == 0);
         let late = Instant::now() >= meeting.until;
         let outcome = match meeting.failed.take() {
             Some(error) if said || late => Err(error),
@@ -314,7 +332,7 @@ impl Engine {
                 self.meeting = Some(meeting);
                 return;
             }
-            None if silent.is_empty() && said => Ok(self.lanes()),
+            None if silent.is_empty() => Ok(self.lanes()),
             None if late => {
                 let what = name_missing(&silent, self.peers.len());
                 Err(TransportError::TimedOut { what, patience: meeting.config.patience })
@@ -347,6 +365,29 @@ impl Engine {
             self.operations.resize_with(number + 1, || None);
         }
         self.operations[number] = Some(operation);
+    }
+}
+
+/// So long from now, or, where that is beyond all bounds, a year.
+pub(super) fn after(time: Duration) -> Instant {
+    let now = Instant::now();
+    now.checked_add(time).unwrap_or(now + Duration::from_secs(365 * 24 * 3600))
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // A handler's panic ends the engine; who waits is told all the same.
+        if std::thread::panicking() {
+            for command in self.queue.end() {
+                if let Command::Fetch { then, .. } = command {
+                    then(Err(TransportError::Closed));
+                }
+            }
+            let waiting = self.operations.iter_mut().flatten().filter_map(Operation::take_fetch);
+            for then in waiting.collect::<Vec<_>>() {
+                then(Err(TransportError::Closed));
+            }
+        }
     }
 }
 

@@ -8,17 +8,20 @@
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-use super::engine::{Engine, id};
+use super::engine::{Engine, after, id};
 use super::queue::Command;
 use super::result::Way;
 use super::traffic::prefix;
-use crate::transport::TransportError;
+use crate::transport::{Ticket, TransportError};
 use crate::wire::ProcessId;
 
 /// How long a leaver waits, beyond its deadline, for peers to hear its goodbye.
 pub(super) const LAST_CALL: Duration = Duration::from_millis(500);
 /// How long endpoints may take to close in order.
 const CLOSE_WITHIN: Duration = Duration::from_millis(200);
+
+/// How often, after the end, what is asked for is refused, before it is not heard any more.
+const LAST_ROUNDS: usize = 1000;
 
 /// How far the leaving is.
 pub(super) struct Leaving {
@@ -45,7 +48,7 @@ impl Engine {
             // Dropped after a shutdown: nothing to add.
             Some(leaving) => leaving.closed = leaving.closed.take().or(closed),
             None => {
-                let until = Instant::now() + within;
+                let until = after(within);
                 self.leaving = Some(Leaving { until, goodbye: None, closing: None, closed });
             }
         }
@@ -53,7 +56,11 @@ impl Engine {
 
     /// A peer has said that it leaves.
     pub(super) fn goodbye(&mut self, from: ProcessId) {
-        self.peers[from.index()].heard_bye = true;
+        let peer = &mut self.peers[from.index()];
+        peer.heard_bye = true;
+        if let Some(endpoint) = peer.endpoint {
+            self.worker.is_done_with(endpoint);
+        }
         let why = "it has left, and closed its connections".to_owned();
         self.down(from, TransportError::PeerGone { peer: from, why }, false);
         self.answer_goodbye(from);
@@ -126,34 +133,40 @@ impl Engine {
     /// Ends what is left, and says so.
     pub(super) fn end(mut self) {
         self.end_operations(|_| true, &TransportError::Closed);
-        let mut left = self.queue.end();
-        // Handlers of what ends may ask for more; that is refused now.
-        for command in left.drain(..) {
-            match command {
-                Command::Post { ticket, payload, .. } => {
-                    drop(payload);
-                    self.end_post(ticket);
-                }
-                Command::Fetch { then, .. } => then(Err(TransportError::Closed)),
-                Command::Close(_, closed) => {
-                    let _ = closed.send(());
-                }
-                Command::Connect(..)
-                | Command::Start(_)
-                | Command::Discard { .. }
-                | Command::GiveUp { .. }
-                | Command::Abandon => {}
-            }
-        }
-        let closed = self.leaving.take().and_then(|leaving| leaving.closed);
         for payload in self.payloads.keys().copied().collect::<Vec<_>>() {
             self.discard(payload);
         }
-        self.handler = None;
-        self.early.clear();
-        // The worker goes before that is said: nobody touches memory any more.
+        let closed = self.leaving.take().and_then(|leaving| leaving.closed);
+        let (queue, handler) = (self.queue.clone(), self.handler.take());
+        // The worker goes first, while what is asked meanwhile is still heard: once the end is said nobody
+        // touches memory any more, and nothing was lost.
         drop(self);
-        if let Some(closed) = closed {
+        let mut all_closed = Vec::from_iter(closed);
+        // Bounded, for a handler may go on asking.
+        for _ in 0..LAST_ROUNDS {
+            let Some(commands) = queue.take_or_end() else { break };
+            for command in commands {
+                match command {
+                    Command::Post { ticket, payload, .. } => {
+                        drop(payload);
+                        if let (Some(handler), true) = (&handler, ticket != Ticket::NONE) {
+                            handler.done(ticket, Err(TransportError::Closed));
+                        }
+                    }
+                    Command::Fetch { then, .. } => then(Err(TransportError::Closed)),
+                    Command::Close(_, closed) => all_closed.push(closed),
+                    Command::Connect(..)
+                    | Command::Start(_)
+                    | Command::Discard { .. }
+                    | Command::GiveUp { .. }
+                    | Command::Abandon => {}
+                }
+            }
+        }
+        queue.end();
+        drop(handler);
+        for closed in all_closed {
+            // Who shuts down may have stopped waiting.
             let _ = closed.send(());
         }
     }

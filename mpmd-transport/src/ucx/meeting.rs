@@ -6,7 +6,9 @@ use super::sys;
 use crate::transport::TransportError;
 use crate::wire::{ProcessId, VERSION};
 
-/// How a worker's address is written among the addresses of a process: `wire version/UCX version/hex`.
+/// How a worker's address is written among the addresses of a process:
+/// `wire version/UCX version/checksum/hex`. UCX reads addresses without looking at their length, so a damaged
+/// one must not get there.
 pub(super) struct Address {
     pub(super) worker: Vec<u8>,
 }
@@ -14,7 +16,7 @@ pub(super) struct Address {
 impl Address {
     /// The text for a worker's address.
     pub(super) fn format(worker: &[u8], ucx: &str) -> String {
-        let mut text = format!("{VERSION}/{ucx}/");
+        let mut text = format!("{VERSION}/{ucx}/{:016x}/", checksum(worker));
         for byte in worker {
             // Writing to a string cannot fail.
             let _ = write!(text, "{byte:02x}");
@@ -27,8 +29,8 @@ impl Address {
     /// UCX asks for one version on both sides: addresses and protocols change between them.
     pub(super) fn parse(text: &str, peer: ProcessId) -> Result<Self, TransportError> {
         let wrong = |why: String| TransportError::Protocol { peer, why };
-        let mut parts = text.splitn(3, '/');
-        let (Some(wire), Some(ucx), Some(hex)) = (parts.next(), parts.next(), parts.next()) else {
+        let parts: Vec<_> = text.split('/').collect();
+        let [wire, ucx, sum, hex] = parts[..] else {
             return Err(wrong(format!("{text:?} is no address for UCX")));
         };
         if wire != VERSION.to_string() {
@@ -43,9 +45,17 @@ impl Address {
                  library's folder first in LD_LIBRARY_PATH on all hosts"
             )));
         }
-        let worker = bytes(hex).ok_or_else(|| wrong("its address for UCX is garbled".to_owned()))?;
+        let worker = bytes(hex).filter(|worker| format!("{:016x}", checksum(worker)) == sum);
+        let worker = worker.ok_or_else(|| wrong("its address for UCX is garbled".to_owned()))?;
         Ok(Self { worker })
     }
+}
+
+/// FNV-1a of 64 bits (Fowler, Noll, Vo).
+fn checksum(bytes: &[u8]) -> u64 {
+    bytes
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
 fn bytes(hex: &str) -> Option<Vec<u8>> {
@@ -192,15 +202,16 @@ mod tests {
     fn an_address_says_which_ucx_it_is_of() {
         let own = sys::library().map(sys::Library::version).unwrap_or_default();
         let text = Address::format(&[0, 255, 16], &own);
-        assert_eq!(text, format!("{VERSION}/{own}/00ff10"));
+        assert!(text.starts_with(&format!("{VERSION}/{own}/")) && text.ends_with("/00ff10"), "{text}");
         let parse = |text: &str| Address::parse(text, ProcessId(3)).map(|address| address.worker);
         assert_eq!(parse(&text), Ok(vec![0, 255, 16]));
         let says = |text: &str| parse(text).unwrap_err().to_string();
-        assert!(says(&format!("{VERSION}/1.99.0/00")).contains("it runs UCX 1.99.0, this process 1."));
-        assert!(says("99/1.12.1/00").contains("wire version 99"));
+        assert!(says(&format!("{VERSION}/1.99.0/0/00")).contains("it runs UCX 1.99.0, this process 1."));
+        assert!(says("99/1.12.1/0/00").contains("wire version 99"));
         for garbled in ["", "0", "zz", "é0"] {
-            assert!(says(&format!("{VERSION}/{own}/{garbled}")).contains("garbled"), "{garbled:?}");
+            assert!(says(&format!("{VERSION}/{own}/0/{garbled}")).contains("garbled"), "{garbled:?}");
         }
+        assert!(says(&text[..text.len() - 2]).contains("garbled"), "cut short");
         assert!(says("nonsense").contains("no address"));
     }
 

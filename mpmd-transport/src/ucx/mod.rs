@@ -1,5 +1,12 @@
 //! UCX between processes: RDMA, shared memory or TCP, whatever both sides have and UCX thinks best.
 //!
+//! Control messages go with their bytes, large payloads stay with their sender until they are fetched. Where UCX has
+//! nothing but TCP both share one connection, so that what follows a payload under way waits for it: slow networks
+//! want a patience beyond the time that the largest piece takes, or the transport [`tcp`](crate::tcp).
+//!
+//! Messages are told from strangers' by a secret that peers exchange; UCX itself, below, asks nobody who they are: use
+//! it on networks you trust.
+//!
 //! Needs the cargo feature `ucx`. Without it everything here is still there, and says
 //! [`TransportError::Unavailable`](crate::TransportError::Unavailable) with how to get it.
 

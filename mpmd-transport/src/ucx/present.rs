@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::Duration;
 
@@ -26,13 +27,14 @@ pub struct Opened {
 }
 
 impl Opened {
-    /// Opens UCX on this machine, and starts its thread.
+    /// Opens UCX on this machine for a job of so many processes, and starts its thread. UCX goes by their number
+    /// where a network has ways that suit few peers and others that suit many.
     ///
     /// # Errors
     ///
     /// Where there is no library, or an old one, or UCX finds nothing that it can use.
-    pub fn open() -> Result<Self, TransportError> {
-        let (address, queue) = engine::start()?;
+    pub fn open(processes: usize) -> Result<Self, TransportError> {
+        let (address, queue) = engine::start(processes)?;
         Ok(Self { address, queue: Some(queue) })
     }
 
@@ -52,12 +54,22 @@ impl Opened {
         let (process, processes) = (config.process, config.peers.len());
         let (reply, outcome) = mpsc::channel();
         // Dropped where this fails, which ends the engine.
-        let mut ucx = Ucx { queue, process, processes, lanes: Vec::new() };
+        let started = AtomicBool::new(false);
+        let mut ucx = Ucx { queue, process, processes, lanes: Vec::new(), started };
         if ucx.queue.push(Command::Connect(Box::new(config), reply)).is_err() {
             return Err(TransportError::Closed);
         }
-        ucx.lanes = outcome.recv().unwrap_or(Err(TransportError::Closed))?;
-        Ok(Arc::new(ucx))
+        match outcome.recv().unwrap_or(Err(TransportError::Closed)) {
+            Ok(lanes) => {
+                ucx.lanes = lanes;
+                Ok(Arc::new(ucx))
+            }
+            Err(error) => {
+                // The engine says goodbye, and is better gone when the program ends for this error.
+                ucx.shutdown(Duration::ZERO);
+                Err(error)
+            }
+        }
     }
 }
 
@@ -84,6 +96,7 @@ pub struct Ucx {
     process: ProcessId,
     processes: usize,
     lanes: Vec<String>,
+    started: AtomicBool,
 }
 
 impl Ucx {
@@ -111,6 +124,7 @@ impl Transport for Ucx {
     }
 
     fn start(&self, handler: Arc<dyn Handler>) {
+        assert!(!self.started.swap(true, Ordering::Relaxed), "start is called once");
         // After the end nothing arrives.
         let _ = self.queue.push(Command::Start(handler));
     }

@@ -104,6 +104,13 @@ impl Queue {
         self.asleep.store(false, Ordering::SeqCst);
     }
 
+    /// All commands; where there are none, there will be no more, and this is `None`.
+    pub(super) fn take_or_end(&self) -> Option<Vec<Command>> {
+        let mut list = self.list.lock();
+        list.ended = list.commands.is_empty();
+        (!list.ended).then(|| std::mem::take(&mut list.commands))
+    }
+
     /// No more commands; those that nobody took.
     pub(super) fn end(&self) -> Vec<Command> {
         let mut list = self.list.lock();

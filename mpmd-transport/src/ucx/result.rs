@@ -40,8 +40,11 @@ type Result<T> = std::result::Result<T, UcxError>;
 /// UCX's words for a status, with its number.
 pub(super) fn describe(status: Status) -> String {
     let Ok(library) = sys::library() else { return format!("status {}", status.0) };
+    // Unknown ones are written into one place for all threads.
+    static ONE_AT_A_TIME: parking_lot::Mutex<()> = parking_lot::Mutex::new(());
+    let _alone = ONE_AT_A_TIME.lock();
     // SAFETY: the function takes any number and returns a string that lives as long as the library, or, for
-    // unknown ones, as this thread does not call it again. It is copied here.
+    // unknown ones, until it is called again, which the lock prevents. It is copied here.
     let words = unsafe {
         let words = (library.functions.ucs_status_string)(status);
         (!words.is_null()).then(|| CStr::from_ptr(words).to_string_lossy().into_owned())

@@ -23,6 +23,16 @@ pub(super) enum Operation {
     Fetch { from: ProcessId, then: Option<FetchDone> },
 }
 
+impl Operation {
+    /// Who waits for this fetch, if it is one and somebody does.
+    pub(super) fn take_fetch(&mut self) -> Option<FetchDone> {
+        match self {
+            Self::Fetch { then, .. } => then.take(),
+            Self::Send { .. } => None,
+        }
+    }
+}
+
 /// Something for the handler.
 pub(super) enum Said {
     Arrived(ProcessId, Header, Payload),
@@ -109,14 +119,20 @@ impl Engine {
     /// A message came, by whatever number but a hello's.
     pub(super) fn arrived(&mut self, id: u32, header: &[u8], body: Body) {
         let from = self.sender(header);
+        if let (Some(from), id::MESSAGE) = (from, id) {
+            return self.deliver(from, &header[PREFIX_BYTES..], body);
+        }
+        self.throw_away(body);
         match (from, id) {
-            (Some(from), id::MESSAGE) => self.deliver(from, &header[PREFIX_BYTES..], body),
             (Some(from), id::BYE) => self.goodbye(from),
-            (Some(from), id::HEARD) => self.peers[from.index()].has_heard = true,
-            _ => {
-                tracing::warn!("a message of a stranger was thrown away by UCX's engine");
-                self.throw_away(body);
+            (Some(from), id::HEARD) => {
+                let peer = &mut self.peers[from.index()];
+                peer.has_heard = true;
+                if let Some(endpoint) = peer.endpoint {
+                    self.worker.is_done_with(endpoint);
+                }
             }
+            _ => tracing::warn!("a message of a stranger was thrown away by UCX's engine"),
         }
     }
 
@@ -136,12 +152,14 @@ impl Engine {
             Ok(header) => header,
             Err(why) => {
                 self.throw_away(body);
-                let error = TransportError::Protocol { peer: from, why };
-                return self.down(from, error, true);
+                return self.shut_out(from, TransportError::Protocol { peer: from, why });
             }
         };
         let payload = match body {
-            _ if header.payload_bytes() == 0 => Payload::Empty,
+            body if header.payload_bytes() == 0 => {
+                self.throw_away(body);
+                Payload::Empty
+            }
             Body::Here(bytes) => Payload::Inline(bytes),
             Body::There(descriptor, bytes) => {
                 let payload = self.next_payload;
@@ -169,7 +187,7 @@ impl Engine {
         Ok(header)
     }
 
-    fn throw_away(&mut self, body: Body) {
+    pub(super) fn throw_away(&mut self, body: Body) {
         if let Body::There(descriptor, _) = body {
             self.worker.discard(descriptor);
         }
@@ -230,11 +248,6 @@ impl Engine {
         }
     }
 
-    /// A message that was never sent.
-    pub(super) fn end_post(&mut self, ticket: Ticket) {
-        self.done(ticket, Err(TransportError::Closed));
-    }
-
     fn gone_for(&self, peer: ProcessId, error: &UcxError) -> TransportError {
         match &self.peers[peer.index()].down {
             Some(why) => gone(peer, why),
@@ -242,8 +255,20 @@ impl Engine {
         }
     }
 
-    /// UCX has lost a peer.
+    /// Has no more to do with a peer that may well live, and tells it so as far as that is possible at once.
+    pub(super) fn shut_out(&mut self, peer: ProcessId, why: TransportError) {
+        if self.peers[peer.index()].down.is_none() {
+            let header = prefix(self.me, self.peers[peer.index()].pass);
+            self.send(peer, id::BYE, &header, None, Way::Eager, None);
+        }
+        self.down(peer, why, true);
+    }
+
+    /// UCX has lost a peer: it is dead, or out of reach.
     pub(super) fn lost(&mut self, peer: ProcessId, why: &str) {
+        if let Some(endpoint) = self.peers[peer.index()].endpoint {
+            self.worker.is_done_with(endpoint);
+        }
         self.down(peer, TransportError::PeerGone { peer, why: format!("UCX says {why}") }, true);
     }
 

@@ -183,7 +183,7 @@ pub(crate) fn connected(kind: Kind, processes: usize) -> Vec<Arc<dyn Transport>>
 /// `processes` connected transports over UCX, not started.
 #[cfg(feature = "ucx")]
 fn connect_ucx(processes: usize) -> Vec<Arc<Ucx>> {
-    let opened: Vec<_> = (0..processes).map(|_| Opened::open().unwrap()).collect();
+    let opened: Vec<_> = (0..processes).map(|_| Opened::open(processes).unwrap()).collect();
     let peers: Vec<_> = opened.iter().map(|opened| opened.address().to_owned()).collect();
     let connecting = opened.into_iter().enumerate().map(|(process, opened)| {
         let config = UcxConfig {

@@ -31,7 +31,7 @@ fn config(process: usize, peers: Vec<String>) -> UcxConfig {
 
 /// What became of a pair of which the second has another configuration.
 fn pair(bend: impl FnOnce(&mut UcxConfig)) -> [Result<Arc<Ucx>, TransportError>; 2] {
-    let [zero, one] = [Opened::open().unwrap(), Opened::open().unwrap()];
+    let [zero, one] = [Opened::open(2).unwrap(), Opened::open(2).unwrap()];
     let peers = vec![zero.address().to_owned(), one.address().to_owned()];
     let first = config(0, peers.clone());
     let mut second = config(1, peers);
@@ -57,7 +57,7 @@ fn another_epoch_is_said_to_both() {
 #[test]
 fn who_does_not_know_the_token_is_a_stranger_and_missed() {
     within(LIMIT, || {
-        let [zero, one] = [Opened::open().unwrap(), Opened::open().unwrap()];
+        let [zero, one] = [Opened::open(2).unwrap(), Opened::open(2).unwrap()];
         let peers = vec![zero.address().to_owned(), one.address().to_owned()];
         let patience = Duration::from_secs(1);
         let first = UcxConfig { patience, ..config(0, peers.clone()) };
@@ -73,7 +73,7 @@ fn who_does_not_know_the_token_is_a_stranger_and_missed() {
 #[test]
 fn another_version_of_ucx_is_refused_before_anything_is_tried() {
     within(LIMIT, || {
-        let opened = Opened::open().unwrap();
+        let opened = Opened::open(2).unwrap();
         let own = opened.address().to_owned();
         let (wire, rest) = own.split_once('/').unwrap();
         let (version, worker) = rest.split_once('/').unwrap();
@@ -87,7 +87,7 @@ fn another_version_of_ucx_is_refused_before_anything_is_tried() {
 #[test]
 fn missing_processes_are_named_after_patience() {
     within(LIMIT, || {
-        let opened: Vec<_> = (0..3).map(|_| Opened::open().unwrap()).collect();
+        let opened: Vec<_> = (0..3).map(|_| Opened::open(3).unwrap()).collect();
         let peers: Vec<_> = opened.iter().map(|opened| opened.address().to_owned()).collect();
         let mut opened = opened.into_iter();
         let waits = opened.next().unwrap();
@@ -101,7 +101,7 @@ fn missing_processes_are_named_after_patience() {
 #[test]
 fn a_job_of_one_needs_nobody() {
     within(LIMIT, || {
-        let opened = Opened::open().unwrap();
+        let opened = Opened::open(1).unwrap();
         let peers = vec![opened.address().to_owned()];
         let alone = opened.connect(config(0, peers)).unwrap();
         assert_eq!(alone.lanes(id(0)), "");
@@ -160,7 +160,7 @@ const MARK: &str = "address of the other process: ";
 
 /// The lanes between this process and another of this host, with what the variable says.
 fn lanes_between_processes(ways: Option<&str>) -> String {
-    let opened = Opened::open().unwrap();
+    let opened = Opened::open(2).unwrap();
     let own = opened.address().to_owned();
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "ucx::the_other_process", "--ignored", "--nocapture"]).env(PARENT, &own);
@@ -183,7 +183,7 @@ fn lanes_between_processes(ways: Option<&str>) -> String {
 #[ignore = "half of a pair: the tests of lanes start it"]
 fn the_other_process() {
     let parent = std::env::var(PARENT).expect("started by a test of lanes");
-    let opened = Opened::open().unwrap();
+    let opened = Opened::open(2).unwrap();
     let own = opened.address().to_owned();
     println!("{MARK}{own}");
     std::io::stdout().flush().unwrap();

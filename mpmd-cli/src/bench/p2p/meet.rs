@@ -111,7 +111,7 @@ impl Door {
     fn open(carrier: Carrier, rendezvous: &Rendezvous) -> Result<Self> {
         Ok(match carrier {
             Carrier::Tcp => Self::Tcp(Listener::bind(rendezvous.local_ip())?),
-            Carrier::Ucx => Self::Ucx(Opened::open()?),
+            Carrier::Ucx => Self::Ucx(Opened::open(2)?),
             Carrier::Inproc => bail!("inproc is within one process, and this is one of a job of several"),
         })
     }

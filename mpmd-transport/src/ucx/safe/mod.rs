@@ -2,8 +2,10 @@
 //! under way.
 //!
 //! A worker lives on one thread and dies there; only its [`Signal`] goes elsewhere. Memory that is given to
-//! an operation comes back with its end. Where an endpoint was closed by force UCX may still write late, so
-//! the memory of its operations stays in quarantine until the worker is destroyed.
+//! an operation comes back with its end, but where that was no good end: then UCX may still write late, so the
+//! memory stays in quarantine until the worker is destroyed. Even that does not keep a peer out that reads and
+//! writes memory of this process by itself, as processes of one host do, and that was stopped meanwhile: what
+//! it was told of is never given back, unless it has [said](Worker::is_done_with) that it is done.
 
 mod inbox;
 mod slots;
@@ -35,6 +37,9 @@ const STEPS: usize = 32;
 /// How often a worker that is dropped gives UCX a chance to finish what it has closed.
 const LAST_TURNS: usize = 1000;
 
+/// What peers may still reach for, for as long as this process lives.
+static KEPT: Mutex<Vec<Held>> = Mutex::new(Vec::new());
+
 /// UCX's context; ends when dropped.
 struct Context(NonNull<result::Context>);
 
@@ -60,8 +65,8 @@ pub(super) struct EndpointId(usize);
 struct Endpoint {
     /// `None` once it is closed.
     raw: Option<NonNull<result::Endpoint>>,
-    /// Closed by force: memory of its operations is not given back.
-    forced: bool,
+    /// The peer reaches for no memory of ours any more: it has said so, or is dead.
+    done: bool,
 }
 
 /// What a worker reports, in the order in which it happened.
@@ -75,7 +80,7 @@ pub(super) enum Event {
         /// Its bytes.
         body: Body,
     },
-    /// An operation is over. Its memory comes back, but where its endpoint was closed by force.
+    /// An operation is over. Its memory comes back where it has ended well.
     Ended(OpId, Result<(), UcxError>, Held),
     /// An endpoint has failed: it has to be closed by force.
     Failed(EndpointId, UcxError),
@@ -90,7 +95,7 @@ pub(super) struct Worker {
     endpoints: Vec<Endpoint>,
     /// Closing under way.
     closing: Vec<NonNull<c_void>>,
-    quarantine: Vec<Held>,
+    quarantine: Vec<(EndpointId, Held)>,
     // After the worker.
     context: Context,
     /// Stays on its thread, which is what UCX is told.
@@ -197,23 +202,28 @@ impl Worker {
     }
 
     fn give_back(&mut self, endpoint: EndpointId, ended_well: bool, held: Held) -> Held {
-        if ended_well || !self.endpoints[endpoint.0].forced || matches!(held, Held::Nothing) {
+        if ended_well || matches!(held, Held::Nothing) {
             return held;
         }
-        self.quarantine.push(held);
+        self.quarantine.push((endpoint, held));
         Held::Nothing
+    }
+
+    /// The peer at this endpoint reaches for no memory of this process any more.
+    pub(super) fn is_done_with(&mut self, endpoint: EndpointId) {
+        self.endpoints[endpoint.0].done = true;
     }
 
     /// Connects to the worker with this address.
     pub(super) fn connect(&mut self, address: &[u8]) -> Result<EndpointId, UcxError> {
         let number = self.endpoints.len();
-        // SAFETY: the worker is alive and used by no other thread. `Addresses::parse`, where addresses come
-        // from, takes none but those that `address` has given to a process of the same job. The callback needs
-        // only what `during` sets.
+        // SAFETY: the worker is alive and used by no other thread. `Address::parse`, where addresses come from,
+        // takes none but those that `address` has given to a process of the same job, whole and of this version.
+        // The callback needs only what `during` sets.
         let raw = self
             .inbox
             .during(|| unsafe { result::endpoint_create(self.raw, address, inbox::failed, number) })?;
-        self.endpoints.push(Endpoint { raw: Some(raw), forced: false });
+        self.endpoints.push(Endpoint { raw: Some(raw), done: false });
         Ok(EndpointId(number))
     }
 
@@ -288,7 +298,6 @@ impl Worker {
     /// Closes an endpoint: in order, after what was sent has left, or by force, which ends its operations.
     pub(super) fn close(&mut self, endpoint: EndpointId, by_force: bool) {
         let Some(raw) = self.endpoints[endpoint.0].raw.take() else { return };
-        self.endpoints[endpoint.0].forced = by_force;
         // SAFETY: the endpoint was open, its worker is used by no other thread, and nobody finds it any more.
         match self.inbox.during(|| unsafe { result::endpoint_close(raw, by_force) }) {
             Started::UnderWay(request) => self.closing.push(request),
@@ -350,8 +359,12 @@ impl Drop for Worker {
             }
         }
         // SAFETY: the worker is alive, this is its thread, and the signal has lost it. All memory of operations
-        // is dropped after this body: slots, quarantine, inbox.
+        // is dropped after this: slots, quarantine, inbox.
         self.inbox.during(|| unsafe { result::worker_destroy(self.raw) });
+        let cut_off = self.quarantine.drain(..).chain(self.slots.drain());
+        let kept = cut_off
+            .filter(|(endpoint, held)| !self.endpoints[endpoint.0].done && !matches!(held, Held::Nothing));
+        KEPT.lock().extend(kept.map(|(_, held)| held));
     }
 }
 

@@ -63,6 +63,12 @@ impl Slots {
         &mut self.slots[op.0]
     }
 
+    /// Everything that has not ended.
+    pub(super) fn drain(&mut self) -> impl Iterator<Item = (EndpointId, Held)> {
+        let slots = std::mem::take(&mut self.slots).into_iter().zip(std::mem::take(&mut self.in_use));
+        slots.filter_map(|(slot, in_use)| in_use.then_some((slot.endpoint, slot.held)))
+    }
+
     /// The ends so far were told: their numbers are free.
     pub(super) fn recycle(&mut self) {
         self.free.append(&mut self.ended);
