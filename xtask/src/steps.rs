@@ -42,13 +42,20 @@ const STEPS: &[Step] = &[
     ("tidy", Extent::Quick, |root| tidy::check(root).map(|()| Outcome::Done)),
     ("licences of dependencies", Extent::All, |root| licences::check(&cargo(), root).map(|()| Outcome::Done)),
     ("security advisories", Extent::All, advisories),
-    ("clippy", Extent::Quick, |root| clippy(root, &[])),
-    ("clippy with UCX", Extent::All, |root| clippy(root, WITH_UCX)),
+    ("clippy", Extent::All, |root| clippy(root, &[&["--workspace"], WITH_UCX].concat())),
+    // What the feature changes is here; that the rest compiles without it, the last step shows.
+    ("clippy without UCX", Extent::All, |root| clippy(root, &["--package", "mpmd-transport"])),
     ("documentation", Extent::All, documentation),
     ("programs that tests start", Extent::All, programs),
     ("tests", Extent::All, tests),
     ("documentation tests", Extent::All, documentation_tests),
     ("tests without UCX", Extent::All, tests_without_ucx),
+];
+
+/// What a quick run has instead of what takes longer.
+const QUICK: &[Step] = &[
+    ("clippy", Extent::Quick, |root| clippy(root, &["--workspace"])),
+    ("unit tests", Extent::Quick, unit_tests),
 ];
 
 /// Runs the steps of `extent` in the workspace at `root`.
@@ -57,10 +64,9 @@ const STEPS: &[Step] = &[
 ///
 /// Fails with the first step that fails, and names it.
 pub(crate) fn test(root: &Path, extent: Extent) -> anyhow::Result<()> {
-    const UNIT_TESTS: Step = ("unit tests", Extent::Quick, unit_tests);
+    let instead: &[Step] = if extent == Extent::Quick { QUICK } else { &[] };
     let of_extent = STEPS.iter().filter(|step| extent == Extent::All || step.1 == Extent::Quick);
-    // The full run has them among all tests.
-    let steps: Vec<&Step> = of_extent.chain((extent == Extent::Quick).then_some(&UNIT_TESTS)).collect();
+    let steps: Vec<&Step> = of_extent.chain(instead).collect();
     let begin = Instant::now();
     let mut skipped = Vec::new();
     for (i, (name, _, run)) in steps.iter().enumerate() {
@@ -86,9 +92,8 @@ fn format(root: &Path) -> anyhow::Result<Outcome> {
     in_workspace(root, &["fmt", "--all", "--", "--check"])
 }
 
-fn clippy(root: &Path, features: &[&str]) -> anyhow::Result<Outcome> {
-    let selected = [&["clippy", "--workspace", "--all-targets"], features].concat();
-    in_workspace(root, &[&selected[..], &["--", "-D", "warnings"]].concat())
+fn clippy(root: &Path, selected: &[&str]) -> anyhow::Result<Outcome> {
+    in_workspace(root, &[&["clippy", "--all-targets"], selected, &["--", "-D", "warnings"]].concat())
 }
 
 fn documentation(root: &Path) -> anyhow::Result<Outcome> {
