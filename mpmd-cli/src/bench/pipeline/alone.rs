@@ -1,0 +1,181 @@
+//! The kernels alone, on plain buffers: nothing issued, nothing moved, nobody waited for.
+
+use std::time::{Duration, Instant};
+
+use mpmd_core::backend::cpu::matmul::{matmul, matmul_nt, matmul_tn};
+use mpmd_core::pipeline::{Action, ActionKind};
+
+use super::mlp::{self, Shape, Values, Weights};
+
+/// One stage's kernels with memory of their own.
+pub(super) struct Alone {
+    shape: Shape,
+    stage: usize,
+    weights: Vec<(Vec<f32>, Vec<f32>)>,
+    gradients: Vec<(Vec<f32>, Vec<f32>)>,
+    /// What comes in and goes out; there is one of each, so it is warm.
+    x: Vec<f32>,
+    y: Vec<f32>,
+    /// Labels on the last stage.
+    dy: Vec<f32>,
+    dx: Vec<f32>,
+    /// What forward passes leave, by microbatch while it is needed.
+    kept: Vec<Option<Kept>>,
+    /// What is no longer needed, the latest last: it is the first to be used again.
+    free: Vec<Kept>,
+}
+
+/// What a pass leaves for the next one: the layers' inputs, and the gradients of their outputs.
+struct Kept {
+    inputs: Vec<Vec<f32>>,
+    gradients: Vec<Vec<f32>>,
+}
+
+impl Alone {
+    /// The kernels of a stage.
+    pub(super) fn new(shape: Shape, stage: usize) -> Self {
+        let (dim, len, layers) = (shape.dim, shape.activations(), shape.layers_of_stage());
+        let first = stage * layers;
+        let weights = (first..first + layers)
+            .map(|layer| (Values::Matrix(layer).vec(dim, dim * dim), Values::Bias(layer).vec(dim, dim)))
+            .collect();
+        Self {
+            shape,
+            stage,
+            weights,
+            gradients: (0..layers).map(|_| (vec![0.0; dim * dim], vec![0.0; dim])).collect(),
+            x: Values::Input(0).vec(dim, len),
+            y: vec![0.0; len],
+            dy: Values::Labels(0).vec(dim, len),
+            dx: vec![0.0; len],
+            kept: (0..shape.microbatches).map(|_| None).collect(),
+            free: Vec::new(),
+        }
+    }
+
+    /// Computes what this order has for the stage; the time of each action, and of an update.
+    pub(super) fn run(&mut self, order: &[Action]) -> (Vec<Duration>, Duration) {
+        let mut first = true;
+        let times = order
+            .iter()
+            .map(|action| {
+                let start = Instant::now();
+                match action.kind {
+                    ActionKind::Forward => self.forward(action.microbatch),
+                    ActionKind::BackwardInput => self.backward_input(action.microbatch),
+                    ActionKind::BackwardWeight => self.backward_weight(action.microbatch, &mut first),
+                    _ => {
+                        self.backward_input(action.microbatch);
+                        self.backward_weight(action.microbatch, &mut first);
+                    }
+                }
+                start.elapsed()
+            })
+            .collect();
+        let start = Instant::now();
+        for ((w, b), (dw, db)) in self.weights.iter_mut().zip(&self.gradients) {
+            // By nothing, which takes as long: the next run computes with the same values.
+            mlp::update(w, dw, 0.0);
+            mlp::update(b, db, 0.0);
+        }
+        (times, start.elapsed())
+    }
+
+    /// The time of the matrix library for the products of one microbatch, by their orientation alike.
+    pub(super) fn products(&mut self) -> Duration {
+        let Shape { dim, rows, .. } = self.shape;
+        let (forward, backward) = self.shape.products(self.stage);
+        let layers = self.weights.len();
+        let start = Instant::now();
+        for layer in 0..forward {
+            matmul(&mut self.y, &self.x, &self.weights[layer].0, rows, dim, dim, false);
+        }
+        for layer in (0..backward - layers).rev() {
+            matmul_nt(&mut self.dx, &self.dy, &self.weights[layer].0, rows, dim, dim, false);
+        }
+        for (dw, _) in &mut self.gradients {
+            matmul_tn(dw, &self.x, &self.dy, dim, rows, dim, true);
+        }
+        start.elapsed()
+    }
+
+    fn is_last(&self) -> bool {
+        self.stage + 1 == self.shape.stages
+    }
+
+    fn forward(&mut self, microbatch: usize) {
+        let (len, layers) = (self.shape.activations(), self.weights.len());
+        let new = || (0..layers).map(|_| vec![0.0; len]).collect();
+        let mut kept = self.free.pop().unwrap_or_else(|| Kept { inputs: new(), gradients: new() });
+        let mut inputs: Vec<&mut [f32]> = kept.inputs.iter_mut().map(Vec::as_mut_slice).collect();
+        let output = &mut kept.gradients[layers - 1];
+        mlp::forward(&self.shape, &borrowed(&self.weights), &self.x, &mut inputs, output);
+        if self.is_last() {
+            std::hint::black_box(mlp::loss(&self.shape, output, &self.dy));
+        } else {
+            self.y.copy_from_slice(output);
+        }
+        self.kept[microbatch] = Some(kept);
+    }
+
+    fn backward_input(&mut self, microbatch: usize) {
+        let last = self.is_last();
+        let Some(kept) = &mut self.kept[microbatch] else { return };
+        if let Some(output) = kept.gradients.last_mut() {
+            if last {
+                output.iter_mut().for_each(|d| *d *= std::hint::black_box(1.0));
+            } else {
+                mlp::through_relu(output, &self.dy);
+            }
+        }
+        let inputs: Vec<&[f32]> = kept.inputs.iter().map(Vec::as_slice).collect();
+        let mut gradients: Vec<&mut [f32]> = kept.gradients.iter_mut().map(Vec::as_mut_slice).collect();
+        let dx = (self.stage > 0).then_some(&mut *self.dx);
+        mlp::backward_input(&self.shape, &borrowed(&self.weights), &inputs, &mut gradients, dx);
+    }
+
+    fn backward_weight(&mut self, microbatch: usize, first: &mut bool) {
+        let Some(kept) = self.kept[microbatch].take() else { return };
+        if std::mem::take(first) {
+            for (dw, db) in &mut self.gradients {
+                dw.fill(0.0);
+                db.fill(0.0);
+            }
+        }
+        for (at, (dw, db)) in self.gradients.iter_mut().enumerate() {
+            mlp::backward_weight(&self.shape, &kept.inputs[at], &kept.gradients[at], dw, db);
+        }
+        self.free.push(kept);
+    }
+}
+
+fn borrowed(weights: &[(Vec<f32>, Vec<f32>)]) -> Vec<Weights<'_>> {
+    weights.iter().map(|(w, b)| (w.as_slice(), b.as_slice())).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mpmd_core::pipeline::Schedule;
+
+    #[test]
+    fn every_action_has_a_time_and_memory_is_used_again() {
+        let shape = Shape { dim: 8, layers: 4, stages: 2, rows: 3, microbatches: 6 };
+        for (schedule, most) in
+            [(Schedule::one_f_one_b(2, 6).unwrap(), [2, 1]), (Schedule::gpipe(2, 6).unwrap(), [6, 6])]
+        {
+            for (stage, most) in most.into_iter().enumerate() {
+                let mut alone = Alone::new(shape, stage);
+                let before = alone.weights.clone();
+                for _ in 0..2 {
+                    let (times, _) = alone.run(&schedule.rows()[stage]);
+                    assert_eq!(times.len(), 12);
+                    assert!(alone.kept.iter().all(Option::is_none));
+                    assert_eq!(alone.free.len(), most, "{} stage {stage}", schedule.name());
+                }
+                assert_eq!(alone.weights, before);
+                assert!(alone.gradients.iter().all(|(dw, _)| dw.iter().any(|d| *d != 0.0)));
+            }
+        }
+    }
+}
