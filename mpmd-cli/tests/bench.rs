@@ -274,9 +274,11 @@ fn what_cannot_be_measured_is_refused() {
     assert!(said.contains("--peer"), "{said}");
 }
 
-/// Lines of `bench pipeline` with these further words, for a network of six small layers.
+/// Lines of `bench pipeline` with these further words, for a network of six small layers that learns so fast
+/// that the losses show every gradient.
 fn pipeline(args: &[&str]) -> Vec<Value> {
-    let small = "pipeline --dim 24 --layers 6 --microbatch 3 --microbatches 4 --warm-up 1 --json";
+    let small =
+        "pipeline --dim 24 --layers 6 --microbatch 3 --microbatches 4 --warm-up 1 --learning-rate 0.3 --json";
     lines(&bench(&[&small.split(' ').collect::<Vec<_>>(), args].concat()))
 }
 

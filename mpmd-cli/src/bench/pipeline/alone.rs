@@ -1,9 +1,12 @@
 //! The kernels alone, on plain buffers: nothing issued, nothing moved, nobody waited for.
 
+use std::ops::{Deref, DerefMut};
 use std::time::{Duration, Instant};
 
 use mpmd_core::backend::cpu::matmul::{matmul, matmul_nt, matmul_tn};
 use mpmd_core::pipeline::{Action, ActionKind};
+use mpmd_core::{Error, Result};
+use mpmd_transport::memory::{OwnedBuffer, Pool};
 
 use super::mlp::{self, Shape, Values, Weights};
 
@@ -11,14 +14,15 @@ use super::mlp::{self, Shape, Values, Weights};
 pub(super) struct Alone {
     shape: Shape,
     stage: usize,
-    weights: Vec<(Vec<f32>, Vec<f32>)>,
-    gradients: Vec<(Vec<f32>, Vec<f32>)>,
+    pool: Pool,
+    weights: Vec<(Floats, Floats)>,
+    gradients: Vec<(Floats, Floats)>,
     /// What comes in and goes out; there is one of each, so it is warm.
-    x: Vec<f32>,
-    y: Vec<f32>,
+    x: Floats,
+    y: Floats,
     /// Labels on the last stage.
-    dy: Vec<f32>,
-    dx: Vec<f32>,
+    dy: Floats,
+    dx: Floats,
     /// What forward passes leave, by microbatch while it is needed.
     kept: Vec<Option<Kept>>,
     /// What is no longer needed, the latest last: it is the first to be used again.
@@ -27,41 +31,83 @@ pub(super) struct Alone {
 
 /// What a pass leaves for the next one: the layers' inputs, and the gradients of their outputs.
 struct Kept {
-    inputs: Vec<Vec<f32>>,
-    gradients: Vec<Vec<f32>>,
+    inputs: Vec<Floats>,
+    gradients: Vec<Floats>,
+}
+
+/// Memory as that of arrays: where a matrix begins in a cache line decides how fast a product is.
+struct Floats(OwnedBuffer);
+
+impl Floats {
+    fn new(pool: &Pool, values: &[f32]) -> Result<Self> {
+        let buffer = pool.allocate(size_of_val(values));
+        let buffer = buffer.map_err(|error| Error::Environment(format!("memory of the bench: {error}")))?;
+        let mut floats = Self(buffer);
+        floats.copy_from_slice(values);
+        Ok(floats)
+    }
+
+    fn zeros(pool: &Pool, len: usize) -> Result<Self> {
+        Self::new(pool, &vec![0.0; len])
+    }
+}
+
+impl Deref for Floats {
+    type Target = [f32];
+
+    fn deref(&self) -> &[f32] {
+        bytemuck::cast_slice(&self.0)
+    }
+}
+
+impl DerefMut for Floats {
+    fn deref_mut(&mut self) -> &mut [f32] {
+        bytemuck::cast_slice_mut(&mut self.0)
+    }
 }
 
 impl Alone {
     /// The kernels of a stage.
-    pub(super) fn new(shape: Shape, stage: usize) -> Self {
+    ///
+    /// # Errors
+    ///
+    /// Where there is no memory.
+    pub(super) fn new(shape: Shape, stage: usize) -> Result<Self> {
         let (dim, len, layers) = (shape.dim, shape.activations(), shape.layers_of_stage());
-        let first = stage * layers;
+        let (first, pool) = (stage * layers, Pool::new("alone", None));
+        let of = |values: Values, len| Floats::new(&pool, &values.vec(dim, len));
         let weights = (first..first + layers)
-            .map(|layer| (Values::Matrix(layer).vec(dim, dim * dim), Values::Bias(layer).vec(dim, dim)))
-            .collect();
-        Self {
+            .map(|layer| Ok((of(Values::Matrix(layer), dim * dim)?, of(Values::Bias(layer), dim)?)));
+        let gradients =
+            (0..layers).map(|_| Ok((Floats::zeros(&pool, dim * dim)?, Floats::zeros(&pool, dim)?)));
+        Ok(Self {
             shape,
             stage,
-            weights,
-            gradients: (0..layers).map(|_| (vec![0.0; dim * dim], vec![0.0; dim])).collect(),
-            x: Values::Input(0).vec(dim, len),
-            y: vec![0.0; len],
-            dy: Values::Labels(0).vec(dim, len),
-            dx: vec![0.0; len],
+            weights: weights.collect::<Result<_>>()?,
+            gradients: gradients.collect::<Result<_>>()?,
+            x: of(Values::Input(0), len)?,
+            y: Floats::zeros(&pool, len)?,
+            dy: of(Values::Labels(0), len)?,
+            dx: Floats::zeros(&pool, len)?,
             kept: (0..shape.microbatches).map(|_| None).collect(),
             free: Vec::new(),
-        }
+            pool,
+        })
     }
 
     /// Computes what this order has for the stage; the time of each action, and of an update.
-    pub(super) fn run(&mut self, order: &[Action]) -> (Vec<Duration>, Duration) {
+    ///
+    /// # Errors
+    ///
+    /// Where there is no memory for as many microbatches as are under way.
+    pub(super) fn run(&mut self, order: &[Action]) -> Result<(Vec<Duration>, Duration)> {
         let mut first = true;
         let times = order
             .iter()
             .map(|action| {
                 let start = Instant::now();
                 match action.kind {
-                    ActionKind::Forward => self.forward(action.microbatch),
+                    ActionKind::Forward => self.forward(action.microbatch)?,
                     ActionKind::BackwardInput => self.backward_input(action.microbatch),
                     ActionKind::BackwardWeight => self.backward_weight(action.microbatch, &mut first),
                     _ => {
@@ -69,16 +115,16 @@ impl Alone {
                         self.backward_weight(action.microbatch, &mut first);
                     }
                 }
-                start.elapsed()
+                Ok(start.elapsed())
             })
-            .collect();
+            .collect::<Result<_>>()?;
         let start = Instant::now();
         for ((w, b), (dw, db)) in self.weights.iter_mut().zip(&self.gradients) {
             // By nothing, which takes as long: the next run computes with the same values.
             mlp::update(w, dw, 0.0);
             mlp::update(b, db, 0.0);
         }
-        (times, start.elapsed())
+        Ok((times, start.elapsed()))
     }
 
     /// The time of the matrix library for the products of one microbatch, by their orientation alike.
@@ -103,11 +149,14 @@ impl Alone {
         self.stage + 1 == self.shape.stages
     }
 
-    fn forward(&mut self, microbatch: usize) {
+    fn forward(&mut self, microbatch: usize) -> Result<()> {
         let (len, layers) = (self.shape.activations(), self.weights.len());
-        let new = || (0..layers).map(|_| vec![0.0; len]).collect();
-        let mut kept = self.free.pop().unwrap_or_else(|| Kept { inputs: new(), gradients: new() });
-        let mut inputs: Vec<&mut [f32]> = kept.inputs.iter_mut().map(Vec::as_mut_slice).collect();
+        let new = || (0..layers).map(|_| Floats::zeros(&self.pool, len)).collect::<Result<_>>();
+        let mut kept = match self.free.pop() {
+            Some(kept) => kept,
+            None => Kept { inputs: new()?, gradients: new()? },
+        };
+        let mut inputs: Vec<&mut [f32]> = kept.inputs.iter_mut().map(|input| &mut **input).collect();
         let output = &mut kept.gradients[layers - 1];
         mlp::forward(&self.shape, &borrowed(&self.weights), &self.x, &mut inputs, output);
         if self.is_last() {
@@ -116,6 +165,7 @@ impl Alone {
             self.y.copy_from_slice(output);
         }
         self.kept[microbatch] = Some(kept);
+        Ok(())
     }
 
     fn backward_input(&mut self, microbatch: usize) {
@@ -128,8 +178,9 @@ impl Alone {
                 mlp::through_relu(output, &self.dy);
             }
         }
-        let inputs: Vec<&[f32]> = kept.inputs.iter().map(Vec::as_slice).collect();
-        let mut gradients: Vec<&mut [f32]> = kept.gradients.iter_mut().map(Vec::as_mut_slice).collect();
+        let inputs: Vec<&[f32]> = kept.inputs.iter().map(|input| &**input).collect();
+        let mut gradients: Vec<&mut [f32]> =
+            kept.gradients.iter_mut().map(|gradient| &mut **gradient).collect();
         let dx = (self.stage > 0).then_some(&mut *self.dx);
         mlp::backward_input(&self.shape, &borrowed(&self.weights), &inputs, &mut gradients, dx);
     }
@@ -149,8 +200,8 @@ impl Alone {
     }
 }
 
-fn borrowed(weights: &[(Vec<f32>, Vec<f32>)]) -> Vec<Weights<'_>> {
-    weights.iter().map(|(w, b)| (w.as_slice(), b.as_slice())).collect()
+fn borrowed(weights: &[(Floats, Floats)]) -> Vec<Weights<'_>> {
+    weights.iter().map(|(w, b)| (&**w, &**b)).collect()
 }
 
 #[cfg(test)]
@@ -165,15 +216,17 @@ mod tests {
             [(Schedule::one_f_one_b(2, 6).unwrap(), [2, 1]), (Schedule::gpipe(2, 6).unwrap(), [6, 6])]
         {
             for (stage, most) in most.into_iter().enumerate() {
-                let mut alone = Alone::new(shape, stage);
-                let before = alone.weights.clone();
+                let mut alone = Alone::new(shape, stage).unwrap();
+                let weights =
+                    |alone: &Alone| alone.weights.iter().flat_map(|(w, _)| w.to_vec()).collect::<Vec<_>>();
+                let before = weights(&alone);
                 for _ in 0..2 {
-                    let (times, _) = alone.run(&schedule.rows()[stage]);
+                    let (times, _) = alone.run(&schedule.rows()[stage]).unwrap();
                     assert_eq!(times.len(), 12);
                     assert!(alone.kept.iter().all(Option::is_none));
                     assert_eq!(alone.free.len(), most, "{} stage {stage}", schedule.name());
                 }
-                assert_eq!(alone.weights, before);
+                assert_eq!(weights(&alone), before);
                 assert!(alone.gradients.iter().all(|(dw, _)| dw.iter().any(|d| *d != 0.0)));
             }
         }

@@ -62,7 +62,7 @@ pub(super) fn measure(
 ) -> Result<Measured> {
     let mut job = Job::new(p, shape, rate)?;
     let me = p.process().index();
-    let mut alone = Alone::new(*shape, me);
+    let mut alone = Alone::new(*shape, me)?;
     let (mut samples, mut losses) = (Vec::with_capacity(pace.repeats), Vec::new());
     for step in 0..pace.warm_up + pace.repeats {
         meet(p)?;
@@ -77,7 +77,7 @@ pub(super) fn measure(
         // Then everybody has received, so what was sent is known; and everybody is ready for its kernels.
         meet(p)?;
         let sent = sent(p) - before;
-        let (actions, update) = alone.run(&schedule.rows()[me]);
+        let (actions, update) = alone.run(&schedule.rows()[me])?;
         meet(p)?;
         let products = (0..shape.microbatches).map(|_| alone.products()).sum::<Duration>();
         let part = Part {
