@@ -7,6 +7,8 @@ use mpmd_core::backend::cpu::matmul::{matmul, matmul_nt, matmul_tn};
 use mpmd_core::pipeline::{Action, ActionKind};
 use mpmd_core::{Error, Result};
 use mpmd_transport::memory::{OwnedBuffer, Pool};
+use rustix::time::{ClockId, clock_gettime};
+use serde::{Deserialize, Serialize};
 
 use super::mlp::{self, Shape, Values, Weights};
 
@@ -66,6 +68,32 @@ impl DerefMut for Floats {
     }
 }
 
+/// What something took, in nanoseconds.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+pub(super) struct Took {
+    /// On the clock.
+    pub(super) wall: u64,
+    /// Of this thread's own time: what it waits for a core is not in it.
+    pub(super) own: u64,
+}
+
+/// Both clocks at one moment.
+struct Clocks(Instant, Duration);
+
+impl Clocks {
+    fn now() -> Self {
+        let own = clock_gettime(ClockId::ThreadCPUTime);
+        // A thread's time is not negative, and its nanoseconds are less than a second.
+        Self(Instant::now(), Duration::new(own.tv_sec as u64, own.tv_nsec as u32))
+    }
+
+    fn elapsed(&self) -> Took {
+        let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let wall = nanos(self.0.elapsed());
+        Took { wall, own: nanos(Self::now().1.saturating_sub(self.1)) }
+    }
+}
+
 impl Alone {
     /// The kernels of a stage.
     ///
@@ -100,12 +128,12 @@ impl Alone {
     /// # Errors
     ///
     /// Where there is no memory for as many microbatches as are under way.
-    pub(super) fn run(&mut self, order: &[Action]) -> Result<(Vec<Duration>, Duration)> {
+    pub(super) fn run(&mut self, order: &[Action]) -> Result<(Vec<Took>, Took)> {
         let mut first = true;
         let times = order
             .iter()
             .map(|action| {
-                let start = Instant::now();
+                let start = Clocks::now();
                 match action.kind {
                     ActionKind::Forward => self.forward(action.microbatch)?,
                     ActionKind::BackwardInput => self.backward_input(action.microbatch),
@@ -118,7 +146,7 @@ impl Alone {
                 Ok(start.elapsed())
             })
             .collect::<Result<_>>()?;
-        let start = Instant::now();
+        let start = Clocks::now();
         for ((w, b), (dw, db)) in self.weights.iter_mut().zip(&self.gradients) {
             // By nothing, which takes as long: the next run computes with the same values.
             mlp::update(w, dw, 0.0);
@@ -127,12 +155,12 @@ impl Alone {
         Ok((times, start.elapsed()))
     }
 
-    /// The time of the matrix library for the products of one microbatch, by their orientation alike.
-    pub(super) fn products(&mut self) -> Duration {
+    /// The time of the matrix library for the products of one microbatch.
+    pub(super) fn products(&mut self) -> Took {
         let Shape { dim, rows, .. } = self.shape;
         let (forward, backward) = self.shape.products(self.stage);
         let layers = self.weights.len();
-        let start = Instant::now();
+        let start = Clocks::now();
         for layer in 0..forward {
             matmul(&mut self.y, &self.x, &self.weights[layer].0, rows, dim, dim, false);
         }

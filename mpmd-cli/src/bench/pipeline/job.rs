@@ -7,7 +7,7 @@ use mpmd_core::prelude::*;
 use mpmd_core::{Jit, ProcessId};
 use serde::{Deserialize, Serialize};
 
-use super::alone::Alone;
+use super::alone::{Alone, Took};
 use super::mlp::{Shape, Values};
 use super::stage::{Last, Layer, Middle, Update};
 
@@ -35,15 +35,15 @@ pub(super) struct Sample {
     pub(super) parts: Vec<Part>,
 }
 
-/// What a process found of its stage, in nanoseconds and bytes.
+/// What a process found of its stage.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(super) struct Part {
     /// The actions alone, in the schedule's order.
-    pub(super) actions: Vec<u64>,
+    pub(super) actions: Vec<Took>,
     /// The update alone.
-    pub(super) update: u64,
-    /// The matrix library's time for the products of one microbatch.
-    pub(super) products: u64,
+    pub(super) update: Took,
+    /// The matrix library for the products of each microbatch.
+    pub(super) products: Vec<Took>,
     /// Payload bytes that the step has sent.
     pub(super) sent: u64,
 }
@@ -79,13 +79,8 @@ pub(super) fn measure(
         let sent = sent(p) - before;
         let (actions, update) = alone.run(&schedule.rows()[me])?;
         meet(p)?;
-        let products = (0..shape.microbatches).map(|_| alone.products()).sum::<Duration>();
-        let part = Part {
-            actions: actions.into_iter().map(nanos).collect(),
-            update: nanos(update),
-            products: nanos(products) / shape.microbatches as u64,
-            sent,
-        };
+        let products = (0..shape.microbatches).map(|_| alone.products()).collect();
+        let part = Part { actions, update, products, sent };
         losses.push(agree(p, shape.stages - 1, 0.0, || loss.mean())?);
         let parts = (0..p.processes())
             .map(|process| agree(p, process, Part::default(), || Ok(part.clone())))
@@ -114,10 +109,6 @@ fn agree<T: Serialize + for<'a> Deserialize<'a>>(
 /// Payload bytes sent so far. Nothing, which is what is agreed on to meet, has none.
 fn sent(p: &Program) -> u64 {
     p.metrics().bytes_sent.iter().sum()
-}
-
-fn nanos(time: Duration) -> u64 {
-    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// The pipeline, its data and its optimiser.

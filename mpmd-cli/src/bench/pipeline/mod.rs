@@ -11,7 +11,6 @@ mod job;
 mod mlp;
 mod stage;
 
-use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -24,8 +23,9 @@ use mpmd_core::pipeline::{Action, ActionKind, Schedule};
 use mpmd_core::prelude::Program;
 
 use super::p2p::Carrier;
-use super::{Case, Options, quantile, run_as_job, show};
-use job::{Measured, Pace, Part, Sample};
+use super::{Case, Options, run_as_job, show};
+use alone::Took;
+use job::{Measured, Pace, Part};
 use mlp::Shape;
 
 #[derive(Args, Clone, Debug)]
@@ -187,15 +187,17 @@ fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) ->
     let (shape, parameters) = (args.shape(), parameters(args, schedule));
     let samples = &measured.samples;
     let steps: Vec<Duration> = samples.iter().map(|sample| sample.step).collect();
-    let ideals: Vec<Duration> =
-        samples.iter().map(|sample| ideal_of(schedule, &sample.parts)).collect::<Result<_>>()?;
+    let ideals = |clock: fn(&Took) -> u64| -> Result<Vec<Duration>> {
+        samples.iter().map(|sample| ideal_of(schedule, &sample.parts, clock)).collect()
+    };
+    let (ideals, quiet) = (ideals(|took| took.wall)?, ideals(|took| took.own)?);
     let share = |(ideal, step): (&Duration, &Duration)| ideal.as_secs_f64() / step.as_secs_f64();
     let efficiency = ideals.iter().zip(&steps).map(share).collect();
     let case = |name, unit, samples: Vec<f64>| Case { name, parameters: parameters.clone(), unit, samples };
     let mut cases = vec![
         Case::micros("step", &*parameters, steps.iter().copied()),
         Case::micros("ideal", &*parameters, ideals.iter().copied()),
-        Case::micros("quiet ideal", &*parameters, [ideal_of_medians(schedule, samples)?]),
+        Case::micros("quiet ideal", &*parameters, quiet),
         case("efficiency", "ratio", efficiency),
     ];
     for stage in 0..shape.stages {
@@ -203,26 +205,25 @@ fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) ->
             let times = samples.iter().flat_map(|sample| {
                 let row = schedule.rows()[stage].iter().zip(&sample.parts[stage].actions);
                 row.filter(move |(action, _)| (action.kind == ActionKind::Forward) == forward)
-                    .map(|(_, time)| Duration::from_nanos(*time))
+                    .map(|(_, time)| Duration::from_nanos(time.wall))
             });
             cases.push(Case::micros(name, format!("stage {stage}, {parameters}"), times));
         }
-        let updates = samples.iter().map(|sample| Duration::from_nanos(sample.parts[stage].update));
+        let updates = samples.iter().map(|sample| Duration::from_nanos(sample.parts[stage].update.wall));
         cases.push(Case::micros("update", format!("stage {stage}, {parameters}"), updates));
     }
-    // Of one process, all of them computing: operations over the time of all.
+    // Of one thread, all of them computing: operations over the time of all.
     let flops: f64 = (0..shape.stages)
         .map(|stage| {
             let (forward, backward) = shape.products(stage);
             (forward + backward) as f64 * shape.product_flops() * shape.microbatches as f64
         })
         .sum();
-    let rate = |time: fn(&Part, usize) -> u64| -> Vec<f64> {
-        let total = |parts: &[Part]| parts.iter().map(|part| time(part, shape.microbatches)).sum::<u64>();
-        samples.iter().map(|sample| flops / total(&sample.parts).max(1) as f64).collect()
+    let rate = |took: fn(&Part) -> &[Took]| -> Vec<f64> {
+        let own = |parts: &[Part]| parts.iter().flat_map(took).map(|took| took.own).sum::<u64>();
+        samples.iter().map(|sample| flops / own(&sample.parts).max(1) as f64).collect()
     };
-    let kernels = rate(|part, _| part.actions.iter().sum());
-    let library = rate(|part, microbatches| part.products * microbatches as u64);
+    let (kernels, library) = (rate(|part| &part.actions), rate(|part| &part.products));
     let ratio = kernels.iter().zip(&library).map(|(kernels, library)| kernels / library).collect();
     let bytes = samples.iter().map(|sample| sample.parts.iter().map(|part| part.sent).sum::<u64>() as f64);
     cases.extend([
@@ -235,63 +236,40 @@ fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) ->
     Ok(cases)
 }
 
-/// The ideal of one step, from the times of its own turn.
-fn ideal_of(schedule: &Schedule, parts: &[Part]) -> Result<Duration> {
+/// The ideal of one step, from the times of its own turn by one of the clocks.
+///
+/// By the threads' own time it is what would be if nothing else ran here. Where the two are far apart the
+/// machine was busy, and an efficiency says little.
+fn ideal_of(schedule: &Schedule, parts: &[Part], clock: fn(&Took) -> u64) -> Result<Duration> {
     let mut next: Vec<_> = parts.iter().map(|part| part.actions.iter()).collect();
     // Each rank's actions come in its own order, in which their times are, too.
     let time = |action: Action| {
-        let nanos = next[schedule.rank_of(action.stage)].next().copied();
-        Duration::from_nanos(nanos.unwrap_or_default())
+        let took = next[schedule.rank_of(action.stage)].next();
+        Duration::from_nanos(took.map(clock).unwrap_or_default())
     };
-    Ok(ideal::makespan(schedule, time, |rank| Duration::from_nanos(parts[rank].update))?)
-}
-
-/// The ideal with the median of each stage's times of each kind: what it would be if nothing else ran here.
-/// Where it is far from the other ideal the machine was busy, and neither says much.
-fn ideal_of_medians(schedule: &Schedule, samples: &[Sample]) -> Result<Duration> {
-    let mut times: BTreeMap<(usize, ActionKind), Vec<f64>> = BTreeMap::new();
-    let mut updates = vec![Vec::new(); schedule.ranks()];
-    for sample in samples {
-        for ((row, part), updates) in schedule.rows().iter().zip(&sample.parts).zip(&mut updates) {
-            for (action, time) in row.iter().zip(&part.actions) {
-                times.entry((action.stage, action.kind)).or_default().push(*time as f64);
-            }
-            updates.push(part.update as f64);
-        }
-    }
-    let median = |times: &[f64]| Duration::from_nanos(quantile(times, 0.5) as u64);
-    let times: BTreeMap<_, _> = times.into_iter().map(|(of, times)| (of, median(&times))).collect();
-    let time = |action: Action| times.get(&(action.stage, action.kind)).copied().unwrap_or_default();
-    Ok(ideal::makespan(schedule, time, |rank| median(&updates[rank]))?)
+    Ok(ideal::makespan(schedule, time, |rank| Duration::from_nanos(clock(&parts[rank].update)))?)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    /// Times on the clock; the threads' own are half of them.
+    fn part(actions: [u64; 4], update: u64) -> Part {
+        let took = |wall| Took { wall, own: wall / 2 };
+        Part { actions: actions.map(took).to_vec(), update: took(update), ..Part::default() }
+    }
+
     #[test]
     fn an_ideal_is_made_of_each_actions_own_time() {
         let schedule = Schedule::one_f_one_b(2, 2).unwrap();
-        let part = |actions: [u64; 4], update| Part { actions: actions.to_vec(), update, ..Part::default() };
         // Rank 0: F0 F1 B0 B1; rank 1: F0 B0 F1 B1.
-        let parts = [part([1, 2, 10, 20], 5), part([4, 8, 3, 9], 100)];
-        // Rank 1: 1 + 4 + 8 + 3 + 9 = 25, and 100 for its update. Rank 0: B0 from 13 to 23, B1 from 25 to 45.
-        assert_eq!(ideal_of(&schedule, &parts).unwrap(), Duration::from_nanos(125));
-        let parts = [part([1, 2, 10, 20], 5), part([4, 8, 3, 9], 0)];
-        assert_eq!(ideal_of(&schedule, &parts).unwrap(), Duration::from_nanos(50));
-    }
-    #[test]
-    fn a_quiet_ideal_forgets_what_disturbed_single_actions() {
-        let schedule = Schedule::gpipe(1, 3).unwrap();
-        let sample = |actions: [u64; 6], update| Sample {
-            step: Duration::ZERO,
-            parts: vec![Part { actions: actions.to_vec(), update, ..Part::default() }],
-        };
-        let samples = [
-            sample([1, 1, 900, 2, 2, 2], 7),
-            sample([1, 1, 1, 2, 800, 2], 7),
-            sample([1, 1, 1, 2, 2, 2], 700),
-        ];
-        assert_eq!(ideal_of_medians(&schedule, &samples).unwrap(), Duration::from_nanos(3 + 6 + 7));
+        let parts = [part([2, 4, 20, 40], 10), part([8, 16, 6, 18], 200)];
+        let of = |parts: &[Part], clock| ideal_of(&schedule, parts, clock).unwrap().as_nanos();
+        // Rank 1: 2 + 8 + 16 + 6 + 18 = 50, and 200 for its update. Rank 0: B0 from 26 to 46, B1 from 50 to 90.
+        assert_eq!(of(&parts, |took| took.wall), 250);
+        assert_eq!(of(&parts, |took| took.own), 125);
+        let parts = [part([2, 4, 20, 40], 10), part([8, 16, 6, 18], 0)];
+        assert_eq!(of(&parts, |took| took.wall), 100);
     }
 }
