@@ -28,6 +28,9 @@ use alone::Took;
 use job::{Measured, Pace, Part};
 use mlp::Shape;
 
+/// Where kernels take so many times their own time, others were computing here.
+const BUSY: f64 = 1.2;
+
 #[derive(Args, Clone, Debug)]
 pub(crate) struct PipelineArgs {
     #[command(flatten)]
@@ -173,13 +176,20 @@ fn report(args: &PipelineArgs, schedules: &[Schedule], measured: &[Measured]) ->
         }));
     }
     show(&cases, args.options.json);
+    let median = |name| cases.iter().find(|case| case.name == name).map(|case| case.quantile(0.5));
+    if let (Some(ideal), Some(quiet)) = (median("ideal"), median("quiet ideal"))
+        && ideal > BUSY * quiet
+    {
+        eprintln!("other programs took cores from the kernels alone: an efficiency measured now says little");
+    }
     Ok(())
 }
 
 fn parameters(args: &PipelineArgs, schedule: &Schedule) -> String {
     let Shape { dim, layers, stages, rows, microbatches } = args.shape();
     let (name, transport) = (schedule.name(), args.transport.name());
-    format!("{name}, {transport}, {stages} stages of {}x{dim}, {microbatches}x{rows} rows", layers / stages)
+    let (stage, per_stage) = (if stages == 1 { "stage" } else { "stages" }, layers / stages);
+    format!("{name}, {transport}, {stages} {stage} of {per_stage}x{dim}, {microbatches}x{rows} rows")
 }
 
 /// The cases of one schedule.
