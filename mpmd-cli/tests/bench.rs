@@ -273,3 +273,127 @@ fn what_cannot_be_measured_is_refused() {
     let said = in_a_job("2", &["p2p", "--level", "array", "--peer"]);
     assert!(said.contains("--peer"), "{said}");
 }
+
+/// Lines of `bench pipeline` with these further words, for a network of six small layers that learns so fast
+/// that the losses show every gradient.
+fn pipeline(args: &[&str]) -> Vec<Value> {
+    let small =
+        "pipeline --dim 24 --layers 6 --microbatch 3 --microbatches 4 --warm-up 1 --learning-rate 0.3 --json";
+    lines(&bench(&[&small.split(' ').collect::<Vec<_>>(), args].concat()))
+}
+
+fn named<'a>(lines: &'a [Value], name: &str) -> Vec<&'a Value> {
+    lines.iter().filter(|line| line["name"] == name).collect()
+}
+
+fn median(line: &Value) -> f64 {
+    line["median"].as_f64().unwrap_or_else(|| panic!("median in {line}"))
+}
+
+#[test]
+fn steps_of_a_pipeline_are_measured_beside_their_kernels() {
+    for transport in ["tcp", "inproc"] {
+        let lines = pipeline(&["--repeats", "3", "--check", "--transport", transport]);
+        let of_stage = [("forward", "us", 12), ("backward", "us", 12), ("update", "us", 3)];
+        let before =
+            [("step", "us", 3), ("ideal", "us", 3), ("quiet ideal", "us", 3), ("efficiency", "ratio", 3)];
+        let after = [
+            ("kernels", "GFLOP/s", 3),
+            ("library", "GFLOP/s", 3),
+            ("rate ratio", "ratio", 3),
+            ("moved", "bytes/step", 3),
+            ("loss", "mse", 1),
+            ("plain loss", "mse", 1),
+        ];
+        let expected = [&before[..], &of_stage, &of_stage, &after].concat();
+        assert_eq!(lines.len(), 2 * expected.len(), "{lines:?}");
+        for (at, line) in lines.iter().enumerate() {
+            let (name, unit, repeats) = expected[at % expected.len()];
+            assert_eq!((&line["name"], &line["unit"]), (&name.into(), &unit.into()), "{line}");
+            assert_measured(line, repeats);
+            let parameters = line["parameters"].as_str().expect("words");
+            let schedule = ["1F1B", "GPipe"][at / expected.len()];
+            let words = format!("{schedule}, {transport}, 2 stages of 3x24, 4x3 rows");
+            assert!(parameters.ends_with(&words), "{line}");
+        }
+        // Activations one way and gradients the other, of four microbatches.
+        let moved = (2 * 4 * 3 * 24 * 4) as f64;
+        for line in named(&lines, "moved") {
+            assert_eq!((&line["p10"], &line["p90"]), (&moved.into(), &moved.into()), "{line}");
+        }
+        let losses = named(&lines, "loss");
+        assert_eq!(median(losses[0]), median(losses[1]), "both schedules add in the same order");
+        assert_eq!(median(named(&lines, "plain loss")[0]), median(named(&lines, "plain loss")[1]));
+    }
+}
+
+#[test]
+fn however_a_network_is_cut_it_learns_the_same() {
+    let cut = |stages: usize| {
+        let words = ["--schedule", "gpipe", "--repeats", "1", "--check", "--transport", "inproc", "--stages"];
+        let lines = pipeline(&[&words[..], &[&stages.to_string()]].concat());
+        let value = |name: &str| median(named(&lines, name)[0]);
+        assert_eq!(named(&lines, "forward").len(), stages);
+        assert_eq!(value("moved"), ((stages - 1) * 2 * 4 * 3 * 24 * 4) as f64);
+        assert!((value("efficiency") - value("ideal") / value("step")).abs() < 1e-9, "{lines:?}");
+        assert!((value("rate ratio") - value("kernels") / value("library")).abs() < 1e-9, "{lines:?}");
+        value("loss")
+    };
+    let whole = cut(1);
+    assert!(whole > 0.0);
+    assert_eq!((cut(2), cut(3)), (whole, whole));
+}
+
+#[test]
+fn a_loss_that_is_off_is_an_error() {
+    let small = "pipeline --dim 8 --layers 2 --microbatch 2 --microbatches 2 --warm-up 1 --repeats 1 --check";
+    for transport in ["tcp", "inproc"] {
+        for schedule in ["1f1b", "gpipe"] {
+            let words = ["--expect", "0.125", "--schedule", schedule, "--transport", transport];
+            let said = complaint(&[&small.split(' ').collect::<Vec<_>>()[..], &words].concat());
+            assert!(said.contains("the loss of step 1 is") && said.contains("instead of 0.125"), "{said}");
+            assert!(said.to_lowercase().contains(&format!("{schedule} over {transport}")), "{said}");
+        }
+    }
+}
+
+#[test]
+fn pipelines_that_cannot_be_measured_are_refused() {
+    let refused = |words: &str| complaint(&words.split(' ').collect::<Vec<_>>());
+    let said = refused("pipeline --layers 4 --stages 3");
+    assert!(said.contains("4 layers cannot be spread evenly over 3 stages"), "{said}");
+    let said = refused("pipeline --threads 2");
+    assert!(said.contains("one thread") && said.contains("--threads says 2"), "{said}");
+    let said = refused("pipeline --schedule 1f1b,zebra");
+    assert!(said.contains("no schedule zebra") && said.contains("gpipe"), "{said}");
+    let said = refused("pipeline --dim 4096 --check");
+    assert!(said.contains("--check would take") && said.contains("smaller"), "{said}");
+    assert!(refused("pipeline --expect 0.5").contains("--check"));
+    assert!(refused("pipeline --microbatches 0").contains("microbatches"));
+    let mut command = command(&["pipeline"]);
+    command.env("MPMD_RANK", "0").env("MPMD_WORLD_SIZE", "3").env("MPMD_COORDINATOR", "127.0.0.1:9");
+    let output = run(command);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && said.contains("2 stages need as many processes, not 3"), "{said}");
+}
+
+#[test]
+fn plain_copies_are_measured_warm_and_fresh() {
+    let lines = lines(&bench(&["memcpy", "--sizes", "64Ki,1Mi", "--repeats", "1", "--json"]));
+    let mut expected = Vec::new();
+    for size in ["64Ki", "1Mi"] {
+        for threads in ["1 thread", "2 threads"] {
+            expected.extend(["warm", "fresh"].map(|target| format!("{size}, {target}, {threads}")));
+        }
+    }
+    assert_eq!(lines.len(), expected.len(), "{lines:?}");
+    for (line, parameters) in lines.iter().zip(expected) {
+        assert_eq!((&line["name"], &line["unit"]), (&"memcpy".into(), &"GB/s".into()), "{line}");
+        assert_eq!(line["parameters"], parameters, "{line}");
+        assert_measured(line, 1);
+    }
+    let table = bench(&["memcpy", "--sizes", "64Ki", "--threads", "1", "--repeats", "1"]);
+    assert!(table.contains("64Ki, fresh, 1 thread") && table.contains("GB/s"), "{table}");
+    assert!(complaint(&["memcpy", "--threads", "0"]).contains("--threads is from 1 to 256"));
+    assert!(complaint(&["memcpy", "--sizes", "0"]).contains("4Ki"));
+}

@@ -4,7 +4,9 @@
 
 mod dispatch;
 mod links;
+mod memcpy;
 mod p2p;
+mod pipeline;
 mod plan;
 mod reshard;
 
@@ -35,6 +37,10 @@ enum What {
     Reshard(reshard::ReshardArgs),
     /// What the links between devices cost; `--out` writes the file that `MPMD_LINKS` names.
     Links(links::LinksArgs),
+    /// Training steps of a pipeline beside the time of their kernels alone, with one process for each stage.
+    Pipeline(pipeline::PipelineArgs),
+    /// Plain copies, warm and into fresh memory, by one thread and two.
+    Memcpy(memcpy::MemcpyArgs),
 }
 
 /// Options of every benchmark.
@@ -56,6 +62,8 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<ExitCode> {
         What::Plan(args) => plan::plan(args).map(|()| ExitCode::SUCCESS),
         What::Reshard(args) => reshard::reshard(args),
         What::Links(args) => links::links(args),
+        What::Pipeline(args) => pipeline::pipeline(args),
+        What::Memcpy(args) => memcpy::memcpy(args).map(|()| ExitCode::SUCCESS),
     }
 }
 
@@ -115,8 +123,10 @@ fn quantile(samples: &[f64], share: f64) -> f64 {
 
 /// Prints cases as a table or as lines of JSON.
 pub(crate) fn show(cases: &[Case], json: bool) {
+    let wide = cases.iter().map(|case| case.parameters.len()).max().unwrap_or(0).max(26);
     if !json {
-        println!("{:<14} {:<26} {:>10} {:>10} {:>10}  unit", "case", "parameters", "median", "p10", "p90");
+        let (case, parameters) = ("case", "parameters");
+        println!("{case:<14} {parameters:<wide$} {:>10} {:>10} {:>10}  unit", "median", "p10", "p90");
     }
     for case in cases {
         let (median, p10, p90) = (case.quantile(0.5), case.quantile(0.1), case.quantile(0.9));
@@ -133,7 +143,7 @@ pub(crate) fn show(cases: &[Case], json: bool) {
             println!("{line}");
         } else {
             let (name, parameters, unit) = (case.name, &case.parameters, case.unit);
-            println!("{name:<14} {parameters:<26} {median:>10.3} {p10:>10.3} {p90:>10.3}  {unit}");
+            println!("{name:<14} {parameters:<wide$} {median:>10.3} {p10:>10.3} {p90:>10.3}  {unit}");
         }
     }
 }

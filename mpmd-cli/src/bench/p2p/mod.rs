@@ -30,7 +30,8 @@ use found::{Found, Test};
 use pace::Pace;
 use perftest::Perftest;
 use table::{Row, Setting};
-use words::{Carrier, Level, Size, SpinWord};
+pub(super) use words::{Carrier, Size};
+use words::{Level, SpinWord};
 
 /// How long an engine looks for work before it sleeps, for the programs of level `array`.
 const SPIN: &str = "MPMD_SPIN";

@@ -29,7 +29,7 @@ impl Level {
 
 /// What moves it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
-pub(super) enum Carrier {
+pub(in crate::bench) enum Carrier {
     /// Sockets between two processes.
     Tcp,
     /// UCX between two processes; needs a build with the feature `ucx`.
@@ -39,7 +39,7 @@ pub(super) enum Carrier {
 }
 
 impl Carrier {
-    pub(super) fn name(self) -> &'static str {
+    pub(in crate::bench) fn name(self) -> &'static str {
         match self {
             Self::Tcp => "tcp",
             Self::Ucx => "ucx",
@@ -50,7 +50,7 @@ impl Carrier {
 
 /// A number of bytes, at least one: `8`, `4Ki`, `16Mi`, `1Gi`.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) struct Size(pub(super) usize);
+pub(in crate::bench) struct Size(pub(in crate::bench) usize);
 
 const UNITS: [(&str, u32); 3] = [("Ki", 10), ("Mi", 20), ("Gi", 30)];
 

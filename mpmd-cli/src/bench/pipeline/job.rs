@@ -1,0 +1,199 @@
+//! What each process of the job does: steps of the pipeline and, in turns with them, its kernels alone.
+
+use std::time::{Duration, Instant};
+
+use mpmd_core::pipeline::{Loss, Microbatch, Pipeline, Schedule};
+use mpmd_core::prelude::*;
+use mpmd_core::{Jit, ProcessId};
+use serde::{Deserialize, Serialize};
+
+use super::alone::{Alone, Took};
+use super::mlp::{Shape, Values};
+use super::stage::{Last, Layer, Middle, Update};
+
+/// How much is measured.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pace {
+    pub(super) warm_up: usize,
+    pub(super) repeats: usize,
+}
+
+/// What was found with one schedule; the same on every process but for the times of steps.
+#[derive(Debug)]
+pub(super) struct Measured {
+    pub(super) samples: Vec<Sample>,
+    /// The mean loss of every step, those of the warm-up too.
+    pub(super) losses: Vec<f32>,
+}
+
+/// One step, and everything that it is compared with.
+#[derive(Debug)]
+pub(super) struct Sample {
+    /// From when every process was ready to begin to when this one knows that all are done.
+    pub(super) step: Duration,
+    /// By process, which is by stage.
+    pub(super) parts: Vec<Part>,
+}
+
+/// What a process found of its stage.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+pub(super) struct Part {
+    /// The actions alone, in the schedule's order.
+    pub(super) actions: Vec<Took>,
+    /// The update alone.
+    pub(super) update: Took,
+    /// The matrix library for the products of each microbatch.
+    pub(super) products: Vec<Took>,
+    /// Payload bytes that the step has sent.
+    pub(super) sent: u64,
+}
+
+/// Runs the steps of one schedule.
+///
+/// # Errors
+///
+/// As the operations of the pipeline; all processes get the same.
+pub(super) fn measure(
+    p: &mut Program,
+    shape: &Shape,
+    schedule: &Schedule,
+    rate: f64,
+    pace: Pace,
+) -> Result<Measured> {
+    let mut job = Job::new(p, shape, rate)?;
+    let me = p.process().index();
+    let mut alone = Alone::new(*shape, me)?;
+    let (mut samples, mut losses) = (Vec::with_capacity(pace.repeats), Vec::new());
+    for step in 0..pace.warm_up + pace.repeats {
+        meet(p)?;
+        let before = sent(p);
+        let start = Instant::now();
+        let loss = job.step(p, schedule)?;
+        // The first process hears from the others; it has nothing to tell them before the next step.
+        for other in (1..p.processes()).rev() {
+            agree(p, other, (), || Ok(()))?;
+        }
+        let step_time = start.elapsed();
+        // Then everybody has received, so what was sent is known; and everybody is ready for its kernels.
+        meet(p)?;
+        let sent = sent(p) - before;
+        let (actions, update) = alone.run(&schedule.rows()[me])?;
+        meet(p)?;
+        let products = (0..shape.microbatches).map(|_| alone.products()).collect();
+        let part = Part { actions, update, products, sent };
+        losses.push(agree(p, shape.stages - 1, 0.0, || loss.mean())?);
+        let parts = (0..p.processes())
+            .map(|process| agree(p, process, Part::default(), || Ok(part.clone())))
+            .collect::<Result<Vec<_>>>()?;
+        if step >= pace.warm_up {
+            samples.push(Sample { step: step_time, parts });
+        }
+    }
+    Ok(Measured { samples, losses })
+}
+
+/// Returns once every process is here.
+fn meet(p: &mut Program) -> Result<()> {
+    (0..p.processes()).try_for_each(|process| agree(p, process, (), || Ok(())))
+}
+
+fn agree<T: Serialize + for<'a> Deserialize<'a>>(
+    p: &mut Program,
+    from: usize,
+    while_planning: T,
+    f: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    p.agree(ProcessId(from as u32), while_planning, f)
+}
+
+/// Payload bytes sent so far. Nothing, which is what is agreed on to meet, has none.
+fn sent(p: &Program) -> u64 {
+    p.metrics().bytes_sent.iter().sum()
+}
+
+/// The pipeline, its data and its optimiser.
+struct Job {
+    stages: Pipeline<MpmdArray, Loss<MpmdArray>>,
+    /// Inputs and labels by microbatch, the same in every step.
+    data: Vec<(MpmdArray, MpmdArray)>,
+    updates: Vec<Jit<Update>>,
+}
+
+/// The loss of a step, where the last stage is.
+struct StepLoss(Loss<MpmdArray>);
+
+impl StepLoss {
+    fn mean(&self) -> Result<f32> {
+        let value = |array: &MpmdArray| -> Result<f32> {
+            let host = array.to_host()?.ok_or_else(|| Error::kernel("a loss on another process"))?;
+            Ok(host.to_vec::<f32>()?[0])
+        };
+        Ok(value(&self.0.sum)? / value(&self.0.weight)?)
+    }
+}
+
+impl Job {
+    fn new(p: &mut Program, shape: &Shape, rate: f64) -> Result<Self> {
+        let meshes = p.mesh(&[("stage", shape.stages)])?.split("stage")?;
+        let (dim, per_stage, last) = (shape.dim, shape.layers_of_stage(), shape.stages - 1);
+        let make = |p: &mut Program, stage: usize, aval: ShapedArray, values: Values| {
+            p.make(aval, &meshes[stage].replicated(), move |_, mut view| {
+                values.fill(dim, view.as_mut_slice()?);
+                Ok(())
+            })
+        };
+        let layers = |p: &mut Program, stage: usize| {
+            (stage * per_stage..(stage + 1) * per_stage)
+                .map(|layer| {
+                    let w = make(p, stage, f32s([dim, dim]), Values::Matrix(layer))?;
+                    Ok(Layer { w, b: make(p, stage, f32s([dim]), Values::Bias(layer))? })
+                })
+                .collect::<Result<Vec<_>>>()
+        };
+        let stages = if last == 0 {
+            Pipeline::first(Last(*shape), &meshes[0], layers(p, 0)?)?
+        } else {
+            let mut stages = Pipeline::first(Middle(*shape), &meshes[0], layers(p, 0)?)?;
+            for (stage, mesh) in meshes.iter().enumerate().take(last).skip(1) {
+                stages = stages.then(Middle(*shape), mesh, layers(p, stage)?)?;
+            }
+            stages.then(Last(*shape), &meshes[last], layers(p, last)?)?
+        };
+        let data = (0..shape.microbatches)
+            .map(|microbatch| {
+                let aval = f32s([shape.rows, dim]);
+                let x = make(p, 0, aval.clone(), Values::Input(microbatch))?;
+                Ok((x, make(p, last, aval, Values::Labels(microbatch))?))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        // The gradients are sums over rows.
+        let rate = rate / (shape.rows * shape.microbatches) as f64;
+        let updates = meshes
+            .iter()
+            .map(|mesh| p.jit(Update(rate as f32)).on(mesh).outputs(mesh.replicated()).donate("0").build())
+            .collect::<Result<Vec<_>>>()?;
+        Ok(Self { stages, data, updates })
+    }
+
+    /// One step, to its end on this process.
+    fn step(&mut self, p: &mut Program, schedule: &Schedule) -> Result<StepLoss> {
+        let last = self.updates.len() - 1;
+        let batch = self.data.iter().map(|(x, labels)| Microbatch::new(x.clone()).side(last, labels.clone()));
+        let output = self.stages.train_step(p, schedule, batch.collect())?;
+        for (stage, (update, gradients)) in self.updates.iter().zip(output.gradients).enumerate() {
+            let arrays =
+                |named: Vec<(String, MpmdArray)>| named.into_iter().map(|(_, array)| array).collect();
+            let (params, gradients): (Vec<_>, Vec<_>) =
+                (arrays(self.stages.params(stage)), arrays(gradients));
+            self.stages.set_params(stage, update.call(p, (params, gradients))?)?;
+        }
+        p.step_end()?;
+        for stage in 0..=last {
+            for (_, array) in self.stages.params(stage) {
+                array.block_until_ready()?;
+            }
+        }
+        output.loss.sum.block_until_ready()?;
+        Ok(StepLoss(output.loss))
+    }
+}

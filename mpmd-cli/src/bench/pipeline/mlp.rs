@@ -1,0 +1,201 @@
+//! The network and its arithmetic, on slices: what the pipeline's kernels compute, and what is measured of
+//! them alone.
+//!
+//! Each layer is `relu(x w + b)` with a square matrix `w`; `x` is `[rows, dim]`. The loss is the mean square
+//! error over rows and columns.
+
+use mpmd_core::backend::cpu::matmul::{matmul, matmul_nt, matmul_tn};
+
+/// The network, and how it is cut.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) struct Shape {
+    /// Rows and columns of every matrix.
+    pub(super) dim: usize,
+    /// Layers of the whole network.
+    pub(super) layers: usize,
+    /// Stages, of equally many layers.
+    pub(super) stages: usize,
+    /// Rows of a microbatch.
+    pub(super) rows: usize,
+    /// Microbatches of a step.
+    pub(super) microbatches: usize,
+}
+
+impl Shape {
+    /// Layers of each stage.
+    pub(super) fn layers_of_stage(&self) -> usize {
+        self.layers / self.stages
+    }
+
+    /// Elements of a microbatch at every stage.
+    pub(super) fn activations(&self) -> usize {
+        self.rows * self.dim
+    }
+
+    /// Products of matrices that a stage makes for each microbatch: forward, and backward. Nobody asks for
+    /// the gradient of the data.
+    pub(super) fn products(&self, stage: usize) -> (usize, usize) {
+        let layers = self.layers_of_stage();
+        (layers, 2 * layers - usize::from(stage == 0))
+    }
+
+    /// Floating-point operations of one product.
+    pub(super) fn product_flops(&self) -> f64 {
+        2.0 * self.rows as f64 * (self.dim as f64).powi(2)
+    }
+}
+
+/// A layer's matrix and bias.
+pub(super) type Weights<'a> = (&'a [f32], &'a [f32]);
+
+/// `inputs[l]` becomes the input of layer `l`, the first a copy of `x`; `output` that of the last layer.
+pub(super) fn forward(
+    shape: &Shape,
+    weights: &[Weights<'_>],
+    x: &[f32],
+    inputs: &mut [&mut [f32]],
+    output: &mut [f32],
+) {
+    let Shape { dim, rows, .. } = *shape;
+    inputs[0].copy_from_slice(x);
+    for (layer, (w, b)) in weights.iter().enumerate() {
+        let (known, next) = inputs.split_at_mut(layer + 1);
+        let y = next.first_mut().map_or(&mut *output, |next| next);
+        y.chunks_exact_mut(dim).for_each(|row| row.copy_from_slice(b));
+        matmul(y, known[layer], w, rows, dim, dim, true);
+        y.iter_mut().for_each(|y| *y = y.max(0.0));
+    }
+}
+
+/// The sum over rows of the mean square error of `output`, whose place its gradient before `relu` takes.
+pub(super) fn loss(shape: &Shape, output: &mut [f32], labels: &[f32]) -> f32 {
+    let scale = 1.0 / shape.dim as f32;
+    let mut sum = 0.0f64;
+    for (output, label) in output.iter_mut().zip(labels) {
+        let error = *output - label;
+        sum += f64::from(error * error);
+        *output = if *output > 0.0 { 2.0 * scale * error } else { 0.0 };
+    }
+    (sum * f64::from(scale)) as f32
+}
+
+/// The output's gradient before `relu`, in the output's place, from that after it.
+pub(super) fn through_relu(output: &mut [f32], dy: &[f32]) {
+    for (output, dy) in output.iter_mut().zip(dy) {
+        *output = if *output > 0.0 { *dy } else { 0.0 };
+    }
+}
+
+/// From the last of `gradients` to those of the layers before it, all before `relu`, and to that of the
+/// stage's input where somebody asks for it.
+pub(super) fn backward_input(
+    shape: &Shape,
+    weights: &[Weights<'_>],
+    inputs: &[&[f32]],
+    gradients: &mut [&mut [f32]],
+    dx: Option<&mut [f32]>,
+) {
+    let Shape { dim, rows, .. } = *shape;
+    for layer in (1..weights.len()).rev() {
+        let (before, after) = gradients.split_at_mut(layer);
+        let d = &mut *before[layer - 1];
+        matmul_nt(d, after[0], weights[layer].0, rows, dim, dim, false);
+        for (d, y) in d.iter_mut().zip(inputs[layer]) {
+            *d = if *y > 0.0 { *d } else { 0.0 };
+        }
+    }
+    if let Some(dx) = dx {
+        matmul_nt(dx, gradients[0], weights[0].0, rows, dim, dim, false);
+    }
+}
+
+/// Adds to one layer's gradients.
+pub(super) fn backward_weight(
+    shape: &Shape,
+    input: &[f32],
+    gradient: &[f32],
+    dw: &mut [f32],
+    db: &mut [f32],
+) {
+    let Shape { dim, rows, .. } = *shape;
+    matmul_tn(dw, input, gradient, dim, rows, dim, true);
+    for row in gradient.chunks_exact(dim) {
+        db.iter_mut().zip(row).for_each(|(db, d)| *db += d);
+    }
+}
+
+/// A step down the gradient.
+pub(super) fn update(weights: &mut [f32], gradient: &[f32], rate: f32) {
+    weights.iter_mut().zip(gradient).for_each(|(w, d)| *w -= rate * d);
+}
+
+/// What initial values are for.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Values {
+    /// A matrix of the layer of this number in the whole network.
+    Matrix(usize),
+    /// A bias.
+    Bias(usize),
+    /// The input of a microbatch.
+    Input(usize),
+    /// What should come out.
+    Labels(usize),
+}
+
+impl Values {
+    /// The same values on every process and in every run: uniform, and of a size that keeps activations as
+    /// large as they were (He et al. 2015: a variance of `2 / dim` for `relu`).
+    pub(super) fn fill(self, dim: usize, values: &mut [f32]) {
+        let wide = (6.0 / dim as f32).sqrt();
+        let (stream, number, low, high) = match self {
+            Self::Matrix(layer) => (1, layer, -wide, wide),
+            Self::Bias(layer) => (2, layer, -0.1, 0.1),
+            Self::Input(microbatch) => (3, microbatch, -1.0, 1.0),
+            Self::Labels(microbatch) => (4, microbatch, 0.0, 1.0),
+        };
+        let start = mix(stream << 56 ^ (number as u64) << 32);
+        for (at, value) in values.iter_mut().enumerate() {
+            // 24 bits: what an `f32` holds.
+            let uniform = (mix(start.wrapping_add(at as u64)) >> 40) as f32 / (1u32 << 24) as f32;
+            *value = low + (high - low) * uniform;
+        }
+    }
+
+    pub(super) fn vec(self, dim: usize, len: usize) -> Vec<f32> {
+        let mut values = vec![0.0; len];
+        self.fill(dim, &mut values);
+        values
+    }
+}
+
+/// `splitmix64`.
+fn mix(x: u64) -> u64 {
+    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_are_uniform_and_each_use_has_its_own() {
+        let values = Values::Input(3).vec(8, 10_000);
+        assert!(values.iter().all(|value| (-1.0..1.0).contains(value)));
+        let mean = values.iter().sum::<f32>() / 1e4;
+        assert!(mean.abs() < 0.03, "{mean}");
+        assert_eq!(values, Values::Input(3).vec(8, 10_000));
+        assert_ne!(values, Values::Input(2).vec(8, 10_000));
+        let (matrix, wide) = (Values::Matrix(0).vec(24, 1000), 0.5);
+        assert!(matrix.iter().all(|value| value.abs() <= wide) && matrix.iter().any(|v| *v > 0.9 * wide));
+    }
+
+    #[test]
+    fn products_are_counted_without_the_gradient_of_the_data() {
+        let shape = Shape { dim: 10, layers: 6, stages: 2, rows: 5, microbatches: 1 };
+        assert_eq!((shape.products(0), shape.products(1)), ((3, 5), (3, 6)));
+        assert_eq!((shape.product_flops(), shape.activations()), (1000.0, 50));
+    }
+}
