@@ -17,6 +17,7 @@ use super::meeting::{Address, Hello, Refusal, name_missing};
 use super::queue::{Command, Queue};
 use super::rest::{Idle, Rest};
 use super::result::Way;
+use super::roll_call::RollCall;
 use super::safe::{Descriptor, EndpointId, Event, OpId, Worker};
 use super::traffic::{Operation, Said};
 use super::{Spin, UcxConfig, settings, sys};
@@ -33,7 +34,11 @@ pub(super) mod id {
     pub(in super::super) const BYE: u32 = 3;
     /// The same, in answer to a goodbye: nothing of the leaver's memory is read any more.
     pub(in super::super) const HEARD: u32 = 4;
-    pub(in super::super) const ALL: [u32; 4] = [HELLO, MESSAGE, BYE, HEARD];
+    /// The same: asks for an answer.
+    pub(in super::super) const PING: u32 = 5;
+    /// The same, in answer.
+    pub(in super::super) const PONG: u32 = 6;
+    pub(in super::super) const ALL: [u32; 6] = [HELLO, MESSAGE, BYE, HEARD, PING, PONG];
 }
 
 /// UCX wakes a sleeping engine; this is for where it does not.
@@ -62,6 +67,8 @@ pub(super) struct Peer {
     pub(super) answered: bool,
     /// It has answered ours.
     pub(super) has_heard: bool,
+    /// It has answered since somebody died.
+    pub(super) in_reach: bool,
 }
 
 pub(super) struct Engine {
@@ -81,6 +88,7 @@ pub(super) struct Engine {
     /// Said before there was a handler.
     pub(super) early: Vec<Said>,
     pub(super) leaving: Option<Leaving>,
+    pub(super) roll_call: Option<RollCall>,
     meeting: Option<Meeting>,
     /// Greetings that came before this process was told of its peers.
     hellos: Vec<Vec<u8>>,
@@ -142,6 +150,7 @@ impl Engine {
             handler: None,
             early: Vec::new(),
             leaving: None,
+            roll_call: None,
             meeting: None,
             hellos: Vec::new(),
             rest: Rest::new(Spin::Never, 1, 1),
@@ -166,6 +175,9 @@ impl Engine {
             }
             if self.meeting.is_some() {
                 self.meet();
+            }
+            if self.roll_call.is_some() {
+                self.call_the_roll();
             }
             if self.leaving.is_some() && self.leave() {
                 break;
@@ -193,11 +205,8 @@ impl Engine {
         match (&armed, self.worker.descriptor()) {
             (Ok(false), _) => {}
             (Ok(true), Ok(descriptor)) => {
-                let sleep = if self.meeting.is_some() || self.leaving.is_some() {
-                    SHORT_SLEEP
-                } else {
-                    LONGEST_SLEEP
-                };
+                let hurry = self.meeting.is_some() || self.leaving.is_some() || self.roll_call.is_some();
+                let sleep = if hurry { SHORT_SLEEP } else { LONGEST_SLEEP };
                 let sleep = Timespec { tv_sec: 0, tv_nsec: i64::from(sleep.subsec_nanos()) };
                 // Interrupted or not: the next turn looks.
                 let _ = poll(&mut [PollFd::new(&descriptor, PollFlags::IN)], Some(&sleep));
@@ -257,6 +266,7 @@ impl Engine {
                 heard_bye: false,
                 answered: false,
                 has_heard: false,
+                in_reach: true,
             })
             .collect();
         let failed = self.greet_all(&config).err();

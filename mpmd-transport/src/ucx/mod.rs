@@ -29,6 +29,8 @@ mod rest;
 #[cfg(feature = "ucx")]
 mod result;
 #[cfg(feature = "ucx")]
+mod roll_call;
+#[cfg(feature = "ucx")]
 mod safe;
 #[cfg(feature = "ucx")]
 mod settings;

@@ -125,6 +125,8 @@ impl Engine {
         self.throw_away(body);
         match (from, id) {
             (Some(from), id::BYE) => self.goodbye(from),
+            (Some(from), id::PING) => self.answer_roll_call(from),
+            (Some(from), id::PONG) => self.peers[from.index()].in_reach = true,
             (Some(from), id::HEARD) => {
                 let peer = &mut self.peers[from.index()];
                 peer.has_heard = true;
@@ -291,6 +293,9 @@ impl Engine {
         self.end_operations(|whose| whose == peer, &gone(peer, &why));
         if self.leaving.is_none() {
             self.say(Said::Down(peer, why));
+            if by_force {
+                self.begin_roll_call(peer);
+            }
         }
     }
 

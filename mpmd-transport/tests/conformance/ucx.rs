@@ -7,7 +7,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_transport::ucx::{Opened, Spin, Ucx, UcxConfig};
-use mpmd_transport::{Header, Kind as MessageKind, Pool, SharedBuffer, Transport, TransportError};
+use mpmd_transport::{
+    Handler, Header, Kind as MessageKind, Payload, Pool, ProcessId, SharedBuffer, Ticket, Transport,
+    TransportError,
+};
 
 use crate::cluster::{Cluster, EPOCH, Kind, TOKEN, id, is_gone};
 use crate::recorder::Manner;
@@ -126,6 +129,40 @@ fn a_peer_that_others_know_to_be_gone_is_not_waited_for() {
         // The others live on.
         cluster.post(0, 2, MessageKind::Eager, 10);
         cluster.recorders[2].wait_complete(1);
+        cluster.finish();
+    });
+}
+
+/// Stands still at the first message, as if nothing came through.
+struct StandsStill(Duration);
+
+impl Handler for StandsStill {
+    fn arrived(&self, _: ProcessId, _: Header, _: Payload) {
+        std::thread::sleep(self.0);
+    }
+
+    fn done(&self, _: Ticket, _: Result<(), TransportError>) {}
+
+    fn peer_down(&self, _: ProcessId, _: TransportError) {}
+}
+
+#[test]
+fn after_a_death_who_does_not_answer_is_out_of_reach() {
+    within(LIMIT, || {
+        let mut cluster = Cluster::not_started(Kind::Ucx, 4, Manner::Hold);
+        for process in [0, 1, 2] {
+            cluster.start(process);
+        }
+        cluster.transport(3).start(Arc::new(StandsStill(Duration::from_secs(5))));
+        cluster.post(0, 3, MessageKind::Heartbeat, 0);
+        std::thread::sleep(Duration::from_millis(200));
+        cluster.transport(0).give_up(id(1), "the rendezvous says so");
+        let why = cluster.recorders[0].wait_down(id(3)).to_string();
+        assert!(why.contains("process 1 is gone") && why.contains("process 3"), "{why}");
+        // Who answers is in reach.
+        cluster.post(0, 2, MessageKind::Eager, 10);
+        cluster.recorders[2].wait_complete(1);
+        cluster.recorders[0].read(|seen| assert!(seen.down.iter().all(|(peer, _)| *peer != id(2))));
         cluster.finish();
     });
 }
