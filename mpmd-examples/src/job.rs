@@ -21,7 +21,7 @@
 //! }
 //! ```
 
-use std::io::{IsTerminal, stderr};
+use std::io::{IsTerminal, Write, stderr};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -174,15 +174,22 @@ fn report(process: usize, result: mpmd_core::Result<Verdict>) -> ExitCode {
         Ok(None) => ExitCode::SUCCESS,
         Ok(Some(rejected)) => {
             if process == 0 {
-                eprintln!("{rejected}");
+                say(&rejected.to_string());
             }
             ExitCode::FAILURE
         }
         Err(error) => {
-            eprintln!("process {process}: error: {error}");
+            say(&format!("process {process}: error: {error}"));
             ExitCode::FAILURE
         }
     }
+}
+
+/// Prints a line in one write: `eprintln!` writes piece by piece, and process 0 shares its output with the
+/// launcher, which may be showing another process's line just then.
+fn say(line: &str) {
+    // Nobody may be reading any more.
+    let _ = stderr().write_all(format!("{line}\n").as_bytes());
 }
 
 #[cfg(test)]

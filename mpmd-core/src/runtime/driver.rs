@@ -147,7 +147,9 @@ impl Runtime {
     /// Shows the user that something waits beyond its patience.
     pub(crate) fn report_hang(&self, text: &str) {
         tracing::warn!(target: "mpmd::hang", "{text}");
-        eprintln!("mpmd: still waiting after {:?}\n  {text}", self.config.patience);
+        let message = format!("mpmd: still waiting after {:?}\n  {text}\n", self.config.patience);
+        // In one write: other processes of the job may be writing to the same place.
+        let _ = std::io::Write::write_all(&mut std::io::stderr(), message.as_bytes());
     }
 
     fn act(self: &Arc<Self>, actions: Vec<Action<InProcess>>) {
