@@ -1,6 +1,6 @@
 //! Pools: blocks by size class, carved from segments, kept for reuse, counted, limited.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ struct Inner {
 #[derive(Default)]
 struct State {
     /// Blocks nobody uses, by size class.
-    free: HashMap<usize, Vec<Carved>>,
+    free: BTreeMap<usize, Vec<Carved>>,
     /// The segment that small blocks are carved from, and how much of it is taken.
     open: Option<(Arc<Segment>, usize)>,
     stats: PoolStats,
@@ -48,6 +48,13 @@ pub struct PoolStats {
     pub peak: u64,
     /// Mapped from the system so far, never falling: flat once a program has warmed up.
     pub mapped: u64,
+}
+
+impl PoolStats {
+    fn make_live(&mut self, class: usize) {
+        self.live += class as u64;
+        self.reserved -= class as u64;
+    }
 }
 
 /// A pool that has less left than was asked for. The environment's fault, or the program's.
@@ -92,7 +99,22 @@ impl Pool {
     ///
     /// Fails where the limit does not allow it.
     pub fn reserve(&self, bytes: usize) -> Result<Reservation, OutOfMemory> {
-        let class = size_class(bytes) as u64;
+        self.set_aside(bytes, size_class(bytes) as u64)
+    }
+
+    /// Sets room for several buffers aside, all or none: `sizes` are their bytes. For
+    /// [`Reservation::allocate_all`].
+    ///
+    /// # Errors
+    ///
+    /// Fails where the limit does not allow them together.
+    pub fn reserve_all(&self, sizes: impl Iterator<Item = usize>) -> Result<Reservation, OutOfMemory> {
+        let (bytes, class) =
+            sizes.fold((0, 0), |(bytes, class), size| (bytes + size, class + size_class(size) as u64));
+        self.set_aside(bytes, class)
+    }
+
+    fn set_aside(&self, bytes: usize, class: u64) -> Result<Reservation, OutOfMemory> {
         let mut state = self.inner.state.lock();
         let stats = &mut state.stats;
         if self.inner.limit.is_some_and(|limit| stats.live + stats.reserved + class > limit) {
@@ -100,7 +122,7 @@ impl Pool {
         }
         stats.reserved += class;
         stats.peak = stats.peak.max(stats.live + stats.reserved);
-        Ok(Reservation { pool: self.clone(), bytes, counted: true })
+        Ok(Reservation { pool: self.clone(), bytes, counted: class })
     }
 
     /// The pool's figures at this moment.
@@ -144,25 +166,36 @@ impl Inner {
         }
     }
 
-    /// A block of `class` bytes that was reserved before.
-    fn take(&self, class: usize) -> std::io::Result<Carved> {
-        {
-            let mut state = self.state.lock();
-            if let Some(block) = state.free.get_mut(&class).and_then(Vec::pop) {
-                state.stats.cached -= class as u64;
-                return Ok(block);
-            }
-            if class <= LARGEST_SHARED_CLASS {
-                return state.carve(class);
-            }
-        }
+    /// A block with a segment of its own.
+    fn map(&self, class: usize) -> std::io::Result<Carved> {
         let segment = Arc::new(Segment::map(class)?);
-        self.state.lock().stats.mapped += class as u64;
+        let stats = &mut self.state.lock().stats;
+        stats.mapped += class as u64;
+        stats.make_live(class);
         Ok(Carved { start: segment.start(), capacity: class, _segment: segment })
     }
 }
 
 impl State {
+    /// A block of `class` bytes that was reserved before, counted as live from now on: in one step, so that
+    /// nobody sees the bytes counted twice and is refused for it. `None` where it must have a segment of its
+    /// own, which is better mapped without the lock.
+    fn take(&mut self, class: usize) -> Option<std::io::Result<Carved>> {
+        let block = match self.free.get_mut(&class).and_then(Vec::pop) {
+            Some(block) => {
+                self.stats.cached -= class as u64;
+                block
+            }
+            None if class <= LARGEST_SHARED_CLASS => match self.carve(class) {
+                Ok(block) => block,
+                Err(error) => return Some(Err(error)),
+            },
+            None => return None,
+        };
+        self.stats.make_live(class);
+        Some(Ok(block))
+    }
+
     fn carve(&mut self, class: usize) -> std::io::Result<Carved> {
         let fits = self.open.as_ref().is_some_and(|(segment, used)| used + class <= segment.bytes());
         if !fits {
@@ -182,8 +215,8 @@ impl State {
 pub struct Reservation {
     pool: Pool,
     bytes: usize,
-    /// Whether the pool still counts these bytes as reserved.
-    counted: bool,
+    /// What the pool still counts as reserved for it.
+    counted: u64,
 }
 
 impl Reservation {
@@ -193,20 +226,57 @@ impl Reservation {
     ///
     /// Fails where the system has no memory left.
     pub fn allocate(mut self) -> Result<OwnedBuffer, OutOfMemory> {
-        let class = size_class(self.bytes);
         let inner = &self.pool.inner;
-        let carved = inner
-            .take(class)
+        let class = self.counted as usize;
+        let taken = inner.state.lock().take(class);
+        let carved = taken
+            .unwrap_or_else(|| inner.map(class))
             .map_err(|_| inner.out_of_memory(self.bytes, &inner.state.lock().stats, None))?;
-        {
-            // In one step, so that nobody sees the bytes counted twice and is refused for it.
-            let stats = &mut inner.state.lock().stats;
-            stats.live += class as u64;
-            stats.reserved -= class as u64;
-        }
-        self.counted = false;
+        self.counted = 0;
         let block = Block { carved: Some(carved), pool: self.pool.clone() };
         Ok(OwnedBuffer::of_block(block, self.bytes))
+    }
+
+    /// Turns a reservation for several buffers into them; `sizes` are those that it was made for, or the
+    /// first of them. Costs one lock where the blocks are small or there already.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the system has no memory left, and where more is asked for than was set aside.
+    pub fn allocate_all(
+        mut self,
+        sizes: impl Iterator<Item = usize>,
+    ) -> Result<Vec<OwnedBuffer>, OutOfMemory> {
+        let mut buffers = Vec::with_capacity(sizes.size_hint().1.unwrap_or(0));
+        let pool = self.pool.clone();
+        let mut state = pool.inner.state.lock();
+        for bytes in sizes {
+            let class = size_class(bytes);
+            let left = self.counted.checked_sub(class as u64);
+            let taken = match left {
+                None => None,
+                Some(_) => match state.take(class) {
+                    Some(taken) => taken.ok(),
+                    None => {
+                        drop(state);
+                        let mapped = pool.inner.map(class);
+                        state = pool.inner.state.lock();
+                        mapped.ok()
+                    }
+                },
+            };
+            let (Some(left), Some(carved)) = (left, taken) else {
+                let error = pool.inner.out_of_memory(bytes, &state.stats, None);
+                // The buffers go back to the pool, which takes its lock.
+                drop(state);
+                return Err(error);
+            };
+            self.counted = left;
+            let block = Block { carved: Some(carved), pool: pool.clone() };
+            buffers.push(OwnedBuffer::of_block(block, bytes));
+        }
+        drop(state);
+        Ok(buffers)
     }
 
     /// How many bytes were asked for.
@@ -217,8 +287,8 @@ impl Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        if self.counted {
-            self.pool.inner.state.lock().stats.reserved -= size_class(self.bytes) as u64;
+        if self.counted > 0 {
+            self.pool.inner.state.lock().stats.reserved -= self.counted;
         }
     }
 }
@@ -333,5 +403,33 @@ mod tests {
         drop(pool.reserve(512).unwrap());
         assert_eq!(pool.stats().peak, 512);
         pool.trim();
+    }
+
+    #[test]
+    fn room_for_several_buffers_is_set_aside_and_taken_together() {
+        let pool = Pool::new("test", Some(4 << 20));
+        let sizes = [512, 1 << 20, 1, 0];
+        let error = pool.reserve_all([4 << 20, 1].into_iter()).unwrap_err();
+        assert_eq!((error.asked, error.reserved), ((4 << 20) + 1, 0), "all or none");
+        let together = sizes.map(Pool::rounded).iter().sum::<u64>();
+        let reserved = pool.reserve_all(sizes.into_iter()).unwrap();
+        assert_eq!((reserved.bytes(), pool.stats().reserved), (sizes.iter().sum(), together));
+        let buffers = reserved.allocate_all(sizes.into_iter()).unwrap();
+        assert_eq!(buffers.iter().map(|buffer| buffer.len()).collect::<Vec<_>>(), sizes);
+        assert_eq!((pool.stats().live, pool.stats().reserved), (together, 0));
+        drop(buffers);
+        assert_eq!((pool.stats().live, pool.stats().cached), (0, together));
+    }
+
+    #[test]
+    fn more_buffers_than_were_reserved_are_refused_and_fewer_leave_nothing_behind() {
+        let pool = Pool::new("test", None);
+        let reserved = pool.reserve_all([64, 64].into_iter()).unwrap();
+        assert_eq!(reserved.allocate_all([64, 64, 1].into_iter()).unwrap_err().asked, 1);
+        assert_eq!((pool.stats().live, pool.stats().reserved), (0, 0));
+        let reserved = pool.reserve_all([64, 640].into_iter()).unwrap();
+        let buffers = reserved.allocate_all([64].into_iter()).unwrap();
+        assert_eq!((pool.stats().live, pool.stats().reserved), (64, 0));
+        drop(buffers);
     }
 }
