@@ -38,7 +38,8 @@ fn derive(input: &DeriveInput) -> Result<TokenStream> {
     let members: Vec<_> = parts.iter().map(|part| &part.member).collect();
     let texts: Vec<_> = parts.iter().map(|part| &part.text).collect();
     let names: Vec<_> = parts.iter().map(|part| part.name(&tree)).collect();
-    let indices = 0..parts.len();
+    let count = parts.len();
+    let indices: Vec<_> = (0..count).collect();
 
     Ok(quote! {
         #[automatically_derived]
@@ -50,6 +51,17 @@ fn derive(input: &DeriveInput) -> Result<TokenStream> {
                 #tree::Structure::node([
                     #((#names, #tree::Tree::structure(&self.#members)),)*
                 ])
+            }
+
+            fn has_structure(&self, structure: &#tree::Structure) -> bool {
+                match structure {
+                    #tree::Structure::Node(branches) => {
+                        branches.len() == #count
+                            #(&& branches[#indices].0 == #names
+                                && #tree::Tree::has_structure(&self.#members, &branches[#indices].1))*
+                    }
+                    _ => false,
+                }
             }
 
             fn visit<'a>(

@@ -59,6 +59,14 @@ impl<T: Tree> Tree for Vec<T> {
         Structure::sequence(self.iter().map(T::structure))
     }
 
+    fn has_structure(&self, structure: &Structure) -> bool {
+        let Structure::Node(branches) = structure else { return false };
+        let fits = |(i, branch): (usize, &T)| {
+            branches[i].0 == Name::Index(i) && branch.has_structure(&branches[i].1)
+        };
+        branches.len() == self.len() && self.iter().enumerate().all(fits)
+    }
+
     fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a T::Leaf)) {
         for (i, branch) in self.iter().enumerate() {
             visit(Name::Index(i), branch, path, f);
@@ -81,7 +89,12 @@ impl<T: Tree> Tree for Vec<T> {
         path: &mut Path,
         leaves: &mut dyn Iterator<Item = T::Leaf>,
     ) -> Result<Self, TreeError> {
-        structure.elements(path, None)?.iter().map(|branch| build(branch, path, leaves)).collect()
+        let branches = structure.elements(path, None)?;
+        let mut built = Self::with_capacity(branches.len());
+        for branch in branches {
+            built.push(build(branch, path, leaves)?);
+        }
+        Ok(built)
     }
 }
 
@@ -91,6 +104,14 @@ impl<T: Tree, const N: usize> Tree for [T; N] {
 
     fn structure(&self) -> Structure {
         Structure::sequence(self.iter().map(T::structure))
+    }
+
+    fn has_structure(&self, structure: &Structure) -> bool {
+        let Structure::Node(branches) = structure else { return false };
+        let fits = |(i, branch): (usize, &T)| {
+            branches[i].0 == Name::Index(i) && branch.has_structure(&branches[i].1)
+        };
+        branches.len() == self.len() && self.iter().enumerate().all(fits)
     }
 
     fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a T::Leaf)) {
@@ -137,6 +158,10 @@ impl<T: Tree> Tree for Option<T> {
         self.as_ref().map_or(Structure::Absent, T::structure)
     }
 
+    fn has_structure(&self, structure: &Structure) -> bool {
+        self.as_ref().map_or(*structure == Structure::Absent, |branch| branch.has_structure(structure))
+    }
+
     fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a T::Leaf)) {
         if let Some(branch) = self {
             branch.visit(path, f);
@@ -173,6 +198,14 @@ impl<T: Tree> Tree for BTreeMap<String, T> {
 
     fn structure(&self) -> Structure {
         Structure::node(self.iter().map(|(key, branch)| (Name::Key(key.clone()), branch.structure())))
+    }
+
+    fn has_structure(&self, structure: &Structure) -> bool {
+        let Structure::Node(branches) = structure else { return false };
+        let fits = |((key, branch), (name, structure)): ((&String, &T), &(Name, Structure))| {
+            name.text() == key.as_str() && branch.has_structure(structure)
+        };
+        branches.len() == self.len() && self.iter().zip(branches).all(fits)
     }
 
     fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a T::Leaf)) {
@@ -214,6 +247,14 @@ macro_rules! tuples {
 
             fn structure(&self) -> Structure {
                 Structure::sequence([self.$zero.structure() $(, self.$index.structure())*])
+            }
+
+            fn has_structure(&self, structure: &Structure) -> bool {
+                let Structure::Node(branches) = structure else { return false };
+                let fits = |i: usize| branches[i].0 == Name::Index(i);
+                branches.len() == $count
+                    && fits($zero) && self.$zero.has_structure(&branches[$zero].1)
+                    $(&& fits($index) && self.$index.has_structure(&branches[$index].1))*
             }
 
             fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a Self::Leaf)) {

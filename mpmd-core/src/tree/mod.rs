@@ -62,6 +62,11 @@ pub trait Tree: Sized {
     /// The names of the branches, down to the leaves.
     fn structure(&self) -> Structure;
 
+    /// Whether [`structure`](Self::structure) is this one; costs less than to make it and compare.
+    fn has_structure(&self, structure: &Structure) -> bool {
+        self.structure() == *structure
+    }
+
     /// Calls `f` with every leaf and its path below `path`, in order.
     fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a Self::Leaf));
 
@@ -206,6 +211,10 @@ impl<L: Leaf> Tree for L {
         Structure::Leaf
     }
 
+    fn has_structure(&self, structure: &Structure) -> bool {
+        *structure == Structure::Leaf
+    }
+
     fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a L)) {
         f(path, self);
     }
@@ -311,6 +320,9 @@ mod tests {
     #[test]
     fn mapping_keeps_the_structure_and_comes_back() {
         let model = model();
+        assert!(model.has_structure(&model.structure()) && !model.has_structure(&Structure::Leaf));
+        let other = Model { last: Pair(9, Box2 { items: [10] }), blocks: Vec::new(), ..self::model() };
+        assert!(!other.has_structure(&model.structure()) && !model.has_structure(&other.structure()));
         let texts: Model<String> = model.map_ref(&mut u64::to_string);
         assert_eq!(texts.structure(), model.structure());
         let back: Model<u64> = texts.map(&mut |text| text.parse().unwrap());
