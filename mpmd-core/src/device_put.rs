@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use mpmd_transport::{Failure, FailureKind};
 
-use crate::array::{LocalShard, MpmdArray, Origin, Placed, Repr};
+use crate::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
 use crate::aval::{DType, HostArray, ShapedArray};
 use crate::error::{IssueProblem, Result};
 use crate::kernel::{ShardInfo, ViewMut};
@@ -172,7 +172,7 @@ impl Program {
         cache: bool,
     ) -> std::result::Result<Arc<PutPlan>, IssueProblem> {
         if let Repr::Placed(placed) = &array.repr
-            && !Arc::ptr_eq(&placed.runtime, &self.runtime)
+            && !Arc::ptr_eq(&placed.made.runtime, &self.runtime)
         {
             return Err(IssueProblem::Foreign { path: path.to_owned() });
         }
@@ -225,7 +225,6 @@ impl Program {
             Repr::Host(host) => (host_word(host), 0),
         };
         let op = self.issue([0x9a7, plan.fingerprint, flags, op_word, leaf_word], plan.what.clone(), at);
-        let origin = Origin { op, leaf: 0, what: plan.what.clone(), at };
         let runtime = self.runtime.clone();
         let shards = if plan.is_idle() {
             Vec::new()
@@ -242,12 +241,19 @@ impl Program {
         {
             placed.donate(op, at);
             let failure = placed.donated_failure();
-            for shard in &placed.shards {
+            for shard in placed.shards.iter() {
                 // After every use that was issued before: those have said so.
                 shard.slot.give_up(failure.clone());
             }
         }
-        Placed::array(&runtime, array.aval().clone(), to, plan.layout.clone(), shards, origin)
+        let made = Made {
+            aval: array.aval().clone(),
+            sharding: to,
+            layout: plan.layout.clone(),
+            what: plan.what.clone(),
+            runtime,
+        };
+        Placed::array(Arc::new(made), shards, Origin { op, leaf: 0, at })
     }
 
     /// An array made by its owners: `fill` runs on each device, for that device's region.
@@ -291,7 +297,7 @@ impl Program {
         let (item, kind) = (aval.dtype().size(), sharding.memory_kind());
         let bytes: usize = local.iter().map(|(_, _, region)| region.elements() * item).sum();
         let guard = (!local.is_empty()).then(|| runtime.in_flight.begin(op, bytes as u64));
-        let shards = local
+        let shards: Vec<LocalShard> = local
             .into_iter()
             .map(|(local_index, device, region)| {
                 let (promise, slot) = Slot::new();
@@ -335,8 +341,8 @@ impl Program {
                 shard
             })
             .collect();
-        let origin = Origin { op, leaf: 0, what, at };
-        Ok(Placed::array(&runtime, aval, sharding.clone(), layout, shards, origin))
+        let made = Made { aval, sharding: sharding.clone(), layout, what, runtime };
+        Ok(Placed::array(Arc::new(made), shards, Origin { op, leaf: 0, at }))
     }
 }
 
@@ -359,26 +365,30 @@ impl MpmdArray {
         let Repr::Placed(placed) = &self.repr else {
             return Err(split(format!("{} is uncommitted: device_put it first", self.aval())));
         };
-        if !Arc::ptr_eq(&placed.runtime, &program.runtime) {
+        if !Arc::ptr_eq(&placed.made.runtime, &program.runtime) {
             return Err(wrong(IssueProblem::Foreign { path: String::new() }));
         }
         let Some(size) = self.shape().get(dim).copied() else {
             return Err(split(format!("{} has no dimension {dim}", self.aval())));
         };
-        let uneven =
-            placed.layout.regions().iter().any(|region| m == 0 || !region.range(dim).len().is_multiple_of(m));
+        let uneven = placed
+            .made
+            .layout
+            .regions()
+            .iter()
+            .any(|region| m == 0 || !region.range(dim).len().is_multiple_of(m));
         if uneven {
             return Err(split(format!(
                 "dimension {dim} of {} as {} cannot be cut in {m} equal parts on each device",
                 self.aval(),
-                placed.sharding
+                placed.made.sharding
             )));
         }
         let mut shape = self.shape().to_vec();
         shape[dim] = size / m;
         let aval = ShapedArray::try_new(&shape, self.dtype())?;
         let why = |why| wrong(IssueProblem::Sharding { path: String::new(), why });
-        let layout = placed.sharding.layout(&shape).map_err(why)?;
+        let layout = placed.made.sharding.layout(&shape).map_err(why)?;
         let what = Arc::new(SplitWhat { aval: self.aval().clone(), dim, m });
         if !placed.shards.is_empty() {
             program.admit(at);
@@ -387,8 +397,15 @@ impl MpmdArray {
         let op = program.issue(words, what.clone(), at);
         let runtime = program.runtime.clone();
         let guard = (!placed.shards.is_empty()).then(|| runtime.in_flight.begin(op, 0));
+        let made = Arc::new(Made {
+            aval,
+            sharding: placed.made.sharding.clone(),
+            layout,
+            what,
+            runtime: runtime.clone(),
+        });
         let part = |j: usize| {
-            let shards = placed
+            let shards: Vec<LocalShard> = placed
                 .shards
                 .iter()
                 .map(|shard| {
@@ -428,8 +445,7 @@ impl MpmdArray {
                     LocalShard { device: shard.device, slot }
                 })
                 .collect();
-            let origin = Origin { op, leaf: j as u32, what: what.clone(), at };
-            Placed::array(&runtime, aval.clone(), placed.sharding.clone(), layout.clone(), shards, origin)
+            Placed::array(made.clone(), shards, Origin { op, leaf: j as u32, at })
         };
         Ok((0..m).map(part).collect())
     }

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 
-use crate::array::{LocalShard, MpmdArray, Origin, Placed, Repr};
+use crate::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
 use crate::aval::ShapedArray;
 use crate::device_put::refuse_twice;
 use crate::error::{IssueProblem, Result, leaf};
@@ -242,7 +242,7 @@ impl Program {
         at: &'static Location<'static>,
     ) -> Vec<MpmdArray> {
         let shards = |array: &MpmdArray| match &array.repr {
-            Repr::Placed(placed) => placed.shards.clone(),
+            Repr::Placed(placed) => placed.shards.to_vec(),
             Repr::Host(_) => Vec::new(),
         };
         let shards: Vec<Vec<LocalShard>> = sources.iter().map(|array| shards(array)).collect();
@@ -256,7 +256,7 @@ impl Program {
                 words.extend([
                     placed.origin.op,
                     u64::from(placed.origin.leaf),
-                    placed.sharding.fingerprint(),
+                    placed.made.sharding.fingerprint(),
                 ]);
             }
         }
@@ -273,8 +273,8 @@ impl Program {
                 .map(|shard| LocalShard { device: shard.device, slot: alias(&shard.slot, guard.clone()) })
                 .collect();
             taken.sort_by_key(|shard| layout.place_of(shard.device));
-            let origin = Origin { op, leaf: i as u32, what: what.clone(), at };
-            results.push(Placed::array(&runtime, aval, sharding, layout, taken, origin));
+            let made = Made { aval, sharding, layout, what: what.clone(), runtime: runtime.clone() };
+            results.push(Placed::array(Arc::new(made), taken, Origin { op, leaf: i as u32, at }));
         }
         if donate {
             for source in sources {
@@ -298,11 +298,11 @@ impl Program {
             let Repr::Placed(placed) = &array.repr else {
                 return Err(split(format!("{} is uncommitted: device_put it first", array.aval())));
             };
-            if !Arc::ptr_eq(&placed.runtime, &self.runtime) {
+            if !Arc::ptr_eq(&placed.made.runtime, &self.runtime) {
                 return Err(IssueProblem::Foreign { path: path.clone() });
             }
-            let (Some(mesh), Some(_)) = (placed.sharding.mesh(), placed.sharding.spec()) else {
-                return Err(split(format!("{} is not over the axes of a mesh", placed.sharding)));
+            let (Some(mesh), Some(_)) = (placed.made.sharding.mesh(), placed.made.sharding.spec()) else {
+                return Err(split(format!("{} is not over the axes of a mesh", placed.made.sharding)));
             };
             let (first, expected) = *common.get_or_insert((path, mesh));
             if mesh != expected {

@@ -35,7 +35,7 @@ impl Future for ArrayFuture {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         if let Repr::Placed(placed) = &self.array.repr {
-            for shard in &placed.shards {
+            for shard in placed.shards.iter() {
                 match shard.slot.poll(cx.waker()) {
                     Poll::Pending => return Poll::Pending,
                     Poll::Ready(Err(failure)) => return Poll::Ready(Err(Error::failed(failure))),

@@ -4,6 +4,7 @@ mod future;
 mod read;
 
 use std::fmt;
+use std::ops::Deref;
 use std::panic::Location;
 use std::sync::{Arc, OnceLock};
 
@@ -45,13 +46,27 @@ pub(crate) enum Repr {
 
 /// An array on devices.
 pub(crate) struct Placed {
+    pub(crate) made: Arc<Made>,
+    pub(crate) shards: Shards,
+    pub(crate) origin: Origin,
+    donated: OnceLock<Donation>,
+}
+
+/// What all arrays have in common that one plan makes: in one place, so that making one more costs a pointer.
+pub(crate) struct Made {
     pub(crate) aval: ShapedArray,
     pub(crate) sharding: Sharding,
     pub(crate) layout: Arc<Layout>,
-    pub(crate) shards: Vec<LocalShard>,
+    /// The operation that makes them.
+    pub(crate) what: Arc<dyn fmt::Display + Send + Sync>,
     pub(crate) runtime: Arc<Runtime>,
-    pub(crate) origin: Origin,
-    donated: OnceLock<Donation>,
+}
+
+/// The shards of an array that this process owns. One takes no allocation.
+#[derive(Clone)]
+pub(crate) enum Shards {
+    One(LocalShard),
+    Several(Vec<LocalShard>),
 }
 
 /// The shard of a device that this process owns.
@@ -62,12 +77,11 @@ pub(crate) struct LocalShard {
 }
 
 /// The operation that made an array.
-#[derive(Clone)]
+#[derive(Clone, Copy)]
 pub(crate) struct Origin {
     pub(crate) op: u64,
     /// Which of the operation's results.
     pub(crate) leaf: u32,
-    pub(crate) what: Arc<dyn fmt::Display + Send + Sync>,
     pub(crate) at: &'static Location<'static>,
 }
 
@@ -103,7 +117,7 @@ impl MpmdArray {
     pub fn aval(&self) -> &ShapedArray {
         match &self.repr {
             Repr::Host(host) => host.aval(),
-            Repr::Placed(placed) => &placed.aval,
+            Repr::Placed(placed) => &placed.made.aval,
         }
     }
 
@@ -121,7 +135,7 @@ impl MpmdArray {
     pub fn sharding(&self) -> Option<&Sharding> {
         match &self.repr {
             Repr::Host(_) => None,
-            Repr::Placed(placed) => Some(&placed.sharding),
+            Repr::Placed(placed) => Some(&placed.made.sharding),
         }
     }
 
@@ -158,10 +172,10 @@ impl fmt::Debug for MpmdArray {
         match &self.repr {
             Repr::Host(host) => write!(f, "MpmdArray({}, uncommitted)", host.aval()),
             Repr::Placed(placed) => {
-                write!(f, "MpmdArray({}, {}", placed.aval, placed.sharding)?;
+                write!(f, "MpmdArray({}, {}", placed.made.aval, placed.made.sharding)?;
                 if placed.shards.is_empty() {
                     f.write_str(", fully remote")?;
-                } else if placed.shards.iter().any(|shard| shard.slot.peek().is_none()) {
+                } else if placed.shards.iter().any(|shard| !shard.slot.has_ended()) {
                     f.write_str(", pending")?;
                 }
                 write!(f, ", operation {})", placed.origin.op)
@@ -172,26 +186,9 @@ impl fmt::Debug for MpmdArray {
 
 impl Placed {
     /// A handle to a new array.
-    pub(crate) fn array(
-        runtime: &Arc<Runtime>,
-        aval: ShapedArray,
-        sharding: Sharding,
-        layout: Arc<Layout>,
-        shards: Vec<LocalShard>,
-        origin: Origin,
-    ) -> MpmdArray {
-        let placed = Arc::new(Self {
-            aval,
-            sharding,
-            layout,
-            shards,
-            runtime: runtime.clone(),
-            origin,
-            donated: OnceLock::new(),
-        });
-        if !placed.shards.is_empty() {
-            runtime.holds(&placed);
-        }
+    pub(crate) fn array(made: Arc<Made>, shards: impl Into<Shards>, origin: Origin) -> MpmdArray {
+        let placed = Arc::new(Self { made, shards: shards.into(), origin, donated: OnceLock::new() });
+        placed.made.runtime.holds(&placed);
         MpmdArray { repr: Repr::Placed(placed) }
     }
 
@@ -202,18 +199,21 @@ impl Placed {
 
     /// What it is, for messages.
     pub(crate) fn describe(&self) -> String {
-        let Origin { op, what, at, .. } = &self.origin;
-        format!("{} of operation {op} ({what}) at {at}", self.aval)
+        let (Origin { op, at, .. }, Made { aval, what, .. }) = (&self.origin, &*self.made);
+        format!("{aval} of operation {op} ({what}) at {at}")
     }
 
     /// Bytes that this process holds of it.
     pub(crate) fn local_bytes(&self) -> u64 {
-        let elements: usize = self.shards.iter().map(|shard| self.region(shard.device).elements()).sum();
-        (elements * self.aval.dtype().size()) as u64
+        let Made { aval, layout, .. } = &*self.made;
+        let region = |shard: &LocalShard| layout.region_of(shard.device);
+        let elements = |shard| region(shard).map_or_else(|| aval.elements(), Region::elements);
+        (self.shards.iter().map(elements).sum::<usize>() * aval.dtype().size()) as u64
     }
 
     pub(crate) fn region(&self, device: DeviceId) -> Region {
-        self.layout.region_of(device).cloned().unwrap_or_else(|| Region::full(self.aval.shape()))
+        let Made { aval, layout, .. } = &*self.made;
+        layout.region_of(device).cloned().unwrap_or_else(|| Region::full(aval.shape()))
     }
 
     pub(crate) fn slot(&self, device: DeviceId) -> Option<&Slot> {
@@ -241,6 +241,26 @@ impl Placed {
             Some(Donation { op, at }) => format!("{} was donated to operation {op} at {at}", self.describe()),
             None => format!("{} was donated", self.describe()),
         };
-        Arc::new(Failure::new(FailureKind::Donated, self.runtime.me, self.origin.op, message))
+        Arc::new(Failure::new(FailureKind::Donated, self.made.runtime.me, self.origin.op, message))
+    }
+}
+
+impl Deref for Shards {
+    type Target = [LocalShard];
+
+    fn deref(&self) -> &[LocalShard] {
+        match self {
+            Self::One(shard) => std::slice::from_ref(shard),
+            Self::Several(shards) => shards,
+        }
+    }
+}
+
+impl From<Vec<LocalShard>> for Shards {
+    fn from(shards: Vec<LocalShard>) -> Self {
+        match <[LocalShard; 1]>::try_from(shards) {
+            Ok([shard]) => Self::One(shard),
+            Err(shards) => Self::Several(shards),
+        }
     }
 }

@@ -56,7 +56,7 @@ impl MpmdArray {
     pub fn is_complete(&self) -> bool {
         match &self.repr {
             Repr::Host(_) => true,
-            Repr::Placed(placed) => placed.shards.iter().all(|shard| shard.slot.peek().is_some()),
+            Repr::Placed(placed) => placed.shards.iter().all(|shard| shard.slot.has_ended()),
         }
     }
 
@@ -98,7 +98,7 @@ impl MpmdArray {
             Repr::Placed(placed) if placed.shards.is_empty() => Err(read(format!(
                 "the shards of {} were asked for, but this process ({}) owns none of its devices",
                 placed.describe(),
-                placed.runtime.me
+                placed.made.runtime.me
             ))),
             Repr::Placed(placed) => {
                 let buffers = self.wait(None, at)?;
@@ -106,7 +106,7 @@ impl MpmdArray {
                 shards
                     .map(|(shard, buffer)| {
                         let region = placed.region(shard.device);
-                        let aval = ShapedArray::try_new(&region.shape(), placed.aval.dtype())?;
+                        let aval = ShapedArray::try_new(&region.shape(), placed.made.aval.dtype())?;
                         Ok(Shard { device: shard.device, region, data: HostArray::from_bytes(aval, buffer)? })
                     })
                     .collect()
@@ -126,7 +126,7 @@ impl MpmdArray {
             Repr::Placed(placed) if placed.shards.is_empty() => {}
             Repr::Placed(placed) => {
                 if let Err(error) = self.check_whole(at) {
-                    placed.runtime.call_back(Box::new(move || f(Err(error))));
+                    placed.made.runtime.call_back(Box::new(move || f(Err(error))));
                     return;
                 }
                 // Queued when the last shard ends. The shards are picked up as each ends: the array may be
@@ -136,7 +136,7 @@ impl MpmdArray {
                 collect_all(
                     &shards,
                     Box::new(move |outcomes| {
-                        let runtime = placed.runtime.clone();
+                        let runtime = placed.made.runtime.clone();
                         runtime.call_back(Box::new(move || {
                             let buffers: Result<Vec<_>, _> = outcomes.into_iter().collect();
                             f(buffers.map_err(Error::failed).and_then(|buffers| placed.gather(&buffers, at)));
@@ -150,7 +150,7 @@ impl MpmdArray {
     /// Partial sums are nobody's values. The same on every process, whatever it owns.
     fn check_whole(&self, at: &'static Location<'static>) -> Result<()> {
         match &self.repr {
-            Repr::Placed(placed) if !placed.sharding.unreduced_axes().is_empty() => Err(Error::Read {
+            Repr::Placed(placed) if !placed.made.sharding.unreduced_axes().is_empty() => Err(Error::Read {
                 at,
                 why: format!(
                     "the values of {} are sums of its shards; put it to a sharding without unreduced axes first",
@@ -168,9 +168,9 @@ impl MpmdArray {
         }
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
         let mut buffers = Vec::with_capacity(placed.shards.len());
-        for shard in &placed.shards {
-            let outcome = match shard.slot.peek() {
-                Some(outcome) => Some(outcome),
+        for shard in placed.shards.iter() {
+            let outcome = match placed.made.runtime.wait_spin.look(|| shard.slot.has_ended().then_some(())) {
+                Some(()) => shard.slot.peek(),
                 None => placed.wait_for(&shard.slot, deadline, at),
             };
             match outcome {
@@ -193,7 +193,7 @@ impl Placed {
         deadline: Option<Instant>,
         at: &'static Location<'static>,
     ) -> Option<Outcome> {
-        let runtime = &self.runtime;
+        let runtime = &self.made.runtime;
         let _doing = runtime.status.enter(Doing::Waiting("a read of an array", at));
         loop {
             let patience = Instant::now() + runtime.config.patience;
@@ -215,34 +215,34 @@ impl Placed {
 
     /// Puts the local shards together, where they are the whole array.
     fn gather(&self, buffers: &[SharedBuffer], at: &'static Location<'static>) -> Result<HostArray> {
-        let full = Region::full(self.aval.shape());
+        let full = Region::full(self.made.aval.shape());
         let regions: Vec<Region> = self.shards.iter().map(|shard| self.region(shard.device)).collect();
         if let Some(index) = regions.iter().position(|region| *region == full) {
-            return Ok(HostArray::from_bytes(self.aval.clone(), buffers[index].clone())?);
+            return Ok(HostArray::from_bytes(self.made.aval.clone(), buffers[index].clone())?);
         }
         // Regions of one layout are equal or disjoint, so distinct ones add up.
         let distinct: Vec<usize> =
             (0..regions.len()).filter(|i| !regions[..*i].contains(&regions[*i])).collect();
         let covered: usize = distinct.iter().map(|i| regions[*i].elements()).sum();
-        if covered != self.aval.elements() {
+        if covered != self.made.aval.elements() {
             return Err(Error::Read {
                 at,
                 why: format!(
                     "this process ({}) has {covered} of the {} elements of {}; read its addressable_shards, \
                      or device_put it to a sharding that this process owns",
-                    self.runtime.me,
-                    self.aval.elements(),
+                    self.made.runtime.me,
+                    self.made.aval.elements(),
                     self.describe()
                 ),
             });
         }
-        let item = self.aval.dtype().size();
+        let item = self.made.aval.dtype().size();
         let memory = |error: mpmd_transport::memory::OutOfMemory| Error::Environment(error.to_string());
-        let mut whole = self.runtime.staging.allocate(self.aval.bytes()).map_err(memory)?;
+        let mut whole = self.made.runtime.staging.allocate(self.made.aval.bytes()).map_err(memory)?;
         for i in distinct {
             copy_region(&buffers[i], &regions[i], &mut whole, &full, &regions[i], item);
         }
-        Ok(HostArray::from_bytes(self.aval.clone(), whole.freeze())?)
+        Ok(HostArray::from_bytes(self.made.aval.clone(), whole.freeze())?)
     }
 }
 

@@ -7,8 +7,8 @@ use mpmd_transport::memory::Reservation;
 use mpmd_transport::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
-use super::plan::{CallPlan, Seat};
-use crate::array::MpmdArray;
+use super::plan::{Bound, CallPlan, Seat};
+use crate::array::{MpmdArray, Placed};
 use crate::aval::HostArray;
 use crate::device_put::panic_text;
 use crate::error::{Error, Result};
@@ -16,19 +16,21 @@ use crate::kernel::{Context, Kernel, Shapes, View, ViewMut, Views, ViewsMut};
 use crate::program::Program;
 use crate::region::Region;
 use crate::reshard::copy_region;
-use crate::runtime::{Exchange, OpGuard, Promise, Runtime, Slot, SlotUse};
+use crate::runtime::{Exchange, OpGuard, Promises, Runtime, SlotUse};
+use crate::topology::DeviceId;
 use crate::tree::Tree;
 
 /// One device's part of a call, waiting in the device's queue.
 pub(super) struct DeviceCall<K: Kernel> {
-    pub(super) kernel: Arc<K>,
-    pub(super) plan: Arc<CallPlan>,
+    pub(super) bound: Arc<Bound<K>>,
     pub(super) seat: usize,
     pub(super) op: u64,
     pub(super) at: &'static Location<'static>,
     pub(super) inputs: Vec<Input>,
-    pub(super) outputs: Vec<Output>,
-    pub(super) runtime: Arc<Runtime>,
+    pub(super) promises: Promises,
+    /// For all outputs that do not take an input's memory over: set aside when the call was issued, or why
+    /// it could not be.
+    pub(super) memory: Fallible<Reservation>,
     pub(super) guard: OpGuard,
     /// Dropped by the last device of this process that ends the call.
     pub(super) leftovers: Option<Arc<Leftovers>>,
@@ -50,44 +52,29 @@ impl Drop for Leftovers {
 
 /// Where an input's values on this device come from.
 pub(super) enum Input {
-    Host(HostArray),
+    Host(SharedBuffer),
     Slot(SlotUse),
-    /// This call gets the memory; later readers get the failure.
-    Donated(Slot, Arc<Failure>),
+    /// This call gets the memory; later readers hear of it.
+    Donated(Arc<Placed>),
 }
 
-/// An output on this device.
-pub(super) struct Output {
-    pub(super) promise: Promise,
-    pub(super) memory: Memory,
-}
-
-/// Where an output's memory comes from.
-pub(super) enum Memory {
-    /// Set aside when the call was issued, or why it could not be.
-    New(std::result::Result<Reservation, Arc<Failure>>),
-    /// From the donated input that it is aliased to.
-    TakenOver,
-}
-
-type Fallible<T> = std::result::Result<T, Arc<Failure>>;
+pub(super) type Fallible<T> = std::result::Result<T, Arc<Failure>>;
 
 impl<K: Kernel> DeviceCall<K> {
     /// Waits for the inputs, runs the kernel, and ends the outputs.
     pub(super) fn run(self) {
-        let Self { kernel, plan, seat, op, at, inputs, outputs, runtime, guard, leftovers } = self;
-        let seat = &plan.seats[seat];
+        let Self { bound, seat, op, at, inputs, mut promises, memory, guard, leftovers } = self;
+        let Bound { kernel, plan } = &*bound;
+        let (runtime, seat) = (&plan.runtime, &plan.seats[seat]);
         let device = seat.place.device;
         let exchange = Exchange { runtime: runtime.clone(), guard: guard.clone() };
         let mut context = Context::new(&plan.mesh, &seat.place, exchange, op);
-        let (promises, memories): (Vec<Promise>, Vec<Memory>) =
-            outputs.into_iter().map(|output| (output.promise, output.memory)).unzip();
-        let result = wait_for_inputs(inputs).and_then(|inputs| {
-            runtime.status.device_starts(seat.local_index, op, plan.what.clone());
+        let result = wait_for_inputs(inputs, device).and_then(|inputs| {
+            runtime.status.device_starts(seat.local_index, op, seat.what.clone());
             let mut inputs: Vec<Option<SharedBuffer>> = inputs.into_iter().map(Some).collect();
-            let mut buffers = prepare_outputs(&plan, seat, &runtime, op, &mut inputs, memories)?;
+            let mut buffers = prepare_outputs(plan, seat, runtime, op, &mut inputs, memory?)?;
             let ran = catch_unwind(AssertUnwindSafe(|| {
-                run_kernel(&*kernel, &plan, seat, &mut context, &inputs, &mut buffers)
+                run_kernel(&**kernel, plan, seat, &mut context, &inputs, &mut buffers)
             }));
             drop(inputs);
             let why = match ran {
@@ -108,15 +95,13 @@ impl<K: Kernel> DeviceCall<K> {
         runtime.status.device_idle(seat.local_index);
         match result {
             Ok(buffers) => {
-                for (promise, buffer) in promises.into_iter().zip(buffers) {
-                    promise.keep(Ok(buffer.freeze()));
-                }
+                buffers.into_iter().for_each(|buffer| promises.keep_next(Ok(buffer.freeze())));
             }
             Err(failure) => {
                 runtime.remember(&failure);
                 // Whoever waits for this device in a collective must not wait for ever.
                 context.abandon(&failure);
-                promises.into_iter().for_each(|promise| promise.keep(Err(failure.clone())));
+                promises.fail(&failure);
             }
         }
         drop(leftovers);
@@ -126,15 +111,16 @@ impl<K: Kernel> DeviceCall<K> {
 }
 
 /// Ends: every input is made by an operation with a lower number.
-fn wait_for_inputs(inputs: Vec<Input>) -> Fallible<Vec<SharedBuffer>> {
+fn wait_for_inputs(inputs: Vec<Input>, device: DeviceId) -> Fallible<Vec<SharedBuffer>> {
     inputs
         .into_iter()
         .map(|input| match input {
-            Input::Host(host) => Ok(host.bytes().clone()),
+            Input::Host(bytes) => Ok(bytes),
             Input::Slot(slot) => slot.wait(),
-            Input::Donated(slot, failure) => {
+            Input::Donated(placed) => {
+                let slot = placed.slot(device).expect("the plan has checked that the device has its part");
                 drop(slot.wait_until(None));
-                slot.take(failure).expect("it has ended")
+                slot.take(placed.donated_failure()).expect("it has ended")
             }
         })
         .collect()
@@ -147,39 +133,35 @@ fn prepare_outputs(
     runtime: &Runtime,
     op: u64,
     inputs: &mut [Option<SharedBuffer>],
-    memories: Vec<Memory>,
+    memory: Reservation,
 ) -> Fallible<Vec<OwnedBuffer>> {
     let pool = &runtime.devices[seat.local_index].pool;
     let failed = |error: mpmd_transport::memory::OutOfMemory| {
         let message = format!("operation {op} ({}): out of memory on {error}", plan.what);
         Arc::new(Failure::new(FailureKind::Memory, runtime.me, op, message))
     };
+    let mut reserved = memory.allocate_all(plan.fresh(seat)).map_err(failed)?.into_iter();
+    let mut fresh = |bytes: usize| reserved.next().map_or_else(|| pool.allocate(bytes).map_err(failed), Ok);
     plan.outputs
         .iter()
         .zip(&seat.outputs)
-        .zip(memories)
-        .map(|((output, info), memory)| {
+        .map(|(output, info)| {
+            let takes_over = plan.takes_over(output);
             let input = output.alias.and_then(|index| Some((index, inputs[index].take()?)));
             let Some((index, input)) = input else {
-                return match memory {
-                    Memory::New(reservation) => reservation?.allocate().map_err(failed),
-                    Memory::TakenOver => pool.allocate(info.bytes()).map_err(failed),
-                }
-                .map(poison_fresh);
+                let buffer = if takes_over {
+                    pool.allocate(info.bytes()).map_err(failed)
+                } else {
+                    fresh(info.bytes())
+                };
+                return buffer.map(poison_fresh);
             };
-            let input = match memory {
-                Memory::TakenOver if seat.inputs[index].region == info.region => {
-                    return runtime.take_over(input, pool, op, &*plan.what).map_err(failed);
-                }
-                // Host values are seen whole by every device, and an output may be a part of them.
-                Memory::TakenOver => input,
-                Memory::New(reservation) => {
-                    let mut buffer = reservation?.allocate().map_err(failed)?;
-                    copy_in(&input, &seat.inputs[index].region, &mut buffer, info);
-                    return Ok(buffer);
-                }
-            };
-            let mut buffer = pool.allocate(info.bytes()).map_err(failed)?;
+            // Host values are seen whole by every device, and an output may be a part of them.
+            if takes_over && seat.inputs[index].region == info.region {
+                return runtime.take_over(input, pool, op, &*plan.what).map_err(failed);
+            }
+            let mut buffer =
+                if takes_over { pool.allocate(info.bytes()).map_err(failed)? } else { fresh(info.bytes())? };
             copy_in(&input, &seat.inputs[index].region, &mut buffer, info);
             Ok(buffer)
         })

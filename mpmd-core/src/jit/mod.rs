@@ -13,18 +13,18 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
-use crate::array::{LocalShard, MpmdArray, Origin, Placed, Repr};
+use crate::array::{LocalShard, MpmdArray, Origin, Placed, Repr, Shards};
 use crate::device_put::host_word;
 use crate::error::{IssueProblem, Result};
 use crate::kernel::Kernel;
 use crate::program::Program;
-use crate::runtime::{Runtime, Slot};
+use crate::runtime::{Job, Runtime, Slot, Slots};
 use crate::sharding::{MemoryKind, Sharding};
-use crate::topology::Mesh;
-use crate::tree::{PrefixTree, Tree};
+use crate::topology::{DeviceId, Mesh};
+use crate::tree::{Path, PrefixTree, Tree};
 pub use call::run_here;
-use call::{DeviceCall, Input, Leftovers, Memory, Output};
-use plan::CallPlan;
+use call::{DeviceCall, Input, Leftovers};
+use plan::{Bound, CallPlan};
 
 /// Call shapes that a [`Jit`] remembers.
 const PLANS_KEPT: usize = 8;
@@ -112,7 +112,7 @@ pub struct Jit<K: Kernel> {
     inputs: Option<PrefixTree<Sharding>>,
     outputs: PrefixTree<Sharding>,
     donate: Vec<String>,
-    plans: Mutex<Vec<Arc<CallPlan>>>,
+    plans: Mutex<Vec<Arc<Bound<K>>>>,
 }
 
 impl<K: Kernel> Jit<K> {
@@ -138,19 +138,20 @@ impl<K: Kernel> Jit<K> {
 
     fn call_at(&self, program: &mut Program, x: &K::In, at: &'static Location<'static>) -> Result<K::Out> {
         let wrong = |problem: IssueProblem| problem.at(at, format!("jit {}", self.kernel.name()));
-        let leaves = x.leaves();
+        let leaves = self.leaves(x);
         if !std::ptr::eq(self.program.as_ptr(), Arc::as_ptr(&program.runtime)) {
             return Err(wrong(IssueProblem::Foreign { path: "the kernel".to_owned() }));
         }
-        let plan = match self.known_plan(x, &leaves) {
-            Some(plan) => plan,
+        let bound = match self.known_plan(x, &leaves) {
+            Some(bound) => bound,
             None => self.new_plan(program, x).map_err(wrong)?,
         };
+        let plan = &bound.plan;
         plan.check_donations(&leaves).map_err(wrong)?;
         for (i, leaf) in leaves.iter().enumerate() {
             leaf.check_usable(plan.input_path(i)).map_err(wrong)?;
             if let Repr::Placed(placed) = &leaf.repr
-                && !Arc::ptr_eq(&placed.runtime, &program.runtime)
+                && !Arc::ptr_eq(&placed.made.runtime, &program.runtime)
             {
                 return Err(wrong(IssueProblem::Foreign { path: plan.input_path(i).to_owned() }));
             }
@@ -171,100 +172,103 @@ impl<K: Kernel> Jit<K> {
                 placed.donate(op, at);
             }
         }
-        let mut shards: Vec<Vec<LocalShard>> = plan.outputs.iter().map(|_| Vec::new()).collect();
-        if !plan.seats.is_empty() {
-            self.queue(program, &plan, &leaves, op, at, &mut shards);
-        }
-        let arrays = plan.outputs.iter().zip(shards).enumerate().map(|(i, (output, shards))| {
-            let origin = Origin { op, leaf: i as u32, what: plan.what.clone(), at };
-            let (aval, sharding, layout) =
-                (output.aval.clone(), output.sharding.clone(), output.layout.clone());
-            Placed::array(&program.runtime, aval, sharding, layout, shards, origin)
+        let (mut slots, calls) = if plan.seats.is_empty() {
+            (Vec::new(), Vec::new())
+        } else {
+            self.prepare(program, &bound, &leaves, op, at)
+        };
+        let arrays = plan.outputs.iter().enumerate().map(|(i, output)| {
+            let next = |(device, slots): &mut (DeviceId, Slots)| {
+                Some(LocalShard { device: *device, slot: slots.next()? })
+            };
+            let shards = match &mut slots[..] {
+                [one] => next(one).map_or_else(|| Shards::Several(Vec::new()), Shards::One),
+                several => Shards::Several(several.iter_mut().filter_map(next).collect()),
+            };
+            Placed::array(output.made.clone(), shards, Origin { op, leaf: i as u32, at })
         });
-        K::Out::from_leaves(&plan.output_structure, arrays).map_err(|error| wrong(IssueProblem::Tree(error)))
+        let y = K::Out::from_leaves(&plan.output_structure, arrays);
+        // Last: from here on the devices' threads write where this one has just written.
+        for (local_index, call) in calls {
+            program.runtime.run_on(local_index, call);
+        }
+        y.map_err(|error| wrong(IssueProblem::Tree(error)))
     }
 
-    /// Queues the call on each local device, and makes the slots of its outputs.
-    fn queue(
+    /// The leaves, in a list that need not grow.
+    fn leaves<'a>(&self, x: &'a K::In) -> Vec<&'a MpmdArray> {
+        let expected = self.plans.lock().last().map_or(0, |bound| bound.plan.inputs.len());
+        let mut leaves = Vec::with_capacity(expected);
+        x.visit(&mut Path::default(), &mut |_, leaf| leaves.push(leaf));
+        leaves
+    }
+
+    /// For each local device the slots of all outputs, and what it is to do.
+    fn prepare(
         &self,
         program: &Program,
-        plan: &Arc<CallPlan>,
+        bound: &Arc<Bound<K>>,
         leaves: &[&MpmdArray],
         op: u64,
         at: &'static Location<'static>,
-        shards: &mut [Vec<LocalShard>],
-    ) {
+    ) -> (Vec<(DeviceId, Slots)>, Vec<(usize, Job)>) {
+        let plan = &bound.plan;
         let runtime = &program.runtime;
         let guard = runtime.in_flight.begin(op, plan.bytes);
         let leftovers =
             (!plan.mesh.collectives.is_empty()).then(|| Arc::new(Leftovers { runtime: runtime.clone(), op }));
+        let mut all_slots = Vec::with_capacity(plan.seats.len());
+        let mut calls: Vec<(usize, Job)> = Vec::with_capacity(plan.seats.len());
         for (seat_index, seat) in plan.seats.iter().enumerate() {
             let inputs = leaves
                 .iter()
                 .zip(&plan.inputs)
                 .map(|(leaf, input)| match &leaf.repr {
-                    Repr::Host(host) => Input::Host(host.clone()),
+                    Repr::Host(host) => Input::Host(host.bytes().clone()),
+                    Repr::Placed(placed) if input.donated => Input::Donated(placed.clone()),
                     Repr::Placed(placed) => match placed.slot(seat.place.device) {
-                        Some(slot) if input.donated => Input::Donated(slot.clone(), placed.donated_failure()),
                         Some(slot) => Input::Slot(slot.issue_use()),
                         // Cannot happen: the plan has checked that every device has its part.
                         None => Input::Slot(Slot::filled(Vec::new().into()).issue_use()),
                     },
                 })
                 .collect();
-            let outputs = plan
-                .outputs
-                .iter()
-                .zip(&seat.outputs)
-                .zip(shards.iter_mut())
-                .map(|((output, info), shards)| {
-                    let (promise, slot) = Slot::new();
-                    shards.push(LocalShard { device: seat.place.device, slot });
-                    let taken_over = output.alias.is_some_and(|input| plan.inputs[input].donated);
-                    let memory = if taken_over {
-                        Memory::TakenOver
-                    } else {
-                        Memory::New(runtime.reserve(
-                            seat.local_index,
-                            MemoryKind::Device,
-                            info.bytes(),
-                            op,
-                            &*plan.what,
-                        ))
-                    };
-                    Output { promise, memory }
-                })
-                .collect();
+            let memory =
+                runtime.reserve_all(seat.local_index, MemoryKind::Device, plan.fresh(seat), op, &*plan.what);
+            let (promises, slots) = Slot::several(plan.outputs.len());
+            all_slots.push((seat.place.device, slots));
             let call = DeviceCall {
-                kernel: self.kernel.clone(),
-                plan: plan.clone(),
+                bound: bound.clone(),
                 seat: seat_index,
                 op,
                 at,
                 inputs,
-                outputs,
-                runtime: runtime.clone(),
+                promises,
+                memory,
                 guard: guard.clone(),
                 leftovers: leftovers.clone(),
             };
-            runtime.run_on(seat.local_index, Box::new(move || call.run()));
+            calls.push((seat.local_index, Box::new(move || call.run())));
         }
+        (all_slots, calls)
     }
 
-    fn known_plan(&self, x: &K::In, leaves: &[&MpmdArray]) -> Option<Arc<CallPlan>> {
-        let plan = self.plans.lock().iter().find(|plan| plan.fits(leaves)).cloned()?;
+    fn known_plan(&self, x: &K::In, leaves: &[&MpmdArray]) -> Option<Arc<Bound<K>>> {
         // Two trees may have the same leaves in other places.
-        (plan.input_structure == x.structure()).then_some(plan)
+        let fits =
+            |bound: &&Arc<Bound<K>>| bound.plan.fits(leaves) && x.has_structure(&bound.plan.input_structure);
+        self.plans.lock().iter().find(fits).cloned()
     }
 
-    fn new_plan(&self, program: &Program, x: &K::In) -> std::result::Result<Arc<CallPlan>, IssueProblem> {
-        let plan = Arc::new(CallPlan::new(self, &program.runtime, x)?);
+    fn new_plan(&self, program: &Program, x: &K::In) -> std::result::Result<Arc<Bound<K>>, IssueProblem> {
+        let plan = CallPlan::new(self, &program.runtime, x)?;
+        let bound = Arc::new(Bound { kernel: self.kernel.clone(), plan });
         let mut plans = self.plans.lock();
         if plans.len() >= PLANS_KEPT {
             plans.remove(0);
         }
-        plans.push(plan.clone());
-        Ok(plan)
+        plans.push(bound.clone());
+        Ok(bound)
     }
 }
 

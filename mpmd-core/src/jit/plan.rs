@@ -7,7 +7,7 @@ use std::sync::Arc;
 use mpmd_transport::ProcessId;
 
 use super::Jit;
-use crate::array::{MpmdArray, Repr};
+use crate::array::{Made, MpmdArray, Repr};
 use crate::aval::ShapedArray;
 use crate::error::IssueProblem;
 use crate::kernel::{Collective, Kernel, Place, Seats, Shapes, ShardInfo};
@@ -19,8 +19,15 @@ use crate::tree::{PrefixTree, Structure, Tree};
 
 type Problem<T> = Result<T, IssueProblem>;
 
+/// A kernel with the plan of its calls. One object, so that a call that is queued holds one pointer.
+pub(super) struct Bound<K> {
+    pub(super) kernel: Arc<K>,
+    pub(super) plan: CallPlan,
+}
+
 /// Everything about a call but the arrays themselves.
 pub(super) struct CallPlan {
+    pub(super) runtime: Arc<Runtime>,
     pub(super) inputs: Vec<InputPlan>,
     pub(super) outputs: Vec<OutputPlan>,
     pub(super) input_structure: Structure,
@@ -44,15 +51,15 @@ pub(super) struct InputPlan {
 }
 
 pub(super) struct OutputPlan {
-    pub(super) aval: ShapedArray,
-    pub(super) sharding: Sharding,
-    pub(super) layout: Arc<Layout>,
+    pub(super) made: Arc<Made>,
     /// The input that this output is, updated in place.
     pub(super) alias: Option<usize>,
 }
 
 /// A device of this process that runs the kernel.
 pub(super) struct Seat {
+    /// Describes the call: the device's own, so that its thread and the program's do not count on one word.
+    pub(super) what: Arc<dyn fmt::Display + Send + Sync>,
     pub(super) local_index: usize,
     pub(super) place: Place,
     pub(super) inputs: Vec<ShardInfo>,
@@ -89,6 +96,17 @@ impl CallPlan {
                 .all(|(input, leaf)| input.sharding.as_ref() == leaf.sharding() && input.aval == *leaf.aval())
     }
 
+    /// Whether an output gets the memory of the input that it is.
+    pub(super) fn takes_over(&self, output: &OutputPlan) -> bool {
+        output.alias.is_some_and(|input| self.inputs[input].donated)
+    }
+
+    /// Bytes of each output on a seat that does not take an input's memory over.
+    pub(super) fn fresh<'a>(&'a self, seat: &'a Seat) -> impl Iterator<Item = usize> + Clone + 'a {
+        let outputs = self.outputs.iter().zip(&seat.outputs);
+        outputs.filter(|(output, _)| !self.takes_over(output)).map(|(_, info)| info.bytes())
+    }
+
     pub(super) fn input_path(&self, index: usize) -> &str {
         &self.paths[index]
     }
@@ -107,7 +125,7 @@ impl CallPlan {
         Ok(())
     }
 
-    pub(super) fn new<K: Kernel>(jit: &Jit<K>, runtime: &Runtime, x: &K::In) -> Problem<Self> {
+    pub(super) fn new<K: Kernel>(jit: &Jit<K>, runtime: &Arc<Runtime>, x: &K::In) -> Problem<Self> {
         let input_structure = x.structure();
         let (paths, leaves): (Vec<String>, Vec<&MpmdArray>) = x.leaves_with_paths().into_iter().unzip();
         jit.mesh
@@ -122,12 +140,28 @@ impl CallPlan {
         let output_paths: Vec<String> =
             signature.outputs.leaves_with_paths().into_iter().map(|(path, _)| path).collect();
         let shardings = jit.outputs.broadcast(&output_structure).map_err(IssueProblem::Tree)?;
+        let names = leaves.iter().map(|leaf| match leaf.sharding() {
+            Some(sharding) => match sharding.spec() {
+                Some(spec) if unusual(sharding).is_none() => format!("{} {spec}", leaf.aval()),
+                _ => format!("{} {sharding}", leaf.aval()),
+            },
+            None => format!("{} uncommitted", leaf.aval()),
+        });
+        let what = Arc::new(CallWhat {
+            name: jit.kernel.name().to_owned(),
+            mesh: jit.mesh.clone(),
+            inputs: names.collect(),
+        });
         let mut outputs = Vec::new();
         for ((path, aval), sharding) in output_paths.iter().zip(signature.outputs.leaves()).zip(shardings) {
             let layout = sharding
                 .layout(aval.shape())
                 .map_err(|why| IssueProblem::Sharding { path: format!("output {path}"), why })?;
-            outputs.push(OutputPlan { aval: aval.clone(), sharding, layout, alias: None });
+            let (aval, what, runtime) = (aval.clone(), what.clone(), runtime.clone());
+            outputs.push(OutputPlan {
+                made: Arc::new(Made { aval, sharding, layout, what, runtime }),
+                alias: None,
+            });
         }
         let mut inputs: Vec<InputPlan> = leaves
             .iter()
@@ -173,21 +207,13 @@ impl CallPlan {
             .iter()
             .filter_map(|device| Some((runtime.local_index(*device)?, *device)))
             .map(|(local_index, device)| {
-                seat(local_index, device, &mesh, &leaves, &outputs, &runtime.topology)
+                seat((local_index, device), &what, &mesh, &leaves, &outputs, &runtime.topology)
             })
             .collect::<Problem<Vec<_>>>()?;
         let bytes = seats.iter().flat_map(|seat| &seat.outputs).map(|info| info.bytes() as u64).sum();
-        let names = leaves.iter().map(|leaf| match leaf.sharding() {
-            Some(sharding) => match sharding.spec() {
-                Some(spec) if unusual(sharding).is_none() => format!("{} {spec}", leaf.aval()),
-                _ => format!("{} {sharding}", leaf.aval()),
-            },
-            None => format!("{} uncommitted", leaf.aval()),
-        });
-        let what =
-            CallWhat { name: jit.kernel.name().to_owned(), mesh: jit.mesh.clone(), inputs: names.collect() };
         let fingerprint = fingerprint(&*jit.kernel, &mesh, &inputs, &outputs);
         Ok(Self {
+            runtime: runtime.clone(),
             inputs,
             outputs,
             input_structure,
@@ -196,7 +222,7 @@ impl CallPlan {
             seats,
             bytes,
             fingerprint,
-            what: Arc::new(what),
+            what,
             paths,
         })
     }
@@ -237,34 +263,34 @@ fn check_inputs(
     for (i, leaf) in leaves.iter().enumerate() {
         let Repr::Placed(placed) = &leaf.repr else { continue };
         let path = paths[i].clone();
-        let everywhere = mesh.devices().iter().all(|device| placed.layout.region_of(*device).is_some());
+        let everywhere = mesh.devices().iter().all(|device| placed.made.layout.region_of(*device).is_some());
         if !everywhere {
             return Err(IssueProblem::InputMesh {
                 path,
                 expected: mesh.to_string(),
-                found: placed.sharding.to_string(),
+                found: placed.made.sharding.to_string(),
             });
         }
-        let unusual = unusual(&placed.sharding);
+        let unusual = unusual(&placed.made.sharding);
         match declared.as_ref().map(|declared| &declared[i]) {
-            Some(expected) if *expected == placed.sharding => {}
+            Some(expected) if *expected == placed.made.sharding => {}
             Some(expected) => {
                 let wrong = |why| IssueProblem::Sharding { path: path.clone(), why };
                 // Two ways to write one layout are no difference, where it is all that matters.
                 let differ = unusual.is_some()
                     || self::unusual(expected).is_some()
-                    || *expected.layout(leaf.shape()).map_err(wrong)? != *placed.layout;
+                    || *expected.layout(leaf.shape()).map_err(wrong)? != *placed.made.layout;
                 if differ {
                     return Err(IssueProblem::InputSharding {
                         path,
                         expected: expected.to_string(),
-                        found: placed.sharding.to_string(),
+                        found: placed.made.sharding.to_string(),
                     });
                 }
             }
             None => {
                 if let Some(what) = unusual {
-                    let found = placed.sharding.to_string();
+                    let found = placed.made.sharding.to_string();
                     return Err(IssueProblem::InputUndeclared { path, found, what });
                 }
             }
@@ -293,26 +319,26 @@ fn check_alias(
 ) -> Problem<()> {
     let layouts_agree = match &leaf.repr {
         Repr::Placed(placed) => {
-            *placed.layout == *output.layout
-                && placed.sharding.memory_kind() == output.sharding.memory_kind()
-                && placed.sharding.unreduced_axes() == output.sharding.unreduced_axes()
+            *placed.made.layout == *output.made.layout
+                && placed.made.sharding.memory_kind() == output.made.sharding.memory_kind()
+                && placed.made.sharding.unreduced_axes() == output.made.sharding.unreduced_axes()
         }
         Repr::Host(_) => true,
     };
-    if input.aval == output.aval && layouts_agree {
+    if input.aval == output.made.aval && layouts_agree {
         return Ok(());
     }
     let sharding = input.sharding.as_ref().map_or_else(|| "uncommitted".to_owned(), ToString::to_string);
     Err(IssueProblem::Signature(format!(
         "output {output_path:?} ({} {}) cannot be input {input_path:?} ({} {sharding}) updated in place: shape, \
          dtype and sharding must be the same",
-        output.aval, output.sharding, input.aval
+        output.made.aval, output.made.sharding, input.aval
     )))
 }
 
 fn seat(
-    local_index: usize,
-    device: DeviceId,
+    (local_index, device): (usize, DeviceId),
+    what: &Arc<CallWhat>,
     mesh: &Seats,
     leaves: &[&MpmdArray],
     outputs: &[OutputPlan],
@@ -330,13 +356,14 @@ fn seat(
     };
     let inputs = leaves.iter().map(|leaf| match &leaf.repr {
         Repr::Host(host) => part(host.aval(), None),
-        Repr::Placed(placed) => part(&placed.aval, Some(&placed.layout)),
+        Repr::Placed(placed) => part(&placed.made.aval, Some(&placed.made.layout)),
     });
     Ok(Seat {
+        what: Arc::new(what.clone()),
         local_index,
         place: Place { device, position: mesh.mesh.position(device).unwrap_or_default(), groups },
         inputs: inputs.collect(),
-        outputs: outputs.iter().map(|output| part(&output.aval, Some(&output.layout))).collect(),
+        outputs: outputs.iter().map(|output| part(&output.made.aval, Some(&output.made.layout))).collect(),
     })
 }
 
@@ -379,7 +406,7 @@ fn fingerprint<K: Kernel>(kernel: &K, mesh: &Seats, inputs: &[InputPlan], output
         hash = hash.mix(input.sharding.as_ref().map_or(0, Sharding::fingerprint));
     }
     for output in outputs {
-        hash = text(hash, &output.aval.to_string()).mix(output.sharding.fingerprint());
+        hash = text(hash, &output.made.aval.to_string()).mix(output.made.sharding.fingerprint());
         hash = hash.mix(output.alias.map_or(0, |input| input as u64 + 1));
     }
     mesh.collectives.iter().fold(hash, |hash, collective| text(hash, &collective.to_string())).word()

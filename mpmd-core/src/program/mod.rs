@@ -229,6 +229,10 @@ impl Program {
     pub(crate) fn admit(&self, at: &'static Location<'static>) {
         let runtime = &self.runtime;
         let (ops, bytes) = (runtime.config.run_ahead_ops, runtime.config.run_ahead_bytes);
+        let (most_ops, most_bytes) = runtime.in_flight.at_most();
+        if most_ops < ops && most_bytes < bytes {
+            return;
+        }
         let counts = runtime.in_flight.counts();
         if counts.ops < ops && counts.bytes < bytes {
             return;

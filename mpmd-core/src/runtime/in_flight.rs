@@ -1,7 +1,8 @@
 //! The operations that this process has issued and not ended: how far its program runs ahead.
 
-use std::collections::BTreeSet;
+use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
@@ -11,13 +12,23 @@ use parking_lot::{Condvar, Mutex};
 pub(crate) struct InFlight {
     state: Mutex<State>,
     changed: Condvar,
+    at_last_begin: AtLastBegin,
+}
+
+/// The counts when the last operation began. Since then operations can only have ended, so there are no
+/// more now. Away from what other threads write: the program looks here before each operation.
+#[derive(Default)]
+#[repr(align(128))]
+struct AtLastBegin {
+    ops: AtomicUsize,
+    bytes: AtomicU64,
 }
 
 #[derive(Default)]
 struct State {
     counts: Counts,
-    /// The numbers of those operations.
-    open: BTreeSet<u64>,
+    /// The numbers of those operations, ascending, and of some that have ended.
+    open: VecDeque<(u64, bool)>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -46,7 +57,15 @@ impl InFlight {
         let mut state = self.state.lock();
         state.counts.ops += 1;
         state.counts.bytes += bytes;
-        state.open.insert(op);
+        match state.open.back() {
+            Some((last, _)) if *last >= op => {
+                let at = state.open.partition_point(|(before, _)| *before < op);
+                state.open.insert(at, (op, true));
+            }
+            _ => state.open.push_back((op, true)),
+        }
+        self.at_last_begin.ops.store(state.counts.ops, Ordering::Relaxed);
+        self.at_last_begin.bytes.store(state.counts.bytes, Ordering::Relaxed);
         OpGuard(Arc::new(Ending { op, bytes, in_flight: self.clone() }))
     }
 
@@ -54,15 +73,21 @@ impl InFlight {
         self.state.lock().counts
     }
 
+    /// No fewer operations and bytes than there are, found without a lock. For the thread that begins them.
+    pub(crate) fn at_most(&self) -> (usize, u64) {
+        let AtLastBegin { ops, bytes } = &self.at_last_begin;
+        (ops.load(Ordering::Relaxed), bytes.load(Ordering::Relaxed))
+    }
+
     /// The first operation that has not ended.
     pub(crate) fn first_open(&self) -> Option<u64> {
-        self.state.lock().open.first().copied()
+        self.state.lock().open.front().map(|(op, _)| *op)
     }
 
     /// The counts, and whether any operation issued before `op` has not ended.
     pub(crate) fn counts_before(&self, op: u64) -> (Counts, bool) {
         let state = self.state.lock();
-        (state.counts, state.open.first().is_some_and(|first| *first < op))
+        (state.counts, state.open.front().is_some_and(|(first, _)| *first < op))
     }
 
     /// Waits until `enough` of them have ended; false where `deadline` came first.
@@ -83,7 +108,13 @@ impl Drop for Ending {
         state.counts.ops -= 1;
         state.counts.bytes -= self.bytes;
         state.counts.ended += 1;
-        state.open.remove(&self.op);
+        let at = state.open.partition_point(|(op, _)| *op < self.op);
+        if let Some((_, open)) = state.open.get_mut(at) {
+            *open = false;
+        }
+        while state.open.front().is_some_and(|(_, open)| !open) {
+            state.open.pop_front();
+        }
         self.in_flight.changed.notify_all();
     }
 }
@@ -110,5 +141,19 @@ mod tests {
         thread.join().unwrap();
         let (counts, before) = in_flight.counts_before(8);
         assert_eq!((counts.ended, before), (1, false));
+    }
+
+    #[test]
+    fn the_first_open_operation_is_known_whatever_order_they_end_in() {
+        let in_flight = Arc::new(InFlight::default());
+        let mut guards: Vec<_> = (1..=4).map(|op| Some(in_flight.begin(op * 10, op))).collect();
+        assert_eq!(in_flight.at_most(), (4, 10));
+        for (ended, first) in [(1, Some(10)), (0, Some(30)), (3, Some(30)), (2, None)] {
+            guards[ended] = None;
+            assert_eq!(in_flight.first_open(), first);
+        }
+        assert_eq!((in_flight.counts().ops, in_flight.at_most()), (0, (4, 10)), "a bound, not the count");
+        let _guard = in_flight.begin(50, 1);
+        assert_eq!(in_flight.at_most(), (1, 1));
     }
 }

@@ -56,13 +56,29 @@ impl Runtime {
         op: u64,
         what: &dyn fmt::Display,
     ) -> Result<Reservation, Arc<Failure>> {
+        self.reserve_all(local_index, kind, std::iter::once(bytes), op, what)
+    }
+
+    /// As [`Runtime::reserve`], for several buffers: room for all of them or for none.
+    pub(crate) fn reserve_all(
+        &self,
+        local_index: usize,
+        kind: MemoryKind,
+        sizes: impl Iterator<Item = usize> + Clone,
+        op: u64,
+        what: &dyn fmt::Display,
+    ) -> Result<Reservation, Arc<Failure>> {
         let pool = match kind {
             MemoryKind::Device => &self.devices[local_index].pool,
             MemoryKind::Host => &self.host_memory,
         };
+        // Nearly always there is room: then nobody counts what is in flight.
+        if let Ok(reservation) = pool.reserve_all(sizes.clone()) {
+            return Ok(reservation);
+        }
         loop {
             let before = self.in_flight.counts();
-            let error = match pool.reserve(bytes) {
+            let error = match pool.reserve_all(sizes.clone()) {
                 Ok(reservation) => return Ok(reservation),
                 Err(error) => error,
             };
@@ -128,7 +144,9 @@ impl Runtime {
 
     /// Remembers who holds memory.
     pub(crate) fn holds(&self, array: &Arc<Placed>) {
-        if array.local_bytes() >= WORTH_NAMING {
+        // Most arrays are too small whatever part of them is here: then nothing is looked up.
+        let most = array.shards.len().saturating_mul(array.made.aval.bytes()) as u64;
+        if most >= WORTH_NAMING && array.local_bytes() >= WORTH_NAMING {
             self.holders.lock().insert(array.origin(), array);
         }
     }

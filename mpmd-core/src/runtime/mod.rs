@@ -18,6 +18,7 @@ mod mailbox;
 mod memory;
 mod passage;
 mod slot;
+mod spin;
 mod status;
 mod transfer;
 mod under_way;
@@ -38,10 +39,12 @@ pub(crate) use in_flight::{InFlight, OpGuard};
 use mailbox::Mailbox;
 use memory::Holders;
 pub(crate) use passage::Passage;
-pub(crate) use slot::{Outcome, Promise, Slot, SlotUse};
+pub(crate) use slot::{Outcome, Promise, Promises, Slot, SlotUse, Slots};
+use spin::{Spin, may_spin};
 pub(crate) use status::{Doing, Status};
 pub(crate) use transfer::{PutPlan, Source};
 use under_way::UnderWay;
+pub(crate) use worker::Job;
 use worker::{Crew, Worker};
 
 use crate::topology::{DeviceId, Topology};
@@ -84,6 +87,8 @@ pub(crate) struct Runtime {
     pub(crate) staging: Pool,
     pub(crate) in_flight: Arc<InFlight>,
     pub(crate) status: Status,
+    /// Of the program's thread, where it waits for arrays.
+    pub(crate) wait_spin: Spin,
     start: Instant,
     router: Mutex<Router<InProcess>>,
     transport: Option<Arc<dyn Transport>>,
@@ -147,12 +152,17 @@ impl Runtime {
         config: RuntimeConfig,
         transport: Option<Arc<dyn Transport>>,
     ) -> std::io::Result<Arc<Self>> {
+        let spins = may_spin(me, &topology, cores());
         let devices = topology
             .devices_of(me)
             .iter()
             .map(|id| {
                 let pool = Pool::new(format!("device {id} of process {me}"), config.device_memory);
-                Ok(LocalDevice { id: *id, pool, queue: Worker::start(format!("mpmd-{id}"))? })
+                Ok(LocalDevice {
+                    id: *id,
+                    pool,
+                    queue: Worker::start(format!("mpmd-{id}"), Spin::new(spins))?,
+                })
             })
             .collect::<std::io::Result<Vec<_>>>()?;
         let router = Router::new(router::Config {
@@ -166,6 +176,7 @@ impl Runtime {
             me,
             bytes_sent: (0..topology.processes()).map(|_| AtomicU64::new(0)).collect(),
             status: Status::new(devices.iter().map(|device| format!("device {}", device.id))),
+            wait_spin: Spin::new(spins),
             topology_fingerprint: topology.fingerprint(),
             topology,
             host_memory: Pool::new(format!("host memory of process {me}"), None),
@@ -176,7 +187,7 @@ impl Runtime {
             router: Mutex::new(router),
             transport,
             movers: Crew::start("mpmd-mover", movers())?,
-            callbacks: Worker::start("mpmd-callbacks".to_owned())?,
+            callbacks: Worker::start("mpmd-callbacks".to_owned(), Spin::new(false))?,
             mailbox: Mailbox::default(),
             holders: Mutex::default(),
             under_way: Mutex::default(),
@@ -208,17 +219,17 @@ impl Runtime {
     }
 
     /// Queues a kernel on a device of this process.
-    pub(crate) fn run_on(&self, local_index: usize, job: worker::Job) {
+    pub(crate) fn run_on(&self, local_index: usize, job: Job) {
         self.devices[local_index].queue.push(job);
     }
 
     /// Queues a copy.
-    pub(crate) fn move_data(&self, job: worker::Job) {
+    pub(crate) fn move_data(&self, job: Job) {
         self.movers.push(job);
     }
 
     /// Queues a closure of the user's.
-    pub(crate) fn call_back(&self, job: worker::Job) {
+    pub(crate) fn call_back(&self, job: Job) {
         self.callbacks.push(job);
     }
 
@@ -237,5 +248,9 @@ impl Runtime {
 }
 
 fn movers() -> usize {
-    std::thread::available_parallelism().map_or(1, |cores| cores.get().min(MOST_MOVERS))
+    cores().min(MOST_MOVERS)
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, |cores| cores.get())
 }

@@ -4,6 +4,7 @@
 //! fails the slot, so that no wait can outlive what it waits for.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Poll, Waker};
 use std::time::Instant;
 
@@ -16,26 +17,49 @@ pub(crate) type Outcome = Result<SharedBuffer, Arc<Failure>>;
 
 type Callback = Box<dyn FnOnce(&Outcome) + Send>;
 
+/// One who holds a slot, in [`Inner::counts`].
+const HOLDER: u64 = 1;
+/// One of the uses that were issued and have not picked their input up.
+const USE: u64 = 1 << 32;
+const USES: u64 = ENDED - USE;
+/// The slot has ended.
+const ENDED: u64 = 1 << 62;
+/// The buffer was given up.
+const GIVEN_UP: u64 = 1 << 63;
+
 /// The reading side. Clones are the same slot.
-#[derive(Clone)]
-pub(crate) struct Slot(Arc<Inner>);
+///
+/// The slots of one operation share an allocation; a buffer goes with the last holder of its own slot all
+/// the same.
+pub(crate) struct Slot {
+    all: Arc<[Inner]>,
+    index: u32,
+}
 
 struct Inner {
+    /// Holders in the lower half; above them uses; above those two flags. In one word, so that to issue a
+    /// use and to pick it up takes no lock.
+    counts: AtomicU64,
     held: Mutex<Held>,
     ended: Condvar,
 }
 
 struct Held {
     state: State,
-    /// Kernel calls that were issued and have not picked their input up.
-    uses: usize,
     /// The buffer goes as soon as nothing issued before needs it; later readers get this.
     given_up: Option<Arc<Failure>>,
 }
 
 enum State {
-    Pending { callbacks: Vec<Callback>, wakers: Vec<Waker> },
+    /// With who is to hear of the end, if anybody.
+    Pending(Option<Box<Waiting>>),
     Ended(Outcome),
+}
+
+#[derive(Default)]
+struct Waiting {
+    callbacks: Vec<Callback>,
+    wakers: Vec<Waker>,
 }
 
 /// A use of a slot that was issued: it gets the buffer even where that is given up meanwhile.
@@ -44,46 +68,127 @@ pub(crate) struct SlotUse(Slot);
 /// The writing side.
 pub(crate) struct Promise(Option<Slot>);
 
+/// The writing side of several slots, which end in order.
+pub(crate) struct Promises {
+    all: Arc<[Inner]>,
+    next: u32,
+}
+
+/// The slots that promises are for, in order.
+pub(crate) struct Slots {
+    all: Arc<[Inner]>,
+    next: u32,
+}
+
+impl Inner {
+    fn new(state: State, counts: u64) -> Self {
+        let held = Mutex::new(Held { state, given_up: None });
+        Self { counts: AtomicU64::new(counts), held, ended: Condvar::new() }
+    }
+
+    /// Drops a buffer that was given up and that nothing waits for any more.
+    fn release(&self) {
+        let mut held = self.held.lock();
+        if self.counts.load(Ordering::Acquire) & USES != 0 {
+            return;
+        }
+        let Held { state: State::Ended(outcome), given_up } = &mut *held else { return };
+        if let Some(donated) = given_up.take()
+            && outcome.is_ok()
+        {
+            let buffer = std::mem::replace(outcome, Err(donated));
+            drop(held);
+            drop(buffer);
+        }
+    }
+
+    /// One holder less. Of slots that share an allocation the last takes the buffer along.
+    fn let_go(&self, shared: bool) {
+        let last = (self.counts.fetch_sub(HOLDER, Ordering::AcqRel) & (USE - 1)) == HOLDER;
+        if last && shared {
+            let state = std::mem::replace(&mut self.held.lock().state, State::Pending(None));
+            drop(state);
+        }
+    }
+
+    fn end(&self, outcome: Outcome) {
+        let mut held = self.held.lock();
+        // A second holder, however short, would keep a kernel from taking the memory over.
+        let shared = match &held.state {
+            State::Pending(Some(waiting)) if !waiting.callbacks.is_empty() => Some(outcome.clone()),
+            _ => None,
+        };
+        let before = std::mem::replace(&mut held.state, State::Ended(outcome));
+        let counts = self.counts.fetch_or(ENDED, Ordering::AcqRel);
+        drop(held);
+        self.ended.notify_all();
+        if let State::Pending(Some(waiting)) = before {
+            let Waiting { callbacks, wakers } = *waiting;
+            if let Some(outcome) = shared {
+                callbacks.into_iter().for_each(|then| then(&outcome));
+            }
+            wakers.into_iter().for_each(Waker::wake);
+        }
+        // Whoever gives it up from here on finds that it has ended.
+        if counts & GIVEN_UP != 0 {
+            self.release();
+        }
+    }
+}
+
 impl Slot {
     /// An empty slot and the promise to fill it.
     pub(crate) fn new() -> (Promise, Self) {
-        let slot = Self::of(State::Pending { callbacks: Vec::new(), wakers: Vec::new() });
-        (Promise(Some(slot.clone())), slot)
+        let all: Arc<[Inner]> = Arc::new([Inner::new(State::Pending(None), 2 * HOLDER)]);
+        (Promise(Some(Self { all: all.clone(), index: 0 })), Self { all, index: 0 })
+    }
+
+    /// Empty slots and the promise to fill them. Each slot is to be taken: one that is not keeps its buffer
+    /// for as long as there are others.
+    pub(crate) fn several(count: usize) -> (Promises, Slots) {
+        let all: Arc<[Inner]> = (0..count).map(|_| Inner::new(State::Pending(None), 2 * HOLDER)).collect();
+        (Promises { all: all.clone(), next: 0 }, Slots { all, next: 0 })
     }
 
     /// A slot that has its buffer.
     pub(crate) fn filled(buffer: SharedBuffer) -> Self {
-        Self::of(State::Ended(Ok(buffer)))
+        let inner = Inner::new(State::Ended(Ok(buffer)), HOLDER | ENDED);
+        Self { all: Arc::new([inner]), index: 0 }
     }
 
-    fn of(state: State) -> Self {
-        let held = Mutex::new(Held { state, uses: 0, given_up: None });
-        Self(Arc::new(Inner { held, ended: Condvar::new() }))
+    fn inner(&self) -> &Inner {
+        &self.all[self.index as usize]
+    }
+
+    /// Whether it has ended. Costs a look at one word.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.inner().counts.load(Ordering::Acquire) & ENDED != 0
     }
 
     /// What it ended with, if it has.
     pub(crate) fn peek(&self) -> Option<Outcome> {
-        match &self.0.held.lock().state {
+        match &self.inner().held.lock().state {
             State::Ended(outcome) => Some(outcome.clone()),
-            State::Pending { .. } => None,
+            State::Pending(_) => None,
         }
     }
 
     /// Blocks until it ends, or until `deadline`.
     pub(crate) fn wait_until(&self, deadline: Option<Instant>) -> Option<Outcome> {
-        let mut held = self.0.held.lock();
+        let Inner { held, ended, .. } = self.inner();
+        let mut held = held.lock();
         loop {
             match &held.state {
                 State::Ended(outcome) => return Some(outcome.clone()),
-                State::Pending { .. } => match deadline {
+                State::Pending(_) => match deadline {
                     Some(deadline) => {
-                        if self.0.ended.wait_until(&mut held, deadline).timed_out()
-                            && matches!(held.state, State::Pending { .. })
+                        if ended.wait_until(&mut held, deadline).timed_out()
+                            && matches!(held.state, State::Pending(_))
                         {
                             return None;
                         }
                     }
-                    None => self.0.ended.wait(&mut held),
+                    None => ended.wait(&mut held),
                 },
             }
         }
@@ -93,9 +198,9 @@ impl Slot {
     ///
     /// `then` must be short: that thread has other things to do.
     pub(crate) fn on_end(&self, then: impl FnOnce(&Outcome) + Send + 'static) {
-        let mut held = self.0.held.lock();
+        let mut held = self.inner().held.lock();
         match &mut held.state {
-            State::Pending { callbacks, .. } => callbacks.push(Box::new(then)),
+            State::Pending(waiting) => waiting.get_or_insert_default().callbacks.push(Box::new(then)),
             State::Ended(outcome) => {
                 let outcome = outcome.clone();
                 drop(held);
@@ -106,9 +211,10 @@ impl Slot {
 
     /// For futures: the outcome, or `waker` is woken when there is one.
     pub(crate) fn poll(&self, waker: &Waker) -> Poll<Outcome> {
-        match &mut self.0.held.lock().state {
+        match &mut self.inner().held.lock().state {
             State::Ended(outcome) => Poll::Ready(outcome.clone()),
-            State::Pending { wakers, .. } => {
+            State::Pending(waiting) => {
+                let wakers = &mut waiting.get_or_insert_default().wakers;
                 if !wakers.iter().any(|known| known.will_wake(waker)) {
                     wakers.push(waker.clone());
                 }
@@ -119,56 +225,52 @@ impl Slot {
 
     /// Takes the buffer of an ended slot away; whoever reads it later gets `donated`.
     pub(crate) fn take(&self, donated: Arc<Failure>) -> Option<Outcome> {
-        match &mut self.0.held.lock().state {
+        match &mut self.inner().held.lock().state {
             State::Ended(outcome) if outcome.is_ok() => Some(std::mem::replace(outcome, Err(donated))),
             State::Ended(outcome) => Some(outcome.clone()),
-            State::Pending { .. } => None,
+            State::Pending(_) => None,
         }
     }
 
     /// A use that is issued now.
     pub(crate) fn issue_use(&self) -> SlotUse {
-        self.0.held.lock().uses += 1;
-        SlotUse(self.clone())
+        self.inner().counts.fetch_add(HOLDER + USE, Ordering::Relaxed);
+        SlotUse(Self { all: self.all.clone(), index: self.index })
     }
 
     /// Lets the buffer go once it has ended and all uses issued before have what they need; whoever
     /// reads it later gets `donated`.
     pub(crate) fn give_up(&self, donated: Arc<Failure>) {
-        self.0.held.lock().given_up = Some(donated);
-        self.release();
-    }
-
-    /// Drops a buffer that was given up and that nothing waits for any more.
-    fn release(&self) {
-        let mut held = self.0.held.lock();
-        let Held { state: State::Ended(outcome), uses: 0, given_up } = &mut *held else { return };
-        if let Some(donated) = given_up.take()
-            && outcome.is_ok()
+        let inner = self.inner();
         {
-            let buffer = std::mem::replace(outcome, Err(donated));
-            drop(held);
-            drop(buffer);
+            let mut held = inner.held.lock();
+            held.given_up = Some(donated);
+            inner.counts.fetch_or(GIVEN_UP, Ordering::AcqRel);
         }
+        inner.release();
     }
+}
 
-    fn end(&self, outcome: Outcome) {
-        let mut held = self.0.held.lock();
-        // A second holder, however short, would keep a kernel from taking the memory over.
-        let shared = match &held.state {
-            State::Pending { callbacks, .. } if !callbacks.is_empty() => Some(outcome.clone()),
-            _ => None,
-        };
-        let before = std::mem::replace(&mut held.state, State::Ended(outcome));
-        drop(held);
-        self.0.ended.notify_all();
-        if let State::Pending { callbacks, wakers } = before {
-            if let Some(outcome) = shared {
-                callbacks.into_iter().for_each(|then| then(&outcome));
-            }
-            wakers.into_iter().for_each(Waker::wake);
-        }
-        self.release();
+impl Clone for Slot {
+    fn clone(&self) -> Self {
+        self.inner().counts.fetch_add(HOLDER, Ordering::Relaxed);
+        Self { all: self.all.clone(), index: self.index }
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.inner().let_go(self.all.len() > 1);
+    }
+}
+
+impl Iterator for Slots {
+    type Item = Slot;
+
+    fn next(&mut self) -> Option<Slot> {
+        let index = self.next;
+        self.next += u32::from((index as usize) < self.all.len());
+        ((index as usize) < self.all.len()).then(|| Slot { all: self.all.clone(), index })
     }
 }
 
@@ -181,8 +283,12 @@ impl SlotUse {
 
 impl Drop for SlotUse {
     fn drop(&mut self) {
-        self.0.0.held.lock().uses -= 1;
-        self.0.release();
+        let inner = self.0.inner();
+        let counts = inner.counts.fetch_sub(USE, Ordering::AcqRel);
+        // Whoever gives it up from here on finds that this use is over.
+        if counts & USES == USE && counts & GIVEN_UP != 0 {
+            inner.release();
+        }
     }
 }
 
@@ -190,7 +296,7 @@ impl Promise {
     /// Ends the slot.
     pub(crate) fn keep(mut self, outcome: Outcome) {
         if let Some(slot) = self.0.take() {
-            slot.end(outcome);
+            slot.inner().end(outcome);
         }
     }
 }
@@ -198,11 +304,41 @@ impl Promise {
 impl Drop for Promise {
     fn drop(&mut self) {
         if let Some(slot) = self.0.take() {
-            let message = "the operation was abandoned: its program ended before it ran";
-            let failure = Failure::new(FailureKind::Left, mpmd_transport::ProcessId(0), 0, message);
-            slot.end(Err(Arc::new(failure)));
+            slot.inner().end(Err(abandoned()));
         }
     }
+}
+
+impl Promises {
+    /// Ends the next slot, if there is one.
+    pub(crate) fn keep_next(&mut self, outcome: Outcome) {
+        let Some(inner) = self.all.get(self.next as usize) else { return };
+        self.next += 1;
+        inner.end(outcome);
+        inner.let_go(self.all.len() > 1);
+    }
+
+    /// Ends the slots that are left with this failure.
+    pub(crate) fn fail(mut self, failure: &Arc<Failure>) {
+        self.fail_rest(failure);
+    }
+
+    fn fail_rest(&mut self, failure: &Arc<Failure>) {
+        (self.next as usize..self.all.len()).for_each(|_| self.keep_next(Err(failure.clone())));
+    }
+}
+
+impl Drop for Promises {
+    fn drop(&mut self) {
+        if (self.next as usize) < self.all.len() {
+            self.fail_rest(&abandoned());
+        }
+    }
+}
+
+fn abandoned() -> Arc<Failure> {
+    let message = "the operation was abandoned: its program ended before it ran";
+    Arc::new(Failure::new(FailureKind::Left, mpmd_transport::ProcessId(0), 0, message))
 }
 
 #[cfg(test)]
@@ -260,5 +396,34 @@ mod tests {
         let taken = slot.take(Arc::new(failure)).unwrap().unwrap();
         assert!(taken.into_owned().is_ok(), "the slot no longer holds it");
         assert_eq!(slot.peek().unwrap().unwrap_err().kind, FailureKind::Donated);
+    }
+
+    #[test]
+    fn a_buffer_goes_with_its_own_slot_not_with_those_beside_it() {
+        let pool = mpmd_transport::Pool::new("test", None);
+        let (mut promises, slots) = Slot::several(3);
+        let mut slots: Vec<Slot> = slots.collect();
+        drop(slots.pop());
+        (0..3).for_each(|_| promises.keep_next(Ok(pool.allocate(1).unwrap().freeze())));
+        assert_eq!(pool.stats().live, 2 * mpmd_transport::Pool::rounded(1), "nobody wants the third");
+        let issued = slots[1].issue_use();
+        drop(slots.pop());
+        assert_eq!(pool.stats().live, 2 * mpmd_transport::Pool::rounded(1), "a use was issued");
+        assert!(issued.wait().is_ok());
+        assert_eq!(pool.stats().live, mpmd_transport::Pool::rounded(1));
+        assert!(slots[0].has_ended());
+    }
+
+    #[test]
+    fn promises_that_are_dropped_or_failed_end_every_slot_that_is_left() {
+        let (mut promises, slots) = Slot::several(3);
+        let slots: Vec<Slot> = slots.collect();
+        promises.keep_next(Ok(vec![1u8].into()));
+        drop(promises);
+        let kinds = slots.iter().map(|slot| slot.peek().unwrap().map_err(|failure| failure.kind).err());
+        assert_eq!(kinds.collect::<Vec<_>>(), [None, Some(FailureKind::Left), Some(FailureKind::Left)]);
+        let (promises, slots) = Slot::several(2);
+        promises.fail(&Arc::new(Failure::new(FailureKind::Kernel, mpmd_transport::ProcessId(0), 4, "why")));
+        slots.for_each(|slot| assert_eq!(slot.peek().unwrap().unwrap_err().kind, FailureKind::Kernel));
     }
 }

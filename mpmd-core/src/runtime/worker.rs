@@ -7,6 +7,8 @@ use std::sync::mpsc::{Sender, channel};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::spin::Spin;
+
 /// A job for a [`Worker`] or a [`Crew`].
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
 
@@ -34,10 +36,16 @@ struct State {
 }
 
 impl Worker {
-    /// Starts the thread.
-    pub(crate) fn start(name: String) -> std::io::Result<Self> {
+    /// Starts the thread, which looks for jobs as `spin` says before it sleeps.
+    pub(crate) fn start(name: String, spin: Spin) -> std::io::Result<Self> {
         let (jobs, queue) = channel::<Job>();
-        std::thread::Builder::new().name(name).spawn(move || queue.into_iter().for_each(run))?;
+        let work = move || {
+            // That the queue is closed shows when it is waited for.
+            while let Some(job) = spin.look(|| queue.try_recv().ok()).or_else(|| queue.recv().ok()) {
+                run(job);
+            }
+        };
+        std::thread::Builder::new().name(name).spawn(work)?;
         Ok(Self { jobs })
     }
 
