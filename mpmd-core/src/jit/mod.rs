@@ -29,6 +29,9 @@ use plan::{Bound, CallPlan};
 /// Call shapes that a [`Jit`] remembers.
 const PLANS_KEPT: usize = 8;
 
+/// The slots of a call's outputs for each local device, and what each of those is to do.
+type Prepared = (Vec<(DeviceId, Slots)>, Vec<(usize, Job)>);
+
 impl Program {
     /// Binds a kernel to a mesh: `program.jit(kernel).on(&mesh).outputs(sharding).build()?`.
     pub fn jit<K: Kernel>(&self, kernel: K) -> JitBuilder<K> {
@@ -211,7 +214,7 @@ impl<K: Kernel> Jit<K> {
         leaves: &[&MpmdArray],
         op: u64,
         at: &'static Location<'static>,
-    ) -> (Vec<(DeviceId, Slots)>, Vec<(usize, Job)>) {
+    ) -> Prepared {
         let plan = &bound.plan;
         let runtime = &program.runtime;
         let guard = runtime.in_flight.begin(op, plan.bytes);
