@@ -23,6 +23,14 @@ pub trait Transport: Send + Sync {
     /// Number of processes in the job.
     fn processes(&self) -> usize;
 
+    /// Whether payloads go to `peer`, and come from it, as memory that stays where it is
+    /// ([`Payload::Lent`]): the same on both sides. Then a message costs its receiver no memory, whatever its
+    /// size, and need not wait until the receiver has room.
+    fn hands_over(&self, peer: ProcessId) -> bool {
+        let _ = peer;
+        false
+    }
+
     /// Starts deliveries to `handler`. What arrived before is kept and delivered first.
     ///
     /// # Panics
@@ -98,6 +106,8 @@ pub enum Payload {
     Empty,
     /// The bytes are here.
     Inline(SharedBuffer),
+    /// The bytes are the sender's memory, to be read where they are. It has them back when this is dropped.
+    Lent(SharedBuffer),
     /// The bytes wait for a place.
     Waiting(Box<dyn Fetch>),
 }

@@ -23,7 +23,9 @@ impl Handler for Door {
         runtime.with_router(|router| match payload {
             // Pieces keep their payload, also where a transport hands a small one over at once; control
             // messages are read here.
-            Payload::Inline(bytes) if !matches!(header.kind, Kind::Eager | Kind::Data) => {
+            Payload::Inline(bytes) | Payload::Lent(bytes)
+                if !matches!(header.kind, Kind::Eager | Kind::Data) =>
+            {
                 router.arrived(from, header, Payload::Empty, &bytes, now);
             }
             payload => router.arrived(from, header, payload, &[], now),
@@ -211,7 +213,7 @@ impl Runtime {
         match result {
             Err(failure) => promise.keep(Err(failure)),
             Ok(Payload::Empty) => promise.keep(Ok(Vec::new().into())),
-            Ok(Payload::Inline(bytes)) => promise.keep(Ok(bytes)),
+            Ok(Payload::Inline(bytes) | Payload::Lent(bytes)) => promise.keep(Ok(bytes)),
             Ok(Payload::Waiting(fetch)) => match self.staging.allocate(fetch.bytes() as usize) {
                 Ok(buffer) => {
                     let runtime = self.clone();

@@ -40,7 +40,7 @@ impl Runtime {
         match result {
             Err(failure) => self.fail_passage(&passage, &failure),
             Ok(Payload::Empty) => self.spread(&passage, Vec::new().into(), None),
-            Ok(Payload::Inline(bytes)) => {
+            Ok(Payload::Inline(bytes) | Payload::Lent(bytes)) => {
                 // Kernels read shards as typed slices, so one that was read into memory without alignment
                 // is copied.
                 let aligned = bytes.as_ptr().addr().is_multiple_of(ALIGNMENT);

@@ -39,7 +39,7 @@ impl OwnedBuffer {
     /// The same bytes, from now on immutable and shareable.
     pub fn freeze(self) -> SharedBuffer {
         let range = 0..self.len;
-        SharedBuffer { whole: Arc::new(self), range }
+        SharedBuffer { whole: Arc::new(Whole::Owned(self)), range }
     }
 
     fn of_block(block: Block, len: usize) -> Self {
@@ -84,14 +84,40 @@ impl fmt::Debug for OwnedBuffer {
     }
 }
 
-/// Immutable bytes with any number of holders: a range of a frozen [`OwnedBuffer`].
+/// Memory that somebody else owns, and that may be read until this is dropped.
+///
+/// What drops it gives it back; dropping must not block.
+pub trait Loan: Send + Sync {
+    /// The bytes: the same place and the same values at every call.
+    fn bytes(&self) -> &[u8];
+}
+
+/// Immutable bytes with any number of holders: a range of a frozen [`OwnedBuffer`], or of memory on
+/// [loan](Loan).
 #[derive(Clone)]
 pub struct SharedBuffer {
-    whole: Arc<OwnedBuffer>,
+    whole: Arc<Whole>,
     range: Range<usize>,
 }
 
+enum Whole {
+    Owned(OwnedBuffer),
+    Lent(Box<dyn Loan>),
+}
+
 impl SharedBuffer {
+    /// Memory of somebody else's, which goes back when the last holder drops it. Nobody gets it as
+    /// [its own](Self::into_owned).
+    pub fn lent(loan: Box<dyn Loan>) -> Self {
+        let range = 0..loan.bytes().len();
+        Self { whole: Arc::new(Whole::Lent(loan)), range }
+    }
+
+    /// Whether these bytes are somebody else's.
+    pub fn is_lent(&self) -> bool {
+        matches!(*self.whole, Whole::Lent(_))
+    }
+
     /// A part of these bytes; moves nothing.
     ///
     /// # Panics
@@ -111,13 +137,18 @@ impl SharedBuffer {
     ///
     /// # Errors
     ///
-    /// Returns itself where somebody else holds these bytes, or where it is only a part.
+    /// Returns itself where somebody else holds these bytes or has lent them, or where it is only a part.
     pub fn into_owned(self) -> Result<OwnedBuffer, Self> {
-        if self.range != (0..self.whole.len) {
+        let Whole::Owned(buffer) = &*self.whole else { return Err(self) };
+        if self.range != (0..buffer.len) {
             return Err(self);
         }
         let range = self.range;
-        Arc::try_unwrap(self.whole).map_err(|whole| Self { whole, range })
+        match Arc::try_unwrap(self.whole) {
+            Ok(Whole::Owned(buffer)) => Ok(buffer),
+            Ok(lent @ Whole::Lent(_)) => Err(Self { whole: Arc::new(lent), range }),
+            Err(whole) => Err(Self { whole, range }),
+        }
     }
 
     /// Whether both are the same bytes in the same place.
@@ -136,7 +167,11 @@ impl Deref for SharedBuffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        &self.whole[self.range.clone()]
+        let bytes = match &*self.whole {
+            Whole::Owned(buffer) => &buffer[..],
+            Whole::Lent(loan) => loan.bytes(),
+        };
+        &bytes[self.range.clone()]
     }
 }
 
@@ -148,6 +183,8 @@ impl fmt::Debug for SharedBuffer {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use super::*;
 
     #[test]
@@ -172,6 +209,30 @@ mod tests {
         let inner = bytes.slice(2..8).slice(1..3);
         assert_eq!(&inner[..], &[3, 4]);
         assert!(inner.same_place(&bytes.slice(3..5)));
+    }
+
+    #[test]
+    fn lent_memory_is_read_in_place_never_owned_and_goes_back_with_its_last_holder() {
+        struct Borrowed(Vec<u8>, Arc<AtomicUsize>);
+        impl Loan for Borrowed {
+            fn bytes(&self) -> &[u8] {
+                &self.0
+            }
+        }
+        impl Drop for Borrowed {
+            fn drop(&mut self) {
+                self.1.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        let back = Arc::new(AtomicUsize::new(0));
+        let lent = SharedBuffer::lent(Box::new(Borrowed(vec![1, 2, 3, 4], back.clone())));
+        let part = lent.slice(1..3);
+        let lent = lent.into_owned().unwrap_err();
+        assert!(lent.is_lent() && part.is_lent() && !SharedBuffer::from(vec![1]).is_lent());
+        drop(lent);
+        assert_eq!((&part[..], back.load(Ordering::Relaxed)), (&[2, 3][..], 0));
+        drop(part);
+        assert_eq!(back.load(Ordering::Relaxed), 1);
     }
 
     #[test]

@@ -152,7 +152,7 @@ impl Handler for Recorder {
     fn arrived(&self, from: ProcessId, header: Header, payload: Payload) {
         match payload {
             Payload::Empty => self.complete(from, header, &[]),
-            Payload::Inline(bytes) => self.complete(from, header, &bytes),
+            Payload::Inline(bytes) | Payload::Lent(bytes) => self.complete(from, header, &bytes),
             Payload::Waiting(fetch) => {
                 assert_eq!(fetch.bytes(), header.bytes);
                 let manner = self.seen.lock().manner;

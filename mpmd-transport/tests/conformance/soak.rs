@@ -260,7 +260,7 @@ impl Handler for End {
         seen.arrived += 1;
         match payload {
             Payload::Empty => seen.note(header.bytes == 0),
-            Payload::Inline(bytes) => {
+            Payload::Inline(bytes) | Payload::Lent(bytes) => {
                 let looks = seen.random.below(3) > 0;
                 seen.note(!looks || pattern_is_intact(from, &header, &bytes));
             }

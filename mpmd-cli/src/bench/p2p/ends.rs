@@ -292,7 +292,7 @@ impl Handler for Hearing {
     fn arrived(&self, _: ProcessId, header: Header, payload: Payload) {
         match payload {
             Payload::Empty => self.0.came(header, &[]),
-            Payload::Inline(bytes) => self.0.came(header, &bytes),
+            Payload::Inline(bytes) | Payload::Lent(bytes) => self.0.came(header, &bytes),
             Payload::Waiting(fetch) => {
                 let inner = self.0.clone();
                 let into = match usize::try_from(fetch.bytes()).map(|bytes| inner.pool.allocate(bytes)) {
