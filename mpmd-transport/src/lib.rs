@@ -25,5 +25,5 @@ pub mod wire;
 
 pub use memory::{OwnedBuffer, Pool, SharedBuffer};
 pub use router::{Failure, FailureKind};
-pub use transport::{Handler, Payload, Ticket, Transport, TransportError};
+pub use transport::{Handler, Parking, Payload, Ticket, Transport, TransportError};
 pub use wire::{Header, Kind, ProcessId};

@@ -5,7 +5,7 @@
 //! the [router](crate::router)'s work.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::memory::{OwnedBuffer, SharedBuffer};
 use crate::wire::{Header, Kind, MAX_CONTROL_BYTES, ProcessId};
@@ -52,12 +52,30 @@ pub trait Transport: Send + Sync {
     /// [`MAX_CONTROL_BYTES`].
     fn post(&self, to: ProcessId, header: Header, payload: Option<SharedBuffer>, ticket: Ticket);
 
-    /// Lets the calling thread drive the transport for a moment; true where that did anything.
+    /// Lets the calling thread drive the transport for a moment; true where that did anything. The handler is
+    /// called from within.
     ///
-    /// Transports with threads of their own have nothing to do here.
+    /// Where waiters can drive ([`Transport::parking`]) a thread that waits for a message calls this again and
+    /// again, and hears of it without being woken by another thread. Else there is nothing to do here.
     fn progress(&self) -> bool {
         false
     }
+
+    /// Where a thread that waits can drive the transport also while it sleeps: what to give to
+    /// [`Transport::park`], taken before the last look at what is waited for.
+    fn parking(&self) -> Option<Parking> {
+        None
+    }
+
+    /// Sleeps until a message arrives, [`Transport::wake`] is called, or `deadline` has come; then drives the
+    /// transport for a moment. Returns at once where one of them happened since `parking` was taken. May
+    /// return early.
+    fn park(&self, parking: Parking, deadline: Instant) {
+        let _ = (parking, deadline);
+    }
+
+    /// Ends every [`Transport::park`] of this process. Cheap where there is none.
+    fn wake(&self) {}
 
     /// Somebody knows that `peer` is gone, as a transport may find out late or never: it need not wait for it
     /// any more. Does not block, and changes nothing of what the handler is promised.
@@ -75,6 +93,10 @@ pub trait Transport: Send + Sync {
     /// handler, which it waits for.
     fn shutdown(&self, deadline: Duration);
 }
+
+/// A moment at the transport's door: what comes after it is not slept through.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Parking(pub u32);
 
 /// Names a [`Transport::post`] in its [`Handler::done`]. Chosen by the caller.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
