@@ -1,11 +1,12 @@
 //! Buffers, and the pools they come from.
 //!
-//! A [`Pool`] carves 64-byte aligned blocks from *segments*: the unit that later gets exported to
-//! other processes, registered with a network card or pinned, once. A block that is given back is kept
+//! A [`Pool`] carves 64-byte aligned blocks from *segments*: the unit that gets lent to other processes,
+//! registered with a network card or pinned, once. What segments are made of is its [`Arena`]'s matter. A block that is given back is kept
 //! for the next allocation of its size class, because fresh pages cost tens of times more than reused
 //! ones. An [`OwnedBuffer`] has one owner who may write; [frozen](OwnedBuffer::freeze) it becomes a
 //! [`SharedBuffer`], which never changes again and goes back to its pool when the last holder drops it.
 
+mod arena;
 mod parts;
 mod pool;
 mod segment;
@@ -14,8 +15,10 @@ use std::fmt;
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
 
+pub use arena::Arena;
 pub use parts::Divided;
 pub use pool::{OutOfMemory, Pool, PoolStats, Reservation};
+pub use segment::Segment;
 
 use parts::Part;
 use pool::Block;
@@ -40,6 +43,14 @@ impl OwnedBuffer {
     pub fn freeze(self) -> SharedBuffer {
         let range = 0..self.len;
         SharedBuffer { whole: Arc::new(Whole::Owned(self)), range }
+    }
+
+    fn place(&self) -> Option<Place> {
+        match &self.backing {
+            Backing::Block(block) => Some(block.place()),
+            Backing::Part(part) => part.place(),
+            Backing::Vec(_) => None,
+        }
     }
 
     fn of_block(block: Block, len: usize) -> Self {
@@ -90,6 +101,24 @@ impl fmt::Debug for OwnedBuffer {
 pub trait Loan: Send + Sync {
     /// The bytes: the same place and the same values at every call.
     fn bytes(&self) -> &[u8];
+
+    /// Where they are, if that can be lent on.
+    fn place(&self) -> Option<Place> {
+        None
+    }
+}
+
+/// Where in which segment bytes begin.
+#[derive(Clone)]
+pub struct Place {
+    pub(crate) segment: Arc<Segment>,
+    pub(crate) offset: usize,
+}
+
+impl Place {
+    fn plus(self, bytes: usize) -> Self {
+        Self { offset: self.offset + bytes, ..self }
+    }
 }
 
 /// Immutable bytes with any number of holders: a range of a frozen [`OwnedBuffer`], or of memory on
@@ -149,6 +178,15 @@ impl SharedBuffer {
             Ok(lent @ Whole::Lent(_)) => Err(Self { whole: Arc::new(lent), range }),
             Err(whole) => Err(Self { whole, range }),
         }
+    }
+
+    /// Where these bytes are, if other processes can map it.
+    pub(crate) fn place(&self) -> Option<Place> {
+        let place = match &*self.whole {
+            Whole::Owned(buffer) => buffer.place(),
+            Whole::Lent(loan) => loan.place(),
+        };
+        place.map(|place| place.plus(self.range.start)).filter(|place| place.segment.descriptor().is_some())
     }
 
     /// Whether both are the same bytes in the same place.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::{Backing, OwnedBuffer};
+use super::{Backing, OwnedBuffer, Place};
 
 /// A buffer that is given out in parts which never overlap, and is whole again when all of them have been
 /// dropped.
@@ -72,6 +72,10 @@ impl Divided {
 }
 
 impl Part {
+    pub(super) fn place(&self) -> Option<Place> {
+        self.whole.buffer.place().map(|place| place.plus(self.start))
+    }
+
     pub(super) fn bytes(&self, len: usize) -> &[u8] {
         // SAFETY: `Divided::part` checked that `start + len` is within the buffer, whose memory `whole` keeps
         // where it is: the buffer is neither moved out nor looked at while this part holds it. The bytes are

@@ -1,17 +1,24 @@
 //! Pools: blocks by size class, carved from segments, kept for reuse, counted, limited.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
 use super::segment::Segment;
-use super::{ALIGNMENT, OwnedBuffer};
+use super::{ALIGNMENT, Arena, OwnedBuffer, Place};
 
 /// Blocks up to this size share segments; larger ones have a segment each.
 const LARGEST_SHARED_CLASS: usize = 512 << 10;
-const SHARED_SEGMENT_BYTES: usize = 4 << 20;
+/// The first segment that is shared. The more a pool has, the larger is the next: each is a mapping, and a
+/// descriptor in every process that it is lent to.
+const FIRST_SEGMENT: usize = 4 << 20;
+const LARGEST_SEGMENT: usize = 32 << 20;
+/// Blocks with a segment of their own are kept until they and those in use are twice what was ever in use, and
+/// so much more: less would bring pages that come and go with every step.
+const KEPT_BESIDE: u64 = 64 << 20;
 
 /// A source of buffers with a limit and a memory of what it gave. Clones are the same pool.
 #[derive(Clone)]
@@ -22,6 +29,7 @@ pub struct Pool {
 struct Inner {
     name: String,
     limit: Option<u64>,
+    arena: Arena,
     state: Mutex<State>,
 }
 
@@ -46,6 +54,8 @@ pub struct PoolStats {
     pub cached: u64,
     /// Largest sum of live and reserved so far.
     pub peak: u64,
+    /// Largest live so far: what programs really used, however far ahead they set memory aside.
+    pub peak_live: u64,
     /// Mapped from the system so far, never falling: flat once a program has warmed up.
     pub mapped: u64,
 }
@@ -54,6 +64,7 @@ impl PoolStats {
     fn make_live(&mut self, class: usize) {
         self.live += class as u64;
         self.reserved -= class as u64;
+        self.peak_live = self.peak_live.max(self.live);
     }
 }
 
@@ -81,7 +92,13 @@ fn limit_text(limit: &Option<u64>) -> String {
 impl Pool {
     /// An empty pool that gives at most `limit` bytes at a time; `name` is for messages.
     pub fn new(name: impl Into<String>, limit: Option<u64>) -> Self {
-        Self { inner: Arc::new(Inner { name: name.into(), limit, state: Mutex::default() }) }
+        Self::in_arena(name, limit, &Arena::private())
+    }
+
+    /// As [`Pool::new`], with segments of `arena`.
+    pub fn in_arena(name: impl Into<String>, limit: Option<u64>, arena: &Arena) -> Self {
+        let (name, arena) = (name.into(), arena.clone());
+        Self { inner: Arc::new(Inner { name, limit, arena, state: Mutex::default() }) }
     }
 
     /// A buffer of `bytes`; its content is whatever the block last held.
@@ -115,9 +132,17 @@ impl Pool {
     }
 
     fn set_aside(&self, bytes: usize, class: u64) -> Result<Reservation, OutOfMemory> {
+        let too_much = |stats: &PoolStats| {
+            self.inner.limit.is_some_and(|limit| stats.live + stats.reserved + class > limit)
+        };
         let mut state = self.inner.state.lock();
+        if too_much(&state.stats) {
+            drop(state);
+            self.inner.arena.reclaim();
+            state = self.inner.state.lock();
+        }
         let stats = &mut state.stats;
-        if self.inner.limit.is_some_and(|limit| stats.live + stats.reserved + class > limit) {
+        if too_much(stats) {
             return Err(self.inner.out_of_memory(bytes, stats, self.inner.limit));
         }
         stats.reserved += class;
@@ -142,16 +167,7 @@ impl Pool {
 
     /// Gives cached blocks that have a segment of their own back to the system.
     pub fn trim(&self) {
-        let mut freed = Vec::new();
-        let mut state = self.inner.state.lock();
-        for (class, blocks) in &mut state.free {
-            if *class > LARGEST_SHARED_CLASS {
-                freed.append(blocks);
-            }
-        }
-        state.stats.cached -= freed.iter().map(|block| block.capacity as u64).sum::<u64>();
-        drop(state);
-        drop(freed);
+        self.inner.trim();
     }
 }
 
@@ -166,47 +182,77 @@ impl Inner {
         }
     }
 
-    /// A block with a segment of its own.
-    fn map(&self, class: usize) -> std::io::Result<Carved> {
-        let segment = Arc::new(Segment::map(class)?);
-        let stats = &mut self.state.lock().stats;
-        stats.mapped += class as u64;
-        stats.make_live(class);
-        Ok(Carved { start: segment.start(), capacity: class, _segment: segment })
+    /// A block of `class` bytes that was reserved before, where there is none: what others are done with comes
+    /// back, or there is a new segment, mapped without the lock.
+    fn grow(&self, class: usize) -> io::Result<Carved> {
+        self.arena.reclaim();
+        let (bytes, is_plenty) = {
+            let mut state = self.state.lock();
+            if let Some(block) = state.take(class) {
+                return Ok(block);
+            }
+            let PoolStats { live, cached, peak_live, mapped, .. } = state.stats;
+            let shared = (mapped as usize / 2).next_power_of_two().clamp(FIRST_SEGMENT, LARGEST_SEGMENT);
+            let bytes = if class > LARGEST_SHARED_CLASS { class } else { shared };
+            (bytes, live + cached + bytes as u64 > 2 * peak_live + KEPT_BESIDE)
+        };
+        if is_plenty {
+            self.trim();
+        }
+        let segment = match self.arena.map(bytes) {
+            Err(_) => {
+                self.trim();
+                self.arena.map(bytes)?
+            }
+            Ok(segment) => segment,
+        };
+        let mut state = self.state.lock();
+        state.stats.mapped += bytes as u64;
+        if class > LARGEST_SHARED_CLASS {
+            state.stats.make_live(class);
+            return Ok(Carved { start: segment.start(), capacity: class, segment });
+        }
+        // What is left of the one before is never more than such a block.
+        state.open = Some((segment, 0));
+        state.take(class).ok_or_else(|| io::Error::other("a new segment is too small for a block"))
+    }
+
+    fn trim(&self) {
+        let mut freed = Vec::new();
+        let mut state = self.state.lock();
+        for (class, blocks) in &mut state.free {
+            if *class > LARGEST_SHARED_CLASS {
+                freed.append(blocks);
+            }
+        }
+        state.stats.cached -= freed.iter().map(|block| block.capacity as u64).sum::<u64>();
+        drop(state);
+        drop(freed);
     }
 }
 
 impl State {
     /// A block of `class` bytes that was reserved before, counted as live from now on: in one step, so that
-    /// nobody sees the bytes counted twice and is refused for it. `None` where it must have a segment of its
-    /// own, which is better mapped without the lock.
-    fn take(&mut self, class: usize) -> Option<std::io::Result<Carved>> {
+    /// nobody sees the bytes counted twice and is refused for it. `None` where that takes a new segment.
+    fn take(&mut self, class: usize) -> Option<Carved> {
         let block = match self.free.get_mut(&class).and_then(Vec::pop) {
             Some(block) => {
                 self.stats.cached -= class as u64;
                 block
             }
-            None if class <= LARGEST_SHARED_CLASS => match self.carve(class) {
-                Ok(block) => block,
-                Err(error) => return Some(Err(error)),
-            },
+            None if class <= LARGEST_SHARED_CLASS => self.carve(class)?,
             None => return None,
         };
         self.stats.make_live(class);
-        Some(Ok(block))
+        Some(block)
     }
 
-    fn carve(&mut self, class: usize) -> std::io::Result<Carved> {
-        let fits = self.open.as_ref().is_some_and(|(segment, used)| used + class <= segment.bytes());
-        if !fits {
-            self.open = Some((Arc::new(Segment::map(SHARED_SEGMENT_BYTES)?), 0));
-            self.stats.mapped += SHARED_SEGMENT_BYTES as u64;
-        }
-        let (segment, used) = self.open.as_mut().expect("opened above");
+    fn carve(&mut self, class: usize) -> Option<Carved> {
+        let (segment, used) = self.open.as_mut().filter(|(segment, used)| used + class <= segment.bytes())?;
         // SAFETY: `used + class` is within the segment, so the address is inside one mapping.
         let start = unsafe { segment.start().add(*used) };
         *used += class;
-        Ok(Carved { start, capacity: class, _segment: segment.clone() })
+        Some(Carved { start, capacity: class, segment: segment.clone() })
     }
 }
 
@@ -230,7 +276,7 @@ impl Reservation {
         let class = self.counted as usize;
         let taken = inner.state.lock().take(class);
         let carved = taken
-            .unwrap_or_else(|| inner.map(class))
+            .map_or_else(|| inner.grow(class), Ok)
             .map_err(|_| inner.out_of_memory(self.bytes, &inner.state.lock().stats, None))?;
         self.counted = 0;
         let block = Block { carved: Some(carved), pool: self.pool.clone() };
@@ -256,12 +302,12 @@ impl Reservation {
             let taken = match left {
                 None => None,
                 Some(_) => match state.take(class) {
-                    Some(taken) => taken.ok(),
+                    Some(taken) => Some(taken),
                     None => {
                         drop(state);
-                        let mapped = pool.inner.map(class);
+                        let grown = pool.inner.grow(class);
                         state = pool.inner.state.lock();
-                        mapped.ok()
+                        grown.ok()
                     }
                 },
             };
@@ -303,7 +349,7 @@ impl std::fmt::Debug for Pool {
 struct Carved {
     start: NonNull<u8>,
     capacity: usize,
-    _segment: Arc<Segment>,
+    segment: Arc<Segment>,
 }
 
 // SAFETY: a carved range is used by one owner at a time, and nothing in it belongs to a thread.
@@ -325,7 +371,7 @@ impl Block {
 
     pub(super) fn bytes(&self) -> &[u8] {
         let carved = self.carved();
-        // SAFETY: the range lies in a live mapping (kept by `_segment`) that was zero-filled when made,
+        // SAFETY: the range lies in a live mapping (kept by `segment`) that was zero-filled when made,
         // so every byte is initialised; this block is its only owner, and writing needs `&mut self`.
         unsafe { std::slice::from_raw_parts(carved.start.as_ptr(), carved.capacity) }
     }
@@ -334,6 +380,12 @@ impl Block {
         let carved = self.carved();
         // SAFETY: as in `bytes`, and `&mut self` keeps every other access away.
         unsafe { std::slice::from_raw_parts_mut(carved.start.as_ptr(), carved.capacity) }
+    }
+
+    pub(super) fn place(&self) -> Place {
+        let Carved { start, segment, .. } = self.carved();
+        let offset = start.addr().get() - segment.start().addr().get();
+        Place { segment: segment.clone(), offset }
     }
 
     fn carved(&self) -> &Carved {
@@ -403,6 +455,44 @@ mod tests {
         drop(pool.reserve(512).unwrap());
         assert_eq!(pool.stats().peak, 512);
         pool.trim();
+    }
+
+    #[test]
+    fn blocks_of_an_arena_know_their_place_and_those_lent_come_back_before_more_is_mapped() {
+        let arena = Arena::shared().unwrap();
+        let pool = Pool::in_arena("test", Some(6 << 20), &arena);
+        assert!(Pool::new("private", None).allocate(100).unwrap().freeze().place().is_none());
+        let lent = Arc::new(Mutex::new(Vec::new()));
+        let back = lent.clone();
+        arena.on_shortage(move || back.lock().clear());
+        for bytes in [100, 3 << 20] {
+            let mut buffer = pool.allocate(bytes).unwrap();
+            buffer[64..68].copy_from_slice(&[1, 2, 3, 4]);
+            let part = buffer.freeze().slice(65..67);
+            let Place { segment, offset } = part.place().unwrap();
+            assert_eq!(segment.lent(offset..offset + 2).unwrap(), [2, 3]);
+            assert_eq!(segment.number(&arena), segment.number(&arena));
+            lent.lock().push(part);
+        }
+        let mapped = pool.stats().mapped;
+        let again = pool.allocate(3 << 20).unwrap();
+        assert_eq!(pool.stats().mapped, mapped, "it was taken back");
+        lent.lock().push(again.freeze());
+        drop(pool.reserve(4 << 20).unwrap());
+        assert_eq!((pool.stats().live, lent.lock().len()), (0, 0), "the limit is no reason to fail either");
+        assert!(arena.take_retired().is_empty());
+        pool.trim();
+        assert_eq!(arena.take_retired(), [1], "the segment of the large block had the second number");
+    }
+
+    #[test]
+    fn what_is_kept_does_not_grow_with_every_new_size() {
+        let pool = Pool::new("test", None);
+        for i in 0..100 {
+            drop(pool.allocate((1 << 20) + i * (256 << 10)).unwrap());
+        }
+        let PoolStats { cached, peak_live, .. } = pool.stats();
+        assert!(cached <= 2 * peak_live + KEPT_BESIDE, "{cached}");
     }
 
     #[test]

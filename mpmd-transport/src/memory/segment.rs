@@ -1,31 +1,108 @@
-//! Segments: the page-aligned mappings that blocks are carved from.
+//! Segments: the page-aligned mappings that blocks are carved from, and those that other processes lend.
 
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::{OnceLock, Weak};
 
-use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
-/// One anonymous, zero-filled, private mapping; unmapped when dropped.
-pub(super) struct Segment {
+use super::arena;
+
+/// From this size on pages of 2 MiB are worth asking for.
+const HUGE: usize = 2 << 20;
+
+/// What a segment that others map must be sealed with. Without GROW and SHRINK its owner could take pages away
+/// from under a reader, which would kill it; without FUTURE_WRITE a reader could open the descriptor again for
+/// writing; without SEAL more seals could be added, such as one that makes the owner's own writes impossible.
+const SEALS: SealFlags =
+    SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::FUTURE_WRITE).union(SealFlags::SEAL);
+
+/// One mapping; unmapped when dropped.
+pub struct Segment {
     start: NonNull<u8>,
     bytes: usize,
+    /// Where other processes can map it too.
+    descriptor: Option<OwnedFd>,
+    /// What others know it by, once they do, and whom to tell that it is no more.
+    known: OnceLock<(u32, Weak<arena::Inner>)>,
 }
 
 // SAFETY: a segment is only an address range that it owns; nothing in it belongs to a thread.
 unsafe impl Send for Segment {}
-// SAFETY: shared access to a segment hands out nothing but its address and length.
+// SAFETY: shared access to a segment hands out its address and length, and reads of ranges that nobody writes
+// (the contract of `Segment::lent`).
 unsafe impl Sync for Segment {}
 
 impl Segment {
-    /// Maps `bytes` (more than 0) of zeroes. Pages are taken when they are first touched.
-    pub(super) fn map(bytes: usize) -> std::io::Result<Self> {
+    /// Maps `bytes` (more than 0) of zeroes for this process alone. Pages are taken when they are first touched.
+    pub(super) fn private(bytes: usize) -> io::Result<Self> {
         assert!(bytes > 0, "a segment has at least one byte");
         // SAFETY: with a null hint and without MAP_FIXED the kernel picks a range that nothing else
         // uses, so no existing memory changes.
         let start = unsafe {
             mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
         }?;
-        let start = NonNull::new(start.cast()).ok_or_else(|| std::io::Error::other("mmap returned null"))?;
-        Ok(Self { start, bytes })
+        Self::at(start, bytes, None)
+    }
+
+    /// Maps `bytes` (more than 0) of zeroes that other processes can map for reading, with all their pages.
+    ///
+    /// The pages are taken here because later nobody could be told that there are none: a write to a page that
+    /// the system does not have kills the process.
+    pub(super) fn shared(bytes: usize) -> io::Result<Self> {
+        assert!(bytes > 0, "a segment has at least one byte");
+        let descriptor = memfd_create("mpmd", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        ftruncate(&descriptor, bytes as u64)?;
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: as in `private`; the file is this function's own and has `bytes` bytes, which nobody can take
+        // from it once it is sealed below.
+        let start = unsafe { mmap(std::ptr::null_mut(), bytes, access, MapFlags::SHARED, &descriptor, 0) }?;
+        let segment = Self::at(start, bytes, Some(descriptor))?;
+        if bytes >= HUGE {
+            // Where they are not allowed the kernel says so, and small ones do.
+            segment.advise(Advice::LinuxHugepage).ok();
+        }
+        match segment.advise(Advice::LinuxPopulateWrite) {
+            // Kernels before 5.14: the file gets its pages, which this process then finds at first touch.
+            Err(Errno::INVAL) => {
+                rustix::fs::fallocate(segment.fd()?, rustix::fs::FallocateFlags::empty(), 0, bytes as u64)?;
+            }
+            result => result?,
+        }
+        fcntl_add_seals(segment.fd()?, SEALS)?;
+        Ok(segment)
+    }
+
+    /// Maps a segment of another process, for reading, whose owner says that it has `bytes` bytes.
+    ///
+    /// # Errors
+    ///
+    /// Where it has not, or is not sealed: its owner could take pages away, which would kill this process.
+    pub(crate) fn foreign(descriptor: OwnedFd, bytes: u64) -> io::Result<Self> {
+        let found = u64::try_from(fstat(&descriptor)?.st_size).unwrap_or(0);
+        let bytes = usize::try_from(bytes).ok().filter(|bytes| *bytes > 0 && found == *bytes as u64);
+        let Some(bytes) = bytes else {
+            return Err(io::Error::other(format!("a segment of {found} bytes is announced with others")));
+        };
+        if !fcntl_get_seals(&descriptor)?.contains(SealFlags::SHRINK | SealFlags::SEAL) {
+            return Err(io::Error::other("a segment is not sealed"));
+        }
+        // SAFETY: as in `private`; that the file cannot become shorter was just seen.
+        let start =
+            unsafe { mmap(std::ptr::null_mut(), bytes, ProtFlags::READ, MapFlags::SHARED, &descriptor, 0) }?;
+        let segment = Self::at(start, bytes, Some(descriptor))?;
+        // One call instead of a fault for every few pages; older kernels do without.
+        segment.advise(Advice::LinuxPopulateRead).ok();
+        Ok(segment)
+    }
+
+    fn at(start: *mut std::ffi::c_void, bytes: usize, descriptor: Option<OwnedFd>) -> io::Result<Self> {
+        let start = NonNull::new(start.cast()).ok_or_else(|| io::Error::other("mmap returned null"))?;
+        Ok(Self { start, bytes, descriptor, known: OnceLock::new() })
     }
 
     /// The address of the first byte, aligned to a page.
@@ -34,16 +111,104 @@ impl Segment {
     }
 
     /// The segment's length.
-    pub(super) fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    /// Bytes of a segment that another process owns and has lent; `None` where it has no such range.
+    ///
+    /// The owner promises that they do not change while they are lent. One that breaks its promise, by a bug,
+    /// makes readers see other values; it cannot make them touch memory that is not there.
+    pub(crate) fn lent(&self, range: Range<usize>) -> Option<&[u8]> {
+        if range.start > range.end || range.end > self.bytes {
+            return None;
+        }
+        // SAFETY: the range was just seen to lie within the mapping, which `self` keeps. All of it is
+        // initialised, as the pages of files are. Nobody in this process can write it: it is mapped for reading
+        // only; and its owner does not while it is lent, see above.
+        Some(unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(range.start), range.len()) })
+    }
+
+    /// What other processes map it by; `None` where they cannot.
+    pub(crate) fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        self.descriptor.as_ref().map(AsFd::as_fd)
+    }
+
+    /// The number by which others know it, a new one of `arena` where nobody does yet. Never used for another
+    /// segment of this process.
+    pub(crate) fn number(&self, arena: &arena::Arena) -> u32 {
+        self.known.get_or_init(|| (arena.next_number(), arena.downgrade())).0
+    }
+
+    fn fd(&self) -> io::Result<BorrowedFd<'_>> {
+        self.descriptor().ok_or_else(|| io::Error::other("a segment without a descriptor"))
+    }
+
+    fn advise(&self, advice: Advice) -> Result<(), Errno> {
+        // SAFETY: the range is this segment's own mapping. None of the advice given here changes what it holds.
+        unsafe { madvise(self.start.as_ptr().cast(), self.bytes, advice) }
     }
 }
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        // SAFETY: the range was mapped by `map` with this length, is unmapped only here, and every
-        // block inside it holds an `Arc` of the segment, so none is left.
+        // SAFETY: the range was mapped by a constructor with this length, is unmapped only here, and every
+        // block inside it and every loan of it holds an `Arc` of the segment, so none is left.
         let unmapped = unsafe { munmap(self.start.as_ptr().cast(), self.bytes) };
         debug_assert!(unmapped.is_ok(), "a segment's own range can be unmapped");
+        if let Some((number, arena)) = self.known.get()
+            && let Some(arena) = arena.upgrade()
+        {
+            arena.retire(*number);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn a_shared_segment_can_be_read_by_who_has_its_descriptor_and_changed_by_nobody_else() {
+        let segment = Segment::shared(8192).unwrap();
+        // SAFETY: nobody else has the segment yet.
+        unsafe { segment.start().as_ptr().add(5000).write(7) };
+        let descriptor = segment.fd().unwrap().try_clone_to_owned().unwrap();
+        let foreign = Segment::foreign(descriptor, 8192).unwrap();
+        assert_eq!(foreign.lent(4999..5001).unwrap(), [0, 7]);
+        for range in [0..8193, 8193..8193, usize::MAX - 1..usize::MAX, Range { start: 2, end: 1 }] {
+            assert!(foreign.lent(range).is_none());
+        }
+        // By no way: not through the descriptor, nor opened again, nor shorter, nor mapped for writing.
+        let fd = segment.fd().unwrap();
+        assert!(ftruncate(fd, 4096).is_err() && ftruncate(fd, 16384).is_err());
+        assert!(fcntl_add_seals(fd, SealFlags::WRITE).is_err());
+        let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&fd));
+        let again = std::fs::OpenOptions::new().write(true).open(path);
+        assert!(again.is_err() || again.unwrap().write(&[1]).is_err());
+        // SAFETY: what is mapped, if it could be, would be a range of its own, and is not written.
+        let writable = unsafe { mmap(std::ptr::null_mut(), 8192, ProtFlags::WRITE, MapFlags::SHARED, fd, 0) };
+        assert_eq!(writable, Err(Errno::PERM));
+        // The owner goes on writing, and readers see it.
+        // SAFETY: `lent` gave out no slice that is still alive.
+        unsafe { segment.start().as_ptr().write(9) };
+        assert_eq!(foreign.lent(0..1).unwrap(), [9]);
+        drop(segment);
+        assert_eq!(foreign.lent(0..1).unwrap(), [9], "it outlives its owner's mapping");
+    }
+
+    #[test]
+    fn what_is_not_a_sealed_segment_of_that_size_is_refused() {
+        let segment = Segment::shared(4096).unwrap();
+        let fd = || segment.fd().unwrap().try_clone_to_owned().unwrap();
+        assert!(Segment::foreign(fd(), 4096).is_ok());
+        for bytes in [0, 4095, 8192, u64::MAX] {
+            assert!(Segment::foreign(fd(), bytes).is_err());
+        }
+        let open = memfd_create("open", MemfdFlags::ALLOW_SEALING).unwrap();
+        ftruncate(&open, 4096).unwrap();
+        assert!(Segment::foreign(open, 4096).is_err());
     }
 }
