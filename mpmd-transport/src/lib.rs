@@ -6,7 +6,7 @@
 //! - [`memory`]: buffers and the pools they come from; what a transport reads from and writes into.
 //! - [`wire`]: the fixed, versioned header that every message starts with.
 //! - [`control`]: the encoding of small control payloads.
-//! - [`transport`]: the [`Transport`] trait, implemented by [`inproc`], [`tcp`] and [`ucx`].
+//! - [`transport`]: the [`Transport`] trait, implemented by [`inproc`], [`shm`], [`tcp`] and [`ucx`].
 //! - [`router`]: the pure state machine that matches messages to operations. It does no I/O and
 //!   reads no clock; whoever drives it feeds it events and carries out its actions.
 //! - [`rendezvous`]: how processes meet before there is a transport.
@@ -18,6 +18,7 @@ pub mod memory;
 pub mod probe;
 pub mod rendezvous;
 pub mod router;
+pub mod shm;
 pub mod tcp;
 pub mod transport;
 pub mod ucx;

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::memory::{OwnedBuffer, SharedBuffer};
+use crate::memory::{Arena, OwnedBuffer, SharedBuffer};
 use crate::wire::{Header, Kind, MAX_CONTROL_BYTES, ProcessId};
 
 /// Moves messages between this process and its peers.
@@ -29,6 +29,24 @@ pub trait Transport: Send + Sync {
     fn hands_over(&self, peer: ProcessId) -> bool {
         let _ = peer;
         false
+    }
+
+    /// Where buffers must come from so that they need not be copied to be handed over: to be asked before the
+    /// first is made.
+    fn arena(&self) -> Option<Arena> {
+        None
+    }
+
+    /// Bytes of this process's memory that `peer` holds, where payloads are handed over.
+    fn lent_to(&self, peer: ProcessId) -> u64 {
+        let _ = peer;
+        0
+    }
+
+    /// Bytes of `peer`'s memory that this process holds, where payloads are handed over.
+    fn borrowed_from(&self, peer: ProcessId) -> u64 {
+        let _ = peer;
+        0
     }
 
     /// Starts deliveries to `handler`. What arrived before is kept and delivered first.

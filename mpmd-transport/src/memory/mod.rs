@@ -180,6 +180,14 @@ impl SharedBuffer {
         }
     }
 
+    /// Whether they are in a pool that has little left: who holds on to them may make others fail.
+    pub(crate) fn is_scarce(&self) -> bool {
+        match &*self.whole {
+            Whole::Owned(OwnedBuffer { backing: Backing::Block(block), .. }) => block.is_scarce(),
+            _ => false,
+        }
+    }
+
     /// Where these bytes are, if other processes can map it.
     pub(crate) fn place(&self) -> Option<Place> {
         let place = match &*self.whole {

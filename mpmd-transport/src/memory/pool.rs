@@ -382,6 +382,13 @@ impl Block {
         unsafe { std::slice::from_raw_parts_mut(carved.start.as_ptr(), carved.capacity) }
     }
 
+    /// Whether three quarters of what its pool may give are in use or set aside.
+    pub(super) fn is_scarce(&self) -> bool {
+        let Some(limit) = self.pool.inner.limit else { return false };
+        let PoolStats { live, reserved, .. } = self.pool.stats();
+        live + reserved > limit / 4 * 3
+    }
+
     pub(super) fn place(&self) -> Place {
         let Carved { start, segment, .. } = self.carved();
         let offset = start.addr().get() - segment.start().addr().get();

@@ -65,7 +65,7 @@ impl Token {
     }
 
     /// Whether `other` is this token, in a time that does not depend on where they differ.
-    pub(super) fn matches(&self, other: &[u8; 32]) -> bool {
+    pub(crate) fn matches(&self, other: &[u8; 32]) -> bool {
         let mut difference = 0;
         for (a, b) in self.0.iter().zip(other) {
             difference |= black_box(a ^ b);

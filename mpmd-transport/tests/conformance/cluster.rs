@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mpmd_transport::inproc::{Fabric, Faults};
+use mpmd_transport::shm::{self, Shm, ShmConfig};
 use mpmd_transport::tcp::{Listener, Tcp, TcpConfig};
 #[cfg(feature = "ucx")]
 use mpmd_transport::ucx::{Opened, Spin, Ucx, UcxConfig};
@@ -20,6 +21,7 @@ pub(crate) const EPOCH: u64 = 3;
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Kind {
     Inproc,
+    Shm,
     Tcp,
     #[cfg(feature = "ucx")]
     Ucx,
@@ -174,6 +176,7 @@ pub(crate) fn connected(kind: Kind, processes: usize) -> Vec<Arc<dyn Transport>>
             let fabric = Fabric::new(processes, Faults::default());
             (0..processes).map(|process| fabric.endpoint(id(process)) as _).collect()
         }
+        Kind::Shm => connect_shm(processes).into_iter().map(|shm| shm as _).collect(),
         Kind::Tcp => connect(processes).into_iter().map(|tcp| tcp as _).collect(),
         #[cfg(feature = "ucx")]
         Kind::Ucx => connect_ucx(processes).into_iter().map(|ucx| ucx as _).collect(),
@@ -197,6 +200,24 @@ fn connect_ucx(processes: usize) -> Vec<Arc<Ucx>> {
             neighbours: processes,
         };
         std::thread::spawn(move || opened.connect(config))
+    });
+    let connecting: Vec<_> = connecting.collect();
+    connecting.into_iter().map(|thread| thread.join().unwrap().unwrap()).collect()
+}
+
+/// `processes` transports over shared memory, not started.
+pub(crate) fn connect_shm(processes: usize) -> Vec<Arc<Shm>> {
+    let opened: Vec<_> = (0..processes).map(|_| shm::Opened::open().unwrap()).collect();
+    let peers: Vec<_> = opened.iter().map(|opened| Some(opened.address())).collect();
+    let connecting = opened.into_iter().enumerate().map(|(process, opened)| {
+        let config = ShmConfig {
+            process: id(process),
+            peers: peers.clone(),
+            token: TOKEN,
+            epoch: EPOCH,
+            patience: Duration::from_secs(20),
+        };
+        std::thread::spawn(move || opened.connect(&config))
     });
     let connecting: Vec<_> = connecting.collect();
     connecting.into_iter().map(|thread| thread.join().unwrap().unwrap()).collect()

@@ -4,8 +4,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use mpmd_transport::transport::Fetch;
-use mpmd_transport::{Handler, Header, Payload, Pool, ProcessId, Ticket, TransportError};
+use mpmd_transport::transport::{Fetch, FetchDone};
+use mpmd_transport::{
+    Handler, Header, OwnedBuffer, Payload, Pool, ProcessId, SharedBuffer, Ticket, TransportError,
+};
 use parking_lot::{Condvar, Mutex};
 
 use crate::cluster::pattern_is_intact;
@@ -120,6 +122,21 @@ impl Recorder {
         drop(held);
     }
 
+    fn decide(&self, from: ProcessId, header: Header, fetch: Box<dyn Fetch>) {
+        assert_eq!(fetch.bytes(), header.bytes);
+        let manner = self.seen.lock().manner;
+        match manner {
+            Some(Manner::Hold) => {
+                self.note("held", |seen| seen.held.push((from, header, fetch)));
+            }
+            Some(Manner::Discard) => {
+                drop(fetch);
+                self.note("discarded", |seen| seen.discarded += 1);
+            }
+            _ => self.fetch(from, header, fetch),
+        }
+    }
+
     fn fetch(&self, from: ProcessId, header: Header, fetch: Box<dyn Fetch>) {
         let into = self.pool.allocate(usize::try_from(fetch.bytes()).unwrap()).unwrap();
         let me = self.me.clone();
@@ -148,25 +165,27 @@ impl Recorder {
     }
 }
 
+/// Memory of a sender's, which a test may copy or drop as it does with payloads that wait.
+pub(crate) struct InPlace(pub(crate) SharedBuffer);
+
+impl Fetch for InPlace {
+    fn bytes(&self) -> u64 {
+        self.0.len() as u64
+    }
+
+    fn fetch(self: Box<Self>, mut into: OwnedBuffer, then: FetchDone) {
+        into.copy_from_slice(&self.0);
+        then(Ok(into));
+    }
+}
+
 impl Handler for Recorder {
     fn arrived(&self, from: ProcessId, header: Header, payload: Payload) {
         match payload {
             Payload::Empty => self.complete(from, header, &[]),
-            Payload::Inline(bytes) | Payload::Lent(bytes) => self.complete(from, header, &bytes),
-            Payload::Waiting(fetch) => {
-                assert_eq!(fetch.bytes(), header.bytes);
-                let manner = self.seen.lock().manner;
-                match manner {
-                    Some(Manner::Hold) => {
-                        self.note("held", |seen| seen.held.push((from, header, fetch)));
-                    }
-                    Some(Manner::Discard) => {
-                        drop(fetch);
-                        self.note("discarded", |seen| seen.discarded += 1);
-                    }
-                    _ => self.fetch(from, header, fetch),
-                }
-            }
+            Payload::Inline(bytes) => self.complete(from, header, &bytes),
+            Payload::Lent(bytes) => self.decide(from, header, Box::new(InPlace(bytes))),
+            Payload::Waiting(fetch) => self.decide(from, header, fetch),
         }
     }
 

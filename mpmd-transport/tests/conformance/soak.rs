@@ -13,6 +13,7 @@ use mpmd_transport::{
 use parking_lot::{Condvar, Mutex};
 
 use crate::cluster::{Kind, connected, id, pattern, pattern_is_intact};
+use crate::recorder::InPlace;
 
 const MESSAGES: u64 = 1000;
 
@@ -260,7 +261,8 @@ impl Handler for End {
         seen.arrived += 1;
         match payload {
             Payload::Empty => seen.note(header.bytes == 0),
-            Payload::Inline(bytes) | Payload::Lent(bytes) => {
+            Payload::Lent(bytes) => seen.held.push((from, header, Box::new(InPlace(bytes)))),
+            Payload::Inline(bytes) => {
                 let looks = seen.random.below(3) > 0;
                 seen.note(!looks || pattern_is_intact(from, &header, &bytes));
             }

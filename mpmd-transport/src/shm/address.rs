@@ -1,0 +1,166 @@
+//! What a process tells of itself, from which any two find whether they can share memory, and if not, why.
+
+use std::fmt;
+use std::os::unix::fs::MetadataExt;
+use std::str::FromStr;
+
+use super::NAME;
+
+/// The version of what processes say to each other over shared memory. Both must speak the same.
+pub(super) const VERSION: u32 = 1;
+
+/// Bytes of the name under which a process listens.
+const NAME_BYTES: usize = 16;
+
+/// Where and as whom a process runs, as far as it matters to others that would share memory with it.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) struct Address {
+    pub(super) version: u32,
+    /// The running system's own number: another one is another machine.
+    boot: String,
+    /// Names of sockets are known within a network namespace.
+    network: u64,
+    /// Numbers of processes are known within a namespace of theirs.
+    processes: u64,
+    user: u32,
+    name: [u8; NAME_BYTES],
+}
+
+impl Address {
+    /// This process's, with a name of its own.
+    pub(super) fn of_this_process() -> std::io::Result<Self> {
+        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned();
+        let mut name = [0; NAME_BYTES];
+        std::io::Read::read_exact(&mut std::fs::File::open("/dev/urandom")?, &mut name)?;
+        let namespace =
+            |which| Ok::<_, std::io::Error>(std::fs::metadata(format!("/proc/self/ns/{which}"))?.ino());
+        Ok(Self {
+            version: VERSION,
+            boot,
+            network: namespace("net")?,
+            processes: namespace("pid")?,
+            user: rustix::process::getuid().as_raw(),
+            name,
+        })
+    }
+
+    /// The name of its socket.
+    pub(super) fn socket_name(&self) -> Vec<u8> {
+        format!("mpmd-{}", hex(&self.name)).into_bytes()
+    }
+
+    /// Why the two cannot share memory; `None` where they can. The same seen from both sides.
+    fn apart_from(&self, other: &Self) -> Option<&'static str> {
+        if self.version != other.version {
+            Some("they run different builds")
+        } else if self.boot != other.boot {
+            Some("they are on different machines")
+        } else if self.user != other.user {
+            Some("they belong to different users")
+        } else if self.network != other.network {
+            Some("they are in different network namespaces, where a name of one means nothing to the other")
+        } else if self.processes != other.processes {
+            Some("they are in different process namespaces, where a number of one means nothing to the other")
+        } else {
+            None
+        }
+    }
+}
+
+/// Why two processes that have told `a` and `b` cannot share memory; `None` where they can.
+pub fn why_apart(a: &str, b: &str) -> Option<String> {
+    let read = |text: &str| text.parse::<Address>();
+    match (read(a), read(b)) {
+        (Ok(a), Ok(b)) => a.apart_from(&b).map(str::to_owned),
+        (Err(why), _) | (_, Err(why)) => Some(why),
+    }
+}
+
+/// What is told in place of an address by who has none, and why.
+pub fn no_address(why: &str) -> String {
+    format!("!{why}")
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { version, boot, network, processes, user, name } = self;
+        write!(f, "{NAME}/{version}/{boot}/{network}/{processes}/{user}/{}", hex(name))
+    }
+}
+
+impl FromStr for Address {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if let Some(why) = text.strip_prefix('!') {
+            return Err(why.to_owned());
+        }
+        let unreadable = || format!("{text:?} is no address of shared memory");
+        let fields: Vec<&str> = text.split('/').collect();
+        let [NAME, version, boot, network, processes, user, name] = fields[..] else {
+            return Err(unreadable());
+        };
+        let parse = || {
+            Some(Self {
+                version: version.parse().ok()?,
+                boot: boot.to_owned(),
+                network: network.parse().ok()?,
+                processes: processes.parse().ok()?,
+                user: user.parse().ok()?,
+                name: unhex(name)?,
+            })
+        };
+        parse().ok_or_else(unreadable)
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn unhex(text: &str) -> Option<[u8; NAME_BYTES]> {
+    let mut bytes = [0; NAME_BYTES];
+    if text.len() != 2 * NAME_BYTES || !text.is_ascii() {
+        return None;
+    }
+    for (i, byte) in bytes.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(&text[2 * i..2 * i + 2], 16).ok()?;
+    }
+    Some(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_read_as_written_and_no_two_are_the_same() {
+        let (one, other) = (Address::of_this_process().unwrap(), Address::of_this_process().unwrap());
+        assert_eq!(one.to_string().parse(), Ok(one.clone()));
+        assert_ne!(one, other);
+        assert_eq!(why_apart(&one.to_string(), &other.to_string()), None);
+        for wrong in ["", "shm", "shm/1/a/2/3/4", "tcp/1/a/2/3/4/00", "shm/1/a/2/3/4/xyz", "1.2.3.4:5"] {
+            assert!(wrong.parse::<Address>().is_err(), "{wrong}");
+        }
+        let tampered = format!("{one}0");
+        assert!(why_apart(&tampered, &one.to_string()).unwrap().contains("no address of shared memory"));
+    }
+
+    #[test]
+    fn who_cannot_share_memory_hears_why_and_both_hear_the_same() {
+        let here = Address::of_this_process().unwrap();
+        for (other, why) in [
+            (Address { version: 2, ..here.clone() }, "different builds"),
+            (Address { boot: "elsewhere".into(), ..here.clone() }, "different machines"),
+            (Address { user: here.user + 1, ..here.clone() }, "different users"),
+            (Address { network: 1, ..here.clone() }, "network namespaces"),
+            (Address { processes: 1, ..here.clone() }, "process namespaces"),
+        ] {
+            let found = why_apart(&here.to_string(), &other.to_string()).unwrap();
+            assert!(found.contains(why), "{found}");
+            assert_eq!(why_apart(&other.to_string(), &here.to_string()), Some(found));
+        }
+        let without = no_address("memfd_create is not allowed");
+        assert_eq!(why_apart(&here.to_string(), &without).unwrap(), "memfd_create is not allowed");
+    }
+}

@@ -1,0 +1,237 @@
+//! How two processes get to share memory: the higher knocks at the lower's socket, both show that they belong
+//! to the job, and exchange the memory of their doors and rings.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::process::{PidfdFlags, getuid, pidfd_open};
+use zerocopy::byteorder::little_endian::{U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use super::address::{Address, VERSION};
+use super::door::Door;
+use super::loans::{Book, Returns};
+use super::mapped::Mapped;
+use super::peer::{Inbound, Outbound, Peer};
+use super::ring::Ring;
+use super::socket::{Listener, Packet, Socket};
+use super::{ShmConfig, environment};
+use crate::rendezvous::Token;
+use crate::transport::TransportError;
+use crate::wire::ProcessId;
+
+const MAGIC: [u8; 8] = *b"mpmd-shm";
+/// How long who knocks may take to say who it is.
+const HELLO_PATIENCE: Duration = Duration::from_secs(2);
+
+/// Bytes of a ring of messages, and of one of returns.
+const MESSAGES: usize = 64 << 10;
+const RETURNS: usize = 16 << 10;
+/// The rings of a pair: messages from the lower and from the higher, then returns from both.
+const CAPACITIES: [usize; 4] = [MESSAGES, MESSAGES, RETURNS, RETURNS];
+
+/// What both say first. Secret.
+#[derive(FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned)]
+#[repr(C)]
+struct Hello {
+    magic: [u8; 8],
+    version: U32,
+    process: U32,
+    processes: U32,
+    epoch: U64,
+    token: [u8; 32],
+}
+
+/// The memory of this process's door, which all peers map.
+pub(super) struct OwnDoor {
+    memory: Arc<Mapped>,
+    pub(super) door: Door,
+}
+
+impl OwnDoor {
+    pub(super) fn new() -> io::Result<Self> {
+        let memory = Arc::new(Mapped::new(Door::BYTES)?);
+        Ok(Self { door: door(&memory), memory })
+    }
+}
+
+/// Meets all that the configuration names; by process.
+pub(super) fn meet(
+    listener: &Listener,
+    own: &OwnDoor,
+    config: &ShmConfig,
+) -> Result<Vec<Option<(Peer, Inbound)>>, TransportError> {
+    let deadline = Instant::now() + config.patience;
+    let me = config.process.index();
+    let mut peers: Vec<Option<(Peer, Inbound)>> = config.peers.iter().map(|_| None).collect();
+    // Knocked at all lower ones first: nobody waits here for who waits for others.
+    let mut knocked = Vec::new();
+    for (index, address) in config.peers.iter().enumerate().take(me) {
+        let Some(address) = address else { continue };
+        let peer = ProcessId(index as u32);
+        let with =
+            |error: io::Error| environment(format!("meeting process {peer} over shared memory"), &error);
+        let address: Address = address.parse().map_err(|why: String| protocol(peer, why))?;
+        let socket = Socket::connect(&address.socket_name()).map_err(with)?;
+        socket.send_until(hello(config).as_bytes(), &[own.memory.as_fd()], deadline).map_err(with)?;
+        knocked.push((peer, socket));
+    }
+    let awaited = |peers: &[Option<(Peer, Inbound)>]| -> Vec<usize> {
+        (me + 1..peers.len()).filter(|i| config.peers[*i].is_some() && peers[*i].is_none()).collect()
+    };
+    loop {
+        let missing = awaited(&peers);
+        if missing.is_empty() {
+            break;
+        }
+        let doing = || "waiting for the job's processes over shared memory".to_owned();
+        let Some(socket) = listener.accept(deadline).map_err(|error| environment(doing(), &error))? else {
+            let missing: Vec<String> = missing.iter().map(ToString::to_string).collect();
+            return Err(TransportError::TimedOut {
+                what: format!("processes {} to share memory", missing.join(", ")),
+                patience: config.patience,
+            });
+        };
+        // Strangers are sent away without a word; who belongs here and says nothing is missed at the end.
+        if let Some((index, peer)) = welcome(socket, own, config, &missing, deadline)? {
+            peers[index] = Some(peer);
+        }
+    }
+    for (id, socket) in knocked {
+        let peer = answered(id, socket, config, deadline)?;
+        peers[id.index()] = Some(peer);
+    }
+    Ok(peers)
+}
+
+/// Lets one of the awaited in; `None` where it is somebody else.
+fn welcome(
+    socket: Socket,
+    own: &OwnDoor,
+    config: &ShmConfig,
+    awaited: &[usize],
+    deadline: Instant,
+) -> Result<Option<(usize, (Peer, Inbound))>, TransportError> {
+    if socket.peer().map_or(true, |user| user.uid != getuid()) {
+        return Ok(None);
+    }
+    let until = deadline.min(Instant::now() + HELLO_PATIENCE);
+    let Ok(packet) = socket.receive_until(until) else { return Ok(None) };
+    let Some((index, door)) = check(packet, config, 1) else { return Ok(None) };
+    if !awaited.contains(&index) {
+        return Ok(None);
+    }
+    let with = |error: io::Error| environment(format!("sharing memory with process {index}"), &error);
+    let memory = Arc::new(Mapped::new(CAPACITIES.iter().copied().map(Ring::bytes).sum()).map_err(with)?);
+    let give = [own.memory.as_fd(), memory.as_fd()];
+    socket.send_until(hello(config).as_bytes(), &give, deadline).map_err(with)?;
+    let door = door.into_iter().next().ok_or_else(|| with(io::Error::other("it gave no door")))?;
+    let peer = pair(socket, door, &memory, true).map_err(with)?;
+    Ok(Some((index, peer)))
+}
+
+/// Hears what a lower one says to who knocked.
+fn answered(
+    id: ProcessId,
+    socket: Socket,
+    config: &ShmConfig,
+    deadline: Instant,
+) -> Result<(Peer, Inbound), TransportError> {
+    let with = |error: io::Error| environment(format!("sharing memory with process {id}"), &error);
+    let user = socket.peer().map_err(with)?;
+    if user.uid != getuid() {
+        return Err(protocol(id, format!("it belongs to user {}", user.uid.as_raw())));
+    }
+    let packet = match socket.receive_until(deadline) {
+        Ok(packet) => packet,
+        Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+            let what = format!("process {id} to share memory");
+            return Err(TransportError::TimedOut { what, patience: config.patience });
+        }
+        Err(error) => return Err(TransportError::PeerGone { peer: id, why: error.to_string() }),
+    };
+    let given = check(packet, config, 2).filter(|(index, _)| *index == id.index());
+    let Some((_, given)) = given else {
+        return Err(protocol(id, "it is of another job, epoch or build".to_owned()));
+    };
+    let Ok([door, rings]) = <[OwnedFd; 2]>::try_from(given) else {
+        return Err(protocol(id, "it gave no memory".to_owned()));
+    };
+    let bytes = CAPACITIES.iter().copied().map(Ring::bytes).sum();
+    let memory = Arc::new(Mapped::of(rings, bytes).map_err(with)?);
+    pair(socket, door, &memory, false).map_err(with)
+}
+
+/// Who says hello, and the descriptors that came with it, which must be so many; `None` for a stranger.
+fn check(packet: Packet, config: &ShmConfig, descriptors: usize) -> Option<(usize, Vec<OwnedFd>)> {
+    let hello = Hello::ref_from_bytes(&packet.bytes).ok()?;
+    let Hello { magic, version, process, processes, epoch, token } = hello;
+    let is_ours = *magic == MAGIC
+        && Token::new(config.token).matches(token)
+        && version.get() == VERSION
+        && processes.get() as usize == config.peers.len()
+        && epoch.get() == config.epoch
+        && packet.descriptors.len() == descriptors;
+    is_ours.then(|| (process.get() as usize, packet.descriptors))
+}
+
+fn hello(config: &ShmConfig) -> Hello {
+    Hello {
+        magic: MAGIC,
+        version: VERSION.into(),
+        process: config.process.0.into(),
+        processes: (config.peers.len() as u32).into(),
+        epoch: config.epoch.into(),
+        token: config.token,
+    }
+}
+
+/// The two ends of everything between this process and a peer.
+fn pair(
+    socket: Socket,
+    door_of_peer: OwnedFd,
+    rings: &Arc<Mapped>,
+    is_lower: bool,
+) -> io::Result<(Peer, Inbound)> {
+    let user = socket.peer()?;
+    let exit = pidfd_open(user.pid, PidfdFlags::empty())?;
+    let door = door(&Arc::new(Mapped::of(door_of_peer, Door::BYTES)?));
+    let mut offset = 0;
+    let [from_lower, from_higher, back_from_lower, back_from_higher] = CAPACITIES.map(|capacity| {
+        let first = rings.at(offset, Ring::bytes(capacity));
+        offset += Ring::bytes(capacity);
+        // SAFETY: `Mapped::at` has seen that the bytes are within the mapping, which is for reading and writing
+        // and which the ring keeps. Both processes reach them through rings alone, which use atomic words of 8
+        // bytes; and each ring has bytes of its own, at a multiple of 64.
+        unsafe { Ring::at(first, capacity, rings.clone()) }
+    });
+    let (here, there, back_here, back_there) = if is_lower {
+        (from_lower, from_higher, back_from_lower, back_from_higher)
+    } else {
+        (from_higher, from_lower, back_from_higher, back_from_lower)
+    };
+    let peer = Peer {
+        outbound: parking_lot::Mutex::new(Outbound::new(here.producer())),
+        book: parking_lot::Mutex::new(Book::new(back_there.consumer())),
+        returns: Returns::new(back_here.producer()),
+        door,
+        socket,
+        exit,
+        is_waiting: false.into(),
+    };
+    Ok((peer, Inbound::new(there.consumer())))
+}
+
+fn door(memory: &Arc<Mapped>) -> Door {
+    let first = memory.at(0, Door::BYTES);
+    // SAFETY: `Mapped::at` has seen that the bytes are within the mapping, which is for reading and writing and
+    // which the door keeps. All processes that have it reach it through doors alone, which use atomic words of
+    // 4 bytes.
+    unsafe { Door::at(first, memory.clone()) }
+}
+
+fn protocol(peer: ProcessId, why: String) -> TransportError {
+    TransportError::Protocol { peer, why }
+}

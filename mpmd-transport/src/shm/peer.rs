@@ -1,0 +1,194 @@
+//! One peer: what goes to it, and what comes from it.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+
+use super::door::Door;
+use super::loans::{Book, Returns};
+use super::ring::{Consumer, Producer};
+use super::socket::Socket;
+use crate::memory::Segment;
+use crate::transport::TransportError;
+
+/// Starts a packet that gives a segment: this, its number and its length, with the descriptor.
+const GIVE: [u8; 4] = *b"GIVE";
+const GIVE_BYTES: usize = 16;
+
+/// A peer as all threads see it.
+pub(super) struct Peer {
+    pub(super) outbound: Mutex<Outbound>,
+    pub(super) book: Mutex<Book>,
+    pub(super) returns: Arc<Returns>,
+    pub(super) door: Door,
+    pub(super) socket: Socket,
+    /// Tells when the process is no more.
+    pub(super) exit: OwnedFd,
+    /// Whether something waits in the outbox.
+    pub(super) is_waiting: AtomicBool,
+}
+
+/// What goes to a peer.
+pub(super) struct Outbound {
+    ring: Producer,
+    /// What the ring had no room for, in order.
+    outbox: VecDeque<Late>,
+    /// Numbers of segments that the peer has the descriptors of.
+    given: HashSet<u32>,
+    /// Why nothing goes there any more.
+    pub(super) closed: Option<TransportError>,
+}
+
+struct Late {
+    kind: u32,
+    bytes: Vec<u8>,
+    segment: Option<(u32, Arc<Segment>)>,
+}
+
+impl Outbound {
+    pub(super) fn new(ring: Producer) -> Self {
+        Self { ring, outbox: VecDeque::new(), given: HashSet::new(), closed: None }
+    }
+}
+
+impl Peer {
+    /// Sends a record, or keeps it until there is room; never blocks. Where it speaks of a segment, the peer
+    /// is given that before.
+    pub(super) fn send(
+        &self,
+        out: &mut Outbound,
+        kind: u32,
+        parts: &[&[u8]],
+        segment: Option<(u32, &Arc<Segment>)>,
+    ) {
+        if out.outbox.is_empty()
+            && segment.is_none_or(|(number, segment)| self.give(&mut out.given, number, segment))
+            && out.ring.push(kind, parts)
+        {
+            return;
+        }
+        let segment = segment.map(|(number, segment)| (number, segment.clone()));
+        out.outbox.push_back(Late { kind, bytes: parts.concat(), segment });
+        self.is_waiting.store(true, Ordering::Release);
+    }
+
+    /// Sends what was kept; true where any of it went.
+    pub(super) fn flush(&self) -> bool {
+        if !self.is_waiting.load(Ordering::Acquire) {
+            return false;
+        }
+        let mut out = self.outbound.lock();
+        let Outbound { ring, outbox, given, .. } = &mut *out;
+        let mut any = false;
+        while let Some(Late { kind, bytes, segment }) = outbox.front() {
+            let given = segment.as_ref().is_none_or(|(number, segment)| self.give(given, *number, segment));
+            if !given || !ring.push(*kind, &[bytes]) {
+                break;
+            }
+            outbox.pop_front();
+            any = true;
+        }
+        if outbox.is_empty() {
+            self.is_waiting.store(false, Ordering::Release);
+        }
+        any
+    }
+
+    /// Whether something waits for room in the ring, which the peer will tell of.
+    pub(super) fn waits_for_room(&self) -> bool {
+        self.is_waiting.load(Ordering::Acquire) && self.outbound.lock().ring.wants_room()
+    }
+
+    /// Nothing goes there any more, and nothing that was kept.
+    pub(super) fn close(&self, why: &TransportError) {
+        let mut out = self.outbound.lock();
+        out.closed.get_or_insert_with(|| why.clone());
+        out.outbox.clear();
+        self.is_waiting.store(false, Ordering::Release);
+    }
+
+    /// Takes what the peer is done with back; its memory goes with what this returns.
+    pub(super) fn collect(&self) {
+        // A peer that writes nonsense there is found out when it next sends something; its loans stay.
+        let back = self.book.lock().collect();
+        drop(back);
+    }
+
+    fn give(&self, given: &mut HashSet<u32>, number: u32, segment: &Segment) -> bool {
+        if given.contains(&number) {
+            return true;
+        }
+        let Some(descriptor) = segment.descriptor() else { return false };
+        let mut packet = [0; GIVE_BYTES];
+        packet[..4].copy_from_slice(&GIVE);
+        packet[4..8].copy_from_slice(&number.to_le_bytes());
+        packet[8..].copy_from_slice(&(segment.bytes() as u64).to_le_bytes());
+        // A socket that is broken is noticed by who watches it.
+        let sent = self.socket.send(&packet, &[descriptor]).unwrap_or(false);
+        if sent {
+            given.insert(number);
+        }
+        sent
+    }
+}
+
+impl Outbound {
+    /// Segments that are no more need not be remembered; which of them the peer knows.
+    pub(super) fn retire(&mut self, numbers: &[u32]) -> Vec<u32> {
+        numbers.iter().copied().filter(|number| self.given.remove(number)).collect()
+    }
+}
+
+/// What comes from a peer, for the thread that looks.
+pub(super) struct Inbound {
+    pub(super) ring: Consumer,
+    segments: HashMap<u32, Arc<Segment>>,
+    /// Nothing comes any more.
+    pub(super) has_ended: bool,
+}
+
+impl Inbound {
+    pub(super) fn new(ring: Consumer) -> Self {
+        Self { ring, segments: HashMap::new(), has_ended: false }
+    }
+
+    /// The segment of a number, which the peer has given before it speaks of it; mapped at its first use.
+    pub(super) fn segment(&mut self, number: u32, peer: &Peer) -> io::Result<Arc<Segment>> {
+        loop {
+            if let Some(segment) = self.segments.get(&number) {
+                return Ok(segment.clone());
+            }
+            let Some(packet) = peer.socket.receive()? else {
+                return Err(io::Error::other(format!("segment {number} was never given")));
+            };
+            let descriptor = packet.descriptors.into_iter().next();
+            let (Some(descriptor), Some(packet)) = (descriptor, packet.bytes.first_chunk::<GIVE_BYTES>())
+            else {
+                return Err(io::Error::other("a packet that gives no segment"));
+            };
+            if packet[..4] != GIVE {
+                return Err(io::Error::other("a packet of another kind"));
+            }
+            let number = u32::from_le_bytes([packet[4], packet[5], packet[6], packet[7]]);
+            let bytes = packet[8..].iter().rev().fold(0, |sum: u64, byte| sum << 8 | u64::from(*byte));
+            self.segments.insert(number, Arc::new(Segment::foreign(descriptor, bytes)?));
+        }
+    }
+
+    /// Segments that are no more; what is borrowed of them stays until it goes back.
+    pub(super) fn retire(&mut self, numbers: &[u32]) {
+        for number in numbers {
+            self.segments.remove(number);
+        }
+    }
+}
+
+impl AsFd for Peer {
+    fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}

@@ -1,0 +1,241 @@
+//! The transport as the rest of the program sees it, and its thread.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use rustix::process::{PidfdFlags, Resource, getpid, getrlimit, pidfd_open, setrlimit};
+
+use super::address::Address;
+use super::futex::SystemFutex;
+use super::meeting::{OwnDoor, meet};
+use super::shared::Shared;
+use super::socket::Listener;
+use super::{NAME, ShmConfig, environment};
+use crate::memory::{Arena, SharedBuffer};
+use crate::transport::{Handler, Parking, Ticket, Transport, TransportError, check_post};
+use crate::wire::{Header, ProcessId};
+
+/// How often the thread looks for peers that are no more, and for loans that are over.
+const ROUND: Duration = Duration::from_millis(50);
+/// How long a shutdown sleeps between two looks at what has not left yet.
+const FLUSH_LOOK: Duration = Duration::from_micros(200);
+
+/// Shared memory, tried but not connected: it has an address for others.
+#[derive(Debug)]
+pub struct Opened {
+    address: Address,
+    listener: Listener,
+    door: OwnDoor,
+    arena: Arena,
+}
+
+impl Opened {
+    /// Finds out whether this process can share memory, by sharing some with itself.
+    ///
+    /// Raises this process's limit of open descriptors as far as it may: each segment has one, here and in every
+    /// process that it is lent to.
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError::Unavailable`] with what the system does not have or allow.
+    pub fn open() -> Result<Self, TransportError> {
+        let tried = |what: &str| {
+            let what = what.to_owned();
+            move |error: std::io::Error| TransportError::Unavailable {
+                transport: NAME,
+                why: format!("{what} failed: {error}"),
+            }
+        };
+        let arena = Arena::shared().map_err(tried("making memory that others can map (memfd_create)"))?;
+        let door = OwnDoor::new().map_err(tried("making memory that others can map (memfd_create)"))?;
+        let address = Address::of_this_process().map_err(tried("finding out where this process runs"))?;
+        let listener =
+            Listener::bind(&address.socket_name()).map_err(tried("listening on a local socket"))?;
+        pidfd_open(getpid(), PidfdFlags::empty())
+            .map_err(|error| tried("watching a process (pidfd_open)")(error.into()))?;
+        let mut limit = getrlimit(Resource::Nofile);
+        if limit.current.is_some() && limit.current != limit.maximum {
+            limit.current = limit.maximum;
+            // Where it fails there is room for fewer segments.
+            let _ = setrlimit(Resource::Nofile, limit);
+        }
+        Ok(Self { address, listener, door, arena })
+    }
+
+    /// What peers need to know to reach this process.
+    pub fn address(&self) -> String {
+        self.address.to_string()
+    }
+
+    /// Meets all peers that the configuration names.
+    ///
+    /// # Errors
+    ///
+    /// Where one does not come within the patience, or belongs to another job, user or build; which, is said.
+    ///
+    /// # Panics
+    ///
+    /// Where `config.peers` has no place for `config.process`.
+    pub fn connect(self, config: &ShmConfig) -> Result<Arc<Shm>, TransportError> {
+        assert!(config.process.index() < config.peers.len(), "no process {}", config.process);
+        let peers = meet(&self.listener, &self.door, config)?;
+        let shared = Arc::new(Shared::new(config.process, peers, self.door.door, self.arena.clone()));
+        let weak = Arc::downgrade(&shared);
+        self.arena.on_shortage(move || {
+            if let Some(shared) = weak.upgrade() {
+                shared.reclaim();
+            }
+        });
+        let stop = Arc::new(AtomicBool::new(false));
+        let (engine, told) = (shared.clone(), stop.clone());
+        let engine = std::thread::Builder::new()
+            .name(format!("mpmd-shm-{}", config.process))
+            .spawn(move || run(&engine, &told))
+            .map_err(|error| environment("starting the transport's thread".to_owned(), &error))?;
+        Ok(Arc::new(Shm { shared, arena: self.arena, stop, engine: Mutex::new(Some(engine)) }))
+    }
+}
+
+/// What the transport's thread does: looks where nobody else does.
+fn run(shared: &Shared, stop: &AtomicBool) {
+    let stopped = || stop.load(Ordering::Acquire);
+    let mut next_round = Instant::now() + ROUND;
+    while !stopped() {
+        let worked = shared.progress();
+        let now = Instant::now();
+        if now >= next_round {
+            next_round = now + ROUND;
+            shared.watch();
+            shared.tidy();
+        }
+        if !worked {
+            shared.sleep(next_round.saturating_duration_since(now), stopped);
+        }
+    }
+    shared.finish();
+}
+
+/// The transport over shared memory; made by [`Opened::connect`].
+///
+/// Dropped without [`Transport::shutdown`] it closes at once, which peers see as its death; open tickets end on
+/// the transport's thread.
+pub struct Shm {
+    shared: Arc<Shared>,
+    arena: Arena,
+    stop: Arc<AtomicBool>,
+    /// Taken by who ends it.
+    engine: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Shm {
+    /// Bytes of this process's memory that a peer holds, as far as is known here.
+    pub fn lent_to(&self, peer: ProcessId) -> u64 {
+        let peer = self.shared.peers.get(peer.index()).and_then(Option::as_ref);
+        peer.map_or(0, |peer| {
+            peer.collect();
+            peer.book.lock().bytes()
+        })
+    }
+
+    /// Bytes of a peer's memory that this process holds.
+    pub fn borrowed_from(&self, peer: ProcessId) -> u64 {
+        let peer = self.shared.peers.get(peer.index()).and_then(Option::as_ref);
+        peer.map_or(0, |peer| peer.returns.borrowed())
+    }
+}
+
+impl Transport for Shm {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn process(&self) -> ProcessId {
+        self.shared.process
+    }
+
+    fn processes(&self) -> usize {
+        self.shared.peers.len()
+    }
+
+    fn arena(&self) -> Option<Arena> {
+        Some(self.arena.clone())
+    }
+
+    fn hands_over(&self, peer: ProcessId) -> bool {
+        self.shared.peers.get(peer.index()).is_some_and(Option::is_some)
+    }
+
+    fn lent_to(&self, peer: ProcessId) -> u64 {
+        Self::lent_to(self, peer)
+    }
+
+    fn borrowed_from(&self, peer: ProcessId) -> u64 {
+        Self::borrowed_from(self, peer)
+    }
+
+    fn start(&self, handler: Arc<dyn Handler>) {
+        self.shared.start(handler);
+    }
+
+    fn post(&self, to: ProcessId, header: Header, payload: Option<SharedBuffer>, ticket: Ticket) {
+        check_post(self, to, &header, payload.as_ref());
+        self.shared.post(to, &header, payload, ticket);
+    }
+
+    fn progress(&self) -> bool {
+        self.shared.progress()
+    }
+
+    fn parking(&self) -> Option<Parking> {
+        Some(Parking(self.shared.door.parking()))
+    }
+
+    fn park(&self, parking: Parking, deadline: Instant) {
+        // A peer that writes nonsense may lose a wake-up.
+        let timeout = deadline.saturating_duration_since(Instant::now()).min(2 * ROUND);
+        let driver = self.shared.door.park(&SystemFutex, parking.0, Some(timeout), || self.shared.has_work());
+        self.shared.progress();
+        driver.leave(|| self.shared.progress_now());
+    }
+
+    fn wake(&self) {
+        self.shared.door.wake(&SystemFutex);
+    }
+
+    fn shutdown(&self, deadline: Duration) {
+        let Some(engine) = self.engine.lock().take() else { return };
+        let until = Instant::now() + deadline;
+        self.shared.say_goodbye();
+        while !self.shared.is_flushed() && Instant::now() < until {
+            self.shared.progress();
+            std::thread::sleep(FLUSH_LOOK);
+        }
+        self.stop.store(true, Ordering::Release);
+        self.shared.door.rouse(&SystemFutex);
+        // It ends as soon as a handler call that is under way has.
+        let _ = engine.join();
+    }
+}
+
+impl Drop for Shm {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        self.shared.door.rouse(&SystemFutex);
+    }
+}
+
+impl fmt::Debug for Shm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Shm(process {} of {})", self.process(), self.processes())
+    }
+}
+
+impl fmt::Debug for OwnDoor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("OwnDoor")
+    }
+}

@@ -1,0 +1,409 @@
+//! What all threads of a process share of the transport: posting, and looking at what has come.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use parking_lot::{Mutex, MutexGuard};
+use zerocopy::IntoBytes;
+
+use super::door::Door;
+use super::futex::SystemFutex;
+use super::loans::Borrowed;
+use super::peer::{Inbound, Peer};
+use super::record::{COPY, GOODBYE, INLINE, LARGEST_INLINE, LENT, Lent, RETIRED, Record, read};
+use super::socket::{ended, has_exited};
+use crate::memory::{Arena, OwnedBuffer, Pool, SharedBuffer};
+use crate::transport::{Fetch, FetchDone, Handler, Payload, Ticket, TransportError};
+use crate::wire::{Header, ProcessId};
+
+/// Records taken from one peer before the next has its turn.
+const IN_A_ROW: usize = 64;
+/// Numbers of segments in one record.
+const MOST_NUMBERS: usize = 256;
+
+/// The transport of one process.
+pub(super) struct Shared {
+    pub(super) process: ProcessId,
+    /// By process; none where this transport does not go there.
+    pub(super) peers: Vec<Option<Peer>>,
+    pub(super) door: Door,
+    arena: Arena,
+    /// For payloads that come with their header, and those whose memory cannot be lent.
+    pool: Pool,
+    /// Of the thread that looks at what has come.
+    duty: Mutex<Vec<Option<Inbound>>>,
+    handler: OnceLock<Arc<dyn Handler>>,
+    /// Ends of messages that their handler has not heard of.
+    done: Mutex<Vec<(Ticket, Result<(), TransportError>)>>,
+    has_done: AtomicBool,
+    /// Nothing is posted any more.
+    pub(super) is_closing: AtomicBool,
+    /// The handler hears nothing more.
+    is_over: AtomicBool,
+}
+
+impl Shared {
+    pub(super) fn new(
+        process: ProcessId,
+        peers: Vec<Option<(Peer, Inbound)>>,
+        door: Door,
+        arena: Arena,
+    ) -> Self {
+        let (peers, inbound): (Vec<_>, Vec<_>) = peers.into_iter().map(Option::unzip).unzip();
+        Self {
+            process,
+            peers,
+            door,
+            pool: Pool::in_arena(format!("messages of process {process}"), None, &arena),
+            arena,
+            duty: Mutex::new(inbound),
+            handler: OnceLock::new(),
+            done: Mutex::default(),
+            has_done: AtomicBool::new(false),
+            is_closing: AtomicBool::new(false),
+            is_over: AtomicBool::new(false),
+        }
+    }
+
+    /// Deliveries go to `handler` from now on.
+    pub(super) fn start(&self, handler: Arc<dyn Handler>) {
+        assert!(self.handler.set(handler).is_ok(), "start is called once");
+        self.door.rouse(&SystemFutex);
+    }
+
+    pub(super) fn post(&self, to: ProcessId, header: &Header, payload: Option<SharedBuffer>, ticket: Ticket) {
+        let result = self.send(to, header, payload);
+        if ticket == Ticket::NONE {
+            return;
+        }
+        let mut done = self.done.lock();
+        done.push((ticket, result));
+        self.has_done.store(true, Ordering::Release);
+        drop(done);
+        // The handler is called by who looks, never from within.
+        self.door.ring(&SystemFutex);
+    }
+
+    fn send(
+        &self,
+        to: ProcessId,
+        header: &Header,
+        payload: Option<SharedBuffer>,
+    ) -> Result<(), TransportError> {
+        let gone = |why: &str| TransportError::PeerGone { peer: to, why: why.to_owned() };
+        let Some(Some(peer)) = self.peers.get(to.index()) else { return Err(gone("it shares no memory")) };
+        if self.is_closing.load(Ordering::Acquire) {
+            return Err(TransportError::Closed);
+        }
+        let payload = match payload {
+            Some(bytes) if bytes.len() > LARGEST_INLINE && bytes.place().is_none() => {
+                Some(self.lendable(&bytes)?)
+            }
+            payload => payload,
+        };
+        let mut out = peer.outbound.lock();
+        if let Some(why) = &out.closed {
+            return Err(why.clone());
+        }
+        match payload {
+            Some(bytes) if bytes.len() > LARGEST_INLINE => {
+                let Some(place) = bytes.place() else {
+                    return Err(gone("memory that was made for lending cannot be lent"));
+                };
+                let flags = if bytes.is_scarce() { COPY } else { 0 };
+                let number = place.segment.number(&self.arena);
+                let lent = Lent {
+                    offset: (place.offset as u64).into(),
+                    bytes: (bytes.len() as u64).into(),
+                    segment: number.into(),
+                    flags: flags.into(),
+                    // In the book before anybody can give it back.
+                    loan: peer.book.lock().lend(bytes).into(),
+                };
+                let parts = [&header.encode()[..], lent.as_bytes()];
+                peer.send(&mut out, LENT, &parts, Some((number, &place.segment)));
+            }
+            payload => {
+                let bytes = payload.as_deref().unwrap_or_default();
+                peer.send(&mut out, INLINE, &[&header.encode()[..], bytes], None);
+            }
+        }
+        drop(out);
+        peer.door.ring(&SystemFutex);
+        Ok(())
+    }
+
+    /// A copy of bytes that are in no segment, such as those of a `Vec`.
+    fn lendable(&self, bytes: &[u8]) -> Result<SharedBuffer, TransportError> {
+        let mut copy = self.pool.allocate(bytes.len()).map_err(|error| TransportError::Environment {
+            doing: format!("lending {} bytes", bytes.len()),
+            why: error.to_string(),
+        })?;
+        copy.copy_from_slice(bytes);
+        Ok(copy.freeze())
+    }
+
+    /// Looks at what has come, unless another thread does so; true where there was anything.
+    pub(super) fn progress(&self) -> bool {
+        self.duty.try_lock().is_some_and(|duty| self.look(duty))
+    }
+
+    /// Looks at what has come, after any other thread that does so; true where there was anything.
+    pub(super) fn progress_now(&self) -> bool {
+        self.look(self.duty.lock())
+    }
+
+    /// Whether a look would find anything. Also sees to it that a peer which makes room that is waited for rings.
+    pub(super) fn has_work(&self) -> bool {
+        let duty = self.duty.lock();
+        if self.handler.get().is_none() || self.is_over.load(Ordering::Acquire) {
+            return false;
+        }
+        self.has_done.load(Ordering::Acquire)
+            || duty.iter().flatten().any(|inbound| !inbound.has_ended && !inbound.ring.is_empty())
+            || self
+                .peers
+                .iter()
+                .flatten()
+                .any(|peer| peer.is_waiting.load(Ordering::Acquire) && !peer.waits_for_room())
+    }
+
+    fn look(&self, mut duty: MutexGuard<'_, Vec<Option<Inbound>>>) -> bool {
+        let Some(handler) = self.handler.get() else { return false };
+        if self.is_over.load(Ordering::Acquire) {
+            return false;
+        }
+        let mut any = self.tell_done(handler);
+        for (index, inbound) in duty.iter_mut().enumerate() {
+            let (Some(inbound), Some(Some(peer))) = (inbound, self.peers.get(index)) else { continue };
+            any |= peer.flush();
+            if !inbound.has_ended && !inbound.ring.is_empty() {
+                any = true;
+                self.take(ProcessId(index as u32), inbound, peer, handler, IN_A_ROW);
+            }
+        }
+        any
+    }
+
+    /// Takes records of a peer, at most so many.
+    fn take(
+        &self,
+        from: ProcessId,
+        inbound: &mut Inbound,
+        peer: &Peer,
+        handler: &Arc<dyn Handler>,
+        most: usize,
+    ) {
+        for _ in 0..most {
+            if inbound.has_ended {
+                return;
+            }
+            // What is inline is copied to its place here, the rest is only named.
+            let mut record = None;
+            let popped = inbound.ring.pop(|kind, bytes| record = Some(self.understand(kind, bytes)));
+            let result = match (popped, record) {
+                (Err(corrupt), _) => Err(corrupt.to_string()),
+                (Ok(_), None) => return,
+                (Ok(_), Some(Err(why))) => Err(why),
+                (Ok(_), Some(Ok(event))) => self.act(event, from, inbound, peer, handler),
+            };
+            if inbound.ring.take_wanted() {
+                peer.door.ring(&SystemFutex);
+            }
+            if let Err(why) = result {
+                self.end(TransportError::Protocol { peer: from, why }, from, inbound, peer, handler);
+            }
+        }
+    }
+
+    fn understand(&self, kind: u32, bytes: &[u8]) -> Result<Event, String> {
+        Ok(match read(kind, bytes)? {
+            Record::Inline(header, []) => Event::Message(header, Payload::Empty),
+            Record::Inline(header, bytes) => {
+                let mut buffer = self.pool.allocate(bytes.len()).map_err(|error| error.to_string())?;
+                buffer.copy_from_slice(bytes);
+                Event::Message(header, Payload::Inline(buffer.freeze()))
+            }
+            Record::Lent(header, lent) => Event::Lent(header, lent),
+            Record::Retired(numbers) => Event::Retired(numbers),
+            Record::Goodbye => Event::Goodbye,
+        })
+    }
+
+    fn act(
+        &self,
+        event: Event,
+        from: ProcessId,
+        inbound: &mut Inbound,
+        peer: &Peer,
+        handler: &Arc<dyn Handler>,
+    ) -> Result<(), String> {
+        match event {
+            Event::Message(header, payload) => handler.arrived(from, header, payload),
+            Event::Lent(header, lent) => {
+                let (number, offset, bytes) = (lent.segment.get(), lent.offset.get(), lent.bytes.get());
+                let segment = inbound.segment(number, peer).map_err(|error| error.to_string())?;
+                let loan = Borrowed::new(segment, offset, bytes, lent.loan.get(), &peer.returns)
+                    .ok_or_else(|| format!("{bytes} bytes at {offset} of segment {number} are not there"))?;
+                let bytes = SharedBuffer::lent(Box::new(loan));
+                let payload = if lent.flags.get() & COPY == 0 {
+                    Payload::Lent(bytes)
+                } else {
+                    Payload::Waiting(Box::new(CopyOut(bytes)))
+                };
+                handler.arrived(from, header, payload);
+            }
+            Event::Retired(numbers) => inbound.retire(&numbers),
+            Event::Goodbye => {
+                let why = TransportError::PeerGone { peer: from, why: "it has left".to_owned() };
+                self.end(why, from, inbound, peer, handler);
+            }
+        }
+        Ok(())
+    }
+
+    /// Nothing comes from a peer any more, and nothing goes there.
+    fn end(
+        &self,
+        why: TransportError,
+        from: ProcessId,
+        inbound: &mut Inbound,
+        peer: &Peer,
+        handler: &Arc<dyn Handler>,
+    ) {
+        inbound.has_ended = true;
+        peer.close(&why);
+        handler.peer_down(from, why);
+    }
+
+    fn tell_done(&self, handler: &Arc<dyn Handler>) -> bool {
+        if !self.has_done.swap(false, Ordering::AcqRel) {
+            return false;
+        }
+        let done = std::mem::take(&mut *self.done.lock());
+        for (ticket, result) in done {
+            handler.done(ticket, result);
+        }
+        true
+    }
+
+    /// Takes back what peers are done with, gives back what found no room, and says which segments are no more.
+    pub(super) fn tidy(&self) {
+        let retired = self.arena.take_retired();
+        for peer in self.peers.iter().flatten() {
+            peer.collect();
+            peer.returns.flush();
+            if retired.is_empty() {
+                continue;
+            }
+            let mut out = peer.outbound.lock();
+            let known = out.retire(&retired);
+            for numbers in known.chunks(MOST_NUMBERS) {
+                if out.closed.is_none() {
+                    peer.send(&mut out, RETIRED, &[numbers.as_bytes()], None);
+                }
+            }
+            // Nobody waits for it.
+        }
+    }
+
+    /// Takes back what peers are done with. Called where memory is short, with any locks held but a pool's.
+    pub(super) fn reclaim(&self) {
+        for peer in self.peers.iter().flatten() {
+            peer.collect();
+        }
+    }
+
+    /// Finds peers whose connection has ended, and processes that are no more.
+    pub(super) fn watch(&self) {
+        let Some(handler) = self.handler.get() else { return };
+        let mut duty = self.duty.lock();
+        if self.is_over.load(Ordering::Acquire) {
+            return;
+        }
+        let watched: Vec<_> =
+            self.peers.iter().enumerate().filter_map(|(i, peer)| Some((i, peer.as_ref()?))).collect();
+        let sockets: Vec<_> = watched.iter().map(|(_, peer)| std::os::fd::AsFd::as_fd(*peer)).collect();
+        let Ok(closed) = ended(&sockets) else { return };
+        for ((index, peer), closed) in watched.into_iter().zip(closed) {
+            let Some(Some(inbound)) = duty.get_mut(index) else { continue };
+            let from = ProcessId(index as u32);
+            // Looked at before the ring: what it has sent by then, it has sent.
+            let exited = (closed || inbound.has_ended) && has_exited(std::os::fd::AsFd::as_fd(&peer.exit));
+            if closed && !inbound.has_ended {
+                self.take(from, inbound, peer, handler, usize::MAX);
+            }
+            if closed && !inbound.has_ended {
+                let why = if exited { "its process has ended" } else { "it has closed its connection" };
+                let why = TransportError::PeerGone { peer: from, why: why.to_owned() };
+                self.end(why, from, inbound, peer, handler);
+            }
+            if exited {
+                let back = peer.book.lock().end_all();
+                drop(back);
+            }
+        }
+    }
+
+    /// Says goodbye to all; nothing is posted after it.
+    pub(super) fn say_goodbye(&self) {
+        self.is_closing.store(true, Ordering::Release);
+        for peer in self.peers.iter().flatten() {
+            let mut out = peer.outbound.lock();
+            if out.closed.is_none() {
+                peer.send(&mut out, GOODBYE, &[], None);
+                out.closed = Some(TransportError::Closed);
+            }
+            drop(out);
+            peer.door.ring(&SystemFutex);
+        }
+    }
+
+    /// Whether everything that was posted has left.
+    pub(super) fn is_flushed(&self) -> bool {
+        self.peers.iter().flatten().all(|peer| !peer.is_waiting.load(Ordering::Acquire))
+    }
+
+    /// The last word to the handler, which hears nothing more after it.
+    pub(super) fn finish(&self) {
+        self.is_closing.store(true, Ordering::Release);
+        let _duty = self.duty.lock();
+        if let Some(handler) = self.handler.get() {
+            self.tell_done(handler);
+        }
+        self.is_over.store(true, Ordering::Release);
+        for peer in self.peers.iter().flatten() {
+            peer.close(&TransportError::Closed);
+            peer.socket.close();
+        }
+    }
+
+    /// Sleeps where nobody else of this process does until there is something to look at, or time is over.
+    pub(super) fn sleep(&self, timeout: Duration, stop: impl Fn() -> bool) {
+        self.door.sleep(&SystemFutex, Some(timeout), || stop() || self.has_work());
+    }
+}
+
+/// A record that was understood and copied.
+enum Event {
+    Message(Header, Payload),
+    Lent(Header, Lent),
+    Retired(Vec<u32>),
+    Goodbye,
+}
+
+/// Memory of a lender that is short of it: copied by whoever gets it, and given back at once.
+struct CopyOut(SharedBuffer);
+
+impl Fetch for CopyOut {
+    fn bytes(&self) -> u64 {
+        self.0.len() as u64
+    }
+
+    fn fetch(self: Box<Self>, mut into: OwnedBuffer, then: FetchDone) {
+        into.copy_from_slice(&self.0);
+        drop(self);
+        then(Ok(into));
+    }
+}

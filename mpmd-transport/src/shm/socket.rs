@@ -1,0 +1,263 @@
+//! Sockets by which processes of one host meet and give each other descriptors: in packets, each with at most
+//! a few descriptors.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, UCred, accept_with,
+    bind, connect, listen, recvmsg, sendmsg, shutdown, socket_with, sockopt,
+};
+
+/// Descriptors in one packet.
+const MOST_DESCRIPTORS: usize = 2;
+/// Bytes of one packet.
+pub(super) const MOST_BYTES: usize = 128;
+/// Connections that may wait to be accepted: more than there are processes on any host.
+const BACKLOG: i32 = 4096;
+
+/// One end of a connection. Nothing here blocks but what has a deadline.
+#[derive(Debug)]
+pub(super) struct Socket(OwnedFd);
+
+/// Listens under a name that ends with it: nothing is left in any folder.
+#[derive(Debug)]
+pub(super) struct Listener(OwnedFd);
+
+/// What a packet brought.
+pub(super) struct Packet {
+    pub(super) bytes: Vec<u8>,
+    pub(super) descriptors: Vec<OwnedFd>,
+}
+
+impl Listener {
+    pub(super) fn bind(name: &[u8]) -> io::Result<Self> {
+        let socket = new_socket()?;
+        bind(&socket, &SocketAddrUnix::new_abstract_name(name)?)?;
+        listen(&socket, BACKLOG)?;
+        Ok(Self(socket))
+    }
+
+    /// The next connection; `None` where none came until `deadline`.
+    pub(super) fn accept(&self, deadline: Instant) -> io::Result<Option<Socket>> {
+        loop {
+            match accept_with(&self.0, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+                Ok(socket) => return Ok(Some(Socket(socket))),
+                Err(Errno::AGAIN) => {
+                    if !wait(self.0.as_fd(), PollFlags::IN, deadline)? {
+                        return Ok(None);
+                    }
+                }
+                // The other end gave up between the two.
+                Err(Errno::INTR | Errno::CONNABORTED) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+}
+
+impl Socket {
+    pub(super) fn connect(name: &[u8]) -> io::Result<Self> {
+        let socket = new_socket()?;
+        connect(&socket, &SocketAddrUnix::new_abstract_name(name)?)?;
+        Ok(Self(socket))
+    }
+
+    /// The user and the process at the other end, as the kernel knows them.
+    pub(super) fn peer(&self) -> io::Result<UCred> {
+        Ok(sockopt::socket_peercred(&self.0)?)
+    }
+
+    /// Sends a packet; false where there is no room for it now.
+    pub(super) fn send(&self, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<bool> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
+            return Err(io::Error::other("too many descriptors for a packet"));
+        }
+        loop {
+            return match sendmsg(&self.0, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL) {
+                Ok(_) => Ok(true),
+                Err(Errno::AGAIN | Errno::NOBUFS | Errno::TOOMANYREFS) => Ok(false),
+                Err(Errno::INTR) => continue,
+                Err(error) => Err(error.into()),
+            };
+        }
+    }
+
+    /// The next packet, where one is here; an error of kind `UnexpectedEof` where the other end has closed.
+    pub(super) fn receive(&self) -> io::Result<Option<Packet>> {
+        let mut bytes = [0; MOST_BYTES];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let received = loop {
+            match recvmsg(&self.0, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)
+            {
+                Ok(received) => break received,
+                Err(Errno::AGAIN) => return Ok(None),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        };
+        let mut descriptors = Vec::new();
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(given) = message {
+                descriptors.extend(given);
+            }
+        }
+        if received.bytes == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        if received.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
+            return Err(io::Error::other("a packet is too long"));
+        }
+        Ok(Some(Packet { bytes: bytes[..received.bytes].to_vec(), descriptors }))
+    }
+
+    /// As [`receive`](Self::receive), but waits until `deadline`; then it is an error.
+    pub(super) fn receive_until(&self, deadline: Instant) -> io::Result<Packet> {
+        loop {
+            if let Some(packet) = self.receive()? {
+                return Ok(packet);
+            }
+            if !wait(self.0.as_fd(), PollFlags::IN, deadline)? {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+        }
+    }
+
+    /// As [`send`](Self::send), but waits until `deadline`; then it is an error.
+    pub(super) fn send_until(
+        &self,
+        bytes: &[u8],
+        descriptors: &[BorrowedFd<'_>],
+        deadline: Instant,
+    ) -> io::Result<()> {
+        while !self.send(bytes, descriptors)? {
+            if !wait(self.0.as_fd(), PollFlags::OUT, deadline)? {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+        }
+        Ok(())
+    }
+
+    /// The other end sees that this one has closed; what is on its way still arrives.
+    pub(super) fn close(&self) {
+        // Fails where the other end was first.
+        let _ = shutdown(&self.0, Shutdown::Both);
+    }
+}
+
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+fn new_socket() -> io::Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    Ok(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
+}
+
+/// Whether it came to that before `deadline`.
+fn wait(fd: BorrowedFd<'_>, what: PollFlags, deadline: Instant) -> io::Result<bool> {
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        match poll(&mut [PollFd::from_borrowed_fd(fd, what)], Some(&timespec(left))) {
+            Ok(0) if left.is_zero() => return Ok(false),
+            Ok(0) | Err(Errno::INTR) => {}
+            Ok(_) => return Ok(true),
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Which of the descriptors have ended: a connection that was closed, a process that is no more.
+pub(super) fn ended(descriptors: &[BorrowedFd<'_>]) -> io::Result<Vec<bool>> {
+    let mut looks: Vec<_> = descriptors
+        .iter()
+        .map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN | PollFlags::RDHUP))
+        .collect();
+    match poll(&mut looks, Some(&timespec(Duration::ZERO))) {
+        Ok(_) => {}
+        Err(Errno::INTR) => return Ok(vec![false; descriptors.len()]),
+        Err(error) => return Err(error.into()),
+    }
+    let over = PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR;
+    Ok(looks.iter().map(|look| look.revents().intersects(over)).collect())
+}
+
+/// Whether the process of a pidfd is no more: the only proof that it reads nothing.
+pub(super) fn has_exited(pidfd: BorrowedFd<'_>) -> bool {
+    let mut look = [PollFd::from_borrowed_fd(pidfd, PollFlags::IN)];
+    matches!(poll(&mut look, Some(&timespec(Duration::ZERO))), Ok(count) if count > 0)
+        && look[0].revents().contains(PollFlags::IN)
+}
+
+fn timespec(duration: Duration) -> Timespec {
+    Timespec::try_from(duration).unwrap_or(Timespec { tv_sec: i64::MAX, tv_nsec: 0 })
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{MemfdFlags, memfd_create};
+    use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+    use super::*;
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(5)
+    }
+
+    #[test]
+    fn packets_and_descriptors_cross_and_ends_are_seen() {
+        let name = format!("mpmd-test-socket-{}", std::process::id());
+        let listener = Listener::bind(name.as_bytes()).unwrap();
+        assert!(listener.accept(Instant::now()).unwrap().is_none());
+        let here = Socket::connect(name.as_bytes()).unwrap();
+        let there = listener.accept(soon()).unwrap().unwrap();
+        let user = there.peer().unwrap();
+        assert_eq!((user.uid, user.pid), (rustix::process::getuid(), rustix::process::getpid()));
+        assert!(there.receive().unwrap().is_none());
+        let file = memfd_create("test", MemfdFlags::CLOEXEC).unwrap();
+        here.send_until(b"take it", &[file.as_fd()], soon()).unwrap();
+        let packet = there.receive_until(soon()).unwrap();
+        assert_eq!((&packet.bytes[..], packet.descriptors.len()), (&b"take it"[..], 1));
+        assert_eq!(ended(&[here.as_fd(), there.as_fd()]).unwrap(), [false, false]);
+        here.send_until(b"the last", &[], soon()).unwrap();
+        here.close();
+        assert_eq!(ended(&[there.as_fd()]).unwrap(), [true]);
+        assert_eq!(there.receive().unwrap().unwrap().bytes, b"the last");
+        assert_eq!(there.receive().map(drop).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+    }
+
+    #[test]
+    fn full_sockets_say_so_and_nobody_waits_beyond_a_deadline() {
+        let name = format!("mpmd-test-full-{}", std::process::id());
+        let listener = Listener::bind(name.as_bytes()).unwrap();
+        let here = Socket::connect(name.as_bytes()).unwrap();
+        let _there = listener.accept(soon()).unwrap().unwrap();
+        let full = (0..1_000_000).any(|_| !here.send(&[7; MOST_BYTES], &[]).unwrap());
+        assert!(full);
+        let late = here.send_until(b"x", &[], Instant::now()).unwrap_err();
+        assert_eq!(late.kind(), io::ErrorKind::TimedOut);
+        let late = here.receive_until(Instant::now()).map(drop).unwrap_err();
+        assert_eq!(late.kind(), io::ErrorKind::TimedOut);
+    }
+
+    #[test]
+    fn only_a_process_that_is_no_more_has_exited() {
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let pid = Pid::from_raw(child.id() as i32).unwrap();
+        let pidfd = pidfd_open(pid, PidfdFlags::empty()).unwrap();
+        assert!(!has_exited(pidfd.as_fd()));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(has_exited(pidfd.as_fd()));
+    }
+}
