@@ -7,6 +7,7 @@
 //! - [`wire`]: the fixed, versioned header that every message starts with.
 //! - [`control`]: the encoding of small control payloads.
 //! - [`transport`]: the [`Transport`] trait, implemented by [`inproc`], [`shm`], [`tcp`] and [`ucx`].
+//! - [`mixed`]: two transports at once, each for some of the peers.
 //! - [`router`]: the pure state machine that matches messages to operations. It does no I/O and
 //!   reads no clock; whoever drives it feeds it events and carries out its actions.
 //! - [`rendezvous`]: how processes meet before there is a transport.
@@ -15,6 +16,7 @@
 pub mod control;
 pub mod inproc;
 pub mod memory;
+pub mod mixed;
 pub mod probe;
 pub mod rendezvous;
 pub mod router;

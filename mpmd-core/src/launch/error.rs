@@ -60,6 +60,21 @@ pub enum LaunchError {
         /// Why it has none.
         why: String,
     },
+    /// Two processes cannot share memory, as they were asked to. Their environment's fault; every process of the
+    /// job gets the same.
+    #[error(
+        "processes {one} and {other} cannot share memory: {why}; without {variable}=shm they use what they can"
+    )]
+    Apart {
+        /// One of them.
+        one: ProcessId,
+        /// The other.
+        other: ProcessId,
+        /// What is between them.
+        why: String,
+        /// The variable by which they were asked to.
+        variable: &'static str,
+    },
     /// The job's token is none, or could not be made. The environment's fault.
     #[error("{variable}: {error}")]
     Token {

@@ -5,10 +5,12 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
+use mpmd_transport::mixed::Mixed;
 use mpmd_transport::rendezvous::Member;
+use mpmd_transport::shm::{self, ShmConfig};
 use mpmd_transport::tcp::{Listener, TcpConfig};
 use mpmd_transport::ucx::{self, UcxConfig};
-use mpmd_transport::{Pool, ProcessId, Transport};
+use mpmd_transport::{Pool, ProcessId, Transport, TransportError};
 
 pub use mpmd_transport::probe;
 pub use mpmd_transport::ucx::{Report, Spin, examine};
@@ -18,10 +20,13 @@ use crate::error::{Error, Result};
 use crate::launch::{JobEnv, LaunchError, variables};
 
 /// The transports between processes, as users name them. What each needs is found when it is opened.
-pub const NAMES: [&str; 2] = [DEFAULT, ucx::NAME];
+pub const NAMES: [&str; 4] = [AUTO, shm::NAME, TCP, ucx::NAME];
 
-/// The transport where nobody asks for another.
-pub const DEFAULT: &str = "tcp";
+/// The transport where nobody asks for another: shared memory between processes that can share it, else TCP.
+pub const DEFAULT: &str = AUTO;
+
+const AUTO: &str = "auto";
+const TCP: &str = "tcp";
 
 /// Whether this program was built with the feature `ucx`.
 pub const HAS_UCX: bool = cfg!(feature = "ucx");
@@ -38,12 +43,18 @@ pub fn check(name: &str) -> Result<(), LaunchError> {
     Err(LaunchError::Variable {
         variable: variables::TRANSPORT.to_owned(),
         value: name.to_owned(),
-        expected: format!("the name of a transport: {}", NAMES.join(" or ")),
+        expected: format!("the name of a transport: {}", NAMES.join(", ")),
     })
 }
 
 /// This process's side of the transport asked for: it has an address, but no peers yet.
 pub(super) enum Opened {
+    Auto {
+        /// Or why there is none.
+        shm: std::result::Result<shm::Opened, String>,
+        tcp: Listener,
+    },
+    Shm(shm::Opened),
     Tcp(Listener),
     Ucx(ucx::Opened),
 }
@@ -52,19 +63,33 @@ impl Opened {
     /// Opens the transport `name` for a job of so many processes; what listens on a network does so at `ip`.
     pub(super) fn open(name: &str, processes: usize, ip: IpAddr) -> Result<Self> {
         check(name)?;
-        Ok(if name == ucx::NAME {
-            Self::Ucx(ucx::Opened::open(processes)?)
-        } else {
-            Self::Tcp(Listener::bind(ip)?)
+        Ok(match name {
+            shm::NAME => Self::Shm(shm::Opened::open()?),
+            TCP => Self::Tcp(Listener::bind(ip)?),
+            ucx::NAME => Self::Ucx(ucx::Opened::open(processes)?),
+            _ => Self::Auto {
+                shm: shm::Opened::open().map_err(|error| match error {
+                    TransportError::Unavailable { why, .. } => why,
+                    error => error.to_string(),
+                }),
+                tcp: Listener::bind(ip)?,
+            },
         })
     }
 
-    /// Where peers reach it, in the transport's own words.
-    pub(super) fn address(&self) -> String {
-        match self {
-            Self::Tcp(listener) => listener.address().to_string(),
-            Self::Ucx(opened) => opened.address().to_owned(),
-        }
+    /// Where peers reach it, by transport and in its own words; first what is asked for.
+    pub(super) fn addresses(&self) -> Vec<(String, String)> {
+        let pairs = match self {
+            Self::Auto { shm, tcp } => vec![
+                (AUTO, String::new()),
+                (shm::NAME, shm.as_ref().map_or_else(|why| shm::no_address(why), shm::Opened::address)),
+                (TCP, tcp.address().to_string()),
+            ],
+            Self::Shm(opened) => vec![(shm::NAME, opened.address())],
+            Self::Tcp(listener) => vec![(TCP, listener.address().to_string())],
+            Self::Ucx(opened) => vec![(ucx::NAME, opened.address().to_owned())],
+        };
+        pairs.into_iter().map(|(name, address)| (name.to_owned(), address)).collect()
     }
 
     /// Connects to all members, which agree on this transport.
@@ -76,21 +101,48 @@ impl Opened {
         spin: Spin,
     ) -> Result<Arc<dyn Transport>> {
         let (process, token, epoch) = (env.process, *env.token.bytes(), EPOCH);
-        let addresses = members.iter().map(|member| asked(member).1);
+        let tcp = |listener: Listener| -> Result<Arc<dyn Transport>> {
+            let peers = members.iter().map(|member| address(member, TCP).and_then(|text| text.parse().ok()));
+            let peers = peers.collect::<Option<Vec<SocketAddr>>>().ok_or_else(|| {
+                Error::Environment("a process of the job has no address for tcp".to_owned())
+            })?;
+            let pool = Pool::new(TCP, None);
+            Ok(listener.connect(TcpConfig { process, peers, token, epoch, patience, pool })?)
+        };
+        let shm = |opened: shm::Opened, is_near: &[bool]| -> Result<Arc<dyn Transport>> {
+            let peer = |(member, near): (&Member, &bool)| {
+                near.then(|| address(member, shm::NAME).unwrap_or_default().to_owned())
+            };
+            let peers = members.iter().zip(is_near).map(peer).collect();
+            Ok(opened.connect(&ShmConfig { process, peers, token, epoch, patience })?)
+        };
         match self {
-            Self::Tcp(listener) => {
-                let peers =
-                    addresses.map(|address| address.parse().ok()).collect::<Option<Vec<SocketAddr>>>();
-                let peers = peers.ok_or_else(|| {
-                    Error::Environment("a process of the job has no address for tcp".to_owned())
-                })?;
-                let pool = Pool::new(DEFAULT, None);
-                Ok(listener.connect(TcpConfig { process, peers, token, epoch, patience, pool })?)
+            Self::Tcp(listener) => tcp(listener),
+            Self::Shm(opened) => shm(opened, &vec![true; members.len()]),
+            Self::Auto { shm: opened, tcp: listener } => {
+                if let Some(line) = fallback(members, process) {
+                    tracing::warn!(target: "mpmd::transport", "{line}");
+                    // In one write: other processes of the job may be writing to the same place.
+                    let _ = std::io::Write::write_all(
+                        &mut std::io::stderr(),
+                        format!("mpmd: {line}\n").as_bytes(),
+                    );
+                }
+                let near = near(members, process);
+                let (here, others) = (near.iter().filter(|near| **near).count(), members.len() - 1);
+                match opened {
+                    Ok(opened) if here == others => shm(opened, &near),
+                    Ok(opened) if here > 0 => {
+                        let (close, far) = (shm(opened, &near)?, tcp(listener)?);
+                        Ok(Arc::new(Mixed::new("shm+tcp", close, far, near)))
+                    }
+                    _ => tcp(listener),
+                }
             }
             Self::Ucx(opened) => {
                 let here = members.get(process.index()).map(|member| &member.host);
                 let neighbours = members.iter().filter(|member| Some(&member.host) == here).count();
-                let peers = addresses.map(str::to_owned).collect();
+                let peers = members.iter().map(|member| asked(member).1.to_owned()).collect();
                 let pool = Pool::new(ucx::NAME, None);
                 Ok(opened.connect(UcxConfig {
                     process,
@@ -107,9 +159,41 @@ impl Opened {
     }
 }
 
-/// What a process tells of its transport: the name that it asks for, with the address if it has one.
+/// With which members a process shares memory where that is its own choice; the other finds the same.
+fn near(members: &[Member], process: ProcessId) -> Vec<bool> {
+    let Some(me) = members.get(process.index()) else { return vec![false; members.len()] };
+    let near = |(i, member): (usize, &Member)| i != process.index() && why_not_near(me, member).is_none();
+    members.iter().enumerate().map(near).collect()
+}
+
+/// Why two members do not share memory. Who says that it is on another host, as `MPMD_HOST` lets it, is left
+/// there.
+fn why_not_near(one: &Member, other: &Member) -> Option<String> {
+    if one.host != other.host {
+        return Some("they are on different hosts".to_owned());
+    }
+    let of = |member| address(member, shm::NAME).unwrap_or_default();
+    shm::why_apart(of(one), of(other))
+}
+
+/// What the first process of a pair on one host that has to do without shared memory says of it: once for the
+/// job.
+fn fallback(members: &[Member], process: ProcessId) -> Option<String> {
+    let mut pairs = (0..members.len()).flat_map(|a| (a + 1..members.len()).map(move |b| (a, b)));
+    let (one, other, why) = pairs.find_map(|(a, b)| {
+        let on_one_host = members[a].host == members[b].host;
+        let why = why_not_near(&members[a], &members[b]).filter(|_| on_one_host)?;
+        Some((a, b, why))
+    })?;
+    (one == process.index()).then(|| {
+        let host = &members[one].host;
+        format!("processes {one} and {other} are on host {host}, but talk over tcp: {why}")
+    })
+}
+
+/// What a process tells of its transport: the name that it asks for, with the addresses that it has.
 pub(super) fn told(name: &str, opened: &Result<Opened>) -> Vec<(String, String)> {
-    vec![(name.to_owned(), opened.as_ref().map(Opened::address).unwrap_or_default())]
+    opened.as_ref().map_or_else(|_| vec![(name.to_owned(), String::new())], Opened::addresses)
 }
 
 /// Whether all members ask for one transport, and have it. The same on every process.
@@ -117,7 +201,8 @@ pub(super) fn told(name: &str, opened: &Result<Opened>) -> Vec<(String, String)>
 /// # Errors
 ///
 /// [`LaunchError::Transports`] where they ask for different ones; else [`LaunchError::NoTransport`] of the
-/// first that does not have it.
+/// first that does not have it; else [`LaunchError::Apart`] of the first two that cannot share memory but
+/// should.
 pub(super) fn agree(members: &[Member]) -> Result<(), LaunchError> {
     let mut who: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (process, member) in members.iter().enumerate() {
@@ -137,7 +222,25 @@ pub(super) fn agree(members: &[Member]) -> Result<(), LaunchError> {
         let why = member.trouble.clone()?;
         Some(LaunchError::NoTransport { process: ProcessId(process as u32), host: member.host.clone(), why })
     });
-    troubled.map_or(Ok(()), Err)
+    if let Some(troubled) = troubled {
+        return Err(troubled);
+    }
+    if !who.contains_key(shm::NAME) {
+        return Ok(());
+    }
+    // To be near is the same for all that are near the first.
+    let apart = members.iter().enumerate().skip(1).find_map(|(other, member)| {
+        let why = shm::why_apart(asked(&members[0]).1, asked(member).1)?;
+        let other = ProcessId(other as u32);
+        Some(LaunchError::Apart { one: ProcessId(0), other, why, variable: variables::TRANSPORT })
+    });
+    apart.map_or(Ok(()), Err)
+}
+
+/// Where a member is reached by a transport.
+fn address<'a>(member: &'a Member, transport: &str) -> Option<&'a str> {
+    let found = member.addresses.iter().find(|(name, _)| name == transport);
+    found.map(|(_, address)| address.as_str())
 }
 
 /// The transport that a member asks for, and its address there.
@@ -179,7 +282,7 @@ mod tests {
     fn names_are_known_or_listed() {
         assert!(NAMES.iter().all(|name| check(name).is_ok()));
         let said = check("pigeon").unwrap_err().to_string();
-        assert!(said.contains("MPMD_TRANSPORT=pigeon") && said.ends_with("tcp or ucx"), "{said}");
+        assert!(said.contains("MPMD_TRANSPORT=pigeon") && said.ends_with("auto, shm, tcp, ucx"), "{said}");
     }
 
     #[test]
@@ -195,6 +298,38 @@ mod tests {
         let said = wrong(&[ucx, without.clone(), without]);
         assert_eq!(said, "process 1 on host left has no transport: it has no library");
         assert!(wrong(&[Member::default(), member("tcp", None)]).contains("process 0 says nothing"));
+    }
+
+    #[test]
+    fn processes_of_one_host_share_memory_and_those_that_cannot_are_named_once() {
+        let ip = std::net::Ipv4Addr::LOCALHOST.into();
+        let here = |host: &str| {
+            let addresses = told(DEFAULT, &Opened::open(DEFAULT, 3, ip));
+            Member { host: host.into(), addresses, ..Member::default() }
+        };
+        let mut members = [here("left"), here("left"), here("right")];
+        assert_eq!(agree(&members), Ok(()));
+        let near_all = |members: &[Member]| [0, 1, 2].map(|i| near(members, ProcessId(i)));
+        assert_eq!(near_all(&members), [[false, true, false], [true, false, false], [false; 3]]);
+        let says = |members: &[Member]| [0, 1, 2].map(|i| fallback(members, ProcessId(i)));
+        assert_eq!(says(&members), [None, None, None], "other hosts are no reason to say anything");
+        members[1].addresses[1].1 = shm::no_address("memfd_create is not allowed");
+        members[2].host = "left".into();
+        assert_eq!(near_all(&members), [[false, false, true], [false; 3], [true, false, false]]);
+        let [first, second, third] = says(&members);
+        let expected = "processes 0 and 1 are on host left, but talk over tcp: memfd_create is not allowed";
+        assert_eq!((first.as_deref(), second, third), (Some(expected), None, None));
+        // Where it was asked for by name, that is an error everywhere.
+        let shm =
+            |address: &str| Member { addresses: vec![("shm".into(), address.into())], ..Member::default() };
+        let address = members[0].addresses[1].1.clone();
+        assert_eq!(agree(&[shm(&address), shm(&address)]), Ok(()));
+        let elsewhere = address.replacen('-', "x", 1);
+        let said = wrong(&[shm(&address), shm(&address), shm(&elsewhere)]);
+        assert!(
+            said.starts_with("processes 0 and 2 cannot share memory: they are on different machines"),
+            "{said}"
+        );
     }
 
     #[test]

@@ -28,6 +28,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use mpmd_transport::memory::Arena;
 use mpmd_transport::router::{Cargo, Failure, Router};
 use mpmd_transport::{Payload, Pool, ProcessId, SharedBuffer, Transport, router};
 use parking_lot::{Condvar, Mutex};
@@ -152,12 +153,15 @@ impl Runtime {
         config: RuntimeConfig,
         transport: Option<Arc<dyn Transport>>,
     ) -> std::io::Result<Arc<Self>> {
+        // Before the first buffer is made: what a transport can hand over lies in memory of its own kind.
+        let arena = transport.as_ref().and_then(|transport| transport.arena()).unwrap_or_else(Arena::private);
         let spins = may_spin(me, &topology, cores());
         let devices = topology
             .devices_of(me)
             .iter()
             .map(|id| {
-                let pool = Pool::new(format!("device {id} of process {me}"), config.device_memory);
+                let name = format!("device {id} of process {me}");
+                let pool = Pool::in_arena(name, config.device_memory, &arena);
                 Ok(LocalDevice {
                     id: *id,
                     pool,
@@ -179,8 +183,8 @@ impl Runtime {
             wait_spin: Spin::new(spins),
             topology_fingerprint: topology.fingerprint(),
             topology,
-            host_memory: Pool::new(format!("host memory of process {me}"), None),
-            staging: Pool::new(format!("staging of process {me}"), None),
+            host_memory: Pool::in_arena(format!("host memory of process {me}"), None, &arena),
+            staging: Pool::in_arena(format!("staging of process {me}"), None, &arena),
             devices,
             in_flight: Arc::default(),
             start: Instant::now(),

@@ -180,10 +180,11 @@ impl SharedBuffer {
         }
     }
 
-    /// Whether they are in a pool that has little left: who holds on to them may make others fail.
-    pub(crate) fn is_scarce(&self) -> bool {
+    /// Whether they count against a limit of their pool. Who lends such bytes may be short of them later, so
+    /// who gets them copies them and gives them back.
+    pub fn is_limited(&self) -> bool {
         match &*self.whole {
-            Whole::Owned(OwnedBuffer { backing: Backing::Block(block), .. }) => block.is_scarce(),
+            Whole::Owned(OwnedBuffer { backing: Backing::Block(block), .. }) => block.is_limited(),
             _ => false,
         }
     }

@@ -382,11 +382,8 @@ impl Block {
         unsafe { std::slice::from_raw_parts_mut(carved.start.as_ptr(), carved.capacity) }
     }
 
-    /// Whether three quarters of what its pool may give are in use or set aside.
-    pub(super) fn is_scarce(&self) -> bool {
-        let Some(limit) = self.pool.inner.limit else { return false };
-        let PoolStats { live, reserved, .. } = self.pool.stats();
-        live + reserved > limit / 4 * 3
+    pub(super) fn is_limited(&self) -> bool {
+        self.pool.inner.limit.is_some()
     }
 
     pub(super) fn place(&self) -> Place {

@@ -7,46 +7,60 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
+use super::door::Door;
+use super::futex::SystemFutex;
 use super::record::RETURNED;
 use super::ring::{Consumer, Corrupt, Producer};
 use crate::memory::{Loan, Place, Segment, SharedBuffer};
+use crate::transport::Ticket;
 
 /// What this process has lent to one peer.
 ///
 /// Numbers of loans are never used twice: a peer that gives something back twice by a bug ends no other loan.
 pub(super) struct Book {
-    open: HashMap<u64, SharedBuffer>,
+    open: HashMap<u64, Open>,
     next: u64,
     bytes: u64,
+    /// Loans whose end somebody waits for.
+    awaited: usize,
     /// Numbers of loans that the peer is done with.
     returns: Consumer,
 }
 
+struct Open {
+    buffer: SharedBuffer,
+    /// Whose end it is when this comes back, if anybody's.
+    ticket: Ticket,
+}
+
 impl Book {
     pub(super) fn new(returns: Consumer) -> Self {
-        Self { open: HashMap::new(), next: 1, bytes: 0, returns }
+        Self { open: HashMap::new(), next: 1, bytes: 0, awaited: 0, returns }
     }
 
-    /// Keeps `bytes` until they come back; returns the number of the loan.
-    pub(super) fn lend(&mut self, bytes: SharedBuffer) -> u64 {
+    /// Keeps `bytes` until they come back; returns the number of the loan. Where its end is awaited `ticket` says
+    /// by whom.
+    pub(super) fn lend(&mut self, bytes: SharedBuffer, ticket: Ticket) -> u64 {
         let loan = self.next;
         self.next += 1;
         self.bytes += bytes.len() as u64;
-        self.open.insert(loan, bytes);
+        self.awaited += usize::from(ticket != Ticket::NONE);
+        self.open.insert(loan, Open { buffer: bytes, ticket });
         loan
     }
 
     /// What has come back, to be dropped once no lock is held: it may go back to a pool, or to its own owner.
-    pub(super) fn collect(&mut self) -> Result<Vec<SharedBuffer>, Corrupt> {
+    pub(super) fn collect(&mut self) -> Result<Vec<(SharedBuffer, Ticket)>, Corrupt> {
         let mut back = Vec::new();
-        let Self { open, returns, bytes, .. } = self;
+        let Self { open, returns, bytes, awaited, .. } = self;
         let mut take = |kind: u32, numbers: &[u8]| {
             // Anything else in this ring means nothing.
             let numbers = if kind == RETURNED { numbers.as_chunks::<8>().0 } else { &[] };
             for number in numbers {
-                if let Some(buffer) = open.remove(&u64::from_le_bytes(*number)) {
+                if let Some(Open { buffer, ticket }) = open.remove(&u64::from_le_bytes(*number)) {
                     *bytes -= buffer.len() as u64;
-                    back.push(buffer);
+                    *awaited -= usize::from(ticket != Ticket::NONE);
+                    back.push((buffer, ticket));
                 }
             }
         };
@@ -56,23 +70,38 @@ impl Book {
 
     /// Everything that is lent comes back: only where the peer is proved to be no more.
     pub(super) fn end_all(&mut self) -> Vec<SharedBuffer> {
-        self.bytes = 0;
-        self.open.drain().map(|(_, buffer)| buffer).collect()
+        (self.bytes, self.awaited) = (0, 0);
+        self.open.drain().map(|(_, open)| open.buffer).collect()
+    }
+
+    /// Whoever waits for the end of a loan waits no longer: what is lent stays so.
+    pub(super) fn take_tickets(&mut self) -> Vec<Ticket> {
+        self.awaited = 0;
+        let tickets = self.open.values_mut().map(|open| std::mem::replace(&mut open.ticket, Ticket::NONE));
+        tickets.filter(|ticket| *ticket != Ticket::NONE).collect()
+    }
+
+    /// Whether somebody waits for a loan to end.
+    pub(super) fn is_awaited(&self) -> bool {
+        self.awaited > 0
+    }
+
+    /// Whether something awaited may have come back.
+    pub(super) fn has_news(&self) -> bool {
+        self.awaited > 0 && !self.returns.is_empty()
     }
 
     /// Bytes lent.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
-
-    pub(super) fn is_empty(&self) -> bool {
-        self.open.is_empty()
-    }
 }
 
 /// What goes back to one peer. Outlives the transport: arrays do.
 pub(super) struct Returns {
     state: Mutex<State>,
+    /// The peer's.
+    door: Door,
     /// Bytes of the peer's that are held here.
     borrowed: AtomicU64,
 }
@@ -84,15 +113,20 @@ struct State {
 }
 
 impl Returns {
-    pub(super) fn new(ring: Producer) -> Arc<Self> {
-        Arc::new(Self { state: Mutex::new(State { ring, late: Vec::new() }), borrowed: AtomicU64::new(0) })
+    pub(super) fn new(ring: Producer, door: Door) -> Arc<Self> {
+        let state = Mutex::new(State { ring, late: Vec::new() });
+        Arc::new(Self { state, door, borrowed: AtomicU64::new(0) })
     }
 
-    /// A loan is over. The owner is not woken for it: it looks when it needs memory.
-    fn give_back(&self, loan: u64) {
+    /// A loan is over. Where the owner does not wait for it, it is not woken: it looks when it needs memory.
+    fn give_back(&self, loan: u64, is_awaited: bool) {
         let mut state = self.state.lock();
         if !state.late.is_empty() || !state.ring.push(RETURNED, &[&loan.to_le_bytes()]) {
             state.late.push(loan);
+        }
+        drop(state);
+        if is_awaited {
+            self.door.ring(&SystemFutex);
         }
     }
 
@@ -114,6 +148,7 @@ pub(super) struct Borrowed {
     segment: Arc<Segment>,
     range: Range<usize>,
     loan: u64,
+    is_awaited: bool,
     returns: Arc<Returns>,
 }
 
@@ -124,13 +159,14 @@ impl Borrowed {
         offset: u64,
         bytes: u64,
         loan: u64,
+        is_awaited: bool,
         returns: &Arc<Returns>,
     ) -> Option<Self> {
         let start = usize::try_from(offset).ok()?;
         let end = start.checked_add(usize::try_from(bytes).ok()?)?;
         segment.lent(start..end)?;
         returns.borrowed.fetch_add(bytes, Ordering::Relaxed);
-        Some(Self { segment, range: start..end, loan, returns: returns.clone() })
+        Some(Self { segment, range: start..end, loan, is_awaited, returns: returns.clone() })
     }
 }
 
@@ -148,7 +184,7 @@ impl Loan for Borrowed {
 impl Drop for Borrowed {
     fn drop(&mut self) {
         self.returns.borrowed.fetch_sub(self.range.len() as u64, Ordering::Relaxed);
-        self.returns.give_back(self.loan);
+        self.returns.give_back(self.loan, self.is_awaited);
     }
 }
 
@@ -160,7 +196,7 @@ mod tests {
 
     fn lender() -> (Book, Arc<Returns>) {
         let ring = Ring::alone(1024);
-        (Book::new(ring.consumer()), Returns::new(ring.producer()))
+        (Book::new(ring.consumer()), Returns::new(ring.producer(), Door::alone()))
     }
 
     /// What a receiver makes of the place of `buffer`.
@@ -168,7 +204,7 @@ mod tests {
         let Place { segment, offset } = buffer.place().unwrap();
         let fd = segment.descriptor().unwrap().try_clone_to_owned().unwrap();
         let segment = Arc::new(Segment::foreign(fd, segment.bytes() as u64).unwrap());
-        let borrowed = Borrowed::new(segment, offset as u64, buffer.len() as u64, loan, returns);
+        let borrowed = Borrowed::new(segment, offset as u64, buffer.len() as u64, loan, false, returns);
         SharedBuffer::lent(Box::new(borrowed.unwrap()))
     }
 
@@ -179,7 +215,7 @@ mod tests {
         let mut buffer = pool.allocate(1000).unwrap();
         buffer.fill(7);
         let buffer = buffer.freeze();
-        let there = borrow(&buffer, book.lend(buffer.clone()), &returns);
+        let there = borrow(&buffer, book.lend(buffer.clone(), Ticket::NONE), &returns);
         drop(buffer);
         assert_eq!((book.bytes(), returns.borrowed(), pool.stats().live), (1000, 1000, 1024));
         assert!(there.iter().all(|byte| *byte == 7));
@@ -189,7 +225,7 @@ mod tests {
         drop(part);
         assert_eq!(returns.borrowed(), 0);
         drop(book.collect().unwrap());
-        assert_eq!((book.bytes(), book.is_empty(), pool.stats().live), (0, true, 0));
+        assert_eq!((book.bytes(), book.open.len(), pool.stats().live), (0, 0, 0));
     }
 
     #[test]
@@ -200,9 +236,10 @@ mod tests {
         let mut own = pool.allocate(5000).unwrap();
         own[4999] = 9;
         let own = own.freeze();
-        let at_second = borrow(&own, first.lend(own.clone()), &to_first);
+        let at_second = borrow(&own, first.lend(own.clone(), Ticket::NONE), &to_first);
         drop(own);
-        let at_third = borrow(&at_second.slice(4000..5000), second.lend(at_second.clone()), &to_second);
+        let at_third =
+            borrow(&at_second.slice(4000..5000), second.lend(at_second.clone(), Ticket::NONE), &to_second);
         drop(at_second);
         assert!(first.collect().unwrap().is_empty());
         assert_eq!(at_third[999], 9);
@@ -215,20 +252,26 @@ mod tests {
     #[test]
     fn returns_that_find_no_room_come_later_and_nonsense_ends_no_loan() {
         let (mut book, returns) = lender();
-        let loans: Vec<u64> = (0..100).map(|i| book.lend(vec![i as u8; 10].into())).collect();
-        returns.give_back(12345);
-        returns.give_back(loans[0]);
-        returns.give_back(loans[0]);
+        let loans: Vec<u64> = (0..100).map(|i| book.lend(vec![i as u8; 10].into(), Ticket(i))).collect();
+        returns.give_back(12345, true);
+        returns.give_back(loans[0], true);
+        returns.give_back(loans[0], false);
+        assert!(book.is_awaited() && book.has_news());
         for loan in &loans[1..] {
-            returns.give_back(*loan);
+            returns.give_back(*loan, false);
         }
         let mut back = 0;
+        let mut tickets = Vec::new();
         for _ in 0..100 {
-            back += book.collect().unwrap().len();
+            let found = book.collect().unwrap();
+            back += found.len();
+            tickets.extend(found.into_iter().map(|(_, ticket)| ticket));
             returns.flush();
         }
-        assert_eq!((back, book.bytes()), (100, 0));
-        assert_eq!(book.lend(vec![1].into()), 101);
+        assert_eq!((back, book.bytes(), book.is_awaited()), (100, 0, false));
+        assert_eq!(tickets, (0..100).map(Ticket).collect::<Vec<_>>());
+        assert_eq!(book.lend(vec![1].into(), Ticket(7)), 101);
+        assert_eq!((book.take_tickets(), book.take_tickets()), (vec![Ticket(7)], vec![]));
         assert_eq!(book.end_all().len(), 1);
     }
 
@@ -240,7 +283,7 @@ mod tests {
         let segment = buffer.place().unwrap().segment;
         let end = segment.bytes() as u64;
         for (offset, bytes) in [(end, 1), (0, end + 1), (u64::MAX, 1), (1, u64::MAX), (u64::MAX, u64::MAX)] {
-            assert!(Borrowed::new(segment.clone(), offset, bytes, 1, &returns).is_none());
+            assert!(Borrowed::new(segment.clone(), offset, bytes, 1, false, &returns).is_none());
         }
         assert_eq!(returns.borrowed(), 0);
     }

@@ -215,7 +215,7 @@ fn pair(
     let peer = Peer {
         outbound: parking_lot::Mutex::new(Outbound::new(here.producer())),
         book: parking_lot::Mutex::new(Book::new(back_there.consumer())),
-        returns: Returns::new(back_here.producer()),
+        returns: Returns::new(back_here.producer(), door.clone()),
         door,
         socket,
         exit,

@@ -13,7 +13,7 @@ use super::loans::{Book, Returns};
 use super::ring::{Consumer, Producer};
 use super::socket::Socket;
 use crate::memory::Segment;
-use crate::transport::TransportError;
+use crate::transport::{Ticket, TransportError};
 
 /// Starts a packet that gives a segment: this, its number and its length, with the descriptor.
 const GIVE: [u8; 4] = *b"GIVE";
@@ -111,11 +111,11 @@ impl Peer {
         self.is_waiting.store(false, Ordering::Release);
     }
 
-    /// Takes what the peer is done with back; its memory goes with what this returns.
-    pub(super) fn collect(&self) {
-        // A peer that writes nonsense there is found out when it next sends something; its loans stay.
-        let back = self.book.lock().collect();
-        drop(back);
+    /// Takes what the peer is done with back; returns the tickets that end with that.
+    pub(super) fn collect(&self) -> Vec<Ticket> {
+        // A peer that writes nonsense there keeps what it was lent until it is no more.
+        let back = self.book.lock().collect().unwrap_or_default();
+        back.into_iter().map(|(_, ticket)| ticket).filter(|ticket| *ticket != Ticket::NONE).collect()
     }
 
     fn give(&self, given: &mut HashSet<u32>, number: u32, segment: &Segment) -> bool {

@@ -136,7 +136,7 @@ impl Shm {
     pub fn lent_to(&self, peer: ProcessId) -> u64 {
         let peer = self.shared.peers.get(peer.index()).and_then(Option::as_ref);
         peer.map_or(0, |peer| {
-            peer.collect();
+            self.shared.reclaim();
             peer.book.lock().bytes()
         })
     }

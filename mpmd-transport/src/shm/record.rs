@@ -19,7 +19,8 @@ pub(super) const RETURNED: u32 = 5;
 /// Payloads up to this size go with their header: to copy them costs less than to lend them.
 pub(super) const LARGEST_INLINE: usize = 2 << 10;
 
-/// Set in [`Lent::flags`] where the lender is short of memory: who gets it copies it, and gives it back.
+/// Set in [`Lent::flags`] where the lender has limited memory: who gets it copies it and gives it back, which the
+/// lender waits for.
 pub(super) const COPY: u32 = 1;
 
 /// Memory of the sender's.

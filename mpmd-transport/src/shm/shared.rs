@@ -73,15 +73,23 @@ impl Shared {
     }
 
     pub(super) fn post(&self, to: ProcessId, header: &Header, payload: Option<SharedBuffer>, ticket: Ticket) {
-        let result = self.send(to, header, payload);
-        if ticket == Ticket::NONE {
+        match self.send(to, header, payload, ticket) {
+            Ok(HasLeft(false)) => {}
+            Ok(HasLeft(true)) => self.note_done([(ticket, Ok(()))]),
+            Err(error) => self.note_done([(ticket, Err(error))]),
+        }
+    }
+
+    /// Has the handler told, by who looks next.
+    fn note_done(&self, ended: impl IntoIterator<Item = (Ticket, Result<(), TransportError>)>) {
+        let mut ended = ended.into_iter().filter(|(ticket, _)| *ticket != Ticket::NONE).peekable();
+        if ended.peek().is_none() {
             return;
         }
         let mut done = self.done.lock();
-        done.push((ticket, result));
+        done.extend(ended);
         self.has_done.store(true, Ordering::Release);
         drop(done);
-        // The handler is called by who looks, never from within.
         self.door.ring(&SystemFutex);
     }
 
@@ -90,7 +98,8 @@ impl Shared {
         to: ProcessId,
         header: &Header,
         payload: Option<SharedBuffer>,
-    ) -> Result<(), TransportError> {
+        ticket: Ticket,
+    ) -> Result<HasLeft, TransportError> {
         let gone = |why: &str| TransportError::PeerGone { peer: to, why: why.to_owned() };
         let Some(Some(peer)) = self.peers.get(to.index()) else { return Err(gone("it shares no memory")) };
         if self.is_closing.load(Ordering::Acquire) {
@@ -106,12 +115,14 @@ impl Shared {
         if let Some(why) = &out.closed {
             return Err(why.clone());
         }
+        let mut is_copied = false;
         match payload {
             Some(bytes) if bytes.len() > LARGEST_INLINE => {
+                is_copied = bytes.is_limited();
                 let Some(place) = bytes.place() else {
                     return Err(gone("memory that was made for lending cannot be lent"));
                 };
-                let flags = if bytes.is_scarce() { COPY } else { 0 };
+                let (flags, awaited) = if is_copied { (COPY, ticket) } else { (0, Ticket::NONE) };
                 let number = place.segment.number(&self.arena);
                 let lent = Lent {
                     offset: (place.offset as u64).into(),
@@ -119,7 +130,7 @@ impl Shared {
                     segment: number.into(),
                     flags: flags.into(),
                     // In the book before anybody can give it back.
-                    loan: peer.book.lock().lend(bytes).into(),
+                    loan: peer.book.lock().lend(bytes, awaited).into(),
                 };
                 let parts = [&header.encode()[..], lent.as_bytes()];
                 peer.send(&mut out, LENT, &parts, Some((number, &place.segment)));
@@ -131,7 +142,7 @@ impl Shared {
         }
         drop(out);
         peer.door.ring(&SystemFutex);
-        Ok(())
+        Ok(HasLeft(!is_copied))
     }
 
     /// A copy of bytes that are in no segment, such as those of a `Vec`.
@@ -162,11 +173,10 @@ impl Shared {
         }
         self.has_done.load(Ordering::Acquire)
             || duty.iter().flatten().any(|inbound| !inbound.has_ended && !inbound.ring.is_empty())
-            || self
-                .peers
-                .iter()
-                .flatten()
-                .any(|peer| peer.is_waiting.load(Ordering::Acquire) && !peer.waits_for_room())
+            || self.peers.iter().flatten().any(|peer| {
+                peer.book.lock().has_news()
+                    || (peer.is_waiting.load(Ordering::Acquire) && !peer.waits_for_room())
+            })
     }
 
     fn look(&self, mut duty: MutexGuard<'_, Vec<Option<Inbound>>>) -> bool {
@@ -178,6 +188,10 @@ impl Shared {
         for (index, inbound) in duty.iter_mut().enumerate() {
             let (Some(inbound), Some(Some(peer))) = (inbound, self.peers.get(index)) else { continue };
             any |= peer.flush();
+            if peer.book.lock().has_news() {
+                self.note_done(peer.collect().into_iter().map(|ticket| (ticket, Ok(()))));
+                any = true;
+            }
             if !inbound.has_ended && !inbound.ring.is_empty() {
                 any = true;
                 self.take(ProcessId(index as u32), inbound, peer, handler, IN_A_ROW);
@@ -244,14 +258,14 @@ impl Shared {
             Event::Lent(header, lent) => {
                 let (number, offset, bytes) = (lent.segment.get(), lent.offset.get(), lent.bytes.get());
                 let segment = inbound.segment(number, peer).map_err(|error| error.to_string())?;
-                let loan = Borrowed::new(segment, offset, bytes, lent.loan.get(), &peer.returns)
-                    .ok_or_else(|| format!("{bytes} bytes at {offset} of segment {number} are not there"))?;
+                let is_copied = lent.flags.get() & COPY != 0;
+                let loan = Borrowed::new(segment, offset, bytes, lent.loan.get(), is_copied, &peer.returns)
+                    .ok_or_else(|| {
+                    format!("{bytes} bytes at {offset} of segment {number} are not there")
+                })?;
                 let bytes = SharedBuffer::lent(Box::new(loan));
-                let payload = if lent.flags.get() & COPY == 0 {
-                    Payload::Lent(bytes)
-                } else {
-                    Payload::Waiting(Box::new(CopyOut(bytes)))
-                };
+                let payload =
+                    if is_copied { Payload::Waiting(Box::new(CopyOut(bytes))) } else { Payload::Lent(bytes) };
                 handler.arrived(from, header, payload);
             }
             Event::Retired(numbers) => inbound.retire(&numbers),
@@ -274,6 +288,10 @@ impl Shared {
     ) {
         inbound.has_ended = true;
         peer.close(&why);
+        for ticket in peer.book.lock().take_tickets() {
+            self.note_done([(ticket, Err(why.clone()))]);
+        }
+        self.tell_done(handler);
         handler.peer_down(from, why);
     }
 
@@ -292,7 +310,7 @@ impl Shared {
     pub(super) fn tidy(&self) {
         let retired = self.arena.take_retired();
         for peer in self.peers.iter().flatten() {
-            peer.collect();
+            self.note_done(peer.collect().into_iter().map(|ticket| (ticket, Ok(()))));
             peer.returns.flush();
             if retired.is_empty() {
                 continue;
@@ -311,7 +329,7 @@ impl Shared {
     /// Takes back what peers are done with. Called where memory is short, with any locks held but a pool's.
     pub(super) fn reclaim(&self) {
         for peer in self.peers.iter().flatten() {
-            peer.collect();
+            self.note_done(peer.collect().into_iter().map(|ticket| (ticket, Ok(()))));
         }
     }
 
@@ -362,13 +380,19 @@ impl Shared {
 
     /// Whether everything that was posted has left.
     pub(super) fn is_flushed(&self) -> bool {
-        self.peers.iter().flatten().all(|peer| !peer.is_waiting.load(Ordering::Acquire))
+        let has_left =
+            |peer: &Peer| !peer.is_waiting.load(Ordering::Acquire) && !peer.book.lock().is_awaited();
+        self.peers.iter().flatten().all(has_left)
     }
 
     /// The last word to the handler, which hears nothing more after it.
     pub(super) fn finish(&self) {
         self.is_closing.store(true, Ordering::Release);
         let _duty = self.duty.lock();
+        for peer in self.peers.iter().flatten() {
+            let tickets = peer.book.lock().take_tickets();
+            self.note_done(tickets.into_iter().map(|ticket| (ticket, Err(TransportError::Closed))));
+        }
         if let Some(handler) = self.handler.get() {
             self.tell_done(handler);
         }
@@ -385,6 +409,9 @@ impl Shared {
     }
 }
 
+/// Whether a message has left, or will have when its payload comes back.
+struct HasLeft(bool);
+
 /// A record that was understood and copied.
 enum Event {
     Message(Header, Payload),
@@ -393,7 +420,7 @@ enum Event {
     Goodbye,
 }
 
-/// Memory of a lender that is short of it: copied by whoever gets it, and given back at once.
+/// Memory of a lender that may be short of it: copied by whoever gets it, and given back at once.
 struct CopyOut(SharedBuffer);
 
 impl Fetch for CopyOut {

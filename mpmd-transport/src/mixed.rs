@@ -1,0 +1,150 @@
+//! Two transports at once: each peer is reached by the one that both sides have and that is best for them.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::memory::{Arena, SharedBuffer};
+use crate::transport::{Handler, Parking, Payload, Ticket, Transport, TransportError, check_post};
+use crate::wire::{Header, ProcessId};
+
+/// A transport that reaches some peers by one way and the others by another.
+///
+/// Threads that wait drive the first; the second has threads of its own.
+pub struct Mixed {
+    name: &'static str,
+    near: Arc<dyn Transport>,
+    far: Arc<dyn Transport>,
+    /// By process.
+    is_near: Arc<[bool]>,
+}
+
+impl Mixed {
+    /// Reaches the processes for which `is_near` says so by `near`, the others by `far`. Both sides of every pair
+    /// must see it alike. Each of the two may know processes that it is not used for.
+    ///
+    /// # Panics
+    ///
+    /// Where the two are not of the same process of the same job, or `is_near` not of all its processes.
+    pub fn new(
+        name: &'static str,
+        near: Arc<dyn Transport>,
+        far: Arc<dyn Transport>,
+        is_near: Vec<bool>,
+    ) -> Self {
+        let place = |transport: &Arc<dyn Transport>| (transport.process(), transport.processes());
+        assert_eq!(place(&near), place(&far), "two transports of different places");
+        assert_eq!(is_near.len(), near.processes(), "ways to all processes");
+        Self { name, near, far, is_near: is_near.into() }
+    }
+
+    fn to(&self, peer: ProcessId) -> &Arc<dyn Transport> {
+        if self.is_near.get(peer.index()).is_some_and(|near| *near) { &self.near } else { &self.far }
+    }
+}
+
+/// Hears of each peer from the transport by which it is reached, and of nobody else.
+struct Ear {
+    handler: Arc<dyn Handler>,
+    is_near: Arc<[bool]>,
+    near: bool,
+}
+
+impl Ear {
+    fn concerns(&self, peer: ProcessId) -> bool {
+        self.is_near.get(peer.index()).is_some_and(|near| *near == self.near)
+    }
+}
+
+impl Handler for Ear {
+    fn arrived(&self, from: ProcessId, header: Header, payload: Payload) {
+        if self.concerns(from) {
+            self.handler.arrived(from, header, payload);
+        }
+    }
+
+    fn done(&self, ticket: Ticket, result: Result<(), TransportError>) {
+        self.handler.done(ticket, result);
+    }
+
+    fn peer_down(&self, peer: ProcessId, why: TransportError) {
+        if self.concerns(peer) {
+            self.handler.peer_down(peer, why);
+        }
+    }
+}
+
+impl Transport for Mixed {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn process(&self) -> ProcessId {
+        self.near.process()
+    }
+
+    fn processes(&self) -> usize {
+        self.near.processes()
+    }
+
+    fn arena(&self) -> Option<Arena> {
+        self.near.arena()
+    }
+
+    fn hands_over(&self, peer: ProcessId) -> bool {
+        self.to(peer).hands_over(peer)
+    }
+
+    fn lent_to(&self, peer: ProcessId) -> u64 {
+        self.to(peer).lent_to(peer)
+    }
+
+    fn borrowed_from(&self, peer: ProcessId) -> u64 {
+        self.to(peer).borrowed_from(peer)
+    }
+
+    fn start(&self, handler: Arc<dyn Handler>) {
+        for (transport, near) in [(&self.near, true), (&self.far, false)] {
+            let (handler, is_near) = (handler.clone(), self.is_near.clone());
+            transport.start(Arc::new(Ear { handler, is_near, near }));
+        }
+    }
+
+    fn post(&self, to: ProcessId, header: Header, payload: Option<SharedBuffer>, ticket: Ticket) {
+        check_post(self, to, &header, payload.as_ref());
+        self.to(to).post(to, header, payload, ticket);
+    }
+
+    fn progress(&self) -> bool {
+        self.near.progress()
+    }
+
+    fn parking(&self) -> Option<Parking> {
+        self.near.parking()
+    }
+
+    fn park(&self, parking: Parking, deadline: Instant) {
+        self.near.park(parking, deadline);
+    }
+
+    fn wake(&self) {
+        self.near.wake();
+    }
+
+    fn give_up(&self, peer: ProcessId, why: &str) {
+        self.to(peer).give_up(peer, why);
+    }
+
+    fn shutdown(&self, deadline: Duration) {
+        std::thread::scope(|scope| {
+            scope.spawn(|| self.near.shutdown(deadline));
+            self.far.shutdown(deadline);
+        });
+    }
+}
+
+impl fmt::Debug for Mixed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Mixed({}, process {} of {})", self.name, self.process(), self.processes())
+    }
+}
