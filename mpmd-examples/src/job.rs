@@ -52,8 +52,12 @@ pub struct JobArgs {
 /// What the processes of an example talk over.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, ValueEnum)]
 pub enum JobTransport {
-    /// Processes of their own, over loopback.
+    /// Processes of their own, over memory that they share, where they can.
     #[default]
+    Auto,
+    /// Processes of their own, over memory that they share.
+    Shm,
+    /// Processes of their own, over loopback.
     Tcp,
     /// Processes of their own, over what UCX finds best; in programs built with the feature `ucx`.
     Ucx,
@@ -65,6 +69,8 @@ impl JobTransport {
     /// The transport's name, as launchers say it.
     fn name(self) -> &'static str {
         match self {
+            Self::Auto => "auto",
+            Self::Shm => "shm",
             Self::Tcp => "tcp",
             Self::Ucx => "ucx",
             Self::Inproc => "inproc",

@@ -28,7 +28,7 @@ pub(crate) struct LinksArgs {
     #[arg(long, default_value_t = 10)]
     repeats: usize,
     /// What carries the messages: `tcp` between two processes, or `inproc` between two threads.
-    #[arg(long, default_value = "tcp")]
+    #[arg(long, default_value = "shm")]
     transport: String,
     /// Writes the costs to a file, to be named by `MPMD_LINKS` when jobs are started.
     #[arg(long)]

@@ -27,7 +27,7 @@ pub(crate) struct ReshardArgs {
     #[command(flatten)]
     options: Options,
     /// What carries the messages: `tcp` between processes, or `inproc` between threads.
-    #[arg(long, default_value = "tcp")]
+    #[arg(long, default_value = "shm")]
     transport: String,
     /// Numbers of processes; each divides 8.
     #[arg(long, value_delimiter = ',', default_value = "1,2,4")]

@@ -181,12 +181,6 @@ impl Runtime {
         match body {
             Body::Empty => transport.post(to, header, None, Ticket::NONE),
             Body::Control(bytes) => transport.post(to, header, Some(bytes.into()), Ticket::NONE),
-            // What stays where it is is kept by who has lent it: to the operation it has left.
-            Body::Cargo(Outgoing { buffer, guard }) if transport.hands_over(to) && !buffer.is_limited() => {
-                self.bytes_sent[to.index()].fetch_add(buffer.len() as u64, Ordering::Relaxed);
-                transport.post(to, header, (!buffer.is_empty()).then_some(buffer), Ticket::NONE);
-                drop(guard);
-            }
             Body::Cargo(Outgoing { buffer, guard }) => {
                 let sending = self.under_way.lock().send(to, guard);
                 // Of what is not sent the memory goes first: who waits for some looks when operations end.

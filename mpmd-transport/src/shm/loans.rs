@@ -21,45 +21,45 @@ pub(super) struct Book {
     open: HashMap<u64, Open>,
     next: u64,
     bytes: u64,
-    /// Loans whose end somebody waits for.
-    awaited: usize,
+    /// Loans that end as soon as they are copied, which the lender waits for.
+    copied: usize,
     /// Numbers of loans that the peer is done with.
     returns: Consumer,
 }
 
 struct Open {
     buffer: SharedBuffer,
-    /// Whose end it is when this comes back, if anybody's.
+    /// What ends when this comes back, if anything.
     ticket: Ticket,
+    is_copied: bool,
 }
 
 impl Book {
     pub(super) fn new(returns: Consumer) -> Self {
-        Self { open: HashMap::new(), next: 1, bytes: 0, awaited: 0, returns }
+        Self { open: HashMap::new(), next: 1, bytes: 0, copied: 0, returns }
     }
 
-    /// Keeps `bytes` until they come back; returns the number of the loan. Where its end is awaited `ticket` says
-    /// by whom.
-    pub(super) fn lend(&mut self, bytes: SharedBuffer, ticket: Ticket) -> u64 {
+    /// Keeps `bytes` until they come back; returns the number of the loan.
+    pub(super) fn lend(&mut self, bytes: SharedBuffer, ticket: Ticket, is_copied: bool) -> u64 {
         let loan = self.next;
         self.next += 1;
         self.bytes += bytes.len() as u64;
-        self.awaited += usize::from(ticket != Ticket::NONE);
-        self.open.insert(loan, Open { buffer: bytes, ticket });
+        self.copied += usize::from(is_copied);
+        self.open.insert(loan, Open { buffer: bytes, ticket, is_copied });
         loan
     }
 
     /// What has come back, to be dropped once no lock is held: it may go back to a pool, or to its own owner.
     pub(super) fn collect(&mut self) -> Result<Vec<(SharedBuffer, Ticket)>, Corrupt> {
         let mut back = Vec::new();
-        let Self { open, returns, bytes, awaited, .. } = self;
+        let Self { open, returns, bytes, copied, .. } = self;
         let mut take = |kind: u32, numbers: &[u8]| {
             // Anything else in this ring means nothing.
             let numbers = if kind == RETURNED { numbers.as_chunks::<8>().0 } else { &[] };
             for number in numbers {
-                if let Some(Open { buffer, ticket }) = open.remove(&u64::from_le_bytes(*number)) {
+                if let Some(Open { buffer, ticket, is_copied }) = open.remove(&u64::from_le_bytes(*number)) {
                     *bytes -= buffer.len() as u64;
-                    *awaited -= usize::from(ticket != Ticket::NONE);
+                    *copied -= usize::from(is_copied);
                     back.push((buffer, ticket));
                 }
             }
@@ -70,25 +70,26 @@ impl Book {
 
     /// Everything that is lent comes back: only where the peer is proved to be no more.
     pub(super) fn end_all(&mut self) -> Vec<SharedBuffer> {
-        (self.bytes, self.awaited) = (0, 0);
+        (self.bytes, self.copied) = (0, 0);
         self.open.drain().map(|(_, open)| open.buffer).collect()
     }
 
     /// Whoever waits for the end of a loan waits no longer: what is lent stays so.
     pub(super) fn take_tickets(&mut self) -> Vec<Ticket> {
-        self.awaited = 0;
+        self.copied = 0;
+        self.open.values_mut().for_each(|open| open.is_copied = false);
         let tickets = self.open.values_mut().map(|open| std::mem::replace(&mut open.ticket, Ticket::NONE));
         tickets.filter(|ticket| *ticket != Ticket::NONE).collect()
     }
 
-    /// Whether somebody waits for a loan to end.
+    /// Whether something is lent only until it is copied.
     pub(super) fn is_awaited(&self) -> bool {
-        self.awaited > 0
+        self.copied > 0
     }
 
-    /// Whether something awaited may have come back.
+    /// Whether something of that may have come back.
     pub(super) fn has_news(&self) -> bool {
-        self.awaited > 0 && !self.returns.is_empty()
+        self.copied > 0 && !self.returns.is_empty()
     }
 
     /// Bytes lent.
@@ -215,7 +216,7 @@ mod tests {
         let mut buffer = pool.allocate(1000).unwrap();
         buffer.fill(7);
         let buffer = buffer.freeze();
-        let there = borrow(&buffer, book.lend(buffer.clone(), Ticket::NONE), &returns);
+        let there = borrow(&buffer, book.lend(buffer.clone(), Ticket::NONE, false), &returns);
         drop(buffer);
         assert_eq!((book.bytes(), returns.borrowed(), pool.stats().live), (1000, 1000, 1024));
         assert!(there.iter().all(|byte| *byte == 7));
@@ -236,10 +237,13 @@ mod tests {
         let mut own = pool.allocate(5000).unwrap();
         own[4999] = 9;
         let own = own.freeze();
-        let at_second = borrow(&own, first.lend(own.clone(), Ticket::NONE), &to_first);
+        let at_second = borrow(&own, first.lend(own.clone(), Ticket::NONE, false), &to_first);
         drop(own);
-        let at_third =
-            borrow(&at_second.slice(4000..5000), second.lend(at_second.clone(), Ticket::NONE), &to_second);
+        let at_third = borrow(
+            &at_second.slice(4000..5000),
+            second.lend(at_second.clone(), Ticket::NONE, false),
+            &to_second,
+        );
         drop(at_second);
         assert!(first.collect().unwrap().is_empty());
         assert_eq!(at_third[999], 9);
@@ -252,7 +256,8 @@ mod tests {
     #[test]
     fn returns_that_find_no_room_come_later_and_nonsense_ends_no_loan() {
         let (mut book, returns) = lender();
-        let loans: Vec<u64> = (0..100).map(|i| book.lend(vec![i as u8; 10].into(), Ticket(i))).collect();
+        let loans: Vec<u64> =
+            (0..100).map(|i| book.lend(vec![i as u8; 10].into(), Ticket(i), true)).collect();
         returns.give_back(12345, true);
         returns.give_back(loans[0], true);
         returns.give_back(loans[0], false);
@@ -270,7 +275,7 @@ mod tests {
         }
         assert_eq!((back, book.bytes(), book.is_awaited()), (100, 0, false));
         assert_eq!(tickets, (0..100).map(Ticket).collect::<Vec<_>>());
-        assert_eq!(book.lend(vec![1].into(), Ticket(7)), 101);
+        assert_eq!(book.lend(vec![1].into(), Ticket(7), false), 101);
         assert_eq!((book.take_tickets(), book.take_tickets()), (vec![Ticket(7)], vec![]));
         assert_eq!(book.end_all().len(), 1);
     }

@@ -74,13 +74,13 @@ impl Shared {
 
     pub(super) fn post(&self, to: ProcessId, header: &Header, payload: Option<SharedBuffer>, ticket: Ticket) {
         match self.send(to, header, payload, ticket) {
-            Ok(HasLeft(false)) => {}
-            Ok(HasLeft(true)) => self.note_done([(ticket, Ok(()))]),
+            Ok(IsLent(true)) => {}
+            Ok(IsLent(false)) => self.note_done([(ticket, Ok(()))]),
             Err(error) => self.note_done([(ticket, Err(error))]),
         }
     }
 
-    /// Has the handler told, by who looks next.
+    /// Has the handler told, by who looks next: nobody is woken for it.
     fn note_done(&self, ended: impl IntoIterator<Item = (Ticket, Result<(), TransportError>)>) {
         let mut ended = ended.into_iter().filter(|(ticket, _)| *ticket != Ticket::NONE).peekable();
         if ended.peek().is_none() {
@@ -89,8 +89,6 @@ impl Shared {
         let mut done = self.done.lock();
         done.extend(ended);
         self.has_done.store(true, Ordering::Release);
-        drop(done);
-        self.door.ring(&SystemFutex);
     }
 
     fn send(
@@ -99,7 +97,7 @@ impl Shared {
         header: &Header,
         payload: Option<SharedBuffer>,
         ticket: Ticket,
-    ) -> Result<HasLeft, TransportError> {
+    ) -> Result<IsLent, TransportError> {
         let gone = |why: &str| TransportError::PeerGone { peer: to, why: why.to_owned() };
         let Some(Some(peer)) = self.peers.get(to.index()) else { return Err(gone("it shares no memory")) };
         if self.is_closing.load(Ordering::Acquire) {
@@ -115,14 +113,15 @@ impl Shared {
         if let Some(why) = &out.closed {
             return Err(why.clone());
         }
-        let mut is_copied = false;
+        let mut is_lent = false;
         match payload {
             Some(bytes) if bytes.len() > LARGEST_INLINE => {
-                is_copied = bytes.is_limited();
+                is_lent = true;
+                let is_copied = bytes.is_limited();
                 let Some(place) = bytes.place() else {
                     return Err(gone("memory that was made for lending cannot be lent"));
                 };
-                let (flags, awaited) = if is_copied { (COPY, ticket) } else { (0, Ticket::NONE) };
+                let flags = if is_copied { COPY } else { 0 };
                 let number = place.segment.number(&self.arena);
                 let lent = Lent {
                     offset: (place.offset as u64).into(),
@@ -130,7 +129,7 @@ impl Shared {
                     segment: number.into(),
                     flags: flags.into(),
                     // In the book before anybody can give it back.
-                    loan: peer.book.lock().lend(bytes, awaited).into(),
+                    loan: peer.book.lock().lend(bytes, ticket, is_copied).into(),
                 };
                 let parts = [&header.encode()[..], lent.as_bytes()];
                 peer.send(&mut out, LENT, &parts, Some((number, &place.segment)));
@@ -142,7 +141,7 @@ impl Shared {
         }
         drop(out);
         peer.door.ring(&SystemFutex);
-        Ok(HasLeft(!is_copied))
+        Ok(IsLent(is_lent))
     }
 
     /// A copy of bytes that are in no segment, such as those of a `Vec`.
@@ -409,8 +408,8 @@ impl Shared {
     }
 }
 
-/// Whether a message has left, or will have when its payload comes back.
-struct HasLeft(bool);
+/// Whether a message ends when its payload comes back.
+struct IsLent(bool);
 
 /// A record that was understood and copied.
 enum Event {

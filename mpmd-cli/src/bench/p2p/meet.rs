@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use mpmd_core::launch::{self, JobEnv};
 use mpmd_transport::rendezvous::{JoinConfig, Member, Rendezvous, Server, ServerConfig};
+use mpmd_transport::shm::{self, ShmConfig};
 use mpmd_transport::tcp::{Listener, TcpConfig};
 use mpmd_transport::ucx::{Opened, Spin, UcxConfig};
 use mpmd_transport::{Pool, Transport};
@@ -103,6 +104,7 @@ struct Job<'a> {
 
 /// A transport that can be reached but is not connected.
 enum Door {
+    Shm(shm::Opened),
     Tcp(Listener),
     Ucx(Opened),
 }
@@ -110,6 +112,7 @@ enum Door {
 impl Door {
     fn open(carrier: Carrier, rendezvous: &Rendezvous) -> Result<Self> {
         Ok(match carrier {
+            Carrier::Shm => Self::Shm(shm::Opened::open()?),
             Carrier::Tcp => Self::Tcp(Listener::bind(rendezvous.local_ip())?),
             Carrier::Ucx => Self::Ucx(Opened::open(2)?),
             Carrier::Inproc => bail!("inproc is within one process, and this is one of a job of several"),
@@ -118,6 +121,7 @@ impl Door {
 
     fn address(&self) -> String {
         match self {
+            Self::Shm(opened) => opened.address(),
             Self::Tcp(listener) => listener.address().to_string(),
             Self::Ucx(opened) => opened.address().to_owned(),
         }
@@ -127,6 +131,10 @@ impl Door {
         let (process, token) = (job.env.process, *job.env.token.bytes());
         let (patience, pool) = (job.patience, job.pool.clone());
         Ok(match self {
+            Self::Shm(opened) => {
+                let peers = job.addresses.into_iter().map(Some).collect();
+                opened.connect(&ShmConfig { process, peers, token, epoch: EPOCH, patience })?
+            }
             Self::Tcp(listener) => {
                 let peers = job.addresses.iter().map(|address| {
                     address

@@ -24,6 +24,8 @@ pub(super) fn in_job(
 ) -> Result<Vec<Found>> {
     let pool = Pool::new("bench", None);
     let meeting = Meeting::of(env, carrier, spin, &pool)?;
+    // What can be handed over comes from memory that the transport has made for it.
+    let pool = meeting.transport.arena().map_or(pool, |arena| Pool::in_arena("bench", None, &arena));
     let found = measure(meeting.transport.clone(), pool, sizes, pace)?;
     meeting.leave()?;
     Ok(found)

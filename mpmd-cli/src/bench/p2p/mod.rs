@@ -50,7 +50,7 @@ pub(crate) struct P2pArgs {
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     repeats: Option<u32>,
     /// What carries the messages.
-    #[arg(long, value_enum, default_value = "tcp")]
+    #[arg(long, value_enum, default_value = "shm")]
     transport: Carrier,
     /// What is measured: messages straight over the transport, or arrays by `device_put`.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "message,array")]
@@ -117,7 +117,7 @@ fn as_one_of_two(args: &P2pArgs, env: &JobEnv) -> Result<()> {
         bail!("a job measures one level: choose --level message or --level array");
     };
     if level == Level::Array {
-        let transport = env.transport.as_deref().unwrap_or("tcp");
+        let transport = env.transport.as_deref().unwrap_or("auto");
         let said = args.transport.name();
         ensure!(transport == said, "the job's arrays go over {transport}, and --transport says {said}");
     }

@@ -30,6 +30,8 @@ impl Level {
 /// What moves it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 pub(in crate::bench) enum Carrier {
+    /// Memory that two processes share.
+    Shm,
     /// Sockets between two processes.
     Tcp,
     /// UCX between two processes; needs a build with the feature `ucx`.
@@ -41,6 +43,7 @@ pub(in crate::bench) enum Carrier {
 impl Carrier {
     pub(in crate::bench) fn name(self) -> &'static str {
         match self {
+            Self::Shm => "shm",
             Self::Tcp => "tcp",
             Self::Ucx => "ucx",
             Self::Inproc => "inproc",

@@ -57,7 +57,7 @@ pub(crate) struct PipelineArgs {
     #[arg(long, default_value_t = 1)]
     threads: usize,
     /// What carries the messages.
-    #[arg(long, value_enum, default_value = "tcp")]
+    #[arg(long, value_enum, default_value = "shm")]
     transport: Carrier,
     /// Steps before the first that is measured.
     #[arg(long, default_value_t = 3)]
@@ -83,7 +83,7 @@ pub(super) fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     let schedules = args.schedules()?;
     if let Some(env) = JobEnv::from_env()? {
         let (said, stages) = (args.transport.name(), args.stages);
-        let transport = env.transport.as_deref().unwrap_or("tcp");
+        let transport = env.transport.as_deref().unwrap_or("auto");
         ensure!(transport == said, "the job's arrays go over {transport}, and --transport says {said}");
         ensure!(env.processes == stages, "{stages} stages need as many processes, not {}", env.processes);
         let mut p = Program::builder().devices(stages).from_env()?;
