@@ -37,6 +37,7 @@ pub(crate) fn within(limit: Duration, test: impl FnOnce() + Send + 'static) {
 macro_rules! over_each_transport {
     ($($module:ident::$check:ident)*) => {
         over_each_transport! { @over over_inproc Inproc $($module::$check)* }
+        over_each_transport! { @over over_inproc_that_lends InprocLends $($module::$check)* }
         over_each_transport! { @over over_tcp Tcp $($module::$check)* }
         #[cfg(feature = "ucx")]
         over_each_transport! { @over over_ucx Ucx $($module::$check)* }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use mpmd_transport::transport::Fetch;
-use mpmd_transport::{Handler, Header, Payload, Pool, ProcessId, Ticket, TransportError};
+use mpmd_transport::{Handler, Header, Payload, Pool, ProcessId, SharedBuffer, Ticket, TransportError};
 use parking_lot::{Condvar, Mutex};
 
 use crate::cluster::pattern_is_intact;
@@ -35,13 +35,28 @@ pub(crate) struct Seen {
     /// Messages whose payload is complete, in order of completion.
     pub(crate) complete: Vec<Arrived>,
     /// Payloads that wait, by the manner [`Manner::Hold`].
-    pub(crate) held: Vec<(ProcessId, Header, Box<dyn Fetch>)>,
+    pub(crate) held: Vec<(ProcessId, Header, Held)>,
     pub(crate) discarded: usize,
     pub(crate) lost: Vec<TransportError>,
     pub(crate) done: BTreeMap<Ticket, Vec<Result<(), TransportError>>>,
     pub(crate) down: Vec<(ProcessId, TransportError)>,
     /// All of the above in the order it was heard.
     pub(crate) log: Vec<&'static str>,
+}
+
+/// A payload that nobody has looked at yet.
+pub(crate) enum Held {
+    Waiting(Box<dyn Fetch>),
+    Lent(SharedBuffer),
+}
+
+impl Held {
+    pub(crate) fn bytes(&self) -> u64 {
+        match self {
+            Self::Waiting(fetch) => fetch.bytes(),
+            Self::Lent(bytes) => bytes.len() as u64,
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -106,11 +121,11 @@ impl Recorder {
         look(&self.seen.lock())
     }
 
-    /// Fetches all that is held.
+    /// Reads all that is held.
     pub(crate) fn release(&self) {
         let held = std::mem::take(&mut self.seen.lock().held);
-        for (from, header, fetch) in held {
-            self.fetch(from, header, fetch);
+        for (from, header, payload) in held {
+            self.take(from, header, payload);
         }
     }
 
@@ -118,6 +133,13 @@ impl Recorder {
     pub(crate) fn discard(&self) {
         let held = std::mem::take(&mut self.seen.lock().held);
         drop(held);
+    }
+
+    fn take(&self, from: ProcessId, header: Header, payload: Held) {
+        match payload {
+            Held::Waiting(fetch) => self.fetch(from, header, fetch),
+            Held::Lent(bytes) => self.complete(from, header, &bytes),
+        }
     }
 
     fn fetch(&self, from: ProcessId, header: Header, fetch: Box<dyn Fetch>) {
@@ -140,6 +162,20 @@ impl Recorder {
         self.note("complete", |seen| seen.complete.push(Arrived { from, header, intact }));
     }
 
+    /// A payload that need not be looked at yet.
+    fn waits(&self, from: ProcessId, header: Header, payload: Held) {
+        assert_eq!(payload.bytes(), header.bytes);
+        let manner = self.seen.lock().manner;
+        match manner {
+            Some(Manner::Hold) => self.note("held", |seen| seen.held.push((from, header, payload))),
+            Some(Manner::Discard) => {
+                drop(payload);
+                self.note("discarded", |seen| seen.discarded += 1);
+            }
+            _ => self.take(from, header, payload),
+        }
+    }
+
     fn note(&self, what: &'static str, change: impl FnOnce(&mut Seen)) {
         let mut seen = self.seen.lock();
         change(&mut seen);
@@ -152,21 +188,9 @@ impl Handler for Recorder {
     fn arrived(&self, from: ProcessId, header: Header, payload: Payload) {
         match payload {
             Payload::Empty => self.complete(from, header, &[]),
-            Payload::Inline(bytes) | Payload::Lent(bytes) => self.complete(from, header, &bytes),
-            Payload::Waiting(fetch) => {
-                assert_eq!(fetch.bytes(), header.bytes);
-                let manner = self.seen.lock().manner;
-                match manner {
-                    Some(Manner::Hold) => {
-                        self.note("held", |seen| seen.held.push((from, header, fetch)));
-                    }
-                    Some(Manner::Discard) => {
-                        drop(fetch);
-                        self.note("discarded", |seen| seen.discarded += 1);
-                    }
-                    _ => self.fetch(from, header, fetch),
-                }
-            }
+            Payload::Inline(bytes) => self.complete(from, header, &bytes),
+            Payload::Lent(bytes) => self.waits(from, header, Held::Lent(bytes)),
+            Payload::Waiting(fetch) => self.waits(from, header, Held::Waiting(fetch)),
         }
     }
 
