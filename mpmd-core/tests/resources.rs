@@ -15,7 +15,7 @@ use mpmd_core::prelude::*;
 use mpmd_core::sharding::{MemoryKind, Sharding};
 use mpmd_core::topology::DeviceId;
 use mpmd_core::{Builder, FailureKind, ProcessId};
-use simulations::simulation;
+use simulations::{hands_over, simulation};
 
 const MIB: usize = 1 << 20;
 
@@ -175,7 +175,8 @@ fn the_hosts_memory_is_counted_by_itself_and_never_shared() {
             assert_eq!((p.memory().host_live, p.memory().host_peak), (4 * eight, 4 * eight));
             memory_falls_to(p, eight);
         } else {
-            assert_eq!((p.memory().live, p.memory().host_live), (0, eight));
+            // What is handed over stays in the giver's memory.
+            assert_eq!((p.memory().live, p.memory().host_live), (0, if hands_over() { 0 } else { eight }));
         }
         Ok(())
     });
@@ -299,8 +300,10 @@ fn a_fast_stage_runs_only_so_far_ahead_of_a_slow_one() {
             assert!(is_all(&last.expect("sixty rounds"), 1.0)?);
             Ok(p.memory().peak)
         });
+        // What is handed over counts with its giver: as far as that runs ahead, and as far as the taker does.
+        let most = if hands_over() { budget.min(24 << 20) } else { 12 << 20 };
         for peak in results.into_iter().map(Result::unwrap) {
-            assert!(peak <= 12 * MIB as u64, "{peak} bytes at once of 60 MiB in all");
+            assert!(peak <= most, "{peak} bytes at once of 60 MiB in all");
         }
     }
 }

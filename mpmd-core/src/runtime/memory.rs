@@ -77,15 +77,14 @@ impl Runtime {
         if let Ok(reservation) = pool.reserve_all(sizes.clone()) {
             return Ok(reservation);
         }
-        let mut waits_for_loans = true;
+        let mut patient = true;
         loop {
             let before = self.in_flight.counts();
             let error = match pool.reserve_all(sizes.clone()) {
                 Ok(reservation) => return Ok(reservation),
                 Err(error) => error,
             };
-            waits_for_loans &= loans_are_enough(&error, before.lent);
-            if before.ops <= 1 && !waits_for_loans {
+            if before.ops <= 1 && !(patient && loans_are_enough(&error, before.lent)) {
                 let mut message = format!("operation {op} ({what}): out of memory on {error}");
                 for array in self.holders.lock().largest(5) {
                     message.push_str(&format!("; {} bytes in {}", array.local_bytes(), array.describe()));
@@ -98,7 +97,7 @@ impl Runtime {
             let deadline = Instant::now() + self.config.patience;
             if !self.in_flight.wait_until(deadline, |counts| counts.ended > before.ended) {
                 if before.ops <= 1 {
-                    waits_for_loans = false;
+                    patient = false;
                     continue;
                 }
                 self.report_hang(&format!(
@@ -126,7 +125,7 @@ impl Runtime {
         op: u64,
         what: &dyn fmt::Display,
     ) -> Result<OwnedBuffer, OutOfMemory> {
-        let mut waits_for_loans = true;
+        let mut patient = true;
         loop {
             // Looked at first: what ends from here on is not missed below.
             let (before, any) = self.in_flight.counts_before(op);
@@ -139,17 +138,15 @@ impl Runtime {
                     copy.copy_from_slice(&memory);
                     return Ok(copy);
                 }
-                Err(error) => {
-                    waits_for_loans &= loans_are_enough(&error, before.lent);
-                    if !any && !waits_for_loans {
-                        return Err(error);
-                    }
+                Err(error) if !any && !(patient && loans_are_enough(&error, before.lent)) => {
+                    return Err(error);
                 }
+                Err(_) => {}
             }
             let deadline = Instant::now() + self.config.patience;
             if !self.in_flight.wait_until(deadline, |counts| counts.ended > before.ended) {
                 if !any {
-                    waits_for_loans = false;
+                    patient = false;
                     continue;
                 }
                 self.report_hang(&format!(

@@ -40,15 +40,20 @@ impl Runtime {
     pub(super) fn pass(self: &Arc<Self>, passage: Box<Passage>, result: Result<Payload, Arc<Failure>>) {
         match result {
             Err(failure) => self.fail_passage(&passage, &failure),
-            Ok(Payload::Empty) => self.spread(&passage, Vec::new().into(), None),
+            Ok(Payload::Empty) => self.spread(&passage, Vec::new().into(), |_| false),
             Ok(Payload::Inline(bytes) | Payload::Lent(bytes)) => {
                 // Kernels read shards as typed slices, so one that is in memory without alignment is
                 // copied; so is one that is a part of what a peer has lent.
                 let aligned = bytes.as_ptr().addr().is_multiple_of(ALIGNMENT);
-                let whole = |shard: &Arc<Assembly>| shard.is_whole(&passage.transfer.region);
                 let fits = aligned && passage.transfer.is_by_itself();
-                let in_place = if fits { passage.shards.iter().position(whole) } else { None };
-                self.spread(&passage, bytes, in_place);
+                let whole = |shard: &Arc<Assembly>| fits && shard.is_whole(&passage.transfer.region);
+                if bytes.is_lent() {
+                    // No device's own, so all may have it.
+                    self.spread(&passage, bytes, |at| whole(&passage.shards[at]));
+                } else {
+                    let first = passage.shards.iter().position(whole);
+                    self.spread(&passage, bytes, |at| first == Some(at));
+                }
             }
             Ok(Payload::Waiting(fetch)) => {
                 let (buffer, place) = match self.room(&passage, fetch.bytes()) {
@@ -65,8 +70,10 @@ impl Runtime {
                     Box::new(move |result| match result {
                         Ok(buffer) => match place {
                             Place::Part => passage.shards[0].give_back(buffer),
-                            Place::Whole(at) => runtime.spread(&passage, buffer.freeze(), Some(at)),
-                            Place::Staging => runtime.spread(&passage, buffer.freeze(), None),
+                            Place::Whole(at) => {
+                                runtime.spread(&passage, buffer.freeze(), |shard| shard == at)
+                            }
+                            Place::Staging => runtime.spread(&passage, buffer.freeze(), |_| false),
                         },
                         Err(error) => {
                             let failure = runtime.fetch_failed(passage.from, passage.op, &error);
@@ -106,11 +113,11 @@ impl Runtime {
         }
     }
 
-    /// Gives the region to who is to have it: processes first, they have others behind them. The shard
-    /// `in_place` takes the bytes as they are, the others copy them: each device's shards are its own
-    /// memory, so that what it has room for, and what it may update in place, does not depend on its
-    /// neighbours.
-    fn spread(self: &Arc<Self>, passage: &Passage, bytes: SharedBuffer, in_place: Option<usize>) {
+    /// Gives the region to who is to have it: processes first, they have others behind them. Shards
+    /// `in_place` take the bytes as they are, the others copy them: each device's shards are its own
+    /// memory or another process's, so that what it has room for, and what it may update in place, does not
+    /// depend on its neighbours.
+    fn spread(self: &Arc<Self>, passage: &Passage, bytes: SharedBuffer, in_place: impl Fn(usize) -> bool) {
         let Passage { op, transfer, shards, guard, .. } = passage;
         if transfer.is_by_itself() {
             self.send_to_peers(*op, transfer, &transfer.peers, bytes.clone(), guard);
@@ -118,13 +125,14 @@ impl Runtime {
             // They count on the region alone.
             self.send_packed(*op, transfer.clone(), transfer.peers.clone(), bytes.clone(), guard.clone());
         }
-        for (at, shard) in shards.iter().enumerate() {
-            if in_place != Some(at) {
-                shard.place(self, transfer, bytes.clone(), guard);
-            }
+        let (whole, others): (Vec<_>, Vec<_>) = (0..shards.len()).partition(|at| in_place(*at));
+        for at in others {
+            shards[at].place(self, transfer, bytes.clone(), guard);
         }
-        if let Some(at) = in_place {
-            shards[at].end(Ok(bytes));
+        // The last to be told holds it alone, so that a kernel may take it over.
+        if let Some((last, before)) = whole.split_last() {
+            before.iter().for_each(|at| shards[*at].end(Ok(bytes.clone())));
+            shards[*last].end(Ok(bytes));
         }
     }
 
