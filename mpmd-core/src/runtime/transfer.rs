@@ -500,11 +500,16 @@ impl fmt::Display for PutWhat {
 
 #[cfg(test)]
 mod tests {
+    use mpmd_transport::ProcessId;
+
+    use crate::Simulation;
     use crate::prelude::*;
+    use crate::sharding::Sharding;
+    use crate::topology::DeviceId;
 
     #[test]
     fn what_is_packed_counts_as_memory_and_what_is_sent_from_its_place_does_not() {
-        let results = crate::Simulation::new(2, 2).run(|p| {
+        let results = Simulation::new(2, 2).run(|p| {
             let mesh = p.mesh(&[("x", 2)])?;
             let (rows, columns) = (mesh.sharding(spec!["x"]), mesh.sharding(spec![None, "x"]));
             let x = p.make(f32s([8, 8]), &rows, |_, mut view| Ok(view.fill(1.0f32)?))?;
@@ -516,5 +521,76 @@ mod tests {
         for result in results {
             assert_eq!(result.unwrap(), (4 * (32 + 16), 4 * 64));
         }
+    }
+
+    /// Rows become columns, so that no piece is a run of its shard: peak bytes of what was packed or copied
+    /// on the way, and the bytes that the plan counts, by process.
+    fn staged(simulation: &Simulation) -> Vec<(u64, u64)> {
+        let results = simulation.run(|p| {
+            let mesh = p.mesh(&[("x", p.processes())])?;
+            let (rows, columns) = (mesh.sharding(spec!["x"]), mesh.sharding(spec![None, "x"]));
+            let x = p.make(f32s([12, 24]), &rows, |region, mut view| {
+                let (rows, columns) = (region.range(0), region.range(1));
+                let values = rows.flat_map(|i| columns.clone().map(move |j| (i * 24 + j) as f32));
+                Ok(view.as_mut_slice::<f32>()?.iter_mut().zip(values).for_each(|(to, value)| *to = value))
+            })?;
+            let bytes = p.put_plan("", &x, &columns, false).map(|plan| plan.bytes()).expect("it fits");
+            let y = p.device_put(&x, &columns)?;
+            for shard in y.addressable_shards()? {
+                let columns = shard.region.range(1);
+                let values = (0..12).flat_map(|i| columns.clone().map(move |j| (i * 24 + j) as f32));
+                assert_eq!(shard.data.to_vec::<f32>()?, values.collect::<Vec<_>>());
+                assert!(!shard.data.bytes().is_lent());
+            }
+            // Nobody looks before everybody has sent.
+            for process in 0..p.processes() as u32 {
+                p.agree(ProcessId(process), 0u8, || Ok(0))?;
+            }
+            Ok((p.runtime.staging.stats().peak, bytes))
+        });
+        results.into_iter().map(Result::unwrap).collect()
+    }
+
+    #[test]
+    fn what_is_handed_over_is_never_packed() {
+        let packing = staged(&Simulation::new(2, 2));
+        assert!(packing.iter().all(|(peak, bytes)| *peak > 0 && *bytes == 4 * (12 * 12 + 6 * 12)));
+        let shared = staged(&Simulation::new(2, 2).hands_over(&[0, 0]));
+        assert_eq!(shared, [(0, 4 * 12 * 12); 2]);
+        // Of three only two share memory: both of them pack for the third.
+        let mixed = staged(&Simulation::new(3, 3).hands_over(&[5, 5]));
+        assert!(mixed.iter().all(|(peak, bytes)| *peak > 0 && *bytes > 4 * 12 * 8), "{mixed:?}");
+        // Whole shards of others, and parts of them.
+        let four = staged(&Simulation::new(4, 4).hands_over(&[1; 4]));
+        assert_eq!(four, [(0, 4 * 12 * 6); 4]);
+    }
+
+    /// Parts that are no runs go to a host of two processes: each is handed the shard for one of them, and packs
+    /// what it passes on, as the other counts on the region alone.
+    #[test]
+    fn who_passes_a_part_of_a_shard_on_packs_it() {
+        let simulation = Simulation::new(3, 6).hands_over(&[0, 0, 0]).settings(|b| b.hosts(&[0, 1, 1]));
+        let results = simulation.run(|p| {
+            let x = p.make(f32s([8, 8]), &Sharding::single_device(DeviceId(0)), |_, mut view| {
+                let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
+                values.for_each(|(i, value)| *value = i as f32);
+                Ok(())
+            })?;
+            let mesh = p.mesh_of(&[("copies", 2), ("x", 2)], &[2, 3, 4, 5].map(DeviceId))?;
+            let y = p.device_put(&x, mesh.sharding(spec![None, "x"]))?;
+            let shards = if y.is_fully_remote() { Vec::new() } else { y.addressable_shards()? };
+            for shard in shards {
+                let columns = shard.region.range(1);
+                let values = (0..8).flat_map(|i| columns.clone().map(move |j| (i * 8 + j) as f32));
+                assert_eq!(shard.data.to_vec::<f32>()?, values.collect::<Vec<_>>());
+            }
+            for process in 0..3 {
+                p.agree(ProcessId(process), 0u8, || Ok(0))?;
+            }
+            Ok(p.runtime.staging.stats().peak)
+        });
+        let peaks: Vec<u64> = results.into_iter().map(Result::unwrap).collect();
+        assert_eq!(peaks[0], 0, "the giver packs nothing");
+        assert_eq!(peaks[1] + peaks[2], 2 * 8 * 4 * 4, "each half once");
     }
 }

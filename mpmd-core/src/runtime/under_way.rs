@@ -144,3 +144,44 @@ impl Runtime {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runtime::InFlight;
+
+    #[test]
+    fn an_operation_is_in_flight_until_what_it_handed_over_is_taken_and_its_loan_until_it_is_back() {
+        let (in_flight, mut under_way) = (Arc::new(InFlight::default()), UnderWay::default());
+        let (near, far) = (ProcessId(1), ProcessId(2));
+        let mut tickets = Vec::new();
+        for (to, op) in [(near, 1), (near, 2), (near, 3), (far, 1)] {
+            let (loan, operation) = (in_flight.lend(10), in_flight.begin(10 * op, 0));
+            let Ok((ticket, None)) = under_way.hand_over(to, op, loan, operation) else {
+                panic!("in flight")
+            };
+            tickets.push(ticket);
+        }
+        let found = |in_flight: &InFlight| (in_flight.counts().ops, in_flight.counts().lent);
+        assert_eq!(found(&in_flight), (4, 40));
+        assert_eq!(under_way.taken(near, 2).len(), 2);
+        assert_eq!(found(&in_flight), (2, 40), "what was taken may be kept");
+        // Back before anybody said that it was taken.
+        drop(under_way.sent(tickets[2]));
+        drop(under_way.sent(tickets[0]));
+        assert_eq!(found(&in_flight), (1, 20));
+        // Of an operation that the peer is through with.
+        let (loan, operation) = (in_flight.lend(1), in_flight.begin(50, 0));
+        let Ok((late, Some(ended))) = under_way.hand_over(near, 2, loan, operation) else { panic!("ended") };
+        drop(ended);
+        assert_eq!(found(&in_flight), (1, 21));
+        assert!(under_way.taken(near, 1).is_empty(), "old news");
+        drop((under_way.sent(late), under_way.sent(tickets[1]), under_way.sent(tickets[3])));
+        assert_eq!(found(&in_flight), (0, 0));
+        under_way.given_up.insert(far, "silent".to_owned());
+        let refused = under_way.hand_over(far, 9, in_flight.lend(1), in_flight.begin(90, 0));
+        assert!(refused.is_err());
+        drop(refused);
+        assert_eq!(found(&in_flight), (0, 0));
+    }
+}

@@ -51,7 +51,7 @@ pub const EAGER_BYTES: u64 = 16 << 10;
 pub const EAGER_CREDIT: u64 = 1 << 20;
 
 /// So many pieces that were handed over and taken are told of at once, fewer when time passes.
-const TOLD_AT_ONCE: u32 = 64;
+const TOLD_AT_ONCE: u32 = 16;
 
 /// Stands for the size of a piece whose receiver cannot know it.
 const ANY_SIZE: u64 = u64::MAX;
