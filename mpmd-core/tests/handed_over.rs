@@ -1,6 +1,11 @@
 //! The tests of values, memory and failures once more, with processes that hand arrays over to each other
 //! instead of copying them: nothing else may be different.
 
+#![allow(
+    clippy::duplicate_mod,
+    reason = "each of these files is a test program by itself, with helpers of its own"
+)]
+
 #[path = "collectives.rs"]
 mod collectives;
 #[path = "failures.rs"]

@@ -77,6 +77,7 @@ impl Runtime {
         if let Ok(reservation) = pool.reserve_all(sizes.clone()) {
             return Ok(reservation);
         }
+        // Whether loans are still waited for.
         let mut patient = true;
         loop {
             let before = self.in_flight.counts();
@@ -84,7 +85,8 @@ impl Runtime {
                 Ok(reservation) => return Ok(reservation),
                 Err(error) => error,
             };
-            if before.ops <= 1 && !(patient && loans_are_enough(&error, before.lent)) {
+            let for_loans = patient && loans_are_enough(&error, before.lent);
+            if before.ops <= 1 && !for_loans {
                 let mut message = format!("operation {op} ({what}): out of memory on {error}");
                 for array in self.holders.lock().largest(5) {
                     message.push_str(&format!("; {} bytes in {}", array.local_bytes(), array.describe()));
@@ -125,6 +127,7 @@ impl Runtime {
         op: u64,
         what: &dyn fmt::Display,
     ) -> Result<OwnedBuffer, OutOfMemory> {
+        // Whether loans are still waited for.
         let mut patient = true;
         loop {
             // Looked at first: what ends from here on is not missed below.
@@ -138,10 +141,12 @@ impl Runtime {
                     copy.copy_from_slice(&memory);
                     return Ok(copy);
                 }
-                Err(error) if !any && !(patient && loans_are_enough(&error, before.lent)) => {
-                    return Err(error);
+                Err(error) => {
+                    let waits = any || (patient && loans_are_enough(&error, before.lent));
+                    if !waits {
+                        return Err(error);
+                    }
                 }
-                Err(_) => {}
             }
             let deadline = Instant::now() + self.config.patience;
             if !self.in_flight.wait_until(deadline, |counts| counts.ended > before.ended) {

@@ -168,7 +168,8 @@ impl PutPlan {
             // handed over.
             let kept = match transfer.origin {
                 Origin::Process(from) => {
-                    !transfer.peers.is_empty() && !(runtime.hands_over(from) && transfer.is_by_itself())
+                    let in_place = runtime.hands_over(from) && transfer.is_by_itself();
+                    !transfer.peers.is_empty() && !in_place
                 }
                 _ => transfer.run.is_none() && transfer.peers.iter().any(|peer| !runtime.hands_over(*peer)),
             };
@@ -532,7 +533,8 @@ mod tests {
             let x = p.make(f32s([12, 24]), &rows, |region, mut view| {
                 let (rows, columns) = (region.range(0), region.range(1));
                 let values = rows.flat_map(|i| columns.clone().map(move |j| (i * 24 + j) as f32));
-                Ok(view.as_mut_slice::<f32>()?.iter_mut().zip(values).for_each(|(to, value)| *to = value))
+                view.as_mut_slice::<f32>()?.iter_mut().zip(values).for_each(|(to, value)| *to = value);
+                Ok(())
             })?;
             let bytes = p.put_plan("", &x, &columns, false).map(|plan| plan.bytes()).expect("it fits");
             let y = p.device_put(&x, &columns)?;
