@@ -4,6 +4,8 @@
 mod common;
 #[path = "common/kernels.rs"]
 mod kernels;
+#[path = "common/simulations.rs"]
+mod simulations;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -16,8 +18,9 @@ use kernels::{fun, like_first};
 use mpmd_core::aval::Element;
 use mpmd_core::kernel::{Reducible, TWO_ROUNDS_FROM_BYTES};
 use mpmd_core::prelude::*;
-use mpmd_core::{Error, ProcessId, Simulation, run_here};
+use mpmd_core::{Error, ProcessId, run_here};
 use num_complex::Complex;
+use simulations::simulation;
 
 /// What a kernel calls; lengths are of what each device gives.
 #[derive(Clone, Debug)]
@@ -156,7 +159,7 @@ type Outcomes = BTreeMap<(usize, usize), Vec<u8>>;
 fn outcomes<T: Value>(processes: usize, shape: [usize; 2], cases: &[Case], seed: u64) -> Outcomes {
     let seen = Arc::new(Mutex::new(Outcomes::new()));
     let longest = Duration::from_millis(seed % 3);
-    let simulation = Simulation::new(processes, shape[0] * shape[1]).delays(seed, longest);
+    let simulation = simulation(processes, shape[0] * shape[1]).delays(seed, longest);
     let results = simulation.run(|p| {
         let mesh = p.mesh(&[("a", shape[0]), ("b", shape[1])])?;
         let (declared, called, seen) = (cases.to_vec(), cases.to_vec(), seen.clone());
@@ -280,7 +283,7 @@ fn both_algorithms_and_all_numbers_of_processes_give_the_same_bits() {
 #[test]
 fn flags_and_complex_numbers_move_too() {
     let _limit = watchdog(60);
-    let results = Simulation::new(2, 4).run(|p| {
+    let results = simulation(2, 4).run(|p| {
         let mesh = p.mesh(&[("x", 4)])?;
         let infer = |x: &[ShapedArray]| {
             let flags = ShapedArray::new(&[2], bool::DTYPE);
@@ -342,7 +345,7 @@ fn failing(
     infer: impl Fn(Signature<Vec<ShapedArray>>) -> Signature<Vec<ShapedArray>> + Copy + Send + Sync + 'static,
     run: impl Fn(&mut Context<'_>) -> Result<()> + Copy + Send + Sync + 'static,
 ) -> Vec<String> {
-    let simulation = Simulation::new(processes, devices)
+    let simulation = simulation(processes, devices)
         .delays(seed, Duration::from_millis(2))
         .settings(|settings| settings.patience(Duration::from_secs(5)));
     let results = simulation.run(|p| {
@@ -563,7 +566,7 @@ fn declarations_that_cannot_be_are_refused_alike_and_move_nothing() {
             "all_reduce (max) of bool[1] over \"x\", but bool has no max",
         ),
     ];
-    let results = Simulation::new(2, 2).run(|p| {
+    let results = simulation(2, 2).run(|p| {
         let mesh = p.mesh(&[("x", 2)])?;
         let x = p.device_put(&MpmdArray::scalar(0u8), mesh.replicated())?;
         let mut texts = Vec::new();
@@ -589,7 +592,7 @@ fn a_process_that_dies_during_large_ones_is_named_by_all_others() {
     for seed in 0..6 {
         for at in 2..8 {
             let lost = ProcessId((at + seed) as u32 % 4);
-            let simulation = Simulation::new(4, 4).delays(seed, Duration::from_millis(3)).lose(lost, at);
+            let simulation = simulation(4, 4).delays(seed, Duration::from_millis(3)).lose(lost, at);
             let results = simulation.run(|p| {
                 let mesh = p.mesh(&[("x", 4)])?;
                 let infer = |x: &[ShapedArray]| Ok(mixed(like_first(x)?));

@@ -4,6 +4,8 @@
 mod common;
 #[path = "common/kernels.rs"]
 mod kernels;
+#[path = "common/simulations.rs"]
+mod simulations;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
@@ -15,7 +17,8 @@ use kernels::{fun, like_first};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::DeviceId;
-use mpmd_core::{Error, ProcessId, Simulation};
+use mpmd_core::{Error, ProcessId};
+use simulations::simulation;
 
 fn on(device: u32) -> Sharding {
     Sharding::single_device(DeviceId(device))
@@ -60,7 +63,7 @@ fn everything(p: &mut Program) -> Result<f32> {
 fn nothing_fails_without_a_reason() {
     let _limit = watchdog(60);
     for seed in 0..20 {
-        let results = Simulation::new(4, 4).delays(seed, Duration::from_millis(2)).run(|p| {
+        let results = simulation(4, 4).delays(seed, Duration::from_millis(2)).run(|p| {
             let sum = everything(p)?;
             Ok((sum, p.operations()))
         });
@@ -75,7 +78,7 @@ fn lose(seeds: std::ops::Range<u64>) {
     for seed in seeds {
         for op in 1..=17 {
             let lost = ProcessId(((op + seed) % 4) as u32);
-            let simulation = Simulation::new(4, 4).delays(seed, Duration::from_millis(2)).lose(lost, op);
+            let simulation = simulation(4, 4).delays(seed, Duration::from_millis(2)).lose(lost, op);
             for (process, result) in simulation.run(everything).into_iter().enumerate() {
                 let error = result.expect_err("nobody ends well").to_string();
                 let expected = format!("process {lost} ");
@@ -122,7 +125,7 @@ fn an_extra_transfer_that_meets_anothers_message_is_found() {
         // Small ones arrive unasked, large ones are asked for.
         for elements in [4, 100_000] {
             let seen = Mutex::new(Vec::new());
-            let results = Simulation::new(2, 2).delays(seed, Duration::from_millis(2)).run(|p| {
+            let results = simulation(2, 2).delays(seed, Duration::from_millis(2)).run(|p| {
                 let x = ones(p, elements, &on(0))?;
                 let y = p.make(f32s([elements]), &on(0), |_, mut view| Ok(view.fill(2.0f32)?))?;
                 if p.process() == ProcessId(1) {
@@ -159,7 +162,7 @@ fn an_operation_of_one_process_alone_is_found() {
     for seed in 0..20 {
         for skips in [true, false] {
             for at in [0, 2] {
-                let results = Simulation::new(3, 3).delays(seed, Duration::from_millis(2)).run(|p| {
+                let results = simulation(3, 3).delays(seed, Duration::from_millis(2)).run(|p| {
                     let mesh = p.mesh_of(&[("x", 1)], &[DeviceId(1)])?;
                     let same = fun("same", like_first, |_, _, _| Ok(()));
                     let same = p.jit(same).on(&mesh).outputs(mesh.replicated()).build()?;
@@ -199,7 +202,7 @@ fn an_operation_of_one_process_alone_is_found() {
 fn a_process_waiting_for_what_another_never_issues_is_told() {
     let _limit = watchdog(60);
     for seed in 0..10 {
-        let results = Simulation::new(2, 2).delays(seed, Duration::from_millis(2)).run(|p| {
+        let results = simulation(2, 2).delays(seed, Duration::from_millis(2)).run(|p| {
             let x = ones(p, 4, &on(0))?;
             if p.process() == ProcessId(1) {
                 let y = p.device_put(&x, on(1))?;
@@ -218,7 +221,7 @@ fn a_program_that_returns_an_error_early_ends_the_others() {
     let _limit = watchdog(60);
     for seed in 0..10 {
         for leaver in 0..3 {
-            let results = Simulation::new(3, 3).delays(seed, Duration::from_millis(2)).run(|p| {
+            let results = simulation(3, 3).delays(seed, Duration::from_millis(2)).run(|p| {
                 let x = ones(p, 100_000, &on(0))?;
                 let y = p.device_put(&x, on(1))?;
                 if p.process() == ProcessId(leaver) {
@@ -248,7 +251,7 @@ fn a_program_that_returns_an_error_early_ends_the_others() {
 fn a_program_that_panics_ends_the_others() {
     let _limit = watchdog(60);
     let errors = Mutex::new(Vec::new());
-    let simulation = Simulation::new(3, 3).delays(1, Duration::from_millis(2));
+    let simulation = simulation(3, 3).delays(1, Duration::from_millis(2));
     let panicked = catch_unwind(AssertUnwindSafe(|| {
         simulation.run(|p| {
             let x = ones(p, 100_000, &on(0))?;
@@ -274,7 +277,7 @@ fn a_program_that_panics_ends_the_others() {
 fn agreements_carry_values_and_failures_of_all_sizes() {
     type Fault = fn() -> Result<String>;
     let _limit = watchdog(60);
-    let results = Simulation::new(4, 4).delays(5, Duration::from_millis(2)).run(|p| {
+    let results = simulation(4, 4).delays(5, Duration::from_millis(2)).run(|p| {
         for (round, size) in [0usize, 1, 1000, 16 << 10, 20_000, 1_000_000].into_iter().enumerate() {
             let from = ProcessId(round as u32 % 4);
             let text = p.agree(from, String::new(), || Ok("x".repeat(size)))?;
@@ -293,7 +296,7 @@ fn agreements_carry_values_and_failures_of_all_sizes() {
         (|| Ok("x".repeat(2 << 20)), "agree (operation 1)"),
     ];
     for (fault, expected) in faults {
-        let results = Simulation::new(3, 3).run(|p| p.agree(ProcessId(1), String::new(), fault));
+        let results = simulation(3, 3).run(|p| p.agree(ProcessId(1), String::new(), fault));
         for (process, result) in results.into_iter().enumerate() {
             let error = result.unwrap_err().to_string();
             assert!(error.contains(expected) && error.contains("tests/failures.rs:"), "{process}: {error}");
@@ -305,7 +308,7 @@ fn agreements_carry_values_and_failures_of_all_sizes() {
 fn handles_and_futures_are_dropped_at_any_time() {
     let _limit = watchdog(60);
     for seed in 0..20u64 {
-        let results = Simulation::new(2, 4).delays(seed, Duration::from_millis(2)).run(|p| {
+        let results = simulation(2, 4).delays(seed, Duration::from_millis(2)).run(|p| {
             let mesh = p.mesh(&[("x", 4)])?;
             let x = ones(p, 4096, &mesh.sharding(spec!["x"]))?;
             let mut kept = Vec::new();
@@ -355,7 +358,7 @@ fn move_and_forget(p: &mut Program, x: &MpmdArray) -> Result<()> {
 fn closures_given_to_then_have_run_when_finish_returns() {
     let _limit = watchdog(60);
     let (send, receive) = std::sync::mpsc::channel();
-    let results = Simulation::new(2, 2).run(|p| {
+    let results = simulation(2, 2).run(|p| {
         let x = ones(p, 4, &on(0))?;
         for i in 0..10 {
             let send = send.clone();

@@ -3,6 +3,8 @@
 mod common;
 #[path = "common/kernels.rs"]
 mod kernels;
+#[path = "common/simulations.rs"]
+mod simulations;
 
 use std::time::Duration;
 
@@ -13,7 +15,7 @@ use mpmd_core::aval::{DType, Element};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::{MemoryKind, Sharding, Spec};
 use mpmd_core::topology::{DeviceId, Mesh};
-use mpmd_core::{Simulation, simulate};
+use simulations::simulation;
 
 /// What the device at a place of the mesh adds to an element: numbers whose sum depends on the order.
 fn part(place: usize, index: usize) -> f32 {
@@ -86,7 +88,7 @@ fn sums_have_the_same_bits_wherever_they_go() {
     for (processes, seed) in [(1, 0), (2, 1), (2, 2), (4, 3), (4, 4), (4, 5)] {
         // Small, and large enough to be scattered first.
         for shape in [[8, 4], [512, 256]] {
-            let simulation = Simulation::new(processes, 4).delays(seed, Duration::from_millis(1));
+            let simulation = simulation(processes, 4).delays(seed, Duration::from_millis(1));
             let results = simulation.run(|p| {
                 let mesh = p.mesh(&[("x", 4)])?;
                 let x = partial(p, &mesh, (spec![], &["x"]), shape, |v| v)?;
@@ -109,7 +111,7 @@ fn sums_have_the_same_bits_wherever_they_go() {
 #[test]
 fn sums_over_one_axis_of_a_grid() {
     let _limit = watchdog(60);
-    for result in simulate(2, 4, 9, |p| {
+    for result in simulation(2, 4).delays(9, Duration::from_millis(2)).run(|p| {
         let grid = p.mesh(&[("a", 2), ("b", 2)])?;
         // Places 0 and 1 have the upper half, and are its two sums.
         let x = partial(p, &grid, (spec!["a"], &["b"]), [4, 8], |v| v)?;
@@ -130,7 +132,7 @@ fn sums_over_one_axis_of_a_grid() {
 #[test]
 fn large_sums_are_scattered_and_then_gathered() {
     let _limit = watchdog(60);
-    let results = Simulation::new(4, 4).run(|p| {
+    let results = simulation(4, 4).run(|p| {
         let mesh = p.mesh(&[("x", 4)])?;
         let shape = [512, 512];
         let bytes = 4 * (512 * 512) as u64;
@@ -163,7 +165,7 @@ fn large_sums_are_scattered_and_then_gathered() {
 #[test]
 fn the_very_same_sums_are_moved_as_they_are() {
     let _limit = watchdog(60);
-    for result in simulate(2, 4, 5, |p| {
+    for result in simulation(2, 4).delays(5, Duration::from_millis(2)).run(|p| {
         let mesh = p.mesh(&[("x", 4)])?;
         let sums = mesh.replicated().unreduced(&["x"])?;
         let x = partial(p, &mesh, (spec![], &["x"]), [4, 4], |v| v)?;
@@ -182,7 +184,7 @@ fn the_very_same_sums_are_moved_as_they_are() {
 #[test]
 fn sums_in_other_memory_are_still_sums() {
     let _limit = watchdog(60);
-    for result in simulate(2, 4, 8, |p| {
+    for result in simulation(2, 4).delays(8, Duration::from_millis(2)).run(|p| {
         let grid = p.mesh(&[("a", 2), ("b", 2)])?;
         let shape = [512, 512];
         let x = partial(p, &grid, (spec![], &["b"]), shape, |v| v)?;
@@ -209,7 +211,7 @@ fn sums_in_other_memory_are_still_sums() {
 fn values_become_one_sum_and_zeros() {
     let _limit = watchdog(60);
     for processes in [1, 2, 4] {
-        for result in simulate(processes, 4, 6, |p| {
+        for result in simulation(processes, 4).delays(6, Duration::from_millis(2)).run(|p| {
             let mesh = p.mesh(&[("x", 4)])?;
             let sums = mesh.replicated().unreduced(&["x"])?;
             let values: Vec<i32> = (0..24).map(|i| i * i - 70).collect();
@@ -239,7 +241,7 @@ fn values_become_one_sum_and_zeros() {
 
 #[test]
 fn booleans_have_no_sum() {
-    let mut results = simulate(2, 4, 7, |p| {
+    let mut results = simulation(2, 4).delays(7, Duration::from_millis(2)).run(|p| {
         let mesh = p.mesh(&[("x", 4)])?;
         let sums = mesh.replicated().unreduced(&["x"])?;
         let flags = MpmdArray::from_host(HostArray::from_bytes(

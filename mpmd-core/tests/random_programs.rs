@@ -6,6 +6,8 @@
 mod common;
 #[path = "common/kernels.rs"]
 mod kernels;
+#[path = "common/simulations.rs"]
+mod simulations;
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,7 +18,8 @@ use mpmd_core::prelude::*;
 use mpmd_core::random::{Key, uniform_f32};
 use mpmd_core::sharding::{Sharding, Spec, SpecEntry};
 use mpmd_core::topology::{DeviceId, Mesh};
-use mpmd_core::{ProcessId, PutOptions, Simulation};
+use mpmd_core::{ProcessId, PutOptions};
+use simulations::{hands_over, simulation};
 
 const ROWS: usize = 16;
 const COLUMNS: usize = 8;
@@ -344,17 +347,22 @@ fn run_seeds(seeds: std::ops::Range<u64>) {
     for seed in seeds {
         let devices = [4, 6, 8][seed as usize % 3];
         let steps = program(seed, devices);
-        let alone = Simulation::new(1, devices).run(|p| execute(p, &steps)).remove(0);
+        let alone = simulation(1, devices).run(|p| execute(p, &steps)).remove(0);
         let alone = alone.unwrap_or_else(|error| panic!("seed {seed} alone: {error}\n{steps:#?}"));
         let counts: Vec<usize> = (2..=devices).filter(|n| devices.is_multiple_of(*n)).collect();
         let processes = counts[(seed / 3) as usize % counts.len()];
-        let mut simulation = Simulation::new(processes, devices).delays(seed, Duration::from_millis(1));
+        let mut simulation = simulation(processes, devices).delays(seed, Duration::from_millis(1));
         if seed % 4 == 0 {
             simulation = simulation.settings(|b| b.run_ahead(3, 1 << 10));
         }
         // All on one host, in pairs, or each on its own.
         let hosts: Vec<usize> = (0..processes).map(|i| [0, i / 2, i][(seed / 2) as usize % 3]).collect();
         simulation = simulation.settings(|b| b.hosts(&hosts));
+        if hands_over() && seed % 4 > 1 {
+            // Some pairs do not: by hosts, or others.
+            let groups: Vec<usize> = hosts.iter().map(|host| (host * seed as usize) % 3).collect();
+            simulation = simulation.hands_over(&groups);
+        }
         let mut together = Shards::new();
         for (process, shards) in simulation.run(|p| execute(p, &steps)).into_iter().enumerate() {
             let shards = shards.unwrap_or_else(|error| panic!("seed {seed}, process {process}: {error}"));

@@ -3,16 +3,19 @@
 #[path = "common/arrays.rs"]
 mod arrays;
 mod common;
+#[path = "common/simulations.rs"]
+mod simulations;
 
 use std::time::{Duration, Instant};
 
 use arrays::{check, values};
 use common::watchdog;
+use mpmd_core::PutOptions;
 use mpmd_core::aval::DType;
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::{MemoryKind, Sharding};
 use mpmd_core::topology::{DeviceId, Link, Links, Mesh};
-use mpmd_core::{PutOptions, Simulation};
+use simulations::{hands_over, simulation};
 
 const DEVICES: usize = 8;
 
@@ -82,7 +85,10 @@ fn chain(seed: u64) {
         steps.push((any_sharding(&mut numbers), options.may_alias(numbers.below(3) > 0)));
     }
     let delay = Duration::from_micros(numbers.of(&[0, 300, 3000]));
-    let simulation = Simulation::new(processes, DEVICES).delays(seed, delay);
+    let mut simulation = simulation(processes, DEVICES).delays(seed, delay);
+    if hands_over() && seed.is_multiple_of(2) {
+        simulation = simulation.hands_over(&hosts);
+    }
     let results = simulation.settings(|b| b.hosts(&hosts).links(links)).run(|p| {
         let rows = p.mesh(&[("x", DEVICES)])?.sharding(spec!["x"]);
         let mut x = MpmdArray::from_host(whole.clone());

@@ -4,6 +4,8 @@
 mod common;
 #[path = "common/kernels.rs"]
 mod kernels;
+#[path = "common/simulations.rs"]
+mod simulations;
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +14,8 @@ use kernels::{fun, like_first};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::{MemoryKind, Sharding};
 use mpmd_core::topology::DeviceId;
-use mpmd_core::{Builder, FailureKind, ProcessId, Simulation};
+use mpmd_core::{Builder, FailureKind, ProcessId};
+use simulations::{hands_over, simulation};
 
 const MIB: usize = 1 << 20;
 
@@ -46,7 +49,7 @@ fn memory_falls_to(p: &Program, bytes: u64) {
 fn a_later_transfer_that_is_ready_first_blocks_nobody() {
     let _limit = watchdog(60);
     for seed in 0..3 {
-        let simulation = Simulation::new(2, 4).delays(seed, Duration::from_millis(3));
+        let simulation = simulation(2, 4).delays(seed, Duration::from_millis(3));
         let results = simulation.run(|p| {
             let slow = Duration::from_millis(200);
             // One device is slow, its neighbour is not; both ways at once.
@@ -78,7 +81,7 @@ fn a_later_transfer_that_is_ready_first_blocks_nobody() {
 fn two_receives_that_fit_only_one_at_a_time_both_finish() {
     let _limit = watchdog(60);
     for seed in 0..3 {
-        let simulation = Simulation::new(3, 3)
+        let simulation = simulation(3, 3)
             .delays(seed, Duration::from_millis(3))
             .settings(|b| b.device_memory(12 * MIB as u64));
         let results = simulation.run(|p| {
@@ -110,7 +113,7 @@ fn two_receives_that_fit_only_one_at_a_time_both_finish() {
 #[test]
 fn memory_that_nothing_will_free_is_an_error_that_names_who_has_it() {
     let _limit = watchdog(60);
-    let simulation = Simulation::new(3, 3).settings(|b| b.device_memory(12 * MIB as u64));
+    let simulation = simulation(3, 3).settings(|b| b.device_memory(12 * MIB as u64));
     let results = simulation.run(|p| {
         let holder_line = line!() + 1;
         let holder = large(p, 1, 1.0, Duration::ZERO)?;
@@ -144,7 +147,7 @@ fn memory_that_nothing_will_free_is_an_error_that_names_who_has_it() {
 #[test]
 fn the_hosts_memory_is_counted_by_itself_and_never_shared() {
     let _limit = watchdog(60);
-    let simulation = Simulation::new(2, 2).settings(|b| b.device_memory(12 * MIB as u64));
+    let simulation = simulation(2, 2).settings(|b| b.device_memory(12 * MIB as u64));
     let results = simulation.run(|p| {
         let eight = 8 * MIB as u64;
         let there = Sharding::single_device(DeviceId(0)).with_memory_kind(MemoryKind::Host);
@@ -172,7 +175,8 @@ fn the_hosts_memory_is_counted_by_itself_and_never_shared() {
             assert_eq!((p.memory().host_live, p.memory().host_peak), (4 * eight, 4 * eight));
             memory_falls_to(p, eight);
         } else {
-            assert_eq!((p.memory().live, p.memory().host_live), (0, eight));
+            // What is handed over stays in the giver's memory.
+            assert_eq!((p.memory().live, p.memory().host_live), (0, if hands_over() { 0 } else { eight }));
         }
         Ok(())
     });
@@ -183,7 +187,7 @@ fn the_hosts_memory_is_counted_by_itself_and_never_shared() {
 fn outputs_and_made_arrays_that_do_not_fit_fail_too() {
     let _limit = watchdog(60);
     for made in [true, false] {
-        let simulation = Simulation::new(2, 2).settings(|b| b.device_memory(12 * MIB as u64));
+        let simulation = simulation(2, 2).settings(|b| b.device_memory(12 * MIB as u64));
         let results = simulation.run(|p| {
             let mesh = p.mesh_of(&[("x", 1)], &[DeviceId(0)])?;
             let first = large(p, 0, 1.0, Duration::ZERO)?;
@@ -210,7 +214,7 @@ fn outputs_and_made_arrays_that_do_not_fit_fail_too() {
 #[test]
 fn an_update_in_place_needs_no_second_copy() {
     let _limit = watchdog(60);
-    let simulation = Simulation::new(2, 2).settings(|b| b.device_memory(12 * MIB as u64));
+    let simulation = simulation(2, 2).settings(|b| b.device_memory(12 * MIB as u64));
     let results = simulation.run(|p| {
         let mesh = p.mesh(&[("x", 2)])?;
         let update = fun(
@@ -240,7 +244,7 @@ fn an_update_in_place_needs_no_second_copy() {
 #[test]
 fn an_update_in_place_waits_for_who_still_reads_the_memory() {
     let _limit = watchdog(60);
-    let simulation = Simulation::new(3, 3).settings(|b| b.hosts(&[0, 1, 1]).device_memory(12 * MIB as u64));
+    let simulation = simulation(3, 3).settings(|b| b.hosts(&[0, 1, 1]).device_memory(12 * MIB as u64));
     let results = simulation.run(|p| {
         let mesh = p.mesh_of(&[("x", 2)], &[DeviceId(1), DeviceId(2)])?;
         let add = |x: &[ShapedArray]| Ok(Signature::new(vec![x[0].clone()]).alias("0", "0"));
@@ -272,7 +276,7 @@ fn a_fast_stage_runs_only_so_far_ahead_of_a_slow_one() {
     // By the number of operations; by what they take on the fast side and by the budget on the slow one.
     for (ops, bytes, budget) in [(8, u64::MAX, 1 << 40), (usize::MAX, 4 << 20, 12 << 20)] {
         let settings = |b: Builder| b.run_ahead(ops, bytes).device_memory(budget);
-        let simulation = Simulation::new(2, 2).settings(settings);
+        let simulation = simulation(2, 2).settings(settings);
         let results = simulation.run(|p| {
             let stages = p.mesh(&[("stage", 2)])?.split("stage")?;
             let fast = fun("fast", like_first, |_, _, mut y| Ok(y[0].fill(1.0f32)?));
@@ -296,8 +300,10 @@ fn a_fast_stage_runs_only_so_far_ahead_of_a_slow_one() {
             assert!(is_all(&last.expect("sixty rounds"), 1.0)?);
             Ok(p.memory().peak)
         });
+        // What is handed over counts with its giver: as far as that runs ahead, and as far as the taker does.
+        let most = if hands_over() { budget.min(24 << 20) } else { 12 << 20 };
         for peak in results.into_iter().map(Result::unwrap) {
-            assert!(peak <= 12 * MIB as u64, "{peak} bytes at once of 60 MiB in all");
+            assert!(peak <= most, "{peak} bytes at once of 60 MiB in all");
         }
     }
 }
@@ -305,7 +311,7 @@ fn a_fast_stage_runs_only_so_far_ahead_of_a_slow_one() {
 #[test]
 fn memory_stays_flat_over_many_steps() {
     let _limit = watchdog(60);
-    let results = Simulation::new(2, 4).run(|p| {
+    let results = simulation(2, 4).run(|p| {
         let stages = p.mesh(&[("stage", 2), ("x", 2)])?.split("stage")?;
         let reduce = |x: &[ShapedArray]| {
             Ok(Signature::new(vec![x[0].clone()]).all_reduce("x", ShapedArray::new(&[1 << 14], x[0].dtype())))
@@ -366,7 +372,7 @@ fn double(p: &mut Program, half: &MpmdArray, to: &Sharding) -> Result<MpmdArray>
 #[test]
 fn devices_of_one_process_pick_up_a_collective_at_their_own_pace() {
     let _limit = watchdog(60);
-    let results = Simulation::new(2, 4).delays(1, Duration::from_millis(2)).run(|p| {
+    let results = simulation(2, 4).delays(1, Duration::from_millis(2)).run(|p| {
         // Device 0 reduces with 2, device 1 with 3; 1 and 2 come late.
         let mesh = p.mesh(&[("data", 2), ("model", 2)])?;
         let reduce =

@@ -26,6 +26,8 @@ mod arrays;
 mod common;
 #[path = "common/kernels.rs"]
 mod kernels;
+#[path = "common/simulations.rs"]
+mod simulations;
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -37,7 +39,8 @@ use mpmd_core::aval::DType;
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::DeviceId;
-use mpmd_core::{Error, IssueProblem, ProcessId, PutOptions, Simulation, simulate};
+use mpmd_core::{Error, IssueProblem, ProcessId, PutOptions};
+use simulations::simulation;
 
 /// All shardings that the tests move between, over four devices; arrays have 4 rows and 8 columns.
 fn shardings(p: &Program) -> Result<Vec<Sharding>> {
@@ -82,7 +85,7 @@ fn every_cell_of_the_routing_table_works() {
     let _limit = watchdog(60);
     let mut seen = BTreeSet::new();
     for processes in [1, 2, 4] {
-        let results = Simulation::new(processes, 4).run(|p| {
+        let results = simulation(processes, 4).run(|p| {
             let mut seen = BTreeSet::new();
             let whole = values(&[4, 8], DType::F32);
             let scalar = values(&[], DType::F64);
@@ -132,7 +135,7 @@ fn every_cell_of_the_routing_table_works() {
 fn every_dtype_moves_unchanged() {
     let _limit = watchdog(60);
     for processes in [1, 2, 4] {
-        let results = simulate(processes, 4, processes as u64, |p| {
+        let results = simulation(processes, 4).delays(processes as u64, Duration::from_millis(2)).run(|p| {
             let grid = p.mesh(&[("x", 2), ("y", 2)])?;
             let ends = p.mesh_of(&[("x", 2)], &[DeviceId(3), DeviceId(0)])?;
             for dtype in DType::ALL {
@@ -156,7 +159,7 @@ fn scalars_empty_and_large_arrays_move() {
     let shapes: [&[usize]; 8] =
         [&[], &[0], &[0, 4], &[4, 0, 2], &[1, 1], &[2, 2, 2, 2], &[2, 3, 5], &[64, 8192]];
     for processes in [1, 2, 4] {
-        let results = simulate(processes, 4, 3, |p| {
+        let results = simulation(processes, 4).delays(3, Duration::from_millis(2)).run(|p| {
             let left = p.mesh_of(&[("x", 2)], &[DeviceId(0), DeviceId(1)])?;
             let right = p.mesh_of(&[("x", 2)], &[DeviceId(3), DeviceId(2)])?;
             let all = p.mesh(&[("x", 4)])?;
@@ -189,7 +192,7 @@ fn scalars_empty_and_large_arrays_move() {
 #[test]
 fn trees_move_by_prefix_and_a_misfit_moves_nothing() {
     let _limit = watchdog(60);
-    let results = simulate(2, 2, 1, |p| {
+    let results = simulation(2, 2).delays(1, Duration::from_millis(2)).run(|p| {
         let mesh = p.mesh(&[("x", 2)])?;
         let (rows, all) = (mesh.sharding(spec!["x"]), mesh.replicated());
         let [a, b, c] = [values(&[4], DType::I32), values(&[2], DType::U8), values(&[6], DType::F16)];
@@ -229,7 +232,7 @@ fn memory_falls_to(p: &Program, bytes: u64) {
 fn the_same_place_takes_no_memory_unless_a_copy_is_asked_for() {
     let _limit = watchdog(60);
     const BYTES: u64 = 4 << 20;
-    let results = simulate(2, 4, 1, |p| {
+    let results = simulation(2, 4).delays(1, Duration::from_millis(2)).run(|p| {
         let mesh = p.mesh(&[("x", 2), ("y", 2)])?;
         let x = p.make(f32s([1 << 10, 1 << 10]), &mesh.sharding(spec!["x"]), |_, mut view| {
             Ok(view.fill(p_value(view.region()))?)
@@ -277,7 +280,7 @@ fn p_value_of(p: &Program) -> f32 {
 #[test]
 fn donated_memory_is_freed_and_a_later_use_names_both_lines() {
     let _limit = watchdog(60);
-    let results = simulate(2, 2, 1, |p| {
+    let results = simulation(2, 2).delays(1, Duration::from_millis(2)).run(|p| {
         let mesh = p.mesh(&[("x", 2)])?;
         let x = p.make(f32s([1 << 18]), &mesh.sharding(spec!["x"]), |_, mut v| Ok(v.fill(1.0f32)?))?;
         let other = x.clone();
@@ -311,7 +314,7 @@ fn donated_memory_is_freed_and_a_later_use_names_both_lines() {
 #[test]
 fn a_donated_array_serves_all_uses_issued_before() {
     let _limit = watchdog(60);
-    let results = simulate(2, 2, 1, |p| {
+    let results = simulation(2, 2).delays(1, Duration::from_millis(2)).run(|p| {
         let mesh = p.mesh(&[("x", 2)])?;
         let rows = mesh.sharding(spec!["x"]);
         let x = p.make(f32s([8]), &rows, |_, mut view| Ok(view.fill(1.0f32)?))?;
@@ -346,7 +349,7 @@ fn a_donated_array_serves_all_uses_issued_before() {
 #[test]
 fn values_asked_for_before_a_donation_still_come() {
     let _limit = watchdog(60);
-    let results = simulate(1, 1, 1, |p| {
+    let results = simulation(1, 1).delays(1, Duration::from_millis(2)).run(|p| {
         let mesh = p.mesh(&[("x", 1)])?;
         let to = mesh.replicated();
         for _ in 0..50 {
@@ -365,7 +368,7 @@ fn values_asked_for_before_a_donation_still_come() {
 #[test]
 fn handles_are_waited_for_as_often_as_asked() {
     let _limit = watchdog(60);
-    let results = simulate(2, 2, 1, |p| {
+    let results = simulation(2, 2).delays(1, Duration::from_millis(2)).run(|p| {
         let [first, second] = [0, 1].map(|device| Sharding::single_device(DeviceId(device)));
         let x = MpmdArray::from_slice(&[2], &[1.0f32, 2.0])?;
         x.block_until_ready()?.block_until_ready()?;
@@ -391,7 +394,7 @@ fn handles_are_waited_for_as_often_as_asked() {
 #[test]
 fn jit_refuses_what_lives_elsewhere() {
     let _limit = watchdog(60);
-    let results = simulate(2, 2, 1, |p| {
+    let results = simulation(2, 2).delays(1, Duration::from_millis(2)).run(|p| {
         let stages = p.mesh(&[("stage", 2)])?.split("stage")?;
         let (front, back) = (&stages[0], &stages[1]);
         let kernel = || fun("pick", like_first, |_, _, _| Ok(()));

@@ -25,7 +25,8 @@ pub trait Transport: Send + Sync {
 
     /// Whether payloads go to `peer`, and come from it, as memory that stays where it is
     /// ([`Payload::Lent`]): the same on both sides. Then a message costs its receiver no memory, whatever its
-    /// size, and need not wait until the receiver has room.
+    /// size, and need not wait until the receiver has room. Its ticket ends when the receiver has dropped it, which
+    /// may be never; [`Transport::shutdown`] does not wait for that.
     fn hands_over(&self, peer: ProcessId) -> bool {
         let _ = peer;
         false

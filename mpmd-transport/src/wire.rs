@@ -66,7 +66,8 @@ pub enum Kind {
     Data = 4,
     /// The piece will never come; the payload says why.
     Poison = 5,
-    /// Gives back `count` bytes of eager credit.
+    /// Gives back `count` bytes of eager credit. Where memory is handed over: all that was, up to operation
+    /// `op`, has been taken.
     Credit = 6,
     /// "I wait for this piece of yours": asks for an [`Kind::Answer`].
     Probe = 7,

@@ -79,8 +79,9 @@ impl Program {
                 let key = (op, u64::from(to.0));
                 match (&bytes, &failure) {
                     (Ok(bytes), _) => {
-                        let outgoing = Outgoing { buffer: bytes.clone().into(), guard: guard.clone() };
-                        runtime.with_router(|router| router.announce(to, key, bytes.len() as u64, outgoing));
+                        let (buffer, bytes) = (bytes.clone().into(), bytes.len() as u64);
+                        let outgoing = Outgoing { buffer, bytes, guard: guard.clone() };
+                        runtime.with_router(|router| router.announce(to, key, bytes, outgoing));
                     }
                     (Err(_), Some(failure)) => runtime.with_router(|router| router.poison(to, key, failure)),
                     (Err(_), None) => {}

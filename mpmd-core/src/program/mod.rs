@@ -142,11 +142,13 @@ impl Program {
     }
 
     /// Bytes of memory of this process: in use now, and at most so far, over all its devices; and the same
-    /// of arrays in the host's memory.
+    /// of arrays in the host's memory. Memory that another process has handed over is that process's: it is
+    /// not counted here.
     pub fn memory(&self) -> MemoryUse {
         let stats = self.runtime.devices.iter().map(|device| device.pool.stats());
         let host = self.runtime.host_memory.stats();
-        let host = MemoryUse { host_live: host.live, host_peak: host.peak, ..MemoryUse::default() };
+        let lent = self.runtime.in_flight.counts().lent;
+        let host = MemoryUse { host_live: host.live, host_peak: host.peak, lent, ..MemoryUse::default() };
         stats.fold(host, |sum, stats| MemoryUse {
             live: sum.live + stats.live,
             peak: sum.peak + stats.peak,
@@ -305,4 +307,7 @@ pub struct MemoryUse {
     pub host_live: u64,
     /// In use or set aside there, at most so far.
     pub host_peak: u64,
+    /// Handed over to other processes, which have not given it back; what several of them have counts once for
+    /// each. It stays in use here as long as any of them has it.
+    pub lent: u64,
 }

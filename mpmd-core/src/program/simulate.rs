@@ -59,7 +59,16 @@ impl Simulation {
     /// Delays each message by a time from 0 to `longest`, chosen by `seed`, so that they overtake each
     /// other.
     pub fn delays(mut self, seed: u64, longest: Duration) -> Self {
-        self.faults = Faults { seed, delay: Some(Duration::ZERO..=longest) };
+        self.faults.seed = seed;
+        self.faults.delay = Some(Duration::ZERO..=longest);
+        self
+    }
+
+    /// Processes with the same number hand arrays over to each other, as processes of a host do that share
+    /// memory: nothing is copied, and who has an array that it was handed over uses it where it is. By process;
+    /// those beyond the end do not. By default nobody does.
+    pub fn hands_over(mut self, groups: &[usize]) -> Self {
+        self.faults.hosts = groups.to_vec();
         self
     }
 

@@ -72,6 +72,9 @@ pub struct Delivery {
     pub region: Region,
     /// Where it is.
     pub from: Origin,
+    /// The device whose shard of the source array it is taken from. `None` where it comes from a process
+    /// that has no such shard: that passes on what it got, which is the region alone.
+    pub giver: Option<DeviceId>,
     /// The devices of this process that want it.
     pub targets: Vec<DeviceId>,
     /// The processes that get it from this one.
@@ -257,36 +260,34 @@ impl Plan {
     ) {
         let Some((region, spread)) = self.spread(term, a, b) else { return };
         let wanting = self.dst.in_process(b, process, host);
-        let delivery = |piece: usize, region: Region, from, targets, peers| Delivery {
+        let delivery = |piece: usize, region: Region, (from, giver), targets, peers| Delivery {
             id: number(term, a, b, piece),
             term: term as u32,
             region,
             from,
+            giver,
             targets,
             peers,
         };
+        let here = |device: DeviceId| (Origin::Device(device), Some(device));
         let Some(holding) = self.sources[term].in_process(a, process, host) else {
             let Some(wanting) = wanting else { return };
             for part in 0..spread.parts() {
                 let Some(giver) = spread.giver(wanting, part) else { continue };
+                let has_it = spread.has_it(giver.process, self.topology.host_of(giver.process));
+                let from = (Origin::Process(giver.process), has_it.then_some(giver.device));
                 let takers = spread.takers(process, host, part).into_iter();
                 let peers: Vec<ProcessId> = takers.map(|(peer, _)| peer).collect();
                 for piece in spread.pieces_of(part) {
                     let targets = self.dst.devices(wanting).to_vec();
                     let region = spread.piece(&region, piece);
-                    into.push(delivery(
-                        piece,
-                        region,
-                        Origin::Process(giver.process),
-                        targets,
-                        peers.clone(),
-                    ));
+                    into.push(delivery(piece, region, from, targets, peers.clone()));
                 }
             }
             return;
         };
         for (device, targets) in self.local(&spread, term, a, holding, wanting) {
-            into.push(delivery(0, region.clone(), Origin::Device(device), targets, Vec::new()));
+            into.push(delivery(0, region.clone(), here(device), targets, Vec::new()));
         }
         for part in 0..spread.parts() {
             let mut by_device: BTreeMap<DeviceId, Vec<ProcessId>> = BTreeMap::new();
@@ -296,7 +297,7 @@ impl Plan {
             for (device, peers) in &by_device {
                 for piece in spread.pieces_of(part) {
                     let region = spread.piece(&region, piece);
-                    into.push(delivery(piece, region, Origin::Device(*device), Vec::new(), peers.clone()));
+                    into.push(delivery(piece, region, here(*device), Vec::new(), peers.clone()));
                 }
             }
         }

@@ -166,6 +166,11 @@ impl<'a> Spread<'a> {
         cut(region, self.dim, part, self.parts)
     }
 
+    /// Whether a process has the region in a shard of the source.
+    pub(super) fn has_it(&self, process: ProcessId, host: u32) -> bool {
+        self.src.in_process(self.a, process, host).is_some()
+    }
+
     /// The device of a holding process that gives to the `rank`-th of its devices that have nothing.
     pub(super) fn holder(&self, holding: &Process, rank: usize) -> DeviceId {
         let devices = self.src.devices(holding);

@@ -306,14 +306,23 @@ proptest! {
                     Origin::Device(device) => {
                         prop_assert!(src.region_of(device).unwrap().contains(&delivery.region));
                         prop_assert_eq!(topology.process_of(device), Some(process(p)));
+                        prop_assert_eq!(delivery.giver, Some(device));
                     }
                     Origin::Process(from) => {
-                        let before = received.insert((from, process(p), delivery.id), delivery.region.clone());
+                        if let Some(device) = delivery.giver {
+                            prop_assert!(src.region_of(device).unwrap().contains(&delivery.region));
+                            prop_assert_eq!(topology.process_of(device), Some(from));
+                        }
+                        let what = (delivery.region.clone(), delivery.giver);
+                        let before = received.insert((from, process(p), delivery.id), what);
                         prop_assert!(before.is_none() && from != process(p));
                     }
                 }
                 for peer in &delivery.peers {
-                    let before = sent.insert((process(p), *peer, delivery.id), delivery.region.clone());
+                    // Who gets it knows whose shard it is of, or that it is passed on.
+                    let giver = delivery.giver.filter(|_| matches!(delivery.from, Origin::Device(_)));
+                    let what = (delivery.region.clone(), giver);
+                    let before = sent.insert((process(p), *peer, delivery.id), what);
                     prop_assert!(before.is_none());
                 }
                 for target in &delivery.targets {
@@ -335,7 +344,7 @@ proptest! {
             }
         }
         let mut found: BTreeMap<_, usize> = BTreeMap::new();
-        for ((from, to, _), region) in sent {
+        for ((from, to, _), (region, _)) in sent {
             *found.entry((from, to)).or_default() += region.elements();
         }
         prop_assert_eq!(found, expected);

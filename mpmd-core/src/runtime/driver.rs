@@ -35,8 +35,8 @@ impl Handler for Door {
     fn done(&self, ticket: Ticket, _: Result<(), TransportError>) {
         // A send that failed needs no word of its own: its peer is gone, which is told separately.
         if let Some(runtime) = self.0.upgrade() {
-            let guard = runtime.under_way.lock().sent(ticket);
-            drop(guard);
+            let ended = runtime.under_way.lock().sent(ticket);
+            drop(ended);
         }
     }
 
@@ -163,6 +163,10 @@ impl Runtime {
                     let doing = self.status.describe();
                     self.with_router(|router| router.answer(to, op, piece, doing));
                 }
+                Action::Taken { by, op } => {
+                    let ended = self.under_way.lock().taken(by, op);
+                    drop(ended);
+                }
                 Action::Discard(outgoing) => drop(outgoing),
                 Action::HangReport(text) => self.report_hang(&text),
                 Action::PeerLost(failure) => {
@@ -181,14 +185,26 @@ impl Runtime {
         match body {
             Body::Empty => transport.post(to, header, None, Ticket::NONE),
             Body::Control(bytes) => transport.post(to, header, Some(bytes.into()), Ticket::NONE),
-            Body::Cargo(Outgoing { buffer, guard }) => {
+            Body::Cargo(Outgoing { buffer, bytes, guard }) if self.hands_over(to) => {
+                let loan = self.in_flight.lend(buffer.len() as u64);
+                let sending = self.under_way.lock().hand_over(to, header.op, loan, guard);
+                let (ticket, ended) = match sending {
+                    Ok(sending) => sending,
+                    Err(ended) => return drop((buffer, ended)),
+                };
+                self.bytes_sent[to.index()].fetch_add(bytes, Ordering::Relaxed);
+                let payload = (!buffer.is_empty()).then_some(buffer);
+                transport.post(to, header, payload, ticket);
+                drop(ended);
+            }
+            Body::Cargo(Outgoing { buffer, bytes, guard }) => {
                 let sending = self.under_way.lock().send(to, guard);
                 // Of what is not sent the memory goes first: who waits for some looks when operations end.
                 let ticket = match sending {
                     Ok(ticket) => ticket,
                     Err(guard) => return drop((buffer, guard)),
                 };
-                self.bytes_sent[to.index()].fetch_add(buffer.len() as u64, Ordering::Relaxed);
+                self.bytes_sent[to.index()].fetch_add(bytes, Ordering::Relaxed);
                 let payload = (!buffer.is_empty()).then_some(buffer);
                 transport.post(to, header, payload, ticket);
             }

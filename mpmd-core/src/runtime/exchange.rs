@@ -169,7 +169,8 @@ impl Exchange {
             if message.process == self.runtime.me {
                 self.runtime.mailbox.post(message.key, message.takers, Ok(buffer));
             } else {
-                let (size, outgoing) = (buffer.len() as u64, Outgoing { buffer, guard: self.guard.clone() });
+                let size = buffer.len() as u64;
+                let outgoing = Outgoing { buffer, bytes: size, guard: self.guard.clone() };
                 // Announced: a kernel that calls with another length on another device must get an error.
                 self.runtime
                     .with_router(|router| router.announce(message.process, message.key, size, outgoing));

@@ -35,8 +35,16 @@ struct State {
 pub(crate) struct Counts {
     pub(crate) ops: usize,
     pub(crate) bytes: u64,
-    /// Grows with every operation that ends.
+    /// Bytes of this process's that others have on loan.
+    pub(crate) lent: u64,
+    /// Grows with every operation that ends, and with every loan that comes back.
     pub(crate) ended: u64,
+}
+
+/// Memory of this process that another has on loan, until this is dropped.
+pub(crate) struct OnLoan {
+    bytes: u64,
+    in_flight: Arc<InFlight>,
 }
 
 /// Held by every part of an operation; the operation has ended when the last part drops it.
@@ -67,6 +75,13 @@ impl InFlight {
         self.at_last_begin.ops.store(state.counts.ops, Ordering::Relaxed);
         self.at_last_begin.bytes.store(state.counts.bytes, Ordering::Relaxed);
         OpGuard(Arc::new(Ending { op, bytes, in_flight: self.clone() }))
+    }
+
+    /// `bytes` of this process's are about to be lent. No operation waits for them to come back: their
+    /// holder may keep them for as long as it likes.
+    pub(crate) fn lend(self: &Arc<Self>, bytes: u64) -> OnLoan {
+        self.state.lock().counts.lent += bytes;
+        OnLoan { bytes, in_flight: self.clone() }
     }
 
     pub(crate) fn counts(&self) -> Counts {
@@ -119,6 +134,15 @@ impl Drop for Ending {
     }
 }
 
+impl Drop for OnLoan {
+    fn drop(&mut self) {
+        let mut state = self.in_flight.state.lock();
+        state.counts.lent -= self.bytes;
+        state.counts.ended += 1;
+        self.in_flight.changed.notify_all();
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
@@ -155,5 +179,18 @@ mod tests {
         assert_eq!((in_flight.counts().ops, in_flight.at_most()), (0, (4, 10)), "a bound, not the count");
         let _guard = in_flight.begin(50, 1);
         assert_eq!(in_flight.at_most(), (1, 1));
+    }
+
+    #[test]
+    fn who_waits_for_memory_hears_of_loans_that_come_back_and_no_operation_waits_for_them() {
+        let in_flight = Arc::new(InFlight::default());
+        let loans = [in_flight.lend(10), in_flight.lend(5)];
+        let before = in_flight.counts();
+        assert_eq!((before.lent, before.ops), (15, 0));
+        let thread = std::thread::spawn(move || drop(loans));
+        let deadline = Instant::now() + Duration::from_secs(10);
+        assert!(in_flight.wait_until(deadline, |counts| counts.ended == before.ended + 2));
+        thread.join().unwrap();
+        assert_eq!(in_flight.counts().lent, 0);
     }
 }

@@ -47,7 +47,8 @@ impl Runtime {
     ///
     /// Waits for operations that were issued before and will free memory; with none of those left it
     /// is an error that names the largest holders. It never waits for anything issued later, nor for
-    /// operation `op` itself, which is in flight by now.
+    /// operation `op` itself, which is in flight by now. What other processes have on loan they may keep for
+    /// ever; where it would be enough it is waited for as long as the patience lasts, and then is an error.
     pub(crate) fn reserve(
         &self,
         local_index: usize,
@@ -76,21 +77,31 @@ impl Runtime {
         if let Ok(reservation) = pool.reserve_all(sizes.clone()) {
             return Ok(reservation);
         }
+        // Whether loans are still waited for.
+        let mut patient = true;
         loop {
             let before = self.in_flight.counts();
             let error = match pool.reserve_all(sizes.clone()) {
                 Ok(reservation) => return Ok(reservation),
                 Err(error) => error,
             };
-            if before.ops <= 1 {
+            let for_loans = patient && loans_are_enough(&error, before.lent);
+            if before.ops <= 1 && !for_loans {
                 let mut message = format!("operation {op} ({what}): out of memory on {error}");
                 for array in self.holders.lock().largest(5) {
                     message.push_str(&format!("; {} bytes in {}", array.local_bytes(), array.describe()));
+                }
+                if before.lent > 0 {
+                    message.push_str(&format!("; {} bytes are lent to other processes", before.lent));
                 }
                 return Err(Arc::new(Failure::new(FailureKind::Memory, self.me, op, message)));
             }
             let deadline = Instant::now() + self.config.patience;
             if !self.in_flight.wait_until(deadline, |counts| counts.ended > before.ended) {
+                if before.ops <= 1 {
+                    patient = false;
+                    continue;
+                }
                 self.report_hang(&format!(
                     "process {}: operation {op} ({what}) waits for memory; {}",
                     self.me,
@@ -102,9 +113,9 @@ impl Runtime {
 
     /// Memory that operation `op` takes over with what is in it, to be called on a device's thread.
     ///
-    /// Where somebody else still reads it, it is copied. Where there is no room for that, this waits for
+    /// Where somebody else still reads it, or has lent it to this process, it is copied. Where there is no room for that, this waits for
     /// operations that were issued before: those that pass the memory on to other processes let it go. It
-    /// never waits for anything issued later.
+    /// never waits for anything issued later, and for loans only as [`Runtime::reserve`] does.
     ///
     /// # Errors
     ///
@@ -116,6 +127,8 @@ impl Runtime {
         op: u64,
         what: &dyn fmt::Display,
     ) -> Result<OwnedBuffer, OutOfMemory> {
+        // Whether loans are still waited for.
+        let mut patient = true;
         loop {
             // Looked at first: what ends from here on is not missed below.
             let (before, any) = self.in_flight.counts_before(op);
@@ -128,11 +141,19 @@ impl Runtime {
                     copy.copy_from_slice(&memory);
                     return Ok(copy);
                 }
-                Err(error) if !any => return Err(error),
-                Err(_) => {}
+                Err(error) => {
+                    let waits = any || (patient && loans_are_enough(&error, before.lent));
+                    if !waits {
+                        return Err(error);
+                    }
+                }
             }
             let deadline = Instant::now() + self.config.patience;
             if !self.in_flight.wait_until(deadline, |counts| counts.ended > before.ended) {
+                if !any {
+                    patient = false;
+                    continue;
+                }
                 self.report_hang(&format!(
                     "process {}: operation {op} ({what}) waits for memory that is still read; {}",
                     self.me,
@@ -150,4 +171,10 @@ impl Runtime {
             self.holders.lock().insert(array.origin(), array);
         }
     }
+}
+
+/// Whether there would be room, were all that others have on loan to come back.
+fn loans_are_enough(error: &OutOfMemory, lent: u64) -> bool {
+    let wanted = error.live + error.reserved + error.asked;
+    lent > 0 && error.limit.is_some_and(|limit| wanted.saturating_sub(limit) <= lent)
 }

@@ -36,7 +36,7 @@ use parking_lot::{Condvar, Mutex};
 use assembly::Assembly;
 pub(crate) use exchange::{Exchange, Flow, Group, MOST_COLLECTIVES, Pattern, Round};
 pub(crate) use hash::Rolling;
-pub(crate) use in_flight::{InFlight, OpGuard};
+pub(crate) use in_flight::{InFlight, OnLoan, OpGuard};
 use mailbox::Mailbox;
 use memory::Holders;
 pub(crate) use passage::Passage;
@@ -93,6 +93,8 @@ pub(crate) struct Runtime {
     start: Instant,
     router: Mutex<Router<InProcess>>,
     transport: Option<Arc<dyn Transport>>,
+    /// By process, whether pieces go to it, and come from it, as memory that stays where it is.
+    hands_over: Vec<bool>,
     movers: Crew,
     callbacks: Worker,
     pub(crate) mailbox: Mailbox,
@@ -128,6 +130,8 @@ impl Cargo for InProcess {
 /// A piece on its way out, and the operation it keeps in flight.
 pub(crate) struct Outgoing {
     pub(crate) buffer: SharedBuffer,
+    /// Bytes of the piece. What is handed over may be a whole shard that it is a part of.
+    pub(crate) bytes: u64,
     pub(crate) guard: OpGuard,
 }
 
@@ -169,12 +173,17 @@ impl Runtime {
                 })
             })
             .collect::<std::io::Result<Vec<_>>>()?;
+        let hands_over = |peer: usize| {
+            transport.as_ref().is_some_and(|transport| transport.hands_over(ProcessId(peer as u32)))
+        };
+        let hands_over: Vec<bool> = (0..topology.processes()).map(hands_over).collect();
         let router = Router::new(router::Config {
             process: me,
             processes: topology.processes(),
             epoch: config.epoch,
             patience: config.patience,
             heartbeat: config.heartbeat,
+            hands_over: hands_over.clone(),
         });
         let runtime = Arc::new(Self {
             me,
@@ -190,6 +199,7 @@ impl Runtime {
             start: Instant::now(),
             router: Mutex::new(router),
             transport,
+            hands_over,
             movers: Crew::start("mpmd-mover", movers())?,
             callbacks: Worker::start("mpmd-callbacks".to_owned(), Spin::new(false))?,
             mailbox: Mailbox::default(),
@@ -215,6 +225,11 @@ impl Runtime {
     /// The transport's name, `none` where there is none.
     pub(crate) fn transport_name(&self) -> &'static str {
         self.transport.as_ref().map_or("none", |transport| transport.name())
+    }
+
+    /// Whether pieces go to `peer`, and come from it, as memory that stays where it is.
+    pub(crate) fn hands_over(&self, peer: ProcessId) -> bool {
+        self.hands_over[peer.index()]
     }
 
     /// The local index of a device, where this process owns it.

@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
-use mpmd_transport::memory::ALIGNMENT;
+use mpmd_transport::memory::{ALIGNMENT, OutOfMemory};
 use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, Payload, ProcessId, SharedBuffer};
 
 use super::transfer::Transfer;
-use super::{Assembly, OpGuard, Outgoing, Runtime};
+use super::{Assembly, OpGuard, Outcome, Outgoing, Runtime};
+use crate::reshard::copy_region;
 
 /// What becomes of a region that a peer sends.
 ///
@@ -39,17 +40,23 @@ impl Runtime {
     pub(super) fn pass(self: &Arc<Self>, passage: Box<Passage>, result: Result<Payload, Arc<Failure>>) {
         match result {
             Err(failure) => self.fail_passage(&passage, &failure),
-            Ok(Payload::Empty) => self.spread(&passage, Vec::new().into(), None),
+            Ok(Payload::Empty) => self.spread(&passage, Vec::new().into(), |_| false),
             Ok(Payload::Inline(bytes) | Payload::Lent(bytes)) => {
-                // Kernels read shards as typed slices, so one that was read into memory without alignment
-                // is copied.
+                // Kernels read shards as typed slices, so one that is in memory without alignment is
+                // copied; so is one that is a part of what a peer has lent.
                 let aligned = bytes.as_ptr().addr().is_multiple_of(ALIGNMENT);
-                let whole = |shard: &Arc<Assembly>| shard.is_whole(&passage.transfer.region);
-                let in_place = if aligned { passage.shards.iter().position(whole) } else { None };
-                self.spread(&passage, bytes, in_place);
+                let fits = aligned && passage.transfer.is_by_itself();
+                let whole = |shard: &Arc<Assembly>| fits && shard.is_whole(&passage.transfer.region);
+                if bytes.is_lent() {
+                    // No device's own, so all may have it.
+                    self.spread(&passage, bytes, |at| whole(&passage.shards[at]));
+                } else {
+                    let first = passage.shards.iter().position(whole);
+                    self.spread(&passage, bytes, |at| first == Some(at));
+                }
             }
             Ok(Payload::Waiting(fetch)) => {
-                let (buffer, place) = match self.room(&passage) {
+                let (buffer, place) = match self.room(&passage, fetch.bytes()) {
                     Ok(Some(room)) => room,
                     // Dropped, it is read and thrown away.
                     Ok(None) => return,
@@ -63,8 +70,10 @@ impl Runtime {
                     Box::new(move |result| match result {
                         Ok(buffer) => match place {
                             Place::Part => passage.shards[0].give_back(buffer),
-                            Place::Whole(at) => runtime.spread(&passage, buffer.freeze(), Some(at)),
-                            Place::Staging => runtime.spread(&passage, buffer.freeze(), None),
+                            Place::Whole(at) => {
+                                runtime.spread(&passage, buffer.freeze(), |shard| shard == at)
+                            }
+                            Place::Staging => runtime.spread(&passage, buffer.freeze(), |_| false),
                         },
                         Err(error) => {
                             let failure = runtime.fetch_failed(passage.from, passage.op, &error);
@@ -77,14 +86,16 @@ impl Runtime {
     }
 
     /// Memory to read the region into, and what it is. `None` where nobody wants the region any more.
-    fn room(&self, passage: &Passage) -> Result<Option<(OwnedBuffer, Place)>, Arc<Failure>> {
-        for (at, shard) in passage.shards.iter().enumerate() {
+    fn room(&self, passage: &Passage, bytes: u64) -> Result<Option<(OwnedBuffer, Place)>, Arc<Failure>> {
+        let by_itself = passage.transfer.is_by_itself();
+        for (at, shard) in passage.shards.iter().enumerate().filter(|_| by_itself) {
             if let Some(buffer) = shard.take_whole(&passage.transfer.region) {
                 return Ok(Some((buffer, Place::Whole(at))));
             }
         }
         // Who else wants it needs a buffer that stays while the shard goes its way.
         if let [shard] = &passage.shards[..]
+            && by_itself
             && passage.transfer.peers.is_empty()
             && let Some(part) = shard.take_part(&passage.transfer.region)
         {
@@ -93,7 +104,7 @@ impl Runtime {
         if passage.transfer.peers.is_empty() && !passage.shards.iter().any(|shard| shard.is_open()) {
             return Ok(None);
         }
-        match self.staging.allocate(passage.transfer.bytes) {
+        match self.staging.allocate(bytes as usize) {
             Ok(buffer) => Ok(Some((buffer, Place::Staging))),
             Err(error) => {
                 let message = format!("operation {}: {error}", passage.op);
@@ -102,48 +113,96 @@ impl Runtime {
         }
     }
 
-    /// Gives the region to who is to have it: processes first, they have others behind them. The shard
-    /// `in_place` takes the bytes as they are, the others copy them: each device's shards are its own
-    /// memory, so that what it has room for, and what it may update in place, does not depend on its
-    /// neighbours.
-    fn spread(self: &Arc<Self>, passage: &Passage, bytes: SharedBuffer, in_place: Option<usize>) {
+    /// Gives the region to who is to have it: processes first, they have others behind them. Shards
+    /// `in_place` take the bytes as they are, the others copy them: each device's shards are its own
+    /// memory or another process's, so that what it has room for, and what it may update in place, does not
+    /// depend on its neighbours.
+    fn spread(self: &Arc<Self>, passage: &Passage, bytes: SharedBuffer, in_place: impl Fn(usize) -> bool) {
         let Passage { op, transfer, shards, guard, .. } = passage;
-        self.send_to_peers(*op, transfer, bytes.clone(), guard);
-        for (at, shard) in shards.iter().enumerate() {
-            if in_place != Some(at) {
-                shard.place(self, transfer, bytes.clone(), guard);
-            }
+        if transfer.is_by_itself() {
+            self.send_to_peers(*op, transfer, &transfer.peers, bytes.clone(), guard);
+        } else if !transfer.peers.is_empty() {
+            // They count on the region alone.
+            self.send_packed(*op, transfer.clone(), transfer.peers.clone(), bytes.clone(), guard.clone());
         }
-        if let Some(at) = in_place {
-            shards[at].end(Ok(bytes));
+        let (whole, others): (Vec<_>, Vec<_>) = (0..shards.len()).partition(|at| in_place(*at));
+        for at in others {
+            shards[at].place(self, transfer, bytes.clone(), guard);
+        }
+        // The last to be told holds it alone, so that a kernel may take it over.
+        if let Some((last, before)) = whole.split_last() {
+            before.iter().for_each(|at| shards[*at].end(Ok(bytes.clone())));
+            shards[*last].end(Ok(bytes));
         }
     }
 
-    /// Offers a region's bytes to every process that gets it from this one.
+    /// Offers a region's bytes, or bytes that it is a part of, to some of the processes that get it from this
+    /// one.
     pub(super) fn send_to_peers(
         self: &Arc<Self>,
         op: u64,
         transfer: &Transfer,
+        peers: &[ProcessId],
         bytes: SharedBuffer,
         guard: &OpGuard,
     ) {
-        for peer in &transfer.peers {
-            let outgoing = Outgoing { buffer: bytes.clone(), guard: guard.clone() };
+        for peer in peers {
+            let buffer = bytes.clone();
+            let outgoing = Outgoing { buffer, bytes: transfer.bytes as u64, guard: guard.clone() };
             let key = (op, transfer.id);
             self.with_router(|router| router.offer(*peer, key, bytes.len() as u64, outgoing));
         }
     }
 
-    /// Tells every process that gets a region from this one that it will not come.
-    pub(super) fn poison_peers(self: &Arc<Self>, op: u64, transfer: &Transfer, failure: &Failure) {
-        for peer in &transfer.peers {
+    /// Packs a region, on a mover, and offers it to some of the processes that get it from this one.
+    pub(super) fn send_packed(
+        self: &Arc<Self>,
+        op: u64,
+        transfer: Arc<Transfer>,
+        peers: Vec<ProcessId>,
+        bytes: SharedBuffer,
+        guard: OpGuard,
+    ) {
+        let runtime = self.clone();
+        self.move_data(Box::new(move || {
+            let packed = runtime.pack(op, &bytes, &transfer);
+            // Before the operation can end: whoever waits for memory looks then.
+            drop(bytes);
+            match packed {
+                Ok(packed) => runtime.send_to_peers(op, &transfer, &peers, packed, &guard),
+                Err(failure) => {
+                    runtime.remember(&failure);
+                    runtime.poison_peers(op, &transfer, &peers, &failure);
+                }
+            }
+        }));
+    }
+
+    /// A region's bytes by themselves.
+    fn pack(&self, op: u64, from: &SharedBuffer, transfer: &Transfer) -> Outcome {
+        let failed = |error: OutOfMemory| Failure::new(FailureKind::Memory, self.me, op, error.to_string());
+        let mut packed = self.staging.allocate(transfer.bytes).map_err(|error| Arc::new(failed(error)))?;
+        let Transfer { region, holds, .. } = transfer;
+        copy_region(from, holds, &mut packed, region, region, transfer.item_bytes());
+        Ok(packed.freeze())
+    }
+
+    /// Tells some of the processes that get a region from this one that it will not come.
+    pub(super) fn poison_peers(
+        self: &Arc<Self>,
+        op: u64,
+        transfer: &Transfer,
+        peers: &[ProcessId],
+        failure: &Failure,
+    ) {
+        for peer in peers {
             self.with_router(|router| router.poison(*peer, (op, transfer.id), failure));
         }
     }
 
     fn fail_passage(self: &Arc<Self>, passage: &Passage, failure: &Arc<Failure>) {
         self.remember(failure);
-        self.poison_peers(passage.op, &passage.transfer, failure);
+        self.poison_peers(passage.op, &passage.transfer, &passage.transfer.peers, failure);
         for shard in &passage.shards {
             shard.end(Err(failure.clone()));
         }

@@ -8,15 +8,15 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
+use mpmd_transport::ProcessId;
 use mpmd_transport::memory::Reservation;
 use mpmd_transport::router::{Failure, FailureKind};
-use mpmd_transport::{ProcessId, SharedBuffer};
 
 use super::{Assembly, OpGuard, Passage, Promise, Runtime, Slot, Waiter};
 use crate::array::LocalShard;
 use crate::aval::{HostArray, ShapedArray};
 use crate::region::Region;
-use crate::reshard::{self, Delivery, ReshardError, contiguous_bytes, copy_region};
+use crate::reshard::{self, Delivery, ReshardError, contiguous_bytes};
 use crate::sharding::{Layout, Sharding};
 use crate::topology::DeviceId;
 
@@ -68,7 +68,9 @@ pub(super) struct Transfer {
     pub(super) term: usize,
     /// Never empty.
     pub(super) region: Region,
-    /// What the bytes that come are of: all that the origin has, or the region alone.
+    /// What the bytes that come are of: all that the origin has, or the region alone. Another process sends
+    /// all of its shard where it hands that over and the region is no run of it: the bytes are taken from
+    /// their place then, and nobody packs them.
     pub(super) holds: Region,
     /// Where the region's bytes are one run of those.
     run: Option<Range<usize>>,
@@ -145,7 +147,7 @@ impl PutPlan {
             Some((_, source)) => {
                 let part = reshard::plan(source, &layout, item, &runtime.topology)?.part_of(runtime.me);
                 let deliveries = part.deliveries.into_iter();
-                deliveries.map(|delivery| Transfer::new(delivery, source, &targets, item)).collect()
+                deliveries.map(|delivery| Transfer::new(runtime, delivery, source, &targets, item)).collect()
             }
         };
         let processes = runtime.topology.processes();
@@ -162,9 +164,16 @@ impl PutPlan {
         let one_memory = from.is_none_or(|(from, _)| from.memory_kind() == to.memory_kind());
         let mut bytes: usize = targets.iter().map(|target| target.region.elements() * item).sum();
         for transfer in &transfers {
-            // What is passed on, or packed, waits in a buffer of its own for those who get it.
-            let kept = matches!(transfer.origin, Origin::Process(_)) || transfer.run.is_none();
-            if kept && !transfer.peers.is_empty() {
+            // What is passed on, or packed, waits in a buffer of its own for those who get it, unless it is
+            // handed over.
+            let kept = match transfer.origin {
+                Origin::Process(from) => {
+                    let in_place = runtime.hands_over(from) && transfer.is_by_itself();
+                    !transfer.peers.is_empty() && !in_place
+                }
+                _ => transfer.run.is_none() && transfer.peers.iter().any(|peer| !runtime.hands_over(*peer)),
+            };
+            if kept {
                 bytes += transfer.bytes;
             }
             for at in &transfer.targets {
@@ -178,7 +187,7 @@ impl PutPlan {
                     transfer.term == 0 && contiguous_bytes(&target.region, &transfer.region, item).is_some();
                 let whole = target.pieces == [1] && target.region == transfer.region;
                 let here = !matches!(transfer.origin, Origin::Process(_));
-                let same = whole && transfer.holds == transfer.region && here && one_memory;
+                let same = whole && transfer.is_by_itself() && here && one_memory;
                 target.alias = same.then_some(transfer.origin);
             }
         }
@@ -276,11 +285,16 @@ impl Transfer {
         }
     }
 
-    fn new(delivery: Delivery, source: &Layout, targets: &[Target], item: usize) -> Self {
-        let Delivery { id, term, region, from, targets: devices, peers } = delivery;
+    fn new(runtime: &Runtime, delivery: Delivery, source: &Layout, targets: &[Target], item: usize) -> Self {
+        let Delivery { id, term, region, from, giver, targets: devices, peers } = delivery;
+        let shard = giver.and_then(|device| source.region_of(device));
         let (origin, holds) = match from {
-            reshard::Origin::Device(device) => (Origin::Device(device), source.region_of(device)),
-            reshard::Origin::Process(process) => (Origin::Process(process), None),
+            reshard::Origin::Device(device) => (Origin::Device(device), shard),
+            reshard::Origin::Process(process) => {
+                // As the giver finds it: what is a run of its shard is sent by itself.
+                let strided = |shard: &&Region| contiguous_bytes(shard, &region, item).is_none();
+                (Origin::Process(process), shard.filter(|_| runtime.hands_over(process)).filter(strided))
+            }
         };
         let holds = holds.unwrap_or(&region).clone();
         let place = |device| targets.iter().position(|target| target.device == device);
@@ -296,6 +310,16 @@ impl Transfer {
             peers,
         }
     }
+
+    /// Whether the bytes that come are the region alone.
+    pub(super) fn is_by_itself(&self) -> bool {
+        self.holds == self.region
+    }
+
+    /// Bytes of an element.
+    pub(super) fn item_bytes(&self) -> usize {
+        self.bytes / self.region.elements()
+    }
 }
 
 impl Start<'_> {
@@ -303,27 +327,21 @@ impl Start<'_> {
     fn send(&self, transfer: &Arc<Transfer>, device: DeviceId) {
         let Some(slot) = self.source.slot(device) else { return };
         let (runtime, op, guard) = (self.runtime.clone(), self.op, self.guard.clone());
-        let (transfer, item) = (transfer.clone(), self.plan.item_bytes());
+        let transfer = transfer.clone();
         slot.on_end(move |outcome| match (outcome, &transfer.run) {
-            (Err(failure), _) => runtime.poison_peers(op, &transfer, failure),
+            (Err(failure), _) => runtime.poison_peers(op, &transfer, &transfer.peers, failure),
             (Ok(buffer), Some(run)) => {
-                runtime.send_to_peers(op, &transfer, buffer.slice(run.clone()), &guard);
+                let bytes = buffer.slice(run.clone());
+                runtime.send_to_peers(op, &transfer, &transfer.peers, bytes, &guard);
             }
             (Ok(buffer), None) => {
-                let buffer = buffer.clone();
-                let mover = runtime.clone();
-                mover.move_data(Box::new(move || {
-                    let packed = pack(&runtime, op, &buffer, &transfer, item);
-                    // Before the operation can end: whoever waits for memory looks then.
-                    drop(buffer);
-                    match packed {
-                        Ok(packed) => runtime.send_to_peers(op, &transfer, packed, &guard),
-                        Err(failure) => {
-                            runtime.remember(&failure);
-                            runtime.poison_peers(op, &transfer, &failure);
-                        }
-                    }
-                }));
+                // Who is handed the shard takes the region from it, the others get it packed.
+                let hands_over = |peer: &ProcessId| runtime.hands_over(*peer);
+                let (takers, others): (Vec<_>, Vec<_>) = transfer.peers.iter().copied().partition(hands_over);
+                runtime.send_to_peers(op, &transfer, &takers, buffer.clone(), &guard);
+                if !others.is_empty() {
+                    runtime.send_packed(op, transfer, others, buffer.clone(), guard);
+                }
             }
         });
     }
@@ -407,7 +425,8 @@ impl Start<'_> {
                 } else {
                     Waiter::Piece(Box::new(Passage { op, from, transfer: transfer.clone(), shards, guard }))
                 };
-                let (key, bytes, now) = ((op, transfer.id), transfer.bytes as u64, runtime.now());
+                let bytes = transfer.holds.elements() * transfer.item_bytes();
+                let (key, bytes, now) = ((op, transfer.id), bytes as u64, runtime.now());
                 runtime.with_router(|router| router.expect(from, key, bytes, waiter, now));
             }
             (Origin::Host, Source::Host(host)) => {
@@ -455,22 +474,6 @@ impl Source<'_> {
     }
 }
 
-/// A region's bytes by themselves.
-fn pack(
-    runtime: &Runtime,
-    op: u64,
-    from: &SharedBuffer,
-    transfer: &Transfer,
-    item: usize,
-) -> Result<SharedBuffer, Arc<Failure>> {
-    let mut packed = runtime
-        .staging
-        .allocate(transfer.bytes)
-        .map_err(|error| Arc::new(Failure::new(FailureKind::Memory, runtime.me, op, error.to_string())))?;
-    copy_region(from, &transfer.holds, &mut packed, &transfer.region, &transfer.region, item);
-    Ok(packed.freeze())
-}
-
 /// A shard that is another one's memory.
 fn alias(runtime: &Arc<Runtime>, guard: &OpGuard, source: Option<&Slot>) -> Slot {
     let (promise, slot) = Slot::new();
@@ -498,11 +501,16 @@ impl fmt::Display for PutWhat {
 
 #[cfg(test)]
 mod tests {
+    use mpmd_transport::ProcessId;
+
+    use crate::Simulation;
     use crate::prelude::*;
+    use crate::sharding::Sharding;
+    use crate::topology::DeviceId;
 
     #[test]
     fn what_is_packed_counts_as_memory_and_what_is_sent_from_its_place_does_not() {
-        let results = crate::Simulation::new(2, 2).run(|p| {
+        let results = Simulation::new(2, 2).run(|p| {
             let mesh = p.mesh(&[("x", 2)])?;
             let (rows, columns) = (mesh.sharding(spec!["x"]), mesh.sharding(spec![None, "x"]));
             let x = p.make(f32s([8, 8]), &rows, |_, mut view| Ok(view.fill(1.0f32)?))?;
@@ -514,5 +522,77 @@ mod tests {
         for result in results {
             assert_eq!(result.unwrap(), (4 * (32 + 16), 4 * 64));
         }
+    }
+
+    /// Rows become columns, so that no piece is a run of its shard: peak bytes of what was packed or copied
+    /// on the way, and the bytes that the plan counts, by process.
+    fn staged(simulation: &Simulation) -> Vec<(u64, u64)> {
+        let results = simulation.run(|p| {
+            let mesh = p.mesh(&[("x", p.processes())])?;
+            let (rows, columns) = (mesh.sharding(spec!["x"]), mesh.sharding(spec![None, "x"]));
+            let x = p.make(f32s([12, 24]), &rows, |region, mut view| {
+                let (rows, columns) = (region.range(0), region.range(1));
+                let values = rows.flat_map(|i| columns.clone().map(move |j| (i * 24 + j) as f32));
+                view.as_mut_slice::<f32>()?.iter_mut().zip(values).for_each(|(to, value)| *to = value);
+                Ok(())
+            })?;
+            let bytes = p.put_plan("", &x, &columns, false).map(|plan| plan.bytes()).expect("it fits");
+            let y = p.device_put(&x, &columns)?;
+            for shard in y.addressable_shards()? {
+                let columns = shard.region.range(1);
+                let values = (0..12).flat_map(|i| columns.clone().map(move |j| (i * 24 + j) as f32));
+                assert_eq!(shard.data.to_vec::<f32>()?, values.collect::<Vec<_>>());
+                assert!(!shard.data.bytes().is_lent());
+            }
+            // Nobody looks before everybody has sent.
+            for process in 0..p.processes() as u32 {
+                p.agree(ProcessId(process), 0u8, || Ok(0))?;
+            }
+            Ok((p.runtime.staging.stats().peak, bytes))
+        });
+        results.into_iter().map(Result::unwrap).collect()
+    }
+
+    #[test]
+    fn what_is_handed_over_is_never_packed() {
+        let packing = staged(&Simulation::new(2, 2));
+        assert!(packing.iter().all(|(peak, bytes)| *peak > 0 && *bytes == 4 * (12 * 12 + 6 * 12)));
+        let shared = staged(&Simulation::new(2, 2).hands_over(&[0, 0]));
+        assert_eq!(shared, [(0, 4 * 12 * 12); 2]);
+        // Of three only two share memory: both of them pack for the third.
+        let mixed = staged(&Simulation::new(3, 3).hands_over(&[5, 5]));
+        assert!(mixed.iter().all(|(peak, bytes)| *peak > 0 && *bytes > 4 * 12 * 8), "{mixed:?}");
+        // Whole shards of others, and parts of them.
+        let four = staged(&Simulation::new(4, 4).hands_over(&[1; 4]));
+        assert_eq!(four, [(0, 4 * 12 * 6); 4]);
+    }
+
+    /// Parts that are no runs go to a host of two processes: each is handed the shard for one of them, and packs
+    /// what it passes on, as the other counts on the region alone.
+    #[test]
+    fn who_passes_a_part_of_a_shard_on_packs_it() {
+        let simulation = Simulation::new(3, 6).hands_over(&[0, 0, 0]).settings(|b| b.hosts(&[0, 1, 1]));
+        let results = simulation.run(|p| {
+            let x = p.make(f32s([8, 8]), &Sharding::single_device(DeviceId(0)), |_, mut view| {
+                let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
+                values.for_each(|(i, value)| *value = i as f32);
+                Ok(())
+            })?;
+            let mesh = p.mesh_of(&[("copies", 2), ("x", 2)], &[2, 3, 4, 5].map(DeviceId))?;
+            let y = p.device_put(&x, mesh.sharding(spec![None, "x"]))?;
+            let shards = if y.is_fully_remote() { Vec::new() } else { y.addressable_shards()? };
+            for shard in shards {
+                let columns = shard.region.range(1);
+                let values = (0..8).flat_map(|i| columns.clone().map(move |j| (i * 8 + j) as f32));
+                assert_eq!(shard.data.to_vec::<f32>()?, values.collect::<Vec<_>>());
+            }
+            for process in 0..3 {
+                p.agree(ProcessId(process), 0u8, || Ok(0))?;
+            }
+            Ok(p.runtime.staging.stats().peak)
+        });
+        let peaks: Vec<u64> = results.into_iter().map(Result::unwrap).collect();
+        assert_eq!(peaks[0], 0, "the giver packs nothing");
+        assert_eq!(peaks[1] + peaks[2], 2 * 8 * 4 * 4, "each half once");
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::memory::OwnedBuffer;
+use crate::memory::{Loan, OwnedBuffer, SharedBuffer};
 use crate::transport::{Fetch, FetchDone, Handler, Payload, TransportError};
 use crate::wire::{Header, Kind, ProcessId};
 
@@ -44,6 +44,9 @@ impl Delivery {
     }
 
     fn arrival(&self, handler: &dyn Handler, from: ProcessId, message: u64, header: Header) {
+        if header.kind == Kind::Data && self.core.hands_over(from, self.process) {
+            return self.lend(handler, from, message, header);
+        }
         if header.kind == Kind::Data && header.bytes > INLINE_BYTES {
             let waiting = Waiting {
                 core: self.core.clone(),
@@ -61,6 +64,16 @@ impl Delivery {
         handler.arrived(from, header, payload);
         self.core.end(from, message);
     }
+
+    fn lend(&self, handler: &dyn Handler, from: ProcessId, message: u64, header: Header) {
+        let Ok(payload) = self.core.deliver(from, message) else { return };
+        let loan = Lent { core: self.core.clone(), from, message, payload };
+        let is_empty = loan.bytes().is_empty();
+        let payload = SharedBuffer::lent(Box::new(loan));
+        // Without bytes nothing is lent: the message ends here.
+        handler.arrived(from, header, if is_empty { Payload::Empty } else { Payload::Lent(payload) });
+        self.core.kept(from, message);
+    }
 }
 
 impl Drop for Delivery {
@@ -72,6 +85,29 @@ impl Drop for Delivery {
         // First, so that nobody who saw the thread's end meets the handler alive.
         self.handler = None;
         self.core.ended(self.process);
+    }
+}
+
+/// A payload that stays with its sender; the message ends when this is dropped.
+struct Lent {
+    core: Arc<Core>,
+    from: ProcessId,
+    message: u64,
+    /// Held by itself: the memory stays where it is even if the sender is gone.
+    payload: Option<SharedBuffer>,
+}
+
+impl Loan for Lent {
+    fn bytes(&self) -> &[u8] {
+        self.payload.as_deref().unwrap_or_default()
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        // First: who hears that the message has ended may count on being the only holder.
+        self.payload = None;
+        self.core.end(self.from, self.message);
     }
 }
 

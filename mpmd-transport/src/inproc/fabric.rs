@@ -20,8 +20,8 @@ use super::Faults;
 /// How long a shutdown waits, beyond its deadline, for a handler call that is under way.
 const LAST_CALL: Duration = Duration::from_secs(1);
 
-/// What all endpoints share. One lock: never held while a handler runs, or while anything but payloads
-/// is dropped.
+/// What all endpoints share. One lock: never held while a handler runs, or while anything is dropped that
+/// is not this module's own: a payload may be memory that another of these processes has lent.
 pub(super) struct Core {
     faults: Faults,
     state: Mutex<State>,
@@ -65,8 +65,12 @@ struct Open {
     to: ProcessId,
     ticket: Ticket,
     payload: Option<SharedBuffer>,
-    /// Whether the receiver's handler has it in this moment.
+    /// Whether the receiver's handler has it in this moment, or has kept it.
     delivered: bool,
+    /// Whether the receiver has kept it on loan: for as long as it likes.
+    kept: bool,
+    /// Its payload is being dropped; then it is removed.
+    ending: bool,
 }
 
 /// Something for a delivery thread to do.
@@ -101,6 +105,12 @@ impl Core {
         self.changed.len()
     }
 
+    /// Whether two processes hand data over to each other.
+    pub(super) fn hands_over(&self, one: ProcessId, other: ProcessId) -> bool {
+        let host = |process: ProcessId| self.faults.hosts.get(process.index());
+        one != other && host(one).is_some() && host(one) == host(other)
+    }
+
     pub(super) fn post(
         &self,
         from: ProcessId,
@@ -118,8 +128,13 @@ impl Core {
             (Life::Alive, Life::Alive | Life::Closing) => None,
         };
         if let Some(error) = refused {
+            let message = state.next;
+            state.next += 1;
+            let open = Open { to, ticket, payload: None, delivered: false, kept: false, ending: true };
+            state.node(from).open.insert(message, open);
+            drop(state);
             drop(payload);
-            self.say_done(&mut state, from, ticket, Err(error));
+            self.remove(&mut self.state.lock(), from, message, Err(error));
             return;
         }
         let node = state.node(from);
@@ -127,7 +142,10 @@ impl Core {
         node.posted[to.index()] += 1;
         let due = Instant::now() + self.faults.delay_of(from, to, sequence);
         let message = state.next;
-        state.node(from).open.insert(message, Open { to, ticket, payload, delivered: false });
+        state
+            .node(from)
+            .open
+            .insert(message, Open { to, ticket, payload, delivered: false, kept: false, ending: false });
         self.push(&mut state, to, due, Event::Arrival { from, message, header });
     }
 
@@ -139,8 +157,8 @@ impl Core {
     ) -> Result<Option<SharedBuffer>, TransportError> {
         let mut state = self.state.lock();
         match state.node(from).open.get(&message) {
-            Some(open) => Ok(open.payload.clone()),
-            None => Err(gone(from, "the process ended before its payload was fetched")),
+            Some(open) if !open.ending => Ok(open.payload.clone()),
+            _ => Err(gone(from, "the process ended before its payload was fetched")),
         }
     }
 
@@ -156,14 +174,27 @@ impl Core {
         self.payload_of(from, message)
     }
 
+    /// The receiver's handler has returned and has kept what it was lent, where the message has not ended.
+    pub(super) fn kept(&self, from: ProcessId, message: u64) {
+        if let Some(open) = self.state.lock().node(from).open.get_mut(&message) {
+            open.kept = true;
+            // Whoever shuts down does not wait for it.
+            self.changed[from.index()].notify_all();
+        }
+    }
+
     /// Ends a message; does nothing where something else has ended it before.
     pub(super) fn end(&self, from: ProcessId, message: u64) {
-        let mut state = self.state.lock();
-        let Some(Open { ticket, payload, .. }) = state.node(from).open.remove(&message) else { return };
+        let payload = match self.state.lock().node(from).open.get_mut(&message) {
+            Some(open) if !open.ending => {
+                open.ending = true;
+                open.payload.take()
+            }
+            _ => return,
+        };
         // Who hears that it is done may count on being the only holder.
         drop(payload);
-        self.say_done(&mut state, from, ticket, Ok(()));
-        self.changed[from.index()].notify_all();
+        self.remove(&mut self.state.lock(), from, message, Ok(()));
     }
 
     /// Queues the copying of a payload on `on`'s thread; gives it back where that thread has ended.
@@ -190,7 +221,7 @@ impl Core {
             Life::Closing | Life::Closed => return,
         }
         let changed = &self.changed[process.index()];
-        while !state.node(process).open.is_empty() {
+        while state.node(process).open.values().any(|open| !open.kept || open.ending) {
             if changed.wait_until(&mut state, until).timed_out() {
                 break;
             }
@@ -229,9 +260,10 @@ impl Core {
             let node = state.node(other);
             if other == process {
                 node.queue.retain(|queued| !matches!(queued.event, Event::Arrival { .. } | Event::Down(..)));
-                ended.extend(node.open.drain().map(|(_, open)| {
+                ended.extend(node.open.iter_mut().map(|(message, open)| {
                     let error = own.clone().unwrap_or_else(|| gone(open.to, "this process was killed"));
-                    (other, open, error)
+                    open.ending = true;
+                    (other, *message, open.payload.take(), error)
                 }));
             } else {
                 node.queue.retain(
@@ -239,17 +271,31 @@ impl Core {
                 );
                 // In an orderly end, who has a message has it: its ticket ends as the handler returns.
                 let keeps = life == Life::Closed;
-                let lost = node.open.extract_if(|_, open| open.to == process && !(keeps && open.delivered));
-                ended.extend(lost.map(|(_, open)| (other, open, gone(process, why))));
+                let lost = node
+                    .open
+                    .iter_mut()
+                    .filter(|(_, open)| open.to == process && !open.ending && !(keeps && open.delivered));
+                ended.extend(lost.map(|(message, open)| {
+                    open.ending = true;
+                    (other, *message, open.payload.take(), gone(process, why))
+                }));
                 if matches!(node.life, Life::Alive | Life::Closing) {
                     self.push_now(&mut state, other, Event::Down(process, gone(process, why)));
                 }
             }
         }
-        for (sender, Open { ticket, payload, .. }, error) in ended {
+        drop(state);
+        for (sender, message, payload, error) in ended {
             drop(payload);
-            self.say_done(&mut state, sender, ticket, Err(error));
-            self.changed[sender.index()].notify_all();
+            self.remove(&mut self.state.lock(), sender, message, Err(error));
+        }
+    }
+
+    /// Forgets a message that has no payload any more, and ends its ticket.
+    fn remove(&self, state: &mut State, from: ProcessId, message: u64, result: Result<(), TransportError>) {
+        if let Some(Open { ticket, .. }) = state.node(from).open.remove(&message) {
+            self.say_done(state, from, ticket, result);
+            self.changed[from.index()].notify_all();
         }
     }
 
@@ -389,7 +435,8 @@ mod tests {
     use super::*;
 
     fn faults(seed: u64) -> Faults {
-        Faults { seed, delay: Some(Duration::from_millis(1)..=Duration::from_millis(3)) }
+        let delay = Some(Duration::from_millis(1)..=Duration::from_millis(3));
+        Faults { seed, delay, ..Faults::default() }
     }
 
     #[test]

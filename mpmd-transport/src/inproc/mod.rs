@@ -6,7 +6,8 @@
 //!
 //! Control payloads, and data of up to 16 KiB, arrive [inline](crate::Payload::Inline): as the very
 //! buffer that was posted. Larger data [waits](crate::Payload::Waiting) with its sender and is copied
-//! when it is fetched.
+//! when it is fetched. Between processes that [hand over](Faults::hosts) all data is
+//! [lent](crate::Payload::Lent) instead, as over shared memory.
 
 mod delivery;
 mod fabric;
@@ -85,6 +86,9 @@ pub struct Faults {
     /// Each message waits for a time from this range before it arrives; chosen by seed, sender,
     /// receiver and the number of the message between the two, and by nothing else.
     pub delay: Option<RangeInclusive<Duration>>,
+    /// Processes with the same number hand data over to each other, by process; those beyond its end do
+    /// not.
+    pub hosts: Vec<usize>,
 }
 
 /// One process's end of a [`Fabric`].
@@ -106,6 +110,10 @@ impl Transport for Inproc {
         self.core.processes()
     }
 
+    fn hands_over(&self, peer: ProcessId) -> bool {
+        self.core.hands_over(self.process, peer)
+    }
+
     /// # Panics
     ///
     /// Where it was called before, or after [`Transport::shutdown`], and where the system gives no thread.
@@ -120,8 +128,8 @@ impl Transport for Inproc {
         self.core.post(self.process, to, header, payload, ticket);
     }
 
-    /// Waits until receivers have taken what was posted. Where the deadline comes first, what they
-    /// have not taken is lost.
+    /// Waits until receivers have taken what was posted; what they have been lent they may keep. Where the
+    /// deadline comes first, what they have not taken is lost.
     fn shutdown(&self, deadline: Duration) {
         self.core.shutdown(self.process, deadline);
     }

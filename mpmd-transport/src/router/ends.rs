@@ -16,6 +16,9 @@ impl<C: Cargo> Router<C> {
             return;
         }
         peer.down = Some(why.to_owned());
+        if peer.hands_over {
+            self.actions.push(Action::Taken { by: process, op: u64::MAX });
+        }
         let in_order = peer.goodbye.as_ref().is_some_and(|goodbye| goodbye.failure.is_none());
         let expected = std::mem::take(&mut peer.expected);
         let ready: Vec<_> = peer.ready.drain().collect();
@@ -114,6 +117,10 @@ impl<C: Cargo> Router<C> {
         let failure = (!control.is_empty()).then(|| Arc::new(decode_failure(from, 0, control)));
         let peer = &mut self.peers[from.index()];
         peer.goodbye = Some(Goodbye { count: header.count, failure: failure.clone() });
+        if peer.hands_over {
+            // Whoever has left in order has taken everything.
+            self.actions.push(Action::Taken { by: from, op: u64::MAX });
+        }
         if let Some(failure) = failure {
             for (_, expected) in std::mem::take(&mut peer.expected) {
                 self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure.clone()) });
@@ -156,7 +163,10 @@ impl<C: Cargo> Router<C> {
             return;
         }
         self.failed = Some(failure.clone());
-        for peer in &mut self.peers {
+        for (process, peer) in self.peers.iter_mut().enumerate() {
+            if peer.hands_over {
+                self.actions.push(Action::Taken { by: ProcessId(process as u32), op: u64::MAX });
+            }
             for (_, expected) in std::mem::take(&mut peer.expected) {
                 self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure.clone()) });
             }

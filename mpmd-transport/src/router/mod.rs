@@ -17,9 +17,12 @@
 //! | up to [`EAGER_BYTES`], within credit | `Eager` with payload | delivered; credit returned |
 //! | up to [`EAGER_BYTES`], no credit left | `Offer` | `Grant`; then `Data` |
 //! | more | waits for the grant | `Grant`; then `Data` |
+//! | any, where memory is [handed over](Config::hands_over) | `Data` | delivered |
 //!
 //! A grant is sent only by a process that has issued the operation and reserved its memory, so nothing
-//! a lower operation needs is ever held by a higher one.
+//! a lower operation needs is ever held by a higher one. A piece that is handed over costs its receiver
+//! nothing, so it needs no grant; it stays the sender's memory. The receiver says from time to time up to which
+//! operation it has taken what it was handed, so that a sender knows how far it is ahead.
 
 mod dispute;
 mod ends;
@@ -46,6 +49,9 @@ pub const EAGER_BYTES: u64 = 16 << 10;
 
 /// Bytes of eager pieces that a sender may have unclaimed at one receiver.
 pub const EAGER_CREDIT: u64 = 1 << 20;
+
+/// So many pieces that were handed over and taken are told of at once, fewer when time passes.
+const TOLD_AT_ONCE: u32 = 16;
 
 /// Stands for the size of a piece whose receiver cannot know it.
 const ANY_SIZE: u64 = u64::MAX;
@@ -77,6 +83,9 @@ pub struct Config {
     pub patience: Duration,
     /// Time between heartbeats.
     pub heartbeat: Duration,
+    /// By process, whether pieces go to it and come from it as memory that stays where it is
+    /// ([`Transport::hands_over`](crate::Transport::hands_over)). To those beyond the end they do not.
+    pub hands_over: Vec<bool>,
 }
 
 /// What the driver has to do.
@@ -105,6 +114,13 @@ pub enum Action<C: Cargo> {
         op: u64,
         /// About which piece of it.
         piece: u64,
+    },
+    /// A peer has taken all that it was handed over up to this operation, or never will take any of it.
+    Taken {
+        /// The peer.
+        by: ProcessId,
+        /// The last of the operations.
+        op: u64,
     },
     /// Drop what was to be sent: nobody is there to receive it.
     Discard(C::Outgoing),
@@ -164,7 +180,12 @@ impl<C: Cargo> Router<C> {
     /// A router that has issued nothing.
     pub fn new(config: Config) -> Self {
         Self {
-            peers: (0..config.processes).map(|_| Peer::default()).collect(),
+            peers: (0..config.processes)
+                .map(|process| Peer {
+                    hands_over: config.hands_over.get(process).copied().unwrap_or(false),
+                    ..Peer::default()
+                })
+                .collect(),
             config,
             history: History::default(),
             parked: BTreeMap::new(),
@@ -230,7 +251,7 @@ impl<C: Cargo> Router<C> {
 
     /// An issued operation waits for a piece of `bytes` from `from`.
     ///
-    /// The memory for it must be reserved: the grant goes out now.
+    /// The memory for it must be reserved: the grant goes out now, unless it is handed over.
     pub fn expect(
         &mut self,
         from: ProcessId,
@@ -261,7 +282,9 @@ impl<C: Cargo> Router<C> {
             Some(Early::Cargo(header, incoming)) => self.deliver(from, header, incoming, now),
             Some(Early::Poison(failure)) => self.poisoned(from, key, failure),
             Some(Early::Offered) => self.grant(from, key, bytes),
-            None if bytes > EAGER_BYTES && bytes != ANY_SIZE => self.grant(from, key, bytes),
+            None if bytes > EAGER_BYTES && bytes != ANY_SIZE && !self.peers[from.index()].hands_over => {
+                self.grant(from, key, bytes);
+            }
             None => {}
         }
         let beyond = self.peers[from.index()].goodbye.as_ref().is_some_and(|goodbye| op > goodbye.count);
@@ -282,8 +305,10 @@ impl<C: Cargo> Router<C> {
         now: Duration,
     ) {
         self.expect(from, key, ANY_SIZE, waiter, now);
+        let peer = &self.peers[from.index()];
         if likely > EAGER_BYTES
-            && self.peers[from.index()].expected.get(&key).is_some_and(|expected| !expected.granted)
+            && !peer.hands_over
+            && peer.expected.get(&key).is_some_and(|expected| !expected.granted)
         {
             self.grant(from, key, likely);
         }
@@ -312,7 +337,7 @@ impl<C: Cargo> Router<C> {
             self.actions.push(Action::Discard(cargo));
             return;
         }
-        if peer.granted.remove(&key).is_some() {
+        if peer.hands_over || peer.granted.remove(&key).is_some() {
             self.post_piece(Kind::Data, to, key, bytes, Body::Cargo(cargo));
             return;
         }
@@ -364,7 +389,11 @@ impl<C: Cargo> Router<C> {
             }
             Kind::Credit => {
                 let peer = &mut self.peers[from.index()];
-                peer.credit = peer.credit.saturating_add(header.count).min(EAGER_CREDIT);
+                if peer.hands_over {
+                    self.actions.push(Action::Taken { by: from, op: header.op });
+                } else {
+                    peer.credit = peer.credit.saturating_add(header.count).min(EAGER_CREDIT);
+                }
             }
             Kind::Probe => self.probed(from, header, now),
             Kind::Answer => self.answered(from, control),
@@ -434,6 +463,12 @@ impl<C: Cargo> Router<C> {
                 let header = Header { count, ..self.header(Kind::Credit) };
                 self.actions.push(Action::Post { to: from, header, body: Body::Empty });
             }
+        } else if peer.hands_over {
+            peer.last_taken = peer.last_taken.max(header.op);
+            peer.untold += 1;
+            if peer.untold >= TOLD_AT_ONCE {
+                self.tell_taken(from);
+            }
         }
         if expected.bytes == header.bytes || expected.bytes == ANY_SIZE {
             self.actions.push(Action::Deliver { waiter: expected.waiter, result: Ok(incoming) });
@@ -446,6 +481,29 @@ impl<C: Cargo> Router<C> {
             let failure = Arc::new(Failure::new(FailureKind::Transport, from, header.op, message));
             self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure) });
             self.dispute(from, header.op, now);
+        }
+    }
+
+    /// Tells a peer up to which operation all that it has handed over was taken, where that is news.
+    pub(super) fn tell_taken(&mut self, to: ProcessId) {
+        let peer = &self.peers[to.index()];
+        if peer.last_taken <= peer.told || !peer.is_reachable() {
+            return;
+        }
+        let awaited = peer.expected.keys().next().map(|key| key.0);
+        let here = |((from, key), early): (&(ProcessId, PieceKey), &Early<C>)| {
+            (*from == to && matches!(early, Early::Cargo(..))).then_some(key.0)
+        };
+        let early = self.early.iter().filter_map(here).min();
+        let first = awaited.into_iter().chain(early).min();
+        let op = first.map_or(peer.last_taken, |first| peer.last_taken.min(first.saturating_sub(1)));
+        let news = op > peer.told;
+        let peer = &mut self.peers[to.index()];
+        peer.untold = 0;
+        if news {
+            peer.told = op;
+            let header = Header { op, ..self.header(Kind::Credit) };
+            self.actions.push(Action::Post { to, header, body: Body::Empty });
         }
     }
 

@@ -39,6 +39,14 @@ pub(super) struct Peer<C: Cargo> {
     /// Why it is gone, where it is.
     pub(super) down: Option<String>,
     pub(super) goodbye: Option<Goodbye>,
+    /// Whether pieces go to it, and come from it, as memory that stays where it is.
+    pub(super) hands_over: bool,
+    /// The last operation of which a piece that it handed over was taken here.
+    pub(super) last_taken: u64,
+    /// The operation up to which it knows that all was taken.
+    pub(super) told: u64,
+    /// Pieces taken since it was told last.
+    pub(super) untold: u32,
     pub(super) heard: Duration,
     /// Eager bytes that may still be sent to it.
     pub(super) credit: u64,
@@ -63,6 +71,10 @@ impl<C: Cargo> Default for Peer<C> {
         Self {
             down: None,
             goodbye: None,
+            hands_over: false,
+            last_taken: 0,
+            told: 0,
+            untold: 0,
             heard: Duration::ZERO,
             credit: EAGER_CREDIT,
             owed: 0,

@@ -2,6 +2,8 @@
 
 use super::*;
 
+mod handing_over;
+
 struct Bytes;
 
 impl Cargo for Bytes {
@@ -40,6 +42,8 @@ struct Job {
     discarded: usize,
     /// Who has been found silent, and by whom: finder first.
     silent: Vec<(usize, usize)>,
+    /// Up to which operation a process has taken what another has handed over: giver first.
+    taken: HashMap<(usize, usize), u64>,
     seeded: Seeded,
     /// Milliseconds.
     now: u64,
@@ -60,6 +64,16 @@ fn body(key: PieceKey, bytes: u64) -> Vec<u8> {
 
 impl Job {
     fn new(processes: usize, seed: u64, max_delay: u64) -> Self {
+        Self::handing_over(processes, seed, max_delay, |_, _| false)
+    }
+
+    /// A job in which some pairs hand memory over.
+    fn handing_over(
+        processes: usize,
+        seed: u64,
+        max_delay: u64,
+        pairs: impl Fn(usize, usize) -> bool,
+    ) -> Self {
         let router = |process| {
             Router::new(Config {
                 process: ProcessId(process as u32),
@@ -67,6 +81,7 @@ impl Job {
                 epoch: 1,
                 patience: at(60_000),
                 heartbeat: at(500),
+                hands_over: (0..processes).map(|peer| peer != process && pairs(process, peer)).collect(),
             })
         };
         Self {
@@ -77,6 +92,7 @@ impl Job {
             reports: Vec::new(),
             discarded: 0,
             silent: Vec::new(),
+            taken: HashMap::new(),
             seeded: Seeded(seed),
             now: 0,
             max_delay,
@@ -123,6 +139,10 @@ impl Job {
                     self.act(process);
                 }
                 Action::HangReport(text) => self.reports.push(text),
+                Action::Taken { by, op } => {
+                    let before = self.taken.insert((process, by.index()), op);
+                    assert!(before.is_none_or(|before| before <= op), "{before:?} before {op}");
+                }
                 Action::Discard(_) => self.discarded += 1,
                 Action::PeerLost(_) | Action::Failed(_) => {}
                 Action::Silent { peer, .. } => self.silent.push((process, peer.index())),
@@ -189,7 +209,10 @@ fn every_piece_arrives_whatever_the_delays_and_the_pace() {
         let mut seeded = Seeded(seed);
         let processes = 2 + seeded.next(7) as usize;
         let program = program(processes, 40, &mut seeded);
-        let mut job = Job::new(processes, seed, seeded.next(40));
+        // No pair hands over, some do, or all.
+        let among = [0, 2, 8][seed as usize % 3];
+        let pairs = |a: usize, b: usize| a.max(b) < among || (among == 2 && (a + b).is_multiple_of(2));
+        let mut job = Job::handing_over(processes, seed, seeded.next(40), pairs);
         // Data gets ready in any order after its operation was issued.
         let mut unready: Vec<(usize, usize, PieceKey, u64)> = Vec::new();
         let mut next = vec![0; processes];
@@ -221,6 +244,13 @@ fn every_piece_arrives_whatever_the_delays_and_the_pace() {
                 let key = (index as u64 + 1, piece as u64);
                 let outcome = job.outcomes.get(&(*to, key)).unwrap_or_else(|| panic!("seed {seed}: {key:?}"));
                 assert_eq!(outcome.as_ref().expect("delivered"), &body(key, *bytes), "seed {seed}");
+            }
+        }
+        // Everybody knows that all it has handed over was taken.
+        for (index, moves) in program.iter().enumerate() {
+            for (from, to, _) in moves.iter().filter(|(from, to, _)| pairs(*from, *to)) {
+                let taken = job.taken.get(&(*from, *to)).copied().unwrap_or(0);
+                assert!(taken > index as u64, "seed {seed}: {taken} of {}, {from} to {to}", index + 1);
             }
         }
         assert!(job.routers.iter().all(|router| router.failed().is_none()));

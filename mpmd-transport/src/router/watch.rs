@@ -48,6 +48,7 @@ impl<C: Cargo> Router<C> {
         }
         for process in self.others() {
             self.watch_waits_for(process, now);
+            self.tell_taken(process);
         }
     }
 

@@ -21,10 +21,19 @@ pub(crate) const EPOCH: u64 = 3;
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Kind {
     Inproc,
+    /// Which hands over what it can.
+    InprocLends,
     Shm,
     Tcp,
     #[cfg(feature = "ucx")]
     Ucx,
+}
+
+impl Kind {
+    /// Whether data comes as its sender's memory, which outlives the sender.
+    pub(crate) fn lends(self) -> bool {
+        matches!(self, Self::InprocLends | Self::Shm)
+    }
 }
 
 pub(crate) struct Cluster {
@@ -49,6 +58,7 @@ impl Cluster {
     pub(crate) fn not_started(kind: Kind, processes: usize, manner: Manner) -> Self {
         match kind {
             Kind::Inproc => Self::inproc(processes, Faults::default(), manner),
+            Kind::InprocLends => Self::inproc(processes, lending(processes), manner),
             _ => Self::of(None, connected(kind, processes), manner),
         }
     }
@@ -169,11 +179,17 @@ impl Drop for Cluster {
     }
 }
 
+/// No faults, and everybody on one host.
+fn lending(processes: usize) -> Faults {
+    Faults { hosts: vec![0; processes], ..Faults::default() }
+}
+
 /// `processes` connected transports of a kind, not started.
 pub(crate) fn connected(kind: Kind, processes: usize) -> Vec<Arc<dyn Transport>> {
     match kind {
-        Kind::Inproc => {
-            let fabric = Fabric::new(processes, Faults::default());
+        Kind::Inproc | Kind::InprocLends => {
+            let faults = if kind.lends() { lending(processes) } else { Faults::default() };
+            let fabric = Fabric::new(processes, faults);
             (0..processes).map(|process| fabric.endpoint(id(process)) as _).collect()
         }
         Kind::Shm => connect_shm(processes).into_iter().map(|shm| shm as _).collect(),

@@ -1,10 +1,14 @@
 //! What only `inproc` can do: delay by seed, and kill.
 
+use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use mpmd_transport::inproc::Faults;
-use mpmd_transport::{Kind as MessageKind, ProcessId};
+use mpmd_transport::inproc::{Fabric, Faults};
+use mpmd_transport::{
+    Handler, Header, Kind as MessageKind, Payload, ProcessId, SharedBuffer, Ticket, Transport, TransportError,
+};
+use parking_lot::{Condvar, Mutex};
 
 use crate::cluster::{Cluster, id, is_gone};
 use crate::recorder::Manner;
@@ -14,7 +18,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 /// Delays far enough apart that the order on the way decides, not the machine.
 fn faults(seed: u64) -> Faults {
-    Faults { seed, delay: Some(Duration::from_millis(100)..=Duration::from_secs(1)) }
+    let delay = Some(Duration::from_millis(100)..=Duration::from_secs(1));
+    Faults { seed, delay, ..Faults::default() }
 }
 
 /// Three messages in the order in which they arrive.
@@ -44,7 +49,8 @@ fn delayed_messages_overtake_each_other_by_seed() {
 #[test]
 fn a_killed_process_loses_what_is_under_way() {
     within(LIMIT, || {
-        let faults = Faults { seed: 1, delay: Some(Duration::from_secs(20)..=Duration::from_secs(20)) };
+        let delay = Some(Duration::from_secs(20)..=Duration::from_secs(20));
+        let faults = Faults { seed: 1, delay, ..Faults::default() };
         let mut cluster = Cluster::inproc(3, faults, Manner::Fetch);
         for process in 0..3 {
             cluster.start(process);
@@ -66,23 +72,97 @@ fn a_killed_process_loses_what_is_under_way() {
 #[test]
 fn handlers_are_never_called_on_the_posters_thread() {
     within(LIMIT, || {
-        let fabric = mpmd_transport::inproc::Fabric::new(2, Faults::default());
+        let fabric = Fabric::new(2, Faults::default());
         let (told, hears) = channel();
         for process in 0..2 {
             let handler = Names { told: told.clone() };
-            mpmd_transport::Transport::start(
-                &*fabric.endpoint(ProcessId(process)),
-                std::sync::Arc::new(handler),
-            );
+            fabric.endpoint(ProcessId(process)).start(Arc::new(handler));
         }
-        let header = mpmd_transport::Header::new(MessageKind::Heartbeat);
+        let header = Header::new(MessageKind::Heartbeat);
         let endpoint = fabric.endpoint(ProcessId(0));
-        mpmd_transport::Transport::post(&*endpoint, ProcessId(1), header, None, mpmd_transport::Ticket(1));
+        endpoint.post(ProcessId(1), header, None, Ticket(1));
         let mut heard: Vec<String> =
             (0..2).map(|_| hears.recv_timeout(Duration::from_secs(20)).unwrap()).collect();
         heard.sort();
         assert_eq!(heard, ["mpmd-inproc-0", "mpmd-inproc-1"]);
     });
+}
+
+/// A process passes on what it was lent: the first has it back once both others have dropped it.
+#[test]
+fn what_is_passed_on_goes_back_when_the_last_borrower_drops_it() {
+    within(LIMIT, || {
+        for order in [[1, 2], [2, 1]] {
+            let fabric = Fabric::new(3, Faults { hosts: vec![0; 3], ..Faults::default() });
+            let ends: Vec<_> = (0..3).map(|_| Arc::new(Borrower::default())).collect();
+            for (process, end) in ends.iter().enumerate() {
+                fabric.endpoint(id(process)).start(end.clone());
+            }
+            assert!(fabric.endpoint(id(0)).hands_over(id(1)) && !fabric.endpoint(id(1)).hands_over(id(1)));
+            let payload = SharedBuffer::from(vec![7; 100_000]);
+            let place = payload.as_ptr();
+            let header = Header { bytes: 100_000, ..Header::new(MessageKind::Data) };
+            fabric.endpoint(id(0)).post(id(1), header, Some(payload), Ticket(1));
+            let lent = ends[1].borrowed();
+            fabric.endpoint(id(1)).post(id(2), header, Some(lent.clone()), Ticket(2));
+            let mut held = [None, Some(lent), Some(ends[2].borrowed())];
+            for lent in held.iter().flatten() {
+                assert!(lent.is_lent() && lent.as_ptr() == place, "nothing was copied");
+            }
+            held[order[0]] = None;
+            if order[0] == 2 {
+                assert_eq!(ends[1].done(), Ticket(2));
+            }
+            assert!(ends[0].told.lock().is_empty(), "somebody still has it");
+            assert_eq!(held[order[1]].as_deref().map(|bytes| bytes[99_999]), Some(7));
+            held[order[1]] = None;
+            assert_eq!(ends[0].done(), Ticket(1));
+        }
+    });
+}
+
+/// Keeps what it is lent, and notes what has ended.
+#[derive(Default)]
+struct Borrower {
+    lent: Mutex<Vec<SharedBuffer>>,
+    told: Mutex<Vec<Ticket>>,
+    changed: Condvar,
+}
+
+impl Borrower {
+    fn borrowed(&self) -> SharedBuffer {
+        self.next(&self.lent)
+    }
+
+    fn done(&self) -> Ticket {
+        self.next(&self.told)
+    }
+
+    fn next<T>(&self, of: &Mutex<Vec<T>>) -> T {
+        let mut of = of.lock();
+        loop {
+            match of.pop() {
+                Some(next) => return next,
+                None => _ = self.changed.wait_for(&mut of, Duration::from_millis(5)),
+            }
+        }
+    }
+}
+
+impl Handler for Borrower {
+    fn arrived(&self, _: ProcessId, _: Header, payload: Payload) {
+        let Payload::Lent(bytes) = payload else { panic!("data is lent") };
+        self.lent.lock().push(bytes);
+        self.changed.notify_all();
+    }
+
+    fn done(&self, ticket: Ticket, result: Result<(), TransportError>) {
+        assert_eq!(result, Ok(()));
+        self.told.lock().push(ticket);
+        self.changed.notify_all();
+    }
+
+    fn peer_down(&self, _: ProcessId, _: TransportError) {}
 }
 
 /// Tells the name of the thread it is called on.
@@ -96,14 +176,14 @@ impl Names {
     }
 }
 
-impl mpmd_transport::Handler for Names {
-    fn arrived(&self, _: ProcessId, _: mpmd_transport::Header, _: mpmd_transport::Payload) {
+impl Handler for Names {
+    fn arrived(&self, _: ProcessId, _: Header, _: Payload) {
         self.tell();
     }
 
-    fn done(&self, _: mpmd_transport::Ticket, _: Result<(), mpmd_transport::TransportError>) {
+    fn done(&self, _: Ticket, _: Result<(), TransportError>) {
         self.tell();
     }
 
-    fn peer_down(&self, _: ProcessId, _: mpmd_transport::TransportError) {}
+    fn peer_down(&self, _: ProcessId, _: TransportError) {}
 }

@@ -4,10 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use mpmd_transport::transport::{Fetch, FetchDone};
-use mpmd_transport::{
-    Handler, Header, OwnedBuffer, Payload, Pool, ProcessId, SharedBuffer, Ticket, TransportError,
-};
+use mpmd_transport::transport::Fetch;
+use mpmd_transport::{Handler, Header, Payload, Pool, ProcessId, SharedBuffer, Ticket, TransportError};
 use parking_lot::{Condvar, Mutex};
 
 use crate::cluster::pattern_is_intact;
@@ -37,13 +35,28 @@ pub(crate) struct Seen {
     /// Messages whose payload is complete, in order of completion.
     pub(crate) complete: Vec<Arrived>,
     /// Payloads that wait, by the manner [`Manner::Hold`].
-    pub(crate) held: Vec<(ProcessId, Header, Box<dyn Fetch>)>,
+    pub(crate) held: Vec<(ProcessId, Header, Held)>,
     pub(crate) discarded: usize,
     pub(crate) lost: Vec<TransportError>,
     pub(crate) done: BTreeMap<Ticket, Vec<Result<(), TransportError>>>,
     pub(crate) down: Vec<(ProcessId, TransportError)>,
     /// All of the above in the order it was heard.
     pub(crate) log: Vec<&'static str>,
+}
+
+/// A payload that nobody has looked at yet.
+pub(crate) enum Held {
+    Waiting(Box<dyn Fetch>),
+    Lent(SharedBuffer),
+}
+
+impl Held {
+    pub(crate) fn bytes(&self) -> u64 {
+        match self {
+            Self::Waiting(fetch) => fetch.bytes(),
+            Self::Lent(bytes) => bytes.len() as u64,
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -108,11 +121,11 @@ impl Recorder {
         look(&self.seen.lock())
     }
 
-    /// Fetches all that is held.
+    /// Reads all that is held.
     pub(crate) fn release(&self) {
         let held = std::mem::take(&mut self.seen.lock().held);
-        for (from, header, fetch) in held {
-            self.fetch(from, header, fetch);
+        for (from, header, payload) in held {
+            self.take(from, header, payload);
         }
     }
 
@@ -122,18 +135,10 @@ impl Recorder {
         drop(held);
     }
 
-    fn decide(&self, from: ProcessId, header: Header, fetch: Box<dyn Fetch>) {
-        assert_eq!(fetch.bytes(), header.bytes);
-        let manner = self.seen.lock().manner;
-        match manner {
-            Some(Manner::Hold) => {
-                self.note("held", |seen| seen.held.push((from, header, fetch)));
-            }
-            Some(Manner::Discard) => {
-                drop(fetch);
-                self.note("discarded", |seen| seen.discarded += 1);
-            }
-            _ => self.fetch(from, header, fetch),
+    fn take(&self, from: ProcessId, header: Header, payload: Held) {
+        match payload {
+            Held::Waiting(fetch) => self.fetch(from, header, fetch),
+            Held::Lent(bytes) => self.complete(from, header, &bytes),
         }
     }
 
@@ -157,6 +162,20 @@ impl Recorder {
         self.note("complete", |seen| seen.complete.push(Arrived { from, header, intact }));
     }
 
+    /// A payload that need not be looked at yet.
+    fn waits(&self, from: ProcessId, header: Header, payload: Held) {
+        assert_eq!(payload.bytes(), header.bytes);
+        let manner = self.seen.lock().manner;
+        match manner {
+            Some(Manner::Hold) => self.note("held", |seen| seen.held.push((from, header, payload))),
+            Some(Manner::Discard) => {
+                drop(payload);
+                self.note("discarded", |seen| seen.discarded += 1);
+            }
+            _ => self.take(from, header, payload),
+        }
+    }
+
     fn note(&self, what: &'static str, change: impl FnOnce(&mut Seen)) {
         let mut seen = self.seen.lock();
         change(&mut seen);
@@ -165,27 +184,13 @@ impl Recorder {
     }
 }
 
-/// Memory of a sender's, which a test may copy or drop as it does with payloads that wait.
-pub(crate) struct InPlace(pub(crate) SharedBuffer);
-
-impl Fetch for InPlace {
-    fn bytes(&self) -> u64 {
-        self.0.len() as u64
-    }
-
-    fn fetch(self: Box<Self>, mut into: OwnedBuffer, then: FetchDone) {
-        into.copy_from_slice(&self.0);
-        then(Ok(into));
-    }
-}
-
 impl Handler for Recorder {
     fn arrived(&self, from: ProcessId, header: Header, payload: Payload) {
         match payload {
             Payload::Empty => self.complete(from, header, &[]),
             Payload::Inline(bytes) => self.complete(from, header, &bytes),
-            Payload::Lent(bytes) => self.decide(from, header, Box::new(InPlace(bytes))),
-            Payload::Waiting(fetch) => self.decide(from, header, fetch),
+            Payload::Lent(bytes) => self.waits(from, header, Held::Lent(bytes)),
+            Payload::Waiting(fetch) => self.waits(from, header, Held::Waiting(fetch)),
         }
     }
 

@@ -114,7 +114,7 @@ fn leaks() {
 #[cfg(feature = "ucx")]
 fn passes_over_ucx_by(ways: &str) {
     let mut command = Command::new(this_program());
-    command.args(["over_ucx::", "copied_ucx::", "--test-threads=2"]).env("UCX_TLS", ways);
+    command.args(["over_ucx::", "huge_over_ucx::", "--test-threads=2"]).env("UCX_TLS", ways);
     let ended = run(command);
     assert_eq!(ended.code, Some(0), "a check failed, or all took more than {LIMIT:?}:\n{}", ended.said);
     assert!(!ended.said.contains(" 0 passed"), "no check has run:\n{}", ended.said);

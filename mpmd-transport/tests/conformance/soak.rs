@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use mpmd_transport::transport::Fetch;
+use mpmd_transport::transport::{Fetch, FetchDone};
 use mpmd_transport::{
     Handler, Header, Kind as MessageKind, OwnedBuffer, Payload, Pool, ProcessId, SharedBuffer, Ticket,
     TransportError,
@@ -13,7 +13,6 @@ use mpmd_transport::{
 use parking_lot::{Condvar, Mutex};
 
 use crate::cluster::{Kind, connected, id, pattern, pattern_is_intact};
-use crate::recorder::InPlace;
 
 const MESSAGES: u64 = 1000;
 
@@ -261,7 +260,7 @@ impl Handler for End {
         seen.arrived += 1;
         match payload {
             Payload::Empty => seen.note(header.bytes == 0),
-            Payload::Lent(bytes) => seen.held.push((from, header, Box::new(InPlace(bytes)))),
+            Payload::Lent(bytes) => seen.held.push((from, header, Box::new(OnLoan(bytes)))),
             Payload::Inline(bytes) => {
                 let looks = seen.random.below(3) > 0;
                 seen.note(!looks || pattern_is_intact(from, &header, &bytes));
@@ -282,6 +281,21 @@ impl Handler for End {
     }
 
     fn peer_down(&self, _: ProcessId, _: TransportError) {}
+}
+
+/// Lent bytes that are kept for a while, and copied or dropped like those that wait.
+struct OnLoan(SharedBuffer);
+
+impl Fetch for OnLoan {
+    fn bytes(&self) -> u64 {
+        self.0.len() as u64
+    }
+
+    fn fetch(self: Box<Self>, mut into: OwnedBuffer, then: FetchDone) {
+        into.copy_from_slice(&self.0);
+        drop(self);
+        then(Ok(into));
+    }
 }
 
 /// Splitmix64.

@@ -1,0 +1,24 @@
+//! The tests of values, memory and failures once more, with processes that hand arrays over to each other
+//! instead of copying them: nothing else may be different.
+
+#![allow(
+    clippy::duplicate_mod,
+    reason = "each of these files is a test program by itself, with helpers of its own"
+)]
+
+#[path = "collectives.rs"]
+mod collectives;
+#[path = "failures.rs"]
+mod failures;
+#[path = "partial_sums.rs"]
+mod partial_sums;
+#[path = "random_programs.rs"]
+mod random_programs;
+#[path = "random_puts.rs"]
+mod random_puts;
+#[path = "relays.rs"]
+mod relays;
+#[path = "resources.rs"]
+mod resources;
+#[path = "routing.rs"]
+mod routing;

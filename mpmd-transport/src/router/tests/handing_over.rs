@@ -1,0 +1,130 @@
+//! Between processes that hand memory over: no credit, no grant, and word of what was taken.
+
+use super::*;
+
+/// Messages of a kind on their way.
+fn flying(job: &Job, kind: Kind) -> usize {
+    job.flying.iter().filter(|message| message.header.kind == kind).count()
+}
+
+#[test]
+fn what_is_handed_over_goes_at_once_whatever_its_size_and_waits_for_its_operation() {
+    let mut job = Job::handing_over(3, 1, 0, |a, b| a + b == 1);
+    let sizes = [0, 10, EAGER_BYTES + 1, 10 << 20, 3 * EAGER_CREDIT];
+    for process in [0, 2] {
+        for (hash, _) in sizes.iter().enumerate() {
+            job.issue(process, hash as u128, "op");
+        }
+    }
+    for (op, bytes) in (1..).zip(sizes) {
+        job.offer(0, 1, (op, 0), bytes);
+    }
+    assert_eq!((flying(&job, Kind::Data), job.flying.len()), (sizes.len(), sizes.len()));
+    // Between others nothing is new.
+    job.offer(0, 2, (3, 1), EAGER_BYTES + 1);
+    assert_eq!(job.flying.len(), sizes.len());
+    job.run(5);
+    for (op, bytes) in (1..).zip(sizes) {
+        job.issue(1, op as u128 - 1, "op");
+        job.expect(1, 0, (op, 0), bytes);
+        assert_eq!(job.outcomes[&(1, (op, 0))].as_ref().unwrap(), &body((op, 0), bytes));
+    }
+    // What is expected first is not asked for either.
+    job.expect(1, 0, (5, 1), 1 << 20);
+    let now = at(job.now);
+    job.routers[1].expect_any_size(ProcessId(0), (5, 2), 1 << 20, (5, 2), now);
+    job.routers[1].decline(ProcessId(0), (5, 3), (5, 3), now);
+    job.act(1);
+    assert_eq!(flying(&job, Kind::Grant), 0);
+    job.offer(0, 1, (5, 1), 1 << 20);
+    for (piece, bytes) in [(2, 5), (3, 1 << 20)] {
+        job.routers[0].announce(ProcessId(1), (5, piece), bytes, body((5, piece), bytes));
+    }
+    job.act(0);
+    assert_eq!((flying(&job, Kind::Data), flying(&job, Kind::Offer)), (3, 0));
+    job.run(5);
+    for piece in 1..4 {
+        assert!(job.outcomes[&(1, (5, piece))].is_ok(), "piece {piece}");
+    }
+}
+
+#[test]
+fn a_giver_hears_what_was_taken_soon_and_never_of_what_was_not() {
+    let mut job = Job::handing_over(2, 1, 0, |_, _| true);
+    for process in 0..2 {
+        for op in 1..=200 {
+            job.issue(process, op, "op");
+        }
+    }
+    for op in (1..=200u64).filter(|op| *op != 90) {
+        job.expect(1, 0, (op, 0), 100);
+        job.offer(0, 1, (op, 0), 100);
+    }
+    job.expect(1, 0, (90, 0), 100);
+    job.run(1);
+    assert_eq!(flying(&job, Kind::Credit), 0, "all have arrived");
+    let taken = |job: &Job| job.taken.get(&(0, 1)).copied();
+    job.run(100);
+    assert_eq!(taken(&job), Some(89), "as far as nothing is missing");
+    job.offer(0, 1, (90, 0), 100);
+    job.run(100);
+    assert_eq!(taken(&job), Some(200));
+    // Many are told of without waiting for the time to pass.
+    for op in 201..=264 {
+        job.issue(0, op, "op");
+        job.issue(1, op, "op");
+        job.expect(1, 0, (op as u64, 0), 100);
+        job.offer(0, 1, (op as u64, 0), 100);
+    }
+    let now = job.now;
+    job.run(2);
+    assert!(taken(&job) > Some(200) && job.now < now + 50, "{:?}", taken(&job));
+    // Here and not asked for is not taken; who leaves takes nothing more.
+    job.issue(0, 265, "op");
+    job.offer(0, 1, (265, 0), 100);
+    job.run(200);
+    assert_eq!(taken(&job), Some(264));
+    job.kill(1);
+    assert_eq!(taken(&job), Some(u64::MAX));
+}
+
+#[test]
+fn what_was_handed_over_by_another_program_is_not_delivered() {
+    for seed in 0..20 {
+        let mut job = Job::handing_over(2, seed, 30, |_, _| true);
+        for (process, ops) in [(0, [11, 50, 60]), (1, [11, 61, 70])] {
+            for (i, hash) in ops.into_iter().enumerate() {
+                job.issue(process, hash, &format!("put {hash}"));
+                let key = (i as u64 + 1, 0);
+                match process {
+                    0 => job.offer(0, 1, key, 1 << 20),
+                    _ if i > 0 => job.expect(1, 0, key, 1 << 20),
+                    _ => {}
+                }
+            }
+        }
+        let text = diverged(job);
+        assert!(text.contains("process 0 issued operation 2 (put 50)"), "{text}");
+    }
+}
+
+#[test]
+fn poison_and_death_end_waits_for_what_would_be_handed_over() {
+    let mut job = Job::handing_over(2, 4, 5, |_, _| true);
+    let failure = Failure::new(FailureKind::Kernel, ProcessId(0), 1, "the kernel broke");
+    for process in 0..2 {
+        for _ in 0..2 {
+            job.issue(process, 9, "op");
+        }
+    }
+    job.routers[0].poison(ProcessId(1), (1, 0), &failure);
+    job.act(0);
+    job.expect(1, 0, (1, 0), 1 << 20);
+    job.expect(1, 0, (2, 0), 1 << 20);
+    job.run(10);
+    assert_eq!(**job.outcomes[&(1, (1, 0))].as_ref().unwrap_err(), failure);
+    job.kill(0);
+    assert_eq!(job.outcomes[&(1, (2, 0))].as_ref().unwrap_err().kind, FailureKind::PeerLost);
+    job.offer(1, 0, (2, 0), 1 << 20);
+    assert_eq!(job.discarded, 1, "nobody is there to take it");
+}
