@@ -389,8 +389,9 @@ impl Shared {
         self.is_closing.store(true, Ordering::Release);
         let _duty = self.duty.lock();
         for peer in self.peers.iter().flatten() {
+            // What was lent has left; its memory is there for whoever still reads it.
             let tickets = peer.book.lock().take_tickets();
-            self.note_done(tickets.into_iter().map(|ticket| (ticket, Err(TransportError::Closed))));
+            self.note_done(tickets.into_iter().map(|ticket| (ticket, Ok(()))));
         }
         if let Some(handler) = self.handler.get() {
             self.tell_done(handler);

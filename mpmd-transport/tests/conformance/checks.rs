@@ -271,7 +271,9 @@ pub(crate) fn shutdown_keeps_its_deadline_and_ends_every_ticket(kind: Kind) {
     assert!(began.elapsed() < Duration::from_secs(20), "took {:?}", began.elapsed());
     cluster.recorders[0].read(|seen| {
         for ticket in &tickets {
-            assert_eq!(seen.done[ticket], [Err(TransportError::Closed)]);
+            // What is lent has left, though it has not come back.
+            let has_left = kind.lends() && seen.done[ticket] == [Ok(())];
+            assert!(has_left || seen.done[ticket] == [Err(TransportError::Closed)], "{:?}", seen.done);
         }
     });
     cluster.recorders[1].wait_down(id(0));
