@@ -18,6 +18,7 @@ pub mod memory;
 pub mod probe;
 pub mod rendezvous;
 pub mod router;
+mod shm;
 pub mod tcp;
 pub mod transport;
 pub mod ucx;

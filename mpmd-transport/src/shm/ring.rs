@@ -1,0 +1,346 @@
+//! A ring of bytes in shared memory: one process pushes records, one pops them.
+//!
+//! ```text
+//! byte 0    tail: bytes pushed since the start; the producer's
+//!      64   head: bytes popped since the start; the consumer's
+//!     128   wanted: not zero where the producer waits for room
+//!     192   records: `capacity` bytes
+//! ```
+//!
+//! Records start at multiples of 64 bytes: a word with length (low half) and kind (high half), then the
+//! payload. A record lies in one piece; where it would cross the end, a record of the kind [`PADDING`] fills the
+//! rest, and both are published at once.
+//!
+//! The other process may write what it likes whenever it likes. So every access is atomic, each end goes by
+//! its own count and never reads it back, a length is read once and then checked, and payloads are handed
+//! out as private copies.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use zerocopy::IntoBytes;
+
+use super::sync::{AtomicU64, Ordering, fence};
+use super::words::Words;
+
+/// What records are aligned to, in bytes: a cache line.
+const LINE_BYTES: usize = 64;
+/// What precedes the payload of a record, in bytes.
+const PREFIX_BYTES: usize = 8;
+/// What precedes the records, in bytes.
+const HEADER_BYTES: usize = 3 * LINE_BYTES;
+const WORD_BYTES: usize = size_of::<u64>();
+/// The kind of a record that means nothing.
+const PADDING: u32 = u32::MAX;
+
+/// Places of the three counts, in words.
+const TAIL: usize = 0;
+const HEAD: usize = LINE_BYTES / WORD_BYTES;
+const WANTED: usize = 2 * LINE_BYTES / WORD_BYTES;
+
+/// The memory of a ring. Each of its two ends is to be made once, in one process or in two.
+pub(super) struct Ring {
+    words: Words<AtomicU64>,
+    capacity: usize,
+}
+
+impl Ring {
+    /// How many bytes of memory a ring with `capacity` bytes of records takes.
+    pub(super) const fn bytes(capacity: usize) -> usize {
+        HEADER_BYTES + capacity
+    }
+
+    /// The largest payload of a record, in bytes.
+    pub(super) const fn largest(capacity: usize) -> usize {
+        capacity / 4 - PREFIX_BYTES
+    }
+
+    /// A ring in the [`bytes`](Self::bytes) from `first` on, which are zero where neither end has been used.
+    ///
+    /// # Safety
+    ///
+    /// Those bytes are mapped for reading and writing until `keep` is dropped. Meanwhile whoever accesses them,
+    /// in whichever process, does so by atomic operations on whole aligned words of 8 bytes.
+    ///
+    /// # Panics
+    ///
+    /// Where `first` is not aligned to 8 bytes, or `capacity` is no power of two or below 256.
+    pub(super) unsafe fn at(first: NonNull<u8>, capacity: usize, keep: Arc<dyn Send + Sync>) -> Self {
+        // SAFETY: The caller's promise is that of `Words::at`; any bytes are valid atomics.
+        Self::of(unsafe { Words::at(first, Self::bytes(capacity) / WORD_BYTES, keep) }, capacity)
+    }
+
+    /// A fresh ring in memory of its own.
+    ///
+    /// # Panics
+    ///
+    /// Where `capacity` is no power of two or below 256.
+    pub(super) fn alone(capacity: usize) -> Self {
+        Self::of(Words::alone(Self::bytes(capacity) / WORD_BYTES), capacity)
+    }
+
+    fn of(words: Words<AtomicU64>, capacity: usize) -> Self {
+        assert!(capacity.is_power_of_two() && capacity >= 4 * LINE_BYTES, "a ring of {capacity} bytes");
+        Self { words, capacity }
+    }
+
+    /// The end that pushes. Nothing has been pushed before.
+    pub(super) fn producer(&self) -> Producer {
+        Producer { words: self.words.clone(), capacity: self.capacity, tail: 0, head: 0, refused: 0 }
+    }
+
+    /// The end that pops. Nothing has been popped before.
+    pub(super) fn consumer(&self) -> Consumer {
+        let (words, copy) = (self.words.clone(), Vec::new());
+        Consumer { words, capacity: self.capacity, head: 0, tail: 0, copy }
+    }
+
+    /// The memory itself, for tests that write nonsense.
+    #[cfg(test)]
+    pub(super) fn words(&self) -> &[AtomicU64] {
+        &self.words
+    }
+}
+
+/// The end that pushes.
+pub(super) struct Producer {
+    words: Words<AtomicU64>,
+    capacity: usize,
+    /// Bytes pushed since the start.
+    tail: u64,
+    /// Bytes popped since the start, when last looked at.
+    head: u64,
+    /// What the last record needed that was refused, in bytes; else 0.
+    refused: usize,
+}
+
+impl Producer {
+    /// Pushes a record with the parts one behind the other; false, and nothing is written, where there is no
+    /// room. Whether the consumer is to be woken is its [door's](super::door::Door::ring) business.
+    ///
+    /// A consumer that writes nonsense where it counts has popped nothing: the ring stays full.
+    ///
+    /// # Panics
+    ///
+    /// Where the parts are more than [`Ring::largest`], or the kind is `u32::MAX`.
+    pub(super) fn push(&mut self, kind: u32, parts: &[&[u8]]) -> bool {
+        let len = parts.iter().map(|part| part.len()).sum::<usize>();
+        let largest = Ring::largest(self.capacity);
+        assert!(len <= largest, "a record of {len} bytes in a ring that takes {largest}");
+        assert_ne!(kind, PADDING, "this kind is the ring's own");
+
+        let size = record_bytes(len);
+        let start = place(self.tail, self.capacity);
+        let rest = self.capacity - start;
+        let padding = if size > rest { rest } else { 0 };
+        if !self.has_room(padding + size) {
+            self.refused = padding + size;
+            return false;
+        }
+        self.refused = 0;
+
+        let records = &self.words[HEADER_BYTES / WORD_BYTES..];
+        let start = if padding > 0 {
+            records[start / WORD_BYTES].store(prefix(padding - PREFIX_BYTES, PADDING), Ordering::Relaxed);
+            0
+        } else {
+            start
+        };
+        let record = &records[start / WORD_BYTES..][..size / WORD_BYTES];
+        record[0].store(prefix(len, kind), Ordering::Relaxed);
+        copy_in(&record[1..], parts);
+
+        self.tail = self.tail.wrapping_add((padding + size) as u64);
+        self.words[TAIL].store(self.tail, Ordering::Release);
+        true
+    }
+
+    /// How many bytes are free. A record takes its payload and 8 bytes, rounded up to 64, and at the end of the
+    /// memory up to as much again.
+    pub(super) fn free(&mut self) -> usize {
+        self.look();
+        self.capacity - self.used()
+    }
+
+    /// Says that the producer waits for room, then looks again; whether it must wait.
+    ///
+    /// True: there is no room for the record that was refused last, and a consumer that makes some finds
+    /// [it wanted](Consumer::take_wanted). False: there is room, or the last record was not refused.
+    ///
+    /// Where something waits for room, this belongs to every last look before the process sleeps.
+    pub(super) fn wants_room(&mut self) -> bool {
+        self.words[WANTED].store(1, Ordering::Relaxed);
+        // Either the consumer, which pops and then looks at the word, sees it, or this sees what it popped.
+        fence(Ordering::SeqCst);
+        if self.has_room(self.refused) {
+            self.words[WANTED].store(0, Ordering::Relaxed);
+            return false;
+        }
+        true
+    }
+
+    fn has_room(&mut self, bytes: usize) -> bool {
+        if self.capacity - self.used() < bytes {
+            self.look();
+        }
+        self.capacity - self.used() >= bytes
+    }
+
+    fn used(&self) -> usize {
+        // Within the capacity: `look` accepts nothing else.
+        self.tail.wrapping_sub(self.head) as usize
+    }
+
+    fn look(&mut self) {
+        let head = self.words[HEAD].load(Ordering::Acquire);
+        let popped = head.wrapping_sub(self.head);
+        if popped <= self.used() as u64 && popped.is_multiple_of(LINE_BYTES as u64) {
+            self.head = head;
+        }
+    }
+}
+
+/// The end that pops.
+pub(super) struct Consumer {
+    words: Words<AtomicU64>,
+    capacity: usize,
+    /// Bytes popped since the start.
+    head: u64,
+    /// Bytes pushed since the start, when last looked at.
+    tail: u64,
+    /// Where records are copied to.
+    copy: Vec<u64>,
+}
+
+impl Consumer {
+    /// Takes the next record out and gives its kind and payload to `f`; none where the ring is empty. The
+    /// payload is a copy, aligned to 8 bytes. The record's room is free before `f` is called.
+    ///
+    /// # Errors
+    ///
+    /// Where the memory does not have the form that a producer gives it. Nothing is popped then, and the ring
+    /// is of no more use.
+    pub(super) fn pop<R>(&mut self, f: impl FnOnce(u32, &[u8]) -> R) -> Result<Option<R>, Corrupt> {
+        if self.head == self.tail {
+            let tail = self.words[TAIL].load(Ordering::Acquire);
+            let used = tail.wrapping_sub(self.head);
+            if used > self.capacity as u64 || !used.is_multiple_of(LINE_BYTES as u64) {
+                let capacity = self.capacity;
+                return Err(Corrupt(format!("{used} bytes are said to be in a ring of {capacity}")));
+            }
+            if used == 0 {
+                return Ok(None);
+            }
+            self.tail = tail;
+        }
+        let records = &self.words[HEADER_BYTES / WORD_BYTES..];
+        // Checked where the tail was read.
+        let mut used = self.tail.wrapping_sub(self.head) as usize;
+        let mut head = self.head;
+        let mut start = place(head, self.capacity);
+        let (mut len, mut kind) = split(records[start / WORD_BYTES].load(Ordering::Relaxed));
+
+        if kind == PADDING {
+            let rest = self.capacity - start;
+            if len != rest - PREFIX_BYTES || rest >= used || rest >= self.capacity / 4 {
+                return Err(Corrupt(format!("padding of {len} bytes at {start}, with {used} bytes pushed")));
+            }
+            used -= rest;
+            head = head.wrapping_add(rest as u64);
+            start = 0;
+            (len, kind) = split(records[0].load(Ordering::Relaxed));
+            if kind == PADDING {
+                return Err(Corrupt("padding behind padding".into()));
+            }
+        }
+        let largest = Ring::largest(self.capacity);
+        if len > largest {
+            return Err(Corrupt(format!("a record of {len} bytes in a ring that takes {largest}")));
+        }
+        let size = record_bytes(len);
+        if size > used || size > self.capacity - start {
+            let rest = self.capacity - start;
+            return Err(Corrupt(format!(
+                "a record of {len} bytes at {start}, with {used} bytes pushed and {rest} to the end"
+            )));
+        }
+
+        self.copy.clear();
+        let payload = &records[start / WORD_BYTES + 1..][..len.div_ceil(WORD_BYTES)];
+        self.copy.extend(payload.iter().map(|word| word.load(Ordering::Relaxed)));
+        self.head = head.wrapping_add(size as u64);
+        self.words[HEAD].store(self.head, Ordering::Release);
+        Ok(Some(f(kind, &self.copy.as_bytes()[..len])))
+    }
+
+    /// Whether there is nothing to pop. Cheap.
+    pub(super) fn is_empty(&self) -> bool {
+        self.head == self.tail && self.words[TAIL].load(Ordering::Relaxed) == self.head
+    }
+
+    /// Whether the producer [waits for room](Producer::wants_room); it is told once. To be asked after popping;
+    /// where this is true the producer's [door](super::door::Door::ring) is to be rung.
+    pub(super) fn take_wanted(&mut self) -> bool {
+        // Either this sees the producer's word, or the producer, which then looks for room, sees the new head.
+        fence(Ordering::SeqCst);
+        let wanted = &self.words[WANTED];
+        wanted.load(Ordering::Relaxed) != 0 && wanted.swap(0, Ordering::Relaxed) != 0
+    }
+}
+
+/// The memory of a ring does not have the form that a producer gives it.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("a ring in shared memory holds nonsense: {0}")]
+pub(super) struct Corrupt(String);
+
+/// Where in a ring's records a count of bytes is.
+fn place(count: u64, capacity: usize) -> usize {
+    count as usize & (capacity - 1)
+}
+
+/// What a record with a payload of `len` bytes takes.
+fn record_bytes(len: usize) -> usize {
+    (PREFIX_BYTES + len).next_multiple_of(LINE_BYTES)
+}
+
+fn prefix(len: usize, kind: u32) -> u64 {
+    len as u64 | u64::from(kind) << 32
+}
+
+fn split(prefix: u64) -> (usize, u32) {
+    (prefix as u32 as usize, (prefix >> 32) as u32)
+}
+
+/// Copies the parts one behind the other, word by word.
+fn copy_in(words: &[AtomicU64], parts: &[&[u8]]) {
+    let mut words = words.iter();
+    // The bytes of the word that the last part ended within.
+    let (mut begun, mut filled) = ([0; WORD_BYTES], 0);
+    for mut part in parts.iter().copied() {
+        if filled > 0 {
+            let (now, later) = part.split_at(part.len().min(WORD_BYTES - filled));
+            begun[filled..filled + now.len()].copy_from_slice(now);
+            filled += now.len();
+            part = later;
+            if filled < WORD_BYTES {
+                continue;
+            }
+            store(&mut words, begun);
+        }
+        let (whole, rest) = part.as_chunks::<WORD_BYTES>();
+        for bytes in whole {
+            store(&mut words, *bytes);
+        }
+        begun[..rest.len()].copy_from_slice(rest);
+        filled = rest.len();
+    }
+    if filled > 0 {
+        begun[filled..].fill(0);
+        store(&mut words, begun);
+    }
+}
+
+fn store(words: &mut std::slice::Iter<'_, AtomicU64>, bytes: [u8; WORD_BYTES]) {
+    let word = words.next().expect("a record's memory has room for its payload");
+    word.store(u64::from_ne_bytes(bytes), Ordering::Relaxed);
+}
