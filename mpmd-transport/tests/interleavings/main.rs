@@ -226,14 +226,13 @@ fn what_comes_while_a_woken_thread_leaves_is_found_though_the_engine_sleeps() {
 fn of_two_parked_threads_each_hears_of_what_it_waits_for() {
     model(2, || {
         let (process, mut peer) = Process::with_peer();
+        let waiting = [Slot::Message, Slot::End].map(|slot| {
+            let process = process.clone();
+            thread::spawn(move || process.wait_for(slot))
+        });
         let pushing = thread::spawn(move || peer.send(0));
-        let local = process.clone();
-        let ending = thread::spawn(move || local.end());
-        let other = process.clone();
-        let waiting = thread::spawn(move || other.wait_for(Slot::End));
-        process.wait_for(Slot::Message);
-        waiting.join().unwrap();
+        process.end();
         pushing.join().unwrap();
-        ending.join().unwrap();
+        waiting.into_iter().for_each(|thread| thread.join().unwrap());
     });
 }
