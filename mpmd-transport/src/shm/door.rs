@@ -77,6 +77,7 @@ impl Door {
     }
 
     /// A door in memory of its own.
+    #[cfg(test)]
     pub(super) fn alone() -> Self {
         Self { words: Words::alone(WORDS) }
     }
@@ -89,7 +90,8 @@ impl Door {
         if state >= DRIVER {
             // Looks once more after it has left.
         } else if parked(state) > 0 {
-            // All of them: which of them waits for this message only they know.
+            // One would do, as it drives and then wakes whoever the message is for. But that is a hop more, and
+            // only they know which of them that is.
             self.bump(WAITERS, futex, true);
         } else if state & ENGINE_ASLEEP != 0 {
             self.bump(ENGINE, futex, false);
@@ -131,9 +133,9 @@ impl Door {
     /// Sleeps until a peer rings, [`wake`](Self::wake) is called, or `timeout` is over; at once it returns where
     /// there was a `wake` since `parking` was taken, or where `look` is true. May return early.
     ///
-    /// `look` is the last look: whether there is anything in the rings to do. It must see what every peer has
-    /// published, also where another thread looks too. The caller comes back as a driver: it drives, then
-    /// leaves.
+    /// `look` is the last look: whether there is anything in the rings to do, or room that something waits for.
+    /// It must see what every peer has published; where another thread has hold of the rings, it waits for
+    /// them rather than go without. The caller comes back as a driver: it drives, then leaves.
     pub(super) fn park(
         &self,
         futex: &impl Futex,
@@ -188,7 +190,8 @@ pub(super) struct Driver<'a> {
 
 impl Driver<'_> {
     /// Says that this thread no longer looks, then looks once more: `look` must take everything that the
-    /// peers have published, as they woke nobody because of this driver.
+    /// peers have published, as they woke nobody because of this driver. Where another thread has hold of the
+    /// rings, it waits for them: the other may have had its own last look at them already.
     pub(super) fn leave<R>(self, look: impl FnOnce() -> R) -> R {
         drop(self);
         fence(Ordering::SeqCst);

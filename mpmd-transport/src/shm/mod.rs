@@ -34,6 +34,8 @@ mod ring;
 mod shared;
 mod socket;
 mod sync;
+#[cfg(test)]
+mod tests;
 mod words;
 
 use std::fmt;

@@ -75,6 +75,7 @@ impl Ring {
     /// # Panics
     ///
     /// Where `capacity` is no power of two or below 256.
+    #[cfg(test)]
     pub(super) fn alone(capacity: usize) -> Self {
         Self::of(Words::alone(Self::bytes(capacity) / WORD_BYTES), capacity)
     }
@@ -157,6 +158,7 @@ impl Producer {
 
     /// How many bytes are free. A record takes its payload and 8 bytes, rounded up to 64, and at the end of the
     /// memory up to as much again.
+    #[cfg(test)]
     pub(super) fn free(&mut self) -> usize {
         self.look();
         self.capacity - self.used()

@@ -287,9 +287,10 @@ impl Shared {
     ) {
         inbound.has_ended = true;
         peer.close(&why);
-        for ticket in peer.book.lock().take_tickets() {
-            self.note_done([(ticket, Err(why.clone()))]);
-        }
+        // What it gave back before it ended has come to a good end.
+        self.note_done(peer.collect().into_iter().map(|ticket| (ticket, Ok(()))));
+        let tickets = peer.book.lock().take_tickets();
+        self.note_done(tickets.into_iter().map(|ticket| (ticket, Err(why.clone()))));
         self.tell_done(handler);
         handler.peer_down(from, why);
     }
@@ -386,12 +387,13 @@ impl Shared {
 
     /// The last word to the handler, which hears nothing more after it.
     pub(super) fn finish(&self) {
-        self.is_closing.store(true, Ordering::Release);
+        // In order, what was lent has left; its memory is there for whoever still reads it.
+        let in_order = self.is_closing.swap(true, Ordering::AcqRel);
+        let end = if in_order { Ok(()) } else { Err(TransportError::Closed) };
         let _duty = self.duty.lock();
         for peer in self.peers.iter().flatten() {
-            // What was lent has left; its memory is there for whoever still reads it.
             let tickets = peer.book.lock().take_tickets();
-            self.note_done(tickets.into_iter().map(|ticket| (ticket, Ok(()))));
+            self.note_done(tickets.into_iter().map(|ticket| (ticket, end.clone())));
         }
         if let Some(handler) = self.handler.get() {
             self.tell_done(handler);

@@ -9,16 +9,19 @@ use super::sync::{AtomicU32, AtomicU64};
 /// A word that others may change at any time.
 pub(super) trait Word: Send + Sync + 'static {
     /// A zero.
+    #[cfg(test)]
     fn zero() -> Self;
 }
 
 impl Word for AtomicU32 {
+    #[cfg(test)]
     fn zero() -> Self {
         Self::new(0)
     }
 }
 
 impl Word for AtomicU64 {
+    #[cfg(test)]
     fn zero() -> Self {
         Self::new(0)
     }
@@ -57,6 +60,7 @@ impl<W: Word> Words<W> {
     }
 
     /// `count` words of zero that nobody else has.
+    #[cfg(test)]
     pub(super) fn alone(count: usize) -> Self {
         let words: Arc<Vec<W>> = Arc::new((0..count).map(|_| W::zero()).collect());
         let first = NonNull::from(words.as_slice()).cast::<u8>();

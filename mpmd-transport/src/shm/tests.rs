@@ -1,0 +1,5 @@
+//! Tests of the ring and the door with the system's atomics and futex. That no interleaving loses anything is
+//! for `tests/interleavings` to show, which is why these are not at the bottom of the files it takes in.
+
+mod door;
+mod ring;

@@ -1,0 +1,215 @@
+//! Who is woken, and that the system does it.
+
+use std::cell::RefCell;
+use std::ffi::c_void;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+use crate::shm::door::{Door, Futex};
+use crate::shm::futex::SystemFutex;
+
+/// Longer than anything here takes.
+const PATIENCE: Duration = Duration::from_secs(60);
+const STATE: usize = 0;
+const ENGINE: usize = 1;
+const WAITERS: usize = 16;
+
+/// Writes down what it is asked to do, and never sleeps.
+#[derive(Default)]
+struct Recorder {
+    waits: RefCell<Vec<(u32, Option<Duration>)>>,
+    wakes: RefCell<Vec<(usize, bool)>>,
+}
+
+impl Futex for Recorder {
+    fn wait(&self, word: &AtomicU32, expected: u32, timeout: Option<Duration>) {
+        if word.load(Ordering::Relaxed) == expected {
+            self.waits.borrow_mut().push((expected, timeout));
+        }
+    }
+
+    fn wake(&self, word: &AtomicU32, all: bool) {
+        self.wakes.borrow_mut().push((ptr::from_ref(word).addr(), all));
+    }
+}
+
+impl Recorder {
+    /// The places of the words woken since the last call, and whether all were.
+    fn woken(&self, door: &Door) -> Vec<(usize, bool)> {
+        let start = ptr::from_ref(&door.words()[0]).addr();
+        self.wakes.take().into_iter().map(|(word, all)| ((word - start) / 4, all)).collect()
+    }
+}
+
+#[test]
+fn a_ring_wakes_whoever_is_to_look_and_nobody_where_somebody_is_awake() {
+    let (door, futex) = (Door::alone(), Recorder::default());
+    door.ring(&futex);
+    assert_eq!(futex.woken(&door), [], "the engine is awake");
+    door.sleep(&futex, None, || {
+        door.ring(&futex);
+        assert_eq!(futex.woken(&door), [(ENGINE, false)]);
+        let driver = door.park(&futex, door.parking(), None, || {
+            door.ring(&futex);
+            assert_eq!(futex.woken(&door), [(WAITERS, true)], "parked threads come before the engine");
+            let driver = door.enter();
+            door.ring(&futex);
+            assert_eq!(futex.woken(&door), [], "a driver looks");
+            driver.leave(|| door.ring(&futex));
+            assert_eq!(futex.woken(&door), [(WAITERS, true)], "it has left");
+            false
+        });
+        door.ring(&futex);
+        assert_eq!(futex.woken(&door), [], "who was parked drives");
+        driver.leave(|| ());
+        door.ring(&futex);
+        assert_eq!(futex.woken(&door), [(ENGINE, false)]);
+        false
+    });
+    door.ring(&futex);
+    assert_eq!(futex.woken(&door), []);
+    assert_eq!(*futex.waits.borrow(), [], "there was a ring before each sleep");
+}
+
+#[test]
+fn a_sleep_is_slept_only_where_nothing_happened_before_it() {
+    let (door, futex) = (Door::alone(), Recorder::default());
+    let slept = || futex.waits.take().len();
+    let park = |parking, found| door.park(&futex, parking, Some(PATIENCE), || found).leave(|| ());
+
+    park(door.parking(), false);
+    assert_eq!(slept(), 1);
+    park(door.parking(), true);
+    assert_eq!(slept(), 0, "the last look found something");
+    let parking = door.parking();
+    door.wake(&futex);
+    assert_eq!(futex.woken(&door), [], "nobody sleeps");
+    park(parking, false);
+    assert_eq!(slept(), 0, "there was a wake since");
+    door.park(&futex, door.parking(), None, || {
+        door.wake(&futex);
+        assert_eq!(futex.woken(&door), [(WAITERS, true)]);
+        false
+    })
+    .leave(|| ());
+    assert_eq!(slept(), 0);
+
+    door.sleep(&futex, None, || true);
+    assert_eq!(slept(), 0);
+    door.sleep(&futex, None, || {
+        door.rouse(&futex);
+        false
+    });
+    assert_eq!((slept(), futex.woken(&door)), (0, vec![(WAITERS, true), (ENGINE, true)]));
+    door.sleep(&futex, None, || {
+        door.wake(&futex);
+        false
+    });
+    assert_eq!((slept(), futex.woken(&door)), (1, vec![]), "the engine waits for nothing of this process");
+    assert_eq!(door.words()[STATE].load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn who_is_one_too_many_sleeps_but_a_moment() {
+    let (door, futex) = (Door::alone(), Recorder::default());
+    door.words()[STATE].store(255 << 8, Ordering::Relaxed);
+    door.park(&futex, 0, Some(PATIENCE), || panic!("this one is not woken by peers")).leave(|| ());
+    assert_eq!(*futex.waits.borrow(), [(0, Some(Duration::from_millis(1)))]);
+    assert_eq!(door.words()[STATE].load(Ordering::Relaxed), 255 << 8);
+}
+
+proptest! {
+    #[test]
+    fn nonsense_in_the_words_breaks_nothing(states: [u32; 8], engine: u32, waiters: u32) {
+        let (door, futex) = (Door::alone(), Recorder::default());
+        door.words()[ENGINE].store(engine, Ordering::Relaxed);
+        door.words()[WAITERS].store(waiters, Ordering::Relaxed);
+        let mut states = states.into_iter();
+        let mut scribble = || door.words()[STATE].store(states.next().unwrap(), Ordering::Relaxed);
+        scribble();
+        door.ring(&futex);
+        let driver = door.enter();
+        scribble();
+        door.wake(&futex);
+        driver.leave(&mut scribble);
+        let driver = door.park(&futex, door.parking(), Some(PATIENCE), || { scribble(); false });
+        scribble();
+        driver.leave(|| ());
+        door.sleep(&futex, Some(PATIENCE), || { scribble(); false });
+        scribble();
+        door.rouse(&futex);
+        door.ring(&futex);
+        // Every sleep has the time-out that it was given, or a shorter one.
+        prop_assert!(futex.waits.borrow().iter().all(|(_, timeout)| timeout.is_some_and(|t| t <= PATIENCE)));
+    }
+}
+
+#[test]
+fn an_end_of_time_out_ends_a_wait() {
+    let (door, futex) = (Door::alone(), SystemFutex);
+    let (ended, end) = mpsc::channel();
+    std::thread::spawn(move || {
+        door.sleep(&futex, Some(Duration::from_millis(1)), || false);
+        door.park(&futex, door.parking(), Some(Duration::from_millis(1)), || false).leave(|| ());
+        futex.wait(&door.words()[ENGINE], 7, None);
+        ended.send(())
+    });
+    end.recv_timeout(PATIENCE).unwrap();
+}
+
+/// A page of memory, mapped; unmapped when dropped.
+struct Mapped(NonNull<u8>);
+
+// SAFETY: It is used for nothing but its address and for being unmapped.
+unsafe impl Send for Mapped {}
+
+// SAFETY: As above.
+unsafe impl Sync for Mapped {}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: `door_in` mapped that page, and the door that holds on to this is the only one that uses it.
+        unsafe { munmap(self.0.as_ptr().cast::<c_void>(), 4096).unwrap() }
+    }
+}
+
+fn door_in(file: &impl std::os::fd::AsFd) -> Door {
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: A new mapping at a place of the system's choice.
+    let page = unsafe { mmap(ptr::null_mut(), 4096, access, MapFlags::SHARED, file, 0).unwrap() };
+    let page = NonNull::new(page.cast::<u8>()).unwrap();
+    // SAFETY: The page stays mapped until `Mapped` is dropped, and is used by doors only.
+    unsafe { Door::at(page, Arc::new(Mapped(page))) }
+}
+
+/// Two mappings of one memory are as good as two processes: what they share is the memory, not its address.
+#[test]
+fn a_peer_wakes_through_its_own_mapping() {
+    let file = memfd_create("door", MemfdFlags::CLOEXEC).unwrap();
+    ftruncate(&file, 4096).unwrap();
+    let (ours, theirs) = (door_in(&file), door_in(&file));
+    let (ended, end) = mpsc::channel();
+    let sleeper = ours.clone();
+    std::thread::spawn(move || {
+        sleeper.sleep(&SystemFutex, None, || false);
+        ended.send("engine").unwrap();
+        sleeper.park(&SystemFutex, sleeper.parking(), None, || false).leave(|| ());
+        ended.send("parked").unwrap();
+    });
+    let until = Instant::now() + PATIENCE;
+    for (who, flag) in [("engine", 0xff), ("parked", 0xff00)] {
+        while theirs.words()[STATE].load(Ordering::Relaxed) & flag == 0 {
+            assert!(Instant::now() < until, "the {who} does not sleep");
+            std::thread::yield_now();
+        }
+        theirs.ring(&SystemFutex);
+        assert_eq!(end.recv_timeout(PATIENCE), Ok(who));
+    }
+}

@@ -1,0 +1,238 @@
+//! Every order in which the ends of a ring, and the threads at a door, can get in each other's way.
+//!
+//! The source of the ring and the door is taken in here with loom's atomics in place of the system's. Loom runs
+//! a model once for each order of its threads' steps and each value that a load may see (up to a number of
+//! times that a thread is interrupted, below which bugs of this kind lie). Waits have no time-out here: a
+//! wake-up that is lost is a deadlock, which loom reports. It may end in an abort, as guards of the threads that
+//! it gives up run outside the model; then the first panic is the one to read.
+//!
+//! What loom does not try is a store that takes place before a load in front of it, which the ordering of the
+//! ring's head forbids.
+
+#[allow(dead_code)]
+#[path = "../../src/shm/door.rs"]
+mod door;
+mod futex;
+mod process;
+#[allow(dead_code)]
+#[path = "../../src/shm/ring.rs"]
+mod ring;
+mod sync {
+    pub(super) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+}
+#[allow(dead_code)]
+#[path = "../../src/shm/words.rs"]
+mod words;
+
+use std::sync::Arc;
+
+use loom::thread;
+
+use door::Door;
+use futex::ModelFutex;
+use process::{Process, Slot};
+use ring::Ring;
+
+/// A small ring: four records of a line.
+const SMALL: usize = 256;
+/// A ring that takes records of two lines, eight lines in all.
+const LARGER: usize = 512;
+
+/// Runs `f` in every order; with `interruptions`, in every order in which no more than so many times a thread
+/// that could go on does not.
+fn model(interruptions: impl Into<Option<usize>>, f: impl Fn() + Send + Sync + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = interruptions.into();
+    builder.max_branches = 10_000;
+    builder.check(f);
+}
+
+#[test]
+fn records_pushed_while_popped_arrive_whole_around_the_end() {
+    model(None, || {
+        let ring = Ring::alone(LARGER);
+        let (mut producer, mut consumer) = (ring.producer(), ring.consumer());
+        for _ in 0..7 {
+            assert!(producer.push(0, &[]));
+            assert_eq!(consumer.pop(|kind, _| kind), Ok(Some(0)));
+        }
+        // The first does not fit in the last line.
+        let sent: [Vec<u8>; 2] = [(1..=58).collect(), vec![60, 61, 62]];
+        let records = sent.clone();
+        let pushing = thread::spawn(move || {
+            for (kind, bytes) in records.iter().enumerate() {
+                assert!(producer.push(kind as u32, &[bytes]));
+            }
+        });
+        let mut popped = vec![];
+        while popped.len() < 2 {
+            match consumer.pop(|kind, bytes| (kind, bytes.to_vec())).unwrap() {
+                Some((kind, bytes)) => {
+                    assert_eq!(kind as usize, popped.len());
+                    popped.push(bytes);
+                }
+                None => thread::yield_now(),
+            }
+        }
+        assert_eq!(popped, sent);
+        assert!(consumer.is_empty());
+        pushing.join().unwrap();
+    });
+}
+
+#[test]
+fn a_record_is_not_written_over_before_it_is_popped() {
+    model(3, || {
+        let ring = Ring::alone(SMALL);
+        let (mut producer, mut consumer) = (ring.producer(), ring.consumer());
+        for kind in 0..4 {
+            assert!(producer.push(kind, &[&[kind as u8; 8]]));
+        }
+        let pushing = thread::spawn(move || {
+            for kind in 4..6 {
+                while !producer.push(kind, &[&[kind as u8; 8]]) {
+                    thread::yield_now();
+                }
+            }
+        });
+        for expected in 0..6 {
+            while consumer.pop(|kind, bytes| assert_eq!((kind, bytes), (expected, &[expected as u8; 8][..])))
+                == Ok(None)
+            {
+                thread::yield_now();
+            }
+        }
+        pushing.join().unwrap();
+    });
+}
+
+#[test]
+fn who_waits_for_room_hears_of_it() {
+    model(5, || {
+        let ring = Ring::alone(LARGER);
+        let (mut producer, mut consumer) = (ring.producer(), ring.consumer());
+        for _ in 0..8 {
+            assert!(producer.push(0, &[]));
+        }
+        let (door, futex) = (Door::alone(), Arc::new(ModelFutex::new()));
+        let (bell, bell_futex) = (door.clone(), futex.clone());
+        // What is pushed needs both lines that are popped: the first ring may come too early.
+        let popping = thread::spawn(move || {
+            for _ in 0..2 {
+                assert_eq!(consumer.pop(|kind, _| kind), Ok(Some(0)));
+                if consumer.take_wanted() {
+                    bell.ring(&*bell_futex);
+                }
+            }
+        });
+        while !producer.push(1, &[&[1; 57]]) {
+            door.sleep(&*futex, None, || !producer.wants_room());
+        }
+        popping.join().unwrap();
+    });
+}
+
+#[test]
+fn a_driver_that_waits_for_room_hears_of_it() {
+    model(None, || {
+        let ring = Ring::alone(SMALL);
+        let (mut producer, mut consumer) = (ring.producer(), ring.consumer());
+        for _ in 0..4 {
+            assert!(producer.push(0, &[]));
+        }
+        let (door, futex) = (Door::alone(), Arc::new(ModelFutex::new()));
+        let (bell, bell_futex) = (door.clone(), futex.clone());
+        let popping = thread::spawn(move || {
+            assert_eq!(consumer.pop(|kind, _| kind), Ok(Some(0)));
+            if consumer.take_wanted() {
+                bell.ring(&*bell_futex);
+            }
+        });
+        let mut pushed = false;
+        while !pushed {
+            let driver = door.park(&*futex, door.parking(), None, || !producer.wants_room());
+            pushed = producer.push(1, &[]);
+            // A driver that has left tries again, as somebody may have made room and woken nobody.
+            pushed = driver.leave(|| pushed || !producer.wants_room() && producer.push(1, &[]));
+        }
+        popping.join().unwrap();
+    });
+}
+
+#[test]
+fn the_engine_sleeps_through_nothing() {
+    model(5, || {
+        let (process, mut peer) = Process::with_peer();
+        let pushing = thread::spawn(move || {
+            peer.send(0);
+            peer.send(1);
+        });
+        process.run_engine(|| process.arrived() == 2);
+        pushing.join().unwrap();
+    });
+}
+
+#[test]
+fn a_parked_thread_sleeps_through_neither_a_message_nor_an_end_in_its_own_process() {
+    model(3, || {
+        let (process, mut peer) = Process::with_peer();
+        let pushing = thread::spawn(move || peer.send(0));
+        let local = process.clone();
+        let ending = thread::spawn(move || local.end());
+        process.wait_for(Slot::Message);
+        process.wait_for(Slot::End);
+        pushing.join().unwrap();
+        ending.join().unwrap();
+    });
+}
+
+#[test]
+fn what_comes_while_a_driver_leaves_is_found_though_the_engine_sleeps() {
+    model(3, || {
+        let (process, mut peer) = Process::with_peer();
+        let engine = process.engine();
+        let driving = {
+            let process = process.clone();
+            thread::spawn(move || process.drive())
+        };
+        peer.send(0);
+        // Nobody comes to look any more who was not woken.
+        process.block_until_arrived(1);
+        driving.join().unwrap();
+        process.stop();
+        engine.join().unwrap();
+    });
+}
+
+#[test]
+fn what_comes_while_a_woken_thread_leaves_is_found_though_the_engine_sleeps() {
+    model(2, || {
+        let (process, mut peer) = Process::with_peer();
+        let engine = process.engine();
+        let waiting = {
+            let process = process.clone();
+            thread::spawn(move || process.wait_for(Slot::Message))
+        };
+        peer.send(0);
+        peer.send(1);
+        process.block_until_arrived(2);
+        waiting.join().unwrap();
+        process.stop();
+        engine.join().unwrap();
+    });
+}
+
+#[test]
+fn of_two_parked_threads_each_hears_of_what_it_waits_for() {
+    model(2, || {
+        let (process, mut peer) = Process::with_peer();
+        let waiting = [Slot::Message, Slot::End].map(|slot| {
+            let process = process.clone();
+            thread::spawn(move || process.wait_for(slot))
+        });
+        let pushing = thread::spawn(move || peer.send(0));
+        process.end();
+        pushing.join().unwrap();
+        waiting.into_iter().for_each(|thread| thread.join().unwrap());
+    });
+}

@@ -1,0 +1,151 @@
+//! A process with one peer, reduced to what the door is about.
+
+use std::sync::Arc;
+
+use loom::sync::atomic::{AtomicBool, Ordering};
+use loom::sync::{Condvar, Mutex};
+use loom::thread::{self, JoinHandle};
+
+use crate::SMALL;
+use crate::door::Door;
+use crate::futex::ModelFutex;
+use crate::ring::{Consumer, Producer, Ring};
+
+/// What a thread waits for.
+#[derive(Clone, Copy)]
+pub(crate) enum Slot {
+    /// The first message of the peer.
+    Message,
+    /// Something that another thread of the process ends.
+    End,
+}
+
+/// The process.
+pub(crate) struct Process {
+    door: Door,
+    futex: Arc<ModelFutex>,
+    inbox: Mutex<Inbox>,
+    more: Condvar,
+    /// Whether each [`Slot`] has its content. No ordering on purpose: the door's must do.
+    slots: [AtomicBool; 2],
+    stop: AtomicBool,
+}
+
+struct Inbox {
+    ring: Consumer,
+    arrived: u32,
+}
+
+/// The peer's side.
+pub(crate) struct Peer {
+    ring: Producer,
+    door: Door,
+    futex: Arc<ModelFutex>,
+}
+
+impl Peer {
+    /// Sends message number `kind`.
+    pub(crate) fn send(&mut self, kind: u32) {
+        assert!(self.ring.push(kind, &[]));
+        self.door.ring(&*self.futex);
+    }
+}
+
+impl Process {
+    pub(crate) fn with_peer() -> (Arc<Self>, Peer) {
+        let ring = Ring::alone(SMALL);
+        let (door, futex) = (Door::alone(), Arc::new(ModelFutex::new()));
+        let peer = Peer { ring: ring.producer(), door: door.clone(), futex: futex.clone() };
+        let process = Self {
+            door,
+            futex,
+            inbox: Mutex::new(Inbox { ring: ring.consumer(), arrived: 0 }),
+            more: Condvar::new(),
+            slots: [AtomicBool::new(false), AtomicBool::new(false)],
+            stop: AtomicBool::new(false),
+        };
+        (Arc::new(process), peer)
+    }
+
+    /// Takes everything that the peer has published; where that was anything, threads that wait are told.
+    fn drain(&self) {
+        let mut inbox = self.inbox.lock().unwrap();
+        let before = inbox.arrived;
+        while let Some(kind) = inbox.ring.pop(|kind, _| kind).unwrap() {
+            assert_eq!(kind, inbox.arrived);
+            inbox.arrived += 1;
+        }
+        if inbox.arrived > before {
+            self.slots[Slot::Message as usize].store(true, Ordering::Relaxed);
+            self.more.notify_all();
+            drop(inbox);
+            self.door.wake(&*self.futex);
+        }
+    }
+
+    fn anything(&self) -> bool {
+        !self.inbox.lock().unwrap().ring.is_empty()
+    }
+
+    /// How many messages have arrived.
+    pub(crate) fn arrived(&self) -> u32 {
+        self.inbox.lock().unwrap().arrived
+    }
+
+    /// Waits without ever looking itself.
+    pub(crate) fn block_until_arrived(&self, count: u32) {
+        let mut inbox = self.inbox.lock().unwrap();
+        while inbox.arrived < count {
+            inbox = self.more.wait(inbox).unwrap();
+        }
+    }
+
+    /// A thread of the process ends what others wait for.
+    pub(crate) fn end(&self) {
+        self.slots[Slot::End as usize].store(true, Ordering::Relaxed);
+        self.door.wake(&*self.futex);
+    }
+
+    /// The way a thread waits.
+    pub(crate) fn wait_for(&self, slot: Slot) {
+        loop {
+            let parking = self.door.parking();
+            if self.slots[slot as usize].load(Ordering::Relaxed) {
+                return;
+            }
+            let driver = self.door.park(&*self.futex, parking, None, || self.anything());
+            self.drain();
+            driver.leave(|| self.drain());
+        }
+    }
+
+    /// A thread that looks without waiting.
+    pub(crate) fn drive(&self) {
+        let driver = self.door.enter();
+        self.drain();
+        driver.leave(|| self.drain());
+    }
+
+    /// What the engine does until `done`.
+    pub(crate) fn run_engine(&self, done: impl Fn() -> bool) {
+        loop {
+            self.drain();
+            if done() {
+                return;
+            }
+            self.door.sleep(&*self.futex, None, || self.anything() || self.stop.load(Ordering::Relaxed));
+        }
+    }
+
+    /// A thread that is the engine until [`stop`](Self::stop).
+    pub(crate) fn engine(self: &Arc<Self>) -> JoinHandle<()> {
+        let process = self.clone();
+        thread::spawn(move || process.run_engine(|| process.stop.load(Ordering::Relaxed)))
+    }
+
+    /// Ends the engine, which may sleep.
+    pub(crate) fn stop(&self) {
+        self.stop.store(true, Ordering::Relaxed);
+        self.door.rouse(&*self.futex);
+    }
+}
