@@ -169,7 +169,11 @@ impl MpmdArray {
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
         let mut buffers = Vec::with_capacity(placed.shards.len());
         for shard in placed.shards.iter() {
-            let outcome = match placed.made.runtime.wait_spin.look(|| shard.slot.has_ended().then_some(())) {
+            let runtime = &placed.made.runtime;
+            let ended = || shard.slot.has_ended().then_some(());
+            // Who drives looks by itself.
+            let here = if runtime.waits.can_drive() { ended() } else { runtime.wait_spin.look(ended) };
+            let outcome = match here {
                 Some(()) => shard.slot.peek(),
                 None => placed.wait_for(&shard.slot, deadline, at),
             };
@@ -198,7 +202,7 @@ impl Placed {
         loop {
             let patience = Instant::now() + runtime.config.patience;
             let until = deadline.map_or(patience, |deadline| deadline.min(patience));
-            if let Some(outcome) = slot.wait_until(Some(until)) {
+            if let Some(outcome) = runtime.waits.wait(slot, Some(until)) {
                 return Some(outcome);
             }
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {

@@ -16,7 +16,7 @@ use crate::kernel::{Context, Kernel, Shapes, View, ViewMut, Views, ViewsMut};
 use crate::program::Program;
 use crate::region::Region;
 use crate::reshard::copy_region;
-use crate::runtime::{Exchange, OpGuard, Promises, Runtime, SlotUse};
+use crate::runtime::{Exchange, OpGuard, Promises, Runtime, SlotUse, Waits};
 use crate::topology::DeviceId;
 use crate::tree::Tree;
 
@@ -69,7 +69,7 @@ impl<K: Kernel> DeviceCall<K> {
         let device = seat.place.device;
         let exchange = Exchange { runtime: runtime.clone(), guard: guard.clone() };
         let mut context = Context::new(&plan.mesh, &seat.place, exchange, op);
-        let result = wait_for_inputs(inputs, device).and_then(|inputs| {
+        let result = wait_for_inputs(inputs, device, &runtime.waits).and_then(|inputs| {
             runtime.status.device_starts(seat.local_index, op, seat.what.clone());
             let mut inputs: Vec<Option<SharedBuffer>> = inputs.into_iter().map(Some).collect();
             let mut buffers = prepare_outputs(plan, seat, runtime, op, &mut inputs, memory?)?;
@@ -111,15 +111,15 @@ impl<K: Kernel> DeviceCall<K> {
 }
 
 /// Ends: every input is made by an operation with a lower number.
-fn wait_for_inputs(inputs: Vec<Input>, device: DeviceId) -> Fallible<Vec<SharedBuffer>> {
+fn wait_for_inputs(inputs: Vec<Input>, device: DeviceId, waits: &Waits) -> Fallible<Vec<SharedBuffer>> {
     inputs
         .into_iter()
         .map(|input| match input {
             Input::Host(bytes) => Ok(bytes),
-            Input::Slot(slot) => slot.wait(),
+            Input::Slot(slot) => slot.wait(waits),
             Input::Donated(placed) => {
                 let slot = placed.slot(device).expect("the plan has checked that the device has its part");
-                drop(slot.wait_until(None));
+                drop(waits.wait(slot, None));
                 slot.take(placed.donated_failure()).expect("it has ended")
             }
         })

@@ -12,6 +12,8 @@ use mpmd_transport::SharedBuffer;
 use mpmd_transport::router::{Failure, FailureKind};
 use parking_lot::{Condvar, Mutex};
 
+use super::waits::Waits;
+
 /// What a slot ends with.
 pub(crate) type Outcome = Result<SharedBuffer, Arc<Failure>>;
 
@@ -173,7 +175,7 @@ impl Slot {
         }
     }
 
-    /// Blocks until it ends, or until `deadline`.
+    /// Sleeps until it ends on another thread, or until `deadline`. Mostly [`Waits::wait`] is what is wanted.
     pub(crate) fn wait_until(&self, deadline: Option<Instant>) -> Option<Outcome> {
         let Inner { held, ended, .. } = self.inner();
         let mut held = held.lock();
@@ -276,8 +278,8 @@ impl Iterator for Slots {
 
 impl SlotUse {
     /// Blocks until the slot ends.
-    pub(crate) fn wait(self) -> Outcome {
-        self.0.wait_until(None).expect("no deadline was set")
+    pub(crate) fn wait(self, waits: &Waits) -> Outcome {
+        waits.wait(&self.0, None).expect("no deadline was set")
     }
 }
 
@@ -383,7 +385,7 @@ mod tests {
             "donated",
         )));
         promise.keep(Ok(vec![7u8].into()));
-        assert_eq!(first.wait().unwrap().len(), 1);
+        assert_eq!(first.wait(&Waits::alone()).unwrap().len(), 1);
         assert!(slot.peek().unwrap().is_ok(), "one use is left");
         drop(second);
         assert_eq!(slot.peek().unwrap().unwrap_err().kind, FailureKind::Donated);
@@ -409,7 +411,7 @@ mod tests {
         let issued = slots[1].issue_use();
         drop(slots.pop());
         assert_eq!(pool.stats().live, 2 * mpmd_transport::Pool::rounded(1), "a use was issued");
-        assert!(issued.wait().is_ok());
+        assert!(issued.wait(&Waits::alone()).is_ok());
         assert_eq!(pool.stats().live, mpmd_transport::Pool::rounded(1));
         assert!(slots[0].has_ended());
     }
