@@ -6,6 +6,7 @@
 //! ones. An [`OwnedBuffer`] has one owner who may write; [frozen](OwnedBuffer::freeze) it becomes a
 //! [`SharedBuffer`], which never changes again and goes back to its pool when the last holder drops it.
 
+mod count;
 mod parts;
 mod pool;
 mod segment;
@@ -14,6 +15,7 @@ use std::fmt;
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
 
+pub use count::{Allocations, CountingAllocator};
 pub use parts::Divided;
 pub use pool::{OutOfMemory, Pool, PoolStats, Reservation};
 
