@@ -129,7 +129,7 @@ fn allocations<T: Tree<Leaf = MpmdArray>>(
     repeats: usize,
     mut call: impl FnMut(&mut Program) -> mpmd_core::Result<T>,
 ) -> mpmd_core::Result<Counts> {
-    let mut counts = Counts::default();
+    let (mut counts, mut path) = (Counts::default(), Path::default());
     // The first calls fill what is used again.
     for repeat in 0..=repeats {
         let mut results = Vec::with_capacity(BATCH);
@@ -140,7 +140,7 @@ fn allocations<T: Tree<Leaf = MpmdArray>>(
             // Looked at by visit, which allocates nothing.
             let mut ready = Ok(());
             results.iter().for_each(|y| {
-                y.visit(&mut Path::default(), &mut |_, y| {
+                y.visit(&mut path, &mut |_, y| {
                     if ready.is_ok() {
                         ready = y.block_until_ready().map(drop);
                     }

@@ -49,8 +49,8 @@ pub(crate) use status::{Doing, Status};
 pub(crate) use transfer::{PutPlan, Source};
 use under_way::UnderWay;
 pub(crate) use waits::Waits;
-pub(crate) use worker::Job;
 use worker::{Crew, Worker};
+pub(crate) use worker::{Job, Work};
 
 use crate::topology::{DeviceId, Topology};
 
