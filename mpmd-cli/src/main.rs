@@ -8,6 +8,11 @@ mod run;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use mpmd_transport::memory::CountingAllocator;
+
+/// Counts only where `mpmd bench` asks it to.
+#[global_allocator]
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 /// Runs programs on many processes.
 #[derive(Debug, Parser)]

@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use mpmd_core::prelude::{Context, Kernel, MpmdArray, Program, ShapedArray, Signature, View, ViewMut, f32s};
 use mpmd_core::topology::Mesh;
-use mpmd_core::tree::Tree;
+use mpmd_core::tree::{Path, Tree};
 use mpmd_core::{Simulation, kernel};
+use mpmd_transport::memory::CountingAllocator;
 
 use super::{Case, Options, show};
 
@@ -55,7 +56,7 @@ pub(super) fn dispatch(options: Options) -> Result<ExitCode> {
     let mut cases = local(options)?;
     let mut results = Simulation::new(2, 2).run(|p| remote(p, options));
     // Process 0 has no part in the calls.
-    cases.push(results.swap_remove(0)?);
+    cases.extend(results.swap_remove(0)?);
     show(&cases, options.json);
     Ok(ExitCode::SUCCESS)
 }
@@ -67,6 +68,7 @@ fn local(options: Options) -> Result<Vec<Case>> {
     let empty = p.jit(Empty).on(&mesh).outputs(mesh.replicated()).build()?;
     let one = |p: &mut Program| empty.call(p, x.clone());
     let issue = issue_times(&mut p, options.repeats, one)?;
+    let issue_counts = allocations(&mut p, options.repeats, one)?;
     let mut complete = Vec::new();
     for _ in 0..options.repeats {
         let start = Instant::now();
@@ -77,22 +79,82 @@ fn local(options: Options) -> Result<Vec<Case>> {
     }
     let many = p.jit(EmptyTree).on(&mesh).outputs(mesh.replicated()).build()?;
     let xs: Vec<MpmdArray> = (0..64).map(|_| scalar(&mut p, &mesh)).collect::<mpmd_core::Result<_>>()?;
-    let leaves = issue_times(&mut p, options.repeats, |p| many.call(p, xs.clone()))?;
+    let all = |p: &mut Program| many.call(p, xs.clone());
+    let leaves = issue_times(&mut p, options.repeats, all)?;
+    let leaves_counts = allocations(&mut p, options.repeats, all)?;
     p.finish()?;
-    Ok(vec![
-        Case::micros("jit issue", "empty, 1 leaf", issue),
-        Case::micros("jit complete", "empty, 1 leaf", complete),
-        Case::micros("jit issue", "64 leaves in, 64 out", leaves),
-    ])
+    let mut cases = vec![
+        Case::micros("jit issue", "empty, 1 leaf", issue).within(1.0),
+        Case::micros("jit complete", "empty, 1 leaf", complete).within(5.0),
+        Case::micros("jit issue", "64 leaves in, 64 out", leaves).within(5.0),
+    ];
+    cases.extend(issue_counts.cases("empty, 1 leaf"));
+    cases.extend(leaves_counts.cases("64 leaves in, 64 out"));
+    Ok(cases)
 }
 
-fn remote(p: &mut Program, options: Options) -> mpmd_core::Result<Case> {
+fn remote(p: &mut Program, options: Options) -> mpmd_core::Result<Vec<Case>> {
     let device = p.topology().device_ids()[1];
     let mesh = p.mesh_of(&[("x", 1)], &[device])?;
     let x = scalar(p, &mesh)?;
     let empty = p.jit(Empty).on(&mesh).outputs(mesh.replicated()).build()?;
-    let times = issue_times(p, options.repeats, |p| empty.call(p, x.clone()))?;
-    Ok(Case::micros("jit issue", "no part in it", times))
+    let one = |p: &mut Program| empty.call(p, x.clone());
+    let times = issue_times(p, options.repeats, one)?;
+    let counts = allocations(p, options.repeats, one)?;
+    let issued = Case::micros("jit issue", "no part in it", times).within(0.1);
+    // What other threads allocate is mostly the other process's.
+    Ok(std::iter::once(issued).chain(counts.cases("no part in it").into_iter().take(1)).collect())
+}
+
+/// Allocations for one call, one of each for each repeat.
+#[derive(Default)]
+struct Counts {
+    issuing: Vec<f64>,
+    running: Vec<f64>,
+}
+
+impl Counts {
+    fn cases(self, parameters: &str) -> [Case; 2] {
+        [
+            Case::count("allocs, program", parameters, self.issuing),
+            Case::count("allocs, devices", parameters, self.running),
+        ]
+    }
+}
+
+/// Counts allocations of calls, clones of the handles that go in included: by the program's thread, which include
+/// what it is given, and by all others until the results are there.
+fn allocations<T: Tree<Leaf = MpmdArray>>(
+    p: &mut Program,
+    repeats: usize,
+    mut call: impl FnMut(&mut Program) -> mpmd_core::Result<T>,
+) -> mpmd_core::Result<Counts> {
+    let (mut counts, mut path) = (Counts::default(), Path::default());
+    // The first calls fill what is used again.
+    for repeat in 0..=repeats {
+        let mut results = Vec::with_capacity(BATCH);
+        let (run, found) = CountingAllocator::count(|| -> mpmd_core::Result<()> {
+            for _ in 0..BATCH {
+                results.push(call(p)?);
+            }
+            // Looked at by visit, which allocates nothing.
+            let mut ready = Ok(());
+            results.iter().for_each(|y| {
+                y.visit(&mut path, &mut |_, y| {
+                    if ready.is_ok() {
+                        ready = y.block_until_ready().map(drop);
+                    }
+                });
+            });
+            ready
+        });
+        run?;
+        if repeat > 0 {
+            counts.issuing.push(found.own as f64 / BATCH as f64);
+            counts.running.push(found.others as f64 / BATCH as f64);
+        }
+    }
+    Ok(counts)
 }
 
 fn scalar(p: &mut Program, mesh: &Mesh) -> mpmd_core::Result<MpmdArray> {

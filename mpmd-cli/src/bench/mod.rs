@@ -83,6 +83,8 @@ pub(crate) struct Case {
     parameters: String,
     unit: &'static str,
     samples: Vec<f64>,
+    /// What the median is to be at most.
+    goal: Option<f64>,
 }
 
 impl Case {
@@ -93,7 +95,7 @@ impl Case {
         samples: impl IntoIterator<Item = Duration>,
     ) -> Self {
         let samples = samples.into_iter().map(|time| time.as_secs_f64() * 1e6).collect();
-        Self { name, parameters: parameters.into(), unit: "us", samples }
+        Self { name, parameters: parameters.into(), unit: "us", samples, goal: None }
     }
 
     /// A case measured in GB/s: `bytes` moved in each of the times.
@@ -104,7 +106,23 @@ impl Case {
         times: impl IntoIterator<Item = Duration>,
     ) -> Self {
         let samples = times.into_iter().map(|time| bytes as f64 / time.as_secs_f64() / 1e9).collect();
-        Self { name, parameters: parameters.into(), unit: "GB/s", samples }
+        Self { name, parameters: parameters.into(), unit: "GB/s", samples, goal: None }
+    }
+
+    /// A case that is a number of something.
+    pub(crate) fn count(
+        name: &'static str,
+        parameters: impl Into<String>,
+        samples: impl IntoIterator<Item = f64>,
+    ) -> Self {
+        let samples = samples.into_iter().collect();
+        Self { name, parameters: parameters.into(), unit: "", samples, goal: None }
+    }
+
+    /// The same with what the median is to be at most: the table has the ratio of the two.
+    pub(crate) fn within(mut self, goal: f64) -> Self {
+        self.goal = Some(goal);
+        self
     }
 
     /// The sample at this share of the sorted ones, 0.5 for the median.
@@ -124,9 +142,11 @@ fn quantile(samples: &[f64], share: f64) -> f64 {
 /// Prints cases as a table or as lines of JSON.
 pub(crate) fn show(cases: &[Case], json: bool) {
     let wide = cases.iter().map(|case| case.parameters.len()).max().unwrap_or(0).max(26);
+    let goals = cases.iter().any(|case| case.goal.is_some());
     if !json {
         let (case, parameters) = ("case", "parameters");
-        println!("{case:<14} {parameters:<wide$} {:>10} {:>10} {:>10}  unit", "median", "p10", "p90");
+        let ratio = if goals { "  of its goal" } else { "" };
+        println!("{case:<16} {parameters:<wide$} {:>10} {:>10} {:>10}  unit{ratio}", "median", "p10", "p90");
     }
     for case in cases {
         let (median, p10, p90) = (case.quantile(0.5), case.quantile(0.1), case.quantile(0.9));
@@ -143,7 +163,10 @@ pub(crate) fn show(cases: &[Case], json: bool) {
             println!("{line}");
         } else {
             let (name, parameters, unit) = (case.name, &case.parameters, case.unit);
-            println!("{name:<14} {parameters:<wide$} {median:>10.3} {p10:>10.3} {p90:>10.3}  {unit}");
+            let ratio = case.goal.map(|goal| format!("{:>13.2}", median / goal)).unwrap_or_default();
+            let line =
+                format!("{name:<16} {parameters:<wide$} {median:>10.3} {p10:>10.3} {p90:>10.3}  {unit:<4}");
+            println!("{}", format!("{line}{ratio}").trim_end());
         }
     }
 }

@@ -1,16 +1,19 @@
 //! [`MpmdArray`]: a handle to an array that lives on devices, wherever they are.
 
 mod future;
+mod handle;
 mod read;
 
 use std::fmt;
 use std::ops::Deref;
 use std::panic::Location;
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, OnceLock};
 
 use mpmd_transport::{Failure, FailureKind};
 
 pub use future::{ArrayFuture, all_ready};
+pub(crate) use handle::{Handle, WeakHandle};
 pub use read::Shard;
 
 use crate::aval::{DType, Element, HostArray, ShapedArray};
@@ -41,7 +44,7 @@ pub struct MpmdArray {
 #[derive(Clone)]
 pub(crate) enum Repr {
     Host(HostArray),
-    Placed(Arc<Placed>),
+    Placed(Handle),
 }
 
 /// An array on devices.
@@ -50,6 +53,8 @@ pub(crate) struct Placed {
     pub(crate) shards: Shards,
     pub(crate) origin: Origin,
     donated: OnceLock<Donation>,
+    /// Handles that there are.
+    handles: AtomicUsize,
 }
 
 /// What all arrays have in common that one plan makes: in one place, so that making one more costs a pointer.
@@ -149,7 +154,7 @@ impl MpmdArray {
 
     /// Whether both are handles of one array on devices.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
-        matches!((&self.repr, &other.repr), (Repr::Placed(a), Repr::Placed(b)) if Arc::ptr_eq(a, b))
+        matches!((&self.repr, &other.repr), (Repr::Placed(a), Repr::Placed(b)) if a.is_same(b))
     }
 
     /// Refuses an array that was donated.
@@ -187,9 +192,19 @@ impl fmt::Debug for MpmdArray {
 impl Placed {
     /// A handle to a new array.
     pub(crate) fn array(made: Arc<Made>, shards: impl Into<Shards>, origin: Origin) -> MpmdArray {
-        let placed = Arc::new(Self { made, shards: shards.into(), origin, donated: OnceLock::new() });
-        placed.made.runtime.holds(&placed);
-        MpmdArray { repr: Repr::Placed(placed) }
+        let all: Arc<[Self]> = Arc::new([Self::new(made, shards.into(), origin)]);
+        MpmdArray { repr: Repr::Placed(Handle::first_of(all, 0)) }
+    }
+
+    /// Handles to the new arrays of one operation, each to be taken. They share an allocation.
+    pub(crate) fn arrays(all: impl Iterator<Item = Self>) -> impl Iterator<Item = MpmdArray> {
+        let all: Arc<[Self]> = all.collect();
+        (0..all.len() as u32)
+            .map(move |index| MpmdArray { repr: Repr::Placed(Handle::first_of(all.clone(), index)) })
+    }
+
+    pub(crate) fn new(made: Arc<Made>, shards: Shards, origin: Origin) -> Self {
+        Self { made, shards, origin, donated: OnceLock::new(), handles: AtomicUsize::new(1) }
     }
 
     /// The operation that made it, and which of its results it is.

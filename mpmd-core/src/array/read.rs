@@ -37,7 +37,7 @@ impl MpmdArray {
     /// Where the operation that makes the array failed, here or elsewhere.
     #[track_caller]
     pub fn block_until_ready(&self) -> Result<&Self> {
-        self.wait(None, Location::caller())?;
+        self.wait_each(None, Location::caller(), |_| ())?;
         Ok(self)
     }
 
@@ -48,7 +48,7 @@ impl MpmdArray {
     /// [`Error::TimedOut`] where it takes longer; the operation goes on.
     #[track_caller]
     pub fn wait_timeout(&self, timeout: Duration) -> Result<&Self> {
-        self.wait(Some(timeout), Location::caller())?;
+        self.wait_each(Some(timeout), Location::caller(), |_| ())?;
         Ok(self)
     }
 
@@ -78,7 +78,7 @@ impl MpmdArray {
             Repr::Placed(placed) if placed.shards.is_empty() => return Ok(None),
             Repr::Placed(placed) => placed,
         };
-        let buffers = self.wait(None, at)?;
+        let buffers = self.wait(at)?;
         placed.gather(&buffers, at).map(Some)
     }
 
@@ -101,7 +101,7 @@ impl MpmdArray {
                 placed.made.runtime.me
             ))),
             Repr::Placed(placed) => {
-                let buffers = self.wait(None, at)?;
+                let buffers = self.wait(at)?;
                 let shards = placed.shards.iter().zip(buffers);
                 shards
                     .map(|(shard, buffer)| {
@@ -161,27 +161,42 @@ impl MpmdArray {
         }
     }
 
-    fn wait(&self, timeout: Option<Duration>, at: &'static Location<'static>) -> Result<Vec<SharedBuffer>> {
-        let Repr::Placed(placed) = &self.repr else { return Ok(Vec::new()) };
+    fn wait(&self, at: &'static Location<'static>) -> Result<Vec<SharedBuffer>> {
+        let mut buffers = Vec::new();
+        self.wait_each(None, at, |buffer| buffers.push(buffer))?;
+        Ok(buffers)
+    }
+
+    /// Waits for the local shards in order, and hands each on as it is there.
+    fn wait_each(
+        &self,
+        timeout: Option<Duration>,
+        at: &'static Location<'static>,
+        mut then: impl FnMut(SharedBuffer),
+    ) -> Result<()> {
+        let Repr::Placed(placed) = &self.repr else { return Ok(()) };
         if let Err(problem) = placed.check_usable("") {
             return Err(Error::Read { at, why: format!("the array {problem}") });
         }
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
-        let mut buffers = Vec::with_capacity(placed.shards.len());
         for shard in placed.shards.iter() {
-            let outcome = match placed.made.runtime.wait_spin.look(|| shard.slot.has_ended().then_some(())) {
+            let runtime = &placed.made.runtime;
+            let ended = || shard.slot.has_ended().then_some(());
+            // Who drives looks by itself.
+            let here = if runtime.waits.can_drive() { ended() } else { runtime.wait_spin.look(ended) };
+            let outcome = match here {
                 Some(()) => shard.slot.peek(),
                 None => placed.wait_for(&shard.slot, deadline, at),
             };
             match outcome {
-                Some(outcome) => buffers.push(outcome.map_err(Error::failed)?),
+                Some(outcome) => then(outcome.map_err(Error::failed)?),
                 None => {
                     let waited = timeout.unwrap_or_default();
                     return Err(Error::TimedOut { at, what: placed.describe(), waited });
                 }
             }
         }
-        Ok(buffers)
+        Ok(())
     }
 }
 
@@ -198,7 +213,7 @@ impl Placed {
         loop {
             let patience = Instant::now() + runtime.config.patience;
             let until = deadline.map_or(patience, |deadline| deadline.min(patience));
-            if let Some(outcome) = slot.wait_until(Some(until)) {
+            if let Some(outcome) = runtime.waits.wait(slot, Some(until)) {
                 return Some(outcome);
             }
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {

@@ -7,26 +7,36 @@ use mpmd_transport::memory::Reservation;
 use mpmd_transport::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
-use super::plan::{Bound, CallPlan, Seat};
-use crate::array::{MpmdArray, Placed};
+use super::plan::{Bound, CallPlan, OutputPlan, Seat};
+use crate::array::{Handle, MpmdArray};
 use crate::aval::HostArray;
 use crate::device_put::panic_text;
 use crate::error::{Error, Result};
-use crate::kernel::{Context, Kernel, Shapes, View, ViewMut, Views, ViewsMut};
+use crate::kernel::{Context, Kernel, Shapes, ShardInfo, View, ViewMut, Views, ViewsMut};
 use crate::program::Program;
 use crate::region::Region;
 use crate::reshard::copy_region;
-use crate::runtime::{Exchange, OpGuard, Promises, Runtime, SlotUse};
+use crate::runtime::{Exchange, Job, OpGuard, Promises, Runtime, SlotUse, Waits, Work};
 use crate::topology::DeviceId;
 use crate::tree::Tree;
 
-/// One device's part of a call, waiting in the device's queue.
+/// One device's part of a call, waiting in the device's queue. The box, and the room in its lists, are used
+/// again by a later call.
 pub(super) struct DeviceCall<K: Kernel> {
+    inputs: Vec<Input>,
+    /// The inputs once they are there.
+    arrived: Vec<Option<SharedBuffer>>,
+    outputs: Vec<OwnedBuffer>,
+    // Last, so that where it never runs its operation ends after its buffers are gone.
+    issued: Option<Issued<K>>,
+}
+
+/// What one device's part of a call is, but for its inputs.
+pub(super) struct Issued<K: Kernel> {
     pub(super) bound: Arc<Bound<K>>,
     pub(super) seat: usize,
     pub(super) op: u64,
     pub(super) at: &'static Location<'static>,
-    pub(super) inputs: Vec<Input>,
     pub(super) promises: Promises,
     /// For all outputs that do not take an input's memory over: set aside when the call was issued, or why
     /// it could not be.
@@ -55,75 +65,111 @@ pub(super) enum Input {
     Host(SharedBuffer),
     Slot(SlotUse),
     /// This call gets the memory; later readers hear of it.
-    Donated(Arc<Placed>),
+    Donated(Handle),
 }
 
 pub(super) type Fallible<T> = std::result::Result<T, Arc<Failure>>;
 
 impl<K: Kernel> DeviceCall<K> {
-    /// Waits for the inputs, runs the kernel, and ends the outputs.
-    pub(super) fn run(self) {
-        let Self { bound, seat, op, at, inputs, mut promises, memory, guard, leftovers } = self;
-        let Bound { kernel, plan } = &*bound;
-        let (runtime, seat) = (&plan.runtime, &plan.seats[seat]);
-        let device = seat.place.device;
-        let exchange = Exchange { runtime: runtime.clone(), guard: guard.clone() };
-        let mut context = Context::new(&plan.mesh, &seat.place, exchange, op);
-        let result = wait_for_inputs(inputs, device).and_then(|inputs| {
-            runtime.status.device_starts(seat.local_index, op, seat.what.clone());
-            let mut inputs: Vec<Option<SharedBuffer>> = inputs.into_iter().map(Some).collect();
-            let mut buffers = prepare_outputs(plan, seat, runtime, op, &mut inputs, memory?)?;
-            let ran = catch_unwind(AssertUnwindSafe(|| {
-                run_kernel(&**kernel, plan, seat, &mut context, &inputs, &mut buffers)
-            }));
-            drop(inputs);
-            let why = match ran {
-                Ok(Ok(())) if context.not_called() == 0 => return Ok(buffers),
-                Ok(Ok(())) => {
-                    format!("its signature declares {} more collectives than it calls", context.not_called())
-                }
-                Ok(Err(Error::Failed(failure))) => return Err(failure),
-                Ok(Err(error)) => error.to_string(),
-                Err(panic) => panic_text(&*panic),
-            };
-            let message = format!(
-                "kernel {} of operation {op} at {at} failed on device {device}: {why}",
-                kernel.name()
-            );
-            Err(Arc::new(Failure::new(FailureKind::Kernel, runtime.me, op, message)))
-        });
+    /// Makes it ready for a device's queue.
+    pub(super) fn issue(mut self: Box<Self>, issued: Issued<K>, inputs: impl Iterator<Item = Input>) -> Job {
+        self.inputs.extend(inputs);
+        self.issued = Some(issued);
+        self
+    }
+
+    /// Waits for the inputs, runs the kernel: then the outputs are filled.
+    fn compute(&mut self, call: &Call<'_, K>, context: &mut Context<'_>, memory: Memory) -> Fallible<()> {
+        let Self { inputs, arrived, outputs, .. } = self;
+        let Call { bound, seat, op, at } = call;
+        let Bound { kernel, plan, .. } = bound;
+        let (runtime, device) = (&plan.runtime, seat.place.device);
+        wait_for_inputs(inputs, arrived, device, &runtime.waits)?;
+        runtime.status.device_starts(seat.local_index, *op, seat.what.clone());
+        prepare_outputs(plan, seat, runtime, *op, arrived, outputs, memory?)?;
+        let ran =
+            catch_unwind(AssertUnwindSafe(|| run_kernel(&**kernel, plan, seat, context, arrived, outputs)));
+        arrived.clear();
+        let why = match ran {
+            Ok(Ok(())) if context.not_called() == 0 => return Ok(()),
+            Ok(Ok(())) => {
+                format!("its signature declares {} more collectives than it calls", context.not_called())
+            }
+            Ok(Err(Error::Failed(failure))) => return Err(failure),
+            Ok(Err(error)) => error.to_string(),
+            Err(panic) => panic_text(&*panic),
+        };
+        let message =
+            format!("kernel {} of operation {op} at {at} failed on device {device}: {why}", kernel.name());
+        Err(Arc::new(Failure::new(FailureKind::Kernel, runtime.me, *op, message)))
+    }
+}
+
+impl<K: Kernel> Work for DeviceCall<K> {
+    /// Computes, and ends the outputs.
+    fn run(mut self: Box<Self>) {
+        let Some(issued) = self.issued.take() else { return };
+        let Issued { bound, seat, op, at, mut promises, memory, guard, leftovers } = issued;
+        let (runtime, seat) = (&bound.plan.runtime, &bound.plan.seats[seat]);
+        let exchange = Exchange { runtime: runtime.clone(), guard };
+        let mut context = Context::new(&bound.plan.mesh, &seat.place, exchange, op);
+        let result = self.compute(&Call { bound: &bound, seat, op, at }, &mut context, memory);
         runtime.status.device_idle(seat.local_index);
         match result {
-            Ok(buffers) => {
-                buffers.into_iter().for_each(|buffer| promises.keep_next(Ok(buffer.freeze())));
-            }
+            Ok(()) => self.outputs.drain(..).for_each(|buffer| promises.keep_next(Ok(buffer.freeze()))),
             Err(failure) => {
+                // Whoever waits for memory looks when operations end.
+                self.inputs.clear();
+                self.arrived.clear();
+                self.outputs.clear();
                 runtime.remember(&failure);
                 // Whoever waits for this device in a collective must not wait for ever.
                 context.abandon(&failure);
                 promises.fail(&failure);
             }
         }
+        bound.keep(self);
         drop(leftovers);
+        // With it the operation ends.
         drop(context);
-        drop(guard);
     }
 }
 
+impl<K: Kernel> Default for DeviceCall<K> {
+    fn default() -> Self {
+        Self { issued: None, inputs: Vec::new(), arrived: Vec::new(), outputs: Vec::new() }
+    }
+}
+
+type Memory = Fallible<Reservation>;
+
+/// Which call runs on which device.
+struct Call<'a, K: Kernel> {
+    bound: &'a Bound<K>,
+    seat: &'a Seat,
+    op: u64,
+    at: &'static Location<'static>,
+}
+
 /// Ends: every input is made by an operation with a lower number.
-fn wait_for_inputs(inputs: Vec<Input>, device: DeviceId) -> Fallible<Vec<SharedBuffer>> {
-    inputs
-        .into_iter()
-        .map(|input| match input {
-            Input::Host(bytes) => Ok(bytes),
-            Input::Slot(slot) => slot.wait(),
+fn wait_for_inputs(
+    inputs: &mut Vec<Input>,
+    arrived: &mut Vec<Option<SharedBuffer>>,
+    device: DeviceId,
+    waits: &Waits,
+) -> Fallible<()> {
+    for input in inputs.drain(..) {
+        arrived.push(Some(match input {
+            Input::Host(bytes) => bytes,
+            Input::Slot(slot) => slot.wait(waits)?,
             Input::Donated(placed) => {
                 let slot = placed.slot(device).expect("the plan has checked that the device has its part");
-                drop(slot.wait_until(None));
-                slot.take(placed.donated_failure()).expect("it has ended")
+                drop(waits.wait(slot, None));
+                slot.take(placed.donated_failure()).expect("it has ended")?
             }
-        })
-        .collect()
+        }));
+    }
+    Ok(())
 }
 
 /// Memory for the outputs; those that are inputs updated in place hold the inputs' values.
@@ -133,42 +179,49 @@ fn prepare_outputs(
     runtime: &Runtime,
     op: u64,
     inputs: &mut [Option<SharedBuffer>],
+    buffers: &mut Vec<OwnedBuffer>,
     memory: Reservation,
-) -> Fallible<Vec<OwnedBuffer>> {
+) -> Fallible<()> {
     let pool = &runtime.devices[seat.local_index].pool;
     let failed = |error: mpmd_transport::memory::OutOfMemory| {
         let message = format!("operation {op} ({}): out of memory on {error}", plan.what);
         Arc::new(Failure::new(FailureKind::Memory, runtime.me, op, message))
     };
-    let mut reserved = memory.allocate_all(plan.fresh(seat)).map_err(failed)?.into_iter();
-    let mut fresh = |bytes: usize| reserved.next().map_or_else(|| pool.allocate(bytes).map_err(failed), Ok);
-    plan.outputs
-        .iter()
-        .zip(&seat.outputs)
-        .map(|(output, info)| {
-            let takes_over = plan.takes_over(output);
-            let input = output.alias.and_then(|index| Some((index, inputs[index].take()?)));
-            let Some((index, input)) = input else {
-                let buffer = if takes_over {
-                    pool.allocate(info.bytes()).map_err(failed)
-                } else {
-                    fresh(info.bytes())
-                };
-                return buffer.map(poison_fresh);
-            };
-            // Host values are seen whole by every device, and an output may be a part of them.
-            if takes_over && seat.inputs[index].region == info.region {
-                return runtime.take_over(input, pool, op, &*plan.what).map_err(failed);
-            }
-            let mut buffer =
-                if takes_over { pool.allocate(info.bytes()).map_err(failed)? } else { fresh(info.bytes())? };
-            copy_in(&input, &seat.inputs[index].region, &mut buffer, info);
-            Ok(buffer)
-        })
-        .collect()
+    // One, as most kernels have, takes no list.
+    let (mut one, mut several) = (None, Vec::new().into_iter());
+    match plan.fresh(seat).count() {
+        0 => drop(memory),
+        1 => one = Some(memory.allocate().map_err(failed)?),
+        _ => several = memory.allocate_all(plan.fresh(seat)).map_err(failed)?.into_iter(),
+    }
+    let mut fresh = |bytes: usize| {
+        let reserved = one.take().or_else(|| several.next());
+        reserved.map_or_else(|| pool.allocate(bytes).map_err(failed), Ok)
+    };
+    let mut buffer = |output: &OutputPlan, info: &ShardInfo| {
+        let takes_over = plan.takes_over(output);
+        let input = output.alias.and_then(|index| Some((index, inputs[index].take()?)));
+        let Some((index, input)) = input else {
+            let buffer =
+                if takes_over { pool.allocate(info.bytes()).map_err(failed) } else { fresh(info.bytes()) };
+            return buffer.map(poison_fresh);
+        };
+        // Host values are seen whole by every device, and an output may be a part of them.
+        if takes_over && seat.inputs[index].region == info.region {
+            return runtime.take_over(input, pool, op, &*plan.what).map_err(failed);
+        }
+        let mut buffer =
+            if takes_over { pool.allocate(info.bytes()).map_err(failed)? } else { fresh(info.bytes())? };
+        copy_in(&input, &seat.inputs[index].region, &mut buffer, info);
+        Ok(buffer)
+    };
+    for (output, info) in plan.outputs.iter().zip(&seat.outputs) {
+        buffers.push(buffer(output, info)?);
+    }
+    Ok(())
 }
 
-fn copy_in(from: &[u8], region: &Region, to: &mut [u8], info: &crate::kernel::ShardInfo) {
+fn copy_in(from: &[u8], region: &Region, to: &mut [u8], info: &ShardInfo) {
     copy_region(from, region, to, &info.region, &info.region, info.global.dtype().size());
 }
 

@@ -21,16 +21,35 @@ use crate::program::Program;
 use crate::runtime::{Job, Runtime, Slot, Slots};
 use crate::sharding::{MemoryKind, Sharding};
 use crate::topology::{DeviceId, Mesh};
-use crate::tree::{Path, PrefixTree, Tree};
+use crate::tree::{Path, PrefixTree, Tree, TreeError};
 pub use call::run_here;
-use call::{DeviceCall, Input, Leftovers};
+use call::{Input, Issued, Leftovers};
 use plan::{Bound, CallPlan};
 
 /// Call shapes that a [`Jit`] remembers.
 const PLANS_KEPT: usize = 8;
 
-/// The slots of a call's outputs for each local device, and what each of those is to do.
-type Prepared = (Vec<(DeviceId, Slots)>, Vec<(usize, Job)>);
+/// What a [`Jit`] keeps from call to call.
+struct Kept<K: Kernel> {
+    plans: Vec<Arc<Bound<K>>>,
+    lists: Lists,
+}
+
+/// Empty lists, for the room in them.
+#[derive(Default)]
+struct Lists {
+    leaves: Vec<&'static MpmdArray>,
+    path: Path,
+    prepared: Prepared,
+}
+
+#[derive(Default)]
+struct Prepared {
+    /// The slots of a call's outputs for each local device.
+    slots: Vec<(DeviceId, Slots)>,
+    /// What each of those is to do.
+    calls: Vec<(usize, Job)>,
+}
 
 impl Program {
     /// Binds a kernel to a mesh: `program.jit(kernel).on(&mesh).outputs(sharding).build()?`.
@@ -101,7 +120,7 @@ impl<K: Kernel> JitBuilder<K> {
             inputs: self.inputs,
             outputs,
             donate: self.donate,
-            plans: Mutex::new(Vec::new()),
+            kept: Mutex::new(Kept { plans: Vec::new(), lists: Lists::default() }),
         })
     }
 }
@@ -115,7 +134,7 @@ pub struct Jit<K: Kernel> {
     inputs: Option<PrefixTree<Sharding>>,
     outputs: PrefixTree<Sharding>,
     donate: Vec<String>,
-    plans: Mutex<Vec<Arc<Bound<K>>>>,
+    kept: Mutex<Kept<K>>,
 }
 
 impl<K: Kernel> Jit<K> {
@@ -141,7 +160,9 @@ impl<K: Kernel> Jit<K> {
 
     fn call_at(&self, program: &mut Program, x: &K::In, at: &'static Location<'static>) -> Result<K::Out> {
         let wrong = |problem: IssueProblem| problem.at(at, format!("jit {}", self.kernel.name()));
-        let leaves = self.leaves(x);
+        let Lists { leaves, mut path, mut prepared } = std::mem::take(&mut self.kept.lock().lists);
+        let mut leaves: Vec<&MpmdArray> = leaves;
+        x.visit(&mut path, &mut |_, leaf| leaves.push(leaf));
         if !std::ptr::eq(self.program.as_ptr(), Arc::as_ptr(&program.runtime)) {
             return Err(wrong(IssueProblem::Foreign { path: "the kernel".to_owned() }));
         }
@@ -175,11 +196,10 @@ impl<K: Kernel> Jit<K> {
                 placed.donate(op, at);
             }
         }
-        let (mut slots, calls) = if plan.seats.is_empty() {
-            (Vec::new(), Vec::new())
-        } else {
-            self.prepare(program, &bound, &leaves, op, at)
-        };
+        if !plan.seats.is_empty() {
+            prepare(&mut prepared, program, &bound, &leaves, op, at);
+        }
+        let slots = &mut prepared.slots;
         let arrays = plan.outputs.iter().enumerate().map(|(i, output)| {
             let next = |(device, slots): &mut (DeviceId, Slots)| {
                 Some(LocalShard { device: *device, slot: slots.next()? })
@@ -188,91 +208,95 @@ impl<K: Kernel> Jit<K> {
                 [one] => next(one).map_or_else(|| Shards::Several(Vec::new()), Shards::One),
                 several => Shards::Several(several.iter_mut().filter_map(next).collect()),
             };
-            Placed::array(output.made.clone(), shards, Origin { op, leaf: i as u32, at })
+            Placed::new(output.made.clone(), shards, Origin { op, leaf: i as u32, at })
         });
-        let y = K::Out::from_leaves(&plan.output_structure, arrays);
+        let (structure, mut arrays) = (&plan.output_structure, Placed::arrays(arrays));
+        let y = match K::Out::build(structure, &mut path, &mut arrays) {
+            Ok(_) if arrays.next().is_some() => {
+                Err(TreeError::TooManyLeaves { expected: structure.leaves() })
+            }
+            built => built,
+        };
+        drop(arrays);
         // Last: from here on the devices' threads write where this one has just written.
-        for (local_index, call) in calls {
+        for (local_index, call) in prepared.calls.drain(..) {
             program.runtime.run_on(local_index, call);
         }
+        prepared.slots.clear();
+        // Where it failed it is at some branch.
+        let path = if y.is_ok() { path } else { Path::default() };
+        self.kept.lock().lists = Lists { leaves: emptied(leaves), path, prepared };
         y.map_err(|error| wrong(IssueProblem::Tree(error)))
-    }
-
-    /// The leaves, in a list that need not grow.
-    fn leaves<'a>(&self, x: &'a K::In) -> Vec<&'a MpmdArray> {
-        let expected = self.plans.lock().last().map_or(0, |bound| bound.plan.inputs.len());
-        let mut leaves = Vec::with_capacity(expected);
-        x.visit(&mut Path::default(), &mut |_, leaf| leaves.push(leaf));
-        leaves
-    }
-
-    /// For each local device the slots of all outputs, and what it is to do.
-    fn prepare(
-        &self,
-        program: &Program,
-        bound: &Arc<Bound<K>>,
-        leaves: &[&MpmdArray],
-        op: u64,
-        at: &'static Location<'static>,
-    ) -> Prepared {
-        let plan = &bound.plan;
-        let runtime = &program.runtime;
-        let guard = runtime.in_flight.begin(op, plan.bytes);
-        let leftovers =
-            (!plan.mesh.collectives.is_empty()).then(|| Arc::new(Leftovers { runtime: runtime.clone(), op }));
-        let mut all_slots = Vec::with_capacity(plan.seats.len());
-        let mut calls: Vec<(usize, Job)> = Vec::with_capacity(plan.seats.len());
-        for (seat_index, seat) in plan.seats.iter().enumerate() {
-            let inputs = leaves
-                .iter()
-                .zip(&plan.inputs)
-                .map(|(leaf, input)| match &leaf.repr {
-                    Repr::Host(host) => Input::Host(host.bytes().clone()),
-                    Repr::Placed(placed) if input.donated => Input::Donated(placed.clone()),
-                    Repr::Placed(placed) => match placed.slot(seat.place.device) {
-                        Some(slot) => Input::Slot(slot.issue_use()),
-                        // Cannot happen: the plan has checked that every device has its part.
-                        None => Input::Slot(Slot::filled(Vec::new().into()).issue_use()),
-                    },
-                })
-                .collect();
-            let memory =
-                runtime.reserve_all(seat.local_index, MemoryKind::Device, plan.fresh(seat), op, &*plan.what);
-            let (promises, slots) = Slot::several(plan.outputs.len());
-            all_slots.push((seat.place.device, slots));
-            let call = DeviceCall {
-                bound: bound.clone(),
-                seat: seat_index,
-                op,
-                at,
-                inputs,
-                promises,
-                memory,
-                guard: guard.clone(),
-                leftovers: leftovers.clone(),
-            };
-            calls.push((seat.local_index, Box::new(move || call.run())));
-        }
-        (all_slots, calls)
     }
 
     fn known_plan(&self, x: &K::In, leaves: &[&MpmdArray]) -> Option<Arc<Bound<K>>> {
         // Two trees may have the same leaves in other places.
         let fits =
             |bound: &&Arc<Bound<K>>| bound.plan.fits(leaves) && x.has_structure(&bound.plan.input_structure);
-        self.plans.lock().iter().find(fits).cloned()
+        self.kept.lock().plans.iter().find(fits).cloned()
     }
 
     fn new_plan(&self, program: &Program, x: &K::In) -> std::result::Result<Arc<Bound<K>>, IssueProblem> {
         let plan = CallPlan::new(self, &program.runtime, x)?;
-        let bound = Arc::new(Bound { kernel: self.kernel.clone(), plan });
-        let mut plans = self.plans.lock();
+        let bound = Arc::new(Bound::new(self.kernel.clone(), plan));
+        let plans = &mut self.kept.lock().plans;
         if plans.len() >= PLANS_KEPT {
             plans.remove(0);
         }
         plans.push(bound.clone());
         Ok(bound)
     }
+}
+
+/// Prepares for each local device the slots of all outputs, and what it is to do.
+fn prepare<K: Kernel>(
+    prepared: &mut Prepared,
+    program: &Program,
+    bound: &Arc<Bound<K>>,
+    leaves: &[&MpmdArray],
+    op: u64,
+    at: &'static Location<'static>,
+) {
+    let plan = &bound.plan;
+    let runtime = &program.runtime;
+    let mut guard = Some(runtime.in_flight.begin(op, plan.bytes));
+    let leftovers =
+        (!plan.mesh.collectives.is_empty()).then(|| Arc::new(Leftovers { runtime: runtime.clone(), op }));
+    for (seat_index, seat) in plan.seats.iter().enumerate() {
+        let inputs = leaves.iter().zip(&plan.inputs).map(|(leaf, input)| match &leaf.repr {
+            Repr::Host(host) => Input::Host(host.bytes().clone()),
+            Repr::Placed(placed) if input.donated => Input::Donated(placed.clone()),
+            Repr::Placed(placed) => match placed.slot(seat.place.device) {
+                Some(slot) => Input::Slot(slot.issue_use()),
+                // Cannot happen: the plan has checked that every device has its part.
+                None => Input::Slot(Slot::filled(Vec::new().into()).issue_use()),
+            },
+        });
+        let memory =
+            runtime.reserve_all(seat.local_index, MemoryKind::Device, plan.fresh(seat), op, &*plan.what);
+        let (promises, slots) = Slot::several(plan.outputs.len());
+        prepared.slots.push((seat.place.device, slots));
+        let last = seat_index + 1 == plan.seats.len();
+        let Some(guard) = (if last { guard.take() } else { guard.clone() }) else { break };
+        let issued = Issued {
+            bound: bound.clone(),
+            seat: seat_index,
+            op,
+            at,
+            promises,
+            memory,
+            guard,
+            leftovers: leftovers.clone(),
+        };
+        prepared.calls.push((seat.local_index, bound.spare().issue(issued, inputs)));
+    }
+}
+
+/// The list without what is in it.
+fn emptied(mut leaves: Vec<&MpmdArray>) -> Vec<&'static MpmdArray> {
+    leaves.clear();
+    // Collected in place: the room stays.
+    leaves.into_iter().map(|_| -> &'static MpmdArray { unreachable!("the list is empty") }).collect()
 }
 
 impl<K: Kernel> fmt::Debug for Jit<K> {

@@ -5,8 +5,10 @@ use std::fmt;
 use std::sync::Arc;
 
 use mpmd_transport::ProcessId;
+use parking_lot::Mutex;
 
 use super::Jit;
+use super::call::DeviceCall;
 use crate::array::{Made, MpmdArray, Repr};
 use crate::aval::ShapedArray;
 use crate::error::IssueProblem;
@@ -17,12 +19,36 @@ use crate::sharding::{Layout, MemoryKind, Sharding};
 use crate::topology::{DeviceId, Mesh, MeshError, Topology};
 use crate::tree::{PrefixTree, Structure, Tree};
 
+/// Ended calls that are kept; a program that runs ahead has about as many.
+const MOST_SPARE: usize = 1024;
+
 type Problem<T> = Result<T, IssueProblem>;
 
 /// A kernel with the plan of its calls. One object, so that a call that is queued holds one pointer.
-pub(super) struct Bound<K> {
+pub(super) struct Bound<K: Kernel> {
     pub(super) kernel: Arc<K>,
     pub(super) plan: CallPlan,
+    /// Calls that have ended, to be used again.
+    spare: Mutex<Vec<Box<DeviceCall<K>>>>,
+}
+
+impl<K: Kernel> Bound<K> {
+    pub(super) fn new(kernel: Arc<K>, plan: CallPlan) -> Self {
+        Self { kernel, plan, spare: Mutex::new(Vec::new()) }
+    }
+
+    /// An empty call.
+    pub(super) fn spare(&self) -> Box<DeviceCall<K>> {
+        self.spare.lock().pop().unwrap_or_default()
+    }
+
+    /// Keeps an empty call for later.
+    pub(super) fn keep(&self, call: Box<DeviceCall<K>>) {
+        let mut spare = self.spare.lock();
+        if spare.len() < MOST_SPARE {
+            spare.push(call);
+        }
+    }
 }
 
 /// Everything about a call but the arrays themselves.

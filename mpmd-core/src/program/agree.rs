@@ -103,7 +103,7 @@ impl Program {
         let _doing = runtime.status.enter(Doing::Waiting("agree", at));
         let outcome = loop {
             // The router watches the sender and reports; the patience here covers this process alone.
-            if let Some(outcome) = slot.wait_until(Some(Instant::now() + runtime.config.patience)) {
+            if let Some(outcome) = runtime.waits.wait(&slot, Some(Instant::now() + runtime.config.patience)) {
                 break outcome;
             }
         };

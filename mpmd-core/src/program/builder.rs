@@ -62,8 +62,8 @@ impl Builder {
         self
     }
 
-    /// How long a transport that can spin looks for work before it sleeps. By default what `MPMD_SPIN` says, else
-    /// [`Spin::Auto`].
+    /// How long a transport that can spin looks for work before it sleeps, and who waits for a message where waiting
+    /// threads drive the transport. By default what `MPMD_SPIN` says, else [`Spin::Auto`].
     pub fn spin(mut self, spin: Spin) -> Self {
         self.spin = Some(spin);
         self
@@ -191,6 +191,7 @@ impl Builder {
             heartbeat: self.heartbeat.min(patience / 4),
             run_ahead_ops: self.run_ahead_ops,
             run_ahead_bytes: self.run_ahead_bytes,
+            spin: self.spin.unwrap_or_default(),
             device_memory: self.device_memory,
         }
     }

@@ -115,7 +115,7 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
             return Err(error);
         }
     };
-    let spin = builder.spin.or(env.spin).unwrap_or_default();
+    let spin = *builder.spin.get_or_insert(env.spin.unwrap_or_default());
     let transport = opened.connect(env, &members, patience, spin)?;
     builder.start(env.process, topology, Some(transport), Some(membership))
 }

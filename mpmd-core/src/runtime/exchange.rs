@@ -231,9 +231,10 @@ impl Exchange {
         // Ends: every wait is for a kernel of a lower place in some device's queue, for this very
         // operation on another device, or for a peer that the router watches. All are waited for before
         // the first failure is told: what this device was to take, it has taken.
+        let waits = &self.runtime.waits;
         let outcomes: Vec<(usize, Outcome)> = slots
             .into_iter()
-            .map(|(rank, slot)| (rank, slot.wait_until(None).expect("no deadline was set")))
+            .map(|(rank, slot)| (rank, waits.wait(&slot, None).expect("no deadline was set")))
             .collect();
         let mut parts = vec![None; round.group.devices.len()];
         for (rank, outcome) in outcomes {

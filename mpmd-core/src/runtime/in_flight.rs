@@ -27,8 +27,23 @@ struct AtLastBegin {
 #[derive(Default)]
 struct State {
     counts: Counts,
-    /// The numbers of those operations, ascending, and of some that have ended.
-    open: VecDeque<(u64, bool)>,
+    /// Those operations, by ascending number, and some that have ended.
+    open: VecDeque<Open>,
+}
+
+struct Open {
+    op: u64,
+    bytes: u64,
+    /// None once it has ended.
+    parts: usize,
+}
+
+impl State {
+    /// The place of an operation that has not ended.
+    fn find(&mut self, op: u64) -> Option<&mut Open> {
+        let at = self.open.partition_point(|open| open.op < op);
+        self.open.get_mut(at)
+    }
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -50,12 +65,8 @@ pub(crate) struct OnLoan {
 /// Held by every part of an operation; the operation has ended when the last part drops it.
 ///
 /// Drop it after the buffers it stands for: whoever waits for memory looks when operations end.
-#[derive(Clone)]
-pub(crate) struct OpGuard(#[expect(dead_code, reason = "held for its drop")] Arc<Ending>);
-
-struct Ending {
+pub(crate) struct OpGuard {
     op: u64,
-    bytes: u64,
     in_flight: Arc<InFlight>,
 }
 
@@ -65,16 +76,17 @@ impl InFlight {
         let mut state = self.state.lock();
         state.counts.ops += 1;
         state.counts.bytes += bytes;
+        let new = Open { op, bytes, parts: 1 };
         match state.open.back() {
-            Some((last, _)) if *last >= op => {
-                let at = state.open.partition_point(|(before, _)| *before < op);
-                state.open.insert(at, (op, true));
+            Some(last) if last.op >= op => {
+                let at = state.open.partition_point(|before| before.op < op);
+                state.open.insert(at, new);
             }
-            _ => state.open.push_back((op, true)),
+            _ => state.open.push_back(new),
         }
         self.at_last_begin.ops.store(state.counts.ops, Ordering::Relaxed);
         self.at_last_begin.bytes.store(state.counts.bytes, Ordering::Relaxed);
-        OpGuard(Arc::new(Ending { op, bytes, in_flight: self.clone() }))
+        OpGuard { op, in_flight: self.clone() }
     }
 
     /// `bytes` of this process's are about to be lent. No operation waits for them to come back: their
@@ -96,13 +108,13 @@ impl InFlight {
 
     /// The first operation that has not ended.
     pub(crate) fn first_open(&self) -> Option<u64> {
-        self.state.lock().open.front().map(|(op, _)| *op)
+        self.state.lock().open.front().map(|open| open.op)
     }
 
     /// The counts, and whether any operation issued before `op` has not ended.
     pub(crate) fn counts_before(&self, op: u64) -> (Counts, bool) {
         let state = self.state.lock();
-        (state.counts, state.open.front().is_some_and(|(first, _)| *first < op))
+        (state.counts, state.open.front().is_some_and(|first| first.op < op))
     }
 
     /// Waits until `enough` of them have ended; false where `deadline` came first.
@@ -117,17 +129,28 @@ impl InFlight {
     }
 }
 
-impl Drop for Ending {
+impl Clone for OpGuard {
+    fn clone(&self) -> Self {
+        if let Some(open) = self.in_flight.state.lock().find(self.op) {
+            open.parts += 1;
+        }
+        Self { op: self.op, in_flight: self.in_flight.clone() }
+    }
+}
+
+impl Drop for OpGuard {
     fn drop(&mut self) {
         let mut state = self.in_flight.state.lock();
-        state.counts.ops -= 1;
-        state.counts.bytes -= self.bytes;
-        state.counts.ended += 1;
-        let at = state.open.partition_point(|(op, _)| *op < self.op);
-        if let Some((_, open)) = state.open.get_mut(at) {
-            *open = false;
+        let Some(open) = state.find(self.op) else { return };
+        open.parts -= 1;
+        if open.parts > 0 {
+            return;
         }
-        while state.open.front().is_some_and(|(_, open)| !open) {
+        let bytes = open.bytes;
+        state.counts.ops -= 1;
+        state.counts.bytes -= bytes;
+        state.counts.ended += 1;
+        while state.open.front().is_some_and(|open| open.parts == 0) {
             state.open.pop_front();
         }
         self.in_flight.changed.notify_all();

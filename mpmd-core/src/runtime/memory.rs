@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::Instant;
 
 use mpmd_transport::memory::{OutOfMemory, Pool, Reservation};
@@ -10,7 +10,7 @@ use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::Runtime;
-use crate::array::Placed;
+use crate::array::{Handle, WeakHandle};
 use crate::sharding::MemoryKind;
 
 /// Arrays smaller than this are not worth naming when memory runs out.
@@ -19,21 +19,21 @@ const WORTH_NAMING: u64 = 64 << 10;
 /// Large arrays of this process, to be named when memory runs out.
 #[derive(Default)]
 pub(crate) struct Holders {
-    arrays: BTreeMap<(u64, u32), Weak<Placed>>,
+    arrays: BTreeMap<(u64, u32), WeakHandle>,
     sweep_at: usize,
 }
 
 impl Holders {
-    fn insert(&mut self, key: (u64, u32), array: &Arc<Placed>) {
+    fn insert(&mut self, key: (u64, u32), array: &Handle) {
         if self.arrays.len() >= self.sweep_at {
-            self.arrays.retain(|_, array| array.strong_count() > 0);
+            self.arrays.retain(|_, array| array.upgrade().is_some());
             self.sweep_at = (2 * self.arrays.len()).max(256);
         }
-        self.arrays.insert(key, Arc::downgrade(array));
+        self.arrays.insert(key, array.downgrade());
     }
 
-    fn largest(&self, count: usize) -> Vec<Arc<Placed>> {
-        let mut alive: Vec<_> = self.arrays.values().filter_map(Weak::upgrade).collect();
+    fn largest(&self, count: usize) -> Vec<Handle> {
+        let mut alive: Vec<_> = self.arrays.values().filter_map(WeakHandle::upgrade).collect();
         alive.sort_by_key(|array| std::cmp::Reverse(array.local_bytes()));
         alive.truncate(count);
         alive
@@ -164,7 +164,7 @@ impl Runtime {
     }
 
     /// Remembers who holds memory.
-    pub(crate) fn holds(&self, array: &Arc<Placed>) {
+    pub(crate) fn holds(&self, array: &Handle) {
         // Most arrays are too small whatever part of them is here: then nothing is looked up.
         let most = array.shards.len().saturating_mul(array.made.aval.bytes()) as u64;
         if most >= WORTH_NAMING && array.local_bytes() >= WORTH_NAMING {

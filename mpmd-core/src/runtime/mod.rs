@@ -10,6 +10,8 @@
 //! - *callbacks*: closures of the user's that wait for arrays.
 
 mod assembly;
+#[cfg(test)]
+mod driven;
 mod driver;
 mod exchange;
 mod hash;
@@ -22,6 +24,7 @@ mod spin;
 mod status;
 mod transfer;
 mod under_way;
+mod waits;
 mod worker;
 
 use std::sync::atomic::{AtomicBool, AtomicU64};
@@ -30,6 +33,7 @@ use std::time::{Duration, Instant};
 
 use mpmd_transport::memory::Arena;
 use mpmd_transport::router::{Cargo, Failure, Router};
+use mpmd_transport::ucx::Spin as SpinSetting;
 use mpmd_transport::{Payload, Pool, ProcessId, SharedBuffer, Transport, router};
 use parking_lot::{Condvar, Mutex};
 
@@ -41,12 +45,13 @@ use mailbox::Mailbox;
 use memory::Holders;
 pub(crate) use passage::Passage;
 pub(crate) use slot::{Outcome, Promise, Promises, Slot, SlotUse, Slots};
-use spin::{Spin, may_spin};
+use spin::{Room, Spin};
 pub(crate) use status::{Doing, Status};
 pub(crate) use transfer::{PutPlan, Source};
 use under_way::UnderWay;
-pub(crate) use worker::Job;
+pub(crate) use waits::Waits;
 use worker::{Crew, Worker};
+pub(crate) use worker::{Job, Work};
 
 use crate::topology::{DeviceId, Topology};
 
@@ -64,6 +69,8 @@ pub(crate) struct RuntimeConfig {
     pub(crate) heartbeat: Duration,
     pub(crate) run_ahead_ops: usize,
     pub(crate) run_ahead_bytes: u64,
+    /// How long who waits at the transport's door looks before it sleeps.
+    pub(crate) spin: SpinSetting,
     pub(crate) device_memory: Option<u64>,
 }
 
@@ -88,7 +95,8 @@ pub(crate) struct Runtime {
     pub(crate) staging: Pool,
     pub(crate) in_flight: Arc<InFlight>,
     pub(crate) status: Status,
-    /// Of the program's thread, where it waits for arrays.
+    pub(crate) waits: Waits,
+    /// Of the program's thread, where it waits for arrays and cannot drive the transport.
     pub(crate) wait_spin: Spin,
     start: Instant,
     router: Mutex<Router<InProcess>>,
@@ -159,7 +167,8 @@ impl Runtime {
     ) -> std::io::Result<Arc<Self>> {
         // Before the first buffer is made: what a transport can hand over lies in memory of its own kind.
         let arena = transport.as_ref().and_then(|transport| transport.arena()).unwrap_or_else(Arena::private);
-        let spins = may_spin(me, &topology, cores());
+        let room = Room::of(me, &topology, cores());
+        let spins = room == Room::All;
         let devices = topology
             .devices_of(me)
             .iter()
@@ -189,6 +198,7 @@ impl Runtime {
             me,
             bytes_sent: (0..topology.processes()).map(|_| AtomicU64::new(0)).collect(),
             status: Status::new(devices.iter().map(|device| format!("device {}", device.id))),
+            waits: Waits::new(transport.clone(), config.spin, room),
             wait_spin: Spin::new(spins),
             topology_fingerprint: topology.fingerprint(),
             topology,

@@ -4,13 +4,15 @@
 //! fails the slot, so that no wait can outlive what it waits for.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Poll, Waker};
 use std::time::Instant;
 
 use mpmd_transport::SharedBuffer;
 use mpmd_transport::router::{Failure, FailureKind};
 use parking_lot::{Condvar, Mutex};
+
+use super::waits::Waits;
 
 /// What a slot ends with.
 pub(crate) type Outcome = Result<SharedBuffer, Arc<Failure>>;
@@ -34,6 +36,8 @@ const GIVEN_UP: u64 = 1 << 63;
 pub(crate) struct Slot {
     all: Arc<[Inner]>,
     index: u32,
+    /// Its holder is counted no more.
+    left: AtomicBool,
 }
 
 struct Inner {
@@ -140,7 +144,7 @@ impl Slot {
     /// An empty slot and the promise to fill it.
     pub(crate) fn new() -> (Promise, Self) {
         let all: Arc<[Inner]> = Arc::new([Inner::new(State::Pending(None), 2 * HOLDER)]);
-        (Promise(Some(Self { all: all.clone(), index: 0 })), Self { all, index: 0 })
+        (Promise(Some(Self::of(all.clone(), 0))), Self::of(all, 0))
     }
 
     /// Empty slots and the promise to fill them. Each slot is to be taken: one that is not keeps its buffer
@@ -153,11 +157,23 @@ impl Slot {
     /// A slot that has its buffer.
     pub(crate) fn filled(buffer: SharedBuffer) -> Self {
         let inner = Inner::new(State::Ended(Ok(buffer)), HOLDER | ENDED);
-        Self { all: Arc::new([inner]), index: 0 }
+        Self::of(Arc::new([inner]), 0)
+    }
+
+    fn of(all: Arc<[Inner]>, index: u32) -> Self {
+        Self { all, index, left: AtomicBool::new(false) }
     }
 
     fn inner(&self) -> &Inner {
         &self.all[self.index as usize]
+    }
+
+    /// As if this were dropped, which must be all that still happens to it. For slots that share their
+    /// allocation.
+    pub(crate) fn leave(&self) {
+        if !self.left.swap(true, Ordering::Relaxed) {
+            self.inner().let_go(true);
+        }
     }
 
     /// Whether it has ended. Costs a look at one word.
@@ -173,7 +189,7 @@ impl Slot {
         }
     }
 
-    /// Blocks until it ends, or until `deadline`.
+    /// Sleeps until it ends on another thread, or until `deadline`. Mostly [`Waits::wait`] is what is wanted.
     pub(crate) fn wait_until(&self, deadline: Option<Instant>) -> Option<Outcome> {
         let Inner { held, ended, .. } = self.inner();
         let mut held = held.lock();
@@ -235,7 +251,7 @@ impl Slot {
     /// A use that is issued now.
     pub(crate) fn issue_use(&self) -> SlotUse {
         self.inner().counts.fetch_add(HOLDER + USE, Ordering::Relaxed);
-        SlotUse(Self { all: self.all.clone(), index: self.index })
+        SlotUse(Self::of(self.all.clone(), self.index))
     }
 
     /// Lets the buffer go once it has ended and all uses issued before have what they need; whoever
@@ -254,13 +270,15 @@ impl Slot {
 impl Clone for Slot {
     fn clone(&self) -> Self {
         self.inner().counts.fetch_add(HOLDER, Ordering::Relaxed);
-        Self { all: self.all.clone(), index: self.index }
+        Self::of(self.all.clone(), self.index)
     }
 }
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        self.inner().let_go(self.all.len() > 1);
+        if !self.left.load(Ordering::Relaxed) {
+            self.inner().let_go(self.all.len() > 1);
+        }
     }
 }
 
@@ -270,14 +288,14 @@ impl Iterator for Slots {
     fn next(&mut self) -> Option<Slot> {
         let index = self.next;
         self.next += u32::from((index as usize) < self.all.len());
-        ((index as usize) < self.all.len()).then(|| Slot { all: self.all.clone(), index })
+        ((index as usize) < self.all.len()).then(|| Slot::of(self.all.clone(), index))
     }
 }
 
 impl SlotUse {
     /// Blocks until the slot ends.
-    pub(crate) fn wait(self) -> Outcome {
-        self.0.wait_until(None).expect("no deadline was set")
+    pub(crate) fn wait(self, waits: &Waits) -> Outcome {
+        waits.wait(&self.0, None).expect("no deadline was set")
     }
 }
 
@@ -383,7 +401,7 @@ mod tests {
             "donated",
         )));
         promise.keep(Ok(vec![7u8].into()));
-        assert_eq!(first.wait().unwrap().len(), 1);
+        assert_eq!(first.wait(&Waits::alone()).unwrap().len(), 1);
         assert!(slot.peek().unwrap().is_ok(), "one use is left");
         drop(second);
         assert_eq!(slot.peek().unwrap().unwrap_err().kind, FailureKind::Donated);
@@ -409,9 +427,28 @@ mod tests {
         let issued = slots[1].issue_use();
         drop(slots.pop());
         assert_eq!(pool.stats().live, 2 * mpmd_transport::Pool::rounded(1), "a use was issued");
-        assert!(issued.wait().is_ok());
+        assert!(issued.wait(&Waits::alone()).is_ok());
         assert_eq!(pool.stats().live, mpmd_transport::Pool::rounded(1));
         assert!(slots[0].has_ended());
+    }
+
+    #[test]
+    fn who_leaves_a_slot_holds_nothing_more() {
+        let pool = mpmd_transport::Pool::new("test", None);
+        let (mut promises, slots) = Slot::several(2);
+        let slots: Vec<Slot> = slots.collect();
+        promises.keep_next(Ok(pool.allocate(1).unwrap().freeze()));
+        let other = slots[0].clone();
+        slots[0].leave();
+        slots[0].leave();
+        assert!(other.peek().unwrap().is_ok(), "somebody else holds it");
+        drop(other);
+        assert_eq!(pool.stats().live, 0);
+        // Also one that has not ended.
+        slots[1].leave();
+        promises.keep_next(Ok(pool.allocate(1).unwrap().freeze()));
+        assert_eq!(pool.stats().live, 0);
+        drop(slots);
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! How long a thread without work looks for it before it sleeps.
 //!
 //! To fall asleep and be woken costs some microseconds on both sides, more than an empty kernel. But who looks
-//! takes a core from whoever has work. So a thread looks only where every thread of the job on this host has a
-//! core of its own, never for long, and less where it has lately been in vain.
+//! takes a core from whoever has work. So a thread looks only where there is [`Room`] for it, never for long, and
+//! less where it has lately been in vain.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -68,12 +68,33 @@ impl Spin {
     }
 }
 
-/// Whether the threads of the job on this process's host, the programs' and the devices', have a core each.
-pub(crate) fn may_spin(me: ProcessId, topology: &Topology, cores: usize) -> bool {
-    let host = topology.host_of(me);
-    let here = (0..topology.processes()).map(|process| ProcessId(process as u32));
-    let here = here.filter(|process| topology.host_of(*process) == host);
-    here.map(|process| 1 + topology.devices_of(process).len()).sum::<usize>() <= cores
+/// How many threads of a process may look for work at a time, so that who has work finds a core.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Room {
+    /// The job has more processes on this host than the host has cores.
+    None,
+    /// Each process has a core.
+    One,
+    /// The threads of the job on this host, the programs' and the devices', have a core each.
+    All,
+}
+
+impl Room {
+    /// Of a process on a host with so many cores.
+    pub(crate) fn of(me: ProcessId, topology: &Topology, cores: usize) -> Self {
+        let host = topology.host_of(me);
+        let here = (0..topology.processes()).map(|process| ProcessId(process as u32));
+        let here = here.filter(|process| topology.host_of(*process) == host);
+        let threads = here.map(|process| 1 + topology.devices_of(process).len());
+        let (processes, threads) = threads.fold((0, 0), |(all, sum), threads| (all + 1, sum + threads));
+        if threads <= cores {
+            Self::All
+        } else if processes <= cores {
+            Self::One
+        } else {
+            Self::None
+        }
+    }
 }
 
 #[cfg(test)]
@@ -116,11 +137,16 @@ mod tests {
     }
 
     #[test]
-    fn threads_look_only_where_each_has_a_core() {
+    fn as_many_threads_look_as_there_are_cores_for() {
         let topology = Topology::even(2, 1);
         let me = ProcessId(0);
-        assert!(!may_spin(me, &topology, 3) && may_spin(me, &topology, 4), "two programs, two devices");
+        let rooms = |topology: &Topology| [1, 2, 3, 4].map(|cores| Room::of(me, topology, cores));
+        assert_eq!(
+            rooms(&topology),
+            [Room::None, Room::One, Room::One, Room::All],
+            "two programs, two devices"
+        );
         let apart = topology.on_hosts(&["a", "b"]).unwrap();
-        assert!(!may_spin(me, &apart, 1) && may_spin(me, &apart, 2));
+        assert_eq!(rooms(&apart), [Room::One, Room::All, Room::All, Room::All]);
     }
 }

@@ -3,18 +3,30 @@
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::mpsc::{Sender, channel};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
 use super::spin::Spin;
 
 /// A job for a [`Worker`] or a [`Crew`].
-pub(crate) type Job = Box<dyn FnOnce() + Send>;
+pub(crate) type Job = Box<dyn Work>;
+
+/// What a job does: a closure, or something whose box is of further use.
+pub(crate) trait Work: Send {
+    /// Does it.
+    fn run(self: Box<Self>);
+}
+
+impl<F: FnOnce() + Send> Work for F {
+    fn run(self: Box<Self>) {
+        (*self)();
+    }
+}
 
 /// A named thread with an in-order queue. Dropping it lets the thread finish its queue and end.
 pub(crate) struct Worker {
-    jobs: Sender<Job>,
+    queue: Arc<Queue>,
 }
 
 /// Threads that share a queue: jobs start in order, and end as they end. Dropping it lets the threads
@@ -27,6 +39,8 @@ pub(crate) struct Crew {
 struct Queue {
     state: Mutex<State>,
     changed: Condvar,
+    /// Whether there are jobs, for who looks without the lock.
+    any: AtomicBool,
 }
 
 #[derive(Default)]
@@ -38,21 +52,32 @@ struct State {
 impl Worker {
     /// Starts the thread, which looks for jobs as `spin` says before it sleeps.
     pub(crate) fn start(name: String, spin: Spin) -> std::io::Result<Self> {
-        let (jobs, queue) = channel::<Job>();
+        let worker = Self { queue: Arc::default() };
+        let queue = worker.queue.clone();
         let work = move || {
-            // That the queue is closed shows when it is waited for.
-            while let Some(job) = spin.look(|| queue.try_recv().ok()).or_else(|| queue.recv().ok()) {
-                run(job);
+            let mut jobs = VecDeque::new();
+            loop {
+                // That the queue is closed shows when it is waited for.
+                spin.look(|| queue.any.load(Ordering::Acquire).then_some(()));
+                if !queue.take_all(&mut jobs) {
+                    return;
+                }
+                jobs.drain(..).for_each(run);
             }
         };
         std::thread::Builder::new().name(name).spawn(work)?;
-        Ok(Self { jobs })
+        Ok(worker)
     }
 
     /// Queues a job.
     pub(crate) fn push(&self, job: Job) {
-        // The thread ends only after every sender is gone, so this cannot fail while `self` is alive.
-        let _ = self.jobs.send(job);
+        self.queue.push(job);
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.queue.close();
     }
 }
 
@@ -74,19 +99,45 @@ impl Crew {
 
     /// Queues a job.
     pub(crate) fn push(&self, job: Job) {
-        self.queue.state.lock().jobs.push_back(job);
-        self.queue.changed.notify_one();
+        self.queue.push(job);
     }
 }
 
 impl Drop for Crew {
     fn drop(&mut self) {
-        self.queue.state.lock().closed = true;
-        self.queue.changed.notify_all();
+        self.queue.close();
     }
 }
 
 impl Queue {
+    fn push(&self, job: Job) {
+        let mut state = self.state.lock();
+        state.jobs.push_back(job);
+        self.any.store(true, Ordering::Release);
+        drop(state);
+        self.changed.notify_one();
+    }
+
+    fn close(&self) {
+        self.state.lock().closed = true;
+        self.changed.notify_all();
+    }
+
+    /// All jobs that there are, once there are some, in exchange for an empty list; false once there will be
+    /// no more. For the only thread of a queue.
+    fn take_all(&self, jobs: &mut VecDeque<Job>) -> bool {
+        let mut state = self.state.lock();
+        while state.jobs.is_empty() {
+            if state.closed {
+                return false;
+            }
+            self.changed.wait(&mut state);
+        }
+        std::mem::swap(&mut state.jobs, jobs);
+        self.any.store(false, Ordering::Relaxed);
+        true
+    }
+
     /// The next job; `None` once there will be no more.
     fn next(&self) -> Option<Job> {
         let mut state = self.state.lock();
@@ -105,7 +156,7 @@ impl Queue {
 /// A panic in a job has been turned into a failure by whoever made the job; one that gets here must not
 /// end the thread with jobs behind it.
 fn run(job: Job) {
-    let _ = catch_unwind(AssertUnwindSafe(job));
+    let _ = catch_unwind(AssertUnwindSafe(|| job.run()));
 }
 
 #[cfg(test)]
@@ -133,6 +184,22 @@ mod tests {
             done.send(()).unwrap();
         }));
         all_done.recv_timeout(SOON).unwrap();
+    }
+
+    #[test]
+    fn a_worker_does_jobs_in_order_and_those_before_its_end_whatever_they_do() {
+        let worker = Worker::start("test".to_owned(), Spin::new(true)).unwrap();
+        let (done, all_done) = mpsc::channel();
+        for i in 0..1000 {
+            let done = done.clone();
+            worker.push(Box::new(move || {
+                done.send(i).unwrap();
+                assert!(i % 100 != 7, "expected");
+            }));
+        }
+        drop((worker, done));
+        let found: Vec<i32> = std::iter::from_fn(|| all_done.recv_timeout(SOON).ok()).collect();
+        assert_eq!(found, (0..1000).collect::<Vec<_>>());
     }
 
     #[test]

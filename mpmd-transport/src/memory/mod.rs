@@ -7,6 +7,7 @@
 //! [`SharedBuffer`], which never changes again and goes back to its pool when the last holder drops it.
 
 mod arena;
+mod count;
 mod parts;
 mod pool;
 mod segment;
@@ -16,6 +17,7 @@ use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
 
 pub use arena::Arena;
+pub use count::{Allocations, CountingAllocator};
 pub use parts::Divided;
 pub use pool::{OutOfMemory, Pool, PoolStats, Reservation};
 pub use segment::Segment;

@@ -173,6 +173,7 @@ fn report(args: &PipelineArgs, schedules: &[Schedule], measured: &[Measured]) ->
             parameters: parameters(args, schedule),
             unit: "mse",
             samples: vec![*loss],
+            goal: None,
         }));
     }
     show(&cases, args.options.json);
@@ -203,7 +204,13 @@ fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) ->
     let (ideals, quiet) = (ideals(|took| took.wall)?, ideals(|took| took.own)?);
     let share = |(ideal, step): (&Duration, &Duration)| ideal.as_secs_f64() / step.as_secs_f64();
     let efficiency = ideals.iter().zip(&steps).map(share).collect();
-    let case = |name, unit, samples: Vec<f64>| Case { name, parameters: parameters.clone(), unit, samples };
+    let case = |name, unit, samples: Vec<f64>| Case {
+        name,
+        parameters: parameters.clone(),
+        unit,
+        samples,
+        goal: None,
+    };
     let mut cases = vec![
         Case::micros("step", &*parameters, steps.iter().copied()),
         Case::micros("ideal", &*parameters, ideals.iter().copied()),
