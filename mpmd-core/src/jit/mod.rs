@@ -13,11 +13,12 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
-use crate::array::{LocalShard, MpmdArray, Origin, Placed, Repr, Shards};
+use crate::array::{MpmdArray, Repr};
 use crate::device_put::host_word;
 use crate::error::{IssueProblem, Result};
 use crate::kernel::Kernel;
 use crate::program::Program;
+use crate::replay::{Again, Here};
 use crate::runtime::{Job, Runtime, Slot, Slots};
 use crate::sharding::{MemoryKind, Sharding};
 use crate::topology::{DeviceId, Mesh};
@@ -162,34 +163,26 @@ impl<K: Kernel> Jit<K> {
         if !plan.seats.is_empty() {
             program.admit(at);
         }
+        if program.recording.is_some() {
+            plan.check_given_up(program, &leaves).map_err(wrong)?;
+        }
         let words =
             std::iter::once(plan.fingerprint).chain(leaves.iter().flat_map(|leaf| match &leaf.repr {
                 Repr::Placed(placed) => [placed.origin.op, u64::from(placed.origin.leaf)],
                 Repr::Host(host) => [host_word(host), u64::MAX],
             }));
         let op = program.issue(words, plan.what.clone(), at);
-        for (i, leaf) in leaves.iter().enumerate() {
-            if let Repr::Placed(placed) = &leaf.repr
-                && plan.inputs[i].donated
-            {
-                placed.donate(op, at);
-            }
+        if let Some(recording) = &mut program.recording {
+            let here = (!plan.seats.is_empty()).then(|| Here::new(plan.what.clone(), bound.clone()));
+            recording.note(op, at, &leaves, |i| plan.inputs[i].donated, here);
         }
+        plan.donate(&leaves, op, at);
         let (mut slots, calls) = if plan.seats.is_empty() {
             (Vec::new(), Vec::new())
         } else {
-            self.prepare(program, &bound, &leaves, op, at)
+            prepare(program, &bound, &leaves, op, at)
         };
-        let arrays = plan.outputs.iter().enumerate().map(|(i, output)| {
-            let next = |(device, slots): &mut (DeviceId, Slots)| {
-                Some(LocalShard { device: *device, slot: slots.next()? })
-            };
-            let shards = match &mut slots[..] {
-                [one] => next(one).map_or_else(|| Shards::Several(Vec::new()), Shards::One),
-                several => Shards::Several(several.iter_mut().filter_map(next).collect()),
-            };
-            Placed::array(output.made.clone(), shards, Origin { op, leaf: i as u32, at })
-        });
+        let arrays = plan.arrays(&mut slots, op, at);
         let y = K::Out::from_leaves(&plan.output_structure, arrays);
         // Last: from here on the devices' threads write where this one has just written.
         for (local_index, call) in calls {
@@ -204,56 +197,6 @@ impl<K: Kernel> Jit<K> {
         let mut leaves = Vec::with_capacity(expected);
         x.visit(&mut Path::default(), &mut |_, leaf| leaves.push(leaf));
         leaves
-    }
-
-    /// For each local device the slots of all outputs, and what it is to do.
-    fn prepare(
-        &self,
-        program: &Program,
-        bound: &Arc<Bound<K>>,
-        leaves: &[&MpmdArray],
-        op: u64,
-        at: &'static Location<'static>,
-    ) -> Prepared {
-        let plan = &bound.plan;
-        let runtime = &program.runtime;
-        let guard = runtime.in_flight.begin(op, plan.bytes);
-        let leftovers =
-            (!plan.mesh.collectives.is_empty()).then(|| Arc::new(Leftovers { runtime: runtime.clone(), op }));
-        let mut all_slots = Vec::with_capacity(plan.seats.len());
-        let mut calls: Vec<(usize, Job)> = Vec::with_capacity(plan.seats.len());
-        for (seat_index, seat) in plan.seats.iter().enumerate() {
-            let inputs = leaves
-                .iter()
-                .zip(&plan.inputs)
-                .map(|(leaf, input)| match &leaf.repr {
-                    Repr::Host(host) => Input::Host(host.bytes().clone()),
-                    Repr::Placed(placed) if input.donated => Input::Donated(placed.clone()),
-                    Repr::Placed(placed) => match placed.slot(seat.place.device) {
-                        Some(slot) => Input::Slot(slot.issue_use()),
-                        // Cannot happen: the plan has checked that every device has its part.
-                        None => Input::Slot(Slot::filled(Vec::new().into()).issue_use()),
-                    },
-                })
-                .collect();
-            let memory =
-                runtime.reserve_all(seat.local_index, MemoryKind::Device, plan.fresh(seat), op, &*plan.what);
-            let (promises, slots) = Slot::several(plan.outputs.len());
-            all_slots.push((seat.place.device, slots));
-            let call = DeviceCall {
-                bound: bound.clone(),
-                seat: seat_index,
-                op,
-                at,
-                inputs,
-                promises,
-                memory,
-                guard: guard.clone(),
-                leftovers: leftovers.clone(),
-            };
-            calls.push((seat.local_index, Box::new(move || call.run())));
-        }
-        (all_slots, calls)
     }
 
     fn known_plan(&self, x: &K::In, leaves: &[&MpmdArray]) -> Option<Arc<Bound<K>>> {
@@ -272,6 +215,73 @@ impl<K: Kernel> Jit<K> {
         }
         plans.push(bound.clone());
         Ok(bound)
+    }
+}
+
+/// For each local device the slots of all outputs, and what it is to do.
+fn prepare<K: Kernel>(
+    program: &Program,
+    bound: &Arc<Bound<K>>,
+    leaves: &[&MpmdArray],
+    op: u64,
+    at: &'static Location<'static>,
+) -> Prepared {
+    let plan = &bound.plan;
+    let runtime = &program.runtime;
+    let guard = runtime.in_flight.begin(op, plan.bytes);
+    let leftovers =
+        (!plan.mesh.collectives.is_empty()).then(|| Arc::new(Leftovers { runtime: runtime.clone(), op }));
+    let mut all_slots = Vec::with_capacity(plan.seats.len());
+    let mut calls: Vec<(usize, Job)> = Vec::with_capacity(plan.seats.len());
+    for (seat_index, seat) in plan.seats.iter().enumerate() {
+        let inputs = leaves
+            .iter()
+            .zip(&plan.inputs)
+            .map(|(leaf, input)| match &leaf.repr {
+                Repr::Host(host) => Input::Host(host.bytes().clone()),
+                Repr::Placed(placed) if input.donated => Input::Donated(placed.clone()),
+                Repr::Placed(placed) => match placed.slot(seat.place.device) {
+                    Some(slot) => Input::Slot(slot.issue_use()),
+                    // Cannot happen: the plan has checked that every device has its part.
+                    None => Input::Slot(Slot::filled(Vec::new().into()).issue_use()),
+                },
+            })
+            .collect();
+        let memory =
+            runtime.reserve_all(seat.local_index, MemoryKind::Device, plan.fresh(seat), op, &*plan.what);
+        let (promises, slots) = Slot::several(plan.outputs.len());
+        all_slots.push((seat.place.device, slots));
+        let call = DeviceCall {
+            bound: bound.clone(),
+            seat: seat_index,
+            op,
+            at,
+            inputs,
+            promises,
+            memory,
+            guard: guard.clone(),
+            leftovers: leftovers.clone(),
+        };
+        calls.push((seat.local_index, Box::new(move || call.run())));
+    }
+    (all_slots, calls)
+}
+
+impl<K: Kernel> Again for Bound<K> {
+    fn again(
+        self: Arc<Self>,
+        program: &Program,
+        x: &[&MpmdArray],
+        op: u64,
+        at: &'static Location<'static>,
+    ) -> Vec<MpmdArray> {
+        self.plan.donate(x, op, at);
+        let (mut slots, calls) = prepare(program, &self, x, op, at);
+        let y = self.plan.arrays(&mut slots, op, at).collect();
+        for (local_index, call) in calls {
+            program.runtime.run_on(local_index, call);
+        }
+        y
     }
 }
 
