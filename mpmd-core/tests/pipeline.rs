@@ -370,9 +370,12 @@ fn weights_stored_in_parts_are_gathered_once_a_step_and_their_gradients_reduced(
     }
 }
 
+/// What this process reads of some steps, and how many operations there were after each.
+type Steps = (Vec<Option<Vec<f32>>>, Vec<u64>);
+
 /// Five steps of two stages that are stored in parts, the last two with another schedule: each step's gradients are
 /// the parameters of the next. What this process has of losses and gradients, and the numbers of operations.
-fn replayed_steps(p: &mut Program, replay: bool) -> Result<(Vec<Option<Vec<f32>>>, Vec<u64>)> {
+fn replayed_steps(p: &mut Program, replay: bool) -> Result<Steps> {
     let rows = Rows::Part;
     let meshes = p.mesh(&[("stage", 2), ("data", 2)])?.split("stage")?;
     let mut params = Vec::new();

@@ -48,6 +48,8 @@ pub(crate) struct StagesArgs {
 }
 
 /// The time that one process takes to issue a step of a 1F1B schedule, seen from its own thread.
+///
+/// A step with more operations here than the program may run ahead takes as long as the device takes to do them.
 pub(super) fn replay(args: &ReplayArgs) -> Result<ExitCode> {
     let (ranks, microbatches) = (args.ranks, args.microbatches);
     let rank = ProcessId(args.rank.unwrap_or(ranks as u32 / 2));
