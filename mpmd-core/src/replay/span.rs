@@ -4,9 +4,7 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use mpmd_transport::router::Span;
-
-use crate::runtime::Rolling;
+use crate::runtime::{Rolling, Span};
 
 /// What the operations of a recorded step are called.
 pub(super) struct Names {

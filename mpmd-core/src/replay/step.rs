@@ -5,8 +5,6 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use mpmd_transport::router::Span;
-
 use super::Again;
 use super::span::{Names, Replaying};
 use crate::array::{Made, MpmdArray, Origin, Placed, Repr, Shards};
@@ -14,7 +12,7 @@ use crate::aval::ShapedArray;
 use crate::device_put::host_word;
 use crate::error::IssueProblem;
 use crate::program::Program;
-use crate::runtime::{Rolling, Runtime};
+use crate::runtime::{Rolling, Runtime, Span};
 use crate::sharding::Sharding;
 use crate::tree::Structure;
 

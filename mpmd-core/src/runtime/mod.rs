@@ -38,6 +38,8 @@ pub(crate) use hash::Rolling;
 pub(crate) use in_flight::{InFlight, OpGuard};
 use mailbox::Mailbox;
 use memory::Holders;
+/// What a replayed step is to the router.
+pub(crate) use mpmd_transport::router::Span;
 pub(crate) use passage::Passage;
 pub(crate) use slot::{Outcome, Promise, Promises, Slot, SlotUse, Slots};
 use spin::{Spin, may_spin};
