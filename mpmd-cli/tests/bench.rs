@@ -397,3 +397,48 @@ fn plain_copies_are_measured_warm_and_fresh() {
     assert!(complaint(&["memcpy", "--threads", "0"]).contains("--threads is from 1 to 256"));
     assert!(complaint(&["memcpy", "--sizes", "0"]).contains("4Ki"));
 }
+
+#[test]
+fn steps_are_issued_and_replayed_by_one_process_of_many() {
+    let said = bench(&["replay", "--ranks", "6", "--microbatches", "9", "--repeats", "2", "--json"]);
+    let lines = lines(&said);
+    let names: Vec<&str> = lines.iter().filter_map(|line| line["name"].as_str()).collect();
+    let expected =
+        ["first step", "step issued", "step recorded", "step replayed", "op issued", "op replayed"];
+    assert_eq!(names, expected);
+    for (line, repeats) in lines.iter().zip([1, 2, 1, 2, 2, 2]) {
+        assert_measured(line, repeats);
+        assert_eq!(line["unit"], "us", "{line}");
+    }
+    // Nine times two passes of six stages, and five moves each way; here two passes, and two moves in and two out.
+    assert_eq!(lines[1]["parameters"], "6 ranks x 9, rank 3, 198 operations", "{said}");
+    assert_eq!(lines[3]["parameters"], "6 ranks x 9, rank 3, 54 operations", "{said}");
+    // More messages than a sender has credit for, on the first and the last rank.
+    for rank in ["0", "1"] {
+        let args = ["replay", "--ranks", "2", "--microbatches", "3000", "--repeats", "1", "--rank", rank];
+        let table = bench(&args);
+        assert!(table.contains("step replayed") && table.contains("12000 operations"), "{table}");
+    }
+    let refused = complaint(&["replay", "--ranks", "2", "--rank", "2"]);
+    assert!(refused.contains("--rank is one of the 2 ranks, from 0, not 2"), "{refused}");
+}
+
+#[test]
+fn jobs_of_more_and_more_stages_are_measured_by_operation() {
+    let said = bench(&["stages", "--stages", "1,3", "--microbatches", "2", "--repeats", "2", "--json"]);
+    let lines = lines(&said);
+    let of: Vec<&str> = lines.iter().filter_map(|line| line["parameters"].as_str()).step_by(2).collect();
+    let expected = [
+        "issued, 1 stages x 2, 4 operations",
+        "issued, 3 stages x 2, 20 operations",
+        "replayed, 1 stages x 2, 4 operations",
+        "replayed, 3 stages x 2, 20 operations",
+    ];
+    assert_eq!(of, expected);
+    for pair in lines.chunks(2) {
+        assert_eq!((&pair[0]["name"], &pair[1]["name"]), (&"per operation".into(), &"to the first".into()));
+        assert_measured(&pair[0], 2);
+        assert_measured(&pair[1], 1);
+    }
+    assert_eq!((&lines[1]["median"], &lines[5]["median"]), (&1.0.into(), &1.0.into()), "{said}");
+}

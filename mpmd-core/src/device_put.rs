@@ -12,8 +12,9 @@ use crate::error::{IssueProblem, Result};
 use crate::kernel::{ShardInfo, ViewMut};
 use crate::program::{Program, PutKey};
 use crate::region::Region;
+use crate::replay::{Again, Here};
 use crate::reshard::{contiguous_bytes, copy_region, scattered};
-use crate::runtime::{PutPlan, Rolling, Slot, Source};
+use crate::runtime::{PutPlan, Rolling, Runtime, Slot, Source};
 use crate::sharding::{Layout, Sharding};
 use crate::tree::{PrefixTree, Tree};
 
@@ -52,8 +53,8 @@ impl PutOptions {
 
 /// How one array is moved.
 pub(crate) struct PutSteps {
-    /// For partial sums that are wanted in several places: the sharding by which they are added up first.
-    first: Option<(Sharding, Arc<PutPlan>)>,
+    /// For partial sums that are wanted in several places: the plan by which they are added up first.
+    first: Option<Arc<PutPlan>>,
     last: Arc<PutPlan>,
 }
 
@@ -118,10 +119,11 @@ impl Program {
         }
         if options.donate {
             refuse_twice(&leaves).map_err(wrong)?;
+            self.check_given_up(&leaves).map_err(wrong)?;
         }
         let mut moved = Vec::with_capacity(leaves.len());
-        for (((_, array), sharding), steps) in leaves.into_iter().zip(shardings).zip(plans) {
-            moved.push(self.put_along(array, sharding, &steps, options, at));
+        for ((_, array), steps) in leaves.into_iter().zip(plans) {
+            moved.push(self.put_along(array, &steps, options, at));
         }
         let mut moved = moved.into_iter();
         Ok(x.map_ref(&mut |_| moved.next().expect("one result for each leaf")))
@@ -139,28 +141,27 @@ impl Program {
         let last = self.put_plan(path, array, to, cache)?;
         let sums = array.sharding().filter(|from| !from.unreduced_axes().is_empty() && *from != to);
         let through =
-            sums.and_then(|from| scattered(from, array.shape(), &last.layout, array.dtype().size()));
+            sums.and_then(|from| scattered(from, array.shape(), &last.made.layout, array.dtype().size()));
         let Some(through) = through else { return Ok(PutSteps { first: None, last }) };
         let first = self.put_plan(path, array, &through, cache)?;
         let last = self.put_plan_between(path, array.aval(), Some(&through), to, cache)?;
-        Ok(PutSteps { first: Some((through, first)), last })
+        Ok(PutSteps { first: Some(first), last })
     }
 
     /// Issues what was checked and planned: one operation, or two.
     pub(crate) fn put_along(
         &mut self,
         array: &MpmdArray,
-        to: Sharding,
         steps: &PutSteps,
         options: PutOptions,
         at: &'static Location<'static>,
     ) -> MpmdArray {
-        let Some((through, first)) = &steps.first else {
-            return self.put_one(array, to, &steps.last, options, at);
+        let Some(first) = &steps.first else {
+            return self.put_one(array, &steps.last, options, at);
         };
-        let summed = self.put_one(array, through.clone(), first, options, at);
+        let summed = self.put_one(array, first, options, at);
         // Nobody else has a handle to it.
-        self.put_one(&summed, to, &steps.last, PutOptions::default().donate(true), at)
+        self.put_one(&summed, &steps.last, PutOptions::default().donate(true), at)
     }
 
     /// The plan that moves an array; looked up and remembered where `cache` says so.
@@ -211,8 +212,7 @@ impl Program {
     pub(crate) fn put_one(
         &mut self,
         array: &MpmdArray,
-        to: Sharding,
-        plan: &PutPlan,
+        plan: &Arc<PutPlan>,
         options: PutOptions,
         at: &'static Location<'static>,
     ) -> MpmdArray {
@@ -225,35 +225,14 @@ impl Program {
             Repr::Host(host) => (host_word(host), 0),
         };
         let op = self.issue([0x9a7, plan.fingerprint, flags, op_word, leaf_word], plan.what.clone(), at);
-        let runtime = self.runtime.clone();
-        let shards = if plan.is_idle() {
-            Vec::new()
-        } else {
-            let guard = runtime.in_flight.begin(op, plan.bytes());
-            let source = match &array.repr {
-                Repr::Host(host) => Source::Host(host),
-                Repr::Placed(placed) => Source::Shards(&placed.shards),
-            };
-            plan.run(&runtime, op, &guard, &source, options.may_alias)
-        };
-        if options.donate
-            && let Repr::Placed(placed) = &array.repr
-        {
-            placed.donate(op, at);
-            let failure = placed.donated_failure();
-            for shard in placed.shards.iter() {
-                // After every use that was issued before: those have said so.
-                shard.slot.give_up(failure.clone());
-            }
+        if let Some(recording) = &mut self.recording {
+            // Who has a part of a donated source lets it go, whoever else gets it.
+            let lets_go = options.donate && !array.shards().is_empty();
+            let here = (lets_go || !plan.is_idle())
+                .then(|| Here::new(plan.what.clone(), Arc::new(PutAgain { plan: plan.clone(), options })));
+            recording.note(op, at, &[array], |_| options.donate, here);
         }
-        let made = Made {
-            aval: array.aval().clone(),
-            sharding: to,
-            layout: plan.layout.clone(),
-            what: plan.what.clone(),
-            runtime,
-        };
-        Placed::array(Arc::new(made), shards, Origin { op, leaf: 0, at })
+        put_here(&self.runtime, plan, array, options, op, at)
     }
 
     /// An array made by its owners: `fill` runs on each device, for that device's region.
@@ -274,6 +253,7 @@ impl Program {
         fill: impl Fn(&Region, ViewMut<'_>) -> Result<()> + Send + Sync + 'static,
     ) -> Result<MpmdArray> {
         let at = Location::caller();
+        self.refuse_recording(at, "make")?;
         let wrong = |why| IssueProblem::Sharding { path: String::new(), why }.at(at, "make");
         sharding.check_devices(&self.runtime.topology).map_err(wrong)?;
         let layout = sharding.layout(aval.shape()).map_err(wrong)?;
@@ -359,6 +339,7 @@ impl MpmdArray {
     #[track_caller]
     pub fn microbatches(&self, program: &mut Program, dim: usize, m: usize) -> Result<Vec<MpmdArray>> {
         let at = Location::caller();
+        program.refuse_recording(at, "microbatches")?;
         let wrong = |problem: IssueProblem| problem.at(at, "microbatches");
         self.check_usable("").map_err(wrong)?;
         let split = |why: String| wrong(IssueProblem::Split(why));
@@ -449,6 +430,56 @@ impl MpmdArray {
         };
         Ok((0..m).map(part).collect())
     }
+}
+
+/// A move that is recorded.
+struct PutAgain {
+    plan: Arc<PutPlan>,
+    options: PutOptions,
+}
+
+impl Again for PutAgain {
+    fn again(
+        self: Arc<Self>,
+        program: &Program,
+        x: &[&MpmdArray],
+        op: u64,
+        at: &'static Location<'static>,
+    ) -> Vec<MpmdArray> {
+        x.iter().map(|x| put_here(&program.runtime, &self.plan, x, self.options, op, at)).collect()
+    }
+}
+
+/// This process's part of operation `op`, and what the donation of its source means here.
+fn put_here(
+    runtime: &Arc<Runtime>,
+    plan: &PutPlan,
+    array: &MpmdArray,
+    options: PutOptions,
+    op: u64,
+    at: &'static Location<'static>,
+) -> MpmdArray {
+    let shards = if plan.is_idle() {
+        Vec::new()
+    } else {
+        let guard = runtime.in_flight.begin(op, plan.bytes());
+        let source = match &array.repr {
+            Repr::Host(host) => Source::Host(host),
+            Repr::Placed(placed) => Source::Shards(&placed.shards),
+        };
+        plan.run(runtime, op, &guard, &source, options.may_alias)
+    };
+    if options.donate
+        && let Repr::Placed(placed) = &array.repr
+    {
+        placed.donate(op, at);
+        let failure = placed.donated_failure();
+        for shard in placed.shards.iter() {
+            // After every use that was issued before: those have said so.
+            shard.slot.give_up(failure.clone());
+        }
+    }
+    Placed::array(plan.made.clone(), shards, Origin { op, leaf: 0, at })
 }
 
 /// Partial sums of booleans stay what they are: they have no sum.

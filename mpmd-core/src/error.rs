@@ -236,6 +236,19 @@ pub enum IssueProblem {
     /// The kernel's signature contradicts itself or its shardings.
     #[error("{0}")]
     Signature(String),
+    /// What a recorded step is replayed on is not what it was recorded with.
+    #[error("{}is {found}, but the step was recorded with {expected}", leaf(.path))]
+    Recorded {
+        /// The input's path.
+        path: String,
+        /// What it was when the step was recorded.
+        expected: String,
+        /// What it is.
+        found: String,
+    },
+    /// A step that cannot be recorded, or not be replayed.
+    #[error("{0}")]
+    Recording(String),
     /// A dimension that cannot be cut that way.
     #[error("{0}")]
     Split(String),

@@ -26,6 +26,7 @@ pub mod kernel;
 pub mod launch;
 pub mod pipeline;
 mod program;
+mod replay;
 mod reshard_tree;
 mod runtime;
 mod split;
@@ -36,6 +37,7 @@ pub use error::{Error, IssueError, IssueProblem, Result};
 pub use jit::{Jit, JitBuilder, run_here};
 pub use mpmd_transport::{Failure, FailureKind, ProcessId};
 pub use program::{Builder, MemoryUse, Metrics, PlanCacheMetrics, Program, Simulation, simulate, transports};
+pub use replay::Recorded;
 pub use reshard_tree::ReshardOptions;
 pub use split::{Sections, SplitOptions};
 

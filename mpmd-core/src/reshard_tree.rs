@@ -100,8 +100,9 @@ impl Program {
         }
         if options.donate {
             refuse_twice(&leaves).map_err(wrong)?;
+            self.check_given_up(&leaves).map_err(wrong)?;
         }
-        Ok(self.reshard_along(x, &leaves, to, routes, options, at))
+        Ok(self.reshard_along(x, &leaves, routes, options, at))
     }
 
     /// As [`Program::reshard`], by way of an [intermediate sharding](find_intermediate_sharding) where
@@ -127,6 +128,7 @@ impl Program {
         options: ReshardOptions,
     ) -> Result<T::With<MpmdArray>> {
         let at = Location::caller();
+        self.refuse_recording(at, "reshard_with_intermediate_sharding")?;
         let wrong = |problem: IssueProblem| problem.at(at, "reshard_with_intermediate_sharding");
         let misfit = |error| wrong(IssueProblem::Tree(error));
         let from = from.into().broadcast(&x.structure()).map_err(misfit)?;
@@ -140,7 +142,7 @@ impl Program {
         if options.donate {
             refuse_twice(&leaves).map_err(wrong)?;
         }
-        Ok(self.reshard_along(x, &leaves, to, routes, options, at))
+        Ok(self.reshard_along(x, &leaves, routes, options, at))
     }
 
     fn route(
@@ -177,7 +179,6 @@ impl Program {
         &mut self,
         x: &T,
         leaves: &[(String, &MpmdArray)],
-        to: Vec<Sharding>,
         routes: Vec<Route>,
         options: ReshardOptions,
         at: &'static Location<'static>,
@@ -185,8 +186,7 @@ impl Program {
         let groups = groups_by_devices(leaves.iter().map(|(_, array)| Some(array.sharding()?.devices())));
         let mut moved: Vec<Option<MpmdArray>> = vec![None; leaves.len()];
         for place in groups.into_iter().flatten() {
-            let (array, to) = (leaves[place].1, to[place].clone());
-            moved[place] = Some(self.follow(array, to, &routes[place], options, at));
+            moved[place] = Some(self.follow(leaves[place].1, &routes[place], options, at));
         }
         let mut moved = moved.into_iter().flatten();
         x.map_ref(&mut |_| moved.next().expect("every leaf is in one group"))
@@ -195,25 +195,24 @@ impl Program {
     fn follow(
         &mut self,
         array: &MpmdArray,
-        to: Sharding,
         route: &Route,
         options: ReshardOptions,
         at: &'static Location<'static>,
     ) -> MpmdArray {
         let put = PutOptions::default().donate(options.donate).may_alias(options.may_alias);
         let (between, gather, replica, onward) = match route {
-            Route::Direct(steps) => return self.put_along(array, to, steps, put, at),
+            Route::Direct(steps) => return self.put_along(array, steps, put, at),
             Route::Via { between, gather, replica, onward } => (between, gather, replica, onward),
         };
         // What is gathered is read only: whether memory is shared matters at the end.
-        let gathered = self.put_one(array, between.clone(), gather, put.may_alias(true), at);
+        let gathered = self.put_one(array, gather, put.may_alias(true), at);
         let what = ReplicaWhat { aval: gathered.aval().clone(), between: between.clone() };
         let made = vec![Relabelled::clone(replica)];
         let mut replica = self.relabel(&[&gathered], made, vec![0x4e91], Arc::new(what), true, at);
         drop(gathered);
         let replica = replica.pop().expect("one was asked for");
         // Nobody else has seen the replica, so it ends here whatever becomes of the source.
-        self.put_one(&replica, to, onward, put.donate(true), at)
+        self.put_one(&replica, onward, put.donate(true), at)
     }
 }
 

@@ -127,6 +127,7 @@ impl Program {
         options: SplitOptions,
     ) -> Result<Vec<T::With<MpmdArray>>> {
         let at = Location::caller();
+        self.refuse_recording(at, "split_by_mesh_axis")?;
         let wrong = |problem: IssueProblem| problem.at(at, "split_by_mesh_axis");
         let leaves = x.leaves_with_paths();
         if leaves.is_empty() {
@@ -179,6 +180,7 @@ impl Program {
         options: SplitOptions,
     ) -> Result<T::With<MpmdArray>> {
         let at = Location::caller();
+        self.refuse_recording(at, "concatenate_by_mesh_axis")?;
         let wrong = |problem: IssueProblem| problem.at(at, "concatenate_by_mesh_axis");
         let Some(first) = trees.first() else {
             return Err(wrong(IssueProblem::Split("there is no tree to concatenate".to_owned())));

@@ -370,6 +370,72 @@ fn weights_stored_in_parts_are_gathered_once_a_step_and_their_gradients_reduced(
     }
 }
 
+/// What this process reads of some steps, and how many operations there were after each.
+type Steps = (Vec<Option<Vec<f32>>>, Vec<u64>);
+
+/// Five steps of two stages that are stored in parts, the last two with another schedule: each step's gradients are
+/// the parameters of the next. What this process has of losses and gradients, and the numbers of operations.
+fn replayed_steps(p: &mut Program, replay: bool) -> Result<Steps> {
+    let rows = Rows::Part;
+    let meshes = p.mesh(&[("stage", 2), ("data", 2)])?.split("stage")?;
+    let mut params = Vec::new();
+    for (stage, mesh) in meshes.iter().enumerate() {
+        let values: Vec<f32> = (0..WIDTH).map(|i| weight(stage, i)).collect();
+        params.push(p.device_put(&MpmdArray::from_slice(&[WIDTH], &values)?, mesh.sharding(rows.spec()))?);
+    }
+    let [w0, w1] = [params[0].clone(), params[1].clone()];
+    let mut pipeline = Pipeline::first(Scale(rows), &meshes[0], w0)?;
+    pipeline.replay(replay);
+    let mut pipeline = pipeline.then(Square(rows), &meshes[1], w1)?;
+    for (stage, mesh) in meshes.iter().enumerate() {
+        pipeline.store(stage, Storage::new(vec![mesh.replicated()]).partial_over(&["data"])?)?;
+    }
+    let schedules = [Schedule::one_f_one_b(2, 4), Schedule::gpipe(2, 4)].map(Result::unwrap);
+    let (mut read_here, mut counts) = (Vec::new(), Vec::new());
+    for step in 0..5 {
+        let mut put = |values: Vec<f32>, mesh: usize| {
+            let values = MpmdArray::from_slice(&[ROWS, WIDTH], &values)?;
+            p.device_put(&values, meshes[mesh].sharding(rows.spec()))
+        };
+        let labels = put((0..ROWS * WIDTH).map(|i| 0.2 * value(step, i + 1)).collect(), 1)?;
+        let one = |m: usize| {
+            let x = put((0..ROWS * WIDTH).map(|i| value(m + step, i)).collect(), 0)?;
+            // One array for all of them.
+            Ok(Microbatch::new(x).side(1, labels.clone()))
+        };
+        let microbatches = (0..4).map(one).collect::<Result<Vec<_>>>()?;
+        let output = pipeline.train_step(p, &schedules[usize::from(step >= 3)], microbatches)?;
+        p.step_end()?;
+        counts.push(p.operations());
+        for (stage, gradients) in output.gradients.into_iter().enumerate() {
+            let gradients: Vec<MpmdArray> = gradients.into_iter().map(|(_, array)| array).collect();
+            let device = p.topology().device_ids()[0];
+            read_here.push(read(&p.device_put(&gradients[0], Sharding::single_device(device))?)?);
+            pipeline.set_params(stage, gradients)?;
+        }
+        for loss in output.losses.iter().chain([&output.loss]) {
+            read_here.extend([read(&loss.sum)?, read(&loss.weight)?]);
+        }
+    }
+    Ok((read_here, counts))
+}
+
+#[test]
+fn a_pipeline_that_replays_its_steps_gives_the_same_bits() {
+    for processes in [1, 2, 4] {
+        let simulation = Simulation::new(processes, 4).delays(5, std::time::Duration::from_millis(1));
+        let run = |replay| simulation.run(|p| replayed_steps(p, replay)).into_iter().map(Result::unwrap);
+        let (issued, replayed): (Vec<_>, Vec<_>) = (run(false).collect(), run(true).collect());
+        assert_eq!(issued, replayed, "{processes} processes");
+    }
+    // Only who replays can be told from who does not.
+    let results = Simulation::new(2, 4).run(|p| {
+        let replay = p.process().0 == 0;
+        replayed_steps(p, replay)
+    });
+    assert!(results.into_iter().all(|result| result.unwrap_err().is_divergence()));
+}
+
 #[test]
 fn a_storage_that_does_not_fit_the_stage_is_refused() {
     let results = Simulation::new(2, 4).run(|p| {

@@ -3,6 +3,7 @@
 //! Every case is repeated; the median is what to quote, and p10 to p90 say how noisy the machine was.
 
 mod dispatch;
+mod issue;
 mod links;
 mod memcpy;
 mod p2p;
@@ -39,6 +40,10 @@ enum What {
     Links(links::LinksArgs),
     /// Training steps of a pipeline beside the time of their kernels alone, with one process for each stage.
     Pipeline(pipeline::PipelineArgs),
+    /// The time in which one process of a large job issues a training step, as it is and replayed.
+    Replay(issue::ReplayArgs),
+    /// Training steps of jobs of more and more stages, as threads: the time of an operation, which should stay.
+    Stages(issue::StagesArgs),
     /// Plain copies, warm and into fresh memory, by one thread and two.
     Memcpy(memcpy::MemcpyArgs),
 }
@@ -63,6 +68,8 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<ExitCode> {
         What::Reshard(args) => reshard::reshard(args),
         What::Links(args) => links::links(args),
         What::Pipeline(args) => pipeline::pipeline(args),
+        What::Replay(args) => issue::replay(args),
+        What::Stages(args) => issue::stages(args),
         What::Memcpy(args) => memcpy::memcpy(args).map(|()| ExitCode::SUCCESS),
     }
 }

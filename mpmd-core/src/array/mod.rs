@@ -157,6 +157,22 @@ impl MpmdArray {
         matches!((&self.repr, &other.repr), (Repr::Placed(a), Repr::Placed(b)) if a.is_same(b))
     }
 
+    /// What of it is on this process's devices.
+    pub(crate) fn shards(&self) -> &[LocalShard] {
+        match &self.repr {
+            Repr::Host(_) => &[],
+            Repr::Placed(placed) => &placed.shards,
+        }
+    }
+
+    /// The operation that made it, and which of its results it is, where it was placed.
+    pub(crate) fn origin(&self) -> Option<(u64, u32)> {
+        match &self.repr {
+            Repr::Host(_) => None,
+            Repr::Placed(placed) => Some(placed.origin()),
+        }
+    }
+
     /// Refuses an array that was donated.
     pub(crate) fn check_usable(&self, path: &str) -> std::result::Result<(), IssueProblem> {
         match &self.repr {
@@ -197,8 +213,7 @@ impl Placed {
     }
 
     /// Handles to the new arrays of one operation, each to be taken. They share an allocation.
-    pub(crate) fn arrays(all: impl Iterator<Item = Self>) -> impl Iterator<Item = MpmdArray> {
-        let all: Arc<[Self]> = all.collect();
+    pub(crate) fn arrays(all: Arc<[Self]>) -> impl Iterator<Item = MpmdArray> + use<> {
         (0..all.len() as u32)
             .map(move |index| MpmdArray { repr: Repr::Placed(Handle::first_of(all.clone(), index)) })
     }
@@ -248,6 +263,11 @@ impl Placed {
     pub(crate) fn donate(&self, op: u64, at: &'static Location<'static>) {
         // A second donation cannot get here: the first made the array unusable.
         let _ = self.donated.set(Donation { op, at });
+    }
+
+    /// The operation that got its memory, and the line that issued it.
+    pub(crate) fn donated_to(&self) -> Option<(u64, &'static Location<'static>)> {
+        self.donated.get().map(|donation| (donation.op, donation.at))
     }
 
     /// What a reader of donated memory is told.

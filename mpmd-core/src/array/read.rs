@@ -147,9 +147,16 @@ impl MpmdArray {
         }
     }
 
-    /// Partial sums are nobody's values. The same on every process, whatever it owns.
+    /// Partial sums are nobody's values, and a replay reads none. The same on every process, whatever it owns.
     fn check_whole(&self, at: &'static Location<'static>) -> Result<()> {
         match &self.repr {
+            Repr::Placed(placed) if placed.made.runtime.is_recording(placed.origin.op) => Err(Error::Read {
+                at,
+                why: format!(
+                    "the values of {} are asked for by the step that makes it and is recorded: no replay would ask",
+                    placed.describe()
+                ),
+            }),
             Repr::Placed(placed) if !placed.made.sharding.unreduced_axes().is_empty() => Err(Error::Read {
                 at,
                 why: format!(

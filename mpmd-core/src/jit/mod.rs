@@ -13,11 +13,12 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
-use crate::array::{LocalShard, MpmdArray, Origin, Placed, Repr, Shards};
+use crate::array::{MpmdArray, Repr};
 use crate::device_put::host_word;
 use crate::error::{IssueProblem, Result};
 use crate::kernel::Kernel;
 use crate::program::Program;
+use crate::replay::{Again, Here};
 use crate::runtime::{Job, Runtime, Slot, Slots};
 use crate::sharding::{MemoryKind, Sharding};
 use crate::topology::{DeviceId, Mesh};
@@ -183,41 +184,30 @@ impl<K: Kernel> Jit<K> {
         if !plan.seats.is_empty() {
             program.admit(at);
         }
+        if program.recording.is_some() {
+            plan.check_given_up(program, &leaves).map_err(wrong)?;
+        }
         let words =
             std::iter::once(plan.fingerprint).chain(leaves.iter().flat_map(|leaf| match &leaf.repr {
                 Repr::Placed(placed) => [placed.origin.op, u64::from(placed.origin.leaf)],
                 Repr::Host(host) => [host_word(host), u64::MAX],
             }));
         let op = program.issue(words, plan.what.clone(), at);
-        for (i, leaf) in leaves.iter().enumerate() {
-            if let Repr::Placed(placed) = &leaf.repr
-                && plan.inputs[i].donated
-            {
-                placed.donate(op, at);
-            }
+        if let Some(recording) = &mut program.recording {
+            let here = (!plan.seats.is_empty()).then(|| Here::new(plan.what.clone(), bound.clone()));
+            recording.note(op, at, &leaves, |i| plan.inputs[i].donated, here);
         }
+        plan.donate(&leaves, op, at);
         if !plan.seats.is_empty() {
             prepare(&mut prepared, program, &bound, &leaves, op, at);
         }
-        let slots = &mut prepared.slots;
-        let arrays = plan.outputs.iter().enumerate().map(|(i, output)| {
-            let next = |(device, slots): &mut (DeviceId, Slots)| {
-                Some(LocalShard { device: *device, slot: slots.next()? })
-            };
-            let shards = match &mut slots[..] {
-                [one] => next(one).map_or_else(|| Shards::Several(Vec::new()), Shards::One),
-                several => Shards::Several(several.iter_mut().filter_map(next).collect()),
-            };
-            Placed::new(output.made.clone(), shards, Origin { op, leaf: i as u32, at })
-        });
-        let (structure, mut arrays) = (&plan.output_structure, Placed::arrays(arrays));
+        let (structure, mut arrays) = (&plan.output_structure, plan.arrays(&mut prepared.slots, op, at));
         let y = match K::Out::build(structure, &mut path, &mut arrays) {
             Ok(_) if arrays.next().is_some() => {
                 Err(TreeError::TooManyLeaves { expected: structure.leaves() })
             }
             built => built,
         };
-        drop(arrays);
         // Last: from here on the devices' threads write where this one has just written.
         for (local_index, call) in prepared.calls.drain(..) {
             program.runtime.run_on(local_index, call);
@@ -297,6 +287,25 @@ fn emptied(mut leaves: Vec<&MpmdArray>) -> Vec<&'static MpmdArray> {
     leaves.clear();
     // Collected in place: the room stays.
     leaves.into_iter().map(|_| -> &'static MpmdArray { unreachable!("the list is empty") }).collect()
+}
+
+impl<K: Kernel> Again for Bound<K> {
+    fn again(
+        self: Arc<Self>,
+        program: &Program,
+        x: &[&MpmdArray],
+        op: u64,
+        at: &'static Location<'static>,
+    ) -> Vec<MpmdArray> {
+        self.plan.donate(x, op, at);
+        let mut prepared = Prepared::default();
+        prepare(&mut prepared, program, &self, x, op, at);
+        let y = self.plan.arrays(&mut prepared.slots, op, at).collect();
+        for (local_index, call) in prepared.calls {
+            program.runtime.run_on(local_index, call);
+        }
+        y
+    }
 }
 
 impl<K: Kernel> fmt::Debug for Jit<K> {

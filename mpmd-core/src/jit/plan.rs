@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 use std::fmt;
+use std::panic::Location;
 use std::sync::Arc;
 
 use mpmd_transport::ProcessId;
@@ -9,12 +10,13 @@ use parking_lot::Mutex;
 
 use super::Jit;
 use super::call::DeviceCall;
-use crate::array::{Made, MpmdArray, Repr};
+use crate::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr, Shards};
 use crate::aval::ShapedArray;
 use crate::error::IssueProblem;
 use crate::kernel::{Collective, Kernel, Place, Seats, Shapes, ShardInfo};
+use crate::program::Program;
 use crate::region::Region;
-use crate::runtime::{Group, MOST_COLLECTIVES, Rolling, Runtime};
+use crate::runtime::{Group, MOST_COLLECTIVES, Rolling, Runtime, Slots};
 use crate::sharding::{Layout, MemoryKind, Sharding};
 use crate::topology::{DeviceId, Mesh, MeshError, Topology};
 use crate::tree::{PrefixTree, Structure, Tree};
@@ -149,6 +151,45 @@ impl CallPlan {
             }
         }
         Ok(())
+    }
+
+    /// What a step that is recorded gives up must be its own.
+    pub(super) fn check_given_up(&self, program: &Program, leaves: &[&MpmdArray]) -> Problem<()> {
+        let donated = self.inputs.iter().zip(&self.paths).zip(leaves).filter(|((input, _), _)| input.donated);
+        let donated: Vec<(String, &MpmdArray)> =
+            donated.map(|((_, path), leaf)| (path.clone(), *leaf)).collect();
+        program.check_given_up(&donated)
+    }
+
+    /// Ends the inputs that operation `op` gives up.
+    pub(super) fn donate(&self, leaves: &[&MpmdArray], op: u64, at: &'static Location<'static>) {
+        for (leaf, input) in leaves.iter().zip(&self.inputs) {
+            if let Repr::Placed(placed) = &leaf.repr
+                && input.donated
+            {
+                placed.donate(op, at);
+            }
+        }
+    }
+
+    /// The outputs of operation `op`, with the slots of each local device.
+    pub(super) fn arrays(
+        &self,
+        slots: &mut [(DeviceId, Slots)],
+        op: u64,
+        at: &'static Location<'static>,
+    ) -> impl Iterator<Item = MpmdArray> + use<> {
+        let all = self.outputs.iter().enumerate().map(|(i, output)| {
+            let next = |(device, slots): &mut (DeviceId, Slots)| {
+                Some(LocalShard { device: *device, slot: slots.next()? })
+            };
+            let shards = match &mut *slots {
+                [one] => next(one).map_or_else(|| Shards::Several(Vec::new()), Shards::One),
+                several => Shards::Several(several.iter_mut().filter_map(next).collect()),
+            };
+            Placed::new(output.made.clone(), shards, Origin { op, leaf: i as u32, at })
+        });
+        Placed::arrays(all.collect())
     }
 
     pub(super) fn new<K: Kernel>(jit: &Jit<K>, runtime: &Arc<Runtime>, x: &K::In) -> Problem<Self> {

@@ -7,6 +7,7 @@
 //! a run exists. Buffers are dropped at the action after which nobody needs them.
 
 mod kernels;
+mod replay;
 mod run;
 mod schedule;
 mod stage;
@@ -15,6 +16,7 @@ mod wired;
 
 use std::marker::PhantomData;
 
+use replay::Kept;
 pub use run::{Gradients, Microbatch, StepOutput};
 pub use schedule::{Action, ActionKind, Schedule, ScheduleError};
 pub use stage::{Declared, Loss, Placed, PlacedShape, Stage, StageSignature};
@@ -30,6 +32,9 @@ use crate::tree::Tree;
 /// Stages one after another: takes `In`, gives `Out`.
 pub struct Pipeline<In, Out> {
     stages: Vec<Box<dyn AnyStage>>,
+    replays: bool,
+    /// The step that is replayed.
+    kept: Option<Kept>,
     types: PhantomData<fn(In) -> Out>,
 }
 
@@ -41,7 +46,8 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// Where a parameter does not live on the mesh's devices.
     #[track_caller]
     pub fn first<S: Stage<In = In, Out = Out>>(stage: S, mesh: &Mesh, params: S::Params) -> Result<Self> {
-        Ok(Self { stages: vec![Box::new(Wired::new(stage, mesh, params, true)?)], types: PhantomData })
+        let stages: Vec<Box<dyn AnyStage>> = vec![Box::new(Wired::new(stage, mesh, params, true)?)];
+        Ok(Self { stages, replays: false, kept: None, types: PhantomData })
     }
 
     /// The pipeline with one stage more.
@@ -68,7 +74,15 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         params: S::Params,
     ) -> Result<Pipeline<In, S::Out>> {
         self.stages.push(Box::new(Wired::new(stage, mesh, params, false)?));
-        Ok(Pipeline { stages: self.stages, types: PhantomData })
+        Ok(Pipeline { stages: self.stages, replays: self.replays, kept: None, types: PhantomData })
+    }
+
+    /// Whether training steps are recorded and replayed, so that a process spends no time on what others do: the
+    /// first step with a schedule, and with parameters and microbatches of the same shapes and shardings, is
+    /// [recorded](Program::record), those that follow are [replayed](crate::Recorded::replay). Off by default. The
+    /// same on every process, or they diverge.
+    pub fn replay(&mut self, yes: bool) {
+        (self.replays, self.kept) = (yes, None);
     }
 
     /// Number of stages.
@@ -97,6 +111,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     ///
     /// Where there is no such stage.
     pub fn store(&mut self, stage: usize, storage: Storage) -> Result<()> {
+        self.kept = None;
         self.stages[stage].store(storage)
     }
 
@@ -152,6 +167,10 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         microbatches: Vec<Microbatch<In>>,
     ) -> Result<StepOutput> {
         let parts = microbatches.into_iter().map(Microbatch::into_parts).collect();
+        // Within a step that is recorded as a whole there is nothing to record by itself.
+        if self.replays && program.recording.is_none() {
+            return replay::train_step(&mut self.kept, &mut self.stages, program, schedule, parts);
+        }
         run::train_step(&mut self.stages, program, schedule, parts)
     }
 }

@@ -21,8 +21,8 @@ pub struct Microbatch<In> {
 
 /// A microbatch with its type erased.
 pub(super) struct Parts {
-    x: Bundle,
-    side: HashMap<usize, Bundle>,
+    pub(super) x: Bundle,
+    pub(super) side: HashMap<usize, Bundle>,
 }
 
 impl<In: Tree<Leaf = MpmdArray>> Microbatch<In> {

@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 use std::fmt;
+use std::sync::Arc;
 
 /// What an action computes for its stage and microbatch.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
@@ -50,7 +51,8 @@ pub struct Schedule {
     name: String,
     microbatches: usize,
     rank_of_stage: Vec<usize>,
-    rows: Vec<Vec<Action>>,
+    /// Shared, so that a schedule is cheap to keep and to know again.
+    rows: Arc<Vec<Vec<Action>>>,
 }
 
 /// What is wrong with a schedule. The caller's fault.
@@ -132,7 +134,7 @@ impl Schedule {
             }
         }
         let rank_of_stage = rank_of_stage.into_iter().map(Option::unwrap_or_default).collect();
-        let schedule = Self { name, microbatches, rank_of_stage, rows };
+        let schedule = Self { name, microbatches, rank_of_stage, rows: Arc::new(rows) };
         schedule.global_order()?;
         Ok(schedule)
     }

@@ -44,6 +44,7 @@ impl Program {
         f: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
         let at = Location::caller();
+        self.refuse_recording(at, "agree")?;
         if from.index() >= self.processes() {
             let problem = format!("there is no process {from} among {}", self.processes());
             return Err(IssueProblem::Mesh(problem).at(at, "agree"));

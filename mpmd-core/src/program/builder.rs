@@ -138,8 +138,13 @@ impl Builder {
         Ok(Program::new(runtime, true, None, self.plan_cache))
     }
 
-    /// A process of a job whose transport is there already.
-    pub(crate) fn over(self, transport: Arc<dyn Transport>) -> Result<Program> {
+    /// A process of a job whose transport is there already, in the hands of who connects processes by other means
+    /// than a rendezvous. The transport must not have been started.
+    ///
+    /// # Errors
+    ///
+    /// Where the devices cannot be spread evenly, or the system gives no threads.
+    pub fn over(self, transport: Arc<dyn Transport>) -> Result<Program> {
         let topology = self.topology(transport.processes(), None)?;
         self.start(transport.process(), topology, Some(transport), None)
     }

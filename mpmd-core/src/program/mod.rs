@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use mpmd_transport::ProcessId;
-use mpmd_transport::router::{Failure, FailureKind, OpRecord};
+use mpmd_transport::router::{Failure, FailureKind, OpRecord, Span};
 
 pub use builder::Builder;
 pub(crate) use connect::Membership;
@@ -26,6 +26,7 @@ use simulate::Vanishing;
 pub use simulate::{Simulation, simulate};
 
 use crate::error::{Error, Result};
+use crate::replay::Recording;
 use crate::runtime::{Doing, Rolling, Runtime};
 use crate::topology::{DeviceId, Mesh, Topology};
 
@@ -45,6 +46,8 @@ use crate::topology::{DeviceId, Mesh, Topology};
 pub struct Program {
     pub(crate) runtime: Arc<Runtime>,
     pub(crate) put_plans: PlanCache,
+    /// The step that is being recorded, if any.
+    pub(crate) recording: Option<Box<Recording>>,
     count: u64,
     hash: Rolling,
     steps: u64,
@@ -79,6 +82,7 @@ impl Program {
         Self {
             runtime,
             put_plans: PlanCache::new(plans),
+            recording: None,
             count: 0,
             hash: Rolling::default(),
             steps: 0,
@@ -165,8 +169,10 @@ impl Program {
     ///
     /// Where the job is known to have failed: an operation of this process did, a process is gone, or
     /// the programs diverged. Unlike errors of other calls this one depends on what has happened so far,
-    /// and processes may see it in different steps.
+    /// and processes may see it in different steps. Also within a step that is recorded.
+    #[track_caller]
     pub fn step_end(&mut self) -> Result<()> {
+        self.refuse_recording(Location::caller(), "step_end")?;
         self.steps += 1;
         let step = self.steps;
         // So that steps which look alike cannot hide an operation that is missing from one of them.
@@ -223,6 +229,28 @@ impl Program {
         }
         self.runtime.record(OpRecord { op: self.count, hash: self.hash.value(), what, at });
         self.count
+    }
+
+    /// Takes the numbers up to `op`, which are those of a step that is replayed.
+    pub(crate) fn advance(&mut self, op: u64, span: &Arc<dyn Span>) {
+        if op == self.count {
+            return;
+        }
+        if let Some(vanishing) = &self.vanishing {
+            (self.count + 1..=op).for_each(|op| vanishing.strike(op, &self.runtime));
+        }
+        self.count = op;
+        self.runtime.record_span(op, span);
+    }
+
+    /// The rolling hash of what was issued so far.
+    pub(crate) fn rolling(&self) -> Rolling {
+        self.hash
+    }
+
+    /// The rolling hash at the end of a step that was replayed.
+    pub(crate) fn set_rolling(&mut self, hash: Rolling) {
+        self.hash = hash;
     }
 
     /// Waits until the program may run further ahead of what has been carried out.

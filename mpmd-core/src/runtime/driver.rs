@@ -5,7 +5,7 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use mpmd_transport::router::{Action, Body, Failure, FailureKind, OpRecord, Router};
+use mpmd_transport::router::{Action, Body, Failure, FailureKind, OpRecord, Router, Span};
 use mpmd_transport::{Handler, Header, Kind, Payload, ProcessId, Ticket, TransportError};
 
 use super::{Doing, InProcess, Outgoing, Runtime, Waiter};
@@ -64,6 +64,11 @@ impl Runtime {
     /// This process issues an operation.
     pub(crate) fn record(self: &Arc<Self>, record: OpRecord) {
         self.with_router(|router| router.issue(record, || self.now()));
+    }
+
+    /// This process issues all operations up to `op`, of a step that is replayed.
+    pub(crate) fn record_span(self: &Arc<Self>, op: u64, span: &Arc<dyn Span>) {
+        self.with_router(|router| router.issue_span(op, span, || self.now()));
     }
 
     /// A peer is gone, by the word of the rendezvous. The transport may not know.

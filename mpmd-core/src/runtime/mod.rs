@@ -27,7 +27,7 @@ mod under_way;
 mod waits;
 mod worker;
 
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -43,6 +43,8 @@ pub(crate) use hash::Rolling;
 pub(crate) use in_flight::{InFlight, OnLoan, OpGuard};
 use mailbox::Mailbox;
 use memory::Holders;
+/// What a replayed step is to the router.
+pub(crate) use mpmd_transport::router::Span;
 pub(crate) use passage::Passage;
 pub(crate) use slot::{Outcome, Promise, Promises, Slot, SlotUse, Slots};
 use spin::{Room, Spin};
@@ -108,6 +110,8 @@ pub(crate) struct Runtime {
     pub(crate) mailbox: Mailbox,
     holders: Mutex<Holders>,
     under_way: Mutex<UnderWay>,
+    /// The last operation before the step that is being recorded; `u64::MAX` where none is.
+    pub(crate) recorded_from: AtomicU64,
     /// Payload bytes of pieces given to the transport, by process.
     pub(crate) bytes_sent: Vec<AtomicU64>,
     trouble: Mutex<Trouble>,
@@ -215,6 +219,7 @@ impl Runtime {
             mailbox: Mailbox::default(),
             holders: Mutex::default(),
             under_way: Mutex::default(),
+            recorded_from: AtomicU64::new(u64::MAX),
             trouble: Mutex::default(),
             changed: Condvar::new(),
             stopped: Arc::default(),
@@ -245,6 +250,11 @@ impl Runtime {
     /// The local index of a device, where this process owns it.
     pub(crate) fn local_index(&self, device: DeviceId) -> Option<usize> {
         self.devices.iter().position(|local| local.id == device)
+    }
+
+    /// Whether operation `op` is one of a step that is being recorded.
+    pub(crate) fn is_recording(&self, op: u64) -> bool {
+        op > self.recorded_from.load(Ordering::Relaxed)
     }
 
     /// Queues a kernel on a device of this process.

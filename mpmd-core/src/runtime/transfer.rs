@@ -13,7 +13,7 @@ use mpmd_transport::memory::Reservation;
 use mpmd_transport::router::{Failure, FailureKind};
 
 use super::{Assembly, OpGuard, Passage, Promise, Runtime, Slot, Waiter};
-use crate::array::LocalShard;
+use crate::array::{LocalShard, Made};
 use crate::aval::{HostArray, ShapedArray};
 use crate::region::Region;
 use crate::reshard::{self, Delivery, ReshardError, contiguous_bytes};
@@ -29,7 +29,7 @@ const WRITTEN_IN_PARTS: usize = 1 << 20;
 
 /// What one process does for moving arrays of one shape from one sharding to another.
 pub(crate) struct PutPlan {
-    pub(crate) layout: Arc<Layout>,
+    pub(crate) made: Arc<Made>,
     pub(crate) what: Arc<PutWhat>,
     pub(crate) fingerprint: u64,
     targets: Vec<Target>,
@@ -119,7 +119,7 @@ impl PutPlan {
     ///
     /// Where the two layouts cannot be of one array.
     pub(crate) fn new(
-        runtime: &Runtime,
+        runtime: &Arc<Runtime>,
         aval: &ShapedArray,
         from: Option<(&Sharding, &Layout)>,
         to: &Sharding,
@@ -201,10 +201,17 @@ impl PutPlan {
         .into_iter()
         .fold(super::Rolling::default(), super::Rolling::mix)
         .word();
-        let what =
-            PutWhat { aval: aval.clone(), from: from.map(|(sharding, _)| sharding.clone()), to: to.clone() };
+        let from = from.map(|(sharding, _)| sharding.clone());
+        let what = Arc::new(PutWhat { aval: aval.clone(), from, to: to.clone() });
+        let made = Made {
+            aval: aval.clone(),
+            sharding: to.clone(),
+            layout,
+            what: what.clone(),
+            runtime: runtime.clone(),
+        };
         let transfers = transfers.into_iter().map(Arc::new).collect();
-        Ok(Self { layout, what: Arc::new(what), fingerprint, targets, transfers, bytes: bytes as u64 })
+        Ok(Self { made: Arc::new(made), what, fingerprint, targets, transfers, bytes: bytes as u64 })
     }
 
     /// Whether this process takes no part.

@@ -45,6 +45,16 @@ impl fmt::Debug for OpRecord {
     }
 }
 
+/// Operations that are issued as one, as those of a step are that is replayed: what each of them is follows from the
+/// whole, so that those which do not concern a process cost it nothing.
+pub trait Span: Send + Sync {
+    /// The rolling hash of all operations up to `op`, which is one of the span's.
+    fn hash_at(&self, op: u64) -> u128;
+
+    /// Operation `op` for people: what it is, and the lines of the program that it comes from.
+    fn describe(&self, op: u64) -> String;
+}
+
 /// An [`OpRecord`] as a peer sees it.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(super) struct ShownRecord {
@@ -67,8 +77,44 @@ pub(super) struct Shown {
 pub(super) struct History {
     count: u64,
     /// With the number of steps that had ended before.
-    records: VecDeque<(OpRecord, u64)>,
+    entries: VecDeque<(Entry, u64)>,
     steps: u64,
+}
+
+/// One operation, or those of a span that were issued so far.
+enum Entry {
+    One(OpRecord),
+    Span { first: u64, last: u64, span: Arc<dyn Span> },
+}
+
+impl Entry {
+    fn first(&self) -> u64 {
+        match self {
+            Self::One(record) => record.op,
+            Self::Span { first, .. } => *first,
+        }
+    }
+
+    fn last(&self) -> u64 {
+        match self {
+            Self::One(record) => record.op,
+            Self::Span { last, .. } => *last,
+        }
+    }
+
+    fn hash_at(&self, op: u64) -> u128 {
+        match self {
+            Self::One(record) => record.hash,
+            Self::Span { span, .. } => span.hash_at(op),
+        }
+    }
+
+    fn describe(&self, op: u64) -> String {
+        match self {
+            Self::One(record) => record.to_string(),
+            Self::Span { span, .. } => format!("operation {op} ({})", span.describe(op)),
+        }
+    }
 }
 
 impl History {
@@ -79,10 +125,25 @@ impl History {
     pub(super) fn push(&mut self, record: OpRecord) {
         debug_assert_eq!(record.op, self.count + 1, "operations are numbered without gaps");
         self.count = record.op;
-        if self.records.len() == REMEMBERED {
-            self.records.pop_front();
+        self.keep(Entry::One(record));
+    }
+
+    /// All operations up to `op` are issued, as parts of `span`.
+    pub(super) fn extend(&mut self, op: u64, span: &Arc<dyn Span>) {
+        debug_assert!(op > self.count, "a span goes on");
+        let first = self.count + 1;
+        self.count = op;
+        match self.entries.back_mut() {
+            Some((Entry::Span { last, span: known, .. }, _)) if Arc::ptr_eq(known, span) => *last = op,
+            _ => self.keep(Entry::Span { first, last: op, span: span.clone() }),
         }
-        self.records.push_back((record, self.steps));
+    }
+
+    fn keep(&mut self, entry: Entry) {
+        if self.entries.len() == REMEMBERED {
+            self.entries.pop_front();
+        }
+        self.entries.push_back((entry, self.steps));
     }
 
     /// How many operations were issued.
@@ -92,12 +153,12 @@ impl History {
 
     /// The hash at the last operation; 0 before the first.
     pub(super) fn hash(&self) -> u128 {
-        self.records.back().map_or(0, |(record, _)| record.hash)
+        self.entries.back().map_or(0, |(entry, _)| entry.hash_at(self.count))
     }
 
     /// The hash at `op`, where that is remembered.
     pub(super) fn hash_at(&self, op: u64) -> Option<u128> {
-        if op == 0 { Some(0) } else { self.get(op).map(|record| record.hash) }
+        if op == 0 { Some(0) } else { self.entry(op).map(|(entry, _)| entry.hash_at(op)) }
     }
 
     /// Whether a peer's hash at `op` is known to be another one than this process's.
@@ -105,14 +166,22 @@ impl History {
         theirs != UNKNOWN_HASH && self.hash_at(op).is_some_and(|mine| mine != theirs)
     }
 
-    pub(super) fn get(&self, op: u64) -> Option<&OpRecord> {
-        self.entry(op).map(|(record, _)| record)
+    /// What an operation is, with its number, where that is remembered.
+    pub(super) fn describe(&self, op: u64) -> Option<String> {
+        self.entry(op).map(|(entry, _)| entry.describe(op))
     }
 
-    fn entry(&self, op: u64) -> Option<&(OpRecord, u64)> {
-        let first = self.count + 1 - self.records.len() as u64;
-        let index = op.checked_sub(first)?;
-        self.records.get(usize::try_from(index).ok()?)
+    fn entry(&self, op: u64) -> Option<&(Entry, u64)> {
+        let behind = usize::try_from(self.count.checked_sub(op)?).ok()?;
+        // Its place where no span was issued since.
+        let place = self.entries.len().checked_sub(behind + 1);
+        if let Some(found) = place.and_then(|place| self.entries.get(place))
+            && found.0.first() == op
+        {
+            return Some(found);
+        }
+        let place = self.entries.partition_point(|(entry, _)| entry.last() < op);
+        self.entries.get(place).filter(|(entry, _)| entry.first() <= op)
     }
 
     /// What to show to a peer that disagrees at `op`: the last operations up to some way past it.
@@ -120,12 +189,12 @@ impl History {
         let last = self.count.min(op.saturating_add(SHOWN as u64 / 4));
         let first = (last + 1).saturating_sub(SHOWN as u64).max(1);
         let records = (first..=last)
-            .filter_map(|op| self.entry(op))
-            .map(|(record, steps)| {
-                let mut what = record.to_string();
+            .filter_map(|op| Some((op, self.entry(op)?)))
+            .map(|(op, (entry, steps))| {
+                let mut what = entry.describe(op);
                 // Long descriptions must not push the message over its limit.
                 what.truncate((0..=1500).rev().find(|i| what.is_char_boundary(*i)).unwrap_or(0));
-                ShownRecord { op: record.op, hash: record.hash, what, steps: *steps }
+                ShownRecord { op, hash: entry.hash_at(op), what, steps: *steps }
             })
             .collect();
         Shown { count: self.count, records }
@@ -210,5 +279,67 @@ mod tests {
         assert_eq!(history.hash_at(10), None);
         assert_eq!(history.hash_at(11), Some(11));
         assert_eq!(history.hash(), REMEMBERED as u128 + 10);
+    }
+
+    /// Hashes are a base and the number.
+    struct Counted(u128);
+
+    impl Span for Counted {
+        fn hash_at(&self, op: u64) -> u128 {
+            self.0 + u128::from(op)
+        }
+
+        fn describe(&self, op: u64) -> String {
+            format!("{op} of a span")
+        }
+    }
+
+    fn one(history: &mut History, hash: u128) {
+        let op = history.count() + 1;
+        history.push(OpRecord { op, hash, what: Arc::new("one"), at: Location::caller() });
+    }
+
+    #[test]
+    fn every_operation_of_a_span_has_its_hash_and_its_name() {
+        let mut history = history(&[1, 2]);
+        let spans: [Arc<dyn Span>; 2] = [Arc::new(Counted(100)), Arc::new(Counted(200))];
+        history.extend(5, &spans[0]);
+        assert_eq!((history.count(), history.hash(), history.hash_at(6)), (5, 105, None), "so far");
+        history.extend(1_000_000, &spans[0]);
+        history.extend(1_000_003, &spans[1]);
+        history.step_ended();
+        one(&mut history, 7);
+        let hashes = [0, 2, 3, 999_999, 1_000_000, 1_000_001, 1_000_003, 1_000_004, 1_000_005];
+        let expected = [
+            Some(0),
+            Some(2),
+            Some(103),
+            Some(1_000_099),
+            Some(1_000_100),
+            Some(1_000_201),
+            Some(1_000_203),
+            Some(7),
+            None,
+        ];
+        assert_eq!(hashes.map(|op| history.hash_at(op)), expected);
+        assert_eq!(history.describe(77).unwrap(), "operation 77 (77 of a span)");
+        assert!(history.differs(77, 178) && !history.differs(77, 177));
+        let shown = history.show(1_000_003);
+        assert_eq!(shown.records.len(), 512);
+        assert_eq!(
+            shown.records.last().map(|record| (record.op, record.hash, record.steps)),
+            Some((1_000_004, 7, 1))
+        );
+        assert!(shown.records.windows(2).all(|pair| pair[0].op + 1 == pair[1].op));
+    }
+
+    #[test]
+    fn what_was_issued_before_many_spans_is_forgotten() {
+        let mut history = history(&[1, 2]);
+        for i in 0..REMEMBERED as u64 {
+            let span: Arc<dyn Span> = Arc::new(Counted(0));
+            history.extend(2 + 10 * (i + 1), &span);
+        }
+        assert_eq!([2, 3, 12].map(|op| history.hash_at(op)), [None, Some(3), Some(12)]);
     }
 }

@@ -36,7 +36,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use failure::{Failure, FailureKind};
-pub use history::OpRecord;
+pub use history::{OpRecord, Span};
 pub use watch::Answer;
 
 use crate::wire::{Header, Kind, ProcessId};
@@ -229,6 +229,17 @@ impl<C: Cargo> Router<C> {
     pub fn issue(&mut self, record: OpRecord, clock: impl Fn() -> Duration) {
         let op = record.op;
         self.history.push(record);
+        self.issued(op, clock);
+    }
+
+    /// This process issues all operations up to `op`, as parts of `span`: those of them in which it takes part one
+    /// after another, and with each those before it.
+    pub fn issue_span(&mut self, op: u64, span: &Arc<dyn Span>, clock: impl Fn() -> Duration) {
+        self.history.extend(op, span);
+        self.issued(op, clock);
+    }
+
+    fn issued(&mut self, op: u64, clock: impl Fn() -> Duration) {
         if self.next_check > op && self.parked.first_key_value().is_none_or(|(first, _)| *first > op) {
             return;
         }
@@ -518,7 +529,7 @@ impl<C: Cargo> Router<C> {
 
     /// What an operation is called in messages.
     fn name(&self, op: u64) -> String {
-        self.history.get(op).map_or_else(|| format!("operation {op}"), ToString::to_string)
+        self.history.describe(op).unwrap_or_else(|| format!("operation {op}"))
     }
 
     fn grant(&mut self, to: ProcessId, key: PieceKey, bytes: u64) {

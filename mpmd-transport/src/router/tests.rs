@@ -1,5 +1,7 @@
 //! Routers of several processes in one thread, on a network that delays and reorders by seed.
 
+mod spans;
+
 use super::*;
 
 mod handing_over;

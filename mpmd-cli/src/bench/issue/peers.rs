@@ -1,0 +1,147 @@
+//! Stand-ins for all processes of a job but one: they take what it sends, send what it waits for, and agree.
+
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use mpmd_core::ProcessId;
+use mpmd_transport::{Handler, Header, Kind, Payload, SharedBuffer, Ticket, Transport};
+
+use super::step::ELEMENTS;
+
+/// Bytes of a piece.
+const BYTES: u64 = (ELEMENTS * size_of::<f32>()) as u64;
+
+/// Of the only piece of a move from one device to another.
+const PIECE: u64 = 0;
+
+/// Stands for a hash that the sender does not know, which nobody compares.
+const NO_HASH: u128 = 0;
+
+/// Credit that a stand-in gives back for a piece: no less than it took.
+const CREDIT: u64 = 1024;
+
+/// Credit is given back for so many pieces at a time.
+const PORTION: u64 = 64;
+
+/// The incarnation of jobs.
+const EPOCH: u64 = 1;
+
+/// A transport behind which there is nobody but a thread.
+pub(super) struct Peers {
+    me: ProcessId,
+    processes: usize,
+    words: Sender<Word>,
+    state: Mutex<State>,
+}
+
+enum State {
+    New(Receiver<Word>),
+    Started(JoinHandle<()>),
+    Ended,
+}
+
+/// What a stand-in hears.
+enum Word {
+    /// A message to it.
+    Posted(ProcessId, Header, Ticket),
+    /// It sends its piece of an operation.
+    Send(ProcessId, u64),
+    End,
+}
+
+impl Peers {
+    pub(super) fn new(me: ProcessId, processes: usize) -> Arc<Self> {
+        let (words, waiting) = channel();
+        Arc::new(Self { me, processes, words, state: Mutex::new(State::New(waiting)) })
+    }
+
+    /// The pieces of a step that begins after so many operations come: early, as from processes that are ahead.
+    pub(super) fn send(&self, before: u64, arrivals: &[(ProcessId, u64)]) {
+        arrivals.iter().for_each(|(from, place)| self.say(Word::Send(*from, before + place)));
+    }
+
+    fn say(&self, word: Word) {
+        // Nobody listens any more once the program has ended.
+        let _ = self.words.send(word);
+    }
+
+    fn exchange(&self, state: State) -> State {
+        std::mem::replace(&mut *self.state.lock().unwrap_or_else(PoisonError::into_inner), state)
+    }
+}
+
+impl Transport for Peers {
+    fn name(&self) -> &'static str {
+        "nobody"
+    }
+
+    fn process(&self) -> ProcessId {
+        self.me
+    }
+
+    fn processes(&self) -> usize {
+        self.processes
+    }
+
+    fn start(&self, handler: Arc<dyn Handler>) {
+        match self.exchange(State::Ended) {
+            State::New(words) => {
+                let payload: SharedBuffer = vec![0u8; BYTES as usize].into();
+                let thread = std::thread::spawn(move || serve(&words, &*handler, &payload));
+                drop(self.exchange(State::Started(thread)));
+            }
+            _ => panic!("a transport is started once"),
+        }
+    }
+
+    fn post(&self, to: ProcessId, header: Header, _: Option<SharedBuffer>, ticket: Ticket) {
+        self.say(Word::Posted(to, header, ticket));
+    }
+
+    fn shutdown(&self, _: Duration) {
+        if let State::Started(thread) = self.exchange(State::Ended) {
+            self.say(Word::End);
+            // It says what panics it had itself.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn serve(words: &Receiver<Word>, handler: &dyn Handler, payload: &SharedBuffer) {
+    let arrived = |from, header: Header, payload| {
+        handler.arrived(from, Header { epoch: EPOCH, ..header }, payload);
+    };
+    let mut taken = std::collections::HashMap::<ProcessId, u64>::new();
+    for word in words {
+        match word {
+            Word::End => return,
+            Word::Send(from, op) => {
+                let header =
+                    Header { op, piece: PIECE, bytes: BYTES, hash: NO_HASH, ..Header::new(Kind::Eager) };
+                arrived(from, header, Payload::Inline(payload.clone()));
+            }
+            Word::Posted(to, header, ticket) => {
+                if ticket != Ticket::NONE {
+                    handler.done(ticket, Ok(()));
+                }
+                match header.kind {
+                    Kind::Eager => {
+                        let taken = taken.entry(to).or_default();
+                        *taken += 1;
+                        if taken.is_multiple_of(PORTION) {
+                            let header = Header { count: PORTION * CREDIT, ..Header::new(Kind::Credit) };
+                            arrived(to, header, Payload::Empty);
+                        }
+                    }
+                    // Each has issued what the process has that is measured.
+                    Kind::Heartbeat | Kind::Goodbye if header.bytes == 0 => {
+                        arrived(to, header, Payload::Empty)
+                    }
+                    _ => {}
+                }
+            }
+        }
+    }
+}
