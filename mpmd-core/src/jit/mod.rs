@@ -21,7 +21,7 @@ use crate::program::Program;
 use crate::runtime::{Job, Runtime, Slot, Slots};
 use crate::sharding::{MemoryKind, Sharding};
 use crate::topology::{DeviceId, Mesh};
-use crate::tree::{Path, PrefixTree, Tree, TreeError};
+use crate::tree::{Path, PrefixTree, Structure, Tree, TreeError};
 pub use call::run_here;
 use call::{Input, Issued, Leftovers};
 use plan::{Bound, CallPlan};
@@ -210,13 +210,7 @@ impl<K: Kernel> Jit<K> {
             };
             Placed::new(output.made.clone(), shards, Origin { op, leaf: i as u32, at })
         });
-        let (structure, mut arrays) = (&plan.output_structure, Placed::arrays(arrays));
-        let y = match K::Out::build(structure, &mut path, &mut arrays) {
-            Ok(_) if arrays.next().is_some() => {
-                Err(TreeError::TooManyLeaves { expected: structure.leaves() })
-            }
-            built => built,
-        };
+        let y = assemble::<K::Out>(&plan.output_structure, &mut path, Placed::arrays(arrays));
         // Last: from here on the devices' threads write where this one has just written.
         for (local_index, call) in prepared.calls.drain(..) {
             program.runtime.run_on(local_index, call);
@@ -288,6 +282,19 @@ fn prepare<K: Kernel>(
             leftovers: leftovers.clone(),
         };
         prepared.calls.push((seat.local_index, bound.spare().issue(issued, inputs)));
+    }
+}
+
+/// The tree of these results: all of them.
+fn assemble<T: Tree<Leaf = MpmdArray>>(
+    structure: &Structure,
+    path: &mut Path,
+    mut leaves: impl Iterator<Item = MpmdArray>,
+) -> std::result::Result<T, TreeError> {
+    let tree = T::build(structure, path, &mut leaves)?;
+    match leaves.next() {
+        None => Ok(tree),
+        Some(_) => Err(TreeError::TooManyLeaves { expected: structure.leaves() }),
     }
 }
 
