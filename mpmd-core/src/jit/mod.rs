@@ -22,7 +22,7 @@ use crate::replay::{Again, Here};
 use crate::runtime::{Job, Runtime, Slot, Slots};
 use crate::sharding::{MemoryKind, Sharding};
 use crate::topology::{DeviceId, Mesh};
-use crate::tree::{Path, PrefixTree, Tree, TreeError};
+use crate::tree::{Path, PrefixTree, Structure, Tree, TreeError};
 pub use call::run_here;
 use call::{Input, Issued, Leftovers};
 use plan::{Bound, CallPlan};
@@ -201,13 +201,8 @@ impl<K: Kernel> Jit<K> {
         if !plan.seats.is_empty() {
             prepare(&mut prepared, program, &bound, &leaves, op, at);
         }
-        let (structure, mut arrays) = (&plan.output_structure, plan.arrays(&mut prepared.slots, op, at));
-        let y = match K::Out::build(structure, &mut path, &mut arrays) {
-            Ok(_) if arrays.next().is_some() => {
-                Err(TreeError::TooManyLeaves { expected: structure.leaves() })
-            }
-            built => built,
-        };
+        let arrays = plan.arrays(&mut prepared.slots, op, at);
+        let y = assemble::<K::Out>(&plan.output_structure, &mut path, arrays);
         // Last: from here on the devices' threads write where this one has just written.
         for (local_index, call) in prepared.calls.drain(..) {
             program.runtime.run_on(local_index, call);
@@ -279,6 +274,19 @@ fn prepare<K: Kernel>(
             leftovers: leftovers.clone(),
         };
         prepared.calls.push((seat.local_index, bound.spare().issue(issued, inputs)));
+    }
+}
+
+/// The tree of these results: all of them.
+fn assemble<T: Tree<Leaf = MpmdArray>>(
+    structure: &Structure,
+    path: &mut Path,
+    mut leaves: impl Iterator<Item = MpmdArray>,
+) -> std::result::Result<T, TreeError> {
+    let tree = T::build(structure, path, &mut leaves)?;
+    match leaves.next() {
+        None => Ok(tree),
+        Some(_) => Err(TreeError::TooManyLeaves { expected: structure.leaves() }),
     }
 }
 

@@ -31,6 +31,7 @@ pub(super) struct Bound<K: Kernel> {
     pub(super) kernel: Arc<K>,
     pub(super) plan: CallPlan,
     /// Calls that have ended, to be used again.
+    #[expect(clippy::vec_box, reason = "the boxes are what is used again: a queue takes them as they are")]
     spare: Mutex<Vec<Box<DeviceCall<K>>>>,
 }
 
