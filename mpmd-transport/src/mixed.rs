@@ -119,6 +119,10 @@ impl Transport for Mixed {
         self.near.progress()
     }
 
+    fn drive(&self, again: &mut dyn FnMut() -> bool) {
+        self.near.drive(again);
+    }
+
     fn parking(&self) -> Option<Parking> {
         self.near.parking()
     }

@@ -80,6 +80,15 @@ pub trait Transport: Send + Sync {
         false
     }
 
+    /// Lets the calling thread drive the transport for as long as `again` says that it should, which it asks before
+    /// each [`progress`](Self::progress). Meanwhile peers need not wake anybody here: what came while the last of them
+    /// was asked is let in before this returns.
+    fn drive(&self, again: &mut dyn FnMut() -> bool) {
+        while again() {
+            self.progress();
+        }
+    }
+
     /// Where a thread that waits can drive the transport also while it sleeps: what to give to
     /// [`Transport::park`], taken before the last look at what is waited for.
     fn parking(&self) -> Option<Parking> {

@@ -22,6 +22,8 @@ use super::spin::Room;
 const LONGEST: Duration = Duration::from_micros(50);
 /// A wait that ended this soon would have been worth looking through, also where it was slept through.
 const WORTH: Duration = Duration::from_micros(100);
+/// How long a thread looks before it offers its core to others between looks.
+const ALONE: Duration = Duration::from_micros(3);
 /// Looks between two glances at the clock.
 const LOOKS: u32 = 8;
 /// The longest sleep of who waits without a deadline.
@@ -102,23 +104,26 @@ impl Waits {
             return false;
         }
         let Some(_place) = self.place() else { return false };
-        loop {
-            for _ in 0..LOOKS {
-                drive(|| transport.progress());
+        let mut looks = 0;
+        drive(|| {
+            transport.drive(&mut || {
                 if slot.has_ended() {
+                    return false;
+                }
+                looks += 1;
+                if looks % LOOKS != 0 {
+                    std::hint::spin_loop();
                     return true;
                 }
-                std::hint::spin_loop();
-            }
-            let waited = start.elapsed();
-            if waited >= window || deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                return false;
-            }
-            if waited > LONGEST {
-                // Only who was told to looks for so long; others may need the core.
-                std::thread::yield_now();
-            }
-        }
+                let waited = start.elapsed();
+                if waited > ALONE {
+                    // Whoever it is that this thread waits for may be waiting for this very core.
+                    std::thread::yield_now();
+                }
+                waited < window && deadline.is_none_or(|deadline| Instant::now() < deadline)
+            });
+        });
+        slot.has_ended()
     }
 
     /// A place among those who look, if there is one.

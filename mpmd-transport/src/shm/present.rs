@@ -190,6 +190,14 @@ impl Transport for Shm {
         self.shared.progress()
     }
 
+    fn drive(&self, again: &mut dyn FnMut() -> bool) {
+        let driver = self.shared.door.enter();
+        while again() {
+            self.shared.progress();
+        }
+        driver.leave(|| self.shared.progress_now());
+    }
+
     fn parking(&self) -> Option<Parking> {
         Some(Parking(self.shared.door.parking()))
     }
