@@ -2,6 +2,8 @@
 //! to the job, and exchange the memory of their doors and rings.
 
 use std::io;
+#[cfg(test)]
+use std::os::fd::BorrowedFd;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
@@ -30,18 +32,18 @@ const MOST_SILENT: usize = 1024;
 const MESSAGES: usize = 64 << 10;
 const RETURNS: usize = 16 << 10;
 /// The rings of a pair: messages from the lower and from the higher, then returns from both.
-const CAPACITIES: [usize; 4] = [MESSAGES, MESSAGES, RETURNS, RETURNS];
+pub(super) const CAPACITIES: [usize; 4] = [MESSAGES, MESSAGES, RETURNS, RETURNS];
 
 /// What both say first. Secret.
 #[derive(FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned)]
 #[repr(C)]
-struct Hello {
-    magic: [u8; 8],
-    version: U32,
-    process: U32,
-    processes: U32,
-    epoch: U64,
-    token: [u8; 32],
+pub(super) struct Hello {
+    pub(super) magic: [u8; 8],
+    pub(super) version: U32,
+    pub(super) process: U32,
+    pub(super) processes: U32,
+    pub(super) epoch: U64,
+    pub(super) token: [u8; 32],
 }
 
 /// The memory of this process's door, which all peers map.
@@ -54,6 +56,12 @@ impl OwnDoor {
     pub(super) fn new() -> io::Result<Self> {
         let memory = Arc::new(Mapped::new(Door::BYTES)?);
         Ok(Self { door: door(&memory), memory })
+    }
+
+    /// What a peer is given to map it.
+    #[cfg(test)]
+    pub(super) fn descriptor(&self) -> BorrowedFd<'_> {
+        self.memory.as_fd()
     }
 }
 
@@ -198,7 +206,7 @@ fn check(packet: Packet, config: &ShmConfig, descriptors: usize) -> Option<(usiz
     is_ours.then(|| (process.get() as usize, packet.descriptors))
 }
 
-fn hello(config: &ShmConfig) -> Hello {
+pub(super) fn hello(config: &ShmConfig) -> Hello {
     Hello {
         magic: MAGIC,
         version: VERSION.into(),
