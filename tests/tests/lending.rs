@@ -33,7 +33,8 @@ fn what_is_handed_over_is_right_and_comes_back_and_memory_is_flat() {
     let hand_overs = asked("MPMD_SOAK", 30_000);
     let limit = Duration::from_secs(200 + hand_overs as u64 / 500);
     let begin = Instant::now();
-    let mut job = Job::start(options(PROCESSES).limit(limit), &["lending", &hand_overs.to_string(), "7"]);
+    let mut job =
+        Job::start(options(PROCESSES).limit(limit), &["lending", &hand_overs.to_string(), "7", "20"]);
     let said = job.wait_well();
     println!("{hand_overs} hand-overs took {:?}", begin.elapsed());
     let mut looked_at = 0;
@@ -72,7 +73,7 @@ fn a_process_killed_while_all_lend_and_borrow_is_named_and_nobody_reads_anything
     let mut longest = Duration::ZERO;
     for round in 0..asked("MPMD_SOAK_KILLS", PROCESSES) {
         let (victim, seed) = (round % PROCESSES, random.below(1 << 30).to_string());
-        let mut job = Job::start(options(PROCESSES), &["lending", "1000000000", &seed]);
+        let mut job = Job::start(options(PROCESSES), &["lending", "1000000000", &seed, "2"]);
         job.wait_for_output("array 300\n");
         let delay = Duration::from_micros(random.below(400_000) as u64);
         std::thread::sleep(delay);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::DeviceId;
-use mpmd_core::{Builder, Jit};
+use mpmd_core::{Builder, Jit, ProcessId};
 
 use super::Say;
 use super::soak::resident_bytes;
@@ -40,14 +40,16 @@ pub(super) fn long_lead(builder: Builder) -> Builder {
     builder.run_ahead(128, 64 << 20)
 }
 
-/// `lending HAND-OVERS SEED`: so many arrays go from one process to another. What is looked at is compared to the
+/// `lending HAND-OVERS SEED PATIENCE`: so many arrays go from one process to another. What is looked at is compared to the
 /// bit. Says after each fifth of them what is in use, and at the end how many arrays were looked at, here and by
 /// all processes. Whatever is wrong is said to be `WRONG`, also where the program ends with another error.
 pub(super) fn lend(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let number = |text: &&str| text.parse::<usize>().map_err(|error| Error::kernel(error.to_string()));
     let numbers = args.iter().map(number).collect::<Result<Vec<usize>>>()?;
-    let [hand_overs, seed] = numbers[..] else { return Err(Error::kernel("lending HAND-OVERS SEED")) };
-    let mut lending = Lending::new(p, seed as u64)?;
+    let [hand_overs, seed, patience] = numbers[..] else {
+        return Err(Error::kernel("lending HAND-OVERS SEED PATIENCE"));
+    };
+    let mut lending = Lending::new(p, seed as u64, Duration::from_secs(patience as u64))?;
     let end = lending.run(p, hand_overs, say);
     if end.is_err() {
         // What somebody has is right also after an end that nobody wanted. Meanwhile others may have died and
@@ -64,6 +66,8 @@ pub(super) fn lend(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
 
 struct Lending {
     random: Random,
+    /// How long it may take until what nobody holds is not in use either.
+    patience: Duration,
     sizes: [Vec<usize>; 3],
     pattern: Arc<Vec<u8>>,
     /// Each process.
@@ -97,7 +101,7 @@ struct Expected {
 }
 
 impl Lending {
-    fn new(p: &mut Program, seed: u64) -> Result<Self> {
+    fn new(p: &mut Program, seed: u64, patience: Duration) -> Result<Self> {
         let mut random = Random::new(seed);
         let mut sizes = |most: usize| -> Vec<usize> {
             let mut size = || {
@@ -114,6 +118,7 @@ impl Lending {
         }
         Ok(Self {
             random,
+            patience,
             sizes,
             pattern: Arc::new(Random::new(8).bytes(MOST_BYTES + PLACES)),
             on: meshes.iter().map(|mesh| mesh.replicated()).collect(),
@@ -233,11 +238,11 @@ impl Lending {
 
     /// Looks at all that is held, and waits until nothing is in use and everything lent is back. It is the same
     /// point of the program everywhere.
-    fn settle(&mut self, p: &Program) -> Result<()> {
+    fn settle(&mut self, p: &mut Program) -> Result<()> {
         while let Some(kept) = self.kept.pop() {
             self.look(kept)?;
         }
-        let until = Instant::now() + Duration::from_secs(20);
+        let until = Instant::now() + self.patience;
         loop {
             let memory = p.memory();
             let looked_at = self.looked_at.load(Ordering::Relaxed);
@@ -245,6 +250,10 @@ impl Lending {
                 return Ok(());
             }
             if Instant::now() > until {
+                // Somebody has died: then that is the error. Else nobody answers, or all have the same trouble.
+                for process in 0..p.processes() {
+                    p.agree(ProcessId(process as u32), 0, || Ok(0))?;
+                }
                 let missing = self.awaited_here - looked_at;
                 let message = format!("nobody holds anything, {missing} arrays are missing, {memory:?}");
                 return Err(Error::kernel(message));
