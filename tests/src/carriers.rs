@@ -16,6 +16,8 @@ pub struct Carrier {
 impl Carrier {
     /// Sockets of our own.
     pub const TCP: Self = Self { transport: "tcp", ways: None };
+    /// Memory that processes of one host share, of our own.
+    pub const SHM: Self = Self { transport: "shm", ways: None };
     /// UCX by the ways that it thinks best.
     #[cfg(feature = "ucx")]
     pub const UCX: Self = Self { transport: "ucx", ways: None };
@@ -38,7 +40,7 @@ impl Carrier {
     /// Whether tests go through all that they can think of. Over the others they do each thing once: what
     /// does not depend on the carrier has been seen by then.
     pub fn is_thorough(self) -> bool {
-        self == Self::TCP
+        [Self::TCP, Self::SHM].contains(&self)
     }
 
     /// Whether a test that tries several numbers of processes tries this one.
@@ -56,6 +58,7 @@ const WAYS: &str = "UCX_TLS";
 macro_rules! over_each_carrier {
     ($($check:ident)*) => {
         $crate::over_each_carrier! { @over over_tcp TCP $($check)* }
+        $crate::over_each_carrier! { @over over_shm SHM $($check)* }
         #[cfg(feature = "ucx")]
         $crate::over_each_carrier! { @over over_ucx UCX $($check)* }
         #[cfg(feature = "ucx")]
@@ -89,6 +92,7 @@ mod tests {
             lines
         };
         assert_eq!(said(Carrier::TCP), ["MPMD_TRANSPORT=tcp"]);
+        assert_eq!(said(Carrier::SHM), ["MPMD_TRANSPORT=shm"]);
         let narrow = Carrier { transport: "ucx", ways: Some("tcp,self") };
         assert_eq!(said(narrow), ["MPMD_TRANSPORT=ucx", "UCX_TLS=tcp,self"]);
         assert!(!narrow.is_thorough() && narrow.takes(4) && !narrow.takes(8) && Carrier::TCP.takes(8));

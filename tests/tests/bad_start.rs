@@ -246,6 +246,11 @@ fn processes_that_ask_for_different_transports_all_hear_who_says_what() {
             let expected = "processes 0 and 2 say tcp, process 1 says ucx; MPMD_TRANSPORT must be the same";
             assert!(end.stderr.contains(expected), "{}", end.stderr);
         }
+        for end in with_transports(&["shm", "auto", "shm", "tcp"], hosted) {
+            assert_eq!(end.code, 1, "{end:?}");
+            let expected = "process 1 says auto, processes 0 and 2 say shm, process 3 says tcp";
+            assert!(end.stderr.contains(expected), "{}", end.stderr);
+        }
         for end in with_transports(&["pigeon", "tcp"], hosted) {
             assert_eq!(end.code, 1, "{end:?}");
             assert!(end.stderr.contains("process 0 says pigeon, process 1 says tcp"), "{}", end.stderr);

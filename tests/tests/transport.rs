@@ -5,7 +5,7 @@ use mpmd_tests::programs::simulated;
 use mpmd_tests::{Job, JobOptions};
 
 /// What this build has.
-const NAMES: &[&str] = if cfg!(feature = "ucx") { &["tcp", "ucx"] } else { &["tcp"] };
+const NAMES: &[&str] = if cfg!(feature = "ucx") { &["shm", "tcp", "ucx"] } else { &["shm", "tcp"] };
 
 /// What the processes of a job with these variables say.
 fn over(vars: &[(&str, &str)], processes: usize) -> Vec<String> {

@@ -7,7 +7,10 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 
-use super::segment::Segment;
+use super::segment::{Segment, check_file_limit};
+
+/// A process that may not have files so long does not share memory: most programs would find no room in it.
+const LEAST_FILE: u64 = 1 << 30;
 
 /// What segments are made of, for all pools of a process. Clones are the same arena.
 ///
@@ -39,6 +42,7 @@ impl Arena {
     ///
     /// Where the system has no such memory: tried here, with a small segment.
     pub fn shared() -> io::Result<Self> {
+        check_file_limit(LEAST_FILE)?;
         Segment::shared(4096)?;
         Ok(Self::new(true))
     }

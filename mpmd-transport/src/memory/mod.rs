@@ -21,6 +21,7 @@ pub use count::{Allocations, CountingAllocator};
 pub use parts::Divided;
 pub use pool::{OutOfMemory, Pool, PoolStats, Reservation};
 pub use segment::Segment;
+pub(crate) use segment::memory_file;
 
 use parts::Part;
 use pool::Block;
@@ -107,6 +108,12 @@ pub trait Loan: Send + Sync {
     /// Where they are, if that can be lent on.
     fn place(&self) -> Option<Place> {
         None
+    }
+
+    /// Called before they are lent on: their owner hears that others than this process may read them, also where
+    /// this process is no more. False where it cannot be told now: then they are not lent on.
+    fn pass_on(&self) -> bool {
+        true
     }
 }
 
@@ -198,6 +205,14 @@ impl SharedBuffer {
             Whole::Lent(loan) => loan.place(),
         };
         place.map(|place| place.plus(self.range.start)).filter(|place| place.segment.descriptor().is_some())
+    }
+
+    /// To be called before these bytes are lent; false where they cannot be now. See [`Loan::pass_on`].
+    pub(crate) fn pass_on(&self) -> bool {
+        match &*self.whole {
+            Whole::Owned(_) => true,
+            Whole::Lent(loan) => loan.pass_on(),
+        }
     }
 
     /// Whether both are the same bytes in the same place.

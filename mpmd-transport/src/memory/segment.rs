@@ -9,6 +9,7 @@ use std::sync::{OnceLock, Weak};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+use rustix::process::{Resource, getrlimit};
 
 use super::arena;
 
@@ -55,8 +56,7 @@ impl Segment {
     /// the system does not have kills the process.
     pub(super) fn shared(bytes: usize) -> io::Result<Self> {
         assert!(bytes > 0, "a segment has at least one byte");
-        let descriptor = memfd_create("mpmd", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        ftruncate(&descriptor, bytes as u64)?;
+        let descriptor = memory_file("mpmd", bytes)?;
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: as in `private`; the file is this function's own and has `bytes` bytes, which nobody can take
         // from it once it is sealed below.
@@ -83,10 +83,11 @@ impl Segment {
     ///
     /// Where it has not, or is not sealed: its owner could take pages away, which would kill this process.
     pub(crate) fn foreign(descriptor: OwnedFd, bytes: u64) -> io::Result<Self> {
-        let found = u64::try_from(fstat(&descriptor)?.st_size).unwrap_or(0);
-        let bytes = usize::try_from(bytes).ok().filter(|bytes| *bytes > 0 && found == *bytes as u64);
+        let found = fstat(&descriptor)?;
+        let length = u64::try_from(found.st_size).unwrap_or(0);
+        let bytes = usize::try_from(bytes).ok().filter(|bytes| *bytes > 0 && length == *bytes as u64);
         let Some(bytes) = bytes else {
-            return Err(io::Error::other(format!("a segment of {found} bytes is announced with others")));
+            return Err(io::Error::other(format!("a segment of {length} bytes is announced with others")));
         };
         if !fcntl_get_seals(&descriptor)?.contains(SealFlags::SHRINK | SealFlags::SEAL) {
             return Err(io::Error::other("a segment is not sealed"));
@@ -94,9 +95,13 @@ impl Segment {
         // SAFETY: as in `private`; that the file cannot become shorter was just seen.
         let start =
             unsafe { mmap(std::ptr::null_mut(), bytes, ProtFlags::READ, MapFlags::SHARED, &descriptor, 0) }?;
+        let has_pages = u64::try_from(found.st_blocks).unwrap_or(0).saturating_mul(512) >= bytes as u64;
         let segment = Self::at(start, bytes, Some(descriptor))?;
-        // One call instead of a fault for every few pages; older kernels do without.
-        segment.advise(Advice::LinuxPopulateRead).ok();
+        if has_pages {
+            // One call instead of a fault for every few pages; older kernels do without. Where there are none it would
+            // take new ones, as many as somebody says.
+            segment.advise(Advice::LinuxPopulateRead).ok();
+        }
         Ok(segment)
     }
 
@@ -147,6 +152,30 @@ impl Segment {
     fn advise(&self, advice: Advice) -> Result<(), Errno> {
         // SAFETY: the range is this segment's own mapping. None of the advice given here changes what it holds.
         unsafe { madvise(self.start.as_ptr().cast(), self.bytes, advice) }
+    }
+}
+
+/// A new file in memory, of so many zeroes, to be sealed.
+///
+/// # Errors
+///
+/// Where the system has no such thing, or where this process may not have files so long: to make one all the same
+/// would end it by a signal (SIGXFSZ).
+pub(crate) fn memory_file(name: &str, bytes: usize) -> io::Result<OwnedFd> {
+    check_file_limit(bytes as u64)?;
+    let descriptor = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    ftruncate(&descriptor, bytes as u64)?;
+    Ok(descriptor)
+}
+
+/// Whether this process may have files of so many bytes.
+pub(super) fn check_file_limit(bytes: u64) -> io::Result<()> {
+    match getrlimit(Resource::Fsize).current {
+        Some(limit) if limit < bytes => Err(io::Error::other(format!(
+            "this process may not have files of {bytes} bytes (ulimit -f), which holds for memory that others can \
+             map too"
+        ))),
+        _ => Ok(()),
     }
 }
 

@@ -3,13 +3,13 @@
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
 use super::door::Door;
 use super::futex::SystemFutex;
-use super::record::RETURNED;
+use super::record::{PASSED_ON, RETURNED};
 use super::ring::{Consumer, Corrupt, Producer};
 use crate::memory::{Loan, Place, Segment, SharedBuffer};
 use crate::transport::Ticket;
@@ -25,6 +25,8 @@ pub(super) struct Book {
     copied: usize,
     /// Numbers of loans that the peer is done with.
     returns: Consumer,
+    /// What is wrong with that ring, if anything.
+    corrupt: Option<Corrupt>,
 }
 
 struct Open {
@@ -32,11 +34,13 @@ struct Open {
     /// What ends when this comes back, if anything.
     ticket: Ticket,
     is_copied: bool,
+    /// Whether the peer has lent it to others, who read it also when the peer is no more.
+    is_passed_on: bool,
 }
 
 impl Book {
     pub(super) fn new(returns: Consumer) -> Self {
-        Self { open: HashMap::new(), next: 1, bytes: 0, copied: 0, returns }
+        Self { open: HashMap::new(), next: 1, bytes: 0, copied: 0, returns, corrupt: None }
     }
 
     /// Keeps `bytes` until they come back; returns the number of the loan.
@@ -45,33 +49,67 @@ impl Book {
         self.next += 1;
         self.bytes += bytes.len() as u64;
         self.copied += usize::from(is_copied);
-        self.open.insert(loan, Open { buffer: bytes, ticket, is_copied });
+        self.open.insert(loan, Open { buffer: bytes, ticket, is_copied, is_passed_on: false });
         loan
     }
 
     /// What has come back, to be dropped once no lock is held: it may go back to a pool, or to its own owner.
-    pub(super) fn collect(&mut self) -> Result<Vec<(SharedBuffer, Ticket)>, Corrupt> {
+    pub(super) fn collect(&mut self) -> Vec<(SharedBuffer, Ticket)> {
         let mut back = Vec::new();
-        let Self { open, returns, bytes, copied, .. } = self;
+        let Self { open, returns, bytes, copied, corrupt, .. } = self;
         let mut take = |kind: u32, numbers: &[u8]| {
-            // Anything else in this ring means nothing.
-            let numbers = if kind == RETURNED { numbers.as_chunks::<8>().0 } else { &[] };
-            for number in numbers {
-                if let Some(Open { buffer, ticket, is_copied }) = open.remove(&u64::from_le_bytes(*number)) {
+            for number in numbers.as_chunks::<8>().0.iter().map(|number| u64::from_le_bytes(*number)) {
+                // Anything else in this ring means nothing.
+                if kind == PASSED_ON
+                    && let Some(open) = open.get_mut(&number)
+                {
+                    open.is_passed_on = true;
+                }
+                if kind == RETURNED
+                    && let Some(Open { buffer, ticket, is_copied, .. }) = open.remove(&number)
+                {
                     *bytes -= buffer.len() as u64;
                     *copied -= usize::from(is_copied);
                     back.push((buffer, ticket));
                 }
             }
         };
-        while returns.pop(&mut take)?.is_some() {}
-        Ok(back)
+        for _ in 0..returns.most() {
+            match returns.pop(&mut take) {
+                Ok(Some(())) => {}
+                Ok(None) => break,
+                Err(nonsense) => {
+                    *corrupt = Some(nonsense);
+                    break;
+                }
+            }
+        }
+        back
     }
 
-    /// Everything that is lent comes back: only where the peer is proved to be no more.
+    /// Everything that is lent comes back but what others than the peer read too: only where the peer is proved
+    /// to be no more.
     pub(super) fn end_all(&mut self) -> Vec<SharedBuffer> {
+        // What the peer said last counts.
+        let mut back: Vec<SharedBuffer> = self.collect().into_iter().map(|(buffer, _)| buffer).collect();
+        // Nobody can tell whether it has said all: what it wrote last is not to be read.
+        if self.corrupt.is_none() {
+            back.extend(self.open.extract_if(|_, open| !open.is_passed_on).map(|(_, open)| open.buffer));
+        }
+        self.bytes = self.open.values().map(|open| open.buffer.len() as u64).sum();
+        self.copied = self.open.values().filter(|open| open.is_copied).count();
+        back
+    }
+
+    /// What is lent is never used again, as nobody will hear of its return: its reader finds it as it is.
+    pub(super) fn keep_for_ever(&mut self) {
+        self.open.drain().for_each(|(_, open)| std::mem::forget(open.buffer));
         (self.bytes, self.copied) = (0, 0);
-        self.open.drain().map(|(_, open)| open.buffer).collect()
+    }
+
+    /// What is wrong with what the peer says of loans, if anything: nothing it says later is understood.
+    pub(super) fn corrupt(&self) -> Option<&Corrupt> {
+        self.corrupt.as_ref()
     }
 
     /// Whoever waits for the end of a loan waits no longer: what is lent stays so.
@@ -89,7 +127,7 @@ impl Book {
 
     /// Whether something of that may have come back.
     pub(super) fn has_news(&self) -> bool {
-        self.copied > 0 && !self.returns.is_empty()
+        self.copied > 0 && self.corrupt.is_none() && !self.returns.is_empty()
     }
 
     /// Bytes lent.
@@ -122,25 +160,35 @@ impl Returns {
     /// A loan is over. Where the owner does not wait for it, it is not woken: it looks when it needs memory.
     fn give_back(&self, loan: u64, is_awaited: bool) {
         let mut state = self.state.lock();
-        if !state.late.is_empty() || !state.ring.push(RETURNED, &[&loan.to_le_bytes()]) {
-            state.late.push(loan);
-        }
+        state.late.push(loan);
+        state.flush();
         drop(state);
         if is_awaited {
             self.door.ring(&SystemFutex);
         }
     }
 
+    /// Tells the owner that others read a loan too; false where there is no room to.
+    fn pass_on(&self, loan: u64) -> bool {
+        self.state.lock().ring.push(PASSED_ON, &[&loan.to_le_bytes()])
+    }
+
     /// Gives back what there was no room for before.
     pub(super) fn flush(&self) {
-        let State { ring, late } = &mut *self.state.lock();
-        let fitting = late.iter().take_while(|loan| ring.push(RETURNED, &[&loan.to_le_bytes()])).count();
-        late.drain(..fitting);
+        self.state.lock().flush();
     }
 
     /// Bytes of the peer's that are held here.
     pub(super) fn borrowed(&self) -> u64 {
         self.borrowed.load(Ordering::Relaxed)
+    }
+}
+
+impl State {
+    fn flush(&mut self) {
+        let Self { ring, late } = self;
+        let fitting = late.iter().take_while(|loan| ring.push(RETURNED, &[&loan.to_le_bytes()])).count();
+        late.drain(..fitting);
     }
 }
 
@@ -150,6 +198,7 @@ pub(super) struct Borrowed {
     range: Range<usize>,
     loan: u64,
     is_awaited: bool,
+    is_passed_on: AtomicBool,
     returns: Arc<Returns>,
 }
 
@@ -167,7 +216,8 @@ impl Borrowed {
         let end = start.checked_add(usize::try_from(bytes).ok()?)?;
         segment.lent(start..end)?;
         returns.borrowed.fetch_add(bytes, Ordering::Relaxed);
-        Some(Self { segment, range: start..end, loan, is_awaited, returns: returns.clone() })
+        let (range, is_passed_on, returns) = (start..end, AtomicBool::new(false), returns.clone());
+        Some(Self { segment, range, loan, is_awaited, is_passed_on, returns })
     }
 }
 
@@ -179,6 +229,14 @@ impl Loan for Borrowed {
 
     fn place(&self) -> Option<Place> {
         Some(Place { segment: self.segment.clone(), offset: self.range.start })
+    }
+
+    fn pass_on(&self) -> bool {
+        if !self.is_passed_on.load(Ordering::Relaxed) && self.returns.pass_on(self.loan) {
+            // Twice does no harm.
+            self.is_passed_on.store(true, Ordering::Relaxed);
+        }
+        self.is_passed_on.load(Ordering::Relaxed)
     }
 }
 
@@ -222,10 +280,10 @@ mod tests {
         assert!(there.iter().all(|byte| *byte == 7));
         let part = there.slice(10..20);
         drop(there);
-        assert!(book.collect().unwrap().is_empty(), "a part is held");
+        assert!(book.collect().is_empty(), "a part is held");
         drop(part);
         assert_eq!(returns.borrowed(), 0);
-        drop(book.collect().unwrap());
+        drop(book.collect());
         assert_eq!((book.bytes(), book.open.len(), pool.stats().live), (0, 0, 0));
     }
 
@@ -245,12 +303,57 @@ mod tests {
             &to_second,
         );
         drop(at_second);
-        assert!(first.collect().unwrap().is_empty());
+        assert!(first.collect().is_empty());
         assert_eq!(at_third[999], 9);
         drop(at_third);
-        drop(second.collect().unwrap());
-        drop(first.collect().unwrap());
+        drop(second.collect());
+        drop(first.collect());
         assert_eq!(pool.stats().live, 0);
+    }
+
+    #[test]
+    fn what_a_peer_has_passed_on_does_not_come_back_with_its_end() {
+        let (mut book, returns) = lender();
+        let pool = Pool::in_arena("test", None, &Arena::shared().unwrap());
+        let [passed_on, kept, given_back] = [1000, 2000, 3000].map(|bytes| {
+            let own = pool.allocate(bytes).unwrap().freeze();
+            borrow(&own, book.lend(own.clone(), Ticket::NONE, false), &returns)
+        });
+        assert!(passed_on.pass_on() && passed_on.pass_on() && given_back.pass_on());
+        drop(given_back);
+        let back: Vec<usize> = book.end_all().iter().map(|buffer| buffer.len()).collect();
+        assert_eq!((back, book.bytes()), (vec![3000, 2000], 1000));
+        assert_eq!(pool.stats().live, 1024, "somebody may read it");
+        book.keep_for_ever();
+        assert_eq!((book.bytes(), pool.stats().live), (0, 1024));
+        drop((passed_on, kept));
+    }
+
+    #[test]
+    fn where_the_owner_cannot_hear_of_it_nothing_is_passed_on() {
+        let (mut book, returns) = lender();
+        let own = Pool::in_arena("test", None, &Arena::shared().unwrap()).allocate(64).unwrap().freeze();
+        let there = borrow(&own, book.lend(own.clone(), Ticket::NONE, false), &returns);
+        while returns.pass_on(12345) {}
+        assert!(!there.pass_on());
+        drop(book.collect());
+        assert!(there.pass_on());
+    }
+
+    #[test]
+    fn what_came_back_before_nonsense_has_come_back() {
+        let ring = Ring::alone(1024);
+        let (mut book, mut peer) = (Book::new(ring.consumer()), ring.producer());
+        let loan = book.lend(vec![1; 10].into(), Ticket(3), true);
+        book.lend(vec![1; 20].into(), Ticket(4), true);
+        assert!(peer.push(RETURNED, &[&loan.to_le_bytes()]) && peer.push(9, &[&[1, 2, 3]]));
+        // The second record's length, behind three lines of counts and the first record.
+        ring.words()[4 * 8].store(u64::MAX, Ordering::Relaxed);
+        let back: Vec<Ticket> = book.collect().into_iter().map(|(_, ticket)| ticket).collect();
+        assert_eq!((back, book.corrupt().is_some()), (vec![Ticket(3)], true));
+        assert!(!book.has_news() && book.is_awaited());
+        assert!(book.end_all().is_empty(), "nobody knows what the peer meant to say");
+        assert_eq!((book.bytes(), book.take_tickets()), (20, vec![Ticket(4)]));
     }
 
     #[test]
@@ -268,7 +371,7 @@ mod tests {
         let mut back = 0;
         let mut tickets = Vec::new();
         for _ in 0..100 {
-            let found = book.collect().unwrap();
+            let found = book.collect();
             back += found.len();
             tickets.extend(found.into_iter().map(|(_, ticket)| ticket));
             returns.flush();

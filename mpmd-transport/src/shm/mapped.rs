@@ -4,8 +4,10 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
+use rustix::fs::{SealFlags, fcntl_add_seals, fcntl_get_seals, fstat};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+use crate::memory::memory_file;
 
 /// Nobody can make it shorter under who reads it.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
@@ -26,8 +28,7 @@ unsafe impl Sync for Mapped {}
 impl Mapped {
     /// New memory of `bytes` zeroes.
     pub(super) fn new(bytes: usize) -> io::Result<Self> {
-        let descriptor = memfd_create("mpmd-rings", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        ftruncate(&descriptor, bytes as u64)?;
+        let descriptor = memory_file("mpmd-rings", bytes)?;
         // Its pages are taken now: later nobody could be told that there are none.
         rustix::fs::fallocate(&descriptor, rustix::fs::FallocateFlags::empty(), 0, bytes as u64)?;
         fcntl_add_seals(&descriptor, SEALS)?;
@@ -84,6 +85,8 @@ impl Drop for Mapped {
 
 #[cfg(test)]
 mod tests {
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
     use super::*;
 
     #[test]

@@ -2,9 +2,11 @@
 //! to the job, and exchange the memory of their doors and rings.
 
 use std::io;
+#[cfg(test)]
+use std::os::fd::BorrowedFd;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustix::process::{PidfdFlags, getuid, pidfd_open};
 use zerocopy::byteorder::little_endian::{U32, U64};
@@ -16,32 +18,32 @@ use super::loans::{Book, Returns};
 use super::mapped::Mapped;
 use super::peer::{Inbound, Outbound, Peer};
 use super::ring::Ring;
-use super::socket::{Listener, Packet, Socket};
+use super::socket::{Listener, Packet, Socket, something_comes};
 use super::{ShmConfig, environment};
 use crate::rendezvous::Token;
 use crate::transport::TransportError;
 use crate::wire::ProcessId;
 
 const MAGIC: [u8; 8] = *b"mpmd-shm";
-/// How long who knocks may take to say who it is.
-const HELLO_PATIENCE: Duration = Duration::from_secs(2);
+/// How many who knock may take their time to say who they are; with more of them, the first is sent away.
+const MOST_SILENT: usize = 1024;
 
 /// Bytes of a ring of messages, and of one of returns.
 const MESSAGES: usize = 64 << 10;
 const RETURNS: usize = 16 << 10;
 /// The rings of a pair: messages from the lower and from the higher, then returns from both.
-const CAPACITIES: [usize; 4] = [MESSAGES, MESSAGES, RETURNS, RETURNS];
+pub(super) const CAPACITIES: [usize; 4] = [MESSAGES, MESSAGES, RETURNS, RETURNS];
 
 /// What both say first. Secret.
 #[derive(FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned)]
 #[repr(C)]
-struct Hello {
-    magic: [u8; 8],
-    version: U32,
-    process: U32,
-    processes: U32,
-    epoch: U64,
-    token: [u8; 32],
+pub(super) struct Hello {
+    pub(super) magic: [u8; 8],
+    pub(super) version: U32,
+    pub(super) process: U32,
+    pub(super) processes: U32,
+    pub(super) epoch: U64,
+    pub(super) token: [u8; 32],
 }
 
 /// The memory of this process's door, which all peers map.
@@ -54,6 +56,12 @@ impl OwnDoor {
     pub(super) fn new() -> io::Result<Self> {
         let memory = Arc::new(Mapped::new(Door::BYTES)?);
         Ok(Self { door: door(&memory), memory })
+    }
+
+    /// What a peer is given to map it.
+    #[cfg(test)]
+    pub(super) fn descriptor(&self) -> BorrowedFd<'_> {
+        self.memory.as_fd()
     }
 }
 
@@ -74,31 +82,53 @@ pub(super) fn meet(
         let with =
             |error: io::Error| environment(format!("meeting process {peer} over shared memory"), &error);
         let address: Address = address.parse().map_err(|why: String| protocol(peer, why))?;
-        let socket = Socket::connect(&address.socket_name()).map_err(with)?;
+        let socket = Socket::connect(&address.socket_name(), deadline).map_err(with)?;
         socket.send_until(hello(config).as_bytes(), &[own.memory.as_fd()], deadline).map_err(with)?;
         knocked.push((peer, socket));
     }
     let awaited = |peers: &[Option<(Peer, Inbound)>]| -> Vec<usize> {
         (me + 1..peers.len()).filter(|i| config.peers[*i].is_some() && peers[*i].is_none()).collect()
     };
+    let with = |error: io::Error| {
+        environment("waiting for the job's processes over shared memory".to_owned(), &error)
+    };
+    // Have knocked and said nothing yet: strangers perhaps, for whom nobody else waits.
+    let mut silent: Vec<Socket> = Vec::new();
     loop {
+        while let Some(socket) = listener.accept().map_err(with)? {
+            if silent.len() == MOST_SILENT {
+                silent.remove(0);
+            }
+            silent.push(socket);
+        }
+        for socket in std::mem::take(&mut silent) {
+            match socket.receive() {
+                Ok(None) => silent.push(socket),
+                // Strangers are sent away without a word; who belongs here and says nonsense is missed at the end.
+                Ok(Some(packet)) => {
+                    if let Some((index, peer)) =
+                        welcome(socket, packet, own, config, &awaited(&peers), deadline)?
+                    {
+                        peers[index] = Some(peer);
+                    }
+                }
+                Err(_) => {}
+            }
+        }
         let missing = awaited(&peers);
         if missing.is_empty() {
             break;
         }
-        let doing = || "waiting for the job's processes over shared memory".to_owned();
-        let Some(socket) = listener.accept(deadline).map_err(|error| environment(doing(), &error))? else {
+        let fds: Vec<_> = [listener.as_fd()].into_iter().chain(silent.iter().map(AsFd::as_fd)).collect();
+        if !something_comes(&fds, deadline).map_err(with)? {
             let missing: Vec<String> = missing.iter().map(ToString::to_string).collect();
             return Err(TransportError::TimedOut {
                 what: format!("processes {} to share memory", missing.join(", ")),
                 patience: config.patience,
             });
-        };
-        // Strangers are sent away without a word; who belongs here and says nothing is missed at the end.
-        if let Some((index, peer)) = welcome(socket, own, config, &missing, deadline)? {
-            peers[index] = Some(peer);
         }
     }
+    drop(silent);
     for (id, socket) in knocked {
         let peer = answered(id, socket, config, deadline)?;
         peers[id.index()] = Some(peer);
@@ -109,6 +139,7 @@ pub(super) fn meet(
 /// Lets one of the awaited in; `None` where it is somebody else.
 fn welcome(
     socket: Socket,
+    packet: Packet,
     own: &OwnDoor,
     config: &ShmConfig,
     awaited: &[usize],
@@ -117,8 +148,6 @@ fn welcome(
     if socket.peer().map_or(true, |user| user.uid != getuid()) {
         return Ok(None);
     }
-    let until = deadline.min(Instant::now() + HELLO_PATIENCE);
-    let Ok(packet) = socket.receive_until(until) else { return Ok(None) };
     let Some((index, door)) = check(packet, config, 1) else { return Ok(None) };
     if !awaited.contains(&index) {
         return Ok(None);
@@ -177,7 +206,7 @@ fn check(packet: Packet, config: &ShmConfig, descriptors: usize) -> Option<(usiz
     is_ours.then(|| (process.get() as usize, packet.descriptors))
 }
 
-fn hello(config: &ShmConfig) -> Hello {
+pub(super) fn hello(config: &ShmConfig) -> Hello {
     Hello {
         magic: MAGIC,
         version: VERSION.into(),

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use super::door::Door;
 use super::loans::{Book, Returns};
 use super::ring::{Consumer, Producer};
-use super::socket::Socket;
+use super::socket::{Socket, has_exited};
 use crate::memory::Segment;
 use crate::transport::{Ticket, TransportError};
 
@@ -113,8 +113,7 @@ impl Peer {
 
     /// Takes what the peer is done with back; returns the tickets that end with that.
     pub(super) fn collect(&self) -> Vec<Ticket> {
-        // A peer that writes nonsense there keeps what it was lent until it is no more.
-        let back = self.book.lock().collect().unwrap_or_default();
+        let back = self.book.lock().collect();
         back.into_iter().map(|(_, ticket)| ticket).filter(|ticket| *ticket != Ticket::NONE).collect()
     }
 
@@ -175,8 +174,17 @@ impl Inbound {
             }
             let number = u32::from_le_bytes([packet[4], packet[5], packet[6], packet[7]]);
             let bytes = packet[8..].iter().rev().fold(0, |sum: u64, byte| sum << 8 | u64::from(*byte));
+            if self.segments.contains_key(&number) {
+                return Err(io::Error::other(format!("segment {number} was given before")));
+            }
             self.segments.insert(number, Arc::new(Segment::foreign(descriptor, bytes)?));
         }
+    }
+
+    /// Nothing comes any more, nor is any segment spoken of; what is borrowed stays until it goes back.
+    pub(super) fn end(&mut self) {
+        self.has_ended = true;
+        self.segments.clear();
     }
 
     /// Segments that are no more; what is borrowed of them stays until it goes back.
@@ -184,6 +192,19 @@ impl Inbound {
         for number in numbers {
             self.segments.remove(number);
         }
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let exited = has_exited(self.exit.as_fd());
+        let book = self.book.get_mut();
+        drop(book.collect());
+        if exited {
+            drop(book.end_all());
+        }
+        // Its pool may give the rest out again.
+        book.keep_for_ever();
     }
 }
 

@@ -16,6 +16,9 @@ pub(super) const GOODBYE: u32 = 4;
 /// In the ring of returns: loans that are over, eight bytes each.
 pub(super) const RETURNED: u32 = 5;
 
+/// In the ring of returns: a loan that others than who it was lent to read too, eight bytes.
+pub(super) const PASSED_ON: u32 = 6;
+
 /// Payloads up to this size go with their header: to copy them costs less than to lend them.
 pub(super) const LARGEST_INLINE: usize = 2 << 10;
 

@@ -275,6 +275,12 @@ impl Consumer {
         Ok(Some(f(kind, &self.copy.as_bytes()[..len])))
     }
 
+    /// How many records there can be at one time. Who takes more at once may be kept at it for ever by a producer
+    /// that never stops.
+    pub(super) fn most(&self) -> usize {
+        self.capacity / LINE_BYTES
+    }
+
     /// Whether there is nothing to pop. Cheap.
     pub(super) fn is_empty(&self) -> bool {
         self.head == self.tail && self.words[TAIL].load(Ordering::Relaxed) == self.head

@@ -104,7 +104,8 @@ impl Shared {
             return Err(TransportError::Closed);
         }
         let payload = match payload {
-            Some(bytes) if bytes.len() > LARGEST_INLINE && bytes.place().is_none() => {
+            // A peer that has gone is told nothing: then it is a copy in vain, as nothing goes there.
+            Some(bytes) if bytes.len() > LARGEST_INLINE && (bytes.place().is_none() || !bytes.pass_on()) => {
                 Some(self.lendable(&bytes)?)
             }
             payload => payload,
@@ -225,7 +226,7 @@ impl Shared {
                 peer.door.ring(&SystemFutex);
             }
             if let Err(why) = result {
-                self.end(TransportError::Protocol { peer: from, why }, from, inbound, peer, handler);
+                self.end_by_nonsense(why, from, inbound, peer, handler);
             }
         }
     }
@@ -285,7 +286,7 @@ impl Shared {
         peer: &Peer,
         handler: &Arc<dyn Handler>,
     ) {
-        inbound.has_ended = true;
+        inbound.end();
         peer.close(&why);
         // What it gave back before it ended has come to a good end.
         self.note_done(peer.collect().into_iter().map(|ticket| (ticket, Ok(()))));
@@ -293,6 +294,19 @@ impl Shared {
         self.note_done(tickets.into_iter().map(|ticket| (ticket, Err(why.clone()))));
         self.tell_done(handler);
         handler.peer_down(from, why);
+    }
+
+    /// A peer writes what nobody should: it is told no more but that it is over.
+    fn end_by_nonsense(
+        &self,
+        why: String,
+        from: ProcessId,
+        inbound: &mut Inbound,
+        peer: &Peer,
+        handler: &Arc<dyn Handler>,
+    ) {
+        self.end(TransportError::Protocol { peer: from, why }, from, inbound, peer, handler);
+        peer.socket.close();
     }
 
     fn tell_done(&self, handler: &Arc<dyn Handler>) -> bool {
@@ -350,12 +364,20 @@ impl Shared {
             // Looked at before the ring: what it has sent by then, it has sent.
             let exited = (closed || inbound.has_ended) && has_exited(std::os::fd::AsFd::as_fd(&peer.exit));
             if closed && !inbound.has_ended {
-                self.take(from, inbound, peer, handler, usize::MAX);
+                // What it has sent by then, and no more: one that has closed may go on all the same.
+                let most = inbound.ring.most();
+                self.take(from, inbound, peer, handler, most);
             }
             if closed && !inbound.has_ended {
                 let why = if exited { "its process has ended" } else { "it has closed its connection" };
                 let why = TransportError::PeerGone { peer: from, why: why.to_owned() };
                 self.end(why, from, inbound, peer, handler);
+            }
+            let nonsense = peer.book.lock().corrupt().map(ToString::to_string);
+            if let Some(why) = nonsense
+                && !inbound.has_ended
+            {
+                self.end_by_nonsense(why, from, inbound, peer, handler);
             }
             if exited {
                 let back = peer.book.lock().end_all();
@@ -401,6 +423,7 @@ impl Shared {
         self.is_over.store(true, Ordering::Release);
         for peer in self.peers.iter().flatten() {
             peer.close(&TransportError::Closed);
+            peer.returns.flush();
             peer.socket.close();
         }
     }

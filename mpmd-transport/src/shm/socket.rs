@@ -20,6 +20,8 @@ const MOST_DESCRIPTORS: usize = 2;
 pub(super) const MOST_BYTES: usize = 128;
 /// Connections that may wait to be accepted: more than there are processes on any host.
 const BACKLOG: i32 = 4096;
+/// Until it is tried again where the system lets fewer wait.
+const FULL: Duration = Duration::from_millis(1);
 
 /// One end of a connection. Nothing here blocks but what has a deadline.
 #[derive(Debug)]
@@ -43,16 +45,12 @@ impl Listener {
         Ok(Self(socket))
     }
 
-    /// The next connection; `None` where none came until `deadline`.
-    pub(super) fn accept(&self, deadline: Instant) -> io::Result<Option<Socket>> {
+    /// The next connection, where one is here.
+    pub(super) fn accept(&self) -> io::Result<Option<Socket>> {
         loop {
             match accept_with(&self.0, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
                 Ok(socket) => return Ok(Some(Socket(socket))),
-                Err(Errno::AGAIN) => {
-                    if !wait(self.0.as_fd(), PollFlags::IN, deadline)? {
-                        return Ok(None);
-                    }
-                }
+                Err(Errno::AGAIN) => return Ok(None),
                 // The other end gave up between the two.
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(error) => return Err(error.into()),
@@ -61,11 +59,25 @@ impl Listener {
     }
 }
 
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
 impl Socket {
-    pub(super) fn connect(name: &[u8]) -> io::Result<Self> {
-        let socket = new_socket()?;
-        connect(&socket, &SocketAddrUnix::new_abstract_name(name)?)?;
-        Ok(Self(socket))
+    /// Connects to who listens; where too many others wait there, again until `deadline`.
+    pub(super) fn connect(name: &[u8], deadline: Instant) -> io::Result<Self> {
+        let (socket, name) = (new_socket()?, SocketAddrUnix::new_abstract_name(name)?);
+        loop {
+            match connect(&socket, &name) {
+                Ok(()) => return Ok(Self(socket)),
+                Err(Errno::INTR) => {}
+                // Nothing tells when there is room.
+                Err(Errno::AGAIN) if Instant::now() < deadline => std::thread::sleep(FULL),
+                Err(error) => return Err(error.into()),
+            }
+        }
     }
 
     /// The user and the process at the other end, as the kernel knows them.
@@ -95,12 +107,15 @@ impl Socket {
         let mut bytes = [0; MOST_BYTES];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut was_reset = false;
         let received = loop {
             match recvmsg(&self.0, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)
             {
                 Ok(received) => break received,
                 Err(Errno::AGAIN) => return Ok(None),
                 Err(Errno::INTR) => {}
+                // Told once, where the other end closed before it had read all. What it has sent is still here.
+                Err(Errno::CONNRESET) if !was_reset => was_reset = true,
                 Err(error) => return Err(error.into()),
             }
         };
@@ -113,8 +128,14 @@ impl Socket {
         if received.bytes == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        if received.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
+        if received.flags.contains(ReturnFlags::TRUNC) {
             return Err(io::Error::other("a packet is too long"));
+        }
+        if received.flags.contains(ReturnFlags::CTRUNC) {
+            return Err(io::Error::other(
+                "descriptors that came with a packet are lost: there are too many, or this process may not have \
+                 more (RLIMIT_NOFILE)",
+            ));
         }
         Ok(Some(Packet { bytes: bytes[..received.bytes].to_vec(), descriptors }))
     }
@@ -125,7 +146,7 @@ impl Socket {
             if let Some(packet) = self.receive()? {
                 return Ok(packet);
             }
-            if !wait(self.0.as_fd(), PollFlags::IN, deadline)? {
+            if !wait(&[self.0.as_fd()], PollFlags::IN, deadline)? {
                 return Err(io::ErrorKind::TimedOut.into());
             }
         }
@@ -139,7 +160,7 @@ impl Socket {
         deadline: Instant,
     ) -> io::Result<()> {
         while !self.send(bytes, descriptors)? {
-            if !wait(self.0.as_fd(), PollFlags::OUT, deadline)? {
+            if !wait(&[self.0.as_fd()], PollFlags::OUT, deadline)? {
                 return Err(io::ErrorKind::TimedOut.into());
             }
         }
@@ -164,11 +185,17 @@ fn new_socket() -> io::Result<OwnedFd> {
     Ok(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
 }
 
-/// Whether it came to that before `deadline`.
-fn wait(fd: BorrowedFd<'_>, what: PollFlags, deadline: Instant) -> io::Result<bool> {
+/// Whether something came to one of them before `deadline`.
+pub(super) fn something_comes(fds: &[BorrowedFd<'_>], deadline: Instant) -> io::Result<bool> {
+    wait(fds, PollFlags::IN, deadline)
+}
+
+/// Whether it came to that with one of them before `deadline`.
+fn wait(fds: &[BorrowedFd<'_>], what: PollFlags, deadline: Instant) -> io::Result<bool> {
+    let mut looks: Vec<_> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, what)).collect();
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        match poll(&mut [PollFd::from_borrowed_fd(fd, what)], Some(&timespec(left))) {
+        match poll(&mut looks, Some(&timespec(left))) {
             Ok(0) if left.is_zero() => return Ok(false),
             Ok(0) | Err(Errno::INTR) => {}
             Ok(_) => return Ok(true),
@@ -218,9 +245,11 @@ mod tests {
     fn packets_and_descriptors_cross_and_ends_are_seen() {
         let name = format!("mpmd-test-socket-{}", std::process::id());
         let listener = Listener::bind(name.as_bytes()).unwrap();
-        assert!(listener.accept(Instant::now()).unwrap().is_none());
-        let here = Socket::connect(name.as_bytes()).unwrap();
-        let there = listener.accept(soon()).unwrap().unwrap();
+        assert!(listener.accept().unwrap().is_none());
+        assert!(!something_comes(&[listener.as_fd()], Instant::now()).unwrap());
+        let here = Socket::connect(name.as_bytes(), soon()).unwrap();
+        assert!(something_comes(&[listener.as_fd()], soon()).unwrap());
+        let there = listener.accept().unwrap().unwrap();
         let user = there.peer().unwrap();
         assert_eq!((user.uid, user.pid), (rustix::process::getuid(), rustix::process::getpid()));
         assert!(there.receive().unwrap().is_none());
@@ -237,11 +266,24 @@ mod tests {
     }
 
     #[test]
+    fn what_was_sent_arrives_also_where_the_sender_ended_before_it_had_read_all() {
+        let name = format!("mpmd-test-reset-{}", std::process::id());
+        let listener = Listener::bind(name.as_bytes()).unwrap();
+        let here = Socket::connect(name.as_bytes(), soon()).unwrap();
+        let there = listener.accept().unwrap().unwrap();
+        here.send_until(b"never read", &[], soon()).unwrap();
+        there.send_until(b"the last", &[], soon()).unwrap();
+        drop(there);
+        assert_eq!(here.receive().unwrap().unwrap().bytes, b"the last");
+        assert_eq!(here.receive().map(drop).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+    }
+
+    #[test]
     fn full_sockets_say_so_and_nobody_waits_beyond_a_deadline() {
         let name = format!("mpmd-test-full-{}", std::process::id());
         let listener = Listener::bind(name.as_bytes()).unwrap();
-        let here = Socket::connect(name.as_bytes()).unwrap();
-        let _there = listener.accept(soon()).unwrap().unwrap();
+        let here = Socket::connect(name.as_bytes(), soon()).unwrap();
+        let _there = listener.accept().unwrap().unwrap();
         let full = (0..1_000_000).any(|_| !here.send(&[7; MOST_BYTES], &[]).unwrap());
         assert!(full);
         let late = here.send_until(b"x", &[], Instant::now()).unwrap_err();

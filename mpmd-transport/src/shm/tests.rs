@@ -2,4 +2,5 @@
 //! for `tests/interleavings` to show, which is why these are not at the bottom of the files it takes in.
 
 mod door;
+mod nonsense;
 mod ring;

@@ -4,6 +4,7 @@
 mod diverging;
 mod examples;
 mod flooding;
+mod lending;
 mod looping;
 mod parts;
 mod soak;
@@ -42,6 +43,8 @@ const ALL: &[Named] = &[
     Named { name: "looping", settings: looping::short_lead, devices: 4, run: looping::ring },
     Named { name: "flooding", settings: flooding::short_lead, devices: 0, run: flooding::flood },
     Named { name: "soak", settings: soak::long_lead, devices: 0, run: soak::soak },
+    Named { name: "lending", settings: lending::long_lead, devices: 0, run: lending::lend },
+    Named { name: "holding", settings: |b| b, devices: 0, run: lending::hold },
     Named { name: "diverging", settings: |b| b, devices: 4, run: diverging::pipeline },
 ];
 

@@ -76,7 +76,7 @@ fn memory_use(when: &str, p: &Program) -> String {
 }
 
 /// Bytes of this process that are in the machine's memory.
-fn resident_bytes() -> u64 {
+pub(super) fn resident_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
     let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok());

@@ -1,0 +1,621 @@
+//! Peers with bugs, strangers, and ends at any time: the connection ends with an error, and nobody else notices.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use proptest::prelude::*;
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use zerocopy::IntoBytes;
+
+use crate::memory::{Pool, SharedBuffer};
+use crate::shm::address::Address;
+use crate::shm::door::Door;
+use crate::shm::mapped::Mapped;
+use crate::shm::meeting::{CAPACITIES, Hello, OwnDoor, hello};
+use crate::shm::record::{GOODBYE, INLINE, LENT, Lent, PASSED_ON, RETIRED, RETURNED};
+use crate::shm::ring::{Producer, Ring};
+use crate::shm::socket::{Listener, Socket, something_comes};
+use crate::shm::{Opened, Shm, ShmConfig};
+use crate::transport::{Handler, Payload, Ticket, Transport, TransportError};
+use crate::wire::{Header, Kind, ProcessId};
+
+/// Longer than anything here takes.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// The higher process of a pair pushes messages and returns there.
+const MESSAGES: usize = 1;
+const RETURNS: usize = 3;
+
+/// Keeps what it hears.
+#[derive(Default)]
+struct Ear {
+    heard: Mutex<Heard>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Heard {
+    arrived: Vec<(ProcessId, Payload)>,
+    done: Vec<(Ticket, Result<(), TransportError>)>,
+    down: Vec<(ProcessId, TransportError)>,
+}
+
+impl Ear {
+    fn note(&self, note: impl FnOnce(&mut Heard)) {
+        note(&mut self.heard.lock());
+        self.changed.notify_all();
+    }
+
+    fn wait<T>(&self, what: &str, mut found: impl FnMut(&mut Heard) -> Option<T>) -> T {
+        let until = Instant::now() + PATIENCE;
+        let mut heard = self.heard.lock();
+        loop {
+            if let Some(found) = found(&mut heard) {
+                return found;
+            }
+            let late = self.changed.wait_until(&mut heard, until).timed_out();
+            assert!(!late, "{what} has not come");
+        }
+    }
+
+    fn down(&self, peer: u32) -> TransportError {
+        let of =
+            |heard: &mut Heard| heard.down.iter().find(|down| down.0.0 == peer).map(|down| down.1.clone());
+        self.wait("the end of a peer", of)
+    }
+
+    fn next_from(&self, peer: u32) -> Payload {
+        self.wait("a message", |heard| {
+            let at = heard.arrived.iter().position(|(from, _)| from.0 == peer)?;
+            Some(heard.arrived.remove(at).1)
+        })
+    }
+}
+
+impl Handler for Ear {
+    fn arrived(&self, from: ProcessId, _: Header, payload: Payload) {
+        self.note(|heard| heard.arrived.push((from, payload)));
+    }
+
+    fn done(&self, ticket: Ticket, result: Result<(), TransportError>) {
+        self.note(|heard| heard.done.push((ticket, result)));
+    }
+
+    fn peer_down(&self, peer: ProcessId, why: TransportError) {
+        self.note(|heard| heard.down.push((peer, why)));
+    }
+}
+
+fn config(process: u32, peers: &[&str]) -> ShmConfig {
+    let peers = peers.iter().map(|peer| Some((*peer).to_owned())).collect();
+    ShmConfig { process: ProcessId(process), peers, token: [7; 32], epoch: 1, patience: PATIENCE }
+}
+
+fn later<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> std::thread::JoinHandle<T> {
+    std::thread::spawn(work)
+}
+
+/// What a test says as a process that it is not.
+struct Fake {
+    socket: Socket,
+    rings: [Ring; 4],
+    messages: Producer,
+    returns: Producer,
+    /// Of the process that is real.
+    door: Door,
+    _own: OwnDoor,
+}
+
+impl Fake {
+    /// Knocks at a process as `config` says, as the higher of the two.
+    fn knock(at: &str, config: &ShmConfig) -> Self {
+        let address: Address = at.parse().unwrap();
+        let until = Instant::now() + PATIENCE;
+        let socket = Socket::connect(&address.socket_name(), until).unwrap();
+        let own = OwnDoor::new().unwrap();
+        let door = own.descriptor();
+        socket.send_until(hello(config).as_bytes(), &[door.as_fd()], until).unwrap();
+        let [door, rings] =
+            <[OwnedFd; 2]>::try_from(socket.receive_until(until).unwrap().descriptors).unwrap();
+        let memory = Arc::new(Mapped::of(rings, CAPACITIES.iter().copied().map(Ring::bytes).sum()).unwrap());
+        let mut offset = 0;
+        let rings = CAPACITIES.map(|capacity| {
+            let first = memory.at(offset, Ring::bytes(capacity));
+            offset += Ring::bytes(capacity);
+            // SAFETY: `at` has seen that the bytes are within the mapping, which the ring keeps; both sides use
+            // atomic words of 8 bytes.
+            unsafe { Ring::at(first, capacity, memory.clone()) }
+        });
+        let memory = Arc::new(Mapped::of(door, Door::BYTES).unwrap());
+        // SAFETY: as above, with words of 4 bytes.
+        let door = unsafe { Door::at(memory.at(0, Door::BYTES), memory.clone()) };
+        let (messages, returns) = (rings[MESSAGES].producer(), rings[RETURNS].producer());
+        Self { socket, rings, messages, returns, door, _own: own }
+    }
+
+    fn say(&mut self, kind: u32, parts: &[&[u8]]) {
+        assert!(self.messages.push(kind, parts));
+    }
+
+    fn lend(&mut self, announced: u64, lent: Lent) {
+        let header = Header { bytes: announced, ..Header::new(Kind::Data) };
+        self.say(LENT, &[&header.encode(), lent.as_bytes()]);
+    }
+
+    fn give(&self, number: u32, bytes: u64, what: &[BorrowedFd<'_>]) {
+        let packet = [&b"GIVE"[..], &number.to_le_bytes(), &bytes.to_le_bytes()].concat();
+        assert!(self.socket.send(&packet, what).unwrap());
+    }
+}
+
+fn lent(segment: u32, offset: u64, bytes: u64) -> Lent {
+    Lent {
+        loan: 1.into(),
+        offset: offset.into(),
+        bytes: bytes.into(),
+        segment: segment.into(),
+        flags: 0.into(),
+    }
+}
+
+/// A file in memory of so many bytes, sealed or not.
+fn file(bytes: u64, sealed: bool) -> OwnedFd {
+    let file = memfd_create("nonsense", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    ftruncate(&file, bytes).unwrap();
+    if sealed {
+        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).unwrap();
+    }
+    file
+}
+
+/// Processes 0 and 2, which are real, and the ear of 0; process 1 is the test.
+struct Trio {
+    zero: Arc<Shm>,
+    two: Arc<Shm>,
+    ears: [Arc<Ear>; 2],
+    fake: Fake,
+}
+
+impl Trio {
+    fn new() -> Self {
+        let (zero, one, two) = (Opened::open().unwrap(), Opened::open().unwrap(), Opened::open().unwrap());
+        let addresses = [zero.address(), one.address(), two.address()];
+        let of = |process| {
+            let mut config = config(process, &[&addresses[0], &addresses[1], &addresses[2]]);
+            if process == 2 {
+                // Nobody meets the test but process 0.
+                config.peers[1] = None;
+            }
+            config
+        };
+        let (zero_config, two_config) = (of(0), of(2));
+        let zero = later(move || zero.connect(&zero_config).unwrap());
+        let two = later(move || two.connect(&two_config).unwrap());
+        let fake = Fake::knock(&addresses[0], &of(1));
+        let (zero, two) = (zero.join().unwrap(), two.join().unwrap());
+        let ears: [Arc<Ear>; 2] = Default::default();
+        zero.start(ears[0].clone());
+        two.start(ears[1].clone());
+        Self { zero, two, ears, fake }
+    }
+
+    /// Whatever the test has done, the others talk on.
+    fn check_others(&self) {
+        let header = Header { bytes: 5000, ..Header::new(Kind::Data) };
+        let pool = Pool::in_arena("others", None, &self.zero.arena().unwrap());
+        for (from, to, ear, peer) in [(&self.zero, 2, 1, 0), (&self.two, 0, 0, 2)] {
+            let mut bytes = pool.allocate(5000).unwrap();
+            bytes.fill(42 + peer);
+            from.post(ProcessId(to), header, Some(bytes.freeze()), Ticket::NONE);
+            let (Payload::Lent(bytes) | Payload::Inline(bytes)) = self.ears[ear].next_from(u32::from(peer))
+            else {
+                panic!("a message without its payload")
+            };
+            assert!(bytes.iter().all(|byte| *byte == 42 + peer));
+        }
+        assert!(self.ears.iter().all(|ear| ear.heard.lock().down.iter().all(|(peer, _)| peer.0 == 1)));
+    }
+
+    fn finish(self) {
+        self.check_others();
+        let Self { zero, two, .. } = self;
+        let two = later(move || two.shutdown(PATIENCE));
+        zero.shutdown(PATIENCE);
+        two.join().unwrap();
+    }
+}
+
+/// What a peer does once it is connected ends its connection with an error that says this, and no other.
+fn ends(says: &str, nonsense: impl FnOnce(&mut Fake)) {
+    let mut trio = Trio::new();
+    let header = Header { bytes: 3000, ..Header::new(Kind::Data) };
+    trio.zero.post(ProcessId(1), header, Some(vec![1; 3000].into()), Ticket(5));
+    nonsense(&mut trio.fake);
+    let why = trio.ears[0].down(1);
+    assert!(matches!(&why, TransportError::Protocol { peer: ProcessId(1), .. }), "{says}: {why}");
+    assert!(why.to_string().contains(says), "{says}: {why}");
+    // What it was sent has ended too, and it is told that it is over.
+    let ended =
+        |heard: &mut Heard| heard.done.iter().find(|done| done.0 == Ticket(5)).map(|done| done.1.clone());
+    assert_eq!(trio.ears[0].wait("the end of a ticket", ended), Err(why));
+    let until = Instant::now() + PATIENCE;
+    // It may have been given memory before.
+    let end = loop {
+        if let Err(error) = trio.fake.socket.receive_until(until) {
+            break error.kind();
+        }
+    };
+    assert_eq!(end, io::ErrorKind::UnexpectedEof);
+    trio.finish();
+}
+
+#[test]
+fn records_that_mean_nothing_end_the_connection() {
+    ends("a record of kind 99", |fake| fake.say(99, &[&[1; 200]]));
+    ends("a record of 10 bytes", |fake| fake.say(INLINE, &[&[1; 10]]));
+    ends("is no message", |fake| fake.say(INLINE, &[&[0; 64]]));
+    let header = Header { bytes: 3, ..Header::new(Kind::Eager) };
+    ends("2 bytes of payload where 3", |fake| fake.say(INLINE, &[&header.encode(), &[1, 2]]));
+    ends("a loan in 7 bytes", |fake| fake.say(LENT, &[&header.encode(), &[0; 7]]));
+    ends("with 3 bytes", |fake| fake.say(RETIRED, &[&[1, 2, 3]]));
+    ends("no message", |fake| fake.say(RETURNED, &[&[0; 8]]));
+}
+
+#[test]
+fn memory_that_is_not_there_ends_the_connection() {
+    ends("segment 7 was never given", |fake| fake.lend(100, lent(7, 0, 100)));
+    ends("100 bytes of payload where 99", |fake| fake.lend(99, lent(7, 0, 100)));
+    let places = [
+        (4096, 1),
+        (0, 4097),
+        (4095, 2),
+        (u64::MAX, 1),
+        (1, u64::MAX),
+        (u64::MAX, u64::MAX),
+        (1 << 63, 1 << 63),
+    ];
+    for (offset, bytes) in places {
+        ends("are not there", |fake| {
+            fake.give(7, 4096, &[file(4096, true).as_fd()]);
+            fake.lend(bytes, lent(7, offset, bytes));
+        });
+    }
+}
+
+#[test]
+fn packets_and_descriptors_that_are_no_segments_end_the_connection() {
+    let with = |says: &str, give: &dyn Fn(&Fake)| {
+        ends(says, |fake| {
+            give(fake);
+            fake.lend(1, lent(7, 0, 1));
+        });
+    };
+    let raw =
+        |bytes: &'static [u8]| move |fake: &Fake| drop(fake.socket.send(bytes, &[file(64, true).as_fd()]));
+    with("a packet that gives no segment", &raw(b"GIVE"));
+    with("a packet that gives no segment", &|fake| fake.give(7, 4096, &[]));
+    with("a packet of another kind", &raw(b"TAKE890123456789"));
+    with("a packet is too long", &raw(&[0; 400]));
+    with("is not sealed", &|fake| fake.give(7, 4096, &[file(4096, false).as_fd()]));
+    for (there, said) in [(4096, 4097), (4096, 0), (0, 0), (4096, u64::MAX), (100, 1 << 40)] {
+        with("is announced with others", &|fake| fake.give(7, said, &[file(there, true).as_fd()]));
+    }
+    with("is announced with others", &|fake| fake.give(7, 9, &[File::open("/dev/null").unwrap().as_fd()]));
+    let folder = std::env::temp_dir();
+    with("", &|fake| fake.give(7, 4096, &[File::open(&folder).unwrap().as_fd()]));
+    with("was given before", &|fake| {
+        fake.give(6, 4096, &[file(4096, true).as_fd()]);
+        fake.give(6, 4096, &[file(4096, true).as_fd()]);
+    });
+}
+
+#[test]
+fn a_hole_of_any_size_costs_its_reader_nothing() {
+    let mut trio = Trio::new();
+    const BYTES: u64 = 1 << 40;
+    trio.fake.give(7, BYTES, &[file(BYTES, true).as_fd()]);
+    trio.fake.lend(1, lent(7, BYTES - 1, 1));
+    let Payload::Lent(bytes) = trio.ears[0].next_from(1) else { panic!("it is lent") };
+    assert_eq!(bytes[..], [0]);
+    trio.finish();
+}
+
+#[test]
+fn nonsense_in_a_ring_of_messages_or_returns_ends_the_connection() {
+    for ring in [MESSAGES, RETURNS] {
+        for tail in [1, 64 << 20, u64::MAX, u64::MAX - 63] {
+            ends("holds nonsense", |fake| fake.rings[ring].words()[0].store(tail, Ordering::SeqCst));
+        }
+    }
+    ends("a record of 4294967295 bytes", |fake| {
+        fake.rings[MESSAGES].words()[24].store(u64::from(u32::MAX), Ordering::SeqCst);
+        fake.rings[MESSAGES].words()[0].store(64, Ordering::SeqCst);
+    });
+}
+
+#[test]
+fn returns_of_what_was_never_lent_change_nothing() {
+    let mut trio = Trio::new();
+    let pool = Pool::in_arena("lender", None, &trio.zero.arena().unwrap());
+    let header = Header { bytes: 4000, ..Header::new(Kind::Data) };
+    for ticket in [5, 6] {
+        trio.zero.post(ProcessId(1), header, Some(pool.allocate(4000).unwrap().freeze()), Ticket(ticket));
+    }
+    assert_eq!(trio.zero.lent_to(ProcessId(1)), 8000);
+    let push =
+        |fake: &mut Fake, kind, number: u64| assert!(fake.returns.push(kind, &[&number.to_le_bytes()]));
+    for number in [0, 3, 12345, u64::MAX, 1, 1, 1] {
+        push(&mut trio.fake, RETURNED, number);
+        push(&mut trio.fake, PASSED_ON, number);
+    }
+    assert!(
+        trio.fake.returns.push(RETURNED, &[&[1, 2, 3]]) && trio.fake.returns.push(77, &[&2u64.to_le_bytes()])
+    );
+    assert_eq!((trio.zero.lent_to(ProcessId(1)), pool.stats().live), (4000, 4096));
+    assert_eq!(trio.zero.lent_to(ProcessId(9)), 0);
+    let first = |heard: &mut Heard| heard.done.iter().find(|done| done.0 == Ticket(5)).cloned();
+    assert_eq!(trio.ears[0].wait("the end of the first", first), (Ticket(5), Ok(())));
+    // Numbers of segments that never were, and doors that say that somebody is awake.
+    trio.fake.say(RETIRED, &[&[9; 400]]);
+    trio.fake.door.words().iter().for_each(|word| word.store(u32::MAX, Ordering::SeqCst));
+    let header = Header { bytes: 1, ..Header::new(Kind::Eager) };
+    trio.fake.say(INLINE, &[&header.encode(), &[3]]);
+    assert!(matches!(trio.ears[0].next_from(1), Payload::Inline(bytes) if bytes[..] == [3]));
+    trio.finish();
+}
+
+#[test]
+fn who_says_goodbye_is_not_heard_any_more() {
+    let mut trio = Trio::new();
+    trio.fake.say(GOODBYE, &[]);
+    trio.fake.say(99, &[]);
+    assert!(matches!(trio.ears[0].down(1), TransportError::PeerGone { .. }));
+    trio.finish();
+}
+
+#[test]
+fn who_closes_and_never_stops_writing_is_gone_all_the_same() {
+    let trio = Trio::new();
+    let Trio { zero, two, ears, fake } = trio;
+    let stop = Arc::new(AtomicBool::new(false));
+    let Fake { socket, rings, mut messages, door, _own, returns } = fake;
+    let told = stop.clone();
+    socket.close();
+    let writer = later(move || {
+        let header = Header::new(Kind::Heartbeat).encode();
+        while !told.load(Ordering::Relaxed) {
+            messages.push(INLINE, &[&header]);
+        }
+        messages
+    });
+    assert!(matches!(ears[0].down(1), TransportError::PeerGone { .. }));
+    stop.store(true, Ordering::Relaxed);
+    let messages = writer.join().unwrap();
+    Trio { zero, two, ears, fake: Fake { socket, rings, messages, door, _own, returns } }.finish();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn whatever_a_peer_writes_the_others_talk_on(
+        words in prop::collection::vec((0usize..4, any::<prop::sample::Index>(), any::<u64>()), 0..40),
+        counts in prop::collection::vec((0usize..4, 0usize..3, 0u64..1024), 0..6),
+        door in prop::collection::vec((0usize..32, any::<u32>()), 0..6),
+        records in prop::collection::vec((0u32..8, prop::collection::vec(any::<u8>(), 0..200)), 0..20),
+        packets in prop::collection::vec((0u32..4, 0u64..9000, any::<bool>()), 0..10),
+    ) {
+        let mut trio = Trio::new();
+        let header = Header { bytes: 3000, ..Header::new(Kind::Data) };
+        trio.zero.post(ProcessId(1), header, Some(vec![1; 3000].into()), Ticket(5));
+        for (number, bytes, sealed) in packets {
+            trio.fake.give(number, bytes, &[file(bytes, sealed).as_fd()]);
+            trio.fake.lend(8, lent(number, bytes / 2, 8));
+        }
+        for (kind, bytes) in records {
+            trio.fake.messages.push(kind, &[&bytes]);
+            trio.fake.returns.push(kind, &[&bytes]);
+        }
+        for (at, value) in door {
+            trio.fake.door.words()[at].store(value, Ordering::SeqCst);
+        }
+        for (ring, at, value) in words {
+            let words = trio.fake.rings[ring].words();
+            words[at.index(words.len())].store(value, Ordering::SeqCst);
+        }
+        for (ring, count, value) in counts {
+            trio.fake.rings[ring].words()[count * 8].store(64 * value, Ordering::SeqCst);
+        }
+        trio.check_others();
+        trio.fake.socket.close();
+        trio.ears[0].down(1);
+        trio.finish();
+    }
+}
+
+/// What process 0 makes of who knocks with these.
+fn knock(at: &str, bytes: &[u8], give: &[BorrowedFd<'_>]) -> Socket {
+    let until = Instant::now() + PATIENCE;
+    let address: Address = at.parse().unwrap();
+    let socket = Socket::connect(&address.socket_name(), until).unwrap();
+    socket.send_until(bytes, give, until).unwrap();
+    socket
+}
+
+#[test]
+fn strangers_are_sent_away_or_left_waiting_while_the_job_meets() {
+    let (zero, one) = (Opened::open().unwrap(), Opened::open().unwrap());
+    let addresses = [zero.address(), one.address()];
+    let of = |process| config(process, &[&addresses[0], &addresses[1]]);
+    let own = OwnDoor::new().unwrap();
+    let door = own.descriptor();
+    let bent = |bend: &dyn Fn(&mut Hello)| {
+        let mut hello = hello(&of(1));
+        bend(&mut hello);
+        knock(&addresses[0], hello.as_bytes(), &[door.as_fd()])
+    };
+    let silent: Vec<Socket> = (0..40)
+        .map(|_| {
+            let address: Address = addresses[0].parse().unwrap();
+            Socket::connect(&address.socket_name(), Instant::now()).unwrap()
+        })
+        .collect();
+    let good = hello(&of(1));
+    let wrong = [
+        bent(&|hello| hello.magic[0] = 0),
+        bent(&|hello| hello.version = 2.into()),
+        bent(&|hello| hello.process = 0.into()),
+        bent(&|hello| hello.process = 2.into()),
+        bent(&|hello| hello.process = u32::MAX.into()),
+        bent(&|hello| hello.processes = 3.into()),
+        bent(&|hello| hello.epoch = 2.into()),
+        bent(&|hello| hello.token[31] = 8),
+        knock(&addresses[0], &good.as_bytes()[..20], &[door.as_fd()]),
+        knock(&addresses[0], &[good.as_bytes(), &[0]].concat(), &[door.as_fd()]),
+        knock(&addresses[0], &[7; 500], &[]),
+        knock(&addresses[0], good.as_bytes(), &[]),
+        knock(&addresses[0], good.as_bytes(), &[door.as_fd(), door.as_fd()]),
+    ];
+    let (zero_config, one_config) = (of(0), of(1));
+    let zero = later(move || zero.connect(&zero_config).unwrap());
+    let until = Instant::now() + PATIENCE;
+    for stranger in wrong {
+        assert!(stranger.receive_until(until).is_err_and(|error| error.kind() != io::ErrorKind::TimedOut));
+    }
+    let one = one.connect(&one_config).unwrap();
+    let zero = zero.join().unwrap();
+    let fds: Vec<_> = silent.iter().map(AsFd::as_fd).collect();
+    assert!(something_comes(&fds, until).unwrap(), "they are sent away when all have met");
+    one.shutdown(PATIENCE);
+    zero.shutdown(PATIENCE);
+}
+
+#[test]
+fn who_belongs_to_the_job_but_gives_no_memory_is_named() {
+    for (bytes, sealed) in [(Door::BYTES as u64, false), (1, true), (4096, true)] {
+        let zero = Opened::open().unwrap();
+        let at = zero.address();
+        let zero_config = config(0, &[&at, &at]);
+        let zero = later(move || zero.connect(&zero_config));
+        let _socket = knock(&at, hello(&config(1, &[&at, &at])).as_bytes(), &[file(bytes, sealed).as_fd()]);
+        let error = zero.join().unwrap().map(drop).unwrap_err().to_string();
+        assert!(error.contains("process 1"), "{error}");
+    }
+}
+
+#[test]
+fn who_answers_nonsense_is_named_by_who_has_knocked() {
+    let rings = CAPACITIES.iter().copied().map(Ring::bytes).sum::<usize>() as u64;
+    let door = Door::BYTES as u64;
+    let good = [(door, true), (rings, true)];
+    let cases = [
+        ("of another job", 20, good),
+        ("process 0", 60, [(door, false), (rings, true)]),
+        ("process 0", 60, [(door, true), (rings, false)]),
+        ("process 0", 60, [(door, true), (64, true)]),
+    ];
+    for (says, cut, memory) in cases {
+        let (lower, higher) = (Address::of_this_process().unwrap(), Opened::open().unwrap());
+        let listener = Listener::bind(&lower.socket_name()).unwrap();
+        let of = |process| config(process, &[&lower.to_string(), &higher.address()]);
+        let (zero_config, one_config) = (of(0), of(1));
+        let one = later(move || higher.connect(&one_config));
+        let until = Instant::now() + PATIENCE;
+        assert!(something_comes(&[listener.as_fd()], until).unwrap());
+        let socket = listener.accept().unwrap().unwrap();
+        let hello = hello(&zero_config);
+        let bytes = &hello.as_bytes()[..cut.min(size_of::<Hello>())];
+        let memory = memory.map(|(bytes, sealed)| file(bytes, sealed));
+        socket.send_until(bytes, &[memory[0].as_fd(), memory[1].as_fd()], until).unwrap();
+        let error = one.join().unwrap().map(drop).unwrap_err().to_string();
+        assert!(error.contains(says), "{says}: {error}");
+    }
+}
+
+/// Two real processes with their ears.
+fn pair() -> ([Arc<Shm>; 2], [Arc<Ear>; 2]) {
+    let (zero, one) = (Opened::open().unwrap(), Opened::open().unwrap());
+    let addresses = [zero.address(), one.address()];
+    let of = |process| config(process, &[&addresses[0], &addresses[1]]);
+    let (zero_config, one_config) = (of(0), of(1));
+    let zero = later(move || zero.connect(&zero_config).unwrap());
+    let both = [one.connect(&one_config).unwrap(), zero.join().unwrap()];
+    let [one, zero] = both;
+    let ears: [Arc<Ear>; 2] = Default::default();
+    zero.start(ears[0].clone());
+    one.start(ears[1].clone());
+    ([zero, one], ears)
+}
+
+fn filled(pool: &Pool, bytes: usize, with: u8) -> SharedBuffer {
+    let mut buffer = pool.allocate(bytes).unwrap();
+    buffer.fill(with);
+    buffer.freeze()
+}
+
+#[test]
+fn what_was_lent_stays_as_it_is_when_the_lender_has_gone_in_whichever_way() {
+    for in_order in [true, false] {
+        let ([zero, one], ears) = pair();
+        let pool = Pool::in_arena("lender", None, &zero.arena().unwrap());
+        for bytes in [5000, 3 << 20] {
+            let header = Header { bytes: bytes as u64, ..Header::new(Kind::Data) };
+            zero.post(ProcessId(1), header, Some(filled(&pool, bytes, 7)), Ticket::NONE);
+        }
+        let held: Vec<Payload> = (0..2).map(|_| ears[1].next_from(0)).collect();
+        if in_order {
+            zero.shutdown(PATIENCE);
+        }
+        drop(zero);
+        ears[1].down(0);
+        // Gone for good: its thread lets go of everything at its end, some time after the socket.
+        let until = Instant::now() + Duration::from_millis(300);
+        while Instant::now() < until {
+            drop((filled(&pool, 5000, 9), filled(&pool, 3 << 20, 9)));
+            pool.trim();
+        }
+        for payload in held {
+            let Payload::Lent(bytes) = payload else { panic!("it is lent") };
+            assert!(bytes.iter().all(|byte| *byte == 7), "memory is used again while somebody reads it");
+        }
+        one.shutdown(PATIENCE);
+    }
+}
+
+#[test]
+fn segments_that_are_no_more_are_unmapped_everywhere() {
+    // By their length, which no other test uses.
+    const BYTES: usize = (3 << 20) + (512 << 10);
+    let mappings = || {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let length = |line: &str| {
+            let (start, end) = line.split(' ').next()?.split_once('-')?;
+            Some(usize::from_str_radix(end, 16).ok()? - usize::from_str_radix(start, 16).ok()?)
+        };
+        maps.lines().filter(|line| line.contains("memfd:mpmd") && length(line) == Some(BYTES)).count()
+    };
+    let ([zero, one], ears) = pair();
+    let pool = Pool::in_arena("lender", None, &zero.arena().unwrap());
+    let header = Header { bytes: BYTES as u64, ..Header::new(Kind::Data) };
+    for round in 0..20 {
+        zero.post(ProcessId(1), header, Some(filled(&pool, BYTES, round)), Ticket(1 + u64::from(round)));
+        let payload = ears[1].next_from(0);
+        assert_eq!(mappings(), 2, "one on each side");
+        drop(payload);
+        let until = Instant::now() + PATIENCE;
+        while zero.lent_to(ProcessId(1)) > 0 {
+            assert!(Instant::now() < until);
+        }
+        pool.trim();
+        while mappings() > 0 {
+            assert!(Instant::now() < until, "round {round}: {} mappings are left", mappings());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    one.shutdown(PATIENCE);
+    zero.shutdown(PATIENCE);
+}

@@ -1,0 +1,117 @@
+//! Arrays in memory that processes share, handed over, held, passed on, changed and dropped at random: what is
+//! looked at is right, everything comes back, and no memory is left, whatever becomes of a process.
+//!
+//! Larger runs by hand: `MPMD_SOAK=1000000` is the number of hand-overs of the first, `MPMD_SOAK_KILLS=50` how
+//! often a process is killed.
+
+use std::time::{Duration, Instant};
+
+use mpmd_tests::{Carrier, Job, JobOptions, Random};
+use rustix::process::Signal;
+
+const PROCESSES: usize = 4;
+
+/// The same for pools and for the process: what a run may still take from the system when it is warm.
+const LITTLE: u64 = 32 << 20;
+
+/// Mappings and descriptors that may come and go: large arrays have their own, here and in each peer.
+const FEW: u64 = 400;
+
+/// The time within which everybody must have ended where a process dies.
+const SOON: Duration = Duration::from_secs(5);
+
+fn asked(variable: &str, default: usize) -> usize {
+    std::env::var(variable).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
+}
+
+fn options(processes: usize) -> JobOptions {
+    JobOptions::new(env!("CARGO_BIN_EXE_named"), processes).over(Carrier::SHM)
+}
+
+#[test]
+fn what_is_handed_over_is_right_and_comes_back_and_memory_is_flat() {
+    let hand_overs = asked("MPMD_SOAK", 30_000);
+    let limit = Duration::from_secs(200 + hand_overs as u64 / 500);
+    let begin = Instant::now();
+    let mut job =
+        Job::start(options(PROCESSES).limit(limit), &["lending", &hand_overs.to_string(), "7", "20"]);
+    let said = job.wait_well();
+    println!("{hand_overs} hand-overs took {:?}", begin.elapsed());
+    let mut looked_at = 0;
+    let mut to_look_at = Vec::new();
+    for (process, said) in said.iter().enumerate() {
+        let numbers = |line: &str| -> Vec<u64> {
+            let line = said.lines().find_map(|said| said.strip_prefix(line));
+            println!("process {process}: {line:?}");
+            let words = line.unwrap_or_default().split(' ');
+            words.filter_map(|word| word.parse().ok()).collect()
+        };
+        let (warm, end) = (numbers("memory 2: "), numbers("memory 5: "));
+        let ([mapped_warm, resident_warm, segments_warm], [mapped, resident, segments]) =
+            (&warm[..], &end[..])
+        else {
+            panic!("process {process} does not say what it uses:\n{}", job.report())
+        };
+        assert!(*mapped <= mapped_warm + LITTLE, "process {process}: {mapped_warm}, then {mapped} mapped");
+        assert!(
+            *resident <= resident_warm + 4 * LITTLE,
+            "process {process}: {resident_warm}, then {resident}"
+        );
+        let bounded = *segments <= segments_warm + FEW / 4 && *segments <= FEW;
+        assert!(bounded, "process {process}: {segments_warm}, then {segments} segments");
+        let [here, all] = numbers("looked at ")[..] else { panic!("{}", job.report()) };
+        looked_at += here;
+        to_look_at.push(all);
+    }
+    assert_eq!(to_look_at, [looked_at; PROCESSES], "every array is looked at, on exactly one process");
+    assert!(looked_at as usize > hand_overs / 4, "only {looked_at} of {hand_overs} are looked at");
+}
+
+#[test]
+fn a_process_killed_while_all_lend_and_borrow_is_named_and_nobody_reads_anything_wrong() {
+    let mut random = Random::of_this_run();
+    let mut longest = Duration::ZERO;
+    for round in 0..asked("MPMD_SOAK_KILLS", PROCESSES) {
+        let (victim, seed) = (round % PROCESSES, random.below(1 << 30).to_string());
+        let mut job = Job::start(options(PROCESSES), &["lending", "1000000000", &seed, "2"]);
+        job.wait_for_output("array 300\n");
+        let delay = Duration::from_micros(random.below(400_000) as u64);
+        std::thread::sleep(delay);
+        let begin = Instant::now();
+        job.processes[victim].signal(Signal::KILL);
+        // Also looks for what is left.
+        let ended = job.wait();
+        let told = format!("process {victim}, killed after {delay:?}, seed {seed}");
+        for (process, end) in ended.iter().enumerate().filter(|(process, _)| *process != victim) {
+            assert_eq!(end.code, 1, "{told}: process {process} ends with an error\n{}", job.report());
+            let named = end.stderr.contains(&format!("process {victim} is gone"));
+            assert!(named, "{told}: process {process} does not name it\n{}", job.report());
+            assert!(!end.stderr.contains("WRONG"), "{told}: process {process}\n{}", job.report());
+            longest = longest.max(end.at - begin);
+        }
+        assert!(longest <= SOON, "{told}: the last ended after {longest:?}\n{}", job.report());
+    }
+    println!("the last ended {longest:?} after a death at most");
+}
+
+#[test]
+fn what_a_stopped_process_has_borrowed_stays_and_comes_back_when_it_is_dead() {
+    let mut job = Job::start(options(2), &["holding"]);
+    let deadline = job.deadline();
+    job.processes[1].wait_for_output("look 5: right\n", deadline);
+    job.processes[1].signal(Signal::STOP);
+    // Twenty times what it takes to notice an end.
+    let looks = job.processes[0].output().lines().count();
+    job.processes[0].wait_for_output(&format!("look {}: ", looks + 100), deadline);
+    let lent = format!("live {} lent {}", 4 << 20, 4 << 20);
+    let said = job.processes[0].output();
+    assert!(said.lines().skip(1).all(|line| line.ends_with(&lent)), "{}", job.report());
+    let looks = job.processes[1].output().lines().count();
+    job.processes[1].signal(Signal::CONT);
+    job.processes[1].wait_for_output(&format!("look {}: right\n", looks + 5), deadline);
+    job.processes[1].signal(Signal::STOP);
+    job.processes[1].signal(Signal::KILL);
+    job.processes[0].wait_for_output("all is back\n", deadline);
+    job.wait();
+    assert!(!job.report().contains("WRONG"), "{}", job.report());
+}
