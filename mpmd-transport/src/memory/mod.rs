@@ -21,7 +21,7 @@ pub use count::{Allocations, CountingAllocator};
 pub use parts::Divided;
 pub use pool::{OutOfMemory, Pool, PoolStats, Reservation};
 pub use segment::Segment;
-pub(crate) use segment::memory_file;
+pub(crate) use segment::{File, memory_file};
 
 use parts::Part;
 use pool::Block;

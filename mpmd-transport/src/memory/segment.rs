@@ -22,6 +22,13 @@ const HUGE: usize = 2 << 20;
 const SEALS: SealFlags =
     SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::FUTURE_WRITE).union(SealFlags::SEAL);
 
+/// Which file a segment is.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub(crate) struct File {
+    device: u64,
+    number: u64,
+}
+
 /// One mapping; unmapped when dropped.
 pub struct Segment {
     start: NonNull<u8>,
@@ -103,6 +110,12 @@ impl Segment {
             segment.advise(Advice::LinuxPopulateRead).ok();
         }
         Ok(segment)
+    }
+
+    /// What tells the file of a descriptor from others, as long as somebody has it open or mapped.
+    pub(crate) fn file(descriptor: BorrowedFd<'_>) -> io::Result<File> {
+        let found = fstat(descriptor)?;
+        Ok(File { device: found.st_dev, number: found.st_ino })
     }
 
     fn at(start: *mut std::ffi::c_void, bytes: usize, descriptor: Option<OwnedFd>) -> io::Result<Self> {

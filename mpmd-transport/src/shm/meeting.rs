@@ -34,6 +34,9 @@ const RETURNS: usize = 16 << 10;
 /// The rings of a pair: messages from the lower and from the higher, then returns from both.
 pub(super) const CAPACITIES: [usize; 4] = [MESSAGES, MESSAGES, RETURNS, RETURNS];
 
+/// A peer that was met, and what comes from it.
+type Met = (Peer, Inbound);
+
 /// What both say first. Secret.
 #[derive(FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned)]
 #[repr(C)]
@@ -70,10 +73,10 @@ pub(super) fn meet(
     listener: &Listener,
     own: &OwnDoor,
     config: &ShmConfig,
-) -> Result<Vec<Option<(Peer, Inbound)>>, TransportError> {
+) -> Result<Vec<Option<Met>>, TransportError> {
     let deadline = Instant::now() + config.patience;
     let me = config.process.index();
-    let mut peers: Vec<Option<(Peer, Inbound)>> = config.peers.iter().map(|_| None).collect();
+    let mut peers: Vec<Option<Met>> = config.peers.iter().map(|_| None).collect();
     // Knocked at all lower ones first: nobody waits here for who waits for others.
     let mut knocked = Vec::new();
     for (index, address) in config.peers.iter().enumerate().take(me) {
@@ -86,7 +89,7 @@ pub(super) fn meet(
         socket.send_until(hello(config).as_bytes(), &[own.memory.as_fd()], deadline).map_err(with)?;
         knocked.push((peer, socket));
     }
-    let awaited = |peers: &[Option<(Peer, Inbound)>]| -> Vec<usize> {
+    let awaited = |peers: &[Option<Met>]| -> Vec<usize> {
         (me + 1..peers.len()).filter(|i| config.peers[*i].is_some() && peers[*i].is_none()).collect()
     };
     let with = |error: io::Error| {
@@ -144,7 +147,7 @@ fn welcome(
     config: &ShmConfig,
     awaited: &[usize],
     deadline: Instant,
-) -> Result<Option<(usize, (Peer, Inbound))>, TransportError> {
+) -> Result<Option<(usize, Met)>, TransportError> {
     if socket.peer().map_or(true, |user| user.uid != getuid()) {
         return Ok(None);
     }
@@ -167,7 +170,7 @@ fn answered(
     socket: Socket,
     config: &ShmConfig,
     deadline: Instant,
-) -> Result<(Peer, Inbound), TransportError> {
+) -> Result<Met, TransportError> {
     let with = |error: io::Error| environment(format!("sharing memory with process {id}"), &error);
     let user = socket.peer().map_err(with)?;
     if user.uid != getuid() {
@@ -218,12 +221,7 @@ pub(super) fn hello(config: &ShmConfig) -> Hello {
 }
 
 /// The two ends of everything between this process and a peer.
-fn pair(
-    socket: Socket,
-    door_of_peer: OwnedFd,
-    rings: &Arc<Mapped>,
-    is_lower: bool,
-) -> io::Result<(Peer, Inbound)> {
+fn pair(socket: Socket, door_of_peer: OwnedFd, rings: &Arc<Mapped>, is_lower: bool) -> io::Result<Met> {
     let user = socket.peer()?;
     let exit = pidfd_open(user.pid, PidfdFlags::empty())?;
     let door = door(&Arc::new(Mapped::of(door_of_peer, Door::BYTES)?));

@@ -26,6 +26,7 @@ mod door;
 mod futex;
 mod loans;
 mod mapped;
+mod mappings;
 mod meeting;
 mod peer;
 mod present;

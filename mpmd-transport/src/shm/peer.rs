@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 
 use super::door::Door;
 use super::loans::{Book, Returns};
+use super::mappings::{Given, Mappings};
 use super::ring::{Consumer, Producer};
 use super::socket::{Socket, has_exited};
 use crate::memory::Segment;
@@ -145,7 +146,7 @@ impl Outbound {
 /// What comes from a peer, for the thread that looks.
 pub(super) struct Inbound {
     pub(super) ring: Consumer,
-    segments: HashMap<u32, Arc<Segment>>,
+    segments: HashMap<u32, Given>,
     /// Nothing comes any more.
     pub(super) has_ended: bool,
 }
@@ -156,10 +157,15 @@ impl Inbound {
     }
 
     /// The segment of a number, which the peer has given before it speaks of it; mapped at its first use.
-    pub(super) fn segment(&mut self, number: u32, peer: &Peer) -> io::Result<Arc<Segment>> {
+    pub(super) fn segment(
+        &mut self,
+        number: u32,
+        peer: &Peer,
+        mappings: &Mappings,
+    ) -> io::Result<Arc<Segment>> {
         loop {
-            if let Some(segment) = self.segments.get(&number) {
-                return Ok(segment.clone());
+            if let Some(given) = self.segments.get_mut(&number) {
+                return given.segment(mappings);
             }
             let Some(packet) = peer.socket.receive()? else {
                 return Err(io::Error::other(format!("segment {number} was never given")));
@@ -177,7 +183,7 @@ impl Inbound {
             if self.segments.contains_key(&number) {
                 return Err(io::Error::other(format!("segment {number} was given before")));
             }
-            self.segments.insert(number, Arc::new(Segment::foreign(descriptor, bytes)?));
+            self.segments.insert(number, mappings.given(descriptor, bytes)?);
         }
     }
 

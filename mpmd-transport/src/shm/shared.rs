@@ -10,6 +10,7 @@ use zerocopy::IntoBytes;
 use super::door::Door;
 use super::futex::SystemFutex;
 use super::loans::Borrowed;
+use super::mappings::Mappings;
 use super::peer::{Inbound, Peer};
 use super::record::{COPY, GOODBYE, INLINE, LARGEST_INLINE, LENT, Lent, RETIRED, Record, read};
 use super::socket::{ended, has_exited};
@@ -33,6 +34,7 @@ pub(super) struct Shared {
     pool: Pool,
     /// Of the thread that looks at what has come.
     duty: Mutex<Vec<Option<Inbound>>>,
+    mappings: Mappings,
     handler: OnceLock<Arc<dyn Handler>>,
     /// Ends of messages that their handler has not heard of.
     done: Mutex<Vec<(Ticket, Result<(), TransportError>)>>,
@@ -58,6 +60,7 @@ impl Shared {
             pool: Pool::in_arena(format!("messages of process {process}"), None, &arena),
             arena,
             duty: Mutex::new(inbound),
+            mappings: Mappings::default(),
             handler: OnceLock::new(),
             done: Mutex::default(),
             has_done: AtomicBool::new(false),
@@ -257,7 +260,8 @@ impl Shared {
             Event::Message(header, payload) => handler.arrived(from, header, payload),
             Event::Lent(header, lent) => {
                 let (number, offset, bytes) = (lent.segment.get(), lent.offset.get(), lent.bytes.get());
-                let segment = inbound.segment(number, peer).map_err(|error| error.to_string())?;
+                let segment =
+                    inbound.segment(number, peer, &self.mappings).map_err(|error| error.to_string())?;
                 let is_copied = lent.flags.get() & COPY != 0;
                 let loan = Borrowed::new(segment, offset, bytes, lent.loan.get(), is_copied, &peer.returns)
                     .ok_or_else(|| {

@@ -586,33 +586,62 @@ fn what_was_lent_stays_as_it_is_when_the_lender_has_gone_in_whichever_way() {
     }
 }
 
+/// How many mappings of so many bytes there are that others may map too.
+fn mappings(bytes: usize) -> usize {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let length = |line: &str| {
+        let (start, end) = line.split(' ').next()?.split_once('-')?;
+        Some(usize::from_str_radix(end, 16).ok()? - usize::from_str_radix(start, 16).ok()?)
+    };
+    maps.lines().filter(|line| line.contains("memfd:mpmd") && length(line) == Some(bytes)).count()
+}
+
+#[test]
+fn a_segment_that_goes_to_and_fro_is_mapped_once_and_let_go_of_by_all() {
+    // By their length, which no other test uses.
+    const BYTES: usize = 5 << 20;
+    let ([zero, one], ears) = pair();
+    let pool = Pool::in_arena("lender", None, &zero.arena().unwrap());
+    let header = Header { bytes: BYTES as u64, ..Header::new(Kind::Data) };
+    let mut ball = filled(&pool, BYTES, 3);
+    for round in 0..50 {
+        let (from, to) = if round % 2 == 0 { (&zero, 1) } else { (&one, 0) };
+        from.post(ProcessId(to), header, Some(ball), Ticket::NONE);
+        let Payload::Lent(lent) = ears[to as usize].next_from(1 - to) else { panic!("it is lent") };
+        assert!(lent.iter().all(|byte| *byte == 3), "round {round}");
+        ball = lent;
+    }
+    assert_eq!(mappings(BYTES), 3, "the owner's, and what each has of the other");
+    drop(ball);
+    let until = Instant::now() + PATIENCE;
+    while mappings(BYTES) > 0 {
+        assert!(Instant::now() < until, "{:?}, {} mappings", pool.stats(), mappings(BYTES));
+        pool.trim();
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    one.shutdown(PATIENCE);
+    zero.shutdown(PATIENCE);
+}
+
 #[test]
 fn segments_that_are_no_more_are_unmapped_everywhere() {
     // By their length, which no other test uses.
     const BYTES: usize = (3 << 20) + (512 << 10);
-    let mappings = || {
-        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-        let length = |line: &str| {
-            let (start, end) = line.split(' ').next()?.split_once('-')?;
-            Some(usize::from_str_radix(end, 16).ok()? - usize::from_str_radix(start, 16).ok()?)
-        };
-        maps.lines().filter(|line| line.contains("memfd:mpmd") && length(line) == Some(BYTES)).count()
-    };
     let ([zero, one], ears) = pair();
     let pool = Pool::in_arena("lender", None, &zero.arena().unwrap());
     let header = Header { bytes: BYTES as u64, ..Header::new(Kind::Data) };
     for round in 0..20 {
         zero.post(ProcessId(1), header, Some(filled(&pool, BYTES, round)), Ticket(1 + u64::from(round)));
         let payload = ears[1].next_from(0);
-        assert_eq!(mappings(), 2, "one on each side");
+        assert_eq!(mappings(BYTES), 2, "one on each side");
         drop(payload);
         let until = Instant::now() + PATIENCE;
         while zero.lent_to(ProcessId(1)) > 0 {
             assert!(Instant::now() < until);
         }
         pool.trim();
-        while mappings() > 0 {
-            assert!(Instant::now() < until, "round {round}: {} mappings are left", mappings());
+        while mappings(BYTES) > 0 {
+            assert!(Instant::now() < until, "round {round}: {} mappings are left", mappings(BYTES));
             std::thread::sleep(Duration::from_millis(1));
         }
     }
