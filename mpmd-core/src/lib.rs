@@ -36,7 +36,9 @@ pub use device_put::PutOptions;
 pub use error::{Error, IssueError, IssueProblem, Result};
 pub use jit::{Jit, JitBuilder, run_here};
 pub use mpmd_transport::{Failure, FailureKind, ProcessId};
-pub use program::{Builder, MemoryUse, Metrics, PlanCacheMetrics, Program, Simulation, simulate, transports};
+pub use program::{
+    Builder, Holdings, MemoryUse, Metrics, PlanCacheMetrics, Program, Simulation, simulate, transports,
+};
 pub use replay::Recorded;
 pub use reshard_tree::ReshardOptions;
 pub use split::{Sections, SplitOptions};

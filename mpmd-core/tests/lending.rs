@@ -116,6 +116,51 @@ fn an_array_that_was_handed_over_is_the_givers_memory_until_the_last_has_dropped
 }
 
 #[test]
+fn each_process_knows_what_others_have_of_its_memory_and_it_of_theirs() {
+    let _limit = watchdog(60);
+    let results = sharing(3).run(|p| {
+        let me = p.process().index();
+        // From 0 to both others, and from 1 to 2.
+        let (x, y) = (numbered(p, 0)?, numbered(p, 1)?);
+        let mut there = vec![p.device_put(&x, on(1))?, p.device_put(&x, on(2))?, p.device_put(&y, on(2))?];
+        drop((x, y));
+        there.iter().try_for_each(|array| array.block_until_ready().map(drop))?;
+        meet(p)?;
+        let lent = [vec![0, MIB, MIB], vec![0, 0, MIB], vec![0; 3]];
+        let borrowed = [vec![0; 3], vec![MIB, 0, 0], vec![MIB, MIB, 0]];
+        // Values of a meeting that are not yet taken are lent too: of a few bytes.
+        let whole = |bytes: &[u64]| bytes.iter().map(|bytes| bytes / MIB * MIB).collect::<Vec<u64>>();
+        let until = Instant::now() + Duration::from_secs(20);
+        let found = loop {
+            let found = p.metrics().holdings;
+            if (&whole(&found.lent_to), &whole(&found.borrowed_from)) == (&lent[me], &borrowed[me]) {
+                break found;
+            }
+            assert!(Instant::now() < until, "{found:?}");
+        };
+        assert_eq!(found.process, p.process());
+        assert_eq!(found.memory.live, p.memory().live);
+        if me == 1 {
+            let line = found.to_string();
+            let parts = ["memory of process 1: 1.0 MiB live", " lent (", "to 2: 1.0 MiB)", "from 0: 1.0 MiB"];
+            assert!(parts.iter().all(|part| line.contains(part)), "{line}");
+        }
+        meet(p)?;
+        there.clear();
+        for of in
+            [|p: &Program| p.metrics().holdings.lent_to, |p: &Program| p.metrics().holdings.borrowed_from]
+        {
+            becomes("all is back", || whole(&of(p)).iter().sum(), 0);
+        }
+        meet(p)?;
+        becomes("live", || p.memory().live, 0);
+        assert_eq!((p.memory().peak_live, p.memory().cached), if me < 2 { (MIB, MIB) } else { (0, 0) });
+        Ok(())
+    });
+    results.into_iter().for_each(Result::unwrap);
+}
+
+#[test]
 fn a_kernel_that_takes_an_input_over_copies_what_is_lent() {
     let _limit = watchdog(60);
     let results = sharing(3).run(|p| {
@@ -222,7 +267,8 @@ fn memory_that_others_keep_is_waited_for_only_as_long_as_the_patience_lasts() {
             let error = refused.block_until_ready().unwrap_err();
             assert_eq!(error.failure().map(|failure| failure.kind), Some(FailureKind::Memory));
             let text = error.to_string();
-            assert!(text.contains(&format!("{MIB} bytes are lent to other processes")), "{text}");
+            let expected = format!("{MIB} bytes are lent to other processes ({MIB} to 1)");
+            assert!(text.contains(&expected), "{text}");
         } else {
             assert!(counts_from(&kept, 0.0)?);
         }

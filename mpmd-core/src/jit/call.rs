@@ -184,7 +184,8 @@ fn prepare_outputs(
 ) -> Fallible<()> {
     let pool = &runtime.devices[seat.local_index].pool;
     let failed = |error: mpmd_transport::memory::OutOfMemory| {
-        let message = format!("operation {op} ({}): out of memory on {error}", plan.what);
+        let message =
+            format!("operation {op} ({}): out of memory on {error}{}", plan.what, runtime.on_loan());
         Arc::new(Failure::new(FailureKind::Memory, runtime.me, op, message))
     };
     // One, as most kernels have, takes no list.

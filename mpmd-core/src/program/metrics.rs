@@ -6,19 +6,21 @@ use std::sync::atomic::Ordering;
 
 use lru::LruCache;
 
-use super::Program;
+use super::{Holdings, Program};
 use crate::aval::ShapedArray;
 use crate::runtime::PutPlan;
 use crate::sharding::Sharding;
 
 /// Counters of one process's program, since it started.
-#[derive(Clone, Debug, Default, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Metrics {
     /// The plans of `device_put` that are kept for reuse.
     pub plan_cache: PlanCacheMetrics,
     /// Payload bytes of arrays and collectives given to the transport, for each process of the job.
     pub bytes_sent: Vec<u64>,
+    /// This process's memory, and who holds what of whose.
+    pub holdings: Holdings,
 }
 
 /// How well the plans of `device_put` are reused.
@@ -87,6 +89,7 @@ impl Program {
         Metrics {
             plan_cache: self.put_plans.metrics(),
             bytes_sent: sent.map(|bytes| bytes.load(Ordering::Relaxed)).collect(),
+            holdings: self.holdings(),
         }
     }
 }

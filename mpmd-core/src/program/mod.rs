@@ -4,6 +4,7 @@ mod agree;
 mod builder;
 mod connect;
 mod costs;
+mod holdings;
 mod metrics;
 mod simulate;
 pub mod transports;
@@ -20,6 +21,7 @@ use mpmd_transport::router::{Failure, FailureKind, OpRecord, Span};
 
 pub use builder::Builder;
 pub(crate) use connect::Membership;
+pub use holdings::{Holdings, MemoryUse};
 pub use metrics::{Metrics, PlanCacheMetrics};
 pub(crate) use metrics::{PlanCache, PutKey};
 use simulate::Vanishing;
@@ -143,22 +145,6 @@ impl Program {
         let mesh = Mesh::new(axes, devices.to_vec())?;
         mesh.replicated().check_devices(&self.runtime.topology)?;
         Ok(mesh)
-    }
-
-    /// Bytes of memory of this process: in use now, and at most so far, over all its devices; and the same
-    /// of arrays in the host's memory. Memory that another process has handed over is that process's: it is
-    /// not counted here.
-    pub fn memory(&self) -> MemoryUse {
-        let stats = self.runtime.devices.iter().map(|device| device.pool.stats());
-        let host = self.runtime.host_memory.stats();
-        let lent = self.runtime.in_flight.counts().lent;
-        let host = MemoryUse { host_live: host.live, host_peak: host.peak, lent, ..MemoryUse::default() };
-        stats.fold(host, |sum, stats| MemoryUse {
-            live: sum.live + stats.live,
-            peak: sum.peak + stats.peak,
-            mapped: sum.mapped + stats.mapped,
-            ..sum
-        })
     }
 
     /// Ends a step: for plans and traces, and a point at which the processes compare what they issued.
@@ -319,23 +305,4 @@ impl fmt::Debug for Program {
             self.count
         )
     }
-}
-
-/// Memory of a process, in bytes: that of its devices, and what arrays take in the host's.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-#[non_exhaustive]
-pub struct MemoryUse {
-    /// In use now.
-    pub live: u64,
-    /// In use or set aside, at most so far.
-    pub peak: u64,
-    /// Taken from the system so far.
-    pub mapped: u64,
-    /// In use now by arrays in the host's memory, which no device's limit counts.
-    pub host_live: u64,
-    /// In use or set aside there, at most so far.
-    pub host_peak: u64,
-    /// Handed over to other processes, which have not given it back; what several of them have counts once for
-    /// each. It stays in use here as long as any of them has it.
-    pub lent: u64,
 }

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use mpmd_transport::memory::{OutOfMemory, Pool, Reservation};
 use mpmd_transport::router::{Failure, FailureKind};
-use mpmd_transport::{OwnedBuffer, SharedBuffer};
+use mpmd_transport::{OwnedBuffer, ProcessId, SharedBuffer, Transport};
 
 use super::Runtime;
 use crate::array::{Handle, WeakHandle};
@@ -91,9 +91,7 @@ impl Runtime {
                 for array in self.holders.lock().largest(5) {
                     message.push_str(&format!("; {} bytes in {}", array.local_bytes(), array.describe()));
                 }
-                if before.lent > 0 {
-                    message.push_str(&format!("; {} bytes are lent to other processes", before.lent));
-                }
+                message.push_str(&self.on_loan());
                 return Err(Arc::new(Failure::new(FailureKind::Memory, self.me, op, message)));
             }
             let deadline = Instant::now() + self.config.patience;
@@ -161,6 +159,39 @@ impl Runtime {
                 ));
             }
         }
+    }
+
+    /// For messages about memory: what others have on loan, and how much of it each of them. Empty where
+    /// nothing is.
+    pub(crate) fn on_loan(&self) -> String {
+        let total = self.in_flight.counts().lent;
+        if total == 0 {
+            return String::new();
+        }
+        let lent = self.lent_to();
+        let each = lent.iter().enumerate().filter(|(_, bytes)| **bytes > 0);
+        let each: Vec<String> = each.map(|(peer, bytes)| format!("{bytes} to {peer}")).collect();
+        // None where all of it has come back in this moment.
+        let each = if each.is_empty() { String::new() } else { format!(" ({})", each.join(", ")) };
+        format!("; {total} bytes are lent to other processes{each}")
+    }
+
+    /// Bytes of this process's memory that each process of the job has on loan.
+    pub(crate) fn lent_to(&self) -> Vec<u64> {
+        self.of_peers(|transport, peer| transport.lent_to(peer))
+    }
+
+    /// Bytes of each process's memory that this one has on loan.
+    pub(crate) fn borrowed_from(&self) -> Vec<u64> {
+        self.of_peers(|transport, peer| transport.borrowed_from(peer))
+    }
+
+    fn of_peers(&self, of: impl Fn(&dyn Transport, ProcessId) -> u64) -> Vec<u64> {
+        let peers = (0..self.topology.processes() as u32).map(ProcessId);
+        let transport = self.transport.as_deref();
+        peers
+            .map(|peer| transport.filter(|_| peer != self.me).map_or(0, |transport| of(transport, peer)))
+            .collect()
     }
 
     /// Remembers who holds memory.

@@ -13,7 +13,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::memory::{OwnedBuffer, SharedBuffer};
 use crate::transport::{FetchDone, Ticket, TransportError};
-use crate::wire::{Header, ProcessId};
+use crate::wire::{Header, Kind, ProcessId};
 
 use super::Faults;
 
@@ -65,6 +65,8 @@ struct Open {
     to: ProcessId,
     ticket: Ticket,
     payload: Option<SharedBuffer>,
+    /// Whether the payload is what processes hand over, or goes with the message.
+    is_data: bool,
     /// Whether the receiver's handler has it in this moment, or has kept it.
     delivered: bool,
     /// Whether the receiver has kept it on loan: for as long as it likes.
@@ -111,6 +113,20 @@ impl Core {
         one != other && host(one).is_some() && host(one) == host(other)
     }
 
+    /// Bytes that one process has handed over to another and does not have back, also those under way; none
+    /// where a process is not of the job.
+    pub(super) fn lent(&self, from: ProcessId, to: ProcessId) -> u64 {
+        if !self.hands_over(from, to) {
+            return 0;
+        }
+        let state = self.state.lock();
+        let open = state.nodes.get(from.index()).into_iter().flat_map(|node| node.open.values());
+        open.filter(|open| open.to == to && open.is_data)
+            .filter_map(|open| open.payload.as_ref())
+            .map(|payload| payload.len() as u64)
+            .sum()
+    }
+
     pub(super) fn post(
         &self,
         from: ProcessId,
@@ -130,7 +146,15 @@ impl Core {
         if let Some(error) = refused {
             let message = state.next;
             state.next += 1;
-            let open = Open { to, ticket, payload: None, delivered: false, kept: false, ending: true };
+            let open = Open {
+                to,
+                ticket,
+                payload: None,
+                is_data: false,
+                delivered: false,
+                kept: false,
+                ending: true,
+            };
             state.node(from).open.insert(message, open);
             drop(state);
             drop(payload);
@@ -142,10 +166,9 @@ impl Core {
         node.posted[to.index()] += 1;
         let due = Instant::now() + self.faults.delay_of(from, to, sequence);
         let message = state.next;
-        state
-            .node(from)
-            .open
-            .insert(message, Open { to, ticket, payload, delivered: false, kept: false, ending: false });
+        let is_data = header.kind == Kind::Data;
+        let open = Open { to, ticket, payload, is_data, delivered: false, kept: false, ending: false };
+        state.node(from).open.insert(message, open);
         self.push(&mut state, to, due, Event::Arrival { from, message, header });
     }
 

@@ -114,6 +114,14 @@ impl Transport for Inproc {
         self.core.hands_over(self.process, peer)
     }
 
+    fn lent_to(&self, peer: ProcessId) -> u64 {
+        self.core.lent(self.process, peer)
+    }
+
+    fn borrowed_from(&self, peer: ProcessId) -> u64 {
+        self.core.lent(peer, self.process)
+    }
+
     /// # Panics
     ///
     /// Where it was called before, or after [`Transport::shutdown`], and where the system gives no thread.

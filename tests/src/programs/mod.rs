@@ -4,6 +4,7 @@
 mod diverging;
 mod examples;
 mod flooding;
+mod holdings;
 mod lending;
 mod looping;
 mod parts;
@@ -42,6 +43,7 @@ const ALL: &[Named] = &[
     Named { name: "budget", settings: tight::small_memory, devices: 3, run: tight::budget },
     Named { name: "looping", settings: looping::short_lead, devices: 4, run: looping::ring },
     Named { name: "flooding", settings: flooding::short_lead, devices: 0, run: flooding::flood },
+    Named { name: "holdings", settings: |b| b, devices: 3, run: holdings::three },
     Named { name: "soak", settings: soak::long_lead, devices: 0, run: soak::soak },
     Named { name: "lending", settings: lending::long_lead, devices: 0, run: lending::lend },
     Named { name: "holding", settings: |b| b, devices: 0, run: lending::hold },
