@@ -9,14 +9,15 @@ mod simulate;
 pub mod transports;
 
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::marker::PhantomData;
 use std::panic::Location;
 use std::sync::Arc;
 use std::time::Instant;
 
-use mpmd_transport::ProcessId;
 use mpmd_transport::router::{Failure, FailureKind, OpRecord};
+use mpmd_transport::{Pool, ProcessId};
 
 pub use builder::Builder;
 pub(crate) use connect::Membership;
@@ -148,13 +149,39 @@ impl Program {
         let stats = self.runtime.devices.iter().map(|device| device.pool.stats());
         let host = self.runtime.host_memory.stats();
         let lent = self.runtime.in_flight.counts().lent;
-        let host = MemoryUse { host_live: host.live, host_peak: host.peak, lent, ..MemoryUse::default() };
+        let staging = self.runtime.staging.stats();
+        let host = MemoryUse {
+            host_live: host.live,
+            host_peak: host.peak,
+            lent,
+            staging_recent_peak: staging.recent_peak,
+            mapped: staging.mapped + host.mapped,
+            ..MemoryUse::default()
+        };
         stats.fold(host, |sum, stats| MemoryUse {
             live: sum.live + stats.live,
             peak: sum.peak + stats.peak,
+            recent_peak: sum.recent_peak + stats.recent_peak,
             mapped: sum.mapped + stats.mapped,
             ..sum
         })
+    }
+
+    /// Has the devices of this process map blocks of these bytes beside those in use, as far as there is memory.
+    pub(crate) fn map_blocks(&self, blocks: &BTreeMap<DeviceId, Vec<u64>>) {
+        for device in &self.runtime.devices {
+            let sizes = blocks.get(&device.id).into_iter().flatten();
+            // Held until all are there; then they are the pool's.
+            let mapped: Vec<_> =
+                sizes.map_while(|bytes| device.pool.allocate(*bytes as usize).ok()).collect();
+            drop(mapped);
+        }
+    }
+
+    /// Has [`MemoryUse::recent_peak`] start anew, from what is in use now.
+    pub fn forget_memory_peak(&self) {
+        let pools = self.runtime.devices.iter().map(|device| &device.pool);
+        pools.chain([&self.runtime.staging]).for_each(Pool::forget_peak);
     }
 
     /// Ends a step: for plans and traces, and a point at which the processes compare what they issued.
@@ -301,7 +328,12 @@ pub struct MemoryUse {
     pub live: u64,
     /// In use or set aside, at most so far.
     pub peak: u64,
-    /// Taken from the system so far.
+    /// In use at most since [`Program::forget_memory_peak`], or so far: the sum over the devices, each at its own
+    /// time. What is set aside for later does not count.
+    pub recent_peak: u64,
+    /// The same of what is on its way: pieces that are packed, or wait for their places.
+    pub staging_recent_peak: u64,
+    /// Taken from the system so far: for the devices, the host's arrays and what is on its way.
     pub mapped: u64,
     /// In use now by arrays in the host's memory, which no device's limit counts.
     pub host_live: u64,
