@@ -7,26 +7,31 @@
 //! a run exists. Buffers are dropped at the action after which nobody needs them.
 
 mod kernels;
+mod memory;
 mod replay;
 mod run;
 mod schedule;
+mod shapes;
 mod stage;
 mod storage;
 mod wired;
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
 
+pub use memory::{DeviceMemory, MemoryPlan, StageBytes};
 use replay::Kept;
 pub use run::{Gradients, Microbatch, StepOutput};
 pub use schedule::{Action, ActionKind, Schedule, ScheduleError};
+pub use shapes::MicrobatchShapes;
 pub use stage::{Declared, Loss, Placed, PlacedShape, Stage, StageSignature};
 pub use storage::Storage;
 use wired::{AnyStage, Bundle, Wired};
 
 use crate::array::MpmdArray;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::program::Program;
-use crate::topology::Mesh;
+use crate::topology::{DeviceId, Mesh};
 use crate::tree::Tree;
 
 /// Stages one after another: takes `In`, gives `Out`.
@@ -150,6 +155,73 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
 }
 
 impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
+    /// The most memory that the devices of this process will have in use in a training step: see
+    /// [`MemoryPlan`]. `beside` are arrays that the caller keeps all the time, such as an optimiser's state; not
+    /// the microbatches' own, which count by themselves. Nothing is issued.
+    ///
+    /// The figures of other processes' devices are in it too, but as if only this process handed arrays over.
+    ///
+    /// # Errors
+    ///
+    /// Where the schedule is for another number of stages, shapes or side inputs do not fit, or a sharding does
+    /// not divide what it is for.
+    pub fn memory(
+        &self,
+        program: &Program,
+        schedule: &Schedule,
+        microbatch: &MicrobatchShapes<In>,
+        beside: &[MpmdArray],
+    ) -> Result<MemoryPlan> {
+        let parts = microbatch.parts();
+        let stages = shapes::stage_bytes(&self.stages, program, schedule, parts, beside, &mut |bytes| bytes)?;
+        MemoryPlan::new(schedule, &stages).map_err(|error| Error::kernel(error.to_string()))
+    }
+
+    /// Has the devices of this process map now what a training step may need at most, whatever the pace of the
+    /// neighbours: so that no step ever waits for the system. What is not used costs addresses, and no pages.
+    /// Waits for the parameters and for `beside`, which are as in [`Pipeline::memory`]; issues nothing.
+    ///
+    /// # Errors
+    ///
+    /// As [`Pipeline::memory`], and where the parameters have failed. Where there is less memory than that, as
+    /// much of it is mapped as there is.
+    pub fn map_memory(
+        &self,
+        program: &Program,
+        schedule: &Schedule,
+        microbatch: &MicrobatchShapes<In>,
+        beside: &[MpmdArray],
+    ) -> Result<()> {
+        let mut classes = BTreeSet::new();
+        let plan = |counts: &mut dyn FnMut(u64) -> u64| {
+            let stages =
+                shapes::stage_bytes(&self.stages, program, schedule, microbatch.parts(), beside, counts)?;
+            let plan =
+                MemoryPlan::new(schedule, &stages).map_err(|error| Error::kernel(error.to_string()))?;
+            Ok::<_, Error>((plan, stages))
+        };
+        plan(&mut |bytes| {
+            classes.insert(bytes);
+            bytes
+        })?;
+        let params = self.stages.iter().flat_map(|stage| stage.params().leaves);
+        for array in params.chain(beside.iter().cloned()) {
+            array.block_until_ready()?;
+        }
+        let mut blocks: BTreeMap<DeviceId, Vec<u64>> = BTreeMap::new();
+        for class in classes {
+            let (plan, stages) = plan(&mut |bytes| if bytes == class { bytes } else { 0 })?;
+            for (device, memory) in plan.devices() {
+                let kept: u64 =
+                    stages.iter().filter_map(|stage| stage.get(&device)).map(|one| one.kept).sum();
+                let more = memory.at_most.saturating_sub(kept) / class;
+                blocks.entry(device).or_default().extend((0..more).map(|_| class));
+            }
+        }
+        program.map_blocks(&blocks);
+        Ok(())
+    }
+
     /// Runs the forward and backward passes of one step, in the order of `schedule`.
     ///
     /// Returns at once, as all issuing does. The gradients are sums over the microbatches; divide them by

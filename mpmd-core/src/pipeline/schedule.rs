@@ -264,7 +264,7 @@ impl Schedule {
     }
 
     /// What an action needs from others: `I` stands for the input gradient, also where a `B` makes it.
-    fn needs(&self, action: Action) -> Vec<Action> {
+    pub(super) fn needs(&self, action: Action) -> Vec<Action> {
         let Action { stage, kind, microbatch } = action;
         let of = |stage, kind| Action { stage, kind, microbatch };
         match kind {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::kernels::{
     AddBackwardWeight, BackwardFirst, BackwardInput, BackwardWeight, Flat, Forward, Inferred,
 };
+use super::shapes::{ShapeBundle, StageShapes};
 use super::stage::{PlacedShape, Stage};
 use super::storage::{Storage, put_each};
 use crate::array::MpmdArray;
@@ -51,6 +52,8 @@ pub(super) trait AnyStage: Send {
     /// As they are stored.
     fn params(&self) -> Bundle;
     fn set_params(&mut self, params: Vec<MpmdArray>) -> Result<()>;
+    /// What the stage has and makes for inputs of these shapes.
+    fn shapes(&self, x: &ShapeBundle, side: &ShapeBundle) -> Result<StageShapes>;
     /// Has the kernels compute with parameters in other shardings than the stored ones.
     fn store(&mut self, storage: Storage) -> Result<()>;
     /// Has the parameters in the shardings that kernels compute with, until they are released.
@@ -248,6 +251,45 @@ impl<S: Stage> AnyStage for Wired<S> {
         self.params.leaves = params;
         self.gathered = None;
         Ok(())
+    }
+
+    fn shapes(&self, x: &ShapeBundle, side: &ShapeBundle) -> Result<StageShapes> {
+        let params = self.params.leaves.iter().map(|leaf| leaf.aval().clone());
+        let params = Shapes::<S::Params>::from_leaves(&self.params.structure, params)?;
+        let signature = self.stage.infer(&params, &x.tree::<S::In>()?, &side.tree::<S::Side>()?)?;
+        let stored: Vec<_> = self.params.leaves.iter().filter_map(|leaf| leaf.sharding().cloned()).collect();
+        let (compute, gradients) = match &self.storage {
+            Some(storage) => (storage.compute(), storage.gradients()),
+            None => (&stored[..], &stored[..]),
+        };
+        let params: Vec<_> = params.leaves().into_iter().cloned().collect();
+        // Those that are there already are left alone.
+        let moved = |now: &[Sharding], to: &[Sharding]| {
+            let all = params.iter().zip(now.iter().zip(to)).filter(|(_, (now, to))| now != to);
+            all.map(|(aval, (_, to))| (aval.clone(), to.clone())).collect()
+        };
+        let all = |to: &[Sharding]| params.iter().cloned().zip(to.iter().cloned()).collect();
+        let placed = |leaf: &PlacedShape| (leaf.aval.clone(), leaf.sharding(&self.mesh));
+        let kept = signature.residual.leaves_with_paths().into_iter();
+        let kept = kept.filter(|(path, _)| signature.keeps.iter().any(|(residual, _)| residual == path));
+        Ok(StageShapes {
+            mesh: self.mesh.clone(),
+            params: all(&stored),
+            gathered: moved(&stored, compute),
+            gradients: all(gradients),
+            reduced: moved(gradients, &stored),
+            input: x.avals().map(|aval| (aval, self.input.clone())).collect(),
+            output: signature
+                .out
+                .leaves()
+                .into_iter()
+                .map(|aval| (aval.clone(), self.output.clone()))
+                .collect(),
+            out: ShapeBundle::of(&signature.out),
+            kept_residual: kept.map(|(_, leaf)| placed(leaf)).collect(),
+            residual: signature.residual.leaves().into_iter().map(placed).collect(),
+            weight_residual: signature.weight_residual.leaves().into_iter().map(placed).collect(),
+        })
     }
 
     fn store(&mut self, storage: Storage) -> Result<()> {

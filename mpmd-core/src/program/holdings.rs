@@ -19,7 +19,12 @@ pub struct MemoryUse {
     /// In use, at most so far: what was really used, however far ahead memory was set aside. Over several
     /// devices the sum of what each had at most, be it at different times.
     pub peak_live: u64,
-    /// Taken from the system so far.
+    /// In use at most since [`Program::forget_memory_peak`], or so far: the sum over the devices, each at its own
+    /// time. What is set aside for later does not count.
+    pub recent_peak: u64,
+    /// The same of what is on its way: pieces that are packed, or wait for their places.
+    pub staging_recent_peak: u64,
+    /// Taken from the system so far: for the devices, the host's arrays and what is on its way.
     pub mapped: u64,
     /// In use now by arrays in the host's memory, which no device's limit counts.
     pub host_live: u64,
@@ -66,12 +71,21 @@ impl Program {
         let stats = self.runtime.devices.iter().map(|device| device.pool.stats());
         let host = self.runtime.host_memory.stats();
         let lent = self.runtime.in_flight.counts().lent;
-        let host = MemoryUse { host_live: host.live, host_peak: host.peak, lent, ..MemoryUse::default() };
+        let staging = self.runtime.staging.stats();
+        let host = MemoryUse {
+            host_live: host.live,
+            host_peak: host.peak,
+            lent,
+            staging_recent_peak: staging.recent_peak,
+            mapped: staging.mapped + host.mapped,
+            ..MemoryUse::default()
+        };
         stats.fold(host, |sum, stats| MemoryUse {
             live: sum.live + stats.live,
             cached: sum.cached + stats.cached,
             peak: sum.peak + stats.peak,
             peak_live: sum.peak_live + stats.peak_live,
+            recent_peak: sum.recent_peak + stats.recent_peak,
             mapped: sum.mapped + stats.mapped,
             ..sum
         })

@@ -10,14 +10,15 @@ mod simulate;
 pub mod transports;
 
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::marker::PhantomData;
 use std::panic::Location;
 use std::sync::Arc;
 use std::time::Instant;
 
-use mpmd_transport::ProcessId;
 use mpmd_transport::router::{Failure, FailureKind, OpRecord, Span};
+use mpmd_transport::{Pool, ProcessId};
 
 pub use builder::Builder;
 pub(crate) use connect::Membership;
@@ -145,6 +146,23 @@ impl Program {
         let mesh = Mesh::new(axes, devices.to_vec())?;
         mesh.replicated().check_devices(&self.runtime.topology)?;
         Ok(mesh)
+    }
+
+    /// Has the devices of this process map blocks of these bytes beside those in use, as far as there is memory.
+    pub(crate) fn map_blocks(&self, blocks: &BTreeMap<DeviceId, Vec<u64>>) {
+        for device in &self.runtime.devices {
+            let sizes = blocks.get(&device.id).into_iter().flatten();
+            // Held until all are there; then they are the pool's.
+            let mapped: Vec<_> =
+                sizes.map_while(|bytes| device.pool.allocate(*bytes as usize).ok()).collect();
+            drop(mapped);
+        }
+    }
+
+    /// Has [`MemoryUse::recent_peak`] start anew, from what is in use now.
+    pub fn forget_memory_peak(&self) {
+        let pools = self.runtime.devices.iter().map(|device| &device.pool);
+        pools.chain([&self.runtime.staging]).for_each(Pool::forget_peak);
     }
 
     /// Ends a step: for plans and traces, and a point at which the processes compare what they issued.

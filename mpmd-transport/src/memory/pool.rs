@@ -56,6 +56,8 @@ pub struct PoolStats {
     pub peak: u64,
     /// Largest live so far: what programs really used, however far ahead they set memory aside.
     pub peak_live: u64,
+    /// Largest live since [`Pool::forget_peak`].
+    pub recent_peak: u64,
     /// Mapped from the system so far, never falling: flat once a program has warmed up.
     pub mapped: u64,
 }
@@ -65,6 +67,7 @@ impl PoolStats {
         self.live += class as u64;
         self.reserved -= class as u64;
         self.peak_live = self.peak_live.max(self.live);
+        self.recent_peak = self.recent_peak.max(self.live);
     }
 }
 
@@ -153,6 +156,12 @@ impl Pool {
     /// The pool's figures at this moment.
     pub fn stats(&self) -> PoolStats {
         self.inner.state.lock().stats
+    }
+
+    /// Has [`PoolStats::recent_peak`] start anew, from what is live now.
+    pub fn forget_peak(&self) {
+        let mut state = self.inner.state.lock();
+        state.stats.recent_peak = state.stats.live;
     }
 
     /// The most bytes the pool gives at a time.
