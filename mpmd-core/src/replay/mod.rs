@@ -11,7 +11,7 @@ mod step;
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::panic::Location;
+use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -97,10 +97,11 @@ impl Program {
         let x = T::from_leaves(&structure, leaves).map_err(|error| wrong(IssueProblem::Tree(error)))?;
         self.runtime.recorded_from.store(self.operations(), Ordering::Relaxed);
         self.recording = Some(Box::new(recording));
-        let result = step(self, x);
+        // Who catches a panic of the step finds a program that records no more.
+        let result = catch_unwind(AssertUnwindSafe(|| step(self, x)));
         self.runtime.recorded_from.store(u64::MAX, Ordering::Relaxed);
         let recording = self.recording.take();
-        let y = result?;
+        let y = result.unwrap_or_else(|panic| resume_unwind(panic))?;
         let Some(recording) = recording else {
             return Err(wrong(IssueProblem::Recording("the step has put another program in place".into())));
         };

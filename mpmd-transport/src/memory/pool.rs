@@ -216,6 +216,13 @@ impl Inner {
             Ok(segment) => segment,
         };
         let mut state = self.state.lock();
+        if class <= LARGEST_SHARED_CLASS
+            && let Some(block) = state.take(class)
+        {
+            // Another thread was first. Its segment stays open: two would be one too many.
+            drop(state);
+            return Ok(block);
+        }
         state.stats.mapped += bytes as u64;
         if class > LARGEST_SHARED_CLASS {
             state.stats.make_live(class);

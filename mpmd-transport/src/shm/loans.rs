@@ -175,7 +175,10 @@ impl Returns {
 
     /// Gives back what there was no room for before.
     pub(super) fn flush(&self) {
-        self.state.lock().flush();
+        if self.state.lock().flush() {
+            // The owner may have been waiting for one of them.
+            self.door.ring(&SystemFutex);
+        }
     }
 
     /// Bytes of the peer's that are held here.
@@ -185,10 +188,12 @@ impl Returns {
 }
 
 impl State {
-    fn flush(&mut self) {
+    /// True where any of it went.
+    fn flush(&mut self) -> bool {
         let Self { ring, late } = self;
         let fitting = late.iter().take_while(|loan| ring.push(RETURNED, &[&loan.to_le_bytes()])).count();
         late.drain(..fitting);
+        fitting > 0
     }
 }
 

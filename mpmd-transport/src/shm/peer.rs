@@ -40,8 +40,19 @@ pub(super) struct Outbound {
     outbox: VecDeque<Late>,
     /// Numbers of segments that the peer has the descriptors of.
     given: HashSet<u32>,
+    /// What the first in the outbox waits for.
+    obstacle: Option<Obstacle>,
     /// Why nothing goes there any more.
     pub(super) closed: Option<TransportError>,
+}
+
+/// What is in a record's way.
+#[derive(Clone, Copy)]
+enum Obstacle {
+    /// The ring is full.
+    Ring,
+    /// The descriptor of its segment does not go through the socket now.
+    Socket,
 }
 
 struct Late {
@@ -52,7 +63,7 @@ struct Late {
 
 impl Outbound {
     pub(super) fn new(ring: Producer) -> Self {
-        Self { ring, outbox: VecDeque::new(), given: HashSet::new(), closed: None }
+        Self { ring, outbox: VecDeque::new(), given: HashSet::new(), obstacle: None, closed: None }
     }
 }
 
@@ -66,11 +77,11 @@ impl Peer {
         parts: &[&[u8]],
         segment: Option<(u32, &Arc<Segment>)>,
     ) {
-        if out.outbox.is_empty()
-            && segment.is_none_or(|(number, segment)| self.give(&mut out.given, number, segment))
-            && out.ring.push(kind, parts)
-        {
-            return;
+        if out.outbox.is_empty() {
+            match self.try_send(&mut out.ring, &mut out.given, kind, parts, segment) {
+                None => return,
+                obstacle => out.obstacle = obstacle,
+            }
         }
         let segment = segment.map(|(number, segment)| (number, segment.clone()));
         out.outbox.push_back(Late { kind, bytes: parts.concat(), segment });
@@ -83,11 +94,12 @@ impl Peer {
             return false;
         }
         let mut out = self.outbound.lock();
-        let Outbound { ring, outbox, given, .. } = &mut *out;
+        let Outbound { ring, outbox, given, obstacle, .. } = &mut *out;
         let mut any = false;
         while let Some(Late { kind, bytes, segment }) = outbox.front() {
-            let given = segment.as_ref().is_none_or(|(number, segment)| self.give(given, *number, segment));
-            if !given || !ring.push(*kind, &[bytes]) {
+            let segment = segment.as_ref().map(|(number, segment)| (*number, segment));
+            *obstacle = self.try_send(ring, given, *kind, &[bytes], segment);
+            if obstacle.is_some() {
                 break;
             }
             outbox.pop_front();
@@ -99,9 +111,38 @@ impl Peer {
         any
     }
 
-    /// Whether something waits for room in the ring, which the peer will tell of.
+    /// Sends a record, or says what is in its way.
+    fn try_send(
+        &self,
+        ring: &mut Producer,
+        given: &mut HashSet<u32>,
+        kind: u32,
+        parts: &[&[u8]],
+        segment: Option<(u32, &Arc<Segment>)>,
+    ) -> Option<Obstacle> {
+        if !segment.is_none_or(|(number, segment)| self.give(given, number, segment)) {
+            return Some(Obstacle::Socket);
+        }
+        // Whoever makes room has to know that it is waited for, also where nobody here looks again.
+        while !ring.push(kind, parts) {
+            if ring.wants_room() {
+                return Some(Obstacle::Ring);
+            }
+        }
+        None
+    }
+
+    /// Whether what was kept has to wait on: the peer will tell of room in the ring, and the socket is tried
+    /// again from time to time.
     pub(super) fn waits_for_room(&self) -> bool {
-        self.is_waiting.load(Ordering::Acquire) && self.outbound.lock().ring.wants_room()
+        if !self.is_waiting.load(Ordering::Acquire) {
+            return false;
+        }
+        let mut out = self.outbound.lock();
+        match out.obstacle {
+            Some(Obstacle::Socket) => true,
+            _ => out.ring.wants_room(),
+        }
     }
 
     /// Nothing goes there any more, and nothing that was kept.

@@ -195,7 +195,7 @@ impl Transport for Shm {
         while again() {
             self.shared.progress();
         }
-        driver.leave(|| self.shared.progress_now());
+        driver.leave(|| self.shared.progress_to_the_end());
     }
 
     fn parking(&self) -> Option<Parking> {
@@ -206,8 +206,7 @@ impl Transport for Shm {
         // A peer that writes nonsense may lose a wake-up.
         let timeout = deadline.saturating_duration_since(Instant::now()).min(2 * ROUND);
         let driver = self.shared.door.park(&SystemFutex, parking.0, Some(timeout), || self.shared.has_work());
-        self.shared.progress();
-        driver.leave(|| self.shared.progress_now());
+        driver.leave(|| self.shared.progress_to_the_end());
     }
 
     fn wake(&self) {

@@ -5,6 +5,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
+use rustix::io::Errno;
 use zerocopy::IntoBytes;
 
 use super::door::Door;
@@ -20,6 +21,8 @@ use crate::wire::{Header, ProcessId};
 
 /// Records taken from one peer before the next has its turn.
 const IN_A_ROW: usize = 64;
+/// Looks of a thread that leaves, more than a full ring takes.
+const MOST_LOOKS: usize = 32;
 /// Numbers of segments in one record.
 const MOST_NUMBERS: usize = 256;
 
@@ -163,9 +166,15 @@ impl Shared {
         self.duty.try_lock().is_some_and(|duty| self.look(duty))
     }
 
-    /// Looks at what has come, after any other thread that does so; true where there was anything.
-    pub(super) fn progress_now(&self) -> bool {
-        self.look(self.duty.lock())
+    /// Takes all that has come, after any other thread that looks: for who looked, and looks no more.
+    pub(super) fn progress_to_the_end(&self) {
+        for _ in 0..MOST_LOOKS {
+            if !self.look(self.duty.lock()) {
+                return;
+            }
+        }
+        // Peers that send faster than this takes keep nobody here for ever.
+        self.door.rouse(&SystemFutex);
     }
 
     /// Whether a look would find anything. Also sees to it that a peer which makes room that is waited for rings.
@@ -200,7 +209,7 @@ impl Shared {
                 self.take(ProcessId(index as u32), inbound, peer, handler, IN_A_ROW);
             }
         }
-        any
+        self.tell_done(handler) || any
     }
 
     /// Takes records of a peer, at most so many.
@@ -220,25 +229,32 @@ impl Shared {
             let mut record = None;
             let popped = inbound.ring.pop(|kind, bytes| record = Some(self.understand(kind, bytes)));
             let result = match (popped, record) {
-                (Err(corrupt), _) => Err(corrupt.to_string()),
+                (Err(corrupt), _) => Err(Fault::Theirs(corrupt.to_string())),
                 (Ok(_), None) => return,
-                (Ok(_), Some(Err(why))) => Err(why),
+                (Ok(_), Some(Err(fault))) => Err(fault),
                 (Ok(_), Some(Ok(event))) => self.act(event, from, inbound, peer, handler),
             };
             if inbound.ring.take_wanted() {
                 peer.door.ring(&SystemFutex);
             }
-            if let Err(why) = result {
-                self.end_by_nonsense(why, from, inbound, peer, handler);
+            match result {
+                Ok(()) => {}
+                Err(Fault::Theirs(why)) => self.end_by_nonsense(why, from, inbound, peer, handler),
+                Err(Fault::Ours(why)) => {
+                    let doing = format!("taking a message of process {from}");
+                    self.end(TransportError::Environment { doing, why }, from, inbound, peer, handler);
+                    peer.socket.close();
+                }
             }
         }
     }
 
-    fn understand(&self, kind: u32, bytes: &[u8]) -> Result<Event, String> {
-        Ok(match read(kind, bytes)? {
+    fn understand(&self, kind: u32, bytes: &[u8]) -> Result<Event, Fault> {
+        Ok(match read(kind, bytes).map_err(Fault::Theirs)? {
             Record::Inline(header, []) => Event::Message(header, Payload::Empty),
             Record::Inline(header, bytes) => {
-                let mut buffer = self.pool.allocate(bytes.len()).map_err(|error| error.to_string())?;
+                let buffer = self.pool.allocate(bytes.len());
+                let mut buffer = buffer.map_err(|error| Fault::Ours(error.to_string()))?;
                 buffer.copy_from_slice(bytes);
                 Event::Message(header, Payload::Inline(buffer.freeze()))
             }
@@ -255,17 +271,17 @@ impl Shared {
         inbound: &mut Inbound,
         peer: &Peer,
         handler: &Arc<dyn Handler>,
-    ) -> Result<(), String> {
+    ) -> Result<(), Fault> {
         match event {
             Event::Message(header, payload) => handler.arrived(from, header, payload),
             Event::Lent(header, lent) => {
                 let (number, offset, bytes) = (lent.segment.get(), lent.offset.get(), lent.bytes.get());
-                let segment =
-                    inbound.segment(number, peer, &self.mappings).map_err(|error| error.to_string())?;
+                let segment = inbound.segment(number, peer, &self.mappings).map_err(Fault::of)?;
                 let is_copied = lent.flags.get() & COPY != 0;
                 let loan = Borrowed::new(segment, offset, bytes, lent.loan.get(), is_copied, &peer.returns)
                     .ok_or_else(|| {
-                    format!("{bytes} bytes at {offset} of segment {number} are not there")
+                    let why = format!("{bytes} bytes at {offset} of segment {number} are not there");
+                    Fault::Theirs(why)
                 })?;
                 let bytes = SharedBuffer::lent(Box::new(loan));
                 let payload =
@@ -366,7 +382,9 @@ impl Shared {
             let Some(Some(inbound)) = duty.get_mut(index) else { continue };
             let from = ProcessId(index as u32);
             // Looked at before the ring: what it has sent by then, it has sent.
-            let exited = (closed || inbound.has_ended) && has_exited(std::os::fd::AsFd::as_fd(&peer.exit));
+            let exited = has_exited(std::os::fd::AsFd::as_fd(&peer.exit));
+            // A child of it may still have the connection.
+            let closed = closed || exited;
             if closed && !inbound.has_ended {
                 // What it has sent by then, and no more: one that has closed may go on all the same.
                 let most = inbound.ring.most();
@@ -435,6 +453,24 @@ impl Shared {
     /// Sleeps where nobody else of this process does until there is something to look at, or time is over.
     pub(super) fn sleep(&self, timeout: Duration, stop: impl Fn() -> bool) {
         self.door.sleep(&SystemFutex, Some(timeout), || stop() || self.has_work());
+    }
+}
+
+/// Why a record could not be taken, by whose fault.
+enum Fault {
+    Theirs(String),
+    Ours(String),
+}
+
+impl Fault {
+    /// What this process has not enough of is its own matter; all else was found wrong with what came.
+    fn of(error: std::io::Error) -> Self {
+        let lacking = [Errno::NOMEM, Errno::MFILE, Errno::NFILE].map(Errno::raw_os_error);
+        if error.raw_os_error().is_some_and(|code| lacking.contains(&code)) {
+            Self::Ours(error.to_string())
+        } else {
+            Self::Theirs(error.to_string())
+        }
     }
 }
 
