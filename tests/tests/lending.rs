@@ -15,7 +15,7 @@ const PROCESSES: usize = 4;
 const LITTLE: u64 = 32 << 20;
 
 /// Mappings and descriptors that may come and go: large arrays have their own, here and in each peer.
-const FEW: u64 = 400;
+const FEW: u64 = 200;
 
 /// The time within which everybody must have ended where a process dies.
 const SOON: Duration = Duration::from_secs(5);
@@ -54,7 +54,7 @@ fn what_is_handed_over_is_right_and_comes_back_and_memory_is_flat() {
         };
         assert!(*mapped <= mapped_warm + LITTLE, "process {process}: {mapped_warm}, then {mapped} mapped");
         assert!(
-            *resident <= resident_warm + 4 * LITTLE,
+            *resident <= resident_warm + 2 * LITTLE,
             "process {process}: {resident_warm}, then {resident}"
         );
         let bounded = *segments <= segments_warm + FEW / 4 && *segments <= FEW;

@@ -19,7 +19,8 @@
 //!
 //! A peer is down when it has said goodbye or its socket has closed; what it has sent before is delivered first.
 //! What it has been lent comes back only when its process is proved to be no more: one that stands still may
-//! wake up and read. What it has lent stays readable until the last reader lets go, whatever became of it.
+//! wake up and read. Even then what it had passed on to others does not, as they may read it: it tells the owner
+//! before it passes anything on. What it has lent stays readable until the last reader lets go, whatever became of it.
 
 mod address;
 mod door;

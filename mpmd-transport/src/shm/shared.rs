@@ -411,6 +411,9 @@ impl Shared {
     /// Says goodbye to all; nothing is posted after it.
     pub(super) fn say_goodbye(&self) {
         self.is_closing.store(true, Ordering::Release);
+        // What the handler has just been given, and has let go of when it returns, goes back before the goodbye:
+        // else its owner hears that it was lost.
+        drop(self.duty.lock());
         for peer in self.peers.iter().flatten() {
             let mut out = peer.outbound.lock();
             if out.closed.is_none() {

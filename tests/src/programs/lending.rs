@@ -270,7 +270,7 @@ impl Expected {
 
     fn check(&self, found: &[u8]) -> Result<()> {
         let expected = self.unchanged();
-        let mask = if self.flips % 2 == 0 { 0 } else { 0xff };
+        let mask = if self.flips.is_multiple_of(2) { 0 } else { 0xff };
         let is_right = |found: u8, expected: u8| found == expected ^ mask;
         let mut pairs = found.iter().zip(expected);
         if found.len() == expected.len() && pairs.clone().all(|(found, expected)| is_right(*found, *expected))
