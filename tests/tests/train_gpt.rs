@@ -76,6 +76,34 @@ fn losses_over(carrier: Carrier, folder: &Path, args: &[&str]) -> Vec<String> {
     losses.lines().map(str::to_owned).collect()
 }
 
+/// As real processes, which share memory or do not: what each takes is what its plan says, and after the third
+/// step nothing is new.
+#[test]
+fn processes_take_the_memory_that_is_expected_of_them() {
+    let folder = folder();
+    let sizes = "--layers 4 --width 64 --heads 2 --time 64 --batch 2 --microbatches 8 --steps 53 --sample 0";
+    for (transport, processes, schedule) in
+        [("shm", 4, "1f1b"), ("shm", 2, "gpipe"), ("tcp", 4, "gpipe"), ("tcp", 2, "1f1b"), ("shm", 1, "1f1b")]
+    {
+        let what =
+            format!("{sizes} --transport {transport} --processes {processes} --schedule {schedule} text");
+        let mut command = bare_command(&package_program("mpmd-examples", "train_gpt"));
+        command.args(what.split(' ')).current_dir(folder.path());
+        command.env("MPMD_TESTS_MARK", folder.path().display().to_string());
+        let mut process = Watched::start(command, folder.path(), "train_gpt");
+        let end = process.wait(Instant::now() + LONG);
+        assert_eq!(end.code, 0, "{what}:\n{}\n{}", end.stdout, end.stderr);
+        let lines: Vec<&str> =
+            end.stdout.lines().filter(|line| line.starts_with("memory of process")).collect();
+        assert_eq!(lines.len(), processes, "{what}:\n{}", end.stdout);
+        for line in lines {
+            let ratio = line.split(['(', ')']).nth(1).and_then(|ratio| ratio.parse::<f64>().ok());
+            assert!(ratio.is_some_and(|ratio| (0.9..=1.1).contains(&ratio)), "{what}: {line}");
+            assert!(line.ends_with("; 0.0 MiB more after step 3"), "{what}: {line}");
+        }
+    }
+}
+
 const STEPS: [&str; 2] = ["--steps", "5"];
 
 fn losses_are_the_same_to_the_bit_whatever_processes_schedule_and_carrier(carrier: Carrier) {

@@ -180,6 +180,7 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
     /// Has the devices of this process map now what a training step may need at most, whatever the pace of the
     /// neighbours: so that no step ever waits for the system. What is not used costs addresses, and no pages.
     /// Waits for the parameters and for `beside`, which are as in [`Pipeline::memory`]; issues nothing.
+    /// Peaks that are counted from now on ([`Program::forget_memory_peak`]) are those of steps.
     ///
     /// # Errors
     ///

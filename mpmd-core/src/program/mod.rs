@@ -157,6 +157,7 @@ impl Program {
                 sizes.map_while(|bytes| device.pool.allocate(*bytes as usize).ok()).collect();
             drop(mapped);
         }
+        self.forget_memory_peak();
     }
 
     /// Has [`MemoryUse::recent_peak`] start anew, from what is in use now.

@@ -23,6 +23,7 @@ use mpmd_examples::gpt::adamw::WarmupCosine;
 use mpmd_examples::gpt::bigram::bigram_loss;
 use mpmd_examples::gpt::checkpoint::{self, Checkpoint};
 use mpmd_examples::gpt::clock::Pass;
+use mpmd_examples::gpt::memory::{Expected, Taken};
 use mpmd_examples::gpt::params::Model;
 use mpmd_examples::gpt::placement::{Placement, Rule};
 use mpmd_examples::gpt::sample::{next_byte, printable};
@@ -171,22 +172,34 @@ fn run(p: &mut Program, args: &Args, config: &Config, text: &Arc<Text>) -> anyho
     if let Some(path) = &args.load {
         load(p, &mut trainer, path)?;
     }
+    let memory = trainer.memory(p, true)?;
+    let memory = Expected::agree(p, memory)?;
+    if first {
+        println!("{}", memory.line());
+    }
     let stop = StopFlag::install().context("cannot watch for Ctrl-C")?;
     let start = Instant::now();
     let length = Length { rates: config.rates, seconds: args.seconds, stop_after: args.stop_after, start };
     let mut progress = first.then(|| Progress::new(args, config, trainer.steps(), start));
     let mut losses = Vec::new();
     let more = |steps| length.rate(steps).filter(|_| !stop.is_set());
-    train(p, &mut trainer, more, |report| {
+    let mut on_step = |report: StepReport| {
         losses.push((report.step, report.loss));
         progress.iter_mut().for_each(|progress| progress.show(report));
-    })?;
+    };
+    let warm = trainer.steps() + Taken::WARM_UP;
+    train(p, &mut trainer, |steps| more(steps).filter(|_| steps < warm), &mut on_step)?;
+    trainer.wait(p)?;
+    let after_warm_up = p.memory();
+    train(p, &mut trainer, more, &mut on_step)?;
+    trainer.wait(p)?;
+    let taken = Taken::new(after_warm_up, p.memory());
     let took = start.elapsed();
     progress.iter().for_each(Progress::finish);
     if let Some(path) = &args.save {
         save(p, &trainer, path)?;
     }
-    let table = time_table(p, &trainer, took)?;
+    let table = time_table(p, &trainer, took)? + &memory.beside(p, taken)?;
     let held_out = trainer.held_out_loss(p)?;
     let prompt = args.prompt.as_bytes();
     let choose = |logits: &[f32], position| next_byte(logits, args.temperature, args.seed, position);

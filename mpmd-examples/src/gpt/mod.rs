@@ -80,6 +80,7 @@ pub mod embed;
 pub mod head;
 mod lanes;
 pub mod loss;
+pub mod memory;
 pub mod mlp;
 pub mod norm;
 pub mod optimizer;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use mpmd_core::ProcessId;
 use mpmd_core::aval::DType;
-use mpmd_core::pipeline::{Loss, Microbatch, Pipeline, Schedule, StepOutput};
+use mpmd_core::pipeline::{DeviceMemory, Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule, StepOutput};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::Mesh;
@@ -241,6 +241,38 @@ impl<T: Float> Trainer<T> {
             Microbatch::new(Tokens { tokens }).side(stages - 1, Targets { targets })
         });
         self.pipeline.train_step(p, &self.schedule, microbatches.collect())
+    }
+
+    /// The most memory that a step will take on the devices of this process; with `map` it is mapped now, as far
+    /// as the pace of the processes can matter.
+    ///
+    /// # Errors
+    ///
+    /// As [`Pipeline::map_memory`].
+    pub fn memory(&self, p: &Program, map: bool) -> Result<DeviceMemory> {
+        let Config { batch, stages, model, .. } = self.config;
+        let bytes = || u8s([batch, model.time]);
+        let shapes = MicrobatchShapes::new(Tokens { tokens: bytes() });
+        let shapes = shapes.side(stages - 1, &Targets { targets: bytes() });
+        let means = (0..stages).map(|stage| self.optimizer.state(stage));
+        let beside: Vec<MpmdArray> = means.flat_map(|(mean, square)| [mean, square].concat()).collect();
+        if map {
+            self.pipeline.map_memory(p, &self.schedule, &shapes, &beside)?;
+        }
+        let plan = self.pipeline.memory(p, &self.schedule, &shapes, &beside)?;
+        Ok(plan.of(p.topology().devices_of(p.process())))
+    }
+
+    /// Waits until the updates so far are made, on every process.
+    ///
+    /// # Errors
+    ///
+    /// Where the job fails.
+    pub fn wait(&self, p: &mut Program) -> Result<()> {
+        for (_, array) in self.state() {
+            array.block_until_ready()?;
+        }
+        (0..p.processes() as u32).try_for_each(|process| p.agree(ProcessId(process), (), || Ok(())))
     }
 
     /// The mean loss over the held-out text, nats per byte: on process 0, where something is held out.

@@ -5,7 +5,7 @@ use std::io;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::segment::Segment;
 use super::{ALIGNMENT, Arena, OwnedBuffer, Place};
@@ -191,6 +191,18 @@ impl Inner {
         }
     }
 
+    /// The state, to take so many bytes. Before they make a new peak, what others are done with comes back: it is
+    /// in use only as long as nobody looks.
+    fn settled(&self, bytes: u64) -> MutexGuard<'_, State> {
+        let state = self.state.lock();
+        if state.stats.live + bytes <= state.stats.recent_peak {
+            return state;
+        }
+        drop(state);
+        self.arena.reclaim();
+        self.state.lock()
+    }
+
     /// A block of `class` bytes that was reserved before, where there is none: what others are done with comes
     /// back, or there is a new segment, mapped without the lock.
     fn grow(&self, class: usize) -> io::Result<Carved> {
@@ -290,7 +302,7 @@ impl Reservation {
     pub fn allocate(mut self) -> Result<OwnedBuffer, OutOfMemory> {
         let inner = &self.pool.inner;
         let class = self.counted as usize;
-        let taken = inner.state.lock().take(class);
+        let taken = inner.settled(self.counted).take(class);
         let carved = taken
             .map_or_else(|| inner.grow(class), Ok)
             .map_err(|_| inner.out_of_memory(self.bytes, &inner.state.lock().stats, None))?;
@@ -311,7 +323,7 @@ impl Reservation {
     ) -> Result<Vec<OwnedBuffer>, OutOfMemory> {
         let mut buffers = Vec::with_capacity(sizes.size_hint().1.unwrap_or(0));
         let pool = self.pool.clone();
-        let mut state = pool.inner.state.lock();
+        let mut state = pool.inner.settled(self.counted);
         for bytes in sizes {
             let class = size_class(bytes);
             let left = self.counted.checked_sub(class as u64);

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use mpmd_core::pipeline::{Loss, Microbatch, Pipeline, Schedule};
+use mpmd_core::pipeline::{DeviceMemory, Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule};
 use mpmd_core::prelude::*;
 use mpmd_core::{Jit, ProcessId};
 use serde::{Deserialize, Serialize};
@@ -24,7 +24,23 @@ pub(super) struct Measured {
     pub(super) samples: Vec<Sample>,
     /// The mean loss of every step, those of the warm-up too.
     pub(super) losses: Vec<f32>,
+    /// By process.
+    pub(super) memory: Vec<Memory>,
 }
+
+/// What a process's arrays took, in bytes.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize)]
+pub(super) struct Memory {
+    /// At most at a time, as the plan has it before the first step.
+    pub(super) expected: u64,
+    /// At most at a time, in all steps.
+    pub(super) peak: u64,
+    /// What was mapped after the steps that warm it up.
+    pub(super) mapped_later: u64,
+}
+
+/// Steps that may ask the system for memory.
+const MAY_MAP: usize = 3;
 
 /// One step, and everything that it is compared with.
 #[derive(Debug)]
@@ -62,6 +78,13 @@ pub(super) fn measure(
 ) -> Result<Measured> {
     let mut job = Job::new(p, shape, rate)?;
     let me = p.process().index();
+    let planned = job.memory(p, shape, schedule)?;
+    let expected = agree_all(p, planned.expected)?;
+    if me == 0 {
+        let mib: Vec<String> = expected.iter().map(|bytes| mib(*bytes)).collect();
+        eprintln!("{}: {} MiB of memory expected by process", schedule.name(), mib.join(", "));
+    }
+    let mut mapped = p.memory().mapped;
     let mut alone = Alone::new(*shape, me)?;
     let (mut samples, mut losses) = (Vec::with_capacity(pace.repeats), Vec::new());
     for step in 0..pace.warm_up + pace.repeats {
@@ -82,14 +105,29 @@ pub(super) fn measure(
         let products = (0..shape.microbatches).map(|_| alone.products()).collect();
         let part = Part { actions, update, products, sent };
         losses.push(agree(p, shape.stages - 1, 0.0, || loss.mean())?);
-        let parts = (0..p.processes())
-            .map(|process| agree(p, process, Part::default(), || Ok(part.clone())))
-            .collect::<Result<Vec<_>>>()?;
+        let parts = agree_all(p, part)?;
+        if step < MAY_MAP {
+            mapped = p.memory().mapped;
+        }
         if step >= pace.warm_up {
             samples.push(Sample { step: step_time, parts });
         }
     }
-    Ok(Measured { samples, losses })
+    let now = p.memory();
+    let peak = now.recent_peak + now.staging_recent_peak;
+    let memory = Memory { expected: planned.expected, peak, mapped_later: now.mapped - mapped };
+    let memory = agree_all(p, memory)?;
+    Ok(Measured { samples, losses, memory })
+}
+
+/// Bytes as MiB, with a digit behind the point.
+fn mib(bytes: u64) -> String {
+    format!("{:.1}", bytes as f64 / f64::from(1 << 20))
+}
+
+/// What each process has.
+fn agree_all<T: Clone + Serialize + for<'a> Deserialize<'a>>(p: &mut Program, mine: T) -> Result<Vec<T>> {
+    (0..p.processes()).map(|process| agree(p, process, mine.clone(), || Ok(mine.clone()))).collect()
 }
 
 /// Returns once every process is here.
@@ -173,6 +211,15 @@ impl Job {
             .map(|mesh| p.jit(Update(rate as f32)).on(mesh).outputs(mesh.replicated()).donate("0").build())
             .collect::<Result<Vec<_>>>()?;
         Ok(Self { stages, data, updates })
+    }
+
+    /// The most memory that a step will take here, which is mapped now as far as the pace of the others matters.
+    fn memory(&self, p: &Program, shape: &Shape, schedule: &Schedule) -> Result<DeviceMemory> {
+        let rows = || f32s([shape.rows, shape.dim]);
+        let shapes = MicrobatchShapes::new(rows()).side(shape.stages - 1, &rows()).kept();
+        self.stages.map_memory(p, schedule, &shapes, &[])?;
+        let plan = self.stages.memory(p, schedule, &shapes, &[])?;
+        Ok(plan.of(p.topology().devices_of(p.process())))
     }
 
     /// One step, to its end on this process.

@@ -25,7 +25,7 @@ use mpmd_core::prelude::Program;
 use super::p2p::Carrier;
 use super::{Case, Options, run_as_job, show};
 use alone::Took;
-use job::{Measured, Pace, Part};
+use job::{Measured, Memory, Pace, Part};
 use mlp::Shape;
 
 /// Where kernels take so many times their own time, others were computing here.
@@ -242,12 +242,16 @@ fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) ->
     };
     let (kernels, library) = (rate(|part| &part.actions), rate(|part| &part.products));
     let ratio = kernels.iter().zip(&library).map(|(kernels, library)| kernels / library).collect();
+    let memory = |of: fn(&Memory) -> f64| measured.memory.iter().map(of).collect::<Vec<f64>>();
     let bytes = samples.iter().map(|sample| sample.parts.iter().map(|part| part.sent).sum::<u64>() as f64);
     cases.extend([
         case("kernels", "GFLOP/s", kernels),
         case("library", "GFLOP/s", library),
         case("rate ratio", "ratio", ratio),
         case("moved", "bytes/step", bytes.collect()),
+        case("memory", "bytes", memory(|memory| memory.peak as f64)),
+        case("memory ratio", "ratio", memory(|memory| memory.peak as f64 / memory.expected.max(1) as f64)),
+        case("mapped late", "bytes", memory(|memory| memory.mapped_later as f64)),
         case("loss", "mse", measured.losses.last().map(|loss| f64::from(*loss)).into_iter().collect()),
     ]);
     Ok(cases)
