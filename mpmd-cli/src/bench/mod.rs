@@ -83,8 +83,8 @@ pub(crate) struct Case {
     parameters: String,
     unit: &'static str,
     samples: Vec<f64>,
-    /// What the median is to be at most.
-    goal: Option<f64>,
+    /// What the median is set against, and its name: a goal, which it is to be at most, or a plain copy.
+    beside: Option<(&'static str, f64)>,
 }
 
 impl Case {
@@ -95,7 +95,7 @@ impl Case {
         samples: impl IntoIterator<Item = Duration>,
     ) -> Self {
         let samples = samples.into_iter().map(|time| time.as_secs_f64() * 1e6).collect();
-        Self { name, parameters: parameters.into(), unit: "us", samples, goal: None }
+        Self { name, parameters: parameters.into(), unit: "us", samples, beside: None }
     }
 
     /// A case measured in GB/s: `bytes` moved in each of the times.
@@ -106,7 +106,7 @@ impl Case {
         times: impl IntoIterator<Item = Duration>,
     ) -> Self {
         let samples = times.into_iter().map(|time| bytes as f64 / time.as_secs_f64() / 1e9).collect();
-        Self { name, parameters: parameters.into(), unit: "GB/s", samples, goal: None }
+        Self { name, parameters: parameters.into(), unit: "GB/s", samples, beside: None }
     }
 
     /// A case that is a number of something.
@@ -116,12 +116,19 @@ impl Case {
         samples: impl IntoIterator<Item = f64>,
     ) -> Self {
         let samples = samples.into_iter().collect();
-        Self { name, parameters: parameters.into(), unit: "", samples, goal: None }
+        Self { name, parameters: parameters.into(), unit: "", samples, beside: None }
     }
 
-    /// The same with what the median is to be at most: the table has the ratio of the two.
+    /// The same with what the median is to be at most: the answer has the ratio of the two.
     pub(crate) fn within(mut self, goal: f64) -> Self {
-        self.goal = Some(goal);
+        self.beside = Some(("goal", goal));
+        self
+    }
+
+    /// The same with a plain copy of as many bytes, measured in the same run: the answer has the ratio of the
+    /// two.
+    pub(crate) fn beside(mut self, memcpy: &Case) -> Self {
+        self.beside = Some(("memcpy", memcpy.quantile(0.5)));
         self
     }
 
@@ -142,16 +149,16 @@ fn quantile(samples: &[f64], share: f64) -> f64 {
 /// Prints cases as a table or as lines of JSON.
 pub(crate) fn show(cases: &[Case], json: bool) {
     let wide = cases.iter().map(|case| case.parameters.len()).max().unwrap_or(0).max(26);
-    let goals = cases.iter().any(|case| case.goal.is_some());
+    let ratios = cases.iter().any(|case| case.beside.is_some());
     if !json {
         let (case, parameters) = ("case", "parameters");
-        let ratio = if goals { "  of its goal" } else { "" };
+        let ratio = if ratios { "           ratio" } else { "" };
         println!("{case:<16} {parameters:<wide$} {:>10} {:>10} {:>10}  unit{ratio}", "median", "p10", "p90");
     }
     for case in cases {
         let (median, p10, p90) = (case.quantile(0.5), case.quantile(0.1), case.quantile(0.9));
         if json {
-            let line = json!({
+            let mut line = json!({
                 "name": case.name,
                 "parameters": case.parameters,
                 "median": median,
@@ -160,10 +167,14 @@ pub(crate) fn show(cases: &[Case], json: bool) {
                 "unit": case.unit,
                 "repeats": case.samples.len(),
             });
+            if let Some((name, value)) = case.beside {
+                line[format!("of_{name}")] = json!(median / value);
+            }
             println!("{line}");
         } else {
             let (name, parameters, unit) = (case.name, &case.parameters, case.unit);
-            let ratio = case.goal.map(|goal| format!("{:>13.2}", median / goal)).unwrap_or_default();
+            let ratio = case.beside.map(|(name, value)| format!("  {:.2} of {name}", median / value));
+            let ratio = ratio.unwrap_or_default();
             let line =
                 format!("{name:<16} {parameters:<wide$} {median:>10.3} {p10:>10.3} {p90:>10.3}  {unit:<4}");
             println!("{}", format!("{line}{ratio}").trim_end());

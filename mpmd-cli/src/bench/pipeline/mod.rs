@@ -173,7 +173,7 @@ fn report(args: &PipelineArgs, schedules: &[Schedule], measured: &[Measured]) ->
             parameters: parameters(args, schedule),
             unit: "mse",
             samples: vec![*loss],
-            goal: None,
+            beside: None,
         }));
     }
     show(&cases, args.options.json);
@@ -209,7 +209,7 @@ fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) ->
         parameters: parameters.clone(),
         unit,
         samples,
-        goal: None,
+        beside: None,
     };
     let mut cases = vec![
         Case::micros("step", &*parameters, steps.iter().copied()),
