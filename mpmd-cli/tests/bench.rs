@@ -333,6 +333,38 @@ fn what_cannot_be_measured_is_refused() {
     assert!(said.contains("--peer"), "{said}");
 }
 
+#[test]
+fn a_job_of_another_launcher_is_measured_over_what_it_really_has() {
+    let this = env!("CARGO_BIN_EXE_mpmd");
+    let in_a_job = |job: &str, words: &str| {
+        let mut command = Command::new(this);
+        command
+            .args(["run", "-n", "2", "--no-prefix"])
+            .args(job.split_whitespace())
+            .args(["--", this, "bench"]);
+        command.args(words.split(' ')).stdin(Stdio::null());
+        for name in SET {
+            command.env_remove(name);
+        }
+        run(command)
+    };
+    let words = "p2p --level array --case latency --sizes 8 --repeats 1 --sample-us 100 --json";
+    // Two processes of one host, by default.
+    let output = in_a_job("", words);
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(lines(&said)[0]["transport"], "shm", "{said}");
+    for words in [words, "pipeline --dim 8 --layers 2 --repeats 1"] {
+        let output = in_a_job("--transport tcp", words);
+        let complained = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success(), "{words}");
+        assert!(
+            complained.contains("the job's arrays go over tcp, and --transport says shm"),
+            "{complained}"
+        );
+    }
+}
+
 /// Lines of `bench pipeline` with these further words, for a network of six small layers that learns so fast
 /// that the losses show every gradient.
 fn pipeline(args: &[&str]) -> Vec<Value> {

@@ -13,9 +13,10 @@ mod reshard;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use clap::{Args, Subcommand};
 use mpmd_core::launch::{Launch, OutputMode};
+use mpmd_core::prelude::Program;
 use serde_json::json;
 
 /// Measure what the framework costs.
@@ -75,6 +76,17 @@ fn run_as_job(processes: usize, transport: &str) -> Result<u8> {
         .output(OutputMode::Quiet0)
         .run()?;
     Ok(u8::try_from(outcome.code()).unwrap_or(1))
+}
+
+/// Whether a job that another launcher has started goes over what this program was told.
+///
+/// # Errors
+///
+/// Where it does not: what would be measured is not what the answer says.
+fn check_transport(p: &Program, said: &str) -> Result<()> {
+    let transport = p.transport();
+    ensure!(transport == said, "the job's arrays go over {transport}, and --transport says {said}");
+    Ok(())
 }
 
 /// A case and what was measured of it.

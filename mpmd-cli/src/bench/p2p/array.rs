@@ -12,14 +12,21 @@ use mpmd_transport::ProcessId;
 use super::found::{Found, Test};
 use super::handover::handover;
 use super::pace::{self, Pace};
-use super::words::{Case, Size};
+use super::words::{Carrier, Case, Size};
+use crate::bench::check_transport;
 
 /// The process that measures.
 pub(super) const FIRST: ProcessId = ProcessId(0);
 
 /// Measures as one of two processes.
-pub(super) fn in_job(sizes: &[Size], cases: &[Case], pace: &Pace) -> Result<Vec<Found>> {
+pub(super) fn in_job(
+    carrier: Carrier,
+    sizes: &[Size],
+    cases: &[Case],
+    pace: &Pace,
+) -> anyhow::Result<Vec<Found>> {
     let mut p = Program::builder().devices(2).from_env()?;
+    check_transport(&p, carrier.name())?;
     let found = measure(&mut p, sizes, cases, pace)?;
     p.finish()?;
     Ok(found)

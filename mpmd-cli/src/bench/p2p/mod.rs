@@ -121,11 +121,6 @@ fn as_one_of_two(args: &P2pArgs, env: &JobEnv) -> Result<()> {
     let &[level] = args.level.as_slice() else {
         bail!("a job measures one level: choose --level message or --level array");
     };
-    if level == Level::Array {
-        let transport = env.transport.as_deref().unwrap_or("auto");
-        let said = args.transport.name();
-        ensure!(transport == said, "the job's arrays go over {transport}, and --transport says {said}");
-    }
     let first = env.process.index() == 0;
     let _busy = Busy::start(if first { args.busy.into() } else { 0 })?;
     let pace = args.pace();
@@ -133,7 +128,7 @@ fn as_one_of_two(args: &P2pArgs, env: &JobEnv) -> Result<()> {
         Level::Message => {
             message::in_job(env, args.transport, args.spin.spin, (&args.sizes, &args.case), &pace)?
         }
-        Level::Array => array::in_job(&args.sizes, &args.case, &pace)?,
+        Level::Array => array::in_job(args.transport, &args.sizes, &args.case, &pace)?,
     };
     match &args.samples_to {
         _ if !first => Ok(()),
