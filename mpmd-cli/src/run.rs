@@ -28,8 +28,8 @@ pub(crate) struct Run {
     /// Number of processes
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     processes: u32,
-    /// The transport between them; by default what MPMD_TRANSPORT says, else tcp. What ucx needs, `mpmd doctor
-    /// --transport ucx` says
+    /// The transport between them; by default what MPMD_TRANSPORT says, else auto: memory that processes of one host
+    /// share where they can (shm), else tcp. What shm and ucx need, `mpmd doctor` says
     #[arg(long, value_name = "NAME", value_parser = transports::NAMES)]
     transport: Option<String>,
     /// Number of devices of each process; by default the program's choice

@@ -77,7 +77,12 @@ fn resharding_is_measured_beside_a_plain_copy() {
         assert_eq!(count(name), 2, "{said}");
     }
     assert_eq!((count("memcpy"), count("copy_region")), (6, 1), "{said}");
-    assert!(lines.iter().all(|line| line["median"].as_f64().is_some_and(|median| median > 0.0)), "{said}");
+    for line in &lines {
+        assert_measured(line, 1);
+        assert_eq!(line["of_memcpy"].is_number(), line["name"] != "memcpy", "{line}");
+    }
+    let table = bench(&["reshard", "--mib", "1", "--repeats", "1", "--processes", "1"]);
+    assert_eq!(table.lines().filter(|line| line.ends_with(" of memcpy")).count(), 4, "{table}");
 }
 
 #[test]
@@ -89,18 +94,35 @@ fn measured_links_are_a_file_that_jobs_read() {
         assert!(said.contains(class), "{said}");
     }
     assert!(said.contains("measured") && said.contains("default"), "{said}");
-    let mut command = command(&["links", "--repeats", "1", "--json"]);
+    let costs: Value = serde_json::from_slice(&std::fs::read(&file).expect("it was written")).expect("JSON");
+    assert!(costs["same_host"]["bytes_per_us"].as_u64() > Some(0), "{costs}");
+    let mut command = command(&["links", "--repeats", "2", "--json"]);
     command.env("MPMD_LINKS", path);
     let output = run(command);
     std::fs::remove_file(&file).expect("it was written");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let costs: Value = serde_json::from_slice(&output.stdout).expect("JSON");
-    assert!(costs["same_host"]["bytes_per_us"].as_u64() > Some(0), "{costs}");
+    let lines = lines(&String::from_utf8_lossy(&output.stdout));
+    let mut expected = Vec::new();
+    for class in ["same_device", "same_process", "same_host"] {
+        expected.push(("latency", format!("{class}, 8"), "us"));
+        expected.push(("bandwidth", format!("{class}, 32Mi"), "GB/s"));
+    }
+    expected.push(("memcpy", "32Mi, warm, 1 thread".to_owned(), "GB/s"));
+    assert_eq!(lines.len(), expected.len(), "{lines:?}");
+    for (line, (name, parameters, unit)) in lines.iter().zip(expected) {
+        let parameters = Value::from(parameters);
+        assert_eq!(
+            (&line["name"], &line["parameters"], &line["unit"]),
+            (&name.into(), &parameters, &unit.into())
+        );
+        assert_measured(line, 2);
+        assert_eq!(line["of_memcpy"].is_number(), name == "bandwidth", "{line}");
+    }
 }
 
 #[test]
 fn a_pair_is_measured_at_both_levels_and_every_size() {
-    for transport in ["tcp", "inproc"] {
+    for transport in ["shm", "tcp", "inproc"] {
         let said = bench(&[
             "p2p",
             "--transport",
@@ -117,21 +139,56 @@ fn a_pair_is_measured_at_both_levels_and_every_size() {
         let mut expected = Vec::new();
         for level in ["message", "array"] {
             for bytes in [8, 20 << 10, 1 << 20] {
-                expected.push((Some(level), "latency", bytes, "us"));
-                expected.push((Some(level), "bandwidth", bytes, "GB/s"));
+                expected.push((Some(level), "latency", bytes, "us", 2));
+                expected.push((Some(level), "bandwidth", bytes, "GB/s", 2));
+                if level == "message" {
+                    continue;
+                }
+                // Twice as many as the repeats of others, and until every piece of memory has been in use.
+                expected.push((Some(level), "handover", bytes, "us", 4));
+                expected.push((Some(level), "handover warm-up", bytes, "us", 12));
+                if bytes >= 1 << 20 {
+                    expected.push((Some(level), "read", bytes, "GB/s", 4));
+                    expected.push((Some(level), "read warm-up", bytes, "GB/s", 12));
+                }
             }
         }
-        expected.extend([8, 20 << 10, 1 << 20].map(|bytes| (None, "memcpy", bytes, "GB/s")));
+        expected.extend([8, 20 << 10, 1 << 20].map(|bytes| (None, "memcpy", bytes, "GB/s", 2)));
         assert_eq!(lines.len(), expected.len(), "{said}");
-        for (line, (level, name, bytes, unit)) in lines.iter().zip(expected) {
+        for (line, (level, name, bytes, unit, repeats)) in lines.iter().zip(expected) {
             assert_eq!((line["level"].as_str(), &line["name"]), (level, &name.into()), "{line}");
             assert_eq!((&line["bytes"], &line["unit"]), (&bytes.into(), &unit.into()), "{line}");
             let pair = level.is_some();
             assert_eq!(line["transport"].as_str(), pair.then_some(transport), "{line}");
             assert_eq!(line["spin"].as_str(), pair.then_some("never"), "{line}");
             assert!(line.get("peer_median").is_none(), "{line}");
-            assert_measured(line, 2);
+            assert_measured(line, repeats);
+            assert_eq!(line["of_memcpy"].is_number(), pair && unit == "GB/s", "{line}");
+            assert!(
+                line["parameters"].as_str().is_some_and(|words| words.contains("i") || bytes == 8),
+                "{line}"
+            );
         }
+    }
+}
+
+#[test]
+fn hand_overs_alone_are_a_table_with_the_warm_up_beside_them() {
+    let words = "p2p --level array --case handover --sizes 1Mi --repeats 3 --spin always";
+    let said = bench(&words.split(' ').collect::<Vec<_>>());
+    let lines: Vec<&str> = said.lines().collect();
+    let expected = [
+        "shm, spin always",
+        "level",
+        "array    handover     ",
+        "array    handover warm-up",
+        "array    read     ",
+        "array    read warm-up",
+        "         memcpy",
+    ];
+    assert_eq!(lines.len(), expected.len(), "{said}");
+    for (line, starts) in lines.iter().zip(expected) {
+        assert!(line.starts_with(starts), "{said}");
     }
 }
 
@@ -140,7 +197,7 @@ fn one_level_of_few_sizes_beside_busy_threads_is_a_table() {
     let said = bench(&["p2p", "--level", "message", "--sizes", "64", "--repeats", "1", "--busy", "1"]);
     let lines: Vec<&str> = said.lines().collect();
     assert_eq!(lines.len(), 5, "{said}");
-    assert!(lines[0].contains("tcp") && lines[0].contains("1 busy"), "{said}");
+    assert!(lines[0].contains("shm") && lines[0].contains("1 busy"), "{said}");
     for (line, starts) in
         lines[1..].iter().zip(["level", "message  latency", "message  bandwidth", "         memcpy"])
     {
@@ -247,6 +304,8 @@ fn a_peer_that_is_missing_or_fails_is_said_and_how_to_name_one() {
         said.contains("/bin/false for latency of 8 bytes") && said.contains("the server ended with"),
         "{said}"
     );
+    let said = complaint(&["p2p", "--peer", "--perftest", "/bin/true", "--case", "handover"]);
+    assert!(said.contains("--case names neither"), "{said}");
     let said = complaint(&["p2p", "--perftest", "/bin/true"]);
     assert!(said.contains("--peer"), "{said}");
 }
@@ -272,6 +331,38 @@ fn what_cannot_be_measured_is_refused() {
     assert!(said.contains("--level message"), "{said}");
     let said = in_a_job("2", &["p2p", "--level", "array", "--peer"]);
     assert!(said.contains("--peer"), "{said}");
+}
+
+#[test]
+fn a_job_of_another_launcher_is_measured_over_what_it_really_has() {
+    let this = env!("CARGO_BIN_EXE_mpmd");
+    let in_a_job = |job: &str, words: &str| {
+        let mut command = Command::new(this);
+        command
+            .args(["run", "-n", "2", "--no-prefix"])
+            .args(job.split_whitespace())
+            .args(["--", this, "bench"]);
+        command.args(words.split(' ')).stdin(Stdio::null());
+        for name in SET {
+            command.env_remove(name);
+        }
+        run(command)
+    };
+    let words = "p2p --level array --case latency --sizes 8 --repeats 1 --sample-us 100 --json";
+    // Two processes of one host, by default.
+    let output = in_a_job("", words);
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(lines(&said)[0]["transport"], "shm", "{said}");
+    for words in [words, "pipeline --dim 8 --layers 2 --repeats 1"] {
+        let output = in_a_job("--transport tcp", words);
+        let complained = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success(), "{words}");
+        assert!(
+            complained.contains("the job's arrays go over tcp, and --transport says shm"),
+            "{complained}"
+        );
+    }
 }
 
 /// Lines of `bench pipeline` with these further words, for a network of six small layers that learns so fast

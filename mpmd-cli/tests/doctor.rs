@@ -54,8 +54,15 @@ fn people_get_lines_that_fit_their_terminal() {
     let output = doctor(&[], &[("MPMD_SPIN", "auto")]);
     let said = text(&output.stdout);
     assert_eq!(output.status.code(), Some(0), "{said}{}", text(&output.stderr));
-    for expected in ["transport", "direct copies", "cores", "network", "MPMD_SPIN=auto", "in the way of tcp"]
-    {
+    for expected in [
+        "transport",
+        "direct copies",
+        "cores",
+        "network",
+        "MPMD_SPIN=auto",
+        "sharing memory",
+        "in the way of auto",
+    ] {
         assert!(said.contains(expected), "{expected}: {said}");
     }
     for line in said.lines() {
@@ -66,7 +73,7 @@ fn people_get_lines_that_fit_their_terminal() {
 
 #[test]
 fn programs_get_json_and_the_status_says_whether_anything_is_in_the_way() {
-    for transport in ["tcp", "ucx"] {
+    for transport in ["auto", "shm", "tcp", "ucx"] {
         let (status, said) = json(&["--json", "--transport", transport], &[]);
         let problems = said["problems"].as_u64().unwrap();
         assert_eq!(status, Some(i32::from(problems > 0)), "{said}");
@@ -79,6 +86,18 @@ fn programs_get_json_and_the_status_says_whether_anything_is_in_the_way() {
             assert!(fields.iter().all(|field| finding[field].is_string()), "{finding}");
         }
         assert!(said["facts"]["cores"].as_u64() > Some(0), "{said}");
+    }
+}
+
+#[test]
+fn sharing_memory_is_really_tried() {
+    let (status, said) = json(&["--json", "--transport", "shm"], &[]);
+    let (tried, found) = (&said["facts"]["sharing"]["error"], finding(&said, "sharing memory"));
+    // Machines on which the tests run have it; where not, that must be said.
+    let expected = if tried.is_null() { (Some(0), "ok") } else { (Some(1), "problem") };
+    assert_eq!((status, found["verdict"].as_str().unwrap()), expected, "{said}");
+    if tried.is_null() {
+        assert!(finding(&said, "open files")["value"].is_string(), "{said}");
     }
 }
 
@@ -114,7 +133,10 @@ fn a_transport_that_is_not_compiled_in_is_a_problem_to_who_asks_for_it() {
 fn wrong_settings_are_problems_and_secrets_stay_secret() {
     let (status, said) = json(&["--json"], &[("MPMD_TRANSPORT", "pigeon"), ("MPMD_JOB_TOKEN", "5ec2e7")]);
     assert_eq!(status, Some(1), "{said}");
-    assert!(finding(&said, "transport")["advice"].as_str().unwrap().contains("tcp or ucx"), "{said}");
+    assert!(
+        finding(&said, "transport")["advice"].as_str().unwrap().contains("auto, shm, tcp, ucx"),
+        "{said}"
+    );
     assert!(!said.to_string().contains("5ec2e7"), "{said}");
     let (status, said) = json(&["--json"], &[("MPMD_SPIN", "often")]);
     assert_eq!((status, &finding(&said, "MPMD_SPIN")["verdict"]), (Some(1), &Value::from("problem")));

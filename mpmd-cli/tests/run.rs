@@ -263,7 +263,7 @@ fn a_transport_that_does_not_exist_is_refused_before_anything_starts() {
     let output = mpmd(&["-n", "2"], "echo begun").env("MPMD_TRANSPORT", "pigeon").output().unwrap();
     let err = text(&output.stderr);
     assert_eq!((output.status.code(), text(&output.stdout).as_str()), (Some(1), ""), "{err}");
-    assert!(err.contains("MPMD_TRANSPORT=pigeon") && err.contains("tcp or ucx"), "{err}");
+    assert!(err.contains("MPMD_TRANSPORT=pigeon") && err.contains("auto, shm, tcp, ucx"), "{err}");
     let output = Command::new(env!("CARGO_BIN_EXE_mpmd")).args(["run", "--help"]).output().unwrap();
     assert!(text(&output.stdout).contains("tcp, ucx"), "{}", text(&output.stdout));
 }

@@ -14,20 +14,23 @@ use mpmd_core::topology::{DeviceId, Link, LinkClass, Links};
 use mpmd_core::{PutOptions, Simulation};
 use serde_json::json;
 
-use super::run_as_job;
+use super::p2p::Size;
+use super::{Case, memcpy, run_as_job, show};
 
 /// Bytes of the array by which bandwidths are measured.
 const LARGE: usize = 32 << 20;
+/// The same by which latencies are.
+const SMALL: usize = 8;
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct LinksArgs {
-    /// JSON instead of a table: what `--out` writes.
+    /// One line of JSON for each case instead of a table.
     #[arg(long)]
     json: bool,
     /// How often each link is measured; the median counts.
-    #[arg(long, default_value_t = 10)]
-    repeats: usize,
-    /// What carries the messages: `tcp` between two processes, or `inproc` between two threads.
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
+    repeats: u32,
+    /// What carries the messages: `shm` or `tcp` between two processes, or `inproc` between two threads.
     #[arg(long, default_value = "shm")]
     transport: String,
     /// Writes the costs to a file, to be named by `MPMD_LINKS` when jobs are started.
@@ -56,21 +59,43 @@ pub(super) fn links(args: &LinksArgs) -> Result<ExitCode> {
     Ok(ExitCode::from(run_as_job(2, &args.transport)?))
 }
 
+/// What was found of a class of links: times of one way of few bytes and of many.
+struct Measured {
+    class: LinkClass,
+    small: Vec<Duration>,
+    large: Vec<Duration>,
+}
+
 /// What was found of each class of links.
-fn measure(p: &mut Program, args: &LinksArgs) -> mpmd_core::Result<Vec<(LinkClass, Link)>> {
+fn measure(p: &mut Program, args: &LinksArgs) -> mpmd_core::Result<Vec<Measured>> {
     let mut measured = Vec::new();
     for other in [0, 1, 2].map(DeviceId) {
         let class = p.topology().link_between(DeviceId(0), other).unwrap_or(LinkClass::Network);
-        let latency = median(there_and_back(p, args, other, 8, 100)?);
-        let whole = median(there_and_back(p, args, other, LARGE, 1)?);
-        let moving = whole.saturating_sub(latency).as_secs_f64() * 1e6;
-        let link = Link {
-            latency_ns: u64::try_from(latency.as_nanos()).unwrap_or(u64::MAX),
-            bytes_per_us: ((LARGE as f64 / moving.max(1.0)) as u64).max(1),
-        };
-        measured.push((class, link));
+        let small = there_and_back(p, args, other, SMALL, 100)?;
+        let large = there_and_back(p, args, other, LARGE, 1)?;
+        measured.push(Measured { class, small, large });
     }
     Ok(measured)
+}
+
+impl Measured {
+    fn link(&self) -> Link {
+        let latency = median(self.small.clone());
+        let moving = median(self.large.clone()).saturating_sub(latency).as_secs_f64() * 1e6;
+        Link {
+            latency_ns: u64::try_from(latency.as_nanos()).unwrap_or(u64::MAX),
+            bytes_per_us: ((LARGE as f64 / moving.max(1.0)) as u64).max(1),
+        }
+    }
+
+    fn cases(&self, memcpy: &Case) -> [Case; 2] {
+        let (class, small, large) = (self.class.name(), Size(SMALL), Size(LARGE));
+        [
+            Case::micros("latency", format!("{class}, {small}"), self.small.iter().copied()),
+            Case::bandwidth("bandwidth", format!("{class}, {large}"), LARGE, self.large.iter().copied())
+                .beside(memcpy),
+        ]
+    }
 }
 
 /// Times of one way between device 0 and another, from arrays to arrays.
@@ -86,7 +111,7 @@ fn there_and_back(
     let mut x = p.make(u8s([bytes]), &here, |_, mut view| Ok(view.fill(1u8)?))?;
     x.block_until_ready()?;
     let mut times = Vec::new();
-    for repeat in 0..=args.repeats.max(1) {
+    for repeat in 0..=args.repeats {
         let start = Instant::now();
         for _ in 0..rounds {
             let y = p.device_put_with(&x, &there, options)?;
@@ -108,38 +133,44 @@ fn median(mut times: Vec<Duration>) -> Duration {
 }
 
 /// The costs of all classes, with the defaults of those that were not measured.
-fn costs(measured: &[(LinkClass, Link)]) -> Links {
+fn costs(measured: impl IntoIterator<Item = (LinkClass, Link)>) -> Links {
     let mut links = Links::default();
     for (class, link) in measured {
         match class {
-            LinkClass::SameDevice => links.same_device = *link,
-            LinkClass::SameProcess => links.same_process = *link,
-            LinkClass::SameHost => links.same_host = *link,
-            LinkClass::Network => links.network = *link,
+            LinkClass::SameDevice => links.same_device = link,
+            LinkClass::SameProcess => links.same_process = link,
+            LinkClass::SameHost => links.same_host = link,
+            LinkClass::Network => links.network = link,
         }
     }
     links
 }
 
-fn say(args: &LinksArgs, measured: &[(LinkClass, Link)]) -> Result<()> {
-    let links = costs(measured);
-    let text = serde_json::to_string_pretty(&json!(links))?;
+fn say(args: &LinksArgs, measured: &[Measured]) -> Result<()> {
+    let links = costs(measured.iter().map(|measured| (measured.class, measured.link())));
     if let Some(path) = &args.out {
+        let text = serde_json::to_string_pretty(&json!(links))?;
         std::fs::write(path, format!("{text}\n")).with_context(|| format!("writing {}", path.display()))?;
     }
+    let memcpy = memcpy::plain(LARGE, args.repeats as usize);
     if args.json {
-        println!("{text}");
+        let mut cases: Vec<Case> = measured.iter().flat_map(|measured| measured.cases(&memcpy)).collect();
+        cases.push(memcpy);
+        show(&cases, true);
         return Ok(());
     }
-    println!("{:<14} {:>12} {:>12}", "link", "latency us", "GB/s");
+    let copy = memcpy.quantile(0.5);
+    println!("{:<14} {:>12} {:>12} {:>12}", "link", "latency us", "GB/s", "of memcpy");
     for class in LinkClass::ALL {
         let Link { latency_ns, bytes_per_us } = links.of(class);
-        let found = measured.iter().any(|(found, _)| *found == class);
+        let found = measured.iter().any(|measured| measured.class == class);
+        let rate = bytes_per_us as f64 / 1e3;
         println!(
-            "{:<14} {:>12.3} {:>12.3}  {}",
+            "{:<14} {:>12.3} {:>12.3} {:>12.2}  {}",
             class.name(),
             latency_ns as f64 / 1e3,
-            bytes_per_us as f64 / 1e3,
+            rate,
+            rate / copy,
             if found { "measured" } else { "default" }
         );
     }
@@ -153,7 +184,7 @@ mod tests {
     #[test]
     fn what_is_not_measured_keeps_its_default() {
         let link = Link { latency_ns: 7, bytes_per_us: 9 };
-        let links = costs(&[(LinkClass::SameDevice, link), (LinkClass::SameHost, link)]);
+        let links = costs([(LinkClass::SameDevice, link), (LinkClass::SameHost, link)]);
         assert_eq!(links, Links { same_device: link, same_host: link, ..Links::default() });
     }
 }

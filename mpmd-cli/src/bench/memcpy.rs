@@ -59,6 +59,12 @@ pub(super) fn memcpy(args: &MemcpyArgs) -> Result<()> {
     Ok(())
 }
 
+/// Copies by one thread into memory that was written before, to set moves of as many bytes against.
+pub(super) fn plain(bytes: usize, repeats: usize) -> Case {
+    let parameters = format!("{}, warm, 1 thread", Size(bytes));
+    Case::bandwidth("memcpy", parameters, bytes, times(bytes, 1, Target::Warm, repeats))
+}
+
 /// Times of one copy by all threads together.
 fn times(bytes: usize, threads: usize, target: Target, repeats: usize) -> Vec<Duration> {
     let (share, start) = (bytes / threads, Barrier::new(threads));

@@ -14,9 +14,10 @@ mod reshard;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use clap::{Args, Subcommand};
 use mpmd_core::launch::{Launch, OutputMode};
+use mpmd_core::prelude::Program;
 use serde_json::json;
 
 /// Measure what the framework costs.
@@ -84,14 +85,25 @@ fn run_as_job(processes: usize, transport: &str) -> Result<u8> {
     Ok(u8::try_from(outcome.code()).unwrap_or(1))
 }
 
+/// Whether a job that another launcher has started goes over what this program was told.
+///
+/// # Errors
+///
+/// Where it does not: what would be measured is not what the answer says.
+fn check_transport(p: &Program, said: &str) -> Result<()> {
+    let transport = p.transport();
+    ensure!(transport == said, "the job's arrays go over {transport}, and --transport says {said}");
+    Ok(())
+}
+
 /// A case and what was measured of it.
 pub(crate) struct Case {
     name: &'static str,
     parameters: String,
     unit: &'static str,
     samples: Vec<f64>,
-    /// What the median is to be at most.
-    goal: Option<f64>,
+    /// What the median is set against, and its name: a goal, which it is to be at most, or a plain copy.
+    beside: Option<(&'static str, f64)>,
 }
 
 impl Case {
@@ -102,7 +114,7 @@ impl Case {
         samples: impl IntoIterator<Item = Duration>,
     ) -> Self {
         let samples = samples.into_iter().map(|time| time.as_secs_f64() * 1e6).collect();
-        Self { name, parameters: parameters.into(), unit: "us", samples, goal: None }
+        Self { name, parameters: parameters.into(), unit: "us", samples, beside: None }
     }
 
     /// A case measured in GB/s: `bytes` moved in each of the times.
@@ -113,7 +125,7 @@ impl Case {
         times: impl IntoIterator<Item = Duration>,
     ) -> Self {
         let samples = times.into_iter().map(|time| bytes as f64 / time.as_secs_f64() / 1e9).collect();
-        Self { name, parameters: parameters.into(), unit: "GB/s", samples, goal: None }
+        Self { name, parameters: parameters.into(), unit: "GB/s", samples, beside: None }
     }
 
     /// A case that is a number of something.
@@ -123,12 +135,19 @@ impl Case {
         samples: impl IntoIterator<Item = f64>,
     ) -> Self {
         let samples = samples.into_iter().collect();
-        Self { name, parameters: parameters.into(), unit: "", samples, goal: None }
+        Self { name, parameters: parameters.into(), unit: "", samples, beside: None }
     }
 
-    /// The same with what the median is to be at most: the table has the ratio of the two.
+    /// The same with what the median is to be at most: the answer has the ratio of the two.
     pub(crate) fn within(mut self, goal: f64) -> Self {
-        self.goal = Some(goal);
+        self.beside = Some(("goal", goal));
+        self
+    }
+
+    /// The same with a plain copy of as many bytes, measured in the same run: the answer has the ratio of the
+    /// two.
+    pub(crate) fn beside(mut self, memcpy: &Case) -> Self {
+        self.beside = Some(("memcpy", memcpy.quantile(0.5)));
         self
     }
 
@@ -149,16 +168,16 @@ fn quantile(samples: &[f64], share: f64) -> f64 {
 /// Prints cases as a table or as lines of JSON.
 pub(crate) fn show(cases: &[Case], json: bool) {
     let wide = cases.iter().map(|case| case.parameters.len()).max().unwrap_or(0).max(26);
-    let goals = cases.iter().any(|case| case.goal.is_some());
+    let ratios = cases.iter().any(|case| case.beside.is_some());
     if !json {
         let (case, parameters) = ("case", "parameters");
-        let ratio = if goals { "  of its goal" } else { "" };
+        let ratio = if ratios { "           ratio" } else { "" };
         println!("{case:<16} {parameters:<wide$} {:>10} {:>10} {:>10}  unit{ratio}", "median", "p10", "p90");
     }
     for case in cases {
         let (median, p10, p90) = (case.quantile(0.5), case.quantile(0.1), case.quantile(0.9));
         if json {
-            let line = json!({
+            let mut line = json!({
                 "name": case.name,
                 "parameters": case.parameters,
                 "median": median,
@@ -167,10 +186,14 @@ pub(crate) fn show(cases: &[Case], json: bool) {
                 "unit": case.unit,
                 "repeats": case.samples.len(),
             });
+            if let Some((name, value)) = case.beside {
+                line[format!("of_{name}")] = json!(median / value);
+            }
             println!("{line}");
         } else {
             let (name, parameters, unit) = (case.name, &case.parameters, case.unit);
-            let ratio = case.goal.map(|goal| format!("{:>13.2}", median / goal)).unwrap_or_default();
+            let ratio = case.beside.map(|(name, value)| format!("  {:.2} of {name}", median / value));
+            let ratio = ratio.unwrap_or_default();
             let line =
                 format!("{name:<16} {parameters:<wide$} {median:>10.3} {p10:>10.3} {p90:>10.3}  {unit:<4}");
             println!("{}", format!("{line}{ratio}").trim_end());

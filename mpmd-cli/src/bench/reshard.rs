@@ -26,7 +26,7 @@ const SAMPLE_BYTES: usize = 32 << 20;
 pub(crate) struct ReshardArgs {
     #[command(flatten)]
     options: Options,
-    /// What carries the messages: `tcp` between processes, or `inproc` between threads.
+    /// What carries the messages: `shm` or `tcp` between processes, or `inproc` between threads.
     #[arg(long, default_value = "shm")]
     transport: String,
     /// Numbers of processes; each divides 8.
@@ -87,15 +87,17 @@ fn measure(p: &mut Program, args: &ReshardArgs) -> mpmd_core::Result<()> {
             let bytes = mib << 20;
             let times = put(p, args, bytes, &rows, &to)?;
             let parameters = format!("{mib} MiB, {} processes", p.processes());
-            cases.push(Case::bandwidth(name, parameters, bytes * copies, times));
             if p.process().0 == 0 {
-                cases.push(memcpy(args, bytes));
+                let memcpy = memcpy(args, bytes);
+                cases.push(Case::bandwidth(name, parameters, bytes * copies, times).beside(&memcpy));
+                cases.push(memcpy);
             }
             // The others wait meanwhile: the copy has the machine to itself.
             meet(p, &here)?;
         }
         if p.process().0 == 0 && p.processes() == 1 {
-            cases.push(copies(args, mib << 20, &here)?);
+            let memcpy = memcpy(args, mib << 20);
+            cases.push(copies(args, mib << 20, &here)?.beside(&memcpy));
         }
     }
     if p.process().0 == 0 {

@@ -9,6 +9,7 @@ use std::{fs, io};
 
 use mpmd_core::launch::variables;
 use mpmd_core::transports;
+use mpmd_transport::{TransportError, shm};
 use rustix::process::{Resource, getrlimit};
 use serde::Serialize;
 
@@ -29,6 +30,7 @@ pub(super) struct Facts {
     /// Why this host cannot be reached from itself over TCP, where that is so.
     pub(super) loopback_error: Option<String>,
     pub(super) memory_of_others: Both,
+    pub(super) sharing: Sharing,
     pub(super) kernel: Kernel,
     /// Bytes that this process may lock in memory; `None` for any number.
     pub(super) lockable_bytes: Option<u64>,
@@ -51,6 +53,17 @@ pub(super) enum Ucx {
     NotCompiledIn,
     Unusable(String),
     Usable { version: String, library: String, resources: Vec<(String, String)>, lanes: Vec<String> },
+}
+
+/// What the transport `shm` finds here.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Sharing {
+    /// Why this process can share no memory with others, where that is so.
+    pub(super) error: Option<String>,
+    /// When the kernel gives huge pages to such memory, in its own word; `None` where it does not say.
+    pub(super) huge_pages: Option<String>,
+    /// Files that a process may have open, if there is a limit: each large array that is shared is one.
+    pub(super) open_files: Option<u64>,
 }
 
 /// What the kernel forbids this process.
@@ -91,6 +104,7 @@ impl Facts {
             ucx: Ucx::examine(),
             loopback_error: loopback().err().map(|error| error.to_string()),
             memory_of_others: Both::attempt(),
+            sharing: Sharing::look(),
             kernel: Kernel::look(),
             lockable_bytes: limit.current,
             rdma: names_in("/sys/class/infiniband"),
@@ -118,6 +132,28 @@ impl Ucx {
             },
             Err(error) => Self::Unusable(error.to_string()),
         }
+    }
+}
+
+impl Sharing {
+    /// Shares some with itself, as a job's process does that looks for its transport.
+    fn look() -> Self {
+        let error = shm::Opened::open().err().map(|error| match error {
+            TransportError::Unavailable { why, .. } => why,
+            error => error.to_string(),
+        });
+        let enabled = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
+        Self {
+            error,
+            huge_pages: enabled.ok().and_then(|text| Self::chosen(&text)),
+            // Programs raise what they have to it.
+            open_files: getrlimit(Resource::Nofile).maximum,
+        }
+    }
+
+    /// The word in brackets, among all that there are.
+    fn chosen(text: &str) -> Option<String> {
+        text.split_whitespace().find_map(|word| Some(word.strip_prefix('[')?.strip_suffix(']')?.to_owned()))
     }
 }
 
@@ -229,6 +265,15 @@ mod tests {
         assert_eq!((filtered.may_lock, filtered.seccomp), (false, true));
         let nothing = Kernel::of("", "");
         assert!(!nothing.may_lock && !nothing.seccomp && !nothing.user_namespace);
+    }
+
+    #[test]
+    fn the_chosen_word_is_the_one_in_brackets() {
+        let chosen = Sharing::chosen("always within_size advise [never] deny force\n");
+        assert_eq!(chosen.as_deref(), Some("never"));
+        assert_eq!(Sharing::chosen("never\n"), None);
+        // Wherever the tests run this is there.
+        assert_eq!(Sharing::look().error, None);
     }
 
     #[test]

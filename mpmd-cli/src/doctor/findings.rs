@@ -6,7 +6,7 @@ use mpmd_core::launch::{spin, variables};
 use mpmd_core::transports::{self, Spin};
 use serde::Serialize;
 
-use super::facts::{Facts, Interface, Ucx};
+use super::facts::{Facts, Interface, Sharing, Ucx};
 use super::memory::Attempt;
 use crate::plan::bytes_text;
 
@@ -36,6 +36,9 @@ pub(super) enum Verdict {
 /// Memory that a first registration with an RDMA device takes easily: queues, and buffers of a few MiB.
 const LOCKED_FOR_RDMA: u64 = 64 << 20;
 
+/// Below this a process with many large arrays, its own and others', may have no room for their descriptors.
+const FEWEST_FILES: u64 = 4096;
+
 /// Below this UCX's queues for a handful of processes may not fit; a container's default is 64 MiB.
 const SHM_LITTLE: u64 = 256 << 20;
 
@@ -51,6 +54,7 @@ const INSIDE_ONLY: [&str; 16] = [
 /// Judges all facts, in the order in which they are shown.
 pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
     let mut findings = vec![transport(facts)];
+    findings.extend(sharing(facts));
     findings.extend(ucx(facts));
     findings.push(memory_of_others(facts));
     findings.push(locked_memory(facts));
@@ -84,13 +88,56 @@ fn transport(facts: &Facts) -> Finding {
         return finding(name, &facts.transport, Verdict::Problem, error.to_string());
     }
     match &facts.loopback_error {
-        None => finding(name, format!("{} is asked for", facts.transport), Verdict::Ok, ""),
+        None => {
+            let advice = if facts.transport == transports::DEFAULT {
+                "processes of one host share memory where they can; all others talk over tcp"
+            } else {
+                ""
+            };
+            finding(name, format!("{} is asked for", facts.transport), Verdict::Ok, advice)
+        }
         Some(why) => {
             let advice = "processes meet over TCP whatever their transport: this host must reach itself at \
                           127.0.0.1; look at its loopback interface and firewall";
             finding(name, format!("no TCP connection to this host itself: {why}"), Verdict::Problem, advice)
         }
     }
+}
+
+/// What the transport `shm` needs, and what makes it quicker.
+fn sharing(facts: &Facts) -> Vec<Finding> {
+    let Sharing { error, huge_pages, open_files } = &facts.sharing;
+    let name = "sharing memory";
+    if let Some(why) = error {
+        let verdict = if facts.transport == "shm" { Verdict::Problem } else { Verdict::Note };
+        let advice = "processes of this host talk over tcp and copy what they send: a sandbox or a filter of system \
+                      calls may be the reason, or a kernel before 5.3";
+        return vec![finding(name, format!("not possible here: {why}"), verdict, advice)];
+    }
+    let value = "processes of this host can use each other's arrays where they are, tried";
+    let mut findings = vec![finding(name, value, Verdict::Ok, "")];
+    if let Some(chosen) = huge_pages {
+        let has_them = matches!(chosen.as_str(), "always" | "within_size" | "advise" | "force");
+        let (verdict, advice) = if has_them {
+            (Verdict::Ok, "")
+        } else {
+            let advice = "the first use of a large array that another process has handed over takes a while for each \
+                          MiB; as root: `echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled`";
+            (Verdict::Note, advice)
+        };
+        findings.push(finding("huge pages", format!("{chosen}, for memory that is shared"), verdict, advice));
+    }
+    let name = "open files";
+    findings.push(match open_files {
+        None => finding(name, "without limit", Verdict::Ok, ""),
+        Some(limit) if *limit >= FEWEST_FILES => finding(name, format!("at most {limit}"), Verdict::Ok, ""),
+        Some(limit) => {
+            let advice = "each large array takes one here and in every process that has it: raise the hard limit \
+                          (`ulimit -Hn`, LimitNOFILE for services, `--ulimit nofile` for containers)";
+            finding(name, format!("at most {limit}"), Verdict::Note, advice)
+        }
+    });
+    findings
 }
 
 fn ucx(facts: &Facts) -> Vec<Finding> {
@@ -244,7 +291,7 @@ fn shared_memory(facts: &Facts) -> Finding {
     let larger =
         "make /dev/shm larger: `--shm-size` for containers, an emptyDir of medium Memory in Kubernetes";
     let Some(shared) = facts.shared_memory else {
-        let advice = format!("processes of one host go without the fastest way between them; {larger}");
+        let advice = format!("UCX goes without its fastest way between processes of one host; {larger}");
         return finding(name, "there is no /dev/shm", Verdict::Note, advice);
     };
     let value = format!("/dev/shm has {}, {} free", bytes_text(shared.bytes), bytes_text(shared.free));
@@ -331,6 +378,7 @@ mod tests {
             },
             loopback_error: None,
             memory_of_others: Both { child: Attempt::Read, parent: Attempt::Read },
+            sharing: Sharing { error: None, huge_pages: Some("advise".into()), open_files: Some(1 << 20) },
             kernel: Kernel::default(),
             lockable_bytes: None,
             rdma: vec!["mlx5_0".into()],
@@ -379,13 +427,40 @@ mod tests {
     #[test]
     fn a_transport_must_exist_and_the_host_reach_itself() {
         let pigeon = Facts { transport: "pigeon".into(), ..well() };
-        check(&pigeon, "transport", Verdict::Problem, &["pigeon", "tcp or ucx"]);
+        check(&pigeon, "transport", Verdict::Problem, &["pigeon", "auto, shm, tcp, ucx"]);
         for transport in transports::NAMES {
             let facts = Facts { transport: transport.into(), ..well() };
             check(&facts, "transport", Verdict::Ok, &[transport]);
             let cut = Facts { loopback_error: Some("refused".into()), ..facts };
             check(&cut, "transport", Verdict::Problem, &["refused", "127.0.0.1"]);
         }
+    }
+
+    #[test]
+    fn memory_that_cannot_be_shared_is_a_problem_to_who_asks_for_it() {
+        let with = |transport: &str, error: Option<&str>, huge: Option<&str>, open_files| Facts {
+            transport: transport.into(),
+            sharing: Sharing { error: error.map(Into::into), huge_pages: huge.map(Into::into), open_files },
+            ..well()
+        };
+        let name = "sharing memory";
+        for (transport, verdict) in
+            [("shm", Verdict::Problem), ("auto", Verdict::Note), ("tcp", Verdict::Note)]
+        {
+            let facts = with(transport, Some("memfd_create failed"), Some("never"), Some(16));
+            check(&facts, name, verdict, &["memfd_create failed", "over tcp", "filter"]);
+            let findings = judge(&facts);
+            assert!(findings.iter().all(|finding| finding.name != "huge pages"), "{findings:?}");
+        }
+        check(&well(), name, Verdict::Ok, &["where they are"]);
+        check(&well(), "huge pages", Verdict::Ok, &["advise"]);
+        let small = with("auto", None, Some("never"), Some(1024));
+        check(&small, "huge pages", Verdict::Note, &["never", "shmem_enabled"]);
+        check(&small, "open files", Verdict::Note, &["at most 1024", "ulimit -Hn"]);
+        check(&small, "transport", Verdict::Ok, &["auto", "share memory where they can"]);
+        let findings = judge(&with("auto", None, None, None));
+        assert!(findings.iter().all(|finding| finding.name != "huge pages"), "{findings:?}");
+        check(&with("auto", None, None, None), "open files", Verdict::Ok, &["without limit"]);
     }
 
     #[test]

@@ -24,7 +24,7 @@ pub(crate) use memory::{READ_MEMORY, answer_reader};
 /// Look at this machine.
 #[derive(Args, Debug)]
 pub(crate) struct DoctorArgs {
-    /// The transport that jobs are to use here; by default what MPMD_TRANSPORT says, else tcp
+    /// The transport that jobs are to use here; by default what MPMD_TRANSPORT says, else auto
     #[arg(long, value_name = "NAME", value_parser = transports::NAMES)]
     transport: Option<String>,
     /// JSON instead of text

@@ -10,43 +10,61 @@ use mpmd_core::{Result, Simulation};
 use mpmd_transport::ProcessId;
 
 use super::found::{Found, Test};
+use super::handover::handover;
 use super::pace::{self, Pace};
-use super::words::Size;
+use super::words::{Carrier, Case, Size};
+use crate::bench::check_transport;
 
 /// The process that measures.
-const FIRST: ProcessId = ProcessId(0);
+pub(super) const FIRST: ProcessId = ProcessId(0);
 
 /// Measures as one of two processes.
-pub(super) fn in_job(sizes: &[Size], pace: &Pace) -> Result<Vec<Found>> {
+pub(super) fn in_job(
+    carrier: Carrier,
+    sizes: &[Size],
+    cases: &[Case],
+    pace: &Pace,
+) -> anyhow::Result<Vec<Found>> {
     let mut p = Program::builder().devices(2).from_env()?;
-    let found = measure(&mut p, sizes, pace)?;
+    check_transport(&p, carrier.name())?;
+    let found = measure(&mut p, sizes, cases, pace)?;
     p.finish()?;
     Ok(found)
 }
 
 /// Measures between two threads.
-pub(super) fn in_threads(sizes: &[Size], pace: &Pace) -> Result<Vec<Found>> {
-    let mut results = Simulation::new(2, 2).run(|p| measure(p, sizes, pace));
+pub(super) fn in_threads(sizes: &[Size], cases: &[Case], pace: &Pace) -> Result<Vec<Found>> {
+    let mut results = Simulation::new(2, 2).run(|p| measure(p, sizes, cases, pace));
     let other = results.pop().map(|result| result.map(drop));
     let found = results.pop().unwrap_or_else(|| Ok(Vec::new()));
     other.map_or(Ok(()), |result| result).and(found)
 }
 
 /// One device of each process.
-struct Pair {
-    here: Sharding,
-    there: Sharding,
+pub(super) struct Pair {
+    pub(super) here: Sharding,
+    pub(super) there: Sharding,
 }
 
-fn measure(p: &mut Program, sizes: &[Size], pace: &Pace) -> Result<Vec<Found>> {
+fn measure(p: &mut Program, sizes: &[Size], cases: &[Case], pace: &Pace) -> Result<Vec<Found>> {
     let devices = p.topology().device_ids().to_vec();
     let pair = Pair { here: Sharding::single_device(devices[0]), there: Sharding::single_device(devices[1]) };
     let mut found = Vec::new();
     for Size(bytes) in sizes.iter().copied() {
+        // First: what is new to a process then is new.
+        let handed = match cases.contains(&Case::Handover) {
+            true => handover(p, &pair, bytes, pace)?,
+            false => Vec::new(),
+        };
         let x = p.make(u8s([bytes]), &pair.here, |_, mut view| Ok(view.fill(7u8)?))?;
         x.block_until_ready()?;
-        found.push(latency(p, &pair, &x, bytes, pace)?);
-        found.push(bandwidth(p, &pair, &x, bytes, pace)?);
+        if cases.contains(&Case::Latency) {
+            found.push(latency(p, &pair, &x, bytes, pace)?);
+        }
+        if cases.contains(&Case::Bandwidth) {
+            found.push(bandwidth(p, &pair, &x, bytes, pace)?);
+        }
+        found.extend(handed);
     }
     Ok(found)
 }

@@ -14,6 +14,14 @@ pub(super) enum Test {
     Latency,
     /// Bytes over the time until the receiver has them all, in GB/s.
     Bandwidth,
+    /// From one process's `device_put` until the other can use the array, in microseconds.
+    Handover,
+    /// The same where the memory is new to one of them.
+    HandoverWarmUp,
+    /// Adding up the bytes of an array that was handed over, in GB/s.
+    Read,
+    /// The same where the memory is new to who reads it.
+    ReadWarmUp,
     /// A plain copy within one process, in GB/s.
     Memcpy,
 }
@@ -23,14 +31,18 @@ impl Test {
         match self {
             Self::Latency => "latency",
             Self::Bandwidth => "bandwidth",
+            Self::Handover => "handover",
+            Self::HandoverWarmUp => "handover warm-up",
+            Self::Read => "read",
+            Self::ReadWarmUp => "read warm-up",
             Self::Memcpy => "memcpy",
         }
     }
 
     pub(super) fn unit(self) -> &'static str {
         match self {
-            Self::Latency => "us",
-            Self::Bandwidth | Self::Memcpy => "GB/s",
+            Self::Latency | Self::Handover | Self::HandoverWarmUp => "us",
+            Self::Bandwidth | Self::Read | Self::ReadWarmUp | Self::Memcpy => "GB/s",
         }
     }
 }
@@ -48,12 +60,15 @@ impl Found {
         Self { test, bytes, samples: Vec::new() }
     }
 
-    /// Adds a sample: so many round trips, or messages, in this time.
+    /// Adds a sample: so many round trips, or messages, arrays or copies, in this time.
     pub(super) fn add(&mut self, count: u64, time: Duration) {
         let seconds = time.as_secs_f64().max(1e-9) / count as f64;
         self.samples.push(match self.test {
             Test::Latency => seconds * 1e6 / 2.0,
-            Test::Bandwidth | Test::Memcpy => self.bytes as f64 / seconds / 1e9,
+            Test::Handover | Test::HandoverWarmUp => seconds * 1e6,
+            Test::Bandwidth | Test::Read | Test::ReadWarmUp | Test::Memcpy => {
+                self.bytes as f64 / seconds / 1e9
+            }
         });
     }
 }

@@ -1,4 +1,4 @@
-//! A plain copy of as many bytes, for comparison.
+//! The memory of this host: a plain copy of as many bytes, for comparison, and how much there is left.
 
 use std::convert::Infallible;
 use std::time::{Duration, Instant};
@@ -25,4 +25,26 @@ pub(super) fn memcpy(bytes: usize, repeats: usize, pace: &Pace) -> Found {
         found.add(times, copy(times));
     }
     found
+}
+
+/// Bytes that can still be had without swapping, as the kernel estimates; `None` where it does not say.
+pub(super) fn available() -> Option<u64> {
+    available_of(&std::fs::read_to_string("/proc/meminfo").ok()?)
+}
+
+fn available_of(meminfo: &str) -> Option<u64> {
+    let kib = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    kib.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_available_is_read_from_the_kernels_words() {
+        let meminfo = "MemTotal:       24630148 kB\nMemFree:  1 kB\nMemAvailable:   20480 kB\n";
+        assert_eq!(available_of(meminfo), Some(20 << 20));
+        assert_eq!(available_of("MemTotal: 1 kB\n"), None);
+    }
 }

@@ -12,29 +12,30 @@ use super::ends::{Ends, NEXT, READY};
 use super::found::{Found, Test};
 use super::meet::Meeting;
 use super::pace::{self, Pace};
-use super::words::{Carrier, Size};
+use super::words::{Carrier, Case, Size};
 
 /// Measures as one of two processes; what process 0 found, and nothing in process 1.
 pub(super) fn in_job(
     env: &JobEnv,
     carrier: Carrier,
     spin: Spin,
-    sizes: &[Size],
+    (sizes, cases): (&[Size], &[Case]),
     pace: &Pace,
 ) -> Result<Vec<Found>> {
     let pool = Pool::new("bench", None);
     let meeting = Meeting::of(env, carrier, spin, &pool)?;
     // What can be handed over comes from memory that the transport has made for it.
     let pool = meeting.transport.arena().map_or(pool, |arena| Pool::in_arena("bench", None, &arena));
-    let found = measure(meeting.transport.clone(), pool, sizes, pace)?;
+    let found = measure(meeting.transport.clone(), pool, sizes, cases, pace)?;
     meeting.leave()?;
     Ok(found)
 }
 
 /// Measures between two threads.
-pub(super) fn in_threads(sizes: &[Size], pace: &Pace) -> Result<Vec<Found>> {
+pub(super) fn in_threads(sizes: &[Size], cases: &[Case], pace: &Pace) -> Result<Vec<Found>> {
     let fabric = Fabric::new(2, Faults::default());
-    let one = |process| measure(fabric.endpoint(ProcessId(process)), Pool::new("bench", None), sizes, pace);
+    let one =
+        |process| measure(fabric.endpoint(ProcessId(process)), Pool::new("bench", None), sizes, cases, pace);
     std::thread::scope(|scope| {
         let other = scope.spawn(|| one(1));
         let found = one(0);
@@ -44,7 +45,13 @@ pub(super) fn in_threads(sizes: &[Size], pace: &Pace) -> Result<Vec<Found>> {
 }
 
 /// Both processes go through the same sizes; process 0 measures, process 1 answers.
-fn measure(transport: Arc<dyn Transport>, pool: Pool, sizes: &[Size], pace: &Pace) -> Result<Vec<Found>> {
+fn measure(
+    transport: Arc<dyn Transport>,
+    pool: Pool,
+    sizes: &[Size],
+    cases: &[Case],
+    pace: &Pace,
+) -> Result<Vec<Found>> {
     let ends = Ends::start(transport, pool);
     let mut found = Vec::new();
     for Size(bytes) in sizes.iter().copied() {
@@ -52,7 +59,12 @@ fn measure(transport: Arc<dyn Transport>, pool: Pool, sizes: &[Size], pace: &Pac
         ends.prepare(bytes, if ends.is_first() { 1 } else { pace::window(bytes) }).with_context(at)?;
         if ends.is_first() {
             ends.hear(READY).with_context(at)?;
-            found.extend(measure_one(&ends, bytes, pace).with_context(at)?);
+            if cases.contains(&Case::Latency) {
+                found.push(latency(&ends, bytes, pace).with_context(at)?);
+            }
+            if cases.contains(&Case::Bandwidth) {
+                found.push(bandwidth(&ends, bytes, pace).with_context(at)?);
+            }
             ends.say(NEXT);
         } else {
             ends.say(READY);
@@ -62,7 +74,7 @@ fn measure(transport: Arc<dyn Transport>, pool: Pool, sizes: &[Size], pace: &Pac
     Ok(found)
 }
 
-fn measure_one(ends: &Ends, bytes: usize, pace: &Pace) -> Result<[Found; 2]> {
+fn latency(ends: &Ends, bytes: usize, pace: &Pace) -> Result<Found> {
     ends.ping(0, true)?;
     let rounds = pace.rounds(Pace::warm(bytes, 1, |rounds| ends.ping(rounds, false))?);
     let mut latency = Found::new(Test::Latency, bytes);
@@ -70,6 +82,10 @@ fn measure_one(ends: &Ends, bytes: usize, pace: &Pace) -> Result<[Found; 2]> {
         let (rounds, time) = ends.ping(rounds, false)?;
         latency.add(rounds, time);
     }
+    Ok(latency)
+}
+
+fn bandwidth(ends: &Ends, bytes: usize, pace: &Pace) -> Result<Found> {
     // The whole window at least, for every buffer to be in use.
     let window = pace::window(bytes);
     ends.stream(1, window, true)?;
@@ -80,7 +96,7 @@ fn measure_one(ends: &Ends, bytes: usize, pace: &Pace) -> Result<[Found; 2]> {
         let (messages, time) = ends.stream(messages, window, false)?;
         bandwidth.add(messages, time);
     }
-    Ok([latency, bandwidth])
+    Ok(bandwidth)
 }
 
 #[cfg(test)]
@@ -93,7 +109,7 @@ mod tests {
     fn two_threads_measure_small_and_large_messages() {
         let pace = Pace { repeats: 2, sample: Duration::from_micros(200) };
         let sizes = [1, 16 << 10, (16 << 10) + 1, 3 << 20].map(Size);
-        let found = in_threads(&sizes, &pace).unwrap();
+        let found = in_threads(&sizes, &[Case::Latency, Case::Bandwidth], &pace).unwrap();
         let expected: Vec<_> =
             sizes.iter().flat_map(|size| [(Test::Latency, size.0), (Test::Bandwidth, size.0)]).collect();
         assert_eq!(found.iter().map(|found| (found.test, found.bytes)).collect::<Vec<_>>(), expected);

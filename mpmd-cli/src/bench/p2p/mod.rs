@@ -9,6 +9,7 @@ mod array;
 mod busy;
 mod ends;
 mod found;
+mod handover;
 mod meet;
 mod memory;
 mod message;
@@ -25,13 +26,14 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use mpmd_core::launch::{JobEnv, Launch, OutputMode};
 
+use super::quantile;
 use busy::Busy;
 use found::{Found, Test};
 use pace::Pace;
 use perftest::Perftest;
 use table::{Row, Setting};
 pub(super) use words::{Carrier, Size};
-use words::{Level, SpinWord};
+use words::{Case, Level, SpinWord};
 
 /// How long an engine looks for work before it sleeps, for the programs of level `array`.
 const SPIN: &str = "MPMD_SPIN";
@@ -55,6 +57,9 @@ pub(crate) struct P2pArgs {
     /// What is measured: messages straight over the transport, or arrays by `device_put`.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "message,array")]
     level: Vec<Level>,
+    /// What is measured of each size. Hand-overs are of arrays, and by no peer.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "latency,bandwidth,handover")]
+    case: Vec<Case>,
     /// Sizes in bytes, also as 4Ki, 16Mi, 1Gi.
     #[arg(long, value_delimiter = ',', default_value = "8,64,512,4Ki,32Ki,256Ki,1Mi,4Mi,16Mi,64Mi,256Mi")]
     sizes: Vec<Size>,
@@ -116,17 +121,14 @@ fn as_one_of_two(args: &P2pArgs, env: &JobEnv) -> Result<()> {
     let &[level] = args.level.as_slice() else {
         bail!("a job measures one level: choose --level message or --level array");
     };
-    if level == Level::Array {
-        let transport = env.transport.as_deref().unwrap_or("auto");
-        let said = args.transport.name();
-        ensure!(transport == said, "the job's arrays go over {transport}, and --transport says {said}");
-    }
     let first = env.process.index() == 0;
     let _busy = Busy::start(if first { args.busy.into() } else { 0 })?;
     let pace = args.pace();
     let found = match level {
-        Level::Message => message::in_job(env, args.transport, args.spin.spin, &args.sizes, &pace)?,
-        Level::Array => array::in_job(&args.sizes, &pace)?,
+        Level::Message => {
+            message::in_job(env, args.transport, args.spin.spin, (&args.sizes, &args.case), &pace)?
+        }
+        Level::Array => array::in_job(args.transport, &args.sizes, &args.case, &pace)?,
     };
     match &args.samples_to {
         _ if !first => Ok(()),
@@ -142,6 +144,10 @@ fn as_one_of_two(args: &P2pArgs, env: &JobEnv) -> Result<()> {
 
 /// Everything that was asked for.
 fn rows(args: &P2pArgs) -> Result<Vec<Row>> {
+    ensure!(
+        !args.peer || args.case.iter().any(|case| *case != Case::Handover),
+        "--peer is measured beside latency and bandwidth: --case names neither"
+    );
     let perftest = args
         .peer
         .then(|| Perftest::find(args.perftest.as_deref(), &args.perftest_option, args.spin.spin))
@@ -162,6 +168,7 @@ fn rows(args: &P2pArgs) -> Result<Vec<Row>> {
     for Size(bytes) in args.sizes.iter().copied() {
         rows.take(None, [memory::memcpy(bytes, pace.repeats_at(bytes), &pace)]);
     }
+    rows.compare();
     Ok(rows.0)
 }
 
@@ -177,7 +184,11 @@ fn in_turns(
     let mut known = [None, None];
     for _ in 0..pace.repeats_at(size.0) {
         rows.take(Some(level), ours(args, level, &[size], &Pace { repeats: 1, ..*pace })?);
-        for (test, known) in [Test::Latency, Test::Bandwidth].into_iter().zip(&mut known) {
+        let tests = [(Case::Latency, Test::Latency), (Case::Bandwidth, Test::Bandwidth)];
+        for ((case, test), known) in tests.into_iter().zip(&mut known) {
+            if !args.case.contains(&case) {
+                continue;
+            }
             let sample = perftest.sample(test, size.0, pace, known)?;
             rows.row(Some(level), test, size.0).peer.push(sample);
         }
@@ -189,15 +200,19 @@ fn in_turns(
 fn ours(args: &P2pArgs, level: Level, sizes: &[Size], pace: &Pace) -> Result<Vec<Found>> {
     if args.transport == Carrier::Inproc {
         return match level {
-            Level::Message => message::in_threads(sizes, pace),
-            Level::Array => Ok(array::in_threads(sizes, pace)?),
+            Level::Message => message::in_threads(sizes, &args.case, pace),
+            Level::Array => Ok(array::in_threads(sizes, &args.case, pace)?),
         };
     }
     let samples = tempfile::NamedTempFile::new().context("making a file for samples")?;
     let sizes: Vec<String> = sizes.iter().map(Size::to_string).collect();
+    // A peer hands nothing over.
+    let cases = args.case.iter().filter(|case| !args.peer || **case != Case::Handover);
+    let cases: Vec<&str> = cases.map(|case| case.name()).collect();
     let words = [
         ("--transport", args.transport.name().to_owned()),
         ("--level", level.name().to_owned()),
+        ("--case", cases.join(",")),
         ("--sizes", sizes.join(",")),
         ("--spin", args.spin.word.clone()),
         ("--repeats", pace.repeats.to_string()),
@@ -228,11 +243,20 @@ impl Rows {
         }
     }
 
+    /// Puts what moves bytes beside the plain copy of as many.
+    fn compare(&mut self) {
+        let copies = self.0.iter().filter(|row| row.test == Test::Memcpy);
+        let copies: Vec<(usize, f64)> = copies.map(|row| (row.bytes, quantile(&row.ours, 0.5))).collect();
+        for row in self.0.iter_mut().filter(|row| row.test != Test::Memcpy && row.test.unit() == "GB/s") {
+            row.memcpy = copies.iter().find(|(bytes, _)| *bytes == row.bytes).map(|(_, copy)| *copy);
+        }
+    }
+
     /// The row of this case, a new one where there is none.
     fn row(&mut self, level: Option<Level>, test: Test, bytes: usize) -> &mut Row {
         let same = |row: &Row| (row.level, row.test, row.bytes) == (level, test, bytes);
         let at = self.0.iter().position(same).unwrap_or_else(|| {
-            self.0.push(Row { level, test, bytes, ours: Vec::new(), peer: Vec::new() });
+            self.0.push(Row { level, test, bytes, ours: Vec::new(), peer: Vec::new(), memcpy: None });
             self.0.len() - 1
         });
         &mut self.0[at]

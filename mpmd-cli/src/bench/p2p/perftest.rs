@@ -145,7 +145,8 @@ impl Perftest {
         };
         match run.test {
             Test::Latency => command.args(["-t", "ucp_am_lat"]),
-            Test::Bandwidth | Test::Memcpy => command.args(["-t", "ucp_am_bw"]),
+            // Nothing else is asked of it.
+            _ => command.args(["-t", "ucp_am_bw"]),
         };
         words(&mut command, "-p", port.into());
         words(&mut command, "-s", run.bytes as u64);

@@ -17,6 +17,8 @@ pub(super) struct Row {
     pub(super) ours: Vec<f64>,
     /// The same by `ucx_perftest`; empty where it was not asked for.
     pub(super) peer: Vec<f64>,
+    /// The median of a plain copy of as many bytes, where bytes are moved.
+    pub(super) memcpy: Option<f64>,
 }
 
 /// What holds for all lines.
@@ -33,6 +35,7 @@ impl Row {
         let pair = self.level.is_some();
         let mut line = json!({
             "name": self.test.name(),
+            "parameters": self.parameters(setting),
             "level": self.level,
             "transport": pair.then_some(setting.transport),
             "bytes": self.bytes,
@@ -44,6 +47,9 @@ impl Row {
             "unit": self.test.unit(),
             "repeats": self.ours.len(),
         });
+        if let Some(memcpy) = self.memcpy {
+            line["of_memcpy"] = json!(quantile(&self.ours, 0.5) / memcpy);
+        }
         if !self.peer.is_empty() {
             for (name, share) in [("peer_median", 0.5), ("peer_p10", 0.1), ("peer_p90", 0.9)] {
                 line[name] = json!(quantile(&self.peer, share));
@@ -54,12 +60,25 @@ impl Row {
         line
     }
 
+    /// All that its name does not say, for people: what `mpmd bench` says of its other cases.
+    fn parameters(&self, Setting { transport, spin, busy }: &Setting) -> String {
+        let size = Size(self.bytes);
+        let mut words = match self.level {
+            Some(level) => format!("{size}, {} over {transport}, spin {spin}", level.name()),
+            None => size.to_string(),
+        };
+        if *busy > 0 {
+            words += &format!(", {busy} busy");
+        }
+        words
+    }
+
     /// How much longer ours takes, or how much of the bandwidth it has.
     fn compared(&self) -> (&'static str, f64) {
         let (ours, peer) = (quantile(&self.ours, 0.5), quantile(&self.peer, 0.5));
         match self.test {
-            Test::Latency => ("difference_us", ours - peer),
-            Test::Bandwidth | Test::Memcpy => ("ratio", ours / peer),
+            Test::Latency | Test::Handover | Test::HandoverWarmUp => ("difference_us", ours - peer),
+            Test::Bandwidth | Test::Read | Test::ReadWarmUp | Test::Memcpy => ("ratio", ours / peer),
         }
     }
 
@@ -67,7 +86,10 @@ impl Row {
         let level = self.level.map_or("", Level::name);
         let (test, unit, size) = (self.test.name(), self.test.unit(), Size(self.bytes).to_string());
         let [median, p10, p90] = [0.5, 0.1, 0.9].map(|share| figure(quantile(&self.ours, share)));
-        let mut line = format!("{level:<8} {test:<10} {size:>6} {median:>11} {p10:>11} {p90:>11}  {unit:<4}");
+        let copy = self.memcpy.map(|memcpy| format!("{:.2}", quantile(&self.ours, 0.5) / memcpy));
+        let copy = copy.unwrap_or_default();
+        let mut line =
+            format!("{level:<8} {test:<16} {size:>6} {median:>11} {p10:>11} {p90:>11}  {unit:<4} {copy:>10}");
         if !self.peer.is_empty() {
             let [median, p10, p90] = [0.5, 0.1, 0.9].map(|share| figure(quantile(&self.peer, share)));
             let compared = match self.compared() {
@@ -100,8 +122,8 @@ pub(super) fn show(rows: &[Row], setting: &Setting, json: bool) {
 
 fn heading(peer: bool) -> String {
     let mut line = format!(
-        "{:<8} {:<10} {:>6} {:>11} {:>11} {:>11}  {:<4}",
-        "level", "case", "size", "median", "p10", "p90", "unit"
+        "{:<8} {:<16} {:>6} {:>11} {:>11} {:>11}  {:<4} {:>10}",
+        "level", "case", "size", "median", "p10", "p90", "unit", "of memcpy"
     );
     if peer {
         line += &format!("  {:>11} {:>11} {:>11}  {:>13}", "perftest", "p10", "p90", "ours");
@@ -130,7 +152,8 @@ mod tests {
     }
 
     fn row(test: Test, ours: &[f64], peer: &[f64]) -> Row {
-        Row { level: Some(Level::Message), test, bytes: 4096, ours: ours.to_vec(), peer: peer.to_vec() }
+        let (ours, peer) = (ours.to_vec(), peer.to_vec());
+        Row { level: Some(Level::Message), test, bytes: 4096, ours, peer, memcpy: None }
     }
 
     #[test]
@@ -156,6 +179,17 @@ mod tests {
             (&line["level"], &line["transport"], &line["spin"]),
             (&Value::Null, &Value::Null, &Value::Null)
         );
+    }
+
+    #[test]
+    fn what_moves_bytes_has_its_ratio_to_a_plain_copy_and_every_line_its_parameters() {
+        let copied = Row { memcpy: Some(8.0), ..row(Test::Bandwidth, &[4.0], &[]) };
+        let line = copied.json(&setting());
+        assert_eq!(line["of_memcpy"], json!(0.5));
+        assert_eq!(line["parameters"], "4Ki, message over tcp, spin auto, 1 busy");
+        assert!(copied.text().ends_with("GB/s       0.50"), "{}", copied.text());
+        let line = row(Test::Latency, &[4.0], &[]).json(&setting());
+        assert!(line.get("of_memcpy").is_none(), "{line}");
     }
 
     #[test]

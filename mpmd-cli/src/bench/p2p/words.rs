@@ -27,6 +27,27 @@ impl Level {
     }
 }
 
+/// What is measured of each size.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+pub(super) enum Case {
+    /// There and back, halved.
+    Latency,
+    /// One after another, until the last is there.
+    Bandwidth,
+    /// Freshly written arrays, each by itself, until the receiver can use it; at level array only.
+    Handover,
+}
+
+impl Case {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Latency => "latency",
+            Self::Bandwidth => "bandwidth",
+            Self::Handover => "handover",
+        }
+    }
+}
+
 /// What moves it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 pub(in crate::bench) enum Carrier {

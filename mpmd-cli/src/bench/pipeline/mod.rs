@@ -23,7 +23,7 @@ use mpmd_core::pipeline::{Action, ActionKind, Schedule};
 use mpmd_core::prelude::Program;
 
 use super::p2p::Carrier;
-use super::{Case, Options, run_as_job, show};
+use super::{Case, Options, check_transport, run_as_job, show};
 use alone::Took;
 use job::{Measured, Memory, Pace, Part};
 use mlp::Shape;
@@ -82,11 +82,10 @@ fn count(most: u64) -> RangedU64ValueParser<usize> {
 pub(super) fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     let schedules = args.schedules()?;
     if let Some(env) = JobEnv::from_env()? {
-        let (said, stages) = (args.transport.name(), args.stages);
-        let transport = env.transport.as_deref().unwrap_or("auto");
-        ensure!(transport == said, "the job's arrays go over {transport}, and --transport says {said}");
+        let stages = args.stages;
         ensure!(env.processes == stages, "{stages} stages need as many processes, not {}", env.processes);
         let mut p = Program::builder().devices(stages).from_env()?;
+        check_transport(&p, args.transport.name())?;
         let first = p.process().0 == 0;
         let measured = measure(&mut p, args, &schedules)?;
         p.finish()?;
@@ -173,7 +172,7 @@ fn report(args: &PipelineArgs, schedules: &[Schedule], measured: &[Measured]) ->
             parameters: parameters(args, schedule),
             unit: "mse",
             samples: vec![*loss],
-            goal: None,
+            beside: None,
         }));
     }
     show(&cases, args.options.json);
@@ -209,7 +208,7 @@ fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) ->
         parameters: parameters.clone(),
         unit,
         samples,
-        goal: None,
+        beside: None,
     };
     let mut cases = vec![
         Case::micros("step", &*parameters, steps.iter().copied()),

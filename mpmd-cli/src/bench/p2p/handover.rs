@@ -1,0 +1,236 @@
+//! Hand-overs: from the moment a program issues the `device_put` of an array it has just written until the other
+//! program can use it.
+//!
+//! As a program does it that hands on a new result each step: each array is written by a kernel and the last ones
+//! are kept, so that the memory is another each time and comes round again. The receiver waits already when the
+//! array is given, and has had time to fall asleep where `--spin` does not keep it awake. Once the time is taken it
+//! adds up every byte, and keeps some arrays for a while.
+//!
+//! The moments are read from a clock that both processes of a host share, each on its side; the answer takes no
+//! part in them. Between hosts there is no such clock: nothing is measured there.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use mpmd_core::aval::u8s;
+use mpmd_core::kernel::{Context, Kernel, Signature, View, ViewMut};
+use mpmd_core::prelude::{MpmdArray, Program, ShapedArray};
+use mpmd_core::topology::LinkClass;
+use mpmd_core::{Error, Result};
+use mpmd_transport::ProcessId;
+use rustix::time::{ClockId, clock_gettime};
+
+use super::array::{FIRST, Pair};
+use super::found::{Found, Test};
+use super::memory::available;
+use super::pace::Pace;
+use super::words::Size;
+use crate::plan::bytes_text;
+
+/// The process that gets the arrays.
+const SECOND: ProcessId = ProcessId(1);
+/// Arrays that the sender keeps.
+const KEPT: usize = 8;
+/// The receiver keeps each so many-th array,
+const EACH: usize = 3;
+/// and so many of them.
+const HELD: usize = 3;
+/// Hand-overs until every piece of memory has had its turn: the warm-up.
+const WARM_UP: usize = KEPT + HELD + 1;
+/// Arrays of which there must be room on the host: where they are copied the receiver has some too.
+const ROOM: u64 = 16;
+/// How long the receiver waits before it is given the array.
+const SETTLED: Duration = Duration::from_micros(200);
+/// How fast smaller arrays are read says more of the clock than of the memory.
+const WORTH_READING: usize = 1 << 20;
+
+/// Hand-overs that count for each repeat of other cases.
+const FOR_EACH_REPEAT: usize = 2;
+
+/// Writes a number into every byte.
+struct Write(ShapedArray);
+
+impl Kernel for Write {
+    type In = MpmdArray;
+    type Out = MpmdArray;
+
+    fn infer(&self, _: &ShapedArray) -> Result<Signature<ShapedArray>> {
+        Ok(Signature::new(self.0.clone()))
+    }
+
+    fn run(&self, _: &mut Context<'_>, number: View<'_>, mut array: ViewMut<'_>) -> Result<()> {
+        let number = number.as_slice::<u8>()?[0];
+        array.as_mut_slice::<u8>()?.fill(number);
+        Ok(())
+    }
+}
+
+/// Nothing where it cannot be measured, which is said.
+pub(super) fn handover(p: &mut Program, pair: &Pair, bytes: usize, pace: &Pace) -> Result<Vec<Found>> {
+    let devices = p.topology().device_ids().to_vec();
+    let link = p.topology().link_between(devices[0], devices[1]);
+    let room = p.agree(FIRST, u64::MAX, || Ok(available().unwrap_or(u64::MAX)))?;
+    let why_not = why_not(link, room, bytes);
+    if let Some(why) = why_not {
+        if p.process() == FIRST {
+            eprintln!("mpmd: hand-overs of {} are not measured: {why}", Size(bytes));
+        }
+        return Ok(Vec::new());
+    }
+    measure(p, pair, bytes, FOR_EACH_REPEAT * pace.repeats)
+}
+
+/// What stands in the way with so much memory to be had.
+fn why_not(link: Option<LinkClass>, room: u64, bytes: usize) -> Option<String> {
+    if matches!(link, None | Some(LinkClass::Network)) {
+        return Some("the processes are on two hosts, whose clocks differ".to_owned());
+    }
+    let little = room / ROOM < bytes as u64;
+    little.then(|| {
+        let (needed, room) = (bytes_text((bytes as u64).saturating_mul(ROOM)), bytes_text(room));
+        format!("that takes {needed} of memory, and {room} is available")
+    })
+}
+
+fn measure(p: &mut Program, pair: &Pair, bytes: usize, repeats: usize) -> Result<Vec<Found>> {
+    let mesh = p.mesh_of(&[("x", 1)], pair.here.devices())?;
+    let write = p.jit(Write(u8s([bytes]))).on(&mesh).outputs(pair.here.clone()).build()?;
+    let small = p.make(u8s([1]), &pair.here, |_, mut view| Ok(view.fill(1u8)?))?;
+    let (mut kept, mut held) = (VecDeque::new(), VecDeque::new());
+    // What this process knows of each hand-over: when it gave the array, or when it had it and how long it read.
+    let (mut given, mut had) = (Vec::new(), Vec::new());
+    for number in 0..WARM_UP + repeats {
+        let value = (number % 251 + 1) as u8;
+        let input = p.device_put(&MpmdArray::from_slice(&[1], &[value])?, mesh.replicated())?;
+        let x = write.call(p, input)?;
+        x.block_until_ready()?;
+        kept.push_back(x.clone());
+        if kept.len() > KEPT {
+            kept.pop_front();
+        }
+        meet(p, pair, &small)?;
+        if p.process() == FIRST {
+            // Asleep: awake it might keep the core that the receiver needs to come this far.
+            std::thread::sleep(SETTLED);
+        }
+        given.push(now());
+        let y = p.device_put(&x, &pair.there)?;
+        y.block_until_ready()?;
+        let ready = now();
+        // In place: no copy is made where the array was handed over.
+        if let Some(values) = y.to_host()? {
+            let start = Instant::now();
+            let sum = sum_of(values.bytes());
+            had.push((ready, start.elapsed().as_nanos() as u64));
+            if sum != u64::from(value) * bytes as u64 {
+                let what = format!("{bytes} bytes of {value} were handed over, and their sum is {sum}");
+                return Err(Error::kernel(what));
+            }
+        }
+        if number % EACH == 0 {
+            held.push_back(y);
+            if held.len() > HELD {
+                held.pop_front();
+            }
+        }
+    }
+    let had = p.agree(SECOND, Vec::new(), || Ok(had))?;
+    Ok(evaluate(bytes, &given, &had))
+}
+
+/// Returns on the first once the second is about to come to what is issued next.
+fn meet(p: &mut Program, pair: &Pair, small: &MpmdArray) -> Result<()> {
+    let there = p.device_put(small, &pair.there)?;
+    there.block_until_ready()?;
+    p.device_put(&there, &pair.here)?.block_until_ready().map(drop)
+}
+
+/// The sum of all bytes: in pieces whose sums fit a half-word each, which compilers turn into wide additions.
+fn sum_of(bytes: &[u8]) -> u64 {
+    const LANES: usize = 64;
+    let (blocks, rest) = bytes.as_chunks::<LANES>();
+    let piece = |blocks: &[[u8; LANES]]| {
+        let mut lanes = [0u16; LANES];
+        for block in blocks {
+            for (lane, byte) in lanes.iter_mut().zip(block) {
+                *lane += u16::from(*byte);
+            }
+        }
+        lanes.iter().map(|lane| u64::from(*lane)).sum::<u64>()
+    };
+    let whole: u64 = blocks.chunks(256).map(piece).sum();
+    whole + rest.iter().map(|byte| u64::from(*byte)).sum::<u64>()
+}
+
+/// Nanoseconds of the clock that all processes of a host read the same.
+fn now() -> u64 {
+    let time = clock_gettime(ClockId::Monotonic);
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+/// From when each array was given, and when the other had it and how long it then read.
+fn evaluate(bytes: usize, given: &[u64], had: &[(u64, u64)]) -> Vec<Found> {
+    let of = |test: Test, spans: &mut dyn Iterator<Item = u64>| {
+        let mut found = Found::new(test, bytes);
+        spans.for_each(|nanos| found.add(1, Duration::from_nanos(nanos)));
+        found
+    };
+    let took: Vec<u64> = given.iter().zip(had).map(|(given, (had, _))| had.saturating_sub(*given)).collect();
+    let read: Vec<u64> = had.iter().map(|(_, read)| *read).collect();
+    let parts = [(Test::Handover, Test::HandoverWarmUp, took), (Test::Read, Test::ReadWarmUp, read)];
+    let shown = parts.into_iter().take(if bytes < WORTH_READING { 1 } else { 2 });
+    let split = |(steady, warm_up, spans): (Test, Test, Vec<u64>)| {
+        let mut spans = spans.into_iter();
+        let first = of(warm_up, &mut spans.by_ref().take(WARM_UP));
+        [of(steady, &mut spans), first]
+    };
+    shown.flat_map(split).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::array::in_threads;
+    use super::super::words::Case;
+    use super::*;
+
+    #[test]
+    fn the_warm_up_is_told_apart_and_reading_counts_where_it_means_something() {
+        let given: Vec<u64> = (0..WARM_UP as u64 + 2).map(|i| i * 100_000).collect();
+        // 50 us each while warming up, then 3 us.
+        let took = |i: usize| if i < WARM_UP { 50_000 } else { 3_000 };
+        let had: Vec<(u64, u64)> =
+            given.iter().enumerate().map(|(i, given)| (given + took(i), 1 << 20)).collect();
+        let found = evaluate(1 << 20, &given, &had);
+        let tests = [Test::Handover, Test::HandoverWarmUp, Test::Read, Test::ReadWarmUp];
+        assert_eq!(found.iter().map(|found| found.test).collect::<Vec<_>>(), tests);
+        assert_eq!((&found[0].samples, &found[1].samples), (&vec![3.0; 2], &vec![50.0; WARM_UP]));
+        assert!(found[2].samples.iter().all(|sample| (sample - 1.0).abs() < 1e-9), "{found:?}");
+        assert_eq!(evaluate(8, &given, &had).len(), 2);
+    }
+
+    #[test]
+    fn neither_two_clocks_nor_too_little_memory_are_measured_with() {
+        let near = Some(LinkClass::SameHost);
+        assert_eq!(why_not(near, 4 << 30, 256 << 20), None);
+        let said = why_not(near, 1 << 30, 256 << 20).unwrap();
+        assert_eq!(said, "that takes 4.0 GiB of memory, and 1.0 GiB is available");
+        assert!(why_not(Some(LinkClass::Network), u64::MAX, 8).unwrap().contains("clocks"));
+        assert!(why_not(None, u64::MAX, 8).is_some() && why_not(near, u64::MAX, usize::MAX).is_some());
+    }
+
+    #[test]
+    fn every_byte_is_added_up() {
+        for bytes in [0, 1, 63, 64, 65, 256 * 64, 256 * 64 + 1, 100_000] {
+            let values: Vec<u8> = (0..bytes).map(|i| (i % 256) as u8).collect();
+            assert_eq!(sum_of(&values), values.iter().map(|value| u64::from(*value)).sum::<u64>());
+            assert_eq!(sum_of(&vec![255; bytes]), 255 * bytes as u64);
+        }
+    }
+
+    #[test]
+    fn two_threads_measure_hand_overs() {
+        let pace = Pace { repeats: 2, sample: Duration::from_micros(200) };
+        let found = in_threads(&[Size(3)], &[Case::Handover], &pace).unwrap();
+        assert_eq!(found.iter().map(|found| found.samples.len()).collect::<Vec<_>>(), [4, WARM_UP]);
+    }
+}
