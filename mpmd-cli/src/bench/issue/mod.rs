@@ -120,7 +120,7 @@ fn per_operation(
         parameters: parameters.into(),
         unit: "us",
         samples: samples.into_iter().collect(),
-        goal: None,
+        beside: None,
     }
 }
 
@@ -148,7 +148,7 @@ pub(super) fn stages(args: &StagesArgs) -> Result<ExitCode> {
                 parameters: case.parameters.clone(),
                 unit: "ratio",
                 samples: vec![ratio],
-                goal: None,
+                beside: None,
             };
             cases.extend([case, ratio]);
         }
