@@ -1,0 +1,123 @@
+//! What is lent stays right, and what is no more is let go of.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::ear::{Ear, PATIENCE, config, later};
+use crate::memory::{Pool, SharedBuffer};
+use crate::shm::{Opened, Shm};
+use crate::transport::{Payload, Ticket, Transport};
+use crate::wire::{Header, Kind, ProcessId};
+
+/// Two real processes with their ears.
+fn pair() -> ([Arc<Shm>; 2], [Arc<Ear>; 2]) {
+    let (zero, one) = (Opened::open().unwrap(), Opened::open().unwrap());
+    let addresses = [zero.address(), one.address()];
+    let of = |process| config(process, &[&addresses[0], &addresses[1]]);
+    let (zero_config, one_config) = (of(0), of(1));
+    let zero = later(move || zero.connect(&zero_config).unwrap());
+    let both = [one.connect(&one_config).unwrap(), zero.join().unwrap()];
+    let [one, zero] = both;
+    let ears: [Arc<Ear>; 2] = Default::default();
+    zero.start(ears[0].clone());
+    one.start(ears[1].clone());
+    ([zero, one], ears)
+}
+
+fn filled(pool: &Pool, bytes: usize, with: u8) -> SharedBuffer {
+    let mut buffer = pool.allocate(bytes).unwrap();
+    buffer.fill(with);
+    buffer.freeze()
+}
+
+#[test]
+fn what_was_lent_stays_as_it_is_when_the_lender_has_gone_in_whichever_way() {
+    for in_order in [true, false] {
+        let ([zero, one], ears) = pair();
+        let pool = Pool::in_arena("lender", None, &zero.arena().unwrap());
+        for bytes in [5000, 3 << 20] {
+            let header = Header { bytes: bytes as u64, ..Header::new(Kind::Data) };
+            zero.post(ProcessId(1), header, Some(filled(&pool, bytes, 7)), Ticket::NONE);
+        }
+        let held: Vec<Payload> = (0..2).map(|_| ears[1].next_from(0)).collect();
+        if in_order {
+            zero.shutdown(PATIENCE);
+        }
+        drop(zero);
+        ears[1].down(0);
+        // Gone for good: its thread lets go of everything at its end, some time after the socket.
+        let until = Instant::now() + Duration::from_millis(300);
+        while Instant::now() < until {
+            drop((filled(&pool, 5000, 9), filled(&pool, 3 << 20, 9)));
+            pool.trim();
+        }
+        for payload in held {
+            let Payload::Lent(bytes) = payload else { panic!("it is lent") };
+            assert!(bytes.iter().all(|byte| *byte == 7), "memory is used again while somebody reads it");
+        }
+        one.shutdown(PATIENCE);
+    }
+}
+
+/// How many mappings of so many bytes there are that others may map too.
+fn mappings(bytes: usize) -> usize {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let length = |line: &str| {
+        let (start, end) = line.split(' ').next()?.split_once('-')?;
+        Some(usize::from_str_radix(end, 16).ok()? - usize::from_str_radix(start, 16).ok()?)
+    };
+    maps.lines().filter(|line| line.contains("memfd:mpmd") && length(line) == Some(bytes)).count()
+}
+
+#[test]
+fn a_segment_that_goes_to_and_fro_is_mapped_once_and_let_go_of_by_all() {
+    // By their length, which no other test uses.
+    const BYTES: usize = 5 << 20;
+    let ([zero, one], ears) = pair();
+    let pool = Pool::in_arena("lender", None, &zero.arena().unwrap());
+    let header = Header { bytes: BYTES as u64, ..Header::new(Kind::Data) };
+    let mut ball = filled(&pool, BYTES, 3);
+    for round in 0..50 {
+        let (from, to) = if round % 2 == 0 { (&zero, 1) } else { (&one, 0) };
+        from.post(ProcessId(to), header, Some(ball), Ticket::NONE);
+        let Payload::Lent(lent) = ears[to as usize].next_from(1 - to) else { panic!("it is lent") };
+        assert!(lent.iter().all(|byte| *byte == 3), "round {round}");
+        ball = lent;
+    }
+    assert_eq!(mappings(BYTES), 3, "the owner's, and what each has of the other");
+    drop(ball);
+    let until = Instant::now() + PATIENCE;
+    while mappings(BYTES) > 0 {
+        assert!(Instant::now() < until, "{:?}, {} mappings", pool.stats(), mappings(BYTES));
+        pool.trim();
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    one.shutdown(PATIENCE);
+    zero.shutdown(PATIENCE);
+}
+
+#[test]
+fn segments_that_are_no_more_are_unmapped_everywhere() {
+    // By their length, which no other test uses.
+    const BYTES: usize = (3 << 20) + (512 << 10);
+    let ([zero, one], ears) = pair();
+    let pool = Pool::in_arena("lender", None, &zero.arena().unwrap());
+    let header = Header { bytes: BYTES as u64, ..Header::new(Kind::Data) };
+    for round in 0..20 {
+        zero.post(ProcessId(1), header, Some(filled(&pool, BYTES, round)), Ticket(1 + u64::from(round)));
+        let payload = ears[1].next_from(0);
+        assert_eq!(mappings(BYTES), 2, "one on each side");
+        drop(payload);
+        let until = Instant::now() + PATIENCE;
+        while zero.lent_to(ProcessId(1)) > 0 {
+            assert!(Instant::now() < until);
+        }
+        pool.trim();
+        while mappings(BYTES) > 0 {
+            assert!(Instant::now() < until, "round {round}: {} mappings are left", mappings(BYTES));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    one.shutdown(PATIENCE);
+    zero.shutdown(PATIENCE);
+}
