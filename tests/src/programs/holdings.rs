@@ -24,7 +24,7 @@ pub(super) fn three(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()
     let first = p.make(f32s([ELEMENTS]), &on(0), numbered(0))?;
     let second = p.make(f32s([ELEMENTS]), &on(1), numbered(1))?;
     let there =
-        vec![p.device_put(&first, &on(1))?, p.device_put(&first, &on(2))?, p.device_put(&second, &on(2))?];
+        vec![p.device_put(&first, on(1))?, p.device_put(&first, on(2))?, p.device_put(&second, on(2))?];
     drop((first, second));
     there.iter().try_for_each(|array| array.block_until_ready().map(drop))?;
     let bytes = 4 * ELEMENTS as u64;
