@@ -11,8 +11,8 @@
 //!
 //! # Where things are
 //!
-//! Each pair has four rings ([`ring`]) in memory that both write: messages and returned loans, each way. Each
-//! process has a door ([`door`]) at which peers ring where nobody in it is awake. Whoever of a process's threads
+//! Each pair has four rings (`ring.rs`) in memory that both write: messages and returned loans, each way. Each
+//! process has a door (`door.rs`) at which peers ring where nobody in it is awake. Whoever of a process's threads
 //! waits for a message may look at the rings itself; where nobody does, the transport's thread is woken.
 //!
 //! # The end of a peer
