@@ -41,6 +41,9 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// that spin can be a thousand times slower than they were when warming up.
 const LONGEST_SAMPLE: Duration = Duration::from_secs(2);
 
+/// How long a thread that can drive the transport does so before it looks at what it waits for.
+const MOMENT: Duration = Duration::from_micros(50);
+
 /// How long the other process may take to read what was sent last.
 const CLOSE_WITHIN: Duration = Duration::from_secs(5);
 
@@ -234,8 +237,24 @@ impl Inner {
             if left.is_zero() {
                 return Err(anyhow!("process {} waited for {what} for {PATIENCE:?}", self.me));
             }
-            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            if self.transport.parking().is_none() {
+                state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+                continue;
+            }
+            drop(state);
+            self.drive();
+            state = self.state();
         }
+    }
+
+    /// Lets messages in for a moment, where a thread that waits can. Who is done with what it was lent wakes
+    /// nobody for that: it is looked for, or a stream would wait for the transport's next round.
+    fn drive(&self) {
+        let until = Instant::now() + MOMENT;
+        self.transport.drive(&mut || {
+            self.transport.lent_to(self.other);
+            Instant::now() < until
+        });
     }
 
     /// A message is here with all its bytes.
