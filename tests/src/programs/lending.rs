@@ -311,6 +311,8 @@ pub(super) fn hold(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()>
         view.as_mut_slice::<u8>()?.copy_from_slice(&fill);
         Ok(())
     })?;
+    // Lent before anybody looks: on a busy machine the owner would find nothing lent yet, and call that all back.
+    x.block_until_ready()?;
     let y = p.device_put(&x, on(1))?;
     drop(x);
     y.block_until_ready()?;
