@@ -9,18 +9,17 @@
 //! What loom does not try is a store that takes place before a load in front of it, which the ordering of the
 //! ring's head forbids.
 
-#[allow(dead_code)]
+#[expect(dead_code, reason = "models do not need all of it")]
 #[path = "../../src/shm/door.rs"]
 mod door;
 mod futex;
 mod process;
-#[allow(dead_code)]
+#[expect(dead_code, reason = "models do not need all of it")]
 #[path = "../../src/shm/ring.rs"]
 mod ring;
 mod sync {
     pub(super) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 }
-#[allow(dead_code)]
 #[path = "../../src/shm/words.rs"]
 mod words;
 
