@@ -84,8 +84,13 @@ impl Default for Site {
 impl Drop for Site {
     fn drop(&mut self) {
         let end = Instant::now() + END_WITHIN;
+        let mut left = Vec::new();
         loop {
-            let left = self.processes();
+            // What is ending has let go of its files and folders a little before it has ended.
+            left.retain(|pid| alive(*pid));
+            left.extend(self.processes());
+            left.sort_unstable();
+            left.dedup();
             if left.is_empty() {
                 return;
             }
