@@ -225,12 +225,13 @@ impl Program {
             Repr::Host(host) => (host_word(host), 0),
         };
         let op = self.issue([0x9a7, plan.fingerprint, flags, op_word, leaf_word], plan.what.clone(), at);
+        let label = self.label();
         if let Some(recording) = &mut self.recording {
             // Who has a part of a donated source lets it go, whoever else gets it.
             let lets_go = options.donate && !array.shards().is_empty();
             let here = (lets_go || !plan.is_idle())
                 .then(|| Here::new(plan.what.clone(), Arc::new(PutAgain { plan: plan.clone(), options })));
-            recording.note(op, at, &[array], |_| options.donate, here);
+            recording.note(op, (label, at), &[array], |_| options.donate, here);
         }
         put_here(&self.runtime, plan, array, options, op, at)
     }

@@ -16,6 +16,7 @@ pub mod region;
 pub mod reshard;
 pub mod sharding;
 pub mod topology;
+pub mod trace;
 pub mod tree;
 
 mod array;
@@ -37,7 +38,8 @@ pub use error::{Error, IssueError, IssueProblem, Result};
 pub use jit::{Jit, JitBuilder, run_here};
 pub use mpmd_transport::{Failure, FailureKind, ProcessId};
 pub use program::{
-    Builder, Holdings, MemoryUse, Metrics, PlanCacheMetrics, Program, Simulation, simulate, transports,
+    Builder, Holdings, Label, MemoryUse, Metrics, PlanCacheMetrics, Program, Role, Simulation, simulate,
+    transports,
 };
 pub use replay::Recorded;
 pub use reshard_tree::ReshardOptions;

@@ -193,9 +193,10 @@ impl<K: Kernel> Jit<K> {
                 Repr::Host(host) => [host_word(host), u64::MAX],
             }));
         let op = program.issue(words, plan.what.clone(), at);
+        let label = program.label();
         if let Some(recording) = &mut program.recording {
             let here = (!plan.seats.is_empty()).then(|| Here::new(plan.what.clone(), bound.clone()));
-            recording.note(op, at, &leaves, |i| plan.inputs[i].donated, here);
+            recording.note(op, (label, at), &leaves, |i| plan.inputs[i].donated, here);
         }
         plan.donate(&leaves, op, at);
         if !plan.seats.is_empty() {

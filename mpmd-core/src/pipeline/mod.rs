@@ -6,6 +6,8 @@
 //! issues everything in one global order whose part on each rank is the schedule's. No second description of
 //! a run exists. Buffers are dropped at the action after which nobody needs them.
 
+mod costs;
+pub mod flow;
 mod kernels;
 mod memory;
 mod replay;
@@ -19,6 +21,7 @@ mod wired;
 use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
 
+pub use costs::{Costs, StageCosts};
 pub use memory::{DeviceMemory, MemoryPlan, StageBytes};
 use replay::Kept;
 pub use run::{Gradients, Microbatch, StepOutput};

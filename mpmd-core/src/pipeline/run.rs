@@ -10,7 +10,7 @@ use crate::aval::{DType, ShapedArray};
 use crate::error::{Error, Result};
 use crate::jit::Jit;
 use crate::kernel::{Context, Kernel, Signature, View, ViewMut};
-use crate::program::Program;
+use crate::program::{Label, Program, Role};
 use crate::tree::{Empty, Tree};
 
 /// What one microbatch brings: the pipeline's input, and side inputs of stages.
@@ -105,8 +105,27 @@ struct Flight {
     sides: HashMap<(usize, usize), Bundle>,
 }
 
+/// Says what the operations that follow are for.
+fn label(program: &mut Program, (stage, microbatch): (usize, Option<usize>), role: Role) {
+    let microbatch = microbatch.map(|microbatch| microbatch as u32);
+    program.set_label(Some(Label { stage: stage as u32, microbatch, role }));
+}
+
 #[track_caller]
 pub(super) fn train_step(
+    stages: &mut [Box<dyn AnyStage>],
+    program: &mut Program,
+    schedule: &Schedule,
+    microbatches: Vec<Parts>,
+) -> Result<StepOutput> {
+    let before = program.set_label(None);
+    let output = run_step(stages, program, schedule, microbatches);
+    program.set_label(before);
+    output
+}
+
+#[track_caller]
+fn run_step(
     stages: &mut [Box<dyn AnyStage>],
     program: &mut Program,
     schedule: &Schedule,
@@ -139,6 +158,7 @@ pub(super) fn train_step(
     for action in order {
         let key = (action.stage, action.microbatch);
         if action.kind != ActionKind::BackwardWeight {
+            label(program, (action.stage, None), Role::Gather);
             stages[action.stage].gather(program)?;
         }
         match action.kind {
@@ -171,10 +191,12 @@ pub(super) fn train_step(
             && left.weights == 0
             && let Some(finished) = gradients[action.stage].take()
         {
+            label(program, (action.stage, None), Role::Reduce);
             gradients[action.stage] = Some(stage.reduce(program, finished)?);
         }
     }
     let losses: Vec<Loss<MpmdArray>> = losses.into_iter().flatten().collect();
+    label(program, (last, None), Role::Loss);
     let loss = sum_losses(stages[last].as_ref(), program, &losses)?;
     let gradients = gradients
         .into_iter()
@@ -214,9 +236,11 @@ fn forward_pass(
     let key = (stage, microbatch);
     let x = take(&mut flight.inputs, key, "input")?;
     let side = flight.sides.remove(&key).unwrap_or_else(nothing);
+    label(program, (stage, Some(microbatch)), Role::Forward);
     let (y, residual) = stages[stage].forward(program, x, side)?;
     flight.residuals.insert(key, residual);
     if stage + 1 < stages.len() {
+        label(program, (stage, Some(microbatch)), Role::SendForward);
         flight.inputs.insert((stage + 1, microbatch), y.put(program, stages[stage + 1].input())?);
         return Ok(None);
     }
@@ -240,11 +264,13 @@ fn input_pass(
     let key = (stage, microbatch);
     let residual = take(&mut flight.residuals, key, "residual")?;
     let dy = take(&mut flight.output_gradients, key, "output gradient")?;
+    label(program, (stage, Some(microbatch)), Role::BackwardInput);
     let (dx, weight_residual) = stages[stage].backward_input(program, residual, dy)?;
     flight.weight_residuals.insert(key, weight_residual);
     if let Some(dx) = dx
         && stage > 0
     {
+        label(program, (stage, Some(microbatch)), Role::SendBackward);
         flight.output_gradients.insert((stage - 1, microbatch), dx.put(program, stages[stage - 1].output())?);
     }
     Ok(())
@@ -258,6 +284,7 @@ fn weight_pass(
     gradients: &mut [Option<Bundle>],
 ) -> Result<()> {
     let weight_residual = take(&mut flight.weight_residuals, key, "weight residual")?;
+    label(program, (key.0, Some(key.1)), Role::BackwardWeight);
     let so_far = gradients[key.0].take();
     gradients[key.0] = Some(stages[key.0].backward_weight(program, weight_residual, so_far)?);
     Ok(())

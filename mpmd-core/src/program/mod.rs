@@ -5,6 +5,7 @@ mod builder;
 mod connect;
 mod costs;
 mod holdings;
+mod label;
 mod metrics;
 mod simulate;
 pub mod transports;
@@ -23,6 +24,7 @@ use mpmd_transport::{Pool, ProcessId};
 pub use builder::Builder;
 pub(crate) use connect::Membership;
 pub use holdings::{Holdings, MemoryUse};
+pub use label::{Label, Role};
 pub use metrics::{Metrics, PlanCacheMetrics};
 pub(crate) use metrics::{PlanCache, PutKey};
 use simulate::Vanishing;
@@ -51,6 +53,7 @@ pub struct Program {
     pub(crate) put_plans: PlanCache,
     /// The step that is being recorded, if any.
     pub(crate) recording: Option<Box<Recording>>,
+    label: Option<Label>,
     count: u64,
     hash: Rolling,
     steps: u64,
@@ -86,6 +89,7 @@ impl Program {
             runtime,
             put_plans: PlanCache::new(plans),
             recording: None,
+            label: None,
             count: 0,
             hash: Rolling::default(),
             steps: 0,
@@ -121,6 +125,17 @@ impl Program {
     /// kernels nor closures. Guards output and files.
     pub fn is_planning(&self) -> bool {
         self.planning
+    }
+
+    /// What operations that are issued from now on are for, in a pipeline; `None` for nothing special.
+    /// [`Pipeline`](crate::pipeline::Pipeline) says it of its own. Returns what was said before.
+    pub fn set_label(&mut self, label: Option<Label>) -> Option<Label> {
+        std::mem::replace(&mut self.label, label)
+    }
+
+    /// What the operation that is being issued is for.
+    pub(crate) fn label(&self) -> Option<Label> {
+        self.label
     }
 
     /// Operations issued so far.
@@ -232,7 +247,13 @@ impl Program {
         if let Some(vanishing) = &self.vanishing {
             vanishing.strike(self.count, &self.runtime);
         }
-        self.runtime.record(OpRecord { op: self.count, hash: self.hash.value(), what, at });
+        self.runtime.record(OpRecord {
+            op: self.count,
+            hash: self.hash.value(),
+            what,
+            note: self.label.map(Label::note),
+            at,
+        });
         self.count
     }
 

@@ -11,6 +11,7 @@ use super::span::{Name, Names};
 use super::step::{Input, Operation, Outcome, Source, Step};
 use crate::array::{MpmdArray, Repr};
 use crate::error::{IssueProblem, leaf};
+use crate::program::Label;
 use crate::runtime::{Rolling, Runtime};
 use crate::tree::Structure;
 
@@ -43,6 +44,7 @@ pub(crate) struct Here {
 
 struct Noted {
     place: u64,
+    label: Option<Label>,
     at: &'static Location<'static>,
     here: Here,
     inputs: Vec<Found>,
@@ -123,7 +125,7 @@ impl Recording {
     pub(crate) fn note(
         &mut self,
         op: u64,
-        at: &'static Location<'static>,
+        (label, at): (Option<Label>, &'static Location<'static>),
         inputs: &[&MpmdArray],
         donated: impl Fn(usize) -> bool,
         here: Option<Here>,
@@ -140,7 +142,7 @@ impl Recording {
             found.extend(source.filter(|_| here.is_some()));
         }
         if let Some(here) = here {
-            self.here.push(Noted { place, at, here, inputs: found });
+            self.here.push(Noted { place, label, at, here, inputs: found });
         }
     }
 
@@ -226,7 +228,12 @@ impl Recording {
             }
         };
         let outcomes = results.iter().zip(&found).zip(&of_results).map(outcome).collect();
-        let name = |noted: &Noted| Name { place: noted.place, what: noted.here.what.clone(), at: noted.at };
+        let name = |noted: &Noted| Name {
+            place: noted.place,
+            what: noted.here.what.clone(),
+            label: noted.label,
+            at: noted.at,
+        };
         let names = Names {
             operations: issued - self.before,
             at: self.at,
@@ -288,8 +295,9 @@ impl Recording {
             let outputs: Vec<(u32, u32)> = leaves.into_iter().map(|leaf| (leaf, next())).collect();
             places.extend(outputs.iter().map(|(leaf, place)| ((index, *leaf), *place)));
             free.extend(&drops);
-            let (place, at, again) = (noted.place, noted.at, noted.here.again.clone());
-            operations.push(Operation { place, at, again, inputs, outputs, drops });
+            let (place, label, at) = (noted.place, noted.label, noted.at);
+            let again = noted.here.again.clone();
+            operations.push(Operation { place, label, at, again, inputs, outputs, drops });
         }
         let of_results = results.iter().map(|found| value(found).map(|made| places[&made])).collect();
         (operations, count as usize, of_results)

@@ -4,6 +4,7 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
+use crate::program::Label;
 use crate::runtime::{Rolling, Span};
 
 /// What the operations of a recorded step are called.
@@ -18,6 +19,7 @@ pub(super) struct Names {
 pub(super) struct Name {
     pub(super) place: u64,
     pub(super) what: Arc<dyn fmt::Display + Send + Sync>,
+    pub(super) label: Option<Label>,
     pub(super) at: &'static Location<'static>,
 }
 
@@ -51,7 +53,11 @@ impl Span for Replaying {
         let (place, at) = (op.saturating_sub(self.before), self.at);
         let of = format!("{place} of {operations} of the step recorded at {recorded} and replayed at {at}");
         match here.binary_search_by_key(&place, |name| name.place) {
-            Ok(found) => format!("{} at {}, {of}", here[found].what, here[found].at),
+            Ok(found) => {
+                let Name { what, label, at, .. } = &here[found];
+                let label = label.map_or_else(String::new, |label| format!("; {label}"));
+                format!("{what}{label} at {at}, {of}")
+            }
             Err(_) => of,
         }
     }

@@ -11,7 +11,7 @@ use crate::array::{Made, MpmdArray, Origin, Placed, Repr, Shards};
 use crate::aval::ShapedArray;
 use crate::device_put::host_word;
 use crate::error::IssueProblem;
-use crate::program::Program;
+use crate::program::{Label, Program};
 use crate::runtime::{Rolling, Runtime, Span};
 use crate::sharding::Sharding;
 use crate::tree::Structure;
@@ -52,6 +52,7 @@ pub(super) struct Input {
 pub(super) struct Operation {
     /// In the step, from 1.
     pub(super) place: u64,
+    pub(super) label: Option<Label>,
     pub(super) at: &'static Location<'static>,
     pub(super) again: Arc<dyn Again>,
     pub(super) inputs: Vec<Source>,
@@ -164,14 +165,16 @@ impl Step {
         let end = replaying.hash(self.operations());
         let span: Arc<dyn Span> = Arc::new(replaying);
         let mut values: Vec<Option<MpmdArray>> = vec![None; self.values];
+        let label = program.label();
         let find = |values: &[Option<MpmdArray>], source: Source| match source {
             Source::Input(input) => Some(x[input as usize].clone()),
             Source::Kept(kept) => Some(self.kept[kept as usize].clone()),
             Source::Value(value) => values[value as usize].clone(),
         };
         for operation in &self.operations {
-            let Operation { place, at, again, inputs, outputs, drops } = operation;
+            let Operation { place, label, at, again, inputs, outputs, drops } = operation;
             program.admit(at);
+            program.set_label(*label);
             let op = before + place;
             program.advance(op, &span);
             let taken: Vec<&MpmdArray> = inputs
@@ -188,6 +191,7 @@ impl Step {
                 values[*place as usize] = made.get(*leaf as usize).cloned();
             }
         }
+        program.set_label(label);
         program.advance(before + self.operations(), &span);
         program.set_rolling(end);
         // Also where this process has no part in the operation that did: every process refuses the same.

@@ -29,13 +29,34 @@ pub struct OpRecord {
     pub hash: u128,
     /// What it is, made into text only when somebody asks.
     pub what: Arc<dyn fmt::Display + Send + Sync>,
+    /// What it is for, where its issuer says so.
+    pub note: Option<Note>,
     /// The line of the program that issued it.
     pub at: &'static Location<'static>,
 }
 
+/// What an operation is for: a word of its issuer's, and how it is shown.
+#[derive(Clone, Copy)]
+pub struct Note {
+    /// Means something to `show` alone.
+    pub word: u64,
+    /// Writes it for people.
+    pub show: fn(u64, &mut fmt::Formatter<'_>) -> fmt::Result,
+}
+
+impl fmt::Display for Note {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        (self.show)(self.word, f)
+    }
+}
+
 impl fmt::Display for OpRecord {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "operation {} ({}) at {}", self.op, self.what, self.at)
+        write!(f, "operation {} ({}", self.op, self.what)?;
+        if let Some(note) = &self.note {
+            write!(f, "; {note}")?;
+        }
+        write!(f, ") at {}", self.at)
     }
 }
 
@@ -247,6 +268,7 @@ mod tests {
                 op: i as u64 + 1,
                 hash: *hash,
                 what: Arc::new(format!("op with hash {hash}")),
+                note: None,
                 at: Location::caller(),
             });
         }
@@ -296,7 +318,7 @@ mod tests {
 
     fn one(history: &mut History, hash: u128) {
         let op = history.count() + 1;
-        history.push(OpRecord { op, hash, what: Arc::new("one"), at: Location::caller() });
+        history.push(OpRecord { op, hash, what: Arc::new("one"), note: None, at: Location::caller() });
     }
 
     #[test]

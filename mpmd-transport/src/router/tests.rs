@@ -57,7 +57,7 @@ fn at(millis: u64) -> Duration {
 }
 
 fn record(op: u64, hash: u128, what: &str) -> OpRecord {
-    OpRecord { op, hash, what: Arc::new(what.to_owned()), at: std::panic::Location::caller() }
+    OpRecord { op, hash, what: Arc::new(what.to_owned()), note: None, at: std::panic::Location::caller() }
 }
 
 fn body(key: PieceKey, bytes: u64) -> Vec<u8> {

@@ -1,0 +1,83 @@
+//! What passes and moves cost: what the simulation and the search for an order are given.
+
+use std::fmt::Write;
+
+use serde::{Deserialize, Serialize};
+
+/// The costs of each stage, in order, in any unit of time that all have in common.
+///
+/// As TOML:
+///
+/// ```toml
+/// unit = "s"
+/// [[stage]]
+/// forward = 0.010
+/// backward_input = 0.012
+/// backward_weight = 0.008
+/// send_forward = 0.001
+/// send_backward = 0.001
+/// ```
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct Costs {
+    /// What one is, for people: `s`, or `unit` where costs are only relative to each other.
+    #[serde(default = "relative")]
+    pub unit: String,
+    /// By stage.
+    pub stage: Vec<StageCosts>,
+}
+
+fn relative() -> String {
+    "unit".to_owned()
+}
+
+/// What one microbatch costs at a stage. Costs are finite and not negative.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct StageCosts {
+    /// A forward pass.
+    pub forward: f64,
+    /// The gradient of the inputs.
+    pub backward_input: f64,
+    /// The gradient of the parameters.
+    pub backward_weight: f64,
+    /// The outputs' way to the next stage, where that is on another rank.
+    #[serde(default)]
+    pub send_forward: f64,
+    /// The way of the gradient of the inputs to the stage before, where that is on another rank.
+    #[serde(default)]
+    pub send_backward: f64,
+    /// Bytes that a forward pass leaves until the input gradient has ended.
+    #[serde(default)]
+    pub activation_bytes: u64,
+    /// Bytes that an input gradient leaves until the weight gradient has ended.
+    #[serde(default)]
+    pub weight_residual_bytes: u64,
+}
+
+impl Costs {
+    /// Every pass takes one, moves take nothing.
+    pub fn units(stages: usize) -> Self {
+        let stage =
+            StageCosts { forward: 1.0, backward_input: 1.0, backward_weight: 1.0, ..StageCosts::default() };
+        Self { unit: relative(), stage: vec![stage; stages] }
+    }
+
+    /// As TOML, by hand: one line for each cost.
+    pub fn to_toml(&self) -> String {
+        let mut text = format!("unit = {:?}\n", self.unit);
+        for stage in &self.stage {
+            let StageCosts { forward, backward_input, backward_weight, send_forward, send_backward, .. } =
+                stage;
+            let (activation, weight) = (stage.activation_bytes, stage.weight_residual_bytes);
+            let _ = write!(
+                text,
+                "\n[[stage]]\nforward = {forward:?}\nbackward_input = {backward_input:?}\n\
+                 backward_weight = {backward_weight:?}\nsend_forward = {send_forward:?}\n\
+                 send_backward = {send_backward:?}\nactivation_bytes = {activation}\n\
+                 weight_residual_bytes = {weight}\n"
+            );
+        }
+        text
+    }
+}

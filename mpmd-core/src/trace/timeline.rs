@@ -1,0 +1,141 @@
+//! A [`Timeline`]: what pictures are drawn of.
+
+use serde::{Deserialize, Serialize};
+
+/// What the ranks of a pipeline, or the processes of a job, did or will do.
+///
+/// Times are in [`Timeline::unit`], from the beginning of what is shown.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+pub struct Timeline {
+    /// What it is of: the name of a schedule, or of a program.
+    pub title: String,
+    /// `s`, or `unit` where times are only relative to each other.
+    pub unit: String,
+    /// When the last bar ends.
+    pub end: f64,
+    /// Where steps begin and end, in order.
+    pub marks: Vec<Mark>,
+    /// By rank, or by process and device.
+    pub rows: Vec<Row>,
+}
+
+/// A point in time with a name.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+pub struct Mark {
+    /// When.
+    pub at: f64,
+    /// What begins there.
+    pub name: String,
+}
+
+/// What one rank or device does.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+pub struct Row {
+    /// As `rank 3`, or `process 1, cpu 0`.
+    pub name: String,
+    /// The process, where there is one.
+    pub process: Option<u32>,
+    /// What it computes, by start; bars do not overlap.
+    pub bars: Vec<Bar>,
+    /// What goes out from it, by start; these may overlap.
+    pub moves: Vec<Bar>,
+    /// When it computes nothing between the beginning and the end, in order, and why.
+    pub gaps: Vec<Gap>,
+    /// Memory in use: each holds until the next.
+    pub memory: Vec<MemoryPoint>,
+}
+
+/// What a bar is of.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Kind {
+    /// A forward pass.
+    Forward,
+    /// The gradient of a stage's inputs.
+    BackwardInput,
+    /// The gradient of a stage's parameters.
+    BackwardWeight,
+    /// Both gradients as one.
+    Backward,
+    /// An array on its way.
+    Move,
+    /// Anything else.
+    #[default]
+    Other,
+}
+
+/// Something with a beginning and an end.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+pub struct Bar {
+    /// What kind of thing.
+    pub kind: Kind,
+    /// As `2F7`, or the name of a kernel.
+    pub name: String,
+    /// The stage, where it is of one.
+    pub stage: Option<u32>,
+    /// The microbatch, where it is of one.
+    pub microbatch: Option<u32>,
+    /// When it begins.
+    pub start: f64,
+    /// When it ends.
+    pub end: f64,
+    /// Bytes that are moved.
+    pub bytes: Option<u64>,
+    /// The number of the operation in the program.
+    pub op: Option<u64>,
+    /// When it was issued, in a run.
+    pub issued: Option<f64>,
+    /// What it waited for last before it began, for people.
+    pub waited_for: Option<String>,
+    /// When the plan has it begin and end, where there is one to compare with.
+    pub planned: Option<(f64, f64)>,
+    /// The line of the program.
+    pub at: Option<String>,
+}
+
+/// A time in which a row computes nothing.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+pub struct Gap {
+    /// From when.
+    pub start: f64,
+    /// Until when.
+    pub end: f64,
+    /// What was waited for, for people: `stage 1, microbatch 4, forward of rank 0`.
+    pub waits_for: String,
+}
+
+/// How much memory is in use from a time on.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
+pub struct MemoryPoint {
+    /// From when.
+    pub at: f64,
+    /// Bytes, or activations in a schedule without bytes.
+    pub used: f64,
+}
+
+impl Timeline {
+    /// The time from `from` to `until` in which no row computes, as a share of all rows' time; 0 where there is
+    /// none.
+    pub fn bubble(&self, from: f64, until: f64) -> f64 {
+        let whole = (until - from) * self.rows.len() as f64;
+        let within = |bar: &Bar| (bar.end.min(until) - bar.start.max(from)).max(0.0);
+        let busy: f64 = self.rows.iter().flat_map(|row| &row.bars).map(within).sum();
+        if whole > 0.0 { 1.0 - busy / whole } else { 0.0 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_bubble_is_what_rows_do_not_compute() {
+        let bar = |start, end| Bar { start, end, ..Bar::default() };
+        let row = |bars| Row { bars, ..Row::default() };
+        let rows = vec![row(vec![bar(0.0, 2.0), bar(3.0, 4.0)]), row(vec![bar(1.0, 4.0)])];
+        let timeline = Timeline { end: 4.0, rows, ..Timeline::default() };
+        assert_eq!(timeline.bubble(0.0, 4.0), 0.25);
+        assert_eq!(timeline.bubble(2.0, 3.0), 0.5);
+        assert_eq!(timeline.bubble(4.0, 4.0), 0.0);
+    }
+}
