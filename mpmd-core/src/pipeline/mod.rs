@@ -26,7 +26,7 @@ pub use costs::{Costs, StageCosts};
 pub use memory::{DeviceMemory, MemoryPlan, StageBytes};
 use replay::Kept;
 pub use run::{Gradients, Microbatch, StepOutput};
-pub use schedule::{Action, ActionKind, Schedule, ScheduleError};
+pub use schedule::{Action, ActionKind, Builtin, Placement, Schedule, ScheduleError};
 pub use search::{Budget, Found, SearchOptions, search};
 pub use shapes::MicrobatchShapes;
 pub use stage::{Declared, Loss, Placed, PlacedShape, Stage, StageSignature};
