@@ -9,6 +9,7 @@
 mod costs;
 pub mod flow;
 mod kernels;
+mod lower;
 mod memory;
 mod replay;
 mod run;
@@ -23,6 +24,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
 
 pub use costs::{Costs, StageCosts};
+pub use lower::{LowerError, Step, StepKind, lower, lower_cells, lower_late};
 pub use memory::{DeviceMemory, MemoryPlan, StageBytes};
 use replay::Kept;
 pub use run::{Gradients, Microbatch, StepOutput};
