@@ -1,6 +1,7 @@
 //! The `mpmd` command line.
 
 mod bench;
+mod check;
 mod doctor;
 mod plan;
 mod run;
@@ -28,6 +29,8 @@ enum Command {
     Run(run::Run),
     /// Ask the planners: layouts, chunks, rules, what goes where
     Plan(plan::PlanArgs),
+    /// Prove and add up what a program is to do, before it runs
+    Check(check::CheckArgs),
     /// Measure what the framework itself costs
     Bench(bench::BenchArgs),
     /// Look at this machine: what it has for transports, and what to do about it
@@ -47,6 +50,7 @@ fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Run(run) => run.run(),
         Command::Plan(args) => plan::plan(&args),
+        Command::Check(args) => check::check(&args),
         Command::Bench(args) => bench::bench(&args),
         Command::Doctor(args) => doctor::doctor(&args),
         Command::ReadMemory { pid, address } => doctor::answer_reader(pid, address),

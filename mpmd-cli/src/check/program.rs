@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use clap::Args;
 use mpmd_core::launch::variables;
+use mpmd_core::pipeline::check::Channel;
 use mpmd_core::plan::Plan;
 
 use super::report::Report;
@@ -47,7 +48,7 @@ impl ProgramArgs {
         processes: u32,
         program: &[OsString],
         budget: Option<u64>,
-        channels: &[super::Channel],
+        channels: &[Channel],
     ) -> anyhow::Result<ExitCode> {
         let folder = tempfile::tempdir().context("making a folder for the plan")?;
         let file = match &self.out {
@@ -111,7 +112,8 @@ impl ProgramArgs {
         let how = match status {
             Some(status) if status.success() && file.exists() => return Ok(Some(Plan::read(file)?)),
             Some(status) if status.success() => {
-                "ended without a plan: is it a program of mpmd that calls Program::from_env and finish?".to_owned()
+                "ended without a plan: is it a program of mpmd that calls Program::from_env and finish?"
+                    .to_owned()
             }
             Some(status) => format!("failed while it was planned ({status})"),
             None => format!("has not ended a plan after {:?}", self.patience),

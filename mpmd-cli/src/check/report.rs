@@ -85,7 +85,10 @@ impl<'a> Report<'a> {
         for deadlock in self.verdicts.iter().filter_map(|verdict| verdict.as_ref().err()) {
             let (nodes, transfers) = deadlock.undone;
             let channel = &deadlock.channel;
-            writeln!(f, "order    does not end over {channel}: {nodes} nodes, {transfers} transfers are left")?;
+            writeln!(
+                f,
+                "order    does not end over {channel}: {nodes} nodes, {transfers} transfers are left"
+            )?;
             for line in deadlock.lines(&named) {
                 writeln!(f, "           {line}")?;
             }
