@@ -311,7 +311,7 @@ impl Program {
                 "process {}: {at} waits for {} operations issued before it; {}",
                 runtime.me,
                 runtime.in_flight.counts().ops,
-                runtime.status.describe()
+                runtime.doing_and_why()
             ));
         }
     }
