@@ -17,6 +17,7 @@ mod run;
 mod schedule;
 mod search;
 mod shapes;
+pub mod simulate;
 mod stage;
 mod storage;
 mod wired;
