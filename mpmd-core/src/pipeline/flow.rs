@@ -90,11 +90,10 @@ impl Flow {
     ///
     /// Where the schedule is too large for tags of 32 bits.
     pub fn of_schedule(schedule: &Schedule) -> Result<Self, FlowError> {
-        Self::of_lowered(&super::lower::lower(schedule)?)
+        Self::of_lowered(&super::lower::lower(schedule)?, Leaves::AtOnce)
     }
 
-    /// The flow of ranks that say themselves when they post what. `B` is two nodes, its input gradient leaves
-    /// between them. Tags are those of [`StepNames`].
+    /// The flow of ranks that say themselves when they post what. `B` is two nodes. Tags are those of [`StepNames`].
     ///
     /// What is sent and received by nobody, although another rank needs it, is a transfer without ends: the
     /// check names it.
@@ -103,8 +102,37 @@ impl Flow {
     ///
     /// Where a step is there twice, moves something that its rank has no part in, moves something between
     /// stages of one rank, or sends what no rank computes.
-    pub fn of_lowered(rows: &[Vec<Step>]) -> Result<Self, FlowError> {
-        Builder::new(rows)?.flow(rows)
+    pub fn of_lowered(rows: &[Vec<Step>], leaves: Leaves) -> Result<Self, FlowError> {
+        let flow = Builder::new(rows)?.flow(rows)?;
+        Ok(if leaves == Leaves::InOrder { flow.in_order(rows) } else { flow })
+    }
+}
+
+impl Flow {
+    /// The same whose sends wait for all nodes before them in their rows.
+    fn in_order(mut self, rows: &[Vec<Step>]) -> Self {
+        // Nodes and posts have the order of the rows.
+        let (mut node, mut ends) = (0, 0);
+        for (row, posts) in rows.iter().zip(&self.posts) {
+            let mut posts = posts.iter();
+            for step in row {
+                match step.kind {
+                    StepKind::Compute(ActionKind::Backward) => node += 2,
+                    StepKind::Compute(_) => node += 1,
+                    _ => {
+                        if let Some(Post::Send(transfer)) = posts.next()
+                            && node > ends
+                        {
+                            let after = &mut self.transfers[*transfer as usize].after;
+                            // A send before what it sends waits for that all the same.
+                            *after = (*after).max(node - 1);
+                        }
+                    }
+                }
+            }
+            ends = node;
+        }
+        self
     }
 }
 
@@ -112,14 +140,15 @@ fn slice(list: &[u32], (first, count): (u32, u32)) -> &[u32] {
     &list[first as usize..(first + count) as usize]
 }
 
-/// When the gradient of the inputs leaves that a `B` computes. Of an `I` it leaves when that has ended.
+/// When what a rank has computed can leave.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub enum GradientLeaves {
-    /// Between the input gradient and the weight gradient, as this framework's runner has it.
+pub enum Leaves {
+    /// As soon as it is there, the gradient of a `B` before its second half: as this framework's runner has it.
     #[default]
-    AfterInput,
-    /// When both have ended, as torch has it. The closed forms of the literature are of this.
-    AfterBoth,
+    AtOnce,
+    /// When all that its row computes before the send has ended, a whole `B` too, and both of a pair that
+    /// overlaps: as torch has it, whose streams are in order. The closed forms of the literature are of this.
+    InOrder,
 }
 
 /// Why rows of steps are no flow. The caller's fault.
@@ -194,16 +223,6 @@ impl StepNames {
     /// Whether a tag is of the weight gradient that ends a `B`; its first half has the same step.
     pub fn is_second_half(self, tag: u32) -> bool {
         tag % RADIX == SECOND_HALF
-    }
-
-    /// Has every gradient leave when the whole of its `B` has ended, where it leaves after the first half.
-    pub(crate) fn leave_late(self, flow: &mut Flow) {
-        for transfer in &mut flow.transfers {
-            let Some(node) = flow.nodes.get(transfer.after as usize) else { continue };
-            let is_whole = self.step(node.tag).kind == StepKind::Compute(ActionKind::Backward);
-            // The halves of a `B` have numbers one after the other.
-            transfer.after += u32::from(is_whole && !self.is_second_half(node.tag));
-        }
     }
 
     /// Gives transfers their bytes.
@@ -460,7 +479,7 @@ mod tests {
         let with = |rank: usize, step: Step| {
             let mut rows = lowered.clone();
             rows[rank].push(step);
-            Flow::of_lowered(&rows).unwrap_err().to_string()
+            Flow::of_lowered(&rows, Leaves::AtOnce).unwrap_err().to_string()
         };
         let step = |stage, kind| Step { stage, kind, microbatch: 0 };
         use StepKind::{Compute, ReceiveForward, SendForward};

@@ -1,7 +1,7 @@
 //! All that is wrong with a schedule, and what it needs.
 
 use super::{Channel, Deadlock, Ledger, Names, Peak, Proof, check};
-use crate::pipeline::flow::{Flow, FlowError, StepNames};
+use crate::pipeline::flow::{Flow, FlowError, Leaves, StepNames};
 use crate::pipeline::lower::{lower, lower_cells, lower_late};
 use crate::pipeline::{Action, ActionKind, Costs, Schedule, Step, StepKind};
 
@@ -287,7 +287,7 @@ impl Report {
                 .collect()
         };
         let rows: Vec<Vec<Action>> = rows.iter().enumerate().map(first).collect();
-        if let Ok(flow) = Flow::of_lowered(&lower_late(&rows))
+        if let Ok(flow) = Flow::of_lowered(&lower_late(&rows), Leaves::AtOnce)
             && let Err(deadlock) = check(&flow, Channel::TAGS)
             && !deadlock.cycle.is_empty()
         {
@@ -296,7 +296,7 @@ impl Report {
     }
 
     fn prove(&mut self, steps: &[Vec<Step>], limits: Limits) {
-        let mut flow = match Flow::of_lowered(steps) {
+        let mut flow = match Flow::of_lowered(steps, Leaves::AtOnce) {
             Ok(flow) => flow,
             Err(error) => return self.problems.push(Problem::Moves(error)),
         };

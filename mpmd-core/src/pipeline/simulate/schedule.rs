@@ -2,7 +2,7 @@
 
 use super::{Simulated, Times, channel_costs, simulate};
 use crate::pipeline::check::{Channel, Deadlock, Ledger, Unit};
-use crate::pipeline::flow::{Flow, FlowError, GradientLeaves, StepNames};
+use crate::pipeline::flow::{Flow, FlowError, Leaves, StepNames};
 use crate::pipeline::{ActionKind, Costs, Schedule, Step, StepKind};
 use crate::trace::{MemoryPoint, Timeline};
 
@@ -57,7 +57,7 @@ pub struct SimulatedSchedule {
 
 /// Simulates a schedule, its moves in the order of [`lower`](crate::pipeline::lower).
 ///
-/// `B` is `I`, then `W`; `leaves` says when its gradient is sent. Moves take the costs of sending, and none
+/// `B` is `I`, then `W`; `leaves` says when what is computed is sent. Moves take the costs of sending, and none
 /// where costs have none.
 ///
 /// # Errors
@@ -66,7 +66,7 @@ pub struct SimulatedSchedule {
 pub fn simulate_schedule(
     schedule: &Schedule,
     costs: &Costs,
-    leaves: GradientLeaves,
+    leaves: Leaves,
     channel: Channel,
 ) -> Result<SimulatedSchedule, SimulateError> {
     let steps = crate::pipeline::lower::lower(schedule).map_err(FlowError::from)?;
@@ -81,7 +81,7 @@ pub fn simulate_schedule(
 pub fn simulate_steps(
     steps: &[Vec<Step>],
     costs: &Costs,
-    leaves: GradientLeaves,
+    leaves: Leaves,
     channel: Channel,
 ) -> Result<SimulatedSchedule, SimulateError> {
     let expected = steps.iter().flatten().map(|step| step.stage as usize + 1).max().unwrap_or(0);
@@ -95,12 +95,9 @@ pub fn simulate_steps(
             return Err(SimulateError::Cost { stage, cost });
         }
     }
-    let mut flow = Flow::of_lowered(steps)?;
+    let mut flow = Flow::of_lowered(steps, leaves)?;
     let names = StepNames::of_lowered(steps);
     names.weigh(&mut flow, costs);
-    if leaves == GradientLeaves::AfterBoth {
-        names.leave_late(&mut flow);
-    }
     let times = times(&flow, names, costs);
     let simulated = simulate(&flow, &times, channel).map_err(SimulateError::Deadlock)?;
     let ledger = Ledger::new(&flow, names, Some(costs));
