@@ -235,20 +235,22 @@ impl Schedule {
     ///
     /// Where there is no such rank.
     pub fn cells(&self, rank: usize) -> Vec<String> {
-        let row = &self.rows[rank];
-        let mut cells = Vec::with_capacity(row.len());
+        let cell = |(one, other): (Action, Option<Action>)| match other {
+            Some(other) => format!("({one};{other})OVERLAP_F_B"),
+            None => one.to_string(),
+        };
+        self.paired(rank).map(cell).collect()
+    }
+
+    /// A rank's actions, those that overlap with the one after them.
+    pub(super) fn paired(&self, rank: usize) -> impl Iterator<Item = (Action, Option<Action>)> {
+        let mut row = self.rows[rank].iter().copied().enumerate();
         let mut pairs = self.overlaps[rank].iter().copied().peekable();
-        let mut at = 0;
-        while at < row.len() {
-            if pairs.next_if_eq(&at).is_some() {
-                cells.push(format!("({};{})OVERLAP_F_B", row[at], row[at + 1]));
-                at += 2;
-            } else {
-                cells.push(row[at].to_string());
-                at += 1;
-            }
-        }
-        cells
+        std::iter::from_fn(move || {
+            let (at, action) = row.next()?;
+            let other = if pairs.next_if_eq(&at).is_some() { row.next() } else { None };
+            Some((action, other.map(|(_, other)| other)))
+        })
     }
 
     /// What an action needs from others: `I` stands for the input gradient, also where a `B` makes it.
