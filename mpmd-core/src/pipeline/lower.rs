@@ -83,15 +83,25 @@ impl fmt::Display for Step {
     }
 }
 
-/// The steps of each rank, in torch's order.
+/// The steps of each rank, in torch's order. Of an overlapped pair both actions come before their sends.
 ///
 /// # Errors
 ///
 /// Where the ranks wait for each other, which a [`Schedule`] cannot.
-pub fn lower(schedule: &Schedule) -> Result<Vec<Vec<Step>>, LowerError> {
-    let rows = schedule.rows().iter();
-    let cells = rows.map(|row| row.iter().map(std::slice::from_ref)).map(Iterator::collect::<Vec<_>>);
-    lower_cells(&cells.collect::<Vec<_>>())
+pub fn lower<'a>(schedule: &'a Schedule) -> Result<Vec<Vec<Step>>, LowerError> {
+    let cells = |(rank, row): (usize, &'a Vec<Action>)| {
+        let (mut cells, mut rest) = (Vec::with_capacity(row.len()), &row[..]);
+        for &pair in schedule.overlaps(rank) {
+            let (before, after) = rest.split_at(pair + rest.len() - row.len());
+            cells.extend(before.iter().map(std::slice::from_ref));
+            let (both, after) = after.split_at(2);
+            cells.push(both);
+            rest = after;
+        }
+        cells.extend(rest.iter().map(std::slice::from_ref));
+        cells
+    };
+    lower_cells(&schedule.rows().iter().enumerate().map(cells).collect::<Vec<_>>())
 }
 
 /// As [`lower`], of rows of cells: a cell is one turn of its rank, and does several actions where these

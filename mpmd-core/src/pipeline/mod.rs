@@ -6,6 +6,7 @@
 //! issues everything in one global order whose part on each rank is the schedule's. No second description of
 //! a run exists. Buffers are dropped at the action after which nobody needs them.
 
+pub mod check;
 mod costs;
 pub mod flow;
 mod kernels;

@@ -56,6 +56,12 @@ pub enum ScheduleError {
         /// How many ranks cannot proceed; those that are not in the circle wait for it, or for another.
         ranks: usize,
     },
+    /// No order could be looked for, or none was found.
+    #[error("no order by cost: {problem}")]
+    Search {
+        /// Why.
+        problem: String,
+    },
 }
 
 fn and_more(more: &usize) -> String {

@@ -71,11 +71,7 @@ pub struct Found {
 /// Where `fixed` is empty or its placements differ, costs are for another number of stages, negative or not finite,
 /// and where no order was found within the budget.
 pub fn search(fixed: &[Schedule], costs: &Costs, options: &SearchOptions) -> Result<Found, ScheduleError> {
-    let wrong = |problem: String| ScheduleError::Actions {
-        schedule: "by cost".to_owned(),
-        problems: vec![problem],
-        more: 0,
-    };
+    let wrong = |problem: String| ScheduleError::Search { problem };
     let Some(first) = fixed.first() else {
         return Err(wrong("no schedule says which rank each stage is on".to_owned()));
     };
