@@ -68,6 +68,17 @@ pub enum Placement {
     Custom,
 }
 
+impl Placement {
+    /// `loop`, `V` or `custom`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Loop => "loop",
+            Self::V => "V",
+            Self::Custom => "custom",
+        }
+    }
+}
+
 /// For each rank, the order of its actions; and which rank each stage is on.
 ///
 /// Ranks are the pipeline's own: which processes and devices stand behind one is the mesh's affair.
@@ -104,7 +115,7 @@ impl Schedule {
     /// # Errors
     ///
     /// As [`Schedule::new`], and where a pair is not a forward and a backward pass next to each other in the row,
-    /// or two pairs share an action.
+    /// two pairs share an action, or a pair cannot begin together: what one of the two needs comes of the other.
     pub fn with_overlaps(
         name: impl Into<String>,
         rows: Vec<Vec<Action>>,
@@ -122,6 +133,7 @@ impl Schedule {
             has_backward,
         };
         schedule.global_order()?;
+        schedule.check_pairs()?;
         Ok(schedule)
     }
 
@@ -165,6 +177,12 @@ impl Schedule {
     /// The schedule's name.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// The same schedule by another name.
+    pub fn renamed(mut self, name: impl Into<String>) -> Self {
+        self.name = name.into();
+        self
     }
 
     /// Number of ranks.

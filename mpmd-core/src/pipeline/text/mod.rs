@@ -2,7 +2,7 @@
 //! `torch.distributed.pipelining` (as of torch 2.11.0), read and written.
 //!
 //! A cell is an action, as `2F0`; a pair that overlaps, as `(2F3;5B1)OVERLAP_F_B`; or empty. There is no header,
-//! no version and no escape: what the text does not say goes into a file beside it.
+//! no version and no escape: what the text does not say goes into a [`Sidecar`](super::Sidecar).
 
 mod parse;
 
@@ -147,6 +147,26 @@ impl Text {
             text
         };
         self.rows.iter().map(one).collect()
+    }
+
+    /// A hash of what the ranks do and in which order: FNV-1a of 64 bits over the text as torch writes it, without
+    /// empty cells. The same on every machine and in every version.
+    pub fn hash(&self) -> u64 {
+        let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+        let mut add = |bytes: &[u8]| {
+            for byte in bytes {
+                hash = (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
+            }
+        };
+        for row in &self.rows {
+            let full = row.iter().filter(|cell| **cell != Cell::Empty);
+            for (at, cell) in full.enumerate() {
+                add(if at == 0 { b"" } else { b"," });
+                add(cell.to_string().as_bytes());
+            }
+            add(b"\r\n");
+        }
+        hash
     }
 
     /// The schedule in the text: what is computed, in order. Moves, and what is done about weights, are left out:
