@@ -118,12 +118,15 @@ pub fn lower_cells(rows: &[Vec<&[Action]>]) -> Result<Vec<Vec<Step>>, LowerError
     Ok(lower_turns(rows)?.0)
 }
 
+/// For each rank its steps, and where in them each cell's turn came.
+pub(super) type Turns = (Vec<Vec<Step>>, Vec<Vec<usize>>);
+
 /// As [`lower_cells`], and for each rank where in its steps each cell's turn came: how many were there before.
 ///
 /// # Errors
 ///
 /// As [`lower_cells`].
-pub(super) fn lower_turns(rows: &[Vec<&[Action]>]) -> Result<(Vec<Vec<Step>>, Vec<Vec<usize>>), LowerError> {
+pub(super) fn lower_turns(rows: &[Vec<&[Action]>]) -> Result<Turns, LowerError> {
     let mut there = There::new(rows);
     let mut next = vec![0; rows.len()];
     let moves =
