@@ -115,11 +115,24 @@ pub fn lower<'a>(schedule: &'a Schedule) -> Result<Vec<Vec<Step>>, LowerError> {
 ///
 /// Where the ranks wait for each other, or for an action that no rank has.
 pub fn lower_cells(rows: &[Vec<&[Action]>]) -> Result<Vec<Vec<Step>>, LowerError> {
+    Ok(lower_turns(rows)?.0)
+}
+
+/// For each rank its steps, and where in them each cell's turn came.
+pub(super) type Turns = (Vec<Vec<Step>>, Vec<Vec<usize>>);
+
+/// As [`lower_cells`], and for each rank where in its steps each cell's turn came: how many were there before.
+///
+/// # Errors
+///
+/// As [`lower_cells`].
+pub(super) fn lower_turns(rows: &[Vec<&[Action]>]) -> Result<Turns, LowerError> {
     let mut there = There::new(rows);
     let mut next = vec![0; rows.len()];
     let moves =
         |row: &Vec<&[Action]>| Vec::with_capacity(row.iter().map(|cell| cell.len()).sum::<usize>() * 3);
     let mut steps: Vec<Vec<Step>> = rows.iter().map(moves).collect();
+    let mut turns: Vec<Vec<usize>> = rows.iter().map(|row| Vec::with_capacity(row.len())).collect();
     let mut open: Vec<usize> = (0..rows.len()).filter(|rank| !rows[*rank].is_empty()).collect();
     while !open.is_empty() {
         let mut progress = false;
@@ -130,6 +143,7 @@ pub fn lower_cells(rows: &[Vec<&[Action]>]) -> Result<Vec<Vec<Step>>, LowerError
             }
             progress = true;
             next[rank] += 1;
+            turns[rank].push(steps[rank].len());
             steps[rank].extend(cell.iter().map(|action| Step::of_action(*action)));
             for action in cell {
                 there.done(*action);
@@ -143,7 +157,7 @@ pub fn lower_cells(rows: &[Vec<&[Action]>]) -> Result<Vec<Vec<Step>>, LowerError
         }
         open.retain(|rank| next[*rank] < rows[*rank].len());
     }
-    Ok(steps)
+    Ok((steps, turns))
 }
 
 /// The steps of each rank with each send right after what makes it, and each receive right before what needs
