@@ -1,6 +1,7 @@
 //! The `mpmd` command line.
 
 mod bench;
+mod check;
 mod doctor;
 mod draw;
 mod plan;
@@ -31,6 +32,8 @@ enum Command {
     Plan(plan::PlanArgs),
     /// Draw what ranks did or will do: a page that can be zoomed and asked, or a drawing
     Draw(draw::DrawArgs),
+    /// Prove and add up what a program is to do, before it runs
+    Check(check::CheckArgs),
     /// Measure what the framework itself costs
     Bench(bench::BenchArgs),
     /// Look at this machine: what it has for transports, and what to do about it
@@ -51,6 +54,7 @@ fn main() -> ExitCode {
         Command::Run(run) => run.run(),
         Command::Plan(args) => plan::plan(&args),
         Command::Draw(args) => draw::draw(&args),
+        Command::Check(args) => check::check(&args),
         Command::Bench(args) => bench::bench(&args),
         Command::Doctor(args) => doctor::doctor(&args),
         Command::ReadMemory { pid, address } => doctor::answer_reader(pid, address),
