@@ -3,6 +3,7 @@
 mod bench;
 mod check;
 mod doctor;
+mod draw;
 mod plan;
 mod run;
 
@@ -29,6 +30,8 @@ enum Command {
     Run(run::Run),
     /// Ask the planners: layouts, chunks, rules, what goes where
     Plan(plan::PlanArgs),
+    /// Draw what ranks did or will do: a page that can be zoomed and asked, or a drawing
+    Draw(draw::DrawArgs),
     /// Prove and add up what a program is to do, before it runs
     Check(check::CheckArgs),
     /// Measure what the framework itself costs
@@ -50,6 +53,7 @@ fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Run(run) => run.run(),
         Command::Plan(args) => plan::plan(&args),
+        Command::Draw(args) => draw::draw(&args),
         Command::Check(args) => check::check(&args),
         Command::Bench(args) => bench::bench(&args),
         Command::Doctor(args) => doctor::doctor(&args),
