@@ -137,7 +137,7 @@ impl Times {
         let mut free = vec![0; schedule.ranks()];
         for action in order {
             let rank = schedule.rank_of(action.stage);
-            let ready = schedule.needs(*action).into_iter().map(|need| {
+            let ready = schedule.needs(*action).map(|need| {
                 let (_, end) = match need.kind {
                     // An input gradient goes its way before the weight gradient begins.
                     ActionKind::BackwardInput => times.input_gradient(need.stage, need.microbatch),
