@@ -2,6 +2,7 @@
 
 mod bench;
 mod doctor;
+mod draw;
 mod plan;
 mod run;
 
@@ -28,6 +29,8 @@ enum Command {
     Run(run::Run),
     /// Ask the planners: layouts, chunks, rules, what goes where
     Plan(plan::PlanArgs),
+    /// Draw what ranks did or will do: a page that can be zoomed and asked, or a drawing
+    Draw(draw::DrawArgs),
     /// Measure what the framework itself costs
     Bench(bench::BenchArgs),
     /// Look at this machine: what it has for transports, and what to do about it
@@ -47,6 +50,7 @@ fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Run(run) => run.run(),
         Command::Plan(args) => plan::plan(&args),
+        Command::Draw(args) => draw::draw(&args),
         Command::Bench(args) => bench::bench(&args),
         Command::Doctor(args) => doctor::doctor(&args),
         Command::ReadMemory { pid, address } => doctor::answer_reader(pid, address),

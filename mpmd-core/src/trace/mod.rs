@@ -3,4 +3,4 @@
 
 mod timeline;
 
-pub use timeline::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Timeline};
+pub use timeline::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Step, Timeline};

@@ -68,6 +68,17 @@ pub enum Placement {
     Custom,
 }
 
+impl Placement {
+    /// `loop`, `V` or `custom`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Loop => "loop",
+            Self::V => "V",
+            Self::Custom => "custom",
+        }
+    }
+}
+
 /// For each rank, the order of its actions; and which rank each stage is on.
 ///
 /// Ranks are the pipeline's own: which processes and devices stand behind one is the mesh's affair.
@@ -104,7 +115,7 @@ impl Schedule {
     /// # Errors
     ///
     /// As [`Schedule::new`], and where a pair is not a forward and a backward pass next to each other in the row,
-    /// or two pairs share an action.
+    /// two pairs share an action, or a pair cannot begin together: what one of the two needs comes of the other.
     pub fn with_overlaps(
         name: impl Into<String>,
         rows: Vec<Vec<Action>>,
@@ -122,6 +133,7 @@ impl Schedule {
             has_backward,
         };
         schedule.global_order()?;
+        schedule.check_pairs()?;
         Ok(schedule)
     }
 
@@ -165,6 +177,12 @@ impl Schedule {
     /// The schedule's name.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// The same schedule by another name.
+    pub fn renamed(mut self, name: impl Into<String>) -> Self {
+        self.name = name.into();
+        self
     }
 
     /// Number of ranks.
@@ -235,20 +253,22 @@ impl Schedule {
     ///
     /// Where there is no such rank.
     pub fn cells(&self, rank: usize) -> Vec<String> {
-        let row = &self.rows[rank];
-        let mut cells = Vec::with_capacity(row.len());
+        let cell = |(one, other): (Action, Option<Action>)| match other {
+            Some(other) => format!("({one};{other})OVERLAP_F_B"),
+            None => one.to_string(),
+        };
+        self.paired(rank).map(cell).collect()
+    }
+
+    /// A rank's actions, those that overlap with the one after them.
+    pub(super) fn paired(&self, rank: usize) -> impl Iterator<Item = (Action, Option<Action>)> {
+        let mut row = self.rows[rank].iter().copied().enumerate();
         let mut pairs = self.overlaps[rank].iter().copied().peekable();
-        let mut at = 0;
-        while at < row.len() {
-            if pairs.next_if_eq(&at).is_some() {
-                cells.push(format!("({};{})OVERLAP_F_B", row[at], row[at + 1]));
-                at += 2;
-            } else {
-                cells.push(row[at].to_string());
-                at += 1;
-            }
-        }
-        cells
+        std::iter::from_fn(move || {
+            let (at, action) = row.next()?;
+            let other = if pairs.next_if_eq(&at).is_some() { row.next() } else { None };
+            Some((action, other.map(|(_, other)| other)))
+        })
     }
 
     /// What an action needs from others: `I` stands for the input gradient, also where a `B` makes it.

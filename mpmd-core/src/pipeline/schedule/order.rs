@@ -17,26 +17,45 @@ impl Schedule {
     ///
     /// Where the ranks' orders wait for each other in a circle.
     pub fn global_order(&self) -> Result<Vec<Action>, ScheduleError> {
+        self.rounds(false)
+    }
+
+    /// Whether the ranks also come to their end where both actions of an overlapped pair wait until both can begin.
+    pub(super) fn check_pairs(&self) -> Result<(), ScheduleError> {
+        if self.overlaps.iter().any(|pairs| !pairs.is_empty()) {
+            self.rounds(true)?;
+        }
+        Ok(())
+    }
+
+    /// In each round each rank does its next action, or pair if these go together, if what it needs was done in an
+    /// earlier round.
+    fn rounds(&self, together: bool) -> Result<Vec<Action>, ScheduleError> {
         let total = self.rows.iter().map(Vec::len).sum();
         let mut next = vec![0; self.rows.len()];
+        let mut pairs = vec![0; self.rows.len()];
         let mut done = Done::new(self);
         let mut order = Vec::with_capacity(total);
-        // One round: each rank does its next action if what it needs was done in an earlier round. That can only
-        // have come about on a rank that did something in the round before, or that waits for a rank which did.
+        // What an action needs can only have come about on a rank that did something in the round before, or that
+        // waits for a rank which did.
         let mut asked: Vec<usize> = (0..self.rows.len()).collect();
         let mut is_asked = vec![false; self.rows.len()];
         while order.len() < total {
             let before = order.len();
             for &rank in &asked {
                 is_asked[rank] = false;
-                let Some(&action) = self.rows[rank].get(next[rank]) else { continue };
-                if self.needs(action).all(|need| done.has(need)) {
-                    order.push(action);
-                    next[rank] += 1;
+                let head = self.head(rank, next[rank], together.then_some(pairs[rank]));
+                if head.iter().all(|action| self.needs(*action).all(|need| done.has(need))) {
+                    order.extend_from_slice(head);
+                    next[rank] += head.len();
+                    pairs[rank] += usize::from(head.len() == 2);
                 }
             }
             if order.len() == before {
-                return Err(self.stuck(&next, &done));
+                let heads: Vec<&[Action]> = (0..self.rows.len())
+                    .map(|rank| self.head(rank, next[rank], together.then_some(pairs[rank])))
+                    .collect();
+                return Err(self.stuck(&heads, &next, &done));
             }
             asked.clear();
             for action in &order[before..] {
@@ -55,27 +74,39 @@ impl Schedule {
         Ok(order)
     }
 
+    /// What a rank does next: an action, a pair that is that number of its pairs, or nothing more.
+    fn head(&self, rank: usize, next: usize, pair: Option<usize>) -> &[Action] {
+        let is_pair = pair.is_some_and(|pair| self.overlaps[rank].get(pair) == Some(&next));
+        let row = &self.rows[rank];
+        &row[next..row.len().min(next + if is_pair { 2 } else { 1 })]
+    }
+
     /// Names a shortest circle of ranks that wait for each other.
-    fn stuck(&self, next: &[usize], done: &Done) -> ScheduleError {
-        let ranks = self.rows.len();
-        let head = |rank: usize| self.rows[rank].get(next[rank]).copied();
-        let missing = |rank: usize| {
-            let needs = head(rank).into_iter().flat_map(|action| self.needs(action));
+    fn stuck(&self, heads: &[&[Action]], next: &[usize], done: &Done) -> ScheduleError {
+        let missing = |head: &&[Action]| {
+            let needs = head.iter().flat_map(|action| self.needs(*action));
             needs.filter(|need| !done.has(*need)).collect::<Vec<_>>()
         };
-        let waits: Vec<Vec<Action>> = (0..ranks).map(missing).collect();
-        let cycle =
-            (0..ranks).filter_map(|rank| self.circle(rank, &waits)).min_by_key(Vec::len).unwrap_or_default();
+        let waits: Vec<Vec<Action>> = heads.iter().map(missing).collect();
+        let cycle = (0..heads.len())
+            .filter_map(|rank| self.circle(rank, &waits))
+            .min_by_key(Vec::len)
+            .unwrap_or_default();
+        let shown = |rank: usize| match heads[rank] {
+            [one, other] => format!("({one};{other})OVERLAP_F_B"),
+            head => head.iter().map(ToString::to_string).collect(),
+        };
         let said = cycle.iter().map(|(rank, need)| {
-            let here = head(*rank).map(|action| action.to_string()).unwrap_or_default();
             let made = self.made_by(*need);
             let (on, position) = place(&self.rows, made).unwrap_or_default();
-            let behind = match head(on) {
-                Some(head) if head != made => format!(", behind {head} at position {}", next[on]),
-                _ => String::new(),
+            let behind = if heads[on].contains(&made) {
+                String::new()
+            } else {
+                format!(", behind {} at position {}", shown(on), next[on])
             };
             format!(
-                "rank {rank} is at {here}, position {}, which waits for {made} on rank {on}, position {position}{behind}",
+                "rank {rank} is at {}, position {}, which waits for {made} on rank {on}, position {position}{behind}",
+                shown(*rank),
                 next[*rank]
             )
         });
@@ -220,6 +251,21 @@ mod tests {
         let first = "rank 0 is at 0B0, position 1, which waits for 1B0 on rank 1, position 2, behind 1F1 at position 1";
         let second = "rank 1 is at 1F1, position 1, which waits for 0F1 on rank 0, position 2, behind 0B0 at position 1";
         assert!(text.contains(first) && text.contains(second), "{text}");
+    }
+
+    #[test]
+    fn a_pair_that_cannot_begin_together_is_refused() {
+        let a = |stage, kind, microbatch| Action { stage, kind, microbatch };
+        // One after the other it works: 0B0 needs 1B0, which comes after 1F1, which needs 0F1.
+        let rows = vec![
+            vec![a(0, Forward, 0), a(0, Forward, 1), a(0, Backward, 0), a(0, Backward, 1)],
+            vec![a(1, Forward, 0), a(1, Forward, 1), a(1, Backward, 0), a(1, Backward, 1)],
+        ];
+        assert!(Schedule::new("x", rows.clone()).is_ok());
+        let error = Schedule::with_overlaps("x", rows, vec![vec![1], vec![]]).unwrap_err().to_string();
+        let expected = "rank 0 is at (0F1;0B0)OVERLAP_F_B, position 1, which waits for 1B0 on rank 1, position 2, \
+                        behind 1F1 at position 1";
+        assert!(error.contains(expected), "{error}");
     }
 
     #[test]
