@@ -1,6 +1,16 @@
 //! What happened, when, and on whose account: timelines of runs that were traced, and of schedules that were
 //! only simulated, in one form.
+//!
+//! With [`Builder::trace`](crate::Builder::trace), `mpmd run --trace` or `MPMD_TRACE` each process of a job notes
+//! what becomes of its operations ([`Event`]s) and writes them to a file ([`ProcessTrace`]).
 
+mod event;
+mod file;
+mod record;
 mod timeline;
 
+pub use event::{Event, Step, What};
+pub(crate) use file::unix_now;
+pub use file::{About, Clock, ProcessTrace, TraceError};
+pub(crate) use record::Trace;
 pub use timeline::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Timeline};
