@@ -217,8 +217,10 @@ impl Program {
             // In no job: nothing to wait for, and nobody to take leave of.
             return Ok(());
         }
-        self.runtime.wait_idle(at);
+        let waiting = self.runtime.trace.wait("finish", at);
+        self.runtime.wait_idle();
         self.runtime.wait_for_callbacks();
+        drop(waiting);
         let result = match self.runtime.trouble() {
             Some(failure) => {
                 self.runtime.leave(Some(&failure));

@@ -1,6 +1,5 @@
 //! Between the router and the transport: carries out what the router asks for.
 
-use std::panic::Location;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Weak};
@@ -10,7 +9,7 @@ use mpmd_transport::router::{Action, Body, Failure, FailureKind, OpRecord, Route
 use mpmd_transport::{Handler, Header, Kind, Payload, ProcessId, Ticket, TransportError};
 
 use super::{Doing, InProcess, Outgoing, Runtime, Waiter};
-use crate::trace::{Step, What};
+use crate::trace::{PieceStep, What};
 
 /// How long a closing transport may take to flush.
 const FLUSH_WITHIN: Duration = Duration::from_secs(2);
@@ -22,7 +21,7 @@ impl Handler for Door {
     fn arrived(&self, from: ProcessId, header: Header, payload: Payload) {
         let Some(runtime) = self.0.upgrade() else { return };
         if matches!(header.kind, Kind::Eager | Kind::Data) {
-            runtime.trace_piece(Step::Arrived, (header.op, header.piece), from, header.bytes);
+            runtime.trace_piece(PieceStep::Arrived, (header.op, header.piece), from, header.bytes);
         }
         let now = runtime.now();
         runtime.with_router(|router| match payload {
@@ -131,9 +130,8 @@ impl Runtime {
     }
 
     /// Waits until every operation of this process has ended, reporting each time patience runs out.
-    pub(crate) fn wait_idle(&self, at: &'static Location<'static>) {
+    pub(crate) fn wait_idle(&self) {
         let _doing = self.status.enter(Doing::Finishing);
-        let _waiting = self.trace.wait("finish", at);
         while !self.in_flight.wait_until(Instant::now() + self.config.patience, |counts| counts.ops == 0) {
             let (counts, first) = (self.in_flight.counts(), self.in_flight.first_open());
             let first = first.map(|op| format!(", the first is operation {op}")).unwrap_or_default();
@@ -196,7 +194,7 @@ impl Runtime {
         let Some(transport) = &self.transport else { return };
         let posted = |bytes: u64, ticket: Ticket| {
             let (op, piece, peer) = (header.op, header.piece, to.0);
-            let (step, ticket) = (Step::Posted, ticket.0);
+            let (step, ticket) = (PieceStep::Posted, ticket.0);
             self.trace.note(|| What::Piece { step, op, piece, peer, bytes, ticket });
         };
         match body {
@@ -252,7 +250,7 @@ impl Runtime {
             Err(failure) => promise.keep(Err(failure)),
             Ok(Payload::Empty) => promise.keep(Ok(Vec::new().into())),
             Ok(Payload::Inline(bytes) | Payload::Lent(bytes)) => {
-                self.trace_piece(Step::Taken, key, from, bytes.len() as u64);
+                self.trace_piece(PieceStep::Taken, key, from, bytes.len() as u64);
                 promise.keep(Ok(bytes));
             }
             Ok(Payload::Waiting(fetch)) => match self.staging.allocate(fetch.bytes() as usize) {
@@ -265,7 +263,7 @@ impl Runtime {
                         Box::new(move |result| {
                             promise.keep(match result {
                                 Ok(buffer) => {
-                                    runtime.trace_piece(Step::Taken, key, from, buffer.len() as u64);
+                                    runtime.trace_piece(PieceStep::Taken, key, from, buffer.len() as u64);
                                     Ok(buffer.freeze())
                                 }
                                 Err(error) => Err(runtime.fetch_failed(from, op, &error)),

@@ -56,7 +56,7 @@ use worker::{Crew, Worker};
 pub(crate) use worker::{Job, Work};
 
 use crate::topology::{DeviceId, Topology};
-use crate::trace::{Step, Trace, What};
+use crate::trace::{PieceStep, Trace, What};
 
 /// How often the ticker looks at the clock.
 const TICK: Duration = Duration::from_millis(50);
@@ -284,7 +284,7 @@ impl Runtime {
 
     /// Notes what became of a piece.
     #[inline]
-    fn trace_piece(&self, step: Step, (op, piece): (u64, u64), peer: ProcessId, bytes: u64) {
+    fn trace_piece(&self, step: PieceStep, (op, piece): (u64, u64), peer: ProcessId, bytes: u64) {
         self.trace.note(|| What::Piece { step, op, piece, peer: peer.0, bytes, ticket: 0 });
     }
 

@@ -9,7 +9,7 @@ use mpmd_transport::{OwnedBuffer, Payload, ProcessId, SharedBuffer};
 use super::transfer::Transfer;
 use super::{Assembly, OpGuard, Outcome, Outgoing, Runtime};
 use crate::reshard::copy_region;
-use crate::trace::Step;
+use crate::trace::PieceStep;
 
 /// What becomes of a region that a peer sends.
 ///
@@ -120,7 +120,7 @@ impl Runtime {
 
     fn trace_taken(&self, passage: &Passage) {
         let Passage { op, from, transfer, .. } = passage;
-        self.trace_piece(Step::Taken, (*op, transfer.id), *from, transfer.bytes as u64);
+        self.trace_piece(PieceStep::Taken, (*op, transfer.id), *from, transfer.bytes as u64);
     }
 
     /// Gives the region to who is to have it: processes first, they have others behind them. Shards
@@ -157,7 +157,7 @@ impl Runtime {
         guard: &OpGuard,
     ) {
         for peer in peers {
-            self.trace_piece(Step::Offered, (op, transfer.id), *peer, transfer.bytes as u64);
+            self.trace_piece(PieceStep::Offered, (op, transfer.id), *peer, transfer.bytes as u64);
             let buffer = bytes.clone();
             let outgoing = Outgoing { buffer, bytes: transfer.bytes as u64, guard: guard.clone() };
             let key = (op, transfer.id);

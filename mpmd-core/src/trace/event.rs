@@ -64,7 +64,7 @@ pub enum What {
     /// Something became of a piece.
     Piece {
         /// What became of it.
-        step: Step,
+        step: PieceStep,
         /// The operation.
         op: u64,
         /// Its number within the operation.
@@ -73,7 +73,7 @@ pub enum What {
         peer: u32,
         /// Its size.
         bytes: u64,
-        /// Of [`Step::Posted`], by which [`What::Left`] says that it is done; else 0.
+        /// Of [`PieceStep::Posted`], by which [`What::Left`] says that it is done; else 0.
         ticket: u64,
     },
     /// The transport is done with what it was given under this number.
@@ -101,7 +101,7 @@ pub enum What {
 
 /// What becomes of a piece that goes from one process to another.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Step {
+pub enum PieceStep {
     /// Its bytes are there, and the router has them.
     Offered,
     /// The transport has got it.
@@ -114,7 +114,7 @@ pub enum Step {
     Taken,
 }
 
-impl Step {
+impl PieceStep {
     const ALL: [Self; 5] = [Self::Offered, Self::Posted, Self::Expected, Self::Arrived, Self::Taken];
 }
 
@@ -182,7 +182,7 @@ impl Event {
             }
             STEP_END => What::StepEnd { step: a, op: b },
             kind => {
-                let step = *Step::ALL.get(usize::from(kind.checked_sub(PIECE)?))?;
+                let step = *PieceStep::ALL.get(usize::from(kind.checked_sub(PIECE)?))?;
                 What::Piece { step, op: a, piece: b, peer: high, bytes: c, ticket: d }
             }
         };
@@ -209,7 +209,7 @@ mod tests {
             What::Waited { since: 4, text: 1, line: 9 },
             What::StepEnd { step: 1, op: 2 },
         ];
-        for what in whats.into_iter().chain(Step::ALL.map(piece)) {
+        for what in whats.into_iter().chain(PieceStep::ALL.map(piece)) {
             let event = Event { at: 1 << 60, what };
             assert_eq!(Event::of_bytes(&event.to_bytes()), Some(event));
         }

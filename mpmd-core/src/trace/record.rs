@@ -15,6 +15,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::event::{Event, What};
 use super::file::{self, About, Chunk};
+use crate::pipeline::{Action, Schedule};
 use crate::program::Label;
 
 /// Threads that note at the same time seldom meet at one of so many lists.
@@ -70,7 +71,7 @@ struct List(Mutex<Vec<Event>>);
 #[derive(Default)]
 struct Extra {
     chunks: Vec<Chunk>,
-    schedules: Vec<String>,
+    schedules: Vec<Schedule>,
 }
 
 #[derive(Default)]
@@ -179,14 +180,15 @@ impl Trace {
         }
     }
 
-    /// The order in which a pipeline's ranks compute, in torch's text format; written once.
-    pub(crate) fn schedule(&self, name: &str, rows: impl FnOnce() -> String) {
+    /// The order in which a pipeline's ranks compute; written once.
+    pub(crate) fn schedule(&self, schedule: &Schedule) {
         let Some(recorder) = &self.0 else { return };
         let mut extra = recorder.extra.lock();
-        let rows = rows();
-        if !extra.schedules.contains(&rows) {
-            extra.schedules.push(rows.clone());
-            extra.chunks.push(Chunk::Schedule { name: name.to_owned(), rows });
+        if !extra.schedules.contains(schedule) {
+            let row = |row: &Vec<Action>| row.iter().map(Action::to_string).collect::<Vec<_>>().join(",");
+            let rows = schedule.rows().iter().map(row).collect::<Vec<_>>().join("\n");
+            extra.schedules.push(schedule.clone());
+            extra.chunks.push(Chunk::Schedule { name: schedule.name().to_owned(), rows });
         }
     }
 
@@ -367,14 +369,18 @@ mod tests {
                 });
             }
         });
-        trace.schedule("one", || "0F0".to_owned());
-        trace.schedule("one", || "0F0".to_owned());
+        let schedule = Schedule::gpipe(2, 1).unwrap();
+        trace.schedule(&schedule);
+        trace.schedule(&schedule);
         trace.clock(5, 6, 7);
         trace.close();
         trace.note(|| What::Over { op: 1 });
         let read = ProcessTrace::read(&folder.join(file::name(3))).unwrap();
         std::fs::remove_dir_all(&folder).unwrap();
-        assert_eq!((read.about.process, read.truncated, read.dropped, read.ended), (3, None, 0, true));
+        assert_eq!(
+            (read.about.process, read.truncated.clone(), read.dropped, read.ended),
+            (3, None, 0, true)
+        );
         let issued: Vec<_> = read
             .events
             .iter()
@@ -393,6 +399,7 @@ mod tests {
         let waited =
             |event: &Event| matches!(event.what, What::Waited { text, .. } if read.text(text) == "a read");
         assert!(read.events.iter().any(waited));
-        assert_eq!((read.schedules.len(), read.clocks.len()), (1, 1));
+        assert_eq!(read.clocks.len(), 1);
+        assert_eq!(read.schedules, [(schedule.name().to_owned(), "0F0,0B0\n1F0,1B0".to_owned())]);
     }
 }

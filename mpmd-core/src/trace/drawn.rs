@@ -1,0 +1,135 @@
+//! A merged run as a [`Timeline`].
+
+use std::collections::BTreeMap;
+
+use super::merge::{Kernel, Piece, Run};
+use super::reasons::short;
+use super::timeline::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Timeline};
+use crate::program::{Label, Role};
+
+/// Seconds for which it is not worth saying what a device waited for.
+const SHORT: f64 = 1e-6;
+
+impl Run {
+    /// What is drawn of it: a row for each device.
+    pub fn timeline(&self) -> Timeline {
+        let step = |step: &super::RunStep| Mark { at: step.start, name: format!("step {}", step.number) };
+        let mut rows = Vec::new();
+        for process in &self.processes {
+            for device in 0..process.devices.len().max(1) as u32 {
+                rows.push(self.row(process.process, device));
+            }
+        }
+        Timeline {
+            title: self.title.clone(),
+            unit: "s".to_owned(),
+            end: self.end,
+            marks: self.steps.iter().map(step).collect(),
+            rows,
+        }
+    }
+
+    /// Rows of one device; what its process gives is shown with the first.
+    fn row(&self, process: u32, device: u32) -> Row {
+        let of_row = |kernel: &&Kernel| (kernel.process, kernel.device) == (process, device);
+        let kernels: Vec<&Kernel> = self.kernels.iter().filter(of_row).collect();
+        let mut row = Row {
+            name: format!("process {process}, cpu {device}"),
+            process: Some(process),
+            bars: kernels.iter().map(|kernel| self.bar(kernel)).collect(),
+            ..Row::default()
+        };
+        let mut idle: f64 = 0.0;
+        for kernel in &kernels {
+            if kernel.start - idle >= SHORT {
+                let waits_for = self.why_idle(kernel, idle);
+                row.gaps.push(Gap { start: idle, end: kernel.start, waits_for });
+            }
+            idle = idle.max(kernel.end);
+            row.memory.push(MemoryPoint { at: kernel.start, used: kernel.memory.0 as f64 });
+            row.memory.push(MemoryPoint { at: kernel.end, used: kernel.memory.1 as f64 });
+        }
+        if self.end - idle >= SHORT {
+            row.gaps.push(Gap { start: idle, end: self.end, waits_for: "nothing more to do".to_owned() });
+        }
+        if device == 0 {
+            let given = self.pieces.iter().filter(|piece| piece.from == process);
+            row.moves = given.filter_map(|piece| self.move_of(piece)).collect();
+            row.moves.sort_by(|a, b| a.start.total_cmp(&b.start));
+        }
+        row
+    }
+
+    fn bar(&self, kernel: &Kernel) -> Bar {
+        let operation = self.operation(kernel.process, kernel.op);
+        let label = operation.and_then(|operation| operation.label);
+        let what = operation.map_or("", |operation| short(&operation.what));
+        let unfinished = if kernel.ended { "" } else { " (did not end)" };
+        Bar {
+            kind: kind(label),
+            name: format!("{}{unfinished}", name(label, what)),
+            stage: label.map(|label| label.stage),
+            microbatch: label.and_then(|label| label.microbatch),
+            start: kernel.start,
+            end: kernel.end,
+            op: Some(kernel.op),
+            issued: operation.map(|operation| operation.issued),
+            waited_for: kernel.waited_for.map(|op| self.reason(kernel.process, op, kernel.since)),
+            at: operation.map(|operation| operation.at.to_string()),
+            ..Bar::default()
+        }
+    }
+
+    fn move_of(&self, piece: &Piece) -> Option<Bar> {
+        let (start, end) = piece.on_its_way()?;
+        let known = |process| self.operation(process, piece.op);
+        let operation = known(piece.from).or(known(piece.to));
+        let label = operation.and_then(|operation| operation.label);
+        let what = name(label, operation.map_or("", |operation| short(&operation.what)));
+        Some(Bar {
+            kind: Kind::Move,
+            name: format!("{what} to process {}", piece.to),
+            stage: label.map(|label| label.stage),
+            microbatch: label.and_then(|label| label.microbatch),
+            start,
+            end,
+            bytes: Some(piece.bytes),
+            op: Some(piece.op),
+            issued: operation.map(|operation| operation.issued),
+            at: operation.map(|operation| operation.at.to_string()),
+            ..Bar::default()
+        })
+    }
+
+    /// The time in which a process's devices computed, between two times, as a share of it.
+    pub fn busy(&self, process: u32, from: f64, until: f64) -> f64 {
+        let mut devices: BTreeMap<u32, f64> = BTreeMap::new();
+        for kernel in self.kernels.iter().filter(|kernel| kernel.process == process) {
+            let within = (kernel.end.min(until) - kernel.start.max(from)).max(0.0);
+            *devices.entry(kernel.device).or_default() += within;
+        }
+        let owned = self.processes.iter().find(|known| known.process == process);
+        let count = owned.map_or(1, |process| process.devices.len().max(1));
+        if until > from { devices.values().sum::<f64>() / (count as f64 * (until - from)) } else { 0.0 }
+    }
+}
+
+fn kind(label: Option<Label>) -> Kind {
+    match label.map(|label| label.role) {
+        Some(Role::Forward) => Kind::Forward,
+        Some(Role::BackwardInput) => Kind::BackwardInput,
+        Some(Role::BackwardWeight) => Kind::BackwardWeight,
+        _ => Kind::Other,
+    }
+}
+
+/// As in a schedule's text where it is of a pass.
+pub(super) fn name(label: Option<Label>, what: &str) -> String {
+    let Some(Label { stage, microbatch: Some(microbatch), role }) = label else { return what.to_owned() };
+    match role {
+        Role::Forward | Role::SendForward => format!("{stage}F{microbatch}"),
+        Role::BackwardInput | Role::SendBackward => format!("{stage}I{microbatch}"),
+        Role::BackwardWeight => format!("{stage}W{microbatch}"),
+        _ => what.to_owned(),
+    }
+}
