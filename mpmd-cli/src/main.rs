@@ -4,6 +4,7 @@ mod bench;
 mod doctor;
 mod plan;
 mod run;
+mod trace;
 
 use std::process::ExitCode;
 
@@ -28,6 +29,8 @@ enum Command {
     Run(run::Run),
     /// Ask the planners: layouts, chunks, rules, what goes where
     Plan(plan::PlanArgs),
+    /// Read what the processes of a traced run have written: what ran when, and who waited for whom
+    Trace(trace::TraceArgs),
     /// Measure what the framework itself costs
     Bench(bench::BenchArgs),
     /// Look at this machine: what it has for transports, and what to do about it
@@ -47,6 +50,7 @@ fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Run(run) => run.run(),
         Command::Plan(args) => plan::plan(&args),
+        Command::Trace(args) => trace::trace(&args),
         Command::Bench(args) => bench::bench(&args),
         Command::Doctor(args) => doctor::doctor(&args),
         Command::ReadMemory { pid, address } => doctor::answer_reader(pid, address),

@@ -14,23 +14,29 @@ impl Run {
     /// What is drawn of it: a row for each device.
     pub fn timeline(&self) -> Timeline {
         let step = |step: &super::RunStep| Mark { at: step.start, name: format!("step {}", step.number) };
-        let mut rows = Vec::new();
+        let devices = |process: &super::Process| 0..process.devices.len().max(1) as u32;
+        // By process, its first row.
+        let (mut first, mut next) = (BTreeMap::new(), 0);
         for process in &self.processes {
-            for device in 0..process.devices.len().max(1) as u32 {
-                rows.push(self.row(process.process, device));
-            }
+            first.insert(process.process, next);
+            next += devices(process).end;
         }
+        let processes = self.processes.iter();
+        let rows = processes
+            .flat_map(|process| devices(process).map(|device| self.row(process.process, device, &first)))
+            .collect();
         Timeline {
             title: self.title.clone(),
             unit: "s".to_owned(),
             end: self.end,
+            memory_unit: "B".to_owned(),
             marks: self.steps.iter().map(step).collect(),
             rows,
         }
     }
 
     /// Rows of one device; what its process gives is shown with the first.
-    fn row(&self, process: u32, device: u32) -> Row {
+    fn row(&self, process: u32, device: u32, first: &BTreeMap<u32, u32>) -> Row {
         let of_row = |kernel: &&Kernel| (kernel.process, kernel.device) == (process, device);
         let kernels: Vec<&Kernel> = self.kernels.iter().filter(of_row).collect();
         let mut row = Row {
@@ -54,7 +60,7 @@ impl Run {
         }
         if device == 0 {
             let given = self.pieces.iter().filter(|piece| piece.from == process);
-            row.moves = given.filter_map(|piece| self.move_of(piece)).collect();
+            row.moves = given.filter_map(|piece| self.move_of(piece, first)).collect();
             row.moves.sort_by(|a, b| a.start.total_cmp(&b.start));
         }
         row
@@ -80,7 +86,7 @@ impl Run {
         }
     }
 
-    fn move_of(&self, piece: &Piece) -> Option<Bar> {
+    fn move_of(&self, piece: &Piece, first: &BTreeMap<u32, u32>) -> Option<Bar> {
         let (start, end) = piece.on_its_way()?;
         let known = |process| self.operation(process, piece.op);
         let operation = known(piece.from).or(known(piece.to));
@@ -94,6 +100,7 @@ impl Run {
             start,
             end,
             bytes: Some(piece.bytes),
+            to: first.get(&piece.to).copied(),
             op: Some(piece.op),
             issued: operation.map(|operation| operation.issued),
             at: operation.map(|operation| operation.at.to_string()),

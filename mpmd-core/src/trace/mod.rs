@@ -22,4 +22,4 @@ pub use file::{About, Clock, ProcessTrace, TraceError};
 pub use measure::CostsError;
 pub use merge::{Kernel, Operation, Piece, Process, Run, Step as RunStep, Wait};
 pub(crate) use record::Trace;
-pub use timeline::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Timeline};
+pub use timeline::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Step, Timeline};

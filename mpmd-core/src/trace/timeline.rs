@@ -13,6 +13,10 @@ pub struct Timeline {
     pub unit: String,
     /// When the last bar ends.
     pub end: f64,
+    /// What memory is counted in: `B` for bytes, or a word for people, as `activations`. Where it is empty, small
+    /// numbers are taken for activations and large ones for bytes.
+    #[serde(default)]
+    pub memory_unit: String,
     /// Where steps begin and end, in order.
     pub marks: Vec<Mark>,
     /// By rank, or by process and device.
@@ -81,6 +85,9 @@ pub struct Bar {
     pub end: f64,
     /// Bytes that are moved.
     pub bytes: Option<u64>,
+    /// The place in [`Timeline::rows`] that a move goes to.
+    #[serde(default)]
+    pub to: Option<u32>,
     /// The number of the operation in the program.
     pub op: Option<u64>,
     /// When it was issued, in a run.
@@ -113,14 +120,78 @@ pub struct MemoryPoint {
     pub used: f64,
 }
 
+/// From one mark to the next.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Step {
+    /// The name of the mark that begins it.
+    pub name: String,
+    /// When it begins.
+    pub from: f64,
+    /// When the next one begins, or all ends.
+    pub until: f64,
+}
+
+impl Step {
+    /// How long it takes.
+    pub fn length(&self) -> f64 {
+        self.until - self.from
+    }
+}
+
 impl Timeline {
+    /// What lies between the marks and the end, but for what takes no time: all of it as one step, without a name,
+    /// where nothing is marked.
+    pub fn steps(&self) -> Vec<Step> {
+        let mut steps: Vec<Step> = self
+            .marks
+            .iter()
+            .enumerate()
+            .map(|(i, mark)| Step {
+                name: mark.name.clone(),
+                from: mark.at,
+                until: self.marks.get(i + 1).map_or(self.end, |next| next.at),
+            })
+            .filter(|step| step.length() > 0.0)
+            .collect();
+        if steps.is_empty() && self.end > 0.0 {
+            steps.push(Step { name: String::new(), from: 0.0, until: self.end });
+        }
+        steps
+    }
+
+    /// When the last bar ends by the plan; none where no bar has been planned.
+    pub fn planned_end(&self) -> Option<f64> {
+        let bars = self.rows.iter().flat_map(|row| &row.bars);
+        bars.filter_map(|bar| bar.planned).map(|(_, until)| until).reduce(f64::max)
+    }
+
     /// The time from `from` to `until` in which no row computes, as a share of all rows' time; 0 where there is
     /// none.
     pub fn bubble(&self, from: f64, until: f64) -> f64 {
         let whole = (until - from) * self.rows.len() as f64;
-        let within = |bar: &Bar| (bar.end.min(until) - bar.start.max(from)).max(0.0);
-        let busy: f64 = self.rows.iter().flat_map(|row| &row.bars).map(within).sum();
+        let busy: f64 = self.rows.iter().map(|row| row.busy(from, until)).sum();
         if whole > 0.0 { 1.0 - busy / whole } else { 0.0 }
+    }
+}
+
+impl Row {
+    /// How long it computes from `from` to `until`.
+    pub fn busy(&self, from: f64, until: f64) -> f64 {
+        let within = |bar: &Bar| (bar.end.min(until) - bar.start.max(from)).max(0.0);
+        self.bars.iter().map(within).sum()
+    }
+
+    /// The most memory it has in use; none where that is not known.
+    pub fn peak(&self) -> Option<f64> {
+        self.memory.iter().map(|point| point.used).reduce(f64::max)
+    }
+
+    /// The stages of its bars, in ascending order: its first chunk, its second, …
+    pub fn stages(&self) -> Vec<u32> {
+        let mut stages: Vec<u32> = self.bars.iter().filter_map(|bar| bar.stage).collect();
+        stages.sort_unstable();
+        stages.dedup();
+        stages
     }
 }
 
@@ -137,5 +208,35 @@ mod tests {
         assert_eq!(timeline.bubble(0.0, 4.0), 0.25);
         assert_eq!(timeline.bubble(2.0, 3.0), 0.5);
         assert_eq!(timeline.bubble(4.0, 4.0), 0.0);
+    }
+
+    #[test]
+    fn steps_are_between_marks() {
+        let mark = |at, name: &str| Mark { at, name: name.to_owned() };
+        let steps = |marks| {
+            let timeline = Timeline { end: 4.0, marks, ..Timeline::default() };
+            let all = timeline.steps().into_iter();
+            all.map(|step| (step.name, step.from, step.until)).collect::<Vec<_>>()
+        };
+        assert_eq!(steps(vec![]), [(String::new(), 0.0, 4.0)]);
+        let (first, second) = (("a".to_owned(), 0.0, 3.0), ("b".to_owned(), 3.0, 4.0));
+        assert_eq!(steps(vec![mark(0.0, "a"), mark(3.0, "b")]), [first.clone(), second]);
+        // A mark at the end begins nothing.
+        assert_eq!(steps(vec![mark(0.0, "a"), mark(3.0, "b"), mark(4.0, "c")]).len(), 2);
+        assert_eq!(steps(vec![mark(0.0, "a"), mark(3.0, ""), mark(3.0, "b")])[0], first);
+        assert_eq!(Timeline::default().steps(), []);
+    }
+
+    #[test]
+    fn rows_know_their_stages_their_peak_and_the_plan() {
+        let bar = |stage, planned| Bar { stage, planned, ..Bar::default() };
+        let bars =
+            vec![bar(Some(7), None), bar(Some(0), Some((0.0, 2.5))), bar(Some(7), None), bar(None, None)];
+        let memory = [1.0, 3.0, 2.0].map(|used| MemoryPoint { at: used, used }).to_vec();
+        let row = Row { bars, memory, ..Row::default() };
+        assert_eq!((row.stages(), row.peak()), (vec![0, 7], Some(3.0)));
+        assert_eq!((Row::default().stages(), Row::default().peak()), (vec![], None));
+        let timeline = Timeline { rows: vec![row, Row::default()], ..Timeline::default() };
+        assert_eq!((timeline.planned_end(), Timeline::default().planned_end()), (Some(2.5), None));
     }
 }
