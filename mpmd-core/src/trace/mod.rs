@@ -16,6 +16,9 @@ mod reasons;
 mod record;
 mod timeline;
 
+#[cfg(test)]
+mod tests;
+
 pub use event::{Event, PieceStep, What};
 pub(crate) use file::unix_now;
 pub use file::{About, Clock, ProcessTrace, TraceError};

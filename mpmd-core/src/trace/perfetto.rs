@@ -73,7 +73,7 @@ impl Run {
                 "name": name(label, what),
                 "cat": label.map_or("kernel", |label| label.role.name()),
                 "ph": "X", "pid": kernel.process, "tid": DEVICES + kernel.device,
-                "ts": micros(kernel.start), "dur": micros(kernel.end - kernel.start), "args": args,
+                "ts": micros(kernel.start), "dur": length(kernel.start, kernel.end), "args": args,
             }));
             for (at, memory) in [(kernel.start, kernel.memory.0), (kernel.end, kernel.memory.1)] {
                 events.push(json!({
@@ -88,7 +88,7 @@ impl Run {
         for wait in &self.waits {
             events.push(json!({
                 "name": wait.what, "cat": "wait", "ph": "X", "pid": wait.process, "tid": PROGRAM,
-                "ts": micros(wait.start), "dur": micros(wait.end - wait.start), "args": {"at": wait.at},
+                "ts": micros(wait.start), "dur": length(wait.start, wait.end), "args": {"at": wait.at},
             }));
         }
     }
@@ -122,17 +122,18 @@ impl Run {
                     }
                 }
                 let tid = lanes.place(*process, *first, start, end);
-                let (ts, dur) = (micros(start), micros(end - start));
+                let (ts, dur) = (micros(start), length(start, end));
                 events.push(json!({
                     "name": format!("{what} {word} process {other}"), "cat": "piece", "ph": "X",
                     "pid": process, "tid": tid, "ts": ts, "dur": dur, "args": args,
                 }));
                 if ends.len() == 2 {
                     // An arrow is bound to the slice that it begins or ends within.
-                    let (ph, at) = if *first == GIVES { ("s", start) } else { ("f", end) };
+                    let last = (ts + dur - 1e-3).max(ts);
+                    let (ph, at) = if *first == GIVES { ("s", ts) } else { ("f", last) };
                     let mut arrow = json!({
                         "name": "piece", "cat": "piece", "ph": ph, "id": id, "pid": process, "tid": tid,
-                        "ts": micros(at),
+                        "ts": at,
                     });
                     if ph == "f" {
                         arrow["bp"] = "e".into();
@@ -185,6 +186,11 @@ fn args(operation: Option<&Operation>, op: u64) -> Value {
         }
     }
     args
+}
+
+/// Microseconds between two times as they are written, so that what ends with another does so there too.
+fn length(start: f64, end: f64) -> f64 {
+    ((micros(end) - micros(start)) * 1e3).round() / 1e3
 }
 
 /// To the nanosecond.
