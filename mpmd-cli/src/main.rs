@@ -2,6 +2,7 @@
 
 mod bench;
 mod doctor;
+mod draw;
 mod plan;
 mod run;
 mod trace;
@@ -31,6 +32,8 @@ enum Command {
     Plan(plan::PlanArgs),
     /// Read what the processes of a traced run have written: what ran when, and who waited for whom
     Trace(trace::TraceArgs),
+    /// Draw what ranks did or will do: a page that can be zoomed and asked, or a drawing
+    Draw(draw::DrawArgs),
     /// Measure what the framework itself costs
     Bench(bench::BenchArgs),
     /// Look at this machine: what it has for transports, and what to do about it
@@ -51,6 +54,7 @@ fn main() -> ExitCode {
         Command::Run(run) => run.run(),
         Command::Plan(args) => plan::plan(&args),
         Command::Trace(args) => trace::trace(&args),
+        Command::Draw(args) => draw::draw(&args),
         Command::Bench(args) => bench::bench(&args),
         Command::Doctor(args) => doctor::doctor(&args),
         Command::ReadMemory { pid, address } => doctor::answer_reader(pid, address),

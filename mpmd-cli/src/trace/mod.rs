@@ -10,18 +10,23 @@ use anyhow::{Context as _, Result};
 use clap::Args;
 use mpmd_core::trace::{ProcessTrace, Run};
 
+use crate::draw;
+
 /// Arguments of `mpmd trace`.
 #[derive(Args, Debug)]
 pub(crate) struct TraceArgs {
     /// The folder that the run was told with `mpmd run --trace` or MPMD_TRACE
     folder: PathBuf,
+    /// Write a page that shows the timeline, and can be zoomed and asked
+    #[arg(short, long, value_name = "FILE")]
+    output: Option<PathBuf>,
     /// Write Trace Event JSON, which ui.perfetto.dev and chrome://tracing open
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Write what each stage of a pipeline took, as TOML, for `mpmd schedule`
+    /// Write what each stage of a pipeline took, in seconds, as TOML: costs for simulations of schedules
     #[arg(long, value_name = "FILE")]
     costs: Option<PathBuf>,
-    /// Write the timeline as JSON, as pictures are drawn of it
+    /// Write the timeline as JSON, for `mpmd draw`
     #[arg(long, value_name = "FILE")]
     timeline: Option<PathBuf>,
     /// These steps only, as 3 or 3..7; both ends count
@@ -40,8 +45,14 @@ pub(crate) fn trace(args: &TraceArgs) -> Result<ExitCode> {
     if let Some(path) = &args.json {
         write_json(path, &run.to_trace_events())?;
     }
-    if let Some(path) = &args.timeline {
-        write_json(path, &run.timeline())?;
+    if args.output.is_some() || args.timeline.is_some() {
+        let timeline = run.timeline();
+        if let Some(path) = &args.timeline {
+            write_json(path, &timeline)?;
+        }
+        if let Some(path) = &args.output {
+            write(path, |out| Ok(out.write_all(draw::html(&timeline).as_bytes())?))?;
+        }
     }
     if let Some(path) = &args.costs {
         write(path, |out| Ok(out.write_all(run.costs()?.to_toml().as_bytes())?))?;

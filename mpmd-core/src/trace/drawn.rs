@@ -35,6 +35,53 @@ impl Run {
         }
     }
 
+    /// The timeline with what `plan` has each pass do beside it: a timeline of one step, as a simulation of the
+    /// pipeline's schedule with the run's own [costs](Self::costs) gives it. A step of the plan begins with the
+    /// first pass of the step.
+    pub fn timeline_beside(&self, plan: &Timeline) -> Timeline {
+        let mut planned: BTreeMap<(Kind, Option<u32>, Option<u32>), (f64, f64)> = BTreeMap::new();
+        for bar in plan.rows.iter().flat_map(|row| &row.bars) {
+            planned.insert((bar.kind, bar.stage, bar.microbatch), (bar.start, bar.end));
+        }
+        // Of both gradients as one: how much of it is the first.
+        let costs = self.costs().ok();
+        let share = |stage: Option<u32>| {
+            let stage = costs.as_ref().zip(stage).and_then(|(costs, stage)| costs.stage.get(stage as usize));
+            let both =
+                stage.map(|stage| (stage.backward_input, stage.backward_input + stage.backward_weight));
+            both.filter(|(_, both)| *both > 0.0).map_or(0.5, |(input, both)| input / both)
+        };
+        let find = |bar: &Bar| {
+            let of = |kind| planned.get(&(kind, bar.stage, bar.microbatch)).copied();
+            let whole = || {
+                of(Kind::Backward).map(|(start, end)| (start, start + share(bar.stage) * (end - start), end))
+            };
+            match bar.kind {
+                Kind::Forward => of(Kind::Forward),
+                Kind::BackwardInput => {
+                    of(Kind::BackwardInput).or_else(|| whole().map(|(start, middle, _)| (start, middle)))
+                }
+                Kind::BackwardWeight => {
+                    of(Kind::BackwardWeight).or_else(|| whole().map(|(_, middle, end)| (middle, end)))
+                }
+                _ => None,
+            }
+        };
+        let mut timeline = self.timeline();
+        let step_of = |op: u64| self.steps.partition_point(|step| step.ops.1 < op);
+        let mut begins: BTreeMap<usize, f64> = BTreeMap::new();
+        let bars = timeline.rows.iter().flat_map(|row| &row.bars);
+        for bar in bars.filter(|bar| bar.kind == Kind::Forward) {
+            let begin = begins.entry(step_of(bar.op.unwrap_or(0))).or_insert(bar.start);
+            *begin = begin.min(bar.start);
+        }
+        for bar in timeline.rows.iter_mut().flat_map(|row| &mut row.bars) {
+            let begin = begins.get(&step_of(bar.op.unwrap_or(0)));
+            bar.planned = begin.and_then(|begin| find(bar).map(|(start, end)| (begin + start, begin + end)));
+        }
+        timeline
+    }
+
     /// Rows of one device; what its process gives is shown with the first.
     fn row(&self, process: u32, device: u32, first: &BTreeMap<u32, u32>) -> Row {
         let of_row = |kernel: &&Kernel| (kernel.process, kernel.device) == (process, device);

@@ -31,16 +31,18 @@ pub enum CostsError {
 impl Run {
     /// What each stage's passes and moves took, in seconds: the medians. The first step is left out where there are
     /// others, since what is done once is done in it. A pass on several devices takes as long as on the slowest of
-    /// them. How many bytes a pass leaves is not known from a trace: these are 0.
+    /// them; one of several operations as long as all. Where a stage has both gradients as one, each is half of it.
+    /// How many bytes a pass leaves is not known from a trace: these are 0.
     ///
     /// # Errors
     ///
-    /// Where there are no passes, or none of some kind of some stage.
+    /// Where there are no passes, or of some stage no forward pass or no gradient.
     pub fn costs(&self) -> Result<Costs, CostsError> {
         let after = match self.steps.as_slice() {
             [first, _, ..] => first.ops.1,
             _ => 0,
         };
+        let step = |op: u64| self.steps.partition_point(|step| step.ops.1 < op);
         let mut took: BTreeMap<u64, (Label, f64)> = BTreeMap::new();
         for kernel in self.kernels.iter().filter(|kernel| kernel.op > after && kernel.ended) {
             let Some(label) = self.operation(kernel.process, kernel.op).and_then(|known| known.label) else {
@@ -56,8 +58,12 @@ impl Run {
             let (from, until) = moved.entry(piece.op).or_insert((start, came));
             (*from, *until) = (from.min(start), until.max(came));
         }
+        let mut passes: BTreeMap<(usize, Label), f64> = BTreeMap::new();
+        for (op, (label, took)) in took {
+            *passes.entry((step(op), label)).or_default() += took;
+        }
         let mut times: BTreeMap<(u32, Role), Vec<f64>> = BTreeMap::new();
-        for (label, took) in took.into_values() {
+        for ((_, label), took) in passes {
             times.entry((label.stage, label.role)).or_default().push(took);
         }
         let processes = || self.processes.iter().map(|process| process.process);
@@ -72,9 +78,14 @@ impl Run {
         let stages = stages.ok_or(CostsError::NoPasses)?;
         let mut of = |stage: u32, role: Role| times.get_mut(&(stage, role)).map(|times| median(times));
         let mut stage = |stage: u32| {
-            let mut pass = |role| of(stage, role).ok_or(CostsError::Missing { stage, role });
-            let (forward, backward_input) = (pass(Role::Forward)?, pass(Role::BackwardInput)?);
-            let backward_weight = pass(Role::BackwardWeight)?;
+            let missing = |role| CostsError::Missing { stage, role };
+            let forward = of(stage, Role::Forward).ok_or(missing(Role::Forward))?;
+            let gradients = (of(stage, Role::BackwardInput), of(stage, Role::BackwardWeight));
+            let (backward_input, backward_weight) = match gradients {
+                (Some(input), Some(weight)) => (input, weight),
+                (Some(both), None) | (None, Some(both)) => (both / 2.0, both / 2.0),
+                (None, None) => return Err(missing(Role::BackwardInput)),
+            };
             Ok(StageCosts {
                 forward,
                 backward_input,

@@ -199,10 +199,36 @@ fn costs_are_the_medians_without_the_first_step() {
     assert_eq!((front.send_backward, back.send_forward), (0.0, 0.0));
     let mut without = run.clone();
     without.kernels.retain(|kernel| kernel.op % 10 != 5);
+    let fused = without.costs().unwrap().stage[1];
+    assert!(near(fused.backward_input, 0.004) && near(fused.backward_weight, 0.004));
+    without.kernels.retain(|kernel| kernel.op % 10 != 4);
     let error = without.costs().unwrap_err();
-    assert_eq!(error.to_string(), "the run has no weight gradient of stage 1");
+    assert_eq!(error.to_string(), "the run has no input gradient of stage 1");
     without.kernels.clear();
     assert_eq!(without.costs(), Err(CostsError::NoPasses));
+}
+
+#[test]
+fn a_plan_is_beside_what_was_done() {
+    let bar = |kind, stage, start, end| Bar {
+        kind,
+        stage: Some(stage),
+        microbatch: Some(0),
+        start,
+        end,
+        ..Bar::default()
+    };
+    let bars = vec![bar(Kind::Forward, 0, 0.0, 1.0), bar(Kind::Backward, 0, 3.0, 3.016)];
+    let plan = Timeline { rows: vec![Row { bars, ..Row::default() }], ..Timeline::default() };
+    let timeline = Run::merge(&two_stages(), Vec::new()).timeline_beside(&plan);
+    let planned: Vec<_> = timeline.rows[0].bars.iter().map(|bar| bar.planned.unwrap()).collect();
+    for (at, (start, end)) in [(0, (0.0, 1.0)), (1, (3.0, 3.009)), (2, (3.009, 3.016))] {
+        for (step, begin) in [(0, 0.009), (1, 0.109)] {
+            let found = planned[3 * step + at];
+            assert!(near(found.0, begin + start) && near(found.1, begin + end), "{planned:?}");
+        }
+    }
+    assert!(timeline.rows[1].bars.iter().all(|bar| bar.planned.is_none()));
 }
 
 #[test]

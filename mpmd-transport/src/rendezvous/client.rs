@@ -496,3 +496,20 @@ fn greet(stream: &mut TcpStream, config: &JoinConfig, until: Instant) -> Result<
         None => Err(RendezvousError::Stranger { server }),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_quickest_round_trip_says_how_far_clocks_are_apart() {
+        // The server's clock is a second ahead; the ways there and back take their time.
+        let trip =
+            |asked: i64, there: i64, back: i64| (asked, asked + there + 1_000_000_000, asked + there + back);
+        let found = quickest(&[trip(0, 900, 100), trip(5_000, 40, 60), trip(9_000, 10, 4_000)]);
+        assert_eq!(found, ClockOffset { offset: 999_999_990, bound: 51 });
+        // A clock that was set back between says nothing.
+        let found = quickest(&[(10, 7, 4)]);
+        assert_eq!((found.offset, found.bound), (-3, 1));
+    }
+}

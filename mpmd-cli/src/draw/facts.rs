@@ -1,0 +1,207 @@
+//! What a drawing says in words: how long a step takes, how much of it is bubble, how much memory.
+
+use mpmd_core::trace::{Kind, Row, Timeline};
+
+use super::{colour, text};
+
+/// A figure of the head of a drawing.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Figure {
+    pub(super) name: &'static str,
+    pub(super) value: String,
+    /// What it is of, or how it comes.
+    pub(super) note: String,
+}
+
+/// The figures, the first ones first.
+pub(super) fn figures(timeline: &Timeline) -> Vec<Figure> {
+    let mut figures = vec![step_time(timeline)];
+    let (from, until) = stepped(timeline);
+    let bubble = text::percent(timeline.bubble(from, until));
+    let of = if timeline.rows.len() == 1 { "of its time" } else { "of all their time" };
+    figures.push(Figure { name: "bubble", value: bubble, note: of.to_owned() });
+    figures.push(Figure {
+        name: rows_name(timeline),
+        value: timeline.rows.len().to_string(),
+        note: stages(timeline),
+    });
+    let peaks = timeline.rows.iter().filter_map(|row| Some((row.peak()?, row)));
+    // The first of equals.
+    let most = peaks.reduce(|most, next| if next.0 > most.0 { next } else { most });
+    if let Some((peak, row)) = most {
+        let equal = timeline.rows.iter().filter(|other| other.peak() == Some(peak)).count();
+        let note = match equal {
+            1 => format!("on {}", row.name),
+            all if all == timeline.rows.len() => "on each".to_owned(),
+            some => format!("on {} and {} more", row.name, some - 1),
+        };
+        let value = text::memory_with_unit(text::memory_unit(timeline), peak);
+        figures.push(Figure { name: "peak memory", value, note });
+    }
+    figures
+}
+
+fn step_time(timeline: &Timeline) -> Figure {
+    let steps = timeline.steps();
+    let lengths = || steps.iter().map(|step| step.length());
+    let mean = if steps.is_empty() { 0.0 } else { lengths().sum::<f64>() / steps.len() as f64 };
+    let time = |value| text::time(&timeline.unit, value);
+    let mut notes = Vec::new();
+    if steps.len() > 1 {
+        let (least, most) = (lengths().fold(f64::INFINITY, f64::min), lengths().fold(0.0, f64::max));
+        notes.push(format!("mean of {}: {} to {}", steps.len(), time(least), time(most)));
+    }
+    if let Some(planned) = timeline.planned_end().filter(|planned| *planned > 0.0) {
+        let more = 100.0 * (timeline.end / planned - 1.0);
+        notes.push(format!("planned {}, {more:+.1} %", time(planned)));
+    }
+    let name = if steps.len() > 1 { "a step" } else { "step time" };
+    Figure { name, value: time(mean), note: notes.join("; ") }
+}
+
+/// From the first step's beginning to the end.
+pub(super) fn stepped(timeline: &Timeline) -> (f64, f64) {
+    (timeline.steps().first().map_or(0.0, |step| step.from), timeline.end)
+}
+
+/// The share of the time in which a row does not compute.
+pub(super) fn idle(row: &Row, from: f64, until: f64) -> f64 {
+    if until > from { (1.0 - row.busy(from, until) / (until - from)).max(0.0) } else { 0.0 }
+}
+
+/// The kinds of bars and moves that there are, in the order of their numbers.
+pub(super) fn kinds(timeline: &Timeline) -> Vec<Kind> {
+    let has = |kind: Kind| {
+        timeline.rows.iter().any(|row| row.bars.iter().chain(&row.moves).any(|bar| bar.kind == kind))
+    };
+    colour::KINDS.into_iter().filter(|kind| has(*kind)).collect()
+}
+
+/// `ranks`, or what rows are called where they are not ranks.
+pub(super) fn rows_name(timeline: &Timeline) -> &'static str {
+    if prefix(timeline) == "rank " { "ranks" } else { "devices" }
+}
+
+/// What all names of rows begin with, up to a number that follows and is all the rest; empty where they do not.
+pub(super) fn prefix(timeline: &Timeline) -> &str {
+    let begin = |row: &Row| row.name.trim_end_matches(|c: char| c.is_ascii_digit()).len();
+    let Some(first) = timeline.rows.first() else { return "" };
+    let prefix = &first.name[..begin(first)];
+    let same = |row: &Row| begin(row) < row.name.len() && &row.name[..begin(row)] == prefix;
+    if timeline.rows.iter().all(same) { prefix } else { "" }
+}
+
+/// As `8 stages, 16 microbatches`, as far as there are any.
+fn stages(timeline: &Timeline) -> String {
+    let bars = || timeline.rows.iter().flat_map(|row| &row.bars);
+    let count = |numbers: Vec<u32>, one: &str, many: &str| {
+        let mut numbers = numbers;
+        numbers.sort_unstable();
+        numbers.dedup();
+        match numbers.len() {
+            0 => None,
+            1 => Some(format!("1 {one}")),
+            some => Some(format!("{some} {many}")),
+        }
+    };
+    let stages = count(bars().filter_map(|bar| bar.stage).collect(), "stage", "stages");
+    let microbatches = count(bars().filter_map(|bar| bar.microbatch).collect(), "microbatch", "microbatches");
+    [stages, microbatches].into_iter().flatten().collect::<Vec<_>>().join(", ")
+}
+
+/// All of it in a sentence or two, for who does not see the drawing.
+pub(super) fn sentence(timeline: &Timeline) -> String {
+    let figures = figures(timeline);
+    let said = |figure: &Figure| match figure.note.as_str() {
+        "" => format!("{} {}", figure.name, figure.value),
+        note => format!("{} {} ({note})", figure.name, figure.value),
+    };
+    let mut text = figures.iter().map(said).collect::<Vec<_>>().join("; ");
+    let (from, until) = stepped(timeline);
+    let named = |row| (idle(row, from, until), row.name.as_str());
+    let mut rows: Vec<(f64, &str)> = timeline.rows.iter().map(named).collect();
+    rows.sort_by(|a, b| a.0.total_cmp(&b.0));
+    if let [(least, busiest), .., (most, idlest)] = rows[..] {
+        let (least, most) = (text::percent(least), text::percent(most));
+        text.push_str(&format!("; least idle is {busiest} ({least}), most {idlest} ({most})"));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mpmd_core::trace::{Bar, Mark, MemoryPoint};
+
+    fn two() -> Timeline {
+        let bar = |stage, microbatch, start, end| Bar {
+            stage: Some(stage),
+            microbatch: Some(microbatch),
+            start,
+            end,
+            ..Bar::default()
+        };
+        let row = |name: &str, bars, used| Row {
+            name: name.to_owned(),
+            bars,
+            memory: vec![MemoryPoint { at: 0.0, used }],
+            ..Row::default()
+        };
+        let rows = vec![
+            row("rank 0", vec![bar(0, 0, 0.0, 1.0), bar(0, 1, 1.0, 2.0)], 2.0),
+            row("rank 1", vec![bar(1, 0, 1.0, 2.0), bar(1, 1, 2.0, 4.0)], 1.0),
+        ];
+        Timeline { title: "two".to_owned(), unit: "unit".to_owned(), end: 4.0, rows, ..Timeline::default() }
+    }
+
+    fn texts(timeline: &Timeline) -> Vec<String> {
+        let line = |figure: Figure| format!("{}: {} | {}", figure.name, figure.value, figure.note);
+        figures(timeline).into_iter().map(line).collect()
+    }
+
+    #[test]
+    fn figures_are_those_of_the_timeline() {
+        let mut timeline = two();
+        let expected = [
+            "step time: 4 units | ",
+            "bubble: 37.5 % | of all their time",
+            "ranks: 2 | 2 stages, 2 microbatches",
+            "peak memory: 2 activations | on rank 0",
+        ];
+        assert_eq!(texts(&timeline), expected);
+        timeline.rows[1].memory[0].used = 2.0;
+        timeline.rows[0].bars[0].planned = Some((0.0, 3.2));
+        let texts = texts(&timeline);
+        assert_eq!(texts[0], "step time: 4 units | planned 3.2 units, +25.0 %");
+        assert_eq!(texts[3], "peak memory: 2 activations | on each");
+    }
+
+    #[test]
+    fn several_steps_have_a_mean_and_a_range() {
+        let mut timeline = two();
+        timeline.unit = "s".to_owned();
+        timeline.marks =
+            [(1.0, "step 0"), (3.0, "step 1")].map(|(at, name)| Mark { at, name: name.to_owned() }).to_vec();
+        let texts = texts(&timeline);
+        assert_eq!(texts[0], "a step: 1.5 s | mean of 2: 1 s to 2 s");
+        assert_eq!(texts[1], "bubble: 33.3 % | of all their time");
+    }
+
+    #[test]
+    fn names_that_only_count_are_known_by_their_prefix() {
+        let mut timeline = two();
+        assert_eq!((prefix(&timeline), rows_name(&timeline)), ("rank ", "ranks"));
+        timeline.rows[1].name = "process 1, cpu 0".to_owned();
+        assert_eq!((prefix(&timeline), rows_name(&timeline)), ("", "devices"));
+        timeline.rows[1].name = "rank ".to_owned();
+        assert_eq!((prefix(&timeline), prefix(&Timeline::default())), ("", ""));
+    }
+
+    #[test]
+    fn the_sentence_names_who_is_idle() {
+        let text = sentence(&two());
+        assert!(text.starts_with("step time 4 units; bubble 37.5 % (of all their time)"), "{text}");
+        assert!(text.ends_with("least idle is rank 1 (25.0 %), most rank 0 (50.0 %)"), "{text}");
+        assert!(sentence(&Timeline::default()).contains("devices 0"));
+    }
+}

@@ -1,0 +1,72 @@
+//! Pictures of a [`Timeline`]: a page that can be zoomed and asked, and a drawing for documents.
+
+mod colour;
+mod data;
+mod facts;
+mod html;
+mod sums;
+mod svg;
+mod text;
+
+use std::fs;
+use std::io::{self, Read as _, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context as _, Result};
+use clap::{Args, ValueEnum};
+use mpmd_core::trace::Timeline;
+
+pub(crate) use html::html;
+pub(crate) use svg::svg;
+
+/// Draw a timeline.
+#[derive(Args, Debug)]
+pub(crate) struct DrawArgs {
+    /// A file with the timeline as JSON; standard input where there is none, or `-`
+    file: Option<PathBuf>,
+    /// A page that can be zoomed and asked, or a drawing for documents
+    #[arg(long, value_enum, default_value_t = Format::Html)]
+    format: Format,
+    /// Where to; standard output where there is none
+    #[arg(long, short, value_name = "FILE")]
+    output: Option<PathBuf>,
+}
+
+/// What a timeline is drawn as.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+pub(crate) enum Format {
+    /// One page that needs nothing else
+    Html,
+    /// One drawing that needs nothing else
+    Svg,
+}
+
+impl Format {
+    /// The picture.
+    pub(crate) fn draw(self, timeline: &Timeline) -> String {
+        match self {
+            Self::Html => html(timeline),
+            Self::Svg => svg(timeline),
+        }
+    }
+}
+
+/// Reads a timeline and draws it.
+pub(crate) fn draw(args: &DrawArgs) -> Result<ExitCode> {
+    let text = match args.file.as_deref().filter(|path| *path != Path::new("-")) {
+        Some(path) => fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?,
+        None => {
+            let mut text = String::new();
+            io::stdin().read_to_string(&mut text).context("cannot read standard input")?;
+            text
+        }
+    };
+    let timeline: Timeline = serde_json::from_str(&text).context("this is not a timeline as JSON")?;
+    let picture = args.format.draw(&timeline);
+    match &args.output {
+        Some(path) => fs::write(path, picture).with_context(|| format!("cannot write {}", path.display()))?,
+        None => io::stdout().write_all(picture.as_bytes()).context("cannot write to standard output")?,
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,172 @@
+//! Times, amounts of memory and shares, as people read them.
+
+use mpmd_core::trace::Timeline;
+
+use crate::plan::bytes_text;
+
+/// The units that seconds are shown in.
+const SECONDS: [(f64, &str); 4] = [(1.0, "s"), (1e-3, "ms"), (1e-6, "\u{b5}s"), (1e-9, "ns")];
+
+/// Amounts of memory that do not say what they are, and are smaller, are activations.
+const FEWEST_BYTES: f64 = 10_000.0;
+
+/// What one of what is shown is, and what it is called: for times up to `largest`.
+pub(super) fn time_unit(unit: &str, largest: f64) -> (f64, &str) {
+    match unit {
+        "s" => *SECONDS.iter().find(|(one, _)| largest >= *one).unwrap_or(&SECONDS[3]),
+        "unit" | "" => (1.0, "units"),
+        other => (1.0, other),
+    }
+}
+
+/// As `12.5 ms`.
+pub(super) fn time(unit: &str, value: f64) -> String {
+    let (one, name) = time_unit(unit, value.abs());
+    let text = number(value / one);
+    if text == "1" && name == "units" { "1 unit".to_owned() } else { format!("{text} {name}") }
+}
+
+/// Four significant digits, more only before the point, and no zeros at the end.
+pub(super) fn number(value: f64) -> String {
+    let before = if value == 0.0 { 1 } else { value.abs().log10().floor() as i32 + 1 };
+    let text = format!("{value:.*}", (4 - before).clamp(0, 6) as usize);
+    match text.contains('.') {
+        true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
+        false => text,
+    }
+}
+
+/// As `27.3 %`.
+pub(super) fn percent(share: f64) -> String {
+    format!("{:.1} %", 100.0 * share + 0.0)
+}
+
+/// What memory is counted in: `B`, or a word.
+pub(super) fn memory_unit(timeline: &Timeline) -> &str {
+    let most = timeline.rows.iter().filter_map(|row| row.peak()).fold(0.0, f64::max);
+    match timeline.memory_unit.as_str() {
+        "" if most < FEWEST_BYTES => "activations",
+        "" => "B",
+        unit => unit,
+    }
+}
+
+/// As `1.5 MiB`, or a number alone where it is not bytes.
+pub(super) fn memory(unit: &str, amount: f64) -> String {
+    if unit != "B" {
+        return number(amount);
+    }
+    bytes_text(amount.max(0.0) as u64)
+}
+
+/// As `1.5 MiB`, or `4 activations`.
+pub(super) fn memory_with_unit(unit: &str, amount: f64) -> String {
+    let text = memory(unit, amount);
+    match unit {
+        "B" => text,
+        // The one plural that everybody sees.
+        "activations" if text == "1" => "1 activation".to_owned(),
+        _ => format!("{text} {unit}"),
+    }
+}
+
+/// The times that an axis from `from` to `until` names, not more than about `most`, and what they are called. All
+/// are multiples of one, two or five times a power of ten.
+pub(super) fn ticks(unit: &str, from: f64, until: f64, most: usize) -> Vec<(f64, String)> {
+    let (one, _) = time_unit(unit, from.abs().max(until.abs()));
+    let least = (until - from) / one / most.max(1) as f64;
+    if !(least.is_finite() && least > 0.0) {
+        return Vec::new();
+    }
+    let power = 10f64.powf(least.log10().floor());
+    let between = [1.0, 2.0, 5.0, 10.0].map(|n| n * power).into_iter().find(|n| *n >= least * 0.999);
+    let between = between.unwrap_or(10.0 * power);
+    let decimals = (-between.log10().floor()).max(0.0) as usize;
+    let first = (from / one / between - 1e-6).ceil();
+    let count = ((until / one - first * between) / between + 1e-6).floor().max(-1.0) as usize + 1;
+    let tick = |i: usize| (first + i as f64) * between;
+    (0..count.min(2 * most + 2)).map(|i| (tick(i) * one, format!("{:.*}", decimals, tick(i) + 0.0))).collect()
+}
+
+/// For text of HTML and SVG, and for attributes in quotes. What XML does not allow is left out.
+pub(super) fn escaped(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '"' => escaped.push_str("&quot;"),
+            '\'' => escaped.push_str("&#39;"),
+            '\t' | '\n' | '\r' => escaped.push(' '),
+            c if c.is_control() || matches!(c, '\u{fffe}' | '\u{ffff}') => {}
+            c => escaped.push(c),
+        }
+    }
+    escaped
+}
+
+/// Cut to so many characters, the last of which then says so.
+pub(super) fn shortened(text: &str, most: usize) -> String {
+    if text.chars().count() <= most {
+        return text.to_owned();
+    }
+    let mut short: String = text.chars().take(most.saturating_sub(1)).collect();
+    short.push('\u{2026}');
+    short
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_have_a_unit_that_fits() {
+        let seconds =
+            [(0.0, "0 ns"), (2.5, "2.5 s"), (0.033_26, "33.26 ms"), (4.2e-6, "4.2 \u{b5}s"), (3e-9, "3 ns")];
+        for (value, text) in seconds {
+            assert_eq!(time("s", value), text);
+        }
+        assert_eq!((time("unit", 33.0), time("unit", 1.0)), ("33 units".to_owned(), "1 unit".to_owned()));
+        assert_eq!(
+            (time("", 1234.56), time("cycles", 7.25)),
+            ("1235 units".to_owned(), "7.25 cycles".to_owned())
+        );
+        assert_eq!(time("s", -0.002), "-2 ms");
+    }
+
+    #[test]
+    fn memory_is_bytes_or_what_is_counted() {
+        assert_eq!((memory("B", 0.0), memory("B", 1536.0)), ("0 B".to_owned(), "1.5 KiB".to_owned()));
+        assert_eq!(memory_with_unit("B", 3.0 * 1024f64.powi(3)), "3.0 GiB");
+        assert_eq!(memory_with_unit("activations", 4.0), "4 activations");
+        assert_eq!(
+            (memory_with_unit("activations", 1.0), percent(0.272_7)),
+            ("1 activation".to_owned(), "27.3 %".to_owned())
+        );
+    }
+
+    #[test]
+    fn ticks_are_round_and_few() {
+        let texts = |unit, from, until, most| {
+            ticks(unit, from, until, most).into_iter().map(|(_, text)| text).collect::<Vec<_>>()
+        };
+        assert_eq!(texts("unit", 0.0, 33.0, 8), ["0", "5", "10", "15", "20", "25", "30"]);
+        assert_eq!(texts("s", 0.0, 0.0012, 6), ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0", "1.2"]);
+        assert_eq!(texts("s", 0.013, 0.0131, 4), ["13.00", "13.05", "13.10"]);
+        assert_eq!(texts("unit", 0.0, 0.0, 4), [""; 0]);
+        for tenth in 1..500 {
+            let count = ticks("unit", 0.0, f64::from(tenth) / 10.0, 10).len();
+            assert!((3..=11).contains(&count), "{tenth}: {count}");
+        }
+    }
+
+    #[test]
+    fn what_means_something_to_a_browser_is_escaped() {
+        assert_eq!(escaped("<a href=\"x\">'&\u{0}\n"), "&lt;a href=&quot;x&quot;&gt;&#39;&amp; ");
+        assert_eq!(
+            (shortened("abcdef", 4), shortened("abcd", 4)),
+            ("abc\u{2026}".to_owned(), "abcd".to_owned())
+        );
+    }
+}

@@ -1,0 +1,299 @@
+//! A browser without a window, asked over two pipes.
+
+use std::collections::VecDeque;
+use std::fs;
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+/// No answer takes so long, also on a machine that does much else.
+const LONG: Duration = Duration::from_secs(90);
+
+/// What the browser may be called.
+const NAMES: [&str; 4] = ["chromium", "chromium-browser", "google-chrome", "chrome"];
+
+/// A browser with one page. Ends with it, and leaves nothing.
+pub(crate) struct Chromium {
+    child: Child,
+    ask: Option<ChildStdin>,
+    said: Receiver<Value>,
+    /// What has been said besides answers.
+    events: VecDeque<Value>,
+    session: String,
+    next: u64,
+    profile: TempDir,
+}
+
+impl Chromium {
+    /// Starts one; none where there is none, which it says.
+    pub(crate) fn start() -> Option<Self> {
+        let answers = |name: &&&str| {
+            let output =
+                Command::new(name).arg("--version").stdin(Stdio::null()).stderr(Stdio::null()).output();
+            output.is_ok_and(|output| output.status.success())
+        };
+        let Some(name) = NAMES.iter().find(answers) else {
+            println!("skipped: Chromium is not installed");
+            return None;
+        };
+        let profile = tempfile::Builder::new().prefix("mpmd-chromium-").tempdir().unwrap();
+        // It reads descriptor 3 and writes descriptor 4. The shell puts the pipes there, and becomes it.
+        let mut command = Command::new("sh");
+        command.args(["-c", r#"exec "$@" 3<&0 4>&1 </dev/null >/dev/null"#, "sh", name]);
+        command.args([
+            "--headless=new",
+            "--remote-debugging-pipe",
+            "--no-first-run",
+            "--no-default-browser-check",
+        ]);
+        command.args(["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-extensions"]);
+        command.args(["--disable-background-networking", "--disable-component-update", "--disable-sync"]);
+        command.args([
+            "--disable-breakpad",
+            "--force-color-profile=srgb",
+            "--mute-audio",
+            "--no-proxy-server",
+        ]);
+        command
+            .arg(format!("--user-data-dir={}", profile.path().join("profile").display()))
+            .arg("about:blank");
+        // Whatever it keeps, it keeps there.
+        command.env("HOME", profile.path()).env("XDG_CONFIG_HOME", profile.path());
+        command.env("XDG_CACHE_HOME", profile.path()).env("TMPDIR", profile.path());
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).process_group(0);
+        let mut child = command.spawn().expect("a shell");
+        let (ask, out) = (child.stdin.take(), child.stdout.take().expect("piped"));
+        let (sender, said) = channel();
+        thread::spawn(move || {
+            for message in BufReader::new(out).split(0).map_while(Result::ok) {
+                let Ok(message) = serde_json::from_slice(&message) else { break };
+                if sender.send(message).is_err() {
+                    break;
+                }
+            }
+        });
+        let (events, session) = (VecDeque::new(), String::new());
+        let mut this = Self { child, ask, said, events, session, next: 0, profile };
+        let target = this.call("Target.createTarget", json!({"url": "about:blank"}));
+        let attach = json!({"targetId": target["targetId"], "flatten": true});
+        let attached = this.call("Target.attachToTarget", attach);
+        this.session = attached["sessionId"].as_str().expect("a session").to_owned();
+        for domain in ["Page", "Runtime", "Log", "Network"] {
+            this.call(&format!("{domain}.enable"), json!({}));
+        }
+        Some(this)
+    }
+
+    /// Calls a method of the DevTools protocol.
+    pub(crate) fn call(&mut self, method: &str, parameters: Value) -> Value {
+        self.next += 1;
+        let mut message = json!({"id": self.next, "method": method, "params": parameters});
+        if !self.session.is_empty() {
+            message["sessionId"] = json!(self.session);
+        }
+        let mut line = message.to_string().into_bytes();
+        line.push(0);
+        self.ask.as_mut().expect("still running").write_all(&line).expect("the browser has ended");
+        let until = Instant::now() + LONG;
+        loop {
+            let mut message = self.receive(until, method);
+            if message["id"] == self.next {
+                assert!(message.get("error").is_none(), "{method}: {}", message["error"]);
+                return message["result"].take();
+            }
+            self.events.push_back(message);
+        }
+    }
+
+    fn receive(&self, until: Instant, what: &str) -> Value {
+        let left = until.saturating_duration_since(Instant::now());
+        self.said.recv_timeout(left).unwrap_or_else(|error| panic!("{what}: {error} within {LONG:?}"))
+    }
+
+    /// Opens a file at this size, by day or by night, and waits until it is there.
+    pub(crate) fn open(&mut self, path: &Path, [width, height]: [u32; 2], scheme: &str) {
+        let screen = json!({"width": width, "height": height, "deviceScaleFactor": 1, "mobile": false});
+        self.call("Emulation.setDeviceMetricsOverride", screen);
+        let media = json!({"features": [{"name": "prefers-color-scheme", "value": scheme}]});
+        self.call("Emulation.setEmulatedMedia", media);
+        self.events.clear();
+        let answer = self.call("Page.navigate", json!({"url": format!("file://{}", path.display())}));
+        assert!(answer.get("errorText").is_none(), "{answer}");
+        self.event("Page.loadEventFired");
+        self.settle();
+    }
+
+    fn event(&mut self, method: &str) {
+        let until = Instant::now() + LONG;
+        while !self.events.iter().any(|event| event["method"] == method) {
+            let message = self.receive(until, method);
+            self.events.push_back(message);
+        }
+    }
+
+    /// Until what has been changed is drawn.
+    pub(crate) fn settle(&mut self) {
+        self.value("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))");
+    }
+
+    /// The value of an expression of the page.
+    pub(crate) fn value(&mut self, expression: &str) -> Value {
+        let ask = json!({"expression": expression, "returnByValue": true, "awaitPromise": true});
+        let mut answer = self.call("Runtime.evaluate", ask);
+        assert!(answer.get("exceptionDetails").is_none(), "{expression}: {answer}");
+        answer["result"]["value"].take()
+    }
+
+    /// The value of an expression that is a number.
+    pub(crate) fn number(&mut self, expression: &str) -> f64 {
+        let value = self.value(expression);
+        value.as_f64().unwrap_or_else(|| panic!("{expression} is {value}"))
+    }
+
+    /// The value of an expression that is a text.
+    pub(crate) fn text(&mut self, expression: &str) -> String {
+        let value = self.value(expression);
+        value.as_str().unwrap_or_else(|| panic!("{expression} is {value}")).to_owned()
+    }
+
+    /// What the mouse does, at a place.
+    pub(crate) fn mouse(&mut self, kind: &str, [x, y]: [f64; 2], more: Value) {
+        let mut event = json!({"type": kind, "x": x, "y": y});
+        more.as_object().into_iter().flatten().for_each(|(name, value)| event[name] = value.clone());
+        self.call("Input.dispatchMouseEvent", event);
+        self.settle();
+    }
+
+    /// Presses the left button and lets go.
+    pub(crate) fn click(&mut self, at: [f64; 2]) {
+        let left = json!({"button": "left", "buttons": 1, "clickCount": 1});
+        self.mouse("mousePressed", at, left.clone());
+        self.mouse("mouseReleased", at, left);
+    }
+
+    /// Presses a key and lets go: `ArrowRight`, or a letter.
+    pub(crate) fn key(&mut self, key: &str) {
+        let text = if key.len() == 1 { json!(key) } else { Value::Null };
+        let mut down = json!({"type": "keyDown", "key": key});
+        if !text.is_null() {
+            down["text"] = text;
+        }
+        self.call("Input.dispatchKeyEvent", down);
+        self.call("Input.dispatchKeyEvent", json!({"type": "keyUp", "key": key}));
+        self.settle();
+    }
+
+    /// Errors and warnings of the page since it was opened, and what it has asked of a network.
+    pub(crate) fn complaints(&mut self) -> Vec<String> {
+        self.settle();
+        while let Ok(message) = self.said.try_recv() {
+            self.events.push_back(message);
+        }
+        let complaint = |event: &Value| {
+            let params = &event["params"];
+            let url = params["request"]["url"].as_str().unwrap_or_default();
+            match event["method"].as_str()? {
+                "Runtime.exceptionThrown" => Some(params["exceptionDetails"].to_string()),
+                "Runtime.consoleAPICalled" if params["type"] != "log" => Some(params["args"].to_string()),
+                "Log.entryAdded" => Some(params["entry"].to_string()),
+                "Network.requestWillBeSent" if !url.starts_with("file:") && !url.starts_with("data:") => {
+                    Some(format!("asks for {url}"))
+                }
+                _ => None,
+            }
+        };
+        self.events.iter().filter_map(complaint).collect()
+    }
+
+    /// Writes what is seen into a file of the folder that `MPMD_SCREENSHOTS` names, if it does.
+    pub(crate) fn picture(&mut self, name: &str) {
+        let Some(folder) = std::env::var_os("MPMD_SCREENSHOTS").map(PathBuf::from) else { return };
+        fs::create_dir_all(&folder).unwrap();
+        let answer = self.call("Page.captureScreenshot", json!({"format": "png"}));
+        fs::write(folder.join(format!("{name}.png")), decoded(answer["data"].as_str().unwrap())).unwrap();
+    }
+
+    /// The page on paper.
+    pub(crate) fn paper(&mut self, name: &str) -> Vec<u8> {
+        let answer =
+            self.call("Page.printToPDF", json!({"preferCSSPageSize": true, "printBackground": false}));
+        let paper = decoded(answer["data"].as_str().unwrap());
+        if let Some(folder) = std::env::var_os("MPMD_SCREENSHOTS").map(PathBuf::from) {
+            fs::write(folder.join(format!("{name}.pdf")), &paper).unwrap();
+        }
+        paper
+    }
+
+    /// Ends it, and sees to it that nothing of it is left.
+    pub(crate) fn end(mut self) {
+        self.session.clear();
+        self.call("Browser.close", json!({}));
+        self.ask = None;
+        let until = Instant::now() + LONG;
+        while self.child.try_wait().unwrap().is_none() || !self.left().is_empty() {
+            assert!(Instant::now() < until, "still running: {:?}", self.left());
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// The processes that have this one's profile in their command line.
+    fn left(&self) -> Vec<u32> {
+        let profile = self.profile.path().to_str().expect("a name of ours").as_bytes();
+        let mut left = Vec::new();
+        for entry in fs::read_dir("/proc").into_iter().flatten().filter_map(Result::ok) {
+            let Some(id) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+            let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
+            if line.windows(profile.len()).any(|part| part == profile) {
+                left.push(id);
+            }
+        }
+        left
+    }
+}
+
+impl Drop for Chromium {
+    fn drop(&mut self) {
+        self.ask = None;
+        if self.child.try_wait().is_ok_and(|ended| ended.is_none()) {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+        for id in self.left() {
+            if let Some(id) = rustix::process::Pid::from_raw(id as i32) {
+                let _ = rustix::process::kill_process(id, rustix::process::Signal::KILL);
+            }
+        }
+    }
+}
+
+/// What is written in base 64.
+fn decoded(text: &str) -> Vec<u8> {
+    let digit = |c: u8| match c {
+        b'A'..=b'Z' => c - b'A',
+        b'a'..=b'z' => c - b'a' + 26,
+        b'0'..=b'9' => c - b'0' + 52,
+        b'+' => 62,
+        _ => 63,
+    };
+    let mut bytes = Vec::with_capacity(text.len() / 4 * 3);
+    for four in text.trim_end_matches('=').as_bytes().chunks(4) {
+        let bits =
+            four.iter().fold(0u32, |bits, c| bits << 6 | u32::from(digit(*c))) << (6 * (4 - four.len()));
+        bytes.extend(&bits.to_be_bytes()[1..four.len()]);
+    }
+    bytes
+}
+
+#[test]
+fn base_64_is_decoded() {
+    assert_eq!(decoded("TWFu"), b"Man");
+    assert_eq!((decoded("TWE="), decoded("TQ=="), decoded("")), (b"Ma".to_vec(), b"M".to_vec(), vec![]));
+    assert_eq!(decoded("+/8="), [0xfb, 0xff]);
+}
