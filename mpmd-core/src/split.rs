@@ -264,7 +264,11 @@ impl Program {
         }
         let op = self.issue(words, what.clone(), at);
         let runtime = self.runtime.clone();
-        let guard = takes_part.then(|| runtime.in_flight.begin(op, 0));
+        let guard = takes_part.then(|| {
+            let source = sources.iter().find_map(|source| source.origin()).map(|(op, _)| op);
+            runtime.trace.issued(op, self.label(), at, source, || what.clone());
+            runtime.in_flight.begin(op, 0)
+        });
         let mut results = Vec::with_capacity(made.len());
         for (i, Relabelled { aval, sharding, layout, sources }) in made.into_iter().enumerate() {
             let own = |shard: &&LocalShard| layout.place_of(shard.device).is_some();

@@ -63,6 +63,8 @@ pub mod variables {
     /// A file with what the links between devices cost, as `mpmd bench links --out` writes it. Read by
     /// process 0, which tells the others.
     pub const LINKS: &str = "MPMD_LINKS";
+    /// The folder in which each process writes its trace; none where it is not set.
+    pub const TRACE: &str = "MPMD_TRACE";
     /// The launcher's process number; what it started ends with it.
     pub const LAUNCHER_PID: &str = "MPMD_LAUNCHER_PID";
 }

@@ -54,11 +54,13 @@ impl Program {
             self.admit(at);
         }
         let what = Agreement { from, of: std::any::type_name::<T>() };
-        let op = self.issue([0xa6ee, u64::from(from.0)], Arc::new(what), at);
+        let what = Arc::new(what);
+        let op = self.issue([0xa6ee, u64::from(from.0)], what.clone(), at);
         if self.is_planning() {
             return Ok(while_planning);
         }
         let runtime = self.runtime.clone();
+        runtime.trace.issued(op, self.label(), at, None, || what.clone());
         if from == runtime.me {
             let value = match catch_unwind(AssertUnwindSafe(f)) {
                 Ok(value) => value,
@@ -99,9 +101,16 @@ impl Program {
         let (promise, slot) = Slot::new();
         let key = (op, u64::from(runtime.me.0));
         runtime.with_router(|router| {
-            router.expect_any_size(from, key, 0, Waiter::Bytes { promise, from, op }, runtime.now());
+            router.expect_any_size(
+                from,
+                key,
+                0,
+                Waiter::Bytes { promise, from, op, piece: key.1 },
+                runtime.now(),
+            );
         });
         let _doing = runtime.status.enter(Doing::Waiting("agree", at));
+        let _waiting = runtime.trace.wait("agree", at);
         let outcome = loop {
             // The router watches the sender and reports; the patience here covers this process alone.
             if let Some(outcome) = runtime.waits.wait(&slot, Some(Instant::now() + runtime.config.patience)) {
