@@ -1,5 +1,6 @@
 //! A [`Flow`]: who computes what, in which order, and what goes between them. What is checked and simulated.
 
+use super::costs::Costs;
 use super::lower::{LowerError, Step, StepKind};
 use super::schedule::{ActionKind, Schedule};
 
@@ -89,11 +90,10 @@ impl Flow {
     ///
     /// Where the schedule is too large for tags of 32 bits.
     pub fn of_schedule(schedule: &Schedule) -> Result<Self, FlowError> {
-        Self::of_lowered(&super::lower::lower(schedule)?)
+        Self::of_lowered(&super::lower::lower(schedule)?, Leaves::AtOnce)
     }
 
-    /// The flow of ranks that say themselves when they post what. `B` is two nodes, its input gradient leaves
-    /// between them. Tags are those of [`StepNames`].
+    /// The flow of ranks that say themselves when they post what. `B` is two nodes. Tags are those of [`StepNames`].
     ///
     /// What is sent and received by nobody, although another rank needs it, is a transfer without ends: the
     /// check names it.
@@ -102,13 +102,53 @@ impl Flow {
     ///
     /// Where a step is there twice, moves something that its rank has no part in, moves something between
     /// stages of one rank, or sends what no rank computes.
-    pub fn of_lowered(rows: &[Vec<Step>]) -> Result<Self, FlowError> {
-        Builder::new(rows)?.flow(rows)
+    pub fn of_lowered(rows: &[Vec<Step>], leaves: Leaves) -> Result<Self, FlowError> {
+        let flow = Builder::new(rows)?.flow(rows)?;
+        Ok(if leaves == Leaves::InOrder { flow.in_order(rows) } else { flow })
+    }
+}
+
+impl Flow {
+    /// The same whose sends wait for all nodes before them in their rows.
+    fn in_order(mut self, rows: &[Vec<Step>]) -> Self {
+        // Nodes and posts have the order of the rows.
+        let (mut node, mut ends) = (0, 0);
+        for (row, posts) in rows.iter().zip(&self.posts) {
+            let mut posts = posts.iter();
+            for step in row {
+                match step.kind {
+                    StepKind::Compute(ActionKind::Backward) => node += 2,
+                    StepKind::Compute(_) => node += 1,
+                    _ => {
+                        if let Some(Post::Send(transfer)) = posts.next()
+                            && node > ends
+                        {
+                            let after = &mut self.transfers[*transfer as usize].after;
+                            // A send before what it sends waits for that all the same.
+                            *after = (*after).max(node - 1);
+                        }
+                    }
+                }
+            }
+            ends = node;
+        }
+        self
     }
 }
 
 fn slice(list: &[u32], (first, count): (u32, u32)) -> &[u32] {
     &list[first as usize..(first + count) as usize]
+}
+
+/// When what a rank has computed can leave.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Leaves {
+    /// As soon as it is there, the gradient of a `B` before its second half: as this framework's runner has it.
+    #[default]
+    AtOnce,
+    /// When all that its row computes before the send has ended, a whole `B` too, and both of a pair that
+    /// overlaps: as torch has it, whose streams are in order. The closed forms of the literature are of this.
+    InOrder,
 }
 
 /// Why rows of steps are no flow. The caller's fault.
@@ -183,6 +223,16 @@ impl StepNames {
     /// Whether a tag is of the weight gradient that ends a `B`; its first half has the same step.
     pub fn is_second_half(self, tag: u32) -> bool {
         tag % RADIX == SECOND_HALF
+    }
+
+    /// Gives transfers their bytes.
+    pub(crate) fn weigh(self, flow: &mut Flow, costs: &Costs) {
+        for transfer in &mut flow.transfers {
+            let step = self.step(transfer.tag);
+            let Some(stage) = costs.stage.get(step.stage as usize) else { continue };
+            let is_forward = step.kind == StepKind::SendForward;
+            transfer.bytes = if is_forward { stage.output_bytes } else { stage.gradient_bytes };
+        }
     }
 
     fn tag(self, stage: u32, microbatch: u32, kind: u32) -> u32 {
@@ -429,7 +479,7 @@ mod tests {
         let with = |rank: usize, step: Step| {
             let mut rows = lowered.clone();
             rows[rank].push(step);
-            Flow::of_lowered(&rows).unwrap_err().to_string()
+            Flow::of_lowered(&rows, Leaves::AtOnce).unwrap_err().to_string()
         };
         let step = |stage, kind| Step { stage, kind, microbatch: 0 };
         use StepKind::{Compute, ReceiveForward, SendForward};
