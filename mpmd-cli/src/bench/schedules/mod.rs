@@ -13,6 +13,9 @@ use anyhow::{Context as _, Result, ensure};
 use clap::Args;
 use mpmd_core::ProcessId;
 use mpmd_core::launch::JobEnv;
+use mpmd_core::pipeline::check::Channel;
+use mpmd_core::pipeline::flow::Leaves;
+use mpmd_core::pipeline::simulate::simulate_schedule;
 use mpmd_core::pipeline::{
     Budget, Builtin, Costs, Loss, Microbatch, Pipeline, Schedule, SearchOptions, StageCosts, search,
 };
@@ -166,7 +169,8 @@ impl SchedulesArgs {
 impl Planned {
     /// The makespan of the schedule with these costs, in seconds.
     fn simulated(&self) -> Result<f64> {
-        Ok(0.0)
+        let simulated = simulate_schedule(&self.schedule, &self.costs, Leaves::AtOnce, Channel::TAGS)?;
+        Ok(simulated.simulated.makespan)
     }
 }
 

@@ -166,9 +166,8 @@ fn what_holds_up_a_message_is_named() {
 #[test]
 fn what_cannot_be_simulated_is_named() {
     let schedule = Schedule::gpipe(2, 2).unwrap();
-    let told = |costs: &Costs| {
-        simulate_schedule(&schedule, costs, AtOnce, Channel::TAGS).unwrap_err().to_string()
-    };
+    let told =
+        |costs: &Costs| simulate_schedule(&schedule, costs, AtOnce, Channel::TAGS).unwrap_err().to_string();
     assert_eq!(told(&Costs::units(3)), "the costs are of 3 stages, the schedule has 2");
     let mut costs = Costs::units(2);
     costs.stage[1].forward = f64::NAN;
@@ -282,13 +281,21 @@ proptest! {
 
 #[test]
 fn explore() {
-    for (b, p, m, v) in [(Builtin::LoopedBfs, 8, 32, 4), (Builtin::Interleaved1F1B, 8, 16, 2), (Builtin::DualPipeV, 8, 32, 2), (Builtin::ZbvZeroBubble, 8, 32, 2)] {
+    for (b, p, m, v) in [
+        (Builtin::LoopedBfs, 8, 32, 4),
+        (Builtin::Interleaved1F1B, 8, 16, 2),
+        (Builtin::DualPipeV, 8, 32, 2),
+        (Builtin::ZbvZeroBubble, 8, 32, 2),
+    ] {
         let schedule = b.schedule(p, m, v).unwrap();
         let costs = Costs::units(schedule.stages());
         for leaves in [InOrder, AtOnce] {
             for (name, steps) in [("plain", lower(&schedule).unwrap()), ("turns", with_turns(&schedule))] {
                 let ideal = simulate_steps(&steps, &costs, leaves, Channel::TAGS).unwrap().simulated.makespan;
-                let slow = simulate_steps(&steps, &costs, leaves, Channel::rendezvous(Queues::Single)).unwrap().simulated.makespan;
+                let slow = simulate_steps(&steps, &costs, leaves, Channel::rendezvous(Queues::Single))
+                    .unwrap()
+                    .simulated
+                    .makespan;
                 println!("{b:?} {leaves:?} {name}: {slow} {ideal} {}", slow / ideal);
             }
         }
@@ -298,42 +305,56 @@ fn explore() {
 fn with_turns(schedule: &Schedule) -> Vec<Vec<crate::pipeline::Step>> {
     use crate::pipeline::{Action, ActionKind};
     let m = schedule.microbatches();
-    let cells: Vec<Vec<&[Action]>> = (0..schedule.ranks()).map(|rank| {
-        let row = &schedule.rows()[rank];
-        let mut groups: Vec<&[Action]> = Vec::new();
-        let mut at = 0;
-        let overlaps = schedule.overlaps(rank);
-        while at < row.len() {
-            let n = if overlaps.contains(&at) { 2 } else { 1 };
-            groups.push(&row[at..at + n]);
-            at += n;
-        }
-        let mut out: Vec<&[Action]> = Vec::new();
-        let mut active: Vec<usize> = Vec::new();
-        let mut count = std::collections::BTreeMap::new();
-        for (i, group) in groups.iter().enumerate() {
-            let mut next: Vec<usize> = Vec::new();
-            'outer: for g in &groups[i..] {
-                for a in g.iter() {
-                    if !next.contains(&a.stage) { next.push(a.stage); }
-                }
-                if next.len() >= 3 { break 'outer; }
+    let cells: Vec<Vec<&[Action]>> = (0..schedule.ranks())
+        .map(|rank| {
+            let row = &schedule.rows()[rank];
+            let mut groups: Vec<&[Action]> = Vec::new();
+            let mut at = 0;
+            let overlaps = schedule.overlaps(rank);
+            while at < row.len() {
+                let n = if overlaps.contains(&at) { 2 } else { 1 };
+                groups.push(&row[at..at + n]);
+                at += n;
             }
-            let fetch: Vec<usize> = next.iter().copied().filter(|s| !active.contains(s)).collect();
-            let evict: Vec<usize> = active.iter().copied().filter(|s| !next.contains(s)).collect();
-            for s in evict { active.retain(|x| *x != s); out.push(&[]); }
-            for s in fetch { active.push(s); out.push(&[]); }
-            out.push(group);
-            for a in group.iter() {
-                if matches!(a.kind, ActionKind::Backward | ActionKind::BackwardWeight) {
-                    let c = count.entry(a.stage).or_insert(0);
-                    *c += 1;
-                    if *c == m { out.push(&[]); }
+            let mut out: Vec<&[Action]> = Vec::new();
+            let mut active: Vec<usize> = Vec::new();
+            let mut count = std::collections::BTreeMap::new();
+            for (i, group) in groups.iter().enumerate() {
+                let mut next: Vec<usize> = Vec::new();
+                'outer: for g in &groups[i..] {
+                    for a in g.iter() {
+                        if !next.contains(&a.stage) {
+                            next.push(a.stage);
+                        }
+                    }
+                    if next.len() >= 3 {
+                        break 'outer;
+                    }
+                }
+                let fetch: Vec<usize> = next.iter().copied().filter(|s| !active.contains(s)).collect();
+                let evict: Vec<usize> = active.iter().copied().filter(|s| !next.contains(s)).collect();
+                for s in evict {
+                    active.retain(|x| *x != s);
+                    out.push(&[]);
+                }
+                for s in fetch {
+                    active.push(s);
+                    out.push(&[]);
+                }
+                out.push(group);
+                for a in group.iter() {
+                    if matches!(a.kind, ActionKind::Backward | ActionKind::BackwardWeight) {
+                        let c = count.entry(a.stage).or_insert(0);
+                        *c += 1;
+                        if *c == m {
+                            out.push(&[]);
+                        }
+                    }
                 }
             }
-        }
-        out
-    }).collect();
+            out
+        })
+        .collect();
     crate::pipeline::lower_cells(&cells).unwrap()
 }
 #[test]
@@ -346,7 +367,9 @@ fn explore2() {
         let mut node = 0;
         for rank in 0..8 {
             for (at, a) in schedule.rows()[rank].iter().enumerate() {
-                if schedule.overlaps(rank).contains(&at) { extra.push((node, node + 1)); }
+                if schedule.overlaps(rank).contains(&at) {
+                    extra.push((node, node + 1));
+                }
                 node += if a.kind == ActionKind::Backward { 2 } else { 1 };
             }
         }
