@@ -118,6 +118,7 @@ pub(super) fn train_step(
     schedule: &Schedule,
     microbatches: Vec<Parts>,
 ) -> Result<StepOutput> {
+    program.runtime.trace.schedule(schedule);
     let before = program.set_label(None);
     let output = run_step(stages, program, schedule, microbatches);
     program.set_label(before);

@@ -36,6 +36,7 @@ use crate::error::{Error, Result};
 use crate::replay::Recording;
 use crate::runtime::{Doing, Rolling, Runtime};
 use crate::topology::{DeviceId, Mesh, Topology};
+use crate::trace::What;
 
 /// One process's part of a job: every process of the job runs the same program and issues the same
 /// operations in the same order.
@@ -203,6 +204,7 @@ impl Program {
         self.hash = self.hash.mix(0x57e9).mix(step);
         self.runtime.with_router(|router| router.step_end(step));
         self.record_step()?;
+        self.runtime.trace.note(|| What::StepEnd { step, op: self.count });
         self.runtime.trouble().map_or(Ok(()), |failure| Err(Error::failed(failure)))
     }
 
@@ -212,14 +214,18 @@ impl Program {
     /// # Errors
     ///
     /// The first failure of an operation of this process, of the job, or of a peer.
+    #[track_caller]
     pub fn finish(mut self) -> Result<()> {
+        let at = Location::caller();
         self.ended = true;
         if self.planning {
             // In no job: nothing to wait for, and nobody to take leave of.
             return self.record_end();
         }
+        let waiting = self.runtime.trace.wait("finish", at);
         self.runtime.wait_idle();
         self.runtime.wait_for_callbacks();
+        drop(waiting);
         let result = match self.runtime.trouble() {
             Some(failure) => {
                 self.runtime.leave(Some(&failure));
@@ -232,6 +238,7 @@ impl Program {
                 result
             }
         };
+        self.end_trace();
         if let Some(membership) = self.membership.take() {
             membership.leave();
         }
@@ -260,6 +267,14 @@ impl Program {
             at,
         });
         self.count
+    }
+
+    /// Compares clocks once more, so that what drift there was is known, and ends the trace.
+    fn end_trace(&self) {
+        if let Some(membership) = &self.membership {
+            membership.compare_clocks(&self.runtime.trace);
+        }
+        self.runtime.trace.close();
     }
 
     /// Takes the numbers up to `op`, which are those of a step that is replayed.
@@ -299,6 +314,7 @@ impl Program {
             return;
         }
         let _doing = runtime.status.enter(Doing::Waiting("running ahead", at));
+        let _waiting = runtime.trace.wait("running ahead", at);
         loop {
             let deadline = Instant::now() + runtime.config.patience;
             let enough = runtime
@@ -334,6 +350,7 @@ impl Drop for Program {
         };
         tracing::warn!(%failure, "a program ends without `finish`");
         self.runtime.leave(Some(&failure));
+        self.end_trace();
         if let Some(membership) = self.membership.take() {
             membership.leave();
         }

@@ -9,6 +9,7 @@ use mpmd_transport::router::{Action, Body, Failure, FailureKind, OpRecord, Route
 use mpmd_transport::{Handler, Header, Kind, Payload, ProcessId, Ticket, TransportError};
 
 use super::{Doing, InProcess, Outgoing, Runtime, Waiter};
+use crate::trace::{PieceStep, What};
 
 /// How long a closing transport may take to flush.
 const FLUSH_WITHIN: Duration = Duration::from_secs(2);
@@ -19,6 +20,9 @@ pub(super) struct Door(pub(super) Weak<Runtime>);
 impl Handler for Door {
     fn arrived(&self, from: ProcessId, header: Header, payload: Payload) {
         let Some(runtime) = self.0.upgrade() else { return };
+        if matches!(header.kind, Kind::Eager | Kind::Data) {
+            runtime.trace_piece(PieceStep::Arrived, (header.op, header.piece), from, header.bytes);
+        }
         let now = runtime.now();
         runtime.with_router(|router| match payload {
             // Pieces keep their payload, also where a transport hands a small one over at once; control
@@ -35,6 +39,7 @@ impl Handler for Door {
     fn done(&self, ticket: Ticket, _: Result<(), TransportError>) {
         // A send that failed needs no word of its own: its peer is gone, which is told separately.
         if let Some(runtime) = self.0.upgrade() {
+            runtime.trace.note(|| What::Left { ticket: ticket.0 });
             let ended = runtime.under_way.lock().sent(ticket);
             drop(ended);
         }
@@ -227,6 +232,11 @@ impl Runtime {
 
     fn post(&self, to: ProcessId, header: Header, body: Body<Outgoing>) {
         let Some(transport) = &self.transport else { return };
+        let posted = |bytes: u64, ticket: Ticket| {
+            let (op, piece, peer) = (header.op, header.piece, to.0);
+            let (step, ticket) = (PieceStep::Posted, ticket.0);
+            self.trace.note(|| What::Piece { step, op, piece, peer, bytes, ticket });
+        };
         match body {
             Body::Empty => transport.post(to, header, None, Ticket::NONE),
             Body::Control(bytes) => transport.post(to, header, Some(bytes.into()), Ticket::NONE),
@@ -238,6 +248,7 @@ impl Runtime {
                     Err(ended) => return drop((buffer, ended)),
                 };
                 self.bytes_sent[to.index()].fetch_add(bytes, Ordering::Relaxed);
+                posted(bytes, ticket);
                 let payload = (!buffer.is_empty()).then_some(buffer);
                 transport.post(to, header, payload, ticket);
                 drop(ended);
@@ -250,6 +261,7 @@ impl Runtime {
                     Err(guard) => return drop((buffer, guard)),
                 };
                 self.bytes_sent[to.index()].fetch_add(bytes, Ordering::Relaxed);
+                posted(bytes, ticket);
                 let payload = (!buffer.is_empty()).then_some(buffer);
                 transport.post(to, header, payload, ticket);
             }
@@ -259,7 +271,9 @@ impl Runtime {
     fn deliver(self: &Arc<Self>, waiter: Waiter, result: Result<Payload, Arc<Failure>>) {
         match waiter {
             Waiter::Piece(passage) => self.pass(passage, result),
-            Waiter::Bytes { promise, from, op } => self.deliver_bytes(promise, from, op, result),
+            Waiter::Bytes { promise, from, op, piece } => {
+                self.deliver_bytes(promise, from, (op, piece), result);
+            }
             Waiter::Nobody(_) => drop(result),
         }
     }
@@ -268,13 +282,17 @@ impl Runtime {
         self: &Arc<Self>,
         promise: super::Promise,
         from: ProcessId,
-        op: u64,
+        key: (u64, u64),
         result: Result<Payload, Arc<Failure>>,
     ) {
+        let op = key.0;
         match result {
             Err(failure) => promise.keep(Err(failure)),
             Ok(Payload::Empty) => promise.keep(Ok(Vec::new().into())),
-            Ok(Payload::Inline(bytes) | Payload::Lent(bytes)) => promise.keep(Ok(bytes)),
+            Ok(Payload::Inline(bytes) | Payload::Lent(bytes)) => {
+                self.trace_piece(PieceStep::Taken, key, from, bytes.len() as u64);
+                promise.keep(Ok(bytes));
+            }
             Ok(Payload::Waiting(fetch)) => match self.staging.allocate(fetch.bytes() as usize) {
                 Ok(buffer) => {
                     let runtime = self.clone();
@@ -284,7 +302,10 @@ impl Runtime {
                         buffer,
                         Box::new(move |result| {
                             promise.keep(match result {
-                                Ok(buffer) => Ok(buffer.freeze()),
+                                Ok(buffer) => {
+                                    runtime.trace_piece(PieceStep::Taken, key, from, buffer.len() as u64);
+                                    Ok(buffer.freeze())
+                                }
                                 Err(error) => Err(runtime.fetch_failed(from, op, &error)),
                             });
                         }),
