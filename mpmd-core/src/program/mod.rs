@@ -10,6 +10,7 @@ mod metrics;
 mod recorder;
 mod simulate;
 pub mod transports;
+mod version;
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
