@@ -10,6 +10,9 @@ use clap::Args;
 use mpmd_core::pipeline::check::Channel;
 use program::ProgramArgs;
 
+/// What it ends with where there is nothing to check.
+const NOTHING: u8 = 2;
+
 /// Arguments of `mpmd check`.
 #[derive(Args, Debug)]
 pub(crate) struct CheckArgs {
@@ -29,6 +32,13 @@ pub(crate) struct CheckArgs {
 
 /// Checks; the exit code is 0 where it is proved, 1 where it is refuted, and 2 where there is nothing to check.
 pub(crate) fn check(args: &CheckArgs) -> anyhow::Result<ExitCode> {
+    verdict(args).or_else(|error| {
+        eprintln!("mpmd: {error:#}");
+        Ok(ExitCode::from(NOTHING))
+    })
+}
+
+fn verdict(args: &CheckArgs) -> anyhow::Result<ExitCode> {
     let channels = if args.channel.is_empty() { &Channel::RENDEZVOUS } else { &args.channel[..] };
     let Some(processes) = args.program.processes else {
         anyhow::bail!("say how many processes the program is to run as: mpmd check -n N -- program");

@@ -15,9 +15,6 @@ use mpmd_core::plan::Plan;
 use super::report::Report;
 use crate::run::{find, seconds};
 
-/// What a program that cannot be planned ends with.
-const NO_PLAN: u8 = 2;
-
 /// How often the program is looked at.
 const LOOK: Duration = Duration::from_millis(5);
 
@@ -57,7 +54,7 @@ impl ProgramArgs {
             None => folder.path().join("plan.json"),
         };
         let Some(plan) = self.plan(processes, program, &file, folder.path())? else {
-            return Ok(ExitCode::from(NO_PLAN));
+            return Ok(ExitCode::from(super::NOTHING));
         };
         let report = Report::new(&plan, budget, channels);
         print!("{report}");

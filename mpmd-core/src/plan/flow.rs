@@ -139,6 +139,7 @@ impl Builder<'_> {
             Kind::Put => self.put(operation, form, takes),
             Kind::Relabel => self.relabel(operation, form, takes),
             Kind::Agree { from, bytes } => self.agree(operation, *from, *bytes),
+            Kind::Compare => {}
         }
     }
 

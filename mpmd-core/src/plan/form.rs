@@ -37,6 +37,8 @@ pub enum Kind {
     Make,
     /// Arrays get new handles to what is there: cut, joined, in microbatches.
     Relabel,
+    /// Processes compare something; nobody does anything for it.
+    Compare,
     /// All processes get a value of one, and wait for it.
     Agree {
         /// Whose value.

@@ -2,6 +2,7 @@
 
 mod agree;
 mod builder;
+mod compare;
 mod connect;
 mod costs;
 mod holdings;
