@@ -1,5 +1,6 @@
 //! A [`Flow`]: who computes what, in which order, and what goes between them. What is checked and simulated.
 
+use super::costs::Costs;
 use super::lower::{LowerError, Step, StepKind};
 use super::schedule::{ActionKind, Schedule};
 
@@ -111,6 +112,16 @@ fn slice(list: &[u32], (first, count): (u32, u32)) -> &[u32] {
     &list[first as usize..(first + count) as usize]
 }
 
+/// When the gradient of the inputs leaves that a `B` computes. Of an `I` it leaves when that has ended.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum GradientLeaves {
+    /// Between the input gradient and the weight gradient, as this framework's runner has it.
+    #[default]
+    AfterInput,
+    /// When both have ended, as torch has it. The closed forms of the literature are of this.
+    AfterBoth,
+}
+
 /// Why rows of steps are no flow. The caller's fault.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
@@ -183,6 +194,26 @@ impl StepNames {
     /// Whether a tag is of the weight gradient that ends a `B`; its first half has the same step.
     pub fn is_second_half(self, tag: u32) -> bool {
         tag % RADIX == SECOND_HALF
+    }
+
+    /// Has every gradient leave when the whole of its `B` has ended, where it leaves after the first half.
+    pub(crate) fn leave_late(self, flow: &mut Flow) {
+        for transfer in &mut flow.transfers {
+            let Some(node) = flow.nodes.get(transfer.after as usize) else { continue };
+            let is_whole = self.step(node.tag).kind == StepKind::Compute(ActionKind::Backward);
+            // The halves of a `B` have numbers one after the other.
+            transfer.after += u32::from(is_whole && !self.is_second_half(node.tag));
+        }
+    }
+
+    /// Gives transfers their bytes.
+    pub(crate) fn weigh(self, flow: &mut Flow, costs: &Costs) {
+        for transfer in &mut flow.transfers {
+            let step = self.step(transfer.tag);
+            let Some(stage) = costs.stage.get(step.stage as usize) else { continue };
+            let is_forward = step.kind == StepKind::SendForward;
+            transfer.bytes = if is_forward { stage.output_bytes } else { stage.gradient_bytes };
+        }
     }
 
     fn tag(self, stage: u32, microbatch: u32, kind: u32) -> u32 {

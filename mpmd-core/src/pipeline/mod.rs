@@ -19,6 +19,7 @@ mod schedule;
 mod search;
 mod shapes;
 mod sidecar;
+pub mod simulate;
 mod stage;
 mod storage;
 mod text;

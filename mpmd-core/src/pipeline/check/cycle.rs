@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 
 use super::channel::Channel;
 use super::engine::Engine;
+use super::names::Names;
 use super::windows::NONE;
 use crate::pipeline::flow::Flow;
 
@@ -75,20 +76,6 @@ pub struct Missing {
     pub from: (u32, bool),
     /// Who takes, and whether it posts a receive.
     pub to: (u32, bool),
-}
-
-/// What tags and processes are called: steps of a schedule, or operations and lines of a program.
-pub trait Names {
-    /// A node, as `2F0`.
-    fn node(&self, tag: u32) -> String;
-
-    /// A transfer, as `outputs of stage 2, microbatch 0`.
-    fn transfer(&self, tag: u32) -> String;
-
-    /// A process.
-    fn process(&self, process: u32) -> String {
-        format!("process {process}")
-    }
 }
 
 impl Deadlock {

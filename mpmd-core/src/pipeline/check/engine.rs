@@ -56,6 +56,8 @@ pub(crate) struct Engine<'a> {
     fresh: Vec<u32>,
     /// What can begin, to be taken away by who drives.
     pub(crate) begins: Vec<Begin>,
+    /// What has been taken since who drives has looked; kept for the simulation alone.
+    pub(crate) took: Vec<u32>,
     /// Why things begin when they do; kept for the simulation alone.
     pub(crate) causes: Option<Causes>,
     pub(crate) nodes_left: usize,
@@ -64,7 +66,7 @@ pub(crate) struct Engine<'a> {
 
 /// What was the last that each node and transfer waited for, as numbers: a node's own, or the number of nodes
 /// plus a transfer's.
-#[derive(Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Causes {
     pub(crate) node: Vec<u32>,
     /// What let a transfer begin.
@@ -117,6 +119,7 @@ impl<'a> Engine<'a> {
             rooms: rooms(flow, channel.protocol),
             fresh: Vec::new(),
             begins: Vec::new(),
+            took: Vec::new(),
             causes,
             nodes_left: nodes,
             transfers_left: transfers,
@@ -250,6 +253,9 @@ impl<'a> Engine<'a> {
     fn take(&mut self, transfer: u32) {
         self.taken[transfer as usize] = true;
         self.transfers_left -= 1;
+        if self.causes.is_some() {
+            self.took.push(transfer);
+        }
         self.leave_queue(transfer * 2 + 1);
         if let Some(rooms) = &mut self.rooms
             && let Some(list) = rooms.list_of(transfer)

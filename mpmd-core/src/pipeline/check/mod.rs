@@ -5,14 +5,21 @@
 mod channel;
 mod cycle;
 mod engine;
+mod names;
+mod peak;
+mod report;
 mod windows;
 
 #[cfg(test)]
 mod tests;
 
 pub use channel::{Channel, NoChannel, Protocol, Queues};
-pub use cycle::{Deadlock, Item, Missing, Names, Wait, Why};
-pub(super) use engine::{Begin, Engine};
+pub use cycle::{Deadlock, Item, Missing, Wait, Why};
+pub(super) use engine::{Begin, Causes, Engine};
+pub use names::Names;
+pub use peak::Peak;
+pub(super) use peak::{Ledger, Unit};
+pub use report::{Budget, Limits, Link, Problem, Report, check_schedule, check_steps};
 
 use super::flow::Flow;
 

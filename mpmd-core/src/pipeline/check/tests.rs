@@ -8,22 +8,6 @@ use super::*;
 use crate::pipeline::flow::{Node, Post, StepNames, Transfer};
 use crate::pipeline::{Builtin, Schedule, Step, StepKind, lower, lower_late};
 
-struct Ranks(StepNames);
-
-impl Names for Ranks {
-    fn node(&self, tag: u32) -> String {
-        self.0.step(tag).to_string()
-    }
-
-    fn transfer(&self, tag: u32) -> String {
-        self.0.step(tag).to_string()
-    }
-
-    fn process(&self, process: u32) -> String {
-        format!("rank {process}")
-    }
-}
-
 fn channels() -> Vec<Channel> {
     let queues =
         [Queues::Tags, Queues::TagsBounded(2), Queues::PerDirection, Queues::PerPair, Queues::Single];
@@ -52,7 +36,7 @@ fn schedules(ranks: &[usize], rounds: &[usize], chunks: &[usize]) -> Vec<Schedul
 fn crossed_receives_are_a_circle_of_four() {
     let schedule = Schedule::gpipe(2, 2).unwrap();
     let mut rows = lower(&schedule).unwrap();
-    let names = Ranks(StepNames::of_lowered(&rows));
+    let names = StepNames::of_lowered(&rows);
     let receives: Vec<usize> =
         (0..rows[1].len()).filter(|at| rows[1][*at].kind == StepKind::ReceiveForward).collect();
     rows[1].swap(receives[0], receives[1]);
@@ -82,7 +66,7 @@ fn orders_that_wait_for_each_other_are_a_circle_over_every_channel() {
         vec![a(1, Forward, 0), a(1, Forward, 1), a(1, Backward, 0), a(1, Backward, 1)],
     ];
     let steps = lower_late(&rows);
-    let names = Ranks(StepNames::of_lowered(&steps));
+    let names = StepNames::of_lowered(&steps);
     let deadlock = check(&Flow::of_lowered(&steps).unwrap(), Channel::TAGS).unwrap_err();
     assert_eq!(
         deadlock.lines(&names),
@@ -103,7 +87,7 @@ fn orders_that_wait_for_each_other_are_a_circle_over_every_channel() {
 fn what_has_no_other_side_is_named() {
     let schedule = Schedule::gpipe(2, 1).unwrap();
     let rows = lower(&schedule).unwrap();
-    let names = Ranks(StepNames::of_lowered(&rows));
+    let names = StepNames::of_lowered(&rows);
     let without = |kinds: &[StepKind]| {
         let keep = |row: &Vec<Step>| row.iter().filter(|step| !kinds.contains(&step.kind)).copied().collect();
         let flow = Flow::of_lowered(&rows.iter().map(keep).collect::<Vec<_>>()).unwrap();
