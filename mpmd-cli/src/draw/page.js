@@ -107,7 +107,7 @@ function arrange() {
   const family = getComputedStyle(document.body).fontFamily;
   const chart = $("chart");
   // What the rows may have: the rest of the window, and more by scrolling.
-  const rest = Math.max(200, window.innerHeight - chart.getBoundingClientRect().top - window.scrollY - 34 - 20 - 18 - 10);
+  const rest = Math.max(200, window.innerHeight - chart.getBoundingClientRect().top - window.scrollY - 34 - (data.marks.length > 1 ? 15 : 0) - 20 - 18 - 10);
   const n = Math.max(1, rows.length);
   const pitch = Math.min(MOST_PITCH, Math.max(shown.moves ? LEAST_WITH_MOVES : LEAST_PITCH, Math.floor(10 * rest / n) / 10));
   const letters = Math.min(13, Math.max(9.5, pitch - 1));
@@ -149,6 +149,7 @@ function arrange() {
   Object.assign($("idle-head").style, { left: right + "px", width: idle + "px" });
   Object.assign($("memory-head").style, { left: right + idle + spark + "px", width: Math.max(0, width - right - idle - spark) + "px" });
   $("memory-head").hidden = !hasMemory;
+  $("steps").hidden = data.marks.length < 2;
   const moved = document.querySelector("#legend [data-kind='" + MOVE + "']");
   if (moved) moved.parentElement.hidden = !shown.moves;
   place.shares = shares(0, end, Math.max(8, Math.floor(place.width / 3)));
@@ -248,6 +249,7 @@ function drawNow() {
     context.fillStyle = style.idle; context.fillRect(x(0), r * pitch - top, until - x(0), part.bars);
   }
   const ticks = axis();
+  steps();
   context.fillStyle = style.line;
   for (const at of ticks) context.fillRect(Math.round(x(at)), 0, 1, height);
   for (let r = first; r < last; r++) {
@@ -295,6 +297,20 @@ function axis() {
   }
   $("ticks").replaceChildren(...labels);
   return ticks;
+}
+
+// The names of what begins at marks; a step that has begun before what is seen is named at its edge.
+function steps() {
+  const labels = [], edge = place.left + place.width;
+  data.marks.forEach(([at, name], i) => {
+    const from = Math.max(place.left, x(at)), until = Math.min(edge, i + 1 < data.marks.length ? x(data.marks[i + 1][0]) : x(end));
+    if (!name || until - from < name.length * 6.6 + 8) return;
+    const it = document.createElement("span");
+    it.textContent = name;
+    it.style.left = from + "px";
+    labels.push(it);
+  });
+  $("steps").replaceChildren(...labels);
 }
 
 function drawBars(context, row, y, part, family, lettered) {
