@@ -19,6 +19,7 @@ mod in_flight;
 mod mailbox;
 mod memory;
 mod passage;
+mod planned;
 mod slot;
 mod spin;
 mod status;
@@ -55,6 +56,7 @@ pub(crate) use waits::Waits;
 use worker::{Crew, Worker};
 pub(crate) use worker::{Job, Work};
 
+use crate::program::Recorder;
 use crate::topology::{DeviceId, Topology};
 
 /// How often the ticker looks at the clock.
@@ -112,6 +114,8 @@ pub(crate) struct Runtime {
     under_way: Mutex<UnderWay>,
     /// The last operation before the step that is being recorded; `u64::MAX` where none is.
     pub(crate) recorded_from: AtomicU64,
+    /// Where this process only plans.
+    pub(crate) recorder: Option<Recorder>,
     /// Payload bytes of pieces given to the transport, by process.
     pub(crate) bytes_sent: Vec<AtomicU64>,
     trouble: Mutex<Trouble>,
@@ -168,6 +172,7 @@ impl Runtime {
         topology: Topology,
         config: RuntimeConfig,
         transport: Option<Arc<dyn Transport>>,
+        recorder: Option<Recorder>,
     ) -> std::io::Result<Arc<Self>> {
         // Before the first buffer is made: what a transport can hand over lies in memory of its own kind.
         let arena = transport.as_ref().and_then(|transport| transport.arena()).unwrap_or_else(Arena::private);
@@ -220,6 +225,7 @@ impl Runtime {
             holders: Mutex::default(),
             under_way: Mutex::default(),
             recorded_from: AtomicU64::new(u64::MAX),
+            recorder,
             trouble: Mutex::default(),
             changed: Condvar::new(),
             stopped: Arc::default(),
