@@ -53,6 +53,12 @@ pub struct StageCosts {
     /// Bytes that an input gradient leaves until the weight gradient has ended.
     #[serde(default)]
     pub weight_residual_bytes: u64,
+    /// Bytes of the outputs, where they go to another rank.
+    #[serde(default)]
+    pub output_bytes: u64,
+    /// Bytes of the gradient of the inputs, where it goes to another rank.
+    #[serde(default)]
+    pub gradient_bytes: u64,
 }
 
 impl Costs {
@@ -70,12 +76,13 @@ impl Costs {
             let StageCosts { forward, backward_input, backward_weight, send_forward, send_backward, .. } =
                 stage;
             let (activation, weight) = (stage.activation_bytes, stage.weight_residual_bytes);
+            let (output, gradient) = (stage.output_bytes, stage.gradient_bytes);
             let _ = write!(
                 text,
                 "\n[[stage]]\nforward = {forward:?}\nbackward_input = {backward_input:?}\n\
                  backward_weight = {backward_weight:?}\nsend_forward = {send_forward:?}\n\
                  send_backward = {send_backward:?}\nactivation_bytes = {activation}\n\
-                 weight_residual_bytes = {weight}\n"
+                 weight_residual_bytes = {weight}\noutput_bytes = {output}\ngradient_bytes = {gradient}\n"
             );
         }
         text

@@ -137,7 +137,7 @@ impl Times {
         let mut free = vec![0; schedule.ranks()];
         for action in order {
             let rank = schedule.rank_of(action.stage);
-            let ready = schedule.needs(*action).into_iter().map(|need| {
+            let ready = schedule.needs(*action).map(|need| {
                 let (_, end) = match need.kind {
                     // An input gradient goes its way before the weight gradient begins.
                     ActionKind::BackwardInput => times.input_gradient(need.stage, need.microbatch),
@@ -494,7 +494,7 @@ mod tests {
             for ranks in 1..6 {
                 for microbatches in 1..9 {
                     for name in ["gpipe", "1f1b"] {
-                        let schedule = Schedule::named(name, ranks, microbatches).unwrap().unwrap();
+                        let schedule = Schedule::named(name, ranks, microbatches, None).unwrap();
                         for (expected, at_most) in plan(&schedule, &vec![bytes; ranks]) {
                             assert!(
                                 expected <= at_most,

@@ -6,29 +6,41 @@
 //! issues everything in one global order whose part on each rank is the schedule's. No second description of
 //! a run exists. Buffers are dropped at the action after which nobody needs them.
 
+pub mod check;
 mod costs;
 pub mod flow;
 mod kernels;
+mod lower;
+mod lower_comms;
 mod memory;
 mod replay;
 mod run;
 mod schedule;
+mod search;
 mod shapes;
+mod sidecar;
+pub mod simulate;
 mod stage;
 mod storage;
+mod text;
 mod wired;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
 
 pub use costs::{Costs, StageCosts};
+pub use lower::{LowerError, Step, StepKind, lower, lower_cells, lower_late};
+pub use lower_comms::lower_comms;
 pub use memory::{DeviceMemory, MemoryPlan, StageBytes};
 use replay::Kept;
 pub use run::{Gradients, Microbatch, StepOutput};
-pub use schedule::{Action, ActionKind, Schedule, ScheduleError};
+pub use schedule::{Action, ActionKind, Builtin, Placement, Schedule, ScheduleError};
+pub use search::{Budget, Found, SearchOptions, search};
 pub use shapes::MicrobatchShapes;
+pub use sidecar::{Sidecar, SidecarError};
 pub use stage::{Declared, Loss, Placed, PlacedShape, Stage, StageSignature};
 pub use storage::Storage;
+pub use text::{Cell, CellFault, Entry, Flavour, Text, TextError};
 use wired::{AnyStage, Bundle, Wired};
 
 use crate::array::MpmdArray;

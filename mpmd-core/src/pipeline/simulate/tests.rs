@@ -1,0 +1,387 @@
+//! Simulations against the figures that are known, closed forms, and each other.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::pipeline::check::{Item, Names};
+use crate::pipeline::flow::Leaves::{AtOnce, InOrder};
+use crate::pipeline::{Builtin, Costs, Schedule, StageCosts, lower, lower_late};
+use crate::trace::Kind;
+
+fn units(builtin: Builtin, ranks: usize, microbatches: usize, chunks: usize) -> SimulatedSchedule {
+    over(builtin, ranks, microbatches, chunks, Channel::TAGS)
+}
+
+fn over(
+    builtin: Builtin,
+    ranks: usize,
+    microbatches: usize,
+    chunks: usize,
+    channel: Channel,
+) -> SimulatedSchedule {
+    let schedule = builtin.schedule(ranks, microbatches, chunks).unwrap();
+    simulate_schedule(&schedule, &Costs::units(schedule.stages()), InOrder, channel).unwrap()
+}
+
+fn equal(forward: f64, input: f64, weight: f64, stages: usize) -> Costs {
+    let stage =
+        StageCosts { forward, backward_input: input, backward_weight: weight, ..StageCosts::default() };
+    Costs { stage: vec![stage; stages], ..Costs::units(0) }
+}
+
+#[test]
+fn four_ranks_and_eight_microbatches_take_what_is_known() {
+    for (builtin, chunks, makespan, idle) in [
+        (Builtin::GPipe, 1, 33.0, [9.0, 6.0, 3.0, 0.0]),
+        (Builtin::OneFOneB, 1, 33.0, [9.0, 6.0, 3.0, 0.0]),
+        (Builtin::Eager1F1B, 1, 33.0, [9.0, 6.0, 3.0, 0.0]),
+        (Builtin::Interleaved1F1B, 2, 57.0, [9.0, 6.0, 3.0, 0.0]),
+        (Builtin::LoopedBfs, 2, 57.0, [9.0, 6.0, 3.0, 0.0]),
+        (Builtin::ZbH1, 1, 27.0, [3.0, 2.0, 1.0, 0.0]),
+        (Builtin::InterleavedZeroBubble, 2, 51.0, [3.0, 2.0, 1.0, 0.0]),
+        (Builtin::ZbvZeroBubble, 2, 51.0, [0.0, 0.0, 0.0, 0.0]),
+        (Builtin::DualPipeV, 2, 54.0, [6.0, 5.0, 4.0, 3.0]),
+    ] {
+        let found = units(builtin, 4, 8, chunks).simulated;
+        let work = 24.0 * chunks as f64;
+        assert_eq!((found.makespan, found.bubble()), (makespan, makespan - work), "{builtin:?}");
+        assert_eq!(found.lanes.iter().map(LaneTime::idle).collect::<Vec<_>>(), idle, "{builtin:?}");
+        assert!((found.bubble_share() - (1.0 - work / makespan)).abs() < 1e-12, "{builtin:?}");
+    }
+}
+
+#[test]
+fn gradients_that_leave_before_the_weights_make_a_step_shorter() {
+    for (builtin, after_both, after_input) in
+        [(Builtin::GPipe, 33.0, 30.0), (Builtin::OneFOneB, 33.0, 30.0), (Builtin::ZbH1, 27.0, 27.0)]
+    {
+        let schedule = builtin.schedule(4, 8, 1).unwrap();
+        let takes = |leaves| {
+            simulate_schedule(&schedule, &Costs::units(4), leaves, Channel::TAGS).unwrap().simulated.makespan
+        };
+        assert_eq!((takes(InOrder), takes(AtOnce)), (after_both, after_input), "{builtin:?}");
+    }
+}
+
+#[test]
+fn one_queue_in_order_stretches_a_step_as_is_known() {
+    let single = Channel::rendezvous(Queues::Single);
+    let stretched = |builtin, ranks, microbatches, chunks| {
+        let ideal = units(builtin, ranks, microbatches, chunks).simulated.makespan;
+        (over(builtin, ranks, microbatches, chunks, single).simulated.makespan, ideal)
+    };
+    let (slow, ideal) = stretched(Builtin::LoopedBfs, 8, 32, 4);
+    assert!((slow / ideal - 2.46).abs() < 0.005, "{slow} {ideal}");
+    assert_eq!(stretched(Builtin::Interleaved1F1B, 8, 16, 2), (172.0, 117.0));
+    assert_eq!(stretched(Builtin::DualPipeV, 8, 32, 2), (298.0, 206.0));
+    for (ranks, microbatches) in [(2, 4), (4, 8), (4, 16), (8, 16), (8, 32)] {
+        let (slow, ideal) = stretched(Builtin::ZbvZeroBubble, ranks, microbatches, 2);
+        assert!(slow <= ideal * 1.13, "{ranks} {microbatches}: {slow} {ideal}");
+    }
+}
+
+#[test]
+fn queues_for_each_pair_or_direction_cost_nothing() {
+    for builtin in Builtin::ALL {
+        for (ranks, microbatches) in [(2, 4), (3, 6), (4, 8), (5, 15), (8, 16)] {
+            for chunks in 1..4 {
+                let Ok(schedule) = builtin.schedule(ranks, microbatches, chunks) else { continue };
+                let costs = Costs::units(schedule.stages());
+                let made = simulate_schedule(&schedule, &costs, InOrder, Channel::TAGS).unwrap();
+                for (channel, makespan) in made.channel_costs() {
+                    let makespan = makespan.unwrap();
+                    let ideal = made.simulated.makespan;
+                    match channel.queues {
+                        Queues::Tags | Queues::PerPair | Queues::PerDirection => {
+                            assert_eq!(
+                                makespan, ideal,
+                                "{builtin:?} {ranks} {microbatches} {chunks} {channel}"
+                            );
+                        }
+                        _ => assert!(makespan >= ideal),
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_step_is_seen_as_it_is() {
+    let schedule = Schedule::gpipe(2, 2).unwrap();
+    let mut costs = Costs::units(2);
+    costs.stage[0].send_forward = 0.5;
+    let made = simulate_schedule(&schedule, &costs, AtOnce, Channel::TAGS).unwrap();
+    // 0F0 1, move 1.5, 1F0 2.5, 1F1 3.5, 1I0 4.5, 1W0, 1I1 6.5, 0I1 7.5, 0W1 8.5.
+    assert_eq!(made.simulated.makespan, 8.5);
+    let path: Vec<String> = made
+        .simulated
+        .critical_path()
+        .into_iter()
+        .map(|item| match item {
+            Item::Node(node) => made.names.node(made.flow.nodes[node as usize].tag),
+            Item::Send(transfer) | Item::Receive(transfer) => {
+                made.names.transfer(made.flow.transfers[transfer as usize].tag)
+            }
+        })
+        .collect();
+    assert_eq!(path, ["0F0", "0F1", "0SEND_F1", "1F1", "1B0", "1B0", "1B1", "1SEND_B1", "0B1", "0B1"]);
+    let timeline = made.timeline("gpipe", "unit");
+    assert_eq!((timeline.end, timeline.rows.len()), (8.5, 2));
+    let row = &timeline.rows[0];
+    assert_eq!((row.name.as_str(), row.process), ("rank 0", Some(0)));
+    let bars: Vec<(&str, Kind, f64, f64)> =
+        row.bars.iter().map(|bar| (bar.name.as_str(), bar.kind, bar.start, bar.end)).collect();
+    assert_eq!(
+        bars,
+        [
+            ("0F0", Kind::Forward, 0.0, 1.0),
+            ("0F1", Kind::Forward, 1.0, 2.0),
+            ("0B0", Kind::Backward, 4.5, 6.5),
+            ("0B1", Kind::Backward, 6.5, 8.5)
+        ]
+    );
+    assert_eq!((row.bars[2].stage, row.bars[2].microbatch), (Some(0), Some(0)));
+    let [gap] = &row.gaps[..] else { panic!("{:?}", row.gaps) };
+    assert_eq!((gap.start, gap.end, gap.waits_for.as_str()), (2.0, 4.5, "1B0 of rank 1"));
+    assert_eq!(row.bars[2].waited_for.as_deref(), Some("1B0 of rank 1"));
+    let moves: Vec<(&str, f64, f64)> =
+        row.moves.iter().map(|bar| (bar.name.as_str(), bar.start, bar.end)).collect();
+    assert_eq!(moves, [("0SEND_F0", 1.0, 1.5), ("0SEND_F1", 2.0, 2.5)]);
+    let memory: Vec<(f64, f64)> = row.memory.iter().map(|point| (point.at, point.used)).collect();
+    assert_eq!(memory, [(0.0, 0.0), (0.0, 1.0), (1.0, 2.0), (6.5, 1.0), (8.5, 0.0)]);
+    assert_eq!(timeline.bubble(0.0, 8.5), made.simulated.bubble_share());
+}
+
+#[test]
+fn what_holds_up_a_message_is_named() {
+    let single = Channel::rendezvous(Queues::Single);
+    let made = over(Builtin::LoopedBfs, 4, 8, 2, single);
+    let timeline = made.timeline("bfs", "unit");
+    let held =
+        |gap: &crate::trace::Gap| gap.waits_for.contains("held up by") || gap.waits_for.contains("after");
+    assert!(timeline.rows.iter().flat_map(|row| &row.gaps).any(held));
+}
+
+#[test]
+fn what_cannot_be_simulated_is_named() {
+    let schedule = Schedule::gpipe(2, 2).unwrap();
+    let told =
+        |costs: &Costs| simulate_schedule(&schedule, costs, AtOnce, Channel::TAGS).unwrap_err().to_string();
+    assert_eq!(told(&Costs::units(3)), "the costs are of 3 stages, the schedule has 2");
+    let mut costs = Costs::units(2);
+    costs.stage[1].forward = f64::NAN;
+    assert_eq!(told(&costs), "stage 1 costs NaN, which is no time");
+    let late = lower_late(Schedule::one_f_one_b(4, 8).unwrap().rows());
+    let single = Channel::rendezvous(Queues::Single);
+    let deadlock = simulate_steps(&late, &Costs::units(4), AtOnce, single).unwrap_err();
+    assert!(
+        matches!(&deadlock, SimulateError::Deadlock(deadlock) if !deadlock.cycle.is_empty()),
+        "{deadlock}"
+    );
+}
+
+/// The makespan by the rules alone, over tags: rounds until nothing changes.
+fn by_rounds(flow: &Flow, times: &Times) -> f64 {
+    let mut ends = vec![f64::NAN; flow.nodes.len()];
+    loop {
+        let before = ends.iter().filter(|end| end.is_nan()).count();
+        let mut lanes = vec![0.0; flow.lanes.len()];
+        for (number, node) in flow.nodes.iter().enumerate() {
+            let needs = flow.needs_of(number as u32).iter().map(|need| ends[*need as usize]);
+            let takes = flow.takes_of(number as u32).iter().map(|taken| {
+                let after = flow.transfers[*taken as usize].after;
+                ends[after as usize] + times.transfers[*taken as usize]
+            });
+            // `max` would lose what is not a number yet.
+            let start = needs.chain(takes).fold(lanes[node.lane as usize], |latest: f64, at| {
+                if latest.is_nan() || at.is_nan() { f64::NAN } else { latest.max(at) }
+            });
+            ends[number] = start + times.nodes[number];
+            lanes[node.lane as usize] = ends[number];
+        }
+        let left = ends.iter().filter(|end| end.is_nan()).count();
+        assert!(left < before || left == 0);
+        if left == 0 && before == 0 {
+            return ends.into_iter().fold(0.0, f64::max);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn bubbles_have_their_closed_forms(
+        ranks in 1usize..7,
+        rounds in 1usize..4,
+        chunks in 1usize..4,
+        costs in (1u32..20, 1u32..20, 1u32..20),
+    ) {
+        let (f, i, w) = (f64::from(costs.0), f64::from(costs.1), f64::from(costs.2));
+        let skew = (ranks - 1) as f64;
+        let microbatches = ranks * rounds;
+        for (builtin, chunks, bubble) in [
+            (Builtin::GPipe, 1, skew * (f + i + w)),
+            (Builtin::OneFOneB, 1, skew * (f + i + w)),
+            (Builtin::Eager1F1B, 1, skew * (f + i + w)),
+            (Builtin::Interleaved1F1B, chunks, skew * (f + i + w)),
+            (Builtin::LoopedBfs, chunks, skew * (f + i + w)),
+            (Builtin::ZbH1, 1, skew * (f + i - f.min(i).min(w))),
+        ] {
+            let schedule = builtin.schedule(ranks, microbatches, chunks).unwrap();
+            let costs = equal(f, i, w, schedule.stages());
+            let found = simulate_schedule(&schedule, &costs, InOrder, Channel::TAGS).unwrap().simulated;
+            prop_assert_eq!(found.bubble(), bubble, "{:?}", builtin);
+        }
+    }
+
+    #[test]
+    fn times_are_those_of_the_rules_and_the_critical_path_is_as_long(
+        which in 0usize..11,
+        ranks in 1usize..5,
+        rounds in 1usize..4,
+        costs in prop::collection::vec((0u32..9, 0u32..9, 0u32..9, 0u32..5, 0u32..5), 16),
+    ) {
+        let builtin = Builtin::ALL[which];
+        let schedule = builtin.schedule(ranks, ranks * rounds, builtin.default_chunks());
+        prop_assume!(schedule.is_ok());
+        let schedule = schedule.unwrap();
+        let stage = |cost: &(u32, u32, u32, u32, u32)| StageCosts {
+            forward: f64::from(cost.0),
+            backward_input: f64::from(cost.1),
+            backward_weight: f64::from(cost.2),
+            send_forward: f64::from(cost.3),
+            send_backward: f64::from(cost.4),
+            ..StageCosts::default()
+        };
+        let costs = Costs { stage: costs[..schedule.stages()].iter().map(stage).collect(), ..Costs::units(0) };
+        let made = simulate_schedule(&schedule, &costs, AtOnce, Channel::TAGS).unwrap();
+        prop_assert_eq!(made.simulated.makespan, by_rounds(&made.flow, &made.times));
+        let steps = lower(&schedule).unwrap();
+        for channel in COMPARED {
+            let found = simulate_steps(&steps, &costs, AtOnce, channel).unwrap();
+            prop_assert!(found.simulated.makespan >= made.simulated.makespan);
+            let mut at = 0.0;
+            for item in found.simulated.critical_path() {
+                let span = match item {
+                    Item::Node(node) => found.simulated.nodes[node as usize],
+                    Item::Send(transfer) | Item::Receive(transfer) => {
+                        found.simulated.transfers[transfer as usize]
+                    }
+                };
+                // A transfer that waits to be taken begins before what it waits for has ended.
+                prop_assert!(span.start <= at && at <= span.end, "{}: {:?} at {}", channel, span, at);
+                at = span.end;
+            }
+            prop_assert_eq!(at, found.simulated.makespan);
+        }
+    }
+}
+
+#[test]
+fn explore() {
+    for (b, p, m, v) in [
+        (Builtin::LoopedBfs, 8, 32, 4),
+        (Builtin::Interleaved1F1B, 8, 16, 2),
+        (Builtin::DualPipeV, 8, 32, 2),
+        (Builtin::ZbvZeroBubble, 8, 32, 2),
+    ] {
+        let schedule = b.schedule(p, m, v).unwrap();
+        let costs = Costs::units(schedule.stages());
+        for leaves in [InOrder, AtOnce] {
+            for (name, steps) in [("plain", lower(&schedule).unwrap()), ("turns", with_turns(&schedule))] {
+                let ideal = simulate_steps(&steps, &costs, leaves, Channel::TAGS).unwrap().simulated.makespan;
+                let slow = simulate_steps(&steps, &costs, leaves, Channel::rendezvous(Queues::Single))
+                    .unwrap()
+                    .simulated
+                    .makespan;
+                println!("{b:?} {leaves:?} {name}: {slow} {ideal} {}", slow / ideal);
+            }
+        }
+    }
+}
+
+fn with_turns(schedule: &Schedule) -> Vec<Vec<crate::pipeline::Step>> {
+    use crate::pipeline::{Action, ActionKind};
+    let m = schedule.microbatches();
+    let cells: Vec<Vec<&[Action]>> = (0..schedule.ranks())
+        .map(|rank| {
+            let row = &schedule.rows()[rank];
+            let mut groups: Vec<&[Action]> = Vec::new();
+            let mut at = 0;
+            let overlaps = schedule.overlaps(rank);
+            while at < row.len() {
+                let n = if overlaps.contains(&at) { 2 } else { 1 };
+                groups.push(&row[at..at + n]);
+                at += n;
+            }
+            let mut out: Vec<&[Action]> = Vec::new();
+            let mut active: Vec<usize> = Vec::new();
+            let mut count = std::collections::BTreeMap::new();
+            for (i, group) in groups.iter().enumerate() {
+                let mut next: Vec<usize> = Vec::new();
+                'outer: for g in &groups[i..] {
+                    for a in g.iter() {
+                        if !next.contains(&a.stage) {
+                            next.push(a.stage);
+                        }
+                    }
+                    if next.len() >= 3 {
+                        break 'outer;
+                    }
+                }
+                let fetch: Vec<usize> = next.iter().copied().filter(|s| !active.contains(s)).collect();
+                let evict: Vec<usize> = active.iter().copied().filter(|s| !next.contains(s)).collect();
+                for s in evict {
+                    active.retain(|x| *x != s);
+                    out.push(&[]);
+                }
+                for s in fetch {
+                    active.push(s);
+                    out.push(&[]);
+                }
+                out.push(group);
+                for a in group.iter() {
+                    if matches!(a.kind, ActionKind::Backward | ActionKind::BackwardWeight) {
+                        let c = count.entry(a.stage).or_insert(0);
+                        *c += 1;
+                        if *c == m {
+                            out.push(&[]);
+                        }
+                    }
+                }
+            }
+            out
+        })
+        .collect();
+    crate::pipeline::lower_cells(&cells).unwrap()
+}
+#[test]
+fn explore2() {
+    use crate::pipeline::ActionKind;
+    let schedule = Builtin::DualPipeV.schedule(8, 32, 2).unwrap();
+    for steps in [lower(&schedule).unwrap(), with_turns(&schedule)] {
+        let mut flow = Flow::of_lowered(&steps, InOrder).unwrap();
+        let mut extra: Vec<(usize, usize)> = vec![];
+        let mut node = 0;
+        for rank in 0..8 {
+            for (at, a) in schedule.rows()[rank].iter().enumerate() {
+                if schedule.overlaps(rank).contains(&at) {
+                    extra.push((node, node + 1));
+                }
+                node += if a.kind == ActionKind::Backward { 2 } else { 1 };
+            }
+        }
+        for (a, b) in extra {
+            let mut all: Vec<u32> = flow.takes_of(a as u32).to_vec();
+            all.extend(flow.takes_of(b as u32));
+            flow.nodes[a].takes = (flow.takes.len() as u32, all.len() as u32);
+            flow.takes.extend(all);
+        }
+        let times = Times { nodes: vec![1.0; flow.nodes.len()], transfers: vec![0.0; flow.transfers.len()] };
+        for c in [Channel::TAGS, Channel::rendezvous(Queues::Single)] {
+            println!("plain atomic {}", simulate(&flow, &times, c).unwrap().makespan);
+        }
+    }
+}
