@@ -63,6 +63,7 @@ impl Simulated {
             title: title.to_owned(),
             unit: unit.to_owned(),
             end: self.makespan,
+            memory_unit: String::new(),
             marks: Vec::new(),
             rows,
         }
