@@ -243,7 +243,7 @@ impl Placed {
                 "process {}: {at} waits for {}; {}",
                 runtime.me,
                 self.describe(),
-                runtime.status.describe()
+                runtime.doing_and_why()
             ));
         }
     }

@@ -63,8 +63,6 @@ pub mod variables {
     /// A file with what the links between devices cost, as `mpmd bench links --out` writes it. Read by
     /// process 0, which tells the others.
     pub const LINKS: &str = "MPMD_LINKS";
-    /// The folder in which each process writes its trace; none where it is not set.
-    pub const TRACE: &str = "MPMD_TRACE";
     /// Where this process is to write its plan: it joins no job, owns nothing, and runs the program only to record what
     /// the processes of a job would do ([`Program::plan`](crate::Program::plan)). Goes before what any launcher says.
     pub const PLAN: &str = "MPMD_PLAN";
@@ -72,6 +70,8 @@ pub mod variables {
     pub const PLAN_PROCESSES: &str = "MPMD_PLAN_PROCESSES";
     /// The most steps that are recorded, 16 by default: before that it ends with two equal steps.
     pub const PLAN_STEPS: &str = "MPMD_PLAN_STEPS";
+    /// The folder in which each process writes its trace; none where it is not set.
+    pub const TRACE: &str = "MPMD_TRACE";
     /// The launcher's process number; what it started ends with it.
     pub const LAUNCHER_PID: &str = "MPMD_LAUNCHER_PID";
 }

@@ -152,8 +152,8 @@ impl Builder {
     pub(super) fn spectate(self, topology: Topology, order: Option<Order>) -> Result<Program> {
         let beyond = ProcessId(u32::try_from(topology.processes()).unwrap_or(u32::MAX));
         let recorder = Recorder::new(&topology, order);
-        let config = self.config(Trace::default());
-        let runtime = Runtime::start(beyond, topology, config, None, Some(recorder)).map_err(no_threads)?;
+        let runtime = Runtime::start(beyond, topology, self.config(Trace::default()), None, Some(recorder))
+            .map_err(no_threads)?;
         Ok(Program::new(runtime, true, None, self.plan_cache))
     }
 
@@ -179,8 +179,8 @@ impl Builder {
         if let Some(membership) = &membership {
             membership.compare_clocks(&trace);
         }
-        let config = self.config(trace);
-        let runtime = Runtime::start(me, topology, config, transport, None).map_err(no_threads)?;
+        let runtime =
+            Runtime::start(me, topology, self.config(trace), transport, None).map_err(no_threads)?;
         if let Some(membership) = &membership {
             membership.watch(&runtime);
         }

@@ -10,6 +10,7 @@ use mpmd_transport::router::{Failure, FailureKind};
 use super::builder::DEFAULT_PATIENCE;
 use super::recorder::MOST_STEPS;
 use super::transports::{self, Opened};
+use super::version;
 use super::{Builder, Order, Program, costs};
 use crate::error::{Error, Result};
 use crate::launch::{self, JobEnv, LaunchError, PlanEnv};
@@ -131,7 +132,7 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
         pid: std::process::id(),
         devices: topology.devices_of(env.process).len() as u32,
         addresses: transports::told(name, &opened),
-        program: String::new(),
+        program: version::fingerprint(&topology),
         trouble: opened.as_ref().err().map(ToString::to_string),
     };
     let members = match rendezvous.join(member) {

@@ -10,6 +10,7 @@ mod metrics;
 mod recorder;
 mod simulate;
 pub mod transports;
+mod version;
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -203,8 +204,8 @@ impl Program {
         // So that steps which look alike cannot hide an operation that is missing from one of them.
         self.hash = self.hash.mix(0x57e9).mix(step);
         self.runtime.with_router(|router| router.step_end(step));
-        self.runtime.trace.note(|| What::StepEnd { step, op: self.count });
         self.record_step()?;
+        self.runtime.trace.note(|| What::StepEnd { step, op: self.count });
         self.runtime.trouble().map_or(Ok(()), |failure| Err(Error::failed(failure)))
     }
 
@@ -327,7 +328,7 @@ impl Program {
                 "process {}: {at} waits for {} operations issued before it; {}",
                 runtime.me,
                 runtime.in_flight.counts().ops,
-                runtime.status.describe()
+                runtime.doing_and_why()
             ));
         }
     }

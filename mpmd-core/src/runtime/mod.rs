@@ -316,6 +316,7 @@ impl Runtime {
             while !stopped.load(std::sync::atomic::Ordering::Relaxed) {
                 std::thread::sleep(TICK);
                 let Some(runtime) = weak.upgrade() else { break };
+                runtime.status.tick();
                 runtime.with_router(|router| router.tick(runtime.now()));
             }
         })?;
