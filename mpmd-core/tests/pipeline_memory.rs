@@ -215,7 +215,7 @@ fn a_step_takes_the_memory_that_its_plan_says_and_nothing_new_after_the_third() 
     let mut all = Vec::new();
     for name in ["gpipe", "1f1b"] {
         for (stages, processes) in [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)] {
-            let schedule = Schedule::named(name, stages, 8).unwrap().unwrap();
+            let schedule = Schedule::named(name, stages, 8, None).unwrap();
             for hands_over in [false, true] {
                 let mut simulation = Simulation::new(processes, stages);
                 if hands_over {

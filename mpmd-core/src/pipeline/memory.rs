@@ -325,7 +325,7 @@ mod tests {
             for ranks in 1..6 {
                 for microbatches in 1..9 {
                     for name in ["gpipe", "1f1b"] {
-                        let schedule = Schedule::named(name, ranks, microbatches).unwrap().unwrap();
+                        let schedule = Schedule::named(name, ranks, microbatches, None).unwrap();
                         for (expected, at_most) in plan(&schedule, &vec![bytes; ranks]) {
                             assert!(
                                 expected <= at_most,

@@ -7,20 +7,25 @@
 //! a run exists. Buffers are dropped at the action after which nobody needs them.
 
 mod ascending;
+pub mod check;
 mod costs;
 pub mod flow;
 mod holds;
 mod kernels;
 mod links;
+mod lower;
+mod lower_comms;
 mod memory;
 mod net;
 mod pace;
 mod replay;
 mod run;
 mod schedule;
+mod search;
 mod shapes;
 mod stage;
 mod storage;
+mod text;
 mod wired;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -29,14 +34,18 @@ use std::panic::Location;
 
 pub use costs::{Costs, StageCosts};
 pub use links::{Output, Outputs};
+pub use lower::{LowerError, Step, StepKind, lower, lower_cells, lower_late};
+pub use lower_comms::lower_comms;
 pub use memory::{DeviceMemory, MemoryPlan, StageBytes};
 use net::Net;
 use replay::Kept;
 pub use run::{Gradients, Microbatch, StepOutput};
-pub use schedule::{Action, ActionKind, Schedule, ScheduleError};
+pub use schedule::{Action, ActionKind, Builtin, Placement, Schedule, ScheduleError};
+pub use search::{Budget, Found, SearchOptions, search};
 pub use shapes::MicrobatchShapes;
 pub use stage::{Declared, Loss, Placed, PlacedShape, Stage, StageSignature};
 pub use storage::Storage;
+pub use text::{Cell, CellFault, Entry, Flavour, Text, TextError};
 use wired::Wired;
 
 use crate::array::MpmdArray;

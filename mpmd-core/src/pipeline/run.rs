@@ -151,7 +151,7 @@ pub(super) fn train_step(
     microbatches: Vec<Parts>,
 ) -> Result<StepOutput> {
     check(net, schedule, microbatches.len())?;
-    if schedule.rows().iter().flatten().all(|action| action.kind == ActionKind::Forward) {
+    if !schedule.has_backward() {
         let problem = format!("schedule {} has no backward passes to train with", schedule.name());
         return Err(Error::kernel(problem));
     }

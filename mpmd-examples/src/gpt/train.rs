@@ -131,8 +131,7 @@ impl Config {
     }
 
     fn schedule(&self) -> Result<Schedule> {
-        let schedule = Schedule::named(&self.schedule, self.stages, self.microbatches);
-        let schedule = schedule.ok_or_else(|| Error::kernel(format!("no schedule {:?}", self.schedule)))?;
+        let schedule = Schedule::named(&self.schedule, self.stages, self.microbatches, Some(1));
         schedule.map_err(|error| Error::kernel(error.to_string()))
     }
 }

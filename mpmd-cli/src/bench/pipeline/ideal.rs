@@ -65,7 +65,7 @@ mod tests {
         // (m + p - 1) (F + B), for both.
         for (ranks, microbatches) in [(1, 1), (1, 5), (2, 8), (4, 8), (4, 2), (8, 24)] {
             for name in ["gpipe", "1f1b"] {
-                let schedule = Schedule::named(name, ranks, microbatches).unwrap().unwrap();
+                let schedule = Schedule::named(name, ranks, microbatches, None).unwrap();
                 let expected = ONE * ((microbatches + ranks - 1) * 3) as u32;
                 assert_eq!(of(&schedule, &vec![(1, 2); ranks]), expected, "{name} {ranks} {microbatches}");
             }

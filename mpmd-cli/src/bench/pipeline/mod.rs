@@ -137,10 +137,7 @@ impl PipelineArgs {
              choose smaller sizes or fewer --repeats",
             check::MOST
         );
-        let named = |name: &String| match Schedule::named(name, stages, self.microbatches) {
-            Some(schedule) => Ok(schedule?),
-            None => bail!("there is no schedule {name}: choose 1f1b or gpipe"),
-        };
+        let named = |name: &String| Ok(Schedule::named(name, stages, self.microbatches, Some(1))?);
         self.schedule.iter().map(named).collect()
     }
 }

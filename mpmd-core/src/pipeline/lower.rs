@@ -1,0 +1,380 @@
+//! From a schedule to what each rank does with the moves between ranks in it: [`Step`]s.
+//!
+//! The order is torch's, so that its text format can be written and read: a receive stands where the sender
+//! comes to its send, seen over all ranks in turn, not where its rank needs it.
+
+use std::fmt;
+
+use super::schedule::{Action, ActionKind, Schedule};
+
+/// One thing a rank does: it computes, gives or takes.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub struct Step {
+    /// The stage, from 0: that computes; of a send the one that has made it, of a receive the one that gets it.
+    pub stage: u32,
+    /// What is done.
+    pub kind: StepKind,
+    /// The microbatch, from 0.
+    pub microbatch: u32,
+}
+
+/// What a step does.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub enum StepKind {
+    /// An action of the schedule.
+    Compute(ActionKind),
+    /// Gives a stage's outputs to the next stage.
+    SendForward,
+    /// Takes the outputs of the stage before.
+    ReceiveForward,
+    /// Gives the gradient of a stage's inputs to the stage before.
+    SendBackward,
+    /// Takes the gradient of a stage's outputs from the next stage.
+    ReceiveBackward,
+}
+
+/// Why the moves of a schedule cannot be put in order. The caller's fault.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LowerError {
+    /// The ranks wait for each other in a circle, or for an action that is not there.
+    #[error("the moves cannot be put in order: {}", .heads.join("; "))]
+    Stuck {
+        /// For each rank that is not done: its next action.
+        heads: Vec<String>,
+    },
+}
+
+impl Step {
+    /// An action of the schedule as a step.
+    ///
+    /// # Panics
+    ///
+    /// Where stage or microbatch are 2^32 or above.
+    pub fn of_action(action: Action) -> Self {
+        let small = |number: usize| u32::try_from(number).expect("stages and microbatches below 2^32");
+        Self {
+            stage: small(action.stage),
+            kind: StepKind::Compute(action.kind),
+            microbatch: small(action.microbatch),
+        }
+    }
+
+    /// The action of the schedule that this is; `None` where it moves something.
+    pub fn action(self) -> Option<Action> {
+        let StepKind::Compute(kind) = self.kind else { return None };
+        Some(Action { stage: self.stage as usize, kind, microbatch: self.microbatch as usize })
+    }
+}
+
+impl fmt::Display for Step {
+    /// As in torch's text format: `2F0`, `2SEND_F0`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let letters = match self.kind {
+            StepKind::Compute(_) => {
+                return self.action().map_or(Ok(()), |action| write!(f, "{action}"));
+            }
+            StepKind::SendForward => "SEND_F",
+            StepKind::ReceiveForward => "RECV_F",
+            StepKind::SendBackward => "SEND_B",
+            StepKind::ReceiveBackward => "RECV_B",
+        };
+        write!(f, "{}{letters}{}", self.stage, self.microbatch)
+    }
+}
+
+/// The steps of each rank, in torch's order. Of an overlapped pair both actions come before their sends.
+///
+/// # Errors
+///
+/// Where the ranks wait for each other, which a [`Schedule`] cannot.
+pub fn lower<'a>(schedule: &'a Schedule) -> Result<Vec<Vec<Step>>, LowerError> {
+    let cells = |(rank, row): (usize, &'a Vec<Action>)| {
+        let (mut cells, mut rest) = (Vec::with_capacity(row.len()), &row[..]);
+        for &pair in schedule.overlaps(rank) {
+            let (before, after) = rest.split_at(pair + rest.len() - row.len());
+            cells.extend(before.iter().map(std::slice::from_ref));
+            let (both, after) = after.split_at(2);
+            cells.push(both);
+            rest = after;
+        }
+        cells.extend(rest.iter().map(std::slice::from_ref));
+        cells
+    };
+    lower_cells(&schedule.rows().iter().enumerate().map(cells).collect::<Vec<_>>())
+}
+
+/// As [`lower`], of rows of cells: a cell is one turn of its rank, and does several actions where these
+/// overlap, none where the rank does something of its own.
+///
+/// Ranks take turns, in order, one cell each. A rank whose next cell needs what is not there loses its turn;
+/// else the cell's actions follow, then for each that another rank needs the send, and at the same moment the
+/// receive on the other rank's list. What a turn leaves is there for the ranks after it in the same round.
+///
+/// # Errors
+///
+/// Where the ranks wait for each other, or for an action that no rank has.
+pub fn lower_cells(rows: &[Vec<&[Action]>]) -> Result<Vec<Vec<Step>>, LowerError> {
+    Ok(lower_turns(rows)?.0)
+}
+
+/// As [`lower_cells`], and for each rank where in its steps each cell's turn came: how many were there before.
+///
+/// # Errors
+///
+/// As [`lower_cells`].
+pub(super) fn lower_turns(rows: &[Vec<&[Action]>]) -> Result<(Vec<Vec<Step>>, Vec<Vec<usize>>), LowerError> {
+    let mut there = There::new(rows);
+    let mut next = vec![0; rows.len()];
+    let moves =
+        |row: &Vec<&[Action]>| Vec::with_capacity(row.iter().map(|cell| cell.len()).sum::<usize>() * 3);
+    let mut steps: Vec<Vec<Step>> = rows.iter().map(moves).collect();
+    let mut turns: Vec<Vec<usize>> = rows.iter().map(|row| Vec::with_capacity(row.len())).collect();
+    let mut open: Vec<usize> = (0..rows.len()).filter(|rank| !rows[*rank].is_empty()).collect();
+    while !open.is_empty() {
+        let mut progress = false;
+        for &rank in &open {
+            let cell = rows[rank][next[rank]];
+            if !cell.iter().all(|action| there.is_ready(*action)) {
+                continue;
+            }
+            progress = true;
+            next[rank] += 1;
+            turns[rank].push(steps[rank].len());
+            steps[rank].extend(cell.iter().map(|action| Step::of_action(*action)));
+            for action in cell {
+                there.done(*action);
+                let Some((send, receive)) = there.moves(*action) else { continue };
+                steps[rank].push(send);
+                steps[there.rank_of_stage[receive.stage as usize] as usize].push(receive);
+            }
+        }
+        if !progress {
+            return Err(there.stuck(rows, &next));
+        }
+        open.retain(|rank| next[*rank] < rows[*rank].len());
+    }
+    Ok((steps, turns))
+}
+
+/// The steps of each rank with each send right after what makes it, and each receive right before what needs
+/// it. Over channels that keep order this mostly deadlocks, which is why [`lower`] does otherwise.
+///
+/// Any rows will do: what no rank makes is not received, and what no rank needs is not sent.
+pub fn lower_late(rows: &[Vec<Action>]) -> Vec<Vec<Step>> {
+    let cells: Vec<Vec<&[Action]>> =
+        rows.iter().map(|row| row.iter().map(std::slice::from_ref).collect()).collect();
+    let mut all = There::new(&cells);
+    rows.iter().flatten().for_each(|action| all.done(*action));
+    let late = |row: &Vec<Action>| {
+        let mut steps = Vec::with_capacity(row.len() * 3);
+        for action in row {
+            steps.extend(all.receive_of(*action));
+            steps.push(Step::of_action(*action));
+            if let Some((send, receive)) = all.moves(*action)
+                && all.is_wanted(receive)
+            {
+                steps.push(send);
+            }
+        }
+        steps
+    };
+    rows.iter().map(late).collect()
+}
+
+/// No rank has the stage.
+const NOWHERE: u32 = u32::MAX;
+/// Bits of [`There::done`].
+const FORWARD: u8 = 1;
+const INPUT: u8 = 2;
+
+/// Which stage is where, and what has been done.
+struct There {
+    microbatches: usize,
+    rank_of_stage: Vec<u32>,
+    /// By stage and microbatch.
+    done: Vec<u8>,
+}
+
+impl There {
+    fn new(rows: &[Vec<&[Action]>]) -> Self {
+        let actions = || rows.iter().flatten().flat_map(|cell| cell.iter());
+        let stages = actions().map(|action| action.stage + 1).max().unwrap_or(0);
+        let microbatches = actions().map(|action| action.microbatch + 1).max().unwrap_or(0);
+        let mut rank_of_stage = vec![NOWHERE; stages];
+        for (rank, row) in rows.iter().enumerate() {
+            for action in row.iter().flat_map(|cell| cell.iter()) {
+                let on = &mut rank_of_stage[action.stage];
+                *on = (*on).min(rank as u32);
+            }
+        }
+        Self { microbatches, rank_of_stage, done: vec![0; stages * microbatches] }
+    }
+
+    fn at(&self, stage: usize, microbatch: usize) -> usize {
+        stage * self.microbatches + microbatch
+    }
+
+    fn done(&mut self, action: Action) {
+        let at = self.at(action.stage, action.microbatch);
+        self.done[at] |= match action.kind {
+            ActionKind::Forward => FORWARD,
+            ActionKind::BackwardInput | ActionKind::Backward => INPUT,
+            ActionKind::BackwardWeight => 0,
+        };
+    }
+
+    /// What an action needs of another stage: which, and the bit of it.
+    fn need(&self, action: Action) -> Option<(usize, u8)> {
+        match action.kind {
+            ActionKind::Forward => Some((action.stage.checked_sub(1)?, FORWARD)),
+            ActionKind::BackwardInput | ActionKind::Backward => {
+                (action.stage + 1 < self.rank_of_stage.len()).then_some((action.stage + 1, INPUT))
+            }
+            ActionKind::BackwardWeight => None,
+        }
+    }
+
+    fn is_ready(&self, action: Action) -> bool {
+        self.need(action).is_none_or(|(stage, bit)| self.done[self.at(stage, action.microbatch)] & bit != 0)
+    }
+
+    /// The send that follows an action, and the receive on the other side; `None` where nobody needs it, or the
+    /// same rank.
+    fn moves(&self, action: Action) -> Option<(Step, Step)> {
+        let (to, send, receive) = match action.kind {
+            ActionKind::Forward => (action.stage + 1, StepKind::SendForward, StepKind::ReceiveForward),
+            ActionKind::BackwardInput | ActionKind::Backward => {
+                (action.stage.checked_sub(1)?, StepKind::SendBackward, StepKind::ReceiveBackward)
+            }
+            ActionKind::BackwardWeight => return None,
+        };
+        let rank = *self.rank_of_stage.get(to)?;
+        if rank == NOWHERE || rank == self.rank_of_stage[action.stage] {
+            return None;
+        }
+        let step = Step::of_action(action);
+        Some((Step { kind: send, ..step }, Step { kind: receive, stage: to as u32, ..step }))
+    }
+
+    /// The receive that an action needs, where another rank makes it.
+    fn receive_of(&self, action: Action) -> Option<Step> {
+        let (from, bit) = self.need(action)?;
+        let (here, there) = (self.rank_of_stage[action.stage], self.rank_of_stage[from]);
+        let made = there != here && self.done[self.at(from, action.microbatch)] & bit != 0;
+        let kind = if bit == FORWARD { StepKind::ReceiveForward } else { StepKind::ReceiveBackward };
+        made.then_some(Step { kind, ..Step::of_action(action) })
+    }
+
+    /// Whether the action that a receive is for is there.
+    fn is_wanted(&self, receive: Step) -> bool {
+        let bit = if receive.kind == StepKind::ReceiveForward { FORWARD } else { INPUT };
+        self.done[self.at(receive.stage as usize, receive.microbatch as usize)] & bit != 0
+    }
+
+    fn stuck(&self, rows: &[Vec<&[Action]>], next: &[usize]) -> LowerError {
+        let heads = rows.iter().zip(next).enumerate().filter_map(|(rank, (row, next))| {
+            let cell = row.get(*next)?;
+            let action = *cell.iter().find(|action| !self.is_ready(**action))?;
+            let (stage, bit) = self.need(action)?;
+            let letter = if bit == FORWARD { 'F' } else { 'I' };
+            let on = match self.rank_of_stage[stage] {
+                NOWHERE => "no rank".to_owned(),
+                rank => format!("rank {rank}"),
+            };
+            Some(format!(
+                "rank {rank} is at {action}, which waits for {stage}{letter}{} on {on}",
+                action.microbatch
+            ))
+        });
+        LowerError::Stuck { heads: heads.collect() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(rows: &[Vec<Step>]) -> Vec<String> {
+        let row = |row: &Vec<Step>| row.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
+        rows.iter().map(row).collect()
+    }
+
+    #[test]
+    fn receives_stand_where_the_sender_comes_to_its_send() {
+        let schedule = Schedule::one_f_one_b(2, 2).unwrap();
+        // Round 1: 0F0, 1F0 (it is there already). Round 2: 0F1, 1B0. Round 3: 0B0, 1F1. Then 0B1 loses one.
+        let rows = lower(&schedule).unwrap();
+        assert_eq!(
+            text(&rows),
+            [
+                "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+                "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1"
+            ]
+        );
+    }
+
+    #[test]
+    fn late_receives_stand_before_what_needs_them() {
+        let schedule = Schedule::one_f_one_b(2, 2).unwrap();
+        assert_eq!(
+            text(&lower_late(schedule.rows())),
+            [
+                "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+                "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"
+            ]
+        );
+    }
+
+    #[test]
+    fn stages_of_one_rank_send_nothing_to_each_other() {
+        let a = |stage, kind| Action { stage, kind, microbatch: 0 };
+        use ActionKind::{Backward, Forward};
+        // A V: stages 0 and 3 on rank 0, 1 and 2 on rank 1.
+        let rows = vec![
+            vec![a(0, Forward), a(3, Forward), a(3, Backward), a(0, Backward)],
+            vec![a(1, Forward), a(2, Forward), a(2, Backward), a(1, Backward)],
+        ];
+        let schedule = Schedule::new("v", rows).unwrap();
+        assert_eq!(
+            text(&lower(&schedule).unwrap()),
+            [
+                "0F0 0SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 0RECV_B0 0B0",
+                "1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0"
+            ]
+        );
+    }
+
+    #[test]
+    fn actions_that_overlap_are_one_turn_and_a_turn_may_be_empty() {
+        let a = |stage, kind, microbatch| Action { stage, kind, microbatch };
+        use ActionKind::{Backward, Forward};
+        let (f0, f1) = ([a(0, Forward, 0)], [a(0, Forward, 1)]);
+        let (b0, b1) = ([a(0, Backward, 0)], [a(0, Backward, 1)]);
+        let pair = [a(1, Forward, 1), a(1, Backward, 0)];
+        let (head, tail) = ([a(1, Forward, 0)], [a(1, Backward, 1)]);
+        let rows: Vec<Vec<&[Action]>> = vec![vec![&f0, &f1, &b0, &b1], vec![&[], &head, &pair, &tail]];
+        assert_eq!(
+            text(&lower_cells(&rows).unwrap()),
+            [
+                "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+                "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1"
+            ]
+        );
+    }
+
+    #[test]
+    fn ranks_that_wait_for_each_other_are_named() {
+        let a = |stage, kind, microbatch| Action { stage, kind, microbatch };
+        use ActionKind::{Backward, Forward};
+        let rows = [
+            [[a(0, Forward, 0)], [a(0, Backward, 0)], [a(0, Forward, 1)], [a(0, Backward, 1)]],
+            [[a(1, Forward, 0)], [a(1, Forward, 1)], [a(1, Backward, 0)], [a(1, Backward, 1)]],
+        ];
+        let cells: Vec<Vec<&[Action]>> =
+            rows.iter().map(|row| row.iter().map(|cell| &cell[..]).collect()).collect();
+        let stuck = lower_cells(&cells).unwrap_err().to_string();
+        assert!(stuck.contains("rank 0 is at 0B0, which waits for 1I0 on rank 1"), "{stuck}");
+        assert!(stuck.contains("rank 1 is at 1F1, which waits for 0F1 on rank 0"), "{stuck}");
+    }
+}

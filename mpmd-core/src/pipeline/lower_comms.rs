@@ -1,0 +1,196 @@
+//! From a schedule to all that torch's runtime does for it: also when weights that are stored in pieces are
+//! gathered and let go, and when their gradients are reduced.
+
+use super::lower::{LowerError, lower_turns};
+use super::schedule::{Action, ActionKind, Schedule};
+use super::text::{Cell, Entry, cells};
+
+/// Stages of a rank whose weights are gathered at a time: those that it comes to next. Torch's number.
+const GATHERED: usize = 3;
+
+/// The cells of each rank with moves, gathers and reductions, as torch 2.11.0 places them.
+///
+/// Before each cell a rank lets go the weights of stages that are not among the next three it comes to, and
+/// gathers those that are. The gradients of a stage are reduced after its last weight gradient. Each of these is
+/// a turn of its rank in the order of moves: see [`lower_cells`](super::lower_cells).
+///
+/// # Errors
+///
+/// As [`lower_turns`].
+pub fn lower_comms(schedule: &Schedule) -> Result<Vec<Vec<Cell>>, LowerError> {
+    let rows = (0..schedule.ranks()).map(|rank| {
+        let gathered = with_gathers(&cells(schedule, rank), schedule.stages());
+        with_reductions(gathered, schedule)
+    });
+    let rows: Vec<Vec<Cell>> = rows.collect();
+    let actions: Vec<Vec<Action>> =
+        rows.iter().map(|row| row.iter().flat_map(|cell| cell.actions()).collect()).collect();
+    let slices: Vec<Vec<&[Action]>> = rows
+        .iter()
+        .zip(&actions)
+        .map(|(row, actions)| {
+            let mut rest = &actions[..];
+            let slice = |cell: &Cell| {
+                let (these, others) = rest.split_at(cell.actions().count());
+                rest = others;
+                these
+            };
+            row.iter().map(slice).collect()
+        })
+        .collect();
+    let (steps, turns) = lower_turns(&slices)?;
+    let mut lowered = Vec::with_capacity(rows.len());
+    for ((row, steps), turns) in rows.iter().zip(&steps).zip(&turns) {
+        let mut cells = Vec::with_capacity(row.len() + steps.len());
+        let mut next = 0;
+        let one = |step| Cell::One(Entry::Step(step));
+        for (cell, turn) in row.iter().zip(turns) {
+            cells.extend(steps[next..*turn].iter().copied().map(one));
+            cells.push(*cell);
+            next = turn + cell.actions().count();
+        }
+        cells.extend(steps[next..].iter().copied().map(one));
+        lowered.push(cells);
+    }
+    Ok(lowered)
+}
+
+/// The stages of a cell, without those that it repeats.
+fn stages(cell: Cell) -> impl Iterator<Item = u32> {
+    let mut last = None;
+    cell.actions().map(|action| action.stage as u32).filter(move |stage| last.replace(*stage) != Some(*stage))
+}
+
+/// For each cell the stages that the rank comes to next from it on, this one's first, until there are enough: with
+/// each the cells' own order, those of one cell together.
+fn next_stages(row: &[Cell]) -> Vec<Vec<u32>> {
+    let mut next = Vec::with_capacity(row.len());
+    // From the last to the first: by cell, what is not in an earlier one.
+    let mut groups: Vec<Vec<u32>> = Vec::new();
+    for cell in row.iter().rev() {
+        let own: Vec<u32> = stages(*cell).collect();
+        let mut found = own.len();
+        let mut kept = vec![own];
+        for group in groups {
+            if found >= GATHERED {
+                break;
+            }
+            let others: Vec<u32> = group.into_iter().filter(|stage| !kept[0].contains(stage)).collect();
+            found += others.len();
+            if !others.is_empty() {
+                kept.push(others);
+            }
+        }
+        next.push(kept.concat());
+        groups = kept;
+    }
+    next.reverse();
+    next
+}
+
+/// The cells with `UNSHARD` and `RESHARD` between them.
+///
+/// Where several stages are let go at once, which takes overlapped pairs of a rank with more than three stages, they
+/// are in ascending order; torch has no order of its own there.
+fn with_gathers(row: &[Cell], all: usize) -> Vec<Cell> {
+    let mut active: Vec<u32> = Vec::with_capacity(GATHERED + 1);
+    let mut cells = Vec::with_capacity(row.len() + 4 * all.min(row.len()));
+    for (cell, next) in row.iter().zip(next_stages(row)) {
+        active.sort_unstable();
+        active.retain(|stage| {
+            let stays = next.contains(stage);
+            if !stays {
+                cells.push(Cell::One(Entry::Reshard(*stage)));
+            }
+            stays
+        });
+        for stage in next {
+            if !active.contains(&stage) {
+                active.push(stage);
+                cells.push(Cell::One(Entry::Unshard(stage)));
+            }
+        }
+        cells.push(*cell);
+    }
+    active.sort_unstable();
+    cells.extend(active.into_iter().map(|stage| Cell::One(Entry::Reshard(stage))));
+    cells
+}
+
+/// The cells with `REDUCE_GRAD` after the last weight gradient of each stage.
+fn with_reductions(row: Vec<Cell>, schedule: &Schedule) -> Vec<Cell> {
+    let mut left = vec![schedule.microbatches(); schedule.stages()];
+    let mut cells = Vec::with_capacity(row.len() + schedule.stages().min(row.len()));
+    for cell in row {
+        cells.push(cell);
+        for Action { stage, kind, .. } in cell.actions() {
+            if matches!(kind, ActionKind::Backward | ActionKind::BackwardWeight) {
+                left[stage] -= 1;
+                if left[stage] == 0 {
+                    cells.push(Cell::One(Entry::ReduceGrad(stage as u32)));
+                }
+            }
+        }
+    }
+    cells
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::text::{Flavour, Text};
+    use super::*;
+
+    fn gathers(line: &str) -> String {
+        let text = Text::parse(line, Some(Flavour::ComputeOnly)).unwrap();
+        with_gathers(&text.rows[0], 9).iter().map(ToString::to_string).collect::<Vec<_>>().join(" ")
+    }
+
+    #[test]
+    fn the_next_three_stages_are_gathered() {
+        assert_eq!(
+            gathers("0F0,1F0,2F0,3F0,3B0,0B0"),
+            "0UNSHARD 1UNSHARD 2UNSHARD 0F0 0RESHARD 3UNSHARD 1F0 1RESHARD 0UNSHARD 2F0 2RESHARD 3F0 3B0 3RESHARD \
+             0B0 0RESHARD"
+        );
+        // A pair that begins within the window is gathered whole.
+        assert_eq!(
+            gathers("0F0,1F0,(2F0;3B0)OVERLAP_F_B"),
+            "0UNSHARD 1UNSHARD 2UNSHARD 3UNSHARD 0F0 0RESHARD 1F0 1RESHARD (2F0;3B0)OVERLAP_F_B 2RESHARD 3RESHARD"
+        );
+    }
+
+    #[test]
+    fn the_window_is_the_one_found_by_looking_ahead() {
+        // As torch finds it: from each cell on, to the first at which there are enough.
+        let ahead = |row: &[Cell]| {
+            let mut next: Vec<u32> = Vec::new();
+            for cell in row {
+                for stage in stages(*cell) {
+                    if !next.contains(&stage) {
+                        next.push(stage);
+                    }
+                }
+                if next.len() >= GATHERED {
+                    break;
+                }
+            }
+            next
+        };
+        let mut seed = 1_u64;
+        for _ in 0..500 {
+            let mut random = |below: u64| {
+                seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                (seed >> 33) % below
+            };
+            let cell = |(pair, one, other): (u64, u64, u64)| match pair {
+                0 => format!("({one}F0;{other}B0)OVERLAP_F_B"),
+                _ => format!("{one}F0"),
+            };
+            let line: Vec<String> = (0..12).map(|_| cell((random(3), random(6), random(6)))).collect();
+            let text = Text::parse(&line.join(","), None).unwrap();
+            let row = &text.rows[0];
+            let expected: Vec<Vec<u32>> = (0..row.len()).map(|at| ahead(&row[at..])).collect();
+            assert_eq!(next_stages(row), expected, "{line:?}");
+        }
+    }
+}

@@ -1,0 +1,590 @@
+//! The built-in schedules, by name.
+//!
+//! The rules are those of the systems that they come from: GPipe (arXiv 1811.06965), PipeDream-Flush or 1F1B and
+//! its interleaved form (arXiv 2104.04473), eager 1F1B (arXiv 2211.05322), breadth-first or looped BFS
+//! (arXiv 2211.05953), zero bubble H1 and V (arXiv 2401.10241, 2405.15362), DualPipeV (DeepSeek, "cut in half");
+//! orders are those that torch 2.11.0 makes, to the cell.
+
+use ActionKind::{Backward, BackwardInput, BackwardWeight, Forward};
+
+use super::error::ScheduleError;
+use super::{Action, ActionKind, Schedule};
+
+/// Actions that a built-in schedule may have: 3 GiB of them.
+const MOST_ACTIONS: usize = 1 << 27;
+
+/// A built-in schedule: a rule that gives an order for a number of ranks, microbatches and chunks. Chunks are the
+/// stages that a rank has.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+#[non_exhaustive]
+pub enum Builtin {
+    /// Every forward pass, then every backward pass, in ascending order of microbatches.
+    GPipe,
+    /// GPipe whose backward passes run in descending order, as in its paper.
+    GPipeReversed,
+    /// Rank `r` of `p` warms up with `min(m, p - 1 - r)` forward passes, then alternates forward and backward.
+    OneFOneB,
+    /// 1F1B with `min(m, 2 (p - r) - 1)` forward passes before the first backward: outputs have time to travel.
+    Eager1F1B,
+    /// 1F1B with several stages on each rank, in rounds of microbatches.
+    Interleaved1F1B,
+    /// Several stages on each rank, each for all microbatches before the next.
+    LoopedBfs,
+    /// Zero bubble H1: 1F1B whose weight gradients fill the pauses.
+    ZbH1,
+    /// The same with several stages on each rank.
+    InterleavedZeroBubble,
+    /// Zero bubble with two stages on each rank, there and back.
+    ZbvZeroBubble,
+    /// There and back, a forward and a backward pass at the same time.
+    DualPipeV,
+    /// Inference: forward passes only, one stage after another for each round of `p` microbatches.
+    ForwardOnly,
+}
+
+impl Builtin {
+    /// All of them.
+    pub const ALL: [Self; 11] = [
+        Self::GPipe,
+        Self::GPipeReversed,
+        Self::OneFOneB,
+        Self::Eager1F1B,
+        Self::Interleaved1F1B,
+        Self::LoopedBfs,
+        Self::ZbH1,
+        Self::InterleavedZeroBubble,
+        Self::ZbvZeroBubble,
+        Self::DualPipeV,
+        Self::ForwardOnly,
+    ];
+
+    /// Its name, which is also the name of its schedules: torch's where torch has it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::GPipe => "GPipe",
+            Self::GPipeReversed => "GPipe-reversed",
+            Self::OneFOneB => "1F1B",
+            Self::Eager1F1B => "Eager1F1B",
+            Self::Interleaved1F1B => "Interleaved1F1B",
+            Self::LoopedBfs => "LoopedBFS",
+            Self::ZbH1 => "ZB-H1",
+            Self::InterleavedZeroBubble => "InterleavedZeroBubble",
+            Self::ZbvZeroBubble => "ZBVZeroBubble",
+            Self::DualPipeV => "DualPipeV",
+            Self::ForwardOnly => "ForwardOnly",
+        }
+    }
+
+    /// The built-in schedule of this name, in upper or lower case, with or without `-`, `_` and spaces. Short names
+    /// are known, too: `interleaved`, `bfs`, `zb1p`, `zbv`, `forward`, and `eager`.
+    pub fn named(name: &str) -> Option<Self> {
+        let plain = |name: &str| -> String {
+            name.chars().filter(|c| !matches!(c, '-' | '_' | ' ')).map(|c| c.to_ascii_lowercase()).collect()
+        };
+        let asked = plain(name);
+        let short = match asked.as_str() {
+            "interleaved" => Some(Self::Interleaved1F1B),
+            "bfs" => Some(Self::LoopedBfs),
+            "zb1p" => Some(Self::InterleavedZeroBubble),
+            "zbv" => Some(Self::ZbvZeroBubble),
+            "eager" => Some(Self::Eager1F1B),
+            "forward" => Some(Self::ForwardOnly),
+            _ => None,
+        };
+        short.or_else(|| Self::ALL.into_iter().find(|builtin| plain(builtin.name()) == asked))
+    }
+
+    /// All names, for people.
+    pub(super) fn names() -> String {
+        Self::ALL.map(Self::name).join(", ")
+    }
+
+    /// The number of stages on each rank where none is asked for: two where the rule is about several, else one.
+    pub fn default_chunks(self) -> usize {
+        match self {
+            Self::Interleaved1F1B
+            | Self::LoopedBfs
+            | Self::InterleavedZeroBubble
+            | Self::ZbvZeroBubble
+            | Self::DualPipeV => 2,
+            _ => 1,
+        }
+    }
+
+    /// The schedule for `ranks` ranks with `chunks` stages each.
+    ///
+    /// # Errors
+    ///
+    /// [`ScheduleError::Empty`] without ranks or microbatches. [`ScheduleError::Rule`] where the rule does not
+    /// allow these numbers: GPipe, 1F1B, eager 1F1B and ZB-H1 have one stage a rank, ZBV and DualPipeV two; the
+    /// interleaved ones need `max(1, m div p)` rounds of equally many microbatches; DualPipeV needs at least two
+    /// microbatches a rank. Fewer microbatches than ranks work everywhere else.
+    pub fn schedule(
+        self,
+        ranks: usize,
+        microbatches: usize,
+        chunks: usize,
+    ) -> Result<Schedule, ScheduleError> {
+        if ranks == 0 || microbatches == 0 {
+            return Err(ScheduleError::Empty { ranks, microbatches });
+        }
+        let refuse = |rule: String| {
+            Err(ScheduleError::Rule { schedule: self.name(), ranks, microbatches, chunks, rule })
+        };
+        match self {
+            Self::GPipe | Self::GPipeReversed | Self::OneFOneB | Self::Eager1F1B | Self::ZbH1
+                if chunks != 1 =>
+            {
+                return refuse("it has one stage a rank".to_owned());
+            }
+            Self::ZbvZeroBubble | Self::DualPipeV if chunks != 2 => {
+                return refuse("it has two stages a rank".to_owned());
+            }
+            _ if chunks == 0 => return refuse("a rank needs a stage".to_owned()),
+            _ => {}
+        }
+        let passes = [ranks, microbatches, chunks, 3].into_iter().try_fold(1, usize::checked_mul);
+        if passes.is_none_or(|passes| passes > MOST_ACTIONS) {
+            return refuse(format!("that is more than {MOST_ACTIONS} actions"));
+        }
+        let rounds = (microbatches / ranks).max(1);
+        if matches!(self, Self::Interleaved1F1B | Self::InterleavedZeroBubble | Self::ZbH1)
+            && chunks > 1
+            && !microbatches.is_multiple_of(rounds)
+        {
+            let below = (1..microbatches).rev().find(|m| m.is_multiple_of((m / ranks).max(1)));
+            return refuse(format!(
+                "its microbatches go in {rounds} rounds (microbatches / ranks) of equally many, and {rounds} does \
+                 not divide {microbatches}; {} and {} would do",
+                below.unwrap_or(1),
+                (microbatches..).find(|m| m.is_multiple_of((m / ranks).max(1))).unwrap_or(microbatches)
+            ));
+        }
+        if self == Self::DualPipeV && microbatches < 2 * ranks {
+            return refuse(format!("it needs two microbatches a rank, {}, at the least", 2 * ranks));
+        }
+        let size = Size { ranks, microbatches, chunks };
+        let mut rows = Vec::with_capacity(ranks);
+        let mut overlaps = Vec::with_capacity(ranks);
+        for rank in 0..ranks {
+            let mut row = Row::new(3 * microbatches * chunks);
+            match self {
+                Self::GPipe => size.gpipe(rank, false, &mut row),
+                Self::GPipeReversed => size.gpipe(rank, true, &mut row),
+                Self::OneFOneB => size.interleaved(rank, ranks - 1 - rank, &mut row),
+                Self::Eager1F1B => size.interleaved(rank, 2 * (ranks - rank) - 2, &mut row),
+                Self::Interleaved1F1B => {
+                    size.interleaved(rank, size.first_chunks() + 2 * (ranks - 1 - rank), &mut row)
+                }
+                Self::LoopedBfs => size.breadth_first(rank, &mut row),
+                Self::ZbH1 | Self::InterleavedZeroBubble => size.zero_bubble(rank, &mut row),
+                Self::ZbvZeroBubble => size.zbv(rank, &mut row),
+                Self::DualPipeV => size.dual_pipe_v(rank, &mut row),
+                Self::ForwardOnly => size.forward_only(rank, &mut row),
+            }
+            row.actions.shrink_to_fit();
+            rows.push(row.actions);
+            overlaps.push(row.overlaps);
+        }
+        Schedule::with_overlaps(self.name(), rows, overlaps)
+    }
+}
+
+/// A row in the making.
+struct Row {
+    actions: Vec<Action>,
+    overlaps: Vec<usize>,
+}
+
+impl Row {
+    fn new(capacity: usize) -> Self {
+        Self { actions: Vec::with_capacity(capacity), overlaps: Vec::new() }
+    }
+
+    fn push(&mut self, stage: usize, kind: ActionKind, microbatch: usize) {
+        self.actions.push(Action { stage, kind, microbatch });
+    }
+}
+
+/// What a rule is applied to.
+#[derive(Clone, Copy)]
+struct Size {
+    ranks: usize,
+    microbatches: usize,
+    chunks: usize,
+}
+
+impl Size {
+    /// Microbatches of a round.
+    fn round(self) -> usize {
+        self.microbatches / (self.microbatches / self.ranks).max(1)
+    }
+
+    /// Forward passes of a rank until its last chunk begins.
+    fn first_chunks(self) -> usize {
+        (self.chunks - 1) * self.round()
+    }
+
+    /// The stage and microbatch of the `n`-th pass of a rank, where chunks go round: of `n`-th forward passes where
+    /// `forward`, else of backward passes, whose chunks descend.
+    fn nth(self, rank: usize, n: usize, forward: bool) -> (usize, usize) {
+        let Self { ranks, microbatches, chunks } = self;
+        if chunks == 1 {
+            // Also where microbatches make no equal rounds.
+            return (rank, n);
+        }
+        let round = self.round();
+        let chunk = n / round % chunks;
+        let chunk = if forward { chunk } else { chunks - 1 - chunk };
+        let microbatch = n / (round * chunks) * round + n % round;
+        debug_assert!(microbatch < microbatches);
+        (chunk * ranks + rank, microbatch)
+    }
+
+    fn gpipe(self, rank: usize, reversed: bool, row: &mut Row) {
+        let Self { microbatches, .. } = self;
+        for microbatch in 0..microbatches {
+            row.push(rank, Forward, microbatch);
+        }
+        for n in 0..microbatches {
+            row.push(rank, Backward, if reversed { microbatches - 1 - n } else { n });
+        }
+    }
+
+    /// 1F1B in all its forms: `warm_up` forward passes, then one forward and one backward in turn, then the
+    /// backward passes that are left.
+    fn interleaved(self, rank: usize, warm_up: usize, row: &mut Row) {
+        let passes = self.microbatches * self.chunks;
+        let warm_up = warm_up.min(passes);
+        for n in 0..passes + warm_up {
+            if n < passes {
+                let (stage, microbatch) = self.nth(rank, n, true);
+                row.push(stage, Forward, microbatch);
+            }
+            if n >= warm_up {
+                let (stage, microbatch) = self.nth(rank, n - warm_up, false);
+                row.push(stage, Backward, microbatch);
+            }
+        }
+    }
+
+    fn breadth_first(self, rank: usize, row: &mut Row) {
+        let stage = |chunk| chunk * self.ranks + rank;
+        for chunk in 0..self.chunks {
+            for microbatch in 0..self.microbatches {
+                row.push(stage(chunk), Forward, microbatch);
+            }
+        }
+        for chunk in (0..self.chunks).rev() {
+            for microbatch in (0..self.microbatches).rev() {
+                row.push(stage(chunk), Backward, microbatch);
+            }
+        }
+    }
+
+    /// As 1F1B with input gradients; from the `rank`-th on each is followed by the oldest weight gradient that
+    /// waits, and the others come at the end.
+    fn zero_bubble(self, rank: usize, row: &mut Row) {
+        let passes = self.microbatches * self.chunks;
+        let warm_up = (self.first_chunks() + self.ranks - 1 - rank).min(passes);
+        let weight = |n: usize, row: &mut Row| {
+            let (stage, microbatch) = self.nth(rank, n, false);
+            row.push(stage, BackwardWeight, microbatch);
+        };
+        for n in 0..passes + warm_up {
+            if n < passes {
+                let (stage, microbatch) = self.nth(rank, n, true);
+                row.push(stage, Forward, microbatch);
+            }
+            if n >= warm_up {
+                let backward = n - warm_up;
+                let (stage, microbatch) = self.nth(rank, backward, false);
+                row.push(stage, BackwardInput, microbatch);
+                if backward >= rank {
+                    weight(backward - rank, row);
+                }
+            }
+        }
+        for n in passes.saturating_sub(rank)..passes {
+            weight(n, row);
+        }
+    }
+
+    /// Rounds of `p` microbatches, the last perhaps of fewer; each through all chunks of the rank.
+    fn forward_only(self, rank: usize, row: &mut Row) {
+        for first in (0..self.microbatches).step_by(self.ranks) {
+            for chunk in 0..self.chunks {
+                for microbatch in first..(first + self.ranks).min(self.microbatches) {
+                    row.push(chunk * self.ranks + rank, Forward, microbatch);
+                }
+            }
+        }
+    }
+
+    fn zbv(self, rank: usize, row: &mut Row) {
+        let Self { ranks, microbatches, .. } = self;
+        // The rule is for at least this many microbatches; those that are not there are left out.
+        let all = microbatches.max(2 * ranks - 1);
+        let mut v = V::new(self, rank);
+        for _ in 0..2 * (ranks - rank) - 1 {
+            v.next(There, Forward, row);
+        }
+        for _ in 0..rank {
+            v.next(Back, Forward, row);
+            v.next(There, Forward, row);
+        }
+        for _ in rank..ranks {
+            v.each(Back, &[Forward, BackwardInput, BackwardWeight], row);
+        }
+        while v.count(Back, Forward) < all {
+            if v.count(There, Forward) < all {
+                v.next(There, Forward, row);
+            }
+            v.each(There, &[BackwardInput, BackwardWeight], row);
+            v.each(Back, &[Forward, BackwardInput, BackwardWeight], row);
+        }
+        for _ in 0..rank {
+            v.next(There, BackwardInput, row);
+            v.next(Back, BackwardInput, row);
+        }
+        for _ in rank..ranks {
+            v.each(There, &[BackwardInput, BackwardWeight], row);
+        }
+        while v.count(Back, BackwardWeight) < all {
+            v.next(Back, BackwardWeight, row);
+        }
+        while v.count(There, BackwardWeight) < all {
+            v.next(There, BackwardWeight, row);
+        }
+    }
+
+    fn dual_pipe_v(self, rank: usize, row: &mut Row) {
+        let Self { ranks, microbatches, .. } = self;
+        let after = ranks - 1 - rank;
+        let mut v = V::new(self, rank);
+        for _ in 0..2 * after {
+            v.next(There, Forward, row);
+        }
+        for _ in 0..rank + 1 {
+            v.next(There, Forward, row);
+            v.next(Back, Forward, row);
+        }
+        for _ in 0..after {
+            v.input(Back, row);
+            v.oldest(row);
+            v.next(Back, Forward, row);
+        }
+        for n in 0..microbatches - 2 * ranks + rank + 1 {
+            v.pair(There, Back, n > 0 || after > 0, row);
+            v.pair(Back, There, true, row);
+        }
+        for _ in 0..after {
+            v.both(Back, row);
+            v.pair(Back, There, true, row);
+        }
+        let mut split = false;
+        for n in 0..rank + 1 {
+            let turn = n == rank.div_ceil(2);
+            split |= turn && !rank.is_multiple_of(2);
+            v.whole_or_input(Back, split, row);
+            split |= turn;
+            v.whole_or_input(There, split, row);
+        }
+        for _ in 0..after {
+            v.oldest(row);
+            v.whole_or_input(There, split, row);
+        }
+        while v.oldest(row) {}
+    }
+}
+
+/// The two stages of a rank in a V.
+#[derive(Clone, Copy)]
+enum Leg {
+    There,
+    Back,
+}
+use Leg::{Back, There};
+
+/// How far a rank in a V has come.
+struct V {
+    stages: [usize; 2],
+    microbatches: usize,
+    /// Passes so far, by leg: forward, input gradient, weight gradient.
+    counts: [[usize; 3]; 2],
+    /// Weight gradients whose input gradient was computed apart, the oldest first, and how many have been taken.
+    waiting: (Vec<(usize, usize)>, usize),
+}
+
+impl V {
+    fn new(size: Size, rank: usize) -> Self {
+        Self {
+            stages: [rank, 2 * size.ranks - 1 - rank],
+            microbatches: size.microbatches,
+            counts: [[0; 3]; 2],
+            waiting: (Vec::new(), 0),
+        }
+    }
+
+    fn column(kind: ActionKind) -> usize {
+        match kind {
+            Forward => 0,
+            BackwardInput | Backward => 1,
+            BackwardWeight => 2,
+        }
+    }
+
+    fn count(&self, leg: Leg, kind: ActionKind) -> usize {
+        self.counts[leg as usize][Self::column(kind)]
+    }
+
+    /// The next pass of this kind, if its microbatch is there.
+    fn next(&mut self, leg: Leg, kind: ActionKind, row: &mut Row) {
+        let count = &mut self.counts[leg as usize][Self::column(kind)];
+        if *count < self.microbatches {
+            row.push(self.stages[leg as usize], kind, *count);
+        }
+        *count += 1;
+    }
+
+    fn each(&mut self, leg: Leg, kinds: &[ActionKind], row: &mut Row) {
+        for kind in kinds {
+            self.next(leg, *kind, row);
+        }
+    }
+
+    /// An input gradient, whose weight gradient waits.
+    fn input(&mut self, leg: Leg, row: &mut Row) {
+        self.waiting.0.push((self.stages[leg as usize], self.count(leg, BackwardInput)));
+        self.next(leg, BackwardInput, row);
+    }
+
+    fn both(&mut self, leg: Leg, row: &mut Row) {
+        self.next(leg, Backward, row);
+    }
+
+    fn whole_or_input(&mut self, leg: Leg, input: bool, row: &mut Row) {
+        if input { self.input(leg, row) } else { self.both(leg, row) }
+    }
+
+    /// The oldest weight gradient that waits; whether there was one.
+    fn oldest(&mut self, row: &mut Row) -> bool {
+        let (waiting, taken) = &mut self.waiting;
+        let Some((stage, microbatch)) = waiting.get(*taken).copied() else { return false };
+        *taken += 1;
+        row.push(stage, BackwardWeight, microbatch);
+        true
+    }
+
+    /// A forward pass of one leg and a backward pass of the other, at the same time if so.
+    fn pair(&mut self, forward: Leg, backward: Leg, overlapped: bool, row: &mut Row) {
+        if overlapped {
+            row.overlaps.push(row.actions.len());
+        }
+        self.next(forward, Forward, row);
+        self.both(backward, row);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(schedule: &Schedule) -> Vec<String> {
+        (0..schedule.ranks()).map(|rank| schedule.cells(rank).join(" ")).collect()
+    }
+
+    #[test]
+    fn small_ones_are_the_known_orders() {
+        let of = |name, ranks, microbatches| text(&Schedule::named(name, ranks, microbatches, None).unwrap());
+        assert_eq!(of("1f1b", 2, 3), ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]);
+        assert_eq!(of("eager-1f1b", 2, 4)[0], "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3");
+        assert_eq!(of("GPipe reversed", 1, 3), ["0F0 0F1 0F2 0B2 0B1 0B0"]);
+        assert_eq!(of("zb-h1", 2, 2), ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"]);
+        let forward = Schedule::named("forward", 2, 3, Some(2)).unwrap();
+        assert_eq!(text(&forward), ["0F0 0F1 2F0 2F1 0F2 2F2", "1F0 1F1 3F0 3F1 1F2 3F2"]);
+        assert_eq!(text(&Schedule::one_f_one_b(4, 2).unwrap())[0], "0F0 0F1 0B0 0B1");
+    }
+
+    #[test]
+    fn every_name_is_known_in_any_spelling() {
+        for builtin in Builtin::ALL {
+            let name = builtin.name();
+            for spelled in [name.to_owned(), name.to_uppercase(), name.to_lowercase().replace('-', "_")] {
+                assert_eq!(Builtin::named(&spelled), Some(builtin), "{spelled}");
+            }
+        }
+        for (alias, builtin) in [
+            ("eager1f1b", Builtin::Eager1F1B),
+            ("interleaved", Builtin::Interleaved1F1B),
+            ("bfs", Builtin::LoopedBfs),
+            ("zbh1", Builtin::ZbH1),
+            ("ZB1P", Builtin::InterleavedZeroBubble),
+            ("zbv", Builtin::ZbvZeroBubble),
+            ("dual-pipe-v", Builtin::DualPipeV),
+            ("forward", Builtin::ForwardOnly),
+        ] {
+            assert_eq!(Builtin::named(alias), Some(builtin), "{alias}");
+        }
+        assert_eq!(Builtin::named("zb"), None);
+    }
+
+    #[test]
+    fn zero_bubble_h1_is_the_interleaved_one_with_one_stage_a_rank() {
+        for ranks in 1..6 {
+            for microbatches in 1..12 {
+                let of = |builtin: Builtin| builtin.schedule(ranks, microbatches, 1).unwrap();
+                assert_eq!(of(Builtin::ZbH1).rows(), of(Builtin::InterleavedZeroBubble).rows());
+            }
+        }
+    }
+
+    #[test]
+    fn fewer_microbatches_than_ranks_work_where_the_rule_allows_it() {
+        for builtin in Builtin::ALL {
+            for ranks in 1..7 {
+                for microbatches in 1..14_usize {
+                    for chunks in 1..4 {
+                        let allowed = match builtin {
+                            Builtin::GPipe
+                            | Builtin::GPipeReversed
+                            | Builtin::OneFOneB
+                            | Builtin::Eager1F1B
+                            | Builtin::ZbH1 => chunks == 1,
+                            Builtin::ZbvZeroBubble => chunks == 2,
+                            Builtin::DualPipeV => chunks == 2 && microbatches >= 2 * ranks,
+                            Builtin::Interleaved1F1B | Builtin::InterleavedZeroBubble => {
+                                chunks == 1 || microbatches.is_multiple_of((microbatches / ranks).max(1))
+                            }
+                            Builtin::LoopedBfs | Builtin::ForwardOnly => true,
+                        };
+                        let found = builtin.schedule(ranks, microbatches, chunks);
+                        assert_eq!(
+                            found.is_ok(),
+                            allowed,
+                            "{builtin:?} {ranks} {microbatches} {chunks} {found:?}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn errors_say_what_is_allowed() {
+        let error = |name, ranks, microbatches, chunks| {
+            Schedule::named(name, ranks, microbatches, chunks).unwrap_err().to_string()
+        };
+        let found = error("interleaved", 2, 5, None);
+        let expected = "Interleaved1F1B with 2 ranks, 5 microbatches and 2 stages a rank: its microbatches go in 2 \
+                        rounds (microbatches / ranks) of equally many, and 2 does not divide 5; 4 and 6 would do";
+        assert_eq!(found, expected);
+        assert!(error("dualpipev", 4, 7, None).contains("two microbatches a rank, 8, at the least"));
+        assert!(error("zbv", 4, 8, Some(1)).contains("two stages a rank"));
+        assert!(error("gpipe", 4, 8, Some(2)).contains("one stage a rank"));
+        assert!(error("bfs", 4, 8, Some(0)).contains("a rank needs a stage"));
+        assert!(error("bfs", usize::MAX, 8, Some(4)).contains("more than"));
+        assert!(error("gpipe", 0, 8, None).contains("at least one rank"));
+        assert!(error("nonsense", 4, 8, None).contains("there are GPipe, GPipe-reversed, 1F1B,"));
+    }
+}

@@ -1,0 +1,234 @@
+//! One order of all actions; and where there is none, who waits for whom.
+
+use std::collections::{BTreeSet, VecDeque};
+
+use super::error::ScheduleError;
+use super::whole::place;
+use super::{Action, ActionKind, Schedule};
+
+impl Schedule {
+    /// All actions in one order whose part on each rank is that rank's order, and in which each action
+    /// comes after what it needs.
+    ///
+    /// Of the orders there are it is the one in which ranks take turns as they would with actions of equal
+    /// length: a program that issues in it lets no rank run dry.
+    ///
+    /// # Errors
+    ///
+    /// Where the ranks' orders wait for each other in a circle.
+    pub fn global_order(&self) -> Result<Vec<Action>, ScheduleError> {
+        let total = self.rows.iter().map(Vec::len).sum();
+        let mut next = vec![0; self.rows.len()];
+        let mut done = Done::new(self);
+        let mut order = Vec::with_capacity(total);
+        // One round: each rank does its next action if what it needs was done in an earlier round. That can only
+        // have come about on a rank that did something in the round before, or that waits for a rank which did.
+        let mut asked: Vec<usize> = (0..self.rows.len()).collect();
+        let mut is_asked = vec![false; self.rows.len()];
+        while order.len() < total {
+            let before = order.len();
+            for &rank in &asked {
+                is_asked[rank] = false;
+                let Some(&action) = self.rows[rank].get(next[rank]) else { continue };
+                if self.needs(action).all(|need| done.has(need)) {
+                    order.push(action);
+                    next[rank] += 1;
+                }
+            }
+            if order.len() == before {
+                return Err(self.stuck(&next, &done));
+            }
+            asked.clear();
+            for action in &order[before..] {
+                done.add(*action);
+                let before = action.stage.saturating_sub(1);
+                let after = (action.stage + 1).min(self.stages() - 1);
+                for stage in [before, action.stage, after] {
+                    let rank = self.rank_of_stage[stage];
+                    if !std::mem::replace(&mut is_asked[rank], true) {
+                        asked.push(rank);
+                    }
+                }
+            }
+            asked.sort_unstable();
+        }
+        Ok(order)
+    }
+
+    /// Names a shortest circle of ranks that wait for each other.
+    fn stuck(&self, next: &[usize], done: &Done) -> ScheduleError {
+        let ranks = self.rows.len();
+        let head = |rank: usize| self.rows[rank].get(next[rank]).copied();
+        let missing = |rank: usize| {
+            let needs = head(rank).into_iter().flat_map(|action| self.needs(action));
+            needs.filter(|need| !done.has(*need)).collect::<Vec<_>>()
+        };
+        let waits: Vec<Vec<Action>> = (0..ranks).map(missing).collect();
+        let cycle =
+            (0..ranks).filter_map(|rank| self.circle(rank, &waits)).min_by_key(Vec::len).unwrap_or_default();
+        let said = cycle.iter().map(|(rank, need)| {
+            let here = head(*rank).map(|action| action.to_string()).unwrap_or_default();
+            let made = self.made_by(*need);
+            let (on, position) = place(&self.rows, made).unwrap_or_default();
+            let behind = match head(on) {
+                Some(head) if head != made => format!(", behind {head} at position {}", next[on]),
+                _ => String::new(),
+            };
+            format!(
+                "rank {rank} is at {here}, position {}, which waits for {made} on rank {on}, position {position}{behind}",
+                next[*rank]
+            )
+        });
+        let waiting = waits.iter().filter(|needs| !needs.is_empty()).count();
+        ScheduleError::Stuck { schedule: self.name.clone(), cycle: said.collect(), ranks: waiting }
+    }
+
+    /// A shortest circle through a rank: its ranks and what each waits for.
+    fn circle(&self, start: usize, waits: &[Vec<Action>]) -> Option<Vec<(usize, Action)>> {
+        let mut from: Vec<Option<(usize, Action)>> = vec![None; waits.len()];
+        let mut queue = VecDeque::from([start]);
+        let mut known = BTreeSet::new();
+        while let Some(rank) = queue.pop_front() {
+            for need in &waits[rank] {
+                let on = self.rank_of(need.stage);
+                if !known.insert(on) {
+                    continue;
+                }
+                from[on] = Some((rank, *need));
+                if on == start {
+                    let mut circle = Vec::new();
+                    let mut at = start;
+                    while let Some((rank, need)) = from[at] {
+                        circle.push((rank, need));
+                        at = rank;
+                        if at == start {
+                            break;
+                        }
+                    }
+                    circle.reverse();
+                    return Some(circle);
+                }
+                queue.push_back(on);
+            }
+        }
+        None
+    }
+
+    /// The action that makes what is needed: an input gradient may come of a `B`.
+    fn made_by(&self, need: Action) -> Action {
+        let both = Action { kind: ActionKind::Backward, ..need };
+        if need.kind == ActionKind::BackwardInput && place(&self.rows, need).is_none() { both } else { need }
+    }
+}
+
+/// What is done, for each stage and microbatch.
+struct Done {
+    microbatches: usize,
+    /// Bit 0: the forward pass. Bit 1: the input gradient.
+    passes: Vec<u8>,
+}
+
+impl Done {
+    fn new(schedule: &Schedule) -> Self {
+        let microbatches = schedule.microbatches;
+        Self { microbatches, passes: vec![0; schedule.stages() * microbatches] }
+    }
+
+    fn bit(kind: ActionKind) -> u8 {
+        match kind {
+            ActionKind::Forward => 1,
+            ActionKind::BackwardInput | ActionKind::Backward => 2,
+            // Nothing needs it.
+            ActionKind::BackwardWeight => 0,
+        }
+    }
+
+    fn add(&mut self, action: Action) {
+        self.passes[action.stage * self.microbatches + action.microbatch] |= Self::bit(action.kind);
+    }
+
+    fn has(&self, need: Action) -> bool {
+        self.passes[need.stage * self.microbatches + need.microbatch] & Self::bit(need.kind) != 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::super::Builtin;
+    use super::ActionKind::{Backward, Forward};
+    use super::*;
+
+    /// Rounds as the rule says, every rank asked in every one.
+    fn slow(schedule: &Schedule) -> Vec<Action> {
+        let mut next = vec![0; schedule.ranks()];
+        let (mut done, mut order) = (HashSet::new(), Vec::new());
+        loop {
+            let mut ready = Vec::new();
+            for (row, next) in schedule.rows().iter().zip(&mut next) {
+                let Some(&action) = row.get(*next) else { continue };
+                let is_done = |need: Action| {
+                    done.contains(&need)
+                        || need.kind == ActionKind::BackwardInput
+                            && done.contains(&Action { kind: Backward, ..need })
+                };
+                if schedule.needs(action).all(is_done) {
+                    *next += 1;
+                    ready.push(action);
+                }
+            }
+            if ready.is_empty() {
+                return order;
+            }
+            done.extend(ready.iter().copied());
+            order.extend(ready);
+        }
+    }
+
+    #[test]
+    fn the_global_order_is_that_of_rounds() {
+        for builtin in Builtin::ALL {
+            for ranks in 1..6 {
+                for microbatches in 1..12 {
+                    let chunks = builtin.default_chunks();
+                    let Ok(schedule) = builtin.schedule(ranks, microbatches, chunks) else { continue };
+                    let order = schedule.global_order().unwrap();
+                    assert_eq!(order, slow(&schedule), "{builtin:?} {ranks} {microbatches}");
+                    for (rank, row) in schedule.rows().iter().enumerate() {
+                        let part: Vec<Action> =
+                            order.iter().filter(|a| schedule.rank_of(a.stage) == rank).copied().collect();
+                        assert_eq!(&part, row);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_circle_is_named_and_it_is_the_shortest() {
+        let a = |stage, kind, microbatch| Action { stage, kind, microbatch };
+        let circle = vec![
+            vec![a(0, Forward, 0), a(0, Backward, 0), a(0, Forward, 1), a(0, Backward, 1)],
+            vec![a(1, Forward, 0), a(1, Forward, 1), a(1, Backward, 0), a(1, Backward, 1)],
+            vec![a(2, Forward, 0), a(2, Forward, 1), a(2, Backward, 0), a(2, Backward, 1)],
+        ];
+        let error = Schedule::new("x", circle).unwrap_err();
+        let ScheduleError::Stuck { cycle, ranks, .. } = &error else { panic!("{error}") };
+        assert_eq!((cycle.len(), *ranks), (2, 3));
+        let text = error.to_string();
+        let first = "rank 0 is at 0B0, position 1, which waits for 1B0 on rank 1, position 2, behind 1F1 at position 1";
+        let second = "rank 1 is at 1F1, position 1, which waits for 0F1 on rank 0, position 2, behind 0B0 at position 1";
+        assert!(text.contains(first) && text.contains(second), "{text}");
+    }
+
+    #[test]
+    fn a_rank_can_wait_for_itself() {
+        let a = |kind| Action { stage: 0, kind, microbatch: 0 };
+        let error = Schedule::new("x", vec![vec![a(Backward), a(Forward)]]).unwrap_err().to_string();
+        assert!(
+            error.contains("rank 0 is at 0B0, position 0, which waits for 0F0 on rank 0, position 1"),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,94 @@
+//! Improving an order by swaps on its critical path.
+
+use super::shop::{Rows, Shop};
+
+impl Shop<'_> {
+    /// Improves an order by swaps on its critical path, at first also by such as make it longer.
+    pub(super) fn anneal(
+        &self,
+        (makespan, rows): (f64, Rows),
+        tries: usize,
+        random: &mut Random,
+    ) -> (f64, Rows) {
+        let Some(mut run) = self.run(&rows) else { return (makespan, rows) };
+        let mut now = rows.clone();
+        let mut best = (makespan, rows);
+        // A step up of this part of the makespan is taken once in e times, at the beginning.
+        let warm = 0.01 * makespan;
+        for step in 0..tries {
+            if run.critical.is_empty() {
+                break;
+            }
+            let (rank, place) = run.critical[random.below(run.critical.len())];
+            let row = &mut now[rank];
+            // How far the first goes back, or the second comes forward.
+            let far = 1 + random.below(4);
+            let moved = if random.below(2) == 0 {
+                self.shift(row, place, far, true)
+            } else {
+                self.shift(row, place + 1, far, false)
+            };
+            let Some((from, to)) = moved else { continue };
+            let tried = if self.holds(&now[rank]) { self.run(&now) } else { None };
+            let warmth = warm * (1.0 - step as f64 / tries as f64);
+            match tried {
+                Some(tried)
+                    if tried.makespan <= run.makespan
+                        || random.chance((run.makespan - tried.makespan) / warmth) =>
+                {
+                    run = tried;
+                    if run.makespan < best.0 {
+                        best = (run.makespan, now.clone());
+                    }
+                }
+                _ => back(&mut now[rank], from, to),
+            }
+        }
+        best
+    }
+
+    /// Moves an action of a row by up to `far` places, as far as it may go; from where to where.
+    fn shift(&self, row: &mut [u32], place: usize, far: usize, later: bool) -> Option<(usize, usize)> {
+        let mut at = place;
+        for _ in 0..far {
+            let other = if later { at + 1 } else { at.checked_sub(1)? };
+            if other >= row.len() || !self.may_swap(row[at.min(other)], row[at.max(other)]) {
+                break;
+            }
+            row.swap(at, other);
+            at = other;
+        }
+        (at != place).then_some((place, at))
+    }
+}
+
+/// Undoes a shift.
+fn back(row: &mut [u32], from: usize, to: usize) {
+    if from < to {
+        row[from..=to].rotate_right(1);
+    } else {
+        row[to..=from].rotate_left(1);
+    }
+}
+
+/// xorshift*, for choices that are the same everywhere.
+pub(super) struct Random(pub(super) u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    fn below(&mut self, end: usize) -> usize {
+        (self.next() >> 33) as usize % end.max(1)
+    }
+
+    /// Yes with the probability of `e` to the power of this, which is not above 0.
+    fn chance(&mut self, exponent: f64) -> bool {
+        let even = (self.next() >> 11) as f64 / (1u64 << 53) as f64;
+        even < exponent.exp()
+    }
+}

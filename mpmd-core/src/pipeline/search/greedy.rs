@@ -1,0 +1,143 @@
+//! Orders in which every rank takes what it can begin first.
+
+use super::shop::{FORWARD, INPUT, Rows, Shop, WEIGHT};
+
+/// What a greedy order goes by.
+#[derive(Clone, Copy)]
+pub(super) struct Rules {
+    /// A weight gradient is computed where nothing else can begin within this part of its cost.
+    fits: f64,
+    /// Whether an input gradient goes before a forward pass that can begin at the same time.
+    inputs_first: bool,
+    /// How many more forward passes than input gradients a stage may have begun, beside what 1F1B needs.
+    ahead: usize,
+}
+
+impl Rules {
+    pub(super) fn all() -> impl Iterator<Item = Self> {
+        let fits = [0.0, 0.5, 1.0];
+        fits.into_iter().flat_map(|fits| {
+            [true, false].into_iter().flat_map(move |inputs_first| {
+                [0, 1, 2, 4, usize::MAX / 2].into_iter().map(move |ahead| Self { fits, inputs_first, ahead })
+            })
+        })
+    }
+}
+
+impl Shop<'_> {
+    /// An order in which every rank takes what it can begin first.
+    pub(super) fn greedy(&self, rules: Rules) -> Option<Rows> {
+        let stages = self.placement.len();
+        let mut rows: Rows = vec![Vec::new(); self.ranks];
+        let mut of_rank: Vec<Vec<usize>> = vec![Vec::new(); self.ranks];
+        self.placement.iter().enumerate().for_each(|(stage, rank)| of_rank[*rank].push(stage));
+        let mut ends = vec![f64::NAN; 3 * stages * self.microbatches];
+        let mut next = vec![[0usize; 3]; stages];
+        let mut free = vec![0.0f64; self.ranks];
+        let mut held = vec![0u64; self.ranks];
+        let mut left = 3 * stages * self.microbatches;
+        while left > 0 {
+            let mut chosen: Option<(f64, usize, u32)> = None;
+            for rank in 0..self.ranks {
+                let at = Greedy {
+                    stages: &of_rank[rank],
+                    ends: &ends,
+                    next: &next,
+                    free: free[rank],
+                    held: held[rank],
+                };
+                if let Some((start, id)) = self.choose(rules, &at)
+                    && chosen.is_none_or(|(first, ..)| start < first)
+                {
+                    chosen = Some((start, rank, id));
+                }
+            }
+            let (start, rank, id) = chosen?;
+            let (stage, kind, _) = self.parts(id);
+            let end = start + self.cost(id);
+            (ends[id as usize], free[rank]) = (end, end);
+            next[stage][kind as usize] += 1;
+            let (takes, gives) = self.memory(id);
+            held[rank] = held[rank] + takes - gives;
+            rows[rank].push(id);
+            left -= 1;
+        }
+        Some(rows)
+    }
+
+    /// What a rank begins next, and when.
+    fn choose(&self, rules: Rules, at: &Greedy<'_>) -> Option<(f64, u32)> {
+        let mut other: Option<(f64, bool, u32)> = None;
+        let mut weight: Option<(f64, u32)> = None;
+        // Later stages first: what is nearest to its end gives memory back soonest.
+        for stage in at.stages.iter().rev() {
+            let next = at.next[*stage];
+            for kind in [INPUT, FORWARD, WEIGHT] {
+                let microbatch = next[kind as usize];
+                let before = if kind == FORWARD { usize::MAX } else { next[kind as usize - 1] };
+                if microbatch >= self.microbatches || microbatch >= before {
+                    continue;
+                }
+                let id = self.id(*stage, kind, microbatch);
+                let ready = match self.need(id) {
+                    Some((need, way)) => at.ends[need as usize] + way,
+                    None => 0.0,
+                };
+                if ready.is_nan() || kind == FORWARD && !self.may_begin(rules, at, *stage) {
+                    continue;
+                }
+                if kind != WEIGHT && at.held.saturating_add(self.memory(id).0) > self.limit() {
+                    continue;
+                }
+                let start = ready.max(at.free);
+                if kind == WEIGHT {
+                    if weight.is_none() {
+                        weight = Some((start, id));
+                    }
+                    continue;
+                }
+                let last = (kind == FORWARD) == rules.inputs_first;
+                if other.is_none_or(|(first, after, _)| start < first || start == first && !last && after) {
+                    other = Some((start, last, id));
+                }
+            }
+        }
+        match (other, weight) {
+            (Some((start, ..)), Some((now, id)))
+                if start - now >= rules.fits * self.cost(id) && start > now =>
+            {
+                Some((now, id))
+            }
+            (Some((start, _, id)), _) => Some((start, id)),
+            (None, weight) => weight,
+        }
+    }
+
+    /// Whether a stage may begin one more forward pass: as far ahead as the rules have it, and with room left for
+    /// one microbatch in each later stage of the rank, without which nothing would ever be given back.
+    fn may_begin(&self, rules: Rules, at: &Greedy<'_>, stage: usize) -> bool {
+        let [forward, input, _] = at.next[stage];
+        let depth = self.placement.len() - stage;
+        if forward - input >= depth.saturating_add(rules.ahead) {
+            return false;
+        }
+        let later =
+            at.stages.iter().filter(|later| **later > stage && at.next[**later][0] < self.microbatches);
+        let room: u64 = later
+            .map(|later| {
+                self.memory(self.id(*later, FORWARD, 0)).0 + self.memory(self.id(*later, INPUT, 0)).0
+            })
+            .sum();
+        let own = self.memory(self.id(stage, FORWARD, 0)).0 + self.memory(self.id(stage, INPUT, 0)).0;
+        at.held.saturating_add(own + room) <= self.limit()
+    }
+}
+
+/// How far a rank is.
+struct Greedy<'a> {
+    stages: &'a [usize],
+    ends: &'a [f64],
+    next: &'a [[usize; 3]],
+    free: f64,
+    held: u64,
+}

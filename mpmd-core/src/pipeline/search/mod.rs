@@ -1,0 +1,273 @@
+//! Finds an order of actions for costs that are not all equal.
+//!
+//! The fixed orders meet their closed forms where all passes cost the same. Where a stage is slower than another, or a
+//! weight gradient than an input gradient, others are better. What is looked for is a short makespan under a
+//! budget of memory, among orders in which microbatches advance in ascending order within each stage and kind: so
+//! whatever is found gives the same bits as 1F1B does. The problem is a job shop, for which there is no exact
+//! answer in useful time. So: orders made greedily under several rules, and the fixed ones, are starting points;
+//! the best are improved by swaps on the critical path (van Laarhoven, Aarts and Lenstra, "Job shop scheduling by
+//! simulated annealing", 1992), which never make a cycle. The same costs give the same order everywhere: no clock
+//! is read, and what is random follows from a seed.
+
+mod anneal;
+mod greedy;
+mod shop;
+
+use anneal::Random;
+use greedy::Rules;
+use shop::{Rows, Shop};
+
+use super::costs::{Costs, StageCosts};
+use super::schedule::{Schedule, ScheduleError};
+
+/// What is looked for, and how long.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SearchOptions {
+    /// What a rank may hold.
+    pub budget: Budget,
+    /// How many orders are tried, each in time proportional to its actions.
+    pub tries: usize,
+    /// Chooses among moves.
+    pub seed: u64,
+}
+
+impl Default for SearchOptions {
+    fn default() -> Self {
+        Self { budget: Budget::Unlimited, tries: 20_000, seed: 0 }
+    }
+}
+
+/// The most that a rank may hold at a time.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub enum Budget {
+    /// Anything.
+    Unlimited,
+    /// So many forward passes that have begun and whose weight gradients have not ended, over all its stages.
+    Activations(usize),
+    /// So many bytes of activations and weight residuals, as [`Costs`] has them.
+    Bytes(u64),
+}
+
+/// What [`search`] finds.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Found {
+    /// The order.
+    pub schedule: Schedule,
+    /// Its makespan, in the unit of the costs, where moves hold nothing up but who waits for them.
+    pub makespan: f64,
+    /// The makespans of the schedules that it was to be better than, by name; `None` for those beyond the budget.
+    pub fixed: Vec<(String, Option<f64>)>,
+}
+
+/// Looks for an order of forward passes, input gradients and weight gradients that takes as little time as can be.
+///
+/// `fixed` are schedules of the same placement, which also say which rank each stage is on: there must be at least
+/// one. The result is never worse than any of them that is within the budget and advances microbatches in
+/// ascending order.
+///
+/// # Errors
+///
+/// Where `fixed` is empty or its placements differ, costs are for another number of stages, negative or not finite,
+/// and where no order was found within the budget.
+pub fn search(fixed: &[Schedule], costs: &Costs, options: &SearchOptions) -> Result<Found, ScheduleError> {
+    let wrong = |problem: String| ScheduleError::Search { problem };
+    let Some(first) = fixed.first() else {
+        return Err(wrong("no schedule says which rank each stage is on".to_owned()));
+    };
+    let rank_of =
+        |schedule: &Schedule| (0..schedule.stages()).map(|s| schedule.rank_of(s)).collect::<Vec<_>>();
+    let placement = rank_of(first);
+    if let Some(other) = fixed.iter().find(|other| {
+        rank_of(other) != placement
+            || other.microbatches() != first.microbatches()
+            || other.ranks() != first.ranks()
+    }) {
+        return Err(wrong(format!(
+            "{} and {} are for other ranks or microbatches",
+            first.name(),
+            other.name()
+        )));
+    }
+    if costs.stage.len() != placement.len() {
+        return Err(wrong(format!("costs of {} stages, for {}", costs.stage.len(), placement.len())));
+    }
+    let bad = |cost: &f64| !cost.is_finite() || *cost < 0.0;
+    for (stage, cost) in costs.stage.iter().enumerate() {
+        let StageCosts { forward, backward_input, backward_weight, send_forward, send_backward, .. } = *cost;
+        if let Some(cost) = [forward, backward_input, backward_weight, send_forward, send_backward]
+            .iter()
+            .find(|cost| bad(cost))
+        {
+            return Err(wrong(format!("stage {stage} costs {cost}")));
+        }
+    }
+    let shop = Shop {
+        placement,
+        ranks: first.ranks(),
+        microbatches: first.microbatches(),
+        costs,
+        budget: options.budget,
+    };
+    let mut starts: Vec<(f64, Rows)> = Vec::new();
+    let mut known = Vec::with_capacity(fixed.len());
+    for schedule in fixed {
+        let rows = shop.rows_of(schedule);
+        let within = rows.iter().all(|row| shop.holds(row));
+        let makespan = shop.run(&rows).map(|run| run.makespan);
+        known.push((schedule.name().to_owned(), makespan.filter(|_| within)));
+        if within
+            && shop.ascends(&rows)
+            && let Some(makespan) = makespan
+        {
+            starts.push((makespan, rows));
+        }
+    }
+    for rules in Rules::all() {
+        if let Some(rows) = shop.greedy(rules)
+            && let Some(run) = shop.run(&rows)
+        {
+            starts.push((run.makespan, rows));
+        }
+    }
+    starts.sort_by(|a, b| a.0.total_cmp(&b.0));
+    starts.dedup_by(|a, b| a.1 == b.1);
+    if starts.is_empty() {
+        return Err(wrong(format!("no order was found within {:?}", options.budget)));
+    }
+    /// How many starting points are improved.
+    const IMPROVED: usize = 3;
+    let chosen = starts.len().min(IMPROVED);
+    let mut random = Random(options.seed ^ 0x9e37_79b9_7f4a_7c15);
+    let improved = starts.into_iter().take(chosen);
+    let improved = improved.map(|start| shop.anneal(start, options.tries / chosen, &mut random));
+    let Some((makespan, rows)) = improved.min_by(|a, b| a.0.total_cmp(&b.0)) else {
+        return Err(wrong("nothing was tried".to_owned()));
+    };
+    let rows = rows.iter().map(|row| row.iter().map(|id| shop.action(*id)).collect()).collect();
+    Ok(Found { schedule: Schedule::new("by cost", rows)?, makespan, fixed: known })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::schedule::ActionKind;
+    use super::*;
+
+    fn costs(stages: &[[f64; 3]]) -> Costs {
+        let stage = |[forward, backward_input, backward_weight]: &[f64; 3]| StageCosts {
+            forward: *forward,
+            backward_input: *backward_input,
+            backward_weight: *backward_weight,
+            ..StageCosts::default()
+        };
+        Costs { unit: "unit".to_owned(), stage: stages.iter().map(stage).collect() }
+    }
+
+    fn one_f_one_b(ranks: usize, microbatches: usize) -> Schedule {
+        Schedule::one_f_one_b(ranks, microbatches).unwrap()
+    }
+
+    fn best(fixed: &Schedule, costs: &Costs, budget: Budget) -> Found {
+        let options = SearchOptions { budget, tries: 3000, seed: 1 };
+        search(std::slice::from_ref(fixed), costs, &options).unwrap()
+    }
+
+    #[test]
+    fn equal_costs_and_the_memory_of_1f1b_give_what_zb_h1_gives() {
+        let found = best(&one_f_one_b(4, 8), &Costs::units(4), Budget::Activations(4));
+        // Where input gradients leave before the weight gradients, its bubble is (p - 1)(F + I).
+        assert_eq!(found.fixed, [("1F1B".to_owned(), Some(30.0))]);
+        // (p - 1)(F + I - min(F, I, W)) beyond the ideal 24.
+        assert!(found.makespan <= 27.0, "{}", found.makespan);
+    }
+
+    #[test]
+    fn with_memory_there_is_no_bubble_but_the_skew() {
+        let found = best(&one_f_one_b(4, 8), &Costs::units(4), Budget::Unlimited);
+        // No order is shorter than the work of the last rank and the way to it and back.
+        assert_eq!(found.makespan, 24.0 + 3.0);
+    }
+
+    #[test]
+    fn a_slow_stage_is_kept_busy() {
+        let unequal = costs(&[[1.0, 1.0, 4.0], [1.0, 1.0, 1.0], [1.0, 2.0, 1.0], [1.0, 1.0, 1.0]]);
+        let found = best(&one_f_one_b(4, 8), &unequal, Budget::Activations(8));
+        let Some(fixed) = found.fixed[0].1 else { panic!("1F1B holds 4") };
+        // Stage 0 works for 48; with four forward passes ahead it would have to wait for the first gradient.
+        assert!(found.makespan >= 48.0 && found.makespan < fixed - 3.0, "{} of {fixed}", found.makespan);
+    }
+
+    #[test]
+    fn budgets_that_allow_nothing_and_costs_that_are_none_are_refused() {
+        let fixed = one_f_one_b(2, 4);
+        let refused = |costs: &Costs, budget| {
+            let options = SearchOptions { budget, ..SearchOptions::default() };
+            search(std::slice::from_ref(&fixed), costs, &options).unwrap_err().to_string()
+        };
+        let none = refused(&Costs::units(2), Budget::Activations(0));
+        assert!(none.contains("no order was found within Activations(0)"), "{none}");
+        assert!(refused(&Costs::units(3), Budget::Unlimited).contains("costs of 3 stages, for 2"));
+        let negative = costs(&[[1.0, -1.0, 1.0], [1.0; 3]]);
+        assert!(refused(&negative, Budget::Unlimited).contains("stage 0 costs -1"));
+        let nothing = search(&[], &negative, &SearchOptions::default()).unwrap_err().to_string();
+        assert!(nothing.contains("no schedule says"), "{nothing}");
+    }
+
+    #[test]
+    fn bytes_are_counted_as_they_come_and_go() {
+        let mut heavy = Costs::units(2);
+        heavy.stage.iter_mut().for_each(|stage| {
+            (stage.activation_bytes, stage.weight_residual_bytes) = (100, 10);
+        });
+        // One forward pass at a time, and its input gradient's residual beside it.
+        let found = best(&one_f_one_b(2, 4), &heavy, Budget::Bytes(110));
+        for row in found.schedule.rows() {
+            let mut held = 0;
+            for action in row {
+                let (takes, gives) = match action.kind {
+                    ActionKind::Forward => (100, 0),
+                    ActionKind::BackwardInput => (10, 100),
+                    _ => (0, 10),
+                };
+                held += takes;
+                assert!(held <= 110, "{row:?}");
+                held -= gives;
+            }
+        }
+        assert_eq!(found.fixed[0].1, None, "1F1B holds two");
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+        #[test]
+        fn what_is_found_is_whole_within_the_budget_and_never_worse(
+            stages in prop::collection::vec(prop::array::uniform3(1u8..6), 1..5),
+            microbatches in 1usize..7,
+            more in 0usize..3,
+        ) {
+            let each: Vec<[f64; 3]> = stages.iter().map(|costs| costs.map(f64::from)).collect();
+            let fixed = one_f_one_b(each.len(), microbatches);
+            let budget = each.len() + more;
+            let found = best(&fixed, &costs(&each), Budget::Activations(budget));
+            let Some(before) = found.fixed[0].1 else { panic!("1F1B is within the budget") };
+            prop_assert!(found.makespan <= before);
+            let actions: usize = found.schedule.rows().iter().map(Vec::len).sum();
+            prop_assert_eq!(actions, 3 * each.len() * microbatches);
+            for row in found.schedule.rows() {
+                let mut held = 0usize;
+                for action in row {
+                    match action.kind {
+                        ActionKind::Forward => held += 1,
+                        ActionKind::BackwardWeight => held -= 1,
+                        _ => {}
+                    }
+                    prop_assert!(held <= budget);
+                }
+            }
+            let again = best(&fixed, &costs(&each), Budget::Activations(budget));
+            prop_assert_eq!(again, found);
+        }
+    }
+}
