@@ -435,6 +435,10 @@ impl<'a> Step<'a> {
         let held = self.held(key);
         let kernels = held.kernels;
         let weight_residual = there(held.weight_residual.take(), key, "weight residual")?;
+        if self.net.stages[key.0].paths().is_empty() {
+            // There is nothing to compute.
+            return Ok(());
+        }
         self.label(key, Role::BackwardWeight);
         let so_far = self.gradients[key.0].take();
         let stage = &mut self.net.stages[key.0];
