@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use mpmd_core::trace::{ProcessTrace, Run};
+use mpmd_core::trace::{PlanError, ProcessTrace, Run};
 
 use crate::draw;
 
@@ -42,11 +42,16 @@ pub(crate) fn trace(args: &TraceArgs) -> Result<ExitCode> {
         run = run.of_steps(steps.clone()).map_err(anyhow::Error::msg)?;
     }
     print!("{}", run.summary());
+    match run.plan() {
+        Ok(plan) => println!("by its schedule alone a step would take {:.6} s", plan.end),
+        Err(PlanError::NoSchedule) => {}
+        Err(error) => println!("note: there is no plan to compare with: {error}"),
+    }
     if let Some(path) = &args.json {
         write_json(path, &run.to_trace_events())?;
     }
     if args.output.is_some() || args.timeline.is_some() {
-        let timeline = run.timeline();
+        let timeline = run.timeline_with_plan();
         if let Some(path) = &args.timeline {
             write_json(path, &timeline)?;
         }

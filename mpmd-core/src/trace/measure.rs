@@ -32,7 +32,7 @@ impl Run {
     /// What each stage's passes and moves took, in seconds: the medians. The first step is left out where there are
     /// others, since what is done once is done in it. A pass on several devices takes as long as on the slowest of
     /// them; one of several operations as long as all. Where a stage has both gradients as one, each is half of it.
-    /// How many bytes a pass leaves is not known from a trace: these are 0.
+    /// The bytes of moves are those of the largest; how many a pass leaves is not known from a trace: these are 0.
     ///
     /// # Errors
     ///
@@ -51,12 +51,12 @@ impl Run {
             let (_, longest) = took.entry(kernel.op).or_insert((label, 0.0));
             *longest = longest.max(kernel.end - kernel.start);
         }
-        let mut moved: BTreeMap<u64, (f64, f64)> = BTreeMap::new();
+        let mut moved: BTreeMap<u64, (f64, f64, u64)> = BTreeMap::new();
         for piece in self.pieces.iter().filter(|piece| piece.op > after) {
             let Some((posted, came)) = piece.on_its_way() else { continue };
             let start = piece.offered.unwrap_or(posted);
-            let (from, until) = moved.entry(piece.op).or_insert((start, came));
-            (*from, *until) = (from.min(start), until.max(came));
+            let (from, until, bytes) = moved.entry(piece.op).or_insert((start, came, 0));
+            (*from, *until, *bytes) = (from.min(start), until.max(came), *bytes + piece.bytes);
         }
         let mut passes: BTreeMap<(usize, Label), f64> = BTreeMap::new();
         for (op, (label, took)) in took {
@@ -67,10 +67,13 @@ impl Run {
             times.entry((label.stage, label.role)).or_default().push(took);
         }
         let processes = || self.processes.iter().map(|process| process.process);
-        for (op, (from, until)) in moved {
+        let mut sizes: BTreeMap<(u32, Role), u64> = BTreeMap::new();
+        for (op, (from, until, bytes)) in moved {
             let operation = processes().find_map(|process| self.operation(process, op));
             if let Some(label) = operation.and_then(|operation| operation.label) {
                 times.entry((label.stage, label.role)).or_default().push(until - from);
+                let largest = sizes.entry((label.stage, label.role)).or_default();
+                *largest = bytes.max(*largest);
             }
         }
         let passes = [Role::Forward, Role::BackwardInput, Role::BackwardWeight];
@@ -93,6 +96,8 @@ impl Run {
                 // Between stages of one process nothing is sent.
                 send_forward: of(stage, Role::SendForward).unwrap_or(0.0),
                 send_backward: of(stage, Role::SendBackward).unwrap_or(0.0),
+                output_bytes: sizes.get(&(stage, Role::SendForward)).copied().unwrap_or(0),
+                gradient_bytes: sizes.get(&(stage, Role::SendBackward)).copied().unwrap_or(0),
                 ..StageCosts::default()
             })
         };

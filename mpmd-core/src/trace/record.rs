@@ -15,7 +15,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::event::{Event, What};
 use super::file::{self, About, Chunk};
-use crate::pipeline::{Action, Schedule};
+use crate::pipeline::Schedule;
 use crate::program::Label;
 
 /// Threads that note at the same time seldom meet at one of so many lists.
@@ -185,8 +185,9 @@ impl Trace {
         let Some(recorder) = &self.0 else { return };
         let mut extra = recorder.extra.lock();
         if !extra.schedules.contains(schedule) {
-            let row = |row: &Vec<Action>| row.iter().map(Action::to_string).collect::<Vec<_>>().join(",");
-            let rows = schedule.rows().iter().map(row).collect::<Vec<_>>().join("\n");
+            let rows: Vec<String> =
+                (0..schedule.ranks()).map(|rank| schedule.cells(rank).join(",")).collect();
+            let rows = rows.join("\n");
             extra.schedules.push(schedule.clone());
             extra.chunks.push(Chunk::Schedule { name: schedule.name().to_owned(), rows });
         }

@@ -197,6 +197,7 @@ fn costs_are_the_medians_without_the_first_step() {
     );
     assert!(near(front.send_forward, 0.002) && near(back.send_backward, 0.001));
     assert_eq!((front.send_backward, back.send_forward), (0.0, 0.0));
+    assert_eq!((front.output_bytes, front.gradient_bytes, back.gradient_bytes), (2048, 0, 2048));
     let mut without = run.clone();
     without.kernels.retain(|kernel| kernel.op % 10 != 5);
     let fused = without.costs().unwrap().stage[1];
@@ -229,6 +230,23 @@ fn a_plan_is_beside_what_was_done() {
         }
     }
     assert!(timeline.rows[1].bars.iter().all(|bar| bar.planned.is_none()));
+}
+
+#[test]
+fn the_plan_is_the_schedule_by_the_costs_of_the_run() {
+    let mut run = Run::merge(&two_stages(), Vec::new());
+    assert!(matches!(run.plan(), Err(PlanError::NoSchedule)));
+    run.schedules.push(("two".to_owned(), "0F0,0I0,0W0\n1F0,1I0,1W0".to_owned()));
+    // 10 + 2 + 10 + 8 + 1 + 9 + 7 ms, and nothing between.
+    assert!(near(run.plan().unwrap().end, 0.047));
+    let timeline = run.timeline_with_plan();
+    for bar in timeline.rows.iter().flat_map(|row| &row.bars) {
+        let (start, end) = bar.planned.unwrap();
+        assert!(near(start, bar.start) && near(end, bar.end), "{bar:?}");
+    }
+    run.schedules[0].1 = "0F0,x".to_owned();
+    assert!(run.plan().unwrap_err().to_string().starts_with("the schedule in the trace is not in torch's"));
+    assert!(run.timeline_with_plan().planned_end().is_none());
 }
 
 #[test]

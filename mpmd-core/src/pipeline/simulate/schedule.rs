@@ -119,6 +119,7 @@ impl SimulatedSchedule {
         for (row, memory) in timeline.rows.iter_mut().zip(&self.memory) {
             row.memory.clone_from(memory);
         }
+        timeline.memory_unit = if self.memory_is_bytes { "B" } else { "activations" }.to_owned();
         timeline
     }
 }

@@ -65,8 +65,8 @@ impl Simulated {
             unit: unit.to_owned(),
             memory_unit: String::new(),
             end: self.makespan,
-            marks: Vec::new(),
             rows,
+            ..Timeline::default()
         }
     }
 }
