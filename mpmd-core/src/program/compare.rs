@@ -46,7 +46,6 @@ impl Program {
 
 #[cfg(test)]
 mod tests {
-    use crate::prelude::*;
     use crate::{ProcessId, Simulation};
 
     #[test]
