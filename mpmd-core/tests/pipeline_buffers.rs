@@ -149,6 +149,41 @@ fn passes_of(kind: ActionKind, recomputes: bool) -> usize {
     }
 }
 
+/// Arrays that the next pass of each rank has taken for its results already, where what it reads is there.
+fn taken(schedule: &Schedule, done: &[Action], recomputes: bool) -> i64 {
+    let last = schedule.stages() - 1;
+    let is_done = |stage: usize, kinds: &[ActionKind], microbatch: usize| {
+        done.iter().any(|a| a.stage == stage && a.microbatch == microbatch && kinds.contains(&a.kind))
+    };
+    let of = |row: &Vec<Action>| {
+        let Some(Action { stage, kind, microbatch }) =
+            row.iter().find(|action| !done.contains(action)).copied()
+        else {
+            return 0;
+        };
+        let forward = 2 + i64::from(stage != last);
+        match kind {
+            ActionKind::Forward if stage == 0 || is_done(stage - 1, &[ActionKind::Forward], microbatch) => {
+                forward
+            }
+            ActionKind::Forward => 0,
+            ActionKind::BackwardWeight => {
+                let weights = [ActionKind::BackwardWeight, ActionKind::Backward];
+                let first = (0..MICROBATCHES).all(|microbatch| !is_done(stage, &weights, microbatch));
+                i64::from(first)
+            }
+            // What it reads for this has been there since the first forward pass.
+            _ if recomputes => forward,
+            _ => {
+                let inputs = [ActionKind::BackwardInput, ActionKind::Backward];
+                let ready = stage == last || is_done(stage + 1, &inputs, microbatch);
+                if ready { 1 + i64::from(stage != 0) } else { 0 }
+            }
+        }
+    };
+    schedule.rows().iter().map(of).sum()
+}
+
 fn one_at_a_time(p: &mut Program, schedule: &Schedule, recomputes: bool) -> Result<()> {
     let last = schedule.stages() - 1;
     let gate = Arc::new(Gate::default());
@@ -186,11 +221,17 @@ fn one_at_a_time(p: &mut Program, schedule: &Schedule, recomputes: bool) -> Resu
         std::thread::sleep(Duration::from_millis(1));
         assert_eq!(now(), units, "{what}: and it stays so");
     };
-    settled(p, units, "before the step");
+    let mut done = Vec::new();
+    settled(p, units + taken(schedule, &done, recomputes), "before the step");
     for action in schedule.global_order().expect("an order") {
         gate.open(action.stage, passes_of(action.kind, recomputes));
         units += change(action, last, &mut first_weight, recomputes);
-        settled(p, units, &format!("{} after {action}", schedule.name()));
+        done.push(action);
+        settled(
+            p,
+            units + taken(schedule, &done, recomputes),
+            &format!("{} after {action}", schedule.name()),
+        );
     }
     assert_eq!(units, 2 * (last as i64 + 1), "parameters and their gradients");
     drop(output);

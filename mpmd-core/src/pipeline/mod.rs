@@ -1,8 +1,8 @@
 //! Pipelines: stages wired by type, schedules as data, and the runner that turns both into plain `jit` and
 //! `device_put` operations.
 //!
-//! A [`Pipeline`] is made of [`Stage`]s, each on a mesh of its own; a stage whose input is not the output of
-//! the one before does not compile. A [`Schedule`] says in which order each rank computes; the runner
+//! A [`Pipeline`] is made of [`Stage`]s, each on a mesh; several may be on the same. A stage whose input is not the
+//! output of the one before, or of those that it is wired to, does not compile. A [`Schedule`] says in which order each rank computes; the runner
 //! issues everything in one global order whose part on each rank is the schedule's. No second description of
 //! a run exists. Buffers are dropped at the action after which nobody needs them.
 

@@ -261,7 +261,10 @@ fn read_strategy(path: &Path) -> anyhow::Result<Vec<Rule>> {
 fn sharding_tables(config: &Config) -> anyhow::Result<String> {
     let mut text = String::new();
     for (stage, placement) in config.placements(DType::F32)?.iter().enumerate() {
-        let Placement { stored, compute, .. } = placement;
+        let Placement { stored: Some(stored), compute: Some(compute), .. } = placement else {
+            text += &format!("stage {stage} has no parameters\n");
+            continue;
+        };
         text += &format!("stage {stage}, as its parameters are stored:\n{stored}\n");
         text += &format!("stage {stage}, as they are computed with:\n{compute}\n");
     }

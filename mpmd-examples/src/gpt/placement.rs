@@ -58,10 +58,10 @@ pub struct Grid {
 /// The shardings of a stage's parameters, in the order of its leaves.
 #[derive(Clone, Debug)]
 pub struct Placement {
-    /// How kernels compute with them.
-    pub compute: Inferred,
+    /// How kernels compute with them; nothing where the stage has none.
+    pub compute: Option<Inferred>,
     /// How they are stored, and the optimiser's state with them.
-    pub stored: Inferred,
+    pub stored: Option<Inferred>,
     grid: Grid,
 }
 
@@ -117,7 +117,7 @@ impl Placement {
 
     /// The shardings that the parameters are stored in.
     pub fn shardings(&self) -> Vec<Sharding> {
-        self.stored.shardings().collect()
+        self.stored.iter().flat_map(Inferred::shardings).collect()
     }
 
     /// What the runner is to do between the stored and the computed ones; nothing where they are the same.
@@ -126,7 +126,7 @@ impl Placement {
     ///
     /// Where a parameter is computed with divided over [`DATA_AXIS`].
     pub fn storage(&self) -> Result<Option<Storage>> {
-        let compute: Vec<Sharding> = self.compute.shardings().collect();
+        let compute: Vec<Sharding> = self.compute.iter().flat_map(Inferred::shardings).collect();
         let storage = Storage::new(compute.clone());
         if self.grid.data > 1 {
             return storage.partial_over(&[DATA_AXIS]).map(Some);
@@ -139,12 +139,15 @@ fn inferred<P: AsRef<str>, T: AsRef<str>>(
     leaves: &[(String, ShapedArray)],
     rules: &[(P, T)],
     mesh: &Mesh,
-) -> Result<Inferred> {
+) -> Result<Option<Inferred>> {
+    if leaves.is_empty() {
+        return Ok(None);
+    }
     let wrong = |error: &dyn std::fmt::Display| Error::kernel(format!("the sharding of parameters: {error}"));
     let strategy = Strategy::parse(rules, &Registry::default()).map_err(|error| wrong(&error))?;
     let inferred = infer(leaves, &strategy, mesh).map_err(|error| wrong(&error))?;
     match inferred.leaves().iter().find(|leaf| leaf.uneven) {
-        None => Ok(inferred),
+        None => Ok(Some(inferred)),
         Some(leaf) => Err(wrong(&format!(
             "{} {} does not divide evenly as {} on {mesh}",
             leaf.name, leaf.aval, leaf.spec
@@ -180,7 +183,7 @@ mod tests {
     fn the_rules_divide_over_the_model_axis_what_the_kernels_expect() {
         let placement = placement(Grid { data: 2, model: 2 }, None).unwrap();
         let shapes = MODEL.parts(1).unwrap()[0].shapes();
-        for (leaf, shape) in placement.compute.leaves().iter().zip(shapes.leaves()) {
+        for (leaf, shape) in placement.compute.unwrap().leaves().iter().zip(shapes.leaves()) {
             assert_eq!(trimmed(&leaf.spec), trimmed(&spec_of(shape)), "{}", leaf.name);
         }
     }
@@ -189,7 +192,7 @@ mod tests {
     fn each_device_stores_about_its_part() {
         let bytes = |data, model| {
             let placement = placement(Grid { data, model }, None).unwrap();
-            (placement.compute.bytes_per_device(), placement.stored.bytes_per_device())
+            (placement.compute.unwrap().bytes_per_device(), placement.stored.unwrap().bytes_per_device())
         };
         let (whole, stored) = bytes(1, 1);
         assert_eq!((whole, stored), (4 * MODEL.parameters() as u64, whole));
@@ -211,7 +214,7 @@ mod tests {
         let grid = Grid { data: 1, model: 2 };
         let placed = placement(grid, Some(&rule(".*/w_.*", r#"fsdp(["data", "model"], 0)"#))).unwrap();
         assert!(placed.storage().unwrap().is_some());
-        assert!(placed.stored.leaves().iter().any(|leaf| leaf.spec != Spec::default()));
+        assert!(placed.stored.unwrap().leaves().iter().any(|leaf| leaf.spec != Spec::default()));
         let error =
             |rules: &[Rule]| placement(Grid { data: 2, model: 1 }, Some(rules)).unwrap_err().to_string();
         let uneven = error(&rule(".*/b_qkv", r#"shard_dim("data", 0)"#));
