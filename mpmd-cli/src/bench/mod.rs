@@ -2,6 +2,7 @@
 //!
 //! Every case is repeated; the median is what to quote, and p10 to p90 say how noisy the machine was.
 
+mod check;
 mod dispatch;
 mod issue;
 mod links;
@@ -36,6 +37,8 @@ enum What {
     P2p(p2p::P2pArgs),
     /// Planning between shardings of up to thousands of devices, cold and from the cache.
     Plan(plan::PlanArgs),
+    /// Proving and simulating schedules of many ranks and microbatches.
+    Check(check::CheckArgs),
     /// `device_put` between shardings over four devices each, in one process and over several.
     Reshard(reshard::ReshardArgs),
     /// What the links between devices cost; `--out` writes the file that `MPMD_LINKS` names.
@@ -69,6 +72,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<ExitCode> {
         What::Dispatch(options) => dispatch::dispatch(*options),
         What::P2p(args) => p2p::p2p(args),
         What::Plan(args) => plan::plan(args).map(|()| ExitCode::SUCCESS),
+        What::Check(args) => check::check_schedules(args).map(|()| ExitCode::SUCCESS),
         What::Reshard(args) => reshard::reshard(args),
         What::Links(args) => links::links(args),
         What::Pipeline(args) => pipeline::pipeline(args),

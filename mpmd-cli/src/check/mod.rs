@@ -2,13 +2,15 @@
 
 mod program;
 mod report;
+mod schedule;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
 
 use clap::Args;
-use mpmd_core::pipeline::check::Channel;
+use mpmd_core::pipeline::check::{Budget, Channel};
 use program::ProgramArgs;
+use schedule::ScheduleArgs;
 
 /// What it ends with where there is nothing to check.
 const NOTHING: u8 = 2;
@@ -17,13 +19,16 @@ const NOTHING: u8 = 2;
 #[derive(Args, Debug)]
 pub(crate) struct CheckArgs {
     #[command(flatten)]
+    schedule: ScheduleArgs,
+    #[command(flatten)]
     program: ProgramArgs,
-    /// The most memory that a device may take: bytes, or with KiB, MiB or GiB behind them
-    #[arg(long, value_name = "BYTES", value_parser = bytes)]
-    budget: Option<u64>,
-    /// Over what it is to end: tags, tags:K, direction, pair or single, each also with ,eager or ,eager:N; more than
-    /// one with blanks between them. By default tags, direction, pair and single
-    #[arg(long, value_name = "CHANNEL", num_args = 1..)]
+    /// The most memory that a device may take: bytes, or with KiB, MiB or GiB behind them; of a schedule also
+    /// activations, as in 4activations
+    #[arg(long, value_name = "BYTES", value_parser = budget)]
+    budget: Option<Budget>,
+    /// Over what it is to end: tags, tags:K, direction, pair or single, each also with ,eager or ,eager:N; can be given
+    /// more than once. By default tags, direction, pair and single
+    #[arg(long, value_name = "CHANNEL")]
     channel: Vec<Channel>,
     /// The program and its arguments
     #[arg(last = true, value_name = "PROGRAM")]
@@ -32,18 +37,41 @@ pub(crate) struct CheckArgs {
 
 /// Checks; the exit code is 0 where it is proved, 1 where it is refuted, and 2 where there is nothing to check.
 pub(crate) fn check(args: &CheckArgs) -> anyhow::Result<ExitCode> {
-    verdict(args).or_else(|error| {
+    checked(args).or_else(|error| {
         eprintln!("mpmd: {error:#}");
         Ok(ExitCode::from(NOTHING))
     })
 }
 
-fn verdict(args: &CheckArgs) -> anyhow::Result<ExitCode> {
+fn checked(args: &CheckArgs) -> anyhow::Result<ExitCode> {
     let channels = if args.channel.is_empty() { &Channel::RENDEZVOUS } else { &args.channel[..] };
+    if let Some(subject) = &args.schedule.subject {
+        anyhow::ensure!(args.what.is_empty(), "a schedule and a program are not checked at once");
+        return args.schedule.check(subject, args.budget, channels);
+    }
     let Some(processes) = args.program.processes else {
-        anyhow::bail!("say how many processes the program is to run as: mpmd check -n N -- program");
+        anyhow::bail!(
+            "say what to check: mpmd check FILE.csv, mpmd check NAME -p P -m M, mpmd check -n N -- program"
+        );
     };
-    args.program.check(processes, &args.what, args.budget, channels)
+    let budget = match args.budget {
+        Some(Budget::Activations(_)) => anyhow::bail!("the budget of a program is in bytes"),
+        Some(Budget::Bytes(bytes)) => Some(bytes),
+        None => None,
+    };
+    args.program.check(processes, &args.what, budget, channels)
+}
+
+/// Bytes, or activations.
+fn budget(text: &str) -> Result<Budget, String> {
+    match text.strip_suffix("activations") {
+        Some(number) => number
+            .trim()
+            .parse()
+            .map(Budget::Activations)
+            .map_err(|_| format!("not a number of activations: {text:?}; there is 4activations")),
+        None => bytes(text).map(Budget::Bytes),
+    }
 }
 
 /// Bytes with their unit.
@@ -63,13 +91,16 @@ fn bytes(text: &str) -> Result<u64, String> {
 
 #[cfg(test)]
 mod tests {
-    use super::bytes;
+    use super::{Budget, budget, bytes};
 
     #[test]
     fn bytes_have_units() {
         assert_eq!(bytes("1000"), Ok(1000));
         assert_eq!(bytes("2MiB"), Ok(2 << 20));
         assert_eq!(bytes("0.5 GiB"), Ok(1 << 29));
+        assert_eq!(budget("1KiB"), Ok(Budget::Bytes(1024)));
+        assert_eq!(budget("4 activations"), Ok(Budget::Activations(4)));
+        assert!(budget("activations").is_err());
         for wrong in ["", "MiB", "-1", "1MB", "NaN", "1e300GiB"] {
             assert!(bytes(wrong).is_err(), "{wrong}");
         }

@@ -89,6 +89,8 @@ pub fn simulate(flow: &Flow, times: &Times, channel: Channel) -> Result<Simulate
     let mut lanes = vec![LaneTime { first: f64::INFINITY, ..LaneTime::default() }; flow.lanes.len()];
     // What is under way, by when it ends. Of equal times the nodes go first, and each in the order of numbers.
     let mut under_way = BinaryHeap::new();
+    // What takes no time need not be sorted.
+    let mut at_once = Vec::new();
     let count = flow.nodes.len() as u32;
     let mut now = 0.0;
     loop {
@@ -103,10 +105,20 @@ pub fn simulate(flow: &Flow, times: &Times, channel: Channel) -> Result<Simulate
                     (count + transfer, times.transfers[transfer as usize])
                 }
             };
-            under_way.push(Reverse((Moment(now + takes), item)));
+            if takes == 0.0 {
+                at_once.push(item);
+            } else {
+                under_way.push(Reverse((Moment(now + takes), item)));
+            }
         }
-        let Some(Reverse((Moment(at), item))) = under_way.pop() else { break };
-        now = at;
+        let item = match at_once.pop() {
+            Some(item) => item,
+            None => {
+                let Some(Reverse((Moment(at), item))) = under_way.pop() else { break };
+                now = at;
+                item
+            }
+        };
         if item < count {
             let span = &mut nodes[item as usize];
             span.end = now;

@@ -1,0 +1,442 @@
+//! `mpmd check FILE.csv`, `mpmd check NAME`: a schedule is proved, simulated and added up.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use clap::Args;
+use mpmd_core::pipeline::check::{Budget, Channel, Limits, Problem, Report, check_lowered};
+use mpmd_core::pipeline::flow::{Leaves, StepNames};
+use mpmd_core::pipeline::simulate::{SimulateError, SimulatedSchedule, simulate_lowered};
+use mpmd_core::pipeline::{Builtin, Costs, Lowered, Schedule, Sidecar, Text, lower};
+use serde_json::{Value, json};
+
+/// Arguments of `mpmd check` on a schedule.
+#[derive(Args, Debug)]
+pub(crate) struct ScheduleArgs {
+    /// A file with torch's text of a schedule, or the name of a built-in one: see `mpmd schedule --help`. With sends
+    /// and receives in the text its own order of them is proved, else torch's
+    #[arg(value_name = "FILE|NAME", conflicts_with = "processes")]
+    pub(crate) subject: Option<String>,
+    /// How many ranks, of a built-in schedule
+    #[arg(long, short = 'p', value_name = "P", requires = "subject")]
+    ranks: Option<usize>,
+    /// How many microbatches
+    #[arg(long, short = 'm', value_name = "M", requires = "subject")]
+    microbatches: Option<usize>,
+    /// How many stages on each rank; two where the schedule is about several, else one
+    #[arg(long, short = 'v', value_name = "V", requires = "subject")]
+    chunks: Option<usize>,
+    /// A file with what the passes of each stage cost, as TOML; else what lies beside FILE.csv as FILE.toml says,
+    /// or one for each pass and nothing for moves
+    #[arg(long, value_name = "FILE.toml", requires = "subject")]
+    costs: Option<PathBuf>,
+    /// What is computed leaves as soon as it is there, as this framework's runner has it; by default when all that
+    /// the row has before its send has ended, as torch has it
+    #[arg(long, requires = "subject")]
+    at_once: bool,
+    /// As JSON
+    #[arg(long, requires = "subject")]
+    json: bool,
+}
+
+/// What is checked.
+struct Subject {
+    name: String,
+    rows: Lowered,
+    costs: Option<Costs>,
+}
+
+/// What is found.
+struct Findings {
+    name: String,
+    names: StepNames,
+    unit: String,
+    /// With each of the channels.
+    reports: Vec<(Channel, Report)>,
+    /// Where it is a schedule: over tags, where it comes to its end, as asked and the other way.
+    simulated: Option<SimulatedSchedule>,
+    other: Option<SimulatedSchedule>,
+    leaves: Leaves,
+    ranks: usize,
+}
+
+impl ScheduleArgs {
+    /// Proves, simulates, and says what came of it.
+    pub(crate) fn check(
+        &self,
+        subject: &str,
+        budget: Option<Budget>,
+        channels: &[Channel],
+    ) -> Result<ExitCode> {
+        let subject = self.find(subject)?;
+        let findings = self.look(subject, budget, channels)?;
+        if self.json {
+            println!("{}", findings.json());
+        } else {
+            print!("{}", findings.text());
+        }
+        Ok(if findings.is_fit() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    }
+
+    fn look(&self, subject: Subject, budget: Option<Budget>, channels: &[Channel]) -> Result<Findings> {
+        let Subject { name, rows, costs } = subject;
+        let stages = rows.steps.iter().flatten().map(|step| step.stage as usize + 1).max().unwrap_or(0);
+        if let Some(costs) = &costs {
+            let found = costs.stage.len();
+            ensure!(found == stages, "the costs are of {found} stages, and {name} has {stages}");
+        }
+        if let (Some(Budget::Bytes(_)), None) = (budget, &costs) {
+            bail!(
+                "a budget in bytes needs --costs that say how many bytes stages keep; there is --budget 4activations"
+            );
+        }
+        let report = |channel: &Channel| {
+            (*channel, check_lowered(&rows, Limits { channel: *channel, costs: costs.as_ref(), budget }))
+        };
+        let reports: Vec<(Channel, Report)> = channels.iter().map(report).collect();
+        let whole = |report: &Report| !report.peaks.is_empty();
+        let is_schedule = reports.iter().all(|(_, report)| whole(report));
+        // Of a text without moves they are torch's.
+        let moved = if rows.has_moves() || !is_schedule {
+            rows
+        } else {
+            let (actions, pairs) = rows.actions();
+            lower(&Schedule::with_overlaps(name.clone(), actions, pairs)?)?
+        };
+        let unit_costs = costs.unwrap_or_else(|| Costs::units(stages));
+        let simulated = |leaves| match simulate_lowered(&moved, &unit_costs, leaves, Channel::TAGS) {
+            Ok(simulated) => Ok(Some(simulated)),
+            Err(SimulateError::Deadlock(_) | SimulateError::Flow(_)) => Ok(None),
+            Err(error) => Err(error),
+        };
+        let (leaves, other) =
+            if self.at_once { (Leaves::AtOnce, Leaves::InOrder) } else { (Leaves::InOrder, Leaves::AtOnce) };
+        let (simulated, other) =
+            if is_schedule { (simulated(leaves)?, simulated(other)?) } else { (None, None) };
+        Ok(Findings {
+            names: StepNames::of_lowered(&moved.steps),
+            ranks: moved.steps.len(),
+            name,
+            unit: unit_costs.unit.clone(),
+            reports,
+            simulated,
+            other,
+            leaves,
+        })
+    }
+
+    fn find(&self, subject: &str) -> Result<Subject> {
+        let path = Path::new(subject);
+        let is_path = path.components().count() > 1 || path.extension().is_some() || path.exists();
+        let mut found = match Builtin::named(subject) {
+            None if is_path => self.read(path)?,
+            _ => {
+                let (Some(ranks), Some(microbatches)) = (self.ranks, self.microbatches) else {
+                    // A wrong name is not answered with a question for numbers.
+                    Schedule::named(subject, 1, 1, None).map(drop).or_else(|error| {
+                        match Builtin::named(subject) {
+                            Some(_) => Ok(()),
+                            None => Err(error),
+                        }
+                    })?;
+                    bail!("a built-in schedule needs --ranks and --microbatches");
+                };
+                let schedule = Schedule::named(subject, ranks, microbatches, self.chunks)?;
+                Subject { name: schedule.name().to_owned(), rows: lower(&schedule)?, costs: None }
+            }
+        };
+        if let Some(path) = &self.costs {
+            found.costs = Some(toml::from_str(&read(path)?).with_context(|| format!("{}", path.display()))?);
+        }
+        Ok(found)
+    }
+
+    fn read(&self, path: &Path) -> Result<Subject> {
+        let text = Text::parse(&read(path)?, None).with_context(|| path.display().to_string())?;
+        let mut name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        let rows = Lowered::of_text(&text);
+        let steps = || rows.steps.iter().flatten();
+        let stages = steps().map(|step| step.stage as usize + 1).max().unwrap_or(0);
+        let microbatches = steps().map(|step| step.microbatch as usize + 1).max().unwrap_or(0);
+        let ranks = rows.steps.len();
+        for (what, asked, found) in [
+            ("ranks", self.ranks, ranks),
+            ("microbatches", self.microbatches, microbatches),
+            ("chunks", self.chunks, stages / ranks.max(1)),
+        ] {
+            if let Some(asked) = asked {
+                ensure!(asked == found, "--{what} is {asked}, and {} has {found}", path.display());
+            }
+        }
+        let beside = path.with_extension("toml");
+        let mut costs = None;
+        if beside != path && beside.exists() && self.costs.is_none() {
+            let there = || beside.display().to_string();
+            let sidecar = Sidecar::parse(&read(&beside)?).with_context(there)?;
+            // What is no schedule has no sidecar that fits.
+            if let Ok(schedule) = text.schedule(name.clone()) {
+                sidecar.check(&schedule, &text).with_context(there)?;
+            }
+            (name, costs) = (sidecar.name, sidecar.costs);
+        }
+        Ok(Subject { name, rows, costs })
+    }
+}
+
+fn read(path: &Path) -> Result<String> {
+    fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
+}
+
+impl Findings {
+    fn is_fit(&self) -> bool {
+        self.reports.iter().all(|(_, report)| report.is_fit())
+    }
+
+    /// What is wrong over every channel.
+    fn faults(&self) -> Vec<&Problem> {
+        let of = |report: &'_ Report, problem: &Problem| report.problems.contains(problem);
+        let Some((_, first)) = self.reports.first() else { return Vec::new() };
+        let everywhere = |problem: &&Problem| self.reports.iter().all(|(_, report)| of(report, problem));
+        first.problems.iter().filter(everywhere).collect()
+    }
+
+    /// The circle of each channel over which it does not come to its end.
+    fn circles(&self) -> Vec<(Channel, Vec<String>)> {
+        let faults = self.faults();
+        let mut circles = Vec::new();
+        for (channel, report) in &self.reports {
+            for problem in report.problems.iter().filter(|problem| !faults.contains(problem)) {
+                circles.push((*channel, problem.lines(&self.names)));
+            }
+        }
+        circles
+    }
+
+    fn proved(&self) -> Vec<Channel> {
+        self.reports
+            .iter()
+            .filter(|(_, report)| report.proof.is_some())
+            .map(|(channel, _)| *channel)
+            .collect()
+    }
+
+    fn text(&self) -> String {
+        let mut out = String::new();
+        let proved: Vec<String> = self.proved().iter().map(ToString::to_string).collect();
+        let _ = writeln!(out, "schedule {} of {} ranks", self.name, self.ranks);
+        for problem in self.faults() {
+            let head = match problem {
+                Problem::Deadlock(_) => "fault    it does not come to its end:\n           ",
+                _ => "fault    ",
+            };
+            let _ = writeln!(out, "{head}{}", problem.lines(&self.names).join("\n           "));
+        }
+        if !proved.is_empty() {
+            let _ = writeln!(out, "order    ends over {}", proved.join(", "));
+        }
+        for (channel, lines) in self.circles() {
+            let _ = writeln!(
+                out,
+                "order    does not end over {channel}:\n           {}",
+                lines.join("\n           ")
+            );
+        }
+        let Some((_, report)) = self.reports.first() else { return out };
+        if let Some(made) = &self.simulated {
+            self.step_text(made, &mut out);
+        }
+        for (rank, peak) in report.peaks.iter().enumerate() {
+            let _ = write!(out, "memory   rank {rank}: {} activations", peak.activations);
+            if peak.bytes > 0 {
+                let _ = write!(out, ", {} bytes", peak.bytes);
+            }
+            let _ = writeln!(out);
+        }
+        for link in &report.links {
+            let _ =
+                write!(out, "link     rank {} to rank {}: {} transfers", link.from, link.to, link.transfers);
+            if link.bytes > 0 {
+                let _ = write!(out, ", {} bytes", link.bytes);
+            }
+            let _ = writeln!(out);
+        }
+        out
+    }
+
+    fn step_text(&self, made: &SimulatedSchedule, out: &mut String) {
+        let (found, unit) = (&made.simulated, &self.unit);
+        let _ = writeln!(
+            out,
+            "step     {} {unit}; bubble {} ({:.1} % of all ranks' time)",
+            round(found.makespan),
+            round(found.bubble()),
+            found.bubble_share() * 100.0
+        );
+        let idle: Vec<String> = found.lanes.iter().map(|lane| round(lane.idle()).to_string()).collect();
+        let _ = writeln!(out, "           idle between first and last action, by rank: {}", idle.join(" "));
+        if let Some(other) = &self.other {
+            let how = match self.leaves {
+                Leaves::InOrder => "where what is computed leaves at once, as this framework's runner has it",
+                Leaves::AtOnce => "where sends wait for all that the row has before them, as torch has it",
+            };
+            let _ = writeln!(out, "           {} {unit} {how}", round(other.simulated.makespan));
+        }
+        for (channel, makespan) in made.channel_costs() {
+            let _ = match makespan {
+                Ok(makespan) => {
+                    let times = if found.makespan > 0.0 { makespan / found.makespan } else { 1.0 };
+                    writeln!(out, "           over {channel}: {} {unit}, {times:.2}x", round(makespan))
+                }
+                Err(_) => writeln!(out, "           over {channel}: never ends"),
+            };
+        }
+    }
+
+    fn json(&self) -> Value {
+        let faults: Vec<String> =
+            self.faults().iter().flat_map(|problem| problem.lines(&self.names)).collect();
+        let circles = self.circles();
+        let channels: Vec<Value> = self
+            .reports
+            .iter()
+            .map(|(channel, report)| {
+                let of = circles.iter().filter(|(other, _)| other == channel);
+                let lines: Vec<&String> = of.flat_map(|(_, lines)| lines).collect();
+                json!({
+                    "channel": channel.to_string(),
+                    "proved": report.proof.is_some(),
+                    "problems": lines,
+                })
+            })
+            .collect();
+        let report = self.reports.first().map(|(_, report)| report);
+        let memory: Vec<Value> = report
+            .into_iter()
+            .flat_map(|report| &report.peaks)
+            .map(|peak| json!({ "activations": peak.activations, "bytes": peak.bytes }))
+            .collect();
+        let links: Vec<Value> = report
+            .into_iter()
+            .flat_map(|report| &report.links)
+            .map(|link| {
+                json!({
+                    "from": link.from, "to": link.to, "transfers": link.transfers, "bytes": link.bytes,
+                })
+            })
+            .collect();
+        json!({
+            "schedule": self.name,
+            "ranks": self.ranks,
+            "fit": self.is_fit(),
+            "problems": faults,
+            "channels": channels,
+            "memory": memory,
+            "links": links,
+            "step": self.simulated.as_ref().map(|made| self.step_json(made)),
+        })
+    }
+
+    fn step_json(&self, made: &SimulatedSchedule) -> Value {
+        let found = &made.simulated;
+        let other = self.other.as_ref().map(|other| other.simulated.makespan);
+        let (in_order, at_once) = match self.leaves {
+            Leaves::InOrder => (Some(found.makespan), other),
+            Leaves::AtOnce => (other, Some(found.makespan)),
+        };
+        let costs: Vec<Value> = made
+            .channel_costs()
+            .into_iter()
+            .map(|(channel, makespan)| json!({ "channel": channel.to_string(), "makespan": makespan.ok() }))
+            .collect();
+        json!({
+            "unit": self.unit,
+            "makespan": found.makespan,
+            "bubble": found.bubble(),
+            "bubble_share": found.bubble_share(),
+            "idle": found.lanes.iter().map(|lane| lane.idle()).collect::<Vec<_>>(),
+            "busy": found.lanes.iter().map(|lane| lane.busy).collect::<Vec<_>>(),
+            "makespan_in_order": in_order,
+            "makespan_at_once": at_once,
+            "channel_costs": costs,
+        })
+    }
+}
+
+/// To six digits, for people.
+fn round(value: f64) -> f64 {
+    if value == 0.0 || !value.is_finite() {
+        return value;
+    }
+    let scale = 10f64.powi(5 - value.abs().log10().floor() as i32);
+    (value * scale).round() / scale
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn args() -> ScheduleArgs {
+        ScheduleArgs {
+            subject: None,
+            ranks: Some(2),
+            microbatches: Some(2),
+            chunks: None,
+            costs: None,
+            at_once: false,
+            json: false,
+        }
+    }
+
+    #[test]
+    fn a_built_in_schedule_is_proved_and_simulated() {
+        let args = ScheduleArgs { ranks: Some(8), microbatches: Some(32), ..args() };
+        let subject = args.find("dualpipev").unwrap();
+        let findings = args.look(subject, None, &Channel::RENDEZVOUS).unwrap();
+        assert!(findings.is_fit());
+        let text = findings.text();
+        for line in [
+            "schedule DualPipeV of 8 ranks\n",
+            "order    ends over tags, direction, pair, single\n",
+            "step     206 unit; bubble 14 (6.8 % of all ranks' time)\n",
+            "over single: 298 unit, 1.45x\n",
+            "memory   rank 0: 17 activations\n",
+        ] {
+            assert!(text.contains(line), "{line}: {text}");
+        }
+        let json = findings.json();
+        assert_eq!((&json["step"]["makespan"], &json["fit"]), (&json!(206.0), &json!(true)));
+        assert_eq!(json["channels"][3]["proved"], json!(true));
+    }
+
+    #[test]
+    fn crossed_receives_are_refuted_line_by_line() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("crossed.csv");
+        let text = "0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F1,1RECV_F0,1F0,1F1\n";
+        fs::write(&file, text).unwrap();
+        let args = args();
+        let subject = args.find(file.to_str().unwrap()).unwrap();
+        let findings = args.look(subject, None, &Channel::RENDEZVOUS).unwrap();
+        assert!(!findings.is_fit());
+        let text = findings.text();
+        let said = "order    ends over tags\norder    does not end over direction:\n           \
+                    rank 0 sends 0SEND_F0 waits for its other side: rank 1 receives 0SEND_F0\n";
+        assert!(text.contains(said), "{text}");
+        assert_eq!(findings.json()["channels"][1]["problems"].as_array().unwrap().len(), 4);
+    }
+
+    #[test]
+    fn budgets_and_faults_are_said_once() {
+        let args = args();
+        let subject = || args.find("gpipe").unwrap();
+        let findings = args.look(subject(), Some(Budget::Activations(1)), &Channel::RENDEZVOUS).unwrap();
+        let text = findings.text();
+        let said = "fault    rank 0 keeps 2 activations at 0F1; it may keep 1\n";
+        assert_eq!(text.matches(said).count(), 1, "{text}");
+        assert!(args.look(subject(), Some(Budget::Bytes(1)), &Channel::RENDEZVOUS).is_err());
+        assert!(args.find("no such").is_err());
+    }
+}
