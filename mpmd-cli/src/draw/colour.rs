@@ -46,14 +46,14 @@ pub(super) fn number(kind: Kind) -> usize {
     KINDS.iter().position(|other| *other == kind).unwrap_or(4)
 }
 
-/// The colour of chunk number `chunk` of a rank that has so many, as `#rrggbb`.
-pub(super) fn shade(kind: Kind, theme: Theme, chunk: usize, chunks: usize) -> String {
+/// The colour of chunk number `chunk` of a rank that has so many, or of what lies between two chunks, as `#rrggbb`.
+pub(super) fn shade(kind: Kind, theme: Theme, chunk: f64, chunks: usize) -> String {
     let [first, last] = match theme {
         Theme::Light => LIGHT[number(kind)],
         Theme::Dark => DARK[number(kind)],
     }
     .map(parts);
-    let share = if chunks > 1 { chunk.min(chunks - 1) as f64 / (chunks - 1) as f64 } else { 0.0 };
+    let share = if chunks > 1 { (chunk / (chunks - 1) as f64).min(1.0) } else { 0.0 };
     let mixed = [0, 1, 2].map(|i| (first[i] + share * (last[i] - first[i])).round() as u8);
     format!("#{:02x}{:02x}{:02x}", mixed[0], mixed[1], mixed[2])
 }
@@ -142,7 +142,7 @@ mod tests {
     #[test]
     fn passes_are_told_apart_by_everybody() {
         for theme in [Theme::Light, Theme::Dark] {
-            let shades = |kind: Kind| [0, 1].map(|chunk| shade(kind, theme, chunk, 2));
+            let shades = |kind: Kind| [0.0, 1.0].map(|chunk| shade(kind, theme, chunk, 2));
             for (who, by) in &SEEN {
                 for (i, a) in KINDS[..4].iter().enumerate() {
                     for b in &KINDS[i + 1..4] {
@@ -168,9 +168,9 @@ mod tests {
             let order = [Kind::BackwardWeight, Kind::Forward, Kind::Backward, Kind::BackwardInput];
             let lightness = |kind, chunk| oklab(linear(&shade(kind, theme, chunk, 2)))[0];
             for pair in order.windows(2) {
-                let (darker, lighter) = (lightness(pair[0], 1), lightness(pair[1], 0));
+                let (darker, lighter) = (lightness(pair[0], 1.0), lightness(pair[1], 0.0));
                 assert!(lighter - darker > 0.04, "{theme:?}: {pair:?} {darker} {lighter}");
-                let (darker, lighter) = (lightness(pair[0], 0), lightness(pair[1], 0));
+                let (darker, lighter) = (lightness(pair[0], 0.0), lightness(pair[1], 0.0));
                 assert!(lighter - darker > 0.1, "{theme:?}: {pair:?} {darker} {lighter}");
             }
         }
@@ -178,11 +178,11 @@ mod tests {
 
     #[test]
     fn chunks_go_from_the_first_shade_to_the_last() {
-        let shades = [0, 1, 2, 9].map(|chunk| shade(Kind::Forward, Theme::Light, chunk, 3));
+        let shades = [0.0, 1.0, 2.0, 9.0].map(|chunk| shade(Kind::Forward, Theme::Light, chunk, 3));
         assert_eq!((shades[0].as_str(), shades[2].as_str()), (LIGHT[0][0], LIGHT[0][1]));
         assert_eq!(shades[2], shades[3]);
         assert!(shades[1] != shades[0] && shades[1] != shades[2]);
-        assert_eq!(shade(Kind::Move, Theme::Dark, 0, 1), DARK[5][0]);
+        assert_eq!(shade(Kind::Move, Theme::Dark, 0.0, 1), DARK[5][0]);
     }
 
     #[test]

@@ -52,7 +52,7 @@ pub(super) fn json(timeline: &Timeline) -> String {
         }));
     }
     let (from, until) = facts::stepped(timeline);
-    let chunks = timeline.rows.iter().map(|row| row.stages().len()).max().unwrap_or(0).max(1);
+    let chunks = facts::chunks(timeline);
     let data = json!({
         "title": timeline.title,
         "unit": timeline.unit,
@@ -76,15 +76,15 @@ pub(super) fn json(timeline: &Timeline) -> String {
 
 /// By kind and chunk, the colour and that of writing on it.
 fn colours(theme: colour::Theme, chunks: usize) -> Value {
-    let pair = |kind, chunk| {
-        let colour = colour::shade(kind, theme, chunk, chunks);
+    let pair = |kind, chunk: usize| {
+        let colour = colour::shade(kind, theme, chunk as f64, chunks);
         json!([colour, colour::ink(&colour)])
     };
     colour::KINDS.iter().map(|kind| (0..chunks).map(|chunk| pair(*kind, chunk)).collect::<Vec<_>>()).collect()
 }
 
 /// Rounds times to what can be seen.
-fn rounding(timeline: &Timeline) -> impl Fn(f64) -> Value {
+fn rounding(timeline: &Timeline) -> impl Fn(f64) -> Value + use<> {
     let digits = if timeline.end > 0.0 { 10f64.powf(9.0 - timeline.end.log10().ceil()) } else { DIGITS };
     let digits = if timeline.unit == "s" { digits.max(DIGITS) } else { digits };
     move |time: f64| json!((time * digits).round() / digits)

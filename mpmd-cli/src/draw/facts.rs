@@ -91,6 +91,11 @@ pub(super) fn prefix(timeline: &Timeline) -> &str {
     if timeline.rows.iter().all(same) { prefix } else { "" }
 }
 
+/// The most stages that a row has; at least one.
+pub(super) fn chunks(timeline: &Timeline) -> usize {
+    timeline.rows.iter().map(|row| row.stages().len()).max().unwrap_or(0).max(1)
+}
+
 /// As `8 stages, 16 microbatches`, as far as there are any.
 fn stages(timeline: &Timeline) -> String {
     let bars = || timeline.rows.iter().flat_map(|row| &row.bars);

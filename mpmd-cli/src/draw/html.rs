@@ -30,15 +30,15 @@ pub(crate) fn html(timeline: &Timeline) -> String {
 <header>
 <h1 title="{title}">{title}</h1>
 <dl id="figures">{figures}</dl>
-<div id="theme" role="group" aria-label="Colours"><button data-to="auto" aria-pressed="true">Auto</button><button data-to="light" aria-pressed="false">Light</button><button data-to="dark" aria-pressed="false">Dark</button></div>
 </header>
 <div id="tools">
 <ul id="legend" aria-label="Legend">{legend}</ul>
-<div id="controls">{switches}<span id="zoom" role="group" aria-label="Zoom"><button id="out" title="Zoom out (-)" aria-label="Zoom out">&#8722;</button><button id="in" title="Zoom in (+)" aria-label="Zoom in">+</button><button id="reset" title="All of it (0)">Reset</button></span><details id="help"><summary aria-label="Help" title="Help">?</summary><dl><dt>Wheel</dt><dd>zoom in time; with Shift, to the side; over the names, up and down</dd><dt>Drag</dt><dd>to the side; on the overview, choose a part</dd><dt>+ &#8722; 0</dt><dd>zoom in, out, all of it</dd><dt>Arrows</dt><dd>from bar to bar, from rank to rank; with Shift, to the side</dd><dt>Home End</dt><dd>the first and the last bar</dd><dt>Esc</dt><dd>let go</dd></dl></details></div>
+<div id="controls">{switches}<span id="zoom" role="group" aria-label="Zoom"><button id="out" title="Zoom out (-)" aria-label="Zoom out">&#8722;</button><button id="in" title="Zoom in (+)" aria-label="Zoom in">+</button><button id="reset" title="All of it (0)">Reset</button></span><select id="theme" aria-label="Colours" title="Colours"><option value="auto">Auto</option><option value="light">Light</option><option value="dark">Dark</option></select><details id="help"><summary aria-label="Help" title="Help">?</summary><dl><dt>Wheel</dt><dd>zoom in time; with Shift, to the side; over the names, up and down</dd><dt>Drag</dt><dd>to the side; on the overview, choose a part</dd><dt>+ &#8722; 0</dt><dd>zoom in, out, all of it</dd><dt>Arrows</dt><dd>from bar to bar, from rank to rank; with Shift, to the side</dd><dt>Home End</dt><dd>the first and the last bar</dd><dt>Esc</dt><dd>let go</dd></dl></details></div>
 </div>
 <p class="unseen" id="summary">{sentence}</p>
 <main id="chart">
 <div id="overview"><span class="corner">all</span><canvas aria-hidden="true"></canvas></div>
+<div id="steps" hidden></div>
 <div id="axis"><span class="corner" id="corner"></span><div id="ticks"></div><span class="head" id="idle-head">idle</span><span class="head" id="memory-head">peak</span></div>
 <div id="scroll" tabindex="0" role="application" aria-label="Timeline, by rank. Arrow keys go from bar to bar." aria-describedby="summary">
 <div id="canvases"><canvas id="bars" aria-hidden="true"></canvas><canvas id="marked" aria-hidden="true"></canvas></div>
@@ -76,7 +76,7 @@ fn figures(timeline: &Timeline) -> String {
 /// What is in the timeline, each with a swatch; the page's style colours them.
 fn legend(timeline: &Timeline) -> String {
     let mut legend = String::new();
-    let chunks = timeline.rows.iter().map(|row| row.stages().len()).max().unwrap_or(0).max(1);
+    let chunks = facts::chunks(timeline);
     for kind in facts::kinds(timeline) {
         let number = colour::number(kind);
         let shaded = if matches!(kind, Kind::Other | Kind::Move) { 1 } else { chunks.min(4) };

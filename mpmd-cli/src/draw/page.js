@@ -6,7 +6,7 @@ document.documentElement.classList.add("js");
 
 // What is drawn: one object per row, with bars as columns.
 const MOVE = 5, OTHER = 4;
-const LEAST_PITCH = 10, MOST_PITCH = 84, TALL = 38, NARROW = 4;
+const LEAST_PITCH = 10, LEAST_WITH_MOVES = 20, MOST_PITCH = 108, TALL = 38, NARROW = 4;
 const rows = data.rows.map((row, index) => {
   const chunk = new Map(row.stages.map((stage, i) => [stage, i]));
   const columns = (c) => {
@@ -36,6 +36,15 @@ const shortest = rows.reduce((least, { bars }) => {
   for (let i = 0; i < bars.n; i++) { const length = bars.end[i] - bars.start[i]; if (length > 0 && length < least) least = length; }
   return least;
 }, end);
+// How long a rank is busy with one microbatch: stretches of this length look alike.
+const cycle = (() => {
+  const seen = new Set();
+  let busy = 0;
+  for (const { bars } of rows) for (let i = 0; i < bars.n; i++) { busy += bars.end[i] - bars.start[i]; if (bars.microbatch && bars.microbatch[i] != null) seen.add(bars.microbatch[i]); }
+  return seen.size > 1 ? busy / rows.length / seen.size : shortest;
+})();
+const longestNumber = rows.reduce((most, { bars }) => Math.max(most, ...(bars.microbatch || []).slice(-1).map((it) => String(it == null ? "" : it).length)), 1);
+const LETTERS = ["F", "B", "I", "W", "", ""];
 const byMicrobatch = new Map();
 for (const row of rows) for (let i = 0; i < row.bars.n; i++) {
   const microbatch = row.bars.microbatch && row.bars.microbatch[i];
@@ -58,7 +67,7 @@ const time = (value) => {
   return text === "1" && name === "units" ? "1 unit" : text + " " + name;
 };
 // A point in time needs more digits than a length.
-const point = (value) => { const [one, name] = timeUnit(end); return number(value / one, 7) + " " + name; };
+const point = (value) => { const [one, name] = timeUnit(end); const text = number(value / one, 6); return text === "1" && name === "units" ? "1 unit" : text + " " + name; };
 const percent = (share) => (100 * share).toFixed(1) + " %";
 const bytes = (amount) => {
   let unit = "B";
@@ -76,7 +85,7 @@ const canvases = { bars: $("bars"), marked: $("marked"), overview: document.quer
 let view = { from: 0, until: end };
 let place = null;
 let shown = { moves: false, planned: true, memory: true };
-let chosen = null, pending = 0, theme = "light", style = null;
+let summed = false, chosen = null, pending = 0, theme = "light", style = null;
 
 function size(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;
@@ -98,17 +107,16 @@ function arrange() {
   const family = getComputedStyle(document.body).fontFamily;
   const chart = $("chart");
   // What the rows may have: the rest of the window, and more by scrolling.
-  const rest = Math.max(200, window.innerHeight - chart.getBoundingClientRect().top - window.scrollY - 34 - 20 - 18 - 10);
+  const rest = Math.max(200, window.innerHeight - chart.getBoundingClientRect().top - window.scrollY - 34 - (data.marks.length > 1 ? 15 : 0) - 20 - 18 - 10);
   const n = Math.max(1, rows.length);
-  const pitch = Math.min(MOST_PITCH, Math.max(LEAST_PITCH, Math.floor(10 * rest / n) / 10));
+  const pitch = Math.min(MOST_PITCH, Math.max(shown.moves ? LEAST_WITH_MOVES : LEAST_PITCH, Math.floor(10 * rest / n) / 10));
   const letters = Math.min(13, Math.max(9.5, pitch - 1));
   const font = letters + "px " + family;
   // Where the names only count and rows are low, the number alone is larger than all of it would be.
   const short = data.prefix !== "" && pitch < 16;
   const names = rows.map((row) => short ? row.name.slice(data.prefix.length) : row.name);
   const corner = short ? data.prefix.trim() : "";
-  const [, unit] = timeUnit(end);
-  const left = Math.min(190, Math.max(28, Math.ceil(Math.max(measure(names, font), measure([corner, unit, "all"], "11px " + family))) + 3));
+  const left = Math.min(190, Math.max(28, Math.ceil(Math.max(measure(names, font), measure([corner, "all"], "11px " + family))) + 3));
   const idle = Math.ceil(measure(["100.0 %"], font)) + 10;
   const peaks = hasMemory ? Math.ceil(measure(rows.map((row) => row.peak == null ? "" : memory(row.peak)).concat("peak"), font)) + 8 : 0;
   const tall = pitch >= TALL && hasMemory;
@@ -119,12 +127,14 @@ function arrange() {
   place = { pitch, letters, family, left: left + 6, width: Math.max(40, width - left - 6 - idle - peaks - spark - (spark ? 8 : 2)), idle, peaks, spark, tall, full: width, height, names };
   const right = place.left + place.width;
   place.sparkLeft = right + idle + 4;
+  // Names stand beside the bars, not beside what is below them.
+  const beside = pitch < 24 ? pitch - 1 : parts().bars;
   rowsBox.replaceChildren(...rows.map((row, i) => {
     const line = document.createElement("div");
     const span = (kind, value, css) => {
       const it = document.createElement("span");
       it.className = kind; it.textContent = value;
-      Object.assign(it.style, { height: pitch + "px", lineHeight: pitch + "px", fontSize: letters + "px" }, css);
+      Object.assign(it.style, { height: beside + "px", lineHeight: beside + "px", fontSize: letters + "px" }, css);
       line.append(it);
     };
     Object.assign(line.style, { top: i * pitch + "px", height: pitch + "px" });
@@ -134,12 +144,16 @@ function arrange() {
     if (row.peak != null) span("peak", memory(row.peak), { left: right + idle + spark + "px", width: width - right - idle - spark + "px" });
     return line;
   }));
-  $("corner").textContent = corner || unit;
+  $("corner").textContent = corner;
   for (const it of document.querySelectorAll(".corner")) it.style.width = left + "px";
   Object.assign($("idle-head").style, { left: right + "px", width: idle + "px" });
   Object.assign($("memory-head").style, { left: right + idle + spark + "px", width: Math.max(0, width - right - idle - spark) + "px" });
   $("memory-head").hidden = !hasMemory;
+  $("steps").hidden = data.marks.length < 2;
+  const moved = document.querySelector("#legend [data-kind='" + MOVE + "']");
+  if (moved) moved.parentElement.hidden = !shown.moves;
   place.shares = shares(0, end, Math.max(8, Math.floor(place.width / 3)));
+  place.overview = null;
   draw();
 }
 
@@ -182,6 +196,7 @@ function readStyle() {
   const computed = getComputedStyle(document.documentElement);
   theme = dark() ? "dark" : "light";
   style = {};
+  if (place) place.overview = null;
   for (const name of ["ground", "plot", "text", "muted", "line", "stripe", "memory", "curve", "planned", "mark", "edge", "accent"]) style[name] = computed.getPropertyValue("--" + name).trim();
   // Diagonal lines, as the legend has them.
   const ratio = window.devicePixelRatio || 1, side = Math.round(6 * ratio), tile = document.createElement("canvas");
@@ -202,7 +217,7 @@ function parts() {
   const { pitch, tall } = place;
   const space = pitch >= 24 ? 5 : pitch >= 14 ? 2 : 1;
   const strip = tall && shown.memory ? Math.floor(pitch * 0.3) : 0;
-  const planned = shown.planned && $("show-planned") ? (pitch >= 24 ? 4 : 2) : 0;
+  const planned = shown.planned && !summed && $("show-planned") ? (pitch >= 24 ? 4 : 2) : 0;
   const moves = shown.moves ? Math.max(3, Math.min(15, Math.floor((pitch - strip) * 0.3))) : 0;
   const bars = pitch - space - strip - planned - moves;
   return { bars, moves, planned, strip, movesTop: bars + 1, plannedTop: bars + moves + 1, stripTop: pitch - space + 1 - strip };
@@ -217,14 +232,15 @@ function drawNow() {
   const { left, width, pitch, full, height, family } = place;
   const context = size(canvases.bars, full, height);
   const top = scroll.scrollTop, first = Math.max(0, Math.floor(top / pitch)), last = Math.min(rows.length, Math.ceil((top + height) / pitch));
-  const span = view.until - view.from, part = parts();
+  const span = view.until - view.from;
   let count = 0, busy = 0;
   for (const { bars } of rows.slice(first, last)) {
     const from = firstAfter(bars.end, view.from);
     for (let i = from; i < bars.n && bars.start[i] < view.until; i++) { count++; busy += bars.end[i] - bars.start[i]; }
   }
   const mean = count ? busy / count / span * width : Infinity;
-  const sums = mean < NARROW;
+  summed = mean < NARROW;
+  const part = parts(), lettered = mean >= (longestNumber + 1) * Math.min(12, part.bars - 1.5) * 0.62 + 4;
   context.save();
   context.beginPath(); context.rect(left, 0, width, height); context.clip();
   const until = Math.min(left + width, x(end));
@@ -233,12 +249,13 @@ function drawNow() {
     context.fillStyle = style.idle; context.fillRect(x(0), r * pitch - top, until - x(0), part.bars);
   }
   const ticks = axis();
+  steps();
   context.fillStyle = style.line;
   for (const at of ticks) context.fillRect(Math.round(x(at)), 0, 1, height);
   for (let r = first; r < last; r++) {
     const y = r * pitch - top;
-    if (sums) drawSums(context, rows[r], y, part.bars, Math.max(4, Math.min(16, mean * 4)));
-    else drawBars(context, rows[r], y, part, family);
+    if (summed) drawSums(context, rows[r], y, part.bars);
+    else drawBars(context, rows[r], y, part, family, lettered);
     if (shown.moves) drawMoves(context, rows[r], y + part.movesTop, part.moves);
     if (part.strip && rows[r].memory.length) drawMemory(context, rows[r], x, view.from, view.until, left, left + width, y + part.stripTop, part.strip - 1);
   }
@@ -248,13 +265,13 @@ function drawNow() {
   context.restore();
   if (place.spark && shown.memory) for (let r = first; r < last; r++) {
     const from = place.sparkLeft, to = from + place.spark - 6;
-    if (rows[r].memory.length) drawMemory(context, rows[r], (at) => from + at / end * (to - from), 0, end, from, to, r * pitch - top + 0.5, pitch - Math.min(4, pitch * 0.2));
+    if (rows[r].memory.length) drawMemory(context, rows[r], (at) => from + at / end * (to - from), 0, end, from, to, r * pitch - top + 0.5, pitch - Math.min(4, pitch * 0.2), true);
   }
   drawOverview();
   drawMarked();
   const chart = $("chart");
-  chart.dataset.from = view.from; chart.dataset.until = view.until; chart.dataset.mode = sums ? "sums" : "bars"; chart.dataset.drawn = count;
-  $("note").textContent = sums ? "Single passes are too narrow here: the heights of the colours are their shares of the time. Zoom in to see each; point at any place to ask." : "";
+  chart.dataset.from = view.from; chart.dataset.until = view.until; chart.dataset.mode = summed ? "sums" : "bars"; chart.dataset.drawn = count;
+  $("note").textContent = summed ? "Single passes are too narrow here: the heights of the colours are their shares of the time. Zoom in to see each; point at any place to ask." : "";
   $("out").disabled = $("reset").disabled = view.from <= 0 && view.until >= end;
 }
 
@@ -273,13 +290,30 @@ function axis() {
     it.style.left = px + "px";
     // A label that would hang over the end of the axis is left out; its line is there.
     const half = it.textContent.length * 3.4;
-    if (px - half >= place.left - 8 && px + half <= place.left + place.width + 8) labels.push(it);
+    if (px < place.left - 1 || px + half > place.left + place.width + 8) continue;
+    // One at the beginning stands right of its line, not over the names.
+    if (px - half < place.left) it.style.transform = "none";
+    labels.push(it);
   }
   $("ticks").replaceChildren(...labels);
   return ticks;
 }
 
-function drawBars(context, row, y, part, family) {
+// The names of what begins at marks; a step that has begun before what is seen is named at its edge.
+function steps() {
+  const labels = [], edge = place.left + place.width;
+  data.marks.forEach(([at, name], i) => {
+    const from = Math.max(place.left, x(at)), until = Math.min(edge, i + 1 < data.marks.length ? x(data.marks[i + 1][0]) : x(end));
+    if (!name || until - from < name.length * 6.6 + 8) return;
+    const it = document.createElement("span");
+    it.textContent = name;
+    it.style.left = from + "px";
+    labels.push(it);
+  });
+  $("steps").replaceChildren(...labels);
+}
+
+function drawBars(context, row, y, part, family, lettered) {
   const { bars } = row, from = firstAfter(bars.end, view.from), width = place.width;
   const letters = Math.min(12, part.bars - 1.5), labelled = letters >= 7.5, labels = [];
   for (let i = from; i < bars.n && bars.start[i] < view.until; i++) {
@@ -297,8 +331,9 @@ function drawBars(context, row, y, part, family) {
   context.font = (part.bars >= 16 ? "600 " : "") + letters + "px " + family;
   for (const [i, begin, w] of labels) {
     const microbatch = bars.microbatch && bars.microbatch[i], name = text(bars.name, i);
-    let label = microbatch == null ? name : w > name.length * letters * 0.62 + 14 && name ? name : String(microbatch);
-    const fits = Math.floor((w - 3) / (letters * 0.6));
+    const fits = Math.floor((w - 3) / (letters * 0.62));
+    let label = microbatch == null ? name : String(microbatch);
+    if (microbatch != null && lettered && label.length < fits) label = LETTERS[bars.kind[i]] + label;
     if (label.length > fits) { if (microbatch != null || fits < 4) continue; label = label.slice(0, fits - 1) + "\u2026"; }
     context.fillStyle = ink(bars.kind[i], bars.chunk[i]);
     context.fillText(label, begin + (w - 1) / 2, y + part.bars / 2 + 0.5);
@@ -306,8 +341,9 @@ function drawBars(context, row, y, part, family) {
 }
 
 // Stretches of time that begin at multiples of their length, so that they stay as they are when the view moves.
-function drawSums(context, row, y, height, least) {
-  const { bars } = row, span = view.until - view.from, part = 2 ** Math.ceil(Math.log2(least / place.width * span / shortest)) * shortest;
+function drawSums(context, row, y, height) {
+  const { bars } = row, least = (view.until - view.from) / place.width * 6;
+  const even = (one) => one * Math.max(1, Math.ceil(least / one)), part = even(cycle) <= 3 * least ? even(cycle) : even(shortest);
   let i = firstAfter(bars.end, Math.floor(view.from / part) * part);
   const chunks = data.chunks, sums = new Float64Array(data.kinds.length * chunks);
   for (let p = Math.floor(view.from / part); p * part < view.until && i < bars.n; p++) {
@@ -325,13 +361,25 @@ function drawSums(context, row, y, height, least) {
     // Time after the end is nobody's: the rest is of what lies before it.
     const scale = until > end ? part / (end - from) : 1, stop = until > end ? Math.round(x(end)) : close;
     let at = y;
-    for (let c = 0; c < sums.length; c++) if (sums[c] > 0) {
-      const h = sums[c] * scale * height;
-      context.fillStyle = colour(Math.floor(c / chunks), c % chunks);
-      context.fillRect(begin, at, stop - begin, h);
-      at += h;
+    for (let k = 0; k < data.kinds.length; k++) {
+      let sum = 0, chunk = 0;
+      for (let c = 0; c < chunks; c++) { sum += sums[k * chunks + c]; chunk += c * sums[k * chunks + c]; }
+      if (sum <= 0) continue;
+      // Of several chunks, the shade between.
+      context.fillStyle = between(k, chunk / sum);
+      context.fillRect(begin, at, stop - begin, sum * scale * height);
+      at += sum * scale * height;
     }
   }
+}
+
+// The shade of a chunk that may lie between two.
+function between(kind, chunk) {
+  const low = Math.floor(chunk), share = Math.round(4 * (chunk - low)) / 4;
+  if (share === 0) return colour(kind, low);
+  const parts = (shade) => [1, 3, 5].map((i) => parseInt(shade.slice(i, i + 2), 16));
+  const [a, b] = [parts(colour(kind, low)), parts(colour(kind, low + 1))];
+  return "rgb(" + a.map((part, i) => Math.round(part + share * (b[i] - part))).join(" ") + ")";
 }
 
 function eachMove(row, each) {
@@ -381,7 +429,7 @@ function arrow(context, row, i, part, top, stroke, line) {
   context.fill();
 }
 
-function drawMemory(context, row, at, from, until, left, right, y, height) {
+function drawMemory(context, row, at, from, until, left, right, y, height, small) {
   const points = row.memory, n = points.length / 2;
   const level = (used) => y + height * (1 - used / (mostMemory || 1));
   // The last point before what is seen holds into it.
@@ -393,11 +441,12 @@ function drawMemory(context, row, at, from, until, left, right, y, height) {
   for (let i = low; i < n && points[2 * i] < until; i++) {
     const px = Math.min(right, Math.max(left, at(points[2 * i])));
     if (px - before < 1) { most = Math.max(most, points[2 * i + 1]); least = Math.min(least, points[2 * i + 1]); used = points[2 * i + 1]; continue; }
-    // What happens within a pixel is one stroke from the least to the most.
-    line.lineTo(before, level(least)); line.lineTo(before, level(most)); line.lineTo(before, level(used));
-    line.lineTo(px, level(used));
+    // What happens within a pixel is one stroke from the least to the most; of a small curve, the most.
+    if (small) used = most;
+    else { line.lineTo(before, level(least)); line.lineTo(before, level(most)); }
+    line.lineTo(before, level(used)); line.lineTo(px, level(used));
     used = most = least = points[2 * i + 1]; before = px;
-    line.lineTo(px, level(used));
+    if (!small) line.lineTo(px, level(used));
   }
   line.lineTo(before, level(most)); line.lineTo(before, level(used));
   const stop = Math.min(right, at(end));
@@ -408,9 +457,12 @@ function drawMemory(context, row, at, from, until, left, right, y, height) {
   context.strokeStyle = style.curve; context.lineWidth = 1; context.stroke(line);
 }
 
-function drawOverview() {
-  const canvas = canvases.overview, box = canvas.parentElement, context = size(canvas, box.clientWidth, box.clientHeight);
-  const height = box.clientHeight - 4, { left, width, shares: sums } = place, kinds = data.kinds.length, parts = sums.length / kinds;
+// The overview without what is marked in it: once for each size and theme.
+function drawAll(like, left, width, height) {
+  const canvas = document.createElement("canvas"), { shares: sums } = place, kinds = data.kinds.length, parts = sums.length / kinds;
+  canvas.width = like.width; canvas.height = like.height;
+  const context = canvas.getContext("2d");
+  context.setTransform(window.devicePixelRatio || 1, 0, 0, window.devicePixelRatio || 1, 0, 0);
   context.fillStyle = style.plot; context.fillRect(left, 2, width, height);
   context.fillStyle = style.idle; context.fillRect(left, 2, width, height);
   for (let p = 0; p < parts; p++) {
@@ -423,6 +475,14 @@ function drawOverview() {
       context.fillRect(begin, y, close - begin, h);
     }
   }
+  return canvas;
+}
+
+function drawOverview() {
+  const canvas = canvases.overview, box = canvas.parentElement, context = size(canvas, box.clientWidth, box.clientHeight);
+  const height = box.clientHeight - 4, { left, width } = place;
+  if (!place.overview) place.overview = drawAll(context.canvas, left, width, height);
+  context.drawImage(place.overview, 0, 0, box.clientWidth, box.clientHeight);
   const at = (t) => left + t / end * width;
   if (view.from > 0 || view.until < end) {
     context.fillStyle = style.ground; context.globalAlpha = 0.68;
@@ -640,7 +700,7 @@ function reach(row, bar) {
   choose({ row, bar }, at.left + middle, at.top + y - scroll.scrollTop + place.pitch / 2);
 }
 document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("button, input, summary")) {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("button, input, select, summary")) {
     if (event.key !== "Escape") return;
   }
   const on = document.activeElement === scroll, last = chosen ? chosen.row : rows[0];
@@ -662,11 +722,11 @@ for (const what of ["moves", "planned", "memory"]) {
   const it = $("show-" + what);
   if (!it) continue;
   shown[what] = it.checked;
-  it.addEventListener("change", () => { shown[what] = it.checked; choose(null); draw(); });
+  it.addEventListener("change", () => { shown[what] = it.checked; choose(null); arrange(); });
 }
-for (const button of document.querySelectorAll("#theme button")) button.addEventListener("click", () => {
-  if (button.dataset.to === "auto") delete document.documentElement.dataset.theme; else document.documentElement.dataset.theme = button.dataset.to;
-  for (const other of document.querySelectorAll("#theme button")) other.setAttribute("aria-pressed", String(other === button));
+$("theme").addEventListener("change", () => {
+  const to = $("theme").value;
+  if (to === "auto") delete document.documentElement.dataset.theme; else document.documentElement.dataset.theme = to;
   readStyle(); draw();
 });
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readStyle(); draw(); });

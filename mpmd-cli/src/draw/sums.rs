@@ -1,30 +1,55 @@
 //! Bars that are too narrow to draw: what share of a stretch of time each colour has.
 
-use mpmd_core::trace::Row;
+use std::collections::BTreeSet;
+
+use mpmd_core::trace::{Row, Timeline};
 
 use super::colour;
 
-/// Colours: a kind and a chunk.
+/// Colours: a kind, and a chunk in quarters, as a stretch of time may be of several.
 pub(super) type Class = (usize, usize);
 
 /// The colour of each bar of a row.
 pub(super) fn classes(row: &Row) -> Vec<Class> {
     let stages = row.stages();
     let chunk = |stage: Option<u32>| stage.and_then(|stage| stages.binary_search(&stage).ok()).unwrap_or(0);
-    row.bars.iter().map(|bar| (colour::number(bar.kind), chunk(bar.stage))).collect()
+    row.bars.iter().map(|bar| (colour::number(bar.kind), 4 * chunk(bar.stage))).collect()
 }
 
-/// Of each of so many equal parts of the time until `end`, the shares of all colours that there are, in order.
-pub(super) fn shares(row: &Row, end: f64, parts: usize) -> Vec<Vec<(Class, f64)>> {
-    let mut sums = vec![Vec::new(); parts];
-    let part = end / parts as f64;
-    for (bar, class) in row.bars.iter().zip(classes(row)) {
-        let first = ((bar.start / part).max(0.0) as usize).min(parts.saturating_sub(1));
+/// How long bars are on average; infinite where there are none.
+pub(super) fn mean(timeline: &Timeline) -> f64 {
+    let lengths = || timeline.rows.iter().flat_map(|row| &row.bars).map(|bar| bar.end - bar.start);
+    if lengths().next().is_none() { f64::INFINITY } else { lengths().sum::<f64>() / lengths().count() as f64 }
+}
+
+/// How long stretches of time are, at least as long as `least`: multiples of the time that a row is busy with one
+/// microbatch, so that a steady state looks steady. The shortest bar's where that would be far too long.
+pub(super) fn stretch(timeline: &Timeline, least: f64) -> f64 {
+    let bars = || timeline.rows.iter().flat_map(|row| &row.bars);
+    let microbatches: BTreeSet<u32> = bars().filter_map(|bar| bar.microbatch).collect();
+    let lengths = || bars().map(|bar| bar.end - bar.start).filter(|length| *length > 0.0);
+    let even =
+        |one: f64| if one > 0.0 && one.is_finite() { one * (least / one).ceil().max(1.0) } else { least };
+    let cycle = lengths().sum::<f64>() / (timeline.rows.len() * microbatches.len()) as f64;
+    if microbatches.len() > 1 && even(cycle) <= 3.0 * least {
+        even(cycle)
+    } else {
+        even(lengths().fold(f64::INFINITY, f64::min))
+    }
+}
+
+/// Of each stretch of time from the beginning to the end, the shares of all kinds that there are, in order. The last
+/// one is as long as the time that is left.
+pub(super) fn shares(row: &Row, end: f64, stretch: f64) -> Vec<Vec<(Class, f64)>> {
+    let mut sums = vec![Vec::<(Class, f64)>::new(); (end / stretch - 1e-9).ceil().max(1.0) as usize];
+    let bounds = |i: usize| (i as f64 * stretch, ((i + 1) as f64 * stretch).min(end));
+    for (bar, (kind, quarters)) in row.bars.iter().zip(classes(row)) {
+        let first = ((bar.start / stretch).max(0.0) as usize).min(sums.len() - 1);
         for (i, sum) in sums.iter_mut().enumerate().skip(first) {
-            let (from, until) = (i as f64 * part, (i + 1) as f64 * part);
-            let within = bar.end.min(until) - bar.start.max(from);
+            let (from, until) = bounds(i);
+            let within = (bar.end.min(until) - bar.start.max(from)) / (until - from);
             if within > 0.0 {
-                add(sum, class, within / part);
+                add(sum, kind, quarters, within);
             }
             if bar.end <= until {
                 break;
@@ -35,10 +60,14 @@ pub(super) fn shares(row: &Row, end: f64, parts: usize) -> Vec<Vec<(Class, f64)>
     sums
 }
 
-fn add(sum: &mut Vec<(Class, f64)>, class: Class, share: f64) {
-    match sum.iter_mut().find(|(other, _)| *other == class) {
-        Some((_, sum)) => *sum += share,
-        None => sum.push((class, share)),
+/// Adds to the share of a kind, whose chunk becomes the mean.
+fn add(sum: &mut Vec<(Class, f64)>, kind: usize, quarters: usize, share: f64) {
+    match sum.iter_mut().find(|((other, _), _)| *other == kind) {
+        Some(((_, mean), sum)) => {
+            *mean = ((*mean as f64 * *sum + quarters as f64 * share) / (*sum + share)).round() as usize;
+            *sum += share;
+        }
+        None => sum.push(((kind, quarters), share)),
     }
 }
 
@@ -47,19 +76,42 @@ mod tests {
     use super::*;
     use mpmd_core::trace::{Bar, Kind};
 
-    #[test]
-    fn shares_are_of_time_by_kind_and_chunk() {
-        let bar = |kind, stage, start, end| Bar { kind, stage: Some(stage), start, end, ..Bar::default() };
+    fn row() -> Row {
+        let bar = |kind, stage, start, end| Bar {
+            kind,
+            stage: Some(stage),
+            microbatch: Some(start as u32),
+            start,
+            end,
+            ..Bar::default()
+        };
         let bars = vec![
             bar(Kind::BackwardInput, 5, 0.0, 1.0),
             bar(Kind::Forward, 2, 1.0, 2.5),
             bar(Kind::Forward, 5, 2.5, 3.0),
             bar(Kind::Forward, 2, 3.0, 3.5),
         ];
-        let row = Row { bars, ..Row::default() };
-        let shares = shares(&row, 8.0, 4);
-        assert_eq!(shares[0], [((0, 0), 0.5), ((2, 1), 0.5)]);
-        assert_eq!(shares[1], [((0, 0), 0.5), ((0, 1), 0.25)]);
+        Row { bars, ..Row::default() }
+    }
+
+    #[test]
+    fn shares_are_of_time_by_kind() {
+        let shares = shares(&row(), 7.0, 2.0);
+        assert_eq!(shares[0], [((0, 0), 0.5), ((2, 4), 0.5)]);
+        // Half of the first chunk, a quarter of the second.
+        assert_eq!(shares[1], [((0, 1), 0.75)]);
         assert_eq!(shares[2..], [vec![], vec![]]);
+        let last = super::shares(&row(), 3.5, 2.0);
+        assert_eq!(last[1], [((0, 1), 1.0)]);
+    }
+
+    #[test]
+    fn stretches_are_whole_microbatches() {
+        let timeline = Timeline { rows: vec![row(), Row::default()], end: 4.0, ..Timeline::default() };
+        // 3.5 of two rows with four microbatches.
+        assert_eq!(stretch(&timeline, 0.4), 0.4375);
+        assert_eq!(stretch(&timeline, 0.5), 0.875);
+        assert_eq!(stretch(&timeline, 0.1), 0.5);
+        assert_eq!(stretch(&Timeline::default(), 0.5), 0.5);
     }
 }

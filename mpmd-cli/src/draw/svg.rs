@@ -1,5 +1,6 @@
 //! The drawing: a timeline as one SVG document that needs nothing else, for documents by day and by night.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 use mpmd_core::trace::{Bar, Row, Timeline};
@@ -15,8 +16,8 @@ const MARGIN: f64 = 20.0;
 const CHARACTER: f64 = 6.3;
 
 /// The columns at the right: how much is idle, how much memory.
-const IDLE: f64 = 48.0;
-const MEMORY: f64 = 92.0;
+const IDLE: f64 = 54.0;
+const MEMORY: f64 = 104.0;
 
 /// The height of all rows together, and the bounds of the height of one.
 const ROWS: f64 = 780.0;
@@ -39,6 +40,14 @@ struct Drawing<'a> {
     length: f64,
     pitch: f64,
     chunks: usize,
+    /// The width of the column for memory.
+    memory: f64,
+    /// Whether bars are too narrow to be drawn one by one.
+    is_summed: bool,
+    /// The length of the stretches of time in which bars are summed.
+    stretch: f64,
+    /// The colours that have been used.
+    used: BTreeSet<Class>,
 }
 
 /// A timeline as a drawing.
@@ -46,19 +55,31 @@ pub(crate) fn svg(timeline: &Timeline) -> String {
     let rows = timeline.rows.len().max(1) as f64;
     let longest = timeline.rows.iter().map(|row| row.name.chars().count()).max().unwrap_or(0);
     let left = MARGIN + (longest as f64 * CHARACTER).clamp(24.0, 170.0) + 8.0;
-    let has_memory = timeline.rows.iter().any(|row| !row.memory.is_empty());
+    let pitch = (ROWS / rows).floor().clamp(LEAST_PITCH, MOST_PITCH);
+    let unit = text::memory_unit(timeline);
+    let peaks = timeline.rows.iter().filter_map(|row| row.peak());
+    let memory = match peaks.map(|peak| text::memory(unit, peak).chars().count()).max() {
+        None => 0.0,
+        Some(longest) if pitch >= TALL => longest.max(4) as f64 * CHARACTER + 12.0,
+        Some(_) => MEMORY,
+    };
+    let length = WIDTH - MARGIN - left - IDLE - memory;
     let mut drawing = Drawing {
         timeline,
         body: String::new(),
         bottom: MARGIN,
         left,
-        length: WIDTH - MARGIN - left - IDLE - if has_memory { MEMORY } else { 0.0 },
-        pitch: (ROWS / rows).floor().clamp(LEAST_PITCH, MOST_PITCH),
-        chunks: timeline.rows.iter().map(|row| row.stages().len()).max().unwrap_or(0).max(1),
+        length,
+        pitch,
+        chunks: facts::chunks(timeline),
+        memory,
+        is_summed: sums::mean(timeline) / timeline.end * length < NARROW,
+        stretch: sums::stretch(timeline, 7.0 / length * timeline.end),
+        used: BTreeSet::new(),
     };
     drawing.head();
     drawing.legend();
-    drawing.axis(has_memory);
+    drawing.axis();
     let top = drawing.bottom;
     for row in &timeline.rows {
         drawing.row(row);
@@ -101,11 +122,15 @@ impl Drawing<'_> {
         self.bottom += 20.0;
         for figure in facts::figures(self.timeline) {
             self.text([x, self.bottom], figure.name, "m", "start");
-            self.text([x, self.bottom + 18.0], &figure.value, "t figure", "start");
-            // Figures are of larger letters.
-            let value = figure.value.chars().count() as f64 * CHARACTER * 1.45;
-            self.text([x + value + 6.0, self.bottom + 18.0], &figure.note, "m", "start");
-            x += value + 6.0 + figure.note.chars().count() as f64 * CHARACTER + 26.0;
+            // As one text: the second part stands behind the first, whatever the font.
+            let [value, note] = [&figure.value, &figure.note].map(|text| text::escaped(text));
+            let y = self.bottom + 18.0;
+            let _ = writeln!(
+                self.body,
+                r#"<text x="{x:.1}" y="{y:.1}"><tspan class="t figure">{value}</tspan><tspan class="m" dx="6">{note}</tspan></text>"#
+            );
+            let letters = figure.value.chars().count() as f64 * 1.6 + figure.note.chars().count() as f64;
+            x += letters.max(figure.name.len() as f64) * CHARACTER + 30.0;
         }
         self.bottom += 18.0;
     }
@@ -122,7 +147,8 @@ impl Drawing<'_> {
             let shades = if number == 4 { 1 } else { self.chunks.min(4) };
             for i in 0..shades {
                 let chunk = if shades > 1 { i * (self.chunks - 1) / (shades - 1) } else { 0 };
-                self.rect([x, y - 10.0, 12.0, 12.0], &class((number, chunk)));
+                self.used.insert((number, 4 * chunk));
+                self.rect([x, y - 10.0, 12.0, 12.0], &class((number, 4 * chunk)));
                 x += 12.0;
             }
             self.text([x + 5.0, y], colour::NAMES[number], "t", "start");
@@ -132,7 +158,7 @@ impl Drawing<'_> {
         self.text([x + 23.0, y], "bubble", "t", "start");
         x += 23.0 + 6.0 * CHARACTER + 16.0;
         let has = |what: &dyn Fn(&Row) -> bool| self.timeline.rows.iter().any(what);
-        let (planned, memory) = (self.timeline.planned_end().is_some(), has(&|row| !row.memory.is_empty()));
+        let (planned, memory) = (self.has_plan(), has(&|row| !row.memory.is_empty()));
         if planned {
             self.rect([x, y - 5.0, 18.0, 2.0], "planned");
             self.text([x + 23.0, y], "planned", "t", "start");
@@ -148,14 +174,14 @@ impl Drawing<'_> {
         if self.chunks > 1 {
             said.push("paler: a rank's later chunks");
         }
-        if self.is_summed() {
+        if self.is_summed {
             said.push("heights: shares of time");
         }
         self.text([x, y], &said.join("; "), "m", "start");
     }
 
     /// Times above the rows, and lines down through them.
-    fn axis(&mut self, has_memory: bool) {
+    fn axis(&mut self) {
         self.bottom += 30.0;
         let (y, end) = (self.bottom - 6.0, self.timeline.end);
         let (_, unit) = text::time_unit(&self.timeline.unit, end);
@@ -175,7 +201,7 @@ impl Drawing<'_> {
         self.path(&lines, "grid");
         let right = self.left + self.length + IDLE;
         self.text([right - 4.0, y], "idle", "m", "end");
-        if has_memory {
+        if self.memory > 0.0 {
             self.text([WIDTH - MARGIN, y], "peak", "m", "end");
         }
     }
@@ -183,15 +209,15 @@ impl Drawing<'_> {
     fn row(&mut self, row: &Row) {
         let (top, pitch) = (self.bottom, self.pitch);
         let is_tall = pitch >= TALL && !row.memory.is_empty();
-        let has_plan = pitch >= 18.0 && self.timeline.planned_end().is_some();
+        let has_plan = self.has_plan();
         let strip = if is_tall { (pitch * 0.3).floor() } else { 0.0 };
         let space = if pitch >= 20.0 { 4.0 } else { 1.0 };
         let height = pitch - space - strip - if has_plan { 4.0 } else { 0.0 };
         let middle = top + height / 2.0 + 4.0;
-        let most = ((self.left - MARGIN - 8.0) / CHARACTER).floor() as usize;
+        let most = ((self.left - MARGIN - 8.0) / CHARACTER + 0.01).floor() as usize;
         self.text([self.left - 8.0, middle], &text::shortened(&row.name, most), "t", "end");
         self.rect([self.left, top, self.length, height], "idle");
-        if self.is_summed() {
+        if self.is_summed {
             self.summed(row, top, height);
         } else {
             self.exact(row, top, height);
@@ -216,12 +242,9 @@ impl Drawing<'_> {
         self.bottom += pitch;
     }
 
-    /// Whether bars are too narrow to be drawn one by one.
-    fn is_summed(&self) -> bool {
-        let bars = || self.timeline.rows.iter().flat_map(|row| &row.bars);
-        let busy: f64 = bars().map(|bar| bar.end - bar.start).sum();
-        let mean = busy / bars().count().max(1) as f64;
-        self.timeline.end > 0.0 && mean / self.timeline.end * self.length < NARROW
+    /// Whether there is a plan, and room for it.
+    fn has_plan(&self) -> bool {
+        self.pitch >= 18.0 && !self.is_summed && self.timeline.planned_end().is_some()
     }
 
     fn exact(&mut self, row: &Row, top: f64, height: f64) {
@@ -244,10 +267,11 @@ impl Drawing<'_> {
             }
         }
         for (of, path) in paths {
+            self.used.insert(of);
             self.path(&path, &class(of));
         }
-        for (x, label, (kind, chunk)) in labels {
-            self.text([x, top + height / 2.0 + 3.6], &label, &format!("n n{kind}-{chunk}"), "middle");
+        for (x, label, (kind, quarters)) in labels {
+            self.text([x, top + height / 2.0 + 3.6], &label, &format!("n n{kind}-{quarters}"), "middle");
         }
     }
 
@@ -262,15 +286,14 @@ impl Drawing<'_> {
 
     /// The shares of colours by stretches of time, one above the other.
     fn summed(&mut self, row: &Row, top: f64, height: f64) {
-        let parts = (self.length / 8.0).floor() as usize;
-        let width = self.length / parts as f64;
+        let end = self.timeline.end;
         let mut paths: Vec<(Class, String)> = Vec::new();
-        let shares = sums::shares(row, self.timeline.end, parts);
+        let shares = sums::shares(row, end, self.stretch);
         let mut at = 0;
-        while at < parts {
+        while at < shares.len() {
             // Equal ones as one.
             let same = shares[at..].iter().take_while(|other| alike(other, &shares[at])).count();
-            let (x, until) = (self.left + at as f64 * width, self.left + (at + same) as f64 * width);
+            let (x, until) = (self.x(at as f64 * self.stretch), self.x((at + same) as f64 * self.stretch));
             let mut sum = 0.0;
             for (of, share) in &shares[at] {
                 let (from, to) = (top + height * sum, top + height * (sum + share));
@@ -284,6 +307,7 @@ impl Drawing<'_> {
             at += same;
         }
         for (of, path) in paths {
+            self.used.insert(of);
             self.path(&path, &class(of));
         }
     }
@@ -390,20 +414,18 @@ impl Drawing<'_> {
             rule(".idle", "fill:url(#mpmd-idle)".to_owned());
             rule(".n", "font-size:10.5px".to_owned());
         }
-        for kind in facts::kinds(self.timeline) {
-            for chunk in 0..self.chunks {
-                let (number, colour) = (colour::number(kind), colour::shade(kind, theme, chunk, self.chunks));
-                rule(&format!(".{}", class((number, chunk))), format!("fill:{colour}"));
-                rule(&format!(".n{number}-{chunk}"), format!("fill:{}", colour::ink(&colour)));
-            }
+        for (number, quarters) in &self.used {
+            let colour = colour::shade(colour::KINDS[*number], theme, *quarters as f64 / 4.0, self.chunks);
+            rule(&format!(".{}", class((*number, *quarters))), format!("fill:{colour}"));
+            rule(&format!(".n{number}-{quarters}"), format!("fill:{}", colour::ink(&colour)));
         }
         rules
     }
 }
 
 /// The class of a colour.
-fn class((kind, chunk): Class) -> String {
-    format!("k{kind}-{chunk}")
+fn class((kind, quarters): Class) -> String {
+    format!("k{kind}-{quarters}")
 }
 
 /// What fits on a bar: its microbatch, or a name where it has none.
