@@ -81,7 +81,7 @@ fn run(schedule: &Schedule, (forward, input, weight): (usize, usize, usize)) -> 
             let row = &schedule.rows()[rank][next[rank]..];
             let is_pair = schedule.overlaps(rank).contains(&next[rank]);
             let head = &row[..row.len().min(if is_pair { 2 } else { 1 })];
-            let ready = head.iter().map(|&Action { stage, kind, microbatch }| {
+            let mut ready = head.iter().map(|&Action { stage, kind, microbatch }| {
                 let end = |stage: usize, forward: bool| ends.get(&(stage, forward, microbatch)).copied();
                 let first = |needed: bool, end: Option<usize>| if needed { end } else { Some(0) };
                 match kind {
@@ -93,7 +93,9 @@ fn run(schedule: &Schedule, (forward, input, weight): (usize, usize, usize)) -> 
                     }
                 }
             });
-            let Some(start) = ready.fold(Some(free[rank]), |all, one| Some(all?.max(one?))) else { continue };
+            let Some(start) = ready.try_fold(free[rank], |all, one| Some(all.max(one?))) else {
+                continue;
+            };
             if next[rank] > 0 && !head.is_empty() {
                 idle[rank] += start - free[rank];
             }

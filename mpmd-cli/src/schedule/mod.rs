@@ -133,7 +133,11 @@ fn text(args: &ScheduleArgs, source: &Source) -> Result<()> {
     write(args, text.to_csv().as_bytes())?;
     if args.sidecar {
         let mut sidecar = Sidecar::new(&source.schedule, &text);
-        sidecar.channel = proved_for(&steps(source)?)?.map(|channel| channel.to_string());
+        let steps = match text.flavour {
+            Flavour::ComputeComms => Lowered::of_text(&text),
+            Flavour::ComputeOnly => mpmd_core::pipeline::lower(&source.schedule)?,
+        };
+        sidecar.channel = proved_for(&steps)?.map(|channel| channel.to_string());
         sidecar.costs.clone_from(&source.costs);
         let path = path.with_extension("toml");
         fs::write(&path, sidecar.to_toml()).with_context(|| format!("cannot write {}", path.display()))?;
@@ -141,9 +145,9 @@ fn text(args: &ScheduleArgs, source: &Source) -> Result<()> {
     Ok(())
 }
 
-/// The poorest of the channels over which it comes to its end.
+/// The poorest of the channels over which it comes to its end, where what is computed leaves as torch has it.
 fn proved_for(steps: &Lowered) -> Result<Option<Channel>> {
-    let flow = Flow::of_lowered(steps, Leaves::AtOnce)?;
+    let flow = Flow::of_lowered(steps, Leaves::InOrder)?;
     Ok(Channel::RENDEZVOUS.into_iter().rev().find(|channel| check(&flow, *channel).is_ok()))
 }
 

@@ -26,10 +26,10 @@ pub(super) fn table(schedule: &Schedule, simulated: &SimulatedSchedule, unit: &s
         schedule.stages(),
         schedule.placement().name(),
     );
-    let _ = write!(
+    let _ = writeln!(
         text,
         "takes {} {units}, of which {} are beyond what the busiest rank computes; ranks compute nothing for {:.1} % \
-         of the time\n",
+         of the time",
         number(makespan),
         number(bubble),
         100.0 * found.bubble_share()

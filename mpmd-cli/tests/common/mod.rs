@@ -21,10 +21,15 @@ pub(crate) struct Told {
     pub(crate) stderr: String,
 }
 
-/// Asks with this on standard input.
+/// Asks `mpmd plan` with this on standard input.
 pub(crate) fn ask(args: &[&str], input: &str) -> Told {
+    call(&[&["plan"], args].concat(), input)
+}
+
+/// Calls `mpmd` with this on standard input.
+pub(crate) fn call(args: &[&str], input: &str) -> Told {
     let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
-    command.arg("plan").args(args);
+    command.args(args);
     let mut child =
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let (mut stdin, input) = (child.stdin.take().unwrap(), input.to_owned());
@@ -39,7 +44,7 @@ pub(crate) fn ask(args: &[&str], input: &str) -> Told {
         if Instant::now() > until {
             child.kill().unwrap();
             child.wait().unwrap();
-            panic!("mpmd plan {args:?} takes more than {LONG:?}");
+            panic!("mpmd {args:?} takes more than {LONG:?}");
         }
         thread::sleep(Duration::from_millis(1));
     };
