@@ -7,6 +7,7 @@ mod draw;
 mod plan;
 mod run;
 mod schedule;
+mod trace;
 
 use std::process::ExitCode;
 
@@ -31,6 +32,8 @@ enum Command {
     Run(run::Run),
     /// Ask the planners: layouts, chunks, rules, what goes where
     Plan(plan::PlanArgs),
+    /// Read what the processes of a traced run have written: what ran when, and who waited for whom
+    Trace(trace::TraceArgs),
     /// Draw what ranks did or will do: a page that can be zoomed and asked, or a drawing
     Draw(draw::DrawArgs),
     /// Prove and add up what a program is to do, before it runs
@@ -56,6 +59,7 @@ fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Run(run) => run.run(),
         Command::Plan(args) => plan::plan(&args),
+        Command::Trace(args) => trace::trace(&args),
         Command::Draw(args) => draw::draw(&args),
         Command::Check(args) => check::check(&args),
         Command::Schedule(args) => schedule::schedule(&args),

@@ -41,6 +41,9 @@ pub(crate) struct Run {
     /// How long the others may go on once one has failed
     #[arg(long, value_name = "SECONDS", default_value = "6", value_parser = seconds)]
     grace: Duration,
+    /// Have each process write what becomes of its operations to a file in this folder, for `mpmd trace`
+    #[arg(long, value_name = "DIR")]
+    trace: Option<PathBuf>,
     /// Print lines as they are, without saying whose they are
     #[arg(long)]
     no_prefix: bool,
@@ -67,7 +70,13 @@ impl Run {
             transports::check(name.trim())?;
         }
         let this = std::env::current_exe().context("finding this program, to start it again")?;
-        let outcome = Launch::new(self.processes as usize, &this)
+        let mut launch = Launch::new(self.processes as usize, &this);
+        if let Some(folder) = &self.trace {
+            // Whatever folder the program goes to.
+            let folder = std::path::absolute(folder).context("finding the folder for the trace")?;
+            launch = launch.env(variables::TRACE, folder);
+        }
+        let outcome = launch
             .args([OsStr::new(EXEC), OsStr::new("--"), found.as_os_str()])
             .args(args)
             .guarded_by(this, [GUARD])

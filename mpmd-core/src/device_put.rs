@@ -15,7 +15,7 @@ use crate::program::{Program, PutKey};
 use crate::region::Region;
 use crate::replay::{Again, Here};
 use crate::reshard::{contiguous_bytes, copy_region, scattered};
-use crate::runtime::{PutPlan, Rolling, Runtime, Slot, Source};
+use crate::runtime::{PutPlan, Rolling, Slot, Source};
 use crate::sharding::{Layout, MemoryKind, Sharding};
 use crate::tree::{PrefixTree, Tree};
 
@@ -84,7 +84,8 @@ impl Program {
         x: &T,
         to: impl Into<PrefixTree<Sharding>>,
     ) -> Result<T::With<MpmdArray>> {
-        self.put_at(x, &to.into(), PutOptions::default(), Location::caller())
+        let at = self.caller(Location::caller());
+        self.put_at(x, &to.into(), PutOptions::default(), at)
     }
 
     /// As [`Program::device_put`], with [`PutOptions`].
@@ -99,7 +100,8 @@ impl Program {
         to: impl Into<PrefixTree<Sharding>>,
         options: PutOptions,
     ) -> Result<T::With<MpmdArray>> {
-        self.put_at(x, &to.into(), options, Location::caller())
+        let at = self.caller(Location::caller());
+        self.put_at(x, &to.into(), options, at)
     }
 
     fn put_at<T: Tree<Leaf = MpmdArray>>(
@@ -235,7 +237,7 @@ impl Program {
             recording.note(op, (label, at), &[array], |_| options.donate, here);
         }
         self.record_put(plan, array, options, at);
-        put_here(&self.runtime, plan, array, options, op, at)
+        put_here(self, plan, array, options, op, at)
     }
 
     /// Writes a move down, where this process only plans.
@@ -301,7 +303,10 @@ impl Program {
         let fill = Arc::new(fill);
         let (item, kind) = (aval.dtype().size(), sharding.memory_kind());
         let bytes: usize = local.iter().map(|(_, _, region)| region.elements() * item).sum();
-        let guard = (!local.is_empty()).then(|| runtime.in_flight.begin(op, bytes as u64));
+        let guard = (!local.is_empty()).then(|| {
+            runtime.trace.issued(op, self.label(), at, None, || what.clone());
+            runtime.in_flight.begin(op, bytes as u64)
+        });
         let shards: Vec<LocalShard> = local
             .into_iter()
             .map(|(local_index, device, region)| {
@@ -320,8 +325,10 @@ impl Program {
                 let (here, fill, guard, what) = (runtime.clone(), fill.clone(), guard.clone(), what.clone());
                 let job = move || {
                     here.status.device_starts(local_index, op, what);
-                    let outcome = reservation
-                        .allocate()
+                    let started = here.trace.now();
+                    let buffer = reservation.allocate();
+                    here.trace_start(local_index, op, started, started, None);
+                    let outcome = buffer
                         .map_err(|error| (FailureKind::Memory, error.to_string()))
                         .and_then(|mut buffer| {
                             let view = ViewMut::new(&mut buffer, &info);
@@ -339,6 +346,7 @@ impl Program {
                             failure
                         });
                     here.status.device_idle(local_index);
+                    here.trace_end(local_index, op);
                     promise.keep(outcome);
                     drop(guard);
                 };
@@ -406,7 +414,10 @@ impl MpmdArray {
             Form { what: what.to_string(), kind: Kind::Relabel, results, messages: Vec::new() }
         });
         let runtime = program.runtime.clone();
-        let guard = (!placed.shards.is_empty()).then(|| runtime.in_flight.begin(op, 0));
+        let guard = (!placed.shards.is_empty()).then(|| {
+            runtime.trace.issued(op, program.label(), at, Some(placed.origin.op), || what.clone());
+            runtime.in_flight.begin(op, 0)
+        });
         let made = Arc::new(Made {
             aval,
             sharding: placed.made.sharding.clone(),
@@ -477,7 +488,7 @@ impl Again for PutAgain {
     ) -> Vec<MpmdArray> {
         let put = |x: &&MpmdArray| {
             program.record_put(&self.plan, x, self.options, at);
-            put_here(&program.runtime, &self.plan, x, self.options, op, at)
+            put_here(program, &self.plan, x, self.options, op, at)
         };
         x.iter().map(put).collect()
     }
@@ -485,17 +496,19 @@ impl Again for PutAgain {
 
 /// This process's part of operation `op`, and what the donation of its source means here.
 fn put_here(
-    runtime: &Arc<Runtime>,
+    program: &Program,
     plan: &PutPlan,
     array: &MpmdArray,
     options: PutOptions,
     op: u64,
     at: &'static Location<'static>,
 ) -> MpmdArray {
+    let runtime = &program.runtime;
     let shards = if plan.is_idle() {
         Vec::new()
     } else {
         let guard = runtime.in_flight.begin(op, plan.bytes());
+        runtime.trace.issued(op, program.label(), at, array.origin().map(|(op, _)| op), || plan.what.clone());
         let source = match &array.repr {
             Repr::Host(host) => Source::Host(host),
             Repr::Placed(placed) => Source::Shards(&placed.shards),

@@ -278,7 +278,11 @@ impl Program {
             Form { what: what.to_string(), kind: Kind::Relabel, results, messages: Vec::new() }
         });
         let runtime = self.runtime.clone();
-        let guard = takes_part.then(|| runtime.in_flight.begin(op, 0));
+        let guard = takes_part.then(|| {
+            let source = sources.iter().find_map(|source| source.origin()).map(|(op, _)| op);
+            runtime.trace.issued(op, self.label(), at, source, || what.clone());
+            runtime.in_flight.begin(op, 0)
+        });
         let mut results = Vec::with_capacity(made.len());
         for (i, Relabelled { aval, sharding, layout, sources }) in made.into_iter().enumerate() {
             let own = |shard: &&LocalShard| layout.place_of(shard.device).is_some();

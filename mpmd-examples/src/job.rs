@@ -22,12 +22,13 @@
 //! ```
 
 use std::io::{IsTerminal, Write, stderr};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context;
 use clap::ValueEnum;
-use mpmd_core::launch::{JobEnv, Launch, OutputMode};
+use mpmd_core::launch::{JobEnv, Launch, OutputMode, variables};
 use mpmd_core::{Error, Program, Simulation};
 use tracing_subscriber::EnvFilter;
 
@@ -47,6 +48,9 @@ pub struct JobArgs {
     /// What the processes talk over: `inproc` makes them threads of this process
     #[arg(long, value_enum, default_value_t)]
     pub transport: JobTransport,
+    /// Have each process write what becomes of its operations to a file in this folder, for `mpmd trace`
+    #[arg(long, value_name = "DIR")]
+    pub trace: Option<PathBuf>,
 }
 
 /// What the processes of an example talk over.
@@ -122,10 +126,18 @@ pub fn run<E: Into<anyhow::Error>>(
         return Ok(ExitCode::from(2));
     }
     if args.transport == JobTransport::Inproc || processes == 1 {
-        let (process, result) = threads(&Simulation::new(processes, devices), program);
+        let mut simulation = Simulation::new(processes, devices);
+        if let Some(folder) = &args.trace {
+            simulation = simulation.settings(|settings| settings.trace(folder));
+        }
+        let (process, result) = threads(&simulation, program);
         Ok(report(process, result))
     } else {
-        let launch = Launch::this_program_again(processes)?.transport(Some(args.transport.name().to_owned()));
+        let mut launch =
+            Launch::this_program_again(processes)?.transport(Some(args.transport.name().to_owned()));
+        if let Some(folder) = &args.trace {
+            launch = launch.env(variables::TRACE, folder);
+        }
         let outcome = launch
             .output(OutputMode::Quiet0)
             .grace(GRACE)

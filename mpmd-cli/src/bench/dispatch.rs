@@ -57,6 +57,7 @@ pub(super) fn dispatch(options: Options) -> Result<ExitCode> {
     let mut results = Simulation::new(2, 2).run(|p| remote(p, options));
     // Process 0 has no part in the calls.
     cases.extend(results.swap_remove(0)?);
+    cases.extend(traced(options)?);
     show(&cases, options.json);
     Ok(ExitCode::SUCCESS)
 }
@@ -104,6 +105,29 @@ fn remote(p: &mut Program, options: Options) -> mpmd_core::Result<Vec<Case>> {
     let issued = Case::micros("jit issue", "no part in it", times).within(0.1);
     // What other threads allocate is mostly the other process's.
     Ok(std::iter::once(issued).chain(counts.cases("no part in it").into_iter().take(1)).collect())
+}
+
+/// The same call where each is traced: four events, which two threads note.
+fn traced(options: Options) -> Result<Vec<Case>> {
+    let folder = tempfile::tempdir()?;
+    let mut p = Program::builder().trace(folder.path()).alone()?;
+    let mesh = p.mesh(&[("x", 1)])?;
+    let x = scalar(&mut p, &mesh)?;
+    let empty = p.jit(Empty).on(&mesh).outputs(mesh.replicated()).build()?;
+    let issue = issue_times(&mut p, options.repeats, |p| empty.call(p, x.clone()))?;
+    let mut complete = Vec::new();
+    for _ in 0..options.repeats {
+        let start = Instant::now();
+        for _ in 0..100 {
+            empty.call(&mut p, x.clone())?.block_until_ready()?;
+        }
+        complete.push(start.elapsed() / 100);
+    }
+    p.finish()?;
+    Ok(vec![
+        Case::micros("jit issue", "empty, 1 leaf, traced", issue),
+        Case::micros("jit complete", "empty, 1 leaf, traced", complete),
+    ])
 }
 
 /// Allocations for one call, one of each for each repeat.

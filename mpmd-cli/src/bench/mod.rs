@@ -10,6 +10,7 @@ mod p2p;
 mod pipeline;
 mod plan;
 mod reshard;
+mod schedules;
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -41,6 +42,8 @@ enum What {
     Links(links::LinksArgs),
     /// Training steps of a pipeline beside the time of their kernels alone, with one process for each stage.
     Pipeline(pipeline::PipelineArgs),
+    /// Steps whose passes only wait, under each schedule, beside the simulation.
+    Schedules(schedules::SchedulesArgs),
     /// The time in which one process of a large job issues a training step, as it is and replayed.
     Replay(issue::ReplayArgs),
     /// Training steps of jobs of more and more stages, as threads: the time of an operation, which should stay.
@@ -69,6 +72,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<ExitCode> {
         What::Reshard(args) => reshard::reshard(args),
         What::Links(args) => links::links(args),
         What::Pipeline(args) => pipeline::pipeline(args),
+        What::Schedules(args) => schedules::schedules(args),
         What::Replay(args) => issue::replay(args),
         What::Stages(args) => issue::stages(args),
         What::Memcpy(args) => memcpy::memcpy(args).map(|()| ExitCode::SUCCESS),

@@ -229,6 +229,7 @@ impl Placed {
     ) -> Option<Outcome> {
         let runtime = &self.made.runtime;
         let _doing = runtime.status.enter(Doing::Waiting("a read of an array", at));
+        let _waiting = runtime.trace.wait("a read of an array", at);
         loop {
             let patience = Instant::now() + runtime.config.patience;
             let until = deadline.map_or(patience, |deadline| deadline.min(patience));
@@ -242,7 +243,7 @@ impl Placed {
                 "process {}: {at} waits for {}; {}",
                 runtime.me,
                 self.describe(),
-                runtime.status.describe()
+                runtime.doing_and_why()
             ));
         }
     }

@@ -63,7 +63,8 @@ impl Drop for Leftovers {
 /// Where an input's values on this device come from.
 pub(super) enum Input {
     Host(SharedBuffer),
-    Slot(SlotUse),
+    /// What an operation makes, or has made.
+    Slot(SlotUse, u64),
     /// This call gets the memory; later readers hear of it.
     Donated(Handle),
 }
@@ -84,9 +85,12 @@ impl<K: Kernel> DeviceCall<K> {
         let Call { bound, seat, op, at } = call;
         let Bound { kernel, plan, .. } = bound;
         let (runtime, device) = (&plan.runtime, seat.place.device);
-        wait_for_inputs(inputs, arrived, device, &runtime.waits)?;
+        let since = runtime.trace.now();
+        let last = wait_for_inputs(inputs, arrived, device, &runtime.waits)?;
+        let started = runtime.trace.now();
         runtime.status.device_starts(seat.local_index, *op, seat.what.clone());
         prepare_outputs(plan, seat, runtime, *op, arrived, outputs, memory?)?;
+        runtime.trace_start(seat.local_index, *op, started, since, last);
         let ran =
             catch_unwind(AssertUnwindSafe(|| run_kernel(&**kernel, plan, seat, context, arrived, outputs)));
         arrived.clear();
@@ -115,6 +119,7 @@ impl<K: Kernel> Work for DeviceCall<K> {
         let mut context = Context::new(&bound.plan.mesh, &seat.place, exchange, op);
         let result = self.compute(&Call { bound: &bound, seat, op, at }, &mut context, memory);
         runtime.status.device_idle(seat.local_index);
+        runtime.trace_end(seat.local_index, op);
         match result {
             Ok(()) => self.outputs.drain(..).for_each(|buffer| promises.keep_next(Ok(buffer.freeze()))),
             Err(failure) => {
@@ -151,25 +156,35 @@ struct Call<'a, K: Kernel> {
     at: &'static Location<'static>,
 }
 
-/// Ends: every input is made by an operation with a lower number.
+/// Ends: every input is made by an operation with a lower number. Returns the one that was waited for last, if
+/// any was: of those that come after it all were there by then.
 fn wait_for_inputs(
     inputs: &mut Vec<Input>,
     arrived: &mut Vec<Option<SharedBuffer>>,
     device: DeviceId,
     waits: &Waits,
-) -> Fallible<()> {
+) -> Fallible<Option<u64>> {
+    let mut last = None;
     for input in inputs.drain(..) {
         arrived.push(Some(match input {
             Input::Host(bytes) => bytes,
-            Input::Slot(slot) => slot.wait(waits)?,
+            Input::Slot(slot, op) => {
+                if !slot.has_ended() {
+                    last = Some(op);
+                }
+                slot.wait(waits)?
+            }
             Input::Donated(placed) => {
                 let slot = placed.slot(device).expect("the plan has checked that the device has its part");
+                if !slot.has_ended() {
+                    last = Some(placed.origin.op);
+                }
                 drop(waits.wait(slot, None));
                 slot.take(placed.donated_failure()).expect("it has ended")?
             }
         }));
     }
-    Ok(())
+    Ok(last)
 }
 
 /// Memory for the outputs; those that are inputs updated in place hold the inputs' values.

@@ -152,7 +152,8 @@ impl<K: Kernel> Jit<K> {
     /// process. A kernel that fails when it runs fails its outputs instead.
     #[track_caller]
     pub fn call(&self, program: &mut Program, x: K::In) -> Result<K::Out> {
-        self.call_at(program, &x, Location::caller())
+        let at = program.caller(Location::caller());
+        self.call_at(program, &x, at)
     }
 
     /// The mesh that the kernel runs on.
@@ -249,6 +250,7 @@ fn prepare<K: Kernel>(
     let plan = &bound.plan;
     let runtime = &program.runtime;
     let mut guard = Some(runtime.in_flight.begin(op, plan.bytes));
+    runtime.trace.issued(op, program.label(), at, None, || plan.what.clone());
     let leftovers =
         (!plan.mesh.collectives.is_empty()).then(|| Arc::new(Leftovers { runtime: runtime.clone(), op }));
     for (seat_index, seat) in plan.seats.iter().enumerate() {
@@ -256,9 +258,9 @@ fn prepare<K: Kernel>(
             Repr::Host(host) => Input::Host(host.bytes().clone()),
             Repr::Placed(placed) if input.donated => Input::Donated(placed.clone()),
             Repr::Placed(placed) => match placed.slot(seat.place.device) {
-                Some(slot) => Input::Slot(slot.issue_use()),
+                Some(slot) => Input::Slot(slot.issue_use(), placed.origin.op),
                 // Cannot happen: the plan has checked that every device has its part.
-                None => Input::Slot(Slot::filled(Vec::new().into()).issue_use()),
+                None => Input::Slot(Slot::filled(Vec::new().into()).issue_use(), 0),
             },
         });
         let memory =

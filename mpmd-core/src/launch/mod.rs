@@ -70,6 +70,8 @@ pub mod variables {
     pub const PLAN_PROCESSES: &str = "MPMD_PLAN_PROCESSES";
     /// The most steps that are recorded, 16 by default: before that it ends with two equal steps.
     pub const PLAN_STEPS: &str = "MPMD_PLAN_STEPS";
+    /// The folder in which each process writes its trace; none where it is not set.
+    pub const TRACE: &str = "MPMD_TRACE";
     /// The launcher's process number; what it started ends with it.
     pub const LAUNCHER_PID: &str = "MPMD_LAUNCHER_PID";
 }

@@ -66,6 +66,7 @@ impl Program {
             return Ok(while_planning);
         }
         let runtime = self.runtime.clone();
+        runtime.trace.issued(op, self.label(), at, None, || what.clone());
         if from == runtime.me {
             let value = match catch_unwind(AssertUnwindSafe(f)) {
                 Ok(value) => value,
@@ -106,9 +107,16 @@ impl Program {
         let (promise, slot) = Slot::new();
         let key = (op, u64::from(runtime.me.0));
         runtime.with_router(|router| {
-            router.expect_any_size(from, key, 0, Waiter::Bytes { promise, from, op }, runtime.now());
+            router.expect_any_size(
+                from,
+                key,
+                0,
+                Waiter::Bytes { promise, from, op, piece: key.1 },
+                runtime.now(),
+            );
         });
         let _doing = runtime.status.enter(Doing::Waiting("agree", at));
+        let _waiting = runtime.trace.wait("agree", at);
         let outcome = loop {
             // The router watches the sender and reports; the patience here covers this process alone.
             if let Some(outcome) = runtime.waits.wait(&slot, Some(Instant::now() + runtime.config.patience)) {

@@ -1,5 +1,6 @@
 //! Settings of a program, and the ways to start one.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,6 +11,7 @@ use super::{Membership, Order, Program, Recorder, connect};
 use crate::error::{Error, Result};
 use crate::runtime::{Runtime, RuntimeConfig};
 use crate::topology::{Device, DeviceId, DeviceKind, Links, Topology};
+use crate::trace::{About, Trace};
 
 /// The patience of a program where neither it nor its launcher says otherwise.
 pub(super) const DEFAULT_PATIENCE: Duration = Duration::from_secs(60);
@@ -28,6 +30,7 @@ pub struct Builder {
     plan_cache: usize,
     pub(super) hosts: Option<Vec<String>>,
     pub(super) links: Option<Links>,
+    pub(super) trace: Option<PathBuf>,
 }
 
 impl Default for Builder {
@@ -43,6 +46,7 @@ impl Default for Builder {
             plan_cache: 4096,
             hosts: None,
             links: None,
+            trace: None,
         }
     }
 }
@@ -106,6 +110,14 @@ impl Builder {
         self
     }
 
+    /// Has each process write what becomes of its operations to a file `process-<n>.trace` in this folder, for
+    /// `mpmd trace`. By default where `MPMD_TRACE` says, where that is set and the program joins a job or runs
+    /// [from its environment](Self::from_env); else nothing is written, and nothing noted.
+    pub fn trace(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.trace = Some(folder.into());
+        self
+    }
+
     /// Joins the job this process was started for; see [`Program::from_env`].
     ///
     /// # Errors
@@ -140,8 +152,8 @@ impl Builder {
     pub(super) fn spectate(self, topology: Topology, order: Option<Order>) -> Result<Program> {
         let beyond = ProcessId(u32::try_from(topology.processes()).unwrap_or(u32::MAX));
         let recorder = Recorder::new(&topology, order);
-        let runtime =
-            Runtime::start(beyond, topology, self.config(), None, Some(recorder)).map_err(no_threads)?;
+        let runtime = Runtime::start(beyond, topology, self.config(Trace::default()), None, Some(recorder))
+            .map_err(no_threads)?;
         Ok(Program::new(runtime, true, None, self.plan_cache))
     }
 
@@ -163,7 +175,12 @@ impl Builder {
         transport: Option<Arc<dyn Transport>>,
         membership: Option<Membership>,
     ) -> Result<Program> {
-        let runtime = Runtime::start(me, topology, self.config(), transport, None).map_err(no_threads)?;
+        let trace = self.begin_trace(me, &topology, transport.as_deref())?;
+        if let Some(membership) = &membership {
+            membership.compare_clocks(&trace);
+        }
+        let runtime =
+            Runtime::start(me, topology, self.config(trace), transport, None).map_err(no_threads)?;
         if let Some(membership) = &membership {
             membership.watch(&runtime);
         }
@@ -194,7 +211,30 @@ impl Builder {
         Ok(self.links.map_or(topology.clone(), |links| topology.with_links(links)))
     }
 
-    fn config(&self) -> RuntimeConfig {
+    fn begin_trace(
+        &self,
+        me: ProcessId,
+        topology: &Topology,
+        transport: Option<&dyn Transport>,
+    ) -> Result<Trace> {
+        let Some(folder) = &self.trace else { return Ok(Trace::default()) };
+        let program = std::env::current_exe().unwrap_or_default();
+        let about = About {
+            process: me.0,
+            processes: topology.processes() as u32,
+            devices: topology.devices_of(me).iter().map(|device| device.0).collect(),
+            transport: transport.map_or("none", |transport| transport.name()).to_owned(),
+            pid: std::process::id(),
+            program: program.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+            ..About::default()
+        };
+        Trace::begin(folder, about).map_err(|error| {
+            let file = folder.display();
+            Error::Environment(format!("the trace of process {me} cannot be written in {file}: {error}"))
+        })
+    }
+
+    fn config(&self, trace: Trace) -> RuntimeConfig {
         let patience = self.patience.unwrap_or(DEFAULT_PATIENCE);
         RuntimeConfig {
             epoch: connect::EPOCH,
@@ -205,6 +245,7 @@ impl Builder {
             run_ahead_bytes: self.run_ahead_bytes,
             spin: self.spin.unwrap_or_default(),
             device_memory: self.device_memory,
+            trace,
         }
     }
 }
@@ -226,7 +267,7 @@ mod tests {
     #[test]
     fn heartbeats_come_more_often_than_silence_is_forgiven() {
         for millis in [40, 400, 60_000] {
-            let config = Builder::default().patience(Duration::from_millis(millis)).config();
+            let config = Builder::default().patience(Duration::from_millis(millis)).config(Trace::default());
             assert!(4 * config.heartbeat <= config.patience, "{config:?}");
         }
     }

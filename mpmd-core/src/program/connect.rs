@@ -1,5 +1,6 @@
 //! From environment variables to a running process of a job.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,11 +10,13 @@ use mpmd_transport::router::{Failure, FailureKind};
 use super::builder::DEFAULT_PATIENCE;
 use super::recorder::MOST_STEPS;
 use super::transports::{self, Opened};
+use super::version;
 use super::{Builder, Order, Program, costs};
 use crate::error::{Error, Result};
 use crate::launch::{self, JobEnv, LaunchError, PlanEnv};
 use crate::runtime::Runtime;
 use crate::topology::{Links, Topology};
+use crate::trace::{Trace, unix_now};
 
 /// The incarnation of a job. Jobs do not restart in place yet, so there is one.
 pub(super) const EPOCH: u64 = 1;
@@ -44,6 +47,29 @@ impl Membership {
         }));
     }
 
+    /// Notes how this process's clock compares with the rendezvous service's, where a trace is written.
+    pub(super) fn compare_clocks(&self, trace: &Trace) {
+        if !trace.is_on() {
+            return;
+        }
+        match self.rendezvous.compare_clocks() {
+            Ok(found) => {
+                // The quickest look of a few at both of this process's clocks: in any other it may have slept.
+                let look = |_| {
+                    let before = trace.now();
+                    let unix = unix_now();
+                    let trip = trace.now() - before;
+                    (trip, before + trip / 2, unix)
+                };
+                let best = (0..8).map(look).min_by_key(|(trip, ..)| *trip);
+                let (trip, at, unix) = best.unwrap_or_else(|| look(0));
+                trace.clock(at, unix.saturating_add(found.offset), found.bound + trip / 2);
+            }
+            // What else is wrong with the service others will say.
+            Err(error) => tracing::debug!(%error, "comparing clocks for a trace"),
+        }
+    }
+
     /// Takes leave, so that nobody hears of a death.
     pub(super) fn leave(self) {
         if let Err(error) = self.rendezvous.leave() {
@@ -57,8 +83,10 @@ impl Membership {
 }
 
 /// Joins the job that the environment names, or starts one alone.
-pub(super) fn from_env(builder: Builder) -> Result<Program> {
+pub(super) fn from_env(mut builder: Builder) -> Result<Program> {
     launch::adopt()?;
+    let folder = std::env::var_os(launch::variables::TRACE).filter(|folder| !folder.is_empty());
+    builder.trace = builder.trace.or(folder.map(PathBuf::from));
     let Some(env) = JobEnv::from_env()? else { return builder.alone() };
     if let Some(plan) = &env.plan {
         return spectate(builder, &env, plan);
@@ -104,7 +132,7 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
         pid: std::process::id(),
         devices: topology.devices_of(env.process).len() as u32,
         addresses: transports::told(name, &opened),
-        program: String::new(),
+        program: version::fingerprint(&topology),
         trouble: opened.as_ref().err().map(ToString::to_string),
     };
     let members = match rendezvous.join(member) {

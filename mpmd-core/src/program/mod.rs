@@ -10,6 +10,7 @@ mod metrics;
 mod recorder;
 mod simulate;
 pub mod transports;
+mod version;
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -36,6 +37,7 @@ use crate::error::{Error, Result};
 use crate::replay::Recording;
 use crate::runtime::{Doing, Rolling, Runtime};
 use crate::topology::{DeviceId, Mesh, Topology};
+use crate::trace::What;
 
 /// One process's part of a job: every process of the job runs the same program and issues the same
 /// operations in the same order.
@@ -56,6 +58,8 @@ pub struct Program {
     /// The step that is being recorded, if any.
     pub(crate) recording: Option<Box<Recording>>,
     label: Option<Label>,
+    /// Where the operations that are issued come from, where that is not their caller.
+    at: Option<&'static Location<'static>>,
     count: u64,
     hash: Rolling,
     steps: u64,
@@ -92,6 +96,7 @@ impl Program {
             put_plans: PlanCache::new(plans),
             recording: None,
             label: None,
+            at: None,
             count: 0,
             hash: Rolling::default(),
             steps: 0,
@@ -138,6 +143,19 @@ impl Program {
     /// What the operation that is being issued is for.
     pub(crate) fn label(&self) -> Option<Label> {
         self.label
+    }
+
+    /// Has operations come from this line, whoever calls; `None` for their callers'. Returns what it was before.
+    pub(crate) fn set_caller(
+        &mut self,
+        at: Option<&'static Location<'static>>,
+    ) -> Option<&'static Location<'static>> {
+        std::mem::replace(&mut self.at, at)
+    }
+
+    /// The line that an operation comes from, which `caller` issues.
+    pub(crate) fn caller(&self, caller: &'static Location<'static>) -> &'static Location<'static> {
+        self.at.unwrap_or(caller)
     }
 
     /// Operations issued so far.
@@ -203,6 +221,7 @@ impl Program {
         self.hash = self.hash.mix(0x57e9).mix(step);
         self.runtime.with_router(|router| router.step_end(step));
         self.record_step()?;
+        self.runtime.trace.note(|| What::StepEnd { step, op: self.count });
         self.runtime.trouble().map_or(Ok(()), |failure| Err(Error::failed(failure)))
     }
 
@@ -212,14 +231,18 @@ impl Program {
     /// # Errors
     ///
     /// The first failure of an operation of this process, of the job, or of a peer.
+    #[track_caller]
     pub fn finish(mut self) -> Result<()> {
+        let at = Location::caller();
         self.ended = true;
         if self.planning {
             // In no job: nothing to wait for, and nobody to take leave of.
             return self.record_end();
         }
+        let waiting = self.runtime.trace.wait("finish", at);
         self.runtime.wait_idle();
         self.runtime.wait_for_callbacks();
+        drop(waiting);
         let result = match self.runtime.trouble() {
             Some(failure) => {
                 self.runtime.leave(Some(&failure));
@@ -232,6 +255,7 @@ impl Program {
                 result
             }
         };
+        self.end_trace();
         if let Some(membership) = self.membership.take() {
             membership.leave();
         }
@@ -260,6 +284,14 @@ impl Program {
             at,
         });
         self.count
+    }
+
+    /// Compares clocks once more, so that what drift there was is known, and ends the trace.
+    fn end_trace(&self) {
+        if let Some(membership) = &self.membership {
+            membership.compare_clocks(&self.runtime.trace);
+        }
+        self.runtime.trace.close();
     }
 
     /// Takes the numbers up to `op`, which are those of a step that is replayed.
@@ -299,6 +331,7 @@ impl Program {
             return;
         }
         let _doing = runtime.status.enter(Doing::Waiting("running ahead", at));
+        let _waiting = runtime.trace.wait("running ahead", at);
         loop {
             let deadline = Instant::now() + runtime.config.patience;
             let enough = runtime
@@ -311,7 +344,7 @@ impl Program {
                 "process {}: {at} waits for {} operations issued before it; {}",
                 runtime.me,
                 runtime.in_flight.counts().ops,
-                runtime.status.describe()
+                runtime.doing_and_why()
             ));
         }
     }
@@ -334,6 +367,7 @@ impl Drop for Program {
         };
         tracing::warn!(%failure, "a program ends without `finish`");
         self.runtime.leave(Some(&failure));
+        self.end_trace();
         if let Some(membership) = self.membership.take() {
             membership.leave();
         }

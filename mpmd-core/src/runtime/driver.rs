@@ -9,6 +9,7 @@ use mpmd_transport::router::{Action, Body, Failure, FailureKind, OpRecord, Route
 use mpmd_transport::{Handler, Header, Kind, Payload, ProcessId, Ticket, TransportError};
 
 use super::{Doing, InProcess, Outgoing, Runtime, Waiter};
+use crate::trace::{PieceStep, What};
 
 /// How long a closing transport may take to flush.
 const FLUSH_WITHIN: Duration = Duration::from_secs(2);
@@ -19,6 +20,9 @@ pub(super) struct Door(pub(super) Weak<Runtime>);
 impl Handler for Door {
     fn arrived(&self, from: ProcessId, header: Header, payload: Payload) {
         let Some(runtime) = self.0.upgrade() else { return };
+        if matches!(header.kind, Kind::Eager | Kind::Data) {
+            runtime.trace_piece(PieceStep::Arrived, (header.op, header.piece), from, header.bytes);
+        }
         let now = runtime.now();
         runtime.with_router(|router| match payload {
             // Pieces keep their payload, also where a transport hands a small one over at once; control
@@ -35,6 +39,7 @@ impl Handler for Door {
     fn done(&self, ticket: Ticket, _: Result<(), TransportError>) {
         // A send that failed needs no word of its own: its peer is gone, which is told separately.
         if let Some(runtime) = self.0.upgrade() {
+            runtime.trace.note(|| What::Left { ticket: ticket.0 });
             let ended = runtime.under_way.lock().sent(ticket);
             drop(ended);
         }
@@ -99,9 +104,20 @@ impl Runtime {
     /// Waits until every peer has left too. An error where that cannot end well.
     pub(crate) fn wait_for_peers(self: &Arc<Self>) -> Result<(), Arc<Failure>> {
         let _doing = self.status.enter(Doing::Finishing);
+        let (mut since, mut asked) = (Instant::now(), false);
         loop {
             if let Some(failure) = self.trouble() {
                 return Err(failure);
+            }
+            let waited = since.elapsed();
+            if !asked && waited >= self.config.patience / 2 {
+                self.with_router(Router::ask_all);
+                asked = true;
+            }
+            if waited >= self.config.patience {
+                let said = self.with_router(|router| router.last_words()).join("\n  ");
+                self.report_hang(&format!("process {} has ended, and waits for others:\n  {said}", self.me));
+                (since, asked) = (Instant::now(), false);
             }
             // In one look: what the router knows may not have got to `trouble` yet.
             let (all_left, trouble) =
@@ -125,12 +141,22 @@ impl Runtime {
     }
 
     /// Waits until every operation of this process has ended, reporting each time patience runs out.
-    pub(crate) fn wait_idle(&self) {
+    pub(crate) fn wait_idle(self: &Arc<Self>) {
         let _doing = self.status.enter(Doing::Finishing);
-        while !self.in_flight.wait_until(Instant::now() + self.config.patience, |counts| counts.ops == 0) {
+        let half = self.config.patience / 2;
+        let wait = || self.in_flight.wait_until(Instant::now() + half, |counts| counts.ops == 0);
+        loop {
+            if wait() {
+                return;
+            }
+            // Nobody has been asked where this process waits for others to take what it gives.
+            self.with_router(Router::ask_all);
+            if wait() {
+                return;
+            }
             let (counts, first) = (self.in_flight.counts(), self.in_flight.first_open());
             let first = first.map(|op| format!(", the first is operation {op}")).unwrap_or_default();
-            let (me, doing) = (self.me, self.status.describe());
+            let (me, doing) = (self.me, self.doing_and_why());
             self.report_hang(&format!(
                 "process {me}: finish waits for {} operations{first}; {doing}",
                 counts.ops
@@ -147,8 +173,24 @@ impl Runtime {
         self.call_back(Box::new(move || drop(done)));
         while all_done.recv_timeout(self.config.patience) == Err(RecvTimeoutError::Timeout) {
             let text = "finish waits for a closure given to `then`";
-            self.report_hang(&format!("process {}: {text}; {}", self.me, self.status.describe()));
+            self.report_hang(&format!("process {}: {text}; {}", self.me, self.doing()));
         }
+    }
+
+    /// What this process is doing, in a line.
+    pub(crate) fn doing(&self) -> String {
+        self.status.describe(|op| self.router.lock().describe(op))
+    }
+
+    /// The same, with whom it waits for and why, to the root: a line for each link.
+    pub(crate) fn doing_and_why(&self) -> String {
+        let (doing, running) = (self.doing(), self.status.lowest());
+        let mut chain = self.router.lock().chain(running);
+        if chain.is_empty() && running.is_none() {
+            // What this process waits for is that others take what it gives.
+            chain = self.router.lock().last_words();
+        }
+        chain.into_iter().fold(doing, |text, line| format!("{text}\n  {line}"))
     }
 
     /// Shows the user that something waits beyond its patience.
@@ -165,15 +207,18 @@ impl Runtime {
                 Action::Post { to, header, body } => self.post(to, header, body),
                 Action::Deliver { waiter, result } => self.deliver(waiter, result),
                 Action::Answer { to, op, piece } => {
-                    let doing = self.status.describe();
-                    self.with_router(|router| router.answer(to, op, piece, doing));
+                    let (doing, running) = (self.doing(), self.status.lowest());
+                    self.with_router(|router| router.answer(to, op, piece, doing, running));
                 }
                 Action::Taken { by, op } => {
                     let ended = self.under_way.lock().taken(by, op);
                     drop(ended);
                 }
                 Action::Discard(outgoing) => drop(outgoing),
-                Action::HangReport(text) => self.report_hang(&text),
+                // What waits here may do so for the device of this very process, by way of others.
+                Action::HangReport(text) => {
+                    self.report_hang(&format!("{text}\n  process {}: {}", self.me, self.doing()));
+                }
                 Action::PeerLost(failure) => {
                     self.trouble.lock().lost.get_or_insert(failure);
                     self.changed.notify_all();
@@ -187,6 +232,11 @@ impl Runtime {
 
     fn post(&self, to: ProcessId, header: Header, body: Body<Outgoing>) {
         let Some(transport) = &self.transport else { return };
+        let posted = |bytes: u64, ticket: Ticket| {
+            let (op, piece, peer) = (header.op, header.piece, to.0);
+            let (step, ticket) = (PieceStep::Posted, ticket.0);
+            self.trace.note(|| What::Piece { step, op, piece, peer, bytes, ticket });
+        };
         match body {
             Body::Empty => transport.post(to, header, None, Ticket::NONE),
             Body::Control(bytes) => transport.post(to, header, Some(bytes.into()), Ticket::NONE),
@@ -198,6 +248,7 @@ impl Runtime {
                     Err(ended) => return drop((buffer, ended)),
                 };
                 self.bytes_sent[to.index()].fetch_add(bytes, Ordering::Relaxed);
+                posted(bytes, ticket);
                 let payload = (!buffer.is_empty()).then_some(buffer);
                 transport.post(to, header, payload, ticket);
                 drop(ended);
@@ -210,6 +261,7 @@ impl Runtime {
                     Err(guard) => return drop((buffer, guard)),
                 };
                 self.bytes_sent[to.index()].fetch_add(bytes, Ordering::Relaxed);
+                posted(bytes, ticket);
                 let payload = (!buffer.is_empty()).then_some(buffer);
                 transport.post(to, header, payload, ticket);
             }
@@ -219,7 +271,9 @@ impl Runtime {
     fn deliver(self: &Arc<Self>, waiter: Waiter, result: Result<Payload, Arc<Failure>>) {
         match waiter {
             Waiter::Piece(passage) => self.pass(passage, result),
-            Waiter::Bytes { promise, from, op } => self.deliver_bytes(promise, from, op, result),
+            Waiter::Bytes { promise, from, op, piece } => {
+                self.deliver_bytes(promise, from, (op, piece), result);
+            }
             Waiter::Nobody(_) => drop(result),
         }
     }
@@ -228,13 +282,17 @@ impl Runtime {
         self: &Arc<Self>,
         promise: super::Promise,
         from: ProcessId,
-        op: u64,
+        key: (u64, u64),
         result: Result<Payload, Arc<Failure>>,
     ) {
+        let op = key.0;
         match result {
             Err(failure) => promise.keep(Err(failure)),
             Ok(Payload::Empty) => promise.keep(Ok(Vec::new().into())),
-            Ok(Payload::Inline(bytes) | Payload::Lent(bytes)) => promise.keep(Ok(bytes)),
+            Ok(Payload::Inline(bytes) | Payload::Lent(bytes)) => {
+                self.trace_piece(PieceStep::Taken, key, from, bytes.len() as u64);
+                promise.keep(Ok(bytes));
+            }
             Ok(Payload::Waiting(fetch)) => match self.staging.allocate(fetch.bytes() as usize) {
                 Ok(buffer) => {
                     let runtime = self.clone();
@@ -244,7 +302,10 @@ impl Runtime {
                         buffer,
                         Box::new(move |result| {
                             promise.keep(match result {
-                                Ok(buffer) => Ok(buffer.freeze()),
+                                Ok(buffer) => {
+                                    runtime.trace_piece(PieceStep::Taken, key, from, buffer.len() as u64);
+                                    Ok(buffer.freeze())
+                                }
                                 Err(error) => Err(runtime.fetch_failed(from, op, &error)),
                             });
                         }),

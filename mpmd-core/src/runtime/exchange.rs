@@ -265,7 +265,7 @@ impl Exchange {
     }
 
     fn expect(&self, op: u64, message: &Message, likely: u64, promise: super::Promise) {
-        let waiter = Waiter::Bytes { promise, from: message.process, op };
+        let waiter = Waiter::Bytes { promise, from: message.process, op, piece: message.key.1 };
         self.runtime.with_router(|router| {
             router.expect_any_size(message.process, message.key, likely, waiter, self.runtime.now());
         });

@@ -7,12 +7,15 @@ use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 
+use crate::trace::{Trace, What};
+
 /// Counts operations that have a part here and have not ended.
 #[derive(Default)]
 pub(crate) struct InFlight {
     state: Mutex<State>,
     changed: Condvar,
     at_last_begin: AtLastBegin,
+    trace: Trace,
 }
 
 /// The counts when the last operation began. Since then operations can only have ended, so there are no
@@ -71,6 +74,11 @@ pub(crate) struct OpGuard {
 }
 
 impl InFlight {
+    /// Whose operations' ends are noted.
+    pub(super) fn traced(trace: Trace) -> Self {
+        Self { trace, ..Self::default() }
+    }
+
     /// Operation `op` begins; it will fill `bytes` of new memory.
     pub(crate) fn begin(self: &Arc<Self>, op: u64, bytes: u64) -> OpGuard {
         let mut state = self.state.lock();
@@ -150,6 +158,8 @@ impl Drop for OpGuard {
         state.counts.ops -= 1;
         state.counts.bytes -= bytes;
         state.counts.ended += 1;
+        // Under the lock: who finds that all have ended may end the trace.
+        self.in_flight.trace.note(|| What::Over { op: self.op });
         while state.open.front().is_some_and(|open| open.parts == 0) {
             state.open.pop_front();
         }

@@ -58,6 +58,7 @@ pub(crate) use worker::{Job, Work};
 
 use crate::program::Recorder;
 use crate::topology::{DeviceId, Topology};
+use crate::trace::{PieceStep, Trace, What};
 
 /// How often the ticker looks at the clock.
 const TICK: Duration = Duration::from_millis(50);
@@ -76,6 +77,7 @@ pub(crate) struct RuntimeConfig {
     /// How long who waits at the transport's door looks before it sleeps.
     pub(crate) spin: SpinSetting,
     pub(crate) device_memory: Option<u64>,
+    pub(crate) trace: Trace,
 }
 
 /// A device that this process owns.
@@ -99,6 +101,8 @@ pub(crate) struct Runtime {
     pub(crate) staging: Pool,
     pub(crate) in_flight: Arc<InFlight>,
     pub(crate) status: Status,
+    /// What becomes of operations, for who wants to know.
+    pub(crate) trace: Trace,
     pub(crate) waits: Waits,
     /// Of the program's thread, where it waits for arrays and cannot drive the transport.
     pub(crate) wait_spin: Spin,
@@ -156,7 +160,7 @@ pub(crate) enum Waiter {
     /// Shards that are put together from pieces, and processes that get the piece from this one.
     Piece(Box<Passage>),
     /// Somebody who wants the bytes.
-    Bytes { promise: Promise, from: ProcessId, op: u64 },
+    Bytes { promise: Promise, from: ProcessId, op: u64, piece: u64 },
     /// Nobody any more: it must be taken all the same, for its sender's sake.
     Nobody(#[expect(dead_code, reason = "held for its drop")] OpGuard),
 }
@@ -214,7 +218,8 @@ impl Runtime {
             host_memory: Pool::in_arena(format!("host memory of process {me}"), None, &arena),
             staging: Pool::in_arena(format!("staging of process {me}"), None, &arena),
             devices,
-            in_flight: Arc::default(),
+            in_flight: Arc::new(InFlight::traced(config.trace.clone())),
+            trace: config.trace.clone(),
             start: Instant::now(),
             router: Mutex::new(router),
             transport,
@@ -263,6 +268,32 @@ impl Runtime {
         op > self.recorded_from.load(Ordering::Relaxed)
     }
 
+    /// Notes that a device of this process began with its part of an operation, at `at`: it turned to it at
+    /// `since`, and waited last for what operation `input` made.
+    #[inline]
+    pub(crate) fn trace_start(&self, device: usize, op: u64, at: u64, since: u64, input: Option<u64>) {
+        let memory = || self.devices[device].pool.stats().live;
+        self.trace.note_at(at, || {
+            let (device, input) = (device as u32, input.unwrap_or(0));
+            What::Started { op, device, since, input, memory: memory() }
+        });
+    }
+
+    /// Notes that a device of this process has ended its part of an operation.
+    #[inline]
+    pub(crate) fn trace_end(&self, device: usize, op: u64) {
+        self.trace.note(|| {
+            let memory = self.devices[device].pool.stats().live;
+            What::Ended { op, device: device as u32, memory }
+        });
+    }
+
+    /// Notes what became of a piece.
+    #[inline]
+    fn trace_piece(&self, step: PieceStep, (op, piece): (u64, u64), peer: ProcessId, bytes: u64) {
+        self.trace.note(|| What::Piece { step, op, piece, peer: peer.0, bytes, ticket: 0 });
+    }
+
     /// Queues a kernel on a device of this process.
     pub(crate) fn run_on(&self, local_index: usize, job: Job) {
         self.devices[local_index].queue.push(job);
@@ -285,6 +316,7 @@ impl Runtime {
             while !stopped.load(std::sync::atomic::Ordering::Relaxed) {
                 std::thread::sleep(TICK);
                 let Some(runtime) = weak.upgrade() else { break };
+                runtime.status.tick();
                 runtime.with_router(|router| router.tick(runtime.now()));
             }
         })?;

@@ -9,6 +9,7 @@ use mpmd_transport::{OwnedBuffer, Payload, ProcessId, SharedBuffer};
 use super::transfer::Transfer;
 use super::{Assembly, OpGuard, Outcome, Outgoing, Runtime};
 use crate::reshard::copy_region;
+use crate::trace::PieceStep;
 
 /// What becomes of a region that a peer sends.
 ///
@@ -42,6 +43,7 @@ impl Runtime {
             Err(failure) => self.fail_passage(&passage, &failure),
             Ok(Payload::Empty) => self.spread(&passage, Vec::new().into(), |_| false),
             Ok(Payload::Inline(bytes) | Payload::Lent(bytes)) => {
+                self.trace_taken(&passage);
                 // Kernels read shards as typed slices, so one that is in memory without alignment is
                 // copied; so is one that is a part of what a peer has lent.
                 let aligned = bytes.as_ptr().addr().is_multiple_of(ALIGNMENT);
@@ -68,13 +70,16 @@ impl Runtime {
                     fetch,
                     buffer,
                     Box::new(move |result| match result {
-                        Ok(buffer) => match place {
-                            Place::Part => passage.shards[0].give_back(buffer),
-                            Place::Whole(at) => {
-                                runtime.spread(&passage, buffer.freeze(), |shard| shard == at)
+                        Ok(buffer) => {
+                            runtime.trace_taken(&passage);
+                            match place {
+                                Place::Part => passage.shards[0].give_back(buffer),
+                                Place::Whole(at) => {
+                                    runtime.spread(&passage, buffer.freeze(), |shard| shard == at);
+                                }
+                                Place::Staging => runtime.spread(&passage, buffer.freeze(), |_| false),
                             }
-                            Place::Staging => runtime.spread(&passage, buffer.freeze(), |_| false),
-                        },
+                        }
                         Err(error) => {
                             let failure = runtime.fetch_failed(passage.from, passage.op, &error);
                             runtime.fail_passage(&passage, &failure);
@@ -113,6 +118,11 @@ impl Runtime {
         }
     }
 
+    fn trace_taken(&self, passage: &Passage) {
+        let Passage { op, from, transfer, .. } = passage;
+        self.trace_piece(PieceStep::Taken, (*op, transfer.id), *from, transfer.bytes as u64);
+    }
+
     /// Gives the region to who is to have it: processes first, they have others behind them. Shards
     /// `in_place` take the bytes as they are, the others copy them: each device's shards are its own
     /// memory or another process's, so that what it has room for, and what it may update in place, does not
@@ -147,6 +157,7 @@ impl Runtime {
         guard: &OpGuard,
     ) {
         for peer in peers {
+            self.trace_piece(PieceStep::Offered, (op, transfer.id), *peer, transfer.bytes as u64);
             let buffer = bytes.clone();
             let outgoing = Outgoing { buffer, bytes: transfer.bytes as u64, guard: guard.clone() };
             let key = (op, transfer.id);

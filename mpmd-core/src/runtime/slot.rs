@@ -293,6 +293,11 @@ impl Iterator for Slots {
 }
 
 impl SlotUse {
+    /// Whether the slot has ended.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.0.has_ended()
+    }
+
     /// Blocks until the slot ends.
     pub(crate) fn wait(self, waits: &Waits) -> Outcome {
         waits.wait(&self.0, None).expect("no deadline was set")

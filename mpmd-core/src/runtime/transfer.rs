@@ -20,6 +20,7 @@ use crate::region::Region;
 use crate::reshard::{self, Delivery, ReshardError, contiguous_bytes};
 use crate::sharding::{Layout, Sharding};
 use crate::topology::DeviceId;
+use crate::trace::PieceStep;
 
 /// Copies from host values up to this size are made by the program thread itself: queueing would cost
 /// more.
@@ -446,6 +447,7 @@ impl Start<'_> {
                 };
                 let bytes = transfer.holds.elements() * transfer.item_bytes();
                 let (key, bytes, now) = ((op, transfer.id), bytes as u64, runtime.now());
+                runtime.trace_piece(PieceStep::Expected, key, from, transfer.bytes as u64);
                 runtime.with_router(|router| router.expect(from, key, bytes, waiter, now));
             }
             (Origin::Host, Source::Host(host)) => {

@@ -27,6 +27,15 @@ pub struct Rendezvous {
     clock_offset: i64,
 }
 
+/// How a process's clock compares with the server's.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct ClockOffset {
+    /// Nanoseconds to add to this process's clock (time since 1970) to get the server's.
+    pub offset: i64,
+    /// By how many nanoseconds that may be wrong: half of the round trip.
+    pub bound: u64,
+}
+
 /// Where to meet, and as whom.
 #[derive(Clone, Debug)]
 pub struct JoinConfig {
@@ -84,7 +93,7 @@ impl Rendezvous {
             .spawn(move || listener.listen(read, silence))
             .map_err(|e| environment("starting a thread for", e))?;
         let mut this = Self { link, config, local, clock_offset: 0 };
-        this.clock_offset = this.compare_clocks()?;
+        this.clock_offset = this.compare_clocks()?.offset;
         Ok(this)
     }
 
@@ -191,22 +200,34 @@ impl Rendezvous {
         left
     }
 
-    fn compare_clocks(&self) -> Result<i64, RendezvousError> {
+    /// Compares clocks with the server, by the quickest of a few round trips.
+    ///
+    /// # Errors
+    ///
+    /// [`ServerGone`](RendezvousError::ServerGone).
+    pub fn compare_clocks(&self) -> Result<ClockOffset, RendezvousError> {
         const TRIPS: usize = 8;
-        let mut best = (i64::MAX, 0);
+        let mut trips = Vec::with_capacity(TRIPS);
         for _ in 0..TRIPS {
             let asked = clock();
             match self.link.ask(self.config.patience, |ask| Request::Clock { ask })? {
-                (answered, Answer::Clock(server)) => {
-                    let trip = answered.saturating_sub(asked);
-                    let here = asked.saturating_add(trip / 2);
-                    best = best.min((trip, server.saturating_sub(here)));
-                }
+                (answered, Answer::Clock(server)) => trips.push((asked, server, answered)),
                 (_, other) => return Err(self.link.senseless(&other)),
             }
         }
-        Ok(best.1)
+        Ok(quickest(&trips))
     }
+}
+
+/// By round trips: when asked, what the server's clock said, when answered. In the quickest the answer was under
+/// way for the least time, so it says most.
+fn quickest(trips: &[(i64, i64, i64)]) -> ClockOffset {
+    let found = trips.iter().map(|(asked, server, answered)| {
+        let trip = answered.saturating_sub(*asked).max(0);
+        (trip, server.saturating_sub(asked.saturating_add(trip / 2)))
+    });
+    let (trip, offset) = found.min().unwrap_or((i64::MAX, 0));
+    ClockOffset { offset, bound: (trip / 2 + 1).unsigned_abs() }
 }
 
 impl Drop for Rendezvous {
@@ -473,5 +494,22 @@ fn greet(stream: &mut TcpStream, config: &JoinConfig, until: Instant) -> Result<
             Err(RendezvousError::Version { server, theirs, ours: VERSION })
         }
         None => Err(RendezvousError::Stranger { server }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_quickest_round_trip_says_how_far_clocks_are_apart() {
+        // The server's clock is a second ahead; the ways there and back take their time.
+        let trip =
+            |asked: i64, there: i64, back: i64| (asked, asked + there + 1_000_000_000, asked + there + back);
+        let found = quickest(&[trip(0, 900, 100), trip(5_000, 40, 60), trip(9_000, 10, 4_000)]);
+        assert_eq!(found, ClockOffset { offset: 999_999_990, bound: 51 });
+        // A clock that was set back between says nothing.
+        let found = quickest(&[(10, 7, 4)]);
+        assert_eq!((found.offset, found.bound), (-3, 1));
     }
 }

@@ -42,7 +42,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::wire::ProcessId;
 
-pub use client::{JoinConfig, Rendezvous};
+pub use client::{ClockOffset, JoinConfig, Rendezvous};
 pub use error::RendezvousError;
 pub use protocol::{MAX_VALUE_BYTES, VERSION};
 pub use server::{Server, ServerConfig};

@@ -9,7 +9,9 @@ mod lending;
 mod looping;
 mod parts;
 mod soak;
+mod stuck;
 mod tight;
+mod traced;
 mod transfers;
 
 use mpmd_core::prelude::*;
@@ -44,9 +46,11 @@ const ALL: &[Named] = &[
     Named { name: "looping", settings: looping::short_lead, devices: 4, run: looping::ring },
     Named { name: "flooding", settings: flooding::short_lead, devices: 0, run: flooding::flood },
     Named { name: "holdings", settings: |b| b, devices: 3, run: holdings::three },
+    Named { name: "traced", settings: |b| b, devices: 4, run: traced::steps },
     Named { name: "soak", settings: soak::long_lead, devices: 0, run: soak::soak },
     Named { name: "lending", settings: lending::long_lead, devices: 0, run: lending::lend },
     Named { name: "holding", settings: |b| b, devices: 0, run: lending::hold },
+    Named { name: "stuck", settings: |b| b, devices: 4, run: stuck::pipeline },
     Named { name: "diverging", settings: |b| b, devices: 4, run: diverging::pipeline },
 ];
 

@@ -1,0 +1,155 @@
+//! A stage whose passes take a set time and compute nothing, so that a few cores show what many ranks would do.
+
+use std::time::{Duration, Instant};
+
+use mpmd_core::kernel::{Views, ViewsMut};
+use mpmd_core::pipeline::{Declared, Loss, PlacedShape, Stage, StageCosts, StageSignature};
+use mpmd_core::prelude::*;
+use mpmd_core::tree::Empty;
+
+/// A stage but the last.
+pub(super) struct Waits(pub(super) StageCosts);
+
+/// The last stage, with the loss.
+pub(super) struct WaitsLast(pub(super) StageCosts);
+
+/// Elements of what goes from stage to stage.
+pub(super) const ELEMENTS: usize = 16;
+
+/// Sleeps ends late by about this; the rest is waited for awake.
+const LATE: Duration = Duration::from_micros(150);
+
+/// Returns after `seconds`, to some microseconds.
+fn wait(seconds: f64) {
+    let end = Instant::now() + Duration::from_secs_f64(seconds);
+    if let Some(asleep) = end.checked_duration_since(Instant::now() + LATE) {
+        std::thread::sleep(asleep);
+    }
+    while Instant::now() < end {
+        std::thread::yield_now();
+    }
+}
+
+/// The shape of what a stage takes, keeps and gives.
+fn declared<O>(x: &ShapedArray, out: O) -> StageSignature<O, PlacedShape, PlacedShape> {
+    let kept = || PlacedShape::replicated(x.clone());
+    StageSignature::new(out, kept(), kept()).keep("", "")
+}
+
+fn words(costs: &StageCosts) -> Vec<u64> {
+    [costs.forward, costs.backward_input, costs.backward_weight].map(f64::to_bits).to_vec()
+}
+
+fn forward(costs: &StageCosts, x: &View<'_>, kept: &mut ViewMut<'_>) -> Result<()> {
+    wait(costs.forward);
+    kept.as_mut_slice::<f32>()?.copy_from_slice(x.as_slice()?);
+    Ok(())
+}
+
+fn backward_input(costs: &StageCosts, dy: f32, dx: Option<ViewMut<'_>>) -> Result<()> {
+    wait(costs.backward_input);
+    dx.map_or(Ok(()), |mut dx| dx.fill(dy))?;
+    Ok(())
+}
+
+/// Adds up what was kept, so that a lost or doubled microbatch shows.
+fn backward_weight(costs: &StageCosts, kept: &View<'_>, mut sum: ViewMut<'_>) -> Result<()> {
+    wait(costs.backward_weight);
+    sum.as_mut_slice::<f32>()?[0] += kept.as_slice::<f32>()?[0];
+    Ok(())
+}
+
+impl Stage for Waits {
+    type Params = MpmdArray;
+    type In = MpmdArray;
+    type Side = Empty<MpmdArray>;
+    type Out = MpmdArray;
+    type Residual = MpmdArray;
+    type WeightResidual = MpmdArray;
+
+    fn infer(&self, _: &ShapedArray, x: &ShapedArray, _: &Empty<ShapedArray>) -> Result<Declared<Self>> {
+        Ok(declared(x, x.clone()))
+    }
+
+    fn forward(
+        &self,
+        _: &mut Context<'_>,
+        _: View<'_>,
+        x: View<'_>,
+        _: Empty<View<'_>>,
+        mut y: ViewMut<'_>,
+        mut kept: ViewMut<'_>,
+    ) -> Result<()> {
+        forward(&self.0, &x, &mut kept)?;
+        y.as_mut_slice::<f32>()?.copy_from_slice(x.as_slice()?);
+        Ok(())
+    }
+
+    fn backward_input(
+        &self,
+        _: &mut Context<'_>,
+        _: View<'_>,
+        _: View<'_>,
+        dy: View<'_>,
+        dx: Option<ViewMut<'_>>,
+        _: ViewMut<'_>,
+    ) -> Result<()> {
+        backward_input(&self.0, dy.as_slice::<f32>()?[0], dx)
+    }
+
+    fn backward_weight(&self, _: &mut Context<'_>, kept: View<'_>, sum: ViewMut<'_>) -> Result<()> {
+        backward_weight(&self.0, &kept, sum)
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        words(&self.0)
+    }
+}
+
+impl Stage for WaitsLast {
+    type Params = MpmdArray;
+    type In = MpmdArray;
+    type Side = Empty<MpmdArray>;
+    type Out = Loss<MpmdArray>;
+    type Residual = MpmdArray;
+    type WeightResidual = MpmdArray;
+
+    fn infer(&self, _: &ShapedArray, x: &ShapedArray, _: &Empty<ShapedArray>) -> Result<Declared<Self>> {
+        Ok(declared(x, Loss { sum: f32s([]), weight: f32s([]) }))
+    }
+
+    fn forward(
+        &self,
+        _: &mut Context<'_>,
+        _: View<'_>,
+        x: View<'_>,
+        _: Empty<View<'_>>,
+        mut loss: ViewsMut<'_, Loss<MpmdArray>>,
+        mut kept: ViewMut<'_>,
+    ) -> Result<()> {
+        forward(&self.0, &x, &mut kept)?;
+        loss.sum.fill(x.as_slice::<f32>()?[0])?;
+        loss.weight.fill(1.0f32)?;
+        Ok(())
+    }
+
+    fn backward_input(
+        &self,
+        _: &mut Context<'_>,
+        _: View<'_>,
+        _: View<'_>,
+        loss: Views<'_, Loss<MpmdArray>>,
+        dx: Option<ViewMut<'_>>,
+        _: ViewMut<'_>,
+    ) -> Result<()> {
+        backward_input(&self.0, loss.sum.scalar::<f32>()?, dx)
+    }
+
+    fn backward_weight(&self, _: &mut Context<'_>, kept: View<'_>, sum: ViewMut<'_>) -> Result<()> {
+        backward_weight(&self.0, &kept, sum)
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        words(&self.0)
+    }
+}

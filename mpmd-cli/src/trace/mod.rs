@@ -1,0 +1,102 @@
+//! `mpmd trace`: what the processes of a traced run have written, as one.
+
+use std::fs;
+use std::io::{BufWriter, Write as _};
+use std::ops::RangeInclusive;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context as _, Result};
+use clap::Args;
+use mpmd_core::trace::{PlanError, ProcessTrace, Run};
+
+use crate::draw;
+
+/// Arguments of `mpmd trace`.
+#[derive(Args, Debug)]
+pub(crate) struct TraceArgs {
+    /// The folder that the run was told with `mpmd run --trace` or MPMD_TRACE
+    folder: PathBuf,
+    /// Write a page that shows the timeline, and can be zoomed and asked
+    #[arg(short, long, value_name = "FILE")]
+    output: Option<PathBuf>,
+    /// Write Trace Event JSON, which ui.perfetto.dev and chrome://tracing open
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Write what each stage of a pipeline took, in seconds, as TOML: costs for simulations of schedules
+    #[arg(long, value_name = "FILE")]
+    costs: Option<PathBuf>,
+    /// Write the timeline as JSON, for `mpmd draw`
+    #[arg(long, value_name = "FILE")]
+    timeline: Option<PathBuf>,
+    /// These steps only, as 3 or 3..7; both ends count
+    #[arg(long, value_name = "A..B", value_parser = steps)]
+    steps: Option<RangeInclusive<u64>>,
+}
+
+pub(crate) fn trace(args: &TraceArgs) -> Result<ExitCode> {
+    let (traces, problems) = ProcessTrace::read_all(&args.folder)?;
+    let mut run = Run::merge(&traces, problems);
+    drop(traces);
+    if let Some(steps) = &args.steps {
+        run = run.of_steps(steps.clone()).map_err(anyhow::Error::msg)?;
+    }
+    print!("{}", run.summary());
+    match run.plan() {
+        Ok(plan) => println!("by its schedule alone a step would take {:.6} s", plan.end),
+        Err(PlanError::NoSchedule) => {}
+        Err(error) => println!("note: there is no plan to compare with: {error}"),
+    }
+    if let Some(path) = &args.json {
+        write_json(path, &run.to_trace_events())?;
+    }
+    if args.output.is_some() || args.timeline.is_some() {
+        let timeline = run.timeline_with_plan();
+        if let Some(path) = &args.timeline {
+            write_json(path, &timeline)?;
+        }
+        if let Some(path) = &args.output {
+            write(path, |out| Ok(out.write_all(draw::html(&timeline).as_bytes())?))?;
+        }
+    }
+    if let Some(path) = &args.costs {
+        write(path, |out| Ok(out.write_all(run.costs()?.to_toml().as_bytes())?))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn write_json(path: &Path, value: &impl serde::Serialize) -> Result<()> {
+    write(path, |out| Ok(serde_json::to_writer(out, value)?))
+}
+
+fn write(path: &Path, content: impl FnOnce(&mut BufWriter<fs::File>) -> Result<()>) -> Result<()> {
+    let writing = || format!("writing {}", path.display());
+    let mut out = BufWriter::new(fs::File::create(path).with_context(writing)?);
+    content(&mut out)?;
+    out.flush().with_context(writing)
+}
+
+fn steps(text: &str) -> Result<RangeInclusive<u64>, String> {
+    let number =
+        |text: &str| text.trim().parse::<u64>().map_err(|_| format!("{text:?} is not the number of a step"));
+    let (first, last) = text.split_once("..").unwrap_or((text, text));
+    let (first, last) = (number(first)?, number(last.trim_start_matches('='))?);
+    if first > last {
+        return Err(format!("step {first} comes after step {last}"));
+    }
+    Ok(first..=last)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_are_one_or_a_range() {
+        assert_eq!(steps("3"), Ok(3..=3));
+        assert_eq!(steps("3..7"), Ok(3..=7));
+        assert_eq!(steps("3..=7"), Ok(3..=7));
+        assert!(steps("7..3").unwrap_err().contains("comes after"));
+        assert!(steps("a..3").unwrap_err().contains("not the number"));
+    }
+}

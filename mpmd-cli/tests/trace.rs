@@ -1,0 +1,120 @@
+//! `mpmd trace` over what a run has written.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use mpmd_core::prelude::*;
+use mpmd_core::{Label, Role, Simulation};
+use serde_json::Value;
+
+/// Adds one.
+struct Next;
+
+impl Kernel for Next {
+    type In = MpmdArray;
+    type Out = MpmdArray;
+
+    fn infer(&self, x: &ShapedArray) -> Result<Signature<ShapedArray>> {
+        Ok(Signature::new(x.clone()))
+    }
+
+    fn run(&self, _: &mut Context<'_>, x: View<'_>, mut y: ViewMut<'_>) -> Result<()> {
+        for (y, x) in y.as_mut_slice::<f32>()?.iter_mut().zip(x.as_slice::<f32>()?) {
+            *y = x + 1.0;
+        }
+        Ok(())
+    }
+}
+
+const STEPS: u64 = 3;
+
+/// Steps of two stages in two processes, traced; the folder.
+fn traced(name: &str) -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-{name}", std::process::id()));
+    let results = Simulation::new(2, 2).settings(|settings| settings.trace(&folder)).run(|p| {
+        let stages = p.mesh(&[("stage", 2)])?.split("stage")?;
+        let mut kernels = Vec::new();
+        for stage in &stages {
+            kernels.push(p.jit(Next).on(stage).outputs(stage.replicated()).build()?);
+        }
+        for _ in 0..STEPS {
+            let label = |stage, role| Some(Label { stage, microbatch: Some(0), role });
+            let x = p.device_put(&MpmdArray::scalar(1.0f32), &stages[0].replicated())?;
+            p.set_label(label(0, Role::Forward));
+            let x = kernels[0].call(p, x)?;
+            p.set_label(label(0, Role::SendForward));
+            let x = p.device_put(&x, &stages[1].replicated())?;
+            p.set_label(label(1, Role::Forward));
+            let x = kernels[1].call(p, x)?;
+            p.set_label(label(1, Role::BackwardInput));
+            let x = kernels[1].call(p, x)?;
+            p.set_label(label(1, Role::SendBackward));
+            let x = p.device_put(&x, &stages[0].replicated())?;
+            p.set_label(label(0, Role::BackwardInput));
+            let _ = kernels[0].call(p, x)?;
+            p.set_label(None);
+            p.step_end()?;
+        }
+        Ok(())
+    });
+    results.into_iter().for_each(|result| result.unwrap());
+    folder
+}
+
+/// Exit code and what was printed.
+fn ask(folder: &Path, args: &[&str]) -> (Option<i32>, String, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
+    let output = command.arg("trace").arg(folder).args(args).output().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (output.status.code(), text(&output.stdout), text(&output.stderr))
+}
+
+fn read(path: &Path) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+}
+
+#[test]
+fn a_traced_run_is_a_summary_a_page_two_files_of_json_and_costs() {
+    let folder = traced("whole");
+    let path = |name: &str| folder.join(name).display().to_string();
+    let (page, json, timeline, costs) = (path("a.html"), path("a.json"), path("t.json"), path("costs.toml"));
+    let args = ["-o", &page, "--json", &json, "--timeline", &timeline, "--costs", &costs];
+    let (code, said, wrong) = ask(&folder, &args);
+    assert_eq!((code, &*wrong), (Some(0), ""));
+    for text in ["2 processes, 12 kernels, 6 pieces sent", "steps 1 to 3: ", "process 1: computes "] {
+        assert!(said.contains(text), "{text:?} is not in\n{said}");
+    }
+    assert!(std::fs::read_to_string(&page).unwrap().contains("<html"));
+    let events = read(Path::new(&json));
+    let slices = events["traceEvents"].as_array().unwrap().iter().filter(|event| event["ph"] == "X");
+    assert!(slices.count() >= 12 + 12);
+    let timeline = read(Path::new(&timeline));
+    assert_eq!(timeline["rows"].as_array().unwrap().len(), 2);
+    let costs = std::fs::read_to_string(&costs).unwrap();
+    assert!(costs.starts_with("unit = \"s\"\n") && costs.matches("[[stage]]").count() == 2, "{costs}");
+    // A part of it.
+    let (code, said, _) = ask(&folder, &["--steps", "2..3", "--json", &json]);
+    assert!(code == Some(0) && said.contains("8 kernels") && said.contains("steps 2 to 3: "), "{said}");
+    assert!(read(Path::new(&json)).to_string().contains("step 2"));
+    std::fs::remove_dir_all(&folder).unwrap();
+}
+
+#[test]
+fn what_is_missing_or_wrong_is_said() {
+    let folder = traced("broken");
+    let (code, _, wrong) = ask(&folder, &["--steps", "7..9"]);
+    assert_eq!((code, &*wrong), (Some(1), "mpmd: the run has steps 1 to 3 only\n"));
+    // One process's file breaks off, then is gone.
+    let second = folder.join("process-1.trace");
+    let bytes = std::fs::read(&second).unwrap();
+    std::fs::write(&second, &bytes[..bytes.len() - 60]).unwrap();
+    let (code, said, _) = ask(&folder, &[]);
+    assert!(code == Some(0) && said.contains("note: the trace of process 1 is not whole"), "{said}");
+    std::fs::remove_file(&second).unwrap();
+    let (code, said, _) = ask(&folder, &[]);
+    assert!(code == Some(0) && said.contains("note: the trace of process 1 is missing"), "{said}");
+    std::fs::remove_file(folder.join("process-0.trace")).unwrap();
+    let (code, _, wrong) = ask(&folder, &[]);
+    assert!(code == Some(1) && wrong.contains("has no file process-<n>.trace"), "{wrong}");
+    std::fs::remove_dir_all(&folder).unwrap();
+}

@@ -1,0 +1,177 @@
+//! One time for all processes of a traced run.
+
+use std::collections::BTreeMap;
+
+use super::file::ProcessTrace;
+
+/// Where the times of a run's processes are on a clock that all have in common.
+pub(super) struct Aligned {
+    /// By place among the traces.
+    lines: Vec<Line>,
+    /// By how much times of different processes may be wrong against each other, in nanoseconds.
+    pub(super) bound: u64,
+    /// Clocks that could not be compared.
+    pub(super) problems: Vec<String>,
+}
+
+/// A process's time, in nanoseconds of its trace, on the common clock.
+#[derive(Clone, Copy)]
+struct Line {
+    at: i128,
+    common: i128,
+    /// How much the common clock goes by while the process's goes by `run`.
+    rise: i128,
+    run: i128,
+}
+
+/// A clock that some processes read, beside the common one.
+#[derive(Clone, Copy, Eq, Ord, PartialEq, PartialOrd)]
+struct Sample {
+    here: i128,
+    common: i128,
+    bound: u64,
+}
+
+impl Aligned {
+    /// Processes of one system read the same clock, so nothing is lost between them. The clocks of others were
+    /// compared with that of the rendezvous service when the traces began and when they ended: between these drift
+    /// is taken for even.
+    pub(super) fn of(traces: &[ProcessTrace]) -> Self {
+        let mut groups: BTreeMap<String, Vec<usize>> = BTreeMap::new();
+        for (place, trace) in traces.iter().enumerate() {
+            let clock = match trace.about.clock.as_str() {
+                "" => format!("process {}", trace.about.process),
+                clock => clock.to_owned(),
+            };
+            groups.entry(clock).or_default().push(place);
+        }
+        let own = 2 * traces.iter().map(|trace| trace.about.monotonic_bound).max().unwrap_or(0);
+        let of_start = |trace: &ProcessTrace| i128::from(trace.about.monotonic);
+        let unchanged = |trace| Line { at: 0, common: of_start(trace), rise: 1, run: 1 };
+        if groups.len() == 1 {
+            return Self { lines: traces.iter().map(unchanged).collect(), bound: own, problems: Vec::new() };
+        }
+        let mut lines: Vec<Line> = traces.iter().map(unchanged).collect();
+        let (mut bounds, mut problems) = (Vec::new(), Vec::new());
+        for places in groups.values() {
+            let samples = places.iter().flat_map(|place| {
+                let trace = &traces[*place];
+                trace.clocks.iter().map(move |clock| Sample {
+                    here: of_start(trace) + i128::from(clock.at),
+                    common: i128::from(clock.server),
+                    bound: clock.bound,
+                })
+            });
+            let line = match line(samples.collect()) {
+                Some((line, bound)) => {
+                    bounds.push(bound);
+                    line
+                }
+                None => {
+                    let trace = &traces[places[0]];
+                    problems.push(format!(
+                        "the clock of process {} was not compared with the others': its times are as it says",
+                        trace.about.process
+                    ));
+                    Line { at: of_start(trace), common: i128::from(trace.about.unix), rise: 1, run: 1 }
+                }
+            };
+            for place in places {
+                lines[*place] = Line { at: line.at - of_start(&traces[*place]), ..line };
+            }
+        }
+        bounds.sort_unstable();
+        let bound = own + bounds.iter().rev().take(2).sum::<u64>();
+        Self { lines, bound, problems }
+    }
+
+    /// A time of the trace at `place`, on the common clock, in nanoseconds.
+    pub(super) fn time(&self, place: usize, at: u64) -> i128 {
+        let Line { at: from, common, rise, run } = self.lines[place];
+        common + (i128::from(at) - from) * rise / run
+    }
+}
+
+/// The line through the best sample of the first half of the time and the best of the second.
+fn line(mut samples: Vec<Sample>) -> Option<(Line, u64)> {
+    samples.sort_unstable();
+    let middle = (samples.first()?.here + samples.last()?.here) / 2;
+    let (early, late): (Vec<Sample>, Vec<Sample>) =
+        samples.into_iter().partition(|sample| sample.here <= middle);
+    let best = |samples: Vec<Sample>| samples.into_iter().min_by_key(|sample| sample.bound);
+    let first = best(early)?;
+    let constant = Line { at: first.here, common: first.common, rise: 1, run: 1 };
+    let Some(last) = best(late) else { return Some((constant, first.bound)) };
+    let line = Line { rise: last.common - first.common, run: last.here - first.here, ..constant };
+    Some((line, first.bound.max(last.bound)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::file::{About, Clock};
+    use super::*;
+
+    const SECOND: u64 = 1_000_000_000;
+
+    /// A process of a host of its own, whose clock is off by `offset` when its trace begins at common time `begin`,
+    /// and goes wrong by `drift` nanoseconds in a second.
+    fn process(process: u32, begin: i64, drift: i64, bound: u64, skew: i64) -> ProcessTrace {
+        let clock = |seconds: i64| Clock {
+            at: (seconds * (SECOND as i64 + drift)) as u64,
+            server: begin + seconds * SECOND as i64 + skew,
+            bound,
+        };
+        let about = About { process, clock: format!("host {process}"), monotonic: 77, ..About::default() };
+        ProcessTrace { about, clocks: vec![clock(0), clock(100)], ..ProcessTrace::default() }
+    }
+
+    #[test]
+    fn clocks_that_are_off_and_drift_come_together_within_the_bound() {
+        let traces = [process(0, 5_000, 0, 10, 0), process(1, -7_000_000, 40_000, 300, 250)];
+        let aligned = Aligned::of(&traces);
+        assert_eq!((aligned.bound, aligned.problems.len()), (310, 0));
+        for seconds in [0, 1, 50, 100] {
+            let (here, there) = (
+                aligned.time(0, seconds * SECOND),
+                aligned.time(1, seconds * (SECOND + 40_000) + 5_000 + 7_000_000),
+            );
+            let wrong = (here - there).unsigned_abs();
+            assert!(wrong <= u128::from(aligned.bound) + 300, "{wrong} at {seconds} s");
+        }
+    }
+
+    #[test]
+    fn processes_of_one_host_lose_nothing_and_the_best_comparison_counts() {
+        let on = |number: u32, monotonic: u64| {
+            let mut trace = process(number, 0, 0, 1_000, 0);
+            (trace.about.clock, trace.about.monotonic) = ("one".to_owned(), monotonic);
+            trace.about.monotonic_bound = 50;
+            trace
+        };
+        let pair = [on(0, 1_000), on(1, 4_000)];
+        let aligned = Aligned::of(&pair);
+        assert_eq!(aligned.bound, 100);
+        assert_eq!(aligned.time(0, 3_500), aligned.time(1, 500));
+        // Beside another host: both of them by the comparison that is best.
+        let mut three = [on(0, 1_000), on(1, 4_000), process(2, 9, 0, 20, 0)];
+        three[1].clocks = vec![Clock { at: 0, server: 3_000, bound: 5 }];
+        let aligned = Aligned::of(&three);
+        assert_eq!(aligned.time(0, 3_500), aligned.time(1, 500));
+        assert_eq!(aligned.time(0, 3_000), 3_000);
+        assert_eq!(aligned.time(2, 11), 20);
+    }
+
+    #[test]
+    fn a_clock_that_was_never_compared_is_said() {
+        let mut traces = [process(0, 0, 0, 1, 0), process(1, 0, 0, 1, 0)];
+        traces[1].clocks.clear();
+        traces[1].about.unix = 42;
+        let aligned = Aligned::of(&traces);
+        assert!(
+            aligned.problems[0].starts_with("the clock of process 1 was not compared"),
+            "{:?}",
+            aligned.problems
+        );
+        assert_eq!(aligned.time(1, 8), 50);
+    }
+}

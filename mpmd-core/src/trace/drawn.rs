@@ -1,0 +1,189 @@
+//! A merged run as a [`Timeline`].
+
+use std::collections::BTreeMap;
+
+use super::merge::{Kernel, Piece, Run};
+use super::reasons::short;
+use super::timeline::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Timeline};
+use crate::program::{Label, Role};
+
+/// Seconds for which it is not worth saying what a device waited for.
+const SHORT: f64 = 1e-6;
+
+impl Run {
+    /// What is drawn of it: a row for each device.
+    pub fn timeline(&self) -> Timeline {
+        let step = |step: &super::RunStep| Mark { at: step.start, name: format!("step {}", step.number) };
+        let devices = |process: &super::Process| 0..process.devices.len().max(1) as u32;
+        // By process, its first row.
+        let (mut first, mut next) = (BTreeMap::new(), 0);
+        for process in &self.processes {
+            first.insert(process.process, next);
+            next += devices(process).end;
+        }
+        let processes = self.processes.iter();
+        let rows = processes
+            .flat_map(|process| devices(process).map(|device| self.row(process.process, device, &first)))
+            .collect();
+        Timeline {
+            title: self.title.clone(),
+            unit: "s".to_owned(),
+            end: self.end,
+            memory_unit: "B".to_owned(),
+            marks: self.steps.iter().map(step).collect(),
+            rows,
+        }
+    }
+
+    /// The timeline with what `plan` has each pass do beside it: a timeline of one step, as a simulation of the
+    /// pipeline's schedule with the run's own [costs](Self::costs) gives it. A step of the plan begins with the
+    /// first pass of the step.
+    pub fn timeline_beside(&self, plan: &Timeline) -> Timeline {
+        let mut planned: BTreeMap<(Kind, Option<u32>, Option<u32>), (f64, f64)> = BTreeMap::new();
+        for bar in plan.rows.iter().flat_map(|row| &row.bars) {
+            planned.insert((bar.kind, bar.stage, bar.microbatch), (bar.start, bar.end));
+        }
+        // Of both gradients as one: how much of it is the first.
+        let costs = self.costs().ok();
+        let share = |stage: Option<u32>| {
+            let stage = costs.as_ref().zip(stage).and_then(|(costs, stage)| costs.stage.get(stage as usize));
+            let both =
+                stage.map(|stage| (stage.backward_input, stage.backward_input + stage.backward_weight));
+            both.filter(|(_, both)| *both > 0.0).map_or(0.5, |(input, both)| input / both)
+        };
+        let find = |bar: &Bar| {
+            let of = |kind| planned.get(&(kind, bar.stage, bar.microbatch)).copied();
+            let whole = || {
+                of(Kind::Backward).map(|(start, end)| (start, start + share(bar.stage) * (end - start), end))
+            };
+            match bar.kind {
+                Kind::Forward => of(Kind::Forward),
+                Kind::BackwardInput => {
+                    of(Kind::BackwardInput).or_else(|| whole().map(|(start, middle, _)| (start, middle)))
+                }
+                Kind::BackwardWeight => {
+                    of(Kind::BackwardWeight).or_else(|| whole().map(|(_, middle, end)| (middle, end)))
+                }
+                _ => None,
+            }
+        };
+        let mut timeline = self.timeline();
+        let step_of = |op: u64| self.steps.partition_point(|step| step.ops.1 < op);
+        let mut begins: BTreeMap<usize, f64> = BTreeMap::new();
+        let bars = timeline.rows.iter().flat_map(|row| &row.bars);
+        for bar in bars.filter(|bar| bar.kind == Kind::Forward) {
+            let begin = begins.entry(step_of(bar.op.unwrap_or(0))).or_insert(bar.start);
+            *begin = begin.min(bar.start);
+        }
+        for bar in timeline.rows.iter_mut().flat_map(|row| &mut row.bars) {
+            let begin = begins.get(&step_of(bar.op.unwrap_or(0)));
+            bar.planned = begin.and_then(|begin| find(bar).map(|(start, end)| (begin + start, begin + end)));
+        }
+        timeline
+    }
+
+    /// Rows of one device; what its process gives is shown with the first.
+    fn row(&self, process: u32, device: u32, first: &BTreeMap<u32, u32>) -> Row {
+        let of_row = |kernel: &&Kernel| (kernel.process, kernel.device) == (process, device);
+        let kernels: Vec<&Kernel> = self.kernels.iter().filter(of_row).collect();
+        let mut row = Row {
+            name: format!("process {process}, cpu {device}"),
+            process: Some(process),
+            bars: kernels.iter().map(|kernel| self.bar(kernel)).collect(),
+            ..Row::default()
+        };
+        let mut idle: f64 = 0.0;
+        for kernel in &kernels {
+            if kernel.start - idle >= SHORT {
+                let waits_for = self.why_idle(kernel, idle);
+                row.gaps.push(Gap { start: idle, end: kernel.start, waits_for });
+            }
+            idle = idle.max(kernel.end);
+            row.memory.push(MemoryPoint { at: kernel.start, used: kernel.memory.0 as f64 });
+            row.memory.push(MemoryPoint { at: kernel.end, used: kernel.memory.1 as f64 });
+        }
+        if self.end - idle >= SHORT {
+            row.gaps.push(Gap { start: idle, end: self.end, waits_for: "nothing more to do".to_owned() });
+        }
+        if device == 0 {
+            let given = self.pieces.iter().filter(|piece| piece.from == process);
+            row.moves = given.filter_map(|piece| self.move_of(piece, first)).collect();
+            row.moves.sort_by(|a, b| a.start.total_cmp(&b.start));
+        }
+        row
+    }
+
+    fn bar(&self, kernel: &Kernel) -> Bar {
+        let operation = self.operation(kernel.process, kernel.op);
+        let label = operation.and_then(|operation| operation.label);
+        let what = operation.map_or("", |operation| short(&operation.what));
+        let unfinished = if kernel.ended { "" } else { " (did not end)" };
+        Bar {
+            kind: kind(label),
+            name: format!("{}{unfinished}", name(label, what)),
+            stage: label.map(|label| label.stage),
+            microbatch: label.and_then(|label| label.microbatch),
+            start: kernel.start,
+            end: kernel.end,
+            op: Some(kernel.op),
+            issued: operation.map(|operation| operation.issued),
+            waited_for: kernel.waited_for.map(|op| self.reason(kernel.process, op, kernel.since)),
+            at: operation.map(|operation| operation.at.to_string()),
+            ..Bar::default()
+        }
+    }
+
+    fn move_of(&self, piece: &Piece, first: &BTreeMap<u32, u32>) -> Option<Bar> {
+        let (start, end) = piece.on_its_way()?;
+        let known = |process| self.operation(process, piece.op);
+        let operation = known(piece.from).or(known(piece.to));
+        let label = operation.and_then(|operation| operation.label);
+        let what = name(label, operation.map_or("", |operation| short(&operation.what)));
+        Some(Bar {
+            kind: Kind::Move,
+            name: format!("{what} to process {}", piece.to),
+            stage: label.map(|label| label.stage),
+            microbatch: label.and_then(|label| label.microbatch),
+            start,
+            end,
+            bytes: Some(piece.bytes),
+            to: first.get(&piece.to).copied(),
+            op: Some(piece.op),
+            issued: operation.map(|operation| operation.issued),
+            at: operation.map(|operation| operation.at.to_string()),
+            ..Bar::default()
+        })
+    }
+
+    /// The time in which a process's devices computed, between two times, as a share of it.
+    pub fn busy(&self, process: u32, from: f64, until: f64) -> f64 {
+        let mut devices: BTreeMap<u32, f64> = BTreeMap::new();
+        for kernel in self.kernels.iter().filter(|kernel| kernel.process == process) {
+            let within = (kernel.end.min(until) - kernel.start.max(from)).max(0.0);
+            *devices.entry(kernel.device).or_default() += within;
+        }
+        let owned = self.processes.iter().find(|known| known.process == process);
+        let count = owned.map_or(1, |process| process.devices.len().max(1));
+        if until > from { devices.values().sum::<f64>() / (count as f64 * (until - from)) } else { 0.0 }
+    }
+}
+
+fn kind(label: Option<Label>) -> Kind {
+    match label.map(|label| label.role) {
+        Some(Role::Forward) => Kind::Forward,
+        Some(Role::BackwardInput) => Kind::BackwardInput,
+        Some(Role::BackwardWeight) => Kind::BackwardWeight,
+        _ => Kind::Other,
+    }
+}
+
+/// As in a schedule's text where it is of a pass.
+pub(super) fn name(label: Option<Label>, what: &str) -> String {
+    let Some(Label { stage, microbatch: Some(microbatch), role }) = label else { return what.to_owned() };
+    match role {
+        Role::Forward | Role::SendForward => format!("{stage}F{microbatch}"),
+        Role::BackwardInput | Role::SendBackward => format!("{stage}I{microbatch}"),
+        Role::BackwardWeight => format!("{stage}W{microbatch}"),
+        _ => what.to_owned(),
+    }
+}

@@ -1,0 +1,403 @@
+//! Files of traces: one for each process, readable up to what was written whenever its process ended.
+//!
+//! A file begins with eight bytes, the version and the length of what the process says of itself, as JSON. Then
+//! come *chunks*: kind and length, four bytes each, and the content. Numbers have their lowest byte first. Chunks
+//! of kinds that a reader does not know are passed over.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+
+use super::event::{EVENT_BYTES, Event};
+
+const MAGIC: &[u8; 8] = b"mpmdtrc\n";
+
+/// Of the form of files. Readers refuse another.
+const VERSION: u32 = 1;
+
+/// What a process says of itself at the beginning of its file.
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+pub struct About {
+    /// Which process of the job this is.
+    pub process: u32,
+    /// Number of processes in the job.
+    pub processes: u32,
+    /// The devices that it owns, by their place among them.
+    pub devices: Vec<u32>,
+    /// Its transport.
+    pub transport: String,
+    /// Its number in the operating system.
+    pub pid: u32,
+    /// The name of the program's file.
+    pub program: String,
+    /// Processes that have this in common read one and the same monotonic clock. May be empty: nobody's.
+    pub clock: String,
+    /// What that clock said when the trace began, in nanoseconds.
+    pub monotonic: u64,
+    /// By how much that may be wrong, in nanoseconds.
+    pub monotonic_bound: u64,
+    /// What the process's own clock said then, in nanoseconds since 1970.
+    pub unix: i64,
+}
+
+/// What one process has noted.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ProcessTrace {
+    /// What it says of itself.
+    pub about: About,
+    /// By time.
+    pub events: Vec<Event>,
+    /// By number.
+    pub texts: Vec<String>,
+    /// How its clock compares with the one that all have in common.
+    pub clocks: Vec<Clock>,
+    /// Names of schedules, and their rows in torch's text format.
+    pub schedules: Vec<(String, String)>,
+    /// Events that were too many to be kept.
+    pub dropped: u64,
+    /// What is wrong with the file's end, if anything is.
+    pub truncated: Option<String>,
+    /// Whether the process ended its trace itself.
+    pub ended: bool,
+}
+
+/// A process's time beside that of the clock that all have in common.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Clock {
+    /// In nanoseconds since the process's trace began.
+    pub at: u64,
+    /// The common clock's time then, in nanoseconds since 1970.
+    pub server: i64,
+    /// By how much that may be wrong, in nanoseconds.
+    pub bound: u64,
+}
+
+/// Why a file is not the trace of a process.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TraceError {
+    /// The file, or the folder, cannot be read.
+    #[error("{}: {why}", .path.display())]
+    Unreadable {
+        /// Of the file or folder.
+        path: PathBuf,
+        /// In the system's words.
+        why: String,
+    },
+    /// It is something else.
+    #[error("{} is not the trace of a process: {why}", .path.display())]
+    NotATrace {
+        /// Of the file.
+        path: PathBuf,
+        /// What is wrong with its beginning.
+        why: String,
+    },
+    /// There are no traces in the folder.
+    #[error("{} has no file process-<n>.trace: run a program with `mpmd run --trace {0}`", .path.display())]
+    Empty {
+        /// Of the folder.
+        path: PathBuf,
+    },
+}
+
+/// The name of a process's file.
+pub(super) fn name(process: u32) -> String {
+    format!("process-{process}.trace")
+}
+
+impl About {
+    /// What the clocks say now, when the trace begins.
+    pub(super) fn begin(self) -> (Instant, Self) {
+        let monotonic = || {
+            let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+            now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+        };
+        // The quickest look is the best: in any other this thread may have slept.
+        let look = |_| {
+            let before = monotonic();
+            let now = (Instant::now(), unix_now());
+            let trip = monotonic() - before;
+            (trip, before + trip / 2, now)
+        };
+        let best = (0..8).map(look).min_by_key(|(trip, ..)| *trip);
+        let (trip, monotonic, (start, unix)) = best.unwrap_or_else(|| look(0));
+        (start, Self { monotonic, monotonic_bound: trip / 2, unix, clock: own_clock(), ..self })
+    }
+}
+
+/// This process's own clock, in nanoseconds since 1970.
+pub(crate) fn unix_now() -> i64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
+}
+
+/// One for all processes of a system since it was started, but for those that were given a clock of their own.
+fn own_clock() -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let space = std::fs::read_link("/proc/self/ns/time").unwrap_or_default();
+    if boot.is_empty() { boot } else { format!("{} {}", boot.trim(), space.display()) }
+}
+
+/// Parts of a file, but for events.
+pub(super) enum Chunk {
+    Text { number: u32, text: String },
+    Clock { at: u64, server: i64, bound: u64 },
+    Schedule { name: String, rows: String },
+    Dropped { events: u64 },
+    End,
+}
+
+const EVENTS: u32 = 1;
+const TEXT: u32 = 2;
+const CLOCK: u32 = 3;
+const SCHEDULE: u32 = 4;
+const DROPPED: u32 = 5;
+const END: u32 = 6;
+
+impl Chunk {
+    pub(super) fn write(&self, out: &mut Vec<u8>) {
+        let (kind, content) = match self {
+            Self::Text { number, text } => (TEXT, [&number.to_le_bytes()[..], text.as_bytes()].concat()),
+            Self::Clock { at, server, bound } => {
+                (CLOCK, [at.to_le_bytes(), server.to_le_bytes(), bound.to_le_bytes()].concat())
+            }
+            Self::Schedule { name, rows } => (SCHEDULE, format!("{name}\n{rows}").into_bytes()),
+            Self::Dropped { events } => (DROPPED, events.to_le_bytes().to_vec()),
+            Self::End => (END, Vec::new()),
+        };
+        write_chunk(kind, &content, out);
+    }
+}
+
+fn write_chunk(kind: u32, content: &[u8], out: &mut Vec<u8>) {
+    out.extend(kind.to_le_bytes());
+    out.extend((content.len() as u32).to_le_bytes());
+    out.extend(content);
+}
+
+pub(super) fn write_events(events: &[Event], out: &mut Vec<u8>) {
+    // A chunk's length must fit its four bytes.
+    for events in events.chunks(1 << 20) {
+        out.reserve(events.len() * EVENT_BYTES + 8);
+        out.extend(EVENTS.to_le_bytes());
+        out.extend(((events.len() * EVENT_BYTES) as u32).to_le_bytes());
+        events.iter().for_each(|event| out.extend(event.to_bytes()));
+    }
+}
+
+/// What a file begins with.
+pub(super) fn beginning(about: &About) -> std::io::Result<Vec<u8>> {
+    let about = serde_json::to_vec(about)?;
+    let mut bytes = Vec::new();
+    bytes.write_all(MAGIC)?;
+    bytes.write_all(&VERSION.to_le_bytes())?;
+    bytes.write_all(&(about.len() as u32).to_le_bytes())?;
+    bytes.write_all(&about)?;
+    Ok(bytes)
+}
+
+impl ProcessTrace {
+    /// Reads a file, up to where it breaks off.
+    ///
+    /// # Errors
+    ///
+    /// Where it cannot be read, or does not begin as a trace of this version does.
+    pub fn read(path: &Path) -> Result<Self, TraceError> {
+        let bytes = std::fs::read(path).map_err(|error| unreadable(path, &error))?;
+        Self::of_bytes(&bytes).map_err(|why| TraceError::NotATrace { path: path.to_owned(), why })
+    }
+
+    /// All traces of a folder, by process; and what is wrong with it: files that are missing, or no traces.
+    ///
+    /// # Errors
+    ///
+    /// Where the folder cannot be read, or has no trace.
+    pub fn read_all(folder: &Path) -> Result<(Vec<Self>, Vec<String>), TraceError> {
+        let (mut traces, mut wrong) = (Vec::new(), Vec::new());
+        let mut found = Vec::new();
+        for entry in std::fs::read_dir(folder).map_err(|error| unreadable(folder, &error))? {
+            let path = entry.map_err(|error| unreadable(folder, &error))?.path();
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            let number = name.strip_prefix("process-").and_then(|name| name.strip_suffix(".trace"));
+            if let Some(number) = number.and_then(|number| number.parse::<u32>().ok()) {
+                found.push((number, path));
+            }
+        }
+        found.sort();
+        for (_, path) in &found {
+            match Self::read(path) {
+                Ok(trace) => traces.push(trace),
+                Err(error) => wrong.push(error.to_string()),
+            }
+        }
+        if traces.is_empty() {
+            return match wrong.into_iter().next() {
+                Some(why) => Err(TraceError::NotATrace { path: folder.to_owned(), why }),
+                None => Err(TraceError::Empty { path: folder.to_owned() }),
+            };
+        }
+        traces.sort_by_key(|trace: &Self| trace.about.process);
+        let processes = traces.iter().map(|trace| trace.about.processes).max().unwrap_or(0);
+        for process in 0..processes {
+            if !found.iter().any(|(number, _)| *number == process) {
+                wrong.push(format!("the trace of process {process} is missing"));
+            }
+        }
+        Ok((traces, wrong))
+    }
+
+    /// A text by its number; empty where the file lacks it.
+    pub fn text(&self, number: u32) -> &str {
+        self.texts.get(number as usize).map_or("", String::as_str)
+    }
+
+    /// The error says what is wrong with the beginning.
+    fn of_bytes(bytes: &[u8]) -> Result<Self, String> {
+        let mut rest = Rest(bytes);
+        if rest.take(MAGIC.len()) != Some(MAGIC) {
+            return Err("it begins otherwise".to_owned());
+        }
+        let version = rest.number().ok_or("it is empty")?;
+        if version != VERSION {
+            return Err(format!("it is of version {version}, and this program reads {VERSION}"));
+        }
+        let length = rest.number().ok_or("it breaks off in its beginning")?;
+        let about = rest.take(length as usize).ok_or("it breaks off in its beginning")?;
+        let about = serde_json::from_slice(about).map_err(|error| error.to_string())?;
+        let mut trace = Self { about, ..Self::default() };
+        while !rest.0.is_empty() {
+            let at = bytes.len() - rest.0.len();
+            if let Err(why) = trace.chunk(&mut rest) {
+                trace.truncated = Some(format!("it breaks off at byte {at} of {}: {why}", bytes.len()));
+                break;
+            }
+        }
+        trace.events.sort_by_key(|event| event.at);
+        Ok(trace)
+    }
+
+    fn chunk(&mut self, rest: &mut Rest<'_>) -> Result<(), &'static str> {
+        let broken = "a part of the trace is not whole";
+        let (kind, length) = (rest.number().ok_or(broken)?, rest.number().ok_or(broken)? as usize);
+        let content = match rest.take(length) {
+            Some(content) => content,
+            // Events are of use up to the last whole one.
+            None if kind == EVENTS => {
+                self.events(rest.0);
+                return Err(broken);
+            }
+            None => return Err(broken),
+        };
+        let mut content = Rest(content);
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        match kind {
+            EVENTS => self.events(content.0),
+            TEXT => {
+                let number = content.number().ok_or(broken)? as usize;
+                if number > self.texts.len() {
+                    return Err("a text comes before its turn");
+                }
+                self.texts.truncate(number);
+                self.texts.push(text(content.0));
+            }
+            CLOCK => {
+                let mut word = || content.word().ok_or(broken);
+                self.clocks.push(Clock { at: word()?, server: word()? as i64, bound: word()? });
+            }
+            SCHEDULE => {
+                let all = text(content.0);
+                let (name, rows) = all.split_once('\n').unwrap_or((&all, ""));
+                self.schedules.push((name.to_owned(), rows.to_owned()));
+            }
+            DROPPED => self.dropped = content.word().ok_or(broken)?,
+            END => self.ended = true,
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn events(&mut self, bytes: &[u8]) {
+        let events = bytes.as_chunks::<EVENT_BYTES>().0.iter().filter_map(Event::of_bytes);
+        self.events.extend(events);
+    }
+}
+
+struct Rest<'a>(&'a [u8]);
+
+impl<'a> Rest<'a> {
+    fn take(&mut self, bytes: usize) -> Option<&'a [u8]> {
+        let (taken, rest) = self.0.split_at_checked(bytes)?;
+        self.0 = rest;
+        Some(taken)
+    }
+
+    fn number(&mut self) -> Option<u32> {
+        Some(u32::from_le_bytes(self.take(4)?.try_into().ok()?))
+    }
+
+    fn word(&mut self) -> Option<u64> {
+        Some(u64::from_le_bytes(self.take(8)?.try_into().ok()?))
+    }
+}
+
+fn unreadable(path: &Path, error: &std::io::Error) -> TraceError {
+    TraceError::Unreadable { path: path.to_owned(), why: error.to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::event::What;
+    use super::*;
+
+    fn whole() -> Vec<u8> {
+        let mut bytes = beginning(&About { process: 1, processes: 2, ..About::default() }).unwrap();
+        Chunk::Text { number: 0, text: "one".to_owned() }.write(&mut bytes);
+        let events: Vec<_> = (0..3).map(|op| Event { at: op, what: What::Over { op } }).collect();
+        write_events(&events, &mut bytes);
+        Chunk::Clock { at: 1, server: -2, bound: 3 }.write(&mut bytes);
+        Chunk::Schedule { name: "a".to_owned(), rows: "0F0\n1F0".to_owned() }.write(&mut bytes);
+        Chunk::Dropped { events: 4 }.write(&mut bytes);
+        // Of a later version.
+        write_chunk(99, b"what", &mut bytes);
+        Chunk::End.write(&mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn a_file_is_read_up_to_where_it_breaks_off() {
+        let bytes = whole();
+        let all = ProcessTrace::of_bytes(&bytes).unwrap();
+        assert_eq!((all.events.len(), all.text(0), all.text(7), all.dropped), (3, "one", "", 4));
+        assert_eq!(all.clocks, [Clock { at: 1, server: -2, bound: 3 }]);
+        assert_eq!(all.schedules, [("a".to_owned(), "0F0\n1F0".to_owned())]);
+        assert!(all.ended && all.truncated.is_none());
+        let start = beginning(&all.about).unwrap().len();
+        for cut in 0..bytes.len() {
+            match ProcessTrace::of_bytes(&bytes[..cut]) {
+                Err(_) => assert!(cut < start, "{cut}"),
+                Ok(part) => {
+                    assert!(cut >= start && !part.ended && part.events.len() <= 3, "{cut}");
+                    assert!(part.events.iter().eq(&all.events[..part.events.len()]));
+                }
+            }
+        }
+        // In the midst of the third event.
+        let events = start + 8 + 4 + 3 + 8;
+        let part = ProcessTrace::of_bytes(&bytes[..events + 2 * EVENT_BYTES + 5]).unwrap();
+        assert_eq!(part.events.len(), 2);
+        assert!(part.truncated.unwrap().contains("breaks off at byte"));
+    }
+
+    #[test]
+    fn what_is_no_trace_is_refused() {
+        assert!(ProcessTrace::of_bytes(b"{}").unwrap_err().contains("begins otherwise"));
+        let mut bytes = whole();
+        bytes[8] = 7;
+        let why = ProcessTrace::of_bytes(&bytes).unwrap_err();
+        assert_eq!(why, "it is of version 7, and this program reads 1");
+        let nowhere = ProcessTrace::read_all(Path::new("/nowhere/at/all")).unwrap_err();
+        assert!(matches!(nowhere, TraceError::Unreadable { .. }), "{nowhere}");
+    }
+}

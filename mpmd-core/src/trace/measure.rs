@@ -1,0 +1,207 @@
+//! What a merged run says in figures: costs for simulations, and a summary for people.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+use super::merge::{Kernel, Run};
+use super::reasons::bytes;
+use crate::pipeline::{Costs, StageCosts};
+use crate::program::{Label, Role};
+
+/// How many of the longest waits a summary shows.
+const LONGEST_WAITS: usize = 8;
+
+/// Why a run has no costs of stages.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CostsError {
+    /// Nothing of it is labelled.
+    #[error("the run has no passes of a pipeline's stages")]
+    NoPasses,
+    /// Of one stage something is missing.
+    #[error("the run has no {} of stage {stage}", .role.name())]
+    Missing {
+        /// Which.
+        stage: u32,
+        /// What.
+        role: Role,
+    },
+}
+
+impl Run {
+    /// What each stage's passes and moves took, in seconds: the medians. The first step is left out where there are
+    /// others, since what is done once is done in it. A pass on several devices takes as long as on the slowest of
+    /// them; one of several operations as long as all. Where a stage has both gradients as one, each is half of it.
+    /// The bytes of moves are those of the largest; how many a pass leaves is not known from a trace: these are 0.
+    ///
+    /// # Errors
+    ///
+    /// Where there are no passes, or of some stage no forward pass or no gradient.
+    pub fn costs(&self) -> Result<Costs, CostsError> {
+        let after = match self.steps.as_slice() {
+            [first, _, ..] => first.ops.1,
+            _ => 0,
+        };
+        let step = |op: u64| self.steps.partition_point(|step| step.ops.1 < op);
+        let mut took: BTreeMap<u64, (Label, f64)> = BTreeMap::new();
+        for kernel in self.kernels.iter().filter(|kernel| kernel.op > after && kernel.ended) {
+            let Some(label) = self.operation(kernel.process, kernel.op).and_then(|known| known.label) else {
+                continue;
+            };
+            let (_, longest) = took.entry(kernel.op).or_insert((label, 0.0));
+            *longest = longest.max(kernel.end - kernel.start);
+        }
+        let mut moved: BTreeMap<u64, (f64, f64, u64)> = BTreeMap::new();
+        for piece in self.pieces.iter().filter(|piece| piece.op > after) {
+            let Some((posted, came)) = piece.on_its_way() else { continue };
+            let start = piece.offered.unwrap_or(posted);
+            let (from, until, bytes) = moved.entry(piece.op).or_insert((start, came, 0));
+            (*from, *until, *bytes) = (from.min(start), until.max(came), *bytes + piece.bytes);
+        }
+        let mut passes: BTreeMap<(usize, Label), f64> = BTreeMap::new();
+        for (op, (label, took)) in took {
+            *passes.entry((step(op), label)).or_default() += took;
+        }
+        let mut times: BTreeMap<(u32, Role), Vec<f64>> = BTreeMap::new();
+        for ((_, label), took) in passes {
+            times.entry((label.stage, label.role)).or_default().push(took);
+        }
+        let processes = || self.processes.iter().map(|process| process.process);
+        let mut sizes: BTreeMap<(u32, Role), u64> = BTreeMap::new();
+        for (op, (from, until, bytes)) in moved {
+            let operation = processes().find_map(|process| self.operation(process, op));
+            if let Some(label) = operation.and_then(|operation| operation.label) {
+                times.entry((label.stage, label.role)).or_default().push(until - from);
+                let largest = sizes.entry((label.stage, label.role)).or_default();
+                *largest = bytes.max(*largest);
+            }
+        }
+        let passes = [Role::Forward, Role::BackwardInput, Role::BackwardWeight];
+        let stages = times.keys().filter(|(_, role)| passes.contains(role)).map(|(stage, _)| stage + 1).max();
+        let stages = stages.ok_or(CostsError::NoPasses)?;
+        let mut of = |stage: u32, role: Role| times.get_mut(&(stage, role)).map(|times| median(times));
+        let mut stage = |stage: u32| {
+            let missing = |role| CostsError::Missing { stage, role };
+            let forward = of(stage, Role::Forward).ok_or(missing(Role::Forward))?;
+            let gradients = (of(stage, Role::BackwardInput), of(stage, Role::BackwardWeight));
+            let (backward_input, backward_weight) = match gradients {
+                (Some(input), Some(weight)) => (input, weight),
+                (Some(both), None) | (None, Some(both)) => (both / 2.0, both / 2.0),
+                (None, None) => return Err(missing(Role::BackwardInput)),
+            };
+            Ok(StageCosts {
+                forward,
+                backward_input,
+                backward_weight,
+                // Between stages of one process nothing is sent.
+                send_forward: of(stage, Role::SendForward).unwrap_or(0.0),
+                send_backward: of(stage, Role::SendBackward).unwrap_or(0.0),
+                output_bytes: sizes.get(&(stage, Role::SendForward)).copied().unwrap_or(0),
+                gradient_bytes: sizes.get(&(stage, Role::SendBackward)).copied().unwrap_or(0),
+                ..StageCosts::default()
+            })
+        };
+        let stage = (0..stages).map(&mut stage).collect::<Result<_, _>>()?;
+        Ok(Costs { unit: "s".to_owned(), stage })
+    }
+
+    /// The text that `mpmd trace` shows.
+    pub fn summary(&self) -> String {
+        let mut text = String::new();
+        let name = if self.title.is_empty() { "a run" } else { &self.title };
+        let (processes, kernels) = (self.processes.len(), self.kernels.len());
+        let sent: u64 = self.pieces.iter().map(|piece| piece.bytes).sum();
+        let _ = writeln!(
+            text,
+            "{name}: {processes} processes, {kernels} kernels, {} pieces sent ({}), {}",
+            self.pieces.len(),
+            bytes(sent),
+            seconds(self.end)
+        );
+        let _ = writeln!(text, "times of different processes agree within {}", seconds(self.bound));
+        for problem in &self.problems {
+            let _ = writeln!(text, "note: {problem}");
+        }
+        self.summarize_steps(&mut text);
+        let (from, until) = self.window();
+        for process in &self.processes {
+            let busy = self.busy(process.process, from, until);
+            let peak = self.kernels.iter().filter(|kernel| kernel.process == process.process);
+            let peak = peak.map(|kernel| kernel.memory.0.max(kernel.memory.1)).max().unwrap_or(0);
+            let _ = writeln!(
+                text,
+                "process {}: computes {:.1} %, bubble {:.1} %, up to {} on a device",
+                process.process,
+                100.0 * busy,
+                100.0 * (1.0 - busy),
+                bytes(peak)
+            );
+        }
+        self.summarize_waits(&mut text, from, until);
+        text
+    }
+
+    fn summarize_steps(&self, text: &mut String) {
+        // From end to end: what a step takes beside the others.
+        let ends: Vec<f64> = self.steps.iter().map(|step| step.end).collect();
+        let mut took: Vec<f64> = ends.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        let _ = match (self.steps.as_slice(), took.is_empty()) {
+            ([], _) => writeln!(text, "the program ended no step"),
+            ([one], _) => writeln!(text, "step {}: {}", one.number, seconds(one.end - one.start)),
+            ([first, .., last], _) => {
+                let (longest, median) = (took.iter().copied().fold(0.0, f64::max), median(&mut took));
+                let (first, last) = (first.number, last.number);
+                let (median, longest) = (seconds(median), seconds(longest));
+                writeln!(text, "steps {first} to {last}: {median} each (median), {longest} at most")
+            }
+        };
+    }
+
+    fn summarize_waits(&self, text: &mut String, from: f64, until: f64) {
+        let mut idle: BTreeMap<String, (f64, usize)> = BTreeMap::new();
+        let mut last: Option<&Kernel> = None;
+        for kernel in self.kernels.iter().filter(|kernel| kernel.start >= from && kernel.end <= until) {
+            let before = last.replace(kernel);
+            let Some(before) = before else { continue };
+            let same = (before.process, before.device) == (kernel.process, kernel.device);
+            if same && kernel.start > before.end {
+                let why = self.why_idle(kernel, before.end);
+                let (whole, count) = idle.entry(format!("process {}: {why}", kernel.process)).or_default();
+                (*whole, *count) = (*whole + kernel.start - before.end, *count + 1);
+            }
+        }
+        let mut idle: Vec<(String, (f64, usize))> = idle.into_iter().collect();
+        idle.sort_by(|a, b| b.1.0.total_cmp(&a.1.0));
+        if !idle.is_empty() {
+            let _ = writeln!(text, "the longest waits between kernels, by what was waited for:");
+        }
+        for (what, (whole, count)) in idle.into_iter().take(LONGEST_WAITS) {
+            let times = if count == 1 { String::new() } else { format!(" ({count} times)") };
+            let _ = writeln!(text, "  {:>9}  {what}{times}", seconds(whole));
+        }
+    }
+
+    /// The time of the steps, without the first where there are others; of everything where there are none.
+    fn window(&self) -> (f64, f64) {
+        match self.steps.as_slice() {
+            [] => (0.0, self.end),
+            [one] => (one.start, one.end),
+            [first, .., last] => (first.end, last.end),
+        }
+    }
+}
+
+/// The lower one of two in the middle. Of none: 0.
+fn median(times: &mut [f64]) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times.get(times.len().saturating_sub(1) / 2).copied().unwrap_or(0.0)
+}
+
+/// A time, for people.
+fn seconds(time: f64) -> String {
+    match time {
+        time if time >= 1.0 => format!("{time:.3} s"),
+        time if time >= 1e-3 => format!("{:.2} ms", time * 1e3),
+        time => format!("{:.1} us", time * 1e6),
+    }
+}

@@ -1,0 +1,417 @@
+//! The traces of all processes of a run as one: which operations there were, where and when.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::RangeInclusive;
+use std::sync::Arc;
+
+use super::align::Aligned;
+use super::event::{Event, PieceStep, What};
+use super::file::ProcessTrace;
+use crate::program::Label;
+
+/// What the processes of a job did. Times are in seconds since the first thing that was noted.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Run {
+    /// The program's name.
+    pub title: String,
+    /// By how much times of different processes may be wrong against each other, in seconds.
+    pub bound: f64,
+    /// What of the traces is missing or unsure, for people.
+    pub problems: Vec<String>,
+    /// The processes whose traces there are, by number.
+    pub processes: Vec<Process>,
+    /// By process and number.
+    pub operations: BTreeMap<(u32, u64), Operation>,
+    /// By process, device and start.
+    pub kernels: Vec<Kernel>,
+    /// By operation, piece, giver and taker.
+    pub pieces: Vec<Piece>,
+    /// By process and time.
+    pub waits: Vec<Wait>,
+    /// In order.
+    pub steps: Vec<Step>,
+    /// Names of schedules, and their rows in torch's text format.
+    pub schedules: Vec<(String, String)>,
+    /// When the last kernel ended, or the last piece came.
+    pub end: f64,
+}
+
+/// A process of a run.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Process {
+    /// Its number.
+    pub process: u32,
+    /// The devices that it owns.
+    pub devices: Vec<u32>,
+    /// When its last event was noted.
+    pub last: f64,
+}
+
+/// One process's part of an operation.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Operation {
+    /// What it is for.
+    pub label: Option<Label>,
+    /// Its description.
+    pub what: Arc<str>,
+    /// The program's line.
+    pub at: Arc<str>,
+    /// When it was issued.
+    pub issued: f64,
+    /// When the first kernel began, or the first piece was there; when it was issued where neither was noted.
+    pub started: f64,
+    /// When all parts of it here had ended; `None` where the trace ends before.
+    pub ended: Option<f64>,
+    /// The operation that made what it moves.
+    pub source: Option<u64>,
+}
+
+/// What one device did for an operation.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Kernel {
+    /// The process.
+    pub process: u32,
+    /// The device's place among those of the process.
+    pub device: u32,
+    /// The operation.
+    pub op: u64,
+    /// When the device turned to it.
+    pub since: f64,
+    /// When its inputs were there and it began.
+    pub start: f64,
+    /// When it ended; the end of the process's trace where it did not.
+    pub end: f64,
+    /// Whether it ended.
+    pub ended: bool,
+    /// The operation that made the input that came last, where the device waited for any.
+    pub waited_for: Option<u64>,
+    /// Bytes of arrays on the device at start and end.
+    pub memory: (u64, u64),
+}
+
+/// A piece that went from one process to another. Times are `None` where they were not noted.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Piece {
+    /// The operation.
+    pub op: u64,
+    /// The number of the piece within it.
+    pub piece: u64,
+    /// The process that gave it.
+    pub from: u32,
+    /// The process that got it.
+    pub to: u32,
+    /// Its size.
+    pub bytes: u64,
+    /// When its bytes were there to be sent.
+    pub offered: Option<f64>,
+    /// When the transport got it.
+    pub posted: Option<f64>,
+    /// When the transport was done with it.
+    pub left: Option<f64>,
+    /// When the taker had issued the operation.
+    pub expected: Option<f64>,
+    /// When it came.
+    pub arrived: Option<f64>,
+    /// When its bytes were with the taker.
+    pub taken: Option<f64>,
+}
+
+/// A time in which a program's thread waited.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Wait {
+    /// The process.
+    pub process: u32,
+    /// Since when.
+    pub start: f64,
+    /// Until when.
+    pub end: f64,
+    /// In what.
+    pub what: Arc<str>,
+    /// The program's line.
+    pub at: Arc<str>,
+}
+
+/// A step of the program, by when its kernels ran.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Step {
+    /// Which, from 1.
+    pub number: u64,
+    /// Its operations: after the first, up to the second.
+    pub ops: (u64, u64),
+    /// When the first of its kernels began.
+    pub start: f64,
+    /// When the last ended.
+    pub end: f64,
+}
+
+impl Piece {
+    /// From when to when it was on its way, where both ends are known.
+    pub fn on_its_way(&self) -> Option<(f64, f64)> {
+        let start = self.posted.or(self.offered)?;
+        let end = self.taken.or(self.arrived)?;
+        Some((start, end.max(start)))
+    }
+}
+
+impl Run {
+    /// Puts the traces together; `problems` are those of reading them.
+    pub fn merge(traces: &[ProcessTrace], problems: Vec<String>) -> Self {
+        let aligned = Aligned::of(traces);
+        let first = |place: usize| {
+            traces[place].events.iter().map(move |event| (place, begin_of(event))).min_by_key(|(_, at)| *at)
+        };
+        let begin = (0..traces.len()).filter_map(first).map(|(place, at)| aligned.time(place, at)).min();
+        let mut merging = Merging { run: Self { problems, ..Self::default() }, pieces: BTreeMap::new() };
+        merging.run.bound = aligned.bound as f64 * 1e-9;
+        merging.run.problems.extend(aligned.problems.iter().cloned());
+        let mut step_ends: BTreeMap<u64, u64> = BTreeMap::new();
+        for (place, trace) in traces.iter().enumerate() {
+            let time = |at: u64| (aligned.time(place, at) - begin.unwrap_or(0)) as f64 * 1e-9;
+            merging.add(trace, &time);
+            for event in &trace.events {
+                if let What::StepEnd { step, op } = event.what {
+                    step_ends.insert(step, op);
+                }
+            }
+        }
+        merging.finish(&step_ends)
+    }
+
+    /// The part of these steps; all where the program ended none. Times begin with it.
+    ///
+    /// # Errors
+    ///
+    /// Where the run has none of them.
+    pub fn of_steps(mut self, steps: RangeInclusive<u64>) -> Result<Self, String> {
+        let all = (self.steps.first().map(|step| step.number), self.steps.last().map(|step| step.number));
+        self.steps.retain(|step| steps.contains(&step.number));
+        let (Some(first), Some(last)) = (self.steps.first(), self.steps.last()) else {
+            return Err(match all {
+                (Some(first), Some(last)) => format!("the run has steps {first} to {last} only"),
+                _ => "the program ended no step, so there are none to choose from".to_owned(),
+            });
+        };
+        let (ops, begin) = (first.ops.0 + 1..=last.ops.1, first.start);
+        let until = last.end;
+        self.kernels.retain(|kernel| ops.contains(&kernel.op));
+        self.pieces.retain(|piece| ops.contains(&piece.op));
+        self.waits.retain(|wait| wait.end > begin && wait.start < until);
+        self.shift(begin);
+        self.end = self.last_of_all();
+        Ok(self)
+    }
+
+    /// The part of a process in an operation.
+    pub fn operation(&self, process: u32, op: u64) -> Option<&Operation> {
+        self.operations.get(&(process, op))
+    }
+
+    /// Pieces of an operation.
+    pub(super) fn pieces_of(&self, op: u64) -> &[Piece] {
+        let from = self.pieces.partition_point(|piece| piece.op < op);
+        let until = self.pieces.partition_point(|piece| piece.op <= op);
+        &self.pieces[from..until]
+    }
+
+    /// Has time begin at `begin`.
+    fn shift(&mut self, begin: f64) {
+        let move_all = |times: &mut [&mut f64]| times.iter_mut().for_each(|time| **time -= begin);
+        for operation in self.operations.values_mut() {
+            move_all(&mut [&mut operation.issued, &mut operation.started]);
+            operation.ended.iter_mut().for_each(|time| *time -= begin);
+        }
+        for kernel in &mut self.kernels {
+            move_all(&mut [&mut kernel.since, &mut kernel.start, &mut kernel.end]);
+        }
+        for piece in &mut self.pieces {
+            let Piece { offered, posted, left, expected, arrived, taken, .. } = piece;
+            let times = [offered, posted, left, expected, arrived, taken];
+            times.into_iter().flatten().for_each(|time| *time -= begin);
+        }
+        for wait in &mut self.waits {
+            move_all(&mut [&mut wait.start, &mut wait.end]);
+        }
+        for step in &mut self.steps {
+            move_all(&mut [&mut step.start, &mut step.end]);
+        }
+        for process in &mut self.processes {
+            process.last -= begin;
+        }
+    }
+
+    fn last_of_all(&self) -> f64 {
+        let kernels = self.kernels.iter().map(|kernel| kernel.end);
+        let pieces = self.pieces.iter().filter_map(|piece| piece.on_its_way()).map(|(_, end)| end);
+        kernels.chain(pieces).fold(0.0, f64::max)
+    }
+}
+
+/// When what an event tells of began.
+fn begin_of(event: &Event) -> u64 {
+    match event.what {
+        What::Waited { since, .. } | What::Started { since, .. } => since.min(event.at),
+        _ => event.at,
+    }
+}
+
+struct Merging {
+    run: Run,
+    /// By operation, piece, giver and taker.
+    pieces: BTreeMap<(u64, u64, u32, u32), Piece>,
+}
+
+impl Merging {
+    fn add(&mut self, trace: &ProcessTrace, time: &dyn Fn(u64) -> f64) {
+        let process = trace.about.process;
+        self.say_what_is_missing(trace);
+        let run = &mut self.run;
+        if run.title.is_empty() {
+            run.title.clone_from(&trace.about.program);
+        }
+        for schedule in &trace.schedules {
+            if !run.schedules.contains(schedule) {
+                run.schedules.push(schedule.clone());
+            }
+        }
+        let last = trace.events.last().map_or(0.0, |event| time(event.at));
+        run.processes.push(Process { process, devices: trace.about.devices.clone(), last });
+        let texts: Vec<Arc<str>> = trace.texts.iter().map(|text| Arc::from(text.as_str())).collect();
+        let text = |number: u32| texts.get(number as usize).cloned().unwrap_or_else(|| Arc::from(""));
+        // By device, the place of the kernel that runs.
+        let mut running: HashMap<u32, usize> = HashMap::new();
+        let mut tickets: HashMap<u64, (u64, u64, u32, u32)> = HashMap::new();
+        for event in &trace.events {
+            let at = time(event.at);
+            match event.what {
+                What::Issued { op, label, text: what, line, source } => {
+                    let operation = Operation {
+                        label,
+                        what: text(what),
+                        at: text(line),
+                        issued: at,
+                        started: f64::INFINITY,
+                        ended: None,
+                        source: (source != 0).then_some(source),
+                    };
+                    run.operations.insert((process, op), operation);
+                }
+                What::Started { op, device, since, input, memory } => {
+                    running.insert(device, run.kernels.len());
+                    run.kernels.push(Kernel {
+                        process,
+                        device,
+                        op,
+                        since: time(since),
+                        start: at,
+                        end: last.max(at),
+                        ended: false,
+                        waited_for: (input != 0).then_some(input),
+                        memory: (memory, memory),
+                    });
+                    start(run, (process, op), at);
+                }
+                What::Ended { op, device, memory } => {
+                    let kernel = running.remove(&device).and_then(|place| run.kernels.get_mut(place));
+                    if let Some(kernel) = kernel
+                        && kernel.op == op
+                    {
+                        (kernel.end, kernel.ended, kernel.memory.1) = (at.max(kernel.start), true, memory);
+                    }
+                }
+                What::Over { op } => {
+                    if let Some(operation) = run.operations.get_mut(&(process, op)) {
+                        operation.ended = Some(at.max(operation.issued));
+                    }
+                }
+                What::Piece { step, op, piece, peer, bytes, ticket } => {
+                    let gives = matches!(step, PieceStep::Offered | PieceStep::Posted);
+                    let (from, to) = if gives { (process, peer) } else { (peer, process) };
+                    let key = (op, piece, from, to);
+                    let known = self.pieces.entry(key);
+                    let known = known.or_insert(Piece { op, piece, from, to, ..Piece::default() });
+                    known.bytes = known.bytes.max(bytes);
+                    *match step {
+                        PieceStep::Offered => &mut known.offered,
+                        PieceStep::Posted => &mut known.posted,
+                        PieceStep::Expected => &mut known.expected,
+                        PieceStep::Arrived => &mut known.arrived,
+                        PieceStep::Taken => &mut known.taken,
+                    } = Some(at);
+                    if step == PieceStep::Posted {
+                        tickets.insert(ticket, key);
+                    }
+                    if step != PieceStep::Expected {
+                        start(run, (process, op), at);
+                    }
+                }
+                What::Left { ticket } => {
+                    let piece = tickets.remove(&ticket).and_then(|key| self.pieces.get_mut(&key));
+                    if let Some(piece) = piece {
+                        piece.left = Some(at);
+                    }
+                }
+                What::Waited { since, text: what, line } => {
+                    let (what, at_line) = (text(what), text(line));
+                    run.waits.push(Wait { process, start: time(since), end: at, what, at: at_line });
+                }
+                What::StepEnd { .. } => {}
+            }
+        }
+    }
+
+    fn say_what_is_missing(&mut self, trace: &ProcessTrace) {
+        let process = trace.about.process;
+        let problems = &mut self.run.problems;
+        if let Some(why) = &trace.truncated {
+            problems.push(format!("the trace of process {process} is not whole: {why}"));
+        } else if !trace.ended {
+            problems.push(format!("process {process} did not end its trace: what came last is missing"));
+        }
+        if trace.dropped > 0 {
+            let events = trace.dropped;
+            problems
+                .push(format!("process {process} dropped {events} events that came too fast to be written"));
+        }
+    }
+
+    fn finish(self, step_ends: &BTreeMap<u64, u64>) -> Run {
+        let Self { mut run, pieces } = self;
+        run.pieces = pieces.into_values().collect();
+        run.processes.sort_by_key(|process| process.process);
+        run.waits.sort_by(|a, b| a.process.cmp(&b.process).then(a.start.total_cmp(&b.start)));
+        let by_start = |a: &Kernel, b: &Kernel| {
+            (a.process, a.device).cmp(&(b.process, b.device)).then(a.start.total_cmp(&b.start))
+        };
+        run.kernels.sort_by(by_start);
+        for operation in run.operations.values_mut() {
+            // Bytes may come before the program gets to what they are for.
+            let known = operation.started.is_finite();
+            operation.started =
+                if known { operation.started.max(operation.issued) } else { operation.issued };
+            let started = operation.started;
+            operation.ended.iter_mut().for_each(|ended| *ended = ended.max(started));
+        }
+        let mut before = 0;
+        let mut by_last: BTreeMap<u64, Step> = BTreeMap::new();
+        for (number, op) in step_ends {
+            let step = Step { number: *number, ops: (before, *op), start: f64::INFINITY, end: 0.0 };
+            by_last.insert(*op, step);
+            before = *op;
+        }
+        for kernel in &run.kernels {
+            if let Some((_, step)) = by_last.range_mut(kernel.op..).next() {
+                (step.start, step.end) = (step.start.min(kernel.start), step.end.max(kernel.end));
+            }
+        }
+        // One without kernels took no time.
+        run.steps = by_last.into_values().filter(|step| step.start.is_finite()).collect();
+        run.end = run.last_of_all();
+        run
+    }
+}
+
+fn start(run: &mut Run, key: (u32, u64), at: f64) {
+    if let Some(operation) = run.operations.get_mut(&key) {
+        operation.started = operation.started.min(at);
+    }
+}

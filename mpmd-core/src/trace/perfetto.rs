@@ -1,0 +1,199 @@
+//! A merged run as Trace Event JSON, which Perfetto and `chrome://tracing` open.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Value, json};
+
+use super::drawn::name;
+use super::merge::{Operation, Run};
+use super::reasons::short;
+
+/// Threads of a process, as shown: its program, its devices, then what is on its way, in as many rows as there are
+/// at a time.
+const PROGRAM: u32 = 1;
+const DEVICES: u32 = 10;
+const GIVES: u32 = 1000;
+const GETS: u32 = 2000;
+
+impl Run {
+    /// The run as Trace Event JSON: a process for each, with its program's waits, its devices' kernels, the pieces
+    /// that it gives and gets, arrows from giving to getting, and its memory. Times are in microseconds.
+    pub fn to_trace_events(&self) -> Value {
+        let mut events = Vec::new();
+        for process in &self.processes {
+            let number = process.process;
+            events.push(json!({
+                "name": "process_name", "ph": "M", "pid": number, "tid": 0,
+                "args": {"name": format!("process {number}")},
+            }));
+            events.push(json!({
+                "name": "process_sort_index", "ph": "M", "pid": number, "tid": 0,
+                "args": {"sort_index": number},
+            }));
+            name_thread(&mut events, number, PROGRAM, "program");
+            for device in 0..process.devices.len() as u32 {
+                name_thread(&mut events, number, DEVICES + device, &format!("cpu {device}"));
+            }
+        }
+        self.kernel_events(&mut events);
+        self.wait_events(&mut events);
+        self.piece_events(&mut events);
+        for step in &self.steps {
+            events.push(json!({
+                "name": format!("step {}", step.number), "cat": "step", "ph": "i", "s": "g",
+                "pid": self.processes.first().map_or(0, |process| process.process), "tid": PROGRAM,
+                "ts": micros(step.start),
+            }));
+        }
+        json!({
+            "traceEvents": events,
+            "displayTimeUnit": "ms",
+            "otherData": {
+                "title": self.title,
+                "times of different processes agree within, in us": micros(self.bound),
+                "problems": self.problems,
+            },
+        })
+    }
+
+    fn kernel_events(&self, events: &mut Vec<Value>) {
+        for kernel in &self.kernels {
+            let operation = self.operation(kernel.process, kernel.op);
+            let mut args = args(operation, kernel.op);
+            if let Some(input) = kernel.waited_for {
+                args["waited for"] = self.reason(kernel.process, input, kernel.since).into();
+                args["waited, in us"] = micros(kernel.start - kernel.since).into();
+            }
+            if !kernel.ended {
+                args["ended"] = false.into();
+            }
+            let label = operation.and_then(|operation| operation.label);
+            let what = operation.map_or("", |operation| short(&operation.what));
+            events.push(json!({
+                "name": name(label, what),
+                "cat": label.map_or("kernel", |label| label.role.name()),
+                "ph": "X", "pid": kernel.process, "tid": DEVICES + kernel.device,
+                "ts": micros(kernel.start), "dur": length(kernel.start, kernel.end), "args": args,
+            }));
+            for (at, memory) in [(kernel.start, kernel.memory.0), (kernel.end, kernel.memory.1)] {
+                events.push(json!({
+                    "name": format!("memory of cpu {}", kernel.device), "ph": "C",
+                    "pid": kernel.process, "ts": micros(at), "args": {"bytes": memory},
+                }));
+            }
+        }
+    }
+
+    fn wait_events(&self, events: &mut Vec<Value>) {
+        for wait in &self.waits {
+            events.push(json!({
+                "name": wait.what, "cat": "wait", "ph": "X", "pid": wait.process, "tid": PROGRAM,
+                "ts": micros(wait.start), "dur": length(wait.start, wait.end), "args": {"at": wait.at},
+            }));
+        }
+    }
+
+    fn piece_events(&self, events: &mut Vec<Value>) {
+        let mut lanes = Lanes::default();
+        let known = |process: u32| self.processes.iter().any(|known| known.process == process);
+        let mut pieces: Vec<_> =
+            self.pieces.iter().filter_map(|piece| Some((piece, piece.on_its_way()?))).collect();
+        pieces.sort_by(|a, b| a.1.0.total_cmp(&b.1.0));
+        for (id, (piece, (start, end))) in pieces.into_iter().enumerate() {
+            let ends =
+                [(GIVES, piece.from), (GETS, piece.to)].into_iter().filter(|(_, process)| known(*process));
+            let ends: Vec<(u32, u32)> = ends.collect();
+            for (first, process) in &ends {
+                let operation = self.operation(*process, piece.op);
+                let label = operation.and_then(|operation| operation.label);
+                let what = name(label, operation.map_or("", |operation| short(&operation.what)));
+                let (word, other) = if *first == GIVES { ("to", piece.to) } else { ("from", piece.from) };
+                let mut args = args(operation, piece.op);
+                args["piece"] = piece.piece.into();
+                args["bytes"] = piece.bytes.into();
+                for (name, time) in [
+                    ("offered", piece.offered),
+                    ("expected", piece.expected),
+                    ("arrived", piece.arrived),
+                    ("taken", piece.taken),
+                ] {
+                    if let Some(time) = time {
+                        args[name] = micros(time).into();
+                    }
+                }
+                let tid = lanes.place(*process, *first, start, end);
+                let (ts, dur) = (micros(start), length(start, end));
+                events.push(json!({
+                    "name": format!("{what} {word} process {other}"), "cat": "piece", "ph": "X",
+                    "pid": process, "tid": tid, "ts": ts, "dur": dur, "args": args,
+                }));
+                if ends.len() == 2 {
+                    // An arrow is bound to the slice that it begins or ends within.
+                    let last = (ts + dur - 1e-3).max(ts);
+                    let (ph, at) = if *first == GIVES { ("s", ts) } else { ("f", last) };
+                    let mut arrow = json!({
+                        "name": "piece", "cat": "piece", "ph": ph, "id": id, "pid": process, "tid": tid,
+                        "ts": at,
+                    });
+                    if ph == "f" {
+                        arrow["bp"] = "e".into();
+                    }
+                    events.push(arrow);
+                }
+            }
+        }
+        for ((process, tid), _) in lanes.ends {
+            let (word, lane) = if tid >= GETS { ("gets", tid - GETS) } else { ("gives", tid - GIVES) };
+            name_thread(events, process, tid, &format!("{word} {lane}"));
+        }
+    }
+}
+
+/// Until when each row of what is on its way is taken.
+#[derive(Default)]
+struct Lanes {
+    ends: BTreeMap<(u32, u32), f64>,
+}
+
+impl Lanes {
+    /// The first row in which nothing overlaps. Beyond a thousand rows all share the last.
+    fn place(&mut self, process: u32, first: u32, start: f64, end: f64) -> u32 {
+        let last = first + GETS - GIVES - 1;
+        let free = |tid: &u32| self.ends.get(&(process, *tid)).is_none_or(|taken| *taken <= start);
+        let tid = (first..last).find(free).unwrap_or(last);
+        self.ends.insert((process, tid), end);
+        tid
+    }
+}
+
+fn name_thread(events: &mut Vec<Value>, process: u32, tid: u32, name: &str) {
+    events.push(json!({
+        "name": "thread_name", "ph": "M", "pid": process, "tid": tid, "args": {"name": name},
+    }));
+    events.push(json!({
+        "name": "thread_sort_index", "ph": "M", "pid": process, "tid": tid, "args": {"sort_index": tid},
+    }));
+}
+
+fn args(operation: Option<&Operation>, op: u64) -> Value {
+    let mut args = json!({"operation": op});
+    if let Some(operation) = operation {
+        args["what"] = (&*operation.what).into();
+        args["at"] = (&*operation.at).into();
+        args["issued"] = micros(operation.issued).into();
+        if let Some(label) = operation.label {
+            args["for"] = label.to_string().into();
+        }
+    }
+    args
+}
+
+/// Microseconds between two times as they are written, so that what ends with another does so there too.
+fn length(start: f64, end: f64) -> f64 {
+    ((micros(end) - micros(start)) * 1e3).round() / 1e3
+}
+
+/// To the nanosecond.
+fn micros(seconds: f64) -> f64 {
+    (seconds * 1e9).round() / 1e3
+}

@@ -1,0 +1,88 @@
+//! What a merged run says of who waited for what.
+
+use super::merge::{Kernel, Operation, Run};
+use crate::program::{Label, Role};
+
+impl Run {
+    /// Whose work it is that the values of operation `op` are, and where, for process `process`, which waited for
+    /// them from `since` on.
+    pub(super) fn reason(&self, process: u32, op: u64, since: f64) -> String {
+        let Some(operation) = self.operation(process, op) else {
+            return format!("operation {op}");
+        };
+        let come = |piece: &&super::Piece| piece.to == process && piece.on_its_way().is_some();
+        let end = |piece: &super::Piece| piece.on_its_way().map_or(0.0, |(_, end)| end);
+        let last = self.pieces_of(op).iter().filter(come).max_by(|a, b| end(a).total_cmp(&end(b)));
+        let from = last.map_or(process, |piece| piece.from);
+        let maker = self.made_by(operation, op, from);
+        let Some((piece, (left, came))) = last.and_then(|piece| Some((piece, piece.on_its_way()?))) else {
+            return format!("{maker} on process {process}");
+        };
+        // Longer on its way than in the making, as far as it was waited for.
+        let moving = came - left.max(since);
+        match moving > 0.5 * (came - since) {
+            true => format!("{} on its way from process {from}: {maker}", bytes(piece.bytes)),
+            false => format!("{maker} on process {from}"),
+        }
+    }
+
+    /// Why a device began `kernel` no earlier, after it had been idle from `idle` on.
+    pub(super) fn why_idle(&self, kernel: &Kernel, idle: f64) -> String {
+        if let Some(input) = kernel.waited_for {
+            return self.reason(kernel.process, input, idle);
+        }
+        let issued = self.operation(kernel.process, kernel.op).map_or(0.0, |operation| operation.issued);
+        if issued <= idle {
+            return "its own thread to go on".to_owned();
+        }
+        let overlap = |wait: &&super::Wait| wait.end.min(issued) - wait.start.max(idle);
+        // One at a time waits, so that they are in order by their ends as well.
+        let before = |wait: &super::Wait| (wait.process, wait.end) < (kernel.process, idle);
+        let waits = self.waits[self.waits.partition_point(before)..].iter();
+        let waits = waits.take_while(|wait| wait.process == kernel.process && wait.start < issued);
+        let longest = waits.max_by(|a, b| overlap(a).total_cmp(&overlap(b)));
+        match longest.filter(|wait| overlap(wait) > 0.5 * (issued - idle)) {
+            Some(wait) => format!("the program, which waited in {} at {}", wait.what, wait.at),
+            None => "the program to issue it".to_owned(),
+        }
+    }
+
+    /// Whose work an operation's values are: its own, or that of the operation whose values it moves.
+    fn made_by(&self, operation: &Operation, op: u64, from: u32) -> String {
+        if let Some(label) = operation.label {
+            return made(label).to_string();
+        }
+        let source = operation.source.and_then(|source| Some((source, self.operation(from, source)?)));
+        match source {
+            Some((_, Operation { label: Some(label), .. })) => label.to_string(),
+            Some((source, operation)) => format!("{} (operation {source})", short(&operation.what)),
+            None => format!("{} (operation {op})", short(&operation.what)),
+        }
+    }
+}
+
+/// The pass whose outcome a move moves.
+fn made(label: Label) -> Label {
+    let role = match label.role {
+        Role::SendForward => Role::Forward,
+        Role::SendBackward => Role::BackwardInput,
+        role => role,
+    };
+    Label { role, ..label }
+}
+
+/// An operation's description without where and of what it is.
+pub(super) fn short(what: &str) -> &str {
+    let kernel = what.strip_prefix("jit ").and_then(|what| what.split(" on ").next());
+    kernel.unwrap_or_else(|| what.split(" from ").next().unwrap_or(what))
+}
+
+/// A number of bytes, for people.
+pub(super) fn bytes(bytes: u64) -> String {
+    match bytes {
+        0..1024 => format!("{bytes} B"),
+        1024..1_048_576 => format!("{:.1} KiB", bytes as f64 / 1024.0),
+        1_048_576..1_073_741_824 => format!("{:.1} MiB", bytes as f64 / 1_048_576.0),
+        _ => format!("{:.2} GiB", bytes as f64 / 1_073_741_824.0),
+    }
+}

@@ -1,0 +1,406 @@
+//! Recording: what the runtime notes while a program is traced.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::fs::File;
+use std::io::Write;
+use std::panic::Location;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::event::{Event, What};
+use super::file::{self, About, Chunk};
+use crate::pipeline::Schedule;
+use crate::program::Label;
+
+/// Threads that note at the same time seldom meet at one of so many lists.
+const LISTS: usize = 16;
+
+/// Events that a list keeps until they are written; what comes then is dropped, and counted.
+const MOST_EVENTS: usize = 1 << 15;
+
+/// Events of a list that are worth writing at once.
+const MANY_EVENTS: usize = MOST_EVENTS / 4;
+
+/// How much of the end may be lost where a process is killed.
+const WRITE_EVERY: Duration = Duration::from_millis(100);
+
+/// Descriptions that are known by where they are; beyond that all are looked up by what they say.
+const MOST_KNOWN: usize = 4096;
+
+/// Texts in one file. Beyond that they are one.
+const MOST_TEXTS: usize = 1 << 16;
+
+/// The longest text, in characters.
+const LONGEST_TEXT: usize = 2048;
+
+/// Where the runtime notes what happens, if anybody wants to know. Where nobody does it costs a branch.
+#[derive(Clone, Default)]
+pub(crate) struct Trace(Option<Arc<Recorder>>);
+
+impl fmt::Debug for Trace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.is_on() { "Trace(on)" } else { "Trace(off)" })
+    }
+}
+
+/// A process's trace.
+struct Recorder {
+    start: Instant,
+    lists: [List; LISTS],
+    texts: Mutex<Texts>,
+    extra: Mutex<Extra>,
+    dropped: AtomicU64,
+    wanted: Mutex<Wanted>,
+    changed: Condvar,
+    closed: AtomicBool,
+    writer: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// On cache lines of its own: each is mostly one thread's.
+#[derive(Default)]
+#[repr(align(128))]
+struct List(Mutex<Vec<Event>>);
+
+/// What is in the file beside events and texts.
+#[derive(Default)]
+struct Extra {
+    chunks: Vec<Chunk>,
+    schedules: Vec<Schedule>,
+}
+
+#[derive(Default)]
+struct Wanted {
+    write: bool,
+    end: bool,
+}
+
+#[derive(Default)]
+struct Texts {
+    /// By address; the description is kept, so that nothing else gets to be there.
+    known: HashMap<usize, (u32, Arc<dyn fmt::Display + Send + Sync>)>,
+    lines: HashMap<usize, u32>,
+    by_text: HashMap<String, u32>,
+    /// Not written yet.
+    new: Vec<(u32, String)>,
+}
+
+thread_local! {
+    /// Of which only the address is of interest.
+    static HERE: u8 = const { 0 };
+}
+
+impl Trace {
+    /// Begins the trace of a process in a folder, which is made where it is not there.
+    pub(crate) fn begin(folder: &Path, about: About) -> std::io::Result<Self> {
+        std::fs::create_dir_all(folder)?;
+        let mut out = File::create(folder.join(file::name(about.process)))?;
+        let (start, about) = about.begin();
+        out.write_all(&file::beginning(&about)?)?;
+        let recorder = Arc::new(Recorder {
+            start,
+            lists: Default::default(),
+            texts: Mutex::default(),
+            extra: Mutex::default(),
+            dropped: AtomicU64::new(0),
+            wanted: Mutex::default(),
+            changed: Condvar::new(),
+            closed: AtomicBool::new(false),
+            writer: Mutex::default(),
+        });
+        let writing = recorder.clone();
+        let writer = std::thread::Builder::new().name("mpmd-trace".to_owned());
+        *recorder.writer.lock() = Some(writer.spawn(move || writing.write_until_closed(out))?);
+        Ok(Self(Some(recorder)))
+    }
+
+    /// Whether anybody wants to know.
+    pub(crate) fn is_on(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// The time, in nanoseconds since the trace began; 0 where there is none.
+    #[inline]
+    pub(crate) fn now(&self) -> u64 {
+        self.0.as_ref().map_or(0, |recorder| recorder.now())
+    }
+
+    /// Notes what happens now.
+    #[inline]
+    pub(crate) fn note(&self, what: impl FnOnce() -> What) {
+        if let Some(recorder) = &self.0 {
+            recorder.push(Event { at: recorder.now(), what: what() });
+        }
+    }
+
+    /// Notes what happened at a time of [`now`](Self::now).
+    #[inline]
+    pub(crate) fn note_at(&self, at: u64, what: impl FnOnce() -> What) {
+        if let Some(recorder) = &self.0 {
+            recorder.push(Event { at, what: what() });
+        }
+    }
+
+    /// Notes that an operation is issued in which this process takes part; `what` describes it. `source` made what
+    /// it moves, if it does.
+    #[inline]
+    pub(crate) fn issued(
+        &self,
+        op: u64,
+        label: Option<Label>,
+        at: &'static Location<'static>,
+        source: Option<u64>,
+        what: impl FnOnce() -> Arc<dyn fmt::Display + Send + Sync>,
+    ) {
+        if let Some(recorder) = &self.0 {
+            let (text, line) = {
+                let mut texts = recorder.texts.lock();
+                (texts.description(what()), texts.line(at))
+            };
+            let what = What::Issued { op, label, text, line, source: source.unwrap_or(0) };
+            recorder.push(Event { at: recorder.now(), what });
+        }
+    }
+
+    /// The program's thread waits, in what and where, until the guard is dropped.
+    pub(crate) fn wait(&self, what: &'static str, at: &'static Location<'static>) -> Waiting<'_> {
+        Waiting { trace: self, what, at, since: self.now() }
+    }
+
+    /// How this process's clock compares with the one that all have in common: `server` is that clock's time
+    /// at `at`, in nanoseconds since 1970, give or take `bound` nanoseconds.
+    pub(crate) fn clock(&self, at: u64, server: i64, bound: u64) {
+        if let Some(recorder) = &self.0 {
+            recorder.extra.lock().chunks.push(Chunk::Clock { at, server, bound });
+        }
+    }
+
+    /// The order in which a pipeline's ranks compute; written once.
+    pub(crate) fn schedule(&self, schedule: &Schedule) {
+        let Some(recorder) = &self.0 else { return };
+        let mut extra = recorder.extra.lock();
+        if !extra.schedules.contains(schedule) {
+            let rows: Vec<String> =
+                (0..schedule.ranks()).map(|rank| schedule.cells(rank).join(",")).collect();
+            let rows = rows.join("\n");
+            extra.schedules.push(schedule.clone());
+            extra.chunks.push(Chunk::Schedule { name: schedule.name().to_owned(), rows });
+        }
+    }
+
+    /// Writes what there is and ends the file. What is noted after that is nobody's affair.
+    pub(crate) fn close(&self) {
+        let Some(recorder) = &self.0 else { return };
+        recorder.closed.store(true, Ordering::Relaxed);
+        recorder.wanted.lock().end = true;
+        recorder.changed.notify_all();
+        if let Some(writer) = recorder.writer.lock().take() {
+            // It has nothing that could panic; then the file ends where it does.
+            let _ = writer.join();
+        }
+    }
+}
+
+/// Notes how long the program's thread has waited.
+pub(crate) struct Waiting<'a> {
+    trace: &'a Trace,
+    what: &'static str,
+    at: &'static Location<'static>,
+    since: u64,
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        if let Some(recorder) = &self.trace.0 {
+            let (text, line) = {
+                let mut texts = recorder.texts.lock();
+                (texts.of(self.what), texts.line(self.at))
+            };
+            let what = What::Waited { since: self.since, text, line };
+            recorder.push(Event { at: recorder.now(), what });
+        }
+    }
+}
+
+impl Recorder {
+    fn now(&self) -> u64 {
+        self.start.elapsed().as_nanos() as u64
+    }
+
+    fn push(&self, event: Event) {
+        if self.closed.load(Ordering::Relaxed) {
+            return;
+        }
+        let here = HERE.with(|here| std::ptr::from_ref(here).addr() as u64);
+        // Threads' addresses differ by pages.
+        let list = (here >> 6).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60;
+        let mut list = self.lists[list as usize % LISTS].0.lock();
+        if list.len() >= MOST_EVENTS {
+            self.dropped.fetch_add(1, Ordering::Relaxed);
+            return;
+        }
+        list.push(event);
+        let many = list.len() == MANY_EVENTS;
+        drop(list);
+        if many {
+            self.wanted.lock().write = true;
+            self.changed.notify_all();
+        }
+    }
+
+    fn write_until_closed(&self, mut out: File) {
+        let (mut told, mut spare) = (0, Vec::new());
+        loop {
+            let end = {
+                let mut wanted = self.wanted.lock();
+                if !wanted.write && !wanted.end {
+                    self.changed.wait_for(&mut wanted, WRITE_EVERY);
+                }
+                wanted.write = false;
+                wanted.end
+            };
+            let mut bytes = self.take(&mut spare);
+            let dropped = self.dropped.load(Ordering::Relaxed);
+            if dropped > told {
+                told = dropped;
+                Chunk::Dropped { events: dropped }.write(&mut bytes);
+            }
+            if end {
+                Chunk::End.write(&mut bytes);
+            }
+            let written = out.write_all(&bytes);
+            if end || written.is_err() {
+                if let Err(error) = written {
+                    tracing::warn!(%error, "the trace of this process ends before it does: it cannot be written");
+                    self.closed.store(true, Ordering::Relaxed);
+                }
+                return;
+            }
+        }
+    }
+
+    /// What has come since it was called last, as the file has it.
+    fn take(&self, spare: &mut Vec<Event>) -> Vec<u8> {
+        let mut events = Vec::new();
+        for list in &self.lists {
+            std::mem::swap(&mut *list.0.lock(), spare);
+            events.append(spare);
+        }
+        // After the events, so that all that they name is there; before them in the file.
+        let (texts, extra) =
+            (std::mem::take(&mut self.texts.lock().new), std::mem::take(&mut self.extra.lock().chunks));
+        let mut bytes = Vec::new();
+        for (number, text) in texts {
+            Chunk::Text { number, text }.write(&mut bytes);
+        }
+        extra.into_iter().for_each(|chunk| chunk.write(&mut bytes));
+        file::write_events(&events, &mut bytes);
+        bytes
+    }
+}
+
+impl Texts {
+    fn description(&mut self, what: Arc<dyn fmt::Display + Send + Sync>) -> u32 {
+        let address = Arc::as_ptr(&what).addr();
+        if let Some((number, _)) = self.known.get(&address) {
+            return *number;
+        }
+        let number = self.of(&what.to_string());
+        if self.known.len() >= MOST_KNOWN {
+            self.known.clear();
+        }
+        self.known.insert(address, (number, what));
+        number
+    }
+
+    fn line(&mut self, at: &'static Location<'static>) -> u32 {
+        let address = std::ptr::from_ref(at).addr();
+        if let Some(number) = self.lines.get(&address) {
+            return *number;
+        }
+        let number = self.of(&at.to_string());
+        self.lines.insert(address, number);
+        number
+    }
+
+    fn of(&mut self, text: &str) -> u32 {
+        if let Some(number) = self.by_text.get(text) {
+            return *number;
+        }
+        let number = self.by_text.len() as u32;
+        if number as usize > MOST_TEXTS {
+            return MOST_TEXTS as u32;
+        }
+        let text = match number as usize {
+            MOST_TEXTS => "one of too many",
+            _ => text,
+        };
+        self.new.push((number, text.chars().take(LONGEST_TEXT).collect()));
+        self.by_text.insert(text.to_owned(), number);
+        number
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::ProcessTrace;
+    use super::*;
+
+    #[test]
+    fn what_was_noted_is_read_back_in_order_with_its_texts() {
+        let folder = std::env::temp_dir().join(format!("mpmd-record-{}", std::process::id()));
+        let trace = Trace::begin(&folder, About { process: 3, processes: 4, ..About::default() }).unwrap();
+        let at = Location::caller();
+        let what = Arc::new("a kernel".to_owned());
+        trace.issued(1, None, at, None, || what.clone());
+        trace.issued(2, None, at, Some(1), || what.clone());
+        drop(trace.wait("a read", at));
+        std::thread::scope(|scope| {
+            for device in 0..4 {
+                let trace = &trace;
+                scope.spawn(move || {
+                    for op in 0..5_000 {
+                        trace.note(|| What::Ended { op, device, memory: 0 });
+                    }
+                });
+            }
+        });
+        let schedule = Schedule::gpipe(2, 1).unwrap();
+        trace.schedule(&schedule);
+        trace.schedule(&schedule);
+        trace.clock(5, 6, 7);
+        trace.close();
+        trace.note(|| What::Over { op: 1 });
+        let read = ProcessTrace::read(&folder.join(file::name(3))).unwrap();
+        std::fs::remove_dir_all(&folder).unwrap();
+        assert_eq!(
+            (read.about.process, read.truncated.clone(), read.dropped, read.ended),
+            (3, None, 0, true)
+        );
+        let issued: Vec<_> = read
+            .events
+            .iter()
+            .filter_map(|event| match event.what {
+                What::Issued { op, text, line, source, .. } => {
+                    Some((op, read.text(text), read.text(line), source))
+                }
+                _ => None,
+            })
+            .collect();
+        let line = at.to_string();
+        assert_eq!(issued, [(1, "a kernel", &*line, 0), (2, "a kernel", &*line, 1)]);
+        let ended = read.events.iter().filter(|event| matches!(event.what, What::Ended { .. })).count();
+        assert_eq!(ended, 20_000);
+        assert!(read.events.is_sorted_by_key(|event| event.at));
+        let waited =
+            |event: &Event| matches!(event.what, What::Waited { text, .. } if read.text(text) == "a read");
+        assert!(read.events.iter().any(waited));
+        assert_eq!(read.clocks.len(), 1);
+        assert_eq!(read.schedules, [(schedule.name().to_owned(), "0F0,0B0\n1F0,1B0".to_owned())]);
+    }
+}

@@ -1,0 +1,363 @@
+//! Views of a run that is written down here.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde_json::Value;
+
+use super::*;
+use crate::program::{Label, Role};
+
+const MILLI: u64 = 1_000_000;
+
+/// One process's events, in milliseconds since its trace began.
+struct Writing {
+    trace: ProcessTrace,
+}
+
+impl Writing {
+    /// A process whose trace begins so many milliseconds after the first.
+    fn new(process: u32, begins: u64) -> Self {
+        let about = About {
+            process,
+            processes: 2,
+            devices: vec![process],
+            program: "written".to_owned(),
+            clock: "one".to_owned(),
+            monotonic: begins * MILLI,
+            ..About::default()
+        };
+        Self { trace: ProcessTrace { about, ended: true, ..ProcessTrace::default() } }
+    }
+
+    fn text(&mut self, text: &str) -> u32 {
+        self.trace.texts.push(text.to_owned());
+        self.trace.texts.len() as u32 - 1
+    }
+
+    fn note(&mut self, at: u64, what: What) {
+        self.trace.events.push(Event { at: at * MILLI, what });
+    }
+
+    fn issued(&mut self, at: u64, op: u64, what: &str, label: Option<Label>, source: u64) {
+        let (text, line) = (self.text(what), self.text(&format!("main.rs:{op}:1")));
+        self.note(at, What::Issued { op, label, text, line, source });
+    }
+
+    fn kernel(&mut self, (since, start, end): (u64, u64, u64), op: u64, input: u64) {
+        let since = since * MILLI;
+        self.note(start, What::Started { op, device: 0, since, input, memory: 100 * op });
+        self.note(end, What::Ended { op, device: 0, memory: 50 });
+        self.note(end, What::Over { op });
+    }
+
+    fn piece(&mut self, at: u64, step: PieceStep, op: u64, peer: u32) {
+        let ticket = u64::from(step == PieceStep::Posted) * op;
+        self.note(at, What::Piece { step, op, piece: 0, peer, bytes: 2048, ticket });
+    }
+
+    fn end(mut self) -> ProcessTrace {
+        self.trace.events.sort_by_key(|event| event.at);
+        self.trace
+    }
+}
+
+fn label(stage: u32, microbatch: u32, role: Role) -> Option<Label> {
+    Some(Label { stage, microbatch: Some(microbatch), role })
+}
+
+/// Two steps of two stages: forward passes of one microbatch, 10 ms each, a move of 2 ms between them; then both
+/// gradients of each, and a move back of 1 ms. The second process's clock is 5 ms behind.
+fn two_stages() -> Vec<ProcessTrace> {
+    let (mut front, mut back) = (Writing::new(0, 1000), Writing::new(1, 1005));
+    for (step, at) in [(1, 10), (2, 110)] {
+        let op = 10 * (step - 1);
+        // By the second process's clock.
+        let there = at - 5;
+        front.issued(at - 9, op + 1, "jit Up on mesh of (f32)", label(0, 0, Role::Forward), 0);
+        front.kernel((at, at, at + 10), op + 1, 0);
+        for process in [&mut front, &mut back] {
+            process.issued(
+                at - 5,
+                op + 2,
+                "device_put of f32[8] from a to b",
+                label(0, 0, Role::SendForward),
+                op + 1,
+            );
+        }
+        front.piece(at + 10, PieceStep::Offered, op + 2, 1);
+        front.piece(at + 10, PieceStep::Posted, op + 2, 1);
+        front.note(at + 13, What::Left { ticket: op + 2 });
+        back.piece(there, PieceStep::Expected, op + 2, 0);
+        back.piece(there + 12, PieceStep::Arrived, op + 2, 0);
+        back.piece(there + 12, PieceStep::Taken, op + 2, 0);
+        back.issued(at - 5, op + 3, "jit Down on mesh of (f32)", label(1, 0, Role::Forward), 0);
+        back.kernel((there, there + 12, there + 22), op + 3, op + 2);
+        back.issued(at - 5, op + 4, "jit DownInput on mesh of (f32)", label(1, 0, Role::BackwardInput), 0);
+        back.kernel((there + 22, there + 22, there + 30), op + 4, 0);
+        back.issued(at - 5, op + 5, "jit DownWeight on mesh of (f32)", label(1, 0, Role::BackwardWeight), 0);
+        back.kernel((there + 30, there + 30, there + 36), op + 5, 0);
+        for process in [&mut front, &mut back] {
+            process.issued(
+                at - 5,
+                op + 6,
+                "device_put of f32[8] from b to a",
+                label(1, 0, Role::SendBackward),
+                op + 4,
+            );
+        }
+        back.piece(there + 30, PieceStep::Offered, op + 6, 0);
+        back.piece(there + 30, PieceStep::Posted, op + 6, 0);
+        front.piece(at, PieceStep::Expected, op + 6, 1);
+        front.piece(at + 31, PieceStep::Arrived, op + 6, 1);
+        front.piece(at + 31, PieceStep::Taken, op + 6, 1);
+        front.issued(at - 5, op + 7, "jit UpInput on mesh of (f32)", label(0, 0, Role::BackwardInput), 0);
+        front.kernel((at + 10, at + 31, at + 40), op + 7, op + 6);
+        front.issued(at - 5, op + 8, "jit UpWeight on mesh of (f32)", label(0, 0, Role::BackwardWeight), 0);
+        front.kernel((at + 40, at + 40, at + 47), op + 8, 0);
+        for process in [&mut front, &mut back] {
+            process.note(at - 4, What::StepEnd { step, op: op + 8 });
+        }
+    }
+    // Before the second step the program of process 0 waited.
+    let (text, line) = (front.text("a read of an array"), front.text("main.rs:77:5"));
+    front.note(100, What::Waited { since: 60 * MILLI, text, line });
+    vec![front.end(), back.end()]
+}
+
+fn near(a: f64, b: f64) -> bool {
+    (a - b).abs() < 1e-9
+}
+
+#[test]
+fn processes_come_together_on_one_clock_with_reasons() {
+    let run = Run::merge(&two_stages(), Vec::new());
+    assert_eq!((run.problems.len(), run.bound, &*run.title), (0, 0.0, "written"));
+    // Begins with the first issue: 1 ms after the trace of process 0.
+    let steps: Vec<_> = run.steps.iter().map(|step| (step.number, step.start, step.end)).collect();
+    assert!(near(steps[0].1, 0.009) && near(steps[0].2, 0.056) && near(steps[1].1, 0.109), "{steps:?}");
+    let piece = &run.pieces[0];
+    let (start, end) = piece.on_its_way().unwrap();
+    assert!((piece.from, piece.to, piece.op) == (0, 1, 2) && near(end - start, 0.002));
+    assert!(near(piece.left.unwrap() - start, 0.003));
+    let timeline = run.timeline();
+    let names: Vec<&str> = timeline.rows.iter().map(|row| &*row.name).collect();
+    assert_eq!(names, ["process 0, cpu 0", "process 1, cpu 0"]);
+    let bars: Vec<&str> = timeline.rows[1].bars.iter().map(|bar| &*bar.name).collect();
+    assert_eq!(bars, ["1F0", "1I0", "1W0", "1F0", "1I0", "1W0"]);
+    let first = &timeline.rows[1].bars[0];
+    assert_eq!((first.kind, first.stage, first.op), (Kind::Forward, Some(1), Some(3)));
+    assert_eq!(first.waited_for.as_deref(), Some("stage 0, microbatch 0, forward on process 0"));
+    assert_eq!(first.at.as_deref(), Some("main.rs:3:1"));
+    let moves: Vec<_> = timeline.rows[0].moves.iter().map(|bar| (&*bar.name, bar.bytes, bar.to)).collect();
+    assert_eq!(moves, [("0F0 to process 1", Some(2048), Some(1)); 2]);
+    let gaps: Vec<&str> = timeline.rows[0].gaps.iter().map(|gap| &*gap.waits_for).collect();
+    let back = "stage 1, microbatch 0, input gradient on process 1";
+    let read = "the program, which waited in a read of an array at main.rs:77:5";
+    assert_eq!(gaps, ["its own thread to go on", back, read, back]);
+    assert!(timeline.rows[0].memory.iter().any(|point| point.used == 700.0));
+}
+
+#[test]
+fn what_was_long_on_its_way_is_said_so() {
+    let mut traces = two_stages();
+    // The bytes of the first move were there at once, and took until they came.
+    for event in &mut traces[0].events {
+        if let What::Piece { step: PieceStep::Offered | PieceStep::Posted, op: 2, .. } = event.what {
+            event.at = 11 * MILLI;
+        }
+    }
+    let timeline = Run::merge(&traces, Vec::new()).timeline();
+    let gap = &timeline.rows[1].gaps[0];
+    assert_eq!(gap.waits_for, "2.0 KiB on its way from process 0: stage 0, microbatch 0, forward");
+}
+
+#[test]
+fn some_steps_are_a_run_of_their_own() {
+    let run = Run::merge(&two_stages(), Vec::new());
+    let second = run.clone().of_steps(2..=9).unwrap();
+    assert_eq!(second.steps.len(), 1);
+    assert!(near(second.steps[0].start, 0.0) && near(second.end, 0.047), "{:?}", second.steps);
+    assert_eq!((second.kernels.len(), second.pieces.len()), (6, 2));
+    assert!(near(second.busy(0, 0.0, second.end), 26.0 / 47.0));
+    let error = run.of_steps(3..=4).unwrap_err();
+    assert_eq!(error, "the run has steps 1 to 2 only");
+}
+
+#[test]
+fn costs_are_the_medians_without_the_first_step() {
+    let run = Run::merge(&two_stages(), Vec::new());
+    let costs = run.costs().unwrap();
+    assert_eq!((&*costs.unit, costs.stage.len()), ("s", 2));
+    let (front, back) = (costs.stage[0], costs.stage[1]);
+    assert!(
+        near(front.forward, 0.010) && near(front.backward_input, 0.009) && near(front.backward_weight, 0.007)
+    );
+    assert!(
+        near(back.forward, 0.010) && near(back.backward_input, 0.008) && near(back.backward_weight, 0.006)
+    );
+    assert!(near(front.send_forward, 0.002) && near(back.send_backward, 0.001));
+    assert_eq!((front.send_backward, back.send_forward), (0.0, 0.0));
+    assert_eq!((front.output_bytes, front.gradient_bytes, back.gradient_bytes), (2048, 0, 2048));
+    let mut without = run.clone();
+    without.kernels.retain(|kernel| kernel.op % 10 != 5);
+    let fused = without.costs().unwrap().stage[1];
+    assert!(near(fused.backward_input, 0.004) && near(fused.backward_weight, 0.004));
+    without.kernels.retain(|kernel| kernel.op % 10 != 4);
+    let error = without.costs().unwrap_err();
+    assert_eq!(error.to_string(), "the run has no input gradient of stage 1");
+    without.kernels.clear();
+    assert_eq!(without.costs(), Err(CostsError::NoPasses));
+}
+
+#[test]
+fn a_plan_is_beside_what_was_done() {
+    let bar = |kind, stage, start, end| Bar {
+        kind,
+        stage: Some(stage),
+        microbatch: Some(0),
+        start,
+        end,
+        ..Bar::default()
+    };
+    let bars = vec![bar(Kind::Forward, 0, 0.0, 1.0), bar(Kind::Backward, 0, 3.0, 3.016)];
+    let plan = Timeline { rows: vec![Row { bars, ..Row::default() }], ..Timeline::default() };
+    let timeline = Run::merge(&two_stages(), Vec::new()).timeline_beside(&plan);
+    let planned: Vec<_> = timeline.rows[0].bars.iter().map(|bar| bar.planned.unwrap()).collect();
+    for (at, (start, end)) in [(0, (0.0, 1.0)), (1, (3.0, 3.009)), (2, (3.009, 3.016))] {
+        for (step, begin) in [(0, 0.009), (1, 0.109)] {
+            let found = planned[3 * step + at];
+            assert!(near(found.0, begin + start) && near(found.1, begin + end), "{planned:?}");
+        }
+    }
+    assert!(timeline.rows[1].bars.iter().all(|bar| bar.planned.is_none()));
+}
+
+#[test]
+fn the_plan_is_the_schedule_by_the_costs_of_the_run() {
+    let mut run = Run::merge(&two_stages(), Vec::new());
+    assert!(matches!(run.plan(), Err(PlanError::NoSchedule)));
+    run.schedules.push(("two".to_owned(), "0F0,0I0,0W0\n1F0,1I0,1W0".to_owned()));
+    // 10 + 2 + 10 + 8 + 1 + 9 + 7 ms, and nothing between.
+    assert!(near(run.plan().unwrap().end, 0.047));
+    let timeline = run.timeline_with_plan();
+    for bar in timeline.rows.iter().flat_map(|row| &row.bars) {
+        let (start, end) = bar.planned.unwrap();
+        assert!(near(start, bar.start) && near(end, bar.end), "{bar:?}");
+    }
+    run.schedules[0].1 = "0F0,x".to_owned();
+    assert!(run.plan().unwrap_err().to_string().starts_with("the schedule in the trace is not in torch's"));
+    assert!(run.timeline_with_plan().planned_end().is_none());
+}
+
+#[test]
+fn what_is_missing_is_said_and_the_rest_is_there() {
+    let mut traces = two_stages();
+    traces[1].ended = false;
+    traces[1].dropped = 3;
+    // It was killed while it computed.
+    traces[1].events.retain(|event| event.at <= 130 * MILLI);
+    let run = Run::merge(&traces, vec!["the trace of process 2 is missing".to_owned()]);
+    assert_eq!(run.problems.len(), 3);
+    let last = run.kernels.last().unwrap();
+    assert!(!last.ended && last.end >= last.start);
+    let timeline = run.timeline();
+    assert!(timeline.rows[1].bars.last().unwrap().name.ends_with("(did not end)"));
+    let summary = run.summary();
+    for text in
+        ["process 2 is missing", "process 1 did not end its trace", "dropped 3 events", "process 0: computes"]
+    {
+        assert!(summary.contains(text), "{text} is not in {summary}");
+    }
+    let alone = Run::merge(&traces[..1], Vec::new());
+    check_trace_events(&alone.to_trace_events());
+    assert!(Run::merge(&[], Vec::new()).timeline().rows.is_empty());
+}
+
+#[test]
+fn summaries_have_step_times_shares_and_the_longest_waits() {
+    let summary = Run::merge(&two_stages(), Vec::new()).summary();
+    for text in [
+        "written: 2 processes, 12 kernels, 4 pieces sent (8.0 KiB)",
+        "steps 1 to 2: 100.00 ms each (median), 100.00 ms at most",
+        "process 0: computes 26.0 %, bubble 74.0 %, up to 1.8 KiB on a device",
+        "21.00 ms  process 0: stage 1, microbatch 0, input gradient on process 1",
+    ] {
+        assert!(summary.contains(text), "{text:?} is not in\n{summary}");
+    }
+}
+
+#[test]
+fn trace_events_keep_the_rules_of_their_format() {
+    let json = Run::merge(&two_stages(), Vec::new()).to_trace_events();
+    check_trace_events(&json);
+    let events = json["traceEvents"].as_array().unwrap();
+    let count = |ph: &str| events.iter().filter(|event| event["ph"] == ph).count();
+    assert_eq!((count("s"), count("f"), count("C"), count("i")), (4, 4, 24, 2));
+    // Kernels, waits, and both ends of pieces.
+    assert_eq!(count("X"), 12 + 1 + 8);
+    let first = events.iter().find(|event| event["name"] == "1F0").unwrap();
+    assert_eq!(first["args"]["for"], "stage 1, microbatch 0, forward");
+    assert_eq!((first["ts"].as_f64(), first["dur"].as_f64()), (Some(21_000.0), Some(10_000.0)));
+}
+
+/// Every slice has a time and a length, in a named thread of a named process, where slices are within each other or
+/// apart; every arrow begins and ends once, within slices, and not backwards; counters have numbers.
+fn check_trace_events(json: &Value) {
+    let (mut named, mut slices, mut arrows) = (
+        BTreeSet::new(),
+        BTreeMap::<(u64, u64), Vec<(f64, f64)>>::new(),
+        BTreeMap::<u64, Vec<(String, f64, (u64, u64))>>::new(),
+    );
+    let events = json["traceEvents"].as_array().unwrap();
+    let number =
+        |event: &Value, field: &str| event[field].as_u64().unwrap_or_else(|| panic!("{field} of {event}"));
+    for event in events {
+        let pid = number(event, "pid");
+        assert!(event["name"].is_string(), "{event}");
+        match event["ph"].as_str().unwrap() {
+            "M" => {
+                assert!(event["args"].as_object().is_some_and(|args| args.len() == 1), "{event}");
+                match event["name"].as_str().unwrap() {
+                    "thread_name" => named.insert((pid, Some(number(event, "tid")))),
+                    "process_name" => named.insert((pid, None)),
+                    _ => false,
+                };
+            }
+            "X" => {
+                let (ts, dur) = (event["ts"].as_f64().unwrap(), event["dur"].as_f64().unwrap());
+                assert!(ts >= 0.0 && dur >= 0.0, "{event}");
+                slices.entry((pid, number(event, "tid"))).or_default().push((ts, ts + dur));
+            }
+            ph @ ("s" | "f") => {
+                if ph == "f" {
+                    assert_eq!(event["bp"], "e");
+                }
+                let at = event["ts"].as_f64().unwrap();
+                let thread = (pid, number(event, "tid"));
+                arrows.entry(number(event, "id")).or_default().push((ph.to_owned(), at, thread));
+            }
+            "C" => assert!(event["args"].as_object().unwrap().values().all(Value::is_number), "{event}"),
+            "i" => assert!(event["s"] == "g" && event["ts"].is_number(), "{event}"),
+            other => panic!("{other} is not written"),
+        }
+    }
+    for ((pid, tid), slices) in &mut slices {
+        assert!(named.contains(&(*pid, Some(*tid))) && named.contains(&(*pid, None)), "{pid}, {tid}");
+        slices.sort_by(|a, b| a.0.total_cmp(&b.0).then(b.1.total_cmp(&a.1)));
+        let mut open: Vec<f64> = Vec::new();
+        for (start, end) in slices {
+            open.retain(|until| *until > *start + 1e-3);
+            assert!(open.iter().all(|until| *end <= *until + 1e-3), "slices of {pid}, {tid} overlap");
+            open.push(*end);
+        }
+    }
+    for (id, ends) in arrows {
+        let [(first, begin, from), (second, end, to)] = ends.as_slice() else {
+            panic!("arrow {id}: {ends:?}")
+        };
+        assert_eq!((&**first, &**second), ("s", "f"), "arrow {id}");
+        assert!(begin <= end && from != to, "arrow {id}: {ends:?}");
+        let within = |thread, at: f64| slices[thread].iter().any(|(start, end)| *start <= at && at <= *end);
+        assert!(within(from, *begin) && within(to, *end), "arrow {id}: {ends:?}");
+    }
+}

@@ -1,0 +1,68 @@
+//! Steps of two stages, of which every operation is said.
+
+use mpmd_core::prelude::*;
+use mpmd_core::{Label, Role};
+
+use super::Say;
+use super::parts::{Each, numbered};
+
+const STEPS: usize = 4;
+
+const MICROBATCHES: u32 = 3;
+
+/// Larger than what travels unasked, and smaller.
+const SHAPES: [[usize; 2]; 2] = [[256, 128], [8, 2]];
+
+/// Each microbatch goes through both halves of the devices and back; the first steps as they are, the others
+/// replayed. Says `operation NUMBER FRONT|BACK|BOTH`: whose devices have a part in it.
+pub(super) fn steps(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
+    let halves = p.mesh(&[("half", 2), ("x", 2)])?.split("half")?;
+    let (front, back) = (&halves[0], &halves[1]);
+    let there = p.jit(Each { name: "There", f: |x| x + 1.0 }).on(front).outputs(front.sharding(spec!["x"]));
+    let there = there.build()?;
+    let again =
+        p.jit(Each { name: "Again", f: |x| x * 0.5 }).on(back).outputs(back.sharding(spec![None, "x"]));
+    let again = again.build()?;
+    let mut say = |op: u64, whose: &str| say(format!("operation {op} {whose}"));
+    for shape in SHAPES {
+        let mut x = p.make(f32s(shape), &front.sharding(spec!["x"]), numbered(3))?;
+        say(p.operations(), "front");
+        let step = |p: &mut Program, mut x: MpmdArray, say: &mut dyn FnMut(u64, &str)| {
+            for microbatch in 0..MICROBATCHES {
+                let label = |stage, role| Some(Label { stage, microbatch: Some(microbatch), role });
+                p.set_label(label(0, Role::Forward));
+                let y = there.call(p, x)?;
+                say(p.operations(), "front");
+                p.set_label(label(0, Role::SendForward));
+                let y = p.device_put(&y, back.sharding(spec![None, "x"]))?;
+                say(p.operations(), "both");
+                p.set_label(label(1, Role::Forward));
+                let y = again.call(p, y)?;
+                say(p.operations(), "back");
+                p.set_label(label(1, Role::SendBackward));
+                x = p.device_put(&y, front.sharding(spec!["x"]))?;
+                say(p.operations(), "both");
+            }
+            p.set_label(None);
+            Ok(x)
+        };
+        for _ in 0..STEPS / 2 {
+            x = step(p, x, &mut say)?;
+            p.step_end()?;
+        }
+        let (mut y, recorded) = p.record(x, |p, x| step(p, x, &mut say))?;
+        p.step_end()?;
+        for _ in STEPS / 2 + 1..STEPS {
+            let before = p.operations();
+            y = recorded.replay(p, y)?;
+            for (place, whose) in
+                (before + 1..=p.operations()).zip(["front", "both", "back", "both"].iter().cycle())
+            {
+                say(place, whose);
+            }
+            p.step_end()?;
+        }
+        y.block_until_ready()?;
+    }
+    Ok(())
+}
