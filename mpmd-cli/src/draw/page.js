@@ -240,7 +240,10 @@ function drawNow() {
   }
   const mean = count ? busy / count / span * width : Infinity;
   summed = mean < NARROW;
-  const part = parts(), lettered = mean >= (longestNumber + 1) * Math.min(12, part.bars - 1.5) * 0.62 + 4;
+  const part = parts(), tallest = Math.min(12, part.bars - 1.5);
+  // Letters of passes stand before numbers where most bars have room for both, W being the widest.
+  const both = (mean - 5) / (0.66 * longestNumber + 1.15), lettered = both >= Math.min(tallest, 9.5);
+  const letters = Math.min(tallest, lettered ? both : Math.max(8.5, (mean - 3) / (0.62 * longestNumber)));
   context.save();
   context.beginPath(); context.rect(left, 0, width, height); context.clip();
   const until = Math.min(left + width, x(end));
@@ -255,7 +258,7 @@ function drawNow() {
   for (let r = first; r < last; r++) {
     const y = r * pitch - top;
     if (summed) drawSums(context, rows[r], y, part.bars);
-    else drawBars(context, rows[r], y, part, family, lettered);
+    else drawBars(context, rows[r], y, part, family, letters, lettered);
     if (shown.moves) drawMoves(context, rows[r], y + part.movesTop, part.moves);
     if (part.strip && rows[r].memory.length) drawMemory(context, rows[r], x, view.from, view.until, left, left + width, y + part.stripTop, part.strip - 1);
   }
@@ -313,9 +316,9 @@ function steps() {
   $("steps").replaceChildren(...labels);
 }
 
-function drawBars(context, row, y, part, family, lettered) {
+function drawBars(context, row, y, part, family, letters, lettered) {
   const { bars } = row, from = firstAfter(bars.end, view.from), width = place.width;
-  const letters = Math.min(12, part.bars - 1.5), labelled = letters >= 7.5, labels = [];
+  const labelled = letters >= 7.5, labels = [];
   for (let i = from; i < bars.n && bars.start[i] < view.until; i++) {
     const begin = Math.max(x(bars.start[i]), place.left - 2), close = Math.min(x(bars.end[i]), place.left + width + 2), w = close - begin;
     context.fillStyle = colour(bars.kind[i], bars.chunk[i]);
@@ -333,7 +336,7 @@ function drawBars(context, row, y, part, family, lettered) {
     const microbatch = bars.microbatch && bars.microbatch[i], name = text(bars.name, i);
     const fits = Math.floor((w - 3) / (letters * 0.62));
     let label = microbatch == null ? name : String(microbatch);
-    if (microbatch != null && lettered && label.length < fits) label = LETTERS[bars.kind[i]] + label;
+    if (microbatch != null && lettered && label.length + 2 <= (w - 3) / (letters * 0.6)) label = LETTERS[bars.kind[i]] + label;
     if (label.length > fits) { if (microbatch != null || fits < 4) continue; label = label.slice(0, fits - 1) + "\u2026"; }
     context.fillStyle = ink(bars.kind[i], bars.chunk[i]);
     context.fillText(label, begin + (w - 1) / 2, y + part.bars / 2 + 0.5);

@@ -392,6 +392,34 @@ fn drawings_are_whole_by_day_and_by_night() {
 }
 
 #[test]
+fn schedules_are_drawn() {
+    let Some(mut browser) = Chromium::start() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    for (format, query) in [("html", "#figures"), ("svg", "svg")] {
+        let path = folder.path().join(format!("schedule.{format}"));
+        let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
+        command.args([
+            "schedule",
+            "ZBVZeroBubble",
+            "--ranks",
+            "4",
+            "--microbatches",
+            "8",
+            "--format",
+            format,
+        ]);
+        let output = command.arg("--output").arg(&path).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        browser.open(&path, WINDOW, "light");
+        browser.picture(&format!("schedule-{format}"));
+        let text = browser.text(&format!("document.querySelector('{query}').textContent"));
+        assert!(text.contains("51 units") && text.contains("5.9 %"), "{text}");
+        assert_eq!(browser.complaints(), [""; 0]);
+    }
+    browser.end();
+}
+
+#[test]
 fn what_is_no_timeline_is_refused() {
     let file = tempfile::NamedTempFile::new().unwrap();
     fs::write(file.path(), "{\"title\": 3}").unwrap();
