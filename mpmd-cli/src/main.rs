@@ -1,10 +1,12 @@
 //! The `mpmd` command line.
 
 mod bench;
+mod check;
 mod doctor;
 mod draw;
 mod plan;
 mod run;
+mod schedule;
 mod trace;
 
 use std::process::ExitCode;
@@ -34,6 +36,10 @@ enum Command {
     Trace(trace::TraceArgs),
     /// Draw what ranks did or will do: a page that can be zoomed and asked, or a drawing
     Draw(draw::DrawArgs),
+    /// Prove and add up what a program is to do, before it runs
+    Check(check::CheckArgs),
+    /// Show a schedule: as torch's text, as a table, as data or as a picture
+    Schedule(schedule::ScheduleArgs),
     /// Measure what the framework itself costs
     Bench(bench::BenchArgs),
     /// Look at this machine: what it has for transports, and what to do about it
@@ -55,6 +61,8 @@ fn main() -> ExitCode {
         Command::Plan(args) => plan::plan(&args),
         Command::Trace(args) => trace::trace(&args),
         Command::Draw(args) => draw::draw(&args),
+        Command::Check(args) => check::check(&args),
+        Command::Schedule(args) => schedule::schedule(&args),
         Command::Bench(args) => bench::bench(&args),
         Command::Doctor(args) => doctor::doctor(&args),
         Command::ReadMemory { pid, address } => doctor::answer_reader(pid, address),

@@ -10,12 +10,13 @@ use crate::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
 use crate::aval::{DType, HostArray, ShapedArray};
 use crate::error::{IssueProblem, Result};
 use crate::kernel::{ShardInfo, ViewMut};
+use crate::plan::{self, Form, Kind, Memory};
 use crate::program::{Program, PutKey};
 use crate::region::Region;
 use crate::replay::{Again, Here};
 use crate::reshard::{contiguous_bytes, copy_region, scattered};
 use crate::runtime::{PutPlan, Rolling, Slot, Source};
-use crate::sharding::{Layout, Sharding};
+use crate::sharding::{Layout, MemoryKind, Sharding};
 use crate::tree::{PrefixTree, Tree};
 
 /// How [`Program::device_put_with`] treats memory.
@@ -225,15 +226,30 @@ impl Program {
             Repr::Host(host) => (host_word(host), 0),
         };
         let op = self.issue([0x9a7, plan.fingerprint, flags, op_word, leaf_word], plan.what.clone(), at);
-        let label = self.label();
+        let (label, planning) = (self.label(), self.is_planning());
         if let Some(recording) = &mut self.recording {
             // Who has a part of a donated source lets it go, whoever else gets it.
             let lets_go = options.donate && !array.shards().is_empty();
-            let here = (lets_go || !plan.is_idle())
+            let here = (lets_go || !plan.is_idle() || planning)
                 .then(|| Here::new(plan.what.clone(), Arc::new(PutAgain { plan: plan.clone(), options })));
             recording.note(op, (label, at), &[array], |_| options.donate, here);
         }
+        self.record_put(plan, array, options, at);
         put_here(self, plan, array, options, op, at)
+    }
+
+    /// Writes a move down, where this process only plans.
+    fn record_put(
+        &self,
+        plan: &PutPlan,
+        array: &MpmdArray,
+        options: PutOptions,
+        at: &'static Location<'static>,
+    ) {
+        let known = &plan.known_forms[usize::from(options.may_alias)];
+        self.record_operation(at, [(array, options.donate)], Some(known), || {
+            plan.form(&self.runtime, options.may_alias)
+        });
     }
 
     /// An array made by its owners: `fill` runs on each device, for that device's region.
@@ -273,6 +289,14 @@ impl Program {
         }
         let word = Rolling::default().mix_bytes(aval.to_string().as_bytes()).word();
         let op = self.issue([0x3a4e, sharding.fingerprint(), word], what.clone(), at);
+        self.record_operation(at, [], None, || {
+            let memory = match sharding.memory_kind() {
+                MemoryKind::Device => Memory::Own,
+                MemoryKind::Host => Memory::Host,
+            };
+            let results = vec![plan::shards(&layout, aval.dtype().size(), |_| memory)];
+            Form { what: what.to_string(), kind: Kind::Make, results, messages: Vec::new() }
+        });
         let runtime = self.runtime.clone();
         let fill = Arc::new(fill);
         let (item, kind) = (aval.dtype().size(), sharding.memory_kind());
@@ -383,6 +407,10 @@ impl MpmdArray {
         }
         let words = [0x5b1, placed.origin.op, u64::from(placed.origin.leaf), dim as u64, m as u64];
         let op = program.issue(words, what.clone(), at);
+        program.record_operation(at, [(self, false)], None, || {
+            let results = vec![plan::shards(&layout, self.dtype().size(), |_| Memory::Of(0)); m];
+            Form { what: what.to_string(), kind: Kind::Relabel, results, messages: Vec::new() }
+        });
         let runtime = program.runtime.clone();
         let guard = (!placed.shards.is_empty()).then(|| {
             runtime.trace.issued(op, program.label(), at, Some(placed.origin.op), || what.clone());
@@ -456,7 +484,11 @@ impl Again for PutAgain {
         op: u64,
         at: &'static Location<'static>,
     ) -> Vec<MpmdArray> {
-        x.iter().map(|x| put_here(program, &self.plan, x, self.options, op, at)).collect()
+        let put = |x: &&MpmdArray| {
+            program.record_put(&self.plan, x, self.options, at);
+            put_here(program, &self.plan, x, self.options, op, at)
+        };
+        x.iter().map(put).collect()
     }
 }
 

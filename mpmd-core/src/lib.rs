@@ -26,6 +26,7 @@ mod jit;
 pub mod kernel;
 pub mod launch;
 pub mod pipeline;
+pub mod plan;
 mod program;
 mod replay;
 mod reshard_tree;

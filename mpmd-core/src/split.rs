@@ -10,6 +10,7 @@ use crate::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
 use crate::aval::ShapedArray;
 use crate::device_put::refuse_twice;
 use crate::error::{IssueProblem, Result, leaf};
+use crate::plan::{self, Form, Kind, Memory};
 use crate::program::Program;
 use crate::runtime::{OpGuard, Rolling, Slot};
 use crate::sharding::{Layout, Sharding};
@@ -263,6 +264,19 @@ impl Program {
             }
         }
         let op = self.issue(words, what.clone(), at);
+        self.record_operation(at, sources.iter().map(|source| (*source, donate)), None, || {
+            let has = |source: usize, device| match &sources[source].repr {
+                Repr::Placed(placed) => placed.made.layout.place_of(device).is_some(),
+                Repr::Host(_) => false,
+            };
+            let shards = |made: &Relabelled| {
+                let source = |device| made.sources.clone().find(|source| has(*source, device));
+                let memory = |device| source(device).map_or(Memory::Own, |source| Memory::Of(source as u32));
+                plan::shards(&made.layout, made.aval.dtype().size(), memory)
+            };
+            let results = made.iter().map(shards).collect();
+            Form { what: what.to_string(), kind: Kind::Relabel, results, messages: Vec::new() }
+        });
         let runtime = self.runtime.clone();
         let guard = takes_part.then(|| {
             let source = sources.iter().find_map(|source| source.origin()).map(|(op, _)| op);

@@ -10,10 +10,12 @@ mod kernels;
 mod simulations;
 
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::watchdog;
 use kernels::{fun, like_first};
+use mpmd_core::pipeline::flow::Flow;
+use mpmd_core::plan::Plan;
 use mpmd_core::prelude::*;
 use mpmd_core::random::{Key, uniform_f32};
 use mpmd_core::sharding::{Sharding, Spec, SpecEntry};
@@ -266,9 +268,11 @@ fn execute(p: &mut Program, steps: &[Step]) -> Result<Shards> {
                 let (mesh, sharding) = bound(&x);
                 let (name, size) = (axis.clone(), *size as f32);
                 let declared = name.clone();
+                // Every device calls it with as many as are declared: all of its part.
+                let part = sharding.layout(x.shape()).unwrap().regions()[0].shape();
                 let reduce = fun(
                     "reduce",
-                    move |x| Ok(Signature::new(vec![x[0].clone()]).all_reduce(&declared, x[0].clone())),
+                    move |x| Ok(Signature::new(vec![x[0].clone()]).all_reduce(&declared, f32s(part.clone()))),
                     move |cx, x, mut y| {
                         let y = y[0].as_mut_slice::<f32>()?;
                         y.copy_from_slice(x[0].as_slice()?);
@@ -319,7 +323,7 @@ fn execute(p: &mut Program, steps: &[Step]) -> Result<Shards> {
             Step::Drop { source } => arrays[*source] = None,
             Step::Agree { from, value } => {
                 let from = ProcessId(from % p.processes() as u32);
-                assert_eq!(p.agree(from, 0, || Ok(*value))?, *value);
+                assert_eq!(p.agree(from, *value, || Ok(*value))?, *value);
             }
             Step::Compare => p.step_end()?,
         }
@@ -342,6 +346,14 @@ fn bound(x: &MpmdArray) -> (Mesh, Sharding) {
     (sharding.mesh().expect("the generator sees to it").clone(), sharding)
 }
 
+/// Processes of a seed's program, and their hosts: all on one host, in pairs, or each on its own.
+fn processes_of(seed: u64, devices: usize) -> (usize, Vec<usize>) {
+    let counts: Vec<usize> = (2..=devices).filter(|n| devices.is_multiple_of(*n)).collect();
+    let processes = counts[(seed / 3) as usize % counts.len()];
+    let hosts = (0..processes).map(|i| [0, i / 2, i][(seed / 2) as usize % 3]).collect();
+    (processes, hosts)
+}
+
 fn run_seeds(seeds: std::ops::Range<u64>) {
     let _limit = watchdog(180);
     for seed in seeds {
@@ -349,14 +361,11 @@ fn run_seeds(seeds: std::ops::Range<u64>) {
         let steps = program(seed, devices);
         let alone = simulation(1, devices).run(|p| execute(p, &steps)).remove(0);
         let alone = alone.unwrap_or_else(|error| panic!("seed {seed} alone: {error}\n{steps:#?}"));
-        let counts: Vec<usize> = (2..=devices).filter(|n| devices.is_multiple_of(*n)).collect();
-        let processes = counts[(seed / 3) as usize % counts.len()];
+        let (processes, hosts) = processes_of(seed, devices);
         let mut simulation = simulation(processes, devices).delays(seed, Duration::from_millis(1));
         if seed % 4 == 0 {
             simulation = simulation.settings(|b| b.run_ahead(3, 1 << 10));
         }
-        // All on one host, in pairs, or each on its own.
-        let hosts: Vec<usize> = (0..processes).map(|i| [0, i / 2, i][(seed / 2) as usize % 3]).collect();
         simulation = simulation.settings(|b| b.hosts(&hosts));
         if hands_over() && seed % 4 > 1 {
             // Some pairs do not: by hosts, or others.
@@ -398,4 +407,72 @@ fn seeds_100_to_149_give_the_same_bits() {
 #[test]
 fn seeds_150_to_199_give_the_same_bits() {
     run_seeds(150..200);
+}
+
+/// Waits until a process has sent what is planned; returns what it has sent.
+fn sent(p: &Program, planned: &[u64]) -> Vec<u64> {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        let sent = p.metrics().bytes_sent;
+        if sent == planned || Instant::now() > deadline {
+            return sent;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Every transfer is taken by nodes of its own taker, behind the node of its giver that makes it.
+fn assert_before(flow: &Flow, seed: u64) {
+    for (number, transfer) in flow.transfers.iter().enumerate() {
+        let process = |node: u32| flow.lanes[flow.nodes[node as usize].lane as usize];
+        let made = (transfer.after != u32::MAX).then_some(transfer.after);
+        assert!(made.is_none_or(|made| process(made) == transfer.from), "seed {seed}");
+        for (taker, node) in (0..).zip(&flow.nodes) {
+            let (start, len) = node.takes;
+            if flow.takes[start as usize..(start + len) as usize].contains(&(number as u32)) {
+                assert!(process(taker) == transfer.to && made.is_none_or(|made| made < taker), "seed {seed}");
+            }
+        }
+    }
+}
+
+#[test]
+fn seeds_0_to_59_send_what_a_spectator_plans() {
+    let _limit = watchdog(180);
+    let mut crossed = 0;
+    for seed in 0..60 {
+        let devices = [4, 6, 8][seed as usize % 3];
+        let steps = program(seed, devices);
+        let (processes, hosts) = processes_of(seed, devices);
+        let mut spectator = Program::builder().devices(devices).hosts(&hosts).spectator(processes).unwrap();
+        assert!(execute(&mut spectator, &steps).unwrap().is_empty(), "it owns nothing");
+        let plan = spectator.plan().unwrap();
+        let operations = spectator.operations();
+        assert_eq!(plan.operations.len() as u64, operations);
+        let mut planned = vec![vec![0; processes]; processes];
+        for ((from, to), link) in plan.links(1..operations + 1) {
+            planned[from as usize][to as usize] = link.bytes;
+            crossed += link.messages;
+        }
+        let simulation = simulation(processes, devices).settings(|b| b.hosts(&hosts));
+        let results = simulation.run(|p| {
+            execute(p, &steps)?;
+            Ok((p.operations(), sent(p, &planned[p.process().index()])))
+        });
+        for (process, result) in results.into_iter().enumerate() {
+            let (issued, sent) = result.unwrap();
+            assert_eq!(issued, operations, "seed {seed}");
+            assert_eq!(sent, planned[process], "seed {seed}, process {process} of {processes}\n{steps:#?}");
+        }
+        // What goes between processes in the flow is that too, and every transfer is posted on both sides.
+        let flow = plan.flow().flow;
+        let mut moved = vec![vec![0; processes]; processes];
+        flow.transfers.iter().for_each(|t| moved[t.from as usize][t.to as usize] += t.bytes);
+        assert_eq!(moved, planned);
+        assert_eq!(flow.posts.iter().map(Vec::len).sum::<usize>(), 2 * flow.transfers.len());
+        assert_before(&flow, seed);
+        let again: Plan = serde_json::from_str(&serde_json::to_string(&plan).unwrap()).unwrap();
+        assert_eq!(again, plan);
+    }
+    assert!(crossed > 1000, "only {crossed} messages");
 }

@@ -308,3 +308,54 @@ fn costs_of_links_that_make_no_sense_are_an_error_everywhere() {
     }
     job.wait_well();
 }
+
+/// The tests' program with another build's number, or another byte where it has none.
+fn another_build(folder: &std::path::Path) -> std::path::PathBuf {
+    let mut bytes = std::fs::read(env!("CARGO_BIN_EXE_named")).expect("the program is there");
+    let note = [3, 0, 0, 0, b'G', b'N', b'U', 0];
+    match bytes[..64 << 10].windows(note.len()).position(|found| found == note) {
+        Some(at) => bytes[at + note.len()] ^= 1,
+        None => bytes.push(1),
+    }
+    let path = folder.join("named");
+    std::fs::write(&path, bytes).expect("the folder is ours");
+    let program = std::fs::metadata(env!("CARGO_BIN_EXE_named")).expect("the program is there");
+    std::fs::set_permissions(&path, program.permissions()).expect("the file is ours");
+    path
+}
+
+#[test]
+fn processes_of_another_build_or_with_other_devices_are_named_by_all_with_what_they_have() {
+    let folder = tempfile::tempdir().expect("a folder for the test");
+    let other = another_build(folder.path());
+    for by_build in [true, false] {
+        let mut job = Job::prepare(options(3).patience(PROMPT));
+        for process in 0..3 {
+            let mut command = hello(job.command(process));
+            if process == 1 && by_build {
+                let vars: Vec<_> =
+                    command.get_envs().map(|(k, v)| (k.to_owned(), v.map(ToOwned::to_owned))).collect();
+                let place = command.get_current_dir().map(ToOwned::to_owned).expect("the job's folder");
+                command = hello(Command::new(&other));
+                command.current_dir(place);
+                for (name, value) in vars {
+                    match value {
+                        Some(value) => command.env(name, value),
+                        None => command.env_remove(name),
+                    };
+                }
+            } else if process == 1 {
+                command.env(variables::DEVICES_PER_PROCESS, "2");
+            }
+            job.spawn(command);
+        }
+        let ended = job.wait();
+        for end in &ended {
+            assert_eq!(end.code, 1, "{end:?}");
+            assert_eq!(end.stderr.matches("named, build ").count(), 2, "{}", end.stderr);
+            assert!(end.stderr.contains("process 1 on host "), "{}", end.stderr);
+            let both = end.stderr.contains(", 3 devices\"") && end.stderr.contains(", 6 devices\"");
+            assert_eq!(both, !by_build, "{}", end.stderr);
+        }
+    }
+}

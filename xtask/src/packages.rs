@@ -36,6 +36,7 @@ const MPI: &str = "starts programs in the tests of launchers";
 const SLURM: &str = "part of the Slurm that the tests of launchers set up";
 const ENDS: &str = "ends what the tests of launchers start";
 const MEMORY: &str = "finds misuse of memory";
+const PAGES: &str = "opens, points at and zooms the pages that are drawn";
 
 /// What every run needs.
 pub(crate) const ALWAYS: &[Need] =
@@ -61,6 +62,8 @@ pub(crate) const FULL: &[Need] = &[
     lying("munged", SLURM, &["munge"]),
     answering("setpriv", ENDS, &["util-linux"]),
     answering("valgrind", MEMORY, &["valgrind"]),
+    // The largest of them: about 350 MB once installed.
+    answering("chromium", PAGES, &["chromium"]),
 ];
 
 const fn answering(what: &'static str, purpose: &'static str, packages: &'static [&'static str]) -> Need {

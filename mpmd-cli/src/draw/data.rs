@@ -84,7 +84,7 @@ fn colours(theme: colour::Theme, chunks: usize) -> Value {
 }
 
 /// Rounds times to what can be seen.
-fn rounding(timeline: &Timeline) -> impl Fn(f64) -> Value {
+fn rounding(timeline: &Timeline) -> impl Fn(f64) -> Value + use<> {
     let digits = if timeline.end > 0.0 { 10f64.powf(9.0 - timeline.end.log10().ceil()) } else { DIGITS };
     let digits = if timeline.unit == "s" { digits.max(DIGITS) } else { digits };
     move |time: f64| json!((time * digits).round() / digits)

@@ -38,6 +38,7 @@ pub(crate) fn html(timeline: &Timeline) -> String {
 <p class="unseen" id="summary">{sentence}</p>
 <main id="chart">
 <div id="overview"><span class="corner">all</span><canvas aria-hidden="true"></canvas></div>
+<div id="steps" hidden></div>
 <div id="axis"><span class="corner" id="corner"></span><div id="ticks"></div><span class="head" id="idle-head">idle</span><span class="head" id="memory-head">peak</span></div>
 <div id="scroll" tabindex="0" role="application" aria-label="Timeline, by rank. Arrow keys go from bar to bar." aria-describedby="summary">
 <div id="canvases"><canvas id="bars" aria-hidden="true"></canvas><canvas id="marked" aria-hidden="true"></canvas></div>

@@ -6,7 +6,7 @@ document.documentElement.classList.add("js");
 
 // What is drawn: one object per row, with bars as columns.
 const MOVE = 5, OTHER = 4;
-const LEAST_PITCH = 10, MOST_PITCH = 108, TALL = 38, NARROW = 4;
+const LEAST_PITCH = 10, LEAST_WITH_MOVES = 20, MOST_PITCH = 108, TALL = 38, NARROW = 4;
 const rows = data.rows.map((row, index) => {
   const chunk = new Map(row.stages.map((stage, i) => [stage, i]));
   const columns = (c) => {
@@ -43,6 +43,7 @@ const cycle = (() => {
   for (const { bars } of rows) for (let i = 0; i < bars.n; i++) { busy += bars.end[i] - bars.start[i]; if (bars.microbatch && bars.microbatch[i] != null) seen.add(bars.microbatch[i]); }
   return seen.size > 1 ? busy / rows.length / seen.size : shortest;
 })();
+const longestNumber = rows.reduce((most, { bars }) => Math.max(most, ...(bars.microbatch || []).slice(-1).map((it) => String(it == null ? "" : it).length)), 1);
 const LETTERS = ["F", "B", "I", "W", "", ""];
 const byMicrobatch = new Map();
 for (const row of rows) for (let i = 0; i < row.bars.n; i++) {
@@ -66,7 +67,7 @@ const time = (value) => {
   return text === "1" && name === "units" ? "1 unit" : text + " " + name;
 };
 // A point in time needs more digits than a length.
-const point = (value) => { const [one, name] = timeUnit(end); return number(value / one, 6) + " " + name; };
+const point = (value) => { const [one, name] = timeUnit(end); const text = number(value / one, 6); return text === "1" && name === "units" ? "1 unit" : text + " " + name; };
 const percent = (share) => (100 * share).toFixed(1) + " %";
 const bytes = (amount) => {
   let unit = "B";
@@ -106,9 +107,9 @@ function arrange() {
   const family = getComputedStyle(document.body).fontFamily;
   const chart = $("chart");
   // What the rows may have: the rest of the window, and more by scrolling.
-  const rest = Math.max(200, window.innerHeight - chart.getBoundingClientRect().top - window.scrollY - 34 - 20 - 18 - 10);
+  const rest = Math.max(200, window.innerHeight - chart.getBoundingClientRect().top - window.scrollY - 34 - (data.marks.length > 1 ? 15 : 0) - 20 - 18 - 10);
   const n = Math.max(1, rows.length);
-  const pitch = Math.min(MOST_PITCH, Math.max(LEAST_PITCH, Math.floor(10 * rest / n) / 10));
+  const pitch = Math.min(MOST_PITCH, Math.max(shown.moves ? LEAST_WITH_MOVES : LEAST_PITCH, Math.floor(10 * rest / n) / 10));
   const letters = Math.min(13, Math.max(9.5, pitch - 1));
   const font = letters + "px " + family;
   // Where the names only count and rows are low, the number alone is larger than all of it would be.
@@ -127,7 +128,7 @@ function arrange() {
   const right = place.left + place.width;
   place.sparkLeft = right + idle + 4;
   // Names stand beside the bars, not beside what is below them.
-  const beside = parts().bars;
+  const beside = pitch < 24 ? pitch - 1 : parts().bars;
   rowsBox.replaceChildren(...rows.map((row, i) => {
     const line = document.createElement("div");
     const span = (kind, value, css) => {
@@ -148,9 +149,11 @@ function arrange() {
   Object.assign($("idle-head").style, { left: right + "px", width: idle + "px" });
   Object.assign($("memory-head").style, { left: right + idle + spark + "px", width: Math.max(0, width - right - idle - spark) + "px" });
   $("memory-head").hidden = !hasMemory;
+  $("steps").hidden = data.marks.length < 2;
   const moved = document.querySelector("#legend [data-kind='" + MOVE + "']");
   if (moved) moved.parentElement.hidden = !shown.moves;
   place.shares = shares(0, end, Math.max(8, Math.floor(place.width / 3)));
+  place.overview = null;
   draw();
 }
 
@@ -193,6 +196,7 @@ function readStyle() {
   const computed = getComputedStyle(document.documentElement);
   theme = dark() ? "dark" : "light";
   style = {};
+  if (place) place.overview = null;
   for (const name of ["ground", "plot", "text", "muted", "line", "stripe", "memory", "curve", "planned", "mark", "edge", "accent"]) style[name] = computed.getPropertyValue("--" + name).trim();
   // Diagonal lines, as the legend has them.
   const ratio = window.devicePixelRatio || 1, side = Math.round(6 * ratio), tile = document.createElement("canvas");
@@ -236,7 +240,7 @@ function drawNow() {
   }
   const mean = count ? busy / count / span * width : Infinity;
   summed = mean < NARROW;
-  const part = parts(), lettered = mean > 34;
+  const part = parts(), lettered = mean >= (longestNumber + 1) * Math.min(12, part.bars - 1.5) * 0.62 + 4;
   context.save();
   context.beginPath(); context.rect(left, 0, width, height); context.clip();
   const until = Math.min(left + width, x(end));
@@ -245,6 +249,7 @@ function drawNow() {
     context.fillStyle = style.idle; context.fillRect(x(0), r * pitch - top, until - x(0), part.bars);
   }
   const ticks = axis();
+  steps();
   context.fillStyle = style.line;
   for (const at of ticks) context.fillRect(Math.round(x(at)), 0, 1, height);
   for (let r = first; r < last; r++) {
@@ -260,7 +265,7 @@ function drawNow() {
   context.restore();
   if (place.spark && shown.memory) for (let r = first; r < last; r++) {
     const from = place.sparkLeft, to = from + place.spark - 6;
-    if (rows[r].memory.length) drawMemory(context, rows[r], (at) => from + at / end * (to - from), 0, end, from, to, r * pitch - top + 0.5, pitch - Math.min(4, pitch * 0.2));
+    if (rows[r].memory.length) drawMemory(context, rows[r], (at) => from + at / end * (to - from), 0, end, from, to, r * pitch - top + 0.5, pitch - Math.min(4, pitch * 0.2), true);
   }
   drawOverview();
   drawMarked();
@@ -292,6 +297,20 @@ function axis() {
   }
   $("ticks").replaceChildren(...labels);
   return ticks;
+}
+
+// The names of what begins at marks; a step that has begun before what is seen is named at its edge.
+function steps() {
+  const labels = [], edge = place.left + place.width;
+  data.marks.forEach(([at, name], i) => {
+    const from = Math.max(place.left, x(at)), until = Math.min(edge, i + 1 < data.marks.length ? x(data.marks[i + 1][0]) : x(end));
+    if (!name || until - from < name.length * 6.6 + 8) return;
+    const it = document.createElement("span");
+    it.textContent = name;
+    it.style.left = from + "px";
+    labels.push(it);
+  });
+  $("steps").replaceChildren(...labels);
 }
 
 function drawBars(context, row, y, part, family, lettered) {
@@ -410,7 +429,7 @@ function arrow(context, row, i, part, top, stroke, line) {
   context.fill();
 }
 
-function drawMemory(context, row, at, from, until, left, right, y, height) {
+function drawMemory(context, row, at, from, until, left, right, y, height, small) {
   const points = row.memory, n = points.length / 2;
   const level = (used) => y + height * (1 - used / (mostMemory || 1));
   // The last point before what is seen holds into it.
@@ -422,11 +441,12 @@ function drawMemory(context, row, at, from, until, left, right, y, height) {
   for (let i = low; i < n && points[2 * i] < until; i++) {
     const px = Math.min(right, Math.max(left, at(points[2 * i])));
     if (px - before < 1) { most = Math.max(most, points[2 * i + 1]); least = Math.min(least, points[2 * i + 1]); used = points[2 * i + 1]; continue; }
-    // What happens within a pixel is one stroke from the least to the most.
-    line.lineTo(before, level(least)); line.lineTo(before, level(most)); line.lineTo(before, level(used));
-    line.lineTo(px, level(used));
+    // What happens within a pixel is one stroke from the least to the most; of a small curve, the most.
+    if (small) used = most;
+    else { line.lineTo(before, level(least)); line.lineTo(before, level(most)); }
+    line.lineTo(before, level(used)); line.lineTo(px, level(used));
     used = most = least = points[2 * i + 1]; before = px;
-    line.lineTo(px, level(used));
+    if (!small) line.lineTo(px, level(used));
   }
   line.lineTo(before, level(most)); line.lineTo(before, level(used));
   const stop = Math.min(right, at(end));
@@ -437,9 +457,12 @@ function drawMemory(context, row, at, from, until, left, right, y, height) {
   context.strokeStyle = style.curve; context.lineWidth = 1; context.stroke(line);
 }
 
-function drawOverview() {
-  const canvas = canvases.overview, box = canvas.parentElement, context = size(canvas, box.clientWidth, box.clientHeight);
-  const height = box.clientHeight - 4, { left, width, shares: sums } = place, kinds = data.kinds.length, parts = sums.length / kinds;
+// The overview without what is marked in it: once for each size and theme.
+function drawAll(like, left, width, height) {
+  const canvas = document.createElement("canvas"), { shares: sums } = place, kinds = data.kinds.length, parts = sums.length / kinds;
+  canvas.width = like.width; canvas.height = like.height;
+  const context = canvas.getContext("2d");
+  context.setTransform(window.devicePixelRatio || 1, 0, 0, window.devicePixelRatio || 1, 0, 0);
   context.fillStyle = style.plot; context.fillRect(left, 2, width, height);
   context.fillStyle = style.idle; context.fillRect(left, 2, width, height);
   for (let p = 0; p < parts; p++) {
@@ -452,6 +475,14 @@ function drawOverview() {
       context.fillRect(begin, y, close - begin, h);
     }
   }
+  return canvas;
+}
+
+function drawOverview() {
+  const canvas = canvases.overview, box = canvas.parentElement, context = size(canvas, box.clientWidth, box.clientHeight);
+  const height = box.clientHeight - 4, { left, width } = place;
+  if (!place.overview) place.overview = drawAll(context.canvas, left, width, height);
+  context.drawImage(place.overview, 0, 0, box.clientWidth, box.clientHeight);
   const at = (t) => left + t / end * width;
   if (view.from > 0 || view.until < end) {
     context.fillStyle = style.ground; context.globalAlpha = 0.68;

@@ -43,7 +43,7 @@ impl Drawn {
 /// What lies over something else, hangs out of the window or is cut, in a page. Boxes of one group are apart.
 const ASTRAY: &str = r##"(() => {
     const found = [];
-    const groups = ["h1, #figures > div", "#legend li, #controls > *", "#corner, #ticks span, .head:not([hidden])",
+    const groups = ["h1, #figures > div", "#legend li, #controls > *", "#corner, #ticks span, .head:not([hidden])", "#steps span",
         "#rows .name, #rows .idle, #rows .peak", "header, #tools, #overview, #axis, #scroll, #note"];
     for (const group of groups) {
         const boxes = [...document.querySelectorAll(group)].map((it) => [it, it.getBoundingClientRect()]);

@@ -13,6 +13,8 @@ use super::Placed;
 pub(crate) struct Handle {
     all: Arc<[Placed]>,
     index: u32,
+    /// Whether somebody writes down when the last handle goes.
+    planned: bool,
 }
 
 /// A handle that keeps nothing.
@@ -24,7 +26,8 @@ pub(crate) struct WeakHandle {
 impl Handle {
     /// The first handle to a new array, which counts as one already.
     pub(super) fn first_of(all: Arc<[Placed]>, index: u32) -> Self {
-        let handle = Self { all, index };
+        let planned = all[index as usize].made.runtime.recorder.is_some();
+        let handle = Self { all, index, planned };
         handle.made.runtime.holds(&handle);
         handle
     }
@@ -49,12 +52,20 @@ impl Deref for Handle {
 impl Clone for Handle {
     fn clone(&self) -> Self {
         self.handles.fetch_add(1, Ordering::Relaxed);
-        Self { all: self.all.clone(), index: self.index }
+        Self { all: self.all.clone(), index: self.index, planned: self.planned }
     }
 }
 
 impl Drop for Handle {
     fn drop(&mut self) {
+        if self.planned {
+            if self.handles.fetch_sub(1, Ordering::AcqRel) == 1
+                && let Some(recorder) = &self.made.runtime.recorder
+            {
+                recorder.dropped(self.origin());
+            }
+            return;
+        }
         if self.all.len() == 1 {
             // Its shards go with the allocation.
             return;
@@ -72,7 +83,8 @@ impl WeakHandle {
         let one_more = |handles: usize| (handles > 0).then_some(handles + 1);
         let handles = &all[self.index as usize].handles;
         handles.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more).ok()?;
-        Some(Handle { all, index: self.index })
+        let planned = all[self.index as usize].made.runtime.recorder.is_some();
+        Some(Handle { all, index: self.index, planned })
     }
 }
 

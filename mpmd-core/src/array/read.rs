@@ -37,7 +37,9 @@ impl MpmdArray {
     /// Where the operation that makes the array failed, here or elsewhere.
     #[track_caller]
     pub fn block_until_ready(&self) -> Result<&Self> {
-        self.wait_each(None, Location::caller(), |_| ())?;
+        let at = Location::caller();
+        self.note_read(false, at);
+        self.wait_each(None, at, |_| ())?;
         Ok(self)
     }
 
@@ -73,6 +75,7 @@ impl MpmdArray {
     pub fn to_host(&self) -> Result<Option<HostArray>> {
         let at = Location::caller();
         self.check_whole(at)?;
+        self.note_read(true, at);
         let placed = match &self.repr {
             Repr::Host(host) => return Ok(Some(host.clone())),
             Repr::Placed(placed) if placed.shards.is_empty() => return Ok(None),
@@ -144,6 +147,15 @@ impl MpmdArray {
                     }),
                 );
             }
+        }
+    }
+
+    /// In a plan, the program waits here.
+    fn note_read(&self, values: bool, at: &'static Location<'static>) {
+        if let Repr::Placed(placed) = &self.repr
+            && let Some(recorder) = &placed.made.runtime.recorder
+        {
+            recorder.read(placed.origin(), values, at);
         }
     }
 
@@ -231,7 +243,7 @@ impl Placed {
                 "process {}: {at} waits for {}; {}",
                 runtime.me,
                 self.describe(),
-                runtime.status.describe()
+                runtime.doing_and_why()
             ));
         }
     }

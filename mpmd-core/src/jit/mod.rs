@@ -6,6 +6,7 @@
 
 mod call;
 mod plan;
+mod planned;
 
 use std::fmt;
 use std::panic::Location;
@@ -193,11 +194,13 @@ impl<K: Kernel> Jit<K> {
                 Repr::Host(host) => [host_word(host), u64::MAX],
             }));
         let op = program.issue(words, plan.what.clone(), at);
-        let label = program.label();
+        let (label, planning) = (program.label(), program.is_planning());
         if let Some(recording) = &mut program.recording {
-            let here = (!plan.seats.is_empty()).then(|| Here::new(plan.what.clone(), bound.clone()));
+            let here =
+                (!plan.seats.is_empty() || planning).then(|| Here::new(plan.what.clone(), bound.clone()));
             recording.note(op, (label, at), &leaves, |i| plan.inputs[i].donated, here);
         }
+        plan.record(program, &leaves, at);
         plan.donate(&leaves, op, at);
         if !plan.seats.is_empty() {
             prepare(&mut prepared, program, &bound, &leaves, op, at);
@@ -307,6 +310,7 @@ impl<K: Kernel> Again for Bound<K> {
         op: u64,
         at: &'static Location<'static>,
     ) -> Vec<MpmdArray> {
+        self.plan.record(program, x, at);
         self.plan.donate(x, op, at);
         let mut prepared = Prepared::default();
         prepare(&mut prepared, program, &self, x, op, at);

@@ -14,7 +14,7 @@ use crate::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr, Shards};
 use crate::aval::ShapedArray;
 use crate::error::IssueProblem;
 use crate::kernel::{Collective, Kernel, Place, Seats, Shapes, ShardInfo};
-use crate::program::Program;
+use crate::program::{KnownForm, Program};
 use crate::region::Region;
 use crate::runtime::{Group, MOST_COLLECTIVES, Rolling, Runtime, Slots};
 use crate::sharding::{Layout, MemoryKind, Sharding};
@@ -69,6 +69,8 @@ pub(super) struct CallPlan {
     pub(super) fingerprint: u64,
     pub(super) what: Arc<CallWhat>,
     paths: Vec<String>,
+    /// What it is in a plan.
+    pub(super) known_form: KnownForm,
 }
 
 pub(super) struct InputPlan {
@@ -97,7 +99,7 @@ pub(super) struct Seat {
 
 /// Describes a call in messages.
 pub(super) struct CallWhat {
-    name: String,
+    pub(super) name: String,
     mesh: Mesh,
     inputs: Vec<String>,
 }
@@ -292,6 +294,7 @@ impl CallPlan {
             fingerprint,
             what,
             paths,
+            known_form: KnownForm::default(),
         })
     }
 }

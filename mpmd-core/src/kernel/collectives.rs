@@ -514,7 +514,7 @@ impl<'a> Context<'a> {
 }
 
 /// The `i`-th of `n` shares of `len` elements; the first ones have one more where it does not divide.
-fn share(len: usize, n: usize, i: usize) -> Range<usize> {
+pub(super) fn share(len: usize, n: usize, i: usize) -> Range<usize> {
     let (each, more) = (len / n, len % n);
     let start = i * each + i.min(more);
     start..start + each + usize::from(i < more)

@@ -7,6 +7,7 @@
 mod collectives;
 mod context;
 mod reduce;
+mod sent;
 mod signature;
 mod view;
 

@@ -42,8 +42,20 @@ pub struct JobEnv {
     pub host: Option<String>,
     /// The file with the costs of links. Only what process 0 is told counts.
     pub links: Option<PathBuf>,
+    /// Where this process is to write its plan, and do nothing else: then it is one beyond those of the job.
+    pub plan: Option<PlanEnv>,
     /// Who said so, for people.
     pub source: &'static str,
+}
+
+/// What is asked of a process that only plans.
+#[derive(Clone, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct PlanEnv {
+    /// Where the plan goes.
+    pub file: PathBuf,
+    /// The most steps that are recorded, where said.
+    pub steps: Option<u64>,
 }
 
 impl JobEnv {
@@ -52,7 +64,8 @@ impl JobEnv {
     /// Looks for variables of, in this order, our own launcher, torchrun, Open MPI, Slurm, PMIx, PMI,
     /// and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`, `MPMD_TRANSPORT`,
     /// `MPMD_SPIN`, `MPMD_DEVICES_PER_PROCESS`, `MPMD_PATIENCE`, `MPMD_HOST` and `MPMD_LINKS` count under every
-    /// launcher.
+    /// launcher. Where `MPMD_PLAN` is set none of them is asked: the process is one beyond the `MPMD_PLAN_PROCESSES`
+    /// of the job that it plans.
     ///
     /// # Errors
     ///
@@ -70,6 +83,9 @@ impl JobEnv {
     /// Like those of [`from_env`](Self::from_env).
     pub fn from_vars(look: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>, LaunchError> {
         let vars = Vars { look, looked: RefCell::new(BTreeMap::new()) };
+        if let Some(file) = vars.get(ours::PLAN) {
+            return vars.planning(file).map(Some);
+        }
         for find in
             [ours_says, torchrun_says, open_mpi_says, slurm_says, pmix_says, pmi_says, kubernetes_says]
         {
@@ -328,6 +344,29 @@ impl Vars<'_> {
         (coordinator, job)
     }
 
+    /// A process that only plans: nobody's, with what counts under every launcher.
+    fn planning(&self, file: String) -> Result<JobEnv, LaunchError> {
+        const SOURCE: &str = "mpmd check";
+        let processes = self.needed(SOURCE, ours::PLAN_PROCESSES)?;
+        if processes == 0 {
+            return Err(LaunchError::Processes { processes });
+        }
+        let steps = self.number(ours::PLAN_STEPS)?;
+        let said = Said {
+            source: SOURCE,
+            process: 0,
+            processes,
+            local_process: None,
+            coordinator: Ok("127.0.0.1:1".into()),
+            hosted: true,
+            job: String::new(),
+        };
+        let env = self.complete(said)?;
+        // The number of nobody: what a program does on one process alone is not done here.
+        let process = ProcessId(u32::try_from(processes).unwrap_or(u32::MAX));
+        Ok(JobEnv { process, plan: Some(PlanEnv { file: file.into(), steps }), ..env })
+    }
+
     fn complete(&self, said: Said) -> Result<JobEnv, LaunchError> {
         let Said { source, process, processes, local_process, coordinator, hosted, job } = said;
         if process as usize >= processes {
@@ -387,6 +426,7 @@ impl Vars<'_> {
             patience,
             host: self.get(ours::HOST),
             links: self.get(ours::LINKS).map(PathBuf::from),
+            plan: None,
             source,
         })
     }
@@ -541,6 +581,27 @@ mod tests {
         let kubernetes =
             [("JOB_COMPLETION_INDEX", "2"), ("MPMD_WORLD_SIZE", "3"), ("MPMD_COORDINATOR", "job-0.svc:9")];
         assert_eq!(who(&job(&kubernetes)), (2, 3, None, "job-0.svc:9", "Kubernetes"));
+    }
+
+    #[test]
+    fn who_plans_is_one_beyond_the_job_whatever_launchers_say() {
+        let planning = job(&[
+            ("MPMD_PLAN", "/tmp/plan.json"),
+            ("MPMD_PLAN_PROCESSES", "4"),
+            ("MPMD_DEVICES_PER_PROCESS", "2"),
+            ("MPMD_RANK", "1"),
+            ("RANK", "0"),
+        ]);
+        assert_eq!((planning.process, planning.processes), (ProcessId(4), 4));
+        assert_eq!(planning.devices_per_process, Some(2));
+        let plan = PlanEnv { file: "/tmp/plan.json".into(), steps: None };
+        assert_eq!(planning.plan, Some(plan));
+        let steps = [("MPMD_PLAN", "p"), ("MPMD_PLAN_PROCESSES", "1"), ("MPMD_PLAN_STEPS", "3")];
+        assert_eq!(job(&steps).plan.unwrap().steps, Some(3));
+        let none = read(&[("MPMD_PLAN", "p"), ("MPMD_PLAN_PROCESSES", "0")]);
+        assert_eq!(none, Err(LaunchError::Processes { processes: 0 }));
+        let half = read(&[("MPMD_PLAN", "p")]).unwrap_err().to_string();
+        assert!(half.contains("mpmd check, but MPMD_PLAN_PROCESSES is not set"), "{half}");
     }
 
     #[test]

@@ -28,7 +28,7 @@ mod spawn;
 mod spin;
 mod supervise;
 
-pub use env::JobEnv;
+pub use env::{JobEnv, PlanEnv};
 pub use error::LaunchError;
 pub use output::Color;
 pub use spawn::{Launch, OutputMode, adopt, guard};
@@ -63,6 +63,13 @@ pub mod variables {
     /// A file with what the links between devices cost, as `mpmd bench links --out` writes it. Read by
     /// process 0, which tells the others.
     pub const LINKS: &str = "MPMD_LINKS";
+    /// Where this process is to write its plan: it joins no job, owns nothing, and runs the program only to record what
+    /// the processes of a job would do ([`Program::plan`](crate::Program::plan)). Goes before what any launcher says.
+    pub const PLAN: &str = "MPMD_PLAN";
+    /// Number of processes of the job that is planned.
+    pub const PLAN_PROCESSES: &str = "MPMD_PLAN_PROCESSES";
+    /// The most steps that are recorded, 16 by default: before that it ends with two equal steps.
+    pub const PLAN_STEPS: &str = "MPMD_PLAN_STEPS";
     /// The folder in which each process writes its trace; none where it is not set.
     pub const TRACE: &str = "MPMD_TRACE";
     /// The launcher's process number; what it started ends with it.

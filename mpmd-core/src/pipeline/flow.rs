@@ -1,7 +1,7 @@
 //! A [`Flow`]: who computes what, in which order, and what goes between them. What is checked and simulated.
 
 use super::costs::Costs;
-use super::lower::{LowerError, Step, StepKind};
+use super::lower::{LowerError, Lowered, Step, StepKind};
 use super::schedule::{ActionKind, Schedule};
 
 /// What all processes do, with numbers for names: nodes that compute, each in the queue of one lane, and
@@ -102,35 +102,46 @@ impl Flow {
     ///
     /// Where a step is there twice, moves something that its rank has no part in, moves something between
     /// stages of one rank, or sends what no rank computes.
-    pub fn of_lowered(rows: &[Vec<Step>], leaves: Leaves) -> Result<Self, FlowError> {
-        let flow = Builder::new(rows)?.flow(rows)?;
+    pub fn of_lowered(rows: &Lowered, leaves: Leaves) -> Result<Self, FlowError> {
+        let flow = Builder::new(&rows.steps)?.flow(&rows.steps)?;
         Ok(if leaves == Leaves::InOrder { flow.in_order(rows) } else { flow })
     }
 }
 
 impl Flow {
-    /// The same whose sends wait for all nodes before them in their rows.
-    fn in_order(mut self, rows: &[Vec<Step>]) -> Self {
+    /// The same whose sends wait for all nodes before them in their rows, and whose pairs begin together.
+    fn in_order(mut self, rows: &Lowered) -> Self {
         // Nodes and posts have the order of the rows.
-        let (mut node, mut ends) = (0, 0);
-        for (row, posts) in rows.iter().zip(&self.posts) {
+        let (mut node, mut row_begins) = (0, 0);
+        for ((row, pairs), posts) in rows.steps.iter().zip(&rows.pairs).zip(&self.posts) {
             let mut posts = posts.iter();
-            for step in row {
-                match step.kind {
-                    StepKind::Compute(ActionKind::Backward) => node += 2,
-                    StepKind::Compute(_) => node += 1,
-                    _ => {
-                        if let Some(Post::Send(transfer)) = posts.next()
-                            && node > ends
-                        {
-                            let after = &mut self.transfers[*transfer as usize].after;
-                            // A send before what it sends waits for that all the same.
-                            *after = (*after).max(node - 1);
-                        }
+            let mut pairs = pairs.iter().copied().peekable();
+            let mut pair = None;
+            for (place, step) in row.iter().enumerate() {
+                let StepKind::Compute(kind) = step.kind else {
+                    if let Some(Post::Send(transfer)) = posts.next()
+                        && node > row_begins
+                    {
+                        let after = &mut self.transfers[*transfer as usize].after;
+                        // A send before what it sends waits for that all the same.
+                        *after = (*after).max(node - 1);
                     }
+                    continue;
+                };
+                if let Some(first) = pair.take() {
+                    let (own, other) = (self.nodes[first as usize].takes, self.nodes[node as usize].takes);
+                    let from = self.takes.len() as u32;
+                    for (begin, count) in [own, other] {
+                        self.takes.extend_from_within(begin as usize..(begin + count) as usize);
+                    }
+                    self.nodes[first as usize].takes = (from, own.1 + other.1);
                 }
+                if pairs.next_if_eq(&place).is_some() {
+                    pair = Some(node);
+                }
+                node += if kind == ActionKind::Backward { 2 } else { 1 };
             }
-            ends = node;
+            row_begins = node;
         }
         self
     }
@@ -147,7 +158,7 @@ pub enum Leaves {
     #[default]
     AtOnce,
     /// When all that its row computes before the send has ended, a whole `B` too, and both of a pair that
-    /// overlaps: as torch has it, whose streams are in order. The closed forms of the literature are of this.
+    /// overlaps, which also begin only when both can: as torch has it, whose streams are in order. The closed forms of the literature are of this.
     InOrder,
 }
 
@@ -478,12 +489,12 @@ mod tests {
         let lowered = crate::pipeline::lower(&schedule).unwrap();
         let with = |rank: usize, step: Step| {
             let mut rows = lowered.clone();
-            rows[rank].push(step);
+            rows.steps[rank].push(step);
             Flow::of_lowered(&rows, Leaves::AtOnce).unwrap_err().to_string()
         };
         let step = |stage, kind| Step { stage, kind, microbatch: 0 };
         use StepKind::{Compute, ReceiveForward, SendForward};
-        assert_eq!(with(0, lowered[0][1]), "rank 0, step 4: 0SEND_F0 is there twice");
+        assert_eq!(with(0, lowered.steps[0][1]), "rank 0, step 4: 0SEND_F0 is there twice");
         assert_eq!(with(1, step(0, SendForward)), "rank 1, step 4: 0SEND_F0 is for rank 0");
         let forward = step(1, Compute(ActionKind::Forward));
         assert_eq!(with(1, forward), "rank 1, step 4: 1F0 computes what has been computed");

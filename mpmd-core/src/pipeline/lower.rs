@@ -5,7 +5,9 @@
 
 use std::fmt;
 
+use super::lower_comms::lower_comms;
 use super::schedule::{Action, ActionKind, Schedule};
+use super::text::{Cell, Entry, Text};
 
 /// One thing a rank does: it computes, gives or takes.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
@@ -83,25 +85,85 @@ impl fmt::Display for Step {
     }
 }
 
-/// The steps of each rank, in torch's order. Of an overlapped pair both actions come before their sends.
+/// What each rank computes, gives and takes, in order.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct Lowered {
+    /// By rank.
+    pub steps: Vec<Vec<Step>>,
+    /// By rank the places of steps that overlap with the one after them, ascending.
+    pub pairs: Vec<Vec<usize>>,
+}
+
+impl From<Vec<Vec<Step>>> for Lowered {
+    /// Without pairs.
+    fn from(steps: Vec<Vec<Step>>) -> Self {
+        let pairs = vec![Vec::new(); steps.len()];
+        Self { steps, pairs }
+    }
+}
+
+impl Lowered {
+    /// The rows of a text as they are, with moves where it has them.
+    pub fn of_text(text: &Text) -> Self {
+        Self::of_cells(&text.rows)
+    }
+
+    fn of_cells(rows: &[Vec<Cell>]) -> Self {
+        let mut lowered = Self::default();
+        for row in rows {
+            let (mut steps, mut pairs) = (Vec::with_capacity(row.len()), Vec::new());
+            for cell in row {
+                match *cell {
+                    Cell::One(Entry::Step(step)) => steps.push(step),
+                    Cell::Overlapped(one, other) => {
+                        pairs.push(steps.len());
+                        steps.extend([Step::of_action(one), Step::of_action(other)]);
+                    }
+                    _ => {}
+                }
+            }
+            lowered.steps.push(steps);
+            lowered.pairs.push(pairs);
+        }
+        lowered
+    }
+
+    /// Whether anything is sent or received.
+    pub fn has_moves(&self) -> bool {
+        self.steps.iter().flatten().any(|step| !matches!(step.kind, StepKind::Compute(_)))
+    }
+
+    /// What each rank computes, in order, and the places of overlapped pairs in that.
+    pub fn actions(&self) -> (Vec<Vec<Action>>, Vec<Vec<usize>>) {
+        let row = |(row, pairs): (&Vec<Step>, &Vec<usize>)| {
+            let (mut actions, mut places) = (Vec::with_capacity(row.len()), Vec::new());
+            let mut pairs = pairs.iter().copied().peekable();
+            for (place, step) in row.iter().enumerate() {
+                if pairs.next_if_eq(&place).is_some() {
+                    places.push(actions.len());
+                }
+                actions.extend(step.action());
+            }
+            (actions, places)
+        };
+        self.steps.iter().zip(&self.pairs).map(row).unzip()
+    }
+}
+
+/// The steps of each rank, in torch's order: also where torch gathers and lets go weights in between, each a turn
+/// of its rank. Of an overlapped pair both actions come before their sends.
 ///
 /// # Errors
 ///
-/// Where the ranks wait for each other, which a [`Schedule`] cannot.
-pub fn lower<'a>(schedule: &'a Schedule) -> Result<Vec<Vec<Step>>, LowerError> {
-    let cells = |(rank, row): (usize, &'a Vec<Action>)| {
-        let (mut cells, mut rest) = (Vec::with_capacity(row.len()), &row[..]);
-        for &pair in schedule.overlaps(rank) {
-            let (before, after) = rest.split_at(pair + rest.len() - row.len());
-            cells.extend(before.iter().map(std::slice::from_ref));
-            let (both, after) = after.split_at(2);
-            cells.push(both);
-            rest = after;
-        }
-        cells.extend(rest.iter().map(std::slice::from_ref));
-        cells
-    };
-    lower_cells(&schedule.rows().iter().enumerate().map(cells).collect::<Vec<_>>())
+/// Where the ranks wait for each other, which the halves of overlapped pairs may.
+pub fn lower(schedule: &Schedule) -> Result<Lowered, LowerError> {
+    let has_pairs = (0..schedule.ranks()).any(|rank| !schedule.overlaps(rank).is_empty());
+    if has_pairs || schedule.stages() > schedule.ranks() {
+        return Ok(Lowered::of_cells(&lower_comms(schedule)?));
+    }
+    // With one stage a rank, weights are gathered before all else, and the turns are the same without.
+    let cells = |row| Vec::from_iter(<[Action]>::iter(row).map(std::slice::from_ref));
+    Ok(lower_cells(&schedule.rows().iter().map(|row| cells(row)).collect::<Vec<_>>())?.into())
 }
 
 /// As [`lower`], of rows of cells: a cell is one turn of its rank, and does several actions where these
@@ -307,7 +369,7 @@ mod tests {
     fn receives_stand_where_the_sender_comes_to_its_send() {
         let schedule = Schedule::one_f_one_b(2, 2).unwrap();
         // Round 1: 0F0, 1F0 (it is there already). Round 2: 0F1, 1B0. Round 3: 0B0, 1F1. Then 0B1 loses one.
-        let rows = lower(&schedule).unwrap();
+        let rows = lower(&schedule).unwrap().steps;
         assert_eq!(
             text(&rows),
             [
@@ -340,7 +402,7 @@ mod tests {
         ];
         let schedule = Schedule::new("v", rows).unwrap();
         assert_eq!(
-            text(&lower(&schedule).unwrap()),
+            text(&lower(&schedule).unwrap().steps),
             [
                 "0F0 0SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 0RECV_B0 0B0",
                 "1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0"

@@ -29,7 +29,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
 
 pub use costs::{Costs, StageCosts};
-pub use lower::{LowerError, Step, StepKind, lower, lower_cells, lower_late};
+pub use lower::{LowerError, Lowered, Step, StepKind, lower, lower_cells, lower_late};
 pub use lower_comms::lower_comms;
 pub use memory::{DeviceMemory, MemoryPlan, StageBytes};
 use replay::Kept;

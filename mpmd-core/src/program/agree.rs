@@ -12,6 +12,7 @@ use serde::de::DeserializeOwned;
 
 use super::Program;
 use crate::error::{Error, IssueProblem, Result};
+use crate::plan::{Form, Kind};
 use crate::runtime::{Doing, Outgoing, Slot, Waiter};
 
 struct Agreement {
@@ -54,9 +55,14 @@ impl Program {
             self.admit(at);
         }
         let what = Agreement { from, of: std::any::type_name::<T>() };
-        let what = Arc::new(what);
+        let what: Arc<dyn fmt::Display + Send + Sync> = Arc::new(what);
         let op = self.issue([0xa6ee, u64::from(from.0)], what.clone(), at);
         if self.is_planning() {
+            self.record_operation(at, [], None, || {
+                let bytes = control::encode(&while_planning).map_or(0, |bytes| bytes.len() as u64);
+                let kind = Kind::Agree { from: from.0, bytes };
+                Form { what: what.to_string(), kind, results: Vec::new(), messages: Vec::new() }
+            });
             return Ok(while_planning);
         }
         let runtime = self.runtime.clone();

@@ -7,7 +7,7 @@ use std::time::Duration;
 use mpmd_transport::ucx::Spin;
 use mpmd_transport::{ProcessId, Transport};
 
-use super::{Membership, Program, connect};
+use super::{Membership, Order, Program, Recorder, connect};
 use crate::error::{Error, Result};
 use crate::runtime::{Runtime, RuntimeConfig};
 use crate::topology::{Device, DeviceId, DeviceKind, Links, Topology};
@@ -139,16 +139,22 @@ impl Builder {
     }
 
     /// A program that owns nothing of a job of `processes`, joins nobody, and runs through in no time:
-    /// every array is fully remote.
+    /// every array is fully remote. It records what all processes do ([`Program::plan`]).
     ///
     /// # Errors
     ///
     /// Where the devices cannot be spread evenly.
     pub fn spectator(self, processes: usize) -> Result<Program> {
         let topology = self.topology(processes, None)?;
-        let beyond = ProcessId(u32::try_from(processes).unwrap_or(u32::MAX));
-        let config = self.config(Trace::default());
-        let runtime = Runtime::start(beyond, topology, config, None).map_err(no_threads)?;
+        self.spectate(topology, None)
+    }
+
+    /// A spectator of a job with these devices, that ends with its plan where it is `order`ed to.
+    pub(super) fn spectate(self, topology: Topology, order: Option<Order>) -> Result<Program> {
+        let beyond = ProcessId(u32::try_from(topology.processes()).unwrap_or(u32::MAX));
+        let recorder = Recorder::new(&topology, order);
+        let runtime = Runtime::start(beyond, topology, self.config(Trace::default()), None, Some(recorder))
+            .map_err(no_threads)?;
         Ok(Program::new(runtime, true, None, self.plan_cache))
     }
 
@@ -174,7 +180,8 @@ impl Builder {
         if let Some(membership) = &membership {
             membership.compare_clocks(&trace);
         }
-        let runtime = Runtime::start(me, topology, self.config(trace), transport).map_err(no_threads)?;
+        let runtime =
+            Runtime::start(me, topology, self.config(trace), transport, None).map_err(no_threads)?;
         if let Some(membership) = &membership {
             membership.watch(&runtime);
         }

@@ -8,10 +8,12 @@ use mpmd_transport::rendezvous::{Down, JoinConfig, Member, Rendezvous, Server, S
 use mpmd_transport::router::{Failure, FailureKind};
 
 use super::builder::DEFAULT_PATIENCE;
+use super::recorder::MOST_STEPS;
 use super::transports::{self, Opened};
-use super::{Builder, Program, costs};
+use super::version;
+use super::{Builder, Order, Program, costs};
 use crate::error::{Error, Result};
-use crate::launch::{self, JobEnv, LaunchError};
+use crate::launch::{self, JobEnv, LaunchError, PlanEnv};
 use crate::runtime::Runtime;
 use crate::topology::{Links, Topology};
 use crate::trace::{Trace, unix_now};
@@ -86,11 +88,26 @@ pub(super) fn from_env(mut builder: Builder) -> Result<Program> {
     let folder = std::env::var_os(launch::variables::TRACE).filter(|folder| !folder.is_empty());
     builder.trace = builder.trace.or(folder.map(PathBuf::from));
     let Some(env) = JobEnv::from_env()? else { return builder.alone() };
+    if let Some(plan) = &env.plan {
+        return spectate(builder, &env, plan);
+    }
     if env.processes == 1 && !env.hosted {
         let topology = builder.topology(1, env.devices_per_process)?;
         return builder.start(env.process, topology, None, None);
     }
     join(builder, &env)
+}
+
+/// A process that writes down what those of the job would do. They are taken to be on one host.
+fn spectate(builder: Builder, env: &JobEnv, plan: &PlanEnv) -> Result<Program> {
+    let mut topology = builder.topology(env.processes, env.devices_per_process)?;
+    if let Some(file) = &env.links
+        && builder.links.is_none()
+    {
+        topology = topology.with_links(costs::of(file)?);
+    }
+    let order = Order { file: plan.file.clone(), most_steps: plan.steps.unwrap_or(MOST_STEPS) };
+    builder.spectate(topology, Some(order))
 }
 
 fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
@@ -115,7 +132,7 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
         pid: std::process::id(),
         devices: topology.devices_of(env.process).len() as u32,
         addresses: transports::told(name, &opened),
-        program: String::new(),
+        program: version::fingerprint(&topology),
         trouble: opened.as_ref().err().map(ToString::to_string),
     };
     let members = match rendezvous.join(member) {

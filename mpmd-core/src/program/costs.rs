@@ -49,6 +49,13 @@ pub(super) fn hear(rendezvous: &Rendezvous, patience: Duration) -> Result<Links,
     }
 }
 
+/// What a file says, to a process that asks nobody.
+pub(super) fn of(path: &Path) -> Result<Links, LaunchError> {
+    let wrong =
+        |why| LaunchError::Links { variable: variables::LINKS, path: path.display().to_string(), why };
+    read(path).map_err(wrong)
+}
+
 /// A file as `mpmd bench links --out` writes it.
 fn read(path: &Path) -> Result<Links, String> {
     let text = std::fs::read(path).map_err(|error| error.to_string())?;

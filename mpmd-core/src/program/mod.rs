@@ -7,8 +7,10 @@ mod costs;
 mod holdings;
 mod label;
 mod metrics;
+mod recorder;
 mod simulate;
 pub mod transports;
+mod version;
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -27,6 +29,7 @@ pub use holdings::{Holdings, MemoryUse};
 pub use label::{Label, Role};
 pub use metrics::{Metrics, PlanCacheMetrics};
 pub(crate) use metrics::{PlanCache, PutKey};
+pub(crate) use recorder::{KnownForm, Order, Recorder};
 use simulate::Vanishing;
 pub use simulate::{Simulation, simulate};
 
@@ -184,11 +187,13 @@ impl Program {
 
     /// Ends a step: for plans and traces, and a point at which the processes compare what they issued.
     ///
-    /// Does not wait for anything.
+    /// Does not wait for anything. A process that was started to write its plan
+    /// ([`variables::PLAN`](crate::launch::variables::PLAN)) ends here with exit code 0 once the plan is whole: the
+    /// last two steps are equal, or as many were recorded as were asked for.
     ///
     /// # Errors
     ///
-    /// Where the job is known to have failed: an operation of this process did, a process is gone, or
+    /// Where the plan cannot be written. Where the job is known to have failed: an operation of this process did, a process is gone, or
     /// the programs diverged. Unlike errors of other calls this one depends on what has happened so far,
     /// and processes may see it in different steps. Also within a step that is recorded.
     #[track_caller]
@@ -199,6 +204,7 @@ impl Program {
         // So that steps which look alike cannot hide an operation that is missing from one of them.
         self.hash = self.hash.mix(0x57e9).mix(step);
         self.runtime.with_router(|router| router.step_end(step));
+        self.record_step()?;
         self.runtime.trace.note(|| What::StepEnd { step, op: self.count });
         self.runtime.trouble().map_or(Ok(()), |failure| Err(Error::failed(failure)))
     }
@@ -215,7 +221,7 @@ impl Program {
         self.ended = true;
         if self.planning {
             // In no job: nothing to wait for, and nobody to take leave of.
-            return Ok(());
+            return self.record_end();
         }
         let waiting = self.runtime.trace.wait("finish", at);
         self.runtime.wait_idle();
@@ -322,7 +328,7 @@ impl Program {
                 "process {}: {at} waits for {} operations issued before it; {}",
                 runtime.me,
                 runtime.in_flight.counts().ops,
-                runtime.status.describe()
+                runtime.doing_and_why()
             ));
         }
     }

@@ -160,7 +160,8 @@ impl Recording {
         };
         let origin = placed.origin();
         if origin.0 > self.before {
-            return match needed && placed.shards.is_empty() {
+            let elsewhere = placed.shards.is_empty() && placed.made.runtime.recorder.is_none();
+            return match needed && elsewhere {
                 true => Some(self.other(array)),
                 false => Some(Found::Made(origin.0 - self.before, origin.1)),
             };

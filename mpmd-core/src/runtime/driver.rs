@@ -104,9 +104,20 @@ impl Runtime {
     /// Waits until every peer has left too. An error where that cannot end well.
     pub(crate) fn wait_for_peers(self: &Arc<Self>) -> Result<(), Arc<Failure>> {
         let _doing = self.status.enter(Doing::Finishing);
+        let (mut since, mut asked) = (Instant::now(), false);
         loop {
             if let Some(failure) = self.trouble() {
                 return Err(failure);
+            }
+            let waited = since.elapsed();
+            if !asked && waited >= self.config.patience / 2 {
+                self.with_router(Router::ask_all);
+                asked = true;
+            }
+            if waited >= self.config.patience {
+                let said = self.with_router(|router| router.last_words()).join("\n  ");
+                self.report_hang(&format!("process {} has ended, and waits for others:\n  {said}", self.me));
+                (since, asked) = (Instant::now(), false);
             }
             // In one look: what the router knows may not have got to `trouble` yet.
             let (all_left, trouble) =
@@ -130,12 +141,22 @@ impl Runtime {
     }
 
     /// Waits until every operation of this process has ended, reporting each time patience runs out.
-    pub(crate) fn wait_idle(&self) {
+    pub(crate) fn wait_idle(self: &Arc<Self>) {
         let _doing = self.status.enter(Doing::Finishing);
-        while !self.in_flight.wait_until(Instant::now() + self.config.patience, |counts| counts.ops == 0) {
+        let half = self.config.patience / 2;
+        let wait = || self.in_flight.wait_until(Instant::now() + half, |counts| counts.ops == 0);
+        loop {
+            if wait() {
+                return;
+            }
+            // Nobody has been asked where this process waits for others to take what it gives.
+            self.with_router(Router::ask_all);
+            if wait() {
+                return;
+            }
             let (counts, first) = (self.in_flight.counts(), self.in_flight.first_open());
             let first = first.map(|op| format!(", the first is operation {op}")).unwrap_or_default();
-            let (me, doing) = (self.me, self.status.describe());
+            let (me, doing) = (self.me, self.doing_and_why());
             self.report_hang(&format!(
                 "process {me}: finish waits for {} operations{first}; {doing}",
                 counts.ops
@@ -152,8 +173,24 @@ impl Runtime {
         self.call_back(Box::new(move || drop(done)));
         while all_done.recv_timeout(self.config.patience) == Err(RecvTimeoutError::Timeout) {
             let text = "finish waits for a closure given to `then`";
-            self.report_hang(&format!("process {}: {text}; {}", self.me, self.status.describe()));
+            self.report_hang(&format!("process {}: {text}; {}", self.me, self.doing()));
         }
+    }
+
+    /// What this process is doing, in a line.
+    pub(crate) fn doing(&self) -> String {
+        self.status.describe(|op| self.router.lock().describe(op))
+    }
+
+    /// The same, with whom it waits for and why, to the root: a line for each link.
+    pub(crate) fn doing_and_why(&self) -> String {
+        let (doing, running) = (self.doing(), self.status.lowest());
+        let mut chain = self.router.lock().chain(running);
+        if chain.is_empty() && running.is_none() {
+            // What this process waits for is that others take what it gives.
+            chain = self.router.lock().last_words();
+        }
+        chain.into_iter().fold(doing, |text, line| format!("{text}\n  {line}"))
     }
 
     /// Shows the user that something waits beyond its patience.
@@ -170,15 +207,18 @@ impl Runtime {
                 Action::Post { to, header, body } => self.post(to, header, body),
                 Action::Deliver { waiter, result } => self.deliver(waiter, result),
                 Action::Answer { to, op, piece } => {
-                    let doing = self.status.describe();
-                    self.with_router(|router| router.answer(to, op, piece, doing));
+                    let (doing, running) = (self.doing(), self.status.lowest());
+                    self.with_router(|router| router.answer(to, op, piece, doing, running));
                 }
                 Action::Taken { by, op } => {
                     let ended = self.under_way.lock().taken(by, op);
                     drop(ended);
                 }
                 Action::Discard(outgoing) => drop(outgoing),
-                Action::HangReport(text) => self.report_hang(&text),
+                // What waits here may do so for the device of this very process, by way of others.
+                Action::HangReport(text) => {
+                    self.report_hang(&format!("{text}\n  process {}: {}", self.me, self.doing()));
+                }
                 Action::PeerLost(failure) => {
                     self.trouble.lock().lost.get_or_insert(failure);
                     self.changed.notify_all();

@@ -63,7 +63,7 @@ pub(crate) enum Pattern {
 }
 
 impl Flow {
-    fn goes(&self, from: usize, to: usize) -> bool {
+    pub(crate) fn goes(&self, from: usize, to: usize) -> bool {
         from != to
             && match &self.pattern {
                 Pattern::Everyone => true,

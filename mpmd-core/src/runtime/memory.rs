@@ -103,7 +103,7 @@ impl Runtime {
                 self.report_hang(&format!(
                     "process {}: operation {op} ({what}) waits for memory; {}",
                     self.me,
-                    self.status.describe()
+                    self.doing_and_why()
                 ));
             }
         }
@@ -155,7 +155,7 @@ impl Runtime {
                 self.report_hang(&format!(
                     "process {}: operation {op} ({what}) waits for memory that is still read; {}",
                     self.me,
-                    self.status.describe()
+                    self.doing_and_why()
                 ));
             }
         }

@@ -19,6 +19,7 @@ mod in_flight;
 mod mailbox;
 mod memory;
 mod passage;
+mod planned;
 mod slot;
 mod spin;
 mod status;
@@ -55,6 +56,7 @@ pub(crate) use waits::Waits;
 use worker::{Crew, Worker};
 pub(crate) use worker::{Job, Work};
 
+use crate::program::Recorder;
 use crate::topology::{DeviceId, Topology};
 use crate::trace::{PieceStep, Trace, What};
 
@@ -116,6 +118,8 @@ pub(crate) struct Runtime {
     under_way: Mutex<UnderWay>,
     /// The last operation before the step that is being recorded; `u64::MAX` where none is.
     pub(crate) recorded_from: AtomicU64,
+    /// Where this process only plans.
+    pub(crate) recorder: Option<Recorder>,
     /// Payload bytes of pieces given to the transport, by process.
     pub(crate) bytes_sent: Vec<AtomicU64>,
     trouble: Mutex<Trouble>,
@@ -172,6 +176,7 @@ impl Runtime {
         topology: Topology,
         config: RuntimeConfig,
         transport: Option<Arc<dyn Transport>>,
+        recorder: Option<Recorder>,
     ) -> std::io::Result<Arc<Self>> {
         // Before the first buffer is made: what a transport can hand over lies in memory of its own kind.
         let arena = transport.as_ref().and_then(|transport| transport.arena()).unwrap_or_else(Arena::private);
@@ -225,6 +230,7 @@ impl Runtime {
             holders: Mutex::default(),
             under_way: Mutex::default(),
             recorded_from: AtomicU64::new(u64::MAX),
+            recorder,
             trouble: Mutex::default(),
             changed: Condvar::new(),
             stopped: Arc::default(),
@@ -310,6 +316,7 @@ impl Runtime {
             while !stopped.load(std::sync::atomic::Ordering::Relaxed) {
                 std::thread::sleep(TICK);
                 let Some(runtime) = weak.upgrade() else { break };
+                runtime.status.tick();
                 runtime.with_router(|router| router.tick(runtime.now()));
             }
         })?;

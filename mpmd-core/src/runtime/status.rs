@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 use std::panic::Location;
+use std::time::Instant;
 
 use parking_lot::Mutex;
 
@@ -26,6 +27,8 @@ pub(crate) enum Doing {
 struct Running {
     op: u64,
     what: std::sync::Arc<dyn std::fmt::Display + Send + Sync>,
+    /// When the ticker found it first: devices read no clock for this.
+    seen: Option<Instant>,
 }
 
 impl Status {
@@ -49,7 +52,7 @@ impl Status {
         op: u64,
         what: std::sync::Arc<dyn std::fmt::Display + Send + Sync>,
     ) {
-        *self.devices[device].1.lock() = Some(Running { op, what });
+        *self.devices[device].1.lock() = Some(Running { op, what, seen: None });
     }
 
     /// The device with this local index has ended it.
@@ -57,19 +60,38 @@ impl Status {
         *self.devices[device].1.lock() = None;
     }
 
-    /// One line for a hang report.
-    pub(crate) fn describe(&self) -> String {
+    /// Time passes: from here on the operations under way have been so since now, where that was not known.
+    pub(crate) fn tick(&self) {
+        for (_, running) in &self.devices {
+            if let Some(Running { seen: seen @ None, .. }) = &mut *running.lock() {
+                *seen = Some(Instant::now());
+            }
+        }
+    }
+
+    /// The lowest operation that a device is at.
+    pub(crate) fn lowest(&self) -> Option<u64> {
+        self.devices.iter().filter_map(|(_, running)| running.lock().as_ref().map(|running| running.op)).min()
+    }
+
+    /// One line for a hang report. Operations are called what `name` calls them: with what they are for, and their line.
+    pub(crate) fn describe(&self, name: impl Fn(u64) -> Option<String>) -> String {
         let mut text = match *self.program.lock() {
             Doing::Program => "its program runs code of its own".to_owned(),
             Doing::Waiting(what, at) => format!("its program waits in {what} at {at}"),
             Doing::Finishing => "its program has ended".to_owned(),
         };
-        for (name, running) in &self.devices {
+        for (device, running) in &self.devices {
             let running = running.lock().clone();
-            let _ = match running {
-                Some(Running { op, what }) => write!(text, "; {name} is at operation {op} ({what})"),
-                None => write!(text, "; {name} is idle"),
+            let Some(Running { op, what, seen }) = running else {
+                let _ = write!(text, "; {device} is idle");
+                continue;
             };
+            let operation = name(op).unwrap_or_else(|| format!("operation {op} ({what})"));
+            let _ = write!(text, "; {device} is at {operation}");
+            if let Some(seen) = seen {
+                let _ = write!(text, ", for {:.1} s", seen.elapsed().as_secs_f32());
+            }
         }
         text
     }
@@ -84,5 +106,29 @@ pub(crate) struct ProgramGuard<'a> {
 impl Drop for ProgramGuard<'_> {
     fn drop(&mut self) {
         *self.status.program.lock() = self.before;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    #[test]
+    fn devices_say_what_they_are_at_by_the_names_of_operations_and_since_when() {
+        let status = Status::new(["device 0".to_owned(), "device 1".to_owned()]);
+        status.device_starts(0, 7, Arc::new("jit Slow"));
+        assert_eq!(status.lowest(), Some(7));
+        let plain = status.describe(|_| None);
+        assert_eq!(
+            plain,
+            "its program runs code of its own; device 0 is at operation 7 (jit Slow); device 1 is idle"
+        );
+        status.tick();
+        let named = status.describe(|op| Some(format!("operation {op} (jit Slow; stage 1) at here")));
+        assert!(named.contains("device 0 is at operation 7 (jit Slow; stage 1) at here, for 0."), "{named}");
+        status.device_idle(0);
+        assert_eq!(status.lowest(), None);
     }
 }

@@ -15,6 +15,7 @@ use mpmd_transport::router::{Failure, FailureKind};
 use super::{Assembly, OpGuard, Passage, Promise, Runtime, Slot, Waiter};
 use crate::array::{LocalShard, Made};
 use crate::aval::{HostArray, ShapedArray};
+use crate::program::KnownForm;
 use crate::region::Region;
 use crate::reshard::{self, Delivery, ReshardError, contiguous_bytes};
 use crate::sharding::{Layout, Sharding};
@@ -38,13 +39,15 @@ pub(crate) struct PutPlan {
     transfers: Vec<Arc<Transfer>>,
     /// New memory this process may need.
     bytes: u64,
+    /// What it is in a plan: without and with memory that may be shared.
+    pub(crate) known_forms: [KnownForm; 2],
 }
 
 /// Describes a `device_put` in messages.
 pub(crate) struct PutWhat {
-    aval: ShapedArray,
-    from: Option<Sharding>,
-    to: Sharding,
+    pub(super) aval: ShapedArray,
+    pub(super) from: Option<Sharding>,
+    pub(super) to: Sharding,
 }
 
 /// A shard that this process will own.
@@ -212,7 +215,16 @@ impl PutPlan {
             runtime: runtime.clone(),
         };
         let transfers = transfers.into_iter().map(Arc::new).collect();
-        Ok(Self { made: Arc::new(made), what, fingerprint, targets, transfers, bytes: bytes as u64 })
+        let known_forms = Default::default();
+        Ok(Self {
+            made: Arc::new(made),
+            what,
+            fingerprint,
+            targets,
+            transfers,
+            bytes: bytes as u64,
+            known_forms,
+        })
     }
 
     /// Whether this process takes no part.

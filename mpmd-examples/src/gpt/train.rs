@@ -26,6 +26,9 @@ use crate::text::Text;
 /// How many steps later a loss is read: so that the pipeline never runs empty for it.
 const LOSSES_PENDING: usize = 2;
 
+/// Steps that a process takes which only plans: more than it needs to see that they are all the same.
+const PLANNED_STEPS: u64 = 8;
+
 /// What to train, and how.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
@@ -527,7 +530,9 @@ pub fn train<T: Float>(
     };
     loop {
         let steps = trainer.steps();
-        let Some(rate) = p.agree(ProcessId(0), None, || {
+        // The rate of a plan is anybody's guess, and changes nothing of it.
+        let planned = (steps < PLANNED_STEPS).then_some(1.0);
+        let Some(rate) = p.agree(ProcessId(0), planned, || {
             if pending.len() > LOSSES_PENDING
                 && let Some(report) = pending.pop_front()
             {

@@ -137,7 +137,7 @@ impl Job {
                     assert!(before.is_none(), "a wait is told once");
                 }
                 Action::Answer { to, op, piece } => {
-                    self.routers[process].answer(to, op, piece, format!("process {process} computes"));
+                    self.routers[process].answer(to, op, piece, format!("process {process} computes"), None);
                     self.act(process);
                 }
                 Action::HangReport(text) => self.reports.push(text),
@@ -529,6 +529,18 @@ fn a_long_wait_is_reported_with_the_chain_to_the_root() {
     assert!(report.contains("process 1 waits in operation 1 (op a)"), "{report}");
     assert!(report.contains("process 2 computes"), "{report}");
     assert!(job.outcomes.is_empty(), "a slow peer is no error");
+    // Process 1 is itself the root where it is at something lower than what it waits for.
+    let waits = "process 1 waits in operation 1 (op a)";
+    let chain = job.routers[1].chain(Some(1));
+    assert!(chain[0].starts_with(waits) && chain.len() == 2, "a collective of the same operation: {chain:?}");
+    assert!(job.routers[1].chain(Some(0)).is_empty());
+    assert_eq!(job.routers[0].describe(3), None);
+    // Who waits for nobody knows what it has been told when it asks.
+    job.routers[2].ask_all();
+    job.act(2);
+    job.run(50);
+    let said = job.routers[2].last_words();
+    assert!(said.iter().any(|line| line.starts_with(waits)), "{said:?}");
 }
 
 #[test]

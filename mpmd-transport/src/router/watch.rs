@@ -52,15 +52,51 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Sends to `to` what this process is `doing`, as asked for by [`Action::Answer`].
-    pub fn answer(&mut self, to: ProcessId, op: u64, piece: u64, doing: String) {
+    /// Sends to `to` what this process is `doing`, as asked for by [`Action::Answer`]; `running` is the lowest operation
+    /// that is under way on this process itself, waiting for nothing of lower ones.
+    pub fn answer(&mut self, to: ProcessId, op: u64, piece: u64, doing: String, running: Option<u64>) {
         if !self.peers[to.index()].is_reachable() {
             return;
         }
-        let answer = Answer { count: self.history.count(), doing, chain: self.chain() };
+        let answer = Answer { count: self.history.count(), doing, chain: self.chain(running) };
         let body = control::encode(&answer).unwrap_or_default();
         let header = Header { op, piece, bytes: body.len() as u64, ..self.header(Kind::Answer) };
         self.actions.push(Action::Post { to, header, body: Body::Control(body) });
+    }
+
+    /// An operation for people, as far back as this process remembers.
+    pub fn describe(&self, op: u64) -> Option<String> {
+        self.history.describe(op)
+    }
+
+    /// Asks every peer that is still there what it is doing, for [`Router::last_words`].
+    pub fn ask_all(&mut self) {
+        let op = self.history.count();
+        let hash = self.history.hash_at(op).unwrap_or(UNKNOWN_HASH);
+        for to in self.still_here() {
+            let header = Header { op, hash, ..self.header(Kind::Probe) };
+            self.actions.push(Action::Post { to, header, body: Body::Empty });
+        }
+    }
+
+    /// What peers that are still there have said last of what they are doing, and of whom they wait for. Nothing of those
+    /// that were never asked.
+    pub fn last_words(&self) -> Vec<String> {
+        let said = |process: ProcessId| {
+            let answer = self.peers[process.index()].answer.as_ref();
+            answer.map_or_else(Vec::new, |Answer { count, doing, chain }| {
+                let first = format!("process {process} has issued {count} operations and {doing}");
+                [vec![first], chain.clone()].concat()
+            })
+        };
+        let mut lines: Vec<String> = Vec::new();
+        for line in self.still_here().into_iter().flat_map(said) {
+            // Chains of several processes end in one root.
+            if lines.len() < CHAIN && !lines.contains(&line) {
+                lines.push(line);
+            }
+        }
+        lines
     }
 
     pub(super) fn probed(&mut self, from: ProcessId, header: Header, now: Duration) {
@@ -144,13 +180,18 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// What this process waits for longest, and what is known behind that.
-    fn chain(&self) -> Vec<String> {
+    /// The lowest operation for which this process waits for another, and what is known behind that, to the root: a line
+    /// for each link. Nothing where an operation below that is `running` here: since nothing waits for what comes after
+    /// it, the root is that one then, or where others have nothing to give.
+    pub fn chain(&self, running: Option<u64>) -> Vec<String> {
         let oldest = self
             .others()
             .filter_map(|process| Some((process, *self.peers[process.index()].expected.keys().next()?)))
             .min_by_key(|(_, key)| *key);
         let Some((process, (op, piece))) = oldest else { return Vec::new() };
+        if running.is_some_and(|running| running < op) {
+            return Vec::new();
+        }
         let line = format!(
             "process {} waits in {} for piece {piece} from process {process}",
             self.config.process,

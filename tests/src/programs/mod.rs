@@ -9,6 +9,7 @@ mod lending;
 mod looping;
 mod parts;
 mod soak;
+mod stuck;
 mod tight;
 mod traced;
 mod transfers;
@@ -49,6 +50,7 @@ const ALL: &[Named] = &[
     Named { name: "soak", settings: soak::long_lead, devices: 0, run: soak::soak },
     Named { name: "lending", settings: lending::long_lead, devices: 0, run: lending::lend },
     Named { name: "holding", settings: |b| b, devices: 0, run: lending::hold },
+    Named { name: "stuck", settings: |b| b, devices: 4, run: stuck::pipeline },
     Named { name: "diverging", settings: |b| b, devices: 4, run: diverging::pipeline },
 ];
 

@@ -19,7 +19,7 @@ pub(super) use engine::{Begin, Causes, Engine};
 pub use names::Names;
 pub use peak::Peak;
 pub(super) use peak::{Ledger, Unit};
-pub use report::{Budget, Limits, Link, Problem, Report, check_schedule, check_steps};
+pub use report::{Budget, Limits, Link, Problem, Report, check_lowered, check_schedule};
 
 use super::flow::Flow;
 

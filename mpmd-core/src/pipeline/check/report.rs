@@ -2,8 +2,8 @@
 
 use super::{Channel, Deadlock, Ledger, Names, Peak, Proof, check};
 use crate::pipeline::flow::{Flow, FlowError, Leaves, StepNames};
-use crate::pipeline::lower::{lower, lower_cells, lower_late};
-use crate::pipeline::{Action, ActionKind, Costs, Schedule, Step, StepKind};
+use crate::pipeline::lower::{lower, lower_late};
+use crate::pipeline::{Action, ActionKind, Costs, Lowered, Schedule};
 
 /// What a schedule is held against.
 #[derive(Clone, Copy, Debug)]
@@ -155,35 +155,34 @@ impl Problem {
 pub fn check_schedule(schedule: &Schedule, limits: Limits) -> Report {
     let mut report = Report::default();
     match lower(schedule) {
-        Ok(steps) => report.prove(&steps, limits),
+        Ok(rows) => report.prove(&rows, limits),
         // Halves of a pair that overlaps may wait for each other; one after the other they cannot.
-        Err(_) => report.prove(&lower_late(schedule.rows()), limits),
+        Err(_) => report.prove(&lower_late(schedule.rows()).into(), limits),
     }
     report
 }
 
 /// What the rows of ranks come to, where they are not known to be a schedule: with the moves written out, or
 /// without any, which are then those of [`lower`].
-pub fn check_steps(rows: &[Vec<Step>], limits: Limits) -> Report {
-    let actions: Vec<Vec<Action>> =
-        rows.iter().map(|row| row.iter().filter_map(|step| step.action()).collect()).collect();
+pub fn check_lowered(rows: &Lowered, limits: Limits) -> Report {
+    let (actions, pairs) = rows.actions();
     let mut report = Report::default();
     report.whole(&actions);
     if !report.problems.is_empty() {
         report.circle(&actions);
         return report;
     }
-    if rows.iter().flatten().any(|step| step.action().is_none()) {
+    if rows.has_moves() {
         report.prove(rows, limits);
         return report;
     }
-    let cells: Vec<Vec<&[Action]>> =
-        actions.iter().map(|row| row.iter().map(std::slice::from_ref).collect()).collect();
-    match lower_cells(&cells) {
-        Ok(steps) => report.prove(&steps, limits),
-        Err(_) => report.circle(&actions),
+    match Schedule::with_overlaps("", actions, pairs) {
+        Ok(schedule) => check_schedule(&schedule, limits),
+        Err(_) => {
+            report.circle(&rows.actions().0);
+            report
+        }
     }
-    report
 }
 
 impl Report {
@@ -287,7 +286,7 @@ impl Report {
                 .collect()
         };
         let rows: Vec<Vec<Action>> = rows.iter().enumerate().map(first).collect();
-        if let Ok(flow) = Flow::of_lowered(&lower_late(&rows), Leaves::AtOnce)
+        if let Ok(flow) = Flow::of_lowered(&lower_late(&rows).into(), Leaves::AtOnce)
             && let Err(deadlock) = check(&flow, Channel::TAGS)
             && !deadlock.cycle.is_empty()
         {
@@ -295,12 +294,12 @@ impl Report {
         }
     }
 
-    fn prove(&mut self, steps: &[Vec<Step>], limits: Limits) {
-        let mut flow = match Flow::of_lowered(steps, Leaves::AtOnce) {
+    fn prove(&mut self, rows: &Lowered, limits: Limits) {
+        let mut flow = match Flow::of_lowered(rows, Leaves::AtOnce) {
             Ok(flow) => flow,
             Err(error) => return self.problems.push(Problem::Moves(error)),
         };
-        let names = StepNames::of_lowered(steps);
+        let names = StepNames::of_lowered(&rows.steps);
         if let Some(costs) = limits.costs {
             names.weigh(&mut flow, costs);
         }
@@ -391,7 +390,7 @@ impl Places {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pipeline::Builtin;
+    use crate::pipeline::{Builtin, Step, StepKind};
 
     const LIMITS: Limits = Limits { channel: Channel::TAGS, costs: None, budget: None };
 
@@ -419,7 +418,7 @@ mod tests {
         let mut lost = rows[1][2];
         lost.stage = 0;
         rows[1].push(lost);
-        let report = check_steps(&rows, LIMITS);
+        let report = check_lowered(&rows.into(), LIMITS);
         assert_eq!(
             lines(&report, 3)[..4],
             [
@@ -438,12 +437,13 @@ mod tests {
     fn parts_beside_a_whole_and_parts_alone_are_named() {
         let step = |kind| Step { stage: 0, kind: StepKind::Compute(kind), microbatch: 0 };
         use ActionKind::{Backward, BackwardInput, BackwardWeight, Forward};
-        let report = check_steps(&[vec![step(Forward), step(Backward), step(BackwardInput)]], LIMITS);
+        let report =
+            check_lowered(&vec![vec![step(Forward), step(Backward), step(BackwardInput)]].into(), LIMITS);
         assert_eq!(lines(&report, 1), ["0B0 computes what 0I0 computes, too"]);
-        let report = check_steps(&[vec![step(Forward), step(BackwardWeight)]], LIMITS);
+        let report = check_lowered(&vec![vec![step(Forward), step(BackwardWeight)]].into(), LIMITS);
         assert_eq!(lines(&report, 1), ["0I0 is missing; stage 0 is on rank 0"]);
-        assert_eq!(lines(&check_steps(&[vec![]], LIMITS), 1), ["there is nothing in it"]);
-        assert!(check_steps(&[vec![step(Forward)]], LIMITS).is_fit());
+        assert_eq!(lines(&check_lowered(&vec![vec![]].into(), LIMITS), 1), ["there is nothing in it"]);
+        assert!(check_lowered(&vec![vec![step(Forward)]].into(), LIMITS).is_fit());
     }
 
     #[test]
@@ -494,7 +494,7 @@ mod tests {
         let mut rows = steps(&Schedule::gpipe(2, 2).unwrap());
         // 0F0 0B0 0F1 0B1 beside 1F0 1F1 1B0 1B1.
         rows[0].swap(1, 2);
-        let report = check_steps(&rows, LIMITS);
+        let report = check_lowered(&rows.into(), LIMITS);
         let [Problem::Deadlock(deadlock)] = &report.problems[..] else { panic!("{report:?}") };
         assert_eq!(deadlock.cycle.len(), 8);
     }

@@ -35,12 +35,12 @@ fn schedules(ranks: &[usize], rounds: &[usize], chunks: &[usize]) -> Vec<Schedul
 #[test]
 fn crossed_receives_are_a_circle_of_four() {
     let schedule = Schedule::gpipe(2, 2).unwrap();
-    let mut rows = lower(&schedule).unwrap();
+    let mut rows = lower(&schedule).unwrap().steps;
     let names = StepNames::of_lowered(&rows);
     let receives: Vec<usize> =
         (0..rows[1].len()).filter(|at| rows[1][*at].kind == StepKind::ReceiveForward).collect();
     rows[1].swap(receives[0], receives[1]);
-    let flow = Flow::of_lowered(&rows, Leaves::AtOnce).unwrap();
+    let flow = Flow::of_lowered(&rows.into(), Leaves::AtOnce).unwrap();
     assert!(check(&flow, Channel::TAGS).is_ok());
     assert!(check(&flow, Channel::eager(Queues::PerDirection, 2)).is_ok());
     let deadlock = check(&flow, Channel::rendezvous(Queues::PerDirection)).unwrap_err();
@@ -67,7 +67,8 @@ fn orders_that_wait_for_each_other_are_a_circle_over_every_channel() {
     ];
     let steps = lower_late(&rows);
     let names = StepNames::of_lowered(&steps);
-    let deadlock = check(&Flow::of_lowered(&steps, Leaves::AtOnce).unwrap(), Channel::TAGS).unwrap_err();
+    let deadlock =
+        check(&Flow::of_lowered(&steps.into(), Leaves::AtOnce).unwrap(), Channel::TAGS).unwrap_err();
     assert_eq!(
         deadlock.lines(&names),
         [
@@ -86,11 +87,12 @@ fn orders_that_wait_for_each_other_are_a_circle_over_every_channel() {
 #[test]
 fn what_has_no_other_side_is_named() {
     let schedule = Schedule::gpipe(2, 1).unwrap();
-    let rows = lower(&schedule).unwrap();
+    let rows = lower(&schedule).unwrap().steps;
     let names = StepNames::of_lowered(&rows);
     let without = |kinds: &[StepKind]| {
         let keep = |row: &Vec<Step>| row.iter().filter(|step| !kinds.contains(&step.kind)).copied().collect();
-        let flow = Flow::of_lowered(&rows.iter().map(keep).collect::<Vec<_>>(), Leaves::AtOnce).unwrap();
+        let flow =
+            Flow::of_lowered(&rows.iter().map(keep).collect::<Vec<_>>().into(), Leaves::AtOnce).unwrap();
         let deadlock = check(&flow, Channel::eager(Queues::Tags, 1)).unwrap_err();
         assert!(deadlock.cycle.is_empty());
         deadlock.lines(&names)
@@ -131,7 +133,7 @@ fn late_receives_deadlock_the_more_the_poorer_the_channel() {
             continue;
         }
         configurations += 1;
-        let flow = Flow::of_lowered(&lower_late(schedule.rows()), Leaves::AtOnce).unwrap();
+        let flow = Flow::of_lowered(&lower_late(schedule.rows()).into(), Leaves::AtOnce).unwrap();
         for (channel, count) in Channel::RENDEZVOUS.into_iter().zip(&mut deadlocks) {
             *count += usize::from(check(&flow, channel).is_err());
         }

@@ -14,7 +14,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 pub use path::Pause;
-pub use schedule::{SimulateError, SimulatedSchedule, simulate_schedule, simulate_steps};
+pub use schedule::{SimulateError, SimulatedSchedule, simulate_lowered, simulate_schedule};
 
 use super::check::{Begin, Causes, Channel, Deadlock, Engine, Protocol, Queues, verdict};
 use super::flow::Flow;

@@ -3,7 +3,7 @@
 use super::{Simulated, Times, channel_costs, simulate};
 use crate::pipeline::check::{Channel, Deadlock, Ledger, Unit};
 use crate::pipeline::flow::{Flow, FlowError, Leaves, StepNames};
-use crate::pipeline::{ActionKind, Costs, Schedule, Step, StepKind};
+use crate::pipeline::{ActionKind, Costs, Lowered, Schedule, StepKind};
 use crate::trace::{MemoryPoint, Timeline};
 
 /// Why a schedule is not simulated. The caller's fault.
@@ -69,8 +69,8 @@ pub fn simulate_schedule(
     leaves: Leaves,
     channel: Channel,
 ) -> Result<SimulatedSchedule, SimulateError> {
-    let steps = crate::pipeline::lower::lower(schedule).map_err(FlowError::from)?;
-    simulate_steps(&steps, costs, leaves, channel)
+    let rows = crate::pipeline::lower::lower(schedule).map_err(FlowError::from)?;
+    simulate_lowered(&rows, costs, leaves, channel)
 }
 
 /// As [`simulate_schedule`], of ranks that say themselves when they post what.
@@ -78,13 +78,13 @@ pub fn simulate_schedule(
 /// # Errors
 ///
 /// As there, and where the steps are no flow.
-pub fn simulate_steps(
-    steps: &[Vec<Step>],
+pub fn simulate_lowered(
+    rows: &Lowered,
     costs: &Costs,
     leaves: Leaves,
     channel: Channel,
 ) -> Result<SimulatedSchedule, SimulateError> {
-    let expected = steps.iter().flatten().map(|step| step.stage as usize + 1).max().unwrap_or(0);
+    let expected = rows.steps.iter().flatten().map(|step| step.stage as usize + 1).max().unwrap_or(0);
     if costs.stage.len() != expected {
         return Err(SimulateError::Stages { expected, found: costs.stage.len() });
     }
@@ -95,8 +95,8 @@ pub fn simulate_steps(
             return Err(SimulateError::Cost { stage, cost });
         }
     }
-    let mut flow = Flow::of_lowered(steps, leaves)?;
-    let names = StepNames::of_lowered(steps);
+    let mut flow = Flow::of_lowered(rows, leaves)?;
+    let names = StepNames::of_lowered(&rows.steps);
     names.weigh(&mut flow, costs);
     let times = times(&flow, names, costs);
     let simulated = simulate(&flow, &times, channel).map_err(SimulateError::Deadlock)?;
@@ -115,9 +115,11 @@ impl SimulatedSchedule {
     /// As bars, moves, gaps and memory.
     pub fn timeline(&self, title: &str, unit: &str) -> Timeline {
         let mut timeline = self.simulated.timeline(&self.flow, &self.names, title, unit);
+        timeline.memory_unit = if self.memory_is_bytes { "B" } else { "activations" }.to_owned();
         for (row, memory) in timeline.rows.iter_mut().zip(&self.memory) {
             row.memory.clone_from(memory);
         }
+        timeline.memory_unit = if self.memory_is_bytes { "B" } else { "activations" }.to_owned();
         timeline
     }
 }

@@ -54,7 +54,8 @@ impl Simulated {
             };
             let Some(row) = lane.and_then(|lane| rows.get_mut(lane)) else { continue };
             let bytes = (transfer.bytes > 0).then_some(transfer.bytes);
-            row.moves.push(Bar { start: span.start, end: span.end, bytes, ..names.moved(transfer.tag) });
+            let to = flow.lanes.iter().position(|process| *process == transfer.to).map(|lane| lane as u32);
+            row.moves.push(Bar { start: span.start, end: span.end, bytes, to, ..names.moved(transfer.tag) });
         }
         for row in &mut rows {
             row.moves.sort_by(|a, b| a.start.total_cmp(&b.start).then(a.end.total_cmp(&b.end)));
@@ -62,10 +63,10 @@ impl Simulated {
         Timeline {
             title: title.to_owned(),
             unit: unit.to_owned(),
-            end: self.makespan,
             memory_unit: String::new(),
-            marks: Vec::new(),
+            end: self.makespan,
             rows,
+            ..Timeline::default()
         }
     }
 }

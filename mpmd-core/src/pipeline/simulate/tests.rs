@@ -174,7 +174,7 @@ fn what_cannot_be_simulated_is_named() {
     assert_eq!(told(&costs), "stage 1 costs NaN, which is no time");
     let late = lower_late(Schedule::one_f_one_b(4, 8).unwrap().rows());
     let single = Channel::rendezvous(Queues::Single);
-    let deadlock = simulate_steps(&late, &Costs::units(4), AtOnce, single).unwrap_err();
+    let deadlock = simulate_lowered(&late.into(), &Costs::units(4), AtOnce, single).unwrap_err();
     assert!(
         matches!(&deadlock, SimulateError::Deadlock(deadlock) if !deadlock.cycle.is_empty()),
         "{deadlock}"
@@ -258,9 +258,9 @@ proptest! {
         let costs = Costs { stage: costs[..schedule.stages()].iter().map(stage).collect(), ..Costs::units(0) };
         let made = simulate_schedule(&schedule, &costs, AtOnce, Channel::TAGS).unwrap();
         prop_assert_eq!(made.simulated.makespan, by_rounds(&made.flow, &made.times));
-        let steps = lower(&schedule).unwrap();
+        let rows = lower(&schedule).unwrap();
         for channel in COMPARED {
-            let found = simulate_steps(&steps, &costs, AtOnce, channel).unwrap();
+            let found = simulate_lowered(&rows, &costs, AtOnce, channel).unwrap();
             prop_assert!(found.simulated.makespan >= made.simulated.makespan);
             let mut at = 0.0;
             for item in found.simulated.critical_path() {
@@ -275,113 +275,6 @@ proptest! {
                 at = span.end;
             }
             prop_assert_eq!(at, found.simulated.makespan);
-        }
-    }
-}
-
-#[test]
-fn explore() {
-    for (b, p, m, v) in [
-        (Builtin::LoopedBfs, 8, 32, 4),
-        (Builtin::Interleaved1F1B, 8, 16, 2),
-        (Builtin::DualPipeV, 8, 32, 2),
-        (Builtin::ZbvZeroBubble, 8, 32, 2),
-    ] {
-        let schedule = b.schedule(p, m, v).unwrap();
-        let costs = Costs::units(schedule.stages());
-        for leaves in [InOrder, AtOnce] {
-            for (name, steps) in [("plain", lower(&schedule).unwrap()), ("turns", with_turns(&schedule))] {
-                let ideal = simulate_steps(&steps, &costs, leaves, Channel::TAGS).unwrap().simulated.makespan;
-                let slow = simulate_steps(&steps, &costs, leaves, Channel::rendezvous(Queues::Single))
-                    .unwrap()
-                    .simulated
-                    .makespan;
-                println!("{b:?} {leaves:?} {name}: {slow} {ideal} {}", slow / ideal);
-            }
-        }
-    }
-}
-
-fn with_turns(schedule: &Schedule) -> Vec<Vec<crate::pipeline::Step>> {
-    use crate::pipeline::{Action, ActionKind};
-    let m = schedule.microbatches();
-    let cells: Vec<Vec<&[Action]>> = (0..schedule.ranks())
-        .map(|rank| {
-            let row = &schedule.rows()[rank];
-            let mut groups: Vec<&[Action]> = Vec::new();
-            let mut at = 0;
-            let overlaps = schedule.overlaps(rank);
-            while at < row.len() {
-                let n = if overlaps.contains(&at) { 2 } else { 1 };
-                groups.push(&row[at..at + n]);
-                at += n;
-            }
-            let mut out: Vec<&[Action]> = Vec::new();
-            let mut active: Vec<usize> = Vec::new();
-            let mut count = std::collections::BTreeMap::new();
-            for (i, group) in groups.iter().enumerate() {
-                let mut next: Vec<usize> = Vec::new();
-                'outer: for g in &groups[i..] {
-                    for a in g.iter() {
-                        if !next.contains(&a.stage) {
-                            next.push(a.stage);
-                        }
-                    }
-                    if next.len() >= 3 {
-                        break 'outer;
-                    }
-                }
-                let fetch: Vec<usize> = next.iter().copied().filter(|s| !active.contains(s)).collect();
-                let evict: Vec<usize> = active.iter().copied().filter(|s| !next.contains(s)).collect();
-                for s in evict {
-                    active.retain(|x| *x != s);
-                    out.push(&[]);
-                }
-                for s in fetch {
-                    active.push(s);
-                    out.push(&[]);
-                }
-                out.push(group);
-                for a in group.iter() {
-                    if matches!(a.kind, ActionKind::Backward | ActionKind::BackwardWeight) {
-                        let c = count.entry(a.stage).or_insert(0);
-                        *c += 1;
-                        if *c == m {
-                            out.push(&[]);
-                        }
-                    }
-                }
-            }
-            out
-        })
-        .collect();
-    crate::pipeline::lower_cells(&cells).unwrap()
-}
-#[test]
-fn explore2() {
-    use crate::pipeline::ActionKind;
-    let schedule = Builtin::DualPipeV.schedule(8, 32, 2).unwrap();
-    for steps in [lower(&schedule).unwrap(), with_turns(&schedule)] {
-        let mut flow = Flow::of_lowered(&steps, InOrder).unwrap();
-        let mut extra: Vec<(usize, usize)> = vec![];
-        let mut node = 0;
-        for rank in 0..8 {
-            for (at, a) in schedule.rows()[rank].iter().enumerate() {
-                if schedule.overlaps(rank).contains(&at) {
-                    extra.push((node, node + 1));
-                }
-                node += if a.kind == ActionKind::Backward { 2 } else { 1 };
-            }
-        }
-        for (a, b) in extra {
-            let mut all: Vec<u32> = flow.takes_of(a as u32).to_vec();
-            all.extend(flow.takes_of(b as u32));
-            flow.nodes[a].takes = (flow.takes.len() as u32, all.len() as u32);
-            flow.takes.extend(all);
-        }
-        let times = Times { nodes: vec![1.0; flow.nodes.len()], transfers: vec![0.0; flow.transfers.len()] };
-        for c in [Channel::TAGS, Channel::rendezvous(Queues::Single)] {
-            println!("plain atomic {}", simulate(&flow, &times, c).unwrap().makespan);
         }
     }
 }

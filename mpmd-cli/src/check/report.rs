@@ -1,0 +1,213 @@
+//! What is said of the plan of a program.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Range;
+
+use mpmd_core::pipeline::check::{self, Channel, Deadlock, Names, Proof};
+use mpmd_core::plan::{End, Link, MemoryPlan, Peak, Plan, PlannedFlow};
+
+/// Links that are listed, those with most bytes first.
+const MOST_LINKS: usize = 16;
+
+/// Lines at which values are read that are listed.
+const MOST_READS: usize = 8;
+
+/// What a plan shows before the program runs.
+pub(crate) struct Report<'a> {
+    plan: &'a Plan,
+    planned: PlannedFlow,
+    verdicts: Vec<Result<Proof, Deadlock>>,
+    memory: MemoryPlan,
+    budget: Option<u64>,
+}
+
+impl<'a> Report<'a> {
+    /// Proves and adds up.
+    pub(crate) fn new(plan: &'a Plan, budget: Option<u64>, channels: &[Channel]) -> Self {
+        let planned = plan.flow();
+        let verdicts = channels.iter().map(|channel| check::check(&planned.flow, *channel)).collect();
+        let memory = plan.memory(&planned);
+        Self { plan, planned, verdicts, memory, budget }
+    }
+
+    /// Whether it ends over every channel, within the budget.
+    pub(crate) fn is_good(&self) -> bool {
+        self.verdicts.iter().all(Result::is_ok) && self.over_budget().next().is_none()
+    }
+
+    /// Devices that take more than they may.
+    fn over_budget(&self) -> impl Iterator<Item = (u32, Peak)> {
+        let most = |one: Peak, other: Peak| if other.bytes > one.bytes { other } else { one };
+        let peaks = self.memory.devices.iter().map(move |d| (d.device, most(d.in_order, d.in_time)));
+        peaks.filter(|(_, peak)| self.budget.is_some_and(|budget| peak.bytes > budget))
+    }
+
+    /// The operations of the step that stands for those to come, or all.
+    fn typical(&self) -> (Range<u64>, &'static str) {
+        let last = self.plan.steps.len().checked_sub(1).and_then(|last| self.plan.step(last));
+        match last {
+            Some(step) if !step.is_empty() => (step, "in the last step"),
+            _ => (1..self.plan.operations.len() as u64 + 1, "in all"),
+        }
+    }
+
+    fn plan_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Plan { processes, devices, operations, steps, end, .. } = self.plan;
+        let (operations, devices) = (operations.len(), devices.len());
+        writeln!(f, "plan     {operations} operations of {processes} processes with {devices} devices")?;
+        let count = steps.len();
+        match end {
+            End::Steady => {
+                let step = self.plan.step(count - 1).unwrap_or_default();
+                let length = step.end - step.start;
+                writeln!(
+                    f,
+                    "steps    {} and {count} are equal, {length} operations each; those to come are taken to be so too",
+                    count - 1
+                )
+            }
+            End::Steps => writeln!(f, "steps    {count} recorded, no two in succession equal at the end"),
+            _ => writeln!(f, "steps    {count}, to the end of the program"),
+        }
+    }
+
+    fn proof_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let proved: Vec<String> =
+            self.verdicts.iter().flatten().map(|proof| proof.channel.to_string()).collect();
+        if !proved.is_empty() {
+            let flow = &self.planned.flow;
+            let (nodes, transfers) = (flow.nodes.len(), flow.transfers.len());
+            let over = proved.join(", ");
+            writeln!(f, "order    ends over {over}: {nodes} nodes, {transfers} transfers")?;
+        }
+        let named = Named(self);
+        for deadlock in self.verdicts.iter().filter_map(|verdict| verdict.as_ref().err()) {
+            let (nodes, transfers) = deadlock.undone;
+            let channel = &deadlock.channel;
+            writeln!(
+                f,
+                "order    does not end over {channel}: {nodes} nodes, {transfers} transfers are left"
+            )?;
+            for line in deadlock.lines(&named) {
+                writeln!(f, "           {line}")?;
+            }
+        }
+        Ok(())
+    }
+
+    fn memory_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (process, peak) in self.memory.processes.iter().enumerate() {
+            let at = self.plan.describe(peak.operation);
+            write!(f, "memory   process {process}: {} at most", Bytes(peak.bytes))?;
+            if peak.bytes > 0 {
+                write!(f, ", in {at}")?;
+            }
+            writeln!(f)?;
+            let devices = self.memory.devices.iter().filter(|device| device.process as usize == process);
+            for device in devices {
+                let (time, order) = (Bytes(device.in_time.bytes), Bytes(device.in_order.bytes));
+                writeln!(f, "           device {}: {time}; in the order of issue {order}", device.device)?;
+            }
+        }
+        for (device, peak) in self.over_budget() {
+            let (bytes, budget) = (Bytes(peak.bytes), Bytes(self.budget.unwrap_or_default()));
+            let at = self.plan.describe(peak.operation);
+            writeln!(f, "memory   device {device} takes {bytes}, above the budget of {budget}, in {at}")?;
+        }
+        Ok(())
+    }
+
+    fn link_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (operations, when) = self.typical();
+        let links = self.plan.links(operations);
+        if links.is_empty() {
+            return writeln!(f, "links    nothing goes between processes {when}");
+        }
+        let total: u64 = links.values().map(|link| link.bytes).sum();
+        writeln!(f, "links    {} between processes {when}", Bytes(total))?;
+        let mut listed: Vec<(&(u32, u32), &Link)> = links.iter().collect();
+        listed.sort_by_key(|(_, link)| std::cmp::Reverse(link.bytes));
+        let rest = listed.len().saturating_sub(MOST_LINKS);
+        listed.truncate(MOST_LINKS);
+        listed.sort_by_key(|(between, _)| **between);
+        for ((from, to), Link { messages, bytes }) in listed {
+            writeln!(f, "           {from} to {to}: {} in {messages} messages", Bytes(*bytes))?;
+        }
+        match rest {
+            0 => Ok(()),
+            rest => writeln!(f, "           and {rest} more with less each"),
+        }
+    }
+
+    /// Where the proof rests on that nobody branches.
+    fn read_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut lines: BTreeMap<u32, (u64, u64)> = BTreeMap::new();
+        for read in self.plan.reads.iter().filter(|read| read.values) {
+            let (first, times) = lines.entry(read.line).or_insert((read.after, 0));
+            (*first, *times) = (read.after.min(*first), *times + 1);
+        }
+        let Some(first) = lines.values().map(|(first, _)| *first).min() else { return Ok(()) };
+        writeln!(
+            f,
+            "values   holds up to operation {first}; beyond it where no process issues otherwise by values that it reads"
+        )?;
+        let rest = lines.len().saturating_sub(MOST_READS);
+        for (line, (first, times)) in lines.into_iter().take(MOST_READS) {
+            let at = self.plan.lines.get(line as usize).map_or("nowhere", String::as_str);
+            writeln!(f, "           read at {at}, {times} times, first after operation {first}")?;
+        }
+        match rest {
+            0 => Ok(()),
+            rest => writeln!(f, "           and at {rest} more lines"),
+        }
+    }
+}
+
+impl fmt::Display for Report<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.plan_lines(f)?;
+        self.proof_lines(f)?;
+        self.memory_lines(f)?;
+        self.link_lines(f)?;
+        self.read_lines(f)
+    }
+}
+
+/// Names by operation: label, what it does, and its line.
+struct Named<'a>(&'a Report<'a>);
+
+impl Names for Named<'_> {
+    fn node(&self, tag: u32) -> String {
+        self.0.planned.describe(self.0.plan, tag)
+    }
+
+    fn transfer(&self, tag: u32) -> String {
+        let sent = self.0.planned.transfers.get(tag as usize);
+        sent.map_or_else(|| format!("transfer {tag}"), |sent| self.0.plan.describe(sent.operation))
+    }
+}
+
+/// Bytes for people.
+struct Bytes(u64);
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let units = [(1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
+        match units.into_iter().find(|(unit, _)| self.0 >= *unit) {
+            Some((unit, name)) => write!(f, "{:.1} {name}", self.0 as f64 / unit as f64),
+            None => write!(f, "{} B", self.0),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_short() {
+        let shown = [0, 1023, 1536, 3 << 20, 5 << 30].map(|bytes| Bytes(bytes).to_string());
+        assert_eq!(shown, ["0 B", "1023 B", "1.5 KiB", "3.0 MiB", "5.0 GiB"]);
+    }
+}

@@ -1,0 +1,94 @@
+//! Where the schedule comes from: a name, or files.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use mpmd_core::pipeline::{Builtin, Costs, Flavour, Schedule, Sidecar, Text};
+
+use super::{Asked, ScheduleArgs};
+
+/// A schedule with what came with it.
+pub(super) struct Source {
+    pub(super) schedule: Schedule,
+    /// The text it was read from.
+    pub(super) text: Option<Text>,
+    /// Of the arguments, or of what lies beside the text.
+    pub(super) costs: Option<Costs>,
+}
+
+impl Source {
+    /// Finds what the arguments mean.
+    pub(super) fn find(args: &ScheduleArgs) -> Result<Self> {
+        let path = Path::new(&args.name);
+        let is_path = path.components().count() > 1 || path.extension().is_some() || path.exists();
+        let mut source = if Builtin::named(&args.name).is_none() && is_path {
+            Self::read(args, path)?
+        } else {
+            Self::built_in(args)?
+        };
+        if let Some(path) = &args.costs {
+            let toml = read(path)?;
+            let costs: Costs = toml::from_str(&toml).with_context(|| format!("{}", path.display()))?;
+            source.costs = Some(costs);
+        }
+        if let Some(costs) = &source.costs {
+            let (found, expected) = (costs.stage.len(), source.schedule.stages());
+            ensure!(found == expected, "the costs are of {found} stages, and the schedule has {expected}");
+        }
+        Ok(source)
+    }
+
+    /// What passes cost: one each, where nothing says more.
+    pub(super) fn costs(&self) -> Costs {
+        self.costs.clone().unwrap_or_else(|| Costs::units(self.schedule.stages()))
+    }
+
+    fn built_in(args: &ScheduleArgs) -> Result<Self> {
+        // First, so that a wrong name is not answered with a question for numbers.
+        if Builtin::named(&args.name).is_none() {
+            Schedule::named(&args.name, 1, 1, None)?;
+        }
+        let (Some(ranks), Some(microbatches)) = (args.ranks, args.microbatches) else {
+            bail!("a built-in schedule needs --ranks and --microbatches");
+        };
+        ensure!(args.flavour.is_none(), "--flavour is for files, and {} is a name", args.name);
+        let schedule = Schedule::named(&args.name, ranks, microbatches, args.chunks)?;
+        Ok(Self { schedule, text: None, costs: None })
+    }
+
+    fn read(args: &ScheduleArgs, path: &Path) -> Result<Self> {
+        let flavour = args.flavour.map(|asked| match asked {
+            Asked::ComputeOnly => Flavour::ComputeOnly,
+            Asked::ComputeComms => Flavour::ComputeComms,
+        });
+        let here = || path.display().to_string();
+        let text = Text::parse(&read(path)?, flavour).with_context(here)?;
+        let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+        let mut schedule = text.schedule(stem).with_context(here)?;
+        let beside = path.with_extension("toml");
+        let mut costs = None;
+        if beside != path && beside.exists() {
+            let there = || beside.display().to_string();
+            let sidecar = Sidecar::parse(&read(&beside)?).with_context(there)?;
+            sidecar.check(&schedule, &text).with_context(there)?;
+            schedule = schedule.renamed(sidecar.name);
+            costs = sidecar.costs;
+        }
+        let chunks = schedule.stages() / schedule.ranks();
+        for (what, asked, found) in [
+            ("ranks", args.ranks, schedule.ranks()),
+            ("microbatches", args.microbatches, schedule.microbatches()),
+            ("chunks", args.chunks, chunks),
+        ] {
+            if let Some(asked) = asked {
+                ensure!(asked == found, "--{what} is {asked}, and {} has {found}", path.display());
+            }
+        }
+        Ok(Self { schedule, text: Some(text), costs })
+    }
+}
+
+fn read(path: &Path) -> Result<String> {
+    fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
+}

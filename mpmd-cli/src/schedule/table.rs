@@ -1,0 +1,167 @@
+//! A schedule for a terminal: time from left to right, a line for each rank.
+
+use std::fmt::Write as _;
+
+use mpmd_core::pipeline::Schedule;
+use mpmd_core::pipeline::simulate::SimulatedSchedule;
+use mpmd_core::trace::Row;
+
+/// The most characters that all of the time takes; what would be longer has no room for all names.
+const LONGEST: f64 = 100_000.0;
+
+/// The table: what it costs all in all, then the time in as many pieces as the width asks for.
+///
+/// A bar begins with the name of its action, `2F7` for the forward pass of stage 2 and microbatch 7, and is filled
+/// with `-`; in a `.` the rank computes nothing.
+pub(super) fn table(schedule: &Schedule, simulated: &SimulatedSchedule, unit: &str, width: usize) -> String {
+    let timeline = simulated.timeline(schedule.name(), unit);
+    let found = &simulated.simulated;
+    let (makespan, bubble) = (found.makespan, found.bubble());
+    let units = if unit == "unit" { "units" } else { unit };
+    let mut text = format!(
+        "{}: {} ranks, {} microbatches, {} stages ({})\n",
+        schedule.name(),
+        schedule.ranks(),
+        schedule.microbatches(),
+        schedule.stages(),
+        schedule.placement().name(),
+    );
+    let _ = write!(
+        text,
+        "takes {} {units}, of which {} are beyond what the busiest rank computes; ranks compute nothing for {:.1} % \
+         of the time\n",
+        number(makespan),
+        number(bubble),
+        100.0 * found.bubble_share()
+    );
+    let peaks = super::activations(schedule);
+    let share =
+        |rank: usize| if makespan > 0.0 { 100.0 * (1.0 - found.lanes[rank].busy / makespan) } else { 0.0 };
+    let head = format!("{:>5} {:>5} {:>7}  ", "rank", "peak", "bubble");
+    let scale = scale(&timeline.rows, makespan);
+    let columns = (makespan * scale).round() as usize;
+    let lines: Vec<String> = timeline.rows.iter().map(|row| bars(row, scale, columns)).collect();
+    let room = width.saturating_sub(head.len()).max(10);
+    // Whole units, so that no bar of one is cut in two.
+    let one = (scale.round() as usize).clamp(1, room);
+    let room = room / one * one;
+    for from in (0..columns).step_by(room) {
+        let until = columns.min(from + room);
+        let _ = write!(text, "\n{head}{}\n", axis(from, until, scale));
+        for (rank, line) in lines.iter().enumerate() {
+            let piece = &line[from..until];
+            let _ =
+                writeln!(text, "{rank:>5} {:>5} {:>5.1} %  {}", peaks[rank], share(rank), piece.trim_end());
+        }
+    }
+    text.push_str(
+        "\npeak: most microbatches begun and not ended, in stages. bubble: share of the time without work.\n",
+    );
+    text
+}
+
+/// Characters for one of time: enough for the name of the shortest bar, and a space.
+fn scale(rows: &[Row], makespan: f64) -> f64 {
+    let bars = || rows.iter().flat_map(|row| &row.bars).filter(|bar| bar.end > bar.start);
+    let shortest = bars().map(|bar| bar.end - bar.start).fold(f64::INFINITY, f64::min);
+    let longest_name = bars().map(|bar| bar.name.len()).max().unwrap_or(1);
+    if makespan <= 0.0 || !shortest.is_finite() {
+        return 1.0;
+    }
+    ((longest_name + 1) as f64 / shortest).min(LONGEST / makespan)
+}
+
+/// A rank's line, in ASCII.
+fn bars(row: &Row, scale: f64, columns: usize) -> String {
+    let mut line = vec![b'.'; columns];
+    for bar in &row.bars {
+        let column = |time: f64| ((time * scale).round() as usize).min(columns);
+        let (from, until) = (column(bar.start), column(bar.end));
+        let Some(last) = until.checked_sub(1).filter(|last| *last >= from) else { continue };
+        line[from..last].fill(b'-');
+        line[last] = b' ';
+        for (place, letter) in line[from..last].iter_mut().zip(bar.name.bytes()) {
+            *place = letter;
+        }
+    }
+    String::from_utf8_lossy(&line).into_owned()
+}
+
+/// Times above the lines, so far apart that they can be read.
+fn axis(from: usize, until: usize, scale: f64) -> String {
+    let mut text = String::new();
+    let step = (scale.round() as usize).max(1);
+    let every = 12_usize.div_ceil(step) * step;
+    for column in (from..until).step_by(every) {
+        while text.len() < column - from {
+            text.push(' ');
+        }
+        text.push_str(&number(column as f64 / scale));
+    }
+    text
+}
+
+/// At most four digits after the point, and no zeros at the end.
+fn number(value: f64) -> String {
+    let text = format!("{value:.4}");
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use mpmd_core::pipeline::check::Channel;
+    use mpmd_core::pipeline::flow::Leaves;
+    use mpmd_core::pipeline::simulate::simulate_schedule;
+    use mpmd_core::pipeline::{Costs, StageCosts};
+
+    use super::*;
+
+    fn shown(name: &str, costs: &Costs, width: usize) -> String {
+        let schedule = Schedule::named(name, 2, 2, None).unwrap();
+        let simulated = simulate_schedule(&schedule, costs, Leaves::InOrder, Channel::TAGS).unwrap();
+        table(&schedule, &simulated, &costs.unit, width)
+    }
+
+    #[test]
+    fn bars_stand_where_their_time_is() {
+        let text = shown("1f1b", &Costs::units(2), 80);
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines[0], "1F1B: 2 ranks, 2 microbatches, 2 stages (loop)");
+        assert!(lines[1].starts_with("takes 9 units, of which 3 are"), "{text}");
+        assert_eq!(
+            lines[3..6],
+            [
+                " rank  peak  bubble  0           3           6",
+                "    0     2  33.3 %  0F0 0F1 ........0B0---- ....0B1----",
+                "    1     1  33.3 %  ....1F0 1B0---- 1F1 1B1---- ........",
+            ]
+        );
+    }
+
+    #[test]
+    fn a_narrow_table_has_pieces_and_no_line_is_wider() {
+        let text = shown("1f1b", &Costs::units(2), 40);
+        let pieces: Vec<&str> = text.lines().filter(|line| line.starts_with("    0 ")).collect();
+        assert_eq!(pieces.len(), 3, "{text}");
+        assert!(
+            text.lines().filter(|line| line.contains(" % ")).skip(1).all(|line| line.len() <= 40),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn costs_set_the_length_of_bars() {
+        let stage = StageCosts {
+            forward: 0.01,
+            backward_input: 0.01,
+            backward_weight: 0.02,
+            ..StageCosts::default()
+        };
+        let costs = Costs { unit: "s".to_owned(), stage: vec![stage; 2] };
+        let text = shown("1f1b", &costs, 200);
+        assert!(text.contains("takes 0.12 s"), "{text}");
+        assert!(text.contains("....1F0 1B0-------- 1F1 1B1--------"), "{text}");
+        let nothing = Costs { unit: "s".to_owned(), stage: vec![StageCosts::default(); 2] };
+        assert!(shown("1f1b", &nothing, 80).contains("takes 0 s"));
+    }
+}

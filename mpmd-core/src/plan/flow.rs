@@ -1,0 +1,473 @@
+//! From a plan to the [`Flow`] that is proved and simulated.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use super::{Array, Form, Kind, Memory, Plan, Read, Taken};
+use crate::pipeline::flow::{Flow, Node, Post, Transfer};
+
+/// A [`Flow`] of a whole program, and what its nodes and transfers are.
+///
+/// The first lanes are the job's devices. Behind them each process has lanes of its own where it needs them: one in
+/// which its program waits (for values of others, for arrays that it reads), and one that puts together what goes on.
+#[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub struct PlannedFlow {
+    /// Who computes what, in which order, and what goes between them. Tags are places in the lists below.
+    pub flow: Flow,
+    /// What the nodes are, by number and by tag.
+    pub nodes: Vec<Computed>,
+    /// What the transfers are, by number and by tag.
+    pub transfers: Vec<Sent>,
+}
+
+/// What a node of a planned flow is.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub enum Computed {
+    /// A device's part of an operation: a kernel, or a part of an array that is filled.
+    Run {
+        /// The operation.
+        operation: u64,
+    },
+    /// A device comes to a kernel with collectives: what it gives is there. Takes no time.
+    Arrive {
+        /// The operation.
+        operation: u64,
+    },
+    /// What several nodes or transfers brought goes on together. Takes no time.
+    Join {
+        /// The operation that sends it.
+        operation: u64,
+    },
+    /// The program of a process gives or gets a value that all agree on. Takes no time.
+    Agree {
+        /// The operation.
+        operation: u64,
+    },
+    /// The program of a process waits for an array. Takes no time.
+    Wait {
+        /// Its place in [`Plan::reads`].
+        read: usize,
+    },
+}
+
+/// What a transfer of a planned flow is: the pieces of an operation that go from one process to another together.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Sent {
+    /// The operation.
+    pub operation: u64,
+    /// How many messages.
+    pub messages: u32,
+}
+
+/// What there must be before something on a process can begin.
+#[derive(Clone, Debug, Default)]
+struct Ready {
+    nodes: BTreeSet<u32>,
+    transfers: BTreeSet<u32>,
+}
+
+impl Ready {
+    fn with(&mut self, other: &Self) {
+        self.nodes.extend(&other.nodes);
+        self.transfers.extend(&other.transfers);
+    }
+}
+
+/// What goes between two processes in a step of an operation, while it is put together.
+#[derive(Default)]
+struct Bundle {
+    bytes: u64,
+    messages: u32,
+    after: Ready,
+}
+
+struct Builder<'a> {
+    plan: &'a Plan,
+    made: PlannedFlow,
+    /// By array and device.
+    ready: HashMap<(Array, u32), Ready>,
+    /// Lanes of processes, beyond those of devices: of the program, and of what goes on.
+    programs: BTreeMap<u32, u32>,
+    movers: BTreeMap<u32, u32>,
+    /// The last thing that the program of each process has waited for.
+    waited: Vec<Option<u32>>,
+}
+
+impl Plan {
+    /// Who computes what, in which order, and what goes between them: all operations of the plan.
+    ///
+    /// Nodes are the calls of kernels and what fills new arrays, on each device. Pieces of an operation that go from
+    /// one process to another at one step are one transfer. A kernel with collectives between processes is two nodes
+    /// on each device, between which every process that takes part gets what the others give. What a process passes
+    /// on, or puts together from several sources to send it, has a node that takes no time. A process posts in the
+    /// order of operations, and within one in an order that is the same for all.
+    pub fn flow(&self) -> PlannedFlow {
+        let flow = Flow {
+            lanes: self.devices.clone(),
+            processes: self.processes,
+            posts: vec![Vec::new(); self.processes as usize],
+            ..Flow::default()
+        };
+        let mut builder = Builder {
+            plan: self,
+            made: PlannedFlow { flow, ..PlannedFlow::default() },
+            ready: HashMap::new(),
+            programs: BTreeMap::new(),
+            movers: BTreeMap::new(),
+            waited: vec![None; self.processes as usize],
+        };
+        let mut reads = self.reads.iter().enumerate().peekable();
+        for operation in 1..=self.operations.len() as u64 {
+            while let Some((place, read)) = reads.next_if(|(_, read)| read.after < operation) {
+                builder.wait(place, read);
+            }
+            builder.operation(operation);
+        }
+        reads.for_each(|(place, read)| builder.wait(place, read));
+        builder.made
+    }
+}
+
+impl Builder<'_> {
+    fn operation(&mut self, operation: u64) {
+        let plan = self.plan;
+        let Some(form) = plan.form_of(operation) else { return };
+        let takes = &plan.operations[operation as usize - 1].takes;
+        match &form.kind {
+            Kind::Call { .. } | Kind::Make => self.run(operation, form, takes),
+            Kind::Put => self.put(operation, form, takes),
+            Kind::Relabel => self.relabel(operation, form, takes),
+            Kind::Agree { from, bytes } => self.agree(operation, *from, *bytes),
+        }
+    }
+
+    fn process_of(&self, device: u32) -> u32 {
+        self.plan.devices[device as usize]
+    }
+
+    /// What a device needs of the arrays that an operation takes.
+    fn inputs(&self, takes: &[Taken], device: u32) -> Ready {
+        let mut ready = Ready::default();
+        for array in takes.iter().filter_map(|taken| taken.array) {
+            if let Some(known) = self.ready.get(&(array, device)) {
+                ready.with(known);
+            }
+        }
+        ready
+    }
+
+    fn run(&mut self, operation: u64, form: &Form, takes: &[Taken]) {
+        let devices = form.computes_on();
+        let crosses = form
+            .messages
+            .iter()
+            .filter(|message| self.process_of(message.from) != self.process_of(message.to));
+        let mut bundles: BTreeMap<(u32, u32), Bundle> = BTreeMap::new();
+        for message in crosses {
+            let between = (self.process_of(message.from), self.process_of(message.to));
+            let bundle = bundles.entry(between).or_default();
+            bundle.bytes += message.bytes;
+            bundle.messages += 1;
+        }
+        let mut arrived: BTreeMap<u32, Ready> = BTreeMap::new();
+        if !bundles.is_empty() {
+            for device in &devices {
+                let ready = self.inputs(takes, *device);
+                let process = self.process_of(*device);
+                let node = self.node(*device, process, ready, Computed::Arrive { operation });
+                arrived.entry(process).or_default().nodes.insert(node);
+            }
+        }
+        let mut gets: BTreeMap<u32, Ready> = BTreeMap::new();
+        for ((from, to), mut bundle) in bundles {
+            bundle.after = arrived.get(&from).cloned().unwrap_or_default();
+            let transfer = self.transfer(operation, from, to, bundle);
+            gets.entry(to).or_default().transfers.insert(transfer);
+        }
+        for device in devices {
+            let process = self.process_of(device);
+            // What came before the collectives came before the node that arrives.
+            let mut ready = match gets.is_empty() {
+                true => self.inputs(takes, device),
+                false => Ready::default(),
+            };
+            [arrived.get(&process), gets.get(&process)]
+                .into_iter()
+                .flatten()
+                .for_each(|more| ready.with(more));
+            let node = self.node(device, process, ready, Computed::Run { operation });
+            for (result, shards) in form.results.iter().enumerate() {
+                if shards.iter().any(|shard| shard.device == device) {
+                    let made = Ready { nodes: BTreeSet::from([node]), transfers: BTreeSet::new() };
+                    self.ready.insert((Array { operation, result: result as u32 }, device), made);
+                }
+            }
+        }
+    }
+
+    fn put(&mut self, operation: u64, form: &Form, takes: &[Taken]) {
+        let source = takes.first().and_then(|taken| taken.array);
+        let result = Array { operation, result: 0 };
+        let at_source = |this: &Self, device: u32| {
+            source.and_then(|array| this.ready.get(&(array, device)).cloned()).unwrap_or_default()
+        };
+        // What a device has itself, it keeps or copies.
+        for shard in form.results.iter().flatten() {
+            let own = at_source(self, shard.device);
+            self.ready.insert((result, shard.device), own);
+        }
+        let mut messages = &form.messages[..];
+        while let Some(step) = messages.first().map(|message| message.step) {
+            let (now, later) = messages.split_at(messages.partition_point(|message| message.step <= step));
+            messages = later;
+            let mut bundles: BTreeMap<(u32, u32), (Bundle, BTreeSet<u32>)> = BTreeMap::new();
+            let mut within: Vec<(u32, Ready)> = Vec::new();
+            for message in now {
+                let (from, to) = (self.process_of(message.from), self.process_of(message.to));
+                let has = match step {
+                    1 => at_source(self, message.from),
+                    _ => self.ready.get(&(result, message.from)).cloned().unwrap_or_default(),
+                };
+                if from == to {
+                    within.push((message.to, has));
+                    continue;
+                }
+                let (bundle, targets) = bundles.entry((from, to)).or_default();
+                bundle.bytes += message.bytes;
+                bundle.messages += 1;
+                bundle.after.with(&has);
+                targets.insert(message.to);
+            }
+            for ((from, to), (bundle, targets)) in bundles {
+                let transfer = self.transfer(operation, from, to, bundle);
+                for device in targets {
+                    self.ready.entry((result, device)).or_default().transfers.insert(transfer);
+                }
+            }
+            for (device, has) in within {
+                self.ready.entry((result, device)).or_default().with(&has);
+            }
+        }
+    }
+
+    fn relabel(&mut self, operation: u64, form: &Form, takes: &[Taken]) {
+        for (result, shards) in form.results.iter().enumerate() {
+            for shard in shards {
+                let Memory::Of(input) = shard.memory else { continue };
+                let array = takes.get(input as usize).and_then(|taken| taken.array);
+                let known = array.and_then(|array| self.ready.get(&(array, shard.device)).cloned());
+                let array = Array { operation, result: result as u32 };
+                self.ready.insert((array, shard.device), known.unwrap_or_default());
+            }
+        }
+    }
+
+    fn agree(&mut self, operation: u64, from: u32, bytes: u64) {
+        let what = Computed::Agree { operation };
+        let given = self.program_node(from, Ready::default(), what);
+        for to in (0..self.plan.processes).filter(|to| *to != from) {
+            let after = Ready { nodes: BTreeSet::from([given]), transfers: BTreeSet::new() };
+            let transfer = self.transfer(operation, from, to, Bundle { bytes, messages: 1, after });
+            let taken = Ready { nodes: BTreeSet::new(), transfers: BTreeSet::from([transfer]) };
+            self.program_node(to, taken, what);
+        }
+    }
+
+    /// The programs of the processes that have a part of the array wait for it.
+    fn wait(&mut self, place: usize, read: &Read) {
+        let form = self.plan.form_of(read.array.operation);
+        let shards = form.and_then(|form| form.results.get(read.array.result as usize));
+        let mut parts: BTreeMap<u32, Ready> = BTreeMap::new();
+        for shard in shards.into_iter().flatten() {
+            let process = self.process_of(shard.device);
+            let known = self.ready.get(&(read.array, shard.device)).cloned().unwrap_or_default();
+            parts.entry(process).or_default().with(&known);
+        }
+        for (process, ready) in parts {
+            self.program_node(process, ready, Computed::Wait { read: place });
+        }
+    }
+
+    fn program_node(&mut self, process: u32, ready: Ready, what: Computed) -> u32 {
+        let lane = lane(&mut self.programs, &mut self.made.flow.lanes, process);
+        let node = self.node(lane, process, ready, what);
+        self.waited[process as usize] = Some(node);
+        node
+    }
+
+    /// A new node. It begins when the program has come to it.
+    fn node(&mut self, lane: u32, process: u32, mut ready: Ready, what: Computed) -> u32 {
+        ready.nodes.extend(self.waited[process as usize]);
+        let PlannedFlow { flow, nodes, .. } = &mut self.made;
+        let number = flow.nodes.len() as u32;
+        let needs = (flow.needs.len() as u32, ready.nodes.len() as u32);
+        let takes = (flow.takes.len() as u32, ready.transfers.len() as u32);
+        flow.needs.extend(ready.nodes);
+        flow.takes.extend(ready.transfers);
+        flow.nodes.push(Node { lane, needs, takes, tag: number });
+        nodes.push(what);
+        number
+    }
+
+    /// A new transfer, posted on both sides.
+    fn transfer(&mut self, operation: u64, from: u32, to: u32, bundle: Bundle) -> u32 {
+        let Bundle { bytes, messages, mut after } = bundle;
+        after.nodes.extend(self.waited[from as usize]);
+        let after = match (after.nodes.len(), after.transfers.len()) {
+            (0, 0) => u32::MAX,
+            (1, 0) => after.nodes.first().copied().unwrap_or(u32::MAX),
+            _ => {
+                let lane = lane(&mut self.movers, &mut self.made.flow.lanes, from);
+                self.node(lane, from, after, Computed::Join { operation })
+            }
+        };
+        let PlannedFlow { flow, transfers, .. } = &mut self.made;
+        let number = flow.transfers.len() as u32;
+        flow.transfers.push(Transfer { from, to, after, bytes, tag: number });
+        transfers.push(Sent { operation, messages });
+        flow.posts[from as usize].push(Post::Send(number));
+        flow.posts[to as usize].push(Post::Receive(number));
+        number
+    }
+}
+
+/// The lane of a process among those beyond the devices.
+fn lane(known: &mut BTreeMap<u32, u32>, lanes: &mut Vec<u32>, process: u32) -> u32 {
+    *known.entry(process).or_insert_with(|| {
+        lanes.push(process);
+        lanes.len() as u32 - 1
+    })
+}
+
+impl Computed {
+    /// The operation that it belongs to, where it is one's.
+    pub fn operation(self) -> Option<u64> {
+        match self {
+            Self::Run { operation }
+            | Self::Arrive { operation }
+            | Self::Join { operation }
+            | Self::Agree { operation } => Some(operation),
+            Self::Wait { .. } => None,
+        }
+    }
+
+    /// Whether it takes time: a kernel or what fills an array.
+    pub fn takes_time(self) -> bool {
+        matches!(self, Self::Run { .. })
+    }
+}
+
+impl PlannedFlow {
+    /// A node for people.
+    pub fn describe(&self, plan: &Plan, node: u32) -> String {
+        let at = |line: u32| plan.lines.get(line as usize).map_or("nowhere", String::as_str);
+        match self.nodes.get(node as usize) {
+            Some(Computed::Run { operation }) => plan.describe(*operation),
+            Some(Computed::Arrive { operation }) => {
+                format!("the collectives of {}", plan.describe(*operation))
+            }
+            Some(Computed::Join { operation }) => format!("what is sent by {}", plan.describe(*operation)),
+            Some(Computed::Agree { operation }) => plan.describe(*operation),
+            Some(Computed::Wait { read }) => match plan.reads.get(*read) {
+                Some(read) => format!("the program waits at {} for {}", at(read.line), read.array),
+                None => "the program waits".to_owned(),
+            },
+            None => format!("node {node}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::small;
+    use super::super::{Message, Operation, Shard};
+    use super::*;
+
+    /// What there must be before a node: `(nodes, transfers)`.
+    fn before(flow: &Flow, node: usize) -> (&[u32], &[u32]) {
+        let part = |list: &'_ [u32], (start, len): (u32, u32)| -> std::ops::Range<usize> {
+            assert!((start + len) as usize <= list.len());
+            start as usize..(start + len) as usize
+        };
+        let Node { needs, takes, .. } = flow.nodes[node];
+        (&flow.needs[part(&flow.needs, needs)], &flow.takes[part(&flow.takes, takes)])
+    }
+
+    #[test]
+    fn a_call_takes_what_was_put_to_its_device() {
+        let planned = small().flow();
+        let PlannedFlow { flow, nodes, transfers } = &planned;
+        assert_eq!((&flow.lanes[..2], flow.processes), (&[0, 1][..], 2));
+        let run = |operation| Computed::Run { operation };
+        assert_eq!(nodes[..3], [run(1), run(3), run(5)]);
+        assert_eq!(transfers.len(), 2);
+        assert!(flow.transfers.iter().all(|t| (t.from, t.to, t.after, t.bytes) == (0, 1, 0, 64)));
+        assert_eq!(before(flow, 1), (&[][..], &[0][..]));
+        assert_eq!(before(flow, 2), (&[][..], &[1][..]));
+        assert_eq!(flow.posts[0], [Post::Send(0), Post::Send(1)]);
+        assert_eq!(flow.posts[1], [Post::Receive(0), Post::Receive(1)]);
+        // The read at the end is the program's.
+        assert_eq!(nodes[3], Computed::Wait { read: 0 });
+        assert_eq!((flow.lanes.len(), before(flow, 3).0), (3, &[0][..]));
+        assert_eq!(
+            planned.describe(&small(), 3),
+            "the program waits at train.rs:1:2 for result 0 of operation 1"
+        );
+    }
+
+    #[test]
+    fn what_is_passed_on_goes_when_it_has_come() {
+        let mut plan = small();
+        plan.processes = 3;
+        plan.devices = vec![0, 1, 2];
+        plan.forms[1].results[0].push(Shard { device: 2, bytes: 64, memory: Memory::Own });
+        plan.forms[1].messages.push(Message { from: 1, to: 2, bytes: 64, step: 2 });
+        let PlannedFlow { flow, nodes, .. } = plan.flow();
+        let [first, second] = [flow.transfers[0], flow.transfers[1]];
+        assert_eq!((first.from, first.to, second.from, second.to), (0, 1, 1, 2));
+        assert_eq!(nodes[second.after as usize], Computed::Join { operation: 2 });
+        assert_eq!(before(&flow, second.after as usize), (&[][..], &[0][..]));
+    }
+
+    #[test]
+    fn collectives_wait_for_all_processes_that_take_part() {
+        let mut plan = small();
+        plan.forms[2].kind = Kind::Call { kernel: "k".into(), devices: vec![0, 1] };
+        let [to, back] = [(0, 1), (1, 0)].map(|(from, to)| Message { from, to, bytes: 8, step: 1 });
+        plan.forms[2].messages = vec![to, back];
+        let PlannedFlow { flow, nodes, .. } = plan.flow();
+        let find =
+            |what: Computed| -> Vec<usize> { (0..nodes.len()).filter(|node| nodes[*node] == what).collect() };
+        let (arrive, run) = (find(Computed::Arrive { operation: 3 }), find(Computed::Run { operation: 3 }));
+        assert_eq!((arrive.len(), run.len()), (2, 2));
+        for (process, node) in run.into_iter().enumerate() {
+            let (needs, takes) = before(&flow, node);
+            assert_eq!(needs, [arrive[process] as u32]);
+            let [taken] = takes else { panic!("one from the other: {takes:?}") };
+            let transfer = flow.transfers[*taken as usize];
+            assert_eq!((transfer.to as usize, transfer.after), (process, arrive[1 - process] as u32));
+        }
+    }
+
+    #[test]
+    fn what_comes_after_a_value_that_all_agree_on_waits_for_it() {
+        let mut plan = small();
+        let kind = Kind::Agree { from: 1, bytes: 1 };
+        plan.forms.push(Form { what: "agree".into(), kind, results: Vec::new(), messages: Vec::new() });
+        plan.operations.insert(0, Operation { form: 3, takes: Vec::new(), ..plan.operations[0].clone() });
+        for operation in &mut plan.operations {
+            operation
+                .takes
+                .iter_mut()
+                .filter_map(|taken| taken.array.as_mut())
+                .for_each(|a| a.operation += 1);
+        }
+        (plan.reads, plan.drops) = (Vec::new(), Vec::new());
+        let PlannedFlow { flow, nodes, .. } = plan.flow();
+        assert_eq!(nodes[..2], [Computed::Agree { operation: 1 }; 2]);
+        assert_eq!(before(&flow, 1), (&[][..], &[0][..]));
+        assert_eq!(nodes[2], Computed::Run { operation: 2 });
+        assert_eq!(before(&flow, 2).0, [1], "it is process 0's");
+    }
+}

@@ -1,0 +1,330 @@
+//! How much memory a plan takes on each device: by the order of issue, and in time.
+
+use std::collections::HashMap;
+
+use mpmd_transport::Pool;
+
+use super::flow::{Computed, PlannedFlow};
+use super::{Array, Kind, Memory, Plan};
+
+/// Memory of a plan's devices.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct MemoryPlan {
+    /// By device.
+    pub devices: Vec<DeviceMemory>,
+    /// The most that a process has at a time on all its devices, in time.
+    pub processes: Vec<Peak>,
+}
+
+/// Memory of one device.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct DeviceMemory {
+    /// The device.
+    pub device: u32,
+    /// Its process.
+    pub process: u32,
+    /// The most at a time where each operation is carried out when it is issued.
+    pub in_order: Peak,
+    /// The most at a time where devices compute at their own pace, each kernel as long as any other, and what is put
+    /// somewhere takes its place as soon as its source is there.
+    pub in_time: Peak,
+    /// What is there when the plan ends.
+    pub left: u64,
+}
+
+/// The most bytes at a time.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct Peak {
+    /// How many, as pools count them.
+    pub bytes: u64,
+    /// The operation that takes them.
+    pub operation: u64,
+}
+
+/// Memory that one or more arrays share.
+struct Block {
+    device: u32,
+    bytes: u64,
+    operation: u64,
+    /// When it is taken, in time.
+    start: u64,
+    /// When its last reader so far has ended, in time.
+    read_until: u64,
+    /// The last operation that reads it so far.
+    read_by: u64,
+    /// Arrays that are in it and have not been let go.
+    arrays: u32,
+    /// The last operation that was issued before the last array was let go.
+    let_go_after: u64,
+}
+
+impl Plan {
+    /// What each device holds at most, in bytes as pools count them: an array's parts from when the operation that
+    /// makes them begins until its last handle is dropped and its last reader has ended.
+    ///
+    /// Every process that gets an array holds it itself: where arrays are handed over in shared memory it is their
+    /// owner who does, until the taker has done with it. What is packed or passed on, and what kernels keep for
+    /// themselves, is not in it.
+    pub fn memory(&self, planned: &PlannedFlow) -> MemoryPlan {
+        let times = Times::of(planned);
+        let mut blocks = Blocks { plan: self, blocks: Vec::new(), of: HashMap::new() };
+        let mut drops = self.drops.iter().peekable();
+        for operation in 1..=self.operations.len() as u64 {
+            while let Some(dropped) = drops.next_if(|dropped| dropped.after < operation) {
+                blocks.let_go(dropped.array, dropped.after);
+            }
+            blocks.operation(operation, &times);
+        }
+        drops.for_each(|dropped| blocks.let_go(dropped.array, dropped.after));
+        blocks.sums()
+    }
+}
+
+/// When what ends, in time: kernels take one unit, all else nothing.
+struct Times {
+    /// When the parts of operations begin and end, by operation and device.
+    runs: HashMap<(u64, u32), (u64, u64)>,
+    /// When what a process puts begins to leave, by operation and giver, and when the last of it has left.
+    sends: HashMap<(u64, u32), u64>,
+    /// When the first of what a process gets begins to come, by operation and taker.
+    comes: HashMap<(u64, u32), u64>,
+}
+
+impl Times {
+    fn of(planned: &PlannedFlow) -> Self {
+        let PlannedFlow { flow, nodes, transfers } = planned;
+        let mut ends: Vec<u64> = Vec::with_capacity(flow.nodes.len());
+        let mut free = vec![0; flow.lanes.len()];
+        let mut times = Self { runs: HashMap::new(), sends: HashMap::new(), comes: HashMap::new() };
+        let sent = |ends: &[u64], transfer: u32| {
+            let after = flow.transfers[transfer as usize].after;
+            ends.get(after as usize).copied().unwrap_or_default()
+        };
+        for (node, what) in flow.nodes.iter().zip(nodes) {
+            let part = |(start, len): (u32, u32)| start as usize..(start + len) as usize;
+            let needs = flow.needs[part(node.needs)].iter().map(|need| ends[*need as usize]);
+            let takes = flow.takes[part(node.takes)].iter().map(|transfer| sent(&ends, *transfer));
+            let start = needs.chain(takes).chain([free[node.lane as usize]]).max().unwrap_or_default();
+            let end = start + u64::from(what.takes_time());
+            free[node.lane as usize] = end;
+            ends.push(end);
+            if let Computed::Run { operation } = what {
+                times.runs.insert((*operation, node.lane), (start, end));
+            }
+        }
+        for (number, (transfer, what)) in flow.transfers.iter().zip(transfers).enumerate() {
+            let at = sent(&ends, number as u32);
+            let left = times.sends.entry((what.operation, transfer.from)).or_default();
+            *left = at.max(*left);
+            let come = times.comes.entry((what.operation, transfer.to)).or_insert(at);
+            *come = at.min(*come);
+        }
+        times
+    }
+}
+
+struct Blocks<'a> {
+    plan: &'a Plan,
+    blocks: Vec<Block>,
+    /// The block of an array's part, by device; none for what takes no device's memory.
+    of: HashMap<(Array, u32), usize>,
+}
+
+impl Blocks<'_> {
+    fn operation(&mut self, operation: u64, times: &Times) {
+        let plan = self.plan;
+        let Some(form) = plan.form_of(operation) else { return };
+        let takes = &plan.operations[operation as usize - 1].takes;
+        let is_put = matches!(form.kind, Kind::Put);
+        for (result, shards) in form.results.iter().enumerate() {
+            let array = Array { operation, result: result as u32 };
+            for shard in shards {
+                let block = match shard.memory {
+                    Memory::Own => {
+                        let process = plan.devices[shard.device as usize];
+                        let run = times.runs.get(&(operation, shard.device)).map(|(start, _)| *start);
+                        let come = times.comes.get(&(operation, process)).copied();
+                        let start = run.or(come).unwrap_or_else(|| self.known_at(takes, process));
+                        self.blocks.push(Block {
+                            device: shard.device,
+                            bytes: Pool::rounded(shard.bytes as usize),
+                            operation,
+                            start,
+                            read_until: times.runs.get(&(operation, shard.device)).map_or(start, |run| run.1),
+                            read_by: operation,
+                            arrays: 0,
+                            let_go_after: 0,
+                        });
+                        Some(self.blocks.len() - 1)
+                    }
+                    Memory::Host => None,
+                    Memory::Of(input) => takes
+                        .get(input as usize)
+                        .and_then(|taken| self.block_near(taken.array?, shard.device)),
+                };
+                if let Some(block) = block {
+                    self.blocks[block].arrays += 1;
+                    self.of.insert((array, shard.device), block);
+                }
+            }
+        }
+        for taken in takes {
+            let Some(array) = taken.array else { continue };
+            for device in 0..plan.devices.len() as u32 {
+                let Some(block) = self.of.get(&(array, device)).copied() else { continue };
+                let process = plan.devices[device as usize];
+                let until = match is_put {
+                    true => times.sends.get(&(operation, process)).copied(),
+                    false => times.runs.get(&(operation, device)).map(|(_, end)| *end),
+                };
+                let block = &mut self.blocks[block];
+                block.read_by = operation;
+                block.read_until = block.read_until.max(until.unwrap_or_default());
+            }
+            if taken.donated {
+                self.let_go(array, operation);
+            }
+        }
+    }
+
+    /// When the values of an operation's inputs are there, where they do not come from elsewhere.
+    fn known_at(&self, takes: &[super::Taken], process: u32) -> u64 {
+        let arrays = takes.iter().filter_map(|taken| taken.array);
+        let devices = |array| {
+            (0..self.plan.devices.len() as u32)
+                .filter(move |device| self.plan.devices[*device as usize] == process)
+                .filter_map(move |device| self.of.get(&(array, device)))
+        };
+        arrays.flat_map(devices).map(|block| self.blocks[*block].start).max().unwrap_or_default()
+    }
+
+    /// The block of an array on a device, or else on another of its process.
+    fn block_near(&self, array: Array, device: u32) -> Option<usize> {
+        let process = self.plan.devices[device as usize];
+        let others =
+            (0..self.plan.devices.len() as u32).filter(|other| self.plan.devices[*other as usize] == process);
+        std::iter::once(device).chain(others).find_map(|device| self.of.get(&(array, device)).copied())
+    }
+
+    /// The array ends, by its last handle or by donation.
+    fn let_go(&mut self, array: Array, after: u64) {
+        for device in 0..self.plan.devices.len() as u32 {
+            let Some(block) = self.of.remove(&(array, device)) else { continue };
+            let block = &mut self.blocks[block];
+            block.arrays -= 1;
+            block.let_go_after = block.let_go_after.max(after);
+        }
+    }
+
+    fn sums(&self) -> MemoryPlan {
+        let Self { plan, blocks, .. } = self;
+        let (count, processes) = (plan.devices.len(), plan.processes as usize);
+        // Bytes that come (before) and go (after) at an operation, and at a time.
+        let mut in_order: Vec<(u64, bool, &Block)> = Vec::new();
+        let mut in_time: Vec<(u64, bool, &Block)> = Vec::new();
+        let mut devices: Vec<DeviceMemory> = (0..count)
+            .map(|device| DeviceMemory {
+                device: device as u32,
+                process: plan.devices[device],
+                ..DeviceMemory::default()
+            })
+            .collect();
+        for block in blocks {
+            in_order.push((2 * block.operation, true, block));
+            in_time.push((2 * block.start + 1, true, block));
+            if block.arrays > 0 {
+                devices[block.device as usize].left += block.bytes;
+                continue;
+            }
+            let last = block.let_go_after.max(block.read_by);
+            in_order.push((2 * last + 1, false, block));
+            // At one time what ends goes before what begins, but for what begins and ends at once.
+            let end = block.read_until.max(block.start + 1);
+            in_time.push((2 * end, false, block));
+        }
+        in_order.sort_by_key(|(at, comes, block)| (*at, *comes, block.operation));
+        in_time.sort_by_key(|(at, comes, block)| (*at, *comes, block.operation));
+        let by_device = |block: &Block| block.device as usize;
+        let by_process = |block: &Block| plan.devices[block.device as usize] as usize;
+        for (device, peak) in peaks(&in_order, count, by_device).into_iter().enumerate() {
+            devices[device].in_order = peak;
+        }
+        for (device, peak) in peaks(&in_time, count, by_device).into_iter().enumerate() {
+            devices[device].in_time = peak;
+        }
+        MemoryPlan { devices, processes: peaks(&in_time, processes, by_process) }
+    }
+}
+
+/// The most at a time, by whose it is.
+fn peaks(events: &[(u64, bool, &Block)], count: usize, whose: impl Fn(&Block) -> usize) -> Vec<Peak> {
+    let mut live = vec![0u64; count];
+    let mut peaks = vec![Peak::default(); count];
+    for (_, comes, block) in events {
+        let who = whose(block);
+        if *comes {
+            live[who] += block.bytes;
+            if live[who] > peaks[who].bytes {
+                peaks[who] = Peak { bytes: live[who], operation: block.operation };
+            }
+        } else {
+            live[who] -= block.bytes;
+        }
+    }
+    peaks
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::small;
+    use super::super::{Dropped, Message};
+    use super::*;
+
+    #[test]
+    fn arrays_are_there_from_their_operation_until_they_are_let_go_and_read() {
+        let plan = small();
+        let memory = plan.memory(&plan.flow());
+        let one = Pool::rounded(64);
+        let of = |device: usize| {
+            let DeviceMemory { in_order, in_time, left, .. } = memory.devices[device];
+            (in_order.bytes / one, in_time.bytes / one, left / one)
+        };
+        // The first is never let go. The second device has what comes and what is made of it, twice; what comes
+        // does so at once, since nobody says that it has to wait.
+        assert_eq!(of(0), (1, 1, 1));
+        assert_eq!(of(1), (2, 3, 0));
+        assert_eq!(memory.devices[1].in_order.operation, 3);
+        assert_eq!(memory.processes[1].bytes, 3 * one);
+    }
+
+    #[test]
+    fn what_is_kept_adds_up_and_what_is_taken_over_does_not() {
+        let mut plan = small();
+        plan.drops.clear();
+        let one = Pool::rounded(64);
+        let peak = |plan: &Plan| plan.memory(&plan.flow()).devices[1].in_order.bytes / one;
+        assert_eq!(peak(&plan), 4);
+        // The kernel writes its input in place.
+        plan.forms[2].results[0][0].memory = Memory::Of(0);
+        for call in [2, 4] {
+            plan.operations[call].takes[0].donated = true;
+        }
+        assert_eq!(peak(&plan), 2);
+        let last = Array { operation: 3, result: 0 };
+        plan.drops.push(Dropped { array: last, after: 3 });
+        assert_eq!(peak(&plan), 1, "memory taken over goes with who took it");
+    }
+
+    #[test]
+    fn memory_that_two_devices_of_a_process_share_is_one() {
+        let mut plan = small();
+        plan.devices = vec![0, 0];
+        plan.forms[1].results[0][0].memory = Memory::Of(0);
+        plan.forms[1].messages = vec![Message { from: 0, to: 1, bytes: 64, step: 1 }];
+        let memory = plan.memory(&plan.flow());
+        assert_eq!(memory.devices[0].in_order.bytes, Pool::rounded(64));
+        assert_eq!(memory.devices[1].in_order.bytes, Pool::rounded(64), "what its kernel makes");
+    }
+}

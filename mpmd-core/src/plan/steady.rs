@@ -1,0 +1,98 @@
+//! When a program does the same again.
+
+use super::{Array, Dropped, Operation, Plan, Read, StepEnd};
+
+/// What is between two ends of steps.
+struct Step<'a> {
+    before: u64,
+    operations: &'a [Operation],
+    drops: &'a [Dropped],
+    reads: &'a [Read],
+}
+
+impl Plan {
+    /// Whether the last two steps that ended are equal: the same operations on the same arrays, the same handles let
+    /// go and the same arrays waited for, each relative to its step. What was made before both is one array. Source
+    /// lines may differ.
+    pub(crate) fn is_steady(&self) -> bool {
+        let Some(last) = self.steps.len().checked_sub(2) else { return false };
+        match (self.step_at(last), self.step_at(last + 1)) {
+            (Some(one), Some(other)) => !one.operations.is_empty() && one.is_like(&other),
+            _ => false,
+        }
+    }
+
+    fn step_at(&self, place: usize) -> Option<Step<'_>> {
+        let end = self.steps.get(place)?;
+        let start = place.checked_sub(1).map_or(StepEnd::default(), |before| self.steps[before]);
+        Some(Step {
+            before: start.operation,
+            operations: self.operations.get(start.operation as usize..end.operation as usize)?,
+            drops: self.drops.get(start.drops as usize..end.drops as usize)?,
+            reads: self.reads.get(start.reads as usize..end.reads as usize)?,
+        })
+    }
+}
+
+impl Step<'_> {
+    fn is_like(&self, other: &Self) -> bool {
+        let place = |operation: u64, before: u64| operation as i128 - i128::from(before);
+        let same = |a: Array, b: Array| {
+            a.result == b.result
+                && (a.operation == b.operation
+                    || place(a.operation, self.before) == place(b.operation, other.before))
+        };
+        let same_input = |a: Option<Array>, b: Option<Array>| match (a, b) {
+            (Some(a), Some(b)) => same(a, b),
+            (a, b) => a.is_none() && b.is_none(),
+        };
+        let then = |a: u64, b: u64| place(a, self.before) == place(b, other.before);
+        same_length(self.operations, other.operations, |a, b| {
+            a.form == b.form
+                && a.label == b.label
+                && same_length(&a.takes, &b.takes, |a, b| {
+                    a.donated == b.donated && same_input(a.array, b.array)
+                })
+        }) && same_length(self.drops, other.drops, |a, b| same(a.array, b.array) && then(a.after, b.after))
+            && same_length(self.reads, other.reads, |a, b| {
+                same(a.array, b.array) && then(a.after, b.after) && a.values == b.values
+            })
+    }
+}
+
+fn same_length<T>(ours: &[T], theirs: &[T], alike: impl Fn(&T, &T) -> bool) -> bool {
+    ours.len() == theirs.len() && ours.iter().zip(theirs).all(|(a, b)| alike(a, b))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::small;
+
+    #[test]
+    fn steps_that_do_the_same_to_their_own_arrays_are_equal() {
+        let plan = small();
+        assert!(plan.is_steady());
+        let mut first_two = small();
+        first_two.steps.truncate(2);
+        assert!(!first_two.is_steady());
+    }
+
+    #[test]
+    fn what_differs_relative_to_the_step_is_no_repetition() {
+        let mut other = small();
+        other.operations[3].form = 2;
+        assert!(!other.is_steady());
+        let mut other = small();
+        other.operations[4].takes[0].donated = true;
+        assert!(!other.is_steady());
+        let mut other = small();
+        other.drops[2].after = 4;
+        assert!(!other.is_steady(), "a handle is let go earlier");
+        let mut other = small();
+        other.operations[4].takes[0].array.as_mut().unwrap().operation = 3;
+        assert!(!other.is_steady());
+        let mut other = small();
+        other.steps[1] = other.steps[2];
+        assert!(!other.is_steady(), "nothing is no step");
+    }
+}

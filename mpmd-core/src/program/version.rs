@@ -1,0 +1,90 @@
+//! Which program this process runs: compared by the rendezvous before the first operation.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
+
+use crate::runtime::Rolling;
+use crate::topology::Topology;
+
+/// Linkers put a program's build number near its beginning.
+const NEAR: usize = 64 << 10;
+
+/// What a note of a build number begins with, behind the lengths of its name and of itself.
+const KIND_AND_NAME: [u8; 8] = [3, 0, 0, 0, b'G', b'N', b'U', 0];
+
+/// What must be equal on all processes of a job: the framework's version, the executable, and the devices. Not the
+/// arguments: some may concern one process alone, and what they make of the program is compared as it is issued.
+pub(super) fn fingerprint(topology: &Topology) -> String {
+    let program = std::env::current_exe();
+    let name = program.as_ref().ok().and_then(|program| program.file_name());
+    let name = name.map_or_else(|| "a program".to_owned(), |name| name.to_string_lossy().into_owned());
+    let build =
+        program.and_then(|program| build(&program)).unwrap_or_else(|error| format!("unknown: {error}"));
+    let devices = topology.devices().len();
+    format!("{name}, build {build}, mpmd {}, {devices} devices", env!("CARGO_PKG_VERSION"))
+}
+
+/// The linker's number of an executable; a hash of all of it where there is none.
+fn build(program: &Path) -> io::Result<String> {
+    let mut file = File::open(program)?;
+    let mut start = Vec::with_capacity(NEAR);
+    Read::by_ref(&mut file).take(NEAR as u64).read_to_end(&mut start)?;
+    if let Some(number) = number(&start) {
+        return Ok(number.iter().map(|byte| format!("{byte:02x}")).collect());
+    }
+    let mut hash = Rolling::default().mix_bytes(&start);
+    let mut part = vec![0; 1 << 20];
+    loop {
+        match file.read(&mut part)? {
+            0 => return Ok(format!("{:032x}", hash.value())),
+            read => hash = hash.mix_bytes(&part[..read]),
+        }
+    }
+}
+
+/// The number in the note of one, if there is any.
+fn number(start: &[u8]) -> Option<&[u8]> {
+    let at = start.windows(KIND_AND_NAME.len()).position(|bytes| bytes == KIND_AND_NAME)?;
+    let word = |at: usize| Some(u32::from_le_bytes(start.get(at..at + 4)?.try_into().ok()?) as usize);
+    let (name, length) = (word(at.checked_sub(8)?)?, word(at.checked_sub(4)?)?);
+    let begin = at + KIND_AND_NAME.len();
+    (name == 4 && (8..=64).contains(&length)).then(|| start.get(begin..begin + length)).flatten()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_is_known_by_its_build_and_another_by_another() {
+        let topology = Topology::even(2, 3);
+        let ours = fingerprint(&topology);
+        assert!(ours.starts_with("mpmd_core") && ours.ends_with(", 6 devices"), "{ours}");
+        assert_eq!(ours, fingerprint(&topology));
+        assert_ne!(ours, fingerprint(&Topology::even(2, 2)));
+        let folder = std::env::temp_dir();
+        let file = |name: &str, bytes: &[u8]| {
+            let path = folder.join(format!("mpmd-build-{}-{name}", std::process::id()));
+            std::fs::write(&path, bytes).unwrap();
+            let found = build(&path);
+            std::fs::remove_file(&path).unwrap();
+            found.unwrap()
+        };
+        let mut large = vec![7; 3 << 20];
+        let one = file("one", &large);
+        *large.last_mut().unwrap() = 8;
+        assert_ne!(one, file("other", &large), "all of it counts");
+        assert!(build(&folder.join("mpmd-no-such-program")).is_err());
+    }
+
+    #[test]
+    fn the_linkers_number_is_read_where_there_is_one() {
+        let note =
+            [&[9, 9, 4, 0, 0, 0, 8, 0, 0, 0][..], &KIND_AND_NAME, &[1, 2, 3, 4, 5, 6, 7, 8, 9]].concat();
+        assert_eq!(number(&note), Some(&[1, 2, 3, 4, 5, 6, 7, 8][..]));
+        assert_eq!(number(&note[..20]), None, "cut off");
+        assert_eq!(number(&KIND_AND_NAME), None);
+        assert_eq!(number(b"no note"), None);
+    }
+}

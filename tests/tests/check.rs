@@ -1,0 +1,72 @@
+//! `mpmd check -n N -- program`: the program is planned and ends, whatever it would do as a job, and is judged by its
+//! plan.
+
+use std::process::{Command, Output};
+
+use mpmd_core::plan::{End, Plan};
+use mpmd_tests::{bare_command, package_program};
+
+fn check(args: &[&str]) -> Output {
+    let mut command: Command = bare_command(&package_program("mpmd-cli", "mpmd"));
+    command.arg("check").args(args).output().expect("mpmd is there")
+}
+
+fn named(program: &str) -> [&str; 3] {
+    ["--", env!("CARGO_BIN_EXE_named"), program]
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[test]
+fn a_program_without_end_is_proved_by_two_equal_steps() {
+    let folder = tempfile::tempdir().expect("a folder for the test");
+    let out = folder.path().join("plan.json");
+    let file = out.to_str().expect("its name is plain");
+    let done = check(&[&["-n", "4", "--out", file][..], &named("looping")].concat());
+    let (said, errors) = (text(&done.stdout), text(&done.stderr));
+    assert_eq!(done.status.code(), Some(0), "{said}{errors}");
+    assert!(said.contains(" are equal, 24 operations each"), "{said}");
+    assert!(said.contains("ends over tags, direction, pair, single"), "{said}");
+    // Three microbatches on their way around the ring.
+    let bytes = 2 * 128 * 256 * 4 + 4 * 8 * 4;
+    let link = format!("3 to 0: {:.1} KiB in 3 messages", f64::from(bytes) / 1024.0);
+    assert!(said.contains(&link), "{link}: {said}");
+    let plan = Plan::read(&out).expect("it was kept");
+    assert_eq!((plan.end, plan.processes, plan.devices.len()), (End::Steady, 4, 4));
+    assert!(
+        plan.lines.iter().any(|line| line.starts_with("tests/src/programs/looping.rs:")),
+        "{:?}",
+        plan.lines
+    );
+}
+
+#[test]
+fn memory_above_the_budget_and_steps_that_are_cut_short_are_said() {
+    let done = check(&[&["-n", "2", "--steps", "1", "--budget", "64KiB"][..], &named("looping")].concat());
+    let said = text(&done.stdout);
+    assert_eq!(done.status.code(), Some(1), "{said}{}", text(&done.stderr));
+    assert!(said.contains("1 recorded, no two in succession equal"), "{said}");
+    assert!(said.contains("above the budget of 64.0 KiB, in operation "), "{said}");
+    assert!(said.contains("tests/src/programs/looping.rs:"), "{said}");
+}
+
+#[test]
+fn what_cannot_be_planned_is_said_with_the_programs_own_words() {
+    for (args, expected) in [
+        (&["-n", "2", "--", "true"][..], "true ended without a plan"),
+        (&["-n", "2", "--", "mpmd-no-such-program"], "there is no program mpmd-no-such-program"),
+        (&["-n", "2", "--patience", "0.2", "--", "sleep", "20"], "sleep has not ended a plan after 200ms"),
+        (&["-n", "2", "--", env!("CARGO_BIN_EXE_named"), "nobody"], "no program is named \"nobody\""),
+        (
+            &["-n", "3", "--", env!("CARGO_BIN_EXE_named"), "looping"],
+            "cannot be spread evenly over 3 processes",
+        ),
+    ] {
+        let done = check(args);
+        let errors = text(&done.stderr);
+        assert_eq!(done.status.code(), Some(2), "{errors}");
+        assert!(errors.contains(expected), "{expected}: {errors}");
+    }
+}
