@@ -79,7 +79,10 @@ impl Run {
         let passes = [Role::Forward, Role::BackwardInput, Role::BackwardWeight];
         let stages = times.keys().filter(|(_, role)| passes.contains(role)).map(|(stage, _)| stage + 1).max();
         let stages = stages.ok_or(CostsError::NoPasses)?;
-        let mut of = |stage: u32, role: Role| times.get_mut(&(stage, role)).map(|times| median(times));
+        // To the nanosecond, as times were noted.
+        let nanoseconds = |time: f64| (time * 1e9).round() / 1e9;
+        let mut of =
+            |stage: u32, role: Role| times.get_mut(&(stage, role)).map(|times| nanoseconds(median(times)));
         let mut stage = |stage: u32| {
             let missing = |role| CostsError::Missing { stage, role };
             let forward = of(stage, Role::Forward).ok_or(missing(Role::Forward))?;
