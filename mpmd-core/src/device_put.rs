@@ -84,7 +84,8 @@ impl Program {
         x: &T,
         to: impl Into<PrefixTree<Sharding>>,
     ) -> Result<T::With<MpmdArray>> {
-        self.put_at(x, &to.into(), PutOptions::default(), Location::caller())
+        let at = self.caller(Location::caller());
+        self.put_at(x, &to.into(), PutOptions::default(), at)
     }
 
     /// As [`Program::device_put`], with [`PutOptions`].
@@ -99,7 +100,8 @@ impl Program {
         to: impl Into<PrefixTree<Sharding>>,
         options: PutOptions,
     ) -> Result<T::With<MpmdArray>> {
-        self.put_at(x, &to.into(), options, Location::caller())
+        let at = self.caller(Location::caller());
+        self.put_at(x, &to.into(), options, at)
     }
 
     fn put_at<T: Tree<Leaf = MpmdArray>>(

@@ -128,9 +128,10 @@ struct Found {
     mapped: [u64; 2],
 }
 
-fn train(p: &mut Program, schedule: &Schedule) -> Result<Found> {
+fn train(p: &mut Program, schedule: &Schedule, how: How) -> Result<Found> {
     let count = schedule.stages();
-    let meshes = p.mesh(&[("stage", count)])?.split("stage")?;
+    let ranks = p.mesh(&[("rank", schedule.ranks())])?.split("rank")?;
+    let meshes: Vec<_> = (0..count).map(|stage| ranks[schedule.rank_of(stage)].clone()).collect();
     let params = meshes
         .iter()
         .map(|mesh| p.make(f32s([PARAMS]), &mesh.replicated(), |_, mut view| write(&mut view)))
@@ -151,6 +152,8 @@ fn train(p: &mut Program, schedule: &Schedule) -> Result<Found> {
         }
         front.then(Last, &meshes[last], next())?
     };
+    (0..count).for_each(|stage| pipeline.recompute(stage, how == How::Again));
+    pipeline.buffer_gradients(how == How::InOrder);
     let updates = meshes
         .iter()
         .map(|mesh| p.jit(Update).on(mesh).outputs(mesh.replicated()).donate("0").build())
@@ -192,10 +195,20 @@ fn train(p: &mut Program, schedule: &Schedule) -> Result<Found> {
     Ok(found)
 }
 
+/// What is asked of a pipeline beside its schedule.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum How {
+    AsItIs,
+    /// Forward passes are computed again.
+    Again,
+    /// Weight gradients in ascending order.
+    InOrder,
+}
+
 /// What is off, for each process where something is.
-fn off(simulation: &Simulation, schedule: &Schedule, what: &str) -> Vec<String> {
+fn off(simulation: &Simulation, schedule: &Schedule, how: How, what: &str) -> Vec<String> {
     let mut off = Vec::new();
-    for (process, found) in simulation.run(|p| train(p, schedule)).into_iter().enumerate() {
+    for (process, found) in simulation.run(|p| train(p, schedule, how)).into_iter().enumerate() {
         let found = found.unwrap();
         let Found { expected, at_most, peak, mapped } = found;
         let ratio = peak as f64 / expected as f64;
@@ -223,8 +236,35 @@ fn a_step_takes_the_memory_that_its_plan_says_and_nothing_new_after_the_third() 
                 }
                 let how = if hands_over { "handed over" } else { "copied" };
                 let what = format!("{name}, {stages} stages, {processes} processes, {how}");
-                all.extend(off(&simulation, &schedule, &what));
+                all.extend(off(&simulation, &schedule, How::AsItIs, &what));
             }
+        }
+    }
+    assert!(all.is_empty(), "{}", all.join("\n"));
+}
+
+#[test]
+fn so_it_does_with_several_stages_a_rank_and_weight_gradients_apart() {
+    let mut all = Vec::new();
+    for (name, chunks, how) in [
+        ("interleaved", 2, How::AsItIs),
+        ("zb-h1", 1, How::AsItIs),
+        ("zb1p", 2, How::AsItIs),
+        ("zbv", 2, How::AsItIs),
+        ("dualpipev", 2, How::AsItIs),
+        ("bfs", 2, How::AsItIs),
+        ("bfs", 2, How::InOrder),
+        ("1f1b", 1, How::Again),
+        ("zbv", 2, How::Again),
+    ] {
+        for (ranks, processes, hands_over) in [(2, 1, false), (2, 2, true), (4, 2, false), (4, 4, true)] {
+            let schedule = Schedule::named(name, ranks, 8, Some(chunks)).unwrap();
+            let mut simulation = Simulation::new(processes, ranks);
+            if hands_over {
+                simulation = simulation.hands_over(&vec![0; processes]);
+            }
+            let what = format!("{name}, {how:?}, {ranks} ranks, {processes} processes");
+            all.extend(off(&simulation, &schedule, how, &what));
         }
     }
     assert!(all.is_empty(), "{}", all.join("\n"));

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use mpmd_core::pipeline::{Action, ActionKind, Builtin};
 use mpmd_core::prelude::*;
 use mpmd_core::{MemoryUse, ProcessId, Simulation};
 use mpmd_examples::gpt::adamw::WarmupCosine;
@@ -64,6 +65,45 @@ fn losses_are_the_same_bits_however_the_model_is_divided() {
             for processes in [1, 2, 4].into_iter().filter(|processes| *processes <= stages) {
                 let found = losses(&config, processes, 6);
                 assert_eq!(found, reference, "{stages} stages, {schedule}, {processes} processes");
+            }
+        }
+    }
+}
+
+/// More stages than blocks, too: some have none.
+#[test]
+fn losses_are_the_same_bits_with_every_schedule() {
+    let tiny = || Config { microbatches: 8, ..tiny() };
+    let reference = losses(&Config { stages: 1, ..tiny() }, 1, 4);
+    for builtin in Builtin::ALL {
+        let chunks = builtin.default_chunks();
+        for recompute in [false, true] {
+            let schedule = builtin.name().to_owned();
+            let config = Config { stages: 4 * chunks, chunks, schedule, recompute, ..tiny() };
+            let Ok(order) = config.schedule() else {
+                assert_eq!(builtin, Builtin::ForwardOnly);
+                continue;
+            };
+            let adds = |a: &&Action| matches!(a.kind, ActionKind::Backward | ActionKind::BackwardWeight);
+            let mut next = vec![0; order.stages()];
+            let ascends = order.rows().iter().flatten().filter(adds).all(|action| {
+                next[action.stage] += 1;
+                action.microbatch + 1 == next[action.stage]
+            });
+            for processes in [2, 4] {
+                let found = losses(&config, processes, 4);
+                let what = format!("{}, {processes} processes, recompute: {recompute}", builtin.name());
+                if ascends {
+                    assert_eq!(found, reference, "{what}");
+                    continue;
+                }
+                for (found, expected) in found.iter().zip(&reference) {
+                    let (found, expected) = (f64::from_bits(*found), f64::from_bits(*expected));
+                    assert!(
+                        (found - expected).abs() < 1e-6 * expected.abs().max(1.0),
+                        "{what}: {found} {expected}"
+                    );
+                }
             }
         }
     }
@@ -305,7 +345,8 @@ fn samples_are_the_same_on_any_number_of_processes_and_stages() {
 fn sizes_that_do_not_fit_are_refused() {
     let text = text();
     let cases = [
-        (Config { stages: 5, ..tiny() }, "4 blocks"),
+        (Config { stages: 5, chunks: 2, ..tiny() }, "5 stages do not divide among ranks of 2"),
+        (Config { schedule: "forward".to_owned(), ..tiny() }, "no backward passes"),
         (Config { tensor_parallel: 4, ..tiny() }, "divide among 4"),
         (Config { fsdp: 4, ..tiny() }, "2 sequences of a microbatch do not divide among 4 devices"),
         (Config { batch: 0, ..tiny() }, "size of zero"),

@@ -82,9 +82,16 @@ fn losses_over(carrier: Carrier, folder: &Path, args: &[&str]) -> Vec<String> {
 fn processes_take_the_memory_that_is_expected_of_them() {
     let folder = folder();
     let sizes = "--layers 4 --width 64 --heads 2 --time 64 --batch 2 --microbatches 8 --steps 53 --sample 0";
-    for (transport, processes, schedule) in
-        [("shm", 4, "1f1b"), ("shm", 2, "gpipe"), ("tcp", 4, "gpipe"), ("tcp", 2, "1f1b"), ("shm", 1, "1f1b")]
-    {
+    for (transport, processes, schedule) in [
+        ("shm", 4, "1f1b"),
+        ("shm", 2, "gpipe"),
+        ("tcp", 4, "gpipe"),
+        ("tcp", 2, "1f1b"),
+        ("shm", 1, "1f1b"),
+        ("shm", 4, "zbv"),
+        ("tcp", 2, "interleaved"),
+        ("shm", 4, "zb-h1 --recompute"),
+    ] {
         let what =
             format!("{sizes} --transport {transport} --processes {processes} --schedule {schedule} text");
         let mut command = bare_command(&package_program("mpmd-examples", "train_gpt"));
@@ -145,6 +152,23 @@ fn losses_are_the_same_as_threads_and_nearly_so_in_tensor_parallel_blocks() {
         }
         assert_eq!(values(&split).len(), 5);
     }
+}
+
+/// Built-in ones with two stages on each process, and one of the user's own in torch's text format.
+#[test]
+fn losses_are_the_same_with_schedules_of_several_stages_a_process_and_from_a_file() {
+    let folder = folder();
+    let with = |args: &[&str]| losses(folder.path(), &[&STEPS[..], args].concat());
+    let alone = with(&["--processes", "1"]);
+    for flags in ["--schedule zbv", "--schedule interleaved --recompute", "--schedule 1f1b --stages 2"] {
+        let flags: Vec<&str> = flags.split(' ').collect();
+        assert_eq!(with(&flags), alone, "{flags:?}");
+    }
+    // Two stages on the first rank, one on the second.
+    let rows = "0F0,1F0,0F1,1F1,1B0,0B0,0F2,1F2,1B1,0B1,0F3,1F3,1B2,0B2,1B3,0B3\r\n\
+                ,,2F0,2B0,2F1,2B1,2F2,2I2,2W2,2F3,2B3\r\n";
+    std::fs::write(folder.path().join("mine.csv"), rows).expect("the test's own folder");
+    assert_eq!(with(&["--schedule", "mine.csv", "--processes", "2"]), alone);
 }
 
 #[test]

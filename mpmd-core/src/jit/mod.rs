@@ -152,7 +152,8 @@ impl<K: Kernel> Jit<K> {
     /// process. A kernel that fails when it runs fails its outputs instead.
     #[track_caller]
     pub fn call(&self, program: &mut Program, x: K::In) -> Result<K::Out> {
-        self.call_at(program, &x, Location::caller())
+        let at = program.caller(Location::caller());
+        self.call_at(program, &x, at)
     }
 
     /// The mesh that the kernel runs on.

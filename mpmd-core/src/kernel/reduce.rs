@@ -56,7 +56,7 @@ mod sealed {
 }
 
 /// `values` become the reduction of them and of `others`, which come from a later device.
-pub(super) fn combine<T: Reducible>(reduce: Reduce, values: &mut [T], others: &[T]) {
+pub(crate) fn combine<T: Reducible>(reduce: Reduce, values: &mut [T], others: &[T]) {
     let pairs = values.iter_mut().zip(others);
     match reduce {
         Reduce::Sum => pairs.for_each(|(value, other)| *value = value.plus(*other)),

@@ -2,10 +2,13 @@
 
 use std::sync::Arc;
 
+use half::{bf16, f16};
+
 use super::stage::{PlacedShape, Stage};
-use crate::aval::ShapedArray;
-use crate::error::Result;
-use crate::kernel::{Context, Kernel, Shapes, Signature, ViewMut, Views, ViewsMut};
+use crate::array::MpmdArray;
+use crate::aval::{DType, ShapedArray};
+use crate::error::{Error, Result};
+use crate::kernel::{Context, Kernel, Reduce, Shapes, Signature, View, ViewMut, Views, ViewsMut, combine};
 use crate::tree::{Structure, Tree, TreeError};
 
 /// Parameters, inputs, side inputs -> outputs, residuals.
@@ -22,6 +25,17 @@ pub(super) struct BackwardWeight<S: Stage>(pub(super) Arc<S>, pub(super) Arc<Inf
 
 /// Weight residuals, gradients so far -> gradients, in place.
 pub(super) struct AddBackwardWeight<S: Stage>(pub(super) Arc<S>);
+
+/// Parameters, residuals, output gradients, gradients so far where there are any -> input gradients but on the
+/// first stage, gradients.
+pub(super) struct FusedBackward<S: Stage> {
+    pub(super) stage: Arc<S>,
+    pub(super) inferred: Arc<Inferred>,
+    pub(super) first: bool,
+}
+
+/// The second of two arrays is added to the first, in place.
+pub(super) struct AddArrays;
 
 /// What a stage declared for shapes that were put to it.
 pub(super) struct Inferred {
@@ -209,5 +223,71 @@ impl<S: Stage> Kernel for AddBackwardWeight<S> {
 
     fn statics(&self) -> Vec<u64> {
         [vec![u64::from(b'w')], self.0.statics()].concat()
+    }
+}
+
+/// What goes into [`FusedBackward`].
+type FusedIn<S> =
+    (<S as Stage>::Params, <S as Stage>::Residual, <S as Stage>::Out, Option<<S as Stage>::Params>);
+
+impl<S: Stage> Kernel for FusedBackward<S> {
+    type In = FusedIn<S>;
+    type Out = (Option<S::In>, S::Params);
+
+    fn infer(&self, (_, _, _, so_far): &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>> {
+        let dx = (!self.first).then(|| self.inferred.x.tree::<S::In>()).transpose()?;
+        let signature = Signature::new((dx, self.inferred.params.tree::<S::Params>()?));
+        let signature = declare(signature, &self.inferred.backward_input);
+        let paths = so_far.iter().flat_map(|so_far| so_far.structure().paths());
+        Ok(paths.fold(signature, |signature, path| signature.alias(below(3, &path), below(1, &path))))
+    }
+
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        (params, residual, dy, so_far): Views<'_, Self::In>,
+        (dx, gradient): ViewsMut<'_, Self::Out>,
+    ) -> Result<()> {
+        let mut leaves = gradient.into_leaves();
+        if so_far.is_none() {
+            leaves.iter_mut().for_each(ViewMut::zero);
+        }
+        let gradient = ViewsMut::<'_, S::Params>::from_leaves(&self.inferred.params.structure, leaves)?;
+        self.stage.backward(cx, params, residual, dy, dx, gradient)
+    }
+
+    fn name(&self) -> &str {
+        self.stage.name()
+    }
+
+    fn statics(&self) -> Vec<u64> {
+        [vec![u64::from(b'B'), u64::from(self.first)], self.stage.statics()].concat()
+    }
+}
+
+impl Kernel for AddArrays {
+    type In = (MpmdArray, MpmdArray);
+    type Out = MpmdArray;
+
+    fn infer(&self, (sum, more): &(ShapedArray, ShapedArray)) -> Result<Signature<ShapedArray>> {
+        if sum != more {
+            return Err(Error::kernel(format!("{more} cannot be added to {sum}")));
+        }
+        match sum.dtype() {
+            DType::F16 | DType::Bf16 | DType::F32 | DType::F64 => {
+                Ok(Signature::new(sum.clone()).alias("0", ""))
+            }
+            other => Err(Error::kernel(format!("gradients of {other}: they are floats"))),
+        }
+    }
+
+    fn run(&self, _: &mut Context<'_>, (_, more): (View<'_>, View<'_>), mut sum: ViewMut<'_>) -> Result<()> {
+        match more.global().dtype() {
+            DType::F16 => combine(Reduce::Sum, sum.as_mut_slice::<f16>()?, more.as_slice()?),
+            DType::Bf16 => combine(Reduce::Sum, sum.as_mut_slice::<bf16>()?, more.as_slice()?),
+            DType::F64 => combine(Reduce::Sum, sum.as_mut_slice::<f64>()?, more.as_slice()?),
+            _ => combine(Reduce::Sum, sum.as_mut_slice::<f32>()?, more.as_slice()?),
+        }
+        Ok(())
     }
 }

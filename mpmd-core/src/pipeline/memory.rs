@@ -11,7 +11,12 @@
 //! - parameters that are stored otherwise are there from the beginning of the step until the last pass that
 //!   reads them; finished gradients are there twice while they are put to the stored shardings.
 //!
-//! An array that goes to another stage is copied, or handed over. A copy takes memory at its taker from when it
+//! Where the forward pass is computed again, its results are there while it runs first, and from when it runs again;
+//! what it reads stays until then. Where both gradients are one kernel the residuals stay until it has ended, and
+//! there are no weight residuals.
+//!
+//! An array that goes to another stage is copied, or handed over. To one on the same devices it is as if handed over:
+//! the same array. A copy takes memory at its taker from when it
 //! was made until the pass that reads it has ended, and goes at its giver once it was sent. One that is handed
 //! over takes none at its taker and stays its giver's until the taker's pass has ended.
 //!
@@ -22,7 +27,9 @@
 
 use std::collections::BTreeMap;
 
-use super::schedule::{Action, ActionKind, Schedule, ScheduleError};
+use super::holds::{Hold, OnDevice, holds};
+use super::pace::{Pace, StagePace};
+use super::schedule::{Schedule, ScheduleError};
 use crate::topology::DeviceId;
 
 /// What a device of a stage holds of one microbatch, or of the parameters, in bytes that its pool counts.
@@ -58,6 +65,11 @@ pub struct StageBytes {
     pub lends_output: bool,
     /// The same of the gradient of the inputs.
     pub lends_input_gradient: bool,
+    /// Whether the forward pass leaves no residuals, and is computed again for the backward pass, from inputs that
+    /// stay until then.
+    pub recomputes: bool,
+    /// Whether there are no weight residuals where a schedule has both gradients as one action.
+    pub fuses: bool,
 }
 
 /// The most memory that each device has in use in a step, in bytes.
@@ -69,6 +81,8 @@ pub struct MemoryPlan {
 /// The most memory that a device, or a process, has in use in a step.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct DeviceMemory {
+    /// What is there all the time.
+    pub kept: u64,
     /// Where neighbours are as fast as each other.
     pub expected: u64,
     /// Whatever the pace of the neighbours.
@@ -76,7 +90,8 @@ pub struct DeviceMemory {
 }
 
 impl MemoryPlan {
-    /// The plan of a schedule, from what the devices of each stage hold.
+    /// The plan of a schedule, from what the devices of each stage hold, where each stage takes what the one before
+    /// it gives.
     ///
     /// # Errors
     ///
@@ -89,21 +104,50 @@ impl MemoryPlan {
         schedule: &Schedule,
         stages: &[BTreeMap<DeviceId, StageBytes>],
     ) -> Result<Self, ScheduleError> {
+        let on =
+            |stage: usize, bytes: &StageBytes| OnDevice::in_chain(*bytes, stage, stage + 1 == stages.len());
+        let stages: Vec<BTreeMap<DeviceId, OnDevice>> = stages
+            .iter()
+            .enumerate()
+            .map(|(stage, devices)| {
+                devices.iter().map(|(device, bytes)| (*device, on(stage, bytes))).collect()
+            })
+            .collect();
+        Self::of_net(schedule, &stages)
+    }
+
+    /// The same, whatever goes from which stage to which.
+    pub(super) fn of_net(
+        schedule: &Schedule,
+        stages: &[BTreeMap<DeviceId, OnDevice>],
+    ) -> Result<Self, ScheduleError> {
         assert_eq!(schedule.stages(), stages.len(), "stages of schedule {}", schedule.name());
-        let order = schedule.global_order()?;
-        let (times, reach) = (Times::new(schedule, &order), Reach::new(schedule, &order));
-        let mut found = BTreeMap::new();
-        for device in stages.iter().flat_map(BTreeMap::keys) {
-            found.entry(*device).or_insert_with(|| {
-                let mine: Vec<_> = stages.iter().map(|devices| devices.get(device).copied()).collect();
-                let of = |stage: usize| mine[stage];
-                DeviceMemory {
-                    expected: expected(schedule, &times, of),
-                    at_most: at_most(schedule, &reach, of),
-                }
-            });
+        let lanes = lanes(schedule, stages);
+        let any = |stage: usize, what: fn(&StageBytes) -> bool| {
+            stages[stage].values().any(|device| what(&device.bytes))
+        };
+        let of = |stage: usize| StagePace {
+            lane: lanes[stage],
+            recomputes: any(stage, |bytes| bytes.recomputes),
+            fuses: any(stage, |bytes| bytes.fuses),
+        };
+        let paces: Vec<StagePace> = (0..stages.len()).map(of).collect();
+        let pace = Pace::new(schedule, &paces)?;
+        let mut found: BTreeMap<DeviceId, (usize, u64, Vec<Hold>)> = BTreeMap::new();
+        for (stage, devices) in stages.iter().enumerate() {
+            for (device, on) in devices {
+                let (lane, kept, all) = found.entry(*device).or_default();
+                *lane = lanes[stage];
+                *kept += on.bytes.kept;
+                all.extend(holds(&pace, stage, on, schedule.microbatches(), paces[stage].fuses));
+            }
         }
-        Ok(Self { devices: found })
+        let memory = |(lane, kept, holds): (usize, u64, Vec<Hold>)| DeviceMemory {
+            kept,
+            expected: kept + most(holds.iter().map(|hold| (hold.bytes, hold.expected(&pace)))),
+            at_most: kept + most(holds.iter().map(|hold| (hold.bytes, hold.at_most(&pace, lane)))),
+        };
+        Ok(Self { devices: found.into_iter().map(|(device, of)| (device, memory(of))).collect() })
     }
 
     /// Each device's memory, in the order of their numbers.
@@ -115,269 +159,56 @@ impl MemoryPlan {
     pub fn of(&self, devices: &[DeviceId]) -> DeviceMemory {
         let found = devices.iter().filter_map(|device| self.devices.get(device));
         found.fold(DeviceMemory::default(), |sum, one| DeviceMemory {
+            kept: sum.kept + one.kept,
             expected: sum.expected + one.expected,
             at_most: sum.at_most + one.at_most,
         })
     }
 }
 
-/// What a pass takes a time of, so that moves are short beside it.
-const PASS: u64 = 1 << 20;
-/// What a move takes.
-const MOVE: u64 = 1;
-
-/// When each action begins and ends.
-struct Times {
-    of: BTreeMap<Action, (u64, u64)>,
-}
-
-impl Times {
-    fn new(schedule: &Schedule, order: &[Action]) -> Self {
-        let mut times = Self { of: BTreeMap::new() };
-        let mut free = vec![0; schedule.ranks()];
-        for action in order {
-            let rank = schedule.rank_of(action.stage);
-            let ready = schedule.needs(*action).map(|need| {
-                let (_, end) = match need.kind {
-                    // An input gradient goes its way before the weight gradient begins.
-                    ActionKind::BackwardInput => times.input_gradient(need.stage, need.microbatch),
-                    _ => times.forward(need.stage, need.microbatch),
-                };
-                end + if need.stage == action.stage { 0 } else { MOVE }
-            });
-            let start = ready.max().unwrap_or(0).max(free[rank]);
-            let end = start + if action.kind == ActionKind::Backward { 2 * PASS } else { PASS };
-            free[rank] = end;
-            times.of.insert(*action, (start, end));
-        }
-        times
-    }
-
-    /// When an input gradient begins and ends, whoever makes it.
-    fn input_gradient(&self, stage: usize, microbatch: usize) -> (u64, u64) {
-        match self.of.get(&Action { stage, kind: ActionKind::BackwardInput, microbatch }) {
-            Some(times) => *times,
-            // The first half of both.
-            None => {
-                let both = Action { stage, kind: ActionKind::Backward, microbatch };
-                self.of.get(&both).map_or((0, 0), |(start, end)| (*start, end - PASS))
+/// For each stage a number: the same where stages run one at a time, because they are on one rank or share a device.
+fn lanes(schedule: &Schedule, stages: &[BTreeMap<DeviceId, OnDevice>]) -> Vec<usize> {
+    let mut lanes: Vec<usize> = (0..stages.len()).map(|stage| schedule.rank_of(stage)).collect();
+    let mut lane_of: BTreeMap<DeviceId, usize> = BTreeMap::new();
+    for (stage, devices) in stages.iter().enumerate() {
+        for device in devices.keys() {
+            let (one, other) = (*lane_of.entry(*device).or_insert(lanes[stage]), lanes[stage]);
+            if one != other {
+                let (low, high) = (one.min(other), one.max(other));
+                lanes
+                    .iter_mut()
+                    .chain(lane_of.values_mut())
+                    .filter(|lane| **lane == high)
+                    .for_each(|lane| *lane = low);
             }
         }
     }
+    lanes
+}
 
-    fn weight_gradient(&self, stage: usize, microbatch: usize) -> (u64, u64) {
-        match self.of.get(&Action { stage, kind: ActionKind::BackwardWeight, microbatch }) {
-            Some(times) => *times,
-            None => {
-                let both = Action { stage, kind: ActionKind::Backward, microbatch };
-                self.of.get(&both).map_or((0, 0), |(start, end)| (start + PASS, *end))
-            }
+/// The most that is there at a time, of bytes that are there from a time until another.
+fn most<T: Copy + Ord>(held: impl Iterator<Item = (u64, (T, T))>) -> u64 {
+    // At a time first what goes, then what comes.
+    let mut events: Vec<(T, bool, u64)> = Vec::new();
+    for (bytes, (from, until)) in held.filter(|(_, (from, until))| from < until) {
+        events.extend([(from, true, bytes), (until, false, bytes)]);
+    }
+    events.sort_unstable();
+    let (mut now, mut most) = (0, 0);
+    for (_, comes, bytes) in events {
+        if comes {
+            now += bytes;
+            most = most.max(now);
+        } else {
+            now -= bytes;
         }
     }
-
-    fn forward(&self, stage: usize, microbatch: usize) -> (u64, u64) {
-        self.of.get(&Action { stage, kind: ActionKind::Forward, microbatch }).copied().unwrap_or_default()
-    }
-}
-
-/// The action that makes an input gradient may make both.
-fn made_by<T>(need: Action, known: &BTreeMap<Action, T>) -> Action {
-    let both = Action { kind: ActionKind::Backward, ..need };
-    if need.kind == ActionKind::BackwardInput && known.contains_key(&both) { both } else { need }
-}
-
-/// The most that is there at a time, where every rank starts as soon as it can.
-fn expected(schedule: &Schedule, times: &Times, of: impl Fn(usize) -> Option<StageBytes>) -> u64 {
-    let mut curve = Curve::default();
-    let last = schedule.stages() - 1;
-    for stage in 0..schedule.stages() {
-        let Some(bytes) = of(stage) else { continue };
-        let count = schedule.microbatches();
-        curve.whole(bytes.kept);
-        let (mut first_weight, mut last_weight, mut last_read) = (u64::MAX, 0, 0);
-        for microbatch in 0..count {
-            let forward = times.forward(stage, microbatch);
-            let input = times.input_gradient(stage, microbatch);
-            let weight = times.weight_gradient(stage, microbatch);
-            first_weight = first_weight.min(weight.0);
-            last_weight = last_weight.max(weight.1);
-            last_read = last_read.max(forward.1).max(input.1);
-            curve.held(bytes.brought, 0, forward.1);
-            if stage > 0 {
-                let came = times.forward(stage - 1, microbatch).1 + MOVE;
-                curve.held(bytes.input, came, forward.1);
-                let went = if bytes.lends_input_gradient {
-                    times.input_gradient(stage - 1, microbatch).1 + MOVE
-                } else {
-                    input.1 + 2 * MOVE
-                };
-                curve.held(bytes.input_gradient, input.0, went);
-            }
-            if stage < last {
-                let came = times.input_gradient(stage + 1, microbatch).1 + MOVE;
-                curve.held(bytes.output_gradient, came, input.1);
-                let went = if bytes.lends_output {
-                    times.forward(stage + 1, microbatch).1 + MOVE
-                } else {
-                    forward.1 + 2 * MOVE
-                };
-                curve.held(bytes.output, forward.0, went);
-            } else {
-                curve.held(bytes.output, forward.0, u64::MAX);
-            }
-            curve.held(bytes.residual - bytes.kept_residual, forward.0, input.1);
-            curve.held(bytes.kept_residual, forward.0, weight.1);
-            curve.held(bytes.weight_residual - bytes.kept_residual, input.0, weight.1);
-        }
-        curve.held(bytes.gathered, 0, last_read);
-        let gone = if bytes.reduced > 0 { last_weight + MOVE } else { u64::MAX };
-        curve.held(bytes.gradients, first_weight, gone);
-        curve.held(bytes.reduced, last_weight, u64::MAX);
-    }
-    curve.most()
-}
-
-/// Bytes over time.
-#[derive(Default)]
-struct Curve {
-    whole: u64,
-    /// At a time first what goes, then what comes.
-    events: Vec<(u64, bool, u64)>,
-}
-
-impl Curve {
-    fn whole(&mut self, bytes: u64) {
-        self.whole += bytes;
-    }
-
-    fn held(&mut self, bytes: u64, from: u64, until: u64) {
-        if bytes > 0 && from < until {
-            self.events.extend([(from, true, bytes), (until, false, bytes)]);
-        }
-    }
-
-    fn most(mut self) -> u64 {
-        self.events.sort_unstable();
-        let (mut now, mut most) = (self.whole, self.whole);
-        for (_, comes, bytes) in self.events {
-            if comes {
-                now += bytes;
-                most = most.max(now);
-            } else {
-                now -= bytes;
-            }
-        }
-        most
-    }
-}
-
-/// What is over, and what cannot have begun, when an action runs.
-struct Reach {
-    /// For each action its place in its rank's row and, by rank, how many actions of that rank's row surely are
-    /// over when it begins.
-    of: BTreeMap<Action, (usize, Vec<usize>)>,
-}
-
-impl Reach {
-    fn new(schedule: &Schedule, order: &[Action]) -> Self {
-        let mut of: BTreeMap<Action, (usize, Vec<usize>)> = BTreeMap::new();
-        // By rank, what is over after its last action so far.
-        let mut after = vec![vec![0; schedule.ranks()]; schedule.ranks()];
-        for action in order {
-            let rank = schedule.rank_of(action.stage);
-            let mut over = after[rank].clone();
-            for need in schedule.needs(*action) {
-                let need = made_by(need, &of);
-                let Some((place, before)) = of.get(&need) else { continue };
-                over.iter_mut().zip(before).for_each(|(over, before)| *over = (*over).max(*before));
-                let on = schedule.rank_of(need.stage);
-                over[on] = over[on].max(place + 1);
-            }
-            let place = over[rank];
-            after[rank].clone_from(&over);
-            after[rank][rank] = place + 1;
-            of.insert(*action, (place, over));
-        }
-        Self { of }
-    }
-
-    fn action(&self, stage: usize, kind: ActionKind, microbatch: usize) -> Action {
-        let action = Action { stage, kind, microbatch };
-        let both = Action { kind: ActionKind::Backward, ..action };
-        if kind != ActionKind::Forward && self.of.contains_key(&both) { both } else { action }
-    }
-
-    /// Whether `other` is over before `action` begins, whatever the pace.
-    fn is_over(&self, schedule: &Schedule, other: Action, action: Action) -> bool {
-        let ((place, _), (_, over)) = (&self.of[&other], &self.of[&action]);
-        *place < over[schedule.rank_of(other.stage)]
-    }
-}
-
-/// The most that can be there while an action of the device runs.
-fn at_most(schedule: &Schedule, reach: &Reach, of: impl Fn(usize) -> Option<StageBytes>) -> u64 {
-    use ActionKind::{BackwardInput, BackwardWeight, Forward};
-    let last = schedule.stages() - 1;
-    let stages: Vec<(usize, StageBytes)> =
-        (0..schedule.stages()).filter_map(|stage| Some((stage, of(stage)?))).collect();
-    let count = schedule.microbatches();
-    let kept: u64 = stages.iter().map(|(_, bytes)| bytes.kept).sum();
-    let during = |now: Action| {
-        // Of this and other ranks: over for sure, or perhaps begun.
-        let over = |other: Action| other != now && reach.is_over(schedule, other, now);
-        let begun = |other: Action| other == now || !reach.is_over(schedule, now, other);
-        // A pass of this device has begun, and not ended, or ended: these are known.
-        let mine_begun = |other: Action| other == now || over(other);
-        let mut sum = kept;
-        for (stage, bytes) in &stages {
-            let stage = *stage;
-            let mut weights_begun = false;
-            let mut weights_left = false;
-            for microbatch in 0..count {
-                let of = |stage, kind| reach.action(stage, kind, microbatch);
-                let (forward, input, weight) =
-                    (of(stage, Forward), of(stage, BackwardInput), of(stage, BackwardWeight));
-                weights_begun |= mine_begun(weight);
-                weights_left |= !over(weight);
-                let mut add = |bytes: u64, held: bool| sum += if held { bytes } else { 0 };
-                add(bytes.brought, !over(forward));
-                if stage > 0 {
-                    add(bytes.input, begun(of(stage - 1, Forward)) && !over(forward));
-                    let left = !over(of(stage - 1, BackwardInput));
-                    add(bytes.input_gradient, mine_begun(input) && left);
-                }
-                if stage < last {
-                    add(bytes.output_gradient, begun(of(stage + 1, BackwardInput)) && !over(input));
-                    add(bytes.output, mine_begun(forward) && !over(of(stage + 1, Forward)));
-                } else {
-                    add(bytes.output, mine_begun(forward));
-                }
-                add(bytes.residual - bytes.kept_residual, mine_begun(forward) && !over(input));
-                add(bytes.kept_residual, mine_begun(forward) && !over(weight));
-                add(bytes.weight_residual - bytes.kept_residual, mine_begun(input) && !over(weight));
-            }
-            sum += bytes.gathered;
-            if weights_begun {
-                sum += bytes.gradients;
-            }
-            if !weights_left || reduces_now(reach, now, stage, count) {
-                sum += bytes.reduced;
-            }
-        }
-        sum
-    };
-    let mine = |action: &Action| stages.iter().any(|(stage, _)| *stage == action.stage);
-    reach.of.keys().copied().filter(mine).map(during).max().unwrap_or(kept)
-}
-
-/// Whether this may be the last weight gradient of a stage: its gradients are put away as it ends.
-fn reduces_now(reach: &Reach, now: Action, stage: usize, count: usize) -> bool {
-    let place = |microbatch| reach.of[&reach.action(stage, ActionKind::BackwardWeight, microbatch)].0;
-    now.stage == stage && (0..count).all(|microbatch| place(microbatch) <= reach.of[&now].0)
+    most
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::schedule::{Action, ActionKind};
     use super::*;
 
     fn plan(schedule: &Schedule, stages: &[StageBytes]) -> Vec<(u64, u64)> {

@@ -6,13 +6,18 @@
 //! issues everything in one global order whose part on each rank is the schedule's. No second description of
 //! a run exists. Buffers are dropped at the action after which nobody needs them.
 
+mod ascending;
 pub mod check;
 mod costs;
 pub mod flow;
+mod holds;
 mod kernels;
+mod links;
 mod lower;
 mod lower_comms;
 mod memory;
+mod net;
+mod pace;
 mod replay;
 mod run;
 mod schedule;
@@ -27,11 +32,14 @@ mod wired;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
+use std::panic::Location;
 
 pub use costs::{Costs, StageCosts};
+pub use links::{Output, Outputs};
 pub use lower::{LowerError, Lowered, Step, StepKind, lower, lower_cells, lower_late};
 pub use lower_comms::lower_comms;
 pub use memory::{DeviceMemory, MemoryPlan, StageBytes};
+use net::Net;
 use replay::Kept;
 pub use run::{Gradients, Microbatch, StepOutput};
 pub use schedule::{Action, ActionKind, Builtin, Placement, Schedule, ScheduleError};
@@ -41,7 +49,7 @@ pub use sidecar::{Sidecar, SidecarError};
 pub use stage::{Declared, Loss, Placed, PlacedShape, Stage, StageSignature};
 pub use storage::Storage;
 pub use text::{Cell, CellFault, Entry, Flavour, Text, TextError};
-use wired::{AnyStage, Bundle, Wired};
+use wired::Wired;
 
 use crate::array::MpmdArray;
 use crate::error::{Error, Result};
@@ -51,7 +59,7 @@ use crate::tree::Tree;
 
 /// Stages one after another: takes `In`, gives `Out`.
 pub struct Pipeline<In, Out> {
-    stages: Vec<Box<dyn AnyStage>>,
+    net: Net,
     replays: bool,
     /// The step that is replayed.
     kept: Option<Kept>,
@@ -66,8 +74,8 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// Where a parameter does not live on the mesh's devices.
     #[track_caller]
     pub fn first<S: Stage<In = In, Out = Out>>(stage: S, mesh: &Mesh, params: S::Params) -> Result<Self> {
-        let stages: Vec<Box<dyn AnyStage>> = vec![Box::new(Wired::new(stage, mesh, params, true)?)];
-        Ok(Self { stages, replays: false, kept: None, types: PhantomData })
+        let net = Net::new(Box::new(Wired::new(stage, mesh, params, true)?));
+        Ok(Self { net, replays: false, kept: None, types: PhantomData })
     }
 
     /// The pipeline with one stage more.
@@ -88,13 +96,99 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// As [`Pipeline::first`].
     #[track_caller]
     pub fn then<S: Stage<In = Out>>(
-        mut self,
+        self,
         stage: S,
         mesh: &Mesh,
         params: S::Params,
     ) -> Result<Pipeline<In, S::Out>> {
-        self.stages.push(Box::new(Wired::new(stage, mesh, params, false)?));
-        Ok(Pipeline { stages: self.stages, replays: self.replays, kept: None, types: PhantomData })
+        let output = self.output();
+        self.then_from(stage, mesh, params, &output)
+    }
+
+    /// The outputs of the last stage so far, for a later stage to take beside those of the stage before it.
+    pub fn output(&self) -> Output<Out> {
+        Output::new(self.net.stages.len() - 1, self.net.identity.clone())
+    }
+
+    /// As [`Pipeline::then`], for a stage that takes outputs of any earlier stages: skip connections.
+    ///
+    /// Each output goes where it is wanted as soon as it was computed, and is kept there until the stage reads it.
+    /// The gradients of an output that several stages take are added up in the order of these stages, before the
+    /// input gradient of the stage that gave it. What nobody takes has no gradient, so that every output of every
+    /// stage but the last must be taken by one: this is seen with the first microbatch.
+    ///
+    /// ```
+    /// # use mpmd_core::pipeline::{Pipeline, Stage};
+    /// # use mpmd_core::prelude::*;
+    /// # type Images = MpmdArray;
+    /// /// The last of three stages sees what the first one gave, too.
+    /// fn wire<Down, Mid, Up>(
+    ///     (down, mid, up): (Down, Mid, Up),
+    ///     (a, b, c): (Down::Params, Mid::Params, Up::Params),
+    ///     meshes: &[Mesh],
+    /// ) -> Result<Pipeline<Images, Up::Out>>
+    /// where
+    ///     Down: Stage<In = Images, Out = MpmdArray>,
+    ///     Mid: Stage<In = MpmdArray, Out = MpmdArray>,
+    ///     Up: Stage<In = (MpmdArray, MpmdArray)>,
+    /// {
+    ///     let pipeline = Pipeline::first(down, &meshes[0], a)?;
+    ///     let early = pipeline.output();
+    ///     let pipeline = pipeline.then(mid, &meshes[1], b)?;
+    ///     let late = pipeline.output();
+    ///     pipeline.then_from(up, &meshes[2], c, &(late, early))
+    /// }
+    /// # use mpmd_core::topology::Mesh;
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`Pipeline::first`], and where an output is another pipeline's.
+    #[track_caller]
+    pub fn then_from<S: Stage<In = X::In>, X: Outputs>(
+        mut self,
+        stage: S,
+        mesh: &Mesh,
+        params: S::Params,
+        from: &X,
+    ) -> Result<Pipeline<In, S::Out>> {
+        let feed = from.feed().checked(stage.name(), &self.net.identity)?;
+        self.net.push(Box::new(Wired::new(stage, mesh, params, false)?), feed);
+        Ok(Pipeline { net: self.net, replays: self.replays, kept: None, types: PhantomData })
+    }
+
+    /// Has one stage use another's parameter as one of its own: tied weights. Both are known by stage and path.
+    ///
+    /// `owner` goes on storing it. `user` has its own no more, neither in [`Pipeline::params`] nor among the
+    /// gradients: each step puts the owner's values to the sharding that the user's kernels compute with, and adds
+    /// the user's gradients to the owner's after all its own; of several users in the order of their stages.
+    ///
+    /// # Errors
+    ///
+    /// Where there is no such stage or parameter, their shapes differ, both are of one stage, or one of them is
+    /// tied already so that the values would go a way of two steps.
+    pub fn tie(&mut self, owner: (usize, &str), user: (usize, &str)) -> Result<()> {
+        self.kept = None;
+        self.net.tie(owner, user)
+    }
+
+    /// Whether a stage keeps no residuals from its forward pass, but its input, and computes the forward pass once
+    /// more right before the input gradient. Off by default. The bits are the same; the memory is that of the
+    /// input for each microbatch between its passes, and of the residuals for one.
+    ///
+    /// # Panics
+    ///
+    /// Where there is no such stage.
+    pub fn recompute(&mut self, stage: usize, yes: bool) {
+        (self.net.recomputes[stage], self.kept) = (yes, None);
+    }
+
+    /// Whether weight gradients are computed in ascending order of microbatches also where the schedule has them
+    /// in another: one that comes before its turn waits, with its weight residuals, until the one of the
+    /// microbatch before it is done. Then gradients are the same to the bit as with schedules that have them in
+    /// this order. Off by default. What it costs is in [`Pipeline::memory`].
+    pub fn buffer_gradients(&mut self, yes: bool) {
+        (self.net.ascending, self.kept) = (yes, None);
     }
 
     /// Whether training steps are recorded and replayed, so that a process spends no time on what others do: the
@@ -107,7 +201,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
 
     /// Number of stages.
     pub fn stages(&self) -> usize {
-        self.stages.len()
+        self.net.stages.len()
     }
 
     /// The mesh of a stage.
@@ -116,7 +210,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     ///
     /// Where there is no such stage.
     pub fn mesh(&self, stage: usize) -> &Mesh {
-        self.stages[stage].mesh()
+        self.net.stages[stage].mesh()
     }
 
     /// Has a stage's kernels compute with parameters in other shardings than those that they have now, which
@@ -132,30 +226,32 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// Where there is no such stage.
     pub fn store(&mut self, stage: usize, storage: Storage) -> Result<()> {
         self.kept = None;
-        self.stages[stage].store(storage)
+        self.net.stages[stage].store(storage)
     }
 
-    /// A stage's parameters with their paths, in leaf order, as they are stored.
+    /// The parameters that a stage stores, with their paths, in leaf order, as they are stored.
     ///
     /// # Panics
     ///
     /// Where there is no such stage.
     pub fn params(&self, stage: usize) -> Vec<(String, MpmdArray)> {
-        let Bundle { structure, leaves } = self.stages[stage].params();
-        structure.paths().into_iter().zip(leaves).collect()
+        let stage = &self.net.stages[stage];
+        let paths = stage.paths();
+        let own = stage.own().into_iter().map(|place| paths[place].clone());
+        own.zip(stage.params()).collect()
     }
 
     /// Puts other parameters in place, in leaf order: those that an optimiser has made.
     ///
     /// # Errors
     ///
-    /// Where there are more or fewer than the stage has.
+    /// Where there are more or fewer than the stage stores.
     ///
     /// # Panics
     ///
     /// Where there is no such stage.
     pub fn set_params(&mut self, stage: usize, params: Vec<MpmdArray>) -> Result<()> {
-        self.stages[stage].set_params(params)
+        self.net.stages[stage].set_params(params)
     }
 
     /// Runs one batch forward through all stages; nothing is kept for a backward pass.
@@ -165,7 +261,27 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// As the `jit` and `device_put` calls that it makes.
     #[track_caller]
     pub fn forward(&mut self, program: &mut Program, microbatch: Microbatch<In>) -> Result<Out> {
-        run::forward(&mut self.stages, program, microbatch.into_parts())
+        let net = &mut self.net;
+        issue(program, Location::caller(), |program| run::forward(net, program, microbatch.into_parts()))
+    }
+
+    /// Runs the forward passes of a schedule, in its order; nothing is kept for backward passes, and those that the
+    /// schedule has are left out. Returns at once, with the last stage's outputs of each microbatch.
+    ///
+    /// # Errors
+    ///
+    /// Where the schedule is for another number of stages or microbatches, where side inputs do not fit, and as the
+    /// `jit` and `device_put` calls that it makes.
+    #[track_caller]
+    pub fn forward_all(
+        &mut self,
+        program: &mut Program,
+        schedule: &Schedule,
+        microbatches: Vec<Microbatch<In>>,
+    ) -> Result<Vec<Out>> {
+        let parts = microbatches.into_iter().map(Microbatch::into_parts).collect();
+        let net = &mut self.net;
+        issue(program, Location::caller(), |program| run::forward_all(net, program, schedule, parts))
     }
 }
 
@@ -187,9 +303,36 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         microbatch: &MicrobatchShapes<In>,
         beside: &[MpmdArray],
     ) -> Result<MemoryPlan> {
-        let parts = microbatch.parts();
-        let stages = shapes::stage_bytes(&self.stages, program, schedule, parts, beside, &mut |bytes| bytes)?;
-        MemoryPlan::new(schedule, &stages).map_err(|error| Error::kernel(error.to_string()))
+        self.plan(program, schedule, std::slice::from_ref(microbatch), beside, &mut |bytes| bytes)
+    }
+
+    /// As [`Pipeline::memory`], where microbatches have different shapes: of each array the largest that any of
+    /// them has.
+    ///
+    /// # Errors
+    ///
+    /// As [`Pipeline::memory`].
+    pub fn memory_of(
+        &self,
+        program: &Program,
+        schedule: &Schedule,
+        microbatches: &[MicrobatchShapes<In>],
+        beside: &[MpmdArray],
+    ) -> Result<MemoryPlan> {
+        self.plan(program, schedule, microbatches, beside, &mut |bytes| bytes)
+    }
+
+    fn plan(
+        &self,
+        program: &Program,
+        schedule: &Schedule,
+        microbatches: &[MicrobatchShapes<In>],
+        beside: &[MpmdArray],
+        counts: &mut dyn FnMut(u64) -> u64,
+    ) -> Result<MemoryPlan> {
+        let schedule = run::effective(&self.net, schedule)?;
+        let stages = shapes::stage_bytes(&self.net, program, &schedule, microbatches, beside, counts)?;
+        MemoryPlan::of_net(&schedule, &stages).map_err(|error| Error::kernel(error.to_string()))
     }
 
     /// Has the devices of this process map now what a training step may need at most, whatever the pace of the
@@ -209,28 +352,22 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         beside: &[MpmdArray],
     ) -> Result<()> {
         let mut classes = BTreeSet::new();
-        let plan = |counts: &mut dyn FnMut(u64) -> u64| {
-            let stages =
-                shapes::stage_bytes(&self.stages, program, schedule, microbatch.parts(), beside, counts)?;
-            let plan =
-                MemoryPlan::new(schedule, &stages).map_err(|error| Error::kernel(error.to_string()))?;
-            Ok::<_, Error>((plan, stages))
-        };
-        plan(&mut |bytes| {
+        let microbatches = std::slice::from_ref(microbatch);
+        self.plan(program, schedule, microbatches, beside, &mut |bytes| {
             classes.insert(bytes);
             bytes
         })?;
-        let params = self.stages.iter().flat_map(|stage| stage.params().leaves);
+        let params = self.net.stages.iter().flat_map(|stage| stage.params());
         for array in params.chain(beside.iter().cloned()) {
             array.block_until_ready()?;
         }
         let mut blocks: BTreeMap<DeviceId, Vec<u64>> = BTreeMap::new();
         for class in classes {
-            let (plan, stages) = plan(&mut |bytes| if bytes == class { bytes } else { 0 })?;
+            let plan = self.plan(program, schedule, microbatches, beside, &mut |bytes| {
+                if bytes == class { bytes } else { 0 }
+            })?;
             for (device, memory) in plan.devices() {
-                let kept: u64 =
-                    stages.iter().filter_map(|stage| stage.get(&device)).map(|one| one.kept).sum();
-                let more = memory.at_most.saturating_sub(kept) / class;
+                let more = memory.at_most.saturating_sub(memory.kept) / class;
                 blocks.entry(device).or_default().extend((0..more).map(|_| class));
             }
         }
@@ -255,10 +392,28 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         microbatches: Vec<Microbatch<In>>,
     ) -> Result<StepOutput> {
         let parts = microbatches.into_iter().map(Microbatch::into_parts).collect();
+        let (kept, net) = (&mut self.kept, &mut self.net);
         // Within a step that is recorded as a whole there is nothing to record by itself.
-        if self.replays && program.recording.is_none() {
-            return replay::train_step(&mut self.kept, &mut self.stages, program, schedule, parts);
-        }
-        run::train_step(&mut self.stages, program, schedule, parts)
+        let replays = self.replays && program.recording.is_none();
+        issue(program, Location::caller(), |program| {
+            if replays {
+                return replay::train_step(kept, net, program, schedule, parts);
+            }
+            run::train_step(net, program, schedule, parts)
+        })
     }
+}
+
+/// Has what `f` issues come from the user's line, and be labelled by the runner.
+fn issue<T>(
+    program: &mut Program,
+    at: &'static Location<'static>,
+    f: impl FnOnce(&mut Program) -> Result<T>,
+) -> Result<T> {
+    let before = (program.set_label(None), program.caller(at));
+    let caller = program.set_caller(Some(before.1));
+    let result = f(program);
+    program.set_label(before.0);
+    program.set_caller(caller);
+    result
 }

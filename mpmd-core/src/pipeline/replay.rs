@@ -1,9 +1,10 @@
 //! Training steps that are recorded once and replayed: [`Pipeline::replay`](super::Pipeline::replay).
 
+use super::net::Net;
 use super::run::{self, Parts, StepOutput};
 use super::schedule::Schedule;
 use super::stage::Loss;
-use super::wired::{AnyStage, Bundle};
+use super::wired::Bundle;
 use crate::array::MpmdArray;
 use crate::error::Result;
 use crate::program::Program;
@@ -18,10 +19,10 @@ pub(super) struct Kept {
     given: Given,
 }
 
-/// Which of a step's inputs is what: the parameters of the stages, then the microbatches.
+/// Which of a step's inputs is what: the parameters of the stages, as many as each stores, then the microbatches.
 #[derive(Eq, PartialEq)]
 struct Form {
-    params: Vec<Structure>,
+    params: Vec<usize>,
     /// The input, and the side inputs with their stages, in order.
     microbatches: Vec<(Structure, Vec<(usize, Structure)>)>,
 }
@@ -33,15 +34,14 @@ struct Given {
 }
 
 /// Replays the step that is kept where it is this one, else records this one.
-#[track_caller]
 pub(super) fn train_step(
     kept: &mut Option<Kept>,
-    stages: &mut [Box<dyn AnyStage>],
+    net: &mut Net,
     program: &mut Program,
     schedule: &Schedule,
     microbatches: Vec<Parts>,
 ) -> Result<StepOutput> {
-    let (form, inputs) = Form::take_apart(stages, microbatches);
+    let (form, inputs) = Form::take_apart(net, microbatches);
     if let Some(Kept { schedule: known, form: of, recorded, given }) = kept
         && *known == *schedule
         && *of == form
@@ -52,8 +52,8 @@ pub(super) fn train_step(
     *kept = None;
     let mut given = Given { losses: 0, paths: Vec::new() };
     let (results, recorded) = program.record(inputs, |program, inputs| {
-        let microbatches = form.put_together(stages, inputs)?;
-        let output = run::train_step(stages, program, schedule, microbatches)?;
+        let microbatches = form.put_together(net, inputs)?;
+        let output = run::train_step(net, program, schedule, microbatches)?;
         let results;
         (given, results) = Given::take_apart(output);
         Ok(results)
@@ -64,13 +64,18 @@ pub(super) fn train_step(
 }
 
 impl Form {
-    fn take_apart(stages: &[Box<dyn AnyStage>], microbatches: Vec<Parts>) -> (Self, Vec<MpmdArray>) {
+    fn take_apart(net: &Net, microbatches: Vec<Parts>) -> (Self, Vec<MpmdArray>) {
         let mut all = Vec::new();
+        let mut params = Vec::with_capacity(net.stages.len());
+        for stage in &net.stages {
+            let own = stage.params();
+            params.push(own.len());
+            all.extend(own);
+        }
         let mut take = |Bundle { structure, leaves }: Bundle| {
             all.extend(leaves);
             structure
         };
-        let params = stages.iter().map(|stage| take(stage.params())).collect();
         let one = |Parts { x, side }: Parts| {
             let x = take(x);
             let mut side: Vec<(usize, Bundle)> = side.into_iter().collect();
@@ -82,15 +87,15 @@ impl Form {
     }
 
     /// Puts the parameters in place; the microbatches.
-    fn put_together(&self, stages: &mut [Box<dyn AnyStage>], all: Vec<MpmdArray>) -> Result<Vec<Parts>> {
+    fn put_together(&self, net: &mut Net, all: Vec<MpmdArray>) -> Result<Vec<Parts>> {
         let mut all = all.into_iter();
+        for (stage, own) in net.stages.iter_mut().zip(&self.params) {
+            stage.set_params(all.by_ref().take(*own).collect())?;
+        }
         let mut bundle = |structure: &Structure| {
             let leaves = all.by_ref().take(structure.leaves()).collect();
             Bundle { structure: structure.clone(), leaves }
         };
-        for (stage, structure) in stages.iter_mut().zip(&self.params) {
-            stage.set_params(bundle(structure).leaves)?;
-        }
         let one = |(x, side): &(Structure, Vec<(usize, Structure)>)| Parts {
             x: bundle(x),
             side: side.iter().map(|(stage, structure)| (*stage, bundle(structure))).collect(),

@@ -2,16 +2,21 @@
 
 use std::collections::HashMap;
 
-use super::schedule::{ActionKind, Schedule};
+use super::kernels::AddArrays;
+use super::links::check_all_read;
+use super::net::{Net, label};
+use super::schedule::{Action, ActionKind, Schedule};
 use super::stage::Loss;
+use super::storage::put_each;
 use super::wired::{AnyStage, Bundle};
 use crate::array::MpmdArray;
 use crate::aval::{DType, ShapedArray};
 use crate::error::{Error, Result};
 use crate::jit::Jit;
 use crate::kernel::{Context, Kernel, Signature, View, ViewMut};
-use crate::program::{Label, Program, Role};
-use crate::tree::{Empty, Tree};
+use crate::program::{Program, Role};
+use crate::sharding::Sharding;
+use crate::tree::{Empty, Structure, Tree};
 
 /// What one microbatch brings: the pipeline's input, and side inputs of stages.
 pub struct Microbatch<In> {
@@ -43,7 +48,8 @@ impl<In: Tree<Leaf = MpmdArray>> Microbatch<In> {
     }
 }
 
-/// A stage's gradients, summed over the microbatches: paths and arrays in the order of its parameters.
+/// A stage's gradients, summed over the microbatches: paths and arrays in the order of the parameters that it
+/// stores.
 pub type Gradients = Vec<(String, MpmdArray)>;
 
 /// What a training step gives.
@@ -88,6 +94,7 @@ impl Kernel for AddLoss {
 }
 
 /// How many passes of a step are still to come at a stage.
+#[derive(Clone, Copy, Default)]
 struct Uses {
     /// Those that read its parameters.
     params: usize,
@@ -95,200 +102,414 @@ struct Uses {
     weights: usize,
 }
 
-/// What is under way between the passes of one step, by stage and microbatch.
+/// What a microbatch has at a stage between its passes.
 #[derive(Default)]
-struct Flight {
-    inputs: HashMap<(usize, usize), Bundle>,
-    residuals: HashMap<(usize, usize), Bundle>,
-    output_gradients: HashMap<(usize, usize), Bundle>,
-    weight_residuals: HashMap<(usize, usize), Bundle>,
-    sides: HashMap<(usize, usize), Bundle>,
+struct Held {
+    /// The parts of its input that have come.
+    parts: Vec<Option<Bundle>>,
+    /// The input that the forward pass is computed from again.
+    x: Option<Bundle>,
+    side: Option<Bundle>,
+    /// Which of the stage's kernels are for its shapes.
+    kernels: usize,
+    /// How many leaves each part of the input has.
+    leaves: Vec<usize>,
+    outputs: Option<Structure>,
+    residual: Option<Bundle>,
+    /// Gradients of outputs that have come: from which stage and part of its input, and of which outputs.
+    gradients: Vec<Arrived>,
+    weight_residual: Option<Bundle>,
 }
 
-/// Says what the operations that follow are for.
-fn label(program: &mut Program, (stage, microbatch): (usize, Option<usize>), role: Role) {
-    let microbatch = microbatch.map(|microbatch| microbatch as u32);
-    program.set_label(Some(Label { stage: stage as u32, microbatch, role }));
+struct Arrived {
+    from: (usize, usize),
+    first: usize,
+    gradient: Bundle,
 }
 
-#[track_caller]
+/// A step under way.
+struct Step<'a> {
+    net: &'a mut Net,
+    program: &'a mut Program,
+    /// By stage and microbatch.
+    held: Vec<Held>,
+    microbatches: usize,
+    gradients: Vec<Option<Bundle>>,
+    losses: Vec<Option<Loss<MpmdArray>>>,
+}
+
+/// The actions that a step takes, in order: those of the schedule.
+pub(super) fn effective(net: &Net, schedule: &Schedule) -> Result<Schedule> {
+    let wrong = |error: super::ScheduleError| Error::kernel(error.to_string());
+    if net.ascending { super::ascending::ascending(schedule).map_err(wrong) } else { Ok(schedule.clone()) }
+}
+
 pub(super) fn train_step(
-    stages: &mut [Box<dyn AnyStage>],
+    net: &mut Net,
     program: &mut Program,
     schedule: &Schedule,
     microbatches: Vec<Parts>,
 ) -> Result<StepOutput> {
-    program.runtime.trace.schedule(schedule);
-    let before = program.set_label(None);
-    let output = run_step(stages, program, schedule, microbatches);
-    program.set_label(before);
-    output
+    check(net, schedule, microbatches.len())?;
+    if !schedule.has_backward() {
+        let problem = format!("schedule {} has no backward passes to train with", schedule.name());
+        return Err(Error::kernel(problem));
+    }
+    let schedule = effective(net, schedule)?;
+    program.runtime.trace.schedule(&schedule);
+    let order = schedule.global_order();
+    let order = order.map_err(|error| Error::kernel(error.to_string()))?;
+    Step::new(net, program, microbatches).train(&order)
 }
 
-#[track_caller]
-fn run_step(
-    stages: &mut [Box<dyn AnyStage>],
+/// Each microbatch's outputs, from the forward passes of a schedule.
+pub(super) fn forward_all<Out: Tree<Leaf = MpmdArray>>(
+    net: &mut Net,
     program: &mut Program,
     schedule: &Schedule,
     microbatches: Vec<Parts>,
-) -> Result<StepOutput> {
-    if schedule.stages() != stages.len() || schedule.microbatches() != microbatches.len() {
-        return Err(Error::kernel(format!(
-            "schedule {} is for {} stages and {} microbatches; the pipeline has {} stages and was given {}",
-            schedule.name(),
-            schedule.stages(),
-            schedule.microbatches(),
-            stages.len(),
-            microbatches.len()
-        )));
-    }
-    let last = stages.len() - 1;
-    let count = microbatches.len();
-    let mut flight = Flight::default();
-    for (microbatch, parts) in microbatches.into_iter().enumerate() {
-        flight.inputs.insert((0, microbatch), parts.x);
-        let sides = parts.side.into_iter().map(|(stage, side)| ((stage, microbatch), side));
-        flight.sides.extend(sides);
-    }
-    let mut losses: Vec<Option<Loss<MpmdArray>>> = (0..count).map(|_| None).collect();
-    let mut gradients: Vec<Option<Bundle>> = stages.iter().map(|_| None).collect();
-    let order = schedule.global_order().map_err(|error| Error::kernel(error.to_string()))?;
-    let mut left: Vec<Uses> = stages.iter().map(|_| Uses { params: 2 * count, weights: count }).collect();
-    // What a step that failed has left.
-    stages.iter_mut().for_each(|stage| stage.release());
-    for action in order {
-        let key = (action.stage, action.microbatch);
-        if action.kind != ActionKind::BackwardWeight {
-            label(program, (action.stage, None), Role::Gather);
-            stages[action.stage].gather(program)?;
-        }
-        match action.kind {
-            ActionKind::Forward => {
-                let loss = forward_pass(stages, program, &mut flight, key)?;
-                if action.stage == last {
-                    losses[action.microbatch] = loss;
-                }
-            }
-            ActionKind::BackwardInput => input_pass(stages, program, &mut flight, key)?,
-            ActionKind::BackwardWeight => weight_pass(stages, program, &mut flight, key, &mut gradients)?,
-            ActionKind::Backward => {
-                input_pass(stages, program, &mut flight, key)?;
-                weight_pass(stages, program, &mut flight, key, &mut gradients)?;
-            }
-        }
-        let (stage, left) = (&mut stages[action.stage], &mut left[action.stage]);
-        let (params, weights) = match action.kind {
-            ActionKind::Forward | ActionKind::BackwardInput => (1, 0),
-            ActionKind::BackwardWeight => (0, 1),
-            ActionKind::Backward => (1, 1),
-        };
-        // The schedule was checked: each pass of each microbatch is in it once.
-        (left.params, left.weights) =
-            (left.params.saturating_sub(params), left.weights.saturating_sub(weights));
-        if left.params == 0 {
-            stage.release();
-        }
-        if weights > 0
-            && left.weights == 0
-            && let Some(finished) = gradients[action.stage].take()
-        {
-            label(program, (action.stage, None), Role::Reduce);
-            gradients[action.stage] = Some(stage.reduce(program, finished)?);
-        }
-    }
-    let losses: Vec<Loss<MpmdArray>> = losses.into_iter().flatten().collect();
-    label(program, (last, None), Role::Loss);
-    let loss = sum_losses(stages[last].as_ref(), program, &losses)?;
-    let gradients = gradients
-        .into_iter()
-        .flatten()
-        .map(|Bundle { structure, leaves }| structure.paths().into_iter().zip(leaves).collect())
-        .collect();
-    Ok(StepOutput { loss, losses, gradients })
+) -> Result<Vec<Out>> {
+    check(net, schedule, microbatches.len())?;
+    let mut order = schedule.global_order().map_err(|error| Error::kernel(error.to_string()))?;
+    order.retain(|action| action.kind == ActionKind::Forward);
+    Step::new(net, program, microbatches).forward_all(&order)
 }
 
-#[track_caller]
+/// One microbatch through one stage after another.
 pub(super) fn forward<Out: Tree<Leaf = MpmdArray>>(
-    stages: &mut [Box<dyn AnyStage>],
+    net: &mut Net,
     program: &mut Program,
     microbatch: Parts,
 ) -> Result<Out> {
-    let Parts { mut x, mut side } = microbatch;
-    stages.iter_mut().for_each(|stage| stage.release());
-    for (index, stage) in stages.iter_mut().enumerate() {
-        if index > 0 {
-            x = x.put(program, stage.input())?;
+    let pass = |stage| Action { stage, kind: ActionKind::Forward, microbatch: 0 };
+    let order: Vec<Action> = (0..net.stages.len()).map(pass).collect();
+    let outputs = Step::new(net, program, vec![microbatch]).forward_all(&order)?;
+    outputs.into_iter().next().ok_or_else(|| Error::kernel("a forward pass without outputs"))
+}
+
+fn check(net: &Net, schedule: &Schedule, microbatches: usize) -> Result<()> {
+    if schedule.stages() == net.stages.len() && schedule.microbatches() == microbatches {
+        return Ok(());
+    }
+    Err(Error::kernel(format!(
+        "schedule {} is for {} stages and {} microbatches; the pipeline has {} stages and was given {}",
+        schedule.name(),
+        schedule.stages(),
+        schedule.microbatches(),
+        net.stages.len(),
+        microbatches
+    )))
+}
+
+/// How often each stage's parameters are read, and its gradients added to.
+fn uses(stages: usize, order: &[Action]) -> Vec<Uses> {
+    let mut uses = vec![Uses::default(); stages];
+    for action in order {
+        let (params, weights) = counted(action.kind);
+        uses[action.stage].params += params;
+        uses[action.stage].weights += weights;
+    }
+    uses
+}
+
+fn counted(kind: ActionKind) -> (usize, usize) {
+    match kind {
+        ActionKind::Forward | ActionKind::BackwardInput => (1, 0),
+        ActionKind::BackwardWeight => (0, 1),
+        ActionKind::Backward => (1, 1),
+    }
+}
+
+impl<'a> Step<'a> {
+    fn new(net: &'a mut Net, program: &'a mut Program, microbatches: Vec<Parts>) -> Self {
+        let (stages, count) = (net.stages.len(), microbatches.len());
+        let mut held: Vec<Held> = (0..stages * count).map(|_| Held::default()).collect();
+        for (microbatch, parts) in microbatches.into_iter().enumerate() {
+            held[microbatch].parts = vec![Some(parts.x)];
+            for (stage, side) in parts.side {
+                if stage < stages {
+                    held[stage * count + microbatch].side = Some(side);
+                }
+            }
         }
-        let side = side.remove(&index).unwrap_or_else(nothing);
-        stage.gather(program)?;
-        x = stage.forward(program, x, side)?.0;
-        stage.release();
+        // What a step that failed has left.
+        net.release();
+        Self {
+            program,
+            held,
+            microbatches: count,
+            gradients: (0..stages).map(|_| None).collect(),
+            losses: (0..count).map(|_| None).collect(),
+            net,
+        }
     }
-    x.into_tree()
-}
 
-/// One stage's forward pass; the loss where it is the last stage's.
-fn forward_pass(
-    stages: &mut [Box<dyn AnyStage>],
-    program: &mut Program,
-    flight: &mut Flight,
-    (stage, microbatch): (usize, usize),
-) -> Result<Option<Loss<MpmdArray>>> {
-    let key = (stage, microbatch);
-    let x = take(&mut flight.inputs, key, "input")?;
-    let side = flight.sides.remove(&key).unwrap_or_else(nothing);
-    label(program, (stage, Some(microbatch)), Role::Forward);
-    let (y, residual) = stages[stage].forward(program, x, side)?;
-    flight.residuals.insert(key, residual);
-    if stage + 1 < stages.len() {
-        label(program, (stage, Some(microbatch)), Role::SendForward);
-        flight.inputs.insert((stage + 1, microbatch), y.put(program, stages[stage + 1].input())?);
-        return Ok(None);
+    fn held(&mut self, (stage, microbatch): (usize, usize)) -> &mut Held {
+        &mut self.held[stage * self.microbatches + microbatch]
     }
-    // The loss counts once, its weight not at all.
-    let loss: Loss<MpmdArray> = y.into_tree()?;
-    let seed = |value: f64| match loss.sum.dtype() {
-        DType::F64 => MpmdArray::scalar(value),
-        _ => MpmdArray::scalar(value as f32),
-    };
-    let seeds = Loss { sum: seed(1.0), weight: seed(0.0) };
-    flight.output_gradients.insert(key, Bundle::of(seeds));
-    Ok(Some(loss))
-}
 
-fn input_pass(
-    stages: &mut [Box<dyn AnyStage>],
-    program: &mut Program,
-    flight: &mut Flight,
-    (stage, microbatch): (usize, usize),
-) -> Result<()> {
-    let key = (stage, microbatch);
-    let residual = take(&mut flight.residuals, key, "residual")?;
-    let dy = take(&mut flight.output_gradients, key, "output gradient")?;
-    label(program, (stage, Some(microbatch)), Role::BackwardInput);
-    let (dx, weight_residual) = stages[stage].backward_input(program, residual, dy)?;
-    flight.weight_residuals.insert(key, weight_residual);
-    if let Some(dx) = dx
-        && stage > 0
-    {
-        label(program, (stage, Some(microbatch)), Role::SendBackward);
-        flight.output_gradients.insert((stage - 1, microbatch), dx.put(program, stages[stage - 1].output())?);
+    fn label(&mut self, (stage, microbatch): (usize, usize), role: Role) {
+        label(self.program, (stage, Some(microbatch)), role);
     }
-    Ok(())
-}
 
-fn weight_pass(
-    stages: &mut [Box<dyn AnyStage>],
-    program: &mut Program,
-    flight: &mut Flight,
-    key: (usize, usize),
-    gradients: &mut [Option<Bundle>],
-) -> Result<()> {
-    let weight_residual = take(&mut flight.weight_residuals, key, "weight residual")?;
-    label(program, (key.0, Some(key.1)), Role::BackwardWeight);
-    let so_far = gradients[key.0].take();
-    gradients[key.0] = Some(stages[key.0].backward_weight(program, weight_residual, so_far)?);
-    Ok(())
+    fn train(mut self, order: &[Action]) -> Result<StepOutput> {
+        let stages = self.net.stages.len();
+        let last = stages - 1;
+        let mut left = uses(stages, order);
+        for action in order {
+            let key = (action.stage, action.microbatch);
+            if action.kind != ActionKind::BackwardWeight {
+                self.net.gather(self.program, action.stage)?;
+            }
+            match action.kind {
+                ActionKind::Forward => {
+                    let y = self.forward_pass(key)?;
+                    if action.stage == last {
+                        self.take_loss(key, y)?;
+                    } else {
+                        self.send_outputs(key, &y)?;
+                    }
+                }
+                ActionKind::BackwardInput => self.input_pass(key)?,
+                ActionKind::BackwardWeight => self.weight_pass(key)?,
+                ActionKind::Backward if self.net.stages[action.stage].fuses() => self.both_passes(key)?,
+                ActionKind::Backward => {
+                    self.input_pass(key)?;
+                    self.weight_pass(key)?;
+                }
+            }
+            let (params, weights) = counted(action.kind);
+            let left = &mut left[action.stage];
+            (left.params, left.weights) = (left.params - params, left.weights - weights);
+            if left.params == 0 {
+                self.net.stages[action.stage].release();
+            }
+            if weights > 0 && left.weights == 0 {
+                self.reduce(action.stage)?;
+            }
+        }
+        self.add_tied()?;
+        let losses: Vec<Loss<MpmdArray>> = self.losses.into_iter().flatten().collect();
+        label(self.program, (last, None), Role::Loss);
+        let loss = sum_losses(self.net.stages[last].as_ref(), self.program, &losses)?;
+        let gradients = self.gradients.into_iter().enumerate().map(|(stage, gradients)| {
+            let stage = &self.net.stages[stage];
+            let (paths, own) = (stage.paths(), stage.own());
+            let leaves = gradients.map(|gradients| gradients.leaves).unwrap_or_default();
+            let pairs = paths.into_iter().zip(leaves).enumerate();
+            pairs.filter(|(place, _)| own.contains(place)).map(|(_, pair)| pair).collect()
+        });
+        Ok(StepOutput { loss, losses, gradients: gradients.collect() })
+    }
+
+    fn forward_all<Out: Tree<Leaf = MpmdArray>>(mut self, order: &[Action]) -> Result<Vec<Out>> {
+        let last = self.net.stages.len() - 1;
+        let mut left = uses(last + 1, order);
+        let mut outputs: Vec<Option<Out>> = (0..self.microbatches).map(|_| None).collect();
+        for Action { stage, microbatch, .. } in order.iter().copied() {
+            let key = (stage, microbatch);
+            self.net.gather(self.program, stage)?;
+            let y = self.forward_pass(key)?;
+            // Nobody comes for what a backward pass would need.
+            *self.held(key) = Held::default();
+            if stage == last {
+                outputs[microbatch] = Some(y.into_tree()?);
+            } else {
+                self.send_outputs(key, &y)?;
+            }
+            left[stage].params -= 1;
+            if left[stage].params == 0 {
+                self.net.stages[stage].release();
+            }
+        }
+        Ok(outputs.into_iter().flatten().collect())
+    }
+
+    /// One stage's forward pass: its outputs.
+    fn forward_pass(&mut self, key: (usize, usize)) -> Result<Bundle> {
+        let recomputes = self.net.recomputes[key.0];
+        let held = self.held(key);
+        let parts: Option<Vec<Bundle>> = std::mem::take(&mut held.parts).into_iter().collect();
+        let side = held.side.take().unwrap_or_else(nothing);
+        let parts = there(parts.filter(|parts| !parts.is_empty()), key, "input")?;
+        held.leaves = parts.iter().map(|part| part.leaves.len()).collect();
+        let structure = parts.iter().map(|part| part.structure.clone()).collect();
+        let structure = self.net.feeds[key.0].structure(structure);
+        let x = Bundle { structure, leaves: parts.into_iter().flat_map(|part| part.leaves).collect() };
+        if recomputes {
+            let held = self.held(key);
+            (held.x, held.side) = (Some(x.clone()), Some(side.clone()));
+        }
+        self.label(key, Role::Forward);
+        let (y, residual, kernels) = self.net.stages[key.0].forward(self.program, x, side)?;
+        let held = self.held(key);
+        held.kernels = kernels;
+        held.outputs = Some(y.structure.clone());
+        held.residual = (!recomputes).then_some(residual);
+        Ok(y)
+    }
+
+    /// Has the outputs go to all stages that read them.
+    fn send_outputs(&mut self, key: (usize, usize), y: &Bundle) -> Result<()> {
+        let (stage, microbatch) = key;
+        self.label(key, Role::SendForward);
+        let readers = &self.net.readers[stage];
+        check_all_read(
+            stage,
+            &y.structure,
+            readers.iter().map(|(to, part)| &self.net.feeds[*to].parts[*part]),
+        )?;
+        for (to, part) in readers.iter().copied() {
+            let feed = &self.net.feeds[to];
+            let moved = feed.parts[part].of(y)?.put(self.program, self.net.stages[to].input())?;
+            let parts = &mut self.held[to * self.microbatches + microbatch].parts;
+            parts.resize(feed.parts.len(), None);
+            parts[part] = Some(moved);
+        }
+        Ok(())
+    }
+
+    /// The loss counts once, its weight not at all.
+    fn take_loss(&mut self, key: (usize, usize), y: Bundle) -> Result<()> {
+        let loss: Loss<MpmdArray> = y.into_tree()?;
+        let seed = |value: f64| match loss.sum.dtype() {
+            DType::F64 => MpmdArray::scalar(value),
+            _ => MpmdArray::scalar(value as f32),
+        };
+        let gradient = Bundle::of(Loss { sum: seed(1.0), weight: seed(0.0) });
+        self.held(key).gradients.push(Arrived { from: key, first: 0, gradient });
+        self.losses[key.1] = Some(loss);
+        Ok(())
+    }
+
+    /// What a backward pass starts from: residuals, computed again where they were not kept, and the gradient of
+    /// the outputs.
+    fn backward_inputs(&mut self, key: (usize, usize)) -> Result<(Bundle, Bundle)> {
+        let residual = if self.net.recomputes[key.0] {
+            let held = self.held(key);
+            let (x, side) =
+                (there(held.x.take(), key, "input")?, there(held.side.take(), key, "side input")?);
+            self.label(key, Role::Recompute);
+            self.net.stages[key.0].forward(self.program, x, side)?.1
+        } else {
+            there(self.held(key).residual.take(), key, "residual")?
+        };
+        let dy = self.output_gradient(key)?;
+        self.label(key, Role::BackwardInput);
+        Ok((residual, dy))
+    }
+
+    /// The gradient of a stage's outputs: the sum of what its readers say, in their order.
+    fn output_gradient(&mut self, key: (usize, usize)) -> Result<Bundle> {
+        let held = self.held(key);
+        let mut all = std::mem::take(&mut held.gradients);
+        let structure = there(held.outputs.take(), key, "output")?;
+        if let [Arrived { gradient, .. }] = &all[..]
+            && gradient.structure == structure
+        {
+            return Ok(all.swap_remove(0).gradient);
+        }
+        all.sort_unstable_by_key(|arrived| arrived.from);
+        let mut leaves: Vec<Vec<MpmdArray>> = (0..structure.leaves()).map(|_| Vec::new()).collect();
+        for Arrived { first, gradient, .. } in all {
+            for (leaf, gradient) in leaves[first..].iter_mut().zip(gradient.leaves) {
+                leaf.push(gradient);
+            }
+        }
+        self.label(key, Role::BackwardInput);
+        let sum = |arrays: Vec<MpmdArray>| {
+            let arrays = (!arrays.is_empty()).then_some(arrays);
+            self.net.add_outputs(self.program, key.0, there(arrays, key, "output gradient")?)
+        };
+        let leaves = leaves.into_iter().map(sum).collect::<Result<_>>()?;
+        Ok(Bundle { structure, leaves })
+    }
+
+    fn input_pass(&mut self, key: (usize, usize)) -> Result<()> {
+        let (residual, dy) = self.backward_inputs(key)?;
+        let kernels = self.held(key).kernels;
+        let (dx, weight) = self.net.stages[key.0].backward_input(self.program, kernels, residual, dy)?;
+        self.held(key).weight_residual = Some(weight);
+        self.send_gradients(key, dx)
+    }
+
+    fn weight_pass(&mut self, key: (usize, usize)) -> Result<()> {
+        let held = self.held(key);
+        let kernels = held.kernels;
+        let weight_residual = there(held.weight_residual.take(), key, "weight residual")?;
+        if self.net.stages[key.0].paths().is_empty() {
+            // There is nothing to compute.
+            return Ok(());
+        }
+        self.label(key, Role::BackwardWeight);
+        let so_far = self.gradients[key.0].take();
+        let stage = &mut self.net.stages[key.0];
+        self.gradients[key.0] =
+            Some(stage.backward_weight(self.program, kernels, weight_residual, so_far)?);
+        Ok(())
+    }
+
+    /// Both at once, where the stage has a kernel for that.
+    fn both_passes(&mut self, key: (usize, usize)) -> Result<()> {
+        let (residual, dy) = self.backward_inputs(key)?;
+        let kernels = self.held(key).kernels;
+        let so_far = self.gradients[key.0].take();
+        let (dx, gradients) = self.net.stages[key.0].backward(self.program, kernels, residual, dy, so_far)?;
+        self.gradients[key.0] = Some(gradients);
+        self.send_gradients(key, dx)
+    }
+
+    /// Has the gradient of a stage's input go to the stages that gave it.
+    fn send_gradients(&mut self, key: (usize, usize), dx: Option<Bundle>) -> Result<()> {
+        let (stage, microbatch) = key;
+        let leaves = std::mem::take(&mut self.held(key).leaves);
+        let Some(dx) = dx else { return Ok(()) };
+        self.label(key, Role::SendBackward);
+        let mut dx = dx.leaves.into_iter();
+        for (part, leaves) in leaves.into_iter().enumerate() {
+            let Some(from) = self.net.feeds[stage].parts.get(part) else { break };
+            let held = &mut self.held[from.stage * self.microbatches + microbatch];
+            let outputs = there(held.outputs.as_ref(), (from.stage, microbatch), "output")?;
+            let (first, structure) = (from.places(outputs)?.start, from.structure(outputs));
+            let gradient = Bundle { structure, leaves: dx.by_ref().take(leaves).collect() };
+            let gradient = gradient.put(self.program, self.net.stages[from.stage].output())?;
+            held.gradients.push(Arrived { from: (stage, part), first, gradient });
+        }
+        Ok(())
+    }
+
+    /// Has a stage's finished gradients go where its parameters are stored.
+    fn reduce(&mut self, stage: usize) -> Result<()> {
+        let Some(finished) = self.gradients[stage].take() else { return Ok(()) };
+        label(self.program, (stage, None), Role::Reduce);
+        let mut to: Vec<Sharding> = (0..finished.leaves.len())
+            .map(|place| self.net.stages[stage].place(place).sharding.clone())
+            .collect();
+        for tie in self.net.ties.iter().filter(|tie| tie.user.0 == stage) {
+            let (owner, place) = tie.owner;
+            to[tie.user.1] = self.net.stages[owner].place(place).sharding.clone();
+        }
+        let Bundle { structure, leaves } = finished;
+        self.gradients[stage] = Some(Bundle { structure, leaves: put_each(self.program, leaves, &to)? });
+        Ok(())
+    }
+
+    /// Adds the gradients of tied parameters to those of the stages that store them, in the order of the stages.
+    fn add_tied(&mut self) -> Result<()> {
+        for tie in self.net.ties.clone() {
+            let ((owner, at), (user, from)) = (tie.owner, tie.user);
+            let (Some(sums), Some(more)) = (&self.gradients[owner], &self.gradients[user]) else { continue };
+            let pair = (sums.leaves[at].clone(), more.leaves[from].clone());
+            label(self.program, (owner, None), Role::Reduce);
+            let stage = &self.net.stages[owner];
+            let add = self.program.jit(AddArrays).on(stage.mesh()).outputs(&stage.place(at).sharding);
+            let sum = add.donate("0").build()?.call(self.program, pair)?;
+            if let Some(sums) = &mut self.gradients[owner] {
+                sums.leaves[at] = sum;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Sums in ascending order of microbatches, whatever order they were computed in.
@@ -303,10 +524,10 @@ fn sum_losses(
     rest.iter().try_fold(first.clone(), |sum, one| add.call(program, (sum, one.clone())))
 }
 
-fn take(from: &mut HashMap<(usize, usize), Bundle>, key: (usize, usize), what: &str) -> Result<Bundle> {
-    // The schedule was checked, so this is a schedule made by other means.
-    from.remove(&key).ok_or_else(|| {
-        Error::kernel(format!("stage {}, microbatch {}: its {what} is not there", key.0, key.1))
+/// What should be there: the schedule was checked, so this is a schedule made by other means.
+fn there<T>(found: Option<T>, (stage, microbatch): (usize, usize), what: &str) -> Result<T> {
+    found.ok_or_else(|| {
+        Error::kernel(format!("stage {stage}, microbatch {microbatch}: its {what} is not there"))
     })
 }
 

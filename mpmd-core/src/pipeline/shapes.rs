@@ -1,12 +1,13 @@
 //! From shapes and shardings to the bytes that each device of a stage holds.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use mpmd_transport::{Pool, ProcessId};
 
+use super::holds::{Input, OnDevice, Output};
 use super::memory::StageBytes;
+use super::net::Net;
 use super::schedule::Schedule;
-use super::wired::AnyStage;
 use crate::array::MpmdArray;
 use crate::aval::ShapedArray;
 use crate::error::{Error, Result};
@@ -26,16 +27,10 @@ pub struct MicrobatchShapes<In: Tree<Leaf = MpmdArray>> {
 }
 
 /// Shapes with their tree's type erased.
+#[derive(Clone)]
 pub(super) struct ShapeBundle {
     structure: Structure,
     avals: Vec<ShapedArray>,
-}
-
-/// The shapes of a microbatch with its type erased.
-pub(super) struct ShapeParts<'a> {
-    x: ShapeBundle,
-    side: &'a BTreeMap<usize, ShapeBundle>,
-    stays: bool,
 }
 
 /// Shapes and their shardings.
@@ -44,13 +39,17 @@ type Places = Vec<(ShapedArray, Sharding)>;
 /// What a stage has and makes.
 pub(super) struct StageShapes {
     pub(super) mesh: Mesh,
+    /// All parameters, in the shardings that they are stored in, those of other stages included.
     pub(super) params: Places,
-    pub(super) gathered: Places,
+    /// The places of those that the stage stores itself.
+    pub(super) own: Vec<usize>,
+    /// How kernels see them.
+    pub(super) compute: Places,
     pub(super) gradients: Places,
-    pub(super) reduced: Places,
+    pub(super) fuses: bool,
     pub(super) input: Places,
     pub(super) output: Places,
-    /// The output's shapes, for the stage after.
+    /// The output's shapes, for later stages.
     pub(super) out: ShapeBundle,
     pub(super) residual: Places,
     /// Those of them that are weight residuals as they are.
@@ -78,10 +77,6 @@ impl<In: Tree<Leaf = MpmdArray>> MicrobatchShapes<In> {
         self.stays = true;
         self
     }
-
-    pub(super) fn parts(&self) -> ShapeParts<'_> {
-        ShapeParts { x: ShapeBundle::of(&self.x), side: &self.side, stays: self.stays }
-    }
 }
 
 impl ShapeBundle {
@@ -98,63 +93,101 @@ impl ShapeBundle {
     }
 }
 
-/// For each stage and each of its devices, what it holds; `counts` says what a buffer that its pool counts with so
-/// many bytes counts with here.
-pub(super) fn stage_bytes(
-    stages: &[Box<dyn AnyStage>],
+/// For each stage and each of its devices, what it holds; of several microbatches the most that any of them has of
+/// each array. `counts` says what a buffer that its pool counts with so many bytes counts with here.
+pub(super) fn stage_bytes<In: Tree<Leaf = MpmdArray>>(
+    net: &Net,
     program: &Program,
     schedule: &Schedule,
-    microbatch: ShapeParts<'_>,
+    microbatches: &[MicrobatchShapes<In>],
     beside: &[MpmdArray],
     counts: &mut dyn FnMut(u64) -> u64,
-) -> Result<Vec<BTreeMap<DeviceId, StageBytes>>> {
-    if schedule.stages() != stages.len() {
+) -> Result<Vec<BTreeMap<DeviceId, OnDevice>>> {
+    if schedule.stages() != net.stages.len() {
         return Err(Error::kernel(format!(
             "schedule {} is for {} stages; the pipeline has {}",
             schedule.name(),
             schedule.stages(),
-            stages.len()
+            net.stages.len()
         )));
     }
-    let ShapeParts { mut x, side, stays } = microbatch;
+    let mut all: Option<Vec<BTreeMap<DeviceId, OnDevice>>> = None;
+    for microbatch in microbatches {
+        let found = bytes_of(net, program, schedule.microbatches(), microbatch, beside, counts)?;
+        match &mut all {
+            None => all = Some(found),
+            Some(all) => {
+                let devices = all.iter_mut().flat_map(BTreeMap::values_mut);
+                devices.zip(found.iter().flat_map(BTreeMap::values)).for_each(|(all, one)| all.widen(one));
+            }
+        }
+    }
+    all.ok_or_else(|| Error::kernel("the shapes of no microbatch"))
+}
+
+/// The shapes of all stages for one microbatch.
+fn shapes_of<In: Tree<Leaf = MpmdArray>>(
+    net: &Net,
+    microbatch: &MicrobatchShapes<In>,
+) -> Result<Vec<StageShapes>> {
     let nothing = ShapeBundle::of(&Empty::<ShapedArray>::new());
-    let mut shapes = Vec::with_capacity(stages.len());
-    for (index, stage) in stages.iter().enumerate() {
-        let of_stage = stage.shapes(&x, side.get(&index).unwrap_or(&nothing))?;
-        x = ShapeBundle { structure: of_stage.out.structure.clone(), avals: of_stage.out.avals.clone() };
+    let mut shapes: Vec<StageShapes> = Vec::with_capacity(net.stages.len());
+    for (index, stage) in net.stages.iter().enumerate() {
+        let feed = &net.feeds[index];
+        let x = if index == 0 {
+            ShapeBundle::of(&microbatch.x)
+        } else {
+            let (mut structures, mut avals) = (Vec::new(), Vec::new());
+            for part in &feed.parts {
+                let out = &shapes[part.stage].out;
+                avals.extend_from_slice(&out.avals[part.places(&out.structure)?]);
+                structures.push(part.structure(&out.structure));
+            }
+            ShapeBundle { structure: feed.structure(structures), avals }
+        };
+        let of_stage = stage.shapes(&x, microbatch.side.get(&index).unwrap_or(&nothing))?;
         shapes.push(of_stage);
     }
+    Ok(shapes)
+}
+
+fn bytes_of<In: Tree<Leaf = MpmdArray>>(
+    net: &Net,
+    program: &Program,
+    count: usize,
+    microbatch: &MicrobatchShapes<In>,
+    beside: &[MpmdArray],
+    counts: &mut dyn FnMut(u64) -> u64,
+) -> Result<Vec<BTreeMap<DeviceId, OnDevice>>> {
+    let shapes = shapes_of(net, microbatch)?;
     let beside: Places =
         beside.iter().filter_map(|array| Some((array.aval().clone(), array.sharding()?.clone()))).collect();
     // A device may have several stages: what the caller keeps is there once.
-    let mut charged = Vec::new();
+    let mut charged = BTreeSet::new();
     let mut found = Vec::with_capacity(shapes.len());
     for (index, stage) in shapes.iter().enumerate() {
+        let params = Params::new(net, &shapes, index);
         let mut devices = BTreeMap::new();
         for device in stage.mesh.devices().iter().copied() {
             let mut bytes = StageBytes {
-                kept: on(device, counts, &stage.params)?,
-                gathered: on(device, counts, &stage.gathered)?,
+                kept: on(device, counts, &params.kept)?,
+                gathered: on(device, counts, &params.gathered)?,
                 gradients: on(device, counts, &stage.gradients)?,
-                reduced: on(device, counts, &stage.reduced)?,
-                output: on(device, counts, &stage.output)?,
+                reduced: on(device, counts, &params.reduced)?,
                 residual: on(device, counts, &stage.residual)?,
                 kept_residual: on(device, counts, &stage.kept_residual)?,
                 weight_residual: on(device, counts, &stage.weight_residual)?,
+                recomputes: net.recomputes[index],
+                fuses: stage.fuses,
                 ..StageBytes::default()
             };
-            if !charged.contains(&device) {
+            if charged.insert(device) {
                 bytes.kept += on(device, counts, &beside)?;
-                charged.push(device);
             }
             if index == 0 {
                 bytes.brought += on(device, counts, &stage.input)?;
-            } else {
-                bytes.input_gradient = on(device, counts, &stage.input)?;
-                bytes.input = taken(program, device, counts, &stage.input, &shapes[index - 1].output)?;
-                bytes.lends_input_gradient = lends(program, device, &shapes[index - 1].output, &stage.input)?;
             }
-            if let Some(side) = side.get(&index) {
+            if let Some(side) = microbatch.side.get(&index) {
                 // How the caller will place them is not known: as the stage's input, where that is possible.
                 let sharding = stage.input.first().map(|(_, sharding)| sharding.clone());
                 let place = |aval: ShapedArray| {
@@ -163,19 +196,131 @@ pub(super) fn stage_bytes(
                 };
                 bytes.brought += on(device, counts, &side.avals().map(place).collect::<Vec<_>>())?;
             }
-            if let Some(after) = shapes.get(index + 1) {
-                bytes.output_gradient = taken(program, device, counts, &stage.output, &after.input)?;
-                bytes.lends_output = lends(program, device, &after.input, &stage.output)?;
-            }
-            if stays {
-                bytes.kept += bytes.brought * schedule.microbatches() as u64;
+            if microbatch.stays {
+                bytes.kept += bytes.brought * count as u64;
                 bytes.brought = 0;
             }
-            devices.insert(device, bytes);
+            let mut tied = Vec::with_capacity(params.tied.len());
+            for (user, place) in &params.tied {
+                tied.push((*user, on(device, counts, std::slice::from_ref(place))?));
+            }
+            devices.insert(
+                device,
+                OnDevice {
+                    bytes,
+                    moved_gradients: on(device, counts, &params.moved)?,
+                    inputs: inputs(net, program, &shapes, (index, device), counts)?,
+                    outputs: outputs(net, program, &shapes, (index, device), counts)?,
+                    tied,
+                },
+            );
         }
         found.push(devices);
     }
     Ok(found)
+}
+
+/// What becomes of a stage's parameters and their gradients.
+struct Params {
+    kept: Places,
+    gathered: Places,
+    /// Gradients that are put somewhere else, and what they become on the stage's own devices.
+    moved: Places,
+    reduced: Places,
+    /// What becomes of gradients of other stages that use parameters of this one.
+    tied: Vec<(usize, (ShapedArray, Sharding))>,
+}
+
+impl Params {
+    fn new(net: &Net, shapes: &[StageShapes], index: usize) -> Self {
+        let stage = &shapes[index];
+        let owner_of = |place: usize| {
+            let tie = net.ties.iter().find(|tie| tie.user == (index, place))?;
+            Some(&shapes[tie.owner.0].params[tie.owner.1].1)
+        };
+        let mut params =
+            Self { kept: vec![], gathered: vec![], moved: vec![], reduced: vec![], tied: vec![] };
+        for (place, (aval, stored)) in stage.params.iter().enumerate() {
+            let (compute, gradient) = (&stage.compute[place].1, &stage.gradients[place].1);
+            // Those that are there already are left alone.
+            let stored = if stage.own.contains(&place) {
+                params.kept.push((aval.clone(), stored.clone()));
+                if gradient != stored {
+                    params.reduced.push((aval.clone(), stored.clone()));
+                }
+                Some(stored)
+            } else {
+                owner_of(place)
+            };
+            if stored.is_some_and(|stored| stored != compute) {
+                params.gathered.push((aval.clone(), compute.clone()));
+            }
+            if stored.is_some_and(|stored| stored != gradient) {
+                params.moved.push((aval.clone(), gradient.clone()));
+            }
+        }
+        for tie in net.ties.iter().filter(|tie| tie.owner.0 == index) {
+            let (aval, stored) = &stage.params[tie.owner.1];
+            if shapes[tie.user.0].gradients[tie.user.1].1 != *stored {
+                params.tied.push((tie.user.0, (aval.clone(), stored.clone())));
+            }
+        }
+        params
+    }
+}
+
+/// What a device has of each part of a stage's input, and of its gradient.
+fn inputs(
+    net: &Net,
+    program: &Program,
+    shapes: &[StageShapes],
+    (index, device): (usize, DeviceId),
+    counts: &mut dyn FnMut(u64) -> u64,
+) -> Result<Vec<Input>> {
+    let mut first = 0;
+    let mut found = Vec::new();
+    for part in &net.feeds[index].parts {
+        let giver = &shapes[part.stage];
+        let given = &giver.output[part.places(&giver.out.structure)?];
+        let here = &shapes[index].input[first..first + given.len()];
+        first += given.len();
+        found.push(Input {
+            from: part.stage,
+            bytes: taken(program, device, counts, here, given)?,
+            gradient: on(device, counts, here)?,
+            lends: lends(program, device, given, here)?,
+        });
+    }
+    Ok(found)
+}
+
+/// What a device has of each output of a stage, and of its gradient.
+fn outputs(
+    net: &Net,
+    program: &Program,
+    shapes: &[StageShapes],
+    (index, device): (usize, DeviceId),
+    counts: &mut dyn FnMut(u64) -> u64,
+) -> Result<Vec<Output>> {
+    let stage = &shapes[index];
+    let mut all = Vec::with_capacity(stage.output.len());
+    for output in &stage.output {
+        let bytes = on(device, counts, std::slice::from_ref(output))?;
+        all.push(Output { bytes, takers: Vec::new(), gradients: Vec::new() });
+    }
+    for (reader, part) in net.readers[index].iter().copied() {
+        let places = |part: usize| {
+            net.feeds[reader].parts[part].places(&shapes[net.feeds[reader].parts[part].stage].out.structure)
+        };
+        let first = (0..part).map(|part| Ok(places(part)?.len())).sum::<Result<usize>>()?;
+        for (nth, place) in places(part)?.enumerate() {
+            let there = std::slice::from_ref(&shapes[reader].input[first + nth]);
+            let here = std::slice::from_ref(&stage.output[place]);
+            all[place].takers.push((reader, lends(program, device, there, here)?));
+            all[place].gradients.push((reader, taken(program, device, counts, here, there)?));
+        }
+    }
+    Ok(all)
 }
 
 /// Bytes that a device has of arrays, as its pool counts them.
@@ -198,7 +343,7 @@ fn region(device: DeviceId, aval: &ShapedArray, sharding: &Sharding) -> Result<O
     Ok(layout.region_of(device).cloned())
 }
 
-/// Bytes that a device needs for what it is given: none for what it is handed over.
+/// Bytes that a device needs for what it is given: none for what it is handed over, or has.
 fn taken(
     program: &Program,
     device: DeviceId,
@@ -208,6 +353,9 @@ fn taken(
 ) -> Result<u64> {
     let mut bytes = 0;
     for ((aval, to), (_, from)) in to.iter().zip(from) {
+        if to == from {
+            continue;
+        }
         let Some(region) = region(device, aval, to)? else { continue };
         if giver(program, device, aval, &region, from)?.is_none() {
             bytes += counted(&region, aval, counts);
@@ -224,6 +372,9 @@ fn lends(
     from: &[(ShapedArray, Sharding)],
 ) -> Result<bool> {
     for ((aval, to), (_, from)) in to.iter().zip(from) {
+        if to == from {
+            return Ok(true);
+        }
         for taker in to.devices() {
             let Some(region) = region(*taker, aval, to)? else { continue };
             if giver(program, *taker, aval, &region, from)? == Some(device) {

@@ -2,7 +2,7 @@
 
 use crate::array::MpmdArray;
 use crate::aval::ShapedArray;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernel::{Context, Shapes, Views, ViewsMut, plain_name};
 use crate::sharding::{Sharding, Spec};
 use crate::topology::Mesh;
@@ -87,6 +87,36 @@ pub trait Stage: Send + Sync + 'static {
         weight_residual: Views<'_, Self::WeightResidual>,
         gradient: ViewsMut<'_, Self::Params>,
     ) -> Result<()>;
+
+    /// Whether [`Stage::backward`] is there, for both gradients at once. It is used where a schedule has them as
+    /// one action, and the gradients are no partial sums.
+    fn fuses_backward(&self) -> bool {
+        false
+    }
+
+    /// Computes the gradient of the inputs, as [`Stage::backward_input`], and adds the gradient of the
+    /// parameters to `gradient`, as [`Stage::backward_weight`]: there are no weight residuals between them, and no
+    /// residual is kept. It may call the collectives that are declared for the input gradient. The bits of a step
+    /// do not depend on the schedule where both ways compute the same ones.
+    ///
+    /// # Errors
+    ///
+    /// As [`Stage::forward`].
+    fn backward(
+        &self,
+        cx: &mut Context<'_>,
+        params: Views<'_, Self::Params>,
+        residual: Views<'_, Self::Residual>,
+        dy: Views<'_, Self::Out>,
+        dx: Option<ViewsMut<'_, Self::In>>,
+        gradient: ViewsMut<'_, Self::Params>,
+    ) -> Result<()> {
+        let _ = (cx, params, residual, dy, dx, gradient);
+        Err(Error::kernel(format!(
+            "stage {} says that it fuses its backward passes, and does not",
+            self.name()
+        )))
+    }
 
     /// How what comes in is sharded over the stage's mesh, and its gradient: one spec for all its leaves.
     /// Every device has all of it unless overridden.

@@ -1,7 +1,7 @@
 //! Parameters that a stage keeps otherwise than its kernels compute with them.
 
-use super::wired::Bundle;
 use crate::array::MpmdArray;
+use crate::aval::ShapedArray;
 use crate::error::{Error, Result};
 use crate::program::Program;
 use crate::sharding::Sharding;
@@ -42,14 +42,13 @@ impl Storage {
     }
 
     /// Whether these are shardings for the parameters of a stage on `mesh`.
-    pub(super) fn check(&self, stage: &str, params: &Bundle, mesh: &Mesh) -> Result<()> {
-        let (found, expected) = (self.compute.len(), params.leaves.len());
+    pub(super) fn check(&self, stage: &str, params: &[(String, &ShapedArray)], mesh: &Mesh) -> Result<()> {
+        let (found, expected) = (self.compute.len(), params.len());
         if found != expected {
             let problem = format!("{found} shardings for the {expected} parameters of stage {stage}");
             return Err(Error::kernel(problem));
         }
-        let leaves = params.structure.paths().into_iter().zip(&params.leaves);
-        for ((path, param), sharding) in leaves.zip(&self.compute) {
+        for ((path, param), sharding) in params.iter().zip(&self.compute) {
             let mut devices = mesh.devices().iter();
             if !devices.all(|device| sharding.devices().contains(device)) {
                 return Err(Error::kernel(format!(

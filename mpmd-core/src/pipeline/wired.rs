@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use super::kernels::{
-    AddBackwardWeight, BackwardFirst, BackwardInput, BackwardWeight, Flat, Forward, Inferred,
+    AddBackwardWeight, BackwardFirst, BackwardInput, BackwardWeight, Flat, Forward, FusedBackward, Inferred,
 };
 use super::shapes::{ShapeBundle, StageShapes};
 use super::stage::{PlacedShape, Stage};
 use super::storage::{Storage, put_each};
 use crate::array::MpmdArray;
+use crate::aval::ShapedArray;
 use crate::error::{Error, Result};
 use crate::jit::Jit;
 use crate::kernel::Shapes;
@@ -33,40 +34,54 @@ impl Bundle {
         Ok(T::from_leaves(&self.structure, self.leaves)?)
     }
 
-    /// The same arrays, somewhere else.
-    #[track_caller]
+    /// The same arrays, somewhere else; those that are there already stay what they are, and cost nothing.
     pub(super) fn put(self, program: &mut Program, to: &Sharding) -> Result<Self> {
-        let leaves = program.device_put(&self.leaves, to)?;
-        Ok(Self { structure: self.structure, leaves })
+        let to = vec![to.clone(); self.leaves.len()];
+        Ok(Self { structure: self.structure, leaves: put_each(program, self.leaves, &to)? })
     }
 }
+
+/// The gradient of what a stage takes (none on the first stage), and those of its parameters.
+pub(super) type Both = (Option<Bundle>, Bundle);
 
 /// What the runner asks of a stage.
 pub(super) trait AnyStage: Send {
     fn name(&self) -> &str;
     fn mesh(&self) -> &Mesh;
-    /// How what comes from the stage before is sharded here.
+    /// How what comes from stages before is sharded here.
     fn input(&self) -> &Sharding;
-    /// How outputs are sharded, and their gradients, which come from the stage after.
+    /// How outputs are sharded, and their gradients, which come from stages after.
     fn output(&self) -> &Sharding;
-    /// As they are stored.
-    fn params(&self) -> Bundle;
+    /// Paths of all parameters, in leaf order.
+    fn paths(&self) -> Vec<String>;
+    /// The places of the parameters that the stage stores itself.
+    fn own(&self) -> Vec<usize>;
+    /// A parameter as it is stored, where the stage stores it itself.
+    fn param(&self, place: usize) -> Option<&MpmdArray>;
+    /// All that the stage stores itself, in leaf order.
+    fn params(&self) -> Vec<MpmdArray>;
     fn set_params(&mut self, params: Vec<MpmdArray>) -> Result<()>;
+    /// A parameter's shape and how the stage would store it, whoever does.
+    fn place(&self, place: usize) -> &ParamPlace;
+    /// Has a parameter be another stage's from now on.
+    fn give_up(&mut self, place: usize);
     /// What the stage has and makes for inputs of these shapes.
     fn shapes(&self, x: &ShapeBundle, side: &ShapeBundle) -> Result<StageShapes>;
     /// Has the kernels compute with parameters in other shardings than the stored ones.
     fn store(&mut self, storage: Storage) -> Result<()>;
-    /// Has the parameters in the shardings that kernels compute with, until they are released.
-    fn gather(&mut self, program: &mut Program) -> Result<()>;
+    /// Whether the parameters are there as kernels see them.
+    fn is_gathered(&self) -> bool;
+    /// Has the parameters in the shardings that kernels compute with, until they are released; `tied` are those of
+    /// other stages, by place.
+    fn gather(&mut self, program: &mut Program, tied: Vec<(usize, MpmdArray)>) -> Result<()>;
     fn release(&mut self);
-    /// Finished gradients in the shardings of the stored parameters.
-    fn reduce(&self, program: &mut Program, gradients: Bundle) -> Result<Bundle>;
-    /// Outputs and residuals.
-    fn forward(&mut self, program: &mut Program, x: Bundle, side: Bundle) -> Result<(Bundle, Bundle)>;
+    /// Outputs and residuals, and the number of the kernels, which are those of these shapes.
+    fn forward(&mut self, program: &mut Program, x: Bundle, side: Bundle) -> Result<(Bundle, Bundle, usize)>;
     /// Input gradients (none on the first stage) and weight residuals.
     fn backward_input(
         &mut self,
         program: &mut Program,
+        kernels: usize,
         residual: Bundle,
         dy: Bundle,
     ) -> Result<(Option<Bundle>, Bundle)>;
@@ -74,9 +89,27 @@ pub(super) trait AnyStage: Send {
     fn backward_weight(
         &mut self,
         program: &mut Program,
+        kernels: usize,
         weight_residual: Bundle,
         so_far: Option<Bundle>,
     ) -> Result<Bundle>;
+    /// Whether there is one kernel for both gradients.
+    fn fuses(&self) -> bool;
+    /// Both of the passes above at once.
+    fn backward(
+        &mut self,
+        program: &mut Program,
+        kernels: usize,
+        residual: Bundle,
+        dy: Bundle,
+        so_far: Option<Bundle>,
+    ) -> Result<Both>;
+}
+
+/// A parameter of a stage.
+pub(super) struct ParamPlace {
+    pub(super) aval: ShapedArray,
+    pub(super) sharding: Sharding,
 }
 
 /// A stage on a mesh.
@@ -85,23 +118,27 @@ pub(super) struct Wired<S: Stage> {
     mesh: Mesh,
     input: Sharding,
     output: Sharding,
-    /// As they are stored.
-    params: Bundle,
+    structure: Structure,
+    places: Vec<ParamPlace>,
+    /// As they are stored; none where another stage stores it.
+    params: Vec<Option<MpmdArray>>,
     /// How kernels see them, where that is otherwise.
     storage: Option<Storage>,
     /// The parameters as kernels see them, while a step uses them.
     gathered: Option<Vec<MpmdArray>>,
     first: bool,
-    /// Made when the first microbatch comes: residuals have shapes only then.
-    kernels: Option<Kernels<S>>,
+    /// Made when the first microbatch of these shapes comes: residuals have shapes only then.
+    kernels: Vec<Kernels<S>>,
 }
 
 struct Kernels<S: Stage> {
-    x: Vec<crate::aval::ShapedArray>,
+    avals: Vec<ShapedArray>,
     forward: Jit<Forward<S>>,
     backward: Backward<S>,
     weight: Jit<BackwardWeight<S>>,
     add_weight: Jit<AddBackwardWeight<S>>,
+    /// For the first microbatch, and for the others.
+    fused: Option<[Jit<FusedBackward<S>>; 2]>,
 }
 
 enum Backward<S: Stage> {
@@ -111,37 +148,55 @@ enum Backward<S: Stage> {
 
 impl<S: Stage> Wired<S> {
     pub(super) fn new(stage: S, mesh: &Mesh, params: S::Params, first: bool) -> Result<Self> {
+        let mut places = Vec::new();
         for (path, param) in params.leaves_with_paths() {
-            let here = param.sharding().is_some_and(|sharding| {
-                mesh.devices().iter().all(|device| sharding.devices().contains(device))
-            });
-            if !here {
+            let here = param
+                .sharding()
+                .filter(|sharding| mesh.devices().iter().all(|device| sharding.devices().contains(device)));
+            let Some(sharding) = here else {
                 return Err(Error::kernel(format!(
                     "parameter {path:?} of stage {} is not on the stage's mesh {mesh}",
                     stage.name()
                 )));
-            }
+            };
+            places.push(ParamPlace { aval: param.aval().clone(), sharding: sharding.clone() });
         }
         Ok(Self {
             mesh: mesh.clone(),
             input: mesh.sharding(stage.input_spec()),
             output: mesh.sharding(stage.output_spec()),
             stage: Arc::new(stage),
-            params: Bundle::of(params),
+            structure: params.structure(),
+            places,
+            params: params.into_leaves().into_iter().map(Some).collect(),
             storage: None,
             gathered: None,
             first,
-            kernels: None,
+            kernels: Vec::new(),
         })
     }
 
-    /// The kernels for microbatches of these shapes.
-    fn kernels(&mut self, program: &Program, x: &S::In, side: &S::Side) -> Result<&Kernels<S>> {
-        let avals: Vec<_> = x.leaves().into_iter().map(|leaf| leaf.aval().clone()).collect();
-        if self.kernels.as_ref().is_none_or(|kernels| kernels.x != avals) {
-            self.kernels = Some(self.bind(program, x, side, avals)?);
+    /// The number of the kernels for microbatches of these shapes.
+    fn kernels(&mut self, program: &Program, x: &S::In, side: &S::Side) -> Result<usize> {
+        let leaves = || x.leaves().into_iter().chain(side.leaves());
+        let known = |kernels: &Kernels<S>| leaves().map(MpmdArray::aval).eq(&kernels.avals);
+        if let Some(known) = self.kernels.iter().position(known) {
+            return Ok(known);
         }
-        self.kernels.as_ref().ok_or_else(|| Error::kernel("the kernels were just made"))
+        let kernels = self.bind(program, x, side, leaves().map(|leaf| leaf.aval().clone()).collect())?;
+        self.kernels.push(kernels);
+        Ok(self.kernels.len() - 1)
+    }
+
+    /// The shapes of all parameters.
+    fn param_shapes(&self) -> Result<Shapes<S::Params>> {
+        let avals = self.places.iter().map(|place| place.aval.clone());
+        Ok(Shapes::<S::Params>::from_leaves(&self.structure, avals)?)
+    }
+
+    /// How the parameters are stored, whoever does.
+    fn stored(&self) -> Vec<Sharding> {
+        self.places.iter().map(|place| place.sharding.clone()).collect()
     }
 
     fn bind(
@@ -149,10 +204,9 @@ impl<S: Stage> Wired<S> {
         program: &Program,
         x: &S::In,
         side: &S::Side,
-        avals: Vec<crate::aval::ShapedArray>,
+        avals: Vec<ShapedArray>,
     ) -> Result<Kernels<S>> {
-        let params = self.params.leaves.iter().map(|leaf| leaf.aval().clone());
-        let params = Shapes::<S::Params>::from_leaves(&self.params.structure, params)?;
+        let params = self.param_shapes()?;
         let x: Shapes<S::In> = x.map_ref(&mut |leaf| leaf.aval().clone());
         let side: Shapes<S::Side> = side.map_ref(&mut |leaf| leaf.aval().clone());
         let signature = self.stage.infer(&params, &x, &side)?;
@@ -160,10 +214,10 @@ impl<S: Stage> Wired<S> {
         let weight_residual = self.shardings(&signature.weight_residual);
         let places: Vec<Sharding> = match &self.storage {
             Some(storage) => storage.gradients().to_vec(),
-            None => self.params.leaves.iter().filter_map(|leaf| leaf.sharding().cloned()).collect(),
+            None => self.stored(),
         };
         let partial = places.iter().any(|place| !place.unreduced_axes().is_empty());
-        let places = <S::Params as Tree>::With::<Sharding>::from_leaves(&self.params.structure, places)?;
+        let places = <S::Params as Tree>::With::<Sharding>::from_leaves(&self.structure, places)?;
         let gradient = PrefixTree::of(&places);
         // Each pass is the last to read what the one before it left, where there is anything.
         let residuals = donated(&signature.residual, "1");
@@ -191,6 +245,17 @@ impl<S: Stage> Wired<S> {
             let jit = jit.on(mesh).outputs(pair(&input, &weight_residual));
             Backward::Later(residuals.iter().fold(jit, |jit, path| jit.donate(*path)).build()?)
         };
+        let fused = if self.fuses() {
+            let fused = || {
+                let kernel =
+                    FusedBackward { stage: stage.clone(), inferred: inferred.clone(), first: self.first };
+                let jit = program.jit(kernel).on(mesh).outputs(pair(&input, &gradient));
+                residuals.iter().fold(jit, |jit, path| jit.donate(*path))
+            };
+            Some([fused().build()?, fused().donate("3").build()?])
+        } else {
+            None
+        };
         let weight = program.jit(BackwardWeight(stage.clone(), inferred)).on(mesh).outputs(gradient.clone());
         let weight = weights.iter().fold(weight, |jit, path| jit.donate(*path)).build()?;
         let mut add_weight = program.jit(AddBackwardWeight(stage.clone())).on(mesh).donate("");
@@ -199,7 +264,7 @@ impl<S: Stage> Wired<S> {
             add_weight = add_weight.inputs(pair(&weight_residual, &gradient));
         }
         let add_weight = add_weight.outputs(gradient).build()?;
-        Ok(Kernels { x: avals, forward, backward, weight, add_weight })
+        Ok(Kernels { avals, forward, backward, weight, add_weight, fused })
     }
 
     fn shardings(&self, placed: &impl Tree<Leaf = PlacedShape>) -> PrefixTree<Sharding> {
@@ -208,13 +273,15 @@ impl<S: Stage> Wired<S> {
 
     /// The parameters as kernels see them.
     fn for_kernels(&self) -> Result<S::Params> {
-        let Bundle { structure, leaves } = &self.params;
-        let leaves = self.gathered.as_ref().unwrap_or(leaves);
-        Ok(S::Params::from_leaves(structure, leaves.iter().cloned())?)
+        let leaves: Vec<MpmdArray> = match &self.gathered {
+            Some(gathered) => gathered.clone(),
+            None => self.params.iter().flatten().cloned().collect(),
+        };
+        Ok(S::Params::from_leaves(&self.structure, leaves)?)
     }
 
-    fn bound(&self) -> Result<&Kernels<S>> {
-        self.kernels.as_ref().ok_or_else(|| {
+    fn bound(&self, kernels: usize) -> Result<&Kernels<S>> {
+        self.kernels.get(kernels).ok_or_else(|| {
             Error::kernel(format!("stage {}: a backward pass before any forward", self.name()))
         })
     }
@@ -242,32 +309,65 @@ impl<S: Stage> AnyStage for Wired<S> {
         &self.output
     }
 
-    fn params(&self) -> Bundle {
-        self.params.clone()
+    fn paths(&self) -> Vec<String> {
+        self.structure.paths()
+    }
+
+    fn own(&self) -> Vec<usize> {
+        (0..self.params.len()).filter(|place| self.params[*place].is_some()).collect()
+    }
+
+    fn param(&self, place: usize) -> Option<&MpmdArray> {
+        self.params.get(place)?.as_ref()
+    }
+
+    fn params(&self) -> Vec<MpmdArray> {
+        self.params.iter().flatten().cloned().collect()
     }
 
     fn set_params(&mut self, params: Vec<MpmdArray>) -> Result<()> {
-        S::Params::from_leaves(&self.params.structure, params.iter().cloned())?;
-        self.params.leaves = params;
+        let own = self.own();
+        if own.len() != params.len() {
+            let (own, found) = (own.len(), params.len());
+            let problem =
+                format!("{found} arrays for the {own} parameters that stage {} stores", self.name());
+            return Err(Error::kernel(problem));
+        }
+        for (place, param) in own.into_iter().zip(params) {
+            let known = &mut self.places[place];
+            if known.aval != *param.aval() {
+                known.aval = param.aval().clone();
+                self.kernels.clear();
+            }
+            if let Some(sharding) = param.sharding()
+                && known.sharding != *sharding
+            {
+                known.sharding = sharding.clone();
+                self.kernels.clear();
+            }
+            self.params[place] = Some(param);
+        }
         self.gathered = None;
         Ok(())
     }
 
+    fn place(&self, place: usize) -> &ParamPlace {
+        &self.places[place]
+    }
+
+    fn give_up(&mut self, place: usize) {
+        (self.params[place], self.gathered) = (None, None);
+    }
+
     fn shapes(&self, x: &ShapeBundle, side: &ShapeBundle) -> Result<StageShapes> {
-        let params = self.params.leaves.iter().map(|leaf| leaf.aval().clone());
-        let params = Shapes::<S::Params>::from_leaves(&self.params.structure, params)?;
+        let params = self.param_shapes()?;
         let signature = self.stage.infer(&params, &x.tree::<S::In>()?, &side.tree::<S::Side>()?)?;
-        let stored: Vec<_> = self.params.leaves.iter().filter_map(|leaf| leaf.sharding().cloned()).collect();
+        let stored = self.stored();
         let (compute, gradients) = match &self.storage {
             Some(storage) => (storage.compute(), storage.gradients()),
             None => (&stored[..], &stored[..]),
         };
         let params: Vec<_> = params.leaves().into_iter().cloned().collect();
-        // Those that are there already are left alone.
-        let moved = |now: &[Sharding], to: &[Sharding]| {
-            let all = params.iter().zip(now.iter().zip(to)).filter(|(_, (now, to))| now != to);
-            all.map(|(aval, (_, to))| (aval.clone(), to.clone())).collect()
-        };
         let all = |to: &[Sharding]| params.iter().cloned().zip(to.iter().cloned()).collect();
         let placed = |leaf: &PlacedShape| (leaf.aval.clone(), leaf.sharding(&self.mesh));
         let kept = signature.residual.leaves_with_paths().into_iter();
@@ -275,9 +375,10 @@ impl<S: Stage> AnyStage for Wired<S> {
         Ok(StageShapes {
             mesh: self.mesh.clone(),
             params: all(&stored),
-            gathered: moved(&stored, compute),
+            own: self.own(),
+            compute: all(compute),
             gradients: all(gradients),
-            reduced: moved(gradients, &stored),
+            fuses: self.fuses(),
             input: x.avals().map(|aval| (aval, self.input.clone())).collect(),
             output: signature
                 .out
@@ -293,15 +394,25 @@ impl<S: Stage> AnyStage for Wired<S> {
     }
 
     fn store(&mut self, storage: Storage) -> Result<()> {
-        storage.check(self.name(), &self.params, &self.mesh)?;
-        (self.storage, self.gathered, self.kernels) = (Some(storage), None, None);
+        let avals: Vec<(String, &ShapedArray)> =
+            self.paths().into_iter().zip(self.places.iter().map(|place| &place.aval)).collect();
+        storage.check(self.name(), &avals, &self.mesh)?;
+        (self.storage, self.gathered) = (Some(storage), None);
+        self.kernels.clear();
         Ok(())
     }
 
-    fn gather(&mut self, program: &mut Program) -> Result<()> {
-        if let (Some(storage), None) = (&self.storage, &self.gathered) {
-            self.gathered = Some(put_each(program, self.params.leaves.clone(), storage.compute())?);
-        }
+    fn is_gathered(&self) -> bool {
+        self.gathered.is_some() || (self.storage.is_none() && self.params.iter().all(Option::is_some))
+    }
+
+    fn gather(&mut self, program: &mut Program, tied: Vec<(usize, MpmdArray)>) -> Result<()> {
+        let mut params = self.params.clone();
+        tied.into_iter().for_each(|(place, param)| params[place] = Some(param));
+        let params: Vec<MpmdArray> = params.into_iter().flatten().collect();
+        let stored = self.stored();
+        let compute = self.storage.as_ref().map_or(&stored[..], Storage::compute);
+        self.gathered = Some(put_each(program, params, compute)?);
         Ok(())
     }
 
@@ -309,37 +420,24 @@ impl<S: Stage> AnyStage for Wired<S> {
         self.gathered = None;
     }
 
-    fn reduce(&self, program: &mut Program, gradients: Bundle) -> Result<Bundle> {
-        if self.storage.is_none() {
-            return Ok(gradients);
-        }
-        let stored = self.params.leaves.iter().map(|leaf| {
-            leaf.sharding().cloned().ok_or_else(|| {
-                Error::kernel(format!("stage {}: a parameter that was never placed", self.name()))
-            })
-        });
-        let stored = stored.collect::<Result<Vec<_>>>()?;
-        let Bundle { structure, leaves } = gradients;
-        Ok(Bundle { structure, leaves: put_each(program, leaves, &stored)? })
-    }
-
-    fn forward(&mut self, program: &mut Program, x: Bundle, side: Bundle) -> Result<(Bundle, Bundle)> {
+    fn forward(&mut self, program: &mut Program, x: Bundle, side: Bundle) -> Result<(Bundle, Bundle, usize)> {
         let (x, side): (S::In, S::Side) = (x.into_tree()?, side.into_tree()?);
         let params: S::Params = self.for_kernels()?;
         let kernels = self.kernels(program, &x, &side)?;
-        let (y, residual) = kernels.forward.call(program, (params, x, side))?;
-        Ok((Bundle::of(y), Bundle::of(residual)))
+        let (y, residual) = self.bound(kernels)?.forward.call(program, (params, x, side))?;
+        Ok((Bundle::of(y), Bundle::of(residual), kernels))
     }
 
     fn backward_input(
         &mut self,
         program: &mut Program,
+        kernels: usize,
         residual: Bundle,
         dy: Bundle,
     ) -> Result<(Option<Bundle>, Bundle)> {
         let params: S::Params = self.for_kernels()?;
         let inputs = (params, residual.into_tree()?, dy.into_tree()?);
-        match &self.bound()?.backward {
+        match &self.bound(kernels)?.backward {
             Backward::First(jit) => Ok((None, Bundle::of(jit.call(program, inputs)?))),
             Backward::Later(jit) => {
                 let (dx, weight_residual) = jit.call(program, inputs)?;
@@ -351,15 +449,39 @@ impl<S: Stage> AnyStage for Wired<S> {
     fn backward_weight(
         &mut self,
         program: &mut Program,
+        kernels: usize,
         weight_residual: Bundle,
         so_far: Option<Bundle>,
     ) -> Result<Bundle> {
         let weight_residual: S::WeightResidual = weight_residual.into_tree()?;
-        let kernels = self.bound()?;
+        let kernels = self.bound(kernels)?;
         let gradient = match so_far {
             None => kernels.weight.call(program, weight_residual)?,
             Some(so_far) => kernels.add_weight.call(program, (weight_residual, so_far.into_tree()?))?,
         };
         Ok(Bundle::of(gradient))
+    }
+
+    fn fuses(&self) -> bool {
+        let partial = |storage: &Storage| {
+            storage.gradients().iter().any(|gradient| !gradient.unreduced_axes().is_empty())
+        };
+        self.stage.fuses_backward() && !self.storage.as_ref().is_some_and(partial)
+    }
+
+    fn backward(
+        &mut self,
+        program: &mut Program,
+        kernels: usize,
+        residual: Bundle,
+        dy: Bundle,
+        so_far: Option<Bundle>,
+    ) -> Result<Both> {
+        let params: S::Params = self.for_kernels()?;
+        let name = || Error::kernel(format!("stage {} has no kernel for both gradients", self.name()));
+        let jit = &self.bound(kernels)?.fused.as_ref().ok_or_else(name)?[usize::from(so_far.is_some())];
+        let so_far = so_far.map(Bundle::into_tree::<S::Params>).transpose()?;
+        let (dx, gradient) = jit.call(program, (params, residual.into_tree()?, dy.into_tree()?, so_far))?;
+        Ok((dx.map(Bundle::of), Bundle::of(gradient)))
     }
 }

@@ -43,10 +43,12 @@ pub enum Role {
     Loss,
     /// Parameters are updated.
     Update,
+    /// A forward pass once more, for the residuals that the first one did not keep.
+    Recompute,
 }
 
 impl Role {
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 11] = [
         Self::Forward,
         Self::BackwardInput,
         Self::BackwardWeight,
@@ -57,6 +59,7 @@ impl Role {
         Self::Load,
         Self::Loss,
         Self::Update,
+        Self::Recompute,
     ];
 
     /// In words.
@@ -72,6 +75,7 @@ impl Role {
             Self::Load => "input",
             Self::Loss => "loss",
             Self::Update => "update",
+            Self::Recompute => "forward again",
         }
     }
 }

@@ -58,6 +58,8 @@ pub struct Program {
     /// The step that is being recorded, if any.
     pub(crate) recording: Option<Box<Recording>>,
     label: Option<Label>,
+    /// Where the operations that are issued come from, where that is not their caller.
+    at: Option<&'static Location<'static>>,
     count: u64,
     hash: Rolling,
     steps: u64,
@@ -94,6 +96,7 @@ impl Program {
             put_plans: PlanCache::new(plans),
             recording: None,
             label: None,
+            at: None,
             count: 0,
             hash: Rolling::default(),
             steps: 0,
@@ -140,6 +143,19 @@ impl Program {
     /// What the operation that is being issued is for.
     pub(crate) fn label(&self) -> Option<Label> {
         self.label
+    }
+
+    /// Has operations come from this line, whoever calls; `None` for their callers'. Returns what it was before.
+    pub(crate) fn set_caller(
+        &mut self,
+        at: Option<&'static Location<'static>>,
+    ) -> Option<&'static Location<'static>> {
+        std::mem::replace(&mut self.at, at)
+    }
+
+    /// The line that an operation comes from, which `caller` issues.
+    pub(crate) fn caller(&self, caller: &'static Location<'static>) -> &'static Location<'static> {
+        self.at.unwrap_or(caller)
     }
 
     /// Operations issued so far.

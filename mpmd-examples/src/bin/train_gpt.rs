@@ -18,6 +18,7 @@ use clap::Parser;
 use clap::builder::RangedU64ValueParser;
 use indicatif::{ProgressBar, ProgressStyle};
 use mpmd_core::aval::DType;
+use mpmd_core::pipeline::{self as schedule, Builtin, Schedule};
 use mpmd_core::{ProcessId, Program};
 use mpmd_examples::gpt::adamw::WarmupCosine;
 use mpmd_examples::gpt::bigram::bigram_loss;
@@ -52,9 +53,9 @@ struct Args {
     /// Sequences of a microbatch
     #[arg(long, default_value_t = Config::default().batch, value_parser = at_least(1))]
     batch: usize,
-    /// Microbatches of a step
-    #[arg(long, default_value_t = Config::default().microbatches, value_parser = at_least(1))]
-    microbatches: usize,
+    /// Microbatches of a step [default: 8, or as many as the schedule's file is for]
+    #[arg(long, value_parser = at_least(1))]
+    microbatches: Option<usize>,
     /// Updates
     #[arg(long, default_value_t = Config::default().rates.total as usize, value_parser = at_least(1))]
     steps: usize,
@@ -68,13 +69,21 @@ struct Args {
     /// Chooses the initial weights, the sequences of each step, and the continuation
     #[arg(long, default_value_t = Config::default().seed)]
     seed: u64,
-    /// Order of the microbatches: gpipe or 1f1b
-    #[arg(long, default_value_t = Config::default().schedule, value_parser = ["gpipe", "1f1b"])]
+    /// Order of the passes: a built-in schedule (gpipe, 1f1b, eager, interleaved, bfs, zb-h1, zb1p, zbv, dualpipev),
+    /// or a file in torch's text format
+    #[arg(long, value_name = "NAME|FILE", default_value_t = Config::default().schedule)]
     schedule: String,
-    /// Stages of the pipeline
-    #[arg(long, default_value_t = Config::default().stages, value_parser = at_least(1))]
-    stages: usize,
-    /// Devices of each stage among which the sequences of a microbatch are divided; each stores about one
+    /// Stages of each rank [default: 2 where the schedule is about several, else 1]
+    #[arg(long, value_name = "V", value_parser = at_least(1))]
+    chunks: Option<usize>,
+    /// Stages of the pipeline, on all ranks together; those that no block is left for have none [default: four
+    /// ranks' worth, or as many as the schedule's file has]
+    #[arg(long, value_parser = at_least(1))]
+    stages: Option<usize>,
+    /// Keep no residuals between a stage's passes, and compute its forward pass again before the backward one
+    #[arg(long)]
+    recompute: bool,
+    /// Devices of each rank among which the sequences of a microbatch are divided; each stores about one
     /// part of as many of the stage's parameters and of the optimiser's state, and gathers the parameters for
     /// each step
     #[arg(long, value_name = "F", default_value_t = Config::default().fsdp, value_parser = at_least(1))]
@@ -127,8 +136,8 @@ fn at_least(least: u64) -> RangedU64ValueParser<usize> {
 
 fn main() -> anyhow::Result<ExitCode> {
     let args = Args::parse();
-    let mut config = args.config();
     // Before any process is started, so that a path or a size that is wrong is one message.
+    let mut config = args.config()?;
     config.strategy = args.strategy.as_deref().map(read_strategy).transpose()?;
     config.check()?;
     if args.show_sharding {
@@ -141,25 +150,47 @@ fn main() -> anyhow::Result<ExitCode> {
 }
 
 impl Args {
-    fn config(&self) -> Config {
-        let Self { layers, width, heads, time, batch, microbatches, stages, seed, .. } = *self;
+    fn config(&self) -> anyhow::Result<Config> {
+        let Self { layers, width, heads, time, batch, seed, .. } = *self;
         let total = self.steps as u64;
-        let warmup = Config::default().rates.warmup.min(total / 4);
+        let defaults = Config::default();
+        let warmup = defaults.rates.warmup.min(total / 4);
         let rates =
             WarmupCosine { peak: self.learning_rate, floor: 0.05 * self.learning_rate, warmup, total };
-        Config {
+        let builtin = Builtin::named(&self.schedule);
+        let order = if builtin.is_some() { None } else { Some(read_schedule(&self.schedule)?) };
+        let of_order = |number: fn(&Schedule) -> usize| order.as_ref().map(number);
+        let chunks = self.chunks.or(builtin.map(Builtin::default_chunks)).unwrap_or(1);
+        Ok(Config {
             model: Model { layers, width, heads, hidden: 4 * width, time },
-            stages,
+            stages: self.stages.or(of_order(Schedule::stages)).unwrap_or(defaults.stages * chunks),
+            chunks,
             fsdp: self.fsdp,
             tensor_parallel: self.tensor_parallel,
             batch,
-            microbatches,
+            microbatches: self
+                .microbatches
+                .or(of_order(Schedule::microbatches))
+                .unwrap_or(defaults.microbatches),
             schedule: self.schedule.clone(),
+            order,
+            recompute: self.recompute,
             rates,
             seed,
-            ..Config::default()
-        }
+            ..defaults
+        })
     }
+}
+
+/// A schedule from a file in torch's text format.
+fn read_schedule(path: &str) -> anyhow::Result<Schedule> {
+    let text = std::fs::read_to_string(path).with_context(|| {
+        let names = Builtin::ALL.map(Builtin::name).join(", ");
+        format!("schedule {path:?} is neither built in ({names}) nor a file that can be read")
+    })?;
+    let name = Path::new(path).file_stem().map_or_else(|| path.into(), std::ffi::OsStr::to_string_lossy);
+    let text = schedule::Text::parse(&text, None).with_context(|| path.to_owned())?;
+    text.schedule(name).with_context(|| path.to_owned())
 }
 
 fn run(p: &mut Program, args: &Args, config: &Config, text: &Arc<Text>) -> anyhow::Result<()> {
@@ -269,9 +300,10 @@ fn announce(p: &Program, text: &Text, args: &Args, config: &Config) {
         "model: {} parameters: {layers} blocks of width {width}, {heads} heads, sequences of {time} bytes",
         config.model.parameters(),
     );
-    let devices = config.grid().devices();
+    let (ranks, devices) = (config.ranks(), config.grid().devices());
+    let several = if ranks == config.stages { String::new() } else { format!(" on {ranks} ranks") };
     println!(
-        "pipeline: {} stages of {devices} {}, {}, over {} {}",
+        "pipeline: {} stages{several} of {devices} {}, {}, over {} {}",
         config.stages,
         if devices == 1 { "device" } else { "devices" },
         config.schedule,
@@ -280,7 +312,7 @@ fn announce(p: &Program, text: &Text, args: &Args, config: &Config) {
     );
     if devices > 1 {
         println!(
-            "devices of a stage: {} of fsdp times {} of tensor parallelism",
+            "devices of a rank: {} of fsdp times {} of tensor parallelism",
             config.fsdp, config.tensor_parallel
         );
     }
@@ -370,15 +402,16 @@ fn conclude(text: &Text, config: &Config, losses: &[(u64, f64)], held_out: Optio
 
 /// Where the time of training went, by process: the same text on each.
 ///
-/// Stages are spread over the processes in order, so a process waits for the outputs of the one before it and
-/// for the gradients of the one after it; what else it waits for (the norm of all gradients, its own data) and
+/// Ranks are spread over the processes in order. Where each has one stage, a process waits for the outputs of the one
+/// before it and for the gradients of the one after it; else for those of any. What else it waits for (the norm of all gradients, its own data) and
 /// the time in which nothing ran is the rest.
 fn time_table(p: &mut Program, trainer: &Trainer<f32>, took: Duration) -> anyhow::Result<String> {
-    let names =
-        ["forward", "input grad", "weight grad", "update", "waits for", "waits for", "rest", "all-reduces"];
+    let one_each = trainer.config().stages == trainer.config().ranks();
+    let waits = if one_each { ["waits for"; 2] } else { ["waits, outputs", "waits, gradients"] };
+    let names = ["forward", "input grad", "weight grad", "update", waits[0], waits[1], "rest", "all-reduces"];
     let mut table = format!("{:7}", "process");
     for name in names {
-        let width = if name == "waits for" { 19 } else { 17 };
+        let width = if name.starts_with("waits") { 19 } else { 17 };
         table += &format!("{name:>width$}");
     }
     table.push('\n');
@@ -392,15 +425,20 @@ fn time_table(p: &mut Program, trainer: &Trainer<f32>, took: Duration) -> anyhow
         let available = (took * devices as f64).max(f64::MIN_POSITIVE);
         let part = |time: f64| format!("{time:>8.2} s {:>3.0} %", 100.0 * time / available);
         let busy = &times[..Pass::AllReduce as usize];
-        let before = if process > 0 { idle[Pass::Forward as usize] } else { 0.0 };
-        let after = if process + 1 < processes { idle[Pass::BackwardInput as usize] } else { 0.0 };
+        let before = if process > 0 || !one_each { idle[Pass::Forward as usize] } else { 0.0 };
+        let last = process + 1 == processes && one_each;
+        let after = if last { 0.0 } else { idle[Pass::BackwardInput as usize] };
         let rest = (available - busy.iter().sum::<f64>() - before - after).max(0.0);
         table += &format!("{process:>7}");
         busy.iter().for_each(|time| table += &format!("{:>17}", part(*time)));
         let neighbours =
             [(process.checked_sub(1), before), (Some(process + 1).filter(|p| *p < processes), after)];
         for (neighbour, time) in neighbours {
-            let cell = neighbour.map_or_else(|| "-".to_owned(), |p| format!("{p}: {}", part(time).trim()));
+            let cell = match neighbour {
+                _ if !one_each => part(time).trim().to_owned(),
+                None => "-".to_owned(),
+                Some(neighbour) => format!("{neighbour}: {}", part(time).trim()),
+            };
             table += &format!("{cell:>19}");
         }
         // All-reduces are counted with the passes that they are in, too.

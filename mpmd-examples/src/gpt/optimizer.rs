@@ -99,11 +99,18 @@ impl<T: Float> Optimizer<T> {
             .collect();
         let mut sums = Vec::with_capacity(self.stages.len());
         for (stage, gradients) in self.stages.iter().zip(&gradients) {
+            if gradients.is_empty() {
+                // A stage without parameters.
+                continue;
+            }
             let sum = stage.square_sums.call(p, gradients.clone())?;
             sums.push(p.device_put(&sum, self.last.replicated())?);
         }
         let clipped = self.clip.call(p, ClipIn { sums, loss })?;
         for (index, (stage, gradients)) in self.stages.iter_mut().zip(gradients).enumerate() {
+            if gradients.is_empty() {
+                continue;
+            }
             let params = pipeline.params(index).into_iter().map(|(_, param)| param).collect();
             let factor = p.device_put(&clipped.factor, stage.mesh.replicated())?;
             let (mean, square) = (std::mem::take(&mut stage.mean), std::mem::take(&mut stage.square));
@@ -231,7 +238,7 @@ impl<T: Float> Kernel for SquareSums<T> {
 
 #[derive(Tree)]
 struct ClipIn<L> {
-    /// For each stage, the sum of each leaf's squares.
+    /// For each stage that has parameters, the sum of each leaf's squares.
     sums: Vec<L>,
     loss: Loss<L>,
 }

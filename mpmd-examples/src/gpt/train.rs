@@ -34,8 +34,10 @@ const PLANNED_STEPS: u64 = 8;
 pub struct Config {
     /// The sizes.
     pub model: Model,
-    /// Stages of the pipeline.
+    /// Stages of the pipeline, on all ranks together.
     pub stages: usize,
+    /// Stages of each rank.
+    pub chunks: usize,
     /// Devices of each stage among which the sequences of a microbatch are divided, and with them what is
     /// stored of its parameters.
     pub fsdp: usize,
@@ -49,6 +51,11 @@ pub struct Config {
     pub microbatches: usize,
     /// Name of the schedule: see [`Schedule::named`].
     pub schedule: String,
+    /// A schedule of the user's own, in place of that of the name: for as many stages and microbatches. The ranks
+    /// are its own.
+    pub order: Option<Schedule>,
+    /// Whether stages keep no residuals, and compute their forward pass again for the backward one.
+    pub recompute: bool,
     /// The learning rate over the steps.
     pub rates: WarmupCosine,
     /// The optimiser.
@@ -64,12 +71,15 @@ impl Default for Config {
         Self {
             model: Model { layers: 4, width: 128, heads: 4, hidden: 512, time: 128 },
             stages: 4,
+            chunks: 1,
             fsdp: 1,
             tensor_parallel: 1,
             strategy: None,
             batch: 2,
             microbatches: 8,
             schedule: "1f1b".to_owned(),
+            order: None,
+            recompute: false,
             rates: WarmupCosine { peak: 3e-3, floor: 1e-4, warmup: 40, total: 800 },
             adamw: AdamW::default(),
             clip: 1.0,
@@ -81,10 +91,15 @@ impl Default for Config {
 impl Config {
     /// Devices of the job.
     pub fn devices(&self) -> usize {
-        self.stages * self.grid().devices()
+        self.ranks() * self.grid().devices()
     }
 
-    /// Devices of each stage.
+    /// Ranks of the pipeline: groups of devices that have the same stages.
+    pub fn ranks(&self) -> usize {
+        self.order.as_ref().map_or(self.stages / self.chunks.max(1), Schedule::ranks)
+    }
+
+    /// Devices of each rank.
     pub fn grid(&self) -> Grid {
         Grid { data: self.fsdp, model: self.tensor_parallel }
     }
@@ -133,9 +148,34 @@ impl Config {
         self.placements(DType::F32).map(drop)
     }
 
-    fn schedule(&self) -> Result<Schedule> {
-        let schedule = Schedule::named(&self.schedule, self.stages, self.microbatches, Some(1));
-        schedule.map_err(|error| Error::kernel(error.to_string()))
+    /// The schedule.
+    ///
+    /// # Errors
+    ///
+    /// Where there is none of that name for these numbers, it is for others, or has no backward passes.
+    pub fn schedule(&self) -> Result<Schedule> {
+        let Self { stages, chunks, microbatches, .. } = *self;
+        let schedule = match &self.order {
+            Some(order) => order.clone(),
+            None if chunks == 0 || !stages.is_multiple_of(chunks) => {
+                let problem = format!("{stages} stages do not divide among ranks of {chunks} stages each");
+                return Err(Error::kernel(problem));
+            }
+            None => Schedule::named(&self.schedule, stages / chunks, microbatches, Some(chunks))
+                .map_err(|error| Error::kernel(error.to_string()))?,
+        };
+        let (name, found) = (schedule.name(), (schedule.stages(), schedule.microbatches()));
+        if found != (stages, microbatches) {
+            let problem = format!(
+                "schedule {name} is for {} stages and {} microbatches, not {stages} and {microbatches}",
+                found.0, found.1
+            );
+            return Err(Error::kernel(problem));
+        }
+        if !schedule.has_backward() {
+            return Err(Error::kernel(format!("schedule {name} has no backward passes to train with")));
+        }
+        Ok(schedule)
     }
 }
 
@@ -167,7 +207,9 @@ impl<T: Float> Trainer<T> {
         let parts = config.model.parts(config.stages)?;
         let grid = config.grid();
         let [data, model] = grid.axes();
-        let meshes = p.mesh(&[("stage", config.stages), data, model])?.split("stage")?;
+        let schedule = config.schedule()?;
+        let ranks = p.mesh(&[("rank", schedule.ranks()), data, model])?.split("rank")?;
+        let meshes: Vec<Mesh> = schedule.ranks_of_stages().iter().map(|rank| ranks[*rank].clone()).collect();
         let strategy = config.strategy.as_deref();
         let placements = parts.iter().zip(&meshes);
         let placements = placements.map(|(part, mesh)| Placement::new(part, grid, mesh, T::DTYPE, strategy));
@@ -179,9 +221,9 @@ impl<T: Float> Trainer<T> {
             params.push(part.make::<T>(p, shardings, config.seed)?);
         }
         let wiring = Wiring { parts: &parts, meshes: &meshes, placements: &placements, grid, clock: &clock };
-        let pipeline = wiring.stored(wiring.train::<T>(params)?)?;
+        let mut pipeline = wiring.stored(wiring.train::<T>(params)?)?;
+        (0..config.stages).for_each(|stage| pipeline.recompute(stage, config.recompute));
         let optimizer = Optimizer::new(p, &parts, (&meshes, &stored), config.adamw, config.clip, &clock)?;
-        let schedule = config.schedule()?;
         let config = config.clone();
         Ok(Self {
             config,

@@ -1,0 +1,210 @@
+//! Buffers are dropped at the action after which nobody needs them: the memory in use after each action of a step,
+//! one at a time.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use mpmd_core::Simulation;
+use mpmd_core::kernel::{Shapes, Views, ViewsMut};
+use mpmd_core::pipeline::{
+    Action, ActionKind, Declared, Loss, Microbatch, Pipeline, PlacedShape, Schedule, Stage, StageSignature,
+};
+use mpmd_core::prelude::*;
+use mpmd_core::tree::Empty;
+use parking_lot::{Condvar, Mutex};
+
+/// Elements of every array but the losses, and bytes.
+const ELEMENTS: usize = 16 << 10;
+const UNIT: u64 = 4 * ELEMENTS as u64;
+const MICROBATCHES: usize = 4;
+/// None of the waits takes so long, on any machine.
+const LONG: Duration = Duration::from_secs(60);
+
+/// Lets passes of each stage run, so many at a time.
+#[derive(Default)]
+struct Gate {
+    passes: Mutex<Vec<usize>>,
+    opened: Condvar,
+}
+
+impl Gate {
+    fn open(&self, stage: usize, passes: usize) {
+        self.passes.lock()[stage] += passes;
+        self.opened.notify_all();
+    }
+
+    fn pass(&self, stage: usize) -> Result<()> {
+        let deadline = Instant::now() + LONG;
+        let mut passes = self.passes.lock();
+        while passes[stage] == 0 {
+            if self.opened.wait_until(&mut passes, deadline).timed_out() {
+                return Err(Error::kernel(format!("nobody let stage {stage} pass")));
+            }
+        }
+        passes[stage] -= 1;
+        Ok(())
+    }
+}
+
+struct Gated {
+    stage: usize,
+    gate: Arc<Gate>,
+}
+
+struct Last(Gated);
+
+fn unit() -> ShapedArray {
+    f32s([ELEMENTS])
+}
+
+fn declare<O>(out: O) -> StageSignature<O, [PlacedShape; 2], [PlacedShape; 2]> {
+    let two = || [PlacedShape::replicated(unit()), PlacedShape::replicated(unit())];
+    // One stays, one goes, and one comes.
+    StageSignature::new(out, two(), two()).keep("0", "0")
+}
+
+macro_rules! passes {
+    ($stage:ty, $side:ty, $out:ty, $shape:expr, $gated:expr) => {
+        impl Stage for $stage {
+            type Params = MpmdArray;
+            type In = MpmdArray;
+            type Side = $side;
+            type Out = $out;
+            type Residual = [MpmdArray; 2];
+            type WeightResidual = [MpmdArray; 2];
+
+            fn infer(&self, _: &ShapedArray, _: &ShapedArray, _: &Shapes<$side>) -> Result<Declared<Self>> {
+                Ok(declare($shape))
+            }
+
+            fn forward(
+                &self,
+                _: &mut Context<'_>,
+                _: View<'_>,
+                _: View<'_>,
+                _: Views<'_, $side>,
+                y: ViewsMut<'_, $out>,
+                residual: [ViewMut<'_>; 2],
+            ) -> Result<()> {
+                let gated: fn(&Self) -> &Gated = $gated;
+                gated(self).gate.pass(gated(self).stage)?;
+                y.into_leaves().into_iter().chain(residual).for_each(|mut view| view.zero());
+                Ok(())
+            }
+
+            fn backward_input(
+                &self,
+                _: &mut Context<'_>,
+                _: View<'_>,
+                _: [View<'_>; 2],
+                _: Views<'_, $out>,
+                dx: Option<ViewMut<'_>>,
+                [_, mut weight_residual]: [ViewMut<'_>; 2],
+            ) -> Result<()> {
+                let gated: fn(&Self) -> &Gated = $gated;
+                gated(self).gate.pass(gated(self).stage)?;
+                weight_residual.zero();
+                dx.into_iter().for_each(|mut dx| dx.zero());
+                Ok(())
+            }
+
+            fn backward_weight(&self, _: &mut Context<'_>, _: [View<'_>; 2], _: ViewMut<'_>) -> Result<()> {
+                let gated: fn(&Self) -> &Gated = $gated;
+                gated(self).gate.pass(gated(self).stage)
+            }
+        }
+    };
+}
+
+passes!(Gated, Empty<MpmdArray>, MpmdArray, unit(), |gated| gated);
+passes!(Last, MpmdArray, Loss<MpmdArray>, Loss { sum: f32s([]), weight: f32s([]) }, |last| &last.0);
+
+/// Arrays in use once an action is done, as changes to what there was before.
+fn change(action: Action, last: usize, first_weight: &mut [bool], recomputes: bool) -> i64 {
+    let Action { stage, kind, .. } = action;
+    let brought = i64::from(stage == 0) + i64::from(stage == last);
+    let edge = |here: bool| i64::from(!here);
+    // What goes to the next stage comes; the input goes, which the last stage before gave, and what was brought.
+    // Where the pass is computed again, inputs stay until then, and residuals do not come.
+    let forward =
+        if recomputes { edge(stage == last) } else { 2 + edge(stage == last) - edge(stage == 0) - brought };
+    // Of two residuals one goes, one stays, and another comes.
+    let input =
+        edge(stage == 0) - edge(stage == last) + if recomputes { 2 - edge(stage == 0) - brought } else { 0 };
+    let mut weight = || -2 + i64::from(std::mem::take(&mut first_weight[stage]));
+    match kind {
+        ActionKind::Forward => forward,
+        ActionKind::BackwardInput => input,
+        ActionKind::BackwardWeight => weight(),
+        _ => input + weight(),
+    }
+}
+
+fn passes_of(kind: ActionKind, recomputes: bool) -> usize {
+    let again = usize::from(recomputes);
+    match kind {
+        ActionKind::Forward | ActionKind::BackwardWeight => 1,
+        ActionKind::BackwardInput => 1 + again,
+        _ => 2 + again,
+    }
+}
+
+fn one_at_a_time(p: &mut Program, schedule: &Schedule, recomputes: bool) -> Result<()> {
+    let last = schedule.stages() - 1;
+    let gate = Arc::new(Gate::default());
+    *gate.passes.lock() = vec![0; schedule.stages()];
+    let meshes = p.mesh(&[("rank", schedule.ranks())])?.split("rank")?;
+    let mesh = |stage: usize| &meshes[schedule.rank_of(stage)];
+    let gated = |stage: usize| Gated { stage, gate: gate.clone() };
+    let made = |p: &mut Program, stage: usize| {
+        p.make(unit(), &mesh(stage).replicated(), |_, mut view| {
+            view.zero();
+            Ok(())
+        })
+    };
+    let mut front = Pipeline::first(gated(0), mesh(0), made(p, 0)?)?;
+    for stage in 1..last {
+        front = front.then(gated(stage), mesh(stage), made(p, stage)?)?;
+    }
+    let mut pipeline = front.then(Last(gated(last)), mesh(last), made(p, last)?)?;
+    (0..=last).for_each(|stage| pipeline.recompute(stage, recomputes));
+    let mut batch = Vec::new();
+    for _ in 0..MICROBATCHES {
+        batch.push(Microbatch::new(made(p, 0)?).side(last, made(p, last)?));
+    }
+    // Everything is issued, and nothing runs.
+    let output = pipeline.train_step(p, schedule, batch)?;
+    let mut units = (last + 1 + 2 * MICROBATCHES) as i64;
+    let mut first_weight = vec![true; last + 1];
+    // Losses are small.
+    let settled = |p: &Program, units: i64, what: &str| {
+        let (start, now) = (Instant::now(), || (p.memory().live / UNIT) as i64);
+        while now() != units {
+            assert!(start.elapsed() < LONG, "{what}: {} arrays, not {units}", now());
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        std::thread::sleep(Duration::from_millis(1));
+        assert_eq!(now(), units, "{what}: and it stays so");
+    };
+    settled(p, units, "before the step");
+    for action in schedule.global_order().expect("an order") {
+        gate.open(action.stage, passes_of(action.kind, recomputes));
+        units += change(action, last, &mut first_weight, recomputes);
+        settled(p, units, &format!("{} after {action}", schedule.name()));
+    }
+    assert_eq!(units, 2 * (last as i64 + 1), "parameters and their gradients");
+    drop(output);
+    p.step_end()
+}
+
+#[test]
+fn buffers_go_at_the_action_after_which_nobody_needs_them() {
+    for (name, ranks, chunks) in [("1f1b", 3, 1), ("zb-h1", 3, 1), ("interleaved", 2, 2), ("zbv", 2, 2)] {
+        let schedule = Schedule::named(name, ranks, MICROBATCHES, Some(chunks)).unwrap();
+        for recomputes in [false, true] {
+            for result in Simulation::new(1, ranks).run(|p| one_at_a_time(p, &schedule, recomputes)) {
+                result.unwrap();
+            }
+        }
+    }
+}

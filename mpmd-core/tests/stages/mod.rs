@@ -1,0 +1,373 @@
+//! Stages for tests of pipelines, whose gradients can be computed by hand, and the hand.
+
+#![allow(dead_code, reason = "each test uses some of them")]
+
+use mpmd_core::kernel;
+use mpmd_core::pipeline::{
+    Declared, Loss, Microbatch, Pipeline, PlacedShape, Schedule, Stage, StageSignature,
+};
+use mpmd_core::prelude::*;
+use mpmd_core::topology::Mesh;
+use mpmd_core::tree::Empty;
+
+pub(crate) const WIDTH: usize = 3;
+
+/// y = x * w, element by element, w shared by the rows.
+pub(crate) struct Scale {
+    pub(crate) fuses: bool,
+}
+
+/// y = a * w + b.
+pub(crate) struct Join;
+
+/// Sum of squares of (x * w - labels), over the rows.
+pub(crate) struct Square;
+
+fn floats<'a>(view: &'a View<'_>) -> Result<&'a [f32]> {
+    Ok(view.as_slice::<f32>()?)
+}
+
+impl Stage for Scale {
+    type Params = MpmdArray;
+    type In = MpmdArray;
+    type Side = Empty<MpmdArray>;
+    type Out = MpmdArray;
+    type Residual = MpmdArray;
+    type WeightResidual = (MpmdArray, MpmdArray);
+
+    fn infer(&self, w: &ShapedArray, x: &ShapedArray, _: &Empty<ShapedArray>) -> Result<Declared<Self>> {
+        if x.shape()[1] != w.shape()[0] {
+            return Err(Error::kernel(format!("{x} * {w}")));
+        }
+        let kept = PlacedShape::replicated(x.clone());
+        Ok(StageSignature::new(x.clone(), kept.clone(), (kept.clone(), kept)).keep("", "0"))
+    }
+
+    fn forward(
+        &self,
+        _: &mut Context<'_>,
+        w: View<'_>,
+        x: View<'_>,
+        _: Empty<View<'_>>,
+        mut y: ViewMut<'_>,
+        mut residual: ViewMut<'_>,
+    ) -> Result<()> {
+        let (w, x) = (floats(&w)?, floats(&x)?);
+        residual.as_mut_slice()?.copy_from_slice(x);
+        let y = y.as_mut_slice::<f32>()?;
+        (0..x.len()).for_each(|i| y[i] = x[i] * w[i % WIDTH]);
+        Ok(())
+    }
+
+    fn backward_input(
+        &self,
+        _: &mut Context<'_>,
+        w: View<'_>,
+        _: View<'_>,
+        dy: View<'_>,
+        dx: Option<ViewMut<'_>>,
+        (_, mut out): (ViewMut<'_>, ViewMut<'_>),
+    ) -> Result<()> {
+        let (w, dy) = (floats(&w)?, floats(&dy)?);
+        out.as_mut_slice()?.copy_from_slice(dy);
+        if let Some(mut dx) = dx {
+            let dx = dx.as_mut_slice::<f32>()?;
+            (0..dy.len()).for_each(|i| dx[i] = dy[i] * w[i % WIDTH]);
+        }
+        Ok(())
+    }
+
+    fn backward_weight(
+        &self,
+        _: &mut Context<'_>,
+        (x, dy): (View<'_>, View<'_>),
+        mut gradient: ViewMut<'_>,
+    ) -> Result<()> {
+        let (x, dy) = (floats(&x)?, floats(&dy)?);
+        let gradient = gradient.as_mut_slice::<f32>()?;
+        (0..x.len()).for_each(|i| gradient[i % WIDTH] += x[i] * dy[i]);
+        Ok(())
+    }
+
+    fn fuses_backward(&self) -> bool {
+        self.fuses
+    }
+
+    fn backward(
+        &self,
+        cx: &mut Context<'_>,
+        w: View<'_>,
+        x: View<'_>,
+        dy: View<'_>,
+        dx: Option<ViewMut<'_>>,
+        gradient: ViewMut<'_>,
+    ) -> Result<()> {
+        let (weights, dys) = (floats(&w)?, floats(&dy)?);
+        if let Some(mut dx) = dx {
+            let dx = dx.as_mut_slice::<f32>()?;
+            (0..dys.len()).for_each(|i| dx[i] = dys[i] * weights[i % WIDTH]);
+        }
+        self.backward_weight(cx, (x, dy), gradient)
+    }
+}
+
+impl Stage for Join {
+    type Params = MpmdArray;
+    type In = (MpmdArray, MpmdArray);
+    type Side = Empty<MpmdArray>;
+    type Out = MpmdArray;
+    type Residual = MpmdArray;
+    type WeightResidual = (MpmdArray, MpmdArray);
+
+    fn infer(
+        &self,
+        _: &ShapedArray,
+        (a, b): &(ShapedArray, ShapedArray),
+        _: &Empty<ShapedArray>,
+    ) -> Result<Declared<Self>> {
+        if a != b {
+            return Err(Error::kernel(format!("{a} + {b}")));
+        }
+        let kept = PlacedShape::replicated(a.clone());
+        Ok(StageSignature::new(a.clone(), kept.clone(), (kept.clone(), kept)).keep("", "0"))
+    }
+
+    fn forward(
+        &self,
+        _: &mut Context<'_>,
+        w: View<'_>,
+        (a, b): (View<'_>, View<'_>),
+        _: Empty<View<'_>>,
+        mut y: ViewMut<'_>,
+        mut residual: ViewMut<'_>,
+    ) -> Result<()> {
+        let (w, a, b) = (floats(&w)?, floats(&a)?, floats(&b)?);
+        residual.as_mut_slice()?.copy_from_slice(a);
+        let y = y.as_mut_slice::<f32>()?;
+        (0..a.len()).for_each(|i| y[i] = a[i] * w[i % WIDTH] + b[i]);
+        Ok(())
+    }
+
+    fn backward_input(
+        &self,
+        _: &mut Context<'_>,
+        w: View<'_>,
+        _: View<'_>,
+        dy: View<'_>,
+        dx: Option<(ViewMut<'_>, ViewMut<'_>)>,
+        (_, mut out): (ViewMut<'_>, ViewMut<'_>),
+    ) -> Result<()> {
+        let (w, dy) = (floats(&w)?, floats(&dy)?);
+        out.as_mut_slice()?.copy_from_slice(dy);
+        if let Some((mut da, mut db)) = dx {
+            let da = da.as_mut_slice::<f32>()?;
+            (0..dy.len()).for_each(|i| da[i] = dy[i] * w[i % WIDTH]);
+            db.as_mut_slice()?.copy_from_slice(dy);
+        }
+        Ok(())
+    }
+
+    fn backward_weight(
+        &self,
+        cx: &mut Context<'_>,
+        kept: (View<'_>, View<'_>),
+        gradient: ViewMut<'_>,
+    ) -> Result<()> {
+        Scale { fuses: false }.backward_weight(cx, kept, gradient)
+    }
+}
+
+impl Stage for Square {
+    type Params = MpmdArray;
+    type In = MpmdArray;
+    type Side = MpmdArray;
+    type Out = Loss<MpmdArray>;
+    type Residual = (MpmdArray, MpmdArray);
+    type WeightResidual = (MpmdArray, MpmdArray);
+
+    fn infer(&self, _: &ShapedArray, x: &ShapedArray, _: &ShapedArray) -> Result<Declared<Self>> {
+        let kept = || PlacedShape::replicated(x.clone());
+        let loss = Loss { sum: f32s([]), weight: f32s([]) };
+        Ok(StageSignature::new(loss, (kept(), kept()), (kept(), kept())).keep("0", "0").keep("1", "1"))
+    }
+
+    fn forward(
+        &self,
+        _: &mut Context<'_>,
+        w: View<'_>,
+        x: View<'_>,
+        labels: View<'_>,
+        mut y: Loss<ViewMut<'_>>,
+        (mut kept, mut error): (ViewMut<'_>, ViewMut<'_>),
+    ) -> Result<()> {
+        let (w, x, labels) = (floats(&w)?, floats(&x)?, floats(&labels)?);
+        kept.as_mut_slice()?.copy_from_slice(x);
+        let error = error.as_mut_slice::<f32>()?;
+        (0..x.len()).for_each(|i| error[i] = x[i] * w[i % WIDTH] - labels[i]);
+        y.sum.fill(error.iter().map(|e| e * e).sum::<f32>())?;
+        y.weight.fill((x.len() / WIDTH) as f32)?;
+        Ok(())
+    }
+
+    fn backward_input(
+        &self,
+        _: &mut Context<'_>,
+        w: View<'_>,
+        _: (View<'_>, View<'_>),
+        dy: kernel::Views<'_, Loss<MpmdArray>>,
+        dx: Option<ViewMut<'_>>,
+        (_, mut error): (ViewMut<'_>, ViewMut<'_>),
+    ) -> Result<()> {
+        let (w, scale) = (floats(&w)?, dy.sum.scalar::<f32>()?);
+        let error = error.as_mut_slice::<f32>()?;
+        error.iter_mut().for_each(|e| *e *= 2.0 * scale);
+        if let Some(mut dx) = dx {
+            let dx = dx.as_mut_slice::<f32>()?;
+            (0..dx.len()).for_each(|i| dx[i] = error[i] * w[i % WIDTH]);
+        }
+        Ok(())
+    }
+
+    fn backward_weight(
+        &self,
+        cx: &mut Context<'_>,
+        kept: (View<'_>, View<'_>),
+        gradient: ViewMut<'_>,
+    ) -> Result<()> {
+        Scale { fuses: false }.backward_weight(cx, kept, gradient)
+    }
+}
+
+/// What a step gives: loss and weight, and the gradients by stage.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Outcome {
+    pub(crate) loss: Option<[f32; 2]>,
+    pub(crate) gradients: Vec<Option<Vec<f32>>>,
+}
+
+pub(crate) fn value(microbatch: usize, i: usize) -> f32 {
+    0.31 + 0.1 * (i % 7) as f32 + 0.043 * microbatch as f32
+}
+
+pub(crate) fn label(microbatch: usize, i: usize) -> f32 {
+    0.2 * value(microbatch, i + 1)
+}
+
+pub(crate) fn weight(stage: usize, i: usize) -> f32 {
+    0.87 + 0.061 * ((3 * stage + i) % 5) as f32
+}
+
+pub(crate) fn weights(stage: usize) -> Vec<f32> {
+    (0..WIDTH).map(|i| weight(stage, i)).collect()
+}
+
+pub(crate) fn read(array: &MpmdArray) -> Result<Option<Vec<f32>>> {
+    array.to_host()?.map(|host| host.to_vec::<f32>().map_err(Error::from)).transpose()
+}
+
+/// A mesh for each rank.
+pub(crate) fn meshes(p: &mut Program, ranks: usize) -> Result<Vec<Mesh>> {
+    Ok(p.mesh(&[("rank", ranks)])?.split("rank")?)
+}
+
+/// The weights of a stage, on a mesh.
+pub(crate) fn params(p: &mut Program, stage: usize, mesh: &Mesh) -> Result<MpmdArray> {
+    p.device_put(&MpmdArray::from_slice(&[WIDTH], &weights(stage))?, mesh.replicated())
+}
+
+/// Stages of [`Scale`], and [`Square`] at the end, on the ranks that a schedule has them on.
+pub(crate) fn chain(
+    p: &mut Program,
+    schedule: &Schedule,
+    fuses: bool,
+) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
+    let (meshes, last) = (meshes(p, schedule.ranks())?, schedule.stages() - 1);
+    let mesh = |stage: usize| &meshes[schedule.rank_of(stage)];
+    let mut front = Pipeline::first(Scale { fuses }, mesh(0), params(p, 0, mesh(0))?)?;
+    for stage in 1..last {
+        front = front.then(Scale { fuses }, mesh(stage), params(p, stage, mesh(stage))?)?;
+    }
+    front.then(Square, mesh(last), params(p, last, mesh(last))?)
+}
+
+/// Microbatches of so many rows each, with labels for the last stage.
+pub(crate) fn microbatches(
+    p: &mut Program,
+    pipeline: &Pipeline<MpmdArray, Loss<MpmdArray>>,
+    rows: &[usize],
+) -> Result<Vec<Microbatch<MpmdArray>>> {
+    let last = pipeline.stages() - 1;
+    let mut all = Vec::new();
+    for (m, rows) in rows.iter().copied().enumerate() {
+        let mut put = |of: fn(usize, usize) -> f32, mesh: &Mesh| {
+            let values: Vec<f32> = (0..rows * WIDTH).map(|i| of(m, i)).collect();
+            p.device_put(&MpmdArray::from_slice(&[rows, WIDTH], &values)?, mesh.replicated())
+        };
+        let x = put(value, pipeline.mesh(0))?;
+        all.push(Microbatch::new(x).side(last, put(label, pipeline.mesh(last))?));
+    }
+    Ok(all)
+}
+
+/// One step; what this process has of its results.
+pub(crate) fn step(
+    p: &mut Program,
+    pipeline: &mut Pipeline<MpmdArray, Loss<MpmdArray>>,
+    schedule: &Schedule,
+    rows: &[usize],
+) -> Result<Outcome> {
+    let batch = microbatches(p, pipeline, rows)?;
+    let output = pipeline.train_step(p, schedule, batch)?;
+    p.step_end()?;
+    let loss = match (read(&output.loss.sum)?, read(&output.loss.weight)?) {
+        (Some(sum), Some(weight)) => Some([sum[0], weight[0]]),
+        _ => None,
+    };
+    let mut gradients = Vec::new();
+    for stage in &output.gradients {
+        gradients.push(match stage.first() {
+            Some((_, gradient)) => read(gradient)?,
+            None => None,
+        });
+    }
+    Ok(Outcome { loss, gradients })
+}
+
+/// The same for a chain, by hand: microbatches in ascending order.
+pub(crate) fn by_hand(stages: usize, rows: &[usize]) -> Outcome {
+    let w: Vec<Vec<f32>> = (0..stages).map(weights).collect();
+    let mut gradients = vec![vec![0.0f32; WIDTH]; stages];
+    let mut loss: Option<[f32; 2]> = None;
+    for (m, rows) in rows.iter().copied().enumerate() {
+        let count = rows * WIDTH;
+        let mut inputs: Vec<Vec<f32>> = vec![(0..count).map(|i| value(m, i)).collect()];
+        for w in &w[..stages - 1] {
+            let x = &inputs[inputs.len() - 1];
+            inputs.push((0..count).map(|i| x[i] * w[i % WIDTH]).collect());
+        }
+        let x = &inputs[stages - 1];
+        let mut d: Vec<f32> = (0..count).map(|i| x[i] * w[stages - 1][i % WIDTH] - label(m, i)).collect();
+        let one = [d.iter().map(|e| e * e).sum::<f32>(), rows as f32];
+        loss = Some(loss.map_or(one, |sum| [sum[0] + one[0], sum[1] + one[1]]));
+        d.iter_mut().for_each(|e| *e *= 2.0);
+        for stage in (0..stages).rev() {
+            (0..count).for_each(|i| gradients[stage][i % WIDTH] += inputs[stage][i] * d[i]);
+            d.iter_mut().enumerate().for_each(|(i, d)| *d *= w[stage][i % WIDTH]);
+        }
+    }
+    Outcome { loss, gradients: gradients.into_iter().map(Some).collect() }
+}
+
+/// What all processes have together.
+pub(crate) fn together(outcomes: Vec<Result<Outcome>>) -> Outcome {
+    let mut all = Outcome::default();
+    for outcome in outcomes {
+        let outcome = outcome.unwrap();
+        all.loss = all.loss.or(outcome.loss);
+        all.gradients.resize(outcome.gradients.len(), None);
+        for (all, one) in all.gradients.iter_mut().zip(outcome.gradients) {
+            *all = all.take().or(one);
+        }
+    }
+    all
+}
