@@ -31,7 +31,8 @@ pub enum CostsError {
 impl Run {
     /// What each stage's passes and moves took, in seconds: the medians. The first step is left out where there are
     /// others, since what is done once is done in it. A pass on several devices takes as long as on the slowest of
-    /// them; one of several operations as long as all. Where a stage has both gradients as one, each is half of it.
+    /// them; one of several operations as long as all, and input gradients with the forward passes that are done again
+    /// for them. Where a stage has both gradients as one, each is half of it.
     /// The bytes of moves are those of the largest; how many a pass leaves is not known from a trace: these are 0.
     ///
     /// # Errors
@@ -48,6 +49,9 @@ impl Run {
             let Some(label) = self.operation(kernel.process, kernel.op).and_then(|known| known.label) else {
                 continue;
             };
+            // What a forward pass did not keep is made for the gradient that needs it.
+            let role = if label.role == Role::Recompute { Role::BackwardInput } else { label.role };
+            let label = Label { role, ..label };
             let (_, longest) = took.entry(kernel.op).or_insert((label, 0.0));
             *longest = longest.max(kernel.end - kernel.start);
         }
