@@ -60,7 +60,8 @@ pub(crate) fn trace(args: &TraceArgs) -> Result<ExitCode> {
         }
     }
     if let Some(path) = &args.costs {
-        write(path, |out| Ok(out.write_all(run.costs()?.to_toml().as_bytes())?))?;
+        let costs = run.costs()?.to_toml();
+        write(path, |out| Ok(out.write_all(costs.as_bytes())?))?;
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -112,7 +112,8 @@ impl Builder {
 
     /// Has each process write what becomes of its operations to a file `process-<n>.trace` in this folder, for
     /// `mpmd trace`. By default where `MPMD_TRACE` says, where that is set and the program joins a job or runs
-    /// [from its environment](Self::from_env); else nothing is written, and nothing noted.
+    /// [from its environment](Self::from_env); else nothing is written, and nothing noted. What an earlier program
+    /// has written there is overwritten.
     pub fn trace(mut self, folder: impl Into<PathBuf>) -> Self {
         self.trace = Some(folder.into());
         self

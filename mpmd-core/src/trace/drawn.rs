@@ -39,10 +39,9 @@ impl Run {
     /// pipeline's schedule with the run's own [costs](Self::costs) gives it. A step of the plan begins with the
     /// first pass of the step.
     pub fn timeline_beside(&self, plan: &Timeline) -> Timeline {
-        let mut planned: BTreeMap<(Kind, Option<u32>, Option<u32>), (f64, f64)> = BTreeMap::new();
-        for bar in plan.rows.iter().flat_map(|row| &row.bars) {
-            planned.insert((bar.kind, bar.stage, bar.microbatch), (bar.start, bar.end));
-        }
+        let bars = plan.rows.iter().flat_map(|row| &row.bars);
+        let span = |bar: &Bar| ((bar.kind, bar.stage, bar.microbatch), (bar.start, bar.end));
+        let planned: BTreeMap<_, _> = bars.map(span).collect();
         // Of both gradients as one: how much of it is the first.
         let costs = self.costs().ok();
         let share = |stage: Option<u32>| {

@@ -209,7 +209,8 @@ impl ProcessTrace {
         Self::of_bytes(&bytes).map_err(|why| TraceError::NotATrace { path: path.to_owned(), why })
     }
 
-    /// All traces of a folder, by process; and what is wrong with it: files that are missing, or no traces.
+    /// All traces of a folder, by process, of the job that began last; and what is wrong with it: files that are
+    /// missing, of another job, or no traces.
     ///
     /// # Errors
     ///
@@ -239,7 +240,18 @@ impl ProcessTrace {
             };
         }
         traces.sort_by_key(|trace: &Self| trace.about.process);
-        let processes = traces.iter().map(|trace| trace.about.processes).max().unwrap_or(0);
+        // A job of fewer processes leaves the files of an earlier one.
+        let newest = traces.iter().max_by_key(|trace| trace.about.unix);
+        let processes = newest.map_or(0, |trace| trace.about.processes);
+        traces.retain(|trace| {
+            let About { process, processes: of, .. } = &trace.about;
+            if *of != processes {
+                wrong.push(format!(
+                    "the trace of process {process} is of another job, of {of}: it is left out"
+                ));
+            }
+            *of == processes
+        });
         for process in 0..processes {
             if !found.iter().any(|(number, _)| *number == process) {
                 wrong.push(format!("the trace of process {process} is missing"));
@@ -388,6 +400,23 @@ mod tests {
         let part = ProcessTrace::of_bytes(&bytes[..events + 2 * EVENT_BYTES + 5]).unwrap();
         assert_eq!(part.events.len(), 2);
         assert!(part.truncated.unwrap().contains("breaks off at byte"));
+    }
+
+    #[test]
+    fn what_an_earlier_job_has_left_is_left_out() {
+        let folder = std::env::temp_dir().join(format!("mpmd-traces-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        for (process, processes, unix) in [(0, 3, 9), (1, 4, 5), (3, 4, 6)] {
+            let about = About { process, processes, unix, ..About::default() };
+            std::fs::write(folder.join(name(process)), beginning(&about).unwrap()).unwrap();
+        }
+        std::fs::write(folder.join("process-x.trace"), "nothing of ours").unwrap();
+        let (traces, wrong) = ProcessTrace::read_all(&folder).unwrap();
+        std::fs::remove_dir_all(&folder).unwrap();
+        assert_eq!(traces.iter().map(|trace| trace.about.process).collect::<Vec<_>>(), [0]);
+        let left_out = "the trace of process 1 is of another job, of 4: it is left out";
+        let missing = "the trace of process 2 is missing";
+        assert!(wrong.len() == 3 && wrong[0] == left_out && wrong[2] == missing, "{wrong:?}");
     }
 
     #[test]

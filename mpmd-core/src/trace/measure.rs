@@ -31,7 +31,8 @@ pub enum CostsError {
 impl Run {
     /// What each stage's passes and moves took, in seconds: the medians. The first step is left out where there are
     /// others, since what is done once is done in it. A pass on several devices takes as long as on the slowest of
-    /// them; one of several operations as long as all. Where a stage has both gradients as one, each is half of it.
+    /// them; one of several operations as long as all, and input gradients with the forward passes that are done again
+    /// for them. Where a stage has both gradients as one, each is half of it.
     /// The bytes of moves are those of the largest; how many a pass leaves is not known from a trace: these are 0.
     ///
     /// # Errors
@@ -48,6 +49,9 @@ impl Run {
             let Some(label) = self.operation(kernel.process, kernel.op).and_then(|known| known.label) else {
                 continue;
             };
+            // What a forward pass did not keep is made for the gradient that needs it.
+            let role = if label.role == Role::Recompute { Role::BackwardInput } else { label.role };
+            let label = Label { role, ..label };
             let (_, longest) = took.entry(kernel.op).or_insert((label, 0.0));
             *longest = longest.max(kernel.end - kernel.start);
         }
@@ -79,7 +83,10 @@ impl Run {
         let passes = [Role::Forward, Role::BackwardInput, Role::BackwardWeight];
         let stages = times.keys().filter(|(_, role)| passes.contains(role)).map(|(stage, _)| stage + 1).max();
         let stages = stages.ok_or(CostsError::NoPasses)?;
-        let mut of = |stage: u32, role: Role| times.get_mut(&(stage, role)).map(|times| median(times));
+        // To the nanosecond, as times were noted.
+        let nanoseconds = |time: f64| (time * 1e9).round() / 1e9;
+        let mut of =
+            |stage: u32, role: Role| times.get_mut(&(stage, role)).map(|times| nanoseconds(median(times)));
         let mut stage = |stage: u32| {
             let missing = |role| CostsError::Missing { stage, role };
             let forward = of(stage, Role::Forward).ok_or(missing(Role::Forward))?;

@@ -49,14 +49,12 @@ impl Run {
 
     /// Whose work an operation's values are: its own, or that of the operation whose values it moves.
     fn made_by(&self, operation: &Operation, op: u64, from: u32) -> String {
-        if let Some(label) = operation.label {
-            return made(label).to_string();
-        }
         let source = operation.source.and_then(|source| Some((source, self.operation(from, source)?)));
-        match source {
-            Some((_, Operation { label: Some(label), .. })) => label.to_string(),
-            Some((source, operation)) => format!("{} (operation {source})", short(&operation.what)),
-            None => format!("{} (operation {op})", short(&operation.what)),
+        let label = source.and_then(|(_, source)| source.label).or(operation.label.map(made));
+        match (label, source) {
+            (Some(label), _) => label.to_string(),
+            (None, Some((source, operation))) => format!("{} (operation {source})", short(&operation.what)),
+            (None, None) => format!("{} (operation {op})", short(&operation.what)),
         }
     }
 }

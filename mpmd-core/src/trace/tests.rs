@@ -300,14 +300,15 @@ fn trace_events_keep_the_rules_of_their_format() {
     assert_eq!((first["ts"].as_f64(), first["dur"].as_f64()), (Some(21_000.0), Some(10_000.0)));
 }
 
+/// Process and thread.
+type Thread = (u64, u64);
+
 /// Every slice has a time and a length, in a named thread of a named process, where slices are within each other or
 /// apart; every arrow begins and ends once, within slices, and not backwards; counters have numbers.
 fn check_trace_events(json: &Value) {
-    let (mut named, mut slices, mut arrows) = (
-        BTreeSet::new(),
-        BTreeMap::<(u64, u64), Vec<(f64, f64)>>::new(),
-        BTreeMap::<u64, Vec<(String, f64, (u64, u64))>>::new(),
-    );
+    let mut named = BTreeSet::new();
+    let mut slices: BTreeMap<Thread, Vec<(f64, f64)>> = BTreeMap::new();
+    let mut arrows: BTreeMap<u64, Vec<(String, f64, Thread)>> = BTreeMap::new();
     let events = json["traceEvents"].as_array().unwrap();
     let number =
         |event: &Value, field: &str| event[field].as_u64().unwrap_or_else(|| panic!("{field} of {event}"));
