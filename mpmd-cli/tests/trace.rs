@@ -39,17 +39,17 @@ fn traced(name: &str) -> PathBuf {
         }
         for _ in 0..STEPS {
             let label = |stage, role| Some(Label { stage, microbatch: Some(0), role });
-            let x = p.device_put(&MpmdArray::scalar(1.0f32), &stages[0].replicated())?;
+            let x = p.device_put(&MpmdArray::scalar(1.0f32), stages[0].replicated())?;
             p.set_label(label(0, Role::Forward));
             let x = kernels[0].call(p, x)?;
             p.set_label(label(0, Role::SendForward));
-            let x = p.device_put(&x, &stages[1].replicated())?;
+            let x = p.device_put(&x, stages[1].replicated())?;
             p.set_label(label(1, Role::Forward));
             let x = kernels[1].call(p, x)?;
             p.set_label(label(1, Role::BackwardInput));
             let x = kernels[1].call(p, x)?;
             p.set_label(label(1, Role::SendBackward));
-            let x = p.device_put(&x, &stages[0].replicated())?;
+            let x = p.device_put(&x, stages[0].replicated())?;
             p.set_label(label(0, Role::BackwardInput));
             let _ = kernels[0].call(p, x)?;
             p.set_label(None);

@@ -81,7 +81,7 @@ fn rounds(p: &mut Program, steps: usize, replays: bool) -> Result<()> {
         state = match (&recorded, replays && step > 1) {
             (Some(step), true) => mpmd_core::Recorded::<MpmdArray, MpmdArray>::replay(step, p, state)?,
             (None, true) => {
-                let (y, step) = p.record(state, &around)?;
+                let (y, step) = p.record(state, around)?;
                 recorded = Some(step);
                 y
             }

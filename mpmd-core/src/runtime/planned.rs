@@ -72,5 +72,5 @@ impl PutPlan {
 }
 
 fn term(layout: &Layout, device: DeviceId) -> usize {
-    layout.place_of(device).map_or(0, |place| layout.term_of(place) as usize)
+    layout.place_of(device).map_or(0, |place| layout.term_of(place))
 }
