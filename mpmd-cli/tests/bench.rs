@@ -463,7 +463,7 @@ fn pipelines_that_cannot_be_measured_are_refused() {
     let said = refused("pipeline --threads 2");
     assert!(said.contains("one thread") && said.contains("--threads says 2"), "{said}");
     let said = refused("pipeline --schedule 1f1b,zebra");
-    assert!(said.contains("no schedule zebra") && said.contains("gpipe"), "{said}");
+    assert!(said.contains("no schedule \"zebra\"") && said.contains("GPipe"), "{said}");
     let said = refused("pipeline --dim 4096 --check");
     assert!(said.contains("--check would take") && said.contains("smaller"), "{said}");
     assert!(refused("pipeline --expect 0.5").contains("--check"));

@@ -63,7 +63,7 @@ fn checked(args: &CheckArgs) -> anyhow::Result<ExitCode> {
 }
 
 /// Bytes, or activations.
-fn budget(text: &str) -> Result<Budget, String> {
+pub(crate) fn budget(text: &str) -> Result<Budget, String> {
     match text.strip_suffix("activations") {
         Some(number) => number
             .trim()

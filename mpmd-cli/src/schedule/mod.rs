@@ -1,5 +1,6 @@
 //! `mpmd schedule`: a schedule as torch's text, as a table in a terminal, as data, or as a picture.
 
+mod by_cost;
 mod json;
 mod source;
 mod table;
@@ -11,11 +12,12 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum};
-use mpmd_core::pipeline::check::{Channel, check};
+use mpmd_core::pipeline::check::{Budget, Channel, check};
 use mpmd_core::pipeline::flow::{Flow, Leaves};
 use mpmd_core::pipeline::simulate::{SimulatedSchedule, simulate_lowered};
 use mpmd_core::pipeline::{Flavour, Lowered, Schedule, Sidecar, Text};
 
+pub(crate) use by_cost::{by_cost, is_by_cost};
 use source::Source;
 
 /// The exit status where arguments or files are wrong.
@@ -24,7 +26,8 @@ const WRONG: u8 = 2;
 /// Show a schedule.
 ///
 /// Built-in are GPipe, GPipe-reversed, 1F1B, Eager1F1B, Interleaved1F1B, LoopedBFS, ZB-H1, InterleavedZeroBubble
-/// (ZB1P), ZBVZeroBubble (ZBV), DualPipeV and ForwardOnly, in upper or lower case, with or without `-` and `_`.
+/// (ZB1P), ZBVZeroBubble (ZBV), DualPipeV and ForwardOnly, in upper or lower case, with or without `-` and `_`. ByCost is
+/// the shortest order that is found for --costs within --budget.
 #[derive(Args, Debug)]
 pub(crate) struct ScheduleArgs {
     /// The name of a built-in schedule, or a file with torch's text of one. What lies beside FILE.csv as FILE.toml
@@ -46,6 +49,10 @@ pub(crate) struct ScheduleArgs {
     /// nothing. B is I and W, its gradient leaves at its end
     #[arg(long, value_name = "FILE.toml")]
     costs: Option<PathBuf>,
+    /// The most that a rank may hold at a time, for ByCost: bytes of activations as the costs have them, or as in
+    /// 4activations
+    #[arg(long, value_name = "BYTES", value_parser = crate::check::budget)]
+    budget: Option<Budget>,
     /// Where to; standard output where there is none. Text in a file is torch's to the byte, its lines end with
     /// `\r\n`
     #[arg(long, short, value_name = "FILE")]
@@ -165,7 +172,10 @@ fn simulated(source: &Source) -> Result<SimulatedSchedule> {
 }
 
 fn timeline(source: &Source) -> Result<mpmd_core::trace::Timeline> {
-    Ok(simulated(source)?.timeline(source.schedule.name(), &source.costs().unit))
+    let schedule = &source.schedule;
+    let (name, ranks, microbatches) = (schedule.name(), schedule.ranks(), schedule.microbatches());
+    let title = format!("{name}, {ranks} ranks, {microbatches} microbatches");
+    Ok(simulated(source)?.timeline(&title, &source.costs().unit))
 }
 
 fn write(args: &ScheduleArgs, bytes: &[u8]) -> Result<()> {

@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Context as _, Result, bail, ensure};
 use mpmd_core::pipeline::{Builtin, Costs, Flavour, Schedule, Sidecar, Text};
 
-use super::{Asked, ScheduleArgs};
+use super::{Asked, ScheduleArgs, by_cost, is_by_cost};
 
 /// A schedule with what came with it.
 pub(super) struct Source {
@@ -22,16 +22,24 @@ impl Source {
     pub(super) fn find(args: &ScheduleArgs) -> Result<Self> {
         let path = Path::new(&args.name);
         let is_path = path.components().count() > 1 || path.extension().is_some() || path.exists();
-        let mut source = if Builtin::named(&args.name).is_none() && is_path {
+        let costs = args.costs.as_deref().map(|path| -> Result<Costs> {
+            let toml = read(path)?;
+            toml::from_str(&toml).with_context(|| format!("{}", path.display()))
+        });
+        let costs = costs.transpose()?;
+        let by_cost = is_by_cost(&args.name);
+        ensure!(
+            by_cost || args.budget.is_none(),
+            "--budget is for ByCost; mpmd check has one for all schedules"
+        );
+        let mut source = if by_cost {
+            Self::by_cost(args, costs.as_ref())?
+        } else if Builtin::named(&args.name).is_none() && is_path {
             Self::read(args, path)?
         } else {
             Self::built_in(args)?
         };
-        if let Some(path) = &args.costs {
-            let toml = read(path)?;
-            let costs: Costs = toml::from_str(&toml).with_context(|| format!("{}", path.display()))?;
-            source.costs = Some(costs);
-        }
+        source.costs = costs.or(source.costs);
         if let Some(costs) = &source.costs {
             let (found, expected) = (costs.stage.len(), source.schedule.stages());
             ensure!(found == expected, "the costs are of {found} stages, and the schedule has {expected}");
@@ -42,6 +50,23 @@ impl Source {
     /// What passes cost: one each, where nothing says more.
     pub(super) fn costs(&self) -> Costs {
         self.costs.clone().unwrap_or_else(|| Costs::units(self.schedule.stages()))
+    }
+
+    /// Says on standard error what the fixed orders would take.
+    fn by_cost(args: &ScheduleArgs, costs: Option<&Costs>) -> Result<Self> {
+        let (Some(ranks), Some(microbatches)) = (args.ranks, args.microbatches) else {
+            bail!("ByCost needs --ranks and --microbatches");
+        };
+        let found = by_cost(ranks, microbatches, args.chunks, costs, args.budget)?;
+        let unit = costs.map_or("units", |costs| &costs.unit);
+        eprintln!("{}: {:.6} {unit}", found.schedule.name(), found.makespan);
+        for (name, makespan) in &found.fixed {
+            match makespan {
+                Some(makespan) => eprintln!("{name}: {makespan:.6} {unit}"),
+                None => eprintln!("{name}: beyond the budget"),
+            }
+        }
+        Ok(Self { schedule: found.schedule, text: None, costs: None })
     }
 
     fn built_in(args: &ScheduleArgs) -> Result<Self> {

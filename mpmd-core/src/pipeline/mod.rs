@@ -43,7 +43,7 @@ use net::Net;
 use replay::Kept;
 pub use run::{Gradients, Microbatch, StepOutput};
 pub use schedule::{Action, ActionKind, Builtin, Placement, Schedule, ScheduleError};
-pub use search::{Budget, Found, SearchOptions, search};
+pub use search::{Found, SearchOptions, search};
 pub use shapes::MicrobatchShapes;
 pub use sidecar::{Sidecar, SidecarError};
 pub use stage::{Declared, Loss, Placed, PlacedShape, Stage, StageSignature};
@@ -63,6 +63,8 @@ pub struct Pipeline<In, Out> {
     replays: bool,
     /// The step that is replayed.
     kept: Option<Kept>,
+    /// The schedule that the processes have compared last.
+    compared: Option<Schedule>,
     types: PhantomData<fn(In) -> Out>,
 }
 
@@ -75,7 +77,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     #[track_caller]
     pub fn first<S: Stage<In = In, Out = Out>>(stage: S, mesh: &Mesh, params: S::Params) -> Result<Self> {
         let net = Net::new(Box::new(Wired::new(stage, mesh, params, true)?));
-        Ok(Self { net, replays: false, kept: None, types: PhantomData })
+        Ok(Self { net, replays: false, kept: None, compared: None, types: PhantomData })
     }
 
     /// The pipeline with one stage more.
@@ -154,7 +156,7 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     ) -> Result<Pipeline<In, S::Out>> {
         let feed = from.feed().checked(stage.name(), &self.net.identity)?;
         self.net.push(Box::new(Wired::new(stage, mesh, params, false)?), feed);
-        Ok(Pipeline { net: self.net, replays: self.replays, kept: None, types: PhantomData })
+        Ok(Pipeline { net: self.net, replays: self.replays, kept: None, compared: None, types: PhantomData })
     }
 
     /// Has one stage use another's parameter as one of its own: tied weights. Both are known by stage and path.
@@ -377,6 +379,9 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
 
     /// Runs the forward and backward passes of one step, in the order of `schedule`.
     ///
+    /// Before the first step with a schedule the processes compare it: where one has read another, each gets an
+    /// error with the first rank whose order differs.
+    ///
     /// Returns at once, as all issuing does. The gradients are sums over the microbatches; divide them by
     /// the total weight.
     ///
@@ -391,11 +396,12 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         schedule: &Schedule,
         microbatches: Vec<Microbatch<In>>,
     ) -> Result<StepOutput> {
-        let parts = microbatches.into_iter().map(Microbatch::into_parts).collect();
-        let (kept, net) = (&mut self.kept, &mut self.net);
+        let parts: Vec<_> = microbatches.into_iter().map(Microbatch::into_parts).collect();
+        let (kept, net, compared) = (&mut self.kept, &mut self.net, &mut self.compared);
         // Within a step that is recorded as a whole there is nothing to record by itself.
         let replays = self.replays && program.recording.is_none();
         issue(program, Location::caller(), |program| {
+            run::compare(compared, (net, parts.len()), program, schedule)?;
             if replays {
                 return replay::train_step(kept, net, program, schedule, parts);
             }

@@ -1,6 +1,7 @@
 //! The runner: issues a schedule's actions as plain `jit` and `device_put` operations.
 
 use std::collections::HashMap;
+use std::fmt::Write as _;
 
 use super::kernels::AddArrays;
 use super::links::check_all_read;
@@ -144,17 +145,44 @@ pub(super) fn effective(net: &Net, schedule: &Schedule) -> Result<Schedule> {
     if net.ascending { super::ascending::ascending(schedule).map_err(wrong) } else { Ok(schedule.clone()) }
 }
 
+/// Operations in which a schedule is compared, at most.
+const COMPARED: usize = 64;
+
+/// Has the processes compare a schedule that is to be run, rank by rank, unless it is the one that they have compared
+/// last.
+pub(super) fn compare(
+    known: &mut Option<Schedule>,
+    (net, microbatches): (&Net, usize),
+    program: &mut Program,
+    schedule: &Schedule,
+) -> Result<()> {
+    check_training(net, schedule, microbatches)?;
+    // In a step that is recorded as a whole nothing is issued that a replay could not do again.
+    if known.as_ref() == Some(schedule) || program.recording.is_some() {
+        return Ok(());
+    }
+    let together = schedule.ranks().div_ceil(COMPARED);
+    for (index, rows) in schedule.rows().chunks(together).enumerate() {
+        let mut text = format!("of schedule {}:", schedule.name());
+        for (row, rank) in rows.iter().zip(index * together..) {
+            let _ = write!(text, " rank {rank}:");
+            row.iter().for_each(|action| {
+                let _ = write!(text, " {action}");
+            });
+        }
+        program.compare(text)?;
+    }
+    *known = Some(schedule.clone());
+    Ok(())
+}
+
 pub(super) fn train_step(
     net: &mut Net,
     program: &mut Program,
     schedule: &Schedule,
     microbatches: Vec<Parts>,
 ) -> Result<StepOutput> {
-    check(net, schedule, microbatches.len())?;
-    if !schedule.has_backward() {
-        let problem = format!("schedule {} has no backward passes to train with", schedule.name());
-        return Err(Error::kernel(problem));
-    }
+    check_training(net, schedule, microbatches.len())?;
     let schedule = effective(net, schedule)?;
     program.runtime.trace.schedule(&schedule);
     let order = schedule.global_order();
@@ -185,6 +213,15 @@ pub(super) fn forward<Out: Tree<Leaf = MpmdArray>>(
     let order: Vec<Action> = (0..net.stages.len()).map(pass).collect();
     let outputs = Step::new(net, program, vec![microbatch]).forward_all(&order)?;
     outputs.into_iter().next().ok_or_else(|| Error::kernel("a forward pass without outputs"))
+}
+
+fn check_training(net: &Net, schedule: &Schedule, microbatches: usize) -> Result<()> {
+    check(net, schedule, microbatches)?;
+    if !schedule.has_backward() {
+        let problem = format!("schedule {} has no backward passes to train with", schedule.name());
+        return Err(Error::kernel(problem));
+    }
+    Ok(())
 }
 
 fn check(net: &Net, schedule: &Schedule, microbatches: usize) -> Result<()> {

@@ -29,7 +29,7 @@ impl Program {
     /// Within a step that is recorded.
     #[track_caller]
     pub fn compare(&mut self, text: impl Into<String>) -> Result<()> {
-        let at = Location::caller();
+        let at = self.caller(Location::caller());
         self.refuse_recording(at, "compare")?;
         let what = Arc::new(Compared(text.into()));
         let word = Rolling::default().mix_bytes(what.0.as_bytes()).word();

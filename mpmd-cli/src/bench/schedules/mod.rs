@@ -13,17 +13,16 @@ use anyhow::{Context as _, Result, ensure};
 use clap::Args;
 use mpmd_core::ProcessId;
 use mpmd_core::launch::JobEnv;
-use mpmd_core::pipeline::check::Channel;
+use mpmd_core::pipeline::check::{Budget, Channel};
 use mpmd_core::pipeline::flow::Leaves;
 use mpmd_core::pipeline::simulate::simulate_schedule;
-use mpmd_core::pipeline::{
-    Budget, Builtin, Costs, Loss, Microbatch, Pipeline, Schedule, SearchOptions, StageCosts, search,
-};
+use mpmd_core::pipeline::{Builtin, Costs, Loss, Microbatch, Pipeline, Schedule, StageCosts};
 use mpmd_core::prelude::{MpmdArray, Program, f32s};
 
 use super::p2p::Carrier;
 use super::{Case, check_transport, run_as_job, show};
-use stage::{ELEMENTS, Waits, WaitsLast};
+use crate::schedule::{by_cost, is_by_cost};
+use stage::{ELEMENTS, Passes, Waits, WaitsLast};
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct SchedulesArgs {
@@ -52,21 +51,23 @@ pub(crate) struct SchedulesArgs {
     /// Costs of each stage in seconds, as TOML.
     #[arg(long, value_name = "FILE")]
     costs: Option<PathBuf>,
+    /// Both gradients are one pass where a schedule has them as one, so that what goes to the stage before leaves at
+    /// its end. So the literature counts.
+    #[arg(long)]
+    fused: bool,
     /// Forward passes that a rank may hold at a time, for `ByCost`.
     #[arg(long)]
-    activations: Option<usize>,
+    activations: Option<u64>,
     /// What carries the messages.
     #[arg(long, value_enum, default_value = "shm")]
     transport: Carrier,
 }
 
-/// A name that is no schedule's.
-const BY_COST: &str = "ByCost";
-
 /// A schedule with the costs of its stages, in seconds.
 struct Planned {
     schedule: Schedule,
     costs: Costs,
+    fused: bool,
 }
 
 /// Measures the steps of each schedule.
@@ -132,13 +133,12 @@ impl SchedulesArgs {
         };
         let named = |name: &str| Schedule::named(name, ranks, microbatches, chunks);
         let all = || Builtin::ALL.iter().filter_map(|builtin| named(builtin.name()).ok());
-        let trained = || all().filter(Schedule::has_backward);
         let mut planned = Vec::new();
         let names: Vec<&str> = self.schedule.iter().map(String::as_str).collect();
         let fixed: Vec<Schedule> = if names.is_empty() {
-            trained().collect()
+            all().filter(Schedule::has_backward).collect()
         } else {
-            let fixed = names.iter().filter(|name| !name.eq_ignore_ascii_case(BY_COST));
+            let fixed = names.iter().filter(|name| !is_by_cost(name));
             fixed.map(|name| named(name)).collect::<Result<_, _>>()?
         };
         for schedule in fixed {
@@ -151,16 +151,13 @@ impl SchedulesArgs {
                 schedule.name(),
                 schedule.stages()
             );
-            planned.push(Planned { schedule, costs });
+            planned.push(Planned { schedule, costs, fused: self.fused });
         }
-        if names.iter().any(|name| name.eq_ignore_ascii_case(BY_COST)) {
-            let mut known: Vec<Schedule> = trained().collect();
-            let first = known.first().context("there is no schedule for these numbers")?.clone();
-            known.retain(|other| other.ranks_of_stages() == first.ranks_of_stages());
-            let budget = self.activations.map_or(Budget::Unlimited, Budget::Activations);
-            let costs = costs(&first);
-            let found = search(&known, &costs, &SearchOptions { budget, ..SearchOptions::default() })?;
-            planned.push(Planned { schedule: found.schedule, costs });
+        if names.iter().any(|name| is_by_cost(name)) {
+            let budget = self.activations.map(Budget::Activations);
+            let found = by_cost(ranks, microbatches, chunks, file.as_ref(), budget)?;
+            let costs = costs(&found.schedule);
+            planned.push(Planned { schedule: found.schedule, costs, fused: false });
         }
         Ok(planned)
     }
@@ -169,14 +166,16 @@ impl SchedulesArgs {
 impl Planned {
     /// The makespan of the schedule with these costs, in seconds.
     fn simulated(&self) -> Result<f64> {
-        let simulated = simulate_schedule(&self.schedule, &self.costs, Leaves::AtOnce, Channel::TAGS)?;
+        let leaves = if self.fused { Leaves::InOrder } else { Leaves::AtOnce };
+        let simulated = simulate_schedule(&self.schedule, &self.costs, leaves, Channel::TAGS)?;
         Ok(simulated.simulated.makespan)
     }
 }
 
 /// The times of steps, from when every process was ready to begin to when the first one knows that all are done.
 fn measure(p: &mut Program, planned: &Planned, repeats: usize) -> Result<Vec<Duration>> {
-    let Planned { schedule, costs } = planned;
+    let Planned { schedule, costs, fused } = planned;
+    let passes = |stage: usize| Passes { costs: costs.stage[stage], fused: *fused };
     let meshes = p.mesh(&[("rank", schedule.ranks())])?.split("rank")?;
     let mesh = |stage: usize| &meshes[schedule.rank_of(stage)];
     let last = schedule.stages() - 1;
@@ -185,14 +184,14 @@ fn measure(p: &mut Program, planned: &Planned, repeats: usize) -> Result<Vec<Dur
         p.make(f32s([1]), &mesh(stage).replicated(), |_, mut w| Ok(w.fill(0.0f32)?))
     };
     let w = param(p, 0)?;
-    let mut pipeline = Pipeline::first(Waits(costs.stage[0]), mesh(0), w)?;
+    let mut pipeline = Pipeline::first(Waits(passes(0)), mesh(0), w)?;
     for stage in 1..last {
         let w = param(p, stage)?;
-        pipeline = pipeline.then(Waits(costs.stage[stage]), mesh(stage), w)?;
+        pipeline = pipeline.then(Waits(passes(stage)), mesh(stage), w)?;
     }
     let w = param(p, last)?;
     let mut pipeline: Pipeline<MpmdArray, Loss<MpmdArray>> =
-        pipeline.then(WaitsLast(costs.stage[last]), mesh(last), w)?;
+        pipeline.then(WaitsLast(passes(last)), mesh(last), w)?;
     let host = MpmdArray::from_slice(&[ELEMENTS], &[1.0f32; ELEMENTS])?;
     let x = p.device_put(&host, mesh(0).replicated())?;
     let mut steps = Vec::with_capacity(repeats);

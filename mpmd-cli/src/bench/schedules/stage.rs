@@ -7,11 +7,19 @@ use mpmd_core::pipeline::{Declared, Loss, PlacedShape, Stage, StageCosts, StageS
 use mpmd_core::prelude::*;
 use mpmd_core::tree::Empty;
 
+/// What the passes of a stage take.
+#[derive(Clone, Copy)]
+pub(super) struct Passes {
+    pub(super) costs: StageCosts,
+    /// Whether both gradients are one pass where the schedule has them as one.
+    pub(super) fused: bool,
+}
+
 /// A stage but the last.
-pub(super) struct Waits(pub(super) StageCosts);
+pub(super) struct Waits(pub(super) Passes);
 
 /// The last stage, with the loss.
-pub(super) struct WaitsLast(pub(super) StageCosts);
+pub(super) struct WaitsLast(pub(super) Passes);
 
 /// Elements of what goes from stage to stage.
 pub(super) const ELEMENTS: usize = 16;
@@ -36,8 +44,9 @@ fn declared<O>(x: &ShapedArray, out: O) -> StageSignature<O, PlacedShape, Placed
     StageSignature::new(out, kept(), kept()).keep("", "")
 }
 
-fn words(costs: &StageCosts) -> Vec<u64> {
-    [costs.forward, costs.backward_input, costs.backward_weight].map(f64::to_bits).to_vec()
+fn words(Passes { costs, fused }: &Passes) -> Vec<u64> {
+    let costs = [costs.forward, costs.backward_input, costs.backward_weight].map(f64::to_bits);
+    [&costs[..], &[u64::from(*fused)]].concat()
 }
 
 fn forward(costs: &StageCosts, x: &View<'_>, kept: &mut ViewMut<'_>) -> Result<()> {
@@ -80,7 +89,7 @@ impl Stage for Waits {
         mut y: ViewMut<'_>,
         mut kept: ViewMut<'_>,
     ) -> Result<()> {
-        forward(&self.0, &x, &mut kept)?;
+        forward(&self.0.costs, &x, &mut kept)?;
         y.as_mut_slice::<f32>()?.copy_from_slice(x.as_slice()?);
         Ok(())
     }
@@ -94,11 +103,28 @@ impl Stage for Waits {
         dx: Option<ViewMut<'_>>,
         _: ViewMut<'_>,
     ) -> Result<()> {
-        backward_input(&self.0, dy.as_slice::<f32>()?[0], dx)
+        backward_input(&self.0.costs, dy.as_slice::<f32>()?[0], dx)
     }
 
     fn backward_weight(&self, _: &mut Context<'_>, kept: View<'_>, sum: ViewMut<'_>) -> Result<()> {
-        backward_weight(&self.0, &kept, sum)
+        backward_weight(&self.0.costs, &kept, sum)
+    }
+
+    fn fuses_backward(&self) -> bool {
+        self.0.fused
+    }
+
+    fn backward(
+        &self,
+        _: &mut Context<'_>,
+        _: View<'_>,
+        kept: View<'_>,
+        dy: View<'_>,
+        dx: Option<ViewMut<'_>>,
+        sum: ViewMut<'_>,
+    ) -> Result<()> {
+        backward_input(&self.0.costs, dy.as_slice::<f32>()?[0], dx)?;
+        backward_weight(&self.0.costs, &kept, sum)
     }
 
     fn statics(&self) -> Vec<u64> {
@@ -127,7 +153,7 @@ impl Stage for WaitsLast {
         mut loss: ViewsMut<'_, Loss<MpmdArray>>,
         mut kept: ViewMut<'_>,
     ) -> Result<()> {
-        forward(&self.0, &x, &mut kept)?;
+        forward(&self.0.costs, &x, &mut kept)?;
         loss.sum.fill(x.as_slice::<f32>()?[0])?;
         loss.weight.fill(1.0f32)?;
         Ok(())
@@ -142,11 +168,28 @@ impl Stage for WaitsLast {
         dx: Option<ViewMut<'_>>,
         _: ViewMut<'_>,
     ) -> Result<()> {
-        backward_input(&self.0, loss.sum.scalar::<f32>()?, dx)
+        backward_input(&self.0.costs, loss.sum.scalar::<f32>()?, dx)
     }
 
     fn backward_weight(&self, _: &mut Context<'_>, kept: View<'_>, sum: ViewMut<'_>) -> Result<()> {
-        backward_weight(&self.0, &kept, sum)
+        backward_weight(&self.0.costs, &kept, sum)
+    }
+
+    fn fuses_backward(&self) -> bool {
+        self.0.fused
+    }
+
+    fn backward(
+        &self,
+        _: &mut Context<'_>,
+        _: View<'_>,
+        kept: View<'_>,
+        dy: Views<'_, Loss<MpmdArray>>,
+        dx: Option<ViewMut<'_>>,
+        sum: ViewMut<'_>,
+    ) -> Result<()> {
+        backward_input(&self.0.costs, dy.sum.scalar::<f32>()?, dx)?;
+        backward_weight(&self.0.costs, &kept, sum)
     }
 
     fn statics(&self) -> Vec<u64> {

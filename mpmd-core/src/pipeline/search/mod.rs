@@ -17,14 +17,15 @@ use anneal::Random;
 use greedy::Rules;
 use shop::{Rows, Shop};
 
+use super::check::Budget;
 use super::costs::{Costs, StageCosts};
 use super::schedule::{Schedule, ScheduleError};
 
 /// What is looked for, and how long.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SearchOptions {
-    /// What a rank may hold.
-    pub budget: Budget,
+    /// The most that a rank may hold at a time, over all its stages; anything where there is none.
+    pub budget: Option<Budget>,
     /// How many orders are tried, each in time proportional to its actions.
     pub tries: usize,
     /// Chooses among moves.
@@ -33,20 +34,8 @@ pub struct SearchOptions {
 
 impl Default for SearchOptions {
     fn default() -> Self {
-        Self { budget: Budget::Unlimited, tries: 20_000, seed: 0 }
+        Self { budget: None, tries: 20_000, seed: 0 }
     }
-}
-
-/// The most that a rank may hold at a time.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[non_exhaustive]
-pub enum Budget {
-    /// Anything.
-    Unlimited,
-    /// So many forward passes that have begun and whose weight gradients have not ended, over all its stages.
-    Activations(usize),
-    /// So many bytes of activations and weight residuals, as [`Costs`] has them.
-    Bytes(u64),
 }
 
 /// What [`search`] finds.
@@ -133,7 +122,13 @@ pub fn search(fixed: &[Schedule], costs: &Costs, options: &SearchOptions) -> Res
     starts.sort_by(|a, b| a.0.total_cmp(&b.0));
     starts.dedup_by(|a, b| a.1 == b.1);
     if starts.is_empty() {
-        return Err(wrong(format!("no order was found within {:?}", options.budget)));
+        return Err(wrong(match options.budget {
+            Some(Budget::Activations(most)) => {
+                format!("none was found that holds at most {most} activations")
+            }
+            Some(Budget::Bytes(most)) => format!("none was found that holds at most {most} bytes"),
+            None => "none was found".to_owned(),
+        }));
     }
     /// How many starting points are improved.
     const IMPROVED: usize = 3;
@@ -169,8 +164,8 @@ mod tests {
         Schedule::one_f_one_b(ranks, microbatches).unwrap()
     }
 
-    fn best(fixed: &Schedule, costs: &Costs, budget: Budget) -> Found {
-        let options = SearchOptions { budget, tries: 3000, seed: 1 };
+    fn best(fixed: &Schedule, costs: &Costs, budget: impl Into<Option<Budget>>) -> Found {
+        let options = SearchOptions { budget: budget.into(), tries: 3000, seed: 1 };
         search(std::slice::from_ref(fixed), costs, &options).unwrap()
     }
 
@@ -185,7 +180,7 @@ mod tests {
 
     #[test]
     fn with_memory_there_is_no_bubble_but_the_skew() {
-        let found = best(&one_f_one_b(4, 8), &Costs::units(4), Budget::Unlimited);
+        let found = best(&one_f_one_b(4, 8), &Costs::units(4), None);
         // No order is shorter than the work of the last rank and the way to it and back.
         assert_eq!(found.makespan, 24.0 + 3.0);
     }
@@ -202,15 +197,15 @@ mod tests {
     #[test]
     fn budgets_that_allow_nothing_and_costs_that_are_none_are_refused() {
         let fixed = one_f_one_b(2, 4);
-        let refused = |costs: &Costs, budget| {
+        let refused = |costs: &Costs, budget: Option<Budget>| {
             let options = SearchOptions { budget, ..SearchOptions::default() };
             search(std::slice::from_ref(&fixed), costs, &options).unwrap_err().to_string()
         };
-        let none = refused(&Costs::units(2), Budget::Activations(0));
-        assert!(none.contains("no order was found within Activations(0)"), "{none}");
-        assert!(refused(&Costs::units(3), Budget::Unlimited).contains("costs of 3 stages, for 2"));
+        let none = refused(&Costs::units(2), Some(Budget::Activations(0)));
+        assert!(none.contains("none was found that holds at most 0 activations"), "{none}");
+        assert!(refused(&Costs::units(3), None).contains("costs of 3 stages, for 2"));
         let negative = costs(&[[1.0, -1.0, 1.0], [1.0; 3]]);
-        assert!(refused(&negative, Budget::Unlimited).contains("stage 0 costs -1"));
+        assert!(refused(&negative, None).contains("stage 0 costs -1"));
         let nothing = search(&[], &negative, &SearchOptions::default()).unwrap_err().to_string();
         assert!(nothing.contains("no schedule says"), "{nothing}");
     }
@@ -250,7 +245,7 @@ mod tests {
             let each: Vec<[f64; 3]> = stages.iter().map(|costs| costs.map(f64::from)).collect();
             let fixed = one_f_one_b(each.len(), microbatches);
             let budget = each.len() + more;
-            let found = best(&fixed, &costs(&each), Budget::Activations(budget));
+            let found = best(&fixed, &costs(&each), Budget::Activations(budget as u64));
             let Some(before) = found.fixed[0].1 else { panic!("1F1B is within the budget") };
             prop_assert!(found.makespan <= before);
             let actions: usize = found.schedule.rows().iter().map(Vec::len).sum();
@@ -266,7 +261,7 @@ mod tests {
                     prop_assert!(held <= budget);
                 }
             }
-            let again = best(&fixed, &costs(&each), Budget::Activations(budget));
+            let again = best(&fixed, &costs(&each), Budget::Activations(budget as u64));
             prop_assert_eq!(again, found);
         }
     }

@@ -1,6 +1,6 @@
 //! What there is to order, when an order ends, and what makes it as long as it is.
 
-use super::Budget;
+use crate::pipeline::check::Budget;
 use crate::pipeline::costs::{Costs, StageCosts};
 use crate::pipeline::schedule::{Action, ActionKind, Schedule};
 
@@ -19,7 +19,7 @@ pub(super) struct Shop<'a> {
     pub(super) ranks: usize,
     pub(super) microbatches: usize,
     pub(super) costs: &'a Costs,
-    pub(super) budget: Budget,
+    pub(super) budget: Option<Budget>,
 }
 
 /// What came of an order.
@@ -107,9 +107,9 @@ impl Shop<'_> {
         let (stage, kind, _) = self.parts(id);
         let StageCosts { activation_bytes, weight_residual_bytes, .. } = self.costs.stage[stage];
         match (self.budget, kind) {
-            (Budget::Bytes(_), FORWARD) => (activation_bytes, 0),
-            (Budget::Bytes(_), INPUT) => (weight_residual_bytes, activation_bytes),
-            (Budget::Bytes(_), _) => (0, weight_residual_bytes),
+            (Some(Budget::Bytes(_)), FORWARD) => (activation_bytes, 0),
+            (Some(Budget::Bytes(_)), INPUT) => (weight_residual_bytes, activation_bytes),
+            (Some(Budget::Bytes(_)), _) => (0, weight_residual_bytes),
             (_, FORWARD) => (1, 0),
             (_, INPUT) => (0, 0),
             _ => (0, 1),
@@ -118,9 +118,8 @@ impl Shop<'_> {
 
     pub(super) fn limit(&self) -> u64 {
         match self.budget {
-            Budget::Unlimited => u64::MAX,
-            Budget::Activations(most) => most as u64,
-            Budget::Bytes(most) => most,
+            None => u64::MAX,
+            Some(Budget::Activations(most) | Budget::Bytes(most)) => most,
         }
     }
 

@@ -1,0 +1,85 @@
+//! The order that is looked for, where a name stands for none.
+
+use anyhow::{Context as _, Result, ensure};
+use mpmd_core::pipeline::check::Budget;
+use mpmd_core::pipeline::{Builtin, Costs, Found, Schedule, SearchOptions, search};
+
+/// Whether a name asks for the order that fits the costs best.
+pub(crate) fn is_by_cost(name: &str) -> bool {
+    name.eq_ignore_ascii_case("bycost") || name.eq_ignore_ascii_case("by-cost")
+}
+
+/// Looks for the best order for the costs, one for each pass where there are none, within the budget.
+///
+/// Stages lie on the ranks as in the built-in schedules of so many chunks: of those that place them differently each
+/// is tried, and the shortest is the answer.
+///
+/// # Errors
+///
+/// Where there is no schedule for these numbers, or none is found.
+pub(crate) fn by_cost(
+    ranks: usize,
+    microbatches: usize,
+    chunks: Option<usize>,
+    costs: Option<&Costs>,
+    budget: Option<Budget>,
+) -> Result<Found> {
+    let chunks = match (chunks, costs) {
+        (Some(chunks), _) => chunks,
+        (None, Some(costs)) => costs.stage.len() / ranks.max(1),
+        (None, None) => 1,
+    };
+    let known = Builtin::ALL.iter().filter_map(|builtin| builtin.schedule(ranks, microbatches, chunks).ok());
+    let known: Vec<Schedule> = known.filter(Schedule::has_backward).collect();
+    let first = known.first().with_context(|| {
+        format!("no schedule has {ranks} ranks of {chunks} stages and {microbatches} microbatches")
+    })?;
+    let units = Costs::units(first.stages());
+    let costs = costs.unwrap_or(&units);
+    let (found, expected) = (costs.stage.len(), first.stages());
+    ensure!(found == expected, "the costs are of {found} stages, and there are {expected}");
+    let options = SearchOptions { budget, ..SearchOptions::default() };
+    let mut best: Option<Found> = None;
+    let mut refused = None;
+    let mut placements: Vec<&[usize]> = Vec::new();
+    for schedule in &known {
+        let placement = schedule.ranks_of_stages();
+        if placements.contains(&placement) {
+            continue;
+        }
+        placements.push(placement);
+        let alike: Vec<Schedule> =
+            known.iter().filter(|other| other.ranks_of_stages() == placement).cloned().collect();
+        match search(&alike, costs, &options) {
+            Ok(found) if best.as_ref().is_none_or(|best| found.makespan < best.makespan) => {
+                best = Some(found)
+            }
+            Ok(_) => {}
+            Err(error) => refused = Some(error),
+        }
+    }
+    match (best, refused) {
+        (Some(best), _) => Ok(best),
+        (None, Some(error)) => Err(error.into()),
+        (None, None) => Err(anyhow::anyhow!("nothing was tried")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_best_of_all_placements_is_found_and_what_cannot_be_is_refused() {
+        assert!(is_by_cost("ByCost") && is_by_cost("by-cost") && !is_by_cost("1F1B"));
+        let one = by_cost(4, 8, None, None, Some(Budget::Activations(4))).unwrap();
+        assert!(one.makespan <= 27.0, "{}", one.makespan);
+        let two = by_cost(2, 4, Some(2), None, None).unwrap();
+        assert_eq!(two.schedule.stages(), 4);
+        let costs = Costs::units(3);
+        let wrong = by_cost(2, 4, Some(1), Some(&costs), None).unwrap_err().to_string();
+        assert!(wrong.contains("of 3 stages, and there are 2"), "{wrong}");
+        let none = by_cost(2, 4, None, None, Some(Budget::Activations(0))).unwrap_err().to_string();
+        assert!(none.contains("holds at most 0 activations"), "{none}");
+    }
+}
