@@ -2,8 +2,9 @@
 
 use std::ffi::OsString;
 use std::fs::File;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -11,6 +12,7 @@ use clap::Args;
 use mpmd_core::launch::variables;
 use mpmd_core::pipeline::check::Channel;
 use mpmd_core::plan::Plan;
+use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::report::Report;
 use crate::run::{find, seconds};
@@ -84,6 +86,9 @@ impl ProgramArgs {
             .args(args)
             .env(variables::PLAN, file)
             .env(variables::PLAN_PROCESSES, processes.to_string())
+            // Ends with this process, and what it starts with it.
+            .env(variables::LAUNCHER_PID, std::process::id().to_string())
+            .process_group(0)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(File::create(&said).context("making a file for what the program says")?);
@@ -100,8 +105,7 @@ impl ProgramArgs {
                 Some(status) => break Some(status),
                 None if Instant::now() < deadline => std::thread::sleep(LOOK),
                 None => {
-                    child.kill()?;
-                    child.wait()?;
+                    end(&mut child)?;
                     break None;
                 }
             }
@@ -120,4 +124,12 @@ impl ProgramArgs {
         eprint!("{}", String::from_utf8_lossy(&said));
         Ok(None)
     }
+}
+
+/// Ends a program with all that it has started in its group.
+fn end(child: &mut Child) -> anyhow::Result<()> {
+    // It may have ended since.
+    let _ = kill_process_group(Pid::from_child(child), Signal::KILL);
+    child.wait()?;
+    Ok(())
 }

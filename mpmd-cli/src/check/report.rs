@@ -5,7 +5,7 @@ use std::fmt;
 use std::ops::Range;
 
 use mpmd_core::pipeline::check::{self, Channel, Deadlock, Names, Proof};
-use mpmd_core::plan::{End, Link, MemoryPlan, Peak, Plan, PlannedFlow};
+use mpmd_core::plan::{End, Kind, Link, MemoryPlan, Peak, Plan, PlannedFlow};
 
 /// Links that are listed, those with most bytes first.
 const MOST_LINKS: usize = 16;
@@ -142,6 +142,12 @@ impl<'a> Report<'a> {
 
     /// Where the proof rests on that nobody branches.
     fn read_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let forms =
+            (1..=self.plan.operations.len() as u64).filter_map(|operation| self.plan.form_of(operation));
+        let agreed = forms.filter(|form| matches!(form.kind, Kind::Agree { .. })).count();
+        if agreed > 0 {
+            writeln!(f, "values   {agreed} are agreed on: as the program has them while it is planned")?;
+        }
         let mut lines: BTreeMap<u32, (u64, u64)> = BTreeMap::new();
         for read in self.plan.reads.iter().filter(|read| read.values) {
             let (first, times) = lines.entry(read.line).or_insert((read.after, 0));

@@ -88,13 +88,19 @@ impl ScheduleArgs {
             let found = costs.stage.len();
             ensure!(found == stages, "the costs are of {found} stages, and {name} has {stages}");
         }
-        if let (Some(Budget::Bytes(_)), None) = (budget, &costs) {
+        let says_bytes = costs.as_ref().is_some_and(Costs::says_bytes);
+        if matches!(budget, Some(Budget::Bytes(_))) && !says_bytes {
             bail!(
                 "a budget in bytes needs --costs that say how many bytes stages keep; there is --budget 4activations"
             );
         }
+        let (leaves, other) =
+            if self.at_once { (Leaves::AtOnce, Leaves::InOrder) } else { (Leaves::InOrder, Leaves::AtOnce) };
         let report = |channel: &Channel| {
-            (*channel, check_lowered(&rows, Limits { channel: *channel, costs: costs.as_ref(), budget }))
+            (
+                *channel,
+                check_lowered(&rows, Limits { channel: *channel, leaves, costs: costs.as_ref(), budget }),
+            )
         };
         let reports: Vec<(Channel, Report)> = channels.iter().map(report).collect();
         let whole = |report: &Report| !report.peaks.is_empty();
@@ -106,14 +112,13 @@ impl ScheduleArgs {
             let (actions, pairs) = rows.actions();
             lower(&Schedule::with_overlaps(name.clone(), actions, pairs)?)?
         };
-        let unit_costs = costs.unwrap_or_else(|| Costs::units(stages));
+        // What is no schedule may have any numbers.
+        let unit_costs = costs.unwrap_or_else(|| Costs::units(if is_schedule { stages } else { 0 }));
         let simulated = |leaves| match simulate_lowered(&moved, &unit_costs, leaves, Channel::TAGS) {
             Ok(simulated) => Ok(Some(simulated)),
             Err(SimulateError::Deadlock(_) | SimulateError::Flow(_)) => Ok(None),
             Err(error) => Err(error),
         };
-        let (leaves, other) =
-            if self.at_once { (Leaves::AtOnce, Leaves::InOrder) } else { (Leaves::InOrder, Leaves::AtOnce) };
         let (simulated, other) =
             if is_schedule { (simulated(leaves)?, simulated(other)?) } else { (None, None) };
         Ok(Findings {

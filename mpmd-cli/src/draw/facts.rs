@@ -1,6 +1,6 @@
 //! What a drawing says in words: how long a step takes, how much of it is bubble, how much memory.
 
-use mpmd_core::trace::{Kind, Row, Timeline};
+use mpmd_core::trace::{Kind, Row, Step, Timeline};
 
 use super::{colour, text};
 
@@ -51,12 +51,23 @@ fn step_time(timeline: &Timeline) -> Figure {
         let (least, most) = (lengths().fold(f64::INFINITY, f64::min), lengths().fold(0.0, f64::max));
         notes.push(format!("mean of {}: {} to {}", steps.len(), time(least), time(most)));
     }
-    if let Some(planned) = timeline.planned_end().filter(|planned| *planned > 0.0) {
-        let more = 100.0 * (timeline.end / planned - 1.0);
+    let planned = steps.iter().filter_map(|step| planned_length(timeline, step));
+    let (planned, count) = planned.fold((0.0, 0), |(sum, count), one| (sum + one, count + 1));
+    if count == steps.len() && planned > 0.0 {
+        let planned = planned / count as f64;
+        let more = 100.0 * (mean / planned - 1.0);
         notes.push(format!("planned {}, {more:+.1} %", time(planned)));
     }
     let name = if steps.len() > 1 { "a step" } else { "step time" };
     Figure { name, value: time(mean), note: notes.join("; ") }
+}
+
+/// How long a step takes by the plan of what begins in it; none where nothing of it was planned.
+fn planned_length(timeline: &Timeline, step: &Step) -> Option<f64> {
+    let bars = timeline.rows.iter().flat_map(|row| &row.bars);
+    let of_step = bars.filter(|bar| (step.from..step.until).contains(&bar.start));
+    let end = of_step.filter_map(|bar| bar.planned).map(|(_, until)| until).reduce(f64::max)?;
+    Some(end - step.from)
 }
 
 /// From the first step's beginning to the end.
@@ -190,6 +201,18 @@ mod tests {
         let texts = texts(&timeline);
         assert_eq!(texts[0], "a step: 1.5 s | mean of 2: 1 s to 2 s");
         assert_eq!(texts[1], "bubble: 33.3 % | of all their time");
+        // Of each step by itself, from its own beginning.
+        for row in &mut timeline.rows {
+            for bar in &mut row.bars {
+                let from = if bar.start < 3.0 { 1.0 } else { 3.0 };
+                bar.planned = Some((from, from + 1.0));
+            }
+        }
+        assert_eq!(texts_of(&timeline), "a step: 1.5 s | mean of 2: 1 s to 2 s; planned 1 s, +50.0 %");
+    }
+
+    fn texts_of(timeline: &Timeline) -> String {
+        texts(timeline).swap_remove(0)
     }
 
     #[test]

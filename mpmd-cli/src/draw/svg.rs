@@ -121,6 +121,12 @@ impl Drawing<'_> {
         let mut x = MARGIN;
         self.bottom += 20.0;
         for figure in facts::figures(self.timeline) {
+            let letters = figure.value.chars().count() as f64 * 1.6 + figure.note.chars().count() as f64;
+            let wide = letters.max(figure.name.len() as f64) * CHARACTER + 30.0;
+            if x > MARGIN && x + wide > WIDTH {
+                x = MARGIN;
+                self.bottom += 42.0;
+            }
             self.text([x, self.bottom], figure.name, "m", "start");
             // As one text: the second part stands behind the first, whatever the font.
             let [value, note] = [&figure.value, &figure.note].map(|text| text::escaped(text));
@@ -129,8 +135,7 @@ impl Drawing<'_> {
                 self.body,
                 r#"<text x="{x:.1}" y="{y:.1}"><tspan class="t figure">{value}</tspan><tspan class="m" dx="6">{note}</tspan></text>"#
             );
-            let letters = figure.value.chars().count() as f64 * 1.6 + figure.note.chars().count() as f64;
-            x += letters.max(figure.name.len() as f64) * CHARACTER + 30.0;
+            x += wide;
         }
         self.bottom += 18.0;
     }

@@ -132,6 +132,10 @@ fn text(args: &ScheduleArgs, source: &Source) -> Result<()> {
         (_, true) => Text::of(&source.schedule, Flavour::ComputeComms)?,
         (_, false) => Text::of(&source.schedule, Flavour::ComputeOnly)?,
     };
+    if let Some(path) = args.output.as_ref().filter(|_| args.sidecar) {
+        let same = path.extension().is_some_and(|extension| extension == "toml");
+        anyhow::ensure!(!same, "{} would be text and sidecar at once", path.display());
+    }
     let Some(path) = &args.output else {
         // Line ends as people and other programs have them.
         let lines = text.lines().into_iter().map(|line| line + "\n");

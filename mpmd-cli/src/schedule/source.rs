@@ -57,6 +57,7 @@ impl Source {
         let (Some(ranks), Some(microbatches)) = (args.ranks, args.microbatches) else {
             bail!("ByCost needs --ranks and --microbatches");
         };
+        ensure!(args.flavour.is_none(), "--flavour is for files, and {} is a name", args.name);
         let found = by_cost(ranks, microbatches, args.chunks, costs, args.budget)?;
         let unit = costs.map_or("units", |costs| &costs.unit);
         eprintln!("{}: {:.6} {unit}", found.schedule.name(), found.makespan);

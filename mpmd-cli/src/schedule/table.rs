@@ -39,7 +39,7 @@ pub(super) fn table(schedule: &Schedule, simulated: &SimulatedSchedule, unit: &s
         |rank: usize| if makespan > 0.0 { 100.0 * (1.0 - found.lanes[rank].busy / makespan) } else { 0.0 };
     let head = format!("{:>5} {:>5} {:>7}  ", "rank", "peak", "bubble");
     let scale = scale(&timeline.rows, makespan);
-    let columns = (makespan * scale).round() as usize;
+    let columns = ((makespan * scale).round() as usize).min(LONGEST as usize);
     let lines: Vec<String> = timeline.rows.iter().map(|row| bars(row, scale, columns)).collect();
     let room = width.saturating_sub(head.len()).max(10);
     // Whole units, so that no bar of one is cut in two.

@@ -72,7 +72,16 @@ impl JobEnv {
     /// Where a launcher's variables are there only in part (names every variable looked at), or where
     /// one makes no sense.
     pub fn from_env() -> Result<Option<Self>, LaunchError> {
-        // A value that is not Unicode is none of ours.
+        // A value that is not Unicode is none of ours; but who is to plan must not run.
+        if let Some(file) = std::env::var_os(ours::PLAN)
+            && file.to_str().is_none_or(|name| name.trim() != name)
+        {
+            return Err(LaunchError::Variable {
+                variable: ours::PLAN.to_owned(),
+                value: file.to_string_lossy().into_owned(),
+                expected: "a file whose name is Unicode, without blanks at its ends".to_owned(),
+            });
+        }
         Self::from_vars(&|name| std::env::var(name).ok())
     }
 

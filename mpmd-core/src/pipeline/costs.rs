@@ -69,9 +69,19 @@ impl Costs {
         Self { unit: relative(), stage: vec![stage; stages] }
     }
 
+    /// Whether it says how many bytes any stage keeps between its passes.
+    pub fn says_bytes(&self) -> bool {
+        self.stage.iter().any(|stage| stage.activation_bytes > 0 || stage.weight_residual_bytes > 0)
+    }
+
     /// As TOML, by hand: one line for each cost.
     pub fn to_toml(&self) -> String {
-        let mut text = format!("unit = {:?}\n", self.unit);
+        self.to_toml_in("stage")
+    }
+
+    /// The same, with its stages below this name.
+    pub(super) fn to_toml_in(&self, stages: &str) -> String {
+        let mut text = format!("unit = {}\n", super::sidecar::quoted(&self.unit));
         for stage in &self.stage {
             let StageCosts { forward, backward_input, backward_weight, send_forward, send_backward, .. } =
                 stage;
@@ -79,7 +89,7 @@ impl Costs {
             let (output, gradient) = (stage.output_bytes, stage.gradient_bytes);
             let _ = write!(
                 text,
-                "\n[[stage]]\nforward = {forward:?}\nbackward_input = {backward_input:?}\n\
+                "\n[[{stages}]]\nforward = {forward:?}\nbackward_input = {backward_input:?}\n\
                  backward_weight = {backward_weight:?}\nsend_forward = {send_forward:?}\n\
                  send_backward = {send_backward:?}\nactivation_bytes = {activation}\n\
                  weight_residual_bytes = {weight}\noutput_bytes = {output}\ngradient_bytes = {gradient}\n"

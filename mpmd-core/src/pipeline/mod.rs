@@ -401,6 +401,7 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         // Within a step that is recorded as a whole there is nothing to record by itself.
         let replays = self.replays && program.recording.is_none();
         issue(program, Location::caller(), |program| {
+            run::check_sides(net, &parts)?;
             run::compare(compared, (net, parts.len()), program, schedule)?;
             if replays {
                 return replay::train_step(kept, net, program, schedule, parts);

@@ -187,7 +187,11 @@ pub(super) fn train_step(
     program.runtime.trace.schedule(&schedule);
     let order = schedule.global_order();
     let order = order.map_err(|error| Error::kernel(error.to_string()))?;
-    Step::new(net, program, microbatches).train(&order)
+    let output = Step::new(net, program, microbatches).train(&order);
+    if output.is_err() {
+        net.release();
+    }
+    output
 }
 
 /// Each microbatch's outputs, from the forward passes of a schedule.
@@ -200,7 +204,12 @@ pub(super) fn forward_all<Out: Tree<Leaf = MpmdArray>>(
     check(net, schedule, microbatches.len())?;
     let mut order = schedule.global_order().map_err(|error| Error::kernel(error.to_string()))?;
     order.retain(|action| action.kind == ActionKind::Forward);
-    Step::new(net, program, microbatches).forward_all(&order)
+    check_sides(net, &microbatches)?;
+    let outputs = Step::new(net, program, microbatches).forward_all(&order);
+    if outputs.is_err() {
+        net.release();
+    }
+    outputs
 }
 
 /// One microbatch through one stage after another.
@@ -211,8 +220,24 @@ pub(super) fn forward<Out: Tree<Leaf = MpmdArray>>(
 ) -> Result<Out> {
     let pass = |stage| Action { stage, kind: ActionKind::Forward, microbatch: 0 };
     let order: Vec<Action> = (0..net.stages.len()).map(pass).collect();
-    let outputs = Step::new(net, program, vec![microbatch]).forward_all(&order)?;
+    let microbatches = vec![microbatch];
+    check_sides(net, &microbatches)?;
+    let outputs = Step::new(net, program, microbatches).forward_all(&order);
+    if outputs.is_err() {
+        net.release();
+    }
+    let outputs: Vec<Out> = outputs?;
     outputs.into_iter().next().ok_or_else(|| Error::kernel("a forward pass without outputs"))
+}
+
+/// Whether side inputs are all of stages that there are.
+pub(super) fn check_sides(net: &Net, microbatches: &[Parts]) -> Result<()> {
+    let stages = net.stages.len();
+    let beyond =
+        microbatches.iter().flat_map(|parts| parts.side.keys()).filter(|stage| **stage >= stages).min();
+    beyond.map_or(Ok(()), |stage| {
+        Err(Error::kernel(format!("side inputs of stage {stage}; the pipeline has {stages} stages")))
+    })
 }
 
 fn check_training(net: &Net, schedule: &Schedule, microbatches: usize) -> Result<()> {
@@ -474,7 +499,7 @@ impl<'a> Step<'a> {
         let held = self.held(key);
         let kernels = held.kernels;
         let weight_residual = there(held.weight_residual.take(), key, "weight residual")?;
-        if self.net.stages[key.0].paths().is_empty() {
+        if !self.net.stages[key.0].has_params() {
             // There is nothing to compute.
             return Ok(());
         }
@@ -490,7 +515,8 @@ impl<'a> Step<'a> {
     fn both_passes(&mut self, key: (usize, usize)) -> Result<()> {
         let (residual, dy) = self.backward_inputs(key)?;
         let kernels = self.held(key).kernels;
-        let so_far = self.gradients[key.0].take();
+        // Of no parameters there is nothing to add to.
+        let so_far = self.gradients[key.0].take().filter(|so_far| !so_far.leaves.is_empty());
         let (dx, gradients) = self.net.stages[key.0].backward(self.program, kernels, residual, dy, so_far)?;
         self.gradients[key.0] = Some(gradients);
         self.send_gradients(key, dx)

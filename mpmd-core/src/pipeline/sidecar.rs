@@ -163,7 +163,7 @@ impl Sidecar {
             let _ = writeln!(toml, "channel = {}", quoted(channel));
         }
         if let Some(costs) = &self.costs {
-            let _ = write!(toml, "\n[costs]\n{}", costs.to_toml().replace("[[stage]]", "[[costs.stage]]"));
+            let _ = write!(toml, "\n[costs]\n{}", costs.to_toml_in("costs.stage"));
         }
         toml
     }
@@ -197,7 +197,7 @@ impl Sidecar {
 }
 
 /// A TOML string.
-fn quoted(text: &str) -> String {
+pub(super) fn quoted(text: &str) -> String {
     let mut quoted = String::from("\"");
     for c in text.chars() {
         match c {

@@ -54,6 +54,8 @@ pub(super) trait AnyStage: Send {
     fn output(&self) -> &Sharding;
     /// Paths of all parameters, in leaf order.
     fn paths(&self) -> Vec<String>;
+    /// Whether there are any.
+    fn has_params(&self) -> bool;
     /// The places of the parameters that the stage stores itself.
     fn own(&self) -> Vec<usize>;
     /// A parameter as it is stored, where the stage stores it itself.
@@ -311,6 +313,10 @@ impl<S: Stage> AnyStage for Wired<S> {
 
     fn paths(&self) -> Vec<String> {
         self.structure.paths()
+    }
+
+    fn has_params(&self) -> bool {
+        self.structure.leaves() > 0
     }
 
     fn own(&self) -> Vec<usize> {

@@ -197,8 +197,13 @@ impl Plan {
     pub fn write(&self, path: &Path) -> Result<(), PlanError> {
         let wrong = |why| PlanError::File { path: path.display().to_string(), why };
         let bytes = serde_json::to_vec(self).map_err(|error| wrong(error.into()))?;
-        let beside = path.with_extension("part");
-        std::fs::write(&beside, bytes).and_then(|()| std::fs::rename(&beside, path)).map_err(wrong)
+        let mut beside = path.as_os_str().to_owned();
+        beside.push(format!(".{}.part", std::process::id()));
+        let beside = Path::new(&beside);
+        std::fs::write(beside, bytes).and_then(|()| std::fs::rename(beside, path)).map_err(|why| {
+            let _ = std::fs::remove_file(beside);
+            wrong(why)
+        })
     }
 
     fn from_json(bytes: &[u8]) -> Result<Self, String> {

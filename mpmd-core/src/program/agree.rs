@@ -14,6 +14,7 @@ use super::Program;
 use crate::error::{Error, IssueProblem, Result};
 use crate::plan::{Form, Kind};
 use crate::runtime::{Doing, Outgoing, Slot, Waiter};
+use crate::trace::What;
 
 struct Agreement {
     from: ProcessId,
@@ -123,6 +124,7 @@ impl Program {
                 break outcome;
             }
         };
+        runtime.trace.note(|| What::Over { op });
         let bytes = outcome.map_err(|failure| {
             runtime.remember(&failure);
             Error::failed(failure)

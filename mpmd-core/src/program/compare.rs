@@ -9,6 +9,9 @@ use crate::error::Result;
 use crate::plan::{Form, Kind};
 use crate::runtime::Rolling;
 
+/// Bytes of a text that are compared at a time.
+const SHOWN: usize = 1000;
+
 struct Compared(String);
 
 impl fmt::Display for Compared {
@@ -20,7 +23,7 @@ impl fmt::Display for Compared {
 impl Program {
     /// Has all processes compare a text: a schedule, a setting that each has read from a file of its own.
     ///
-    /// Takes a number, sends nothing and waits for nothing. Where the texts differ the programs have diverged: before
+    /// Takes a number for each 1,000 bytes, sends nothing and waits for nothing. Where the texts differ the programs have diverged: before
     /// anything of a later operation is delivered, or with the next [step end](Program::step_end), every process gets
     /// an error that shows what two of them have, with their lines.
     ///
@@ -31,15 +34,26 @@ impl Program {
     pub fn compare(&mut self, text: impl Into<String>) -> Result<()> {
         let at = self.caller(Location::caller());
         self.refuse_recording(at, "compare")?;
-        let what = Arc::new(Compared(text.into()));
-        let word = Rolling::default().mix_bytes(what.0.as_bytes()).word();
-        self.issue([0xc0a9a2e, word], what.clone(), at);
-        self.record_operation(at, [], None, || Form {
-            what: what.to_string(),
-            kind: Kind::Compare,
-            results: Vec::new(),
-            messages: Vec::new(),
-        });
+        let text = text.into();
+        // So that what is shown of a difference has it in it.
+        let mut rest = text.as_str();
+        loop {
+            let end = (0..=SHOWN.min(rest.len())).rev().find(|end| rest.is_char_boundary(*end));
+            let (piece, more) = rest.split_at(end.unwrap_or(rest.len()));
+            let what = Arc::new(Compared(piece.to_owned()));
+            let word = Rolling::default().mix_bytes(what.0.as_bytes()).word();
+            self.issue([0xc0a9a2e, word], what.clone(), at);
+            self.record_operation(at, [], None, || Form {
+                what: what.to_string(),
+                kind: Kind::Compare,
+                results: Vec::new(),
+                messages: Vec::new(),
+            });
+            if more.is_empty() {
+                break;
+            }
+            rest = more;
+        }
         Ok(())
     }
 }
@@ -47,6 +61,19 @@ impl Program {
 #[cfg(test)]
 mod tests {
     use crate::{ProcessId, Simulation};
+
+    #[test]
+    fn of_long_texts_that_part_is_shown_which_differs() {
+        let results = Simulation::new(2, 2).run(|p| {
+            let end = if p.process() == ProcessId(1) { "0B8" } else { "0B9" };
+            p.compare("0F0 \u{2014} ".repeat(2000) + end)?;
+            p.agree(ProcessId(0), 0u8, || Ok(1))
+        });
+        let errors: Vec<String> =
+            results.into_iter().filter_map(|result| Some(result.err()?.to_string())).collect();
+        assert!(!errors.is_empty());
+        assert!(errors.iter().all(|error| error.contains("0B8") && error.contains("0B9")), "{errors:?}");
+    }
 
     #[test]
     fn texts_that_differ_are_shown_to_all_and_equal_ones_are_nothing() {

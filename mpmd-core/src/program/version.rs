@@ -7,6 +7,9 @@ use std::path::Path;
 use crate::runtime::Rolling;
 use crate::topology::Topology;
 
+/// What runs, also where its file was replaced since.
+const RUNNING: &str = "/proc/self/exe";
+
 /// Linkers put a program's build number near its beginning.
 const NEAR: usize = 64 << 10;
 
@@ -16,11 +19,11 @@ const KIND_AND_NAME: [u8; 8] = [3, 0, 0, 0, b'G', b'N', b'U', 0];
 /// What must be equal on all processes of a job: the framework's version, the executable, and the devices. Not the
 /// arguments: some may concern one process alone, and what they make of the program is compared as it is issued.
 pub(super) fn fingerprint(topology: &Topology) -> String {
-    let program = std::env::current_exe();
-    let name = program.as_ref().ok().and_then(|program| program.file_name());
+    let program = std::env::current_exe().ok();
+    let name = program.as_ref().and_then(|program| program.file_name());
     let name = name.map_or_else(|| "a program".to_owned(), |name| name.to_string_lossy().into_owned());
-    let build =
-        program.and_then(|program| build(&program)).unwrap_or_else(|error| format!("unknown: {error}"));
+    let name = name.trim_end_matches(" (deleted)");
+    let build = build(Path::new(RUNNING)).unwrap_or_else(|error| format!("unknown: {error}"));
     let devices = topology.devices().len();
     format!("{name}, build {build}, mpmd {}, {devices} devices", env!("CARGO_PKG_VERSION"))
 }

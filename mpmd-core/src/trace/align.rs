@@ -92,6 +92,9 @@ impl Aligned {
     }
 }
 
+/// So many times their bounds samples must lie apart, for clocks do not drift by more than some hundred millionths.
+const FAR: i128 = 10_000;
+
 /// The line through the best sample of the first half of the time and the best of the second.
 fn line(mut samples: Vec<Sample>) -> Option<(Line, u64)> {
     samples.sort_unstable();
@@ -101,7 +104,9 @@ fn line(mut samples: Vec<Sample>) -> Option<(Line, u64)> {
     let best = |samples: Vec<Sample>| samples.into_iter().min_by_key(|sample| sample.bound);
     let first = best(early)?;
     let constant = Line { at: first.here, common: first.common, rise: 1, run: 1 };
-    let Some(last) = best(late) else { return Some((constant, first.bound)) };
+    // Between samples that lie close together the bounds make any slope.
+    let far = |last: &Sample| last.here - first.here >= FAR * i128::from(first.bound + last.bound);
+    let Some(last) = best(late).filter(far) else { return Some((constant, first.bound)) };
     let line = Line { rise: last.common - first.common, run: last.here - first.here, ..constant };
     Some((line, first.bound.max(last.bound)))
 }

@@ -231,6 +231,15 @@ impl Run {
         for wait in &mut self.waits {
             move_all(&mut [&mut wait.start, &mut wait.end]);
         }
+        // What began before is shown from there on: readers of trace events know no times below 0.
+        for piece in &mut self.pieces {
+            let Piece { offered, posted, left, expected, arrived, taken, .. } = piece;
+            let times = [offered, posted, left, expected, arrived, taken];
+            times.into_iter().flatten().for_each(|time| *time = time.max(0.0));
+        }
+        for wait in &mut self.waits {
+            (wait.start, wait.end) = (wait.start.max(0.0), wait.end.max(0.0));
+        }
         for step in &mut self.steps {
             move_all(&mut [&mut step.start, &mut step.end]);
         }

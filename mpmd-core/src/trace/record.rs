@@ -99,7 +99,13 @@ impl Trace {
     /// Begins the trace of a process in a folder, which is made where it is not there.
     pub(crate) fn begin(folder: &Path, about: About) -> std::io::Result<Self> {
         std::fs::create_dir_all(folder)?;
-        let mut out = File::create(folder.join(file::name(about.process)))?;
+        let path = folder.join(file::name(about.process));
+        // What still writes an old one goes on with that, which has no name any more.
+        match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let mut out = File::create_new(path)?;
         let (start, about) = about.begin();
         out.write_all(&file::beginning(&about)?)?;
         let recorder = Arc::new(Recorder {

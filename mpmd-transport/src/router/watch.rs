@@ -74,17 +74,20 @@ impl<C: Cargo> Router<C> {
         let op = self.history.count();
         let hash = self.history.hash_at(op).unwrap_or(UNKNOWN_HASH);
         for to in self.still_here() {
+            // What it said before may be long over.
+            self.peers[to.index()].answer = None;
             let header = Header { op, hash, ..self.header(Kind::Probe) };
             self.actions.push(Action::Post { to, header, body: Body::Empty });
         }
     }
 
-    /// What peers that are still there have said last of what they are doing, and of whom they wait for. Nothing of those
-    /// that were never asked.
+    /// What peers that are still there have said last of what they are doing, and of whom they wait for, or that they
+    /// have not answered.
     pub fn last_words(&self) -> Vec<String> {
         let said = |process: ProcessId| {
             let answer = self.peers[process.index()].answer.as_ref();
-            answer.map_or_else(Vec::new, |Answer { count, doing, chain }| {
+            let silent = || vec![format!("process {process} has not said what it is doing")];
+            answer.map_or_else(silent, |Answer { count, doing, chain }| {
                 let first = format!("process {process} has issued {count} operations and {doing}");
                 [vec![first], chain.clone()].concat()
             })

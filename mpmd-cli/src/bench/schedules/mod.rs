@@ -159,6 +159,11 @@ impl SchedulesArgs {
             let costs = costs(&found.schedule);
             planned.push(Planned { schedule: found.schedule, costs, fused: false });
         }
+        // Before anything waits for such a time.
+        for one in &planned {
+            let seconds = one.simulated()?;
+            ensure!(seconds < 3600.0, "a step of {} would take {seconds:.0} s", one.schedule.name());
+        }
         Ok(planned)
     }
 }

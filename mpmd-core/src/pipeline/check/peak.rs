@@ -14,6 +14,11 @@ pub struct Peak {
     pub at: (u32, u32),
 }
 
+/// As a number that can go down.
+fn bytes(bytes: u64) -> i64 {
+    i64::try_from(bytes).unwrap_or(i64::MAX)
+}
+
 /// What is counted.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Unit {
@@ -38,9 +43,7 @@ impl<'a> Ledger<'a> {
 
     /// Bytes where the costs say any, else activations.
     pub(crate) fn unit(&self) -> Unit {
-        let says = |costs: &Costs| {
-            costs.stage.iter().any(|stage| stage.activation_bytes + stage.weight_residual_bytes > 0)
-        };
+        let says = |costs: &Costs| costs.says_bytes();
         if self.costs.is_some_and(says) { Unit::Bytes } else { Unit::Activations }
     }
 
@@ -51,7 +54,7 @@ impl<'a> Ledger<'a> {
         let (activation, residual) = match unit {
             Unit::Activations => (1, 0),
             Unit::Bytes => stage
-                .map_or((0, 0), |stage| (stage.activation_bytes as i64, stage.weight_residual_bytes as i64)),
+                .map_or((0, 0), |stage| (bytes(stage.activation_bytes), bytes(stage.weight_residual_bytes))),
         };
         let is_rest = self.names.is_second_half(tag);
         match step.kind {
@@ -72,13 +75,13 @@ impl<'a> Ledger<'a> {
     /// The most that each lane keeps.
     pub(crate) fn peaks(&self, flow: &Flow) -> Vec<Peak> {
         let mut peaks = vec![Peak::default(); flow.lanes.len()];
-        let mut kept = vec![(0, 0); flow.lanes.len()];
+        let mut kept = vec![(0i64, 0i64); flow.lanes.len()];
         for node in &flow.nodes {
             let lane = node.lane as usize;
             let (peak, kept) = (&mut peaks[lane], &mut kept[lane]);
             let (activations, bytes) =
                 (self.change(node.tag, Unit::Activations), self.change(node.tag, Unit::Bytes));
-            *kept = (kept.0 + activations.0, kept.1 + bytes.0);
+            *kept = (kept.0 + activations.0, kept.1.saturating_add(bytes.0));
             let now = (u64::try_from(kept.0).unwrap_or(0), u64::try_from(kept.1).unwrap_or(0));
             if now.0 > peak.activations {
                 (peak.activations, peak.at.0) = (now.0, node.tag);
@@ -86,7 +89,7 @@ impl<'a> Ledger<'a> {
             if now.1 > peak.bytes {
                 (peak.bytes, peak.at.1) = (now.1, node.tag);
             }
-            *kept = (kept.0 + activations.1, kept.1 + bytes.1);
+            *kept = (kept.0 + activations.1, kept.1.saturating_add(bytes.1));
         }
         peaks
     }

@@ -3,13 +3,15 @@
 use super::{Channel, Deadlock, Ledger, Names, Peak, Proof, check};
 use crate::pipeline::flow::{Flow, FlowError, Leaves, StepNames};
 use crate::pipeline::lower::{lower, lower_late};
-use crate::pipeline::{Action, ActionKind, Costs, Lowered, Schedule};
+use crate::pipeline::{Action, ActionKind, Costs, Lowered, Schedule, ScheduleError};
 
 /// What a schedule is held against.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits<'a> {
     /// What carries its moves.
     pub channel: Channel,
+    /// When what is computed leaves. Who is to run it in order needs [`Leaves::InOrder`], which holds back more.
+    pub leaves: Leaves,
     /// The bytes of its stages.
     pub costs: Option<&'a Costs>,
     /// The most that a rank may keep.
@@ -102,6 +104,19 @@ pub enum Problem {
     Moves(FlowError),
     /// It does not come to its end.
     Deadlock(Deadlock),
+    /// It is no schedule for another reason.
+    Schedule(ScheduleError),
+    /// There are far fewer actions than the numbers of its stages and microbatches ask for.
+    Numbers {
+        /// The highest stage, plus one.
+        stages: usize,
+        /// The highest microbatch, plus one.
+        microbatches: usize,
+        /// Actions that are there.
+        actions: usize,
+    },
+    /// More is wrong.
+    More(usize),
     /// A rank keeps more than it may.
     Budget {
         /// The rank.
@@ -140,6 +155,13 @@ impl Problem {
             ),
             Self::Moves(error) => error.to_string(),
             Self::Deadlock(deadlock) => return deadlock.lines(names),
+            Self::Schedule(error) => error.to_string(),
+            Self::Numbers { stages, microbatches, actions } => format!(
+                "there are stages up to {} and microbatches up to {}, but only {actions} actions",
+                stages.saturating_sub(1),
+                microbatches.saturating_sub(1)
+            ),
+            Self::More(count) => format!("and {count} more"),
             Self::Budget { rank, peak, budget: Budget::Activations(most), at } => {
                 format!("rank {rank} keeps {peak} activations at {at}; it may keep {most}")
             }
@@ -167,8 +189,17 @@ pub fn check_schedule(schedule: &Schedule, limits: Limits) -> Report {
 pub fn check_lowered(rows: &Lowered, limits: Limits) -> Report {
     let (actions, pairs) = rows.actions();
     let mut report = Report::default();
+    if let Some(problem) = numbers(&actions) {
+        report.problems.push(problem);
+        return report;
+    }
     report.whole(&actions);
     if !report.problems.is_empty() {
+        let more = report.problems.len().saturating_sub(NAMED);
+        report.problems.truncate(NAMED);
+        if more > 0 {
+            report.problems.push(Problem::More(more));
+        }
         report.circle(&actions);
         return report;
     }
@@ -178,17 +209,35 @@ pub fn check_lowered(rows: &Lowered, limits: Limits) -> Report {
     }
     match Schedule::with_overlaps("", actions, pairs) {
         Ok(schedule) => check_schedule(&schedule, limits),
-        Err(_) => {
+        Err(error) => {
             report.circle(&rows.actions().0);
+            if report.problems.is_empty() {
+                report.problems.push(Problem::Schedule(error));
+            }
             report
         }
     }
 }
 
+/// How many faults of one kind of look are named.
+const NAMED: usize = 100;
+
+/// Whether numbers are so large for what is there that nothing can be right, and tables for them would not fit.
+fn numbers(rows: &[Vec<Action>]) -> Option<Problem> {
+    let actions = || rows.iter().flatten();
+    let stages = actions().map(|action| action.stage.saturating_add(1)).max().unwrap_or(0);
+    let microbatches = actions().map(|action| action.microbatch.saturating_add(1)).max().unwrap_or(0);
+    let count: usize = rows.iter().map(Vec::len).sum();
+    // A whole schedule has at least one action for each.
+    let most = count.saturating_mul(4).saturating_add(1 << 16);
+    let fits = stages.checked_mul(microbatches).is_some_and(|needed| needed <= most);
+    (!fits).then_some(Problem::Numbers { stages, microbatches, actions: count })
+}
+
 impl Report {
-    /// Whether nothing is wrong.
+    /// Whether nothing is wrong, and it is proved to come to its end.
     pub fn is_fit(&self) -> bool {
-        self.problems.is_empty()
+        self.problems.is_empty() && self.proof.is_some()
     }
 
     /// Whether every action is there once, on the rank of its stage, and after what it needs of its rank.
@@ -303,7 +352,14 @@ impl Report {
         if let Some(costs) = limits.costs {
             names.weigh(&mut flow, costs);
         }
-        match check(&flow, limits.channel) {
+        let proof = match limits.leaves {
+            Leaves::AtOnce => check(&flow, limits.channel),
+            leaves => match Flow::of_lowered(rows, leaves) {
+                Ok(flow) => check(&flow, limits.channel),
+                Err(error) => return self.problems.push(Problem::Moves(error)),
+            },
+        };
+        match proof {
             Ok(proof) => self.proof = Some(proof),
             Err(deadlock) => self.problems.push(Problem::Deadlock(deadlock)),
         }
@@ -392,7 +448,8 @@ mod tests {
     use super::*;
     use crate::pipeline::{Builtin, Step, StepKind};
 
-    const LIMITS: Limits = Limits { channel: Channel::TAGS, costs: None, budget: None };
+    const LIMITS: Limits =
+        Limits { channel: Channel::TAGS, leaves: Leaves::AtOnce, costs: None, budget: None };
 
     fn steps(schedule: &Schedule) -> Vec<Vec<Step>> {
         schedule
@@ -405,6 +462,29 @@ mod tests {
     fn lines(report: &Report, microbatches: usize) -> Vec<String> {
         let names = StepNames::new(microbatches);
         report.problems.iter().flat_map(|problem| problem.lines(&names)).collect()
+    }
+
+    #[test]
+    fn pairs_that_cannot_begin_together_and_wild_numbers_are_refused() {
+        let of = |text: &str| {
+            let text = crate::pipeline::Text::parse(text, None).unwrap();
+            check_lowered(&Lowered::of_text(&text), LIMITS)
+        };
+        let pair = of("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1F1,1B0,1B1\n");
+        assert!(!pair.is_fit() && !pair.problems.is_empty(), "{pair:?}");
+        for wild in ["4000000000F0\n", "4000000000F4000000000\n"] {
+            let report = of(wild);
+            assert!(matches!(report.problems[..], [Problem::Numbers { actions: 1, .. }]), "{report:?}");
+        }
+    }
+
+    #[test]
+    fn who_sends_in_order_needs_more_than_who_sends_at_once() {
+        let text = "0F0,0B0,0SEND_F0,0RECV_B0\n1RECV_F0,1F0,1B0,1SEND_B0\n";
+        let rows = Lowered::of_text(&crate::pipeline::Text::parse(text, None).unwrap());
+        assert!(check_lowered(&rows, LIMITS).is_fit());
+        let in_order = check_lowered(&rows, Limits { leaves: Leaves::InOrder, ..LIMITS });
+        assert!(matches!(in_order.problems[..], [Problem::Deadlock(_)]), "{in_order:?}");
     }
 
     #[test]

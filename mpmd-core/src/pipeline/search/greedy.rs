@@ -58,7 +58,7 @@ impl Shop<'_> {
             (ends[id as usize], free[rank]) = (end, end);
             next[stage][kind as usize] += 1;
             let (takes, gives) = self.memory(id);
-            held[rank] = held[rank] + takes - gives;
+            held[rank] = held[rank].saturating_add(takes).saturating_sub(gives);
             rows[rank].push(id);
             left -= 1;
         }
@@ -129,7 +129,7 @@ impl Shop<'_> {
             })
             .sum();
         let own = self.memory(self.id(stage, FORWARD, 0)).0 + self.memory(self.id(stage, INPUT, 0)).0;
-        at.held.saturating_add(own + room) <= self.limit()
+        at.held.saturating_add(own).saturating_add(room) <= self.limit()
     }
 }
 

@@ -26,7 +26,7 @@ use super::schedule::{Schedule, ScheduleError};
 pub struct SearchOptions {
     /// The most that a rank may hold at a time, over all its stages; anything where there is none.
     pub budget: Option<Budget>,
-    /// How many orders are tried, each in time proportional to its actions.
+    /// How many orders are tried, each in time proportional to its actions; fewer of very large ones.
     pub tries: usize,
     /// Chooses among moves.
     pub seed: u64,
@@ -48,6 +48,9 @@ pub struct Found {
     /// The makespans of the schedules that it was to be better than, by name; `None` for those beyond the budget.
     pub fixed: Vec<(String, Option<f64>)>,
 }
+
+/// How many actions are put in their places at most, over all orders.
+const MOST_WORK: usize = 400_000_000;
 
 /// Looks for an order of forward passes, input gradients and weight gradients that takes as little time as can be.
 ///
@@ -81,6 +84,11 @@ pub fn search(fixed: &[Schedule], costs: &Costs, options: &SearchOptions) -> Res
     if costs.stage.len() != placement.len() {
         return Err(wrong(format!("costs of {} stages, for {}", costs.stage.len(), placement.len())));
     }
+    if matches!(options.budget, Some(Budget::Bytes(_))) && !costs.says_bytes() {
+        return Err(wrong(
+            "a budget in bytes, and costs that do not say how many bytes stages keep".to_owned(),
+        ));
+    }
     let bad = |cost: &f64| !cost.is_finite() || *cost < 0.0;
     for (stage, cost) in costs.stage.iter().enumerate() {
         let StageCosts { forward, backward_input, backward_weight, send_forward, send_backward, .. } = *cost;
@@ -112,7 +120,10 @@ pub fn search(fixed: &[Schedule], costs: &Costs, options: &SearchOptions) -> Res
             starts.push((makespan, rows));
         }
     }
-    for rules in Rules::all() {
+    let actions = 3 * costs.stage.len() * first.microbatches();
+    // Each takes time in proportion to ranks times actions.
+    let rules = Rules::all().take((MOST_WORK / (actions * first.ranks()).max(1)).max(1));
+    for rules in rules {
         if let Some(rows) = shop.greedy(rules)
             && let Some(run) = shop.run(&rows)
         {
@@ -135,7 +146,9 @@ pub fn search(fixed: &[Schedule], costs: &Costs, options: &SearchOptions) -> Res
     let chosen = starts.len().min(IMPROVED);
     let mut random = Random(options.seed ^ 0x9e37_79b9_7f4a_7c15);
     let improved = starts.into_iter().take(chosen);
-    let improved = improved.map(|start| shop.anneal(start, options.tries / chosen, &mut random));
+    // So that large ones end in seconds, too.
+    let tries = options.tries.min(MOST_WORK / actions.max(1)) / chosen;
+    let improved = improved.map(|start| shop.anneal(start, tries, &mut random));
     let Some((makespan, rows)) = improved.min_by(|a, b| a.0.total_cmp(&b.0)) else {
         return Err(wrong("nothing was tried".to_owned()));
     };
@@ -232,6 +245,19 @@ mod tests {
             }
         }
         assert_eq!(found.fixed[0].1, None, "1F1B holds two");
+    }
+
+    #[test]
+    fn several_stages_a_rank_are_searched_too() {
+        for name in ["interleaved", "zbv"] {
+            let fixed = Schedule::named(name, 4, 8, Some(2)).unwrap();
+            let mut unequal = Costs::units(8);
+            unequal.stage[3].backward_weight = 3.0;
+            unequal.stage[6].forward = 2.0;
+            let found = best(&fixed, &unequal, None);
+            let Some(before) = found.fixed[0].1 else { panic!("there is no budget") };
+            assert!(found.makespan < before, "{name}: {} of {before}", found.makespan);
+        }
     }
 
     proptest! {

@@ -128,9 +128,9 @@ impl Shop<'_> {
         let (limit, mut held) = (self.limit(), 0);
         row.iter().all(|id| {
             let (takes, gives) = self.memory(*id);
-            held += takes;
+            held = u64::saturating_add(held, takes);
             let within = held <= limit;
-            held -= gives;
+            held = held.saturating_sub(gives);
             within
         })
     }
