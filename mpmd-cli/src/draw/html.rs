@@ -9,7 +9,7 @@ use super::{colour, data, facts, svg, text};
 const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
 
-/// A timeline as a page that can be zoomed and asked. Without its script, and on paper, it is the [drawing](svg).
+/// A timeline as a page that can be zoomed and asked. Without its script, and on paper, it is the [drawing](super::svg()).
 pub(crate) fn html(timeline: &Timeline) -> String {
     let title = text::escaped(&timeline.title);
     let sentence = text::escaped(&facts::sentence(timeline));

@@ -16,7 +16,7 @@ const GATHERED: usize = 3;
 ///
 /// # Errors
 ///
-/// As [`lower_turns`].
+/// As [`lower_cells`](super::lower_cells).
 pub fn lower_comms(schedule: &Schedule) -> Result<Vec<Vec<Cell>>, LowerError> {
     let rows = (0..schedule.ranks()).map(|rank| {
         let gathered = with_gathers(&cells(schedule, rank), schedule.stages());
