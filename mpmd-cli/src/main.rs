@@ -9,8 +9,10 @@ mod run;
 mod schedule;
 mod trace;
 
+use std::io::Write as _;
 use std::process::ExitCode;
 
+use anyhow::Context as _;
 use clap::{Parser, Subcommand};
 use mpmd_transport::memory::CountingAllocator;
 
@@ -76,4 +78,13 @@ fn main() -> ExitCode {
         eprintln!("mpmd: {error:#}");
         ExitCode::FAILURE
     })
+}
+
+/// Writes to standard output. Who reads it may have seen enough, and gone.
+fn say(text: &str) -> anyhow::Result<()> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        done => done.context("cannot write to standard output"),
+    }
 }

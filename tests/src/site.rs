@@ -138,7 +138,9 @@ mod tests {
         let site = Site::new();
         let deadline = Instant::now() + Duration::from_secs(20);
         // Has another session, another parent, another folder, and no environment.
-        let script = "env -i setsid sh -c 'cd / && sleep 60' & echo started; exit 0";
+        // Who ends a program ends its group, in which it is until then.
+        let script = "env -i setsid sh -c ': > detached; cd / && sleep 60' & \
+                      until [ -e detached ]; do sleep 0.01; done; echo started; exit 0";
         let mut command = site.command(Path::new("sh"));
         command.args(["-c", script]);
         assert_eq!(site.start(command, "sh").wait(deadline).code, 0);

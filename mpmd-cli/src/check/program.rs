@@ -59,7 +59,7 @@ impl ProgramArgs {
             return Ok(ExitCode::from(super::NOTHING));
         };
         let report = Report::new(&plan, budget, channels);
-        print!("{report}");
+        crate::say(&report.to_string())?;
         Ok(if report.is_good() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
 

@@ -74,9 +74,9 @@ impl ScheduleArgs {
         let subject = self.find(subject)?;
         let findings = self.look(subject, budget, channels)?;
         if self.json {
-            println!("{}", findings.json());
+            crate::say(&format!("{}\n", findings.json()))?;
         } else {
-            print!("{}", findings.text());
+            crate::say(&findings.text())?;
         }
         Ok(if findings.is_fit() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }

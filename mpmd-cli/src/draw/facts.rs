@@ -202,13 +202,13 @@ mod tests {
         assert_eq!(texts[0], "a step: 1.5 s | mean of 2: 1 s to 2 s");
         assert_eq!(texts[1], "bubble: 33.3 % | of all their time");
         // Of each step by itself, from its own beginning.
-        for row in &mut timeline.rows {
-            for bar in &mut row.bars {
-                let from = if bar.start < 3.0 { 1.0 } else { 3.0 };
-                bar.planned = Some((from, from + 1.0));
-            }
+        timeline.marks[0].at = 0.0;
+        timeline.marks[1].at = 2.0;
+        for bar in timeline.rows.iter_mut().flat_map(|row| &mut row.bars) {
+            let from = if bar.start < 2.0 { 0.0 } else { 2.0 };
+            bar.planned = Some((from, from + 1.5));
         }
-        assert_eq!(texts_of(&timeline), "a step: 1.5 s | mean of 2: 1 s to 2 s; planned 1 s, +50.0 %");
+        assert_eq!(texts_of(&timeline), "a step: 2 s | mean of 2: 2 s to 2 s; planned 1.5 s, +33.3 %");
     }
 
     fn texts_of(timeline: &Timeline) -> String {

@@ -41,12 +41,6 @@ pub(crate) fn trace(args: &TraceArgs) -> Result<ExitCode> {
     if let Some(steps) = &args.steps {
         run = run.of_steps(steps.clone()).map_err(anyhow::Error::msg)?;
     }
-    print!("{}", run.summary());
-    match run.plan() {
-        Ok(plan) => println!("by its schedule alone a step would take {:.6} s", plan.end),
-        Err(PlanError::NoSchedule) => {}
-        Err(error) => println!("note: there is no plan to compare with: {error}"),
-    }
     if let Some(path) = &args.json {
         write_json(path, &run.to_trace_events())?;
     }
@@ -63,6 +57,13 @@ pub(crate) fn trace(args: &TraceArgs) -> Result<ExitCode> {
         let costs = run.costs()?.to_toml();
         write(path, |out| Ok(out.write_all(costs.as_bytes())?))?;
     }
+    let mut said = run.summary();
+    match run.plan() {
+        Ok(plan) => said += &format!("by its schedule alone a step would take {:.6} s\n", plan.end),
+        Err(PlanError::NoSchedule) => {}
+        Err(error) => said += &format!("note: there is no plan to compare with: {error}\n"),
+    }
+    crate::say(&said)?;
     Ok(ExitCode::SUCCESS)
 }
 
