@@ -1,182 +1,15 @@
 //! Pipelines: gradients, schedules, processes.
 
-use mpmd_core::aval::f32s;
-use mpmd_core::pipeline::{
-    Declared, Loss, Microbatch, Pipeline, PlacedShape, Schedule, Stage, StageSignature, Storage,
-};
+mod stages;
+
+use mpmd_core::Simulation;
+use mpmd_core::pipeline::{Microbatch, Pipeline, Schedule, Stage, Storage};
 use mpmd_core::prelude::*;
-use mpmd_core::sharding::{Sharding, Spec};
-use mpmd_core::tree::Empty;
-use mpmd_core::{Simulation, kernel};
+use mpmd_core::sharding::Sharding;
+use stages::{Rows, Scale, Square};
 
 const WIDTH: usize = 4;
 const ROWS: usize = 2;
-
-/// Which rows of a microbatch a device of a stage has.
-#[derive(Clone, Copy, PartialEq)]
-enum Rows {
-    All,
-    /// Its part of them, over the mesh axis `data`.
-    Part,
-}
-
-impl Rows {
-    fn spec(self) -> Spec {
-        match self {
-            Self::All => Spec::default(),
-            Self::Part => spec!["data"],
-        }
-    }
-}
-
-/// y = x * w, element by element, w shared by the rows.
-struct Scale(Rows);
-
-impl Stage for Scale {
-    type Params = MpmdArray;
-    type In = MpmdArray;
-    type Side = Empty<MpmdArray>;
-    type Out = MpmdArray;
-    type Residual = MpmdArray;
-    type WeightResidual = (MpmdArray, MpmdArray);
-
-    fn infer(&self, w: &ShapedArray, x: &ShapedArray, _: &Empty<ShapedArray>) -> Result<Declared<Self>> {
-        if x.shape()[1] != w.shape()[0] {
-            return Err(Error::kernel(format!("{x} * {w}")));
-        }
-        let kept = PlacedShape::new(x.clone(), self.0.spec());
-        Ok(StageSignature::new(x.clone(), kept.clone(), (kept.clone(), kept)).keep("", "0"))
-    }
-
-    fn input_spec(&self) -> Spec {
-        self.0.spec()
-    }
-
-    fn output_spec(&self) -> Spec {
-        self.0.spec()
-    }
-
-    fn forward(
-        &self,
-        _: &mut Context<'_>,
-        w: View<'_>,
-        x: View<'_>,
-        _: Empty<View<'_>>,
-        mut y: ViewMut<'_>,
-        mut residual: ViewMut<'_>,
-    ) -> Result<()> {
-        let (w, x) = (w.as_slice::<f32>()?, x.as_slice::<f32>()?);
-        residual.as_mut_slice()?.copy_from_slice(x);
-        let y = y.as_mut_slice::<f32>()?;
-        (0..x.len()).for_each(|i| y[i] = x[i] * w[i % WIDTH]);
-        Ok(())
-    }
-
-    fn backward_input(
-        &self,
-        _: &mut Context<'_>,
-        w: View<'_>,
-        _: View<'_>,
-        dy: View<'_>,
-        dx: Option<ViewMut<'_>>,
-        (_, mut out): (ViewMut<'_>, ViewMut<'_>),
-    ) -> Result<()> {
-        let (w, dy) = (w.as_slice::<f32>()?, dy.as_slice::<f32>()?);
-        out.as_mut_slice()?.copy_from_slice(dy);
-        if let Some(mut dx) = dx {
-            let dx = dx.as_mut_slice::<f32>()?;
-            (0..dy.len()).for_each(|i| dx[i] = dy[i] * w[i % WIDTH]);
-        }
-        Ok(())
-    }
-
-    fn backward_weight(
-        &self,
-        _: &mut Context<'_>,
-        (x, dy): (View<'_>, View<'_>),
-        mut gradient: ViewMut<'_>,
-    ) -> Result<()> {
-        let (x, dy) = (x.as_slice::<f32>()?, dy.as_slice::<f32>()?);
-        let gradient = gradient.as_mut_slice::<f32>()?;
-        (0..x.len()).for_each(|i| gradient[i % WIDTH] += x[i] * dy[i]);
-        Ok(())
-    }
-}
-
-/// Sum of squares of (x * w - labels), over the rows.
-struct Square(Rows);
-
-impl Stage for Square {
-    type Params = MpmdArray;
-    type In = MpmdArray;
-    type Side = MpmdArray;
-    type Out = Loss<MpmdArray>;
-    type Residual = (MpmdArray, MpmdArray);
-    type WeightResidual = (MpmdArray, MpmdArray);
-
-    fn infer(&self, _: &ShapedArray, x: &ShapedArray, _: &ShapedArray) -> Result<Declared<Self>> {
-        let kept = || PlacedShape::new(x.clone(), self.0.spec());
-        let loss = Loss { sum: f32s([]), weight: f32s([]) };
-        let signature = StageSignature::new(loss, (kept(), kept()), (kept(), kept()));
-        let signature = signature.keep("0", "0").keep("1", "1");
-        Ok(if self.0 == Rows::Part { signature.forward_all_reduce("data", f32s([2])) } else { signature })
-    }
-
-    fn input_spec(&self) -> Spec {
-        self.0.spec()
-    }
-
-    fn forward(
-        &self,
-        cx: &mut Context<'_>,
-        w: View<'_>,
-        x: View<'_>,
-        labels: View<'_>,
-        mut y: Loss<ViewMut<'_>>,
-        (mut kept, mut error): (ViewMut<'_>, ViewMut<'_>),
-    ) -> Result<()> {
-        let (w, x) = (w.as_slice::<f32>()?, x.as_slice::<f32>()?);
-        let labels = labels.as_slice::<f32>()?;
-        kept.as_mut_slice()?.copy_from_slice(x);
-        let error = error.as_mut_slice::<f32>()?;
-        (0..x.len()).for_each(|i| error[i] = x[i] * w[i % WIDTH] - labels[i]);
-        let mut loss = [error.iter().map(|e| e * e).sum::<f32>(), (x.len() / WIDTH) as f32];
-        if self.0 == Rows::Part {
-            cx.all_reduce("data", &mut loss)?;
-        }
-        y.sum.fill(loss[0])?;
-        y.weight.fill(loss[1])?;
-        Ok(())
-    }
-
-    fn backward_input(
-        &self,
-        _: &mut Context<'_>,
-        w: View<'_>,
-        _: (View<'_>, View<'_>),
-        dy: kernel::Views<'_, Loss<MpmdArray>>,
-        dx: Option<ViewMut<'_>>,
-        (_, mut error): (ViewMut<'_>, ViewMut<'_>),
-    ) -> Result<()> {
-        let (w, scale) = (w.as_slice::<f32>()?, dy.sum.scalar::<f32>()?);
-        let error = error.as_mut_slice::<f32>()?;
-        error.iter_mut().for_each(|e| *e *= 2.0 * scale);
-        if let Some(mut dx) = dx {
-            let dx = dx.as_mut_slice::<f32>()?;
-            (0..dx.len()).for_each(|i| dx[i] = error[i] * w[i % WIDTH]);
-        }
-        Ok(())
-    }
-
-    fn backward_weight(
-        &self,
-        cx: &mut Context<'_>,
-        kept: (View<'_>, View<'_>),
-        gradient: ViewMut<'_>,
-    ) -> Result<()> {
-        Scale(self.0).backward_weight(cx, kept, gradient)
-    }
-}
 
 /// Loss, weight, and the gradients of every stage, where they are owned here.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -210,9 +43,9 @@ fn step(p: &mut Program, schedule: &Schedule, nudged: Option<(usize, usize, f32)
         p.device_put(&MpmdArray::from_slice(&[WIDTH], &values)?, meshes[stage].replicated())
     };
     let (w0, w1, w2, w3) = (w(p, 0)?, w(p, 1)?, w(p, 2)?, w(p, 3)?);
-    let mut pipeline = Pipeline::first(Scale(Rows::All), &meshes[0], w0)?
-        .then(Scale(Rows::All), &meshes[1], w1)?
-        .then(Scale(Rows::All), &meshes[2], w2)?
+    let mut pipeline = Pipeline::first(Scale::of(Rows::All), &meshes[0], w0)?
+        .then(Scale::of(Rows::All), &meshes[1], w1)?
+        .then(Scale::of(Rows::All), &meshes[2], w2)?
         .then(Square(Rows::All), &meshes[3], w3)?;
     let microbatches = (0..schedule.microbatches())
         .map(|m| {
@@ -301,7 +134,8 @@ fn stored_step(p: &mut Program, schedule: &Schedule, rows: Rows) -> Result<Store
         params.push(p.device_put(&MpmdArray::from_slice(&[WIDTH], &values)?, mesh.sharding(rows.spec()))?);
     }
     let [w0, w1] = [params[0].clone(), params[1].clone()];
-    let mut pipeline = Pipeline::first(Scale(rows), &meshes[0], w0)?.then(Square(rows), &meshes[1], w1)?;
+    let mut pipeline =
+        Pipeline::first(Scale::of(rows), &meshes[0], w0)?.then(Square(rows), &meshes[1], w1)?;
     if rows == Rows::Part {
         for (stage, mesh) in meshes.iter().enumerate() {
             let storage = Storage::new(vec![mesh.replicated()]).partial_over(&["data"])?;
@@ -384,7 +218,7 @@ fn replayed_steps(p: &mut Program, replay: bool) -> Result<Steps> {
         params.push(p.device_put(&MpmdArray::from_slice(&[WIDTH], &values)?, mesh.sharding(rows.spec()))?);
     }
     let [w0, w1] = [params[0].clone(), params[1].clone()];
-    let mut pipeline = Pipeline::first(Scale(rows), &meshes[0], w0)?;
+    let mut pipeline = Pipeline::first(Scale::of(rows), &meshes[0], w0)?;
     pipeline.replay(replay);
     let mut pipeline = pipeline.then(Square(rows), &meshes[1], w1)?;
     for (stage, mesh) in meshes.iter().enumerate() {
@@ -442,7 +276,7 @@ fn a_storage_that_does_not_fit_the_stage_is_refused() {
         let meshes = p.mesh(&[("stage", 2), ("data", 2)])?.split("stage")?;
         let w = MpmdArray::from_slice(&[WIDTH], &[1.0f32; WIDTH])?;
         let w = p.device_put(&w, meshes[0].sharding(spec!["data"]))?;
-        let mut pipeline = Pipeline::first(Scale(Rows::Part), &meshes[0], w)?;
+        let mut pipeline = Pipeline::first(Scale::of(Rows::Part), &meshes[0], w)?;
         let mut refused = |shardings: Vec<Sharding>| {
             let refused = pipeline.store(0, Storage::new(shardings));
             refused.err().map_or_else(String::new, |error| error.to_string())

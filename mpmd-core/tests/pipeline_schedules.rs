@@ -7,7 +7,9 @@ use mpmd_core::pipeline::{Action, ActionKind, Builtin, Microbatch, Pipeline, Sch
 use mpmd_core::prelude::*;
 
 mod stages;
-use stages::{Outcome, Scale, WIDTH, by_hand, chain, meshes, params, read, step, together, value, weights};
+use stages::{
+    Outcome, Rows, Scale, WIDTH, by_hand, chain, meshes, params, read, step, together, value, weights,
+};
 
 const RANKS: usize = 4;
 const ROWS: [usize; 8] = [2; 8];
@@ -86,7 +88,7 @@ fn outputs_of_forward_passes_come_by_microbatch() {
                 let results = Simulation::new(processes, RANKS).run(|p| {
                     let meshes = meshes(p, RANKS)?;
                     let mesh = |stage: usize| &meshes[schedule.rank_of(stage)];
-                    let scale = || Scale { fuses: false };
+                    let scale = || Scale::of(Rows::All);
                     let mut pipeline = Pipeline::first(scale(), mesh(0), params(p, 0, mesh(0))?)?;
                     for stage in 1..schedule.stages() {
                         pipeline = pipeline.then(scale(), mesh(stage), params(p, stage, mesh(stage))?)?;

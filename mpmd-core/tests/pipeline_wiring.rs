@@ -8,7 +8,7 @@ use mpmd_core::{Simulation, aval};
 
 mod stages;
 use stages::{
-    Join, Outcome, Scale, Square, WIDTH, by_hand, chain, label, meshes, params, step, together, value,
+    Join, Outcome, Rows, Scale, Square, WIDTH, by_hand, chain, label, meshes, params, step, together, value,
     weights,
 };
 
@@ -16,13 +16,13 @@ use stages::{
 fn skipping(p: &mut Program, schedule: &Schedule) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
     let meshes = meshes(p, schedule.ranks())?;
     let mesh = |stage: usize| &meshes[schedule.rank_of(stage)];
-    let scale = || Scale { fuses: false };
+    let scale = || Scale::of(Rows::All);
     let front = Pipeline::first(scale(), mesh(0), params(p, 0, mesh(0))?)?;
     let early = front.output();
     let front = front.then(scale(), mesh(1), params(p, 1, mesh(1))?)?;
     let late = front.output();
     let front = front.then_from(Join, mesh(2), params(p, 2, mesh(2))?, &(late, early.leaf("")))?;
-    let mut pipeline = front.then(Square, mesh(3), params(p, 3, mesh(3))?)?;
+    let mut pipeline = front.then(Square(Rows::All), mesh(3), params(p, 3, mesh(3))?)?;
     pipeline.tie((0, ""), (3, ""))?;
     Ok(pipeline)
 }
@@ -96,7 +96,7 @@ fn wiring_that_does_not_fit_is_refused() {
     let schedule = Schedule::gpipe(4, 2).unwrap();
     let results = Simulation::new(2, 4).run(|p| {
         let meshes = meshes(p, 4)?;
-        let scale = || Scale { fuses: false };
+        let scale = || Scale::of(Rows::All);
         let first = |p: &mut Program| Pipeline::first(scale(), &meshes[0], params(p, 0, &meshes[0])?);
         let mut found = Vec::new();
         // An output of another pipeline.
@@ -110,7 +110,7 @@ fn wiring_that_does_not_fit_is_refused() {
         let w = params(p, 2, &meshes[2])?;
         let front = front.then_from(scale(), &meshes[2], w, &skip)?;
         let w = params(p, 3, &meshes[3])?;
-        let mut unread = front.then(Square, &meshes[3], w)?;
+        let mut unread = front.then(Square(Rows::All), &meshes[3], w)?;
         found.push(step(p, &mut unread, &schedule, &[1; 2]).err());
         // An output that is not there.
         let front = first(p)?;
@@ -120,7 +120,7 @@ fn wiring_that_does_not_fit_is_refused() {
         let w = params(p, 2, &meshes[2])?;
         let front = front.then(scale(), &meshes[2], w)?;
         let w = params(p, 3, &meshes[3])?;
-        found.push(step(p, &mut front.then(Square, &meshes[3], w)?, &schedule, &[1; 2]).err());
+        found.push(step(p, &mut front.then(Square(Rows::All), &meshes[3], w)?, &schedule, &[1; 2]).err());
         let mut pipeline = skipping(p, &schedule)?;
         found.push(pipeline.tie((1, ""), (3, "")).err());
         found.push(pipeline.tie((1, ""), (0, "")).err());

@@ -1,7 +1,6 @@
 //! `mpmd check FILE.csv`, `mpmd check NAME`: a schedule is proved, simulated and added up.
 
 use std::fmt::Write as _;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -12,6 +11,8 @@ use mpmd_core::pipeline::flow::{Leaves, StepNames};
 use mpmd_core::pipeline::simulate::{SimulateError, SimulatedSchedule, simulate_lowered};
 use mpmd_core::pipeline::{Builtin, Costs, Lowered, Schedule, Sidecar, Text, lower};
 use serde_json::{Value, json};
+
+use crate::schedule::{is_file, read, read_costs};
 
 /// Arguments of `mpmd check` on a schedule.
 #[derive(Args, Debug)]
@@ -135,9 +136,8 @@ impl ScheduleArgs {
 
     fn find(&self, subject: &str) -> Result<Subject> {
         let path = Path::new(subject);
-        let is_path = path.components().count() > 1 || path.extension().is_some() || path.exists();
         let mut found = match Builtin::named(subject) {
-            None if is_path => self.read(path)?,
+            None if is_file(path) => self.read(path)?,
             _ => {
                 let (Some(ranks), Some(microbatches)) = (self.ranks, self.microbatches) else {
                     // A wrong name is not answered with a question for numbers.
@@ -154,7 +154,7 @@ impl ScheduleArgs {
             }
         };
         if let Some(path) = &self.costs {
-            found.costs = Some(toml::from_str(&read(path)?).with_context(|| format!("{}", path.display()))?);
+            found.costs = Some(read_costs(path)?);
         }
         Ok(found)
     }
@@ -189,10 +189,6 @@ impl ScheduleArgs {
         }
         Ok(Subject { name, rows, costs })
     }
-}
-
-fn read(path: &Path) -> Result<String> {
-    fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
 }
 
 impl Findings {

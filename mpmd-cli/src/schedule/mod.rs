@@ -19,6 +19,7 @@ use mpmd_core::pipeline::{Flavour, Lowered, Schedule, Sidecar, Text};
 
 pub(crate) use by_cost::{by_cost, is_by_cost};
 use source::Source;
+pub(crate) use source::{is_file, read, read_costs};
 
 /// The exit status where arguments or files are wrong.
 const WRONG: u8 = 2;

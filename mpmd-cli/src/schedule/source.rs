@@ -21,12 +21,7 @@ impl Source {
     /// Finds what the arguments mean.
     pub(super) fn find(args: &ScheduleArgs) -> Result<Self> {
         let path = Path::new(&args.name);
-        let is_path = path.components().count() > 1 || path.extension().is_some() || path.exists();
-        let costs = args.costs.as_deref().map(|path| -> Result<Costs> {
-            let toml = read(path)?;
-            toml::from_str(&toml).with_context(|| format!("{}", path.display()))
-        });
-        let costs = costs.transpose()?;
+        let costs = args.costs.as_deref().map(read_costs).transpose()?;
         let by_cost = is_by_cost(&args.name);
         ensure!(
             by_cost || args.budget.is_none(),
@@ -34,7 +29,7 @@ impl Source {
         );
         let mut source = if by_cost {
             Self::by_cost(args, costs.as_ref())?
-        } else if Builtin::named(&args.name).is_none() && is_path {
+        } else if Builtin::named(&args.name).is_none() && is_file(path) {
             Self::read(args, path)?
         } else {
             Self::built_in(args)?
@@ -115,6 +110,16 @@ impl Source {
     }
 }
 
-fn read(path: &Path) -> Result<String> {
+/// Costs of stages from a TOML file.
+pub(crate) fn read_costs(path: &Path) -> Result<Costs> {
+    toml::from_str(&read(path)?).with_context(|| path.display().to_string())
+}
+
+/// Whether what is no schedule's name is meant as a file, there or not.
+pub(crate) fn is_file(path: &Path) -> bool {
+    path.components().count() > 1 || path.extension().is_some() || path.exists()
+}
+
+pub(crate) fn read(path: &Path) -> Result<String> {
     fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
 }

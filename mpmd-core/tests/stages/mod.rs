@@ -7,21 +7,47 @@ use mpmd_core::pipeline::{
     Declared, Loss, Microbatch, Pipeline, PlacedShape, Schedule, Stage, StageSignature,
 };
 use mpmd_core::prelude::*;
+use mpmd_core::sharding::Spec;
 use mpmd_core::topology::Mesh;
 use mpmd_core::tree::Empty;
 
 pub(crate) const WIDTH: usize = 3;
 
+/// Which rows of a microbatch a device of a stage has.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Rows {
+    All,
+    /// Its part of them, over the mesh axis `data`.
+    Part,
+}
+
+impl Rows {
+    pub(crate) fn spec(self) -> Spec {
+        match self {
+            Self::All => Spec::default(),
+            Self::Part => spec!["data"],
+        }
+    }
+}
+
 /// y = x * w, element by element, w shared by the rows.
 pub(crate) struct Scale {
+    pub(crate) rows: Rows,
     pub(crate) fuses: bool,
+}
+
+impl Scale {
+    /// With its gradients apart.
+    pub(crate) fn of(rows: Rows) -> Self {
+        Self { rows, fuses: false }
+    }
 }
 
 /// y = a * w + b.
 pub(crate) struct Join;
 
 /// Sum of squares of (x * w - labels), over the rows.
-pub(crate) struct Square;
+pub(crate) struct Square(pub(crate) Rows);
 
 fn floats<'a>(view: &'a View<'_>) -> Result<&'a [f32]> {
     Ok(view.as_slice::<f32>()?)
@@ -39,8 +65,16 @@ impl Stage for Scale {
         if x.shape()[1] != w.shape()[0] {
             return Err(Error::kernel(format!("{x} * {w}")));
         }
-        let kept = PlacedShape::replicated(x.clone());
+        let kept = PlacedShape::new(x.clone(), self.rows.spec());
         Ok(StageSignature::new(x.clone(), kept.clone(), (kept.clone(), kept)).keep("", "0"))
+    }
+
+    fn input_spec(&self) -> Spec {
+        self.rows.spec()
+    }
+
+    fn output_spec(&self) -> Spec {
+        self.rows.spec()
     }
 
     fn forward(
@@ -55,7 +89,7 @@ impl Stage for Scale {
         let (w, x) = (floats(&w)?, floats(&x)?);
         residual.as_mut_slice()?.copy_from_slice(x);
         let y = y.as_mut_slice::<f32>()?;
-        (0..x.len()).for_each(|i| y[i] = x[i] * w[i % WIDTH]);
+        (0..x.len()).for_each(|i| y[i] = x[i] * w[i % w.len()]);
         Ok(())
     }
 
@@ -72,7 +106,7 @@ impl Stage for Scale {
         out.as_mut_slice()?.copy_from_slice(dy);
         if let Some(mut dx) = dx {
             let dx = dx.as_mut_slice::<f32>()?;
-            (0..dy.len()).for_each(|i| dx[i] = dy[i] * w[i % WIDTH]);
+            (0..dy.len()).for_each(|i| dx[i] = dy[i] * w[i % w.len()]);
         }
         Ok(())
     }
@@ -85,7 +119,8 @@ impl Stage for Scale {
     ) -> Result<()> {
         let (x, dy) = (floats(&x)?, floats(&dy)?);
         let gradient = gradient.as_mut_slice::<f32>()?;
-        (0..x.len()).for_each(|i| gradient[i % WIDTH] += x[i] * dy[i]);
+        let width = gradient.len();
+        (0..x.len()).for_each(|i| gradient[i % width] += x[i] * dy[i]);
         Ok(())
     }
 
@@ -105,7 +140,7 @@ impl Stage for Scale {
         let (weights, dys) = (floats(&w)?, floats(&dy)?);
         if let Some(mut dx) = dx {
             let dx = dx.as_mut_slice::<f32>()?;
-            (0..dys.len()).for_each(|i| dx[i] = dys[i] * weights[i % WIDTH]);
+            (0..dys.len()).for_each(|i| dx[i] = dys[i] * weights[i % weights.len()]);
         }
         self.backward_weight(cx, (x, dy), gradient)
     }
@@ -144,7 +179,7 @@ impl Stage for Join {
         let (w, a, b) = (floats(&w)?, floats(&a)?, floats(&b)?);
         residual.as_mut_slice()?.copy_from_slice(a);
         let y = y.as_mut_slice::<f32>()?;
-        (0..a.len()).for_each(|i| y[i] = a[i] * w[i % WIDTH] + b[i]);
+        (0..a.len()).for_each(|i| y[i] = a[i] * w[i % w.len()] + b[i]);
         Ok(())
     }
 
@@ -161,7 +196,7 @@ impl Stage for Join {
         out.as_mut_slice()?.copy_from_slice(dy);
         if let Some((mut da, mut db)) = dx {
             let da = da.as_mut_slice::<f32>()?;
-            (0..dy.len()).for_each(|i| da[i] = dy[i] * w[i % WIDTH]);
+            (0..dy.len()).for_each(|i| da[i] = dy[i] * w[i % w.len()]);
             db.as_mut_slice()?.copy_from_slice(dy);
         }
         Ok(())
@@ -173,7 +208,7 @@ impl Stage for Join {
         kept: (View<'_>, View<'_>),
         gradient: ViewMut<'_>,
     ) -> Result<()> {
-        Scale { fuses: false }.backward_weight(cx, kept, gradient)
+        Scale::of(Rows::All).backward_weight(cx, kept, gradient)
     }
 }
 
@@ -186,14 +221,20 @@ impl Stage for Square {
     type WeightResidual = (MpmdArray, MpmdArray);
 
     fn infer(&self, _: &ShapedArray, x: &ShapedArray, _: &ShapedArray) -> Result<Declared<Self>> {
-        let kept = || PlacedShape::replicated(x.clone());
+        let kept = || PlacedShape::new(x.clone(), self.0.spec());
         let loss = Loss { sum: f32s([]), weight: f32s([]) };
-        Ok(StageSignature::new(loss, (kept(), kept()), (kept(), kept())).keep("0", "0").keep("1", "1"))
+        let signature = StageSignature::new(loss, (kept(), kept()), (kept(), kept()));
+        let signature = signature.keep("0", "0").keep("1", "1");
+        Ok(if self.0 == Rows::Part { signature.forward_all_reduce("data", f32s([2])) } else { signature })
+    }
+
+    fn input_spec(&self) -> Spec {
+        self.0.spec()
     }
 
     fn forward(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut Context<'_>,
         w: View<'_>,
         x: View<'_>,
         labels: View<'_>,
@@ -203,9 +244,13 @@ impl Stage for Square {
         let (w, x, labels) = (floats(&w)?, floats(&x)?, floats(&labels)?);
         kept.as_mut_slice()?.copy_from_slice(x);
         let error = error.as_mut_slice::<f32>()?;
-        (0..x.len()).for_each(|i| error[i] = x[i] * w[i % WIDTH] - labels[i]);
-        y.sum.fill(error.iter().map(|e| e * e).sum::<f32>())?;
-        y.weight.fill((x.len() / WIDTH) as f32)?;
+        (0..x.len()).for_each(|i| error[i] = x[i] * w[i % w.len()] - labels[i]);
+        let mut loss = [error.iter().map(|e| e * e).sum::<f32>(), (x.len() / w.len()) as f32];
+        if self.0 == Rows::Part {
+            cx.all_reduce("data", &mut loss)?;
+        }
+        y.sum.fill(loss[0])?;
+        y.weight.fill(loss[1])?;
         Ok(())
     }
 
@@ -223,7 +268,7 @@ impl Stage for Square {
         error.iter_mut().for_each(|e| *e *= 2.0 * scale);
         if let Some(mut dx) = dx {
             let dx = dx.as_mut_slice::<f32>()?;
-            (0..dx.len()).for_each(|i| dx[i] = error[i] * w[i % WIDTH]);
+            (0..dx.len()).for_each(|i| dx[i] = error[i] * w[i % w.len()]);
         }
         Ok(())
     }
@@ -234,7 +279,7 @@ impl Stage for Square {
         kept: (View<'_>, View<'_>),
         gradient: ViewMut<'_>,
     ) -> Result<()> {
-        Scale { fuses: false }.backward_weight(cx, kept, gradient)
+        Scale::of(self.0).backward_weight(cx, kept, gradient)
     }
 }
 
@@ -283,11 +328,11 @@ pub(crate) fn chain(
 ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
     let (meshes, last) = (meshes(p, schedule.ranks())?, schedule.stages() - 1);
     let mesh = |stage: usize| &meshes[schedule.rank_of(stage)];
-    let mut front = Pipeline::first(Scale { fuses }, mesh(0), params(p, 0, mesh(0))?)?;
+    let mut front = Pipeline::first(Scale { rows: Rows::All, fuses }, mesh(0), params(p, 0, mesh(0))?)?;
     for stage in 1..last {
-        front = front.then(Scale { fuses }, mesh(stage), params(p, stage, mesh(stage))?)?;
+        front = front.then(Scale { rows: Rows::All, fuses }, mesh(stage), params(p, stage, mesh(stage))?)?;
     }
-    front.then(Square, mesh(last), params(p, last, mesh(last))?)
+    front.then(Square(Rows::All), mesh(last), params(p, last, mesh(last))?)
 }
 
 /// Microbatches of so many rows each, with labels for the last stage.

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Result, ensure};
 use clap::Args;
 use mpmd_core::ProcessId;
 use mpmd_core::launch::JobEnv;
@@ -21,7 +21,7 @@ use mpmd_core::prelude::{MpmdArray, Program, f32s};
 
 use super::p2p::Carrier;
 use super::{Case, check_transport, run_as_job, show};
-use crate::schedule::{by_cost, is_by_cost};
+use crate::schedule::{by_cost, is_by_cost, read_costs};
 use stage::{ELEMENTS, Passes, Waits, WaitsLast};
 
 #[derive(Args, Clone, Debug)]
@@ -108,12 +108,7 @@ impl SchedulesArgs {
     fn planned(&self) -> Result<Vec<Planned>> {
         let (ranks, microbatches) = (usize::from(self.ranks), self.microbatches as usize);
         ensure!((0.0..=10_000.0).contains(&self.unit_ms), "a pass of {} ms", self.unit_ms);
-        let file = self.costs.as_ref().map(|path| -> Result<Costs> {
-            let text =
-                std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-            toml::from_str(&text).with_context(|| format!("{}: no costs", path.display()))
-        });
-        let file = file.transpose()?;
+        let file = self.costs.as_deref().map(read_costs).transpose()?;
         let chunks = match (&file, self.chunks) {
             (Some(costs), None) => Some(costs.stage.len() / ranks),
             (_, chunks) => chunks,
