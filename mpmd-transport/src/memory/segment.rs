@@ -131,10 +131,11 @@ impl Segment {
 
     /// Memory of a device.
     pub(super) fn of_device(memory: Box<dyn DeviceMemory>) -> io::Result<Self> {
-        let start = usize::try_from(memory.address()).ok().and_then(std::num::NonZero::new);
-        let start = start.ok_or_else(|| io::Error::other("a device gave memory at no address"))?;
+        let start = usize::try_from(memory.address()).unwrap_or(0);
+        let start = NonNull::new(std::ptr::without_provenance_mut(start))
+            .ok_or_else(|| io::Error::other("a device gave memory at no address"))?;
         Ok(Self {
-            start: NonNull::without_provenance(start),
+            start,
             bytes: memory.bytes(),
             pin: OnceLock::new(),
             device: Some(memory),
