@@ -246,6 +246,7 @@ impl Builder {
             run_ahead_bytes: self.run_ahead_bytes,
             spin: self.spin.unwrap_or_default(),
             device_memory: self.device_memory,
+            cuda: Vec::new(),
             trace,
         }
     }
