@@ -114,6 +114,10 @@ impl Transport for Inproc {
         self.core.hands_over(self.process, peer)
     }
 
+    fn carries_device_memory(&self, peer: ProcessId) -> bool {
+        self.core.hands_over(self.process, peer)
+    }
+
     fn lent_to(&self, peer: ProcessId) -> u64 {
         self.core.lent(self.process, peer)
     }

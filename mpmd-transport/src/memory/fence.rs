@@ -15,6 +15,11 @@ pub trait Fence: Any + Send + Sync {
 
     /// Calls `then` once it is passed: now, or on the thread that finds that it is. `then` must be short.
     fn on_over(&self, then: Box<dyn FnOnce() + Send>);
+
+    /// What went wrong with the work, for people, where that is known once it is passed.
+    fn failure(&self) -> Option<String> {
+        None
+    }
 }
 
 /// Fences of one piece of memory, at most one for each queue that uses it.
@@ -43,6 +48,11 @@ impl Fences {
     /// Whether all are over.
     pub fn are_over(&self) -> bool {
         self.0.iter().all(|fence| fence.is_over())
+    }
+
+    /// What went wrong with the work of the first that failed, if any has.
+    pub fn failure(&self) -> Option<String> {
+        self.0.iter().find_map(|fence| fence.failure())
     }
 
     /// Calls `then` once all are over: now, or on the thread that finds the last of them so.
