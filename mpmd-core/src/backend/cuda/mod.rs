@@ -11,6 +11,8 @@
 
 #[cfg(not(feature = "cuda"))]
 mod absent;
+#[cfg(feature = "cuda")]
+mod clock;
 mod error;
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -18,14 +20,35 @@ mod gpu;
 mod line;
 #[cfg(feature = "cuda")]
 mod memory;
+#[cfg(feature = "cuda")]
+mod turn;
 
 #[cfg(not(feature = "cuda"))]
-pub(crate) use absent::{Gpu, Line, Stream};
+pub(crate) use absent::{Gpu, Line, Stream, Turn};
 pub use error::CudaError;
 #[cfg(feature = "cuda")]
 pub(crate) use gpu::Gpu;
 #[cfg(feature = "cuda")]
 pub(crate) use line::{Line, Stream};
+#[cfg(feature = "cuda")]
+pub(crate) use turn::Turn;
 
 /// Called with how work of a line ended, on the line's thread: it must be short.
 pub(crate) type Then = Box<dyn FnOnce(Result<(), CudaError>) + Send>;
+
+/// How work of a line ended.
+pub(crate) struct Ended {
+    /// What went wrong while it was issued or when it ran.
+    pub(crate) result: Result<(), CudaError>,
+    /// When it ran, where [somebody wants to know](Gpu::keep_time).
+    pub(crate) times: Option<Times>,
+}
+
+/// When work of a line ran, by the clock that it was given: in nanoseconds.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Times {
+    /// When the work before it on the line ended.
+    pub(crate) before: u64,
+    pub(crate) begin: u64,
+    pub(crate) end: u64,
+}
