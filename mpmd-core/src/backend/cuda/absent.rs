@@ -1,10 +1,11 @@
 //! What stands in for CUDA devices in programs built without the feature: there are none.
 
+use std::marker::PhantomData;
 use std::sync::Arc;
 
-use mpmd_transport::memory::{DeviceAllocator, Fence, Fences, Pin};
+use mpmd_transport::memory::{DeviceAllocator, DeviceSharing, Fence, Fences, Pin};
 
-use super::{CudaError, Then};
+use super::{CudaError, Ended, Then};
 
 /// A CUDA device. There is none in this build.
 pub(crate) enum Gpu {}
@@ -14,6 +15,14 @@ pub(crate) enum Line {}
 
 /// A line while work is issued to it. There is none in this build.
 pub(crate) enum Stream {}
+
+/// A thread's turn to issue work to a line. There is none in this build.
+pub(crate) struct Turn<'a>(Never, PhantomData<&'a ()>);
+
+/// The end of what was issued in a turn. There is none in this build.
+pub(crate) struct Ending(Never);
+
+enum Never {}
 
 impl Gpu {
     pub(crate) fn open(_: u32, _: u32) -> Result<Arc<Self>, CudaError> {
@@ -26,6 +35,10 @@ impl Gpu {
 
     pub(crate) fn pin(self: &Arc<Self>) -> Pin {
         match **self {}
+    }
+
+    pub(crate) fn keep_time(&self, _: Box<dyn Fn() -> u64 + Send + Sync>) -> Result<(), CudaError> {
+        match *self {}
     }
 
     pub(crate) fn compute(&self) -> &Line {
@@ -41,6 +54,11 @@ impl Gpu {
     }
 }
 
+/// How a process with these devices shares their memory with others: it has none.
+pub(crate) fn sharing(_: Vec<Arc<Gpu>>) -> Option<Arc<dyn DeviceSharing>> {
+    None
+}
+
 impl Line {
     pub(crate) fn submit(
         &self,
@@ -49,5 +67,47 @@ impl Line {
         _: Then,
     ) -> Arc<dyn Fence> {
         match *self {}
+    }
+}
+
+impl Line {
+    pub(crate) fn turn(&self) -> Turn<'_> {
+        match *self {}
+    }
+}
+
+impl<'a> Turn<'a> {
+    pub(crate) fn come_after(&self, _: &Fences) -> Result<(), CudaError> {
+        match self.0 {}
+    }
+
+    pub(crate) fn begin(&mut self) -> Result<&'a Stream, CudaError> {
+        match self.0 {}
+    }
+
+    pub(crate) fn wait(&mut self) -> Result<(), CudaError> {
+        match self.0 {}
+    }
+
+    pub(crate) fn pause<R>(&mut self, _: impl FnOnce() -> R) -> R {
+        match self.0 {}
+    }
+
+    pub(crate) fn end(self, _: Result<(), CudaError>) -> Ending {
+        match self.0 {}
+    }
+}
+
+impl Ending {
+    pub(crate) fn fence(&self) -> Arc<dyn Fence> {
+        match self.0 {}
+    }
+
+    pub(crate) fn is_told_after(&self, _: &Fences) -> bool {
+        match self.0 {}
+    }
+
+    pub(crate) fn then(self, _: Box<dyn FnOnce(Ended) + Send>) {
+        match self.0 {}
     }
 }

@@ -1,12 +1,14 @@
 //! A CUDA device that this process uses.
 
 use std::any::Any;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::{result, sys};
 use mpmd_transport::memory::{DeviceAllocator, Pin};
 
 use super::error::CudaError;
+use super::ipc::Shown;
 use super::line::Line;
 use super::memory::Allocator;
 
@@ -24,6 +26,13 @@ pub(super) struct Context {
     device: sys::CUdevice,
     /// The number by which memory says whose it is.
     number: u32,
+    /// What it is known by in all processes.
+    uuid: [u8; 16],
+    /// Why it does nothing more.
+    broken: OnceLock<CudaError>,
+    /// Whether other processes may be shown events.
+    shares_events: AtomicBool,
+    shown: Shown,
 }
 
 // SAFETY: contexts, and what belongs to them, may be used by any thread that has made them its current one, which
@@ -47,6 +56,11 @@ impl Gpu {
         Ok(Arc::new(Self { context, compute, inward, outward }))
     }
 
+    /// The device's context.
+    pub(super) fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
     /// Where the segments of its memory come from.
     pub(crate) fn allocator(self: &Arc<Self>) -> Arc<dyn DeviceAllocator> {
         Arc::new(Allocator::new(self.context.clone()))
@@ -61,6 +75,16 @@ impl Gpu {
                 pinned.inspect_err(|error| tracing::debug!(%error, bytes, "copies of it are staged"));
             pinned.ok().map(|pinned| Box::new(pinned) as Box<dyn Any + Send + Sync>)
         })
+    }
+
+    /// From now on work of [`compute`](Self::compute) is told with its times, by `now`: nanoseconds from some beginning.
+    /// To be called before there is any.
+    ///
+    /// # Errors
+    ///
+    /// Where the device cannot be used.
+    pub(crate) fn keep_time(&self, now: Box<dyn Fn() -> u64 + Send + Sync>) -> Result<(), CudaError> {
+        self.compute.keep_time(now)
     }
 
     /// Kernels run here, in the order of their operations.
@@ -88,18 +112,53 @@ impl Context {
         let device = result::device::get(device).map_err(|error| cuda(doing(), error))?;
         // SAFETY: `device` is the driver's own; the context is released once, when this is dropped.
         let raw = unsafe { result::primary_ctx::retain(device) }.map_err(|error| cuda(doing(), error))?;
-        Ok(Self { raw, device, number })
+        let uuid = result::device::get_uuid(device).map_err(|error| cuda(doing(), error))?;
+        let uuid = uuid.bytes.map(|byte| byte.to_ne_bytes()[0]);
+        let (broken, shares_events, shown) = Default::default();
+        Ok(Self { raw, device, number, uuid, broken, shares_events, shown })
     }
 
     /// Makes this the calling thread's current context.
+    ///
+    /// # Errors
+    ///
+    /// Where work on the device has failed: with that error, whoever asks.
     pub(super) fn bind(&self) -> Result<(), CudaError> {
+        if let Some(error) = self.broken.get() {
+            return Err(error.clone());
+        }
         // SAFETY: the context was retained and lives as long as this.
         unsafe { result::ctx::set_current(self.raw) }.map_err(|error| cuda("using a CUDA device", error))
+    }
+
+    /// Work on the device has failed: from now on everything does, with the error that came first, which is returned.
+    pub(super) fn fails(&self, error: CudaError) -> CudaError {
+        self.broken.get_or_init(|| error).clone()
     }
 
     /// The number by which memory says whose it is.
     pub(super) fn number(&self) -> u32 {
         self.number
+    }
+
+    /// What the device is known by in all processes.
+    pub(super) fn uuid(&self) -> &[u8; 16] {
+        &self.uuid
+    }
+
+    /// Events that are made from now on can be shown to other processes.
+    pub(super) fn share_events(&self) {
+        self.shares_events.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether events are made so that they can be shown to other processes.
+    pub(super) fn shares_events(&self) -> bool {
+        self.shares_events.load(Ordering::Relaxed)
+    }
+
+    /// What other processes were shown of it.
+    pub(super) fn shown(&self) -> &Shown {
+        &self.shown
     }
 }
 

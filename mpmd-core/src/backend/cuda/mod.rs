@@ -11,17 +11,23 @@
 
 #[cfg(not(feature = "cuda"))]
 mod absent;
+#[cfg(feature = "cuda")]
+mod clock;
 pub(crate) mod driver;
 mod error;
 #[cfg(feature = "cuda")]
 mod gpu;
 #[cfg(feature = "cuda")]
+mod ipc;
+#[cfg(feature = "cuda")]
 mod line;
 #[cfg(feature = "cuda")]
 mod memory;
+#[cfg(feature = "cuda")]
+mod turn;
 
 #[cfg(not(feature = "cuda"))]
-pub(crate) use absent::{Gpu, Line, Stream};
+pub(crate) use absent::{Gpu, Line, Stream, Turn, sharing};
 pub use driver::{
     Attributes, Driver, Gpu as GpuInfo, NoCuda, OLDEST, Uuid, Version, cublas, found, nccl, nvrtc,
 };
@@ -29,7 +35,28 @@ pub use error::CudaError;
 #[cfg(feature = "cuda")]
 pub(crate) use gpu::Gpu;
 #[cfg(feature = "cuda")]
+pub(crate) use ipc::sharing;
+#[cfg(feature = "cuda")]
 pub(crate) use line::{Line, Stream};
+#[cfg(feature = "cuda")]
+pub(crate) use turn::Turn;
 
 /// Called with how work of a line ended, on the line's thread: it must be short.
 pub(crate) type Then = Box<dyn FnOnce(Result<(), CudaError>) + Send>;
+
+/// How work of a line ended.
+pub(crate) struct Ended {
+    /// What went wrong while it was issued or when it ran.
+    pub(crate) result: Result<(), CudaError>,
+    /// When it ran, where [somebody wants to know](Gpu::keep_time).
+    pub(crate) times: Option<Times>,
+}
+
+/// When work of a line ran, by the clock that it was given: in nanoseconds.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Times {
+    /// When the work before it on the line ended.
+    pub(crate) before: u64,
+    pub(crate) begin: u64,
+    pub(crate) end: u64,
+}
