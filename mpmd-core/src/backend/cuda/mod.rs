@@ -8,8 +8,6 @@
 //! line by any thread, at once, and runs later, in order. What uses memory that another line uses is told to come after it
 //! ([`Fences`](mpmd_transport::memory::Fences)); nobody waits for that but the device. Each line has a thread that waits for the ends of what
 //! was issued, and tells who wants to know; no other thread of the program ever does.
-//!
-//! What of CUDA a machine has is asked of [`found`], which says so in words where there is none.
 
 #[cfg(not(feature = "cuda"))]
 mod absent;
@@ -24,8 +22,9 @@ mod memory;
 
 #[cfg(not(feature = "cuda"))]
 pub(crate) use absent::{Gpu, Line, Stream};
-pub use driver::Gpu as FoundGpu;
-pub use driver::{Attributes, Driver, NoCuda, OLDEST, Uuid, Version, cublas, found, nccl, nvrtc};
+pub use driver::{
+    Attributes, Driver, Gpu as GpuInfo, NoCuda, OLDEST, Uuid, Version, cublas, found, nccl, nvrtc,
+};
 pub use error::CudaError;
 #[cfg(feature = "cuda")]
 pub(crate) use gpu::Gpu;
