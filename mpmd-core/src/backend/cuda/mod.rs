@@ -11,6 +11,8 @@
 
 #[cfg(not(feature = "cuda"))]
 mod absent;
+#[cfg(feature = "cuda")]
+mod copy;
 pub(crate) mod driver;
 mod error;
 #[cfg(feature = "cuda")]
@@ -19,6 +21,8 @@ mod gpu;
 mod line;
 #[cfg(feature = "cuda")]
 mod memory;
+
+use crate::region::Region;
 
 #[cfg(not(feature = "cuda"))]
 pub(crate) use absent::{Gpu, Line, Stream};
@@ -30,6 +34,18 @@ pub use error::CudaError;
 pub(crate) use gpu::Gpu;
 #[cfg(feature = "cuda")]
 pub(crate) use line::{Line, Stream};
+
+/// Which elements a copy moves, between which regions: as for [`copy_region`](crate::reshard::copy_region).
+#[derive(Clone, Copy)]
+pub(crate) struct Part<'a> {
+    /// What the bytes that are read are of.
+    pub(crate) from: &'a Region,
+    /// What the bytes that are written are of.
+    pub(crate) to: &'a Region,
+    /// The elements, within both.
+    pub(crate) piece: &'a Region,
+    pub(crate) item_bytes: usize,
+}
 
 /// Called with how work of a line ended, on the line's thread: it must be short.
 pub(crate) type Then = Box<dyn FnOnce(Result<(), CudaError>) + Send>;
