@@ -4,8 +4,9 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use mpmd_transport::memory::{DeviceAllocator, DeviceSharing, Fence, Fences, Pin};
+use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
-use super::{CudaError, Ended, Then};
+use super::{CudaError, Ended, Part, Then};
 
 /// A CUDA device. There is none in this build.
 pub(crate) enum Gpu {}
@@ -25,8 +26,12 @@ pub(crate) struct Ending(Never);
 enum Never {}
 
 impl Gpu {
-    pub(crate) fn open(_: u32, _: u32) -> Result<Arc<Self>, CudaError> {
+    pub(crate) fn open(_: u32) -> Result<Arc<Self>, CudaError> {
         Err(CudaError::new("opening a CUDA device", "", "this program was built without the feature `cuda`"))
+    }
+
+    pub(crate) fn ordinal(&self) -> u32 {
+        match *self {}
     }
 
     pub(crate) fn allocator(self: &Arc<Self>) -> Arc<dyn DeviceAllocator> {
@@ -66,6 +71,24 @@ impl Line {
         _: impl FnOnce(&Stream) -> Result<(), CudaError>,
         _: Then,
     ) -> Arc<dyn Fence> {
+        match *self {}
+    }
+
+    pub(crate) fn copy_in(&self, _: &SharedBuffer, _: &mut OwnedBuffer, _: Part<'_>, _: Then) {
+        match *self {}
+    }
+
+    pub(crate) fn copy_out(
+        &self,
+        _: &SharedBuffer,
+        _: OwnedBuffer,
+        _: Part<'_>,
+        _: impl FnOnce(Result<OwnedBuffer, CudaError>) + Send + 'static,
+    ) {
+        match *self {}
+    }
+
+    pub(crate) fn zero(&self, _: &mut OwnedBuffer, _: Then) {
         match *self {}
     }
 }

@@ -24,8 +24,8 @@ pub(crate) struct Gpu {
 pub(super) struct Context {
     raw: sys::CUcontext,
     device: sys::CUdevice,
-    /// The number by which memory says whose it is.
-    number: u32,
+    /// The driver's number of the device, by which its memory says whose it is: one for all who open it.
+    ordinal: u32,
     /// What it is known by in all processes.
     uuid: [u8; 16],
     /// Why it does nothing more.
@@ -42,16 +42,16 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Gpu {
-    /// Opens the device that the driver numbers `ordinal`; `number` is what its memory bears.
+    /// Opens the device that the driver numbers `ordinal`, which is what its memory bears.
     ///
     /// The driver must be known to be there: without one this panics.
     ///
     /// # Errors
     ///
     /// Where the driver has no such device, or cannot use it.
-    pub(crate) fn open(ordinal: u32, number: u32) -> Result<Arc<Self>, CudaError> {
-        let context = Arc::new(Context::open(ordinal, number)?);
-        let line = |what: &str| Line::start(&context, format!("cuda-{number}-{what}"));
+    pub(crate) fn open(ordinal: u32) -> Result<Arc<Self>, CudaError> {
+        let context = Arc::new(Context::open(ordinal)?);
+        let line = |what: &str| Line::start(&context, format!("cuda-{ordinal}-{what}"));
         let (compute, inward, outward) = (line("compute")?, line("in")?, line("out")?);
         Ok(Arc::new(Self { context, compute, inward, outward }))
     }
@@ -59,6 +59,11 @@ impl Gpu {
     /// The device's context.
     pub(super) fn context(&self) -> &Arc<Context> {
         &self.context
+    }
+
+    /// The driver's number of the device: what its memory [says](mpmd_transport::memory::DevicePlace::device).
+    pub(crate) fn ordinal(&self) -> u32 {
+        self.context.ordinal
     }
 
     /// Where the segments of its memory come from.
@@ -104,7 +109,7 @@ impl Gpu {
 }
 
 impl Context {
-    fn open(ordinal: u32, number: u32) -> Result<Self, CudaError> {
+    fn open(ordinal: u32) -> Result<Self, CudaError> {
         let doing = || format!("opening CUDA device {ordinal}");
         result::init().map_err(|error| cuda(doing(), error))?;
         let device =
@@ -115,7 +120,7 @@ impl Context {
         let uuid = result::device::get_uuid(device).map_err(|error| cuda(doing(), error))?;
         let uuid = uuid.bytes.map(|byte| byte.to_ne_bytes()[0]);
         let (broken, shares_events, shown) = Default::default();
-        Ok(Self { raw, device, number, uuid, broken, shares_events, shown })
+        Ok(Self { raw, device, ordinal, uuid, broken, shares_events, shown })
     }
 
     /// Makes this the calling thread's current context.
@@ -137,8 +142,8 @@ impl Context {
     }
 
     /// The number by which memory says whose it is.
-    pub(super) fn number(&self) -> u32 {
-        self.number
+    pub(super) fn ordinal(&self) -> u32 {
+        self.ordinal
     }
 
     /// What the device is known by in all processes.

@@ -300,7 +300,7 @@ impl DeviceMemory for Opened {
     }
 
     fn device(&self) -> u32 {
-        self.context.number()
+        self.context.ordinal()
     }
 
     fn is_far(&self) -> bool {

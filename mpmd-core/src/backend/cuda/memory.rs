@@ -53,7 +53,7 @@ impl DeviceMemory for Memory {
     }
 
     fn device(&self) -> u32 {
-        self.context.number()
+        self.context.ordinal()
     }
 
     fn export(&self) -> Option<&[u8]> {

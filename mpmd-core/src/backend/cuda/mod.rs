@@ -13,6 +13,8 @@
 mod absent;
 #[cfg(feature = "cuda")]
 mod clock;
+#[cfg(feature = "cuda")]
+mod copy;
 pub(crate) mod driver;
 mod error;
 #[cfg(feature = "cuda")]
@@ -25,6 +27,8 @@ mod line;
 mod memory;
 #[cfg(feature = "cuda")]
 mod turn;
+
+use crate::region::Region;
 
 #[cfg(not(feature = "cuda"))]
 pub(crate) use absent::{Gpu, Line, Stream, Turn, sharing};
@@ -40,6 +44,18 @@ pub(crate) use ipc::sharing;
 pub(crate) use line::{Line, Stream};
 #[cfg(feature = "cuda")]
 pub(crate) use turn::Turn;
+
+/// Which elements a copy moves, between which regions: as for [`copy_region`](crate::reshard::copy_region).
+#[derive(Clone, Copy)]
+pub(crate) struct Part<'a> {
+    /// What the bytes that are read are of.
+    pub(crate) from: &'a Region,
+    /// What the bytes that are written are of.
+    pub(crate) to: &'a Region,
+    /// The elements, within both.
+    pub(crate) piece: &'a Region,
+    pub(crate) item_bytes: usize,
+}
 
 /// Called with how work of a line ended, on the line's thread: it must be short.
 pub(crate) type Then = Box<dyn FnOnce(Result<(), CudaError>) + Send>;

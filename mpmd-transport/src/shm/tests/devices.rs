@@ -272,9 +272,10 @@ fn until(what: &str, mut is_so: impl FnMut() -> bool) {
 fn memory_of_devices_is_lent_in_place_and_opened_once() {
     let team = Team::<2>::new();
     assert!(
-        team.shm[0].carries_device_memory(ProcessId(1)) && team.shm[1].carries_device_memory(ProcessId(0))
+        team.shm[0].hands_over_device_memory(ProcessId(1))
+            && team.shm[1].hands_over_device_memory(ProcessId(0))
     );
-    assert!(!team.shm[0].carries_device_memory(ProcessId(7)));
+    assert!(!team.shm[0].hands_over_device_memory(ProcessId(7)));
     let pool = team.pool(0, None);
     for round in 0..100 {
         // Also what would go with its header, were it the host's.
@@ -284,7 +285,12 @@ fn memory_of_devices_is_lent_in_place_and_opened_once() {
         drop(own);
         let there = team.take(1, 0);
         assert_eq!(there.device(), Some(DevicePlace { device: 11, ..place }), "round {round}");
-        assert!(there.is_lent() && there.ready().are_over() && !there.is_limited() && there.lost().is_none());
+        assert!(
+            there.is_lent()
+                && there.ready().are_over()
+                && there.ready().failure().is_none()
+                && !there.is_limited()
+        );
         assert_eq!(team.shm[1].borrowed_from(ProcessId(0)), place.bytes as u64);
         drop(there);
         assert_eq!(team.shm[0].lent_to(ProcessId(1)), 0);
@@ -420,7 +426,7 @@ fn who_cannot_share_does_not_and_both_know() {
                 site.without = without.map(str::to_owned);
             }
         });
-        let carries = |from: usize, to| team.shm[from].carries_device_memory(ProcessId(to));
+        let carries = |from: usize, to| team.shm[from].hands_over_device_memory(ProcessId(to));
         assert!(carries(0, 2) && carries(2, 0));
         assert!(!carries(0, 1) && !carries(1, 0) && !carries(1, 2) && !carries(2, 1));
         let own = team.pool(0, None).allocate(4096).unwrap().freeze();
@@ -458,6 +464,5 @@ fn what_is_not_there_when_its_lender_goes_never_will_be() {
     team.ears[1].down(0);
     until("the end of a fence", || there.ready().are_over());
     assert!(there.ready().failure().unwrap().contains("process 0 is gone"));
-    assert!(there.lost().is_none(), "its process lives");
     team.finish();
 }
