@@ -13,6 +13,7 @@
 mod absent;
 #[cfg(feature = "cuda")]
 mod clock;
+pub(crate) mod driver;
 mod error;
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -24,14 +25,17 @@ mod memory;
 mod turn;
 
 #[cfg(not(feature = "cuda"))]
-pub(crate) use absent::{Gpu, Line, Stream, Turn};
+pub(crate) use absent::{Ending, Gpu, Line, Stream, Turn};
+pub use driver::{
+    Attributes, Driver, Gpu as GpuInfo, NoCuda, OLDEST, Uuid, Version, cublas, found, nccl, nvrtc,
+};
 pub use error::CudaError;
 #[cfg(feature = "cuda")]
 pub(crate) use gpu::Gpu;
 #[cfg(feature = "cuda")]
 pub(crate) use line::{Line, Stream};
 #[cfg(feature = "cuda")]
-pub(crate) use turn::Turn;
+pub(crate) use turn::{Ending, Turn};
 
 /// Called with how work of a line ended, on the line's thread: it must be short.
 pub(crate) type Then = Box<dyn FnOnce(Result<(), CudaError>) + Send>;
