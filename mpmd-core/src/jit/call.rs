@@ -31,7 +31,7 @@ pub(super) struct DeviceCall<K: Kernel> {
     /// For a device that runs on its own: what the outputs hold when the kernel begins, and inputs that were not filled
     /// when they were taken.
     pub(super) fills: Vec<Fill>,
-    pub(super) unfilled: Vec<(usize, Unfilled)>,
+    pub(super) unfilled: Vec<Unfilled>,
     // Last, so that where it never runs its operation ends after its buffers are gone.
     issued: Option<Issued<K>>,
 }
@@ -87,7 +87,7 @@ impl<K: Kernel> DeviceCall<K> {
     /// Waits for the inputs, runs the kernel: then the outputs are filled.
     fn compute(&mut self, call: &Call<'_, K>, context: &mut Context<'_>, memory: Memory) -> Fallible<()> {
         let Self { inputs, arrived, outputs, .. } = self;
-        let (plan, runtime, seat) = (&call.bound.plan, call.runtime(), call.seat);
+        let (runtime, seat) = (call.runtime(), call.seat);
         let since = runtime.trace.now();
         let last = wait_for_inputs(inputs, arrived, seat.place.device, &runtime.waits)?;
         let started = runtime.trace.now();
@@ -96,7 +96,7 @@ impl<K: Kernel> DeviceCall<K> {
             match fill {
                 Fill::Anything => poison(&mut buffer),
                 Fill::Own => {}
-                Fill::From(input, region) => copy_in(&input, region, &mut buffer, info),
+                Fill::From(input, index) => copy_in(&input, &seat.inputs[index].region, &mut buffer, info),
             }
             outputs.push(buffer);
         })?;
@@ -179,8 +179,8 @@ pub(super) enum Fill {
     Anything,
     /// What is in it: it is an input's own memory.
     Own,
-    /// A part of an input's values: that input, and the region that it has.
-    From(SharedBuffer, Region),
+    /// A part of an input's values: those, and which input it is.
+    From(SharedBuffer, usize),
 }
 
 pub(super) type Memory = Fallible<Reservation>;
@@ -219,6 +219,15 @@ impl<'a, K: Kernel> Call<'a, K> {
             Ok(Err(error)) => Err(self.failure(&error)),
             Err(panic) => Err(self.failure(&panic_text(&*panic))),
         }
+    }
+
+    /// Memory of the host that devices copy from.
+    pub(super) fn staging(&self, bytes: usize) -> Fallible<OwnedBuffer> {
+        self.runtime().staging.allocate(bytes).map_err(|error| {
+            let message =
+                format!("operation {} ({}): out of memory on {error}", self.op, self.bound.plan.what);
+            Arc::new(Failure::new(FailureKind::Memory, self.runtime().me, self.op, message))
+        })
     }
 
     /// The kernel's failure, in words that say which.
@@ -290,19 +299,16 @@ pub(super) fn prepare_outputs<K: Kernel>(
     };
     for (output, info) in plan.outputs.iter().zip(&seat.outputs) {
         let takes_over = plan.takes_over(output);
-        let input = output.alias.and_then(|index| Some((&seat.inputs[index].region, inputs[index].take()?)));
-        let is_whole = input.as_ref().is_some_and(|(region, _)| **region == info.region);
-        let (buffer, fill) = match input {
+        let (buffer, fill) = match output.alias.and_then(|index| Some((index, inputs[index].take()?))) {
             // Host values are seen whole by every device, and an output may be a part of them.
-            Some((region, input)) if takes_over && is_whole => {
+            Some((index, input)) if takes_over && seat.inputs[index].region == info.region => {
                 let (buffer, rest) = runtime.take_over(input, pool, op, &*plan.what).map_err(failed)?;
-                (buffer, rest.map_or(Fill::Own, |input| Fill::From(input, region.clone())))
+                (buffer, rest.map_or(Fill::Own, |input| Fill::From(input, index)))
             }
             input => {
-                let buffer =
-                    if takes_over { pool.allocate(info.bytes()).map_err(failed) } else { fresh(info.bytes()) };
-                let from = |(region, input): (&Region, _)| Fill::From(input, region.clone());
-                (buffer?, input.map_or(Fill::Anything, from))
+                let bytes = info.bytes();
+                let buffer = if takes_over { pool.allocate(bytes).map_err(failed) } else { fresh(bytes) };
+                (buffer?, input.map_or(Fill::Anything, |(index, input)| Fill::From(input, index)))
             }
         };
         give(buffer, fill, info);

@@ -5,6 +5,7 @@
 //! the same shapes and shardings.
 
 mod call;
+mod on_cuda;
 mod plan;
 mod planned;
 

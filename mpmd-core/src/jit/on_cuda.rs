@@ -6,13 +6,14 @@
 
 use std::sync::Arc;
 
-use mpmd_transport::{Failure, FailureKind, OwnedBuffer, SharedBuffer};
+use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::call::{Call, DeviceCall, Fallible, Fill, Input, Issued, Memory, POISON, Unfilled};
 use super::call::{copy_in, prepare_outputs};
-use crate::backend::cuda::{CudaError, Ended, Gpu, Stream};
+use crate::backend::cuda::{CudaError, Ended, Ending, Gpu, Stream, Turn};
 use crate::kernel::{Context, Kernel, OnCuda};
-use crate::runtime::{Exchange, Waits};
+use crate::runtime::{Exchange, Slot, Waits};
+use crate::topology::DeviceId;
 
 impl<K: Kernel> DeviceCall<K> {
     /// Issues the call, and ends the outputs when its work is over. Waits until the inputs are issued, and for those that
@@ -68,7 +69,7 @@ impl<K: Kernel> DeviceCall<K> {
             }
             runtime.status.device_ends(local_index, op);
             let result = result.map_err(|error| call.failure(&error));
-            settle(unfilled, result, move |result| {
+            settle(unfilled, call.seat.place.device, result, move |result| {
                 if let Ok(promises) = issued {
                     if let Err(failure) = &result {
                         runtime.remember(failure);
@@ -86,19 +87,20 @@ impl<K: Kernel> DeviceCall<K> {
         let Self { inputs, arrived, unfilled, .. } = self;
         let waits = &call.runtime().waits;
         let mut last = None;
-        for (index, input) in inputs.drain(..).enumerate() {
+        for input in inputs.drain(..) {
             let (buffer, unfilled_by) = match input {
                 Input::Host(bytes) => (bytes, None),
                 Input::Slot(slot, op) => {
                     let ended = slot.has_ended();
-                    let buffer = on_device_or_filled(slot.wait_issued(waits)?, || slot.slot().clone(), waits)?;
+                    let buffer = on_device_or_filled(slot.wait_issued(waits)?, slot.slot(), waits)?;
                     (buffer, (!ended).then_some((op, Unfilled::Use(slot))))
                 }
                 Input::Donated(placed) => {
-                    let slot =
-                        placed.slot(call.seat.place.device).expect("the plan has checked that the device has its part");
+                    let slot = placed
+                        .slot(call.seat.place.device)
+                        .expect("the plan has checked that the device has its part");
                     let (ended, op) = (slot.has_ended(), placed.origin.op);
-                    on_device_or_filled(waits.wait_issued(slot)?, || slot.clone(), waits)?;
+                    on_device_or_filled(waits.wait_issued(slot)?, slot, waits)?;
                     let buffer = slot.take_issued(placed.donated_failure()).expect("it is issued")?;
                     (buffer, (!ended).then_some((op, Unfilled::Donated(placed))))
                 }
@@ -107,7 +109,7 @@ impl<K: Kernel> DeviceCall<K> {
                 last = Some(op);
                 // What is before this on the same line has been told of its end before this is.
                 if !gpu.compute().has_issued_all(buffer.ready()) {
-                    unfilled.push((index, by));
+                    unfilled.push(by);
                 }
             }
             arrived.push(Some(buffer));
@@ -124,24 +126,44 @@ impl<K: Kernel> DeviceCall<K> {
     }
 
     /// Issues all work of the call, and has all memory that it uses stay until that is over.
-    fn issue_work(
+    fn issue_work<'a>(
         &mut self,
-        gpu: &Arc<Gpu>,
+        gpu: &'a Arc<Gpu>,
         call: &Call<'_, K>,
-        context: &mut Context<'_>,
+        context: &mut Context<'a>,
     ) -> (Fallible<()>, Ending) {
         let Self { arrived, outputs, fills, .. } = self;
+        let mut staged = Vec::new();
         let mut turn = gpu.compute().turn();
         let begun = come_after(&turn, arrived, outputs, fills).and_then(|()| turn.begin());
-        let mut staged = Vec::new();
-        let issued = begun.map_err(|error| call.failure(&error)).and_then(|stream| {
+        let result = begun.map_err(|error| call.failure(&error)).and_then(|stream| {
             // All of that is before what follows, and so before the fence behind it.
             outputs.iter_mut().for_each(OwnedBuffer::clear_fences);
             fill(call, stream, outputs, fills, &mut staged)?;
-            context.enter(gpu, stream, turn);
-            let ran = call.run(context, arrived, outputs);
-            Ok((ran, context.leave()))
+            Ok(stream)
         });
+        let result = match result {
+            Err(failure) => Err(failure),
+            Ok(stream) => {
+                context.enter(OnCuda { gpu, stream, turn });
+                let ran = call.run(context, arrived, outputs);
+                turn = context.leave().turn;
+                ran
+            }
+        };
+        let ending = turn.end(Ok(()));
+        let fence = ending.fence();
+        let read = fills.drain(..).filter_map(|fill| match fill {
+            Fill::From(input, _) => Some(input),
+            Fill::Anything | Fill::Own => None,
+        });
+        for input in arrived.drain(..).flatten().chain(read) {
+            if input.device().is_some() || input.is_pinned() {
+                input.add_read(fence.clone());
+            }
+        }
+        outputs.iter_mut().chain(&mut staged).for_each(|buffer| buffer.add_fence(fence.clone()));
+        (result, ending)
     }
 }
 
@@ -200,6 +222,20 @@ fn fill<K: Kernel>(
 }
 
 /// Ends a call whose work is over: with the failure of what fills its inputs, where that is told later.
-fn settle(mut unfilled: Vec<Unfilled>, result: Fallible<()>, then: impl FnOnce(Fallible<()>) + Send + 'static) {
+fn settle<F: FnOnce(Fallible<()>) + Send + 'static>(
+    mut unfilled: Vec<Unfilled>,
+    device: DeviceId,
+    result: Fallible<()>,
+    then: F,
+) {
     let Some(next) = unfilled.pop() else { return then(result) };
+    let filled = move |filled| settle(unfilled, device, result.and(filled), then);
+    match &next {
+        Unfilled::Use(slot) => slot.slot().on_verdict(filled),
+        // The plan has checked that the device has its part.
+        Unfilled::Donated(placed) => match placed.slot(device) {
+            Some(slot) => slot.on_verdict(filled),
+            None => filled(Ok(())),
+        },
+    }
 }

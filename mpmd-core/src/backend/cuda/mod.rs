@@ -12,6 +12,8 @@
 #[cfg(not(feature = "cuda"))]
 mod absent;
 #[cfg(feature = "cuda")]
+mod bytes;
+#[cfg(feature = "cuda")]
 mod clock;
 pub(crate) mod driver;
 mod error;
