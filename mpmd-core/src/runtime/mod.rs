@@ -56,8 +56,9 @@ pub(crate) use waits::Waits;
 use worker::{Crew, Worker};
 pub(crate) use worker::{Job, Work};
 
+use crate::backend::cuda::Gpu;
 use crate::program::Recorder;
-use crate::topology::{DeviceId, Topology};
+use crate::topology::{DeviceId, DeviceKind, Topology};
 use crate::trace::{PieceStep, Trace, What};
 
 /// How often the ticker looks at the clock.
@@ -86,6 +87,8 @@ pub(crate) struct RuntimeConfig {
 pub(crate) struct LocalDevice {
     pub(crate) id: DeviceId,
     pub(crate) pool: Pool,
+    /// Where it is a CUDA device. Its thread issues work, and never waits for it.
+    pub(crate) gpu: Option<Arc<Gpu>>,
     queue: Worker,
 }
 
@@ -184,19 +187,7 @@ impl Runtime {
         let arena = transport.as_ref().and_then(|transport| transport.arena()).unwrap_or_else(Arena::private);
         let room = Room::of(me, &topology, cores());
         let spins = room == Room::All;
-        let devices = topology
-            .devices_of(me)
-            .iter()
-            .map(|id| {
-                let name = format!("device {id} of process {me}");
-                let pool = Pool::in_arena(name, config.device_memory, &arena);
-                Ok(LocalDevice {
-                    id: *id,
-                    pool,
-                    queue: Worker::start(format!("mpmd-{id}"), Spin::new(spins))?,
-                })
-            })
-            .collect::<std::io::Result<Vec<_>>>()?;
+        let devices = open_devices(me, &topology, &config, &arena, spins)?;
         let hands_over = |peer: usize| {
             transport.as_ref().is_some_and(|transport| transport.hands_over(ProcessId(peer as u32)))
         };
@@ -324,6 +315,39 @@ impl Runtime {
         })?;
         Ok(())
     }
+}
+
+fn open_devices(
+    me: ProcessId,
+    topology: &Topology,
+    config: &RuntimeConfig,
+    arena: &Arena,
+    spins: bool,
+) -> std::io::Result<Vec<LocalDevice>> {
+    let mut ordinals = config.cuda.iter();
+    let open = |(number, id): (usize, &DeviceId)| {
+        let gpu = match topology.device(*id).map(|device| device.kind) {
+            Some(DeviceKind::Cuda) => {
+                let ordinal = ordinals.next().ok_or_else(|| {
+                    std::io::Error::other(format!(
+                        "nobody says which of the machine's CUDA devices device {id} is"
+                    ))
+                })?;
+                Some(Gpu::open(*ordinal, number as u32).map_err(std::io::Error::other)?)
+            }
+            Some(DeviceKind::Cpu) | None => None,
+        };
+        if let Some(gpu) = &gpu {
+            arena.on_map(gpu.pin());
+        }
+        let name = format!("device {id} of process {me}");
+        let pool = match &gpu {
+            None => Pool::in_arena(name, config.device_memory, arena),
+            Some(gpu) => Pool::in_arena(name, config.device_memory, &Arena::device(gpu.allocator())),
+        };
+        Ok(LocalDevice { id: *id, pool, gpu, queue: Worker::start(format!("mpmd-{id}"), Spin::new(spins))? })
+    };
+    topology.devices_of(me).iter().enumerate().map(open).collect()
 }
 
 fn movers() -> usize {

@@ -1,5 +1,6 @@
 //! Arenas: where the segments of a process come from, and who else may see them.
 
+use std::any::Any;
 use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -7,6 +8,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 
+use super::DeviceAllocator;
 use super::segment::{Segment, check_file_limit};
 
 /// A process that may not have files so long does not share memory: most programs would find no room in it.
@@ -21,19 +23,37 @@ pub struct Arena {
 }
 
 pub(super) struct Inner {
-    shared: bool,
+    kind: Kind,
     next: AtomicU32,
     /// Numbers of segments that are no more, until their readers are told.
     retired: Mutex<Vec<u32>>,
     reclaim: OnceLock<Reclaim>,
+    pin: OnceLock<Pin>,
+}
+
+/// What segments are.
+enum Kind {
+    Private,
+    /// Files in memory.
+    Shared,
+    Device(Arc<dyn DeviceAllocator>),
 }
 
 type Reclaim = Box<dyn Fn() + Send + Sync>;
 
+/// Keeps the pages of a new mapping, by its address and length, in their place for devices, until what it returns is dropped;
+/// `None` where they are not to be, or cannot.
+pub type Pin = Box<dyn Fn(usize, usize) -> Option<Box<dyn Any + Send + Sync>> + Send + Sync>;
+
 impl Arena {
     /// An arena for this process alone.
     pub fn private() -> Self {
-        Self::new(false)
+        Self::new(Kind::Private)
+    }
+
+    /// An arena in the memory of a device.
+    pub fn device(allocator: Arc<dyn DeviceAllocator>) -> Self {
+        Self::new(Kind::Device(allocator))
     }
 
     /// An arena whose segments other processes can map.
@@ -44,18 +64,32 @@ impl Arena {
     pub fn shared() -> io::Result<Self> {
         check_file_limit(LEAST_FILE)?;
         Segment::shared(4096)?;
-        Ok(Self::new(true))
+        Ok(Self::new(Kind::Shared))
     }
 
-    fn new(shared: bool) -> Self {
-        let (next, retired, reclaim) = Default::default();
-        Self { inner: Arc::new(Inner { shared, next, retired, reclaim }) }
+    fn new(kind: Kind) -> Self {
+        let (next, retired, reclaim, pin) = Default::default();
+        Self { inner: Arc::new(Inner { kind, next, retired, reclaim, pin }) }
     }
 
     /// Maps a new segment of `bytes`.
     pub(super) fn map(&self, bytes: usize) -> io::Result<Arc<Segment>> {
-        let map = if self.inner.shared { Segment::shared } else { Segment::private };
-        map(bytes).map(Arc::new)
+        let segment = match &self.inner.kind {
+            Kind::Private => Segment::private(bytes),
+            Kind::Shared => Segment::shared(bytes),
+            Kind::Device(allocator) => return Segment::of_device(allocator.allocate(bytes)?).map(Arc::new),
+        }?;
+        if let Some(pin) = self.inner.pin.get()
+            && let Some(pinned) = pin(segment.start().addr().get(), bytes)
+        {
+            segment.keep_pin(pinned);
+        }
+        Ok(Arc::new(segment))
+    }
+
+    /// Sets what keeps the pages of segments in their place for devices: those mapped from now on. The first counts.
+    pub fn on_map(&self, pin: Pin) {
+        let _ = self.inner.pin.set(pin);
     }
 
     /// A number that no segment has had that this process gives to others.
@@ -95,6 +129,11 @@ impl Inner {
 
 impl fmt::Debug for Arena {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Arena").field("shared", &self.inner.shared).finish_non_exhaustive()
+        let kind = match self.inner.kind {
+            Kind::Private => "private",
+            Kind::Shared => "shared",
+            Kind::Device(_) => "device",
+        };
+        f.debug_struct("Arena").field("kind", &kind).finish_non_exhaustive()
     }
 }

@@ -1,5 +1,6 @@
 //! Segments: the page-aligned mappings that blocks are carved from, and those that other processes lend.
 
+use std::any::Any;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -11,7 +12,7 @@ use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use rustix::process::{Resource, getrlimit};
 
-use super::arena;
+use super::{DeviceMemory, arena};
 
 /// From this size on pages of 2 MiB are worth asking for.
 const HUGE: usize = 2 << 20;
@@ -29,10 +30,15 @@ pub(crate) struct File {
     number: u64,
 }
 
-/// One mapping; unmapped when dropped.
+/// One mapping, or one allocation of a device's; given back when dropped.
 pub struct Segment {
+    /// On a device an address of its own: never to be read through.
     start: NonNull<u8>,
     bytes: usize,
+    /// What keeps the pages in their place for devices, if anything does. Goes before the mapping does.
+    pin: OnceLock<Box<dyn Any + Send + Sync>>,
+    /// Where the memory is not the host's.
+    device: Option<Box<dyn DeviceMemory>>,
     /// Where other processes can map it too.
     descriptor: Option<OwnedFd>,
     /// What others know it by, once they do, and whom to tell that it is no more.
@@ -120,7 +126,38 @@ impl Segment {
 
     fn at(start: *mut std::ffi::c_void, bytes: usize, descriptor: Option<OwnedFd>) -> io::Result<Self> {
         let start = NonNull::new(start.cast()).ok_or_else(|| io::Error::other("mmap returned null"))?;
-        Ok(Self { start, bytes, descriptor, known: OnceLock::new() })
+        Ok(Self { start, bytes, pin: OnceLock::new(), device: None, descriptor, known: OnceLock::new() })
+    }
+
+    /// Memory of a device.
+    pub(super) fn of_device(memory: Box<dyn DeviceMemory>) -> io::Result<Self> {
+        let start = usize::try_from(memory.address()).unwrap_or(0);
+        let start = NonNull::new(std::ptr::without_provenance_mut(start))
+            .ok_or_else(|| io::Error::other("a device gave memory at no address"))?;
+        Ok(Self {
+            start,
+            bytes: memory.bytes(),
+            pin: OnceLock::new(),
+            device: Some(memory),
+            descriptor: None,
+            known: OnceLock::new(),
+        })
+    }
+
+    /// The device's memory that this is, where it is not the host's.
+    pub(crate) fn device(&self) -> Option<&dyn DeviceMemory> {
+        self.device.as_deref()
+    }
+
+    /// Has `pin` dropped before the mapping goes.
+    pub(super) fn keep_pin(&self, pin: Box<dyn Any + Send + Sync>) {
+        // A second one has nothing to keep.
+        let _ = self.pin.set(pin);
+    }
+
+    /// Whether its pages stay in their place for devices.
+    pub(super) fn is_pinned(&self) -> bool {
+        self.pin.get().is_some()
     }
 
     /// The address of the first byte, aligned to a page.
@@ -138,7 +175,7 @@ impl Segment {
     /// The owner promises that they do not change while they are lent. One that breaks its promise, by a bug,
     /// makes readers see other values; it cannot make them touch memory that is not there.
     pub(crate) fn lent(&self, range: Range<usize>) -> Option<&[u8]> {
-        if range.start > range.end || range.end > self.bytes {
+        if range.start > range.end || range.end > self.bytes || self.device.is_some() {
             return None;
         }
         // SAFETY: the range was just seen to lie within the mapping, which `self` keeps. All of it is
@@ -194,10 +231,13 @@ pub(super) fn check_file_limit(bytes: u64) -> io::Result<()> {
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        // SAFETY: the range was mapped by a constructor with this length, is unmapped only here, and every
-        // block inside it and every loan of it holds an `Arc` of the segment, so none is left.
-        let unmapped = unsafe { munmap(self.start.as_ptr().cast(), self.bytes) };
-        debug_assert!(unmapped.is_ok(), "a segment's own range can be unmapped");
+        drop(self.pin.take());
+        if self.device.is_none() {
+            // SAFETY: the range was mapped by a constructor with this length, is unmapped only here, and every
+            // block inside it and every loan of it holds an `Arc` of the segment, so none is left.
+            let unmapped = unsafe { munmap(self.start.as_ptr().cast(), self.bytes) };
+            debug_assert!(unmapped.is_ok(), "a segment's own range can be unmapped");
+        }
         if let Some((number, arena)) = self.known.get()
             && let Some(arena) = arena.upgrade()
         {

@@ -1,6 +1,35 @@
-//! The CUDA back end. Programs that were built without the feature `cuda` hear that from [`found`], and from no
-//! other place.
+//! The CUDA back end: devices that are graphics processors.
+//!
+//! Built with the feature `cuda`, through `cudarc`, which loads CUDA's libraries when they are first used: a program built with it
+//! runs where there is no CUDA, as long as it asks for no such device. Without the feature everything here has the same names and
+//! a [`Gpu`] that cannot be.
+//!
+//! A [`Gpu`] has *lines*: queues of its own work, one for kernels and one for each direction of copies. Work is issued to a
+//! line by any thread, at once, and runs later, in order. What uses memory that another line uses is told to come after it
+//! ([`Fences`](mpmd_transport::memory::Fences)); nobody waits for that but the device. Each line has a thread that waits for the ends of what
+//! was issued, and tells who wants to know; no other thread of the program ever does.
 
+#[cfg(not(feature = "cuda"))]
+mod absent;
 pub(crate) mod driver;
+mod error;
+#[cfg(feature = "cuda")]
+mod gpu;
+#[cfg(feature = "cuda")]
+mod line;
+#[cfg(feature = "cuda")]
+mod memory;
 
-pub use driver::{Attributes, Driver, Gpu, NoCuda, OLDEST, Uuid, Version, cublas, found, nccl, nvrtc};
+#[cfg(not(feature = "cuda"))]
+pub(crate) use absent::{Gpu, Line, Stream};
+pub use driver::{
+    Attributes, Driver, Gpu as GpuInfo, NoCuda, OLDEST, Uuid, Version, cublas, found, nccl, nvrtc,
+};
+pub use error::CudaError;
+#[cfg(feature = "cuda")]
+pub(crate) use gpu::Gpu;
+#[cfg(feature = "cuda")]
+pub(crate) use line::{Line, Stream};
+
+/// Called with how work of a line ended, on the line's thread: it must be short.
+pub(crate) type Then = Box<dyn FnOnce(Result<(), CudaError>) + Send>;

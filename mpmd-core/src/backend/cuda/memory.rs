@@ -1,0 +1,68 @@
+//! Memory of a CUDA device.
+
+use std::io;
+use std::sync::Arc;
+
+use cudarc::driver::{result, sys};
+use mpmd_transport::memory::{DeviceAllocator, DeviceMemory};
+
+use super::gpu::{Context, cuda};
+
+/// Where segments in a device's memory come from.
+///
+/// They are asked for with `cuMemAlloc`: what the stream-ordered allocator gives cannot be shared with other processes.
+pub(super) struct Allocator {
+    context: Arc<Context>,
+}
+
+/// One allocation.
+pub(super) struct Memory {
+    context: Arc<Context>,
+    address: sys::CUdeviceptr,
+    bytes: usize,
+}
+
+impl Allocator {
+    pub(super) fn new(context: Arc<Context>) -> Self {
+        Self { context }
+    }
+}
+
+impl DeviceAllocator for Allocator {
+    fn allocate(&self, bytes: usize) -> io::Result<Box<dyn DeviceMemory>> {
+        self.context.bind().map_err(io::Error::other)?;
+        // SAFETY: allocates; what the memory holds is read only by work that comes after work that has written it.
+        let address = unsafe { result::malloc_sync(bytes) };
+        let address = address.map_err(|error| {
+            io::Error::other(cuda(format!("allocating {bytes} bytes on a CUDA device"), error))
+        })?;
+        Ok(Box::new(Memory { context: self.context.clone(), address, bytes }))
+    }
+}
+
+impl DeviceMemory for Memory {
+    fn address(&self) -> u64 {
+        self.address
+    }
+
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn device(&self) -> u32 {
+        self.context.number()
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if self.context.bind().is_err() {
+            return;
+        }
+        // SAFETY: allocated in `allocate`, freed once; blocks go back to their pool only when work on them is over, and
+        // pools let go of segments without blocks in use only.
+        if let Err(error) = unsafe { result::free_sync(self.address) } {
+            tracing::debug!(%error, "freeing memory of a CUDA device");
+        }
+    }
+}
