@@ -10,10 +10,11 @@ use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::call::{Call, DeviceCall, Fallible, Fill, Input, Issued, Memory, POISON, Unfilled};
 use super::call::{copy_in, prepare_outputs};
-use crate::backend::cuda::{CudaError, Ended, Ending, Gpu, Stream, Turn};
+use crate::backend::cuda::{CudaError, Ended, Ending, Gpu, Stream, Turn, WarmUp};
+use crate::cuda::{CallMemory, Cuda};
 use crate::kernel::{Context, Kernel, OnCuda};
-use crate::runtime::{Exchange, Slot, Waits};
-use crate::topology::DeviceId;
+use crate::runtime::{Exchange, Runtime, Slot, Waits};
+use crate::topology::{DeviceId, Mesh};
 
 impl<K: Kernel> DeviceCall<K> {
     /// Issues the call, and ends the outputs when its work is over. Waits until the inputs are issued, and for those that
@@ -23,11 +24,14 @@ impl<K: Kernel> DeviceCall<K> {
         let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at };
         let (runtime, place) = (call.runtime(), &call.seat.place);
         let local_index = call.seat.local_index;
+        let call_memory = CallMemory::new(&runtime.devices[local_index].pool, &runtime.staging);
         let exchange = Exchange { runtime: runtime.clone(), guard };
         let mut context = Context::new(&bound.plan.mesh, place, exchange, op);
         let since = runtime.trace.now();
         let prepared = self.take_inputs(gpu, &call).and_then(|last| {
             self.prepare(&call, memory)?;
+            // Of the first call only: what it launches must be compiled.
+            bound.warm_ups.wait(local_index).map_err(|error| call.failure(&error))?;
             Ok(last)
         });
         let last = match prepared {
@@ -44,7 +48,7 @@ impl<K: Kernel> DeviceCall<K> {
             }
         };
         runtime.status.device_starts(local_index, op, call.seat.what.clone());
-        let (result, ending) = self.issue_work(gpu, &call, &mut context);
+        let (result, ending) = self.issue_work(gpu, &call, &call_memory, &mut context);
         let unfilled: Vec<Unfilled> = self.unfilled.drain(..).collect();
         let issued = match result {
             Ok(()) => Ok(promises.issue(self.outputs.drain(..).map(OwnedBuffer::freeze))),
@@ -59,6 +63,7 @@ impl<K: Kernel> DeviceCall<K> {
         bound.keep(self);
         drop(leftovers);
         let guard = context.into_guard();
+        call_memory.end(gpu.spare(), &ending.fence());
         let bound = bound.clone();
         ending.then(Box::new(move |Ended { result, times }| {
             let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at };
@@ -130,6 +135,7 @@ impl<K: Kernel> DeviceCall<K> {
         &mut self,
         gpu: &'a Arc<Gpu>,
         call: &Call<'_, K>,
+        memory: &'a CallMemory,
         context: &mut Context<'a>,
     ) -> (Fallible<()>, Ending) {
         let Self { arrived, outputs, fills, .. } = self;
@@ -145,7 +151,7 @@ impl<K: Kernel> DeviceCall<K> {
         let result = match result {
             Err(failure) => Err(failure),
             Ok(stream) => {
-                context.enter(OnCuda { gpu, stream, turn });
+                context.enter(OnCuda { cuda: Cuda::new(gpu, stream, memory), turn });
                 let ran = call.run(context, arrived, outputs);
                 turn = context.leave().turn;
                 ran
@@ -164,6 +170,28 @@ impl<K: Kernel> DeviceCall<K> {
         }
         outputs.iter_mut().chain(&mut staged).for_each(|buffer| buffer.add_fence(fence.clone()));
         (result, ending)
+    }
+}
+
+/// What a kernel launches, made ready on the CUDA devices of its mesh that this process has.
+pub(super) struct WarmUps(Vec<(usize, WarmUp)>);
+
+impl WarmUps {
+    pub(super) fn start<K: Kernel>(kernel: &K, runtime: Option<&Runtime>, mesh: &Mesh) -> Self {
+        let local = runtime.into_iter().flat_map(|runtime| {
+            let here = mesh.devices().iter().filter_map(|device| runtime.local_index(*device));
+            here.map(|local_index| (local_index, &runtime.devices[local_index]))
+        });
+        let warm_ups = local.filter_map(|(local_index, device)| {
+            let (gpu, sources) = (device.gpu.as_ref()?, kernel.cuda());
+            (!sources.is_empty()).then(|| (local_index, gpu.warm_up(&device.pool, sources)))
+        });
+        Self(warm_ups.collect())
+    }
+
+    fn wait(&self, local_index: usize) -> Result<(), CudaError> {
+        let mine = self.0.iter().find(|(of, _)| *of == local_index);
+        mine.map_or(Ok(()), |(_, warm_up)| warm_up.wait())
     }
 }
 

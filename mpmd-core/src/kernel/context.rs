@@ -5,7 +5,8 @@ use std::sync::Arc;
 use mpmd_transport::Failure;
 
 use super::signature::Collective;
-use crate::backend::cuda::{Gpu, Stream, Turn};
+use crate::backend::cuda::Turn;
+use crate::cuda::Cuda;
 use crate::error::{Error, Result};
 use crate::runtime::{Exchange, Group, OpGuard, Round};
 use crate::topology::{DeviceId, Mesh};
@@ -43,15 +44,19 @@ pub struct Context<'a> {
 
 /// A CUDA device that a kernel gives work, in its turn.
 pub(crate) struct OnCuda<'a> {
-    pub(crate) gpu: &'a Gpu,
+    pub(crate) cuda: Cuda<'a>,
     /// Of the device's compute line.
-    pub(crate) stream: &'a Stream,
     pub(crate) turn: Turn<'a>,
 }
 
 impl<'a> Context<'a> {
     pub(crate) fn new(seats: &'a Seats, place: &'a Place, exchange: Exchange, op: u64) -> Self {
         Self { seats, place, exchange, op, called: 0, round: 0, on_cuda: None }
+    }
+
+    /// What gives a CUDA device work; `None` where the kernel runs on the host's processors.
+    pub fn cuda(&self) -> Option<Cuda<'a>> {
+        self.on_cuda.as_ref().map(|on_cuda| on_cuda.cuda)
     }
 
     /// The device that this call runs on.

@@ -129,6 +129,11 @@ impl Line {
         fence
     }
 
+    /// The stream, to be told to other libraries; work is issued to it by [`Line::submit`] and in turns.
+    pub(super) fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
     /// The calling thread's turn to issue work here; waits for the turns of others.
     pub(crate) fn turn(&self) -> Turn<'_> {
         Turn::new(self, self.issuing.lock())

@@ -11,23 +11,35 @@
 
 #[cfg(not(feature = "cuda"))]
 mod absent;
+mod asked;
 #[cfg(feature = "cuda")]
-mod bytes;
+mod blas;
+#[cfg(feature = "cuda")]
+mod cache;
 #[cfg(feature = "cuda")]
 mod clock;
+#[cfg(feature = "cuda")]
+mod compile;
 pub(crate) mod driver;
 mod error;
 #[cfg(feature = "cuda")]
 mod gpu;
 #[cfg(feature = "cuda")]
+mod launch;
+#[cfg(feature = "cuda")]
 mod line;
 #[cfg(feature = "cuda")]
 mod memory;
 #[cfg(feature = "cuda")]
+mod module;
+#[cfg(feature = "cuda")]
 mod turn;
+#[cfg(feature = "cuda")]
+mod warm;
 
 #[cfg(not(feature = "cuda"))]
-pub(crate) use absent::{Ending, Gpu, Line, Stream, Turn};
+pub(crate) use absent::{Ending, Gpu, Line, Stream, Turn, WarmUp};
+pub(crate) use asked::{Operand, Product, RawArg};
 pub use driver::{
     Attributes, Driver, Gpu as GpuInfo, NoCuda, OLDEST, Uuid, Version, cublas, found, nccl, nvrtc,
 };
@@ -38,6 +50,8 @@ pub(crate) use gpu::Gpu;
 pub(crate) use line::{Line, Stream};
 #[cfg(feature = "cuda")]
 pub(crate) use turn::{Ending, Turn};
+#[cfg(feature = "cuda")]
+pub(crate) use warm::WarmUp;
 
 /// Called with how work of a line ended, on the line's thread: it must be short.
 pub(crate) type Then = Box<dyn FnOnce(Result<(), CudaError>) + Send>;
