@@ -34,7 +34,7 @@ pub trait Transport: Send + Sync {
 
     /// Whether memory of [devices](crate::memory::DevicePlace) goes to `peer`, and comes from it, in this way too, where both
     /// processes have such devices: the same on both sides. Only where [`hands_over`](Self::hands_over) is true.
-    fn hands_over_device_memory(&self, peer: ProcessId) -> bool {
+    fn carries_device_memory(&self, peer: ProcessId) -> bool {
         let _ = peer;
         false
     }
