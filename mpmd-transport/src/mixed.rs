@@ -95,8 +95,8 @@ impl Transport for Mixed {
         self.to(peer).hands_over(peer)
     }
 
-    fn hands_over_device_memory(&self, peer: ProcessId) -> bool {
-        self.to(peer).hands_over_device_memory(peer)
+    fn carries_device_memory(&self, peer: ProcessId) -> bool {
+        self.to(peer).carries_device_memory(peer)
     }
 
     fn share_devices(

@@ -36,7 +36,7 @@ pub trait Transport: Send + Sync {
     /// processes have such devices ([`SharedBuffer::device`] of a [`Payload::Lent`]), also before the work that makes it is
     /// over ([`SharedBuffer::ready`]): the same on both sides, and known once [`Transport::share_devices`] has returned. Only
     /// where [`hands_over`](Self::hands_over) is true.
-    fn hands_over_device_memory(&self, peer: ProcessId) -> bool {
+    fn carries_device_memory(&self, peer: ProcessId) -> bool {
         let _ = peer;
         false
     }

@@ -41,7 +41,7 @@ impl Runtime {
         let transport = self.transport.as_ref();
         takes(self.me)
             && takes(peer)
-            && transport.is_some_and(|transport| transport.hands_over_device_memory(peer))
+            && transport.is_some_and(|transport| transport.carries_device_memory(peer))
     }
 
     /// Whether a shard on `device`, of a process of the two, goes between this process and `peer` as memory that stays where it

@@ -115,7 +115,7 @@ impl Transport for Inproc {
     }
 
     /// These processes have one address space, and one of each device.
-    fn hands_over_device_memory(&self, peer: ProcessId) -> bool {
+    fn carries_device_memory(&self, peer: ProcessId) -> bool {
         self.hands_over(peer)
     }
 

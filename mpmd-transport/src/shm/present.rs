@@ -169,7 +169,7 @@ impl Transport for Shm {
         self.shared.peers.get(peer.index()).is_some_and(Option::is_some)
     }
 
-    fn hands_over_device_memory(&self, peer: ProcessId) -> bool {
+    fn carries_device_memory(&self, peer: ProcessId) -> bool {
         let peer = self.shared.peers.get(peer.index()).and_then(Option::as_ref);
         peer.is_some_and(|peer| peer.shares_devices())
     }

@@ -133,9 +133,24 @@ impl Line {
         fence
     }
 
+    /// The stream, to be told to other libraries; work is issued to it by [`Line::submit`] and in turns.
+    pub(super) fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
     /// The calling thread's turn to issue work here; waits for the turns of others.
     pub(crate) fn turn(&self) -> Turn<'_> {
         Turn::new(self, self.issuing.lock())
+    }
+
+    /// Whether `fences` are all of this line: then whoever hears of their ends hears of those of later work after that.
+    /// False where there are none.
+    pub(crate) fn has_issued_all(&self, fences: &Fences) -> bool {
+        let mine = |fence: &Arc<dyn Fence>| {
+            let event = (&**fence as &dyn Any).downcast_ref::<Event>();
+            event.is_some_and(|event| event.stream.raw == self.stream.raw)
+        };
+        fences.iter().next().is_some() && fences.iter().all(mine)
     }
 
     /// From now on work on this line is told with the times at which it began and ended, by `now`: nanoseconds from

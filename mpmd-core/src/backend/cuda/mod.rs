@@ -11,8 +11,15 @@
 
 #[cfg(not(feature = "cuda"))]
 mod absent;
+mod asked;
+#[cfg(feature = "cuda")]
+mod blas;
+#[cfg(feature = "cuda")]
+mod cache;
 #[cfg(feature = "cuda")]
 mod clock;
+#[cfg(feature = "cuda")]
+mod compile;
 #[cfg(feature = "cuda")]
 mod copy;
 pub(crate) mod driver;
@@ -22,16 +29,23 @@ mod gpu;
 #[cfg(feature = "cuda")]
 mod ipc;
 #[cfg(feature = "cuda")]
+mod launch;
+#[cfg(feature = "cuda")]
 mod line;
 #[cfg(feature = "cuda")]
 mod memory;
 #[cfg(feature = "cuda")]
+mod module;
+#[cfg(feature = "cuda")]
 mod turn;
+#[cfg(feature = "cuda")]
+mod warm;
 
 use crate::region::Region;
 
 #[cfg(not(feature = "cuda"))]
-pub(crate) use absent::{Gpu, Line, Stream, Turn, sharing};
+pub(crate) use absent::{Ending, Gpu, Line, Stream, Turn, WarmUp, sharing};
+pub(crate) use asked::{Operand, Product, RawArg};
 pub use driver::{
     Attributes, Driver, Gpu as GpuInfo, NoCuda, OLDEST, Uuid, Version, cublas, found, nccl, nvrtc,
 };
@@ -43,7 +57,9 @@ pub(crate) use ipc::sharing;
 #[cfg(feature = "cuda")]
 pub(crate) use line::{Line, Stream};
 #[cfg(feature = "cuda")]
-pub(crate) use turn::Turn;
+pub(crate) use turn::{Ending, Turn};
+#[cfg(feature = "cuda")]
+pub(crate) use warm::WarmUp;
 
 /// Which elements a copy moves, between which regions: as for [`copy_region`](crate::reshard::copy_region).
 #[derive(Clone, Copy)]

@@ -105,12 +105,6 @@ impl Ending {
         self.0.clone()
     }
 
-    /// Whether all of `fences` are over by then since they are of the same line: then what they are of has been told
-    /// of its end before this is.
-    pub(crate) fn is_told_after(&self, fences: &Fences) -> bool {
-        fences.iter().next().is_some() && fences.iter().all(|fence| self.0.covers(&**fence))
-    }
-
     /// Calls `then` with how the work ended, after all memory that waited for it has gone back: on the line's thread
     /// or, where it is over, here. It must be short.
     pub(crate) fn then(self, then: Box<dyn FnOnce(Ended) + Send>) {

@@ -272,10 +272,9 @@ fn until(what: &str, mut is_so: impl FnMut() -> bool) {
 fn memory_of_devices_is_lent_in_place_and_opened_once() {
     let team = Team::<2>::new();
     assert!(
-        team.shm[0].hands_over_device_memory(ProcessId(1))
-            && team.shm[1].hands_over_device_memory(ProcessId(0))
+        team.shm[0].carries_device_memory(ProcessId(1)) && team.shm[1].carries_device_memory(ProcessId(0))
     );
-    assert!(!team.shm[0].hands_over_device_memory(ProcessId(7)));
+    assert!(!team.shm[0].carries_device_memory(ProcessId(7)));
     let pool = team.pool(0, None);
     for round in 0..100 {
         // Also what would go with its header, were it the host's.
@@ -426,7 +425,7 @@ fn who_cannot_share_does_not_and_both_know() {
                 site.without = without.map(str::to_owned);
             }
         });
-        let carries = |from: usize, to| team.shm[from].hands_over_device_memory(ProcessId(to));
+        let carries = |from: usize, to| team.shm[from].carries_device_memory(ProcessId(to));
         assert!(carries(0, 2) && carries(2, 0));
         assert!(!carries(0, 1) && !carries(1, 0) && !carries(1, 2) && !carries(2, 1));
         let own = team.pool(0, None).allocate(4096).unwrap().freeze();
