@@ -184,6 +184,8 @@ impl Inner {
         let callbacks =
             waiting.as_mut().map(|waiting| std::mem::take(&mut waiting.issued)).unwrap_or_default();
         let shared = (!callbacks.is_empty()).then(|| Ok(buffer.clone()));
+        // Those who wait for the end look again, and go on waiting.
+        let wakers = waiting.as_ref().map(|waiting| waiting.wakers.clone()).unwrap_or_default();
         held.state = State::Issued(buffer, waiting);
         held.filling = Filling::UnderWay(Vec::new());
         self.counts.fetch_or(ISSUED, Ordering::AcqRel);
@@ -192,6 +194,7 @@ impl Inner {
         if let Some(outcome) = shared {
             callbacks.into_iter().for_each(|then| then(&outcome));
         }
+        wakers.into_iter().for_each(Waker::wake);
     }
 
     /// What was issued has filled the buffer, or has failed. Somebody may have taken the buffer before.
@@ -281,15 +284,20 @@ impl Slot {
         self.inner().held.lock().issued()
     }
 
-    /// Sleeps until the buffer is there, filled or not. For threads that give work to devices.
-    pub(crate) fn wait_issued(&self) -> Outcome {
+    /// Sleeps until the buffer is there, filled or not, or until `deadline`. Mostly [`Waits::wait_issued`] is what is
+    /// wanted.
+    pub(crate) fn wait_issued_until(&self, deadline: Option<Instant>) -> Option<Outcome> {
         let Inner { held, ended, .. } = self.inner();
         let mut held = held.lock();
         loop {
             if let Some(outcome) = held.issued() {
-                return outcome;
+                return Some(outcome);
             }
-            ended.wait(&mut held);
+            match deadline {
+                Some(deadline) if ended.wait_until(&mut held, deadline).timed_out() => return held.issued(),
+                Some(_) => {}
+                None => ended.wait(&mut held),
+            }
         }
     }
 
@@ -401,6 +409,18 @@ impl Slot {
         }
     }
 
+    /// As [`poll`](Self::poll), for the buffer, filled or not. The waker is woken again when it ends.
+    pub(crate) fn poll_issued(&self, waker: &Waker) -> Poll<Outcome> {
+        match self.peek_issued() {
+            Some(outcome) => Poll::Ready(outcome),
+            None => match self.poll(waker) {
+                // It was issued in between: that waker may come too late.
+                Poll::Pending => self.peek_issued().map_or(Poll::Pending, Poll::Ready),
+                ready => ready,
+            },
+        }
+    }
+
     /// Takes the buffer of an ended slot away; whoever reads it later gets `donated`.
     pub(crate) fn take(&self, donated: Arc<Failure>) -> Option<Outcome> {
         match &mut self.inner().held.lock().state {
@@ -481,8 +501,13 @@ impl SlotUse {
     }
 
     /// Blocks until the buffer is there, filled or not.
-    pub(crate) fn wait_issued(self) -> Outcome {
-        self.0.wait_issued()
+    pub(crate) fn wait_issued(&self, waits: &Waits) -> Outcome {
+        waits.wait_issued(&self.0)
+    }
+
+    /// The slot it is a use of.
+    pub(crate) fn slot(&self) -> &Slot {
+        &self.0
     }
 }
 
@@ -653,7 +678,7 @@ mod tests {
             ended.fetch_add(10, Ordering::Relaxed);
         });
         let waiting = slot.clone();
-        let thread = std::thread::spawn(move || waiting.wait_issued().unwrap().len());
+        let thread = std::thread::spawn(move || waiting.wait_issued_until(None).unwrap().unwrap().len());
         let end = promise.issue(vec![1u8, 2].into());
         assert_eq!(thread.join().unwrap(), 2);
         assert!(slot.has_issued() && !slot.has_ended() && slot.peek().is_none());

@@ -47,7 +47,7 @@ impl Line {
             // SAFETY: `loops` was checked against both lengths. `from` never changes once it is made, which this comes after,
             // and the read that is added below keeps its memory; `to` is this caller's alone, what used it comes before, and
             // the fence that is added below keeps it.
-            loops.map_or(Ok(()), |loops| unsafe { stream.copy(&loops, ends.0, ends.1) })
+            loops.map_or(Ok(()), |loops| unsafe { stream.copy_all(&loops, ends.0, ends.1) })
         };
         let fence = self.submit(&[from.ready(), to.fences()], work, then);
         from.add_read(fence.clone());
@@ -77,8 +77,9 @@ impl Line {
         // SAFETY: `loops` was checked against both lengths. `from` never changes once it is made, which this comes after,
         // and the read that is added below keeps its memory. `to` is with `done` from here on, where nobody looks at
         // it until the copy is over.
-        let work =
-            |stream: &Stream| loops.map_or(Ok(()), |loops| unsafe { stream.copy(&loops, ends.0, ends.1) });
+        let work = |stream: &Stream| {
+            loops.map_or(Ok(()), |loops| unsafe { stream.copy_all(&loops, ends.0, ends.1) })
+        };
         let done = move |result: Result<(), CudaError>| {
             then(result.map(|()| {
                 to.clear_fences();
@@ -120,14 +121,14 @@ impl Stream {
     ///
     /// The runs lie within memory that `src` and `dst` begin, which stays, and is used by nobody in other ways than the stream's
     /// order and its fences allow, until the stream is past them.
-    unsafe fn copy(&self, loops: &Loops, src: End, dst: End) -> Result<(), CudaError> {
+    unsafe fn copy_all(&self, loops: &Loops, src: End, dst: End) -> Result<(), CudaError> {
         // SAFETY: as the caller says.
         unsafe { self.copy_loops(&loops.dims, loops.run, src.plus(loops.src), dst.plus(loops.dst)) }
     }
 
     /// # Safety
     ///
-    /// As [`Stream::copy`].
+    /// As [`Stream::copy_all`].
     unsafe fn copy_loops(&self, dims: &[Loop], run: usize, src: End, dst: End) -> Result<(), CudaError> {
         match dims {
             // SAFETY: as the caller says; in the other arms too.
@@ -144,7 +145,7 @@ impl Stream {
 
     /// # Safety
     ///
-    /// As [`Stream::copy`].
+    /// As [`Stream::copy_all`].
     unsafe fn copy_run(&self, bytes: usize, src: End, dst: End) -> Result<(), CudaError> {
         // SAFETY: as the caller says. Between devices the driver tells by the addresses whose they are.
         let copied = unsafe {
@@ -173,7 +174,7 @@ impl Stream {
 
     /// # Safety
     ///
-    /// As [`Stream::copy`].
+    /// As [`Stream::copy_all`].
     unsafe fn copy_rows(&self, rows: Loop, run: usize, src: End, dst: End) -> Result<(), CudaError> {
         let types = memory_types(src, dst);
         let copy = sys::CUDA_MEMCPY2D_st {
@@ -201,7 +202,7 @@ impl Stream {
 
     /// # Safety
     ///
-    /// As [`Stream::copy`].
+    /// As [`Stream::copy_all`].
     unsafe fn copy_blocks(
         &self,
         blocks: Loop,
