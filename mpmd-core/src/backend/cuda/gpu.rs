@@ -82,14 +82,14 @@ impl Gpu {
         }))
     }
 
-    /// The device's context.
-    pub(super) fn context(&self) -> &Arc<Context> {
-        &self.context
-    }
-
     /// The driver's number of the device: what its memory [says](mpmd_transport::memory::DevicePlace::device).
     pub(crate) fn ordinal(&self) -> u32 {
         self.context.ordinal
+    }
+
+    /// The device's context.
+    pub(super) fn context(&self) -> &Arc<Context> {
+        &self.context
     }
 
     /// Where the segments of its memory come from.

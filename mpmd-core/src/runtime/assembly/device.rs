@@ -99,7 +99,7 @@ impl DeviceAssembly {
 
     /// Whether these bytes are where the device reaches them as its own.
     pub(super) fn can_be(&self, bytes: &SharedBuffer) -> bool {
-        bytes.device().is_some_and(|place| place.device == self.gpu.ordinal())
+        !bytes.is_far() && bytes.device().is_some_and(|place| place.device == self.gpu.ordinal())
     }
 
     /// Ends the shard with what is the whole of it, or with a failure; what was issued of it comes to its end all the same.
