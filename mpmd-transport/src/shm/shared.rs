@@ -378,7 +378,10 @@ impl Shared {
         let tickets = peer.book.lock().take_tickets();
         self.note_done(tickets.into_iter().map(|ticket| (ticket, Err(why.clone()))));
         self.tell_done(handler);
-        let failure = why.to_string();
+        let failure = match &why {
+            TransportError::PeerGone { why, .. } => why.clone(),
+            other => other.to_string(),
+        };
         handler.peer_down(from, why);
         // Whoever waits for these may ask whether the peer is no more.
         landing.into_iter().for_each(|arriving| arriving.pass(Err(failure.clone())));
