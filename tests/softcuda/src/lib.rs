@@ -20,6 +20,8 @@ mod settings;
 mod source;
 mod stream;
 
+mod asked;
 mod harness;
 
+pub use asked::{bytes, calls};
 pub use harness::{environment, install, library, real, run_again};
