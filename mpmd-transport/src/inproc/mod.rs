@@ -114,9 +114,8 @@ impl Transport for Inproc {
         self.core.hands_over(self.process, peer)
     }
 
-    /// These processes have one address space, and one of each device.
     fn carries_device_memory(&self, peer: ProcessId) -> bool {
-        self.hands_over(peer)
+        self.core.hands_over(self.process, peer)
     }
 
     fn lent_to(&self, peer: ProcessId) -> u64 {
