@@ -16,6 +16,7 @@ mod args;
 mod gemm;
 mod scratch;
 mod source;
+mod staged;
 
 use std::fmt;
 
