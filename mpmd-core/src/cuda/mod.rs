@@ -117,7 +117,7 @@ impl<'a> Cuda<'a> {
         args: &[Arg<'_>],
     ) -> Result<()> {
         // As many as most functions have take no list of their own.
-        const FEW: usize = 24;
+        const FEW: usize = 16;
         let mut few = [RawArg::NONE; FEW];
         let mut many = Vec::new();
         let raw = if args.len() <= FEW {
