@@ -5,6 +5,7 @@
 //! the same shapes and shardings.
 
 mod call;
+mod on_cuda;
 mod plan;
 mod planned;
 mod warm;
@@ -102,7 +103,8 @@ impl<K: Kernel> JitBuilder<K> {
         self
     }
 
-    /// The bound kernel.
+    /// The bound kernel. What it launches on CUDA devices of this process is compiled from now on, beside whatever the
+    /// program does next; its first call waits for that.
     ///
     /// # Errors
     ///

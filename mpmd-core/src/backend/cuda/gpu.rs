@@ -33,8 +33,10 @@ pub(crate) struct Gpu {
 pub(super) struct Context {
     raw: sys::CUcontext,
     device: sys::CUdevice,
-    /// The number by which memory says whose it is.
-    number: u32,
+    /// The driver's number of the device, by which its memory says whose it is: one for all who open it.
+    ordinal: u32,
+    /// Why it does nothing more.
+    broken: OnceLock<CudaError>,
 }
 
 // SAFETY: contexts, and what belongs to them, may be used by any thread that has made them its current one, which
@@ -44,16 +46,16 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Gpu {
-    /// Opens the device that the driver numbers `ordinal`; `number` is what its memory bears.
+    /// Opens the device that the driver numbers `ordinal`, which is what its memory bears.
     ///
     /// The driver must be known to be there: without one this panics.
     ///
     /// # Errors
     ///
     /// Where the driver has no such device, or cannot use it.
-    pub(crate) fn open(ordinal: u32, number: u32) -> Result<Arc<Self>, CudaError> {
-        let context = Arc::new(Context::open(ordinal, number)?);
-        let line = |what: &str| Line::start(&context, format!("cuda-{number}-{what}"));
+    pub(crate) fn open(ordinal: u32) -> Result<Arc<Self>, CudaError> {
+        let context = Arc::new(Context::open(ordinal)?);
+        let line = |what: &str| Line::start(&context, format!("cuda-{ordinal}-{what}"));
         let (compute, inward, outward) = (line("compute")?, line("in")?, line("out")?);
         let figure = |attribute| context.figure(attribute);
         let architecture = Architecture::new(
@@ -73,6 +75,11 @@ impl Gpu {
         }))
     }
 
+    /// The driver's number of the device: what its memory [says](mpmd_transport::memory::DevicePlace::device).
+    pub(crate) fn ordinal(&self) -> u32 {
+        self.context.ordinal
+    }
+
     /// Where the segments of its memory come from.
     pub(crate) fn allocator(self: &Arc<Self>) -> Arc<dyn DeviceAllocator> {
         Arc::new(Allocator::new(self.context.clone()))
@@ -87,6 +94,16 @@ impl Gpu {
                 pinned.inspect_err(|error| tracing::debug!(%error, bytes, "copies of it are staged"));
             pinned.ok().map(|pinned| Box::new(pinned) as Box<dyn Any + Send + Sync>)
         })
+    }
+
+    /// From now on work of [`compute`](Self::compute) is told with its times, by `now`: nanoseconds from some beginning.
+    /// To be called before there is any.
+    ///
+    /// # Errors
+    ///
+    /// Where the device cannot be used.
+    pub(crate) fn keep_time(&self, now: Box<dyn Fn() -> u64 + Send + Sync>) -> Result<(), CudaError> {
+        self.compute.keep_time(now)
     }
 
     /// Kernels run here, in the order of their operations.
@@ -132,7 +149,7 @@ impl Gpu {
 }
 
 impl Context {
-    fn open(ordinal: u32, number: u32) -> Result<Self, CudaError> {
+    fn open(ordinal: u32) -> Result<Self, CudaError> {
         let doing = || format!("opening CUDA device {ordinal}");
         result::init().map_err(|error| cuda(doing(), error))?;
         let device =
@@ -140,13 +157,25 @@ impl Context {
         let device = result::device::get(device).map_err(|error| cuda(doing(), error))?;
         // SAFETY: `device` is the driver's own; the context is released once, when this is dropped.
         let raw = unsafe { result::primary_ctx::retain(device) }.map_err(|error| cuda(doing(), error))?;
-        Ok(Self { raw, device, number })
+        Ok(Self { raw, device, ordinal, broken: OnceLock::new() })
     }
 
     /// Makes this the calling thread's current context.
+    ///
+    /// # Errors
+    ///
+    /// Where work on the device has failed: with that error, whoever asks.
     pub(super) fn bind(&self) -> Result<(), CudaError> {
+        if let Some(error) = self.broken.get() {
+            return Err(error.clone());
+        }
         // SAFETY: the context was retained and lives as long as this.
         unsafe { result::ctx::set_current(self.raw) }.map_err(|error| cuda("using a CUDA device", error))
+    }
+
+    /// Work on the device has failed: from now on everything does, with the error that came first, which is returned.
+    pub(super) fn fails(&self, error: CudaError) -> CudaError {
+        self.broken.get_or_init(|| error).clone()
     }
 
     /// A figure of the device's.
@@ -158,8 +187,8 @@ impl Context {
     }
 
     /// The number by which memory says whose it is.
-    pub(super) fn number(&self) -> u32 {
-        self.number
+    pub(super) fn ordinal(&self) -> u32 {
+        self.ordinal
     }
 }
 
