@@ -15,7 +15,7 @@
 mod args;
 mod gemm;
 mod scratch;
-mod source;
+pub(crate) mod source;
 
 use std::fmt;
 
@@ -26,7 +26,6 @@ pub(crate) use gemm::Types;
 pub use gemm::{Gemm, Math};
 pub use scratch::Scratch;
 pub(crate) use scratch::{CallMemory, Spare};
-pub(crate) use source::Kind;
 pub use source::{CUBLAS, Source};
 
 use args::{Memory, Value};
