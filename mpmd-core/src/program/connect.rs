@@ -4,7 +4,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use mpmd_transport::rendezvous::{Down, JoinConfig, Member, Rendezvous, Server, ServerConfig};
+use mpmd_transport::rendezvous::{
+    Down, JoinConfig, Member, Rendezvous, RendezvousError, Server, ServerConfig,
+};
 use mpmd_transport::router::{Failure, FailureKind};
 
 use super::builder::DEFAULT_PATIENCE;
@@ -150,6 +152,8 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
     };
     let members = match rendezvous.join(member) {
         Ok(members) => members,
+        // What tells this process from the others goes before what it lacks.
+        Err(error @ RendezvousError::Program { .. }) => return Err(wrong(error)),
         Err(error) => return Err(opened.err().unwrap_or_else(|| wrong(error))),
     };
     let membership = Membership { rendezvous, server };

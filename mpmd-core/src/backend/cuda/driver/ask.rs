@@ -42,7 +42,11 @@ fn look() -> Result<Driver, NoCuda> {
     }
     // SAFETY: as above; it was there a moment ago. Names are only looked up: nothing is called by this type.
     whole(DRIVER, SYMBOLS, |name| unsafe { sys::culib().get::<unsafe extern "C" fn()>(name).is_ok() })?;
-    result::init().map_err(|error| refused("cuInit", error))?;
+    let no_gpu = || NoCuda::NoGpu { visible: variable("CUDA_VISIBLE_DEVICES") };
+    result::init().map_err(|error| match error {
+        DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE) => no_gpu(),
+        error => refused("cuInit", error),
+    })?;
     let version = driver_version().map_err(|error| refused("cuDriverGetVersion", error))?;
     if version < OLDEST {
         return Err(NoCuda::TooOld { version });
@@ -50,7 +54,7 @@ fn look() -> Result<Driver, NoCuda> {
     let count = result::device::get_count().map_err(|error| refused("cuDeviceGetCount", error))?;
     let gpus: Vec<Gpu> = (0..count).map(gpu).collect::<Result<_, _>>()?;
     if gpus.is_empty() {
-        return Err(NoCuda::NoGpu { version, visible: variable("CUDA_VISIBLE_DEVICES") });
+        return Err(no_gpu());
     }
     Ok(Driver { version, gpus })
 }

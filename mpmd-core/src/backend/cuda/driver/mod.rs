@@ -9,8 +9,10 @@ mod ask;
 
 use std::fmt;
 
+use serde::{Serialize, Serializer};
+
 /// The driver, as this process sees it. It does not change while the process runs.
-#[derive(Clone, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub struct Driver {
     /// The CUDA version that it knows.
     pub version: Version,
@@ -20,7 +22,7 @@ pub struct Driver {
 }
 
 /// A graphics processor.
-#[derive(Clone, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub struct Gpu {
     /// The number that the driver gives it in this process.
     pub ordinal: u32,
@@ -37,7 +39,7 @@ pub struct Gpu {
 }
 
 /// What a graphics processor has and can.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Serialize)]
 pub struct Attributes {
     /// Streaming multiprocessors.
     pub processors: u32,
@@ -121,12 +123,10 @@ pub enum NoCuda {
     },
     /// The driver works, but has no graphics processor to show.
     #[error(
-        "the CUDA driver (for CUDA {version}) shows no graphics processor; CUDA_VISIBLE_DEVICES is {}",
+        "the CUDA driver shows no graphics processor; CUDA_VISIBLE_DEVICES is {}",
         .visible.as_deref().unwrap_or("not set")
     )]
     NoGpu {
-        /// What the driver knows.
-        version: Version,
         /// `CUDA_VISIBLE_DEVICES`, where it is set.
         visible: Option<String>,
     },
@@ -223,6 +223,20 @@ impl fmt::Debug for Uuid {
     }
 }
 
+/// As text.
+impl Serialize for Version {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+/// As text.
+impl Serialize for Uuid {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
 /// The names that a system is likely to have, and how many others there are.
 fn some_of(names: &[String]) -> String {
     /// More do not fit on a line.
@@ -266,10 +280,8 @@ mod tests {
         assert_eq!(said, expected);
         assert!(none(Some("/a:/b")).to_string().ends_with("which is /a:/b"));
         assert_eq!(some_of(&["liba.so".to_owned()]), "liba.so");
-        let hidden = NoCuda::NoGpu { version: OLDEST, visible: Some(String::new()) };
-        assert!(
-            hidden.to_string().contains("CUDA 12.0) shows no graphics processor; CUDA_VISIBLE_DEVICES is")
-        );
+        let hidden = NoCuda::NoGpu { visible: Some("7".to_owned()) };
+        assert!(hidden.to_string().contains("driver shows no graphics processor; CUDA_VISIBLE_DEVICES is 7"));
     }
 
     #[test]
