@@ -402,9 +402,37 @@ fn what_makes_no_sense_is_an_error_and_no_fault() {
         (|cuda, x, _| cuda.gemm(Gemm::new(1, 1, 1), &x[0], &x[0], Part::from(&x[0])), "only read"),
     ];
     for (work, words) in cases {
-        let said = why(on_device(&[&SAXPY, &CUBLAS], &[host(&floats(10))], &[f32s([10])], work));
+        let said = why(on_device(&[&SAXPY], &[host(&floats(10))], &[f32s([10])], work));
         assert!(said.contains(words) && said.contains("kernel OnCuda of operation"), "{words}: {said}");
     }
+}
+
+#[test]
+fn without_nvrtc_kernels_fail_with_what_was_looked_for_and_those_without_sources_run() {
+    if softcuda::real() {
+        eprintln!("skipped: this machine's CUDA has NVRTC");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink(softcuda::library().unwrap(), folder.path().join("libcuda.so.1")).unwrap();
+    if softcuda::again!("LD_LIBRARY_PATH" = folder.path().to_str().unwrap(), "MPMD_CUDA_CACHE" = "") {
+        return;
+    }
+    let _limit = watchdog(100);
+    let launch = |cuda: Cuda<'_>, _: &[View<'_>], y: &mut [ViewMut<'_>]| {
+        cuda.launch(&SAXPY, "numbers", Grid::new(1, 1), &[(&mut y[0]).into()])
+    };
+    let said = why(on_device(&[&SAXPY], &[], &[f64s([6])], launch));
+    assert!(said.contains("no NVRTC found: looked for") && said.contains("libnvrtc.so"), "{said}");
+    let product = |cuda: Cuda<'_>, x: &[View<'_>], y: &mut [ViewMut<'_>]| {
+        cuda.gemm(Gemm::new(1, 1, 1), &x[0], &x[0], &mut y[0])
+    };
+    for announced in [&[&CUBLAS][..], &[]] {
+        let said = why(on_device(announced, &[host(&[1.0f32])], &[f32s([1])], product));
+        assert!(said.contains("no cuBLAS found: looked for"), "{said}");
+    }
+    let y = on_device(&[], &[], &[f32s([2])], |cuda, _, y| cuda.fill(&mut y[0], 1.0f32));
+    assert_eq!(y.unwrap()[0].to_vec::<f32>().unwrap(), [1.0, 1.0]);
 }
 
 /// The files in a folder: their paths and what tells one from another of the same name.
@@ -420,6 +448,10 @@ fn files(folder: &Path) -> Vec<(std::path::PathBuf, u64)> {
 
 #[test]
 fn what_was_compiled_is_kept_on_disk_and_compiled_again_when_it_is_damaged() {
+    if softcuda::real() {
+        eprintln!("skipped: the folder is set for the software driver's processes");
+        return;
+    }
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("cache");
     let in_child = |again: bool| {
