@@ -19,6 +19,8 @@ mod gpu;
 mod line;
 #[cfg(feature = "cuda")]
 mod memory;
+#[cfg(feature = "cuda")]
+pub mod plain;
 
 #[cfg(not(feature = "cuda"))]
 pub(crate) use absent::{Gpu, Line, Stream};
