@@ -160,7 +160,10 @@ mod tests {
         };
         for way in [Way::OnDevice, Way::In, Way::Out] {
             let times = plain.copies(way, 1 << 20, 2).unwrap();
-            assert!(times.len() == 2 && times.iter().all(|time| *time > Duration::ZERO), "{way:?}: {times:?}");
+            assert!(
+                times.len() == 2 && times.iter().all(|time| *time > Duration::ZERO),
+                "{way:?}: {times:?}"
+            );
         }
         if nvrtc().is_ok() {
             assert_eq!(plain.launches(3).unwrap().len(), 3);
