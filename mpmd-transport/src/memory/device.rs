@@ -25,6 +25,15 @@ pub trait DeviceMemory: Any + Send + Sync {
 
     /// Which of this process's devices has it, by a number that the allocator gave it.
     fn device(&self) -> u32;
+
+    /// Prepares the calling thread for libraries that are given such memory and take the device to be the thread's own.
+    ///
+    /// # Errors
+    ///
+    /// Where the device cannot be used any more.
+    fn bind(&self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// Where bytes are on which device of this process.

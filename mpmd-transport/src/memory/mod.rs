@@ -70,6 +70,15 @@ impl OwnedBuffer {
         }
     }
 
+    /// Prepares this thread for libraries that are given these bytes, where they are a [device's](DeviceMemory::bind).
+    #[cfg(feature = "ucx")]
+    pub(crate) fn bind(&self) -> std::io::Result<()> {
+        match &self.backing {
+            Backing::Block(block) => block.bind(),
+            Backing::Part(_) | Backing::Vec(_) => Ok(()),
+        }
+    }
+
     /// Whether devices can copy from and to these bytes, of the host's, by themselves.
     pub fn is_pinned(&self) -> bool {
         match &self.backing {
@@ -296,6 +305,15 @@ impl SharedBuffer {
             ..place
         };
         place.map(part)
+    }
+
+    /// As [`OwnedBuffer::bind`].
+    #[cfg(feature = "ucx")]
+    pub(crate) fn bind(&self) -> std::io::Result<()> {
+        match &self.whole.memory {
+            Memory::Owned(buffer) => buffer.bind(),
+            Memory::Lent(_) | Memory::Gone => Ok(()),
+        }
     }
 
     /// Whether devices can copy from these bytes, of the host's, by themselves.

@@ -432,6 +432,12 @@ impl Block {
         self.carved().segment.is_pinned()
     }
 
+    /// Prepares this thread for libraries that are given it, where it is a device's.
+    #[cfg(feature = "ucx")]
+    pub(super) fn bind(&self) -> io::Result<()> {
+        self.carved().segment.device().map_or(Ok(()), |memory| memory.bind())
+    }
+
     /// Where it is, where that is a device.
     pub(super) fn device(&self) -> Option<DevicePlace> {
         let Carved { start, segment, capacity } = self.carved();
