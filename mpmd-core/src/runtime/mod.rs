@@ -78,7 +78,7 @@ pub(crate) struct RuntimeConfig {
     /// How long who waits at the transport's door looks before it sleeps.
     pub(crate) spin: SpinSetting,
     pub(crate) device_memory: Option<u64>,
-    /// Which of the driver's devices this process's CUDA devices are, in order.
+    /// Of this process's devices of kind `cuda`, in order: the driver's numbers for their graphics processors.
     pub(crate) cuda: Vec<u32>,
     pub(crate) trace: Trace,
 }

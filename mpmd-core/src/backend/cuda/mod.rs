@@ -11,6 +11,7 @@
 
 #[cfg(not(feature = "cuda"))]
 mod absent;
+pub(crate) mod driver;
 mod error;
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -21,6 +22,9 @@ mod memory;
 
 #[cfg(not(feature = "cuda"))]
 pub(crate) use absent::{Gpu, Line, Stream};
+pub use driver::{
+    Attributes, Driver, Gpu as GpuInfo, NoCuda, OLDEST, Uuid, Version, cublas, found, nccl, nvrtc,
+};
 pub use error::CudaError;
 #[cfg(feature = "cuda")]
 pub(crate) use gpu::Gpu;
