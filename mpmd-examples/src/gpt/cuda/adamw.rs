@@ -21,7 +21,7 @@ pub(crate) struct Leaf<'a> {
 
 /// Update `number`, counted from one, of a leaf, at a learning rate; gradients are multiplied by `factor`, a double, first.
 pub(crate) fn update(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     adamw: AdamW,
     (number, rate): (u64, f64),
     factor: Part<'_>,
@@ -63,7 +63,7 @@ pub(crate) fn update(
 /// What a step's gradients are clipped by: `square_sums` are arrays of doubles with their lengths, in the order of
 /// the leaves. All of these are doubles.
 pub(crate) fn clip(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     limit: f64,
     (factor, loss, norm): (Part<'_>, Part<'_>, Part<'_>),
     square_sums: &[(Part<'_>, usize)],

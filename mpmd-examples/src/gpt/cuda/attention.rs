@@ -24,7 +24,7 @@ pub(crate) struct AttentionOutputs<'a> {
 
 /// `out = attention(x) w_out`, this device's summand, without the bias.
 pub(crate) fn attention_forward(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: BlockShape,
     out: Part<'_>,
     outputs: AttentionOutputs<'_>,
@@ -50,7 +50,7 @@ pub(crate) fn attention_forward(
 /// From `d_out`, the gradient of the branch's whole output: `d_qkv` `[rows, 3, heads * head_dim]`, and `d_x`, this
 /// device's summand of the gradient of the input.
 pub(crate) fn attention_backward_input(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: BlockShape,
     (d_x, d_qkv): (Part<'_>, Part<'_>),
     d_out: Part<'_>,
@@ -88,7 +88,7 @@ pub(crate) fn attention_backward_input(
 
 /// *Adds* the gradients of the weights and the bias of a layer: `x` is its input, `dz` the gradient of its output.
 pub(crate) fn linear_backward_weights(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: LinearShape,
     (dw, dbias): (Part<'_>, Part<'_>),
     x: Part<'_>,
@@ -123,7 +123,7 @@ impl<'a> Heads<'a> {
 
 /// Rows `[batch, time, groups, heads * head_dim]`, plus a bias, to `[groups, batch, heads, time, head_dim]`.
 fn split_heads(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: BlockShape,
     groups: usize,
     by_head: Part<'_>,
@@ -149,7 +149,7 @@ fn split_heads(
 
 /// The way back.
 fn merge_heads(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: BlockShape,
     groups: usize,
     rows: Part<'_>,

@@ -24,7 +24,7 @@ fn rows(shape: BlockShape) -> Rows {
 
 /// First part of the forward pass: `partial` is this device's summand of the attention branch.
 pub(crate) fn forward_attention(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: BlockShape,
     p: &BlockParameters<Part<'_>>,
     (inputs, interior): (&BlockInputs<Part<'_>>, &BlockInterior<Part<'_>>),
@@ -42,7 +42,7 @@ pub(crate) fn forward_attention(
 /// Second part: takes the whole attention branch from `partial` and leaves there this device's summand of the MLP branch;
 /// `y` becomes `h`.
 pub(crate) fn forward_mlp(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: BlockShape,
     p: &BlockParameters<Part<'_>>,
     (inputs, interior): (&BlockInputs<Part<'_>>, &BlockInterior<Part<'_>>),
@@ -58,7 +58,7 @@ pub(crate) fn forward_mlp(
 
 /// Last part: adds the whole MLP branch in `partial` to `h`.
 pub(crate) fn forward_end(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: BlockShape,
     p: &BlockParameters<Part<'_>>,
     (y, partial): (Part<'_>, Part<'_>),
@@ -68,7 +68,7 @@ pub(crate) fn forward_end(
 
 /// First part of the input gradient: `gradients.d_norm2` is this device's summand.
 pub(crate) fn backward_mlp(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: BlockShape,
     p: &BlockParameters<Part<'_>>,
     interior: &BlockInterior<Part<'_>>,
@@ -82,7 +82,7 @@ pub(crate) fn backward_mlp(
 
 /// Second part: takes the whole of `gradients.d_norm2`; `gradients.d_norm1` is this device's summand.
 pub(crate) fn backward_attention(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: BlockShape,
     p: &BlockParameters<Part<'_>>,
     (inputs, interior): (&BlockInputs<Part<'_>>, &BlockInterior<Part<'_>>),
@@ -97,7 +97,7 @@ pub(crate) fn backward_attention(
 
 /// Last part: takes the whole of `gradients.d_norm1`.
 pub(crate) fn backward_end(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: BlockShape,
     p: &BlockParameters<Part<'_>>,
     (inputs, interior): (&BlockInputs<Part<'_>>, &BlockInterior<Part<'_>>),
@@ -110,7 +110,7 @@ pub(crate) fn backward_end(
 
 /// *Adds* the gradients of the parameters to `d`.
 pub(crate) fn backward_weight(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: BlockShape,
     inputs: &BlockInputs<Part<'_>>,
     g: &BlockGradients<Part<'_>>,

@@ -5,6 +5,7 @@ use mpmd_core::cuda::{Arg, Cuda, Gemm, Grid, Math, Part, Scratch};
 use mpmd_core::prelude::*;
 
 use super::KERNELS;
+use crate::gpt::stages::Float;
 
 /// Threads that a row's work is done by.
 const WARP: u32 = 32;
@@ -19,9 +20,24 @@ const THREADS: u32 = 256;
 const MOST_BLOCKS: usize = 1 << 16;
 
 /// Where work is given to a device, in order.
+#[derive(Clone, Copy)]
 pub(crate) struct Device<'c> {
     cuda: Cuda<'c>,
     math: Math,
+}
+
+/// The device that a kernel runs on, where it is a CUDA device; its products are computed as `math` says.
+///
+/// # Errors
+///
+/// Where it is one and the kernel computes in other numbers than `f32`.
+pub(crate) fn device<'c, T: Float>(cx: &mut Context<'c>, math: Math) -> Result<Option<Device<'c>>> {
+    let Some(cuda) = cx.cuda() else { return Ok(None) };
+    if T::DTYPE != DType::F32 {
+        let problem = format!("on CUDA devices the model is computed in f32, not in {}", T::DTYPE);
+        return Err(Error::kernel(problem));
+    }
+    Ok(Some(Device { cuda, math }))
 }
 
 /// Products of dense row-major matrices: `out [m, n]`, `k` being the columns of the one and the rows of the other.
@@ -54,35 +70,30 @@ impl Product {
 }
 
 impl<'c> Device<'c> {
-    /// The device whose products are computed as `math` says.
-    pub(crate) fn new(cuda: Cuda<'c>, math: Math) -> Self {
-        Self { cuda, math }
-    }
-
     /// The device without the words of this module.
-    pub(crate) fn cuda(&mut self) -> &mut Cuda<'c> {
-        &mut self.cuda
+    pub(crate) fn cuda(self) -> &mut Cuda<'c> {
+        self.cuda
     }
 
     /// Memory for `elements` floats until the work that is issued in this call is over.
-    pub(crate) fn floats(&mut self, elements: usize) -> Result<Scratch<'c>> {
+    pub(crate) fn floats(self, elements: usize) -> Result<Scratch<'c>> {
         self.cuda.scratch(DType::F32, elements)
     }
 
     /// The same for doubles.
-    pub(crate) fn doubles(&mut self, elements: usize) -> Result<Scratch<'c>> {
+    pub(crate) fn doubles(self, elements: usize) -> Result<Scratch<'c>> {
         self.cuda.scratch(DType::F64, elements)
     }
 
     /// A warp for each of `rows`.
-    pub(crate) fn rows(&mut self, function: &'static str, rows: usize, args: &[Arg<'_>]) -> Result<()> {
+    pub(crate) fn rows(self, function: &'static str, rows: usize, args: &[Arg<'_>]) -> Result<()> {
         let blocks = rows.div_ceil(WARPS as usize).min(MOST_BLOCKS);
         self.launch(function, Grid::new(blocks as u32, WARPS * WARP), args)
     }
 
     /// A thread for each of `elements`.
     pub(crate) fn elements(
-        &mut self,
+        self,
         function: &'static str,
         elements: usize,
         args: &[Arg<'_>],
@@ -92,7 +103,7 @@ impl<'c> Device<'c> {
     }
 
     /// A function on a grid of its own.
-    pub(crate) fn launch(&mut self, function: &'static str, grid: Grid, args: &[Arg<'_>]) -> Result<()> {
+    pub(crate) fn launch(self, function: &'static str, grid: Grid, args: &[Arg<'_>]) -> Result<()> {
         // Of nothing there is nothing to do, and no launch without blocks.
         if grid.blocks.0 == 0 || grid.blocks.1 == 0 {
             return Ok(());
@@ -101,22 +112,22 @@ impl<'c> Device<'c> {
     }
 
     /// `out = a b`, with `a [m, k]` and `b [k, n]`.
-    pub(crate) fn matmul(&mut self, of: Product, out: Part<'_>, a: Part<'_>, b: Part<'_>) -> Result<()> {
+    pub(crate) fn matmul(self, of: Product, out: Part<'_>, a: Part<'_>, b: Part<'_>) -> Result<()> {
         self.gemm(of, (false, false), out, a, b)
     }
 
     /// `out = a bᵀ`, with `a [m, k]` and `b [n, k]`.
-    pub(crate) fn matmul_nt(&mut self, of: Product, out: Part<'_>, a: Part<'_>, b: Part<'_>) -> Result<()> {
+    pub(crate) fn matmul_nt(self, of: Product, out: Part<'_>, a: Part<'_>, b: Part<'_>) -> Result<()> {
         self.gemm(of, (false, true), out, a, b)
     }
 
     /// `out = aᵀ b`, with `a [k, m]` and `b [k, n]`.
-    pub(crate) fn matmul_tn(&mut self, of: Product, out: Part<'_>, a: Part<'_>, b: Part<'_>) -> Result<()> {
+    pub(crate) fn matmul_tn(self, of: Product, out: Part<'_>, a: Part<'_>, b: Part<'_>) -> Result<()> {
         self.gemm(of, (true, false), out, a, b)
     }
 
     fn gemm(
-        &mut self,
+        self,
         of: Product,
         (transpose_a, transpose_b): (bool, bool),
         out: Part<'_>,
@@ -138,7 +149,7 @@ impl<'c> Device<'c> {
             gemm = gemm.beta(1.0);
         }
         if batch > 1 {
-            gemm = gemm.batch(batch);
+            gemm = gemm.batch(batch, [m * k, k * n, m * n]);
         }
         self.cuda.gemm(gemm, a, b, out)
     }

@@ -12,7 +12,7 @@ const TOKENS: usize = 256;
 
 /// `x = bytes[token] + positions[place]`.
 pub(crate) fn embed_forward(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: BlockShape,
     p: &EmbedParameters<Part<'_>>,
     x: Part<'_>,
@@ -32,7 +32,7 @@ pub(crate) fn embed_forward(
 
 /// *Adds* the gradients of both tables, in the order of the rows: the same bits as on the host.
 pub(crate) fn embed_backward_weight(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: BlockShape,
     gradients: &EmbedParameters<Part<'_>>,
     dx: Part<'_>,

@@ -15,7 +15,7 @@ fn rows(shape: BlockShape) -> Rows {
 
 /// The logits of `x`, written to `residuals.probabilities`.
 pub(crate) fn logits(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: BlockShape,
     p: &HeadParameters<Part<'_>>,
     residuals: &HeadResiduals<Part<'_>>,
@@ -28,7 +28,7 @@ pub(crate) fn logits(
 
 /// `sum`, a double, is the sum over the rows of the cross-entropy of `targets` in nats.
 pub(crate) fn forward(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: BlockShape,
     p: &HeadParameters<Part<'_>>,
     residuals: &HeadResiduals<Part<'_>>,
@@ -45,7 +45,7 @@ pub(crate) fn forward(
 
 /// The gradient `dx` of the head's input, and the weight residuals, of the loss sum times `factor`, a double.
 pub(crate) fn backward_input(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: BlockShape,
     p: &HeadParameters<Part<'_>>,
     residuals: &HeadResiduals<Part<'_>>,
@@ -70,7 +70,7 @@ pub(crate) fn backward_input(
 
 /// *Adds* the gradients of the parameters. Of the residuals it reads `norm_hat` and `norm_out`, in this order.
 pub(crate) fn backward_weight(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: BlockShape,
     (norm_hat, norm_out): (Part<'_>, Part<'_>),
     gradients: &HeadGradients<Part<'_>>,

@@ -8,7 +8,7 @@ use crate::gpt::BlockShape;
 
 /// `out = gelu(x w_up + b_up) w_down`, this device's summand, without the bias of the way back.
 pub(crate) fn mlp_forward(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: BlockShape,
     out: Part<'_>,
     (activated, slope): (Part<'_>, Part<'_>),
@@ -27,7 +27,7 @@ pub(crate) fn mlp_forward(
 /// From `d_out`, the gradient of the branch's whole output: `d_pre`, that of the sums before GELU, and `d_x`, this
 /// device's summand of that of the input.
 pub(crate) fn mlp_backward_input(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: BlockShape,
     (d_x, d_pre): (Part<'_>, Part<'_>),
     d_out: Part<'_>,

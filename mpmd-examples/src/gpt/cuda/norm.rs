@@ -43,7 +43,7 @@ pub(crate) struct Join<'a> {
 
 /// Normalises the rows of `x`.
 pub(crate) fn norm_forward(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: Rows,
     outputs: NormOutputs<'_>,
     x: Part<'_>,
@@ -70,7 +70,7 @@ pub(crate) fn norm_forward(
 
 /// Joins the branch to the path and normalises what comes out.
 pub(crate) fn branch_norm_forward(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: Rows,
     outputs: NormOutputs<'_>,
     x: Part<'_>,
@@ -102,7 +102,7 @@ pub(crate) fn branch_norm_forward(
 
 /// `y += branch + bias`.
 pub(crate) fn add_branch(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: Rows,
     y: Part<'_>,
     branch: Part<'_>,
@@ -115,7 +115,7 @@ pub(crate) fn add_branch(
 
 /// `dx = base +` the gradient of the norm's input, from `d_out`, that of its result.
 pub(crate) fn norm_backward_input(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: Rows,
     dx: Part<'_>,
     base: Option<Part<'_>>,
@@ -144,7 +144,7 @@ pub(crate) fn norm_backward_input(
 
 /// *Adds* the gradients of gain and bias.
 pub(crate) fn norm_backward_weight(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     shape: Rows,
     (d_gain, d_bias): (Part<'_>, Part<'_>),
     d_out: Part<'_>,

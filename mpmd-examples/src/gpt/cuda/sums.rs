@@ -23,7 +23,7 @@ const MOST_SUM_BLOCKS: usize = 512;
 /// *Adds* to `d` the sum of the rows of `x`, `[rows, columns]`; with `weighted`, `(d, weights)`, also the sum of the
 /// products of both to that `d`.
 pub(crate) fn add_column_sums(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     (rows, columns): (usize, usize),
     d: Part<'_>,
     x: Part<'_>,
@@ -64,7 +64,7 @@ pub(crate) fn add_column_sums(
 }
 
 /// `sum` is the sum of the squares of the floats in `x`, a double.
-pub(crate) fn square_sum(device: &mut Device<'_>, sum: Part<'_>, x: Part<'_>, elements: usize) -> Result<()> {
+pub(crate) fn square_sum(device: Device<'_>, sum: Part<'_>, x: Part<'_>, elements: usize) -> Result<()> {
     let blocks = elements.div_ceil(PART_ELEMENTS).clamp(1, MOST_SUM_BLOCKS);
     let grid = Grid::new(blocks as u32, SUM_THREADS as u32);
     if blocks == 1 {
@@ -78,7 +78,7 @@ pub(crate) fn square_sum(device: &mut Device<'_>, sum: Part<'_>, x: Part<'_>, el
 
 /// `sum` is the sum of the doubles in `x`.
 pub(crate) fn sum_doubles(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     sum: Part<'_>,
     x: Part<'_>,
     elements: usize,
@@ -90,7 +90,7 @@ pub(crate) fn sum_doubles(
 /// Sums that are numbered by `which`, in ascending order, to `picked`, one after another; or with `back` from there
 /// to their places in `sums`.
 pub(crate) fn pick_sums(
-    device: &mut Device<'_>,
+    device: Device<'_>,
     picked: Part<'_>,
     sums: Part<'_>,
     which: &[usize],
