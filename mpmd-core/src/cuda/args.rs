@@ -49,7 +49,7 @@ pub struct Part<'a> {
     memory: Memory<'a>,
     dtype: DType,
     /// Elements of it that were left out.
-    from: usize,
+    skipped: usize,
     /// Elements of the whole.
     elements: usize,
     writable: bool,
@@ -70,11 +70,11 @@ impl<'a> Part<'a> {
     /// refuses.
     #[must_use]
     pub fn at(self, elements: usize) -> Self {
-        Self { from: self.from.saturating_add(elements), ..self }
+        Self { skipped: self.skipped.saturating_add(elements), ..self }
     }
 
     pub(super) fn scratch(place: DevicePlace, dtype: DType, elements: usize) -> Self {
-        Self { memory: Memory::Device(place), dtype, from: 0, elements, writable: true }
+        Self { memory: Memory::Device(place), dtype, skipped: 0, elements, writable: true }
     }
 
     pub(super) fn memory(&self) -> Memory<'a> {
@@ -86,13 +86,13 @@ impl<'a> Part<'a> {
     }
 
     /// Where it begins in its memory, in elements.
-    pub(super) fn from(&self) -> usize {
-        self.from
+    pub(super) fn skipped(&self) -> usize {
+        self.skipped
     }
 
     /// How many elements it has; `None` where it begins behind its end.
     pub(super) fn elements(&self) -> Option<usize> {
-        self.elements.checked_sub(self.from)
+        self.elements.checked_sub(self.skipped)
     }
 
     pub(super) fn is_writable(&self) -> bool {
@@ -122,7 +122,7 @@ impl<'a> From<&View<'a>> for Part<'a> {
             (None, None) => Memory::InPlace,
         };
         let elements = view.region().elements();
-        Self { memory, dtype: view.global().dtype(), from: 0, elements, writable: false }
+        Self { memory, dtype: view.global().dtype(), skipped: 0, elements, writable: false }
     }
 }
 
@@ -131,7 +131,7 @@ impl<'a> From<&'a ViewMut<'_>> for Part<'a> {
     fn from(view: &'a ViewMut<'_>) -> Self {
         let memory = view.device().map_or(Memory::Host(&[]), Memory::Device);
         let elements = view.region().elements();
-        Self { memory, dtype: view.global().dtype(), from: 0, elements, writable: false }
+        Self { memory, dtype: view.global().dtype(), skipped: 0, elements, writable: false }
     }
 }
 
@@ -245,13 +245,19 @@ mod tests {
         assert_eq!(number(1.5f32.into()), Number::new(1.5f32.to_ne_bytes()));
         assert_eq!(number(1.5f32.into()).size, 4);
         assert_eq!((number(7usize.into()).bytes, number(7usize.into()).size), (7u64.to_ne_bytes(), 8));
-        assert_eq!((number((-1i32).into()).bytes[..4].to_vec(), number((-1i32).into()).size), (vec![255; 4], 4));
+        assert_eq!(
+            (number((-1i32).into()).bytes[..4].to_vec(), number((-1i32).into()).size),
+            (vec![255; 4], 4)
+        );
     }
 
     #[test]
     fn parts_end_where_the_whole_does() {
         let place = DevicePlace { device: 0, address: 1 << 20, bytes: 40 };
         let part = |from| Part::scratch(place, DType::F32, 10).at(from).at(0).elements();
-        assert_eq!([part(0), part(3), part(10), part(11), part(usize::MAX)], [Some(10), Some(7), Some(0), None, None]);
+        assert_eq!(
+            [part(0), part(3), part(10), part(11), part(usize::MAX)],
+            [Some(10), Some(7), Some(0), None, None]
+        );
     }
 }

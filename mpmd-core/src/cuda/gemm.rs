@@ -139,7 +139,9 @@ impl Gemm {
         for (i, name) in ["A", "B", "C"].into_iter().enumerate() {
             let ((rows, columns), leading) = (stored[i], leading[i]);
             if leading < columns {
-                return Err(wrong(format!("rows of {name} have {columns} elements and begin {leading} apart")));
+                return Err(wrong(format!(
+                    "rows of {name} have {columns} elements and begin {leading} apart"
+                )));
             }
             let last = (rows * columns > 0).then(|| {
                 let first = (self.batch - 1).checked_mul(self.strides[i])?;

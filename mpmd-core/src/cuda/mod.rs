@@ -22,9 +22,9 @@ use std::fmt;
 use mpmd_transport::memory::{DevicePlace, OutOfMemory};
 
 pub use args::{Arg, Grid, Part};
+pub(crate) use gemm::Types;
 pub use gemm::{Gemm, Math};
 pub use scratch::Scratch;
-pub(crate) use gemm::Types;
 pub(crate) use scratch::{CallMemory, Spare};
 pub(crate) use source::Kind;
 pub use source::{CUBLAS, Source};
@@ -32,8 +32,8 @@ pub use source::{CUBLAS, Source};
 use args::{Memory, Value};
 
 use crate::aval::{DType, Element};
-use crate::backend::cuda::{Gpu, RawArg, Stream};
 pub use crate::backend::cuda::CudaError;
+use crate::backend::cuda::{Gpu, RawArg, Stream};
 use crate::error::{Error, Result};
 use crate::kernel::ViewError;
 
@@ -109,7 +109,13 @@ impl<'a> Cuda<'a> {
     /// Where the source does not compile or has no such function, arguments do not fit the function as far as
     /// the driver tells, a part begins behind its end, and where the driver refuses the launch. What goes wrong when the function runs
     /// fails the kernel's outputs.
-    pub fn launch(&self, source: &'static Source, function: &str, grid: Grid, args: &[Arg<'_>]) -> Result<()> {
+    pub fn launch(
+        &self,
+        source: &'static Source,
+        function: &str,
+        grid: Grid,
+        args: &[Arg<'_>],
+    ) -> Result<()> {
         // As many as most functions have take no list of their own.
         const FEW: usize = 24;
         let mut few = [RawArg::NONE; FEW];
@@ -262,7 +268,7 @@ impl<'a> Cuda<'a> {
     fn place(&self, part: &Part<'_>) -> Result<DevicePlace> {
         let size = part.dtype().size();
         let bytes = part.elements().ok_or_else(|| behind(part))? * size;
-        let skip = part.from() * size;
+        let skip = part.skipped() * size;
         let whole = match part.memory() {
             Memory::Device(place) => place,
             Memory::InPlace => return Err(ViewError::InPlace.into()),
@@ -295,7 +301,7 @@ impl fmt::Debug for Cuda<'_> {
 }
 
 fn behind(part: &Part<'_>) -> Error {
-    Error::kernel(format!("a part from element {} on begins behind the end of its values", part.from()))
+    Error::kernel(format!("a part from element {} on begins behind the end of its values", part.skipped()))
 }
 
 fn out_of_memory(error: OutOfMemory) -> Error {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use mpmd_transport::Failure;
 
 use super::signature::Collective;
+use crate::cuda::Cuda;
 use crate::error::{Error, Result};
 use crate::runtime::{Exchange, Group, Round};
 use crate::topology::{DeviceId, Mesh};
@@ -36,11 +37,18 @@ pub struct Context<'a> {
     pub(super) called: usize,
     /// How many rounds of the next one are over.
     pub(super) round: usize,
+    /// Where it runs on a CUDA device.
+    cuda: Option<Cuda<'a>>,
 }
 
 impl<'a> Context<'a> {
     pub(crate) fn new(seats: &'a Seats, place: &'a Place, exchange: Exchange, op: u64) -> Self {
-        Self { seats, place, exchange, op, called: 0, round: 0 }
+        Self { seats, place, exchange, op, called: 0, round: 0, cuda: None }
+    }
+
+    /// What gives a CUDA device work; `None` where the kernel runs on the host's processors.
+    pub fn cuda(&self) -> Option<Cuda<'a>> {
+        self.cuda
     }
 
     /// The device that this call runs on.

@@ -1,10 +1,13 @@
 //! What stands in for CUDA devices in programs built without the feature: there are none.
 
+use std::ffi::c_void;
 use std::sync::Arc;
 
-use mpmd_transport::memory::{DeviceAllocator, Fence, Fences, Pin};
+use mpmd_transport::memory::{DeviceAllocator, DevicePlace, Fence, Fences, Pin, Pool};
 
+use super::asked::{Product, RawArg};
 use super::{CudaError, Then};
+use crate::cuda::{Grid, Source, Spare};
 
 /// A CUDA device. There is none in this build.
 pub(crate) enum Gpu {}
@@ -14,6 +17,9 @@ pub(crate) enum Line {}
 
 /// A line while work is issued to it. There is none in this build.
 pub(crate) enum Stream {}
+
+/// What a kernel needs on a device. There is none in this build.
+pub(crate) enum WarmUp {}
 
 impl Gpu {
     pub(crate) fn open(_: u32, _: u32) -> Result<Arc<Self>, CudaError> {
@@ -37,6 +43,63 @@ impl Gpu {
     }
 
     pub(crate) fn outward(&self) -> &Line {
+        match *self {}
+    }
+
+    pub(crate) fn spare(&self) -> &Spare {
+        match *self {}
+    }
+
+    pub(crate) fn processors(&self) -> u32 {
+        match *self {}
+    }
+
+    pub(crate) fn warm_up(self: &Arc<Self>, _: &Pool, _: Vec<&'static Source>) -> WarmUp {
+        match **self {}
+    }
+
+    pub(crate) fn launch(
+        &self,
+        _: &Stream,
+        _: &'static Source,
+        _: &str,
+        _: Grid,
+        _: &[RawArg],
+    ) -> Result<(), CudaError> {
+        match *self {}
+    }
+
+    pub(crate) fn gemm(
+        &self,
+        _: &Stream,
+        _: &Pool,
+        _: &Product,
+        _: [DevicePlace; 3],
+    ) -> Result<(), CudaError> {
+        match *self {}
+    }
+}
+
+impl Stream {
+    pub(crate) fn handle(&self) -> *mut c_void {
+        match *self {}
+    }
+
+    pub(crate) fn fill(&self, _: DevicePlace, _: [u8; 4], _: usize) -> Result<(), CudaError> {
+        match *self {}
+    }
+
+    pub(crate) fn copy(&self, _: DevicePlace, _: DevicePlace) -> Result<(), CudaError> {
+        match *self {}
+    }
+
+    pub(crate) fn upload(&self, _: &[u8], _: u64) -> Result<(), CudaError> {
+        match *self {}
+    }
+}
+
+impl WarmUp {
+    pub(crate) fn wait(&self) -> Result<(), CudaError> {
         match *self {}
     }
 }

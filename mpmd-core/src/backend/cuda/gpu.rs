@@ -1,21 +1,32 @@
 //! A CUDA device that this process uses.
 
 use std::any::Any;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::{result, sys};
-use mpmd_transport::memory::{DeviceAllocator, Pin};
+use mpmd_transport::memory::{DeviceAllocator, Pin, Pool};
 
+use super::blas::Blas;
+use super::compile::Architecture;
 use super::error::CudaError;
 use super::line::Line;
 use super::memory::Allocator;
+use super::module::Modules;
+use crate::cuda::Spare;
 
 /// A CUDA device, its context in this process, and its lines.
 pub(crate) struct Gpu {
     context: Arc<Context>,
+    /// cuBLAS, from when it was first needed. Gone before the lines are.
+    blas: OnceLock<Result<Blas, CudaError>>,
+    /// Scratch of the compute line's work.
+    spare: Spare,
     compute: Line,
     inward: Line,
     outward: Line,
+    modules: Modules,
+    architecture: Architecture,
+    processors: u32,
 }
 
 /// The device's primary context, which all who use the device in this process share.
@@ -44,7 +55,22 @@ impl Gpu {
         let context = Arc::new(Context::open(ordinal, number)?);
         let line = |what: &str| Line::start(&context, format!("cuda-{number}-{what}"));
         let (compute, inward, outward) = (line("compute")?, line("in")?, line("out")?);
-        Ok(Arc::new(Self { context, compute, inward, outward }))
+        let figure = |attribute| context.figure(attribute);
+        let architecture = Architecture::new(
+            figure(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            figure(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        );
+        Ok(Arc::new(Self {
+            blas: OnceLock::new(),
+            spare: Spare::default(),
+            compute,
+            inward,
+            outward,
+            modules: Modules::new(context.clone(), architecture),
+            architecture,
+            processors: figure(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            context,
+        }))
     }
 
     /// Where the segments of its memory come from.
@@ -77,6 +103,32 @@ impl Gpu {
     pub(crate) fn outward(&self) -> &Line {
         &self.outward
     }
+
+    /// Scratch of the compute line's work, for work to come.
+    pub(crate) fn spare(&self) -> &Spare {
+        &self.spare
+    }
+
+    /// How many multiprocessors it has.
+    pub(crate) fn processors(&self) -> u32 {
+        self.processors
+    }
+
+    /// What was compiled for it.
+    pub(super) fn modules(&self) -> &Modules {
+        &self.modules
+    }
+
+    /// cuBLAS for the compute line, made now unless it was before; waits where another thread is about it.
+    pub(super) fn blas(&self, pool: &Pool) -> Result<&Blas, CudaError> {
+        let make = || Blas::new(&self.context, self.compute.stream(), self.architecture, pool);
+        self.blas.get_or_init(make).as_ref().map_err(CudaError::clone)
+    }
+
+    /// cuBLAS, where it was made.
+    pub(super) fn blas_if_ready(&self) -> Option<&Blas> {
+        self.blas.get()?.as_ref().ok()
+    }
 }
 
 impl Context {
@@ -95,6 +147,14 @@ impl Context {
     pub(super) fn bind(&self) -> Result<(), CudaError> {
         // SAFETY: the context was retained and lives as long as this.
         unsafe { result::ctx::set_current(self.raw) }.map_err(|error| cuda("using a CUDA device", error))
+    }
+
+    /// A figure of the device's.
+    fn figure(&self, attribute: sys::CUdevice_attribute) -> Result<u32, CudaError> {
+        // SAFETY: the device is the driver's own.
+        let figure = unsafe { result::device::get_attribute(self.device, attribute) };
+        let figure = figure.map_err(|error| cuda("asking what a CUDA device is", error))?;
+        Ok(u32::try_from(figure).unwrap_or(0))
     }
 
     /// The number by which memory says whose it is.

@@ -124,6 +124,11 @@ impl Line {
         event
     }
 
+    /// The stream, to be told to other libraries; work is issued to it by [`Line::submit`].
+    pub(super) fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
     /// An event behind what was issued.
     fn record(&self) -> Result<RawEvent, CudaError> {
         let spare = self.ends.spare.lock().pop();
