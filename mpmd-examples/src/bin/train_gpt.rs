@@ -16,8 +16,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use clap::{Parser, ValueEnum};
 use clap::builder::RangedU64ValueParser;
+use clap::{Parser, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use mpmd_core::aval::DType;
 use mpmd_core::cuda::Math;

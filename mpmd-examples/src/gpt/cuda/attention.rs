@@ -38,8 +38,12 @@ pub(crate) fn attention_forward(
     split_heads(device, shape, 3, qkv, (&projected).into(), Some(b_qkv))?;
     let Heads { q, k, v, square, head } = Heads::of(shape, qkv);
     device.matmul_nt(square, probabilities, q, k)?;
-    let args =
-        [probabilities.into(), size(heads_rows(shape))?.into(), size(shape.time)?.into(), scale(shape).into()];
+    let args = [
+        probabilities.into(),
+        size(heads_rows(shape))?.into(),
+        size(shape.time)?.into(),
+        scale(shape).into(),
+    ];
     device.rows("causal_softmax", heads_rows(shape), &args)?;
     // The projections are read by nothing more.
     device.matmul(head, (&projected).into(), probabilities, v)?;

@@ -40,6 +40,15 @@ pub(crate) fn device<'c, T: Float>(cx: &mut Context<'c>, math: Math) -> Result<O
     Ok(Some(Device { cuda, math }))
 }
 
+/// Adds up `values` over the devices along `axis`, in place.
+///
+/// # Errors
+///
+/// As [`Context::all_reduce`].
+pub(crate) fn all_reduce(_: &mut Context<'_>, _: &str, _: Part<'_>) -> Result<()> {
+    Err(Error::kernel("collectives of CUDA devices are not there yet"))
+}
+
 /// Products of dense row-major matrices: `out [m, n]`, `k` being the columns of the one and the rows of the other.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Product {
@@ -71,7 +80,7 @@ impl Product {
 
 impl<'c> Device<'c> {
     /// The device without the words of this module.
-    pub(crate) fn cuda(self) -> &mut Cuda<'c> {
+    pub(crate) fn cuda(self) -> Cuda<'c> {
         self.cuda
     }
 
@@ -92,12 +101,7 @@ impl<'c> Device<'c> {
     }
 
     /// A thread for each of `elements`.
-    pub(crate) fn elements(
-        self,
-        function: &'static str,
-        elements: usize,
-        args: &[Arg<'_>],
-    ) -> Result<()> {
+    pub(crate) fn elements(self, function: &'static str, elements: usize, args: &[Arg<'_>]) -> Result<()> {
         let blocks = elements.div_ceil(THREADS as usize).min(MOST_BLOCKS);
         self.launch(function, Grid::new(blocks as u32, THREADS), args)
     }

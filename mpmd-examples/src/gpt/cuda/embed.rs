@@ -41,13 +41,8 @@ pub(crate) fn embed_backward_weight(
     let BlockShape { batch, time, width, .. } = shape;
     let columns = size(width.div_ceil(TOKENS))?;
     let grid = Grid { blocks: (BYTES as u32, columns, 1), ..Grid::new(1, TOKENS as u32) };
-    let args = [
-        gradients.bytes.into(),
-        dx.into(),
-        tokens.into(),
-        size(shape.rows())?.into(),
-        size(width)?.into(),
-    ];
+    let args =
+        [gradients.bytes.into(), dx.into(), tokens.into(), size(shape.rows())?.into(), size(width)?.into()];
     device.launch("embed_backward_bytes", grid, &args)?;
     let elements = time * width;
     let args = [gradients.positions.into(), dx.into(), size(batch)?.into(), elements.into()];

@@ -55,13 +55,8 @@ pub(crate) fn backward_input(
 ) -> Result<()> {
     let HeadGradients { d_norm, d_logits } = *gradients;
     let count = shape.rows();
-    let args = [
-        d_logits.into(),
-        residuals.probabilities.into(),
-        targets.into(),
-        factor.into(),
-        size(count)?.into(),
-    ];
+    let args =
+        [d_logits.into(), residuals.probabilities.into(), targets.into(), factor.into(), size(count)?.into()];
     device.rows("cross_entropy_gradient", count, &args)?;
     device.matmul_nt(Product::new(count, BYTES, shape.width), d_norm, d_logits, p.weight)?;
     let kept = (residuals.norm_hat, residuals.norm_inv_std, p.norm_gain);

@@ -8,7 +8,7 @@ use mpmd_core::kernel::View;
 use mpmd_core::prelude::*;
 
 use super::block;
-use super::device::{Device, device};
+use super::device::{Device, all_reduce, device};
 use super::embed::{embed_backward_weight, embed_forward};
 use super::head;
 use super::sums::sum_doubles;
@@ -19,6 +19,28 @@ use crate::gpt::head::HeadResiduals;
 use crate::gpt::params::StageParams;
 use crate::gpt::placement::{DATA_AXIS, MODEL_AXIS};
 use crate::gpt::stages::{Core, Exit, Float, Seed, StageResidual, StageWeightResidual, no_head};
+
+/// Where a stage's results go.
+#[derive(Clone, Copy)]
+enum Goal<'a> {
+    Rows(Part<'a>),
+    Loss { sum: Part<'a>, weight: Part<'a>, targets: Part<'a> },
+    Logits(Part<'a>),
+}
+
+impl<'a> Goal<'a> {
+    fn of(exit: &'a mut Exit<'_, '_>) -> Self {
+        match exit {
+            Exit::Rows(rows) => Self::Rows(rows.into()),
+            Exit::Loss(loss, targets) => Self::Loss {
+                sum: (&mut loss.sum).into(),
+                weight: (&mut loss.weight).into(),
+                targets: (&*targets).into(),
+            },
+            Exit::Logits(logits) => Self::Logits(logits.into()),
+        }
+    }
+}
 
 impl<T: Float> Core<T> {
     /// The device, where this stage's is a CUDA device.
@@ -44,10 +66,8 @@ impl<T: Float> Core<T> {
         let (first, second, partial) =
             (device.floats(elements)?, device.floats(elements)?, device.floats(elements)?);
         let (between, partial) = ([Part::from(&first), Part::from(&second)], Part::from(&partial));
-        let end = match &mut exit {
-            Exit::Rows(rows) => Some(Part::from(rows)),
-            _ => None,
-        };
+        let goal = Goal::of(&mut exit);
+        let end = if let Goal::Rows(rows) = goal { Some(rows) } else { None };
         let blocks = params.blocks.len();
         let mut h = Part::from(&x);
         if let (Some(embed), Some(kept)) = (&params.embed, &mut residual.tokens) {
@@ -73,14 +93,13 @@ impl<T: Float> Core<T> {
             (Some(p), Some(residual)) => Some((p.each(Part::from), residual.each_mut(Part::from))),
             _ => None,
         };
-        match (exit, head) {
-            (Exit::Rows(_), _) => Ok(()),
-            (Exit::Loss(mut loss, targets), Some((p, head))) => {
+        match (goal, head) {
+            (Goal::Rows(_), _) => Ok(()),
+            (Goal::Loss { sum, weight, targets }, Some((p, head))) => {
                 if let Some(kept) = &mut residual.targets {
-                    device.cuda().copy(&targets, kept)?;
+                    device.cuda().copy(targets, kept)?;
                 }
-                let (rows, targets) = (shape.rows() as f64, Part::from(&targets));
-                let (sum, weight) = (Part::from(&mut loss.sum), Part::from(&mut loss.weight));
+                let rows = shape.rows() as f64;
                 if self.grid.data == 1 {
                     head::forward(device, shape, &p, &head, sum, (h, targets))?;
                     return device.cuda().fill(weight, rows);
@@ -89,14 +108,14 @@ impl<T: Float> Core<T> {
                 head::forward(device, shape, &p, &head, both.at(0), (h, targets))?;
                 device.cuda().fill(both.at(1), rows)?;
                 let timer = self.clock.start(Pass::AllReduce);
-                cx.all_reduce_on_device(DATA_AXIS, &both)?;
+                all_reduce(cx, DATA_AXIS, (&both).into())?;
                 drop(timer);
                 sum_doubles(device, sum, both.at(0), 1)?;
                 sum_doubles(device, weight, both.at(1), 1)
             }
-            (Exit::Logits(mut logits), Some((p, head))) => {
+            (Goal::Logits(logits), Some((p, head))) => {
                 head::logits(device, shape, &p, &head, h)?;
-                device.cuda().copy(head.probabilities, &mut logits)
+                device.cuda().copy(head.probabilities, logits)
             }
             (_, None) => Err(no_head()),
         }
@@ -199,6 +218,6 @@ impl<T: Float> Core<T> {
             return Ok(());
         }
         let _timer = self.clock.start(Pass::AllReduce);
-        cx.all_reduce_on_device(MODEL_AXIS, summand)
+        all_reduce(cx, MODEL_AXIS, summand)
     }
 }

@@ -55,7 +55,7 @@ pub(crate) fn add_column_sums(
             size(part)?.into(),
         ],
     )?;
-    let mut add = |d: Part<'_>, parts_of: Part<'_>| {
+    let add = |d: Part<'_>, parts_of: Part<'_>| {
         let args = [d.into(), parts_of.into(), (parts as u32).into(), columns_of.into()];
         device.elements("add_parts", columns, &args)
     };
@@ -77,12 +77,7 @@ pub(crate) fn square_sum(device: Device<'_>, sum: Part<'_>, x: Part<'_>, element
 }
 
 /// `sum` is the sum of the doubles in `x`.
-pub(crate) fn sum_doubles(
-    device: Device<'_>,
-    sum: Part<'_>,
-    x: Part<'_>,
-    elements: usize,
-) -> Result<()> {
+pub(crate) fn sum_doubles(device: Device<'_>, sum: Part<'_>, x: Part<'_>, elements: usize) -> Result<()> {
     let grid = Grid::new(1, SUM_THREADS as u32);
     device.launch("sum_doubles", grid, &[sum.into(), x.into(), elements.into()])
 }
