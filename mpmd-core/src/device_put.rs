@@ -345,7 +345,7 @@ impl Program {
                             here.remember(&failure);
                             failure
                         });
-                    here.status.device_idle(local_index);
+                    here.status.device_ends(local_index, op);
                     here.trace_end(local_index, op);
                     promise.keep(outcome);
                     drop(guard);

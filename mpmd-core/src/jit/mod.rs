@@ -5,6 +5,7 @@
 //! the same shapes and shardings.
 
 mod call;
+mod on_cuda;
 mod plan;
 mod planned;
 
@@ -26,6 +27,7 @@ use crate::topology::{DeviceId, Mesh};
 use crate::tree::{Path, PrefixTree, Structure, Tree, TreeError};
 pub use call::run_here;
 use call::{Input, Issued, Leftovers};
+use on_cuda::WarmUps;
 use plan::{Bound, CallPlan};
 
 /// Call shapes that a [`Jit`] remembers.
@@ -100,7 +102,8 @@ impl<K: Kernel> JitBuilder<K> {
         self
     }
 
-    /// The bound kernel.
+    /// The bound kernel. What it launches on CUDA devices of this process is compiled from now on, beside whatever the
+    /// program does next; its first call waits for that.
     ///
     /// # Errors
     ///
@@ -115,9 +118,11 @@ impl<K: Kernel> JitBuilder<K> {
             .ok_or_else(|| IssueProblem::Mesh("missing mesh: call `.on(&mesh)`".into()).at(at, &call))?;
         let outputs = self.outputs.ok_or_else(|| IssueProblem::MissingOutputs.at(at, &call))?;
         plan::check_outputs(&outputs, &mesh).map_err(|problem| problem.at(at, &call))?;
+        let warm_ups = WarmUps::start(&self.kernel, self.program.upgrade().as_deref(), &mesh);
         Ok(Jit {
             kernel: Arc::new(self.kernel),
             program: self.program,
+            warm_ups: Arc::new(warm_ups),
             mesh,
             inputs: self.inputs,
             outputs,
@@ -132,6 +137,7 @@ pub struct Jit<K: Kernel> {
     kernel: Arc<K>,
     /// Whose it is; plans are for its devices.
     program: Weak<Runtime>,
+    warm_ups: Arc<WarmUps>,
     mesh: Mesh,
     inputs: Option<PrefixTree<Sharding>>,
     outputs: PrefixTree<Sharding>,
@@ -228,7 +234,7 @@ impl<K: Kernel> Jit<K> {
 
     fn new_plan(&self, program: &Program, x: &K::In) -> std::result::Result<Arc<Bound<K>>, IssueProblem> {
         let plan = CallPlan::new(self, &program.runtime, x)?;
-        let bound = Arc::new(Bound::new(self.kernel.clone(), plan));
+        let bound = Arc::new(Bound::new(self.kernel.clone(), plan, self.warm_ups.clone()));
         let plans = &mut self.kept.lock().plans;
         if plans.len() >= PLANS_KEPT {
             plans.remove(0);

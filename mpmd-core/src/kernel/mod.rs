@@ -13,7 +13,7 @@ mod view;
 
 pub use collectives::TWO_ROUNDS_FROM_BYTES;
 pub use context::Context;
-pub(crate) use context::{Place, Seats};
+pub(crate) use context::{OnCuda, Place, Seats};
 pub(crate) use reduce::combine;
 pub use reduce::{Reduce, Reducible};
 pub use signature::{Collective, CollectiveKind, Signature};

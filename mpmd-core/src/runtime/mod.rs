@@ -203,7 +203,10 @@ impl Runtime {
         let runtime = Arc::new(Self {
             me,
             bytes_sent: (0..topology.processes()).map(|_| AtomicU64::new(0)).collect(),
-            status: Status::new(devices.iter().map(|device| format!("device {}", device.id))),
+            status: Status::new(devices.iter().map(|device| {
+                let kind = if device.gpu.is_some() { " (cuda)" } else { "" };
+                format!("device {}{kind}", device.id)
+            })),
             waits: Waits::new(transport.clone(), config.spin, room),
             wait_spin: Spin::new(spins),
             topology_fingerprint: topology.fingerprint(),
@@ -281,6 +284,22 @@ impl Runtime {
         });
     }
 
+    /// Notes both for an operation on a device that has ended it in its own time, from `begin` to `end`: since `since`
+    /// it had nothing before it.
+    pub(crate) fn trace_ran(
+        &self,
+        device: usize,
+        op: u64,
+        [since, begin, end]: [u64; 3],
+        input: Option<u64>,
+    ) {
+        self.trace_start(device, op, begin, since.min(begin), input);
+        self.trace.note_at(end, || {
+            let memory = self.devices[device].pool.stats().live;
+            What::Ended { op, device: device as u32, memory }
+        });
+    }
+
     /// Notes what became of a piece.
     #[inline]
     fn trace_piece(&self, step: PieceStep, (op, piece): (u64, u64), peer: ProcessId, bytes: u64) {
@@ -339,6 +358,10 @@ fn open_devices(
         };
         if let Some(gpu) = &gpu {
             arena.on_map(gpu.pin());
+            if config.trace.is_on() {
+                let trace = config.trace.clone();
+                gpu.keep_time(Box::new(move || trace.now())).map_err(std::io::Error::other)?;
+            }
         }
         let name = format!("device {id} of process {me}");
         let pool = match &gpu {

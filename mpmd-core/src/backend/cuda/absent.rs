@@ -1,12 +1,13 @@
 //! What stands in for CUDA devices in programs built without the feature: there are none.
 
 use std::ffi::c_void;
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 use mpmd_transport::memory::{DeviceAllocator, DevicePlace, Fence, Fences, Pin, Pool};
 
 use super::asked::{Product, RawArg};
-use super::{CudaError, Then};
+use super::{CudaError, Ended, Then};
 use crate::cuda::{Grid, Source, Spare};
 
 /// A CUDA device. There is none in this build.
@@ -21,6 +22,14 @@ pub(crate) enum Stream {}
 /// What a kernel needs on a device. There is none in this build.
 pub(crate) enum WarmUp {}
 
+/// A thread's turn to issue work to a line. There is none in this build.
+pub(crate) struct Turn<'a>(Never, PhantomData<&'a ()>);
+
+/// The end of what was issued in a turn. There is none in this build.
+pub(crate) struct Ending(Never);
+
+enum Never {}
+
 impl Gpu {
     pub(crate) fn open(_: u32, _: u32) -> Result<Arc<Self>, CudaError> {
         Err(CudaError::new("opening a CUDA device", "", "this program was built without the feature `cuda`"))
@@ -32,6 +41,10 @@ impl Gpu {
 
     pub(crate) fn pin(self: &Arc<Self>) -> Pin {
         match **self {}
+    }
+
+    pub(crate) fn keep_time(&self, _: Box<dyn Fn() -> u64 + Send + Sync>) -> Result<(), CudaError> {
+        match *self {}
     }
 
     pub(crate) fn compute(&self) -> &Line {
@@ -112,5 +125,47 @@ impl Line {
         _: Then,
     ) -> Arc<dyn Fence> {
         match *self {}
+    }
+}
+
+impl Line {
+    pub(crate) fn turn(&self) -> Turn<'_> {
+        match *self {}
+    }
+
+    pub(crate) fn has_issued_all(&self, _: &Fences) -> bool {
+        match *self {}
+    }
+}
+
+impl<'a> Turn<'a> {
+    pub(crate) fn come_after(&self, _: &Fences) -> Result<(), CudaError> {
+        match self.0 {}
+    }
+
+    pub(crate) fn begin(&mut self) -> Result<&'a Stream, CudaError> {
+        match self.0 {}
+    }
+
+    pub(crate) fn wait(&mut self) -> Result<(), CudaError> {
+        match self.0 {}
+    }
+
+    pub(crate) fn pause<R>(&mut self, _: impl FnOnce() -> R) -> R {
+        match self.0 {}
+    }
+
+    pub(crate) fn end(self, _: Result<(), CudaError>) -> Ending {
+        match self.0 {}
+    }
+}
+
+impl Ending {
+    pub(crate) fn fence(&self) -> Arc<dyn Fence> {
+        match self.0 {}
+    }
+
+    pub(crate) fn then(self, _: Box<dyn FnOnce(Ended) + Send>) {
+        match self.0 {}
     }
 }

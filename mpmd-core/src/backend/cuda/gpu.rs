@@ -35,6 +35,8 @@ pub(super) struct Context {
     device: sys::CUdevice,
     /// The number by which memory says whose it is.
     number: u32,
+    /// Why it does nothing more.
+    broken: OnceLock<CudaError>,
 }
 
 // SAFETY: contexts, and what belongs to them, may be used by any thread that has made them its current one, which
@@ -89,6 +91,16 @@ impl Gpu {
         })
     }
 
+    /// From now on work of [`compute`](Self::compute) is told with its times, by `now`: nanoseconds from some beginning.
+    /// To be called before there is any.
+    ///
+    /// # Errors
+    ///
+    /// Where the device cannot be used.
+    pub(crate) fn keep_time(&self, now: Box<dyn Fn() -> u64 + Send + Sync>) -> Result<(), CudaError> {
+        self.compute.keep_time(now)
+    }
+
     /// Kernels run here, in the order of their operations.
     pub(crate) fn compute(&self) -> &Line {
         &self.compute
@@ -140,13 +152,25 @@ impl Context {
         let device = result::device::get(device).map_err(|error| cuda(doing(), error))?;
         // SAFETY: `device` is the driver's own; the context is released once, when this is dropped.
         let raw = unsafe { result::primary_ctx::retain(device) }.map_err(|error| cuda(doing(), error))?;
-        Ok(Self { raw, device, number })
+        Ok(Self { raw, device, number, broken: OnceLock::new() })
     }
 
     /// Makes this the calling thread's current context.
+    ///
+    /// # Errors
+    ///
+    /// Where work on the device has failed: with that error, whoever asks.
     pub(super) fn bind(&self) -> Result<(), CudaError> {
+        if let Some(error) = self.broken.get() {
+            return Err(error.clone());
+        }
         // SAFETY: the context was retained and lives as long as this.
         unsafe { result::ctx::set_current(self.raw) }.map_err(|error| cuda("using a CUDA device", error))
+    }
+
+    /// Work on the device has failed: from now on everything does, with the error that came first, which is returned.
+    pub(super) fn fails(&self, error: CudaError) -> CudaError {
+        self.broken.get_or_init(|| error).clone()
     }
 
     /// A figure of the device's.

@@ -17,6 +17,8 @@ mod blas;
 #[cfg(feature = "cuda")]
 mod cache;
 #[cfg(feature = "cuda")]
+mod clock;
+#[cfg(feature = "cuda")]
 mod compile;
 pub(crate) mod driver;
 mod error;
@@ -31,10 +33,12 @@ mod memory;
 #[cfg(feature = "cuda")]
 mod module;
 #[cfg(feature = "cuda")]
+mod turn;
+#[cfg(feature = "cuda")]
 mod warm;
 
 #[cfg(not(feature = "cuda"))]
-pub(crate) use absent::{Gpu, Line, Stream, WarmUp};
+pub(crate) use absent::{Ending, Gpu, Line, Stream, Turn, WarmUp};
 pub(crate) use asked::{Operand, Product, RawArg};
 pub use driver::{
     Attributes, Driver, Gpu as GpuInfo, NoCuda, OLDEST, Uuid, Version, cublas, found, nccl, nvrtc,
@@ -45,7 +49,26 @@ pub(crate) use gpu::Gpu;
 #[cfg(feature = "cuda")]
 pub(crate) use line::{Line, Stream};
 #[cfg(feature = "cuda")]
+pub(crate) use turn::{Ending, Turn};
+#[cfg(feature = "cuda")]
 pub(crate) use warm::WarmUp;
 
 /// Called with how work of a line ended, on the line's thread: it must be short.
 pub(crate) type Then = Box<dyn FnOnce(Result<(), CudaError>) + Send>;
+
+/// How work of a line ended.
+pub(crate) struct Ended {
+    /// What went wrong while it was issued or when it ran.
+    pub(crate) result: Result<(), CudaError>,
+    /// When it ran, where [somebody wants to know](Gpu::keep_time).
+    pub(crate) times: Option<Times>,
+}
+
+/// When work of a line ran, by the clock that it was given: in nanoseconds.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Times {
+    /// When the work before it on the line ended.
+    pub(crate) before: u64,
+    pub(crate) begin: u64,
+    pub(crate) end: u64,
+}
