@@ -5,9 +5,10 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use mpmd_transport::memory::{DeviceAllocator, DevicePlace, Fence, Fences, Pin, Pool};
+use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::asked::{Product, RawArg};
-use super::{CudaError, Ended, Then};
+use super::{CudaError, Ended, Part, Then};
 use crate::cuda::{Grid, Source, Spare};
 
 /// A CUDA device. There is none in this build.
@@ -31,8 +32,12 @@ pub(crate) struct Ending(Never);
 enum Never {}
 
 impl Gpu {
-    pub(crate) fn open(_: u32, _: u32) -> Result<Arc<Self>, CudaError> {
+    pub(crate) fn open(_: u32) -> Result<Arc<Self>, CudaError> {
         Err(CudaError::new("opening a CUDA device", "", "this program was built without the feature `cuda`"))
+    }
+
+    pub(crate) fn ordinal(&self) -> u32 {
+        match *self {}
     }
 
     pub(crate) fn allocator(self: &Arc<Self>) -> Arc<dyn DeviceAllocator> {
@@ -124,6 +129,24 @@ impl Line {
         _: impl FnOnce(&Stream) -> Result<(), CudaError>,
         _: Then,
     ) -> Arc<dyn Fence> {
+        match *self {}
+    }
+
+    pub(crate) fn copy_in(&self, _: &SharedBuffer, _: &mut OwnedBuffer, _: Part<'_>, _: Then) {
+        match *self {}
+    }
+
+    pub(crate) fn copy_out(
+        &self,
+        _: &SharedBuffer,
+        _: OwnedBuffer,
+        _: Part<'_>,
+        _: impl FnOnce(Result<OwnedBuffer, CudaError>) + Send + 'static,
+    ) {
+        match *self {}
+    }
+
+    pub(crate) fn zero(&self, _: &mut OwnedBuffer, _: Then) {
         match *self {}
     }
 }

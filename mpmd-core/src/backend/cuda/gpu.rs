@@ -33,8 +33,8 @@ pub(crate) struct Gpu {
 pub(super) struct Context {
     raw: sys::CUcontext,
     device: sys::CUdevice,
-    /// The number by which memory says whose it is.
-    number: u32,
+    /// The driver's number of the device, by which its memory says whose it is: one for all who open it.
+    ordinal: u32,
     /// Why it does nothing more.
     broken: OnceLock<CudaError>,
 }
@@ -46,16 +46,16 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Gpu {
-    /// Opens the device that the driver numbers `ordinal`; `number` is what its memory bears.
+    /// Opens the device that the driver numbers `ordinal`, which is what its memory bears.
     ///
     /// The driver must be known to be there: without one this panics.
     ///
     /// # Errors
     ///
     /// Where the driver has no such device, or cannot use it.
-    pub(crate) fn open(ordinal: u32, number: u32) -> Result<Arc<Self>, CudaError> {
-        let context = Arc::new(Context::open(ordinal, number)?);
-        let line = |what: &str| Line::start(&context, format!("cuda-{number}-{what}"));
+    pub(crate) fn open(ordinal: u32) -> Result<Arc<Self>, CudaError> {
+        let context = Arc::new(Context::open(ordinal)?);
+        let line = |what: &str| Line::start(&context, format!("cuda-{ordinal}-{what}"));
         let (compute, inward, outward) = (line("compute")?, line("in")?, line("out")?);
         let figure = |attribute| context.figure(attribute);
         let architecture = Architecture::new(
@@ -73,6 +73,11 @@ impl Gpu {
             processors: figure(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
             context,
         }))
+    }
+
+    /// The driver's number of the device: what its memory [says](mpmd_transport::memory::DevicePlace::device).
+    pub(crate) fn ordinal(&self) -> u32 {
+        self.context.ordinal
     }
 
     /// Where the segments of its memory come from.
@@ -144,7 +149,7 @@ impl Gpu {
 }
 
 impl Context {
-    fn open(ordinal: u32, number: u32) -> Result<Self, CudaError> {
+    fn open(ordinal: u32) -> Result<Self, CudaError> {
         let doing = || format!("opening CUDA device {ordinal}");
         result::init().map_err(|error| cuda(doing(), error))?;
         let device =
@@ -152,7 +157,7 @@ impl Context {
         let device = result::device::get(device).map_err(|error| cuda(doing(), error))?;
         // SAFETY: `device` is the driver's own; the context is released once, when this is dropped.
         let raw = unsafe { result::primary_ctx::retain(device) }.map_err(|error| cuda(doing(), error))?;
-        Ok(Self { raw, device, number, broken: OnceLock::new() })
+        Ok(Self { raw, device, ordinal, broken: OnceLock::new() })
     }
 
     /// Makes this the calling thread's current context.
@@ -182,8 +187,8 @@ impl Context {
     }
 
     /// The number by which memory says whose it is.
-    pub(super) fn number(&self) -> u32 {
-        self.number
+    pub(super) fn ordinal(&self) -> u32 {
+        self.ordinal
     }
 }
 

@@ -20,6 +20,8 @@ mod cache;
 mod clock;
 #[cfg(feature = "cuda")]
 mod compile;
+#[cfg(feature = "cuda")]
+mod copy;
 pub(crate) mod driver;
 mod error;
 #[cfg(feature = "cuda")]
@@ -37,6 +39,8 @@ mod turn;
 #[cfg(feature = "cuda")]
 mod warm;
 
+use crate::region::Region;
+
 #[cfg(not(feature = "cuda"))]
 pub(crate) use absent::{Ending, Gpu, Line, Stream, Turn, WarmUp};
 pub(crate) use asked::{Operand, Product, RawArg};
@@ -52,6 +56,18 @@ pub(crate) use line::{Line, Stream};
 pub(crate) use turn::{Ending, Turn};
 #[cfg(feature = "cuda")]
 pub(crate) use warm::WarmUp;
+
+/// Which elements a copy moves, between which regions: as for [`copy_region`](crate::reshard::copy_region).
+#[derive(Clone, Copy)]
+pub(crate) struct Part<'a> {
+    /// What the bytes that are read are of.
+    pub(crate) from: &'a Region,
+    /// What the bytes that are written are of.
+    pub(crate) to: &'a Region,
+    /// The elements, within both.
+    pub(crate) piece: &'a Region,
+    pub(crate) item_bytes: usize,
+}
 
 /// Called with how work of a line ended, on the line's thread: it must be short.
 pub(crate) type Then = Box<dyn FnOnce(Result<(), CudaError>) + Send>;
