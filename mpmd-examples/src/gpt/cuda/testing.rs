@@ -9,6 +9,16 @@ use mpmd_core::topology::DeviceKind;
 use super::{Device, KERNELS, device};
 use crate::gpt::testing::random;
 
+/// A test of work on a CUDA device: a real one where there is one that tests may use, else the driver in software.
+macro_rules! gpu_test {
+    ($(#[$meta:meta])* fn $name:ident() $body:block) => {
+        $(#[$meta])*
+        #[test]
+        fn $name() $body
+    };
+}
+pub(super) use gpu_test;
+
 /// Work that a test gives a device: its inputs and its outputs, in their order.
 trait Work: Fn(Device<'_>, &[Part<'_>], &[Part<'_>]) -> Result<()> + Send + Sync + 'static {}
 
