@@ -8,6 +8,7 @@ mod call;
 mod on_cuda;
 mod plan;
 mod planned;
+mod warm;
 
 use std::fmt;
 use std::panic::Location;
@@ -27,8 +28,8 @@ use crate::topology::{DeviceId, Mesh};
 use crate::tree::{Path, PrefixTree, Structure, Tree, TreeError};
 pub use call::run_here;
 use call::{Input, Issued, Leftovers};
-use on_cuda::WarmUps;
 use plan::{Bound, CallPlan};
+use warm::Warm;
 
 /// Call shapes that a [`Jit`] remembers.
 const PLANS_KEPT: usize = 8;
@@ -118,11 +119,12 @@ impl<K: Kernel> JitBuilder<K> {
             .ok_or_else(|| IssueProblem::Mesh("missing mesh: call `.on(&mesh)`".into()).at(at, &call))?;
         let outputs = self.outputs.ok_or_else(|| IssueProblem::MissingOutputs.at(at, &call))?;
         plan::check_outputs(&outputs, &mesh).map_err(|problem| problem.at(at, &call))?;
-        let warm_ups = WarmUps::start(&self.kernel, self.program.upgrade().as_deref(), &mesh);
+        let runtime = self.program.upgrade();
+        let warm = runtime.map(|runtime| Warm::start(&self.kernel, &mesh, &runtime)).unwrap_or_default();
         Ok(Jit {
+            warm: Arc::new(warm),
             kernel: Arc::new(self.kernel),
             program: self.program,
-            warm_ups: Arc::new(warm_ups),
             mesh,
             inputs: self.inputs,
             outputs,
@@ -137,11 +139,11 @@ pub struct Jit<K: Kernel> {
     kernel: Arc<K>,
     /// Whose it is; plans are for its devices.
     program: Weak<Runtime>,
-    warm_ups: Arc<WarmUps>,
     mesh: Mesh,
     inputs: Option<PrefixTree<Sharding>>,
     outputs: PrefixTree<Sharding>,
     donate: Vec<String>,
+    warm: Arc<Warm>,
     kept: Mutex<Kept<K>>,
 }
 
@@ -234,7 +236,7 @@ impl<K: Kernel> Jit<K> {
 
     fn new_plan(&self, program: &Program, x: &K::In) -> std::result::Result<Arc<Bound<K>>, IssueProblem> {
         let plan = CallPlan::new(self, &program.runtime, x)?;
-        let bound = Arc::new(Bound::new(self.kernel.clone(), plan, self.warm_ups.clone()));
+        let bound = Arc::new(Bound::new(self.kernel.clone(), plan, self.warm.clone()));
         let plans = &mut self.kept.lock().plans;
         if plans.len() >= PLANS_KEPT {
             plans.remove(0);

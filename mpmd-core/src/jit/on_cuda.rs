@@ -10,11 +10,11 @@ use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::call::{Call, DeviceCall, Fallible, Fill, Input, Issued, Memory, POISON, Unfilled};
 use super::call::{copy_in, prepare_outputs};
-use crate::backend::cuda::{CudaError, Ended, Ending, Gpu, Stream, Turn, WarmUp};
+use crate::backend::cuda::{CudaError, Ended, Ending, Gpu, Stream, Turn};
 use crate::cuda::{CallMemory, Cuda};
 use crate::kernel::{Context, Kernel, OnCuda};
-use crate::runtime::{Exchange, Runtime, Slot, Waits};
-use crate::topology::{DeviceId, Mesh};
+use crate::runtime::{Exchange, Slot, Waits};
+use crate::topology::DeviceId;
 
 impl<K: Kernel> DeviceCall<K> {
     /// Issues the call, and ends the outputs when its work is over. Waits until the inputs are issued, and for those that
@@ -31,7 +31,7 @@ impl<K: Kernel> DeviceCall<K> {
         let prepared = self.take_inputs(gpu, &call).and_then(|last| {
             self.prepare(&call, memory)?;
             // Of the first call only: what it launches must be compiled.
-            bound.warm_ups.wait(local_index).map_err(|error| call.failure(&error))?;
+            bound.warm.wait(local_index).map_err(|error| call.failure(&error))?;
             Ok(last)
         });
         let last = match prepared {
@@ -170,28 +170,6 @@ impl<K: Kernel> DeviceCall<K> {
         }
         outputs.iter_mut().chain(&mut staged).for_each(|buffer| buffer.add_fence(fence.clone()));
         (result, ending)
-    }
-}
-
-/// What a kernel launches, made ready on the CUDA devices of its mesh that this process has.
-pub(super) struct WarmUps(Vec<(usize, WarmUp)>);
-
-impl WarmUps {
-    pub(super) fn start<K: Kernel>(kernel: &K, runtime: Option<&Runtime>, mesh: &Mesh) -> Self {
-        let local = runtime.into_iter().flat_map(|runtime| {
-            let here = mesh.devices().iter().filter_map(|device| runtime.local_index(*device));
-            here.map(|local_index| (local_index, &runtime.devices[local_index]))
-        });
-        let warm_ups = local.filter_map(|(local_index, device)| {
-            let (gpu, sources) = (device.gpu.as_ref()?, kernel.cuda());
-            (!sources.is_empty()).then(|| (local_index, gpu.warm_up(&device.pool, sources)))
-        });
-        Self(warm_ups.collect())
-    }
-
-    fn wait(&self, local_index: usize) -> Result<(), CudaError> {
-        let mine = self.0.iter().find(|(of, _)| *of == local_index);
-        mine.map_or(Ok(()), |(_, warm_up)| warm_up.wait())
     }
 }
 
