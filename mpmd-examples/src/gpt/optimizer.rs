@@ -263,7 +263,7 @@ impl<T: Float> SquareSums<T> {
             let shards = device.doubles(leaves.len())?;
             cuda::sums::pick_sums(device, (&shards).into(), sums, leaves, false)?;
             let timer = self.clock.start(Pass::AllReduce);
-            cuda::all_reduce(cx, axis, (&shards).into())?;
+            cx.all_reduce_on_cuda(axis, &shards)?;
             drop(timer);
             cuda::sums::pick_sums(device, (&shards).into(), sums, leaves, true)?;
         }

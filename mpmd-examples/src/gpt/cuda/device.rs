@@ -40,15 +40,6 @@ pub(crate) fn device<'c, T: Float>(cx: &mut Context<'c>, math: Math) -> Result<O
     Ok(Some(Device { cuda, math }))
 }
 
-/// Adds up `values` over the devices along `axis`, in place.
-///
-/// # Errors
-///
-/// As [`Context::all_reduce`].
-pub(crate) fn all_reduce(_: &mut Context<'_>, _: &str, _: Part<'_>) -> Result<()> {
-    Err(Error::kernel("collectives of CUDA devices are not there yet"))
-}
-
 /// Products of dense row-major matrices: `out [m, n]`, `k` being the columns of the one and the rows of the other.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Product {

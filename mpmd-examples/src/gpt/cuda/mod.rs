@@ -25,7 +25,7 @@ pub(super) mod sums;
 #[cfg(test)]
 mod testing;
 
-pub(super) use device::{Device, all_reduce, device};
+pub(super) use device::{Device, device};
 
 /// All kernels, as one source: they share what is in the first file, and are compiled at once.
 pub(super) static KERNELS: Source = Source::cuda(

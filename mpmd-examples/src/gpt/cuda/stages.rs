@@ -8,7 +8,7 @@ use mpmd_core::kernel::View;
 use mpmd_core::prelude::*;
 
 use super::block;
-use super::device::{Device, all_reduce, device};
+use super::device::{Device, device};
 use super::embed::{embed_backward_weight, embed_forward};
 use super::head;
 use super::sums::sum_doubles;
@@ -108,7 +108,7 @@ impl<T: Float> Core<T> {
                 head::forward(device, shape, &p, &head, both.at(0), (h, targets))?;
                 device.cuda().fill(both.at(1), rows)?;
                 let timer = self.clock.start(Pass::AllReduce);
-                all_reduce(cx, DATA_AXIS, (&both).into())?;
+                cx.all_reduce_on_cuda(DATA_AXIS, &both)?;
                 drop(timer);
                 sum_doubles(device, sum, both.at(0), 1)?;
                 sum_doubles(device, weight, both.at(1), 1)
@@ -218,6 +218,6 @@ impl<T: Float> Core<T> {
             return Ok(());
         }
         let _timer = self.clock.start(Pass::AllReduce);
-        all_reduce(cx, MODEL_AXIS, summand)
+        cx.all_reduce_on_cuda(MODEL_AXIS, summand)
     }
 }
