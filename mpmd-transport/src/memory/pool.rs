@@ -432,6 +432,12 @@ impl Block {
         self.carved().segment.is_pinned()
     }
 
+    /// Prepares this thread for libraries that are given it, where it is a device's.
+    #[cfg(feature = "ucx")]
+    pub(super) fn bind(&self) -> io::Result<()> {
+        self.carved().segment.device().map_or(Ok(()), |memory| memory.bind())
+    }
+
     /// Where it is, where that is a device.
     pub(super) fn device(&self) -> Option<DevicePlace> {
         let Carved { start, segment, capacity } = self.carved();
@@ -539,7 +545,8 @@ mod tests {
         assert_eq!((pool.stats().live, lent.lock().len()), (0, 0), "the limit is no reason to fail either");
         assert!(arena.take_retired().is_empty());
         pool.trim();
-        assert_eq!(arena.take_retired(), [1], "the segment of the large block had the second number");
+        let retired: Vec<u32> = arena.take_retired().into_iter().map(|segment| segment.number).collect();
+        assert_eq!(retired, [1], "the segment of the large block had the second number");
     }
 
     #[test]
