@@ -81,7 +81,7 @@ impl<'a> Part<'a> {
         self.memory
     }
 
-    pub(super) fn dtype(&self) -> DType {
+    pub(crate) fn dtype(&self) -> DType {
         self.dtype
     }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use mpmd_transport::memory::DevicePlace;
+use mpmd_transport::memory::{DevicePlace, Fences};
 use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, ProcessId, SharedBuffer};
 
@@ -91,10 +91,13 @@ impl Runtime {
                 self.failed_on_device(op, "bytes of a CUDA device came to a process without one")
             ));
         };
-        let runtime = self.clone();
+        if let Some(why) = bytes.lost() {
+            return then(Err(self.failed_on_device(op, &why)));
+        }
+        let (runtime, made) = (self.clone(), MadeBy::new(source, bytes));
         gpu.outward().copy_out(bytes, to, part, move |copied| {
             let copied = copied.map_err(|error| runtime.copy_failed(op, &error));
-            when_made(source, move |made| then(made.and(copied)));
+            made.then(&runtime.clone(), op, move |made| then(made.and(copied)));
         });
     }
 
@@ -103,7 +106,8 @@ impl Runtime {
         self.failed_on_device(op, &error.to_string())
     }
 
-    fn failed_on_device(&self, op: u64, why: &str) -> Arc<Failure> {
+    /// The failure of an operation that a CUDA device has a part in.
+    pub(super) fn failed_on_device(&self, op: u64, why: &str) -> Arc<Failure> {
         let message = format!("operation {op} on process {}: {why}", self.me);
         Arc::new(Failure::new(FailureKind::Kernel, self.me, op, message))
     }
@@ -114,11 +118,36 @@ impl Runtime {
     }
 }
 
-/// Calls `then` with how the work of a slot that was issued ended, once it has. Without one it is well.
-pub(super) fn when_made(source: Option<Slot>, then: impl FnOnce(Result<(), Arc<Failure>>) + Send + 'static) {
-    match source {
-        None => then(Ok(())),
-        Some(slot) => slot.on_verdict(then),
+/// Who knows whether bytes that a device copies were made, when the copy is over: their work may have failed.
+pub(super) enum MadeBy {
+    /// The slot whose work makes them.
+    Slot(Slot),
+    /// Work of another process's, or none.
+    Fences(Fences),
+}
+
+impl MadeBy {
+    pub(super) fn new(source: Option<Slot>, bytes: &SharedBuffer) -> Self {
+        source.map_or_else(|| Self::Fences(bytes.ready().clone()), Self::Slot)
+    }
+
+    /// Calls `then` once it is known, which is now or soon.
+    pub(super) fn then(
+        self,
+        runtime: &Arc<Runtime>,
+        op: u64,
+        then: impl FnOnce(Result<(), Arc<Failure>>) + Send + 'static,
+    ) {
+        match self {
+            Self::Slot(slot) => slot.on_verdict(then),
+            Self::Fences(ready) => {
+                let (runtime, known) = (runtime.clone(), ready.clone());
+                ready.on_over(Box::new(move || {
+                    let failure = known.failure().map(|why| runtime.failed_on_device(op, &why));
+                    then(failure.map_or(Ok(()), Err));
+                }));
+            }
+        }
     }
 }
 

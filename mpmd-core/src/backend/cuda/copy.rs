@@ -101,7 +101,8 @@ impl Line {
             // SAFETY: the range is the buffer's, which is this caller's alone; what used it comes before, and the fence that is
             // added below keeps it.
             let set = unsafe { sys::cuMemsetD8Async(place.address, 0, place.bytes, stream.raw) };
-            set.result().map_err(|error| cuda("clearing memory of a CUDA device", error))
+            let set = set.result().map_err(|error| cuda("clearing memory of a CUDA device", error));
+            set.map_err(|error| stream.context.fails(error))
         };
         let fence = self.submit(&[to.fences()], work, then);
         to.add_fence(fence);
@@ -123,7 +124,10 @@ impl Stream {
     /// order and its fences allow, until the stream is past them.
     unsafe fn copy_all(&self, loops: &Loops, src: End, dst: End) -> Result<(), CudaError> {
         // SAFETY: as the caller says.
-        unsafe { self.copy_loops(&loops.dims, loops.run, src.plus(loops.src), dst.plus(loops.dst)) }
+        let issued =
+            unsafe { self.copy_loops(&loops.dims, loops.run, src.plus(loops.src), dst.plus(loops.dst)) };
+        // What was issued after it counts on it: none of that is to pass for done.
+        issued.map_err(|error| self.context.fails(error))
     }
 
     /// # Safety

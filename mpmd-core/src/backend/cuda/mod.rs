@@ -26,6 +26,7 @@ pub(crate) mod driver;
 mod error;
 #[cfg(feature = "cuda")]
 mod gpu;
+pub(crate) mod kernels;
 #[cfg(feature = "cuda")]
 mod ipc;
 #[cfg(feature = "cuda")]
