@@ -111,6 +111,18 @@ impl JobArgs {
             None => Ok(self.device.as_ref().map(|Devices(kinds)| kinds.clone())),
         }
     }
+
+    /// For programs whose kernels compute on the host's processors alone.
+    ///
+    /// # Errors
+    ///
+    /// Where devices are to be others, or as [`device_kinds`](Self::device_kinds).
+    pub fn only_on_cpus(&self, program: &str) -> anyhow::Result<()> {
+        let kinds = self.device_kinds()?.unwrap_or_default();
+        let all_cpus = kinds.iter().all(|kind| *kind == DeviceKind::Cpu);
+        anyhow::ensure!(all_cpus, "{program} has kernels for devices of kind cpu alone");
+        Ok(())
+    }
 }
 
 impl JobTransport {
