@@ -26,9 +26,9 @@ pub(crate) mod driver;
 mod error;
 #[cfg(feature = "cuda")]
 mod gpu;
-pub(crate) mod kernels;
 #[cfg(feature = "cuda")]
 mod ipc;
+pub(crate) mod kernels;
 #[cfg(feature = "cuda")]
 mod launch;
 #[cfg(feature = "cuda")]
