@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
-use mpmd_core::launch::{Launch, adopt, variables};
+use mpmd_core::launch::{Launch, adopt, device_kinds, variables};
 use mpmd_core::transports;
 
 /// The name by which `run` starts this program again in place of the user's, see [`Exec`].
@@ -35,6 +35,10 @@ pub(crate) struct Run {
     /// Number of devices of each process; by default the program's choice
     #[arg(long, value_name = "D", value_parser = clap::value_parser!(u32).range(1..))]
     devices_per_process: Option<u32>,
+    /// What the devices are: cpu, or cuda for graphics processors; or one of them for each process in order, such as
+    /// cpu,cuda, where the last counts for all that follow. By default what MPMD_DEVICE says, else the program's choice
+    #[arg(long, value_name = "KIND[,KIND...]", value_parser = kinds)]
+    device: Option<String>,
     /// How long the processes wait for each other
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     patience: Duration,
@@ -69,6 +73,12 @@ impl Run {
         {
             transports::check(name.trim())?;
         }
+        if self.device.is_none()
+            && let Some(kinds) =
+                std::env::var(variables::DEVICE).ok().filter(|kinds| !kinds.trim().is_empty())
+        {
+            device_kinds(kinds.trim())?;
+        }
         let this = std::env::current_exe().context("finding this program, to start it again")?;
         let mut launch = Launch::new(self.processes as usize, &this);
         if let Some(folder) = &self.trace {
@@ -82,6 +92,7 @@ impl Run {
             .guarded_by(this, [GUARD])
             .transport(self.transport)
             .devices_per_process(self.devices_per_process.map(|devices| devices as usize))
+            .device(self.device)
             .patience(self.patience)
             .grace(self.grace)
             .prefix(!self.no_prefix)
@@ -125,6 +136,11 @@ pub(crate) fn find(program: &OsStr) -> Option<PathBuf> {
 
 fn is_program(file: &Path) -> bool {
     file.metadata().is_ok_and(|data| data.is_file() && data.permissions().mode() & 0o111 != 0)
+}
+
+/// What [`variables::DEVICE`] may be set to, as it is.
+pub(crate) fn kinds(text: &str) -> Result<String, String> {
+    device_kinds(text.trim()).map(|_| text.trim().to_owned()).map_err(|error| error.to_string())
 }
 
 pub(crate) fn seconds(text: &str) -> Result<Duration, String> {

@@ -13,7 +13,7 @@ fn doctor(args: &[&str], vars: &[(&str, &str)]) -> Output {
     command.arg("doctor").args(args);
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
-        if text.starts_with("MPMD_") || text.starts_with("UCX_") {
+        if ["MPMD_", "UCX_", "CUDA_"].iter().any(|start| text.starts_with(start)) {
             command.env_remove(&name);
         }
     }
@@ -127,6 +127,29 @@ fn a_transport_that_is_not_compiled_in_is_a_problem_to_who_asks_for_it() {
     }
     let (status, said) = json(&["--json"], &[]);
     assert_eq!((status, &finding(&said, "ucx")["verdict"]), (Some(0), &Value::from("note")));
+}
+
+#[test]
+fn devices_that_cannot_be_had_are_a_problem_to_who_asks_for_them() {
+    // Where there are some, they are hidden.
+    let hidden = ("CUDA_VISIBLE_DEVICES", "");
+    for (args, vars) in [
+        (&["--json", "--device", "cuda"][..], &[hidden][..]),
+        (&["--json"], &[hidden, ("MPMD_DEVICE", "cpu,cuda")]),
+    ] {
+        let (status, said) = json(args, vars);
+        let cuda = finding(&said, "cuda");
+        assert_eq!((status, cuda["verdict"].as_str()), (Some(1), Some("problem")), "{said}");
+        let value = cuda["value"].as_str().unwrap();
+        let known = ["no CUDA driver found", "the CUDA driver shows no graphics processor"];
+        assert!(known.iter().any(|known| value.starts_with(known)), "{cuda}");
+        assert!(cuda["advice"].as_str().unwrap().contains("devices of kind cpu work"), "{cuda}");
+        assert!(said["facts"]["cuda"]["missing"]["why"].is_string(), "{said}");
+    }
+    let (status, said) = json(&["--json"], &[hidden]);
+    assert_eq!((status, &finding(&said, "cuda")["verdict"]), (Some(0), &Value::from("note")), "{said}");
+    let (status, said) = json(&["--json"], &[hidden, ("MPMD_DEVICE", "gpu")]);
+    assert_eq!((status, &finding(&said, "MPMD_DEVICE")["verdict"]), (Some(1), &Value::from("problem")));
 }
 
 #[test]

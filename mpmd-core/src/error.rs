@@ -9,6 +9,7 @@ use mpmd_transport::TransportError;
 use mpmd_transport::{Failure, FailureKind};
 
 use crate::aval::AvalError;
+use crate::backend::cuda::{CudaError, NoCuda};
 use crate::kernel::ViewError;
 use crate::launch::LaunchError;
 use crate::reshard::ReshardError;
@@ -79,6 +80,12 @@ pub enum Error {
     /// Processes could not be connected.
     #[error(transparent)]
     Transport(#[from] TransportError),
+    /// Devices of kind `cuda` were asked for where there are none. The environment's fault.
+    #[error("this process cannot have its devices of kind cuda: {0}")]
+    Cuda(#[from] NoCuda),
+    /// A call of one of CUDA's libraries failed, or work of a CUDA device did.
+    #[error(transparent)]
+    CudaCall(#[from] CudaError),
     /// This machine refused something: threads, memory, sockets.
     #[error("{0}")]
     Environment(String),

@@ -27,12 +27,15 @@ enum Outcome {
 type Step = (&'static str, Extent, fn(&Path) -> anyhow::Result<Outcome>);
 
 /// What all is built with in a full run, but for the steps that say otherwise.
-const WITH_UCX: &[&str] = &["--features", "ucx"];
+const WITH_ALL: &[&str] = &["--features", "ucx,cuda"];
+
+/// What nobody starts, but tests load: a CUDA driver in software.
+const DRIVER: &str = "softcuda";
 
 /// A step of extent `Quick` is part of every run. Cheap ones come first.
 ///
-/// Programs with UCX and without lie in the same files, and tests start what they find there: all programs
-/// are built with it before the first test, and the test that is for those without builds its own, last.
+/// Programs with all features and without any lie in the same files, and tests start what they find there: all
+/// programs are built with them before the first test, and the tests that are for those without build their own, last.
 const STEPS: &[Step] = &[
     ("system packages", Extent::Quick, |_| packages::provide(packages::ALWAYS).map(|()| Outcome::Done)),
     ("system packages for UCX and launchers", Extent::All, |_| {
@@ -42,14 +45,16 @@ const STEPS: &[Step] = &[
     ("tidy", Extent::Quick, |root| tidy::check(root).map(|()| Outcome::Done)),
     ("licences of dependencies", Extent::All, |root| licences::check(&cargo(), root).map(|()| Outcome::Done)),
     ("security advisories", Extent::All, advisories),
-    ("clippy", Extent::All, |root| clippy(root, &[&["--workspace"], WITH_UCX].concat())),
-    // What the feature changes is here; that the rest compiles without it, the last step shows.
-    ("clippy without UCX", Extent::All, |root| clippy(root, &["--package", "mpmd-transport"])),
+    ("clippy", Extent::All, |root| clippy(root, &[&["--workspace"], WITH_ALL].concat())),
+    // What the features change is here; that the rest compiles without them, the last step shows.
+    ("clippy without UCX and CUDA", Extent::All, |root| {
+        clippy(root, &["--package", "mpmd-transport", "--package", "mpmd-core"])
+    }),
     ("documentation", Extent::All, documentation),
     ("programs that tests start", Extent::All, programs),
     ("tests", Extent::All, tests),
     ("documentation tests", Extent::All, documentation_tests),
-    ("tests without UCX", Extent::All, tests_without_ucx),
+    ("tests without UCX and CUDA", Extent::All, tests_without_features),
 ];
 
 /// What a quick run has instead of what takes longer.
@@ -97,14 +102,15 @@ fn clippy(root: &Path, selected: &[&str]) -> anyhow::Result<Outcome> {
 }
 
 fn documentation(root: &Path) -> anyhow::Result<Outcome> {
-    let mut command = cargo_in(root, &[&["doc", "--workspace", "--no-deps"], WITH_UCX].concat());
+    let mut command = cargo_in(root, &[&["doc", "--workspace", "--no-deps"], WITH_ALL].concat());
     run(command.env("RUSTDOCFLAGS", "-D warnings"))?;
     Ok(Outcome::Done)
 }
 
 fn programs(root: &Path) -> anyhow::Result<Outcome> {
     // Tests look for them beside their own binary; nothing else builds the programs of another package.
-    in_workspace(root, &[&["build", "--workspace", "--bins"], WITH_UCX].concat())
+    in_workspace(root, &[&["build", "--workspace", "--bins"], WITH_ALL].concat())?;
+    in_workspace(root, &["build", "--package", DRIVER, "--lib"])
 }
 
 fn tests(root: &Path) -> anyhow::Result<Outcome> {
@@ -114,10 +120,10 @@ fn tests(root: &Path) -> anyhow::Result<Outcome> {
         );
         return in_workspace(
             root,
-            &[&["test", "--workspace", "--lib", "--bins", "--tests"], WITH_UCX].concat(),
+            &[&["test", "--workspace", "--lib", "--bins", "--tests"], WITH_ALL].concat(),
         );
     }
-    in_workspace(root, &[&["nextest", "run", "--workspace"], WITH_UCX].concat())
+    in_workspace(root, &[&["nextest", "run", "--workspace"], WITH_ALL].concat())
 }
 
 fn unit_tests(root: &Path) -> anyhow::Result<Outcome> {
@@ -125,11 +131,11 @@ fn unit_tests(root: &Path) -> anyhow::Result<Outcome> {
 }
 
 fn documentation_tests(root: &Path) -> anyhow::Result<Outcome> {
-    in_workspace(root, &[&["test", "--workspace", "--doc"], WITH_UCX].concat())
+    in_workspace(root, &[&["test", "--workspace", "--doc"], WITH_ALL].concat())
 }
 
-fn tests_without_ucx(root: &Path) -> anyhow::Result<Outcome> {
-    in_workspace(root, &[runner(), &["--workspace", "--test", "without_ucx"]].concat())
+fn tests_without_features(root: &Path) -> anyhow::Result<Outcome> {
+    in_workspace(root, &[runner(), &["--workspace", "--test", "without_features"]].concat())
 }
 
 /// The command that runs tests.

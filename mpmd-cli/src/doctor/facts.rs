@@ -13,6 +13,7 @@ use mpmd_transport::{TransportError, shm};
 use rustix::process::{Resource, getrlimit};
 use serde::Serialize;
 
+use super::cuda::Cuda;
 use super::memory::Both;
 
 /// How long UCX may take to say what it has.
@@ -26,6 +27,9 @@ const LOOPBACK_PATIENCE: Duration = Duration::from_secs(5);
 pub(super) struct Facts {
     /// The transport asked for, whether there is one of that name or not.
     pub(super) transport: String,
+    /// The devices asked for, whether there are such kinds or not.
+    pub(super) device: Option<String>,
+    pub(super) cuda: Cuda,
     pub(super) ucx: Ucx,
     /// Why this host cannot be reached from itself over TCP, where that is so.
     pub(super) loopback_error: Option<String>,
@@ -42,7 +46,7 @@ pub(super) struct Facts {
     pub(super) shared_memory: Option<SharedMemory>,
     /// Network interfaces, those that are no use to UCX too.
     pub(super) interfaces: Vec<Interface>,
-    /// Variables that speak to us or to UCX; not the job's token.
+    /// Variables that speak to us, to UCX or to CUDA; not the job's token.
     pub(super) variables: BTreeMap<String, String>,
 }
 
@@ -97,10 +101,12 @@ pub(super) struct Interface {
 
 impl Facts {
     /// Looks around.
-    pub(super) fn gather(transport: String) -> Self {
+    pub(super) fn gather(transport: String, device: Option<String>) -> Self {
         let limit = getrlimit(Resource::Memlock);
         Self {
             transport,
+            device,
+            cuda: Cuda::look(),
             ucx: Ucx::examine(),
             loopback_error: loopback().err().map(|error| error.to_string()),
             memory_of_others: Both::attempt(),
@@ -240,7 +246,7 @@ fn names_in(folder: &str) -> Vec<String> {
 
 /// Those variables that count here, without secrets.
 fn relevant(all: impl Iterator<Item = (String, String)>) -> BTreeMap<String, String> {
-    let ours = all.filter(|(name, _)| name.starts_with("MPMD_") || name.starts_with("UCX_"));
+    let ours = all.filter(|(name, _)| ["MPMD_", "UCX_", "CUDA_"].iter().any(|start| name.starts_with(start)));
     let shown = ours.map(|(name, value)| {
         let value = if name == variables::JOB_TOKEN { "(a secret)".to_owned() } else { value };
         (name, value)

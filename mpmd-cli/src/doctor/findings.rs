@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use mpmd_core::launch::{spin, variables};
+use mpmd_core::launch::{device_kinds, spin, variables};
+use mpmd_core::topology::DeviceKind;
 use mpmd_core::transports::{self, Spin};
 use serde::Serialize;
 
@@ -29,7 +30,7 @@ pub(super) enum Verdict {
     Ok,
     /// Works, but slower than it could or not everywhere.
     Note,
-    /// Stands in the way of the transport asked for.
+    /// Stands in the way of the transport or the devices asked for.
     Problem,
 }
 
@@ -56,6 +57,7 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
     let mut findings = vec![transport(facts)];
     findings.extend(sharing(facts));
     findings.extend(ucx(facts));
+    findings.extend(super::cuda::judge(&facts.cuda, facts.wants_cuda()));
     findings.push(memory_of_others(facts));
     findings.push(locked_memory(facts));
     findings.push(cores(facts));
@@ -71,9 +73,16 @@ impl Facts {
     fn problem_of_ucx(&self) -> Verdict {
         if self.transport == "ucx" { Verdict::Problem } else { Verdict::Note }
     }
+
+    /// Whether devices of kind `cuda` are asked for.
+    pub(super) fn wants_cuda(&self) -> bool {
+        let kinds = self.device.as_ref().and_then(|text| device_kinds(text).ok()).unwrap_or_default();
+        kinds.contains(&DeviceKind::Cuda)
+    }
 }
 
-fn finding(
+/// Something that was found, with what it means.
+pub(super) fn finding(
     name: &'static str,
     value: impl Into<String>,
     verdict: Verdict,
@@ -345,6 +354,14 @@ fn set_wrong(facts: &Facts) -> Vec<Finding> {
             "unset it or correct it",
         ));
     }
+    if let Some(Err(error)) = facts.device.as_ref().map(|text| device_kinds(text)) {
+        findings.push(finding(
+            variables::DEVICE,
+            error.to_string(),
+            Verdict::Problem,
+            "unset it or correct it",
+        ));
+    }
     if let Some(only) = facts.variables.get("UCX_TLS") {
         let advice = "UCX uses these transports and no others, whatever else it finds";
         findings.push(finding("UCX_TLS", only, Verdict::Note, advice));
@@ -354,12 +371,14 @@ fn set_wrong(facts: &Facts) -> Vec<Finding> {
 
 fn all_variables(facts: &Facts) -> Finding {
     let lines: Vec<String> = facts.variables.iter().map(|(name, value)| format!("{name}={value}")).collect();
-    let value = if lines.is_empty() { "none of MPMD_* and UCX_*".to_owned() } else { lines.join("\n") };
+    let value =
+        if lines.is_empty() { "none of MPMD_*, UCX_* and CUDA_*".to_owned() } else { lines.join("\n") };
     finding("variables", value, Verdict::Ok, "")
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::cuda::Cuda;
     use super::super::facts::{Kernel, SharedMemory};
     use super::super::memory::Both;
     use super::*;
@@ -370,6 +389,8 @@ mod tests {
         let pair = |a: &str, b: &str| (a.to_owned(), b.to_owned());
         Facts {
             transport: "ucx".into(),
+            device: Some("cpu,cuda".into()),
+            cuda: Cuda::well(),
             ucx: Ucx::Usable {
                 version: "1.12.1".into(),
                 library: "/lib/libucp.so.0".into(),
@@ -523,6 +544,17 @@ mod tests {
         check(&with(Some(8 << 20), &["mlx5_0"], true), name, Verdict::Ok, &["not bound"]);
         check(&with(Some(8 << 20), &[], false), name, Verdict::Ok, &["no RDMA devices", "enough without"]);
         check(&with(None, &[], false), name, Verdict::Ok, &["without limit"]);
+    }
+
+    #[test]
+    fn devices_that_make_no_sense_are_a_problem_and_cuda_counts_where_it_is_asked_for() {
+        let with = |device: Option<&str>| Facts { device: device.map(str::to_owned), ..well() };
+        check(&with(Some("gpu")), "MPMD_DEVICE", Verdict::Problem, &["MPMD_DEVICE=gpu", "cpu or cuda"]);
+        for (device, wanted) in
+            [(None, false), (Some("cpu"), false), (Some("cpu,cuda"), true), (Some("gpu"), false)]
+        {
+            assert_eq!(with(device).wants_cuda(), wanted, "{device:?}");
+        }
     }
 
     #[test]

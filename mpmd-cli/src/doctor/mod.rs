@@ -3,6 +3,7 @@
 //! [`facts`] looks, and tries where looking does not tell; [`findings`] judges what was seen and does nothing
 //! else; [`show`] writes it down.
 
+mod cuda;
 mod facts;
 mod findings;
 mod memory;
@@ -16,6 +17,7 @@ use clap::Args;
 use mpmd_core::launch::variables;
 use mpmd_core::transports;
 
+use crate::run;
 use facts::Facts;
 use findings::Verdict;
 
@@ -27,6 +29,10 @@ pub(crate) struct DoctorArgs {
     /// The transport that jobs are to use here; by default what MPMD_TRANSPORT says, else auto
     #[arg(long, value_name = "NAME", value_parser = transports::NAMES)]
     transport: Option<String>,
+    /// The devices that jobs are to have here, as `mpmd run --device` takes them; by default what MPMD_DEVICE says, else
+    /// cpu
+    #[arg(long, value_name = "KIND[,KIND...]", value_parser = run::kinds)]
+    device: Option<String>,
     /// JSON instead of text
     #[arg(long)]
     json: bool,
@@ -34,9 +40,13 @@ pub(crate) struct DoctorArgs {
 
 /// Looks, judges and prints; fails where something stands in the way of the transport.
 pub(crate) fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
-    let asked = args.transport.clone().or_else(|| std::env::var(variables::TRANSPORT).ok());
-    let asked = asked.map(|name| name.trim().to_owned()).filter(|name| !name.is_empty());
-    let facts = Facts::gather(asked.unwrap_or_else(|| transports::DEFAULT.to_owned()));
+    let asked = |argument: &Option<String>, variable| {
+        let asked = argument.clone().or_else(|| std::env::var(variable).ok());
+        asked.map(|name| name.trim().to_owned()).filter(|name| !name.is_empty())
+    };
+    let transport = asked(&args.transport, variables::TRANSPORT);
+    let transport = transport.unwrap_or_else(|| transports::DEFAULT.to_owned());
+    let facts = Facts::gather(transport, asked(&args.device, variables::DEVICE));
     let findings = findings::judge(&facts);
     let text = if args.json { show::json(&facts, &findings)? } else { show::text(&facts, &findings) };
     std::io::stdout().write_all(text.as_bytes())?;

@@ -32,21 +32,24 @@ pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {
         1 => "; 1 note".to_owned(),
         several => format!("; {several} notes"),
     };
+    let cuda = if facts.wants_cuda() { " with devices of kind cuda" } else { "" };
+    let asked = format!("{}{cuda}", facts.transport);
     lines.push(String::new());
     lines.push(match problems {
-        0 => format!("nothing stands in the way of {}{notes}", facts.transport),
-        1 => format!("1 problem stands in the way of {}{notes}", facts.transport),
-        several => format!("{several} problems stand in the way of {}{notes}", facts.transport),
+        0 => format!("nothing stands in the way of {asked}{notes}"),
+        1 => format!("1 problem stands in the way of {asked}{notes}"),
+        several => format!("{several} problems stand in the way of {asked}{notes}"),
     });
     lines.push(String::new());
     lines.join("\n")
 }
 
-/// `{transport, problems, findings: [{name, value, verdict, advice}], facts}`, on lines of its own.
+/// `{transport, device, problems, findings: [{name, value, verdict, advice}], facts}`, on lines of its own.
 pub(super) fn json(facts: &Facts, findings: &[Finding]) -> Result<String> {
     let problems = findings.iter().filter(|finding| finding.verdict == Verdict::Problem).count();
     let all = json!({
         "transport": facts.transport,
+        "device": facts.device,
         "problems": problems,
         "findings": findings,
         "facts": facts,

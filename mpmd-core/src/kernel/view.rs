@@ -1,5 +1,7 @@
 //! One device's part of an array, as a kernel sees it.
 
+use mpmd_transport::memory::DevicePlace;
+
 use crate::aval::{DType, Element, ShapedArray};
 use crate::region::Region;
 use crate::tree::Leaf;
@@ -27,6 +29,8 @@ impl ShardInfo {
 #[derive(Clone, Copy, Debug)]
 pub struct View<'a> {
     bytes: &'a [u8],
+    /// Where the values are in a device's memory: `bytes` are none then.
+    device: Option<DevicePlace>,
     info: &'a ShardInfo,
     in_place: bool,
 }
@@ -35,6 +39,8 @@ pub struct View<'a> {
 #[derive(Debug)]
 pub struct ViewMut<'a> {
     bytes: &'a mut [u8],
+    /// As in [`View`].
+    device: Option<DevicePlace>,
     info: &'a ShardInfo,
 }
 
@@ -59,6 +65,12 @@ pub enum ViewError {
     /// The bytes are not valid values of the type (a `bool` that is neither 0 nor 1).
     #[error("the bytes are no valid {0} values")]
     Invalid(DType),
+    /// The values are in the memory of a device that is none of the host's processors.
+    #[error(
+        "the values are in the memory of a CUDA device: a kernel that runs there gives the device work, by \
+         `Context::cuda`"
+    )]
+    OnDevice,
     /// The region has more or less than one element.
     #[error("a single value was asked of a view of {0} elements")]
     NotScalar(usize),
@@ -78,20 +90,38 @@ fn values<T: Element>(bytes: &[u8]) -> Result<&[T], ViewError> {
 
 impl<'a> View<'a> {
     pub(crate) fn new(bytes: &'a [u8], info: &'a ShardInfo) -> Self {
-        Self { bytes, info, in_place: false }
+        Self { bytes, device: None, info, in_place: false }
+    }
+
+    /// Values in the memory of a device.
+    pub(crate) fn on_device(place: DevicePlace, info: &'a ShardInfo) -> Self {
+        Self { bytes: &[], device: Some(place), info, in_place: false }
+    }
+
+    /// Where the values are, where that is the memory of a device.
+    pub(crate) fn device(&self) -> Option<DevicePlace> {
+        self.device
+    }
+
+    /// The values' bytes, where they are the host's.
+    pub(crate) fn host_bytes(&self) -> Option<&'a [u8]> {
+        (self.device.is_none() && !self.in_place).then_some(self.bytes)
     }
 
     pub(crate) fn in_place(info: &'a ShardInfo) -> Self {
-        Self { bytes: &[], info, in_place: true }
+        Self { bytes: &[], device: None, info, in_place: true }
     }
 
     /// The values, row-major over [`View::shape`].
     ///
     /// # Errors
     ///
-    /// Where the elements have another type, or the input is updated in place.
+    /// Where the elements have another type, the input is updated in place, or the values are in a device's memory.
     pub fn as_slice<T: Element>(&self) -> Result<&'a [T], ViewError> {
         check::<T>(self.info.global.dtype())?;
+        if self.device.is_some() {
+            return Err(ViewError::OnDevice);
+        }
         if self.in_place {
             return Err(ViewError::InPlace);
         }
@@ -128,16 +158,31 @@ impl<'a> View<'a> {
 
 impl<'a> ViewMut<'a> {
     pub(crate) fn new(bytes: &'a mut [u8], info: &'a ShardInfo) -> Self {
-        Self { bytes, info }
+        Self { bytes, device: None, info }
+    }
+
+    /// Values in the memory of a device.
+    pub(crate) fn on_device(place: DevicePlace, info: &'a ShardInfo) -> Self {
+        Self { bytes: &mut [], device: Some(place), info }
+    }
+
+    /// As [`View::device`].
+    pub(crate) fn device(&self) -> Option<DevicePlace> {
+        self.device
+    }
+
+    fn check_host<T: Element>(&self) -> Result<(), ViewError> {
+        check::<T>(self.info.global.dtype())?;
+        if self.device.is_some() { Err(ViewError::OnDevice) } else { Ok(()) }
     }
 
     /// The values, row-major over [`ViewMut::shape`].
     ///
     /// # Errors
     ///
-    /// Where the elements have another type.
+    /// Where the elements have another type, or are in a device's memory.
     pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T], ViewError> {
-        check::<T>(self.info.global.dtype())?;
+        self.check_host::<T>()?;
         if self.bytes.is_empty() {
             return Ok(&mut []);
         }
@@ -152,28 +197,43 @@ impl<'a> ViewMut<'a> {
     ///
     /// # Errors
     ///
-    /// Where the elements have another type.
+    /// As [`ViewMut::as_mut_slice`].
     pub fn as_slice<T: Element>(&self) -> Result<&[T], ViewError> {
-        check::<T>(self.info.global.dtype())?;
+        self.check_host::<T>()?;
         values(self.bytes)
     }
 
     /// The bytes, for values that are read from somewhere: row-major elements of the view's dtype, in this
     /// machine's byte order.
+    ///
+    /// # Panics
+    ///
+    /// Where they are in a device's memory: a kernel for the host's processors has come there.
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
+        self.assert_host();
         self.bytes
     }
 
-    /// Sets every byte to zero, which is the zero of every type.
+    /// Sets every byte to zero, which is the zero of every type. [`Context::zero`](super::Context::zero) does so on
+    /// any device.
+    ///
+    /// # Panics
+    ///
+    /// Where the values are in a device's memory: a kernel for the host's processors has come there.
     pub fn zero(&mut self) {
+        self.assert_host();
         self.bytes.fill(0);
+    }
+
+    fn assert_host(&self) {
+        assert!(self.device.is_none(), "{}", ViewError::OnDevice);
     }
 
     /// Sets every element.
     ///
     /// # Errors
     ///
-    /// Where the elements have another type.
+    /// Where the elements have another type, or are in a device's memory.
     pub fn fill<T: Element>(&mut self, value: T) -> Result<(), ViewError> {
         self.as_mut_slice::<T>().map(|values| values.fill(value))
     }

@@ -49,16 +49,16 @@ pub enum LaunchError {
         /// The variable by which they say it.
         variable: &'static str,
     },
-    /// A process does not have the transport that all ask for. Its environment's fault; every other process of
-    /// the job gets the same.
-    #[error("process {process} on host {host} has no transport: {why}")]
-    NoTransport {
+    /// A process does not have what it was asked for: a transport, or devices of some kind. Its environment's fault;
+    /// every other process of the job gets the same.
+    #[error("process {process} on host {host} has {lack}")]
+    Lacking {
         /// The process.
         process: ProcessId,
         /// Its host.
         host: String,
-        /// Why it has none.
-        why: String,
+        /// What it has not, and why: `no transport: …`.
+        lack: String,
     },
     /// Two processes cannot share memory, as they were asked to. Their environment's fault; every process of the
     /// job gets the same.

@@ -21,6 +21,7 @@
 //! }
 //! ```
 
+mod device;
 mod env;
 mod error;
 mod output;
@@ -28,6 +29,8 @@ mod spawn;
 mod spin;
 mod supervise;
 
+pub use device::device_kinds;
+pub(crate) use device::kinds_by_process;
 pub use env::{JobEnv, PlanEnv};
 pub use error::LaunchError;
 pub use output::Color;
@@ -55,6 +58,9 @@ pub mod variables {
     pub const SPIN: &str = "MPMD_SPIN";
     /// Number of devices that each process owns.
     pub const DEVICES_PER_PROCESS: &str = "MPMD_DEVICES_PER_PROCESS";
+    /// Of which kind the devices of the job are: `cpu` or `cuda`, or one of them for each process in order, with commas
+    /// between them, where the last counts for all that follow. The same on all processes.
+    pub const DEVICE: &str = "MPMD_DEVICE";
     /// How long processes wait for each other, in seconds.
     pub const PATIENCE: &str = "MPMD_PATIENCE";
     /// The name of this process's host, where it is not the system's: in containers, and in tests that act

@@ -27,6 +27,7 @@ pub struct Launch {
     args: Vec<OsString>,
     transport: Option<String>,
     devices_per_process: Option<usize>,
+    device: Option<String>,
     variables: Vec<(OsString, OsString)>,
     pub(super) prefix: bool,
     pub(super) color: Color,
@@ -57,6 +58,7 @@ impl Launch {
             args: Vec::new(),
             transport: None,
             devices_per_process: None,
+            device: None,
             variables: Vec::new(),
             prefix: true,
             color: Color::Auto,
@@ -93,6 +95,12 @@ impl Launch {
     /// The number of devices of each process; by default what it chooses.
     pub fn devices_per_process(mut self, devices: Option<usize>) -> Self {
         self.devices_per_process = devices;
+        self
+    }
+
+    /// Of which kind the processes' devices are, as [`variables::DEVICE`] says it; by default what they choose.
+    pub fn device(mut self, device: Option<String>) -> Self {
+        self.device = device;
         self
     }
 
@@ -185,6 +193,9 @@ impl Launch {
         }
         if let Some(devices) = self.devices_per_process {
             command.env(variables::DEVICES_PER_PROCESS, devices.to_string());
+        }
+        if let Some(device) = &self.device {
+            command.env(variables::DEVICE, device);
         }
         command
     }

@@ -8,6 +8,7 @@ use mpmd_transport::ucx::Spin;
 use mpmd_transport::{ProcessId, Transport};
 
 use super::{Membership, Order, Program, Recorder, connect};
+use crate::backend::cuda;
 use crate::error::{Error, Result};
 use crate::runtime::{Runtime, RuntimeConfig};
 use crate::topology::{Device, DeviceId, DeviceKind, Links, Topology};
@@ -28,6 +29,7 @@ pub struct Builder {
     run_ahead_bytes: u64,
     device_memory: Option<u64>,
     plan_cache: usize,
+    pub(super) kinds: Option<Vec<DeviceKind>>,
     pub(super) hosts: Option<Vec<String>>,
     pub(super) links: Option<Links>,
     pub(super) trace: Option<PathBuf>,
@@ -44,6 +46,7 @@ impl Default for Builder {
             run_ahead_bytes: 4 << 30,
             device_memory: None,
             plan_cache: 4096,
+            kinds: None,
             hosts: None,
             links: None,
             trace: None,
@@ -56,6 +59,17 @@ impl Builder {
     /// process, or what `mpmd run --devices-per-process` says.
     pub fn devices(mut self, devices: usize) -> Self {
         self.devices = Some(devices);
+        self
+    }
+
+    /// Of which kind the devices are: one kind for those of all processes, or one for those of each process, in order.
+    /// By default what `MPMD_DEVICE` or `mpmd run --device` says, where the program joins a job or runs
+    /// [from its environment](Self::from_env); else [`DeviceKind::Cpu`].
+    ///
+    /// A process finds the graphics processors of its devices by itself, see
+    /// [`Topology::ordinals`]; it needs a CUDA driver only where it owns such devices.
+    pub fn device_kinds(mut self, kinds: &[DeviceKind]) -> Self {
+        self.kinds = Some(kinds.to_vec());
         self
     }
 
@@ -132,7 +146,7 @@ impl Builder {
     ///
     /// # Errors
     ///
-    /// Where the system gives no threads.
+    /// Where the system gives no threads, or there is no CUDA for devices of kind `cuda`.
     pub fn alone(self) -> Result<Program> {
         let topology = self.topology(1, None)?;
         self.start(ProcessId(0), topology, None, None)
@@ -153,8 +167,9 @@ impl Builder {
     pub(super) fn spectate(self, topology: Topology, order: Option<Order>) -> Result<Program> {
         let beyond = ProcessId(u32::try_from(topology.processes()).unwrap_or(u32::MAX));
         let recorder = Recorder::new(&topology, order);
-        let runtime = Runtime::start(beyond, topology, self.config(Trace::default()), None, Some(recorder))
-            .map_err(no_threads)?;
+        let runtime =
+            Runtime::start(beyond, topology, self.config(Trace::default(), Vec::new()), None, Some(recorder))
+                .map_err(no_threads)?;
         Ok(Program::new(runtime, true, None, self.plan_cache))
     }
 
@@ -163,7 +178,8 @@ impl Builder {
     ///
     /// # Errors
     ///
-    /// Where the devices cannot be spread evenly, or the system gives no threads.
+    /// Where the devices cannot be spread evenly, the system gives no threads, or there is no CUDA for devices of kind
+    /// `cuda` of this process.
     pub fn over(self, transport: Arc<dyn Transport>) -> Result<Program> {
         let topology = self.topology(transport.processes(), None)?;
         self.start(transport.process(), topology, Some(transport), None)
@@ -176,22 +192,27 @@ impl Builder {
         transport: Option<Arc<dyn Transport>>,
         membership: Option<Membership>,
     ) -> Result<Program> {
+        let cuda = match topology.has_kind(me, DeviceKind::Cuda) {
+            true => topology.ordinals(me, cuda::found()?.gpus.len() as u32),
+            false => Vec::new(),
+        };
         let trace = self.begin_trace(me, &topology, transport.as_deref())?;
         if let Some(membership) = &membership {
             membership.compare_clocks(&trace);
         }
         let runtime =
-            Runtime::start(me, topology, self.config(trace), transport, None).map_err(no_threads)?;
+            Runtime::start(me, topology, self.config(trace, cuda), transport, None).map_err(no_threads)?;
         if let Some(membership) = &membership {
             membership.watch(&runtime);
         }
         let (processes, transport) = (runtime.topology.processes(), runtime.transport_name());
-        tracing::debug!(process = me.0, processes, transport, "a program starts");
+        let cuda = &runtime.config.cuda;
+        tracing::debug!(process = me.0, processes, transport, ?cuda, "a program starts");
         Ok(Program::new(runtime, false, membership, self.plan_cache))
     }
 
     /// The devices of a job of `processes`, `per_process` on each unless the program says how many, with
-    /// the hosts and links that the program says.
+    /// the kinds, hosts and links that the program says.
     pub(super) fn topology(&self, processes: usize, per_process: Option<usize>) -> Result<Topology> {
         let devices = self.devices.unwrap_or(processes * per_process.unwrap_or(1));
         if processes == 0 || devices == 0 || !devices.is_multiple_of(processes) {
@@ -206,10 +227,21 @@ impl Builder {
             kind: DeviceKind::Cpu,
         };
         let mut topology = Topology::new((0..devices).map(device).collect())?;
+        if let Some(kinds) = &self.kinds {
+            topology = topology.of_kinds(kinds)?;
+        }
         if let Some(hosts) = &self.hosts {
             topology = topology.on_hosts(hosts)?;
         }
         Ok(self.links.map_or(topology.clone(), |links| topology.with_links(links)))
+    }
+
+    /// Fails where a job of so many processes, all on this machine, lacks the driver for some of its devices.
+    pub(super) fn can_have_devices(&self, processes: usize) -> Result<()> {
+        match self.kinds.as_ref().is_some_and(|kinds| kinds.contains(&DeviceKind::Cuda)) && processes > 0 {
+            true => Ok(cuda::found().map(drop)?),
+            false => Ok(()),
+        }
     }
 
     fn begin_trace(
@@ -235,7 +267,7 @@ impl Builder {
         })
     }
 
-    fn config(&self, trace: Trace) -> RuntimeConfig {
+    fn config(&self, trace: Trace, cuda: Vec<u32>) -> RuntimeConfig {
         let patience = self.patience.unwrap_or(DEFAULT_PATIENCE);
         RuntimeConfig {
             epoch: connect::EPOCH,
@@ -246,6 +278,7 @@ impl Builder {
             run_ahead_bytes: self.run_ahead_bytes,
             spin: self.spin.unwrap_or_default(),
             device_memory: self.device_memory,
+            cuda,
             trace,
         }
     }
@@ -266,9 +299,34 @@ mod tests {
     }
 
     #[test]
+    fn devices_are_of_the_kinds_that_the_program_says() {
+        use DeviceKind::{Cpu, Cuda};
+        let builder = Builder::default().devices(4).device_kinds(&[Cuda, Cpu]);
+        let kinds: Vec<_> =
+            builder.topology(2, None).unwrap().devices().iter().map(|device| device.kind).collect();
+        assert_eq!(kinds, [Cuda, Cuda, Cpu, Cpu]);
+        let said = builder.devices(3).topology(3, None).unwrap_err().to_string();
+        assert!(said.starts_with("2 kinds of devices are given for 3 processes"), "{said}");
+    }
+
+    #[test]
+    fn who_owns_no_such_device_needs_no_driver_and_who_does_hears_what_is_missing() {
+        let program = || Builder::default().device_kinds(&[DeviceKind::Cuda]);
+        let planned = program().spectator(2).unwrap();
+        assert!(planned.topology().devices().iter().all(|device| device.kind == DeviceKind::Cuda));
+        match (program().alone(), cuda::found()) {
+            (Ok(program), Ok(_)) => assert_eq!(program.runtime.config.cuda, [0]),
+            (Err(Error::Cuda(error)), Err(why)) => assert_eq!(error, why),
+            (program, _) => panic!("{:?}", program.err()),
+        }
+    }
+
+    #[test]
     fn heartbeats_come_more_often_than_silence_is_forgiven() {
         for millis in [40, 400, 60_000] {
-            let config = Builder::default().patience(Duration::from_millis(millis)).config(Trace::default());
+            let config = Builder::default()
+                .patience(Duration::from_millis(millis))
+                .config(Trace::default(), Vec::new());
             assert!(4 * config.heartbeat <= config.patience, "{config:?}");
         }
     }

@@ -4,7 +4,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use mpmd_transport::rendezvous::{Down, JoinConfig, Member, Rendezvous, Server, ServerConfig};
+use mpmd_transport::rendezvous::{
+    Down, JoinConfig, Member, Rendezvous, RendezvousError, Server, ServerConfig,
+};
 use mpmd_transport::router::{Failure, FailureKind};
 
 use super::builder::DEFAULT_PATIENCE;
@@ -12,10 +14,11 @@ use super::recorder::MOST_STEPS;
 use super::transports::{self, Opened};
 use super::version;
 use super::{Builder, Order, Program, costs};
+use crate::backend::cuda;
 use crate::error::{Error, Result};
 use crate::launch::{self, JobEnv, LaunchError, PlanEnv};
 use crate::runtime::Runtime;
-use crate::topology::{Links, Topology};
+use crate::topology::{DeviceKind, Links, Topology};
 use crate::trace::{Trace, unix_now};
 
 /// The incarnation of a job. Jobs do not restart in place yet, so there is one.
@@ -87,7 +90,15 @@ pub(super) fn from_env(mut builder: Builder) -> Result<Program> {
     launch::adopt()?;
     let folder = std::env::var_os(launch::variables::TRACE).filter(|folder| !folder.is_empty());
     builder.trace = builder.trace.or(folder.map(PathBuf::from));
-    let Some(env) = JobEnv::from_env()? else { return builder.alone() };
+    let Some(env) = JobEnv::from_env()? else {
+        if let (None, Ok(text)) = (&builder.kinds, std::env::var(launch::variables::DEVICE))
+            && !text.trim().is_empty()
+        {
+            builder.kinds = Some(launch::kinds_by_process(text.trim(), 1)?);
+        }
+        return builder.alone();
+    };
+    builder.kinds = builder.kinds.or_else(|| env.device_kinds.clone());
     if let Some(plan) = &env.plan {
         return spectate(builder, &env, plan);
     }
@@ -124,19 +135,25 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
     })
     .map_err(wrong)?;
     let name = env.transport.as_deref().unwrap_or(transports::DEFAULT);
-    let opened = Opened::open(name, env.processes, rendezvous.local_ip());
+    let opened = match topology.has_kind(env.process, DeviceKind::Cuda) {
+        true => cuda::found().map(drop).map_err(Error::from),
+        false => Ok(()),
+    }
+    .and_then(|()| Opened::open(name, env.processes, rendezvous.local_ip()));
     let told = costs::tell(&rendezvous, env.process, env.links.as_deref());
-    // Also without a transport: the others would wait for this process, and never know.
+    // Also without a transport or devices: the others would wait for this process, and never know.
     let member = Member {
         host: env.host.clone().unwrap_or_else(hostname),
         pid: std::process::id(),
         devices: topology.devices_of(env.process).len() as u32,
         addresses: transports::told(name, &opened),
         program: version::fingerprint(&topology),
-        trouble: opened.as_ref().err().map(ToString::to_string),
+        trouble: opened.as_ref().err().map(lack),
     };
     let members = match rendezvous.join(member) {
         Ok(members) => members,
+        // What tells this process from the others goes before what it lacks.
+        Err(error @ RendezvousError::Program { .. }) => return Err(wrong(error)),
         Err(error) => return Err(opened.err().unwrap_or_else(|| wrong(error))),
     };
     let membership = Membership { rendezvous, server };
@@ -145,7 +162,7 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
         let opened = match (transports::agree(&members), opened) {
             (Ok(()), opened) => opened?,
             // To who lacks it, its own reason says more.
-            (Err(LaunchError::NoTransport { .. }), Err(own)) => return Err(own),
+            (Err(LaunchError::Lacking { .. }), Err(own)) => return Err(own),
             (Err(error), _) => return Err(error.into()),
         };
         let links = costs::hear(&membership.rendezvous, patience)?;
@@ -176,6 +193,14 @@ fn placed(builder: &Builder, topology: Topology, members: &[Member], links: Link
         topology = topology.with_links(links);
     }
     Ok(topology)
+}
+
+/// What this process has not and why, for the others.
+fn lack(error: &Error) -> String {
+    match error {
+        Error::Cuda(why) => format!("no devices of kind cuda: {why}"),
+        other => format!("no transport: {other}"),
+    }
 }
 
 /// Process 0 hosts the service where no launcher does.

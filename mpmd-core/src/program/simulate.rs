@@ -88,6 +88,10 @@ impl Simulation {
 
     /// Runs the program on every process; returns what each returned, by process.
     pub fn run<T: Send>(&self, program: impl Fn(&mut Program) -> Result<T> + Sync) -> Vec<Result<T>> {
+        if let Err(error) = self.builder.can_have_devices(self.processes) {
+            // Of one alone the others would not hear.
+            return (0..self.processes).map(|_| Err(error.clone())).collect();
+        }
         let fabric = Fabric::new(self.processes, self.faults.clone());
         let one = |process: ProcessId| -> Result<T> {
             let mut p = self.builder.clone().over(fabric.endpoint(process))?;

@@ -200,8 +200,8 @@ pub(super) fn told(name: &str, opened: &Result<Opened>) -> Vec<(String, String)>
 ///
 /// # Errors
 ///
-/// [`LaunchError::Transports`] where they ask for different ones; else [`LaunchError::NoTransport`] of the
-/// first that does not have it; else [`LaunchError::Apart`] of the first two that cannot share memory but
+/// [`LaunchError::Transports`] where they ask for different ones; else [`LaunchError::Lacking`] of the
+/// first that does not have it, or not its devices; else [`LaunchError::Apart`] of the first two that cannot share memory but
 /// should.
 pub(super) fn agree(members: &[Member]) -> Result<(), LaunchError> {
     let mut who: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
@@ -219,8 +219,8 @@ pub(super) fn agree(members: &[Member]) -> Result<(), LaunchError> {
         });
     }
     let troubled = members.iter().enumerate().find_map(|(process, member)| {
-        let why = member.trouble.clone()?;
-        Some(LaunchError::NoTransport { process: ProcessId(process as u32), host: member.host.clone(), why })
+        let lack = member.trouble.clone()?;
+        Some(LaunchError::Lacking { process: ProcessId(process as u32), host: member.host.clone(), lack })
     });
     if let Some(troubled) = troubled {
         return Err(troubled);
@@ -249,7 +249,7 @@ fn asked(member: &Member) -> (&str, &str) {
 }
 
 /// Ascending numbers for people: `0, 2-5 and 7`.
-fn listed(numbers: &[usize]) -> String {
+pub(super) fn listed(numbers: &[usize]) -> String {
     let runs = numbers.chunk_by(|a, b| a + 1 == *b).flat_map(|run| match run {
         [first, .., last] if run.len() > 2 => vec![format!("{first}-{last}")],
         _ => run.iter().map(ToString::to_string).collect(),
@@ -293,7 +293,7 @@ mod tests {
         let expected = "processes 0 and 2-4 say tcp, process 1 says ucx; MPMD_TRANSPORT must be the same";
         assert!(said.contains(expected), "{said}");
         // That goes before what only one of them cannot do.
-        let without = member("ucx", Some("it has no library"));
+        let without = member("ucx", Some("no transport: it has no library"));
         assert!(wrong(&[tcp, without.clone()]).contains("process 0 says tcp, process 1 says ucx"));
         let said = wrong(&[ucx, without.clone(), without]);
         assert_eq!(said, "process 1 on host left has no transport: it has no library");

@@ -4,8 +4,9 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 
+use super::transports::listed;
 use crate::runtime::Rolling;
-use crate::topology::Topology;
+use crate::topology::{DeviceKind, Topology};
 
 /// What runs, also where its file was replaced since.
 const RUNNING: &str = "/proc/self/exe";
@@ -24,8 +25,24 @@ pub(super) fn fingerprint(topology: &Topology) -> String {
     let name = name.map_or_else(|| "a program".to_owned(), |name| name.to_string_lossy().into_owned());
     let name = name.trim_end_matches(" (deleted)");
     let build = build(Path::new(RUNNING)).unwrap_or_else(|error| format!("unknown: {error}"));
-    let devices = topology.devices().len();
-    format!("{name}, build {build}, mpmd {}, {devices} devices", env!("CARGO_PKG_VERSION"))
+    format!("{name}, build {build}, mpmd {}, {}", env!("CARGO_PKG_VERSION"), devices(topology))
+}
+
+/// How many devices there are, and of which kinds.
+fn devices(topology: &Topology) -> String {
+    let of = |kind| {
+        let devices = topology.devices().iter().filter(|device| device.kind == kind);
+        devices.map(|device| device.id.0 as usize).collect::<Vec<_>>()
+    };
+    let [cpu, cuda] = [of(DeviceKind::Cpu), of(DeviceKind::Cuda)];
+    match (cpu.len(), cuda.len()) {
+        (cpus, 0) => format!("{cpus} devices"),
+        (0, cudas) => format!("{cudas} devices of kind cuda"),
+        (..) => {
+            let all = topology.devices().len();
+            format!("{all} devices, of kind cpu {}, of kind cuda {}", listed(&cpu), listed(&cuda))
+        }
+    }
 }
 
 /// The linker's number of an executable; a hash of all of it where there is none.
@@ -79,6 +96,16 @@ mod tests {
         *large.last_mut().unwrap() = 8;
         assert_ne!(one, file("other", &large), "all of it counts");
         assert!(build(&folder.join("mpmd-no-such-program")).is_err());
+    }
+
+    #[test]
+    fn kinds_of_devices_count_and_whose_they_are() {
+        use DeviceKind::{Cpu, Cuda};
+        let of = |kinds: &[DeviceKind]| devices(&Topology::even(3, 2).of_kinds(kinds).unwrap());
+        assert_eq!(of(&[Cpu]), "6 devices");
+        assert_eq!(of(&[Cuda]), "6 devices of kind cuda");
+        assert_eq!(of(&[Cpu, Cuda, Cpu]), "6 devices, of kind cpu 0, 1, 4 and 5, of kind cuda 2 and 3");
+        assert_ne!(of(&[Cpu, Cuda, Cpu]), of(&[Cuda, Cpu, Cpu]));
     }
 
     #[test]

@@ -144,7 +144,9 @@ impl Runtime {
     pub(crate) fn wait_idle(self: &Arc<Self>) {
         let _doing = self.status.enter(Doing::Finishing);
         let half = self.config.patience / 2;
-        let wait = || self.in_flight.wait_until(Instant::now() + half, |counts| counts.ops == 0);
+        let wait = || {
+            self.in_flight.wait_until(Instant::now() + half, |counts| counts.ops == 0 && counts.reads == 0)
+        };
         loop {
             if wait() {
                 return;
@@ -321,6 +323,10 @@ impl Runtime {
 
     /// The failure of an operation whose piece broke off on its way.
     pub(super) fn fetch_failed(&self, from: ProcessId, op: u64, error: &TransportError) -> Arc<Failure> {
+        if let TransportError::Environment { .. } = error {
+            let message = format!("operation {op} waited for process {from}: {error}");
+            return Arc::new(Failure::new(FailureKind::Transport, from, op, message));
+        }
         self.router.lock().lost_while(from, op, &reason(error))
     }
 }

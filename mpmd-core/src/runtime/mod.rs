@@ -10,6 +10,7 @@
 //! - *callbacks*: closures of the user's that wait for arrays.
 
 mod assembly;
+mod chunks;
 #[cfg(test)]
 mod driven;
 mod driver;
@@ -20,6 +21,7 @@ mod mailbox;
 mod memory;
 mod passage;
 mod planned;
+mod reach;
 mod slot;
 mod spin;
 mod status;
@@ -38,7 +40,8 @@ use mpmd_transport::ucx::Spin as SpinSetting;
 use mpmd_transport::{Payload, Pool, ProcessId, SharedBuffer, Transport, router};
 use parking_lot::{Condvar, Mutex};
 
-use assembly::Assembly;
+use assembly::{Assembly, DeviceAssembly, HostAssembly};
+use chunks::Chunks;
 pub(crate) use exchange::{Exchange, Flow, Group, MOST_COLLECTIVES, Pattern, Round};
 pub(crate) use hash::Rolling;
 pub(crate) use in_flight::{InFlight, OnLoan, OpGuard};
@@ -47,6 +50,7 @@ use memory::Holders;
 /// What a replayed step is to the router.
 pub(crate) use mpmd_transport::router::Span;
 pub(crate) use passage::Passage;
+pub(crate) use reach::follow;
 pub(crate) use slot::{Outcome, Promise, Promises, Slot, SlotUse, Slots};
 use spin::{Room, Spin};
 pub(crate) use status::{Doing, Status};
@@ -56,8 +60,9 @@ pub(crate) use waits::Waits;
 use worker::{Crew, Worker};
 pub(crate) use worker::{Job, Work};
 
+use crate::backend::cuda::{self, Gpu};
 use crate::program::Recorder;
-use crate::topology::{DeviceId, Topology};
+use crate::topology::{DeviceId, DeviceKind, Topology};
 use crate::trace::{PieceStep, Trace, What};
 
 /// How often the ticker looks at the clock.
@@ -77,6 +82,8 @@ pub(crate) struct RuntimeConfig {
     /// How long who waits at the transport's door looks before it sleeps.
     pub(crate) spin: SpinSetting,
     pub(crate) device_memory: Option<u64>,
+    /// Of this process's devices of kind `cuda`, in order: the driver's numbers for their graphics processors.
+    pub(crate) cuda: Vec<u32>,
     pub(crate) trace: Trace,
 }
 
@@ -84,6 +91,8 @@ pub(crate) struct RuntimeConfig {
 pub(crate) struct LocalDevice {
     pub(crate) id: DeviceId,
     pub(crate) pool: Pool,
+    /// Where it is a CUDA device. Its thread issues work, and never waits for it.
+    pub(crate) gpu: Option<Arc<Gpu>>,
     queue: Worker,
 }
 
@@ -112,6 +121,7 @@ pub(crate) struct Runtime {
     /// By process, whether pieces go to it, and come from it, as memory that stays where it is.
     hands_over: Vec<bool>,
     movers: Crew,
+    chunks: Chunks,
     callbacks: Worker,
     pub(crate) mailbox: Mailbox,
     holders: Mutex<Holders>,
@@ -182,19 +192,8 @@ impl Runtime {
         let arena = transport.as_ref().and_then(|transport| transport.arena()).unwrap_or_else(Arena::private);
         let room = Room::of(me, &topology, cores());
         let spins = room == Room::All;
-        let devices = topology
-            .devices_of(me)
-            .iter()
-            .map(|id| {
-                let name = format!("device {id} of process {me}");
-                let pool = Pool::in_arena(name, config.device_memory, &arena);
-                Ok(LocalDevice {
-                    id: *id,
-                    pool,
-                    queue: Worker::start(format!("mpmd-{id}"), Spin::new(spins))?,
-                })
-            })
-            .collect::<std::io::Result<Vec<_>>>()?;
+        let devices = open_devices(me, &topology, &config, &arena, spins)?;
+        share_devices(me, &topology, &config, &devices, transport.as_deref())?;
         let hands_over = |peer: usize| {
             transport.as_ref().is_some_and(|transport| transport.hands_over(ProcessId(peer as u32)))
         };
@@ -210,7 +209,10 @@ impl Runtime {
         let runtime = Arc::new(Self {
             me,
             bytes_sent: (0..topology.processes()).map(|_| AtomicU64::new(0)).collect(),
-            status: Status::new(devices.iter().map(|device| format!("device {}", device.id))),
+            status: Status::new(devices.iter().map(|device| {
+                let kind = if device.gpu.is_some() { " (cuda)" } else { "" };
+                format!("device {}{kind}", device.id)
+            })),
             waits: Waits::new(transport.clone(), config.spin, room),
             wait_spin: Spin::new(spins),
             topology_fingerprint: topology.fingerprint(),
@@ -225,6 +227,7 @@ impl Runtime {
             transport,
             hands_over,
             movers: Crew::start("mpmd-mover", movers())?,
+            chunks: Chunks::default(),
             callbacks: Worker::start("mpmd-callbacks".to_owned(), Spin::new(false))?,
             mailbox: Mailbox::default(),
             holders: Mutex::default(),
@@ -236,6 +239,7 @@ impl Runtime {
             stopped: Arc::default(),
             config,
         });
+        runtime.say_ways();
         if let Some(transport) = &runtime.transport {
             transport.start(Arc::new(driver::Door(Arc::downgrade(&runtime))));
             runtime.start_ticker()?;
@@ -288,6 +292,22 @@ impl Runtime {
         });
     }
 
+    /// Notes both for an operation on a device that has ended it in its own time, from `begin` to `end`: since `since`
+    /// it had nothing before it.
+    pub(crate) fn trace_ran(
+        &self,
+        device: usize,
+        op: u64,
+        [since, begin, end]: [u64; 3],
+        input: Option<u64>,
+    ) {
+        self.trace_start(device, op, begin, since.min(begin), input);
+        self.trace.note_at(end, || {
+            let memory = self.devices[device].pool.stats().live;
+            What::Ended { op, device: device as u32, memory }
+        });
+    }
+
     /// Notes what became of a piece.
     #[inline]
     fn trace_piece(&self, step: PieceStep, (op, piece): (u64, u64), peer: ProcessId, bytes: u64) {
@@ -322,6 +342,63 @@ impl Runtime {
         })?;
         Ok(())
     }
+}
+
+fn open_devices(
+    me: ProcessId,
+    topology: &Topology,
+    config: &RuntimeConfig,
+    arena: &Arena,
+    spins: bool,
+) -> std::io::Result<Vec<LocalDevice>> {
+    let mut ordinals = config.cuda.iter();
+    let open = |id: &DeviceId| {
+        let gpu = match topology.device(*id).map(|device| device.kind) {
+            Some(DeviceKind::Cuda) => {
+                let ordinal = ordinals.next().ok_or_else(|| {
+                    std::io::Error::other(format!(
+                        "nobody says which of the machine's CUDA devices device {id} is"
+                    ))
+                })?;
+                Some(Gpu::open(*ordinal).map_err(std::io::Error::other)?)
+            }
+            Some(DeviceKind::Cpu) | None => None,
+        };
+        if let Some(gpu) = &gpu {
+            arena.on_map(gpu.pin());
+            if config.trace.is_on() {
+                let trace = config.trace.clone();
+                gpu.keep_time(Box::new(move || trace.now())).map_err(std::io::Error::other)?;
+            }
+        }
+        let name = format!("device {id} of process {me}");
+        let pool = match &gpu {
+            None => Pool::in_arena(name, config.device_memory, arena),
+            Some(gpu) => Pool::in_arena(name, config.device_memory, &arena.device_beside(gpu.allocator())),
+        };
+        Ok(LocalDevice { id: *id, pool, gpu, queue: Worker::start(format!("mpmd-{id}"), Spin::new(spins))? })
+    };
+    topology.devices_of(me).iter().map(open).collect()
+}
+
+/// Finds out with whom this process's devices share memory, where it has some and others do too.
+fn share_devices(
+    me: ProcessId,
+    topology: &Topology,
+    config: &RuntimeConfig,
+    devices: &[LocalDevice],
+    transport: Option<&dyn Transport>,
+) -> std::io::Result<()> {
+    let gpus: Vec<_> = devices.iter().filter_map(|device| device.gpu.clone()).collect();
+    let has = |process: usize| {
+        let process = ProcessId(process as u32);
+        let mut kinds = topology.devices_of(process).iter().filter_map(|id| topology.device(*id));
+        process != me && kinds.any(|device| device.kind == DeviceKind::Cuda)
+    };
+    let with: Vec<bool> = (0..topology.processes()).map(has).collect();
+    let (Some(transport), true) = (transport, with.contains(&true)) else { return Ok(()) };
+    let Some(sharing) = cuda::sharing(gpus) else { return Ok(()) };
+    transport.share_devices(sharing, &with, config.patience).map_err(std::io::Error::other)
 }
 
 fn movers() -> usize {

@@ -7,7 +7,8 @@ use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, Payload, ProcessId, SharedBuffer};
 
 use super::transfer::Transfer;
-use super::{Assembly, OpGuard, Outcome, Outgoing, Runtime};
+use super::{Assembly, OpGuard, Outcome, Outgoing, Runtime, Slot};
+use crate::backend::cuda::Part;
 use crate::reshard::copy_region;
 use crate::trace::PieceStep;
 
@@ -20,7 +21,7 @@ pub(crate) struct Passage {
     pub(super) from: ProcessId,
     pub(super) transfer: Arc<Transfer>,
     /// The shards of this process that it is a piece of.
-    pub(super) shards: Vec<Arc<Assembly>>,
+    pub(super) shards: Vec<Assembly>,
     // Last, so that it is dropped after the memory.
     pub(super) guard: OpGuard,
 }
@@ -41,21 +42,26 @@ impl Runtime {
     pub(super) fn pass(self: &Arc<Self>, passage: Box<Passage>, result: Result<Payload, Arc<Failure>>) {
         match result {
             Err(failure) => self.fail_passage(&passage, &failure),
-            Ok(Payload::Empty) => self.spread(&passage, Vec::new().into(), |_| false),
+            Ok(Payload::Empty) => self.spread(&passage, Vec::new().into(), None, |_| false),
             Ok(Payload::Inline(bytes) | Payload::Lent(bytes)) => {
                 self.trace_taken(&passage);
                 // Kernels read shards as typed slices, so one that is in memory without alignment is
                 // copied; so is one that is a part of what a peer has lent.
-                let aligned = bytes.as_ptr().addr().is_multiple_of(ALIGNMENT);
+                let address =
+                    bytes.device().map_or_else(|| bytes.as_ptr().addr() as u64, |place| place.address);
+                let aligned = address.is_multiple_of(ALIGNMENT as u64);
                 let fits = aligned && passage.transfer.is_by_itself();
-                let whole = |shard: &Arc<Assembly>| fits && shard.is_whole(&passage.transfer.region);
-                if bytes.is_lent() {
-                    // No device's own, so all may have it.
-                    self.spread(&passage, bytes, |at| whole(&passage.shards[at]));
-                } else {
-                    let first = passage.shards.iter().position(whole);
-                    self.spread(&passage, bytes, |at| first == Some(at));
+                let whole = |shard: &Assembly| {
+                    fits && shard.is_whole(&passage.transfer.region) && shard.can_be(&bytes)
+                };
+                let mut whole: Vec<usize> =
+                    (0..passage.shards.len()).filter(|at| whole(&passage.shards[*at])).collect();
+                if !bytes.is_lent() {
+                    // Of what is lent all may have the same: it is no device's own.
+                    whole.truncate(1);
                 }
+                let source = self.arriving(&passage, &bytes);
+                self.spread(&passage, bytes, source, |at| whole.contains(&at));
             }
             Ok(Payload::Waiting(fetch)) => {
                 let (buffer, place) = match self.room(&passage, fetch.bytes()) {
@@ -75,9 +81,9 @@ impl Runtime {
                             match place {
                                 Place::Part => passage.shards[0].give_back(buffer),
                                 Place::Whole(at) => {
-                                    runtime.spread(&passage, buffer.freeze(), |shard| shard == at);
+                                    runtime.spread(&passage, buffer.freeze(), None, |shard| shard == at);
                                 }
-                                Place::Staging => runtime.spread(&passage, buffer.freeze(), |_| false),
+                                Place::Staging => runtime.spread(&passage, buffer.freeze(), None, |_| false),
                             }
                         }
                         Err(error) => {
@@ -88,6 +94,34 @@ impl Runtime {
                 );
             }
         }
+    }
+
+    /// What says how the work ended that makes bytes in a device's memory which a peer lent before they were made; `None` of
+    /// what is there.
+    fn arriving(self: &Arc<Self>, passage: &Passage, bytes: &SharedBuffer) -> Option<Slot> {
+        let ready = bytes.ready().clone();
+        if bytes.device().is_none() || (ready.are_over() && ready.failure().is_none()) {
+            return None;
+        }
+        let (promise, slot) = Slot::new();
+        let issued = promise.issue(bytes.clone());
+        let (runtime, op, from) = (self.clone(), passage.op, passage.from);
+        let fences = ready.clone();
+        ready.on_over(Box::new(move || {
+            let made = fences.failure().map_or(Ok(()), |why| Err(runtime.never_made(from, op, &why)));
+            issued.end(made);
+        }));
+        Some(slot)
+    }
+
+    /// The failure of an operation that was lent what then was not made.
+    fn never_made(&self, from: ProcessId, op: u64, why: &str) -> Arc<Failure> {
+        let mut router = self.router.lock();
+        if !router.still_here().contains(&from) {
+            return router.lost_while(from, op, why);
+        }
+        let message = format!("operation {op}: process {from} did not make what it lent: {why}");
+        Arc::new(Failure::new(FailureKind::Kernel, from, op, message))
     }
 
     /// Memory to read the region into, and what it is. `None` where nobody wants the region any more.
@@ -127,22 +161,38 @@ impl Runtime {
     /// `in_place` take the bytes as they are, the others copy them: each device's shards are its own
     /// memory or another process's, so that what it has room for, and what it may update in place, does not
     /// depend on its neighbours.
-    fn spread(self: &Arc<Self>, passage: &Passage, bytes: SharedBuffer, in_place: impl Fn(usize) -> bool) {
+    ///
+    /// `source` makes the bytes, where that is not over.
+    fn spread(
+        self: &Arc<Self>,
+        passage: &Passage,
+        bytes: SharedBuffer,
+        source: Option<Slot>,
+        in_place: impl Fn(usize) -> bool,
+    ) {
         let Passage { op, transfer, shards, guard, .. } = passage;
-        if transfer.is_by_itself() {
+        let carried = |peer: &ProcessId| bytes.device().is_none() || self.carries_device_memory(*peer);
+        if transfer.is_by_itself() && transfer.peers.iter().all(carried) {
             self.send_to_peers(*op, transfer, &transfer.peers, bytes.clone(), guard);
         } else if !transfer.peers.is_empty() {
             // They count on the region alone.
-            self.send_packed(*op, transfer.clone(), transfer.peers.clone(), bytes.clone(), guard.clone());
+            self.send_packed(
+                *op,
+                transfer.clone(),
+                transfer.peers.clone(),
+                bytes.clone(),
+                source.clone(),
+                guard.clone(),
+            );
         }
         let (whole, others): (Vec<_>, Vec<_>) = (0..shards.len()).partition(|at| in_place(*at));
         for at in others {
-            shards[at].place(self, transfer, bytes.clone(), guard);
+            shards[at].place(self, transfer, bytes.clone(), source.clone(), guard);
         }
         // The last to be told holds it alone, so that a kernel may take it over.
         if let Some((last, before)) = whole.split_last() {
-            before.iter().for_each(|at| shards[*at].end(Ok(bytes.clone())));
-            shards[*last].end(Ok(bytes));
+            before.iter().for_each(|at| shards[*at].end_as(bytes.clone(), source.clone()));
+            shards[*last].end_as(bytes, source);
         }
     }
 
@@ -165,16 +215,39 @@ impl Runtime {
         }
     }
 
-    /// Packs a region, on a mover, and offers it to some of the processes that get it from this one.
+    /// Packs a region, on a mover or by the device that has it, and offers it to some of the processes that get it from this one.
+    ///
+    /// `source` is the slot that makes the bytes, where they are a device's and its work may be under way.
     pub(super) fn send_packed(
         self: &Arc<Self>,
         op: u64,
         transfer: Arc<Transfer>,
         peers: Vec<ProcessId>,
         bytes: SharedBuffer,
+        source: Option<Slot>,
         guard: OpGuard,
     ) {
         let runtime = self.clone();
+        if bytes.device().is_some() {
+            let Transfer { region, holds, .. } = &*transfer;
+            let part = Part { from: holds, to: region, piece: region, item_bytes: transfer.item_bytes() };
+            let to = match self.staging.allocate(transfer.bytes) {
+                Ok(to) => to,
+                Err(error) => {
+                    let failure = self.out_of_memory(op, &error.to_string());
+                    self.remember(&failure);
+                    return self.poison_peers(op, &transfer, &peers, &failure);
+                }
+            };
+            let what = transfer.clone();
+            return self.read_device(op, &bytes, source, part, to, move |packed| match packed {
+                Ok(packed) => runtime.send_to_peers(op, &what, &peers, packed.freeze(), &guard),
+                Err(failure) => {
+                    runtime.remember(&failure);
+                    runtime.poison_peers(op, &what, &peers, &failure);
+                }
+            });
+        }
         self.move_data(Box::new(move || {
             let packed = runtime.pack(op, &bytes, &transfer);
             // Before the operation can end: whoever waits for memory looks then.

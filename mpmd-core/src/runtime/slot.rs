@@ -2,6 +2,9 @@
 //!
 //! The producer holds the [`Promise`], everybody else a [`Slot`]. A promise that is dropped unkept
 //! fails the slot, so that no wait can outlive what it waits for.
+//!
+//! What a device makes in its own time is *issued* first: the buffer is there, with the fences of the work that fills
+//! it, for who can have work of a device's come after it. The slot ends when that work has.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -10,7 +13,7 @@ use std::time::Instant;
 
 use mpmd_transport::SharedBuffer;
 use mpmd_transport::router::{Failure, FailureKind};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::waits::Waits;
 
@@ -19,11 +22,16 @@ pub(crate) type Outcome = Result<SharedBuffer, Arc<Failure>>;
 
 type Callback = Box<dyn FnOnce(&Outcome) + Send>;
 
+/// Called with how work that fills a buffer ended.
+type Verdict = Box<dyn FnOnce(Result<(), Arc<Failure>>) + Send>;
+
 /// One who holds a slot, in [`Inner::counts`].
 const HOLDER: u64 = 1;
 /// One of the uses that were issued and have not picked their input up.
 const USE: u64 = 1 << 32;
-const USES: u64 = ENDED - USE;
+const USES: u64 = ISSUED - USE;
+/// The buffer is there, though it may not be filled yet.
+const ISSUED: u64 = 1 << 61;
 /// The slot has ended.
 const ENDED: u64 = 1 << 62;
 /// The buffer was given up.
@@ -52,16 +60,32 @@ struct Held {
     state: State,
     /// The buffer goes as soon as nothing issued before needs it; later readers get this.
     given_up: Option<Arc<Failure>>,
+    filling: Filling,
+}
+
+/// What of the work that was issued to fill the buffer is known, whoever has the buffer by now.
+#[derive(Default)]
+enum Filling {
+    /// There is none, or it is over and has filled it.
+    #[default]
+    Done,
+    /// It is not over, and these want to know.
+    UnderWay(Vec<Verdict>),
+    Failed(Arc<Failure>),
 }
 
 enum State {
     /// With who is to hear of the end, if anybody.
     Pending(Option<Box<Waiting>>),
+    /// Work was issued that will fill it.
+    Issued(SharedBuffer, Option<Box<Waiting>>),
     Ended(Outcome),
 }
 
 #[derive(Default)]
 struct Waiting {
+    /// To be called when it is issued, or ends before.
+    issued: Vec<Callback>,
     callbacks: Vec<Callback>,
     wakers: Vec<Waker>,
 }
@@ -71,6 +95,9 @@ pub(crate) struct SlotUse(Slot);
 
 /// The writing side.
 pub(crate) struct Promise(Option<Slot>);
+
+/// The writing side of slots that were issued.
+pub(crate) struct IssuedPromises(Option<Arc<[Inner]>>);
 
 /// The writing side of several slots, which end in order.
 pub(crate) struct Promises {
@@ -86,7 +113,7 @@ pub(crate) struct Slots {
 
 impl Inner {
     fn new(state: State, counts: u64) -> Self {
-        let held = Mutex::new(Held { state, given_up: None });
+        let held = Mutex::new(Held { state, given_up: None, filling: Filling::Done });
         Self { counts: AtomicU64::new(counts), held, ended: Condvar::new() }
     }
 
@@ -96,7 +123,7 @@ impl Inner {
         if self.counts.load(Ordering::Acquire) & USES != 0 {
             return;
         }
-        let Held { state: State::Ended(outcome), given_up } = &mut *held else { return };
+        let Held { state: State::Ended(outcome), given_up, .. } = &mut *held else { return };
         if let Some(donated) = given_up.take()
             && outcome.is_ok()
         {
@@ -116,20 +143,28 @@ impl Inner {
     }
 
     fn end(&self, outcome: Outcome) {
-        let mut held = self.held.lock();
+        let held = self.held.lock();
+        self.end_as(held, outcome);
+    }
+
+    fn end_as(&self, mut held: MutexGuard<'_, Held>, outcome: Outcome) {
         // A second holder, however short, would keep a kernel from taking the memory over.
         let shared = match &held.state {
-            State::Pending(Some(waiting)) if !waiting.callbacks.is_empty() => Some(outcome.clone()),
+            State::Pending(Some(waiting)) | State::Issued(_, Some(waiting))
+                if !waiting.callbacks.is_empty() || !waiting.issued.is_empty() =>
+            {
+                Some(outcome.clone())
+            }
             _ => None,
         };
         let before = std::mem::replace(&mut held.state, State::Ended(outcome));
-        let counts = self.counts.fetch_or(ENDED, Ordering::AcqRel);
+        let counts = self.counts.fetch_or(ENDED | ISSUED, Ordering::AcqRel);
         drop(held);
         self.ended.notify_all();
-        if let State::Pending(Some(waiting)) = before {
-            let Waiting { callbacks, wakers } = *waiting;
+        if let State::Pending(Some(waiting)) | State::Issued(_, Some(waiting)) = before {
+            let Waiting { issued, callbacks, wakers } = *waiting;
             if let Some(outcome) = shared {
-                callbacks.into_iter().for_each(|then| then(&outcome));
+                issued.into_iter().chain(callbacks).for_each(|then| then(&outcome));
             }
             wakers.into_iter().for_each(Waker::wake);
         }
@@ -137,6 +172,56 @@ impl Inner {
         if counts & GIVEN_UP != 0 {
             self.release();
         }
+    }
+}
+
+impl Inner {
+    /// The buffer is there, and will be filled by what was issued.
+    fn issue(&self, buffer: SharedBuffer) {
+        let mut held = self.held.lock();
+        let State::Pending(waiting) = &mut held.state else { return };
+        let mut waiting = waiting.take();
+        let callbacks =
+            waiting.as_mut().map(|waiting| std::mem::take(&mut waiting.issued)).unwrap_or_default();
+        let shared = (!callbacks.is_empty()).then(|| Ok(buffer.clone()));
+        // Those who wait for the end look again, and go on waiting.
+        let wakers = waiting.as_ref().map(|waiting| waiting.wakers.clone()).unwrap_or_default();
+        held.state = State::Issued(buffer, waiting);
+        held.filling = Filling::UnderWay(Vec::new());
+        self.counts.fetch_or(ISSUED, Ordering::AcqRel);
+        drop(held);
+        self.ended.notify_all();
+        if let Some(outcome) = shared {
+            callbacks.into_iter().for_each(|then| then(&outcome));
+        }
+        wakers.into_iter().for_each(Waker::wake);
+    }
+
+    /// What was issued has filled the buffer, or has failed. Somebody may have taken the buffer before.
+    fn end_issued(&self, result: Result<(), Arc<Failure>>) {
+        let mut held = self.held.lock();
+        let known = result.clone().map_or_else(Filling::Failed, |()| Filling::Done);
+        let verdicts = match std::mem::replace(&mut held.filling, known) {
+            Filling::UnderWay(verdicts) => verdicts,
+            Filling::Done | Filling::Failed(_) => Vec::new(),
+        };
+        match std::mem::replace(&mut held.state, State::Pending(None)) {
+            State::Issued(buffer, waiting) => {
+                held.state = State::Pending(waiting);
+                let (outcome, buffer) = match &result {
+                    Ok(()) => (Ok(buffer), None),
+                    Err(failure) => (Err(failure.clone()), Some(buffer)),
+                };
+                self.end_as(held, outcome);
+                drop(buffer);
+            }
+            // Its last holder is gone, or a kernel has taken it over.
+            before => {
+                held.state = before;
+                drop(held);
+            }
+        }
+        verdicts.into_iter().for_each(|then| then(result.clone()));
     }
 }
 
@@ -185,7 +270,90 @@ impl Slot {
     pub(crate) fn peek(&self) -> Option<Outcome> {
         match &self.inner().held.lock().state {
             State::Ended(outcome) => Some(outcome.clone()),
-            State::Pending(_) => None,
+            State::Pending(_) | State::Issued(..) => None,
+        }
+    }
+
+    /// Whether its buffer is there, filled or not, or never will be. Costs a look at one word.
+    pub(crate) fn has_issued(&self) -> bool {
+        self.inner().counts.load(Ordering::Acquire) & ISSUED != 0
+    }
+
+    /// The buffer, filled or not, if it is there.
+    pub(crate) fn peek_issued(&self) -> Option<Outcome> {
+        self.inner().held.lock().issued()
+    }
+
+    /// Sleeps until the buffer is there, filled or not, or until `deadline`. Mostly [`Waits::wait_issued`] is what is
+    /// wanted.
+    pub(crate) fn wait_issued_until(&self, deadline: Option<Instant>) -> Option<Outcome> {
+        let Inner { held, ended, .. } = self.inner();
+        let mut held = held.lock();
+        loop {
+            if let Some(outcome) = held.issued() {
+                return Some(outcome);
+            }
+            match deadline {
+                Some(deadline) if ended.wait_until(&mut held, deadline).timed_out() => return held.issued(),
+                Some(_) => {}
+                None => ended.wait(&mut held),
+            }
+        }
+    }
+
+    /// Calls `then` with the buffer as soon as it is there, filled or not: now, or on the thread that issues or
+    /// ends it. `then` must be short.
+    pub(crate) fn on_issued(&self, then: impl FnOnce(&Outcome) + Send + 'static) {
+        let mut held = self.inner().held.lock();
+        if let Some(outcome) = held.issued() {
+            drop(held);
+            return then(&outcome);
+        }
+        if let State::Pending(waiting) = &mut held.state {
+            waiting.get_or_insert_default().issued.push(Box::new(then));
+        }
+    }
+
+    /// Calls `then` with how the work that fills the buffer ended, once it has: now, or on the thread that ends it. To be
+    /// asked of a slot that was issued: the buffer may be somebody else's by then. `then` must be short.
+    pub(crate) fn on_verdict(&self, then: impl FnOnce(Result<(), Arc<Failure>>) + Send + 'static) {
+        let mut held = self.inner().held.lock();
+        let known = match &mut held.filling {
+            Filling::UnderWay(verdicts) => {
+                verdicts.push(Box::new(then));
+                return;
+            }
+            Filling::Done => Ok(()),
+            Filling::Failed(failure) => Err(failure.clone()),
+        };
+        drop(held);
+        then(known);
+    }
+
+    /// As [`take`](Self::take), of a slot whose buffer may not be filled yet: its [fences](SharedBuffer::ready) say
+    /// when it is. Where somebody is to have it when it is filled, it is shared with them, as it is with who peeks.
+    pub(crate) fn take_issued(&self, donated: Arc<Failure>) -> Option<Outcome> {
+        let inner = self.inner();
+        let mut held = inner.held.lock();
+        if let State::Issued(buffer, Some(waiting)) = &held.state
+            && !waiting.callbacks.is_empty()
+        {
+            let shared = buffer.clone();
+            held.given_up = Some(donated);
+            inner.counts.fetch_or(GIVEN_UP, Ordering::AcqRel);
+            return Some(Ok(shared));
+        }
+        match std::mem::replace(&mut held.state, State::Pending(None)) {
+            State::Issued(buffer, waiting) => {
+                held.state = State::Pending(waiting);
+                inner.end_as(held, Err(donated));
+                Some(Ok(buffer))
+            }
+            before => {
+                held.state = before;
+                drop(held);
+                self.take(donated)
+            }
         }
     }
 
@@ -196,10 +364,10 @@ impl Slot {
         loop {
             match &held.state {
                 State::Ended(outcome) => return Some(outcome.clone()),
-                State::Pending(_) => match deadline {
+                State::Pending(_) | State::Issued(..) => match deadline {
                     Some(deadline) => {
                         if ended.wait_until(&mut held, deadline).timed_out()
-                            && matches!(held.state, State::Pending(_))
+                            && !matches!(held.state, State::Ended(_))
                         {
                             return None;
                         }
@@ -216,7 +384,9 @@ impl Slot {
     pub(crate) fn on_end(&self, then: impl FnOnce(&Outcome) + Send + 'static) {
         let mut held = self.inner().held.lock();
         match &mut held.state {
-            State::Pending(waiting) => waiting.get_or_insert_default().callbacks.push(Box::new(then)),
+            State::Pending(waiting) | State::Issued(_, waiting) => {
+                waiting.get_or_insert_default().callbacks.push(Box::new(then));
+            }
             State::Ended(outcome) => {
                 let outcome = outcome.clone();
                 drop(held);
@@ -229,7 +399,7 @@ impl Slot {
     pub(crate) fn poll(&self, waker: &Waker) -> Poll<Outcome> {
         match &mut self.inner().held.lock().state {
             State::Ended(outcome) => Poll::Ready(outcome.clone()),
-            State::Pending(waiting) => {
+            State::Pending(waiting) | State::Issued(_, waiting) => {
                 let wakers = &mut waiting.get_or_insert_default().wakers;
                 if !wakers.iter().any(|known| known.will_wake(waker)) {
                     wakers.push(waker.clone());
@@ -239,12 +409,24 @@ impl Slot {
         }
     }
 
+    /// As [`poll`](Self::poll), for the buffer, filled or not. The waker is woken again when it ends.
+    pub(crate) fn poll_issued(&self, waker: &Waker) -> Poll<Outcome> {
+        match self.peek_issued() {
+            Some(outcome) => Poll::Ready(outcome),
+            None => match self.poll(waker) {
+                // It was issued in between: that waker may come too late.
+                Poll::Pending => self.peek_issued().map_or(Poll::Pending, Poll::Ready),
+                ready => ready,
+            },
+        }
+    }
+
     /// Takes the buffer of an ended slot away; whoever reads it later gets `donated`.
     pub(crate) fn take(&self, donated: Arc<Failure>) -> Option<Outcome> {
         match &mut self.inner().held.lock().state {
             State::Ended(outcome) if outcome.is_ok() => Some(std::mem::replace(outcome, Err(donated))),
             State::Ended(outcome) => Some(outcome.clone()),
-            State::Pending(_) => None,
+            State::Pending(_) | State::Issued(..) => None,
         }
     }
 
@@ -264,6 +446,16 @@ impl Slot {
             inner.counts.fetch_or(GIVEN_UP, Ordering::AcqRel);
         }
         inner.release();
+    }
+}
+
+impl Held {
+    fn issued(&self) -> Option<Outcome> {
+        match &self.state {
+            State::Ended(outcome) => Some(outcome.clone()),
+            State::Issued(buffer, _) => Some(Ok(buffer.clone())),
+            State::Pending(_) => None,
+        }
     }
 }
 
@@ -302,6 +494,21 @@ impl SlotUse {
     pub(crate) fn wait(self, waits: &Waits) -> Outcome {
         waits.wait(&self.0, None).expect("no deadline was set")
     }
+
+    /// Whether the buffer is there, filled or not.
+    pub(crate) fn has_issued(&self) -> bool {
+        self.0.has_issued()
+    }
+
+    /// Blocks until the buffer is there, filled or not.
+    pub(crate) fn wait_issued(&self, waits: &Waits) -> Outcome {
+        waits.wait_issued(&self.0)
+    }
+
+    /// The slot it is a use of.
+    pub(crate) fn slot(&self) -> &Slot {
+        &self.0
+    }
 }
 
 impl Drop for SlotUse {
@@ -322,6 +529,38 @@ impl Promise {
             slot.inner().end(outcome);
         }
     }
+
+    /// The buffer is there, and work was issued that fills it: the slot ends when that does.
+    pub(crate) fn issue(mut self, buffer: SharedBuffer) -> IssuedPromises {
+        let all = self.0.take().map(|slot| {
+            slot.inner().issue(buffer);
+            slot.all.clone()
+        });
+        IssuedPromises(all)
+    }
+}
+
+impl IssuedPromises {
+    /// What was issued has filled the buffers, or has failed.
+    pub(crate) fn end(mut self, result: Result<(), Arc<Failure>>) {
+        self.end_all(&result);
+    }
+
+    fn end_all(&mut self, result: &Result<(), Arc<Failure>>) {
+        let Some(all) = self.0.take() else { return };
+        for inner in &*all {
+            inner.end_issued(result.clone());
+            if all.len() > 1 {
+                inner.let_go(true);
+            }
+        }
+    }
+}
+
+impl Drop for IssuedPromises {
+    fn drop(&mut self) {
+        self.end_all(&Err(abandoned()));
+    }
 }
 
 impl Drop for Promise {
@@ -339,6 +578,20 @@ impl Promises {
         self.next += 1;
         inner.end(outcome);
         inner.let_go(self.all.len() > 1);
+    }
+
+    /// The buffers of all slots are there, and work was issued that fills them: the slots end when that does.
+    ///
+    /// To be called before any of them has ended. Slots for which there is no buffer fail.
+    pub(crate) fn issue(mut self, mut buffers: impl Iterator<Item = SharedBuffer>) -> IssuedPromises {
+        for inner in &*self.all {
+            match buffers.next() {
+                Some(buffer) => inner.issue(buffer),
+                None => inner.end(Err(abandoned())),
+            }
+        }
+        self.next = self.all.len() as u32;
+        IssuedPromises(Some(self.all.clone()))
     }
 
     /// Ends the slots that are left with this failure.
@@ -410,6 +663,81 @@ mod tests {
         assert!(slot.peek().unwrap().is_ok(), "one use is left");
         drop(second);
         assert_eq!(slot.peek().unwrap().unwrap_err().kind, FailureKind::Donated);
+    }
+
+    #[test]
+    fn who_can_come_after_work_of_a_device_has_the_buffer_before_it_is_filled() {
+        let (promise, slot) = Slot::new();
+        let seen = Arc::new(AtomicUsize::new(0));
+        let (issued, ended) = (seen.clone(), seen.clone());
+        slot.on_issued(move |outcome| {
+            assert!(outcome.is_ok());
+            issued.fetch_add(1, Ordering::Relaxed);
+        });
+        slot.on_end(move |_| {
+            ended.fetch_add(10, Ordering::Relaxed);
+        });
+        let waiting = slot.clone();
+        let thread = std::thread::spawn(move || waiting.wait_issued_until(None).unwrap().unwrap().len());
+        let end = promise.issue(vec![1u8, 2].into());
+        assert_eq!(thread.join().unwrap(), 2);
+        assert!(slot.has_issued() && !slot.has_ended() && slot.peek().is_none());
+        assert_eq!(slot.peek_issued().unwrap().unwrap().len(), 2);
+        assert!(slot.wait_until(Some(Instant::now() + Duration::from_millis(2))).is_none());
+        assert_eq!(seen.load(Ordering::Relaxed), 1);
+        end.end(Ok(()));
+        assert_eq!(seen.load(Ordering::Relaxed), 11);
+        assert_eq!(slot.wait_until(None).unwrap().unwrap().len(), 2);
+        slot.on_issued(|outcome| assert!(outcome.is_ok()));
+    }
+
+    #[test]
+    fn what_was_issued_may_fail_and_may_be_taken_over_before_it_ends() {
+        let failure = || Arc::new(Failure::new(FailureKind::Kernel, mpmd_transport::ProcessId(0), 4, "no"));
+        let pool = mpmd_transport::Pool::new("test", None);
+        let block = || pool.allocate(1).unwrap().freeze();
+        let (promises, slots) = Slot::several(2);
+        let slots: Vec<Slot> = slots.collect();
+        let end = promises.issue([block(), block()].into_iter());
+        let taken = slots[0].take_issued(failure()).unwrap().unwrap();
+        assert!(taken.into_owned().is_ok(), "nobody else holds it");
+        assert!(slots[0].peek().unwrap().is_err() && !slots[1].has_ended());
+        end.end(Err(failure()));
+        assert_eq!(slots[1].peek().unwrap().unwrap_err().message, "no");
+        assert_eq!(pool.stats().live, 0);
+        let (promises, slots) = Slot::several(2);
+        let slots: Vec<Slot> = slots.collect();
+        drop(promises.issue([block()].into_iter()));
+        assert!(slots.iter().all(|slot| slot.peek().unwrap().is_err()), "never a wait without an end");
+        drop(slots);
+        assert_eq!(pool.stats().live, 0);
+    }
+
+    #[test]
+    fn who_asked_before_a_buffer_is_taken_has_it_when_it_is_filled_and_a_verdict_outlives_it() {
+        let failure = || Arc::new(Failure::new(FailureKind::Donated, mpmd_transport::ProcessId(0), 4, "no"));
+        let told = Arc::new(Mutex::new(Vec::new()));
+        for result in [Ok(()), Err(failure())] {
+            let (promise, slot) = Slot::new();
+            let ends = told.clone();
+            slot.on_end(move |outcome| ends.lock().push(outcome.is_ok()));
+            let end = promise.issue(vec![1u8].into());
+            assert!(slot.take_issued(failure()).unwrap().unwrap().into_owned().is_err(), "it is shared");
+            end.end(result.clone());
+            assert_eq!(std::mem::take(&mut *told.lock()), [result.is_ok()]);
+            assert!(slot.peek().unwrap().is_err(), "later readers hear of the donation, or of the failure");
+
+            let (promise, slot) = Slot::new();
+            let end = promise.issue(vec![1u8].into());
+            let ends = told.clone();
+            slot.on_verdict(move |result| ends.lock().push(result.is_ok()));
+            assert!(slot.take_issued(failure()).unwrap().unwrap().into_owned().is_ok());
+            assert!(told.lock().is_empty(), "it was taken, and is not filled");
+            end.end(result.clone());
+            let ends = told.clone();
+            slot.on_verdict(move |result| ends.lock().push(result.is_ok()));
+            assert_eq!(std::mem::take(&mut *told.lock()), [result.is_ok(); 2]);
+        }
     }
 
     #[test]

@@ -1,12 +1,15 @@
 //! Devices, the processes that own them, and meshes of them.
 
+mod kind;
 mod links;
 pub(crate) mod mesh;
+mod ordinals;
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
+pub use kind::DeviceKind;
 pub use links::{Link, LinkClass, Links};
 pub use mesh::Mesh;
 pub use mpmd_transport::ProcessId;
@@ -26,16 +29,6 @@ impl fmt::Display for DeviceId {
 }
 
 impl Leaf for DeviceId {}
-
-/// What a device is.
-#[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum DeviceKind {
-    /// A thread of its own on the host's processors.
-    Cpu,
-    /// A CUDA graphics processor.
-    Cuda,
-}
 
 /// A device of the job.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
@@ -100,6 +93,14 @@ pub enum MeshError {
         /// How many processes there are.
         processes: usize,
         /// Hosts given.
+        found: usize,
+    },
+    /// There is neither one kind of devices for all processes nor one for each.
+    #[error("{found} kinds of devices are given for {processes} processes: one for all, or one for each")]
+    KindCount {
+        /// How many processes there are.
+        processes: usize,
+        /// Kinds given.
         found: usize,
     },
     /// The sizes of the axes do not multiply to the number of devices.
@@ -204,6 +205,25 @@ impl Topology {
         Ok(self.with(|inner| inner.hosts = hosts))
     }
 
+    /// The same job with devices of these kinds: one kind for the devices of all processes, or one for those of each
+    /// process, in order. Without it all are [`DeviceKind::Cpu`].
+    ///
+    /// # Errors
+    ///
+    /// Fails where there is neither one kind nor one for each process.
+    pub fn of_kinds(&self, kinds: &[DeviceKind]) -> Result<Self, MeshError> {
+        let processes = self.processes();
+        if kinds.len() != 1 && kinds.len() != processes {
+            return Err(MeshError::KindCount { processes, found: kinds.len() });
+        }
+        Ok(self.with(|inner| {
+            for device in &mut inner.devices {
+                // One for all, where there is but one.
+                device.kind = kinds.get(device.process.index()).copied().unwrap_or(kinds[0]);
+            }
+        }))
+    }
+
     /// The same job with links of these costs.
     #[must_use]
     pub fn with_links(&self, links: Links) -> Self {
@@ -265,6 +285,16 @@ impl Topology {
         self.device(device).map(|device| device.process)
     }
 
+    /// What a device is; `None` where the job has no such device.
+    pub fn kind_of(&self, device: DeviceId) -> Option<DeviceKind> {
+        self.device(device).map(|device| device.kind)
+    }
+
+    /// Whether a process owns devices of this kind.
+    pub fn has_kind(&self, process: ProcessId, kind: DeviceKind) -> bool {
+        self.devices_of(process).iter().any(|device| self.kind_of(*device) == Some(kind))
+    }
+
     /// The devices of a process, ascending; none for an unknown process.
     pub fn devices_of(&self, process: ProcessId) -> &[DeviceId] {
         self.inner.owned.get(process.index()).map_or(&[], Vec::as_slice)
@@ -287,6 +317,7 @@ impl Topology {
         let mut fingerprint = Fingerprint::new("topology");
         fingerprint
             .words(devices.iter().map(|device| u64::from(device.id.0) << 32 | u64::from(device.process.0)));
+        fingerprint.words(devices.iter().map(|device| device.kind as u64));
         fingerprint.words(hosts.iter().map(|host| u64::from(*host)));
         for class in LinkClass::ALL {
             let Link { latency_ns, bytes_per_us } = links.of(class);
@@ -352,6 +383,25 @@ mod tests {
         assert_eq!(class(1, 8), None);
         assert_eq!(topology.on_hosts(&[0]).unwrap_err().to_string(), "1 hosts are given for 4 processes");
         assert_ne!(topology, Topology::even(4, 2));
+    }
+
+    #[test]
+    fn devices_are_of_one_kind_or_of_one_for_each_process() {
+        use DeviceKind::{Cpu, Cuda};
+        let topology = Topology::even(3, 2);
+        let kinds = |topology: &Topology| (0..6).map(|id| topology.kind_of(DeviceId(id))).collect::<Vec<_>>();
+        assert_eq!(kinds(&topology), [Some(Cpu); 6]);
+        assert_eq!(kinds(&topology.of_kinds(&[Cuda]).unwrap()), [Some(Cuda); 6]);
+        let mixed = topology.of_kinds(&[Cuda, Cpu, Cuda]).unwrap();
+        assert_eq!(kinds(&mixed), [Cuda, Cuda, Cpu, Cpu, Cuda, Cuda].map(Some));
+        assert_eq!(mixed.kind_of(DeviceId(6)), None);
+        assert!(mixed.has_kind(ProcessId(0), Cuda) && !mixed.has_kind(ProcessId(1), Cuda));
+        for wrong in [&[][..], &[Cpu, Cuda]] {
+            let processes = 3;
+            assert_eq!(topology.of_kinds(wrong), Err(MeshError::KindCount { processes, found: wrong.len() }));
+        }
+        assert_ne!(mixed.fingerprint(), topology.fingerprint());
+        assert_ne!(mixed.fingerprint(), topology.of_kinds(&[Cuda]).unwrap().fingerprint());
     }
 
     #[test]

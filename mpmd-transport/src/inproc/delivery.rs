@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::memory::{Loan, OwnedBuffer, SharedBuffer};
+use crate::memory::{DevicePlace, Loan, OwnedBuffer, SharedBuffer};
 use crate::transport::{Fetch, FetchDone, Handler, Payload, TransportError};
 use crate::wire::{Header, Kind, ProcessId};
 
@@ -67,9 +67,11 @@ impl Delivery {
 
     fn lend(&self, handler: &dyn Handler, from: ProcessId, message: u64, header: Header) {
         let Ok(payload) = self.core.deliver(from, message) else { return };
+        let is_empty = payload.as_ref().is_none_or(SharedBuffer::is_empty);
+        // What makes the bytes is known here as it is there: all are one process.
+        let ready = payload.as_ref().map(|payload| payload.ready().clone()).unwrap_or_default();
         let loan = Lent { core: self.core.clone(), from, message, payload };
-        let is_empty = loan.bytes().is_empty();
-        let payload = SharedBuffer::lent(Box::new(loan));
+        let payload = SharedBuffer::lent_later(Box::new(loan), ready);
         // Without bytes nothing is lent: the message ends here.
         handler.arrived(from, header, if is_empty { Payload::Empty } else { Payload::Lent(payload) });
         self.core.kept(from, message);
@@ -99,7 +101,11 @@ struct Lent {
 
 impl Loan for Lent {
     fn bytes(&self) -> &[u8] {
-        self.payload.as_deref().unwrap_or_default()
+        self.payload.as_ref().filter(|payload| payload.device().is_none()).map_or(&[], |payload| payload)
+    }
+
+    fn device(&self) -> Option<DevicePlace> {
+        self.payload.as_ref()?.device()
     }
 }
 

@@ -1,5 +1,6 @@
 //! Arenas: where the segments of a process come from, and who else may see them.
 
+use std::any::Any;
 use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -8,6 +9,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use parking_lot::Mutex;
 
 use super::segment::{Segment, check_file_limit};
+use super::{DeviceAllocator, DeviceMemory};
 
 /// A process that may not have files so long does not share memory: most programs would find no room in it.
 const LEAST_FILE: u64 = 1 << 30;
@@ -21,19 +23,52 @@ pub struct Arena {
 }
 
 pub(super) struct Inner {
-    shared: bool,
+    kind: Kind,
     next: AtomicU32,
     /// Numbers of segments that are no more, until their readers are told.
-    retired: Mutex<Vec<u32>>,
-    reclaim: OnceLock<Reclaim>,
+    retired: Mutex<Vec<Retired>>,
+    reclaim: Arc<OnceLock<Reclaim>>,
+    pin: OnceLock<Pin>,
+}
+
+/// What segments are.
+enum Kind {
+    Private,
+    /// Files in memory.
+    Shared,
+    Device(Arc<dyn DeviceAllocator>),
+}
+
+/// A segment that is no more, of which others may still have to be told.
+pub(crate) struct Retired {
+    pub(crate) number: u32,
+    /// What it was made of, where that is a device's: others may have it open.
+    pub(crate) memory: Option<Box<dyn DeviceMemory>>,
 }
 
 type Reclaim = Box<dyn Fn() + Send + Sync>;
 
+/// Keeps the pages of a new mapping, by its address and length, in their place for devices, until what it returns is dropped;
+/// `None` where they are not to be, or cannot.
+pub type Pin = Box<dyn Fn(usize, usize) -> Option<Box<dyn Any + Send + Sync>> + Send + Sync>;
+
 impl Arena {
     /// An arena for this process alone.
     pub fn private() -> Self {
-        Self::new(false)
+        Self::new(Kind::Private)
+    }
+
+    /// An arena in the memory of a device.
+    pub fn device(allocator: Arc<dyn DeviceAllocator>) -> Self {
+        Self::new(Kind::Device(allocator))
+    }
+
+    /// An arena in the memory of a device, from which blocks may be lent beside those of this one: where they are short,
+    /// what others are done with comes back as it does here.
+    pub fn device_beside(&self, allocator: Arc<dyn DeviceAllocator>) -> Self {
+        let (next, retired, pin) = Default::default();
+        let (kind, reclaim) = (Kind::Device(allocator), self.inner.reclaim.clone());
+        Self { inner: Arc::new(Inner { kind, next, retired, reclaim, pin }) }
     }
 
     /// An arena whose segments other processes can map.
@@ -44,18 +79,32 @@ impl Arena {
     pub fn shared() -> io::Result<Self> {
         check_file_limit(LEAST_FILE)?;
         Segment::shared(4096)?;
-        Ok(Self::new(true))
+        Ok(Self::new(Kind::Shared))
     }
 
-    fn new(shared: bool) -> Self {
-        let (next, retired, reclaim) = Default::default();
-        Self { inner: Arc::new(Inner { shared, next, retired, reclaim }) }
+    fn new(kind: Kind) -> Self {
+        let (next, retired, reclaim, pin) = Default::default();
+        Self { inner: Arc::new(Inner { kind, next, retired, reclaim, pin }) }
     }
 
     /// Maps a new segment of `bytes`.
     pub(super) fn map(&self, bytes: usize) -> io::Result<Arc<Segment>> {
-        let map = if self.inner.shared { Segment::shared } else { Segment::private };
-        map(bytes).map(Arc::new)
+        let segment = match &self.inner.kind {
+            Kind::Private => Segment::private(bytes),
+            Kind::Shared => Segment::shared(bytes),
+            Kind::Device(allocator) => return Segment::of_device(allocator.allocate(bytes)?).map(Arc::new),
+        }?;
+        if let Some(pin) = self.inner.pin.get()
+            && let Some(pinned) = pin(segment.start().addr().get(), bytes)
+        {
+            segment.keep_pin(pinned);
+        }
+        Ok(Arc::new(segment))
+    }
+
+    /// Sets what keeps the pages of segments in their place for devices: those mapped from now on. The first counts.
+    pub fn on_map(&self, pin: Pin) {
+        let _ = self.inner.pin.set(pin);
     }
 
     /// A number that no segment has had that this process gives to others.
@@ -81,20 +130,32 @@ impl Arena {
         }
     }
 
-    /// Numbers of segments that are no more, each told once.
-    pub(crate) fn take_retired(&self) -> Vec<u32> {
+    /// Segments that are no more, each told once.
+    pub(crate) fn take_retired(&self) -> Vec<Retired> {
         std::mem::take(&mut self.inner.retired.lock())
     }
 }
 
 impl Inner {
-    pub(super) fn retire(&self, number: u32) {
-        self.retired.lock().push(number);
+    pub(super) fn retire(&self, segment: Retired) {
+        self.retired.lock().push(segment);
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // Nobody is left who could hear that others have closed it. The process is about to end, which frees it.
+        self.retired.get_mut().drain(..).for_each(|segment| std::mem::forget(segment.memory));
     }
 }
 
 impl fmt::Debug for Arena {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Arena").field("shared", &self.inner.shared).finish_non_exhaustive()
+        let kind = match self.inner.kind {
+            Kind::Private => "private",
+            Kind::Shared => "shared",
+            Kind::Device(_) => "device",
+        };
+        f.debug_struct("Arena").field("kind", &kind).finish_non_exhaustive()
     }
 }

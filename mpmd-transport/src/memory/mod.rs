@@ -5,19 +5,30 @@
 //! for the next allocation of its size class, because fresh pages cost tens of times more than reused
 //! ones. An [`OwnedBuffer`] has one owner who may write; [frozen](OwnedBuffer::freeze) it becomes a
 //! [`SharedBuffer`], which never changes again and goes back to its pool when the last holder drops it.
+//!
+//! Blocks may be in the memory of a [device](DeviceMemory): nobody but its own work reaches their bytes. What of that is still
+//! to come is in their [`Fences`], and memory goes back only when those are over.
 
 mod arena;
 mod count;
+mod device;
+mod fence;
 mod parts;
 mod pool;
 mod segment;
 
 use std::fmt;
+use std::mem::take;
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
 
-pub use arena::Arena;
+use parking_lot::Mutex;
+
+pub(crate) use arena::Retired;
+pub use arena::{Arena, Pin};
 pub use count::{Allocations, CountingAllocator};
+pub use device::{Arriving, DeviceAllocator, DeviceMemory, DevicePlace, DeviceSharing, MOST_WORDS};
+pub use fence::{Fence, Fences};
 pub use parts::Divided;
 pub use pool::{OutOfMemory, Pool, PoolStats, Reservation};
 pub use segment::Segment;
@@ -36,16 +47,61 @@ enum Backing {
 }
 
 /// Bytes with one owner, who may write them.
+///
+/// Where they are a [device's](OwnedBuffer::device), they cannot be looked at as the host's: to do so panics.
 pub struct OwnedBuffer {
     backing: Backing,
     len: usize,
+    /// Of work that uses the bytes: who writes them waits for it first.
+    fences: Fences,
 }
 
 impl OwnedBuffer {
     /// The same bytes, from now on immutable and shareable.
     pub fn freeze(self) -> SharedBuffer {
         let range = 0..self.len;
-        SharedBuffer { whole: Arc::new(Whole::Owned(self)), range }
+        SharedBuffer { whole: Arc::new(Whole::new(Memory::Owned(self))), range }
+    }
+
+    /// Where the bytes are, where that is a device's memory.
+    pub fn device(&self) -> Option<DevicePlace> {
+        match &self.backing {
+            Backing::Block(block) => block.device().map(|place| DevicePlace { bytes: self.len, ..place }),
+            Backing::Part(_) | Backing::Vec(_) => None,
+        }
+    }
+
+    /// Prepares this thread for libraries that are given these bytes, where they are a [device's](DeviceMemory::bind).
+    #[cfg(feature = "ucx")]
+    pub(crate) fn bind(&self) -> std::io::Result<()> {
+        match &self.backing {
+            Backing::Block(block) => block.bind(),
+            Backing::Part(_) | Backing::Vec(_) => Ok(()),
+        }
+    }
+
+    /// Whether devices can copy from and to these bytes, of the host's, by themselves.
+    pub fn is_pinned(&self) -> bool {
+        match &self.backing {
+            Backing::Block(block) => block.is_pinned(),
+            Backing::Part(part) => part.is_pinned(),
+            Backing::Vec(_) => false,
+        }
+    }
+
+    /// What is still to come of work that uses these bytes, before which they must not be written.
+    pub fn fences(&self) -> &Fences {
+        &self.fences
+    }
+
+    /// Work was issued that writes these bytes. Once they are [frozen](Self::freeze) it is what makes them.
+    pub fn add_fence(&mut self, fence: Arc<dyn Fence>) {
+        self.fences.add(fence);
+    }
+
+    /// Forgets the fences: the caller has seen that work which it issued comes after them, and adds its own.
+    pub fn clear_fences(&mut self) {
+        self.fences = Fences::default();
     }
 
     fn place(&self) -> Option<Place> {
@@ -58,7 +114,16 @@ impl OwnedBuffer {
 
     fn of_block(block: Block, len: usize) -> Self {
         debug_assert!(len <= block.capacity());
-        Self { backing: Backing::Block(block), len }
+        Self { backing: Backing::Block(block), len, fences: Fences::default() }
+    }
+}
+
+impl Drop for OwnedBuffer {
+    fn drop(&mut self) {
+        if !self.fences.are_over() {
+            let memory = std::mem::replace(&mut self.backing, Backing::Vec(Vec::new()));
+            take(&mut self.fences).keep(memory);
+        }
     }
 }
 
@@ -66,7 +131,7 @@ impl OwnedBuffer {
 impl From<Vec<u8>> for OwnedBuffer {
     fn from(bytes: Vec<u8>) -> Self {
         let len = bytes.len();
-        Self { backing: Backing::Vec(bytes), len }
+        Self { backing: Backing::Vec(bytes), len, fences: Fences::default() }
     }
 }
 
@@ -102,8 +167,23 @@ impl fmt::Debug for OwnedBuffer {
 ///
 /// What drops it gives it back; dropping must not block.
 pub trait Loan: Send + Sync {
-    /// The bytes: the same place and the same values at every call.
+    /// The bytes: the same place and the same values at every call. None where they are a [device's](Self::device).
     fn bytes(&self) -> &[u8];
+
+    /// Where they are, where that is a device of this process.
+    fn device(&self) -> Option<DevicePlace> {
+        None
+    }
+
+    /// Whether that device reaches them from afar, in the memory of another: they are to be copied.
+    fn is_far(&self) -> bool {
+        false
+    }
+
+    /// Whether their owner may be short of them later: they are to be copied and given back.
+    fn is_limited(&self) -> bool {
+        false
+    }
 
     /// Where they are, if that can be lent on.
     fn place(&self) -> Option<Place> {
@@ -138,22 +218,133 @@ pub struct SharedBuffer {
     range: Range<usize>,
 }
 
-enum Whole {
+struct Whole {
+    memory: Memory,
+    /// Of work that reads the bytes, besides that which makes them.
+    reads: Mutex<Fences>,
+    /// Of work that makes them.
+    ready: Fences,
+}
+
+enum Memory {
     Owned(OwnedBuffer),
     Lent(Box<dyn Loan>),
+    /// While it is dropped.
+    Gone,
+}
+
+impl Whole {
+    fn new(mut memory: Memory) -> Self {
+        let ready = match &mut memory {
+            Memory::Owned(buffer) => take(&mut buffer.fences),
+            Memory::Lent(_) | Memory::Gone => Fences::default(),
+        };
+        Self { memory, reads: Mutex::default(), ready }
+    }
+
+    /// The memory, with all that is still to come of work on it.
+    fn take(&mut self) -> (Memory, Fences) {
+        let mut fences = take(&mut self.ready);
+        fences.add_all(self.reads.get_mut());
+        *self.reads.get_mut() = Fences::default();
+        (std::mem::replace(&mut self.memory, Memory::Gone), fences)
+    }
+
+    fn bytes(&self) -> &[u8] {
+        match &self.memory {
+            Memory::Owned(buffer) => buffer,
+            Memory::Lent(loan) => {
+                assert!(
+                    loan.device().is_none(),
+                    "bytes in the memory of a device are asked for as the host's"
+                );
+                loan.bytes()
+            }
+            Memory::Gone => &[],
+        }
+    }
+}
+
+impl Drop for Whole {
+    fn drop(&mut self) {
+        if !self.ready.are_over() || !self.reads.get_mut().are_over() {
+            let (memory, fences) = self.take();
+            fences.keep(memory);
+        }
+    }
 }
 
 impl SharedBuffer {
     /// Memory of somebody else's, which goes back when the last holder drops it. Nobody gets it as
     /// [its own](Self::into_owned).
     pub fn lent(loan: Box<dyn Loan>) -> Self {
-        let range = 0..loan.bytes().len();
-        Self { whole: Arc::new(Whole::Lent(loan)), range }
+        Self::lent_later(loan, Fences::default())
+    }
+
+    /// As [`SharedBuffer::lent`], of bytes that are there once `ready` are over.
+    pub fn lent_later(loan: Box<dyn Loan>, ready: Fences) -> Self {
+        let bytes = loan.device().map_or_else(|| loan.bytes().len(), |place| place.bytes);
+        let whole = Whole { memory: Memory::Lent(loan), reads: Mutex::default(), ready };
+        Self { whole: Arc::new(whole), range: 0..bytes }
     }
 
     /// Whether these bytes are somebody else's.
     pub fn is_lent(&self) -> bool {
-        matches!(*self.whole, Whole::Lent(_))
+        matches!(self.whole.memory, Memory::Lent(_))
+    }
+
+    /// How many bytes there are; wherever they are.
+    pub fn len(&self) -> usize {
+        self.range.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.range.is_empty()
+    }
+
+    /// Where the bytes are, where that is a device's memory.
+    pub fn device(&self) -> Option<DevicePlace> {
+        let place = match &self.whole.memory {
+            Memory::Owned(buffer) => buffer.device(),
+            Memory::Lent(loan) => loan.device(),
+            Memory::Gone => None,
+        };
+        let part = |place: DevicePlace| DevicePlace {
+            address: place.address + self.range.start as u64,
+            bytes: self.range.len(),
+            ..place
+        };
+        place.map(part)
+    }
+
+    /// As [`OwnedBuffer::bind`].
+    #[cfg(feature = "ucx")]
+    pub(crate) fn bind(&self) -> std::io::Result<()> {
+        match &self.whole.memory {
+            Memory::Owned(buffer) => buffer.bind(),
+            Memory::Lent(_) | Memory::Gone => Ok(()),
+        }
+    }
+
+    /// Whether devices can copy from these bytes, of the host's, by themselves.
+    pub fn is_pinned(&self) -> bool {
+        match &self.whole.memory {
+            Memory::Owned(buffer) => buffer.is_pinned(),
+            Memory::Lent(_) | Memory::Gone => false,
+        }
+    }
+
+    /// What makes the bytes and is not over yet: who reads them on a device comes after it, who reads them otherwise
+    /// waits for it. Where it [has failed](Fences::failure), or where they were lent by a process that is no more, they mean
+    /// nothing, and who would give them to a device fails.
+    pub fn ready(&self) -> &Fences {
+        &self.whole.ready
+    }
+
+    /// Work was issued that reads these bytes: they stay until it is over.
+    pub fn add_read(&self, fence: Arc<dyn Fence>) {
+        self.whole.reads.lock().add(fence);
     }
 
     /// A part of these bytes; moves nothing.
@@ -171,20 +362,29 @@ impl SharedBuffer {
         Self { whole: self.whole.clone(), range: start..start + range.len() }
     }
 
-    /// The buffer back for writing, where this is its only holder and covers all of it.
+    /// The buffer back for writing, where this is its only holder and covers all of it. Work of devices that still reads
+    /// it is in its [fences](OwnedBuffer::fences).
     ///
     /// # Errors
     ///
     /// Returns itself where somebody else holds these bytes or has lent them, or where it is only a part.
     pub fn into_owned(self) -> Result<OwnedBuffer, Self> {
-        let Whole::Owned(buffer) = &*self.whole else { return Err(self) };
+        let Memory::Owned(buffer) = &self.whole.memory else { return Err(self) };
         if self.range != (0..buffer.len) {
             return Err(self);
         }
         let range = self.range;
         match Arc::try_unwrap(self.whole) {
-            Ok(Whole::Owned(buffer)) => Ok(buffer),
-            Ok(lent @ Whole::Lent(_)) => Err(Self { whole: Arc::new(lent), range }),
+            Ok(mut whole) => match whole.take() {
+                (Memory::Owned(mut buffer), fences) => {
+                    buffer.fences = fences;
+                    Ok(buffer)
+                }
+                (memory, ready) => {
+                    let whole = Whole { memory, reads: Mutex::default(), ready };
+                    Err(Self { whole: Arc::new(whole), range })
+                }
+            },
             Err(whole) => Err(Self { whole, range }),
         }
     }
@@ -192,26 +392,34 @@ impl SharedBuffer {
     /// Whether they count against a limit of their pool. Who lends such bytes may be short of them later, so
     /// who gets them copies them and gives them back.
     pub fn is_limited(&self) -> bool {
-        match &*self.whole {
-            Whole::Owned(OwnedBuffer { backing: Backing::Block(block), .. }) => block.is_limited(),
+        match &self.whole.memory {
+            Memory::Owned(OwnedBuffer { backing: Backing::Block(block), .. }) => block.is_limited(),
+            Memory::Lent(loan) => loan.is_limited(),
             _ => false,
         }
     }
 
+    /// Whether these bytes are in the memory of a device that is none of this process's, though [one that is](Self::device)
+    /// reaches them: they are to be copied.
+    pub fn is_far(&self) -> bool {
+        matches!(&self.whole.memory, Memory::Lent(loan) if loan.is_far())
+    }
+
     /// Where these bytes are, if other processes can map it.
     pub(crate) fn place(&self) -> Option<Place> {
-        let place = match &*self.whole {
-            Whole::Owned(buffer) => buffer.place(),
-            Whole::Lent(loan) => loan.place(),
+        let place = match &self.whole.memory {
+            Memory::Owned(buffer) => buffer.place(),
+            Memory::Lent(loan) => loan.place(),
+            Memory::Gone => None,
         };
-        place.map(|place| place.plus(self.range.start)).filter(|place| place.segment.descriptor().is_some())
+        place.map(|place| place.plus(self.range.start)).filter(|place| place.segment.is_shareable())
     }
 
     /// To be called before these bytes are lent; false where they cannot be now. See [`Loan::pass_on`].
     pub(crate) fn pass_on(&self) -> bool {
-        match &*self.whole {
-            Whole::Owned(_) => true,
-            Whole::Lent(loan) => loan.pass_on(),
+        match &self.whole.memory {
+            Memory::Owned(_) | Memory::Gone => true,
+            Memory::Lent(loan) => loan.pass_on(),
         }
     }
 
@@ -231,11 +439,7 @@ impl Deref for SharedBuffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        let bytes = match &*self.whole {
-            Whole::Owned(buffer) => &buffer[..],
-            Whole::Lent(loan) => loan.bytes(),
-        };
-        &bytes[self.range.clone()]
+        &self.whole.bytes()[self.range.clone()]
     }
 }
 
@@ -249,6 +453,7 @@ impl fmt::Debug for SharedBuffer {
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
+    use super::fence::tests::ByHand;
     use super::*;
 
     #[test]
@@ -297,6 +502,102 @@ mod tests {
         assert_eq!((&part[..], back.load(Ordering::Relaxed)), (&[2, 3][..], 0));
         drop(part);
         assert_eq!(back.load(Ordering::Relaxed), 1);
+    }
+
+    #[test]
+    fn memory_that_devices_use_goes_back_when_they_are_done_and_may_be_taken_over_before() {
+        let pool = Pool::new("test", None);
+        let live = || pool.stats().live / Pool::rounded(1);
+        let [writes, reads] = [(); 2].map(|()| Arc::new(ByHand::default()));
+        let mut buffer = pool.allocate(1).unwrap();
+        buffer.add_fence(writes.clone());
+        let shared = buffer.freeze();
+        shared.add_read(reads.clone());
+        assert_eq!(shared.ready().iter().count(), 1, "reads make no values");
+        let owned = shared.into_owned().unwrap();
+        assert_eq!(owned.fences().iter().count(), 2);
+        drop(owned);
+        writes.pass();
+        assert_eq!(live(), 1, "it is still read");
+        reads.pass();
+        assert_eq!(live(), 0);
+
+        let [writes, reads] = [(); 2].map(|()| Arc::new(ByHand::default()));
+        let mut buffer = pool.allocate(1).unwrap();
+        buffer.add_fence(writes.clone());
+        let shared = buffer.freeze();
+        let part = shared.slice(0..1);
+        part.add_read(reads.clone());
+        drop((shared, part));
+        reads.pass();
+        assert_eq!(live(), 1);
+        writes.pass();
+        assert_eq!(live(), 0);
+    }
+
+    /// An allocator of addresses without memory.
+    struct Nowhere;
+
+    struct Addresses(usize);
+
+    impl DeviceAllocator for Nowhere {
+        fn allocate(&self, bytes: usize) -> std::io::Result<Box<dyn DeviceMemory>> {
+            Ok(Box::new(Addresses(bytes)))
+        }
+    }
+
+    impl DeviceMemory for Addresses {
+        fn address(&self) -> u64 {
+            1 << 40
+        }
+
+        fn bytes(&self) -> usize {
+            self.0
+        }
+
+        fn device(&self) -> u32 {
+            3
+        }
+    }
+
+    #[test]
+    fn blocks_of_a_device_have_addresses_of_its_own_and_no_bytes_here() {
+        let pool = Pool::in_arena("test", Some(1 << 20), &Arena::device(Arc::new(Nowhere)));
+        let [first, second] = [(); 2].map(|()| pool.allocate(1000).unwrap());
+        let (first_place, second_place) = (first.device().unwrap(), second.device().unwrap());
+        assert_eq!((first_place.device, first_place.bytes), (3, 1000));
+        assert_eq!(second_place.address - first_place.address, Pool::rounded(1000));
+        let shared = second.freeze().slice(100..300);
+        assert_eq!(shared.len(), 200);
+        let place = shared.device().unwrap();
+        assert_eq!((place.address, place.bytes), (second_place.address + 100, 200));
+        assert!(!shared.is_pinned() && shared.place().is_none());
+        let look = std::panic::AssertUnwindSafe(|| shared[0]);
+        assert!(std::panic::catch_unwind(look).is_err());
+    }
+
+    #[test]
+    fn segments_are_pinned_as_they_are_mapped_and_let_go_before_they_go() {
+        let arena = Arena::private();
+        let pinned = Arc::new(AtomicUsize::new(0));
+        struct Unpin(Arc<AtomicUsize>);
+        impl Drop for Unpin {
+            fn drop(&mut self) {
+                self.0.fetch_sub(1, Ordering::Relaxed);
+            }
+        }
+        let count = pinned.clone();
+        arena.on_map(Box::new(move |address, bytes| {
+            assert!(address.is_multiple_of(4096) && bytes > 0);
+            count.fetch_add(1, Ordering::Relaxed);
+            Some(Box::new(Unpin(count.clone())))
+        }));
+        let pool = Pool::in_arena("test", None, &arena);
+        let buffer = pool.allocate(1 << 20).unwrap();
+        assert!(buffer.is_pinned() && !OwnedBuffer::from(vec![1]).is_pinned());
+        assert_eq!(pinned.load(Ordering::Relaxed), 1);
+        drop((buffer, pool));
+        assert_eq!(pinned.load(Ordering::Relaxed), 0);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::{Backing, OwnedBuffer, Place};
+use super::{Backing, Fences, OwnedBuffer, Place};
 
 /// A buffer that is given out in parts which never overlap, and is whole again when all of them have been
 /// dropped.
@@ -57,7 +57,7 @@ impl Divided {
             self.given.insert(at, range.clone());
         }
         let part = Part { whole: self.whole.clone(), start: range.start };
-        Some(OwnedBuffer { backing: Backing::Part(part), len: range.len() })
+        Some(OwnedBuffer { backing: Backing::Part(part), len: range.len(), fences: Fences::default() })
     }
 
     /// The whole buffer.
@@ -74,6 +74,10 @@ impl Divided {
 impl Part {
     pub(super) fn place(&self) -> Option<Place> {
         self.whole.buffer.place().map(|place| place.plus(self.start))
+    }
+
+    pub(super) fn is_pinned(&self) -> bool {
+        self.whole.buffer.is_pinned()
     }
 
     pub(super) fn bytes(&self, len: usize) -> &[u8] {

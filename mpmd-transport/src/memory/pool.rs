@@ -8,7 +8,7 @@ use std::sync::Arc;
 use parking_lot::{Mutex, MutexGuard};
 
 use super::segment::Segment;
-use super::{ALIGNMENT, Arena, OwnedBuffer, Place};
+use super::{ALIGNMENT, Arena, DevicePlace, OwnedBuffer, Place};
 
 /// Blocks up to this size share segments; larger ones have a segment each.
 const LARGEST_SHARED_CLASS: usize = 512 << 10;
@@ -277,8 +277,8 @@ impl State {
 
     fn carve(&mut self, class: usize) -> Option<Carved> {
         let (segment, used) = self.open.as_mut().filter(|(segment, used)| used + class <= segment.bytes())?;
-        // SAFETY: `used + class` is within the segment, so the address is inside one mapping.
-        let start = unsafe { segment.start().add(*used) };
+        // Within the segment, as was just seen; plain arithmetic, as a device's addresses are no pointers here.
+        let start = NonNull::new(segment.start().as_ptr().wrapping_add(*used))?;
         *used += class;
         Some(Carved { start, capacity: class, segment: segment.clone() })
     }
@@ -385,6 +385,18 @@ unsafe impl Send for Carved {}
 // SAFETY: shared access reads the bytes only; writing needs exclusive access (`Block::bytes_mut`).
 unsafe impl Sync for Carved {}
 
+impl Carved {
+    /// # Panics
+    ///
+    /// Where it is in a device's memory.
+    fn check_host(&self) {
+        assert!(
+            self.segment.device().is_none(),
+            "bytes in the memory of a device are asked for as the host's"
+        );
+    }
+}
+
 /// A carved range in use; goes back to its pool when dropped.
 pub(super) struct Block {
     /// `None` only while being dropped.
@@ -399,6 +411,7 @@ impl Block {
 
     pub(super) fn bytes(&self) -> &[u8] {
         let carved = self.carved();
+        carved.check_host();
         // SAFETY: the range lies in a live mapping (kept by `segment`) that was zero-filled when made,
         // so every byte is initialised; this block is its only owner, and writing needs `&mut self`.
         unsafe { std::slice::from_raw_parts(carved.start.as_ptr(), carved.capacity) }
@@ -406,12 +419,30 @@ impl Block {
 
     pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
         let carved = self.carved();
+        carved.check_host();
         // SAFETY: as in `bytes`, and `&mut self` keeps every other access away.
         unsafe { std::slice::from_raw_parts_mut(carved.start.as_ptr(), carved.capacity) }
     }
 
     pub(super) fn is_limited(&self) -> bool {
         self.pool.inner.limit.is_some()
+    }
+
+    pub(super) fn is_pinned(&self) -> bool {
+        self.carved().segment.is_pinned()
+    }
+
+    /// Prepares this thread for libraries that are given it, where it is a device's.
+    #[cfg(feature = "ucx")]
+    pub(super) fn bind(&self) -> io::Result<()> {
+        self.carved().segment.device().map_or(Ok(()), |memory| memory.bind())
+    }
+
+    /// Where it is, where that is a device.
+    pub(super) fn device(&self) -> Option<DevicePlace> {
+        let Carved { start, segment, capacity } = self.carved();
+        let device = segment.device()?.device();
+        Some(DevicePlace { device, address: start.addr().get() as u64, bytes: *capacity })
     }
 
     pub(super) fn place(&self) -> Place {
@@ -514,7 +545,8 @@ mod tests {
         assert_eq!((pool.stats().live, lent.lock().len()), (0, 0), "the limit is no reason to fail either");
         assert!(arena.take_retired().is_empty());
         pool.trim();
-        assert_eq!(arena.take_retired(), [1], "the segment of the large block had the second number");
+        let retired: Vec<u32> = arena.take_retired().into_iter().map(|segment| segment.number).collect();
+        assert_eq!(retired, [1], "the segment of the large block had the second number");
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Segments: the page-aligned mappings that blocks are carved from, and those that other processes lend.
 
+use std::any::Any;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -11,7 +12,8 @@ use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use rustix::process::{Resource, getrlimit};
 
-use super::arena;
+use super::arena::{Inner, Retired};
+use super::{Arena, DeviceMemory};
 
 /// From this size on pages of 2 MiB are worth asking for.
 const HUGE: usize = 2 << 20;
@@ -29,14 +31,19 @@ pub(crate) struct File {
     number: u64,
 }
 
-/// One mapping; unmapped when dropped.
+/// One mapping, or one allocation of a device's; given back when dropped.
 pub struct Segment {
+    /// On a device an address of its own: never to be read through.
     start: NonNull<u8>,
     bytes: usize,
+    /// What keeps the pages in their place for devices, if anything does. Goes before the mapping does.
+    pin: OnceLock<Box<dyn Any + Send + Sync>>,
+    /// Where the memory is not the host's.
+    device: Option<Box<dyn DeviceMemory>>,
     /// Where other processes can map it too.
     descriptor: Option<OwnedFd>,
     /// What others know it by, once they do, and whom to tell that it is no more.
-    known: OnceLock<(u32, Weak<arena::Inner>)>,
+    known: OnceLock<(u32, Weak<Inner>)>,
 }
 
 // SAFETY: a segment is only an address range that it owns; nothing in it belongs to a thread.
@@ -120,7 +127,38 @@ impl Segment {
 
     fn at(start: *mut std::ffi::c_void, bytes: usize, descriptor: Option<OwnedFd>) -> io::Result<Self> {
         let start = NonNull::new(start.cast()).ok_or_else(|| io::Error::other("mmap returned null"))?;
-        Ok(Self { start, bytes, descriptor, known: OnceLock::new() })
+        Ok(Self { start, bytes, pin: OnceLock::new(), device: None, descriptor, known: OnceLock::new() })
+    }
+
+    /// Memory of a device.
+    pub(crate) fn of_device(memory: Box<dyn DeviceMemory>) -> io::Result<Self> {
+        let start = usize::try_from(memory.address()).unwrap_or(0);
+        let start = NonNull::new(std::ptr::without_provenance_mut(start))
+            .ok_or_else(|| io::Error::other("a device gave memory at no address"))?;
+        Ok(Self {
+            start,
+            bytes: memory.bytes(),
+            pin: OnceLock::new(),
+            device: Some(memory),
+            descriptor: None,
+            known: OnceLock::new(),
+        })
+    }
+
+    /// The device's memory that this is, where it is not the host's.
+    pub(crate) fn device(&self) -> Option<&dyn DeviceMemory> {
+        self.device.as_deref()
+    }
+
+    /// Has `pin` dropped before the mapping goes.
+    pub(super) fn keep_pin(&self, pin: Box<dyn Any + Send + Sync>) {
+        // A second one has nothing to keep.
+        let _ = self.pin.set(pin);
+    }
+
+    /// Whether its pages stay in their place for devices.
+    pub(super) fn is_pinned(&self) -> bool {
+        self.pin.get().is_some()
     }
 
     /// The address of the first byte, aligned to a page.
@@ -138,7 +176,7 @@ impl Segment {
     /// The owner promises that they do not change while they are lent. One that breaks its promise, by a bug,
     /// makes readers see other values; it cannot make them touch memory that is not there.
     pub(crate) fn lent(&self, range: Range<usize>) -> Option<&[u8]> {
-        if range.start > range.end || range.end > self.bytes {
+        if !self.has(&range) || self.device.is_some() {
             return None;
         }
         // SAFETY: the range was just seen to lie within the mapping, which `self` keeps. All of it is
@@ -152,9 +190,19 @@ impl Segment {
         self.descriptor.as_ref().map(AsFd::as_fd)
     }
 
+    /// Whether other processes can map it, or open it.
+    pub(crate) fn is_shareable(&self) -> bool {
+        self.descriptor.is_some() || self.device().is_some_and(|memory| memory.export().is_some())
+    }
+
+    /// Whether there is such a range in it.
+    pub(crate) fn has(&self, range: &Range<usize>) -> bool {
+        range.start <= range.end && range.end <= self.bytes
+    }
+
     /// The number by which others know it, a new one of `arena` where nobody does yet. Never used for another
     /// segment of this process.
-    pub(crate) fn number(&self, arena: &arena::Arena) -> u32 {
+    pub(crate) fn number(&self, arena: &Arena) -> u32 {
         self.known.get_or_init(|| (arena.next_number(), arena.downgrade())).0
     }
 
@@ -194,14 +242,18 @@ pub(super) fn check_file_limit(bytes: u64) -> io::Result<()> {
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        // SAFETY: the range was mapped by a constructor with this length, is unmapped only here, and every
-        // block inside it and every loan of it holds an `Arc` of the segment, so none is left.
-        let unmapped = unsafe { munmap(self.start.as_ptr().cast(), self.bytes) };
-        debug_assert!(unmapped.is_ok(), "a segment's own range can be unmapped");
+        drop(self.pin.take());
+        if self.device.is_none() {
+            // SAFETY: the range was mapped by a constructor with this length, is unmapped only here, and every
+            // block inside it and every loan of it holds an `Arc` of the segment, so none is left.
+            let unmapped = unsafe { munmap(self.start.as_ptr().cast(), self.bytes) };
+            debug_assert!(unmapped.is_ok(), "a segment's own range can be unmapped");
+        }
         if let Some((number, arena)) = self.known.get()
             && let Some(arena) = arena.upgrade()
         {
-            arena.retire(*number);
+            // Others may have a device's memory open: it stays until they have closed it.
+            arena.retire(Retired { number: *number, memory: self.device.take() });
         }
     }
 }

@@ -14,7 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::leaving::Leaving;
 use super::meeting::{Address, Hello, Refusal, name_missing};
-use super::queue::{Command, Queue};
+use super::queue::{Command, Met, Queue};
 use super::rest::{Idle, Rest};
 use super::result::Way;
 use super::roll_call::RollCall;
@@ -53,6 +53,8 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 /// Who a peer is, and how it stands with it.
 pub(super) struct Peer {
     pub(super) endpoint: Option<EndpointId>,
+    /// Whether its UCX moves memory of CUDA devices.
+    moves_cuda: bool,
     /// What it has to say with each message.
     pub(super) expected: u32,
     /// What it wants to hear with each message; known from its hello.
@@ -73,6 +75,8 @@ pub(super) struct Peer {
 
 pub(super) struct Engine {
     pub(super) worker: Worker,
+    /// Whether its UCX moves memory of CUDA devices.
+    moves_cuda: bool,
     pub(super) queue: Arc<Queue>,
     pub(super) me: ProcessId,
     /// By process; this process's own entry stands still.
@@ -98,7 +102,7 @@ pub(super) struct Engine {
 /// Until every peer was heard.
 struct Meeting {
     config: UcxConfig,
-    reply: Sender<Result<Vec<String>, TransportError>>,
+    reply: Sender<Result<Met, TransportError>>,
     until: Instant,
     failed: Option<TransportError>,
 }
@@ -137,10 +141,12 @@ impl Engine {
         let wrong = |error: super::result::UcxError| error.environment("opening UCX");
         worker.descriptor().map_err(wrong)?;
         let ucx = sys::library().map(sys::Library::version).unwrap_or_default();
-        let address = Address::format(&worker.address().map_err(wrong)?, &ucx);
+        let moves_cuda = worker.moves_cuda();
+        let address = Address::format(&worker.address().map_err(wrong)?, &ucx, moves_cuda);
         let engine = Self {
             queue: Arc::new(Queue::new(worker.signal())),
             worker,
+            moves_cuda,
             me: ProcessId(0),
             peers: Vec::new(),
             processes: HashMap::new(),
@@ -249,7 +255,7 @@ impl Engine {
         }
     }
 
-    fn connect(&mut self, config: UcxConfig, reply: Sender<Result<Vec<String>, TransportError>>) {
+    fn connect(&mut self, config: UcxConfig, reply: Sender<Result<Met, TransportError>>) {
         self.worker.copy_into(config.pool.clone());
         self.me = config.process;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -258,6 +264,7 @@ impl Engine {
         self.peers = (0..config.peers.len())
             .map(|peer| Peer {
                 endpoint: None,
+                moves_cuda: false,
                 expected: random.hash_one(peer) as u32,
                 pass: None,
                 down: None,
@@ -291,6 +298,7 @@ impl Engine {
                 })?;
             self.processes.insert(endpoint, peer);
             self.peers[peer.index()].endpoint = Some(endpoint);
+            self.peers[peer.index()].moves_cuda = address.moves_cuda;
             let hello = Hello {
                 from: config.process,
                 to: peer,
@@ -342,7 +350,7 @@ impl Engine {
                 self.meeting = Some(meeting);
                 return;
             }
-            None if silent.is_empty() => Ok(self.lanes()),
+            None if silent.is_empty() => Ok(self.met()),
             None if late => {
                 let what = name_missing(&silent, self.peers.len());
                 Err(TransportError::TimedOut { what, patience: meeting.config.patience })
@@ -354,6 +362,11 @@ impl Engine {
         };
         // Who does not wait any more has dropped what would have been connected.
         let _ = meeting.reply.send(outcome);
+    }
+
+    fn met(&self) -> Met {
+        let moves_cuda = self.peers.iter().map(|peer| self.moves_cuda && peer.moves_cuda);
+        Met { lanes: self.lanes(), moves_cuda: moves_cuda.collect() }
     }
 
     /// What carries messages to each peer.

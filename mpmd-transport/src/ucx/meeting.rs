@@ -7,19 +7,26 @@ use crate::transport::TransportError;
 use crate::wire::{ProcessId, VERSION};
 
 /// How a worker's address is written among the addresses of a process:
-/// `wire version/UCX version/checksum/hex`. UCX reads addresses without looking at their length, so a damaged
+/// `wire version/UCX version/checksum/hex`, with `/cuda` behind it where its UCX moves the memory of CUDA devices. UCX reads addresses without looking at their length, so a damaged
 /// one must not get there.
 pub(super) struct Address {
     pub(super) worker: Vec<u8>,
+    pub(super) moves_cuda: bool,
 }
+
+const CUDA: &str = "cuda";
 
 impl Address {
     /// The text for a worker's address.
-    pub(super) fn format(worker: &[u8], ucx: &str) -> String {
+    pub(super) fn format(worker: &[u8], ucx: &str, moves_cuda: bool) -> String {
         let mut text = format!("{VERSION}/{ucx}/{:016x}/", checksum(worker));
         for byte in worker {
             // Writing to a string cannot fail.
             let _ = write!(text, "{byte:02x}");
+        }
+        if moves_cuda {
+            text.push('/');
+            text.push_str(CUDA);
         }
         text
     }
@@ -30,6 +37,10 @@ impl Address {
     pub(super) fn parse(text: &str, peer: ProcessId) -> Result<Self, TransportError> {
         let wrong = |why: String| TransportError::Protocol { peer, why };
         let parts: Vec<_> = text.split('/').collect();
+        let (parts, moves_cuda) = match &parts[..] {
+            [parts @ .., CUDA] => (parts, true),
+            parts => (parts, false),
+        };
         let [wire, ucx, sum, hex] = parts[..] else {
             return Err(wrong(format!("{text:?} is no address for UCX")));
         };
@@ -47,7 +58,7 @@ impl Address {
         }
         let worker = bytes(hex).filter(|worker| format!("{:016x}", checksum(worker)) == sum);
         let worker = worker.ok_or_else(|| wrong("its address for UCX is garbled".to_owned()))?;
-        Ok(Self { worker })
+        Ok(Self { worker, moves_cuda })
     }
 }
 
@@ -201,7 +212,13 @@ mod tests {
     #[test]
     fn an_address_says_which_ucx_it_is_of() {
         let own = sys::library().map(sys::Library::version).unwrap_or_default();
-        let text = Address::format(&[0, 255, 16], &own);
+        let text = Address::format(&[0, 255, 16], &own, false);
+        let with_cuda = Address::format(&[0, 255, 16], &own, true);
+        assert_eq!(with_cuda, format!("{text}/cuda"));
+        for (text, moves_cuda) in [(&text, false), (&with_cuda, true)] {
+            let address = Address::parse(text, ProcessId(3)).unwrap();
+            assert_eq!((address.worker, address.moves_cuda), (vec![0, 255, 16], moves_cuda));
+        }
         assert!(text.starts_with(&format!("{VERSION}/{own}/")) && text.ends_with("/00ff10"), "{text}");
         let parse = |text: &str| Address::parse(text, ProcessId(3)).map(|address| address.worker);
         assert_eq!(parse(&text), Ok(vec![0, 255, 16]));

@@ -55,13 +55,13 @@ impl Opened {
         let (reply, outcome) = mpsc::channel();
         // Dropped where this fails, which ends the engine.
         let started = AtomicBool::new(false);
-        let mut ucx = Ucx { queue, process, processes, lanes: Vec::new(), started };
+        let mut ucx = Ucx { queue, process, processes, lanes: Vec::new(), moves_cuda: Vec::new(), started };
         if ucx.queue.push(Command::Connect(Box::new(config), reply)).is_err() {
             return Err(TransportError::Closed);
         }
         match outcome.recv().unwrap_or(Err(TransportError::Closed)) {
-            Ok(lanes) => {
-                ucx.lanes = lanes;
+            Ok(met) => {
+                (ucx.lanes, ucx.moves_cuda) = (met.lanes, met.moves_cuda);
                 Ok(Arc::new(ucx))
             }
             Err(error) => {
@@ -96,6 +96,8 @@ pub struct Ucx {
     process: ProcessId,
     processes: usize,
     lanes: Vec<String>,
+    /// By process.
+    moves_cuda: Vec<bool>,
     started: AtomicBool,
 }
 
@@ -107,6 +109,15 @@ impl Ucx {
     /// Where the job has no such process.
     pub fn lanes(&self, peer: ProcessId) -> &str {
         &self.lanes[peer.index()]
+    }
+
+    /// Whether memory of CUDA devices goes to `peer`, and comes from it, as it is: where UCX has CUDA on both sides.
+    ///
+    /// # Panics
+    ///
+    /// Where the job has no such process.
+    pub fn moves_cuda(&self, peer: ProcessId) -> bool {
+        self.moves_cuda[peer.index()]
     }
 }
 

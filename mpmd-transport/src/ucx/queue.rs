@@ -13,9 +13,17 @@ use crate::memory::{OwnedBuffer, SharedBuffer};
 use crate::transport::{Fetch, FetchDone, Handler, Ticket, TransportError};
 use crate::wire::{Header, ProcessId};
 
+/// What came of meeting the peers, by process.
+pub(super) struct Met {
+    /// What carries messages to it, in UCX's own words.
+    pub(super) lanes: Vec<String>,
+    /// Whether memory of CUDA devices goes there as it is: where both ends' UCX move it.
+    pub(super) moves_cuda: Vec<bool>,
+}
+
 /// Asked of the engine.
 pub(super) enum Command {
-    Connect(Box<UcxConfig>, mpsc::Sender<Result<Vec<String>, TransportError>>),
+    Connect(Box<UcxConfig>, mpsc::Sender<Result<Met, TransportError>>),
     Start(Arc<dyn Handler>),
     Post {
         to: ProcessId,

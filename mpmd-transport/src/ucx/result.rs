@@ -114,6 +114,20 @@ pub(super) unsafe fn init(processes: usize, settings: &[(&str, &str)]) -> Result
     made("ucp_init", context)
 }
 
+/// Whether UCX moves the memory of CUDA devices, as well as the host's.
+///
+/// # Safety
+///
+/// The context is alive.
+pub(super) unsafe fn context_moves_cuda(context: NonNull<Context>) -> Result<bool> {
+    // SAFETY: numbers and a text, for all of which zero is a value.
+    let mut found: sys::ucp_context_attr = unsafe { zeroed() };
+    found.field_mask = u64::from(sys::ucp_context_attr_field::UCP_ATTR_FIELD_MEMORY_TYPES.0);
+    // SAFETY: the context lives by the caller's word; the field in the mask is one of the structure's.
+    check("ucp_context_query", unsafe { (functions().ucp_context_query)(context.as_ptr(), &mut found) })?;
+    Ok(found.memory_types & (1 << sys::ucs_memory_type::UCS_MEMORY_TYPE_CUDA as u32) != 0)
+}
+
 /// A context of UCX's; only pointers to it exist.
 pub(super) type Context = ucx1_sys::ucp_context;
 /// A worker of UCX's; only pointers to it exist.
@@ -325,7 +339,16 @@ pub(super) enum Way {
     Rendezvous,
 }
 
-fn operation(number: usize) -> sys::ucp_request_param_t {
+/// Where the bytes of an operation are.
+#[derive(Clone, Copy)]
+pub(super) struct Bytes {
+    pub(super) start: *mut c_void,
+    pub(super) bytes: usize,
+    /// Whether in the memory of a CUDA device; else in the host's.
+    pub(super) cuda: bool,
+}
+
+fn operation(number: usize, bytes: Bytes) -> sys::ucp_request_param_t {
     use sys::ucp_op_attr_t as field;
     // SAFETY: numbers, pointers, unions of pointers and an enumeration whose first value is zero.
     let mut params: sys::ucp_request_param_t = unsafe { zeroed() };
@@ -333,7 +356,11 @@ fn operation(number: usize) -> sys::ucp_request_param_t {
         | field::UCP_OP_ATTR_FIELD_USER_DATA as u32
         | field::UCP_OP_ATTR_FIELD_MEMORY_TYPE as u32;
     params.user_data = number as *mut c_void;
-    params.memory_type = sys::ucs_memory_type::UCS_MEMORY_TYPE_HOST;
+    // Said, as UCX's own guess can be wrong.
+    params.memory_type = match bytes.cuda {
+        false => sys::ucs_memory_type::UCS_MEMORY_TYPE_HOST,
+        true => sys::ucs_memory_type::UCS_MEMORY_TYPE_CUDA,
+    };
     params
 }
 
@@ -341,18 +368,18 @@ fn operation(number: usize) -> sys::ucp_request_param_t {
 ///
 /// # Safety
 ///
-/// The endpoint is alive, and this is its worker's thread. Header and payload stay where they are,
-/// unchanged, until the callback was called or this has returned [`Started::Over`].
+/// The endpoint is alive, and this is its worker's thread. Header and payload are where they are said to be, and stay
+/// there, unchanged, until the callback was called or this has returned [`Started::Over`].
 pub(super) unsafe fn message_send(
     endpoint: NonNull<Endpoint>,
     id: c_uint,
     header: &[u8],
-    payload: &[u8],
+    payload: Bytes,
     way: Way,
     callback: sys::SendCallback,
     number: usize,
 ) -> Started {
-    let mut params = operation(number);
+    let mut params = operation(number, payload);
     params.op_attr_mask |= sys::ucp_op_attr_t::UCP_OP_ATTR_FIELD_FLAGS as u32;
     params.flags = match way {
         Way::Eager => sys::ucp_send_am_flags::UCP_AM_SEND_FLAG_EAGER.0,
@@ -368,8 +395,8 @@ pub(super) unsafe fn message_send(
             id,
             header.as_ptr().cast(),
             header.len(),
-            payload.as_ptr().cast(),
-            payload.len(),
+            payload.start,
+            payload.bytes,
             &params,
         )
     })
@@ -380,16 +407,16 @@ pub(super) unsafe fn message_send(
 /// # Safety
 ///
 /// The worker is alive, and this is its thread. The descriptor came with a message of this worker's, was
-/// kept, and is not used again. `into` stays where it is, used by nobody, until the callback was called
+/// kept, and is not used again. `into` is where it is said to be and stays there, used by nobody, until the callback was called
 /// or this has returned [`Started::Over`]; it is as long as the message said.
 pub(super) unsafe fn message_fetch(
     worker: NonNull<Worker>,
     descriptor: NonNull<c_void>,
-    into: &mut [u8],
+    into: Bytes,
     callback: sys::ReceiveCallback,
     number: usize,
 ) -> Started {
-    let mut params = operation(number);
+    let mut params = operation(number, into);
     // SAFETY: the types differ in the status alone, a byte in both, and in the name of a length.
     params.cb.recv_am =
         Some(unsafe { std::mem::transmute::<sys::ReceiveCallback, ReceiveCallbackOfBindings>(callback) });
@@ -398,8 +425,8 @@ pub(super) unsafe fn message_fetch(
         (functions().ucp_am_recv_data_nbx)(
             worker.as_ptr(),
             descriptor.as_ptr(),
-            into.as_mut_ptr().cast(),
-            into.len(),
+            into.start,
+            into.bytes,
             &params,
         )
     })

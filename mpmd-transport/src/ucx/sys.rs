@@ -12,9 +12,10 @@ use std::sync::OnceLock;
 
 pub(super) use ucx1_sys::{
     ucp_address_t, ucp_am_handler_param, ucp_am_handler_param_field, ucp_am_recv_attr_t, ucp_am_recv_param_t,
-    ucp_config_t, ucp_context_h, ucp_ep_h, ucp_ep_params, ucp_ep_params_field, ucp_err_handling_mode_t,
-    ucp_feature, ucp_op_attr_t, ucp_params, ucp_params_field, ucp_request_param_t, ucp_send_am_flags,
-    ucp_worker_h, ucp_worker_params, ucp_worker_params_field, ucs_memory_type, ucs_thread_mode_t,
+    ucp_config_t, ucp_context_attr, ucp_context_attr_field, ucp_context_h, ucp_ep_h, ucp_ep_params,
+    ucp_ep_params_field, ucp_err_handling_mode_t, ucp_feature, ucp_op_attr_t, ucp_params, ucp_params_field,
+    ucp_request_param_t, ucp_send_am_flags, ucp_worker_h, ucp_worker_params, ucp_worker_params_field,
+    ucs_memory_type, ucs_thread_mode_t,
 };
 
 /// The version of UCX's interface that the types above are of. A library with another first number, or
@@ -96,6 +97,7 @@ functions! {
         c_uint, c_uint, *const ucp_params, *const ucp_config_t, *mut ucp_context_h,
     ) -> Status;
     fn ucp_cleanup(ucp_context_h);
+    fn ucp_context_query(ucp_context_h, *mut ucp_context_attr) -> Status;
     fn ucp_context_print_info(ucp_context_h, *mut libc::FILE);
     fn ucp_worker_create(ucp_context_h, *const ucp_worker_params, *mut ucp_worker_h) -> Status;
     fn ucp_worker_destroy(ucp_worker_h);

@@ -2,7 +2,6 @@
 
 use std::ffi::{CStr, CString, c_char};
 use std::mem::transmute;
-use std::sync::LazyLock;
 
 /// The driver that this process has loaded.
 ///
@@ -17,15 +16,12 @@ pub struct Driver {
     fail: unsafe extern "C" fn(*const c_char, u64) -> i32,
 }
 
-/// The driver, or none where there is no CUDA driver or another one.
+/// The driver, or none as long as the process has loaded no CUDA driver, or where it is another one.
 pub fn driver() -> Option<Driver> {
-    static DRIVER: LazyLock<Option<Driver>> = LazyLock::new(find);
-    *DRIVER
-}
-
-fn find() -> Option<Driver> {
-    // SAFETY: opening a CUDA driver by its name does what the program's own use of CUDA does. It stays open.
-    let library = unsafe { libc::dlopen(c"libcuda.so".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+    // SAFETY: looks whether the library is there, and runs none of its code; the handle is never closed.
+    let library = unsafe {
+        libc::dlopen(c"libcuda.so".as_ptr(), libc::RTLD_NOLOAD | libc::RTLD_LAZY | libc::RTLD_LOCAL)
+    };
     if library.is_null() {
         return None;
     }
@@ -50,6 +46,24 @@ fn find() -> Option<Driver> {
             )?),
         })
     }
+}
+
+/// [`Driver::calls`] of the driver that is loaded; none where it is another one.
+///
+/// # Panics
+///
+/// See there.
+pub fn calls(function: &str) -> Option<u64> {
+    driver().map(|driver| driver.calls(function))
+}
+
+/// [`Driver::bytes`] of the driver that is loaded; none where it is another one.
+///
+/// # Panics
+///
+/// See there.
+pub fn bytes(kind: &str) -> Option<u64> {
+    driver().map(|driver| driver.bytes(kind))
 }
 
 impl Driver {

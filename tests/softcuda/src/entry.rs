@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::counters;
 use crate::error::{Code, Result};
+use crate::faults;
 
 /// Defines a function of the driver under its C name. The body is safe code that gives a [`Result`]; the call is
 /// counted under its name, and a panic in the body becomes `CUDA_ERROR_UNKNOWN`.
@@ -57,7 +58,7 @@ pub(crate) use blas;
 /// Runs the body of a function of the driver; see [`api!`].
 pub(crate) fn call(name: &'static str, body: impl FnOnce() -> Result) -> u32 {
     counters::called(name);
-    match catch_unwind(AssertUnwindSafe(body)) {
+    match catch_unwind(AssertUnwindSafe(|| faults::meet_call(name).and_then(|()| body()))) {
         Ok(Ok(())) => 0,
         Ok(Err(code)) => code.0,
         Err(_) => Code::UNKNOWN.0,

@@ -2,6 +2,7 @@
 
 use std::ffi::{CStr, c_char};
 use std::sync::LazyLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 
@@ -9,10 +10,8 @@ use crate::error::{Code, Result};
 use crate::settings::settings;
 
 /// What can be made to fail.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum What {
-    /// `cuInit`.
-    Init,
     /// Device memory, of either kind.
     Alloc,
     /// Pinned host memory.
@@ -25,28 +24,18 @@ pub(crate) enum What {
     Event,
     /// A new stream.
     Stream,
-    /// Memory of another process.
-    IpcOpen,
     /// NVRTC.
     Compile,
+    /// A call of a function, by its C name.
+    Function(String),
 }
-
-const NAMES: [(&str, What); 9] = [
-    ("init", What::Init),
-    ("alloc", What::Alloc),
-    ("alloc_host", What::AllocHost),
-    ("copy", What::Copy),
-    ("launch", What::Launch),
-    ("event", What::Event),
-    ("stream", What::Stream),
-    ("ipc_open", What::IpcOpen),
-    ("compile", What::Compile),
-];
 
 /// What is to fail, and at which time from now.
 type Plan = Vec<(What, u64)>;
 
 static PLAN: LazyLock<Mutex<Plan>> = LazyLock::new(|| Mutex::new(settings().fail.clone()));
+/// Whether there is a plan at all, so that calls are quick where there is none.
+static PLANNED: LazyLock<AtomicBool> = LazyLock::new(|| AtomicBool::new(!settings().fail.is_empty()));
 
 /// Reads `what:nth`, several with commas between.
 ///
@@ -56,16 +45,25 @@ static PLAN: LazyLock<Mutex<Plan>> = LazyLock::new(|| Mutex::new(settings().fail
 pub(crate) fn plan(text: &str) -> std::result::Result<Plan, String> {
     let one = |part: &str| {
         let (what, nth) = part.split_once(':')?;
-        let what = NAMES.iter().find(|(name, _)| *name == what)?.1;
+        let what = match what {
+            "alloc" => What::Alloc,
+            "alloc_host" => What::AllocHost,
+            "copy" => What::Copy,
+            "launch" => What::Launch,
+            "event" => What::Event,
+            "stream" => What::Stream,
+            "compile" => What::Compile,
+            name if ["cu", "nvrtc"].iter().any(|library| name.starts_with(library)) => {
+                What::Function(name.to_owned())
+            }
+            _ => return None,
+        };
         nth.parse().ok().filter(|nth| *nth > 0).map(|nth| (what, nth))
     };
+    let known = "alloc, alloc_host, copy, launch, event, stream, compile or a function of CUDA's";
     let parts = text.split(',').filter(|part| !part.is_empty());
     parts
-        .map(|part| {
-            let known = NAMES.map(|(name, _)| name).join(", ");
-            one(part)
-                .ok_or_else(|| format!("SOFTCUDA_FAIL: {part:?} is not <what>:<nth>, with one of {known}"))
-        })
+        .map(|part| one(part).ok_or_else(|| format!("SOFTCUDA_FAIL: {part:?} is not <{known}>:<nth>")))
         .collect()
 }
 
@@ -76,25 +74,36 @@ pub(crate) fn plan(text: &str) -> std::result::Result<Plan, String> {
 /// `CUDA_ERROR_ILLEGAL_ADDRESS` for work in a stream, `CUDA_ERROR_OUT_OF_MEMORY` for what is made at once, and what
 /// is usual for the rest.
 pub(crate) fn meet(what: What) -> Result {
-    let mut met = false;
-    PLAN.lock().retain_mut(|(planned, left)| {
-        if *planned != what {
-            return true;
-        }
-        *left -= 1;
-        met |= *left == 0;
-        *left > 0
-    });
-    if !met {
+    if !PLANNED.load(Ordering::Relaxed) || !is_next(&what) {
         return Ok(());
     }
     eprintln!("softcuda: {what:?} fails, as was asked for");
     Err(match what {
         What::Copy | What::Launch => Code::ILLEGAL_ADDRESS,
         What::Alloc | What::AllocHost | What::Event | What::Stream => Code::OUT_OF_MEMORY,
-        What::IpcOpen => Code::MAP_FAILED,
-        What::Init | What::Compile => Code::UNKNOWN,
+        What::Function(name) if name.contains("Ipc") => Code::MAP_FAILED,
+        What::Function(name) if name.contains("Alloc") => Code::OUT_OF_MEMORY,
+        What::Compile | What::Function(_) => Code::UNKNOWN,
     })
+}
+
+/// [`meet`] for a call of a function.
+pub(crate) fn meet_call(name: &str) -> Result {
+    if PLANNED.load(Ordering::Relaxed) { meet(What::Function(name.to_owned())) } else { Ok(()) }
+}
+
+/// Counts one of a kind; true for the one that is to fail.
+fn is_next(what: &What) -> bool {
+    let mut met = false;
+    PLAN.lock().retain_mut(|(planned, left)| {
+        if planned != what {
+            return true;
+        }
+        *left -= 1;
+        met |= *left == 0;
+        *left > 0
+    });
+    met
 }
 
 /// Makes the n-th call of a kind from now fail; 0 if that was understood.
@@ -109,6 +118,7 @@ unsafe extern "C" fn softcuda_fail(what: *const c_char, nth: u64) -> i32 {
     match plan(&format!("{what}:{nth}")) {
         Ok(more) => {
             PLAN.lock().extend(more);
+            PLANNED.store(true, Ordering::Relaxed);
             0
         }
         Err(why) => {
@@ -126,6 +136,8 @@ mod tests {
     fn plans_are_read() {
         assert_eq!(plan("launch:3,alloc_host:1"), Ok(vec![(What::Launch, 3), (What::AllocHost, 1)]));
         assert_eq!(plan(""), Ok(Vec::new()));
+        let function = What::Function("cuInit".into());
+        assert_eq!(plan("cuInit:1"), Ok(vec![(function, 1)]));
         assert!(plan("launch").unwrap_err().contains("launch"));
         assert!(plan("lunch:1").is_err() && plan("copy:0").is_err());
     }

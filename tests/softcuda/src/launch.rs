@@ -140,7 +140,7 @@ extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut 
 fn pack(kernel: &Kernel, parameters: &In<In<u8>>) -> Result<Vec<Slot>> {
     let mut slots = Vec::new();
     let (first, last) = space().range();
-    for (at, (size, _)) in kernel.entry.arguments.iter().enumerate() {
+    for (at, size) in kernel.entry.arguments.iter().enumerate() {
         let mut bytes = parameters.at(at)?.bytes(*size as usize)?;
         // Addresses may lie within structures too; a pointer that is none of ours is the kernel's to fault on.
         for word in bytes.chunks_exact_mut(8) {

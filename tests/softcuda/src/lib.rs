@@ -24,8 +24,8 @@
 //! if softcuda::again!("SOFTCUDA_DEVICES" = "2") {
 //!     return;
 //! }
-//! // Here the driver is found, and has two devices.
-//! let driver = softcuda::driver();
+//! // Here the driver is found, and has two devices; once it was used, it can be asked.
+//! let copied = softcuda::bytes("device_to_device");
 //! # }
 //! ```
 //!
@@ -39,7 +39,7 @@
 //! | `SOFTCUDA_DEVICES` | devices there are; with 0 there is a driver but no device | 1 |
 //! | `SOFTCUDA_MEMORY` | bytes of each device, counted in each process by itself | 4 GiB |
 //! | `SOFTCUDA_PACE` | `eager`; `lazy` or `lazy:<ms>`: a stream does nothing until somebody waits for it or asks, or a second (or as long as said) has gone by, so that a wait that is missing shows; `seed:<n>`: random short pauses | `eager` |
-//! | `SOFTCUDA_FAIL` | `<what>:<nth>`, several with commas: the n-th of init, alloc, alloc_host, copy, launch, event, stream, ipc_open, compile fails | nothing fails |
+//! | `SOFTCUDA_FAIL` | `<what>:<nth>`, several with commas: the n-th of alloc, alloc_host, copy, launch, event, stream, compile fails, the copy or launch as it is done; or of calls of a function, by its C name, `cuIpcOpenMemHandle_v2:1`, which fails at once | nothing fails |
 //! | `SOFTCUDA_RACES` | `count`, or `abort` to end the process at a race | `count` |
 //! | `SOFTCUDA_CXX` | the C++ compiler for kernels | `c++` |
 //!
@@ -81,5 +81,5 @@ mod shared_event;
 mod source;
 mod stream;
 
-pub use control::{Driver, driver};
+pub use control::{Driver, bytes, calls, driver};
 pub use harness::{environment, install, library, real, run_again};

@@ -120,6 +120,23 @@ nvrtc! {
     }
 }
 
+/// Architectures that may be compiled for.
+const ARCHITECTURES: [i32; 6] = [75, 80, 86, 89, 90, 100];
+
+nvrtc! {
+    /// How many architectures there are.
+    fn nvrtcGetNumSupportedArchs(count: Out<i32>) {
+        count.set(ARCHITECTURES.len() as i32)
+    }
+}
+
+nvrtc! {
+    /// The architectures that may be compiled for, the oldest first.
+    fn nvrtcGetSupportedArchs(all: Out<i32>) {
+        all.set_all(ARCHITECTURES)
+    }
+}
+
 nvrtc! {
     /// A program of a source, with headers by name.
     fn nvrtcCreateProgram(

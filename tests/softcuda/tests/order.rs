@@ -351,6 +351,10 @@ fn what_is_to_fail_fails() {
     assert_eq!(alloc(), Ok(()));
     driver.fail("event", 1);
     assert_eq!(fixture.context.new_event(None).unwrap_err().0, CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+    driver.fail("cuStreamQuery", 1);
+    // SAFETY: the stream lives.
+    let asked = || unsafe { sys::cuStreamQuery(fixture.one.cu_stream()) }.result().map_err(|error| error.0);
+    assert_eq!((asked(), asked()), (Err(CUresult::CUDA_ERROR_UNKNOWN), Ok(())));
     driver.fail("compile", 1);
     assert!(cudarc::nvrtc::compile_ptx("").is_err());
     driver.fail("copy", 2);

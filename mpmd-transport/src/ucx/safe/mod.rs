@@ -18,9 +18,9 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::result::{self, Started, UcxError, Way};
+use super::result::{self, Bytes, Started, UcxError, Way};
 use super::sys::Status;
-use crate::memory::{OwnedBuffer, Pool, SharedBuffer};
+use crate::memory::{DevicePlace, OwnedBuffer, Pool, SharedBuffer};
 
 use inbox::{Happened, Inbox};
 use slots::Slots;
@@ -136,6 +136,13 @@ impl Worker {
         *self.inbox.pool.borrow_mut() = Some(pool);
     }
 
+    /// Whether memory of CUDA devices may be sent and fetched into.
+    pub(super) fn moves_cuda(&self) -> bool {
+        // SAFETY: the context lives as long as its worker.
+        let found = unsafe { result::context_moves_cuda(self.context.0) };
+        found.inspect_err(|error| tracing::debug!(%error, "asking UCX for kinds of memory")).unwrap_or(false)
+    }
+
     /// What others need to reach this worker.
     pub(super) fn address(&self) -> Result<Vec<u8>, UcxError> {
         // SAFETY: the worker is alive.
@@ -244,7 +251,13 @@ impl Worker {
         let held = payload.map_or(Held::Nothing, Held::Sent);
         let op = self.slots.insert(endpoint, header, held);
         let slot = self.slots.get(op);
-        let payload: &[u8] = if let Held::Sent(payload) = &slot.held { payload } else { &[] };
+        let payload = match &slot.held {
+            Held::Sent(payload) => place(payload.device(), || (payload.as_ptr().cast_mut(), payload.len())),
+            _ => place(None, || (std::ptr::null_mut(), 0)),
+        };
+        if let Held::Sent(payload) = &slot.held {
+            prepare(payload.bind());
+        }
         let header = &slot.header[..header.len()];
         // SAFETY: the endpoint is open, and its worker used by no other thread. The slot is boxed and its
         // payload shared, so both stay where they are, unchanged, until `collect` ends the slot, after the
@@ -271,12 +284,18 @@ impl Worker {
         assert_eq!(into.len(), bytes, "the place for a payload has its length");
         let op = self.slots.insert(endpoint, &[], Held::Fetched(into));
         let slot = self.slots.get(op);
-        let into: &mut [u8] = if let Held::Fetched(into) = &mut slot.held { into } else { &mut [] };
+        let place = match &mut slot.held {
+            Held::Fetched(into) => {
+                prepare(into.bind());
+                place(into.device(), || (into.as_mut_ptr(), into.len()))
+            }
+            _ => place(None, || (std::ptr::null_mut(), 0)),
+        };
         // SAFETY: the worker is alive and used by no other thread. The descriptor came from its inbox and is
         // consumed here. The buffer is the slot's alone until `collect` ends it.
         let started = self
             .inbox
-            .during(|| unsafe { result::message_fetch(self.raw, descriptor.0, into, inbox::fetched, op.0) });
+            .during(|| unsafe { result::message_fetch(self.raw, descriptor.0, place, inbox::fetched, op.0) });
         self.note(op, started);
         op
     }
@@ -332,6 +351,26 @@ impl Worker {
     pub(super) fn lanes(&self, endpoint: EndpointId) -> String {
         // SAFETY: the endpoint is open, and its worker used by no other thread.
         self.endpoints[endpoint.0].raw.map_or_else(String::new, |raw| unsafe { result::endpoint_info(raw) })
+    }
+}
+
+/// Where bytes are: on a device, or else, looked up only then, on the host.
+fn place(device: Option<DevicePlace>, host: impl FnOnce() -> (*mut u8, usize)) -> Bytes {
+    match device {
+        Some(DevicePlace { address, bytes, .. }) => {
+            Bytes { start: std::ptr::without_provenance_mut(address as usize), bytes, cuda: true }
+        }
+        None => {
+            let (start, bytes) = host();
+            Bytes { start: start.cast(), bytes, cuda: false }
+        }
+    }
+}
+
+/// UCX takes a device to be the thread's own; what it makes of a device that cannot be used it says itself.
+fn prepare(bound: std::io::Result<()>) {
+    if let Err(error) = bound {
+        tracing::debug!(%error, "preparing UCX's thread for memory of a device");
     }
 }
 

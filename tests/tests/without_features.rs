@@ -1,5 +1,5 @@
-//! A program that was built without UCX says so, and how to get it, instead of hanging or using another.
-#![cfg(not(feature = "ucx"))]
+//! A program that was built without UCX, or without CUDA, says so, and how to get it, instead of hanging or using another.
+#![cfg(not(any(feature = "ucx", feature = "cuda")))]
 
 use mpmd_core::launch::variables;
 use mpmd_tests::{Job, JobOptions};

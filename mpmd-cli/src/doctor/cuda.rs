@@ -1,0 +1,328 @@
+//! What of CUDA is on this machine, and what that means for jobs with devices of kind `cuda`.
+
+use std::fs;
+
+use mpmd_core::backend::cuda::{self, Driver, Gpu, NoCuda};
+use mpmd_core::topology::{DeviceKind, ProcessId, Topology};
+use serde::Serialize;
+
+use super::findings::{Finding, Verdict, finding};
+use crate::plan::bytes_text;
+
+/// The namespace of process numbers that every system begins with, see `proc_ns.h` of Linux.
+const HOSTS_OWN: &str = "pid:[4026531836]";
+
+/// What is to be seen of CUDA. Where there is no driver nothing else is looked for.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Cuda {
+    Missing {
+        why: String,
+        /// Whether this program has the back end at all.
+        built: bool,
+    },
+    Found {
+        driver: Driver,
+        /// Versions, or why they cannot be used.
+        nvrtc: Result<String, String>,
+        cublas: Result<String, String>,
+        nccl: Result<String, String>,
+        /// This is a container with process numbers of its own.
+        own_pids: bool,
+    },
+}
+
+impl Cuda {
+    /// Starts the driver, where there is one, and asks it.
+    pub(super) fn look() -> Self {
+        let words = |asked: Result<String, NoCuda>| asked.map_err(|error| error.to_string());
+        match cuda::found() {
+            Err(why) => Self::Missing { built: why != NoCuda::NotBuilt, why: why.to_string() },
+            Ok(driver) => Self::Found {
+                driver: driver.clone(),
+                nvrtc: words(cuda::nvrtc()),
+                cublas: words(cuda::cublas()),
+                nccl: words(cuda::nccl()),
+                own_pids: fs::read_link("/proc/self/ns/pid").is_ok_and(|name| name.as_os_str() != HOSTS_OWN),
+            },
+        }
+    }
+}
+
+/// Judges it all; `wanted` where jobs are to have such devices.
+pub(super) fn judge(cuda: &Cuda, wanted: bool) -> Vec<Finding> {
+    let stops = if wanted { Verdict::Problem } else { Verdict::Note };
+    let (driver, nvrtc, cublas, nccl, own_pids) = match cuda {
+        Cuda::Missing { why, built } => {
+            let advice = match built {
+                true => {
+                    "devices of kind cpu work; for graphics processors the loader must find the library of NVIDIA's \
+                         driver, libcuda.so.1, which containers get from the host (`--gpus all`)"
+                }
+                false => {
+                    "devices of kind cpu work; for graphics processors build this and your programs with \
+                          `--features cuda`, which needs nothing of CUDA"
+                }
+            };
+            return vec![finding("cuda", why, stops, advice)];
+        }
+        Cuda::Found { driver, nvrtc, cublas, nccl, own_pids } => (driver, nvrtc, cublas, nccl, *own_pids),
+    };
+    vec![
+        finding("cuda", format!("a driver for CUDA {}", driver.version), Verdict::Ok, ""),
+        gpus(&driver.gpus, stops),
+        library(
+            "cuda kernels",
+            "NVRTC",
+            nvrtc,
+            stops,
+            "kernels that programs have as source are not compiled",
+        ),
+        library("cuda products", "cuBLAS", cublas, stops, "products of matrices are not computed"),
+        library(
+            "cuda collectives",
+            "NCCL",
+            nccl,
+            Verdict::Ok,
+            "collectives go by the transports, as on devices of kind cpu",
+        ),
+        sharing(&driver.gpus, own_pids),
+        turns(driver.gpus.len()),
+    ]
+}
+
+fn gpus(gpus: &[Gpu], stops: Verdict) -> Finding {
+    let line = |gpu: &Gpu| {
+        let Gpu { ordinal, name, uuid, memory_bytes, capability, attributes } = gpu;
+        let (memory, processors) = (bytes_text(*memory_bytes), attributes.processors);
+        format!("{ordinal}: {name}, {memory}, capability {capability}, {processors} multiprocessors, {uuid}")
+    };
+    let value = gpus.iter().map(line).collect::<Vec<_>>().join("\n");
+    let numbers = |which: fn(&Gpu) -> bool| {
+        let numbers = gpus.iter().filter(|gpu| which(gpu)).map(|gpu| gpu.ordinal.to_string());
+        numbers.collect::<Vec<_>>().join(", ")
+    };
+    let prohibited = numbers(|gpu| gpu.attributes.prohibited);
+    if !prohibited.is_empty() {
+        let advice = format!(
+            "nobody may compute on {prohibited}: as root, `nvidia-smi -c DEFAULT`, or hide them by \
+             CUDA_VISIBLE_DEVICES"
+        );
+        return finding("cuda devices", value, stops, advice);
+    }
+    let exclusive = numbers(|gpu| gpu.attributes.exclusive);
+    if !exclusive.is_empty() {
+        let advice = format!(
+            "one process alone may use each of {exclusive}, so none may have two and none opens another's memory: as \
+             root, `nvidia-smi -c DEFAULT`"
+        );
+        return finding("cuda devices", value, Verdict::Note, advice);
+    }
+    finding("cuda devices", value, Verdict::Ok, "")
+}
+
+fn library(
+    name: &'static str,
+    library: &str,
+    found: &Result<String, String>,
+    missing: Verdict,
+    without: &str,
+) -> Finding {
+    match found {
+        Ok(version) => finding(name, format!("{library} {version}"), Verdict::Ok, ""),
+        Err(why) => finding(
+            name,
+            why,
+            missing,
+            format!("{without}; {library} comes with CUDA's toolkit or as a package"),
+        ),
+    }
+}
+
+/// Whether arrays of one process can be used by another where they are.
+fn sharing(gpus: &[Gpu], own_pids: bool) -> Finding {
+    let name = "cuda sharing";
+    let cannot = gpus.iter().filter(|gpu| !gpu.attributes.ipc || gpu.attributes.integrated);
+    let cannot: Vec<String> = cannot.map(|gpu| gpu.ordinal.to_string()).collect();
+    if !cannot.is_empty() {
+        let value = format!("not the memory of {}", cannot.join(", "));
+        let advice = "the driver cannot show it to other processes (CUDA IPC), as on integrated processors and under \
+                      WSL: arrays between processes go through the host's memory";
+        return finding(name, value, Verdict::Note, advice);
+    }
+    let value = "processes of this host can open each other's memory (CUDA IPC), as the driver says";
+    let advice = if own_pids {
+        "not those of other containers: this one has process numbers of its own (`--pid=host`, `--ipc=host`)"
+    } else {
+        ""
+    };
+    finding(name, value, Verdict::Ok, advice)
+}
+
+/// Which processors the processes of a job would get.
+fn turns(gpus: usize) -> Finding {
+    let of = |processes: usize| -> String {
+        let job = Topology::even(processes, 1).of_kinds(&[DeviceKind::Cuda]);
+        let ordinals = (0..processes as u32).flat_map(|process| {
+            job.as_ref().map(|job| job.ordinals(ProcessId(process), gpus as u32)).unwrap_or_default()
+        });
+        ordinals.map(|ordinal| ordinal.to_string()).collect::<Vec<_>>().join(", ")
+    };
+    // The first job of which two processes share one.
+    let more = gpus + 1;
+    let value = match gpus {
+        1 => format!("all processes of this host share {}", of(1)),
+        _ => format!("{gpus} processes of a device each get {}; {more} get {}", of(gpus), of(more)),
+    };
+    finding("cuda turns", value, Verdict::Ok, "")
+}
+
+#[cfg(test)]
+impl Cuda {
+    /// A machine with two processors on which nothing is wrong.
+    pub(super) fn well() -> Self {
+        use mpmd_core::backend::cuda::{Attributes, Uuid, Version};
+        let attributes = Attributes {
+            processors: 132,
+            copy_engines: 3,
+            unified_addressing: true,
+            ipc: true,
+            ..Attributes::default()
+        };
+        let gpu = |ordinal: u32| Gpu {
+            ordinal,
+            name: "NVIDIA H100".to_owned(),
+            uuid: Uuid([ordinal as u8; 16]),
+            memory_bytes: 80 << 30,
+            capability: Version { major: 9, minor: 0 },
+            attributes,
+        };
+        Self::Found {
+            driver: Driver { version: Version { major: 12, minor: 8 }, gpus: vec![gpu(0), gpu(1)] },
+            nvrtc: Ok("12.8".into()),
+            cublas: Ok("12.8.4".into()),
+            nccl: Ok("2.26.2".into()),
+            own_pids: false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(cuda: &Cuda, wanted: bool, name: &str, verdict: Verdict, texts: &[&str]) {
+        let findings = judge(cuda, wanted);
+        let finding =
+            findings.iter().find(|finding| finding.name == name).unwrap_or_else(|| panic!("{findings:?}"));
+        let said = format!("{}; {}", finding.value, finding.advice);
+        assert_eq!(finding.verdict, verdict, "{said}");
+        assert!(finding.verdict == Verdict::Ok || !finding.advice.is_empty(), "{finding:?}");
+        for expected in texts {
+            assert!(said.contains(expected), "{expected:?} is not in: {said}");
+        }
+    }
+
+    /// A problem where such devices are asked for, else a note.
+    fn stops(cuda: &Cuda, name: &str, texts: &[&str]) {
+        check(cuda, true, name, Verdict::Problem, texts);
+        check(cuda, false, name, Verdict::Note, texts);
+    }
+
+    fn with(change: impl FnOnce(&mut Cuda)) -> Cuda {
+        let mut cuda = Cuda::well();
+        change(&mut cuda);
+        cuda
+    }
+
+    fn with_gpu(change: impl FnOnce(&mut Gpu)) -> Cuda {
+        with(|cuda| match cuda {
+            Cuda::Found { driver, .. } => change(&mut driver.gpus[1]),
+            Cuda::Missing { .. } => unreachable!("it has a driver"),
+        })
+    }
+
+    #[test]
+    fn what_is_there_is_listed() {
+        let well = Cuda::well();
+        assert!(judge(&well, true).iter().all(|finding| finding.verdict == Verdict::Ok));
+        check(&well, true, "cuda", Verdict::Ok, &["CUDA 12.8"]);
+        let lines = ["0: NVIDIA H100, 80.0 GiB, capability 9.0, 132 multi", "\n1: ", "GPU-01010101-0101"];
+        check(&well, true, "cuda devices", Verdict::Ok, &lines);
+        check(&well, true, "cuda products", Verdict::Ok, &["cuBLAS 12.8.4"]);
+        check(
+            &well,
+            true,
+            "cuda turns",
+            Verdict::Ok,
+            &["2 processes of a device each get 0, 1; 3 get 0, 1, 0"],
+        );
+        let one = with(|cuda| {
+            if let Cuda::Found { driver, .. } = cuda {
+                driver.gpus.truncate(1)
+            }
+        });
+        check(&one, true, "cuda turns", Verdict::Ok, &["share 0"]);
+    }
+
+    #[test]
+    fn a_driver_that_is_missing_stops_who_wants_it() {
+        let missing = |built| Cuda::Missing { why: "no CUDA driver found: looked for it".into(), built };
+        stops(&missing(true), "cuda", &["looked for", "devices of kind cpu work", "libcuda.so.1"]);
+        stops(&missing(false), "cuda", &["devices of kind cpu work", "--features cuda"]);
+        assert_eq!(judge(&missing(true), true).len(), 1);
+    }
+
+    #[test]
+    fn libraries_that_are_missing_are_named_with_what_goes_without() {
+        let gone = || Err("no such library".to_owned());
+        let without = |which: usize| {
+            with(|cuda| {
+                if let Cuda::Found { nvrtc, cublas, nccl, .. } = cuda {
+                    *[nvrtc, cublas, nccl][which] = gone();
+                }
+            })
+        };
+        stops(&without(0), "cuda kernels", &["no such library", "not compiled"]);
+        stops(&without(1), "cuda products", &["no such library", "products"]);
+        check(
+            &without(2),
+            true,
+            "cuda collectives",
+            Verdict::Ok,
+            &["no such library", "go by the transports"],
+        );
+    }
+
+    #[test]
+    fn what_nobody_or_one_alone_may_use_is_named() {
+        stops(
+            &with_gpu(|gpu| gpu.attributes.prohibited = true),
+            "cuda devices",
+            &["on 1:", "nvidia-smi -c DEFAULT"],
+        );
+        let exclusive = with_gpu(|gpu| gpu.attributes.exclusive = true);
+        check(&exclusive, true, "cuda devices", Verdict::Note, &["each of 1,", "nvidia-smi -c DEFAULT"]);
+    }
+
+    #[test]
+    fn memory_that_others_cannot_open_is_named() {
+        for change in
+            [|gpu: &mut Gpu| gpu.attributes.ipc = false, |gpu: &mut Gpu| gpu.attributes.integrated = true]
+        {
+            check(
+                &with_gpu(change),
+                true,
+                "cuda sharing",
+                Verdict::Note,
+                &["memory of 1;", "the host's memory"],
+            );
+        }
+        let contained = with(|cuda| {
+            if let Cuda::Found { own_pids, .. } = cuda {
+                *own_pids = true
+            }
+        });
+        check(&contained, true, "cuda sharing", Verdict::Ok, &["other containers", "--pid=host"]);
+    }
+}

@@ -1,0 +1,279 @@
+//! A CUDA device that this process uses.
+
+use std::any::Any;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use cudarc::driver::{result, sys};
+use mpmd_transport::memory::{DeviceAllocator, Pin, Pool};
+
+use super::blas::Blas;
+use super::compile::Architecture;
+use super::error::CudaError;
+use super::ipc::Shown;
+use super::line::Line;
+use super::memory::Allocator;
+use super::module::Modules;
+use crate::cuda::Spare;
+
+/// A CUDA device, its context in this process, and its lines.
+pub(crate) struct Gpu {
+    context: Arc<Context>,
+    /// cuBLAS, from when it was first needed. Gone before the lines are.
+    blas: OnceLock<Result<Blas, CudaError>>,
+    /// Scratch of the compute line's work.
+    spare: Spare,
+    compute: Line,
+    inward: Line,
+    outward: Line,
+    modules: Modules,
+    architecture: Architecture,
+    processors: u32,
+}
+
+/// The device's primary context, which all who use the device in this process share.
+pub(super) struct Context {
+    raw: sys::CUcontext,
+    device: sys::CUdevice,
+    /// The driver's number of the device, by which its memory says whose it is: one for all who open it.
+    ordinal: u32,
+    /// What it is known by in all processes.
+    uuid: [u8; 16],
+    /// Why it does nothing more.
+    broken: OnceLock<CudaError>,
+    /// Whether other processes may be shown events.
+    shares_events: AtomicBool,
+    shown: Shown,
+}
+
+// SAFETY: contexts, and what belongs to them, may be used by any thread that has made them its current one, which
+// `Context::bind` does before each use; CUDA's calls are thread-safe.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+impl Gpu {
+    /// Opens the device that the driver numbers `ordinal`, which is what its memory bears.
+    ///
+    /// The driver must be known to be there: without one this panics.
+    ///
+    /// # Errors
+    ///
+    /// Where the driver has no such device, or cannot use it.
+    pub(crate) fn open(ordinal: u32) -> Result<Arc<Self>, CudaError> {
+        let context = Arc::new(Context::open(ordinal)?);
+        let line = |what: &str| Line::start(&context, format!("cuda-{ordinal}-{what}"));
+        let (compute, inward, outward) = (line("compute")?, line("in")?, line("out")?);
+        let figure = |attribute| context.figure(attribute);
+        let architecture = Architecture::new(
+            figure(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            figure(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        );
+        Ok(Arc::new(Self {
+            blas: OnceLock::new(),
+            spare: Spare::default(),
+            compute,
+            inward,
+            outward,
+            modules: Modules::new(context.clone(), architecture),
+            architecture,
+            processors: figure(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            context,
+        }))
+    }
+
+    /// The driver's number of the device: what its memory [says](mpmd_transport::memory::DevicePlace::device).
+    pub(crate) fn ordinal(&self) -> u32 {
+        self.context.ordinal
+    }
+
+    /// The device's context.
+    pub(super) fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    /// Where the segments of its memory come from.
+    pub(crate) fn allocator(self: &Arc<Self>) -> Arc<dyn DeviceAllocator> {
+        Arc::new(Allocator::new(self.context.clone()))
+    }
+
+    /// What keeps pages of the host's memory where they are, so that devices copy from and to them by themselves.
+    pub(crate) fn pin(self: &Arc<Self>) -> Pin {
+        let context = self.context.clone();
+        Box::new(move |address, bytes| {
+            let pinned = Pinned::new(context.clone(), address, bytes);
+            let pinned =
+                pinned.inspect_err(|error| tracing::debug!(%error, bytes, "copies of it are staged"));
+            pinned.ok().map(|pinned| Box::new(pinned) as Box<dyn Any + Send + Sync>)
+        })
+    }
+
+    /// From now on work of [`compute`](Self::compute) is told with its times, by `now`: nanoseconds from some beginning.
+    /// To be called before there is any.
+    ///
+    /// # Errors
+    ///
+    /// Where the device cannot be used.
+    pub(crate) fn keep_time(&self, now: Box<dyn Fn() -> u64 + Send + Sync>) -> Result<(), CudaError> {
+        self.compute.keep_time(now)
+    }
+
+    /// Kernels run here, in the order of their operations.
+    pub(crate) fn compute(&self) -> &Line {
+        &self.compute
+    }
+
+    /// Copies into the device's memory, also from that of other devices.
+    pub(crate) fn inward(&self) -> &Line {
+        &self.inward
+    }
+
+    /// Copies out of the device's memory into the host's.
+    pub(crate) fn outward(&self) -> &Line {
+        &self.outward
+    }
+
+    /// Scratch of the compute line's work, for work to come.
+    pub(crate) fn spare(&self) -> &Spare {
+        &self.spare
+    }
+
+    /// How many multiprocessors it has.
+    pub(crate) fn processors(&self) -> u32 {
+        self.processors
+    }
+
+    /// What was compiled for it.
+    pub(super) fn modules(&self) -> &Modules {
+        &self.modules
+    }
+
+    /// cuBLAS for the compute line, made now unless it was before; waits where another thread is about it.
+    pub(super) fn blas(&self, pool: &Pool) -> Result<&Blas, CudaError> {
+        let make = || Blas::new(&self.context, self.compute.stream(), self.architecture, pool);
+        self.blas.get_or_init(make).as_ref().map_err(CudaError::clone)
+    }
+
+    /// cuBLAS, where it was made.
+    pub(super) fn blas_if_ready(&self) -> Option<&Blas> {
+        self.blas.get()?.as_ref().ok()
+    }
+}
+
+impl Context {
+    fn open(ordinal: u32) -> Result<Self, CudaError> {
+        let doing = || format!("opening CUDA device {ordinal}");
+        result::init().map_err(|error| cuda(doing(), error))?;
+        let device =
+            i32::try_from(ordinal).map_err(|_| CudaError::new(doing(), "", "there is no such device"))?;
+        let device = result::device::get(device).map_err(|error| cuda(doing(), error))?;
+        // SAFETY: `device` is the driver's own; the context is released once, when this is dropped.
+        let raw = unsafe { result::primary_ctx::retain(device) }.map_err(|error| cuda(doing(), error))?;
+        let uuid = result::device::get_uuid(device).map_err(|error| cuda(doing(), error))?;
+        let uuid = uuid.bytes.map(|byte| byte.to_ne_bytes()[0]);
+        let (broken, shares_events, shown) = Default::default();
+        Ok(Self { raw, device, ordinal, uuid, broken, shares_events, shown })
+    }
+
+    /// Makes this the calling thread's current context.
+    ///
+    /// # Errors
+    ///
+    /// Where work on the device has failed: with that error, whoever asks.
+    pub(super) fn bind(&self) -> Result<(), CudaError> {
+        if let Some(error) = self.broken.get() {
+            return Err(error.clone());
+        }
+        // SAFETY: the context was retained and lives as long as this.
+        unsafe { result::ctx::set_current(self.raw) }.map_err(|error| cuda("using a CUDA device", error))
+    }
+
+    /// Work on the device has failed: from now on everything does, with the error that came first, which is returned.
+    pub(super) fn fails(&self, error: CudaError) -> CudaError {
+        self.broken.get_or_init(|| error).clone()
+    }
+
+    /// A figure of the device's.
+    fn figure(&self, attribute: sys::CUdevice_attribute) -> Result<u32, CudaError> {
+        // SAFETY: the device is the driver's own.
+        let figure = unsafe { result::device::get_attribute(self.device, attribute) };
+        let figure = figure.map_err(|error| cuda("asking what a CUDA device is", error))?;
+        Ok(u32::try_from(figure).unwrap_or(0))
+    }
+
+    /// The number by which memory says whose it is.
+    pub(super) fn ordinal(&self) -> u32 {
+        self.ordinal
+    }
+
+    /// What the device is known by in all processes.
+    pub(super) fn uuid(&self) -> &[u8; 16] {
+        &self.uuid
+    }
+
+    /// Events that are made from now on can be shown to other processes.
+    pub(super) fn share_events(&self) {
+        self.shares_events.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether events are made so that they can be shown to other processes.
+    pub(super) fn shares_events(&self) -> bool {
+        self.shares_events.load(Ordering::Relaxed)
+    }
+
+    /// What other processes were shown of it.
+    pub(super) fn shown(&self) -> &Shown {
+        &self.shown
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: retained once in `open`; whatever belongs to the context holds this, so nothing of it is left.
+        if let Err(error) = unsafe { result::primary_ctx::release(self.device) } {
+            tracing::debug!(%error, "closing a CUDA device");
+        }
+    }
+}
+
+/// Pages of the host's that stay where they are until this is dropped.
+struct Pinned {
+    context: Arc<Context>,
+    address: usize,
+}
+
+impl Pinned {
+    fn new(context: Arc<Context>, address: usize, bytes: usize) -> Result<Self, CudaError> {
+        context.bind()?;
+        let at = std::ptr::with_exposed_provenance_mut(address);
+        let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
+        // SAFETY: the caller has just mapped these pages and lets them go only after this is dropped. To pin them
+        // changes nothing of what they hold.
+        unsafe { sys::cuMemHostRegister_v2(at, bytes, flags) }
+            .result()
+            .map_err(|error| cuda("pinning memory of the host", error))?;
+        Ok(Self { context, address })
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        if self.context.bind().is_err() {
+            return;
+        }
+        // SAFETY: pinned in `new`, and unpinned once. Work of devices on it is over: who drops memory has seen that.
+        let unpinned =
+            unsafe { sys::cuMemHostUnregister(std::ptr::with_exposed_provenance_mut(self.address)) };
+        if let Err(error) = unpinned.result() {
+            tracing::debug!(%error, "unpinning memory of the host");
+        }
+    }
+}
+
+/// The driver's answer in words.
+pub(super) fn cuda(doing: impl Into<String>, error: cudarc::driver::DriverError) -> CudaError {
+    let text = |found: Result<&std::ffi::CStr, _>| {
+        found.map_or_else(|_| format!("{:?}", error.0), |text| text.to_string_lossy().into_owned())
+    };
+    CudaError::new(doing, text(error.error_name()), text(error.error_string()))
+}

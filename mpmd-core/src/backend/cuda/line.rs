@@ -1,0 +1,416 @@
+//! A queue of a device's work, and the thread that waits for its ends.
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+
+use cudarc::driver::{result, sys};
+use mpmd_transport::memory::{Fence, Fences};
+use parking_lot::{Condvar, Mutex};
+
+use super::clock::Clock;
+use super::error::CudaError;
+use super::gpu::{Context, cuda};
+use super::ipc::{Landing, Words, sharable};
+use super::turn::Turn;
+use super::{Ended, Then};
+
+/// Events that have been used and are kept for later ones; a line has about as many as a program runs ahead.
+const MOST_SPARE: usize = 1024;
+
+/// A queue of work on a device: a stream. Dropping it lets what was issued come to its end.
+pub(crate) struct Line {
+    pub(super) stream: Arc<Stream>,
+    /// Held while work is issued, so that what belongs together stays together and ends are told in order. How often
+    /// that was.
+    pub(super) issuing: Mutex<u64>,
+    pub(super) ends: Arc<Ends>,
+}
+
+/// A line while work is issued to it.
+pub(crate) struct Stream {
+    pub(super) context: Arc<Context>,
+    pub(super) raw: sys::CUstream,
+}
+
+// SAFETY: streams may be used by any thread that has bound their context; CUDA's calls are thread-safe.
+unsafe impl Send for Stream {}
+// SAFETY: as above.
+unsafe impl Sync for Stream {}
+
+/// What was issued and has not ended, in order.
+#[derive(Default)]
+pub(super) struct Ends {
+    state: Mutex<State>,
+    changed: Condvar,
+    spare: Mutex<Vec<RawEvent>>,
+    /// Where somebody wants to know when work began and ended.
+    pub(super) clock: OnceLock<Clock>,
+}
+
+#[derive(Default)]
+struct State {
+    entries: VecDeque<Entry>,
+    closed: bool,
+}
+
+struct Entry {
+    event: Arc<Event>,
+    /// What went wrong while it was issued.
+    issued: Result<(), CudaError>,
+}
+
+/// A point in the work of a line.
+pub(super) struct Event {
+    /// `None` where it could not be made, or not be recorded: then the device does nothing more.
+    raw: Option<RawEvent>,
+    /// Where the work before it began, if anybody wants to know.
+    begin: Option<RawEvent>,
+    /// The clock's time then, on the host.
+    pub(super) issued_at: u64,
+    /// Its place in the line.
+    number: u64,
+    stream: Arc<Stream>,
+    over: AtomicBool,
+    /// What went wrong with the work before it.
+    failure: OnceLock<String>,
+    told: Mutex<Told>,
+    ends: Weak<Ends>,
+}
+
+/// Who is told of an end.
+#[derive(Default)]
+struct Told {
+    waiting: Vec<Box<dyn FnOnce() + Send>>,
+    then: Option<Box<dyn FnOnce(Ended) + Send>>,
+    /// How it ended, where nobody has asked yet; kept only once all who waited have been told.
+    ended: Option<Ended>,
+}
+
+/// An event, and what other processes know it by, where they have been told.
+pub(super) struct RawEvent(pub(super) sys::CUevent, pub(super) OnceLock<Option<Words>>);
+
+// SAFETY: events may be used by any thread that has bound their context; CUDA's calls are thread-safe.
+unsafe impl Send for RawEvent {}
+// SAFETY: as above.
+unsafe impl Sync for RawEvent {}
+
+impl Line {
+    /// Makes the stream and starts its thread.
+    pub(super) fn start(context: &Arc<Context>, name: String) -> Result<Self, CudaError> {
+        context.bind()?;
+        // Without regard for the default stream, which nobody here uses.
+        let raw = result::stream::create(result::stream::StreamKind::NonBlocking)
+            .map_err(|error| cuda("making a stream", error))?;
+        let stream = Arc::new(Stream { context: context.clone(), raw });
+        let ends = Arc::<Ends>::default();
+        let (theirs, of) = (ends.clone(), stream.clone());
+        std::thread::Builder::new()
+            .name(name)
+            .spawn(move || theirs.tell_all(&of))
+            .map_err(|error| CudaError::new("starting the thread of a stream", "", error.to_string()))?;
+        Ok(Self { stream, issuing: Mutex::new(0), ends })
+    }
+
+    /// Issues work that comes after `after` and after all that was issued here before. Never blocks on the device.
+    ///
+    /// Returns a fence behind the work, for the memory that it uses, and calls `then` once it is passed, with what
+    /// went wrong while the work was issued or when it ran. Where only part of it could be issued, that part is before the
+    /// fence.
+    pub(crate) fn submit(
+        &self,
+        after: &[&Fences],
+        work: impl FnOnce(&Stream) -> Result<(), CudaError>,
+        then: Then,
+    ) -> Arc<dyn Fence> {
+        let mut turn = self.turn();
+        let issued = after.iter().try_for_each(|fences| turn.come_after(fences));
+        let issued = issued.and_then(|()| turn.begin()).and_then(work);
+        let ending = turn.end(issued);
+        let fence = ending.fence();
+        ending.then(Box::new(move |ended: Ended| then(ended.result)));
+        fence
+    }
+
+    /// The stream, to be told to other libraries; work is issued to it by [`Line::submit`] and in turns.
+    pub(super) fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// The calling thread's turn to issue work here; waits for the turns of others.
+    pub(crate) fn turn(&self) -> Turn<'_> {
+        Turn::new(self, self.issuing.lock())
+    }
+
+    /// Whether `fences` are all of this line: then whoever hears of their ends hears of those of later work after that.
+    /// False where there are none.
+    pub(crate) fn has_issued_all(&self, fences: &Fences) -> bool {
+        let mine = |fence: &Arc<dyn Fence>| {
+            let event = (&**fence as &dyn Any).downcast_ref::<Event>();
+            event.is_some_and(|event| event.stream.raw == self.stream.raw)
+        };
+        fences.iter().next().is_some() && fences.iter().all(mine)
+    }
+
+    /// From now on work on this line is told with the times at which it began and ended, by `now`: nanoseconds from
+    /// some beginning. To be called before there is any.
+    pub(super) fn keep_time(&self, now: Box<dyn Fn() -> u64 + Send + Sync>) -> Result<(), CudaError> {
+        let clock = Clock::new(self, now)?;
+        // A second clock would be none the wiser.
+        let _ = self.ends.clock.set(clock);
+        Ok(())
+    }
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        self.ends.state.lock().closed = true;
+        self.ends.changed.notify_one();
+    }
+}
+
+impl Stream {
+    /// Has what is issued from now on come after what `fence` is behind.
+    pub(super) fn come_after(&self, fence: &dyn Fence) -> Result<(), CudaError> {
+        if fence.is_over() {
+            return Ok(());
+        }
+        if let Some(landing) = (fence as &dyn Any).downcast_ref::<Landing>() {
+            return landing.before(self);
+        }
+        let Some(event) = (fence as &dyn Any).downcast_ref::<Event>() else {
+            return Err(CudaError::new("waiting for other work", "", "it is no work of a CUDA device's"));
+        };
+        let Some(raw) = event.raw.as_ref().filter(|_| event.stream.raw != self.raw) else { return Ok(()) };
+        // SAFETY: the event is alive, as `event` holds it, and was recorded when it was made.
+        unsafe { result::stream::wait_event(self.raw, raw.0, sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT) }
+            .map_err(|error| cuda("waiting for other work on a device", error))
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if self.context.bind().is_err() {
+            return;
+        }
+        // SAFETY: made in `Line::start`, destroyed once; CUDA lets what is in it come to its end.
+        if let Err(error) = unsafe { result::stream::destroy(self.raw) } {
+            tracing::debug!(%error, "destroying a stream");
+        }
+    }
+}
+
+impl Ends {
+    /// What was issued ends with `event`; for who has the turn.
+    pub(super) fn push(&self, event: Arc<Event>, issued: Result<(), CudaError>) {
+        self.state.lock().entries.push_back(Entry { event, issued });
+        self.changed.notify_one();
+    }
+
+    /// An event that is recorded here and now.
+    pub(super) fn record(&self, stream: &Stream) -> Result<RawEvent, CudaError> {
+        let spare = self.spare.lock().pop();
+        let event = match spare {
+            Some(event) => event,
+            None => {
+                // The thread that waits for it sleeps.
+                let mut flags = sys::CUevent_flags_enum::CU_EVENT_BLOCKING_SYNC as u32;
+                if self.clock.get().is_none() {
+                    flags |= sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
+                    if stream.context.shares_events() {
+                        flags |= sharable();
+                    }
+                }
+                create_event(flags)?
+            }
+        };
+        match event.record(stream) {
+            Ok(()) => Ok(event),
+            Err(error) => {
+                event.destroy();
+                Err(error)
+            }
+        }
+    }
+
+    /// Keeps an event for later, which nobody waits for any more.
+    pub(super) fn spare(&self, event: RawEvent) -> Option<RawEvent> {
+        let mut spare = self.spare.lock();
+        let is_known = event.1.get().is_some_and(Option::is_some);
+        // Those that other processes know stay for ever: there are as many as were in use at a time.
+        if spare.len() >= MOST_SPARE && !is_known {
+            return Some(event);
+        }
+        spare.push(event);
+        None
+    }
+
+    /// Waits for each end in turn and tells who wants to know, until the line is dropped and nothing is left.
+    fn tell_all(&self, stream: &Stream) {
+        // Errors show when events are waited for.
+        let _ = stream.context.bind();
+        while let Some(Entry { event, issued }) = self.next() {
+            // Nothing was recorded where the device does nothing more: that error is known.
+            let ran = event.raw.as_ref().map_or(Ok(()), RawEvent::wait);
+            let ran = ran.map_err(|error| stream.context.fails(error));
+            let times = match (self.clock.get(), &ran) {
+                (Some(clock), Ok(())) => clock.times(&event),
+                _ => None,
+            };
+            event.pass(Ended { result: issued.and(ran), times });
+        }
+    }
+
+    fn next(&self) -> Option<Entry> {
+        let mut state = self.state.lock();
+        loop {
+            if let Some(entry) = state.entries.pop_front() {
+                return Some(entry);
+            }
+            if state.closed {
+                return None;
+            }
+            self.changed.wait(&mut state);
+        }
+    }
+}
+
+impl Event {
+    pub(super) fn new(
+        line: &Line,
+        raw: Option<RawEvent>,
+        (begin, issued_at): (Option<RawEvent>, u64),
+        number: u64,
+    ) -> Self {
+        let (stream, ends) = (line.stream.clone(), Arc::downgrade(&line.ends));
+        let (over, told) = (AtomicBool::new(false), Mutex::default());
+        let failure = OnceLock::new();
+        Self { raw, begin, issued_at, number, stream, over, failure, told, ends }
+    }
+
+    /// Nanoseconds on the device from this to the beginning and the end of the work before `other`.
+    pub(super) fn until(&self, other: &Self) -> Option<[f64; 2]> {
+        let from = self.raw.as_ref()?;
+        let (begin, end) = (other.begin.as_ref()?, other.raw.as_ref()?);
+        Some([from.until(begin).ok()?, from.until(end).ok()?])
+    }
+
+    /// By what other processes have work come after it; `None` where they cannot.
+    pub(super) fn words(&self) -> Option<Words> {
+        self.raw.as_ref()?.words(&self.stream.context)
+    }
+
+    fn pass(&self, ended: Ended) {
+        if let Err(error) = &ended.result {
+            // Set here alone.
+            let _ = self.failure.set(error.to_string());
+        }
+        let waiting = {
+            let mut told = self.told.lock();
+            self.over.store(true, Ordering::Release);
+            std::mem::take(&mut told.waiting)
+        };
+        // Memory goes back before anybody hears that the work has ended: who waits for memory looks then.
+        waiting.into_iter().for_each(|then| then());
+        let mut told = self.told.lock();
+        let Some(then) = told.then.take() else {
+            told.ended = Some(ended);
+            return;
+        };
+        drop(told);
+        then(ended);
+    }
+
+    /// Calls `then` with how the work before this ended: on the line's thread, or here where that has told everybody else.
+    pub(super) fn on_end(&self, then: Box<dyn FnOnce(Ended) + Send>) {
+        let mut told = self.told.lock();
+        let Some(ended) = told.ended.take() else {
+            told.then = Some(then);
+            return;
+        };
+        drop(told);
+        then(ended);
+    }
+}
+
+impl Fence for Event {
+    fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+
+    fn on_over(&self, then: Box<dyn FnOnce() + Send>) {
+        let mut told = self.told.lock();
+        if self.is_over() {
+            drop(told);
+            return then();
+        }
+        told.waiting.push(then);
+    }
+
+    fn failure(&self) -> Option<String> {
+        self.failure.get().cloned()
+    }
+
+    fn covers(&self, earlier: &dyn Fence) -> bool {
+        let earlier = (earlier as &dyn Any).downcast_ref::<Self>();
+        earlier.is_some_and(|earlier| earlier.stream.raw == self.stream.raw && earlier.number < self.number)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        let is_over = self.over.load(Ordering::Acquire);
+        for raw in [self.raw.take(), self.begin.take()].into_iter().flatten() {
+            let left = match self.ends.upgrade().filter(|_| is_over) {
+                Some(ends) => ends.spare(raw),
+                // Others may still come after it: it goes with the context.
+                None if raw.1.get().is_some_and(Option::is_some) => None,
+                None => Some(raw),
+            };
+            if let Some(raw) = left
+                && self.stream.context.bind().is_ok()
+            {
+                raw.destroy();
+            }
+        }
+    }
+}
+
+impl RawEvent {
+    /// Puts it behind what was issued to the stream.
+    pub(super) fn record(&self, stream: &Stream) -> Result<(), CudaError> {
+        // SAFETY: event and stream are of the context that is bound, and alive.
+        unsafe { result::event::record(self.0, stream.raw) }
+            .map_err(|error| cuda("recording an event", error))
+    }
+
+    /// Sleeps until the device has come here.
+    pub(super) fn wait(&self) -> Result<(), CudaError> {
+        // SAFETY: the event is alive and its context bound by this thread.
+        unsafe { result::event::synchronize(self.0) }.map_err(|error| cuda("work of a CUDA device", error))
+    }
+
+    /// Nanoseconds on the device from this to `other`.
+    fn until(&self, other: &Self) -> Result<f64, CudaError> {
+        // SAFETY: both are alive, of the context that is bound, and were made with their times.
+        let millis = unsafe { result::event::elapsed(self.0, other.0) };
+        millis.map(|millis| f64::from(millis) * 1e6).map_err(|error| cuda("reading a time", error))
+    }
+
+    pub(super) fn destroy(self) {
+        // SAFETY: the event is alive and this was its owner; CUDA lets waits for it come to their end.
+        if let Err(error) = unsafe { result::event::destroy(self.0) } {
+            tracing::debug!(%error, "destroying an event");
+        }
+    }
+}
+
+pub(super) fn create_event(flags: u32) -> Result<RawEvent, CudaError> {
+    let mut event = std::ptr::null_mut();
+    // SAFETY: `event` is a place for the result.
+    unsafe { sys::cuEventCreate(&raw mut event, flags) }
+        .result()
+        .map_err(|error| cuda("making an event", error))?;
+    Ok(RawEvent(event, OnceLock::new()))
+}

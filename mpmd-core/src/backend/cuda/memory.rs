@@ -1,0 +1,79 @@
+//! Memory of a CUDA device.
+
+use std::io;
+use std::sync::{Arc, OnceLock};
+
+use cudarc::driver::{result, sys};
+use mpmd_transport::memory::{DeviceAllocator, DeviceMemory};
+
+use super::gpu::{Context, cuda};
+use super::ipc::{self, Words};
+
+/// Where segments in a device's memory come from.
+///
+/// They are asked for with `cuMemAlloc`: what the stream-ordered allocator gives cannot be shared with other processes.
+pub(super) struct Allocator {
+    context: Arc<Context>,
+}
+
+/// One allocation.
+pub(super) struct Memory {
+    context: Arc<Context>,
+    address: sys::CUdeviceptr,
+    bytes: usize,
+    /// What other processes open it by, once they are to.
+    words: OnceLock<Option<Words>>,
+}
+
+impl Allocator {
+    pub(super) fn new(context: Arc<Context>) -> Self {
+        Self { context }
+    }
+}
+
+impl DeviceAllocator for Allocator {
+    fn allocate(&self, bytes: usize) -> io::Result<Box<dyn DeviceMemory>> {
+        self.context.bind().map_err(io::Error::other)?;
+        // SAFETY: allocates; what the memory holds is read only by work that comes after work that has written it.
+        let address = unsafe { result::malloc_sync(bytes) };
+        let address = address.map_err(|error| {
+            io::Error::other(cuda(format!("allocating {bytes} bytes on a CUDA device"), error))
+        })?;
+        Ok(Box::new(Memory { context: self.context.clone(), address, bytes, words: OnceLock::new() }))
+    }
+}
+
+impl DeviceMemory for Memory {
+    fn address(&self) -> u64 {
+        self.address
+    }
+
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn device(&self) -> u32 {
+        self.context.ordinal()
+    }
+
+    fn export(&self) -> Option<&[u8]> {
+        let show = || ipc::export(&self.context, self.address, self.bytes);
+        self.words.get_or_init(show).as_ref().map(|words| &words[..])
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if let Some(Some(words)) = self.words.get() {
+            ipc::forget(&self.context, words);
+        }
+        if self.context.bind().is_err() {
+            return;
+        }
+        // SAFETY: allocated in `allocate`, freed once; blocks go back to their pool only when work on them is over, and
+        // pools let go of segments without blocks in use only.
+        if let Err(error) = unsafe { result::free_sync(self.address) } {
+            tracing::debug!(%error, "freeing memory of a CUDA device");
+        }
+    }
+}

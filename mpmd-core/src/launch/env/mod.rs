@@ -1,0 +1,224 @@
+//! What launchers say to the processes they start.
+
+mod address;
+mod launchers;
+#[cfg(test)]
+mod tests;
+mod vars;
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use mpmd_transport::ProcessId;
+use mpmd_transport::rendezvous::Token;
+
+use address::{no_address, split_address};
+use launchers::Said;
+use vars::Vars;
+
+use super::{LaunchError, kinds_by_process, spin, variables as ours};
+use crate::topology::DeviceKind;
+use crate::transports::Spin;
+
+/// Which process of which job this is, as its launcher says.
+#[derive(Clone, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct JobEnv {
+    /// Which process of the job this is.
+    pub process: ProcessId,
+    /// Number of processes in the job.
+    pub processes: usize,
+    /// Which of the processes on this host this is, from 0, where the launcher says.
+    pub local_process: Option<usize>,
+    /// Where the processes meet, `host:port`.
+    pub coordinator: String,
+    /// True where the launcher runs the rendezvous service; else process 0 must.
+    pub hosted: bool,
+    /// The job's secret. Worked out from the launcher's job number where `MPMD_JOB_TOKEN` is not set:
+    /// that keeps jobs apart, but not whoever can guess the number.
+    pub token: Token,
+    /// The transport asked for.
+    pub transport: Option<String>,
+    /// How long the transport is to look for work before it sleeps, where said.
+    pub spin: Option<Spin>,
+    /// Number of devices each process is to have.
+    pub devices_per_process: Option<usize>,
+    /// Of which kind the devices of each process are to be, where said.
+    pub device_kinds: Option<Vec<DeviceKind>>,
+    /// How long to wait for the other processes, where said.
+    pub patience: Option<Duration>,
+    /// The name of this process's host, where it is not the system's.
+    pub host: Option<String>,
+    /// The file with the costs of links. Only what process 0 is told counts.
+    pub links: Option<PathBuf>,
+    /// Where this process is to write its plan, and do nothing else: then it is one beyond those of the job.
+    pub plan: Option<PlanEnv>,
+    /// Who said so, for people.
+    pub source: &'static str,
+}
+
+/// What is asked of a process that only plans.
+#[derive(Clone, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct PlanEnv {
+    /// Where the plan goes.
+    pub file: PathBuf,
+    /// The most steps that are recorded, where said.
+    pub steps: Option<u64>,
+}
+
+impl JobEnv {
+    /// Reads this process's environment; `None` where no launcher has started it: a job of one.
+    ///
+    /// Looks for variables of, in this order, our own launcher, torchrun, Open MPI, Slurm, PMIx, PMI,
+    /// and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`, `MPMD_TRANSPORT`,
+    /// `MPMD_SPIN`, `MPMD_DEVICES_PER_PROCESS`, `MPMD_DEVICE`, `MPMD_PATIENCE`, `MPMD_HOST` and `MPMD_LINKS` count under every
+    /// launcher. Where `MPMD_PLAN` is set none of them is asked: the process is one beyond the `MPMD_PLAN_PROCESSES`
+    /// of the job that it plans.
+    ///
+    /// # Errors
+    ///
+    /// Where a launcher's variables are there only in part (names every variable looked at), or where
+    /// one makes no sense.
+    pub fn from_env() -> Result<Option<Self>, LaunchError> {
+        // A value that is not Unicode is none of ours; but who is to plan must not run.
+        if let Some(file) = std::env::var_os(ours::PLAN)
+            && file.to_str().is_none_or(|name| name.trim() != name)
+        {
+            return Err(LaunchError::Variable {
+                variable: ours::PLAN.to_owned(),
+                value: file.to_string_lossy().into_owned(),
+                expected: "a file whose name is Unicode, without blanks at its ends".to_owned(),
+            });
+        }
+        Self::from_vars(&|name| std::env::var(name).ok())
+    }
+
+    /// Like [`from_env`](Self::from_env), from the variables that `look` finds.
+    ///
+    /// # Errors
+    ///
+    /// Like those of [`from_env`](Self::from_env).
+    pub fn from_vars(look: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>, LaunchError> {
+        let vars = Vars::new(look);
+        if let Some(file) = vars.get(ours::PLAN) {
+            return planning(&vars, file).map(Some);
+        }
+        if let Some(said) = launchers::ask(&vars)? {
+            return complete(&vars, said).map(Some);
+        }
+        // A part of ours with nobody's rank to go with it.
+        for name in [ours::WORLD_SIZE, ours::COORDINATOR, ours::LOCAL_RANK] {
+            if vars.get(name).is_some() {
+                return Err(vars.half_set("mpmd", ours::RANK));
+            }
+        }
+        Ok(None)
+    }
+}
+
+impl JobEnv {
+    /// Where process 0 must listen, where it runs the rendezvous service: the coordinator's port, on
+    /// all interfaces unless all processes are on this host.
+    ///
+    /// # Errors
+    ///
+    /// [`LaunchError::Variable`] where the coordinator has no port.
+    pub fn listen_address(&self) -> Result<SocketAddr, LaunchError> {
+        let (host, port) = split_address(&self.coordinator).ok_or_else(|| no_address(&self.coordinator))?;
+        let ip = match host.parse() {
+            Ok(ip) if ip.is_loopback() => ip,
+            Ok(IpAddr::V6(_)) => Ipv6Addr::UNSPECIFIED.into(),
+            Err(_) if host == "localhost" => Ipv4Addr::LOCALHOST.into(),
+            Ok(IpAddr::V4(_)) | Err(_) => Ipv4Addr::UNSPECIFIED.into(),
+        };
+        Ok(SocketAddr::new(ip, port))
+    }
+}
+
+/// A process that only plans: nobody's, with what counts under every launcher.
+fn planning(vars: &Vars<'_>, file: String) -> Result<JobEnv, LaunchError> {
+    const SOURCE: &str = "mpmd check";
+    let processes = vars.needed(SOURCE, ours::PLAN_PROCESSES)?;
+    if processes == 0 {
+        return Err(LaunchError::Processes { processes });
+    }
+    let steps = vars.number(ours::PLAN_STEPS)?;
+    let said = Said {
+        source: SOURCE,
+        process: 0,
+        processes,
+        local_process: None,
+        coordinator: Ok("127.0.0.1:1".into()),
+        hosted: true,
+        job: String::new(),
+    };
+    let env = complete(vars, said)?;
+    // The number of nobody: what a program does on one process alone is not done here.
+    let process = ProcessId(u32::try_from(processes).unwrap_or(u32::MAX));
+    Ok(JobEnv { process, plan: Some(PlanEnv { file: file.into(), steps }), ..env })
+}
+
+/// A job from what its launcher has said and what counts under every launcher.
+fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
+    let Said { source, process, processes, local_process, coordinator, hosted, job } = said;
+    if process as usize >= processes {
+        return Err(LaunchError::Variable {
+            variable: match source {
+                "mpmd" => ours::RANK.to_owned(),
+                other => format!("the process number of {other}"),
+            },
+            value: process.to_string(),
+            expected: format!("below the number of processes, {processes}"),
+        });
+    }
+    let coordinator = match vars.get(ours::COORDINATOR) {
+        Some(given) => given,
+        None => coordinator.map_err(|needed| vars.half_set(source, &needed))?,
+    };
+    match split_address(&coordinator) {
+        Some((_, 1..)) => {}
+        // Alone, any port will do.
+        Some((_, 0)) if processes == 1 => {}
+        _ => return Err(no_address(&coordinator)),
+    }
+    let token = match vars.get(ours::JOB_TOKEN) {
+        Some(hex) => hex.parse().map_err(|error| LaunchError::Token { variable: ours::JOB_TOKEN, error })?,
+        None => Token::derived(&format!("{source} {job} {coordinator}")),
+    };
+    let devices_per_process = vars.number(ours::DEVICES_PER_PROCESS)?;
+    if devices_per_process == Some(0) {
+        return Err(LaunchError::Variable {
+            variable: ours::DEVICES_PER_PROCESS.into(),
+            value: "0".into(),
+            expected: "at least 1".into(),
+        });
+    }
+    let kinds = vars.get(ours::DEVICE).map(|text| kinds_by_process(&text, processes));
+    let patience = match vars.number::<f64>(ours::PATIENCE)? {
+        None => None,
+        Some(seconds) => Some(Duration::try_from_secs_f64(seconds).map_err(|_| LaunchError::Variable {
+            variable: ours::PATIENCE.into(),
+            value: seconds.to_string(),
+            expected: "a number of seconds".into(),
+        })?),
+    };
+    Ok(JobEnv {
+        process: ProcessId(process),
+        processes,
+        local_process,
+        coordinator,
+        hosted,
+        token,
+        transport: vars.get(ours::TRANSPORT),
+        spin: vars.get(ours::SPIN).map(|text| spin(&text)).transpose()?,
+        devices_per_process,
+        device_kinds: kinds.transpose()?,
+        patience,
+        host: vars.get(ours::HOST),
+        links: vars.get(ours::LINKS).map(PathBuf::from),
+        plan: None,
+        source,
+    })
+}

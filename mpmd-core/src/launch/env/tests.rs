@@ -1,0 +1,210 @@
+//! What launchers say, read as a job.
+
+use super::*;
+use crate::topology::DeviceKind::{Cpu, Cuda};
+
+fn read(vars: &[(&str, &str)]) -> Result<Option<JobEnv>, LaunchError> {
+    JobEnv::from_vars(&|name| {
+        vars.iter().find(|(other, _)| *other == name).map(|(_, value)| (*value).to_owned())
+    })
+}
+
+fn job(vars: &[(&str, &str)]) -> JobEnv {
+    read(vars).unwrap().unwrap()
+}
+
+fn who(env: &JobEnv) -> (u32, usize, Option<usize>, &str, &str) {
+    (env.process.0, env.processes, env.local_process, &env.coordinator, env.source)
+}
+
+#[test]
+fn without_variables_it_is_a_job_of_one() {
+    assert_eq!(read(&[]), Ok(None));
+    assert_eq!(read(&[("HOME", "/"), ("MPMD_TRANSPORT", "tcp"), ("MPMD_RANK", " ")]), Ok(None));
+    // A batch script is one process, whatever its allocation.
+    assert_eq!(read(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4"), ("SLURM_JOB_ID", "7")]), Ok(None));
+}
+
+#[test]
+fn every_launcher_is_read() {
+    let token = Token::new([5; 32]);
+    let ours = job(&[
+        ("MPMD_RANK", "1"),
+        ("MPMD_WORLD_SIZE", "4"),
+        ("MPMD_LOCAL_RANK", "1"),
+        ("MPMD_COORDINATOR", "10.0.0.1:77"),
+        ("MPMD_HOSTED", "1"),
+        ("MPMD_JOB_TOKEN", &token.to_hex()),
+        ("MPMD_TRANSPORT", "tcp"),
+        ("MPMD_SPIN", "never"),
+        ("MPMD_DEVICES_PER_PROCESS", "2"),
+        ("MPMD_DEVICE", "cpu,cuda"),
+        ("MPMD_PATIENCE", "1.5"),
+        ("MPMD_HOST", "left"),
+        ("MPMD_LINKS", "links.json"),
+        // Ours goes first.
+        ("RANK", "3"),
+        ("SLURM_STEP_NODELIST", "x"),
+    ]);
+    assert_eq!(who(&ours), (1, 4, Some(1), "10.0.0.1:77", "mpmd"));
+    assert_eq!((ours.token, ours.hosted), (token, true));
+    assert_eq!(ours.patience, Some(Duration::from_millis(1500)));
+    assert_eq!((ours.host.as_deref(), ours.links), (Some("left"), Some(PathBuf::from("links.json"))));
+    assert_eq!(ours.spin, Some(Spin::Never));
+    assert_eq!(ours.device_kinds.as_deref(), Some(&[Cpu, Cuda, Cuda, Cuda][..]));
+    assert_eq!((ours.transport.as_deref(), ours.devices_per_process), (Some("tcp"), Some(2)));
+
+    let torchrun = [
+        ("RANK", "5"),
+        ("WORLD_SIZE", "8"),
+        ("LOCAL_RANK", "1"),
+        ("MASTER_ADDR", "fd00::7"),
+        ("MASTER_PORT", "29500"),
+    ];
+    assert_eq!(who(&job(&torchrun)), (5, 8, Some(1), "[fd00::7]:29500", "torchrun"));
+    let with_store = [&torchrun[..], &[("TORCHELASTIC_USE_AGENT_STORE", "True")]].concat();
+    assert_eq!(job(&with_store).coordinator, "[fd00::7]:29501");
+
+    let slurm = [
+        ("SLURM_PROCID", "3"),
+        ("SLURM_NTASKS", "6"),
+        ("SLURM_LOCALID", "0"),
+        ("SLURM_JOB_ID", "8195"),
+        ("SLURM_STEP_ID", "0"),
+        ("SLURM_STEP_NODELIST", "node[03-05,7],login"),
+    ];
+    assert_eq!(who(&job(&slurm)), (3, 6, Some(0), "node03:61443", "Slurm"));
+    // `srun` twice at once, in one allocation.
+    let second = [&[("SLURM_STEP_ID", "1")], &slurm[..]].concat();
+    assert_eq!(job(&second).coordinator, "node03:61700");
+
+    let open_mpi = [
+        ("OMPI_COMM_WORLD_RANK", "1"),
+        ("OMPI_COMM_WORLD_SIZE", "2"),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", "1"),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+        ("PMIX_NAMESPACE", "prterun-host-17@1"),
+        ("PMIX_RANK", "1"),
+    ];
+    let inside_slurm = [&slurm[..], &open_mpi].concat();
+    for env in [job(&open_mpi), job(&inside_slurm)] {
+        let (process, processes, local, coordinator, source) = who(&env);
+        assert_eq!((process, processes, local, source), (1, 2, Some(1), "Open MPI"));
+        let port: u16 = coordinator.strip_prefix("127.0.0.1:").unwrap().parse().unwrap();
+        assert!(port >= 61440);
+    }
+    let pmix = [("PMIX_RANK", "0"), ("PMIX_NAMESPACE", "n"), ("MPMD_WORLD_SIZE", "2")];
+    assert_eq!(job(&pmix).source, "PMIx");
+    let pmi = [("PMI_RANK", "2"), ("PMI_SIZE", "3"), ("MPI_LOCALRANKID", "2"), ("MPMD_COORDINATOR", "h:9")];
+    assert_eq!(who(&job(&pmi)), (2, 3, Some(2), "h:9", "PMI"));
+    let kubernetes =
+        [("JOB_COMPLETION_INDEX", "2"), ("MPMD_WORLD_SIZE", "3"), ("MPMD_COORDINATOR", "job-0.svc:9")];
+    assert_eq!(who(&job(&kubernetes)), (2, 3, None, "job-0.svc:9", "Kubernetes"));
+}
+
+#[test]
+fn who_plans_is_one_beyond_the_job_whatever_launchers_say() {
+    let planning = job(&[
+        ("MPMD_PLAN", "/tmp/plan.json"),
+        ("MPMD_PLAN_PROCESSES", "4"),
+        ("MPMD_DEVICES_PER_PROCESS", "2"),
+        ("MPMD_RANK", "1"),
+        ("RANK", "0"),
+    ]);
+    assert_eq!((planning.process, planning.processes), (ProcessId(4), 4));
+    assert_eq!(planning.devices_per_process, Some(2));
+    let plan = PlanEnv { file: "/tmp/plan.json".into(), steps: None };
+    assert_eq!(planning.plan, Some(plan));
+    let steps = [("MPMD_PLAN", "p"), ("MPMD_PLAN_PROCESSES", "1"), ("MPMD_PLAN_STEPS", "3")];
+    assert_eq!(job(&steps).plan.unwrap().steps, Some(3));
+    let none = read(&[("MPMD_PLAN", "p"), ("MPMD_PLAN_PROCESSES", "0")]);
+    assert_eq!(none, Err(LaunchError::Processes { processes: 0 }));
+    let half = read(&[("MPMD_PLAN", "p")]).unwrap_err().to_string();
+    assert!(half.contains("mpmd check, but MPMD_PLAN_PROCESSES is not set"), "{half}");
+}
+
+#[test]
+fn half_a_launcher_is_an_error_that_names_what_was_looked_at() {
+    for (vars, missing) in [
+        (&[("MPMD_RANK", "0")][..], "MPMD_WORLD_SIZE"),
+        (&[("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "2")], "MPMD_COORDINATOR"),
+        (&[("MPMD_WORLD_SIZE", "2")], "MPMD_RANK"),
+        (&[("MPMD_COORDINATOR", "h:1")], "MPMD_RANK"),
+        (&[("RANK", "0")], "WORLD_SIZE"),
+        (&[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "h")], "MASTER_PORT"),
+        (&[("SLURM_STEP_NODELIST", "n1"), ("SLURM_NTASKS", "2"), ("SLURM_JOB_ID", "1")], "SLURM_PROCID"),
+        (&[("OMPI_COMM_WORLD_RANK", "0")], "OMPI_COMM_WORLD_SIZE"),
+        (&[("PMIX_RANK", "0")], "MPMD_WORLD_SIZE"),
+        (&[("PMI_RANK", "0"), ("PMI_SIZE", "2")], "MPMD_COORDINATOR"),
+        (&[("JOB_COMPLETION_INDEX", "0"), ("MPMD_WORLD_SIZE", "2")], "MPMD_COORDINATOR"),
+    ] {
+        let error = read(vars).unwrap_err().to_string();
+        assert!(error.contains(&format!("{missing} ")), "{vars:?}: {error}");
+        for (name, value) in vars {
+            assert!(error.contains(&format!("{name}={value}")), "{vars:?}: {error}");
+        }
+    }
+    let several = [
+        ("OMPI_COMM_WORLD_RANK", "0"),
+        ("OMPI_COMM_WORLD_SIZE", "4"),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+        ("PMIX_NAMESPACE", "n"),
+    ];
+    assert!(read(&several).unwrap_err().to_string().contains("spans several hosts"));
+}
+
+#[test]
+fn senseless_values_are_errors_that_name_the_variable() {
+    let base = [("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "2"), ("MPMD_COORDINATOR", "h:1")];
+    for (name, value) in [
+        ("MPMD_RANK", "two"),
+        ("MPMD_WORLD_SIZE", "-1"),
+        ("MPMD_COORDINATOR", "h"),
+        ("MPMD_COORDINATOR", "h:0"),
+        ("MPMD_COORDINATOR", "h:99999"),
+        ("MPMD_JOB_TOKEN", "secret"),
+        ("MPMD_DEVICES_PER_PROCESS", "0"),
+        ("MPMD_PATIENCE", "-3"),
+        ("MPMD_SPIN", "often"),
+        ("MPMD_DEVICE", "gpu"),
+        ("MPMD_DEVICE", "cpu,cpu,cuda"),
+        ("MPMD_LOCAL_RANK", "x"),
+    ] {
+        let vars = [&[(name, value)], &base[..]].concat();
+        let error = read(&vars).unwrap_err().to_string();
+        assert!(error.contains(name), "{error}");
+    }
+    let beyond = [("MPMD_RANK", "2"), ("MPMD_WORLD_SIZE", "2"), ("MPMD_COORDINATOR", "h:1")];
+    assert!(read(&beyond).unwrap_err().to_string().contains("below the number of processes, 2"));
+}
+
+#[test]
+fn processes_of_one_job_find_one_token_and_other_jobs_another() {
+    let slurm = |process, job| {
+        let vars = [
+            ("SLURM_PROCID", process),
+            ("SLURM_NTASKS", "2"),
+            ("SLURM_JOB_ID", job),
+            ("SLURM_STEP_NODELIST", "a,b"),
+        ];
+        super::tests::job(&vars).token
+    };
+    assert_eq!(slurm("0", "7"), slurm("1", "7"));
+    // The same port, but another job.
+    assert_ne!(slurm("0", "7"), slurm("0", "4103"));
+}
+
+#[test]
+fn process_0_listens_where_all_can_reach_it() {
+    for (coordinator, listens) in [
+        ("127.0.0.1:9", "127.0.0.1:9"),
+        ("localhost:9", "127.0.0.1:9"),
+        ("[::1]:9", "[::1]:9"),
+        ("node03:61443", "0.0.0.0:61443"),
+        ("10.0.0.1:9", "0.0.0.0:9"),
+        ("[fd00::7]:9", "[::]:9"),
+    ] {
+        let vars = [("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "2"), ("MPMD_COORDINATOR", coordinator)];
+        assert_eq!(job(&vars).listen_address().unwrap().to_string(), listens);
+    }
+}

@@ -1,0 +1,190 @@
+//! Work of a device that uses memory and may not be over yet.
+//!
+//! A device does what it is told later, in its own order. So memory that it reads or writes carries [fences](Fence):
+//! what was last issued that uses it. Whoever issues more waits for them *on the device*; whoever frees it waits until
+//! they are over, without blocking. Memory of the host that no device uses has none, which costs nothing.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+
+/// A point in a device's work. Passed once all work before it is over, well or not.
+pub trait Fence: Any + Send + Sync {
+    /// Whether it has been passed. Costs a look at one word.
+    fn is_over(&self) -> bool;
+
+    /// Calls `then` once it is passed: now, or on the thread that finds that it is. `then` must be short.
+    fn on_over(&self, then: Box<dyn FnOnce() + Send>);
+
+    /// What went wrong with the work, for people, where that is known once it is passed.
+    fn failure(&self) -> Option<String> {
+        None
+    }
+
+    /// Whether `earlier` is over whenever this is: one of the same queue that was issued before. Then only this one
+    /// need be kept, and a buffer that a thousand calls read has one fence.
+    fn covers(&self, earlier: &dyn Fence) -> bool {
+        let _ = earlier;
+        false
+    }
+}
+
+/// Fences of one piece of memory, at most one for each queue that uses it.
+#[derive(Clone, Default)]
+pub struct Fences(Vec<Arc<dyn Fence>>);
+
+impl Fences {
+    /// Adds one, and forgets those that are over or that it [covers](Fence::covers).
+    pub fn add(&mut self, fence: Arc<dyn Fence>) {
+        self.0.retain(|known| !known.is_over() && !fence.covers(&**known));
+        // Two threads may add theirs in another order than they issued them in.
+        if !fence.is_over() && !self.0.iter().any(|known| known.covers(&*fence)) {
+            self.0.push(fence);
+        }
+    }
+
+    /// These, whether they are over or not: for those that know of failures.
+    pub fn of(fences: impl IntoIterator<Item = Arc<dyn Fence>>) -> Self {
+        Self(fences.into_iter().collect())
+    }
+
+    /// Adds all of `others`.
+    pub fn add_all(&mut self, others: &Self) {
+        others.0.iter().for_each(|fence| self.add(fence.clone()));
+    }
+
+    /// Those that were not over when they were last looked at.
+    pub fn iter(&self) -> impl Iterator<Item = &Arc<dyn Fence>> {
+        self.0.iter()
+    }
+
+    /// Whether all are over.
+    pub fn are_over(&self) -> bool {
+        self.0.iter().all(|fence| fence.is_over())
+    }
+
+    /// What went wrong with the work of the first that failed, if any has.
+    pub fn failure(&self) -> Option<String> {
+        self.0.iter().find_map(|fence| fence.failure())
+    }
+
+    /// Calls `then` once all are over: now, or on the thread that finds the last of them so.
+    pub fn on_over(mut self, then: Box<dyn FnOnce() + Send>) {
+        while let Some(fence) = self.0.pop() {
+            if !fence.is_over() {
+                return fence.on_over(Box::new(move || self.on_over(then)));
+            }
+        }
+        then();
+    }
+
+    /// Keeps `memory` until all are over.
+    pub(super) fn keep<T: Send + 'static>(self, memory: T) {
+        self.on_over(Box::new(move || drop(memory)));
+    }
+}
+
+impl fmt::Debug for Fences {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let open = self.0.iter().filter(|fence| !fence.is_over()).count();
+        write!(f, "Fences({open} open)")
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+    use parking_lot::Mutex;
+
+    use super::*;
+
+    /// A fence that is passed when a test says so.
+    #[derive(Default)]
+    pub(in crate::memory) struct ByHand {
+        over: AtomicBool,
+        waiting: Mutex<Vec<Box<dyn FnOnce() + Send>>>,
+    }
+
+    impl ByHand {
+        pub(in crate::memory) fn pass(&self) {
+            self.over.store(true, Ordering::Release);
+            let waiting = std::mem::take(&mut *self.waiting.lock());
+            waiting.into_iter().for_each(|then| then());
+        }
+    }
+
+    impl Fence for ByHand {
+        fn is_over(&self) -> bool {
+            self.over.load(Ordering::Acquire)
+        }
+
+        fn on_over(&self, then: Box<dyn FnOnce() + Send>) {
+            let mut waiting = self.waiting.lock();
+            if self.is_over() {
+                drop(waiting);
+                return then();
+            }
+            waiting.push(then);
+        }
+    }
+
+    #[test]
+    fn what_waits_for_several_is_called_once_after_the_last_whatever_their_order() {
+        for order in [[0, 1, 2], [2, 1, 0], [1, 2, 0]] {
+            let fences = [(); 3].map(|()| Arc::new(ByHand::default()));
+            let mut all = Fences::default();
+            fences.iter().for_each(|fence| all.add(fence.clone()));
+            let called = Arc::new(AtomicUsize::new(0));
+            let count = called.clone();
+            all.on_over(Box::new(move || {
+                count.fetch_add(1, Ordering::Relaxed);
+            }));
+            for (i, at) in order.into_iter().enumerate() {
+                assert_eq!(called.load(Ordering::Relaxed), 0, "{i} are over");
+                fences[at].pass();
+            }
+            assert_eq!(called.load(Ordering::Relaxed), 1);
+        }
+        Fences::default().on_over(Box::new(|| ()));
+    }
+
+    /// One of a queue's, by its place in it.
+    struct InQueue(u32);
+
+    impl Fence for InQueue {
+        fn is_over(&self) -> bool {
+            false
+        }
+
+        fn on_over(&self, _: Box<dyn FnOnce() + Send>) {}
+
+        fn covers(&self, earlier: &dyn Fence) -> bool {
+            (earlier as &dyn Any).downcast_ref::<Self>().is_some_and(|earlier| earlier.0 < self.0)
+        }
+    }
+
+    #[test]
+    fn of_a_queue_the_last_is_kept_in_whatever_order_they_are_added() {
+        let mut fences = Fences::default();
+        fences.add(Arc::new(ByHand::default()));
+        (0..100).for_each(|number| fences.add(Arc::new(InQueue(number))));
+        fences.add(Arc::new(InQueue(7)));
+        assert_eq!(fences.iter().count(), 2);
+        let last = fences.iter().find_map(|fence| (&**fence as &dyn Any).downcast_ref::<InQueue>());
+        assert_eq!(last.map(|last| last.0), Some(99));
+    }
+
+    #[test]
+    fn those_that_are_over_are_forgotten() {
+        let (first, second) = (Arc::new(ByHand::default()), Arc::new(ByHand::default()));
+        let mut fences = Fences::default();
+        fences.add(first.clone());
+        first.pass();
+        assert!(fences.are_over());
+        fences.add(second);
+        assert_eq!(fences.iter().count(), 1);
+        fences.add(first);
+        assert_eq!((fences.iter().count(), fences.are_over()), (1, false));
+    }
+}

@@ -1,0 +1,150 @@
+//! Jobs with devices of kind `cuda` where there are none: every process that was started ends soon and says what it
+//! looked for, and nothing panics, whether the program has the back end or not.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use mpmd_core::launch::variables;
+use mpmd_tests::{Ended, Job, JobOptions, Watched, bare_command, package_program};
+
+/// Far more than it takes, and far less than the processes would wait for each other.
+const PROMPT: Duration = Duration::from_secs(30);
+
+/// Longer than any test may take.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+/// Hides the graphics processors of this machine, if it has some.
+fn without_gpus(command: &mut Command) -> &mut Command {
+    command.env("CUDA_VISIBLE_DEVICES", "")
+}
+
+fn start_and_wait(command: Command) -> Ended {
+    let folder = tempfile::tempdir().expect("a folder for the test");
+    Watched::start(command, folder.path(), "process").wait(Instant::now() + PROMPT)
+}
+
+/// How often `stderr` says that there are no such devices here.
+fn complaints(stderr: &str) -> usize {
+    let begin = "this process cannot have its devices of kind cuda: ";
+    stderr.match_indices(begin).filter(|(at, _)| is_reason(&stderr[at + begin.len()..])).count()
+}
+
+fn is_reason(text: &str) -> bool {
+    // With a driver, of which all is hidden, and without.
+    text.starts_with("no CUDA driver found")
+        || text.starts_with("the CUDA driver shows no graphics processor")
+}
+
+#[test]
+fn a_job_of_such_devices_alone_ends_with_the_word_of_every_process() {
+    for processes in ["1", "2"] {
+        let mut command = bare_command(&package_program("mpmd-cli", "mpmd"));
+        command.args(["run", "-n", processes, "--device", "cuda", "--patience", "600", "--"]);
+        without_gpus(command.arg(env!("CARGO_BIN_EXE_named")).arg("hello"));
+        let end = start_and_wait(command);
+        assert_eq!(end.code, 1, "{end:?}");
+        assert_eq!(complaints(&end.stderr).to_string(), processes, "{}", end.stderr);
+        for process in 0..processes.parse().expect("a number") {
+            let line = format!("[{process}] ");
+            assert!(
+                end.stderr.lines().any(|said| said.starts_with(&line) && complaints(said) == 1),
+                "{}",
+                end.stderr
+            );
+        }
+        assert!(!end.stderr.contains("panicked"), "{}", end.stderr);
+    }
+}
+
+#[test]
+fn a_program_alone_is_told_by_the_environment_too() {
+    let with = |device: &str| {
+        let mut command = bare_command(env!("CARGO_BIN_EXE_named").as_ref());
+        without_gpus(command.arg("hello").env(variables::DEVICE, device));
+        start_and_wait(command)
+    };
+    let end = with("cuda");
+    assert_eq!((end.code, complaints(&end.stderr)), (1, 1), "{end:?}");
+    assert!(!end.stderr.contains("panicked"), "{}", end.stderr);
+    let end = with("cpu");
+    assert_eq!((end.code, end.stdout.as_str()), (0, "hello from process 0 of 1: 42\n"), "{end:?}");
+    for (wrong, expected) in [("gpu", "cpu or cuda"), ("cpu,cuda", "at most as many kinds")] {
+        let end = with(wrong);
+        assert_eq!(end.code, 1, "{end:?}");
+        let named = end.stderr.contains(&format!("MPMD_DEVICE={wrong} makes no sense"));
+        assert!(named && end.stderr.contains(expected), "{}", end.stderr);
+    }
+}
+
+/// The ends of a job of so many processes, of which each is told these kinds of devices.
+fn job(kinds: &[&str], hosted: bool) -> Vec<Ended> {
+    let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), kinds.len()).patience(PATIENCE).limit(PROMPT);
+    let mut job = Job::prepare(options);
+    let port = std::net::TcpListener::bind(("127.0.0.1", 0)).and_then(|taken| taken.local_addr());
+    let coordinator = port.expect("a port").to_string();
+    for (process, kind) in kinds.iter().enumerate() {
+        let mut command = job.command(process);
+        without_gpus(command.arg("hello").env(variables::DEVICE, kind));
+        if !hosted {
+            command.env_remove(variables::HOSTED).env(variables::COORDINATOR, &coordinator);
+        }
+        job.spawn(command);
+    }
+    job.wait()
+}
+
+#[test]
+fn who_needs_no_driver_hears_who_lacks_one() {
+    for hosted in [true, false] {
+        let ends = job(&["cpu,cuda,cpu"; 3], hosted);
+        for (process, end) in ends.iter().enumerate() {
+            assert_eq!(end.code, 1, "{end:?}");
+            assert!(!end.stderr.contains("panicked"), "{}", end.stderr);
+            if process == 1 {
+                assert_eq!(complaints(&end.stderr), 1, "{}", end.stderr);
+                continue;
+            }
+            let (who, why) = end.stderr.split_once(" has no devices of kind cuda: ").expect(&end.stderr);
+            assert!(who.contains("process 1 on host ") && is_reason(why), "{}", end.stderr);
+        }
+    }
+}
+
+#[test]
+fn processes_that_were_told_different_kinds_all_hear_both() {
+    for end in job(&["cpu", "cpu,cuda"], true) {
+        assert_eq!(end.code, 1, "{end:?}");
+        for expected in [", 2 devices\"", ", 2 devices, of kind cpu 0, of kind cuda 1\""] {
+            assert!(end.stderr.contains(expected), "{expected}: {}", end.stderr);
+        }
+    }
+}
+
+#[test]
+fn planning_takes_no_driver() {
+    let mut command = bare_command(&package_program("mpmd-cli", "mpmd"));
+    command.args(["check", "-n", "2", "--", env!("CARGO_BIN_EXE_named"), "hello"]);
+    without_gpus(command.env(variables::DEVICE, "cpu,cuda"));
+    let end = start_and_wait(command);
+    assert_eq!(end.code, 0, "{end:?}");
+}
+
+/// Where `cudarc` itself would panic.
+#[cfg(feature = "cuda")]
+#[test]
+fn a_library_that_is_no_driver_is_said_with_what_it_lacks() {
+    let folder = tempfile::tempdir().expect("a folder for the test");
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("Linux has it");
+    let libc =
+        maps.lines().filter_map(|line| line.split_whitespace().last()).find(|file| file.contains("libc.so"));
+    let libc = libc.expect("this program has a libc");
+    // The first name that is tried.
+    std::os::unix::fs::symlink(libc, folder.path().join("libcuda.so")).expect("the folder is ours");
+    let mut command = bare_command(env!("CARGO_BIN_EXE_named").as_ref());
+    command.arg("hello").env(variables::DEVICE, "cuda").env("LD_LIBRARY_PATH", folder.path());
+    let end = start_and_wait(command);
+    assert_eq!(end.code, 1, "{end:?}");
+    let expected =
+        "no CUDA driver found that can be used: the library here has no cuInit, cuDriverGetVersion";
+    assert!(end.stderr.contains(expected) && !end.stderr.contains("panicked"), "{}", end.stderr);
+}
