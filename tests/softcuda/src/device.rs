@@ -134,8 +134,12 @@ pub(crate) fn as_host_function(run: impl FnOnce()) {
 /// [`Context::check`].
 pub(crate) fn current() -> Result<Arc<Context>> {
     initialized()?;
-    let handle = CURRENT.with_borrow(|stack| stack.last().copied()).ok_or(Code::INVALID_CONTEXT)?;
-    context(handle)
+    context(stack(|stack| stack.last().copied())?.ok_or(Code::INVALID_CONTEXT)?)
+}
+
+/// The contexts of the calling thread, the current one last; none of a thread that is ending.
+fn stack<R>(with: impl FnOnce(&mut Vec<Handle>) -> R) -> Result<R> {
+    CURRENT.try_with(|stack| with(&mut stack.borrow_mut())).map_err(|_| Code::INVALID_CONTEXT)
 }
 
 /// The context of a handle.
@@ -384,13 +388,12 @@ api! {
         if ctx != 0 {
             context(ctx)?;
         }
-        CURRENT.with_borrow_mut(|stack| {
+        stack(|stack| {
             stack.pop();
             if ctx != 0 {
                 stack.push(ctx);
             }
-        });
-        Ok(())
+        })
     }
 }
 
@@ -398,7 +401,7 @@ api! {
     /// The calling thread's context, or none.
     fn cuCtxGetCurrent(ctx: Out<Handle>) {
         initialized()?;
-        ctx.set(CURRENT.with_borrow(|stack| stack.last().copied().unwrap_or(0)))
+        ctx.set(stack(|stack| stack.last().copied())?.unwrap_or(0))
     }
 }
 
@@ -407,8 +410,7 @@ api! {
     fn cuCtxPushCurrent_v2(ctx: Handle) {
         initialized()?;
         context(ctx)?;
-        CURRENT.with_borrow_mut(|stack| stack.push(ctx));
-        Ok(())
+        stack(|stack| stack.push(ctx))
     }
 }
 
@@ -416,7 +418,7 @@ api! {
     /// Takes the topmost context away.
     fn cuCtxPopCurrent_v2(ctx: Out<Handle>) {
         initialized()?;
-        let popped = CURRENT.with_borrow_mut(Vec::pop).ok_or(Code::INVALID_CONTEXT)?;
+        let popped = stack(Vec::pop)?.ok_or(Code::INVALID_CONTEXT)?;
         ctx.set_if_wanted(popped);
         Ok(())
     }

@@ -165,8 +165,8 @@ fn calls_without_a_context_are_refused() {
     let context = CudaContext::new(0).unwrap();
     assert_eq!(alloc(), Ok(()));
     // Each thread has its own.
-    let other = std::thread::spawn(move || unsafe { result::malloc_sync(16) }.map_err(|error| error.0));
-    assert_eq!(other.join().unwrap(), Err(CUresult::CUDA_ERROR_INVALID_CONTEXT));
+    let other = std::thread::scope(|scope| scope.spawn(alloc).join().unwrap());
+    assert_eq!(other, Err(CUresult::CUDA_ERROR_INVALID_CONTEXT));
     drop(context);
     // The last release ends the context, with all it has.
     assert_eq!(alloc(), Err(CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED));
