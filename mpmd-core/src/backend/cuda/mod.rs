@@ -45,7 +45,7 @@ mod warm;
 use crate::region::Region;
 
 #[cfg(not(feature = "cuda"))]
-pub(crate) use absent::{Ending, Gpu, Line, Stream, Turn, WarmUp, sharing};
+pub(crate) use absent::{Ending, Gpu, Stream, Turn, WarmUp, sharing};
 pub(crate) use asked::{Operand, Product, RawArg};
 pub use driver::{
     Attributes, Driver, Gpu as GpuInfo, NoCuda, OLDEST, Uuid, Version, cublas, found, nccl, nvrtc,
@@ -56,7 +56,7 @@ pub(crate) use gpu::Gpu;
 #[cfg(feature = "cuda")]
 pub(crate) use ipc::sharing;
 #[cfg(feature = "cuda")]
-pub(crate) use line::{Line, Stream};
+pub(crate) use line::Stream;
 #[cfg(feature = "cuda")]
 pub(crate) use turn::{Ending, Turn};
 #[cfg(feature = "cuda")]
