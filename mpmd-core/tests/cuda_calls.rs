@@ -207,8 +207,7 @@ fn what_is_donated_is_updated_where_it_is_and_what_is_not_stays() {
     for _ in 0..50 {
         let old = sum.clone();
         sum = add.call(&mut p, (x.clone(), sum)).unwrap();
-        let failure = old.to_host().unwrap_err();
-        assert_eq!(failure.failure().map(|failure| failure.kind), Some(FailureKind::Donated));
+        assert!(old.to_host().unwrap_err().to_string().contains("donated"));
     }
     let other = keep.call(&mut p, (x.clone(), sum.clone())).unwrap();
     assert_eq!(read(&first), read(&x), "it was not given up");
@@ -418,8 +417,8 @@ fn a_device_without_memory_says_so_in_its_drivers_words() {
     p.finish().unwrap_err();
 }
 
-/// Every collective, of values that show who gave what.
-fn collectives(p: &mut Program, devices: usize) -> Result<Vec<Option<Vec<f32>>>> {
+/// Every collective, of values that show who gave what; what this process has of the results.
+fn collectives(p: &mut Program, devices: usize) -> Result<Vec<Vec<f32>>> {
     let mesh = p.mesh(&[("x", devices)])?;
     let to = mesh.sharding(spec!["x"]);
     // Large enough for two rounds where there are three devices.
@@ -429,7 +428,7 @@ fn collectives(p: &mut Program, devices: usize) -> Result<Vec<Option<Vec<f32>>>>
         let shift = (0..devices).map(|i| (i, (i + 1) % devices)).collect::<Vec<_>>();
         let signature = Signature::new(vec![x[0].clone(), f32s([each * devices * devices])]);
         let signature = signature.alias("0", "0").all_reduce("x", part.clone()).all_gather("x", part.clone());
-        let signature = signature.permute("x", part.clone(), shift).broadcast("x", 1, part.clone());
+        let signature = signature.permute("x", part.clone(), shift).broadcast("x", devices - 1, part.clone());
         Ok(signature.all_to_all("x", part.clone()).reduce_scatter("x", part))
     };
     let kernel = fun("All", infer, move |cx, _, mut y| {
@@ -443,7 +442,7 @@ fn collectives(p: &mut Program, devices: usize) -> Result<Vec<Option<Vec<f32>>>>
             cx.permute_on_cuda("x", &first, &moved)?;
             let n = each;
             cuda.launch(&STEPS, "add", Grid::over(n), &[n.into(), (&moved).into(), (&mut first).into()])?;
-            cx.broadcast_on_cuda("x", 1, &moved)?;
+            cx.broadcast_on_cuda("x", devices - 1, &moved)?;
             cuda.launch(&STEPS, "add", Grid::over(n), &[n.into(), (&moved).into(), (&mut first).into()])?;
             cx.all_to_all_on_cuda("x", &first, &moved)?;
             cuda.copy(&moved, &mut first)?;
@@ -463,7 +462,7 @@ fn collectives(p: &mut Program, devices: usize) -> Result<Vec<Option<Vec<f32>>>>
         let mut moved = vec![0.0; each];
         cx.permute("x", first, &mut moved)?;
         add(first, &moved);
-        cx.broadcast("x", 1, &mut moved)?;
+        cx.broadcast("x", devices - 1, &mut moved)?;
         add(first, &moved);
         cx.all_to_all("x", first, &mut moved)?;
         first.copy_from_slice(&moved);
@@ -475,7 +474,13 @@ fn collectives(p: &mut Program, devices: usize) -> Result<Vec<Option<Vec<f32>>>>
     let jit = p.jit(kernel).on(&mesh).outputs(to.clone()).donate("0").build()?;
     let x = p.device_put(&numbers(each * devices), to)?;
     let y = jit.call(p, vec![x])?;
-    y.iter().map(|y| Ok(y.to_host()?.map(|y| y.to_vec::<f32>()).transpose()?)).collect()
+    let mut found = Vec::new();
+    for y in &y {
+        for shard in y.addressable_shards()? {
+            found.push(shard.data.to_vec::<f32>()?);
+        }
+    }
+    Ok(found)
 }
 
 #[test]
