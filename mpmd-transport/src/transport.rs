@@ -32,9 +32,10 @@ pub trait Transport: Send + Sync {
         false
     }
 
-    /// Whether what goes to `peer` may be memory of a device, which then is lent where it is ([`SharedBuffer::device`] of a
-    /// [`Payload::Lent`]), also before the work that makes it is over ([`SharedBuffer::ready`]): the same on both sides. Known
-    /// once [`Transport::share_devices`] has returned.
+    /// Whether memory of [devices](crate::memory::DevicePlace) goes to `peer`, and comes from it, in this way too, where both
+    /// processes have such devices ([`SharedBuffer::device`] of a [`Payload::Lent`]), also before the work that makes it is
+    /// over ([`SharedBuffer::ready`]): the same on both sides, and known once [`Transport::share_devices`] has returned. Only
+    /// where [`hands_over`](Self::hands_over) is true.
     fn carries_device_memory(&self, peer: ProcessId) -> bool {
         let _ = peer;
         false

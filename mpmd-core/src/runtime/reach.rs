@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use mpmd_transport::memory::{DevicePlace, Fences};
+use mpmd_transport::memory::DevicePlace;
 use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, ProcessId, SharedBuffer};
 
@@ -50,6 +50,26 @@ impl Runtime {
         self.hands_over(peer) && (!self.is_on_gpu(device, kind) || self.carries_device_memory(peer))
     }
 
+    /// Says once which way arrays on CUDA devices take to and from each process that has such devices too.
+    pub(super) fn say_ways(&self) {
+        if !self.topology.has_kind(self.me, DeviceKind::Cuda) {
+            return;
+        }
+        let others = (0..self.topology.processes() as u32).map(ProcessId).filter(|peer| *peer != self.me);
+        let others = others.filter(|peer| self.topology.has_kind(*peer, DeviceKind::Cuda));
+        let (in_place, through_host): (Vec<_>, Vec<_>) =
+            others.map(|peer| (peer.0, self.carries_device_memory(peer))).partition(|(_, carries)| *carries);
+        let [in_place, through_host] =
+            [in_place, through_host].map(|peers| peers.into_iter().map(|(peer, _)| peer).collect::<Vec<_>>());
+        let process = self.me.0;
+        tracing::info!(
+            process,
+            ?in_place,
+            ?through_host,
+            "ways of CUDA devices' memory to those of other processes"
+        );
+    }
+
     /// What a slot will have, in the host's memory: the very buffer where that is there, else a copy, begun as soon as a device can.
     pub(crate) fn in_host_memory(self: &Arc<Self>, op: u64, slot: &Slot) -> Slot {
         let (promise, found) = Slot::new();
@@ -91,13 +111,11 @@ impl Runtime {
                 self.failed_on_device(op, "bytes of a CUDA device came to a process without one")
             ));
         };
-        if let Some(why) = bytes.lost() {
-            return then(Err(self.failed_on_device(op, &why)));
-        }
-        let (runtime, made) = (self.clone(), MadeBy::new(source, bytes));
+        let runtime = self.clone();
         gpu.outward().copy_out(bytes, to, part, move |copied| {
             let copied = copied.map_err(|error| runtime.copy_failed(op, &error));
-            made.then(&runtime.clone(), op, move |made| then(made.and(copied)));
+            // Where the bytes were never made, that is why.
+            when_made(source, move |made| then(made.and(copied)));
         });
     }
 
@@ -118,36 +136,11 @@ impl Runtime {
     }
 }
 
-/// Who knows whether bytes that a device copies were made, when the copy is over: their work may have failed.
-pub(super) enum MadeBy {
-    /// The slot whose work makes them.
-    Slot(Slot),
-    /// Work of another process's, or none.
-    Fences(Fences),
-}
-
-impl MadeBy {
-    pub(super) fn new(source: Option<Slot>, bytes: &SharedBuffer) -> Self {
-        source.map_or_else(|| Self::Fences(bytes.ready().clone()), Self::Slot)
-    }
-
-    /// Calls `then` once it is known, which is now or soon.
-    pub(super) fn then(
-        self,
-        runtime: &Arc<Runtime>,
-        op: u64,
-        then: impl FnOnce(Result<(), Arc<Failure>>) + Send + 'static,
-    ) {
-        match self {
-            Self::Slot(slot) => slot.on_verdict(then),
-            Self::Fences(ready) => {
-                let (runtime, known) = (runtime.clone(), ready.clone());
-                ready.on_over(Box::new(move || {
-                    let failure = known.failure().map(|why| runtime.failed_on_device(op, &why));
-                    then(failure.map_or(Ok(()), Err));
-                }));
-            }
-        }
+/// Calls `then` with how the work of a slot that was issued ended, once it has. Without one it is well.
+pub(super) fn when_made(source: Option<Slot>, then: impl FnOnce(Result<(), Arc<Failure>>) + Send + 'static) {
+    match source {
+        None => then(Ok(())),
+        Some(slot) => slot.on_verdict(then),
     }
 }
 

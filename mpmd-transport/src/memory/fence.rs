@@ -43,6 +43,11 @@ impl Fences {
         }
     }
 
+    /// These, whether they are over or not: for those that know of failures.
+    pub fn of(fences: impl IntoIterator<Item = Arc<dyn Fence>>) -> Self {
+        Self(fences.into_iter().collect())
+    }
+
     /// Adds all of `others`.
     pub fn add_all(&mut self, others: &Self) {
         others.0.iter().for_each(|fence| self.add(fence.clone()));

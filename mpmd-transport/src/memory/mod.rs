@@ -185,11 +185,6 @@ pub trait Loan: Send + Sync {
         false
     }
 
-    /// Why what they hold means nothing any more, where that is so: memory of a device does not outlive its process.
-    fn lost(&self) -> Option<String> {
-        None
-    }
-
     /// Where they are, if that can be lent on.
     fn place(&self) -> Option<Place> {
         None
@@ -341,7 +336,8 @@ impl SharedBuffer {
     }
 
     /// What makes the bytes and is not over yet: who reads them on a device comes after it, who reads them otherwise
-    /// waits for it.
+    /// waits for it. Where it [has failed](Fences::failure), or where they were lent by a process that is no more, they mean
+    /// nothing, and who would give them to a device fails.
     pub fn ready(&self) -> &Fences {
         &self.whole.ready
     }
@@ -407,15 +403,6 @@ impl SharedBuffer {
     /// reaches them: they are to be copied.
     pub fn is_far(&self) -> bool {
         matches!(&self.whole.memory, Memory::Lent(loan) if loan.is_far())
-    }
-
-    /// Why nobody may use these bytes any more, where that is so, for people: they are in a device's memory of a process that
-    /// has ended. To be asked before work of a device's is given them.
-    pub fn lost(&self) -> Option<String> {
-        match &self.whole.memory {
-            Memory::Lent(loan) => loan.lost(),
-            Memory::Owned(_) | Memory::Gone => None,
-        }
     }
 
     /// Where these bytes are, if other processes can map it.

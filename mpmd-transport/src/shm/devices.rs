@@ -20,7 +20,7 @@ use super::peer::Peer;
 use super::record::{BROKEN, COPY, LANDED, LATER, LENT, Lent, MOST_TOKENS, put_tokens};
 use super::shared::{IsLent, Shared};
 use crate::memory::{
-    Arriving, DeviceMemory, DeviceSharing, Fences, OwnedBuffer, Retired, Segment, SharedBuffer,
+    Arriving, DeviceMemory, DeviceSharing, Fence, Fences, OwnedBuffer, Retired, Segment, SharedBuffer,
 };
 use crate::transport::{Fetch, FetchDone, Payload, Ticket, TransportError};
 use crate::wire::{Header, ProcessId};
@@ -128,7 +128,6 @@ impl Shared {
             return Err(why.clone());
         }
         let place = match bytes.place().filter(|_| peer.shares_devices()) {
-            Some(_) if bytes.lost().is_some() => Err(bytes.lost().unwrap_or_default()),
             Some(place) => Ok(place),
             None => Err("memory of this device is not shared with it".to_owned()),
         };
@@ -335,15 +334,35 @@ impl Foreign {
         Self::of(segment).map(|foreign| foreign.owner)
     }
 
-    /// Why what a segment holds means nothing any more.
-    pub(super) fn lost(segment: &Segment) -> Option<String> {
-        let foreign = Self::of(segment)?;
-        let is_gone = foreign.gone.get(foreign.owner.index())?.load(Ordering::Acquire);
-        is_gone.then(|| lost(foreign.owner))
+    /// What says later that what a segment holds means nothing any more, if that comes to pass.
+    pub(super) fn life(segment: &Segment) -> Option<Arc<dyn Fence>> {
+        let Self { owner, gone, .. } = Self::of(segment)?;
+        Some(Arc::new(Life { owner: *owner, gone: gone.clone() }))
     }
 
     fn of(segment: &Segment) -> Option<&Self> {
         (segment.device()? as &dyn Any).downcast_ref()
+    }
+}
+
+/// Nothing to wait for, but what fails once the process is no more: memory of a device does not outlive its owner.
+struct Life {
+    owner: ProcessId,
+    gone: Arc<[AtomicBool]>,
+}
+
+impl Fence for Life {
+    fn is_over(&self) -> bool {
+        true
+    }
+
+    fn on_over(&self, then: Box<dyn FnOnce() + Send>) {
+        then();
+    }
+
+    fn failure(&self) -> Option<String> {
+        let is_gone = self.gone.get(self.owner.index())?.load(Ordering::Acquire);
+        is_gone.then(|| lost(self.owner))
     }
 }
 
@@ -367,6 +386,10 @@ impl DeviceMemory for Foreign {
     fn export(&self) -> Option<&[u8]> {
         // A third opens it by the owner's own words.
         Some(&self.words)
+    }
+
+    fn bind(&self) -> std::io::Result<()> {
+        self.memory.as_ref().map_or(Ok(()), |memory| memory.bind())
     }
 
     fn is_far(&self) -> bool {

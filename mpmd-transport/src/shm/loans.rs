@@ -12,7 +12,7 @@ use super::door::Door;
 use super::futex::SystemFutex;
 use super::record::{CLOSED, PASSED_ON, RETURNED};
 use super::ring::{Consumer, Corrupt, Producer};
-use crate::memory::{DevicePlace, Loan, Place, Segment, SharedBuffer};
+use crate::memory::{DevicePlace, Fence, Loan, Place, Segment, SharedBuffer};
 use crate::transport::Ticket;
 
 /// What this process has lent to one peer.
@@ -255,6 +255,13 @@ impl Borrowed {
     }
 }
 
+impl Borrowed {
+    /// What says later that it is no more where it is, if that comes to pass; of memory of devices.
+    pub(super) fn life(&self) -> Option<Arc<dyn Fence>> {
+        Foreign::life(&self.segment)
+    }
+}
+
 impl Loan for Borrowed {
     fn bytes(&self) -> &[u8] {
         // It was there when this was made, and segments do not shrink.
@@ -273,10 +280,6 @@ impl Loan for Borrowed {
 
     fn is_limited(&self) -> bool {
         self.is_awaited
-    }
-
-    fn lost(&self) -> Option<String> {
-        Foreign::lost(&self.segment)
     }
 
     fn place(&self) -> Option<Place> {

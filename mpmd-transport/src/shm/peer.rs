@@ -315,14 +315,12 @@ impl Inbound {
         true
     }
 
-    /// Nothing comes any more, nor is any segment spoken of; what is borrowed stays until it goes back. What was not there
-    /// yet never will be, because of `why`.
-    pub(super) fn end(&mut self, why: &str) {
+    /// Nothing comes any more, nor is any segment spoken of; what is borrowed stays until it goes back. Returns
+    /// what was not there yet, and never will be.
+    pub(super) fn end(&mut self) -> Vec<Arc<dyn Arriving>> {
         self.has_ended = true;
         self.segments.clear();
-        for arriving in std::mem::take(&mut self.landing).into_values().flatten() {
-            arriving.pass(Err(why.to_owned()));
-        }
+        std::mem::take(&mut self.landing).into_values().flatten().collect()
     }
 
     /// Segments that are no more; what is borrowed of them stays until it goes back.

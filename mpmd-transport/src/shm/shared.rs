@@ -342,11 +342,12 @@ impl Shared {
                 false => Payload::Lent(bytes),
             });
         }
-        let mut ready = Fences::default();
+        let life = borrowed.life();
+        let mut landing = None;
         if is_later {
             match self.hear(tokens) {
                 Ok(arriving) => {
-                    ready.add(arriving.clone().fence());
+                    landing = Some(arriving.clone().fence());
                     inbound.note_landing(loan, Some(arriving));
                 }
                 Err(why) => {
@@ -355,7 +356,10 @@ impl Shared {
                 }
             }
         }
-        Ok(Payload::Lent(SharedBuffer::lent_later(Box::new(borrowed), ready)))
+        Ok(Payload::Lent(SharedBuffer::lent_later(
+            Box::new(borrowed),
+            Fences::of(life.into_iter().chain(landing)),
+        )))
     }
 
     /// Nothing comes from a peer any more, and nothing goes there.
@@ -367,14 +371,20 @@ impl Shared {
         peer: &Peer,
         handler: &Arc<dyn Handler>,
     ) {
-        inbound.end(&why.to_string());
+        let landing = inbound.end();
         peer.close(&why);
         // What it gave back before it ended has come to a good end.
         self.note_done(peer.collect().into_iter().map(|ticket| (ticket, Ok(()))));
         let tickets = peer.book.lock().take_tickets();
         self.note_done(tickets.into_iter().map(|ticket| (ticket, Err(why.clone()))));
         self.tell_done(handler);
+        let failure = match &why {
+            TransportError::PeerGone { why, .. } => why.clone(),
+            other => other.to_string(),
+        };
         handler.peer_down(from, why);
+        // Whoever waits for these may ask whether the peer is no more.
+        landing.into_iter().for_each(|arriving| arriving.pass(Err(failure.clone())));
     }
 
     /// A peer writes what nobody should: it is told no more but that it is over.

@@ -11,15 +11,19 @@ mod event;
 mod faults;
 mod handles;
 mod host;
+mod ipc;
 mod launch;
 mod memory;
 mod module;
 mod nvrtc;
 mod races;
 mod settings;
+mod shared_event;
 mod source;
 mod stream;
 
+mod asked;
 mod harness;
 
+pub use asked::{bytes, calls};
 pub use harness::{environment, install, library, real, run_again};

@@ -12,7 +12,7 @@ use crate::backend::cuda::{Gpu, Part};
 use crate::region::Region;
 use crate::reshard::copy_region;
 use crate::runtime::chunks::Chunked;
-use crate::runtime::reach::MadeBy;
+use crate::runtime::reach::when_made;
 use crate::runtime::slot::{IssuedPromises, Promise, Slot};
 use crate::runtime::transfer::{COPY_INLINE, Transfer};
 use crate::runtime::{OpGuard, Outcome, Runtime};
@@ -99,7 +99,8 @@ impl DeviceAssembly {
 
     /// Whether these bytes are where the device reaches them as its own.
     pub(super) fn can_be(&self, bytes: &SharedBuffer) -> bool {
-        !bytes.is_far() && bytes.device().is_some_and(|place| place.device == self.gpu.ordinal())
+        let here = bytes.device().is_some_and(|place| place.device == self.gpu.ordinal());
+        here && !bytes.is_far() && !bytes.is_limited()
     }
 
     /// Ends the shard with what is the whole of it, or with a failure; what was issued of it comes to its end all the same.
@@ -107,13 +108,6 @@ impl DeviceAssembly {
         let Some(Open { promise, memory, .. }) = self.open.lock().take() else { return };
         drop(memory);
         match outcome {
-            // What makes it may be under way, in another process.
-            Ok(bytes) if !bytes.ready().are_over() => {
-                let made = MadeBy::new(None, &bytes);
-                self.ending.issued(promise.issue(bytes));
-                let ending = self.ending.clone();
-                made.then(&self.runtime, self.op, move |made| ending.over(made));
-            }
             Ok(bytes) => {
                 promise.keep(Ok(bytes));
                 self.ending.over(Ok(()));
@@ -123,6 +117,15 @@ impl DeviceAssembly {
                 self.ending.over(Err(failure));
             }
         }
+    }
+
+    /// Ends the shard with what is the whole of it, which the work of `source` makes.
+    pub(super) fn end_as(&self, bytes: SharedBuffer, source: &Slot) {
+        let Some(Open { promise, memory, .. }) = self.open.lock().take() else { return };
+        drop(memory);
+        self.ending.issued(promise.issue(bytes));
+        let ending = self.ending.clone();
+        source.on_verdict(move |made| ending.over(made));
     }
 
     /// Has a piece copied to its place. `source` is the slot that makes the bytes, where its work may be under way.
@@ -186,17 +189,13 @@ impl DeviceAssembly {
         source: Option<Slot>,
         until: impl Send + 'static,
     ) {
-        if let Some(why) = bytes.lost() {
-            return self.fail(self.runtime.failed_on_device(self.op, &why));
-        }
         let part = Part { from: holds, to: &self.region, piece: region, item_bytes: self.item_bytes };
-        let made = MadeBy::new(source, bytes);
         let failed = self.with_memory(|buffer| {
             let ending = self.ending.one_more();
             let then = move |result: Result<(), _>| {
                 let copied = result.map_err(|error| ending.runtime.copy_failed(ending.op, &error));
                 // Where the bytes were never made, that is why.
-                made.then(&ending.runtime.clone(), ending.op, move |made| ending.over(made.and(copied)));
+                when_made(source, move |made| ending.over(made.and(copied)));
                 drop(until);
             };
             self.gpu.inward().copy_in(bytes, buffer, part, Box::new(then));
