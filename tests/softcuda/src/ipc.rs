@@ -15,6 +15,7 @@ use parking_lot::Mutex;
 use crate::device::current;
 use crate::entry::{Out, api};
 use crate::error::{Code, Result};
+use crate::faults::{What, meet};
 use crate::memory::{Allocation, Origin, space};
 
 /// The only flag that `cuIpcOpenMemHandle` takes, and has to be given.
@@ -156,7 +157,7 @@ api! {
         if flags != LAZY_PEER_ACCESS {
             return Err(Code::INVALID_VALUE);
         }
-        crate::faults::ipc_open()?;
+        meet(What::IpcOpen)?;
         let file = ticket.open(Kind::Memory)?;
         let mut open = OPEN.lock();
         if let Some(opened) = open.get_mut(&(ticket.inode, context.device)) {

@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use crate::compile::{Program, compile};
 use crate::entry::{In, Out, Text, nvrtc};
 use crate::error::{Code, Result};
+use crate::faults::{What, meet};
 use crate::handles::{Handle, Handles};
 
 static PROGRAMS: Handles<Mutex<State>> = Handles::new(6);
@@ -188,6 +189,10 @@ nvrtc! {
         };
         program.program.options = options;
         program.real = real;
+        if meet(What::Compile).is_err() {
+            program.log = "softcuda: made to fail".into();
+            return Err(COMPILATION);
+        }
         match compile(&program.program) {
             Ok(image) => {
                 program.image = Some(image);
