@@ -337,3 +337,66 @@ pub(super) fn add(cx: &Context<'_>, sum: &mut ViewMut<'_>, more: &View<'_>) -> R
     }
     Ok(())
 }
+
+#[cfg(all(test, feature = "cuda"))]
+mod tests {
+    use crate::aval::HostArray;
+    use crate::prelude::*;
+    use crate::topology::DeviceKind;
+
+    use super::*;
+
+    /// Sums of all pairs of some halves, or of as many wider numbers, on a device of this kind.
+    fn sums(kind: DeviceKind) -> Vec<Vec<u8>> {
+        let mut p = Program::builder().device_kinds(&[kind]).alone().unwrap();
+        let mesh = p.mesh(&[("x", 1)]).unwrap();
+        let add = p.jit(AddArrays).on(&mesh).outputs(mesh.replicated()).donate("0").build().unwrap();
+        // Every exponent, both signs, and mantissas that round up, down, and to even; no NaN, whose bits are the
+        // device's own matter.
+        let mantissas = [0u16, 1, 2, 0x55, 0x7f, 0x80, 0x200, 0x3ff];
+        let every = |exponents: u16, shift: u16, mask: u16| {
+            let one = move |i: u16| (i << shift) | (mantissas[i as usize % 8] & mask);
+            (0..exponents).map(one).flat_map(|half| [half, half | 0x8000]).collect::<Vec<u16>>()
+        };
+        let [f16s, bf16s] = [every(31, 10, 0x3ff), every(255, 7, 0x7f)];
+        let pairs = |halves: &[u16]| {
+            let count = halves.len();
+            let of = |pick: &dyn Fn(usize) -> usize| {
+                (0..count * count).flat_map(|i| halves[pick(i)].to_ne_bytes()).collect::<Vec<u8>>()
+            };
+            [of(&|i| i / count), of(&|i| i % count)]
+        };
+        let f32s: Vec<f32> = (0..1000).map(|i| (i as f32 - 500.0) / 7.0).collect();
+        let f64s: Vec<f64> = (0..1000).map(|i| (f64::from(i) - 500.0) / 7.0).collect();
+        let reversed = |bytes: &[u8], size: usize| bytes.chunks(size).rev().flatten().copied().collect();
+        let wide = |bytes: &[u8], size| [bytes.to_vec(), reversed(bytes, size)];
+        let cases = [
+            (DType::F16, pairs(&f16s)),
+            (DType::Bf16, pairs(&bf16s)),
+            (DType::F32, wide(bytemuck::cast_slice(&f32s), 4)),
+            (DType::F64, wide(bytemuck::cast_slice(&f64s), 8)),
+        ];
+        let found = cases.map(|(dtype, values)| {
+            let aval = ShapedArray::new(&[values[0].len() / dtype.size()], dtype);
+            let [sum, more] = values.map(|bytes| {
+                let host = HostArray::from_bytes(aval.clone(), bytes.into()).unwrap();
+                p.device_put(&MpmdArray::from_host(host), mesh.replicated()).unwrap()
+            });
+            let sum = add.call(&mut p, (sum, more)).unwrap();
+            sum.to_host().unwrap().unwrap().bytes().to_vec()
+        });
+        p.finish().unwrap();
+        found.to_vec()
+    }
+
+    #[test]
+    fn sums_of_all_floats_have_the_bits_of_the_host() {
+        if softcuda::again!() {
+            return;
+        }
+        for (cuda, cpu) in sums(DeviceKind::Cuda).into_iter().zip(sums(DeviceKind::Cpu)) {
+            let differ = cuda.iter().zip(&cpu).filter(|(cuda, cpu)| cuda != cpu).count();
+            assert_eq!((cuda.len(), differ), (cpu.len(), 0));
+        }
+    }
+}

@@ -495,11 +495,6 @@ impl SlotUse {
         waits.wait(&self.0, None).expect("no deadline was set")
     }
 
-    /// Whether the buffer is there, filled or not.
-    pub(crate) fn has_issued(&self) -> bool {
-        self.0.has_issued()
-    }
-
     /// Blocks until the buffer is there, filled or not.
     pub(crate) fn wait_issued(&self, waits: &Waits) -> Outcome {
         waits.wait_issued(&self.0)

@@ -12,12 +12,14 @@ use mpmd_transport::memory::Reservation;
 use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{ProcessId, SharedBuffer};
 
+use super::assembly::Sum;
 use super::{
     Assembly, DeviceAssembly, HostAssembly, OpGuard, Outcome, Passage, Promise, Runtime, Slot, Waiter, follow,
 };
 use crate::array::{LocalShard, Made};
 use crate::aval::{HostArray, ShapedArray};
-use crate::backend::cuda::Gpu;
+use crate::backend::cuda::kernels::ADD;
+use crate::backend::cuda::{Gpu, WarmUp};
 use crate::program::KnownForm;
 use crate::region::Region;
 use crate::reshard::{self, Delivery, ReshardError, contiguous_bytes};
@@ -44,6 +46,8 @@ pub(crate) struct PutPlan {
     bytes: u64,
     /// What it is in a plan: without and with memory that may be shared.
     pub(crate) known_forms: [KnownForm; 2],
+    /// What adds up partial sums, by CUDA device of this process that is to.
+    warm_ups: Vec<(DeviceId, WarmUp)>,
 }
 
 /// Describes a `device_put` in messages.
@@ -242,6 +246,17 @@ impl PutPlan {
         };
         let transfers = transfers.into_iter().map(Arc::new).collect();
         let known_forms = Default::default();
+        let adds = |target: &&Target| target.pieces.len() > 1 && Sum::of(aval.dtype()).is_some();
+        let warm_ups: Vec<_> = targets
+            .iter()
+            .filter(adds)
+            .filter_map(|target| {
+                let gpu = runtime.gpu_of(target.device, to_kind)?;
+                let pool = &runtime.devices[target.local_index].pool;
+                bytes += target.region.elements() * item;
+                Some((target.device, gpu.warm_up(pool, vec![&ADD])))
+            })
+            .collect();
         Ok(Self {
             made: Arc::new(made),
             what,
@@ -250,6 +265,7 @@ impl PutPlan {
             transfers,
             bytes: bytes as u64,
             known_forms,
+            warm_ups,
         })
     }
 
@@ -457,9 +473,12 @@ impl Start<'_> {
         let (promise, slot) = Slot::new();
         let bytes = target.region.elements() * plan.item_bytes();
         let gpu = runtime.gpu_of(target.device, to.memory_kind());
-        match runtime.reserve(target.local_index, to.memory_kind(), bytes, op, &*plan.what) {
+        // Partial sums that a device adds up are put beside the shard first.
+        let sum = plan.sum_on_device(target);
+        let sizes = std::iter::repeat_n(bytes, 1 + usize::from(sum.is_some()));
+        match runtime.reserve_all(target.local_index, to.memory_kind(), sizes, op, &*plan.what) {
             Ok(reservation) if let Some(gpu) = gpu => {
-                (slot, self.open_on_gpu(target, gpu, reservation, promise))
+                (slot, self.open_on_gpu(target, gpu, sum, reservation, promise))
             }
             Ok(reservation) if target.pieces.is_empty() => {
                 self.zeros(reservation, promise);
@@ -494,13 +513,14 @@ impl Start<'_> {
         &self,
         target: &Target,
         gpu: &Arc<Gpu>,
+        sum: Option<Sum>,
         reservation: Reservation,
         promise: Promise,
     ) -> Option<Assembly> {
         let Self { plan, runtime, op, guard, .. } = *self;
         let (item, region) = (plan.item_bytes(), target.region.clone());
-        let added = target.pieces.len() > 1;
-        let missing = if added { 1 } else { target.pieces.first().copied().unwrap_or(1) };
+        let on_host = target.pieces.len() > 1 && sum.is_none();
+        let missing = if on_host || target.pieces.is_empty() { vec![1] } else { target.pieces.clone() };
         let shard = DeviceAssembly::new(
             runtime.clone(),
             gpu.clone(),
@@ -508,6 +528,7 @@ impl Start<'_> {
             region.clone(),
             item,
             missing,
+            sum,
             reservation,
             promise,
             guard.clone(),
@@ -516,10 +537,10 @@ impl Start<'_> {
             shard.zero();
             return None;
         }
-        if !added {
+        if !on_host {
             return Some(Assembly::Device(shard));
         }
-        // Partial sums are added up in the host's memory, in the order and with the bits that they have there.
+        // They are added up in the host's memory then, and copied.
         let reservation = match runtime.staging.reserve(region.elements() * item) {
             Ok(reservation) => reservation,
             Err(error) => {
@@ -620,6 +641,16 @@ impl Start<'_> {
 }
 
 impl PutPlan {
+    /// How a CUDA device adds the partial sums of a shard, where there are several and it can. Waits until what it takes is
+    /// compiled, the first time.
+    fn sum_on_device(&self, target: &Target) -> Option<Sum> {
+        if target.pieces.len() < 2 {
+            return None;
+        }
+        let (_, ready) = self.warm_ups.iter().find(|(device, _)| *device == target.device)?;
+        Sum::of(self.what.aval.dtype()).filter(|_| ready.wait().is_ok())
+    }
+
     fn item_bytes(&self) -> usize {
         self.what.aval.dtype().size()
     }

@@ -73,7 +73,11 @@ impl PoolStats {
 
 /// A pool that has less left than was asked for. The environment's fault, or the program's.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
-#[error("{pool}: {asked} bytes asked for, {live} in use and {reserved} reserved of {}", limit_text(.limit))]
+#[error(
+    "{pool}: {asked} bytes asked for, {live} in use and {reserved} reserved of {}{}",
+    limit_text(.limit),
+    refusal_text(.refusal)
+)]
 #[non_exhaustive]
 pub struct OutOfMemory {
     /// The pool's name.
@@ -86,10 +90,16 @@ pub struct OutOfMemory {
     pub reserved: u64,
     /// The pool's limit; `None` where the system refused.
     pub limit: Option<u64>,
+    /// What the system, or the device's driver, said when it did.
+    pub refusal: Option<String>,
 }
 
 fn limit_text(limit: &Option<u64>) -> String {
     limit.map_or_else(|| "what the system gives".to_owned(), |bytes| format!("a limit of {bytes}"))
+}
+
+fn refusal_text(refusal: &Option<String>) -> String {
+    refusal.as_ref().map_or_else(String::new, |refusal| format!(": {refusal}"))
 }
 
 impl Pool {
@@ -188,6 +198,7 @@ impl Inner {
             live: stats.live,
             reserved: stats.reserved,
             limit,
+            refusal: None,
         }
     }
 
@@ -303,9 +314,10 @@ impl Reservation {
         let inner = &self.pool.inner;
         let class = self.counted as usize;
         let taken = inner.settled(self.counted).take(class);
-        let carved = taken
-            .map_or_else(|| inner.grow(class), Ok)
-            .map_err(|_| inner.out_of_memory(self.bytes, &inner.state.lock().stats, None))?;
+        let carved = taken.map_or_else(|| inner.grow(class), Ok).map_err(|error| OutOfMemory {
+            refusal: Some(error.to_string()),
+            ..inner.out_of_memory(self.bytes, &inner.state.lock().stats, None)
+        })?;
         self.counted = 0;
         let block = Block { carved: Some(carved), pool: self.pool.clone() };
         Ok(OwnedBuffer::of_block(block, self.bytes))
@@ -327,6 +339,7 @@ impl Reservation {
         for bytes in sizes {
             let class = size_class(bytes);
             let left = self.counted.checked_sub(class as u64);
+            let mut refusal = None;
             let taken = match left {
                 None => None,
                 Some(_) => match state.take(class) {
@@ -335,12 +348,12 @@ impl Reservation {
                         drop(state);
                         let grown = pool.inner.grow(class);
                         state = pool.inner.state.lock();
-                        grown.ok()
+                        grown.inspect_err(|error| refusal = Some(error.to_string())).ok()
                     }
                 },
             };
             let (Some(left), Some(carved)) = (left, taken) else {
-                let error = pool.inner.out_of_memory(bytes, &state.stats, None);
+                let error = OutOfMemory { refusal, ..pool.inner.out_of_memory(bytes, &state.stats, None) };
                 // The buffers go back to the pool, which takes its lock.
                 drop(state);
                 return Err(error);

@@ -7,7 +7,8 @@
 //! A [`Gpu`] has *lines*: queues of its own work, one for kernels and one for each direction of copies. Work is issued to a
 //! line by any thread, at once, and runs later, in order. What uses memory that another line uses is told to come after it
 //! ([`Fences`](mpmd_transport::memory::Fences)); nobody waits for that but the device. Each line has a thread that waits for the ends of what
-//! was issued, and tells who wants to know; no other thread of the program ever does.
+//! was issued, and tells who wants to know; no other thread of the program ever does, but a
+//! device's own in a kernel with collectives ([`Turn::wait`]).
 
 #[cfg(not(feature = "cuda"))]
 mod absent;
@@ -47,7 +48,7 @@ mod warm;
 use crate::region::Region;
 
 #[cfg(not(feature = "cuda"))]
-pub(crate) use absent::{Ending, Gpu, Line, Stream, Turn, WarmUp, sharing};
+pub(crate) use absent::{Ending, Gpu, Stream, Turn, WarmUp, sharing};
 pub(crate) use asked::{Operand, Product, RawArg};
 pub use driver::{
     Attributes, Driver, Gpu as GpuInfo, NoCuda, OLDEST, Uuid, Version, cublas, found, nccl, nvrtc,
@@ -58,7 +59,7 @@ pub(crate) use gpu::Gpu;
 #[cfg(feature = "cuda")]
 pub(crate) use ipc::sharing;
 #[cfg(feature = "cuda")]
-pub(crate) use line::{Line, Stream};
+pub(crate) use line::Stream;
 #[cfg(feature = "cuda")]
 pub(crate) use turn::{Ending, Turn};
 #[cfg(feature = "cuda")]

@@ -3,12 +3,15 @@
 use std::mem::replace;
 use std::sync::Arc;
 
-use mpmd_transport::memory::Reservation;
+use mpmd_transport::memory::{OutOfMemory, Reservation};
 use mpmd_transport::router::Failure;
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 use parking_lot::Mutex;
 
-use crate::backend::cuda::{Gpu, Part};
+use crate::aval::DType;
+use crate::backend::cuda::kernels::ADD;
+use crate::backend::cuda::{Gpu, Part, RawArg, Stream};
+use crate::cuda::Grid;
 use crate::region::Region;
 use crate::reshard::copy_region;
 use crate::runtime::chunks::Chunked;
@@ -23,12 +26,16 @@ use crate::topology::DeviceId;
 ///
 /// Its pieces are copied by the device, and copies are issued as soon as their bytes are there or will have been made by work that was
 /// issued: so the shard itself is issued with the last of them, and ends when all are over.
+///
+/// Where the source is partial sums, the pieces of each but the first are copied beside the shard, which is added to what is there: in the
+/// order of the sums, whatever the order in which they come, with the bits that the host makes of them.
 pub(crate) struct DeviceAssembly {
     runtime: Arc<Runtime>,
     gpu: Arc<Gpu>,
     op: u64,
     region: Region,
     item_bytes: usize,
+    sum: Option<Sum>,
     open: Mutex<Option<Open>>,
     ending: Arc<Ending>,
 }
@@ -37,14 +44,52 @@ pub(crate) struct DeviceAssembly {
 struct Open {
     promise: Promise,
     memory: Memory,
-    /// Pieces of which not all copies are issued.
-    missing: usize,
+    /// Pieces of which not all copies are issued, by partial sum.
+    missing: Vec<usize>,
+    /// The partial sum whose turn it is.
+    term: usize,
+    /// Pieces of later ones.
+    waiting: Vec<Piece>,
+}
+
+/// A piece that is here before its turn.
+struct Piece {
+    transfer: Arc<Transfer>,
+    bytes: SharedBuffer,
+    source: Option<Slot>,
+    // Last, so that it is dropped after the bytes.
+    guard: OpGuard,
+}
+
+/// How a device adds numbers of a type.
+#[derive(Clone, Copy)]
+pub(crate) struct Sum {
+    function: &'static str,
+    /// How many numbers an element is.
+    numbers: usize,
+}
+
+impl Sum {
+    /// `None` where devices do not add such numbers by themselves.
+    pub(crate) fn of(dtype: DType) -> Option<Self> {
+        let (function, numbers) = match dtype {
+            DType::F32 => ("add_f32", 1),
+            DType::C64 => ("add_f32", 2),
+            DType::F64 => ("add_f64", 1),
+            DType::C128 => ("add_f64", 2),
+            DType::F16 => ("add_f16", 1),
+            DType::Bf16 => ("add_bf16", 1),
+            _ => return None,
+        };
+        Some(Self { function, numbers })
+    }
 }
 
 enum Memory {
     /// Set aside, until the first piece needs it.
     Reserved(Reservation),
-    Here(OwnedBuffer),
+    /// The shard, and what is beside it to be added.
+    Here(OwnedBuffer, Option<OwnedBuffer>),
     /// It could not be had: the shard has failed.
     Gone,
 }
@@ -67,7 +112,8 @@ struct Ended {
 }
 
 impl DeviceAssembly {
-    /// A shard of `region` that so many pieces will fill, in memory of `gpu`.
+    /// A shard of `region` that so many pieces of each partial sum will fill, in memory of `gpu`. Where there are several sums, `sum`
+    /// says how they are added, and room for two such shards is set aside.
     #[expect(clippy::too_many_arguments, reason = "one call site; the parts have no life of their own")]
     pub(in crate::runtime) fn new(
         runtime: Arc<Runtime>,
@@ -75,15 +121,17 @@ impl DeviceAssembly {
         op: u64,
         region: Region,
         item_bytes: usize,
-        missing: usize,
+        missing: Vec<usize>,
+        sum: Option<Sum>,
         reservation: Reservation,
         promise: Promise,
         guard: OpGuard,
     ) -> Arc<Self> {
-        let open = Mutex::new(Some(Open { promise, memory: Memory::Reserved(reservation), missing }));
+        let memory = Memory::Reserved(reservation);
+        let open = Mutex::new(Some(Open { promise, memory, missing, term: 0, waiting: Vec::new() }));
         let state = Mutex::new(Ended { left: 1, failed: None, issued: None, guard: Some(guard) });
         let ending = Arc::new(Ending { runtime: runtime.clone(), op, state });
-        Arc::new(Self { runtime, gpu, op, region, item_bytes, open, ending })
+        Arc::new(Self { runtime, gpu, op, region, item_bytes, sum, open, ending })
     }
 
     /// Whether it still takes pieces.
@@ -93,7 +141,7 @@ impl DeviceAssembly {
 
     /// Whether a piece is all that the open shard waits for.
     pub(super) fn is_whole(&self, piece: &Region) -> bool {
-        let reserved = |open: &Open| open.missing == 1 && matches!(open.memory, Memory::Reserved(_));
+        let reserved = |open: &Open| open.missing == [1] && matches!(open.memory, Memory::Reserved(_));
         *piece == self.region && self.open.lock().as_ref().is_some_and(reserved)
     }
 
@@ -136,6 +184,13 @@ impl DeviceAssembly {
         source: Option<Slot>,
         guard: &OpGuard,
     ) {
+        if let Some(open) = self.open.lock().as_mut()
+            && open.term != transfer.term
+        {
+            let (transfer, guard) = (transfer.clone(), guard.clone());
+            open.waiting.push(Piece { transfer, bytes, source, guard });
+            return;
+        }
         if bytes.device().is_some() || bytes.is_pinned() {
             self.copy(&bytes, &transfer.holds, &transfer.region, source, ());
             self.placed();
@@ -147,13 +202,13 @@ impl DeviceAssembly {
     }
 
     /// Has all of it copied, from pinned bytes, in place of the only piece.
-    pub(in crate::runtime) fn fill(&self, bytes: &SharedBuffer) {
+    pub(in crate::runtime) fn fill(self: &Arc<Self>, bytes: &SharedBuffer) {
         self.copy(bytes, &self.region, &self.region, None, ());
         self.placed();
     }
 
     /// As [`place`](Self::place), of a few bytes that the device does not reach.
-    fn place_packed(&self, transfer: &Transfer, bytes: &SharedBuffer) {
+    fn place_packed(self: &Arc<Self>, transfer: &Transfer, bytes: &SharedBuffer) {
         let Transfer { region, holds, .. } = transfer;
         if let Some(packed) = self.pack(bytes, holds, region) {
             self.copy(&packed, region, region, None, ());
@@ -206,7 +261,7 @@ impl DeviceAssembly {
     }
 
     /// Makes all of it zeros, in place of the only piece.
-    pub(in crate::runtime) fn zero(&self) {
+    pub(in crate::runtime) fn zero(self: &Arc<Self>) {
         let failed = self.with_memory(|buffer| {
             let ending = self.ending.one_more();
             let then = move |result: Result<(), _>| {
@@ -221,18 +276,54 @@ impl DeviceAssembly {
     }
 
     /// All copies of a piece are issued; with the last piece the shard is.
-    pub(in crate::runtime) fn placed(&self) {
-        let mut open = self.open.lock();
-        let Some(Open { missing, .. }) = open.as_mut() else { return };
-        *missing -= 1;
-        if *missing > 0 {
+    pub(in crate::runtime) fn placed(self: &Arc<Self>) {
+        let mut guard = self.open.lock();
+        let Some(open) = guard.as_mut() else { return };
+        open.missing[open.term] -= 1;
+        if open.missing[open.term] > 0 {
             return;
         }
-        if let Some(Open { promise, memory: Memory::Here(buffer), .. }) = open.take() {
-            drop(open);
-            self.ending.issued(promise.issue(buffer.freeze()));
+        if open.term > 0
+            && let Memory::Here(shard, Some(beside)) = &mut open.memory
+        {
+            self.add(shard, beside);
+        }
+        open.term += 1;
+        if open.term < open.missing.len() {
+            let term = open.term;
+            let next = open.waiting.extract_if(.., |piece| piece.transfer.term == term).collect::<Vec<_>>();
+            drop(guard);
+            for Piece { transfer, bytes, source, guard } in next {
+                self.place(&transfer, bytes, source, &guard);
+            }
+            return;
+        }
+        if let Some(Open { promise, memory: Memory::Here(shard, beside), .. }) = guard.take() {
+            drop(guard);
+            // It goes back once it was added.
+            drop(beside);
+            self.ending.issued(promise.issue(shard.freeze()));
             self.ending.over(Ok(()));
         }
+    }
+
+    /// Issues the sum of what is beside the shard and what is in it.
+    fn add(&self, shard: &mut OwnedBuffer, beside: &mut OwnedBuffer) {
+        let (Some(to), Some(from), Some(sum)) = (shard.device(), beside.device(), self.sum) else { return };
+        let count = self.region.elements() * sum.numbers;
+        let args = [
+            RawArg::number((count as u64).to_ne_bytes(), 8),
+            RawArg::memory(to, true),
+            RawArg::memory(from, false),
+        ];
+        let ending = self.ending.one_more();
+        let then = move |result: Result<(), _>| {
+            ending.over(result.map_err(|error| ending.runtime.copy_failed(ending.op, &error)));
+        };
+        let work = |stream: &Stream| self.gpu.launch(stream, &ADD, sum.function, Grid::over(count), &args);
+        let fence = self.gpu.inward().submit(&[shard.fences(), beside.fences()], work, Box::new(then));
+        shard.add_fence(fence.clone());
+        beside.add_fence(fence);
     }
 
     fn fail(&self, failure: Arc<Failure>) {
@@ -240,20 +331,28 @@ impl DeviceAssembly {
         self.end(Err(failure));
     }
 
-    /// Calls `with` with the shard's memory, as long as the shard is open.
+    /// Calls `with` with the memory where pieces go whose turn it is, as long as the shard is open.
     fn with_memory(&self, with: impl FnOnce(&mut OwnedBuffer)) -> Result<(), Arc<Failure>> {
         let mut guard = self.open.lock();
         let Some(open) = guard.as_mut() else { return Ok(()) };
         if let Memory::Reserved(_) = open.memory
             && let Memory::Reserved(reservation) = replace(&mut open.memory, Memory::Gone)
         {
-            let allocated = reservation.allocate();
-            open.memory = Memory::Here(
-                allocated.map_err(|error| self.runtime.out_of_memory(self.op, &error.to_string()))?,
-            );
+            let failed = |error: OutOfMemory| self.runtime.out_of_memory(self.op, &error.to_string());
+            open.memory = if open.missing.len() > 1 {
+                let bytes = self.region.elements() * self.item_bytes;
+                let mut both = reservation.allocate_all([bytes; 2].into_iter()).map_err(failed)?;
+                let beside = both.pop();
+                both.pop().map_or(Memory::Gone, |shard| Memory::Here(shard, beside))
+            } else {
+                Memory::Here(reservation.allocate().map_err(failed)?, None)
+            };
         }
-        if let Memory::Here(buffer) = &mut open.memory {
-            with(buffer);
+        if let Memory::Here(shard, beside) = &mut open.memory {
+            match beside {
+                Some(beside) if open.term > 0 => with(beside),
+                _ => with(shard),
+            }
         }
         Ok(())
     }
@@ -272,8 +371,18 @@ impl Runtime {
     ) {
         let Some(gpu) = self.gpu_of(device, MemoryKind::Device) else { return };
         let all = Region::full(&[values.len()]);
-        let shard =
-            DeviceAssembly::new(self.clone(), gpu.clone(), op, all, 1, 1, reservation, promise, guard);
+        let shard = DeviceAssembly::new(
+            self.clone(),
+            gpu.clone(),
+            op,
+            all,
+            1,
+            vec![1],
+            None,
+            reservation,
+            promise,
+            guard,
+        );
         shard.fill(&values);
     }
 
@@ -300,7 +409,18 @@ impl Runtime {
             None => return,
         };
         let (runtime, gpu) = (self.clone(), gpu.clone());
-        let shard = DeviceAssembly::new(runtime, gpu, op, part.clone(), item, 1, reservation, promise, guard);
+        let shard = DeviceAssembly::new(
+            runtime,
+            gpu,
+            op,
+            part.clone(),
+            item,
+            vec![1],
+            None,
+            reservation,
+            promise,
+            guard,
+        );
         let source = slot.clone();
         slot.on_issued(move |outcome| match outcome {
             Ok(bytes) => {

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
-pub(crate) use device::DeviceAssembly;
+pub(crate) use device::{DeviceAssembly, Sum};
 pub(crate) use host::HostAssembly;
 
 use super::slot::Slot;

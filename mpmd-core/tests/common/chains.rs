@@ -1,0 +1,116 @@
+//! Random chains of puts, on random hosts, large and small: the values at every step, and no memory left.
+
+use std::time::{Duration, Instant};
+
+use mpmd_core::aval::DType;
+use mpmd_core::prelude::*;
+use mpmd_core::sharding::{MemoryKind, Sharding};
+use mpmd_core::topology::{DeviceId, DeviceKind, Link, Links, Mesh};
+use mpmd_core::{Builder, PutOptions, Simulation};
+
+use super::arrays::{check, values};
+
+const DEVICES: usize = 8;
+
+/// Small numbers by xorshift: the same for every process, and for every run.
+struct Numbers(u64);
+
+impl Numbers {
+    fn new(seed: u64) -> Self {
+        let mut numbers = Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+        for _ in 0..8 {
+            numbers.below(2);
+        }
+        numbers
+    }
+
+    fn below(&mut self, end: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 11) as usize % end
+    }
+
+    fn of<T: Clone>(&mut self, choices: &[T]) -> T {
+        choices[self.below(choices.len())].clone()
+    }
+}
+
+fn any_sharding(numbers: &mut Numbers) -> Sharding {
+    let mut devices: Vec<DeviceId> = (0..DEVICES as u32).map(DeviceId).collect();
+    for i in (1..DEVICES).rev() {
+        devices.swap(i, numbers.below(i + 1));
+    }
+    let sharding = match numbers.below(8) {
+        0 => Sharding::single_device(devices[0]),
+        1 => {
+            let count = 1 + numbers.below(DEVICES);
+            Sharding::chunk(numbers.below(2) as isize, devices[..count].to_vec()).unwrap()
+        }
+        _ => {
+            let (a, b) = numbers.of(&[(2, 2), (4, 2), (1, 4), (2, 4), (8, 1), (4, 1), (2, 1)]);
+            let mesh = Mesh::new(&[("a", a), ("b", b)], devices[..a * b].to_vec()).unwrap();
+            let specs = [spec![], spec!["a"], spec![None, "b"], spec!["b", "a"], spec![None, ("b", "a")]];
+            let sharding = mesh.sharding(numbers.of(&specs));
+            let sums = ["a", "b"].map(|axis| sharding.unreduced(&[axis]).unwrap_or(sharding.clone()));
+            numbers.of(&[sharding, sums[0].clone(), sums[1].clone()])
+        }
+    };
+    let memory = [MemoryKind::Device, MemoryKind::Device, MemoryKind::Host];
+    sharding.with_memory_kind(numbers.of(&memory))
+}
+
+/// Runs one of the chains, and panics where it does not keep its values or leaves memory behind. With `gpus` some processes have
+/// CUDA devices.
+pub(crate) fn chain(seed: u64, gpus: bool, hands_over: bool) {
+    let mut numbers = Numbers::new(seed);
+    let processes = numbers.of(&[1, 2, 4, 8]);
+    let most = 1 + numbers.below(4);
+    let hosts: Vec<usize> = (0..processes).map(|_| numbers.below(most)).collect();
+    // Without latency everything is passed on from host to host.
+    let network = Link { latency_ns: numbers.of(&[0, 50_000]), bytes_per_us: 1200 };
+    let links = Links { network, ..Links::default() };
+    let rows = 8 * (1 + numbers.below(16));
+    // The larger ones move in parts and chunks.
+    let columns = numbers.of(&[24, 320, 1 << 15]);
+    let whole = values(&[rows, columns], numbers.of(&[DType::I16, DType::I32, DType::I64]));
+    let mut steps = Vec::new();
+    for _ in 0..6 {
+        let options = PutOptions::default().donate(numbers.below(2) == 0);
+        steps.push((any_sharding(&mut numbers), options.may_alias(numbers.below(3) > 0)));
+    }
+    let delay = Duration::from_micros(numbers.of(&[0, 300, 3000]));
+    let kind = |numbers: &mut Numbers| {
+        if gpus && numbers.below(3) > 0 { DeviceKind::Cuda } else { DeviceKind::Cpu }
+    };
+    let kinds: Vec<DeviceKind> = (0..processes).map(|_| kind(&mut numbers)).collect();
+    let mut simulation = Simulation::new(processes, DEVICES).delays(seed, delay);
+    if hands_over {
+        let hosts = if seed.is_multiple_of(2) { hosts.clone() } else { vec![0; processes] };
+        simulation = simulation.hands_over(&hosts);
+    }
+    let settings = |b: Builder| b.hosts(&hosts).links(links).device_kinds(&kinds);
+    let results = simulation.settings(settings).run(|p| {
+        let rows = p.mesh(&[("x", DEVICES)])?.sharding(spec!["x"]);
+        let mut x = MpmdArray::from_host(whole.clone());
+        for (to, options) in &steps {
+            x = p.device_put_with(&x, to, *options)?;
+            if to.unreduced_axes().is_empty() {
+                check(p, &x, &whole)?;
+            } else {
+                let sum = p.device_put(&x, &rows)?;
+                check(p, &sum, &whole)?;
+            }
+        }
+        drop(x);
+        let until = Instant::now() + Duration::from_secs(20);
+        while p.memory().live + p.memory().host_live > 0 {
+            assert!(Instant::now() < until, "process {} keeps {:?}", p.process(), p.memory());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
+    });
+    for (process, result) in results.into_iter().enumerate() {
+        result.unwrap_or_else(|error| panic!("seed {seed}, process {process}: {error}; {kinds:?}"));
+    }
+}

@@ -1,0 +1,291 @@
+//! Arrays move to, from and between CUDA devices: on a driver in software, or on what there is (`MPMD_TEST_GPU=1`).
+
+#[path = "common/arrays.rs"]
+mod arrays;
+#[path = "common/chains.rs"]
+mod chains;
+mod common;
+
+use std::future::IntoFuture;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use arrays::{check, values};
+use chains::chain;
+use common::watchdog;
+use mpmd_core::aval::DType;
+use mpmd_core::prelude::*;
+use mpmd_core::sharding::{MemoryKind, Sharding};
+use mpmd_core::topology::{DeviceId, DeviceKind};
+use mpmd_core::{PutOptions, Simulation};
+
+/// Whether the test is over for the calling process: it has run in another, or there is nothing to run.
+macro_rules! elsewhere {
+    ($($setting:tt)*) => {{
+        if cfg!(feature = "cuda") {
+            softcuda::again!($($setting)*)
+        } else {
+            println!("SKIPPED: built without the feature `cuda`");
+            true
+        }
+    }};
+}
+
+const CUDA: DeviceKind = DeviceKind::Cuda;
+const CPU: DeviceKind = DeviceKind::Cpu;
+
+fn alone(devices: usize) -> Program {
+    Program::builder().devices(devices).device_kinds(&[CUDA]).alone().unwrap()
+}
+
+/// Elements that say where they are.
+fn numbered(shape: &[usize]) -> HostArray {
+    let count = shape.iter().product::<usize>();
+    HostArray::from_slice(shape, &(0..count).map(|i| i as f32).collect::<Vec<_>>()).unwrap()
+}
+
+/// The same array, made by its owners.
+fn made(p: &mut Program, shape: [usize; 2], to: &Sharding) -> Result<MpmdArray> {
+    p.make(f32s(shape), to, move |region, mut view| {
+        let columns = region.range(1);
+        let values = region.range(0).flat_map(|i| columns.clone().map(move |j| (i * shape[1] + j) as f32));
+        view.as_mut_slice::<f32>()?.iter_mut().zip(values).for_each(|(to, value)| *to = value);
+        Ok(())
+    })
+}
+
+#[test]
+fn host_values_come_back_from_a_device_whatever_their_size() {
+    if elsewhere!() {
+        return;
+    }
+    let _limit = watchdog(60);
+    let mut p = alone(2);
+    let mesh = p.mesh(&[("x", 2)]).unwrap();
+    // Copied inline; in several chunks; none; and one element.
+    for shape in [vec![6, 5], vec![2, 2_700_001], vec![0, 4], vec![]] {
+        let host = numbered(&shape);
+        let mut shardings = vec![mesh.replicated(), Sharding::single_device(DeviceId(1))];
+        if shape.len() == 2 {
+            shardings.push(mesh.sharding(spec!["x"]));
+        }
+        for to in shardings {
+            for kind in [MemoryKind::Device, MemoryKind::Host] {
+                let x = p.device_put(&MpmdArray::from_host(host.clone()), to.with_memory_kind(kind)).unwrap();
+                check(&p, &x, &host).unwrap();
+                assert_eq!(x.to_host().unwrap().unwrap().bytes()[..], host.bytes()[..], "{to}");
+                assert!(x.is_complete());
+            }
+        }
+    }
+    p.finish().unwrap();
+}
+
+#[test]
+fn arrays_are_made_cut_joined_donated_and_read_later() {
+    if elsewhere!("SOFTCUDA_DEVICES" = "2", "SOFTCUDA_PACE" = "lazy") {
+        return;
+    }
+    let _limit = watchdog(60);
+    let mut p = alone(2);
+    let mesh = p.mesh(&[("x", 2)]).unwrap();
+    let host = numbered(&[8, 6]);
+    let x = made(&mut p, [8, 6], &mesh.sharding(spec!["x"])).unwrap();
+    check(&p, &x, &host).unwrap();
+    let (send, read) = channel();
+    x.then(move |values| send.send(values.unwrap().to_vec::<f32>().unwrap()).unwrap());
+    let columns = p.device_put(&x, mesh.sharding(spec![None, "x"])).unwrap();
+    check(&p, &columns, &host).unwrap();
+    // Runs of each shard, and parts that are none.
+    for (dim, array) in [(0, &x), (1, &x), (0, &columns), (1, &columns)] {
+        let parts = array.microbatches(&mut p, dim, if dim == 0 { 2 } else { 3 }).unwrap();
+        for (j, part) in parts.iter().enumerate() {
+            for shard in part.addressable_shards().unwrap() {
+                let whole = array.addressable_shards().unwrap();
+                let whole = whole.iter().find(|other| other.device == shard.device).unwrap();
+                let (rows, width) = (shard.data.shape().to_vec(), whole.data.shape()[1]);
+                let values = whole.data.to_vec::<f32>().unwrap();
+                let from = |at: usize| if dim == at { j * rows[at] } else { 0 };
+                let expected: Vec<f32> = (0..rows[0])
+                    .flat_map(|i| {
+                        let begin = (i + from(0)) * width + from(1);
+                        values[begin..begin + rows[1]].to_vec()
+                    })
+                    .collect();
+                assert_eq!(shard.data.to_vec::<f32>().unwrap(), expected, "part {j} along {dim}");
+            }
+        }
+    }
+    let halves = p.split_by_mesh_axis(&x, "x", 2, Default::default()).unwrap();
+    let joined = p.concatenate_by_mesh_axis(&halves, "x", Default::default()).unwrap();
+    check(&p, &joined, &host).unwrap();
+    let moved = p.device_put_with(&joined, mesh.replicated(), PutOptions::default().donate(true)).unwrap();
+    assert!(joined.to_host().is_err());
+    check(&p, &moved, &host).unwrap();
+    assert_eq!(read.recv_timeout(Duration::from_secs(30)).unwrap(), host.to_vec::<f32>().unwrap());
+    drop((x, columns, halves, joined));
+    let awaited = futures::executor::block_on(moved.into_future()).unwrap();
+    check(&p, &awaited, &host).unwrap();
+    // Nothing waits for a callback that is under way but the end of the program.
+    let (send, read) = channel();
+    awaited.then(move |values| send.send(values.is_ok()).unwrap());
+    p.finish().unwrap();
+    assert_eq!(read.try_recv(), Ok(true));
+}
+
+/// Chains of puts of all kinds: whole, in parts, packed, partial sums, donated, in either memory, between processes with and without
+/// devices.
+fn chains(seeds: std::ops::Range<u64>, hands_over: bool) {
+    let _limit = watchdog(110);
+    seeds.for_each(|seed| chain(seed, true, hands_over));
+}
+
+#[test]
+fn chains_keep_their_values_where_everything_is_copied() {
+    if !elsewhere!("SOFTCUDA_DEVICES" = "3") {
+        chains(0..24, false);
+    }
+}
+
+#[test]
+fn chains_keep_their_values_where_memory_of_devices_is_handed_over() {
+    if !elsewhere!("SOFTCUDA_DEVICES" = "3") {
+        chains(0..24, true);
+    }
+}
+
+#[test]
+fn chains_keep_their_values_on_devices_that_do_nothing_until_they_are_waited_for() {
+    if !elsewhere!("SOFTCUDA_DEVICES" = "3", "SOFTCUDA_PACE" = "lazy", "SOFTCUDA_RACES" = "abort") {
+        chains(24..36, true);
+    }
+}
+
+#[test]
+fn chains_keep_their_values_on_one_device_that_runs_now_and_then() {
+    if !elsewhere!("SOFTCUDA_PACE" = "seed:7", "SOFTCUDA_RACES" = "abort") {
+        chains(36..48, true);
+    }
+}
+
+#[test]
+fn what_is_handed_over_is_used_where_it_is_and_what_is_not_is_packed_by_its_device() {
+    if elsewhere!() {
+        return;
+    }
+    let _limit = watchdog(60);
+    // Whether the giver, and the taker, have it in the host's memory on the way.
+    for (kinds, hands_over, expected) in [
+        ([CUDA, CUDA], true, [false, false]),
+        ([CUDA, CUDA], false, [true, true]),
+        ([CUDA, CPU], true, [true, false]),
+        ([CUDA, CPU], false, [true, false]),
+        ([CPU, CUDA], true, [false, true]),
+        ([CPU, CPU], true, [false, false]),
+    ] {
+        let simulation = Simulation::new(2, 2).settings(|b| b.device_kinds(&kinds));
+        let simulation = if hands_over { simulation.hands_over(&[0, 0]) } else { simulation };
+        let results = simulation.run(|p| {
+            let host = numbered(&[256, 1000]);
+            let [here, there] = [0, 1].map(|device| Sharding::single_device(DeviceId(device)));
+            let x = made(p, [256, 1000], &here)?;
+            x.block_until_ready()?;
+            p.forget_memory_peak();
+            let before = p.memory().staging_recent_peak;
+            let y = p.device_put(&x, &there)?;
+            y.block_until_ready()?;
+            if p.process().0 == 0 {
+                // Until it is known there, and so is on its way no more.
+                p.device_put(&y, &here)?.block_until_ready()?;
+            } else {
+                let staged = p.memory().staging_recent_peak > before;
+                p.device_put(&y, &here)?.block_until_ready()?;
+                check(p, &y, &host)?;
+                return Ok(staged);
+            }
+            let staged = p.memory().staging_recent_peak > before;
+            Ok(staged)
+        });
+        let found: Vec<bool> = results.into_iter().map(Result::unwrap).collect();
+        if kinds[0] == CUDA || !hands_over {
+            assert_eq!(found, expected, "{kinds:?}, handed over: {hands_over}");
+        } else {
+            // On the way back it is the giver's device that packs.
+            assert_eq!(found[1], expected[1], "{kinds:?}, handed over: {hands_over}");
+        }
+    }
+}
+
+#[test]
+fn dtypes_of_all_sizes_are_added_up_with_the_bits_of_the_host() {
+    if elsewhere!() {
+        return;
+    }
+    let _limit = watchdog(60);
+    let mut results = Vec::new();
+    for kind in [CPU, CUDA] {
+        let mut p = Program::builder().devices(4).device_kinds(&[kind]).alone().unwrap();
+        let mesh = p.mesh(&[("x", 4)]).unwrap();
+        let mut sums = Vec::new();
+        for dtype in [DType::F32, DType::Bf16, DType::F16, DType::F64, DType::I8, DType::C64] {
+            let whole = values(&[8, 12], dtype);
+            // As sums of what is there and nothing, then of the same once more.
+            let unreduced = mesh.replicated().unreduced(&["x"]).unwrap();
+            let x = p.device_put(&MpmdArray::from_host(whole.clone()), &unreduced).unwrap();
+            for to in [mesh.sharding(spec!["x"]), mesh.replicated(), Sharding::single_device(DeviceId(2))] {
+                let sum = p.device_put(&x, to).unwrap();
+                sums.push(sum.to_host().unwrap().unwrap().bytes().to_vec());
+            }
+        }
+        p.finish().unwrap();
+        results.push(sums);
+    }
+    assert!(results[0] == results[1]);
+}
+
+#[test]
+fn a_thousand_puts_take_no_more_memory_than_a_few() {
+    if elsewhere!("SOFTCUDA_DEVICES" = "2") {
+        return;
+    }
+    let _limit = watchdog(100);
+    let simulation = Simulation::new(2, 2).settings(|b| b.device_kinds(&[CUDA, CPU]));
+    let results = simulation.run(|p| {
+        let host = numbered(&[64, 1000]);
+        let [here, there] = [0, 1].map(|device| Sharding::single_device(DeviceId(device)));
+        let mut mapped = Vec::new();
+        for i in 0..1000 {
+            let x = p.device_put(&MpmdArray::from_host(host.clone()), &here)?;
+            let y = p.device_put(&x, &there)?;
+            // What runs ahead takes as much as it may, which depends on who is faster.
+            let z = p.device_put(&y, &here)?.block_until_ready()?.clone();
+            if i % 100 == 0 {
+                check(p, &z, &host)?;
+                mapped.push(p.memory().mapped);
+            }
+        }
+        Ok(mapped)
+    });
+    for result in results {
+        let mapped = result.unwrap();
+        assert_eq!(mapped[4], mapped[9], "{mapped:?}");
+    }
+}
+
+#[test]
+fn large_values_of_the_users_go_through_a_few_chunks() {
+    if elsewhere!() {
+        return;
+    }
+    let _limit = watchdog(60);
+    let mut p = alone(1);
+    let host = numbered(&[3, 7_000_001]);
+    let to = Sharding::single_device(DeviceId(0));
+    let arrays: Vec<MpmdArray> =
+        (0..3).map(|_| p.device_put(&MpmdArray::from_host(host.clone()), &to).unwrap()).collect();
+    arrays.iter().for_each(|x| drop(x.block_until_ready().unwrap().clone()));
+    let peak = p.memory().staging_recent_peak;
+    assert!(peak > 0 && peak <= 8 * (4 << 20), "{peak} bytes of 3 times {}", host.bytes().len());
+    arrays.iter().for_each(|x| check(&p, x, &host).unwrap());
+    p.finish().unwrap();
+}
