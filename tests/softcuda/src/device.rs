@@ -11,6 +11,7 @@ use crate::entry::{Out, api};
 use crate::error::{Code, Result};
 use crate::handles::{Handle, Handles};
 use crate::memory::space;
+use crate::races;
 use crate::settings::settings;
 use crate::stream::Stream;
 
@@ -165,7 +166,7 @@ pub(crate) fn uuid(device: u32) -> [u8; 16] {
 /// A device attribute, by CUDA's number; those not told apart here are 0.
 fn attribute(device: u32, attribute: u32) -> i32 {
     match attribute {
-        1 | 2 | 3 => 1024,                // threads of a block; x, y
+        1..=3 => 1024,                    // threads of a block; x, y
         4 => 64,                          // z
         5 => i32::MAX,                    // grid x
         6 | 7 => 65535,                   // grid y, z
@@ -432,8 +433,9 @@ api! {
     /// Waits for all work of the calling thread's context.
     fn cuCtxSynchronize() {
         let context = current()?;
+        let clock = races::now_of_all(&context);
         context.synchronize()?;
-        crate::races::host_saw_all(&context);
+        races::host_saw(&clock);
         Ok(())
     }
 }

@@ -247,18 +247,13 @@ struct __sc_kernel {
     void (*call)(char *);
     unsigned count;
     const unsigned *sizes;
-    const unsigned char *pointers;
 };
 
 template <unsigned... I> struct __sc_list {};
-template <class T> struct __sc_is_pointer { static constexpr bool value = false; };
-template <class T> struct __sc_is_pointer<T *> { static constexpr bool value = true; };
-
 template <class T> struct __sc_adapter;
 template <class... A> struct __sc_adapter<void (*)(A...)> {
     static constexpr unsigned count = sizeof...(A);
     static constexpr unsigned sizes[sizeof...(A) + 1] = {(unsigned)sizeof(A)..., 0};
-    static constexpr unsigned char pointers[sizeof...(A) + 1] = {__sc_is_pointer<A>::value..., 0};
     static constexpr unsigned offset(unsigned at) {
         unsigned sum = 0;
         for (unsigned i = 0; i < at; i++) sum += (sizes[i] + 15) / 16 * 16;
@@ -273,5 +268,4 @@ template <class... A> struct __sc_adapter<void (*)(A...)> {
 
 #define __SC_KERNEL(text, ...)                                                                                    \
     {text, (void *)(__VA_ARGS__), &__sc_adapter<decltype(__VA_ARGS__)>::call<(__VA_ARGS__)>,                       \
-     __sc_adapter<decltype(__VA_ARGS__)>::count, __sc_adapter<decltype(__VA_ARGS__)>::sizes,                       \
-     __sc_adapter<decltype(__VA_ARGS__)>::pointers}
+     __sc_adapter<decltype(__VA_ARGS__)>::count, __sc_adapter<decltype(__VA_ARGS__)>::sizes}
