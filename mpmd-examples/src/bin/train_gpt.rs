@@ -467,8 +467,7 @@ fn conclude(text: &Text, config: &Config, losses: &[(u64, f64)], held_out: Optio
 ///
 /// Ranks are spread over the processes in order. Where each has one stage, a process waits for the outputs of the one
 /// before it and for the gradients of the one after it; else for those of any. What else it waits for (the norm of all gradients, its own data) and
-/// the time in which nothing ran is the rest. Of a graphics processor it is the time in which it was given work, not that in which
-/// it did it: a trace has that.
+/// the time in which nothing ran is the rest.
 fn time_table(p: &mut Program, trainer: &Trainer<f32>, took: Duration) -> anyhow::Result<String> {
     let one_each = trainer.config().stages == trainer.config().ranks();
     let waits = if one_each { ["waits for"; 2] } else { ["waits, outputs", "waits, gradients"] };
@@ -507,6 +506,9 @@ fn time_table(p: &mut Program, trainer: &Trainer<f32>, took: Duration) -> anyhow
         }
         // All-reduces are counted with the passes that they are in, too.
         table += &format!("{:>17}{:>17}\n", part(rest), part(times[Pass::AllReduce as usize]));
+    }
+    if (0..processes).any(|process| p.topology().has_kind(ProcessId(process), DeviceKind::Cuda)) {
+        table += "of cuda devices this is the time in which they are given work: a trace has that in which they do it\n";
     }
     Ok(table)
 }

@@ -2,7 +2,7 @@
 
 use mpmd_core::Program;
 use mpmd_core::aval::{DType, Element, HostArray};
-use mpmd_core::cuda::{Math, Part, Source};
+use mpmd_core::cuda::{CUBLAS, Math, Part, Source};
 use mpmd_core::prelude::*;
 use mpmd_core::topology::DeviceKind;
 
@@ -51,7 +51,7 @@ impl<F: Work> Kernel for Test<F> {
     }
 
     fn cuda(&self) -> Vec<&'static Source> {
-        vec![&KERNELS]
+        vec![&KERNELS, &CUBLAS]
     }
 }
 
