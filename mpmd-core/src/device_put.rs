@@ -15,7 +15,7 @@ use crate::program::{Program, PutKey};
 use crate::region::Region;
 use crate::replay::{Again, Here};
 use crate::reshard::{contiguous_bytes, copy_region, scattered};
-use crate::runtime::{PutPlan, Rolling, Slot, Source};
+use crate::runtime::{OpGuard, Promise, PutPlan, Rolling, Runtime, Slot, Source, follow};
 use crate::sharding::{Layout, MemoryKind, Sharding};
 use crate::tree::{PrefixTree, Tree};
 
@@ -323,11 +323,16 @@ impl Program {
                     };
                 let info = ShardInfo::new(aval.clone(), region);
                 let (here, fill, guard, what) = (runtime.clone(), fill.clone(), guard.clone(), what.clone());
+                let on_gpu = runtime.gpu_of(device, kind).is_some();
                 let job = move || {
                     here.status.device_starts(local_index, op, what);
                     let started = here.trace.now();
-                    let buffer = reservation.allocate();
+                    let (buffer, copied) = match on_gpu {
+                        true => (here.staging.allocate(info.bytes()), Some(reservation)),
+                        false => (reservation.allocate(), None),
+                    };
                     here.trace_start(local_index, op, started, started, None);
+                    // What the closure fills is the host's; a CUDA device copies it.
                     let outcome = buffer
                         .map_err(|error| (FailureKind::Memory, error.to_string()))
                         .and_then(|mut buffer| {
@@ -345,10 +350,17 @@ impl Program {
                             here.remember(&failure);
                             failure
                         });
-                    here.status.device_idle(local_index);
+                    here.status.device_ends(local_index, op);
                     here.trace_end(local_index, op);
-                    promise.keep(outcome);
-                    drop(guard);
+                    match (outcome, copied, guard) {
+                        (Ok(values), Some(reservation), Some(guard)) => {
+                            here.copy_in(device, op, values, reservation, promise, guard);
+                        }
+                        (outcome, _, guard) => {
+                            promise.keep(outcome);
+                            drop(guard);
+                        }
+                    }
                 };
                 runtime.run_on(local_index, Box::new(job));
                 shard
@@ -433,42 +445,77 @@ impl MpmdArray {
                     let whole = Region::full(&placed.region(shard.device).shape());
                     let cut = cut(&whole, dim, m, j);
                     let (promise, slot) = Slot::new();
-                    let (runtime, guard, item) = (runtime.clone(), guard.clone(), self.dtype().size());
-                    shard.slot.on_end(move |outcome| match outcome {
-                        Err(failure) => promise.keep(Err(failure.clone())),
-                        Ok(buffer) => match contiguous_bytes(&whole, &cut, item) {
-                            Some(range) => {
-                                promise.keep(Ok(buffer.slice(range)));
-                                drop(guard);
-                            }
-                            None => {
-                                let buffer = buffer.clone();
-                                let mover = runtime.clone();
-                                mover.move_data(Box::new(move || {
-                                    let outcome = runtime
-                                        .staging
-                                        .allocate(cut.elements() * item)
-                                        .map(|mut part| {
-                                            copy_region(&buffer, &whole, &mut part, &cut, &cut, item);
-                                            part.freeze()
-                                        })
-                                        .map_err(|error| {
-                                            let why = error.to_string();
-                                            Arc::new(Failure::new(FailureKind::Memory, runtime.me, op, why))
-                                        });
-                                    drop(buffer);
-                                    promise.keep(outcome);
-                                    drop(guard);
-                                }));
-                            }
-                        },
-                    });
+                    let (runtime, item) = (runtime.clone(), self.dtype().size());
+                    let guard = guard.clone();
+                    match (contiguous_bytes(&whole, &cut, item), guard) {
+                        (Some(range), guard) => {
+                            follow(&shard.slot, promise, move |bytes| bytes.slice(range), None, guard);
+                        }
+                        (None, Some(guard)) => {
+                            let cut = Cut { whole, part: cut, item, op };
+                            cut.copy(&runtime, shard, placed.made.sharding.memory_kind(), promise, guard);
+                        }
+                        // Who has a shard has a guard.
+                        (None, None) => drop(promise),
+                    }
                     LocalShard { device: shard.device, slot }
                 })
                 .collect();
             Placed::array(made.clone(), shards, Origin { op, leaf: j as u32, at })
         };
         Ok((0..m).map(part).collect())
+    }
+}
+
+/// A part of a shard that is no run of it: it is copied.
+struct Cut {
+    whole: Region,
+    part: Region,
+    item: usize,
+    op: u64,
+}
+
+impl Cut {
+    /// Keeps `promise` with the part of a shard, in the same memory.
+    fn copy(
+        self,
+        runtime: &Arc<Runtime>,
+        shard: &LocalShard,
+        kind: MemoryKind,
+        promise: Promise,
+        guard: OpGuard,
+    ) {
+        let Self { whole, part, item, op } = self;
+        if runtime.gpu_of(shard.device, kind).is_some() {
+            return runtime.copy_on_device(
+                shard.device,
+                op,
+                &shard.slot,
+                (whole, part, item),
+                promise,
+                guard,
+            );
+        }
+        let runtime = runtime.clone();
+        shard.slot.on_end(move |outcome| {
+            let buffer = match outcome {
+                Ok(buffer) => buffer.clone(),
+                Err(failure) => return promise.keep(Err(failure.clone())),
+            };
+            let mover = runtime.clone();
+            mover.move_data(Box::new(move || {
+                let copied = runtime.staging.allocate(part.elements() * item).map(|mut copy| {
+                    copy_region(&buffer, &whole, &mut copy, &part, &part, item);
+                    copy.freeze()
+                });
+                let outcome = copied.map_err(|error| {
+                    Arc::new(Failure::new(FailureKind::Memory, runtime.me, op, error.to_string()))
+                });
+                drop(buffer);
+                promise.keep(outcome);
+                drop(guard);
+            }));
+        });
     }
 }
 

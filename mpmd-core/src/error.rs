@@ -9,7 +9,7 @@ use mpmd_transport::TransportError;
 use mpmd_transport::{Failure, FailureKind};
 
 use crate::aval::AvalError;
-use crate::backend::cuda::NoCuda;
+use crate::backend::cuda::{CudaError, NoCuda};
 use crate::kernel::ViewError;
 use crate::launch::LaunchError;
 use crate::reshard::ReshardError;
@@ -83,6 +83,9 @@ pub enum Error {
     /// Devices of kind `cuda` were asked for where there are none. The environment's fault.
     #[error("this process cannot have its devices of kind cuda: {0}")]
     Cuda(#[from] NoCuda),
+    /// A call of one of CUDA's libraries failed, or work of a CUDA device did.
+    #[error(transparent)]
+    CudaCall(#[from] CudaError),
     /// This machine refused something: threads, memory, sockets.
     #[error("{0}")]
     Environment(String),

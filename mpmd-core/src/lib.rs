@@ -10,6 +10,7 @@ extern crate self as mpmd_core;
 
 pub mod aval;
 pub mod backend;
+pub mod cuda;
 mod fingerprint;
 pub mod random;
 pub mod region;

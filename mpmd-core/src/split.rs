@@ -6,13 +6,15 @@ use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 
+use mpmd_transport::SharedBuffer;
+
 use crate::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
 use crate::aval::ShapedArray;
 use crate::device_put::refuse_twice;
 use crate::error::{IssueProblem, Result, leaf};
 use crate::plan::{self, Form, Kind, Memory};
 use crate::program::Program;
-use crate::runtime::{OpGuard, Rolling, Slot};
+use crate::runtime::{OpGuard, Rolling, Slot, follow};
 use crate::sharding::{Layout, Sharding};
 use crate::topology::{DeviceId, Mesh};
 use crate::tree::{Tree, TreeError};
@@ -484,10 +486,7 @@ fn joined(parts: &[Mesh], axis: &str) -> std::result::Result<Mesh, String> {
 /// A slot that gets what another one gets.
 fn alias(source: &Slot, guard: Option<OpGuard>) -> Slot {
     let (promise, slot) = Slot::new();
-    source.on_end(move |outcome| {
-        promise.keep(outcome.clone());
-        drop(guard);
-    });
+    follow(source, promise, SharedBuffer::clone, None, guard);
     slot
 }
 

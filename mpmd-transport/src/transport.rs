@@ -32,6 +32,13 @@ pub trait Transport: Send + Sync {
         false
     }
 
+    /// Whether memory of [devices](crate::memory::DevicePlace) goes to `peer`, and comes from it, in this way too, where both
+    /// processes have such devices: the same on both sides. Only where [`hands_over`](Self::hands_over) is true.
+    fn carries_device_memory(&self, peer: ProcessId) -> bool {
+        let _ = peer;
+        false
+    }
+
     /// Where buffers must come from so that they need not be copied to be handed over: to be asked before the
     /// first is made.
     fn arena(&self) -> Option<Arena> {

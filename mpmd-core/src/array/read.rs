@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use mpmd_transport::SharedBuffer;
 use parking_lot::Mutex;
 
-use super::{MpmdArray, Placed, Repr};
+use super::{LocalShard, Made, MpmdArray, Placed, Repr};
 use crate::aval::{HostArray, ShapedArray};
 use crate::error::{Error, Result};
 use crate::region::Region;
@@ -39,7 +39,7 @@ impl MpmdArray {
     pub fn block_until_ready(&self) -> Result<&Self> {
         let at = Location::caller();
         self.note_read(false, at);
-        self.wait_each(None, at, |_| ())?;
+        self.wait_each(None, at)?;
         Ok(self)
     }
 
@@ -50,7 +50,7 @@ impl MpmdArray {
     /// [`Error::TimedOut`] where it takes longer; the operation goes on.
     #[track_caller]
     pub fn wait_timeout(&self, timeout: Duration) -> Result<&Self> {
-        self.wait_each(Some(timeout), Location::caller(), |_| ())?;
+        self.wait_each(Some(timeout), Location::caller())?;
         Ok(self)
     }
 
@@ -134,7 +134,7 @@ impl MpmdArray {
                 }
                 // Queued when the last shard ends. The shards are picked up as each ends: the array may be
                 // donated before `f` has its turn.
-                let shards: Vec<Slot> = placed.shards.iter().map(|shard| shard.slot.clone()).collect();
+                let shards = placed.in_host_memory();
                 let placed = placed.clone();
                 collect_all(
                     &shards,
@@ -181,34 +181,30 @@ impl MpmdArray {
     }
 
     fn wait(&self, at: &'static Location<'static>) -> Result<Vec<SharedBuffer>> {
+        let Repr::Placed(placed) = &self.repr else { return Ok(Vec::new()) };
+        if let Err(problem) = placed.check_usable("") {
+            return Err(Error::Read { at, why: format!("the array {problem}") });
+        }
         let mut buffers = Vec::new();
-        self.wait_each(None, at, |buffer| buffers.push(buffer))?;
+        // All begin before the first is waited for.
+        for slot in placed.in_host_memory() {
+            let found = placed.wait_look(&slot, None, at);
+            // Without a deadline there is always one.
+            buffers.extend(found.transpose().map_err(Error::failed)?);
+        }
         Ok(buffers)
     }
 
-    /// Waits for the local shards in order, and hands each on as it is there.
-    fn wait_each(
-        &self,
-        timeout: Option<Duration>,
-        at: &'static Location<'static>,
-        mut then: impl FnMut(SharedBuffer),
-    ) -> Result<()> {
+    /// Waits for the local shards in order.
+    fn wait_each(&self, timeout: Option<Duration>, at: &'static Location<'static>) -> Result<()> {
         let Repr::Placed(placed) = &self.repr else { return Ok(()) };
         if let Err(problem) = placed.check_usable("") {
             return Err(Error::Read { at, why: format!("the array {problem}") });
         }
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
         for shard in placed.shards.iter() {
-            let runtime = &placed.made.runtime;
-            let ended = || shard.slot.has_ended().then_some(());
-            // Who drives looks by itself.
-            let here = if runtime.waits.can_drive() { ended() } else { runtime.wait_spin.look(ended) };
-            let outcome = match here {
-                Some(()) => shard.slot.peek(),
-                None => placed.wait_for(&shard.slot, deadline, at),
-            };
-            match outcome {
-                Some(outcome) => then(outcome.map_err(Error::failed)?),
+            match placed.wait_look(&shard.slot, deadline, at) {
+                Some(outcome) => drop(outcome.map_err(Error::failed)?),
                 None => {
                     let waited = timeout.unwrap_or_default();
                     return Err(Error::TimedOut { at, what: placed.describe(), waited });
@@ -220,6 +216,33 @@ impl MpmdArray {
 }
 
 impl Placed {
+    /// The local shards as the host reads them: those of CUDA devices are copied, from now on.
+    fn in_host_memory(&self) -> Vec<Slot> {
+        let Made { runtime, sharding, .. } = &*self.made;
+        let slot = |shard: &LocalShard| match runtime.gpu_of(shard.device, sharding.memory_kind()) {
+            Some(_) => runtime.in_host_memory(self.origin.op, &shard.slot),
+            None => shard.slot.clone(),
+        };
+        self.shards.iter().map(slot).collect()
+    }
+
+    /// Looks whether a shard is there, then waits for it.
+    fn wait_look(
+        &self,
+        slot: &Slot,
+        deadline: Option<Instant>,
+        at: &'static Location<'static>,
+    ) -> Option<Outcome> {
+        let runtime = &self.made.runtime;
+        let ended = || slot.has_ended().then_some(());
+        // Who drives looks by itself.
+        let here = if runtime.waits.can_drive() { ended() } else { runtime.wait_spin.look(ended) };
+        match here {
+            Some(()) => slot.peek(),
+            None => self.wait_for(slot, deadline, at),
+        }
+    }
+
     /// Waits for a shard, and reports each time patience runs out.
     fn wait_for(
         &self,

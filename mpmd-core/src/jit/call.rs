@@ -1,5 +1,6 @@
-//! A kernel's call on one device.
+//! A kernel's call on one device: what all kinds of devices have in common, and how the host's processors do it.
 
+use std::fmt;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::sync::Arc;
 
@@ -7,7 +8,7 @@ use mpmd_transport::memory::Reservation;
 use mpmd_transport::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
-use super::plan::{Bound, CallPlan, OutputPlan, Seat};
+use super::plan::{Bound, CallPlan, Seat};
 use crate::array::{Handle, MpmdArray};
 use crate::aval::HostArray;
 use crate::device_put::panic_text;
@@ -23,10 +24,14 @@ use crate::tree::Tree;
 /// One device's part of a call, waiting in the device's queue. The box, and the room in its lists, are used
 /// again by a later call.
 pub(super) struct DeviceCall<K: Kernel> {
-    inputs: Vec<Input>,
+    pub(super) inputs: Vec<Input>,
     /// The inputs once they are there.
-    arrived: Vec<Option<SharedBuffer>>,
-    outputs: Vec<OwnedBuffer>,
+    pub(super) arrived: Vec<Option<SharedBuffer>>,
+    pub(super) outputs: Vec<OwnedBuffer>,
+    /// For a device that runs on its own: what the outputs hold when the kernel begins, and inputs that were not filled
+    /// when they were taken.
+    pub(super) fills: Vec<Fill>,
+    pub(super) unfilled: Vec<Unfilled>,
     // Last, so that where it never runs its operation ends after its buffers are gone.
     issued: Option<Issued<K>>,
 }
@@ -82,51 +87,40 @@ impl<K: Kernel> DeviceCall<K> {
     /// Waits for the inputs, runs the kernel: then the outputs are filled.
     fn compute(&mut self, call: &Call<'_, K>, context: &mut Context<'_>, memory: Memory) -> Fallible<()> {
         let Self { inputs, arrived, outputs, .. } = self;
-        let Call { bound, seat, op, at } = call;
-        let Bound { kernel, plan, .. } = bound;
-        let (runtime, device) = (&plan.runtime, seat.place.device);
+        let (runtime, seat) = (call.runtime(), call.seat);
         let since = runtime.trace.now();
-        let last = wait_for_inputs(inputs, arrived, device, &runtime.waits)?;
+        let last = wait_for_inputs(inputs, arrived, seat.place.device, &runtime.waits)?;
         let started = runtime.trace.now();
-        runtime.status.device_starts(seat.local_index, *op, seat.what.clone());
-        prepare_outputs(plan, seat, runtime, *op, arrived, outputs, memory?)?;
-        runtime.trace_start(seat.local_index, *op, started, since, last);
-        let ran =
-            catch_unwind(AssertUnwindSafe(|| run_kernel(&**kernel, plan, seat, context, arrived, outputs)));
-        arrived.clear();
-        let why = match ran {
-            Ok(Ok(())) if context.not_called() == 0 => return Ok(()),
-            Ok(Ok(())) => {
-                format!("its signature declares {} more collectives than it calls", context.not_called())
+        runtime.status.device_starts(seat.local_index, call.op, seat.what.clone());
+        prepare_outputs(call, arrived, memory?, |mut buffer, fill, info| {
+            match fill {
+                Fill::Anything => poison(&mut buffer),
+                Fill::Own => {}
+                Fill::From(input, index) => copy_in(&input, &seat.inputs[index].region, &mut buffer, info),
             }
-            Ok(Err(Error::Failed(failure))) => return Err(failure),
-            Ok(Err(error)) => error.to_string(),
-            Err(panic) => panic_text(&*panic),
-        };
-        let message =
-            format!("kernel {} of operation {op} at {at} failed on device {device}: {why}", kernel.name());
-        Err(Arc::new(Failure::new(FailureKind::Kernel, runtime.me, *op, message)))
+            outputs.push(buffer);
+        })?;
+        runtime.trace_start(seat.local_index, call.op, started, since, last);
+        let ran = call.run(context, arrived, outputs);
+        arrived.clear();
+        ran
     }
-}
 
-impl<K: Kernel> Work for DeviceCall<K> {
-    /// Computes, and ends the outputs.
-    fn run(mut self: Box<Self>) {
-        let Some(issued) = self.issued.take() else { return };
+    /// On the host's processors: computes, and ends the outputs.
+    fn run_here(mut self: Box<Self>, issued: Issued<K>) {
         let Issued { bound, seat, op, at, mut promises, memory, guard, leftovers } = issued;
-        let (runtime, seat) = (&bound.plan.runtime, &bound.plan.seats[seat]);
+        let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at };
+        let (runtime, seat) = (call.runtime(), call.seat);
         let exchange = Exchange { runtime: runtime.clone(), guard };
         let mut context = Context::new(&bound.plan.mesh, &seat.place, exchange, op);
-        let result = self.compute(&Call { bound: &bound, seat, op, at }, &mut context, memory);
-        runtime.status.device_idle(seat.local_index);
+        let result = self.compute(&call, &mut context, memory);
+        runtime.status.device_ends(seat.local_index, op);
         runtime.trace_end(seat.local_index, op);
         match result {
             Ok(()) => self.outputs.drain(..).for_each(|buffer| promises.keep_next(Ok(buffer.freeze()))),
             Err(failure) => {
                 // Whoever waits for memory looks when operations end.
-                self.inputs.clear();
-                self.arrived.clear();
-                self.outputs.clear();
+                self.clear();
                 runtime.remember(&failure);
                 // Whoever waits for this device in a collective must not wait for ever.
                 context.abandon(&failure);
@@ -138,22 +132,111 @@ impl<K: Kernel> Work for DeviceCall<K> {
         // With it the operation ends.
         drop(context);
     }
+
+    /// Lets go of all memory.
+    pub(super) fn clear(&mut self) {
+        self.inputs.clear();
+        self.arrived.clear();
+        self.outputs.clear();
+        self.fills.clear();
+        self.unfilled.clear();
+    }
+}
+
+impl<K: Kernel> Work for DeviceCall<K> {
+    fn run(mut self: Box<Self>) {
+        let Some(issued) = self.issued.take() else { return };
+        let plan = &issued.bound.plan;
+        match plan.runtime.devices[plan.seats[issued.seat].local_index].gpu.clone() {
+            None => self.run_here(issued),
+            Some(gpu) => self.run_on_cuda(&gpu, issued),
+        }
+    }
 }
 
 impl<K: Kernel> Default for DeviceCall<K> {
     fn default() -> Self {
-        Self { issued: None, inputs: Vec::new(), arrived: Vec::new(), outputs: Vec::new() }
+        Self {
+            inputs: Vec::new(),
+            arrived: Vec::new(),
+            outputs: Vec::new(),
+            fills: Vec::new(),
+            unfilled: Vec::new(),
+            issued: None,
+        }
     }
 }
 
-type Memory = Fallible<Reservation>;
+/// An input that was taken before it was filled: who fills it may fail.
+pub(super) enum Unfilled {
+    Use(SlotUse),
+    Donated(Handle),
+}
+
+/// What an output holds when the kernel begins.
+pub(super) enum Fill {
+    /// Nothing that means anything.
+    Anything,
+    /// What is in it: it is an input's own memory.
+    Own,
+    /// A part of an input's values: those, and which input it is.
+    From(SharedBuffer, usize),
+}
+
+pub(super) type Memory = Fallible<Reservation>;
 
 /// Which call runs on which device.
-struct Call<'a, K: Kernel> {
-    bound: &'a Bound<K>,
-    seat: &'a Seat,
-    op: u64,
-    at: &'static Location<'static>,
+pub(super) struct Call<'a, K: Kernel> {
+    pub(super) bound: &'a Bound<K>,
+    pub(super) seat: &'a Seat,
+    pub(super) op: u64,
+    pub(super) at: &'static Location<'static>,
+}
+
+impl<'a, K: Kernel> Call<'a, K> {
+    pub(super) fn runtime(&self) -> &'a Arc<Runtime> {
+        &self.bound.plan.runtime
+    }
+
+    /// Calls the kernel. Its error, or its panic, is the call's failure.
+    pub(super) fn run(
+        &self,
+        context: &mut Context<'_>,
+        inputs: &[Option<SharedBuffer>],
+        outputs: &mut [OwnedBuffer],
+    ) -> Fallible<()> {
+        let Bound { kernel, plan, .. } = self.bound;
+        let ran = catch_unwind(AssertUnwindSafe(|| {
+            run_kernel(&**kernel, plan, self.seat, context, inputs, outputs)
+        }));
+        match ran {
+            Ok(Ok(())) if context.not_called() == 0 => Ok(()),
+            Ok(Ok(())) => Err(self.failure(&format_args!(
+                "its signature declares {} more collectives than it calls",
+                context.not_called()
+            ))),
+            Ok(Err(Error::Failed(failure))) => Err(failure),
+            Ok(Err(error)) => Err(self.failure(&error)),
+            Err(panic) => Err(self.failure(&panic_text(&*panic))),
+        }
+    }
+
+    /// Memory of the host that devices copy from.
+    pub(super) fn staging(&self, bytes: usize) -> Fallible<OwnedBuffer> {
+        self.runtime().staging.allocate(bytes).map_err(|error| {
+            let message =
+                format!("operation {} ({}): out of memory on {error}", self.op, self.bound.plan.what);
+            Arc::new(Failure::new(FailureKind::Memory, self.runtime().me, self.op, message))
+        })
+    }
+
+    /// The kernel's failure, in words that say which.
+    pub(super) fn failure(&self, why: &dyn fmt::Display) -> Arc<Failure> {
+        let Self { bound, seat, op, at } = self;
+        let (kernel, device) = (bound.kernel.name(), seat.place.device);
+        let message = format!("kernel {kernel} of operation {op} at {at} failed on device {device}: {why}");
+        Arc::new(Failure::new(FailureKind::Kernel, self.runtime().me, *op, message))
+    }
 }
 
 /// Ends: every input is made by an operation with a lower number. Returns the one that was waited for last, if
@@ -187,16 +270,16 @@ fn wait_for_inputs(
     Ok(last)
 }
 
-/// Memory for the outputs; those that are inputs updated in place hold the inputs' values.
-fn prepare_outputs(
-    plan: &CallPlan,
-    seat: &Seat,
-    runtime: &Runtime,
-    op: u64,
+/// Memory for the outputs, one after the other, with what each is to hold when the kernel begins: those that are
+/// inputs updated in place hold the inputs' values.
+pub(super) fn prepare_outputs<K: Kernel>(
+    call: &Call<'_, K>,
     inputs: &mut [Option<SharedBuffer>],
-    buffers: &mut Vec<OwnedBuffer>,
     memory: Reservation,
+    mut give: impl FnMut(OwnedBuffer, Fill, &ShardInfo),
 ) -> Fallible<()> {
+    let Call { seat, op, .. } = *call;
+    let (plan, runtime) = (&call.bound.plan, call.runtime());
     let pool = &runtime.devices[seat.local_index].pool;
     let failed = |error: mpmd_transport::memory::OutOfMemory| {
         let message =
@@ -214,39 +297,37 @@ fn prepare_outputs(
         let reserved = one.take().or_else(|| several.next());
         reserved.map_or_else(|| pool.allocate(bytes).map_err(failed), Ok)
     };
-    let mut buffer = |output: &OutputPlan, info: &ShardInfo| {
-        let takes_over = plan.takes_over(output);
-        let input = output.alias.and_then(|index| Some((index, inputs[index].take()?)));
-        let Some((index, input)) = input else {
-            let buffer =
-                if takes_over { pool.allocate(info.bytes()).map_err(failed) } else { fresh(info.bytes()) };
-            return buffer.map(poison_fresh);
-        };
-        // Host values are seen whole by every device, and an output may be a part of them.
-        if takes_over && seat.inputs[index].region == info.region {
-            return runtime.take_over(input, pool, op, &*plan.what).map_err(failed);
-        }
-        let mut buffer =
-            if takes_over { pool.allocate(info.bytes()).map_err(failed)? } else { fresh(info.bytes())? };
-        copy_in(&input, &seat.inputs[index].region, &mut buffer, info);
-        Ok(buffer)
-    };
     for (output, info) in plan.outputs.iter().zip(&seat.outputs) {
-        buffers.push(buffer(output, info)?);
+        let takes_over = plan.takes_over(output);
+        let (buffer, fill) = match output.alias.and_then(|index| Some((index, inputs[index].take()?))) {
+            // Host values are seen whole by every device, and an output may be a part of them.
+            Some((index, input)) if takes_over && seat.inputs[index].region == info.region => {
+                let (buffer, rest) = runtime.take_over(input, pool, op, &*plan.what).map_err(failed)?;
+                (buffer, rest.map_or(Fill::Own, |input| Fill::From(input, index)))
+            }
+            input => {
+                let bytes = info.bytes();
+                let buffer = if takes_over { pool.allocate(bytes).map_err(failed) } else { fresh(bytes) };
+                (buffer?, input.map_or(Fill::Anything, |(index, input)| Fill::From(input, index)))
+            }
+        };
+        give(buffer, fill, info);
     }
     Ok(())
 }
 
-fn copy_in(from: &[u8], region: &Region, to: &mut [u8], info: &ShardInfo) {
+pub(super) fn copy_in(from: &[u8], region: &Region, to: &mut [u8], info: &ShardInfo) {
     copy_region(from, region, to, &info.region, &info.region, info.global.dtype().size());
 }
 
-/// In debug builds an output that the kernel does not fill shows: all ones is a NaN in every float.
-fn poison_fresh(mut buffer: OwnedBuffer) -> OwnedBuffer {
-    if cfg!(debug_assertions) {
-        buffer.fill(0xff);
+/// What outputs are filled with in debug builds, so that one that the kernel does not fill shows: all ones is a NaN in
+/// every float.
+pub(super) const POISON: Option<u8> = if cfg!(debug_assertions) { Some(0xff) } else { None };
+
+fn poison(buffer: &mut OwnedBuffer) {
+    if let Some(byte) = POISON {
+        buffer.fill(byte);
     }
-    buffer
 }
 
 fn run_kernel<K: Kernel>(
@@ -258,11 +339,17 @@ fn run_kernel<K: Kernel>(
     outputs: &mut [OwnedBuffer],
 ) -> Result<()> {
     let views = plan.inputs.iter().zip(inputs).zip(&seat.inputs).map(|((input, bytes), info)| match bytes {
-        Some(bytes) if !input.in_place => View::new(bytes, info),
+        Some(bytes) if !input.in_place => match bytes.device() {
+            Some(place) => View::on_device(place, info),
+            None => View::new(bytes, info),
+        },
         _ => View::in_place(info),
     });
     let x = <Views<'_, K::In> as Tree>::from_leaves(&plan.input_structure, views)?;
-    let views = outputs.iter_mut().zip(&seat.outputs).map(|(bytes, info)| ViewMut::new(bytes, info));
+    let views = outputs.iter_mut().zip(&seat.outputs).map(|(bytes, info)| match bytes.device() {
+        Some(place) => ViewMut::on_device(place, info),
+        None => ViewMut::new(bytes, info),
+    });
     let y = <ViewsMut<'_, K::Out> as Tree>::from_leaves(&plan.output_structure, views)?;
     kernel.run(context, x, y)
 }

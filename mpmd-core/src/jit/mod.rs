@@ -5,8 +5,10 @@
 //! the same shapes and shardings.
 
 mod call;
+mod on_cuda;
 mod plan;
 mod planned;
+mod warm;
 
 use std::fmt;
 use std::panic::Location;
@@ -27,6 +29,7 @@ use crate::tree::{Path, PrefixTree, Structure, Tree, TreeError};
 pub use call::run_here;
 use call::{Input, Issued, Leftovers};
 use plan::{Bound, CallPlan};
+use warm::Warm;
 
 /// Call shapes that a [`Jit`] remembers.
 const PLANS_KEPT: usize = 8;
@@ -100,7 +103,8 @@ impl<K: Kernel> JitBuilder<K> {
         self
     }
 
-    /// The bound kernel.
+    /// The bound kernel. What it launches on CUDA devices of this process is compiled from now on, beside whatever the
+    /// program does next; its first call waits for that.
     ///
     /// # Errors
     ///
@@ -115,7 +119,10 @@ impl<K: Kernel> JitBuilder<K> {
             .ok_or_else(|| IssueProblem::Mesh("missing mesh: call `.on(&mesh)`".into()).at(at, &call))?;
         let outputs = self.outputs.ok_or_else(|| IssueProblem::MissingOutputs.at(at, &call))?;
         plan::check_outputs(&outputs, &mesh).map_err(|problem| problem.at(at, &call))?;
+        let runtime = self.program.upgrade();
+        let warm = runtime.map(|runtime| Warm::start(&self.kernel, &mesh, &runtime)).unwrap_or_default();
         Ok(Jit {
+            warm: Arc::new(warm),
             kernel: Arc::new(self.kernel),
             program: self.program,
             mesh,
@@ -136,6 +143,7 @@ pub struct Jit<K: Kernel> {
     inputs: Option<PrefixTree<Sharding>>,
     outputs: PrefixTree<Sharding>,
     donate: Vec<String>,
+    warm: Arc<Warm>,
     kept: Mutex<Kept<K>>,
 }
 
@@ -228,7 +236,7 @@ impl<K: Kernel> Jit<K> {
 
     fn new_plan(&self, program: &Program, x: &K::In) -> std::result::Result<Arc<Bound<K>>, IssueProblem> {
         let plan = CallPlan::new(self, &program.runtime, x)?;
-        let bound = Arc::new(Bound::new(self.kernel.clone(), plan));
+        let bound = Arc::new(Bound::new(self.kernel.clone(), plan, self.warm.clone()));
         let plans = &mut self.kept.lock().plans;
         if plans.len() >= PLANS_KEPT {
             plans.remove(0);

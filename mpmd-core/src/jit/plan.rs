@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 
 use super::Jit;
 use super::call::DeviceCall;
+use super::warm::Warm;
 use crate::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr, Shards};
 use crate::aval::ShapedArray;
 use crate::error::IssueProblem;
@@ -30,14 +31,16 @@ type Problem<T> = Result<T, IssueProblem>;
 pub(super) struct Bound<K: Kernel> {
     pub(super) kernel: Arc<K>,
     pub(super) plan: CallPlan,
+    /// What it needs on CUDA devices, which its calls wait for.
+    pub(super) warm: Arc<Warm>,
     /// Calls that have ended, to be used again.
     #[expect(clippy::vec_box, reason = "the boxes are what is used again: a queue takes them as they are")]
     spare: Mutex<Vec<Box<DeviceCall<K>>>>,
 }
 
 impl<K: Kernel> Bound<K> {
-    pub(super) fn new(kernel: Arc<K>, plan: CallPlan) -> Self {
-        Self { kernel, plan, spare: Mutex::new(Vec::new()) }
+    pub(super) fn new(kernel: Arc<K>, plan: CallPlan, warm: Arc<Warm>) -> Self {
+        Self { kernel, plan, warm, spare: Mutex::new(Vec::new()) }
     }
 
     /// An empty call.

@@ -5,8 +5,10 @@ use std::sync::Arc;
 use mpmd_transport::Failure;
 
 use super::signature::Collective;
+use crate::backend::cuda::Turn;
+use crate::cuda::Cuda;
 use crate::error::{Error, Result};
-use crate::runtime::{Exchange, Group, Round};
+use crate::runtime::{Exchange, Group, OpGuard, Round};
 use crate::topology::{DeviceId, Mesh};
 
 /// One device's seat in a kernel's mesh. Made once for each call shape.
@@ -36,11 +38,25 @@ pub struct Context<'a> {
     pub(super) called: usize,
     /// How many rounds of the next one are over.
     pub(super) round: usize,
+    /// Where the kernel runs on a CUDA device, while it does.
+    pub(super) on_cuda: Option<OnCuda<'a>>,
+}
+
+/// A CUDA device that a kernel gives work, in its turn.
+pub(crate) struct OnCuda<'a> {
+    pub(crate) cuda: Cuda<'a>,
+    /// Of the device's compute line.
+    pub(crate) turn: Turn<'a>,
 }
 
 impl<'a> Context<'a> {
     pub(crate) fn new(seats: &'a Seats, place: &'a Place, exchange: Exchange, op: u64) -> Self {
-        Self { seats, place, exchange, op, called: 0, round: 0 }
+        Self { seats, place, exchange, op, called: 0, round: 0, on_cuda: None }
+    }
+
+    /// What gives a CUDA device work; `None` where the kernel runs on the host's processors.
+    pub fn cuda(&self) -> Option<Cuda<'a>> {
+        self.on_cuda.as_ref().map(|on_cuda| on_cuda.cuda)
     }
 
     /// The device that this call runs on.
@@ -75,6 +91,21 @@ impl<'a> Context<'a> {
     /// How many threads this kernel may use for itself.
     pub fn threads(&self) -> usize {
         1
+    }
+
+    /// From now on the kernel gives work to a CUDA device.
+    pub(crate) fn enter(&mut self, on_cuda: OnCuda<'a>) {
+        self.on_cuda = Some(on_cuda);
+    }
+
+    /// The kernel has given all its work. To be called once after [`enter`](Self::enter).
+    pub(crate) fn leave(&mut self) -> OnCuda<'a> {
+        self.on_cuda.take().expect("nobody else takes it")
+    }
+
+    /// What keeps the operation in flight.
+    pub(crate) fn into_guard(self) -> OpGuard {
+        self.exchange.guard
     }
 
     /// How many of the declared collectives were not called.

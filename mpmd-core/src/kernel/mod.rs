@@ -13,7 +13,7 @@ mod view;
 
 pub use collectives::TWO_ROUNDS_FROM_BYTES;
 pub use context::Context;
-pub(crate) use context::{Place, Seats};
+pub(crate) use context::{OnCuda, Place, Seats};
 pub(crate) use reduce::combine;
 pub use reduce::{Reduce, Reducible};
 pub use signature::{Collective, CollectiveKind, Signature};
@@ -22,6 +22,7 @@ pub use view::{View, ViewError, ViewMut};
 
 use crate::array::MpmdArray;
 use crate::aval::ShapedArray;
+use crate::cuda::Source;
 use crate::error::Result;
 use crate::tree::Tree;
 
@@ -97,6 +98,13 @@ pub trait Kernel: Send + Sync + 'static {
 
     /// The kernel's own parameters, as words: they are part of what processes compare.
     fn statics(&self) -> Vec<u64> {
+        Vec::new()
+    }
+
+    /// What the kernel launches where its devices are CUDA devices: made ready from the moment it is bound to its mesh, so that
+    /// nothing is compiled when it runs. With [`CUBLAS`](crate::cuda::CUBLAS) where it multiplies matrices. Not asked where it
+    /// runs on others.
+    fn cuda(&self) -> Vec<&'static Source> {
         Vec::new()
     }
 }

@@ -7,6 +7,7 @@ use half::{bf16, f16};
 use super::stage::{PlacedShape, Stage};
 use crate::array::MpmdArray;
 use crate::aval::{DType, ShapedArray};
+use crate::cuda::Source;
 use crate::error::{Error, Result};
 use crate::kernel::{Context, Kernel, Reduce, Shapes, Signature, View, ViewMut, Views, ViewsMut, combine};
 use crate::tree::{Structure, Tree, TreeError};
@@ -103,6 +104,10 @@ impl<S: Stage> Kernel for Forward<S> {
     fn statics(&self) -> Vec<u64> {
         [vec![u64::from(b'F')], self.0.statics()].concat()
     }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        self.0.cuda()
+    }
 }
 
 impl Inferred {
@@ -141,6 +146,10 @@ impl<S: Stage> Kernel for BackwardInput<S> {
     fn statics(&self) -> Vec<u64> {
         [vec![u64::from(b'I')], self.0.statics()].concat()
     }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        self.0.cuda()
+    }
 }
 
 impl<S: Stage> Kernel for BackwardFirst<S> {
@@ -166,6 +175,10 @@ impl<S: Stage> Kernel for BackwardFirst<S> {
 
     fn statics(&self) -> Vec<u64> {
         [vec![u64::from(b'i')], self.0.statics()].concat()
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        self.0.cuda()
     }
 }
 
@@ -196,6 +209,10 @@ impl<S: Stage> Kernel for BackwardWeight<S> {
     fn statics(&self) -> Vec<u64> {
         [vec![u64::from(b'W')], self.0.statics()].concat()
     }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        self.0.cuda()
+    }
 }
 
 impl<S: Stage> Kernel for AddBackwardWeight<S> {
@@ -223,6 +240,10 @@ impl<S: Stage> Kernel for AddBackwardWeight<S> {
 
     fn statics(&self) -> Vec<u64> {
         [vec![u64::from(b'w')], self.0.statics()].concat()
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        self.0.cuda()
     }
 }
 
@@ -262,6 +283,10 @@ impl<S: Stage> Kernel for FusedBackward<S> {
 
     fn statics(&self) -> Vec<u64> {
         [vec![u64::from(b'B'), u64::from(self.first)], self.stage.statics()].concat()
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        self.stage.cuda()
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::array::MpmdArray;
 use crate::aval::ShapedArray;
+use crate::cuda::Source;
 use crate::error::{Error, Result};
 use crate::kernel::{Context, Shapes, Views, ViewsMut, plain_name};
 use crate::sharding::{Sharding, Spec};
@@ -136,6 +137,11 @@ pub trait Stage: Send + Sync + 'static {
 
     /// The stage's own settings, as words: they are part of what processes compare.
     fn statics(&self) -> Vec<u64> {
+        Vec::new()
+    }
+
+    /// What its passes launch where its devices are CUDA devices, as [`Kernel::cuda`](crate::kernel::Kernel::cuda).
+    fn cuda(&self) -> Vec<&'static Source> {
         Vec::new()
     }
 }

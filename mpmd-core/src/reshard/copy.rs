@@ -25,7 +25,8 @@ pub fn copy_region(
     piece: &Region,
     item_bytes: usize,
 ) {
-    let Some(loops) = Loops::checked(src, src_region, dst, dst_region, piece, item_bytes) else { return };
+    let lengths = (src.len(), dst.len());
+    let Some(loops) = Loops::checked(lengths, src_region, dst_region, piece, item_bytes) else { return };
     // Copies of a few bytes are much faster where their size is known.
     match loops.run {
         1 => loops.each(|s, d| dst[d] = src[s]),
@@ -52,7 +53,8 @@ pub(super) fn runs(
     item_bytes: usize,
     each: &mut dyn FnMut(&mut [u8], &[u8]),
 ) {
-    let Some(loops) = Loops::checked(src, src_region, dst, dst_region, piece, item_bytes) else { return };
+    let lengths = (src.len(), dst.len());
+    let Some(loops) = Loops::checked(lengths, src_region, dst_region, piece, item_bytes) else { return };
     let run = loops.run;
     loops.each(|s, d| each(&mut dst[d..d + run], &src[s..s + run]));
 }
@@ -81,34 +83,38 @@ fn fixed<const N: usize>(src: &[u8], dst: &mut [u8], s: usize, d: usize) {
 }
 
 /// The runs of a piece, as nested loops. Everything in bytes.
-struct Loops {
+pub(crate) struct Loops {
     /// Where the first run starts in each buffer.
-    src: usize,
-    dst: usize,
+    pub(crate) src: usize,
+    pub(crate) dst: usize,
     /// Bytes of each run.
-    run: usize,
+    pub(crate) run: usize,
     /// Outermost first. None has a single iteration, and no two could be one.
-    dims: Vec<Loop>,
+    pub(crate) dims: Vec<Loop>,
 }
 
-#[derive(Clone, Copy)]
-struct Loop {
-    count: usize,
-    src_step: usize,
-    dst_step: usize,
+/// A loop over runs, or over loops: how often, and how far apart.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Loop {
+    pub(crate) count: usize,
+    pub(crate) src_step: usize,
+    pub(crate) dst_step: usize,
 }
 
 impl Loops {
-    /// As [`new`](Self::new) once the buffers are known to fit; `None` for an empty piece.
-    fn checked(
-        src: &[u8],
+    /// The runs of `piece` between buffers of these lengths; `None` for an empty piece.
+    ///
+    /// # Panics
+    ///
+    /// As [`copy_region`].
+    pub(crate) fn checked(
+        lengths: (usize, usize),
         src_region: &Region,
-        dst: &[u8],
         dst_region: &Region,
         piece: &Region,
         item_bytes: usize,
     ) -> Option<Self> {
-        let buffers = [("source", src.len(), src_region), ("destination", dst.len(), dst_region)];
+        let buffers = [("source", lengths.0, src_region), ("destination", lengths.1, dst_region)];
         for (name, found, region) in buffers {
             assert_eq!(
                 found,

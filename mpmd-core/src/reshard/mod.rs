@@ -1,7 +1,7 @@
 //! Resharding: which piece of an array goes from which device to which, and the copying of one piece.
 
 mod best;
-mod copy;
+pub(crate) mod copy;
 mod group;
 mod intermediate;
 mod plan;

@@ -144,7 +144,9 @@ impl Runtime {
     pub(crate) fn wait_idle(self: &Arc<Self>) {
         let _doing = self.status.enter(Doing::Finishing);
         let half = self.config.patience / 2;
-        let wait = || self.in_flight.wait_until(Instant::now() + half, |counts| counts.ops == 0);
+        let wait = || {
+            self.in_flight.wait_until(Instant::now() + half, |counts| counts.ops == 0 && counts.reads == 0)
+        };
         loop {
             if wait() {
                 return;

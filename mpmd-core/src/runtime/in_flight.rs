@@ -55,6 +55,8 @@ pub(crate) struct Counts {
     pub(crate) bytes: u64,
     /// Bytes of this process's that others have on loan.
     pub(crate) lent: u64,
+    /// Reads of arrays that are under way, whether their operations have ended or not.
+    pub(crate) reads: usize,
     /// Grows with every operation that ends, and with every loan that comes back.
     pub(crate) ended: u64,
 }
@@ -64,6 +66,9 @@ pub(crate) struct OnLoan {
     bytes: u64,
     in_flight: Arc<InFlight>,
 }
+
+/// A read that is under way, until this is dropped.
+pub(crate) struct Reading(Arc<InFlight>);
 
 /// Held by every part of an operation; the operation has ended when the last part drops it.
 ///
@@ -102,6 +107,12 @@ impl InFlight {
     pub(crate) fn lend(self: &Arc<Self>, bytes: u64) -> OnLoan {
         self.state.lock().counts.lent += bytes;
         OnLoan { bytes, in_flight: self.clone() }
+    }
+
+    /// A read of an array begins: a program that finishes waits for it.
+    pub(crate) fn reading(self: &Arc<Self>) -> Reading {
+        self.state.lock().counts.reads += 1;
+        Reading(self.clone())
     }
 
     pub(crate) fn counts(&self) -> Counts {
@@ -173,6 +184,13 @@ impl Drop for OnLoan {
         state.counts.lent -= self.bytes;
         state.counts.ended += 1;
         self.in_flight.changed.notify_all();
+    }
+}
+
+impl Drop for Reading {
+    fn drop(&mut self) {
+        self.0.state.lock().counts.reads -= 1;
+        self.0.changed.notify_all();
     }
 }
 

@@ -111,7 +111,8 @@ impl Runtime {
 
     /// Memory that operation `op` takes over with what is in it, to be called on a device's thread.
     ///
-    /// Where somebody else still reads it, or has lent it to this process, it is copied. Where there is no room for that, this waits for
+    /// Where somebody else still reads it, or has lent it to this process, there is another buffer, and what is to be
+    /// copied to it first. Where there is no room for that, this waits for
     /// operations that were issued before: those that pass the memory on to other processes let it go. It
     /// never waits for anything issued later, and for loans only as [`Runtime::reserve`] does.
     ///
@@ -124,21 +125,18 @@ impl Runtime {
         pool: &Pool,
         op: u64,
         what: &dyn fmt::Display,
-    ) -> Result<OwnedBuffer, OutOfMemory> {
+    ) -> Result<(OwnedBuffer, Option<SharedBuffer>), OutOfMemory> {
         // Whether loans are still waited for.
         let mut patient = true;
         loop {
             // Looked at first: what ends from here on is not missed below.
             let (before, any) = self.in_flight.counts_before(op);
             memory = match memory.into_owned() {
-                Ok(own) => return Ok(own),
+                Ok(own) => return Ok((own, None)),
                 Err(shared) => shared,
             };
             match pool.allocate(memory.len()) {
-                Ok(mut copy) => {
-                    copy.copy_from_slice(&memory);
-                    return Ok(copy);
-                }
+                Ok(other) => return Ok((other, Some(memory))),
                 Err(error) => {
                     let waits = any || (patient && loans_are_enough(&error, before.lent));
                     if !waits {

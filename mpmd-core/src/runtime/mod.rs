@@ -10,6 +10,7 @@
 //! - *callbacks*: closures of the user's that wait for arrays.
 
 mod assembly;
+mod chunks;
 #[cfg(test)]
 mod driven;
 mod driver;
@@ -20,6 +21,7 @@ mod mailbox;
 mod memory;
 mod passage;
 mod planned;
+mod reach;
 mod slot;
 mod spin;
 mod status;
@@ -38,7 +40,8 @@ use mpmd_transport::ucx::Spin as SpinSetting;
 use mpmd_transport::{Payload, Pool, ProcessId, SharedBuffer, Transport, router};
 use parking_lot::{Condvar, Mutex};
 
-use assembly::Assembly;
+use assembly::{Assembly, DeviceAssembly, HostAssembly};
+use chunks::Chunks;
 pub(crate) use exchange::{Exchange, Flow, Group, MOST_COLLECTIVES, Pattern, Round};
 pub(crate) use hash::Rolling;
 pub(crate) use in_flight::{InFlight, OnLoan, OpGuard};
@@ -47,6 +50,7 @@ use memory::Holders;
 /// What a replayed step is to the router.
 pub(crate) use mpmd_transport::router::Span;
 pub(crate) use passage::Passage;
+pub(crate) use reach::follow;
 pub(crate) use slot::{Outcome, Promise, Promises, Slot, SlotUse, Slots};
 use spin::{Room, Spin};
 pub(crate) use status::{Doing, Status};
@@ -117,6 +121,7 @@ pub(crate) struct Runtime {
     /// By process, whether pieces go to it, and come from it, as memory that stays where it is.
     hands_over: Vec<bool>,
     movers: Crew,
+    chunks: Chunks,
     callbacks: Worker,
     pub(crate) mailbox: Mailbox,
     holders: Mutex<Holders>,
@@ -203,7 +208,10 @@ impl Runtime {
         let runtime = Arc::new(Self {
             me,
             bytes_sent: (0..topology.processes()).map(|_| AtomicU64::new(0)).collect(),
-            status: Status::new(devices.iter().map(|device| format!("device {}", device.id))),
+            status: Status::new(devices.iter().map(|device| {
+                let kind = if device.gpu.is_some() { " (cuda)" } else { "" };
+                format!("device {}{kind}", device.id)
+            })),
             waits: Waits::new(transport.clone(), config.spin, room),
             wait_spin: Spin::new(spins),
             topology_fingerprint: topology.fingerprint(),
@@ -218,6 +226,7 @@ impl Runtime {
             transport,
             hands_over,
             movers: Crew::start("mpmd-mover", movers())?,
+            chunks: Chunks::default(),
             callbacks: Worker::start("mpmd-callbacks".to_owned(), Spin::new(false))?,
             mailbox: Mailbox::default(),
             holders: Mutex::default(),
@@ -281,6 +290,22 @@ impl Runtime {
         });
     }
 
+    /// Notes both for an operation on a device that has ended it in its own time, from `begin` to `end`: since `since`
+    /// it had nothing before it.
+    pub(crate) fn trace_ran(
+        &self,
+        device: usize,
+        op: u64,
+        [since, begin, end]: [u64; 3],
+        input: Option<u64>,
+    ) {
+        self.trace_start(device, op, begin, since.min(begin), input);
+        self.trace.note_at(end, || {
+            let memory = self.devices[device].pool.stats().live;
+            What::Ended { op, device: device as u32, memory }
+        });
+    }
+
     /// Notes what became of a piece.
     #[inline]
     fn trace_piece(&self, step: PieceStep, (op, piece): (u64, u64), peer: ProcessId, bytes: u64) {
@@ -325,7 +350,7 @@ fn open_devices(
     spins: bool,
 ) -> std::io::Result<Vec<LocalDevice>> {
     let mut ordinals = config.cuda.iter();
-    let open = |(number, id): (usize, &DeviceId)| {
+    let open = |id: &DeviceId| {
         let gpu = match topology.device(*id).map(|device| device.kind) {
             Some(DeviceKind::Cuda) => {
                 let ordinal = ordinals.next().ok_or_else(|| {
@@ -333,12 +358,16 @@ fn open_devices(
                         "nobody says which of the machine's CUDA devices device {id} is"
                     ))
                 })?;
-                Some(Gpu::open(*ordinal, number as u32).map_err(std::io::Error::other)?)
+                Some(Gpu::open(*ordinal).map_err(std::io::Error::other)?)
             }
             Some(DeviceKind::Cpu) | None => None,
         };
         if let Some(gpu) = &gpu {
             arena.on_map(gpu.pin());
+            if config.trace.is_on() {
+                let trace = config.trace.clone();
+                gpu.keep_time(Box::new(move || trace.now())).map_err(std::io::Error::other)?;
+            }
         }
         let name = format!("device {id} of process {me}");
         let pool = match &gpu {
@@ -347,7 +376,7 @@ fn open_devices(
         };
         Ok(LocalDevice { id: *id, pool, gpu, queue: Worker::start(format!("mpmd-{id}"), Spin::new(spins))? })
     };
-    topology.devices_of(me).iter().enumerate().map(open).collect()
+    topology.devices_of(me).iter().map(open).collect()
 }
 
 fn movers() -> usize {

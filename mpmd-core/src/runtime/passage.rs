@@ -7,7 +7,8 @@ use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, Payload, ProcessId, SharedBuffer};
 
 use super::transfer::Transfer;
-use super::{Assembly, OpGuard, Outcome, Outgoing, Runtime};
+use super::{Assembly, OpGuard, Outcome, Outgoing, Runtime, Slot};
+use crate::backend::cuda::Part;
 use crate::reshard::copy_region;
 use crate::trace::PieceStep;
 
@@ -20,7 +21,7 @@ pub(crate) struct Passage {
     pub(super) from: ProcessId,
     pub(super) transfer: Arc<Transfer>,
     /// The shards of this process that it is a piece of.
-    pub(super) shards: Vec<Arc<Assembly>>,
+    pub(super) shards: Vec<Assembly>,
     // Last, so that it is dropped after the memory.
     pub(super) guard: OpGuard,
 }
@@ -46,16 +47,20 @@ impl Runtime {
                 self.trace_taken(&passage);
                 // Kernels read shards as typed slices, so one that is in memory without alignment is
                 // copied; so is one that is a part of what a peer has lent.
-                let aligned = bytes.as_ptr().addr().is_multiple_of(ALIGNMENT);
+                let address =
+                    bytes.device().map_or_else(|| bytes.as_ptr().addr() as u64, |place| place.address);
+                let aligned = address.is_multiple_of(ALIGNMENT as u64);
                 let fits = aligned && passage.transfer.is_by_itself();
-                let whole = |shard: &Arc<Assembly>| fits && shard.is_whole(&passage.transfer.region);
-                if bytes.is_lent() {
-                    // No device's own, so all may have it.
-                    self.spread(&passage, bytes, |at| whole(&passage.shards[at]));
-                } else {
-                    let first = passage.shards.iter().position(whole);
-                    self.spread(&passage, bytes, |at| first == Some(at));
+                let whole = |shard: &Assembly| {
+                    fits && shard.is_whole(&passage.transfer.region) && shard.can_be(&bytes)
+                };
+                let mut whole: Vec<usize> =
+                    (0..passage.shards.len()).filter(|at| whole(&passage.shards[*at])).collect();
+                if !bytes.is_lent() {
+                    // Of what is lent all may have the same: it is no device's own.
+                    whole.truncate(1);
                 }
+                self.spread(&passage, bytes, |at| whole.contains(&at));
             }
             Ok(Payload::Waiting(fetch)) => {
                 let (buffer, place) = match self.room(&passage, fetch.bytes()) {
@@ -129,15 +134,23 @@ impl Runtime {
     /// depend on its neighbours.
     fn spread(self: &Arc<Self>, passage: &Passage, bytes: SharedBuffer, in_place: impl Fn(usize) -> bool) {
         let Passage { op, transfer, shards, guard, .. } = passage;
-        if transfer.is_by_itself() {
+        let carried = |peer: &ProcessId| bytes.device().is_none() || self.carries_device_memory(*peer);
+        if transfer.is_by_itself() && transfer.peers.iter().all(carried) {
             self.send_to_peers(*op, transfer, &transfer.peers, bytes.clone(), guard);
         } else if !transfer.peers.is_empty() {
             // They count on the region alone.
-            self.send_packed(*op, transfer.clone(), transfer.peers.clone(), bytes.clone(), guard.clone());
+            self.send_packed(
+                *op,
+                transfer.clone(),
+                transfer.peers.clone(),
+                bytes.clone(),
+                None,
+                guard.clone(),
+            );
         }
         let (whole, others): (Vec<_>, Vec<_>) = (0..shards.len()).partition(|at| in_place(*at));
         for at in others {
-            shards[at].place(self, transfer, bytes.clone(), guard);
+            shards[at].place(self, transfer, bytes.clone(), None, guard);
         }
         // The last to be told holds it alone, so that a kernel may take it over.
         if let Some((last, before)) = whole.split_last() {
@@ -165,16 +178,39 @@ impl Runtime {
         }
     }
 
-    /// Packs a region, on a mover, and offers it to some of the processes that get it from this one.
+    /// Packs a region, on a mover or by the device that has it, and offers it to some of the processes that get it from this one.
+    ///
+    /// `source` is the slot that makes the bytes, where they are a device's and its work may be under way.
     pub(super) fn send_packed(
         self: &Arc<Self>,
         op: u64,
         transfer: Arc<Transfer>,
         peers: Vec<ProcessId>,
         bytes: SharedBuffer,
+        source: Option<Slot>,
         guard: OpGuard,
     ) {
         let runtime = self.clone();
+        if bytes.device().is_some() {
+            let Transfer { region, holds, .. } = &*transfer;
+            let part = Part { from: holds, to: region, piece: region, item_bytes: transfer.item_bytes() };
+            let to = match self.staging.allocate(transfer.bytes) {
+                Ok(to) => to,
+                Err(error) => {
+                    let failure = self.out_of_memory(op, &error.to_string());
+                    self.remember(&failure);
+                    return self.poison_peers(op, &transfer, &peers, &failure);
+                }
+            };
+            let what = transfer.clone();
+            return self.read_device(op, &bytes, source, part, to, move |packed| match packed {
+                Ok(packed) => runtime.send_to_peers(op, &what, &peers, packed.freeze(), &guard),
+                Err(failure) => {
+                    runtime.remember(&failure);
+                    runtime.poison_peers(op, &what, &peers, &failure);
+                }
+            });
+        }
         self.move_data(Box::new(move || {
             let packed = runtime.pack(op, &bytes, &transfer);
             // Before the operation can end: whoever waits for memory looks then.

@@ -35,6 +35,12 @@ impl PutPlan {
             match (&source, comes.get(&device).map(Vec::as_slice)) {
                 (Some(_), _) if stays => true,
                 (Some(source), Some([piece])) => {
+                    // A CUDA device has nobody's memory but its own, and nobody has it.
+                    let on_gpu =
+                        [piece.src, device].map(|device| runtime.is_on_gpu(device, to.memory_kind()));
+                    if piece.src != device && on_gpu != [false; 2] {
+                        return false;
+                    }
                     let here = runtime.topology.process_of(piece.src) == runtime.topology.process_of(device);
                     piece.step == 1
                         && here
@@ -50,7 +56,7 @@ impl PutPlan {
             let memory = match to.memory_kind() {
                 _ if shared(device, region) => Memory::Of(0),
                 MemoryKind::Host => Memory::Host,
-                _ if whole && may_alias => Memory::Host,
+                kind if whole && may_alias && !runtime.is_on_gpu(device, kind) => Memory::Host,
                 MemoryKind::Device => Memory::Own,
             };
             Shard { device: device.0, bytes: (region.elements() * item) as u64, memory }

@@ -22,6 +22,9 @@ pub(crate) type Outcome = Result<SharedBuffer, Arc<Failure>>;
 
 type Callback = Box<dyn FnOnce(&Outcome) + Send>;
 
+/// Called with how work that fills a buffer ended.
+type Verdict = Box<dyn FnOnce(Result<(), Arc<Failure>>) + Send>;
+
 /// One who holds a slot, in [`Inner::counts`].
 const HOLDER: u64 = 1;
 /// One of the uses that were issued and have not picked their input up.
@@ -57,6 +60,18 @@ struct Held {
     state: State,
     /// The buffer goes as soon as nothing issued before needs it; later readers get this.
     given_up: Option<Arc<Failure>>,
+    filling: Filling,
+}
+
+/// What of the work that was issued to fill the buffer is known, whoever has the buffer by now.
+#[derive(Default)]
+enum Filling {
+    /// There is none, or it is over and has filled it.
+    #[default]
+    Done,
+    /// It is not over, and these want to know.
+    UnderWay(Vec<Verdict>),
+    Failed(Arc<Failure>),
 }
 
 enum State {
@@ -98,7 +113,7 @@ pub(crate) struct Slots {
 
 impl Inner {
     fn new(state: State, counts: u64) -> Self {
-        let held = Mutex::new(Held { state, given_up: None });
+        let held = Mutex::new(Held { state, given_up: None, filling: Filling::Done });
         Self { counts: AtomicU64::new(counts), held, ended: Condvar::new() }
     }
 
@@ -108,7 +123,7 @@ impl Inner {
         if self.counts.load(Ordering::Acquire) & USES != 0 {
             return;
         }
-        let Held { state: State::Ended(outcome), given_up } = &mut *held else { return };
+        let Held { state: State::Ended(outcome), given_up, .. } = &mut *held else { return };
         if let Some(donated) = given_up.take()
             && outcome.is_ok()
         {
@@ -169,34 +184,44 @@ impl Inner {
         let callbacks =
             waiting.as_mut().map(|waiting| std::mem::take(&mut waiting.issued)).unwrap_or_default();
         let shared = (!callbacks.is_empty()).then(|| Ok(buffer.clone()));
+        // Those who wait for the end look again, and go on waiting.
+        let wakers = waiting.as_ref().map(|waiting| waiting.wakers.clone()).unwrap_or_default();
         held.state = State::Issued(buffer, waiting);
+        held.filling = Filling::UnderWay(Vec::new());
         self.counts.fetch_or(ISSUED, Ordering::AcqRel);
         drop(held);
         self.ended.notify_all();
         if let Some(outcome) = shared {
             callbacks.into_iter().for_each(|then| then(&outcome));
         }
+        wakers.into_iter().for_each(Waker::wake);
     }
 
     /// What was issued has filled the buffer, or has failed. Somebody may have taken the buffer before.
     fn end_issued(&self, result: Result<(), Arc<Failure>>) {
         let mut held = self.held.lock();
-        let (buffer, waiting) = match std::mem::replace(&mut held.state, State::Pending(None)) {
-            State::Issued(buffer, waiting) => (buffer, waiting),
+        let known = result.clone().map_or_else(Filling::Failed, |()| Filling::Done);
+        let verdicts = match std::mem::replace(&mut held.filling, known) {
+            Filling::UnderWay(verdicts) => verdicts,
+            Filling::Done | Filling::Failed(_) => Vec::new(),
+        };
+        match std::mem::replace(&mut held.state, State::Pending(None)) {
+            State::Issued(buffer, waiting) => {
+                held.state = State::Pending(waiting);
+                let (outcome, buffer) = match &result {
+                    Ok(()) => (Ok(buffer), None),
+                    Err(failure) => (Err(failure.clone()), Some(buffer)),
+                };
+                self.end_as(held, outcome);
+                drop(buffer);
+            }
             // Its last holder is gone, or a kernel has taken it over.
             before => {
                 held.state = before;
-                return;
-            }
-        };
-        held.state = State::Pending(waiting);
-        match result {
-            Ok(()) => self.end_as(held, Ok(buffer)),
-            Err(failure) => {
-                self.end_as(held, Err(failure));
-                drop(buffer);
+                drop(held);
             }
         }
+        verdicts.into_iter().for_each(|then| then(result.clone()));
     }
 }
 
@@ -259,15 +284,20 @@ impl Slot {
         self.inner().held.lock().issued()
     }
 
-    /// Sleeps until the buffer is there, filled or not. For threads that give work to devices.
-    pub(crate) fn wait_issued(&self) -> Outcome {
+    /// Sleeps until the buffer is there, filled or not, or until `deadline`. Mostly [`Waits::wait_issued`] is what is
+    /// wanted.
+    pub(crate) fn wait_issued_until(&self, deadline: Option<Instant>) -> Option<Outcome> {
         let Inner { held, ended, .. } = self.inner();
         let mut held = held.lock();
         loop {
             if let Some(outcome) = held.issued() {
-                return outcome;
+                return Some(outcome);
             }
-            ended.wait(&mut held);
+            match deadline {
+                Some(deadline) if ended.wait_until(&mut held, deadline).timed_out() => return held.issued(),
+                Some(_) => {}
+                None => ended.wait(&mut held),
+            }
         }
     }
 
@@ -284,14 +314,39 @@ impl Slot {
         }
     }
 
-    /// As [`take`](Self::take), of a slot whose buffer may not be filled yet: its [fences](SharedBuffer::ready) say
-    /// when it is.
-    pub(crate) fn take_issued(&self, donated: Arc<Failure>) -> Option<Outcome> {
+    /// Calls `then` with how the work that fills the buffer ended, once it has: now, or on the thread that ends it. To be
+    /// asked of a slot that was issued: the buffer may be somebody else's by then. `then` must be short.
+    pub(crate) fn on_verdict(&self, then: impl FnOnce(Result<(), Arc<Failure>>) + Send + 'static) {
         let mut held = self.inner().held.lock();
+        let known = match &mut held.filling {
+            Filling::UnderWay(verdicts) => {
+                verdicts.push(Box::new(then));
+                return;
+            }
+            Filling::Done => Ok(()),
+            Filling::Failed(failure) => Err(failure.clone()),
+        };
+        drop(held);
+        then(known);
+    }
+
+    /// As [`take`](Self::take), of a slot whose buffer may not be filled yet: its [fences](SharedBuffer::ready) say
+    /// when it is. Where somebody is to have it when it is filled, it is shared with them, as it is with who peeks.
+    pub(crate) fn take_issued(&self, donated: Arc<Failure>) -> Option<Outcome> {
+        let inner = self.inner();
+        let mut held = inner.held.lock();
+        if let State::Issued(buffer, Some(waiting)) = &held.state
+            && !waiting.callbacks.is_empty()
+        {
+            let shared = buffer.clone();
+            held.given_up = Some(donated);
+            inner.counts.fetch_or(GIVEN_UP, Ordering::AcqRel);
+            return Some(Ok(shared));
+        }
         match std::mem::replace(&mut held.state, State::Pending(None)) {
             State::Issued(buffer, waiting) => {
                 held.state = State::Pending(waiting);
-                self.inner().end_as(held, Err(donated));
+                inner.end_as(held, Err(donated));
                 Some(Ok(buffer))
             }
             before => {
@@ -351,6 +406,18 @@ impl Slot {
                 }
                 Poll::Pending
             }
+        }
+    }
+
+    /// As [`poll`](Self::poll), for the buffer, filled or not. The waker is woken again when it ends.
+    pub(crate) fn poll_issued(&self, waker: &Waker) -> Poll<Outcome> {
+        match self.peek_issued() {
+            Some(outcome) => Poll::Ready(outcome),
+            None => match self.poll(waker) {
+                // It was issued in between: that waker may come too late.
+                Poll::Pending => self.peek_issued().map_or(Poll::Pending, Poll::Ready),
+                ready => ready,
+            },
         }
     }
 
@@ -434,8 +501,13 @@ impl SlotUse {
     }
 
     /// Blocks until the buffer is there, filled or not.
-    pub(crate) fn wait_issued(self) -> Outcome {
-        self.0.wait_issued()
+    pub(crate) fn wait_issued(&self, waits: &Waits) -> Outcome {
+        waits.wait_issued(&self.0)
+    }
+
+    /// The slot it is a use of.
+    pub(crate) fn slot(&self) -> &Slot {
+        &self.0
     }
 }
 
@@ -606,7 +678,7 @@ mod tests {
             ended.fetch_add(10, Ordering::Relaxed);
         });
         let waiting = slot.clone();
-        let thread = std::thread::spawn(move || waiting.wait_issued().unwrap().len());
+        let thread = std::thread::spawn(move || waiting.wait_issued_until(None).unwrap().unwrap().len());
         let end = promise.issue(vec![1u8, 2].into());
         assert_eq!(thread.join().unwrap(), 2);
         assert!(slot.has_issued() && !slot.has_ended() && slot.peek().is_none());
@@ -639,6 +711,33 @@ mod tests {
         assert!(slots.iter().all(|slot| slot.peek().unwrap().is_err()), "never a wait without an end");
         drop(slots);
         assert_eq!(pool.stats().live, 0);
+    }
+
+    #[test]
+    fn who_asked_before_a_buffer_is_taken_has_it_when_it_is_filled_and_a_verdict_outlives_it() {
+        let failure = || Arc::new(Failure::new(FailureKind::Donated, mpmd_transport::ProcessId(0), 4, "no"));
+        let told = Arc::new(Mutex::new(Vec::new()));
+        for result in [Ok(()), Err(failure())] {
+            let (promise, slot) = Slot::new();
+            let ends = told.clone();
+            slot.on_end(move |outcome| ends.lock().push(outcome.is_ok()));
+            let end = promise.issue(vec![1u8].into());
+            assert!(slot.take_issued(failure()).unwrap().unwrap().into_owned().is_err(), "it is shared");
+            end.end(result.clone());
+            assert_eq!(std::mem::take(&mut *told.lock()), [result.is_ok()]);
+            assert!(slot.peek().unwrap().is_err(), "later readers hear of the donation, or of the failure");
+
+            let (promise, slot) = Slot::new();
+            let end = promise.issue(vec![1u8].into());
+            let ends = told.clone();
+            slot.on_verdict(move |result| ends.lock().push(result.is_ok()));
+            assert!(slot.take_issued(failure()).unwrap().unwrap().into_owned().is_ok());
+            assert!(told.lock().is_empty(), "it was taken, and is not filled");
+            end.end(result.clone());
+            let ends = told.clone();
+            slot.on_verdict(move |result| ends.lock().push(result.is_ok()));
+            assert_eq!(std::mem::take(&mut *told.lock()), [result.is_ok(); 2]);
+        }
     }
 
     #[test]

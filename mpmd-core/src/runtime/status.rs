@@ -1,5 +1,6 @@
 //! What this process is doing, for whoever waits for it.
 
+use std::collections::VecDeque;
 use std::fmt::Write;
 use std::panic::Location;
 use std::time::Instant;
@@ -9,7 +10,9 @@ use parking_lot::Mutex;
 /// What the program thread and the devices are doing at this moment.
 pub(crate) struct Status {
     program: Mutex<Doing>,
-    devices: Vec<(String, Mutex<Option<Running>>)>,
+    /// By device, what it was given and has not ended, in order: it is at the first. Only a device that runs on its own has
+    /// more than one.
+    devices: Vec<(String, Mutex<VecDeque<Running>>)>,
 }
 
 /// What the program thread is doing.
@@ -35,7 +38,7 @@ impl Status {
     pub(crate) fn new(devices: impl IntoIterator<Item = String>) -> Self {
         Self {
             program: Mutex::new(Doing::Program),
-            devices: devices.into_iter().map(|name| (name, Mutex::new(None))).collect(),
+            devices: devices.into_iter().map(|name| (name, Mutex::default())).collect(),
         }
     }
 
@@ -45,25 +48,28 @@ impl Status {
         ProgramGuard { status: self, before }
     }
 
-    /// The device with this local index starts an operation.
+    /// The device with this local index starts an operation, or has it issued to it behind others.
     pub(crate) fn device_starts(
         &self,
         device: usize,
         op: u64,
         what: std::sync::Arc<dyn std::fmt::Display + Send + Sync>,
     ) {
-        *self.devices[device].1.lock() = Some(Running { op, what, seen: None });
+        self.devices[device].1.lock().push_back(Running { op, what, seen: None });
     }
 
-    /// The device with this local index has ended it.
-    pub(crate) fn device_idle(&self, device: usize) {
-        *self.devices[device].1.lock() = None;
+    /// The device with this local index has ended an operation, if it had started it.
+    pub(crate) fn device_ends(&self, device: usize, op: u64) {
+        let mut running = self.devices[device].1.lock();
+        if let Some(at) = running.iter().position(|running| running.op == op) {
+            running.remove(at);
+        }
     }
 
     /// Time passes: from here on the operations under way have been so since now, where that was not known.
     pub(crate) fn tick(&self) {
         for (_, running) in &self.devices {
-            if let Some(Running { seen: seen @ None, .. }) = &mut *running.lock() {
+            if let Some(Running { seen: seen @ None, .. }) = running.lock().front_mut() {
                 *seen = Some(Instant::now());
             }
         }
@@ -71,7 +77,7 @@ impl Status {
 
     /// The lowest operation that a device is at.
     pub(crate) fn lowest(&self) -> Option<u64> {
-        self.devices.iter().filter_map(|(_, running)| running.lock().as_ref().map(|running| running.op)).min()
+        self.devices.iter().filter_map(|(_, running)| running.lock().front().map(|running| running.op)).min()
     }
 
     /// One line for a hang report. Operations are called what `name` calls them: with what they are for, and their line.
@@ -82,8 +88,11 @@ impl Status {
             Doing::Finishing => "its program has ended".to_owned(),
         };
         for (device, running) in &self.devices {
-            let running = running.lock().clone();
-            let Some(Running { op, what, seen }) = running else {
+            let (first, behind) = {
+                let running = running.lock();
+                (running.front().cloned(), running.len().saturating_sub(1))
+            };
+            let Some(Running { op, what, seen }) = first else {
                 let _ = write!(text, "; {device} is idle");
                 continue;
             };
@@ -91,6 +100,9 @@ impl Status {
             let _ = write!(text, "; {device} is at {operation}");
             if let Some(seen) = seen {
                 let _ = write!(text, ", for {:.1} s", seen.elapsed().as_secs_f32());
+            }
+            if behind > 0 {
+                let _ = write!(text, " ({behind} more issued to it)");
             }
         }
         text
@@ -128,7 +140,12 @@ mod tests {
         status.tick();
         let named = status.describe(|op| Some(format!("operation {op} (jit Slow; stage 1) at here")));
         assert!(named.contains("device 0 is at operation 7 (jit Slow; stage 1) at here, for 0."), "{named}");
-        status.device_idle(0);
+        status.device_starts(0, 9, Arc::new("jit Next"));
+        assert!(status.describe(|_| None).contains("(jit Slow), for 0.0 s (1 more issued to it); device 1"));
+        status.device_ends(0, 7);
+        assert!(status.describe(|_| None).contains("device 0 is at operation 9 (jit Next); device 1"));
+        status.device_ends(0, 9);
+        status.device_ends(0, 9);
         assert_eq!(status.lowest(), None);
     }
 }

@@ -8,23 +8,26 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use mpmd_transport::ProcessId;
 use mpmd_transport::memory::Reservation;
 use mpmd_transport::router::{Failure, FailureKind};
+use mpmd_transport::{ProcessId, SharedBuffer};
 
-use super::{Assembly, OpGuard, Passage, Promise, Runtime, Slot, Waiter};
+use super::{
+    Assembly, DeviceAssembly, HostAssembly, OpGuard, Outcome, Passage, Promise, Runtime, Slot, Waiter, follow,
+};
 use crate::array::{LocalShard, Made};
 use crate::aval::{HostArray, ShapedArray};
+use crate::backend::cuda::Gpu;
 use crate::program::KnownForm;
 use crate::region::Region;
 use crate::reshard::{self, Delivery, ReshardError, contiguous_bytes};
-use crate::sharding::{Layout, Sharding};
+use crate::sharding::{Layout, MemoryKind, Sharding};
 use crate::topology::DeviceId;
 use crate::trace::PieceStep;
 
 /// Copies from host values up to this size are made by the program thread itself: queueing would cost
 /// more.
-const COPY_INLINE: usize = 64 << 10;
+pub(super) const COPY_INLINE: usize = 64 << 10;
 
 /// Smaller shards are put together by one mover: waking another would cost more than it does.
 const WRITTEN_IN_PARTS: usize = 1 << 20;
@@ -65,6 +68,7 @@ struct Target {
 }
 
 /// One region: where this process has it from, and where it goes.
+#[derive(Clone)]
 pub(super) struct Transfer {
     /// Its number in messages.
     pub(super) id: u64,
@@ -113,7 +117,7 @@ struct Start<'a> {
     guard: &'a OpGuard,
     source: &'a Source<'a>,
     /// By target; `None` where there is nothing to put together.
-    shards: Vec<Option<Arc<Assembly>>>,
+    shards: Vec<Option<Assembly>>,
 }
 
 impl PutPlan {
@@ -151,7 +155,9 @@ impl PutPlan {
             Some((_, source)) => {
                 let part = reshard::plan(source, &layout, item, &runtime.topology)?.part_of(runtime.me);
                 let deliveries = part.deliveries.into_iter();
-                deliveries.map(|delivery| Transfer::new(runtime, delivery, source, &targets, item)).collect()
+                let kind = kind_of(from.map(|(from, _)| from));
+                let transfer = |delivery| Transfer::new(runtime, delivery, (source, kind), &targets, item);
+                deliveries.map(transfer).collect()
             }
         };
         let processes = runtime.topology.processes();
@@ -165,17 +171,28 @@ impl PutPlan {
             }
         }
         transfers.sort_by_key(|transfer| (transfer.peers.first().map_or(usize::MAX, distance), transfer.id));
-        let one_memory = from.is_none_or(|(from, _)| from.memory_kind() == to.memory_kind());
+        let (kind, to_kind) = (kind_of(from.map(|(from, _)| from)), to.memory_kind());
+        let one_memory = from.is_none() || kind == to_kind;
         let mut bytes: usize = targets.iter().map(|target| target.region.elements() * item).sum();
         for transfer in &transfers {
             // What is passed on, or packed, waits in a buffer of its own for those who get it, unless it is
             // handed over.
+            let mut places = transfer.targets.iter().map(|at| targets[*at].device);
             let kept = match transfer.origin {
                 Origin::Process(from) => {
                     let in_place = runtime.hands_over(from) && transfer.is_by_itself();
-                    !transfer.peers.is_empty() && !in_place
+                    let to_gpu = places.any(|device| runtime.gpu_of(device, to_kind).is_some());
+                    (!transfer.peers.is_empty() || to_gpu) && !in_place
                 }
-                _ => transfer.run.is_none() && transfer.peers.iter().any(|peer| !runtime.hands_over(*peer)),
+                Origin::Device(device) => {
+                    let on_gpu = runtime.gpu_of(device, kind).is_some();
+                    transfer.peers.iter().any(|peer| {
+                        let lends = runtime.lends(device, kind, *peer);
+                        (transfer.run.is_none() && !lends)
+                            || (on_gpu && !runtime.carries_device_memory(*peer))
+                    })
+                }
+                Origin::Host => false,
             };
             if kept {
                 bytes += transfer.bytes;
@@ -191,7 +208,16 @@ impl PutPlan {
                     transfer.term == 0 && contiguous_bytes(&target.region, &transfer.region, item).is_some();
                 let whole = target.pieces == [1] && target.region == transfer.region;
                 let here = !matches!(transfer.origin, Origin::Process(_));
-                let same = whole && transfer.is_by_itself() && here && one_memory;
+                // A CUDA device has nobody's memory but its own, and nobody has it.
+                let apart = match transfer.origin {
+                    Origin::Device(from) if from == target.device => false,
+                    Origin::Device(from) => {
+                        runtime.is_on_gpu(from, kind) || runtime.is_on_gpu(target.device, to_kind)
+                    }
+                    Origin::Host => runtime.is_on_gpu(target.device, to_kind),
+                    Origin::Process(_) => true,
+                };
+                let same = whole && transfer.is_by_itself() && here && one_memory && !apart;
                 target.alias = same.then_some(transfer.origin);
             }
         }
@@ -305,7 +331,13 @@ impl Transfer {
         }
     }
 
-    fn new(runtime: &Runtime, delivery: Delivery, source: &Layout, targets: &[Target], item: usize) -> Self {
+    fn new(
+        runtime: &Runtime,
+        delivery: Delivery,
+        (source, kind): (&Layout, MemoryKind),
+        targets: &[Target],
+        item: usize,
+    ) -> Self {
         let Delivery { id, term, region, from, giver, targets: devices, peers } = delivery;
         let shard = giver.and_then(|device| source.region_of(device));
         let (origin, holds) = match from {
@@ -313,7 +345,8 @@ impl Transfer {
             reshard::Origin::Process(process) => {
                 // As the giver finds it: what is a run of its shard is sent by itself.
                 let strided = |shard: &&Region| contiguous_bytes(shard, &region, item).is_none();
-                (Origin::Process(process), shard.filter(|_| runtime.hands_over(process)).filter(strided))
+                let lent = giver.is_some_and(|device| runtime.lends(device, kind, process));
+                (Origin::Process(process), shard.filter(|_| lent).filter(strided))
             }
         };
         let holds = holds.unwrap_or(&region).clone();
@@ -336,6 +369,14 @@ impl Transfer {
         self.holds == self.region
     }
 
+    /// The same, from bytes that are of the region alone.
+    pub(super) fn alone(self: &Arc<Self>) -> Arc<Self> {
+        if self.is_by_itself() {
+            return self.clone();
+        }
+        Arc::new(Self { holds: self.region.clone(), run: Some(0..self.bytes), ..Self::clone(self) })
+    }
+
     /// Bytes of an element.
     pub(super) fn item_bytes(&self) -> usize {
         self.bytes / self.region.elements()
@@ -347,6 +388,9 @@ impl Start<'_> {
     fn send(&self, transfer: &Arc<Transfer>, device: DeviceId) {
         let Some(slot) = self.source.slot(device) else { return };
         let (runtime, op, guard) = (self.runtime.clone(), self.op, self.guard.clone());
+        if runtime.gpu_of(device, kind_of(self.plan.what.from.as_ref())).is_some() {
+            return self.send_from_gpu(transfer, slot);
+        }
         let transfer = transfer.clone();
         slot.on_end(move |outcome| match (outcome, &transfer.run) {
             (Err(failure), _) => runtime.poison_peers(op, &transfer, &transfer.peers, failure),
@@ -360,14 +404,40 @@ impl Start<'_> {
                 let (takers, others): (Vec<_>, Vec<_>) = transfer.peers.iter().copied().partition(hands_over);
                 runtime.send_to_peers(op, &transfer, &takers, buffer.clone(), &guard);
                 if !others.is_empty() {
-                    runtime.send_packed(op, transfer, others, buffer.clone(), guard);
+                    runtime.send_packed(op, transfer, others, buffer.clone(), None, guard);
                 }
             }
         });
     }
 
+    /// As [`send`](Self::send), from a CUDA device's memory: as it is once it is there to who takes that, to the others from a copy that
+    /// begins as soon as the device can.
+    fn send_from_gpu(&self, transfer: &Arc<Transfer>, slot: &Slot) {
+        let carried = |peer: &ProcessId| self.runtime.carries_device_memory(*peer);
+        let (takers, others): (Vec<_>, Vec<_>) = transfer.peers.iter().copied().partition(carried);
+        if !takers.is_empty() {
+            let (runtime, op, guard) = (self.runtime.clone(), self.op, self.guard.clone());
+            let transfer = transfer.clone();
+            slot.on_end(move |outcome| match outcome {
+                Err(failure) => runtime.poison_peers(op, &transfer, &takers, failure),
+                Ok(buffer) => {
+                    let bytes = transfer.run.clone().map_or_else(|| buffer.clone(), |run| buffer.slice(run));
+                    runtime.send_to_peers(op, &transfer, &takers, bytes, &guard);
+                }
+            });
+        }
+        if !others.is_empty() {
+            let (runtime, op, guard) = (self.runtime.clone(), self.op, self.guard.clone());
+            let (transfer, source) = (transfer.clone(), slot.clone());
+            slot.on_issued(move |outcome| match outcome {
+                Err(failure) => runtime.poison_peers(op, &transfer, &others, failure),
+                Ok(buffer) => runtime.send_packed(op, transfer, others, buffer.clone(), Some(source), guard),
+            });
+        }
+    }
+
     /// A shard of this process, and where its pieces go, if it is put together from any.
-    fn open(&self, target: &Target, may_alias: bool) -> (Slot, Option<Arc<Assembly>>) {
+    fn open(&self, target: &Target, may_alias: bool) -> (Slot, Option<Assembly>) {
         let Self { plan, runtime, op, guard, source, .. } = *self;
         if target.region.is_empty() {
             return (Slot::filled(Vec::new().into()), None);
@@ -386,7 +456,11 @@ impl Start<'_> {
         let PutWhat { aval, to, .. } = &*plan.what;
         let (promise, slot) = Slot::new();
         let bytes = target.region.elements() * plan.item_bytes();
+        let gpu = runtime.gpu_of(target.device, to.memory_kind());
         match runtime.reserve(target.local_index, to.memory_kind(), bytes, op, &*plan.what) {
+            Ok(reservation) if let Some(gpu) = gpu => {
+                (slot, self.open_on_gpu(target, gpu, reservation, promise))
+            }
             Ok(reservation) if target.pieces.is_empty() => {
                 self.zeros(reservation, promise);
                 (slot, None)
@@ -394,7 +468,7 @@ impl Start<'_> {
             Ok(reservation) => {
                 let (region, missing) = (target.region.clone(), target.pieces.clone());
                 let (me, dtype, guard) = (runtime.me, aval.dtype(), guard.clone());
-                let shard = Assembly::new(
+                let shard = HostAssembly::new(
                     me,
                     op,
                     region,
@@ -405,7 +479,7 @@ impl Start<'_> {
                     promise,
                     guard,
                 );
-                (slot, Some(shard))
+                (slot, Some(Assembly::Host(shard)))
             }
             Err(failure) => {
                 runtime.remember(&failure);
@@ -413,6 +487,65 @@ impl Start<'_> {
                 (slot, None)
             }
         }
+    }
+
+    /// A shard in a CUDA device's memory.
+    fn open_on_gpu(
+        &self,
+        target: &Target,
+        gpu: &Arc<Gpu>,
+        reservation: Reservation,
+        promise: Promise,
+    ) -> Option<Assembly> {
+        let Self { plan, runtime, op, guard, .. } = *self;
+        let (item, region) = (plan.item_bytes(), target.region.clone());
+        let added = target.pieces.len() > 1;
+        let missing = if added { 1 } else { target.pieces.first().copied().unwrap_or(1) };
+        let shard = DeviceAssembly::new(
+            runtime.clone(),
+            gpu.clone(),
+            op,
+            region.clone(),
+            item,
+            missing,
+            reservation,
+            promise,
+            guard.clone(),
+        );
+        if target.pieces.is_empty() {
+            shard.zero();
+            return None;
+        }
+        if !added {
+            return Some(Assembly::Device(shard));
+        }
+        // Partial sums are added up in the host's memory, in the order and with the bits that they have there.
+        let reservation = match runtime.staging.reserve(region.elements() * item) {
+            Ok(reservation) => reservation,
+            Err(error) => {
+                let failure = runtime.out_of_memory(op, &error.to_string());
+                runtime.remember(&failure);
+                shard.end(Err(failure));
+                return None;
+            }
+        };
+        let (promise, sum) = Slot::new();
+        let host = HostAssembly::new(
+            runtime.me,
+            op,
+            region.clone(),
+            plan.what.aval.dtype(),
+            target.pieces.clone(),
+            false,
+            reservation,
+            promise,
+            guard.clone(),
+        );
+        sum.on_end(move |outcome| match outcome {
+            Ok(sum) => shard.fill(sum),
+            Err(failure) => shard.end(Err(failure.clone())),
+        });
+        Some(Assembly::Host(host))
     }
 
     /// A shard that is a partial sum of nothing.
@@ -456,22 +589,30 @@ impl Start<'_> {
                     if transfer.bytes <= COPY_INLINE {
                         shard.place_now(transfer, bytes, guard);
                     } else {
-                        shard.place(runtime, transfer, bytes, guard);
+                        shard.place(runtime, transfer, bytes, None, guard);
                     }
                 }
             }
             (Origin::Host, Source::Shards(_)) => {}
             (Origin::Device(device), _) => {
                 let Some(slot) = self.source.slot(device) else { return };
+                // Devices take what is issued, and copy when it is there; others take what is there.
+                let on_gpu = runtime.gpu_of(device, kind_of(self.plan.what.from.as_ref())).is_some();
                 for shard in shards {
                     let (runtime, transfer, guard) = (runtime.clone(), transfer.clone(), guard.clone());
-                    slot.on_end(move |outcome| match outcome {
-                        Ok(buffer) => shard.place(&runtime, &transfer, buffer.clone(), &guard),
+                    let source = on_gpu.then(|| slot.clone());
+                    let place = move |outcome: &Outcome| match outcome {
+                        Ok(buffer) => shard.place(&runtime, &transfer, buffer.clone(), source, &guard),
                         Err(failure) => {
                             runtime.remember(failure);
                             shard.end(Err(failure.clone()));
                         }
-                    });
+                    };
+                    if on_gpu {
+                        slot.on_issued(place);
+                    } else {
+                        slot.on_end(place);
+                    }
                 }
             }
         }
@@ -499,16 +640,14 @@ impl Source<'_> {
 fn alias(runtime: &Arc<Runtime>, guard: &OpGuard, source: Option<&Slot>) -> Slot {
     let (promise, slot) = Slot::new();
     if let Some(source) = source {
-        let (runtime, guard) = (runtime.clone(), guard.clone());
-        source.on_end(move |outcome| {
-            if let Err(failure) = outcome {
-                runtime.remember(failure);
-            }
-            promise.keep(outcome.clone());
-            drop(guard);
-        });
+        follow(source, promise, SharedBuffer::clone, Some(runtime.clone()), Some(guard.clone()));
     }
     slot
+}
+
+/// In which memory of its devices the source is. Host values are in none.
+fn kind_of(from: Option<&Sharding>) -> MemoryKind {
+    from.map_or_else(MemoryKind::default, Sharding::memory_kind)
 }
 
 impl fmt::Display for PutWhat {

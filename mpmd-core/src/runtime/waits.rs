@@ -71,13 +71,23 @@ impl Waits {
     /// Blocks until `slot` ends, or until `deadline`. To be called without any lock: what messages bring is
     /// dealt with on this thread, and may end any slot.
     pub(crate) fn wait(&self, slot: &Slot, deadline: Option<Instant>) -> Option<Outcome> {
-        if slot.has_ended() {
-            return slot.peek();
+        self.wait_for(Until::Ended, slot, deadline)
+    }
+
+    /// As [`wait`](Self::wait), until the buffer of `slot` is there, filled or not: for threads that give work to
+    /// devices.
+    pub(crate) fn wait_issued(&self, slot: &Slot) -> Outcome {
+        self.wait_for(Until::Issued, slot, None).expect("no deadline was set")
+    }
+
+    fn wait_for(&self, until: Until, slot: &Slot, deadline: Option<Instant>) -> Option<Outcome> {
+        if until.has_come(slot) {
+            return until.peek(slot);
         }
-        let Some(transport) = self.door() else { return slot.wait_until(deadline) };
+        let Some(transport) = self.door() else { return until.sleep(slot, deadline) };
         let start = Instant::now();
-        let found = self.look(&**transport, slot, start, deadline);
-        let outcome = if found { slot.peek() } else { sleep(transport, slot, deadline) };
+        let found = self.look(&**transport, until, slot, start, deadline);
+        let outcome = if found { until.peek(slot) } else { sleep(transport, until, slot, deadline) };
         // What came soon after it was slept for would have been worth a longer look.
         let worth = start.elapsed() <= WORTH;
         WINDOW.set(if worth { LONGEST } else { WINDOW.get() / 2 });
@@ -91,10 +101,11 @@ impl Waits {
         (!DRIVING.get() && transport.parking().is_some()).then_some(transport)
     }
 
-    /// Looks for a bounded time; whether the slot ended.
+    /// Looks for a bounded time; whether it has come.
     fn look(
         &self,
         transport: &dyn Transport,
+        until: Until,
         slot: &Slot,
         start: Instant,
         deadline: Option<Instant>,
@@ -107,7 +118,7 @@ impl Waits {
         let mut looks = 0;
         drive(|| {
             transport.drive(&mut || {
-                if slot.has_ended() {
+                if until.has_come(slot) {
                     return false;
                 }
                 looks += 1;
@@ -123,7 +134,7 @@ impl Waits {
                 waited < window && deadline.is_none_or(|deadline| Instant::now() < deadline)
             });
         });
-        slot.has_ended()
+        until.has_come(slot)
     }
 
     /// A place among those who look, if there is one.
@@ -146,19 +157,62 @@ impl Drop for Place<'_> {
     }
 }
 
-/// Sleeps at the transport's door until the slot ends, or until `deadline`.
-fn sleep(transport: &Arc<dyn Transport>, slot: &Slot, deadline: Option<Instant>) -> Option<Outcome> {
+/// What of a slot is waited for.
+#[derive(Clone, Copy, Eq, PartialEq)]
+enum Until {
+    /// That its buffer is there, filled or not.
+    Issued,
+    Ended,
+}
+
+impl Until {
+    fn has_come(self, slot: &Slot) -> bool {
+        match self {
+            Self::Issued => slot.has_issued(),
+            Self::Ended => slot.has_ended(),
+        }
+    }
+
+    fn peek(self, slot: &Slot) -> Option<Outcome> {
+        match self {
+            Self::Issued => slot.peek_issued(),
+            Self::Ended => slot.peek(),
+        }
+    }
+
+    fn poll(self, slot: &Slot, waker: &Waker) -> Poll<Outcome> {
+        match self {
+            Self::Issued => slot.poll_issued(waker),
+            Self::Ended => slot.poll(waker),
+        }
+    }
+
+    fn sleep(self, slot: &Slot, deadline: Option<Instant>) -> Option<Outcome> {
+        match self {
+            Self::Issued => slot.wait_issued_until(deadline),
+            Self::Ended => slot.wait_until(deadline),
+        }
+    }
+}
+
+/// Sleeps at the transport's door until it comes, or until `deadline`.
+fn sleep(
+    transport: &Arc<dyn Transport>,
+    until: Until,
+    slot: &Slot,
+    deadline: Option<Instant>,
+) -> Option<Outcome> {
     let mut bell = None;
     loop {
-        let Some(parking) = transport.parking() else { return slot.wait_until(deadline) };
+        let Some(parking) = transport.parking() else { return until.sleep(slot, deadline) };
         // What came before `parking` was taken is not waited for.
         drive(|| transport.progress());
-        if slot.has_ended() {
-            return slot.peek();
+        if until.has_come(slot) {
+            return until.peek(slot);
         }
         // From the second time on it is the same bell, which the slot knows.
         let bell = bell.get_or_insert_with(|| Bell::of(transport.clone()));
-        if let Poll::Ready(outcome) = slot.poll(bell) {
+        if let Poll::Ready(outcome) = until.poll(slot, bell) {
             return Some(outcome);
         }
         let now = Instant::now();

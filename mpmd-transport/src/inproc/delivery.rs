@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::memory::{Loan, OwnedBuffer, SharedBuffer};
+use crate::memory::{DevicePlace, Fences, Loan, OwnedBuffer, SharedBuffer};
 use crate::transport::{Fetch, FetchDone, Handler, Payload, TransportError};
 use crate::wire::{Header, Kind, ProcessId};
 
@@ -68,8 +68,11 @@ impl Delivery {
     fn lend(&self, handler: &dyn Handler, from: ProcessId, message: u64, header: Header) {
         let Ok(payload) = self.core.deliver(from, message) else { return };
         let loan = Lent { core: self.core.clone(), from, message, payload };
-        let is_empty = loan.bytes().is_empty();
-        let payload = SharedBuffer::lent(Box::new(loan));
+        let (is_empty, ready) = loan.payload.as_ref().map_or_else(
+            || (true, Fences::default()),
+            |payload| (payload.is_empty(), payload.ready().clone()),
+        );
+        let payload = SharedBuffer::lent_later(Box::new(loan), ready);
         // Without bytes nothing is lent: the message ends here.
         handler.arrived(from, header, if is_empty { Payload::Empty } else { Payload::Lent(payload) });
         self.core.kept(from, message);
@@ -99,7 +102,11 @@ struct Lent {
 
 impl Loan for Lent {
     fn bytes(&self) -> &[u8] {
-        self.payload.as_deref().unwrap_or_default()
+        self.payload.as_ref().filter(|payload| payload.device().is_none()).map_or(&[], |payload| payload)
+    }
+
+    fn device(&self) -> Option<DevicePlace> {
+        self.payload.as_ref().and_then(SharedBuffer::device)
     }
 }
 

@@ -114,6 +114,11 @@ impl Transport for Inproc {
         self.core.hands_over(self.process, peer)
     }
 
+    /// These processes have one address space, and one of each device.
+    fn carries_device_memory(&self, peer: ProcessId) -> bool {
+        self.hands_over(peer)
+    }
+
     fn lent_to(&self, peer: ProcessId) -> u64 {
         self.core.lent(self.process, peer)
     }

@@ -15,6 +15,13 @@ pub trait Fence: Any + Send + Sync {
 
     /// Calls `then` once it is passed: now, or on the thread that finds that it is. `then` must be short.
     fn on_over(&self, then: Box<dyn FnOnce() + Send>);
+
+    /// Whether `earlier` is over whenever this is: one of the same queue that was issued before. Then only this one
+    /// need be kept, and a buffer that a thousand calls read has one fence.
+    fn covers(&self, earlier: &dyn Fence) -> bool {
+        let _ = earlier;
+        false
+    }
 }
 
 /// Fences of one piece of memory, at most one for each queue that uses it.
@@ -22,10 +29,11 @@ pub trait Fence: Any + Send + Sync {
 pub struct Fences(Vec<Arc<dyn Fence>>);
 
 impl Fences {
-    /// Adds one, and forgets those that are over.
+    /// Adds one, and forgets those that are over or that it [covers](Fence::covers).
     pub fn add(&mut self, fence: Arc<dyn Fence>) {
-        self.0.retain(|known| !known.is_over());
-        if !fence.is_over() {
+        self.0.retain(|known| !known.is_over() && !fence.covers(&**known));
+        // Two threads may add theirs in another order than they issued them in.
+        if !fence.is_over() && !self.0.iter().any(|known| known.covers(&*fence)) {
             self.0.push(fence);
         }
     }
@@ -124,6 +132,32 @@ pub(super) mod tests {
             assert_eq!(called.load(Ordering::Relaxed), 1);
         }
         Fences::default().on_over(Box::new(|| ()));
+    }
+
+    /// One of a queue's, by its place in it.
+    struct InQueue(u32);
+
+    impl Fence for InQueue {
+        fn is_over(&self) -> bool {
+            false
+        }
+
+        fn on_over(&self, _: Box<dyn FnOnce() + Send>) {}
+
+        fn covers(&self, earlier: &dyn Fence) -> bool {
+            (earlier as &dyn Any).downcast_ref::<Self>().is_some_and(|earlier| earlier.0 < self.0)
+        }
+    }
+
+    #[test]
+    fn of_a_queue_the_last_is_kept_in_whatever_order_they_are_added() {
+        let mut fences = Fences::default();
+        fences.add(Arc::new(ByHand::default()));
+        (0..100).for_each(|number| fences.add(Arc::new(InQueue(number))));
+        fences.add(Arc::new(InQueue(7)));
+        assert_eq!(fences.iter().count(), 2);
+        let last = fences.iter().find_map(|fence| (&**fence as &dyn Any).downcast_ref::<InQueue>());
+        assert_eq!(last.map(|last| last.0), Some(99));
     }
 
     #[test]

@@ -1,10 +1,15 @@
 //! What stands in for CUDA devices in programs built without the feature: there are none.
 
+use std::ffi::c_void;
+use std::marker::PhantomData;
 use std::sync::Arc;
 
-use mpmd_transport::memory::{DeviceAllocator, Fence, Fences, Pin};
+use mpmd_transport::memory::{DeviceAllocator, DevicePlace, Fence, Fences, Pin, Pool};
+use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
-use super::{CudaError, Then};
+use super::asked::{Product, RawArg};
+use super::{CudaError, Ended, Part, Then};
+use crate::cuda::{Grid, Source, Spare};
 
 /// A CUDA device. There is none in this build.
 pub(crate) enum Gpu {}
@@ -15,9 +20,24 @@ pub(crate) enum Line {}
 /// A line while work is issued to it. There is none in this build.
 pub(crate) enum Stream {}
 
+/// What a kernel needs on a device. There is none in this build.
+pub(crate) enum WarmUp {}
+
+/// A thread's turn to issue work to a line. There is none in this build.
+pub(crate) struct Turn<'a>(Never, PhantomData<&'a ()>);
+
+/// The end of what was issued in a turn. There is none in this build.
+pub(crate) struct Ending(Never);
+
+enum Never {}
+
 impl Gpu {
-    pub(crate) fn open(_: u32, _: u32) -> Result<Arc<Self>, CudaError> {
+    pub(crate) fn open(_: u32) -> Result<Arc<Self>, CudaError> {
         Err(CudaError::new("opening a CUDA device", "", "this program was built without the feature `cuda`"))
+    }
+
+    pub(crate) fn ordinal(&self) -> u32 {
+        match *self {}
     }
 
     pub(crate) fn allocator(self: &Arc<Self>) -> Arc<dyn DeviceAllocator> {
@@ -26,6 +46,10 @@ impl Gpu {
 
     pub(crate) fn pin(self: &Arc<Self>) -> Pin {
         match **self {}
+    }
+
+    pub(crate) fn keep_time(&self, _: Box<dyn Fn() -> u64 + Send + Sync>) -> Result<(), CudaError> {
+        match *self {}
     }
 
     pub(crate) fn compute(&self) -> &Line {
@@ -39,6 +63,63 @@ impl Gpu {
     pub(crate) fn outward(&self) -> &Line {
         match *self {}
     }
+
+    pub(crate) fn spare(&self) -> &Spare {
+        match *self {}
+    }
+
+    pub(crate) fn processors(&self) -> u32 {
+        match *self {}
+    }
+
+    pub(crate) fn warm_up(self: &Arc<Self>, _: &Pool, _: Vec<&'static Source>) -> WarmUp {
+        match **self {}
+    }
+
+    pub(crate) fn launch(
+        &self,
+        _: &Stream,
+        _: &'static Source,
+        _: &str,
+        _: Grid,
+        _: &[RawArg],
+    ) -> Result<(), CudaError> {
+        match *self {}
+    }
+
+    pub(crate) fn gemm(
+        &self,
+        _: &Stream,
+        _: &Pool,
+        _: &Product,
+        _: [DevicePlace; 3],
+    ) -> Result<(), CudaError> {
+        match *self {}
+    }
+}
+
+impl Stream {
+    pub(crate) fn handle(&self) -> *mut c_void {
+        match *self {}
+    }
+
+    pub(crate) fn fill(&self, _: DevicePlace, _: [u8; 4], _: usize) -> Result<(), CudaError> {
+        match *self {}
+    }
+
+    pub(crate) fn copy(&self, _: DevicePlace, _: DevicePlace) -> Result<(), CudaError> {
+        match *self {}
+    }
+
+    pub(crate) fn upload(&self, _: &[u8], _: u64) -> Result<(), CudaError> {
+        match *self {}
+    }
+}
+
+impl WarmUp {
+    pub(crate) fn wait(&self) -> Result<(), CudaError> {
+        match *self {}
+    }
 }
 
 impl Line {
@@ -49,5 +130,65 @@ impl Line {
         _: Then,
     ) -> Arc<dyn Fence> {
         match *self {}
+    }
+
+    pub(crate) fn copy_in(&self, _: &SharedBuffer, _: &mut OwnedBuffer, _: Part<'_>, _: Then) {
+        match *self {}
+    }
+
+    pub(crate) fn copy_out(
+        &self,
+        _: &SharedBuffer,
+        _: OwnedBuffer,
+        _: Part<'_>,
+        _: impl FnOnce(Result<OwnedBuffer, CudaError>) + Send + 'static,
+    ) {
+        match *self {}
+    }
+
+    pub(crate) fn zero(&self, _: &mut OwnedBuffer, _: Then) {
+        match *self {}
+    }
+}
+
+impl Line {
+    pub(crate) fn turn(&self) -> Turn<'_> {
+        match *self {}
+    }
+
+    pub(crate) fn has_issued_all(&self, _: &Fences) -> bool {
+        match *self {}
+    }
+}
+
+impl<'a> Turn<'a> {
+    pub(crate) fn come_after(&self, _: &Fences) -> Result<(), CudaError> {
+        match self.0 {}
+    }
+
+    pub(crate) fn begin(&mut self) -> Result<&'a Stream, CudaError> {
+        match self.0 {}
+    }
+
+    pub(crate) fn wait(&mut self) -> Result<(), CudaError> {
+        match self.0 {}
+    }
+
+    pub(crate) fn pause<R>(&mut self, _: impl FnOnce() -> R) -> R {
+        match self.0 {}
+    }
+
+    pub(crate) fn end(self, _: Result<(), CudaError>) -> Ending {
+        match self.0 {}
+    }
+}
+
+impl Ending {
+    pub(crate) fn fence(&self) -> Arc<dyn Fence> {
+        match self.0 {}
+    }
+
+    pub(crate) fn then(self, _: Box<dyn FnOnce(Ended) + Send>) {
+        match self.0 {}
     }
 }

@@ -23,6 +23,32 @@ impl CudaError {
         Self(Arc::new(Inner { doing: doing.into(), name: name.into(), text: text.into() }))
     }
 
+    /// The same with what a library has written of it besides, below.
+    #[cfg(feature = "cuda")]
+    pub(super) fn with_log(&self, log: &str) -> Self {
+        let Inner { doing, name, text } = &*self.0;
+        let text = if log.is_empty() { text.clone() } else { format!("{text}):\n{log}\n(end of log") };
+        Self::new(doing.clone(), name.clone(), text)
+    }
+
+    /// The same, with what it was all for in front.
+    #[cfg(feature = "cuda")]
+    pub(super) fn in_the_course_of(&self, what: String) -> Self {
+        let Inner { doing, name, text } = &*self.0;
+        Self::new(format!("{what}: {doing}"), name.clone(), text.clone())
+    }
+
+    /// Whether the driver does not know what to make of a module.
+    #[cfg(feature = "cuda")]
+    pub(super) fn is_unknown_image(&self) -> bool {
+        let unknown = [
+            "CUDA_ERROR_NO_BINARY_FOR_GPU",
+            "CUDA_ERROR_INVALID_IMAGE",
+            "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
+        ];
+        unknown.contains(&self.name())
+    }
+
     /// The library's own name of the error, such as `CUDA_ERROR_OUT_OF_MEMORY`; empty where the error is not a library's.
     pub fn name(&self) -> &str {
         &self.0.name

@@ -1,29 +1,42 @@
 //! A CUDA device that this process uses.
 
 use std::any::Any;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::{result, sys};
-use mpmd_transport::memory::{DeviceAllocator, Pin};
+use mpmd_transport::memory::{DeviceAllocator, Pin, Pool};
 
+use super::blas::Blas;
+use super::compile::Architecture;
 use super::error::CudaError;
 use super::line::Line;
 use super::memory::Allocator;
+use super::module::Modules;
+use crate::cuda::Spare;
 
 /// A CUDA device, its context in this process, and its lines.
 pub(crate) struct Gpu {
     context: Arc<Context>,
+    /// cuBLAS, from when it was first needed. Gone before the lines are.
+    blas: OnceLock<Result<Blas, CudaError>>,
+    /// Scratch of the compute line's work.
+    spare: Spare,
     compute: Line,
     inward: Line,
     outward: Line,
+    modules: Modules,
+    architecture: Architecture,
+    processors: u32,
 }
 
 /// The device's primary context, which all who use the device in this process share.
 pub(super) struct Context {
     raw: sys::CUcontext,
     device: sys::CUdevice,
-    /// The number by which memory says whose it is.
-    number: u32,
+    /// The driver's number of the device, by which its memory says whose it is: one for all who open it.
+    ordinal: u32,
+    /// Why it does nothing more.
+    broken: OnceLock<CudaError>,
 }
 
 // SAFETY: contexts, and what belongs to them, may be used by any thread that has made them its current one, which
@@ -33,18 +46,38 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Gpu {
-    /// Opens the device that the driver numbers `ordinal`; `number` is what its memory bears.
+    /// Opens the device that the driver numbers `ordinal`, which is what its memory bears.
     ///
     /// The driver must be known to be there: without one this panics.
     ///
     /// # Errors
     ///
     /// Where the driver has no such device, or cannot use it.
-    pub(crate) fn open(ordinal: u32, number: u32) -> Result<Arc<Self>, CudaError> {
-        let context = Arc::new(Context::open(ordinal, number)?);
-        let line = |what: &str| Line::start(&context, format!("cuda-{number}-{what}"));
+    pub(crate) fn open(ordinal: u32) -> Result<Arc<Self>, CudaError> {
+        let context = Arc::new(Context::open(ordinal)?);
+        let line = |what: &str| Line::start(&context, format!("cuda-{ordinal}-{what}"));
         let (compute, inward, outward) = (line("compute")?, line("in")?, line("out")?);
-        Ok(Arc::new(Self { context, compute, inward, outward }))
+        let figure = |attribute| context.figure(attribute);
+        let architecture = Architecture::new(
+            figure(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            figure(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        );
+        Ok(Arc::new(Self {
+            blas: OnceLock::new(),
+            spare: Spare::default(),
+            compute,
+            inward,
+            outward,
+            modules: Modules::new(context.clone(), architecture),
+            architecture,
+            processors: figure(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            context,
+        }))
+    }
+
+    /// The driver's number of the device: what its memory [says](mpmd_transport::memory::DevicePlace::device).
+    pub(crate) fn ordinal(&self) -> u32 {
+        self.context.ordinal
     }
 
     /// Where the segments of its memory come from.
@@ -63,6 +96,16 @@ impl Gpu {
         })
     }
 
+    /// From now on work of [`compute`](Self::compute) is told with its times, by `now`: nanoseconds from some beginning.
+    /// To be called before there is any.
+    ///
+    /// # Errors
+    ///
+    /// Where the device cannot be used.
+    pub(crate) fn keep_time(&self, now: Box<dyn Fn() -> u64 + Send + Sync>) -> Result<(), CudaError> {
+        self.compute.keep_time(now)
+    }
+
     /// Kernels run here, in the order of their operations.
     pub(crate) fn compute(&self) -> &Line {
         &self.compute
@@ -77,10 +120,36 @@ impl Gpu {
     pub(crate) fn outward(&self) -> &Line {
         &self.outward
     }
+
+    /// Scratch of the compute line's work, for work to come.
+    pub(crate) fn spare(&self) -> &Spare {
+        &self.spare
+    }
+
+    /// How many multiprocessors it has.
+    pub(crate) fn processors(&self) -> u32 {
+        self.processors
+    }
+
+    /// What was compiled for it.
+    pub(super) fn modules(&self) -> &Modules {
+        &self.modules
+    }
+
+    /// cuBLAS for the compute line, made now unless it was before; waits where another thread is about it.
+    pub(super) fn blas(&self, pool: &Pool) -> Result<&Blas, CudaError> {
+        let make = || Blas::new(&self.context, self.compute.stream(), self.architecture, pool);
+        self.blas.get_or_init(make).as_ref().map_err(CudaError::clone)
+    }
+
+    /// cuBLAS, where it was made.
+    pub(super) fn blas_if_ready(&self) -> Option<&Blas> {
+        self.blas.get()?.as_ref().ok()
+    }
 }
 
 impl Context {
-    fn open(ordinal: u32, number: u32) -> Result<Self, CudaError> {
+    fn open(ordinal: u32) -> Result<Self, CudaError> {
         let doing = || format!("opening CUDA device {ordinal}");
         result::init().map_err(|error| cuda(doing(), error))?;
         let device =
@@ -88,18 +157,38 @@ impl Context {
         let device = result::device::get(device).map_err(|error| cuda(doing(), error))?;
         // SAFETY: `device` is the driver's own; the context is released once, when this is dropped.
         let raw = unsafe { result::primary_ctx::retain(device) }.map_err(|error| cuda(doing(), error))?;
-        Ok(Self { raw, device, number })
+        Ok(Self { raw, device, ordinal, broken: OnceLock::new() })
     }
 
     /// Makes this the calling thread's current context.
+    ///
+    /// # Errors
+    ///
+    /// Where work on the device has failed: with that error, whoever asks.
     pub(super) fn bind(&self) -> Result<(), CudaError> {
+        if let Some(error) = self.broken.get() {
+            return Err(error.clone());
+        }
         // SAFETY: the context was retained and lives as long as this.
         unsafe { result::ctx::set_current(self.raw) }.map_err(|error| cuda("using a CUDA device", error))
     }
 
+    /// Work on the device has failed: from now on everything does, with the error that came first, which is returned.
+    pub(super) fn fails(&self, error: CudaError) -> CudaError {
+        self.broken.get_or_init(|| error).clone()
+    }
+
+    /// A figure of the device's.
+    fn figure(&self, attribute: sys::CUdevice_attribute) -> Result<u32, CudaError> {
+        // SAFETY: the device is the driver's own.
+        let figure = unsafe { result::device::get_attribute(self.device, attribute) };
+        let figure = figure.map_err(|error| cuda("asking what a CUDA device is", error))?;
+        Ok(u32::try_from(figure).unwrap_or(0))
+    }
+
     /// The number by which memory says whose it is.
-    pub(super) fn number(&self) -> u32 {
-        self.number
+    pub(super) fn ordinal(&self) -> u32 {
+        self.ordinal
     }
 }
 

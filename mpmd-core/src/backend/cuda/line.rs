@@ -2,26 +2,29 @@
 
 use std::any::Any;
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 
 use cudarc::driver::{result, sys};
 use mpmd_transport::memory::{Fence, Fences};
 use parking_lot::{Condvar, Mutex};
 
-use super::Then;
+use super::clock::Clock;
 use super::error::CudaError;
 use super::gpu::{Context, cuda};
+use super::turn::Turn;
+use super::{Ended, Then};
 
 /// Events that have been used and are kept for later ones; a line has about as many as a program runs ahead.
 const MOST_SPARE: usize = 1024;
 
 /// A queue of work on a device: a stream. Dropping it lets what was issued come to its end.
 pub(crate) struct Line {
-    stream: Arc<Stream>,
-    /// Held while work is issued, so that what belongs together stays together and ends are told in order.
-    issuing: Mutex<()>,
-    ends: Arc<Ends>,
+    pub(super) stream: Arc<Stream>,
+    /// Held while work is issued, so that what belongs together stays together and ends are told in order. How often
+    /// that was.
+    pub(super) issuing: Mutex<u64>,
+    pub(super) ends: Arc<Ends>,
 }
 
 /// A line while work is issued to it.
@@ -37,10 +40,12 @@ unsafe impl Sync for Stream {}
 
 /// What was issued and has not ended, in order.
 #[derive(Default)]
-struct Ends {
+pub(super) struct Ends {
     state: Mutex<State>,
     changed: Condvar,
     spare: Mutex<Vec<RawEvent>>,
+    /// Where somebody wants to know when work began and ended.
+    pub(super) clock: OnceLock<Clock>,
 }
 
 #[derive(Default)]
@@ -53,20 +58,34 @@ struct Entry {
     event: Arc<Event>,
     /// What went wrong while it was issued.
     issued: Result<(), CudaError>,
-    then: Then,
 }
 
 /// A point in the work of a line.
 pub(super) struct Event {
     /// `None` where it could not be made, or not be recorded: then the device does nothing more.
     raw: Option<RawEvent>,
+    /// Where the work before it began, if anybody wants to know.
+    begin: Option<RawEvent>,
+    /// The clock's time then, on the host.
+    pub(super) issued_at: u64,
+    /// Its place in the line.
+    number: u64,
     stream: Arc<Stream>,
     over: AtomicBool,
-    waiting: Mutex<Vec<Box<dyn FnOnce() + Send>>>,
-    ends: std::sync::Weak<Ends>,
+    told: Mutex<Told>,
+    ends: Weak<Ends>,
 }
 
-struct RawEvent(sys::CUevent);
+/// Who is told of an end.
+#[derive(Default)]
+struct Told {
+    waiting: Vec<Box<dyn FnOnce() + Send>>,
+    then: Option<Box<dyn FnOnce(Ended) + Send>>,
+    /// How it ended, where nobody has asked yet; kept only once all who waited have been told.
+    ended: Option<Ended>,
+}
+
+pub(super) struct RawEvent(pub(super) sys::CUevent);
 
 // SAFETY: events may be used by any thread that has bound their context; CUDA's calls are thread-safe.
 unsafe impl Send for RawEvent {}
@@ -87,7 +106,7 @@ impl Line {
             .name(name)
             .spawn(move || theirs.tell_all(&of))
             .map_err(|error| CudaError::new("starting the thread of a stream", "", error.to_string()))?;
-        Ok(Self { stream, issuing: Mutex::new(()), ends })
+        Ok(Self { stream, issuing: Mutex::new(0), ends })
     }
 
     /// Issues work that comes after `after` and after all that was issued here before. Never blocks on the device.
@@ -101,49 +120,42 @@ impl Line {
         work: impl FnOnce(&Stream) -> Result<(), CudaError>,
         then: Then,
     ) -> Arc<dyn Fence> {
-        let _issuing = self.issuing.lock();
-        let issued = self.stream.context.bind().and_then(|()| {
-            after.iter().try_for_each(|fences| {
-                fences.iter().try_for_each(|fence| self.stream.come_after(&**fence))
-            })?;
-            work(&self.stream)
-        });
-        let (raw, issued) = match self.record() {
-            Ok(raw) => (Some(raw), issued),
-            Err(error) => (None, issued.and(Err(error))),
-        };
-        let event = Arc::new(Event {
-            raw,
-            stream: self.stream.clone(),
-            over: AtomicBool::new(false),
-            waiting: Mutex::default(),
-            ends: Arc::downgrade(&self.ends),
-        });
-        self.ends.state.lock().entries.push_back(Entry { event: event.clone(), issued, then });
-        self.ends.changed.notify_one();
-        event
+        let mut turn = self.turn();
+        let issued = after.iter().try_for_each(|fences| turn.come_after(fences));
+        let issued = issued.and_then(|()| turn.begin()).and_then(work);
+        let ending = turn.end(issued);
+        let fence = ending.fence();
+        ending.then(Box::new(move |ended: Ended| then(ended.result)));
+        fence
     }
 
-    /// An event behind what was issued.
-    fn record(&self) -> Result<RawEvent, CudaError> {
-        let spare = self.ends.spare.lock().pop();
-        let event = match spare {
-            Some(event) => event,
-            None => {
-                // The thread that waits for it sleeps.
-                let flags = sys::CUevent_flags_enum::CU_EVENT_BLOCKING_SYNC as u32
-                    | sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
-                RawEvent(create_event(flags)?)
-            }
+    /// The stream, to be told to other libraries; work is issued to it by [`Line::submit`] and in turns.
+    pub(super) fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// The calling thread's turn to issue work here; waits for the turns of others.
+    pub(crate) fn turn(&self) -> Turn<'_> {
+        Turn::new(self, self.issuing.lock())
+    }
+
+    /// Whether `fences` are all of this line: then whoever hears of their ends hears of those of later work after that.
+    /// False where there are none.
+    pub(crate) fn has_issued_all(&self, fences: &Fences) -> bool {
+        let mine = |fence: &Arc<dyn Fence>| {
+            let event = (&**fence as &dyn Any).downcast_ref::<Event>();
+            event.is_some_and(|event| event.stream.raw == self.stream.raw)
         };
-        // SAFETY: event and stream are of the context that is bound, and alive.
-        match unsafe { result::event::record(event.0, self.stream.raw) } {
-            Ok(()) => Ok(event),
-            Err(error) => {
-                event.destroy();
-                Err(cuda("recording an event", error))
-            }
-        }
+        fences.iter().next().is_some() && fences.iter().all(mine)
+    }
+
+    /// From now on work on this line is told with the times at which it began and ended, by `now`: nanoseconds from
+    /// some beginning. To be called before there is any.
+    pub(super) fn keep_time(&self, now: Box<dyn Fn() -> u64 + Send + Sync>) -> Result<(), CudaError> {
+        let clock = Clock::new(self, now)?;
+        // A second clock would be none the wiser.
+        let _ = self.ends.clock.set(clock);
+        Ok(())
     }
 }
 
@@ -156,7 +168,7 @@ impl Drop for Line {
 
 impl Stream {
     /// Has what is issued from now on come after what `fence` is behind.
-    fn come_after(&self, fence: &dyn Fence) -> Result<(), CudaError> {
+    pub(super) fn come_after(&self, fence: &dyn Fence) -> Result<(), CudaError> {
         if fence.is_over() {
             return Ok(());
         }
@@ -183,14 +195,58 @@ impl Drop for Stream {
 }
 
 impl Ends {
+    /// What was issued ends with `event`; for who has the turn.
+    pub(super) fn push(&self, event: Arc<Event>, issued: Result<(), CudaError>) {
+        self.state.lock().entries.push_back(Entry { event, issued });
+        self.changed.notify_one();
+    }
+
+    /// An event that is recorded here and now.
+    pub(super) fn record(&self, stream: &Stream) -> Result<RawEvent, CudaError> {
+        let spare = self.spare.lock().pop();
+        let event = match spare {
+            Some(event) => event,
+            None => {
+                // The thread that waits for it sleeps.
+                let mut flags = sys::CUevent_flags_enum::CU_EVENT_BLOCKING_SYNC as u32;
+                if self.clock.get().is_none() {
+                    flags |= sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
+                }
+                create_event(flags)?
+            }
+        };
+        match event.record(stream) {
+            Ok(()) => Ok(event),
+            Err(error) => {
+                event.destroy();
+                Err(error)
+            }
+        }
+    }
+
+    /// Keeps an event for later, which nobody waits for any more.
+    pub(super) fn spare(&self, event: RawEvent) -> Option<RawEvent> {
+        let mut spare = self.spare.lock();
+        if spare.len() >= MOST_SPARE {
+            return Some(event);
+        }
+        spare.push(event);
+        None
+    }
+
     /// Waits for each end in turn and tells who wants to know, until the line is dropped and nothing is left.
     fn tell_all(&self, stream: &Stream) {
         // Errors show when events are waited for.
         let _ = stream.context.bind();
-        while let Some(Entry { event, issued, then }) = self.next() {
-            let ran = event.wait();
-            event.pass();
-            then(issued.and(ran));
+        while let Some(Entry { event, issued }) = self.next() {
+            // Nothing was recorded where the device does nothing more: that error is known.
+            let ran = event.raw.as_ref().map_or(Ok(()), RawEvent::wait);
+            let ran = ran.map_err(|error| stream.context.fails(error));
+            let times = match (self.clock.get(), &ran) {
+                (Some(clock), Ok(())) => clock.times(&event),
+                _ => None,
+            };
+            event.pass(Ended { result: issued.and(ran), times });
         }
     }
 
@@ -209,21 +265,50 @@ impl Ends {
 }
 
 impl Event {
-    /// Sleeps until the device has come here.
-    fn wait(&self) -> Result<(), CudaError> {
-        // Nothing was recorded where the device does nothing more: that error is known.
-        let Some(raw) = &self.raw else { return Ok(()) };
-        // SAFETY: the event is alive and its context bound by this thread.
-        unsafe { result::event::synchronize(raw.0) }.map_err(|error| cuda("work of a CUDA device", error))
+    pub(super) fn new(
+        line: &Line,
+        raw: Option<RawEvent>,
+        (begin, issued_at): (Option<RawEvent>, u64),
+        number: u64,
+    ) -> Self {
+        let (stream, ends) = (line.stream.clone(), Arc::downgrade(&line.ends));
+        let (over, told) = (AtomicBool::new(false), Mutex::default());
+        Self { raw, begin, issued_at, number, stream, over, told, ends }
     }
 
-    fn pass(&self) {
+    /// Nanoseconds on the device from this to the beginning and the end of the work before `other`.
+    pub(super) fn until(&self, other: &Self) -> Option<[f64; 2]> {
+        let from = self.raw.as_ref()?;
+        let (begin, end) = (other.begin.as_ref()?, other.raw.as_ref()?);
+        Some([from.until(begin).ok()?, from.until(end).ok()?])
+    }
+
+    fn pass(&self, ended: Ended) {
         let waiting = {
-            let mut waiting = self.waiting.lock();
+            let mut told = self.told.lock();
             self.over.store(true, Ordering::Release);
-            std::mem::take(&mut *waiting)
+            std::mem::take(&mut told.waiting)
         };
+        // Memory goes back before anybody hears that the work has ended: who waits for memory looks then.
         waiting.into_iter().for_each(|then| then());
+        let mut told = self.told.lock();
+        let Some(then) = told.then.take() else {
+            told.ended = Some(ended);
+            return;
+        };
+        drop(told);
+        then(ended);
+    }
+
+    /// Calls `then` with how the work before this ended: on the line's thread, or here where that has told everybody else.
+    pub(super) fn on_end(&self, then: Box<dyn FnOnce(Ended) + Send>) {
+        let mut told = self.told.lock();
+        let Some(ended) = told.ended.take() else {
+            told.then = Some(then);
+            return;
+        };
+        drop(told);
+        then(ended);
     }
 }
 
@@ -233,35 +318,59 @@ impl Fence for Event {
     }
 
     fn on_over(&self, then: Box<dyn FnOnce() + Send>) {
-        let mut waiting = self.waiting.lock();
+        let mut told = self.told.lock();
         if self.is_over() {
-            drop(waiting);
+            drop(told);
             return then();
         }
-        waiting.push(then);
+        told.waiting.push(then);
+    }
+
+    fn covers(&self, earlier: &dyn Fence) -> bool {
+        let earlier = (earlier as &dyn Any).downcast_ref::<Self>();
+        earlier.is_some_and(|earlier| earlier.stream.raw == self.stream.raw && earlier.number < self.number)
     }
 }
 
 impl Drop for Event {
     fn drop(&mut self) {
-        let Some(raw) = self.raw.take() else { return };
-        if self.over.load(Ordering::Acquire)
-            && let Some(ends) = self.ends.upgrade()
-        {
-            let mut spare = ends.spare.lock();
-            if spare.len() < MOST_SPARE {
-                spare.push(raw);
-                return;
+        let is_over = self.over.load(Ordering::Acquire);
+        for raw in [self.raw.take(), self.begin.take()].into_iter().flatten() {
+            let left = match self.ends.upgrade().filter(|_| is_over) {
+                Some(ends) => ends.spare(raw),
+                None => Some(raw),
+            };
+            if let Some(raw) = left
+                && self.stream.context.bind().is_ok()
+            {
+                raw.destroy();
             }
-        }
-        if self.stream.context.bind().is_ok() {
-            raw.destroy();
         }
     }
 }
 
 impl RawEvent {
-    fn destroy(self) {
+    /// Puts it behind what was issued to the stream.
+    pub(super) fn record(&self, stream: &Stream) -> Result<(), CudaError> {
+        // SAFETY: event and stream are of the context that is bound, and alive.
+        unsafe { result::event::record(self.0, stream.raw) }
+            .map_err(|error| cuda("recording an event", error))
+    }
+
+    /// Sleeps until the device has come here.
+    pub(super) fn wait(&self) -> Result<(), CudaError> {
+        // SAFETY: the event is alive and its context bound by this thread.
+        unsafe { result::event::synchronize(self.0) }.map_err(|error| cuda("work of a CUDA device", error))
+    }
+
+    /// Nanoseconds on the device from this to `other`.
+    fn until(&self, other: &Self) -> Result<f64, CudaError> {
+        // SAFETY: both are alive, of the context that is bound, and were made with their times.
+        let millis = unsafe { result::event::elapsed(self.0, other.0) };
+        millis.map(|millis| f64::from(millis) * 1e6).map_err(|error| cuda("reading a time", error))
+    }
+
+    pub(super) fn destroy(self) {
         // SAFETY: the event is alive and this was its owner; CUDA lets waits for it come to their end.
         if let Err(error) = unsafe { result::event::destroy(self.0) } {
             tracing::debug!(%error, "destroying an event");
@@ -269,11 +378,11 @@ impl RawEvent {
     }
 }
 
-fn create_event(flags: u32) -> Result<sys::CUevent, CudaError> {
+pub(super) fn create_event(flags: u32) -> Result<RawEvent, CudaError> {
     let mut event = std::ptr::null_mut();
     // SAFETY: `event` is a place for the result.
     unsafe { sys::cuEventCreate(&raw mut event, flags) }
         .result()
         .map_err(|error| cuda("making an event", error))?;
-    Ok(event)
+    Ok(RawEvent(event))
 }

@@ -50,7 +50,7 @@ impl DeviceMemory for Memory {
     }
 
     fn device(&self) -> u32 {
-        self.context.number()
+        self.context.ordinal()
     }
 }
 

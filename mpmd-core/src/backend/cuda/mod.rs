@@ -11,19 +11,41 @@
 
 #[cfg(not(feature = "cuda"))]
 mod absent;
+mod asked;
+#[cfg(feature = "cuda")]
+mod blas;
+#[cfg(feature = "cuda")]
+mod cache;
+#[cfg(feature = "cuda")]
+mod clock;
+#[cfg(feature = "cuda")]
+mod compile;
+#[cfg(feature = "cuda")]
+mod copy;
 pub(crate) mod driver;
 mod error;
 #[cfg(feature = "cuda")]
 mod gpu;
 #[cfg(feature = "cuda")]
+mod launch;
+#[cfg(feature = "cuda")]
 mod line;
 #[cfg(feature = "cuda")]
 mod memory;
 #[cfg(feature = "cuda")]
+mod module;
+#[cfg(feature = "cuda")]
 pub mod plain;
+#[cfg(feature = "cuda")]
+mod turn;
+#[cfg(feature = "cuda")]
+mod warm;
+
+use crate::region::Region;
 
 #[cfg(not(feature = "cuda"))]
-pub(crate) use absent::{Gpu, Line, Stream};
+pub(crate) use absent::{Ending, Gpu, Line, Stream, Turn, WarmUp};
+pub(crate) use asked::{Operand, Product, RawArg};
 pub use driver::{
     Attributes, Driver, Gpu as GpuInfo, NoCuda, OLDEST, Uuid, Version, cublas, found, nccl, nvrtc,
 };
@@ -32,6 +54,39 @@ pub use error::CudaError;
 pub(crate) use gpu::Gpu;
 #[cfg(feature = "cuda")]
 pub(crate) use line::{Line, Stream};
+#[cfg(feature = "cuda")]
+pub(crate) use turn::{Ending, Turn};
+#[cfg(feature = "cuda")]
+pub(crate) use warm::WarmUp;
+
+/// Which elements a copy moves, between which regions: as for [`copy_region`](crate::reshard::copy_region).
+#[derive(Clone, Copy)]
+pub(crate) struct Part<'a> {
+    /// What the bytes that are read are of.
+    pub(crate) from: &'a Region,
+    /// What the bytes that are written are of.
+    pub(crate) to: &'a Region,
+    /// The elements, within both.
+    pub(crate) piece: &'a Region,
+    pub(crate) item_bytes: usize,
+}
 
 /// Called with how work of a line ended, on the line's thread: it must be short.
 pub(crate) type Then = Box<dyn FnOnce(Result<(), CudaError>) + Send>;
+
+/// How work of a line ended.
+pub(crate) struct Ended {
+    /// What went wrong while it was issued or when it ran.
+    pub(crate) result: Result<(), CudaError>,
+    /// When it ran, where [somebody wants to know](Gpu::keep_time).
+    pub(crate) times: Option<Times>,
+}
+
+/// When work of a line ran, by the clock that it was given: in nanoseconds.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Times {
+    /// When the work before it on the line ended.
+    pub(crate) before: u64,
+    pub(crate) begin: u64,
+    pub(crate) end: u64,
+}

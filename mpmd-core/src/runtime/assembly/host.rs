@@ -1,4 +1,4 @@
-//! A shard that is put together from pieces.
+//! A shard in the host's memory that is put together from pieces.
 
 use std::collections::VecDeque;
 use std::mem::replace;
@@ -9,12 +9,12 @@ use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, ProcessId, SharedBuffer};
 use parking_lot::Mutex;
 
-use super::slot::Promise;
-use super::transfer::Transfer;
-use super::{OpGuard, Outcome, Runtime};
 use crate::aval::DType;
 use crate::region::Region;
 use crate::reshard::{add_region, contiguous_bytes, copy_region};
+use crate::runtime::slot::Promise;
+use crate::runtime::transfer::Transfer;
+use crate::runtime::{OpGuard, Outcome, Runtime};
 
 /// A shard of one device, incomplete until all its pieces are in their places.
 ///
@@ -25,7 +25,7 @@ use crate::reshard::{add_region, contiguous_bytes, copy_region};
 /// Where the source is partial sums the pieces of the first are copied and those of each other added in the
 /// order of the sums, whatever the order in which they come: so the same bits come out every time. Early
 /// ones wait.
-pub(crate) struct Assembly {
+pub(crate) struct HostAssembly {
     process: ProcessId,
     op: u64,
     region: Region,
@@ -73,10 +73,10 @@ struct Piece {
     guard: OpGuard,
 }
 
-impl Assembly {
+impl HostAssembly {
     /// A shard of `region` that so many pieces of each partial sum will fill.
     #[expect(clippy::too_many_arguments, reason = "one call site; the parts have no life of their own")]
-    pub(super) fn new(
+    pub(in crate::runtime) fn new(
         process: ProcessId,
         op: u64,
         region: Region,
@@ -92,13 +92,18 @@ impl Assembly {
         Arc::new(Self { process, op, region, dtype, in_parts, state: Mutex::new(state) })
     }
 
+    /// The operation that makes it.
+    pub(super) fn op(&self) -> u64 {
+        self.op
+    }
+
     /// Whether it still takes pieces.
-    pub(super) fn is_open(&self) -> bool {
+    pub(in crate::runtime) fn is_open(&self) -> bool {
         self.state.lock().open.is_some()
     }
 
     /// Ends the shard with what is the whole of it, or with a failure.
-    pub(super) fn end(&self, outcome: Outcome) {
+    pub(in crate::runtime) fn end(&self, outcome: Outcome) {
         let (open, waiting) = {
             let mut state = self.state.lock();
             (state.open.take(), std::mem::take(&mut state.waiting))
@@ -113,7 +118,7 @@ impl Assembly {
 
     /// Memory for the whole shard, for a piece that is all of it. `None` where it is not, or the shard has
     /// ended.
-    pub(super) fn take_whole(&self, piece: &Region) -> Option<OwnedBuffer> {
+    pub(in crate::runtime) fn take_whole(&self, piece: &Region) -> Option<OwnedBuffer> {
         if !self.is_whole(piece) {
             return None;
         }
@@ -128,12 +133,12 @@ impl Assembly {
     }
 
     /// Whether a piece is all that an open shard waits for.
-    pub(super) fn is_whole(&self, piece: &Region) -> bool {
+    pub(in crate::runtime) fn is_whole(&self, piece: &Region) -> bool {
         *piece == self.region && self.state.lock().open.as_ref().is_some_and(|open| open.missing == [1])
     }
 
     /// Has a piece copied to its place: on a mover, because whoever has it has other things to do.
-    pub(super) fn place(
+    pub(in crate::runtime) fn place(
         self: &Arc<Self>,
         runtime: &Runtime,
         transfer: &Arc<Transfer>,
@@ -154,7 +159,12 @@ impl Assembly {
     }
 
     /// As [`place`](Self::place), before this returns.
-    pub(super) fn place_now(&self, transfer: &Arc<Transfer>, bytes: SharedBuffer, guard: &OpGuard) {
+    pub(in crate::runtime) fn place_now(
+        &self,
+        transfer: &Arc<Transfer>,
+        bytes: SharedBuffer,
+        guard: &OpGuard,
+    ) {
         if self.in_parts {
             self.copy_part(transfer, &bytes);
         } else if self.queue(transfer, bytes, guard) {
@@ -164,7 +174,7 @@ impl Assembly {
 
     /// The part that a piece is, to be written by the caller, who then gives it [back](Self::give_back).
     /// `None` where pieces are no parts, or the shard has ended.
-    pub(super) fn take_part(&self, piece: &Region) -> Option<OwnedBuffer> {
+    pub(in crate::runtime) fn take_part(&self, piece: &Region) -> Option<OwnedBuffer> {
         let run = contiguous_bytes(&self.region, piece, self.dtype.size()).filter(|_| self.in_parts)?;
         let mut state = self.state.lock();
         let open = state.open.as_mut()?;
@@ -183,7 +193,7 @@ impl Assembly {
     }
 
     /// A part has its piece.
-    pub(super) fn give_back(&self, part: OwnedBuffer) {
+    pub(in crate::runtime) fn give_back(&self, part: OwnedBuffer) {
         drop(part);
         let mut state = self.state.lock();
         let Some(open) = state.open.as_mut() else { return };

@@ -1,0 +1,60 @@
+//! What devices are asked for, in figures: the same in programs with and without the feature `cuda`.
+
+use mpmd_transport::memory::DevicePlace;
+
+use crate::cuda::Types;
+
+/// An argument of a function, as the driver takes it.
+#[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "for devices, and there are none"))]
+pub(crate) struct RawArg {
+    /// Its bytes, from the first on.
+    pub(super) bytes: [u8; 8],
+    /// How many of them there are.
+    pub(super) size: usize,
+    /// Where it is an address: what it is the address of, and whether the function may write that.
+    pub(super) uses: Option<(DevicePlace, bool)>,
+}
+
+impl RawArg {
+    /// No argument, for the room.
+    pub(crate) const NONE: Self = Self { bytes: [0; 8], size: 0, uses: None };
+
+    /// A number of `size` bytes.
+    pub(crate) fn number(bytes: [u8; 8], size: usize) -> Self {
+        Self { bytes, size, uses: None }
+    }
+
+    /// The address of values.
+    pub(crate) fn memory(place: DevicePlace, writes: bool) -> Self {
+        Self { bytes: place.address.to_ne_bytes(), size: 8, uses: Some((place, writes)) }
+    }
+}
+
+/// A product of matrices in columns, as cuBLAS takes it, or a batch of such: `result[m, n]` of `first[m, k]` and
+/// `second[k, n]`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "for devices, and there are none"))]
+pub(crate) struct Product {
+    pub(crate) m: i32,
+    pub(crate) n: i32,
+    pub(crate) k: i32,
+    pub(crate) first: Operand,
+    pub(crate) second: Operand,
+    pub(crate) result: Operand,
+    pub(crate) batch: i32,
+    pub(crate) alpha: f64,
+    pub(crate) beta: f64,
+    pub(crate) types: Types,
+}
+
+/// A matrix of a product.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "for devices, and there are none"))]
+pub(crate) struct Operand {
+    pub(crate) transposed: bool,
+    /// Elements from the beginning of a column to that of the next.
+    pub(crate) leading: i32,
+    /// Elements from one matrix of a batch to the next.
+    pub(crate) stride: i64,
+}

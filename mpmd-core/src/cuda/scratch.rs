@@ -1,0 +1,219 @@
+//! Memory that a call's work uses beside its arrays.
+
+use std::sync::Arc;
+
+use mpmd_transport::OwnedBuffer;
+use mpmd_transport::memory::{DevicePlace, Fence, OutOfMemory, Pool};
+use parking_lot::Mutex;
+
+use super::Part;
+use crate::aval::DType;
+
+/// Memory of the device for values that live no longer than a call. What it holds at first means nothing.
+///
+/// Dropping it lets later work of the same call have the memory; it need not be kept for work that was issued.
+#[derive(Debug)]
+pub struct Scratch<'a> {
+    /// Always there until it is dropped.
+    buffer: Option<OwnedBuffer>,
+    place: DevicePlace,
+    dtype: DType,
+    elements: usize,
+    memory: &'a CallMemory,
+}
+
+impl<'a> Scratch<'a> {
+    /// The values from element `elements` on. Whoever has a part of scratch may write it.
+    pub fn at(&self, elements: usize) -> Part<'_> {
+        Part::scratch(self.place, self.dtype, self.elements).at(elements)
+    }
+
+    /// How many elements it has.
+    pub fn elements(&self) -> usize {
+        self.elements
+    }
+
+    /// What they are.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+}
+
+impl Drop for Scratch<'_> {
+    fn drop(&mut self) {
+        if let Some(buffer) = self.buffer.take() {
+            self.memory.state.lock().free.push(buffer);
+        }
+    }
+}
+
+/// The memory of one call on a CUDA device. Made before its work is issued, [ended](Self::end) with the fence behind it.
+#[derive(Debug)]
+pub(crate) struct CallMemory {
+    /// Of the device.
+    device: Pool,
+    /// Of the host, with pages that stay in their place.
+    host: Pool,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Blocks of the device's that no [`Scratch`] holds.
+    free: Vec<OwnedBuffer>,
+    /// What work reads or writes until it is over.
+    held: Vec<OwnedBuffer>,
+    /// Where host values were copied to: their address and length, and the copy.
+    copies: Vec<(usize, usize, DevicePlace)>,
+    /// Bytes of the device's that the call has had at a time.
+    bytes: usize,
+}
+
+impl CallMemory {
+    /// For a call on the device with this pool; `host` is where copies to it start.
+    pub(crate) fn new(device: &Pool, host: &Pool) -> Self {
+        Self { device: device.clone(), host: host.clone(), state: Mutex::default() }
+    }
+
+    /// All work of the call was issued, and is over at `fence`. `spare` are the blocks of the device that the call's work
+    /// was issued to, which is one line.
+    pub(crate) fn end(self, spare: &Spare, fence: &Arc<dyn Fence>) {
+        let State { free, mut held, bytes, .. } = self.state.into_inner();
+        held.iter_mut().for_each(|buffer| buffer.add_fence(fence.clone()));
+        if !free.is_empty() {
+            spare.keep(free, bytes, fence);
+        }
+    }
+
+    pub(super) fn scratch(
+        &self,
+        spare: &Spare,
+        dtype: DType,
+        elements: usize,
+    ) -> Result<Scratch<'_>, OutOfMemory> {
+        // So that every scratch has an address.
+        let buffer = self.block(spare, (elements.saturating_mul(dtype.size())).max(1))?;
+        let place = place(&buffer);
+        Ok(Scratch { buffer: Some(buffer), place, dtype, elements, memory: self })
+    }
+
+    /// Where the copy of these host values is, and whether this is the first that asks: then the caller copies them,
+    /// from the buffer.
+    pub(super) fn copy_of(
+        &self,
+        spare: &Spare,
+        bytes: &[u8],
+    ) -> Result<(DevicePlace, Option<OwnedBuffer>), OutOfMemory> {
+        let (address, len) = (bytes.as_ptr().addr(), bytes.len());
+        let known = self.state.lock().copies.iter().find(|copy| (copy.0, copy.1) == (address, len)).copied();
+        if let Some((.., place)) = known {
+            return Ok((place, None));
+        }
+        let mut staged = self.stage(len)?;
+        staged.copy_from_slice(bytes);
+        let block = self.block(spare, len.max(1))?;
+        let place = DevicePlace { bytes: len, ..place(&block) };
+        let mut state = self.state.lock();
+        state.copies.push((address, len, place));
+        // Not free before the call ends: it may be asked for again.
+        state.held.push(block);
+        Ok((place, Some(staged)))
+    }
+
+    /// Memory of the host's for values on their way to the device; to be [held](Self::hold).
+    pub(super) fn stage(&self, bytes: usize) -> Result<OwnedBuffer, OutOfMemory> {
+        self.host.allocate(bytes)
+    }
+
+    /// Where the device's memory comes from.
+    pub(super) fn device_pool(&self) -> &Pool {
+        &self.device
+    }
+
+    /// Keeps memory until the work is over.
+    pub(super) fn hold(&self, buffer: OwnedBuffer) {
+        self.state.lock().held.push(buffer);
+    }
+
+    /// A block of the device's that nothing but work of its compute line uses, if anything does.
+    fn block(&self, spare: &Spare, bytes: usize) -> Result<OwnedBuffer, OutOfMemory> {
+        // Whole classes, so that blocks fit again.
+        let bytes = usize::try_from(Pool::rounded(bytes)).unwrap_or(usize::MAX);
+        let mut state = self.state.lock();
+        let known = take(&mut state.free, bytes);
+        if let Some(buffer) = known {
+            return Ok(buffer);
+        }
+        state.bytes += bytes;
+        drop(state);
+        if let Some(buffer) = spare.take(bytes) {
+            return Ok(buffer);
+        }
+        self.device.allocate(bytes).or_else(|_| {
+            spare.clear();
+            self.device.allocate(bytes)
+        })
+    }
+}
+
+/// Where a block of a device's is.
+fn place(buffer: &OwnedBuffer) -> DevicePlace {
+    // Pools of CUDA devices give memory of these devices.
+    buffer.device().unwrap_or(DevicePlace { device: 0, address: 0, bytes: 0 })
+}
+
+/// Takes a block of so many bytes out of a list: the one that came last.
+fn take(blocks: &mut Vec<OwnedBuffer>, bytes: usize) -> Option<OwnedBuffer> {
+    let index = blocks.iter().rposition(|block| place(block).bytes == bytes)?;
+    Some(blocks.remove(index))
+}
+
+/// Scratch of calls that were issued, for calls to come: the work of one line runs in order, so these need not wait
+/// until it is over. They count as used memory of the device's.
+#[derive(Debug, Default)]
+pub(crate) struct Spare(Mutex<Kept>);
+
+#[derive(Debug, Default)]
+struct Kept {
+    /// In the order in which they were last used.
+    blocks: Vec<OwnedBuffer>,
+    bytes: usize,
+    /// Of the call that has used most.
+    most: usize,
+}
+
+impl Spare {
+    fn keep(&self, blocks: Vec<OwnedBuffer>, used: usize, fence: &Arc<dyn Fence>) {
+        let mut kept = self.0.lock();
+        kept.most = kept.most.max(used);
+        for mut block in blocks {
+            // The latest of the line's is behind all earlier ones.
+            block.clear_fences();
+            block.add_fence(fence.clone());
+            kept.bytes += place(&block).bytes;
+            kept.blocks.push(block);
+        }
+        // What sizes of calls bring that do not come again goes.
+        let most = kept.most.saturating_mul(2);
+        let mut drop_first = 0;
+        while kept.bytes > most && drop_first < kept.blocks.len() {
+            kept.bytes -= place(&kept.blocks[drop_first]).bytes;
+            drop_first += 1;
+        }
+        kept.blocks.drain(..drop_first);
+    }
+
+    fn take(&self, bytes: usize) -> Option<OwnedBuffer> {
+        let mut kept = self.0.lock();
+        let block = take(&mut kept.blocks, bytes)?;
+        kept.bytes -= place(&block).bytes;
+        Some(block)
+    }
+
+    /// Gives all back to their pool, which has them once the work that was issued with them is over.
+    pub(crate) fn clear(&self) {
+        let mut kept = self.0.lock();
+        kept.bytes = 0;
+        kept.blocks.clear();
+    }
+}
