@@ -1,1 +1,25 @@
 //! A CUDA driver in software, for tests: not a GPU, and no timing of it means anything.
+
+mod alloc;
+mod compile;
+mod copy;
+mod counters;
+mod device;
+mod entry;
+mod error;
+mod event;
+mod faults;
+mod handles;
+mod host;
+mod launch;
+mod memory;
+mod module;
+mod nvrtc;
+mod races;
+mod settings;
+mod source;
+mod stream;
+
+mod harness;
+
+pub use harness::{environment, install, library, real, run_again};

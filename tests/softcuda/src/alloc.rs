@@ -1,0 +1,170 @@
+//! Functions on device memory: to get it, to give it back, and to ask about it.
+
+use std::sync::atomic::Ordering;
+
+use crate::device::{current, initialized};
+use crate::entry::{In, Out, api};
+use crate::error::{Code, Result};
+use crate::handles::Handle;
+use crate::host::pinned;
+use crate::memory::{Origin, space};
+use crate::races::Use;
+use crate::stream::{Work, own_stream};
+
+api! {
+    /// New memory of the current context's device, which other processes may be given.
+    fn cuMemAlloc_v2(address: Out<u64>, bytes: usize) {
+        let context = current()?;
+        context.check()?;
+        address.required()?;
+        crate::faults::alloc()?;
+        address.set(space().allocate(context.device, bytes as u64, Origin::Alloc)?.address)
+    }
+}
+
+api! {
+    /// Frees memory at once: unlike a GPU's driver this one does not wait for work that still uses it.
+    fn cuMemFree_v2(address: u64) {
+        current()?.check()?;
+        if address == 0 {
+            return Ok(());
+        }
+        let found = space().begins(address).ok_or(Code::INVALID_VALUE)?;
+        if found.origin == Origin::Import || found.leaving.load(Ordering::Relaxed) {
+            return Err(Code::INVALID_VALUE);
+        }
+        space().free(address).map(drop)
+    }
+}
+
+api! {
+    /// New memory in the order of a stream, which no other process may be given.
+    fn cuMemAllocAsync(address: Out<u64>, bytes: usize, stream: Handle) {
+        let stream = own_stream(stream)?;
+        address.required()?;
+        crate::faults::alloc()?;
+        let made = space().allocate(stream.context.device, bytes as u64, Origin::Pool)?;
+        stream.issue(
+            Work::new("an allocation", || Ok(())),
+            &[Use { address: made.address, bytes: made.bytes, write: true }],
+        );
+        address.set(made.address)
+    }
+}
+
+api! {
+    /// Frees memory in the order of a stream.
+    fn cuMemFreeAsync(address: u64, stream: Handle) {
+        let stream = own_stream(stream)?;
+        if address == 0 {
+            return Ok(());
+        }
+        let found = space().begins(address).ok_or(Code::INVALID_VALUE)?;
+        if found.origin == Origin::Import || found.leaving.swap(true, Ordering::Relaxed) {
+            return Err(Code::INVALID_VALUE);
+        }
+        let uses = [Use { address, bytes: found.bytes, write: true }];
+        stream.issue(Work::always("a release of memory", move || drop(space().free(address))), &uses);
+        Ok(())
+    }
+}
+
+api! {
+    /// Free and all bytes of the current context's device.
+    fn cuMemGetInfo_v2(free: Out<usize>, total: Out<usize>) {
+        let context = current()?;
+        context.check()?;
+        let (left, all) = space().free_and_total(context.device);
+        free.set(left as usize)?;
+        total.set(all as usize)
+    }
+}
+
+api! {
+    /// Where the allocation that an address lies in begins, and how long it is.
+    fn cuMemGetAddressRange_v2(base: Out<u64>, size: Out<usize>, address: u64) {
+        current()?.check()?;
+        let found = space().find(address).ok_or(Code::NOT_FOUND)?;
+        base.set_if_wanted(found.address);
+        size.set_if_wanted(found.bytes as usize);
+        Ok(())
+    }
+}
+
+/// Writes what is asked about an address, as wide as CUDA has it.
+///
+/// # Errors
+///
+/// `CUDA_ERROR_INVALID_VALUE` for an address that is neither a device's nor pinned, and for what is not known here.
+fn pointer_attribute(data: u64, attribute: u32, address: u64) -> Result {
+    let out32 = |value: u32| out(data).set(value);
+    let out64 = |value: u64| out(data).set(value);
+    if let Some(found) = space().find(address) {
+        return match attribute {
+            1 => out64(crate::device::primary(found.device)?.handle),
+            2 => out32(2),
+            3 => out64(address),
+            6 | 8 => out32(0),
+            7 => out64(found.number),
+            9 => out32(found.device),
+            10 => out32(u32::from(found.origin == Origin::Alloc)),
+            11 => out64(found.address),
+            12 => out64(found.bytes),
+            13 => out32(1),
+            _ => Err(Code::INVALID_VALUE),
+        };
+    }
+    let found = pinned(address, 1).ok_or(Code::INVALID_VALUE)?;
+    match attribute {
+        2 => out32(1),
+        3 | 4 => out64(address),
+        8 | 10 => out32(0),
+        11 => out64(found.address),
+        12 => out64(found.bytes),
+        13 => out32(1),
+        _ => Err(Code::INVALID_VALUE),
+    }
+}
+
+/// A place for a value whose type another argument decides.
+fn out<T>(address: u64) -> Out<T> {
+    Out::untyped(address)
+}
+
+api! {
+    /// What is known about an address.
+    fn cuPointerGetAttribute(data: u64, attribute: u32, address: u64) {
+        initialized()?;
+        pointer_attribute(data, attribute, address)
+    }
+}
+
+api! {
+    /// Several things that are known about an address; what is not known is written as zero, with no error.
+    fn cuPointerGetAttributes(count: u32, attributes: In<u32>, data: In<u64>, address: u64) {
+        initialized()?;
+        for at in 0..count as usize {
+            let (attribute, data) = (attributes.at(at)?, data.at(at)?);
+            if pointer_attribute(data, attribute, address).is_err() {
+                match attribute {
+                    1 | 3 | 4 | 7 | 11 | 12 => out(data).set(0_u64)?,
+                    9 => out(data).set(-2_i32)?,
+                    _ => out(data).set(0_u32)?,
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+api! {
+    /// Takes what would make copies of an address synchronous, which changes nothing here.
+    fn cuPointerSetAttribute(value: In<u32>, attribute: u32, address: u64) {
+        initialized()?;
+        value.get()?;
+        if attribute != 6 || space().find(address).is_none() {
+            return Err(Code::INVALID_VALUE);
+        }
+        Ok(())
+    }
+}

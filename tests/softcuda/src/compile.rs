@@ -1,0 +1,156 @@
+//! From a kernel's source to a shared library for the CPU, by the C++ compiler of the machine.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, LazyLock};
+
+use parking_lot::Mutex;
+
+use crate::settings::settings;
+use crate::source::prepare;
+
+const BEFORE: &str = include_str!("shim/before.h");
+const AFTER: &str = include_str!("shim/after.h");
+/// Headers of CUDA that kernels may include.
+const HEADERS: [(&str, &str); 2] =
+    [("cuda_fp16.h", include_str!("shim/cuda_fp16.h")), ("cuda_bf16.h", include_str!("shim/cuda_bf16.h"))];
+
+/// What the compiled form of a program begins with, in place of PTX's own first line.
+const MARK: &str = "// softcuda module, compiled for the CPU\n";
+
+/// What is compiled.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub(crate) struct Program {
+    pub(crate) source: String,
+    /// What it is called in messages.
+    pub(crate) name: String,
+    /// Headers by the name under which they are included.
+    pub(crate) headers: Vec<(String, String)>,
+    /// Options for the preprocessor.
+    pub(crate) options: Vec<String>,
+    /// Kernels that are instances of templates, as C++ names them.
+    pub(crate) expressions: Vec<String>,
+}
+
+/// Compiles a program, or finds it among those compiled before. The result is a text.
+///
+/// # Errors
+///
+/// The compiler's messages.
+pub(crate) fn compile(program: &Program) -> Result<Arc<Vec<u8>>, String> {
+    static DONE: LazyLock<Mutex<HashMap<Program, Arc<Vec<u8>>>>> = LazyLock::new(Mutex::default);
+    if let Some(done) = DONE.lock().get(program) {
+        return Ok(done.clone());
+    }
+    let library = build(program)?;
+    let mut image = Vec::with_capacity(library.len() * 2 + 64);
+    image.extend_from_slice(MARK.as_bytes());
+    image.extend_from_slice(format!("{:016x}\n", version()).as_bytes());
+    for byte in library {
+        image.extend_from_slice(format!("{byte:02x}").as_bytes());
+    }
+    let image = Arc::new(image);
+    DONE.lock().insert(program.clone(), image.clone());
+    Ok(image)
+}
+
+/// Why an image is not one that this driver can load.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Refused {
+    /// Something else, such as real PTX.
+    Foreign,
+    /// Ours, of another version of this driver.
+    OtherVersion,
+    /// Ours once, but damaged.
+    Damaged,
+}
+
+/// The shared library that an image carries.
+pub(crate) fn library(image: &[u8]) -> Result<Vec<u8>, Refused> {
+    let rest = image.strip_prefix(MARK.as_bytes()).ok_or(Refused::Foreign)?;
+    let (version_text, rest) = rest.split_at_checked(17).ok_or(Refused::Damaged)?;
+    if version_text != format!("{:016x}\n", version()).as_bytes() {
+        return Err(Refused::OtherVersion);
+    }
+    let digit = |byte: u8| (byte as char).to_digit(16).map(|digit| digit as u8);
+    let pairs = rest.chunks(2).map(|pair| match pair {
+        [high, low] => Some(digit(*high)? << 4 | digit(*low)?),
+        _ => None,
+    });
+    pairs.collect::<Option<Vec<u8>>>().filter(|bytes| bytes.starts_with(b"\x7fELF")).ok_or(Refused::Damaged)
+}
+
+/// How many bytes an image has that ends with a zero, if it is one of ours.
+pub(crate) fn is_image(first: &[u8]) -> bool {
+    first.starts_with(MARK.as_bytes())
+}
+
+/// Length of what [`is_image`] looks at.
+pub(crate) const MARK_LENGTH: usize = MARK.len();
+
+/// A number for the text around kernels: images of another are refused.
+fn version() -> u64 {
+    let bytes = BEFORE.bytes().chain(AFTER.bytes());
+    bytes.fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3))
+}
+
+fn build(program: &Program) -> Result<Vec<u8>, String> {
+    let folder = tempfile::Builder::new().prefix("softcuda").tempdir();
+    let folder = folder.map_err(|error| format!("no temporary folder: {error}"))?;
+    let path = folder.path();
+    let ours = HEADERS.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned()));
+    for (name, text) in ours.chain(program.headers.iter().cloned()) {
+        write(&path.join(name), &text)?;
+    }
+    write(&path.join("kernel.cu"), &program.source)?;
+
+    // As NVRTC, without the host's headers: a kernel that includes one does not compile there either.
+    let preprocessed = run(Command::new(&settings().compiler)
+        .current_dir(path)
+        .args(["-std=c++17", "-x", "c++", "-E", "-nostdinc", "-nostdinc++", "-I."])
+        .args(["-D__CUDACC__", "-D__CUDACC_RTC__", "-D__NVCC__"])
+        .args(&program.options)
+        .arg("kernel.cu"))
+    .map_err(|log| log.replace("kernel.cu", &program.name))?;
+    let prepared = prepare(&preprocessed)?;
+
+    let mut text = String::from(BEFORE);
+    text.push_str("#line 1 \"kernel.cu\"\n");
+    text.push_str(&prepared.text);
+    text.push_str("\n#line 1 \"softcuda\"\n");
+    text.push_str(AFTER);
+    text.push_str("extern \"C\" const __sc_kernel __sc_kernels[] = {\n");
+    for name in prepared.kernels.iter().chain(&program.expressions) {
+        let plain = name.trim().trim_start_matches('&');
+        text.push_str(&format!("    __SC_KERNEL({name:?}, &{plain}),\n"));
+    }
+    text.push_str("    {nullptr, nullptr, nullptr, 0, nullptr, nullptr},\n};\n");
+    write(&path.join("module.cc"), &text)?;
+
+    run(Command::new(&settings().compiler)
+        .current_dir(path)
+        .args(["-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-nostdinc++", "-fno-exceptions", "-fno-rtti"])
+        // A fused multiply-add here and none there would make results differ between machines.
+        .args(["-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-fno-stack-protector"])
+        .args(["-Wl,-Bsymbolic", "-s", "-o", "module.so", "module.cc"]))
+    .map_err(|log| log.replace("kernel.cu", &program.name))?;
+    std::fs::read(path.join("module.so")).map_err(|error| format!("the compiler made nothing: {error}"))
+}
+
+fn write(path: &Path, text: &str) -> Result<(), String> {
+    std::fs::write(path, text).map_err(|error| format!("{}: {error}", path.display()))
+}
+
+/// Runs the compiler; what it prints, or its messages.
+fn run(command: &mut Command) -> Result<String, String> {
+    let compiler = &settings().compiler;
+    let output = command.stdin(Stdio::null()).output().map_err(|error| {
+        format!("softcuda compiles kernels with {compiler:?} (SOFTCUDA_CXX), which fails: {error}")
+    })?;
+    if output.status.success() {
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    } else {
+        Err(String::from_utf8_lossy(&output.stderr).into_owned())
+    }
+}

@@ -1,0 +1,496 @@
+//! Copies between host and devices, and within them; and filling with a value.
+
+use std::sync::Arc;
+
+use crate::counters::{self, Moved};
+use crate::entry::{In, api};
+use crate::error::{Code, Result};
+use crate::handles::Handle;
+use crate::host::{HostBlock, pinned};
+use crate::memory::space;
+use crate::races::{self, Use};
+use crate::stream::{Stream, Work, own_stream};
+
+/// Where rows of bytes lie.
+#[derive(Clone, Copy)]
+struct Place {
+    address: u64,
+    /// From one row to the next, and from one slice to the next.
+    pitch: u64,
+    slice: u64,
+}
+
+impl Place {
+    fn flat(address: u64) -> Place {
+        Place { address, pitch: 0, slice: 0 }
+    }
+}
+
+/// How much is copied: bytes of a row, rows of a slice, slices.
+#[derive(Clone, Copy)]
+struct Extent {
+    width: u64,
+    height: u64,
+    depth: u64,
+}
+
+impl Extent {
+    fn flat(bytes: usize) -> Extent {
+        Extent { width: bytes as u64, height: 1, depth: 1 }
+    }
+
+    fn bytes(&self) -> u64 {
+        self.width * self.height * self.depth
+    }
+
+    /// Bytes from the first to the last that is touched.
+    fn reach(&self, place: &Place) -> u64 {
+        (self.depth - 1) * place.slice + (self.height - 1) * place.pitch + self.width
+    }
+
+    /// First bytes of the rows, counted from the start of each place.
+    fn rows(self, from: Place, to: Place) -> impl Iterator<Item = (u64, u64)> {
+        (0..self.depth).flat_map(move |z| {
+            (0..self.height).map(move |y| (z * from.slice + y * from.pitch, z * to.slice + y * to.pitch))
+        })
+    }
+}
+
+/// What a side of a copy is, found out when it is issued.
+enum Side {
+    Device,
+    Pinned(Arc<HostBlock>),
+    Pageable,
+}
+
+impl Side {
+    fn of(place: &Place, extent: &Extent) -> Side {
+        if space().covers(place.address) {
+            return Side::Device;
+        }
+        pinned(place.address, extent.reach(place)).map_or(Side::Pageable, Side::Pinned)
+    }
+}
+
+/// What a caller asks of a side.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Asked {
+    Host,
+    Device,
+    Any,
+}
+
+/// Whether a call is over when the copy is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum When {
+    Synchronous,
+    Asynchronous,
+}
+
+/// Issues a copy, and waits as long as CUDA says that the call takes.
+fn copy(
+    stream: &Arc<Stream>,
+    to: (Place, Asked),
+    from: (Place, Asked),
+    extent: Extent,
+    when: When,
+) -> Result {
+    let ((to, to_asked), (from, from_asked)) = (to, from);
+    if extent.bytes() == 0 {
+        return Ok(());
+    }
+    if to.address == 0 || from.address == 0 {
+        return Err(Code::INVALID_VALUE);
+    }
+    for (place, asked) in [(&to, to_asked), (&from, from_asked)] {
+        let on_device = space().covers(place.address);
+        // Pinned memory may be named where a device address is asked for, as addresses are unified.
+        let fits = match asked {
+            Asked::Any => true,
+            Asked::Host => !on_device,
+            Asked::Device => on_device || pinned(place.address, extent.reach(place)).is_some(),
+        };
+        if !fits {
+            return Err(Code::INVALID_VALUE);
+        }
+    }
+    let (target, source) = (Side::of(&to, &extent), Side::of(&from, &extent));
+    let kind = match (&source, &target) {
+        (Side::Device, Side::Device) => Moved::DeviceToDevice,
+        (Side::Pinned(_), Side::Device) => Moved::PinnedToDevice,
+        (Side::Pageable, Side::Device) => Moved::PageableToDevice,
+        (Side::Device, Side::Pinned(_)) => Moved::DeviceToPinned,
+        (Side::Device, Side::Pageable) => Moved::DeviceToPageable,
+        _ => Moved::HostToHost,
+    };
+    counters::moved(kind, extent.bytes() as usize);
+    let uses = [use_of(&from, &extent, &source, false), use_of(&to, &extent, &target, true)];
+    let uses: Vec<Use> = uses.into_iter().flatten().collect();
+
+    // The host's bytes are read before the call is over, unless they are pinned.
+    let staged = match (&source, &target) {
+        (Side::Pageable, Side::Device) => Some(stage(&from, &extent)),
+        _ => None,
+    };
+    let keep = [source, target];
+    let number = stream.issue(
+        Work::new("a copy", move || {
+            crate::faults::copy()?;
+            let _keep = &keep;
+            match staged {
+                Some(bytes) => {
+                    let packed = Place {
+                        address: bytes.as_ptr() as u64,
+                        pitch: extent.width,
+                        slice: extent.width * extent.height,
+                    };
+                    move_rows(&to, &packed, extent)
+                }
+                None => move_rows(&to, &from, extent),
+            }
+        }),
+        &uses,
+    );
+    let waits = match kind {
+        // Within devices the host waits for nothing, even where the call is named the synchronous one.
+        Moved::DeviceToDevice => false,
+        Moved::DeviceToPageable | Moved::HostToHost => true,
+        Moved::PinnedToDevice | Moved::PageableToDevice | Moved::DeviceToPinned => when == When::Synchronous,
+    };
+    if waits {
+        stream.wait_for(number);
+        races::host_saw(stream);
+        stream.context.check()?;
+    }
+    Ok(())
+}
+
+fn use_of(place: &Place, extent: &Extent, side: &Side, write: bool) -> Option<Use> {
+    matches!(side, Side::Device).then(|| Use { address: place.address, bytes: extent.reach(place), write })
+}
+
+/// The bytes of pageable host memory, row after row.
+fn stage(from: &Place, extent: &Extent) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(extent.bytes() as usize);
+    for (at, _) in extent.rows(*from, Place::flat(0)) {
+        let row = (from.address + at) as *const u8;
+        // SAFETY: the caller of the copy promised host memory of this extent, for as long as the call takes.
+        bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(row, extent.width as usize) });
+    }
+    bytes
+}
+
+/// Moves the bytes, in a stream's thread.
+///
+/// # Errors
+///
+/// `CUDA_ERROR_ILLEGAL_ADDRESS` where a device's bytes are not of one live allocation.
+fn move_rows(to: &Place, from: &Place, extent: Extent) -> Result {
+    // The spans keep what they are of mapped while the bytes move.
+    let span = |place: &Place| {
+        space().covers(place.address).then(|| space().span(place.address, extent.reach(place))).transpose()
+    };
+    let (target, source) = (span(to)?, span(from)?);
+    let target = target.as_ref().map_or(to.address as *mut u8, |span| span.pointer());
+    let source = source.as_ref().map_or(from.address as *mut u8, |span| span.pointer());
+    for (read, write) in extent.rows(*from, *to) {
+        // SAFETY: device bytes are mapped, as the spans say; for host bytes whoever issued the copy promised that
+        // they are there until it is done. They may overlap, which `copy` allows.
+        unsafe {
+            source.add(read as usize).copy_to(target.add(write as usize), extent.width as usize);
+        }
+    }
+    Ok(())
+}
+
+fn flat(to: (u64, Asked), from: (u64, Asked), bytes: usize, stream: Option<Handle>) -> Result {
+    let when = if stream.is_some() { When::Asynchronous } else { When::Synchronous };
+    let stream = own_stream(stream.unwrap_or(0))?;
+    copy(&stream, (Place::flat(to.0), to.1), (Place::flat(from.0), from.1), Extent::flat(bytes), when)
+}
+
+api! {
+    /// Host to device.
+    fn cuMemcpyHtoD_v2(to: u64, from: u64, bytes: usize) {
+        flat((to, Asked::Device), (from, Asked::Host), bytes, None)
+    }
+}
+
+api! {
+    /// Device to host.
+    fn cuMemcpyDtoH_v2(to: u64, from: u64, bytes: usize) {
+        flat((to, Asked::Host), (from, Asked::Device), bytes, None)
+    }
+}
+
+api! {
+    /// Within a device or between two.
+    fn cuMemcpyDtoD_v2(to: u64, from: u64, bytes: usize) {
+        flat((to, Asked::Device), (from, Asked::Device), bytes, None)
+    }
+}
+
+api! {
+    /// Between any two places.
+    fn cuMemcpy(to: u64, from: u64, bytes: usize) {
+        flat((to, Asked::Any), (from, Asked::Any), bytes, None)
+    }
+}
+
+api! {
+    /// Host to device, in a stream.
+    fn cuMemcpyHtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: Handle) {
+        flat((to, Asked::Device), (from, Asked::Host), bytes, Some(stream))
+    }
+}
+
+api! {
+    /// Device to host, in a stream.
+    fn cuMemcpyDtoHAsync_v2(to: u64, from: u64, bytes: usize, stream: Handle) {
+        flat((to, Asked::Host), (from, Asked::Device), bytes, Some(stream))
+    }
+}
+
+api! {
+    /// Within a device or between two, in a stream.
+    fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: Handle) {
+        flat((to, Asked::Device), (from, Asked::Device), bytes, Some(stream))
+    }
+}
+
+api! {
+    /// Between any two places, in a stream.
+    fn cuMemcpyAsync(to: u64, from: u64, bytes: usize, stream: Handle) {
+        flat((to, Asked::Any), (from, Asked::Any), bytes, Some(stream))
+    }
+}
+
+api! {
+    /// From one context's device to another's.
+    fn cuMemcpyPeer(to: u64, to_context: Handle, from: u64, from_context: Handle, bytes: usize) {
+        of_context(to, to_context)?;
+        of_context(from, from_context)?;
+        flat((to, Asked::Device), (from, Asked::Device), bytes, None)
+    }
+}
+
+api! {
+    /// From one context's device to another's, in a stream.
+    fn cuMemcpyPeerAsync(
+        to: u64,
+        to_context: Handle,
+        from: u64,
+        from_context: Handle,
+        bytes: usize,
+        stream: Handle,
+    ) {
+        of_context(to, to_context)?;
+        of_context(from, from_context)?;
+        flat((to, Asked::Device), (from, Asked::Device), bytes, Some(stream))
+    }
+}
+
+/// Asks that memory, if it is live, is of a context's device.
+fn of_context(address: u64, context: Handle) -> Result {
+    let device = crate::device::context(context).map_err(|_| Code::INVALID_CONTEXT)?.device;
+    match space().find(address) {
+        Some(found) if found.device != device => Err(Code::INVALID_VALUE),
+        _ => Ok(()),
+    }
+}
+
+/// One side of `CUDA_MEMCPY2D`, as C lays it out.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Side2D {
+    x: usize,
+    y: usize,
+    memory_type: u32,
+    host: u64,
+    device: u64,
+    array: u64,
+    pitch: usize,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Copy2D {
+    from: Side2D,
+    to: Side2D,
+    width: usize,
+    height: usize,
+}
+
+/// One side of `CUDA_MEMCPY3D`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Side3D {
+    x: usize,
+    y: usize,
+    z: usize,
+    lod: usize,
+    memory_type: u32,
+    host: u64,
+    device: u64,
+    array: u64,
+    reserved: u64,
+    pitch: usize,
+    height: usize,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Copy3D {
+    from: Side3D,
+    to: Side3D,
+    width: usize,
+    height: usize,
+    depth: usize,
+}
+
+/// The base address that a kind of memory names, and what it has to be. Arrays are not here.
+fn base(memory_type: u32, host: u64, device: u64) -> Result<(u64, Asked)> {
+    match memory_type {
+        1 => Ok((host, Asked::Host)),
+        2 => Ok((device, Asked::Device)),
+        4 => Ok((device, Asked::Any)),
+        _ => Err(Code::INVALID_VALUE),
+    }
+}
+
+impl Side2D {
+    fn place(&self, copy: &Copy2D) -> Result<(Place, Asked)> {
+        let (base, asked) = base(self.memory_type, self.host, self.device)?;
+        // A single row needs no pitch.
+        if self.x + copy.width > self.pitch && (self.pitch != 0 || copy.height > 1) {
+            return Err(Code::INVALID_VALUE);
+        }
+        let address = base + (self.y * self.pitch + self.x) as u64;
+        Ok((Place { address, pitch: self.pitch as u64, slice: 0 }, asked))
+    }
+}
+
+impl Side3D {
+    fn place(&self, copy: &Copy3D) -> Result<(Place, Asked)> {
+        let (base, asked) = base(self.memory_type, self.host, self.device)?;
+        let pitch_short =
+            self.x + copy.width > self.pitch && (self.pitch != 0 || copy.height * copy.depth > 1);
+        let height_short = self.y + copy.height > self.height && (self.height != 0 || copy.depth > 1);
+        if pitch_short || height_short || self.lod != 0 {
+            return Err(Code::INVALID_VALUE);
+        }
+        let slice = self.pitch * self.height;
+        let address = base + (self.z * slice + self.y * self.pitch + self.x) as u64;
+        Ok((Place { address, pitch: self.pitch as u64, slice: slice as u64 }, asked))
+    }
+}
+
+fn copy_2d(what: &In<Copy2D>, stream: Handle, when: When) -> Result {
+    let what = what.get()?;
+    let extent = Extent { width: what.width as u64, height: what.height as u64, depth: 1 };
+    copy(&own_stream(stream)?, what.to.place(&what)?, what.from.place(&what)?, extent, when)
+}
+
+fn copy_3d(what: &In<Copy3D>, stream: Handle, when: When) -> Result {
+    let what = what.get()?;
+    let extent = Extent { width: what.width as u64, height: what.height as u64, depth: what.depth as u64 };
+    copy(&own_stream(stream)?, what.to.place(&what)?, what.from.place(&what)?, extent, when)
+}
+
+api! {
+    /// Rows with a pitch.
+    fn cuMemcpy2D_v2(what: In<Copy2D>) {
+        copy_2d(&what, 0, When::Synchronous)
+    }
+}
+
+api! {
+    /// Rows with a pitch, in a stream.
+    fn cuMemcpy2DAsync_v2(what: In<Copy2D>, stream: Handle) {
+        copy_2d(&what, stream, When::Asynchronous)
+    }
+}
+
+api! {
+    /// Slices of rows.
+    fn cuMemcpy3D_v2(what: In<Copy3D>) {
+        copy_3d(&what, 0, When::Synchronous)
+    }
+}
+
+api! {
+    /// Slices of rows, in a stream.
+    fn cuMemcpy3DAsync_v2(what: In<Copy3D>, stream: Handle) {
+        copy_3d(&what, stream, When::Asynchronous)
+    }
+}
+
+/// Issues a fill with a pattern of one, two or four bytes. The host does not wait for it.
+fn fill(to: u64, pattern: &[u8], count: usize, stream: Handle) -> Result {
+    let stream = own_stream(stream)?;
+    let pattern = pattern.to_vec();
+    let bytes = (count as u64).checked_mul(pattern.len() as u64).ok_or(Code::INVALID_VALUE)?;
+    if bytes == 0 {
+        return Ok(());
+    }
+    if !space().covers(to) || to % pattern.len() as u64 != 0 {
+        return Err(Code::INVALID_VALUE);
+    }
+    let uses = [Use { address: to, bytes, write: true }];
+    stream.issue(
+        Work::new("a fill", move || {
+            crate::faults::copy()?;
+            let span = space().span(to, bytes)?;
+            // SAFETY: the span says that these bytes are mapped while it is held.
+            let target = unsafe { std::slice::from_raw_parts_mut(span.pointer(), bytes as usize) };
+            for part in target.chunks_exact_mut(pattern.len()) {
+                part.copy_from_slice(&pattern);
+            }
+            Ok(())
+        }),
+        &uses,
+    );
+    Ok(())
+}
+
+api! {
+    /// Fills bytes.
+    fn cuMemsetD8_v2(to: u64, value: u8, count: usize) {
+        fill(to, &[value], count, 0)
+    }
+}
+
+api! {
+    /// Fills pairs of bytes.
+    fn cuMemsetD16_v2(to: u64, value: u16, count: usize) {
+        fill(to, &value.to_ne_bytes(), count, 0)
+    }
+}
+
+api! {
+    /// Fills words of four bytes.
+    fn cuMemsetD32_v2(to: u64, value: u32, count: usize) {
+        fill(to, &value.to_ne_bytes(), count, 0)
+    }
+}
+
+api! {
+    /// Fills bytes, in a stream.
+    fn cuMemsetD8Async(to: u64, value: u8, count: usize, stream: Handle) {
+        fill(to, &[value], count, stream)
+    }
+}
+
+api! {
+    /// Fills pairs of bytes, in a stream.
+    fn cuMemsetD16Async(to: u64, value: u16, count: usize, stream: Handle) {
+        fill(to, &value.to_ne_bytes(), count, stream)
+    }
+}
+
+api! {
+    /// Fills words of four bytes, in a stream.
+    fn cuMemsetD32Async(to: u64, value: u32, count: usize, stream: Handle) {
+        fill(to, &value.to_ne_bytes(), count, stream)
+    }
+}

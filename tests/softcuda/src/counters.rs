@@ -1,0 +1,84 @@
+//! Counts of calls by name and of bytes by kind of copy, for tests that ask what was done and how often.
+
+use std::collections::HashMap;
+use std::ffi::{CStr, c_char};
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+
+static CALLS: LazyLock<Mutex<HashMap<&'static str, u64>>> = LazyLock::new(Mutex::default);
+static BYTES: [AtomicU64; 6] = [const { AtomicU64::new(0) }; 6];
+
+/// What a copy goes from and to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Moved {
+    /// Host memory that is pinned, to a device.
+    PinnedToDevice,
+    /// Other host memory, to a device.
+    PageableToDevice,
+    /// A device to pinned host memory.
+    DeviceToPinned,
+    /// A device to other host memory.
+    DeviceToPageable,
+    /// Within a device, or from one to another.
+    DeviceToDevice,
+    /// Host memory to host memory.
+    HostToHost,
+}
+
+impl Moved {
+    const NAMES: [&'static str; 6] = [
+        "pinned_to_device",
+        "pageable_to_device",
+        "device_to_pinned",
+        "device_to_pageable",
+        "device_to_device",
+        "host_to_host",
+    ];
+}
+
+/// Counts a call of an exported function.
+pub(crate) fn called(name: &'static str) {
+    *CALLS.lock().entry(name).or_default() += 1;
+}
+
+/// Counts the bytes of a copy that was issued.
+pub(crate) fn moved(kind: Moved, bytes: usize) {
+    BYTES[kind as usize].fetch_add(bytes as u64, Ordering::Relaxed);
+}
+
+/// How often a function of the driver was called, by its C name.
+///
+/// # Safety
+///
+/// `name` is a text that a zero ends.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn softcuda_calls(name: *const c_char) -> u64 {
+    // SAFETY: see above.
+    let name = unsafe { CStr::from_ptr(name) }.to_str().unwrap_or_default();
+    CALLS.lock().get(name).copied().unwrap_or(0)
+}
+
+/// How many bytes copies of a kind were issued for; the kinds are named as in the crate's documentation. A name
+/// that is none gives the largest number there is, so that a test with a slip of the pen fails.
+///
+/// # Safety
+///
+/// `kind` is a text that a zero ends.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn softcuda_bytes(kind: *const c_char) -> u64 {
+    // SAFETY: see above.
+    let kind = unsafe { CStr::from_ptr(kind) }.to_str().unwrap_or_default();
+    let at = Moved::NAMES.iter().position(|name| *name == kind);
+    at.map_or(u64::MAX, |at| BYTES[at].load(Ordering::Relaxed))
+}
+
+/// Sets all counts to zero.
+#[unsafe(no_mangle)]
+extern "C" fn softcuda_reset_counters() {
+    CALLS.lock().clear();
+    for bytes in &BYTES {
+        bytes.store(0, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,510 @@
+//! Devices and their contexts, and which one a thread has.
+
+use std::cell::{Cell, RefCell};
+use std::ffi::c_char;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+
+use parking_lot::Mutex;
+
+use crate::entry::{Out, api};
+use crate::error::{Code, Result};
+use crate::handles::{Handle, Handles};
+use crate::memory::space;
+use crate::settings::settings;
+use crate::stream::Stream;
+
+/// CUDA 12.8, as its number goes.
+const VERSION: i32 = 12080;
+const NAME: &str = "softcuda (a driver in software, for tests)";
+
+/// The process that called `cuInit`; CUDA does not work in a child that was forked after.
+static INITIALIZED: AtomicU32 = AtomicU32::new(0);
+/// The primary context of each device, and how often it is retained.
+static PRIMARY: Mutex<Vec<(Option<Arc<Context>>, u32)>> = Mutex::new(Vec::new());
+static CONTEXTS: Handles<Context> = Handles::new(1);
+
+thread_local! {
+    static CURRENT: RefCell<Vec<Handle>> = const { RefCell::new(Vec::new()) };
+    static IN_HOST_FUNCTION: Cell<bool> = const { Cell::new(false) };
+}
+
+/// The primary context of a device.
+pub(crate) struct Context {
+    pub(crate) device: u32,
+    pub(crate) handle: Handle,
+    flags: AtomicU32,
+    /// The error that no call on this context gets past, or 0.
+    failed: AtomicU32,
+    ended: AtomicBool,
+    /// Held while work is issued whose order to other streams the default stream decides.
+    pub(crate) order: Mutex<()>,
+    streams: Mutex<Vec<Weak<Stream>>>,
+    null: OnceLock<Arc<Stream>>,
+    peers: Mutex<Vec<u32>>,
+    pub(crate) stack_limit: AtomicU64,
+}
+
+impl Context {
+    /// The error that work of this context ended with, if it did: it is told by every later call.
+    pub(crate) fn check(&self) -> Result {
+        match self.failed.load(Ordering::Acquire) {
+            0 => Ok(()),
+            code => Err(Code(code)),
+        }
+    }
+
+    /// Notes that work failed, and says so. The first error stays.
+    pub(crate) fn fail(&self, code: Code, what: &str) {
+        if self.failed.compare_exchange(0, code.0, Ordering::AcqRel, Ordering::Acquire).is_ok() {
+            eprintln!("softcuda: device {}: {what} failed with error {}", self.device, code.0);
+        }
+    }
+
+    /// All streams that are not destroyed, the default stream among them.
+    pub(crate) fn streams(&self) -> Vec<Arc<Stream>> {
+        let mut streams = self.streams.lock();
+        streams.retain(|stream| stream.strong_count() > 0);
+        streams.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Counts a stream among this context's.
+    pub(crate) fn add(&self, stream: &Arc<Stream>) {
+        self.streams.lock().push(Arc::downgrade(stream));
+    }
+
+    /// The default stream.
+    pub(crate) fn null(self: &Arc<Self>) -> Arc<Stream> {
+        self.null.get_or_init(|| Stream::start(self.clone(), 0, 0, 0)).clone()
+    }
+
+    /// The default stream, if anybody has used it.
+    pub(crate) fn null_if_used(&self) -> Option<Arc<Stream>> {
+        self.null.get().cloned()
+    }
+
+    /// Waits for all work that was issued.
+    pub(crate) fn synchronize(&self) -> Result {
+        for stream in self.streams() {
+            stream.synchronize();
+        }
+        self.check()
+    }
+
+    fn end(&self) {
+        for stream in self.streams() {
+            stream.synchronize();
+        }
+        self.ended.store(true, Ordering::Release);
+        crate::stream::end_all(self);
+        crate::event::end_all(self);
+        crate::module::end_all(self);
+        space().free_all(self.device);
+        let _ = CONTEXTS.remove(self.handle);
+    }
+}
+
+/// Asks that `cuInit` was called, here and not before a fork, and not within a host function.
+pub(crate) fn initialized() -> Result {
+    if IN_HOST_FUNCTION.get() {
+        eprintln!("softcuda: CUDA was called from a host function");
+        return Err(Code(800));
+    }
+    if INITIALIZED.load(Ordering::Acquire) == std::process::id() {
+        Ok(())
+    } else {
+        Err(Code::NOT_INITIALIZED)
+    }
+}
+
+/// Runs a program's host function; calls of CUDA in it are refused.
+pub(crate) fn as_host_function(run: impl FnOnce()) {
+    IN_HOST_FUNCTION.set(true);
+    run();
+    IN_HOST_FUNCTION.set(false);
+}
+
+/// The context of the calling thread.
+///
+/// # Errors
+///
+/// `CUDA_ERROR_INVALID_CONTEXT` where it has none. What the context failed with is not asked here: see
+/// [`Context::check`].
+pub(crate) fn current() -> Result<Arc<Context>> {
+    initialized()?;
+    let handle = CURRENT.with_borrow(|stack| stack.last().copied()).ok_or(Code::INVALID_CONTEXT)?;
+    context(handle)
+}
+
+/// The context of a handle.
+pub(crate) fn context(handle: Handle) -> Result<Arc<Context>> {
+    CONTEXTS.get(handle).map_err(|_| Code::CONTEXT_IS_DESTROYED)
+}
+
+/// The primary context of a device, if it has one.
+pub(crate) fn primary(device: u32) -> Result<Arc<Context>> {
+    PRIMARY.lock()[device as usize].0.clone().ok_or(Code::INVALID_CONTEXT)
+}
+
+fn device(ordinal: i32) -> Result<u32> {
+    initialized()?;
+    u32::try_from(ordinal).ok().filter(|at| *at < settings().devices).ok_or(Code::INVALID_DEVICE)
+}
+
+/// What names a device in every process of one user, and no other's.
+pub(crate) fn uuid(device: u32) -> [u8; 16] {
+    let mut uuid = *b"softcuda\0\0\0\0\0\0\0\0";
+    // SAFETY: a call without arguments that cannot fail.
+    let user = unsafe { libc::getuid() };
+    uuid[8..12].copy_from_slice(&user.to_be_bytes());
+    uuid[12..].copy_from_slice(&device.to_be_bytes());
+    uuid
+}
+
+/// A device attribute, by CUDA's number; those not told apart here are 0.
+fn attribute(device: u32, attribute: u32) -> i32 {
+    match attribute {
+        1 | 2 | 3 => 1024,                // threads of a block; x, y
+        4 => 64,                          // z
+        5 => i32::MAX,                    // grid x
+        6 | 7 => 65535,                   // grid y, z
+        8 => 48 << 10,                    // shared memory of a block
+        9 => 64 << 10,                    // constant memory
+        10 => 32,                         // warp
+        11 => i32::MAX,                   // pitch
+        12 | 82 => 65536,                 // registers
+        13 | 36 => 1_000_000,             // clocks, kHz
+        14 => 512,                        // texture alignment
+        15 | 19 | 31 | 32 | 41 | 78 => 1, // overlap, host mapping, kernels at once, ECC, one address space, priorities
+        16 => 4,                          // multiprocessors
+        33 => device as i32 + 1,          // PCI bus
+        37 => 1024,                       // memory bus, bits
+        38 => 4 << 20,                    // L2
+        39 => 2048,                       // threads of a multiprocessor
+        40 => 2,                          // copy engines
+        75 => 8,                          // compute capability 8.0
+        81 => 228 << 10,                  // shared memory of a multiprocessor
+        97 => 227 << 10,                  // shared memory of a block that asks for it
+        91 | 99 | 115 => 1,               // registered memory at its own address, registering, pools
+        106 => 32,                        // blocks of a multiprocessor
+        111 => 1 << 10,                   // reserved shared memory
+        _ => 0,
+    }
+}
+
+api! {
+    /// Starts the driver.
+    fn cuInit(flags: u32) {
+        if flags != 0 {
+            return Err(Code::INVALID_VALUE);
+        }
+        if settings().devices == 0 {
+            return Err(Code::NO_DEVICE);
+        }
+        let earlier = INITIALIZED.compare_exchange(0, std::process::id(), Ordering::AcqRel, Ordering::Acquire);
+        if earlier.is_ok() {
+            PRIMARY.lock().resize(settings().devices as usize, (None, 0));
+        }
+        initialized()
+    }
+}
+
+api! {
+    /// The version of CUDA, 1000 a major and 10 a minor one.
+    fn cuDriverGetVersion(version: Out<i32>) {
+        version.set(VERSION)
+    }
+}
+
+api! {
+    /// How many devices there are.
+    fn cuDeviceGetCount(count: Out<i32>) {
+        initialized()?;
+        count.set(settings().devices as i32)
+    }
+}
+
+api! {
+    /// The handle of a device: its number.
+    fn cuDeviceGet(handle: Out<i32>, ordinal: i32) {
+        handle.set(device(ordinal)? as i32)
+    }
+}
+
+api! {
+    /// A device's name, cut to the room there is.
+    fn cuDeviceGetName(name: Out<c_char>, room: i32, dev: i32) {
+        device(dev)?;
+        let room = usize::try_from(room).ok().filter(|room| *room > 0).ok_or(Code::INVALID_VALUE)?;
+        let text = NAME.bytes().take(room - 1).chain([0]);
+        name.set_all(text.map(|byte| byte as c_char))
+    }
+}
+
+api! {
+    /// What names a device in every process.
+    fn cuDeviceGetUuid(id: Out<[u8; 16]>, dev: i32) {
+        id.set(uuid(device(dev)?))
+    }
+}
+
+api! {
+    /// What names a device in every process.
+    fn cuDeviceGetUuid_v2(id: Out<[u8; 16]>, dev: i32) {
+        id.set(uuid(device(dev)?))
+    }
+}
+
+api! {
+    /// Where a device is plugged in, invented.
+    fn cuDeviceGetPCIBusId(text: Out<c_char>, room: i32, dev: i32) {
+        let device = device(dev)?;
+        let room = usize::try_from(room).ok().filter(|room| *room >= 13).ok_or(Code::INVALID_VALUE)?;
+        let id = format!("0000:{:02X}:00.0", device + 1);
+        text.set_all(id.bytes().take(room - 1).chain([0]).map(|byte| byte as c_char))
+    }
+}
+
+api! {
+    /// An attribute of a device.
+    fn cuDeviceGetAttribute(value: Out<i32>, number: u32, dev: i32) {
+        if number == 0 {
+            return Err(Code::INVALID_VALUE);
+        }
+        value.set(attribute(device(dev)?, number))
+    }
+}
+
+api! {
+    /// All bytes of a device.
+    fn cuDeviceTotalMem_v2(bytes: Out<usize>, dev: i32) {
+        device(dev)?;
+        bytes.set(settings().memory as usize)
+    }
+}
+
+api! {
+    /// Whether one device may reach another's memory: any but itself.
+    fn cuDeviceCanAccessPeer(can: Out<i32>, dev: i32, peer: i32) {
+        can.set(i32::from(device(dev)? != device(peer)?))
+    }
+}
+
+api! {
+    /// The primary context of a device, made where there is none.
+    fn cuDevicePrimaryCtxRetain(ctx: Out<Handle>, dev: i32) {
+        let device = device(dev)?;
+        ctx.required()?;
+        let mut primary = PRIMARY.lock();
+        let (context, retained) = &mut primary[device as usize];
+        let context = context.get_or_insert_with(|| {
+            CONTEXTS.insert(|handle| Context {
+                device,
+                handle,
+                flags: AtomicU32::new(0),
+                failed: AtomicU32::new(0),
+                ended: AtomicBool::new(false),
+                order: Mutex::new(()),
+                streams: Mutex::default(),
+                null: OnceLock::new(),
+                peers: Mutex::default(),
+                stack_limit: AtomicU64::new(1024),
+            })
+        });
+        *retained += 1;
+        ctx.set(context.handle)
+    }
+}
+
+fn release(device: u32, all: bool) -> Result {
+    let ended = {
+        let mut primary = PRIMARY.lock();
+        let (context, retained) = &mut primary[device as usize];
+        if *retained == 0 {
+            return Err(Code::INVALID_CONTEXT);
+        }
+        *retained = if all { 0 } else { *retained - 1 };
+        if *retained == 0 { context.take() } else { None }
+    };
+    if let Some(context) = ended {
+        context.end();
+    }
+    Ok(())
+}
+
+api! {
+    /// Lets go of a primary context; the last to do so ends it, with all that it holds.
+    fn cuDevicePrimaryCtxRelease_v2(dev: i32) {
+        release(device(dev)?, false)
+    }
+}
+
+api! {
+    /// Ends a primary context, whoever retains it.
+    fn cuDevicePrimaryCtxReset_v2(dev: i32) {
+        match release(device(dev)?, true) {
+            // Nothing there to reset is no error.
+            Err(Code::INVALID_CONTEXT) => Ok(()),
+            other => other,
+        }
+    }
+}
+
+api! {
+    /// How a primary context's threads wait; all wait asleep here.
+    fn cuDevicePrimaryCtxSetFlags_v2(dev: i32, flags: u32) {
+        let device = device(dev)?;
+        if flags & !0x1F != 0 {
+            return Err(Code::INVALID_VALUE);
+        }
+        if let Some(context) = &PRIMARY.lock()[device as usize].0 {
+            context.flags.store(flags, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+}
+
+api! {
+    /// The flags of a primary context, and whether there is one.
+    fn cuDevicePrimaryCtxGetState(dev: i32, flags: Out<u32>, active: Out<i32>) {
+        let device = device(dev)?;
+        let primary = PRIMARY.lock();
+        let context = &primary[device as usize].0;
+        flags.set(context.as_ref().map_or(0, |context| context.flags.load(Ordering::Relaxed)))?;
+        active.set(i32::from(context.is_some()))
+    }
+}
+
+api! {
+    /// Sets the calling thread's context, or with none takes the topmost away.
+    fn cuCtxSetCurrent(ctx: Handle) {
+        initialized()?;
+        if ctx != 0 {
+            context(ctx)?;
+        }
+        CURRENT.with_borrow_mut(|stack| {
+            stack.pop();
+            if ctx != 0 {
+                stack.push(ctx);
+            }
+        });
+        Ok(())
+    }
+}
+
+api! {
+    /// The calling thread's context, or none.
+    fn cuCtxGetCurrent(ctx: Out<Handle>) {
+        initialized()?;
+        ctx.set(CURRENT.with_borrow(|stack| stack.last().copied().unwrap_or(0)))
+    }
+}
+
+api! {
+    /// Puts a context on top of the calling thread's.
+    fn cuCtxPushCurrent_v2(ctx: Handle) {
+        initialized()?;
+        context(ctx)?;
+        CURRENT.with_borrow_mut(|stack| stack.push(ctx));
+        Ok(())
+    }
+}
+
+api! {
+    /// Takes the topmost context away.
+    fn cuCtxPopCurrent_v2(ctx: Out<Handle>) {
+        initialized()?;
+        let popped = CURRENT.with_borrow_mut(Vec::pop).ok_or(Code::INVALID_CONTEXT)?;
+        ctx.set_if_wanted(popped);
+        Ok(())
+    }
+}
+
+api! {
+    /// The device of the calling thread's context.
+    fn cuCtxGetDevice(dev: Out<i32>) {
+        dev.set(current()?.device as i32)
+    }
+}
+
+api! {
+    /// Waits for all work of the calling thread's context.
+    fn cuCtxSynchronize() {
+        let context = current()?;
+        context.synchronize()?;
+        crate::races::host_saw_all(&context);
+        Ok(())
+    }
+}
+
+api! {
+    /// Sets how threads wait.
+    fn cuCtxSetFlags(flags: u32) {
+        current()?.flags.store(flags, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+api! {
+    /// How threads wait.
+    fn cuCtxGetFlags(flags: Out<u32>) {
+        flags.set(current()?.flags.load(Ordering::Relaxed))
+    }
+}
+
+api! {
+    /// Lets the current context's kernels reach another's memory.
+    fn cuCtxEnablePeerAccess(peer: Handle, flags: u32) {
+        let mine = current()?;
+        mine.check()?;
+        let peer = context(peer)?.device;
+        if flags != 0 {
+            return Err(Code::INVALID_VALUE);
+        }
+        if peer == mine.device {
+            return Err(Code::INVALID_CONTEXT);
+        }
+        let mut peers = mine.peers.lock();
+        if peers.contains(&peer) {
+            return Err(Code::PEER_ACCESS_ALREADY_ENABLED);
+        }
+        peers.push(peer);
+        Ok(())
+    }
+}
+
+api! {
+    /// A limit; only the stack's is kept.
+    fn cuCtxGetLimit(value: Out<usize>, limit: u32) {
+        let context = current()?;
+        match limit {
+            0 => value.set(context.stack_limit.load(Ordering::Relaxed) as usize),
+            1 => value.set(1 << 20),
+            2 => value.set(8 << 20),
+            _ => Err(Code::UNSUPPORTED_LIMIT),
+        }
+    }
+}
+
+api! {
+    /// Sets a limit; only the stack's is kept, and it changes nothing.
+    fn cuCtxSetLimit(limit: u32, value: usize) {
+        let context = current()?;
+        match limit {
+            0 => context.stack_limit.store(value as u64, Ordering::Relaxed),
+            1 | 2 => {}
+            _ => return Err(Code::UNSUPPORTED_LIMIT),
+        }
+        Ok(())
+    }
+}
+
+api! {
+    /// The least and the greatest priority of streams.
+    fn cuCtxGetStreamPriorityRange(least: Out<i32>, greatest: Out<i32>) {
+        current()?;
+        least.set_if_wanted(0);
+        greatest.set_if_wanted(-5);
+        Ok(())
+    }
+}

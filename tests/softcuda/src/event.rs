@@ -1,0 +1,214 @@
+//! Events: marks in streams, to wait for and to measure between.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::device::{Context, context, current, initialized};
+use crate::entry::{Out, api};
+use crate::error::{Code, Result};
+use crate::handles::{Handle, Handles};
+use crate::races;
+use crate::stream::{Stream, Work, own_stream, stream};
+
+static EVENTS: Handles<Event> = Handles::new(3);
+
+const BLOCKING_SYNC: u32 = 1;
+const DISABLE_TIMING: u32 = 2;
+const INTERPROCESS: u32 = 4;
+
+/// An event.
+pub(crate) struct Event {
+    pub(crate) handle: Handle,
+    context: Handle,
+    flags: u32,
+    /// The newest record, if there was one.
+    record: Mutex<Option<Arc<Record>>>,
+}
+
+/// One record of an event in a stream.
+pub(crate) struct Record {
+    stream: Arc<Stream>,
+    /// Its number among the work of the stream.
+    number: Mutex<u64>,
+    done: Mutex<Option<Instant>>,
+    fired: Condvar,
+    clock: races::Clock,
+}
+
+impl Record {
+    fn wait(&self) {
+        self.stream.asked_for(*self.number.lock());
+        let mut done = self.done.lock();
+        while done.is_none() {
+            self.fired.wait(&mut done);
+        }
+    }
+
+    fn is_done(&self) -> bool {
+        self.stream.asked_for(*self.number.lock());
+        self.done.lock().is_some()
+    }
+}
+
+/// Forgets the events of a context that ends.
+pub(crate) fn end_all(context: &Context) {
+    EVENTS.remove_all(|event| event.context == context.handle);
+}
+
+fn create(flags: u32) -> Result<Arc<Event>> {
+    let context = current()?;
+    context.check()?;
+    if flags & !(BLOCKING_SYNC | DISABLE_TIMING | INTERPROCESS) != 0 {
+        return Err(Code::INVALID_VALUE);
+    }
+    if flags & INTERPROCESS != 0 && flags & DISABLE_TIMING == 0 {
+        return Err(Code::INVALID_VALUE);
+    }
+    Ok(EVENTS.insert(|handle| Event { handle, context: context.handle, flags, record: Mutex::default() }))
+}
+
+fn record(event: Handle, on: Handle) -> Result {
+    let stream = own_stream(on)?;
+    let event = EVENTS.get(event)?;
+    if event.context != stream.context.handle {
+        return Err(Code::INVALID_HANDLE);
+    }
+    let mut newest = event.record.lock();
+    let clock = stream.clock.lock().clone();
+    let record = Arc::new(Record {
+        stream: stream.clone(),
+        number: Mutex::new(0),
+        done: Mutex::default(),
+        fired: Condvar::new(),
+        clock,
+    });
+    let work = record.clone();
+    let number = stream.issue(
+        Work::always("an event", move || {
+            *work.done.lock() = Some(Instant::now());
+            work.fired.notify_all();
+        }),
+        &[],
+    );
+    *record.number.lock() = number;
+    *newest = Some(record);
+    Ok(())
+}
+
+fn elapsed(milliseconds: &Out<f32>, start: Handle, end: Handle) -> Result {
+    current()?.check()?;
+    let mut times = Vec::new();
+    for handle in [start, end] {
+        let event = EVENTS.get(handle)?;
+        if event.flags & DISABLE_TIMING != 0 {
+            return Err(Code::INVALID_HANDLE);
+        }
+        let record = event.record.lock().clone().ok_or(Code::INVALID_HANDLE)?;
+        let done = *record.done.lock();
+        times.push(done.ok_or(Code::NOT_READY)?);
+    }
+    let forward = times[1].saturating_duration_since(times[0]).as_secs_f32();
+    let backward = times[0].saturating_duration_since(times[1]).as_secs_f32();
+    milliseconds.set((forward - backward) * 1e3)
+}
+
+api! {
+    /// A new event.
+    fn cuEventCreate(event: Out<Handle>, flags: u32) {
+        event.required()?;
+        event.set(create(flags)?.handle)
+    }
+}
+
+api! {
+    /// Ends an event; who waits for a record of it still does.
+    fn cuEventDestroy_v2(event: Handle) {
+        let context = current()?;
+        EVENTS.remove(event)?;
+        context.check()
+    }
+}
+
+api! {
+    /// Marks where a stream is now.
+    fn cuEventRecord(event: Handle, stream: Handle) {
+        record(event, stream)
+    }
+}
+
+api! {
+    /// Marks where a stream is now; the flag for graphs is refused outside of one.
+    fn cuEventRecordWithFlags(event: Handle, stream: Handle, flags: u32) {
+        if flags != 0 {
+            return Err(Code::INVALID_VALUE);
+        }
+        record(event, stream)
+    }
+}
+
+api! {
+    /// Whether the newest record of an event is done; an event without one is.
+    fn cuEventQuery(event: Handle) {
+        initialized()?;
+        let event = EVENTS.get(event)?;
+        let context = context(event.context)?;
+        context.check()?;
+        let record = event.record.lock().clone();
+        if let Some(record) = record {
+            if !record.is_done() {
+                return Err(Code::NOT_READY);
+            }
+            context.check()?;
+            races::host_saw_clock(&record.clock);
+        }
+        Ok(())
+    }
+}
+
+api! {
+    /// Waits for the newest record of an event.
+    fn cuEventSynchronize(event: Handle) {
+        let context = current()?;
+        context.check()?;
+        let event = EVENTS.get(event)?;
+        let record = event.record.lock().clone();
+        if let Some(record) = record {
+            record.wait();
+            races::host_saw_clock(&record.clock);
+        }
+        context.check()
+    }
+}
+
+api! {
+    /// Makes the work of a stream from now on wait for the record that is the event's newest now.
+    fn cuStreamWaitEvent(handle: Handle, event: Handle, flags: u32) {
+        let stream = stream(handle)?;
+        if flags & !1 != 0 {
+            return Err(Code::INVALID_VALUE);
+        }
+        let event = EVENTS.get(event)?;
+        let record = event.record.lock().clone();
+        if let Some(record) = record {
+            races::follows(&stream, &record.clock);
+            stream.issue(Work::always("a wait for an event", move || record.wait()), &[]);
+        }
+        Ok(())
+    }
+}
+
+api! {
+    /// Milliseconds between the records of two events.
+    fn cuEventElapsedTime(milliseconds: Out<f32>, start: Handle, end: Handle) {
+        elapsed(&milliseconds, start, end)
+    }
+}
+
+api! {
+    /// Milliseconds between the records of two events.
+    fn cuEventElapsedTime_v2(milliseconds: Out<f32>, start: Handle, end: Handle) {
+        elapsed(&milliseconds, start, end)
+    }
+}

@@ -1,0 +1,148 @@
+//! Host memory that is pinned: allocated so, or registered.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use parking_lot::RwLock;
+
+use crate::device::current;
+use crate::entry::{Out, api};
+use crate::error::{Code, Result};
+
+/// Flags that `cuMemHostAlloc` and `cuMemHostRegister` know: portable, device map, write combined; portable, device
+/// map, I/O memory, read only.
+const ALLOC_FLAGS: u32 = 1 | 2 | 4;
+const REGISTER_FLAGS: u32 = 1 | 2 | 4 | 8;
+
+static PINNED: RwLock<BTreeMap<u64, Arc<HostBlock>>> = RwLock::new(BTreeMap::new());
+
+/// A stretch of pinned host memory.
+#[derive(Debug)]
+pub(crate) struct HostBlock {
+    pub(crate) address: u64,
+    pub(crate) bytes: u64,
+    flags: u32,
+    /// Ours to unmap; registered memory is the program's.
+    owned: bool,
+}
+
+/// The pinned memory that `bytes` from an address on lie in, if all of them do.
+pub(crate) fn pinned(address: u64, bytes: u64) -> Option<Arc<HostBlock>> {
+    let table = PINNED.read();
+    let (_, block) = table.range(..=address).next_back()?;
+    (address + bytes <= block.address + block.bytes && address < block.address + block.bytes)
+        .then(|| block.clone())
+}
+
+impl Drop for HostBlock {
+    fn drop(&mut self) {
+        if self.owned {
+            // SAFETY: mapped by `alloc` with this length; work that was to use it holds the block, so none is left.
+            unsafe { libc::munmap(self.address as *mut _, self.bytes as usize) };
+        }
+    }
+}
+
+fn alloc(bytes: usize, flags: u32) -> Result<u64> {
+    current()?.check()?;
+    crate::faults::alloc_host()?;
+    if bytes == 0 || flags & !ALLOC_FLAGS != 0 {
+        return Err(Code::INVALID_VALUE);
+    }
+    // SAFETY: new memory, at addresses that the kernel chooses.
+    let at = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            bytes,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+            -1,
+            0,
+        )
+    };
+    if at == libc::MAP_FAILED {
+        return Err(Code::OUT_OF_MEMORY);
+    }
+    let block = HostBlock { address: at as u64, bytes: bytes as u64, flags, owned: true };
+    PINNED.write().insert(block.address, Arc::new(block));
+    Ok(at as u64)
+}
+
+api! {
+    /// Pinned host memory. It holds zeros, as CUDA's does in practice.
+    fn cuMemHostAlloc(pointer: Out<u64>, bytes: usize, flags: u32) {
+        pointer.required()?;
+        pointer.set(alloc(bytes, flags)?)
+    }
+}
+
+api! {
+    /// Pinned host memory without flags.
+    fn cuMemAllocHost_v2(pointer: Out<u64>, bytes: usize) {
+        pointer.required()?;
+        pointer.set(alloc(bytes, 0)?)
+    }
+}
+
+api! {
+    /// Frees pinned memory; copies that are issued already still find it.
+    fn cuMemFreeHost(pointer: u64) {
+        current()?.check()?;
+        let mut table = PINNED.write();
+        if !table.get(&pointer).is_some_and(|block| block.owned) {
+            return Err(Code::INVALID_VALUE);
+        }
+        table.remove(&pointer);
+        Ok(())
+    }
+}
+
+api! {
+    /// Pins memory that the program has.
+    fn cuMemHostRegister_v2(pointer: u64, bytes: usize, flags: u32) {
+        current()?.check()?;
+        if pointer == 0 || bytes == 0 || flags & !REGISTER_FLAGS != 0 || crate::memory::space().covers(pointer) {
+            return Err(Code::INVALID_VALUE);
+        }
+        let mut table = PINNED.write();
+        let end = pointer + bytes as u64;
+        if table.range(..end).next_back().is_some_and(|(_, last)| last.address + last.bytes > pointer) {
+            return Err(Code::HOST_MEMORY_ALREADY_REGISTERED);
+        }
+        let block = HostBlock { address: pointer, bytes: bytes as u64, flags, owned: false };
+        table.insert(pointer, Arc::new(block));
+        Ok(())
+    }
+}
+
+api! {
+    /// Ends the pinning of registered memory, named by its first address.
+    fn cuMemHostUnregister(pointer: u64) {
+        current()?.check()?;
+        let mut table = PINNED.write();
+        if !table.get(&pointer).is_some_and(|block| !block.owned) {
+            return Err(Code::HOST_MEMORY_NOT_REGISTERED);
+        }
+        table.remove(&pointer);
+        Ok(())
+    }
+}
+
+api! {
+    /// The flags that memory was pinned with.
+    fn cuMemHostGetFlags(flags: Out<u32>, pointer: u64) {
+        current()?.check()?;
+        flags.set(pinned(pointer, 1).ok_or(Code::INVALID_VALUE)?.flags)
+    }
+}
+
+api! {
+    /// The device address of pinned memory: the same, as addresses are unified.
+    fn cuMemHostGetDevicePointer_v2(device: Out<u64>, pointer: u64, flags: u32) {
+        current()?.check()?;
+        if flags != 0 || pinned(pointer, 1).is_none() {
+            return Err(Code::INVALID_VALUE);
+        }
+        device.set(pointer)
+    }
+}

@@ -1,0 +1,226 @@
+//! Launches: checked as CUDA does, run in the stream's thread, and caught when they touch what is not theirs.
+
+use std::cell::Cell;
+use std::ffi::{c_int, c_void};
+use std::mem::MaybeUninit;
+use std::ptr;
+use std::sync::Arc;
+use std::sync::Once;
+use std::sync::atomic::Ordering;
+
+use crate::device::current;
+use crate::entry::{In, api};
+use crate::error::{Code, Result};
+use crate::handles::Handle;
+use crate::memory::space;
+use crate::module::{Kernel, kernel};
+use crate::races;
+use crate::stream::{Work, own_stream};
+
+const MOST_THREADS: usize = 1024;
+const STACK: usize = 64 << 10;
+
+/// What a module is told of a launch; as in `after.h`.
+#[repr(C)]
+struct Launch {
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared: *mut c_void,
+    stacks: *mut u8,
+    stack_bytes: usize,
+    escape: *mut *mut c_void,
+}
+
+/// Packed arguments, aligned for any type.
+#[derive(Clone, Copy, Default)]
+#[repr(C, align(16))]
+struct Slot([u8; 16]);
+
+thread_local! {
+    /// Where a fault in this thread's kernel jumps to; null while none runs.
+    static ESCAPE: Cell<*mut c_void> = const { Cell::new(ptr::null_mut()) };
+    static STACKS: Stacks = Stacks::map();
+}
+
+/// Stacks for the fibers of one thread; only those that are used take memory.
+struct Stacks(*mut u8);
+
+impl Stacks {
+    fn map() -> Stacks {
+        // SAFETY: new memory at addresses that the kernel chooses.
+        let at = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                MOST_THREADS * STACK,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        assert!(at != libc::MAP_FAILED, "no memory for stacks");
+        Stacks(at.cast())
+    }
+}
+
+impl Drop for Stacks {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `map`; the thread ends, so nothing runs on them.
+        unsafe { libc::munmap(self.0.cast(), MOST_THREADS * STACK) };
+    }
+}
+
+unsafe extern "C" {
+    /// C's long jump, which the `libc` crate leaves out.
+    fn siglongjmp(to: *mut c_void, value: c_int) -> !;
+}
+
+/// Catches faults of kernels; others go to who handled them before.
+fn catch_faults() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        for signal in [libc::SIGSEGV, libc::SIGBUS] {
+            // SAFETY: all-zero is a valid `sigaction`; the handler below only does what a handler may.
+            unsafe {
+                let mut action: libc::sigaction = MaybeUninit::zeroed().assume_init();
+                action.sa_sigaction = on_fault as *const () as usize;
+                action.sa_flags = libc::SA_SIGINFO;
+                libc::sigemptyset(&mut action.sa_mask);
+                let before = &raw mut BEFORE[usize::from(signal == libc::SIGBUS)];
+                libc::sigaction(signal, &action, (*before).as_mut_ptr());
+            }
+        }
+    });
+}
+
+/// The handlers there were before, written once before ours can run.
+static mut BEFORE: [MaybeUninit<libc::sigaction>; 2] = [const { MaybeUninit::zeroed() }; 2];
+
+extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
+    // A thread that runs no kernel has its own reasons; one that does has used this variable before, so that reading
+    // it here makes nothing.
+    let escape = ESCAPE.get();
+    if !escape.is_null() {
+        ESCAPE.set(ptr::null_mut());
+        // SAFETY: a kernel runs on this thread, so `__sc_run` stands below on its stack with this buffer set. What
+        // is jumped over is code of the module without anything to clean up, and this function.
+        unsafe { siglongjmp(escape, Code::ILLEGAL_ADDRESS.0 as c_int) }
+    }
+    // SAFETY: written before this handler was there, and not since.
+    let before = unsafe { (*(&raw const BEFORE[usize::from(signal == libc::SIGBUS)])).assume_init() };
+    match before.sa_sigaction {
+        libc::SIG_DFL | libc::SIG_IGN => {
+            // SAFETY: the default is put back; when this returns the access faults again, and the process ends by it.
+            unsafe { libc::signal(signal, libc::SIG_DFL) };
+        }
+        handler if before.sa_flags & libc::SA_SIGINFO != 0 => {
+            // SAFETY: whoever installed it said that it takes three arguments.
+            let handler = unsafe {
+                std::mem::transmute::<usize, extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void)>(handler)
+            };
+            handler(signal, info, context);
+        }
+        handler => {
+            // SAFETY: whoever installed it said that it takes one argument.
+            let handler = unsafe { std::mem::transmute::<usize, extern "C" fn(c_int)>(handler) };
+            handler(signal);
+        }
+    }
+}
+
+/// The arguments, copied as a launch does, with device addresses moved to where the driver sees them.
+fn pack(kernel: &Kernel, parameters: &In<In<u8>>) -> Result<Vec<Slot>> {
+    let mut slots = Vec::new();
+    let (first, last) = space().range();
+    for (at, (size, _)) in kernel.entry.arguments.iter().enumerate() {
+        let mut bytes = parameters.at(at)?.bytes(*size as usize)?;
+        // Addresses may lie within structures too; a pointer that is none of ours is the kernel's to fault on.
+        for word in bytes.chunks_exact_mut(8) {
+            let value =
+                u64::from_ne_bytes([word[0], word[1], word[2], word[3], word[4], word[5], word[6], word[7]]);
+            if (first..last).contains(&value) {
+                word.copy_from_slice(&(value + space().distance()).to_ne_bytes());
+            }
+        }
+        for part in bytes.chunks(16) {
+            let mut slot = Slot::default();
+            slot.0[..part.len()].copy_from_slice(part);
+            slots.push(slot);
+        }
+    }
+    Ok(slots)
+}
+
+/// Runs a kernel in the calling thread.
+fn run(kernel: &Kernel, mut arguments: Vec<Slot>, grid: [u32; 3], block: [u32; 3], shared: u32) -> Result {
+    crate::faults::launch()?;
+    let mut shared = vec![[0xCD_u8; 16]; (shared as usize).div_ceil(16) + 8];
+    let code = STACKS.with(|stacks| {
+        let launch = Launch {
+            grid,
+            block,
+            // Sixteen bytes at least, which vectors of four floats need.
+            shared: shared.as_mut_ptr().cast::<u8>().wrapping_add(shared.as_ptr().align_offset(16)).cast(),
+            stacks: stacks.0,
+            stack_bytes: STACK,
+            escape: ESCAPE.with(Cell::as_ptr),
+        };
+        // SAFETY: `__sc_run` of the module, which has this type and lives as long as the kernel.
+        let run = unsafe {
+            std::mem::transmute::<usize, unsafe extern "C" fn(usize, *mut Slot, *const Launch) -> c_int>(
+                kernel.library.run,
+            )
+        };
+        // SAFETY: the arguments are packed as the kernel's own adapter reads them; the stacks are this thread's, and
+        // enough for the most threads that a block has. What the kernel itself does is the program's promise, as on
+        // a GPU; faults come back as a code.
+        unsafe { run(kernel.entry.call, arguments.as_mut_ptr(), &launch) }
+    });
+    if code == 0 {
+        return Ok(());
+    }
+    eprintln!("softcuda: kernel {:?} ended with error {code}", kernel.name);
+    if code as u32 == Code::LAUNCH_TIMEOUT.0 {
+        eprintln!("softcuda: all threads of a block wait for one another, as with a barrier in a branch");
+    }
+    Err(Code(code as u32))
+}
+
+api! {
+    /// Launches a kernel.
+    fn cuLaunchKernel(
+        function: Handle,
+        grid_x: u32,
+        grid_y: u32,
+        grid_z: u32,
+        block_x: u32,
+        block_y: u32,
+        block_z: u32,
+        shared: u32,
+        stream: Handle,
+        parameters: In<In<u8>>,
+        extra: u64,
+    ) {
+        let stream = own_stream(stream)?;
+        let kernel: Arc<Kernel> = kernel(function)?;
+        if kernel.context != current()?.handle {
+            return Err(Code::INVALID_HANDLE);
+        }
+        let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
+        let threads = block.iter().try_fold(1_u32, |all, side| all.checked_mul(*side));
+        let block_fits = block_z <= 64 && threads.is_some_and(|all| (1..=MOST_THREADS as u32).contains(&all));
+        let grid_fits = grid_x <= i32::MAX as u32 && grid_y <= 65535 && grid_z <= 65535 && !grid.contains(&0);
+        if !block_fits || !grid_fits || shared > kernel.dynamic_shared.load(Ordering::Relaxed) {
+            return Err(Code::INVALID_VALUE);
+        }
+        if extra != 0 {
+            eprintln!("softcuda: arguments in `extra` are not here; give them in `kernelParams`");
+            return Err(Code::NOT_SUPPORTED);
+        }
+        let arguments = pack(&kernel, &parameters)?;
+        let uses = races::noted(stream.handle);
+        catch_faults();
+        stream.issue(Work::new("a kernel", move || run(&kernel, arguments, grid, block, shared)), &uses);
+        Ok(())
+    }
+}

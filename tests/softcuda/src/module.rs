@@ -1,0 +1,342 @@
+//! Modules: compiled programs that are loaded, and the kernels in them.
+
+use std::collections::HashMap;
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use parking_lot::Mutex;
+
+use crate::compile::{MARK_LENGTH, Refused, is_image, library};
+use crate::device::{Context, current};
+use crate::entry::{In, Out, Text, api};
+use crate::error::{Code, Result};
+use crate::handles::{Handle, Handles};
+use crate::memory::memory_file;
+
+static MODULES: Handles<Module> = Handles::new(4);
+static KERNELS: Handles<Kernel> = Handles::new(5);
+
+/// The most shared memory of a block: without asking, and with.
+const SHARED: u32 = 48 << 10;
+const SHARED_MOST: u32 = 227 << 10;
+
+/// A module.
+pub(crate) struct Module {
+    handle: Handle,
+    context: Handle,
+    library: Arc<Library>,
+    /// Kernels that were asked for, by name: one handle each.
+    kernels: Mutex<HashMap<String, Handle>>,
+}
+
+/// A kernel of a module.
+pub(crate) struct Kernel {
+    pub(crate) name: CString,
+    pub(crate) context: Handle,
+    module: Handle,
+    /// How it is called, as the compiled module says.
+    pub(crate) entry: Entry,
+    /// Kept, so that the code stays where it is.
+    pub(crate) library: Arc<Library>,
+    /// The most dynamic shared memory of a launch.
+    pub(crate) dynamic_shared: AtomicU32,
+}
+
+/// How a kernel is called; what the pointers point at is of its library.
+#[derive(Clone, Debug)]
+pub(crate) struct Entry {
+    pub(crate) call: usize,
+    /// Bytes of each argument, and whether it is a pointer.
+    pub(crate) arguments: Vec<(u32, bool)>,
+}
+
+/// A compiled module in memory, loaded into the process.
+pub(crate) struct Library {
+    handle: NonNull<c_void>,
+    /// Open as long as the library is loaded: the loader knows libraries by their paths.
+    _file: OwnedFd,
+    pub(crate) run: usize,
+}
+
+// SAFETY: the loader's functions may be called from any thread, and the code of a module keeps what it needs to know
+// in thread-local variables.
+unsafe impl Send for Library {}
+// SAFETY: see above.
+unsafe impl Sync for Library {}
+
+/// A row of the table that `after.h` makes.
+#[repr(C)]
+struct Row {
+    name: *const c_char,
+    address: *const c_void,
+    call: *const c_void,
+    count: u32,
+    sizes: *const u32,
+    pointers: *const u8,
+}
+
+impl Library {
+    fn load(code: &[u8]) -> Result<Library> {
+        let file = memory_file(code.len() as u64)?;
+        let mut rest = code;
+        while !rest.is_empty() {
+            // SAFETY: the descriptor is open, and the bytes are of a slice.
+            let wrote = unsafe { libc::write(file.as_raw_fd(), rest.as_ptr().cast(), rest.len()) };
+            rest = rest.get(usize::try_from(wrote).map_err(|_| Code::OUT_OF_MEMORY)?..).unwrap_or(&[]);
+        }
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        let path = CString::new(path).map_err(|_| Code::UNKNOWN)?;
+        // SAFETY: a library that `compile` made; its only initialisers are of kernels' own variables.
+        let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        let Some(handle) = NonNull::new(handle) else {
+            // SAFETY: the call just failed in this thread, so there is a text.
+            let why = unsafe { CStr::from_ptr(libc::dlerror()) };
+            eprintln!("softcuda: a module cannot be loaded: {}", why.to_string_lossy());
+            return Err(Code::INVALID_IMAGE);
+        };
+        let mut library = Library { handle, _file: file, run: 0 };
+        library.run = library.symbol(c"__sc_run").ok_or(Code::INVALID_IMAGE)? as usize;
+        Ok(library)
+    }
+
+    fn symbol(&self, name: &CStr) -> Option<*mut c_void> {
+        // SAFETY: the library is loaded, and the name a text.
+        let found = unsafe { libc::dlsym(self.handle.as_ptr(), name.as_ptr()) };
+        (!found.is_null()).then_some(found)
+    }
+
+    /// How the kernel of a name is called.
+    fn entry(&self, name: &CStr) -> Option<Entry> {
+        let mut row = self.symbol(c"__sc_kernels")? as *const Row;
+        loop {
+            // SAFETY: the table is of the library's own memory, and ends with a row without a name.
+            let found = unsafe { &*row };
+            if found.name.is_null() {
+                return None;
+            }
+            // SAFETY: a row that has a name has one that a zero ends.
+            if unsafe { CStr::from_ptr(found.name) } == name {
+                // A kernel without C linkage is not known by its plain name, as with CUDA.
+                let plain = !name.to_bytes().iter().any(|byte| b"<>:, &".contains(byte));
+                if plain && self.symbol(name).map(|at| at.cast_const()) != Some(found.address) {
+                    return None;
+                }
+                let count = found.count as usize;
+                // SAFETY: the row says how many entries both arrays have.
+                let (sizes, pointers) = unsafe {
+                    (
+                        std::slice::from_raw_parts(found.sizes, count),
+                        std::slice::from_raw_parts(found.pointers, count),
+                    )
+                };
+                let arguments = sizes.iter().zip(pointers).map(|(size, pointer)| (*size, *pointer != 0));
+                return Some(Entry { call: found.call as usize, arguments: arguments.collect() });
+            }
+            // SAFETY: not the last row, so there is another.
+            row = unsafe { row.add(1) };
+        }
+    }
+}
+
+impl Drop for Library {
+    fn drop(&mut self) {
+        // SAFETY: loaded by `load`; launches hold the library, so none of its code runs.
+        unsafe { libc::dlclose(self.handle.as_ptr()) };
+    }
+}
+
+/// The kernel of a handle.
+pub(crate) fn kernel(handle: Handle) -> Result<Arc<Kernel>> {
+    KERNELS.get(handle)
+}
+
+/// Forgets the modules of a context that ends.
+pub(crate) fn end_all(context: &Context) {
+    KERNELS.remove_all(|kernel| kernel.context == context.handle);
+    MODULES.remove_all(|module| module.context == context.handle);
+}
+
+fn load(handle: &Out<Handle>, image: &[u8]) -> Result {
+    let context = current()?;
+    context.check()?;
+    handle.required()?;
+    let code = library(image).map_err(|refused| match refused {
+        Refused::Foreign => {
+            eprintln!("softcuda: only what its own NVRTC compiled can be loaded; this is something else");
+            Code::INVALID_PTX
+        }
+        Refused::OtherVersion => {
+            eprintln!("softcuda: a module that another version of softcuda compiled");
+            Code::INVALID_PTX
+        }
+        Refused::Damaged => Code::INVALID_IMAGE,
+    })?;
+    let library = Arc::new(Library::load(&code)?);
+    let made = MODULES.insert(|handle| Module {
+        handle,
+        context: context.handle,
+        library,
+        kernels: Mutex::default(),
+    });
+    handle.set(made.handle)
+}
+
+/// The bytes of an image that C points at: one of ours is a text that a zero ends.
+fn image(pointer: &In<u8>) -> Result<Vec<u8>> {
+    // One byte after another, as what is no image of ours may end at once.
+    let mut bytes = Vec::new();
+    while bytes.len() < MARK_LENGTH {
+        let byte = pointer.at(bytes.len())?;
+        if byte == 0 {
+            return Ok(bytes);
+        }
+        bytes.push(byte);
+        if bytes.len() == MARK_LENGTH && !is_image(&bytes) {
+            return Ok(bytes);
+        }
+    }
+    Ok(Text::untyped(pointer.address() as *const c_char).get()?.into_bytes())
+}
+
+api! {
+    /// Loads a module from memory.
+    fn cuModuleLoadData(handle: Out<Handle>, data: In<u8>) {
+        load(&handle, &image(&data)?)
+    }
+}
+
+api! {
+    /// Loads a module from memory; the options of the compiler that is not here are passed over.
+    fn cuModuleLoadDataEx(handle: Out<Handle>, data: In<u8>, count: u32, options: u64, values: u64) {
+        let _ = (count, options, values);
+        load(&handle, &image(&data)?)
+    }
+}
+
+api! {
+    /// Loads a module from a file.
+    fn cuModuleLoad(handle: Out<Handle>, path: Text) {
+        let bytes = std::fs::read(path.get()?).map_err(|_| Code::FILE_NOT_FOUND)?;
+        let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
+        load(&handle, &bytes[..end])
+    }
+}
+
+api! {
+    /// Ends a module and its kernels; launches that were issued still run.
+    fn cuModuleUnload(handle: Handle) {
+        let context = current()?;
+        MODULES.remove(handle)?;
+        KERNELS.remove_all(|kernel| kernel.module == handle);
+        context.check()
+    }
+}
+
+api! {
+    /// The kernel of a name.
+    fn cuModuleGetFunction(function: Out<Handle>, handle: Handle, name: Text) {
+        current()?.check()?;
+        let module = MODULES.get(handle)?;
+        let name = CString::new(name.get()?).map_err(|_| Code::INVALID_VALUE)?;
+        let text = name.to_string_lossy().into_owned();
+        let mut kernels = module.kernels.lock();
+        if let Some(known) = kernels.get(&text) {
+            return function.set(*known);
+        }
+        let entry = module.library.entry(&name).ok_or(Code::NOT_FOUND)?;
+        let mut made = 0;
+        KERNELS.insert(|handle| {
+            made = handle;
+            Kernel {
+                name,
+                context: module.context,
+                module: module.handle,
+                entry,
+                library: module.library.clone(),
+                dynamic_shared: AtomicU32::new(SHARED),
+            }
+        });
+        kernels.insert(text, made);
+        function.set(made)
+    }
+}
+
+api! {
+    /// The address of a kernel's global variable: they are not in device memory here, so none is found.
+    fn cuModuleGetGlobal_v2(address: Out<u64>, bytes: Out<usize>, handle: Handle, name: Text) {
+        current()?.check()?;
+        let _ = (address, bytes);
+        MODULES.get(handle)?;
+        eprintln!("softcuda: the global variable {:?} of a module has no address here", name.get()?);
+        Err(Code::NOT_SUPPORTED)
+    }
+}
+
+api! {
+    /// An attribute of a kernel.
+    fn cuFuncGetAttribute(value: Out<i32>, attribute: u32, handle: Handle) {
+        let kernel = kernel(handle)?;
+        value.set(match attribute {
+            0 => 1024,                                                    // threads of a block
+            1..=3 | 7 | 9 => 0,                                           // memory that is not measured here
+            4 => 32,                                                      // registers
+            5 | 6 => 80,                                                  // versions
+            8 => kernel.dynamic_shared.load(Ordering::Relaxed) as i32,
+            _ => return Err(Code::INVALID_VALUE),
+        })
+    }
+}
+
+api! {
+    /// Sets how much dynamic shared memory a kernel may be launched with.
+    fn cuFuncSetAttribute(handle: Handle, attribute: u32, value: i32) {
+        current()?.check()?;
+        let kernel = kernel(handle)?;
+        match attribute {
+            8 => {
+                let bytes = u32::try_from(value).ok().filter(|bytes| *bytes <= SHARED_MOST);
+                kernel.dynamic_shared.store(bytes.ok_or(Code::INVALID_VALUE)?, Ordering::Relaxed);
+                Ok(())
+            }
+            9 => Ok(()),
+            _ => Err(Code::INVALID_VALUE),
+        }
+    }
+}
+
+api! {
+    /// Sets what a kernel's cache prefers, which changes nothing here.
+    fn cuFuncSetCacheConfig(handle: Handle, config: u32) {
+        kernel(handle)?;
+        if config > 3 { Err(Code::INVALID_VALUE) } else { Ok(()) }
+    }
+}
+
+api! {
+    /// The name of a kernel; it lives as long as the module.
+    fn cuFuncGetName(name: Out<*const c_char>, handle: Handle) {
+        name.set(kernel(handle)?.name.as_ptr())
+    }
+}
+
+api! {
+    /// The module of a kernel.
+    fn cuFuncGetModule(module: Out<Handle>, handle: Handle) {
+        module.set(kernel(handle)?.module)
+    }
+}
+
+api! {
+    /// Blocks of a kernel that a multiprocessor holds at once.
+    fn cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks: Out<i32>, handle: Handle, threads: i32, shared: usize) {
+        kernel(handle)?;
+        if !(1..=1024).contains(&threads) || shared > SHARED_MOST as usize {
+            return Err(Code::INVALID_VALUE);
+        }
+        let by_shared = (228 << 10) / (shared + 1024);
+        blocks.set((2048 / threads).min(32).min(by_shared as i32))
+    }
+}

@@ -1,0 +1,205 @@
+//! What has to be known about, and changed in, a kernel's source before a C++ compiler for the CPU takes it.
+//!
+//! The source comes preprocessed, so that it has neither comments nor macros; CUDA's own words are still in it.
+
+/// A source made ready, and the kernels in it that can be found under their plain names.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Prepared {
+    pub(crate) text: String,
+    pub(crate) kernels: Vec<String>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum Token<'a> {
+    Word(&'a str),
+    Text(&'a str),
+    Mark(char),
+}
+
+/// Finds the kernels, and gives dynamic shared memory a definition: `extern __shared__ T x[];` becomes a pointer to
+/// what the launch got.
+///
+/// # Errors
+///
+/// What is wrong, in words, where shared memory is declared in a way that cannot be had here.
+pub(crate) fn prepare(source: &str) -> Result<Prepared, String> {
+    let tokens = tokens(source);
+    Ok(Prepared { kernels: kernels(&tokens), text: define_shared(source, &tokens)? })
+}
+
+/// Words, texts and other marks with where they begin; lines of the preprocessor are left out.
+fn tokens(source: &str) -> Vec<(usize, Token<'_>)> {
+    let bytes = source.as_bytes();
+    let mut tokens = Vec::new();
+    let mut at = 0;
+    let mut fresh_line = true;
+    while at < bytes.len() {
+        let byte = bytes[at];
+        let start = at;
+        if byte == b'\n' {
+            fresh_line = true;
+            at += 1;
+            continue;
+        }
+        if byte.is_ascii_whitespace() {
+            at += 1;
+            continue;
+        }
+        if byte == b'#' && fresh_line {
+            at += source[at..].find('\n').unwrap_or(bytes.len() - at);
+            continue;
+        }
+        fresh_line = false;
+        if byte == b'"' || byte == b'\'' {
+            at += 1;
+            while at < bytes.len() && bytes[at] != byte {
+                at += if bytes[at] == b'\\' { 2 } else { 1 };
+            }
+            at = (at + 1).min(bytes.len());
+            tokens.push((start, Token::Text(source.get(start..at).unwrap_or(""))));
+        } else if byte.is_ascii_alphanumeric() || byte == b'_' {
+            // A number may hold quotes as separators, 1'000, which are no text.
+            let number = byte.is_ascii_digit();
+            while at < bytes.len()
+                && (bytes[at].is_ascii_alphanumeric() || bytes[at] == b'_' || (number && bytes[at] == b'\''))
+            {
+                at += 1;
+            }
+            tokens.push((start, Token::Word(&source[start..at])));
+        } else {
+            let mark = source[at..].chars().next().unwrap_or(' ');
+            at += mark.len_utf8();
+            tokens.push((start, Token::Mark(mark)));
+        }
+    }
+    tokens
+}
+
+/// Names of kernels outside of namespaces that are no templates, each once.
+fn kernels(tokens: &[(usize, Token<'_>)]) -> Vec<String> {
+    let mut names: Vec<String> = Vec::new();
+    // For each brace that is open, whether it only says `extern "C"`.
+    let mut open: Vec<bool> = Vec::new();
+    for (at, (_, token)) in tokens.iter().enumerate() {
+        match token {
+            Token::Mark('{') => {
+                let before: Vec<_> =
+                    tokens[at.saturating_sub(2)..at].iter().map(|(_, token)| token).collect();
+                open.push(before == [&Token::Word("extern"), &Token::Text("\"C\"")]);
+            }
+            Token::Mark('}') => {
+                open.pop();
+            }
+            Token::Word("__global__") if open.iter().all(|only_language| *only_language) => {
+                let begins = tokens[..at]
+                    .iter()
+                    .rposition(|(_, token)| matches!(token, Token::Mark(';' | '{' | '}')))
+                    .map_or(0, |before| before + 1);
+                let template = tokens[begins..at].iter().any(|(_, token)| *token == Token::Word("template"));
+                if let Some(name) =
+                    name_after(&tokens[at..]).filter(|name| !template && !names.contains(name))
+                {
+                    names.push(name);
+                }
+            }
+            _ => {}
+        }
+    }
+    names
+}
+
+/// The name before the parenthesis of the parameters.
+fn name_after(tokens: &[(usize, Token<'_>)]) -> Option<String> {
+    for pair in tokens.windows(2) {
+        if let (Token::Word(word), Token::Mark('(')) = (&pair[0].1, &pair[1].1)
+            && !["__launch_bounds__", "__attribute__", "alignas", "__align__"].contains(word)
+        {
+            return Some((*word).to_owned());
+        }
+    }
+    None
+}
+
+fn define_shared(source: &str, tokens: &[(usize, Token<'_>)]) -> Result<String, String> {
+    let mut text = String::with_capacity(source.len());
+    let mut copied = 0;
+    let mut depth = 0_usize;
+    let mut at = 0;
+    while at < tokens.len() {
+        match &tokens[at].1 {
+            Token::Mark('{') => depth += 1,
+            Token::Mark('}') => depth = depth.saturating_sub(1),
+            Token::Word("extern")
+                if tokens.get(at + 1).is_some_and(|next| next.1 == Token::Word("__shared__")) =>
+            {
+                let end = tokens[at..]
+                    .iter()
+                    .position(|(_, token)| *token == Token::Mark(';'))
+                    .map(|length| at + length)
+                    .ok_or("a declaration of shared memory without an end")?;
+                if depth == 0 {
+                    return Err("dynamic shared memory has to be declared inside of a function here".into());
+                }
+                let (kind, name) = shared_parts(source, &tokens[at + 2..=end])
+                    .ok_or("dynamic shared memory is declared as: extern __shared__ type name[];")?;
+                text.push_str(&source[copied..tokens[at].0]);
+                text.push_str(&format!("{kind} *{name} = ({kind} *)__sc_here.shared;"));
+                copied = tokens[end].0 + 1;
+                at = end;
+            }
+            _ => {}
+        }
+        at += 1;
+    }
+    text.push_str(&source[copied..]);
+    Ok(text)
+}
+
+/// Type and name of `type name [ ] ;`, with what it says about alignment left out.
+fn shared_parts(source: &str, mut tokens: &[(usize, Token<'_>)]) -> Option<(String, String)> {
+    while let Some((_, Token::Word("__align__" | "alignas"))) = tokens.first() {
+        let close = tokens.iter().position(|(_, token)| *token == Token::Mark(')'))?;
+        tokens = &tokens[close + 1..];
+    }
+    let [
+        kind @ ..,
+        (name_at, Token::Word(name)),
+        (_, Token::Mark('[')),
+        (_, Token::Mark(']')),
+        (_, Token::Mark(';')),
+    ] = tokens
+    else {
+        return None;
+    };
+    let (kind_at, _) = kind.first()?;
+    Some((source[*kind_at..*name_at].trim().to_owned(), (*name).to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_are_found() {
+        let source = r#"
+            extern "C" __global__ void plain(float *x);
+            extern "C" __global__ void plain(float *x) { if (x) { *x = 1; } }
+            extern "C" { __global__ __launch_bounds__(256) void bounded(int n) {} }
+            template <class T> __global__ void generic(T *x) {}
+            namespace inside { __global__ void hidden() {} }
+            __device__ void helper() { const char *t = "__global__ void no("; char q = '"'; int n = 1'000; }
+            __global__ void last() {}
+        "#;
+        assert_eq!(prepare(source).unwrap().kernels, ["plain", "bounded", "last"]);
+    }
+
+    #[test]
+    fn dynamic_shared_memory_becomes_a_pointer() {
+        let source = "void k() { extern __shared__ __align__(16) unsigned char bytes[]; bytes[0] = 1; }";
+        assert_eq!(
+            prepare(source).unwrap().text,
+            "void k() { unsigned char *bytes = (unsigned char *)__sc_here.shared; bytes[0] = 1; }"
+        );
+        assert!(prepare("extern __shared__ float x[];").is_err());
+    }
+}

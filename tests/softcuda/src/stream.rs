@@ -1,0 +1,390 @@
+//! Streams: each a thread that does its work in order and sleeps when there is none.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::device::{Context, as_host_function, current};
+use crate::entry::{Out, api};
+use crate::error::{Code, Result};
+use crate::handles::{Handle, Handles};
+use crate::races::{self, Use};
+use crate::settings::{Pace, settings};
+
+static STREAMS: Handles<Stream> = Handles::new(2);
+
+/// The flag of a stream that does not wait for the default stream.
+const NON_BLOCKING: u32 = 1;
+
+/// A stream.
+pub(crate) struct Stream {
+    pub(crate) handle: Handle,
+    pub(crate) context: Arc<Context>,
+    flags: u32,
+    priority: i32,
+    queue: Mutex<Queue>,
+    changed: Condvar,
+    /// Its place in the clocks that order accesses.
+    pub(crate) clock: Mutex<races::Clock>,
+    pub(crate) number: usize,
+}
+
+#[derive(Default)]
+struct Queue {
+    work: VecDeque<(Instant, Work)>,
+    /// How many pieces of work were issued and done since the start.
+    issued: u64,
+    done: u64,
+    /// Up to which piece somebody asked for the work; see [`Pace::Lazy`].
+    wanted: u64,
+    closed: bool,
+}
+
+/// A piece of work.
+pub(crate) struct Work {
+    /// What it is called if it fails.
+    pub(crate) what: &'static str,
+    /// Whether it is done even after the context failed, as events are, on which others wait.
+    pub(crate) always: bool,
+    pub(crate) run: Box<dyn FnOnce() -> Result + Send>,
+}
+
+impl Work {
+    /// Work that a failed context leaves out.
+    pub(crate) fn new(what: &'static str, run: impl FnOnce() -> Result + Send + 'static) -> Work {
+        Work { what, always: false, run: Box::new(run) }
+    }
+
+    /// Work that is done in any case.
+    pub(crate) fn always(what: &'static str, run: impl FnOnce() + Send + 'static) -> Work {
+        Work {
+            what,
+            always: true,
+            run: Box::new(move || {
+                run();
+                Ok(())
+            }),
+        }
+    }
+}
+
+/// The stream of a handle; 0 and 1 are the default stream of the current context.
+///
+/// # Errors
+///
+/// What the context failed with; `CUDA_ERROR_INVALID_CONTEXT` without one; `CUDA_ERROR_INVALID_HANDLE` for none of
+/// ours, or one of another context than the current one.
+pub(crate) fn stream(handle: Handle) -> Result<Arc<Stream>> {
+    let context = current()?;
+    context.check()?;
+    let stream = match handle {
+        0 | 1 => context.null(),
+        2 => {
+            eprintln!("softcuda: the default stream of each thread is not here; make a stream");
+            return Err(Code::NOT_SUPPORTED);
+        }
+        _ => STREAMS.get(handle)?,
+    };
+    stream.context.check()?;
+    Ok(stream)
+}
+
+/// Like [`stream`], where it has to be one of the current context.
+pub(crate) fn own_stream(handle: Handle) -> Result<Arc<Stream>> {
+    let stream = stream(handle)?;
+    if stream.context.handle == current()?.handle { Ok(stream) } else { Err(Code::INVALID_HANDLE) }
+}
+
+/// Ends the streams of a context that ends.
+pub(crate) fn end_all(context: &Context) {
+    for stream in STREAMS.remove_all(|stream| stream.context.handle == context.handle) {
+        stream.close();
+    }
+    if let Some(null) = context.null_if_used() {
+        null.close();
+    }
+}
+
+impl Stream {
+    /// A new stream and its thread.
+    pub(crate) fn start(context: Arc<Context>, handle: Handle, flags: u32, priority: i32) -> Arc<Stream> {
+        let stream = Arc::new(Stream::new(context, handle, flags, priority));
+        stream.run();
+        stream
+    }
+
+    fn new(context: Arc<Context>, handle: Handle, flags: u32, priority: i32) -> Stream {
+        Stream {
+            handle,
+            context,
+            flags,
+            priority,
+            queue: Mutex::default(),
+            changed: Condvar::new(),
+            clock: Mutex::default(),
+            number: races::new_stream(),
+        }
+    }
+
+    fn run(self: &Arc<Self>) {
+        self.context.add(self);
+        let stream = self.clone();
+        let thread = std::thread::Builder::new().name("softcuda stream".into());
+        thread.spawn(move || stream.work_off()).expect("a thread for a stream");
+    }
+
+    /// Puts work at the end, and gives its number. `uses` are the bytes it reads and writes, as far as they are known.
+    pub(crate) fn issue(self: &Arc<Self>, work: Work, uses: &[Use]) -> u64 {
+        let _order = self.follow_default_stream();
+        races::used(self, work.what, uses);
+        self.push(work)
+    }
+
+    fn push(&self, work: Work) -> u64 {
+        let mut queue = self.queue.lock();
+        queue.work.push_back((Instant::now(), work));
+        queue.issued += 1;
+        self.changed.notify_all();
+        queue.issued
+    }
+
+    /// What the default stream asks: its work comes after all that other streams were given before, and theirs
+    /// after its own, but for streams that are told not to mind.
+    fn follow_default_stream(self: &Arc<Self>) -> Option<parking_lot::MutexGuard<'_, ()>> {
+        if self.flags & NON_BLOCKING != 0 {
+            return None;
+        }
+        let order = self.context.order.lock();
+        let before: Vec<Arc<Stream>> = if self.handle == 0 {
+            let all = self.context.streams().into_iter();
+            all.filter(|other| other.handle != 0 && other.flags & NON_BLOCKING == 0).collect()
+        } else {
+            self.context.null_if_used().into_iter().collect()
+        };
+        for other in before {
+            let issued = other.queue.lock().issued;
+            races::follows(self, &other.clock.lock().clone());
+            self.push(Work::always("order of the default stream", move || other.wait_for(issued)));
+        }
+        Some(order)
+    }
+
+    /// How much was issued.
+    pub(crate) fn issued(&self) -> u64 {
+        self.queue.lock().issued
+    }
+
+    /// Waits until a piece of work, and all before it, is done.
+    pub(crate) fn wait_for(&self, number: u64) {
+        let mut queue = self.queue.lock();
+        self.want(&mut queue, number);
+        while queue.done < number {
+            self.changed.wait(&mut queue);
+        }
+    }
+
+    /// Waits for all that was issued.
+    pub(crate) fn synchronize(&self) {
+        self.wait_for(self.issued());
+    }
+
+    /// Says that somebody looks whether the work up to a number is done.
+    pub(crate) fn asked_for(&self, number: u64) {
+        self.want(&mut self.queue.lock(), number);
+    }
+
+    fn want(&self, queue: &mut Queue, number: u64) {
+        if queue.wanted < number {
+            queue.wanted = number;
+            self.changed.notify_all();
+        }
+    }
+
+    fn close(&self) {
+        self.queue.lock().closed = true;
+        self.changed.notify_all();
+    }
+
+    fn work_off(&self) {
+        let mut random = match settings().pace {
+            Pace::Seed(seed) => Some(seed ^ (self.number as u64) << 32 | 1),
+            _ => None,
+        };
+        while let Some(work) = self.next() {
+            if let Some(random) = &mut random {
+                pause(random);
+            }
+            if work.always || self.context.check().is_ok() {
+                let what = work.what;
+                match catch_unwind(AssertUnwindSafe(work.run)) {
+                    Ok(Ok(())) => {}
+                    Ok(Err(code)) => self.context.fail(code, what),
+                    Err(_) => self.context.fail(Code::UNKNOWN, what),
+                }
+            }
+            self.queue.lock().done += 1;
+            self.changed.notify_all();
+        }
+    }
+
+    /// The next piece of work when its time has come, or none when the stream is closed and empty.
+    fn next(&self) -> Option<Work> {
+        let mut queue = self.queue.lock();
+        loop {
+            match queue.work.front() {
+                None if queue.closed => return None,
+                None => self.changed.wait(&mut queue),
+                Some((issued, _)) => match settings().pace {
+                    Pace::Lazy(longest) if queue.wanted <= queue.done && !queue.closed => {
+                        let due = *issued + longest;
+                        if Instant::now() >= due {
+                            break;
+                        }
+                        self.changed.wait_until(&mut queue, due);
+                    }
+                    _ => break,
+                },
+            }
+        }
+        queue.work.pop_front().map(|(_, work)| work)
+    }
+}
+
+/// Sleeps up to a fifth of a millisecond, half of the time.
+fn pause(random: &mut u64) {
+    *random ^= *random << 13;
+    *random ^= *random >> 7;
+    *random ^= *random << 17;
+    if *random & 1 == 0 {
+        std::thread::sleep(Duration::from_micros((*random >> 8) % 200));
+    }
+}
+
+fn create(stream: &Out<Handle>, flags: u32, priority: i32) -> Result {
+    let context = current()?;
+    context.check()?;
+    stream.required()?;
+    if flags & !NON_BLOCKING != 0 {
+        return Err(Code::INVALID_VALUE);
+    }
+    // What lies outside the range is moved into it.
+    let made = STREAMS.insert(|handle| Stream::new(context, handle, flags, priority.clamp(-5, 0)));
+    made.run();
+    stream.set(made.handle)
+}
+
+api! {
+    /// A new stream.
+    fn cuStreamCreate(stream: Out<Handle>, flags: u32) {
+        create(&stream, flags, 0)
+    }
+}
+
+api! {
+    /// A new stream with a priority, which changes nothing here.
+    fn cuStreamCreateWithPriority(stream: Out<Handle>, flags: u32, priority: i32) {
+        create(&stream, flags, priority)
+    }
+}
+
+api! {
+    /// Ends a stream; its work is still done.
+    fn cuStreamDestroy_v2(handle: Handle) {
+        let context = current()?;
+        STREAMS.remove(handle)?.close();
+        context.check()
+    }
+}
+
+api! {
+    /// Waits for all work of a stream.
+    fn cuStreamSynchronize(handle: Handle) {
+        let stream = stream(handle)?;
+        stream.synchronize();
+        races::host_saw(&stream);
+        stream.context.check()
+    }
+}
+
+api! {
+    /// Whether all work of a stream is done.
+    fn cuStreamQuery(handle: Handle) {
+        let stream = stream(handle)?;
+        let mut queue = stream.queue.lock();
+        let issued = queue.issued;
+        stream.want(&mut queue, issued);
+        if queue.done < issued {
+            return Err(Code::NOT_READY);
+        }
+        drop(queue);
+        stream.context.check()?;
+        races::host_saw(&stream);
+        Ok(())
+    }
+}
+
+api! {
+    /// The context of a stream.
+    fn cuStreamGetCtx(handle: Handle, ctx: Out<Handle>) {
+        ctx.set(stream(handle)?.context.handle)
+    }
+}
+
+api! {
+    /// The flags of a stream.
+    fn cuStreamGetFlags(handle: Handle, flags: Out<u32>) {
+        flags.set(stream(handle)?.flags)
+    }
+}
+
+api! {
+    /// The priority of a stream.
+    fn cuStreamGetPriority(handle: Handle, priority: Out<i32>) {
+        priority.set(stream(handle)?.priority)
+    }
+}
+
+api! {
+    /// A number that names a stream in this process.
+    fn cuStreamGetId(handle: Handle, id: Out<u64>) {
+        id.set(stream(handle)?.number as u64)
+    }
+}
+
+api! {
+    /// The device of a stream.
+    fn cuStreamGetDevice(handle: Handle, device: Out<i32>) {
+        device.set(stream(handle)?.context.device as i32)
+    }
+}
+
+api! {
+    /// Whether a stream is being captured into a graph: never.
+    fn cuStreamIsCapturing(handle: Handle, status: Out<u32>) {
+        stream(handle)?;
+        status.set(0)
+    }
+}
+
+/// A function of the program, to be called in the middle of a stream.
+type HostFunction = unsafe extern "C" fn(data: usize);
+
+api! {
+    /// Calls a function of the program when the work before it is done. It is not called after an error.
+    fn cuLaunchHostFunc(handle: Handle, function: Option<HostFunction>, data: usize) {
+        let stream = own_stream(handle)?;
+        let function = function.ok_or(Code::INVALID_VALUE)?;
+        stream.issue(
+            Work::new("a host function", move || {
+                // SAFETY: whoever issued it promised that it may be called from another thread with this argument.
+                as_host_function(|| unsafe { function(data) });
+                Ok(())
+            }),
+            &[],
+        );
+        Ok(())
+    }
+}
