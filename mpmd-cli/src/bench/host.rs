@@ -3,10 +3,10 @@
 
 use std::time::{Duration, Instant};
 
+use mpmd_core::Jit;
 use mpmd_core::cuda::{Grid, Source};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::{MemoryKind, Sharding};
-use mpmd_core::Jit;
 
 use super::Case;
 use super::p2p::Size;

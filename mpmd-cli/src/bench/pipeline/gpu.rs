@@ -95,17 +95,29 @@ pub(super) fn forward(
     inputs: &mut [ViewMut<'_>],
     output: &mut ViewMut<'_>,
 ) -> Result<()> {
-    let Shape { dim, rows, .. } = *shape;
     cuda.copy(x, &mut inputs[0])?;
     for (at, layer) in layers.iter().enumerate() {
         let (known, next) = inputs.split_at_mut(at + 1);
-        let y = next.first_mut().map_or(&mut *output, |next| next);
-        cuda.gemm(Gemm::new(rows, dim, dim), &known[at], &layer.w, &mut *y)?;
-        let n = shape.activations();
-        let args = [n.into(), dim.into(), (&layer.b).into(), y.into()];
-        cuda.launch(&FUNCTIONS, "bias_relu", Grid::over(n), &args)?;
+        match next.first_mut() {
+            Some(y) => through(cuda, shape, layer, &known[at], y)?,
+            None => through(cuda, shape, layer, &known[at], output)?,
+        }
     }
     Ok(())
+}
+
+/// One layer.
+fn through(
+    cuda: Cuda<'_>,
+    shape: &Shape,
+    layer: &Layer<View<'_>>,
+    x: &ViewMut<'_>,
+    y: &mut ViewMut<'_>,
+) -> Result<()> {
+    let (Shape { dim, rows, .. }, n) = (*shape, shape.activations());
+    cuda.gemm(Gemm::new(rows, dim, dim), x, &layer.w, &mut *y)?;
+    let args = [n.into(), dim.into(), (&layer.b).into(), y.into()];
+    cuda.launch(&FUNCTIONS, "bias_relu", Grid::over(n), &args)
 }
 
 /// As [`mlp::loss`](super::mlp::loss), with how many rows it is of.
@@ -185,5 +197,10 @@ pub(super) fn update(
     rate: f32,
 ) -> Result<()> {
     let n = gradient.region().elements();
-    cuda.launch(&FUNCTIONS, "descend", Grid::over(n), &[n.into(), rate.into(), gradient.into(), weights.into()])
+    cuda.launch(
+        &FUNCTIONS,
+        "descend",
+        Grid::over(n),
+        &[n.into(), rate.into(), gradient.into(), weights.into()],
+    )
 }

@@ -8,11 +8,11 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
+use mpmd_core::Role;
 use mpmd_core::launch::{Launch, OutputMode, variables};
 use mpmd_core::pipeline::Schedule;
 use mpmd_core::prelude::Program;
 use mpmd_core::trace::{Kind, ProcessTrace, Run, Timeline};
-use mpmd_core::Role;
 
 use super::super::{Case, show};
 use super::{PipelineArgs, check, job, parameters};
@@ -91,7 +91,9 @@ fn found(run: &Run, devices: usize) -> Result<Found> {
         let passes = run.kernels.iter().filter(|kernel| {
             let operation = run.operations.get(&(kernel.process, kernel.op));
             let label = operation.and_then(|operation| operation.label);
-            kernel.op > step.ops.0 && kernel.op <= step.ops.1 && label.is_some_and(|label| is_pass(label.role))
+            kernel.op > step.ops.0
+                && kernel.op <= step.ops.1
+                && label.is_some_and(|label| is_pass(label.role))
         });
         let spans: Vec<(f64, f64)> = passes.map(|kernel| (kernel.start, kernel.end)).collect();
         let (span, idle) = idle(&spans, devices);
