@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::memory::{Arena, SharedBuffer};
+use crate::memory::{Arena, DeviceSharing, SharedBuffer};
 use crate::transport::{Handler, Parking, Payload, Ticket, Transport, TransportError, check_post};
 use crate::wire::{Header, ProcessId};
 
@@ -93,6 +93,24 @@ impl Transport for Mixed {
 
     fn hands_over(&self, peer: ProcessId) -> bool {
         self.to(peer).hands_over(peer)
+    }
+
+    fn carries_device_memory(&self, peer: ProcessId) -> bool {
+        self.to(peer).carries_device_memory(peer)
+    }
+
+    fn share_devices(
+        &self,
+        sharing: Arc<dyn DeviceSharing>,
+        with: &[bool],
+        patience: Duration,
+    ) -> Result<(), TransportError> {
+        for (transport, near) in [(&self.near, true), (&self.far, false)] {
+            let with: Vec<bool> =
+                with.iter().zip(&*self.is_near).map(|(has, is_near)| *has && *is_near == near).collect();
+            transport.share_devices(sharing.clone(), &with, patience)?;
+        }
+        Ok(())
     }
 
     fn lent_to(&self, peer: ProcessId) -> u64 {

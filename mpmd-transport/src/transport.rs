@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::memory::{Arena, OwnedBuffer, SharedBuffer};
+use crate::memory::{Arena, DeviceSharing, OwnedBuffer, SharedBuffer};
 use crate::wire::{Header, Kind, MAX_CONTROL_BYTES, ProcessId};
 
 /// Moves messages between this process and its peers.
@@ -33,10 +33,29 @@ pub trait Transport: Send + Sync {
     }
 
     /// Whether memory of [devices](crate::memory::DevicePlace) goes to `peer`, and comes from it, in this way too, where both
-    /// processes have such devices: the same on both sides. Only where [`hands_over`](Self::hands_over) is true.
+    /// processes have such devices ([`SharedBuffer::device`] of a [`Payload::Lent`]), also before the work that makes it is
+    /// over ([`SharedBuffer::ready`]): the same on both sides, and known once [`Transport::share_devices`] has returned. Only
+    /// where [`hands_over`](Self::hands_over) is true.
     fn carries_device_memory(&self, peer: ProcessId) -> bool {
         let _ = peer;
         false
+    }
+
+    /// Finds out with which peers memory of devices can be shared; to be called at most once, before
+    /// [`Transport::start`], by all processes that have devices, each of which says by process who has some. Waits for those
+    /// to do the same, for `patience` at most.
+    ///
+    /// # Errors
+    ///
+    /// Where a peer is not heard of in time. That devices cannot be shared is none: payloads take another way then.
+    fn share_devices(
+        &self,
+        sharing: Arc<dyn DeviceSharing>,
+        with: &[bool],
+        patience: Duration,
+    ) -> Result<(), TransportError> {
+        let _ = (sharing, with, patience);
+        Ok(())
     }
 
     /// Where buffers must come from so that they need not be copied to be handed over: to be asked before the

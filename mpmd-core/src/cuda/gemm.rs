@@ -219,3 +219,130 @@ fn types([a, b, c]: [DType; 3], math: Math) -> Option<Types> {
     let math = if a == DType::F32 { math } else { Math::F32 };
     (known && a == b).then_some(Types { factors: a, result: c, math })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const F32: [DType; 3] = [DType::F32; 3];
+
+    /// What a library of columns makes of a product.
+    fn by_columns(product: &Product, a: &[f64], b: &[f64], c: &mut [f64]) {
+        let Product { m, n, k, first, second, result, batch, alpha, beta, .. } = *product;
+        let at = |operand: Operand, index: i32, row: i32, column: i32| {
+            let (row, column) = if operand.transposed { (column, row) } else { (row, column) };
+            (i64::from(index) * operand.stride
+                + i64::from(column) * i64::from(operand.leading)
+                + i64::from(row)) as usize
+        };
+        for index in 0..batch {
+            for (row, column) in (0..m).flat_map(|row| (0..n).map(move |column| (row, column))) {
+                // Ours second is its first.
+                let sum: f64 =
+                    (0..k).map(|i| b[at(first, index, row, i)] * a[at(second, index, i, column)]).sum();
+                let to = &mut c[at(result, index, row, column)];
+                *to = alpha * sum + beta * *to;
+            }
+        }
+    }
+
+    /// The same of rows, as `Gemm` says it.
+    fn by_rows(gemm: &Gemm, a: &[f64], b: &[f64], c: &mut [f64]) {
+        let leading = gemm.leading.unwrap_or(gemm.stored().map(|(_, columns)| columns));
+        for index in 0..gemm.batch {
+            let base: Vec<usize> = gemm.strides.iter().map(|stride| index * stride).collect();
+            let at = |i: usize, row: usize, column: usize| {
+                let turned = i < 2 && gemm.transpose[i];
+                let (row, column) = if turned { (column, row) } else { (row, column) };
+                base[i] + row * leading[i] + column
+            };
+            for (row, column) in (0..gemm.m).flat_map(|row| (0..gemm.n).map(move |column| (row, column))) {
+                let sum: f64 = (0..gemm.k).map(|i| a[at(0, row, i)] * b[at(1, i, column)]).sum();
+                let to = &mut c[at(2, row, column)];
+                *to = gemm.alpha * sum + gemm.beta * *to;
+            }
+        }
+    }
+
+    fn turned(gemm: Gemm, a: bool, b: bool) -> Gemm {
+        let gemm = if a { gemm.transpose_a() } else { gemm };
+        if b { gemm.transpose_b() } else { gemm }
+    }
+
+    #[test]
+    fn a_library_of_columns_makes_the_product_of_rows() {
+        let values =
+            |count: usize| -> Vec<f64> { (0..count).map(|i| ((i * 37 + 11) % 23) as f64 - 9.0).collect() };
+        for ((a, b), wide) in [(false, false), (false, true), (true, false), (true, true)]
+            .into_iter()
+            .flat_map(|t| [(t, false), (t, true)])
+        {
+            let mut gemm = turned(Gemm::new(3, 5, 4), a, b).alpha(2.0).beta(-1.0);
+            if wide {
+                // Of matrices beside each other: of a batch of two in each row of C.
+                gemm = gemm.leading(7, 9, 12).batch(2, [40, 0, 6]);
+            }
+            let (x, y, mut c) = (values(100), values(60), values(90));
+            let mut expected = c.clone();
+            by_rows(&gemm, &x, &y, &mut expected);
+            let product = gemm.product(F32, [x.len(), y.len(), c.len()]).unwrap().unwrap();
+            by_columns(&product, &x, &y, &mut c);
+            assert_eq!(c, expected, "{gemm}, wide: {wide}");
+        }
+    }
+
+    #[test]
+    fn operands_that_are_too_short_are_refused_to_the_element() {
+        let gemm = Gemm::new(3, 5, 4).transpose_b().batch(2, [12, 0, 15]);
+        let try_with = |elements| gemm.product(F32, elements).map(|product| product.is_some());
+        assert!(try_with([24, 20, 30]).unwrap());
+        for (elements, name) in
+            [([23, 20, 30], "A has 23"), ([24, 19, 30], "B has 19"), ([24, 20, 29], "C has 29")]
+        {
+            let said = try_with(elements).unwrap_err().to_string();
+            assert!(said.contains(name) && said.contains("gemm A[3, 4] B'[4, 5], 2 times"), "{said}");
+        }
+        // Behind the last row comes nothing.
+        let wide = Gemm::new(3, 5, 4).leading(10, 10, 10);
+        assert!(wide.product(F32, [24, 35, 25]).is_ok() && wide.product(F32, [24, 35, 24]).is_err());
+    }
+
+    #[test]
+    fn rows_and_results_must_not_overlap() {
+        let product = |gemm: Gemm| gemm.product(F32, [1000; 3]);
+        assert!(product(Gemm::new(3, 5, 4).leading(3, 5, 5)).is_err());
+        assert!(product(Gemm::new(3, 5, 4).transpose_a().leading(3, 5, 5)).is_ok());
+        for (stride, leading, fits) in
+            [(15, 5, true), (14, 5, false), (0, 5, false), (5, 20, true), (5, 19, false), (4, 20, false)]
+        {
+            let gemm = Gemm::new(3, 5, 4).leading(4, 5, leading).batch(4, [0, 0, stride]);
+            assert_eq!(product(gemm).is_ok(), fits, "{stride} {leading}");
+        }
+    }
+
+    #[test]
+    fn sizes_that_cublas_cannot_count_are_refused_and_nothing_is_no_product() {
+        let huge = Gemm::new(1, 1, 1).leading(1 << 31, 1, 1);
+        assert!(huge.product(F32, [1; 3]).is_err());
+        let wraps = Gemm::new(2, 1, 1).leading(usize::MAX, 1, 1).batch(2, [usize::MAX, 0, 2]);
+        assert!(wraps.product(F32, [usize::MAX; 3]).is_err());
+        assert_eq!(Gemm::new(0, 5, 4).product(F32, [0, 20, 0]).unwrap(), None);
+        assert_eq!(Gemm::new(3, 5, 4).batch(0, [0; 3]).product(F32, [0; 3]).unwrap(), None);
+        // No factors: C is multiplied with beta all the same.
+        let none = Gemm::new(3, 5, 0).product(F32, [0, 0, 15]).unwrap().unwrap();
+        assert_eq!((none.k, none.first.leading, none.second.leading), (0, 5, 1));
+    }
+
+    #[test]
+    fn only_known_types_are_multiplied() {
+        use DType::{Bf16, F16, F32, F64, I32};
+        let types =
+            |dtypes| Gemm::new(1, 1, 1).math(Math::Tf32).product(dtypes, [1; 3]).map(|p| p.unwrap().types);
+        assert_eq!(types([F32; 3]).unwrap().math, Math::Tf32);
+        assert_eq!(types([F16, F16, F32]).unwrap(), Types { factors: F16, result: F32, math: Math::F32 });
+        assert!(types([Bf16; 3]).is_ok() && types([F64; 3]).is_ok());
+        for dtypes in [[F32, F32, F16], [F16, Bf16, F32], [F32, F16, F32], [I32; 3], [F64, F64, F32]] {
+            assert!(types(dtypes).is_err(), "{dtypes:?}");
+        }
+    }
+}

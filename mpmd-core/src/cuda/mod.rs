@@ -15,7 +15,7 @@
 mod args;
 mod gemm;
 mod scratch;
-mod source;
+pub(crate) mod source;
 
 use std::fmt;
 
@@ -26,7 +26,6 @@ pub(crate) use gemm::Types;
 pub use gemm::{Gemm, Math};
 pub use scratch::Scratch;
 pub(crate) use scratch::{CallMemory, Spare};
-pub(crate) use source::Kind;
 pub use source::{CUBLAS, Source};
 
 use args::{Memory, Value};
@@ -117,7 +116,7 @@ impl<'a> Cuda<'a> {
         args: &[Arg<'_>],
     ) -> Result<()> {
         // As many as most functions have take no list of their own.
-        const FEW: usize = 24;
+        const FEW: usize = 16;
         let mut few = [RawArg::NONE; FEW];
         let mut many = Vec::new();
         let raw = if args.len() <= FEW {

@@ -61,10 +61,10 @@ pub(crate) struct CallMemory {
 struct State {
     /// Blocks of the device's that no [`Scratch`] holds.
     free: Vec<OwnedBuffer>,
-    /// What work reads or writes until it is over.
+    /// Memory of the host's that work reads until it is over.
     held: Vec<OwnedBuffer>,
-    /// Where host values were copied to: their address and length, and the copy.
-    copies: Vec<(usize, usize, DevicePlace)>,
+    /// Host values that were copied to the device, by address and length, and the copies.
+    copies: Vec<((usize, usize), OwnedBuffer)>,
     /// Bytes of the device's that the call has had at a time.
     bytes: usize,
 }
@@ -78,7 +78,8 @@ impl CallMemory {
     /// All work of the call was issued, and is over at `fence`. `spare` are the blocks of the device that the call's work
     /// was issued to, which is one line.
     pub(crate) fn end(self, spare: &Spare, fence: &Arc<dyn Fence>) {
-        let State { free, mut held, bytes, .. } = self.state.into_inner();
+        let State { mut free, mut held, copies, bytes } = self.state.into_inner();
+        free.extend(copies.into_iter().map(|(_, copy)| copy));
         held.iter_mut().for_each(|buffer| buffer.add_fence(fence.clone()));
         if !free.is_empty() {
             spare.keep(free, bytes, fence);
@@ -104,19 +105,17 @@ impl CallMemory {
         spare: &Spare,
         bytes: &[u8],
     ) -> Result<(DevicePlace, Option<OwnedBuffer>), OutOfMemory> {
-        let (address, len) = (bytes.as_ptr().addr(), bytes.len());
-        let known = self.state.lock().copies.iter().find(|copy| (copy.0, copy.1) == (address, len)).copied();
-        if let Some((.., place)) = known {
-            return Ok((place, None));
+        let (key, len) = ((bytes.as_ptr().addr(), bytes.len()), bytes.len());
+        let part = |copy: &OwnedBuffer| DevicePlace { bytes: len, ..place(copy) };
+        if let Some((_, copy)) = self.state.lock().copies.iter().find(|(known, _)| *known == key) {
+            return Ok((part(copy), None));
         }
         let mut staged = self.stage(len)?;
         staged.copy_from_slice(bytes);
-        let block = self.block(spare, len.max(1))?;
-        let place = DevicePlace { bytes: len, ..place(&block) };
-        let mut state = self.state.lock();
-        state.copies.push((address, len, place));
-        // Not free before the call ends: it may be asked for again.
-        state.held.push(block);
+        let copy = self.block(spare, len.max(1))?;
+        let place = part(&copy);
+        // Kept until the call ends: it may be asked for again.
+        self.state.lock().copies.push((key, copy));
         Ok((place, Some(staged)))
     }
 

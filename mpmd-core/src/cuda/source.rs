@@ -24,7 +24,7 @@ use std::fmt;
 pub struct Source {
     name: &'static str,
     text: &'static str,
-    kind: Kind,
+    pub(crate) kind: Kind,
 }
 
 /// What a source is.
@@ -75,10 +75,6 @@ impl Source {
     /// What is compiled.
     pub const fn text(&self) -> &'static str {
         self.text
-    }
-
-    pub(crate) const fn kind(&self) -> Kind {
-        self.kind
     }
 }
 

@@ -323,6 +323,10 @@ impl Runtime {
 
     /// The failure of an operation whose piece broke off on its way.
     pub(super) fn fetch_failed(&self, from: ProcessId, op: u64, error: &TransportError) -> Arc<Failure> {
+        if let TransportError::Environment { .. } = error {
+            let message = format!("operation {op} waited for process {from}: {error}");
+            return Arc::new(Failure::new(FailureKind::Transport, from, op, message));
+        }
         self.router.lock().lost_while(from, op, &reason(error))
     }
 }

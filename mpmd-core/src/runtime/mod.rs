@@ -60,7 +60,7 @@ pub(crate) use waits::Waits;
 use worker::{Crew, Worker};
 pub(crate) use worker::{Job, Work};
 
-use crate::backend::cuda::Gpu;
+use crate::backend::cuda::{self, Gpu};
 use crate::program::Recorder;
 use crate::topology::{DeviceId, DeviceKind, Topology};
 use crate::trace::{PieceStep, Trace, What};
@@ -193,6 +193,7 @@ impl Runtime {
         let room = Room::of(me, &topology, cores());
         let spins = room == Room::All;
         let devices = open_devices(me, &topology, &config, &arena, spins)?;
+        share_devices(me, &topology, &config, &devices, transport.as_deref())?;
         let hands_over = |peer: usize| {
             transport.as_ref().is_some_and(|transport| transport.hands_over(ProcessId(peer as u32)))
         };
@@ -372,11 +373,31 @@ fn open_devices(
         let name = format!("device {id} of process {me}");
         let pool = match &gpu {
             None => Pool::in_arena(name, config.device_memory, arena),
-            Some(gpu) => Pool::in_arena(name, config.device_memory, &Arena::device(gpu.allocator())),
+            Some(gpu) => Pool::in_arena(name, config.device_memory, &arena.device_beside(gpu.allocator())),
         };
         Ok(LocalDevice { id: *id, pool, gpu, queue: Worker::start(format!("mpmd-{id}"), Spin::new(spins))? })
     };
     topology.devices_of(me).iter().map(open).collect()
+}
+
+/// Finds out with whom this process's devices share memory, where it has some and others do too.
+fn share_devices(
+    me: ProcessId,
+    topology: &Topology,
+    config: &RuntimeConfig,
+    devices: &[LocalDevice],
+    transport: Option<&dyn Transport>,
+) -> std::io::Result<()> {
+    let gpus: Vec<_> = devices.iter().filter_map(|device| device.gpu.clone()).collect();
+    let has = |process: usize| {
+        let process = ProcessId(process as u32);
+        let mut kinds = topology.devices_of(process).iter().filter_map(|id| topology.device(*id));
+        process != me && kinds.any(|device| device.kind == DeviceKind::Cuda)
+    };
+    let with: Vec<bool> = (0..topology.processes()).map(has).collect();
+    let (Some(transport), true) = (transport, with.contains(&true)) else { return Ok(()) };
+    let Some(sharing) = cuda::sharing(gpus) else { return Ok(()) };
+    transport.share_devices(sharing, &with, config.patience).map_err(std::io::Error::other)
 }
 
 fn movers() -> usize {

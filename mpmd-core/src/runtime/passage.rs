@@ -42,7 +42,7 @@ impl Runtime {
     pub(super) fn pass(self: &Arc<Self>, passage: Box<Passage>, result: Result<Payload, Arc<Failure>>) {
         match result {
             Err(failure) => self.fail_passage(&passage, &failure),
-            Ok(Payload::Empty) => self.spread(&passage, Vec::new().into(), |_| false),
+            Ok(Payload::Empty) => self.spread(&passage, Vec::new().into(), None, |_| false),
             Ok(Payload::Inline(bytes) | Payload::Lent(bytes)) => {
                 self.trace_taken(&passage);
                 // Kernels read shards as typed slices, so one that is in memory without alignment is
@@ -60,7 +60,8 @@ impl Runtime {
                     // Of what is lent all may have the same: it is no device's own.
                     whole.truncate(1);
                 }
-                self.spread(&passage, bytes, |at| whole.contains(&at));
+                let source = self.arriving(&passage, &bytes);
+                self.spread(&passage, bytes, source, |at| whole.contains(&at));
             }
             Ok(Payload::Waiting(fetch)) => {
                 let (buffer, place) = match self.room(&passage, fetch.bytes()) {
@@ -80,9 +81,9 @@ impl Runtime {
                             match place {
                                 Place::Part => passage.shards[0].give_back(buffer),
                                 Place::Whole(at) => {
-                                    runtime.spread(&passage, buffer.freeze(), |shard| shard == at);
+                                    runtime.spread(&passage, buffer.freeze(), None, |shard| shard == at);
                                 }
-                                Place::Staging => runtime.spread(&passage, buffer.freeze(), |_| false),
+                                Place::Staging => runtime.spread(&passage, buffer.freeze(), None, |_| false),
                             }
                         }
                         Err(error) => {
@@ -93,6 +94,34 @@ impl Runtime {
                 );
             }
         }
+    }
+
+    /// What says how the work ended that makes bytes in a device's memory which a peer lent before they were made; `None` of
+    /// what is there.
+    fn arriving(self: &Arc<Self>, passage: &Passage, bytes: &SharedBuffer) -> Option<Slot> {
+        let ready = bytes.ready().clone();
+        if bytes.device().is_none() || (ready.are_over() && ready.failure().is_none()) {
+            return None;
+        }
+        let (promise, slot) = Slot::new();
+        let issued = promise.issue(bytes.clone());
+        let (runtime, op, from) = (self.clone(), passage.op, passage.from);
+        let fences = ready.clone();
+        ready.on_over(Box::new(move || {
+            let made = fences.failure().map_or(Ok(()), |why| Err(runtime.never_made(from, op, &why)));
+            issued.end(made);
+        }));
+        Some(slot)
+    }
+
+    /// The failure of an operation that was lent what then was not made.
+    fn never_made(&self, from: ProcessId, op: u64, why: &str) -> Arc<Failure> {
+        let mut router = self.router.lock();
+        if !router.still_here().contains(&from) {
+            return router.lost_while(from, op, why);
+        }
+        let message = format!("operation {op}: process {from} did not make what it lent: {why}");
+        Arc::new(Failure::new(FailureKind::Kernel, from, op, message))
     }
 
     /// Memory to read the region into, and what it is. `None` where nobody wants the region any more.
@@ -132,7 +161,15 @@ impl Runtime {
     /// `in_place` take the bytes as they are, the others copy them: each device's shards are its own
     /// memory or another process's, so that what it has room for, and what it may update in place, does not
     /// depend on its neighbours.
-    fn spread(self: &Arc<Self>, passage: &Passage, bytes: SharedBuffer, in_place: impl Fn(usize) -> bool) {
+    ///
+    /// `source` makes the bytes, where that is not over.
+    fn spread(
+        self: &Arc<Self>,
+        passage: &Passage,
+        bytes: SharedBuffer,
+        source: Option<Slot>,
+        in_place: impl Fn(usize) -> bool,
+    ) {
         let Passage { op, transfer, shards, guard, .. } = passage;
         let carried = |peer: &ProcessId| bytes.device().is_none() || self.carries_device_memory(*peer);
         if transfer.is_by_itself() && transfer.peers.iter().all(carried) {
@@ -144,18 +181,18 @@ impl Runtime {
                 transfer.clone(),
                 transfer.peers.clone(),
                 bytes.clone(),
-                None,
+                source.clone(),
                 guard.clone(),
             );
         }
         let (whole, others): (Vec<_>, Vec<_>) = (0..shards.len()).partition(|at| in_place(*at));
         for at in others {
-            shards[at].place(self, transfer, bytes.clone(), None, guard);
+            shards[at].place(self, transfer, bytes.clone(), source.clone(), guard);
         }
         // The last to be told holds it alone, so that a kernel may take it over.
         if let Some((last, before)) = whole.split_last() {
-            before.iter().for_each(|at| shards[*at].end(Ok(bytes.clone())));
-            shards[*last].end(Ok(bytes));
+            before.iter().for_each(|at| shards[*at].end_as(bytes.clone(), source.clone()));
+            shards[*last].end_as(bytes, source);
         }
     }
 

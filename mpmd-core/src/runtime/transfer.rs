@@ -410,15 +410,15 @@ impl Start<'_> {
         });
     }
 
-    /// As [`send`](Self::send), from a CUDA device's memory: as it is once it is there to who takes that, to the others from a copy that
-    /// begins as soon as the device can.
+    /// As [`send`](Self::send), from a CUDA device's memory: to who takes that as it is, also before it is made; to the others from a
+    /// copy that begins as soon as the device can.
     fn send_from_gpu(&self, transfer: &Arc<Transfer>, slot: &Slot) {
         let carried = |peer: &ProcessId| self.runtime.carries_device_memory(*peer);
         let (takers, others): (Vec<_>, Vec<_>) = transfer.peers.iter().copied().partition(carried);
         if !takers.is_empty() {
             let (runtime, op, guard) = (self.runtime.clone(), self.op, self.guard.clone());
             let transfer = transfer.clone();
-            slot.on_end(move |outcome| match outcome {
+            slot.on_issued(move |outcome| match outcome {
                 Err(failure) => runtime.poison_peers(op, &transfer, &takers, failure),
                 Ok(buffer) => {
                     let bytes = transfer.run.clone().map_or_else(|| buffer.clone(), |run| buffer.slice(run));

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::memory::{DevicePlace, Fences, Loan, OwnedBuffer, SharedBuffer};
+use crate::memory::{DevicePlace, Loan, OwnedBuffer, SharedBuffer};
 use crate::transport::{Fetch, FetchDone, Handler, Payload, TransportError};
 use crate::wire::{Header, Kind, ProcessId};
 
@@ -67,11 +67,10 @@ impl Delivery {
 
     fn lend(&self, handler: &dyn Handler, from: ProcessId, message: u64, header: Header) {
         let Ok(payload) = self.core.deliver(from, message) else { return };
+        let is_empty = payload.as_ref().is_none_or(SharedBuffer::is_empty);
+        // What makes the bytes is known here as it is there: all are one process.
+        let ready = payload.as_ref().map(|payload| payload.ready().clone()).unwrap_or_default();
         let loan = Lent { core: self.core.clone(), from, message, payload };
-        let (is_empty, ready) = loan.payload.as_ref().map_or_else(
-            || (true, Fences::default()),
-            |payload| (payload.is_empty(), payload.ready().clone()),
-        );
         let payload = SharedBuffer::lent_later(Box::new(loan), ready);
         // Without bytes nothing is lent: the message ends here.
         handler.arrived(from, header, if is_empty { Payload::Empty } else { Payload::Lent(payload) });
@@ -106,7 +105,7 @@ impl Loan for Lent {
     }
 
     fn device(&self) -> Option<DevicePlace> {
-        self.payload.as_ref().and_then(SharedBuffer::device)
+        self.payload.as_ref()?.device()
     }
 }
 

@@ -8,8 +8,8 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 
-use super::DeviceAllocator;
 use super::segment::{Segment, check_file_limit};
+use super::{DeviceAllocator, DeviceMemory};
 
 /// A process that may not have files so long does not share memory: most programs would find no room in it.
 const LEAST_FILE: u64 = 1 << 30;
@@ -26,8 +26,8 @@ pub(super) struct Inner {
     kind: Kind,
     next: AtomicU32,
     /// Numbers of segments that are no more, until their readers are told.
-    retired: Mutex<Vec<u32>>,
-    reclaim: OnceLock<Reclaim>,
+    retired: Mutex<Vec<Retired>>,
+    reclaim: Arc<OnceLock<Reclaim>>,
     pin: OnceLock<Pin>,
 }
 
@@ -37,6 +37,13 @@ enum Kind {
     /// Files in memory.
     Shared,
     Device(Arc<dyn DeviceAllocator>),
+}
+
+/// A segment that is no more, of which others may still have to be told.
+pub(crate) struct Retired {
+    pub(crate) number: u32,
+    /// What it was made of, where that is a device's: others may have it open.
+    pub(crate) memory: Option<Box<dyn DeviceMemory>>,
 }
 
 type Reclaim = Box<dyn Fn() + Send + Sync>;
@@ -54,6 +61,14 @@ impl Arena {
     /// An arena in the memory of a device.
     pub fn device(allocator: Arc<dyn DeviceAllocator>) -> Self {
         Self::new(Kind::Device(allocator))
+    }
+
+    /// An arena in the memory of a device, from which blocks may be lent beside those of this one: where they are short,
+    /// what others are done with comes back as it does here.
+    pub fn device_beside(&self, allocator: Arc<dyn DeviceAllocator>) -> Self {
+        let (next, retired, pin) = Default::default();
+        let (kind, reclaim) = (Kind::Device(allocator), self.inner.reclaim.clone());
+        Self { inner: Arc::new(Inner { kind, next, retired, reclaim, pin }) }
     }
 
     /// An arena whose segments other processes can map.
@@ -115,15 +130,22 @@ impl Arena {
         }
     }
 
-    /// Numbers of segments that are no more, each told once.
-    pub(crate) fn take_retired(&self) -> Vec<u32> {
+    /// Segments that are no more, each told once.
+    pub(crate) fn take_retired(&self) -> Vec<Retired> {
         std::mem::take(&mut self.inner.retired.lock())
     }
 }
 
 impl Inner {
-    pub(super) fn retire(&self, number: u32) {
-        self.retired.lock().push(number);
+    pub(super) fn retire(&self, segment: Retired) {
+        self.retired.lock().push(segment);
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // Nobody is left who could hear that others have closed it. The process is about to end, which frees it.
+        self.retired.get_mut().drain(..).for_each(|segment| std::mem::forget(segment.memory));
     }
 }
 

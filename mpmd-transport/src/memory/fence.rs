@@ -16,6 +16,11 @@ pub trait Fence: Any + Send + Sync {
     /// Calls `then` once it is passed: now, or on the thread that finds that it is. `then` must be short.
     fn on_over(&self, then: Box<dyn FnOnce() + Send>);
 
+    /// What went wrong with the work, for people, where that is known once it is passed.
+    fn failure(&self) -> Option<String> {
+        None
+    }
+
     /// Whether `earlier` is over whenever this is: one of the same queue that was issued before. Then only this one
     /// need be kept, and a buffer that a thousand calls read has one fence.
     fn covers(&self, earlier: &dyn Fence) -> bool {
@@ -38,6 +43,11 @@ impl Fences {
         }
     }
 
+    /// These, whether they are over or not: for those that know of failures.
+    pub fn of(fences: impl IntoIterator<Item = Arc<dyn Fence>>) -> Self {
+        Self(fences.into_iter().collect())
+    }
+
     /// Adds all of `others`.
     pub fn add_all(&mut self, others: &Self) {
         others.0.iter().for_each(|fence| self.add(fence.clone()));
@@ -51,6 +61,11 @@ impl Fences {
     /// Whether all are over.
     pub fn are_over(&self) -> bool {
         self.0.iter().all(|fence| fence.is_over())
+    }
+
+    /// What went wrong with the work of the first that failed, if any has.
+    pub fn failure(&self) -> Option<String> {
+        self.0.iter().find_map(|fence| fence.failure())
     }
 
     /// Calls `then` once all are over: now, or on the thread that finds the last of them so.

@@ -24,9 +24,10 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
+pub(crate) use arena::Retired;
 pub use arena::{Arena, Pin};
 pub use count::{Allocations, CountingAllocator};
-pub use device::{DeviceAllocator, DeviceMemory, DevicePlace};
+pub use device::{Arriving, DeviceAllocator, DeviceMemory, DevicePlace, DeviceSharing, MOST_WORDS};
 pub use fence::{Fence, Fences};
 pub use parts::Divided;
 pub use pool::{OutOfMemory, Pool, PoolStats, Reservation};
@@ -172,6 +173,16 @@ pub trait Loan: Send + Sync {
     /// Where they are, where that is a device of this process.
     fn device(&self) -> Option<DevicePlace> {
         None
+    }
+
+    /// Whether that device reaches them from afar, in the memory of another: they are to be copied.
+    fn is_far(&self) -> bool {
+        false
+    }
+
+    /// Whether their owner may be short of them later: they are to be copied and given back.
+    fn is_limited(&self) -> bool {
+        false
     }
 
     /// Where they are, if that can be lent on.
@@ -325,7 +336,8 @@ impl SharedBuffer {
     }
 
     /// What makes the bytes and is not over yet: who reads them on a device comes after it, who reads them otherwise
-    /// waits for it.
+    /// waits for it. Where it [has failed](Fences::failure), or where they were lent by a process that is no more, they mean
+    /// nothing, and who would give them to a device fails.
     pub fn ready(&self) -> &Fences {
         &self.whole.ready
     }
@@ -382,8 +394,15 @@ impl SharedBuffer {
     pub fn is_limited(&self) -> bool {
         match &self.whole.memory {
             Memory::Owned(OwnedBuffer { backing: Backing::Block(block), .. }) => block.is_limited(),
+            Memory::Lent(loan) => loan.is_limited(),
             _ => false,
         }
+    }
+
+    /// Whether these bytes are in the memory of a device that is none of this process's, though [one that is](Self::device)
+    /// reaches them: they are to be copied.
+    pub fn is_far(&self) -> bool {
+        matches!(&self.whole.memory, Memory::Lent(loan) if loan.is_far())
     }
 
     /// Where these bytes are, if other processes can map it.
@@ -393,7 +412,7 @@ impl SharedBuffer {
             Memory::Lent(loan) => loan.place(),
             Memory::Gone => None,
         };
-        place.map(|place| place.plus(self.range.start)).filter(|place| place.segment.descriptor().is_some())
+        place.map(|place| place.plus(self.range.start)).filter(|place| place.segment.is_shareable())
     }
 
     /// To be called before these bytes are lent; false where they cannot be now. See [`Loan::pass_on`].

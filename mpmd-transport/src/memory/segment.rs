@@ -12,7 +12,8 @@ use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use rustix::process::{Resource, getrlimit};
 
-use super::{DeviceMemory, arena};
+use super::arena::{Inner, Retired};
+use super::{Arena, DeviceMemory};
 
 /// From this size on pages of 2 MiB are worth asking for.
 const HUGE: usize = 2 << 20;
@@ -42,7 +43,7 @@ pub struct Segment {
     /// Where other processes can map it too.
     descriptor: Option<OwnedFd>,
     /// What others know it by, once they do, and whom to tell that it is no more.
-    known: OnceLock<(u32, Weak<arena::Inner>)>,
+    known: OnceLock<(u32, Weak<Inner>)>,
 }
 
 // SAFETY: a segment is only an address range that it owns; nothing in it belongs to a thread.
@@ -130,7 +131,7 @@ impl Segment {
     }
 
     /// Memory of a device.
-    pub(super) fn of_device(memory: Box<dyn DeviceMemory>) -> io::Result<Self> {
+    pub(crate) fn of_device(memory: Box<dyn DeviceMemory>) -> io::Result<Self> {
         let start = usize::try_from(memory.address()).unwrap_or(0);
         let start = NonNull::new(std::ptr::without_provenance_mut(start))
             .ok_or_else(|| io::Error::other("a device gave memory at no address"))?;
@@ -175,7 +176,7 @@ impl Segment {
     /// The owner promises that they do not change while they are lent. One that breaks its promise, by a bug,
     /// makes readers see other values; it cannot make them touch memory that is not there.
     pub(crate) fn lent(&self, range: Range<usize>) -> Option<&[u8]> {
-        if range.start > range.end || range.end > self.bytes || self.device.is_some() {
+        if !self.has(&range) || self.device.is_some() {
             return None;
         }
         // SAFETY: the range was just seen to lie within the mapping, which `self` keeps. All of it is
@@ -189,9 +190,19 @@ impl Segment {
         self.descriptor.as_ref().map(AsFd::as_fd)
     }
 
+    /// Whether other processes can map it, or open it.
+    pub(crate) fn is_shareable(&self) -> bool {
+        self.descriptor.is_some() || self.device().is_some_and(|memory| memory.export().is_some())
+    }
+
+    /// Whether there is such a range in it.
+    pub(crate) fn has(&self, range: &Range<usize>) -> bool {
+        range.start <= range.end && range.end <= self.bytes
+    }
+
     /// The number by which others know it, a new one of `arena` where nobody does yet. Never used for another
     /// segment of this process.
-    pub(crate) fn number(&self, arena: &arena::Arena) -> u32 {
+    pub(crate) fn number(&self, arena: &Arena) -> u32 {
         self.known.get_or_init(|| (arena.next_number(), arena.downgrade())).0
     }
 
@@ -241,7 +252,8 @@ impl Drop for Segment {
         if let Some((number, arena)) = self.known.get()
             && let Some(arena) = arena.upgrade()
         {
-            arena.retire(*number);
+            // Others may have a device's memory open: it stays until they have closed it.
+            arena.retire(Retired { number: *number, memory: self.device.take() });
         }
     }
 }

@@ -7,11 +7,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
+use super::devices::Foreign;
 use super::door::Door;
 use super::futex::SystemFutex;
-use super::record::{PASSED_ON, RETURNED};
+use super::record::{CLOSED, PASSED_ON, RETURNED};
 use super::ring::{Consumer, Corrupt, Producer};
-use crate::memory::{Loan, Place, Segment, SharedBuffer};
+use crate::memory::{DevicePlace, Fence, Loan, Place, Segment, SharedBuffer};
 use crate::transport::Ticket;
 
 /// What this process has lent to one peer.
@@ -23,6 +24,8 @@ pub(super) struct Book {
     bytes: u64,
     /// Loans that end as soon as they are copied, which the lender waits for.
     copied: usize,
+    /// Segments of devices' memory that the peer has closed.
+    closed: Vec<u32>,
     /// Numbers of loans that the peer is done with.
     returns: Consumer,
     /// What is wrong with that ring, if anything.
@@ -40,7 +43,15 @@ struct Open {
 
 impl Book {
     pub(super) fn new(returns: Consumer) -> Self {
-        Self { open: HashMap::new(), next: 1, bytes: 0, copied: 0, returns, corrupt: None }
+        Self {
+            open: HashMap::new(),
+            next: 1,
+            bytes: 0,
+            copied: 0,
+            closed: Vec::new(),
+            returns,
+            corrupt: None,
+        }
     }
 
     /// Keeps `bytes` until they come back; returns the number of the loan.
@@ -56,7 +67,7 @@ impl Book {
     /// What has come back, to be dropped once no lock is held: it may go back to a pool, or to its own owner.
     pub(super) fn collect(&mut self) -> Vec<(SharedBuffer, Ticket)> {
         let mut back = Vec::new();
-        let Self { open, returns, bytes, copied, corrupt, .. } = self;
+        let Self { open, returns, bytes, copied, closed, corrupt, .. } = self;
         let mut take = |kind: u32, numbers: &[u8]| {
             for number in numbers.as_chunks::<8>().0.iter().map(|number| u64::from_le_bytes(*number)) {
                 // Anything else in this ring means nothing.
@@ -64,6 +75,9 @@ impl Book {
                     && let Some(open) = open.get_mut(&number)
                 {
                     open.is_passed_on = true;
+                }
+                if kind == CLOSED {
+                    closed.extend(u32::try_from(number));
                 }
                 if kind == RETURNED
                     && let Some(Open { buffer, ticket, is_copied, .. }) = open.remove(&number)
@@ -85,6 +99,11 @@ impl Book {
             }
         }
         back
+    }
+
+    /// Segments that the peer has said to have closed, each told once.
+    pub(super) fn take_closed(&mut self) -> Vec<u32> {
+        std::mem::take(&mut self.closed)
     }
 
     /// Everything that is lent comes back but what others than the peer read too: only where the peer is proved
@@ -147,8 +166,8 @@ pub(super) struct Returns {
 
 struct State {
     ring: Producer,
-    /// Numbers for which there was no room.
-    late: Vec<u64>,
+    /// Numbers for which there was no room, with the kinds of their records.
+    late: Vec<(u32, u64)>,
 }
 
 impl Returns {
@@ -158,14 +177,21 @@ impl Returns {
     }
 
     /// A loan is over. Where the owner does not wait for it, it is not woken: it looks when it needs memory.
-    fn give_back(&self, loan: u64, is_awaited: bool) {
+    pub(super) fn give_back(&self, loan: u64, is_awaited: bool) {
         let mut state = self.state.lock();
-        state.late.push(loan);
+        state.late.push((RETURNED, loan));
         state.flush();
         drop(state);
         if is_awaited {
             self.door.ring(&SystemFutex);
         }
+    }
+
+    /// Tells the peer that a segment of a device's memory, of which it said that it is no more, is closed here.
+    pub(super) fn say_closed(&self, segment: u32) {
+        let mut state = self.state.lock();
+        state.late.push((CLOSED, u64::from(segment)));
+        state.flush();
     }
 
     /// Tells the owner that others read a loan too; false where there is no room to.
@@ -191,7 +217,8 @@ impl State {
     /// True where any of it went.
     fn flush(&mut self) -> bool {
         let Self { ring, late } = self;
-        let fitting = late.iter().take_while(|loan| ring.push(RETURNED, &[&loan.to_le_bytes()])).count();
+        let fits = |(kind, number): &&(u32, u64)| ring.push(*kind, &[&number.to_le_bytes()]);
+        let fitting = late.iter().take_while(fits).count();
         late.drain(..fitting);
         fitting > 0
     }
@@ -219,10 +246,19 @@ impl Borrowed {
     ) -> Option<Self> {
         let start = usize::try_from(offset).ok()?;
         let end = start.checked_add(usize::try_from(bytes).ok()?)?;
-        segment.lent(start..end)?;
+        if !segment.has(&(start..end)) {
+            return None;
+        }
         returns.borrowed.fetch_add(bytes, Ordering::Relaxed);
         let (range, is_passed_on, returns) = (start..end, AtomicBool::new(false), returns.clone());
         Some(Self { segment, range, loan, is_awaited, is_passed_on, returns })
+    }
+}
+
+impl Borrowed {
+    /// What says later that it is no more where it is, if that comes to pass; of memory of devices.
+    pub(super) fn life(&self) -> Option<Arc<dyn Fence>> {
+        Foreign::life(&self.segment)
     }
 }
 
@@ -230,6 +266,20 @@ impl Loan for Borrowed {
     fn bytes(&self) -> &[u8] {
         // It was there when this was made, and segments do not shrink.
         self.segment.lent(self.range.clone()).unwrap_or_default()
+    }
+
+    fn device(&self) -> Option<DevicePlace> {
+        let memory = self.segment.device()?;
+        let address = memory.address() + self.range.start as u64;
+        Some(DevicePlace { device: memory.device(), address, bytes: self.range.len() })
+    }
+
+    fn is_far(&self) -> bool {
+        self.segment.device().is_some_and(|memory| memory.is_far())
+    }
+
+    fn is_limited(&self) -> bool {
+        self.is_awaited
     }
 
     fn place(&self) -> Option<Place> {

@@ -7,12 +7,17 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
+use super::devices::DeviceGiven;
 use crate::memory::{File, Segment};
 
 /// What this process has mapped of others. One segment may come by several ways, where others pass on what they
 /// have borrowed, and come again and again: it is mapped once.
 #[derive(Default)]
-pub(super) struct Mappings(Mutex<HashMap<File, Weak<Segment>>>);
+pub(super) struct Mappings {
+    files: Mutex<HashMap<File, Weak<Segment>>>,
+    /// Memory of devices, by the words that open it.
+    devices: Mutex<HashMap<Vec<u8>, Weak<Segment>>>,
+}
 
 /// A segment that a peer has given.
 pub(super) enum Given {
@@ -21,12 +26,14 @@ pub(super) enum Given {
     /// It came by other ways before. It is no reason to keep it mapped: two processes that have a segment of each
     /// other would both wait for the other to let go of it.
     Again { descriptor: OwnedFd, bytes: u64, segment: Weak<Segment> },
+    /// Memory of a device.
+    Device(DeviceGiven),
 }
 
 impl Mappings {
     /// Notes what a peer has given, which must be a segment of so many bytes.
     pub(super) fn given(&self, descriptor: OwnedFd, bytes: u64) -> io::Result<Given> {
-        let mut mapped = self.0.lock();
+        let mut mapped = self.files.lock();
         // One that is mapped keeps its file, so that no other is taken for it.
         let file = Segment::file(descriptor.as_fd())?;
         let found = mapped.get(&file).and_then(Weak::upgrade);
@@ -38,13 +45,30 @@ impl Mappings {
         mapped.insert(file, Arc::downgrade(&segment));
         Ok(Given::First(segment))
     }
+
+    /// The memory of a device that these words open: as it is open already, or opened by `make`; whether it is new.
+    pub(super) fn opened(
+        &self,
+        words: &[u8],
+        make: impl FnOnce() -> io::Result<Arc<Segment>>,
+    ) -> io::Result<(Arc<Segment>, bool)> {
+        let mut open = self.devices.lock();
+        if let Some(found) = open.get(words).and_then(Weak::upgrade) {
+            return Ok((found, false));
+        }
+        let segment = make()?;
+        open.retain(|_, segment| segment.strong_count() > 0);
+        open.insert(words.to_vec(), Arc::downgrade(&segment));
+        Ok((segment, true))
+    }
 }
 
 impl Given {
-    /// The segment, mapped.
+    /// The segment, mapped; where it is the host's.
     pub(super) fn segment(&mut self, mappings: &Mappings) -> io::Result<Arc<Segment>> {
         match self {
             Self::First(segment) => Ok(segment.clone()),
+            Self::Device(_) => Err(io::Error::other("the memory of a device is no file")),
             Self::Again { descriptor, bytes, segment } => {
                 if let Some(segment) = segment.upgrade() {
                     return Ok(segment);
@@ -53,6 +77,7 @@ impl Given {
                     let found = match mappings.given(descriptor.try_clone()?, *bytes)? {
                         Self::First(segment) => Some(segment),
                         Self::Again { segment, .. } => segment.upgrade(),
+                        Self::Device(_) => None,
                     };
                     // None where its last holder let go of it just now.
                     if let Some(found) = found {

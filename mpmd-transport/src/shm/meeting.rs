@@ -160,7 +160,7 @@ fn welcome(
     let give = [own.memory.as_fd(), memory.as_fd()];
     socket.send_until(hello(config).as_bytes(), &give, deadline).map_err(with)?;
     let door = door.into_iter().next().ok_or_else(|| with(io::Error::other("it gave no door")))?;
-    let peer = pair(socket, door, &memory, true).map_err(with)?;
+    let peer = pair(config.process, socket, door, &memory, true).map_err(with)?;
     Ok(Some((index, peer)))
 }
 
@@ -193,7 +193,7 @@ fn answered(
     };
     let bytes = CAPACITIES.iter().copied().map(Ring::bytes).sum();
     let memory = Arc::new(Mapped::of(rings, bytes).map_err(with)?);
-    pair(socket, door, &memory, false).map_err(with)
+    pair(config.process, socket, door, &memory, false).map_err(with)
 }
 
 /// Who says hello, and the descriptors that came with it, which must be so many; `None` for a stranger.
@@ -221,7 +221,13 @@ pub(super) fn hello(config: &ShmConfig) -> Hello {
 }
 
 /// The two ends of everything between this process and a peer.
-fn pair(socket: Socket, door_of_peer: OwnedFd, rings: &Arc<Mapped>, is_lower: bool) -> io::Result<Met> {
+fn pair(
+    own: ProcessId,
+    socket: Socket,
+    door_of_peer: OwnedFd,
+    rings: &Arc<Mapped>,
+    is_lower: bool,
+) -> io::Result<Met> {
     let user = socket.peer()?;
     let exit = pidfd_open(user.pid, PidfdFlags::empty())?;
     let door = door(&Arc::new(Mapped::of(door_of_peer, Door::BYTES)?));
@@ -246,7 +252,9 @@ fn pair(socket: Socket, door_of_peer: OwnedFd, rings: &Arc<Mapped>, is_lower: bo
         door,
         socket,
         exit,
+        own,
         is_waiting: false.into(),
+        shares_devices: false.into(),
     };
     Ok((peer, Inbound::new(there.consumer())))
 }

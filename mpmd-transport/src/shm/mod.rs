@@ -23,6 +23,8 @@
 //! before it passes anything on. What it has lent stays readable until the last reader lets go, whatever became of it.
 
 mod address;
+mod agreeing;
+mod devices;
 mod door;
 mod futex;
 mod loans;

@@ -8,17 +8,23 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 
+use super::devices::{DeviceGiven, Devices, Foreign};
 use super::door::Door;
 use super::loans::{Book, Returns};
 use super::mappings::{Given, Mappings};
 use super::ring::{Consumer, Producer};
 use super::socket::{Socket, has_exited};
-use crate::memory::Segment;
+use crate::memory::{Arriving, MOST_WORDS, Segment};
 use crate::transport::{Ticket, TransportError};
+use crate::wire::ProcessId;
 
 /// Starts a packet that gives a segment: this, its number and its length, with the descriptor.
 const GIVE: [u8; 4] = *b"GIVE";
 const GIVE_BYTES: usize = 16;
+/// Starts a packet that gives a segment of a device's memory: this, its number, its length, the number of the process whose
+/// memory it is, and the words that open it. No descriptor.
+const GIVE_DEVICE: [u8; 4] = *b"GIVD";
+const GIVE_DEVICE_BYTES: usize = 20;
 
 /// A peer as all threads see it.
 pub(super) struct Peer {
@@ -29,8 +35,12 @@ pub(super) struct Peer {
     pub(super) socket: Socket,
     /// Tells when the process is no more.
     pub(super) exit: OwnedFd,
+    /// This process, to whom it is a peer.
+    pub(super) own: ProcessId,
     /// Whether something waits in the outbox.
     pub(super) is_waiting: AtomicBool,
+    /// Whether both lend each other memory of their devices.
+    pub(super) shares_devices: AtomicBool,
 }
 
 /// What goes to a peer.
@@ -62,12 +72,23 @@ struct Late {
 }
 
 impl Outbound {
+    /// What goes to a peer through `ring`.
     pub(super) fn new(ring: Producer) -> Self {
         Self { ring, outbox: VecDeque::new(), given: HashSet::new(), obstacle: None, closed: None }
     }
 }
 
 impl Peer {
+    /// Both have found that they can lend each other memory of their devices.
+    pub(super) fn share_devices(&self) {
+        self.shares_devices.store(true, Ordering::Release);
+    }
+
+    /// Whether they lend each other memory of their devices.
+    pub(super) fn shares_devices(&self) -> bool {
+        self.shares_devices.load(Ordering::Acquire)
+    }
+
     /// Sends a record, or keeps it until there is room; never blocks. Where it speaks of a segment, the peer
     /// is given that before.
     pub(super) fn send(
@@ -163,13 +184,19 @@ impl Peer {
         if given.contains(&number) {
             return true;
         }
-        let Some(descriptor) = segment.descriptor() else { return false };
-        let mut packet = [0; GIVE_BYTES];
-        packet[..4].copy_from_slice(&GIVE);
-        packet[4..8].copy_from_slice(&number.to_le_bytes());
-        packet[8..].copy_from_slice(&(segment.bytes() as u64).to_le_bytes());
+        let (number_bytes, bytes) = (number.to_le_bytes(), (segment.bytes() as u64).to_le_bytes());
+        let sent = match (segment.descriptor(), segment.device().and_then(|memory| memory.export())) {
+            (Some(descriptor), _) => {
+                self.socket.send(&[&GIVE[..], &number_bytes, &bytes].concat(), &[descriptor])
+            }
+            (None, Some(words)) => {
+                let owner = Foreign::owner(segment).unwrap_or(self.own).0.to_le_bytes();
+                self.socket.send(&[&GIVE_DEVICE[..], &number_bytes, &bytes, &owner, words].concat(), &[])
+            }
+            (None, None) => return false,
+        };
         // A socket that is broken is noticed by who watches it.
-        let sent = self.socket.send(&packet, &[descriptor]).unwrap_or(false);
+        let sent = sent.unwrap_or(false);
         if sent {
             given.insert(number);
         }
@@ -188,13 +215,23 @@ impl Outbound {
 pub(super) struct Inbound {
     pub(super) ring: Consumer,
     segments: HashMap<u32, Given>,
+    /// Loans of a device's memory that are not there yet, by number; with nothing where nobody waits for one.
+    landing: HashMap<u64, Option<Arc<dyn Arriving>>>,
     /// Nothing comes any more.
     pub(super) has_ended: bool,
 }
 
+/// Why there is no segment.
+pub(super) enum NoSegment {
+    /// What the peer said of it means nothing, or this process lacks what it takes.
+    Fault(io::Error),
+    /// It is a device's, and cannot be opened, for this reason.
+    Closed(String),
+}
+
 impl Inbound {
     pub(super) fn new(ring: Consumer) -> Self {
-        Self { ring, segments: HashMap::new(), has_ended: false }
+        Self { ring, segments: HashMap::new(), landing: HashMap::new(), has_ended: false }
     }
 
     /// The segment of a number, which the peer has given before it speaks of it; mapped at its first use.
@@ -203,41 +240,95 @@ impl Inbound {
         number: u32,
         peer: &Peer,
         mappings: &Mappings,
-    ) -> io::Result<Arc<Segment>> {
+        devices: &Devices,
+    ) -> Result<Arc<Segment>, NoSegment> {
         loop {
-            if let Some(given) = self.segments.get_mut(&number) {
-                return given.segment(mappings);
+            match self.segments.get_mut(&number) {
+                Some(Given::Device(given)) => {
+                    let opened = given.segment(number, &peer.returns, mappings, devices);
+                    return opened.map_err(NoSegment::Closed);
+                }
+                Some(given) => return given.segment(mappings).map_err(NoSegment::Fault),
+                None => self.hear_of_one(number, peer, mappings).map_err(NoSegment::Fault)?,
             }
-            let Some(packet) = peer.socket.receive()? else {
-                return Err(io::Error::other(format!("segment {number} was never given")));
-            };
-            let descriptor = packet.descriptors.into_iter().next();
-            let (Some(descriptor), Some(packet)) = (descriptor, packet.bytes.first_chunk::<GIVE_BYTES>())
-            else {
-                return Err(io::Error::other("a packet that gives no segment"));
-            };
-            if packet[..4] != GIVE {
-                return Err(io::Error::other("a packet of another kind"));
-            }
-            let number = u32::from_le_bytes([packet[4], packet[5], packet[6], packet[7]]);
-            let bytes = packet[8..].iter().rev().fold(0, |sum: u64, byte| sum << 8 | u64::from(*byte));
-            if self.segments.contains_key(&number) {
-                return Err(io::Error::other(format!("segment {number} was given before")));
-            }
-            self.segments.insert(number, mappings.given(descriptor, bytes)?);
         }
     }
 
-    /// Nothing comes any more, nor is any segment spoken of; what is borrowed stays until it goes back.
-    pub(super) fn end(&mut self) {
+    /// Takes one segment that the peer has given, on the way to that of a number.
+    fn hear_of_one(&mut self, wanted: u32, peer: &Peer, mappings: &Mappings) -> io::Result<()> {
+        let Some(packet) = peer.socket.receive()? else {
+            return Err(io::Error::other(format!("segment {wanted} was never given")));
+        };
+        if packet.bytes.starts_with(&GIVE_DEVICE) {
+            return self.hear_of_device(&packet.bytes, peer);
+        }
+        let descriptor = packet.descriptors.into_iter().next();
+        let (Some(descriptor), Some(packet)) = (descriptor, packet.bytes.first_chunk::<GIVE_BYTES>()) else {
+            return Err(io::Error::other("a packet that gives no segment"));
+        };
+        if packet[..4] != GIVE {
+            return Err(io::Error::other("a packet of another kind"));
+        }
+        let number = u32::from_le_bytes([packet[4], packet[5], packet[6], packet[7]]);
+        let bytes = packet[8..].iter().rev().fold(0, |sum: u64, byte| sum << 8 | u64::from(*byte));
+        if self.segments.contains_key(&number) {
+            return Err(io::Error::other(format!("segment {number} was given before")));
+        }
+        self.segments.insert(number, mappings.given(descriptor, bytes)?);
+        Ok(())
+    }
+
+    fn hear_of_device(&mut self, packet: &[u8], peer: &Peer) -> io::Result<()> {
+        let Some((fields, words)) = packet.split_first_chunk::<GIVE_DEVICE_BYTES>() else {
+            return Err(io::Error::other("a packet that gives no memory of a device"));
+        };
+        if !peer.shares_devices() {
+            return Err(io::Error::other(
+                "a packet that gives memory of a device, which nobody has agreed on",
+            ));
+        }
+        let word =
+            |at: usize| u32::from_le_bytes([fields[at], fields[at + 1], fields[at + 2], fields[at + 3]]);
+        let (number, bytes) = (word(4), u64::from(word(8)) | u64::from(word(12)) << 32);
+        if words.is_empty() || words.len() > MOST_WORDS || bytes == 0 {
+            return Err(io::Error::other("a packet that gives no memory of a device"));
+        }
+        if self.segments.contains_key(&number) {
+            return Err(io::Error::other(format!("segment {number} was given before")));
+        }
+        let given = DeviceGiven::new(words.to_vec(), bytes, ProcessId(word(16)));
+        self.segments.insert(number, Given::Device(given));
+        Ok(())
+    }
+
+    /// Notes a loan that is not there yet, and what waits for it.
+    pub(super) fn note_landing(&mut self, loan: u64, arriving: Option<Arc<dyn Arriving>>) {
+        self.landing.insert(loan, arriving);
+    }
+
+    /// A loan is there, or never will be; false where it was not awaited.
+    pub(super) fn land(&mut self, loan: u64, failure: Option<String>) -> bool {
+        let Some(arriving) = self.landing.remove(&loan) else { return false };
+        if let Some(arriving) = arriving {
+            arriving.pass(failure.map_or(Ok(()), Err));
+        }
+        true
+    }
+
+    /// Nothing comes any more, nor is any segment spoken of; what is borrowed stays until it goes back. Returns
+    /// what was not there yet, and never will be.
+    pub(super) fn end(&mut self) -> Vec<Arc<dyn Arriving>> {
         self.has_ended = true;
         self.segments.clear();
+        std::mem::take(&mut self.landing).into_values().flatten().collect()
     }
 
     /// Segments that are no more; what is borrowed of them stays until it goes back.
-    pub(super) fn retire(&mut self, numbers: &[u32]) {
+    pub(super) fn retire(&mut self, numbers: &[u32], peer: &Peer) {
         for number in numbers {
-            self.segments.remove(number);
+            if let Some(Given::Device(given)) = self.segments.remove(number) {
+                given.retire(*number, &peer.returns);
+            }
         }
     }
 }

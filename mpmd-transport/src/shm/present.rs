@@ -15,7 +15,7 @@ use super::meeting::{OwnDoor, meet};
 use super::shared::Shared;
 use super::socket::Listener;
 use super::{NAME, ShmConfig, environment};
-use crate::memory::{Arena, SharedBuffer};
+use crate::memory::{Arena, DeviceSharing, SharedBuffer};
 use crate::transport::{Handler, Parking, Ticket, Transport, TransportError, check_post};
 use crate::wire::{Header, ProcessId};
 
@@ -83,7 +83,7 @@ impl Opened {
     pub fn connect(self, config: &ShmConfig) -> Result<Arc<Shm>, TransportError> {
         assert!(config.process.index() < config.peers.len(), "no process {}", config.process);
         let peers = meet(&self.listener, &self.door, config)?;
-        let shared = Arc::new(Shared::new(config.process, peers, self.door.door, self.arena.clone()));
+        let shared = Shared::new(config.process, peers, self.door.door, self.arena.clone());
         let weak = Arc::downgrade(&shared);
         self.arena.on_shortage(move || {
             if let Some(shared) = weak.upgrade() {
@@ -167,6 +167,20 @@ impl Transport for Shm {
 
     fn hands_over(&self, peer: ProcessId) -> bool {
         self.shared.peers.get(peer.index()).is_some_and(Option::is_some)
+    }
+
+    fn carries_device_memory(&self, peer: ProcessId) -> bool {
+        let peer = self.shared.peers.get(peer.index()).and_then(Option::as_ref);
+        peer.is_some_and(|peer| peer.shares_devices())
+    }
+
+    fn share_devices(
+        &self,
+        sharing: Arc<dyn DeviceSharing>,
+        with: &[bool],
+        patience: Duration,
+    ) -> Result<(), TransportError> {
+        self.shared.share_devices(sharing, with, patience)
     }
 
     fn lent_to(&self, peer: ProcessId) -> u64 {

@@ -3,6 +3,7 @@
 use zerocopy::byteorder::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
+use crate::memory::MOST_WORDS;
 use crate::wire::{HEADER_BYTES, Header};
 
 /// A message whose payload follows its header.
@@ -18,6 +19,12 @@ pub(super) const RETURNED: u32 = 5;
 
 /// In the ring of returns: a loan that others than who it was lent to read too, eight bytes.
 pub(super) const PASSED_ON: u32 = 6;
+/// A loan of a device's memory is there now: eight bytes of its number; then, where it never will be, why.
+pub(super) const LANDED: u32 = 7;
+/// A message whose payload cannot be had: the header, then why.
+pub(super) const BROKEN: u32 = 8;
+/// In the ring of returns: segments of devices' memory that are no more and that are closed now, eight bytes each.
+pub(super) const CLOSED: u32 = 9;
 
 /// Payloads up to this size go with their header: to copy them costs less than to lend them.
 pub(super) const LARGEST_INLINE: usize = 2 << 10;
@@ -25,6 +32,11 @@ pub(super) const LARGEST_INLINE: usize = 2 << 10;
 /// Set in [`Lent::flags`] where the lender has limited memory: who gets it copies it and gives it back, which the
 /// lender waits for.
 pub(super) const COPY: u32 = 1;
+/// Set in [`Lent::flags`] where what a device makes is lent before it is made: after the [`Lent`] follow tokens of what
+/// the taker's devices come after, each its length in a byte and then itself, and [`LANDED`] is said later.
+pub(super) const LATER: u32 = 2;
+/// Tokens of one loan.
+pub(super) const MOST_TOKENS: usize = 4;
 
 /// Memory of the sender's.
 #[derive(Clone, Copy, Debug, Eq, FromBytes, Immutable, IntoBytes, KnownLayout, PartialEq, Unaligned)]
@@ -42,8 +54,11 @@ pub(super) struct Lent {
 #[derive(Debug, Eq, PartialEq)]
 pub(super) enum Record<'a> {
     Inline(Header, &'a [u8]),
-    Lent(Header, Lent),
+    Lent(Header, Lent, Vec<Vec<u8>>),
     Retired(Vec<u32>),
+    /// With why it is not, where it never will be.
+    Landed(u64, Option<String>),
+    Broken(Header, String),
     Goodbye,
 }
 
@@ -71,9 +86,23 @@ pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<Record<'_>, String> {
         }
         LENT => {
             let (header, rest) = header()?;
-            let lent = Lent::read_from_bytes(rest).map_err(|_| format!("a loan in {} bytes", rest.len()))?;
+            let loan_in = |_| format!("a loan in {} bytes", rest.len());
+            let (lent, tokens) = Lent::read_from_prefix(rest).map_err(loan_in)?;
+            if lent.flags.get() & LATER == 0 && !tokens.is_empty() {
+                return Err(format!("a loan in {} bytes", rest.len()));
+            }
             fits(&header, lent.bytes.get())?;
-            Ok(Record::Lent(header, lent))
+            Ok(Record::Lent(header, lent, take_tokens(tokens)?))
+        }
+        LANDED => {
+            let (loan, why) =
+                bytes.split_first_chunk().ok_or_else(|| format!("a loan named in {} bytes", bytes.len()))?;
+            let why = String::from_utf8_lossy(why);
+            Ok(Record::Landed(u64::from_le_bytes(*loan), (!why.is_empty()).then(|| why.into_owned())))
+        }
+        BROKEN => {
+            let (header, why) = header()?;
+            Ok(Record::Broken(header, String::from_utf8_lossy(why).into_owned()))
         }
         RETIRED if bytes.len().is_multiple_of(4) => {
             let numbers = bytes.as_chunks::<4>().0.iter();
@@ -82,6 +111,24 @@ pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<Record<'_>, String> {
         GOODBYE => Ok(Record::Goodbye),
         kind => Err(format!("a record of kind {kind} with {} bytes", bytes.len())),
     }
+}
+
+/// Tokens as a record has them.
+pub(super) fn put_tokens(tokens: &[Vec<u8>]) -> Vec<u8> {
+    tokens.iter().flat_map(|token| [token.len() as u8].into_iter().chain(token.iter().copied())).collect()
+}
+
+fn take_tokens(mut bytes: &[u8]) -> Result<Vec<Vec<u8>>, String> {
+    let mut tokens = Vec::new();
+    while let Some((length, rest)) = bytes.split_first() {
+        let (token, rest) = rest
+            .split_at_checked(usize::from(*length))
+            .filter(|(token, _)| !token.is_empty() && token.len() <= MOST_WORDS && tokens.len() < MOST_TOKENS)
+            .ok_or("tokens of a loan that cannot be told apart")?;
+        tokens.push(token.to_vec());
+        bytes = rest;
+    }
+    Ok(tokens)
 }
 
 #[cfg(test)]
@@ -105,7 +152,16 @@ mod tests {
         };
         let header = Header { bytes: 1 << 32, ..header };
         let bytes = [&header.encode()[..], lent.as_bytes()].concat();
-        assert_eq!(read(LENT, &bytes), Ok(Record::Lent(header, lent)));
+        assert_eq!(read(LENT, &bytes), Ok(Record::Lent(header, lent, vec![])));
+        let lent = Lent { flags: (COPY | LATER).into(), ..lent };
+        let tokens = vec![vec![7; MOST_WORDS], vec![1]];
+        let bytes = [&header.encode()[..], lent.as_bytes(), &put_tokens(&tokens)].concat();
+        assert_eq!(read(LENT, &bytes), Ok(Record::Lent(header, lent, tokens)));
+        assert_eq!(read(LANDED, &7u64.to_le_bytes()), Ok(Record::Landed(7, None)));
+        let failed = [&7u64.to_le_bytes()[..], b"it broke"].concat();
+        assert_eq!(read(LANDED, &failed), Ok(Record::Landed(7, Some("it broke".into()))));
+        let bytes = [&header.encode()[..], b"no"].concat();
+        assert_eq!(read(BROKEN, &bytes), Ok(Record::Broken(header, "no".into())));
         assert_eq!(read(RETIRED, &[1, 0, 0, 0, 2, 0, 0, 0]), Ok(Record::Retired(vec![1, 2])));
         assert_eq!(read(GOODBYE, &[]), Ok(Record::Goodbye));
     }
@@ -120,11 +176,27 @@ mod tests {
         assert!(read(LENT, &with(&[0; 32])).unwrap_err().contains("0 bytes of payload where 3"));
         assert!(read(RETIRED, &[1, 2, 3]).is_err());
         assert!(read(99, &[]).is_err());
+        assert!(read(LANDED, &[1; 7]).is_err() && read(BROKEN, &[1; 7]).is_err());
+        let later = |flags: u32, tokens: &[u8]| {
+            let lent = Lent {
+                loan: 1.into(),
+                offset: 0.into(),
+                bytes: 3.into(),
+                segment: 0.into(),
+                flags: flags.into(),
+            };
+            read(LENT, &with(&[lent.as_bytes(), tokens].concat())).map(drop)
+        };
+        assert_eq!(later(LATER, &[1, 5]), Ok(()));
+        assert!(later(0, &[1, 5]).is_err(), "tokens of what is there");
+        for tokens in [&[2, 5][..], &[0], &[1, 5, 200], &[1, 5].repeat(MOST_TOKENS + 1), &[97; 98]] {
+            assert!(later(LATER, tokens).unwrap_err().contains("told apart"));
+        }
     }
 
     proptest! {
         #[test]
-        fn no_bytes_do_any_harm(kind in 0u32..8, bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        fn no_bytes_do_any_harm(kind in 0u32..11, bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             let _ = read(kind, &bytes);
         }
     }

@@ -8,14 +8,15 @@ use parking_lot::{Mutex, MutexGuard};
 use rustix::io::Errno;
 use zerocopy::IntoBytes;
 
+use super::devices::{Devices, Unreadable};
 use super::door::Door;
 use super::futex::SystemFutex;
 use super::loans::Borrowed;
 use super::mappings::Mappings;
-use super::peer::{Inbound, Peer};
-use super::record::{COPY, GOODBYE, INLINE, LARGEST_INLINE, LENT, Lent, RETIRED, Record, read};
+use super::peer::{Inbound, NoSegment, Peer};
+use super::record::{COPY, GOODBYE, INLINE, LARGEST_INLINE, LATER, LENT, Lent, RETIRED, Record, read};
 use super::socket::{ended, has_exited};
-use crate::memory::{Arena, OwnedBuffer, Pool, SharedBuffer};
+use crate::memory::{Arena, Fences, OwnedBuffer, Pool, SharedBuffer};
 use crate::transport::{Fetch, FetchDone, Handler, Payload, Ticket, TransportError};
 use crate::wire::{Header, ProcessId};
 
@@ -32,7 +33,8 @@ pub(super) struct Shared {
     /// By process; none where this transport does not go there.
     pub(super) peers: Vec<Option<Peer>>,
     pub(super) door: Door,
-    arena: Arena,
+    pub(super) arena: Arena,
+    pub(super) devices: Devices,
     /// For payloads that come with their header, and those whose memory cannot be lent.
     pool: Pool,
     /// Of the thread that looks at what has come.
@@ -54,10 +56,11 @@ impl Shared {
         peers: Vec<Option<(Peer, Inbound)>>,
         door: Door,
         arena: Arena,
-    ) -> Self {
+    ) -> Arc<Self> {
         let (peers, inbound): (Vec<_>, Vec<_>) = peers.into_iter().map(Option::unzip).unzip();
-        Self {
+        Arc::new_cyclic(|shared| Self {
             process,
+            devices: Devices::new(peers.len(), shared.clone()),
             peers,
             door,
             pool: Pool::in_arena(format!("messages of process {process}"), None, &arena),
@@ -69,7 +72,7 @@ impl Shared {
             has_done: AtomicBool::new(false),
             is_closing: AtomicBool::new(false),
             is_over: AtomicBool::new(false),
-        }
+        })
     }
 
     /// Deliveries go to `handler` from now on.
@@ -110,6 +113,9 @@ impl Shared {
             return Err(TransportError::Closed);
         }
         let payload = match payload {
+            Some(bytes) if bytes.device().is_some() => {
+                return self.lend_device(to, peer, header, bytes, ticket);
+            }
             // A peer that has gone is told nothing: then it is a copy in vain, as nothing goes there.
             Some(bytes) if bytes.len() > LARGEST_INLINE && (bytes.place().is_none() || !bytes.pass_on()) => {
                 Some(self.lendable(&bytes)?)
@@ -258,7 +264,9 @@ impl Shared {
                 buffer.copy_from_slice(bytes);
                 Event::Message(header, Payload::Inline(buffer.freeze()))
             }
-            Record::Lent(header, lent) => Event::Lent(header, lent),
+            Record::Lent(header, lent, tokens) => Event::Lent(header, lent, tokens),
+            Record::Landed(loan, failure) => Event::Landed(loan, failure),
+            Record::Broken(header, why) => Event::Broken(header, why),
             Record::Retired(numbers) => Event::Retired(numbers),
             Record::Goodbye => Event::Goodbye,
         })
@@ -274,27 +282,84 @@ impl Shared {
     ) -> Result<(), Fault> {
         match event {
             Event::Message(header, payload) => handler.arrived(from, header, payload),
-            Event::Lent(header, lent) => {
-                let (number, offset, bytes) = (lent.segment.get(), lent.offset.get(), lent.bytes.get());
-                let segment = inbound.segment(number, peer, &self.mappings).map_err(Fault::of)?;
-                let is_copied = lent.flags.get() & COPY != 0;
-                let loan = Borrowed::new(segment, offset, bytes, lent.loan.get(), is_copied, &peer.returns)
-                    .ok_or_else(|| {
-                    let why = format!("{bytes} bytes at {offset} of segment {number} are not there");
-                    Fault::Theirs(why)
-                })?;
-                let bytes = SharedBuffer::lent(Box::new(loan));
-                let payload =
-                    if is_copied { Payload::Waiting(Box::new(CopyOut(bytes))) } else { Payload::Lent(bytes) };
+            Event::Lent(header, lent, tokens) => {
+                let payload = self.borrow(from, &header, lent, &tokens, inbound, peer)?;
                 handler.arrived(from, header, payload);
             }
-            Event::Retired(numbers) => inbound.retire(&numbers),
+            Event::Landed(loan, failure) => {
+                if !inbound.land(loan, failure) {
+                    return Err(Fault::Theirs(format!("loan {loan} is there, which was never on its way")));
+                }
+            }
+            Event::Broken(header, why) => {
+                handler.arrived(from, header, Unreadable::payload(from, &header, why));
+            }
+            Event::Retired(numbers) => inbound.retire(&numbers, peer),
             Event::Goodbye => {
                 let why = TransportError::PeerGone { peer: from, why: "it has left".to_owned() };
                 self.end(why, from, inbound, peer, handler);
             }
         }
         Ok(())
+    }
+
+    /// The payload of a message that is the memory of a peer, or that this one has of others.
+    fn borrow(
+        &self,
+        from: ProcessId,
+        header: &Header,
+        lent: Lent,
+        tokens: &[Vec<u8>],
+        inbound: &mut Inbound,
+        peer: &Peer,
+    ) -> Result<Payload, Fault> {
+        let (number, offset, bytes) = (lent.segment.get(), lent.offset.get(), lent.bytes.get());
+        let (loan, flags) = (lent.loan.get(), lent.flags.get());
+        let (is_copied, is_later) = (flags & COPY != 0, flags & LATER != 0);
+        let segment = match inbound.segment(number, peer, &self.mappings, &self.devices) {
+            Ok(segment) => segment,
+            Err(NoSegment::Fault(error)) => return Err(Fault::of(error)),
+            Err(NoSegment::Closed(why)) => {
+                if is_later {
+                    inbound.note_landing(loan, None);
+                }
+                peer.returns.give_back(loan, is_copied);
+                return Ok(Unreadable::payload(from, header, why));
+            }
+        };
+        let is_device = segment.device().is_some();
+        if is_later && !is_device {
+            return Err(Fault::Theirs("a loan of the host's memory that is not there yet".to_owned()));
+        }
+        let borrowed = Borrowed::new(segment, offset, bytes, loan, is_copied, &peer.returns);
+        let borrowed = borrowed.ok_or_else(|| {
+            Fault::Theirs(format!("{bytes} bytes at {offset} of segment {number} are not there"))
+        })?;
+        if !is_device {
+            let bytes = SharedBuffer::lent(Box::new(borrowed));
+            return Ok(match is_copied {
+                true => Payload::Waiting(Box::new(CopyOut(bytes))),
+                false => Payload::Lent(bytes),
+            });
+        }
+        let life = borrowed.life();
+        let mut landing = None;
+        if is_later {
+            match self.hear(tokens) {
+                Ok(arriving) => {
+                    landing = Some(arriving.clone().fence());
+                    inbound.note_landing(loan, Some(arriving));
+                }
+                Err(why) => {
+                    inbound.note_landing(loan, None);
+                    return Ok(Unreadable::payload(from, header, why));
+                }
+            }
+        }
+        Ok(Payload::Lent(SharedBuffer::lent_later(
+            Box::new(borrowed),
+            Fences::of(life.into_iter().chain(landing)),
+        )))
     }
 
     /// Nothing comes from a peer any more, and nothing goes there.
@@ -306,14 +371,20 @@ impl Shared {
         peer: &Peer,
         handler: &Arc<dyn Handler>,
     ) {
-        inbound.end();
+        let landing = inbound.end();
         peer.close(&why);
         // What it gave back before it ended has come to a good end.
         self.note_done(peer.collect().into_iter().map(|ticket| (ticket, Ok(()))));
         let tickets = peer.book.lock().take_tickets();
         self.note_done(tickets.into_iter().map(|ticket| (ticket, Err(why.clone()))));
         self.tell_done(handler);
+        let failure = match &why {
+            TransportError::PeerGone { why, .. } => why.clone(),
+            other => other.to_string(),
+        };
         handler.peer_down(from, why);
+        // Whoever waits for these may ask whether the peer is no more.
+        landing.into_iter().for_each(|arriving| arriving.pass(Err(failure.clone())));
     }
 
     /// A peer writes what nobody should: it is told no more but that it is over.
@@ -343,14 +414,24 @@ impl Shared {
     /// Takes back what peers are done with, gives back what found no room, and says which segments are no more.
     pub(super) fn tidy(&self) {
         let retired = self.arena.take_retired();
-        for peer in self.peers.iter().flatten() {
+        let numbers: Vec<u32> = retired.iter().map(|segment| segment.number).collect();
+        let mut knowing: Vec<Vec<usize>> = numbers.iter().map(|_| Vec::new()).collect();
+        for (index, peer) in self.peers.iter().enumerate() {
+            let Some(peer) = peer else { continue };
             self.note_done(peer.collect().into_iter().map(|ticket| (ticket, Ok(()))));
+            let closed = peer.book.lock().take_closed();
+            self.devices.note_closed(index, &closed);
             peer.returns.flush();
             if retired.is_empty() {
                 continue;
             }
             let mut out = peer.outbound.lock();
-            let known = out.retire(&retired);
+            let known = out.retire(&numbers);
+            for (knowing, number) in knowing.iter_mut().zip(&numbers) {
+                if known.contains(number) {
+                    knowing.push(index);
+                }
+            }
             for numbers in known.chunks(MOST_NUMBERS) {
                 if out.closed.is_none() {
                     peer.send(&mut out, RETIRED, &[numbers.as_bytes()], None);
@@ -358,6 +439,10 @@ impl Shared {
             }
             // Nobody waits for it.
         }
+        retired.into_iter().zip(knowing).for_each(|(segment, knowing)| self.devices.part(segment, knowing));
+        self.devices.free();
+        // Where the owner of what is passed on could not be told of it, it may be now.
+        self.post_held();
     }
 
     /// Takes back what peers are done with. Called where memory is short, with any locks held but a pool's.
@@ -402,6 +487,7 @@ impl Shared {
                 self.end_by_nonsense(why, from, inbound, peer, handler);
             }
             if exited {
+                self.devices.note_exit(from);
                 let back = peer.book.lock().end_all();
                 drop(back);
             }
@@ -429,7 +515,7 @@ impl Shared {
     pub(super) fn is_flushed(&self) -> bool {
         let has_left =
             |peer: &Peer| !peer.is_waiting.load(Ordering::Acquire) && !peer.book.lock().is_awaited();
-        self.peers.iter().flatten().all(has_left)
+        self.devices.is_flushed() && self.peers.iter().flatten().all(has_left)
     }
 
     /// The last word to the handler, which hears nothing more after it.
@@ -438,6 +524,8 @@ impl Shared {
         let in_order = self.is_closing.swap(true, Ordering::AcqRel);
         let end = if in_order { Ok(()) } else { Err(TransportError::Closed) };
         let _duty = self.duty.lock();
+        let held = self.devices.take_tickets();
+        self.note_done(held.into_iter().map(|ticket| (ticket, Err(TransportError::Closed))));
         for peer in self.peers.iter().flatten() {
             let tickets = peer.book.lock().take_tickets();
             self.note_done(tickets.into_iter().map(|ticket| (ticket, end.clone())));
@@ -478,12 +566,14 @@ impl Fault {
 }
 
 /// Whether a message ends when its payload comes back.
-struct IsLent(bool);
+pub(super) struct IsLent(pub(super) bool);
 
 /// A record that was understood and copied.
 enum Event {
     Message(Header, Payload),
-    Lent(Header, Lent),
+    Lent(Header, Lent, Vec<Vec<u8>>),
+    Landed(u64, Option<String>),
+    Broken(Header, String),
     Retired(Vec<u32>),
     Goodbye,
 }

@@ -2,6 +2,7 @@
 //! interleaving loses anything is for `tests/interleavings` to show, which is why these are not at the bottom of
 //! the files it takes in.
 
+mod devices;
 mod door;
 mod ear;
 mod ends;

@@ -4,7 +4,7 @@ use std::ffi::c_void;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use mpmd_transport::memory::{DeviceAllocator, DevicePlace, Fence, Fences, Pin, Pool};
+use mpmd_transport::memory::{DeviceAllocator, DevicePlace, DeviceSharing, Fence, Fences, Pin, Pool};
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::asked::{Product, RawArg};
@@ -120,6 +120,11 @@ impl WarmUp {
     pub(crate) fn wait(&self) -> Result<(), CudaError> {
         match *self {}
     }
+}
+
+/// How a process with these devices shares their memory with others: it has none.
+pub(crate) fn sharing(_: Vec<Arc<Gpu>>) -> Option<Arc<dyn DeviceSharing>> {
+    None
 }
 
 impl Line {

@@ -34,7 +34,6 @@ impl RawArg {
 /// A product of matrices in columns, as cuBLAS takes it, or a batch of such: `result[m, n]` of `first[m, k]` and
 /// `second[k, n]`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "for devices, and there are none"))]
 pub(crate) struct Product {
     pub(crate) m: i32,
     pub(crate) n: i32,
@@ -50,7 +49,6 @@ pub(crate) struct Product {
 
 /// A matrix of a product.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "for devices, and there are none"))]
 pub(crate) struct Operand {
     pub(crate) transposed: bool,
     /// Elements from the beginning of a column to that of the next.

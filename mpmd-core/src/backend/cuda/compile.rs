@@ -11,7 +11,8 @@ use parking_lot::Mutex;
 
 use super::cache::{Cache, Key};
 use super::error::CudaError;
-use crate::cuda::{Kind, Source};
+use crate::cuda::Source;
+use crate::cuda::source::Kind;
 
 /// A device's architecture: the two parts of its compute capability.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
@@ -112,13 +113,11 @@ fn from_disk_or_new(
     let key = Key::new(source, &options, &nvrtc.version);
     let binary = form == Form::Binary;
     if let Some(bytes) = cache.read(&key) {
-        count(|counts| counts.read += 1);
         tracing::debug!(source = source.name(), "compiled before");
         return Ok(Image::new(bytes, binary));
     }
     let since = Instant::now();
     let bytes = compile(source, &options, form)?;
-    count(|counts| counts.compiled += 1);
     tracing::debug!(source = source.name(), took = ?since.elapsed(), "compiled");
     cache.write(&key, &bytes);
     Ok(Image::new(bytes, binary))
@@ -135,7 +134,7 @@ fn options(source: &Source, architecture: Architecture, form: Form) -> Vec<Strin
         // For profilers and for compute-sanitizer; costs nothing when it runs.
         "--generate-line-info".to_owned(),
     ];
-    if source.kind() == (Kind::Cuda { exact: true }) {
+    if source.kind == (Kind::Cuda { exact: true }) {
         options.push("--fmad=false".to_owned());
     }
     options.extend(headers().map(|folder| format!("--include-path={}", folder.display())));
@@ -298,17 +297,4 @@ fn check(source: &Source, answer: nvrtcResult) -> Result<(), CudaError> {
         if text.is_null() { String::new() } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
     };
     Err(CudaError::new(format!("compiling {}", source.name()), format!("{answer:?}"), text))
-}
-
-/// How often this process has compiled, and read what was compiled before.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub(super) struct Counts {
-    pub(super) compiled: u64,
-    pub(super) read: u64,
-}
-
-static COUNTS: Mutex<Counts> = Mutex::new(Counts { compiled: 0, read: 0 });
-
-fn count(change: impl FnOnce(&mut Counts)) {
-    change(&mut COUNTS.lock());
 }

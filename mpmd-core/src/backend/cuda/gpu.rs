@@ -1,6 +1,7 @@
 //! A CUDA device that this process uses.
 
 use std::any::Any;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::{result, sys};
@@ -9,6 +10,7 @@ use mpmd_transport::memory::{DeviceAllocator, Pin, Pool};
 use super::blas::Blas;
 use super::compile::Architecture;
 use super::error::CudaError;
+use super::ipc::Shown;
 use super::line::Line;
 use super::memory::Allocator;
 use super::module::Modules;
@@ -35,8 +37,13 @@ pub(super) struct Context {
     device: sys::CUdevice,
     /// The driver's number of the device, by which its memory says whose it is: one for all who open it.
     ordinal: u32,
+    /// What it is known by in all processes.
+    uuid: [u8; 16],
     /// Why it does nothing more.
     broken: OnceLock<CudaError>,
+    /// Whether other processes may be shown events.
+    shares_events: AtomicBool,
+    shown: Shown,
 }
 
 // SAFETY: contexts, and what belongs to them, may be used by any thread that has made them its current one, which
@@ -78,6 +85,11 @@ impl Gpu {
     /// The driver's number of the device: what its memory [says](mpmd_transport::memory::DevicePlace::device).
     pub(crate) fn ordinal(&self) -> u32 {
         self.context.ordinal
+    }
+
+    /// The device's context.
+    pub(super) fn context(&self) -> &Arc<Context> {
+        &self.context
     }
 
     /// Where the segments of its memory come from.
@@ -157,7 +169,10 @@ impl Context {
         let device = result::device::get(device).map_err(|error| cuda(doing(), error))?;
         // SAFETY: `device` is the driver's own; the context is released once, when this is dropped.
         let raw = unsafe { result::primary_ctx::retain(device) }.map_err(|error| cuda(doing(), error))?;
-        Ok(Self { raw, device, ordinal, broken: OnceLock::new() })
+        let uuid = result::device::get_uuid(device).map_err(|error| cuda(doing(), error))?;
+        let uuid = uuid.bytes.map(|byte| byte.to_ne_bytes()[0]);
+        let (broken, shares_events, shown) = Default::default();
+        Ok(Self { raw, device, ordinal, uuid, broken, shares_events, shown })
     }
 
     /// Makes this the calling thread's current context.
@@ -189,6 +204,26 @@ impl Context {
     /// The number by which memory says whose it is.
     pub(super) fn ordinal(&self) -> u32 {
         self.ordinal
+    }
+
+    /// What the device is known by in all processes.
+    pub(super) fn uuid(&self) -> &[u8; 16] {
+        &self.uuid
+    }
+
+    /// Events that are made from now on can be shown to other processes.
+    pub(super) fn share_events(&self) {
+        self.shares_events.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether events are made so that they can be shown to other processes.
+    pub(super) fn shares_events(&self) -> bool {
+        self.shares_events.load(Ordering::Relaxed)
+    }
+
+    /// What other processes were shown of it.
+    pub(super) fn shown(&self) -> &Shown {
+        &self.shown
     }
 }
 

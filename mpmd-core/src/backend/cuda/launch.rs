@@ -16,7 +16,7 @@ use super::line::Stream;
 use crate::cuda::{Grid, Source};
 
 /// Arguments that need no list of their own.
-const FEW: usize = 24;
+const FEW: usize = 16;
 
 impl Gpu {
     /// Launches a function; its source is compiled first where nobody has done so.

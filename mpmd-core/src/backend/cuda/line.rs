@@ -12,6 +12,7 @@ use parking_lot::{Condvar, Mutex};
 use super::clock::Clock;
 use super::error::CudaError;
 use super::gpu::{Context, cuda};
+use super::ipc::{Landing, Words, sharable};
 use super::turn::Turn;
 use super::{Ended, Then};
 
@@ -72,6 +73,8 @@ pub(super) struct Event {
     number: u64,
     stream: Arc<Stream>,
     over: AtomicBool,
+    /// What went wrong with the work before it.
+    failure: OnceLock<String>,
     told: Mutex<Told>,
     ends: Weak<Ends>,
 }
@@ -85,7 +88,8 @@ struct Told {
     ended: Option<Ended>,
 }
 
-pub(super) struct RawEvent(pub(super) sys::CUevent);
+/// An event, and what other processes know it by, where they have been told.
+pub(super) struct RawEvent(pub(super) sys::CUevent, pub(super) OnceLock<Option<Words>>);
 
 // SAFETY: events may be used by any thread that has bound their context; CUDA's calls are thread-safe.
 unsafe impl Send for RawEvent {}
@@ -172,6 +176,9 @@ impl Stream {
         if fence.is_over() {
             return Ok(());
         }
+        if let Some(landing) = (fence as &dyn Any).downcast_ref::<Landing>() {
+            return landing.before(self);
+        }
         let Some(event) = (fence as &dyn Any).downcast_ref::<Event>() else {
             return Err(CudaError::new("waiting for other work", "", "it is no work of a CUDA device's"));
         };
@@ -211,6 +218,9 @@ impl Ends {
                 let mut flags = sys::CUevent_flags_enum::CU_EVENT_BLOCKING_SYNC as u32;
                 if self.clock.get().is_none() {
                     flags |= sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
+                    if stream.context.shares_events() {
+                        flags |= sharable();
+                    }
                 }
                 create_event(flags)?
             }
@@ -227,7 +237,9 @@ impl Ends {
     /// Keeps an event for later, which nobody waits for any more.
     pub(super) fn spare(&self, event: RawEvent) -> Option<RawEvent> {
         let mut spare = self.spare.lock();
-        if spare.len() >= MOST_SPARE {
+        let is_known = event.1.get().is_some_and(Option::is_some);
+        // Those that other processes know stay for ever: there are as many as were in use at a time.
+        if spare.len() >= MOST_SPARE && !is_known {
             return Some(event);
         }
         spare.push(event);
@@ -273,7 +285,8 @@ impl Event {
     ) -> Self {
         let (stream, ends) = (line.stream.clone(), Arc::downgrade(&line.ends));
         let (over, told) = (AtomicBool::new(false), Mutex::default());
-        Self { raw, begin, issued_at, number, stream, over, told, ends }
+        let failure = OnceLock::new();
+        Self { raw, begin, issued_at, number, stream, over, failure, told, ends }
     }
 
     /// Nanoseconds on the device from this to the beginning and the end of the work before `other`.
@@ -283,7 +296,16 @@ impl Event {
         Some([from.until(begin).ok()?, from.until(end).ok()?])
     }
 
+    /// By what other processes have work come after it; `None` where they cannot.
+    pub(super) fn words(&self) -> Option<Words> {
+        self.raw.as_ref()?.words(&self.stream.context)
+    }
+
     fn pass(&self, ended: Ended) {
+        if let Err(error) = &ended.result {
+            // Set here alone.
+            let _ = self.failure.set(error.to_string());
+        }
         let waiting = {
             let mut told = self.told.lock();
             self.over.store(true, Ordering::Release);
@@ -326,6 +348,10 @@ impl Fence for Event {
         told.waiting.push(then);
     }
 
+    fn failure(&self) -> Option<String> {
+        self.failure.get().cloned()
+    }
+
     fn covers(&self, earlier: &dyn Fence) -> bool {
         let earlier = (earlier as &dyn Any).downcast_ref::<Self>();
         earlier.is_some_and(|earlier| earlier.stream.raw == self.stream.raw && earlier.number < self.number)
@@ -338,6 +364,8 @@ impl Drop for Event {
         for raw in [self.raw.take(), self.begin.take()].into_iter().flatten() {
             let left = match self.ends.upgrade().filter(|_| is_over) {
                 Some(ends) => ends.spare(raw),
+                // Others may still come after it: it goes with the context.
+                None if raw.1.get().is_some_and(Option::is_some) => None,
                 None => Some(raw),
             };
             if let Some(raw) = left
@@ -384,5 +412,5 @@ pub(super) fn create_event(flags: u32) -> Result<RawEvent, CudaError> {
     unsafe { sys::cuEventCreate(&raw mut event, flags) }
         .result()
         .map_err(|error| cuda("making an event", error))?;
-    Ok(RawEvent(event))
+    Ok(RawEvent(event, OnceLock::new()))
 }

@@ -1,12 +1,13 @@
 //! Memory of a CUDA device.
 
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::{result, sys};
 use mpmd_transport::memory::{DeviceAllocator, DeviceMemory};
 
 use super::gpu::{Context, cuda};
+use super::ipc::{self, Words};
 
 /// Where segments in a device's memory come from.
 ///
@@ -20,6 +21,8 @@ pub(super) struct Memory {
     context: Arc<Context>,
     address: sys::CUdeviceptr,
     bytes: usize,
+    /// What other processes open it by, once they are to.
+    words: OnceLock<Option<Words>>,
 }
 
 impl Allocator {
@@ -36,7 +39,7 @@ impl DeviceAllocator for Allocator {
         let address = address.map_err(|error| {
             io::Error::other(cuda(format!("allocating {bytes} bytes on a CUDA device"), error))
         })?;
-        Ok(Box::new(Memory { context: self.context.clone(), address, bytes }))
+        Ok(Box::new(Memory { context: self.context.clone(), address, bytes, words: OnceLock::new() }))
     }
 }
 
@@ -52,10 +55,18 @@ impl DeviceMemory for Memory {
     fn device(&self) -> u32 {
         self.context.ordinal()
     }
+
+    fn export(&self) -> Option<&[u8]> {
+        let show = || ipc::export(&self.context, self.address, self.bytes);
+        self.words.get_or_init(show).as_ref().map(|words| &words[..])
+    }
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
+        if let Some(Some(words)) = self.words.get() {
+            ipc::forget(&self.context, words);
+        }
         if self.context.bind().is_err() {
             return;
         }

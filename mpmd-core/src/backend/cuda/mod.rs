@@ -27,6 +27,8 @@ mod error;
 #[cfg(feature = "cuda")]
 mod gpu;
 #[cfg(feature = "cuda")]
+mod ipc;
+#[cfg(feature = "cuda")]
 mod launch;
 #[cfg(feature = "cuda")]
 mod line;
@@ -44,7 +46,7 @@ mod warm;
 use crate::region::Region;
 
 #[cfg(not(feature = "cuda"))]
-pub(crate) use absent::{Ending, Gpu, Line, Stream, Turn, WarmUp};
+pub(crate) use absent::{Ending, Gpu, Line, Stream, Turn, WarmUp, sharing};
 pub(crate) use asked::{Operand, Product, RawArg};
 pub use driver::{
     Attributes, Driver, Gpu as GpuInfo, NoCuda, OLDEST, Uuid, Version, cublas, found, nccl, nvrtc,
@@ -52,6 +54,8 @@ pub use driver::{
 pub use error::CudaError;
 #[cfg(feature = "cuda")]
 pub(crate) use gpu::Gpu;
+#[cfg(feature = "cuda")]
+pub(crate) use ipc::sharing;
 #[cfg(feature = "cuda")]
 pub(crate) use line::{Line, Stream};
 #[cfg(feature = "cuda")]

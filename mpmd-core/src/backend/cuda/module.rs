@@ -15,7 +15,8 @@ use super::asked::RawArg;
 use super::compile::{self, Architecture};
 use super::error::CudaError;
 use super::gpu::{Context, cuda};
-use crate::cuda::{Kind, Source};
+use crate::cuda::Source;
+use crate::cuda::source::Kind;
 
 /// Shared memory that a block may have before the driver is asked for more.
 const SHARED_BYTES: u32 = 48 << 10;
@@ -136,7 +137,7 @@ impl Modules {
     }
 
     fn load(&self, source: &'static Source) -> Result<Module, CudaError> {
-        match source.kind() {
+        match source.kind {
             Kind::Cuda { .. } => {
                 let image = compile::image(source, self.architecture)?;
                 match Module::load(source, &image) {

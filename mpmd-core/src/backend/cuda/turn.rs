@@ -35,6 +35,9 @@ impl<'a> Turn<'a> {
     ///
     /// Where the device does nothing more, and where a fence is no CUDA device's.
     pub(crate) fn come_after(&self, fences: &Fences) -> Result<(), CudaError> {
+        if let Some(why) = fences.failure() {
+            return Err(CudaError::new("using what other work was to make", "", why));
+        }
         if fences.are_over() {
             return Ok(());
         }

@@ -10,7 +10,8 @@ use parking_lot::{Condvar, Mutex};
 
 use super::error::CudaError;
 use super::gpu::Gpu;
-use crate::cuda::{Kind, Source};
+use crate::cuda::Source;
+use crate::cuda::source::Kind;
 
 /// Threads that compile at a time; more would take processors from the program.
 const THREADS: usize = 2;
@@ -43,7 +44,7 @@ impl Gpu {
     /// Starts to make these sources ready. `pool` is the device's.
     pub(crate) fn warm_up(self: &Arc<Self>, pool: &Pool, sources: Vec<&'static Source>) -> WarmUp {
         for source in &sources {
-            if source.kind() != Kind::Cublas {
+            if source.kind != Kind::Cublas {
                 self.modules().announce(source);
             }
         }
@@ -61,7 +62,7 @@ impl Gpu {
     }
 
     fn make_ready(&self, source: &'static Source, pool: &Pool) -> Result<(), CudaError> {
-        match source.kind() {
+        match source.kind {
             Kind::Cublas => self.blas(pool).map(|_| ()),
             Kind::Cuda { .. } | Kind::Ptx => self.modules().make_ready(source),
         }

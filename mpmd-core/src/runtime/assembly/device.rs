@@ -99,7 +99,8 @@ impl DeviceAssembly {
 
     /// Whether these bytes are where the device reaches them as its own.
     pub(super) fn can_be(&self, bytes: &SharedBuffer) -> bool {
-        bytes.device().is_some_and(|place| place.device == self.gpu.ordinal())
+        let here = bytes.device().is_some_and(|place| place.device == self.gpu.ordinal());
+        here && !bytes.is_far() && !bytes.is_limited()
     }
 
     /// Ends the shard with what is the whole of it, or with a failure; what was issued of it comes to its end all the same.
@@ -107,13 +108,6 @@ impl DeviceAssembly {
         let Some(Open { promise, memory, .. }) = self.open.lock().take() else { return };
         drop(memory);
         match outcome {
-            // What makes it may be under way.
-            Ok(bytes) if !bytes.ready().are_over() => {
-                let ready = bytes.ready().clone();
-                self.ending.issued(promise.issue(bytes));
-                let ending = self.ending.clone();
-                ready.on_over(Box::new(move || ending.over(Ok(()))));
-            }
             Ok(bytes) => {
                 promise.keep(Ok(bytes));
                 self.ending.over(Ok(()));
@@ -123,6 +117,15 @@ impl DeviceAssembly {
                 self.ending.over(Err(failure));
             }
         }
+    }
+
+    /// Ends the shard with what is the whole of it, which the work of `source` makes.
+    pub(super) fn end_as(&self, bytes: SharedBuffer, source: &Slot) {
+        let Some(Open { promise, memory, .. }) = self.open.lock().take() else { return };
+        drop(memory);
+        self.ending.issued(promise.issue(bytes));
+        let ending = self.ending.clone();
+        source.on_verdict(move |made| ending.over(made));
     }
 
     /// Has a piece copied to its place. `source` is the slot that makes the bytes, where its work may be under way.

@@ -69,6 +69,14 @@ impl Assembly {
         }
     }
 
+    /// Ends the shard with what is the whole of it, once the work of `source` has made that, if it is given.
+    pub(super) fn end_as(&self, bytes: SharedBuffer, source: Option<Slot>) {
+        match (self, source) {
+            (Self::Device(shard), Some(source)) => shard.end_as(bytes, &source),
+            _ => self.end(Ok(bytes)),
+        }
+    }
+
     /// Memory of the host's for the whole shard, for a piece that is all of it. `None` where it is not, the shard has ended, or it
     /// is a device's.
     pub(super) fn take_whole(&self, piece: &Region) -> Option<OwnedBuffer> {

@@ -11,13 +11,16 @@ use proptest::prelude::*;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use zerocopy::IntoBytes;
 
+use super::devices::{Site, World};
 use super::ear::{Ear, Heard, PATIENCE, config, later};
 use crate::memory::Pool;
 use crate::shm::address::Address;
 use crate::shm::door::Door;
 use crate::shm::mapped::Mapped;
 use crate::shm::meeting::{CAPACITIES, Hello, OwnDoor, hello};
-use crate::shm::record::{GOODBYE, INLINE, LENT, Lent, PASSED_ON, RETIRED, RETURNED};
+use crate::shm::record::{
+    BROKEN, CLOSED, GOODBYE, INLINE, LANDED, LATER, LENT, Lent, PASSED_ON, RETIRED, RETURNED,
+};
 use crate::shm::ring::{Producer, Ring};
 use crate::shm::socket::{Listener, Socket, something_comes};
 use crate::shm::{Opened, Shm, ShmConfig};
@@ -75,6 +78,19 @@ impl Fake {
         self.say(LENT, &[&header.encode(), lent.as_bytes()]);
     }
 
+    /// Gives memory of a device, by these words.
+    fn give_device(&self, number: u32, bytes: u64, words: &[u8]) {
+        let owner = 1u32.to_le_bytes();
+        let packet = [&b"GIVD"[..], &number.to_le_bytes(), &bytes.to_le_bytes(), &owner, words].concat();
+        assert!(self.socket.send(&packet, &[]).unwrap());
+    }
+
+    fn lend_later(&mut self, lent: Lent, tokens: &[u8]) {
+        let header = Header { bytes: lent.bytes.get(), ..Header::new(Kind::Data) };
+        let lent = Lent { flags: LATER.into(), ..lent };
+        self.say(LENT, &[&header.encode(), lent.as_bytes(), tokens]);
+    }
+
     fn give(&self, number: u32, bytes: u64, what: &[BorrowedFd<'_>]) {
         let packet = [&b"GIVE"[..], &number.to_le_bytes(), &bytes.to_le_bytes()].concat();
         assert!(self.socket.send(&packet, what).unwrap());
@@ -111,6 +127,11 @@ struct Trio {
 
 impl Trio {
     fn new() -> Self {
+        Self::new_with(|_, _| {})
+    }
+
+    /// With what is to happen before anything is delivered.
+    fn new_with(before: impl FnOnce(&Arc<Shm>, &mut Fake)) -> Self {
         let (zero, one, two) = (Opened::open().unwrap(), Opened::open().unwrap(), Opened::open().unwrap());
         let addresses = [zero.address(), one.address(), two.address()];
         let of = |process| {
@@ -124,12 +145,35 @@ impl Trio {
         let (zero_config, two_config) = (of(0), of(2));
         let zero = later(move || zero.connect(&zero_config).unwrap());
         let two = later(move || two.connect(&two_config).unwrap());
-        let fake = Fake::knock(&addresses[0], &of(1));
+        let mut fake = Fake::knock(&addresses[0], &of(1));
         let (zero, two) = (zero.join().unwrap(), two.join().unwrap());
+        before(&zero, &mut fake);
         let ears: [Arc<Ear>; 2] = Default::default();
         zero.start(ears[0].clone());
         two.start(ears[1].clone());
         Self { zero, two, ears, fake }
+    }
+
+    /// As [`new`](Self::new); process 0 has devices, and finds that process 1 has some too.
+    fn with_devices() -> Self {
+        let trio = Self::new_with(|zero, fake| {
+            let site = Site { world: Arc::<World>::default(), process: 0, without: None, blind: false };
+            let real = zero.clone();
+            let sharing =
+                later(move || real.share_devices(Arc::new(site), &[false, true, false], PATIENCE).unwrap());
+            for packet in ["OVER", "GOOD"] {
+                fake.socket.send_until(packet.as_bytes(), &[], Instant::now() + PATIENCE).unwrap();
+            }
+            sharing.join().unwrap();
+            // What it has said: samples, that there are no more, and that it can open none, which is all of them.
+            let said = (0..5).map(|_| fake.socket.receive_until(Instant::now() + PATIENCE).unwrap().bytes);
+            assert_eq!(
+                said.map(|packet| packet[..4].to_vec()).collect::<Vec<_>>()[2..],
+                [b"SAMP", b"OVER", b"GOOD"]
+            );
+        });
+        assert!(trio.zero.carries_device_memory(ProcessId(1)));
+        trio
     }
 
     /// Whatever the test has done, the others talk on.
@@ -160,7 +204,10 @@ impl Trio {
 
 /// What a peer does once it is connected ends its connection with an error that says this, and no other.
 fn ends(says: &str, nonsense: impl FnOnce(&mut Fake)) {
-    let mut trio = Trio::new();
+    ends_in(Trio::new(), says, nonsense);
+}
+
+fn ends_in(mut trio: Trio, says: &str, nonsense: impl FnOnce(&mut Fake)) {
     let header = Header { bytes: 3000, ..Header::new(Kind::Data) };
     trio.zero.post(ProcessId(1), header, Some(vec![1; 3000].into()), Ticket(5));
     nonsense(&mut trio.fake);
@@ -240,6 +287,94 @@ fn packets_and_descriptors_that_are_no_segments_end_the_connection() {
         fake.give(6, 4096, &[file(4096, true).as_fd()]);
         fake.give(6, 4096, &[file(4096, true).as_fd()]);
     });
+}
+
+#[test]
+fn nonsense_about_memory_of_devices_ends_the_connection() {
+    let ends = |says: &str, nonsense: &dyn Fn(&mut Fake)| ends_in(Trio::with_devices(), says, nonsense);
+    let given = |fake: &Fake, words: &[u8]| fake.give_device(7, 4096, words);
+    for words in [&[][..], &[1; 97]] {
+        ends("gives no memory of a device", &|fake| {
+            given(fake, words);
+            fake.lend(1, lent(7, 0, 1));
+        });
+    }
+    ends("gives no memory of a device", &|fake| {
+        fake.give_device(7, 0, b"memory 1");
+        fake.lend(1, lent(7, 0, 1));
+    });
+    ends("segment 7 was given before", &|fake| {
+        (0..2).for_each(|_| given(fake, b"memory 1"));
+        fake.lend(1, lent(8, 0, 1));
+    });
+    ends("that cannot be told apart", &|fake| fake.lend_later(lent(7, 0, 1), &[9, 1]));
+    ends("a loan of the host's memory that is not there yet", &|fake| {
+        fake.give(7, 4096, &[file(4096, true).as_fd()]);
+        fake.lend_later(lent(7, 0, 1), &[]);
+    });
+    ends("loan 9 is there, which was never on its way", &|fake| fake.say(LANDED, &[&9u64.to_le_bytes()]));
+    ends("a loan named in 3 bytes", &|fake| fake.say(LANDED, &[&[1; 3]]));
+    ends("a record of 3 bytes", &|fake| fake.say(BROKEN, &[&[1; 3]]));
+    // Who has not agreed to it.
+    self::ends("nobody has agreed on", |fake| {
+        given(fake, b"memory 1");
+        fake.lend(1, lent(7, 0, 1));
+    });
+}
+
+#[test]
+fn memory_of_a_device_that_is_not_there_is_refused_and_places_outside_it_end_the_connection() {
+    let mut trio = Trio::with_devices();
+    trio.fake.give_device(7, 4096, b"nothing of the kind");
+    trio.fake.lend(1, lent(7, 0, 1));
+    let Payload::Waiting(fetch) = trio.ears[0].next_from(1) else { panic!("it is not there") };
+    assert_eq!(fetch.bytes(), 1);
+    drop(fetch);
+    // It has gone back, and nothing else has happened.
+    trio.fake.say(CLOSED, &[&[1; 8]]);
+    assert!(trio.ears[0].down(1).to_string().contains("a record of kind 9"));
+    trio.finish();
+    for (offset, bytes) in [(4096, 1), (0, 4097), (u64::MAX, 1), (1, u64::MAX)] {
+        let mut own = None;
+        let trio = Trio::new_with(|zero, fake| {
+            let world = Arc::<World>::default();
+            let site = |process| Site { world: world.clone(), process, without: None, blind: false };
+            own = Some(crate::memory::DeviceAllocator::allocate(&site(1), 4096).unwrap());
+            for packet in ["OVER", "GOOD"] {
+                fake.socket.send_until(packet.as_bytes(), &[], Instant::now() + PATIENCE).unwrap();
+            }
+            zero.share_devices(Arc::new(site(0)), &[false, true, false], PATIENCE).unwrap();
+        });
+        ends_in(trio, "are not there", |fake| {
+            fake.give_device(7, 4096, b"memory 1");
+            fake.lend(bytes, lent(7, offset, bytes));
+        });
+    }
+}
+
+#[test]
+fn who_talks_nonsense_about_its_devices_shares_none() {
+    for says in [&b"SAM"[..], b"WHAT", b"NONEof your business", b"GOOD"] {
+        let trio = Trio::new_with(|zero, fake| {
+            for packet in [says, b"GOOD"] {
+                fake.socket.send_until(packet, &[], Instant::now() + PATIENCE).unwrap();
+            }
+            let site = Site { world: Arc::<World>::default(), process: 0, without: None, blind: false };
+            zero.share_devices(Arc::new(site), &[false, true, false], PATIENCE).unwrap();
+        });
+        assert!(!trio.zero.carries_device_memory(ProcessId(1)));
+        trio.finish();
+    }
+    let trio = Trio::new_with(|zero, _| {
+        let site = Site { world: Arc::<World>::default(), process: 0, without: None, blind: false };
+        let patience = std::time::Duration::from_millis(20);
+        let late = zero.share_devices(Arc::new(site), &[false, true, false], patience).unwrap_err();
+        assert!(
+            matches!(&late, TransportError::TimedOut { .. }) && late.to_string().contains("process 1"),
+            "{late}"
+        );
+    });
+    trio.finish();
 }
 
 #[test]
@@ -335,7 +470,7 @@ proptest! {
         words in prop::collection::vec((0usize..4, any::<prop::sample::Index>(), any::<u64>()), 0..40),
         counts in prop::collection::vec((0usize..4, 0usize..3, 0u64..1024), 0..6),
         door in prop::collection::vec((0usize..32, any::<u32>()), 0..6),
-        records in prop::collection::vec((0u32..8, prop::collection::vec(any::<u8>(), 0..200)), 0..20),
+        records in prop::collection::vec((0u32..11, prop::collection::vec(any::<u8>(), 0..200)), 0..20),
         packets in prop::collection::vec((0u32..4, 0u64..9000, any::<bool>()), 0..10),
     ) {
         let mut trio = Trio::new();

@@ -1,0 +1,148 @@
+//! How processes that have devices find out, before the first message, which of them can lend each other their memory.
+//!
+//! Each shows all others samples of its own, tries theirs, and says what came of it; two lend each other memory where
+//! both could open what the other showed. All of it goes through the sockets by which they met, and nobody waits for who waits
+//! for others: everything is said before anything is heard.
+
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::peer::Peer;
+use super::shared::Shared;
+use crate::memory::{DeviceSharing, MOST_WORDS};
+use crate::transport::TransportError;
+use crate::wire::ProcessId;
+
+/// What packets begin with: a sample; the end of the samples; that there are none, and why.
+const SAMPLE: [u8; 4] = *b"SAMP";
+const NO_MORE: [u8; 4] = *b"OVER";
+const NONE: [u8; 4] = *b"NONE";
+/// All samples could be opened; or one could not, and why.
+const GOOD: [u8; 4] = *b"GOOD";
+const BAD: [u8; 4] = *b"BAD!";
+
+/// Samples of one process, more than it has devices.
+const MOST_SAMPLES: usize = 1024;
+
+impl Shared {
+    /// Finds out with which of the peers `with` devices memory of theirs can be shared; see
+    /// [`Transport::share_devices`](crate::Transport::share_devices).
+    pub(super) fn share_devices(
+        &self,
+        sharing: Arc<dyn DeviceSharing>,
+        with: &[bool],
+        patience: Duration,
+    ) -> Result<(), TransportError> {
+        let deadline = Instant::now() + patience;
+        let asked = |(index, peer)| with.get(index).is_some_and(|with| *with).then_some((index, peer));
+        let peers = self.peers.iter().enumerate().filter_map(|(index, peer)| asked((index, peer.as_ref()?)));
+        let peers: Vec<(usize, &Peer)> = peers.collect();
+        let samples = sharing.samples();
+        let mut why_not: Vec<Option<String>> = peers.iter().map(|_| None).collect();
+        let step = |peer: usize, result: io::Result<Option<String>>| match result {
+            Ok(why) => Ok(why),
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => Err(TransportError::TimedOut {
+                what: format!("process {peer} to say which memory of devices it can share"),
+                patience,
+            }),
+            // Whether it is no more, or talks nonsense: that it does not share devices is all that matters here.
+            Err(error) => Ok(Some(format!("process {peer} could not be asked: {error}"))),
+        };
+        for (at, (index, peer)) in peers.iter().enumerate() {
+            let shown = show(peer, samples.as_deref(), deadline).map(|()| samples.as_ref().err().cloned());
+            note(&mut why_not[at], step(*index, shown)?);
+        }
+        for (at, (index, peer)) in peers.iter().enumerate() {
+            let tried = try_all(peer, &*sharing, deadline);
+            note(&mut why_not[at], step(*index, tried)?);
+        }
+        for (at, (index, peer)) in peers.iter().enumerate() {
+            let verdict = hear_verdict(peer, deadline);
+            note(&mut why_not[at], step(*index, verdict)?);
+        }
+        for ((index, peer), why) in peers.into_iter().zip(why_not) {
+            let (me, index) = (self.process, ProcessId(index as u32));
+            match why {
+                None => peer.share_devices(),
+                Some(why) => tracing::info!(
+                    target: "mpmd::transport",
+                    "processes {me} and {index} do not lend each other memory of their devices: {why}"
+                ),
+            }
+        }
+        // A second call has nothing to say.
+        let _ = self.devices.sharing.set(sharing);
+        Ok(())
+    }
+}
+
+/// The first reason counts.
+fn note(known: &mut Option<String>, found: Option<String>) {
+    if known.is_none() {
+        *known = found;
+    }
+}
+
+fn show(peer: &Peer, samples: Result<&[Vec<u8>], &String>, deadline: Instant) -> io::Result<()> {
+    match samples {
+        Ok(samples) => {
+            for sample in samples {
+                say(peer, SAMPLE, sample, deadline)?;
+            }
+            say(peer, NO_MORE, &[], deadline)
+        }
+        Err(why) => say(peer, NONE, cut(why), deadline),
+    }
+}
+
+/// Tries what a peer shows and says how that went; why it cannot be shared, if it cannot.
+fn try_all(peer: &Peer, sharing: &dyn DeviceSharing, deadline: Instant) -> io::Result<Option<String>> {
+    let mut why = None;
+    for _ in 0..MOST_SAMPLES {
+        let packet = peer.socket.receive_until(deadline)?.bytes;
+        let Some((kind, rest)) = packet.split_first_chunk::<4>() else { return Err(nonsense()) };
+        match *kind {
+            SAMPLE => note(&mut why, sharing.try_sample(rest).err()),
+            NO_MORE => {
+                match &why {
+                    None => say(peer, GOOD, &[], deadline)?,
+                    Some(why) => say(peer, BAD, cut(why), deadline)?,
+                }
+                return Ok(why);
+            }
+            NONE => {
+                let theirs = String::from_utf8_lossy(rest).into_owned();
+                say(peer, BAD, cut(&theirs), deadline)?;
+                return Ok(Some(theirs));
+            }
+            _ => return Err(nonsense()),
+        }
+    }
+    Err(nonsense())
+}
+
+/// What a peer made of the samples that it was shown: why it cannot open what it is lent, if it cannot.
+fn hear_verdict(peer: &Peer, deadline: Instant) -> io::Result<Option<String>> {
+    let packet = peer.socket.receive_until(deadline)?.bytes;
+    match packet.split_first_chunk::<4>() {
+        Some((&GOOD, [])) => Ok(None),
+        Some((&BAD, why)) => Ok(Some(String::from_utf8_lossy(why).into_owned())),
+        _ => Err(nonsense()),
+    }
+}
+
+fn say(peer: &Peer, kind: [u8; 4], rest: &[u8], deadline: Instant) -> io::Result<()> {
+    let mut packet = kind.to_vec();
+    packet.extend_from_slice(rest);
+    peer.socket.send_until(&packet, &[], deadline)
+}
+
+/// As much of a reason as a packet takes.
+fn cut(why: &str) -> &[u8] {
+    &why.as_bytes()[..why.len().min(MOST_WORDS)]
+}
+
+fn nonsense() -> io::Error {
+    io::Error::other("it says what nobody understands about its devices")
+}

@@ -1,0 +1,467 @@
+//! Memory of devices that are none: what is lent, opened, closed and freed, by hand.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::Instant;
+
+use parking_lot::Mutex;
+
+use super::ear::{Ear, PATIENCE, config, later};
+use crate::memory::{
+    Arriving, DeviceAllocator, DeviceMemory, DevicePlace, DeviceSharing, Fence, Pool, SharedBuffer,
+};
+use crate::shm::{Opened, Shm};
+use crate::transport::{Payload, Ticket, Transport, TransportError};
+use crate::wire::{Header, Kind, ProcessId};
+
+/// All devices of a test: what there is, and what was done with it.
+#[derive(Default)]
+pub(super) struct World {
+    next: AtomicU64,
+    /// What is open by whom, by the words.
+    known: Mutex<HashMap<Vec<u8>, (u64, usize)>>,
+    fences: Mutex<HashMap<Vec<u8>, Arc<ByHand>>>,
+    pub(super) log: Mutex<Vec<String>>,
+    pub(super) opens: AtomicUsize,
+}
+
+/// One process's devices.
+pub(super) struct Site {
+    pub(super) world: Arc<World>,
+    pub(super) process: u32,
+    /// Why it has no samples.
+    pub(super) without: Option<String>,
+    /// Whether what it is given cannot be opened.
+    pub(super) blind: bool,
+}
+
+struct Memory {
+    world: Arc<World>,
+    what: String,
+    device: u32,
+    address: u64,
+    bytes: usize,
+    words: Vec<u8>,
+}
+
+/// A fence that is passed when a test says so, here or, as [`Arriving`], by the word of another.
+#[derive(Default)]
+pub(super) struct ByHand {
+    words: Option<Vec<u8>>,
+    ended: Mutex<Option<Result<(), String>>>,
+    waiting: Mutex<Vec<Box<dyn FnOnce() + Send>>>,
+}
+
+impl World {
+    fn note(&self, what: String) {
+        self.log.lock().push(what);
+    }
+
+    fn has(&self, what: &str) -> bool {
+        self.log.lock().iter().any(|line| line == what)
+    }
+
+    fn fence(&self, words: &[u8]) -> Arc<ByHand> {
+        let fence = Arc::new(ByHand { words: Some(words.to_vec()), ..ByHand::default() });
+        self.fences.lock().insert(words.to_vec(), fence.clone());
+        fence
+    }
+}
+
+impl DeviceAllocator for Site {
+    fn allocate(&self, bytes: usize) -> io::Result<Box<dyn DeviceMemory>> {
+        let number = 1 + self.world.next.fetch_add(1, Ordering::Relaxed);
+        let (address, words) = (number << 40, format!("memory {number}").into_bytes());
+        self.world.known.lock().insert(words.clone(), (address, bytes));
+        let what = format!("free {number}");
+        Ok(Box::new(Memory { world: self.world.clone(), what, device: self.process, address, bytes, words }))
+    }
+}
+
+impl DeviceMemory for Memory {
+    fn address(&self) -> u64 {
+        self.address
+    }
+
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn device(&self) -> u32 {
+        self.device
+    }
+
+    fn export(&self) -> Option<&[u8]> {
+        Some(&self.words)
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        self.world.note(std::mem::take(&mut self.what));
+    }
+}
+
+impl DeviceSharing for Site {
+    fn samples(&self) -> Result<Vec<Vec<u8>>, String> {
+        match &self.without {
+            None => Ok(vec![b"sample".to_vec(); 3]),
+            Some(why) => Err(why.clone()),
+        }
+    }
+
+    fn try_sample(&self, sample: &[u8]) -> Result<(), String> {
+        assert_eq!(sample, b"sample");
+        if self.blind { Err(format!("process {} sees nothing", self.process)) } else { Ok(()) }
+    }
+
+    fn open(&self, words: &[u8], bytes: usize) -> io::Result<Box<dyn DeviceMemory>> {
+        let known = self.world.known.lock().get(words).copied();
+        let Some((address, size)) = known else { return Err(io::Error::other("the words mean nothing")) };
+        assert!(bytes <= size);
+        self.world.opens.fetch_add(1, Ordering::Relaxed);
+        let (me, number) = (self.process, address >> 40);
+        let what = format!("{me} closes {number}");
+        let words = words.to_vec();
+        Ok(Box::new(Memory { world: self.world.clone(), what, device: 10 + me, address, bytes, words }))
+    }
+
+    fn tell(&self, fence: &dyn Fence) -> Option<Vec<u8>> {
+        (fence as &dyn std::any::Any).downcast_ref::<ByHand>()?.words.clone()
+    }
+
+    fn hear(&self, words: &[&[u8]]) -> io::Result<Arc<dyn Arriving>> {
+        let fences = self.world.fences.lock();
+        if !words.iter().all(|words| fences.contains_key(*words)) {
+            return Err(io::Error::other("nobody records this event"));
+        }
+        Ok(Arc::new(ByHand { words: words.first().map(|words| words.to_vec()), ..ByHand::default() }))
+    }
+}
+
+impl ByHand {
+    fn end(&self, result: Result<(), String>) {
+        *self.ended.lock() = Some(result);
+        let waiting = std::mem::take(&mut *self.waiting.lock());
+        waiting.into_iter().for_each(|then| then());
+    }
+}
+
+impl Fence for ByHand {
+    fn is_over(&self) -> bool {
+        self.ended.lock().is_some()
+    }
+
+    fn on_over(&self, then: Box<dyn FnOnce() + Send>) {
+        let mut waiting = self.waiting.lock();
+        if self.is_over() {
+            drop(waiting);
+            return then();
+        }
+        waiting.push(then);
+    }
+
+    fn failure(&self) -> Option<String> {
+        self.ended.lock().clone()?.err()
+    }
+}
+
+impl Arriving for ByHand {
+    fn pass(&self, result: Result<(), String>) {
+        self.end(result);
+    }
+
+    fn fence(self: Arc<Self>) -> Arc<dyn Fence> {
+        self
+    }
+}
+
+/// Processes with their ears, and their devices.
+struct Team<const N: usize> {
+    world: Arc<World>,
+    shm: [Arc<Shm>; N],
+    ears: [Arc<Ear>; N],
+    sites: [Arc<Site>; N],
+}
+
+impl<const N: usize> Team<N> {
+    fn new() -> Self {
+        Self::with(|_| {})
+    }
+
+    fn with(change: impl Fn(&mut Site)) -> Self {
+        let world = Arc::<World>::default();
+        let opened: Vec<Opened> = (0..N).map(|_| Opened::open().unwrap()).collect();
+        let addresses: Vec<String> = opened.iter().map(Opened::address).collect();
+        let sites: [Arc<Site>; N] = std::array::from_fn(|process| {
+            let mut site =
+                Site { world: world.clone(), process: process as u32, without: None, blind: false };
+            change(&mut site);
+            Arc::new(site)
+        });
+        let joining: Vec<_> = opened
+            .into_iter()
+            .enumerate()
+            .map(|(process, opened)| {
+                let peers: Vec<&str> = addresses.iter().map(String::as_str).collect();
+                let (config, site) = (config(process as u32, &peers), sites[process].clone());
+                later(move || {
+                    let shm = opened.connect(&config).unwrap();
+                    shm.share_devices(site, &[true; N], PATIENCE).unwrap();
+                    shm
+                })
+            })
+            .collect();
+        let shm: Vec<_> = joining.into_iter().map(|joining| joining.join().unwrap()).collect();
+        let ears: [Arc<Ear>; N] = std::array::from_fn(|_| Arc::default());
+        for (shm, ear) in shm.iter().zip(&ears) {
+            shm.start(ear.clone());
+        }
+        Self { world, shm: shm.try_into().unwrap(), ears, sites }
+    }
+
+    fn pool(&self, process: usize, limit: Option<u64>) -> Pool {
+        let arena = self.shm[process].arena().unwrap().device_beside(self.sites[process].clone());
+        Pool::in_arena("device", limit, &arena)
+    }
+
+    fn post(&self, from: usize, to: u32, bytes: &SharedBuffer, ticket: u64) {
+        let header = Header { bytes: bytes.len() as u64, ..Header::new(Kind::Data) };
+        self.shm[from].post(ProcessId(to), header, Some(bytes.clone()), Ticket(ticket));
+    }
+
+    fn take(&self, at: usize, from: u32) -> SharedBuffer {
+        match self.ears[at].next_from(from) {
+            Payload::Lent(bytes) => bytes,
+            _ => panic!("it is lent"),
+        }
+    }
+
+    /// Why a payload cannot be had.
+    fn refused(&self, at: usize, from: u32) -> TransportError {
+        let Payload::Waiting(fetch) = self.ears[at].next_from(from) else { panic!("it is lent") };
+        let into = vec![0; fetch.bytes() as usize].into();
+        let (said, hears) = std::sync::mpsc::channel();
+        fetch.fetch(into, Box::new(move |result| said.send(result.map(drop)).unwrap()));
+        hears.recv_timeout(PATIENCE).unwrap().unwrap_err()
+    }
+
+    fn done(&self, at: usize, ticket: u64) -> Result<(), TransportError> {
+        self.ears[at].wait("the end of a ticket", |heard| {
+            heard.done.iter().find(|done| done.0 == Ticket(ticket)).map(|done| done.1.clone())
+        })
+    }
+
+    fn finish(self) {
+        let leaving = self.shm.map(|shm| later(move || shm.shutdown(PATIENCE)));
+        leaving.into_iter().for_each(|leaving| leaving.join().unwrap());
+    }
+}
+
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let until = Instant::now() + PATIENCE;
+    while !is_so() {
+        assert!(Instant::now() < until, "{what}");
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn memory_of_devices_is_lent_in_place_and_opened_once() {
+    let team = Team::<2>::new();
+    assert!(
+        team.shm[0].carries_device_memory(ProcessId(1)) && team.shm[1].carries_device_memory(ProcessId(0))
+    );
+    assert!(!team.shm[0].carries_device_memory(ProcessId(7)));
+    let pool = team.pool(0, None);
+    for round in 0..100 {
+        // Also what would go with its header, were it the host's.
+        let own = pool.allocate(100 + 7000 * (round % 2)).unwrap().freeze();
+        let place = own.device().unwrap();
+        team.post(0, 1, &own, 1 + round as u64);
+        drop(own);
+        let there = team.take(1, 0);
+        assert_eq!(there.device(), Some(DevicePlace { device: 11, ..place }), "round {round}");
+        assert!(
+            there.is_lent()
+                && there.ready().are_over()
+                && there.ready().failure().is_none()
+                && !there.is_limited()
+        );
+        assert_eq!(team.shm[1].borrowed_from(ProcessId(0)), place.bytes as u64);
+        drop(there);
+        assert_eq!(team.shm[0].lent_to(ProcessId(1)), 0);
+    }
+    (1..=100).for_each(|ticket| assert_eq!(team.done(0, ticket), Ok(())));
+    assert_eq!((team.world.opens.load(Ordering::Relaxed), pool.stats().live), (1, 0));
+    team.finish();
+}
+
+#[test]
+fn what_is_not_made_yet_is_lent_with_word_of_what_it_comes_after() {
+    let team = Team::<2>::new();
+    let pool = team.pool(0, None);
+    for (number, end) in [(1, Ok(())), (2, Err("the device fell over".to_owned()))] {
+        let fence = team.world.fence(format!("event {number}").as_bytes());
+        let mut own = pool.allocate(4096).unwrap();
+        own.add_fence(fence.clone());
+        team.post(0, 1, &own.freeze(), number);
+        let there = team.take(1, 0);
+        assert!(!there.ready().are_over() && there.ready().failure().is_none());
+        fence.end(end.clone());
+        until("the end of a fence", || there.ready().are_over());
+        assert_eq!(there.ready().failure(), end.err());
+    }
+    // One that had failed before says so as well.
+    let fence = team.world.fence(b"event 3");
+    let mut own = pool.allocate(4096).unwrap();
+    own.add_fence(fence.clone());
+    let own = own.freeze();
+    fence.end(Err("too late".to_owned()));
+    team.post(0, 1, &own, 3);
+    let there = team.take(1, 0);
+    until("the end of a fence", || there.ready().are_over());
+    assert_eq!(there.ready().failure().as_deref(), Some("too late"));
+    drop((own, there));
+    until("all to be back", || team.shm[0].lent_to(ProcessId(1)) == 0 && pool.stats().live == 0);
+    team.finish();
+}
+
+#[test]
+fn what_no_device_of_the_taker_can_wait_for_is_sent_when_it_is_over() {
+    let team = Team::<2>::new();
+    let pool = team.pool(0, None);
+    let fence = Arc::<ByHand>::default();
+    let mut own = pool.allocate(4096).unwrap();
+    own.add_fence(fence.clone());
+    let own = own.freeze();
+    team.post(0, 1, &own, 1);
+    // What is posted after it is not kept back.
+    team.post(0, 1, &pool.allocate(64).unwrap().freeze(), 2);
+    assert_eq!(team.take(1, 0).len(), 64);
+    fence.end(Ok(()));
+    let there = team.take(1, 0);
+    assert!(there.len() == 4096 && there.ready().are_over());
+    // What is never over never leaves; whoever waits for that hears of it.
+    let mut own = pool.allocate(4096).unwrap();
+    own.add_fence(Arc::<ByHand>::default());
+    team.post(0, 1, &own.freeze(), 3);
+    drop(there);
+    team.shm[0].shutdown(std::time::Duration::from_millis(10));
+    assert_eq!(team.done(0, 3), Err(TransportError::Closed));
+    team.finish();
+}
+
+#[test]
+fn memory_is_freed_after_all_have_closed_it() {
+    let team = Team::<3>::new();
+    let pool = team.pool(0, None);
+    // Large enough for a segment of its own, which trimming lets go of.
+    let own = pool.allocate(5 << 20).unwrap().freeze();
+    team.post(0, 1, &own, 0);
+    drop(own);
+    let at_one = team.take(1, 0);
+    team.post(1, 2, &at_one.slice(64..4096), 0);
+    let at_two = team.take(2, 1);
+    // And back to its owner, to whom it is a stranger's.
+    team.post(2, 0, &at_two.slice(64..128), 0);
+    let at_zero = team.take(0, 2);
+    let place = at_zero.device().unwrap();
+    assert_eq!((place.address, place.bytes), (at_one.device().unwrap().address + 128, 64));
+    drop(at_one);
+    pool.trim();
+    drop(at_two);
+    assert_eq!(team.world.log.lock().len(), 0, "it is read by who got it back");
+    drop(at_zero);
+    until("all to be back", || {
+        let lent = |shm: &Arc<Shm>| (0..3).map(|peer| shm.lent_to(ProcessId(peer))).sum::<u64>();
+        team.shm.iter().map(lent).sum::<u64>() == 0 && pool.stats().live == 0
+    });
+    pool.trim();
+    until("it to be freed", || team.world.has("free 1"));
+    let log = team.world.log.lock().clone();
+    assert_eq!(
+        log,
+        ["0 closes 1", "2 closes 1", "1 closes 1", "free 1"],
+        "those that were given it last are first"
+    );
+    team.finish();
+}
+
+#[test]
+fn what_cannot_be_opened_or_lent_is_refused_by_name_and_nothing_else_ends() {
+    let team = Team::<2>::new();
+    let pool = team.pool(0, None);
+    let own = pool.allocate(5 << 20).unwrap().freeze();
+    let known = std::mem::take(&mut *team.world.known.lock());
+    team.post(0, 1, &own, 1);
+    let why = team.refused(1, 0).to_string();
+    assert!(why.contains("device of process 0") && why.contains("the words mean nothing"), "{why}");
+    assert_eq!(team.done(0, 1), Ok(()), "it has it back");
+    *team.world.known.lock() = known;
+    // An event that nobody knows.
+    let fence = team.world.fence(b"event 1");
+    team.world.fences.lock().clear();
+    let mut made = pool.allocate(100).unwrap();
+    made.add_fence(fence.clone());
+    team.post(0, 1, &made.freeze(), 2);
+    assert!(team.refused(1, 0).to_string().contains("nobody records"));
+    fence.end(Ok(()));
+    assert_eq!(team.done(0, 2), Ok(()));
+    team.post(0, 1, &own, 3);
+    assert_eq!(team.take(1, 0).len(), 5 << 20, "later it can be");
+    assert!(team.ears.iter().all(|ear| ear.heard.lock().down.is_empty()));
+    team.finish();
+}
+
+#[test]
+fn who_cannot_share_does_not_and_both_know() {
+    for (blind, without) in [(true, None), (false, Some("its driver is too old"))] {
+        let team = Team::<3>::with(|site| {
+            if site.process == 1 {
+                site.blind = blind;
+                site.without = without.map(str::to_owned);
+            }
+        });
+        let carries = |from: usize, to| team.shm[from].carries_device_memory(ProcessId(to));
+        assert!(carries(0, 2) && carries(2, 0));
+        assert!(!carries(0, 1) && !carries(1, 0) && !carries(1, 2) && !carries(2, 1));
+        let own = team.pool(0, None).allocate(4096).unwrap().freeze();
+        team.post(0, 1, &own, 1);
+        assert!(team.refused(1, 0).to_string().contains("is not shared with it"));
+        assert!(matches!(team.done(0, 1), Err(TransportError::Environment { .. })));
+        team.finish();
+    }
+}
+
+#[test]
+fn what_counts_against_a_limit_is_to_be_copied_and_comes_back_before_more_is_asked_for() {
+    let team = Team::<2>::new();
+    let pool = team.pool(0, Some(1 << 20));
+    let own = pool.allocate(1 << 20).unwrap().freeze();
+    team.post(0, 1, &own, 1);
+    drop(own);
+    let there = team.take(1, 0);
+    assert!(there.is_limited() && pool.allocate(64).is_err());
+    drop(there);
+    pool.allocate(1 << 20).expect("what was lent is back where it is short");
+    assert_eq!(team.done(0, 1), Ok(()));
+    team.finish();
+}
+
+#[test]
+fn what_is_not_there_when_its_lender_goes_never_will_be() {
+    let team = Team::<2>::new();
+    let pool = team.pool(0, None);
+    let mut own = pool.allocate(4096).unwrap();
+    own.add_fence(team.world.fence(b"event 1"));
+    team.post(0, 1, &own.freeze(), 1);
+    let there = team.take(1, 0);
+    team.shm[0].shutdown(PATIENCE);
+    team.ears[1].down(0);
+    until("the end of a fence", || there.ready().are_over());
+    assert!(there.ready().failure().unwrap().contains("it has left"));
+    team.finish();
+}
