@@ -99,6 +99,7 @@ impl Context {
         crate::stream::end_all(self);
         crate::event::end_all(self);
         crate::module::end_all(self);
+        crate::ipc::end_all(self.device);
         space().free_all(self.device);
         let _ = CONTEXTS.remove(self.handle);
     }

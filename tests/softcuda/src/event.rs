@@ -9,7 +9,9 @@ use crate::device::{Context, context, current, initialized};
 use crate::entry::{Out, api};
 use crate::error::{Code, Result};
 use crate::handles::{Handle, Handles};
+use crate::ipc::{Kind, Ticket};
 use crate::races;
+use crate::shared_event::SharedEvent;
 use crate::stream::{Stream, Work, own_stream, stream};
 
 static EVENTS: Handles<Event> = Handles::new(3);
@@ -23,8 +25,57 @@ pub(crate) struct Event {
     pub(crate) handle: Handle,
     context: Handle,
     flags: u32,
-    /// The newest record, if there was one.
+    /// The newest record of this process, if there was one.
     record: Mutex<Option<Arc<Record>>>,
+    /// For an event of several processes, what all of them recorded.
+    shared: Option<Arc<SharedEvent>>,
+}
+
+/// The newest record of an event at some time.
+#[derive(Clone)]
+enum Mark {
+    /// Of an event that only this process knows.
+    Here(Arc<Record>),
+    /// Of one that others know too: its number there, and the newest record of this process.
+    Shared(Arc<SharedEvent>, u64, Option<Arc<Record>>),
+}
+
+impl Event {
+    /// The newest record, by whichever process; none for an event that was never recorded.
+    fn newest(&self) -> Option<Mark> {
+        let record = self.record.lock().clone();
+        match &self.shared {
+            Some(shared) => match shared.newest() {
+                0 => None,
+                number => Some(Mark::Shared(shared.clone(), number, record)),
+            },
+            None => record.map(Mark::Here),
+        }
+    }
+}
+
+impl Mark {
+    fn wait(&self) {
+        match self {
+            Mark::Here(record) => record.wait(),
+            Mark::Shared(event, number, _) => event.wait(*number),
+        }
+    }
+
+    fn is_done(&self) -> bool {
+        match self {
+            Mark::Here(record) => record.is_done(),
+            Mark::Shared(event, number, _) => event.is_done(*number),
+        }
+    }
+
+    /// What is known to have happened when it is done, as far as this process knows.
+    fn clock(&self) -> races::Clock {
+        match self {
+            Mark::Here(record) | Mark::Shared(_, _, Some(record)) => record.clock.clone(),
+            Mark::Shared(_, _, None) => races::Clock::default(),
+        }
+    }
 }
 
 /// One record of an event in a stream.
@@ -66,7 +117,13 @@ fn create(flags: u32) -> Result<Arc<Event>> {
     if flags & INTERPROCESS != 0 && flags & DISABLE_TIMING == 0 {
         return Err(Code::INVALID_VALUE);
     }
-    Ok(EVENTS.insert(|handle| Event { handle, context: context.handle, flags, record: Mutex::default() }))
+    let shared = (flags & INTERPROCESS != 0).then(SharedEvent::new).transpose()?;
+    Ok(insert(context.handle, flags, shared))
+}
+
+fn insert(context: Handle, flags: u32, shared: Option<SharedEvent>) -> Arc<Event> {
+    let shared = shared.map(Arc::new);
+    EVENTS.insert(|handle| Event { handle, context, flags, record: Mutex::default(), shared })
 }
 
 fn record(event: Handle, on: Handle) -> Result {
@@ -84,15 +141,24 @@ fn record(event: Handle, on: Handle) -> Result {
         fired: Condvar::new(),
         clock,
     });
+    let shared = event.shared.as_ref().map(|shared| (shared.clone(), shared.record()));
+    let among_processes = shared.is_some();
     let work = record.clone();
     let number = stream.issue(
         Work::always("an event", move || {
             *work.done.lock() = Some(Instant::now());
             work.fired.notify_all();
+            if let Some((event, number)) = shared {
+                event.fire(number);
+            }
         }),
         &[],
     );
     *record.number.lock() = number;
+    if among_processes {
+        // Whoever waits in another process cannot ask this stream for its work.
+        stream.asked_for(number);
+    }
     *newest = Some(record);
     Ok(())
 }
@@ -155,13 +221,12 @@ api! {
         let event = EVENTS.get(event)?;
         let context = context(event.context)?;
         context.check()?;
-        let record = event.record.lock().clone();
-        if let Some(record) = record {
-            if !record.is_done() {
+        if let Some(mark) = event.newest() {
+            if !mark.is_done() {
                 return Err(Code::NOT_READY);
             }
             context.check()?;
-            races::host_saw_clock(&record.clock);
+            races::host_saw_clock(&mark.clock());
         }
         Ok(())
     }
@@ -173,10 +238,9 @@ api! {
         let context = current()?;
         context.check()?;
         let event = EVENTS.get(event)?;
-        let record = event.record.lock().clone();
-        if let Some(record) = record {
-            record.wait();
-            races::host_saw_clock(&record.clock);
+        if let Some(mark) = event.newest() {
+            mark.wait();
+            races::host_saw_clock(&mark.clock());
         }
         context.check()
     }
@@ -190,10 +254,9 @@ api! {
             return Err(Code::INVALID_VALUE);
         }
         let event = EVENTS.get(event)?;
-        let record = event.record.lock().clone();
-        if let Some(record) = record {
-            races::follows(&stream, &record.clock);
-            stream.issue(Work::always("a wait for an event", move || record.wait()), &[]);
+        if let Some(mark) = event.newest() {
+            races::follows(&stream, &mark.clock());
+            stream.issue(Work::always("a wait for an event", move || mark.wait()), &[]);
         }
         Ok(())
     }
@@ -210,5 +273,26 @@ api! {
     /// Milliseconds between the records of two events.
     fn cuEventElapsedTime_v2(milliseconds: Out<f32>, start: Handle, end: Handle) {
         elapsed(&milliseconds, start, end)
+    }
+}
+
+api! {
+    /// A handle for an event that other processes may open.
+    fn cuIpcGetEventHandle(ticket: Out<Ticket>, event: Handle) {
+        current()?.check()?;
+        let event = EVENTS.get(event)?;
+        let shared = event.shared.as_ref().ok_or(Code::INVALID_HANDLE)?;
+        ticket.set(Ticket::new(Kind::Event, shared.file(), context(event.context)?.device)?)
+    }
+}
+
+api! {
+    /// An event of another process. It may be recorded here too; each process waits for the newest record there is.
+    fn cuIpcOpenEventHandle(event: Out<Handle>, ticket: Ticket) {
+        let context = current()?;
+        context.check()?;
+        event.required()?;
+        let shared = SharedEvent::map(ticket.open(Kind::Event)?)?;
+        event.set(insert(context.handle, DISABLE_TIMING | INTERPROCESS, Some(shared)).handle)
     }
 }

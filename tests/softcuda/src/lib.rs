@@ -11,12 +11,14 @@ mod event;
 mod faults;
 mod handles;
 mod host;
+mod ipc;
 mod launch;
 mod memory;
 mod module;
 mod nvrtc;
 mod races;
 mod settings;
+mod shared_event;
 mod source;
 mod stream;
 
