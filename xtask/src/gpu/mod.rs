@@ -179,14 +179,14 @@ impl Place<'_> {
         }
     }
 
-    /// Programs under compute-sanitizer's checks, for memory and for races within kernels.
+    /// The benchmarks, small, under compute-sanitizer's checks, for memory and for races within kernels.
     fn sanitized(&self) -> Vec<Row> {
         const SANITIZER: &str = "compute-sanitizer";
         let there = *self.ground == Ground::Gpu && answers(SANITIZER, &["--version"]);
         let mut rows = Vec::new();
         for tool in ["memcheck", "racecheck"] {
-            for (name, program) in figures::SANITIZED {
-                let (what, asked) = (format!("{tool}: {name}"), "clean");
+            for benchmark in figures::BENCHMARKS {
+                let (what, asked) = (format!("{tool}: {}", benchmark.arguments[0]), "clean");
                 if !there {
                     rows.push(Row::not_run(what, asked, format!("{SANITIZER} is not installed")));
                     continue;
@@ -195,8 +195,8 @@ impl Place<'_> {
                 self.ground.set(command.current_dir(self.root));
                 command.args(["--tool", tool, "--target-processes", "all"]);
                 command.args(["--error-exitcode", &FOUND.to_string()]);
-                command.arg(self.programs.join("mpmd")).args(["run", "--device", "cuda", "-n"]);
-                command.args([program[0], "--"]).arg(self.programs.join(program[1])).args(&program[2..]);
+                command.arg(self.programs.join("mpmd")).arg("bench").args(benchmark.arguments);
+                command.args(["--device", "cuda", "--json"]).args(benchmark.small);
                 rows.push(match captured(&mut command, LONG) {
                     Ok(said) if said.code == Some(0) => Row::passed(what, asked, "clean"),
                     Ok(said) => Row::failed(what, asked, said.last_words()),
