@@ -11,6 +11,8 @@ pub(super) struct Benchmark {
     pub(super) large: &'static [&'static str],
     /// Besides, where it is enough that all of it runs: by itself, and under the sanitizer.
     pub(super) small: &'static [&'static str],
+    /// Whether its processes share one processor, however many there are.
+    pub(super) on_one: bool,
     /// What is read off its answer.
     pub(super) figures: &'static [Figure],
 }
@@ -39,6 +41,7 @@ pub(super) const BENCHMARKS: &[Benchmark] = &[
         arguments: &["p2p", "--level", "array", "--case", "handover"],
         large: &["--sizes", "256Mi"],
         small: &["--sizes", "64Ki", "--repeats", "2"],
+        on_one: true,
         figures: &[
             Figure {
                 what: "hand-over of 256 MiB in place, two processes on one processor",
@@ -60,6 +63,7 @@ pub(super) const BENCHMARKS: &[Benchmark] = &[
         arguments: &["dispatch"],
         large: &[],
         small: &["--repeats", "2"],
+        on_one: false,
         figures: &[Figure {
             what: "issue of a kernel by jit, over a launch by cudarc alone",
             case: "jit issue",
@@ -72,6 +76,7 @@ pub(super) const BENCHMARKS: &[Benchmark] = &[
         arguments: &["reshard"],
         large: &[],
         small: &["--repeats", "2", "--mib", "1", "--processes", "1"],
+        on_one: false,
         figures: &[
             Figure {
                 what: "host to device while kernels run, of pinned copies",
@@ -104,6 +109,7 @@ pub(super) const BENCHMARKS: &[Benchmark] = &[
             "--schedule",
             "1f1b",
         ],
+        on_one: false,
         figures: &[Figure {
             what: "idle share of a pipeline of two stages, over the simulation's",
             case: "idle",

@@ -31,6 +31,9 @@ const LONG: Duration = Duration::from_secs(600);
 /// How long looking at the machine may take: drivers start slowly where nothing else has them loaded.
 const LOOK: Duration = Duration::from_secs(60);
 
+/// By which the driver is told which processors it shows.
+const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
+
 /// What the sanitizer ends with where it has found something.
 const FOUND: i32 = 86;
 
@@ -224,6 +227,11 @@ impl Place<'_> {
         let mut command = self.program("mpmd");
         command.arg("bench").args(benchmark.arguments).args(["--device", "cuda", "--json"]);
         command.args(if software { benchmark.small } else { benchmark.large });
+        if benchmark.on_one {
+            let visible = std::env::var(VISIBLE).unwrap_or_default();
+            let first = visible.split(',').map(str::trim).find(|name| !name.is_empty());
+            command.env(VISIBLE, first.unwrap_or("0"));
+        }
         let said = captured(&mut command, LONG)?;
         if said.code != Some(0) {
             bail!("{}", said.last_words());
