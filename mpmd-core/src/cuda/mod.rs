@@ -16,6 +16,7 @@ mod args;
 mod gemm;
 mod scratch;
 pub(crate) mod source;
+mod staged;
 
 use std::fmt;
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use mpmd_transport::Failure;
 
 use super::signature::Collective;
+use super::view::ViewMut;
 use crate::backend::cuda::Turn;
 use crate::cuda::Cuda;
 use crate::error::{Error, Result};
@@ -57,6 +58,21 @@ impl<'a> Context<'a> {
     /// What gives a CUDA device work; `None` where the kernel runs on the host's processors.
     pub fn cuda(&self) -> Option<Cuda<'a>> {
         self.on_cuda.as_ref().map(|on_cuda| on_cuda.cuda)
+    }
+
+    /// Sets every byte of an output to zero, which is the zero of every type, wherever the kernel runs.
+    ///
+    /// # Errors
+    ///
+    /// Where a CUDA device refuses.
+    pub fn zero(&self, values: &mut ViewMut<'_>) -> Result<()> {
+        match self.cuda() {
+            Some(cuda) => cuda.zero(values),
+            None => {
+                values.zero();
+                Ok(())
+            }
+        }
     }
 
     /// The device that this call runs on.

@@ -5,6 +5,7 @@
 //! are values without mutable state; [`jit`](crate::Program::jit) binds one to a mesh.
 
 mod collectives;
+mod collectives_cuda;
 mod context;
 mod reduce;
 mod sent;

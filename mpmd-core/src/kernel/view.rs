@@ -204,21 +204,36 @@ impl<'a> ViewMut<'a> {
     }
 
     /// The bytes, for values that are read from somewhere: row-major elements of the view's dtype, in this
-    /// machine's byte order. None where they are in a device's memory.
+    /// machine's byte order.
+    ///
+    /// # Panics
+    ///
+    /// Where they are in a device's memory: a kernel for the host's processors has come there.
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
+        self.assert_host();
         self.bytes
     }
 
-    /// Sets every byte to zero, which is the zero of every type.
+    /// Sets every byte to zero, which is the zero of every type. [`Context::zero`](super::Context::zero) does so on
+    /// any device.
+    ///
+    /// # Panics
+    ///
+    /// Where the values are in a device's memory: a kernel for the host's processors has come there.
     pub fn zero(&mut self) {
+        self.assert_host();
         self.bytes.fill(0);
+    }
+
+    fn assert_host(&self) {
+        assert!(self.device.is_none(), "{}", ViewError::OnDevice);
     }
 
     /// Sets every element.
     ///
     /// # Errors
     ///
-    /// Where the elements have another type.
+    /// Where the elements have another type, or are in a device's memory.
     pub fn fill<T: Element>(&mut self, value: T) -> Result<(), ViewError> {
         self.as_mut_slice::<T>().map(|values| values.fill(value))
     }

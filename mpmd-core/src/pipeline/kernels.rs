@@ -7,7 +7,8 @@ use half::{bf16, f16};
 use super::stage::{PlacedShape, Stage};
 use crate::array::MpmdArray;
 use crate::aval::{DType, ShapedArray};
-use crate::cuda::Source;
+use crate::backend::cuda::kernels::ADD;
+use crate::cuda::{Grid, Source};
 use crate::error::{Error, Result};
 use crate::kernel::{Context, Kernel, Reduce, Shapes, Signature, View, ViewMut, Views, ViewsMut, combine};
 use crate::tree::{Structure, Tree, TreeError};
@@ -197,7 +198,7 @@ impl<S: Stage> Kernel for BackwardWeight<S> {
         gradient: ViewsMut<'_, Self::Out>,
     ) -> Result<()> {
         let mut leaves = gradient.into_leaves();
-        leaves.iter_mut().for_each(ViewMut::zero);
+        leaves.iter_mut().try_for_each(|leaf| cx.zero(leaf))?;
         let gradient = ViewsMut::<'_, S::Params>::from_leaves(&self.1.params.structure, leaves)?;
         self.0.backward_weight(cx, weight_residual, gradient)
     }
@@ -271,7 +272,7 @@ impl<S: Stage> Kernel for FusedBackward<S> {
     ) -> Result<()> {
         let mut leaves = gradient.into_leaves();
         if so_far.is_none() {
-            leaves.iter_mut().for_each(ViewMut::zero);
+            leaves.iter_mut().try_for_each(|leaf| cx.zero(leaf))?;
         }
         let gradient = ViewsMut::<'_, S::Params>::from_leaves(&self.inferred.params.structure, leaves)?;
         self.stage.backward(cx, params, residual, dy, dx, gradient)
@@ -306,13 +307,33 @@ impl Kernel for AddArrays {
         }
     }
 
-    fn run(&self, _: &mut Context<'_>, (_, more): (View<'_>, View<'_>), mut sum: ViewMut<'_>) -> Result<()> {
-        match more.global().dtype() {
-            DType::F16 => combine(Reduce::Sum, sum.as_mut_slice::<f16>()?, more.as_slice()?),
-            DType::Bf16 => combine(Reduce::Sum, sum.as_mut_slice::<bf16>()?, more.as_slice()?),
-            DType::F64 => combine(Reduce::Sum, sum.as_mut_slice::<f64>()?, more.as_slice()?),
-            _ => combine(Reduce::Sum, sum.as_mut_slice::<f32>()?, more.as_slice()?),
-        }
-        Ok(())
+    fn run(&self, cx: &mut Context<'_>, (_, more): (View<'_>, View<'_>), mut sum: ViewMut<'_>) -> Result<()> {
+        add(cx, &mut sum, &more)
     }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        vec![&ADD]
+    }
+}
+
+/// `sum += more`, of floats, on any device: the same bits on each.
+pub(super) fn add(cx: &Context<'_>, sum: &mut ViewMut<'_>, more: &View<'_>) -> Result<()> {
+    let dtype = more.global().dtype();
+    if let Some(cuda) = cx.cuda() {
+        let function = match dtype {
+            DType::F16 => "add_f16",
+            DType::Bf16 => "add_bf16",
+            DType::F64 => "add_f64",
+            _ => "add_f32",
+        };
+        let n = more.region().elements();
+        return cuda.launch(&ADD, function, Grid::over(n), &[n.into(), sum.into(), more.into()]);
+    }
+    match dtype {
+        DType::F16 => combine(Reduce::Sum, sum.as_mut_slice::<f16>()?, more.as_slice()?),
+        DType::Bf16 => combine(Reduce::Sum, sum.as_mut_slice::<bf16>()?, more.as_slice()?),
+        DType::F64 => combine(Reduce::Sum, sum.as_mut_slice::<f64>()?, more.as_slice()?),
+        _ => combine(Reduce::Sum, sum.as_mut_slice::<f32>()?, more.as_slice()?),
+    }
+    Ok(())
 }

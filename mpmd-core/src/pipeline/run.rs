@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::fmt::Write as _;
 
-use super::kernels::AddArrays;
+use super::kernels::{AddArrays, add};
 use super::links::check_all_read;
 use super::net::{Net, label};
 use super::schedule::{Action, ActionKind, Schedule};
@@ -12,6 +12,8 @@ use super::storage::put_each;
 use super::wired::{AnyStage, Bundle};
 use crate::array::MpmdArray;
 use crate::aval::{DType, ShapedArray};
+use crate::backend::cuda::kernels::ADD;
+use crate::cuda::Source;
 use crate::error::{Error, Result};
 use crate::jit::Jit;
 use crate::kernel::{Context, Kernel, Signature, View, ViewMut};
@@ -80,17 +82,16 @@ impl Kernel for AddLoss {
 
     fn run(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut Context<'_>,
         (_, one): (Loss<View<'_>>, Loss<View<'_>>),
         mut sum: Loss<ViewMut<'_>>,
     ) -> Result<()> {
-        for (sum, one) in [(&mut sum.sum, one.sum), (&mut sum.weight, one.weight)] {
-            match one.global().dtype() {
-                DType::F64 => sum.as_mut_slice::<f64>()?[0] += one.scalar::<f64>()?,
-                _ => sum.as_mut_slice::<f32>()?[0] += one.scalar::<f32>()?,
-            }
-        }
-        Ok(())
+        add(cx, &mut sum.sum, &one.sum)?;
+        add(cx, &mut sum.weight, &one.weight)
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        vec![&ADD]
     }
 }
 

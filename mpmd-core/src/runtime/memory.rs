@@ -132,7 +132,10 @@ impl Runtime {
             // Looked at first: what ends from here on is not missed below.
             let (before, any) = self.in_flight.counts_before(op);
             memory = match memory.into_owned() {
-                Ok(own) => return Ok((own, None)),
+                Ok(mut own) => {
+                    wait_for_devices(&mut own);
+                    return Ok((own, None));
+                }
                 Err(shared) => shared,
             };
             match pool.allocate(memory.len()) {
@@ -200,6 +203,19 @@ impl Runtime {
             self.holders.lock().insert(array.origin(), array);
         }
     }
+}
+
+/// Waits until devices have read memory of the host's that is about to be written. What they make in memory of their own
+/// comes after its fences by itself.
+fn wait_for_devices(memory: &mut OwnedBuffer) {
+    if memory.device().is_some() || memory.fences().are_over() {
+        return;
+    }
+    let (open, over) = std::sync::mpsc::channel::<()>();
+    // That it is dropped is all that it says.
+    memory.fences().clone().on_over(Box::new(move || drop(open)));
+    let _ = over.recv();
+    memory.clear_fences();
 }
 
 /// Whether there would be room, were all that others have on loan to come back.

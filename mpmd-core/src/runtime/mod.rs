@@ -239,6 +239,7 @@ impl Runtime {
             stopped: Arc::default(),
             config,
         });
+        runtime.say_ways();
         if let Some(transport) = &runtime.transport {
             transport.start(Arc::new(driver::Door(Arc::downgrade(&runtime))));
             runtime.start_ticker()?;

@@ -50,6 +50,26 @@ impl Runtime {
         self.hands_over(peer) && (!self.is_on_gpu(device, kind) || self.carries_device_memory(peer))
     }
 
+    /// Says once which way arrays on CUDA devices take to and from each process that has such devices too.
+    pub(super) fn say_ways(&self) {
+        if !self.topology.has_kind(self.me, DeviceKind::Cuda) {
+            return;
+        }
+        let others = (0..self.topology.processes() as u32).map(ProcessId).filter(|peer| *peer != self.me);
+        let others = others.filter(|peer| self.topology.has_kind(*peer, DeviceKind::Cuda));
+        let (in_place, through_host): (Vec<_>, Vec<_>) =
+            others.map(|peer| (peer.0, self.carries_device_memory(peer))).partition(|(_, carries)| *carries);
+        let [in_place, through_host] =
+            [in_place, through_host].map(|peers| peers.into_iter().map(|(peer, _)| peer).collect::<Vec<_>>());
+        let process = self.me.0;
+        tracing::info!(
+            process,
+            ?in_place,
+            ?through_host,
+            "ways of CUDA devices' memory to those of other processes"
+        );
+    }
+
     /// What a slot will have, in the host's memory: the very buffer where that is there, else a copy, begun as soon as a device can.
     pub(crate) fn in_host_memory(self: &Arc<Self>, op: u64, slot: &Slot) -> Slot {
         let (promise, found) = Slot::new();
@@ -94,6 +114,7 @@ impl Runtime {
         let runtime = self.clone();
         gpu.outward().copy_out(bytes, to, part, move |copied| {
             let copied = copied.map_err(|error| runtime.copy_failed(op, &error));
+            // Where the bytes were never made, that is why.
             when_made(source, move |made| then(made.and(copied)));
         });
     }
@@ -103,7 +124,8 @@ impl Runtime {
         self.failed_on_device(op, &error.to_string())
     }
 
-    fn failed_on_device(&self, op: u64, why: &str) -> Arc<Failure> {
+    /// The failure of an operation that a CUDA device has a part in.
+    pub(super) fn failed_on_device(&self, op: u64, why: &str) -> Arc<Failure> {
         let message = format!("operation {op} on process {}: {why}", self.me);
         Arc::new(Failure::new(FailureKind::Kernel, self.me, op, message))
     }

@@ -22,6 +22,8 @@ mod shared_event;
 mod source;
 mod stream;
 
+mod asked;
 mod harness;
 
+pub use asked::{bytes, calls};
 pub use harness::{environment, install, library, real, run_again};

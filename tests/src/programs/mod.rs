@@ -4,6 +4,7 @@
 mod diverging;
 mod examples;
 mod flooding;
+mod handing;
 mod holdings;
 mod lending;
 mod looping;
@@ -50,6 +51,7 @@ const ALL: &[Named] = &[
     Named { name: "soak", settings: soak::long_lead, devices: 0, run: soak::soak },
     Named { name: "lending", settings: lending::long_lead, devices: 0, run: lending::lend },
     Named { name: "holding", settings: |b| b, devices: 0, run: lending::hold },
+    Named { name: "handing", settings: |b| b, devices: 0, run: handing::hand },
     Named { name: "stuck", settings: |b| b, devices: 4, run: stuck::pipeline },
     Named { name: "diverging", settings: |b| b, devices: 4, run: diverging::pipeline },
 ];

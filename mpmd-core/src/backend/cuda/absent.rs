@@ -111,6 +111,10 @@ impl Stream {
         match *self {}
     }
 
+    pub(crate) fn download(&self, _: DevicePlace, _: &mut [u8]) -> Result<(), CudaError> {
+        match *self {}
+    }
+
     pub(crate) fn upload(&self, _: &[u8], _: u64) -> Result<(), CudaError> {
         match *self {}
     }

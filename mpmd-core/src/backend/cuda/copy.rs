@@ -101,7 +101,8 @@ impl Line {
             // SAFETY: the range is the buffer's, which is this caller's alone; what used it comes before, and the fence that is
             // added below keeps it.
             let set = unsafe { sys::cuMemsetD8Async(place.address, 0, place.bytes, stream.raw) };
-            set.result().map_err(|error| cuda("clearing memory of a CUDA device", error))
+            let set = set.result().map_err(|error| cuda("clearing memory of a CUDA device", error));
+            set.map_err(|error| stream.context.fails(error))
         };
         let fence = self.submit(&[to.fences()], work, then);
         to.add_fence(fence);
@@ -123,7 +124,10 @@ impl Stream {
     /// order and its fences allow, until the stream is past them.
     unsafe fn copy_all(&self, loops: &Loops, src: End, dst: End) -> Result<(), CudaError> {
         // SAFETY: as the caller says.
-        unsafe { self.copy_loops(&loops.dims, loops.run, src.plus(loops.src), dst.plus(loops.dst)) }
+        let issued =
+            unsafe { self.copy_loops(&loops.dims, loops.run, src.plus(loops.src), dst.plus(loops.dst)) };
+        // What was issued after it counts on it: none of that is to pass for done.
+        issued.map_err(|error| self.context.fails(error))
     }
 
     /// # Safety
@@ -314,5 +318,168 @@ fn doing(src: End, dst: End) -> &'static str {
         (End::Host(_), _) => "copying to a CUDA device",
         (_, End::Host(_)) => "copying from a CUDA device",
         _ => "copying between CUDA devices",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::mpsc::{Receiver, channel};
+    use std::time::Duration;
+
+    use mpmd_transport::Pool;
+    use mpmd_transport::memory::Arena;
+    use proptest::prelude::*;
+    use proptest::test_runner::TestRunner;
+
+    use super::*;
+    use crate::backend::cuda::Gpu;
+    use crate::region::Region;
+    use crate::reshard::copy_region;
+
+    /// A device with pools of its memory, and of the host's that it reaches.
+    struct Place {
+        gpu: Arc<Gpu>,
+        memory: Pool,
+        pinned: Pool,
+    }
+
+    impl Place {
+        fn open(ordinal: u32) -> Self {
+            let gpu = Gpu::open(ordinal).unwrap();
+            let memory = Pool::in_arena("device", None, &Arena::device(gpu.allocator()));
+            let arena = Arena::private();
+            arena.on_map(gpu.pin());
+            Self { gpu, memory, pinned: Pool::in_arena("pinned", None, &arena) }
+        }
+
+        fn host(&self, bytes: &[u8], pinned: bool) -> OwnedBuffer {
+            if !pinned {
+                return bytes.to_vec().into();
+            }
+            let mut buffer = self.pinned.allocate(bytes.len()).unwrap();
+            buffer.copy_from_slice(bytes);
+            assert!(buffer.is_pinned());
+            buffer
+        }
+
+        /// The same bytes in the device's memory.
+        fn on_device(&self, bytes: &[u8]) -> OwnedBuffer {
+            let mut to = self.memory.allocate(bytes.len()).unwrap();
+            let whole = Region::full(&[bytes.len()]);
+            let from = self.host(bytes, true).freeze();
+            let (then, _) = ended();
+            self.gpu.inward().copy_in(&from, &mut to, all(&whole), then);
+            to
+        }
+
+        fn read(&self, from: &SharedBuffer) -> Vec<u8> {
+            let whole = Region::full(&[from.len()]);
+            let (send, read) = channel();
+            let to = self.host(&vec![0; from.len()], true);
+            let then = move |read: Result<OwnedBuffer, CudaError>| send.send(read).unwrap();
+            self.gpu.outward().copy_out(from, to, all(&whole), then);
+            read.recv_timeout(SOON).unwrap().unwrap().to_vec()
+        }
+    }
+
+    const SOON: Duration = Duration::from_secs(20);
+
+    fn all(whole: &Region) -> Part<'_> {
+        Part { from: whole, to: whole, piece: whole, item_bytes: 1 }
+    }
+
+    fn ended() -> (Then, Receiver<Result<(), CudaError>>) {
+        let (send, receive) = channel();
+        // Not everybody waits for it.
+        (Box::new(move |result| send.send(result).unwrap_or_default()), receive)
+    }
+
+    /// A piece and two regions that contain it.
+    fn nested() -> impl Strategy<Value = (Region, Region, Region)> {
+        let dim = (0..3usize, 0..3usize, 0..5usize, 0..3usize, 0..3usize, any::<[bool; 2]>());
+        proptest::collection::vec(dim, 0..6).prop_map(|dims| {
+            let mut regions = [Vec::new(), Vec::new(), Vec::new()];
+            for (a, b, size, c, d, tight) in dims {
+                let (start, end) = (3, 3 + size);
+                regions[0].push((start, end));
+                regions[1].push(if tight[0] { (start, end) } else { (start - a, end + b) });
+                regions[2].push(if tight[1] { (start, end) } else { (start - c, end + d) });
+            }
+            let [piece, from, to] = regions.map(Region::from_iter);
+            (piece, from, to)
+        })
+    }
+
+    /// Regions of any shape, in every direction, against the host's copies.
+    #[test]
+    fn regions_are_copied_as_the_host_copies_them() {
+        if softcuda::again!("SOFTCUDA_DEVICES" = "2", "SOFTCUDA_PACE" = "seed:3") {
+            return;
+        }
+        let places = [Place::open(0), Place::open(if softcuda::real() { 0 } else { 1 })];
+        let items = prop::sample::select(vec![1usize, 2, 4, 8, 16]);
+        let strategy = (nested(), items, any::<bool>());
+        let mut runner = TestRunner::new(ProptestConfig { cases: 200, ..Default::default() });
+        let ran = runner.run(&strategy, |((piece, from, to), item_bytes, pinned)| {
+            let bytes = |region: &Region| region.elements() * item_bytes;
+            if bytes(&from) == 0 || bytes(&to) == 0 {
+                return Ok(());
+            }
+            let source: Vec<u8> = (0..bytes(&from)).map(|i| (i % 251) as u8).collect();
+            let before = vec![255; bytes(&to)];
+            let mut expected = before.clone();
+            copy_region(&source, &from, &mut expected, &to, &piece, item_bytes);
+            let part = Part { from: &from, to: &to, piece: &piece, item_bytes };
+            let [here, there] = &places;
+
+            let mut inward = here.on_device(&before);
+            let (then, end) = ended();
+            here.gpu.inward().copy_in(&here.host(&source, pinned).freeze(), &mut inward, part, then);
+            prop_assert_eq!(here.read(&inward.freeze()), &expected[..], "into a device");
+            prop_assert!(end.recv_timeout(SOON).unwrap().is_ok());
+
+            let on_device = here.on_device(&source).freeze();
+            let (send, read) = channel();
+            let then = move |read: Result<OwnedBuffer, CudaError>| send.send(read).unwrap();
+            here.gpu.outward().copy_out(&on_device, here.host(&before, pinned), part, then);
+            let outward = read.recv_timeout(SOON).unwrap().unwrap();
+            prop_assert_eq!(&outward[..], &expected[..], "out of a device");
+
+            for place in [here, there] {
+                let mut between = place.on_device(&before);
+                place.gpu.inward().copy_in(&on_device, &mut between, part, ended().0);
+                prop_assert_eq!(place.read(&between.freeze()), &expected[..], "between devices");
+            }
+            Ok(())
+        });
+        ran.unwrap();
+        drop(places);
+    }
+
+    #[test]
+    fn memory_that_is_cleared_holds_zeros_and_goes_back_when_it_was() {
+        if softcuda::again!("SOFTCUDA_PACE" = "lazy") {
+            return;
+        }
+        let place = Place::open(0);
+        let mut buffer = place.on_device(&[7; 1000]);
+        let (then, end) = ended();
+        place.gpu.inward().zero(&mut buffer, then);
+        assert_eq!(place.read(&buffer.freeze()), [0; 1000]);
+        assert!(end.recv_timeout(SOON).unwrap().is_ok());
+        let buffer = place.on_device(&[7; 1000]).freeze();
+        let read = place.read(&buffer);
+        drop(buffer);
+        assert_eq!((read.len(), place.memory.stats().live), (1000, 0));
+    }
+
+    #[test]
+    fn rows_and_blocks_that_one_call_cannot_copy_are_told_from_those_that_it_can() {
+        let step = |count, step| Loop { count, src_step: step, dst_step: step };
+        assert!(step(4, 64).fits(64) && !step(4, 64).fits(65) && !step(2, 1 << 31).fits(1));
+        assert!(step(2, 256).is_of(&step(4, 64)) && step(2, 320).is_of(&step(4, 64)));
+        assert!(!step(2, 192).is_of(&step(4, 64)), "rows of two blocks would overlap");
+        assert!(!step(2, 300).is_of(&step(4, 64)), "blocks begin between rows");
     }
 }

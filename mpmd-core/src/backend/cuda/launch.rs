@@ -111,6 +111,23 @@ impl Stream {
             .map_err(|error| cuda("copying in a CUDA device", error))
     }
 
+    /// Copies bytes of the device's to the host, as many as `to` has. The caller keeps `to`, and looks at it, only when the
+    /// work is over.
+    ///
+    /// # Errors
+    ///
+    /// Where the driver refuses.
+    pub(crate) fn download(&self, from: DevicePlace, to: &mut [u8]) -> Result<(), CudaError> {
+        debug_assert!(from.bytes >= to.len());
+        if to.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the caller keeps `to` until the copy is over, and the place is memory of the device's that this call may read;
+        // the stream is alive and its context bound.
+        unsafe { result::memcpy_dtoh_async(to, from.address, self.raw) }
+            .map_err(|error| cuda("copying values from a CUDA device", error))
+    }
+
     /// Copies the host's bytes to the device, where there is room at `to`. The caller keeps them until the work is over.
     ///
     /// # Errors

@@ -28,6 +28,7 @@ mod error;
 mod gpu;
 #[cfg(feature = "cuda")]
 mod ipc;
+pub(crate) mod kernels;
 #[cfg(feature = "cuda")]
 mod launch;
 #[cfg(feature = "cuda")]

@@ -1,0 +1,218 @@
+//! Arrays in the memory of CUDA devices, handed from process to process. On CPU devices it does the same.
+
+use mpmd_core::cuda::{Grid, Source};
+use mpmd_core::prelude::*;
+use mpmd_core::sharding::Sharding;
+use mpmd_core::{Jit, ProcessId};
+
+use super::Say;
+
+/// Elements of an array: more than any message takes along.
+const ELEMENTS: usize = 64 << 10;
+
+/// Rows and columns of arrays that are moved in parts.
+const ROWS: usize = 96;
+
+/// Arrays that are handed over before any of them is looked at.
+const AT_ONCE: usize = 200;
+
+static ADD: Source = Source::cuda(
+    "add.cu",
+    r#"
+    extern "C" __global__ void add(unsigned long long n, float a, const float *x, float *y) {
+        unsigned long long i = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x;
+        if (i < n) y[i] = x[i] + a;
+    }
+    "#,
+);
+
+/// Adds a number to all elements.
+struct Add(f32);
+
+impl Kernel for Add {
+    type In = MpmdArray;
+    type Out = MpmdArray;
+
+    fn infer(&self, x: &ShapedArray) -> Result<Signature<ShapedArray>> {
+        Ok(Signature::new(x.clone()))
+    }
+
+    fn run(&self, cx: &mut Context<'_>, x: View<'_>, mut y: ViewMut<'_>) -> Result<()> {
+        if let Some(cuda) = cx.cuda() {
+            let n = x.region().elements();
+            let args = [n.into(), self.0.into(), (&x).into(), (&mut y).into()];
+            return cuda.launch(&ADD, "add", Grid::over(n), &args);
+        }
+        for (y, x) in y.as_mut_slice::<f32>()?.iter_mut().zip(x.as_slice::<f32>()?) {
+            *y = x + self.0;
+        }
+        Ok(())
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        vec![&ADD]
+    }
+}
+
+/// `handing MODE`, where `MODE` is one of
+///
+/// - `whole ROUNDS`: arrays go round all processes, each of which adds 1; what comes home is looked at;
+/// - `parts`: an array in rows becomes one in columns, and one of other rows, and back;
+/// - `at-once`: many arrays are held by the next process, and by the one behind it, before any is looked at;
+/// - `steps`: as `whole`, until somebody ends it; says each step. Every process holds some arrays of all others.
+///
+/// At the end each process says how often it opened memory and events of others, and what its device copied.
+pub(super) fn hand(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
+    let mut hand = Hand::new(p)?;
+    // Whatever is made once is made now.
+    hand.round(p, 0)?;
+    let before = counted();
+    match args {
+        ["whole", rounds] => {
+            let rounds: usize = rounds.parse().map_err(|_| Error::kernel("whole ROUNDS"))?;
+            let mut home = Vec::new();
+            for round in 0..rounds {
+                home.push((round, hand.once_around(p, round)?));
+                if home.len() == 10 {
+                    home.drain(..).try_for_each(|(round, x)| hand.check(p, round, &x))?;
+                }
+            }
+            home.drain(..).try_for_each(|(round, x)| hand.check(p, round, &x))?;
+        }
+        ["parts"] => parts(p)?,
+        ["at-once"] => hand.at_once(p)?,
+        ["steps"] => {
+            let mut held = std::collections::VecDeque::new();
+            for step in 0.. {
+                held.extend(hand.around(p, step)?);
+                while held.len() > 20 * p.processes() {
+                    held.pop_front();
+                }
+                hand.round(p, step)?;
+                p.step_end()?;
+                say(format!("step {step}"));
+            }
+        }
+        _ => return Err(Error::kernel("handing MODE")),
+    }
+    // Nobody says anything before all have what they want of it.
+    for process in 0..p.processes() as u32 {
+        p.agree(ProcessId(process), 0u8, || Ok(0))?;
+    }
+    let after = counted();
+    let names = ["memory opened", "memory opened later", "events opened later", "bytes copied on the device"];
+    let figures = [after[0], after[0] - before[0], after[1] - before[1], after[2] - before[2]];
+    names.iter().zip(figures).for_each(|(name, figure)| say(format!("{name}: {figure}")));
+    Ok(())
+}
+
+/// Openings of memory and of events, and bytes that devices have copied among themselves; zeros without the driver in software.
+fn counted() -> [u64; 3] {
+    let [memory, event] =
+        ["cuIpcOpenMemHandle_v2", "cuIpcOpenEventHandle"].map(|name| softcuda::calls(name).unwrap_or(0));
+    [memory, event, softcuda::bytes("device_to_device").unwrap_or(0)]
+}
+
+struct Hand {
+    on: Vec<Sharding>,
+    add: Vec<Jit<Add>>,
+}
+
+impl Hand {
+    fn new(p: &mut Program) -> Result<Self> {
+        let meshes = p.mesh(&[("process", p.processes())])?.split("process")?;
+        let mut add = Vec::new();
+        for mesh in &meshes {
+            add.push(p.jit(Add(1.0)).on(mesh).outputs(mesh.replicated()).build()?);
+        }
+        Ok(Self { on: meshes.iter().map(|mesh| mesh.replicated()).collect(), add })
+    }
+
+    /// An array goes round: what each process got, and at last what came home.
+    fn around(&mut self, p: &mut Program, number: usize) -> Result<Vec<MpmdArray>> {
+        let mut x = p.make(f32s([ELEMENTS]), &self.on[0], move |_, mut view| {
+            let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
+            values.for_each(|(i, value)| *value = (number + i % 100) as f32);
+            Ok(())
+        })?;
+        let mut seen = Vec::new();
+        for at in 0..self.on.len() {
+            // Handed on before it is made.
+            x = self.add[at].call(p, x)?;
+            x = p.device_put(&x, &self.on[(at + 1) % self.on.len()])?;
+            seen.push(x.clone());
+        }
+        Ok(seen)
+    }
+
+    fn once_around(&mut self, p: &mut Program, number: usize) -> Result<MpmdArray> {
+        let mut seen = self.around(p, number)?;
+        seen.pop().ok_or_else(|| Error::kernel("there are no processes"))
+    }
+
+    fn round(&mut self, p: &mut Program, number: usize) -> Result<()> {
+        let x = self.once_around(p, number)?;
+        self.check(p, number, &x)
+    }
+
+    fn check(&self, p: &Program, number: usize, x: &MpmdArray) -> Result<()> {
+        let Some(values) = x.to_host()? else { return Ok(()) };
+        let added = number + p.processes();
+        let expected = (0..ELEMENTS).map(|i| (added + i % 100) as f32);
+        match values.to_vec::<f32>()?.into_iter().zip(expected).position(|(found, wanted)| found != wanted) {
+            None => Ok(()),
+            Some(at) => Err(Error::kernel(format!("WRONG value in round {number} at {at}"))),
+        }
+    }
+
+    /// All are handed on, and passed on by who got them, before anybody looks.
+    fn at_once(&mut self, p: &mut Program) -> Result<()> {
+        let n = p.processes();
+        let mut all = Vec::new();
+        for number in 0..AT_ONCE {
+            let x = p.make(f32s([ELEMENTS / 16]), &self.on[number % n], move |_, mut view| {
+                Ok(view.fill(number as f32)?)
+            })?;
+            let x = self.add[number % n].call(p, x)?;
+            let y = p.device_put(&x, &self.on[(number + 1) % n])?;
+            let z = p.device_put(&y, &self.on[(number + 2) % n])?;
+            all.push((number, [x, y, z]));
+        }
+        for (number, arrays) in all {
+            for x in arrays {
+                let Some(values) = x.to_host()? else { continue };
+                if values.to_vec::<f32>()?.iter().any(|value| *value != number as f32 + 1.0) {
+                    return Err(Error::kernel(format!("WRONG value in array {number}")));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// From rows to columns, to a chunk of other rows, and back.
+fn parts(p: &mut Program) -> Result<()> {
+    let n = p.processes();
+    let mesh = p.mesh(&[("x", n)])?;
+    let shape = [ROWS, ROWS / 2];
+    let rows = mesh.sharding(spec!["x"]);
+    let x = p.make(f32s(shape), &rows, |region, mut view| {
+        let (rows, columns) = (region.range(0), region.range(1));
+        let values = rows.flat_map(|i| columns.clone().map(move |j| (i * ROWS + j) as f32));
+        view.as_mut_slice::<f32>()?.iter_mut().zip(values).for_each(|(to, value)| *to = value);
+        Ok(())
+    })?;
+    let columns = p.device_put(&x, mesh.sharding(spec![None, "x"]))?;
+    let back = p.device_put(&columns, &rows)?;
+    let all = p.device_put(&back, mesh.replicated())?;
+    for y in [&columns, &back, &all] {
+        for shard in y.addressable_shards()? {
+            let (rows, columns) = (shard.region.range(0), shard.region.range(1));
+            let expected = rows.flat_map(|i| columns.clone().map(move |j| (i * ROWS + j) as f32));
+            if shard.data.to_vec::<f32>()? != expected.collect::<Vec<_>>() {
+                return Err(Error::kernel(format!("WRONG values in {}", shard.region)));
+            }
+        }
+    }
+    Ok(())
+}
