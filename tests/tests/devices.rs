@@ -148,3 +148,86 @@ fn a_library_that_is_no_driver_is_said_with_what_it_lacks() {
         "no CUDA driver found that can be used: the library here has no cuInit, cuDriverGetVersion";
     assert!(end.stderr.contains(expected) && !end.stderr.contains("panicked"), "{}", end.stderr);
 }
+
+/// Programs that find a driver: the tests' own.
+#[cfg(feature = "cuda")]
+mod with_a_driver_in_software {
+    use std::path::Path;
+
+    use super::*;
+
+    fn on(folder: &Path, devices: &str, command: &mut Command) {
+        if softcuda::real() {
+            return;
+        }
+        let driver = softcuda::install(folder).unwrap_or_else(|error| panic!("{error}"));
+        softcuda::environment(command, &driver);
+        command.env("SOFTCUDA_DEVICES", devices);
+    }
+
+    #[test]
+    fn the_doctor_lists_as_many_cuda_devices_as_there_are() {
+        if softcuda::real() {
+            println!("skipped: a real driver has as many devices as it has");
+            return;
+        }
+        let folder = tempfile::tempdir().expect("a folder for the test");
+        for (devices, turns) in [
+            ("1", "all processes of this host share 0"),
+            ("2", "2 processes of a device each get 0, 1; 3 get 0, 1, 0"),
+            ("3", "3 processes of a device each get 0, 1, 2; 4 get 0, 1, 2, 0"),
+        ] {
+            let mut command = bare_command(&package_program("mpmd-cli", "mpmd"));
+            on(folder.path(), devices, command.args(["doctor", "--json"]));
+            let end = start_and_wait(command);
+            assert_eq!(end.code, 0, "{end:?}");
+            assert!(end.stdout.contains(turns), "{}", end.stdout);
+            let listed = end.stdout.matches("\"uuid\"").count();
+            assert_eq!(listed.to_string(), devices, "{}", end.stdout);
+        }
+    }
+
+    #[test]
+    fn processes_get_cuda_devices_of_their_own_or_share_them() {
+        let folder = tempfile::tempdir().expect("a folder for the test");
+        for devices in ["1", "2"] {
+            for kinds in ["cuda", "cpu,cuda"] {
+                let mut command = bare_command(&package_program("mpmd-cli", "mpmd"));
+                command.args(["run", "-n", "2", "--device", kinds, "--"]);
+                on(folder.path(), devices, command.arg(env!("CARGO_BIN_EXE_named")).arg("hello"));
+                let end = start_and_wait(command);
+                assert_eq!(end.code, 0, "{kinds} over {devices}: {end:?}");
+                for process in 0..2 {
+                    let line = format!("[{process}] hello from process {process} of 2: 42");
+                    assert!(end.stdout.contains(&line), "{kinds} over {devices}: {}", end.stdout);
+                }
+            }
+        }
+    }
+
+    /// What is measured of CUDA devices, as small as it gets.
+    #[test]
+    fn benches_of_cuda_devices_say_every_figure_that_is_asked_of_them() {
+        let folder = tempfile::tempdir().expect("a folder for the test");
+        for (bench, expected) in [
+            (&["dispatch", "--repeats", "2"][..], &["over_launch_us"][..]),
+            (
+                &["p2p", "--case", "handover", "--sizes", "64Ki", "--repeats", "2"],
+                &["\"name\":\"handover\"", "of_device_copy"],
+            ),
+            (
+                &["reshard", "--mib", "1", "--processes", "1", "--repeats", "2"],
+                &["host to device", "device to host", "of_pinned"],
+            ),
+        ] {
+            let mut command = bare_command(&package_program("mpmd-cli", "mpmd"));
+            command.arg("bench").args(bench).args(["--device", "cuda", "--json"]);
+            on(folder.path(), "1", &mut command);
+            let end = start_and_wait(command);
+            assert_eq!(end.code, 0, "{bench:?}: {end:?}");
+            for expected in expected {
+                assert!(end.stdout.contains(expected), "{expected} of {bench:?}: {}", end.stdout);
+            }
+        }
+    }
+}

@@ -4,6 +4,7 @@
 
 mod check;
 mod dispatch;
+mod host;
 mod issue;
 mod links;
 mod memcpy;

@@ -11,10 +11,10 @@ use mpmd_core::launch::JobEnv;
 use mpmd_core::prelude::{MpmdArray, Program, spec};
 use mpmd_core::reshard::copy_region;
 use mpmd_core::sharding::{Layout, Sharding};
-use mpmd_core::topology::{DeviceId, Mesh};
+use mpmd_core::topology::{DeviceId, DeviceKind, Mesh};
 use mpmd_core::{PutOptions, Simulation};
 
-use super::{Case, DeviceOption, Options, run_as_job, show};
+use super::{Case, DeviceOption, Options, host, run_as_job, show};
 
 /// Devices of the job: four that have the array, four others.
 const DEVICES: usize = 8;
@@ -102,6 +102,13 @@ fn measure(p: &mut Program, args: &ReshardArgs) -> mpmd_core::Result<()> {
         if p.process().0 == 0 && p.processes() == 1 {
             let memcpy = memcpy(args, mib << 20);
             cases.push(copies(args, mib << 20, &here)?.beside(&memcpy));
+        }
+    }
+    if args.on.device == DeviceKind::Cuda && p.processes() == 1 {
+        let repeats = args.options.repeats.clamp(1, 10);
+        for mib in args.mib.iter().copied() {
+            let moved = host::cases(p, mib << 20, repeats);
+            cases.extend(moved.map_err(|error| mpmd_core::Error::kernel(format!("{error:#}")))?);
         }
     }
     if p.process().0 == 0 {

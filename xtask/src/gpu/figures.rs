@@ -9,8 +9,10 @@ pub(super) struct Benchmark {
     pub(super) arguments: &'static [&'static str],
     /// Besides, where figures count.
     pub(super) large: &'static [&'static str],
-    /// Besides, where it is enough that all of it runs.
+    /// Besides, where it is enough that all of it runs: by itself, and under the sanitizer.
     pub(super) small: &'static [&'static str],
+    /// Whether its processes share one processor, however many there are.
+    pub(super) on_one: bool,
     /// What is read off its answer.
     pub(super) figures: &'static [Figure],
 }
@@ -39,6 +41,7 @@ pub(super) const BENCHMARKS: &[Benchmark] = &[
         arguments: &["p2p", "--level", "array", "--case", "handover"],
         large: &["--sizes", "256Mi"],
         small: &["--sizes", "64Ki", "--repeats", "2"],
+        on_one: true,
         figures: &[
             Figure {
                 what: "hand-over of 256 MiB in place, two processes on one processor",
@@ -60,6 +63,7 @@ pub(super) const BENCHMARKS: &[Benchmark] = &[
         arguments: &["dispatch"],
         large: &[],
         small: &["--repeats", "2"],
+        on_one: false,
         figures: &[Figure {
             what: "issue of a kernel by jit, over a launch by cudarc alone",
             case: "jit issue",
@@ -71,7 +75,8 @@ pub(super) const BENCHMARKS: &[Benchmark] = &[
     Benchmark {
         arguments: &["reshard"],
         large: &[],
-        small: &["--repeats", "2", "--mib", "1"],
+        small: &["--repeats", "2", "--mib", "1", "--processes", "1"],
+        on_one: false,
         figures: &[
             Figure {
                 what: "host to device while kernels run, of pinned copies",
@@ -92,7 +97,19 @@ pub(super) const BENCHMARKS: &[Benchmark] = &[
     Benchmark {
         arguments: &["pipeline", "--stages", "2"],
         large: &["--dim", "2048", "--microbatch", "512"],
-        small: &["--dim", "32", "--microbatch", "8", "--microbatches", "4", "--repeats", "2"],
+        small: &[
+            "--dim",
+            "32",
+            "--microbatch",
+            "8",
+            "--microbatches",
+            "4",
+            "--repeats",
+            "2",
+            "--schedule",
+            "1f1b",
+        ],
+        on_one: false,
         figures: &[Figure {
             what: "idle share of a pipeline of two stages, over the simulation's",
             case: "idle",
@@ -102,10 +119,6 @@ pub(super) const BENCHMARKS: &[Benchmark] = &[
         }],
     },
 ];
-
-/// What runs under the sanitizer: a name, then the number of processes, the program and its arguments.
-pub(super) const SANITIZED: &[(&str, &[&str])] =
-    &[("transfers", &["2", "named", "transfers"]), ("pipeline", &["2", "pipeline", "--check"])];
 
 impl Figure {
     /// What it is to be, for people.

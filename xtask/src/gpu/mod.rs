@@ -31,6 +31,9 @@ const LONG: Duration = Duration::from_secs(600);
 /// How long looking at the machine may take: drivers start slowly where nothing else has them loaded.
 const LOOK: Duration = Duration::from_secs(60);
 
+/// By which the driver is told which processors it shows.
+const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
+
 /// What the sanitizer ends with where it has found something.
 const FOUND: i32 = 86;
 
@@ -179,14 +182,14 @@ impl Place<'_> {
         }
     }
 
-    /// Programs under compute-sanitizer's checks, for memory and for races within kernels.
+    /// The benchmarks, small, under compute-sanitizer's checks, for memory and for races within kernels.
     fn sanitized(&self) -> Vec<Row> {
         const SANITIZER: &str = "compute-sanitizer";
         let there = *self.ground == Ground::Gpu && answers(SANITIZER, &["--version"]);
         let mut rows = Vec::new();
         for tool in ["memcheck", "racecheck"] {
-            for (name, program) in figures::SANITIZED {
-                let (what, asked) = (format!("{tool}: {name}"), "clean");
+            for benchmark in figures::BENCHMARKS {
+                let (what, asked) = (format!("{tool}: {}", benchmark.arguments[0]), "clean");
                 if !there {
                     rows.push(Row::not_run(what, asked, format!("{SANITIZER} is not installed")));
                     continue;
@@ -195,8 +198,8 @@ impl Place<'_> {
                 self.ground.set(command.current_dir(self.root));
                 command.args(["--tool", tool, "--target-processes", "all"]);
                 command.args(["--error-exitcode", &FOUND.to_string()]);
-                command.arg(self.programs.join("mpmd")).args(["run", "--device", "cuda", "-n"]);
-                command.args([program[0], "--"]).arg(self.programs.join(program[1])).args(&program[2..]);
+                command.arg(self.programs.join("mpmd")).arg("bench").args(benchmark.arguments);
+                command.args(["--device", "cuda", "--json"]).args(benchmark.small);
                 rows.push(match captured(&mut command, LONG) {
                     Ok(said) if said.code == Some(0) => Row::passed(what, asked, "clean"),
                     Ok(said) => Row::failed(what, asked, said.last_words()),
@@ -224,6 +227,11 @@ impl Place<'_> {
         let mut command = self.program("mpmd");
         command.arg("bench").args(benchmark.arguments).args(["--device", "cuda", "--json"]);
         command.args(if software { benchmark.small } else { benchmark.large });
+        if benchmark.on_one {
+            let visible = std::env::var(VISIBLE).unwrap_or_default();
+            let first = visible.split(',').map(str::trim).find(|name| !name.is_empty());
+            command.env(VISIBLE, first.unwrap_or("0"));
+        }
         let said = captured(&mut command, LONG)?;
         if said.code != Some(0) {
             bail!("{}", said.last_words());

@@ -13,6 +13,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use mpmd_core::aval::u8s;
+use mpmd_core::cuda::{Grid, Source};
 use mpmd_core::kernel::{Context, Kernel, Signature, View, ViewMut};
 use mpmd_core::prelude::{MpmdArray, Program, ShapedArray};
 use mpmd_core::topology::{DeviceKind, LinkClass};
@@ -47,6 +48,16 @@ const WORTH_READING: usize = 1 << 20;
 /// Hand-overs that count for each repeat of other cases.
 const FOR_EACH_REPEAT: usize = 2;
 
+static WRITE: Source = Source::cuda(
+    "write.cu",
+    r#"
+extern "C" __global__ void write(const unsigned char *number, unsigned char *array, unsigned long long n) {
+    unsigned long long i = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x;
+    for (; i < n; i += gridDim.x * (unsigned long long)blockDim.x) array[i] = number[0];
+}
+"#,
+);
+
 /// Writes a number into every byte.
 struct Write(ShapedArray);
 
@@ -58,10 +69,19 @@ impl Kernel for Write {
         Ok(Signature::new(self.0.clone()))
     }
 
-    fn run(&self, _: &mut Context<'_>, number: View<'_>, mut array: ViewMut<'_>) -> Result<()> {
+    fn run(&self, cx: &mut Context<'_>, number: View<'_>, mut array: ViewMut<'_>) -> Result<()> {
+        if let Some(cuda) = cx.cuda() {
+            let bytes = array.region().elements();
+            let args = [(&number).into(), (&mut array).into(), bytes.into()];
+            return cuda.launch(&WRITE, "write", Grid::over(bytes), &args);
+        }
         let number = number.as_slice::<u8>()?[0];
         array.as_mut_slice::<u8>()?.fill(number);
         Ok(())
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        vec![&WRITE]
     }
 }
 

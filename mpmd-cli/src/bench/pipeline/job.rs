@@ -120,6 +120,28 @@ pub(super) fn measure(
     Ok(Measured { samples, losses, memory })
 }
 
+/// Runs so many steps of one schedule, which somebody else measures; their losses.
+///
+/// # Errors
+///
+/// As the operations of the pipeline.
+pub(super) fn steps(
+    p: &mut Program,
+    shape: &Shape,
+    schedule: &Schedule,
+    rate: f64,
+    steps: usize,
+) -> Result<Vec<f32>> {
+    let mut job = Job::new(p, shape, rate)?;
+    job.memory(p, shape, schedule)?;
+    let one = |_| {
+        meet(p)?;
+        let loss = job.step(p, schedule)?;
+        agree(p, shape.stages - 1, 0.0, || loss.mean())
+    };
+    (0..steps).map(one).collect()
+}
+
 /// Bytes as MiB, with a digit behind the point.
 fn mib(bytes: u64) -> String {
     format!("{:.1}", bytes as f64 / f64::from(1 << 20))

@@ -6,9 +6,11 @@
 
 mod alone;
 mod check;
+mod gpu;
 mod ideal;
 mod job;
 mod mlp;
+mod on_cuda;
 mod stage;
 
 use std::process::ExitCode;
@@ -21,6 +23,7 @@ use mpmd_core::Simulation;
 use mpmd_core::launch::JobEnv;
 use mpmd_core::pipeline::{Action, ActionKind, Schedule};
 use mpmd_core::prelude::Program;
+use mpmd_core::topology::DeviceKind;
 
 use super::p2p::Carrier;
 use super::{Case, DeviceOption, Options, check_transport, run_as_job, show};
@@ -73,6 +76,9 @@ pub(crate) struct PipelineArgs {
     /// The loss of the last step must be this one instead.
     #[arg(long, requires = "check", value_name = "LOSS")]
     expect: Option<f64>,
+    /// The one schedule of a job that this program has started, to be traced.
+    #[arg(long, hide = true)]
+    only: Option<String>,
 }
 
 /// A number from 1 to `most`, so that products of sizes don't overflow.
@@ -88,6 +94,12 @@ pub(super) fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
         ensure!(env.processes == stages, "{stages} stages need as many processes, not {}", env.processes);
         let mut p = Program::builder().devices(stages).device_kinds(&[args.on.device]).from_env()?;
         check_transport(&p, args.transport.name())?;
+        if let Some(only) = &args.only {
+            on_cuda::as_one(&mut p, args, &schedules, only)?;
+            p.finish()?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        ensure!(args.on.device == DeviceKind::Cpu, "with --device cuda this program starts its jobs itself");
         let first = p.process().0 == 0;
         let measured = measure(&mut p, args, &schedules)?;
         p.finish()?;
@@ -96,9 +108,12 @@ pub(super) fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
         }
         return Ok(ExitCode::SUCCESS);
     }
+    if args.on.device == DeviceKind::Cuda {
+        ensure!(args.transport != Carrier::Inproc, "--device cuda is measured between processes");
+        return on_cuda::measure(args, &schedules);
+    }
     if args.transport == Carrier::Inproc {
         let simulation = Simulation::new(args.stages, args.stages);
-        let simulation = simulation.settings(|program| program.device_kinds(&[args.on.device]));
         let mut results =
             simulation.run(|p| measure(p, args, &schedules)).into_iter().collect::<Result<Vec<_>, _>>()?;
         report(args, &schedules, &results.swap_remove(0))?;

@@ -1,10 +1,12 @@
 //! The network as stages of a pipeline, and the optimiser's kernel.
 
+use mpmd_core::cuda::Source;
 use mpmd_core::kernel::{Views, ViewsMut};
 use mpmd_core::pipeline::{Declared, Loss, PlacedShape, Stage, StageSignature};
 use mpmd_core::prelude::*;
 use mpmd_core::tree::Empty;
 
+use super::gpu;
 use super::mlp::{self, Shape, Weights};
 
 /// A layer's parameters, or whatever there is one of for each.
@@ -68,23 +70,32 @@ fn slices<'a>(views: &'a [ViewMut<'_>]) -> Result<Vec<&'a [f32]>> {
 }
 
 fn backward_input(
+    cx: &Context<'_>,
     shape: &Shape,
     layers: &[Layer<View<'_>>],
     dx: Option<ViewMut<'_>>,
     (inputs, mut gradients): Gradients<ViewMut<'_>>,
 ) -> Result<()> {
     let mut dx = dx;
+    if let Some(cuda) = cx.cuda() {
+        return gpu::backward_input(cuda, shape, layers, &inputs, &mut gradients, dx.as_mut());
+    }
     let dx = dx.as_mut().map(|dx| dx.as_mut_slice()).transpose()?;
     mlp::backward_input(shape, &weights(layers)?, &slices(&inputs)?, &mut slices_mut(&mut gradients)?, dx);
     Ok(())
 }
 
 fn backward_weight(
+    cx: &Context<'_>,
     shape: &Shape,
     (inputs, gradients): Gradients<View<'_>>,
     into: Layers<ViewMut<'_>>,
 ) -> Result<()> {
     for ((mut into, input), gradient) in into.into_iter().zip(inputs).zip(gradients) {
+        if let Some(cuda) = cx.cuda() {
+            gpu::backward_weight(cuda, shape, &input, &gradient, &mut into)?;
+            continue;
+        }
         let (dw, db) = (into.w.as_mut_slice()?, into.b.as_mut_slice()?);
         mlp::backward_weight(shape, input.as_slice()?, gradient.as_slice()?, dw, db);
     }
@@ -115,13 +126,17 @@ impl Stage for Middle {
 
     fn forward(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut Context<'_>,
         layers: Layers<View<'_>>,
         x: View<'_>,
         _: Empty<View<'_>>,
         mut y: ViewMut<'_>,
         (mut inputs, mut output): Kept<ViewMut<'_>>,
     ) -> Result<()> {
+        if let Some(cuda) = cx.cuda() {
+            gpu::forward(cuda, &self.0, &layers, &x, &mut inputs, &mut output)?;
+            return cuda.copy(&output, &mut y);
+        }
         let output = output.as_mut_slice()?;
         mlp::forward(&self.0, &weights(&layers)?, x.as_slice()?, &mut slices_mut(&mut inputs)?, output);
         y.as_mut_slice()?.copy_from_slice(output);
@@ -130,7 +145,7 @@ impl Stage for Middle {
 
     fn backward_input(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut Context<'_>,
         layers: Layers<View<'_>>,
         _: Kept<View<'_>>,
         dy: View<'_>,
@@ -138,22 +153,29 @@ impl Stage for Middle {
         mut kept: Gradients<ViewMut<'_>>,
     ) -> Result<()> {
         if let Some(output) = kept.1.last_mut() {
-            mlp::through_relu(output.as_mut_slice()?, dy.as_slice()?);
+            match cx.cuda() {
+                Some(cuda) => gpu::through_relu(cuda, &self.0, output, &dy)?,
+                None => mlp::through_relu(output.as_mut_slice()?, dy.as_slice()?),
+            }
         }
-        backward_input(&self.0, &layers, dx, kept)
+        backward_input(cx, &self.0, &layers, dx, kept)
     }
 
     fn backward_weight(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut Context<'_>,
         kept: Gradients<View<'_>>,
         gradient: Layers<ViewMut<'_>>,
     ) -> Result<()> {
-        backward_weight(&self.0, kept, gradient)
+        backward_weight(cx, &self.0, kept, gradient)
     }
 
     fn statics(&self) -> Vec<u64> {
         statics(&self.0)
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        gpu::sources()
     }
 }
 
@@ -179,13 +201,17 @@ impl Stage for Last {
 
     fn forward(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut Context<'_>,
         layers: Layers<View<'_>>,
         x: View<'_>,
         labels: View<'_>,
         mut loss: Loss<ViewMut<'_>>,
         (mut inputs, mut output): Kept<ViewMut<'_>>,
     ) -> Result<()> {
+        if let Some(cuda) = cx.cuda() {
+            gpu::forward(cuda, &self.0, &layers, &x, &mut inputs, &mut output)?;
+            return gpu::loss(cuda, &self.0, &mut output, &labels, &mut loss.sum, &mut loss.weight);
+        }
         let output = output.as_mut_slice()?;
         mlp::forward(&self.0, &weights(&layers)?, x.as_slice()?, &mut slices_mut(&mut inputs)?, output);
         loss.sum.fill(mlp::loss(&self.0, output, labels.as_slice()?))?;
@@ -195,31 +221,40 @@ impl Stage for Last {
 
     fn backward_input(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut Context<'_>,
         layers: Layers<View<'_>>,
         _: Kept<View<'_>>,
         loss: Views<'_, Loss<MpmdArray>>,
         dx: Option<ViewMut<'_>>,
         mut kept: Gradients<ViewMut<'_>>,
     ) -> Result<()> {
-        let scale = loss.sum.scalar::<f32>()?;
         if let Some(output) = kept.1.last_mut() {
-            output.as_mut_slice::<f32>()?.iter_mut().for_each(|d| *d *= scale);
+            match cx.cuda() {
+                Some(cuda) => gpu::scale(cuda, &self.0, &loss.sum, output)?,
+                None => {
+                    let scale = loss.sum.scalar::<f32>()?;
+                    output.as_mut_slice::<f32>()?.iter_mut().for_each(|d| *d *= scale);
+                }
+            }
         }
-        backward_input(&self.0, &layers, dx, kept)
+        backward_input(cx, &self.0, &layers, dx, kept)
     }
 
     fn backward_weight(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut Context<'_>,
         kept: Gradients<View<'_>>,
         gradient: Layers<ViewMut<'_>>,
     ) -> Result<()> {
-        backward_weight(&self.0, kept, gradient)
+        backward_weight(cx, &self.0, kept, gradient)
     }
 
     fn statics(&self) -> Vec<u64> {
         statics(&self.0)
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        gpu::sources()
     }
 }
 
@@ -241,11 +276,15 @@ impl Kernel for Update {
 
     fn run(
         &self,
-        _: &mut Context<'_>,
+        cx: &mut Context<'_>,
         (_, gradients): (Vec<View<'_>>, Vec<View<'_>>),
         params: ViewsMut<'_, Self::Out>,
     ) -> Result<()> {
         for (mut params, gradient) in params.into_iter().zip(gradients) {
+            if let Some(cuda) = cx.cuda() {
+                gpu::update(cuda, &mut params, &gradient, self.0)?;
+                continue;
+            }
             mlp::update(params.as_mut_slice()?, gradient.as_slice()?, self.0);
         }
         Ok(())
@@ -253,5 +292,9 @@ impl Kernel for Update {
 
     fn statics(&self) -> Vec<u64> {
         vec![u64::from(self.0.to_bits())]
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        gpu::sources()
     }
 }
