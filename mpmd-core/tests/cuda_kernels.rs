@@ -88,6 +88,10 @@ where
     let values = values.collect::<Result<Vec<_>>>();
     // What failed is said twice.
     let _ = program.finish();
+    // The driver in software knows.
+    if let Some(driver) = softcuda::driver() {
+        assert_eq!(driver.races(), 0);
+    }
     values
 }
 
@@ -217,6 +221,11 @@ fn inputs_that_are_on_no_device_are_copied_there() {
     let y = y[0].to_host().unwrap().unwrap().to_vec::<f32>().unwrap();
     let expected: Vec<f32> = (0..300).map(|i| x[i] + if i < 200 { x[i] + x[i + 100] } else { 0.0 }).collect();
     assert_eq!(y, expected);
+    if let Some(driver) = softcuda::driver() {
+        // Once for all three uses, and nobody waits for it.
+        assert_eq!(driver.bytes("pinned_to_device"), 1200);
+        assert_eq!(driver.bytes("pageable_to_device"), 0);
+    }
     program.finish().unwrap();
 }
 
@@ -362,6 +371,92 @@ fn f32_is_exact_unless_less_is_asked_for() {
     if !softcuda::real() {
         assert_eq!(rounded, 1.0);
     }
+}
+
+/// A kernel that launches with all that a name can find, for the sake of its source.
+fn launches_saxpy(cuda: Cuda<'_>, _: &[View<'_>], y: &mut [ViewMut<'_>]) -> Result<()> {
+    cuda.fill(&mut y[0], 1.0f32)?;
+    let ones = cuda.scratch(DType::F32, 100)?;
+    cuda.fill(&ones, 1.0f32)?;
+    let args = [100usize.into(), 2.0f32.into(), (&ones).into(), (&mut y[0]).into()];
+    cuda.launch(&SAXPY, "saxpy", Grid::over(100), &args)
+}
+
+#[test]
+fn a_source_is_compiled_once_for_all_kernels_and_devices_and_before_it_is_launched() {
+    if softcuda::again!("MPMD_CUDA_CACHE" = "", "SOFTCUDA_DEVICES" = "2") {
+        return;
+    }
+    let Some(driver) = softcuda::driver() else {
+        eprintln!("skipped: only the driver in software counts calls");
+        return;
+    };
+    let _limit = watchdog(100);
+    let mut program = Program::builder().devices(2).device_kinds(&[DeviceKind::Cuda]).alone().unwrap();
+    let mesh = program.mesh(&[("x", 2)]).unwrap();
+    let jit = |announced: &[&'static Source]| {
+        let kernel = OnCuda { outputs: vec![f32s([100])], sources: announced.to_vec(), work: launches_saxpy };
+        program.jit(kernel).on(&mesh).outputs(mesh.replicated()).build().unwrap()
+    };
+    // All want it at once; and who has not announced it finds it.
+    let kernels = [jit(&[&SAXPY]), jit(&[&SAXPY, &SAXPY]), jit(&[])];
+    for kernel in &kernels {
+        for _ in 0..2 {
+            let y = kernel.call(&mut program, Vec::new()).unwrap();
+            assert_eq!(y[0].to_host().unwrap().unwrap().to_vec::<f32>().unwrap(), [3.0; 100]);
+        }
+    }
+    assert_eq!(driver.calls("nvrtcCompileProgram"), 1);
+    assert_eq!(driver.calls("cuModuleLoadDataEx"), 2, "once on each device");
+    assert_eq!(driver.calls("cuModuleGetFunction"), 2);
+    assert_eq!(driver.calls("cuLaunchKernel"), 12);
+    drop(kernels);
+    program.finish().unwrap();
+}
+
+#[test]
+fn cublas_asks_for_no_memory_when_it_is_called() {
+    if softcuda::again!("MPMD_CUDA_CACHE" = "") {
+        return;
+    }
+    let _limit = watchdog(100);
+    let mut program = Program::builder().device_kinds(&[DeviceKind::Cuda]).alone().unwrap();
+    let mesh = program.mesh(&[("x", 1)]).unwrap();
+    let work = |cuda: Cuda<'_>, x: &[View<'_>], y: &mut [ViewMut<'_>]| {
+        cuda.gemm(Gemm::new(4, 4, 4), &x[0], &x[0], &mut y[0])
+    };
+    let kernel = OnCuda { outputs: vec![f32s([16])], sources: vec![&CUBLAS], work };
+    let kernel = program.jit(kernel).on(&mesh).outputs(mesh.replicated()).build().unwrap();
+    let x = program_put(&mut program, &mesh, &host(&[1.0f32; 16])).unwrap();
+    let mut call = || {
+        let y = kernel.call(&mut program, vec![x.clone()]).unwrap();
+        assert_eq!(y[0].to_host().unwrap().unwrap().to_vec::<f32>().unwrap(), [4.0; 16]);
+    };
+    call();
+    if let Some(driver) = softcuda::driver() {
+        driver.reset();
+        (0..5).for_each(|_| call());
+        assert_eq!(driver.calls("cublasGemmEx"), 5);
+        for other in ["cublasCreate_v2", "cublasSetStream_v2", "cublasSetWorkspace_v2", "cuMemAlloc_v2"] {
+            assert_eq!(driver.calls(other), 0, "{other}");
+        }
+    }
+    program.finish().unwrap();
+}
+
+#[test]
+fn a_launch_that_faults_fails_the_kernel_that_issued_it() {
+    if softcuda::again!("MPMD_CUDA_CACHE" = "") {
+        return;
+    }
+    let _limit = watchdog(100);
+    let Some(driver) = softcuda::driver() else {
+        eprintln!("skipped: only the driver in software fails when it is asked to");
+        return;
+    };
+    driver.fail("launch", 1);
+    let said = why(on_device(&[&SAXPY], &[], &[f32s([100])], launches_saxpy));
+    assert!(said.contains("kernel OnCuda of operation") && said.contains("CUDA_ERROR"), "{said}");
 }
 
 static BROKEN: Source =

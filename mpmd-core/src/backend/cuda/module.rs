@@ -65,6 +65,9 @@ impl Modules {
 
     /// Says that a source will be used: from now on nobody wonders where it comes from.
     pub(super) fn announce(&self, source: &'static Source) {
+        if self.slots.read().contains_key(&key(source)) {
+            return;
+        }
         self.slots.write().entry(key(source)).or_insert_with(|| Arc::new(Slot::new(source)));
     }
 
