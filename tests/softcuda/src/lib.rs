@@ -56,6 +56,7 @@
 //!   block never ends.
 
 mod alloc;
+mod asked;
 mod blas;
 mod compile;
 mod control;
@@ -81,5 +82,6 @@ mod shared_event;
 mod source;
 mod stream;
 
+pub use asked::{bytes, calls};
 pub use control::{Driver, driver};
 pub use harness::{environment, install, library, real, run_again};
