@@ -204,11 +204,16 @@ fn what_is_donated_is_updated_where_it_is_and_what_is_not_stays() {
     let first = p.device_put(&numbers(1000), mesh.replicated()).unwrap();
     let mut sum = keep.call(&mut p, (x.clone(), first.clone())).unwrap();
     let live = p.memory().live;
+    sum.block_until_ready().unwrap();
+    let moved = || softcuda::driver().map_or(0, |driver| driver.bytes("device_to_device"));
+    let before = moved();
     for _ in 0..50 {
         let old = sum.clone();
         sum = add.call(&mut p, (x.clone(), sum)).unwrap();
         assert!(old.to_host().unwrap_err().to_string().contains("donated"));
     }
+    sum.block_until_ready().unwrap();
+    assert_eq!(moved(), before, "nothing is copied");
     let other = keep.call(&mut p, (x.clone(), sum.clone())).unwrap();
     assert_eq!(read(&first), read(&x), "it was not given up");
     assert!(read(&other).iter().zip(read(&sum)).all(|(other, sum)| *other > sum));
@@ -394,6 +399,31 @@ fn a_kernel_that_fails_on_the_device_is_named_and_other_devices_go_on() {
     let fine = other.call(&mut p, (z, MpmdArray::scalar(2.0f32))).unwrap();
     assert_eq!(read(&fine)[0], 2.0 / 3.0);
     assert!(p.finish().unwrap_err().to_string().contains("kernel Wild"));
+}
+
+#[test]
+fn work_that_fails_on_its_own_fails_its_call_and_all_that_is_issued_behind_it() {
+    if elsewhere!("SOFTCUDA_PACE" = "lazy:50") {
+        return;
+    }
+    let Some(driver) = softcuda::driver() else { return println!("SKIPPED: the driver does as it is told") };
+    let _limit = watchdog(60);
+    let mut p = alone(CUDA, 1);
+    let mesh = p.mesh(&[("x", 1)]).unwrap();
+    let scale = p.jit(Scale).on(&mesh).outputs(mesh.replicated()).build().unwrap();
+    let add = p.jit(Add::new()).on(&mesh).outputs(mesh.replicated()).donate("1").build().unwrap();
+    let x = p.device_put(&numbers(100), mesh.replicated()).unwrap();
+    scale.call(&mut p, (x.clone(), MpmdArray::scalar(1.0f32))).unwrap().block_until_ready().unwrap();
+    // The second of the calls that follow: both others are issued before it is known.
+    driver.fail("launch", 2);
+    let y = scale.call(&mut p, (x.clone(), MpmdArray::scalar(1.0f32))).unwrap();
+    let z = scale.call(&mut p, (y.clone(), MpmdArray::scalar(1.0f32))).unwrap();
+    let sum = add.call(&mut p, (x, z)).unwrap();
+    let error = sum.to_host().unwrap_err().to_string();
+    assert!(error.contains("kernel Add of operation 5") && error.contains("CUDA_ERROR_"), "{error}");
+    let error = p.finish().unwrap_err().to_string();
+    assert!(error.contains("failed on device 0: work of a CUDA device: CUDA_ERROR_"), "{error}");
+    drop(y);
 }
 
 #[test]

@@ -56,6 +56,7 @@
 //!   block never ends.
 
 mod alloc;
+mod asked;
 mod blas;
 mod compile;
 mod control;
