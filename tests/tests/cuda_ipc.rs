@@ -47,11 +47,10 @@ fn whole_shards_are_used_where_they_are_and_memory_is_opened_once() {
                 continue;
             }
             assert_eq!(figure(&said, "bytes copied on the device"), 0, "{said}");
-            // Each other process's sample, and the segment that its arrays are in.
-            let opened = figure(&said, "memory opened");
-            assert!(opened > 0 && opened <= 3 * (processes as u64 - 1), "{said}");
-            assert!(figure(&said, "memory opened later") <= processes as u64 - 1, "{said}");
-            assert!(figure(&said, "events opened later") <= 40, "{said}");
+            // Of each other process its sample and the few segments that its arrays are in, however many arrays come.
+            let (opened, others) = (figure(&said, "memory opened"), processes as u64 - 1);
+            assert!(opened >= 2 * others && opened <= 5 * others, "{said}");
+            assert!(figure(&said, "events opened later") <= 60 * others, "{said}");
         }
     }
 }
