@@ -56,12 +56,7 @@ impl Kernel for Scale {
         Ok(Signature::new(x.clone()))
     }
 
-    fn run(
-        &self,
-        cx: &mut Context<'_>,
-        (x, factor): (View<'_>, View<'_>),
-        mut y: ViewMut<'_>,
-    ) -> Result<()> {
+    fn run(&self, cx: &mut Context<'_>, (x, factor): (View<'_>, View<'_>), mut y: ViewMut<'_>) -> Result<()> {
         let factor = factor.scalar::<f32>()?;
         if let Some(cuda) = cx.cuda() {
             let n = x.region().elements();
@@ -140,7 +135,7 @@ fn chain(p: &mut Program, axis: usize) -> Result<Vec<Option<Vec<f32>>>> {
     let before = sum.clone();
     let mut seen = vec![keep.call(p, (x.clone(), before))?];
     for step in 0..20 {
-        let more = scale.call(p, (sum.clone(), MpmdArray::scalar(0.7f32 + step as f32))) ?;
+        let more = scale.call(p, (sum.clone(), MpmdArray::scalar(0.7f32 + step as f32)))?;
         sum = add.call(p, (more, sum))?;
     }
     seen.push(sum);

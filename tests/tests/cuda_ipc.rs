@@ -16,7 +16,8 @@ const SOON: Duration = Duration::from_secs(10);
 /// A job of the program `handing`, each of whose processes has a CUDA device; with the driver, while the folder is there.
 fn start(processes: usize, args: &[&str], settings: &[(&str, &str)]) -> (Job, tempfile::TempDir) {
     let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), processes);
-    let options = options.over(Carrier::SHM).patience(Duration::from_secs(30)).limit(Duration::from_secs(120));
+    let options =
+        options.over(Carrier::SHM).patience(Duration::from_secs(30)).limit(Duration::from_secs(120));
     let folder = tempfile::tempdir().expect("a folder for the driver");
     let driver = (!softcuda::real()).then(|| softcuda::install(folder.path()).expect("the driver is built"));
     let mut job = Job::prepare(options);
@@ -130,7 +131,7 @@ fn where_the_driver_shows_no_memory_arrays_take_another_way() {
         println!("skipped: a real driver does not fail at will");
         return;
     }
-    let (mut job, _folder) = start(2, &["whole", "5"], &[("SOFTCUDA_FAIL", "cuIpcOpenMemHandle_v2:1")]);
+    let (mut job, _folder) = start(2, &["whole", "5"], &[(variables::CUDA_IPC, "0")]);
     for said in job.wait_well() {
         assert_eq!(figure(&said, "memory opened later"), 0, "{said}");
     }

@@ -116,7 +116,7 @@ impl Runtime {
 
     /// The failure of an operation that was lent what then was not made.
     fn never_made(&self, from: ProcessId, op: u64, why: &str) -> Arc<Failure> {
-        let mut router = self.router.lock();
+        let router = self.router.lock();
         if !router.still_here().contains(&from) {
             return router.lost_while(from, op, why);
         }

@@ -38,6 +38,8 @@ mod memory;
 #[cfg(feature = "cuda")]
 mod module;
 #[cfg(feature = "cuda")]
+mod orphan;
+#[cfg(feature = "cuda")]
 mod turn;
 #[cfg(feature = "cuda")]
 mod warm;
