@@ -48,11 +48,10 @@ fn whole_shards_are_used_where_they_are_and_memory_is_opened_once() {
                 continue;
             }
             assert_eq!(figure(&said, "bytes copied on the device"), 0, "{said}");
-            // Each other process's sample, and the segment that its arrays are in.
-            let opened = figure(&said, "memory opened");
-            assert!(opened > 0 && opened <= 3 * (processes as u64 - 1), "{said}");
-            assert!(figure(&said, "memory opened later") <= processes as u64 - 1, "{said}");
-            assert!(figure(&said, "events opened later") <= 40, "{said}");
+            // Of each other process its sample and the few segments that its arrays are in, however many arrays come.
+            let (opened, others) = (figure(&said, "memory opened"), processes as u64 - 1);
+            assert!(opened >= 2 * others && opened <= 5 * others, "{said}");
+            assert!(figure(&said, "events opened later") <= 60 * others, "{said}");
         }
     }
 }
@@ -132,7 +131,7 @@ fn where_the_driver_shows_no_memory_arrays_take_another_way() {
         println!("skipped: a real driver does not fail at will");
         return;
     }
-    let (mut job, _folder) = start(2, &["whole", "5"], &[("SOFTCUDA_FAIL", "cuIpcOpenMemHandle_v2:1")]);
+    let (mut job, _folder) = start(2, &["whole", "5"], &[(variables::CUDA_IPC, "0")]);
     for said in job.wait_well() {
         assert_eq!(figure(&said, "memory opened later"), 0, "{said}");
     }

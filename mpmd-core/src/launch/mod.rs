@@ -54,6 +54,9 @@ pub mod variables {
     pub const JOB_TOKEN: &str = "MPMD_JOB_TOKEN";
     /// The transport to use, one of [`transports::NAMES`](crate::transports::NAMES); the same on all processes.
     pub const TRANSPORT: &str = "MPMD_TRANSPORT";
+    /// With `0` processes of one host do not lend each other memory of their CUDA devices; for comparisons. Where one of two
+    /// says so, neither does.
+    pub const CUDA_IPC: &str = "MPMD_CUDA_IPC";
     /// How long a transport looks for work before it sleeps: `auto`, `never`, `always`, or microseconds.
     pub const SPIN: &str = "MPMD_SPIN";
     /// Number of devices that each process owns.

@@ -2,16 +2,17 @@
 
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 
 use cudarc::driver::{result, sys};
 use mpmd_transport::memory::{DeviceAllocator, Pin, Pool};
+use parking_lot::Mutex;
 
 use super::blas::Blas;
 use super::compile::Architecture;
 use super::error::CudaError;
 use super::ipc::Shown;
-use super::line::Line;
+use super::line::{Ends, Line};
 use super::memory::Allocator;
 use super::module::Modules;
 use crate::cuda::Spare;
@@ -44,6 +45,10 @@ pub(super) struct Context {
     /// Whether other processes may be shown events.
     shares_events: AtomicBool,
     shown: Shown,
+    /// Of its lines, for who has to give them up.
+    lines: Mutex<Vec<Weak<Ends>>>,
+    /// Some of its work will never end.
+    pub(super) is_stuck: AtomicBool,
 }
 
 // SAFETY: contexts, and what belongs to them, may be used by any thread that has made them its current one, which
@@ -171,8 +176,8 @@ impl Context {
         let raw = unsafe { result::primary_ctx::retain(device) }.map_err(|error| cuda(doing(), error))?;
         let uuid = result::device::get_uuid(device).map_err(|error| cuda(doing(), error))?;
         let uuid = uuid.bytes.map(|byte| byte.to_ne_bytes()[0]);
-        let (broken, shares_events, shown) = Default::default();
-        Ok(Self { raw, device, ordinal, uuid, broken, shares_events, shown })
+        let (broken, shares_events, shown, lines, is_stuck) = Default::default();
+        Ok(Self { raw, device, ordinal, uuid, broken, shares_events, shown, lines, is_stuck })
     }
 
     /// Makes this the calling thread's current context.
@@ -221,6 +226,16 @@ impl Context {
         self.shares_events.load(Ordering::Relaxed)
     }
 
+    /// A line of this context was made.
+    pub(super) fn note_line(&self, line: &Arc<Ends>) {
+        self.lines.lock().push(Arc::downgrade(line));
+    }
+
+    /// The lines that there are.
+    pub(super) fn lines(&self) -> Vec<Arc<Ends>> {
+        self.lines.lock().iter().filter_map(Weak::upgrade).collect()
+    }
+
     /// What other processes were shown of it.
     pub(super) fn shown(&self) -> &Shown {
         &self.shown
@@ -229,6 +244,10 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
+        if *self.is_stuck.get_mut() {
+            // It would be waited for in vain. The end of this process ends it.
+            return;
+        }
         // SAFETY: retained once in `open`; whatever belongs to the context holds this, so nothing of it is left.
         if let Err(error) = unsafe { result::primary_ctx::release(self.device) } {
             tracing::debug!(%error, "closing a CUDA device");

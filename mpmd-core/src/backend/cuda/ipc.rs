@@ -22,7 +22,9 @@ use parking_lot::Mutex;
 
 use super::error::CudaError;
 use super::gpu::{Context, Gpu, cuda};
-use super::line::{Event, RawEvent, Stream, create_event};
+use super::line::{Event, RawEvent, Stream, create_event, is_passed};
+use super::orphan;
+use crate::launch::variables;
 
 /// Bytes of CUDA's handles, and of what a device is known by.
 const HANDLE: usize = 64;
@@ -92,6 +94,9 @@ impl Sharing {
     }
 
     fn make_samples(&self) -> Result<Vec<Sample>, String> {
+        if std::env::var_os(variables::CUDA_IPC).is_some_and(|value| value == "0") {
+            return Err(format!("{}=0 says not to", variables::CUDA_IPC));
+        }
         // SAFETY: the driver is there, as there are devices. Names are only looked up: nothing is called by this type.
         let has = |name: &&str| unsafe { sys::culib().get::<unsafe extern "C" fn()>(*name).is_ok() };
         if let Some(missing) = SYMBOLS.iter().find(|name| !has(name)) {
@@ -179,7 +184,7 @@ impl DeviceSharing for Sharing {
         let events = words.iter().map(|words| self.event(words)).collect::<Result<_, _>>();
         let events = events.map_err(io::Error::other)?;
         let words = words.iter().map(|words| words.to_vec()).collect();
-        Ok(Arc::new(Landing { events, words, told: Mutex::default(), ended: OnceLock::new() }))
+        Ok(Arc::new(Landing::new(events, words)))
     }
 }
 
@@ -321,7 +326,7 @@ impl Drop for Opened {
 }
 
 /// An event of another process, or of this one's that came back.
-struct Imported {
+pub(super) struct Imported {
     context: Arc<Context>,
     raw: sys::CUevent,
     is_own: bool,
@@ -333,6 +338,11 @@ unsafe impl Send for Imported {}
 unsafe impl Sync for Imported {}
 
 impl Imported {
+    /// Whether the other's device has come there, as far as this process sees it. The context is bound.
+    pub(super) fn is_passed(&self) -> bool {
+        is_passed(self.raw)
+    }
+
     fn open(context: &Arc<Context>, handle: [u8; HANDLE]) -> Result<Self, CudaError> {
         context.bind()?;
         let handle = sys::CUipcEventHandle { reserved: handle.map(|byte| byte.cast_signed()) };
@@ -365,9 +375,16 @@ pub(super) struct Landing {
     words: Vec<Vec<u8>>,
     told: Mutex<Vec<Box<dyn FnOnce() + Send>>>,
     ended: OnceLock<Result<(), String>>,
+    /// Whose work comes after it.
+    users: Mutex<Vec<Arc<Context>>>,
 }
 
 impl Landing {
+    fn new(events: Vec<Arc<Imported>>, words: Vec<Vec<u8>>) -> Self {
+        let (told, ended, users) = Default::default();
+        Self { events, words, told, ended, users }
+    }
+
     /// Has what is issued to a stream from now on come after it.
     pub(super) fn before(&self, stream: &Stream) -> Result<(), CudaError> {
         for event in &self.events {
@@ -379,7 +396,21 @@ impl Landing {
             };
             issued.map_err(|error| cuda("waiting for work of another process's device", error))?;
         }
+        let mut users = self.users.lock();
+        if !users.iter().any(|known| Arc::ptr_eq(known, &stream.context)) {
+            users.push(stream.context.clone());
+        }
+        drop(users);
+        // Where that was heard just now, nobody else looks after this.
+        self.look_after_users();
         Ok(())
+    }
+
+    /// Where the other will not get there, those that come after it must not wait for ever.
+    fn look_after_users(&self) {
+        let Some(Err(why)) = self.ended.get() else { return };
+        let users = std::mem::take(&mut *self.users.lock());
+        users.into_iter().for_each(|user| orphan::watch(user, self.events.clone(), why.clone()));
     }
 }
 
@@ -410,6 +441,7 @@ impl Arriving for Landing {
             let _ = self.ended.set(result);
             std::mem::take(&mut *told)
         };
+        self.look_after_users();
         told.into_iter().for_each(|then| then());
     }
 
@@ -422,5 +454,110 @@ impl RawEvent {
     /// By what other processes come after it; asked for once. From then on it must not be destroyed.
     pub(super) fn words(&self, context: &Context) -> Option<Words> {
         *self.1.get_or_init(|| context.shares_events().then(|| show_event(context, self.0)).flatten())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::c_void;
+    use std::sync::mpsc::{Receiver, channel};
+    use std::time::Duration;
+
+    use mpmd_transport::memory::Fences;
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn what_this_process_has_shown_itself_it_finds_again_and_nonsense_is_refused() {
+        if softcuda::again!() {
+            return;
+        }
+        let gpu = Gpu::open(0).unwrap();
+        let sharing = sharing(vec![gpu.clone()]).unwrap();
+        assert!(super::sharing(Vec::new()).is_none());
+        let memory = gpu.allocator().allocate(4096).unwrap();
+        let words = memory.export().unwrap().to_vec();
+        assert_eq!(memory.export().unwrap(), words);
+        let again = sharing.open(&words, 4096).unwrap();
+        assert_eq!((again.address(), again.bytes(), again.is_far()), (memory.address(), 4096, false));
+        assert!(sharing.open(&words, 4097).map(drop).unwrap_err().to_string().contains("shorter"));
+        drop((again, memory));
+        assert!(sharing.open(&words, 4096).is_err(), "it is no more");
+        for nonsense in [&[][..], &[7; 79], &[7; 80], &[7; 96]] {
+            assert!(sharing.open(nonsense, 4096).is_err() && sharing.hear(&[nonsense]).is_err());
+        }
+        for sample in [&b""[..], b"?", b"M", b"E123"] {
+            assert!(sharing.try_sample(sample).is_err());
+        }
+        let samples = sharing.samples().unwrap();
+        assert_eq!((samples.len(), sharing.samples().unwrap()), (2, samples.clone()));
+        // An event of a line, shown and heard of again in the process that it is of.
+        let (fence, told) = issued(&gpu, |_| Ok(()));
+        let words = sharing.tell(&*fence).unwrap();
+        let heard = sharing.hear(&[&words]).unwrap();
+        assert_eq!(sharing.tell(&*heard.clone().fence()).unwrap(), words, "a third is told the same");
+        told.recv_timeout(PATIENCE).unwrap().unwrap();
+        assert!(!heard.is_over(), "that is for its owner to say");
+        heard.pass(Err("it fell over".to_owned()));
+        assert_eq!((heard.is_over(), heard.failure().as_deref()), (true, Some("it fell over")));
+        let after = Fences::of([heard.fence()]);
+        let (said, told) = channel();
+        let then = Box::new(move |result| said.send(result).unwrap());
+        gpu.compute().submit(&[&after], |_| unreachable!("its input is never made"), then);
+        assert!(told.recv_timeout(PATIENCE).unwrap().unwrap_err().to_string().contains("it fell over"));
+    }
+
+    type Told = Receiver<Result<(), CudaError>>;
+
+    fn issued(gpu: &Gpu, work: impl FnOnce(&Stream) -> Result<(), CudaError>) -> (Arc<dyn Fence>, Told) {
+        let (said, told) = channel();
+        let fence = gpu.inward().submit(&[], work, Box::new(move |result| said.send(result).unwrap()));
+        (fence, told)
+    }
+
+    /// Keeps a stream until the test is over.
+    extern "C" fn stand_still(until: *mut c_void) {
+        // SAFETY: the test passes this very type, once.
+        let until = unsafe { Box::from_raw(until.cast::<Receiver<()>>()) };
+        let _ = until.recv();
+    }
+
+    #[test]
+    fn work_that_waits_for_a_process_that_is_no_more_ends_with_an_error_and_all_that_comes_does() {
+        if softcuda::again!() {
+            return;
+        }
+        let gpu = Gpu::open(0).unwrap();
+        let (go_on, until) = channel::<()>();
+        let never = Arc::new(Mutex::new(None));
+        let made = never.clone();
+        let (_fence, told_there) = issued(&gpu, move |stream| {
+            let until = Box::into_raw(Box::new(until)).cast();
+            // SAFETY: the function takes the box over, and runs once.
+            let stood = unsafe { sys::cuLaunchHostFunc(stream.raw, Some(stand_still), until) };
+            stood.result().map_err(|error| cuda("standing still", error))?;
+            let event = create_event(sharable())?;
+            event.record(stream)?;
+            *made.lock() = Some(event);
+            Ok(())
+        });
+        let raw = never.lock().as_ref().unwrap().0;
+        let event = Arc::new(Imported { context: gpu.context().clone(), raw, is_own: true });
+        let landing = Arc::new(Landing::new(vec![event], vec![vec![1]]));
+        let (said, told) = channel();
+        let then = Box::new(move |result| said.send(result).unwrap());
+        let fence = gpu.compute().submit(&[&Fences::of([landing.clone().fence()])], |_| Ok(()), then);
+        assert!(!fence.is_over());
+        landing.pass(Err("process 3 has ended".to_owned()));
+        let error = told.recv_timeout(PATIENCE).unwrap().unwrap_err();
+        assert!(error.to_string().contains("process 3 has ended") && fence.is_over(), "{error}");
+        assert_eq!(told_there.recv_timeout(PATIENCE).unwrap(), Err(error.clone()));
+        let (said, told) = channel();
+        gpu.compute().submit(&[], |_| Ok(()), Box::new(move |result| said.send(result).unwrap()));
+        assert_eq!(told.recv_timeout(PATIENCE).unwrap(), Err(error), "with the same words");
+        drop(gpu);
+        go_on.send(()).unwrap();
     }
 }

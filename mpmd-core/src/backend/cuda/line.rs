@@ -52,9 +52,14 @@ pub(super) struct Ends {
 #[derive(Default)]
 struct State {
     entries: VecDeque<Entry>,
+    /// What the line's thread waits for.
+    waited: Option<Entry>,
+    /// The device will never come there: another thread tells of the ends.
+    is_given_up: bool,
     closed: bool,
 }
 
+#[derive(Clone)]
 struct Entry {
     event: Arc<Event>,
     /// What went wrong while it was issued.
@@ -105,6 +110,7 @@ impl Line {
             .map_err(|error| cuda("making a stream", error))?;
         let stream = Arc::new(Stream { context: context.clone(), raw });
         let ends = Arc::<Ends>::default();
+        context.note_line(&ends);
         let (theirs, of) = (ends.clone(), stream.clone());
         std::thread::Builder::new()
             .name(name)
@@ -253,6 +259,9 @@ impl Ends {
         while let Some(Entry { event, issued }) = self.next() {
             // Nothing was recorded where the device does nothing more: that error is known.
             let ran = event.raw.as_ref().map_or(Ok(()), RawEvent::wait);
+            if self.is_given_up() {
+                return;
+            }
             let ran = ran.map_err(|error| stream.context.fails(error));
             let times = match (self.clock.get(), &ran) {
                 (Some(clock), Ok(())) => clock.times(&event),
@@ -266,12 +275,43 @@ impl Ends {
         let mut state = self.state.lock();
         loop {
             if let Some(entry) = state.entries.pop_front() {
+                state.waited = Some(entry.clone());
                 return Some(entry);
             }
             if state.closed {
                 return None;
             }
             self.changed.wait(&mut state);
+        }
+    }
+
+    /// Whether another thread has told of the end that was waited for; else nobody will any more.
+    fn is_given_up(&self) -> bool {
+        let mut state = self.state.lock();
+        if !state.is_given_up {
+            state.waited = None;
+        }
+        state.is_given_up
+    }
+
+    /// Whether the device has not come to what is waited for. The context is bound.
+    pub(super) fn is_stuck(&self) -> bool {
+        let waited = self.state.lock().waited.clone();
+        waited.is_some_and(|entry| entry.event.raw.as_ref().is_some_and(|raw| !raw.is_passed()))
+    }
+
+    /// The device will never come to the end of what is issued here: all of it ends with `error`, told by this thread in place
+    /// of the line's, until the line is dropped.
+    pub(super) fn give_up(&self, error: &CudaError) {
+        let mut next = {
+            let mut state = self.state.lock();
+            if std::mem::replace(&mut state.is_given_up, true) {
+                return;
+            }
+            state.waited.take()
+        };
+        while let Some(Entry { event, issued }) = next.take().or_else(|| self.next()) {
+            event.pass(Ended { result: issued.and(Err(error.clone())), times: None });
         }
     }
 }
@@ -391,6 +431,11 @@ impl RawEvent {
         unsafe { result::event::synchronize(self.0) }.map_err(|error| cuda("work of a CUDA device", error))
     }
 
+    /// Whether the device has come here, well or not. The context is bound.
+    pub(super) fn is_passed(&self) -> bool {
+        is_passed(self.0)
+    }
+
     /// Nanoseconds on the device from this to `other`.
     fn until(&self, other: &Self) -> Result<f64, CudaError> {
         // SAFETY: both are alive, of the context that is bound, and were made with their times.
@@ -404,6 +449,13 @@ impl RawEvent {
             tracing::debug!(%error, "destroying an event");
         }
     }
+}
+
+/// Whether a device has come to an event, well or not. Its context is bound.
+pub(super) fn is_passed(event: sys::CUevent) -> bool {
+    // SAFETY: the event is alive, as the caller holds it, and of the context that is bound.
+    let state = unsafe { sys::cuEventQuery(event) };
+    state != sys::CUresult::CUDA_ERROR_NOT_READY
 }
 
 pub(super) fn create_event(flags: u32) -> Result<RawEvent, CudaError> {

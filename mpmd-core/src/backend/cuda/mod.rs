@@ -39,6 +39,8 @@ mod memory;
 #[cfg(feature = "cuda")]
 mod module;
 #[cfg(feature = "cuda")]
+mod orphan;
+#[cfg(feature = "cuda")]
 pub mod plain;
 #[cfg(feature = "cuda")]
 mod turn;
