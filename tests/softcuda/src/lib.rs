@@ -56,7 +56,6 @@
 //!   block never ends.
 
 mod alloc;
-mod asked;
 mod blas;
 mod compile;
 mod control;
