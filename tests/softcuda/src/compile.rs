@@ -8,7 +8,7 @@ use std::sync::{Arc, LazyLock};
 use parking_lot::Mutex;
 
 use crate::settings::settings;
-use crate::source::prepare;
+use crate::source::{Kernel, prepare};
 
 const BEFORE: &str = include_str!("shim/before.h");
 const AFTER: &str = include_str!("shim/after.h");
@@ -90,8 +90,9 @@ pub(crate) fn is_image(first: &[u8]) -> bool {
 pub(crate) const MARK_LENGTH: usize = MARK.len();
 
 /// A number for the text around kernels: images of another are refused.
-fn version() -> u64 {
-    let bytes = BEFORE.bytes().chain(AFTER.bytes());
+pub(crate) fn version() -> u64 {
+    let headers = HEADERS.iter().flat_map(|(_, text)| text.bytes());
+    let bytes = BEFORE.bytes().chain(AFTER.bytes()).chain(headers);
     bytes.fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3))
 }
 
@@ -121,11 +122,14 @@ fn build(program: &Program) -> Result<Vec<u8>, String> {
     text.push_str("\n#line 1 \"softcuda\"\n");
     text.push_str(AFTER);
     text.push_str("extern \"C\" const __sc_kernel __sc_kernels[] = {\n");
-    for name in prepared.kernels.iter().chain(&program.expressions) {
-        let plain = name.trim().trim_start_matches('&');
-        text.push_str(&format!("    __SC_KERNEL({name:?}, &{plain}),\n"));
+    for Kernel { name, threads } in &prepared.kernels {
+        text.push_str(&format!("    __SC_KERNEL({name:?}, {threads}, &{name}),\n"));
     }
-    text.push_str("    {nullptr, nullptr, nullptr, 0, nullptr},\n};\n");
+    for name in &program.expressions {
+        let plain = name.trim().trim_start_matches('&');
+        text.push_str(&format!("    __SC_KERNEL({name:?}, 1024, &{plain}),\n"));
+    }
+    text.push_str("    {nullptr, nullptr, nullptr, 0, nullptr, nullptr, 0},\n};\n");
     write(&path.join("module.cc"), &text)?;
 
     run(Command::new(&settings().compiler)

@@ -12,6 +12,7 @@ use crate::entry::{In, api};
 use crate::error::{Code, Result};
 use crate::faults::{What, meet};
 use crate::handles::Handle;
+use crate::host::pinned;
 use crate::memory::space;
 use crate::module::{Kernel, kernel};
 use crate::races;
@@ -141,14 +142,18 @@ extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut 
 fn pack(kernel: &Kernel, parameters: &In<In<u8>>) -> Result<Vec<Slot>> {
     let mut slots = Vec::new();
     let (first, last) = space().range();
-    for (at, size) in kernel.entry.arguments.iter().enumerate() {
+    for (at, (size, pointer)) in kernel.entry.arguments.iter().enumerate() {
         let mut bytes = parameters.at(at)?.bytes(*size as usize)?;
-        // Addresses may lie within structures too; a pointer that is none of ours is the kernel's to fault on.
+        // Addresses may lie within structures too.
         for word in bytes.chunks_exact_mut(8) {
             let value =
                 u64::from_ne_bytes([word[0], word[1], word[2], word[3], word[4], word[5], word[6], word[7]]);
+            // Not mapped at all: pageable memory of the host, which a GPU does not reach. It faults where it is used.
+            let unreached = *pointer && value != 0 && pinned(value, 1).is_none();
             if (first..last).contains(&value) {
                 word.copy_from_slice(&(value + space().distance()).to_ne_bytes());
+            } else if unreached {
+                word.copy_from_slice(&(first + value % (last - first)).to_ne_bytes());
             }
         }
         for part in bytes.chunks(16) {
@@ -222,6 +227,10 @@ api! {
         let grid_fits = grid_x <= i32::MAX as u32 && grid_y <= 65535 && grid_z <= 65535 && !grid.contains(&0);
         if !block_fits || !grid_fits || shared > kernel.dynamic_shared.load(Ordering::Relaxed) {
             return Err(Code::INVALID_VALUE);
+        }
+        if threads.is_some_and(|all| all > kernel.entry.threads) {
+            // More than the kernel's launch bounds say that it is compiled for.
+            return Err(Code::LAUNCH_OUT_OF_RESOURCES);
         }
         if extra != 0 {
             eprintln!("softcuda: arguments in `extra` are not here; give them in `kernelParams`");

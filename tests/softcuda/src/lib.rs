@@ -49,7 +49,7 @@
 //!   `cuda_fp16.h` and `cuda_bf16.h`, of which the conversions are there. Global variables of modules have no address,
 //!   and shared memory that is declared with a size counts for nothing in the limits of a launch.
 //! * `cuMemFree` does not wait for work that uses the memory: such work then fails.
-//! * A kernel that reads pageable host memory gets away with it.
+//! * A kernel that reads pageable host memory gets away with it if the address is not an argument by itself.
 //! * The legacy default stream is there, that of each thread is not; nor are graphs, arrays, managed memory, virtual
 //!   memory management and memory pools beyond the default one.
 //! * A block's threads run one after another until one waits for others: code that spins on another thread of the

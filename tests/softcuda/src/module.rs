@@ -50,8 +50,10 @@ pub(crate) struct Kernel {
 #[derive(Clone, Debug)]
 pub(crate) struct Entry {
     pub(crate) call: usize,
-    /// Bytes of each argument.
-    pub(crate) arguments: Vec<u32>,
+    /// Bytes of each argument, and whether it is a pointer.
+    pub(crate) arguments: Vec<(u32, bool)>,
+    /// The most threads of a block.
+    pub(crate) threads: u32,
 }
 
 /// A compiled module in memory, loaded into the process.
@@ -76,6 +78,8 @@ struct Row {
     call: *const c_void,
     count: u32,
     sizes: *const u32,
+    pointers: *const u8,
+    threads: u32,
 }
 
 impl Library {
@@ -124,9 +128,20 @@ impl Library {
             // A kernel without C linkage is not known by its plain name, as with CUDA.
             let plain = !name.to_bytes().iter().any(|byte| b"<>:, &".contains(byte));
             if !plain || self.symbol(name).map(|at| at.cast_const()) == Some(found.address) {
-                // SAFETY: the row says how many sizes there are.
-                let sizes = unsafe { std::slice::from_raw_parts(found.sizes, found.count as usize) };
-                let entry = Entry { call: found.call as usize, arguments: sizes.to_vec() };
+                let count = found.count as usize;
+                // SAFETY: the row says how many entries both arrays have.
+                let (sizes, pointers) = unsafe {
+                    (
+                        std::slice::from_raw_parts(found.sizes, count),
+                        std::slice::from_raw_parts(found.pointers, count),
+                    )
+                };
+                let arguments = sizes.iter().zip(pointers).map(|(size, pointer)| (*size, *pointer != 0));
+                let entry = Entry {
+                    call: found.call as usize,
+                    arguments: arguments.collect(),
+                    threads: found.threads.min(1024),
+                };
                 entries.push((name.to_owned(), entry));
             }
             // SAFETY: not the last row, so there is another.
@@ -300,13 +315,13 @@ api! {
     fn cuFuncGetParamInfo(handle: Handle, index: usize, offset: Out<usize>, size: Out<usize>) {
         let kernel = kernel(handle)?;
         let sizes = &kernel.entry.arguments;
-        let bytes = *sizes.get(index).ok_or(Code::INVALID_VALUE)? as usize;
+        let bytes = sizes.get(index).ok_or(Code::INVALID_VALUE)?.0 as usize;
         // Each lies where its size allows, as is so for numbers and pointers.
         let place = |end: usize, size: u32| {
             let align = 1 << (size.trailing_zeros().min(4));
             end.next_multiple_of(align)
         };
-        let end = sizes[..index].iter().fold(0, |end, size| place(end, *size) + *size as usize);
+        let end = sizes[..index].iter().fold(0, |end, (size, _)| place(end, *size) + *size as usize);
         offset.set(place(end, bytes as u32))?;
         size.set_if_wanted(bytes);
         Ok(())
@@ -329,7 +344,7 @@ api! {
     fn cuFuncGetAttribute(value: Out<i32>, attribute: u32, handle: Handle) {
         let kernel = kernel(handle)?;
         value.set(match attribute {
-            0 => 1024,                                                    // threads of a block
+            0 => kernel.entry.threads as i32,                                                    // threads of a block
             1..=3 | 7 | 9 => 0,                                           // memory that is not measured here
             4 => 32,                                                      // registers
             5 | 6 => 80,                                                  // versions

@@ -6,7 +6,14 @@
 #[derive(Debug, PartialEq)]
 pub(crate) struct Prepared {
     pub(crate) text: String,
-    pub(crate) kernels: Vec<String>,
+    pub(crate) kernels: Vec<Kernel>,
+}
+
+/// A kernel: its name, and the most threads of a block, as C++ says it.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Kernel {
+    pub(crate) name: String,
+    pub(crate) threads: String,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -24,7 +31,7 @@ enum Token<'a> {
 /// What is wrong, in words, where shared memory is declared in a way that cannot be had here.
 pub(crate) fn prepare(source: &str) -> Result<Prepared, String> {
     let tokens = tokens(source);
-    Ok(Prepared { kernels: kernels(&tokens), text: define_shared(source, &tokens)? })
+    Ok(Prepared { kernels: kernels(source, &tokens), text: define_shared(source, &tokens)? })
 }
 
 /// Words, texts and other marks with where they begin; lines of the preprocessor are left out.
@@ -76,8 +83,8 @@ fn tokens(source: &str) -> Vec<(usize, Token<'_>)> {
 }
 
 /// Names of kernels outside of namespaces that are no templates, each once.
-fn kernels(tokens: &[(usize, Token<'_>)]) -> Vec<String> {
-    let mut names: Vec<String> = Vec::new();
+fn kernels(source: &str, tokens: &[(usize, Token<'_>)]) -> Vec<Kernel> {
+    let mut found: Vec<Kernel> = Vec::new();
     // For each brace that is open, whether it only says `extern "C"`.
     let mut open: Vec<bool> = Vec::new();
     for (at, (_, token)) in tokens.iter().enumerate() {
@@ -96,25 +103,45 @@ fn kernels(tokens: &[(usize, Token<'_>)]) -> Vec<String> {
                     .rposition(|(_, token)| matches!(token, Token::Mark(';' | '{' | '}')))
                     .map_or(0, |before| before + 1);
                 let template = tokens[begins..at].iter().any(|(_, token)| *token == Token::Word("template"));
-                if let Some(name) =
-                    name_after(&tokens[at..]).filter(|name| !template && !names.contains(name))
-                {
-                    names.push(name);
+                // A declaration may come first, with the bounds or without them.
+                match kernel_after(source, &tokens[at..]).filter(|_| !template) {
+                    Some(kernel) => match found.iter_mut().find(|known| known.name == kernel.name) {
+                        Some(_) if kernel.threads == UNBOUND => {}
+                        Some(known) => *known = kernel,
+                        None => found.push(kernel),
+                    },
+                    None => {}
                 }
             }
             _ => {}
         }
     }
-    names
+    found
 }
 
-/// The name before the parenthesis of the parameters.
-fn name_after(tokens: &[(usize, Token<'_>)]) -> Option<String> {
-    for pair in tokens.windows(2) {
-        if let (Token::Word(word), Token::Mark('(')) = (&pair[0].1, &pair[1].1)
-            && !["__launch_bounds__", "__attribute__", "alignas", "__align__"].contains(word)
-        {
-            return Some((*word).to_owned());
+/// The most threads of a block of a kernel that does not say.
+const UNBOUND: &str = "1024";
+
+/// The name before the parenthesis of the parameters, and the first of the launch bounds on the way there.
+fn kernel_after(source: &str, tokens: &[(usize, Token<'_>)]) -> Option<Kernel> {
+    let mut threads = UNBOUND.to_owned();
+    for (at, pair) in tokens.windows(2).enumerate() {
+        let (Token::Word(word), (open, Token::Mark('('))) = (&pair[0].1, &pair[1]) else { continue };
+        match *word {
+            "__launch_bounds__" => {
+                let mut depth = 0;
+                let end = tokens[at + 1..].iter().find(|(_, token)| {
+                    match token {
+                        Token::Mark('(') => depth += 1,
+                        Token::Mark(')') => depth -= 1,
+                        _ => {}
+                    }
+                    depth == 0 || (depth == 1 && *token == Token::Mark(','))
+                })?;
+                threads = source[*open + 1..end.0].trim().to_owned();
+            }
+            "__attribute__" | "alignas" | "__align__" => {}
+            name => return Some(Kernel { name: name.to_owned(), threads }),
         }
     }
     None
@@ -184,13 +211,15 @@ mod tests {
         let source = r#"
             extern "C" __global__ void plain(float *x);
             extern "C" __global__ void plain(float *x) { if (x) { *x = 1; } }
-            extern "C" { __global__ __launch_bounds__(256) void bounded(int n) {} }
+            extern "C" { __global__ __launch_bounds__(8 * (30 + 2), 4) void bounded(int n) {} }
             template <class T> __global__ void generic(T *x) {}
             namespace inside { __global__ void hidden() {} }
             __device__ void helper() { const char *t = "__global__ void no("; char q = '"'; int n = 1'000; }
             __global__ void last() {}
         "#;
-        assert_eq!(prepare(source).unwrap().kernels, ["plain", "bounded", "last"]);
+        let kernels = prepare(source).unwrap().kernels;
+        let found: Vec<_> = kernels.iter().map(|kernel| (&kernel.name[..], &kernel.threads[..])).collect();
+        assert_eq!(found, [("plain", "1024"), ("bounded", "8 * (30 + 2)"), ("last", "1024")]);
     }
 
     #[test]

@@ -255,6 +255,45 @@ fn wrong_launches_are_refused_at_once() {
 }
 
 #[test]
+fn launch_bounds_are_kept() {
+    if softcuda::again!() {
+        return;
+    }
+    let (context, stream) = start();
+    let source = r#"extern "C" __global__ void __launch_bounds__(64 * 2, 4) few() {}"#;
+    let few = kernel(&context, source, "few");
+    // SAFETY: the kernel does nothing.
+    let tried = |threads| unsafe { stream.launch_builder(&few).launch(config(1, threads, 0)) }.map(drop);
+    assert_eq!(tried(128), Ok(()));
+    assert_eq!(tried(129), Err(DriverError(CUresult::CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES)));
+    use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK as THREADS;
+    assert_eq!(few.get_attribute(THREADS), Ok(128));
+}
+
+#[test]
+fn kernels_reach_pinned_host_memory_and_no_other() {
+    if softcuda::again!() {
+        return;
+    }
+    let (context, stream) = start();
+    let put = kernel(&context, STRAY, "put");
+    let tried = |address: *mut f32| {
+        let (address, at) = (address as u64, 0_i64);
+        // SAFETY: the memory lives until the wait; where the kernel must not write is the test.
+        unsafe { stream.launch_builder(&put).arg(&address).arg(&at).launch(config(1, 1, 0)) }.unwrap();
+        stream.synchronize().map_err(|error| error.0)
+    };
+    // SAFETY: freed by the end of the process.
+    let pinned: *mut f32 = unsafe { cudarc::driver::result::malloc_host(64, 0) }.unwrap().cast();
+    assert_eq!(tried(pinned), Ok(()));
+    // SAFETY: the kernel that wrote it is done.
+    assert_eq!(unsafe { pinned.read() }, 1.0);
+    let mut local = [0.0_f32];
+    assert_eq!(tried(local.as_mut_ptr()), Err(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS));
+    assert_eq!(local, [0.0]);
+}
+
+#[test]
 fn a_source_with_an_error_is_refused_with_a_log() {
     if softcuda::again!() {
         return;
@@ -327,6 +366,11 @@ fn what_is_no_module_is_refused() {
         return;
     }
     let (context, _) = start();
+    // Nor does who keeps what was compiled, by NVRTC's version, give a real driver what this one compiled.
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: places for two numbers.
+    unsafe { cudarc::nvrtc::sys::nvrtcVersion(&mut major, &mut minor) }.result().unwrap();
+    assert!(major == 12 && minor >= 1000, "{major}.{minor}");
     let ptx = cudarc::nvrtc::Ptx::from_src(".version 8.0\n.target sm_80\n");
     assert_eq!(context.load_module(ptx).unwrap_err().0, CUresult::CUDA_ERROR_INVALID_PTX);
 }

@@ -250,13 +250,20 @@ struct __sc_kernel {
     void (*call)(char *);
     unsigned count;
     const unsigned *sizes;
+    const unsigned char *pointers;
+    // The most threads of a block, by `__launch_bounds__`.
+    unsigned threads;
 };
 
 template <unsigned... I> struct __sc_list {};
+template <class T> struct __sc_is_pointer { static constexpr bool value = false; };
+template <class T> struct __sc_is_pointer<T *> { static constexpr bool value = true; };
+
 template <class T> struct __sc_adapter;
 template <class... A> struct __sc_adapter<void (*)(A...)> {
     static constexpr unsigned count = sizeof...(A);
     static constexpr unsigned sizes[sizeof...(A) + 1] = {(unsigned)sizeof(A)..., 0};
+    static constexpr unsigned char pointers[sizeof...(A) + 1] = {__sc_is_pointer<A>::value..., 0};
     static constexpr unsigned offset(unsigned at) {
         unsigned sum = 0;
         for (unsigned i = 0; i < at; i++) sum += (sizes[i] + 15) / 16 * 16;
@@ -269,6 +276,7 @@ template <class... A> struct __sc_adapter<void (*)(A...)> {
     template <void (*F)(A...)> static void call(char *a) { with<F>(a, __sc_list<__integer_pack(sizeof...(A))...>()); }
 };
 
-#define __SC_KERNEL(text, ...)                                                                                    \
+#define __SC_KERNEL(text, threads, ...)                                                                                    \
     {text, (void *)(__VA_ARGS__), &__sc_adapter<decltype(__VA_ARGS__)>::call<(__VA_ARGS__)>,                       \
-     __sc_adapter<decltype(__VA_ARGS__)>::count, __sc_adapter<decltype(__VA_ARGS__)>::sizes}
+     __sc_adapter<decltype(__VA_ARGS__)>::count, __sc_adapter<decltype(__VA_ARGS__)>::sizes,                       \
+     __sc_adapter<decltype(__VA_ARGS__)>::pointers, (unsigned)(threads)}
