@@ -203,8 +203,8 @@ fn what_is_donated_is_updated_where_it_is_and_what_is_not_stays() {
     let x = p.device_put(&numbers(1000), mesh.replicated()).unwrap();
     let first = p.device_put(&numbers(1000), mesh.replicated()).unwrap();
     let mut sum = keep.call(&mut p, (x.clone(), first.clone())).unwrap();
-    let live = p.memory().live;
     sum.block_until_ready().unwrap();
+    let live = p.memory().live;
     let moved = || softcuda::driver().map_or(0, |driver| driver.bytes("device_to_device"));
     let before = moved();
     for _ in 0..50 {
@@ -406,7 +406,9 @@ fn work_that_fails_on_its_own_fails_its_call_and_all_that_is_issued_behind_it() 
     if elsewhere!("SOFTCUDA_PACE" = "lazy:50") {
         return;
     }
-    let Some(driver) = softcuda::driver() else { return println!("SKIPPED: the driver does as it is told") };
+    let Some(driver) = softcuda::driver() else {
+        return println!("SKIPPED: this driver fails when it does, not when it is told");
+    };
     let _limit = watchdog(60);
     let mut p = alone(CUDA, 1);
     let mesh = p.mesh(&[("x", 1)]).unwrap();
