@@ -5,6 +5,7 @@ mod common;
 mod kernels;
 
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use common::watchdog;
 use kernels::{fun, like_first};
@@ -122,6 +123,15 @@ fn read(x: &MpmdArray) -> Vec<f32> {
     x.to_host().unwrap().unwrap().to_vec::<f32>().unwrap()
 }
 
+/// Bytes in use: `expected`, once whoever has told this thread of an end has let go of what it told of.
+fn settled(p: &Program, expected: u64) -> u64 {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while p.memory().live != expected && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    p.memory().live
+}
+
 /// A chain of calls, in place and not, with host values of all sizes.
 fn chain(p: &mut Program, axis: usize) -> Result<Vec<Option<Vec<f32>>>> {
     let mesh = p.mesh(&[("x", axis)])?;
@@ -203,8 +213,8 @@ fn what_is_donated_is_updated_where_it_is_and_what_is_not_stays() {
     let x = p.device_put(&numbers(1000), mesh.replicated()).unwrap();
     let first = p.device_put(&numbers(1000), mesh.replicated()).unwrap();
     let mut sum = keep.call(&mut p, (x.clone(), first.clone())).unwrap();
-    let live = p.memory().live;
     sum.block_until_ready().unwrap();
+    let live = p.memory().live;
     let moved = || softcuda::driver().map_or(0, |driver| driver.bytes("device_to_device"));
     let before = moved();
     for _ in 0..50 {
@@ -221,7 +231,7 @@ fn what_is_donated_is_updated_where_it_is_and_what_is_not_stays() {
     assert!(donated.iter().all(|place| *place == kept[0]) && donated.len() == 50, "{donated:?}");
     assert!(kept[1] != kept[0]);
     drop((other, first));
-    assert_eq!(p.memory().live, live - live / 3, "one of three arrays less, and none more");
+    assert_eq!(settled(&p, live - live / 3), live - live / 3, "one of three arrays less, and none more");
     p.finish().unwrap();
 }
 
@@ -277,7 +287,7 @@ fn handles_dropped_in_flight_leave_nothing_behind() {
     let last = scale.call(&mut p, (x.clone(), MpmdArray::scalar(2.0f32))).unwrap();
     last.block_until_ready().unwrap();
     drop(last);
-    assert_eq!(p.memory().live, live);
+    assert_eq!(settled(&p, live), live);
     p.finish().unwrap();
 }
 
@@ -406,7 +416,9 @@ fn work_that_fails_on_its_own_fails_its_call_and_all_that_is_issued_behind_it() 
     if elsewhere!("SOFTCUDA_PACE" = "lazy:50") {
         return;
     }
-    let Some(driver) = softcuda::driver() else { return println!("SKIPPED: the driver does as it is told") };
+    let Some(driver) = softcuda::driver() else {
+        return println!("SKIPPED: this driver fails when it does, not when it is told");
+    };
     let _limit = watchdog(60);
     let mut p = alone(CUDA, 1);
     let mesh = p.mesh(&[("x", 1)]).unwrap();

@@ -175,9 +175,7 @@ impl Blas {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        if self.context.bind().is_err() {
-            return;
-        }
+        let Ok(_visit) = self.context.visit() else { return };
         // SAFETY: made in `Blas::new`, destroyed once. It waits for the device.
         if let Err(error) = check("closing cuBLAS", unsafe { sys::cublasDestroy_v2(self.raw) }) {
             tracing::debug!(%error, "closing cuBLAS");

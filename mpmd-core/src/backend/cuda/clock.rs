@@ -53,22 +53,25 @@ impl Clock {
         let mut known = self.known.lock();
         let before = known.1;
         let [begin, end] = known.0.until(event)?.map(|nanos| before + nanos);
-        let (begin, end) = on_host((begin, end), event.issued_at as f64, self.now() as f64);
+        // Whole nanoseconds: an end and the next beginning are never the same, whatever the device's clock counts by.
+        let earliest = (event.issued_at as f64).max(before.floor() + 1.0);
+        let (begin, end) = on_host((begin, end), earliest, self.now() as f64);
         *known = (event.clone(), end);
         Some(Times { before: before as u64, begin: begin as u64, end: end as u64 })
     }
 }
 
-/// The same span where it is possible on the host's clock: between when it was issued and when its end was seen.
-fn on_host((begin, end): (f64, f64), issued: f64, seen: f64) -> (f64, f64) {
-    let shift = if begin < issued {
-        issued - begin
+/// The same span where it is possible on the host's clock: after `earliest`, when it was issued and what is before it had
+/// ended, and before its end was seen. Where both leave no room, after `earliest`.
+fn on_host((begin, end): (f64, f64), earliest: f64, seen: f64) -> (f64, f64) {
+    let shift = if begin < earliest {
+        earliest - begin
     } else if end > seen {
-        (seen - end).max(issued - begin)
+        (seen - end).max(earliest - begin)
     } else {
         0.0
     };
-    let end = (end + shift).min(seen);
+    let end = (end + shift).min(seen).max(earliest);
     ((begin + shift).min(end), end)
 }
 
@@ -82,5 +85,6 @@ mod tests {
         assert_eq!(on_host((3.0, 5.0), 4.0, 8.0), (4.0, 6.0), "late clocks are put right");
         assert_eq!(on_host((7.0, 9.0), 4.0, 8.0), (6.0, 8.0), "and early ones");
         assert_eq!(on_host((1.0, 9.0), 4.0, 8.0), (4.0, 8.0), "more than there was room for");
+        assert_eq!(on_host((1.0, 2.0), 4.0, 3.0), (4.0, 4.0), "no room at all");
     }
 }

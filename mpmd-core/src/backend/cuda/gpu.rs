@@ -193,6 +193,20 @@ impl Context {
         unsafe { result::ctx::set_current(self.raw) }.map_err(|error| cuda("using a CUDA device", error))
     }
 
+    /// As [`bind`](Self::bind), until what this returns is dropped; then the context is current again that was before.
+    ///
+    /// For what may happen on a thread that is issuing work to another device: memory that is asked for and let go.
+    ///
+    /// # Errors
+    ///
+    /// As [`bind`](Self::bind).
+    pub(super) fn visit(&self) -> Result<Visit, CudaError> {
+        let before = result::ctx::get_current().map_err(|error| cuda("using a CUDA device", error))?;
+        let visit = Visit(before.unwrap_or(std::ptr::null_mut()));
+        self.bind()?;
+        Ok(visit)
+    }
+
     /// Work on the device has failed: from now on everything does, with the error that came first, which is returned.
     pub(super) fn fails(&self, error: CudaError) -> CudaError {
         self.broken.get_or_init(|| error).clone()
@@ -255,6 +269,18 @@ impl Drop for Context {
     }
 }
 
+/// A thread's visit to a context; it goes back to the one before when this is dropped.
+pub(super) struct Visit(sys::CUcontext);
+
+impl Drop for Visit {
+    fn drop(&mut self) {
+        // SAFETY: it was current on this thread, whose user holds it, or is null, which is none.
+        if let Err(error) = unsafe { sys::cuCtxSetCurrent(self.0) }.result() {
+            tracing::debug!(%error, "going back to a CUDA device");
+        }
+    }
+}
+
 /// Pages of the host's that stay where they are until this is dropped.
 struct Pinned {
     context: Arc<Context>,
@@ -263,7 +289,7 @@ struct Pinned {
 
 impl Pinned {
     fn new(context: Arc<Context>, address: usize, bytes: usize) -> Result<Self, CudaError> {
-        context.bind()?;
+        let _visit = context.visit()?;
         let at = std::ptr::with_exposed_provenance_mut(address);
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
         // SAFETY: the caller has just mapped these pages and lets them go only after this is dropped. To pin them
@@ -277,9 +303,7 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        if self.context.bind().is_err() {
-            return;
-        }
+        let Ok(_visit) = self.context.visit() else { return };
         // SAFETY: pinned in `new`, and unpinned once. Work of devices on it is over: who drops memory has seen that.
         let unpinned =
             unsafe { sys::cuMemHostUnregister(std::ptr::with_exposed_provenance_mut(self.address)) };

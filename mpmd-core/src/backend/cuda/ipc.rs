@@ -108,7 +108,7 @@ impl Sharing {
             let memory = gpu.allocator().allocate(1).map_err(|error| error.to_string())?;
             let words = memory.export().ok_or("the CUDA driver shows no memory to other processes")?;
             samples.push(Sample { words: [&[OF_MEMORY], words].concat(), _of: Box::new(memory) });
-            let event = context.bind().and_then(|()| create_event(sharable()));
+            let event = context.visit().and_then(|_visit| create_event(sharable()));
             let event = event.map_err(|error| error.to_string())?;
             let words = event.words(context).ok_or("the CUDA driver shows no events to other processes")?;
             samples.push(Sample { words: [&[OF_EVENT][..], &words].concat(), _of: Box::new(event) });
@@ -191,7 +191,7 @@ impl DeviceSharing for Sharing {
 /// What other processes open memory of this one's by.
 pub(super) fn export(context: &Context, address: sys::CUdeviceptr, bytes: usize) -> Option<Words> {
     let show = || {
-        context.bind()?;
+        let _visit = context.visit()?;
         let mut handle = sys::CUipcMemHandle { reserved: [0; HANDLE] };
         // SAFETY: the address is that of an allocation, of the context that is bound; there is room for the handle.
         unsafe { sys::cuIpcGetMemHandle(&raw mut handle, address) }
@@ -220,7 +220,7 @@ pub(super) fn forget(context: &Context, words: &Words) {
 
 /// What other processes have work come after an event of this one's by. It must never be destroyed.
 pub(super) fn show_event(context: &Context, event: sys::CUevent) -> Option<Words> {
-    context.bind().ok()?;
+    let _visit = context.visit().ok()?;
     let mut handle = sys::CUipcEventHandle { reserved: [0; HANDLE] };
     // SAFETY: the event is alive, of the context that is bound; there is room for the handle.
     let shown = unsafe { sys::cuIpcGetEventHandle(&raw mut handle, event) }.result();
@@ -273,7 +273,7 @@ impl Opened {
         bytes: usize,
         is_far: bool,
     ) -> Result<Self, CudaError> {
-        context.bind()?;
+        let _visit = context.visit()?;
         let handle = sys::CUipcMemHandle { reserved: handle.map(|byte| byte.cast_signed()) };
         // The only flag that there is, and one that must be: from afar it lets the devices reach each other.
         let flags = sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
@@ -315,9 +315,10 @@ impl DeviceMemory for Opened {
 
 impl Drop for Opened {
     fn drop(&mut self) {
-        if self.is_own || self.context.bind().is_err() {
+        if self.is_own {
             return;
         }
+        let Ok(_visit) = self.context.visit() else { return };
         // SAFETY: opened in `open`, closed once for that; work on it is over, as who drops memory has seen.
         if let Err(error) = unsafe { sys::cuIpcCloseMemHandle(self.address) }.result() {
             tracing::debug!(%error, "closing memory of another process's CUDA device");
@@ -344,7 +345,7 @@ impl Imported {
     }
 
     fn open(context: &Arc<Context>, handle: [u8; HANDLE]) -> Result<Self, CudaError> {
-        context.bind()?;
+        let _visit = context.visit()?;
         let handle = sys::CUipcEventHandle { reserved: handle.map(|byte| byte.cast_signed()) };
         let mut raw = std::ptr::null_mut();
         // SAFETY: a handle is plain bytes, which the driver looks through; there is room for the event.
@@ -357,9 +358,10 @@ impl Imported {
 
 impl Drop for Imported {
     fn drop(&mut self) {
-        if self.is_own || self.context.bind().is_err() {
+        if self.is_own {
             return;
         }
+        let Ok(_visit) = self.context.visit() else { return };
         // SAFETY: opened in `open`, destroyed once; CUDA lets waits for it come to their end.
         if let Err(error) = unsafe { result::event::destroy(self.raw) } {
             tracing::debug!(%error, "closing an event of another process");

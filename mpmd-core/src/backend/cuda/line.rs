@@ -197,9 +197,7 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        if self.context.bind().is_err() {
-            return;
-        }
+        let Ok(_visit) = self.context.visit() else { return };
         // SAFETY: made in `Line::start`, destroyed once; CUDA lets what is in it come to its end.
         if let Err(error) = unsafe { result::stream::destroy(self.raw) } {
             tracing::debug!(%error, "destroying a stream");
@@ -409,7 +407,7 @@ impl Drop for Event {
                 None => Some(raw),
             };
             if let Some(raw) = left
-                && self.stream.context.bind().is_ok()
+                && let Ok(_visit) = self.stream.context.visit()
             {
                 raw.destroy();
             }

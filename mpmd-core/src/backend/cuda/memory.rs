@@ -33,7 +33,7 @@ impl Allocator {
 
 impl DeviceAllocator for Allocator {
     fn allocate(&self, bytes: usize) -> io::Result<Box<dyn DeviceMemory>> {
-        self.context.bind().map_err(io::Error::other)?;
+        let _visit = self.context.visit().map_err(io::Error::other)?;
         // SAFETY: allocates; what the memory holds is read only by work that comes after work that has written it.
         let address = unsafe { result::malloc_sync(bytes) };
         let address = address.map_err(|error| {
@@ -67,9 +67,7 @@ impl Drop for Memory {
         if let Some(Some(words)) = self.words.get() {
             ipc::forget(&self.context, words);
         }
-        if self.context.bind().is_err() {
-            return;
-        }
+        let Ok(_visit) = self.context.visit() else { return };
         // SAFETY: allocated in `allocate`, freed once; blocks go back to their pool only when work on them is over, and
         // pools let go of segments without blocks in use only.
         if let Err(error) = unsafe { result::free_sync(self.address) } {
