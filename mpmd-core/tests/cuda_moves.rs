@@ -296,6 +296,8 @@ fn partial_sums_have_the_bits_of_the_host_whatever_comes_first() {
             assert!(run(CUDA, hands_over, seed) == expected, "seed {seed}, handed over: {hands_over}");
         }
     }
+    // By the devices, where there is a kernel for it.
+    assert!(softcuda::calls("cuLaunchKernel").is_none_or(|launches| launches > 0));
 }
 
 /// A copy that fails on one device, and who is told.
