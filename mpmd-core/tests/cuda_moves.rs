@@ -138,7 +138,11 @@ fn arrays_are_made_cut_joined_donated_and_read_later() {
 /// devices.
 fn chains(seeds: std::ops::Range<u64>, hands_over: bool) {
     let _limit = watchdog(110);
-    seeds.for_each(|seed| chain(seed, true, hands_over));
+    let simulation = |processes, devices| {
+        let simulation = Simulation::new(processes, devices);
+        if hands_over { simulation.hands_over(&vec![0; processes]) } else { simulation }
+    };
+    seeds.for_each(|seed| chain(seed, true, simulation, hands_over));
 }
 
 #[test]
