@@ -10,9 +10,10 @@ use std::future::IntoFuture;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use arrays::{check, values};
+use arrays::check;
 use chains::chain;
 use common::watchdog;
+use half::{bf16, f16};
 use mpmd_core::aval::DType;
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::{MemoryKind, Sharding};
@@ -137,7 +138,11 @@ fn arrays_are_made_cut_joined_donated_and_read_later() {
 /// devices.
 fn chains(seeds: std::ops::Range<u64>, hands_over: bool) {
     let _limit = watchdog(110);
-    seeds.for_each(|seed| chain(seed, true, hands_over));
+    let simulation = |processes, devices| {
+        let simulation = Simulation::new(processes, devices);
+        if hands_over { simulation.hands_over(&vec![0; processes]) } else { simulation }
+    };
+    seeds.for_each(|seed| chain(seed, true, simulation, hands_over));
 }
 
 #[test]
@@ -216,31 +221,134 @@ fn what_is_handed_over_is_used_where_it_is_and_what_is_not_is_packed_by_its_devi
     }
 }
 
+/// What a place of the mesh adds to an element: numbers whose sum depends on the order.
+fn share(place: usize, index: usize) -> f32 {
+    ((index * 7 + place * 13) % 97) as f32 * 0.1 * 10f32.powi(place as i32 * 2 - 3)
+}
+
+/// Each device's share of a sum over all of them.
+struct Shares;
+
+impl Kernel for Shares {
+    type In = MpmdArray;
+    type Out = MpmdArray;
+
+    fn infer(&self, x: &ShapedArray) -> Result<Signature<ShapedArray>> {
+        Ok(Signature::new(x.clone()))
+    }
+
+    fn run(&self, cx: &mut Context<'_>, x: View<'_>, mut y: ViewMut<'_>) -> Result<()> {
+        let (place, count) = (cx.device().0 as usize, x.region().elements());
+        fn fill<T: mpmd_core::aval::Element>(y: &mut ViewMut<'_>, of: impl Fn(usize) -> T) -> Result<()> {
+            y.as_mut_slice::<T>()?.iter_mut().enumerate().for_each(|(i, value)| *value = of(i));
+            Ok(())
+        }
+        assert_eq!(count, y.region().elements());
+        match x.global().dtype() {
+            DType::F32 => fill(&mut y, |i| share(place, i)),
+            DType::F64 => fill(&mut y, |i| f64::from(share(place, i)) / 3.0),
+            DType::Bf16 => fill(&mut y, |i| bf16::from_f32(share(place, i))),
+            DType::F16 => fill(&mut y, |i| f16::from_f32(share(place, i))),
+            _ => fill(&mut y, |i| (share(place, i) * 1000.0) as i32),
+        }
+    }
+}
+
+/// Partial sums of processors' devices, added up where they come together.
 #[test]
-fn dtypes_of_all_sizes_are_added_up_with_the_bits_of_the_host() {
-    if elsewhere!() {
+fn partial_sums_have_the_bits_of_the_host_whatever_comes_first() {
+    if elsewhere!("SOFTCUDA_PACE" = "seed:11", "SOFTCUDA_RACES" = "abort") {
         return;
     }
-    let _limit = watchdog(60);
-    let mut results = Vec::new();
-    for kind in [CPU, CUDA] {
-        let mut p = Program::builder().devices(4).device_kinds(&[kind]).alone().unwrap();
-        let mesh = p.mesh(&[("x", 4)]).unwrap();
-        let mut sums = Vec::new();
-        for dtype in [DType::F32, DType::Bf16, DType::F16, DType::F64, DType::I8, DType::C64] {
-            let whole = values(&[8, 12], dtype);
-            // As sums of what is there and nothing, then of the same once more.
-            let unreduced = mesh.replicated().unreduced(&["x"]).unwrap();
-            let x = p.device_put(&MpmdArray::from_host(whole.clone()), &unreduced).unwrap();
-            for to in [mesh.sharding(spec!["x"]), mesh.replicated(), Sharding::single_device(DeviceId(2))] {
-                let sum = p.device_put(&x, to).unwrap();
-                sums.push(sum.to_host().unwrap().unwrap().bytes().to_vec());
-            }
+    let _limit = watchdog(110);
+    let run = |kind: DeviceKind, hands_over: bool, seed: u64| {
+        let kinds = [CPU, CPU, kind, kind];
+        let mut simulation = Simulation::new(4, 4).settings(|b| b.device_kinds(&kinds));
+        simulation = simulation.delays(seed, Duration::from_millis(2));
+        if hands_over {
+            simulation = simulation.hands_over(&[0; 4]);
         }
-        p.finish().unwrap();
-        results.push(sums);
+        let results = simulation.run(|p| {
+            let givers = p.mesh_of(&[("x", 2)], &[0, 1].map(DeviceId))?;
+            let takers = p.mesh_of(&[("x", 2)], &[2, 3].map(DeviceId))?;
+            let shares = p.jit(Shares).on(&givers).outputs(givers.replicated().unreduced(&["x"])?).build()?;
+            let mut sums = Vec::new();
+            for dtype in [DType::F32, DType::F64, DType::Bf16, DType::F16, DType::I32] {
+                let like = HostArray::from_bytes(
+                    ShapedArray::new(&[16, 24], dtype),
+                    vec![0; 16 * 24 * dtype.size()].into(),
+                )?;
+                let x = shares.call(p, MpmdArray::from_host(like))?;
+                for to in
+                    [takers.replicated(), takers.sharding(spec!["x"]), takers.sharding(spec![None, "x"])]
+                {
+                    let sum = p.device_put(&x, to)?;
+                    if !sum.is_fully_remote() {
+                        let shards = sum.addressable_shards()?;
+                        sums.extend(shards.iter().map(|shard| shard.data.bytes().to_vec()));
+                    }
+                }
+            }
+            Ok(sums)
+        });
+        results.into_iter().map(Result::unwrap).collect::<Vec<_>>()
+    };
+    let expected = run(CPU, false, 0);
+    assert!(expected[2].iter().all(|bytes| bytes.iter().any(|byte| *byte != 0)) && expected[2].len() == 15);
+    for seed in 1..4 {
+        for hands_over in [false, true] {
+            assert!(run(CUDA, hands_over, seed) == expected, "seed {seed}, handed over: {hands_over}");
+        }
     }
-    assert!(results[0] == results[1]);
+    // By the devices, where there is a kernel for it.
+    assert!(softcuda::calls("cuLaunchKernel").is_none_or(|launches| launches > 0));
+}
+
+/// A copy that fails on one device, and who is told.
+fn fails(kinds: [DeviceKind; 2], hands_over: bool) -> Vec<String> {
+    let _limit = watchdog(60);
+    let mut simulation = Simulation::new(2, 2).settings(|b| b.device_kinds(&kinds));
+    if hands_over {
+        simulation = simulation.hands_over(&[0, 0]);
+    }
+    let results = simulation.run(|p| {
+        let [here, there] = [0, 1].map(|device| Sharding::single_device(DeviceId(device)));
+        let x = made(p, [16, 16], &here)?;
+        let y = p.device_put(&x, &there)?;
+        // Nobody may take what was not copied for values.
+        if !y.is_fully_remote() {
+            y.to_host()?;
+        }
+        Ok(())
+    });
+    results.into_iter().map(|result| result.unwrap_err().to_string()).collect()
+}
+
+#[test]
+fn a_copy_into_a_device_that_fails_is_told_to_who_waits_for_it_here_and_elsewhere() {
+    if elsewhere!("SOFTCUDA_FAIL" = "copy:1") {
+        return;
+    }
+    let said = fails([CUDA, CPU], false);
+    assert!(said.iter().all(|said| said.contains("CUDA_ERROR")), "{said:#?}");
+}
+
+#[test]
+fn a_copy_out_of_a_device_that_fails_is_told_to_the_process_that_waits_for_it() {
+    if elsewhere!("SOFTCUDA_FAIL" = "copy:2") {
+        return;
+    }
+    let said = fails([CUDA, CPU], false);
+    assert!(said.iter().all(|said| said.contains("CUDA_ERROR")), "{said:#?}");
+}
+
+#[test]
+fn what_was_handed_over_before_it_failed_is_no_value_there() {
+    if elsewhere!("SOFTCUDA_FAIL" = "copy:1", "SOFTCUDA_PACE" = "lazy") {
+        return;
+    }
+    let said = fails([CUDA, CUDA], true);
+    assert!(said.iter().all(|said| said.contains("CUDA_ERROR")), "{said:#?}");
 }
 
 #[test]

@@ -10,10 +10,10 @@ mod simulations;
 
 use chains::chain;
 use common::watchdog;
-use simulations::hands_over;
+use simulations::{hands_over, simulation};
 
 #[test]
 fn chains_0_to_23_keep_their_values_and_no_memory() {
     let _limit = watchdog(120);
-    (0..24).for_each(|seed| chain(seed, false, hands_over()));
+    (0..24).for_each(|seed| chain(seed, false, simulation, hands_over()));
 }

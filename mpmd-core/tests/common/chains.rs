@@ -61,8 +61,13 @@ fn any_sharding(numbers: &mut Numbers) -> Sharding {
 }
 
 /// Runs one of the chains, and panics where it does not keep its values or leaves memory behind. With `gpus` some processes have
-/// CUDA devices.
-pub(crate) fn chain(seed: u64, gpus: bool, hands_over: bool) {
+/// CUDA devices. With `hands_over` processes of a host hand over to each other in every second chain; else it is as `simulation` has it.
+pub(crate) fn chain(
+    seed: u64,
+    gpus: bool,
+    simulation: impl Fn(usize, usize) -> Simulation,
+    hands_over: bool,
+) {
     let mut numbers = Numbers::new(seed);
     let processes = numbers.of(&[1, 2, 4, 8]);
     let most = 1 + numbers.below(4);
@@ -84,9 +89,8 @@ pub(crate) fn chain(seed: u64, gpus: bool, hands_over: bool) {
         if gpus && numbers.below(3) > 0 { DeviceKind::Cuda } else { DeviceKind::Cpu }
     };
     let kinds: Vec<DeviceKind> = (0..processes).map(|_| kind(&mut numbers)).collect();
-    let mut simulation = Simulation::new(processes, DEVICES).delays(seed, delay);
-    if hands_over {
-        let hosts = if seed.is_multiple_of(2) { hosts.clone() } else { vec![0; processes] };
+    let mut simulation = simulation(processes, DEVICES).delays(seed, delay);
+    if hands_over && seed.is_multiple_of(2) {
         simulation = simulation.hands_over(&hosts);
     }
     let settings = |b: Builder| b.hosts(&hosts).links(links).device_kinds(&kinds);

@@ -74,10 +74,10 @@ impl Line {
         let loops = part.loops(from.len(), to.len());
         let ends = (End::of(from), End::Host(to.as_mut_ptr().cast()));
         let before = to.fences().clone();
-        // SAFETY: `loops` was checked against both lengths. `from` never changes once it is made, which this comes after,
-        // and the read that is added below keeps its memory. `to` is with `done` from here on, where nobody looks at
-        // it until the copy is over.
         let work = |stream: &Stream| {
+            // SAFETY: `loops` was checked against both lengths. `from` never changes once it is made, which this comes after,
+            // and the read that is added below keeps its memory. `to` is with `done` from here on, where nobody looks at
+            // it until the copy is over.
             loops.map_or(Ok(()), |loops| unsafe { stream.copy_all(&loops, ends.0, ends.1) })
         };
         let done = move |result: Result<(), CudaError>| {
@@ -135,14 +135,18 @@ impl Stream {
     /// As [`Stream::copy_all`].
     unsafe fn copy_loops(&self, dims: &[Loop], run: usize, src: End, dst: End) -> Result<(), CudaError> {
         match dims {
-            // SAFETY: as the caller says; in the other arms too.
+            // SAFETY: as the caller says.
             [] => unsafe { self.copy_run(run, src, dst) },
+            // SAFETY: as the caller says.
             [rows] if rows.fits(run) => unsafe { self.copy_rows(*rows, run, src, dst) },
-            [blocks, rows] if rows.fits(run) && blocks.is_of(rows) => unsafe {
-                self.copy_blocks(*blocks, *rows, run, src, dst)
-            },
-            [outer, inner @ ..] => (0..outer.count).try_for_each(|i| unsafe {
-                self.copy_loops(inner, run, src.plus(i * outer.src_step), dst.plus(i * outer.dst_step))
+            [blocks, rows] if rows.fits(run) && blocks.is_of(rows) => {
+                // SAFETY: as the caller says.
+                unsafe { self.copy_blocks(*blocks, *rows, run, src, dst) }
+            }
+            [outer, inner @ ..] => (0..outer.count).try_for_each(|i| {
+                let (src, dst) = (src.plus(i * outer.src_step), dst.plus(i * outer.dst_step));
+                // SAFETY: as the caller says: these runs are some of all.
+                unsafe { self.copy_loops(inner, run, src, dst) }
             }),
         }
     }

@@ -69,6 +69,7 @@ pub(crate) use warm::WarmUp;
 
 /// Which elements a copy moves, between which regions: as for [`copy_region`](crate::reshard::copy_region).
 #[derive(Clone, Copy)]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "for devices, and there are none"))]
 pub(crate) struct Part<'a> {
     /// What the bytes that are read are of.
     pub(crate) from: &'a Region,
