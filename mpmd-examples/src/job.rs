@@ -21,6 +21,7 @@
 //! }
 //! ```
 
+use std::fmt;
 use std::io::{IsTerminal, Write, stderr};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -28,7 +29,8 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::ValueEnum;
-use mpmd_core::launch::{JobEnv, Launch, OutputMode, variables};
+use mpmd_core::launch::{JobEnv, Launch, LaunchError, OutputMode, device_kinds, variables};
+use mpmd_core::topology::DeviceKind;
 use mpmd_core::{Error, Program, Simulation};
 use tracing_subscriber::EnvFilter;
 
@@ -48,9 +50,36 @@ pub struct JobArgs {
     /// What the processes talk over: `inproc` makes them threads of this process
     #[arg(long, value_enum, default_value_t)]
     pub transport: JobTransport,
+    /// What devices are: `cpu`, `cuda`, or one of these for each process, in order, such as `cpu,cuda,cuda`; the last
+    /// counts for all that follow
+    #[arg(long, value_name = "KIND,…", value_parser = devices)]
+    pub device: Option<Devices>,
     /// Have each process write what becomes of its operations to a file in this folder, for `mpmd trace`
     #[arg(long, value_name = "DIR")]
     pub trace: Option<PathBuf>,
+}
+
+/// Kinds of devices, by process.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Devices(Vec<DeviceKind>);
+
+fn devices(text: &str) -> Result<Devices, LaunchError> {
+    device_kinds(text).map(Devices)
+}
+
+impl Devices {
+    /// Those of each of so many processes.
+    fn of(&self, processes: usize) -> Vec<DeviceKind> {
+        let last = self.0.last().copied().unwrap_or(DeviceKind::Cpu);
+        (0..processes).map(|process| self.0.get(process).copied().unwrap_or(last)).collect()
+    }
+}
+
+impl fmt::Display for Devices {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<&str> = self.0.iter().map(|kind| kind.name()).collect();
+        f.write_str(&names.join(","))
+    }
 }
 
 /// What the processes of an example talk over.
@@ -67,6 +96,33 @@ pub enum JobTransport {
     Ucx,
     /// Threads of this process.
     Inproc,
+}
+
+impl JobArgs {
+    /// Of which kinds the devices of the job's processes will be, each kind at least once: what a launcher says, or else these arguments;
+    /// `None` where neither says anything, so that they are processors of the host.
+    ///
+    /// # Errors
+    ///
+    /// Where the environment makes no sense.
+    pub fn device_kinds(&self) -> anyhow::Result<Option<Vec<DeviceKind>>> {
+        match JobEnv::from_env()? {
+            Some(env) => Ok(env.device_kinds),
+            None => Ok(self.device.as_ref().map(|Devices(kinds)| kinds.clone())),
+        }
+    }
+
+    /// For programs whose kernels compute on the host's processors alone.
+    ///
+    /// # Errors
+    ///
+    /// Where devices are to be others, or as [`device_kinds`](Self::device_kinds).
+    pub fn only_on_cpus(&self, program: &str) -> anyhow::Result<()> {
+        let kinds = self.device_kinds()?.unwrap_or_default();
+        let all_cpus = kinds.iter().all(|kind| *kind == DeviceKind::Cpu);
+        anyhow::ensure!(all_cpus, "{program} has kernels for devices of kind cpu alone");
+        Ok(())
+    }
 }
 
 impl JobTransport {
@@ -125,8 +181,15 @@ pub fn run<E: Into<anyhow::Error>>(
         eprintln!("error: {devices} devices cannot be spread evenly over {processes} processes");
         return Ok(ExitCode::from(2));
     }
+    if let Some(Devices(kinds)) = args.device.as_ref().filter(|Devices(kinds)| kinds.len() > processes) {
+        eprintln!("error: {} kinds of devices for {processes} processes", kinds.len());
+        return Ok(ExitCode::from(2));
+    }
     if args.transport == JobTransport::Inproc || processes == 1 {
         let mut simulation = Simulation::new(processes, devices);
+        if let Some(kinds) = &args.device {
+            simulation = simulation.settings(|settings| settings.device_kinds(&kinds.of(processes)));
+        }
         if let Some(folder) = &args.trace {
             simulation = simulation.settings(|settings| settings.trace(folder));
         }
@@ -135,6 +198,7 @@ pub fn run<E: Into<anyhow::Error>>(
     } else {
         let mut launch =
             Launch::this_program_again(processes)?.transport(Some(args.transport.name().to_owned()));
+        launch = launch.device(args.device.as_ref().map(Devices::to_string));
         if let Some(folder) = &args.trace {
             launch = launch.env(variables::TRACE, folder);
         }
@@ -231,6 +295,15 @@ mod tests {
         let (process, result) = threads(&Simulation::new(3, 3), failing);
         assert_eq!(process, 1);
         assert!(result.unwrap_err().to_string().contains("out of paper"));
+    }
+
+    #[test]
+    fn the_last_kind_of_devices_counts_for_the_processes_that_follow() {
+        let kinds = |text: &str| devices(text).unwrap().of(3);
+        assert_eq!(kinds("cuda"), [DeviceKind::Cuda; 3]);
+        assert_eq!(kinds("cpu,cuda"), [DeviceKind::Cpu, DeviceKind::Cuda, DeviceKind::Cuda]);
+        assert_eq!(devices("cpu, cuda").unwrap().to_string(), "cpu,cuda");
+        assert!(devices("gpu").unwrap_err().to_string().contains("cpu or cuda"));
     }
 
     #[test]

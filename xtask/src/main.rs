@@ -1,5 +1,6 @@
 //! `cargo xtask`: what the README tells people to run and what CI runs.
 
+mod gpu;
 mod licences;
 mod packages;
 mod steps;
@@ -14,6 +15,8 @@ const USAGE: &str = "\
 cargo xtask test [--quick]   everything that has to pass, with UCX and without; --quick: format, tidy, clippy
                              and unit tests only, without UCX
 cargo xtask tidy             the rules on sources alone
+cargo xtask gpu [--software] what needs a graphics processor: tests, sanitizer, figures, one table; --software: the
+                             same on the tests' own driver, small, to try the command itself
 cargo xtask help             this text";
 
 fn main() -> ExitCode {
@@ -22,6 +25,8 @@ fn main() -> ExitCode {
         ["test"] => root().and_then(|root| steps::test(root, steps::Extent::All)),
         ["test", "--quick"] => root().and_then(|root| steps::test(root, steps::Extent::Quick)),
         ["tidy"] => root().and_then(tidy::check),
+        ["gpu"] => return ended(root().and_then(|root| gpu::gpu(root, false))),
+        ["gpu", "--software"] => return ended(root().and_then(|root| gpu::gpu(root, true))),
         ["help" | "--help" | "-h"] => {
             println!("{USAGE}");
             Ok(())
@@ -31,13 +36,14 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("\nfailed: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    ended(result.map(|()| ExitCode::SUCCESS))
+}
+
+fn ended(result: anyhow::Result<ExitCode>) -> ExitCode {
+    result.unwrap_or_else(|error| {
+        eprintln!("\nfailed: {error:#}");
+        ExitCode::FAILURE
+    })
 }
 
 /// The workspace this program was built from.

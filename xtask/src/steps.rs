@@ -183,11 +183,16 @@ fn in_workspace(root: &Path, arguments: &[&str]) -> anyhow::Result<Outcome> {
     Ok(Outcome::Done)
 }
 
-/// Runs a command that must not fail, and shows it.
-pub(crate) fn run(command: &mut Command) -> anyhow::Result<()> {
+/// A command as one would type it.
+pub(crate) fn shown(command: &Command) -> String {
     let program = Path::new(command.get_program()).file_name().unwrap_or_default().to_string_lossy();
     let arguments = command.get_args().map(|argument| argument.to_string_lossy());
-    let line = std::iter::once(program).chain(arguments).collect::<Vec<_>>().join(" ");
+    std::iter::once(program).chain(arguments).collect::<Vec<_>>().join(" ")
+}
+
+/// Runs a command that must not fail, and shows it.
+pub(crate) fn run(command: &mut Command) -> anyhow::Result<()> {
+    let line = shown(command);
     println!("   $ {line}");
     let status = command.status().with_context(|| format!("`{line}` cannot be started"))?;
     if !status.success() {

@@ -4,13 +4,22 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
+use clap::Args;
 use mpmd_core::prelude::{Context, Kernel, MpmdArray, Program, ShapedArray, Signature, View, ViewMut, f32s};
-use mpmd_core::topology::Mesh;
+use mpmd_core::topology::{DeviceKind, Mesh};
 use mpmd_core::tree::{Path, Tree};
 use mpmd_core::{Simulation, kernel};
 use mpmd_transport::memory::CountingAllocator;
 
-use super::{Case, Options, show};
+use super::{Case, DeviceOption, Options, plain, show};
+
+#[derive(Args, Clone, Copy, Debug)]
+pub(crate) struct DispatchArgs {
+    #[command(flatten)]
+    options: Options,
+    #[command(flatten)]
+    on: DeviceOption,
+}
 
 /// Calls issued between two looks at the clock; below the bound on running ahead.
 const BATCH: usize = 500;
@@ -52,8 +61,18 @@ impl Kernel for EmptyTree {
     }
 }
 
-pub(super) fn dispatch(options: Options) -> Result<ExitCode> {
-    let mut cases = local(options)?;
+pub(super) fn dispatch(args: &DispatchArgs) -> Result<ExitCode> {
+    let (options, device) = (args.options, args.on.device);
+    if device == DeviceKind::Cuda {
+        let mut cases = local(options, device)?;
+        // What is no device's is the same on all of them.
+        let launch = plain::launch(options.repeats)?;
+        cases[0] = std::mem::replace(&mut cases[0], launch.clone()).over("launch", &launch);
+        cases.push(launch);
+        show(&cases, options.json);
+        return Ok(ExitCode::SUCCESS);
+    }
+    let mut cases = local(options, device)?;
     let mut results = Simulation::new(2, 2).run(|p| remote(p, options));
     // Process 0 has no part in the calls.
     cases.extend(results.swap_remove(0)?);
@@ -62,8 +81,8 @@ pub(super) fn dispatch(options: Options) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn local(options: Options) -> Result<Vec<Case>> {
-    let mut p = Program::builder().alone()?;
+fn local(options: Options, device: DeviceKind) -> Result<Vec<Case>> {
+    let mut p = Program::builder().device_kinds(&[device]).alone()?;
     let mesh = p.mesh(&[("x", 1)])?;
     let x = scalar(&mut p, &mesh)?;
     let empty = p.jit(Empty).on(&mesh).outputs(mesh.replicated()).build()?;

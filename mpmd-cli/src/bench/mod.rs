@@ -9,6 +9,7 @@ mod links;
 mod memcpy;
 mod p2p;
 mod pipeline;
+mod plain;
 mod plan;
 mod reshard;
 mod schedules;
@@ -20,6 +21,7 @@ use anyhow::{Result, ensure};
 use clap::{Args, Subcommand};
 use mpmd_core::launch::{Launch, OutputMode};
 use mpmd_core::prelude::Program;
+use mpmd_core::topology::DeviceKind;
 use serde_json::json;
 
 /// Measure what the framework costs.
@@ -32,7 +34,7 @@ pub(crate) struct BenchArgs {
 #[derive(Debug, Subcommand)]
 enum What {
     /// The time to issue a `jit` call: empty, with 64 leaves, and without part in it.
-    Dispatch(Options),
+    Dispatch(dispatch::DispatchArgs),
     /// Messages and arrays between two processes: latency and bandwidth, 8 bytes to 256 MiB.
     P2p(p2p::P2pArgs),
     /// Planning between shardings of up to thousands of devices, cold and from the cache.
@@ -66,10 +68,25 @@ pub(crate) struct Options {
     repeats: usize,
 }
 
+/// Option of benchmarks that can be made on graphics processors too.
+#[derive(Args, Clone, Copy, Debug)]
+pub(crate) struct DeviceOption {
+    /// What the devices are: cpu, or cuda for graphics processors, one of each process as far as there are enough.
+    #[arg(long, value_name = "KIND", default_value_t = DeviceKind::Cpu, value_parser = kind)]
+    device: DeviceKind,
+}
+
+fn kind(name: &str) -> Result<DeviceKind, String> {
+    DeviceKind::named(name).ok_or_else(|| {
+        let names = DeviceKind::ALL.map(DeviceKind::name);
+        format!("no kind of devices: there are {}", names.join(" and "))
+    })
+}
+
 /// Runs a benchmark.
 pub(crate) fn bench(args: &BenchArgs) -> Result<ExitCode> {
     match &args.what {
-        What::Dispatch(options) => dispatch::dispatch(*options),
+        What::Dispatch(args) => dispatch::dispatch(args),
         What::P2p(args) => p2p::p2p(args),
         What::Plan(args) => plan::plan(args).map(|()| ExitCode::SUCCESS),
         What::Check(args) => check::check_schedules(args).map(|()| ExitCode::SUCCESS),
@@ -105,13 +122,23 @@ fn check_transport(p: &Program, said: &str) -> Result<()> {
 }
 
 /// A case and what was measured of it.
+#[derive(Clone, Debug)]
 pub(crate) struct Case {
     name: &'static str,
     parameters: String,
     unit: &'static str,
     samples: Vec<f64>,
-    /// What the median is set against, and its name: a goal, which it is to be at most, or a plain copy.
-    beside: Option<(&'static str, f64)>,
+    /// What the median is set against.
+    beside: Option<Beside>,
+}
+
+/// What a median is set against: its name, and its own value in the same unit.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Beside {
+    /// A goal, which the median is to be at most, a plain copy: the answer has the ratio of the two.
+    Ratio(&'static str, f64),
+    /// What cannot be had for less: the answer has how much more it is.
+    Over(&'static str, f64),
 }
 
 impl Case {
@@ -148,14 +175,25 @@ impl Case {
 
     /// The same with what the median is to be at most: the answer has the ratio of the two.
     pub(crate) fn within(mut self, goal: f64) -> Self {
-        self.beside = Some(("goal", goal));
+        self.beside = Some(Beside::Ratio("goal", goal));
         self
     }
 
     /// The same with a plain copy of as many bytes, measured in the same run: the answer has the ratio of the
     /// two.
-    pub(crate) fn beside(mut self, memcpy: &Case) -> Self {
-        self.beside = Some(("memcpy", memcpy.quantile(0.5)));
+    pub(crate) fn beside(self, memcpy: &Case) -> Self {
+        self.ratio_to("memcpy", memcpy)
+    }
+
+    /// The same with the ratio to what `other` has, which is called `name`.
+    pub(crate) fn ratio_to(mut self, name: &'static str, other: &Case) -> Self {
+        self.beside = Some(Beside::Ratio(name, other.quantile(0.5)));
+        self
+    }
+
+    /// The same with how much more it is than what `other` has, which is called `name`.
+    pub(crate) fn over(mut self, name: &'static str, other: &Case) -> Self {
+        self.beside = Some(Beside::Over(name, other.quantile(0.5)));
         self
     }
 
@@ -194,13 +232,20 @@ pub(crate) fn show(cases: &[Case], json: bool) {
                 "unit": case.unit,
                 "repeats": case.samples.len(),
             });
-            if let Some((name, value)) = case.beside {
-                line[format!("of_{name}")] = json!(median / value);
+            match case.beside {
+                Some(Beside::Ratio(name, value)) => line[format!("of_{name}")] = json!(median / value),
+                Some(Beside::Over(name, value)) => {
+                    line[format!("over_{name}_{}", case.unit)] = json!(median - value);
+                }
+                None => {}
             }
             println!("{line}");
         } else {
             let (name, parameters, unit) = (case.name, &case.parameters, case.unit);
-            let ratio = case.beside.map(|(name, value)| format!("  {:.2} of {name}", median / value));
+            let ratio = case.beside.map(|beside| match beside {
+                Beside::Ratio(name, value) => format!("  {:.2} of {name}", median / value),
+                Beside::Over(name, value) => format!("  {:+.2} over {name}", median - value),
+            });
             let ratio = ratio.unwrap_or_default();
             let line =
                 format!("{name:<16} {parameters:<wide$} {median:>10.3} {p10:>10.3} {p90:>10.3}  {unit:<4}");

@@ -14,7 +14,7 @@ use mpmd_core::sharding::{Layout, Sharding};
 use mpmd_core::topology::{DeviceId, Mesh};
 use mpmd_core::{PutOptions, Simulation};
 
-use super::{Case, Options, run_as_job, show};
+use super::{Case, DeviceOption, Options, run_as_job, show};
 
 /// Devices of the job: four that have the array, four others.
 const DEVICES: usize = 8;
@@ -26,6 +26,8 @@ const SAMPLE_BYTES: usize = 32 << 20;
 pub(crate) struct ReshardArgs {
     #[command(flatten)]
     options: Options,
+    #[command(flatten)]
+    on: DeviceOption,
     /// What carries the messages: `shm` or `tcp` between processes, or `inproc` between threads.
     #[arg(long, default_value = "shm")]
     transport: String,
@@ -40,7 +42,7 @@ pub(crate) struct ReshardArgs {
 /// Rows to columns, the same to other devices, and replicated.
 pub(super) fn reshard(args: &ReshardArgs) -> Result<ExitCode> {
     if JobEnv::from_env()?.is_some() {
-        let mut p = Program::builder().devices(DEVICES).from_env()?;
+        let mut p = Program::builder().devices(DEVICES).device_kinds(&[args.on.device]).from_env()?;
         measure(&mut p, args)?;
         p.finish()?;
         return Ok(ExitCode::SUCCESS);
@@ -56,7 +58,9 @@ pub(super) fn reshard(args: &ReshardArgs) -> Result<ExitCode> {
     }
     for processes in args.processes.iter().copied() {
         if args.transport == "inproc" {
-            for result in Simulation::new(processes, DEVICES).run(|p| measure(p, args)) {
+            let simulation = Simulation::new(processes, DEVICES);
+            let simulation = simulation.settings(|program| program.device_kinds(&[args.on.device]));
+            for result in simulation.run(|p| measure(p, args)) {
                 result?;
             }
             continue;

@@ -377,6 +377,8 @@ fn round(value: f64) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn args() -> ScheduleArgs {

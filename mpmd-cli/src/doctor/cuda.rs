@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use mpmd_core::backend::cuda::{self, Driver, Gpu, NoCuda};
+use mpmd_core::backend::cuda::{self, Driver, GpuInfo, NoCuda};
 use mpmd_core::topology::{DeviceKind, ProcessId, Topology};
 use serde::Serialize;
 
@@ -91,14 +91,14 @@ pub(super) fn judge(cuda: &Cuda, wanted: bool) -> Vec<Finding> {
     ]
 }
 
-fn gpus(gpus: &[Gpu], stops: Verdict) -> Finding {
-    let line = |gpu: &Gpu| {
-        let Gpu { ordinal, name, uuid, memory_bytes, capability, attributes } = gpu;
+fn gpus(gpus: &[GpuInfo], stops: Verdict) -> Finding {
+    let line = |gpu: &GpuInfo| {
+        let GpuInfo { ordinal, name, uuid, memory_bytes, capability, attributes } = gpu;
         let (memory, processors) = (bytes_text(*memory_bytes), attributes.processors);
         format!("{ordinal}: {name}, {memory}, capability {capability}, {processors} multiprocessors, {uuid}")
     };
     let value = gpus.iter().map(line).collect::<Vec<_>>().join("\n");
-    let numbers = |which: fn(&Gpu) -> bool| {
+    let numbers = |which: fn(&GpuInfo) -> bool| {
         let numbers = gpus.iter().filter(|gpu| which(gpu)).map(|gpu| gpu.ordinal.to_string());
         numbers.collect::<Vec<_>>().join(", ")
     };
@@ -140,7 +140,7 @@ fn library(
 }
 
 /// Whether arrays of one process can be used by another where they are.
-fn sharing(gpus: &[Gpu], own_pids: bool) -> Finding {
+fn sharing(gpus: &[GpuInfo], own_pids: bool) -> Finding {
     let name = "cuda sharing";
     let cannot = gpus.iter().filter(|gpu| !gpu.attributes.ipc || gpu.attributes.integrated);
     let cannot: Vec<String> = cannot.map(|gpu| gpu.ordinal.to_string()).collect();
@@ -189,7 +189,7 @@ impl Cuda {
             ipc: true,
             ..Attributes::default()
         };
-        let gpu = |ordinal: u32| Gpu {
+        let gpu = |ordinal: u32| GpuInfo {
             ordinal,
             name: "NVIDIA H100".to_owned(),
             uuid: Uuid([ordinal as u8; 16]),
@@ -235,7 +235,7 @@ mod tests {
         cuda
     }
 
-    fn with_gpu(change: impl FnOnce(&mut Gpu)) -> Cuda {
+    fn with_gpu(change: impl FnOnce(&mut GpuInfo)) -> Cuda {
         with(|cuda| match cuda {
             Cuda::Found { driver, .. } => change(&mut driver.gpus[1]),
             Cuda::Missing { .. } => unreachable!("it has a driver"),
@@ -307,9 +307,10 @@ mod tests {
 
     #[test]
     fn memory_that_others_cannot_open_is_named() {
-        for change in
-            [|gpu: &mut Gpu| gpu.attributes.ipc = false, |gpu: &mut Gpu| gpu.attributes.integrated = true]
-        {
+        for change in [
+            |gpu: &mut GpuInfo| gpu.attributes.ipc = false,
+            |gpu: &mut GpuInfo| gpu.attributes.integrated = true,
+        ] {
             check(
                 &with_gpu(change),
                 true,

@@ -44,7 +44,7 @@ impl Grid {
 }
 
 /// Values that a launch or a product uses: a view, or one from some element on. Made of a view or of [`Scratch`].
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct Part<'a> {
     memory: Memory<'a>,
     dtype: DType,

@@ -1,8 +1,10 @@
-//! Two stages on two meshes, and arrays that move from one to the other: `cargo run --bin basic`.
+//! Two stages on two meshes, and arrays that move from one to the other: `cargo run --bin basic`, or on graphics
+//! processors `cargo run --features cuda --bin basic -- --device cuda`.
 
 use std::process::ExitCode;
 
 use clap::Parser;
+use mpmd_core::cuda::{Grid, Source};
 use mpmd_core::prelude::*;
 use mpmd_examples::job::{self, JobArgs};
 
@@ -67,6 +69,24 @@ fn arrived(x: &MpmdArray, expected: f32) -> Result<String> {
     Ok(format!("is {expected:?} everywhere in {}", places.join(", ")))
 }
 
+/// What the kernels are on graphics processors.
+static SOURCE: Source = Source::cuda(
+    "basic.cu",
+    r#"
+    typedef unsigned long long u64;
+
+    extern "C" __global__ void add_one(float *y, const float *x, u64 n) {
+        u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x;
+        if (i < n) y[i] = x[i] + 1.0f;
+    }
+
+    extern "C" __global__ void twice(float *y, const float *x, u64 n) {
+        u64 i = blockIdx.x * (u64)blockDim.x + threadIdx.x;
+        if (i < n) y[i] = x[i] * 2.0f;
+    }
+    "#,
+);
+
 struct AddOne;
 
 impl Kernel for AddOne {
@@ -77,10 +97,18 @@ impl Kernel for AddOne {
         Ok(Signature::new(x.clone()))
     }
 
-    fn run(&self, _: &mut Context<'_>, x: View<'_>, mut y: ViewMut<'_>) -> Result<()> {
+    fn run(&self, cx: &mut Context<'_>, x: View<'_>, mut y: ViewMut<'_>) -> Result<()> {
+        if let Some(cuda) = cx.cuda() {
+            let n = x.region().elements();
+            return cuda.launch(&SOURCE, "add_one", Grid::over(n), &[(&mut y).into(), (&x).into(), n.into()]);
+        }
         let (x, y) = (x.as_slice::<f32>()?, y.as_mut_slice::<f32>()?);
         y.iter_mut().zip(x).for_each(|(y, x)| *y = x + 1.0);
         Ok(())
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        vec![&SOURCE]
     }
 }
 
@@ -94,9 +122,17 @@ impl Kernel for Double {
         Ok(Signature::new(x.clone()))
     }
 
-    fn run(&self, _: &mut Context<'_>, x: View<'_>, mut y: ViewMut<'_>) -> Result<()> {
+    fn run(&self, cx: &mut Context<'_>, x: View<'_>, mut y: ViewMut<'_>) -> Result<()> {
+        if let Some(cuda) = cx.cuda() {
+            let n = x.region().elements();
+            return cuda.launch(&SOURCE, "twice", Grid::over(n), &[(&mut y).into(), (&x).into(), n.into()]);
+        }
         let (x, y) = (x.as_slice::<f32>()?, y.as_mut_slice::<f32>()?);
         y.iter_mut().zip(x).for_each(|(y, x)| *y = x * 2.0);
         Ok(())
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        vec![&SOURCE]
     }
 }

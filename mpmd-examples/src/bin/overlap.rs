@@ -32,6 +32,7 @@ struct Args {
 
 fn main() -> anyhow::Result<ExitCode> {
     let args = Args::parse();
+    args.job.only_on_cpus("overlap")?;
     job::run(&args.job, 4, 8, |p| program(p, &args))
 }
 

@@ -53,6 +53,7 @@ enum Dtype {
 
 fn main() -> anyhow::Result<ExitCode> {
     let args = Args::parse();
+    args.job.only_on_cpus("pipeline")?;
     job::run(&args.job, 4, DEVICES, |p| match (args.check, args.dtype) {
         (true, _) => run_check(p, args.learning_rate.unwrap_or(mm::LEARNING_RATE)),
         (false, Dtype::F32) => Ok(train::<f32>(p, &args)?),

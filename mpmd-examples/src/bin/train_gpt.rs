@@ -3,6 +3,8 @@
 //! ```sh
 //! cargo run --release --bin train_gpt                       # on the text of this repository
 //! cargo run --release --bin train_gpt -- --stages 2 --processes 2 --steps 100 ~/notes README.md
+//! cargo run --release --features cuda --bin train_gpt -- --device cuda        # on graphics processors
+//! cargo run --release --features cuda --bin train_gpt -- --device cpu,cuda    # the first process without one
 //! ```
 
 use std::collections::BTreeMap;
@@ -14,11 +16,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use clap::Parser;
 use clap::builder::RangedU64ValueParser;
+use clap::{Parser, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use mpmd_core::aval::DType;
+use mpmd_core::cuda::Math;
 use mpmd_core::pipeline::{self as schedule, Builtin, Schedule};
+use mpmd_core::topology::{DeviceKind, Topology};
 use mpmd_core::{ProcessId, Program};
 use mpmd_examples::gpt::adamw::WarmupCosine;
 use mpmd_examples::gpt::bigram::bigram_loss;
@@ -38,21 +42,22 @@ use mpmd_examples::text::Text;
 struct Args {
     /// Files and folders to train on; the text of this repository where there are none
     paths: Vec<PathBuf>,
-    /// Blocks
-    #[arg(long, default_value_t = Config::default().model.layers, value_parser = at_least(1))]
-    layers: usize,
+    /// Blocks [default: 4; 8 where all devices are graphics processors]
+    #[arg(long, value_parser = at_least(1))]
+    layers: Option<usize>,
     /// Columns of the rows that go from block to block; the MLPs' hidden columns are four times as many
-    #[arg(long, default_value_t = Config::default().model.width, value_parser = at_least(1))]
-    width: usize,
-    /// Attention heads of a block
-    #[arg(long, default_value_t = Config::default().model.heads, value_parser = at_least(1))]
-    heads: usize,
-    /// Bytes of a sequence
-    #[arg(long, default_value_t = Config::default().model.time, value_parser = at_least(1))]
-    time: usize,
-    /// Sequences of a microbatch
-    #[arg(long, default_value_t = Config::default().batch, value_parser = at_least(1))]
-    batch: usize,
+    /// [default: 128; 512]
+    #[arg(long, value_parser = at_least(1))]
+    width: Option<usize>,
+    /// Attention heads of a block [default: 4; 8]
+    #[arg(long, value_parser = at_least(1))]
+    heads: Option<usize>,
+    /// Bytes of a sequence [default: 128; 256]
+    #[arg(long, value_parser = at_least(1))]
+    time: Option<usize>,
+    /// Sequences of a microbatch [default: 2; 16]
+    #[arg(long, value_parser = at_least(1))]
+    batch: Option<usize>,
     /// Microbatches of a step [default: 8, or as many as the schedule's file is for]
     #[arg(long, value_parser = at_least(1))]
     microbatches: Option<usize>,
@@ -63,9 +68,9 @@ struct Args {
     /// from run to run
     #[arg(long, conflicts_with = "steps")]
     seconds: Option<f64>,
-    /// Highest learning rate
-    #[arg(long = "lr", default_value_t = Config::default().rates.peak)]
-    learning_rate: f64,
+    /// Highest learning rate [default: 3e-3; 1e-3]
+    #[arg(long = "lr")]
+    learning_rate: Option<f64>,
     /// Chooses the initial weights, the sequences of each step, and the continuation
     #[arg(long, default_value_t = Config::default().seed)]
     seed: u64,
@@ -101,6 +106,10 @@ struct Args {
     /// --fsdp: JSON, [["pattern", "tactic"], …]
     #[arg(long, value_name = "FILE")]
     strategy: Option<PathBuf>,
+    /// How graphics processors multiply matrices: f32 as they are, the others rounded before, which is quicker;
+    /// sums are in f32 always
+    #[arg(long, value_enum, default_value_t)]
+    math: ProductMath,
     /// Print how the parameters of each stage are stored and computed with, and end
     #[arg(long)]
     show_sharding: bool,
@@ -129,6 +138,25 @@ struct Args {
     job: JobArgs,
 }
 
+/// What matrices are multiplied as.
+#[derive(Clone, Copy, Debug, Default, ValueEnum)]
+enum ProductMath {
+    #[default]
+    F32,
+    Tf32,
+    Bf16,
+}
+
+impl From<ProductMath> for Math {
+    fn from(math: ProductMath) -> Self {
+        match math {
+            ProductMath::F32 => Self::F32,
+            ProductMath::Tf32 => Self::Tf32,
+            ProductMath::Bf16 => Self::Bf16,
+        }
+    }
+}
+
 fn at_least(least: u64) -> RangedU64ValueParser<usize> {
     // More would not fit into memory; the bound keeps products of sizes from overflowing.
     RangedU64ValueParser::new().range(least..=1 << 20)
@@ -151,23 +179,33 @@ fn main() -> anyhow::Result<ExitCode> {
 
 impl Args {
     fn config(&self) -> anyhow::Result<Config> {
-        let Self { layers, width, heads, time, batch, seed, .. } = *self;
         let total = self.steps as u64;
-        let defaults = Config::default();
+        let defaults = match self.job.device_kinds()? {
+            Some(kinds) if kinds.iter().all(|kind| *kind == DeviceKind::Cuda) => Config::for_gpus(),
+            _ => Config::default(),
+        };
+        let width = self.width.unwrap_or(defaults.model.width);
+        let model = Model {
+            layers: self.layers.unwrap_or(defaults.model.layers),
+            width,
+            heads: self.heads.unwrap_or(defaults.model.heads),
+            hidden: 4 * width,
+            time: self.time.unwrap_or(defaults.model.time),
+        };
         let warmup = defaults.rates.warmup.min(total / 4);
-        let rates =
-            WarmupCosine { peak: self.learning_rate, floor: 0.05 * self.learning_rate, warmup, total };
+        let peak = self.learning_rate.unwrap_or(defaults.rates.peak);
+        let rates = WarmupCosine { peak, floor: 0.05 * peak, warmup, total };
         let builtin = Builtin::named(&self.schedule);
         let order = if builtin.is_some() { None } else { Some(read_schedule(&self.schedule)?) };
         let of_order = |number: fn(&Schedule) -> usize| order.as_ref().map(number);
         let chunks = self.chunks.or(builtin.map(Builtin::default_chunks)).unwrap_or(1);
         Ok(Config {
-            model: Model { layers, width, heads, hidden: 4 * width, time },
+            model,
             stages: self.stages.or(of_order(Schedule::stages)).unwrap_or(defaults.stages * chunks),
             chunks,
             fsdp: self.fsdp,
             tensor_parallel: self.tensor_parallel,
-            batch,
+            batch: self.batch.unwrap_or(defaults.batch),
             microbatches: self
                 .microbatches
                 .or(of_order(Schedule::microbatches))
@@ -176,7 +214,8 @@ impl Args {
             order,
             recompute: self.recompute,
             rates,
-            seed,
+            seed: self.seed,
+            math: self.math.into(),
             ..defaults
         })
     }
@@ -313,6 +352,7 @@ fn announce(p: &Program, text: &Text, args: &Args, config: &Config) {
         p.processes(),
         if p.processes() == 1 { "process" } else { "processes" }
     );
+    println!("devices: {}", kinds_line(p.topology(), args.math));
     if devices > 1 {
         println!(
             "devices of a rank: {} of fsdp times {} of tensor parallelism",
@@ -329,6 +369,26 @@ fn announce(p: &Program, text: &Text, args: &Args, config: &Config) {
         config.batch,
         config.tokens()
     );
+}
+
+/// Of which kinds the devices are, and how graphics processors multiply.
+fn kinds_line(topology: &Topology, math: ProductMath) -> String {
+    let kind = |process: usize| {
+        let gpus = topology.has_kind(ProcessId(process as u32), DeviceKind::Cuda);
+        if gpus { DeviceKind::Cuda } else { DeviceKind::Cpu }
+    };
+    let kinds: Vec<DeviceKind> = (0..topology.processes()).map(kind).collect();
+    let names = match kinds.split_first() {
+        Some((first, rest)) if rest.iter().all(|kind| kind == first) => first.name().to_owned(),
+        _ => {
+            let names: Vec<&str> = kinds.iter().map(|kind| kind.name()).collect();
+            format!("{}, by process", names.join(", "))
+        }
+    };
+    if !kinds.contains(&DeviceKind::Cuda) {
+        return names;
+    }
+    format!("{names}; cuda multiplies in {}", format!("{math:?}").to_lowercase())
 }
 
 /// A bar on a terminal; elsewhere a line now and then.
@@ -407,7 +467,8 @@ fn conclude(text: &Text, config: &Config, losses: &[(u64, f64)], held_out: Optio
 ///
 /// Ranks are spread over the processes in order. Where each has one stage, a process waits for the outputs of the one
 /// before it and for the gradients of the one after it; else for those of any. What else it waits for (the norm of all gradients, its own data) and
-/// the time in which nothing ran is the rest.
+/// the time in which nothing ran is the rest. Of a graphics processor it is the time in which it was given work, not that in which
+/// it did it: a trace has that.
 fn time_table(p: &mut Program, trainer: &Trainer<f32>, took: Duration) -> anyhow::Result<String> {
     let one_each = trainer.config().stages == trainer.config().ranks();
     let waits = if one_each { ["waits for"; 2] } else { ["waits, outputs", "waits, gradients"] };

@@ -63,6 +63,7 @@ fn at_least(least: u64) -> RangedU64ValueParser<usize> {
 
 fn main() -> anyhow::Result<ExitCode> {
     let args = Args::parse();
+    args.job.only_on_cpus("train_mlp")?;
     // Before any process is started, so that a path that is wrong is one message. Each reads it again.
     let text =
         Arc::new(if args.paths.is_empty() { Text::of_this_repository() } else { Text::read(&args.paths) }?);

@@ -68,6 +68,10 @@
 //! # Fully sharded data parallelism
 //!
 //! The sequences of a microbatch can be divided, too; [`placement`] says where parameters are then.
+//!
+//! # CUDA devices
+//!
+//! The module `cuda` has the same for them: other functions, the same arrays and residuals.
 
 pub mod adamw;
 pub mod attention;
@@ -75,6 +79,7 @@ pub mod bigram;
 pub mod block;
 pub mod checkpoint;
 pub mod clock;
+mod cuda;
 pub mod data;
 pub mod embed;
 pub mod head;

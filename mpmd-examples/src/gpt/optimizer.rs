@@ -10,6 +10,7 @@ use std::marker::PhantomData;
 
 use mpmd_core::Jit;
 use mpmd_core::aval::f64s;
+use mpmd_core::cuda::{Math, Part as Values, Source};
 use mpmd_core::pipeline::{Loss, Pipeline, StepOutput};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
@@ -18,6 +19,7 @@ use mpmd_core::tree::PrefixTree;
 
 use super::adamw::{self, AdamW, clip_factor, square_sum};
 use super::clock::{Clock, Pass};
+use super::cuda::{self, Device, KERNELS};
 use super::params::Part;
 use super::stages::{Float, Tokens};
 
@@ -214,6 +216,9 @@ impl<T: Float> Kernel for SquareSums<T> {
 
     fn run(&self, cx: &mut Context<'_>, gradients: Vec<View<'_>>, mut sums: ViewMut<'_>) -> Result<()> {
         let _timer = self.clock.start(Pass::Update);
+        if let Some(device) = device::<T>(cx)? {
+            return self.run_on(cx, device, &gradients, sums);
+        }
         let sums = sums.as_mut_slice::<f64>()?;
         for (sum, gradient) in sums.iter_mut().zip(&gradients) {
             *sum = square_sum(gradient.as_slice::<T>()?);
@@ -233,6 +238,36 @@ impl<T: Float> Kernel for SquareSums<T> {
             axis.chain(leaves.iter().map(|leaf| *leaf as u64))
         });
         leaves.collect()
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        vec![&KERNELS]
+    }
+}
+
+impl<T: Float> SquareSums<T> {
+    /// The same on a CUDA device.
+    fn run_on(
+        &self,
+        cx: &mut Context<'_>,
+        device: Device<'_>,
+        gradients: &[View<'_>],
+        mut sums: ViewMut<'_>,
+    ) -> Result<()> {
+        let sums = Values::from(&mut sums);
+        for (leaf, gradient) in gradients.iter().enumerate() {
+            let elements = gradient.region().elements();
+            cuda::sums::square_sum(device, sums.at(leaf), gradient.into(), elements)?;
+        }
+        for (axis, leaves) in &self.divided {
+            let shards = device.doubles(leaves.len())?;
+            cuda::sums::pick_sums(device, (&shards).into(), sums, leaves, false)?;
+            let timer = self.clock.start(Pass::AllReduce);
+            cx.all_reduce_on_cuda(axis, &shards)?;
+            drop(timer);
+            cuda::sums::pick_sums(device, (&shards).into(), sums, leaves, true)?;
+        }
+        Ok(())
     }
 }
 
@@ -256,7 +291,14 @@ impl Kernel for Clip {
         Ok(Signature::new(Clipped { factor: f64s([]), loss: f64s([]), norm: f64s([]) }))
     }
 
-    fn run(&self, _: &mut Context<'_>, x: ClipIn<View<'_>>, mut y: Clipped<ViewMut<'_>>) -> Result<()> {
+    fn run(&self, cx: &mut Context<'_>, x: ClipIn<View<'_>>, mut y: Clipped<ViewMut<'_>>) -> Result<()> {
+        if let Some(device) = device::<f32>(cx)? {
+            let sums: Vec<(Values<'_>, usize)> =
+                x.sums.iter().map(|sums| (sums.into(), sums.region().elements())).collect();
+            let loss = (Values::from(&x.loss.sum), Values::from(&x.loss.weight));
+            let y = (Values::from(&mut y.factor), Values::from(&mut y.loss), Values::from(&mut y.norm));
+            return cuda::adamw::clip(device, self.limit, y, &sums, loss);
+        }
         let (sum, weight) = (x.loss.sum.scalar::<f64>()?, x.loss.weight.scalar::<f64>()?);
         let mut sums = Vec::new();
         for stage in &x.sums {
@@ -272,6 +314,10 @@ impl Kernel for Clip {
 
     fn statics(&self) -> Vec<u64> {
         vec![self.limit.to_bits()]
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        vec![&KERNELS]
     }
 }
 
@@ -321,14 +367,27 @@ impl<T: Float> Kernel for Update<T> {
             .fold(signature, |signature, path| signature.alias(format!("state/{path}"), path)))
     }
 
-    fn run(&self, _: &mut Context<'_>, x: UpdateIn<View<'_>>, mut y: State<ViewMut<'_>>) -> Result<()> {
+    fn run(&self, cx: &mut Context<'_>, x: UpdateIn<View<'_>>, mut y: State<ViewMut<'_>>) -> Result<()> {
         let _timer = self.clock.start(Pass::Update);
+        let device = device::<T>(cx)?;
         let (number, rate) = (x.number.scalar::<u64>()?, x.rate.scalar::<f64>()?);
-        let step = adamw::Step { number, rate, gradient_factor: x.factor.scalar::<f64>()? };
         let state = y.params.iter_mut().zip(&mut y.mean).zip(&mut y.square);
         for (((w, mean), square), (gradient, decays)) in state.zip(x.gradients.iter().zip(&self.decays)) {
             let decay = if *decays { self.adamw.decay } else { 0.0 };
             let adamw = AdamW { decay, ..self.adamw };
+            if let Some(device) = device {
+                let elements = gradient.region().elements();
+                let leaf = cuda::adamw::Leaf {
+                    w: w.into(),
+                    mean: mean.into(),
+                    square: square.into(),
+                    gradient: gradient.into(),
+                    elements,
+                };
+                cuda::adamw::update(device, adamw, (number, rate), (&x.factor).into(), leaf)?;
+                continue;
+            }
+            let step = adamw::Step { number, rate, gradient_factor: x.factor.scalar::<f64>()? };
             let (w, gradient) = (w.as_mut_slice::<T>()?, gradient.as_slice::<T>()?);
             adamw.update(step, w, mean.as_mut_slice()?, square.as_mut_slice()?, gradient);
         }
@@ -341,4 +400,17 @@ impl<T: Float> Kernel for Update<T> {
         words.extend(self.decays.iter().map(|decays| u64::from(*decays)));
         words
     }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        vec![&KERNELS]
+    }
+}
+
+/// The device, where it is a CUDA device. It is given no products here.
+///
+/// # Errors
+///
+/// Where it is one and the model is of other numbers than `f32`.
+fn device<'c, T: Float>(cx: &mut Context<'c>) -> Result<Option<Device<'c>>> {
+    cuda::device::<T>(cx, Math::F32)
 }

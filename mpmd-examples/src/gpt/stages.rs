@@ -5,10 +5,13 @@
 //! device has some sequences of a microbatch, with the residuals and the loss of these; the losses are
 //! all-reduced, and the gradients of the parameters are partial sums. Along the second the blocks' matrices
 //! are sharded and their branches' outputs all-reduced.
+//!
+//! On a CUDA device a stage gives it the same to do ([`cuda`](super::cuda)); neighbours may be of either kind.
 
 use std::sync::Arc;
 
 use mpmd_core::aval::{DType, f64s};
+use mpmd_core::cuda::{CUBLAS, Math, Source};
 use mpmd_core::kernel::{Reducible, Shapes, Views, ViewsMut};
 use mpmd_core::pipeline::{Declared, Loss, PlacedShape, Stage, StageSignature};
 use mpmd_core::prelude::*;
@@ -18,6 +21,7 @@ use parking_lot::Mutex;
 
 use super::block::{self, BlockGradients, BlockInputs, BlockInterior};
 use super::clock::{Clock, Pass};
+use super::cuda::KERNELS;
 use super::embed::{EmbedParameters, embed_backward_weight, embed_forward};
 use super::head::{self, HeadGradients, HeadResiduals};
 use super::params::{Part, StageParams};
@@ -63,52 +67,54 @@ pub struct Logits<L> {
 #[derive(Clone, Debug, Tree)]
 pub struct StageResidual<L> {
     /// Where the embedding is.
-    tokens: Option<L>,
-    blocks: Vec<BlockResidual<L>>,
-    head: Option<HeadResiduals<L>>,
+    pub(super) tokens: Option<L>,
+    pub(super) blocks: Vec<BlockResidual<L>>,
+    pub(super) head: Option<HeadResiduals<L>>,
     /// Where the loss is.
-    targets: Option<L>,
+    pub(super) targets: Option<L>,
 }
 
 #[derive(Clone, Debug, Tree)]
-struct BlockResidual<L> {
-    inputs: BlockInputs<L>,
-    interior: BlockInterior<L>,
+pub(super) struct BlockResidual<L> {
+    pub(super) inputs: BlockInputs<L>,
+    pub(super) interior: BlockInterior<L>,
 }
 
 /// What a stage's input gradient leaves for the weight gradient.
 #[derive(Clone, Debug, Tree)]
 pub struct StageWeightResidual<L> {
-    embed: Option<EmbedWeightResidual<L>>,
-    blocks: Vec<BlockWeightResidual<L>>,
-    head: Option<HeadWeightResidual<L>>,
+    pub(super) embed: Option<EmbedWeightResidual<L>>,
+    pub(super) blocks: Vec<BlockWeightResidual<L>>,
+    pub(super) head: Option<HeadWeightResidual<L>>,
 }
 
 #[derive(Clone, Debug, Tree)]
-struct EmbedWeightResidual<L> {
-    tokens: L,
-    dx: L,
+pub(super) struct EmbedWeightResidual<L> {
+    pub(super) tokens: L,
+    pub(super) dx: L,
 }
 
 #[derive(Clone, Debug, Tree)]
-struct BlockWeightResidual<L> {
-    inputs: BlockInputs<L>,
-    gradients: BlockGradients<L>,
+pub(super) struct BlockWeightResidual<L> {
+    pub(super) inputs: BlockInputs<L>,
+    pub(super) gradients: BlockGradients<L>,
 }
 
 #[derive(Clone, Debug, Tree)]
-struct HeadWeightResidual<L> {
-    norm_hat: L,
-    norm_out: L,
-    gradients: HeadGradients<L>,
+pub(super) struct HeadWeightResidual<L> {
+    pub(super) norm_hat: L,
+    pub(super) norm_out: L,
+    pub(super) gradients: HeadGradients<L>,
 }
 
 /// What a stage computes, whatever its inputs and outputs are.
 #[derive(Clone, Debug)]
-struct Core<T> {
+pub(super) struct Core<T> {
     part: Part,
-    grid: Grid,
-    clock: Clock,
+    pub(super) grid: Grid,
+    pub(super) clock: Clock,
+    /// How products are computed on CUDA devices.
+    pub(super) math: Math,
     /// Left by calls that have ended.
     buffers: Arc<Mutex<Vec<Buffers<T>>>>,
 }
@@ -124,7 +130,7 @@ struct Buffers<T> {
 }
 
 /// Where a stage's results go.
-enum Exit<'a, 'b> {
+pub(super) enum Exit<'a, 'b> {
     Rows(ViewMut<'a>),
     /// The loss, and the targets that it is of.
     Loss(Loss<ViewMut<'a>>, View<'b>),
@@ -132,7 +138,7 @@ enum Exit<'a, 'b> {
 }
 
 /// What a stage's gradients start from.
-enum Seed<'a> {
+pub(super) enum Seed<'a> {
     Rows(View<'a>),
     /// The gradient of the loss sum: a scalar.
     Loss(View<'a>),
@@ -144,12 +150,12 @@ enum Seed<'a> {
 type ResidualShapes = (StageResidual<PlacedShape>, StageWeightResidual<PlacedShape>);
 
 impl<T: Float> Core<T> {
-    fn new(part: Part, grid: Grid, clock: &Clock) -> Self {
-        Self { part, grid, clock: clock.clone(), buffers: Arc::default() }
+    fn new(part: Part, (grid, math): (Grid, Math), clock: &Clock) -> Self {
+        Self { part, grid, clock: clock.clone(), math, buffers: Arc::default() }
     }
 
     /// The blocks' shape on one device, for an input `[batch, time]` or `[batch, time, width]`.
-    fn shape(&self, x: &ShapedArray) -> Result<BlockShape> {
+    pub(super) fn shape(&self, x: &ShapedArray) -> Result<BlockShape> {
         let whole = self.whole_shape(x)?;
         let (model, Grid { data, model: devices }) = (self.part.model, self.grid);
         if devices == 0 || !model.heads.is_multiple_of(devices) || !model.hidden.is_multiple_of(devices) {
@@ -267,6 +273,9 @@ impl<T: Float> Core<T> {
     ) -> Result<()> {
         let _timer = self.clock.start(Pass::Forward);
         let shape = self.shape(x.global())?;
+        if let Some(device) = self.device(cx)? {
+            return self.forward_on((cx, device), shape, params, x, exit, residual);
+        }
         let Buffers { mut h, mut next, mut scratch } = self.buffers(shape, block::forward_scratch(shape));
         match (&params.embed, &mut residual.tokens) {
             (Some(embed), Some(kept)) => {
@@ -335,6 +344,9 @@ impl<T: Float> Core<T> {
             Seed::Loss(_) => self.shape(residual.targets.as_ref().ok_or_else(no_head)?.global())?,
             Seed::Nothing => return Err(Error::kernel("a pipeline that samples has no backward pass")),
         };
+        if let Some(device) = self.device(cx)? {
+            return self.backward_input_on(cx, device, shape, params, residual, seed, dx, weight);
+        }
         let Buffers { h: mut d, mut next, mut scratch } = self.buffers(shape, block::backward_scratch(shape));
         match seed {
             Seed::Rows(dy) => d.copy_from_slice(dy.as_slice()?),
@@ -379,10 +391,14 @@ impl<T: Float> Core<T> {
 
     fn backward_weight(
         &self,
+        cx: &mut Context<'_>,
         weight: &StageWeightResidual<View<'_>>,
         mut gradient: StageParams<ViewMut<'_>>,
     ) -> Result<()> {
         let _timer = self.clock.start(Pass::BackwardWeight);
+        if let Some(device) = self.device(cx)? {
+            return self.backward_weight_on(device, weight, gradient);
+        }
         for (weight, gradient) in weight.blocks.iter().zip(&mut gradient.blocks) {
             let shape = self.shape(weight.gradients.d_mlp.global())?;
             let inputs = weight.inputs.try_each(|leaf| leaf.as_slice::<T>())?;
@@ -443,6 +459,7 @@ impl<T: Float> Core<T> {
         let words = [model.layers, model.heads, model.hidden, first_block, blocks, data, devices];
         let mut words: Vec<u64> = words.into_iter().map(|word| word as u64).collect();
         words.push(u64::from(entrance) | u64::from(exit) << 1);
+        words.push(self.math as u64);
         words
     }
 }
@@ -451,7 +468,7 @@ fn place<T: Float>(leaf: &LeafShape) -> PlacedShape {
     PlacedShape::new(ShapedArray::new(&leaf.dims, T::DTYPE), spec_of(leaf))
 }
 
-fn no_head() -> Error {
+pub(super) fn no_head() -> Error {
     Error::kernel("the head of a part that has none")
 }
 
@@ -469,9 +486,10 @@ macro_rules! stage {
         pub struct $name<T>(Core<T>);
 
         impl<T: Float> $name<T> {
-            /// The stage of `part`, on meshes with the axes of `grid`.
-            pub fn new(part: Part, grid: Grid, clock: &Clock) -> Self {
-                Self(Core::new(part, grid, clock))
+            /// The stage of `part`, on meshes with the axes of `grid`; on CUDA devices its products are computed as
+            /// `math` says.
+            pub fn new(part: Part, (grid, math): (Grid, Math), clock: &Clock) -> Self {
+                Self(Core::new(part, (grid, math), clock))
             }
         }
 
@@ -521,11 +539,11 @@ macro_rules! stage {
 
             fn backward_weight(
                 &self,
-                _: &mut Context<'_>,
+                cx: &mut Context<'_>,
                 weight_residual: Views<'_, Self::WeightResidual>,
                 gradient: ViewsMut<'_, Self::Params>,
             ) -> Result<()> {
-                self.0.backward_weight(&weight_residual, gradient)
+                self.0.backward_weight(cx, &weight_residual, gradient)
             }
 
             fn input_spec(&self) -> Spec {
@@ -538,6 +556,10 @@ macro_rules! stage {
 
             fn statics(&self) -> Vec<u64> {
                 self.0.statics()
+            }
+
+            fn cuda(&self) -> Vec<&'static Source> {
+                vec![&KERNELS, &CUBLAS]
             }
         }
     };

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use mpmd_core::ProcessId;
 use mpmd_core::aval::DType;
+use mpmd_core::cuda::Math;
 use mpmd_core::pipeline::{DeviceMemory, Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule, StepOutput};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
@@ -64,6 +65,8 @@ pub struct Config {
     pub clip: f64,
     /// Chooses initial weights and the sequences of each step.
     pub seed: u64,
+    /// How products are computed on CUDA devices.
+    pub math: Math,
 }
 
 impl Default for Config {
@@ -84,11 +87,24 @@ impl Default for Config {
             adamw: AdamW::default(),
             clip: 1.0,
             seed: 0,
+            math: Math::F32,
         }
     }
 }
 
 impl Config {
+    /// Sizes that keep graphics processors busy.
+    pub fn for_gpus() -> Self {
+        let model = Model { layers: 8, width: 512, heads: 8, hidden: 2048, time: 256 };
+        Self {
+            model,
+            batch: 16,
+            // Wider layers want smaller steps.
+            rates: WarmupCosine { peak: 1e-3, floor: 5e-5, ..Self::default().rates },
+            ..Self::default()
+        }
+    }
+
     /// Devices of the job.
     pub fn devices(&self) -> usize {
         self.ranks() * self.grid().devices()
@@ -220,7 +236,13 @@ impl<T: Float> Trainer<T> {
         for (part, shardings) in parts.iter().zip(&stored) {
             params.push(part.make::<T>(p, shardings, config.seed)?);
         }
-        let wiring = Wiring { parts: &parts, meshes: &meshes, placements: &placements, grid, clock: &clock };
+        let wiring = Wiring {
+            parts: &parts,
+            meshes: &meshes,
+            placements: &placements,
+            how: (grid, config.math),
+            clock: &clock,
+        };
         let mut pipeline = wiring.stored(wiring.train::<T>(params)?)?;
         (0..config.stages).for_each(|stage| pipeline.recompute(stage, config.recompute));
         let optimizer = Optimizer::new(p, &parts, (&meshes, &stored), config.adamw, config.clip, &clock)?;
@@ -375,7 +397,7 @@ impl<T: Float> Trainer<T> {
             parts: &self.parts,
             meshes: &self.meshes,
             placements: &self.placements,
-            grid: self.config.grid(),
+            how: (self.config.grid(), self.config.math),
             clock: &Clock::default(),
         };
         let params = (0..self.parts.len()).map(|stage| self.params(stage)).collect::<Result<Vec<_>>>()?;
@@ -474,7 +496,8 @@ struct Wiring<'a> {
     parts: &'a [Part],
     meshes: &'a [Mesh],
     placements: &'a [Placement],
-    grid: Grid,
+    /// The axes of the meshes, and how products are computed on CUDA devices.
+    how: (Grid, Math),
     clock: &'a Clock,
 }
 
@@ -496,30 +519,30 @@ impl Wiring<'_> {
     }
 
     fn train<T: Float>(&self, params: Vec<Params>) -> Result<Pipeline<Tokens<MpmdArray>, Loss<MpmdArray>>> {
-        let Self { parts, meshes, grid, clock, .. } = *self;
+        let Self { parts, meshes, how, clock, .. } = *self;
         let last = parts.len() - 1;
         let mut params = params.into_iter();
         let mut next = || params.next().ok_or_else(|| Error::kernel("a stage without parameters"));
         if last == 0 {
-            return Pipeline::first(Whole::<T>::new(parts[0], grid, clock), &meshes[0], next()?);
+            return Pipeline::first(Whole::<T>::new(parts[0], how, clock), &meshes[0], next()?);
         }
         let front = self.front::<T>(&mut next)?;
-        front.then(Last::<T>::new(parts[last], grid, clock), &meshes[last], next()?)
+        front.then(Last::<T>::new(parts[last], how, clock), &meshes[last], next()?)
     }
 
     fn logits<T: Float>(
         &self,
         params: Vec<Params>,
     ) -> Result<Pipeline<Tokens<MpmdArray>, Logits<MpmdArray>>> {
-        let Self { parts, meshes, grid, clock, .. } = *self;
+        let Self { parts, meshes, how, clock, .. } = *self;
         let last = parts.len() - 1;
         let mut params = params.into_iter();
         let mut next = || params.next().ok_or_else(|| Error::kernel("a stage without parameters"));
         if last == 0 {
-            return Pipeline::first(WholeLogits::<T>::new(parts[0], grid, clock), &meshes[0], next()?);
+            return Pipeline::first(WholeLogits::<T>::new(parts[0], how, clock), &meshes[0], next()?);
         }
         let front = self.front::<T>(&mut next)?;
-        front.then(LastLogits::<T>::new(parts[last], grid, clock), &meshes[last], next()?)
+        front.then(LastLogits::<T>::new(parts[last], how, clock), &meshes[last], next()?)
     }
 
     /// All stages but the last.
@@ -527,11 +550,11 @@ impl Wiring<'_> {
         &self,
         mut next: impl FnMut() -> Result<Params>,
     ) -> Result<Pipeline<Tokens<MpmdArray>, Rows<MpmdArray>>> {
-        let Self { parts, meshes, grid, clock, .. } = *self;
-        let first = Pipeline::first(First::<T>::new(parts[0], grid, clock), &meshes[0], next()?)?;
+        let Self { parts, meshes, how, clock, .. } = *self;
+        let first = Pipeline::first(First::<T>::new(parts[0], how, clock), &meshes[0], next()?)?;
         let middle = parts.iter().zip(meshes).take(parts.len() - 1).skip(1);
         middle.into_iter().try_fold(first, |front, (part, mesh)| {
-            front.then(Middle::<T>::new(*part, grid, clock), mesh, next()?)
+            front.then(Middle::<T>::new(*part, how, clock), mesh, next()?)
         })
     }
 }

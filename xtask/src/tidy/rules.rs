@@ -90,9 +90,10 @@ fn files_stay_short(source: &Source) -> Vec<Finding> {
     }]
 }
 
-/// `unsafe` only where memory of others is touched: in the transport and in back ends.
+/// `unsafe` only where memory of others is touched: in the transport, in back ends, and in what stands in for their drivers.
 fn unsafe_stays_below(source: &Source) -> Vec<Finding> {
-    if source.path.starts_with("mpmd-transport/") || source.is_in_module("mpmd-core/src/backend") {
+    let below = ["mpmd-transport/", "tests/softcuda/"].iter().any(|folder| source.path.starts_with(folder));
+    if below || source.is_in_module("mpmd-core/src/backend") {
         return Vec::new();
     }
     words(&source.code)

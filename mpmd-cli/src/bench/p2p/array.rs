@@ -4,8 +4,9 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use mpmd_core::aval::u8s;
-use mpmd_core::prelude::{MpmdArray, Program};
+use mpmd_core::prelude::{MpmdArray, Program, spec};
 use mpmd_core::sharding::Sharding;
+use mpmd_core::topology::DeviceKind;
 use mpmd_core::{Result, Simulation};
 use mpmd_transport::ProcessId;
 
@@ -21,11 +22,12 @@ pub(super) const FIRST: ProcessId = ProcessId(0);
 /// Measures as one of two processes.
 pub(super) fn in_job(
     carrier: Carrier,
+    device: DeviceKind,
     sizes: &[Size],
     cases: &[Case],
     pace: &Pace,
 ) -> anyhow::Result<Vec<Found>> {
-    let mut p = Program::builder().devices(2).from_env()?;
+    let mut p = Program::builder().devices(2).device_kinds(&[device]).from_env()?;
     check_transport(&p, carrier.name())?;
     let found = measure(&mut p, sizes, cases, pace)?;
     p.finish()?;
@@ -33,8 +35,14 @@ pub(super) fn in_job(
 }
 
 /// Measures between two threads.
-pub(super) fn in_threads(sizes: &[Size], cases: &[Case], pace: &Pace) -> Result<Vec<Found>> {
-    let mut results = Simulation::new(2, 2).run(|p| measure(p, sizes, cases, pace));
+pub(super) fn in_threads(
+    device: DeviceKind,
+    sizes: &[Size],
+    cases: &[Case],
+    pace: &Pace,
+) -> Result<Vec<Found>> {
+    let simulation = Simulation::new(2, 2).settings(|program| program.device_kinds(&[device]));
+    let mut results = simulation.run(|p| measure(p, sizes, cases, pace));
     let other = results.pop().map(|result| result.map(drop));
     let found = results.pop().unwrap_or_else(|| Ok(Vec::new()));
     other.map_or(Ok(()), |result| result).and(found)
@@ -49,6 +57,7 @@ pub(super) struct Pair {
 fn measure(p: &mut Program, sizes: &[Size], cases: &[Case], pace: &Pace) -> Result<Vec<Found>> {
     let devices = p.topology().device_ids().to_vec();
     let pair = Pair { here: Sharding::single_device(devices[0]), there: Sharding::single_device(devices[1]) };
+    let on_gpu = p.topology().kind_of(devices[1]) == Some(DeviceKind::Cuda);
     let mut found = Vec::new();
     for Size(bytes) in sizes.iter().copied() {
         // First: what is new to a process then is new.
@@ -62,7 +71,14 @@ fn measure(p: &mut Program, sizes: &[Size], cases: &[Case], pace: &Pace) -> Resu
             found.push(latency(p, &pair, &x, bytes, pace)?);
         }
         if cases.contains(&Case::Bandwidth) {
-            found.push(bandwidth(p, &pair, &x, bytes, pace)?);
+            found.push(bandwidth(p, &pair, &x, Test::Bandwidth, bytes, pace)?);
+        }
+        if cases.contains(&Case::Handover) && on_gpu && bytes > 1 {
+            // In two parts, so that who has the whole has made it of them.
+            let halves = p.mesh_of(&[("half", 2)], &devices)?.sharding(spec!["half"]);
+            let even = bytes / 2 * 2;
+            let x = p.make(u8s([even]), &halves, |_, mut view| Ok(view.fill(7u8)?))?;
+            found.push(bandwidth(p, &pair, &x, Test::OneCopy, bytes, pace)?);
         }
         found.extend(handed);
     }
@@ -94,7 +110,14 @@ fn latency(p: &mut Program, pair: &Pair, x: &MpmdArray, bytes: usize, pace: &Pac
 }
 
 /// Arrays one after another, until the last has arrived.
-fn bandwidth(p: &mut Program, pair: &Pair, x: &MpmdArray, bytes: usize, pace: &Pace) -> Result<Found> {
+fn bandwidth(
+    p: &mut Program,
+    pair: &Pair,
+    x: &MpmdArray,
+    test: Test,
+    bytes: usize,
+    pace: &Pace,
+) -> Result<Found> {
     let window = pace::window(bytes);
     let done = p.make(u8s([1]), &pair.there, |_, mut view| Ok(view.fill(1u8)?))?;
     let run = |p: &mut Program, arrays: u64| -> Result<Duration> {
@@ -118,7 +141,7 @@ fn bandwidth(p: &mut Program, pair: &Pair, x: &MpmdArray, bytes: usize, pace: &P
     };
     let one = Pace::warm(bytes, window, |arrays| run(p, arrays).map(|time| (arrays, time)))?;
     let arrays = p.agree(FIRST, 1, || Ok(pace.rounds(one).max(window as u64)))?;
-    let mut found = Found::new(Test::Bandwidth, bytes);
+    let mut found = Found::new(test, bytes);
     for _ in 0..pace.repeats_at(bytes) {
         found.add(arrays, run(p, arrays)?);
     }

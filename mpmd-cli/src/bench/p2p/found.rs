@@ -22,8 +22,12 @@ pub(super) enum Test {
     Read,
     /// The same where the memory is new to who reads it.
     ReadWarmUp,
+    /// As bandwidth, of arrays that lie in two parts, of which the receiver makes one: each byte is copied once.
+    OneCopy,
     /// A plain copy within one process, in GB/s.
     Memcpy,
+    /// The driver's copy within a device's memory, in GB/s.
+    DeviceCopy,
 }
 
 impl Test {
@@ -35,14 +39,21 @@ impl Test {
             Self::HandoverWarmUp => "handover warm-up",
             Self::Read => "read",
             Self::ReadWarmUp => "read warm-up",
+            Self::OneCopy => "one copy",
             Self::Memcpy => "memcpy",
+            Self::DeviceCopy => "device copy",
         }
+    }
+
+    /// Whether it is a copy without any of us, to set others against.
+    pub(super) fn is_plain(self) -> bool {
+        matches!(self, Self::Memcpy | Self::DeviceCopy)
     }
 
     pub(super) fn unit(self) -> &'static str {
         match self {
             Self::Latency | Self::Handover | Self::HandoverWarmUp => "us",
-            Self::Bandwidth | Self::Read | Self::ReadWarmUp | Self::Memcpy => "GB/s",
+            _ => "GB/s",
         }
     }
 }
@@ -66,9 +77,7 @@ impl Found {
         self.samples.push(match self.test {
             Test::Latency => seconds * 1e6 / 2.0,
             Test::Handover | Test::HandoverWarmUp => seconds * 1e6,
-            Test::Bandwidth | Test::Read | Test::ReadWarmUp | Test::Memcpy => {
-                self.bytes as f64 / seconds / 1e9
-            }
+            _ => self.bytes as f64 / seconds / 1e9,
         });
     }
 }

@@ -25,8 +25,9 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use mpmd_core::launch::{JobEnv, Launch, OutputMode};
+use mpmd_core::topology::DeviceKind;
 
-use super::quantile;
+use super::{DeviceOption, plain, quantile};
 use busy::Busy;
 use found::{Found, Test};
 use pace::Pace;
@@ -54,8 +55,11 @@ pub(crate) struct P2pArgs {
     /// What carries the messages.
     #[arg(long, value_enum, default_value = "shm")]
     transport: Carrier,
-    /// What is measured: messages straight over the transport, or arrays by `device_put`.
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "message,array")]
+    #[command(flatten)]
+    on: DeviceOption,
+    /// What is measured: messages straight over the transport, or arrays by `device_put`; by default both, arrays
+    /// alone on devices of kind cuda.
+    #[arg(long, value_enum, value_delimiter = ',')]
     level: Vec<Level>,
     /// What is measured of each size. Hand-overs are of arrays, and by no peer.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "latency,bandwidth,handover")]
@@ -96,6 +100,15 @@ impl P2pArgs {
         }
     }
 
+    /// What is measured, by default too.
+    fn levels(&self) -> &[Level] {
+        match (&self.level[..], self.on.device) {
+            ([], DeviceKind::Cuda) => &[Level::Array],
+            ([], DeviceKind::Cpu) => &[Level::Message, Level::Array],
+            (levels, _) => levels,
+        }
+    }
+
     fn setting(&self) -> Setting {
         let (transport, spin) = (self.transport.name(), self.spin.word.clone());
         Setting { transport, spin, busy: self.busy.into() }
@@ -118,7 +131,7 @@ pub(super) fn p2p(args: &P2pArgs) -> Result<ExitCode> {
 fn as_one_of_two(args: &P2pArgs, env: &JobEnv) -> Result<()> {
     ensure!(env.processes == 2, "a pair is measured, and this job has {} processes", env.processes);
     ensure!(!args.peer, "--peer needs a pair that this program has started itself");
-    let &[level] = args.level.as_slice() else {
+    let &[level] = args.levels() else {
         bail!("a job measures one level: choose --level message or --level array");
     };
     let first = env.process.index() == 0;
@@ -128,7 +141,7 @@ fn as_one_of_two(args: &P2pArgs, env: &JobEnv) -> Result<()> {
         Level::Message => {
             message::in_job(env, args.transport, args.spin.spin, (&args.sizes, &args.case), &pace)?
         }
-        Level::Array => array::in_job(args.transport, &args.sizes, &args.case, &pace)?,
+        Level::Array => array::in_job(args.transport, args.on.device, &args.sizes, &args.case, &pace)?,
     };
     match &args.samples_to {
         _ if !first => Ok(()),
@@ -148,6 +161,12 @@ fn rows(args: &P2pArgs) -> Result<Vec<Row>> {
         !args.peer || args.case.iter().any(|case| *case != Case::Handover),
         "--peer is measured beside latency and bandwidth: --case names neither"
     );
+    let on_gpu = args.on.device == DeviceKind::Cuda;
+    ensure!(
+        !on_gpu || args.levels() == [Level::Array],
+        "messages have no device: choose --level array with --device cuda"
+    );
+    ensure!(!on_gpu || !args.peer, "--peer is measured beside the host's memory, not with --device cuda");
     let perftest = args
         .peer
         .then(|| Perftest::find(args.perftest.as_deref(), &args.perftest_option, args.spin.spin))
@@ -155,7 +174,7 @@ fn rows(args: &P2pArgs) -> Result<Vec<Row>> {
     let pace = args.pace();
     let _busy = Busy::start(args.busy.into())?;
     let mut rows = Rows::default();
-    for level in args.level.iter().copied() {
+    for level in args.levels().iter().copied() {
         match &perftest {
             None => rows.take(Some(level), ours(args, level, &args.sizes, &pace)?),
             Some(perftest) => {
@@ -166,10 +185,23 @@ fn rows(args: &P2pArgs) -> Result<Vec<Row>> {
         }
     }
     for Size(bytes) in args.sizes.iter().copied() {
-        rows.take(None, [memory::memcpy(bytes, pace.repeats_at(bytes), &pace)]);
+        let repeats = pace.repeats_at(bytes);
+        rows.take(
+            None,
+            [if on_gpu { on_device(bytes, repeats)? } else { memory::memcpy(bytes, repeats, &pace) }],
+        );
     }
     rows.compare();
     Ok(rows.0)
+}
+
+/// The driver's own copies within a device's memory.
+fn on_device(bytes: usize, repeats: usize) -> Result<Found> {
+    let mut found = Found::new(Test::DeviceCopy, bytes);
+    for time in plain::copies(plain::Way::OnDevice, bytes, repeats)? {
+        found.add(1, time);
+    }
+    Ok(found)
 }
 
 /// One sample of ours, one of the peer's, again and again.
@@ -201,7 +233,7 @@ fn ours(args: &P2pArgs, level: Level, sizes: &[Size], pace: &Pace) -> Result<Vec
     if args.transport == Carrier::Inproc {
         return match level {
             Level::Message => message::in_threads(sizes, &args.case, pace),
-            Level::Array => Ok(array::in_threads(sizes, &args.case, pace)?),
+            Level::Array => Ok(array::in_threads(args.on.device, sizes, &args.case, pace)?),
         };
     }
     let samples = tempfile::NamedTempFile::new().context("making a file for samples")?;
@@ -211,6 +243,7 @@ fn ours(args: &P2pArgs, level: Level, sizes: &[Size], pace: &Pace) -> Result<Vec
     let cases: Vec<&str> = cases.map(|case| case.name()).collect();
     let words = [
         ("--transport", args.transport.name().to_owned()),
+        ("--device", args.on.device.name().to_owned()),
         ("--level", level.name().to_owned()),
         ("--case", cases.join(",")),
         ("--sizes", sizes.join(",")),
@@ -245,10 +278,11 @@ impl Rows {
 
     /// Puts what moves bytes beside the plain copy of as many.
     fn compare(&mut self) {
-        let copies = self.0.iter().filter(|row| row.test == Test::Memcpy);
-        let copies: Vec<(usize, f64)> = copies.map(|row| (row.bytes, quantile(&row.ours, 0.5))).collect();
-        for row in self.0.iter_mut().filter(|row| row.test != Test::Memcpy && row.test.unit() == "GB/s") {
-            row.memcpy = copies.iter().find(|(bytes, _)| *bytes == row.bytes).map(|(_, copy)| *copy);
+        let copies = self.0.iter().filter(|row| row.test.is_plain());
+        let copies: Vec<(usize, (Test, f64))> =
+            copies.map(|row| (row.bytes, (row.test, quantile(&row.ours, 0.5)))).collect();
+        for row in self.0.iter_mut().filter(|row| !row.test.is_plain() && row.test.unit() == "GB/s") {
+            row.copy = copies.iter().find(|(bytes, _)| *bytes == row.bytes).map(|(_, copy)| *copy);
         }
     }
 
@@ -256,7 +290,7 @@ impl Rows {
     fn row(&mut self, level: Option<Level>, test: Test, bytes: usize) -> &mut Row {
         let same = |row: &Row| (row.level, row.test, row.bytes) == (level, test, bytes);
         let at = self.0.iter().position(same).unwrap_or_else(|| {
-            self.0.push(Row { level, test, bytes, ours: Vec::new(), peer: Vec::new(), memcpy: None });
+            self.0.push(Row { level, test, bytes, ours: Vec::new(), peer: Vec::new(), copy: None });
             self.0.len() - 1
         });
         &mut self.0[at]

@@ -17,8 +17,8 @@ pub(super) struct Row {
     pub(super) ours: Vec<f64>,
     /// The same by `ucx_perftest`; empty where it was not asked for.
     pub(super) peer: Vec<f64>,
-    /// The median of a plain copy of as many bytes, where bytes are moved.
-    pub(super) memcpy: Option<f64>,
+    /// What a plain copy of as many bytes is, and its median, where bytes are moved.
+    pub(super) copy: Option<(Test, f64)>,
 }
 
 /// What holds for all lines.
@@ -47,8 +47,9 @@ impl Row {
             "unit": self.test.unit(),
             "repeats": self.ours.len(),
         });
-        if let Some(memcpy) = self.memcpy {
-            line["of_memcpy"] = json!(quantile(&self.ours, 0.5) / memcpy);
+        if let Some((test, copy)) = self.copy {
+            let name = format!("of_{}", test.name().replace(' ', "_"));
+            line[name] = json!(quantile(&self.ours, 0.5) / copy);
         }
         if !self.peer.is_empty() {
             for (name, share) in [("peer_median", 0.5), ("peer_p10", 0.1), ("peer_p90", 0.9)] {
@@ -78,7 +79,7 @@ impl Row {
         let (ours, peer) = (quantile(&self.ours, 0.5), quantile(&self.peer, 0.5));
         match self.test {
             Test::Latency | Test::Handover | Test::HandoverWarmUp => ("difference_us", ours - peer),
-            Test::Bandwidth | Test::Read | Test::ReadWarmUp | Test::Memcpy => ("ratio", ours / peer),
+            _ => ("ratio", ours / peer),
         }
     }
 
@@ -86,7 +87,7 @@ impl Row {
         let level = self.level.map_or("", Level::name);
         let (test, unit, size) = (self.test.name(), self.test.unit(), Size(self.bytes).to_string());
         let [median, p10, p90] = [0.5, 0.1, 0.9].map(|share| figure(quantile(&self.ours, share)));
-        let copy = self.memcpy.map(|memcpy| format!("{:.2}", quantile(&self.ours, 0.5) / memcpy));
+        let copy = self.copy.map(|(_, copy)| format!("{:.2}", quantile(&self.ours, 0.5) / copy));
         let copy = copy.unwrap_or_default();
         let mut line =
             format!("{level:<8} {test:<16} {size:>6} {median:>11} {p10:>11} {p90:>11}  {unit:<4} {copy:>10}");
@@ -123,7 +124,7 @@ pub(super) fn show(rows: &[Row], setting: &Setting, json: bool) {
 fn heading(peer: bool) -> String {
     let mut line = format!(
         "{:<8} {:<16} {:>6} {:>11} {:>11} {:>11}  {:<4} {:>10}",
-        "level", "case", "size", "median", "p10", "p90", "unit", "of memcpy"
+        "level", "case", "size", "median", "p10", "p90", "unit", "of copy"
     );
     if peer {
         line += &format!("  {:>11} {:>11} {:>11}  {:>13}", "perftest", "p10", "p90", "ours");
@@ -153,7 +154,7 @@ mod tests {
 
     fn row(test: Test, ours: &[f64], peer: &[f64]) -> Row {
         let (ours, peer) = (ours.to_vec(), peer.to_vec());
-        Row { level: Some(Level::Message), test, bytes: 4096, ours, peer, memcpy: None }
+        Row { level: Some(Level::Message), test, bytes: 4096, ours, peer, copy: None }
     }
 
     #[test]
@@ -183,10 +184,12 @@ mod tests {
 
     #[test]
     fn what_moves_bytes_has_its_ratio_to_a_plain_copy_and_every_line_its_parameters() {
-        let copied = Row { memcpy: Some(8.0), ..row(Test::Bandwidth, &[4.0], &[]) };
+        let copied = Row { copy: Some((Test::Memcpy, 8.0)), ..row(Test::Bandwidth, &[4.0], &[]) };
         let line = copied.json(&setting());
         assert_eq!(line["of_memcpy"], json!(0.5));
         assert_eq!(line["parameters"], "4Ki, message over tcp, spin auto, 1 busy");
+        let on_device = Row { copy: Some((Test::DeviceCopy, 8.0)), ..copied.clone() };
+        assert_eq!(on_device.json(&setting())["of_device_copy"], json!(0.5));
         assert!(copied.text().ends_with("GB/s       0.50"), "{}", copied.text());
         let line = row(Test::Latency, &[4.0], &[]).json(&setting());
         assert!(line.get("of_memcpy").is_none(), "{line}");

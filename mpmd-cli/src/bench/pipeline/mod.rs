@@ -23,7 +23,7 @@ use mpmd_core::pipeline::{Action, ActionKind, Schedule};
 use mpmd_core::prelude::Program;
 
 use super::p2p::Carrier;
-use super::{Case, Options, check_transport, run_as_job, show};
+use super::{Case, DeviceOption, Options, check_transport, run_as_job, show};
 use alone::Took;
 use job::{Measured, Memory, Pace, Part};
 use mlp::Shape;
@@ -35,6 +35,8 @@ const BUSY: f64 = 1.2;
 pub(crate) struct PipelineArgs {
     #[command(flatten)]
     options: Options,
+    #[command(flatten)]
+    on: DeviceOption,
     /// Rows and columns of every matrix.
     #[arg(long, default_value_t = 512, value_parser = count(1 << 20))]
     dim: usize,
@@ -84,7 +86,7 @@ pub(super) fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     if let Some(env) = JobEnv::from_env()? {
         let stages = args.stages;
         ensure!(env.processes == stages, "{stages} stages need as many processes, not {}", env.processes);
-        let mut p = Program::builder().devices(stages).from_env()?;
+        let mut p = Program::builder().devices(stages).device_kinds(&[args.on.device]).from_env()?;
         check_transport(&p, args.transport.name())?;
         let first = p.process().0 == 0;
         let measured = measure(&mut p, args, &schedules)?;
@@ -96,6 +98,7 @@ pub(super) fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     }
     if args.transport == Carrier::Inproc {
         let simulation = Simulation::new(args.stages, args.stages);
+        let simulation = simulation.settings(|program| program.device_kinds(&[args.on.device]));
         let mut results =
             simulation.run(|p| measure(p, args, &schedules)).into_iter().collect::<Result<Vec<_>, _>>()?;
         report(args, &schedules, &results.swap_remove(0))?;
@@ -200,6 +203,10 @@ fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) ->
     let (ideals, quiet) = (ideals(|took| took.wall)?, ideals(|took| took.own)?);
     let share = |(ideal, step): (&Duration, &Duration)| ideal.as_secs_f64() / step.as_secs_f64();
     let efficiency = ideals.iter().zip(&steps).map(share).collect();
+    let idle = |spans: &[Duration]| -> Vec<f64> {
+        samples.iter().zip(spans).map(|(sample, span)| idle_points(&sample.parts, *span)).collect()
+    };
+    let (idle, simulated) = (idle(&steps), idle(&ideals));
     let case = |name, unit, samples: Vec<f64>| Case {
         name,
         parameters: parameters.clone(),
@@ -213,6 +220,8 @@ fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) ->
         Case::micros("quiet ideal", &*parameters, quiet),
         case("efficiency", "ratio", efficiency),
     ];
+    let simulated = case("simulated idle", "points", simulated);
+    cases.extend([case("idle", "points", idle).over("simulation", &simulated), simulated]);
     for stage in 0..shape.stages {
         for (name, forward) in [("forward", true), ("backward", false)] {
             let times = samples.iter().flat_map(|sample| {
@@ -253,6 +262,14 @@ fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) ->
     Ok(cases)
 }
 
+/// How much of a step of this length the devices have nothing to do, in points of a hundred: what is left where their
+/// kernels, as long as they take alone, are taken off.
+fn idle_points(parts: &[Part], step: Duration) -> f64 {
+    let busy = parts.iter().flat_map(|part| part.actions.iter().chain([&part.update])).map(|took| took.wall);
+    let all = parts.len() as f64 * step.as_nanos() as f64;
+    100.0 * (1.0 - busy.sum::<u64>() as f64 / all.max(1.0))
+}
+
 /// The ideal of one step, from the times of its own turn by one of the clocks.
 ///
 /// By the threads' own time it is what would be if nothing else ran here. Where the two are far apart the
@@ -275,6 +292,14 @@ mod tests {
     fn part(actions: [u64; 4], update: u64) -> Part {
         let took = |wall| Took { wall, own: wall / 2 };
         Part { actions: actions.map(took).to_vec(), update: took(update), ..Part::default() }
+    }
+
+    #[test]
+    fn devices_are_idle_for_what_their_kernels_leave() {
+        let parts = [part([20, 20, 5, 5], 0), part([10, 10, 20, 20], 10)];
+        // 120 of 2 times 100, and of 2 times 60.
+        assert!((idle_points(&parts, Duration::from_nanos(100)) - 40.0).abs() < 1e-9);
+        assert!(idle_points(&parts, Duration::from_nanos(60)).abs() < 1e-9);
     }
 
     #[test]

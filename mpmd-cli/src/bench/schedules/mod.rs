@@ -20,7 +20,7 @@ use mpmd_core::pipeline::{Builtin, Costs, Loss, Microbatch, Pipeline, Schedule, 
 use mpmd_core::prelude::{MpmdArray, Program, f32s};
 
 use super::p2p::Carrier;
-use super::{Case, check_transport, run_as_job, show};
+use super::{Beside, Case, check_transport, run_as_job, show};
 use crate::schedule::{by_cost, is_by_cost, read_costs};
 use stage::{ELEMENTS, Passes, Waits, WaitsLast};
 
@@ -93,7 +93,7 @@ pub(super) fn schedules(args: &SchedulesArgs) -> Result<ExitCode> {
             args.transport.name()
         );
         let mut case = Case::micros("step", parameters, steps);
-        case.beside = Some(("simulated", 1e6 * planned.simulated()?));
+        case.beside = Some(Beside::Ratio("simulated", 1e6 * planned.simulated()?));
         cases.push(case);
     }
     p.finish()?;

@@ -40,6 +40,8 @@ mod module;
 #[cfg(feature = "cuda")]
 mod orphan;
 #[cfg(feature = "cuda")]
+pub mod plain;
+#[cfg(feature = "cuda")]
 mod turn;
 #[cfg(feature = "cuda")]
 mod warm;

@@ -1,0 +1,172 @@
+//! CUDA without the framework: what `cudarc` alone takes for a launch and for a copy.
+//!
+//! Benchmarks set the framework's figures against these; nothing else uses them. One stream, one thread, no events.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use cudarc::driver::{
+    CudaContext, CudaFunction, CudaSlice, CudaStream, DriverError, LaunchConfig, PinnedHostSlice,
+    PushKernelArg,
+};
+
+use super::error::CudaError;
+use super::gpu::cuda;
+use super::{found, nvrtc};
+
+/// A kernel that does as little as one can, and takes what a kernel of the framework's takes at least.
+const SOURCE: &str = r#"
+extern "C" __global__ void nothing(const float *x, float *y) {
+    if (threadIdx.x == 0) y[0] = x[0];
+}
+"#;
+
+/// Launches between two waits: fewer than the driver has room for, or the last ones wait for the first.
+const LAUNCHES: usize = 500;
+
+/// Bytes that a sample of copies moves at least, so that looking at the clock costs nothing.
+const SAMPLE_BYTES: usize = 1 << 30;
+
+/// Copies of a sample at most.
+const MOST_COPIES: usize = 1000;
+
+/// A graphics processor, used by hand.
+pub struct Plain {
+    context: Arc<CudaContext>,
+    stream: Arc<CudaStream>,
+}
+
+/// Which way a copy goes.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Way {
+    /// Within the device's memory.
+    OnDevice,
+    /// From pinned memory of the host.
+    In,
+    /// To pinned memory of the host.
+    Out,
+}
+
+impl Plain {
+    /// Opens the processor that the driver gives this number.
+    ///
+    /// # Errors
+    ///
+    /// Where there is no driver or no such processor, or it cannot be used.
+    pub fn open(ordinal: u32) -> Result<Self, CudaError> {
+        found().map_err(|error| CudaError::new("using CUDA by hand", "", error.to_string()))?;
+        let context = CudaContext::new(ordinal as usize).map_err(said("opening a device by hand"))?;
+        // SAFETY: all that is used lives in one stream, where order is given.
+        unsafe { context.disable_event_tracking() };
+        let stream = context.new_stream().map_err(said("making a stream by hand"))?;
+        Ok(Self { context, stream })
+    }
+
+    /// The time to issue one launch of a kernel that does nothing, so many times over.
+    ///
+    /// # Errors
+    ///
+    /// Where NVRTC is missing, or the device fails.
+    pub fn launches(&self, repeats: usize) -> Result<Vec<Duration>, CudaError> {
+        let kernel = self.kernel()?;
+        let doing = "launching by hand";
+        let x: CudaSlice<f32> = self.stream.alloc_zeros(1).map_err(said(doing))?;
+        let mut y: CudaSlice<f32> = self.stream.alloc_zeros(1).map_err(said(doing))?;
+        let shape = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (32, 1, 1), shared_mem_bytes: 0 };
+        let mut times = Vec::with_capacity(repeats);
+        // The first ones load the kernel.
+        for repeat in 0..=repeats {
+            let start = Instant::now();
+            for _ in 0..LAUNCHES {
+                let mut launch = self.stream.launch_builder(&kernel);
+                launch.arg(&x).arg(&mut y);
+                // SAFETY: the kernel takes these two arrays of an element each, and touches no other memory.
+                unsafe { launch.launch(shape) }.map_err(said(doing))?;
+            }
+            let took = start.elapsed() / LAUNCHES as u32;
+            self.stream.synchronize().map_err(said(doing))?;
+            if repeat > 0 {
+                times.push(took);
+            }
+        }
+        Ok(times)
+    }
+
+    /// The time of one copy of so many bytes, where nothing else runs, so many times over.
+    ///
+    /// # Errors
+    ///
+    /// Where there is too little memory, or the device fails.
+    pub fn copies(&self, way: Way, bytes: usize, repeats: usize) -> Result<Vec<Duration>, CudaError> {
+        let doing = "copying by hand";
+        let alloc = || self.stream.alloc_zeros::<u8>(bytes).map_err(said(doing));
+        let (mut one, other) = (alloc()?, if way == Way::OnDevice { Some(alloc()?) } else { None });
+        let mut host = if way == Way::OnDevice { None } else { Some(self.pinned(bytes)?) };
+        let rounds = (SAMPLE_BYTES / bytes.max(1)).clamp(1, MOST_COPIES);
+        let mut times = Vec::with_capacity(repeats);
+        for repeat in 0..=repeats {
+            self.stream.synchronize().map_err(said(doing))?;
+            let start = Instant::now();
+            for _ in 0..rounds {
+                match (&other, &mut host, way) {
+                    (Some(other), ..) => self.stream.memcpy_dtod(other, &mut one),
+                    (None, Some(host), Way::In) => self.stream.memcpy_htod(&*host, &mut one),
+                    (None, Some(host), _) => self.stream.memcpy_dtoh(&one, host),
+                    (None, None, _) => Ok(()),
+                }
+                .map_err(said(doing))?;
+            }
+            self.stream.synchronize().map_err(said(doing))?;
+            if repeat > 0 {
+                times.push(start.elapsed() / rounds as u32);
+            }
+        }
+        Ok(times)
+    }
+
+    fn kernel(&self) -> Result<CudaFunction, CudaError> {
+        let doing = "compiling a kernel by hand";
+        nvrtc().map_err(|error| CudaError::new(doing, "", error.to_string()))?;
+        let ptx = cudarc::nvrtc::compile_ptx(SOURCE);
+        let ptx = ptx.map_err(|error| CudaError::new(doing, "", format!("{error:?}")))?;
+        let module = self.context.load_module(ptx).map_err(said(doing))?;
+        module.load_function("nothing").map_err(said(doing))
+    }
+
+    /// Memory of the host that stays in its place, and that the processor may read as fast as it writes it.
+    fn pinned(&self, bytes: usize) -> Result<PinnedHostSlice<u8>, CudaError> {
+        // SAFETY: nobody reads what is in it, but to copy it; every byte pattern is a `u8`.
+        unsafe { self.context.alloc_pinned_with_flags(bytes, 0) }.map_err(said("pinning memory by hand"))
+    }
+}
+
+fn said(doing: &'static str) -> impl Fn(DriverError) -> CudaError {
+    move |error| cuda(doing, error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_a_driver_it_is_an_error_and_with_one_everything_takes_time() {
+        let plain = match Plain::open(0) {
+            Ok(plain) => plain,
+            Err(error) => {
+                println!("skipped: {error}");
+                assert!(found().is_err() && error.to_string().contains("CUDA driver"), "{error}");
+                return;
+            }
+        };
+        for way in [Way::OnDevice, Way::In, Way::Out] {
+            let times = plain.copies(way, 1 << 20, 2).unwrap();
+            assert!(
+                times.len() == 2 && times.iter().all(|time| *time > Duration::ZERO),
+                "{way:?}: {times:?}"
+            );
+        }
+        if nvrtc().is_ok() {
+            assert_eq!(plain.launches(3).unwrap().len(), 3);
+        }
+    }
+}

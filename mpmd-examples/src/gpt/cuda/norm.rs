@@ -1,0 +1,226 @@
+//! Layer norm: [`norm`](crate::gpt::norm) on a CUDA device.
+
+use mpmd_core::cuda::Part;
+use mpmd_core::prelude::*;
+
+use super::device::{Device, size};
+use super::sums::add_column_sums;
+
+/// Rows that are normalised.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rows {
+    /// How many.
+    pub(crate) rows: usize,
+    /// Their columns: at least one.
+    pub(crate) width: usize,
+}
+
+impl Rows {
+    /// As kernels are told it.
+    fn sizes(self) -> Result<(u32, u32, f32)> {
+        Ok((size(self.rows)?, size(self.width)?, (1.0 / self.width as f64) as f32))
+    }
+}
+
+/// What [`norm_forward`] writes; the same as on the host.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct NormOutputs<'a> {
+    /// `[rows, width]`.
+    pub(crate) hat: Part<'a>,
+    /// `[rows]`.
+    pub(crate) inv_std: Part<'a>,
+    /// `[rows, width]`.
+    pub(crate) out: Part<'a>,
+}
+
+/// What a block's path is joined by before the norm: `y = x + (branch + bias)`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Join<'a> {
+    pub(crate) y: Part<'a>,
+    pub(crate) branch: Part<'a>,
+    pub(crate) bias: Part<'a>,
+}
+
+/// Normalises the rows of `x`.
+pub(crate) fn norm_forward(
+    device: Device<'_>,
+    shape: Rows,
+    outputs: NormOutputs<'_>,
+    x: Part<'_>,
+    (gain, bias): (Part<'_>, Part<'_>),
+) -> Result<()> {
+    let NormOutputs { hat, inv_std, out } = outputs;
+    let (rows, width, share) = shape.sizes()?;
+    device.rows(
+        "norm_forward",
+        shape.rows,
+        &[
+            hat.into(),
+            inv_std.into(),
+            out.into(),
+            x.into(),
+            gain.into(),
+            bias.into(),
+            rows.into(),
+            width.into(),
+            share.into(),
+        ],
+    )
+}
+
+/// Joins the branch to the path and normalises what comes out.
+pub(crate) fn branch_norm_forward(
+    device: Device<'_>,
+    shape: Rows,
+    outputs: NormOutputs<'_>,
+    x: Part<'_>,
+    join: Join<'_>,
+    (gain, bias): (Part<'_>, Part<'_>),
+) -> Result<()> {
+    let NormOutputs { hat, inv_std, out } = outputs;
+    let Join { y, branch, bias: branch_bias } = join;
+    let (rows, width, share) = shape.sizes()?;
+    device.rows(
+        "branch_norm_forward",
+        shape.rows,
+        &[
+            y.into(),
+            hat.into(),
+            inv_std.into(),
+            out.into(),
+            x.into(),
+            branch.into(),
+            branch_bias.into(),
+            gain.into(),
+            bias.into(),
+            rows.into(),
+            width.into(),
+            share.into(),
+        ],
+    )
+}
+
+/// `y += branch + bias`.
+pub(crate) fn add_branch(
+    device: Device<'_>,
+    shape: Rows,
+    y: Part<'_>,
+    branch: Part<'_>,
+    bias: Part<'_>,
+) -> Result<()> {
+    let (rows, width, _) = shape.sizes()?;
+    let args = [y.into(), branch.into(), bias.into(), rows.into(), width.into()];
+    device.rows("add_branch", shape.rows, &args)
+}
+
+/// `dx = base +` the gradient of the norm's input, from `d_out`, that of its result.
+pub(crate) fn norm_backward_input(
+    device: Device<'_>,
+    shape: Rows,
+    dx: Part<'_>,
+    base: Option<Part<'_>>,
+    d_out: Part<'_>,
+    (hat, inv_std, gain): (Part<'_>, Part<'_>, Part<'_>),
+) -> Result<()> {
+    let (rows, width, share) = shape.sizes()?;
+    device.rows(
+        "norm_backward_input",
+        shape.rows,
+        &[
+            dx.into(),
+            // Where there is none it is not looked at.
+            base.unwrap_or(dx).into(),
+            u32::from(base.is_some()).into(),
+            d_out.into(),
+            hat.into(),
+            inv_std.into(),
+            gain.into(),
+            rows.into(),
+            width.into(),
+            share.into(),
+        ],
+    )
+}
+
+/// *Adds* the gradients of gain and bias.
+pub(crate) fn norm_backward_weight(
+    device: Device<'_>,
+    shape: Rows,
+    (d_gain, d_bias): (Part<'_>, Part<'_>),
+    d_out: Part<'_>,
+    hat: Part<'_>,
+) -> Result<()> {
+    add_column_sums(device, (shape.rows, shape.width), d_bias, d_out, Some((d_gain, hat)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gpt::cuda::testing::{array, assert_near, floats, floats_on_device, gpu_test};
+    use crate::gpt::norm as host;
+
+    /// Rows that fill no block, of columns that fill no warp.
+    const SHAPE: Rows = Rows { rows: 13, width: 43 };
+    const ELEMENTS: usize = 13 * 43;
+
+    gpu_test! {
+        fn rows_are_normalised_as_on_the_host() {
+            let (x, branch) = (floats(ELEMENTS, 1), floats(ELEMENTS, 2));
+            let [gain, bias, branch_bias] = [3, 4, 5].map(|seed| floats(SHAPE.width, seed));
+            let forward = |x: &[f32]| {
+                let (mut hat, mut inv_std, mut out) = (x.to_vec(), vec![0.0; SHAPE.rows], x.to_vec());
+                let outputs =
+                    host::NormOutputs { hat: &mut hat, inv_std: &mut inv_std, out: &mut out };
+                host::norm_forward(outputs, x, &gain, &bias);
+                [hat, inv_std, out]
+            };
+            let joined: Vec<f32> = (0..ELEMENTS).map(|i| x[i] + (branch[i] + branch_bias[i % SHAPE.width])).collect();
+            let inputs = vec![array(&x), array(&branch), array(&branch_bias), array(&gain), array(&bias)];
+            let lens = [ELEMENTS, SHAPE.rows, ELEMENTS, ELEMENTS, ELEMENTS, SHAPE.rows, ELEMENTS, ELEMENTS];
+            let found = floats_on_device(inputs, &lens, |device, x, y| {
+                let outputs = |at: usize| NormOutputs { hat: y[at], inv_std: y[at + 1], out: y[at + 2] };
+                norm_forward(device, SHAPE, outputs(0), x[0], (x[3], x[4]))?;
+                let join = Join { y: y[3], branch: x[1], bias: x[2] };
+                branch_norm_forward(device, SHAPE, outputs(4), x[0], join, (x[3], x[4]))?;
+                device.cuda().copy(x[0], y[7])?;
+                add_branch(device, SHAPE, y[7], x[1], x[2])
+            });
+            let expected = [&forward(&x)[..], std::slice::from_ref(&joined), &forward(&joined), &[joined.clone()]].concat();
+            for (name, (found, expected)) in
+                ["hat", "inv_std", "out", "y", "hat of y", "inv_std of y", "out of y", "sum"].iter().zip(found.iter().zip(&expected))
+            {
+                assert_near(name, found, expected);
+            }
+        }
+    }
+
+    gpu_test! {
+        fn gradients_of_a_norm_are_those_of_the_host() {
+            let (d_out, hat, base) = (floats(ELEMENTS, 1), floats(ELEMENTS, 2), floats(ELEMENTS, 3));
+            let (inv_std, gain) = (floats(SHAPE.rows, 4), floats(SHAPE.width, 5));
+            let (before_gain, before_bias) = (floats(SHAPE.width, 6), floats(SHAPE.width, 7));
+            let mut added = base.clone();
+            host::norm_backward_input(&mut added, &d_out, &hat, &inv_std, &gain);
+            let mut alone = vec![0.0; ELEMENTS];
+            host::norm_backward_input(&mut alone, &d_out, &hat, &inv_std, &gain);
+            let (mut d_gain, mut d_bias) = (before_gain.clone(), before_bias.clone());
+            host::norm_backward_weight(&mut d_gain, &mut d_bias, &d_out, &hat);
+            let inputs = [&d_out, &hat, &base, &inv_std, &gain, &before_gain, &before_bias];
+            let inputs = inputs.into_iter().map(|values| array(values)).collect();
+            let lens = [ELEMENTS, ELEMENTS, SHAPE.width, SHAPE.width];
+            let found = floats_on_device(inputs, &lens, |device, x, y| {
+                let kept = (x[1], x[3], x[4]);
+                norm_backward_input(device, SHAPE, y[0], Some(x[2]), x[0], kept)?;
+                norm_backward_input(device, SHAPE, y[1], None, x[0], kept)?;
+                device.cuda().copy(x[5], y[2])?;
+                device.cuda().copy(x[6], y[3])?;
+                norm_backward_weight(device, SHAPE, (y[2], y[3]), x[0], x[1])
+            });
+            for (name, (found, expected)) in
+                ["added", "alone", "gain", "bias"].iter().zip(found.iter().zip([added, alone, d_gain, d_bias]))
+            {
+                assert_near(name, found, &expected);
+            }
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! What the tests of this module share: work on a CUDA device, beside what the host computes.
+
+use mpmd_core::Program;
+use mpmd_core::aval::{DType, Element, HostArray};
+use mpmd_core::cuda::{Math, Part, Source};
+use mpmd_core::prelude::*;
+use mpmd_core::topology::DeviceKind;
+
+use super::{Device, KERNELS, device};
+use crate::gpt::testing::random;
+
+/// A test of work on a CUDA device: a real one where there is one that tests may use, else the driver in software.
+macro_rules! gpu_test {
+    ($(#[$meta:meta])* fn $name:ident() $body:block) => {
+        $(#[$meta])*
+        #[test]
+        fn $name() {
+            if softcuda::again!("MPMD_CUDA_CACHE" = "") {
+                return;
+            }
+            $body
+        }
+    };
+}
+pub(super) use gpu_test;
+
+/// Work that a test gives a device: its inputs and its outputs, in their order.
+trait Work: Fn(Device<'_>, &[Part<'_>], &[Part<'_>]) -> Result<()> + Send + Sync + 'static {}
+
+impl<F: Fn(Device<'_>, &[Part<'_>], &[Part<'_>]) -> Result<()> + Send + Sync + 'static> Work for F {}
+
+/// A kernel that is such work.
+struct Test<F> {
+    outputs: Vec<ShapedArray>,
+    work: F,
+}
+
+impl<F: Work> Kernel for Test<F> {
+    type In = Vec<MpmdArray>;
+    type Out = Vec<MpmdArray>;
+
+    fn infer(&self, _: &Vec<ShapedArray>) -> Result<Signature<Vec<ShapedArray>>> {
+        Ok(Signature::new(self.outputs.clone()))
+    }
+
+    fn run(&self, cx: &mut Context<'_>, x: Vec<View<'_>>, mut y: Vec<ViewMut<'_>>) -> Result<()> {
+        let device = device::<f32>(cx, Math::F32)?.expect("the test's device is a CUDA device");
+        let x: Vec<Part<'_>> = x.iter().map(Part::from).collect();
+        let y: Vec<Part<'_>> = y.iter_mut().map(Part::from).collect();
+        (self.work)(device, &x, &y)
+    }
+
+    fn cuda(&self) -> Vec<&'static Source> {
+        vec![&KERNELS]
+    }
+}
+
+/// What `work` makes of `inputs` on a CUDA device: arrays of these dtypes and lengths.
+///
+/// # Panics
+///
+/// Where it fails.
+pub(super) fn on_device(
+    inputs: Vec<MpmdArray>,
+    outputs: &[(DType, usize)],
+    work: impl Fn(Device<'_>, &[Part<'_>], &[Part<'_>]) -> Result<()> + Send + Sync + 'static,
+) -> Vec<HostArray> {
+    let run = || -> Result<Vec<HostArray>> {
+        let mut p = Program::builder().device_kinds(&[DeviceKind::Cuda]).alone()?;
+        let mesh = p.mesh(&[("only", 1)])?;
+        let outputs = outputs.iter().map(|(dtype, len)| ShapedArray::new(&[*len], *dtype)).collect();
+        let test = p.jit(Test { outputs, work }).on(&mesh).outputs(mesh.replicated()).build()?;
+        let outputs = test.call(&mut p, inputs)?;
+        let outputs = outputs.iter().map(|output| Ok(output.to_host()?.expect("one process")));
+        let outputs = outputs.collect::<Result<Vec<_>>>()?;
+        p.finish()?;
+        Ok(outputs)
+    };
+    run().unwrap()
+}
+
+/// The same where all outputs are floats, of these lengths.
+pub(super) fn floats_on_device(
+    inputs: Vec<MpmdArray>,
+    outputs: &[usize],
+    work: impl Fn(Device<'_>, &[Part<'_>], &[Part<'_>]) -> Result<()> + Send + Sync + 'static,
+) -> Vec<Vec<f32>> {
+    let outputs: Vec<(DType, usize)> = outputs.iter().map(|len| (DType::F32, *len)).collect();
+    on_device(inputs, &outputs, work).iter().map(|output| output.to_vec::<f32>().unwrap()).collect()
+}
+
+/// Values as an input.
+pub(super) fn array<T: Element>(values: &[T]) -> MpmdArray {
+    MpmdArray::from_slice(&[values.len()], values).unwrap()
+}
+
+/// Floats in `[-1, 1)`, the same for the same seed.
+pub(super) fn floats(len: usize, seed: u64) -> Vec<f32> {
+    random(len, seed).into_iter().map(|value| value as f32).collect()
+}
+
+/// Checks that two arrays differ by no more than sums in another order do.
+///
+/// # Panics
+///
+/// Where they differ by more.
+pub(super) fn assert_near(name: &str, found: &[f32], expected: &[f32]) {
+    assert_eq!(found.len(), expected.len(), "elements of {name}");
+    for (at, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let near = (found - expected).abs() <= 2e-5 * (1.0 + expected.abs());
+        assert!(near, "{name}[{at}]: {found}, not {expected}");
+    }
+}

@@ -1,0 +1,166 @@
+//! The programs on CUDA devices as a user starts them: on the driver in software, or with `MPMD_TEST_GPU=1` on a real one.
+
+use std::fs::File;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use mpmd_core::backend::cuda::{NoCuda, found};
+
+/// Far above what any of these needs, also on a machine that does other things.
+const DEADLINE: Duration = Duration::from_secs(90);
+
+/// Whether the test has nothing to do here: it was run again with a driver, or the back end is not built.
+macro_rules! elsewhere {
+    () => {
+        if matches!(found(), Err(NoCuda::NotBuilt)) {
+            eprintln!("skipped: this test was built without the feature `cuda`");
+            true
+        } else {
+            softcuda::again!("MPMD_CUDA_CACHE" = "")
+        }
+    };
+}
+
+/// Ends the child where a test ends before it does; the processes it has started end with it.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // Both fail where it has ended already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+struct Ended {
+    code: Option<i32>,
+    out: String,
+    err: String,
+}
+
+fn run(folder: &Path, program: &str, args: &[&str]) -> Ended {
+    let file = |name: &str| File::create(folder.join(name)).unwrap();
+    let mut command = Command::new(program);
+    command.args(args).stdin(Stdio::null()).stdout(file("out")).stderr(file("err"));
+    // Whatever launcher may have started the tests, these are jobs of their own.
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().starts_with("MPMD_") {
+            command.env_remove(name);
+        }
+    }
+    // What kernels were compiled to stays with the test.
+    command.env("MPMD_CUDA_CACHE", folder.join("cache"));
+    let (mut child, start) = (Running(command.spawn().unwrap()), Instant::now());
+    let code = loop {
+        if let Some(status) = child.0.try_wait().unwrap() {
+            break status.code();
+        }
+        assert!(start.elapsed() < DEADLINE, "{program} {args:?} still runs after {DEADLINE:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    let [out, err] = ["out", "err"].map(|name| std::fs::read_to_string(folder.join(name)).unwrap());
+    Ended { code, out, err }
+}
+
+fn count(text: &str, of: &str) -> usize {
+    text.lines().filter(|line| line.contains(of)).count()
+}
+
+#[test]
+fn training_takes_the_devices_that_it_is_told() {
+    if elsewhere!() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let text = folder.path().join("text");
+    std::fs::write(&text, "one two three four five six seven eight nine ten ".repeat(400)).unwrap();
+    let file = folder.path().join("losses");
+    let sizes =
+        "--layers 2 --width 8 --heads 2 --time 8 --batch 2 --microbatches 2 --stages 2 --steps 3 --sample 2";
+    let losses = |args: &[&str], devices: &str| -> Vec<f64> {
+        let files = [text.to_str().unwrap(), "--losses-out", file.to_str().unwrap()];
+        let args: Vec<&str> = sizes.split(' ').chain(args.iter().copied()).chain(files).collect();
+        let Ended { code, out, err } = run(folder.path(), env!("CARGO_BIN_EXE_train_gpt"), &args);
+        assert_eq!(code, Some(0), "{args:?}:\n{out}\n{err}");
+        assert_eq!(count(&out, &format!("devices: {devices}")), 1, "{out}");
+        let losses = std::fs::read_to_string(&file).unwrap();
+        losses.lines().map(|line| line.split(' ').nth(1).unwrap().parse().unwrap()).collect()
+    };
+    let expected = losses(&["--processes", "1"], "cpu");
+    assert_eq!(expected.len(), 3);
+    for (args, devices) in [
+        (["--processes", "2", "--device", "cuda"], "cuda; cuda multiplies in f32"),
+        (["--processes", "2", "--device", "cpu,cuda"], "cpu, cuda, by process; cuda multiplies in f32"),
+    ] {
+        for (found, expected) in losses(&args, devices).iter().zip(&expected) {
+            assert!((found - expected).abs() < 1e-4, "{args:?}: {found}, not {expected}");
+        }
+    }
+    let coarse =
+        losses(&["--processes", "1", "--device", "cuda", "--math", "bf16"], "cuda; cuda multiplies in bf16");
+    for (found, expected) in coarse.iter().zip(&expected) {
+        assert!((found - expected).abs() < 0.05, "bf16: {found}, not {expected}");
+    }
+    assert_ne!(coarse, expected);
+}
+
+#[test]
+fn other_programs_run_on_such_devices_or_say_that_they_do_not() {
+    if elsewhere!() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    for (device, processes) in [("cuda", "1"), ("cuda", "2"), ("cpu,cuda", "2")] {
+        let args = [
+            "--rows",
+            "32",
+            "--columns",
+            "100",
+            "--rounds",
+            "1",
+            "--processes",
+            processes,
+            "--device",
+            device,
+        ];
+        let Ended { code, out, err } = run(folder.path(), env!("CARGO_BIN_EXE_basic"), &args);
+        assert_eq!(code, Some(0), "{args:?}: {err}");
+        assert_eq!(
+            (count(&out, "a2 is 2.0 everywhere"), count(&out, "b2 is 4.0 everywhere")),
+            (1, 1),
+            "{out}"
+        );
+        let args = ["--width", "24", "--processes", processes, "--device", device];
+        let Ended { code, out, err } = run(folder.path(), env!("CARGO_BIN_EXE_reshard"), &args);
+        assert_eq!(code, Some(0), "{args:?}: {err}");
+        assert_eq!(out.matches("values proved").count().to_string(), processes, "{out}");
+    }
+    for program in
+        [env!("CARGO_BIN_EXE_overlap"), env!("CARGO_BIN_EXE_pipeline"), env!("CARGO_BIN_EXE_train_mlp")]
+    {
+        let Ended { code, err, .. } = run(folder.path(), program, &["--device", "cuda"]);
+        assert_eq!(code, Some(1), "{err}");
+        assert_eq!(count(&err, "has kernels for devices of kind cpu alone"), 1, "{err}");
+        let Ended { code, err, .. } = run(folder.path(), program, &["--device", "cpu,gpu"]);
+        assert_eq!(code, Some(2), "{err}");
+        assert!(err.contains("cpu or cuda"), "{err}");
+    }
+}
+
+/// Nothing is hidden here: where the machine has graphics processors there is nothing to see.
+#[test]
+fn a_training_without_a_driver_ends_with_what_was_looked_for() {
+    if found().is_ok() {
+        eprintln!("skipped: this machine has a CUDA driver");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    for processes in ["1", "2"] {
+        let args = ["--device", "cuda", "--stages", "2", "--processes", processes];
+        let Ended { code, err, .. } = run(folder.path(), env!("CARGO_BIN_EXE_train_gpt"), &args);
+        assert_eq!(code, Some(1), "{err}");
+        assert!(err.contains("no CUDA driver found"), "{err}");
+        assert!(!err.contains("panicked"), "{err}");
+    }
+}

@@ -1,0 +1,164 @@
+//! The transformer on CUDA devices, beside the host's processors: on the driver in software, or with `MPMD_TEST_GPU=1` on a
+//! real one.
+
+use std::sync::Arc;
+
+use mpmd_core::Simulation;
+use mpmd_core::backend::cuda::{NoCuda, found};
+use mpmd_core::prelude::*;
+use mpmd_core::topology::DeviceKind::{self, Cpu, Cuda};
+use mpmd_examples::gpt::adamw::WarmupCosine;
+use mpmd_examples::gpt::params::Model;
+use mpmd_examples::gpt::train::{Config, Trainer, train};
+use mpmd_examples::math::random_bits;
+use mpmd_examples::text::Text;
+
+/// What the losses of the same steps may differ by: sums have another order there.
+const TOLERANCE: f64 = 1e-4;
+
+const STEPS: u64 = 5;
+
+/// Whether the test has nothing to do here: it was run again with a driver, or the back end is not built.
+macro_rules! elsewhere {
+    () => {
+        if matches!(found(), Err(NoCuda::NotBuilt)) {
+            eprintln!("skipped: this test was built without the feature `cuda`");
+            true
+        } else {
+            softcuda::again!("MPMD_CUDA_CACHE" = "")
+        }
+    };
+}
+
+fn tiny() -> Config {
+    Config {
+        model: Model { layers: 4, width: 8, heads: 2, hidden: 12, time: 6 },
+        batch: 2,
+        microbatches: 3,
+        rates: WarmupCosine { peak: 1e-2, floor: 1e-3, warmup: 2, total: STEPS },
+        // Every step clips, so that the norm is part of what is compared.
+        clip: 0.5,
+        ..Config::default()
+    }
+}
+
+/// Text with an order to be learnt.
+fn text() -> Arc<Text> {
+    let words = ["one ", "two ", "three ", "four ", "five ", "six "];
+    let text: String = (0..12_000).map(|i| words[(random_bits(5, i / 3) % 3 + i % 3) as usize]).collect();
+    Arc::new(Text::of_files(&[text.into_bytes()]).unwrap())
+}
+
+/// What a training came to, on process 0.
+#[derive(Debug, PartialEq)]
+struct Trained {
+    /// Loss and norm of each step, one after the other.
+    steps: Vec<f64>,
+    held_out: f64,
+    /// What the model continues a prompt with, by the likeliest bytes.
+    sample: Vec<u8>,
+}
+
+/// Trains on as many processes as there are kinds.
+fn trained(config: &Config, kinds: &[DeviceKind]) -> Trained {
+    let text = text();
+    let simulation = Simulation::new(kinds.len(), config.devices());
+    let results = simulation.settings(|settings| settings.device_kinds(kinds)).run(|p| {
+        let mut trainer = Trainer::<f32>::new(p, &text, config)?;
+        let mut steps = Vec::new();
+        let more = |step: u64| (step < STEPS).then(|| config.rates.rate(step + 1));
+        train(p, &mut trainer, more, |report| steps.extend([report.loss, report.norm]))?;
+        let held_out = trainer.held_out_loss(p)?;
+        let sample = trainer.sample(p, b"one two ", 3, |logits, _| {
+            let likeliest =
+                (0..=255u8).max_by(|a, b| logits[usize::from(*a)].total_cmp(&logits[usize::from(*b)]));
+            likeliest.expect("there are bytes")
+        })?;
+        Ok((steps, held_out, sample))
+    });
+    let mut results: Vec<_> = results.into_iter().map(|result| result.unwrap()).collect();
+    let (steps, held_out, sample) = results.swap_remove(0);
+    assert_eq!(steps.len() as u64, 2 * STEPS);
+    Trained { steps, held_out: held_out.expect("some text is held out"), sample }
+}
+
+fn assert_near(what: &str, found: &Trained, expected: &Trained) {
+    let pairs = found.steps.iter().zip(&expected.steps);
+    for (at, (found, expected)) in pairs.chain([(&found.held_out, &expected.held_out)]).enumerate() {
+        let near = (found - expected).abs() < TOLERANCE * expected.abs().max(1.0);
+        assert!(near, "{what}: number {at} is {found}, not {expected}");
+    }
+}
+
+#[test]
+fn losses_are_near_those_of_the_host_however_the_model_is_divided() {
+    if elsewhere!() {
+        return;
+    }
+    let expected = trained(&Config { stages: 1, ..tiny() }, &[Cpu]);
+    let mut alone = None;
+    for (stages, processes) in [(1, 1), (4, 1), (2, 2), (4, 4)] {
+        let config = Config { stages, ..tiny() };
+        let found = trained(&config, &vec![Cuda; processes]);
+        assert_near(&format!("{stages} stages, {processes} processes"), &found, &expected);
+        assert_eq!(found.sample, expected.sample);
+        // No sum depends on who comes first, or on how the blocks are divided.
+        let alone = alone.get_or_insert_with(|| trained(&Config { stages: 1, ..tiny() }, &[Cuda]));
+        assert_eq!(&found, alone, "{stages} stages, {processes} processes: the same bits");
+    }
+}
+
+#[test]
+fn stages_on_both_kinds_of_devices_are_one_pipeline() {
+    if elsewhere!() {
+        return;
+    }
+    let expected = trained(&Config { stages: 1, ..tiny() }, &[Cpu]);
+    let config = Config { stages: 4, ..tiny() };
+    for kinds in [&[Cpu, Cuda][..], &[Cuda, Cpu], &[Cuda, Cpu, Cpu, Cuda]] {
+        assert_near(&format!("{kinds:?}"), &trained(&config, kinds), &expected);
+    }
+}
+
+#[test]
+fn schedules_that_split_or_repeat_passes_give_the_same() {
+    if elsewhere!() {
+        return;
+    }
+    let tiny = || Config { microbatches: 4, ..tiny() };
+    let expected = trained(&Config { stages: 1, ..tiny() }, &[Cpu]);
+    let config = Config { stages: 2, recompute: true, ..tiny() };
+    assert_near("recompute", &trained(&config, &[Cuda]), &expected);
+    let config = Config { stages: 4, chunks: 2, schedule: "zbv".to_owned(), ..tiny() };
+    assert_near("zbv", &trained(&config, &[Cuda, Cuda]), &expected);
+}
+
+#[test]
+fn stages_on_several_devices_give_the_same() {
+    if elsewhere!() {
+        return;
+    }
+    let expected = trained(&Config { stages: 1, ..tiny() }, &[Cpu]);
+    for (fsdp, tensor_parallel) in [(1, 2), (2, 1), (2, 2)] {
+        let config = Config { stages: 2, fsdp, tensor_parallel, ..tiny() };
+        for kinds in [&[Cuda][..], &[Cuda, Cuda]] {
+            let what = format!("{fsdp} x {tensor_parallel}, {} processes", kinds.len());
+            assert_near(&what, &trained(&config, kinds), &expected);
+        }
+    }
+}
+
+#[test]
+fn doubles_are_for_the_host() {
+    if elsewhere!() {
+        return;
+    }
+    let (text, config) = (text(), Config { stages: 1, ..tiny() });
+    let simulation = Simulation::new(1, 1).settings(|settings| settings.device_kinds(&[Cuda]));
+    let results = simulation.run(|p| {
+        let mut trainer = Trainer::<f64>::new(p, &text, &config)?;
+        train(p, &mut trainer, |step| (step < 1).then_some(1e-3), |_| {})
+    });
+    let error = results.into_iter().next().unwrap().unwrap_err().to_string();
+    assert!(error.contains("computed in f32, not in f64"), "{error}");
+}

@@ -1,0 +1,234 @@
+//! `cargo xtask gpu`: everything that needs a graphics processor, in one go, with one table at its end.
+//!
+//! Builds for speed with the feature `cuda`, looks at the machine, runs the tests that are for graphics processors on the
+//! real ones, runs programs under compute-sanitizer where that is installed, measures, and sets what was found
+//! beside what was asked for. With `--software` it does the same on the tests' own driver, small and in debug builds:
+//! that shows that this command works, and its figures mean nothing.
+
+mod command;
+mod driver;
+mod figures;
+mod table;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use serde_json::Value;
+
+use crate::steps::{answers, run};
+use command::captured;
+use figures::{Benchmark, judge};
+use table::{Row, Verdict};
+
+/// The status of a run where there is nothing to run on.
+const NO_DRIVER: u8 = 2;
+
+/// How long one benchmark, or one program under the sanitizer, may take.
+const LONG: Duration = Duration::from_secs(600);
+
+/// How long looking at the machine may take: drivers start slowly where nothing else has them loaded.
+const LOOK: Duration = Duration::from_secs(60);
+
+/// What the sanitizer ends with where it has found something.
+const FOUND: i32 = 86;
+
+/// On what everything runs.
+#[derive(Clone, Debug, Eq, PartialEq)]
+enum Ground {
+    /// Real graphics processors.
+    Gpu,
+    /// The tests' own driver, which lies in this folder under the names of CUDA's libraries.
+    Software(PathBuf),
+}
+
+/// Runs all of it in the workspace at `root`; by default on real graphics processors. The status says whether all has
+/// passed, 2 where there is no driver.
+///
+/// # Errors
+///
+/// Fails where nothing can be built, or a program of ours cannot be started.
+pub(crate) fn gpu(root: &Path, software: bool) -> anyhow::Result<ExitCode> {
+    let target = target()?;
+    if !software && let Some(why) = driver::why_none() {
+        eprintln!("{why}; nothing was built or run. `cargo xtask gpu --software` tries the command itself");
+        return Ok(ExitCode::from(NO_DRIVER));
+    }
+    let ground = if software { Ground::Software(target.join("softcuda")) } else { Ground::Gpu };
+    build(root, &target, &ground)?;
+    let place = Place { root, programs: target.join(ground.profile()), ground: &ground };
+    let seen = match place.look()? {
+        Ok(seen) => seen,
+        Err(why) => {
+            eprintln!("{why}; nothing was run");
+            return Ok(ExitCode::from(NO_DRIVER));
+        }
+    };
+    let mut rows = vec![Row::told("processors", seen)];
+    rows.push(place.tests());
+    rows.extend(place.sanitized());
+    for benchmark in figures::BENCHMARKS {
+        rows.extend(place.measured(benchmark));
+    }
+    println!("\n{}", table::text(&rows, software));
+    let passed = rows.iter().all(|row| row.verdict != Verdict::Failed);
+    Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+impl Ground {
+    /// The folder of programs that are built for it.
+    fn profile(&self) -> &'static str {
+        if *self == Self::Gpu { "release" } else { "debug" }
+    }
+
+    /// Adds what makes a program run on it.
+    fn set<'a>(&self, command: &'a mut Command) -> &'a mut Command {
+        match self {
+            // Tests that bring their own driver leave it at home.
+            Self::Gpu => command.env("MPMD_TEST_GPU", "1"),
+            Self::Software(folder) => command.env("LD_LIBRARY_PATH", folder).env_remove("MPMD_TEST_GPU"),
+        }
+    }
+}
+
+/// Where cargo puts what it builds: this program is one of it, in the folder of its profile.
+fn target() -> anyhow::Result<PathBuf> {
+    let this = std::env::current_exe().context("finding this program")?;
+    let folder = this.parent().and_then(Path::parent).context("this program lies in no folder of cargo's")?;
+    Ok(folder.to_owned())
+}
+
+fn build(root: &Path, target: &Path, ground: &Ground) -> anyhow::Result<()> {
+    let mut command = Command::new(cargo());
+    command.current_dir(root).args(["build", "--bins"]).args(PACKAGES).args(["--features", "cuda"]);
+    if *ground == Ground::Gpu {
+        command.arg("--release");
+    }
+    run(&mut command)?;
+    if let Ground::Software(folder) = ground {
+        run(Command::new(cargo()).current_dir(root).args(["build", "--package", "softcuda"]))?;
+        driver::install(&target.join(ground.profile()), folder)?;
+    }
+    Ok(())
+}
+
+/// Those with programs or tests for graphics processors.
+const PACKAGES: [&str; 8] = [
+    "--package",
+    "mpmd-core",
+    "--package",
+    "mpmd-cli",
+    "--package",
+    "mpmd-examples",
+    "--package",
+    "mpmd-tests",
+];
+
+fn cargo() -> std::ffi::OsString {
+    std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
+}
+
+/// Where programs are run, and on what.
+struct Place<'a> {
+    root: &'a Path,
+    programs: PathBuf,
+    ground: &'a Ground,
+}
+
+impl Place<'_> {
+    /// A program of ours; the path is whole, as other programs are given it.
+    fn program(&self, name: &str) -> Command {
+        let mut command = Command::new(self.programs.join(name));
+        self.ground.set(command.current_dir(self.root));
+        command
+    }
+
+    /// What `mpmd doctor` finds of CUDA, or why it finds none.
+    fn look(&self) -> anyhow::Result<Result<String, String>> {
+        let mut doctor = self.program("mpmd");
+        let said = captured(doctor.args(["doctor", "--device", "cuda", "--json"]), LOOK)?;
+        let said: Value = serde_json::from_str(&said.stdout).context("`mpmd doctor --json` says no JSON")?;
+        Ok(figures::seen(&said))
+    }
+
+    fn tests(&self) -> Row {
+        let what = "tests for graphics processors";
+        let mut command = Command::new(cargo());
+        command.current_dir(self.root);
+        // By name: every such test has `cuda` in its own, its module's or its file's.
+        if answers("cargo-nextest", &["nextest", "--version"]) {
+            command.args(["nextest", "run"]).args(PACKAGES).args(["--features", "cuda"]);
+            command.args(["--filterset", "test(/cuda/) + binary(/cuda/)"]);
+        } else {
+            command.args(["test"]).args(PACKAGES).args(["--features", "cuda", "--lib", "--bins", "--tests"]);
+        }
+        if *self.ground == Ground::Gpu {
+            command.arg("--release");
+        }
+        if !answers("cargo-nextest", &["nextest", "--version"]) {
+            command.arg("cuda");
+        }
+        // Their own driver's place, where they need one, they know themselves.
+        if *self.ground == Ground::Gpu {
+            self.ground.set(&mut command);
+        }
+        match run(&mut command) {
+            Ok(()) => Row::passed(what, "all pass", "all passed"),
+            Err(error) => Row::failed(what, "all pass", format!("{error:#}")),
+        }
+    }
+
+    /// Programs under compute-sanitizer's checks, for memory and for races within kernels.
+    fn sanitized(&self) -> Vec<Row> {
+        const SANITIZER: &str = "compute-sanitizer";
+        let there = *self.ground == Ground::Gpu && answers(SANITIZER, &["--version"]);
+        let mut rows = Vec::new();
+        for tool in ["memcheck", "racecheck"] {
+            for (name, program) in figures::SANITIZED {
+                let (what, asked) = (format!("{tool}: {name}"), "clean");
+                if !there {
+                    rows.push(Row::not_run(what, asked, format!("{SANITIZER} is not installed")));
+                    continue;
+                }
+                let mut command = Command::new(SANITIZER);
+                self.ground.set(command.current_dir(self.root));
+                command.args(["--tool", tool, "--target-processes", "all"]);
+                command.args(["--error-exitcode", &FOUND.to_string()]);
+                command.arg(self.programs.join("mpmd")).args(["run", "--device", "cuda", "-n"]);
+                command.args([program[0], "--"]).arg(self.programs.join(program[1])).args(&program[2..]);
+                rows.push(match captured(&mut command, LONG) {
+                    Ok(said) if said.code == Some(0) => Row::passed(what, asked, "clean"),
+                    Ok(said) => Row::failed(what, asked, said.last_words()),
+                    Err(error) => Row::failed(what, asked, format!("{error:#}")),
+                });
+            }
+        }
+        rows
+    }
+
+    fn measured(&self, benchmark: &Benchmark) -> Vec<Row> {
+        let software = *self.ground != Ground::Gpu;
+        match self.lines(benchmark, software) {
+            Ok(lines) => judge(benchmark, &lines, software),
+            Err(error) => {
+                let failed =
+                    |figure: &figures::Figure| Row::failed(figure.what, figure.asked(), format!("{error:#}"));
+                benchmark.figures.iter().map(failed).collect()
+            }
+        }
+    }
+
+    /// What a benchmark says, a line of JSON for each case.
+    fn lines(&self, benchmark: &Benchmark, software: bool) -> anyhow::Result<Vec<Value>> {
+        let mut command = self.program("mpmd");
+        command.arg("bench").args(benchmark.arguments).args(["--device", "cuda", "--json"]);
+        command.args(if software { benchmark.small } else { benchmark.large });
+        let said = captured(&mut command, LONG)?;
+        if said.code != Some(0) {
+            bail!("{}", said.last_words());
+        }
+        let lines = said.stdout.lines().filter(|line| line.starts_with('{'));
+        lines.map(|line| serde_json::from_str(line).with_context(|| format!("no JSON: {line}"))).collect()
+    }
+}

@@ -1,0 +1,117 @@
+//! What was asked for, what was found, and whether that is enough.
+
+/// A line of the table.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) struct Row {
+    pub(super) what: String,
+    pub(super) asked: String,
+    pub(super) found: String,
+    pub(super) verdict: Verdict,
+}
+
+/// How that went.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Verdict {
+    /// Nothing was asked.
+    Told,
+    Passed,
+    Failed,
+    /// A program that is needed for it is not there.
+    NotRun,
+    /// It ran where figures mean nothing.
+    Ran,
+}
+
+impl Row {
+    pub(super) fn told(what: impl Into<String>, found: impl Into<String>) -> Self {
+        Self::new(what, "", found, Verdict::Told)
+    }
+
+    pub(super) fn passed(
+        what: impl Into<String>,
+        asked: impl Into<String>,
+        found: impl Into<String>,
+    ) -> Self {
+        Self::new(what, asked, found, Verdict::Passed)
+    }
+
+    pub(super) fn failed(
+        what: impl Into<String>,
+        asked: impl Into<String>,
+        found: impl Into<String>,
+    ) -> Self {
+        Self::new(what, asked, found, Verdict::Failed)
+    }
+
+    pub(super) fn not_run(what: impl Into<String>, asked: impl Into<String>, why: impl Into<String>) -> Self {
+        Self::new(what, asked, why, Verdict::NotRun)
+    }
+
+    pub(super) fn new(
+        what: impl Into<String>,
+        asked: impl Into<String>,
+        found: impl Into<String>,
+        verdict: Verdict,
+    ) -> Self {
+        Self { what: what.into(), asked: asked.into(), found: found.into(), verdict }
+    }
+}
+
+impl Verdict {
+    fn word(self) -> &'static str {
+        match self {
+            Self::Told => "",
+            Self::Passed => "passed",
+            Self::Failed => "FAILED",
+            Self::NotRun => "not run",
+            Self::Ran => "ran",
+        }
+    }
+}
+
+/// The table, with a line that sums it up.
+pub(super) fn text(rows: &[Row], software: bool) -> String {
+    let wide = |of: fn(&Row) -> &str, least: usize| {
+        rows.iter().map(|row| of(row).chars().count()).max().unwrap_or(0).max(least)
+    };
+    let (what, asked) = (wide(|row| &row.what, 4), wide(|row| &row.asked, 5));
+    let line = |verdict: &str, a: &str, b: &str, c: &str| {
+        format!("{verdict:<8} {a:<what$}  {b:<asked$}  {c}").trim_end().to_owned()
+    };
+    let mut lines = vec![line("", "what", "asked", "found")];
+    lines.extend(rows.iter().map(|row| line(row.verdict.word(), &row.what, &row.asked, &row.found)));
+    let count = |verdict| rows.iter().filter(|row| row.verdict == verdict).count();
+    let (passed, failed, not_run) = (count(Verdict::Passed), count(Verdict::Failed), count(Verdict::NotRun));
+    lines.push(String::new());
+    lines.push(if software {
+        let ran = passed + count(Verdict::Ran);
+        format!("on a driver in software, whose figures mean nothing: {ran} ran, {failed} failed, {not_run} not run")
+    } else {
+        format!("{passed} passed, {failed} failed, {not_run} not run")
+    });
+    lines.join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_stand_under_each_other_and_the_sum_is_last() {
+        let rows = [
+            Row::told("processors", "one"),
+            Row::passed("tests", "all pass", "all passed"),
+            Row::failed("hand-over", "at most 20 us", "25 us"),
+            Row::not_run("memcheck", "clean", "not installed"),
+        ];
+        let said = text(&rows, false);
+        let lines: Vec<&str> = said.lines().collect();
+        assert_eq!(lines.last(), Some(&"1 passed, 1 failed, 1 not run"));
+        let column = lines[0].find("found").unwrap();
+        for (line, row) in lines[1..].iter().zip(&rows) {
+            assert_eq!(line.find(&row.found), Some(column), "{said}");
+        }
+        assert!(lines[3].starts_with("FAILED   hand-over"), "{said}");
+        assert!(text(&rows, true).contains("figures mean nothing"));
+    }
+}
