@@ -48,9 +48,9 @@ fn whole_shards_are_used_where_they_are_and_memory_is_opened_once() {
                 continue;
             }
             assert_eq!(figure(&said, "bytes copied on the device"), 0, "{said}");
-            // Of each other process its sample and the few segments that its arrays are in, however many arrays come.
+            // A sample of each other process, and the few segments that the arrays of one are in, however many come.
             let (opened, others) = (figure(&said, "memory opened"), processes as u64 - 1);
-            assert!(opened >= 2 * others && opened <= 5 * others, "{said}");
+            assert!(opened > others && opened <= 5 * others, "{said}");
             assert!(figure(&said, "events opened later") <= 60 * others, "{said}");
         }
     }
