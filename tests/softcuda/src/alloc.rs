@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use crate::device::{current, initialized};
 use crate::entry::{In, Out, api};
 use crate::error::{Code, Result};
+use crate::faults::{What, meet};
 use crate::handles::Handle;
 use crate::host::pinned;
 use crate::memory::{Origin, space};
@@ -17,7 +18,7 @@ api! {
         let context = current()?;
         context.check()?;
         address.required()?;
-        crate::faults::alloc()?;
+        meet(What::Alloc)?;
         address.set(space().allocate(context.device, bytes as u64, Origin::Alloc)?.address)
     }
 }
@@ -42,7 +43,7 @@ api! {
     fn cuMemAllocAsync(address: Out<u64>, bytes: usize, stream: Handle) {
         let stream = own_stream(stream)?;
         address.required()?;
-        crate::faults::alloc()?;
+        meet(What::Alloc)?;
         let made = space().allocate(stream.context.device, bytes as u64, Origin::Pool)?;
         stream.issue(
             Work::new("an allocation", || Ok(())),

@@ -125,7 +125,7 @@ fn build(program: &Program) -> Result<Vec<u8>, String> {
         let plain = name.trim().trim_start_matches('&');
         text.push_str(&format!("    __SC_KERNEL({name:?}, &{plain}),\n"));
     }
-    text.push_str("    {nullptr, nullptr, nullptr, 0, nullptr, nullptr},\n};\n");
+    text.push_str("    {nullptr, nullptr, nullptr, 0, nullptr},\n};\n");
     write(&path.join("module.cc"), &text)?;
 
     run(Command::new(&settings().compiler)

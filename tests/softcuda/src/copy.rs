@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::counters::{self, Moved};
 use crate::entry::{In, api};
 use crate::error::{Code, Result};
+use crate::faults::{What, meet};
 use crate::handles::Handle;
 use crate::host::{HostBlock, pinned};
 use crate::memory::space;
@@ -59,7 +60,10 @@ impl Extent {
 /// What a side of a copy is, found out when it is issued.
 enum Side {
     Device,
-    Pinned(Arc<HostBlock>),
+    /// Kept until the copy is done.
+    Pinned {
+        _block: Arc<HostBlock>,
+    },
     Pageable,
 }
 
@@ -68,7 +72,7 @@ impl Side {
         if space().covers(place.address) {
             return Side::Device;
         }
-        pinned(place.address, extent.reach(place)).map_or(Side::Pageable, Side::Pinned)
+        pinned(place.address, extent.reach(place)).map_or(Side::Pageable, |_block| Side::Pinned { _block })
     }
 }
 
@@ -117,9 +121,9 @@ fn copy(
     let (target, source) = (Side::of(&to, &extent), Side::of(&from, &extent));
     let kind = match (&source, &target) {
         (Side::Device, Side::Device) => Moved::DeviceToDevice,
-        (Side::Pinned(_), Side::Device) => Moved::PinnedToDevice,
+        (Side::Pinned { .. }, Side::Device) => Moved::PinnedToDevice,
         (Side::Pageable, Side::Device) => Moved::PageableToDevice,
-        (Side::Device, Side::Pinned(_)) => Moved::DeviceToPinned,
+        (Side::Device, Side::Pinned { .. }) => Moved::DeviceToPinned,
         (Side::Device, Side::Pageable) => Moved::DeviceToPageable,
         _ => Moved::HostToHost,
     };
@@ -135,7 +139,7 @@ fn copy(
     let keep = [source, target];
     let number = stream.issue(
         Work::new("a copy", move || {
-            crate::faults::copy()?;
+            meet(What::Copy)?;
             let _keep = &keep;
             match staged {
                 Some(bytes) => {
@@ -158,8 +162,9 @@ fn copy(
         Moved::PinnedToDevice | Moved::PageableToDevice | Moved::DeviceToPinned => when == When::Synchronous,
     };
     if waits {
+        let clock = races::now(stream);
         stream.wait_for(number);
-        races::host_saw(stream);
+        races::host_saw(&clock);
         stream.context.check()?;
     }
     Ok(())
@@ -433,13 +438,13 @@ fn fill(to: u64, pattern: &[u8], count: usize, stream: Handle) -> Result {
     if bytes == 0 {
         return Ok(());
     }
-    if !space().covers(to) || to % pattern.len() as u64 != 0 {
+    if !space().covers(to) || !to.is_multiple_of(pattern.len() as u64) {
         return Err(Code::INVALID_VALUE);
     }
     let uses = [Use { address: to, bytes, write: true }];
     stream.issue(
         Work::new("a fill", move || {
-            crate::faults::copy()?;
+            meet(What::Copy)?;
             let span = space().span(to, bytes)?;
             // SAFETY: the span says that these bytes are mapped while it is held.
             let target = unsafe { std::slice::from_raw_parts_mut(span.pointer(), bytes as usize) };

@@ -11,6 +11,7 @@ use crate::entry::{Out, api};
 use crate::error::{Code, Result};
 use crate::handles::{Handle, Handles};
 use crate::memory::space;
+use crate::races;
 use crate::settings::settings;
 use crate::stream::Stream;
 
@@ -133,8 +134,12 @@ pub(crate) fn as_host_function(run: impl FnOnce()) {
 /// [`Context::check`].
 pub(crate) fn current() -> Result<Arc<Context>> {
     initialized()?;
-    let handle = CURRENT.with_borrow(|stack| stack.last().copied()).ok_or(Code::INVALID_CONTEXT)?;
-    context(handle)
+    context(stack(|stack| stack.last().copied())?.ok_or(Code::INVALID_CONTEXT)?)
+}
+
+/// The contexts of the calling thread, the current one last; none of a thread that is ending.
+fn stack<R>(with: impl FnOnce(&mut Vec<Handle>) -> R) -> Result<R> {
+    CURRENT.try_with(|stack| with(&mut stack.borrow_mut())).map_err(|_| Code::INVALID_CONTEXT)
 }
 
 /// The context of a handle.
@@ -165,7 +170,7 @@ pub(crate) fn uuid(device: u32) -> [u8; 16] {
 /// A device attribute, by CUDA's number; those not told apart here are 0.
 fn attribute(device: u32, attribute: u32) -> i32 {
     match attribute {
-        1 | 2 | 3 => 1024,                // threads of a block; x, y
+        1..=3 => 1024,                    // threads of a block; x, y
         4 => 64,                          // z
         5 => i32::MAX,                    // grid x
         6 | 7 => 65535,                   // grid y, z
@@ -383,13 +388,12 @@ api! {
         if ctx != 0 {
             context(ctx)?;
         }
-        CURRENT.with_borrow_mut(|stack| {
+        stack(|stack| {
             stack.pop();
             if ctx != 0 {
                 stack.push(ctx);
             }
-        });
-        Ok(())
+        })
     }
 }
 
@@ -397,7 +401,7 @@ api! {
     /// The calling thread's context, or none.
     fn cuCtxGetCurrent(ctx: Out<Handle>) {
         initialized()?;
-        ctx.set(CURRENT.with_borrow(|stack| stack.last().copied().unwrap_or(0)))
+        ctx.set(stack(|stack| stack.last().copied())?.unwrap_or(0))
     }
 }
 
@@ -406,8 +410,7 @@ api! {
     fn cuCtxPushCurrent_v2(ctx: Handle) {
         initialized()?;
         context(ctx)?;
-        CURRENT.with_borrow_mut(|stack| stack.push(ctx));
-        Ok(())
+        stack(|stack| stack.push(ctx))
     }
 }
 
@@ -415,7 +418,7 @@ api! {
     /// Takes the topmost context away.
     fn cuCtxPopCurrent_v2(ctx: Out<Handle>) {
         initialized()?;
-        let popped = CURRENT.with_borrow_mut(Vec::pop).ok_or(Code::INVALID_CONTEXT)?;
+        let popped = stack(Vec::pop)?.ok_or(Code::INVALID_CONTEXT)?;
         ctx.set_if_wanted(popped);
         Ok(())
     }
@@ -432,8 +435,9 @@ api! {
     /// Waits for all work of the calling thread's context.
     fn cuCtxSynchronize() {
         let context = current()?;
+        let clock = races::now_of_all(&context);
         context.synchronize()?;
-        crate::races::host_saw_all(&context);
+        races::host_saw(&clock);
         Ok(())
     }
 }

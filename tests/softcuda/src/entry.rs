@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::counters;
 use crate::error::{Code, Result};
+use crate::faults;
 
 /// Defines a function of the driver under its C name. The body is safe code that gives a [`Result`]; the call is
 /// counted under its name, and a panic in the body becomes `CUDA_ERROR_UNKNOWN`.
@@ -37,10 +38,27 @@ macro_rules! nvrtc {
 }
 pub(crate) use nvrtc;
 
+/// Like [`api!`], for functions of cuBLAS. Their bodies give cuBLAS's codes, but for a null pointer, and for errors of
+/// the driver that they do not turn into one.
+macro_rules! blas {
+    ($(#[$doc:meta])* fn $name:ident($($arg:ident : $ty:ty),* $(,)?) $body:block) => {
+        $(#[$doc])*
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        #[unsafe(no_mangle)]
+        unsafe extern "C" fn $name($($arg: $ty),*) -> u32 {
+            match $crate::entry::call(stringify!($name), move || $body) {
+                999 => 14, // CUBLAS_STATUS_INTERNAL_ERROR
+                other => other,
+            }
+        }
+    };
+}
+pub(crate) use blas;
+
 /// Runs the body of a function of the driver; see [`api!`].
 pub(crate) fn call(name: &'static str, body: impl FnOnce() -> Result) -> u32 {
     counters::called(name);
-    match catch_unwind(AssertUnwindSafe(body)) {
+    match catch_unwind(AssertUnwindSafe(|| faults::meet_call(name).and_then(|()| body()))) {
         Ok(Ok(())) => 0,
         Ok(Err(code)) => code.0,
         Err(_) => Code::UNKNOWN.0,
@@ -136,9 +154,9 @@ impl<T: Copy> In<T> {
         Ok(unsafe { std::slice::from_raw_parts(self.0.cast::<u8>(), count) }.to_vec())
     }
 
-    /// Whether there is nothing.
-    pub(crate) fn is_null(&self) -> bool {
-        self.0.is_null()
+    /// A pointer whose type another argument of the call decides.
+    pub(crate) fn untyped(address: u64) -> In<T> {
+        In(address as *const T)
     }
 
     /// The address, as a number.

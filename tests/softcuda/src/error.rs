@@ -14,7 +14,11 @@ type Row = (u32, &'static CStr, &'static CStr);
 macro_rules! codes {
     ($($name:ident = $value:literal, $cuda:literal, $text:literal;)*) => {
         impl Code {
-            $(pub(crate) const $name: Code = Code($value);)*
+            $(
+                // Some come only from kernels, as numbers.
+                #[allow(dead_code)]
+                pub(crate) const $name: Code = Code($value);
+            )*
         }
         const TABLE: &[Row] = &[(0, c"CUDA_SUCCESS", c"no error"), $(($value, $cuda, $text)),*];
     };

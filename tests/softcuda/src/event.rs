@@ -8,6 +8,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::device::{Context, context, current, initialized};
 use crate::entry::{Out, api};
 use crate::error::{Code, Result};
+use crate::faults::{What, meet};
 use crate::handles::{Handle, Handles};
 use crate::ipc::{Kind, Ticket};
 use crate::races;
@@ -98,8 +99,10 @@ impl Record {
     }
 
     fn is_done(&self) -> bool {
+        // Looked at first: a look at lazy work says that it is not done, and has it done for the next.
+        let done = self.done.lock().is_some();
         self.stream.asked_for(*self.number.lock());
-        self.done.lock().is_some()
+        done
     }
 }
 
@@ -117,6 +120,7 @@ fn create(flags: u32) -> Result<Arc<Event>> {
     if flags & INTERPROCESS != 0 && flags & DISABLE_TIMING == 0 {
         return Err(Code::INVALID_VALUE);
     }
+    meet(What::Event)?;
     let shared = (flags & INTERPROCESS != 0).then(SharedEvent::new).transpose()?;
     Ok(insert(context.handle, flags, shared))
 }
@@ -133,7 +137,7 @@ fn record(event: Handle, on: Handle) -> Result {
         return Err(Code::INVALID_HANDLE);
     }
     let mut newest = event.record.lock();
-    let clock = stream.clock.lock().clone();
+    let clock = races::now(&stream);
     let record = Arc::new(Record {
         stream: stream.clone(),
         number: Mutex::new(0),
@@ -226,7 +230,7 @@ api! {
                 return Err(Code::NOT_READY);
             }
             context.check()?;
-            races::host_saw_clock(&mark.clock());
+            races::host_saw(&mark.clock());
         }
         Ok(())
     }
@@ -240,7 +244,7 @@ api! {
         let event = EVENTS.get(event)?;
         if let Some(mark) = event.newest() {
             mark.wait();
-            races::host_saw_clock(&mark.clock());
+            races::host_saw(&mark.clock());
         }
         context.check()
     }

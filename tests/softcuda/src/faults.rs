@@ -1,28 +1,144 @@
-//! Failures on demand: the n-th launch, copy or allocation, named by the environment or by a test.
+//! Failures on demand: the n-th of a kind of call, named by the environment or by a test.
 
-use crate::error::Result;
+use std::ffi::{CStr, c_char};
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether an allocation of pinned host memory is to fail.
-pub(crate) fn alloc_host() -> Result {
-    Ok(())
+use parking_lot::Mutex;
+
+use crate::error::{Code, Result};
+use crate::settings::settings;
+
+/// What can be made to fail.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum What {
+    /// Device memory, of either kind.
+    Alloc,
+    /// Pinned host memory.
+    AllocHost,
+    /// A copy or a fill, as it is done.
+    Copy,
+    /// A kernel or a product of matrices, as it runs.
+    Launch,
+    /// A new event.
+    Event,
+    /// A new stream.
+    Stream,
+    /// NVRTC.
+    Compile,
+    /// A call of a function, by its C name.
+    Function(String),
 }
 
-/// Whether an allocation of device memory is to fail.
-pub(crate) fn alloc() -> Result {
-    Ok(())
+/// What is to fail, and at which time from now.
+type Plan = Vec<(What, u64)>;
+
+static PLAN: LazyLock<Mutex<Plan>> = LazyLock::new(|| Mutex::new(settings().fail.clone()));
+/// Whether there is a plan at all, so that calls are quick where there is none.
+static PLANNED: LazyLock<AtomicBool> = LazyLock::new(|| AtomicBool::new(!settings().fail.is_empty()));
+
+/// Reads `what:nth`, several with commas between.
+///
+/// # Errors
+///
+/// What is wrong, in words.
+pub(crate) fn plan(text: &str) -> std::result::Result<Plan, String> {
+    let one = |part: &str| {
+        let (what, nth) = part.split_once(':')?;
+        let what = match what {
+            "alloc" => What::Alloc,
+            "alloc_host" => What::AllocHost,
+            "copy" => What::Copy,
+            "launch" => What::Launch,
+            "event" => What::Event,
+            "stream" => What::Stream,
+            "compile" => What::Compile,
+            name if ["cu", "nvrtc"].iter().any(|library| name.starts_with(library)) => {
+                What::Function(name.to_owned())
+            }
+            _ => return None,
+        };
+        nth.parse().ok().filter(|nth| *nth > 0).map(|nth| (what, nth))
+    };
+    let known = "alloc, alloc_host, copy, launch, event, stream, compile or a function of CUDA's";
+    let parts = text.split(',').filter(|part| !part.is_empty());
+    parts
+        .map(|part| one(part).ok_or_else(|| format!("SOFTCUDA_FAIL: {part:?} is not <{known}>:<nth>")))
+        .collect()
 }
 
-/// Whether a copy is to fail, as it is done.
-pub(crate) fn copy() -> Result {
-    Ok(())
+/// Fails if this is the one that is to.
+///
+/// # Errors
+///
+/// `CUDA_ERROR_ILLEGAL_ADDRESS` for work in a stream, `CUDA_ERROR_OUT_OF_MEMORY` for what is made at once, and what
+/// is usual for the rest.
+pub(crate) fn meet(what: What) -> Result {
+    if !PLANNED.load(Ordering::Relaxed) || !is_next(&what) {
+        return Ok(());
+    }
+    eprintln!("softcuda: {what:?} fails, as was asked for");
+    Err(match what {
+        What::Copy | What::Launch => Code::ILLEGAL_ADDRESS,
+        What::Alloc | What::AllocHost | What::Event | What::Stream => Code::OUT_OF_MEMORY,
+        What::Function(name) if name.contains("Ipc") => Code::MAP_FAILED,
+        What::Function(name) if name.contains("Alloc") => Code::OUT_OF_MEMORY,
+        What::Compile | What::Function(_) => Code::UNKNOWN,
+    })
 }
 
-/// Whether a kernel is to fail, as it runs.
-pub(crate) fn launch() -> Result {
-    Ok(())
+/// [`meet`] for a call of a function.
+pub(crate) fn meet_call(name: &str) -> Result {
+    if PLANNED.load(Ordering::Relaxed) { meet(What::Function(name.to_owned())) } else { Ok(()) }
 }
 
-/// Whether opening another process's memory is to fail.
-pub(crate) fn ipc_open() -> Result {
-    Ok(())
+/// Counts one of a kind; true for the one that is to fail.
+fn is_next(what: &What) -> bool {
+    let mut met = false;
+    PLAN.lock().retain_mut(|(planned, left)| {
+        if planned != what {
+            return true;
+        }
+        *left -= 1;
+        met |= *left == 0;
+        *left > 0
+    });
+    met
+}
+
+/// Makes the n-th call of a kind from now fail; 0 if that was understood.
+///
+/// # Safety
+///
+/// `what` is a text that a zero ends.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn softcuda_fail(what: *const c_char, nth: u64) -> i32 {
+    // SAFETY: see above.
+    let what = unsafe { CStr::from_ptr(what) }.to_string_lossy();
+    match plan(&format!("{what}:{nth}")) {
+        Ok(more) => {
+            PLAN.lock().extend(more);
+            PLANNED.store(true, Ordering::Relaxed);
+            0
+        }
+        Err(why) => {
+            eprintln!("softcuda: {why}");
+            1
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn plans_are_read() {
+        assert_eq!(plan("launch:3,alloc_host:1"), Ok(vec![(What::Launch, 3), (What::AllocHost, 1)]));
+        assert_eq!(plan(""), Ok(Vec::new()));
+        let function = What::Function("cuInit".into());
+        assert_eq!(plan("cuInit:1"), Ok(vec![(function, 1)]));
+        assert!(plan("launch").unwrap_err().contains("launch"));
+        assert!(plan("lunch:1").is_err() && plan("copy:0").is_err());
+    }
 }

@@ -8,6 +8,7 @@ use parking_lot::RwLock;
 use crate::device::current;
 use crate::entry::{Out, api};
 use crate::error::{Code, Result};
+use crate::faults::{What, meet};
 
 /// Flags that `cuMemHostAlloc` and `cuMemHostRegister` know: portable, device map, write combined; portable, device
 /// map, I/O memory, read only.
@@ -45,7 +46,7 @@ impl Drop for HostBlock {
 
 fn alloc(bytes: usize, flags: u32) -> Result<u64> {
     current()?.check()?;
-    crate::faults::alloc_host()?;
+    meet(What::AllocHost)?;
     if bytes == 0 || flags & !ALLOC_FLAGS != 0 {
         return Err(Code::INVALID_VALUE);
     }
@@ -89,7 +90,7 @@ api! {
     fn cuMemFreeHost(pointer: u64) {
         current()?.check()?;
         let mut table = PINNED.write();
-        if !table.get(&pointer).is_some_and(|block| block.owned) {
+        if table.get(&pointer).is_none_or(|block| !block.owned) {
             return Err(Code::INVALID_VALUE);
         }
         table.remove(&pointer);
@@ -120,7 +121,7 @@ api! {
     fn cuMemHostUnregister(pointer: u64) {
         current()?.check()?;
         let mut table = PINNED.write();
-        if !table.get(&pointer).is_some_and(|block| !block.owned) {
+        if table.get(&pointer).is_none_or(|block| block.owned) {
             return Err(Code::HOST_MEMORY_NOT_REGISTERED);
         }
         table.remove(&pointer);

@@ -4,13 +4,13 @@ use std::cell::Cell;
 use std::ffi::{c_int, c_void};
 use std::mem::MaybeUninit;
 use std::ptr;
-use std::sync::Arc;
-use std::sync::Once;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Once, OnceLock};
 
 use crate::device::current;
 use crate::entry::{In, api};
 use crate::error::{Code, Result};
+use crate::faults::{What, meet};
 use crate::handles::Handle;
 use crate::memory::space;
 use crate::module::{Kernel, kernel};
@@ -18,7 +18,8 @@ use crate::races;
 use crate::stream::{Work, own_stream};
 
 const MOST_THREADS: usize = 1024;
-const STACK: usize = 64 << 10;
+/// A stack of a fiber. No power of two, as the same places of all stacks would then share few lines of the cache.
+const STACK: usize = (64 << 10) + 13 * 64;
 
 /// What a module is told of a launch; as in `after.h`.
 #[repr(C)]
@@ -75,26 +76,34 @@ unsafe extern "C" {
     fn siglongjmp(to: *mut c_void, value: c_int) -> !;
 }
 
+/// The handlers there were before ours, of SIGSEGV and SIGBUS.
+static BEFORE: OnceLock<[libc::sigaction; 2]> = OnceLock::new();
+
 /// Catches faults of kernels; others go to who handled them before.
 fn catch_faults() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        for signal in [libc::SIGSEGV, libc::SIGBUS] {
-            // SAFETY: all-zero is a valid `sigaction`; the handler below only does what a handler may.
+        let signals = [libc::SIGSEGV, libc::SIGBUS];
+        // SAFETY: all-zero is a valid `sigaction`, and asking for the one there is changes nothing.
+        let before = signals.map(|signal| unsafe {
+            let mut action: libc::sigaction = MaybeUninit::zeroed().assume_init();
+            libc::sigaction(signal, ptr::null(), &mut action);
+            action
+        });
+        let _ = BEFORE.set(before);
+        for signal in signals {
+            // SAFETY: the handler only does what one may, and finds `BEFORE` set.
             unsafe {
                 let mut action: libc::sigaction = MaybeUninit::zeroed().assume_init();
                 action.sa_sigaction = on_fault as *const () as usize;
-                action.sa_flags = libc::SA_SIGINFO;
+                // On the stack for signals, where the thread has one: its own may be what overflowed.
+                action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
                 libc::sigemptyset(&mut action.sa_mask);
-                let before = &raw mut BEFORE[usize::from(signal == libc::SIGBUS)];
-                libc::sigaction(signal, &action, (*before).as_mut_ptr());
+                libc::sigaction(signal, &action, ptr::null_mut());
             }
         }
     });
 }
-
-/// The handlers there were before, written once before ours can run.
-static mut BEFORE: [MaybeUninit<libc::sigaction>; 2] = [const { MaybeUninit::zeroed() }; 2];
 
 extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
     // A thread that runs no kernel has its own reasons; one that does has used this variable before, so that reading
@@ -106,8 +115,8 @@ extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut 
         // is jumped over is code of the module without anything to clean up, and this function.
         unsafe { siglongjmp(escape, Code::ILLEGAL_ADDRESS.0 as c_int) }
     }
-    // SAFETY: written before this handler was there, and not since.
-    let before = unsafe { (*(&raw const BEFORE[usize::from(signal == libc::SIGBUS)])).assume_init() };
+    let Some(before) = BEFORE.get() else { return };
+    let before = before[usize::from(signal == libc::SIGBUS)];
     match before.sa_sigaction {
         libc::SIG_DFL | libc::SIG_IGN => {
             // SAFETY: the default is put back; when this returns the access faults again, and the process ends by it.
@@ -132,7 +141,7 @@ extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut 
 fn pack(kernel: &Kernel, parameters: &In<In<u8>>) -> Result<Vec<Slot>> {
     let mut slots = Vec::new();
     let (first, last) = space().range();
-    for (at, (size, _)) in kernel.entry.arguments.iter().enumerate() {
+    for (at, size) in kernel.entry.arguments.iter().enumerate() {
         let mut bytes = parameters.at(at)?.bytes(*size as usize)?;
         // Addresses may lie within structures too; a pointer that is none of ours is the kernel's to fault on.
         for word in bytes.chunks_exact_mut(8) {
@@ -153,7 +162,7 @@ fn pack(kernel: &Kernel, parameters: &In<In<u8>>) -> Result<Vec<Slot>> {
 
 /// Runs a kernel in the calling thread.
 fn run(kernel: &Kernel, mut arguments: Vec<Slot>, grid: [u32; 3], block: [u32; 3], shared: u32) -> Result {
-    crate::faults::launch()?;
+    meet(What::Launch)?;
     let mut shared = vec![[0xCD_u8; 16]; (shared as usize).div_ceil(16) + 8];
     let code = STACKS.with(|stacks| {
         let launch = Launch {
@@ -201,6 +210,7 @@ api! {
         parameters: In<In<u8>>,
         extra: u64,
     ) {
+        let uses = races::noted(stream);
         let stream = own_stream(stream)?;
         let kernel: Arc<Kernel> = kernel(function)?;
         if kernel.context != current()?.handle {
@@ -218,7 +228,6 @@ api! {
             return Err(Code::NOT_SUPPORTED);
         }
         let arguments = pack(&kernel, &parameters)?;
-        let uses = races::noted(stream.handle);
         catch_faults();
         stream.issue(Work::new("a kernel", move || run(&kernel, arguments, grid, block, shared)), &uses);
         Ok(())

@@ -321,6 +321,7 @@ impl Allocation {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
+        crate::races::forget(self.number);
         // SAFETY: the pages are this allocation's; nobody has a span of it any more, as spans hold it. They go back
         // to what they were at the start, reserved and without access.
         unsafe {

@@ -28,6 +28,7 @@ pub(crate) struct Module {
     handle: Handle,
     context: Handle,
     library: Arc<Library>,
+    entries: Vec<(CString, Entry)>,
     /// Kernels that were asked for, by name: one handle each.
     kernels: Mutex<HashMap<String, Handle>>,
 }
@@ -49,8 +50,8 @@ pub(crate) struct Kernel {
 #[derive(Clone, Debug)]
 pub(crate) struct Entry {
     pub(crate) call: usize,
-    /// Bytes of each argument, and whether it is a pointer.
-    pub(crate) arguments: Vec<(u32, bool)>,
+    /// Bytes of each argument.
+    pub(crate) arguments: Vec<u32>,
 }
 
 /// A compiled module in memory, loaded into the process.
@@ -75,7 +76,6 @@ struct Row {
     call: *const c_void,
     count: u32,
     sizes: *const u32,
-    pointers: *const u8,
 }
 
 impl Library {
@@ -108,32 +108,26 @@ impl Library {
         (!found.is_null()).then_some(found)
     }
 
-    /// How the kernel of a name is called.
-    fn entry(&self, name: &CStr) -> Option<Entry> {
-        let mut row = self.symbol(c"__sc_kernels")? as *const Row;
+    /// The kernels that are known by a name, and how each is called.
+    fn entries(&self) -> Vec<(CString, Entry)> {
+        let mut entries = Vec::new();
+        let Some(table) = self.symbol(c"__sc_kernels") else { return entries };
+        let mut row = table as *const Row;
         loop {
             // SAFETY: the table is of the library's own memory, and ends with a row without a name.
             let found = unsafe { &*row };
             if found.name.is_null() {
-                return None;
+                return entries;
             }
             // SAFETY: a row that has a name has one that a zero ends.
-            if unsafe { CStr::from_ptr(found.name) } == name {
-                // A kernel without C linkage is not known by its plain name, as with CUDA.
-                let plain = !name.to_bytes().iter().any(|byte| b"<>:, &".contains(byte));
-                if plain && self.symbol(name).map(|at| at.cast_const()) != Some(found.address) {
-                    return None;
-                }
-                let count = found.count as usize;
-                // SAFETY: the row says how many entries both arrays have.
-                let (sizes, pointers) = unsafe {
-                    (
-                        std::slice::from_raw_parts(found.sizes, count),
-                        std::slice::from_raw_parts(found.pointers, count),
-                    )
-                };
-                let arguments = sizes.iter().zip(pointers).map(|(size, pointer)| (*size, *pointer != 0));
-                return Some(Entry { call: found.call as usize, arguments: arguments.collect() });
+            let name = unsafe { CStr::from_ptr(found.name) };
+            // A kernel without C linkage is not known by its plain name, as with CUDA.
+            let plain = !name.to_bytes().iter().any(|byte| b"<>:, &".contains(byte));
+            if !plain || self.symbol(name).map(|at| at.cast_const()) == Some(found.address) {
+                // SAFETY: the row says how many sizes there are.
+                let sizes = unsafe { std::slice::from_raw_parts(found.sizes, found.count as usize) };
+                let entry = Entry { call: found.call as usize, arguments: sizes.to_vec() };
+                entries.push((name.to_owned(), entry));
             }
             // SAFETY: not the last row, so there is another.
             row = unsafe { row.add(1) };
@@ -178,6 +172,7 @@ fn load(handle: &Out<Handle>, image: &[u8]) -> Result {
     let made = MODULES.insert(|handle| Module {
         handle,
         context: context.handle,
+        entries: library.entries(),
         library,
         kernels: Mutex::default(),
     });
@@ -235,32 +230,86 @@ api! {
     }
 }
 
-api! {
-    /// The kernel of a name.
-    fn cuModuleGetFunction(function: Out<Handle>, handle: Handle, name: Text) {
-        current()?.check()?;
-        let module = MODULES.get(handle)?;
-        let name = CString::new(name.get()?).map_err(|_| Code::INVALID_VALUE)?;
-        let text = name.to_string_lossy().into_owned();
-        let mut kernels = module.kernels.lock();
-        if let Some(known) = kernels.get(&text) {
-            return function.set(*known);
-        }
-        let entry = module.library.entry(&name).ok_or(Code::NOT_FOUND)?;
+/// The handle of a kernel, the same each time it is asked for.
+fn function(module: &Module, name: &CStr, entry: &Entry) -> Handle {
+    let mut kernels = module.kernels.lock();
+    let text = name.to_string_lossy().into_owned();
+    *kernels.entry(text).or_insert_with(|| {
         let mut made = 0;
         KERNELS.insert(|handle| {
             made = handle;
             Kernel {
-                name,
+                name: name.to_owned(),
                 context: module.context,
                 module: module.handle,
-                entry,
+                entry: entry.clone(),
                 library: module.library.clone(),
                 dynamic_shared: AtomicU32::new(SHARED),
             }
         });
-        kernels.insert(text, made);
-        function.set(made)
+        made
+    })
+}
+
+api! {
+    /// The kernel of a name.
+    fn cuModuleGetFunction(handle: Out<Handle>, module: Handle, name: Text) {
+        current()?.check()?;
+        let module = MODULES.get(module)?;
+        let name = name.get()?;
+        let found = module.entries.iter().find(|(known, _)| known.to_bytes() == name.as_bytes());
+        let (name, entry) = found.ok_or(Code::NOT_FOUND)?;
+        handle.set(function(&module, name, entry))
+    }
+}
+
+api! {
+    /// How many kernels a module has.
+    fn cuModuleGetFunctionCount(count: Out<u32>, module: Handle) {
+        count.set(MODULES.get(module)?.entries.len() as u32)
+    }
+}
+
+api! {
+    /// The first kernels of a module, as many as there is room for.
+    fn cuModuleEnumerateFunctions(handles: Out<Handle>, room: u32, module: Handle) {
+        let module = MODULES.get(module)?;
+        let first = module.entries.iter().take(room as usize);
+        handles.set_all(first.map(|(name, entry)| function(&module, name, entry)))
+    }
+}
+
+api! {
+    /// Loads a kernel, as all are when their module is.
+    fn cuFuncLoad(handle: Handle) {
+        current()?.check()?;
+        kernel(handle).map(drop)
+    }
+}
+
+api! {
+    /// Whether a kernel is loaded: always.
+    fn cuFuncIsLoaded(state: Out<u32>, handle: Handle) {
+        kernel(handle)?;
+        state.set(1)
+    }
+}
+
+api! {
+    /// Place and size of a kernel's argument; `CUDA_ERROR_INVALID_VALUE` behind the last.
+    fn cuFuncGetParamInfo(handle: Handle, index: usize, offset: Out<usize>, size: Out<usize>) {
+        let kernel = kernel(handle)?;
+        let sizes = &kernel.entry.arguments;
+        let bytes = *sizes.get(index).ok_or(Code::INVALID_VALUE)? as usize;
+        // Each lies where its size allows, as is so for numbers and pointers.
+        let place = |end: usize, size: u32| {
+            let align = 1 << (size.trailing_zeros().min(4));
+            end.next_multiple_of(align)
+        };
+        let end = sizes[..index].iter().fold(0, |end, size| place(end, *size) + *size as usize);
+        offset.set(place(end, bytes as u32))?;
+        size.set_if_wanted(bytes);
+        Ok(())
     }
 }
 

@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use crate::compile::{Program, compile};
 use crate::entry::{In, Out, Text, nvrtc};
 use crate::error::{Code, Result};
+use crate::faults::{What, meet};
 use crate::handles::{Handle, Handles};
 
 static PROGRAMS: Handles<Mutex<State>> = Handles::new(6);
@@ -119,6 +120,23 @@ nvrtc! {
     }
 }
 
+/// Architectures that may be compiled for.
+const ARCHITECTURES: [i32; 6] = [75, 80, 86, 89, 90, 100];
+
+nvrtc! {
+    /// How many architectures there are.
+    fn nvrtcGetNumSupportedArchs(count: Out<i32>) {
+        count.set(ARCHITECTURES.len() as i32)
+    }
+}
+
+nvrtc! {
+    /// The architectures that may be compiled for, the oldest first.
+    fn nvrtcGetSupportedArchs(all: Out<i32>) {
+        all.set_all(ARCHITECTURES)
+    }
+}
+
 nvrtc! {
     /// A program of a source, with headers by name.
     fn nvrtcCreateProgram(
@@ -188,6 +206,10 @@ nvrtc! {
         };
         program.program.options = options;
         program.real = real;
+        if meet(What::Compile).is_err() {
+            program.log = "softcuda: made to fail".into();
+            return Err(COMPILATION);
+        }
         match compile(&program.program) {
             Ok(image) => {
                 program.image = Some(image);

@@ -4,6 +4,8 @@ use std::str::FromStr;
 use std::sync::LazyLock;
 use std::time::Duration;
 
+use crate::faults::What;
+
 /// All settings; the crate's documentation says what they do.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Settings {
@@ -11,6 +13,7 @@ pub(crate) struct Settings {
     pub(crate) memory: u64,
     pub(crate) pace: Pace,
     pub(crate) abort_on_race: bool,
+    pub(crate) fail: Vec<(What, u64)>,
     pub(crate) compiler: String,
 }
 
@@ -54,6 +57,7 @@ impl Settings {
                     return Err(format!("SOFTCUDA_RACES={other:?} is neither \"count\" nor \"abort\""));
                 }
             },
+            fail: crate::faults::plan(&variable("SOFTCUDA_FAIL").unwrap_or_default())?,
             compiler: variable("SOFTCUDA_CXX").unwrap_or_else(|| "c++".into()),
         })
     }

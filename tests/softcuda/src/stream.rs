@@ -10,6 +10,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::device::{Context, as_host_function, current};
 use crate::entry::{Out, api};
 use crate::error::{Code, Result};
+use crate::faults::{What, meet};
 use crate::handles::{Handle, Handles};
 use crate::races::{self, Use};
 use crate::settings::{Pace, settings};
@@ -166,7 +167,7 @@ impl Stream {
         };
         for other in before {
             let issued = other.queue.lock().issued;
-            races::follows(self, &other.clock.lock().clone());
+            races::follows(self, &races::now(&other));
             self.push(Work::always("order of the default stream", move || other.wait_for(issued)));
         }
         Some(order)
@@ -270,6 +271,7 @@ fn create(stream: &Out<Handle>, flags: u32, priority: i32) -> Result {
     if flags & !NON_BLOCKING != 0 {
         return Err(Code::INVALID_VALUE);
     }
+    meet(What::Stream)?;
     // What lies outside the range is moved into it.
     let made = STREAMS.insert(|handle| Stream::new(context, handle, flags, priority.clamp(-5, 0)));
     made.run();
@@ -303,8 +305,9 @@ api! {
     /// Waits for all work of a stream.
     fn cuStreamSynchronize(handle: Handle) {
         let stream = stream(handle)?;
+        let clock = races::now(&stream);
         stream.synchronize();
-        races::host_saw(&stream);
+        races::host_saw(&clock);
         stream.context.check()
     }
 }
@@ -313,6 +316,7 @@ api! {
     /// Whether all work of a stream is done.
     fn cuStreamQuery(handle: Handle) {
         let stream = stream(handle)?;
+        let clock = races::now(&stream);
         let mut queue = stream.queue.lock();
         let issued = queue.issued;
         stream.want(&mut queue, issued);
@@ -321,7 +325,7 @@ api! {
         }
         drop(queue);
         stream.context.check()?;
-        races::host_saw(&stream);
+        races::host_saw(&clock);
         Ok(())
     }
 }
@@ -377,8 +381,10 @@ api! {
     fn cuLaunchHostFunc(handle: Handle, function: Option<HostFunction>, data: usize) {
         let stream = own_stream(handle)?;
         let function = function.ok_or(Code::INVALID_VALUE)?;
+        let clock = races::now(&stream);
         stream.issue(
             Work::new("a host function", move || {
+                races::host_saw(&clock);
                 // SAFETY: whoever issued it promised that it may be called from another thread with this argument.
                 as_host_function(|| unsafe { function(data) });
                 Ok(())

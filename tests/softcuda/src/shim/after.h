@@ -42,6 +42,9 @@ struct Runner {
     unsigned threads, next, ended, fibers;
     unsigned waiting, votes, last_votes;
     Fiber *running;
+    // Fibers whose threads have ended.
+    Fiber *free[MOST];
+    unsigned free_count;
     Fiber *of_thread[MOST];
     unsigned ended_lanes[MOST / 32], waiting_lanes[MOST / 32];
     jmp_buf scheduler;
@@ -69,9 +72,9 @@ unsigned live_lanes(Runner *r, unsigned warp) {
     return (there >= 32 ? 0xffffffffu : (1u << there) - 1) & ~r->ended_lanes[warp];
 }
 
-// Lets lanes of a warp go on once all whom one of them waits for have come.
-void release_warp(Runner *r, unsigned warp) {
-    for (unsigned lane = 0; lane < 32; lane++) {
+// Lets lanes of a warp go on once all whom one of them waits for have come; looks at all from the given one on.
+void release_warp(Runner *r, unsigned warp, unsigned lane, unsigned last) {
+    for (; lane <= last; lane++) {
         if (!(r->waiting_lanes[warp] >> lane & 1)) continue;
         unsigned need = r->of_thread[warp * 32 + lane]->mask & live_lanes(r, warp);
         if ((r->waiting_lanes[warp] & need) != need || !(need >> lane & 1)) continue;
@@ -123,10 +126,11 @@ void fiber_main() {
             r->call(r->arguments);
             r->ended++;
             r->ended_lanes[t / 32] |= 1u << t % 32;
-            if (r->waiting_lanes[t / 32]) release_warp(r, t / 32);
+            if (r->waiting_lanes[t / 32]) release_warp(r, t / 32, 0, 31);
             if (r->waiting) release_block(r);
         }
         r->running->state = FREE;
+        r->free[r->free_count++] = r->running;
         leave(r);
     }
 }
@@ -149,8 +153,7 @@ void resume(Runner *r, Fiber *f) {
 
 // A fiber for a thread that has not begun.
 Fiber *unused(Runner *r) {
-    for (unsigned i = 0; i < r->fibers; i++)
-        if (fiber(r, i)->state == FREE) return fiber(r, i);
+    if (r->free_count > 0) return r->free[--r->free_count];
     Fiber *f = fiber(r, r->fibers++);
     f->state = FREE;
     f->started = false;
@@ -204,7 +207,7 @@ static unsigned long long __sc_warp(unsigned mask, unsigned long long value, int
     f->kind = kind;
     f->state = IN_WARP;
     r->waiting_lanes[warp] |= 1u << f->thread % 32;
-    release_warp(r, warp);
+    release_warp(r, warp, f->thread % 32, f->thread % 32);
     if (f->state == IN_WARP) leave(r);
     else f->state = RUNNING;
     return f->result;
@@ -218,7 +221,7 @@ extern "C" int __sc_run(void (*call)(char *), char *arguments, const __sc_launch
     r.call = call;
     r.arguments = arguments;
     r.threads = launch->block[0] * launch->block[1] * launch->block[2];
-    r.fibers = 0;
+    r.fibers = r.free_count = 0;
     r.escape = &escape;
     runner = &r;
     __sc_here.size = dim3(launch->block[0], launch->block[1], launch->block[2]);
@@ -247,18 +250,13 @@ struct __sc_kernel {
     void (*call)(char *);
     unsigned count;
     const unsigned *sizes;
-    const unsigned char *pointers;
 };
 
 template <unsigned... I> struct __sc_list {};
-template <class T> struct __sc_is_pointer { static constexpr bool value = false; };
-template <class T> struct __sc_is_pointer<T *> { static constexpr bool value = true; };
-
 template <class T> struct __sc_adapter;
 template <class... A> struct __sc_adapter<void (*)(A...)> {
     static constexpr unsigned count = sizeof...(A);
     static constexpr unsigned sizes[sizeof...(A) + 1] = {(unsigned)sizeof(A)..., 0};
-    static constexpr unsigned char pointers[sizeof...(A) + 1] = {__sc_is_pointer<A>::value..., 0};
     static constexpr unsigned offset(unsigned at) {
         unsigned sum = 0;
         for (unsigned i = 0; i < at; i++) sum += (sizes[i] + 15) / 16 * 16;
@@ -273,5 +271,4 @@ template <class... A> struct __sc_adapter<void (*)(A...)> {
 
 #define __SC_KERNEL(text, ...)                                                                                    \
     {text, (void *)(__VA_ARGS__), &__sc_adapter<decltype(__VA_ARGS__)>::call<(__VA_ARGS__)>,                       \
-     __sc_adapter<decltype(__VA_ARGS__)>::count, __sc_adapter<decltype(__VA_ARGS__)>::sizes,                       \
-     __sc_adapter<decltype(__VA_ARGS__)>::pointers}
+     __sc_adapter<decltype(__VA_ARGS__)>::count, __sc_adapter<decltype(__VA_ARGS__)>::sizes}

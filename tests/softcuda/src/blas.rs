@@ -1,0 +1,418 @@
+//! cuBLAS: handles, their modes, and products of matrices.
+
+use std::ffi::c_char;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use crate::device::current;
+use crate::entry::{In, Out, blas};
+use crate::error::{Code, Result};
+use crate::faults::{What, meet};
+use crate::gemm::{Element, Matrix, Product, Rounding, Scale, compute};
+use crate::handles::{Handle, Handles};
+use crate::memory::space;
+use crate::stream::{Work, own_stream};
+
+static HANDLES: Handles<Mutex<Library>> = Handles::new(7);
+
+/// Codes of `cublasStatus_t`.
+const NOT_INITIALIZED: Code = Code(1);
+const INVALID_VALUE: Code = Code(7);
+const EXECUTION_FAILED: Code = Code(13);
+const NOT_SUPPORTED: Code = Code(15);
+
+/// What a handle remembers.
+struct Library {
+    stream: Handle,
+    math: u32,
+    scales_on_device: bool,
+    atomics: u32,
+}
+
+fn handle(handle: Handle) -> Result<Arc<Mutex<Library>>> {
+    HANDLES.get(handle).map_err(|_| NOT_INITIALIZED)
+}
+
+blas! {
+    /// A handle, for the context of the calling thread.
+    fn cublasCreate_v2(out: Out<Handle>) {
+        out.required().map_err(|_| INVALID_VALUE)?;
+        current().and_then(|context| context.check()).map_err(|_| NOT_INITIALIZED)?;
+        let mut made = 0;
+        HANDLES.insert(|handle| {
+            made = handle;
+            Mutex::new(Library { stream: 0, math: 0, scales_on_device: false, atomics: 0 })
+        });
+        out.set(made).map_err(|_| INVALID_VALUE)
+    }
+}
+
+blas! {
+    /// Ends a handle; what was issued is still done.
+    fn cublasDestroy_v2(library: Handle) {
+        HANDLES.remove(library).map(drop).map_err(|_| NOT_INITIALIZED)
+    }
+}
+
+blas! {
+    /// Sets the stream that products are issued on.
+    fn cublasSetStream_v2(library: Handle, stream: Handle) {
+        handle(library)?.lock().stream = stream;
+        Ok(())
+    }
+}
+
+blas! {
+    /// The stream that products are issued on.
+    fn cublasGetStream_v2(library: Handle, stream: Out<Handle>) {
+        stream.set(handle(library)?.lock().stream)
+    }
+}
+
+blas! {
+    /// Gives memory to compute in, which is not needed here: only its address is looked at.
+    fn cublasSetWorkspace_v2(library: Handle, address: u64, bytes: usize) {
+        handle(library)?;
+        if bytes > 0 && (!space().covers(address) || !address.is_multiple_of(256)) {
+            return Err(INVALID_VALUE);
+        }
+        Ok(())
+    }
+}
+
+blas! {
+    /// Sets how exactly products are computed.
+    fn cublasSetMathMode(library: Handle, mode: u32) {
+        // A flag may be added that forbids sums of less precision, of which there are none here.
+        if !(0..=3).contains(&(mode & !16)) {
+            return Err(INVALID_VALUE);
+        }
+        handle(library)?.lock().math = mode;
+        Ok(())
+    }
+}
+
+blas! {
+    /// How exactly products are computed.
+    fn cublasGetMathMode(library: Handle, mode: Out<u32>) {
+        mode.set(handle(library)?.lock().math)
+    }
+}
+
+blas! {
+    /// Sets where the scales of products are: in host memory, 0, or in device memory, 1.
+    fn cublasSetPointerMode_v2(library: Handle, mode: u32) {
+        if mode > 1 {
+            return Err(INVALID_VALUE);
+        }
+        handle(library)?.lock().scales_on_device = mode == 1;
+        Ok(())
+    }
+}
+
+blas! {
+    /// Where the scales of products are.
+    fn cublasGetPointerMode_v2(library: Handle, mode: Out<u32>) {
+        mode.set(u32::from(handle(library)?.lock().scales_on_device))
+    }
+}
+
+blas! {
+    /// Sets whether sums may be of any order, which changes nothing here.
+    fn cublasSetAtomicsMode(library: Handle, mode: u32) {
+        handle(library)?.lock().atomics = mode;
+        Ok(())
+    }
+}
+
+blas! {
+    /// Whether sums may be of any order.
+    fn cublasGetAtomicsMode(library: Handle, mode: Out<u32>) {
+        mode.set(handle(library)?.lock().atomics)
+    }
+}
+
+blas! {
+    /// The version of cuBLAS.
+    fn cublasGetVersion_v2(library: Handle, version: Out<i32>) {
+        // Without a handle it is answered too.
+        let _ = library;
+        version.set(120_800)
+    }
+}
+
+blas! {
+    /// One number of the version: major, minor or patch.
+    fn cublasGetProperty(which: u32, value: Out<i32>) {
+        value.set(match which {
+            0 => 12,
+            1 => 8,
+            2 => 0,
+            _ => return Err(INVALID_VALUE),
+        })
+    }
+}
+
+/// Name of a code of cuBLAS.
+#[unsafe(no_mangle)]
+extern "C" fn cublasGetStatusName(status: u32) -> *const c_char {
+    let name = match status {
+        0 => c"CUBLAS_STATUS_SUCCESS",
+        1 => c"CUBLAS_STATUS_NOT_INITIALIZED",
+        3 => c"CUBLAS_STATUS_ALLOC_FAILED",
+        7 => c"CUBLAS_STATUS_INVALID_VALUE",
+        8 => c"CUBLAS_STATUS_ARCH_MISMATCH",
+        11 => c"CUBLAS_STATUS_MAPPING_ERROR",
+        13 => c"CUBLAS_STATUS_EXECUTION_FAILED",
+        14 => c"CUBLAS_STATUS_INTERNAL_ERROR",
+        15 => c"CUBLAS_STATUS_NOT_SUPPORTED",
+        _ => c"CUBLAS_STATUS unknown",
+    };
+    name.as_ptr()
+}
+
+/// Text of a code of cuBLAS.
+#[unsafe(no_mangle)]
+extern "C" fn cublasGetStatusString(status: u32) -> *const c_char {
+    let text = match status {
+        0 => c"success",
+        1 => c"the library was not initialized",
+        3 => c"the resource allocation failed",
+        7 => c"an invalid value was used as an argument",
+        8 => c"an absent device architectural feature is required",
+        11 => c"an access to GPU memory space failed",
+        13 => c"the function failed to launch on the GPU",
+        14 => c"an internal operation failed",
+        15 => c"the functionality is not supported",
+        _ => c"unknown",
+    };
+    text.as_ptr()
+}
+
+/// A factor or the product, as C names it.
+struct Side {
+    address: u64,
+    element: Element,
+    leading: i32,
+    stride: i64,
+}
+
+/// How a product is computed, by `cublasComputeType_t`.
+struct Way {
+    rounding: Rounding,
+    double: bool,
+    /// What the scales are.
+    scale: Element,
+}
+
+/// All of a call.
+struct Call {
+    /// How A and B are taken: as they are, or with rows and columns exchanged.
+    taken: [u32; 2],
+    sizes: [i32; 3],
+    alpha: u64,
+    beta: u64,
+    a: Side,
+    b: Side,
+    c: Side,
+    batch: i32,
+    way: Way,
+}
+
+fn element(kind: u32) -> Result<Element> {
+    match kind {
+        0 => Ok(Element::F32),
+        1 => Ok(Element::F64),
+        2 => Ok(Element::F16),
+        14 => Ok(Element::Bf16),
+        _ => Err(NOT_SUPPORTED),
+    }
+}
+
+/// What the mode of a handle does to products of single precision.
+fn by_mode(library: Handle) -> Result<Rounding> {
+    let math = handle(library)?.lock().math & !16;
+    Ok(if math == 3 { Rounding::Tf32 } else { Rounding::Exact })
+}
+
+/// The way of a kind of computation, for types that cuBLAS has it for.
+fn way(library: Handle, kind: u32, a: Element, b: Element, c: Element) -> Result<Way> {
+    use Element::{Bf16, F16, F32, F64};
+    let single = |rounding| Way { rounding, double: false, scale: F32 };
+    let fast = |rounding| {
+        if (a, b, c) == (F32, F32, F32) { Ok(single(rounding)) } else { Err(NOT_SUPPORTED) }
+    };
+    match (kind, a, b, c) {
+        (64 | 65, F16, F16, F16) => Ok(Way { rounding: Rounding::Exact, double: false, scale: F16 }),
+        (68, F32, F32, F32) => Ok(single(by_mode(library)?)),
+        (69, F32, F32, F32) => Ok(single(Rounding::Exact)),
+        (68 | 69, F16, F16, F16 | F32) | (68 | 69, Bf16, Bf16, Bf16 | F32) => Ok(single(Rounding::Exact)),
+        (70 | 71, F64, F64, F64) => Ok(Way { rounding: Rounding::Exact, double: true, scale: F64 }),
+        (74, ..) => fast(Rounding::F16),
+        (75, ..) => fast(Rounding::Bf16),
+        (77, ..) => fast(Rounding::Tf32),
+        _ => Err(NOT_SUPPORTED),
+    }
+}
+
+/// Checks a call and issues it.
+fn issue(library: Handle, call: Call) -> Result {
+    let library = handle(library)?;
+    let library = library.lock();
+    let size = |number: i32| u64::try_from(number).map_err(|_| INVALID_VALUE);
+    let (m, n, k, batch) =
+        (size(call.sizes[0])?, size(call.sizes[1])?, size(call.sizes[2])?, size(call.batch)?);
+    let matrix = |side: &Side, rows: u64, columns: u64, taken: u32| {
+        // Of real numbers the third, with conjugates, is the second.
+        let transposed = match taken {
+            0 => false,
+            1 | 2 => true,
+            _ => return Err(INVALID_VALUE),
+        };
+        let (rows, columns) = if transposed { (columns, rows) } else { (rows, columns) };
+        let leading = size(side.leading)?;
+        let stride = u64::try_from(side.stride).map_err(|_| INVALID_VALUE)?;
+        if leading < rows.max(1) || !side.address.is_multiple_of(side.element.bytes()) {
+            return Err(INVALID_VALUE);
+        }
+        Ok(Matrix {
+            address: side.address,
+            element: side.element,
+            leading,
+            stride,
+            rows,
+            columns,
+            transposed,
+        })
+    };
+    let a = matrix(&call.a, m, k, call.taken[0])?;
+    let b = matrix(&call.b, k, n, call.taken[1])?;
+    let c = matrix(&call.c, m, n, 0)?;
+    if m == 0 || n == 0 || batch == 0 {
+        return Ok(());
+    }
+    let scale = |address: u64| {
+        if library.scales_on_device {
+            return Ok(Scale::There(address, call.way.scale));
+        }
+        let known = match call.way.scale {
+            Element::F64 => In::<f64>::untyped(address).get(),
+            Element::F16 => In::<half::f16>::untyped(address).get().map(f64::from),
+            Element::F32 | Element::Bf16 => In::<f32>::untyped(address).get().map(f64::from),
+        };
+        known.map(Scale::Known).map_err(|_| INVALID_VALUE)
+    };
+    let (alpha, beta) = (scale(call.alpha)?, scale(call.beta)?);
+    let product = Product {
+        a,
+        b,
+        c,
+        inner: k,
+        batch,
+        alpha,
+        beta,
+        rounding: call.way.rounding,
+        double: call.way.double,
+    };
+    let stream = own_stream(library.stream).map_err(|_| EXECUTION_FAILED)?;
+    let mut uses = vec![c.used(batch, true)];
+    if k > 0 && !matches!(alpha, Scale::Known(0.0)) {
+        uses.extend([a.used(batch, false), b.used(batch, false)]);
+    }
+    stream.issue(
+        Work::new("a product of matrices", move || {
+            meet(What::Launch)?;
+            compute(&product)
+        }),
+        &uses,
+    );
+    Ok(())
+}
+
+blas! {
+    /// Single precision.
+    fn cublasSgemm_v2(
+        library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32,
+        alpha: u64, a: u64, lda: i32, b: u64, ldb: i32, beta: u64, c: u64, ldc: i32,
+    ) {
+        let side = |address, leading| Side { address, element: Element::F32, leading, stride: 0 };
+        let way = Way { rounding: by_mode(library)?, double: false, scale: Element::F32 };
+        let (a, b, c) = (side(a, lda), side(b, ldb), side(c, ldc));
+        issue(library, Call { taken: [transa, transb], sizes: [m, n, k], alpha, beta, a, b, c, batch: 1, way })
+    }
+}
+
+blas! {
+    /// Double precision.
+    fn cublasDgemm_v2(
+        library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32,
+        alpha: u64, a: u64, lda: i32, b: u64, ldb: i32, beta: u64, c: u64, ldc: i32,
+    ) {
+        let side = |address, leading| Side { address, element: Element::F64, leading, stride: 0 };
+        let way = Way { rounding: Rounding::Exact, double: true, scale: Element::F64 };
+        let (a, b, c) = (side(a, lda), side(b, ldb), side(c, ldc));
+        issue(library, Call { taken: [transa, transb], sizes: [m, n, k], alpha, beta, a, b, c, batch: 1, way })
+    }
+}
+
+blas! {
+    /// Single precision, several at equal distances.
+    fn cublasSgemmStridedBatched(
+        library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32,
+        alpha: u64, a: u64, lda: i32, stride_a: i64, b: u64, ldb: i32, stride_b: i64,
+        beta: u64, c: u64, ldc: i32, stride_c: i64, batch: i32,
+    ) {
+        let side = |address, leading, stride| Side { address, element: Element::F32, leading, stride };
+        let way = Way { rounding: by_mode(library)?, double: false, scale: Element::F32 };
+        let (a, b, c) = (side(a, lda, stride_a), side(b, ldb, stride_b), side(c, ldc, stride_c));
+        issue(library, Call { taken: [transa, transb], sizes: [m, n, k], alpha, beta, a, b, c, batch, way })
+    }
+}
+
+blas! {
+    /// Double precision, several at equal distances.
+    fn cublasDgemmStridedBatched(
+        library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32,
+        alpha: u64, a: u64, lda: i32, stride_a: i64, b: u64, ldb: i32, stride_b: i64,
+        beta: u64, c: u64, ldc: i32, stride_c: i64, batch: i32,
+    ) {
+        let side = |address, leading, stride| Side { address, element: Element::F64, leading, stride };
+        let way = Way { rounding: Rounding::Exact, double: true, scale: Element::F64 };
+        let (a, b, c) = (side(a, lda, stride_a), side(b, ldb, stride_b), side(c, ldc, stride_c));
+        issue(library, Call { taken: [transa, transb], sizes: [m, n, k], alpha, beta, a, b, c, batch, way })
+    }
+}
+
+blas! {
+    /// Any types that go together, and any way to compute that goes with them.
+    fn cublasGemmEx(
+        library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32,
+        alpha: u64, a: u64, a_type: u32, lda: i32, b: u64, b_type: u32, ldb: i32,
+        beta: u64, c: u64, c_type: u32, ldc: i32, compute_type: u32, algorithm: i32,
+    ) {
+        let _ = algorithm;
+        let side = |address, kind, leading| Ok::<_, Code>(Side { address, element: element(kind)?, leading, stride: 0 });
+        let (a, b, c) = (side(a, a_type, lda)?, side(b, b_type, ldb)?, side(c, c_type, ldc)?);
+        let way = way(library, compute_type, a.element, b.element, c.element)?;
+        issue(library, Call { taken: [transa, transb], sizes: [m, n, k], alpha, beta, a, b, c, batch: 1, way })
+    }
+}
+
+blas! {
+    /// Any types that go together, several at equal distances.
+    fn cublasGemmStridedBatchedEx(
+        library: Handle, transa: u32, transb: u32, m: i32, n: i32, k: i32,
+        alpha: u64, a: u64, a_type: u32, lda: i32, stride_a: i64, b: u64, b_type: u32, ldb: i32, stride_b: i64,
+        beta: u64, c: u64, c_type: u32, ldc: i32, stride_c: i64, batch: i32, compute_type: u32, algorithm: i32,
+    ) {
+        let _ = algorithm;
+        let side = |address, kind, leading, stride| {
+            Ok::<_, Code>(Side { address, element: element(kind)?, leading, stride })
+        };
+        let (a, b) = (side(a, a_type, lda, stride_a)?, side(b, b_type, ldb, stride_b)?);
+        let c = side(c, c_type, ldc, stride_c)?;
+        let way = way(library, compute_type, a.element, b.element, c.element)?;
+        issue(library, Call { taken: [transa, transb], sizes: [m, n, k], alpha, beta, a, b, c, batch, way })
+    }
+}
