@@ -96,7 +96,7 @@ where
 }
 
 fn program_put(program: &mut Program, mesh: &mpmd_core::topology::Mesh, x: &HostArray) -> Result<MpmdArray> {
-    program.device_put(&MpmdArray::from_host(x.clone()), &mesh.replicated())
+    program.device_put(&MpmdArray::from_host(x.clone()), mesh.replicated())
 }
 
 fn floats(count: usize) -> Vec<f32> {

@@ -93,10 +93,11 @@ pub(super) fn assembly(source: &'static Source, architecture: Architecture) -> R
     in_process(source, known.unwrap_or(architecture), Form::Assembly)
 }
 
-type Compiled = Arc<OnceLock<Result<Image, CudaError>>>;
+/// What was compiled in this process, or is being compiled, by the places of the sources.
+type Images = HashMap<(usize, Architecture, Form), Arc<OnceLock<Result<Image, CudaError>>>>;
 
 fn in_process(source: &'static Source, architecture: Architecture, form: Form) -> Result<Image, CudaError> {
-    static IMAGES: Mutex<Option<HashMap<(usize, Architecture, Form), Compiled>>> = Mutex::new(None);
+    static IMAGES: Mutex<Option<Images>> = Mutex::new(None);
     let key = (std::ptr::from_ref(source).addr(), architecture, form);
     let compiled = IMAGES.lock().get_or_insert_default().entry(key).or_default().clone();
     compiled.get_or_init(|| from_disk_or_new(source, architecture, form, &Cache::of_user())).clone()
