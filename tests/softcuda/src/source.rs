@@ -104,13 +104,12 @@ fn kernels(source: &str, tokens: &[(usize, Token<'_>)]) -> Vec<Kernel> {
                     .map_or(0, |before| before + 1);
                 let template = tokens[begins..at].iter().any(|(_, token)| *token == Token::Word("template"));
                 // A declaration may come first, with the bounds or without them.
-                match kernel_after(source, &tokens[at..]).filter(|_| !template) {
-                    Some(kernel) => match found.iter_mut().find(|known| known.name == kernel.name) {
+                if let Some(kernel) = kernel_after(source, &tokens[at..]).filter(|_| !template) {
+                    match found.iter_mut().find(|known| known.name == kernel.name) {
                         Some(_) if kernel.threads == UNBOUND => {}
                         Some(known) => *known = kernel,
                         None => found.push(kernel),
-                    },
-                    None => {}
+                    }
                 }
             }
             _ => {}
