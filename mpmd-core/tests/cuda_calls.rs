@@ -432,9 +432,12 @@ fn work_that_fails_on_its_own_fails_its_call_and_all_that_is_issued_behind_it() 
     let z = scale.call(&mut p, (y.clone(), MpmdArray::scalar(1.0f32))).unwrap();
     let sum = add.call(&mut p, (x, z)).unwrap();
     let error = sum.to_host().unwrap_err().to_string();
-    assert!(error.contains("kernel Add of operation 5") && error.contains("CUDA_ERROR_"), "{error}");
+    // By its own work, by what it was to read, or by the device as it was given work: whichever is known first.
+    let named =
+        |error: &str| error.contains("failed on device 0") && error.contains("CUDA_ERROR_ILLEGAL_ADDRESS");
+    assert!(named(&error), "{error}");
     let error = p.finish().unwrap_err().to_string();
-    assert!(error.contains("failed on device 0: work of a CUDA device: CUDA_ERROR_"), "{error}");
+    assert!(named(&error), "{error}");
     drop(y);
 }
 

@@ -323,16 +323,16 @@ api! {
 }
 
 fn release(device: u32, all: bool) -> Result {
-    let ended = {
-        let mut primary = PRIMARY.lock();
-        let (context, retained) = &mut primary[device as usize];
-        if *retained == 0 {
-            return Err(Code::INVALID_CONTEXT);
-        }
-        *retained = if all { 0 } else { *retained - 1 };
-        if *retained == 0 { context.take() } else { None }
-    };
-    if let Some(context) = ended {
+    let mut primary = PRIMARY.lock();
+    let (context, retained) = &mut primary[device as usize];
+    if *retained == 0 {
+        return Err(Code::INVALID_CONTEXT);
+    }
+    *retained = if all { 0 } else { *retained - 1 };
+    // Under the lock: the memory that goes is the device's, and who retains the context next has new memory there.
+    if *retained == 0
+        && let Some(context) = context.take()
+    {
         context.end();
     }
     Ok(())

@@ -201,7 +201,8 @@ impl Context {
     ///
     /// As [`bind`](Self::bind).
     pub(super) fn visit(&self) -> Result<Visit, CudaError> {
-        let before = result::ctx::get_current().map_err(|error| cuda("using a CUDA device", error))?;
+        // One that has ended meanwhile is none to go back to.
+        let before = result::ctx::get_current().ok().flatten();
         let visit = Visit(before.unwrap_or(std::ptr::null_mut()));
         self.bind()?;
         Ok(visit)
