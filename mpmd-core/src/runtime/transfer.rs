@@ -6,7 +6,7 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 
 use mpmd_transport::memory::Reservation;
 use mpmd_transport::router::{Failure, FailureKind};
@@ -648,7 +648,14 @@ impl PutPlan {
             return None;
         }
         let (_, ready) = self.warm_ups.iter().find(|(device, _)| *device == target.device)?;
-        Sum::of(self.what.aval.dtype()).filter(|_| ready.wait().is_ok())
+        let sum = Sum::of(self.what.aval.dtype())?;
+        let ready = ready.wait().inspect_err(|error| {
+            static SAID: Once = Once::new();
+            SAID.call_once(
+                || tracing::warn!(%error, "partial sums of CUDA devices are added up by the host"),
+            );
+        });
+        ready.ok().map(|()| sum)
     }
 
     fn item_bytes(&self) -> usize {
