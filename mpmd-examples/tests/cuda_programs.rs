@@ -76,7 +76,8 @@ fn training_takes_the_devices_that_it_is_told() {
     let text = folder.path().join("text");
     std::fs::write(&text, "one two three four five six seven eight nine ten ".repeat(400)).unwrap();
     let file = folder.path().join("losses");
-    let sizes = "--layers 2 --width 8 --heads 2 --time 8 --batch 2 --microbatches 2 --stages 2 --steps 3 --sample 2";
+    let sizes =
+        "--layers 2 --width 8 --heads 2 --time 8 --batch 2 --microbatches 2 --stages 2 --steps 3 --sample 2";
     let losses = |args: &[&str], devices: &str| -> Vec<f64> {
         let files = [text.to_str().unwrap(), "--losses-out", file.to_str().unwrap()];
         let args: Vec<&str> = sizes.split(' ').chain(args.iter().copied()).chain(files).collect();
@@ -96,7 +97,8 @@ fn training_takes_the_devices_that_it_is_told() {
             assert!((found - expected).abs() < 1e-4, "{args:?}: {found}, not {expected}");
         }
     }
-    let coarse = losses(&["--processes", "1", "--device", "cuda", "--math", "bf16"], "cuda; cuda multiplies in bf16");
+    let coarse =
+        losses(&["--processes", "1", "--device", "cuda", "--math", "bf16"], "cuda; cuda multiplies in bf16");
     for (found, expected) in coarse.iter().zip(&expected) {
         assert!((found - expected).abs() < 0.05, "bf16: {found}, not {expected}");
     }
@@ -110,16 +112,33 @@ fn other_programs_run_on_such_devices_or_say_that_they_do_not() {
     }
     let folder = tempfile::tempdir().unwrap();
     for (device, processes) in [("cuda", "1"), ("cuda", "2"), ("cpu,cuda", "2")] {
-        let args = ["--rows", "32", "--columns", "100", "--rounds", "1", "--processes", processes, "--device", device];
+        let args = [
+            "--rows",
+            "32",
+            "--columns",
+            "100",
+            "--rounds",
+            "1",
+            "--processes",
+            processes,
+            "--device",
+            device,
+        ];
         let Ended { code, out, err } = run(folder.path(), env!("CARGO_BIN_EXE_basic"), &args);
         assert_eq!(code, Some(0), "{args:?}: {err}");
-        assert_eq!((count(&out, "a2 is 2.0 everywhere"), count(&out, "b2 is 4.0 everywhere")), (1, 1), "{out}");
+        assert_eq!(
+            (count(&out, "a2 is 2.0 everywhere"), count(&out, "b2 is 4.0 everywhere")),
+            (1, 1),
+            "{out}"
+        );
         let args = ["--width", "24", "--processes", processes, "--device", device];
         let Ended { code, out, err } = run(folder.path(), env!("CARGO_BIN_EXE_reshard"), &args);
         assert_eq!(code, Some(0), "{args:?}: {err}");
         assert_eq!(out.matches("values proved").count().to_string(), processes, "{out}");
     }
-    for program in [env!("CARGO_BIN_EXE_overlap"), env!("CARGO_BIN_EXE_pipeline"), env!("CARGO_BIN_EXE_train_mlp")] {
+    for program in
+        [env!("CARGO_BIN_EXE_overlap"), env!("CARGO_BIN_EXE_pipeline"), env!("CARGO_BIN_EXE_train_mlp")]
+    {
         let Ended { code, err, .. } = run(folder.path(), program, &["--device", "cuda"]);
         assert_eq!(code, Some(1), "{err}");
         assert_eq!(count(&err, "has kernels for devices of kind cpu alone"), 1, "{err}");

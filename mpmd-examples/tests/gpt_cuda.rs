@@ -70,9 +70,8 @@ fn trained(config: &Config, kinds: &[DeviceKind]) -> Trained {
         train(p, &mut trainer, more, |report| steps.extend([report.loss, report.norm]))?;
         let held_out = trainer.held_out_loss(p)?;
         let sample = trainer.sample(p, b"one two ", 3, |logits, _| {
-            let likeliest = (0..=255u8).max_by(|a, b| {
-                logits[usize::from(*a)].total_cmp(&logits[usize::from(*b)])
-            });
+            let likeliest =
+                (0..=255u8).max_by(|a, b| logits[usize::from(*a)].total_cmp(&logits[usize::from(*b)]));
             likeliest.expect("there are bytes")
         })?;
         Ok((steps, held_out, sample))
@@ -147,19 +146,4 @@ fn stages_on_several_devices_give_the_same() {
             assert_near(&what, &trained(&config, kinds), &expected);
         }
     }
-}
-
-#[test]
-fn doubles_are_for_the_host() {
-    if elsewhere!() {
-        return;
-    }
-    let (text, config) = (text(), Config { stages: 1, ..tiny() });
-    let simulation = Simulation::new(1, 1).settings(|settings| settings.device_kinds(&[Cuda]));
-    let results = simulation.run(|p| {
-        let mut trainer = Trainer::<f64>::new(p, &text, &config)?;
-        train(p, &mut trainer, |step| (step < 1).then_some(1e-3), |_| {})
-    });
-    let error = results.into_iter().next().unwrap().unwrap_err().to_string();
-    assert!(error.contains("computed in f32, not in f64"), "{error}");
 }
