@@ -147,18 +147,3 @@ fn stages_on_several_devices_give_the_same() {
         }
     }
 }
-
-#[test]
-fn doubles_are_for_the_host() {
-    if elsewhere!() {
-        return;
-    }
-    let (text, config) = (text(), Config { stages: 1, ..tiny() });
-    let simulation = Simulation::new(1, 1).settings(|settings| settings.device_kinds(&[Cuda]));
-    let results = simulation.run(|p| {
-        let mut trainer = Trainer::<f64>::new(p, &text, &config)?;
-        train(p, &mut trainer, |step| (step < 1).then_some(1e-3), |_| {})
-    });
-    let error = results.into_iter().next().unwrap().unwrap_err().to_string();
-    assert!(error.contains("computed in f32, not in f64"), "{error}");
-}

@@ -158,3 +158,49 @@ impl<'c> Device<'c> {
 pub(crate) fn size(size: usize) -> Result<u32> {
     u32::try_from(size).map_err(|_| Error::kernel(format!("a size of {size} is too large for a CUDA kernel")))
 }
+
+#[cfg(test)]
+mod tests {
+    use mpmd_core::topology::DeviceKind;
+
+    use super::*;
+    use crate::gpt::cuda::testing::gpu_test;
+
+    /// A kernel of doubles.
+    struct Doubles;
+
+    impl Kernel for Doubles {
+        type In = MpmdArray;
+        type Out = MpmdArray;
+
+        fn infer(&self, x: &ShapedArray) -> Result<Signature<ShapedArray>> {
+            Ok(Signature::new(x.clone()))
+        }
+
+        fn run(&self, cx: &mut Context<'_>, _: View<'_>, _: ViewMut<'_>) -> Result<()> {
+            device::<f64>(cx, Math::F32).map(drop)
+        }
+    }
+
+    gpu_test! {
+        fn doubles_are_for_the_host() {
+            let run = |kind| -> Result<()> {
+                let mut p = mpmd_core::Program::builder().device_kinds(&[kind]).alone()?;
+                let mesh = p.mesh(&[("only", 1)])?;
+                let doubles = p.jit(Doubles).on(&mesh).outputs(mesh.replicated()).build()?;
+                let done = doubles.call(&mut p, MpmdArray::scalar(1.0))?;
+                done.block_until_ready()?;
+                p.finish()
+            };
+            run(DeviceKind::Cpu).unwrap();
+            let error = run(DeviceKind::Cuda).unwrap_err().to_string();
+            assert!(error.contains("computed in f32, not in f64"), "{error}");
+        }
+    }
+
+    #[test]
+    fn sizes_of_more_than_32_bits_are_refused() {
+        assert_eq!(size(7).unwrap(), 7);
+        assert!(size(1 << 32).unwrap_err().to_string().contains("too large"));
+    }
+}

@@ -2,6 +2,7 @@
 
 use mpmd_core::Program;
 use mpmd_core::aval::{DType, Element, HostArray};
+use mpmd_core::backend::cuda::{NoCuda, found};
 use mpmd_core::cuda::{CUBLAS, Math, Part, Source};
 use mpmd_core::prelude::*;
 use mpmd_core::topology::DeviceKind;
@@ -15,7 +16,7 @@ macro_rules! gpu_test {
         $(#[$meta])*
         #[test]
         fn $name() {
-            if softcuda::again!("MPMD_CUDA_CACHE" = "") {
+            if crate::gpt::cuda::testing::is_missing() || softcuda::again!("MPMD_CUDA_CACHE" = "") {
                 return;
             }
             $body
@@ -23,6 +24,15 @@ macro_rules! gpu_test {
     };
 }
 pub(super) use gpu_test;
+
+/// Whether there is nothing to test: says so.
+pub(super) fn is_missing() -> bool {
+    let missing = matches!(found(), Err(NoCuda::NotBuilt));
+    if missing {
+        eprintln!("skipped: this test was built without the feature `cuda`");
+    }
+    missing
+}
 
 /// Work that a test gives a device: its inputs and its outputs, in their order.
 trait Work: Fn(Device<'_>, &[Part<'_>], &[Part<'_>]) -> Result<()> + Send + Sync + 'static {}
