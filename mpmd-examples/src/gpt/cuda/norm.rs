@@ -185,7 +185,7 @@ mod tests {
                 device.cuda().copy(x[0], y[7])?;
                 add_branch(device, SHAPE, y[7], x[1], x[2])
             });
-            let expected = [&forward(&x)[..], std::slice::from_ref(&joined), &forward(&joined), &[joined.clone()]].concat();
+            let expected = [&forward(&x)[..], std::slice::from_ref(&joined), &forward(&joined), std::slice::from_ref(&joined)].concat();
             for (name, (found, expected)) in
                 ["hat", "inv_std", "out", "y", "hat of y", "inv_std of y", "out of y", "sum"].iter().zip(found.iter().zip(&expected))
             {
