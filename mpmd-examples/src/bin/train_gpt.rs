@@ -68,7 +68,7 @@ struct Args {
     /// from run to run
     #[arg(long, conflicts_with = "steps")]
     seconds: Option<f64>,
-    /// Highest learning rate [default: 3e-3; 1e-3]
+    /// Highest learning rate [default: 3e-3; 1e-3 with the default width for graphics processors]
     #[arg(long = "lr")]
     learning_rate: Option<f64>,
     /// Chooses the initial weights, the sequences of each step, and the continuation
@@ -193,7 +193,9 @@ impl Args {
             time: self.time.unwrap_or(defaults.model.time),
         };
         let warmup = defaults.rates.warmup.min(total / 4);
-        let peak = self.learning_rate.unwrap_or(defaults.rates.peak);
+        // Who gives the sizes gets the same training on every kind of device.
+        let usual = if self.width.is_some() { Config::default().rates } else { defaults.rates };
+        let peak = self.learning_rate.unwrap_or(usual.peak);
         let rates = WarmupCosine { peak, floor: 0.05 * peak, warmup, total };
         let builtin = Builtin::named(&self.schedule);
         let order = if builtin.is_some() { None } else { Some(read_schedule(&self.schedule)?) };

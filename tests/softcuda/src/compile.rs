@@ -136,7 +136,15 @@ fn build(program: &Program) -> Result<Vec<u8>, String> {
         .current_dir(path)
         .args(["-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-nostdinc++", "-fno-exceptions", "-fno-rtti"])
         // A fused multiply-add here and none there would make results differ between machines.
-        .args(["-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-fno-stack-protector"])
+        // A unique symbol, such as a block's memory in an inline function, would keep the library in the process for ever,
+        // under a path that the next may have.
+        .args([
+            "-ffp-contract=off",
+            "-fno-strict-aliasing",
+            "-U_FORTIFY_SOURCE",
+            "-fno-stack-protector",
+            "-fno-gnu-unique",
+        ])
         .args(["-Wl,-Bsymbolic", "-s", "-o", "module.so", "module.cc"]))
     .map_err(|log| log.replace("kernel.cu", &program.name))?;
     std::fs::read(path.join("module.so")).map_err(|error| format!("the compiler made nothing: {error}"))

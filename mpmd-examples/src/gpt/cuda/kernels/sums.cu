@@ -59,10 +59,10 @@ extern "C" __global__ void add_parts(float *d, const float *parts, u32 count, u3
 
 #define SUM_THREADS 256u
 
-// What the threads of a block found, added up in a tree; for the first of them. A block is of SUM_THREADS threads.
-__device__ __forceinline__ double block_sum(double x)
+// What the threads of a block found, added up in a tree; for the first of them. A block is of SUM_THREADS threads, and
+// `found` its shared memory.
+__device__ __forceinline__ double block_sum(double found[SUM_THREADS], double x)
 {
-    __shared__ double found[SUM_THREADS];
     found[threadIdx.x] = x;
     for (u32 half = SUM_THREADS / 2; half > 0; half /= 2) {
         __syncthreads();
@@ -75,10 +75,11 @@ __device__ __forceinline__ double block_sum(double x)
 // Each block's part of the sum of squares, in doubles: `parts` is [blocks].
 extern "C" __global__ void square_sums(double *parts, const float *x, u64 elements)
 {
+    __shared__ double found[SUM_THREADS];
     double sum = 0.0;
     for (u64 at = first_element(); at < elements; at += element_step())
         sum += (double)x[at] * (double)x[at];
-    sum = block_sum(sum);
+    sum = block_sum(found, sum);
     if (threadIdx.x == 0)
         parts[blockIdx.x] = sum;
 }
@@ -86,10 +87,11 @@ extern "C" __global__ void square_sums(double *parts, const float *x, u64 elemen
 // The sum of `x`, by one block.
 extern "C" __global__ void sum_doubles(double *sum, const double *x, u64 elements)
 {
+    __shared__ double found[SUM_THREADS];
     double mine = 0.0;
     for (u64 at = threadIdx.x; at < elements; at += SUM_THREADS)
         mine += x[at];
-    mine = block_sum(mine);
+    mine = block_sum(found, mine);
     if (threadIdx.x == 0)
         *sum = mine;
 }
