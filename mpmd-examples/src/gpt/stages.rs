@@ -6,7 +6,7 @@
 //! all-reduced, and the gradients of the parameters are partial sums. Along the second the blocks' matrices
 //! are sharded and their branches' outputs all-reduced.
 //!
-//! On a CUDA device a stage gives it the same to do ([`cuda`](super::cuda)); neighbours may be of either kind.
+//! On a CUDA device a stage gives it the same to do (`gpt/cuda`); neighbours may be of either kind.
 
 use std::sync::Arc;
 

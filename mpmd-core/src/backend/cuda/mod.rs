@@ -2,13 +2,13 @@
 //!
 //! Built with the feature `cuda`, through `cudarc`, which loads CUDA's libraries when they are first used: a program built with it
 //! runs where there is no CUDA, as long as it asks for no such device. Without the feature everything here has the same names and
-//! a [`Gpu`] that cannot be.
+//! a `Gpu` that cannot be.
 //!
-//! A [`Gpu`] has *lines*: queues of its own work, one for kernels and one for each direction of copies. Work is issued to a
+//! A `Gpu` has *lines*: queues of its own work, one for kernels and one for each direction of copies. Work is issued to a
 //! line by any thread, at once, and runs later, in order. What uses memory that another line uses is told to come after it
 //! ([`Fences`](mpmd_transport::memory::Fences)); nobody waits for that but the device. Each line has a thread that waits for the ends of what
 //! was issued, and tells who wants to know; no other thread of the program ever does, but a
-//! device's own in a kernel with collectives ([`Turn::wait`]).
+//! device's own in a kernel with collectives (`Turn::wait`).
 
 #[cfg(not(feature = "cuda"))]
 mod absent;
