@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use mpmd_core::Simulation;
 use mpmd_core::backend::cuda::{NoCuda, found};
-use mpmd_core::prelude::*;
 use mpmd_core::topology::DeviceKind::{self, Cpu, Cuda};
 use mpmd_examples::gpt::adamw::WarmupCosine;
 use mpmd_examples::gpt::params::Model;
