@@ -3,7 +3,7 @@
 mod stages;
 
 use mpmd_core::Simulation;
-use mpmd_core::pipeline::{Microbatch, Pipeline, Schedule, Stage, Storage};
+use mpmd_core::pipeline::{Microbatch, Pipeline, Schedule, Storage};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 use stages::{Rows, Scale, Square};

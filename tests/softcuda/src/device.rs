@@ -191,7 +191,7 @@ fn attribute(device: u32, attribute: u32) -> i32 {
         75 => 8,                          // compute capability 8.0
         81 => 228 << 10,                  // shared memory of a multiprocessor
         97 => 227 << 10,                  // shared memory of a block that asks for it
-        91 | 99 | 115 => 1,               // registered memory at its own address, registering, pools
+        91 | 99 | 115 | 125 => 1,         // registered memory at its own address, registering, pools
         106 => 32,                        // blocks of a multiprocessor
         111 => 1 << 10,                   // reserved shared memory
         _ => 0,

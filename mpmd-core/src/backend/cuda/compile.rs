@@ -34,6 +34,8 @@ pub(super) struct Image {
     /// With a zero behind them, which the driver wants behind texts.
     bytes: Arc<[u8]>,
     binary: bool,
+    /// From a file that an earlier process has written.
+    kept: bool,
 }
 
 impl Image {
@@ -41,7 +43,7 @@ impl Image {
         if bytes.last() != Some(&0) {
             bytes.push(0);
         }
-        Self { bytes: bytes.into(), binary }
+        Self { bytes: bytes.into(), binary, kept: false }
     }
 
     /// PTX.
@@ -56,6 +58,11 @@ impl Image {
     /// Whether it is for one architecture, and the driver has nothing to compile.
     pub(super) fn is_binary(&self) -> bool {
         self.binary
+    }
+
+    /// Whether it was not compiled by this process: where the driver refuses it, it may be another's in all but name.
+    pub(super) fn is_kept(&self) -> bool {
+        self.kept
     }
 }
 
@@ -115,13 +122,34 @@ fn from_disk_or_new(
     let binary = form == Form::Binary;
     if let Some(bytes) = cache.read(&key) {
         tracing::debug!(source = source.name(), "compiled before");
-        return Ok(Image::new(bytes, binary));
+        return Ok(Image { kept: true, ..Image::new(bytes, binary) });
     }
+    new(source, &options, form, &key, cache)
+}
+
+/// As [`image`], compiled again, for where what was kept is refused.
+pub(super) fn anew(source: &'static Source, architecture: Architecture) -> Result<Image, CudaError> {
+    let nvrtc = nvrtc()?;
+    let known = nvrtc.architectures.is_empty() || nvrtc.architectures.contains(&architecture);
+    let form = if known { Form::Binary } else { Form::Assembly };
+    let youngest = nvrtc.architectures.iter().filter(|known| **known <= architecture).max().copied();
+    let architecture = if known { architecture } else { youngest.unwrap_or(architecture) };
+    let options = options(source, architecture, form);
+    new(source, &options, form, &Key::new(source, &options, &nvrtc.version), &Cache::of_user())
+}
+
+fn new(
+    source: &Source,
+    options: &[String],
+    form: Form,
+    key: &Key,
+    cache: &Cache,
+) -> Result<Image, CudaError> {
     let since = Instant::now();
-    let bytes = compile(source, &options, form)?;
+    let bytes = compile(source, options, form)?;
     tracing::debug!(source = source.name(), took = ?since.elapsed(), "compiled");
-    cache.write(&key, &bytes);
-    Ok(Image::new(bytes, binary))
+    cache.write(key, &bytes);
+    Ok(Image::new(bytes, form == Form::Binary))
 }
 
 fn options(source: &Source, architecture: Architecture, form: Form) -> Vec<String> {

@@ -144,6 +144,10 @@ impl Modules {
             Kind::Cuda { .. } => {
                 let image = compile::image(source, self.architecture)?;
                 match Module::load(source, &image) {
+                    Err(error) if image.is_kept() => {
+                        tracing::debug!(source = source.name(), %error, "what was kept is compiled again");
+                        Module::load(source, &compile::anew(source, self.architecture)?)
+                    }
                     // A driver that is older than NVRTC may know what NVRTC can make of it without its help.
                     Err(error) if image.is_binary() && error.is_unknown_image() => {
                         tracing::debug!(source = source.name(), %error, "the driver compiles it");
