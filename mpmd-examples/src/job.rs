@@ -99,8 +99,8 @@ pub enum JobTransport {
 }
 
 impl JobArgs {
-    /// Of which kinds the devices of the job's processes will be, each kind at least once: what a launcher says, or else these arguments;
-    /// `None` where neither says anything, so that they are processors of the host.
+    /// Of which kinds the devices of the job's processes will be, each kind at least once: what a launcher says, or
+    /// else these arguments; `None` where neither says anything, so that they are processors of the host.
     ///
     /// # Errors
     ///

@@ -93,48 +93,50 @@ mod tests {
 
     use super::*;
     use crate::gpt::adamw::{self as host, Step};
-    use crate::gpt::cuda::testing::{array, assert_near, floats, floats_on_device, gpu_test, on_device};
+    use crate::gpt::cuda::testing::{array, assert_near, elsewhere, floats, floats_on_device, on_device};
 
-    gpu_test! {
-        fn an_update_is_that_of_the_host() {
-            let (elements, factor, rate) = (700, 0.25, 0.01);
-            let (w, gradient, mean) = (floats(elements, 1), floats(elements, 2), floats(elements, 3));
-            let square: Vec<f32> = floats(elements, 4).iter().map(|x| x * x).collect();
-            let adamw = AdamW::default();
-            let mut expected = [w.clone(), mean.clone(), square.clone()];
-            let [new_w, new_mean, new_square] = &mut expected;
-            let step = Step { number: 3, rate, gradient_factor: factor };
-            adamw.update(step, new_w, new_mean, new_square, &gradient);
-            let mut inputs = [&w, &mean, &square, &gradient].map(|values| array(values)).to_vec();
-            inputs.push(array(&[factor]));
-            let found = floats_on_device(inputs, &[elements; 3], move |device, x, y| {
-                (0..3).try_for_each(|leaf| device.cuda().copy(x[leaf], y[leaf]))?;
-                let leaf = Leaf { w: y[0], mean: y[1], square: y[2], gradient: x[3], elements };
-                update(device, adamw, (3, rate), x[4], leaf)
-            });
-            for (name, (found, expected)) in
-                ["w", "mean", "square"].iter().zip(found.iter().zip(&expected))
-            {
-                assert_near(name, found, expected);
-            }
+    #[test]
+    fn an_update_is_that_of_the_host() {
+        if elsewhere!() {
+            return;
+        }
+        let (elements, factor, rate) = (700, 0.25, 0.01);
+        let (w, gradient, mean) = (floats(elements, 1), floats(elements, 2), floats(elements, 3));
+        let square: Vec<f32> = floats(elements, 4).iter().map(|x| x * x).collect();
+        let adamw = AdamW::default();
+        let mut expected = [w.clone(), mean.clone(), square.clone()];
+        let [new_w, new_mean, new_square] = &mut expected;
+        let step = Step { number: 3, rate, gradient_factor: factor };
+        adamw.update(step, new_w, new_mean, new_square, &gradient);
+        let mut inputs = [&w, &mean, &square, &gradient].map(|values| array(values)).to_vec();
+        inputs.push(array(&[factor]));
+        let found = floats_on_device(inputs, &[elements; 3], move |device, x, y| {
+            (0..3).try_for_each(|leaf| device.cuda().copy(x[leaf], y[leaf]))?;
+            let leaf = Leaf { w: y[0], mean: y[1], square: y[2], gradient: x[3], elements };
+            update(device, adamw, (3, rate), x[4], leaf)
+        });
+        for (name, (found, expected)) in ["w", "mean", "square"].iter().zip(found.iter().zip(&expected)) {
+            assert_near(name, found, expected);
         }
     }
 
-    gpu_test! {
-        fn gradients_are_clipped_as_on_the_host() {
-            let (first, second, sum, weight) = ([1.0, 4.0, 0.5], [30.5], 12.0, 8.0);
-            for limit in [0.5, 100.0] {
-                let inputs = vec![array(&first), array(&second), array(&[sum]), array(&[weight])];
-                let found = on_device(inputs, &[(DType::F64, 1); 3], move |device, x, y| {
-                    let sums = [(x[0], 3), (x[1], 1)];
-                    clip(device, limit, (y[0], y[1], y[2]), &sums, (x[2], x[3]))
-                });
-                let all = first.into_iter().chain(second);
-                let (factor, norm) = host::clip_factor(all, limit * weight);
-                let expected = [factor / weight, sum / weight, norm / weight];
-                for (found, expected) in found.iter().zip(expected) {
-                    assert_eq!(found.to_vec::<f64>().unwrap(), [expected], "clipped to {limit}");
-                }
+    #[test]
+    fn gradients_are_clipped_as_on_the_host() {
+        if elsewhere!() {
+            return;
+        }
+        let (first, second, sum, weight) = ([1.0, 4.0, 0.5], [30.5], 12.0, 8.0);
+        for limit in [0.5, 100.0] {
+            let inputs = vec![array(&first), array(&second), array(&[sum]), array(&[weight])];
+            let found = on_device(inputs, &[(DType::F64, 1); 3], move |device, x, y| {
+                let sums = [(x[0], 3), (x[1], 1)];
+                clip(device, limit, (y[0], y[1], y[2]), &sums, (x[2], x[3]))
+            });
+            let all = first.into_iter().chain(second);
+            let (factor, norm) = host::clip_factor(all, limit * weight);
+            let expected = [factor / weight, sum / weight, norm / weight];
+            for (found, expected) in found.iter().zip(expected) {
+                assert_eq!(found.to_vec::<f64>().unwrap(), [expected], "clipped to {limit}");
             }
         }
     }

@@ -187,46 +187,48 @@ fn scale(shape: BlockShape) -> f32 {
 mod tests {
     use super::*;
     use crate::gpt::attention as host;
-    use crate::gpt::cuda::testing::{array, assert_near, floats, floats_on_device, gpu_test};
+    use crate::gpt::cuda::testing::{array, assert_near, elsewhere, floats, floats_on_device};
 
     /// Half of the heads are elsewhere; a sequence is longer than a warp.
     const SHAPE: BlockShape =
         BlockShape { batch: 2, time: 37, width: 24, heads_total: 4, heads: 2, hidden: 1 };
 
-    gpu_test! {
-        fn attention_and_its_gradients_are_those_of_the_host() {
-            let (rows, local, width) = (SHAPE.rows(), SHAPE.local_width(), SHAPE.width);
-            let squares = SHAPE.batch * SHAPE.heads * SHAPE.time * SHAPE.time;
-            let lens = [rows * width, width * 3 * local, 3 * local, local * width, rows * width];
-            let [x, w_qkv, b_qkv, w_out, d_out] = std::array::from_fn(|i| floats(lens[i], i as u64 + 1));
-            let zeros = |len: usize| vec![0.0f32; len];
-            let (mut out, mut qkv, mut probabilities, mut context) =
-                (zeros(rows * width), zeros(3 * rows * local), zeros(squares), zeros(rows * local));
-            let outputs = host::AttentionOutputs {
-                qkv: &mut qkv,
-                probabilities: &mut probabilities,
-                context: &mut context,
-            };
-            let scratch = &mut zeros(host::attention_scratch(SHAPE));
-            host::attention_forward(SHAPE, &mut out, outputs, &x, (&w_qkv, &b_qkv, &w_out), scratch);
-            let (mut d_x, mut d_qkv) = (zeros(rows * width), zeros(3 * rows * local));
-            let (kept, weights) = ((&qkv[..], &probabilities[..]), (&w_qkv[..], &w_out[..]));
-            host::attention_backward_input(SHAPE, &mut d_x, &mut d_qkv, &d_out, kept, weights, scratch);
-            let inputs = [&x, &w_qkv, &b_qkv, &w_out, &d_out].map(|values| array(values)).to_vec();
-            let expected = [out, qkv, probabilities, context, d_x, d_qkv];
-            let found = floats_on_device(inputs, &expected.each_ref().map(Vec::len), |device, x, y| {
-                let outputs = AttentionOutputs { qkv: y[1], probabilities: y[2], context: y[3] };
-                attention_forward(device, SHAPE, y[0], outputs, x[0], (x[1], x[2], x[3]))?;
-                let (kept, weights) = ((y[1], y[2]), (x[1], x[3]));
-                attention_backward_input(device, SHAPE, (y[4], y[5]), x[4], kept, weights)
-            });
-            let names = ["out", "qkv", "probabilities", "context", "d_x", "d_qkv"];
-            for (name, (found, expected)) in names.iter().zip(found.iter().zip(&expected)) {
-                assert_near(name, found, expected);
-            }
-            for (at, row) in found[2].chunks(SHAPE.time).enumerate() {
-                assert!(row[at % SHAPE.time + 1..].iter().all(|p| *p == 0.0), "what comes later counts nothing");
-            }
+    #[test]
+    fn attention_and_its_gradients_are_those_of_the_host() {
+        if elsewhere!() {
+            return;
+        }
+        let (rows, local, width) = (SHAPE.rows(), SHAPE.local_width(), SHAPE.width);
+        let squares = SHAPE.batch * SHAPE.heads * SHAPE.time * SHAPE.time;
+        let lens = [rows * width, width * 3 * local, 3 * local, local * width, rows * width];
+        let [x, w_qkv, b_qkv, w_out, d_out] = std::array::from_fn(|i| floats(lens[i], i as u64 + 1));
+        let zeros = |len: usize| vec![0.0f32; len];
+        let (mut out, mut qkv, mut probabilities, mut context) =
+            (zeros(rows * width), zeros(3 * rows * local), zeros(squares), zeros(rows * local));
+        let outputs = host::AttentionOutputs {
+            qkv: &mut qkv,
+            probabilities: &mut probabilities,
+            context: &mut context,
+        };
+        let scratch = &mut zeros(host::attention_scratch(SHAPE));
+        host::attention_forward(SHAPE, &mut out, outputs, &x, (&w_qkv, &b_qkv, &w_out), scratch);
+        let (mut d_x, mut d_qkv) = (zeros(rows * width), zeros(3 * rows * local));
+        let (kept, weights) = ((&qkv[..], &probabilities[..]), (&w_qkv[..], &w_out[..]));
+        host::attention_backward_input(SHAPE, &mut d_x, &mut d_qkv, &d_out, kept, weights, scratch);
+        let inputs = [&x, &w_qkv, &b_qkv, &w_out, &d_out].map(|values| array(values)).to_vec();
+        let expected = [out, qkv, probabilities, context, d_x, d_qkv];
+        let found = floats_on_device(inputs, &expected.each_ref().map(Vec::len), |device, x, y| {
+            let outputs = AttentionOutputs { qkv: y[1], probabilities: y[2], context: y[3] };
+            attention_forward(device, SHAPE, y[0], outputs, x[0], (x[1], x[2], x[3]))?;
+            let (kept, weights) = ((y[1], y[2]), (x[1], x[3]));
+            attention_backward_input(device, SHAPE, (y[4], y[5]), x[4], kept, weights)
+        });
+        let names = ["out", "qkv", "probabilities", "context", "d_x", "d_qkv"];
+        for (name, (found, expected)) in names.iter().zip(found.iter().zip(&expected)) {
+            assert_near(name, found, expected);
+        }
+        for (at, row) in found[2].chunks(SHAPE.time).enumerate() {
+            assert!(row[at % SHAPE.time + 1..].iter().all(|p| *p == 0.0), "what comes later counts nothing");
         }
     }
 }

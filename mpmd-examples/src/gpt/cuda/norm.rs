@@ -156,71 +156,83 @@ pub(crate) fn norm_backward_weight(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::gpt::cuda::testing::{array, assert_near, floats, floats_on_device, gpu_test};
+    use crate::gpt::cuda::testing::{array, assert_near, elsewhere, floats, floats_on_device};
     use crate::gpt::norm as host;
 
     /// Rows that fill no block, of columns that fill no warp.
     const SHAPE: Rows = Rows { rows: 13, width: 43 };
     const ELEMENTS: usize = 13 * 43;
 
-    gpu_test! {
-        fn rows_are_normalised_as_on_the_host() {
-            let (x, branch) = (floats(ELEMENTS, 1), floats(ELEMENTS, 2));
-            let [gain, bias, branch_bias] = [3, 4, 5].map(|seed| floats(SHAPE.width, seed));
-            let forward = |x: &[f32]| {
-                let (mut hat, mut inv_std, mut out) = (x.to_vec(), vec![0.0; SHAPE.rows], x.to_vec());
-                let outputs =
-                    host::NormOutputs { hat: &mut hat, inv_std: &mut inv_std, out: &mut out };
-                host::norm_forward(outputs, x, &gain, &bias);
-                [hat, inv_std, out]
-            };
-            let joined: Vec<f32> = (0..ELEMENTS).map(|i| x[i] + (branch[i] + branch_bias[i % SHAPE.width])).collect();
-            let inputs = vec![array(&x), array(&branch), array(&branch_bias), array(&gain), array(&bias)];
-            let lens = [ELEMENTS, SHAPE.rows, ELEMENTS, ELEMENTS, ELEMENTS, SHAPE.rows, ELEMENTS, ELEMENTS];
-            let found = floats_on_device(inputs, &lens, |device, x, y| {
-                let outputs = |at: usize| NormOutputs { hat: y[at], inv_std: y[at + 1], out: y[at + 2] };
-                norm_forward(device, SHAPE, outputs(0), x[0], (x[3], x[4]))?;
-                let join = Join { y: y[3], branch: x[1], bias: x[2] };
-                branch_norm_forward(device, SHAPE, outputs(4), x[0], join, (x[3], x[4]))?;
-                device.cuda().copy(x[0], y[7])?;
-                add_branch(device, SHAPE, y[7], x[1], x[2])
-            });
-            let expected = [&forward(&x)[..], std::slice::from_ref(&joined), &forward(&joined), std::slice::from_ref(&joined)].concat();
-            for (name, (found, expected)) in
-                ["hat", "inv_std", "out", "y", "hat of y", "inv_std of y", "out of y", "sum"].iter().zip(found.iter().zip(&expected))
-            {
-                assert_near(name, found, expected);
-            }
+    #[test]
+    fn rows_are_normalised_as_on_the_host() {
+        if elsewhere!() {
+            return;
+        }
+        let (x, branch) = (floats(ELEMENTS, 1), floats(ELEMENTS, 2));
+        let [gain, bias, branch_bias] = [3, 4, 5].map(|seed| floats(SHAPE.width, seed));
+        let forward = |x: &[f32]| {
+            let (mut hat, mut inv_std, mut out) = (x.to_vec(), vec![0.0; SHAPE.rows], x.to_vec());
+            let outputs = host::NormOutputs { hat: &mut hat, inv_std: &mut inv_std, out: &mut out };
+            host::norm_forward(outputs, x, &gain, &bias);
+            [hat, inv_std, out]
+        };
+        let joined: Vec<f32> =
+            (0..ELEMENTS).map(|i| x[i] + (branch[i] + branch_bias[i % SHAPE.width])).collect();
+        let inputs = vec![array(&x), array(&branch), array(&branch_bias), array(&gain), array(&bias)];
+        let lens = [ELEMENTS, SHAPE.rows, ELEMENTS, ELEMENTS, ELEMENTS, SHAPE.rows, ELEMENTS, ELEMENTS];
+        let found = floats_on_device(inputs, &lens, |device, x, y| {
+            let outputs = |at: usize| NormOutputs { hat: y[at], inv_std: y[at + 1], out: y[at + 2] };
+            norm_forward(device, SHAPE, outputs(0), x[0], (x[3], x[4]))?;
+            let join = Join { y: y[3], branch: x[1], bias: x[2] };
+            branch_norm_forward(device, SHAPE, outputs(4), x[0], join, (x[3], x[4]))?;
+            device.cuda().copy(x[0], y[7])?;
+            add_branch(device, SHAPE, y[7], x[1], x[2])
+        });
+        let expected = [
+            &forward(&x)[..],
+            std::slice::from_ref(&joined),
+            &forward(&joined),
+            std::slice::from_ref(&joined),
+        ]
+        .concat();
+        for (name, (found, expected)) in
+            ["hat", "inv_std", "out", "y", "hat of y", "inv_std of y", "out of y", "sum"]
+                .iter()
+                .zip(found.iter().zip(&expected))
+        {
+            assert_near(name, found, expected);
         }
     }
 
-    gpu_test! {
-        fn gradients_of_a_norm_are_those_of_the_host() {
-            let (d_out, hat, base) = (floats(ELEMENTS, 1), floats(ELEMENTS, 2), floats(ELEMENTS, 3));
-            let (inv_std, gain) = (floats(SHAPE.rows, 4), floats(SHAPE.width, 5));
-            let (before_gain, before_bias) = (floats(SHAPE.width, 6), floats(SHAPE.width, 7));
-            let mut added = base.clone();
-            host::norm_backward_input(&mut added, &d_out, &hat, &inv_std, &gain);
-            let mut alone = vec![0.0; ELEMENTS];
-            host::norm_backward_input(&mut alone, &d_out, &hat, &inv_std, &gain);
-            let (mut d_gain, mut d_bias) = (before_gain.clone(), before_bias.clone());
-            host::norm_backward_weight(&mut d_gain, &mut d_bias, &d_out, &hat);
-            let inputs = [&d_out, &hat, &base, &inv_std, &gain, &before_gain, &before_bias];
-            let inputs = inputs.into_iter().map(|values| array(values)).collect();
-            let lens = [ELEMENTS, ELEMENTS, SHAPE.width, SHAPE.width];
-            let found = floats_on_device(inputs, &lens, |device, x, y| {
-                let kept = (x[1], x[3], x[4]);
-                norm_backward_input(device, SHAPE, y[0], Some(x[2]), x[0], kept)?;
-                norm_backward_input(device, SHAPE, y[1], None, x[0], kept)?;
-                device.cuda().copy(x[5], y[2])?;
-                device.cuda().copy(x[6], y[3])?;
-                norm_backward_weight(device, SHAPE, (y[2], y[3]), x[0], x[1])
-            });
-            for (name, (found, expected)) in
-                ["added", "alone", "gain", "bias"].iter().zip(found.iter().zip([added, alone, d_gain, d_bias]))
-            {
-                assert_near(name, found, &expected);
-            }
+    #[test]
+    fn gradients_of_a_norm_are_those_of_the_host() {
+        if elsewhere!() {
+            return;
+        }
+        let (d_out, hat, base) = (floats(ELEMENTS, 1), floats(ELEMENTS, 2), floats(ELEMENTS, 3));
+        let (inv_std, gain) = (floats(SHAPE.rows, 4), floats(SHAPE.width, 5));
+        let (before_gain, before_bias) = (floats(SHAPE.width, 6), floats(SHAPE.width, 7));
+        let mut added = base.clone();
+        host::norm_backward_input(&mut added, &d_out, &hat, &inv_std, &gain);
+        let mut alone = vec![0.0; ELEMENTS];
+        host::norm_backward_input(&mut alone, &d_out, &hat, &inv_std, &gain);
+        let (mut d_gain, mut d_bias) = (before_gain.clone(), before_bias.clone());
+        host::norm_backward_weight(&mut d_gain, &mut d_bias, &d_out, &hat);
+        let inputs = [&d_out, &hat, &base, &inv_std, &gain, &before_gain, &before_bias];
+        let inputs = inputs.into_iter().map(|values| array(values)).collect();
+        let lens = [ELEMENTS, ELEMENTS, SHAPE.width, SHAPE.width];
+        let found = floats_on_device(inputs, &lens, |device, x, y| {
+            let kept = (x[1], x[3], x[4]);
+            norm_backward_input(device, SHAPE, y[0], Some(x[2]), x[0], kept)?;
+            norm_backward_input(device, SHAPE, y[1], None, x[0], kept)?;
+            device.cuda().copy(x[5], y[2])?;
+            device.cuda().copy(x[6], y[3])?;
+            norm_backward_weight(device, SHAPE, (y[2], y[3]), x[0], x[1])
+        });
+        for (name, (found, expected)) in
+            ["added", "alone", "gain", "bias"].iter().zip(found.iter().zip([added, alone, d_gain, d_bias]))
+        {
+            assert_near(name, found, &expected);
         }
     }
 }

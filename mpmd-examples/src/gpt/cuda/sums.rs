@@ -111,63 +111,69 @@ mod tests {
 
     use super::*;
     use crate::gpt::adamw;
-    use crate::gpt::cuda::testing::{array, floats, floats_on_device, gpu_test, on_device};
+    use crate::gpt::cuda::testing::{array, elsewhere, floats, floats_on_device, on_device};
 
-    gpu_test! {
-        /// So many rows that several blocks have a part of each column.
-        fn columns_of_many_rows_are_summed_up() {
-            let (rows, columns) = (300, 35);
-            let (x, weights) = (floats(rows * columns, 1), floats(rows * columns, 2));
-            let (plain, weighted) = (floats(columns, 3), floats(columns, 4));
-            let sum = |before: &[f32], f: &dyn Fn(usize) -> f64| -> Vec<f64> {
-                let column = |column: usize| -> f64 { (0..rows).map(|row| f(row * columns + column)).sum() };
-                before.iter().enumerate().map(|(at, before)| f64::from(*before) + column(at)).collect()
-            };
-            let expected = [
-                sum(&plain, &|at| f64::from(x[at])),
-                sum(&weighted, &|at| f64::from(x[at]) * f64::from(weights[at])),
-            ];
-            let inputs = vec![array(&x), array(&weights), array(&plain), array(&weighted)];
-            let found = floats_on_device(inputs, &[columns; 2], move |device, x, y| {
-                device.cuda().copy(x[2], y[0])?;
-                device.cuda().copy(x[3], y[1])?;
-                add_column_sums(device, (rows, columns), y[0], x[0], Some((y[1], x[1])))
-            });
-            for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
-                assert!((f64::from(*found) - expected).abs() < 1e-4, "{found}, not {expected}");
-            }
+    /// So many rows that several blocks have a part of each column.
+    #[test]
+    fn columns_of_many_rows_are_summed_up() {
+        if elsewhere!() {
+            return;
+        }
+        let (rows, columns) = (300, 35);
+        let (x, weights) = (floats(rows * columns, 1), floats(rows * columns, 2));
+        let (plain, weighted) = (floats(columns, 3), floats(columns, 4));
+        let sum = |before: &[f32], f: &dyn Fn(usize) -> f64| -> Vec<f64> {
+            let column = |column: usize| -> f64 { (0..rows).map(|row| f(row * columns + column)).sum() };
+            before.iter().enumerate().map(|(at, before)| f64::from(*before) + column(at)).collect()
+        };
+        let expected = [
+            sum(&plain, &|at| f64::from(x[at])),
+            sum(&weighted, &|at| f64::from(x[at]) * f64::from(weights[at])),
+        ];
+        let inputs = vec![array(&x), array(&weights), array(&plain), array(&weighted)];
+        let found = floats_on_device(inputs, &[columns; 2], move |device, x, y| {
+            device.cuda().copy(x[2], y[0])?;
+            device.cuda().copy(x[3], y[1])?;
+            add_column_sums(device, (rows, columns), y[0], x[0], Some((y[1], x[1])))
+        });
+        for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
+            assert!((f64::from(*found) - expected).abs() < 1e-4, "{found}, not {expected}");
         }
     }
 
-    gpu_test! {
-        fn squares_of_small_and_large_arrays_are_summed_up_in_doubles() {
-            for elements in [1, 300, 2 * PART_ELEMENTS + 77] {
-                let x = floats(elements, 5);
-                let found = on_device(vec![array(&x)], &[(DType::F64, 1)], move |device, x, y| {
-                    square_sum(device, y[0], x[0], elements)
-                });
-                let (found, expected) = (found[0].to_vec::<f64>().unwrap()[0], adamw::square_sum(&x));
-                assert!((found / expected - 1.0).abs() < 1e-12, "{found}, not {expected}");
-            }
+    #[test]
+    fn squares_of_small_and_large_arrays_are_summed_up_in_doubles() {
+        if elsewhere!() {
+            return;
+        }
+        for elements in [1, 300, 2 * PART_ELEMENTS + 77] {
+            let x = floats(elements, 5);
+            let found = on_device(vec![array(&x)], &[(DType::F64, 1)], move |device, x, y| {
+                square_sum(device, y[0], x[0], elements)
+            });
+            let (found, expected) = (found[0].to_vec::<f64>().unwrap()[0], adamw::square_sum(&x));
+            assert!((found / expected - 1.0).abs() < 1e-12, "{found}, not {expected}");
         }
     }
 
-    gpu_test! {
-        fn sums_of_some_leaves_are_picked_and_put_back() {
-            let which = [0, 3, 63, 64, 65, 130, 140];
-            let sums: Vec<f64> = (0..141).map(f64::from).collect();
-            let outputs = [(DType::F64, which.len()), (DType::F64, sums.len())];
-            let found = on_device(vec![array(&sums)], &outputs, move |device, x, y| {
-                device.cuda().copy(x[0], y[1])?;
-                pick_sums(device, y[0], y[1], &which, false)?;
-                device.cuda().zero(y[1])?;
-                pick_sums(device, y[0], y[1], &which, true)
-            });
-            let found: Vec<Vec<f64>> = found.iter().map(|found| found.to_vec().unwrap()).collect();
-            assert_eq!(found[0], which.map(|at| at as f64));
-            let expected: Vec<f64> =
-                (0..141).map(|at| if which.contains(&at) { at as f64 } else { 0.0 }).collect();
-            assert_eq!(found[1], expected);
+    #[test]
+    fn sums_of_some_leaves_are_picked_and_put_back() {
+        if elsewhere!() {
+            return;
         }
+        let which = [0, 3, 63, 64, 65, 130, 140];
+        let sums: Vec<f64> = (0..141).map(f64::from).collect();
+        let outputs = [(DType::F64, which.len()), (DType::F64, sums.len())];
+        let found = on_device(vec![array(&sums)], &outputs, move |device, x, y| {
+            device.cuda().copy(x[0], y[1])?;
+            pick_sums(device, y[0], y[1], &which, false)?;
+            device.cuda().zero(y[1])?;
+            pick_sums(device, y[0], y[1], &which, true)
+        });
+        let found: Vec<Vec<f64>> = found.iter().map(|found| found.to_vec().unwrap()).collect();
+        assert_eq!(found[0], which.map(|at| at as f64));
+        let expected: Vec<f64> =
+            (0..141).map(|at| if which.contains(&at) { at as f64 } else { 0.0 }).collect();
+        assert_eq!(found[1], expected);
     }
 }
