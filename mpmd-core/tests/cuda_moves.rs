@@ -394,7 +394,8 @@ fn large_values_of_the_users_go_through_a_few_chunks() {
         (0..3).map(|_| p.device_put(&MpmdArray::from_host(host.clone()), &to).unwrap()).collect();
     arrays.iter().for_each(|x| drop(x.block_until_ready().unwrap().clone()));
     let peak = p.memory().staging_recent_peak;
-    assert!(peak > 0 && peak <= 8 * (4 << 20), "{peak} bytes of 3 times {}", host.bytes().len());
+    // Eight chunks are under way at most; each of up to four movers may still hold one whose copy is over.
+    assert!(peak > 0 && peak <= (8 + 4) * (4 << 20), "{peak} bytes of 3 times {}", host.bytes().len());
     arrays.iter().for_each(|x| check(&p, x, &host).unwrap());
     p.finish().unwrap();
 }
