@@ -386,8 +386,14 @@ fn steps_of_a_pipeline_are_measured_beside_their_kernels() {
     for transport in ["tcp", "inproc"] {
         let lines = pipeline(&["--repeats", "3", "--check", "--transport", transport]);
         let of_stage = [("forward", "us", 12), ("backward", "us", 12), ("update", "us", 3)];
-        let before =
-            [("step", "us", 3), ("ideal", "us", 3), ("quiet ideal", "us", 3), ("efficiency", "ratio", 3)];
+        let before = [
+            ("step", "us", 3),
+            ("ideal", "us", 3),
+            ("quiet ideal", "us", 3),
+            ("efficiency", "ratio", 3),
+            ("idle", "points", 3),
+            ("simulated idle", "points", 3),
+        ];
         let after = [
             ("kernels", "GFLOP/s", 3),
             ("library", "GFLOP/s", 3),

@@ -11,7 +11,7 @@ use mpmd_transport::SharedBuffer;
 use parking_lot::Mutex;
 
 use super::assembly::DeviceAssembly;
-use super::transfer::Transfer;
+use super::put::Transfer;
 use super::{OpGuard, Runtime};
 use crate::region::Region;
 

@@ -6,7 +6,7 @@ use mpmd_transport::memory::{ALIGNMENT, OutOfMemory};
 use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, Payload, ProcessId, SharedBuffer};
 
-use super::transfer::Transfer;
+use super::put::Transfer;
 use super::{Assembly, OpGuard, Outcome, Outgoing, Runtime, Slot};
 use crate::backend::cuda::Part;
 use crate::reshard::copy_region;

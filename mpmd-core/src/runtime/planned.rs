@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::Runtime;
-use super::transfer::{PutPlan, PutWhat};
+use super::put::{PutPlan, PutWhat};
 use crate::plan::{Form, Kind, Memory, Message, Shard};
 use crate::region::Region;
 use crate::reshard::{self, Piece};

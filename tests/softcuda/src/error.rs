@@ -15,8 +15,7 @@ macro_rules! codes {
     ($($name:ident = $value:literal, $cuda:literal, $text:literal;)*) => {
         impl Code {
             $(
-                // Some come only from kernels, as numbers.
-                #[allow(dead_code)]
+                #[allow(dead_code, reason = "some come only from kernels, as numbers")]
                 pub(crate) const $name: Code = Code($value);
             )*
         }

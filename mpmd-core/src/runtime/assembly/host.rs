@@ -12,8 +12,8 @@ use parking_lot::Mutex;
 use crate::aval::DType;
 use crate::region::Region;
 use crate::reshard::{add_region, contiguous_bytes, copy_region};
+use crate::runtime::put::Transfer;
 use crate::runtime::slot::Promise;
-use crate::runtime::transfer::Transfer;
 use crate::runtime::{OpGuard, Outcome, Runtime};
 
 /// A shard of one device, incomplete until all its pieces are in their places.

@@ -13,8 +13,8 @@ use mpmd_transport::{OwnedBuffer, SharedBuffer};
 pub(crate) use device::{DeviceAssembly, Sum};
 pub(crate) use host::HostAssembly;
 
+use super::put::Transfer;
 use super::slot::Slot;
-use super::transfer::Transfer;
 use super::{OpGuard, Outcome, Runtime};
 use crate::backend::cuda::Part;
 use crate::region::Region;

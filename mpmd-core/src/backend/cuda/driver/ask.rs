@@ -47,6 +47,7 @@ pub(crate) const SYMBOLS: &[&str] = &[
     "cuStreamWaitEvent",
     "cuEventCreate",
     "cuEventRecord",
+    "cuEventQuery",
     "cuEventSynchronize",
     "cuEventElapsedTime",
     "cuEventDestroy_v2",
@@ -59,6 +60,7 @@ pub(crate) const SYMBOLS: &[&str] = &[
     "cuModuleGetFunction",
     "cuFuncGetAttribute",
     "cuFuncSetAttribute",
+    "cuLaunchHostFunc",
     "cuLaunchKernel",
 ];
 

@@ -6,36 +6,24 @@
 //! What a device makes in its own time is *issued* first: the buffer is there, with the fences of the work that fills
 //! it, for who can have work of a device's come after it. The slot ends when that work has.
 
+mod inner;
+mod promise;
+
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Poll, Waker};
 use std::time::Instant;
 
 use mpmd_transport::SharedBuffer;
-use mpmd_transport::router::{Failure, FailureKind};
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use mpmd_transport::router::Failure;
+
+use inner::{ENDED, Filling, GIVEN_UP, HOLDER, ISSUED, Inner, State, USE, USES};
+pub(crate) use promise::{IssuedPromises, Promise, Promises};
 
 use super::waits::Waits;
 
 /// What a slot ends with.
 pub(crate) type Outcome = Result<SharedBuffer, Arc<Failure>>;
-
-type Callback = Box<dyn FnOnce(&Outcome) + Send>;
-
-/// Called with how work that fills a buffer ended.
-type Verdict = Box<dyn FnOnce(Result<(), Arc<Failure>>) + Send>;
-
-/// One who holds a slot, in [`Inner::counts`].
-const HOLDER: u64 = 1;
-/// One of the uses that were issued and have not picked their input up.
-const USE: u64 = 1 << 32;
-const USES: u64 = ISSUED - USE;
-/// The buffer is there, though it may not be filled yet.
-const ISSUED: u64 = 1 << 61;
-/// The slot has ended.
-const ENDED: u64 = 1 << 62;
-/// The buffer was given up.
-const GIVEN_UP: u64 = 1 << 63;
 
 /// The reading side. Clones are the same slot.
 ///
@@ -48,181 +36,13 @@ pub(crate) struct Slot {
     left: AtomicBool,
 }
 
-struct Inner {
-    /// Holders in the lower half; above them uses; above those two flags. In one word, so that to issue a
-    /// use and to pick it up takes no lock.
-    counts: AtomicU64,
-    held: Mutex<Held>,
-    ended: Condvar,
-}
-
-struct Held {
-    state: State,
-    /// The buffer goes as soon as nothing issued before needs it; later readers get this.
-    given_up: Option<Arc<Failure>>,
-    filling: Filling,
-}
-
-/// What of the work that was issued to fill the buffer is known, whoever has the buffer by now.
-#[derive(Default)]
-enum Filling {
-    /// There is none, or it is over and has filled it.
-    #[default]
-    Done,
-    /// It is not over, and these want to know.
-    UnderWay(Vec<Verdict>),
-    Failed(Arc<Failure>),
-}
-
-enum State {
-    /// With who is to hear of the end, if anybody.
-    Pending(Option<Box<Waiting>>),
-    /// Work was issued that will fill it.
-    Issued(SharedBuffer, Option<Box<Waiting>>),
-    Ended(Outcome),
-}
-
-#[derive(Default)]
-struct Waiting {
-    /// To be called when it is issued, or ends before.
-    issued: Vec<Callback>,
-    callbacks: Vec<Callback>,
-    wakers: Vec<Waker>,
-}
-
 /// A use of a slot that was issued: it gets the buffer even where that is given up meanwhile.
 pub(crate) struct SlotUse(Slot);
-
-/// The writing side.
-pub(crate) struct Promise(Option<Slot>);
-
-/// The writing side of slots that were issued.
-pub(crate) struct IssuedPromises(Option<Arc<[Inner]>>);
-
-/// The writing side of several slots, which end in order.
-pub(crate) struct Promises {
-    all: Arc<[Inner]>,
-    next: u32,
-}
 
 /// The slots that promises are for, in order.
 pub(crate) struct Slots {
     all: Arc<[Inner]>,
     next: u32,
-}
-
-impl Inner {
-    fn new(state: State, counts: u64) -> Self {
-        let held = Mutex::new(Held { state, given_up: None, filling: Filling::Done });
-        Self { counts: AtomicU64::new(counts), held, ended: Condvar::new() }
-    }
-
-    /// Drops a buffer that was given up and that nothing waits for any more.
-    fn release(&self) {
-        let mut held = self.held.lock();
-        if self.counts.load(Ordering::Acquire) & USES != 0 {
-            return;
-        }
-        let Held { state: State::Ended(outcome), given_up, .. } = &mut *held else { return };
-        if let Some(donated) = given_up.take()
-            && outcome.is_ok()
-        {
-            let buffer = std::mem::replace(outcome, Err(donated));
-            drop(held);
-            drop(buffer);
-        }
-    }
-
-    /// One holder less. Of slots that share an allocation the last takes the buffer along.
-    fn let_go(&self, shared: bool) {
-        let last = (self.counts.fetch_sub(HOLDER, Ordering::AcqRel) & (USE - 1)) == HOLDER;
-        if last && shared {
-            let state = std::mem::replace(&mut self.held.lock().state, State::Pending(None));
-            drop(state);
-        }
-    }
-
-    fn end(&self, outcome: Outcome) {
-        let held = self.held.lock();
-        self.end_as(held, outcome);
-    }
-
-    fn end_as(&self, mut held: MutexGuard<'_, Held>, outcome: Outcome) {
-        // A second holder, however short, would keep a kernel from taking the memory over.
-        let shared = match &held.state {
-            State::Pending(Some(waiting)) | State::Issued(_, Some(waiting))
-                if !waiting.callbacks.is_empty() || !waiting.issued.is_empty() =>
-            {
-                Some(outcome.clone())
-            }
-            _ => None,
-        };
-        let before = std::mem::replace(&mut held.state, State::Ended(outcome));
-        let counts = self.counts.fetch_or(ENDED | ISSUED, Ordering::AcqRel);
-        drop(held);
-        self.ended.notify_all();
-        if let State::Pending(Some(waiting)) | State::Issued(_, Some(waiting)) = before {
-            let Waiting { issued, callbacks, wakers } = *waiting;
-            if let Some(outcome) = shared {
-                issued.into_iter().chain(callbacks).for_each(|then| then(&outcome));
-            }
-            wakers.into_iter().for_each(Waker::wake);
-        }
-        // Whoever gives it up from here on finds that it has ended.
-        if counts & GIVEN_UP != 0 {
-            self.release();
-        }
-    }
-}
-
-impl Inner {
-    /// The buffer is there, and will be filled by what was issued.
-    fn issue(&self, buffer: SharedBuffer) {
-        let mut held = self.held.lock();
-        let State::Pending(waiting) = &mut held.state else { return };
-        let mut waiting = waiting.take();
-        let callbacks =
-            waiting.as_mut().map(|waiting| std::mem::take(&mut waiting.issued)).unwrap_or_default();
-        let shared = (!callbacks.is_empty()).then(|| Ok(buffer.clone()));
-        // Those who wait for the end look again, and go on waiting.
-        let wakers = waiting.as_ref().map(|waiting| waiting.wakers.clone()).unwrap_or_default();
-        held.state = State::Issued(buffer, waiting);
-        held.filling = Filling::UnderWay(Vec::new());
-        self.counts.fetch_or(ISSUED, Ordering::AcqRel);
-        drop(held);
-        self.ended.notify_all();
-        if let Some(outcome) = shared {
-            callbacks.into_iter().for_each(|then| then(&outcome));
-        }
-        wakers.into_iter().for_each(Waker::wake);
-    }
-
-    /// What was issued has filled the buffer, or has failed. Somebody may have taken the buffer before.
-    fn end_issued(&self, result: Result<(), Arc<Failure>>) {
-        let mut held = self.held.lock();
-        let known = result.clone().map_or_else(Filling::Failed, |()| Filling::Done);
-        let verdicts = match std::mem::replace(&mut held.filling, known) {
-            Filling::UnderWay(verdicts) => verdicts,
-            Filling::Done | Filling::Failed(_) => Vec::new(),
-        };
-        match std::mem::replace(&mut held.state, State::Pending(None)) {
-            State::Issued(buffer, waiting) => {
-                held.state = State::Pending(waiting);
-                let (outcome, buffer) = match &result {
-                    Ok(()) => (Ok(buffer), None),
-                    Err(failure) => (Err(failure.clone()), Some(buffer)),
-                };
-                self.end_as(held, outcome);
-                drop(buffer);
-            }
-            // Its last holder is gone, or a kernel has taken it over.
-            before => {
-                held.state = before;
-                drop(held);
-            }
-        }
-        verdicts.into_iter().for_each(|then| then(result.clone()));
-    }
 }
 
 impl Slot {
@@ -449,16 +269,6 @@ impl Slot {
     }
 }
 
-impl Held {
-    fn issued(&self) -> Option<Outcome> {
-        match &self.state {
-            State::Ended(outcome) => Some(outcome.clone()),
-            State::Issued(buffer, _) => Some(Ok(buffer.clone())),
-            State::Pending(_) => None,
-        }
-    }
-}
-
 impl Clone for Slot {
     fn clone(&self) -> Self {
         self.inner().counts.fetch_add(HOLDER, Ordering::Relaxed);
@@ -517,105 +327,13 @@ impl Drop for SlotUse {
     }
 }
 
-impl Promise {
-    /// Ends the slot.
-    pub(crate) fn keep(mut self, outcome: Outcome) {
-        if let Some(slot) = self.0.take() {
-            slot.inner().end(outcome);
-        }
-    }
-
-    /// The buffer is there, and work was issued that fills it: the slot ends when that does.
-    pub(crate) fn issue(mut self, buffer: SharedBuffer) -> IssuedPromises {
-        let all = self.0.take().map(|slot| {
-            slot.inner().issue(buffer);
-            slot.all.clone()
-        });
-        IssuedPromises(all)
-    }
-}
-
-impl IssuedPromises {
-    /// What was issued has filled the buffers, or has failed.
-    pub(crate) fn end(mut self, result: Result<(), Arc<Failure>>) {
-        self.end_all(&result);
-    }
-
-    fn end_all(&mut self, result: &Result<(), Arc<Failure>>) {
-        let Some(all) = self.0.take() else { return };
-        for inner in &*all {
-            inner.end_issued(result.clone());
-            if all.len() > 1 {
-                inner.let_go(true);
-            }
-        }
-    }
-}
-
-impl Drop for IssuedPromises {
-    fn drop(&mut self) {
-        self.end_all(&Err(abandoned()));
-    }
-}
-
-impl Drop for Promise {
-    fn drop(&mut self) {
-        if let Some(slot) = self.0.take() {
-            slot.inner().end(Err(abandoned()));
-        }
-    }
-}
-
-impl Promises {
-    /// Ends the next slot, if there is one.
-    pub(crate) fn keep_next(&mut self, outcome: Outcome) {
-        let Some(inner) = self.all.get(self.next as usize) else { return };
-        self.next += 1;
-        inner.end(outcome);
-        inner.let_go(self.all.len() > 1);
-    }
-
-    /// The buffers of all slots are there, and work was issued that fills them: the slots end when that does.
-    ///
-    /// To be called before any of them has ended. Slots for which there is no buffer fail.
-    pub(crate) fn issue(mut self, mut buffers: impl Iterator<Item = SharedBuffer>) -> IssuedPromises {
-        for inner in &*self.all {
-            match buffers.next() {
-                Some(buffer) => inner.issue(buffer),
-                None => inner.end(Err(abandoned())),
-            }
-        }
-        self.next = self.all.len() as u32;
-        IssuedPromises(Some(self.all.clone()))
-    }
-
-    /// Ends the slots that are left with this failure.
-    pub(crate) fn fail(mut self, failure: &Arc<Failure>) {
-        self.fail_rest(failure);
-    }
-
-    fn fail_rest(&mut self, failure: &Arc<Failure>) {
-        (self.next as usize..self.all.len()).for_each(|_| self.keep_next(Err(failure.clone())));
-    }
-}
-
-impl Drop for Promises {
-    fn drop(&mut self) {
-        if (self.next as usize) < self.all.len() {
-            self.fail_rest(&abandoned());
-        }
-    }
-}
-
-fn abandoned() -> Arc<Failure> {
-    let message = "the operation was abandoned: its program ended before it ran";
-    Arc::new(Failure::new(FailureKind::Left, mpmd_transport::ProcessId(0), 0, message))
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::time::Duration;
+
+    use mpmd_transport::router::FailureKind;
+    use parking_lot::Mutex;
 
     use super::*;
 
