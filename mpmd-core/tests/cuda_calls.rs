@@ -382,6 +382,9 @@ fn a_kernel_that_fails_on_the_device_is_named_and_other_devices_go_on() {
     if elsewhere!("SOFTCUDA_DEVICES" = "2") {
         return;
     }
+    if mpmd_core::backend::cuda::found().is_ok_and(|driver| driver.gpus.len() < 2) {
+        return println!("SKIPPED: there is one GPU, and all of it fails");
+    }
     let _limit = watchdog(60);
     let mut p = alone(CUDA, 2);
     let mesh = p.mesh(&[("x", 2)]).unwrap();
@@ -439,6 +442,37 @@ fn work_that_fails_on_its_own_fails_its_call_and_all_that_is_issued_behind_it() 
     let error = p.finish().unwrap_err().to_string();
     assert!(named(&error), "{error}");
     drop(y);
+}
+
+/// What was lent before it was made, and never was, makes nothing of value: two kernels on the taker, and the process
+/// that the last result is lent to, are all issued before that is known.
+#[test]
+fn what_is_made_of_what_never_was_has_failed_however_far_it_has_gone() {
+    if elsewhere!("SOFTCUDA_DEVICES" = "3", "SOFTCUDA_PACE" = "lazy:50", "SOFTCUDA_FAIL" = "copy:1") {
+        return;
+    }
+    let _limit = watchdog(60);
+    let simulation = Simulation::new(3, 3).settings(|b| b.device_kinds(&[CUDA])).hands_over(&[0; 3]);
+    let found = Mutex::new(Vec::new());
+    // Each ends with the failure too.
+    let results = simulation.run(|p| {
+        let mesh = p.mesh(&[("x", 3)])?;
+        let [first, second, third] = mesh.split("x")?.try_into().expect("three devices");
+        let scale = p.jit(Scale).on(&second).outputs(second.replicated()).build()?;
+        let x = p.device_put(&numbers(20_000), first.replicated())?;
+        let mut y = p.device_put(&x, second.replicated())?;
+        for _ in 0..2 {
+            y = scale.call(p, (y, MpmdArray::scalar(2.0f32)))?;
+        }
+        let z = p.device_put(&y, third.replicated())?;
+        let mine = [x, y, z].into_iter().find(|array| !array.is_fully_remote()).expect("one is here");
+        let value = mine.to_host().map(|_| ()).map_err(|error| error.to_string());
+        found.lock().unwrap().push((p.process(), value));
+        Ok(())
+    });
+    let found = found.into_inner().unwrap();
+    let is_told = |value: &Result<(), String>| value.as_ref().is_err_and(|said| said.contains("CUDA_ERROR"));
+    assert!(found.len() == 3 && found.iter().all(|(_, value)| is_told(value)), "{found:#?}\n{results:#?}");
 }
 
 #[test]

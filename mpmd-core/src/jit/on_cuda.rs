@@ -51,7 +51,13 @@ impl<K: Kernel> DeviceCall<K> {
         let (result, ending) = self.issue_work(gpu, &call, &call_memory, &mut context);
         let unfilled: Vec<Unfilled> = self.unfilled.drain(..).collect();
         let issued = match result {
-            Ok(()) => Ok(promises.issue(self.outputs.drain(..).map(OwnedBuffer::freeze))),
+            Ok(()) => {
+                let issued = promises.issue(self.outputs.drain(..).map(OwnedBuffer::freeze));
+                if unfilled.is_empty() {
+                    issued.end_with_their_work();
+                }
+                Ok(issued)
+            }
             Err(failure) => {
                 self.clear();
                 runtime.remember(&failure);
@@ -98,22 +104,24 @@ impl<K: Kernel> DeviceCall<K> {
                 Input::Slot(slot, op) => {
                     let ended = slot.has_ended();
                     let buffer = on_device_or_filled(slot.wait_issued(waits)?, slot.slot(), waits)?;
-                    (buffer, (!ended).then_some((op, Unfilled::Use(slot))))
+                    let alone = slot.slot().ends_with_its_work();
+                    (buffer, (!ended).then_some((op, alone, Unfilled::Use(slot))))
                 }
                 Input::Donated(placed) => {
                     let slot = placed
                         .slot(call.seat.place.device)
                         .expect("the plan has checked that the device has its part");
-                    let (ended, op) = (slot.has_ended(), placed.origin.op);
+                    let (ended, alone, op) = (slot.has_ended(), slot.ends_with_its_work(), placed.origin.op);
                     on_device_or_filled(waits.wait_issued(slot)?, slot, waits)?;
                     let buffer = slot.take_issued(placed.donated_failure()).expect("it is issued")?;
-                    (buffer, (!ended).then_some((op, Unfilled::Donated(placed))))
+                    (buffer, (!ended).then_some((op, alone, Unfilled::Donated(placed))))
                 }
             };
-            if let Some((op, by)) = unfilled_by {
+            if let Some((op, alone, by)) = unfilled_by {
                 last = Some(op);
-                // What is before this on the same line has been told of its end before this is.
-                if !gpu.compute().has_issued_all(buffer.ready()) {
+                // What is before this on the same line is told of its end before this is, and a device that fails does nothing
+                // more: only what was given things that may yet fail can end otherwise than its work.
+                if !(alone && gpu.compute().has_issued_all(buffer.ready())) {
                     unfilled.push(by);
                 }
             }

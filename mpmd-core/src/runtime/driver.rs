@@ -291,6 +291,12 @@ impl Runtime {
         match result {
             Err(failure) => promise.keep(Err(failure)),
             Ok(Payload::Empty) => promise.keep(Ok(Vec::new().into())),
+            Ok(Payload::Inline(bytes) | Payload::Lent(bytes)) if bytes.device().is_some() => {
+                // Collectives give each other the host's memory.
+                let message =
+                    format!("operation {op}: process {from} gave memory of a device to a collective");
+                promise.keep(Err(Arc::new(Failure::new(FailureKind::Transport, from, op, message))));
+            }
             Ok(Payload::Inline(bytes) | Payload::Lent(bytes)) => {
                 self.trace_piece(PieceStep::Taken, key, from, bytes.len() as u64);
                 promise.keep(Ok(bytes));

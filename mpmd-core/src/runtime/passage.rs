@@ -99,17 +99,14 @@ impl Runtime {
     /// What says how the work ended that makes bytes in a device's memory which a peer lent before they were made; `None` of
     /// what is there.
     fn arriving(self: &Arc<Self>, passage: &Passage, bytes: &SharedBuffer) -> Option<Slot> {
-        let ready = bytes.ready().clone();
-        if bytes.device().is_none() || (ready.are_over() && ready.failure().is_none()) {
+        if bytes.device().is_none() || bytes.is_made() {
             return None;
         }
         let (promise, slot) = Slot::new();
         let issued = promise.issue(bytes.clone());
         let (runtime, op, from) = (self.clone(), passage.op, passage.from);
-        let fences = ready.clone();
-        ready.on_over(Box::new(move || {
-            let made = fences.failure().map_or(Ok(()), |why| Err(runtime.never_made(from, op, &why)));
-            issued.end(made);
+        bytes.on_made(Box::new(move |failure| {
+            issued.end(failure.map_or(Ok(()), |why| Err(runtime.never_made(from, op, &why))));
         }));
         Some(slot)
     }

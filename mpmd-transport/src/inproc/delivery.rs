@@ -70,8 +70,13 @@ impl Delivery {
         let is_empty = payload.as_ref().is_none_or(SharedBuffer::is_empty);
         // What makes the bytes is known here as it is there: all are one process.
         let ready = payload.as_ref().map(|payload| payload.ready().clone()).unwrap_or_default();
+        let verdict = payload.as_ref().and_then(SharedBuffer::verdict);
         let loan = Lent { core: self.core.clone(), from, message, payload };
         let payload = SharedBuffer::lent_later(Box::new(loan), ready);
+        let payload = match verdict {
+            Some(verdict) => payload.with_verdict(verdict),
+            None => payload,
+        };
         // Without bytes nothing is lent: the message ends here.
         handler.arrived(from, header, if is_empty { Payload::Empty } else { Payload::Lent(payload) });
         self.core.kept(from, message);

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::fmt;
 use std::io;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
@@ -28,6 +28,8 @@ pub(super) struct Inner {
     /// Numbers of segments that are no more, until their readers are told.
     retired: Mutex<Vec<Retired>>,
     reclaim: Arc<OnceLock<Reclaim>>,
+    /// How many segments of devices are no more, and still have their memory: others may have it open.
+    leaving: Arc<AtomicUsize>,
     pin: OnceLock<Pin>,
 }
 
@@ -43,7 +45,21 @@ enum Kind {
 pub(crate) struct Retired {
     pub(crate) number: u32,
     /// What it was made of, where that is a device's: others may have it open.
-    pub(crate) memory: Option<Box<dyn DeviceMemory>>,
+    pub(crate) memory: Option<Leaving>,
+}
+
+/// Memory of a device's segment that is no more. It is freed with this.
+pub(crate) struct Leaving {
+    /// `None` once it is freed.
+    memory: Option<Box<dyn DeviceMemory>>,
+    count: Arc<AtomicUsize>,
+}
+
+impl Drop for Leaving {
+    fn drop(&mut self) {
+        drop(self.memory.take());
+        self.count.fetch_sub(1, Ordering::Release);
+    }
 }
 
 type Reclaim = Box<dyn Fn() + Send + Sync>;
@@ -67,8 +83,9 @@ impl Arena {
     /// what others are done with comes back as it does here.
     pub fn device_beside(&self, allocator: Arc<dyn DeviceAllocator>) -> Self {
         let (next, retired, pin) = Default::default();
-        let (kind, reclaim) = (Kind::Device(allocator), self.inner.reclaim.clone());
-        Self { inner: Arc::new(Inner { kind, next, retired, reclaim, pin }) }
+        let Inner { reclaim, leaving, .. } = &*self.inner;
+        let (kind, reclaim, leaving) = (Kind::Device(allocator), reclaim.clone(), leaving.clone());
+        Self { inner: Arc::new(Inner { kind, next, retired, reclaim, leaving, pin }) }
     }
 
     /// An arena whose segments other processes can map.
@@ -83,8 +100,8 @@ impl Arena {
     }
 
     fn new(kind: Kind) -> Self {
-        let (next, retired, reclaim, pin) = Default::default();
-        Self { inner: Arc::new(Inner { kind, next, retired, reclaim, pin }) }
+        let (next, retired, reclaim, leaving, pin) = Default::default();
+        Self { inner: Arc::new(Inner { kind, next, retired, reclaim, leaving, pin }) }
     }
 
     /// Maps a new segment of `bytes`.
@@ -130,6 +147,11 @@ impl Arena {
         }
     }
 
+    /// Whether memory of devices is about to be freed, as soon as others have closed it.
+    pub(super) fn has_leaving(&self) -> bool {
+        self.inner.leaving.load(Ordering::Acquire) > 0
+    }
+
     /// Segments that are no more, each told once.
     pub(crate) fn take_retired(&self) -> Vec<Retired> {
         std::mem::take(&mut self.inner.retired.lock())
@@ -137,8 +159,13 @@ impl Arena {
 }
 
 impl Inner {
-    pub(super) fn retire(&self, segment: Retired) {
-        self.retired.lock().push(segment);
+    /// A segment is no more, nor is its memory, where it was a device's, once nobody has it open.
+    pub(super) fn retire(&self, number: u32, memory: Option<Box<dyn DeviceMemory>>) {
+        let memory = memory.map(|memory| {
+            self.leaving.fetch_add(1, Ordering::Relaxed);
+            Leaving { memory: Some(memory), count: self.leaving.clone() }
+        });
+        self.retired.lock().push(Retired { number, memory });
     }
 }
 

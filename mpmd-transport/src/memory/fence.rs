@@ -21,6 +21,12 @@ pub trait Fence: Any + Send + Sync {
         None
     }
 
+    /// Whether it was passed though the work before it was not over, and may never be: nobody waits for that any more, and the
+    /// memory that it uses is nobody else's ever again.
+    fn is_lost(&self) -> bool {
+        false
+    }
+
     /// Whether `earlier` is over whenever this is: one of the same queue that was issued before. Then only this one
     /// need be kept, and a buffer that a thousand calls read has one fence.
     fn covers(&self, earlier: &dyn Fence) -> bool {
@@ -63,6 +69,11 @@ impl Fences {
         self.0.iter().all(|fence| fence.is_over())
     }
 
+    /// Whether the memory may be used by others: all are over, and none is [lost](Fence::is_lost).
+    pub(super) fn are_done(&self) -> bool {
+        self.0.iter().all(|fence| fence.is_over() && !fence.is_lost())
+    }
+
     /// What went wrong with the work of the first that failed, if any has.
     pub fn failure(&self) -> Option<String> {
         self.0.iter().find_map(|fence| fence.failure())
@@ -78,9 +89,16 @@ impl Fences {
         then();
     }
 
-    /// Keeps `memory` until all are over.
+    /// Keeps `memory` until all are over; for ever where one of them is [lost](Fence::is_lost).
     pub(super) fn keep<T: Send + 'static>(self, memory: T) {
-        self.on_over(Box::new(move || drop(memory)));
+        let all = self.clone();
+        self.on_over(Box::new(move || {
+            if all.are_done() {
+                drop(memory);
+            } else {
+                std::mem::forget(memory);
+            }
+        }));
     }
 }
 
@@ -103,10 +121,16 @@ pub(super) mod tests {
     #[derive(Default)]
     pub(in crate::memory) struct ByHand {
         over: AtomicBool,
+        lost: AtomicBool,
         waiting: Mutex<Vec<Box<dyn FnOnce() + Send>>>,
     }
 
     impl ByHand {
+        fn lose(&self) {
+            self.lost.store(true, Ordering::Release);
+            self.pass();
+        }
+
         pub(in crate::memory) fn pass(&self) {
             self.over.store(true, Ordering::Release);
             let waiting = std::mem::take(&mut *self.waiting.lock());
@@ -126,6 +150,32 @@ pub(super) mod tests {
                 return then();
             }
             waiting.push(then);
+        }
+
+        fn is_lost(&self) -> bool {
+            self.lost.load(Ordering::Acquire)
+        }
+    }
+
+    #[test]
+    fn memory_of_work_that_may_never_end_is_nobodys_again() {
+        for is_lost in [false, true] {
+            let fence = Arc::new(ByHand::default());
+            let mut fences = Fences::default();
+            fences.add(fence.clone());
+            let memory = Arc::new(());
+            fences.clone().keep(memory.clone());
+            assert_eq!((Arc::strong_count(&memory), fences.are_done()), (2, false));
+            if is_lost {
+                fence.lose()
+            } else {
+                fence.pass()
+            }
+            let held = usize::from(is_lost);
+            assert_eq!((Arc::strong_count(&memory), fences.are_over()), (1 + held, true));
+            assert_eq!(fences.are_done(), !is_lost);
+            fences.keep(memory.clone());
+            assert_eq!(Arc::strong_count(&memory), 1 + 2 * held, "also of what is let go of later");
         }
     }
 

@@ -24,8 +24,8 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-pub(crate) use arena::Retired;
 pub use arena::{Arena, Pin};
+pub(crate) use arena::{Leaving, Retired};
 pub use count::{Allocations, CountingAllocator};
 pub use device::{Arriving, DeviceAllocator, DeviceMemory, DevicePlace, DeviceSharing, MOST_WORDS};
 pub use fence::{Fence, Fences};
@@ -60,7 +60,7 @@ impl OwnedBuffer {
     /// The same bytes, from now on immutable and shareable.
     pub fn freeze(self) -> SharedBuffer {
         let range = 0..self.len;
-        SharedBuffer { whole: Arc::new(Whole::new(Memory::Owned(self))), range }
+        SharedBuffer { whole: Arc::new(Whole::new(Memory::Owned(self))), range, verdict: None }
     }
 
     /// Where the bytes are, where that is a device's memory.
@@ -120,7 +120,7 @@ impl OwnedBuffer {
 
 impl Drop for OwnedBuffer {
     fn drop(&mut self) {
-        if !self.fences.are_over() {
+        if !self.fences.are_done() {
             let memory = std::mem::replace(&mut self.backing, Backing::Vec(Vec::new()));
             take(&mut self.fences).keep(memory);
         }
@@ -216,6 +216,8 @@ impl Place {
 pub struct SharedBuffer {
     whole: Arc<Whole>,
     range: Range<usize>,
+    /// Of this holder and its clones.
+    verdict: Option<Arc<dyn Fence>>,
 }
 
 struct Whole {
@@ -267,7 +269,7 @@ impl Whole {
 
 impl Drop for Whole {
     fn drop(&mut self) {
-        if !self.ready.are_over() || !self.reads.get_mut().are_over() {
+        if !self.ready.are_done() || !self.reads.get_mut().are_done() {
             let (memory, fences) = self.take();
             fences.keep(memory);
         }
@@ -285,7 +287,7 @@ impl SharedBuffer {
     pub fn lent_later(loan: Box<dyn Loan>, ready: Fences) -> Self {
         let bytes = loan.device().map_or_else(|| loan.bytes().len(), |place| place.bytes);
         let whole = Whole { memory: Memory::Lent(loan), reads: Mutex::default(), ready };
-        Self { whole: Arc::new(whole), range: 0..bytes }
+        Self { whole: Arc::new(whole), range: 0..bytes, verdict: None }
     }
 
     /// Whether these bytes are somebody else's.
@@ -342,6 +344,38 @@ impl SharedBuffer {
         &self.whole.ready
     }
 
+    /// The same bytes, of which `verdict` says whether they are what they are to be: it is over when that is known.
+    ///
+    /// What is [ready](Self::ready) may have been made of what never was: a device that adds to garbage does so well. Who is
+    /// lent the bytes before they are made hears of that too.
+    pub fn with_verdict(self, verdict: Arc<dyn Fence>) -> Self {
+        Self { verdict: Some(verdict), ..self }
+    }
+
+    /// As it was [given](Self::with_verdict).
+    pub(crate) fn verdict(&self) -> Option<Arc<dyn Fence>> {
+        self.verdict.clone()
+    }
+
+    /// Whether it is known that the bytes are there, and are what they are to be.
+    pub fn is_made(&self) -> bool {
+        let is_well = |verdict: &Arc<dyn Fence>| verdict.is_over() && verdict.failure().is_none();
+        self.ready().are_over()
+            && self.ready().failure().is_none()
+            && self.verdict.as_ref().is_none_or(is_well)
+    }
+
+    /// Calls `then` once it is known whether the bytes are what they are to be, with why not: now, or on the thread that finds it
+    /// out. `then` must be short.
+    pub fn on_made(&self, then: Box<dyn FnOnce(Option<String>) + Send>) {
+        let (ready, verdict) = (self.ready().clone(), self.verdict.clone());
+        self.ready().clone().on_over(Box::new(move || {
+            let Some(verdict) = verdict else { return then(ready.failure()) };
+            let known = verdict.clone();
+            verdict.on_over(Box::new(move || then(known.failure().or_else(|| ready.failure()))));
+        }));
+    }
+
     /// Work was issued that reads these bytes: they stay until it is over.
     pub fn add_read(&self, fence: Arc<dyn Fence>) {
         self.whole.reads.lock().add(fence);
@@ -359,7 +393,8 @@ impl SharedBuffer {
             self.len()
         );
         let start = self.range.start + range.start;
-        Self { whole: self.whole.clone(), range: start..start + range.len() }
+        let verdict = self.verdict.clone();
+        Self { whole: self.whole.clone(), range: start..start + range.len(), verdict }
     }
 
     /// The buffer back for writing, where this is its only holder and covers all of it. Work of devices that still reads
@@ -373,8 +408,8 @@ impl SharedBuffer {
         if self.range != (0..buffer.len) {
             return Err(self);
         }
-        let range = self.range;
-        match Arc::try_unwrap(self.whole) {
+        let Self { whole, range, verdict } = self;
+        match Arc::try_unwrap(whole) {
             Ok(mut whole) => match whole.take() {
                 (Memory::Owned(mut buffer), fences) => {
                     buffer.fences = fences;
@@ -382,10 +417,10 @@ impl SharedBuffer {
                 }
                 (memory, ready) => {
                     let whole = Whole { memory, reads: Mutex::default(), ready };
-                    Err(Self { whole: Arc::new(whole), range })
+                    Err(Self { whole: Arc::new(whole), range, verdict })
                 }
             },
-            Err(whole) => Err(Self { whole, range }),
+            Err(whole) => Err(Self { whole, range, verdict }),
         }
     }
 
@@ -574,6 +609,65 @@ mod tests {
         assert!(!shared.is_pinned() && shared.place().is_none());
         let look = std::panic::AssertUnwindSafe(|| shared[0]);
         assert!(std::panic::catch_unwind(look).is_err());
+    }
+
+    /// An allocator with room for one segment at a time.
+    struct OneAtATime(Arc<AtomicUsize>);
+
+    struct TheOne(Addresses, Arc<AtomicUsize>);
+
+    impl DeviceAllocator for OneAtATime {
+        fn allocate(&self, bytes: usize) -> std::io::Result<Box<dyn DeviceMemory>> {
+            if self.0.swap(1, Ordering::Relaxed) == 1 {
+                return Err(std::io::Error::other("no memory"));
+            }
+            Ok(Box::new(TheOne(Addresses(bytes), self.0.clone())))
+        }
+    }
+
+    impl DeviceMemory for TheOne {
+        fn address(&self) -> u64 {
+            self.0.address()
+        }
+
+        fn bytes(&self) -> usize {
+            self.0.bytes()
+        }
+
+        fn device(&self) -> u32 {
+            self.0.device()
+        }
+    }
+
+    impl Drop for TheOne {
+        fn drop(&mut self) {
+            self.1.store(0, Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn memory_that_others_are_about_to_close_is_waited_for_where_there_is_no_other() {
+        let base = Arena::private();
+        let pool = Pool::in_arena("test", None, &base.device_beside(Arc::new(OneAtATime(Arc::default()))));
+        let first = pool.allocate(1 << 20).unwrap().freeze();
+        // Somebody knows it from here on.
+        let Memory::Owned(buffer) = &first.whole.memory else { panic!("it is owned") };
+        buffer.place().unwrap().segment.number(&base);
+        assert!(pool.allocate(2 << 20).is_err(), "it is in use");
+        drop(first);
+        let others = std::thread::spawn(move || {
+            let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
+            loop {
+                let closed = base.take_retired();
+                if !closed.is_empty() || std::time::Instant::now() > until {
+                    std::thread::sleep(std::time::Duration::from_millis(20));
+                    return closed.len();
+                }
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+        });
+        assert!(pool.allocate(2 << 20).is_ok());
+        assert_eq!(others.join().unwrap(), 1);
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
 
@@ -19,6 +20,9 @@ const LARGEST_SEGMENT: usize = 32 << 20;
 /// Blocks with a segment of their own are kept until they and those in use are twice what was ever in use, and
 /// so much more: less would bring pages that come and go with every step.
 const KEPT_BESIDE: u64 = 64 << 20;
+/// How long others may take to close a device's memory, where that is short, and how often it is looked at.
+const FREED_WITHIN: Duration = Duration::from_millis(500);
+const FREED_LOOK: Duration = Duration::from_millis(5);
 
 /// A source of buffers with a limit and a memory of what it gave. Clones are the same pool.
 #[derive(Clone)]
@@ -234,7 +238,7 @@ impl Inner {
         let segment = match self.arena.map(bytes) {
             Err(_) => {
                 self.trim();
-                self.arena.map(bytes)?
+                self.map_when_freed(bytes)?
             }
             Ok(segment) => segment,
         };
@@ -254,6 +258,19 @@ impl Inner {
         // What is left of the one before is never more than such a block.
         state.open = Some((segment, 0));
         state.take(class).ok_or_else(|| io::Error::other("a new segment is too small for a block"))
+    }
+
+    /// A new segment. Where there is no memory for it, what was just freed may have to be closed by others first.
+    fn map_when_freed(&self, bytes: usize) -> io::Result<Arc<Segment>> {
+        let until = Instant::now() + FREED_WITHIN;
+        loop {
+            match self.arena.map(bytes) {
+                Err(_) if self.arena.has_leaving() && Instant::now() < until => {
+                    std::thread::sleep(FREED_LOOK)
+                }
+                mapped => return mapped,
+            }
+        }
     }
 
     fn trim(&self) {

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use rustix::process::{Resource, getrlimit};
 
-use super::arena::{Inner, Retired};
+use super::arena::Inner;
 use super::{Arena, DeviceMemory};
 
 /// From this size on pages of 2 MiB are worth asking for.
@@ -253,7 +253,7 @@ impl Drop for Segment {
             && let Some(arena) = arena.upgrade()
         {
             // Others may have a device's memory open: it stays until they have closed it.
-            arena.retire(Retired { number: *number, memory: self.device.take() });
+            arena.retire(*number, self.device.take());
         }
     }
 }

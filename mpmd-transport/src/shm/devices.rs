@@ -17,10 +17,12 @@ use super::futex::SystemFutex;
 use super::loans::Returns;
 use super::mappings::Mappings;
 use super::peer::Peer;
+use super::reaper::Reaper;
 use super::record::{BROKEN, COPY, LANDED, LATER, LENT, Lent, MOST_TOKENS, put_tokens};
 use super::shared::{IsLent, Shared};
 use crate::memory::{
-    Arriving, DeviceMemory, DeviceSharing, Fence, Fences, OwnedBuffer, Retired, Segment, SharedBuffer,
+    Arriving, DeviceMemory, DeviceSharing, Fence, Fences, Leaving, OwnedBuffer, Retired, Segment,
+    SharedBuffer,
 };
 use crate::transport::{Fetch, FetchDone, Payload, Ticket, TransportError};
 use crate::wire::{Header, ProcessId};
@@ -37,6 +39,7 @@ pub(super) struct Devices {
     held: Mutex<Vec<Held>>,
     /// Segments that are no more, as long as others have them open.
     partings: Mutex<Vec<Parting>>,
+    pub(super) reaper: Arc<Reaper>,
     shared: Weak<Shared>,
 }
 
@@ -52,7 +55,7 @@ struct Held {
 struct Parting {
     number: u32,
     /// Taken by who frees it.
-    memory: Option<Box<dyn DeviceMemory>>,
+    memory: Option<Leaving>,
     /// The processes that may have it open.
     awaited: Vec<usize>,
 }
@@ -60,7 +63,8 @@ struct Parting {
 impl Devices {
     pub(super) fn new(processes: usize, shared: Weak<Shared>) -> Self {
         let gone = (0..processes).map(|_| AtomicBool::new(false)).collect();
-        Self { sharing: OnceLock::new(), gone, held: Mutex::default(), partings: Mutex::default(), shared }
+        let (sharing, held, partings) = Default::default();
+        Self { sharing, gone, held, partings, reaper: Reaper::new(), shared }
     }
 
     /// A process is proved to be no more: what its devices held is lost.
@@ -103,7 +107,10 @@ impl Devices {
             }
             partings.extract_if(.., |parting| parting.awaited.is_empty()).collect::<Vec<_>>()
         };
-        over.into_iter().for_each(|mut parting| drop(parting.memory.take()));
+        for mut parting in over {
+            let memory = parting.memory.take();
+            self.reaper.later(move || drop(memory));
+        }
     }
 }
 
@@ -146,7 +153,8 @@ impl Shared {
             return Ok(IsLent(true));
         };
         let is_copied = bytes.is_limited();
-        let is_later = !tokens.is_empty() || ready.failure().is_some();
+        let made = bytes.clone();
+        let is_later = !tokens.is_empty() || !made.is_made();
         let flags = if is_copied { COPY } else { 0 } | if is_later { LATER } else { 0 };
         let number = place.segment.number(&self.arena);
         let mut out = peer.outbound.lock();
@@ -167,10 +175,10 @@ impl Shared {
         drop(out);
         peer.door.ring(&SystemFutex);
         if is_later {
-            let (shared, fences) = (self.devices.shared.clone(), ready.clone());
-            ready.on_over(Box::new(move || {
+            let shared = self.devices.shared.clone();
+            made.on_made(Box::new(move |failure| {
                 if let Some(shared) = shared.upgrade() {
-                    shared.say_landed(to, loan, fences.failure());
+                    shared.say_landed(to, loan, failure);
                 }
             }));
         }
@@ -293,7 +301,8 @@ impl DeviceGiven {
                 words: self.words.clone(),
                 owner: self.owner,
                 gone: devices.gone.clone(),
-                giver: (returns.clone(), number),
+                givers: Mutex::new(vec![(returns.clone(), number)]),
+                reaper: devices.reaper.clone(),
             };
             Segment::of_device(Box::new(foreign)).map(Arc::new)
         };
@@ -308,24 +317,31 @@ impl DeviceGiven {
     }
 
     /// The peer says that it is no more: it hears when it is closed here.
-    pub(super) fn retire(self, number: u32, returns: &Returns) {
-        match self.open {
+    pub(super) fn retire(self, number: u32, returns: &Arc<Returns>) {
+        let again = match self.open {
             // Said when it is closed, which is when the last loan of it has gone back.
-            Open::First(segment) => drop(segment),
-            // Who gave it first is answered for it, and so is its owner.
-            Open::Again(_) | Open::No => returns.say_closed(number),
+            Open::First(segment) => return drop(segment),
+            Open::Again(segment) => segment.upgrade(),
+            Open::No => None,
+        };
+        match again.as_deref().and_then(Foreign::of) {
+            // Who gave it first may be no more by then: each hears of it for itself.
+            Some(foreign) => foreign.givers.lock().push((returns.clone(), number)),
+            None => returns.say_closed(number),
         }
     }
 }
 
-/// Memory of another process's device that is open here. Its giver hears when it is closed.
+/// Memory of another process's device that is open here. Who gave it hears when it is closed.
 pub(super) struct Foreign {
     /// `None` while it is dropped.
     memory: Option<Box<dyn DeviceMemory>>,
     words: Vec<u8>,
     owner: ProcessId,
     gone: Arc<[AtomicBool]>,
-    giver: (Arc<Returns>, u32),
+    /// Who is to hear of it, and by which number they know it.
+    givers: Mutex<Vec<(Arc<Returns>, u32)>>,
+    reaper: Arc<Reaper>,
 }
 
 impl Foreign {
@@ -399,9 +415,11 @@ impl DeviceMemory for Foreign {
 
 impl Drop for Foreign {
     fn drop(&mut self) {
-        drop(self.memory.take());
-        let (returns, number) = &self.giver;
-        returns.say_closed(*number);
+        let (memory, givers) = (self.memory.take(), std::mem::take(self.givers.get_mut()));
+        self.reaper.later(move || {
+            drop(memory);
+            givers.into_iter().for_each(|(returns, number)| returns.say_closed(number));
+        });
     }
 }
 

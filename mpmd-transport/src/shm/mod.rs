@@ -33,6 +33,7 @@ mod mappings;
 mod meeting;
 mod peer;
 mod present;
+mod reaper;
 mod record;
 mod ring;
 mod shared;

@@ -23,6 +23,8 @@ use crate::wire::{Header, ProcessId};
 const ROUND: Duration = Duration::from_millis(50);
 /// How long a shutdown sleeps between two looks at what has not left yet.
 const FLUSH_LOOK: Duration = Duration::from_micros(200);
+/// How long what others have lent of their devices may take to be closed, when all else is over.
+const MOST_CLOSING: Duration = Duration::from_secs(1);
 
 /// Shared memory, tried but not connected: it has an address for others.
 #[derive(Debug)]
@@ -239,6 +241,7 @@ impl Transport for Shm {
         self.shared.door.rouse(&SystemFutex);
         // It ends as soon as a handler call that is under way has.
         let _ = engine.join();
+        self.shared.devices.reaper.settle(until.saturating_duration_since(Instant::now()).min(MOST_CLOSING));
     }
 }
 

@@ -18,7 +18,7 @@ use super::record::{COPY, GOODBYE, INLINE, LARGEST_INLINE, LATER, LENT, Lent, RE
 use super::socket::{ended, has_exited};
 use crate::memory::{Arena, Fences, OwnedBuffer, Pool, SharedBuffer};
 use crate::transport::{Fetch, FetchDone, Handler, Payload, Ticket, TransportError};
-use crate::wire::{Header, ProcessId};
+use crate::wire::{Header, Kind, ProcessId};
 
 /// Records taken from one peer before the next has its turn.
 const IN_A_ROW: usize = 64;
@@ -330,6 +330,9 @@ impl Shared {
         let is_device = segment.device().is_some();
         if is_later && !is_device {
             return Err(Fault::Theirs("a loan of the host's memory that is not there yet".to_owned()));
+        }
+        if is_device && !matches!(header.kind, Kind::Data | Kind::Eager) {
+            return Err(Fault::Theirs(format!("a message of kind {:?} in a device's memory", header.kind)));
         }
         let borrowed = Borrowed::new(segment, offset, bytes, loan, is_copied, &peer.returns);
         let borrowed = borrowed.ok_or_else(|| {

@@ -72,10 +72,23 @@ fn reader(from: Option<impl Read + Send + 'static>) -> JoinHandle<String> {
     })
 }
 
-/// What it has started itself ends with it: `mpmd` sees to that.
+/// Ends it and what it has started: who watches another program does not take that along.
 fn end(child: &mut Child) {
+    let all = descendants(child.id());
     let _ = child.kill();
     let _ = child.wait();
+    if !all.is_empty() {
+        // Those that have ended meanwhile are no failure.
+        let _ = Command::new("kill").arg("-KILL").args(all.iter().map(u32::to_string)).status();
+    }
+}
+
+/// The processes that this one has started, and they in turn.
+fn descendants(process: u32) -> Vec<u32> {
+    let children = std::fs::read_to_string(format!("/proc/{process}/task/{process}/children"));
+    let children = children.unwrap_or_default();
+    let children = children.split_whitespace().filter_map(|number| number.parse().ok());
+    children.flat_map(|child| std::iter::once(child).chain(descendants(child))).collect()
 }
 
 #[cfg(test)]
@@ -95,6 +108,21 @@ mod tests {
     fn who_takes_too_long_is_ended_and_who_is_not_there_named() {
         let late = captured(Command::new("sleep").arg("60"), Duration::from_millis(50)).unwrap_err();
         assert!(late.to_string().contains("`sleep 60` takes longer than 0.05 s"), "{late}");
+        // And what it has started: there is no such process, or nobody has asked yet how it ended.
+        let file = std::env::temp_dir().join(format!("mpmd-xtask-{}", std::process::id()));
+        let shell = format!("sleep 61 & echo $! > {}; wait", file.display());
+        captured(Command::new("sh").args(["-c", &shell]), Duration::from_secs(1)).unwrap_err();
+        let process = std::fs::read_to_string(&file).unwrap();
+        std::fs::remove_file(&file).unwrap();
+        let until = Instant::now() + LONG;
+        let lives = || {
+            let state = std::fs::read_to_string(format!("/proc/{}/stat", process.trim())).ok();
+            state.is_some_and(|state| !state.contains(") Z "))
+        };
+        while lives() {
+            assert!(Instant::now() < until, "{process} lives on");
+            std::thread::sleep(LOOK);
+        }
         let missing = captured(&mut Command::new("no-such-program-anywhere"), LONG).unwrap_err();
         assert!(missing.to_string().contains("cannot be started"), "{missing}");
     }

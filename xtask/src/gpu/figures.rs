@@ -13,6 +13,8 @@ pub(super) struct Benchmark {
     pub(super) small: &'static [&'static str],
     /// Whether its processes share one processor, however many there are.
     pub(super) on_one: bool,
+    /// How many processors there must be for the figures to mean anything.
+    pub(super) processors: usize,
     /// What is read off its answer.
     pub(super) figures: &'static [Figure],
 }
@@ -42,6 +44,7 @@ pub(super) const BENCHMARKS: &[Benchmark] = &[
         large: &["--sizes", "256Mi"],
         small: &["--sizes", "64Ki", "--repeats", "2"],
         on_one: true,
+        processors: 1,
         figures: &[
             Figure {
                 what: "hand-over of 256 MiB in place, two processes on one processor",
@@ -64,6 +67,7 @@ pub(super) const BENCHMARKS: &[Benchmark] = &[
         large: &[],
         small: &["--repeats", "2"],
         on_one: false,
+        processors: 1,
         figures: &[Figure {
             what: "issue of a kernel by jit, over a launch by cudarc alone",
             case: "jit issue",
@@ -77,6 +81,7 @@ pub(super) const BENCHMARKS: &[Benchmark] = &[
         large: &[],
         small: &["--repeats", "2", "--mib", "1", "--processes", "1"],
         on_one: false,
+        processors: 1,
         figures: &[
             Figure {
                 what: "host to device while kernels run, of pinned copies",
@@ -110,6 +115,7 @@ pub(super) const BENCHMARKS: &[Benchmark] = &[
             "1f1b",
         ],
         on_one: false,
+        processors: 2,
         figures: &[Figure {
             what: "idle share of a pipeline of two stages, over the simulation's",
             case: "idle",
@@ -172,8 +178,9 @@ pub(super) fn judge(benchmark: &Benchmark, lines: &[Value], software: bool) -> V
     benchmark.figures.iter().map(one).collect()
 }
 
-/// The driver and its processors as `mpmd doctor --json` tells of them, or its reason why there are none.
-pub(super) fn seen(doctor: &Value) -> Result<String, String> {
+/// The driver and its processors as `mpmd doctor --json` tells of them, and how many these are, or its reason why there
+/// are none.
+pub(super) fn seen(doctor: &Value) -> Result<(String, usize), String> {
     let cuda = &doctor["facts"]["cuda"];
     if let Some(why) = cuda["missing"]["why"].as_str() {
         return Err(why.to_owned());
@@ -182,7 +189,7 @@ pub(super) fn seen(doctor: &Value) -> Result<String, String> {
     let gpus = driver["gpus"].as_array().map(Vec::as_slice).unwrap_or_default();
     let names: Vec<&str> = gpus.iter().filter_map(|gpu| gpu["name"].as_str()).collect();
     match (driver["version"].as_str(), names.is_empty()) {
-        (Some(version), false) => Ok(format!("{}, CUDA {version}", names.join(", "))),
+        (Some(version), false) => Ok((format!("{}, CUDA {version}", names.join(", ")), names.len())),
         _ => Err("`mpmd doctor` says neither what there is of CUDA nor why there is nothing".to_owned()),
     }
 }
@@ -219,7 +226,7 @@ mod tests {
     fn the_doctors_word_on_cuda_is_read() {
         let gpus = json!([{"name": "H200"}, {"name": "H200"}]);
         let found = json!({"facts": {"cuda": {"found": {"driver": {"version": "12.8", "gpus": gpus}}}}});
-        assert_eq!(seen(&found), Ok("H200, H200, CUDA 12.8".to_owned()));
+        assert_eq!(seen(&found), Ok(("H200, H200, CUDA 12.8".to_owned(), 2)));
         let missing = json!({"facts": {"cuda": {"missing": {"why": "no CUDA driver found", "built": true}}}});
         assert_eq!(seen(&missing), Err("no CUDA driver found".to_owned()));
         assert!(seen(&json!({})).is_err());

@@ -28,6 +28,12 @@ const NO_DRIVER: u8 = 2;
 /// How long one benchmark, or one program under the sanitizer, may take.
 const LONG: Duration = Duration::from_secs(600);
 
+/// Training, small: as many kernels of as many kinds as there are in the examples.
+const TRAINING: [&str; 14] = [
+    "--device", "cuda", "--steps", "2", "--layers", "2", "--width", "32", "--heads", "2", "--time", "16",
+    "--batch", "4",
+];
+
 /// How long looking at the machine may take: drivers start slowly where nothing else has them loaded.
 const LOOK: Duration = Duration::from_secs(60);
 
@@ -61,7 +67,7 @@ pub(crate) fn gpu(root: &Path, software: bool) -> anyhow::Result<ExitCode> {
     let ground = if software { Ground::Software(target.join("softcuda")) } else { Ground::Gpu };
     build(root, &target, &ground)?;
     let place = Place { root, programs: target.join(ground.profile()), ground: &ground };
-    let seen = match place.look()? {
+    let (seen, processors) = match place.look()? {
         Ok(seen) => seen,
         Err(why) => {
             eprintln!("{why}; nothing was run");
@@ -72,7 +78,7 @@ pub(crate) fn gpu(root: &Path, software: bool) -> anyhow::Result<ExitCode> {
     rows.push(place.tests());
     rows.extend(place.sanitized());
     for benchmark in figures::BENCHMARKS {
-        rows.extend(place.measured(benchmark));
+        rows.extend(place.measured(benchmark, processors));
     }
     println!("\n{}", table::text(&rows, software));
     let passed = rows.iter().all(|row| row.verdict != Verdict::Failed);
@@ -147,8 +153,8 @@ impl Place<'_> {
         command
     }
 
-    /// What `mpmd doctor` finds of CUDA, or why it finds none.
-    fn look(&self) -> anyhow::Result<Result<String, String>> {
+    /// What `mpmd doctor` finds of CUDA and how many processors, or why it finds none.
+    fn look(&self) -> anyhow::Result<Result<(String, usize), String>> {
         let mut doctor = self.program("mpmd");
         let said = captured(doctor.args(["doctor", "--device", "cuda", "--json"]), LOOK)?;
         let said: Value = serde_json::from_str(&said.stdout).context("`mpmd doctor --json` says no JSON")?;
@@ -157,24 +163,19 @@ impl Place<'_> {
 
     fn tests(&self) -> Row {
         let what = "tests for graphics processors";
+        // A device that one test has made fail, fails in that process for good.
+        if !answers("cargo-nextest", &["nextest", "--version"]) {
+            let why = "not run: each takes a process of its own (`cargo install cargo-nextest --locked`)";
+            return Row::failed(what, "all pass", why);
+        }
         let mut command = Command::new(cargo());
         command.current_dir(self.root);
         // By name: every such test has `cuda` in its own, its module's or its file's.
-        if answers("cargo-nextest", &["nextest", "--version"]) {
-            command.args(["nextest", "run"]).args(PACKAGES).args(["--features", "cuda"]);
-            command.args(["--filterset", "test(/cuda/) + binary(/cuda/)"]);
-        } else {
-            command.args(["test"]).args(PACKAGES).args(["--features", "cuda", "--lib", "--bins", "--tests"]);
-        }
-        if *self.ground == Ground::Gpu {
-            command.arg("--release");
-        }
-        if !answers("cargo-nextest", &["nextest", "--version"]) {
-            command.arg("cuda");
-        }
+        command.args(["nextest", "run"]).args(PACKAGES).args(["--features", "cuda"]);
+        command.args(["--filterset", "test(/cuda/) + binary(/cuda/)"]);
         // Their own driver's place, where they need one, they know themselves.
         if *self.ground == Ground::Gpu {
-            self.ground.set(&mut command);
+            self.ground.set(command.arg("--release"));
         }
         match run(&mut command) {
             Ok(()) => Row::passed(what, "all pass", "all passed"),
@@ -182,14 +183,20 @@ impl Place<'_> {
         }
     }
 
-    /// The benchmarks, small, under compute-sanitizer's checks, for memory and for races within kernels.
+    /// The benchmarks and training, small, under compute-sanitizer's checks, for memory and for races within kernels.
     fn sanitized(&self) -> Vec<Row> {
         const SANITIZER: &str = "compute-sanitizer";
         let there = *self.ground == Ground::Gpu && answers(SANITIZER, &["--version"]);
         let mut rows = Vec::new();
+        let benchmarks = figures::BENCHMARKS.iter().map(|benchmark| {
+            let Benchmark { arguments, small, .. } = benchmark;
+            let arguments = [&["bench"], *arguments, &["--device", "cuda", "--json"], *small].concat();
+            (benchmark.arguments[0], "mpmd", arguments)
+        });
+        let programs: Vec<_> = benchmarks.chain([("training", "train_gpt", TRAINING.to_vec())]).collect();
         for tool in ["memcheck", "racecheck"] {
-            for benchmark in figures::BENCHMARKS {
-                let (what, asked) = (format!("{tool}: {}", benchmark.arguments[0]), "clean");
+            for (name, program, arguments) in &programs {
+                let (what, asked) = (format!("{tool}: {name}"), "clean");
                 if !there {
                     rows.push(Row::not_run(what, asked, format!("{SANITIZER} is not installed")));
                     continue;
@@ -198,8 +205,7 @@ impl Place<'_> {
                 self.ground.set(command.current_dir(self.root));
                 command.args(["--tool", tool, "--target-processes", "all"]);
                 command.args(["--error-exitcode", &FOUND.to_string()]);
-                command.arg(self.programs.join("mpmd")).arg("bench").args(benchmark.arguments);
-                command.args(["--device", "cuda", "--json"]).args(benchmark.small);
+                command.arg(self.programs.join(program)).args(arguments);
                 rows.push(match captured(&mut command, LONG) {
                     Ok(said) if said.code == Some(0) => Row::passed(what, asked, "clean"),
                     Ok(said) => Row::failed(what, asked, said.last_words()),
@@ -210,7 +216,13 @@ impl Place<'_> {
         rows
     }
 
-    fn measured(&self, benchmark: &Benchmark) -> Vec<Row> {
+    fn measured(&self, benchmark: &Benchmark, processors: usize) -> Vec<Row> {
+        if *self.ground == Ground::Gpu && processors < benchmark.processors {
+            let why =
+                format!("it takes {} processors: on fewer they wait for each other", benchmark.processors);
+            let not_run = |figure: &figures::Figure| Row::not_run(figure.what, figure.asked(), why.clone());
+            return benchmark.figures.iter().map(not_run).collect();
+        }
         let software = *self.ground != Ground::Gpu;
         match self.lines(benchmark, software) {
             Ok(lines) => judge(benchmark, &lines, software),

@@ -81,10 +81,19 @@ impl Line {
             loops.map_or(Ok(()), |loops| unsafe { stream.copy_all(&loops, ends.0, ends.1) })
         };
         let done = move |result: Result<(), CudaError>| {
-            then(result.map(|()| {
-                to.clear_fences();
-                to
-            }));
+            match result {
+                Ok(()) => {
+                    to.clear_fences();
+                    then(Ok(to));
+                }
+                Err(error) => {
+                    if error.is_lost() {
+                        // The copy may still come.
+                        std::mem::forget(to);
+                    }
+                    then(Err(error));
+                }
+            }
         };
         let fence = self.submit(&[from.ready(), &before], work, Box::new(done));
         from.add_read(fence);

@@ -15,18 +15,21 @@ struct Inner {
     doing: String,
     name: String,
     text: String,
+    /// The work may go on, or wait for ever: nobody waits for its end.
+    is_lost: bool,
 }
 
 impl CudaError {
     /// While `doing`, a library answered with the error of this name, which means `text`.
     pub(crate) fn new(doing: impl Into<String>, name: impl Into<String>, text: impl Into<String>) -> Self {
-        Self(Arc::new(Inner { doing: doing.into(), name: name.into(), text: text.into() }))
+        let is_lost = false;
+        Self(Arc::new(Inner { doing: doing.into(), name: name.into(), text: text.into(), is_lost }))
     }
 
     /// The same with what a library has written of it besides, below.
     #[cfg(feature = "cuda")]
     pub(super) fn with_log(&self, log: &str) -> Self {
-        let Inner { doing, name, text } = &*self.0;
+        let Inner { doing, name, text, .. } = &*self.0;
         let text = if log.is_empty() { text.clone() } else { format!("{text}):\n{log}\n(end of log") };
         Self::new(doing.clone(), name.clone(), text)
     }
@@ -34,8 +37,22 @@ impl CudaError {
     /// The same, with what it was all for in front.
     #[cfg(feature = "cuda")]
     pub(super) fn in_the_course_of(&self, what: String) -> Self {
-        let Inner { doing, name, text } = &*self.0;
+        let Inner { doing, name, text, .. } = &*self.0;
         Self::new(format!("{what}: {doing}"), name.clone(), text.clone())
+    }
+
+    /// The same, of work that is not known to be over.
+    #[cfg(feature = "cuda")]
+    pub(super) fn lost(&self) -> Self {
+        let Inner { doing, name, text, .. } = &*self.0;
+        let (doing, name, text) = (doing.clone(), name.clone(), text.clone());
+        Self(Arc::new(Inner { doing, name, text, is_lost: true }))
+    }
+
+    /// Whether work that ended with this is not known to be over, so that what it uses must be left alone.
+    #[cfg(feature = "cuda")]
+    pub(super) fn is_lost(&self) -> bool {
+        self.0.is_lost
     }
 
     /// Whether the driver does not know what to make of a module.
@@ -57,7 +74,7 @@ impl CudaError {
 
 impl fmt::Display for CudaError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Inner { doing, name, text } = &*self.0;
+        let Inner { doing, name, text, .. } = &*self.0;
         if name.is_empty() {
             return write!(f, "{doing}: {text}");
         }

@@ -174,7 +174,11 @@ impl Context {
         let device = result::device::get(device).map_err(|error| cuda(doing(), error))?;
         // SAFETY: `device` is the driver's own; the context is released once, when this is dropped.
         let raw = unsafe { result::primary_ctx::retain(device) }.map_err(|error| cuda(doing(), error))?;
-        let uuid = result::device::get_uuid(device).map_err(|error| cuda(doing(), error))?;
+        let mut uuid = sys::CUuuid { bytes: [0; 16] };
+        // SAFETY: it writes 16 bytes, for which there is room. This version alone tells the parts of a device apart.
+        unsafe { sys::cuDeviceGetUuid_v2(&raw mut uuid, device) }
+            .result()
+            .map_err(|error| cuda(doing(), error))?;
         let uuid = uuid.bytes.map(|byte| byte.to_ne_bytes()[0]);
         let (broken, shares_events, shown, lines, is_stuck) = Default::default();
         Ok(Self { raw, device, ordinal, uuid, broken, shares_events, shown, lines, is_stuck })
@@ -189,6 +193,11 @@ impl Context {
         if let Some(error) = self.broken.get() {
             return Err(error.clone());
         }
+        self.bind_failed()
+    }
+
+    /// As [`bind`](Self::bind), also where work on the device has failed: for what has to do with work issued before.
+    pub(super) fn bind_failed(&self) -> Result<(), CudaError> {
         // SAFETY: the context was retained and lives as long as this.
         unsafe { result::ctx::set_current(self.raw) }.map_err(|error| cuda("using a CUDA device", error))
     }
@@ -201,11 +210,17 @@ impl Context {
     ///
     /// As [`bind`](Self::bind).
     pub(super) fn visit(&self) -> Result<Visit, CudaError> {
-        // One that has ended meanwhile is none to go back to.
-        let before = result::ctx::get_current().ok().flatten();
-        let visit = Visit(before.unwrap_or(std::ptr::null_mut()));
+        let visit = Visit::from_here();
         self.bind()?;
         Ok(visit)
+    }
+
+    /// As [`visit`](Self::visit), to leave nothing behind, also where work on the device has failed; `None` where some of it
+    /// [will never end](Self::is_stuck), for which such calls would wait.
+    fn last_visit(&self) -> Option<Visit> {
+        let visit = Visit::from_here();
+        let is_stuck = self.is_stuck.load(Ordering::Acquire);
+        (!is_stuck && self.bind_failed().is_ok()).then_some(visit)
     }
 
     /// Work on the device has failed: from now on everything does, with the error that came first, which is returned.
@@ -273,6 +288,13 @@ impl Drop for Context {
 /// A thread's visit to a context; it goes back to the one before when this is dropped.
 pub(super) struct Visit(sys::CUcontext);
 
+impl Visit {
+    /// Goes back to what is current now. One that has ended meanwhile is none to go back to.
+    fn from_here() -> Self {
+        Self(result::ctx::get_current().ok().flatten().unwrap_or(std::ptr::null_mut()))
+    }
+}
+
 impl Drop for Visit {
     fn drop(&mut self) {
         // SAFETY: it was current on this thread, whose user holds it, or is null, which is none.
@@ -304,7 +326,8 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        let Ok(_visit) = self.context.visit() else { return };
+        // Other devices would take what is mapped there next for pinned.
+        let Some(_visit) = self.context.last_visit() else { return };
         // SAFETY: pinned in `new`, and unpinned once. Work of devices on it is over: who drops memory has seen that.
         let unpinned =
             unsafe { sys::cuMemHostUnregister(std::ptr::with_exposed_provenance_mut(self.address)) };

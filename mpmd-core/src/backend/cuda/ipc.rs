@@ -51,9 +51,7 @@ pub(crate) fn sharing(gpus: Vec<Arc<Gpu>>) -> Option<Arc<dyn DeviceSharing>> {
     if gpus.is_empty() {
         return None;
     }
-    let contexts: Vec<_> = gpus.iter().map(|gpu| gpu.context().clone()).collect();
-    // Before the first event is made.
-    contexts.iter().for_each(|context| context.share_events());
+    let contexts = gpus.iter().map(|gpu| gpu.context().clone()).collect();
     Some(Arc::new(Sharing { gpus, contexts, events: Mutex::default(), samples: OnceLock::new() }))
 }
 
@@ -93,6 +91,12 @@ impl Sharing {
         near.map_or((&self.contexts[0], true), |context| (context, false))
     }
 
+    /// What this process has shown of this device itself. Several of its devices may be the same one to the driver.
+    fn own<T>(&self, uuid: &[u8], find: impl Fn(&Shown) -> Option<T>) -> Option<(&Arc<Context>, T)> {
+        let mut same = self.contexts.iter().filter(|context| context.uuid() == uuid);
+        same.find_map(|context| Some((context, find(context.shown())?)))
+    }
+
     fn make_samples(&self) -> Result<Vec<Sample>, String> {
         if std::env::var_os(variables::CUDA_IPC).is_some_and(|value| value == "0") {
             return Err(format!("{}=0 says not to", variables::CUDA_IPC));
@@ -113,6 +117,8 @@ impl Sharing {
             let words = event.words(context).ok_or("the CUDA driver shows no events to other processes")?;
             samples.push(Sample { words: [&[OF_EVENT][..], &words].concat(), _of: Box::new(event) });
         }
+        // Such events can be made. No line has made one yet: this is before the first message.
+        self.contexts.iter().for_each(|context| context.share_events());
         Ok(samples)
     }
 
@@ -123,11 +129,9 @@ impl Sharing {
         if let Some(found) = events.get(words) {
             return Ok(found.clone());
         }
-        let context = self.place(uuid).0;
-        let own = context.shown().events.lock().get(&handle).copied();
-        let event = match own {
-            Some(Recorded(raw)) => Imported { context: context.clone(), raw, is_own: true },
-            None => Imported::open(context, handle)?,
+        let event = match self.own(uuid, |shown| shown.events.lock().get(&handle).copied()) {
+            Some((context, Recorded(raw))) => Imported { context: context.clone(), raw, is_own: true },
+            None => Imported::open(self.place(uuid).0, handle)?,
         };
         let event = Arc::new(event);
         events.insert(words.to_vec(), event.clone());
@@ -153,15 +157,17 @@ impl DeviceSharing for Sharing {
 
     fn open(&self, words: &[u8], bytes: usize) -> io::Result<Box<dyn DeviceMemory>> {
         let (handle, uuid) = parts(words).map_err(io::Error::other)?;
-        let (context, is_far) = self.place(uuid);
-        let own = context.shown().memory.lock().get(&handle).copied();
+        let own = self.own(uuid, |shown| shown.memory.lock().get(&handle).copied());
         let opened = match own {
-            Some((address, _)) => {
+            Some((context, (address, _))) => {
                 Opened { context: context.clone(), address, bytes, is_far: false, is_own: true }
             }
-            None => Opened::open(context, handle, bytes, is_far).map_err(io::Error::other)?,
+            None => {
+                let (context, is_far) = self.place(uuid);
+                Opened::open(context, handle, bytes, is_far).map_err(io::Error::other)?
+            }
         };
-        let has = own.map(|(_, bytes)| bytes).or_else(|| opened.found_bytes());
+        let has = own.map(|(_, (_, bytes))| bytes).or_else(|| opened.found_bytes());
         if has.is_some_and(|has| has < bytes) {
             return Err(io::Error::other("memory of a device is shorter than its owner says"));
         }
@@ -287,6 +293,7 @@ impl Opened {
 
     /// How long it is by the driver's word, where it has one.
     fn found_bytes(&self) -> Option<usize> {
+        let _visit = self.context.visit().ok()?;
         let mut found: usize = 0;
         let attribute = sys::CUpointer_attribute_enum::CU_POINTER_ATTRIBUTE_RANGE_SIZE;
         // SAFETY: this attribute is a number of the size of `found`; the address is that of open memory.

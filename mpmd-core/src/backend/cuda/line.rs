@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -68,7 +69,8 @@ struct Entry {
 
 /// A point in the work of a line.
 pub(super) struct Event {
-    /// `None` where it could not be made, or not be recorded: then the device does nothing more.
+    /// `None` where there was nothing to be behind, or where it could not be made or recorded: then the device counts as
+    /// failed, and what was issued as lost.
     raw: Option<RawEvent>,
     /// Where the work before it began, if anybody wants to know.
     begin: Option<RawEvent>,
@@ -78,6 +80,8 @@ pub(super) struct Event {
     number: u64,
     stream: Arc<Stream>,
     over: AtomicBool,
+    /// Passed, though the work before it may not be over.
+    lost: AtomicBool,
     /// What went wrong with the work before it.
     failure: OnceLock<String>,
     told: Mutex<Told>,
@@ -130,6 +134,8 @@ impl Line {
         work: impl FnOnce(&Stream) -> Result<(), CudaError>,
         then: Then,
     ) -> Arc<dyn Fence> {
+        // On a thread that may be issuing work to another device.
+        let _visit = self.stream.context.visit();
         let mut turn = self.turn();
         let issued = after.iter().try_for_each(|fences| turn.come_after(fences));
         let issued = issued.and_then(|()| turn.begin()).and_then(work);
@@ -255,7 +261,7 @@ impl Ends {
         // Errors show when events are waited for.
         let _ = stream.context.bind();
         while let Some(Entry { event, issued }) = self.next() {
-            // Nothing was recorded where the device does nothing more: that error is known.
+            // Where nothing was recorded, the error is known.
             let ran = event.raw.as_ref().map_or(Ok(()), RawEvent::wait);
             if self.is_given_up() {
                 return;
@@ -292,10 +298,17 @@ impl Ends {
         state.is_given_up
     }
 
-    /// Whether the device has not come to what is waited for. The context is bound.
-    pub(super) fn is_stuck(&self) -> bool {
-        let waited = self.state.lock().waited.clone();
-        waited.is_some_and(|entry| entry.event.raw.as_ref().is_some_and(|raw| !raw.is_passed()))
+    /// Whether the line is gone, and nothing is left of its work.
+    pub(super) fn is_closed(&self) -> bool {
+        let state = self.state.lock();
+        state.closed && state.entries.is_empty() && state.waited.is_none()
+    }
+
+    /// What is waited for and the device has not come to, by its place in the line. The context is bound.
+    pub(super) fn stands_at(&self) -> Option<u64> {
+        let Entry { event, .. } = self.state.lock().waited.clone()?;
+        let is_ahead = event.raw.as_ref().is_some_and(|raw| !raw.is_passed());
+        is_ahead.then_some(event.number)
     }
 
     /// The device will never come to the end of what is issued here: all of it ends with `error`, told by this thread in place
@@ -322,9 +335,8 @@ impl Event {
         number: u64,
     ) -> Self {
         let (stream, ends) = (line.stream.clone(), Arc::downgrade(&line.ends));
-        let (over, told) = (AtomicBool::new(false), Mutex::default());
-        let failure = OnceLock::new();
-        Self { raw, begin, issued_at, number, stream, over, failure, told, ends }
+        let (over, lost, failure, told) = Default::default();
+        Self { raw, begin, issued_at, number, stream, over, lost, failure, told, ends }
     }
 
     /// Nanoseconds on the device from this to the beginning and the end of the work before `other`.
@@ -341,6 +353,7 @@ impl Event {
 
     fn pass(&self, ended: Ended) {
         if let Err(error) = &ended.result {
+            self.lost.store(error.is_lost(), Ordering::Relaxed);
             // Set here alone.
             let _ = self.failure.set(error.to_string());
         }
@@ -350,14 +363,14 @@ impl Event {
             std::mem::take(&mut told.waiting)
         };
         // Memory goes back before anybody hears that the work has ended: who waits for memory looks then.
-        waiting.into_iter().for_each(|then| then());
+        waiting.into_iter().for_each(guarded);
         let mut told = self.told.lock();
         let Some(then) = told.then.take() else {
             told.ended = Some(ended);
             return;
         };
         drop(told);
-        then(ended);
+        guarded(|| then(ended));
     }
 
     /// Calls `then` with how the work before this ended: on the line's thread, or here where that has told everybody else.
@@ -369,6 +382,13 @@ impl Event {
         };
         drop(told);
         then(ended);
+    }
+}
+
+/// Calls what wants to know of an end. What is wrong with that is no reason for the others never to hear of theirs.
+fn guarded(then: impl FnOnce()) {
+    if catch_unwind(AssertUnwindSafe(then)).is_err() {
+        tracing::error!("a panic of who was told that work of a CUDA device has ended");
     }
 }
 
@@ -388,6 +408,10 @@ impl Fence for Event {
 
     fn failure(&self) -> Option<String> {
         self.failure.get().cloned()
+    }
+
+    fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::Relaxed)
     }
 
     fn covers(&self, earlier: &dyn Fence) -> bool {

@@ -12,9 +12,12 @@ use std::time::{Duration, Instant};
 use super::error::CudaError;
 use super::gpu::Context;
 use super::ipc::Imported;
+use super::line::Ends;
 
 /// How long such waits may take to end.
 const GRACE: Duration = Duration::from_secs(2);
+/// How long a stream may stand at one place from then on, until it counts as standing still.
+const STILL: Duration = Duration::from_millis(500);
 /// How often they are looked at meanwhile.
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -43,17 +46,32 @@ pub(super) fn watch(context: Arc<Context>, events: Vec<Arc<Imported>>, why: Stri
 
 impl Context {
     /// The device will not come to the end of some of its work: that ends with an error now, as does all that comes.
-    fn give_up(&self, error: CudaError) {
-        // Asked before the context counts as failed.
-        let stuck: Vec<_> = self.lines().into_iter().filter(|line| line.is_stuck()).collect();
+    fn give_up(self: &Arc<Self>, error: CudaError) {
         self.is_stuck.store(true, Ordering::Release);
-        let error = self.fails(error);
-        for line in stuck {
-            let error = error.clone();
+        // What uses memory there may go on: nobody else is to have it.
+        let error = self.fails(error).lost();
+        for line in self.lines() {
+            let (context, error) = (self.clone(), error.clone());
             let told = std::thread::Builder::new().name("cuda-given-up".to_owned());
-            if let Err(error) = told.spawn(move || line.give_up(&error)) {
+            if let Err(error) = told.spawn(move || context.give_up_line(&line, &error)) {
                 tracing::warn!(%error, "starting a thread that tells of the end of work");
             }
+        }
+    }
+
+    /// Ends what a line stands still at, and all that comes after it. One that goes on ends by itself.
+    fn give_up_line(&self, line: &Ends, error: &CudaError) {
+        let mut standing = (None, Instant::now());
+        // Also one that has nothing to do: somebody may be about to end a turn.
+        while self.bind_failed().is_ok() && !line.is_closed() {
+            let at = line.stands_at();
+            if at != standing.0 {
+                standing = (at, Instant::now());
+            }
+            if at.is_some() && standing.1.elapsed() >= STILL {
+                return line.give_up(error);
+            }
+            std::thread::sleep(LOOK);
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Issuing work to a line.
 
 use std::sync::Arc;
+use std::sync::mpsc::channel;
 
 use mpmd_transport::memory::{Fence, Fences};
 use parking_lot::MutexGuard;
@@ -18,6 +19,8 @@ pub(crate) struct Turn<'a> {
     issuing: MutexGuard<'a, u64>,
     /// Where the work began and when, by the clock, if there is one.
     begin: (Option<RawEvent>, u64),
+    /// Something may have been issued.
+    has_begun: bool,
 }
 
 /// The end of what was issued in a turn: still to come.
@@ -26,7 +29,7 @@ pub(crate) struct Ending(Arc<Event>);
 
 impl<'a> Turn<'a> {
     pub(super) fn new(line: &'a Line, issuing: MutexGuard<'a, u64>) -> Self {
-        Self { line, issuing, begin: (None, 0) }
+        Self { line, issuing, begin: (None, 0), has_begun: false }
     }
 
     /// Has the work come after all of `fences`, on the device.
@@ -53,6 +56,7 @@ impl<'a> Turn<'a> {
     pub(crate) fn begin(&mut self) -> Result<&'a Stream, CudaError> {
         let Line { stream, ends, .. } = self.line;
         stream.context.bind()?;
+        self.has_begun = true;
         if let Some(clock) = ends.clock.get()
             && self.begin.0.is_none()
         {
@@ -70,12 +74,18 @@ impl<'a> Turn<'a> {
     /// Where work on the device has failed.
     pub(crate) fn wait(&mut self) -> Result<(), CudaError> {
         let Line { stream, ends, .. } = self.line;
+        stream.context.bind()?;
         let here = ends.record(stream)?;
-        let waited = MutexGuard::unlocked(&mut self.issuing, || here.wait());
-        if let Some(here) = ends.spare(here) {
-            here.destroy();
-        }
-        waited.map_err(|error| stream.context.fails(error))
+        *self.issuing += 1;
+        let event = Arc::new(Event::new(self.line, Some(here), (None, 0), *self.issuing));
+        ends.push(event.clone(), Ok(()));
+        // The line's thread tells of it, as it does of all ends: also where the device will never come there.
+        let (tell, told) = channel();
+        event.on_end(Box::new(move |ended| tell.send(ended.result).unwrap_or_default()));
+        let ended = MutexGuard::unlocked(&mut self.issuing, || told.recv());
+        ended.unwrap_or_else(|_| {
+            Err(CudaError::new("waiting for work of a CUDA device", "", "nobody tells of its end any more"))
+        })
     }
 
     /// Lets go of the line while `wait` runs, which must not issue anything.
@@ -88,9 +98,12 @@ impl<'a> Turn<'a> {
     pub(crate) fn end(mut self, issued: Result<(), CudaError>) -> Ending {
         let Line { stream, ends, .. } = self.line;
         *self.issuing += 1;
-        let recorded = stream.context.bind().and_then(|()| ends.record(stream));
-        let (raw, issued) = match recorded {
+        // What was issued is under way also where the device has come to count as failed since.
+        let bound = if self.has_begun { stream.context.bind_failed() } else { stream.context.bind() };
+        let (raw, issued) = match bound.and_then(|()| ends.record(stream)) {
             Ok(raw) => (Some(raw), issued),
+            // Nobody will see when it is over.
+            Err(error) if self.has_begun => (None, issued.and(Err(stream.context.fails(error).lost()))),
             Err(error) => (None, issued.and(Err(error))),
         };
         let event = Arc::new(Event::new(self.line, raw, self.begin, *self.issuing));

@@ -65,11 +65,13 @@ impl Start<'_> {
         let (takers, others): (Vec<_>, Vec<_>) = transfer.peers.iter().copied().partition(carried);
         if !takers.is_empty() {
             let (runtime, op, guard) = (self.runtime.clone(), self.op, self.guard.clone());
-            let transfer = transfer.clone();
+            let (transfer, source) = (transfer.clone(), slot.clone());
             slot.on_issued(move |outcome| match outcome {
                 Err(failure) => runtime.poison_peers(op, &transfer, &takers, failure),
                 Ok(buffer) => {
                     let bytes = transfer.run.clone().map_or_else(|| buffer.clone(), |run| buffer.slice(run));
+                    // They hear whether it was made of what was there, which their devices cannot see.
+                    let bytes = bytes.with_verdict(source.verdict());
                     runtime.send_to_peers(op, &transfer, &takers, bytes, &guard);
                 }
             });

@@ -40,6 +40,8 @@ pub(super) struct Held {
     /// The buffer goes as soon as nothing issued before needs it; later readers get this.
     pub(super) given_up: Option<Arc<Failure>>,
     pub(super) filling: Filling,
+    /// The work that fills the buffer was given nothing that may turn out to have failed: it ends as that does.
+    pub(super) ends_with_its_work: bool,
 }
 
 /// What of the work that was issued to fill the buffer is known, whoever has the buffer by now.
@@ -72,7 +74,8 @@ pub(super) struct Waiting {
 /// A use of a slot that was issued: it gets the buffer even where that is given up meanwhile.
 impl Inner {
     pub(super) fn new(state: State, counts: u64) -> Self {
-        let held = Mutex::new(Held { state, given_up: None, filling: Filling::Done });
+        let held =
+            Mutex::new(Held { state, given_up: None, filling: Filling::Done, ends_with_its_work: false });
         Self { counts: AtomicU64::new(counts), held, ended: Condvar::new() }
     }
 

@@ -8,6 +8,7 @@
 
 mod inner;
 mod promise;
+mod verdict;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -102,6 +103,12 @@ impl Slot {
     /// The buffer, filled or not, if it is there.
     pub(crate) fn peek_issued(&self) -> Option<Outcome> {
         self.inner().held.lock().issued()
+    }
+
+    /// Whether the slot, which was issued, ends as the work does that fills its buffer: else it may fail where that ends well,
+    /// for it was given what never was made.
+    pub(crate) fn ends_with_its_work(&self) -> bool {
+        self.inner().held.lock().ends_with_its_work
     }
 
     /// Sleeps until the buffer is there, filled or not, or until `deadline`. Mostly [`Waits::wait_issued`] is what is

@@ -39,6 +39,12 @@ impl Promise {
 }
 
 impl IssuedPromises {
+    /// The work was given nothing that may turn out to have failed: the slots end as it does.
+    pub(crate) fn end_with_their_work(&self) {
+        let all = self.0.iter().flat_map(|all| all.iter());
+        all.for_each(|inner| inner.held.lock().ends_with_its_work = true);
+    }
+
     /// What was issued has filled the buffers, or has failed.
     pub(crate) fn end(mut self, result: Result<(), Arc<Failure>>) {
         self.end_all(&result);

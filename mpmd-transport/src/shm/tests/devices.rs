@@ -330,6 +330,49 @@ fn what_is_not_made_yet_is_lent_with_word_of_what_it_comes_after() {
 }
 
 #[test]
+fn what_was_made_of_what_never_was_is_told_though_its_own_work_ends_well() {
+    let team = Team::<2>::new();
+    let pool = team.pool(0, None);
+    for (number, end) in [(1, Ok(())), (2, Err("it was made of nothing".to_owned()))] {
+        let work = team.world.fence(format!("event {number}").as_bytes());
+        let verdict = Arc::new(ByHand::default());
+        let mut own = pool.allocate(4096).unwrap();
+        own.add_fence(work.clone());
+        let own = own.freeze().with_verdict(verdict.clone()).slice(0..1024);
+        assert!(!own.is_made());
+        team.post(0, 1, &own, number);
+        let there = team.take(1, 0);
+        work.end(Ok(()));
+        assert!(
+            !own.is_made() && !there.ready().are_over(),
+            "its work is over, and nobody knows what it made"
+        );
+        verdict.end(end.clone());
+        until("the verdict", || there.ready().are_over());
+        assert_eq!((there.is_made(), there.ready().failure()), (end.is_ok(), end.clone().err()));
+        // So it is where the verdict was known before.
+        team.post(0, 1, &own, 10 + number);
+        let there = team.take(1, 0);
+        until("the verdict", || there.ready().are_over());
+        assert_eq!((own.is_made(), there.ready().failure()), (end.is_ok(), end.err()));
+    }
+    until("all to be back", || team.shm[0].lent_to(ProcessId(1)) == 0 && pool.stats().live == 0);
+    team.finish();
+}
+
+#[test]
+fn memory_of_a_device_in_a_message_that_is_none_of_a_piece_is_nonsense() {
+    let team = Team::<2>::new();
+    let own = team.pool(0, None).allocate(64).unwrap().freeze();
+    let header = Header { bytes: own.len() as u64, ..Header::new(Kind::Poison) };
+    team.shm[0].post(ProcessId(1), header, Some(own), Ticket(1));
+    let why =
+        team.ears[1].wait("the end of a peer", |heard| heard.down.first().map(|down| down.1.to_string()));
+    assert!(why.contains("a message of kind Poison in a device's memory"), "{why}");
+    team.finish();
+}
+
+#[test]
 fn what_no_device_of_the_taker_can_wait_for_is_sent_when_it_is_over() {
     let team = Team::<2>::new();
     let pool = team.pool(0, None);

@@ -27,6 +27,7 @@ pub(crate) const SYMBOLS: &[&str] = &[
     "cuDeviceTotalMem_v2",
     "cuDevicePrimaryCtxRetain",
     "cuDevicePrimaryCtxRelease_v2",
+    "cuCtxGetCurrent",
     "cuCtxSetCurrent",
     "cuMemAlloc_v2",
     "cuMemFree_v2",

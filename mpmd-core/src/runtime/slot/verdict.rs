@@ -1,0 +1,100 @@
+//! How the work that fills a slot ends, for who has only the buffer.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use mpmd_transport::memory::Fence;
+use mpmd_transport::router::Failure;
+use parking_lot::Mutex;
+
+use super::Slot;
+
+/// Over once a slot that was issued has ended: then it knows whether the buffer is what it is to be. A device's own work
+/// ends well also where it was given what never was made.
+///
+/// It holds neither the slot nor the buffer.
+#[derive(Default)]
+pub(super) struct Verdict {
+    over: AtomicBool,
+    told: Mutex<Told>,
+}
+
+#[derive(Default)]
+struct Told {
+    failure: Option<String>,
+    waiting: Vec<Box<dyn FnOnce() + Send>>,
+}
+
+impl Slot {
+    /// What says whether the buffer of this slot, which was issued, is what it is to be.
+    pub(crate) fn verdict(&self) -> Arc<dyn Fence> {
+        let verdict = Arc::<Verdict>::default();
+        let told = verdict.clone();
+        self.on_verdict(move |result| told.pass(result));
+        verdict
+    }
+}
+
+impl Verdict {
+    fn pass(&self, result: Result<(), Arc<Failure>>) {
+        let mut told = self.told.lock();
+        told.failure = result.err().map(|failure| failure.message.clone());
+        self.over.store(true, Ordering::Release);
+        let waiting = std::mem::take(&mut told.waiting);
+        drop(told);
+        waiting.into_iter().for_each(|then| then());
+    }
+}
+
+impl Fence for Verdict {
+    fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+
+    fn on_over(&self, then: Box<dyn FnOnce() + Send>) {
+        let mut told = self.told.lock();
+        if self.is_over() {
+            drop(told);
+            return then();
+        }
+        told.waiting.push(then);
+    }
+
+    fn failure(&self) -> Option<String> {
+        self.told.lock().failure.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+
+    use mpmd_transport::ProcessId;
+    use mpmd_transport::router::FailureKind;
+
+    use super::*;
+
+    #[test]
+    fn it_is_known_when_the_slot_ends_and_says_why_it_failed() {
+        let failure = Arc::new(Failure::new(FailureKind::Kernel, ProcessId(0), 4, "no"));
+        for (result, expected) in [(Ok(()), None), (Err(failure), Some("no".to_owned()))] {
+            let (promise, slot) = Slot::new();
+            let end = promise.issue(vec![1u8].into());
+            let (verdict, called) = (slot.verdict(), Arc::new(AtomicUsize::new(0)));
+            let count = || {
+                let called = called.clone();
+                Box::new(move || {
+                    called.fetch_add(1, Ordering::Relaxed);
+                })
+            };
+            verdict.on_over(count());
+            assert!(!verdict.is_over() && verdict.failure().is_none());
+            end.end(result);
+            assert!(verdict.is_over());
+            verdict.on_over(count());
+            assert_eq!((called.load(Ordering::Relaxed), verdict.failure()), (2, expected.clone()));
+            let late = slot.verdict();
+            assert_eq!((late.is_over(), late.failure()), (true, expected), "who asks later hears the same");
+        }
+    }
+}
