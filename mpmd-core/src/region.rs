@@ -180,8 +180,27 @@ impl fmt::Debug for Region {
 impl Leaf for Region {}
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
+    use proptest::prelude::*;
+
     use super::*;
+
+    /// A piece of up to so many dimensions, of up to so many elements each, and two regions that contain it.
+    pub(crate) fn nested(dims: usize, elements: usize) -> impl Strategy<Value = (Region, Region, Region)> {
+        let dim = (0..3usize, 0..3usize, 0..=elements, 0..3usize, 0..3usize, any::<[bool; 2]>());
+        proptest::collection::vec(dim, 0..=dims).prop_map(|dims| {
+            let mut regions = [Vec::new(), Vec::new(), Vec::new()];
+            for (a, b, size, c, d, tight) in dims {
+                let (start, end) = (3, 3 + size);
+                regions[0].push((start, end));
+                // Often the same extent as the piece, so that runs merge.
+                regions[1].push(if tight[0] { (start, end) } else { (start - a, end + b) });
+                regions[2].push(if tight[1] { (start, end) } else { (start - c, end + d) });
+            }
+            let [piece, from, to] = regions.map(Region::from_iter);
+            (piece, from, to)
+        })
+    }
 
     fn region<const N: usize>(bounds: [(usize, usize); N]) -> Region {
         bounds.into_iter().collect()

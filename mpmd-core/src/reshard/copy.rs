@@ -199,6 +199,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::region::tests::nested;
 
     fn region<const N: usize>(bounds: [(usize, usize); N]) -> Region {
         bounds.into_iter().collect()
@@ -227,27 +228,10 @@ mod tests {
         }
     }
 
-    /// A piece and two regions that contain it.
-    fn nested() -> impl Strategy<Value = (Region, Region, Region)> {
-        let dim = (0..3usize, 0..3usize, 0..4usize, 0..3usize, 0..3usize, any::<[bool; 2]>());
-        proptest::collection::vec(dim, 0..5).prop_map(|dims| {
-            let mut regions = [Vec::new(), Vec::new(), Vec::new()];
-            for (a, b, size, c, d, tight) in dims {
-                let (start, end) = (3, 3 + size);
-                regions[0].push((start, end));
-                // Often the same extent as the piece, so that runs merge.
-                regions[1].push(if tight[0] { (start, end) } else { (start - a, end + b) });
-                regions[2].push(if tight[1] { (start, end) } else { (start - c, end + d) });
-            }
-            let [piece, from, to] = regions.map(Region::from_iter);
-            (piece, from, to)
-        })
-    }
-
     proptest! {
         #[test]
         fn copies_what_a_loop_over_elements_copies(
-            (piece, from, to) in nested(),
+            (piece, from, to) in nested(4, 3),
             item_bytes in prop::sample::select(vec![1usize, 2, 3, 4, 8, 16]),
         ) {
             let src: Vec<u8> = (0..from.elements() * item_bytes).map(|i| (i % 251) as u8).collect();
@@ -259,7 +243,7 @@ mod tests {
         }
 
         #[test]
-        fn a_run_is_found_exactly_where_the_bytes_are_one((piece, within, _) in nested()) {
+        fn a_run_is_found_exactly_where_the_bytes_are_one((piece, within, _) in nested(4, 3)) {
             let mut offsets: Vec<usize> = indices(&piece).iter().map(|i| offset(&within, i, 1)).collect();
             offsets.sort_unstable();
             let run = offsets.windows(2).all(|pair| pair[1] == pair[0] + 1);

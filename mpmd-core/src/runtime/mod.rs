@@ -378,7 +378,10 @@ fn open_devices(
         };
         Ok(LocalDevice { id: *id, pool, gpu, queue: Worker::start(format!("mpmd-{id}"), Spin::new(spins))? })
     };
-    topology.devices_of(me).iter().map(open).collect()
+    let devices = topology.devices_of(me).iter().map(open).collect::<std::io::Result<Vec<LocalDevice>>>()?;
+    let gpus: Vec<_> = devices.iter().filter_map(|local| local.gpu.clone()).collect();
+    cuda::reach_each_other(&gpus);
+    Ok(devices)
 }
 
 /// Finds out with whom this process's devices share memory, where it has some and others do too.

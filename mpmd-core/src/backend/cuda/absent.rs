@@ -31,6 +31,8 @@ pub(crate) struct Ending(Never);
 
 enum Never {}
 
+pub(crate) fn reach_each_other(_: &[Arc<Gpu>]) {}
+
 impl Gpu {
     pub(crate) fn open(_: u32) -> Result<Arc<Self>, CudaError> {
         Err(CudaError::new("opening a CUDA device", "", "this program was built without the feature `cuda`"))

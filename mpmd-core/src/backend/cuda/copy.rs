@@ -348,6 +348,7 @@ mod tests {
     use super::*;
     use crate::backend::cuda::Gpu;
     use crate::region::Region;
+    use crate::region::tests::nested;
     use crate::reshard::copy_region;
 
     /// A device with pools of its memory, and of the host's that it reaches.
@@ -408,22 +409,6 @@ mod tests {
         (Box::new(move |result| send.send(result).unwrap_or_default()), receive)
     }
 
-    /// A piece and two regions that contain it.
-    fn nested() -> impl Strategy<Value = (Region, Region, Region)> {
-        let dim = (0..3usize, 0..3usize, 0..5usize, 0..3usize, 0..3usize, any::<[bool; 2]>());
-        proptest::collection::vec(dim, 0..6).prop_map(|dims| {
-            let mut regions = [Vec::new(), Vec::new(), Vec::new()];
-            for (a, b, size, c, d, tight) in dims {
-                let (start, end) = (3, 3 + size);
-                regions[0].push((start, end));
-                regions[1].push(if tight[0] { (start, end) } else { (start - a, end + b) });
-                regions[2].push(if tight[1] { (start, end) } else { (start - c, end + d) });
-            }
-            let [piece, from, to] = regions.map(Region::from_iter);
-            (piece, from, to)
-        })
-    }
-
     /// Regions of any shape, in every direction, against the host's copies.
     #[test]
     fn regions_are_copied_as_the_host_copies_them() {
@@ -432,7 +417,7 @@ mod tests {
         }
         let places = [Place::open(0), Place::open(if softcuda::real() { 0 } else { 1 })];
         let items = prop::sample::select(vec![1usize, 2, 4, 8, 16]);
-        let strategy = (nested(), items, any::<bool>());
+        let strategy = (nested(5, 4), items, any::<bool>());
         let mut runner = TestRunner::new(ProptestConfig { cases: 200, ..Default::default() });
         let ran = runner.run(&strategy, |((piece, from, to), item_bytes, pinned)| {
             let bytes = |region: &Region| region.elements() * item_bytes;

@@ -165,6 +165,18 @@ impl Gpu {
     }
 }
 
+/// Lets the devices of a process reach each other's memory, where the machine has a way: then copies between them take it, of
+/// whatever shape. Else the driver takes them through the host.
+pub(crate) fn reach_each_other(gpus: &[Arc<Gpu>]) {
+    for from in gpus {
+        for to in gpus.iter().filter(|to| to.ordinal() != from.ordinal()) {
+            if let Err(error) = from.context.reach(&to.context) {
+                tracing::debug!(%error, from = from.ordinal(), to = to.ordinal(), "devices that do not reach each other");
+            }
+        }
+    }
+}
+
 impl Context {
     fn open(ordinal: u32) -> Result<Self, CudaError> {
         let doing = || format!("opening CUDA device {ordinal}");
@@ -226,6 +238,27 @@ impl Context {
     /// Work on the device has failed: from now on everything does, with the error that came first, which is returned.
     pub(super) fn fails(&self, error: CudaError) -> CudaError {
         self.broken.get_or_init(|| error).clone()
+    }
+
+    /// Has work of this device read and write memory of the other, which is another one.
+    fn reach(&self, other: &Self) -> Result<(), CudaError> {
+        const DOING: &str = "reaching another CUDA device";
+        let _visit = self.visit()?;
+        let mut can = 0;
+        // SAFETY: both devices are the driver's own; there is room for the number.
+        unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, self.device, other.device) }
+            .result()
+            .map_err(|error| cuda(DOING, error))?;
+        if can == 0 {
+            return Err(CudaError::new(DOING, "", "the machine has no way between the two"));
+        }
+        // SAFETY: both contexts are alive, and this one is current.
+        let answer = unsafe { sys::cuCtxEnablePeerAccess(other.raw, 0) };
+        // Contexts are the process's: a program before this one may have asked.
+        if answer == sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED {
+            return Ok(());
+        }
+        answer.result().map_err(|error| cuda(DOING, error))
     }
 
     /// A figure of the device's.

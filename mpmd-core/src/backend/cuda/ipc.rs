@@ -114,7 +114,8 @@ impl Sharing {
             samples.push(Sample { words: [&[OF_MEMORY], words].concat(), _of: Box::new(memory) });
             let event = context.visit().and_then(|_visit| create_event(sharable()));
             let event = event.map_err(|error| error.to_string())?;
-            let words = event.words(context).ok_or("the CUDA driver shows no events to other processes")?;
+            let words =
+                show_event(context, event.0).ok_or("the CUDA driver shows no events to other processes")?;
             samples.push(Sample { words: [&[OF_EVENT][..], &words].concat(), _of: Box::new(event) });
         }
         // Such events can be made. No line has made one yet: this is before the first message.
@@ -562,10 +563,13 @@ mod tests {
         landing.pass(Err("process 3 has ended".to_owned()));
         let error = told.recv_timeout(PATIENCE).unwrap().unwrap_err();
         assert!(error.to_string().contains("process 3 has ended") && fence.is_over(), "{error}");
+        assert!(error.is_lost() && fence.is_lost(), "nobody knows what it still does");
         assert_eq!(told_there.recv_timeout(PATIENCE).unwrap(), Err(error.clone()));
         let (said, told) = channel();
-        gpu.compute().submit(&[], |_| Ok(()), Box::new(move |result| said.send(result).unwrap()));
-        assert_eq!(told.recv_timeout(PATIENCE).unwrap(), Err(error), "with the same words");
+        let fence = gpu.compute().submit(&[], |_| Ok(()), Box::new(move |result| said.send(result).unwrap()));
+        let later = told.recv_timeout(PATIENCE).unwrap().unwrap_err();
+        assert_eq!(later.to_string(), error.to_string(), "with the same words");
+        assert!(!later.is_lost() && fence.is_over() && !fence.is_lost(), "nothing of it was issued");
         drop(gpu);
         go_on.send(()).unwrap();
     }

@@ -50,14 +50,14 @@ mod warm;
 use crate::region::Region;
 
 #[cfg(not(feature = "cuda"))]
-pub(crate) use absent::{Ending, Gpu, Stream, Turn, WarmUp, sharing};
+pub(crate) use absent::{Ending, Gpu, Stream, Turn, WarmUp, reach_each_other, sharing};
 pub(crate) use asked::{Operand, Product, RawArg};
 pub use driver::{
     Attributes, Driver, Gpu as GpuInfo, NoCuda, OLDEST, Uuid, Version, cublas, found, nccl, nvrtc,
 };
 pub use error::CudaError;
 #[cfg(feature = "cuda")]
-pub(crate) use gpu::Gpu;
+pub(crate) use gpu::{Gpu, reach_each_other};
 #[cfg(feature = "cuda")]
 pub(crate) use ipc::sharing;
 #[cfg(feature = "cuda")]
