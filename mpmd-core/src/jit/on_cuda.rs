@@ -62,7 +62,7 @@ impl<K: Kernel> DeviceCall<K> {
         };
         bound.keep(self);
         drop(leftovers);
-        let guard = context.into_guard();
+        let (guard, joined) = context.into_guard();
         call_memory.end(gpu.spare(), &ending.fence());
         let bound = bound.clone();
         ending.then(Box::new(move |Ended { result, times }| {
@@ -74,6 +74,7 @@ impl<K: Kernel> DeviceCall<K> {
             }
             runtime.status.device_ends(local_index, op);
             let result = result.map_err(|error| call.failure(&error));
+            let result = joined.end(&runtime, result, |why| call.failure(why));
             settle(unfilled, call.seat.place.device, result, move |result| {
                 if let Ok(promises) = issued {
                     if let Err(failure) = &result {
