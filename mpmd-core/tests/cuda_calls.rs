@@ -1,6 +1,9 @@
 //! Kernels run on CUDA devices: on a driver in software, or on what there is (`MPMD_TEST_GPU=1`).
 
 mod common;
+#[macro_use]
+#[path = "common/cuda.rs"]
+mod cuda;
 #[path = "common/kernels.rs"]
 mod kernels;
 
@@ -8,26 +11,12 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use common::watchdog;
+use cuda::{CPU, CUDA};
 use kernels::{fun, like_first};
 use mpmd_core::cuda::{Cuda, Grid, Source};
 use mpmd_core::prelude::*;
 use mpmd_core::topology::DeviceKind;
 use mpmd_core::{FailureKind, Simulation};
-
-/// Whether the test is over for the calling process: it has run in another, or there is nothing to run.
-macro_rules! elsewhere {
-    ($($setting:tt)*) => {{
-        if cfg!(feature = "cuda") {
-            softcuda::again!($($setting)*)
-        } else {
-            println!("SKIPPED: built without the feature `cuda`");
-            true
-        }
-    }};
-}
-
-const CUDA: DeviceKind = DeviceKind::Cuda;
-const CPU: DeviceKind = DeviceKind::Cpu;
 
 static STEPS: Source = Source::cuda(
     "steps.cu",

@@ -5,6 +5,9 @@ mod arrays;
 #[path = "common/chains.rs"]
 mod chains;
 mod common;
+#[macro_use]
+#[path = "common/cuda.rs"]
+mod cuda;
 
 use std::future::IntoFuture;
 use std::sync::mpsc::channel;
@@ -13,27 +16,13 @@ use std::time::Duration;
 use arrays::check;
 use chains::chain;
 use common::watchdog;
+use cuda::{CPU, CUDA};
 use half::{bf16, f16};
 use mpmd_core::aval::DType;
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::{MemoryKind, Sharding};
 use mpmd_core::topology::{DeviceId, DeviceKind};
 use mpmd_core::{PutOptions, Simulation};
-
-/// Whether the test is over for the calling process: it has run in another, or there is nothing to run.
-macro_rules! elsewhere {
-    ($($setting:tt)*) => {{
-        if cfg!(feature = "cuda") {
-            softcuda::again!($($setting)*)
-        } else {
-            println!("SKIPPED: built without the feature `cuda`");
-            true
-        }
-    }};
-}
-
-const CUDA: DeviceKind = DeviceKind::Cuda;
-const CPU: DeviceKind = DeviceKind::Cpu;
 
 fn alone(devices: usize) -> Program {
     Program::builder().devices(devices).device_kinds(&[CUDA]).alone().unwrap()

@@ -3,6 +3,7 @@
 use std::fs;
 
 use mpmd_core::backend::cuda::{self, Driver, GpuInfo, NoCuda};
+use mpmd_core::launch::variables;
 use mpmd_core::topology::{DeviceKind, ProcessId, Topology};
 use serde::Serialize;
 
@@ -49,8 +50,8 @@ impl Cuda {
     }
 }
 
-/// Judges it all; `wanted` where jobs are to have such devices.
-pub(super) fn judge(cuda: &Cuda, wanted: bool) -> Vec<Finding> {
+/// Judges it all; `wanted` where jobs are to have such devices, `joined` where those are to work together by NCCL.
+pub(super) fn judge(cuda: &Cuda, wanted: bool, joined: bool) -> Vec<Finding> {
     let stops = if wanted { Verdict::Problem } else { Verdict::Note };
     let (driver, nvrtc, cublas, nccl, own_pids) = match cuda {
         Cuda::Missing { why, built } => {
@@ -79,13 +80,7 @@ pub(super) fn judge(cuda: &Cuda, wanted: bool) -> Vec<Finding> {
             "kernels that programs have as source are not compiled",
         ),
         library("cuda products", "cuBLAS", cublas, stops, "products of matrices are not computed"),
-        library(
-            "cuda collectives",
-            "NCCL",
-            nccl,
-            Verdict::Ok,
-            "collectives go by the transports, as on devices of kind cpu",
-        ),
+        collectives(nccl, joined, if joined { stops } else { Verdict::Ok }),
         sharing(&driver.gpus, own_pids),
         turns(driver.gpus.len()),
     ]
@@ -136,6 +131,33 @@ fn library(
             missing,
             format!("{without}; {library} comes with CUDA's toolkit or as a package"),
         ),
+    }
+}
+
+/// Which way collectives of CUDA devices can go.
+fn collectives(nccl: &Result<String, String>, joined: bool, missing: Verdict) -> Finding {
+    let name = "cuda collectives";
+    match (nccl, joined) {
+        (Ok(version), true) => finding(name, format!("NCCL {version}, which is asked for"), Verdict::Ok, ""),
+        (Ok(version), false) => {
+            let ask = variables::CUDA_COLLECTIVES;
+            let advice = format!(
+                "in kernels they go by the host's memory and the transports; {ask}=nccl has them go by NCCL, which adds in \
+                 an order of its own"
+            );
+            finding(name, format!("NCCL {version}"), Verdict::Ok, advice)
+        }
+        (Err(why), _) => {
+            let ways = match joined {
+                true => "they are asked to go by NCCL, so programs with such devices do not start",
+                false => "in kernels they go by the host's memory and the transports",
+            };
+            let advice = format!(
+                "{ways}; NCCL comes with NVIDIA's HPC SDK or as a package, of which the loader must find libnccl.so: some \
+                 have libnccl.so.2 alone, to which a link of that name will do"
+            );
+            finding(name, why, missing, advice)
+        }
     }
 }
 
@@ -212,7 +234,11 @@ mod tests {
     use super::*;
 
     fn check(cuda: &Cuda, wanted: bool, name: &str, verdict: Verdict, texts: &[&str]) {
-        let findings = judge(cuda, wanted);
+        check_for(cuda, (wanted, false), name, verdict, texts);
+    }
+
+    fn check_for(cuda: &Cuda, (wanted, joined): (bool, bool), name: &str, verdict: Verdict, texts: &[&str]) {
+        let findings = judge(cuda, wanted, joined);
         let finding =
             findings.iter().find(|finding| finding.name == name).unwrap_or_else(|| panic!("{findings:?}"));
         let said = format!("{}; {}", finding.value, finding.advice);
@@ -245,7 +271,7 @@ mod tests {
     #[test]
     fn what_is_there_is_listed() {
         let well = Cuda::well();
-        assert!(judge(&well, true).iter().all(|finding| finding.verdict == Verdict::Ok));
+        assert!(judge(&well, true, true).iter().all(|finding| finding.verdict == Verdict::Ok));
         check(&well, true, "cuda", Verdict::Ok, &["CUDA 12.8"]);
         let lines = ["0: NVIDIA H100, 80.0 GiB, capability 9.0, 132 multi", "\n1: ", "GPU-01010101-0101"];
         check(&well, true, "cuda devices", Verdict::Ok, &lines);
@@ -270,7 +296,7 @@ mod tests {
         let missing = |built| Cuda::Missing { why: "no CUDA driver found: looked for it".into(), built };
         stops(&missing(true), "cuda", &["looked for", "devices of kind cpu work", "libcuda.so.1"]);
         stops(&missing(false), "cuda", &["devices of kind cpu work", "--features cuda"]);
-        assert_eq!(judge(&missing(true), true).len(), 1);
+        assert_eq!(judge(&missing(true), true, true).len(), 1);
     }
 
     #[test]
@@ -290,8 +316,22 @@ mod tests {
             true,
             "cuda collectives",
             Verdict::Ok,
-            &["no such library", "go by the transports"],
+            &["no such library", "go by the host's memory", "libnccl.so.2"],
         );
+        let asked = |wanted, verdict| {
+            check_for(
+                &without(2),
+                (wanted, true),
+                "cuda collectives",
+                verdict,
+                &["no such library", "do not start"],
+            );
+        };
+        asked(true, Verdict::Problem);
+        asked(false, Verdict::Note);
+        let well = Cuda::well();
+        check(&well, true, "cuda collectives", Verdict::Ok, &["NCCL 2.26.2", "MPMD_CUDA_COLLECTIVES=nccl"]);
+        check_for(&well, (true, true), "cuda collectives", Verdict::Ok, &["NCCL 2.26.2, which is asked for"]);
     }
 
     #[test]

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use mpmd_core::launch::{device_kinds, spin, variables};
-use mpmd_core::topology::DeviceKind;
+use mpmd_core::launch::{cuda_collectives, device_kinds, spin, variables};
+use mpmd_core::topology::{CudaCollectives, DeviceKind};
 use mpmd_core::transports::{self, Spin};
 use serde::Serialize;
 
@@ -57,7 +57,7 @@ pub(super) fn judge(facts: &Facts) -> Vec<Finding> {
     let mut findings = vec![transport(facts)];
     findings.extend(sharing(facts));
     findings.extend(ucx(facts));
-    findings.extend(super::cuda::judge(&facts.cuda, facts.wants_cuda()));
+    findings.extend(super::cuda::judge(&facts.cuda, facts.wants_cuda(), facts.wants_nccl()));
     findings.push(memory_of_others(facts));
     findings.push(locked_memory(facts));
     findings.push(cores(facts));
@@ -78,6 +78,12 @@ impl Facts {
     pub(super) fn wants_cuda(&self) -> bool {
         let kinds = self.device.as_ref().and_then(|text| device_kinds(text).ok()).unwrap_or_default();
         kinds.contains(&DeviceKind::Cuda)
+    }
+
+    /// Whether collectives of such devices are to go by NCCL.
+    pub(super) fn wants_nccl(&self) -> bool {
+        let way = self.variables.get(variables::CUDA_COLLECTIVES).map(|text| cuda_collectives(text.trim()));
+        way == Some(Ok(CudaCollectives::Nccl))
     }
 }
 
@@ -362,6 +368,16 @@ fn set_wrong(facts: &Facts) -> Vec<Finding> {
             "unset it or correct it",
         ));
     }
+    if let Some(Err(error)) =
+        facts.variables.get(variables::CUDA_COLLECTIVES).map(|text| cuda_collectives(text.trim()))
+    {
+        findings.push(finding(
+            variables::CUDA_COLLECTIVES,
+            error.to_string(),
+            Verdict::Problem,
+            "unset it or correct it",
+        ));
+    }
     if let Some(only) = facts.variables.get("UCX_TLS") {
         let advice = "UCX uses these transports and no others, whatever else it finds";
         findings.push(finding("UCX_TLS", only, Verdict::Note, advice));
@@ -549,6 +565,9 @@ mod tests {
     #[test]
     fn devices_that_make_no_sense_are_a_problem_and_cuda_counts_where_it_is_asked_for() {
         let with = |device: Option<&str>| Facts { device: device.map(str::to_owned), ..well() };
+        let mut wrong = with(None);
+        wrong.variables.insert(variables::CUDA_COLLECTIVES.to_owned(), "gloo".to_owned());
+        check(&wrong, "MPMD_CUDA_COLLECTIVES", Verdict::Problem, &["host or nccl"]);
         check(&with(Some("gpu")), "MPMD_DEVICE", Verdict::Problem, &["MPMD_DEVICE=gpu", "cpu or cuda"]);
         for (device, wanted) in
             [(None, false), (Some("cpu"), false), (Some("cpu,cuda"), true), (Some("gpu"), false)]

@@ -264,6 +264,16 @@ impl<'a> Cuda<'a> {
         self.gpu.processors()
     }
 
+    /// The device.
+    pub(crate) fn gpu(&self) -> &'a Gpu {
+        self.gpu
+    }
+
+    /// The stream that everything is issued to.
+    pub(crate) fn issues_to(&self) -> &'a Stream {
+        self.stream
+    }
+
     /// Where a part is on the device. Values of the host's are copied there first, once for a call.
     fn place(&self, part: &Part<'_>) -> Result<DevicePlace> {
         let size = part.dtype().size();

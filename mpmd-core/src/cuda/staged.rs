@@ -1,6 +1,7 @@
 //! Values on their way between a device and the host in the middle of a call.
 
 use mpmd_transport::OwnedBuffer;
+use mpmd_transport::memory::DevicePlace;
 
 use super::args::Memory;
 use super::{Cuda, Part, behind, out_of_memory};
@@ -42,6 +43,16 @@ impl Cuda<'_> {
     /// Keeps memory of the host's until the call's work is over.
     pub(crate) fn hold(&self, staged: OwnedBuffer) {
         self.memory.hold(staged);
+    }
+
+    /// How many values there are.
+    pub(crate) fn count(&self, values: &Part<'_>) -> Result<usize> {
+        values.elements().ok_or_else(|| behind(values))
+    }
+
+    /// Where values are on the device; those of the host's are copied there first.
+    pub(crate) fn place_of(&self, values: &Part<'_>) -> Result<DevicePlace> {
+        self.place(values)
     }
 
     /// Whether values may be written.

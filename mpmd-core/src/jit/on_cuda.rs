@@ -53,7 +53,7 @@ impl<K: Kernel> DeviceCall<K> {
         let issued = match result {
             Ok(()) => {
                 let issued = promises.issue(self.outputs.drain(..).map(OwnedBuffer::freeze));
-                if unfilled.is_empty() {
+                if unfilled.is_empty() && !context.has_joined() {
                     issued.end_with_their_work();
                 }
                 Ok(issued)
@@ -68,7 +68,7 @@ impl<K: Kernel> DeviceCall<K> {
         };
         bound.keep(self);
         drop(leftovers);
-        let guard = context.into_guard();
+        let (guard, joined) = context.into_guard();
         call_memory.end(gpu.spare(), &ending.fence());
         let bound = bound.clone();
         ending.then(Box::new(move |Ended { result, times }| {
@@ -80,6 +80,7 @@ impl<K: Kernel> DeviceCall<K> {
             }
             runtime.status.device_ends(local_index, op);
             let result = result.map_err(|error| call.failure(&error));
+            let result = joined.end(&runtime, result, |why| call.failure(why));
             settle(unfilled, call.seat.place.device, result, move |result| {
                 if let Ok(promises) = issued {
                     if let Err(failure) = &result {

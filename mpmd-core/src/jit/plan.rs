@@ -453,8 +453,9 @@ fn group(
     let processes: Vec<ProcessId> =
         devices.iter().filter_map(|device| topology.process_of(*device)).collect();
     let rank = devices.iter().position(|other| *other == device).unwrap_or_default();
-    let rounds = collective.rounds(&processes);
-    Ok(Group { devices, processes, rank, rounds })
+    let joined = collective.is_joined(&devices, topology);
+    let rounds = collective.rounds(&processes, joined);
+    Ok(Group { devices, processes, rank, joined, rounds })
 }
 
 fn find(paths: &[String], path: &str, what: &str) -> Problem<usize> {

@@ -14,7 +14,10 @@
 //! | `broadcast`, small or over two processes | 1 | `q b`, by the root alone |
 //! | `broadcast`, large | 2 | `(n - 1)/n b + q b/n` by the root, `q b/n` by each other |
 //!
-//! Every reduction of an element is formed on one device or on all of them in the order of the devices
+//! Values on CUDA devices may go by NCCL instead (`collectives_nccl.rs`); of such groups the table holds for values of the
+//! host's, behind a round of a few bytes.
+//!
+//! Every other reduction of an element is formed on one device or on all of them in the order of the devices
 //! along the axis, whatever the algorithm, the number of processes and the order of arrival: the results
 //! are the same bits.
 
@@ -27,7 +30,7 @@ use mpmd_transport::{Failure, FailureKind, ProcessId, SharedBuffer};
 use super::context::Context;
 use super::reduce::{Reduce, Reducible, combine};
 use super::signature::{Collective, CollectiveKind};
-use crate::aval::Element;
+use crate::aval::{DType, Element};
 use crate::error::{Error, Result};
 use crate::runtime::{Flow, Group, Pattern, Round};
 
@@ -38,12 +41,17 @@ use crate::runtime::{Flow, Group, Pattern, Round};
 /// The declared size decides, not the called one: all devices know it before any of them runs.
 pub const TWO_ROUNDS_FROM_BYTES: usize = 64 << 10;
 
-type Fallible<T> = std::result::Result<T, Arc<Failure>>;
+pub(super) type Fallible<T> = std::result::Result<T, Arc<Failure>>;
 
 impl Collective {
-    /// The rounds that it takes in a group of devices that these processes own. A pure function: every
-    /// device of the group comes to the same.
-    pub(crate) fn rounds(&self, processes: &[ProcessId]) -> Vec<Flow> {
+    /// The rounds that it takes in a group of devices that these processes own, and which may be
+    /// [joined](Self::is_joined). A pure function: every device of the group comes to the same.
+    pub(crate) fn rounds(&self, processes: &[ProcessId], joined: bool) -> Vec<Flow> {
+        let agree = joined.then_some(Flow { pattern: Pattern::Everyone, shared: true });
+        agree.into_iter().chain(self.rounds_of_the_host(processes)).collect()
+    }
+
+    fn rounds_of_the_host(&self, processes: &[ProcessId]) -> Vec<Flow> {
         let large = self.aval.bytes() > TWO_ROUNDS_FROM_BYTES;
         let n = processes.len();
         let flow = |pattern, shared| Flow { pattern, shared };
@@ -66,7 +74,7 @@ impl Collective {
         }
     }
 
-    fn reduce(&self) -> Reduce {
+    pub(super) fn reduce(&self) -> Reduce {
         match self.kind {
             CollectiveKind::AllReduce(reduce) | CollectiveKind::ReduceScatter(reduce) => reduce,
             _ => Reduce::Sum,
@@ -82,21 +90,26 @@ fn count(processes: &[ProcessId]) -> usize {
 }
 
 /// A collective that is being called, and agrees with its declaration.
-struct Call<'a> {
-    index: usize,
-    declared: &'a Collective,
-    group: &'a Group,
+pub(super) struct Call<'a> {
+    pub(super) index: usize,
+    pub(super) declared: &'a Collective,
+    pub(super) group: &'a Group,
     /// What this device calls it with.
-    elements: usize,
+    pub(super) elements: usize,
 }
 
 impl Call<'_> {
-    fn devices(&self) -> usize {
+    pub(super) fn devices(&self) -> usize {
         self.group.devices.len()
     }
 
-    fn rank(&self) -> usize {
+    pub(super) fn rank(&self) -> usize {
         self.group.rank
+    }
+
+    /// How many rounds there are for values of the host's.
+    fn rounds(&self) -> usize {
+        self.group.rounds.len() - usize::from(self.group.joined)
     }
 
     /// The elements that are this rank's, of as many as the group shares out.
@@ -122,8 +135,8 @@ impl<'a> Context<'a> {
     /// Where the signature does not declare this call, in this place; where devices of the group call it
     /// with different lengths; where one failed or its process is gone.
     pub fn all_reduce<T: Reducible>(&mut self, axis: &str, values: &mut [T]) -> Result<()> {
-        let call = self.begin::<T>("all_reduce", None, axis, values.len())?;
-        let result = match call.group.rounds.len() {
+        let call = self.begin_on_host::<T>("all_reduce", None, axis, values.len())?;
+        let result = match call.rounds() {
             0 => Ok(()),
             1 => self.reduce_directly(&call, values),
             _ => self.reduce_by_segments(&call, values),
@@ -141,11 +154,11 @@ impl<'a> Context<'a> {
     ///
     /// As [`all_reduce`](Self::all_reduce); where `out` is not as long as the parts of all devices.
     pub fn all_gather<T: Element>(&mut self, axis: &str, part: &[T], out: &mut [T]) -> Result<()> {
-        let call = self.begin::<T>("all_gather", None, axis, part.len())?;
+        let call = self.begin_on_host::<T>("all_gather", None, axis, part.len())?;
         self.check_out(&call, out.len(), part.len() * call.devices())?;
         let place = |rank: usize| rank * part.len()..(rank + 1) * part.len();
         out[place(call.rank())].copy_from_slice(part);
-        let result = if call.group.rounds.is_empty() {
+        let result = if call.rounds() == 0 {
             Ok(())
         } else {
             self.copy_in(part).and_then(|given| self.gather(&call, &given, out, place))
@@ -166,10 +179,10 @@ impl<'a> Context<'a> {
     /// As [`all_reduce`](Self::all_reduce); where the values cannot be divided by the number of devices, or
     /// `out` is not as long as a share.
     pub fn reduce_scatter<T: Reducible>(&mut self, axis: &str, values: &[T], out: &mut [T]) -> Result<()> {
-        let call = self.begin::<T>("reduce_scatter", None, axis, values.len())?;
+        let call = self.begin_on_host::<T>("reduce_scatter", None, axis, values.len())?;
         self.check_divides(&call)?;
         self.check_out(&call, out.len(), values.len() / call.devices())?;
-        let result = if call.group.rounds.is_empty() {
+        let result = if call.rounds() == 0 {
             out.copy_from_slice(values);
             Ok(())
         } else {
@@ -190,12 +203,12 @@ impl<'a> Context<'a> {
     /// As [`all_reduce`](Self::all_reduce); where the values cannot be divided by the number of devices, or
     /// `out` is not as long as they are.
     pub fn all_to_all<T: Element>(&mut self, axis: &str, values: &[T], out: &mut [T]) -> Result<()> {
-        let call = self.begin::<T>("all_to_all", None, axis, values.len())?;
+        let call = self.begin_on_host::<T>("all_to_all", None, axis, values.len())?;
         self.check_divides(&call)?;
         self.check_out(&call, out.len(), values.len())?;
         let own = call.segment(call.rank());
         out[own.clone()].copy_from_slice(&values[own]);
-        let result = if call.group.rounds.is_empty() {
+        let result = if call.rounds() == 0 {
             Ok(())
         } else {
             self.scatter(&call, values)
@@ -218,7 +231,7 @@ impl<'a> Context<'a> {
     /// `values`, or the device that gives to this one calls with another length; where that one failed or
     /// its process is gone.
     pub fn permute<T: Element>(&mut self, axis: &str, values: &[T], out: &mut [T]) -> Result<()> {
-        let call = self.begin::<T>("permute", None, axis, values.len())?;
+        let call = self.begin_on_host::<T>("permute", None, axis, values.len())?;
         self.check_out(&call, out.len(), values.len())?;
         let CollectiveKind::Permute(pairs) = &call.declared.kind else { return self.end(Ok(())) };
         let me = call.rank();
@@ -228,7 +241,7 @@ impl<'a> Context<'a> {
             // Zero bytes are a zero of every dtype.
             None => out.fill(bytemuck::checked::pod_read_unaligned(&vec![0; size_of::<T>()])),
         }
-        let result = if call.group.rounds.is_empty() {
+        let result = if call.rounds() == 0 {
             Ok(())
         } else {
             let gives = pairs.iter().any(|(from, to)| *from == me && to != from);
@@ -257,8 +270,8 @@ impl<'a> Context<'a> {
     /// Where the signature does not declare this call, in this place; where the devices that give to this
     /// one call with another length, have failed, or their process is gone.
     pub fn broadcast<T: Element>(&mut self, axis: &str, root: usize, values: &mut [T]) -> Result<()> {
-        let call = self.begin::<T>("broadcast", Some(root), axis, values.len())?;
-        let result = match call.group.rounds.len() {
+        let call = self.begin_on_host::<T>("broadcast", Some(root), axis, values.len())?;
+        let result = match call.rounds() {
             0 => Ok(()),
             1 => self.broadcast_directly(&call, root, values),
             _ => self.broadcast_by_segments(&call, root, values),
@@ -400,7 +413,7 @@ impl<'a> Context<'a> {
 
     /// The next round: gives `give(rank)`, and gets `count(rank)` elements, from each device that the
     /// round's flow says.
-    fn step<T: Element>(
+    pub(super) fn step<T: Element>(
         &mut self,
         call: &Call<'_>,
         give: impl Fn(usize) -> SharedBuffer,
@@ -415,34 +428,38 @@ impl<'a> Context<'a> {
         for (from, part) in parts.iter().enumerate() {
             let expected = count(from) * size_of::<T>();
             if let Some(part) = part.as_ref().filter(|part| part.len() != expected) {
-                let message = format!(
-                    "collective {} of operation {}, declared as {}: device {} calls it with {} elements and expects \
-                     {expected} bytes, another device of its group, {}, gives {}: they call it with different \
-                     lengths",
-                    call.index,
-                    self.op,
-                    call.declared,
-                    self.place.device,
-                    call.elements,
-                    call.group.devices[from],
-                    part.len()
-                );
-                let me = self.exchange.runtime.me;
-                return Err(Arc::new(Failure::new(FailureKind::Kernel, me, self.op, message)));
+                return Err(self.lengths_differ(call, from, expected, part.len()));
             }
         }
         Ok(parts)
     }
 
+    /// What goes wrong where the device at rank `from` gives another number of bytes than is `expected` of it.
+    pub(super) fn lengths_differ(
+        &self,
+        call: &Call<'_>,
+        from: usize,
+        expected: usize,
+        found: usize,
+    ) -> Arc<Failure> {
+        let message = format!(
+            "collective {} of operation {}, declared as {}: device {} calls it with {} elements and expects \
+             {expected} bytes, another device of its group, {}, gives {found}: they call it with different lengths",
+            call.index, self.op, call.declared, self.place.device, call.elements, call.group.devices[from],
+        );
+        Arc::new(Failure::new(FailureKind::Kernel, self.exchange.runtime.me, self.op, message))
+    }
+
     /// Checks the next call against its declaration.
-    fn begin<T: Element>(
+    pub(super) fn begin(
         &self,
         verb: &'static str,
         root: Option<usize>,
         axis: &str,
+        dtype: DType,
         elements: usize,
     ) -> Result<Call<'a>> {
-        let (index, dtype) = (self.called, T::DTYPE);
+        let index = self.called;
         let called = || {
             let from = root.map(|root| format!(" from {root}")).unwrap_or_default();
             format!("{verb}{from} of {elements} {dtype} elements over {axis:?}")
@@ -470,7 +487,7 @@ impl<'a> Context<'a> {
         Ok(Call { index, declared, group: &self.place.groups[index], elements })
     }
 
-    fn check_out(&self, call: &Call<'_>, found: usize, expected: usize) -> Result<()> {
+    pub(super) fn check_out(&self, call: &Call<'_>, found: usize, expected: usize) -> Result<()> {
         if found == expected {
             return Ok(());
         }
@@ -484,7 +501,7 @@ impl<'a> Context<'a> {
         )))
     }
 
-    fn check_divides(&self, call: &Call<'_>) -> Result<()> {
+    pub(super) fn check_divides(&self, call: &Call<'_>) -> Result<()> {
         if call.elements.is_multiple_of(call.devices()) {
             return Ok(());
         }
@@ -499,7 +516,7 @@ impl<'a> Context<'a> {
     }
 
     /// The collective is over. Where it failed, its later rounds fail for the others too.
-    fn end(&mut self, result: Fallible<()>) -> Result<()> {
+    pub(super) fn end(&mut self, result: Fallible<()>) -> Result<()> {
         match result {
             Ok(()) => {
                 self.next_collective();
@@ -536,7 +553,7 @@ mod tests {
 
     fn rounds(signature: Signature<()>, processes: &[u32]) -> usize {
         let processes: Vec<ProcessId> = processes.iter().copied().map(ProcessId).collect();
-        signature.collectives[0].rounds(&processes).len()
+        signature.collectives[0].rounds(&processes, false).len()
     }
 
     #[test]
@@ -550,7 +567,9 @@ mod tests {
         assert_eq!(rounds(new().broadcast("x", 0, large.clone()), &[0, 1, 2]), 2);
         assert_eq!(rounds(new().broadcast("x", 0, large.clone()), &[1, 0, 0, 1]), 1);
         assert_eq!(rounds(new().all_gather("x", large.clone()), &[0, 1, 2]), 1);
-        assert_eq!(rounds(new().all_reduce("x", large), &[0]), 0);
+        assert_eq!(rounds(new().all_reduce("x", large.clone()), &[0]), 0);
+        let joined = &new().all_reduce("x", large).collectives[0];
+        assert_eq!(joined.rounds(&[0, 1, 2].map(ProcessId), true).len(), 3, "one to agree in");
     }
 
     #[test]

@@ -1,6 +1,6 @@
-//! Collectives of values in the memory of CUDA devices, by way of the host's.
+//! Collectives of values in the memory of CUDA devices, by way of the host's, or by NCCL (`collectives_nccl.rs`).
 //!
-//! They are those of [`Context`] for the host's values: declared, paired and reduced in the same way, to the same bits,
+//! By way of the host they are those of [`Context`] for the host's values: declared, paired and reduced in the same way, to the same bits,
 //! also among devices of different kinds. Here alone a device's thread waits for its device: for the values to be on the
 //! host. What the kernel issues after that waits on the device for what the others gave.
 
@@ -14,6 +14,8 @@ use super::view::ViewError;
 use crate::aval::{DType, Element};
 use crate::cuda::Part;
 use crate::error::{Error, Result};
+#[cfg(doc)]
+use crate::topology::CudaCollectives;
 
 /// Calls `$call` with `$t` as the type of elements of `$dtype`.
 macro_rules! with_type {
@@ -44,7 +46,8 @@ macro_rules! with_type {
 impl<'a> Context<'a> {
     /// As [`all_reduce`](Self::all_reduce), of values on the CUDA device that the kernel runs on.
     ///
-    /// Blocks until the device has done what the kernel issued so far, and as the other does.
+    /// Blocks until the device has done what the kernel issued so far, and as the other does; by NCCL
+    /// ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
     ///
     /// # Errors
     ///
@@ -52,6 +55,9 @@ impl<'a> Context<'a> {
     pub fn all_reduce_on_cuda<'x>(&mut self, axis: &str, values: impl Into<Part<'x>>) -> Result<()> {
         let values = values.into();
         let dtype = values.dtype();
+        if self.is_next_joined() {
+            return self.by_nccl(("all_reduce", None), axis, &values, &values);
+        }
         self.in_place(&values, true, |cx, bytes| {
             with_type!(dtype, T => cx.all_reduce::<T>(axis, elements_mut(bytes)?), Err(no_reduction(dtype)))
         })
@@ -59,7 +65,8 @@ impl<'a> Context<'a> {
 
     /// As [`all_gather`](Self::all_gather), of values on the CUDA device that the kernel runs on.
     ///
-    /// Blocks until the device has done what the kernel issued so far, and as the other does.
+    /// Blocks until the device has done what the kernel issued so far, and as the other does; by NCCL
+    /// ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
     ///
     /// # Errors
     ///
@@ -70,14 +77,15 @@ impl<'a> Context<'a> {
         part: impl Into<Part<'x>>,
         out: impl Into<Part<'y>>,
     ) -> Result<()> {
-        self.between(&part.into(), &out.into(), |cx, dtype, part, out| {
+        self.between(("all_gather", axis), &part.into(), &out.into(), |cx, dtype, part, out| {
             with_type!(dtype, T => cx.all_gather::<T>(axis, elements(part)?, elements_mut(out)?))
         })
     }
 
     /// As [`reduce_scatter`](Self::reduce_scatter), of values on the CUDA device that the kernel runs on.
     ///
-    /// Blocks until the device has done what the kernel issued so far, and as the other does.
+    /// Blocks until the device has done what the kernel issued so far, and as the other does; by NCCL
+    /// ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
     ///
     /// # Errors
     ///
@@ -88,7 +96,7 @@ impl<'a> Context<'a> {
         values: impl Into<Part<'x>>,
         out: impl Into<Part<'y>>,
     ) -> Result<()> {
-        self.between(&values.into(), &out.into(), |cx, dtype, values, out| {
+        self.between(("reduce_scatter", axis), &values.into(), &out.into(), |cx, dtype, values, out| {
             with_type!(
                 dtype,
                 T => cx.reduce_scatter::<T>(axis, elements(values)?, elements_mut(out)?),
@@ -99,7 +107,8 @@ impl<'a> Context<'a> {
 
     /// As [`all_to_all`](Self::all_to_all), of values on the CUDA device that the kernel runs on.
     ///
-    /// Blocks until the device has done what the kernel issued so far, and as the other does.
+    /// Blocks until the device has done what the kernel issued so far, and as the other does; by NCCL
+    /// ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
     ///
     /// # Errors
     ///
@@ -110,14 +119,15 @@ impl<'a> Context<'a> {
         values: impl Into<Part<'x>>,
         out: impl Into<Part<'y>>,
     ) -> Result<()> {
-        self.between(&values.into(), &out.into(), |cx, dtype, values, out| {
+        self.between(("all_to_all", axis), &values.into(), &out.into(), |cx, dtype, values, out| {
             with_type!(dtype, T => cx.all_to_all::<T>(axis, elements(values)?, elements_mut(out)?))
         })
     }
 
     /// As [`permute`](Self::permute), of values on the CUDA device that the kernel runs on.
     ///
-    /// Blocks until the device has done what the kernel issued so far, and as the other does.
+    /// Blocks until the device has done what the kernel issued so far, and as the other does; by NCCL
+    /// ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
     ///
     /// # Errors
     ///
@@ -128,14 +138,15 @@ impl<'a> Context<'a> {
         values: impl Into<Part<'x>>,
         out: impl Into<Part<'y>>,
     ) -> Result<()> {
-        self.between(&values.into(), &out.into(), |cx, dtype, values, out| {
+        self.between(("permute", axis), &values.into(), &out.into(), |cx, dtype, values, out| {
             with_type!(dtype, T => cx.permute::<T>(axis, elements(values)?, elements_mut(out)?))
         })
     }
 
     /// As [`broadcast`](Self::broadcast), of values on the CUDA device that the kernel runs on.
     ///
-    /// Blocks as the other does; on the root until the device has done what the kernel issued so far.
+    /// Blocks as the other does, on the root until the device has done what the kernel issued so far; by NCCL
+    /// ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
     ///
     /// # Errors
     ///
@@ -147,6 +158,9 @@ impl<'a> Context<'a> {
         values: impl Into<Part<'x>>,
     ) -> Result<()> {
         let values = values.into();
+        if self.is_next_joined() {
+            return self.by_nccl(("broadcast", Some(root)), axis, &values, &values);
+        }
         let (dtype, is_root) = (values.dtype(), self.axis_index(axis)? == root);
         self.in_place(
             &values,
@@ -162,7 +176,7 @@ impl<'a> Context<'a> {
         reads: bool,
         collective: impl FnOnce(&mut Self, &mut [u8]) -> Result<()>,
     ) -> Result<()> {
-        self.by_way_of_the_host(|cx, OnCuda { cuda, turn }| {
+        self.apart_from_device(|cx, OnCuda { cuda, turn }| {
             cuda.check_room(values)?;
             let mut staged = if reads { cuda.fetch(values)? } else { cuda.room(values)? };
             if reads && let Err(error) = turn.wait() {
@@ -182,6 +196,7 @@ impl<'a> Context<'a> {
     /// A collective that makes values of others.
     fn between(
         &mut self,
+        (verb, axis): (&'static str, &str),
         from: &Part<'_>,
         to: &Part<'_>,
         collective: impl FnOnce(&mut Self, DType, &[u8], &mut [u8]) -> Result<()>,
@@ -193,7 +208,10 @@ impl<'a> Context<'a> {
                 to.dtype()
             )));
         }
-        self.by_way_of_the_host(|cx, OnCuda { cuda, turn }| {
+        if self.is_next_joined() {
+            return self.by_nccl((verb, None), axis, from, to);
+        }
+        self.apart_from_device(|cx, OnCuda { cuda, turn }| {
             cuda.check_room(to)?;
             let given = cuda.fetch(from)?;
             if let Err(error) = turn.wait() {
@@ -210,7 +228,7 @@ impl<'a> Context<'a> {
     }
 
     /// Has the device apart from the rest of the context, and gives it back whatever happens.
-    fn by_way_of_the_host(
+    pub(super) fn apart_from_device(
         &mut self,
         collective: impl FnOnce(&mut Self, &mut OnCuda<'a>) -> Result<()>,
     ) -> Result<()> {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use mpmd_transport::Failure;
 
+use super::collectives_nccl::Joined;
 use super::signature::Collective;
 use super::view::ViewMut;
 use crate::backend::cuda::Turn;
@@ -41,6 +42,8 @@ pub struct Context<'a> {
     pub(super) round: usize,
     /// Where the kernel runs on a CUDA device, while it does.
     pub(super) on_cuda: Option<OnCuda<'a>>,
+    /// What it has given work on that device.
+    pub(super) joined: Joined,
 }
 
 /// A CUDA device that a kernel gives work, in its turn.
@@ -52,7 +55,7 @@ pub(crate) struct OnCuda<'a> {
 
 impl<'a> Context<'a> {
     pub(crate) fn new(seats: &'a Seats, place: &'a Place, exchange: Exchange, op: u64) -> Self {
-        Self { seats, place, exchange, op, called: 0, round: 0, on_cuda: None }
+        Self { seats, place, exchange, op, called: 0, round: 0, on_cuda: None, joined: Joined::default() }
     }
 
     /// What gives a CUDA device work; `None` where the kernel runs on the host's processors.
@@ -119,9 +122,14 @@ impl<'a> Context<'a> {
         self.on_cuda.take().expect("nobody else takes it")
     }
 
-    /// What keeps the operation in flight.
-    pub(crate) fn into_guard(self) -> OpGuard {
-        self.exchange.guard
+    /// What keeps the operation in flight, and the communicators that its end is to be told.
+    pub(crate) fn into_guard(self) -> (OpGuard, Joined) {
+        (self.exchange.guard, self.joined)
+    }
+
+    /// Whether the device was given work that others have a part in, by NCCL: it may come past that though it is not done.
+    pub(crate) fn has_joined(&self) -> bool {
+        !self.joined.is_empty()
     }
 
     /// How many of the declared collectives were not called.

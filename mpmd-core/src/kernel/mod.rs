@@ -6,6 +6,7 @@
 
 mod collectives;
 mod collectives_cuda;
+mod collectives_nccl;
 mod context;
 mod reduce;
 mod sent;
@@ -13,10 +14,13 @@ mod signature;
 mod view;
 
 pub use collectives::TWO_ROUNDS_FROM_BYTES;
+#[cfg(all(test, feature = "cuda"))]
+pub(crate) use collectives_nccl::nccl_has;
 pub use context::Context;
 pub(crate) use context::{OnCuda, Place, Seats};
 pub(crate) use reduce::combine;
 pub use reduce::{Reduce, Reducible};
+pub(crate) use sent::agreeing;
 pub use signature::{Collective, CollectiveKind, Signature};
 pub(crate) use view::ShardInfo;
 pub use view::{View, ViewError, ViewMut};

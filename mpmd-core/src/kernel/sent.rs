@@ -3,6 +3,7 @@
 use mpmd_transport::ProcessId;
 
 use super::collectives::share;
+use super::collectives_nccl::AGREEING_BYTES;
 use super::signature::{Collective, CollectiveKind};
 use crate::runtime::Flow;
 
@@ -17,23 +18,35 @@ impl Collective {
     ) -> Vec<(usize, usize, u64)> {
         let (n, item) = (processes.len(), self.aval.dtype().size());
         let segment = |rank| share(self.aval.elements(), n, rank).len() * item;
-        let mut sent = Vec::new();
-        for from in 0..n {
-            let mut reached: Vec<ProcessId> = Vec::new();
-            for to in (0..n).filter(|to| flow.goes(from, *to)) {
-                let process = processes[to];
-                if flow.shared && reached.contains(&process) {
-                    continue;
-                }
-                reached.push(process);
-                let bytes = match (&self.kind, flow.shared, rounds) {
-                    (CollectiveKind::Permute(_), ..) | (_, true, 1) => self.aval.bytes(),
-                    (_, true, _) => segment(from),
-                    (_, false, _) => segment(to),
-                };
-                sent.push((from, to, bytes as u64));
-            }
-        }
-        sent
+        messages(flow, processes, |from, to| match (&self.kind, flow.shared, rounds) {
+            (CollectiveKind::Permute(_), ..) | (_, true, 1) => self.aval.bytes(),
+            (_, true, _) => segment(from),
+            (_, false, _) => segment(to),
+        })
     }
+}
+
+/// The same for the round in which devices agree that work together by NCCL.
+pub(crate) fn agreeing(flow: &Flow, processes: &[ProcessId]) -> Vec<(usize, usize, u64)> {
+    messages(flow, processes, |_, _| AGREEING_BYTES)
+}
+
+fn messages(
+    flow: &Flow,
+    processes: &[ProcessId],
+    bytes: impl Fn(usize, usize) -> usize,
+) -> Vec<(usize, usize, u64)> {
+    let mut sent = Vec::new();
+    for from in 0..processes.len() {
+        let mut reached: Vec<ProcessId> = Vec::new();
+        for to in (0..processes.len()).filter(|to| flow.goes(from, *to)) {
+            let process = processes[to];
+            if flow.shared && reached.contains(&process) {
+                continue;
+            }
+            reached.push(process);
+            sent.push((from, to, bytes(from, to) as u64));
+        }
+    }
+    sent
 }

@@ -1,7 +1,7 @@
-//! How `MPMD_DEVICE` says of which kinds the devices of a job are.
+//! How `MPMD_DEVICE` says of which kinds the devices of a job are, and `MPMD_CUDA_COLLECTIVES` which way they work together.
 
 use super::{LaunchError, variables};
-use crate::topology::DeviceKind;
+use crate::topology::{CudaCollectives, DeviceKind};
 
 /// Reads a value of `MPMD_DEVICE`: a kind of devices, or several with commas between them, by process.
 ///
@@ -34,6 +34,19 @@ pub(crate) fn kinds_by_process(text: &str, processes: usize) -> Result<Vec<Devic
     Ok(kinds)
 }
 
+/// Reads a value of `MPMD_CUDA_COLLECTIVES`: `host` or `nccl`.
+///
+/// # Errors
+///
+/// [`LaunchError::Variable`] where it is neither.
+pub fn cuda_collectives(text: &str) -> Result<CudaCollectives, LaunchError> {
+    CudaCollectives::named(text).ok_or_else(|| LaunchError::Variable {
+        variable: variables::CUDA_COLLECTIVES.to_owned(),
+        value: text.to_owned(),
+        expected: "host or nccl".to_owned(),
+    })
+}
+
 fn wrong(value: &str, expected: &str) -> LaunchError {
     LaunchError::Variable {
         variable: variables::DEVICE.to_owned(),
@@ -52,6 +65,14 @@ mod tests {
         assert_eq!(kinds_by_process("cuda", 3), Ok(vec![Cuda; 3]));
         assert_eq!(kinds_by_process("cpu,cuda", 4), Ok(vec![Cpu, Cuda, Cuda, Cuda]));
         assert_eq!(kinds_by_process("cuda,cpu", 2), Ok(vec![Cuda, Cpu]));
+    }
+
+    #[test]
+    fn ways_of_collectives_are_read_and_nothing_else() {
+        assert_eq!(cuda_collectives("host"), Ok(CudaCollectives::Host));
+        assert_eq!(cuda_collectives("nccl"), Ok(CudaCollectives::Nccl));
+        let said = cuda_collectives("NCCL").unwrap_err().to_string();
+        assert_eq!(said, "MPMD_CUDA_COLLECTIVES=NCCL makes no sense: it must be host or nccl");
     }
 
     #[test]

@@ -29,8 +29,8 @@ mod spawn;
 mod spin;
 mod supervise;
 
-pub use device::device_kinds;
 pub(crate) use device::kinds_by_process;
+pub use device::{cuda_collectives, device_kinds};
 pub use env::{JobEnv, PlanEnv};
 pub use error::LaunchError;
 pub use output::Color;
@@ -64,6 +64,8 @@ pub mod variables {
     /// Of which kind the devices of the job are: `cpu` or `cuda`, or one of them for each process in order, with commas
     /// between them, where the last counts for all that follow. The same on all processes.
     pub const DEVICE: &str = "MPMD_DEVICE";
+    /// Which way collectives of CUDA devices go in kernels: `host`, or `nccl` where NCCL can. The same on all processes.
+    pub const CUDA_COLLECTIVES: &str = "MPMD_CUDA_COLLECTIVES";
     /// How long processes wait for each other, in seconds.
     pub const PATIENCE: &str = "MPMD_PATIENCE";
     /// The name of this process's host, where it is not the system's: in containers, and in tests that act

@@ -1,7 +1,9 @@
 //! What the collectives of a kernel's signature send between the devices of its mesh.
+//!
+//! What goes by NCCL goes its ways: it is shown as it would go without, behind what the devices agree in, which is about as much.
 
 use super::Message;
-use crate::kernel::Collective;
+use crate::kernel::{Collective, agreeing};
 use crate::topology::{DeviceId, Mesh, MeshError, ProcessId, Topology};
 
 /// The messages of collectives, at most: each device calls them with as many elements as are declared. What several
@@ -27,10 +29,15 @@ pub(crate) fn messages(
             }
             let processes: Vec<ProcessId> =
                 group.iter().filter_map(|device| topology.process_of(*device)).collect();
-            let flows = collective.rounds(&processes);
+            let joined = collective.is_joined(&group, topology);
+            let flows = collective.rounds(&processes, joined);
             rounds = rounds.max(flows.len() as u32);
             for (round, flow) in (step + 1..).zip(&flows) {
-                for (from, to, bytes) in collective.sent(flow, flows.len(), &processes) {
+                let sent = match joined && round == step + 1 {
+                    true => agreeing(flow, &processes),
+                    false => collective.sent(flow, flows.len() - usize::from(joined), &processes),
+                };
+                for (from, to, bytes) in sent {
                     let [from, to] = [from, to].map(|rank| group[rank]);
                     messages.push(message(from, to, bytes, round));
                 }

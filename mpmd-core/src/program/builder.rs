@@ -11,7 +11,7 @@ use super::{Membership, Order, Program, Recorder, connect};
 use crate::backend::cuda;
 use crate::error::{Error, Result};
 use crate::runtime::{Runtime, RuntimeConfig};
-use crate::topology::{Device, DeviceId, DeviceKind, Links, Topology};
+use crate::topology::{CudaCollectives, Device, DeviceId, DeviceKind, GpuId, Links, Topology};
 use crate::trace::{About, Trace};
 
 /// The patience of a program where neither it nor its launcher says otherwise.
@@ -30,6 +30,7 @@ pub struct Builder {
     device_memory: Option<u64>,
     plan_cache: usize,
     pub(super) kinds: Option<Vec<DeviceKind>>,
+    pub(super) collectives: Option<CudaCollectives>,
     pub(super) hosts: Option<Vec<String>>,
     pub(super) links: Option<Links>,
     pub(super) trace: Option<PathBuf>,
@@ -47,6 +48,7 @@ impl Default for Builder {
             device_memory: None,
             plan_cache: 4096,
             kinds: None,
+            collectives: None,
             hosts: None,
             links: None,
             trace: None,
@@ -70,6 +72,16 @@ impl Builder {
     /// [`Topology::ordinals`]; it needs a CUDA driver only where it owns such devices.
     pub fn device_kinds(mut self, kinds: &[DeviceKind]) -> Self {
         self.kinds = Some(kinds.to_vec());
+        self
+    }
+
+    /// Which way collectives of CUDA devices' values go inside kernels. By default what `MPMD_CUDA_COLLECTIVES` says, where
+    /// the program joins a job or runs [from its environment](Self::from_env); else
+    /// [`CudaCollectives::Host`].
+    ///
+    /// With [`CudaCollectives::Nccl`] a process with CUDA devices needs NCCL, and does not start without it.
+    pub fn cuda_collectives(mut self, way: CudaCollectives) -> Self {
+        self.collectives = Some(way);
         self
     }
 
@@ -192,6 +204,8 @@ impl Builder {
         transport: Option<Arc<dyn Transport>>,
         membership: Option<Membership>,
     ) -> Result<Program> {
+        has_cuda(me, &topology)?;
+        let topology = with_gpus(topology);
         let cuda = match topology.has_kind(me, DeviceKind::Cuda) {
             true => topology.ordinals(me, cuda::found()?.gpus.len() as u32),
             false => Vec::new(),
@@ -233,13 +247,17 @@ impl Builder {
         if let Some(hosts) = &self.hosts {
             topology = topology.on_hosts(hosts)?;
         }
+        topology = topology.with_cuda_collectives(self.collectives.unwrap_or_default());
         Ok(self.links.map_or(topology.clone(), |links| topology.with_links(links)))
     }
 
     /// Fails where a job of so many processes, all on this machine, lacks the driver for some of its devices.
     pub(super) fn can_have_devices(&self, processes: usize) -> Result<()> {
         match self.kinds.as_ref().is_some_and(|kinds| kinds.contains(&DeviceKind::Cuda)) && processes > 0 {
-            true => Ok(cuda::found().map(drop)?),
+            true => {
+                cuda::found()?;
+                has_nccl(self.collectives.unwrap_or_default())
+            }
             false => Ok(()),
         }
     }
@@ -282,6 +300,45 @@ impl Builder {
             trace,
         }
     }
+}
+
+/// Fails where this process has CUDA devices and lacks what they need.
+pub(super) fn has_cuda(me: ProcessId, topology: &Topology) -> Result<()> {
+    if !topology.has_kind(me, DeviceKind::Cuda) {
+        return Ok(());
+    }
+    cuda::found()?;
+    has_nccl(topology.cuda_collectives())
+}
+
+fn has_nccl(way: CudaCollectives) -> Result<()> {
+    match way {
+        CudaCollectives::Host => Ok(()),
+        CudaCollectives::Nccl => Ok(cuda::nccl().map(drop)?),
+    }
+}
+
+/// What this process's graphics processors are known by, in the order of its devices of kind `cuda`.
+pub(super) fn gpus_of(process: ProcessId, topology: &Topology) -> Vec<GpuId> {
+    let Ok(driver) = cuda::found() else { return Vec::new() };
+    let ordinals = topology.ordinals(process, driver.gpus.len() as u32);
+    ordinals
+        .into_iter()
+        .filter_map(|ordinal| driver.gpus.get(ordinal as usize))
+        .map(|gpu| gpu.uuid.0)
+        .collect()
+}
+
+/// The topology with the graphics processors that its processes have not told: they are taken to be shown the same ones.
+fn with_gpus(topology: Topology) -> Topology {
+    if topology.cuda_collectives() == CudaCollectives::Host {
+        return topology;
+    }
+    let processes = (0..topology.processes() as u32).map(ProcessId);
+    processes.fold(topology, |topology, process| match topology.knows_gpus_of(process) {
+        true => topology,
+        false => topology.with_gpus_of(process, &gpus_of(process, &topology)),
+    })
 }
 
 fn no_threads(error: std::io::Error) -> Error {

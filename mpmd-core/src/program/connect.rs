@@ -4,21 +4,21 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use mpmd_transport::ProcessId;
 use mpmd_transport::rendezvous::{
     Down, JoinConfig, Member, Rendezvous, RendezvousError, Server, ServerConfig,
 };
 use mpmd_transport::router::{Failure, FailureKind};
 
-use super::builder::DEFAULT_PATIENCE;
+use super::builder::{DEFAULT_PATIENCE, gpus_of, has_cuda};
 use super::recorder::MOST_STEPS;
 use super::transports::{self, Opened};
 use super::version;
 use super::{Builder, Order, Program, costs};
-use crate::backend::cuda;
 use crate::error::{Error, Result};
 use crate::launch::{self, JobEnv, LaunchError, PlanEnv};
 use crate::runtime::Runtime;
-use crate::topology::{DeviceKind, Links, Topology};
+use crate::topology::{CudaCollectives, DeviceKind, GpuId, Links, Topology};
 use crate::trace::{Trace, unix_now};
 
 /// The incarnation of a job. Jobs do not restart in place yet, so there is one.
@@ -96,9 +96,15 @@ pub(super) fn from_env(mut builder: Builder) -> Result<Program> {
         {
             builder.kinds = Some(launch::kinds_by_process(text.trim(), 1)?);
         }
+        if let (None, Ok(text)) = (builder.collectives, std::env::var(launch::variables::CUDA_COLLECTIVES))
+            && !text.trim().is_empty()
+        {
+            builder.collectives = Some(launch::cuda_collectives(text.trim())?);
+        }
         return builder.alone();
     };
     builder.kinds = builder.kinds.or_else(|| env.device_kinds.clone());
+    builder.collectives = builder.collectives.or(env.cuda_collectives);
     if let Some(plan) = &env.plan {
         return spectate(builder, &env, plan);
     }
@@ -135,12 +141,10 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
     })
     .map_err(wrong)?;
     let name = env.transport.as_deref().unwrap_or(transports::DEFAULT);
-    let opened = match topology.has_kind(env.process, DeviceKind::Cuda) {
-        true => cuda::found().map(drop).map_err(Error::from),
-        false => Ok(()),
-    }
-    .and_then(|()| Opened::open(name, env.processes, rendezvous.local_ip()));
-    let told = costs::tell(&rendezvous, env.process, env.links.as_deref());
+    let opened = has_cuda(env.process, &topology)
+        .and_then(|()| Opened::open(name, env.processes, rendezvous.local_ip()));
+    let told = costs::tell(&rendezvous, env.process, env.links.as_deref())
+        .and_then(|()| tell_gpus(&rendezvous, env.process, &topology));
     // Also without a transport or devices: the others would wait for this process, and never know.
     let member = Member {
         host: env.host.clone().unwrap_or_else(hostname),
@@ -166,6 +170,7 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
             (Err(error), _) => return Err(error.into()),
         };
         let links = costs::hear(&membership.rendezvous, patience)?;
+        let topology = hear_gpus(&membership.rendezvous, topology, patience)?;
         Ok((opened, placed(&builder, topology, &members, links)?))
     };
     let (opened, topology) = match agreed() {
@@ -179,6 +184,40 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
     let spin = *builder.spin.get_or_insert(env.spin.unwrap_or_default());
     let transport = opened.connect(env, &members, patience, spin)?;
     builder.start(env.process, topology, Some(transport), Some(membership))
+}
+
+/// Under which the rendezvous has what the graphics processors of a process are known by.
+fn gpus_key(process: ProcessId) -> String {
+    format!("mpmd.gpus.{process}")
+}
+
+/// Whether others must know which graphics processors a process has.
+fn are_gpus_told(process: ProcessId, topology: &Topology) -> bool {
+    topology.cuda_collectives() == CudaCollectives::Nccl && topology.has_kind(process, DeviceKind::Cuda)
+}
+
+/// Tells the others which graphics processors this process has, where that decides what goes by NCCL. Which processors are
+/// shown to a process its environment may say, so nobody else can know.
+fn tell_gpus(rendezvous: &Rendezvous, process: ProcessId, topology: &Topology) -> Result<(), LaunchError> {
+    match are_gpus_told(process, topology) {
+        true => Ok(rendezvous.set(gpus_key(process), gpus_of(process, topology).concat())?),
+        false => Ok(()),
+    }
+}
+
+/// What all processes have told: the same on every process.
+fn hear_gpus(
+    rendezvous: &Rendezvous,
+    topology: Topology,
+    patience: Duration,
+) -> Result<Topology, LaunchError> {
+    let processes = (0..topology.processes() as u32).map(ProcessId);
+    let told = processes.filter(|process| are_gpus_told(*process, &topology)).collect::<Vec<_>>();
+    told.into_iter().try_fold(topology, |topology, process| {
+        let told = rendezvous.get(gpus_key(process), patience)?;
+        let (gpus, _) = told.as_chunks::<{ size_of::<GpuId>() }>();
+        Ok(topology.with_gpus_of(process, gpus))
+    })
 }
 
 /// The job's devices on the hosts that the processes have told, with links of these costs; what the
@@ -198,6 +237,7 @@ fn placed(builder: &Builder, topology: Topology, members: &[Member], links: Link
 /// What this process has not and why, for the others.
 fn lack(error: &Error) -> String {
     match error {
+        Error::Cuda(why) if why.is_of_nccl() => format!("no NCCL, which was asked for: {why}"),
         Error::Cuda(why) => format!("no devices of kind cuda: {why}"),
         other => format!("no transport: {other}"),
     }

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::transports::listed;
 use crate::runtime::Rolling;
-use crate::topology::{DeviceKind, Topology};
+use crate::topology::{CudaCollectives, DeviceKind, Topology};
 
 /// What runs, also where its file was replaced since.
 const RUNNING: &str = "/proc/self/exe";
@@ -28,8 +28,16 @@ pub(super) fn fingerprint(topology: &Topology) -> String {
     format!("{name}, build {build}, mpmd {}, {}", env!("CARGO_PKG_VERSION"), devices(topology))
 }
 
-/// How many devices there are, and of which kinds.
+/// How many devices there are, of which kinds, and which way they work together.
 fn devices(topology: &Topology) -> String {
+    let devices = kinds(topology);
+    match topology.cuda_collectives() {
+        CudaCollectives::Host => devices,
+        CudaCollectives::Nccl => format!("{devices}, collectives by nccl"),
+    }
+}
+
+fn kinds(topology: &Topology) -> String {
     let of = |kind| {
         let devices = topology.devices().iter().filter(|device| device.kind == kind);
         devices.map(|device| device.id.0 as usize).collect::<Vec<_>>()
@@ -106,6 +114,9 @@ mod tests {
         assert_eq!(of(&[Cuda]), "6 devices of kind cuda");
         assert_eq!(of(&[Cpu, Cuda, Cpu]), "6 devices, of kind cpu 0, 1, 4 and 5, of kind cuda 2 and 3");
         assert_ne!(of(&[Cpu, Cuda, Cpu]), of(&[Cuda, Cpu, Cpu]));
+        let joined =
+            Topology::even(1, 2).of_kinds(&[Cuda]).unwrap().with_cuda_collectives(CudaCollectives::Nccl);
+        assert_eq!(devices(&joined), "2 devices of kind cuda, collectives by nccl");
     }
 
     #[test]

@@ -14,6 +14,9 @@ use crate::trace::{PieceStep, What};
 /// How long a closing transport may take to flush.
 const FLUSH_WITHIN: Duration = Duration::from_secs(2);
 
+/// How long communicators of devices may take to end.
+const CLOSE_WITHIN: Duration = Duration::from_secs(5);
+
 /// What the transport calls. Holds the runtime weakly: a transport may outlive it.
 pub(super) struct Door(pub(super) Weak<Runtime>);
 
@@ -134,6 +137,11 @@ impl Runtime {
     /// Says goodbye and closes the transport.
     pub(crate) fn leave(self: &Arc<Self>, failure: Option<&Failure>) {
         self.with_router(|router| router.goodbye(failure, self.now()));
+        if let Some(failure) = failure {
+            // What others would have to do for it they will not.
+            self.communicators.give_up(&Arc::new(failure.clone()));
+        }
+        self.communicators.close(CLOSE_WITHIN);
         if let Some(transport) = &self.transport {
             transport.shutdown(FLUSH_WITHIN);
         }
@@ -222,11 +230,16 @@ impl Runtime {
                     self.report_hang(&format!("{text}\n  process {}: {}", self.me, self.doing()));
                 }
                 Action::PeerLost(failure) => {
+                    // Devices that wait for its would do so for ever.
+                    self.communicators.give_up(&failure);
                     self.trouble.lock().lost.get_or_insert(failure);
                     self.changed.notify_all();
                 }
                 Action::Silent { peer, why } => self.give_up(peer, &why),
-                Action::Failed(failure) => self.remember(&failure),
+                Action::Failed(failure) => {
+                    self.communicators.give_up(&failure);
+                    self.remember(&failure);
+                }
             }
         }
         self.changed.notify_all();

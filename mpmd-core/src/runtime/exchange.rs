@@ -22,8 +22,8 @@ const COLLECTIVE: u64 = 1 << 63;
 /// What a piece number has for each device.
 const DEVICE_BITS: u32 = 22;
 
-/// A collective has two rounds at most.
-const ROUND_BITS: u32 = 1;
+/// A collective has three rounds at most.
+const ROUND_BITS: u32 = 2;
 
 /// A kernel has at most as many collectives as a piece number can tell apart.
 pub(crate) const MOST_COLLECTIVES: usize = 1 << (63 - ROUND_BITS - 2 * DEVICE_BITS);
@@ -37,6 +37,9 @@ pub(crate) struct Group {
     pub(crate) processes: Vec<ProcessId>,
     /// The place among them of the one that sees it so.
     pub(crate) rank: usize,
+    /// Whether they work together by NCCL: then the first round is what they agree in, and the others are of the host's
+    /// values alone.
+    pub(crate) joined: bool,
     /// What goes where, round by round; none in a group of one.
     pub(crate) rounds: Vec<Flow>,
 }
@@ -281,7 +284,7 @@ mod tests {
     fn group(rank: usize, processes: &[u32], flow: Flow) -> Group {
         let processes: Vec<ProcessId> = processes.iter().copied().map(ProcessId).collect();
         let devices = (0..processes.len() as u32).map(DeviceId).collect();
-        Group { devices, processes, rank, rounds: vec![flow] }
+        Group { devices, processes, rank, joined: false, rounds: vec![flow] }
     }
 
     /// What rank `rank` sends, as `(first taker, process, takers)`, and gets, as `(giver, takers)`.
@@ -320,7 +323,8 @@ mod tests {
                 let mut group = group(rank, &[0, 1, 2], Flow { pattern: Pattern::Everyone, shared: false });
                 group.rounds.push(Flow { pattern: Pattern::Everyone, shared: true });
                 group.devices[2] = DeviceId((1 << DEVICE_BITS) - 1);
-                for round in 0..2 {
+                group.rounds.push(Flow { pattern: Pattern::Everyone, shared: true });
+                for round in 0..3 {
                     let round = Round { op: 1, index, round, group: &group };
                     let keys: HashSet<Key> = round.outgoing().iter().map(|message| message.key).collect();
                     for key in keys {
@@ -329,7 +333,7 @@ mod tests {
                 }
             }
         }
-        // Each to two others, in the second round to each process under one number.
-        assert_eq!(seen.len(), 3 * 3 * (2 + 1));
+        // Each to two others, in the later rounds to each process under one number.
+        assert_eq!(seen.len(), 3 * 3 * (2 + 1 + 1));
     }
 }

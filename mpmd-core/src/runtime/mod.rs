@@ -35,7 +35,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use mpmd_transport::memory::Arena;
-use mpmd_transport::router::{Cargo, Failure, Router};
+use mpmd_transport::router::{Cargo, Failure, FailureKind, Router};
 use mpmd_transport::ucx::Spin as SpinSetting;
 use mpmd_transport::{Payload, Pool, ProcessId, SharedBuffer, Transport, router};
 use parking_lot::{Condvar, Mutex};
@@ -124,6 +124,8 @@ pub(crate) struct Runtime {
     chunks: Chunks,
     callbacks: Worker,
     pub(crate) mailbox: Mailbox,
+    /// Of this process's CUDA devices, where they work together by NCCL.
+    pub(crate) communicators: cuda::Communicators,
     holders: Mutex<Holders>,
     under_way: Mutex<UnderWay>,
     /// The last operation before the step that is being recorded; `u64::MAX` where none is.
@@ -230,6 +232,7 @@ impl Runtime {
             chunks: Chunks::default(),
             callbacks: Worker::start("mpmd-callbacks".to_owned(), Spin::new(false))?,
             mailbox: Mailbox::default(),
+            communicators: cuda::Communicators::default(),
             holders: Mutex::default(),
             under_way: Mutex::default(),
             recorded_from: AtomicU64::new(u64::MAX),
@@ -327,6 +330,29 @@ impl Runtime {
     /// Queues a closure of the user's.
     pub(crate) fn call_back(&self, job: Job) {
         self.callbacks.push(job);
+    }
+
+    /// Sees to it that somebody looks after communicators for as long as there are some: what goes wrong between devices that
+    /// work together fails the job.
+    pub(crate) fn watch_communicators(self: &Arc<Self>) {
+        if !self.communicators.are_to_be_watched() {
+            return;
+        }
+        let (weak, stopped): (Weak<Self>, _) = (Arc::downgrade(self), self.stopped.clone());
+        let watch = move || {
+            while !stopped.load(Ordering::Relaxed) {
+                std::thread::sleep(TICK);
+                let Some(runtime) = weak.upgrade() else { break };
+                if let Some(error) = runtime.communicators.look() {
+                    let message = format!("devices of process {} work together in vain: {error}", runtime.me);
+                    let failure = Failure::new(FailureKind::Transport, runtime.me, 0, message);
+                    return runtime.fail_job(Arc::new(failure));
+                }
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("mpmd-nccl".to_owned()).spawn(watch) {
+            tracing::warn!(%error, "starting the thread that looks after communicators of NCCL's");
+        }
     }
 
     fn start_ticker(self: &Arc<Self>) -> std::io::Result<()> {

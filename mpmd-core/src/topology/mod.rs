@@ -1,5 +1,6 @@
 //! Devices, the processes that own them, and meshes of them.
 
+mod collectives;
 mod kind;
 mod links;
 pub(crate) mod mesh;
@@ -9,6 +10,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
+pub use collectives::CudaCollectives;
+pub(crate) use collectives::GpuId;
 pub use kind::DeviceKind;
 pub use links::{Link, LinkClass, Links};
 pub use mesh::Mesh;
@@ -57,6 +60,10 @@ struct Inner {
     /// The host of each process, numbered in the order in which they come first.
     hosts: Vec<u32>,
     links: Links,
+    /// Which way collectives of CUDA devices go.
+    collectives: CudaCollectives,
+    /// Of the devices of kind `cuda`, as far as it is known, and only where it matters.
+    gpus: BTreeMap<DeviceId, GpuId>,
 }
 
 /// Why devices are no topology or mesh, or a mesh has no such part. Always the caller's fault.
@@ -183,7 +190,8 @@ impl Topology {
         }
         let ids = devices.iter().map(|device| device.id).collect();
         let hosts = vec![0; processes];
-        Ok(Self { inner: Arc::new(Inner { devices, ids, owned, hosts, links: Links::default() }) })
+        let (links, collectives, gpus) = Default::default();
+        Ok(Self { inner: Arc::new(Inner { devices, ids, owned, hosts, links, collectives, gpus }) })
     }
 
     /// The same job with its processes on these hosts, one name for each process. Without it all are on

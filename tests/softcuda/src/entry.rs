@@ -55,6 +55,23 @@ macro_rules! blas {
 }
 pub(crate) use blas;
 
+/// Like [`api!`], for functions of NCCL. Their bodies give NCCL's codes; an error of the driver is `ncclUnhandledCudaError`.
+macro_rules! nccl {
+    ($(#[$doc:meta])* fn $name:ident($($arg:ident : $ty:ty),* $(,)?) $body:block) => {
+        $(#[$doc])*
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        #[unsafe(no_mangle)]
+        unsafe extern "C" fn $name($($arg: $ty),*) -> u32 {
+            match $crate::entry::call(stringify!($name), move || $body) {
+                999 => 3, // ncclInternalError
+                code @ 0..8 => code,
+                _ => 1, // ncclUnhandledCudaError
+            }
+        }
+    };
+}
+pub(crate) use nccl;
+
 /// Runs the body of a function of the driver; see [`api!`].
 pub(crate) fn call(name: &'static str, body: impl FnOnce() -> Result) -> u32 {
     counters::called(name);

@@ -63,6 +63,13 @@ fn row(code: u32) -> Result<&'static Row> {
     TABLE.iter().find(|row| row.0 == code).ok_or(Code::INVALID_VALUE)
 }
 
+impl Code {
+    /// CUDA's text for it.
+    pub(crate) fn text(self) -> String {
+        row(self.0).map(|row| row.2.to_string_lossy().into_owned()).unwrap_or_default()
+    }
+}
+
 api! {
     /// Name of a code, `CUDA_ERROR_…`.
     fn cuGetErrorName(error: u32, text: Out<*const std::ffi::c_char>) {

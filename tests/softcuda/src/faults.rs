@@ -18,7 +18,7 @@ pub(crate) enum What {
     AllocHost,
     /// A copy or a fill, as it is done.
     Copy,
-    /// A kernel or a product of matrices, as it runs.
+    /// A kernel, a product of matrices or a collective, as it runs.
     Launch,
     /// A new event.
     Event,
@@ -53,7 +53,7 @@ pub(crate) fn plan(text: &str) -> std::result::Result<Plan, String> {
             "event" => What::Event,
             "stream" => What::Stream,
             "compile" => What::Compile,
-            name if ["cu", "nvrtc"].iter().any(|library| name.starts_with(library)) => {
+            name if ["cu", "nvrtc", "nccl"].iter().any(|library| name.starts_with(library)) => {
                 What::Function(name.to_owned())
             }
             _ => return None,

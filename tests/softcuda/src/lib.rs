@@ -1,7 +1,7 @@
 //! A CUDA driver in software, for tests: not a GPU, and no timing of it means anything.
 //!
-//! A program finds it as it would find CUDA: `libcuda.so`, `libnvrtc.so` and `libcublas.so` in `LD_LIBRARY_PATH`, all
-//! of them links to this one library. Device memory is memory of the process that the host cannot touch; streams are
+//! A program finds it as it would find CUDA: `libcuda.so`, `libnvrtc.so`, `libcublas.so` and `libnccl.so` in
+//! `LD_LIBRARY_PATH`, all of them links to this one library. Device memory is memory of the process that the host cannot touch; streams are
 //! threads; kernels are C++, compiled for the CPU as they are. So results are true, and what CUDA forbids is found:
 //!
 //! * Work is asynchronous where CUDA's is, and only there. What goes wrong in a stream comes back later, from every
@@ -13,6 +13,8 @@
 //!   What its owner frees while others have it open is `0xDD` there. Where CUDA's documentation leaves open what
 //!   happens when the exporter dies: what is open stays open, what is not cannot be opened
 //!   (`CUDA_ERROR_INVALID_HANDLE`), and a wait for its event ends.
+//! * Ranks of NCCL are threads of one process or of several of a machine. They wait in their streams for each other, also
+//!   for one that has died, until their communicators are aborted; two on one device are refused.
 //! * Two streams that use the same bytes with nothing that orders them are found: see [`Driver::races`]. Copies, fills
 //!   and products are looked at by themselves. A kernel is where its program tells what it uses before the launch, by
 //!   the function `softcuda_note_use(stream, address, bytes, write)` of `libcuda.so`, where there is one.
@@ -50,6 +52,7 @@
 //!   and shared memory that is declared with a size counts for nothing in the limits of a launch.
 //! * `cuMemFree` does not wait for work that uses the memory: such work then fails.
 //! * A kernel that reads pageable host memory gets away with it if the address is not an argument by itself.
+//! * NCCL has its collectives, sends and receives, but no more than 16 ranks, and no communicators made from others.
 //! * The legacy default stream is there, that of each thread is not; nor are graphs, arrays, managed memory, virtual
 //!   memory management and memory pools beyond the default one.
 //! * A block's threads run one after another until one waits for others: code that spins on another thread of the
@@ -57,6 +60,8 @@
 
 mod alloc;
 mod blas;
+mod channel;
+mod collect;
 mod compile;
 mod control;
 mod copy;
@@ -74,6 +79,7 @@ mod ipc;
 mod launch;
 mod memory;
 mod module;
+mod nccl;
 mod nvrtc;
 mod races;
 mod settings;

@@ -6,6 +6,7 @@ mod examples;
 mod flooding;
 mod handing;
 mod holdings;
+mod joining;
 mod lending;
 mod looping;
 mod parts;
@@ -52,6 +53,7 @@ const ALL: &[Named] = &[
     Named { name: "lending", settings: lending::long_lead, devices: 0, run: lending::lend },
     Named { name: "holding", settings: |b| b, devices: 0, run: lending::hold },
     Named { name: "handing", settings: |b| b, devices: 0, run: handing::hand },
+    Named { name: "joining", settings: |b| b, devices: 0, run: joining::join },
     Named { name: "stuck", settings: |b| b, devices: 4, run: stuck::pipeline },
     Named { name: "diverging", settings: |b| b, devices: 4, run: diverging::pipeline },
 ];

@@ -3,13 +3,17 @@
 use std::ffi::c_void;
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use mpmd_transport::memory::{DeviceAllocator, DevicePlace, DeviceSharing, Fence, Fences, Pin, Pool};
-use mpmd_transport::{OwnedBuffer, SharedBuffer};
+use mpmd_transport::{Failure, OwnedBuffer, SharedBuffer};
 
-use super::asked::{Product, RawArg};
+use super::asked::{CommunicatorId, Joint, NotJoined, Product, RawArg};
 use super::{CudaError, Ended, Part, Then};
 use crate::cuda::{Grid, Source, Spare};
+use crate::topology::DeviceId;
+
+const NOT_BUILT: &str = "this program was built without the feature `cuda`";
 
 /// A CUDA device. There is none in this build.
 pub(crate) enum Gpu {}
@@ -29,13 +33,20 @@ pub(crate) struct Turn<'a>(Never, PhantomData<&'a ()>);
 /// The end of what was issued in a turn. There is none in this build.
 pub(crate) struct Ending(Never);
 
+/// A process's communicators of NCCL's. There are none in this build.
+#[derive(Default)]
+pub(crate) struct Communicators(());
+
+/// A device's place in a group that works together. There is none in this build.
+pub(crate) enum Communicator {}
+
 enum Never {}
 
 pub(crate) fn reach_each_other(_: &[Arc<Gpu>]) {}
 
 impl Gpu {
     pub(crate) fn open(_: u32) -> Result<Arc<Self>, CudaError> {
-        Err(CudaError::new("opening a CUDA device", "", "this program was built without the feature `cuda`"))
+        Err(CudaError::new("opening a CUDA device", "", NOT_BUILT))
     }
 
     pub(crate) fn ordinal(&self) -> u32 {
@@ -201,5 +212,52 @@ impl Ending {
 
     pub(crate) fn then(self, _: Box<dyn FnOnce(Ended) + Send>) {
         match self.0 {}
+    }
+}
+
+/// What a group knows its communicators by. There are none in this build.
+pub(crate) fn new_id() -> Result<CommunicatorId, CudaError> {
+    Err(CudaError::new("beginning a group of NCCL's", "", NOT_BUILT))
+}
+
+impl Communicators {
+    pub(crate) fn find(&self, _: &[DeviceId], _: usize) -> Result<Option<Arc<Communicator>>, NotJoined> {
+        Ok(None)
+    }
+
+    pub(crate) fn open(
+        &self,
+        gpu: &Gpu,
+        _: (&[DeviceId], usize),
+        _: &CommunicatorId,
+        _: Instant,
+    ) -> Result<Arc<Communicator>, NotJoined> {
+        match *gpu {}
+    }
+
+    pub(crate) fn give_up(&self, _: &Arc<Failure>) {}
+
+    pub(crate) fn look(&self) -> Option<CudaError> {
+        None
+    }
+
+    pub(crate) fn are_to_be_watched(&self) -> bool {
+        false
+    }
+
+    pub(crate) fn close(&self, _: Duration) {}
+}
+
+impl Communicator {
+    pub(crate) fn given_up(&self) -> Option<&Arc<Failure>> {
+        match *self {}
+    }
+
+    pub(crate) fn issue(&self, _: &Stream, _: &Joint<'_>) -> Result<(), NotJoined> {
+        match *self {}
+    }
+
+    pub(crate) fn until_done(&self, _: &str, _: Instant) -> Result<(), NotJoined> {
+        match *self {}
     }
 }

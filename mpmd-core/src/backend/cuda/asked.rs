@@ -1,8 +1,14 @@
 //! What devices are asked for, in figures: the same in programs with and without the feature `cuda`.
 
+use std::sync::Arc;
+
+use mpmd_transport::Failure;
 use mpmd_transport::memory::DevicePlace;
 
+use super::CudaError;
+use crate::aval::DType;
 use crate::cuda::Types;
+use crate::kernel::CollectiveKind;
 
 /// An argument of a function, as the driver takes it.
 #[derive(Clone, Copy, Debug)]
@@ -55,4 +61,32 @@ pub(crate) struct Operand {
     pub(crate) leading: i32,
     /// Elements from one matrix of a batch to the next.
     pub(crate) stride: i64,
+}
+
+/// What a group's first device tells the others, by which they make communicators of NCCL's that belong together.
+pub(crate) type CommunicatorId = [u8; 128];
+
+/// A collective that devices carry out together.
+#[derive(Clone, Copy)]
+pub(crate) struct Joint<'a> {
+    pub(crate) kind: &'a CollectiveKind,
+    pub(crate) dtype: DType,
+    /// What it was called with.
+    pub(crate) elements: usize,
+    /// How many devices there are.
+    pub(crate) ranks: usize,
+    pub(crate) from: DevicePlace,
+    pub(crate) to: DevicePlace,
+}
+
+/// Why devices do not work together.
+#[derive(Clone, Debug, thiserror::Error)]
+pub(crate) enum NotJoined {
+    /// Not because of this device.
+    #[error("it was given up: {0}")]
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "nobody is joined there"))]
+    GivenUp(Arc<Failure>),
+    /// NCCL, or the device, refuses.
+    #[error(transparent)]
+    Failed(#[from] CudaError),
 }

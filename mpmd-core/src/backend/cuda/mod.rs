@@ -39,6 +39,8 @@ mod memory;
 #[cfg(feature = "cuda")]
 mod module;
 #[cfg(feature = "cuda")]
+mod nccl;
+#[cfg(feature = "cuda")]
 mod orphan;
 #[cfg(feature = "cuda")]
 pub mod plain;
@@ -50,8 +52,10 @@ mod warm;
 use crate::region::Region;
 
 #[cfg(not(feature = "cuda"))]
-pub(crate) use absent::{Ending, Gpu, Stream, Turn, WarmUp, reach_each_other, sharing};
-pub(crate) use asked::{Operand, Product, RawArg};
+pub(crate) use absent::{
+    Communicator, Communicators, Ending, Gpu, Stream, Turn, WarmUp, new_id, reach_each_other, sharing,
+};
+pub(crate) use asked::{CommunicatorId, Joint, NotJoined, Operand, Product, RawArg};
 pub use driver::{
     Attributes, Driver, Gpu as GpuInfo, NoCuda, OLDEST, Uuid, Version, cublas, found, nccl, nvrtc,
 };
@@ -62,6 +66,10 @@ pub(crate) use gpu::{Gpu, reach_each_other};
 pub(crate) use ipc::sharing;
 #[cfg(feature = "cuda")]
 pub(crate) use line::Stream;
+#[cfg(feature = "cuda")]
+pub(crate) use nccl::library::SYMBOLS as NCCL_SYMBOLS;
+#[cfg(feature = "cuda")]
+pub(crate) use nccl::{Communicator, Communicators, new_id};
 #[cfg(feature = "cuda")]
 pub(crate) use turn::{Ending, Turn};
 #[cfg(feature = "cuda")]

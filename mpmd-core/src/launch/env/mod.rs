@@ -17,8 +17,8 @@ use address::{no_address, split_address};
 use launchers::Said;
 use vars::Vars;
 
-use super::{LaunchError, kinds_by_process, spin, variables as ours};
-use crate::topology::DeviceKind;
+use super::{LaunchError, cuda_collectives, kinds_by_process, spin, variables as ours};
+use crate::topology::{CudaCollectives, DeviceKind};
 use crate::transports::Spin;
 
 /// Which process of which job this is, as its launcher says.
@@ -46,6 +46,8 @@ pub struct JobEnv {
     pub devices_per_process: Option<usize>,
     /// Of which kind the devices of each process are to be, where said.
     pub device_kinds: Option<Vec<DeviceKind>>,
+    /// Which way collectives of CUDA devices are to go, where said.
+    pub cuda_collectives: Option<CudaCollectives>,
     /// How long to wait for the other processes, where said.
     pub patience: Option<Duration>,
     /// The name of this process's host, where it is not the system's.
@@ -73,8 +75,8 @@ impl JobEnv {
     ///
     /// Looks for variables of, in this order, our own launcher, torchrun, Open MPI, Slurm, PMIx, PMI,
     /// and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`, `MPMD_TRANSPORT`,
-    /// `MPMD_SPIN`, `MPMD_DEVICES_PER_PROCESS`, `MPMD_DEVICE`, `MPMD_PATIENCE`, `MPMD_HOST` and `MPMD_LINKS` count under every
-    /// launcher. Where `MPMD_PLAN` is set none of them is asked: the process is one beyond the `MPMD_PLAN_PROCESSES`
+    /// `MPMD_SPIN`, `MPMD_DEVICES_PER_PROCESS`, `MPMD_DEVICE`, `MPMD_CUDA_COLLECTIVES`, `MPMD_PATIENCE`, `MPMD_HOST` and
+    /// `MPMD_LINKS` count under every launcher. Where `MPMD_PLAN` is set none of them is asked: the process is one beyond the `MPMD_PLAN_PROCESSES`
     /// of the job that it plans.
     ///
     /// # Errors
@@ -215,6 +217,7 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
         spin: vars.get(ours::SPIN).map(|text| spin(&text)).transpose()?,
         devices_per_process,
         device_kinds: kinds.transpose()?,
+        cuda_collectives: vars.get(ours::CUDA_COLLECTIVES).map(|text| cuda_collectives(&text)).transpose()?,
         patience,
         host: vars.get(ours::HOST),
         links: vars.get(ours::LINKS).map(PathBuf::from),

@@ -39,6 +39,7 @@ fn every_launcher_is_read() {
         ("MPMD_SPIN", "never"),
         ("MPMD_DEVICES_PER_PROCESS", "2"),
         ("MPMD_DEVICE", "cpu,cuda"),
+        ("MPMD_CUDA_COLLECTIVES", "nccl"),
         ("MPMD_PATIENCE", "1.5"),
         ("MPMD_HOST", "left"),
         ("MPMD_LINKS", "links.json"),
@@ -51,6 +52,7 @@ fn every_launcher_is_read() {
     assert_eq!(ours.patience, Some(Duration::from_millis(1500)));
     assert_eq!((ours.host.as_deref(), ours.links), (Some("left"), Some(PathBuf::from("links.json"))));
     assert_eq!(ours.spin, Some(Spin::Never));
+    assert_eq!(ours.cuda_collectives, Some(crate::topology::CudaCollectives::Nccl));
     assert_eq!(ours.device_kinds.as_deref(), Some(&[Cpu, Cuda, Cuda, Cuda][..]));
     assert_eq!((ours.transport.as_deref(), ours.devices_per_process), (Some("tcp"), Some(2)));
 
@@ -167,6 +169,7 @@ fn senseless_values_are_errors_that_name_the_variable() {
         ("MPMD_PATIENCE", "-3"),
         ("MPMD_SPIN", "often"),
         ("MPMD_DEVICE", "gpu"),
+        ("MPMD_CUDA_COLLECTIVES", "gloo"),
         ("MPMD_DEVICE", "cpu,cpu,cuda"),
         ("MPMD_LOCAL_RANK", "x"),
     ] {

@@ -216,16 +216,16 @@ pub(super) fn cublas() -> Result<String, NoCuda> {
 /// As [`nccl`](super::nccl).
 pub(super) fn nccl() -> Result<String, NoCuda> {
     use cudarc::nccl::sys;
-    const WHAT: &str = "NCCL";
+
+    use super::NCCL as WHAT;
     guarded(WHAT, || {
         // SAFETY: as for the driver: a library of NVIDIA's that is made to be loaded by any program.
         if !unsafe { sys::is_culib_present() } {
             return Err(missing(WHAT, &["nccl"]));
         }
         // SAFETY: as for the driver.
-        whole(WHAT, &["ncclGetVersion"], |name| unsafe {
-            sys::culib().get::<unsafe extern "C" fn()>(name).is_ok()
-        })?;
+        let has = |name: &[u8]| unsafe { sys::culib().get::<unsafe extern "C" fn()>(name).is_ok() };
+        whole(WHAT, crate::backend::cuda::NCCL_SYMBOLS, has)?;
         let mut number = 0;
         // SAFETY: it writes one number, for which there is room.
         match unsafe { sys::ncclGetVersion(&raw mut number) } {

@@ -140,6 +140,22 @@ pub enum NoCuda {
     },
 }
 
+impl NoCuda {
+    /// Whether it is NCCL that is missing.
+    pub(crate) fn is_of_nccl(&self) -> bool {
+        match self {
+            Self::NoLibrary { what, .. }
+            | Self::NoSymbols { what, .. }
+            | Self::Refused { what, .. }
+            | Self::Broken { what, .. } => *what == NCCL,
+            _ => false,
+        }
+    }
+}
+
+/// NCCL for people.
+const NCCL: &str = "NCCL";
+
 /// The oldest driver that is used, as the CUDA version that it knows.
 pub const OLDEST: Version = Version { major: 12, minor: 0 };
 

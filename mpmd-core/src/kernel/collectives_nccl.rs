@@ -1,0 +1,367 @@
+//! Collectives of values in the memory of CUDA devices, by NCCL.
+//!
+//! A group that goes by NCCL is *joined*; whether it is follows from what all processes know. Its devices first agree, by a message of
+//! each to each other in the ordinary way: that all of them call the collective with values of their own, and with equally many, and
+//! by what the group's communicators are to be known where there are none yet. Only then is NCCL called, so nothing that a
+//! kernel does wrong on one device leaves another in NCCL. What is called so is issued like everything else: no thread waits
+//! for the device.
+//!
+//! Behind that the others count on a device. Whatever goes wrong there, also later on the device, fails the whole job: the others cannot
+//! hear of it in any other way, as they wait on their devices.
+//!
+//! Any two devices that share several groups meet in them in the same order, as a device's thread runs operations in the
+//! order of their numbers and collectives in the order of their declarations: so communicators cannot wait for each other in a circle.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Instant;
+
+use mpmd_transport::memory::DevicePlace;
+use mpmd_transport::{Failure, FailureKind};
+
+use super::collectives::{Call, Fallible};
+use super::context::{Context, OnCuda};
+use super::signature::{Collective, CollectiveKind};
+use crate::aval::{DType, Element};
+use crate::backend::cuda::{Communicator, CommunicatorId, Joint, NotJoined, Turn, new_id};
+use crate::cuda::{Cuda, Part};
+use crate::error::Result;
+use crate::runtime::Runtime;
+use crate::topology::{DeviceId, Topology};
+
+/// Whether NCCL has values of this dtype.
+pub(crate) fn nccl_has(dtype: DType) -> bool {
+    !matches!(dtype, DType::Bool | DType::I16 | DType::U16 | DType::C64 | DType::C128)
+}
+
+impl Collective {
+    /// Whether these devices carry it out by NCCL where its values are on them. A pure function: every device of the group
+    /// comes to the same. All reductions are NCCL's too.
+    pub(crate) fn is_joined(&self, devices: &[DeviceId], topology: &Topology) -> bool {
+        nccl_has(self.aval.dtype()) && topology.are_joined(devices)
+    }
+}
+
+/// Whose values a device of a joined group calls a collective with.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Values {
+    /// The host's: they go as in any other group.
+    OfHost,
+    OfDevice,
+}
+
+/// What a device tells the others of its group before all of them go on.
+struct Told {
+    values: Values,
+    elements: usize,
+    /// Whether it has a communicator of the group already.
+    has_joined: bool,
+    /// Of the first device, where it has none.
+    id: CommunicatorId,
+}
+
+impl Told {
+    const BYTES: usize = 16 + size_of::<CommunicatorId>();
+
+    fn to_bytes(&self) -> Vec<u8> {
+        let flags = u64::from(self.values == Values::OfDevice) | u64::from(self.has_joined) << 1;
+        [&(self.elements as u64).to_le_bytes()[..], &flags.to_le_bytes(), &self.id].concat()
+    }
+
+    fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let (elements, rest) = bytes.split_first_chunk()?;
+        let (flags, id) = rest.split_first_chunk()?;
+        let flags = u64::from_le_bytes(*flags);
+        let values = if flags & 1 == 0 { Values::OfHost } else { Values::OfDevice };
+        let elements = usize::try_from(u64::from_le_bytes(*elements)).ok()?;
+        Some(Self { values, elements, has_joined: flags & 2 != 0, id: id.try_into().ok()? })
+    }
+}
+
+/// The bytes that a device tells each other in the round in which a joined group agrees.
+pub(super) const AGREEING_BYTES: usize = Told::BYTES;
+
+/// The communicators that a call has given work.
+#[derive(Default)]
+pub(crate) struct Joined(Vec<Arc<Communicator>>);
+
+impl Joined {
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    fn add(&mut self, communicator: &Arc<Communicator>) {
+        if !self.0.iter().any(|known| Arc::ptr_eq(known, communicator)) {
+            self.0.push(communicator.clone());
+        }
+    }
+
+    /// How the call has ended of which the device has said `result`: it goes past the work of communicators that were given
+    /// up as if it were done. `failure` is the call's, in words.
+    pub(crate) fn end(
+        &self,
+        runtime: &Arc<Runtime>,
+        result: Fallible<()>,
+        failure: impl Fn(&dyn fmt::Display) -> Arc<Failure>,
+    ) -> Fallible<()> {
+        if let Some(why) = self.0.iter().find_map(|communicator| communicator.given_up()) {
+            return Err(reworded(
+                why,
+                &failure(&format!("what it does by NCCL was given up: {why}")).message,
+            ));
+        }
+        if let (Err(failure), false) = (&result, self.0.is_empty()) {
+            // The others' devices wait for this one.
+            runtime.fail_job(failure.clone());
+        }
+        result
+    }
+}
+
+/// The same failure, in words that say what it has become of.
+fn reworded(failure: &Failure, words: &str) -> Arc<Failure> {
+    Arc::new(Failure::new(failure.kind, failure.process, failure.op, words))
+}
+
+impl<'a> Context<'a> {
+    /// Whether the next collective goes by NCCL where it is called with values on the device.
+    pub(super) fn is_next_joined(&self) -> bool {
+        self.place.groups.get(self.called).is_some_and(|group| group.joined)
+    }
+
+    /// The next collective, by NCCL, of values that are at `from` and come to `to`, which may be the same place.
+    pub(super) fn by_nccl(
+        &mut self,
+        (verb, root): (&'static str, Option<usize>),
+        axis: &str,
+        from: &Part<'_>,
+        to: &Part<'_>,
+    ) -> Result<()> {
+        self.apart_from_device(|cx, OnCuda { cuda, turn }| {
+            cuda.check_room(to)?;
+            let [elements, room] = [cuda.count(from)?, cuda.count(to)?];
+            let call = cx.begin(verb, root, axis, from.dtype(), elements)?;
+            match call.declared.kind {
+                CollectiveKind::AllGather => cx.check_out(&call, room, elements * call.devices())?,
+                CollectiveKind::ReduceScatter(_) => {
+                    cx.check_divides(&call)?;
+                    cx.check_out(&call, room, elements / call.devices())?;
+                }
+                CollectiveKind::AllToAll => {
+                    cx.check_divides(&call)?;
+                    cx.check_out(&call, room, elements)?;
+                }
+                CollectiveKind::AllReduce(_) | CollectiveKind::Permute(_) | CollectiveKind::Broadcast(_) => {
+                    cx.check_out(&call, room, elements)?;
+                }
+            }
+            let places = [cuda.place_of(from)?, cuda.place_of(to)?];
+            let joint = Joint {
+                kind: &call.declared.kind,
+                dtype: from.dtype(),
+                elements,
+                ranks: call.devices(),
+                from: places[0],
+                to: places[1],
+            };
+            let result = cx.agree_and_join(*cuda, turn, &call, &joint);
+            cx.end(result)
+        })
+    }
+
+    fn agree_and_join(
+        &mut self,
+        cuda: Cuda<'_>,
+        turn: &mut Turn<'_>,
+        call: &Call<'_>,
+        joint: &Joint<'_>,
+    ) -> Fallible<()> {
+        let runtime = self.exchange.runtime.clone();
+        let (devices, rank) = (&call.group.devices, call.rank());
+        let found = runtime.communicators.find(devices, rank).map_err(|why| self.not_joined(call, &why))?;
+        let id = match (&found, rank) {
+            (None, 0) => new_id().map_err(|error| self.not_joined(call, &error.into()))?,
+            _ => [0; size_of::<CommunicatorId>()],
+        };
+        let told =
+            Told { values: Values::OfDevice, elements: call.elements, has_joined: found.is_some(), id };
+        let agreed = turn.pause(|| self.agree_on(call, &told));
+        // Others' work may have come to this thread meanwhile, and their device.
+        let begun = turn.begin();
+        let id = agreed?;
+        // From here on the others count on this device, and no values go in the ordinary way.
+        self.round = call.group.rounds.len();
+        let joined = begun.map_err(NotJoined::from).and_then(|_| match found {
+            _ if call.elements == 0 => Ok(()),
+            Some(communicator) => self.join(cuda, turn, call, &communicator, joint),
+            None => {
+                let (place, deadline) = ((&devices[..], rank), Instant::now() + runtime.config.patience);
+                let open = || runtime.communicators.open(cuda.gpu(), place, &id, deadline);
+                let communicator = turn.pause(open)?;
+                runtime.watch_communicators();
+                self.join(cuda, turn, call, &communicator, joint)
+            }
+        });
+        joined.map_err(|why| {
+            let failure = self.not_joined(call, &why);
+            if let NotJoined::Failed(_) = why {
+                runtime.fail_job(failure.clone());
+            }
+            failure
+        })
+    }
+
+    /// Issues the work of a collective on which all have agreed.
+    fn join(
+        &mut self,
+        cuda: Cuda<'_>,
+        turn: &mut Turn<'_>,
+        call: &Call<'_>,
+        communicator: &Arc<Communicator>,
+        joint: &Joint<'_>,
+    ) -> std::result::Result<(), NotJoined> {
+        let stream = turn.begin()?;
+        // What a device gives itself, and what nobody gives it.
+        let Joint { from, to, .. } = *joint;
+        match joint.kind {
+            CollectiveKind::Permute(pairs) => match pairs.iter().find(|pair| pair.1 == call.rank()) {
+                Some(pair) if pair.0 == pair.1 => stream.copy(from, to)?,
+                Some(_) => {}
+                // Zero bytes are a zero of every dtype.
+                None => stream.fill(to, [0; 4], 1)?,
+            },
+            CollectiveKind::AllToAll => {
+                let bytes = joint.elements / joint.ranks * joint.dtype.size();
+                let own = (call.rank() * bytes) as u64;
+                let part = |place: DevicePlace| DevicePlace { address: place.address + own, bytes, ..place };
+                stream.copy(part(from), part(to))?;
+            }
+            _ => {}
+        }
+        // Known of the call before it can be given up: whoever ends the call asks.
+        self.joined.add(communicator);
+        communicator.issue(cuda.issues_to(), joint)?;
+        let deadline = Instant::now() + self.exchange.runtime.config.patience;
+        // Nothing of the device is waited for, but that NCCL has issued all of it.
+        turn.pause(|| communicator.until_done(joint.kind.verb(), deadline))?;
+        turn.begin()?;
+        Ok(())
+    }
+
+    /// Checks the next call, of the host's values, against its declaration; where the group is joined, sees to it that all of
+    /// it calls it with such values.
+    pub(super) fn begin_on_host<T: Element>(
+        &mut self,
+        verb: &'static str,
+        root: Option<usize>,
+        axis: &str,
+        elements: usize,
+    ) -> Result<Call<'a>> {
+        let call = self.begin(verb, root, axis, T::DTYPE, elements)?;
+        if call.group.joined {
+            let id = [0; size_of::<CommunicatorId>()];
+            let told = Told { values: Values::OfHost, elements, has_joined: false, id };
+            if let Err(failure) = self.agree_on(&call, &told) {
+                self.end(Err(failure))?;
+            }
+        }
+        Ok(call)
+    }
+
+    /// The round in which a joined group agrees; returns what the first device tells.
+    ///
+    /// What they do not agree on all devices find alike.
+    fn agree_on(&mut self, call: &Call<'_>, told: &Told) -> Fallible<CommunicatorId> {
+        let me = self.exchange.runtime.me;
+        let given = self.exchange.copy_in(&told.to_bytes())?;
+        let parts = self.step::<u8>(call, |_| given.clone(), |_| Told::BYTES).inspect_err(|failure| {
+            // That this process has no memory for what it hears nobody else knows.
+            if failure.kind == FailureKind::Memory && failure.process == me {
+                self.exchange.runtime.fail_job(failure.clone());
+            }
+        })?;
+        let mut id = told.id;
+        for (from, part) in parts.iter().enumerate() {
+            let Some(part) = part else { continue };
+            let theirs =
+                Told::from_bytes(part).ok_or_else(|| self.disagree(call, from, "what it says is cut off"))?;
+            if theirs.values != told.values {
+                let whose = |values| match values {
+                    Values::OfHost => "of the host's",
+                    Values::OfDevice => "on the device",
+                };
+                let (ours, theirs) = (whose(told.values), whose(theirs.values));
+                let why = format!("one calls it with values {theirs}, the other with values {ours}");
+                return Err(self.disagree(call, from, &why));
+            }
+            if told.values == Values::OfHost {
+                // Their lengths are compared as they come.
+                continue;
+            }
+            if theirs.elements != told.elements {
+                let bytes = |elements: usize| elements * call.declared.aval.dtype().size();
+                return Err(self.lengths_differ(call, from, bytes(told.elements), bytes(theirs.elements)));
+            }
+            if theirs.has_joined != told.has_joined {
+                return Err(self.disagree(
+                    call,
+                    from,
+                    "one of them has a communicator of NCCL's, the other has none",
+                ));
+            }
+            if from == 0 {
+                id = theirs.id;
+            }
+        }
+        Ok(id)
+    }
+
+    fn disagree(&self, call: &Call<'_>, from: usize, why: &str) -> Arc<Failure> {
+        let (device, other) = (self.place.device, call.group.devices[from]);
+        self.failure_of(
+            call,
+            FailureKind::Kernel,
+            format!("devices {other} and {device} do not agree: {why}"),
+        )
+    }
+
+    /// The failure of a collective that a device could not carry out with the others.
+    fn not_joined(&self, call: &Call<'_>, why: &NotJoined) -> Arc<Failure> {
+        match why {
+            NotJoined::GivenUp(failure) => {
+                reworded(failure, &self.failure_of(call, failure.kind, why).message)
+            }
+            NotJoined::Failed(error) => {
+                let why = format!("it failed on device {}: {error}", self.place.device);
+                self.failure_of(call, FailureKind::Transport, why)
+            }
+        }
+    }
+
+    fn failure_of(&self, call: &Call<'_>, kind: FailureKind, why: impl fmt::Display) -> Arc<Failure> {
+        let (index, op, declared) = (call.index, self.op, call.declared);
+        let message = format!("collective {index} of operation {op}, declared as {declared}: {why}");
+        Arc::new(Failure::new(kind, self.exchange.runtime.me, op, message))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_told_is_heard() {
+        let mut id = [7; 128];
+        id[127] = 9;
+        for (values, has_joined) in
+            [(Values::OfHost, false), (Values::OfDevice, true), (Values::OfDevice, false)]
+        {
+            let bytes = Told { values, elements: 1 << 40, has_joined, id }.to_bytes();
+            assert_eq!(bytes.len(), AGREEING_BYTES);
+            let heard = Told::from_bytes(&bytes).unwrap();
+            assert_eq!((heard.values, heard.elements, heard.has_joined), (values, 1 << 40, has_joined));
+            assert_eq!(heard.id, id);
+            assert!(Told::from_bytes(&bytes[1..]).is_none());
+        }
+    }
+}

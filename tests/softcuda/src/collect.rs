@@ -1,0 +1,315 @@
+//! What NCCL's calls do as work of a stream: bytes go from each rank to those that are to have them, and are reduced there.
+
+use half::{bf16, f16};
+
+use crate::channel::{LOOK, Shared};
+use crate::error::{Code, Result};
+use crate::memory::space;
+use crate::nccl::Communicator;
+use crate::races::Use;
+
+/// What is called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    AllReduce(u32),
+    ReduceScatter(u32),
+    AllGather,
+    Broadcast(usize),
+    Send(usize),
+    Receive(usize),
+}
+
+impl Kind {
+    /// What both sides of a message must say alike.
+    fn number(self) -> u32 {
+        match self {
+            Kind::AllReduce(reduce) => 0x100 | reduce,
+            Kind::ReduceScatter(reduce) => 0x200 | reduce,
+            Kind::AllGather => 0x300,
+            Kind::Broadcast(root) => 0x400 | root as u32,
+            Kind::Send(_) | Kind::Receive(_) => 0x500,
+        }
+    }
+}
+
+/// A call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Operation {
+    pub(crate) kind: Kind,
+    pub(crate) from: u64,
+    pub(crate) to: u64,
+    pub(crate) count: usize,
+    pub(crate) dtype: u32,
+}
+
+/// What every message begins with: kind, dtype, and how many bytes follow.
+const HEAD: usize = 16;
+
+/// A message on its way out, or in.
+struct Message {
+    peer: usize,
+    bytes: Vec<u8>,
+    done: usize,
+    /// What it is to begin with, where it comes in.
+    expected: Vec<u8>,
+    /// Where it goes when it is here, of a call with memory of its own for it.
+    to: Option<u64>,
+}
+
+impl Operation {
+    fn item(&self) -> usize {
+        match self.dtype {
+            0 | 1 => 1,
+            6 | 9 => 2,
+            2 | 3 | 7 => 4,
+            _ => 8,
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        self.count * self.item()
+    }
+
+    /// Fails where NCCL would refuse it.
+    pub(crate) fn check(&self, of: &Communicator) -> std::result::Result<(), ()> {
+        let peer = match self.kind {
+            Kind::Broadcast(peer) | Kind::Send(peer) | Kind::Receive(peer) => peer,
+            Kind::AllReduce(reduce) | Kind::ReduceScatter(reduce) if reduce > 3 => return Err(()),
+            _ => 0,
+        };
+        if self.dtype <= 9 && peer < of.ranks { Ok(()) } else { Err(()) }
+    }
+
+    /// The bytes that it reads, and those that it writes.
+    fn lengths(&self, of: &Communicator) -> (usize, usize) {
+        let bytes = self.bytes();
+        match self.kind {
+            Kind::AllReduce(_) => (bytes, bytes),
+            Kind::ReduceScatter(_) => (of.ranks * bytes, bytes),
+            Kind::AllGather => (bytes, of.ranks * bytes),
+            Kind::Broadcast(root) if root == of.rank => (bytes, bytes),
+            Kind::Broadcast(_) | Kind::Receive(_) => (0, bytes),
+            Kind::Send(_) => (bytes, 0),
+        }
+    }
+
+    /// What it reads and writes.
+    pub(crate) fn uses(&self, of: &Communicator) -> Vec<Use> {
+        let (reads, writes) = self.lengths(of);
+        let uses = [(self.from, reads, false), (self.to, writes, true)];
+        let uses = uses.into_iter().filter(|(_, bytes, _)| *bytes > 0);
+        uses.map(|(address, bytes, write)| Use { address, bytes: bytes as u64, write }).collect()
+    }
+
+    fn head(&self, bytes: usize) -> Vec<u8> {
+        [&self.kind.number().to_ne_bytes()[..], &self.dtype.to_ne_bytes(), &(bytes as u64).to_ne_bytes()]
+            .concat()
+    }
+}
+
+fn take(address: u64, bytes: usize) -> Result<Vec<u8>> {
+    if bytes == 0 {
+        return Ok(Vec::new());
+    }
+    let span = space().span(address, bytes as u64)?;
+    // SAFETY: the span is of that many bytes, and stays.
+    Ok(unsafe { std::slice::from_raw_parts(span.pointer(), bytes) }.to_vec())
+}
+
+fn put(address: u64, bytes: &[u8]) -> Result {
+    if bytes.is_empty() {
+        return Ok(());
+    }
+    let span = space().span(address, bytes.len() as u64)?;
+    // SAFETY: the span is of that many bytes, and stays; what is copied is memory of this function's own.
+    unsafe { span.pointer().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+    Ok(())
+}
+
+/// Does calls of one piece of work; ends early, and with nothing done, where the communicator is aborted.
+///
+/// # Errors
+///
+/// `CUDA_ERROR_ILLEGAL_ADDRESS` for memory that is none, `CUDA_ERROR_LAUNCH_FAILED` where ranks have called different things:
+/// NCCL would mix up their bytes.
+pub(crate) fn run(of: &Communicator, shared: &Shared, operations: &[Operation]) -> Result {
+    let (mut out, mut coming) = (Vec::new(), Vec::new());
+    let send = |operation: &Operation, peer: usize, bytes: &[u8]| Message {
+        peer,
+        bytes: [&operation.head(bytes.len())[..], bytes].concat(),
+        done: 0,
+        expected: Vec::new(),
+        to: None,
+    };
+    let receive = |operation: &Operation, peer: usize, bytes: usize, to: Option<u64>| Message {
+        peer,
+        bytes: vec![0; HEAD + bytes],
+        done: 0,
+        expected: operation.head(bytes),
+        to,
+    };
+    let others = || (0..of.ranks).filter(|other| *other != of.rank);
+    let mut own = Vec::new();
+    for operation in operations {
+        let (reads, _) = operation.lengths(of);
+        let (bytes, given) = (operation.bytes(), take(operation.from, reads)?);
+        match operation.kind {
+            Kind::AllReduce(_) | Kind::AllGather => {
+                out.extend(others().map(|peer| send(operation, peer, &given)));
+                coming.extend(others().map(|peer| receive(operation, peer, bytes, None)));
+            }
+            Kind::ReduceScatter(_) => {
+                let share = |peer: usize| &given[peer * bytes..][..bytes];
+                out.extend(others().map(|peer| send(operation, peer, share(peer))));
+                coming.extend(others().map(|peer| receive(operation, peer, bytes, None)));
+            }
+            Kind::Broadcast(root) if root == of.rank => {
+                out.extend(others().map(|peer| send(operation, peer, &given)));
+            }
+            Kind::Broadcast(root) => coming.push(receive(operation, root, bytes, Some(operation.to))),
+            Kind::Send(peer) => out.push(send(operation, peer, &given)),
+            Kind::Receive(peer) => coming.push(receive(operation, peer, bytes, Some(operation.to))),
+        }
+        own = given;
+    }
+    if !exchange(of, shared, &mut out, &mut coming)? {
+        return Ok(());
+    }
+    for message in &coming {
+        if let Some(to) = message.to {
+            put(to, &message.bytes[HEAD..])?;
+        }
+    }
+    // Others than between two ranks come alone.
+    let Some(operation) = operations.first() else { return Ok(()) };
+    let bytes = operation.bytes();
+    let mine = match operation.kind {
+        Kind::ReduceScatter(_) => own[of.rank * bytes..][..bytes].to_vec(),
+        _ => own,
+    };
+    let part = |rank: usize| {
+        let found = coming.iter().find(|message| message.peer == rank);
+        found.map_or(&mine[..], |message| &message.bytes[HEAD..])
+    };
+    match operation.kind {
+        Kind::AllReduce(reduce) | Kind::ReduceScatter(reduce) => {
+            let mut sum = part(of.ranks - 1).to_vec();
+            for rank in (0..of.ranks - 1).rev() {
+                combine(operation.dtype, reduce, &mut sum, part(rank));
+            }
+            put(operation.to, &sum)
+        }
+        Kind::AllGather => {
+            let all: Vec<u8> = (0..of.ranks).flat_map(|rank| part(rank).to_vec()).collect();
+            put(operation.to, &all)
+        }
+        Kind::Broadcast(root) if root == of.rank => put(operation.to, &mine),
+        Kind::Broadcast(_) | Kind::Send(_) | Kind::Receive(_) => Ok(()),
+    }
+}
+
+/// Moves messages until all have gone and come; false where the communicator was aborted before.
+fn exchange(of: &Communicator, shared: &Shared, out: &mut [Message], coming: &mut [Message]) -> Result<bool> {
+    loop {
+        if of.is_aborted() {
+            return Ok(false);
+        }
+        let (mut moved, mut left) = (false, false);
+        // Of several between the same two the first goes first.
+        let mut busy = vec![false; of.ranks];
+        for message in out.iter_mut().filter(|message| message.done < message.bytes.len()) {
+            left = true;
+            if !std::mem::replace(&mut busy[message.peer], true) {
+                let count = shared.write(of.rank, message.peer, &message.bytes[message.done..]);
+                message.done += count;
+                moved |= count > 0;
+            }
+        }
+        let mut busy = vec![false; of.ranks];
+        for message in coming.iter_mut().filter(|message| message.done < message.bytes.len()) {
+            left = true;
+            if std::mem::replace(&mut busy[message.peer], true) {
+                continue;
+            }
+            let until = if message.done < HEAD { HEAD } else { message.bytes.len() };
+            let count = shared.read(message.peer, of.rank, &mut message.bytes[message.done..until]);
+            message.done += count;
+            moved |= count > 0;
+            if message.done >= HEAD && message.bytes[..HEAD] != message.expected[..] {
+                eprintln!(
+                    "softcuda: NCCL: rank {} and rank {} have called different things: {:?} against {:?}",
+                    of.rank,
+                    message.peer,
+                    message.expected,
+                    &message.bytes[..HEAD]
+                );
+                return Err(Code::LAUNCH_FAILED);
+            }
+        }
+        if !left {
+            return Ok(true);
+        }
+        if !moved {
+            std::thread::sleep(LOOK);
+        }
+    }
+}
+
+/// Reduces one rank's elements into another's: 0 adds, 1 multiplies, 2 takes the larger, 3 the smaller.
+fn combine(dtype: u32, reduce: u32, into: &mut [u8], other: &[u8]) {
+    macro_rules! elements {
+        ($t:ty, $add:expr, $times:expr) => {{
+            const SIZE: usize = size_of::<$t>();
+            for (into, other) in into.as_chunks_mut::<SIZE>().0.iter_mut().zip(other.as_chunks::<SIZE>().0) {
+                let (a, b) = (<$t>::from_ne_bytes(*into), <$t>::from_ne_bytes(*other));
+                let made: $t = match reduce {
+                    0 => $add(a, b),
+                    1 => $times(a, b),
+                    2 => a.max(b),
+                    _ => a.min(b),
+                };
+                *into = made.to_ne_bytes();
+            }
+        }};
+    }
+    macro_rules! integers {
+        ($t:ty) => {
+            elements!($t, <$t>::wrapping_add, <$t>::wrapping_mul)
+        };
+    }
+    macro_rules! floats {
+        ($t:ty) => {
+            elements!($t, |a: $t, b: $t| a + b, |a: $t, b: $t| a * b)
+        };
+    }
+    match dtype {
+        0 => integers!(i8),
+        1 => integers!(u8),
+        2 => integers!(i32),
+        3 => integers!(u32),
+        4 => integers!(i64),
+        5 => integers!(u64),
+        6 => floats!(f16),
+        7 => floats!(f32),
+        8 => floats!(f64),
+        _ => floats!(bf16),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn elements_are_reduced_each_in_its_type() {
+        let mut into = [250_u8, 3];
+        combine(1, 0, &mut into, &[10, 4]);
+        assert_eq!(into, [4, 7]);
+        let mut into = 1.5_f32.to_ne_bytes();
+        combine(7, 2, &mut into, &2.5_f32.to_ne_bytes());
+        assert_eq!(f32::from_ne_bytes(into), 2.5);
+        let mut into = bf16::from_f32(3.0).to_ne_bytes();
+        combine(9, 3, &mut into, &bf16::from_f32(-1.0).to_ne_bytes());
+        assert_eq!(bf16::from_ne_bytes(into), bf16::from_f32(-1.0));
+    }
+}

@@ -1,0 +1,147 @@
+//! Collectives of CUDA devices of real processes by NCCL, and what becomes of those that wait for a process that is no more.
+//!
+//! On the CUDA driver and the NCCL in software: a real NCCL wants a graphics processor for each process.
+#![cfg(feature = "cuda")]
+
+use std::time::{Duration, Instant};
+
+use mpmd_core::launch::variables;
+use mpmd_tests::{Carrier, Ended, Job, JobOptions};
+use rustix::process::Signal;
+
+/// The time within which everybody must have ended where a process dies or lacks something.
+const SOON: Duration = Duration::from_secs(15);
+
+/// A job of the program `joining`, each of whose processes has a CUDA device of its own where there are enough; with the driver,
+/// while the folder is there. `ways` are what each process is told of collectives.
+fn start(
+    carrier: Carrier,
+    ways: &[&str],
+    args: &[&str],
+    settings: &[(&str, &str)],
+) -> (Job, tempfile::TempDir) {
+    let processes = ways.len();
+    let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), processes);
+    let options = options.over(carrier).patience(Duration::from_secs(30)).limit(Duration::from_secs(100));
+    let folder = tempfile::tempdir().expect("a folder for the driver");
+    let driver = softcuda::install(folder.path()).expect("the driver is built");
+    let mut job = Job::prepare(options);
+    for (process, way) in ways.iter().enumerate() {
+        let mut command = job.command(process);
+        command
+            .arg("joining")
+            .args(args)
+            .env(variables::DEVICE, "cuda")
+            .env(variables::CUDA_COLLECTIVES, way);
+        command.env("MPMD_CUDA_CACHE", folder.path().join("cache"));
+        softcuda::environment(&mut command, &driver);
+        command.env("SOFTCUDA_DEVICES", processes.to_string()).envs(settings.iter().copied());
+        job.spawn(command);
+    }
+    (job, folder)
+}
+
+/// What a process said of `name` at its end.
+fn figure(said: &str, name: &str) -> u64 {
+    let line = said.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(": "));
+    line.and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("no {name} in {said}"))
+}
+
+/// How all end, soon.
+fn ends(job: &mut Job) -> (Vec<Ended>, String) {
+    let begin = Instant::now();
+    let ended = job.wait();
+    let report = job.report();
+    assert!(begin.elapsed() <= SOON, "{:?}\n{report}", begin.elapsed());
+    (ended, report)
+}
+
+#[test]
+fn processes_work_together_over_every_transport() {
+    for (carrier, pace) in [(Carrier::SHM, "eager"), (Carrier::TCP, "seed:6")] {
+        let (mut job, _folder) = start(carrier, &["nccl"; 3], &["sums", "12"], &[("SOFTCUDA_PACE", pace)]);
+        for said in job.wait_well() {
+            assert_eq!(figure(&said, "groups joined"), 1, "{said}");
+            assert_eq!(figure(&said, "reductions by NCCL"), 33, "{said}");
+        }
+    }
+}
+
+#[test]
+fn processes_that_share_a_processor_work_together_by_way_of_the_host() {
+    for (ways, gpus) in [(["nccl"; 3], "2"), (["host"; 3], "3")] {
+        let (mut job, _folder) = start(Carrier::SHM, &ways, &["sums", "3"], &[("SOFTCUDA_DEVICES", gpus)]);
+        for said in job.wait_well() {
+            assert_eq!(figure(&said, "groups joined") + figure(&said, "reductions by NCCL"), 0, "{said}");
+        }
+    }
+}
+
+#[test]
+fn who_is_killed_while_others_wait_for_it_in_nccl_is_named_by_them_and_they_end() {
+    for (processes, victim, carrier) in [(2, 0, Carrier::SHM), (3, 2, Carrier::SHM), (3, 1, Carrier::TCP)] {
+        // The victim takes its time on its device, so that the others' devices wait for it when it is killed.
+        let args = ["steps", &victim.to_string()];
+        let (mut job, _folder) = start(carrier, &vec!["nccl"; processes], &args, &[]);
+        job.wait_for_output("step 2\n");
+        std::thread::sleep(Duration::from_millis(50));
+        let begin = Instant::now();
+        job.processes[victim].signal(Signal::KILL);
+        let deadline = job.deadline();
+        let others = (0..processes).filter(|process| *process != victim);
+        let ended: Vec<Ended> = others.map(|process| job.processes[process].wait(deadline)).collect();
+        let last = ended.iter().map(|end| end.at).max().unwrap_or(begin);
+        job.wait();
+        let report = job.report();
+        for end in ended {
+            assert_eq!(end.code, 1, "{report}");
+            assert!(end.stderr.contains(&format!("process {victim} is gone")), "{report}");
+            assert!(!end.stderr.contains("panicked"), "{report}");
+        }
+        assert!(last - begin <= SOON, "{processes} processes without {victim}: {:?}\n{report}", last - begin);
+    }
+}
+
+#[test]
+fn one_setting_counts_for_all_processes_and_must_make_sense() {
+    let (mut job, _folder) = start(Carrier::SHM, &["nccl", "host"], &["sums", "1"], &[]);
+    let (ended, report) = ends(&mut job);
+    for end in ended {
+        assert!(
+            end.code == 1 && end.stderr.contains("2 devices of kind cuda, collectives by nccl"),
+            "{report}"
+        );
+    }
+    let (mut job, _folder) = start(Carrier::SHM, &["gloo"; 2], &["sums", "1"], &[]);
+    let (ended, report) = ends(&mut job);
+    for end in ended {
+        let said = "MPMD_CUDA_COLLECTIVES=gloo makes no sense: it must be host or nccl";
+        assert!(end.code == 1 && end.stderr.contains(said), "{report}");
+    }
+}
+
+#[test]
+fn who_has_no_nccl_says_so_and_the_others_say_who_it_is() {
+    let poor = tempfile::tempdir().expect("a folder");
+    let driver = softcuda::install(poor.path()).expect("the driver is built");
+    std::fs::remove_file(driver.join("libnccl.so")).expect("it was put there");
+    let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), 2).limit(Duration::from_secs(60));
+    let mut job = Job::prepare(options.over(Carrier::SHM));
+    let rich = tempfile::tempdir().expect("a folder");
+    let rich = (softcuda::install(rich.path()).expect("the driver is built"), rich);
+    for process in 0..2 {
+        let mut command = job.command(process);
+        command
+            .args(["joining", "sums", "1"])
+            .env(variables::DEVICE, "cuda")
+            .env(variables::CUDA_COLLECTIVES, "nccl");
+        softcuda::environment(&mut command, if process == 1 { &driver } else { &rich.0 });
+        job.spawn(command);
+    }
+    let (ended, report) = ends(&mut job);
+    assert!(ended.iter().all(|end| end.code == 1), "{report}");
+    assert!(ended[1].stderr.contains("no NCCL found: looked for libnccl.so"), "{report}");
+    let named =
+        ["process 1 on host ", "has no NCCL, which was asked for: no NCCL found: looked for libnccl.so"];
+    assert!(named.iter().all(|part| ended[0].stderr.contains(part)), "{report}");
+}
