@@ -153,8 +153,7 @@ fn collectives(nccl: &Result<String, String>, joined: bool, missing: Verdict) ->
                 false => "in kernels they go by the host's memory and the transports",
             };
             let advice = format!(
-                "{ways}; NCCL comes with NVIDIA's HPC SDK or as a package, of which the loader must find libnccl.so: some \
-                 have libnccl.so.2 alone, to which a link of that name will do"
+                "{ways}; NCCL comes with NVIDIA's HPC SDK or as a package: the loader must find libnccl.so.2 or libnccl.so"
             );
             finding(name, why, missing, advice)
         }

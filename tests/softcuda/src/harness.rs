@@ -24,7 +24,7 @@ const NAMES: [&str; 7] = [
     "libnvrtc.so.12",
     "libcublas.so",
     "libcublas.so.12",
-    "libnccl.so",
+    "libnccl.so.2",
 ];
 
 /// Where the driver was built, found beside the running program.

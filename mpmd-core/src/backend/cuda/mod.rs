@@ -67,7 +67,9 @@ pub(crate) use ipc::sharing;
 #[cfg(feature = "cuda")]
 pub(crate) use line::Stream;
 #[cfg(feature = "cuda")]
-pub(crate) use nccl::library::SYMBOLS as NCCL_SYMBOLS;
+pub(crate) use nccl::library::{
+    NAMES as NCCL_NAMES, SYMBOLS as NCCL_SYMBOLS, library as nccl_library, version as nccl_version_of,
+};
 #[cfg(feature = "cuda")]
 pub(crate) use nccl::{Communicator, Communicators, new_id};
 #[cfg(feature = "cuda")]

@@ -215,24 +215,16 @@ pub(super) fn cublas() -> Result<String, NoCuda> {
 
 /// As [`nccl`](super::nccl).
 pub(super) fn nccl() -> Result<String, NoCuda> {
-    use cudarc::nccl::sys;
-
     use super::NCCL as WHAT;
-    guarded(WHAT, || {
-        // SAFETY: as for the driver: a library of NVIDIA's that is made to be loaded by any program.
-        if !unsafe { sys::is_culib_present() } {
-            return Err(missing(WHAT, &["nccl"]));
-        }
-        // SAFETY: as for the driver.
-        let has = |name: &[u8]| unsafe { sys::culib().get::<unsafe extern "C" fn()>(name).is_ok() };
-        whole(WHAT, crate::backend::cuda::NCCL_SYMBOLS, has)?;
-        let mut number = 0;
-        // SAFETY: it writes one number, for which there is room.
-        match unsafe { sys::ncclGetVersion(&raw mut number) } {
-            sys::ncclResult_t::ncclSuccess => Ok(nccl_version(number)),
-            error => Err(status(WHAT, "ncclGetVersion", &error)),
-        }
-    })
+    use crate::backend::cuda::{NCCL_NAMES, NCCL_SYMBOLS, nccl_library, nccl_version_of};
+    let Some(library) = nccl_library() else {
+        let looked_for = NCCL_NAMES.map(str::to_owned).to_vec();
+        return Err(NoCuda::NoLibrary { what: WHAT, looked_for, library_path: variable("LD_LIBRARY_PATH") });
+    };
+    // SAFETY: names are only looked up: nothing is called by this type.
+    whole(WHAT, NCCL_SYMBOLS, |name| unsafe { library.get::<unsafe extern "C" fn()>(name).is_ok() })?;
+    let number = nccl_version_of(library);
+    number.map(nccl_version).map_err(|error| NoCuda::Broken { what: WHAT, why: error.to_string() })
 }
 
 /// NCCL's way to write a version in a number, as NCCL_VERSION in its header has it since 2.9: 22203 is 2.22.3.

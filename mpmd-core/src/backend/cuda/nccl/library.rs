@@ -3,7 +3,8 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
-use cudarc::nccl::sys::{cudaStream_t, culib, ncclComm_t, ncclConfig_t, ncclUniqueId};
+use cudarc::nccl::sys::{cudaStream_t, ncclComm_t, ncclConfig_t, ncclUniqueId};
+use libloading::Library;
 
 use super::super::error::CudaError;
 use crate::aval::DType;
@@ -30,15 +31,15 @@ macro_rules! functions {
         }
 
         fn load() -> Result<Functions, CudaError> {
-            super::super::driver::nccl().map_err(|error| CudaError::new(DOING, "", error.to_string()))?;
-            // SAFETY: it was there a moment ago, with all of these names. Their types are those of `cudarc`'s bindings,
-            // but for the answers, which are numbers.
+            let missing = |why: String| CudaError::new(DOING, "", why);
+            super::super::driver::nccl().map_err(|error| missing(error.to_string()))?;
+            let library = library().ok_or_else(|| missing("it is not there".to_owned()))?;
+            // SAFETY: their types are those of `cudarc`'s bindings, but for the answers, which are numbers.
             unsafe {
-                let library = culib();
                 Ok(Functions {
-                    $($name: *library.get(stringify!($name).as_bytes()).map_err(|error| {
-                        CudaError::new(DOING, "", error.to_string())
-                    })?,)*
+                    $($name: *library
+                        .get(stringify!($name).as_bytes())
+                        .map_err(|error| missing(error.to_string()))?,)*
                 })
             }
         }
@@ -79,6 +80,30 @@ functions! {
     fn ncclGroupEnd() -> u32;
     fn ncclGetErrorString(answer: u32) -> *const c_char;
     fn ncclGetLastError(communicator: ncclComm_t) -> *const c_char;
+}
+
+/// Under which names it is looked for. `cudarc` knows only the second, which comes with NCCL's headers.
+pub(crate) const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
+
+/// NCCL's library, loaded when it is first asked for; `None` where there is none.
+pub(crate) fn library() -> Option<&'static Library> {
+    static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
+    // SAFETY: loading a library runs its initialisers. These are names of NCCL's alone, whose own are made to run in any
+    // program; whoever puts another file of such a name into the loader's way has the process anyway.
+    let load = || NAMES.into_iter().find_map(|name| unsafe { Library::new(name) }.ok());
+    LIBRARY.get_or_init(load).as_ref()
+}
+
+/// The number by which NCCL says its version.
+pub(crate) fn version(library: &Library) -> Result<i32, CudaError> {
+    let refused = |why: String| CudaError::new("asking NCCL for its version", "", why);
+    let mut number = 0;
+    // SAFETY: so it is in NCCL's header; it writes one number, for which there is room.
+    let answer = unsafe {
+        let ask = library.get::<unsafe extern "C" fn(*mut c_int) -> u32>(b"ncclGetVersion");
+        ask.map_err(|error| refused(error.to_string()))?(&raw mut number)
+    };
+    if answer == SUCCESS { Ok(number) } else { Err(refused(name(answer))) }
 }
 
 /// What is being done where NCCL is looked for.
