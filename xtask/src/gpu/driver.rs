@@ -16,8 +16,7 @@ const FOLDERS: [&str; 6] =
     ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/lib64", "/lib"];
 
 /// The libraries that the tests' own driver stands for.
-const STANDS_FOR: [&str; 5] =
-    ["libcuda.so", "libcuda.so.1", "libnvrtc.so", "libcublas.so", "libnccl.so.2"];
+const STANDS_FOR: [&str; 5] = ["libcuda.so", "libcuda.so.1", "libnvrtc.so", "libcublas.so", "libnccl.so.2"];
 
 /// Why there is surely no driver; `None` where there may be one. The programs themselves ask it later: this only saves
 /// building them for nothing.
