@@ -17,13 +17,14 @@ const TOLD: [&str; 2] = ["SOFTCUDA_FAIL", "SOFTCUDA_MEMORY"];
 
 /// CUDA's libraries, under the names by which they are looked for. All are links to one file, so that the loader has
 /// one library, which knows the state of all of them.
-const NAMES: [&str; 7] = [
+const NAMES: [&str; 8] = [
     "libcuda.so",
     "libcuda.so.1",
     "libnvrtc.so",
     "libnvrtc.so.12",
     "libcublas.so",
     "libcublas.so.12",
+    "libnccl.so",
     "libnccl.so.2",
 ];
 

@@ -1,6 +1,6 @@
 //! A CUDA driver in software, for tests: not a GPU, and no timing of it means anything.
 //!
-//! A program finds it as it would find CUDA: `libcuda.so`, `libnvrtc.so`, `libcublas.so` and `libnccl.so.2` in
+//! A program finds it as it would find CUDA: `libcuda.so`, `libnvrtc.so`, `libcublas.so` and `libnccl.so` in
 //! `LD_LIBRARY_PATH`, all of them links to this one library. Device memory is memory of the process that the host cannot touch; streams are
 //! threads; kernels are C++, compiled for the CPU as they are. So results are true, and what CUDA forbids is found:
 //!
