@@ -1,19 +1,18 @@
 //! What ranks of NCCL have between them: a piece of memory that all of them map, threads of one process or of several.
 //!
-//! Its file has no name: whoever makes the group holds it open, and others find it as `/proc/<process>/fd/<number>`, as it
-//! says in the group's id. From each rank to each there is a ring of bytes.
+//! Whoever makes the group holds its file open, and the group's id says which it is, as handles of memory do. From each rank
+//! to each there is a ring of bytes.
 
 use std::cell::UnsafeCell;
-use std::fs::File;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::MetadataExt;
-use std::ptr::{self, NonNull};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use crate::ipc::started;
+use crate::error::Result;
+use crate::ipc::{Kind, Ticket};
+use crate::mapped::{self, Mapped};
 use crate::memory::memory_file;
 
 /// The most ranks of a group.
@@ -39,7 +38,6 @@ struct Rank {
     /// The number of ranks that it says there are; 0 before it has come.
     of: AtomicU32,
     uuid: [AtomicU32; 4],
-    process: AtomicU32,
     device: AtomicU32,
 }
 
@@ -50,97 +48,53 @@ struct Ring {
     bytes: UnsafeCell<[u8; RING]>,
 }
 
+// SAFETY: all of it is atomics, or bytes that only one side uses at a time, which atomics say.
+unsafe impl mapped::Page for Page {}
+
 /// A group's id, in NCCL's 128 bytes.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Id {
-    mark: [u8; 8],
-    process: u32,
-    file: RawFd,
-    started: u64,
-    inode: u64,
-    spare: [u64; 12],
+    ticket: Ticket,
+    spare: [u64; 8],
 }
 
 const _: () = assert!(size_of::<Id>() == 128);
 
 /// A group's shared memory, mapped here.
 pub(crate) struct Shared {
-    page: NonNull<Page>,
+    page: Mapped<Page>,
 }
-
-// SAFETY: all of the page is atomics, or bytes that only one side uses at a time, which atomics say; for any process and so for
-// any thread. The mapping lives as long as this.
-unsafe impl Send for Shared {}
-// SAFETY: see above.
-unsafe impl Sync for Shared {}
 
 impl Id {
     /// A new group.
-    pub(crate) fn new() -> Result<Id, String> {
-        let file = memory_file(size_of::<Page>() as u64)
-            .map_err(|error| format!("no file for a group: {error:?}"))?;
-        let process = std::process::id();
-        let inode = std::fs::metadata(format!("/proc/self/fd/{}", file.as_raw_fd()));
-        let inode = inode.map_err(|error| error.to_string())?.ino();
-        let started = started(process).ok_or("no such process as this")?;
-        let id = Id { mark: *b"softncl1", process, file: file.as_raw_fd(), started, inode, spare: [0; 12] };
+    pub(crate) fn new() -> Result<Id> {
+        let file = memory_file(size_of::<Page>() as u64)?;
+        let ticket = Ticket::new(Kind::Group, &file, 0)?;
         MADE.lock().push(file);
-        Ok(id)
+        Ok(Id { ticket, spare: [0; 8] })
     }
 
     /// Maps the group's memory.
-    pub(crate) fn open(&self) -> Result<Shared, String> {
-        if self.mark != *b"softncl1" {
-            return Err("what was given is no id of a group".into());
-        }
-        if started(self.process) != Some(self.started) {
-            return Err(format!("process {}, which made the group, has ended", self.process));
-        }
-        let path = format!("/proc/{}/fd/{}", self.process, self.file);
-        let file =
-            File::options().read(true).write(true).open(&path).map_err(|error| format!("{path}: {error}"))?;
-        if file.metadata().map_err(|error| error.to_string())?.ino() != self.inode {
-            return Err(format!("{path} is another file by now"));
-        }
-        // SAFETY: new addresses, for a file that is as long as the page.
-        let at = unsafe {
-            libc::mmap(
-                ptr::null_mut(),
-                size_of::<Page>(),
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED,
-                file.as_raw_fd(),
-                0,
-            )
-        };
-        match NonNull::new(at.cast()) {
-            Some(page) if at != libc::MAP_FAILED => Ok(Shared { page }),
-            _ => Err("a group's memory cannot be mapped".into()),
-        }
+    pub(crate) fn open(&self) -> Result<Shared> {
+        Ok(Shared { page: Mapped::of(&self.ticket.open_anywhere(Kind::Group)?)? })
     }
 }
 
 impl Shared {
-    fn page(&self) -> &Page {
-        // SAFETY: mapped as long as this is, and any bytes are valid for it.
-        unsafe { self.page.as_ref() }
-    }
-
     /// A rank has come.
     pub(crate) fn join(&self, rank: usize, ranks: usize, uuid: [u8; 16], device: u32) {
-        let own = &self.page().ranks[rank];
+        let own = &self.page.ranks[rank];
         for (to, from) in own.uuid.iter().zip(uuid.as_chunks::<4>().0) {
             to.store(u32::from_ne_bytes(*from), Ordering::SeqCst);
         }
-        own.process.store(std::process::id(), Ordering::SeqCst);
         own.device.store(device, Ordering::SeqCst);
         own.of.store(ranks as u32, Ordering::SeqCst);
     }
 
     /// Whether all have come; an error where they do not fit each other.
-    pub(crate) fn are_all_here(&self, ranks: usize) -> Result<bool, String> {
-        let all = &self.page().ranks[..ranks];
+    pub(crate) fn are_all_here(&self, ranks: usize) -> std::result::Result<bool, String> {
+        let all = &self.page.ranks[..ranks];
         let of: Vec<usize> = all.iter().map(|rank| rank.of.load(Ordering::SeqCst) as usize).collect();
         if of.contains(&0) {
             return Ok(false);
@@ -161,7 +115,7 @@ impl Shared {
     }
 
     fn ring(&self, from: usize, to: usize) -> &Ring {
-        &self.page().rings[from][to]
+        &self.page.rings[from][to]
     }
 
     /// Writes as many of `bytes` for another rank as there is room for. By one thread of the rank at a time.
@@ -190,13 +144,6 @@ impl Shared {
         }
         ring.read.store(read + count as u64, Ordering::Release);
         count
-    }
-}
-
-impl Drop for Shared {
-    fn drop(&mut self) {
-        // SAFETY: mapped by `open` with this length, and not used any more.
-        unsafe { libc::munmap(self.page.as_ptr().cast(), size_of::<Page>()) };
     }
 }
 

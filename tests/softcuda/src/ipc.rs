@@ -53,6 +53,8 @@ const _: () = assert!(size_of::<Ticket>() == 64);
 pub(crate) enum Kind {
     Memory,
     Event,
+    /// Of ranks of NCCL.
+    Group,
 }
 
 impl Kind {
@@ -60,6 +62,7 @@ impl Kind {
         match self {
             Kind::Memory => *b"softmem1",
             Kind::Event => *b"softevt1",
+            Kind::Group => *b"softncl1",
         }
     }
 }
@@ -89,11 +92,16 @@ impl Ticket {
     /// `CUDA_ERROR_INVALID_VALUE` for what is no such ticket, `CUDA_ERROR_INVALID_CONTEXT` for one of this process,
     /// as CUDA does, and `CUDA_ERROR_INVALID_HANDLE` where the process or the file is gone.
     pub(crate) fn open(&self, kind: Kind) -> Result<OwnedFd> {
+        if self.mark == kind.mark() && self.process == std::process::id() {
+            return Err(Code::INVALID_CONTEXT);
+        }
+        self.open_anywhere(kind)
+    }
+
+    /// As [`open`](Self::open), also in the process whose file it is.
+    pub(crate) fn open_anywhere(&self, kind: Kind) -> Result<OwnedFd> {
         if self.mark != kind.mark() {
             return Err(Code::INVALID_VALUE);
-        }
-        if self.process == std::process::id() {
-            return Err(Code::INVALID_CONTEXT);
         }
         let gone = |why: &str| {
             eprintln!("softcuda: what process {} exported cannot be opened: {why}", self.process);

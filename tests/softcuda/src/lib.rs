@@ -77,6 +77,7 @@ mod harness;
 mod host;
 mod ipc;
 mod launch;
+mod mapped;
 mod memory;
 mod module;
 mod nccl;

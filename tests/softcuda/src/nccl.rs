@@ -120,7 +120,9 @@ impl Communicator {
 
     /// Meets all other ranks.
     fn meet_all(&self, id: &Id) -> std::result::Result<(), (Code, String)> {
-        let shared = Arc::new(id.open().map_err(|why| (SYSTEM_ERROR, why))?);
+        let opened =
+            id.open().map_err(|code| (SYSTEM_ERROR, format!("the group cannot be joined: {code:?}")))?;
+        let shared = Arc::new(opened);
         shared.join(self.rank, self.ranks, uuid(self.device), self.device);
         while !shared.are_all_here(self.ranks).map_err(|why| (INVALID_USAGE, why))? {
             if self.is_aborted() {
@@ -220,7 +222,7 @@ nccl! {
     /// The id of a new group.
     fn ncclGetUniqueId(id: Out<Id>) {
         id.set(Id::new().map_err(|why| {
-            eprintln!("softcuda: NCCL: {why}");
+            eprintln!("softcuda: NCCL: no memory for a group: {why:?}");
             SYSTEM_ERROR
         })?)
     }

@@ -1,13 +1,13 @@
 //! Events of several processes: what is recorded and what is done stands in memory that they share.
 
-use std::os::fd::{AsRawFd, OwnedFd};
-use std::ptr::{self, NonNull};
+use std::os::fd::OwnedFd;
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::error::{Code, Result};
+use crate::error::Result;
 use crate::ipc::started;
+use crate::mapped::{self, Mapped};
 use crate::memory::memory_file;
 
 /// Records of one event that may be under way at once.
@@ -41,13 +41,11 @@ struct Slot {
 /// An event's shared memory, mapped here.
 pub(crate) struct SharedEvent {
     file: OwnedFd,
-    page: NonNull<Page>,
+    page: Mapped<Page>,
 }
 
-// SAFETY: all of the page is atomics, for any process and so for any thread; the mapping lives as long as this.
-unsafe impl Send for SharedEvent {}
-// SAFETY: see above.
-unsafe impl Sync for SharedEvent {}
+// SAFETY: all of it is atomics.
+unsafe impl mapped::Page for Page {}
 
 impl SharedEvent {
     /// A new event.
@@ -57,21 +55,8 @@ impl SharedEvent {
 
     /// The event of another process, whose file this is.
     pub(crate) fn map(file: OwnedFd) -> Result<SharedEvent> {
-        // SAFETY: new addresses, for a file that is as long as the page.
-        let at = unsafe {
-            libc::mmap(
-                ptr::null_mut(),
-                size_of::<Page>(),
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED,
-                file.as_raw_fd(),
-                0,
-            )
-        };
-        match NonNull::new(at.cast()) {
-            Some(page) if at != libc::MAP_FAILED => Ok(SharedEvent { file, page }),
-            _ => Err(Code::MAP_FAILED),
-        }
+        let page = Mapped::of(&file)?;
+        Ok(SharedEvent { file, page })
     }
 
     /// The file, for another process to map.
@@ -79,24 +64,19 @@ impl SharedEvent {
         &self.file
     }
 
-    fn page(&self) -> &Page {
-        // SAFETY: mapped as long as this is, and any bytes are valid for atomics.
-        unsafe { self.page.as_ref() }
-    }
-
     fn slot(&self, number: u64) -> &Slot {
-        &self.page().slots[(number % SLOTS) as usize]
+        &self.page.slots[(number % SLOTS) as usize]
     }
 
     /// Number of the newest record, by whichever process; 0 for none.
     pub(crate) fn newest(&self) -> u64 {
-        self.page().issued.load(Ordering::SeqCst)
+        self.page.issued.load(Ordering::SeqCst)
     }
 
     /// Takes the number of a new record of this process.
     pub(crate) fn record(&self) -> u64 {
         static STARTED: LazyLock<u64> = LazyLock::new(|| started(std::process::id()).unwrap_or(0));
-        let number = self.page().issued.fetch_add(1, Ordering::SeqCst) + 1;
+        let number = self.page.issued.fetch_add(1, Ordering::SeqCst) + 1;
         let slot = self.slot(number);
         slot.process.store(std::process::id(), Ordering::SeqCst);
         slot.started.store(*STARTED, Ordering::SeqCst);
@@ -107,7 +87,7 @@ impl SharedEvent {
     /// Says that a record is done.
     pub(crate) fn fire(&self, number: u64) {
         self.slot(number).done.fetch_max(number, Ordering::SeqCst);
-        let changes = &self.page().changes;
+        let changes = &self.page.changes;
         changes.fetch_add(1, Ordering::SeqCst);
         // SAFETY: a wake of whoever sleeps on a word that is mapped.
         unsafe { libc::syscall(libc::SYS_futex, changes.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
@@ -133,7 +113,7 @@ impl SharedEvent {
     pub(crate) fn wait(&self, number: u64) {
         let start = Instant::now();
         loop {
-            let changes = &self.page().changes;
+            let changes = &self.page.changes;
             let seen = changes.load(Ordering::SeqCst);
             if self.is_done(number) {
                 return;
@@ -148,13 +128,6 @@ impl SharedEvent {
                 libc::syscall(libc::SYS_futex, changes.as_ptr(), libc::FUTEX_WAIT, seen, &raw const time);
             }
         }
-    }
-}
-
-impl Drop for SharedEvent {
-    fn drop(&mut self) {
-        // SAFETY: mapped by `map` with this length, and not used any more.
-        unsafe { libc::munmap(self.page.as_ptr().cast(), size_of::<Page>()) };
     }
 }
 
