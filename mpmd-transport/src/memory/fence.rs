@@ -113,16 +113,14 @@ impl fmt::Debug for Fences {
 pub(super) mod tests {
     use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-    use parking_lot::Mutex;
-
     use super::*;
+    use crate::memory::Latch;
 
     /// A fence that is passed when a test says so.
     #[derive(Default)]
     pub(in crate::memory) struct ByHand {
-        over: AtomicBool,
+        over: Latch,
         lost: AtomicBool,
-        waiting: Mutex<Vec<Box<dyn FnOnce() + Send>>>,
     }
 
     impl ByHand {
@@ -132,24 +130,17 @@ pub(super) mod tests {
         }
 
         pub(in crate::memory) fn pass(&self) {
-            self.over.store(true, Ordering::Release);
-            let waiting = std::mem::take(&mut *self.waiting.lock());
-            waiting.into_iter().for_each(|then| then());
+            self.over.pass().into_iter().for_each(|then| then());
         }
     }
 
     impl Fence for ByHand {
         fn is_over(&self) -> bool {
-            self.over.load(Ordering::Acquire)
+            self.over.is_passed()
         }
 
         fn on_over(&self, then: Box<dyn FnOnce() + Send>) {
-            let mut waiting = self.waiting.lock();
-            if self.is_over() {
-                drop(waiting);
-                return then();
-            }
-            waiting.push(then);
+            self.over.on_pass(then);
         }
 
         fn is_lost(&self) -> bool {

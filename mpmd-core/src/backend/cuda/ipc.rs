@@ -17,7 +17,7 @@ use std::io;
 use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::{result, sys};
-use mpmd_transport::memory::{Arriving, DeviceMemory, DeviceSharing, Fence};
+use mpmd_transport::memory::{Arriving, DeviceMemory, DeviceSharing, Fence, Latch};
 use parking_lot::Mutex;
 
 use super::error::CudaError;
@@ -383,16 +383,16 @@ impl Drop for Imported {
 pub(super) struct Landing {
     events: Vec<Arc<Imported>>,
     words: Vec<Vec<u8>>,
-    told: Mutex<Vec<Box<dyn FnOnce() + Send>>>,
     ended: OnceLock<Result<(), String>>,
+    over: Latch,
     /// Whose work comes after it.
     users: Mutex<Vec<Arc<Context>>>,
 }
 
 impl Landing {
     fn new(events: Vec<Arc<Imported>>, words: Vec<Vec<u8>>) -> Self {
-        let (told, ended, users) = Default::default();
-        Self { events, words, told, ended, users }
+        let (ended, over, users) = Default::default();
+        Self { events, words, ended, over, users }
     }
 
     /// Has what is issued to a stream from now on come after it.
@@ -426,16 +426,11 @@ impl Landing {
 
 impl Fence for Landing {
     fn is_over(&self) -> bool {
-        self.ended.get().is_some()
+        self.over.is_passed()
     }
 
     fn on_over(&self, then: Box<dyn FnOnce() + Send>) {
-        let mut told = self.told.lock();
-        if self.is_over() {
-            drop(told);
-            return then();
-        }
-        told.push(then);
+        self.over.on_pass(then);
     }
 
     fn failure(&self) -> Option<String> {
@@ -445,14 +440,11 @@ impl Fence for Landing {
 
 impl Arriving for Landing {
     fn pass(&self, result: Result<(), String>) {
-        let told = {
-            let mut told = self.told.lock();
-            // The first word counts.
-            let _ = self.ended.set(result);
-            std::mem::take(&mut *told)
-        };
+        // The first word counts.
+        let _ = self.ended.set(result);
+        let waiting = self.over.pass();
         self.look_after_users();
-        told.into_iter().for_each(|then| then());
+        waiting.into_iter().for_each(|then| then());
     }
 
     fn fence(self: Arc<Self>) -> Arc<dyn Fence> {

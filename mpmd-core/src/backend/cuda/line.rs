@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use cudarc::driver::{result, sys};
-use mpmd_transport::memory::{Fence, Fences};
+use mpmd_transport::memory::{Fence, Fences, Latch};
 use parking_lot::{Condvar, Mutex};
 
 use super::clock::Clock;
@@ -79,7 +79,7 @@ pub(super) struct Event {
     /// Its place in the line.
     number: u64,
     stream: Arc<Stream>,
-    over: AtomicBool,
+    over: Latch,
     /// Passed, though the work before it may not be over.
     lost: AtomicBool,
     /// What went wrong with the work before it.
@@ -88,10 +88,9 @@ pub(super) struct Event {
     ends: Weak<Ends>,
 }
 
-/// Who is told of an end.
+/// Who is told how work ended, after all who wait for its end.
 #[derive(Default)]
 struct Told {
-    waiting: Vec<Box<dyn FnOnce() + Send>>,
     then: Option<Box<dyn FnOnce(Ended) + Send>>,
     /// How it ended, where nobody has asked yet; kept only once all who waited have been told.
     ended: Option<Ended>,
@@ -357,13 +356,8 @@ impl Event {
             // Set here alone.
             let _ = self.failure.set(error.to_string());
         }
-        let waiting = {
-            let mut told = self.told.lock();
-            self.over.store(true, Ordering::Release);
-            std::mem::take(&mut told.waiting)
-        };
         // Memory goes back before anybody hears that the work has ended: who waits for memory looks then.
-        waiting.into_iter().for_each(guarded);
+        self.over.pass().into_iter().for_each(guarded);
         let mut told = self.told.lock();
         let Some(then) = told.then.take() else {
             told.ended = Some(ended);
@@ -394,16 +388,11 @@ fn guarded(then: impl FnOnce()) {
 
 impl Fence for Event {
     fn is_over(&self) -> bool {
-        self.over.load(Ordering::Acquire)
+        self.over.is_passed()
     }
 
     fn on_over(&self, then: Box<dyn FnOnce() + Send>) {
-        let mut told = self.told.lock();
-        if self.is_over() {
-            drop(told);
-            return then();
-        }
-        told.waiting.push(then);
+        self.over.on_pass(then);
     }
 
     fn failure(&self) -> Option<String> {
@@ -422,7 +411,7 @@ impl Fence for Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        let is_over = self.over.load(Ordering::Acquire);
+        let is_over = self.over.is_passed();
         for raw in [self.raw.take(), self.begin.take()].into_iter().flatten() {
             let left = match self.ends.upgrade().filter(|_| is_over) {
                 Some(ends) => ends.spare(raw),

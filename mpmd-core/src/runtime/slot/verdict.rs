@@ -1,11 +1,9 @@
 //! How the work that fills a slot ends, for who has only the buffer.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
-use mpmd_transport::memory::Fence;
+use mpmd_transport::memory::{Fence, Latch};
 use mpmd_transport::router::Failure;
-use parking_lot::Mutex;
 
 use super::Slot;
 
@@ -15,14 +13,8 @@ use super::Slot;
 /// It holds neither the slot nor the buffer.
 #[derive(Default)]
 pub(super) struct Verdict {
-    over: AtomicBool,
-    told: Mutex<Told>,
-}
-
-#[derive(Default)]
-struct Told {
-    failure: Option<String>,
-    waiting: Vec<Box<dyn FnOnce() + Send>>,
+    failure: OnceLock<String>,
+    over: Latch,
 }
 
 impl Slot {
@@ -37,37 +29,31 @@ impl Slot {
 
 impl Verdict {
     fn pass(&self, result: Result<(), Arc<Failure>>) {
-        let mut told = self.told.lock();
-        told.failure = result.err().map(|failure| failure.message.clone());
-        self.over.store(true, Ordering::Release);
-        let waiting = std::mem::take(&mut told.waiting);
-        drop(told);
-        waiting.into_iter().for_each(|then| then());
+        if let Err(failure) = result {
+            // Set here alone, once.
+            let _ = self.failure.set(failure.message.clone());
+        }
+        self.over.pass().into_iter().for_each(|then| then());
     }
 }
 
 impl Fence for Verdict {
     fn is_over(&self) -> bool {
-        self.over.load(Ordering::Acquire)
+        self.over.is_passed()
     }
 
     fn on_over(&self, then: Box<dyn FnOnce() + Send>) {
-        let mut told = self.told.lock();
-        if self.is_over() {
-            drop(told);
-            return then();
-        }
-        told.waiting.push(then);
+        self.over.on_pass(then);
     }
 
     fn failure(&self) -> Option<String> {
-        self.told.lock().failure.clone()
+        self.failure.get().cloned()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicUsize;
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     use mpmd_transport::ProcessId;
     use mpmd_transport::router::FailureKind;

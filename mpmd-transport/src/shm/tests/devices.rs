@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 
 use super::ear::{Ear, PATIENCE, config, later};
 use crate::memory::{
-    Arriving, DeviceAllocator, DeviceMemory, DevicePlace, DeviceSharing, Fence, Pool, SharedBuffer,
+    Arriving, DeviceAllocator, DeviceMemory, DevicePlace, DeviceSharing, Fence, Latch, Pool, SharedBuffer,
 };
 use crate::shm::{Opened, Shm};
 use crate::transport::{Payload, Ticket, Transport, TransportError};
@@ -51,7 +51,7 @@ struct Memory {
 pub(super) struct ByHand {
     words: Option<Vec<u8>>,
     ended: Mutex<Option<Result<(), String>>>,
-    waiting: Mutex<Vec<Box<dyn FnOnce() + Send>>>,
+    over: Latch,
 }
 
 impl World {
@@ -144,23 +144,17 @@ impl DeviceSharing for Site {
 impl ByHand {
     fn end(&self, result: Result<(), String>) {
         *self.ended.lock() = Some(result);
-        let waiting = std::mem::take(&mut *self.waiting.lock());
-        waiting.into_iter().for_each(|then| then());
+        self.over.pass().into_iter().for_each(|then| then());
     }
 }
 
 impl Fence for ByHand {
     fn is_over(&self) -> bool {
-        self.ended.lock().is_some()
+        self.over.is_passed()
     }
 
     fn on_over(&self, then: Box<dyn FnOnce() + Send>) {
-        let mut waiting = self.waiting.lock();
-        if self.is_over() {
-            drop(waiting);
-            return then();
-        }
-        waiting.push(then);
+        self.over.on_pass(then);
     }
 
     fn failure(&self) -> Option<String> {
