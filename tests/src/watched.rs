@@ -191,14 +191,13 @@ pub fn package_program(package: &str, program: &str) -> PathBuf {
     if !path.exists() {
         let mut build = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
         build.current_dir(env!("CARGO_MANIFEST_DIR")).args(["build", "--package", package, "--bins"]);
-        if cfg!(feature = "ucx") {
-            build.args(["--features", "ucx"]);
+        for (is_on, feature) in [(cfg!(feature = "ucx"), "ucx"), (cfg!(feature = "cuda"), "cuda")] {
+            if is_on {
+                build.args(["--features", feature]);
+            }
         }
         if folder.ends_with("release") {
             build.arg("--release");
-        }
-        if cfg!(feature = "ucx") {
-            build.args(["--features", "ucx"]);
         }
         if let Some(target) = folder.parent() {
             build.arg("--target-dir").arg(target);

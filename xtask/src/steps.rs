@@ -29,9 +29,6 @@ type Step = (&'static str, Extent, fn(&Path) -> anyhow::Result<Outcome>);
 /// What all is built with in a full run, but for the steps that say otherwise.
 const WITH_ALL: &[&str] = &["--features", "ucx,cuda"];
 
-/// What nobody starts, but tests load: a CUDA driver in software.
-const DRIVER: &str = "softcuda";
-
 /// A step of extent `Quick` is part of every run. Cheap ones come first.
 ///
 /// Programs with all features and without any lie in the same files, and tests start what they find there: all
@@ -51,7 +48,7 @@ const STEPS: &[Step] = &[
         clippy(root, &["--package", "mpmd-transport", "--package", "mpmd-core"])
     }),
     ("documentation", Extent::All, documentation),
-    ("programs that tests start", Extent::All, programs),
+    ("tests and the programs they start", Extent::All, programs),
     ("tests", Extent::All, tests),
     ("documentation tests", Extent::All, documentation_tests),
     ("tests without UCX and CUDA", Extent::All, tests_without_features),
@@ -108,9 +105,9 @@ fn documentation(root: &Path) -> anyhow::Result<Outcome> {
 }
 
 fn programs(root: &Path) -> anyhow::Result<Outcome> {
-    // Tests look for them beside their own binary; nothing else builds the programs of another package.
-    in_workspace(root, &[&["build", "--workspace", "--bins"], WITH_ALL].concat())?;
-    in_workspace(root, &["build", "--package", DRIVER, "--lib"])
+    // Tests look for programs and the driver beside their own binary. All is built at once: other targets,
+    // or other packages, would ask for dependencies with other features, and for all of them once more.
+    in_workspace(root, &[&["build", "--workspace", "--lib", "--bins", "--tests"], WITH_ALL].concat())
 }
 
 fn tests(root: &Path) -> anyhow::Result<Outcome> {
