@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use mpmd_core::launch::variables;
 use mpmd_transport::rendezvous::{Server, ServerConfig, Token};
+use rustix::process::Signal;
 use tempfile::TempDir;
 
 use crate::carriers::Carrier;
@@ -76,6 +77,16 @@ pub struct Job {
     shared_memory: SharedMemory,
     // Last: the processes write there.
     folder: TempDir,
+}
+
+/// What became of a job of which one process was [struck](Job::strike).
+pub struct Struck {
+    /// How the others ended, in the order of their numbers.
+    pub ended: Vec<Ended>,
+    /// After how long the last of them had.
+    pub took: Duration,
+    /// What all have printed.
+    pub report: String,
 }
 
 impl Job {
@@ -205,6 +216,26 @@ impl Job {
         let ended = self.wait();
         assert!(ended.iter().all(|end| end.code == 0), "a process failed:\n{}", self.report());
         ended.into_iter().map(|end| end.stdout).collect()
+    }
+
+    /// Sends a process a signal, of which it dies or stops, and waits for the end of all others.
+    ///
+    /// # Panics
+    ///
+    /// As [`Job::wait`].
+    pub fn strike(&mut self, victim: usize, signal: Signal) -> Struck {
+        let begin = Instant::now();
+        self.processes[victim].signal(signal);
+        let deadline = self.deadline;
+        let all = self.processes.iter_mut().enumerate();
+        let others = all.filter(|(process, _)| *process != victim);
+        let ended: Vec<Ended> = others.map(|(_, process)| process.wait(deadline)).collect();
+        let last = ended.iter().map(|end| end.at).max().unwrap_or(begin);
+        // One that is stopped does not end by itself.
+        self.processes[victim].signal(Signal::KILL);
+        // Also looks for what is left.
+        self.wait();
+        Struck { ended, took: last - begin, report: self.report() }
     }
 
     /// What all processes have printed, for the message of a test that fails.

@@ -20,7 +20,7 @@ mod slurm;
 mod watched;
 
 pub use carriers::Carrier;
-pub use job::{Job, JobOptions, bare_command};
+pub use job::{Job, JobOptions, Struck, bare_command};
 pub use random::Random;
 pub use site::{Site, system_program};
 pub use slurm::Slurm;

@@ -4,10 +4,10 @@
 //! On the CUDA driver in software, unless `MPMD_TEST_GPU=1` says that there is a real one.
 #![cfg(feature = "cuda")]
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use mpmd_core::launch::variables;
-use mpmd_tests::{Carrier, Ended, Job, JobOptions};
+use mpmd_tests::{Carrier, Job, JobOptions, Struck};
 use rustix::process::Signal;
 
 /// The time within which everybody must have ended where a process dies.
@@ -82,24 +82,17 @@ fn many_arrays_are_lent_at_once_and_passed_on() {
     }
 }
 
-/// How the others end when something happens to one process in the middle of steps, and after how long the last has.
-fn strike(processes: usize, victim: usize, pace: &str) -> (Vec<Ended>, Duration, String) {
+/// Kills one process in the middle of steps.
+fn strike(processes: usize, victim: usize, pace: &str) -> Struck {
     let (mut job, _folder) = start(processes, &["steps"], &[("SOFTCUDA_PACE", pace)]);
     job.wait_for_output("step 25\n");
-    let begin = Instant::now();
-    job.processes[victim].signal(Signal::KILL);
-    let deadline = job.deadline();
-    let others = (0..processes).filter(|process| *process != victim);
-    let ended: Vec<Ended> = others.map(|process| job.processes[process].wait(deadline)).collect();
-    let last = ended.iter().map(|end| end.at).max().unwrap_or(begin);
-    job.wait();
-    (ended, last - begin, job.report())
+    job.strike(victim, Signal::KILL)
 }
 
 #[test]
 fn who_is_killed_while_all_hold_memory_of_all_is_named_by_the_others_which_end() {
     for (processes, victim, pace) in [(2, 0, "eager"), (2, 1, "seed:5"), (3, 1, "eager"), (3, 2, "seed:9")] {
-        let (ended, took, report) = strike(processes, victim, pace);
+        let Struck { ended, took, report } = strike(processes, victim, pace);
         for end in ended {
             assert_eq!(end.code, 1, "{report}");
             // The third may hear first of who has left because of it, and ends with that.

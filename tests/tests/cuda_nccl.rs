@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use mpmd_core::launch::variables;
-use mpmd_tests::{Carrier, Ended, Job, JobOptions};
+use mpmd_tests::{Carrier, Ended, Job, JobOptions, Struck};
 use rustix::process::Signal;
 
 /// The time within which everybody must have ended where a process dies or lacks something.
@@ -85,20 +85,13 @@ fn who_is_killed_while_others_wait_for_it_in_nccl_is_named_by_them_and_they_end(
         let (mut job, _folder) = start(carrier, &vec!["nccl"; processes], &args, &[]);
         job.wait_for_output("step 2\n");
         std::thread::sleep(Duration::from_millis(50));
-        let begin = Instant::now();
-        job.processes[victim].signal(Signal::KILL);
-        let deadline = job.deadline();
-        let others = (0..processes).filter(|process| *process != victim);
-        let ended: Vec<Ended> = others.map(|process| job.processes[process].wait(deadline)).collect();
-        let last = ended.iter().map(|end| end.at).max().unwrap_or(begin);
-        job.wait();
-        let report = job.report();
+        let Struck { ended, took, report } = job.strike(victim, Signal::KILL);
         for end in ended {
             assert_eq!(end.code, 1, "{report}");
             assert!(end.stderr.contains(&format!("process {victim} is gone")), "{report}");
             assert!(!end.stderr.contains("panicked"), "{report}");
         }
-        assert!(last - begin <= SOON, "{processes} processes without {victim}: {:?}\n{report}", last - begin);
+        assert!(took <= SOON, "{processes} processes without {victim}: {took:?}\n{report}");
     }
 }
 

@@ -4,7 +4,8 @@
 use std::time::{Duration, Instant};
 
 use mpmd_tests::{
-    Carrier, Ended, Job, JobOptions, Watched, bare_command, over_each_carrier, package_program, processes_of,
+    Carrier, Ended, Job, JobOptions, Struck, Watched, bare_command, over_each_carrier, package_program,
+    processes_of,
 };
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -31,26 +32,12 @@ fn options(carrier: Carrier, patience: Duration) -> JobOptions {
     JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).over(carrier).patience(patience)
 }
 
-/// How the others end when something happens to process `victim` while all are at work; and after how
-/// long the last has ended.
-fn strike(options: JobOptions, mode: &str, victim: usize, signal: Signal) -> (Vec<Ended>, Duration, String) {
+/// Strikes process `victim` while all are at work.
+fn strike(options: JobOptions, mode: &str, victim: usize, signal: Signal) -> Struck {
     let mut job = Job::start(options, &["looping", mode]);
     // Far enough that all are at work.
     job.wait_for_output("step 6\n");
-    let begin = Instant::now();
-    job.processes[victim].signal(signal);
-    let deadline = job.deadline();
-    let mut ended = Vec::new();
-    for process in 0..PROCESSES {
-        if process != victim {
-            ended.push(job.processes[process].wait(deadline));
-        }
-    }
-    let last = ended.iter().map(|end| end.at).max().unwrap_or(begin);
-    // One that is stopped does not end by itself.
-    job.processes[victim].signal(Signal::KILL);
-    job.wait();
-    (ended, last - begin, job.report())
+    job.strike(victim, signal)
 }
 
 fn check_errors(victim: usize, ended: &[Ended], report: &str) {
@@ -68,7 +55,7 @@ fn a_killed_process_is_named_by_every_other_within_five_seconds(carrier: Carrier
     for mode in ["reading", "running-ahead", "large"] {
         for victim in victims.clone() {
             let options = options(carrier, Duration::from_secs(30));
-            let (ended, took, report) = strike(options, mode, victim, Signal::KILL);
+            let Struck { ended, took, report } = strike(options, mode, victim, Signal::KILL);
             check_errors(victim, &ended, &report);
             assert!(took <= SOON, "{mode}, victim {victim}: the last ended after {took:?}\n{report}");
             waited += usize::from(ended.iter().any(|end| end.stderr.contains("waited for it")));
@@ -81,7 +68,7 @@ fn a_killed_process_is_named_by_every_other_within_five_seconds(carrier: Carrier
 fn a_stopped_process_is_named_by_every_other_when_patience_is_over(carrier: Carrier) {
     for victim in [0, 2] {
         let options = options(carrier, Duration::from_secs(3));
-        let (ended, _, report) = strike(options, "running-ahead", victim, Signal::STOP);
+        let Struck { ended, report, .. } = strike(options, "running-ahead", victim, Signal::STOP);
         check_errors(victim, &ended, &report);
     }
 }

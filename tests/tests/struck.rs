@@ -1,9 +1,9 @@
 //! A process dies, or stops, while 64 MiB are on their way to it or from it: the others end with an error
 //! that says who. Where exactly it is struck is up to a seed.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use mpmd_tests::{Carrier, Ended, Job, JobOptions, Random, over_each_carrier};
+use mpmd_tests::{Carrier, Job, JobOptions, Random, Struck, over_each_carrier};
 use rustix::process::Signal;
 
 /// The time within which everybody must have ended where a process dies.
@@ -17,32 +17,13 @@ over_each_carrier! {
     a_process_stopped_in_the_middle_of_large_transfers_is_named_when_patience_is_over
 }
 
-/// How the others end when something happens to `victim` while it sends, or receives, and after how long the
-/// last has ended.
-struct Struck {
-    ended: Vec<Ended>,
-    took: Duration,
-    report: String,
-}
-
 /// Strikes process `victim` of a job while large transfers flow.
 fn strike(options: JobOptions, how: &str, victim: usize, delay: Duration, signal: Signal) -> Struck {
-    let processes = options.processes;
     let mut job = Job::start(options, &["flooding", how, &victim.to_string()]);
     // All have seen a transfer end, and the next is on its way at any time.
     job.wait_for_output("round 3\n");
     std::thread::sleep(delay);
-    let begin = Instant::now();
-    job.processes[victim].signal(signal);
-    let deadline = job.deadline();
-    let others = (0..processes).filter(|process| *process != victim);
-    let ended: Vec<Ended> = others.map(|process| job.processes[process].wait(deadline)).collect();
-    let last = ended.iter().map(|end| end.at).max().unwrap_or(begin);
-    // One that is stopped does not end by itself.
-    job.processes[victim].signal(Signal::KILL);
-    // Also looks for what is left.
-    job.wait();
-    Struck { ended, took: last - begin, report: job.report() }
+    job.strike(victim, signal)
 }
 
 /// Strikes a process that sends, and one that receives, of 2 and of 4, `times` each; returns how long the others
