@@ -1,4 +1,4 @@
-//! How a function that C programs call is written: the macro [`api!`], and types for what C hands over.
+//! How a function that C programs call is written: the macro [`exported!`], and types for what C hands over.
 
 use std::ffi::{CStr, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -7,72 +7,73 @@ use crate::counters;
 use crate::error::{Code, Result};
 use crate::faults;
 
-/// Defines a function of the driver under its C name. The body is safe code that gives a [`Result`]; the call is
-/// counted under its name, and a panic in the body becomes `CUDA_ERROR_UNKNOWN`.
-macro_rules! api {
-    ($(#[$doc:meta])* fn $name:ident($($arg:ident : $ty:ty),* $(,)?) $body:block) => {
+/// Defines a function under its C name, which answers with what `$code` makes of the driver's code. The body is safe
+/// code that gives a [`Result`]; the call is counted under its name, and a panic in the body becomes
+/// `CUDA_ERROR_UNKNOWN`.
+macro_rules! exported {
+    ($code:path; $(#[$doc:meta])* fn $name:ident($($arg:ident : $ty:ty),* $(,)?) $body:block) => {
         $(#[$doc])*
-        #[allow(non_snake_case)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
         #[unsafe(no_mangle)]
         unsafe extern "C" fn $name($($arg: $ty),*) -> u32 {
-            $crate::entry::call(stringify!($name), move || $body)
+            $code($crate::entry::call(stringify!($name), move || $body))
         }
     };
+}
+pub(crate) use exported;
+
+/// A function of the driver; see [`exported!`].
+macro_rules! api {
+    ($($function:tt)*) => { $crate::entry::exported!(::std::convert::identity; $($function)*); };
 }
 pub(crate) use api;
 
-/// Like [`api!`], for functions of NVRTC: what is wrong with an argument has another number there.
+/// A function of NVRTC: what is wrong with an argument has another number there.
 macro_rules! nvrtc {
-    ($(#[$doc:meta])* fn $name:ident($($arg:ident : $ty:ty),* $(,)?) $body:block) => {
-        $(#[$doc])*
-        #[allow(non_snake_case)]
-        #[unsafe(no_mangle)]
-        unsafe extern "C" fn $name($($arg: $ty),*) -> u32 {
-            match $crate::entry::call(stringify!($name), move || $body) {
-                1 => 3,   // NVRTC_ERROR_INVALID_INPUT
-                999 => 11, // NVRTC_ERROR_INTERNAL_ERROR
-                other => other,
-            }
-        }
-    };
+    ($($function:tt)*) => { $crate::entry::exported!($crate::entry::code_of_nvrtc; $($function)*); };
 }
 pub(crate) use nvrtc;
 
-/// Like [`api!`], for functions of cuBLAS. Their bodies give cuBLAS's codes, but for a null pointer, and for errors of
-/// the driver that they do not turn into one.
+/// A function of cuBLAS. Their bodies give cuBLAS's codes, but for a null pointer, and for errors of the driver that
+/// they do not turn into one.
 macro_rules! blas {
-    ($(#[$doc:meta])* fn $name:ident($($arg:ident : $ty:ty),* $(,)?) $body:block) => {
-        $(#[$doc])*
-        #[allow(non_snake_case, clippy::too_many_arguments)]
-        #[unsafe(no_mangle)]
-        unsafe extern "C" fn $name($($arg: $ty),*) -> u32 {
-            match $crate::entry::call(stringify!($name), move || $body) {
-                999 => 14, // CUBLAS_STATUS_INTERNAL_ERROR
-                other => other,
-            }
-        }
-    };
+    ($($function:tt)*) => { $crate::entry::exported!($crate::entry::code_of_cublas; $($function)*); };
 }
 pub(crate) use blas;
 
-/// Like [`api!`], for functions of NCCL. Their bodies give NCCL's codes; an error of the driver is `ncclUnhandledCudaError`.
+/// A function of NCCL. Their bodies give NCCL's codes; an error of the driver is `ncclUnhandledCudaError`.
 macro_rules! nccl {
-    ($(#[$doc:meta])* fn $name:ident($($arg:ident : $ty:ty),* $(,)?) $body:block) => {
-        $(#[$doc])*
-        #[allow(non_snake_case, clippy::too_many_arguments)]
-        #[unsafe(no_mangle)]
-        unsafe extern "C" fn $name($($arg: $ty),*) -> u32 {
-            match $crate::entry::call(stringify!($name), move || $body) {
-                999 => 3, // ncclInternalError
-                code @ 0..8 => code,
-                _ => 1, // ncclUnhandledCudaError
-            }
-        }
-    };
+    ($($function:tt)*) => { $crate::entry::exported!($crate::entry::code_of_nccl; $($function)*); };
 }
 pub(crate) use nccl;
 
-/// Runs the body of a function of the driver; see [`api!`].
+/// See [`nvrtc!`].
+pub(crate) fn code_of_nvrtc(code: u32) -> u32 {
+    match code {
+        1 => 3,    // NVRTC_ERROR_INVALID_INPUT
+        999 => 11, // NVRTC_ERROR_INTERNAL_ERROR
+        other => other,
+    }
+}
+
+/// See [`blas!`].
+pub(crate) fn code_of_cublas(code: u32) -> u32 {
+    match code {
+        999 => 14, // CUBLAS_STATUS_INTERNAL_ERROR
+        other => other,
+    }
+}
+
+/// See [`nccl!`].
+pub(crate) fn code_of_nccl(code: u32) -> u32 {
+    match code {
+        999 => 3, // ncclInternalError
+        code @ 0..8 => code,
+        _ => 1, // ncclUnhandledCudaError
+    }
+}
+
+/// Runs the body of a function; see [`exported!`].
 pub(crate) fn call(name: &'static str, body: impl FnOnce() -> Result) -> u32 {
     counters::called(name);
     match catch_unwind(AssertUnwindSafe(|| faults::meet_call(name).and_then(|()| body()))) {
