@@ -13,6 +13,7 @@
 
 use std::any::Any;
 use std::collections::HashMap;
+use std::ffi::c_char;
 use std::io;
 use std::sync::{Arc, OnceLock};
 
@@ -281,7 +282,7 @@ impl Opened {
         is_far: bool,
     ) -> Result<Self, CudaError> {
         let _visit = context.visit()?;
-        let handle = sys::CUipcMemHandle { reserved: handle.map(|byte| byte.cast_signed()) };
+        let handle = sys::CUipcMemHandle { reserved: handle.map(|byte| byte as c_char) };
         // The only flag that there is, and one that must be: from afar it lets the devices reach each other.
         let flags = sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
         let mut address = 0;
@@ -354,7 +355,7 @@ impl Imported {
 
     fn open(context: &Arc<Context>, handle: [u8; HANDLE]) -> Result<Self, CudaError> {
         let _visit = context.visit()?;
-        let handle = sys::CUipcEventHandle { reserved: handle.map(|byte| byte.cast_signed()) };
+        let handle = sys::CUipcEventHandle { reserved: handle.map(|byte| byte as c_char) };
         let mut raw = std::ptr::null_mut();
         // SAFETY: a handle is plain bytes, which the driver looks through; there is room for the event.
         unsafe { sys::cuIpcOpenEventHandle(&raw mut raw, handle) }

@@ -12,7 +12,7 @@
 pub(super) mod library;
 
 use std::collections::HashMap;
-use std::ffi::c_int;
+use std::ffi::{c_char, c_int};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -209,7 +209,7 @@ impl Communicator {
             c_int::try_from(number).map_err(|_| CudaError::new(DOING, "", "the group has too many devices"))
         };
         let (ranks, rank) = (number(ranks)?, number(self.rank)?);
-        let id = sys::ncclUniqueId { internal: id.map(|byte| i8::from_ne_bytes([byte])) };
+        let id = sys::ncclUniqueId { internal: id.map(|byte| byte as c_char) };
         let (mut raw, mut config) = (NONE, config());
         // SAFETY: there is room for the communicator, and the configuration says how much of it is filled. The context of
         // the device is current, as the caller has seen to.
