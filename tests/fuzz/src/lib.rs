@@ -1,0 +1,143 @@
+//! Runs a parser or a state machine on many generated inputs, on the stable toolchain.
+//!
+//! A target is an ordinary unit test whose name starts with `fuzz_`. It calls [`bytes`] (a parser that
+//! reads bytes) or [`cases`] (anything else) once. The test fails if an input panics, if an input takes
+//! longer than [`LONGEST`], or if the process asks for more than [`MEMORY`] beyond its size at the start.
+//!
+//! `cargo xtask fuzz --inputs N` runs all targets. Input number `i` depends on the seed and on `i` alone,
+//! so `MPMD_FUZZ_SEED=S MPMD_FUZZ_FIRST=i MPMD_FUZZ_INPUTS=1` runs that input again.
+
+mod mutate;
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+
+pub use fastrand::Rng;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+pub use mutate::{integer, mutate};
+
+/// Number of inputs for each target where `MPMD_FUZZ_INPUTS` is not set.
+pub const INPUTS: u64 = 20_000;
+
+/// The longest time for one input.
+pub const LONGEST: Duration = Duration::from_secs(20);
+
+/// Address space that a target may add to that of the process at its start, in bytes.
+pub const MEMORY: u64 = 4 << 30;
+
+/// Failing inputs that are printed in full; the others are only counted.
+const SHOWN: u64 = 5;
+
+/// Runs `parse` on mutations of `samples` and on random bytes.
+///
+/// `samples` are valid inputs: most mutations change a few bytes of one of them, so that they get past
+/// the first checks.
+///
+/// # Panics
+///
+/// If `parse` panicked on any input.
+pub fn bytes(target: &str, samples: &[Vec<u8>], parse: impl Fn(&[u8])) {
+    cases(target, |rng| {
+        let input = mutate::input(rng, samples);
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| parse(&input))) {
+            eprintln!("{target}: input {}", input.escape_ascii());
+            std::panic::resume_unwind(panic);
+        }
+    });
+}
+
+/// Runs `case` once for each input, with a generator of its own for each.
+///
+/// # Panics
+///
+/// If `case` panicked on any input.
+pub fn cases(target: &str, mut case: impl FnMut(&mut Rng)) {
+    let (inputs, first, seed) =
+        (number("MPMD_FUZZ_INPUTS", INPUTS), number("MPMD_FUZZ_FIRST", 0), number("MPMD_FUZZ_SEED", 1));
+    limit_memory();
+    let current = AtomicU64::new(first);
+    let (end, ended) = channel::<()>();
+    let failures = std::thread::scope(|scope| {
+        let current = &current;
+        scope.spawn(move || watch(target, current, &ended));
+        // Ends the watcher, also where this thread panics.
+        let _end = end;
+        let mut failures = 0;
+        for input in first..first.saturating_add(inputs) {
+            current.store(input, Ordering::Relaxed);
+            let mut rng = Rng::with_seed(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ input);
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| case(&mut rng))) {
+                failures += 1;
+                if failures <= SHOWN {
+                    eprintln!("{target}: input {input} of seed {seed} failed: {}", message(&*panic));
+                }
+            }
+        }
+        failures
+    });
+    println!("{target}: {inputs} inputs, {failures} failures");
+    assert!(failures == 0, "{target} failed");
+}
+
+/// Ends the process if one input takes too long: nothing else can stop a loop without an end.
+fn watch(target: &str, current: &AtomicU64, ended: &std::sync::mpsc::Receiver<()>) {
+    let mut seen = u64::MAX;
+    while ended.recv_timeout(LONGEST) == Err(RecvTimeoutError::Timeout) {
+        let now = current.load(Ordering::Relaxed);
+        if now == seen {
+            eprintln!("{target}: input {now} takes longer than {LONGEST:?}");
+            std::process::exit(101);
+        }
+        seen = now;
+    }
+}
+
+/// Lowers the limit of the address space, so that a length from an input cannot take all memory.
+fn limit_memory() {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let size =
+        status.lines().find_map(|line| line.strip_prefix("VmSize:")?.strip_suffix("kB")?.trim().parse().ok());
+    let most = size.map_or(u64::MAX, |kib: u64| kib * 1024 + MEMORY);
+    let limit = getrlimit(Resource::As);
+    if limit.current.is_none_or(|current| current > most) {
+        setrlimit(Resource::As, Rlimit { current: Some(most), ..limit }).expect("the limit only gets lower");
+    }
+}
+
+fn number(variable: &str, default: u64) -> u64 {
+    match std::env::var(variable) {
+        Ok(text) => text.parse().unwrap_or_else(|_| panic!("{variable}={text} is not a number")),
+        Err(_) => default,
+    }
+}
+
+fn message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("a panic without a message")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failing_input_is_counted_and_found_again() {
+        let failed = catch_unwind(|| cases("some fail", |rng| assert!(rng.u32(..1000) != 7)));
+        assert!(message(&*failed.unwrap_err()).ends_with("some fail failed"));
+        cases("none fails", |rng| assert!(rng.u32(..1000) < 1000));
+    }
+
+    #[test]
+    fn samples_are_mutated_and_kept() {
+        let (kept, other) = (AtomicU64::new(0), AtomicU64::new(0));
+        bytes("samples", &[b"sample".to_vec()], |input| {
+            let count = if input == b"sample" { &kept } else { &other };
+            count.fetch_add(1, Ordering::Relaxed);
+        });
+        assert!(kept.into_inner() > 10 && other.into_inner() > 10_000);
+    }
+}
