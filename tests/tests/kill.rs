@@ -1,19 +1,15 @@
 //! A process dies, or stops, in the middle: the others end soon, each with an error that says who, and
 //! what waited for it.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use mpmd_tests::{
-    Carrier, Ended, Job, JobOptions, Struck, Watched, bare_command, over_each_carrier, package_program,
-    processes_of,
-};
-use rustix::process::{Pid, Signal, kill_process};
+use mpmd_tests::{Carrier, Ended, Job, JobOptions, Struck, over_each_carrier};
+use rustix::process::Signal;
 
 over_each_carrier! {
     a_killed_process_is_named_by_every_other_within_five_seconds
     a_stopped_process_is_named_by_every_other_when_patience_is_over
     a_stop_shorter_than_patience_is_no_failure
-    a_launched_job_says_who_died_and_leaves_nothing
 }
 
 const PROCESSES: usize = 4;
@@ -85,44 +81,4 @@ fn a_stop_shorter_than_patience_is_no_failure(carrier: Carrier) {
         process.signal(Signal::KILL);
     }
     job.wait();
-}
-
-fn a_launched_job_says_who_died_and_leaves_nothing(carrier: Carrier) {
-    let folder = tempfile::tempdir().expect("a folder for the test");
-    let victims = if carrier.is_thorough() { 0..PROCESSES } else { 0..2 };
-    for victim in victims {
-        let mark = format!("{}-{victim}", folder.path().display());
-        let mut command = bare_command(&package_program("mpmd-cli", "mpmd"));
-        command.args(["run", "-n", "4", "--", env!("CARGO_BIN_EXE_named"), "looping", "reading"]);
-        carrier.set(command.env("MPMD_TESTS_MARK", &mark));
-        let mut launcher = Watched::start(command, folder.path(), &format!("launcher-{victim}"));
-        let deadline = Instant::now() + Duration::from_secs(60);
-        for process in 0..PROCESSES {
-            launcher.wait_for_output(&format!("[{process}] step 20\n"), deadline);
-        }
-        let children = processes_of(&mark);
-        let pid = children.iter().find(|pid| has_variable(**pid, &format!("MPMD_RANK={victim}")));
-        let pid = *pid.unwrap_or_else(|| panic!("none of {children:?} is process {victim}"));
-        let begin = Instant::now();
-        kill_process(Pid::from_raw(pid as i32).expect("no pid is 0"), Signal::KILL).expect("it is running");
-        let end = launcher.wait(deadline);
-        let report = launcher.report();
-        assert_eq!(end.code, 128 + Signal::KILL.as_raw(), "the code of who failed first\n{report}");
-        assert!(end.at - begin <= SOON, "the launcher ended after {:?}\n{report}", end.at - begin);
-        let first = format!("process {victim} failed first: it was ended by signal 9 (SIGKILL)");
-        assert!(end.stderr.contains(&first), "{report}");
-        for process in (0..PROCESSES).filter(|process| *process != victim) {
-            let said: String =
-                end.stderr.lines().filter(|l| l.starts_with(&format!("[{process}] "))).collect();
-            assert!(said.contains(&format!("process {victim} is gone")), "process {process}:\n{report}");
-            assert!(names_an_operation(&said), "process {process}:\n{report}");
-        }
-        let left = processes_of(&mark);
-        assert!(left.is_empty(), "processes {left:?} are left\n{report}");
-    }
-}
-
-fn has_variable(pid: u32, variable: &str) -> bool {
-    let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-    environment.split(|byte| *byte == 0).any(|found| found == variable.as_bytes())
 }
