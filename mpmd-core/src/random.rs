@@ -104,6 +104,16 @@ mod tests {
     }
 
     #[test]
+    fn fold_in_uses_all_64_bits() {
+        let key = Key(7);
+        for bit in 0..64 {
+            assert_ne!(key.fold_in(5), key.fold_in(5 ^ (1 << bit)), "bit {bit} of the data");
+            assert_ne!(key.fold_in(5), Key(7 ^ (1 << bit)).fold_in(5), "bit {bit} of the key");
+        }
+        assert_ne!(key.fold_in(5), key.fold_in(5 + (1 << 32)));
+    }
+
+    #[test]
     fn uniform_numbers_are_in_range_and_even() {
         let (key, n) = (Key(42), 20_000);
         let mut sums = [0.0f64; 2];

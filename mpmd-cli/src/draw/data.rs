@@ -52,6 +52,7 @@ pub(super) fn json(timeline: &Timeline) -> String {
         }));
     }
     let (from, until) = facts::stepped(timeline);
+    let opened = facts::opened(timeline);
     let chunks = facts::chunks(timeline);
     let data = json!({
         "title": timeline.title,
@@ -59,8 +60,9 @@ pub(super) fn json(timeline: &Timeline) -> String {
         "memoryUnit": text::memory_unit(timeline),
         "end": timeline.end,
         "stepped": [from, until],
+        "opened": [opened.0, opened.1],
         "prefix": facts::prefix(timeline),
-        "marks": timeline.marks.iter().map(|mark| json!([mark.at, mark.name])).collect::<Vec<_>>(),
+        "marks": timeline.marks.iter().map(|mark| json!([mark.at, mark.name, mark.end])).collect::<Vec<_>>(),
         "kinds": colour::NAMES,
         "chunks": chunks,
         "colours": {

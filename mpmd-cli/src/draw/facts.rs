@@ -1,6 +1,6 @@
 //! What a drawing says in words: how long a step takes, how much of it is bubble, how much memory.
 
-use mpmd_core::trace::{Kind, Row, Step, Timeline};
+use mpmd_core::trace::{Kind, Row, Timeline};
 
 use super::{colour, text};
 
@@ -18,8 +18,11 @@ pub(super) fn figures(timeline: &Timeline) -> Vec<Figure> {
     let mut figures = vec![step_time(timeline)];
     let (from, until) = stepped(timeline);
     let bubble = text::percent(timeline.bubble(from, until));
-    let of = if timeline.rows.len() == 1 { "of its time" } else { "of all their time" };
-    figures.push(Figure { name: "bubble", value: bubble, note: of.to_owned() });
+    let mut of = if timeline.rows.len() == 1 { "of its time" } else { "of all their time" }.to_owned();
+    if (from, until) != (0.0, timeline.end) {
+        of.push_str(" in the steps");
+    }
+    figures.push(Figure { name: "bubble", value: bubble, note: of });
     figures.push(Figure {
         name: rows_name(timeline),
         value: timeline.rows.len().to_string(),
@@ -43,36 +46,50 @@ pub(super) fn figures(timeline: &Timeline) -> Vec<Figure> {
 
 fn step_time(timeline: &Timeline) -> Figure {
     let steps = timeline.steps();
-    let lengths = || steps.iter().map(|step| step.length());
-    let mean = if steps.is_empty() { 0.0 } else { lengths().sum::<f64>() / steps.len() as f64 };
+    let takes = || steps.iter().map(|step| step.takes);
+    let median = timeline.median_step().map_or(0.0, |step| step.takes);
     let time = |value| text::time(&timeline.unit, value);
     let mut notes = Vec::new();
     if steps.len() > 1 {
-        let (least, most) = (lengths().fold(f64::INFINITY, f64::min), lengths().fold(0.0, f64::max));
-        notes.push(format!("mean of {}: {} to {}", steps.len(), time(least), time(most)));
+        let (least, most) = (takes().fold(f64::INFINITY, f64::min), takes().fold(0.0, f64::max));
+        notes.push(format!("median of {}: {} to {}", steps.len(), time(least), time(most)));
     }
-    let planned = steps.iter().filter_map(|step| planned_length(timeline, step));
-    let (planned, count) = planned.fold((0.0, 0), |(sum, count), one| (sum + one, count + 1));
-    if count == steps.len() && planned > 0.0 {
-        let planned = planned / count as f64;
-        let more = 100.0 * (mean / planned - 1.0);
+    if let Some(planned) = planned_length(timeline).filter(|planned| *planned > 0.0) {
+        let more = 100.0 * (median / planned - 1.0);
         notes.push(format!("planned {}, {more:+.1} %", time(planned)));
     }
     let name = if steps.len() > 1 { "a step" } else { "step time" };
-    Figure { name, value: time(mean), note: notes.join("; ") }
+    Figure { name, value: time(median), note: notes.join("; ") }
 }
 
-/// How long a step takes by the plan of what begins in it; none where nothing of it was planned.
-fn planned_length(timeline: &Timeline, step: &Step) -> Option<f64> {
-    let bars = timeline.rows.iter().flat_map(|row| &row.bars);
-    let of_step = bars.filter(|bar| (step.from..step.until).contains(&bar.start));
-    let end = of_step.filter_map(|bar| bar.planned).map(|(_, until)| until).reduce(f64::max)?;
-    Some(end - step.from)
+/// Returns how long a step takes by the plan: the median over the steps. `None` unless something of
+/// every step was planned.
+fn planned_length(timeline: &Timeline) -> Option<f64> {
+    let steps = timeline.steps();
+    let mut spans = vec![(f64::INFINITY, f64::NEG_INFINITY); steps.len()];
+    for (start, end) in timeline.rows.iter().flat_map(|row| &row.bars).filter_map(|bar| bar.planned) {
+        // By the plan: a bar that comes late may begin when the next step already has.
+        let step = steps.partition_point(|step| step.from <= start);
+        if let Some(span) = spans.get_mut(step.wrapping_sub(1)) {
+            *span = (span.0.min(start), span.1.max(end));
+        }
+    }
+    let mut lengths: Vec<f64> = spans.into_iter().map(|(start, end)| end - start).collect();
+    lengths.sort_by(f64::total_cmp);
+    let is_whole = lengths.first().is_some_and(|least| *least >= 0.0);
+    is_whole.then(|| lengths[(lengths.len() - 1) / 2])
 }
 
-/// From the first step's beginning to the end.
+/// Returns the time from the first step's begin to the end of the last.
 pub(super) fn stepped(timeline: &Timeline) -> (f64, f64) {
-    (timeline.steps().first().map_or(0.0, |step| step.from), timeline.end)
+    let steps = timeline.steps();
+    let until = steps.iter().map(|step| step.until).reduce(f64::max);
+    (steps.first().map_or(0.0, |step| step.from), until.unwrap_or(timeline.end))
+}
+
+/// Returns the time that a page shows first: the step of median length.
+pub(super) fn opened(timeline: &Timeline) -> (f64, f64) {
+    timeline.median_step().map_or((0.0, timeline.end), |step| (step.from, step.until))
 }
 
 /// The share of the time in which a row does not compute.
@@ -193,14 +210,14 @@ mod tests {
     }
 
     #[test]
-    fn several_steps_have_a_mean_and_a_range() {
+    fn several_steps_have_a_median_and_a_range() {
         let mut timeline = two();
         timeline.unit = "s".to_owned();
-        timeline.marks =
-            [(1.0, "step 0"), (3.0, "step 1")].map(|(at, name)| Mark { at, name: name.to_owned() }).to_vec();
+        let mark = |(at, name): (f64, &str)| Mark { at, name: name.to_owned(), end: None };
+        timeline.marks = [(1.0, "step 0"), (3.0, "step 1")].map(mark).to_vec();
         let texts = texts(&timeline);
-        assert_eq!(texts[0], "a step: 1.5 s | mean of 2: 1 s to 2 s");
-        assert_eq!(texts[1], "bubble: 33.3 % | of all their time");
+        assert_eq!(texts[0], "a step: 1 s | median of 2: 1 s to 2 s");
+        assert_eq!(texts[1], "bubble: 33.3 % | of all their time in the steps");
         // Of each step by itself, from its own beginning.
         timeline.marks[0].at = 0.0;
         timeline.marks[1].at = 2.0;
@@ -208,7 +225,35 @@ mod tests {
             let from = if bar.start < 2.0 { 0.0 } else { 2.0 };
             bar.planned = Some((from, from + 1.5));
         }
-        assert_eq!(texts_of(&timeline), "a step: 2 s | mean of 2: 2 s to 2 s; planned 1.5 s, +33.3 %");
+        assert_eq!(texts_of(&timeline), "a step: 2 s | median of 2: 2 s to 2 s; planned 1.5 s, +33.3 %");
+    }
+
+    #[test]
+    fn what_follows_the_last_step_is_in_no_figure() {
+        let mut timeline = two();
+        let mark = |(at, end): (f64, f64)| Mark { at, end: Some(end), name: String::new() };
+        timeline.marks = [(0.0, 1.0), (1.0, 2.0)].map(mark).to_vec();
+        let before = texts(&timeline);
+        assert_eq!(before[0], "a step: 1 unit | median of 2: 1 unit to 1 unit");
+        assert_eq!(before[1], "bubble: 25.0 % | of all their time in the steps");
+        // An evaluation.
+        timeline.rows[0].bars.push(Bar { start: 4.0, end: 100.0, ..Bar::default() });
+        timeline.end = 100.0;
+        assert_eq!((&texts(&timeline)[..2], opened(&timeline)), (&before[..2], (0.0, 1.0)));
+        // The plan of a step counts with it, also where its bar came late.
+        timeline.rows[0].bars[0].planned = Some((0.0, 0.5));
+        timeline.rows[1].bars[1].planned = Some((0.5, 0.8));
+        timeline.rows[0].bars[1].planned = Some((1.0, 1.8));
+        let planned = "a step: 1 unit | median of 2: 1 unit to 1 unit; planned 0.8 units, +25.0 %";
+        assert_eq!(texts_of(&timeline), planned);
+        timeline.rows[0].bars[1].planned = None;
+        assert_eq!(texts_of(&timeline), before[0], "one step has no plan");
+    }
+
+    #[test]
+    fn whole_is_opened_where_it_is_one_step() {
+        assert_eq!(opened(&two()), (0.0, 4.0));
+        assert_eq!(opened(&Timeline::default()), (0.0, 0.0));
     }
 
     fn texts_of(timeline: &Timeline) -> String {

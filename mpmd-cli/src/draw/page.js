@@ -82,7 +82,10 @@ const text = (numbers, i) => numbers && numbers[i] != null ? data.texts[numbers[
 // Where things are. All lengths are in CSS pixels.
 const scroll = $("scroll"), rowsBox = $("rows"), tip = $("tip");
 const canvases = { bars: $("bars"), marked: $("marked"), overview: document.querySelector("#overview canvas") };
-let view = { from: 0, until: end };
+// First one step, as there are others or something beside it.
+const opened = data.opened[1] > data.opened[0] ? { from: data.opened[0], until: data.opened[1] } : { from: 0, until: end };
+const isPart = opened.from > 0 || opened.until < end;
+let view = opened;
 let place = null;
 let shown = { moves: false, planned: true, memory: true };
 let summed = false, chosen = null, pending = 0, theme = "light", style = null;
@@ -107,7 +110,7 @@ function arrange() {
   const family = getComputedStyle(document.body).fontFamily;
   const chart = $("chart");
   // What the rows may have: the rest of the window, and more by scrolling.
-  const rest = Math.max(200, window.innerHeight - chart.getBoundingClientRect().top - window.scrollY - 34 - (data.marks.length > 1 ? 15 : 0) - 20 - 18 - 10);
+  const rest = Math.max(200, window.innerHeight - chart.getBoundingClientRect().top - window.scrollY - 34 - (isPart ? 15 : 0) - 20 - 18 - 10);
   const n = Math.max(1, rows.length);
   const pitch = Math.min(MOST_PITCH, Math.max(shown.moves ? LEAST_WITH_MOVES : LEAST_PITCH, Math.floor(10 * rest / n) / 10));
   const letters = Math.min(13, Math.max(9.5, pitch - 1));
@@ -149,7 +152,7 @@ function arrange() {
   Object.assign($("idle-head").style, { left: right + "px", width: idle + "px" });
   Object.assign($("memory-head").style, { left: right + idle + spark + "px", width: Math.max(0, width - right - idle - spark) + "px" });
   $("memory-head").hidden = !hasMemory;
-  $("steps").hidden = data.marks.length < 2;
+  $("steps").hidden = !isPart;
   const moved = document.querySelector("#legend [data-kind='" + MOVE + "']");
   if (moved) moved.parentElement.hidden = !shown.moves;
   place.shares = shares(0, end, Math.max(8, Math.floor(place.width / 3)));
@@ -264,7 +267,7 @@ function drawNow() {
   }
   if (shown.moves) drawArrows(context, part, first, last, top);
   context.setLineDash([4, 3]); context.strokeStyle = style.mark; context.globalAlpha = 0.6;
-  for (const [at] of data.marks) { context.beginPath(); context.moveTo(Math.round(x(at)) + 0.5, 0); context.lineTo(Math.round(x(at)) + 0.5, height); context.stroke(); }
+  for (const at of new Set(data.marks.map(([at]) => at).concat(data.stepped[1] < end ? [data.stepped[1]] : []))) { context.beginPath(); context.moveTo(Math.round(x(at)) + 0.5, 0); context.lineTo(Math.round(x(at)) + 0.5, height); context.stroke(); }
   context.restore();
   if (place.spark && shown.memory) for (let r = first; r < last; r++) {
     const from = place.sparkLeft, to = from + place.spark - 6;
@@ -274,7 +277,8 @@ function drawNow() {
   drawMarked();
   const chart = $("chart");
   chart.dataset.from = view.from; chart.dataset.until = view.until; chart.dataset.mode = summed ? "sums" : "bars"; chart.dataset.drawn = count;
-  $("note").textContent = summed ? "Single passes are too narrow here: the heights of the colours are their shares of the time. Zoom in to see each; point at any place to ask." : "";
+  $("note").textContent = summed ? "Single passes are too narrow here: the heights of the colours are their shares of the time. Zoom in to see each; point at any place to ask."
+    : isPart && view.from === opened.from && view.until === opened.until ? "This is one step, of median length. Reset (0) shows all of it." : "";
   $("out").disabled = $("reset").disabled = view.from <= 0 && view.until >= end;
 }
 
@@ -305,9 +309,9 @@ function axis() {
 // The names of what begins at marks; a step that has begun before what is seen is named at its edge.
 function steps() {
   const labels = [], edge = place.left + place.width;
-  data.marks.forEach(([at, name], i) => {
-    const from = Math.max(place.left, x(at)), until = Math.min(edge, i + 1 < data.marks.length ? x(data.marks[i + 1][0]) : x(end));
-    if (!name || until - from < name.length * 6.6 + 8) return;
+  data.marks.forEach(([at, name, until], i) => {
+    const from = Math.max(place.left, x(at)), to = Math.min(edge, x(i + 1 < data.marks.length ? data.marks[i + 1][0] : until ?? end));
+    if (!name || to - from < name.length * 6.6 + 8) return;
     const it = document.createElement("span");
     it.textContent = name;
     it.style.left = from + "px";

@@ -351,9 +351,11 @@ impl Drawing<'_> {
         self.path(&line, "memory-curve");
     }
 
-    /// Where steps begin, with their names below.
+    /// Draws where steps begin and the last one ends, with their names below. Nothing where one step
+    /// is all.
     fn marks(&mut self, top: f64) {
-        if self.timeline.marks.len() < 2 {
+        let (from, until) = facts::stepped(self.timeline);
+        if self.timeline.marks.len() < 2 && (from, until) == (0.0, self.timeline.end) {
             return;
         }
         let mut free = 0.0;
@@ -367,6 +369,9 @@ impl Drawing<'_> {
                 self.text([x, self.bottom], &mark.name, "m", "start");
                 free = x + width + 10.0;
             }
+        }
+        if until < self.timeline.end {
+            let _ = write!(lines, "M{:.1} {top:.1}V{:.1}", self.x(until), self.bottom - 10.0);
         }
         self.path(&lines, "mark");
     }

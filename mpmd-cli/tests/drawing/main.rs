@@ -7,7 +7,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
 
-use mpmd_core::trace::Timeline;
+use mpmd_core::trace::{Bar, Mark, Timeline};
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -269,6 +269,56 @@ fn keys_go_from_bar_to_bar() {
     assert!(summary.starts_with("step time 53.6 units; bubble 10.4 %"), "{summary}");
     let row = browser.text("document.querySelectorAll('table tbody tr')[3].textContent");
     assert_eq!(row, "rank 310.4 %8 activations16 forward, 16 input gradient, 16 weight gradient");
+    browser.end();
+}
+
+/// Steps that take one, two and one time of a 1F1B's, then an evaluation as long as all of them.
+fn steps_and_an_evaluation() -> Timeline {
+    let one = one_forward_one_backward(4, 8);
+    let mut timeline = Timeline { marks: Vec::new(), ..one.clone() };
+    timeline.rows.iter_mut().for_each(|row| (row.bars.clear(), row.gaps.clear()).0);
+    for (number, (from, times)) in [(0.0, 1.0), (1.0, 2.0), (3.0, 1.0)].into_iter().enumerate() {
+        let moved = |time: f64| from * one.end + times * time;
+        for (row, of_one) in timeline.rows.iter_mut().zip(&one.rows) {
+            row.bars.extend(of_one.bars.iter().map(|bar| Bar {
+                start: moved(bar.start),
+                end: moved(bar.end),
+                planned: bar.planned.map(|(start, end)| (from * one.end + start, from * one.end + end)),
+                ..bar.clone()
+            }));
+        }
+        let name = format!("step {}", number + 1);
+        timeline.marks.push(Mark { at: moved(0.0), end: Some(moved(one.end)), name });
+    }
+    let (start, end) = (4.0 * one.end, 8.0 * one.end);
+    timeline.rows[0].bars.push(Bar { name: "Evaluate".to_owned(), start, end, ..Bar::default() });
+    Timeline { end, ..timeline }
+}
+
+#[test]
+fn page_opens_at_one_step_and_counts_no_evaluation() {
+    let Some(mut browser) = Chromium::start() else { return };
+    let (one, timeline) = (one_forward_one_backward(4, 8), steps_and_an_evaluation());
+    let drawn = Drawn::new(&timeline);
+    browser.open(&drawn.path("html"), WINDOW, "light");
+    assert_eq!((browser.complaints(), browser.text(ASTRAY)), (vec![], String::new()));
+    browser.picture("steps-light");
+    assert_eq!(shown(&mut browser), (0.0, one.end));
+    let names = "[...document.querySelectorAll('#steps span')].map(it => it.textContent).join()";
+    let note = "document.getElementById('note').textContent";
+    assert_eq!(browser.text(names), "step 1");
+    assert!(browser.text(note).starts_with("This is one step"));
+    let figures = browser.text("document.getElementById('figures').innerText.replace(/\\s+/g, ' ')");
+    assert!(figures.starts_with("a step ") && figures.contains("median of 3: "), "{figures}");
+    assert!(figures.contains("of all their time in the steps"), "{figures}");
+    let reset = middle(&mut browser, "reset");
+    browser.click(reset);
+    assert_eq!(shown(&mut browser), (0.0, timeline.end));
+    assert_eq!(browser.text(names), "step 1,step 2,step 3");
+    assert!(!browser.text(note).contains("one step"));
+    browser.picture("steps-light-all");
+    browser.open(&drawn.path("svg"), WINDOW, "light");
+    assert_eq!(browser.text(ASTRAY_TEXTS), "");
     browser.end();
 }
 

@@ -165,7 +165,7 @@ fn simulated(job: &Job) -> Timeline {
         }
         row.gaps.retain(|gap| gap.end - gap.start > 1e-9);
     }
-    let marks = vec![Mark { at: 0.0, name: "step 0".to_owned() }];
+    let marks = vec![Mark { name: "step 0".to_owned(), ..Mark::default() }];
     Timeline { title: job.title.clone(), unit: job.unit.to_owned(), end, marks, rows, ..Timeline::default() }
 }
 

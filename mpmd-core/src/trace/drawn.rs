@@ -13,7 +13,11 @@ const SHORT: f64 = 1e-6;
 impl Run {
     /// What is drawn of it: a row for each device.
     pub fn timeline(&self) -> Timeline {
-        let step = |step: &super::RunStep| Mark { at: step.start, name: format!("step {}", step.number) };
+        let step = |step: &super::RunStep| Mark {
+            at: step.start,
+            end: Some(step.end),
+            name: format!("step {}", step.number),
+        };
         let devices = |process: &super::Process| 0..process.devices.len().max(1) as u32;
         // By process, its first row.
         let (mut first, mut next) = (BTreeMap::new(), 0);
@@ -37,7 +41,7 @@ impl Run {
 
     /// The timeline with what `plan` has each pass do beside it: a timeline of one step, as a simulation of the
     /// pipeline's schedule with the run's own [costs](Self::costs) gives it. A step of the plan begins with the
-    /// first pass of the step.
+    /// first pass of the step. What follows the last step has no plan.
     pub fn timeline_beside(&self, plan: &Timeline) -> Timeline {
         let bars = plan.rows.iter().flat_map(|row| &row.bars);
         let span = |bar: &Bar| ((bar.kind, bar.stage, bar.microbatch), (bar.start, bar.end));
@@ -74,7 +78,8 @@ impl Run {
             let begin = begins.entry(step_of(bar.op.unwrap_or(0))).or_insert(bar.start);
             *begin = begin.min(bar.start);
         }
-        for bar in timeline.rows.iter_mut().flat_map(|row| &mut row.bars) {
+        let bars = timeline.rows.iter_mut().flat_map(|row| &mut row.bars);
+        for bar in bars.filter(|bar| self.is_of_a_step(bar.op.unwrap_or(0))) {
             let begin = begins.get(&step_of(bar.op.unwrap_or(0)));
             bar.planned = begin.and_then(|begin| find(bar).map(|(start, end)| (begin + start, begin + end)));
         }

@@ -30,7 +30,7 @@ pub enum CostsError {
 
 impl Run {
     /// What each stage's passes and moves took, in seconds: the medians. The first step is left out where there are
-    /// others, since what is done once is done in it. A pass on several devices takes as long as on the slowest of
+    /// others, since what is done once is done in it; so is what follows the last one. A pass on several devices takes as long as on the slowest of
     /// them; one of several operations as long as all, and input gradients with the forward passes that are done again
     /// for them. Where a stage has both gradients as one, each is half of it.
     /// The bytes of moves are those of the largest; how many a pass leaves is not known from a trace: these are 0.
@@ -45,7 +45,8 @@ impl Run {
         };
         let step = |op: u64| self.steps.partition_point(|step| step.ops.1 < op);
         let mut took: BTreeMap<u64, (Label, f64)> = BTreeMap::new();
-        for kernel in self.kernels.iter().filter(|kernel| kernel.op > after && kernel.ended) {
+        let counts = |op: u64| op > after && self.is_of_a_step(op);
+        for kernel in self.kernels.iter().filter(|kernel| counts(kernel.op) && kernel.ended) {
             let Some(label) = self.operation(kernel.process, kernel.op).and_then(|known| known.label) else {
                 continue;
             };
@@ -56,7 +57,7 @@ impl Run {
             *longest = longest.max(kernel.end - kernel.start);
         }
         let mut moved: BTreeMap<u64, (f64, f64, u64)> = BTreeMap::new();
-        for piece in self.pieces.iter().filter(|piece| piece.op > after) {
+        for piece in self.pieces.iter().filter(|piece| counts(piece.op)) {
             let Some((posted, came)) = piece.on_its_way() else { continue };
             let start = piece.offered.unwrap_or(posted);
             let (from, until, bytes) = moved.entry(piece.op).or_insert((start, came, 0));

@@ -201,6 +201,11 @@ impl Run {
         Ok(self)
     }
 
+    /// Returns whether `op` belongs to one of the steps: always, where the program ended none.
+    pub(super) fn is_of_a_step(&self, op: u64) -> bool {
+        self.steps.last().is_none_or(|last| op <= last.ops.1)
+    }
+
     /// The part of a process in an operation.
     pub fn operation(&self, process: u32, op: u64) -> Option<&Operation> {
         self.operations.get(&(process, op))

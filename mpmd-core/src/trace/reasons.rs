@@ -33,7 +33,7 @@ impl Run {
         }
         let issued = self.operation(kernel.process, kernel.op).map_or(0.0, |operation| operation.issued);
         if issued <= idle {
-            return "its own thread to go on".to_owned();
+            return why_thread(kernel, idle);
         }
         let overlap = |wait: &&super::Wait| wait.end.min(issued) - wait.start.max(idle);
         // One at a time waits, so that they are in order by their ends as well.
@@ -57,6 +57,16 @@ impl Run {
             (None, None) => format!("{} (operation {op})", short(&operation.what)),
         }
     }
+}
+
+/// Returns what a device's thread did after `idle`, when `kernel` had been issued and its inputs were there.
+/// A trace does not tell that work from waiting for a core.
+fn why_thread(kernel: &Kernel, idle: f64) -> String {
+    let did = match kernel.since - idle > 0.5 * (kernel.start - idle) {
+        true => "handed over earlier outputs",
+        false => "collected the inputs",
+    };
+    format!("the thread of cpu {}, which {did} or had no core", kernel.device)
 }
 
 /// The pass whose outcome a move moves.

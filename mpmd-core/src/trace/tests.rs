@@ -153,7 +153,8 @@ fn processes_come_together_on_one_clock_with_reasons() {
     let gaps: Vec<&str> = timeline.rows[0].gaps.iter().map(|gap| &*gap.waits_for).collect();
     let back = "stage 1, microbatch 0, input gradient on process 1";
     let read = "the program, which waited in a read of an array at main.rs:77:5";
-    assert_eq!(gaps, ["its own thread to go on", back, read, back]);
+    let thread = "the thread of cpu 0, which handed over earlier outputs or had no core";
+    assert_eq!(gaps, [thread, back, read, back]);
     assert!(timeline.rows[0].memory.iter().any(|point| point.used == 700.0));
 }
 
@@ -169,6 +170,46 @@ fn what_was_long_on_its_way_is_said_so() {
     let timeline = Run::merge(&traces, Vec::new()).timeline();
     let gap = &timeline.rows[1].gaps[0];
     assert_eq!(gap.waits_for, "2.0 KiB on its way from process 0: stage 0, microbatch 0, forward");
+}
+
+#[test]
+fn late_thread_is_named_with_what_it_did() {
+    let mut traces = two_stages();
+    // The thread of process 0 turns to its weight gradient at once, and begins 5 ms later.
+    for event in &mut traces[0].events {
+        if let What::Started { op: 8, .. } = event.what {
+            event.at += 5 * MILLI;
+        }
+    }
+    let timeline = Run::merge(&traces, Vec::new()).timeline();
+    let gap = timeline.rows[0].gaps.iter().find(|gap| near(gap.start, 0.049)).unwrap();
+    assert_eq!(gap.waits_for, "the thread of cpu 0, which collected the inputs or had no core");
+}
+
+#[test]
+fn what_follows_the_last_step_is_not_of_it() {
+    let whole = Run::merge(&two_stages(), Vec::new());
+    let mut traces = two_stages();
+    // An evaluation: a forward pass of each stage, far longer than a step.
+    for (process, stage) in [(0, 0), (1, 1)] {
+        let op = 21 + u64::from(stage);
+        let mut writing = Writing { trace: traces.remove(process) };
+        writing.issued(160, op, "jit Test on mesh of (f32)", label(stage, 0, Role::Forward), 0);
+        writing.kernel((160, 160, 2160), op, 0);
+        traces.insert(process, writing.end());
+    }
+    let run = Run::merge(&traces, Vec::new());
+    assert!(near(run.end, 2.164), "{}", run.end);
+    let bar = Bar { kind: Kind::Forward, stage: Some(0), microbatch: Some(0), end: 0.5, ..Bar::default() };
+    let plan = Timeline { rows: vec![Row { bars: vec![bar], ..Row::default() }], ..Timeline::default() };
+    let timeline = run.timeline_beside(&plan);
+    let ends: Vec<f64> = timeline.marks.iter().filter_map(|mark| mark.end).collect();
+    assert!(near(ends[0], 0.056) && near(ends[1], 0.156), "{ends:?}");
+    let takes: Vec<f64> = timeline.steps().iter().map(|step| step.takes).collect();
+    assert!(near(takes[0], 0.047) && near(takes[1], 0.1), "{takes:?}");
+    let planned = |row: usize| timeline.rows[row].bars.iter().filter(|bar| bar.planned.is_some()).count();
+    assert_eq!((planned(0), timeline.rows[0].bars.last().unwrap().planned), (2, None));
+    assert_eq!(run.costs(), whole.costs());
 }
 
 #[test]

@@ -28,6 +28,9 @@ pub struct Timeline {
 pub struct Mark {
     /// When.
     pub at: f64,
+    /// When what begins there ends; without it, at the next mark or at the end of the timeline.
+    #[serde(default)]
+    pub end: Option<f64>,
     /// What begins there.
     pub name: String,
 }
@@ -120,43 +123,44 @@ pub struct MemoryPoint {
     pub used: f64,
 }
 
-/// From one mark to the next.
+/// A step: what begins at a mark, until it ends. Steps may overlap.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Step {
     /// The name of the mark that begins it.
     pub name: String,
     /// When it begins.
     pub from: f64,
-    /// When the next one begins, or all ends.
+    /// When it ends.
     pub until: f64,
-}
-
-impl Step {
-    /// How long it takes.
-    pub fn length(&self) -> f64 {
-        self.until - self.from
-    }
+    /// How long it takes beside the others: the time from the end of the step before it, of the first
+    /// one from its begin.
+    pub takes: f64,
 }
 
 impl Timeline {
-    /// What lies between the marks and the end, but for what takes no time: all of it as one step, without a name,
-    /// where nothing is marked.
+    /// Returns what begins at the marks, without what takes no time. All of it is one step without a
+    /// name where nothing is marked.
     pub fn steps(&self) -> Vec<Step> {
-        let mut steps: Vec<Step> = self
-            .marks
-            .iter()
-            .enumerate()
-            .map(|(i, mark)| Step {
-                name: mark.name.clone(),
-                from: mark.at,
-                until: self.marks.get(i + 1).map_or(self.end, |next| next.at),
-            })
-            .filter(|step| step.length() > 0.0)
-            .collect();
+        let next = self.marks.iter().skip(1).map(|mark| mark.at).chain([self.end]);
+        let mut steps: Vec<Step> = Vec::new();
+        for (mark, next) in self.marks.iter().zip(next) {
+            let (from, until) = (mark.at, mark.end.unwrap_or(next));
+            if until > from {
+                let takes = until - steps.last().map_or(from, |before| before.until);
+                steps.push(Step { name: mark.name.clone(), from, until, takes });
+            }
+        }
         if steps.is_empty() && self.end > 0.0 {
-            steps.push(Step { name: String::new(), from: 0.0, until: self.end });
+            steps.push(Step { name: String::new(), from: 0.0, until: self.end, takes: self.end });
         }
         steps
+    }
+
+    /// Returns the step that takes the median time; of two in the middle, the shorter one.
+    pub fn median_step(&self) -> Option<Step> {
+        let mut steps = self.steps();
+        steps.sort_by(|a, b| a.takes.total_cmp(&b.takes));
+        (!steps.is_empty()).then(|| steps.swap_remove((steps.len() - 1) / 2))
     }
 
     /// When the last bar ends by the plan; none where no bar has been planned.
@@ -212,7 +216,7 @@ mod tests {
 
     #[test]
     fn steps_are_between_marks() {
-        let mark = |at, name: &str| Mark { at, name: name.to_owned() };
+        let mark = |at, name: &str| Mark { at, name: name.to_owned(), end: None };
         let steps = |marks| {
             let timeline = Timeline { end: 4.0, marks, ..Timeline::default() };
             let all = timeline.steps().into_iter();
@@ -225,6 +229,19 @@ mod tests {
         assert_eq!(steps(vec![mark(0.0, "a"), mark(3.0, "b"), mark(4.0, "c")]).len(), 2);
         assert_eq!(steps(vec![mark(0.0, "a"), mark(3.0, ""), mark(3.0, "b")])[0], first);
         assert_eq!(Timeline::default().steps(), []);
+        assert_eq!(Timeline::default().median_step(), None);
+    }
+
+    #[test]
+    fn steps_end_at_their_own_ends() {
+        let mark = |(at, end): (f64, f64)| Mark { at, end: Some(end), name: at.to_string() };
+        // The second begins while the first still runs, the third after a pause, and 80 follow.
+        let marks = [(0.0, 6.0), (5.0, 8.0), (10.0, 12.0), (12.0, 20.0)].map(mark).to_vec();
+        let timeline = Timeline { end: 100.0, marks, ..Timeline::default() };
+        let steps = timeline.steps();
+        let found: Vec<_> = steps.iter().map(|step| (step.until, step.takes)).collect();
+        assert_eq!(found, [(6.0, 6.0), (8.0, 2.0), (12.0, 4.0), (20.0, 8.0)]);
+        assert_eq!(timeline.median_step().map(|step| step.name), Some("10".to_owned()));
     }
 
     #[test]

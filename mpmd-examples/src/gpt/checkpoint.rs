@@ -303,6 +303,26 @@ mod tests {
     }
 
     #[test]
+    fn failed_save_leaves_the_old_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        saved(&path).into_iter().for_each(|result| result.unwrap());
+        let before = std::fs::read(&path).unwrap();
+        let results = Simulation::new(2, 2).run(|p| {
+            let mesh = p.mesh(&[("c", 2)])?;
+            let good = p.make(f32s([4, 4]), &mesh.replicated(), fill)?;
+            let bad = p.make(f32s([4, 4]), &mesh.replicated(), |_, _| Err(Error::kernel("out of ink")))?;
+            save(p, &path, &[("good".to_owned(), good), ("bad".to_owned(), bad)], &BTreeMap::new())
+        });
+        for result in results {
+            let error = result.unwrap_err().to_string();
+            assert!(error.contains("out of ink"), "{error}");
+        }
+        assert!(std::fs::read(&path).unwrap() == before, "the old file is not what it was");
+        assert_eq!(read_all(&path).unwrap()["w"].to_vec::<f32>().unwrap().len(), 48);
+    }
+
+    #[test]
     fn files_that_do_not_fit_are_refused_by_name() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");

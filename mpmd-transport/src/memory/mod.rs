@@ -572,6 +572,31 @@ mod tests {
         assert_eq!(live(), 0);
     }
 
+    #[test]
+    fn read_fence_alone_keeps_owned_and_lent_memory() {
+        struct Counted(Arc<[u8]>);
+        impl Loan for Counted {
+            fn bytes(&self) -> &[u8] {
+                &self.0
+            }
+        }
+        let pool = Pool::new("test", None);
+        let (owned, borrowed) = (pool.allocate(1).unwrap().freeze(), Arc::from([7u8]));
+        let lent = SharedBuffer::lent(Box::new(Counted(Arc::clone(&borrowed))));
+        let is_held = || [pool.stats().live > 0, Arc::strong_count(&borrowed) > 1];
+        let reads = [(); 2].map(|()| Arc::new(ByHand::default()));
+        for (buffer, read) in [owned, lent].into_iter().zip(&reads) {
+            buffer.add_read(read.clone());
+            assert!(buffer.is_made(), "reads make no values");
+            drop(buffer);
+        }
+        assert_eq!(is_held(), [true; 2]);
+        reads[0].pass();
+        assert_eq!(is_held(), [false, true]);
+        reads[1].pass();
+        assert_eq!(is_held(), [false; 2]);
+    }
+
     /// An allocator of addresses without memory.
     struct Nowhere;
 

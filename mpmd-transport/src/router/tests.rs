@@ -5,6 +5,7 @@ mod spans;
 use super::*;
 
 mod handing_over;
+mod leaving;
 
 struct Bytes;
 

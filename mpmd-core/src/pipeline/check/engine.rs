@@ -65,7 +65,7 @@ pub(crate) struct Engine<'a> {
 }
 
 /// What was the last that each node and transfer waited for, as numbers: a node's own, or the number of nodes
-/// plus a transfer's.
+/// plus a transfer's. A transfer is the cause of a node when it is taken, of a transfer when it has gone.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Causes {
     pub(crate) node: Vec<u32>,

@@ -20,8 +20,11 @@ pub struct Pause {
 }
 
 impl Simulated {
-    /// What makes the whole take as long as it does, from the first to the last: each begins when the one before it
-    /// has ended. Transfers stand as what is [sent](Item::Send).
+    /// The items that make the whole take as long as it does, from the first to the last: each begins
+    /// when the one before it ends.
+    ///
+    /// [`Item::Send`] is a transfer from its begin until it has arrived. [`Item::Receive`] is a transfer
+    /// that arrived before its receive came to the front: it takes no time.
     pub fn critical_path(&self) -> Vec<Item> {
         let count = self.nodes.len() as u32;
         let ends = self.nodes.iter().chain(&self.transfers).map(|span| span.end);
@@ -32,16 +35,25 @@ impl Simulated {
         });
         let mut path = Vec::new();
         let mut at = last.map_or(NONE, |(item, _)| item);
-        while at != NONE && path.len() <= self.nodes.len() + self.transfers.len() {
+        // Nodes and the makespan wait for a transfer to be taken, other transfers for it to arrive.
+        let mut is_taken = true;
+        while at != NONE && path.len() <= self.nodes.len() + 2 * self.transfers.len() {
             if at < count {
                 path.push(Item::Node(at));
                 at = self.causes.node[at as usize];
-            } else {
-                let transfer = (at - count) as usize;
-                path.push(Item::Send(at - count));
-                let late = self.causes.late[transfer];
-                at = if late == NONE { self.causes.transfer[transfer] } else { late };
+                is_taken = true;
+                continue;
             }
+            let transfer = at - count;
+            let late = self.causes.late[transfer as usize];
+            if is_taken && late != NONE {
+                path.push(Item::Receive(transfer));
+                at = late;
+            } else {
+                path.push(Item::Send(transfer));
+                at = self.causes.transfer[transfer as usize];
+            }
+            is_taken = false;
         }
         path.reverse();
         path

@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::pipeline::check::{Item, Names};
 use crate::pipeline::flow::Leaves::{AtOnce, InOrder};
+use crate::pipeline::flow::{Node, Post, Transfer};
 use crate::pipeline::{Builtin, Costs, Schedule, StageCosts, lower, lower_late};
 use crate::trace::Kind;
 
@@ -181,6 +182,98 @@ fn what_cannot_be_simulated_is_named() {
     );
 }
 
+/// A flow of these lanes by process, nodes by lane and taken transfers, and transfers by sender,
+/// receiver and node.
+fn flow_of(lanes: &[u32], nodes: &[(u32, &[u32])], transfers: &[(u32, u32, u32)], posts: &[&[Post]]) -> Flow {
+    let mut flow = Flow { lanes: lanes.to_vec(), processes: posts.len() as u32, ..Flow::default() };
+    for (lane, takes) in nodes {
+        let takes_at = (flow.takes.len() as u32, takes.len() as u32);
+        flow.nodes.push(Node { lane: *lane, needs: (0, 0), takes: takes_at, tag: 0 });
+        flow.takes.extend_from_slice(takes);
+    }
+    let transfer = |(from, to, after): &(u32, u32, u32)| Transfer {
+        from: *from,
+        to: *to,
+        after: *after,
+        bytes: 0,
+        tag: 0,
+    };
+    flow.transfers = transfers.iter().map(transfer).collect();
+    flow.posts = posts.iter().map(|posts| posts.to_vec()).collect();
+    flow
+}
+
+/// Names of a flow whose tags mean nothing.
+struct Nameless;
+
+impl Names for Nameless {
+    fn node(&self, tag: u32) -> String {
+        tag.to_string()
+    }
+
+    fn transfer(&self, tag: u32) -> String {
+        tag.to_string()
+    }
+}
+
+/// Stands for a transfer that no node makes.
+const FROM_THE_BEGINNING: u32 = u32::MAX;
+
+#[test]
+fn critical_path_tells_arrived_from_taken() {
+    use Post::{Receive, Send};
+    // Transfer 0 arrives at 1 and makes way for transfer 1; its receive waits for transfer 2 until 11.
+    let flow = flow_of(
+        &[0, 1, 2, 2],
+        &[(2, &[]), (3, &[1]), (1, &[0])],
+        &[(0, 1, FROM_THE_BEGINNING), (0, 2, FROM_THE_BEGINNING), (2, 1, 0)],
+        &[&[Send(0), Send(1)], &[Receive(2), Receive(0)], &[Receive(1), Send(2)]],
+    );
+    let path = |of_second, of_third| {
+        let times = Times { nodes: vec![10.0, of_second, of_third], transfers: vec![1.0, 3.0, 1.0] };
+        let made = simulate(&flow, &times, Channel::eager(Queues::Single, 1)).unwrap();
+        assert_eq!(made.transfers[0], Span { start: 0.0, end: 11.0 });
+        (made.makespan, made.critical_path())
+    };
+    assert_eq!(path(20.0, 1.0), (24.0, vec![Item::Send(0), Item::Send(1), Item::Node(1)]));
+    let late = vec![Item::Node(0), Item::Send(2), Item::Receive(0), Item::Node(2)];
+    assert_eq!(path(1.0, 30.0), (41.0, late));
+}
+
+#[test]
+fn last_transfer_counts_though_no_node_takes_it() {
+    use Post::{Receive, Send};
+    let posts: [&[Post]; 2] = [&[Send(0), Send(1)], &[Receive(0), Receive(1)]];
+    let transfers = [(0, 1, 0), (0, 1, FROM_THE_BEGINNING)];
+    let flow = flow_of(&[0, 1], &[(0, &[]), (1, &[0])], &transfers, &posts);
+    let times = Times { nodes: vec![2.0, 3.0], transfers: vec![1.0, 7.0] };
+    let queued = simulate(&flow, &times, Channel::rendezvous(Queues::Single)).unwrap();
+    assert_eq!((queued.makespan, queued.lanes[1].last), (10.0, 6.0));
+    assert_eq!(queued.critical_path(), [Item::Node(0), Item::Send(0), Item::Send(1)]);
+    let timeline = queued.timeline(&flow, &Nameless, "", "unit");
+    assert_eq!((timeline.end, timeline.rows[0].moves[1].end), (10.0, 10.0));
+    // Over tags it goes at once, and still ends last.
+    let at_once = simulate(&flow, &times, Channel::TAGS).unwrap();
+    assert_eq!((at_once.makespan, at_once.critical_path()), (7.0, vec![Item::Send(1)]));
+}
+
+#[test]
+fn transfers_that_are_never_taken_are_a_deadlock() {
+    use Post::{Receive, Send};
+    let transfers = [(0, 1, FROM_THE_BEGINNING), (1, 0, FROM_THE_BEGINNING)];
+    let receives_first = [[Receive(1), Send(0)], [Receive(0), Send(1)]];
+    let sends_first = [[Send(0), Receive(1)], [Send(1), Receive(0)]];
+    // The node ends all the same: only the transfers are left.
+    let undone = |posts: [[Post; 2]; 2], channel| {
+        let flow = flow_of(&[0], &[(0, &[])], &transfers, &[&posts[0], &posts[1]]);
+        let times = Times { nodes: vec![1.0], transfers: vec![1.0; 2] };
+        simulate(&flow, &times, channel).map_err(|deadlock| deadlock.undone).err()
+    };
+    assert_eq!(undone(receives_first, Channel::eager(Queues::Single, 1)), Some((0, 2)));
+    assert_eq!(undone(sends_first, Channel::rendezvous(Queues::Single)), Some((0, 2)));
+    assert_eq!(undone(sends_first, Channel::eager(Queues::Single, 1)), None);
+}
+
 /// The makespan by the rules alone, over tags: rounds until nothing changes.
 fn by_rounds(flow: &Flow, times: &Times) -> f64 {
     let mut ends = vec![f64::NAN; flow.nodes.len()];
@@ -205,6 +298,21 @@ fn by_rounds(flow: &Flow, times: &Times) -> f64 {
         if left == 0 && before == 0 {
             return ends.into_iter().fold(0.0, f64::max);
         }
+    }
+}
+
+/// Begin and length of an item of a critical path, by the spans and the times of transfers.
+fn span_on_path(made: &SimulatedSchedule, item: Item) -> (f64, f64) {
+    match item {
+        Item::Node(node) => {
+            let span = made.simulated.nodes[node as usize];
+            (span.start, span.end - span.start)
+        }
+        Item::Send(transfer) => {
+            let start = made.simulated.transfers[transfer as usize].start;
+            (start, made.times.transfers[transfer as usize])
+        }
+        Item::Receive(transfer) => (made.simulated.transfers[transfer as usize].end, 0.0),
     }
 }
 
@@ -264,15 +372,9 @@ proptest! {
             prop_assert!(found.simulated.makespan >= made.simulated.makespan);
             let mut at = 0.0;
             for item in found.simulated.critical_path() {
-                let span = match item {
-                    Item::Node(node) => found.simulated.nodes[node as usize],
-                    Item::Send(transfer) | Item::Receive(transfer) => {
-                        found.simulated.transfers[transfer as usize]
-                    }
-                };
-                // A transfer that waits to be taken begins before what it waits for has ended.
-                prop_assert!(span.start <= at && at <= span.end, "{}: {:?} at {}", channel, span, at);
-                at = span.end;
+                let begins_and_takes = span_on_path(&found, item);
+                prop_assert_eq!(at, begins_and_takes.0, "{}: {:?}", channel, item);
+                at += begins_and_takes.1;
             }
             prop_assert_eq!(at, found.simulated.makespan);
         }

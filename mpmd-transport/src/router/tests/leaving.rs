@@ -1,0 +1,66 @@
+//! One router that is told of a peer's end: what it finds by itself, before the peer does.
+
+use super::*;
+
+/// The router of process 1 after so many operations, with hashes 1, 2, ….
+fn after(ops: u64) -> Job {
+    let mut job = Job::new(2, 1, 0);
+    for op in 1..=ops {
+        job.issue(1, u128::from(op), "op");
+    }
+    job
+}
+
+/// The operation that the router of process 1 disputes once it has heard a message of process 0.
+fn disputed(job: &mut Job, kind: Kind, count: u64) -> Option<u64> {
+    let header = Header { epoch: 1, count, hash: u128::from(count), ..Header::new(kind) };
+    job.routers[1].arrived(ProcessId(0), header, Vec::new(), &[], at(0));
+    job.act(1);
+    shown(job)
+}
+
+/// The operation up to which process 1 shows its records to process 0.
+fn shown(job: &Job) -> Option<u64> {
+    let records = job.flying.iter().filter(|message| message.header.kind == Kind::Records);
+    let ops: Vec<u64> = records.map(|message| message.header.op).collect();
+    assert!(ops.len() <= 1, "{ops:?}");
+    ops.first().copied()
+}
+
+#[test]
+fn goodbye_one_operation_short_is_disputed_at_once() {
+    for expects in [false, true] {
+        let mut job = after(3);
+        if expects {
+            job.expect(1, 0, (3, 0), 10);
+        }
+        assert_eq!(disputed(&mut job, Kind::Goodbye, 2), Some(3), "expects a piece: {expects}");
+        assert_eq!(job.routers[1].still_here(), [ProcessId(0)], "it is not settled yet");
+    }
+}
+
+#[test]
+fn goodbye_after_as_many_operations_is_no_dispute() {
+    let mut job = after(3);
+    job.expect(1, 0, (3, 0), 10);
+    assert_eq!(disputed(&mut job, Kind::Goodbye, 3), None);
+    assert!(job.routers[1].still_here().is_empty() && job.outcomes.is_empty(), "the piece may be on its way");
+}
+
+#[test]
+fn goodbye_one_operation_ahead_waits_for_the_own_end() {
+    let mut job = after(2);
+    assert_eq!(disputed(&mut job, Kind::Goodbye, 3), None);
+    job.routers[1].goodbye(None, at(0));
+    job.act(1);
+    assert_eq!(shown(&job), Some(3));
+}
+
+#[test]
+fn own_end_one_operation_short_of_a_heartbeat_is_disputed() {
+    let mut job = after(2);
+    assert_eq!(disputed(&mut job, Kind::Heartbeat, 3), None, "it may get there");
+    job.routers[1].goodbye(None, at(0));
+    job.act(1);
+    assert_eq!(shown(&job), Some(3));
+}
