@@ -7,12 +7,16 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::{OnceLock, Weak};
 
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
+use rustix::fs::{
+    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate,
+    memfd_create,
+};
 use rustix::io::Errno;
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+use rustix::mm::{Advice, ProtFlags, madvise};
 use rustix::process::{Resource, getrlimit};
 
 use super::arena::Inner;
+use super::map::{map, unmap};
 use super::{Arena, DeviceMemory};
 
 /// From this size on pages of 2 MiB are worth asking for.
@@ -56,12 +60,8 @@ impl Segment {
     /// Maps `bytes` (more than 0) of zeroes for this process alone. Pages are taken when they are first touched.
     pub(super) fn private(bytes: usize) -> io::Result<Self> {
         assert!(bytes > 0, "a segment has at least one byte");
-        // SAFETY: with a null hint and without MAP_FIXED the kernel picks a range that nothing else
-        // uses, so no existing memory changes.
-        let start = unsafe {
-            mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
-        }?;
-        Self::at(start, bytes, None)
+        let start = map(bytes, ProtFlags::READ | ProtFlags::WRITE, None)?;
+        Ok(Self::at(start, bytes, None))
     }
 
     /// Maps `bytes` (more than 0) of zeroes that other processes can map for reading, with all their pages.
@@ -71,11 +71,10 @@ impl Segment {
     pub(super) fn shared(bytes: usize) -> io::Result<Self> {
         assert!(bytes > 0, "a segment has at least one byte");
         let descriptor = memory_file("mpmd", bytes)?;
-        let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: as in `private`; the file is this function's own and has `bytes` bytes, which nobody can take
-        // from it once it is sealed below.
-        let start = unsafe { mmap(std::ptr::null_mut(), bytes, access, MapFlags::SHARED, &descriptor, 0) }?;
-        let segment = Self::at(start, bytes, Some(descriptor))?;
+        // The file is this function's own and has `bytes` bytes, which nobody can take from it once it is sealed
+        // below.
+        let start = map(bytes, ProtFlags::READ | ProtFlags::WRITE, Some(descriptor.as_fd()))?;
+        let segment = Self::at(start, bytes, Some(descriptor));
         if bytes >= HUGE {
             // Where they are not allowed the kernel says so, and small ones do.
             segment.advise(Advice::LinuxHugepage).ok();
@@ -83,7 +82,7 @@ impl Segment {
         match segment.advise(Advice::LinuxPopulateWrite) {
             // Kernels before 5.14: the file gets its pages, which this process then finds at first touch.
             Err(Errno::INVAL) => {
-                rustix::fs::fallocate(segment.fd()?, rustix::fs::FallocateFlags::empty(), 0, bytes as u64)?;
+                take_pages(segment.fd()?, bytes)?;
             }
             result => result?,
         }
@@ -106,11 +105,10 @@ impl Segment {
         if !fcntl_get_seals(&descriptor)?.contains(SealFlags::SHRINK | SealFlags::SEAL) {
             return Err(io::Error::other("a segment is not sealed"));
         }
-        // SAFETY: as in `private`; that the file cannot become shorter was just seen.
-        let start =
-            unsafe { mmap(std::ptr::null_mut(), bytes, ProtFlags::READ, MapFlags::SHARED, &descriptor, 0) }?;
+        // The file cannot become shorter: its seal was seen above.
+        let start = map(bytes, ProtFlags::READ, Some(descriptor.as_fd()))?;
         let has_pages = u64::try_from(found.st_blocks).unwrap_or(0).saturating_mul(512) >= bytes as u64;
-        let segment = Self::at(start, bytes, Some(descriptor))?;
+        let segment = Self::at(start, bytes, Some(descriptor));
         if has_pages {
             // One call instead of a fault for every few pages; older kernels do without. Where there are none it would
             // take new ones, as many as somebody says.
@@ -125,9 +123,8 @@ impl Segment {
         Ok(File { device: found.st_dev, number: found.st_ino })
     }
 
-    fn at(start: *mut std::ffi::c_void, bytes: usize, descriptor: Option<OwnedFd>) -> io::Result<Self> {
-        let start = NonNull::new(start.cast()).ok_or_else(|| io::Error::other("mmap returned null"))?;
-        Ok(Self { start, bytes, pin: OnceLock::new(), device: None, descriptor, known: OnceLock::new() })
+    fn at(start: NonNull<u8>, bytes: usize, descriptor: Option<OwnedFd>) -> Self {
+        Self { start, bytes, pin: OnceLock::new(), device: None, descriptor, known: OnceLock::new() }
     }
 
     /// Memory of a device.
@@ -229,6 +226,28 @@ pub(crate) fn memory_file(name: &str, bytes: usize) -> io::Result<OwnedFd> {
     Ok(descriptor)
 }
 
+/// Has the system give all pages of a file in memory now.
+pub(crate) fn take_pages(file: BorrowedFd<'_>, bytes: usize) -> io::Result<()> {
+    in_pieces(bytes as u64, |at, bytes| fallocate(file, FallocateFlags::empty(), at, bytes))
+}
+
+/// Calls `take` with offsets and lengths that together are `bytes` bytes.
+///
+/// A call that a signal interrupts has done nothing, and the next is for half as much: signals that keep
+/// coming do not interrupt the same work for ever.
+fn in_pieces(bytes: u64, mut take: impl FnMut(u64, u64) -> Result<(), Errno>) -> io::Result<()> {
+    let (mut at, mut piece) = (0, bytes);
+    while at < bytes {
+        piece = piece.min(bytes - at);
+        match take(at, piece) {
+            Ok(()) => at += piece,
+            Err(Errno::INTR) => piece = (piece / 2).max(1),
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
 /// Whether this process may have files of so many bytes.
 pub(super) fn check_file_limit(bytes: u64) -> io::Result<()> {
     match getrlimit(Resource::Fsize).current {
@@ -246,8 +265,7 @@ impl Drop for Segment {
         if self.device.is_none() {
             // SAFETY: the range was mapped by a constructor with this length, is unmapped only here, and every
             // block inside it and every loan of it holds an `Arc` of the segment, so none is left.
-            let unmapped = unsafe { munmap(self.start.as_ptr().cast(), self.bytes) };
-            debug_assert!(unmapped.is_ok(), "a segment's own range can be unmapped");
+            unsafe { unmap(self.start, self.bytes) };
         }
         if let Some((number, arena)) = self.known.get()
             && let Some(arena) = arena.upgrade()
@@ -282,9 +300,8 @@ mod tests {
         let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&fd));
         let again = std::fs::OpenOptions::new().write(true).open(path);
         assert!(again.is_err() || again.unwrap().write(&[1]).is_err());
-        // SAFETY: what is mapped, if it could be, would be a range of its own, and is not written.
-        let writable = unsafe { mmap(std::ptr::null_mut(), 8192, ProtFlags::WRITE, MapFlags::SHARED, fd, 0) };
-        assert_eq!(writable, Err(Errno::PERM));
+        let writable = map(8192, ProtFlags::WRITE, Some(fd));
+        assert_eq!(writable.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
         // The owner goes on writing, and readers see it.
         // SAFETY: `lent` gave out no slice that is still alive.
         unsafe { segment.start().as_ptr().write(9) };
@@ -304,5 +321,23 @@ mod tests {
         let open = memfd_create("open", MemfdFlags::ALLOW_SEALING).unwrap();
         ftruncate(&open, 4096).unwrap();
         assert!(Segment::foreign(open, 4096).is_err());
+    }
+    #[test]
+    fn interrupted_work_goes_on_with_smaller_pieces() {
+        let (mut calls, mut taken) = (0, 0);
+        let take = |at, bytes| {
+            calls += 1;
+            if calls <= 3 || calls == 5 {
+                return Err(Errno::INTR);
+            }
+            assert_eq!(at, taken);
+            taken += bytes;
+            Ok(())
+        };
+        in_pieces(10 << 20, take).unwrap();
+        assert_eq!(taken, 10 << 20);
+        assert!(calls < 64, "{calls} calls");
+        let full = in_pieces(4096, |_, _| Err(Errno::NOSPC)).unwrap_err();
+        assert_eq!(full.raw_os_error(), Some(libc::ENOSPC));
     }
 }

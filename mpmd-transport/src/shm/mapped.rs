@@ -5,9 +5,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 
 use rustix::fs::{SealFlags, fcntl_add_seals, fcntl_get_seals, fstat};
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::mm::ProtFlags;
 
-use crate::memory::memory_file;
+use crate::memory::{map, memory_file, take_pages, unmap};
 
 /// Nobody can make it shorter under who reads it.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
@@ -30,7 +30,7 @@ impl Mapped {
     pub(super) fn new(bytes: usize) -> io::Result<Self> {
         let descriptor = memory_file("mpmd-rings", bytes)?;
         // Its pages are taken now: later nobody could be told that there are none.
-        rustix::fs::fallocate(&descriptor, rustix::fs::FallocateFlags::empty(), 0, bytes as u64)?;
+        take_pages(descriptor.as_fd(), bytes)?;
         fcntl_add_seals(&descriptor, SEALS)?;
         Self::map(descriptor, bytes)
     }
@@ -49,10 +49,8 @@ impl Mapped {
 
     fn map(descriptor: OwnedFd, bytes: usize) -> io::Result<Self> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: with a null hint and without MAP_FIXED the kernel picks a range that nothing else uses. The file
-        // has `bytes` bytes, and is sealed so that it keeps them.
-        let start = unsafe { mmap(std::ptr::null_mut(), bytes, access, MapFlags::SHARED, &descriptor, 0) }?;
-        let start = NonNull::new(start.cast()).ok_or_else(|| io::Error::other("mmap returned null"))?;
+        // The file has `bytes` bytes, and is sealed so that it keeps them.
+        let start = map(bytes, access, Some(descriptor.as_fd()))?;
         Ok(Self { start, bytes, descriptor })
     }
 
@@ -78,8 +76,7 @@ impl Drop for Mapped {
     fn drop(&mut self) {
         // SAFETY: the range was mapped by `map` with this length and is unmapped only here; who uses an address
         // in it keeps this alive.
-        let unmapped = unsafe { munmap(self.start.as_ptr().cast(), self.bytes) };
-        debug_assert!(unmapped.is_ok(), "its own range can be unmapped");
+        unsafe { unmap(self.start, self.bytes) };
     }
 }
 

@@ -1,11 +1,14 @@
 //! What can only go wrong over UCX: other versions, other jobs, silent peers, and the wrong way between
 //! two processes.
 
+use std::ffi::{c_int, c_void};
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use mpmd_transport::memory::Arena;
 use mpmd_transport::ucx::{Opened, Spin, Ucx, UcxConfig};
 use mpmd_transport::{
     Handler, Header, Kind as MessageKind, Payload, Pool, ProcessId, SharedBuffer, Ticket, Transport,
@@ -238,5 +241,66 @@ fn two_processes_of_one_host_do_not_talk_over_tcp() {
         for lane in used.iter().filter(|lane| lane.contains("am ") || lane.contains("rma_bw")) {
             assert!(!lane.contains("tcp/"), "{lanes}");
         }
+    });
+}
+
+/// An address, and how often memory around it was unmapped as far as UCX has noticed.
+#[derive(Default)]
+struct Watched {
+    address: AtomicUsize,
+    unmaps: AtomicUsize,
+}
+
+/// UCX's memory event: for an unmapping the address and the length.
+type MemoryEvent = [usize; 2];
+type MemoryCallback = unsafe extern "C" fn(c_int, *const MemoryEvent, *mut c_void);
+
+/// The event of an unmapping (`UCM_EVENT_VM_UNMAPPED` in `ucm/api/ucm.h`).
+const VM_UNMAPPED: c_int = 1 << 17;
+
+unsafe extern "C" fn note_unmapping(_: c_int, event: *const MemoryEvent, watched: *mut c_void) {
+    // SAFETY: UCX gives an event of the kind that was asked for, and what came with the callback, which outlives it.
+    let ([start, bytes], watched) = unsafe { (&*event, &*watched.cast::<Watched>()) };
+    if (*start..start + bytes).contains(&watched.address.load(Ordering::Relaxed)) {
+        watched.unmaps.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// UCX's cache of registered memory rests on these events: one that is missed leaves a registration of memory that is
+/// another's by now.
+#[test]
+fn ucx_notices_the_unmapping_of_segments() {
+    within(LIMIT, || {
+        let _loaded = Opened::open(1).unwrap();
+        // SAFETY: it is loaded already, as a part of the library that UCX was opened with.
+        let ucm = unsafe { libloading::Library::new("libucm.so.0") }.unwrap();
+        let watched = Watched::default();
+        let argument = std::ptr::from_ref(&watched).cast_mut().cast::<c_void>();
+        // SAFETY: the types are those of `ucm/api/ucm.h`, the status a byte. The callback allocates nothing.
+        let status = unsafe {
+            let set = ucm.get::<unsafe extern "C" fn(c_int, c_int, MemoryCallback, *mut c_void) -> i8>(
+                b"ucm_set_event_handler",
+            );
+            set.unwrap()(VM_UNMAPPED, 0, note_unmapping, argument)
+        };
+        assert_eq!(status, 0, "UCX can install its hooks");
+        let mut unmaps = Vec::new();
+        for arena in [Arena::private(), Arena::shared().unwrap()] {
+            let pool = Pool::in_arena("unmapped", None, &arena);
+            let buffer = pool.allocate(64 << 20).unwrap();
+            watched.address.store(buffer.as_ptr().addr(), Ordering::Relaxed);
+            watched.unmaps.store(0, Ordering::Relaxed);
+            drop(buffer);
+            pool.trim();
+            assert_eq!(pool.stats().cached, 0);
+            unmaps.push(watched.unmaps.load(Ordering::Relaxed));
+        }
+        // SAFETY: as above. After it nobody calls back.
+        unsafe {
+            let unset = ucm
+                .get::<unsafe extern "C" fn(c_int, MemoryCallback, *mut c_void)>(b"ucm_unset_event_handler");
+            unset.unwrap()(VM_UNMAPPED, note_unmapping, argument);
+        }
+        assert_eq!(unmaps, [1, 1], "of a private segment and of a shared one");
     });
 }

@@ -1,7 +1,6 @@
 //! Who is woken, and that the system does it.
 
 use std::cell::RefCell;
-use std::ffi::c_void;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -10,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::mm::ProtFlags;
 
+use crate::memory::{map, unmap};
 use crate::shm::door::{Door, Futex};
 use crate::shm::futex::SystemFutex;
 
@@ -176,15 +176,13 @@ unsafe impl Sync for Mapped {}
 impl Drop for Mapped {
     fn drop(&mut self) {
         // SAFETY: `door_in` mapped that page, and the door that holds on to this is the only one that uses it.
-        unsafe { munmap(self.0.as_ptr().cast::<c_void>(), 4096).unwrap() }
+        unsafe { unmap(self.0, 4096) }
     }
 }
 
 fn door_in(file: &impl std::os::fd::AsFd) -> Door {
     let access = ProtFlags::READ | ProtFlags::WRITE;
-    // SAFETY: A new mapping at a place of the system's choice.
-    let page = unsafe { mmap(ptr::null_mut(), 4096, access, MapFlags::SHARED, file, 0).unwrap() };
-    let page = NonNull::new(page.cast::<u8>()).unwrap();
+    let page = map(4096, access, Some(file.as_fd())).unwrap();
     // SAFETY: The page stays mapped until `Mapped` is dropped, and is used by doors only.
     unsafe { Door::at(page, Arc::new(Mapped(page))) }
 }
