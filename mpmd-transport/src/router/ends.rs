@@ -185,11 +185,7 @@ fn gone(process: ProcessId, why: &str) -> Arc<Failure> {
 }
 
 pub(super) fn encode_failure(failure: &Failure) -> Vec<u8> {
-    let mut failure = failure.clone();
-    // An error text without end must not keep the failure from arriving.
-    let keep = (0..=failure.message.len().min(16 << 10)).rev().find(|i| failure.message.is_char_boundary(*i));
-    failure.message.truncate(keep.unwrap_or(0));
-    control::encode(&failure).unwrap_or_default()
+    control::encode(&failure.clone().shortened()).unwrap_or_default()
 }
 
 pub(super) fn decode_failure(from: ProcessId, op: u64, bytes: &[u8]) -> Failure {
