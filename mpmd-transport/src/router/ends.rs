@@ -131,14 +131,9 @@ impl<C: Cargo> Router<C> {
             self.actions.push(Action::PeerLost(failure));
             return;
         }
-        let beyond = peer.expected.keys().map(|key| key.0).find(|op| *op > header.count);
-        match beyond {
-            Some(op) => self.dispute(from, op, now),
-            None => {
-                self.compare(from, header.count, header.hash, now);
-                self.compare_end(from, now);
-            }
-        }
+        self.compare(from, header.count, header.hash, now);
+        // What is expected was issued here, so this finds too that the peer has no part in it.
+        self.compare_end(from, now);
     }
 
     /// Why a piece of `op` will never come from `from`, where that is known already.
