@@ -132,7 +132,7 @@ impl<C: Cargo> Router<C> {
             return;
         }
         self.compare(from, header.count, header.hash, now);
-        // What is expected was issued here, so this finds too that the peer has no part in it.
+        // Expected pieces belong to operations issued here, so the counts also show a peer that sends none.
         self.compare_end(from, now);
     }
 
