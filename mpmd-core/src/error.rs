@@ -22,7 +22,10 @@ use crate::tree::TreeError;
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Any error of this crate.
-#[derive(Clone, Debug, thiserror::Error)]
+///
+/// Its `Debug` form is for people too, since that is how a `main` that returns it has it printed: the message, and
+/// what caused it where that says more.
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A call that makes no sense, at this line of the program: the caller's fault, and the same on
@@ -118,6 +121,27 @@ impl Error {
     pub fn is_divergence(&self) -> bool {
         self.failure().is_some_and(|failure| failure.kind == FailureKind::Diverged)
     }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&with_causes(self))
+    }
+}
+
+/// Returns an error's message, with a line for each cause whose message is not part of it.
+fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let message = error.to_string();
+        if !text.contains(&message) {
+            text += "\n  caused by: ";
+            text += &message;
+        }
+        cause = error.source();
+    }
+    text
 }
 
 /// A call that makes no sense. Found when the operation is issued, on every process alike; it takes
@@ -268,5 +292,36 @@ pub(crate) fn leaf(path: &str) -> String {
 impl IssueProblem {
     pub(crate) fn at(self, at: &'static Location<'static>, call: impl Into<String>) -> Error {
         Error::Issue(Box::new(IssueError { at, call: call.into(), why: self }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use mpmd_transport::ProcessId;
+    use mpmd_transport::rendezvous::RendezvousError;
+
+    use super::*;
+
+    #[test]
+    fn debug_prints_the_message_once() {
+        let at = Location::caller();
+        let issue = IssueProblem::MissingOutputs.at(at, "jit Up");
+        assert_eq!(format!("{issue:?}"), issue.to_string());
+        assert!(issue.to_string().contains(": jit Up: missing output shardings"), "{issue}");
+        let failed = Error::failed(Arc::new(Failure::new(FailureKind::Memory, ProcessId(1), 7, "no memory")));
+        assert_eq!(format!("{failed:?} {failed:#?}"), "no memory no memory");
+        let gone = TransportError::PeerGone { peer: ProcessId(2), why: "closed".to_owned() };
+        assert_eq!(format!("{:?}", Error::from(gone)), "process 2 is gone: closed");
+        let rendezvous = LaunchError::Rendezvous(RendezvousError::Left);
+        assert_eq!(format!("{:?}", Error::from(rendezvous)), "this process has left the job");
+    }
+
+    #[test]
+    fn causes_that_the_message_leaves_out_follow_it() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("the plan is cut off")]
+        struct CutOff(#[source] RendezvousError);
+        let expected = "the plan is cut off\n  caused by: this process has left the job";
+        assert_eq!(with_causes(&CutOff(RendezvousError::Left)), expected);
     }
 }

@@ -4,6 +4,23 @@
 //! operations on [`MpmdArray`]s: [`Program::device_put`] moves an array, [`Program::jit`] runs a
 //! [`Kernel`](kernel::Kernel) on the mesh that it is bound to, and each process works out from ownership
 //! what its own part is. Nobody writes a send, a receive, a tag or a rank test.
+//!
+//! [`Program::run`] joins the job, runs the program and finishes it:
+//!
+//! ```
+//! use mpmd_core::prelude::*;
+//!
+//! fn main() -> Result<()> {
+//!     Program::run(|p| {
+//!         let mesh = p.mesh(&[("all", p.topology().device_ids().len())])?;
+//!         let x = p.device_put(&MpmdArray::from_slice(&[2], &[1.0f32, 2.0])?, mesh.replicated())?;
+//!         if let Some(x) = x.to_host()? {
+//!             println!("process {} has {:?}", p.process(), x.to_vec::<f32>()?);
+//!         }
+//!         Ok(())
+//!     })
+//! }
+//! ```
 
 // So that `#[derive(Tree)]`, which names this crate from outside, also works inside it.
 extern crate self as mpmd_core;

@@ -8,7 +8,8 @@ mod kernels;
 mod simulations;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::task::{Context as TaskContext, Poll, Waker};
 use std::time::Duration;
 
@@ -240,11 +241,31 @@ fn a_program_that_returns_an_error_early_ends_the_others() {
                 } else {
                     assert!(error.is_peer_failure(), "{error}");
                     let expected = format!("process {leaver} ended before its program finished");
+                    let expected = format!("{expected}: the disk is full");
                     assert!(error.to_string().contains(&expected), "seed {seed}: {error}");
                 }
             }
         }
     }
+}
+
+#[test]
+fn a_dropped_program_gives_its_work_time() {
+    let _limit = watchdog(60);
+    let has_ended = Arc::new(AtomicBool::new(false));
+    let mut p = Program::builder().alone().unwrap();
+    let mesh = p.mesh(&[("one", 1)]).unwrap();
+    let ended = has_ended.clone();
+    let slow = fun("slow", like_first, move |_, _, _| {
+        std::thread::sleep(Duration::from_millis(200));
+        ended.store(true, Ordering::SeqCst);
+        Ok(())
+    });
+    let slow = p.jit(slow).on(&mesh).outputs(mesh.replicated()).build().unwrap();
+    let x = ones(&mut p, 4, &mesh.replicated()).unwrap();
+    drop(slow.call(&mut p, vec![x]).unwrap());
+    drop(p);
+    assert!(has_ended.load(Ordering::SeqCst));
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use mpmd_core::launch::{Failure, How, Launch, LaunchError, OutputMode};
+use mpmd_core::launch::{How, Launch, LaunchError, OutputMode};
 use mpmd_transport::ProcessId;
 
 /// A shell script as a job.
@@ -56,8 +56,9 @@ fn a_job_that_goes_well_has_no_failure() {
 fn the_first_failure_decides_and_the_rest_is_ended() {
     let script = "[ $MPMD_RANK = 1 ] && exit 7; exec sleep 60";
     let outcome = sh(3, script).grace(Duration::from_millis(100)).output(OutputMode::Quiet0).run().unwrap();
-    let failure = Failure { process: ProcessId(1), how: How::Exit(7) };
-    assert_eq!((outcome.code(), outcome.first_failure), (7, Some(failure)));
+    let failure = outcome.first_failure.clone().unwrap();
+    assert_eq!((failure.processes, failure.how, failure.why), (vec![ProcessId(1)], How::Exit(7), None));
+    assert_eq!(outcome.code(), 7);
     assert_eq!(outcome.codes, [143, 7, 143]);
 }
 
@@ -79,7 +80,8 @@ fn a_death_by_signal_goes_before_failures_that_it_causes() {
          esac",
     );
     let outcome = sh(2, &script).run().unwrap();
-    assert_eq!(outcome.first_failure, Some(Failure { process: ProcessId(0), how: How::Signal(9) }));
+    let failure = outcome.first_failure.unwrap();
+    assert_eq!((failure.processes, failure.how), (vec![ProcessId(0)], How::Signal(9)));
     assert_eq!(outcome.codes, [137, 5]);
 }
 

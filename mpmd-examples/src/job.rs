@@ -152,8 +152,8 @@ pub struct Rejected(pub String);
 /// - as threads, over `--transport inproc` or with one process;
 /// - else by starting this executable once for each process, with the same arguments.
 ///
-/// `default_processes` is for a command line without `--processes`. [`Program::finish`] is called for
-/// the program. The program's own error is printed here; the exit code is the job's.
+/// `default_processes` is for a command line without `--processes`. The program is finished as
+/// [`Program::run`] does. The program's own error is printed here; the exit code is the job's.
 ///
 /// # Errors
 ///
@@ -174,7 +174,7 @@ pub fn run<E: Into<anyhow::Error>>(
     let processes = args.processes.unwrap_or(default_processes);
     if let Some(env) = JobEnv::from_env()? {
         let process = env.process.index();
-        return Ok(report(process, one_process(devices, program)));
+        return Ok(report(process, Program::builder().devices(devices).run(program)));
     }
     if processes == 0 || !devices.is_multiple_of(processes) {
         // One message instead of one from each process.
@@ -207,7 +207,7 @@ pub fn run<E: Into<anyhow::Error>>(
             .grace(GRACE)
             .run()
             .context("starting the processes of the job")?;
-        if let Some(failure) = outcome.first_failure {
+        if let Some(failure) = &outcome.first_failure {
             eprintln!("{failure}");
         }
         Ok(ExitCode::from(u8::try_from(outcome.code()).unwrap_or(1)))
@@ -224,16 +224,6 @@ fn verdict(result: anyhow::Result<()>) -> mpmd_core::Result<Verdict> {
         Ok(rejected) => Ok(Some(rejected)),
         Err(error) => Err(error.downcast::<Error>().unwrap_or_else(|e| Error::kernel(format!("{e:#}")))),
     }
-}
-
-fn one_process(
-    devices: usize,
-    program: impl FnOnce(&mut Program) -> mpmd_core::Result<Verdict>,
-) -> mpmd_core::Result<Verdict> {
-    let mut p = Program::builder().devices(devices).from_env()?;
-    let verdict = program(&mut p)?;
-    p.finish()?;
-    Ok(verdict)
 }
 
 /// The whole job's result, with the process whose it is: a cause comes before its effects.

@@ -27,7 +27,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 pub const HEADER_BYTES: usize = 64;
 
 /// The version of the wire protocol this crate speaks. Peers must speak the same.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 
 const MAGIC: [u8; 4] = *b"MPMD";
 

@@ -8,9 +8,10 @@ use std::time::Duration;
 
 use mpmd_transport::ProcessId;
 use mpmd_transport::rendezvous::{
-    Down, JoinConfig, MAX_VALUE_BYTES, Member, Rendezvous, RendezvousError, Server, ServerConfig, Token,
-    VERSION,
+    Down, JoinConfig, MAX_VALUE_BYTES, Member, Rendezvous, RendezvousError, Report, Server, ServerConfig,
+    Token, VERSION,
 };
+use mpmd_transport::router::{Failure, FailureKind};
 
 /// Nothing here takes so long; a test that would hang ends with it.
 const LONG: Duration = Duration::from_secs(30);
@@ -203,6 +204,25 @@ fn who_dies_is_named_to_the_others_and_who_leaves_is_not() {
     assert!(matches!(heard[0].recv_timeout(LONG), Ok(Down::Server(_))));
     assert!(matches!(all[0].get("x", LONG), Err(RendezvousError::ServerGone { .. })));
     assert!(heard[2].try_recv().is_err(), "who has left is told nothing");
+}
+
+#[test]
+fn the_first_report_of_each_process_is_kept_for_the_owner() {
+    let server = server(2, LONG);
+    let all = meet(&server, 2);
+    let report = |process, message: &str| {
+        let failure = Failure::new(FailureKind::Kernel, ProcessId(process), 7, message);
+        Report { failure, hash: Some(3) }
+    };
+    assert!(server.reports().is_empty());
+    all[1].report(report(0, "first")).unwrap();
+    all[1].report(report(0, "second")).unwrap();
+    all[0].report(report(0, "third")).unwrap();
+    all[1].leave().unwrap();
+    let expected = [(ProcessId(1), report(0, "first")), (ProcessId(0), report(0, "third"))];
+    assert_eq!(server.reports(), expected);
+    let late = all[1].report(report(1, "late"));
+    assert_eq!(late, Err(RendezvousError::Left));
 }
 
 #[test]

@@ -11,7 +11,7 @@
 //! fn main() -> Result<(), Box<dyn std::error::Error>> {
 //!     if JobEnv::from_env()?.is_none() {
 //!         let outcome = Launch::this_program_again(4)?.run()?;
-//!         if let Some(failure) = outcome.first_failure {
+//!         if let Some(failure) = &outcome.first_failure {
 //!             eprintln!("{failure}");
 //!         }
 //!         std::process::exit(outcome.code());
@@ -21,6 +21,7 @@
 //! }
 //! ```
 
+mod cause;
 mod device;
 mod env;
 mod error;
@@ -29,6 +30,7 @@ mod spawn;
 mod spin;
 mod supervise;
 
+pub use cause::Failure;
 pub(crate) use device::kinds_by_process;
 pub use device::{cuda_collectives, device_kinds};
 pub use env::{JobEnv, PlanEnv};
@@ -36,7 +38,7 @@ pub use error::LaunchError;
 pub use output::Color;
 pub use spawn::{Launch, OutputMode, adopt, guard};
 pub use spin::spin;
-pub use supervise::{Failure, How, Outcome};
+pub use supervise::{How, Outcome};
 
 /// The variables by which our launcher speaks to the processes it starts.
 pub mod variables {

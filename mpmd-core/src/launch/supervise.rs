@@ -15,6 +15,7 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, wa
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
+use super::cause::{Failure, Known};
 use super::output::{self, Stream};
 use super::spawn::OutputMode;
 use super::{Launch, LaunchError};
@@ -23,31 +24,16 @@ use super::{Launch, LaunchError};
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[must_use]
 pub struct Outcome {
-    /// Who failed first, if anybody did.
+    /// The failure that ended the job, if one did.
     pub first_failure: Option<Failure>,
     /// Each process's exit code; 128 and the signal's number for one that a signal ended.
     pub codes: Vec<i32>,
 }
 
 impl Outcome {
-    /// The exit code for the job: that of who failed first, 0 where nobody did.
+    /// The exit code for the job: that of the process at fault, 0 where no process failed.
     pub fn code(&self) -> i32 {
-        self.first_failure.as_ref().map_or(0, |failure| failure.how.code())
-    }
-}
-
-/// A process that did not end well.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct Failure {
-    /// Which.
-    pub process: ProcessId,
-    /// How it ended.
-    pub how: How,
-}
-
-impl fmt::Display for Failure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "process {} failed first: {}", self.process, self.how)
+        self.first_failure.as_ref().map_or(0, Failure::code)
     }
 }
 
@@ -119,7 +105,7 @@ pub(super) fn run(launch: &Launch) -> Result<Outcome, LaunchError> {
     for process in 0..processes {
         job.start(process, launch, launch.command(process, &server, &token), &events)?;
     }
-    Ok(job.watch(&happened, launch.grace))
+    Ok(job.watch(&happened, launch.grace, &server))
 }
 
 enum Event {
@@ -206,9 +192,9 @@ impl Processes {
     }
 
     /// Waits until all have ended, and sees to it that they do once one has failed.
-    fn watch(mut self, happened: &Receiver<Event>, grace: Duration) -> Outcome {
+    fn watch(mut self, happened: &Receiver<Event>, grace: Duration, server: &Server) -> Outcome {
         let mut ending = Ending::NotYet;
-        let mut first: Option<(Failure, Instant)> = None;
+        let mut first: Option<(ProcessId, How, Instant)> = None;
         let mut interrupted = false;
         while self.running.iter().any(|running| running.how.is_none()) {
             let event = match ending {
@@ -223,18 +209,19 @@ impl Processes {
             match event {
                 Ok(Event::Ended(process)) => {
                     let how = self.reap(process);
-                    if how == How::Exit(0) {
+                    let process = ProcessId(process as u32);
+                    // A program that was not finished may still end with 0.
+                    if how == How::Exit(0) && server.reports().iter().all(|(who, _)| *who != process) {
                         continue;
                     }
-                    let failure = Failure { process: ProcessId(process as u32), how };
-                    match (&first, ending) {
-                        (None, _) => first = Some((failure, Instant::now())),
-                        (Some((before, when)), Ending::Grace(_))
+                    match (first, ending) {
+                        (None, _) => first = Some((process, how, Instant::now())),
+                        (Some((_, before, when)), Ending::Grace(_))
                             if !interrupted
                                 && when.elapsed() < SAME_MOMENT
-                                && matches!((before.how, how), (How::Exit(_), How::Signal(_))) =>
+                                && matches!((before, how), (How::Exit(_), How::Signal(_))) =>
                         {
-                            first = Some((failure, *when));
+                            first = Some((process, how, when));
                         }
                         _ => {}
                     }
@@ -268,8 +255,13 @@ impl Processes {
             // Ends by disconnection when the output's thread does.
             let _ = output.recv_timeout(until.saturating_duration_since(Instant::now()));
         }
-        let codes = self.running.iter().map(|running| running.how.map_or(1, How::code)).collect();
-        Outcome { first_failure: first.map(|(failure, _)| failure), codes }
+        let ends: Vec<How> = self.running.iter().map(|running| running.how.unwrap_or(How::Exit(1))).collect();
+        let first_failure = first.map(|(process, how, _)| {
+            let (reports, unformed) = (server.reports(), server.failure());
+            let first = (process, how);
+            Known { first, ends: &ends, reports: &reports, unformed: unformed.as_ref() }.cause()
+        });
+        Outcome { first_failure, codes: ends.into_iter().map(How::code).collect() }
     }
 
     /// Ends what a process that has ended has left behind, and finds out how it ended.
@@ -406,10 +398,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn failures_say_who_and_how() {
-        let failure = |how| Failure { process: ProcessId(2), how }.to_string();
-        assert_eq!(failure(How::Exit(3)), "process 2 failed first: it ended with exit code 3");
-        assert_eq!(failure(How::Signal(9)), "process 2 failed first: it was ended by signal 9 (SIGKILL)");
+    fn ends_say_how_they_came() {
+        assert_eq!(How::Exit(3).to_string(), "it ended with exit code 3");
+        assert_eq!(How::Signal(9).to_string(), "it was ended by signal 9 (SIGKILL)");
         assert_eq!(How::Signal(15).code(), 143);
     }
 }

@@ -1,5 +1,6 @@
 //! Settings of a program, and the ways to start one.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -154,6 +155,25 @@ impl Builder {
         connect::from_env(self)
     }
 
+    /// Joins the job this process was started for, runs `program` and finishes: see [`Program::run`].
+    ///
+    /// An error that `program` returns is returned at once: the other processes are told of it, and nothing is
+    /// waited for. `program` may be called again, for a later life of the job. Where the type of its errors does
+    /// not follow from the surrounding function, annotate it: `|p| -> Result<()> { … }`.
+    ///
+    /// # Errors
+    ///
+    /// What `program` returns; else as [`Program::from_env`] and [`Program::finish`].
+    #[track_caller]
+    pub fn run<T, E>(self, program: impl Fn(&mut Program) -> Result<T, E>) -> Result<T, E>
+    where
+        E: From<Error> + fmt::Display,
+    {
+        let mut p = self.from_env()?;
+        let result = program(&mut p);
+        p.conclude(result)
+    }
+
     /// A job of this process alone, whatever the environment says.
     ///
     /// # Errors
@@ -204,6 +224,25 @@ impl Builder {
         transport: Option<Arc<dyn Transport>>,
         membership: Option<Membership>,
     ) -> Result<Program> {
+        let plans = self.plan_cache;
+        match self.start_runtime(me, topology, transport, membership.as_ref()) {
+            Ok(runtime) => Ok(Program::new(runtime, false, membership, plans)),
+            Err(error) => {
+                if let Some(membership) = membership {
+                    membership.give_up(me, &error);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    fn start_runtime(
+        self,
+        me: ProcessId,
+        topology: Topology,
+        transport: Option<Arc<dyn Transport>>,
+        membership: Option<&Membership>,
+    ) -> Result<Arc<Runtime>> {
         has_cuda(me, &topology)?;
         let topology = with_gpus(topology);
         let cuda = match topology.has_kind(me, DeviceKind::Cuda) {
@@ -211,18 +250,18 @@ impl Builder {
             false => Vec::new(),
         };
         let trace = self.begin_trace(me, &topology, transport.as_deref())?;
-        if let Some(membership) = &membership {
+        if let Some(membership) = membership {
             membership.compare_clocks(&trace);
         }
         let runtime =
             Runtime::start(me, topology, self.config(trace, cuda), transport, None).map_err(no_threads)?;
-        if let Some(membership) = &membership {
+        if let Some(membership) = membership {
             membership.watch(&runtime);
         }
         let (processes, transport) = (runtime.topology.processes(), runtime.transport_name());
         let cuda = &runtime.config.cuda;
         tracing::debug!(process = me.0, processes, transport, ?cuda, "a program starts");
-        Ok(Program::new(runtime, false, membership, self.plan_cache))
+        Ok(runtime)
     }
 
     /// The devices of a job of `processes`, `per_process` on each unless the program says how many, with

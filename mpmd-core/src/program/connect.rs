@@ -4,11 +4,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use mpmd_transport::ProcessId;
 use mpmd_transport::rendezvous::{
-    Down, JoinConfig, Member, Rendezvous, RendezvousError, Server, ServerConfig,
+    Down, JoinConfig, Member, Rendezvous, RendezvousError, Report, Server, ServerConfig,
 };
 use mpmd_transport::router::{Failure, FailureKind};
+use mpmd_transport::{ProcessId, TransportError};
 
 use super::builder::{DEFAULT_PATIENCE, gpus_of, has_cuda};
 use super::recorder::MOST_STEPS;
@@ -73,8 +73,9 @@ impl Membership {
         }
     }
 
-    /// Takes leave, so that nobody hears of a death.
-    pub(super) fn leave(self) {
+    /// Takes leave, so that nobody hears of a death. The launcher hears of the failure, where there was one.
+    pub(super) fn leave(self, report: Option<Report>) {
+        self.tell(report);
         if let Err(error) = self.rendezvous.leave() {
             tracing::debug!(%error, "taking leave of the rendezvous");
         }
@@ -83,6 +84,30 @@ impl Membership {
             server.wait_empty(LEAVE_WITHIN);
         }
     }
+
+    /// Goes without leave, since this process could not start its part: the others hear that it is gone, and the
+    /// launcher why.
+    pub(super) fn give_up(self, me: ProcessId, error: &Error) {
+        self.tell(Some(Report { failure: blame(me, error), hash: None }));
+    }
+
+    fn tell(&self, report: Option<Report>) {
+        if let Some(Err(error)) = report.map(|report| self.rendezvous.report(report)) {
+            tracing::debug!(%error, "telling the launcher of a failure");
+        }
+    }
+}
+
+/// The failure of a process that could not start its part, with the process at fault.
+fn blame(me: ProcessId, error: &Error) -> Failure {
+    let (kind, process) = match error {
+        Error::Launch(LaunchError::Lacking { process, .. }) => (FailureKind::Left, *process),
+        Error::Transport(TransportError::PeerGone { peer, .. } | TransportError::Protocol { peer, .. }) => {
+            (FailureKind::PeerLost, *peer)
+        }
+        _ => (FailureKind::Left, me),
+    };
+    Failure::new(kind, process, 0, error.to_string()).shortened()
 }
 
 /// Joins the job that the environment names, or starts one alone.
@@ -177,13 +202,18 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
         Ok(agreed) => agreed,
         Err(error) => {
             // Everybody has to hear of it, also from a service that this process hosts.
-            membership.leave();
+            membership.leave(Some(Report { failure: blame(env.process, &error), hash: None }));
             return Err(error);
         }
     };
     let spin = *builder.spin.get_or_insert(env.spin.unwrap_or_default());
-    let transport = opened.connect(env, &members, patience, spin)?;
-    builder.start(env.process, topology, Some(transport), Some(membership))
+    match opened.connect(env, &members, patience, spin) {
+        Ok(transport) => builder.start(env.process, topology, Some(transport), Some(membership)),
+        Err(error) => {
+            membership.give_up(env.process, &error);
+            Err(error)
+        }
+    }
 }
 
 /// Under which the rendezvous has what the graphics processors of a process are known by.

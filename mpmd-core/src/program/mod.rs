@@ -19,7 +19,7 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::panic::Location;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use mpmd_transport::router::{Failure, FailureKind, OpRecord, Span};
 use mpmd_transport::{Pool, ProcessId};
@@ -46,8 +46,10 @@ use crate::trace::What;
 /// `Send` but not `Sync`, and issuing takes `&mut`: there is one order. Nothing here blocks but
 /// [`Program::agree`], [`Program::finish`], and the bounds on running ahead.
 ///
-/// Call [`Program::finish`] at the end. A program that is dropped without it (an error, a panic) tells
-/// the other processes that it left, for at most two seconds.
+/// [`Program::run`] joins, runs and finishes. Who joins with [`Program::from_env`] calls [`Program::finish`] at the
+/// end. A program that is dropped without it gives its issued work two seconds to end (none in a panic, or where
+/// something has failed), says on standard error what failed, and tells the other processes and `mpmd run`,
+/// which then does not exit with 0.
 ///
 /// ```compile_fail,E0277
 /// fn is_sync<T: Sync>() {}
@@ -74,7 +76,25 @@ pub struct Program {
 }
 
 impl Program {
+    /// Joins the job that this process was started for, runs `program` and finishes: a whole `main`. Returns
+    /// what `program` returns.
+    ///
+    /// As [`Builder::run`], with default settings.
+    ///
+    /// # Errors
+    ///
+    /// As [`Builder::run`].
+    #[track_caller]
+    pub fn run<T, E>(program: impl Fn(&mut Self) -> Result<T, E>) -> Result<T, E>
+    where
+        E: From<Error> + fmt::Display,
+    {
+        Self::builder().run(program)
+    }
+
     /// Joins the job that this process was started for, or starts one of its own.
+    ///
+    /// The program must be [finished](Self::finish), which [`Program::run`] does by itself.
     ///
     /// Reads what `mpmd run`, torchrun, Slurm, Open MPI or a Kubernetes indexed job set. Where none did,
     /// the job has this process alone.
@@ -245,22 +265,58 @@ impl Program {
         self.runtime.wait_for_callbacks();
         drop(waiting);
         let result = match self.runtime.trouble() {
-            Some(failure) => {
-                self.runtime.leave(Some(&failure));
-                Err(failure)
-            }
+            Some(failure) => Err(failure),
             None => {
                 self.runtime.with_router(|router| router.goodbye(None, self.runtime.now()));
-                let result = self.runtime.wait_for_peers();
-                self.runtime.leave(None);
-                result
+                self.runtime.wait_for_peers()
             }
         };
+        let failure = result.as_ref().err();
+        let report = failure.map(|failure| self.runtime.report_of(failure, true));
+        self.runtime.leave(failure.map(|failure| &**failure));
         self.end_trace();
         if let Some(membership) = self.membership.take() {
-            membership.leave();
+            membership.leave(report);
         }
         result.map_err(Error::failed)
+    }
+
+    /// Finishes a program that ran to a good end; leaves one that returned an error, without waiting for anybody.
+    #[track_caller]
+    pub(crate) fn conclude<T, E>(mut self, result: Result<T, E>) -> Result<T, E>
+    where
+        E: From<Error> + fmt::Display,
+    {
+        match result {
+            Ok(value) => {
+                self.finish()?;
+                Ok(value)
+            }
+            Err(error) => {
+                self.abandon(&format!("ended before its program finished: {error:#}"));
+                Err(error)
+            }
+        }
+    }
+
+    /// Leaves a job whose program is not finished. Says `how` this process left where nothing else has failed.
+    /// Returns the failure that everybody is told.
+    fn abandon(&mut self, how: &str) -> Arc<Failure> {
+        self.ended = true;
+        let me = self.runtime.me;
+        // What went wrong here goes on as it is: its root is what everybody wants to read.
+        let failure = self.runtime.trouble().unwrap_or_else(|| {
+            Arc::new(Failure::new(FailureKind::Left, me, self.count, format!("process {me} {how}")))
+        });
+        tracing::warn!(%failure, "a program ends without `finish`");
+        let report = self.runtime.report_of(&failure, false);
+        self.runtime.leave(Some(&failure));
+        // Without another look at the clocks: nothing here may wait for anybody.
+        self.runtime.trace.close();
+        if let Some(membership) = self.membership.take() {
+            membership.leave(Some(report));
+        }
+        failure
     }
 
     /// Takes the next number for an operation.
@@ -351,27 +407,36 @@ impl Program {
     }
 }
 
+/// How long the issued work of a program has that is dropped without [`Program::finish`].
+const WORK_OF_UNFINISHED: Duration = Duration::from_secs(2);
+
+/// Shows the user a line, in one write: other processes of the job may be writing to the same place.
+fn say(line: &str) {
+    let _ = std::io::Write::write_all(&mut std::io::stderr(), format!("mpmd: {line}\n").as_bytes());
+}
+
 impl Drop for Program {
     fn drop(&mut self) {
         if self.ended {
             return;
         }
-        let me = self.runtime.me;
-        let failure = match self.runtime.trouble() {
-            // What went wrong here goes on as it is: its root is what everybody wants to read.
-            Some(failure) => (*failure).clone(),
-            None => {
-                let how = if std::thread::panicking() { "panicked" } else { "ended" };
-                let message = format!("process {me} {how} before its program finished");
-                Failure::new(FailureKind::Left, me, self.count, message)
-            }
-        };
-        tracing::warn!(%failure, "a program ends without `finish`");
-        self.runtime.leave(Some(&failure));
-        // Without another look at the clocks: nothing here may wait for anybody.
-        self.runtime.trace.close();
-        if let Some(membership) = self.membership.take() {
-            membership.leave();
+        if std::thread::panicking() {
+            // The panic has said why.
+            self.abandon("panicked before its program finished");
+            return;
+        }
+        // Of a plan nothing is carried out, and nobody waits for a process alone that has issued nothing.
+        let is_missed = !self.planning && (self.count > 0 || self.processes() > 1);
+        if is_missed {
+            self.runtime.wait_briefly(WORK_OF_UNFINISHED);
+        }
+        let failure =
+            self.abandon("ended before its program finished: its `Program` was dropped without `finish`");
+        if is_missed {
+            say(&match failure.kind {
+                FailureKind::Left if failure.process == self.process() => failure.to_string(),
+                _ => format!("process {} did not finish its program: {failure}", self.process()),
+            });
         }
     }
 }

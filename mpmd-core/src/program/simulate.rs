@@ -100,9 +100,8 @@ impl Simulation {
             {
                 p.vanish_at(op, fabric.clone());
             }
-            let result = program(&mut p)?;
-            p.finish()?;
-            Ok(result)
+            let result = program(&mut p);
+            p.conclude(result)
         };
         std::thread::scope(|scope| {
             let threads: Vec<_> = (0..self.processes as u32)

@@ -5,6 +5,7 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use mpmd_transport::rendezvous::Report;
 use mpmd_transport::router::{Action, Body, Failure, FailureKind, OpRecord, Router, Span};
 use mpmd_transport::{Handler, Header, Kind, Payload, ProcessId, Ticket, TransportError};
 
@@ -134,6 +135,16 @@ impl Runtime {
         }
     }
 
+    /// Returns what the launcher is told of a failure by a process whose program `has_ended` or broke off.
+    pub(crate) fn report_of(&self, failure: &Failure, has_ended: bool) -> Report {
+        let router = self.router.lock();
+        let hash = match failure.op > router.count() {
+            true => has_ended.then_some(0),
+            false => router.hash_at(failure.op),
+        };
+        Report { failure: failure.clone().shortened(), hash }
+    }
+
     /// Says goodbye and closes the transport.
     pub(crate) fn leave(self: &Arc<Self>, failure: Option<&Failure>) {
         self.with_router(|router| router.goodbye(failure, self.now()));
@@ -172,6 +183,26 @@ impl Runtime {
                 counts.ops
             ));
         }
+    }
+
+    /// Waits until every operation and closure of this process has ended, something has failed, or time is over.
+    pub(crate) fn wait_briefly(&self, within: Duration) {
+        let until = Instant::now() + within;
+        let left = || until.saturating_duration_since(Instant::now());
+        // In short looks: a failure need not end an operation.
+        let look = || Instant::now() + left().min(super::TICK);
+        let is_idle = || self.in_flight.wait_until(look(), |counts| counts.ops == 0 && counts.reads == 0);
+        loop {
+            if self.trouble().is_some() || left().is_zero() {
+                return;
+            }
+            if is_idle() {
+                break;
+            }
+        }
+        let (done, all_done) = std::sync::mpsc::channel::<()>();
+        self.call_back(Box::new(move || drop(done)));
+        let _ = all_done.recv_timeout(left());
     }
 
     /// Waits until every closure of the user's that waited for an operation has run, reporting each time

@@ -41,7 +41,7 @@ impl Run {
 
     /// The timeline with what `plan` has each pass do beside it: a timeline of one step, as a simulation of the
     /// pipeline's schedule with the run's own [costs](Self::costs) gives it. A step of the plan begins with the
-    /// first pass of the step. What follows the last step has no plan.
+    /// first pass of the step. Bars after the last step have no plan.
     pub fn timeline_beside(&self, plan: &Timeline) -> Timeline {
         let bars = plan.rows.iter().flat_map(|row| &row.bars);
         let span = |bar: &Bar| ((bar.kind, bar.stage, bar.microbatch), (bar.start, bar.end));

@@ -30,7 +30,7 @@ pub enum CostsError {
 
 impl Run {
     /// What each stage's passes and moves took, in seconds: the medians. The first step is left out where there are
-    /// others, since what is done once is done in it; so is what follows the last one. A pass on several devices takes as long as on the slowest of
+    /// others, since what is done once is done in it. Operations after the last step do not count. A pass on several devices takes as long as on the slowest of
     /// them; one of several operations as long as all, and input gradients with the forward passes that are done again
     /// for them. Where a stage has both gradients as one, each is half of it.
     /// The bytes of moves are those of the largest; how many a pass leaves is not known from a trace: these are 0.

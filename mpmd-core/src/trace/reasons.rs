@@ -59,8 +59,8 @@ impl Run {
     }
 }
 
-/// Returns what a device's thread did after `idle`, when `kernel` had been issued and its inputs were there.
-/// A trace does not tell that work from waiting for a core.
+/// Returns the work of a device's thread between `idle` and the begin of `kernel`, which did not wait for
+/// inputs. A trace cannot tell that work from a wait for a processor core.
 fn why_thread(kernel: &Kernel, idle: f64) -> String {
     let did = match kernel.since - idle > 0.5 * (kernel.start - idle) {
         true => "handed over earlier outputs",

@@ -28,7 +28,7 @@ pub struct Timeline {
 pub struct Mark {
     /// When.
     pub at: f64,
-    /// When what begins there ends; without it, at the next mark or at the end of the timeline.
+    /// The end of the step that begins there. `None`: the next mark, or the end of the timeline.
     #[serde(default)]
     pub end: Option<f64>,
     /// What begins there.
@@ -123,7 +123,7 @@ pub struct MemoryPoint {
     pub used: f64,
 }
 
-/// A step: what begins at a mark, until it ends. Steps may overlap.
+/// A step of a program, from its mark to its end. Steps may overlap.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Step {
     /// The name of the mark that begins it.
@@ -132,14 +132,12 @@ pub struct Step {
     pub from: f64,
     /// When it ends.
     pub until: f64,
-    /// How long it takes beside the others: the time from the end of the step before it, of the first
-    /// one from its begin.
+    /// Time from the end of the previous step to the end of this one; of the first step, its length.
     pub takes: f64,
 }
 
 impl Timeline {
-    /// Returns what begins at the marks, without what takes no time. All of it is one step without a
-    /// name where nothing is marked.
+    /// Returns the steps that take time. A timeline without marks is one step without a name.
     pub fn steps(&self) -> Vec<Step> {
         let next = self.marks.iter().skip(1).map(|mark| mark.at).chain([self.end]);
         let mut steps: Vec<Step> = Vec::new();

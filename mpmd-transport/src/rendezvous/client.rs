@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use super::job::after;
 use super::protocol::{self, ANSWER_BYTES, Answer, Frames, Greeting, Reply, Request, VERSION};
 use super::server::clock;
-use super::{Down, Member, RendezvousError, Token};
+use super::{Down, Member, RendezvousError, Report, Token};
 use crate::wire::ProcessId;
 
 /// This process's connection to the job's [`Server`](super::Server). All methods block, all for a
@@ -183,6 +183,18 @@ impl Rendezvous {
         }
     }
 
+    /// Tells the server's owner of the failure that this process ends with; the first report counts.
+    ///
+    /// Waits for the answer, at most four seconds: from then on the owner knows, however this process ends.
+    ///
+    /// # Errors
+    ///
+    /// [`OutOfTurn`](RendezvousError::OutOfTurn) before [`join`](Self::join);
+    /// [`ServerGone`](RendezvousError::ServerGone).
+    pub fn report(&self, report: Report) -> Result<(), RendezvousError> {
+        self.link.ask(REPORT_WITHIN, |ask| Request::Report { ask, report }).map(drop)
+    }
+
     /// Leaves the job in an orderly way: nobody will be told that this process is down.
     ///
     /// # Errors
@@ -272,6 +284,9 @@ type Answered = (i64, Result<Answer, RendezvousError>);
 
 /// How much longer than the server an answer is waited for here: the server knows who is late.
 const SLACK: Duration = Duration::from_secs(2);
+
+/// How long the server has to take a report, without the slack: nobody may depend on it.
+const REPORT_WITHIN: Duration = Duration::from_secs(2);
 
 impl Connection {
     fn ask(

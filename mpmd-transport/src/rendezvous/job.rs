@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::protocol::{Answer, MAX_KEY_BYTES, MAX_VALUE_BYTES, Reply, Request};
-use super::{Member, RendezvousError};
+use super::{Member, RendezvousError, Report};
 use crate::wire::ProcessId;
 
 /// One client's connection, never reused.
@@ -39,6 +39,8 @@ pub(super) struct Job {
     values: HashMap<String, Vec<u8>>,
     gets: Vec<Get>,
     barriers: BTreeMap<String, Vec<Arrival>>,
+    /// In the order in which they came, one from each process at most.
+    reports: Vec<(ProcessId, Report)>,
     ticked: Instant,
     actions: Vec<Action>,
 }
@@ -91,6 +93,7 @@ impl Job {
             values: HashMap::new(),
             gets: Vec::new(),
             barriers: BTreeMap::new(),
+            reports: Vec::new(),
             ticked: now,
             actions: Vec::new(),
         }
@@ -103,6 +106,11 @@ impl Job {
     /// Number of processes that joined and have neither left nor ended.
     pub(super) fn present(&self) -> usize {
         self.seats.iter().flatten().filter(|seat| seat.ended.is_none()).count()
+    }
+
+    /// The failures that processes of the job have reported, in the order in which they did.
+    pub(super) fn reports(&self) -> &[(ProcessId, Report)] {
+        &self.reports
     }
 
     /// What is to be done since the last call.
@@ -156,6 +164,10 @@ impl Job {
                 if let Err(refusal) = self.barrier(link, process, name, wait) {
                     self.answer(link, ask, Err(refusal));
                 }
+            }
+            Request::Report { ask, report } => {
+                let result = self.report(process, report);
+                self.answer(link, ask, result);
             }
             Request::Leave { ask } => {
                 self.answer(link, ask, Ok(Answer::Done));
@@ -369,6 +381,19 @@ impl Job {
             }
         }
         Ok(())
+    }
+
+    fn report(&mut self, process: Option<ProcessId>, report: Report) -> Result<Answer, RendezvousError> {
+        let Some(process) = process else {
+            return Err(RendezvousError::OutOfTurn {
+                what: "reporting".into(),
+                when: "after joining".into(),
+            });
+        };
+        if self.reports.iter().all(|(before, _)| *before != process) {
+            self.reports.push((process, report));
+        }
+        Ok(Answer::Done)
     }
 
     /// Drops what a client waits for, and returns who it was.

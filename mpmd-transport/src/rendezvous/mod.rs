@@ -2,8 +2,8 @@
 //!
 //! One small service at one address, a [`Server`], runs in process 0 or in the launcher; every process
 //! of the job is a client, a [`Rendezvous`]. Through it processes learn each other's addresses
-//! ([`Rendezvous::join`]), share small values, meet at barriers, compare clocks and hear at once when
-//! one of them dies. Nothing large and nothing frequent goes this way: that is the transports' work.
+//! ([`Rendezvous::join`]), share small values, meet at barriers, compare clocks, hear at once when
+//! one of them dies and tell the server's owner why they fail. Nothing large and nothing frequent goes this way: that is the transports' work.
 //!
 //! The wire, all little-endian. A client opens with a fixed preamble:
 //!
@@ -40,6 +40,7 @@ mod token;
 
 use serde::{Deserialize, Serialize};
 
+use crate::router::Failure;
 use crate::wire::ProcessId;
 
 pub use client::{ClockOffset, JoinConfig, Rendezvous};
@@ -63,6 +64,16 @@ pub struct Member {
     pub program: String,
     /// Why it cannot take part after all, so that the others hear it instead of missing it.
     pub trouble: Option<String>,
+}
+
+/// The failure that a process ends with, as it tells the server's owner.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Report {
+    /// The failure at its root. Its process need not be the one that reports.
+    pub failure: Failure,
+    /// The rolling hash of the reporting process at the failure's operation: 0 where its program had ended
+    /// before that operation, `None` where it had not got there or no longer knows.
+    pub hash: Option<u128>,
 }
 
 /// Somebody is gone who had not taken leave.

@@ -7,12 +7,12 @@ use std::time::Duration;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::{Member, RendezvousError, Token};
+use super::{Member, RendezvousError, Report, Token};
 use crate::control;
 use crate::wire::{MAX_CONTROL_BYTES, ProcessId};
 
 /// The version of the rendezvous protocol this crate speaks. Server and clients must speak the same.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 
 /// The longest value that can be shared under a key, in bytes.
 ///
@@ -98,6 +98,7 @@ pub(super) enum Request {
     Clock { ask: u64 },
     Leave { ask: u64 },
     Pong,
+    Report { ask: u64, report: Report },
 }
 
 /// What the server says.

@@ -18,7 +18,8 @@ use tokio::time::{sleep_until, timeout};
 
 use super::job::{Action, Job, Link, Phase, after, ping_interval};
 use super::protocol::{self, Answer, Frames, Greeting, HEAD_BYTES, PREAMBLE_BYTES, Reply, Request, VERSION};
-use super::{RendezvousError, Token};
+use super::{RendezvousError, Report, Token};
+use crate::wire::ProcessId;
 
 /// The service where the processes of one job meet. Dropping it stops it.
 ///
@@ -109,6 +110,11 @@ impl Server {
         self.stage.state.lock().failed.clone()
     }
 
+    /// The failures that processes have [reported](super::Rendezvous::report), in the order in which they did.
+    pub fn reports(&self) -> Vec<(ProcessId, Report)> {
+        self.stage.state.lock().reports.clone()
+    }
+
     /// Waits until no process is left in the job, at most `patience`; true where that is so.
     ///
     /// For the process that owns the server and wants to end: the others still need it.
@@ -154,6 +160,7 @@ struct StageState {
     complete: bool,
     failed: Option<RendezvousError>,
     present: usize,
+    reports: Vec<(ProcessId, Report)>,
 }
 
 /// What connections tell the hub.
@@ -267,8 +274,10 @@ impl Hub {
         };
         let present = self.job.present();
         let mut state = self.stage.state.lock();
-        if (state.complete, state.failed.as_ref(), state.present) != (complete, failed, present) {
-            *state = StageState { complete, failed: failed.cloned(), present };
+        let reports = self.job.reports();
+        let known = (state.complete, state.failed.as_ref(), state.present, state.reports.len());
+        if known != (complete, failed, present, reports.len()) {
+            *state = StageState { complete, failed: failed.cloned(), present, reports: reports.to_vec() };
             self.stage.changed.notify_all();
         }
     }

@@ -84,6 +84,7 @@ impl<C: Cargo> Router<C> {
         let mine = self.history.show(op);
         let theirs = self.peers[with.index()].shown.clone().unwrap_or_default();
         let (op, message) = first_difference(self.config.process, &mine, with, &theirs);
-        self.fail(Arc::new(Failure::new(FailureKind::Diverged, self.config.process, op, message)));
+        let failure = Failure::new(FailureKind::Diverged, self.config.process, op, message);
+        self.fail(Arc::new(Failure { other: Some(with), ..failure }));
     }
 }

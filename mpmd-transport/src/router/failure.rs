@@ -18,7 +18,12 @@ pub struct Failure {
     pub op: u64,
     /// What happened, for people.
     pub message: String,
+    /// The second process of a divergence, which `process` found to have issued other operations.
+    pub other: Option<ProcessId>,
 }
+
+/// How long a message may be that travels, in bytes.
+const MOST_MESSAGE_BYTES: usize = 16 << 10;
 
 /// Kinds of [`Failure`].
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
@@ -43,7 +48,16 @@ pub enum FailureKind {
 impl Failure {
     /// A failure that began on `process` in operation `op`.
     pub fn new(kind: FailureKind, process: ProcessId, op: u64, message: impl Into<String>) -> Self {
-        Self { kind, process, op, message: message.into() }
+        Self { kind, process, op, message: message.into(), other: None }
+    }
+
+    /// The same with no more of the message than fits a control message beside others: an error text without end
+    /// must not keep the failure from arriving.
+    pub fn shortened(mut self) -> Self {
+        let mut keep = (0..=self.message.len().min(MOST_MESSAGE_BYTES)).rev();
+        let keep = keep.find(|at| self.message.is_char_boundary(*at));
+        self.message.truncate(keep.unwrap_or(0));
+        self
     }
 
     /// Whether a process other than the one asking is at fault by having disappeared.

@@ -219,6 +219,11 @@ impl<C: Cargo> Router<C> {
         self.history.hash()
     }
 
+    /// The rolling hash at operation `op`; `None` where this process has not issued it or no longer remembers.
+    pub fn hash_at(&self, op: u64) -> Option<u128> {
+        self.history.hash_at(op)
+    }
+
     /// The failure of the whole job, if it has failed.
     pub fn failed(&self) -> Option<&Arc<Failure>> {
         self.failed.as_ref()

@@ -8,6 +8,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
+use rustix::io::Errno;
 use rustix::process::{PidfdFlags, getuid, pidfd_open};
 use zerocopy::byteorder::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -82,8 +83,7 @@ pub(super) fn meet(
     for (index, address) in config.peers.iter().enumerate().take(me) {
         let Some(address) = address else { continue };
         let peer = ProcessId(index as u32);
-        let with =
-            |error: io::Error| environment(format!("meeting process {peer} over shared memory"), &error);
+        let with = |error: io::Error| not_met(peer, "meeting", &error);
         let address: Address = address.parse().map_err(|why: String| protocol(peer, why))?;
         let socket = Socket::connect(&address.socket_name(), deadline).map_err(with)?;
         socket.send_until(hello(config).as_bytes(), &[own.memory.as_fd()], deadline).map_err(with)?;
@@ -155,7 +155,7 @@ fn welcome(
     if !awaited.contains(&index) {
         return Ok(None);
     }
-    let with = |error: io::Error| environment(format!("sharing memory with process {index}"), &error);
+    let with = |error: io::Error| not_met(ProcessId(index as u32), "sharing memory with", &error);
     let memory = Arc::new(Mapped::new(CAPACITIES.iter().copied().map(Ring::bytes).sum()).map_err(with)?);
     let give = [own.memory.as_fd(), memory.as_fd()];
     socket.send_until(hello(config).as_bytes(), &give, deadline).map_err(with)?;
@@ -171,7 +171,7 @@ fn answered(
     config: &ShmConfig,
     deadline: Instant,
 ) -> Result<Met, TransportError> {
-    let with = |error: io::Error| environment(format!("sharing memory with process {id}"), &error);
+    let with = |error: io::Error| not_met(id, "sharing memory with", &error);
     let user = socket.peer().map_err(with)?;
     if user.uid != getuid() {
         return Err(protocol(id, format!("it belongs to user {}", user.uid.as_raw())));
@@ -265,6 +265,18 @@ fn door(memory: &Arc<Mapped>) -> Door {
     // which the door keeps. All processes that have it reach it through doors alone, which use atomic words of
     // 4 bytes.
     unsafe { Door::at(first, memory.clone()) }
+}
+
+/// Returns the error of a meeting that failed: of the peer where that is gone, else of this process.
+fn not_met(peer: ProcessId, doing: &str, error: &io::Error) -> TransportError {
+    let why = match error.kind() {
+        _ if error.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => "its process has ended".to_owned(),
+        io::ErrorKind::ConnectionRefused | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
+            error.to_string()
+        }
+        _ => return environment(format!("{doing} process {peer} over shared memory"), error),
+    };
+    TransportError::PeerGone { peer, why }
 }
 
 fn protocol(peer: ProcessId, why: String) -> TransportError {

@@ -174,6 +174,23 @@ impl Socket {
     }
 }
 
+#[cfg(test)]
+impl Socket {
+    /// A connection to who listens, made by a process that has ended since.
+    pub(super) fn connected_by_the_dead(name: &[u8]) -> io::Result<Self> {
+        use std::os::unix::process::CommandExt;
+        use std::process::Command;
+
+        let (socket, name) = (new_socket()?, SocketAddrUnix::new_abstract_name(name)?);
+        let inherited = socket.try_clone()?;
+        let mut process = Command::new("true");
+        // SAFETY: between fork and exec the closure makes one system call, on values made before.
+        unsafe { process.pre_exec(move || Ok(connect(&inherited, &name)?)) };
+        process.status()?;
+        Ok(Self(socket))
+    }
+}
+
 impl AsFd for Socket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()

@@ -28,12 +28,12 @@ fn run(name: &str, args: &[&str]) -> Result<()> {
     if named.devices > 0 {
         builder = builder.devices(named.devices);
     }
-    let mut p = builder.from_env()?;
-    // Straight away, so that a test can wait for a line.
-    let mut out = std::io::stdout();
-    (named.run)(&mut p, args, &mut |line| {
-        // Where nobody reads any more the exit code still tells.
-        let _ = writeln!(out, "{line}").and_then(|()| out.flush());
-    })?;
-    p.finish()
+    builder.run(|p| {
+        // Straight away, so that a test can wait for a line.
+        let mut out = std::io::stdout();
+        (named.run)(p, args, &mut |line| {
+            // Where nobody reads any more the exit code still tells.
+            let _ = writeln!(out, "{line}").and_then(|()| out.flush());
+        })
+    })
 }

@@ -259,7 +259,7 @@ fn ours(args: &P2pArgs, level: Level, sizes: &[Size], pace: &Pace) -> Result<Vec
         .env(SPIN, &args.spin.word)
         .output(OutputMode::Quiet0)
         .run()?;
-    if let Some(failure) = outcome.first_failure {
+    if let Some(failure) = &outcome.first_failure {
         bail!("the pair of processes was not measured: {failure}");
     }
     found::take_over(samples.path())

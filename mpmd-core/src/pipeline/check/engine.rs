@@ -64,8 +64,8 @@ pub(crate) struct Engine<'a> {
     pub(crate) transfers_left: usize,
 }
 
-/// What was the last that each node and transfer waited for, as numbers: a node's own, or the number of nodes
-/// plus a transfer's. A transfer is the cause of a node when it is taken, of a transfer when it has gone.
+/// The last cause of each node and transfer: the number of a node, or the count of nodes plus the number of
+/// a transfer. A node is caused by a transfer's receive, a transfer by another transfer's arrival.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Causes {
     pub(crate) node: Vec<u32>,

@@ -203,7 +203,7 @@ fn flow_of(lanes: &[u32], nodes: &[(u32, &[u32])], transfers: &[(u32, u32, u32)]
     flow
 }
 
-/// Names of a flow whose tags mean nothing.
+/// Shows tags as numbers.
 struct Nameless;
 
 impl Names for Nameless {

@@ -48,6 +48,16 @@ fn goodbye_after_as_many_operations_is_no_dispute() {
 }
 
 #[test]
+fn piece_expected_beyond_a_goodbye_is_disputed_at_once() {
+    let mut job = after(2);
+    assert_eq!(disputed(&mut job, Kind::Goodbye, 2), None);
+    job.issue(1, 3, "op");
+    assert_eq!(shown(&job), None, "it may have no part in it");
+    job.expect(1, 0, (3, 0), 10);
+    assert_eq!(shown(&job), Some(3));
+}
+
+#[test]
 fn goodbye_one_operation_ahead_waits_for_the_own_end() {
     let mut job = after(2);
     assert_eq!(disputed(&mut job, Kind::Goodbye, 3), None);

@@ -581,6 +581,18 @@ fn who_belongs_to_the_job_but_gives_no_memory_is_named() {
 }
 
 #[test]
+fn a_process_that_ended_since_it_knocked_is_gone() {
+    let (zero, own) = (Opened::open().unwrap(), OwnDoor::new().unwrap());
+    let at = zero.address();
+    let address: Address = at.parse().unwrap();
+    let socket = Socket::connected_by_the_dead(&address.socket_name()).unwrap();
+    let (config, hello) = (config(0, &[&at, &at]), hello(&config(1, &[&at, &at])));
+    socket.send_until(hello.as_bytes(), &[own.descriptor()], Instant::now() + PATIENCE).unwrap();
+    let error = zero.connect(&config).map(drop).unwrap_err();
+    assert_eq!(error.to_string(), "process 1 is gone: its process has ended");
+}
+
+#[test]
 fn who_answers_nonsense_is_named_by_who_has_knocked() {
     let rings = CAPACITIES.iter().copied().map(Ring::bytes).sum::<usize>() as u64;
     let door = Door::BYTES as u64;

@@ -1,0 +1,78 @@
+//! What `mpmd run` says of a job that failed: the process at fault, and what it did.
+
+use std::time::{Duration, Instant};
+
+use mpmd_tests::{Carrier, Ended, Watched, bare_command, over_each_carrier, package_program};
+
+over_each_carrier! {
+    the_process_that_diverged_is_named
+    two_processes_that_diverged_are_both_named
+    a_program_without_finish_fails_the_job
+    an_error_of_the_program_reaches_all
+}
+
+/// Runs a job of so many processes over `carrier`.
+fn launched(carrier: Carrier, processes: usize, program: &[&str]) -> Ended {
+    let folder = tempfile::tempdir().expect("a folder for the test");
+    let mut command = bare_command(&package_program("mpmd-cli", "mpmd"));
+    carrier.set(command.args(["run", "-n", &processes.to_string(), "--"]).args(program));
+    Watched::start(command, folder.path(), "launcher").wait(Instant::now() + Duration::from_secs(60))
+}
+
+/// Fails unless the launcher's last line begins so.
+fn check_cause(end: &Ended, expected: &str) {
+    let last = end.stderr.lines().last().unwrap_or_default();
+    assert!(last.starts_with(&format!("mpmd: {expected}")), "{expected} is not said:\n{}", end.stderr);
+    assert_ne!(end.code, 0, "{}", end.stderr);
+}
+
+fn the_process_that_diverged_is_named(carrier: Carrier) {
+    let ways = ["extra-put", "skip-aside", "extra-jit", "skip-microbatch", "end-early", "extra-at-end"];
+    let number = if carrier.is_thorough() { ways.len() } else { 3 };
+    for (place, how) in ways.into_iter().enumerate().take(number) {
+        // Aside only process 3 has something to do.
+        let who = if how == "skip-aside" { 3 } else { place % 4 };
+        let program = [env!("CARGO_BIN_EXE_named"), "diverging", how, &who.to_string(), "16"];
+        let end = launched(carrier, 4, &program);
+        let first = format!("process {who} failed first: it ended with exit code 1; the programs diverged");
+        check_cause(&end, &first);
+    }
+}
+
+fn two_processes_that_diverged_are_both_named(carrier: Carrier) {
+    let program = [env!("CARGO_BIN_EXE_named"), "diverging", "extra-jit", "1", "16"];
+    let end = launched(carrier, 2, &program);
+    check_cause(
+        &end,
+        "processes 0 and 1 failed first; the programs diverged: they first differ at operation",
+    );
+    assert!(end.stderr.lines().last().is_some_and(|line| line.contains("diverging.rs:")), "{}", end.stderr);
+}
+
+fn a_program_without_finish_fails_the_job(carrier: Carrier) {
+    let ended = "process 1 ended before its program finished: its `Program` was dropped without `finish`";
+    for (how, work, why) in [("dropped", "well", ended), ("failed", "badly", "the kernel is out of paper")] {
+        let end = launched(carrier, 3, &[env!("CARGO_BIN_EXE_unfinished"), how, "1"]);
+        check_cause(&end, "process 1 failed first: it ended with exit code 0; ");
+        assert_eq!(end.stdout, format!("[1] the work ended {work}\n"), "{}", end.stderr);
+        let last = end.stderr.lines().last().unwrap_or_default();
+        assert!(last.contains(why), "{}", end.stderr);
+        // The process itself says so, and every other process.
+        for process in 0..3 {
+            let prefix = format!("[{process}] ");
+            let said = end.stderr.lines().any(|line| line.starts_with(&prefix) && line.contains(why));
+            assert!(said, "process {process} does not say why:\n{}", end.stderr);
+        }
+    }
+}
+
+fn an_error_of_the_program_reaches_all(carrier: Carrier) {
+    let end = launched(carrier, 3, &[env!("CARGO_BIN_EXE_unfinished"), "error", "1"]);
+    let why = "process 1 ended before its program finished: the disk is full";
+    check_cause(&end, &format!("process 1 failed first: it ended with exit code 1; {why}"));
+    assert!(end.stderr.contains("[1] Error: \"the disk is full\""), "{}", end.stderr);
+    for process in [0, 2] {
+        // Not as the fields of a structure.
+        assert!(end.stderr.contains(&format!("[{process}] Error: {why}\n")), "{}", end.stderr);
+    }
+}
