@@ -8,7 +8,6 @@ use mpmd_transport::ProcessId;
 use mpmd_transport::rendezvous::{
     Down, JoinConfig, Member, Rendezvous, RendezvousError, Server, ServerConfig,
 };
-use mpmd_transport::router::{Failure, FailureKind};
 
 use super::builder::{DEFAULT_PATIENCE, gpus_of, has_cuda};
 use super::recorder::MOST_STEPS;
@@ -40,12 +39,8 @@ impl Membership {
         self.rendezvous.on_down(Box::new(move |down| {
             let Some(runtime) = runtime.upgrade() else { return };
             match down {
-                Down::Process(process, why) => runtime.peer_down(process, &why),
-                Down::Server(why) => {
-                    let message = format!("the rendezvous service of the job is gone ({why})");
-                    let failure = Failure::new(FailureKind::PeerLost, runtime.me, 0, message);
-                    runtime.fail_job(Arc::new(failure));
-                }
+                Down::Process(process, why) => runtime.suspect(process, &why),
+                Down::Server(why) => runtime.rendezvous_lost(&why),
             }
         }));
     }

@@ -29,9 +29,11 @@
 //! tell together has no limit.
 //!
 //! The parts: `protocol` (these bytes), `job` (who is in the job and who waits for what: pure, reads
-//! no clock and does no I/O), `server` (carries it over sockets), `client`.
+//! no clock and does no I/O), `server` (carries it over sockets), `client`,
+//! `connect` (how a client gets there).
 
 mod client;
+mod connect;
 mod error;
 mod job;
 mod protocol;
@@ -70,6 +72,8 @@ pub struct Member {
 pub enum Down {
     /// A process of the job, and how the server noticed.
     Process(ProcessId, String),
-    /// The server itself: from now on nobody hears of anybody's end this way.
+    /// The server itself, which has ended, cannot be reached, or is silent. Said once: of a process
+    /// that has joined this is no more than a warning. Ends of processes may not be heard of this
+    /// way from now on.
     Server(String),
 }
