@@ -38,6 +38,7 @@ mod error;
 mod job;
 mod protocol;
 mod server;
+mod sha256;
 mod token;
 
 use serde::{Deserialize, Serialize};
@@ -48,6 +49,7 @@ pub use client::{ClockOffset, JoinConfig, Rendezvous};
 pub use error::RendezvousError;
 pub use protocol::{MAX_VALUE_BYTES, VERSION};
 pub use server::{Server, ServerConfig};
+pub(crate) use token::are_equal;
 pub use token::{Token, TokenError};
 
 /// What a process tells the others when it joins.

@@ -202,8 +202,8 @@ impl Library {
     }
 }
 
-/// Returns the copies that builds of this program have left, where cargo puts them; the newest first. Those that
-/// others can have put there are refused, and the second list says why.
+/// Returns the copies that builds of this program have left, where cargo puts them; the newest
+/// first. Those that others can have put there are refused, and the second list says why.
 fn built(program: &Path) -> (Vec<PathBuf>, Vec<String>) {
     let folders = program.ancestors().skip(1).take(2).map(|folder| folder.join("build"));
     let mut found: Vec<_> = folders
@@ -228,8 +228,8 @@ fn built(program: &Path) -> (Vec<PathBuf>, Vec<String>) {
     (trusted, refused)
 }
 
-/// Resolves the links in a file's path. Returns an error where another user could have put the file, one that it
-/// loads from its folder, or a folder above it in place.
+/// Resolves the links in a file's path. Returns an error where another user could have put the
+/// file, one that it loads from its folder, or a folder above it in place.
 fn out_of_others_reach(file: &Path) -> Result<PathBuf, String> {
     let file = file.canonicalize().map_err(|error| error.to_string())?;
     let own = geteuid().as_raw();
@@ -302,7 +302,7 @@ mod tests {
                 mode(path, 0o755);
             }
         }
-        // Who may write there may add a library that the other loads.
+        // A library that this one loads could be added there.
         mode(&folder, 0o1777);
         wrong.push((folder.clone(), "can be written by others", found()));
         mode(&folder, 0o755);
