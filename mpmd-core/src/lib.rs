@@ -50,6 +50,7 @@ mod replay;
 mod reshard_tree;
 mod runtime;
 mod split;
+mod warning;
 
 pub use array::{ArrayFuture, MpmdArray, Shard, all_ready};
 pub use device_put::PutOptions;

@@ -2,6 +2,8 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::Duration;
@@ -291,6 +293,121 @@ fn a_silent_server_is_noticed() {
     drop(done);
 }
 
+/// A connection between a client and the server that can be cut, or stand still.
+struct Relay {
+    address: SocketAddr,
+    ends: Receiver<TcpStream>,
+    still: Arc<AtomicBool>,
+}
+
+impl Relay {
+    fn to(server: &Server) -> Self {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let (address, server) = (listener.local_addr().unwrap(), server.address());
+        let (sender, ends) = mpsc::channel();
+        let still = Arc::<AtomicBool>::default();
+        let is_still = still.clone();
+        thread::spawn(move || {
+            let (near, _) = listener.accept().unwrap();
+            let far = TcpStream::connect(server).unwrap();
+            for (mut from, mut to) in
+                [(near.try_clone().unwrap(), far.try_clone().unwrap()), (far, near.try_clone().unwrap())]
+            {
+                let is_still = is_still.clone();
+                thread::spawn(move || {
+                    let mut bytes = [0; 4096];
+                    while let Ok(n @ 1..) = from.read(&mut bytes) {
+                        while is_still.load(Ordering::Relaxed) {
+                            thread::sleep(Duration::from_millis(5));
+                        }
+                        if to.write_all(&bytes[..n]).is_err() {
+                            break;
+                        }
+                    }
+                });
+            }
+            sender.send(near).unwrap();
+        });
+        Self { address, ends, still }
+    }
+
+    /// Lets nothing through, or all that has waited.
+    fn stand_still(&self, still: bool) {
+        self.still.store(still, Ordering::Relaxed);
+    }
+
+    /// Cuts the client's end.
+    fn cut(&self) {
+        self.ends.recv_timeout(LONG).unwrap().shutdown(std::net::Shutdown::Both).unwrap();
+    }
+}
+
+/// The only process of a job whose connection goes by way of a relay.
+fn alone_behind_relay(server: &Server) -> (Rendezvous, Relay) {
+    let relay = Relay::to(server);
+    let server = relay.address.to_string();
+    let (process, processes, token) = (ProcessId(0), 1, token());
+    let config = JoinConfig { server, process, processes, token, patience: Duration::from_secs(1) };
+    let rendezvous = Rendezvous::connect(config).unwrap();
+    rendezvous.join(member(0)).unwrap();
+    (rendezvous, relay)
+}
+
+#[test]
+fn silent_server_of_a_running_job_is_told_once_and_may_come_back() {
+    // Patient: it is the client that is to notice.
+    let server = server(1, LONG);
+    let (rendezvous, relay) = alone_behind_relay(&server);
+    let heard = downs(&rendezvous);
+    relay.stand_still(true);
+    assert!(matches!(heard.recv_timeout(LONG), Ok(Down::Server(why)) if why.contains("silent")));
+    let error = rendezvous.set("k", vec![1]).unwrap_err();
+    assert!(matches!(error, RendezvousError::ServerGone { .. }), "{error}");
+    relay.stand_still(false);
+    // What was said meanwhile has arrived, too.
+    while rendezvous.get("k", LONG) != Ok(vec![1]) {
+        thread::sleep(Duration::from_millis(5));
+    }
+    relay.stand_still(true);
+    while rendezvous.set("k", vec![2]).is_ok() {
+        thread::sleep(Duration::from_millis(5));
+    }
+    assert!(heard.try_recv().is_err(), "told once");
+    assert!(rendezvous.leave().is_err());
+    relay.stand_still(false);
+    assert!(server.wait_empty(LONG), "it has taken leave all the same");
+}
+
+#[test]
+fn cut_connection_of_a_running_job_is_told_and_leaving_is_quick() {
+    let server = server(1, LONG);
+    let (rendezvous, relay) = alone_behind_relay(&server);
+    let heard = downs(&rendezvous);
+    relay.cut();
+    assert!(matches!(heard.recv_timeout(LONG), Ok(Down::Server(_))));
+    assert!(matches!(rendezvous.leave(), Err(RendezvousError::ServerGone { .. })));
+}
+
+#[test]
+fn client_that_is_closed_without_a_word_tries_again() {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let address = listener.local_addr().unwrap();
+    let config = JoinConfig {
+        server: address.to_string(),
+        process: ProcessId(0),
+        processes: 1,
+        token: token(),
+        patience: LONG,
+    };
+    let joining = thread::spawn(move || join(config).map(drop));
+    // As a service does that makes room among strangers.
+    drop(listener.accept().unwrap());
+    drop(listener);
+    let _server =
+        Server::bind(address, ServerConfig { processes: 1, token: token(), patience: LONG }).unwrap();
+    joining.join().unwrap().unwrap();
+}
+
 #[test]
 fn missing_processes_are_named_to_those_who_came_and_to_the_servers_owner() {
     let server = server(4, SHORT);
@@ -315,14 +432,15 @@ fn a_duplicate_hears_who_holds_its_number_and_the_job_goes_on() {
         while server.wait_empty(Duration::ZERO) {
             thread::sleep(Duration::from_millis(2));
         }
-        let error = join(config(&server, 1, 2)).unwrap_err();
+        let other = Rendezvous::connect(config(&server, 1, 2)).unwrap();
+        let error = other.join(Member { pid: 7, ..member(1) }).unwrap_err();
         let held = RendezvousError::Duplicate { process: ProcessId(1), host: "host1".into(), pid: 1001 };
         assert_eq!(error, held);
         let (_other, members) = join(config(&server, 0, 2)).unwrap();
         assert_eq!(waiting.join().unwrap().unwrap(), members);
     });
     let after = join(config(&server, 1, 2)).unwrap_err();
-    assert!(matches!(after, RendezvousError::Duplicate { .. }), "{after}");
+    assert!(matches!(after, RendezvousError::Duplicate { .. }), "no place changes hands later: {after}");
 }
 
 #[test]

@@ -83,6 +83,16 @@ pub enum LaunchError {
         /// What is wrong with it.
         error: TokenError,
     },
+    /// The file with the user's secret cannot be used. The environment's fault.
+    #[error("{variable}={path}: {why}")]
+    TokenFile {
+        /// The variable that names it.
+        variable: &'static str,
+        /// The file.
+        path: String,
+        /// What is wrong with it.
+        why: String,
+    },
     /// The launcher has died before this process had begun. The environment's fault.
     #[error("the launcher of this process (pid {launcher}) is gone")]
     Orphaned {

@@ -54,6 +54,10 @@ pub mod variables {
     pub const HOSTED: &str = "MPMD_HOSTED";
     /// The job's secret, 64 hexadecimal digits.
     pub const JOB_TOKEN: &str = "MPMD_JOB_TOKEN";
+    /// A file with a secret of the user's, from which the tokens of all his jobs follow: for where
+    /// nobody sets [`JOB_TOKEN`]. A regular file of this user or of root, mode 0600 or 0400, with
+    /// 32 to 4096 bytes of any kind; white space at its ends does not count. The same on all hosts.
+    pub const JOB_TOKEN_FILE: &str = "MPMD_JOB_TOKEN_FILE";
     /// The transport to use, one of [`transports::NAMES`](crate::transports::NAMES); the same on all processes.
     pub const TRANSPORT: &str = "MPMD_TRANSPORT";
     /// With `0` processes of one host do not lend each other memory of their CUDA devices; for comparisons. Where one of two

@@ -158,7 +158,9 @@ impl Launch {
     /// Starts the processes and waits until all have ended, and what they started with them.
     ///
     /// Forwards SIGINT, SIGTERM and SIGHUP to them, and from then on this process no longer ends by
-    /// those signals on its own. Must be called on a thread that is not to end before the job.
+    /// those signals on its own. SIGTSTP (Ctrl-Z) stops the processes and this one, SIGCONT
+    /// continues them. The time between counts for nobody's patience. Must be called on a thread
+    /// that is not to end before the job.
     ///
     /// # Errors
     ///

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use mpmd_transport::ProcessId;
 use mpmd_transport::rendezvous::{Server, ServerConfig, Token};
-use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, getpid, kill_process, kill_process_group, waitid};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
@@ -110,7 +110,12 @@ pub(super) fn run(launch: &Launch) -> Result<Outcome, LaunchError> {
 
 enum Event {
     Ended(usize),
+    /// A signal that asks this process to end.
     Signal(Signal),
+    /// SIGTSTP, as Ctrl-Z sends it.
+    Stop,
+    /// SIGCONT.
+    Continue,
 }
 
 /// How far the end of a job is.
@@ -236,7 +241,27 @@ impl Processes {
                         ending = Ending::Grace(Instant::now() + grace);
                     }
                 }
+                Ok(Event::Stop) => {
+                    self.signal(Signal::STOP);
+                    // Caught, the signal has stopped nobody. All threads of this process: the
+                    // rendezvous service, too, notices afterwards that it was stopped, and finds
+                    // nobody silent.
+                    let _ = kill_process(getpid(), Signal::STOP);
+                }
+                Ok(Event::Continue) => {
+                    self.signal(Signal::CONT);
+                    // Deadlines begin anew: nobody did anything meanwhile.
+                    ending = match ending {
+                        Ending::Grace(_) => Ending::Grace(Instant::now() + grace),
+                        Ending::Asked(_) => Ending::Asked(Instant::now() + AFTER_TERM),
+                        other => other,
+                    };
+                }
                 Err(RecvTimeoutError::Timeout) => match ending {
+                    // Stopped meanwhile: SIGCONT is about to be heard.
+                    Ending::Grace(until) if until.elapsed() > SAME_MOMENT => {
+                        ending = Ending::Grace(Instant::now() + SAME_MOMENT);
+                    }
                     Ending::Grace(_) => {
                         self.signal(Signal::TERM);
                         ending = Ending::Asked(Instant::now() + AFTER_TERM);
@@ -342,7 +367,7 @@ impl Drop for Guard {
     }
 }
 
-/// Makes events of the signals that would end this process.
+/// Makes events of the signals that would end or stop this process.
 struct Signals {
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
@@ -353,24 +378,31 @@ impl Signals {
         let failed = |e: std::io::Error| LaunchError::environment("listening for signals", e);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
         let (stop, mut stopped) = oneshot::channel::<()>();
-        let (mut interrupt, mut terminate, mut hang_up) = {
+        let (mut interrupt, mut terminate, mut hang_up, mut stop_asked, mut continued) = {
             let _inside = runtime.enter();
             let listen = |kind| signal(kind).map_err(failed);
+            let other = |signal: Signal| SignalKind::from_raw(signal.as_raw());
             (
                 listen(SignalKind::interrupt())?,
                 listen(SignalKind::terminate())?,
                 listen(SignalKind::hangup())?,
+                listen(other(Signal::TSTP))?,
+                listen(other(Signal::CONT))?,
             )
         };
         let forward = async move {
             loop {
-                let signal = tokio::select! {
+                let event = tokio::select! {
+                    // In this order: a stop comes before the SIGCONT that ended it.
+                    biased;
                     _ = &mut stopped => break,
-                    Some(()) = interrupt.recv() => Signal::INT,
-                    Some(()) = terminate.recv() => Signal::TERM,
-                    Some(()) = hang_up.recv() => Signal::HUP,
+                    Some(()) = interrupt.recv() => Event::Signal(Signal::INT),
+                    Some(()) = terminate.recv() => Event::Signal(Signal::TERM),
+                    Some(()) = hang_up.recv() => Event::Signal(Signal::HUP),
+                    Some(()) = stop_asked.recv() => Event::Stop,
+                    Some(()) = continued.recv() => Event::Continue,
                 };
-                if events.send(Event::Signal(signal)).is_err() {
+                if events.send(event).is_err() {
                     break;
                 }
             }

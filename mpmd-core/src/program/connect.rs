@@ -20,6 +20,7 @@ use crate::launch::{self, JobEnv, LaunchError, PlanEnv};
 use crate::runtime::Runtime;
 use crate::topology::{CudaCollectives, DeviceKind, GpuId, Links, Topology};
 use crate::trace::{Trace, unix_now};
+use crate::warning::warn_user;
 
 /// The incarnation of a job. Jobs do not restart in place yet, so there is one.
 pub(super) const EPOCH: u64 = 1;
@@ -40,12 +41,8 @@ impl Membership {
         self.rendezvous.on_down(Box::new(move |down| {
             let Some(runtime) = runtime.upgrade() else { return };
             match down {
-                Down::Process(process, why) => runtime.peer_down(process, &why),
-                Down::Server(why) => {
-                    let message = format!("the rendezvous service of the job is gone ({why})");
-                    let failure = Failure::new(FailureKind::PeerLost, runtime.me, 0, message);
-                    runtime.fail_job(Arc::new(failure));
-                }
+                Down::Process(process, why) => runtime.suspect(process, &why),
+                Down::Server(why) => runtime.rendezvous_lost(&why),
             }
         }));
     }
@@ -156,6 +153,14 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
     let patience = *builder.patience.get_or_insert(env.patience.unwrap_or(DEFAULT_PATIENCE));
     let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
     let topology = builder.topology(env.processes, env.devices_per_process)?;
+    if env.token_is_guessable && env.process.index() == 0 {
+        let (source, file) = (env.source, launch::variables::JOB_TOKEN_FILE);
+        warn_user(&format!(
+            "the token of this job follows from what {source} calls it, so that other users can guess it and join: \
+             name a file with a secret of yours in {file} on all hosts, or give all processes a random {}",
+            launch::variables::JOB_TOKEN
+        ));
+    }
     let server = if env.hosted || env.process.index() != 0 { None } else { Some(host(env, patience)?) };
     let rendezvous = Rendezvous::connect(JoinConfig {
         server: env.coordinator.clone(),

@@ -18,6 +18,7 @@ pub use mpmd_transport::ucx::{Report, Spin, examine};
 use super::connect::EPOCH;
 use crate::error::{Error, Result};
 use crate::launch::{JobEnv, LaunchError, variables};
+use crate::warning::warn_user;
 
 /// The transports between processes, as users name them. What each needs is found when it is opened.
 pub const NAMES: [&str; 4] = [AUTO, shm::NAME, TCP, ucx::NAME];
@@ -121,12 +122,7 @@ impl Opened {
             Self::Shm(opened) => shm(opened, &vec![true; members.len()]),
             Self::Auto { shm: opened, tcp: listener } => {
                 if let Some(line) = fallback(members, process) {
-                    tracing::warn!(target: "mpmd::transport", "{line}");
-                    // In one write: other processes of the job may be writing to the same place.
-                    let _ = std::io::Write::write_all(
-                        &mut std::io::stderr(),
-                        format!("mpmd: {line}\n").as_bytes(),
-                    );
+                    warn_user(&line);
                 }
                 let near = near(members, process);
                 let (here, others) = (near.iter().filter(|near| **near).count(), members.len() - 1);

@@ -11,6 +11,7 @@ use mpmd_transport::{Handler, Header, Kind, Payload, ProcessId, Ticket, Transpor
 
 use super::{Doing, InProcess, Outgoing, Runtime, Waiter};
 use crate::trace::{PieceStep, What};
+use crate::warning::warn_user;
 
 /// How long a closing transport may take to flush.
 const FLUSH_WITHIN: Duration = Duration::from_secs(2);
@@ -80,11 +81,18 @@ impl Runtime {
         self.with_router(|router| router.issue_span(op, span, || self.now()));
     }
 
-    /// A peer is gone, by the word of the rendezvous. The transport may not know.
-    pub(crate) fn peer_down(self: &Arc<Self>, peer: ProcessId, why: &str) {
-        self.with_router(|router| router.peer_down(peer, why));
-        self.give_up(peer, why);
-        self.changed.notify_all();
+    /// The rendezvous has lost a peer, which may be gone. The transport may not know.
+    pub(crate) fn suspect(self: &Arc<Self>, peer: ProcessId, why: &str) {
+        self.with_router(|router| router.suspect(peer, why, self.now()));
+    }
+
+    /// The rendezvous is lost to this process: warns, and goes on.
+    pub(crate) fn rendezvous_lost(&self, why: &str) {
+        warn_user(&format!(
+            "process {} has lost the rendezvous service of the job ({why}). The job goes on; a process that dies \
+             without closing its connections is noticed only after {:?}",
+            self.me, self.config.patience
+        ));
     }
 
     /// An operation has failed here; remembers the first.

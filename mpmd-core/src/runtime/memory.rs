@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use mpmd_transport::memory::{OutOfMemory, Pool, Reservation};
 use mpmd_transport::router::{Failure, FailureKind};
@@ -94,8 +94,7 @@ impl Runtime {
                 message.push_str(&self.on_loan());
                 return Err(Arc::new(Failure::new(FailureKind::Memory, self.me, op, message)));
             }
-            let deadline = Instant::now() + self.config.patience;
-            if !self.in_flight.wait_until(deadline, |counts| counts.ended > before.ended) {
+            if !self.has_ended_since(before.ended) {
                 if before.ops <= 1 {
                     patient = false;
                     continue;
@@ -147,8 +146,7 @@ impl Runtime {
                     }
                 }
             }
-            let deadline = Instant::now() + self.config.patience;
-            if !self.in_flight.wait_until(deadline, |counts| counts.ended > before.ended) {
+            if !self.has_ended_since(before.ended) {
                 if !any {
                     patient = false;
                     continue;
@@ -158,6 +156,24 @@ impl Runtime {
                     self.me,
                     self.doing_and_why()
                 ));
+            }
+        }
+    }
+
+    /// Waits until an operation more than these `ended` ones has ended. Returns false where none
+    /// does while the patience lasts. Only the time counts in which this process runs: a stop may
+    /// have been the whole job's.
+    fn has_ended_since(&self, ended: u64) -> bool {
+        const SLICE: Duration = Duration::from_secs(1);
+        let mut left = self.config.patience;
+        loop {
+            let slice = left.min(SLICE);
+            if self.in_flight.wait_until(Instant::now() + slice, |counts| counts.ended > ended) {
+                return true;
+            }
+            left -= slice;
+            if left.is_zero() {
+                return false;
             }
         }
     }

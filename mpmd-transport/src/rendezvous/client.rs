@@ -3,15 +3,15 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::io::{ErrorKind, Read, Write};
-use std::net::{IpAddr, Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::job::after;
-use super::protocol::{self, ANSWER_BYTES, Answer, Frames, Greeting, Reply, Request, VERSION};
+use super::connect::meet;
+use super::protocol::{self, Answer, Frames, Reply, Request};
 use super::server::clock;
 use super::{Down, Member, RendezvousError, Report, Token};
 use crate::wire::ProcessId;
@@ -65,9 +65,7 @@ impl Rendezvous {
             let JoinConfig { process, processes, .. } = config;
             return Err(RendezvousError::NoSuchProcess { process, processes });
         }
-        let until = after(Instant::now(), config.patience);
-        let mut stream = reach(&config.server, config.patience, until)?;
-        let ping = greet(&mut stream, &config, until)?;
+        let (stream, ping) = meet(&config)?;
         let environment = |doing: &str, e: std::io::Error| RendezvousError::Environment {
             doing: format!("{doing} the connection to the rendezvous service"),
             why: e.to_string(),
@@ -195,7 +193,9 @@ impl Rendezvous {
         self.link.ask(REPORT_WITHIN, |ask| Request::Report { ask, report }).map(drop)
     }
 
-    /// Leaves the job in an orderly way: nobody will be told that this process is down.
+    /// Leaves the job in an orderly way: nobody will be told that this process is down. Waits for
+    /// the server's answer for a few seconds at most, and not at all where the server is known to
+    /// be silent.
     ///
     /// # Errors
     ///
@@ -203,7 +203,8 @@ impl Rendezvous {
     /// left before.
     pub fn leave(&self) -> Result<(), RendezvousError> {
         self.link.state.lock().leaving = true;
-        let left = self.link.ask(self.config.patience, |ask| Request::Leave { ask }).map(drop);
+        let patience = self.config.patience.min(LEAVE_WITHIN);
+        let left = self.link.ask(patience, |ask| Request::Leave { ask }).map(drop);
         if left.is_ok() {
             // The server closes once it has answered, and that may have been noticed before.
             self.link.state.lock().ended = Some(RendezvousError::Left);
@@ -274,6 +275,12 @@ struct State {
     members: Vec<Member>,
     /// Why nothing can be asked any more.
     ended: Option<RendezvousError>,
+    /// The job is complete: from now on this process can do without the server.
+    joined: bool,
+    /// Why no answer can be expected at the moment: the server of a running job is silent.
+    silent: Option<RendezvousError>,
+    /// The loss of the server has been told, which is done once.
+    loss_told: bool,
     leaving: bool,
     tell: Option<Arc<dyn Fn(Down) + Send + Sync>>,
     untold: Vec<Down>,
@@ -288,7 +295,13 @@ const SLACK: Duration = Duration::from_secs(2);
 /// How long the server has to take a report, without the slack: nobody may depend on it.
 const REPORT_WITHIN: Duration = Duration::from_secs(2);
 
+/// The longest time that leaving waits for the server: what it has sent is on its way, answered or
+/// not.
+const LEAVE_WITHIN: Duration = Duration::from_secs(3);
+
 impl Connection {
+    /// Sends a request and waits for its answer. Returns when the answer came, and the answer.
+    /// Where the server is silent the request is still sent, and is an error at once.
     fn ask(
         &self,
         patience: Duration,
@@ -309,8 +322,10 @@ impl Connection {
             self.state.lock().asks.remove(&ask);
             return Err(error);
         }
-        let wait = patience.saturating_add(SLACK);
-        let answered = answer.recv_timeout(after(Instant::now(), wait) - Instant::now());
+        if let Some(silent) = self.silence_of(ask) {
+            return Err(silent);
+        }
+        let answered = wait_awake(&answer, patience.saturating_add(SLACK));
         self.state.lock().asks.remove(&ask);
         match answered {
             Ok((when, result)) => result.map(|answer| (when, answer)),
@@ -319,6 +334,14 @@ impl Connection {
             }
             Err(RecvTimeoutError::Disconnected) => Err(self.gone("the connection ended".into())),
         }
+    }
+
+    /// Withdraws request `ask` and returns an error where the server is silent.
+    fn silence_of(&self, ask: u64) -> Option<RendezvousError> {
+        let mut state = self.state.lock();
+        let silent = state.silent.clone()?;
+        state.asks.remove(&ask);
+        Some(silent)
     }
 
     fn write(&self, frame: &[u8]) -> Result<(), RendezvousError> {
@@ -331,27 +354,33 @@ impl Connection {
         })
     }
 
-    /// Reads until the connection ends, answering pings.
+    /// Reads until the connection ends, answering pings. A silent server ends the connection of a
+    /// process that has not joined yet; later it may be stopped, and come back.
     fn listen(&self, mut stream: TcpStream, silence: Duration) {
         let mut frames = Frames::default();
         let mut bytes = vec![0; 16 * 1024];
         let (mut heard, mut looked) = (Instant::now(), Instant::now());
         let why = 'connected: loop {
+            let read = stream.read(&mut bytes);
             let now = Instant::now();
             // A process that was stopped itself has no right to call the server silent.
             if now.duration_since(looked) > silence / 2 {
                 heard = now;
             }
             looked = now;
-            match stream.read(&mut bytes) {
+            match read {
                 Ok(0) => break "the connection was closed".to_owned(),
                 Ok(n) => {
-                    heard = Instant::now();
+                    heard = now;
+                    self.state.lock().silent = None;
                     frames.push(&bytes[..n]);
                 }
                 Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
-                    if heard.elapsed() > silence {
-                        break format!("it has been silent for {silence:?}");
+                    if now.duration_since(heard) > silence {
+                        let why = format!("it has been silent for {silence:?}");
+                        if !self.goes_on_without(&why) {
+                            break why;
+                        }
                     }
                 }
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
@@ -369,14 +398,38 @@ impl Connection {
                 }
             }
         };
-        let down = {
-            let state = self.state.lock();
-            state.ended.is_none() && !state.leaving
-        };
+        let is_loss = self.state.lock().ended.is_none();
         self.end(self.gone(why.clone()));
-        if down {
-            self.tell(Down::Server(why));
+        if is_loss {
+            self.tell_loss(why);
         }
+    }
+
+    /// Notes that the server is silent, where this process has joined: nobody waits for answers
+    /// then.
+    fn goes_on_without(&self, why: &str) -> bool {
+        let mut state = self.state.lock();
+        if !state.joined {
+            return false;
+        }
+        let error = state.silent.get_or_insert_with(|| self.gone(why.to_owned())).clone();
+        let waiting = std::mem::take(&mut state.asks);
+        drop(state);
+        for asker in waiting.into_values() {
+            let _ = asker.send((0, Err(error.clone())));
+        }
+        self.tell_loss(why.to_owned());
+        true
+    }
+
+    /// Says, once, that the server is lost to this process.
+    fn tell_loss(&self, why: String) {
+        let mut state = self.state.lock();
+        if state.leaving || std::mem::replace(&mut state.loss_told, true) {
+            return;
+        }
+        drop(state);
+        self.tell(Down::Server(why));
     }
 
     fn hear(&self, reply: Reply) -> Result<(), String> {
@@ -394,6 +447,7 @@ impl Connection {
                     let mut all = std::mem::take(&mut state.members);
                     all.extend_from_slice(members);
                     *members = all.into();
+                    state.joined = true;
                 }
                 let asker = state.asks.remove(&ask);
                 drop(state);
@@ -446,71 +500,17 @@ impl Connection {
     }
 }
 
-/// Connects, again and again until `until`.
-fn reach(server: &str, patience: Duration, until: Instant) -> Result<TcpStream, RendezvousError> {
-    let mut pause = Duration::from_millis(10);
+/// Waits for an answer for `patience`, of which only the time counts in which this process runs: a
+/// stop may have been the whole job's.
+fn wait_awake(answer: &mpsc::Receiver<Answered>, patience: Duration) -> Result<Answered, RecvTimeoutError> {
+    const SLICE: Duration = Duration::from_secs(1);
+    let mut left = patience;
     loop {
-        let why = match attempt(server, until) {
-            Ok(stream) => return Ok(stream),
-            Err(e) => e.to_string(),
-        };
-        let left = until.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(RendezvousError::Unreachable { server: server.into(), patience, why });
+        let slice = left.min(SLICE);
+        match answer.recv_timeout(slice) {
+            Err(RecvTimeoutError::Timeout) if left > slice => left -= slice,
+            answered => return answered,
         }
-        std::thread::sleep(pause.min(left));
-        pause = (pause * 2).min(Duration::from_millis(500));
-    }
-}
-
-/// Tries every address of the server once.
-fn attempt(server: &str, until: Instant) -> std::io::Result<TcpStream> {
-    let mut last = std::io::Error::new(ErrorKind::NotFound, "the name has no address");
-    for address in server.to_socket_addrs()? {
-        let left = until.saturating_duration_since(Instant::now());
-        let wait = left.clamp(Duration::from_millis(10), Duration::from_secs(5));
-        match TcpStream::connect_timeout(&address, wait) {
-            // Nobody listening on a port of the dynamic range: a socket can then connect to itself.
-            Ok(stream) if stream.local_addr()? == stream.peer_addr()? => {
-                last = ErrorKind::ConnectionRefused.into();
-            }
-            Ok(stream) => {
-                stream.set_nodelay(true)?;
-                return Ok(stream);
-            }
-            Err(e) => last = e,
-        }
-    }
-    Err(last)
-}
-
-/// Shows the token; returns how often the server pings.
-fn greet(stream: &mut TcpStream, config: &JoinConfig, until: Instant) -> Result<Duration, RendezvousError> {
-    let server = config.server.clone();
-    let refused = |e: std::io::Error| match e.kind() {
-        ErrorKind::UnexpectedEof
-        | ErrorKind::ConnectionReset
-        | ErrorKind::ConnectionAborted
-        | ErrorKind::BrokenPipe => RendezvousError::Token { server: config.server.clone() },
-        ErrorKind::WouldBlock | ErrorKind::TimedOut => RendezvousError::Unreachable {
-            server: config.server.clone(),
-            patience: config.patience,
-            why: "somebody accepts connections there, but does not answer".into(),
-        },
-        _ => RendezvousError::ServerGone { server: config.server.clone(), why: e.to_string() },
-    };
-    let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(10));
-    stream.set_read_timeout(Some(left)).map_err(refused)?;
-    stream.set_write_timeout(Some(left)).map_err(refused)?;
-    stream.write_all(&protocol::preamble(&config.token)).map_err(refused)?;
-    let mut answer = [0; ANSWER_BYTES];
-    stream.read_exact(&mut answer).map_err(refused)?;
-    match Greeting::decode(&answer) {
-        Some(Greeting::Welcome { ping }) => Ok(ping),
-        Some(Greeting::OtherVersion { server: theirs }) => {
-            Err(RendezvousError::Version { server, theirs, ours: VERSION })
-        }
-        None => Err(RendezvousError::Stranger { server }),
     }
 }
 

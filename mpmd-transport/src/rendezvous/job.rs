@@ -203,14 +203,13 @@ impl Job {
 
     /// Pings, and gives up on clients that no longer answer.
     fn watch(&mut self, now: Instant) {
-        // Who was stopped itself (a suspended machine) has no right to call others silent.
-        let stopped = now.saturating_duration_since(self.ticked) > self.ping.saturating_mul(2);
+        let passed = now.saturating_duration_since(self.ticked);
         self.ticked = now;
+        if passed > self.ping.saturating_mul(2) {
+            self.put_off(passed, now);
+        }
         let mut silent = Vec::new();
         for (&link, client) in &mut self.links {
-            if stopped {
-                client.heard = now;
-            }
             if now.saturating_duration_since(client.heard) > self.patience {
                 silent.push((link, format!("it has been silent for {:?}", self.patience)));
             } else if client.process.is_none() && now >= client.join_by {
@@ -224,6 +223,23 @@ impl Job {
             self.actions.push(Action::Say(link, Reply::Dropped { why: why.clone() }));
             self.actions.push(Action::Close(link));
             self.closed(link, &why);
+        }
+    }
+
+    /// Puts all deadlines off by a time in which the server was stopped itself (a suspended
+    /// machine, Ctrl-Z), most likely with its clients: it has no right to call anybody silent or
+    /// late.
+    fn put_off(&mut self, stopped: Duration, now: Instant) {
+        self.gather_until = after(self.gather_until, stopped);
+        for client in self.links.values_mut() {
+            client.heard = now;
+            client.join_by = after(client.join_by, stopped);
+        }
+        let seats = self.seats.iter_mut().flatten().map(|seat| &mut seat.waits);
+        let gets = self.gets.iter_mut().map(|get| &mut get.wait);
+        let arrivals = self.barriers.values_mut().flatten().map(|arrival| &mut arrival.wait);
+        for wait in seats.chain(gets).chain(arrivals) {
+            wait.until = after(wait.until, stopped);
         }
     }
 
@@ -294,11 +310,18 @@ impl Job {
         let Some(seat) = self.seats.get(process.index()) else {
             return Err(RendezvousError::NoSuchProcess { process, processes });
         };
+        let mut before = None;
         if let Some(held) = seat
             && held.ended.is_none()
         {
             let Member { host, pid, .. } = held.member.clone();
-            return Err(RendezvousError::Duplicate { process, host, pid });
+            let is_same = (&host, pid) == (&member.host, member.pid) && held.link != link;
+            if !is_same || self.phase != Phase::Gathering {
+                return Err(RendezvousError::Duplicate { process, host, pid });
+            }
+            // Its connection was cut, it tries again, and the end of the first has not been seen
+            // yet.
+            before = Some(held.link);
         }
         match &self.phase {
             Phase::Gathering => {}
@@ -310,6 +333,10 @@ impl Job {
             return Err(RendezvousError::OutOfTurn { what: "joining".into(), when: "once".into() });
         }
         client.process = Some(process);
+        if let Some(before) = before {
+            self.forget(before);
+            self.actions.push(Action::Close(before));
+        }
         let differs = self.seats.iter().enumerate().find_map(|(other, seat)| {
             let other_member = &seat.as_ref()?.member;
             (other_member.program != member.program).then(|| RendezvousError::Program {

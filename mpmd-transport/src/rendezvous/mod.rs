@@ -29,13 +29,16 @@
 //! tell together has no limit.
 //!
 //! The parts: `protocol` (these bytes), `job` (who is in the job and who waits for what: pure, reads
-//! no clock and does no I/O), `server` (carries it over sockets), `client`.
+//! no clock and does no I/O), `server` (carries it over sockets), `client`,
+//! `connect` (how a client gets there).
 
 mod client;
+mod connect;
 mod error;
 mod job;
 mod protocol;
 mod server;
+mod sha256;
 mod token;
 
 use serde::{Deserialize, Serialize};
@@ -47,6 +50,7 @@ pub use client::{ClockOffset, JoinConfig, Rendezvous};
 pub use error::RendezvousError;
 pub use protocol::{MAX_VALUE_BYTES, VERSION};
 pub use server::{Server, ServerConfig};
+pub(crate) use token::are_equal;
 pub use token::{Token, TokenError};
 
 /// What a process tells the others when it joins.
@@ -81,6 +85,8 @@ pub struct Report {
 pub enum Down {
     /// A process of the job, and how the server noticed.
     Process(ProcessId, String),
-    /// The server itself: from now on nobody hears of anybody's end this way.
+    /// The server itself, which has ended, cannot be reached, or is silent. Said once: of a process
+    /// that has joined this is no more than a warning. Ends of processes may not be heard of this
+    /// way from now on.
     Server(String),
 }

@@ -6,6 +6,8 @@ use std::hint::black_box;
 use std::io::Read;
 use std::str::FromStr;
 
+use super::sha256::hmac;
+
 /// Tells the processes of a job from strangers. Its `Debug` output shows nothing of it.
 #[derive(Clone)]
 pub struct Token([u8; 32]);
@@ -33,21 +35,19 @@ impl Token {
     /// cluster's job number.
     ///
     /// It keeps two jobs apart that meet at one address by accident. It keeps out nobody who can
-    /// guess `known`: for that, give all processes one [random](Self::random) token.
+    /// guess `known`: for that, give all processes one [random](Self::random) token, or a
+    /// [secret](Self::of_secret).
     pub fn derived(known: &str) -> Self {
-        let mut lanes =
-            [0x243f_6a88_85a3_08d3u64, 0x1319_8a2e_0370_7344, 0xa409_3822_299f_31d0, 0x082e_fa98_ec4e_6c89];
-        for (at, byte) in known.bytes().enumerate() {
-            for (number, lane) in lanes.iter_mut().enumerate() {
-                let input = u64::from(byte) | ((at as u64) << 8) | ((number as u64) << 56);
-                *lane = scramble(*lane ^ input);
-            }
-        }
-        let mut bytes = [0; 32];
-        for (into, lane) in bytes.chunks_exact_mut(8).zip(lanes) {
-            into.copy_from_slice(&scramble(lane).to_le_bytes());
-        }
-        Self(bytes)
+        Self::of_secret(b"", known)
+    }
+
+    /// The token of the job that is `known` by its number or the like, for processes that share a
+    /// secret.
+    ///
+    /// Whoever learns it learns neither the secret nor the token of any other job: it is the
+    /// HMAC-SHA-256 (RFC 2104) of `known` under the secret.
+    pub fn of_secret(secret: &[u8], known: &str) -> Self {
+        Self(hmac(secret, known.as_bytes()))
     }
 
     /// The token as 64 hexadecimal digits, which [`str::parse`] reads: the secret itself.
@@ -66,12 +66,14 @@ impl Token {
 
     /// Whether `other` is this token, in a time that does not depend on where they differ.
     pub(crate) fn matches(&self, other: &[u8; 32]) -> bool {
-        let mut difference = 0;
-        for (a, b) in self.0.iter().zip(other) {
-            difference |= black_box(a ^ b);
-        }
-        black_box(difference) == 0
+        are_equal(&self.0, other)
     }
+}
+
+/// Compares secrets in a time that does not depend on where they differ.
+pub(crate) fn are_equal(one: &[u8; 32], other: &[u8; 32]) -> bool {
+    let differing = one.iter().zip(other).fold(0, |differing, (a, b)| black_box(differing | (a ^ b)));
+    black_box(differing) == 0
 }
 
 impl PartialEq for Token {
@@ -121,15 +123,6 @@ pub enum TokenError {
         /// The system's word on it.
         why: String,
     },
-}
-
-/// A bijective mixing of 64 bits.
-fn scramble(mut x: u64) -> u64 {
-    x ^= x >> 32;
-    x = x.wrapping_mul(0xd6e8_feb8_6659_fd93);
-    x ^= x >> 32;
-    x = x.wrapping_mul(0xd6e8_feb8_6659_fd93);
-    x ^ (x >> 32)
 }
 
 #[cfg(test)]

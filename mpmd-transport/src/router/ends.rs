@@ -9,7 +9,25 @@ use crate::control;
 use crate::wire::{Header, Kind, ProcessId};
 
 impl<C: Cargo> Router<C> {
-    /// A peer's connection ended, or the rendezvous says that it is gone.
+    /// The rendezvous has lost a peer, whose process may have died, or only its connection there.
+    /// It counts as lost unless more comes from it within a few heartbeats.
+    pub fn suspect(&mut self, process: ProcessId, why: &str, now: Duration) {
+        let Some(peer) = self.peers.get_mut(process.index()) else { return };
+        // It sends nothing more after its goodbye.
+        if peer.has_left() {
+            self.gone_for_good(process, why);
+        } else {
+            peer.suspected.get_or_insert_with(|| (now, why.to_owned()));
+        }
+    }
+
+    /// A peer is gone, which the transport need not know.
+    pub(super) fn gone_for_good(&mut self, process: ProcessId, why: &str) {
+        self.peer_down(process, why);
+        self.actions.push(Action::Silent { peer: process, why: why.to_owned() });
+    }
+
+    /// A peer's connection ended, so it is gone.
     pub fn peer_down(&mut self, process: ProcessId, why: &str) {
         let Some(peer) = self.peers.get_mut(process.index()) else { return };
         if peer.down.is_some() {

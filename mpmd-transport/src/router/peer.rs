@@ -48,6 +48,8 @@ pub(super) struct Peer<C: Cargo> {
     /// Pieces taken since it was told last.
     pub(super) untold: u32,
     pub(super) heard: Duration,
+    /// When the rendezvous lost it, and the reason given, until it is clear whether it is gone.
+    pub(super) suspected: Option<(Duration, String)>,
     /// Eager bytes that may still be sent to it.
     pub(super) credit: u64,
     /// Eager bytes taken out here that it was not yet told of.
@@ -76,6 +78,7 @@ impl<C: Cargo> Default for Peer<C> {
             told: 0,
             untold: 0,
             heard: Duration::ZERO,
+            suspected: None,
             credit: EAGER_CREDIT,
             owed: 0,
             expected: BTreeMap::new(),

@@ -323,6 +323,45 @@ fn a_stopped_process_counts_as_lost_after_the_patience() {
 }
 
 #[test]
+fn peer_that_the_rendezvous_lost_is_gone_if_silent() {
+    let mut job = Job::new(3, 3, 2);
+    job.issue(0, 9, "device_put");
+    job.expect(0, 1, (1, 0), 100);
+    job.expect(0, 2, (1, 1), 100);
+    job.run(1000);
+    job.dead[1] = true;
+    let lose = |job: &mut Job, process: u32| {
+        let now = at(job.now);
+        job.routers[0].suspect(ProcessId(process), "its connection was closed", now);
+        job.act(0);
+    };
+    lose(&mut job, 1);
+    lose(&mut job, 2);
+    assert!(job.outcomes.is_empty(), "that one is gone is not known yet");
+    job.run(2000);
+    let failure = job.outcomes[&(0, (1, 0))].as_ref().unwrap_err();
+    assert!(failure.message.contains("process 1 is gone (its connection was closed)"), "{failure}");
+    assert_eq!(job.silent, [(0, 1)], "so that what is under way can be given up");
+    job.run(10_000);
+    assert!(!job.outcomes.contains_key(&(0, (1, 1))), "the other is well");
+}
+
+#[test]
+fn job_stopped_beyond_the_patience_goes_on() {
+    let mut job = Job::new(2, 3, 2);
+    job.issue(0, 9, "device_put");
+    job.expect(0, 1, (1, 0), 100);
+    job.run(1000);
+    // Both are stopped; the rendezvous has just lost one.
+    let now = at(job.now);
+    job.routers[0].suspect(ProcessId(1), "its connection was closed", now);
+    job.now += 200_000;
+    job.run(30_000);
+    assert!(job.silent.is_empty() && job.outcomes.is_empty());
+    assert!(job.reports.is_empty(), "nobody has waited that long: {:?}", job.reports);
+}
+
+#[test]
 fn poison_arrives_instead_of_the_piece_early_or_late() {
     let mut job = Job::new(2, 4, 5);
     let failure = Failure::new(FailureKind::Kernel, ProcessId(0), 1, "the kernel broke");

@@ -33,14 +33,14 @@ impl<C: Cargo> Router<C> {
     /// Time has passed. Call it a few times a second.
     pub fn tick(&mut self, now: Duration) {
         if now > self.ticked + self.config.patience / 2 {
-            // This process was stopped, not its peers: what they sent meanwhile is still to be read.
-            self.peers.iter_mut().for_each(|peer| peer.heard = now);
+            self.forget_stop(now - self.ticked, now);
         }
         self.ticked = now;
         for process in self.others() {
             self.compare_end(process, now);
         }
         self.expire_disputes(now);
+        self.judge_suspects(now);
         if now >= self.next_heartbeat {
             self.next_heartbeat = now + self.config.heartbeat;
             self.send_heartbeats();
@@ -132,14 +132,42 @@ impl<C: Cargo> Router<C> {
         }
     }
 
+    /// This process was stopped, and its peers perhaps with it: what they sent meanwhile is still
+    /// to be read, and nobody has waited all that time.
+    fn forget_stop(&mut self, stopped: Duration, now: Duration) {
+        for peer in &mut self.peers {
+            peer.heard = now;
+            if let Some((since, _)) = &mut peer.suspected {
+                *since = now;
+            }
+            for expected in peer.expected.values_mut() {
+                expected.since += stopped;
+                expected.report_at += stopped;
+            }
+        }
+    }
+
+    /// Declares the peers lost that the rendezvous has lost and that have sent nothing since.
+    fn judge_suspects(&mut self, now: Duration) {
+        let heartbeat = self.config.heartbeat;
+        for process in self.others() {
+            let peer = &mut self.peers[process.index()];
+            let is_due = |(since, _): &mut (Duration, String)| now >= *since + 3 * heartbeat;
+            let Some((since, why)) = peer.suspected.take_if(is_due) else { continue };
+            // Messages that it sent before its death may arrive shortly after the word of it.
+            if peer.heard <= since + heartbeat {
+                self.gone_for_good(process, &why);
+            }
+        }
+    }
+
     fn find_silent_peers(&mut self, now: Duration) {
         let patience = self.config.patience;
         for process in self.others() {
             let peer = &self.peers[process.index()];
             if !peer.has_left() && now > peer.heard + patience {
                 let why = format!("no sign of life for {} s", patience.as_secs_f32());
-                self.peer_down(process, &why);
-                self.actions.push(Action::Silent { peer: process, why });
+                self.gone_for_good(process, &why);
             }
         }
     }

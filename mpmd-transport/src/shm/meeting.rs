@@ -21,7 +21,7 @@ use super::peer::{Inbound, Outbound, Peer};
 use super::ring::Ring;
 use super::socket::{Listener, Packet, Socket, something_comes};
 use super::{ShmConfig, environment};
-use crate::rendezvous::Token;
+use crate::rendezvous::are_equal;
 use crate::transport::TransportError;
 use crate::wire::ProcessId;
 
@@ -86,6 +86,11 @@ pub(super) fn meet(
         let with = |error: io::Error| not_met(peer, "meeting", &error);
         let address: Address = address.parse().map_err(|why: String| protocol(peer, why))?;
         let socket = Socket::connect(&address.socket_name(), deadline).map_err(with)?;
+        // Before it is told the token: whoever was first may have taken the name.
+        let user = socket.peer().map_err(with)?;
+        if user.uid != getuid() {
+            return Err(protocol(peer, format!("it belongs to user {}", user.uid.as_raw())));
+        }
         socket.send_until(hello(config).as_bytes(), &[own.memory.as_fd()], deadline).map_err(with)?;
         knocked.push((peer, socket));
     }
@@ -172,10 +177,6 @@ fn answered(
     deadline: Instant,
 ) -> Result<Met, TransportError> {
     let with = |error: io::Error| not_met(id, "sharing memory with", &error);
-    let user = socket.peer().map_err(with)?;
-    if user.uid != getuid() {
-        return Err(protocol(id, format!("it belongs to user {}", user.uid.as_raw())));
-    }
     let packet = match socket.receive_until(deadline) {
         Ok(packet) => packet,
         Err(error) if error.kind() == io::ErrorKind::TimedOut => {
@@ -201,7 +202,7 @@ fn check(packet: Packet, config: &ShmConfig, descriptors: usize) -> Option<(usiz
     let hello = Hello::ref_from_bytes(&packet.bytes).ok()?;
     let Hello { magic, version, process, processes, epoch, token } = hello;
     let is_ours = *magic == MAGIC
-        && Token::new(config.token).matches(token)
+        && are_equal(&config.token, token)
         && version.get() == VERSION
         && processes.get() as usize == config.peers.len()
         && epoch.get() == config.epoch

@@ -8,6 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, recv};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::oneshot;
@@ -165,7 +167,8 @@ async fn connect_all(listener: Listener, config: TcpConfig) -> Result<Vec<Option
             Some(met) = meetings.join_next() => match met {
                 Ok(Met::Peer(peer, channel, stream)) => {
                     let place = &mut found[peer.index()][channel as usize];
-                    if place.replace(stream).is_some() {
+                    // Whose answer was lost calls again; its first connection has ended then.
+                    if place.replace(stream).is_some_and(|before| is_open(&before)) {
                         let why = "two processes claim this number".to_owned();
                         return Err(TransportError::Protocol { peer, why });
                     }
@@ -257,6 +260,12 @@ async fn greet(job: Job, mut stream: TcpStream) -> Met {
         // It went away again; it will call again, or be missed.
         (None, _) => Met::Stranger,
     }
+}
+
+/// Returns whether the other end has not closed the connection. Reads nothing.
+fn is_open(stream: &TcpStream) -> bool {
+    let looked = recv(stream, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT);
+    matches!(looked, Ok((_, 1..)) | Err(Errno::AGAIN | Errno::INTR))
 }
 
 fn missing(found: &[[Option<TcpStream>; 2]], own: ProcessId) -> Vec<ProcessId> {

@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 
 use super::sys;
+use crate::rendezvous::are_equal;
 use crate::transport::TransportError;
 use crate::wire::{ProcessId, VERSION};
 
@@ -134,7 +135,8 @@ impl Hello {
     ) -> Result<Self, Refusal> {
         let Ok(bytes) = <&[u8; HELLO_BYTES]>::try_from(bytes) else { return Err(Refusal::Stranger) };
         let number = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
-        if bytes[..8] != MAGIC || bytes[32..] != *token {
+        let shown = bytes.last_chunk();
+        if bytes[..8] != MAGIC || !shown.is_some_and(|shown| are_equal(shown, token)) {
             return Err(Refusal::Stranger);
         }
         let hello = Self {

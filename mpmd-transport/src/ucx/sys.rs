@@ -7,9 +7,11 @@
 
 use std::env;
 use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
+use rustix::process::geteuid;
 pub(super) use ucx1_sys::{
     ucp_address_t, ucp_am_handler_param, ucp_am_handler_param_field, ucp_am_recv_attr_t, ucp_am_recv_param_t,
     ucp_config_t, ucp_context_attr, ucp_context_attr_field, ucp_context_h, ucp_ep_h, ucp_ep_params,
@@ -145,7 +147,11 @@ impl Library {
         let named = env::var_os(LIBRARY_VARIABLE).filter(|name| !name.is_empty()).map(PathBuf::from);
         let places = match named {
             Some(name) => vec![name],
-            None => std::iter::once(PathBuf::from(LIBRARY)).chain(built()).collect(),
+            None => {
+                let (built, refused) = env::current_exe().map(|program| built(&program)).unwrap_or_default();
+                tried.extend(refused);
+                std::iter::once(PathBuf::from(LIBRARY)).chain(built).collect()
+            }
         };
         for place in places {
             // SAFETY: loading runs the initialisers of UCX's libraries, which read variables and install
@@ -196,9 +202,9 @@ impl Library {
     }
 }
 
-/// The copies that builds of this program have left, where cargo puts them; the newest first.
-fn built() -> Vec<PathBuf> {
-    let Ok(program) = env::current_exe() else { return Vec::new() };
+/// Returns the copies that builds of this program have left, where cargo puts them; the newest
+/// first. Those that others can have put there are refused, and the second list says why.
+fn built(program: &Path) -> (Vec<PathBuf>, Vec<String>) {
     let folders = program.ancestors().skip(1).take(2).map(|folder| folder.join("build"));
     let mut found: Vec<_> = folders
         .filter_map(|folder| std::fs::read_dir(folder).ok())
@@ -212,8 +218,38 @@ fn built() -> Vec<PathBuf> {
         })
         .collect();
     found.sort();
-    found.into_iter().rev().map(|(_, file)| file).collect()
+    let (mut trusted, mut refused) = (Vec::new(), Vec::new());
+    for (_, file) in found.into_iter().rev() {
+        match out_of_others_reach(&file) {
+            Ok(file) => trusted.push(file),
+            Err(why) => refused.push(format!("{}: {why}", file.display())),
+        }
+    }
+    (trusted, refused)
 }
+
+/// Resolves the links in a file's path. Returns an error where another user could have put the
+/// file, one that it loads from its folder, or a folder above it in place.
+fn out_of_others_reach(file: &Path) -> Result<PathBuf, String> {
+    let file = file.canonicalize().map_err(|error| error.to_string())?;
+    let own = geteuid().as_raw();
+    for (height, path) in file.ancestors().enumerate() {
+        let data = path.symlink_metadata().map_err(|error| format!("{}: {error}", path.display()))?;
+        if data.uid() != 0 && data.uid() != own {
+            return Err(format!("{} belongs to user {}", path.display(), data.uid()));
+        }
+        // In a folder like /tmp only the owner of an entry can put another in its place.
+        let keeps_entries = height > 1 && data.mode() & STICKY != 0;
+        if data.mode() & WRITABLE_BY_OTHERS != 0 && !keeps_entries {
+            return Err(format!("{} can be written by others than its owner", path.display()));
+        }
+    }
+    Ok(file)
+}
+
+/// The mode's bits by which the group and all others may write.
+const WRITABLE_BY_OTHERS: u32 = 0o022;
+const STICKY: u32 = 0o1000;
 
 /// The file of this name that is mapped into this process.
 fn mapped(name: &str) -> Option<PathBuf> {
@@ -237,6 +273,57 @@ mod tests {
         assert_eq!(Status::of_pointer(-99isize as *mut c_void), Some(Status(-99)));
         assert_eq!(Status::of_pointer(-101isize as *mut c_void), None);
         assert_eq!(Status::of_pointer(0x1000 as *mut c_void), None);
+    }
+
+    #[test]
+    fn library_that_others_can_replace_is_not_loaded() {
+        use std::fs::{Permissions, create_dir_all, set_permissions, write};
+        use std::os::unix::fs::{PermissionsExt, chown};
+
+        // Under the system's folder for all, which is sticky.
+        let name = format!("mpmd-ucx-{}", std::process::id());
+        let home = env::temp_dir().join(name);
+        let folder = home.join("build/ucx1-sys-1/out/lib");
+        create_dir_all(&folder).unwrap();
+        let file = folder.join(LIBRARY);
+        write(&file, "").unwrap();
+        let mode = |path: &Path, mode: u32| set_permissions(path, Permissions::from_mode(mode)).unwrap();
+        for path in file.ancestors().take(6) {
+            mode(path, 0o755);
+        }
+        let found = || built(&home.join("deps/program"));
+        let good = (vec![file.canonicalize().unwrap()], vec![]);
+        let first = found();
+        let mut wrong = Vec::new();
+        for path in file.ancestors().take(6) {
+            for loose in [0o777, 0o775] {
+                mode(path, loose);
+                wrong.push((path.to_owned(), "can be written by others", found()));
+                mode(path, 0o755);
+            }
+        }
+        // A library that this one loads could be added there.
+        mode(&folder, 0o1777);
+        wrong.push((folder.clone(), "can be written by others", found()));
+        mode(&folder, 0o755);
+        for path in [&home, &file] {
+            match chown(path, Some(12345), None) {
+                Ok(()) => {
+                    wrong.push((path.clone(), "belongs to user 12345", found()));
+                    chown(path, Some(geteuid().as_raw()), None).unwrap();
+                }
+                Err(error) => eprintln!("skipped: only root gives files away ({error})"),
+            }
+        }
+        let last = found();
+        std::fs::remove_dir_all(&home).unwrap();
+        assert_eq!(first, good);
+        for (path, why, (trusted, refused)) in wrong {
+            assert!(trusted.is_empty(), "{}", path.display());
+            let named = refused[0].contains(why) && refused[0].contains(&*path.to_string_lossy());
+            assert!(named, "{}: {refused:?}", path.display());
+        }
+        assert_eq!(last, good);
     }
 
     #[test]

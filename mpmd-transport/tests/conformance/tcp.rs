@@ -306,6 +306,20 @@ fn two_that_claim_one_number_are_noticed() {
 }
 
 #[test]
+fn caller_whose_connection_broke_may_call_again() {
+    within(LIMIT, || {
+        let (listener, other) = (listen(), listen());
+        let peers = vec![listener.address(), other.address()];
+        let zero = connecting(listener, config(0, peers.clone()));
+        // Answered and counted, but the answer is lost on its way back.
+        drop(PREAMBLE.meet(peers[0]));
+        let one = connecting(other, config(1, peers));
+        zero.join().unwrap().unwrap();
+        one.join().unwrap().unwrap();
+    });
+}
+
+#[test]
 fn missing_processes_are_named_after_patience() {
     within(LIMIT, || {
         let listener = listen();

@@ -26,8 +26,9 @@ pub(super) fn short_lead(builder: Builder) -> Builder {
 /// More than a socket takes at once: whoever dies leaves pieces of it half sent.
 const LARGE: [usize; 2] = [1024, 2048];
 
-/// Runs until somebody ends it. With the argument `large` the arrays are, else some are small. With the argument `reading` every process waits for its part of each
-/// step, else none ever waits for anything but its own lead.
+/// Runs until somebody ends it, or for the number of steps that is among the arguments. With the
+/// argument `large` the arrays are, else some are small. With the argument `reading` every process
+/// waits for its part of each step, else none ever waits for anything but its own lead.
 pub(super) fn ring(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let stages = p.mesh(&[("stage", 4)])?.split("stage")?;
     let mut steps = Vec::new();
@@ -40,7 +41,7 @@ pub(super) fn ring(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
     for shape in if large { [LARGE; MICROBATCHES] } else { [WIDE, NARROW, WIDE] } {
         batch.push(p.make(f32s(shape), &stages[0].replicated(), |_, mut view| Ok(view.fill(0.0f32)?))?);
     }
-    for step in 0..STEPS {
+    for step in 0..args.iter().find_map(|arg| arg.parse().ok()).unwrap_or(STEPS) {
         for x in &mut batch {
             for (i, stage) in steps.iter().enumerate() {
                 let y = stage.call(p, x.clone())?;

@@ -13,7 +13,7 @@ pub(super) struct Said {
     /// Without `MPMD_COORDINATOR`; `Err` says what would be needed for one.
     pub(super) coordinator: Result<String, String>,
     pub(super) hosted: bool,
-    /// What tells this job from others, where the launcher says.
+    /// What tells this job, and this attempt at it, from others, where the launcher says.
     pub(super) job: String,
 }
 
@@ -61,6 +61,12 @@ fn torchrun_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
         (None, _) => Err(format!("MASTER_ADDR or {}", ours::COORDINATOR)),
         (Some(_), None) => Err(format!("MASTER_PORT or {}", ours::COORDINATOR)),
     };
+    // Each host's agent counts the restarts that its own workers caused: only on one host is it one
+    // number.
+    let attempt = match vars.number::<usize>("LOCAL_WORLD_SIZE")? {
+        Some(local) if local == processes => vars.get("TORCHELASTIC_RESTART_COUNT").unwrap_or_default(),
+        _ => String::new(),
+    };
     Ok(Some(Said {
         source: SOURCE,
         process: vars.needed(SOURCE, "RANK")?,
@@ -68,7 +74,7 @@ fn torchrun_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
         local_process,
         coordinator,
         hosted: false,
-        job: vars.get("TORCHELASTIC_RUN_ID").unwrap_or_default(),
+        job: format!("{} {attempt}", vars.get("TORCHELASTIC_RUN_ID").unwrap_or_default()),
     }))
 }
 
@@ -113,6 +119,8 @@ fn slurm_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     })?;
     let job: u64 = vars.needed(SOURCE, "SLURM_JOB_ID")?;
     let step = vars.number::<u64>("SLURM_STEP_ID")?.unwrap_or_default();
+    // A job that is queued again keeps its number.
+    let attempt = vars.number::<u64>("SLURM_RESTART_COUNT")?.unwrap_or_default();
     Ok(Some(Said {
         source: SOURCE,
         process: vars.needed(SOURCE, "SLURM_PROCID")?,
@@ -122,7 +130,7 @@ fn slurm_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
         // that a job of about the same number would.
         coordinator: Ok(address(&host, derived_port(job.wrapping_add(step.wrapping_mul(257))))),
         hosted: false,
-        job: format!("{job}.{step}"),
+        job: format!("{job}.{step}.{attempt}"),
     }))
 }
 

@@ -2,6 +2,7 @@
 
 mod address;
 mod launchers;
+mod secret;
 #[cfg(test)]
 mod tests;
 mod vars;
@@ -35,9 +36,13 @@ pub struct JobEnv {
     pub coordinator: String,
     /// True where the launcher runs the rendezvous service; else process 0 must.
     pub hosted: bool,
-    /// The job's secret. Worked out from the launcher's job number where `MPMD_JOB_TOKEN` is not set:
-    /// that keeps jobs apart, but not whoever can guess the number.
+    /// The job's secret: `MPMD_JOB_TOKEN`, or a token derived from the secret in
+    /// `MPMD_JOB_TOKEN_FILE` and the launcher's job number and attempt. Without either variable,
+    /// derived from number and attempt alone.
     pub token: Token,
+    /// True if the token follows from the job's number alone. Such a token keeps jobs apart, but
+    /// not people who guess the number.
+    pub token_is_guessable: bool,
     /// The transport asked for.
     pub transport: Option<String>,
     /// How long the transport is to look for work before it sleeps, where said.
@@ -74,9 +79,9 @@ impl JobEnv {
     /// Reads this process's environment; `None` where no launcher has started it: a job of one.
     ///
     /// Looks for variables of, in this order, our own launcher, torchrun, Open MPI, Slurm, PMIx, PMI,
-    /// and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`, `MPMD_TRANSPORT`,
-    /// `MPMD_SPIN`, `MPMD_DEVICES_PER_PROCESS`, `MPMD_DEVICE`, `MPMD_CUDA_COLLECTIVES`, `MPMD_PATIENCE`, `MPMD_HOST` and
-    /// `MPMD_LINKS` count under every launcher. Where `MPMD_PLAN` is set none of them is asked: the process is one beyond the `MPMD_PLAN_PROCESSES`
+    /// and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`, `MPMD_JOB_TOKEN_FILE`,
+    /// `MPMD_TRANSPORT`, `MPMD_SPIN`, `MPMD_DEVICES_PER_PROCESS`, `MPMD_DEVICE`,
+    /// `MPMD_CUDA_COLLECTIVES`, `MPMD_PATIENCE`, `MPMD_HOST` and `MPMD_LINKS` count under every launcher. Where `MPMD_PLAN` is set none of them is asked: the process is one beyond the `MPMD_PLAN_PROCESSES`
     /// of the job that it plans.
     ///
     /// # Errors
@@ -185,9 +190,15 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
         Some((_, 0)) if processes == 1 => {}
         _ => return Err(no_address(&coordinator)),
     }
-    let token = match vars.get(ours::JOB_TOKEN) {
-        Some(hex) => hex.parse().map_err(|error| LaunchError::Token { variable: ours::JOB_TOKEN, error })?,
-        None => Token::derived(&format!("{source} {job} {coordinator}")),
+    let known = format!("{source} {job} {coordinator}");
+    let (token, token_is_guessable) = match (vars.get(ours::JOB_TOKEN), vars.get(ours::JOB_TOKEN_FILE)) {
+        (Some(hex), _) => {
+            let token =
+                hex.parse().map_err(|error| LaunchError::Token { variable: ours::JOB_TOKEN, error })?;
+            (token, false)
+        }
+        (None, Some(file)) => (Token::of_secret(&secret::read(&file)?, &known), false),
+        (None, None) => (Token::derived(&known), true),
     };
     let devices_per_process = vars.number(ours::DEVICES_PER_PROCESS)?;
     if devices_per_process == Some(0) {
@@ -213,6 +224,7 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
         coordinator,
         hosted,
         token,
+        token_is_guessable,
         transport: vars.get(ours::TRANSPORT),
         spin: vars.get(ours::SPIN).map(|text| spin(&text)).transpose()?,
         devices_per_process,

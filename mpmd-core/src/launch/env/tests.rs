@@ -198,6 +198,97 @@ fn processes_of_one_job_find_one_token_and_other_jobs_another() {
 }
 
 #[test]
+fn another_attempt_at_a_job_has_another_token() {
+    let slurm =
+        [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("SLURM_JOB_ID", "7"), ("SLURM_STEP_NODELIST", "a,b")];
+    let torchrun = [
+        ("RANK", "0"),
+        ("WORLD_SIZE", "2"),
+        ("LOCAL_WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "a"),
+        ("MASTER_PORT", "9"),
+    ];
+    for (vars, name) in [(&slurm[..], "SLURM_RESTART_COUNT"), (&torchrun[..], "TORCHELASTIC_RESTART_COUNT")] {
+        let token = |attempt| job(&[vars, &[(name, attempt)]].concat()).token;
+        assert_ne!(token("1"), token("2"), "{name}");
+        assert_ne!(job(vars).token, token("1"), "{name}");
+        assert_eq!(token("1"), token("1"), "{name}");
+    }
+    // On several hosts each agent counts its own restarts.
+    let two_hosts = |attempt| {
+        let mut vars = torchrun.to_vec();
+        vars[2].1 = "1";
+        vars.push(("TORCHELASTIC_RESTART_COUNT", attempt));
+        job(&vars).token
+    };
+    assert_eq!(two_hosts("0"), two_hosts("1"));
+}
+
+const JOB_17: [(&str, &str); 3] =
+    [("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "2"), ("MPMD_COORDINATOR", "h:17")];
+
+/// What a process makes of a file with these bytes and this mode.
+fn with_secret(bytes: &[u8], mode: u32) -> Result<JobEnv, LaunchError> {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("secret");
+    std::fs::write(&file, bytes).unwrap();
+    std::fs::set_permissions(&file, std::fs::Permissions::from_mode(mode)).unwrap();
+    let vars = [&JOB_17[..], &[("MPMD_JOB_TOKEN_FILE", file.to_str().unwrap())]].concat();
+    read(&vars).map(Option::unwrap)
+}
+
+#[test]
+fn tokens_follow_from_the_users_secret_and_the_job() {
+    let secret = [b'a'; 40];
+    let env = with_secret(&secret, 0o600).unwrap();
+    let same = with_secret(&[&secret[..], b"\n"].concat(), 0o400).unwrap();
+    assert_eq!(env.token, same.token);
+    assert!(!env.token_is_guessable && job(&JOB_17).token_is_guessable);
+    assert_ne!(env.token, job(&JOB_17).token);
+    assert_ne!(env.token, with_secret(&[b'b'; 40], 0o600).unwrap().token);
+    assert_eq!(env.token, Token::of_secret(&secret, "mpmd  h:17"));
+    assert_ne!(env.token, Token::of_secret(&secret, "mpmd  h:18"), "another job's");
+    let token = Token::new([5; 32]);
+    let both = [&JOB_17[..], &[("MPMD_JOB_TOKEN", &token.to_hex()), ("MPMD_JOB_TOKEN_FILE", "/none")]];
+    assert_eq!(job(&both.concat()).token, token, "that of a launcher goes first");
+}
+
+#[test]
+fn secrets_that_others_may_know_are_refused() {
+    let refused = |result: Result<JobEnv, LaunchError>, why: &str| {
+        let said = result.unwrap_err().to_string();
+        assert!(said.contains("MPMD_JOB_TOKEN_FILE=") && said.contains(why), "{said}");
+    };
+    for mode in [0o644, 0o640, 0o620, 0o602] {
+        refused(with_secret(&[b'a'; 40], mode), &format!("its mode is {mode:04o}; make that 0600"));
+    }
+    refused(with_secret(&[b'a'; 31], 0o600), "32 to 4096 bytes long; this one has 31");
+    refused(with_secret(&[b' '; 40], 0o600), "this one has 0");
+    assert!(with_secret(&[b'a'; 4096], 0o600).is_ok());
+    refused(with_secret(&[b'a'; 4097], 0o600), "this one has more");
+    let folder = tempfile::tempdir().unwrap();
+    let named = |name: &std::path::Path| {
+        let vars = [&JOB_17[..], &[("MPMD_JOB_TOKEN_FILE", name.to_str().unwrap())]].concat();
+        read(&vars).map(Option::unwrap)
+    };
+    refused(named(folder.path()), "no regular file");
+    refused(named(&folder.path().join("none")), "No such file");
+    // A pipe that nobody writes to must hold nobody up.
+    let pipe = folder.path().join("pipe");
+    let made = std::process::Command::new("mkfifo").arg(&pipe).status().unwrap();
+    assert!(made.success());
+    refused(named(&pipe), "no regular file");
+    let foreign = folder.path().join("foreign");
+    std::fs::write(&foreign, [b'a'; 40]).unwrap();
+    std::fs::set_permissions(&foreign, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+    match std::os::unix::fs::chown(&foreign, Some(12345), None) {
+        Ok(()) => refused(named(&foreign), "it belongs to user 12345"),
+        Err(error) => eprintln!("skipped: only root gives files away ({error})"),
+    }
+}
+
+#[test]
 fn process_0_listens_where_all_can_reach_it() {
     for (coordinator, listens) in [
         ("127.0.0.1:9", "127.0.0.1:9"),

@@ -114,13 +114,30 @@ fn missing_processes_are_named_to_all_that_joined_and_to_late_comers() {
 fn a_duplicate_is_told_who_holds_its_number_and_the_job_goes_on() {
     let mut table = Table::new(2);
     table.join(1, "");
-    table.open_and_join(50, 1, "");
+    table.job.opened(50, table.now);
+    let patience = Duration::from_secs(3600);
+    let member = Member { pid: 7, ..Member::default() };
+    let join = Request::Join { ask: 1, process: ProcessId(1), processes: 2, patience, member };
+    table.job.said(50, join, table.now);
     let held = RendezvousError::Duplicate { process: ProcessId(1), host: String::new(), pid: 101 };
     assert_eq!(errors(table.said()), [(50, held)]);
     table.join(0, "");
     assert_eq!(table.job.phase(), &Phase::Running);
     table.job.closed(50, "closed");
     assert_eq!(table.job.present(), 2);
+}
+
+#[test]
+fn process_that_connects_again_takes_its_own_place() {
+    let mut table = Table::new(2);
+    table.join(1, "");
+    // The end of its first connection has not been seen yet.
+    table.open_and_join(50, 1, "");
+    table.join(0, "");
+    let heard: Vec<Link> = table.said().into_iter().map(|(link, _)| link).collect();
+    assert_eq!(heard, [10, 50]);
+    table.job.closed(11, "connection reset");
+    assert_eq!((table.job.present(), table.said()), (2, vec![]));
 }
 
 #[test]
@@ -184,6 +201,23 @@ fn a_server_that_was_stopped_itself_calls_nobody_silent() {
     table.job.tick(table.now);
     assert!(table.said().is_empty());
     assert_eq!(table.job.present(), 2);
+}
+
+#[test]
+fn time_in_which_the_server_was_stopped_counts_for_nobody() {
+    let mut table = Table::new(2);
+    table.join(0, "");
+    table.job.opened(50, table.now);
+    table.job.said(10, Request::Get { ask: 3, key: "k".into(), patience: PATIENCE }, table.now);
+    table.job.tick(table.now);
+    table.now += PATIENCE * 3;
+    table.job.tick(table.now);
+    assert!(table.said().is_empty());
+    table.join(1, "");
+    assert_eq!(table.job.phase(), &Phase::Running);
+    table.said();
+    table.job.said(50, Request::Set { ask: 4, key: "k".into(), value: vec![1] }, table.now);
+    assert_eq!(table.said()[0], (10, Reply::Answer { ask: 3, result: Ok(Answer::Value(vec![1])) }));
 }
 
 #[test]

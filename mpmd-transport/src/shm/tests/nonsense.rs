@@ -593,6 +593,28 @@ fn a_process_that_ended_since_it_knocked_is_gone() {
 }
 
 #[test]
+fn other_users_are_told_no_token() {
+    let (lower, higher) = (Address::of_this_process().unwrap(), Opened::open().unwrap());
+    let name = lower.socket_name();
+    // Taken by another user before process 0 could.
+    let squatter = std::thread::spawn(move || {
+        let other = rustix::process::Uid::from_raw(12345);
+        // SAFETY: the thread alone becomes another user's, and ends here: it shares nothing with
+        // others that checks users.
+        unsafe { rustix::thread::set_thread_res_uid(other, other, other) }.ok()?;
+        Some(Listener::bind(&name).unwrap())
+    });
+    let Some(squatter) = squatter.join().unwrap() else {
+        eprintln!("skipped: only root can act as another user");
+        return;
+    };
+    let error = higher.connect(&config(1, &[&lower.to_string(), &higher.address()])).map(drop).unwrap_err();
+    assert!(error.to_string().contains("it belongs to user 12345"), "{error}");
+    let heard = squatter.accept().unwrap().unwrap().receive().map(|packet| packet.is_some());
+    assert!(heard.is_err(), "nothing was said to it: {heard:?}");
+}
+
+#[test]
 fn who_answers_nonsense_is_named_by_who_has_knocked() {
     let rings = CAPACITIES.iter().copied().map(Ring::bytes).sum::<usize>() as u64;
     let door = Door::BYTES as u64;

@@ -1,0 +1,132 @@
+//! A running job loses its rendezvous service, warns, and goes on.
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use mpmd_core::launch::variables;
+use mpmd_tests::{Carrier, Job, JobOptions, over_each_carrier};
+use rustix::process::Signal;
+
+over_each_carrier! {
+    cut_connection_is_a_warning_and_the_job_ends_well
+    silent_service_is_a_warning_and_the_job_goes_on
+}
+
+const PROCESSES: usize = 4;
+
+/// Time between two looks at something that is awaited.
+const LOOK: Duration = Duration::from_millis(5);
+
+fn options(carrier: Carrier) -> JobOptions {
+    JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).over(carrier)
+}
+
+/// Connections to the rendezvous service that can be cut, or stand still.
+#[derive(Clone)]
+struct Relay {
+    address: SocketAddr,
+    is_still: Arc<AtomicBool>,
+    ends: Arc<Mutex<Vec<TcpStream>>>,
+}
+
+impl Relay {
+    /// Listens for processes that look for the service at `service`.
+    fn to(service: String) -> Self {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+        let address = listener.local_addr().expect("it is bound");
+        let relay = Self { address, is_still: Arc::default(), ends: Arc::default() };
+        let of_thread = relay.clone();
+        std::thread::spawn(move || {
+            for near in listener.incoming().map_while(Result::ok) {
+                let Ok(far) = TcpStream::connect(&service) else { continue };
+                of_thread.carry(near.try_clone(), far.try_clone());
+                of_thread.carry(far.try_clone(), near.try_clone());
+                of_thread.ends.lock().unwrap_or_else(PoisonError::into_inner).extend([near, far]);
+            }
+        });
+        relay
+    }
+
+    fn carry(&self, from: std::io::Result<TcpStream>, to: std::io::Result<TcpStream>) {
+        let (Ok(mut from), Ok(mut to)) = (from, to) else { return };
+        let is_still = self.is_still.clone();
+        std::thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(n @ 1..) = from.read(&mut bytes) {
+                while is_still.load(Ordering::Relaxed) {
+                    std::thread::sleep(LOOK);
+                }
+                if to.write_all(&bytes[..n]).is_err() {
+                    break;
+                }
+            }
+            let _ = to.shutdown(Shutdown::Both);
+        });
+    }
+
+    fn cut(&self) {
+        for end in self.ends.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+            // The other end may have been quicker.
+            let _ = end.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+/// Starts a job of which these processes come by way of a relay.
+fn start(options: JobOptions, args: &[&str], by_relay: &[usize]) -> (Job, Relay) {
+    let mut job = Job::prepare(options);
+    let command = job.command(0);
+    let service = command.get_envs().find(|(name, _)| *name == variables::COORDINATOR);
+    let service = service.and_then(|(_, address)| address?.to_str()).expect("the service's address");
+    let relay = Relay::to(service.to_owned());
+    for process in 0..PROCESSES {
+        let mut command = job.command(process);
+        if by_relay.contains(&process) {
+            command.env(variables::COORDINATOR, relay.address.to_string());
+        }
+        command.args(args);
+        job.spawn(command);
+    }
+    (job, relay)
+}
+
+/// Number of warnings in what a process has said.
+fn warnings(said: &str) -> usize {
+    said.matches("has lost the rendezvous service of the job").count()
+}
+
+fn cut_connection_is_a_warning_and_the_job_ends_well(carrier: Carrier) {
+    // Long enough for the others to be told that process 1 may be gone, and to see that it is not.
+    let (mut job, relay) = start(options(carrier), &["looping", "reading", "3000"], &[1]);
+    job.wait_for_output("step 6\n");
+    relay.cut();
+    let ended = job.wait();
+    for (process, end) in ended.iter().enumerate() {
+        assert_eq!(end.code, 0, "process {process}\n{}", job.report());
+        assert_eq!(warnings(&end.stderr), usize::from(process == 1), "{}", job.report());
+    }
+}
+
+fn silent_service_is_a_warning_and_the_job_goes_on(carrier: Carrier) {
+    let options = options(carrier).patience(Duration::from_secs(2));
+    let (mut job, relay) = start(options, &["looping", "reading"], &[0, 1, 2, 3]);
+    job.wait_for_output("step 6\n");
+    relay.is_still.store(true, Ordering::Relaxed);
+    while !job.processes.iter().all(|process| warnings(&process.report()) == 1) {
+        assert!(Instant::now() < job.deadline(), "not all warn\n{}", job.report());
+        std::thread::sleep(LOOK);
+    }
+    let steps: Vec<usize> = job.processes.iter().map(|process| process.output().lines().count()).collect();
+    for (process, steps) in steps.into_iter().enumerate() {
+        let deadline = job.deadline();
+        job.processes[process].wait_for_output(&format!("step {}\n", steps + 20), deadline);
+    }
+    for process in &mut job.processes {
+        process.signal(Signal::KILL);
+    }
+    let ended = job.wait();
+    assert!(ended.iter().all(|end| warnings(&end.stderr) == 1), "once each\n{}", job.report());
+}
