@@ -7,7 +7,7 @@ use std::sync::Arc;
 use mpmd_transport::{Failure, FailureKind};
 
 use crate::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
-use crate::aval::{DType, HostArray, ShapedArray};
+use crate::aval::{DType, ShapedArray};
 use crate::error::{IssueProblem, Result};
 use crate::kernel::{ShardInfo, ViewMut};
 use crate::plan::{self, Form, Kind, Memory};
@@ -223,11 +223,10 @@ impl Program {
             self.admit(at);
         }
         let flags = u64::from(options.donate) | u64::from(options.may_alias) << 1;
-        let (op_word, leaf_word) = match &array.repr {
-            Repr::Placed(placed) => (placed.origin.op, u64::from(placed.origin.leaf)),
-            Repr::Host(host) => (host_word(host), 0),
-        };
-        let op = self.issue([0x9a7, plan.fingerprint, flags, op_word, leaf_word], plan.what.clone(), at);
+        let (op, leaf) = array.origin().unwrap_or_default();
+        let words = [0x9a7, plan.fingerprint, flags, op, u64::from(leaf)];
+        let values = self.hash_values([array]);
+        let op = self.issue_with_values(words, values, plan.what.clone(), at);
         let (label, planning) = (self.label(), self.is_planning());
         if let Some(recording) = &mut self.recording {
             // Who has a part of a donated source lets it go, whoever else gets it.
@@ -616,15 +615,6 @@ fn cut(whole: &Region, dim: usize, m: usize, j: usize) -> Region {
         }
     });
     Region::new(ranges.collect())
-}
-
-/// What of host values is compared between processes: all of them in debug builds, small ones always.
-pub(crate) fn host_word(host: &HostArray) -> u64 {
-    if cfg!(debug_assertions) || host.bytes().len() <= 64 {
-        Rolling::default().mix_bytes(host.bytes()).word()
-    } else {
-        0
-    }
 }
 
 /// The text of a panic.

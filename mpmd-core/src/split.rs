@@ -328,7 +328,7 @@ impl Program {
             };
             let (first, expected) = *common.get_or_insert((path, mesh));
             if mesh != expected {
-                return Err(split(format!("is over mesh {mesh:?}, but {first:?} is over {expected:?}")));
+                return Err(split(format!("is over mesh {mesh}, but {first:?} is over {expected}")));
             }
         }
         common
@@ -538,7 +538,8 @@ mod tests {
         assert_eq!(ranges(Sections::At(Vec::new())).unwrap(), std::slice::from_ref(&(0..4)));
         for wrong in [3, 0, 5, 8] {
             let error = ranges(wrong.into()).unwrap_err();
-            assert!(error.contains("axis `x` of {x:4, y:2} has 4 indices"), "{error}");
+            let axis = "axis `x` of {x:4, y:2} devices [0, 1, 2, 3, 4, 5, 6, 7] has 4 indices";
+            assert!(error.contains(axis), "{error}");
         }
         for wrong in [&[0][..], &[4], &[2, 2], &[3, 1], &[1, 9]] {
             let error = ranges(wrong.into()).unwrap_err();

@@ -191,7 +191,7 @@ fn an_operation_of_one_process_alone_is_found() {
                     let says = |what: &str| assert!(text.contains(what), "{text}\n  lacks {what}");
                     says("first differ at operation");
                     says("process 1 ");
-                    says("jit same on {x:1}");
+                    says("jit same on {x:1} devices [1]");
                     says("tests/failures.rs:");
                 }
             }

@@ -530,6 +530,61 @@ fn inputs_that_are_not_as_they_were_are_refused_and_nothing_is_issued() {
 }
 
 #[test]
+fn a_holder_without_a_part_lets_a_donated_source_go() {
+    let _limit = watchdog(60);
+    let results = Simulation::new(2, 2).run(|p| {
+        let both = p.mesh(&[("x", 2)])?.replicated();
+        let donate = PutOptions::default().donate(true);
+        let make = |p: &mut Program| p.make(f32s([1000]), &both, |_, mut view| Ok(view.fill(1.0f32)?));
+        let x = make(p)?;
+        // Process 0 keeps what it has, and process 1 has nothing to do.
+        let (y, step) = p.record(x, |p, x| p.device_put_with(&x, on(0), donate))?;
+        drop(y);
+        let mut live = Vec::new();
+        for _ in 0..3 {
+            let x = make(p)?;
+            drop(step.replay(p, x.clone())?);
+            // The source has ended for every handle, also for this one.
+            live.push(settled(p, 0));
+            drop(x);
+        }
+        Ok(live)
+    });
+    let live: Vec<_> = results.into_iter().map(Result::unwrap).collect();
+    assert_eq!(live, vec![vec![0; 3]; 2]);
+}
+
+#[test]
+fn an_output_that_the_step_donates_is_refused_everywhere() {
+    let _limit = watchdog(60);
+    let results = Simulation::new(3, 3).run(|p| {
+        let donate = PutOptions::default().donate(true);
+        let x = p.device_put(&MpmdArray::scalar(1.0f32), on(0))?;
+        // Process 0 gives the output, process 1 has it and alone takes part in its donation,
+        // process 2 does neither.
+        let ((y, _), step) = p.record(x, |p, x| {
+            let y = p.device_put(&x, on(1))?;
+            let z = p.device_put_with(&y, on(1), donate)?;
+            Ok((y, z))
+        })?;
+        let mut texts = vec![text(p.device_put(&y, on(2)))];
+        for _ in 0..2 {
+            let x = p.device_put(&MpmdArray::scalar(2.0f32), on(0))?;
+            let (y, z) = step.replay(p, x)?;
+            texts.push(text(p.device_put(&y, on(2))));
+            p.device_put(&z, on(2))?.block_until_ready()?;
+        }
+        Ok(texts)
+    });
+    for result in results {
+        let texts = result.unwrap();
+        for (found, op) in texts.iter().zip([3, 6, 10]) {
+            assert!(found.contains(&format!("was donated to operation {op} at")), "{texts:?}");
+        }
+    }
+}
+
+#[test]
 fn a_spectator_replays_every_operation_and_does_none() {
     let mut p = Program::builder().devices(STAGES).spectator(STAGES).unwrap();
     let model = Model::new(&mut p).unwrap();

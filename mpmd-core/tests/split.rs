@@ -264,13 +264,13 @@ fn what_cannot_be_cut_or_joined_is_refused_alike_everywhere_and_changes_nothing(
             assert!(said[i].contains(part) && said[i].contains("axis `x` of {x:4, y:2}"), "{}", said[i]);
         }
         let z = refusal(p.split_by_mesh_axis(&x, "z", Sections::Each, keep()));
-        assert_eq!(z, "there is no axis `z` in {x:4, y:2}");
+        assert_eq!(z, "there is no axis `z` in {x:4, y:2} devices [0, 1, 2, 3, 4, 5, 6, 7]");
         let uncommitted = refusal(p.split_by_mesh_axis(&vec![x.clone(), host.clone()], "x", 2, keep()));
         assert!(uncommitted.starts_with("\"1\": i32[8,6] is uncommitted"), "{uncommitted}");
         let unmeshed = refusal(p.split_by_mesh_axis(&vec![x.clone(), single], "x", 2, keep()));
         assert_eq!(unmeshed, "\"1\": device 0 is not over the axes of a mesh");
         let two = refusal(p.split_by_mesh_axis(&vec![x.clone(), other], "x", 2, keep()));
-        assert!(two.starts_with("\"1\": is over mesh Mesh({x:2, y:4}"), "{two}");
+        assert!(two.starts_with("\"1\": is over mesh {x:2, y:4} devices ["), "{two}");
         let twice = refusal(p.split_by_mesh_axis(&(x.clone(), x.clone()), "x", 2, keep().donate(true)));
         assert_eq!(twice, "\"1\" is donated, and is the same array as \"0\"");
         said.extend([z, uncommitted, unmeshed, two, twice]);
@@ -287,9 +287,10 @@ fn what_cannot_be_cut_or_joined_is_refused_alike_everywhere_and_changes_nothing(
         let shared = join(&[parts[0].clone(), parts[0].clone()], "x");
         assert_eq!(shared, "device 0 is listed twice");
         let axis = join(&parts[..2], "z");
-        assert_eq!(axis, "there is no axis `z` in {x:1, y:2}");
+        assert_eq!(axis, "there is no axis `z` in {x:1, y:2} devices [0, 1]");
         let sizes = join(&[parts[0].clone(), x.clone()], "y");
-        assert_eq!(sizes, "mesh {x:4, y:2} cannot follow {x:1, y:2} along axis `y`");
+        let [whole, part] = ["{x:4, y:2} devices [0, 1, 2, 3, 4, 5, 6, 7]", "{x:1, y:2} devices [0, 1]"];
+        assert_eq!(sizes, format!("mesh {whole} cannot follow {part} along axis `y`"));
         let half = p.mesh_of(&[("x", 1), ("y", 2)], &[DeviceId(2), DeviceId(3)])?;
         let [spec, shape] = [
             p.device_put(&MpmdArray::from_host(values(&[2, 6], DType::I32)), half.sharding(spec!["x"]))?,
@@ -300,7 +301,7 @@ fn what_cannot_be_cut_or_joined_is_refused_alike_everywhere_and_changes_nothing(
         let spec = join(spec);
         assert!(spec.starts_with("\"1\": is sharded P(x) on {x:1, y:2}"), "{spec}");
         let shape = join(shape);
-        assert!(shape.contains("i32[4,6] over {x:1, y:2} cannot follow i32[2,6]"), "{shape}");
+        assert!(shape.contains("i32[4,6] over {x:1, y:2} devices [2, 3] cannot follow i32[2,6]"), "{shape}");
         let trees = [vec![parts[0].clone()], vec![parts[1].clone(), parts[2].clone()]];
         let error = p.concatenate_by_mesh_axis(&trees, "x", keep()).unwrap_err();
         assert!(

@@ -100,6 +100,11 @@ impl Leaf for MpmdArray {}
 
 impl MpmdArray {
     /// An uncommitted array: these values, which must be the same on every process.
+    ///
+    /// Processes compare the hash of those that an operation takes: of up to 64 bytes always, of
+    /// more in debug builds and where
+    /// [`Builder::check_uncommitted`](crate::Builder::check_uncommitted) or
+    /// `MPMD_CHECK=uncommitted` says so.
     pub fn from_host(values: HostArray) -> Self {
         Self { repr: Repr::Host(values) }
     }

@@ -17,7 +17,6 @@ use std::sync::{Arc, Weak};
 use parking_lot::Mutex;
 
 use crate::array::{MpmdArray, Repr};
-use crate::device_put::host_word;
 use crate::error::{IssueProblem, Result};
 use crate::kernel::Kernel;
 use crate::program::Program;
@@ -200,9 +199,10 @@ impl<K: Kernel> Jit<K> {
         let words =
             std::iter::once(plan.fingerprint).chain(leaves.iter().flat_map(|leaf| match &leaf.repr {
                 Repr::Placed(placed) => [placed.origin.op, u64::from(placed.origin.leaf)],
-                Repr::Host(host) => [host_word(host), u64::MAX],
+                Repr::Host(_) => [0, u64::MAX],
             }));
-        let op = program.issue(words, plan.what.clone(), at);
+        let values = program.hash_values(leaves.iter().copied());
+        let op = program.issue_with_values(words, values, plan.what.clone(), at);
         let (label, planning) = (program.label(), program.is_planning());
         if let Some(recording) = &mut program.recording {
             let here =

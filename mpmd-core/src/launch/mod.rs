@@ -65,7 +65,8 @@ pub mod variables {
     pub const CUDA_IPC: &str = "MPMD_CUDA_IPC";
     /// How long a transport looks for work before it sleeps: `auto`, `never`, `always`, or microseconds.
     pub const SPIN: &str = "MPMD_SPIN";
-    /// Number of devices that each process owns.
+    /// Number of devices that each process owns. A program that asks for [another
+    /// number](crate::Builder::devices) does not start.
     pub const DEVICES_PER_PROCESS: &str = "MPMD_DEVICES_PER_PROCESS";
     /// Of which kind the devices of the job are: `cpu` or `cuda`, or one of them for each process in order, with commas
     /// between them, where the last counts for all that follow. The same on all processes.
@@ -80,6 +81,9 @@ pub mod variables {
     /// A file with what the links between devices cost, as `mpmd bench links --out` writes it. Read by
     /// process 0, which tells the others.
     pub const LINKS: &str = "MPMD_LINKS";
+    /// With `uncommitted` the processes compare host values of any size, not only those of up to 64
+    /// bytes as release builds do. The same on all processes.
+    pub const CHECK: &str = "MPMD_CHECK";
     /// Where this process is to write its plan: it joins no job, owns nothing, and runs the program only to record what
     /// the processes of a job would do ([`Program::plan`](crate::Program::plan)). Goes before what any launcher says.
     pub const PLAN: &str = "MPMD_PLAN";

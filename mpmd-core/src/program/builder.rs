@@ -11,6 +11,7 @@ use mpmd_transport::{ProcessId, Transport};
 use super::{Membership, Order, Program, Recorder, connect};
 use crate::backend::cuda;
 use crate::error::{Error, Result};
+use crate::launch::variables;
 use crate::runtime::{Runtime, RuntimeConfig};
 use crate::topology::{CudaCollectives, Device, DeviceId, DeviceKind, GpuId, Links, Topology};
 use crate::trace::{About, Trace};
@@ -34,6 +35,7 @@ pub struct Builder {
     pub(super) collectives: Option<CudaCollectives>,
     pub(super) hosts: Option<Vec<String>>,
     pub(super) links: Option<Links>,
+    pub(super) check_uncommitted: Option<bool>,
     pub(super) trace: Option<PathBuf>,
 }
 
@@ -52,6 +54,7 @@ impl Default for Builder {
             collectives: None,
             hosts: None,
             links: None,
+            check_uncommitted: None,
             trace: None,
         }
     }
@@ -59,7 +62,8 @@ impl Default for Builder {
 
 impl Builder {
     /// Devices of the whole job, spread evenly over its processes in order. By default one for each
-    /// process, or what `mpmd run --devices-per-process` says.
+    /// process, or what `mpmd run --devices-per-process` says. To say another number than that is
+    /// an error.
     pub fn devices(mut self, devices: usize) -> Self {
         self.devices = Some(devices);
         self
@@ -135,6 +139,19 @@ impl Builder {
     pub fn links(mut self, links: Links) -> Self {
         self.links = Some(links);
         self
+    }
+
+    /// Has the processes compare host values of any size by a hash, or with `false` only those of
+    /// up to 64 bytes. Every process must say the same. By default large ones are compared in debug
+    /// builds, and where `MPMD_CHECK=uncommitted` is set and the program joins a job.
+    pub fn check_uncommitted(mut self, check: bool) -> Self {
+        self.check_uncommitted = Some(check);
+        self
+    }
+
+    /// Whether host values of any size are compared.
+    pub(super) fn checks_uncommitted(&self) -> bool {
+        self.check_uncommitted.unwrap_or(cfg!(debug_assertions))
     }
 
     /// Has each process write what becomes of its operations to a file `process-<n>.trace` in this folder, for
@@ -264,10 +281,20 @@ impl Builder {
         Ok(runtime)
     }
 
-    /// The devices of a job of `processes`, `per_process` on each unless the program says how many, with
+    /// The devices of a job of `processes`, `per_process` on each where the launcher says so, with
     /// the kinds, hosts and links that the program says.
     pub(super) fn topology(&self, processes: usize, per_process: Option<usize>) -> Result<Topology> {
-        let devices = self.devices.unwrap_or(processes * per_process.unwrap_or(1));
+        let launched = per_process.map(|each| processes.saturating_mul(each));
+        if let (Some(devices), Some(each), Some(launched)) = (self.devices, per_process, launched)
+            && devices != launched
+        {
+            return Err(Error::Environment(format!(
+                "the program says {devices} devices, but --devices-per-process (or {}) says {each} for \
+                 each of {processes} processes, which makes {launched}: say the same, or one of them alone",
+                variables::DEVICES_PER_PROCESS
+            )));
+        }
+        let devices = self.devices.or(launched).unwrap_or(processes);
         if processes == 0 || devices == 0 || !devices.is_multiple_of(processes) {
             return Err(Error::Environment(format!(
                 "{devices} devices cannot be spread evenly over {processes} processes"
@@ -335,6 +362,7 @@ impl Builder {
             run_ahead_bytes: self.run_ahead_bytes,
             spin: self.spin.unwrap_or_default(),
             device_memory: self.device_memory,
+            check_uncommitted: self.checks_uncommitted(),
             cuda,
             trace,
         }
@@ -403,6 +431,29 @@ mod tests {
         assert_eq!(kinds, [Cuda, Cuda, Cpu, Cpu]);
         let said = builder.devices(3).topology(3, None).unwrap_err().to_string();
         assert!(said.starts_with("2 kinds of devices are given for 3 processes"), "{said}");
+    }
+
+    #[test]
+    fn devices_that_program_and_launcher_say_must_be_as_many() {
+        let devices = |builder: Builder, each| builder.topology(2, each).map(|job| job.devices().len());
+        let four = || Builder::default().devices(4);
+        for (builder, each, expected) in [
+            (four(), None, 4),
+            (four(), Some(2), 4),
+            (Builder::default(), Some(3), 6),
+            (Builder::default(), None, 2),
+        ] {
+            assert_eq!(devices(builder, each).unwrap(), expected);
+        }
+        for (each, sum) in [(1, 2), (3, 6), (usize::MAX, usize::MAX)] {
+            let said = devices(four(), Some(each)).unwrap_err().to_string();
+            let both = [
+                "the program says 4 devices",
+                &format!("says {each} for each of 2 processes"),
+                &format!("{sum}:"),
+            ];
+            assert!(both.iter().all(|part| said.contains(part)), "{said}");
+        }
     }
 
     #[test]

@@ -127,6 +127,9 @@ pub(super) fn from_env(mut builder: Builder) -> Result<Program> {
     };
     builder.kinds = builder.kinds.or_else(|| env.device_kinds.clone());
     builder.collectives = builder.collectives.or(env.cuda_collectives);
+    if env.check_uncommitted {
+        builder.check_uncommitted.get_or_insert(true);
+    }
     if let Some(plan) = &env.plan {
         return spectate(builder, &env, plan);
     }
@@ -181,7 +184,7 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
         pid: std::process::id(),
         devices: topology.devices_of(env.process).len() as u32,
         addresses: transports::told(name, &opened),
-        program: version::fingerprint(&topology),
+        program: version::fingerprint(&topology, builder.checks_uncommitted()),
         trouble: opened.as_ref().err().map(lack),
     };
     let members = match rendezvous.join(member) {

@@ -11,6 +11,7 @@ mod metrics;
 mod recorder;
 mod simulate;
 pub mod transports;
+mod values;
 mod version;
 
 use std::cell::Cell;
@@ -328,8 +329,21 @@ impl Program {
         what: Arc<dyn fmt::Display + Send + Sync>,
         at: &'static Location<'static>,
     ) -> u64 {
+        self.issue_with_values(words, None, what, at)
+    }
+
+    /// Takes the next number for an operation on host values. `values` is their [hash](Self::hash_values), which
+    /// must be equal on all processes like `words`.
+    pub(crate) fn issue_with_values(
+        &mut self,
+        words: impl IntoIterator<Item = u64>,
+        values: Option<u64>,
+        what: Arc<dyn fmt::Display + Send + Sync>,
+        at: &'static Location<'static>,
+    ) -> u64 {
         self.count += 1;
-        self.hash = words.into_iter().fold(self.hash, Rolling::mix);
+        let (hash, values) = words.into_iter().fold(self.hash, Rolling::mix).mix_values(values);
+        self.hash = hash;
         if let Some(vanishing) = &self.vanishing {
             vanishing.strike(self.count, &self.runtime);
         }
@@ -337,6 +351,7 @@ impl Program {
             op: self.count,
             hash: self.hash.value(),
             what,
+            values,
             note: self.label.map(Label::note),
             at,
         });

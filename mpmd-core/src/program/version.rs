@@ -17,15 +17,22 @@ const NEAR: usize = 64 << 10;
 /// What a note of a build number begins with, behind the lengths of its name and of itself.
 const KIND_AND_NAME: [u8; 8] = [3, 0, 0, 0, b'G', b'N', b'U', 0];
 
-/// What must be equal on all processes of a job: the framework's version, the executable, and the devices. Not the
-/// arguments: some may concern one process alone, and what they make of the program is compared as it is issued.
-pub(super) fn fingerprint(topology: &Topology) -> String {
+/// What must be equal on all processes of a job: the framework's version, the executable, the
+/// devices, and whether host values of any size are compared. Not the arguments: some may concern
+/// one process alone, and what they make of the program is compared as it is issued.
+pub(super) fn fingerprint(topology: &Topology, check_uncommitted: bool) -> String {
     let program = std::env::current_exe().ok();
     let name = program.as_ref().and_then(|program| program.file_name());
     let name = name.map_or_else(|| "a program".to_owned(), |name| name.to_string_lossy().into_owned());
     let name = name.trim_end_matches(" (deleted)");
     let build = build(Path::new(RUNNING)).unwrap_or_else(|error| format!("unknown: {error}"));
-    format!("{name}, build {build}, mpmd {}, {}", env!("CARGO_PKG_VERSION"), devices(topology))
+    // A build has one default, and another build is told by its number.
+    let compared = match (check_uncommitted, cfg!(debug_assertions)) {
+        (true, false) => ", host values of any size compared",
+        (false, true) => ", small host values compared",
+        _ => "",
+    };
+    format!("{name}, build {build}, mpmd {}, {}{compared}", env!("CARGO_PKG_VERSION"), devices(topology))
 }
 
 /// How many devices there are, of which kinds, and which way they work together.
@@ -87,6 +94,7 @@ mod tests {
     #[test]
     fn a_program_is_known_by_its_build_and_another_by_another() {
         let topology = Topology::even(2, 3);
+        let fingerprint = |topology| fingerprint(topology, cfg!(debug_assertions));
         let ours = fingerprint(&topology);
         assert!(ours.starts_with("mpmd_core") && ours.ends_with(", 6 devices"), "{ours}");
         assert_eq!(ours, fingerprint(&topology));
@@ -104,6 +112,13 @@ mod tests {
         *large.last_mut().unwrap() = 8;
         assert_ne!(one, file("other", &large), "all of it counts");
         assert!(build(&folder.join("mpmd-no-such-program")).is_err());
+    }
+
+    #[test]
+    fn a_setting_of_the_whole_job_that_differs_is_another_program() {
+        let [small, all] = [false, true].map(|check| fingerprint(&Topology::even(2, 3), check));
+        assert_ne!(small, all);
+        assert!([small, all].iter().any(|program| program.contains("host values")));
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use crate::program::Label;
-use crate::runtime::{Rolling, Span};
+use crate::runtime::{Rolling, Span, Values};
 
 /// What the operations of a recorded step are called.
 pub(super) struct Names {
@@ -31,6 +31,8 @@ pub(super) struct Replaying {
     /// Operations issued before it.
     pub(super) before: u64,
     pub(super) start: Rolling,
+    /// The host values among its inputs.
+    pub(super) values: Option<Values>,
     pub(super) names: Arc<Names>,
     /// The line that replays it.
     pub(super) at: &'static Location<'static>,
@@ -46,6 +48,10 @@ impl Replaying {
 impl Span for Replaying {
     fn hash_at(&self, op: u64) -> u128 {
         self.hash(op.saturating_sub(self.before)).value()
+    }
+
+    fn values(&self) -> Option<Values> {
+        self.values
     }
 
     fn describe(&self, op: u64) -> String {

@@ -9,10 +9,9 @@ use super::Again;
 use super::span::{Names, Replaying};
 use crate::array::{Made, MpmdArray, Origin, Placed, Repr, Shards};
 use crate::aval::ShapedArray;
-use crate::device_put::host_word;
 use crate::error::IssueProblem;
 use crate::program::{Label, Program};
-use crate::runtime::{Rolling, Runtime, Span};
+use crate::runtime::{Rolling, Runtime, Span, Values};
 use crate::sharding::Sharding;
 use crate::tree::Structure;
 
@@ -161,7 +160,8 @@ impl Step {
         at: &'static Location<'static>,
     ) -> Vec<MpmdArray> {
         let before = program.operations();
-        let replaying = Replaying { before, start: self.start(program, x), names: self.names.clone(), at };
+        let (start, values) = self.start(program, x);
+        let replaying = Replaying { before, start, values, names: self.names.clone(), at };
         let end = replaying.hash(self.operations());
         let span: Arc<dyn Span> = Arc::new(replaying);
         let mut values: Vec<Option<MpmdArray>> = vec![None; self.values];
@@ -214,15 +214,17 @@ impl Step {
         self.outcomes.iter().filter_map(result).collect()
     }
 
-    /// The rolling hash with everything mixed in that a replay on these inputs must have equal on all processes.
-    fn start(&self, program: &Program, x: &[&MpmdArray]) -> Rolling {
+    /// The rolling hash with everything mixed in that a replay on these inputs must have equal on
+    /// all processes, and the hash of the host values among them.
+    fn start(&self, program: &Program, x: &[&MpmdArray]) -> (Rolling, Option<Values>) {
         let recorded = self.hash.value();
         let step = [0x4e97a, recorded as u64, (recorded >> 64) as u64, self.operations()];
         let inputs = x.iter().flat_map(|leaf| match &leaf.repr {
             Repr::Placed(placed) => [placed.origin.op, u64::from(placed.origin.leaf)],
-            Repr::Host(host) => [host_word(host), u64::MAX],
+            Repr::Host(_) => [0, u64::MAX],
         });
-        step.into_iter().chain(inputs).fold(program.rolling(), Rolling::mix)
+        let call = step.into_iter().chain(inputs).fold(program.rolling(), Rolling::mix);
+        call.mix_values(program.hash_values(x.iter().copied()))
     }
 }
 

@@ -48,7 +48,7 @@ pub(crate) use in_flight::{InFlight, OnLoan, OpGuard};
 use mailbox::Mailbox;
 use memory::Holders;
 /// What a replayed step is to the router.
-pub(crate) use mpmd_transport::router::Span;
+pub(crate) use mpmd_transport::router::{Span, Values};
 pub(crate) use passage::Passage;
 pub(crate) use put::{PutPlan, Source};
 pub(crate) use reach::follow;
@@ -82,6 +82,8 @@ pub(crate) struct RuntimeConfig {
     /// How long who waits at the transport's door looks before it sleeps.
     pub(crate) spin: SpinSetting,
     pub(crate) device_memory: Option<u64>,
+    /// Whether host values of any size are compared between processes, not only small ones.
+    pub(crate) check_uncommitted: bool,
     /// Of this process's devices of kind `cuda`, in order: the driver's numbers for their graphics processors.
     pub(crate) cuda: Vec<u32>,
     pub(crate) trace: Trace,

@@ -129,7 +129,7 @@ impl fmt::Display for ShardingKind {
                 if !unreduced.is_empty() {
                     write!(f, "unreduced over {{{}}} ", unreduced.join(", "))?;
                 }
-                write!(f, "on {mesh} devices {}", DeviceList(mesh.devices()))?;
+                write!(f, "on {mesh}")?;
             }
             Self::Chunk { dim, placements, .. } => {
                 write!(f, "chunks of dimension {dim} on devices {}", DeviceList(placements))?;

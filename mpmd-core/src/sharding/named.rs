@@ -140,7 +140,8 @@ mod tests {
     fn errors_name_dimension_axis_expected_and_found() {
         assert_eq!(
             error(spec![None, "model"], &[4, 4]).to_string(),
-            "P(None, model): dimension 1 is divided over axis `model`, but the mesh is {a:2, b:3}"
+            "P(None, model): dimension 1 is divided over axis `model`, but the mesh is \
+             {a:2, b:3} devices [0, 1, 2, 3, 4, 5]"
         );
         assert_eq!(
             error(spec!["a", ("b", "a")], &[4, 6]).to_string(),

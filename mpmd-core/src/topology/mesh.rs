@@ -246,24 +246,47 @@ impl Hash for Mesh {
 
 impl fmt::Display for Mesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&axes_text(&self.inner.names, &self.inner.shape))
+        let axes = axes_text(&self.inner.names, &self.inner.shape);
+        write!(f, "{axes} devices {}", DeviceList(self.devices()))
     }
 }
 
 impl fmt::Debug for Mesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Mesh({self} devices {})", DeviceList(self.devices()))
+        write!(f, "Mesh({self})")
     }
 }
 
 impl Leaf for Mesh {}
 
-/// Devices as their bare numbers: `[0, 1, 2]`.
+/// Devices as their bare numbers: `[0, 1, 2]`. Of many the runs are shown, `[0-1023]`, so that
+/// messages stay short.
 pub(crate) struct DeviceList<'a>(pub(crate) &'a [DeviceId]);
+
+/// The most devices that are listed one by one.
+const LISTED: usize = 32;
+
+/// The most runs that are shown of more devices than that.
+const RUNS_SHOWN: usize = 8;
 
 impl fmt::Display for DeviceList<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_list().entries(self.0.iter().map(|device| device.0)).finish()
+        if self.0.len() <= LISTED {
+            return f.debug_list().entries(self.0.iter().map(|device| device.0)).finish();
+        }
+        let runs = self.0.chunk_by(|before, device| before.0.checked_add(1) == Some(device.0));
+        let mut shown = 0;
+        for (i, run) in runs.take(RUNS_SHOWN).enumerate() {
+            write!(f, "{}{}", if i == 0 { "[" } else { ", " }, run[0].0)?;
+            if run.len() > 1 {
+                write!(f, "-{}", run[run.len() - 1].0)?;
+            }
+            shown += run.len();
+        }
+        match self.0.len() - shown {
+            0 => f.write_str("]"),
+            more => write!(f, ", and {more} more]"),
+        }
     }
 }
 
@@ -288,7 +311,8 @@ mod tests {
     #[test]
     fn axes_are_row_major() {
         let mesh = Mesh::new(&[("stage", 2), ("model", 3)], ids(&[5, 4, 3, 2, 1, 0])).unwrap();
-        assert_eq!(mesh.to_string(), "{stage:2, model:3}");
+        assert_eq!(mesh.to_string(), "{stage:2, model:3} devices [5, 4, 3, 2, 1, 0]");
+        assert_eq!(format!("{mesh:?}"), format!("Mesh({mesh})"));
         assert_eq!(mesh.position(DeviceId(3)), Some(vec![0, 2]));
         assert_eq!(mesh.position(DeviceId(1)), Some(vec![1, 1]));
         assert_eq!(mesh.position(DeviceId(6)), None);
@@ -303,6 +327,7 @@ mod tests {
         assert_eq!(inner[1], Mesh::new(&[("stage", 2)], ids(&[1, 3])).unwrap());
         let single = mesh(&[("stage", 2)]).split("stage").unwrap();
         assert_eq!(single[1], Mesh::new(&[("stage", 1)], ids(&[1])).unwrap());
+        assert_eq!(single[1].to_string(), "{stage:1} devices [1]");
     }
 
     #[test]
@@ -332,6 +357,17 @@ mod tests {
         for other in [mesh(&[("y", 2), ("x", 2)]), mesh(&[("x", 4)]), mesh(&[("x", 4), ("y", 1)])] {
             assert!(a != other && a.fingerprint() != other.fingerprint());
         }
+    }
+
+    #[test]
+    fn few_devices_are_listed_and_of_many_the_runs() {
+        let shown = |devices: &[u32]| DeviceList(&ids(devices)).to_string();
+        assert_eq!(shown(&[3, 4, 9]), "[3, 4, 9]");
+        assert_eq!(shown(&(0..1024).collect::<Vec<_>>()), "[0-1023]");
+        let two_and_one: Vec<u32> = (8..40).chain([2, 50]).collect();
+        assert_eq!(shown(&two_and_one), "[8-39, 2, 50]");
+        let apart: Vec<u32> = (0..100).map(|i| 8 * i).collect();
+        assert_eq!(shown(&apart), "[0, 8, 16, 24, 32, 40, 48, 56, and 92 more]");
     }
 
     #[test]

@@ -29,10 +29,21 @@ pub struct OpRecord {
     pub hash: u128,
     /// What it is, made into text only when somebody asks.
     pub what: Arc<dyn fmt::Display + Send + Sync>,
+    /// The host values that it takes, where they are compared.
+    pub values: Option<Values>,
     /// What it is for, where its issuer says so.
     pub note: Option<Note>,
     /// The line of the program that issued it.
     pub at: &'static Location<'static>,
+}
+
+/// Hashes that tell a difference in host values from any other.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Values {
+    /// Hash of everything else about the operation, and of all operations before it.
+    pub call: u64,
+    /// Hash of the values.
+    pub hash: u64,
 }
 
 /// What an operation is for: a word of its issuer's, and how it is shown.
@@ -74,6 +85,9 @@ pub trait Span: Send + Sync {
 
     /// Operation `op` for people: what it is, and the lines of the program that it comes from.
     fn describe(&self, op: u64) -> String;
+
+    /// The host values that the whole span takes, where they are compared.
+    fn values(&self) -> Option<Values>;
 }
 
 /// An [`OpRecord`] as a peer sees it.
@@ -82,6 +96,7 @@ pub(super) struct ShownRecord {
     pub(super) op: u64,
     pub(super) hash: u128,
     pub(super) what: String,
+    pub(super) values: Option<Values>,
     /// How many steps had ended before it.
     pub(super) steps: u64,
 }
@@ -134,6 +149,13 @@ impl Entry {
         match self {
             Self::One(record) => record.to_string(),
             Self::Span { span, .. } => format!("operation {op} ({})", span.describe(op)),
+        }
+    }
+
+    fn values(&self) -> Option<Values> {
+        match self {
+            Self::One(record) => record.values,
+            Self::Span { span, .. } => span.values(),
         }
     }
 }
@@ -215,7 +237,7 @@ impl History {
                 let mut what = entry.describe(op);
                 // Long descriptions must not push the message over its limit.
                 what.truncate((0..=1500).rev().find(|i| what.is_char_boundary(*i)).unwrap_or(0));
-                ShownRecord { op, hash: entry.hash_at(op), what, steps: *steps }
+                ShownRecord { op, hash: entry.hash_at(op), what, values: entry.values(), steps: *steps }
             })
             .collect();
         Shown { count: self.count, records }
@@ -251,10 +273,29 @@ pub(super) fn first_difference(
         None => format!("process {process} no longer remembers its operation {first}"),
     };
     // The lower process first, so that every process says the same.
-    let (a, b) =
-        if me <= peer { (side(me, mine), side(peer, theirs)) } else { (side(peer, theirs), side(me, mine)) };
+    let (a, b) = if me <= peer { ((me, mine), (peer, theirs)) } else { ((peer, theirs), (me, mine)) };
+    let same = find(a.1, first).zip(find(b.1, first)).filter(|_| !differ);
+    let same = same.and_then(|(x, y)| same_call((a.0, &x), (b.0, &y)));
+    let (a, b) = (side(a.0, a.1), same.unwrap_or_else(|| side(b.0, b.1)));
     let since = if agreed_before { "first differ" } else { "differ, at the latest," };
     (first, format!("the programs diverged: they {since} at operation {first}: {a}; {b}"))
+}
+
+/// Says how the second of two processes differs where both issued the same call; `None` where they did not.
+fn same_call(
+    (first, a): (ProcessId, &ShownRecord),
+    (second, b): (ProcessId, &ShownRecord),
+) -> Option<String> {
+    let issued = format!("process {second} issued the same call, but");
+    match (a.values, b.values) {
+        (Some(x), Some(y)) if x.call == y.call && x.hash != y.hash => Some(format!(
+            "{issued} the values differ: their hash is {:016x} on process {first} and {:016x} on process {second}; \
+             host values must be equal on all processes: compute them everywhere from the same seed or file, or on \
+             one process alone and give them to all by `agree`",
+            x.hash, y.hash
+        )),
+        _ => (a.what == b.what).then(|| format!("{issued} with other arrays or other options")),
+    }
 }
 
 #[cfg(test)]
@@ -268,6 +309,7 @@ mod tests {
                 op: i as u64 + 1,
                 hash: *hash,
                 what: Arc::new(format!("op with hash {hash}")),
+                values: None,
                 note: None,
                 at: Location::caller(),
             });
@@ -284,6 +326,38 @@ mod tests {
         assert!(text.contains("process 1 issued operation 3 (op with hash 33) at"), "{text}");
         assert!(text.contains("history.rs"), "source lines are shown: {text}");
         assert_eq!(first_difference(ProcessId(1), &b, ProcessId(0), &a).1, text);
+    }
+
+    /// The difference of two histories that part at operation 2, with one text and these values.
+    fn parted(values: [Option<Values>; 2]) -> String {
+        let shown = [0, 1].map(|process: usize| {
+            let mut history = History::default();
+            for op in 1..=2 {
+                let hash = if op == 1 { 1 } else { 20 + process as u128 };
+                let (what, at) = (Arc::new("put"), Location::caller());
+                history.push(OpRecord { op, hash, what, values: values[process], note: None, at });
+            }
+            history.show(2)
+        });
+        let (op, text) = first_difference(ProcessId(0), &shown[0], ProcessId(1), &shown[1]);
+        assert_eq!((op, &text), (2, &first_difference(ProcessId(1), &shown[1], ProcessId(0), &shown[0]).1));
+        assert!(text.contains("process 0 issued operation 2 (put) at"), "{text}");
+        text
+    }
+
+    #[test]
+    fn values_that_differ_are_told_from_all_else_with_both_hashes() {
+        let values = |call, hash| Some(Values { call, hash });
+        let text = parted([values(7, 0xab), values(7, 0xcd)]);
+        let hashes = "their hash is 00000000000000ab on process 0 and 00000000000000cd on process 1";
+        assert!(text.contains("process 1 issued the same call, but the values differ:"), "{text}");
+        assert!(text.contains(hashes) && text.contains("`agree`"), "{text}");
+        let other = "process 1 issued the same call, but with other arrays or other options";
+        // Something else differs, with or without the values.
+        for values in [[values(7, 1), values(8, 1)], [values(7, 1), values(8, 2)], [None, None]] {
+            let text = parted(values);
+            assert!(text.ends_with(other), "{text}");
+        }
     }
 
     #[test]
@@ -314,11 +388,16 @@ mod tests {
         fn describe(&self, op: u64) -> String {
             format!("{op} of a span")
         }
+
+        fn values(&self) -> Option<Values> {
+            None
+        }
     }
 
     fn one(history: &mut History, hash: u128) {
         let op = history.count() + 1;
-        history.push(OpRecord { op, hash, what: Arc::new("one"), note: None, at: Location::caller() });
+        let (what, at) = (Arc::new("one"), Location::caller());
+        history.push(OpRecord { op, hash, what, values: None, note: None, at });
     }
 
     #[test]

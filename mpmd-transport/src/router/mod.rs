@@ -36,7 +36,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use failure::{Failure, FailureKind};
-pub use history::{Note, OpRecord, Span};
+pub use history::{Note, OpRecord, Span, Values};
 pub use watch::Answer;
 
 use crate::wire::{Header, Kind, ProcessId};

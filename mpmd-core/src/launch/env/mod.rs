@@ -59,6 +59,8 @@ pub struct JobEnv {
     pub host: Option<String>,
     /// The file with the costs of links. Only what process 0 is told counts.
     pub links: Option<PathBuf>,
+    /// True where the processes are to compare host values of any size.
+    pub check_uncommitted: bool,
     /// Where this process is to write its plan, and do nothing else: then it is one beyond those of the job.
     pub plan: Option<PlanEnv>,
     /// Who said so, for people.
@@ -80,9 +82,10 @@ impl JobEnv {
     ///
     /// Looks for variables of, in this order, our own launcher, torchrun, Open MPI, Slurm, PMIx, PMI,
     /// and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`, `MPMD_JOB_TOKEN_FILE`,
-    /// `MPMD_TRANSPORT`, `MPMD_SPIN`, `MPMD_DEVICES_PER_PROCESS`, `MPMD_DEVICE`,
-    /// `MPMD_CUDA_COLLECTIVES`, `MPMD_PATIENCE`, `MPMD_HOST` and `MPMD_LINKS` count under every launcher. Where `MPMD_PLAN` is set none of them is asked: the process is one beyond the `MPMD_PLAN_PROCESSES`
-    /// of the job that it plans.
+    /// `MPMD_TRANSPORT`, `MPMD_SPIN`, `MPMD_DEVICES_PER_PROCESS`, `MPMD_DEVICE`, `MPMD_CUDA_COLLECTIVES`,
+    /// `MPMD_PATIENCE`, `MPMD_HOST`, `MPMD_LINKS` and `MPMD_CHECK` count under every launcher.
+    /// Where `MPMD_PLAN` is set none of them is asked: the process is one beyond the
+    /// `MPMD_PLAN_PROCESSES` of the job that it plans.
     ///
     /// # Errors
     ///
@@ -209,6 +212,17 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
         });
     }
     let kinds = vars.get(ours::DEVICE).map(|text| kinds_by_process(&text, processes));
+    let check_uncommitted = match vars.get(ours::CHECK).as_deref() {
+        None => false,
+        Some("uncommitted") => true,
+        Some(other) => {
+            return Err(LaunchError::Variable {
+                variable: ours::CHECK.into(),
+                value: other.into(),
+                expected: "uncommitted".into(),
+            });
+        }
+    };
     let patience = match vars.number::<f64>(ours::PATIENCE)? {
         None => None,
         Some(seconds) => Some(Duration::try_from_secs_f64(seconds).map_err(|_| LaunchError::Variable {
@@ -233,6 +247,7 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
         patience,
         host: vars.get(ours::HOST),
         links: vars.get(ours::LINKS).map(PathBuf::from),
+        check_uncommitted,
         plan: None,
         source,
     })

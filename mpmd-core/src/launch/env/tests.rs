@@ -43,6 +43,7 @@ fn every_launcher_is_read() {
         ("MPMD_PATIENCE", "1.5"),
         ("MPMD_HOST", "left"),
         ("MPMD_LINKS", "links.json"),
+        ("MPMD_CHECK", "uncommitted"),
         // Ours goes first.
         ("RANK", "3"),
         ("SLURM_STEP_NODELIST", "x"),
@@ -51,7 +52,7 @@ fn every_launcher_is_read() {
     assert_eq!((ours.token, ours.hosted), (token, true));
     assert_eq!(ours.patience, Some(Duration::from_millis(1500)));
     assert_eq!((ours.host.as_deref(), ours.links), (Some("left"), Some(PathBuf::from("links.json"))));
-    assert_eq!(ours.spin, Some(Spin::Never));
+    assert_eq!((ours.spin, ours.check_uncommitted), (Some(Spin::Never), true));
     assert_eq!(ours.cuda_collectives, Some(crate::topology::CudaCollectives::Nccl));
     assert_eq!(ours.device_kinds.as_deref(), Some(&[Cpu, Cuda, Cuda, Cuda][..]));
     assert_eq!((ours.transport.as_deref(), ours.devices_per_process), (Some("tcp"), Some(2)));
@@ -63,6 +64,7 @@ fn every_launcher_is_read() {
         ("MASTER_ADDR", "fd00::7"),
         ("MASTER_PORT", "29500"),
     ];
+    assert!(!job(&torchrun).check_uncommitted);
     assert_eq!(who(&job(&torchrun)), (5, 8, Some(1), "[fd00::7]:29500", "torchrun"));
     let with_store = [&torchrun[..], &[("TORCHELASTIC_USE_AGENT_STORE", "True")]].concat();
     assert_eq!(job(&with_store).coordinator, "[fd00::7]:29501");
@@ -168,6 +170,7 @@ fn senseless_values_are_errors_that_name_the_variable() {
         ("MPMD_DEVICES_PER_PROCESS", "0"),
         ("MPMD_PATIENCE", "-3"),
         ("MPMD_SPIN", "often"),
+        ("MPMD_CHECK", "everything"),
         ("MPMD_DEVICE", "gpu"),
         ("MPMD_CUDA_COLLECTIVES", "gloo"),
         ("MPMD_DEVICE", "cpu,cpu,cuda"),

@@ -104,7 +104,7 @@ fn an_axis_that_is_used_twice_or_unknown_is_found_at_the_end() {
         error(&m(), f32s([4, 4]), r#"shard_dim("nope",1)"#),
         (
             "ValueError",
-            r#"leaf `k`: P(None, nope) names axis `nope` (by `shard_dim("nope",1)`), but the mesh is {replica:2, fsdp:4}"#
+            r#"leaf `k`: P(None, nope) names axis `nope` (by `shard_dim("nope",1)`), but the mesh is {replica:2, fsdp:4} devices [0, 1, 2, 3, 4, 5, 6, 7]"#
                 .to_owned()
         )
     );
@@ -148,7 +148,8 @@ fn shard_dim_counts_from_either_end() {
 fn an_unknown_axis_is_only_an_error_of_fsdp_where_a_leaf_matches() {
     let (kind, message) = error(&m(), f32s([2]), r#"fsdp("nope")"#);
     assert_eq!(kind, "KeyError");
-    assert!(message.ends_with("there is no axis `nope` in the mesh {replica:2, fsdp:4}"), "{message}");
+    let mesh = "{replica:2, fsdp:4} devices [0, 1, 2, 3, 4, 5, 6, 7]";
+    assert!(message.ends_with(&format!("there is no axis `nope` in the mesh {mesh}")), "{message}");
     let rules = [("x", r#"fsdp("nope")"#)];
     assert_eq!(run(&m(), &rules, &[("k", f32s([2]))], LogicalAxes::default()).unwrap(), [spec![None]]);
 }

@@ -16,6 +16,10 @@ impl Span for Replay {
     fn describe(&self, op: u64) -> String {
         format!("{} of the replay of step {}", op - self.before, self.hash)
     }
+
+    fn values(&self) -> Option<Values> {
+        None
+    }
 }
 
 fn replay(before: u64, hash: u128) -> Arc<dyn Span> {
