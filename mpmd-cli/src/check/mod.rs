@@ -1,5 +1,6 @@
 //! `mpmd check`: whether what is to run comes to its end, and what it takes, before it runs.
 
+mod others;
 mod program;
 mod report;
 mod schedule;

@@ -1,6 +1,6 @@
 //! `mpmd check -n N -- program args`: the plan of a program, and what can be said of it before it runs.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -14,6 +14,7 @@ use mpmd_core::pipeline::check::Channel;
 use mpmd_core::plan::Plan;
 use rustix::process::{Pid, Signal, kill_process_group};
 
+use super::others::Others;
 use super::report::Report;
 use crate::run::{find, seconds};
 
@@ -32,16 +33,17 @@ pub(crate) struct ProgramArgs {
     /// Record at most so many steps; by default until two in succession are equal, or 16
     #[arg(long, value_name = "K", requires = "processes", value_parser = clap::value_parser!(u64).range(1..))]
     steps: Option<u64>,
-    /// How long the program may take to issue them
+    /// How long the program may take to issue them as one of the processes; after that time it is started as no further
+    /// process
     #[arg(long, value_name = "SECONDS", default_value = "120", value_parser = seconds)]
     patience: Duration,
-    /// Keep the plan in this file
+    /// Keep the plan, as process 0 issues it, in this file
     #[arg(long, value_name = "FILE", requires = "processes")]
     out: Option<PathBuf>,
 }
 
 impl ProgramArgs {
-    /// Runs the program once as a process that owns nothing, and reports on the plan that it writes.
+    /// Runs the program as each process of the job, none of which owns anything, and reports on the plans that it writes.
     pub(crate) fn check(
         &self,
         processes: u32,
@@ -49,57 +51,73 @@ impl ProgramArgs {
         budget: Option<u64>,
         channels: &[Channel],
     ) -> anyhow::Result<ExitCode> {
-        let folder = tempfile::tempdir().context("making a folder for the plan")?;
+        let folder = tempfile::tempdir().context("making a folder for the plans")?;
+        let (name, args) = program.split_first().context("no program is given")?;
+        let Some(program) = find(name) else { anyhow::bail!("there is no program {}", name.display()) };
         let file = match &self.out {
             // The program may run in a folder of its own one day.
             Some(out) => std::path::absolute(out)?,
             None => folder.path().join("plan.json"),
         };
-        let Some(plan) = self.plan(processes, program, &file, folder.path())? else {
-            return Ok(ExitCode::from(super::NOTHING));
-        };
-        let report = Report::new(&plan, budget, channels);
+        let planned = DryRuns { settings: self, processes, name, program, args, folder: folder.path() };
+        let plan = planned.plan(0, &file)?;
+        let others = Others::compare(&plan, self.patience, |process| {
+            let file = folder.path().join(format!("plan-{process}.json"));
+            let plan = planned.plan(process, &file)?;
+            // Of many processes they would take as much space as all together.
+            std::fs::remove_file(&file).context("removing a plan")?;
+            Ok(plan)
+        })?;
+        let report = Report::new(&plan, &others, budget, channels);
         crate::say(&report.to_string())?;
         Ok(if report.is_good() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
+}
 
-    /// The plan of a program; `None` where it has none, which is said.
-    fn plan(
-        &self,
-        processes: u32,
-        program: &[OsString],
-        file: &Path,
-        folder: &Path,
-    ) -> anyhow::Result<Option<Plan>> {
-        let (name, args) = program.split_first().context("no program is given")?;
-        let Some(found) = find(name) else {
-            eprintln!("mpmd: there is no program {}", name.display());
-            return Ok(None);
-        };
+/// A program that is run as processes that own nothing.
+struct DryRuns<'a> {
+    settings: &'a ProgramArgs,
+    processes: u32,
+    name: &'a OsStr,
+    program: PathBuf,
+    args: &'a [OsString],
+    folder: &'a Path,
+}
+
+impl DryRuns<'_> {
+    /// Runs the program as one of the processes; the plan that it has written to `file`.
+    ///
+    /// # Errors
+    ///
+    /// Where it writes none, with what it has said itself.
+    fn plan(&self, process: u32, file: &Path) -> anyhow::Result<Plan> {
         // An old one must not pass for the program's.
         if file.exists() {
             std::fs::remove_file(file).with_context(|| format!("replacing {}", file.display()))?;
         }
-        let said = folder.join("stderr");
-        let mut command = Command::new(found);
+        let said = self.folder.join(format!("stderr-{process}"));
+        let mut command = Command::new(&self.program);
         command
-            .args(args)
+            .args(self.args)
             .env(variables::PLAN, file)
-            .env(variables::PLAN_PROCESSES, processes.to_string())
+            .env(variables::PLAN_PROCESSES, self.processes.to_string())
+            .env(variables::PLAN_PROCESS, process.to_string())
             // Ends with this process, and what it starts with it.
             .env(variables::LAUNCHER_PID, std::process::id().to_string())
             .process_group(0)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(File::create(&said).context("making a file for what the program says")?);
-        if let Some(devices) = self.devices_per_process {
+        if let Some(devices) = self.settings.devices_per_process {
             command.env(variables::DEVICES_PER_PROCESS, devices.to_string());
         }
-        if let Some(steps) = self.steps {
+        if let Some(steps) = self.settings.steps {
             command.env(variables::PLAN_STEPS, steps.to_string());
         }
-        let mut child = command.spawn().with_context(|| format!("starting {}", name.display()))?;
-        let deadline = Instant::now() + self.patience;
+        let name = self.name.display();
+        let mut child = command.spawn().with_context(|| format!("starting {name}"))?;
+        let patience = self.settings.patience;
+        let deadline = Instant::now() + patience;
         let status = loop {
             match child.try_wait()? {
                 Some(status) => break Some(status),
@@ -111,18 +129,24 @@ impl ProgramArgs {
             }
         };
         let how = match status {
-            Some(status) if status.success() && file.exists() => return Ok(Some(Plan::read(file)?)),
+            Some(status) if status.success() && file.exists() => return Ok(Plan::read(file)?),
             Some(status) if status.success() => {
                 "ended without a plan: is it a program of mpmd that calls Program::from_env and finish?"
                     .to_owned()
             }
             Some(status) => format!("failed while it was planned ({status})"),
-            None => format!("has not ended a plan after {:?}", self.patience),
+            None => format!("has not ended a plan after {patience:?}"),
         };
-        eprintln!("mpmd: {} {how}", name.display());
         let said = std::fs::read(&said).unwrap_or_default();
-        eprint!("{}", String::from_utf8_lossy(&said));
-        Ok(None)
+        let said = String::from_utf8_lossy(&said);
+        let said = said.trim_end();
+        match process {
+            0 => anyhow::bail!("{name} {how}\n{said}"),
+            _ => anyhow::bail!(
+                "{name} {how} as process {process}; as process 0 it was planned. What a process does by itself, such \
+                 as reading values or writing files, is left out where Program::is_planning says so\n{said}"
+            ),
+        }
     }
 }
 

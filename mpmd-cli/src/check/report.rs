@@ -7,6 +7,8 @@ use std::ops::Range;
 use mpmd_core::pipeline::check::{self, Channel, Deadlock, Names, Proof};
 use mpmd_core::plan::{End, Kind, Link, MemoryPlan, Peak, Plan, PlannedFlow};
 
+use super::others::Others;
+
 /// Links that are listed, those with most bytes first.
 const MOST_LINKS: usize = 16;
 
@@ -16,6 +18,7 @@ const MOST_READS: usize = 8;
 /// What a plan shows before the program runs.
 pub(crate) struct Report<'a> {
     plan: &'a Plan,
+    others: &'a Others,
     planned: PlannedFlow,
     verdicts: Vec<Result<Proof, Deadlock>>,
     memory: MemoryPlan,
@@ -23,17 +26,19 @@ pub(crate) struct Report<'a> {
 }
 
 impl<'a> Report<'a> {
-    /// Proves and adds up.
-    pub(crate) fn new(plan: &'a Plan, budget: Option<u64>, channels: &[Channel]) -> Self {
+    /// Proves and adds up what process 0 issues.
+    pub(crate) fn new(plan: &'a Plan, others: &'a Others, budget: Option<u64>, channels: &[Channel]) -> Self {
         let planned = plan.flow();
         let verdicts = channels.iter().map(|channel| check::check(&planned.flow, *channel)).collect();
         let memory = plan.memory(&planned);
-        Self { plan, planned, verdicts, memory, budget }
+        Self { plan, others, planned, verdicts, memory, budget }
     }
 
-    /// Whether it ends over every channel, within the budget.
+    /// Whether all processes issue the same, and it ends over every channel, within the budget.
     pub(crate) fn is_good(&self) -> bool {
-        self.verdicts.iter().all(Result::is_ok) && self.over_budget().next().is_none()
+        self.others.issue_the_same()
+            && self.verdicts.iter().all(Result::is_ok)
+            && self.over_budget().next().is_none()
     }
 
     /// Devices that take more than they may.
@@ -173,6 +178,7 @@ impl<'a> Report<'a> {
 impl fmt::Display for Report<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.plan_lines(f)?;
+        write!(f, "{}", self.others)?;
         self.proof_lines(f)?;
         self.memory_lines(f)?;
         self.link_lines(f)?;

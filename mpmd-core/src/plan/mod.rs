@@ -12,6 +12,7 @@ mod collectives;
 mod flow;
 mod form;
 mod memory;
+mod parting;
 mod steady;
 
 use std::collections::BTreeMap;
@@ -22,6 +23,7 @@ use std::path::Path;
 pub use flow::{Computed, PlannedFlow, Sent};
 pub use form::{Form, Kind, Memory, Message, Shard};
 pub use memory::{DeviceMemory, MemoryPlan, Peak};
+pub use parting::Parting;
 use serde::{Deserialize, Serialize};
 
 pub(crate) use collectives::messages;
@@ -50,6 +52,10 @@ pub struct Plan {
     pub forms: Vec<Form>,
     /// In order; the first is operation 1.
     pub operations: Vec<Operation>,
+    /// For each operation the hash that the processes of a job compare, of all that was issued up to it: everything that
+    /// must be equal on all of them, host values included. Of a replay that before its first operation.
+    #[serde(default)]
+    pub hashes: Vec<u64>,
     /// Where the last handle to an array was let go, in order.
     pub drops: Vec<Dropped>,
     /// Where the program waited for arrays, in order.
@@ -262,6 +268,9 @@ impl Plan {
             made(read.array, read.after.min(count))?;
             self.line(read.line)?;
         }
+        if !self.hashes.is_empty() && self.hashes.len() as u64 != count {
+            return Err(format!("it has {} hashes for {count} operations", self.hashes.len()));
+        }
         let most =
             StepEnd { operation: count, drops: self.drops.len() as u64, reads: self.reads.len() as u64 };
         let sorted =
@@ -404,6 +413,7 @@ pub(crate) mod tests {
         assert_eq!(late, "result 0 of operation 4 is not made before it is used");
         assert_eq!(wrong(|plan| plan.lines.clear()), "there is no line 0");
         assert_eq!(wrong(|plan| plan.steps[2].operation = 9), "its steps are not in order");
+        assert_eq!(wrong(|plan| plan.hashes = vec![1]), "it has 1 hashes for 5 operations");
         assert!(Plan::from_json(b"{}").is_err());
     }
 

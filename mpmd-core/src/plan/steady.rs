@@ -36,28 +36,37 @@ impl Plan {
 
 impl Step<'_> {
     fn is_like(&self, other: &Self) -> bool {
-        let place = |operation: u64, before: u64| operation as i128 - i128::from(before);
-        let same = |a: Array, b: Array| {
-            a.result == b.result
-                && (a.operation == b.operation
-                    || place(a.operation, self.before) == place(b.operation, other.before))
-        };
-        let same_input = |a: Option<Array>, b: Option<Array>| match (a, b) {
-            (Some(a), Some(b)) => same(a, b),
-            (a, b) => a.is_none() && b.is_none(),
-        };
-        let then = |a: u64, b: u64| place(a, self.before) == place(b, other.before);
-        same_length(self.operations, other.operations, |a, b| {
-            a.form == b.form
-                && a.label == b.label
-                && same_length(&a.takes, &b.takes, |a, b| {
-                    a.donated == b.donated && same_input(a.array, b.array)
-                })
-        }) && same_length(self.drops, other.drops, |a, b| same(a.array, b.array) && then(a.after, b.after))
+        // The steps are in order.
+        let shift = other.before - self.before;
+        let same = |a: Array, b: Array| same_array(a, b, shift);
+        let then = |a: u64, b: u64| a + shift == b;
+        same_length(self.operations, other.operations, |a, b| a.is_again(b, shift))
+            && same_length(self.drops, other.drops, |a, b| same(a.array, b.array) && then(a.after, b.after))
             && same_length(self.reads, other.reads, |a, b| {
                 same(a.array, b.array) && then(a.after, b.after) && a.values == b.values
             })
     }
+}
+
+impl Operation {
+    /// Returns whether `later`, `shift` operations after this one, does the same in a later step of the same plan.
+    pub(super) fn is_again(&self, later: &Self, shift: u64) -> bool {
+        let same_input = |a: Option<Array>, b: Option<Array>| match (a, b) {
+            (Some(a), Some(b)) => same_array(a, b, shift),
+            (a, b) => a.is_none() && b.is_none(),
+        };
+        self.form == later.form
+            && self.label == later.label
+            && same_length(&self.takes, &later.takes, |a, b| {
+                a.donated == b.donated && same_input(a.array, b.array)
+            })
+    }
+}
+
+/// Returns whether `later` is the array `array`, or the one that was made `shift` operations after it.
+fn same_array(array: Array, later: Array, shift: u64) -> bool {
+    array.result == later.result
+        && (array.operation == later.operation || array.operation + shift == later.operation)
 }
 
 fn same_length<T>(ours: &[T], theirs: &[T], alike: impl Fn(&T, &T) -> bool) -> bool {

@@ -209,15 +209,22 @@ impl Builder {
     /// Where the devices cannot be spread evenly.
     pub fn spectator(self, processes: usize) -> Result<Program> {
         let topology = self.topology(processes, None)?;
-        self.spectate(topology, None)
+        self.spectate(beyond(&topology), topology, None)
     }
 
-    /// A spectator of a job with these devices, that ends with its plan where it is `order`ed to.
-    pub(super) fn spectate(self, topology: Topology, order: Option<Order>) -> Result<Program> {
-        let beyond = ProcessId(u32::try_from(topology.processes()).unwrap_or(u32::MAX));
-        let recorder = Recorder::new(&topology, order);
+    /// Returns a spectator of a job with these devices, to which [`Program::process`] says `process`. It ends with its
+    /// plan where it is `order`ed to.
+    pub(super) fn spectate(
+        self,
+        process: ProcessId,
+        topology: Topology,
+        order: Option<Order>,
+    ) -> Result<Program> {
+        let recorder = Recorder::new(process, &topology, order);
+        // Whatever number the program is told, it owns none of the devices.
+        let nobody = beyond(&topology);
         let runtime =
-            Runtime::start(beyond, topology, self.config(Trace::default(), Vec::new()), None, Some(recorder))
+            Runtime::start(nobody, topology, self.config(Trace::default(), Vec::new()), None, Some(recorder))
                 .map_err(no_threads)?;
         Ok(Program::new(runtime, true, None, self.plan_cache))
     }
@@ -367,6 +374,11 @@ impl Builder {
             trace,
         }
     }
+}
+
+/// Returns the number of a process that is not in the job.
+fn beyond(topology: &Topology) -> ProcessId {
+    ProcessId(u32::try_from(topology.processes()).unwrap_or(u32::MAX))
 }
 
 /// Fails where this process has CUDA devices and lacks what they need.

@@ -140,7 +140,8 @@ pub(super) fn from_env(mut builder: Builder) -> Result<Program> {
     join(builder, &env)
 }
 
-/// A process that writes down what those of the job would do. They are taken to be on one host.
+/// Returns a program that owns nothing and writes down what all processes of the job would do. They are taken to be on
+/// one host.
 fn spectate(builder: Builder, env: &JobEnv, plan: &PlanEnv) -> Result<Program> {
     let mut topology = builder.topology(env.processes, env.devices_per_process)?;
     if let Some(file) = &env.links
@@ -149,7 +150,7 @@ fn spectate(builder: Builder, env: &JobEnv, plan: &PlanEnv) -> Result<Program> {
         topology = topology.with_links(costs::of(file)?);
     }
     let order = Order { file: plan.file.clone(), most_steps: plan.steps.unwrap_or(MOST_STEPS) };
-    builder.spectate(topology, Some(order))
+    builder.spectate(env.process, topology, Some(order))
 }
 
 fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {

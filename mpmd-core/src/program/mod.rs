@@ -130,9 +130,10 @@ impl Program {
         }
     }
 
-    /// This process.
+    /// This process. Where it [only records](Self::is_planning): the process of the job whose part the program is to
+    /// take, or one beyond those of the job.
     pub fn process(&self) -> ProcessId {
-        self.runtime.me
+        self.runtime.recorder.as_ref().map_or(self.runtime.me, Recorder::process)
     }
 
     /// Number of processes in the job.
@@ -151,7 +152,8 @@ impl Program {
     }
 
     /// Whether this process only records what the others would do: it owns nothing, and runs neither
-    /// kernels nor closures. Guards output and files.
+    /// kernels nor closures. Guards output and files: the number of [the process](Self::process) does not, since
+    /// `mpmd check` runs the program under each number of the job.
     pub fn is_planning(&self) -> bool {
         self.planning
     }

@@ -6,6 +6,7 @@ use std::panic::Location;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
+use mpmd_transport::ProcessId;
 use parking_lot::Mutex;
 
 use super::{Label, Program};
@@ -20,6 +21,8 @@ pub(super) const MOST_STEPS: u64 = 16;
 /// Writes a plan down while its program runs. Handles may be dropped on any thread.
 pub(crate) struct Recorder {
     state: Mutex<State>,
+    /// The process that the program takes itself for.
+    process: ProcessId,
     /// For a process that was started to write its plan: where to, and after how many steps at most.
     order: Option<Order>,
 }
@@ -45,16 +48,20 @@ struct State {
 pub(crate) struct KnownForm(OnceLock<u32>);
 
 impl Recorder {
-    pub(super) fn new(topology: &Topology, order: Option<Order>) -> Self {
+    pub(super) fn new(process: ProcessId, topology: &Topology, order: Option<Order>) -> Self {
         let devices = topology.devices().iter().map(|device| device.process.0).collect();
         let plan = Plan::new(topology.processes() as u32, devices);
-        Self { state: Mutex::new(State { plan, ..State::default() }), order }
+        Self { state: Mutex::new(State { plan, ..State::default() }), process, order }
     }
 
-    /// The next operation. `known` remembers its form.
+    pub(super) fn process(&self) -> ProcessId {
+        self.process
+    }
+
+    /// Writes the next operation down. `hash` is the rolling hash up to it; `known` remembers its form.
     pub(crate) fn operation<'a>(
         &self,
-        (label, at): (Option<Label>, &'static Location<'static>),
+        (label, at, hash): (Option<Label>, &'static Location<'static>, u64),
         takes: impl IntoIterator<Item = (&'a MpmdArray, bool)>,
         known: Option<&KnownForm>,
         form: impl FnOnce() -> Form,
@@ -77,6 +84,7 @@ impl Recorder {
         }
         let line = state.line(at);
         state.plan.operations.push(Operation { form, line, label, takes });
+        state.plan.hashes.push(hash);
     }
 
     /// The last handle of an array goes.
@@ -182,7 +190,7 @@ impl Program {
         form: impl FnOnce() -> Form,
     ) {
         if let Some(recorder) = &self.runtime.recorder {
-            recorder.operation((self.label, at), takes, known, form);
+            recorder.operation((self.label, at, self.hash.word()), takes, known, form);
         }
     }
 }

@@ -235,7 +235,8 @@ fn read_schedule(path: &str) -> anyhow::Result<Schedule> {
 }
 
 fn run(p: &mut Program, args: &Args, config: &Config, text: &Arc<Text>) -> anyhow::Result<()> {
-    let first = p.process() == ProcessId(0);
+    // A dry run as process 0 must leave files alone.
+    let first = p.process() == ProcessId(0) && !p.is_planning();
     let losses_out = args.losses_out.as_deref().filter(|_| first).map(create).transpose()?;
     if first {
         announce(p, text, args, config);

@@ -73,7 +73,7 @@ fn main() -> anyhow::Result<ExitCode> {
 fn run(p: &mut Program, args: &Args, text: &Arc<Text>) -> anyhow::Result<()> {
     let config = args.config();
     // The losses are read where the first stage is, which is here.
-    if p.process() != ProcessId(0) {
+    if p.process() != ProcessId(0) || p.is_planning() {
         train(p, text, &config, |_, _| {})?;
         return Ok(());
     }

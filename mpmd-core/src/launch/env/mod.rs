@@ -84,8 +84,8 @@ impl JobEnv {
     /// and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`, `MPMD_JOB_TOKEN_FILE`,
     /// `MPMD_TRANSPORT`, `MPMD_SPIN`, `MPMD_DEVICES_PER_PROCESS`, `MPMD_DEVICE`, `MPMD_CUDA_COLLECTIVES`,
     /// `MPMD_PATIENCE`, `MPMD_HOST`, `MPMD_LINKS` and `MPMD_CHECK` count under every launcher.
-    /// Where `MPMD_PLAN` is set none of them is asked: the process is one beyond the
-    /// `MPMD_PLAN_PROCESSES` of the job that it plans.
+    /// Where `MPMD_PLAN` is set none of them is asked: the process plans a job of
+    /// `MPMD_PLAN_PROCESSES` processes as number `MPMD_PLAN_PROCESS` of them, or as one beyond them.
     ///
     /// # Errors
     ///
@@ -147,7 +147,7 @@ impl JobEnv {
     }
 }
 
-/// A process that only plans: nobody's, with what counts under every launcher.
+/// A process that only plans, with what counts under every launcher.
 fn planning(vars: &Vars<'_>, file: String) -> Result<JobEnv, LaunchError> {
     const SOURCE: &str = "mpmd check";
     let processes = vars.needed(SOURCE, ours::PLAN_PROCESSES)?;
@@ -155,6 +155,14 @@ fn planning(vars: &Vars<'_>, file: String) -> Result<JobEnv, LaunchError> {
         return Err(LaunchError::Processes { processes });
     }
     let steps = vars.number(ours::PLAN_STEPS)?;
+    let process: Option<u32> = vars.number(ours::PLAN_PROCESS)?;
+    if let Some(beyond) = process.filter(|process| *process as usize >= processes) {
+        return Err(LaunchError::Variable {
+            variable: ours::PLAN_PROCESS.to_owned(),
+            value: beyond.to_string(),
+            expected: format!("below the number of processes, {processes}"),
+        });
+    }
     let said = Said {
         source: SOURCE,
         process: 0,
@@ -165,9 +173,9 @@ fn planning(vars: &Vars<'_>, file: String) -> Result<JobEnv, LaunchError> {
         job: String::new(),
     };
     let env = complete(vars, said)?;
-    // The number of nobody: what a program does on one process alone is not done here.
-    let process = ProcessId(u32::try_from(processes).unwrap_or(u32::MAX));
-    Ok(JobEnv { process, plan: Some(PlanEnv { file: file.into(), steps }), ..env })
+    // Where nobody says a number it is that of no process: what a program does on one process alone is not done.
+    let process = process.unwrap_or_else(|| u32::try_from(processes).unwrap_or(u32::MAX));
+    Ok(JobEnv { process: ProcessId(process), plan: Some(PlanEnv { file: file.into(), steps }), ..env })
 }
 
 /// A job from what its launcher has said and what counts under every launcher.

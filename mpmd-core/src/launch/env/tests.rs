@@ -121,6 +121,12 @@ fn who_plans_is_one_beyond_the_job_whatever_launchers_say() {
     assert_eq!(planning.plan, Some(plan));
     let steps = [("MPMD_PLAN", "p"), ("MPMD_PLAN_PROCESSES", "1"), ("MPMD_PLAN_STEPS", "3")];
     assert_eq!(job(&steps).plan.unwrap().steps, Some(3));
+    let numbered = |number: &str| {
+        read(&[("MPMD_PLAN", "p"), ("MPMD_PLAN_PROCESSES", "4"), ("MPMD_PLAN_PROCESS", number)])
+    };
+    assert_eq!(numbered("3").unwrap().unwrap().process, ProcessId(3));
+    let beyond = numbered("4").unwrap_err().to_string();
+    assert!(beyond.contains("below the number of processes, 4"), "{beyond}");
     let none = read(&[("MPMD_PLAN", "p"), ("MPMD_PLAN_PROCESSES", "0")]);
     assert_eq!(none, Err(LaunchError::Processes { processes: 0 }));
     let half = read(&[("MPMD_PLAN", "p")]).unwrap_err().to_string();

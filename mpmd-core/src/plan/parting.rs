@@ -1,0 +1,185 @@
+//! The operation at which processes of a job stop issuing the same.
+
+use std::collections::HashMap;
+
+use super::{Array, End, Form, Kind, Plan, Taken};
+
+/// The first operation at which two plans of one job part.
+#[derive(Clone, Debug, Eq, Hash, PartialEq)]
+#[non_exhaustive]
+pub struct Parting {
+    /// The number of the operation.
+    pub operation: u64,
+    /// The operation in words, with its line, as the first plan and as the second has it; or that there is none.
+    pub issued: [String; 2],
+    /// What differs, where the two descriptions are the same.
+    pub why: Option<String>,
+}
+
+impl Plan {
+    /// Returns the first operation at which this plan and `other` part: plans of one job, recorded as different
+    /// processes of it. `None` if they are of the same operations.
+    ///
+    /// Compares what the processes of a job compare: what an operation does, the arrays that it takes, its host values,
+    /// and the number of steps that ended before it. Lines and labels may differ. A plan that ends
+    /// [steady](End::Steady) goes on with its last step again and again, whichever of the two is longer.
+    pub fn parting(&self, other: &Self) -> Option<Parting> {
+        let mut forms: HashMap<(u32, u32), bool> = HashMap::new();
+        let both = self.operations.len().min(other.operations.len());
+        for index in 0..both {
+            let (one, two) = (&self.operations[index], &other.operations[index]);
+            let same_form = *forms.entry((one.form, two.form)).or_insert_with(|| {
+                match (self.forms.get(one.form as usize), other.forms.get(two.form as usize)) {
+                    (Some(one), Some(two)) => one.does_the_same(two),
+                    _ => false,
+                }
+            });
+            let same_hash = match (self.hashes.get(index), other.hashes.get(index)) {
+                (Some(one), Some(two)) => one == two,
+                // A plan of an earlier version has none.
+                _ => true,
+            };
+            if !same_form || one.takes != two.takes || !same_hash {
+                let operation = index as u64 + 1;
+                let issued = [self.describe(operation), other.describe(operation)];
+                // Lines alone say nothing of what differs.
+                let why = same_form.then(|| self.difference(other, operation));
+                return Some(Parting { operation, issued, why });
+            }
+        }
+        let (operation, longer) = match self.operations.len() > both {
+            true => (self.departs_after(other)?, 0),
+            false => (other.departs_after(self)?, 1),
+        };
+        let ended = |plan: &Self| match plan.end {
+            End::Finished => format!("nothing: it finishes after operation {both}"),
+            End::Steady => "the next operation of a step that is like the one before it".to_owned(),
+            End::Steps | End::Open => format!("the end of step {}", plan.steps.len()),
+        };
+        let mut issued = [ended(self), ended(other)];
+        issued[longer] = [self, other][longer].describe(operation);
+        Some(Parting { operation, issued, why: None })
+    }
+
+    /// Returns the first operation of this plan that one which ends earlier, and is the same up to there, does not have
+    /// as well.
+    fn departs_after(&self, shorter: &Self) -> Option<u64> {
+        let end = shorter.operations.len();
+        let length = match shorter.steps.len().checked_sub(1).and_then(|last| shorter.step(last)) {
+            Some(step) if shorter.end == End::Steady => (step.end - step.start) as usize,
+            _ => 0,
+        };
+        let differs = |index: &usize| {
+            let Some(before) = (*index - end).checked_rem(length) else { return true };
+            let before = end - length + before;
+            !self.operations[before].is_again(&self.operations[*index], (*index - before) as u64)
+        };
+        (end..self.operations.len()).find(differs).map(|index| index as u64 + 1)
+    }
+
+    /// Says how operations of one form differ.
+    fn difference(&self, other: &Self, operation: u64) -> String {
+        let index = operation as usize - 1;
+        let (one, two) = (&self.operations[index].takes, &other.operations[index].takes);
+        let names = |taken: &Taken| {
+            let array = taken.array.map_or("host values".to_owned(), |array: Array| array.to_string());
+            if taken.donated { array + ", donated" } else { array }
+        };
+        if let Some(place) = one.iter().zip(two).position(|(one, two)| one != two) {
+            return format!("input {place} is {}, and {}", names(&one[place]), names(&two[place]));
+        }
+        let ended = |plan: &Self| plan.steps.iter().filter(|step| step.operation < operation).count();
+        match (ended(self), ended(other)) {
+            (one, two) if one != two => format!("steps that end before it: {one}, and {two}"),
+            _ => "in host values that it takes, or in settings of its kernel".to_owned(),
+        }
+    }
+}
+
+impl Form {
+    /// Returns whether processes that issue operations of these forms issue the same.
+    fn does_the_same(&self, other: &Self) -> bool {
+        match (&self.kind, &other.kind) {
+            // The value for plans is each process's own affair.
+            (Kind::Agree { from, .. }, Kind::Agree { from: other_from, .. }) => {
+                from == other_from && self.what == other.what
+            }
+            _ => self == other,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::small;
+    use super::super::{End, Plan};
+
+    fn hashed() -> Plan {
+        Plan { hashes: vec![1, 2, 3, 4, 5], end: End::Finished, ..small() }
+    }
+
+    fn parted(change: impl Fn(&mut Plan)) -> (u64, [String; 2], Option<String>) {
+        let mut other = hashed();
+        change(&mut other);
+        let found = hashed().parting(&other).unwrap();
+        let mirrored = other.parting(&hashed()).unwrap();
+        assert_eq!(mirrored.operation, found.operation);
+        assert_eq!([&mirrored.issued[1], &mirrored.issued[0]], [&found.issued[0], &found.issued[1]]);
+        (found.operation, found.issued, found.why)
+    }
+
+    #[test]
+    fn plans_that_differ_in_lines_alone_do_not_part() {
+        let mut other = hashed();
+        other.lines = vec!["other.rs:7:9".into()];
+        other.forms.insert(0, other.forms[2].clone());
+        other.operations.iter_mut().for_each(|operation| operation.form += 1);
+        assert_eq!(hashed().parting(&other), None);
+        assert_eq!(hashed().parting(&Plan { hashes: Vec::new(), ..hashed() }), None);
+    }
+
+    #[test]
+    fn another_operation_is_shown_beside_the_expected_one() {
+        let (operation, issued, why) = parted(|plan| plan.operations[3].form = 2);
+        assert_eq!((operation, why), (4, None));
+        let shown = ["operation 4 (put) at train.rs:1:2", "operation 4 (jit k) at train.rs:1:2"];
+        assert_eq!(issued, shown);
+    }
+
+    #[test]
+    fn equal_operations_part_by_inputs_steps_or_values() {
+        let why = |change: fn(&mut Plan)| parted(change).2.unwrap();
+        assert_eq!(
+            why(|plan| plan.operations[4].takes[0].array = None),
+            "input 0 is result 0 of operation 4, and host values"
+        );
+        assert_eq!(
+            why(|plan| plan.hashes[1] = 9),
+            "in host values that it takes, or in settings of its kernel"
+        );
+        let ended = |plan: &mut Plan| {
+            plan.hashes[1] = 9;
+            plan.steps.remove(0);
+        };
+        assert_eq!(why(ended), "steps that end before it: 1, and 0");
+    }
+
+    #[test]
+    fn a_plan_that_ends_early_parts_unless_it_is_steady() {
+        let shorter = |end: End| {
+            let mut plan = hashed();
+            (plan.end, plan.operations, plan.hashes) =
+                (end, plan.operations[..3].to_vec(), plan.hashes[..3].to_vec());
+            plan.steps.truncate(2);
+            plan
+        };
+        assert_eq!(hashed().parting(&shorter(End::Steady)), None, "the third step is the second again");
+        let found = hashed().parting(&shorter(End::Finished)).unwrap();
+        assert_eq!(found.issued[1], "nothing: it finishes after operation 3");
+        let mut other = hashed();
+        other.operations[4].takes[0].donated = true;
+        let found = shorter(End::Steady).parting(&other).unwrap();
+        assert_eq!(found.operation, 5);
+        assert!(found.issued[1].starts_with("operation 5 (jit k)"), "{found:?}");
+    }
+}
