@@ -1,5 +1,6 @@
 //! `cargo xtask`: what the README tells people to run and what CI runs.
 
+mod fuzz;
 mod gpu;
 mod licences;
 mod packages;
@@ -15,6 +16,9 @@ const USAGE: &str = "\
 cargo xtask test [--quick]   everything that has to pass, with UCX and without; --quick: format, tidy, clippy
                              and unit tests only, without UCX
 cargo xtask tidy             the rules on sources alone
+cargo xtask fuzz [--inputs N] [--target T]
+                             parsers and state machines on N generated inputs (20,000), each target in a process
+                             of its own; T is one of the targets that it prints
 cargo xtask gpu [--software] what needs a graphics processor: tests, sanitizer, figures, one table; --software: the
                              same on the tests' own driver, small, to try the command itself
 cargo xtask help             this text";
@@ -25,6 +29,13 @@ fn main() -> ExitCode {
         ["test"] => root().and_then(|root| steps::test(root, steps::Extent::All)),
         ["test", "--quick"] => root().and_then(|root| steps::test(root, steps::Extent::Quick)),
         ["tidy"] => root().and_then(tidy::check),
+        ["fuzz", ref rest @ ..] => {
+            let Some(options) = fuzz::Options::parse(rest) else {
+                eprintln!("{USAGE}");
+                return ExitCode::from(2);
+            };
+            return ended(root().and_then(|root| fuzz::fuzz(root, &options)));
+        }
         ["gpu"] => return ended(root().and_then(|root| gpu::gpu(root, false))),
         ["gpu", "--software"] => return ended(root().and_then(|root| gpu::gpu(root, true))),
         ["help" | "--help" | "-h"] => {

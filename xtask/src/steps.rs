@@ -27,7 +27,7 @@ enum Outcome {
 type Step = (&'static str, Extent, fn(&Path) -> anyhow::Result<Outcome>);
 
 /// What all is built with in a full run, but for the steps that say otherwise.
-const WITH_ALL: &[&str] = &["--features", "ucx,cuda"];
+pub(crate) const WITH_ALL: &[&str] = &["--features", "ucx,cuda"];
 
 /// A step of extent `Quick` is part of every run. Cheap ones come first.
 ///
@@ -169,7 +169,7 @@ fn cargo() -> OsString {
     std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
 }
 
-fn cargo_in(root: &Path, arguments: &[&str]) -> Command {
+pub(crate) fn cargo_in(root: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(cargo());
     command.current_dir(root).args(arguments);
     command

@@ -151,12 +151,14 @@ impl Job {
             }
             Request::Get { ask, key, patience } => {
                 let wait = Wait { ask, until: after(now, patience), patience };
-                match self.values.get(&key) {
-                    Some(value) => {
+                match (check_name("a key", &key), self.values.get(&key)) {
+                    // Nobody can set it, and no answer that names it would fit a message.
+                    (Err(refusal), _) => self.answer(link, ask, Err(refusal)),
+                    (Ok(()), Some(value)) => {
                         let value = value.clone();
                         self.answer(link, ask, Ok(Answer::Value(value)));
                     }
-                    None => self.gets.push(Get { link, key, wait }),
+                    (Ok(()), None) => self.gets.push(Get { link, key, wait }),
                 }
             }
             Request::Barrier { ask, name, patience } => {
@@ -303,6 +305,9 @@ impl Job {
         member: Member,
         waits: Wait,
     ) -> Result<(), RendezvousError> {
+        // Others are told of them, two at a time.
+        check_name("the name of a host", &member.host)?;
+        check_name("the fingerprint of a program", &member.program)?;
         let processes = self.seats.len();
         if believes != processes {
             return Err(RendezvousError::Count { process, believes, job: processes });
@@ -492,7 +497,7 @@ pub(super) fn ping_interval(patience: Duration) -> Duration {
 }
 
 /// `now` plus a wait that may be absurdly long.
-pub(super) fn after(now: Instant, wait: Duration) -> Instant {
+pub(crate) fn after(now: Instant, wait: Duration) -> Instant {
     const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
     now + wait.min(LONGEST)
 }
@@ -508,5 +513,7 @@ fn check_name(what: &str, name: &str) -> Result<(), RendezvousError> {
     Err(RendezvousError::TooLong { what: what.to_owned(), bytes: name.len(), limit: MAX_KEY_BYTES })
 }
 
+#[cfg(test)]
+mod fuzz;
 #[cfg(test)]
 mod tests;

@@ -48,6 +48,7 @@ use crate::wire::ProcessId;
 
 pub use client::{ClockOffset, JoinConfig, Rendezvous};
 pub use error::RendezvousError;
+pub(crate) use job::after;
 pub use protocol::{MAX_VALUE_BYTES, VERSION};
 pub use server::{Server, ServerConfig};
 pub(crate) use token::are_equal;

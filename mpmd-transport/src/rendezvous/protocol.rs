@@ -269,6 +269,78 @@ mod tests {
         assert_eq!(parts(Reply::Ping).collect::<Vec<_>>(), [Reply::Ping]);
     }
 
+    /// Reads the messages in `bytes`, which come in pieces of `size`, up to the first that is none.
+    fn heard<T: DeserializeOwned>(bytes: &[u8], size: usize) -> (Vec<T>, Option<String>) {
+        let (mut frames, mut heard) = (Frames::default(), Vec::new());
+        for piece in bytes.chunks(size) {
+            frames.push(piece);
+            loop {
+                match frames.next() {
+                    Ok(Some(message)) => heard.push(message),
+                    Ok(None) => break,
+                    Err(why) => return (heard, Some(why)),
+                }
+            }
+        }
+        (heard, None)
+    }
+
+    #[test]
+    fn fuzz_rendezvous_frames() {
+        let (patience, process) = (Duration::from_secs(9), ProcessId(1));
+        let member = Member {
+            host: "left".into(),
+            pid: 7,
+            devices: 2,
+            addresses: vec![("tcp".into(), "10.0.0.1:77".into()), ("shm".into(), "shm/1".into())],
+            program: "p".into(),
+            trouble: Some("none".into()),
+        };
+        let join = Request::Join { ask: 1, process, processes: 2, patience, member: member.clone() };
+        let requests = [
+            join,
+            Request::Set { ask: 2, key: "k".into(), value: vec![7; 20] },
+            Request::Get { ask: 300, key: "k".into(), patience },
+            Request::Barrier { ask: 4, name: "b".into(), patience },
+            Request::Clock { ask: 70_000 },
+            Request::Leave { ask: 6 },
+            Request::Pong,
+        ];
+        let (name, why) = ("b".to_owned(), "it has gone".to_owned());
+        let missing = RendezvousError::Barrier { name, missing: vec![process], processes: 2, patience };
+        let answer = |result| Reply::Answer { ask: 1 << 40, result };
+        let replies = [
+            answer(Ok(Answer::Done)),
+            answer(Ok(Answer::Members { members: vec![member; 2].into(), more: true })),
+            answer(Ok(Answer::Value(vec![1; 30]))),
+            answer(Ok(Answer::Clock(-1))),
+            answer(Err(missing)),
+            Reply::Ping,
+            Reply::Down { process, why: why.clone() },
+            Reply::Dropped { why },
+        ];
+        let mut samples: Vec<Vec<u8>> = requests.iter().map(|request| frame(request).unwrap()).collect();
+        samples.extend(replies.iter().map(|reply| frame(reply).unwrap()));
+        samples.extend([samples[..7].concat(), samples[7..].concat()]);
+        samples.push(preamble(&Token::new([7; 32])).to_vec());
+        samples.push(Greeting::Welcome { ping: patience }.encode().to_vec());
+        mpmd_fuzz::bytes("rendezvous-frames", &samples, |bytes| {
+            let (requests, why) = heard::<Request>(bytes, usize::MAX);
+            let (cut, cut_why) = heard::<Request>(bytes, 7);
+            assert_eq!((requests.len(), why), (cut.len(), cut_why));
+            let (replies, why) = heard::<Reply>(bytes, usize::MAX);
+            assert_eq!(heard(bytes, 7), (replies.clone(), why));
+            for reply in replies {
+                let said: Vec<u8> = parts(reply.clone()).flat_map(|part| frame(&part).unwrap()).collect();
+                assert_eq!(heard(&said, usize::MAX), (vec![reply], None));
+            }
+            let _ = bytes.first_chunk().map(preamble_version);
+            if let Some(greeting) = bytes.first_chunk().and_then(Greeting::decode) {
+                assert_eq!(Greeting::decode(&greeting.encode()).is_some(), true);
+            }
+        });
+    }
+
     #[test]
     fn long_and_senseless_messages_are_refused() {
         let mut frames = Frames::default();

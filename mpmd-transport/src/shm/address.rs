@@ -147,6 +147,20 @@ mod tests {
     }
 
     #[test]
+    fn fuzz_shm_address() {
+        let here = Address::of_this_process().unwrap();
+        let samples = [here.to_string(), no_address("not allowed")].map(String::into_bytes);
+        mpmd_fuzz::bytes("shm-address", &samples, |bytes| {
+            let text = String::from_utf8_lossy(bytes);
+            let apart = why_apart(&text, &here.to_string());
+            assert_eq!(why_apart(&here.to_string(), &text), apart);
+            if let Ok(address) = text.parse::<Address>() {
+                assert_eq!(address.to_string().parse(), Ok(address));
+            }
+        });
+    }
+
+    #[test]
     fn who_cannot_share_memory_hears_why_and_both_hear_the_same() {
         let here = Address::of_this_process().unwrap();
         for (other, why) in [

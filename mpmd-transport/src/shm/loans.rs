@@ -396,6 +396,54 @@ mod tests {
     }
 
     #[test]
+    fn fuzz_shm_returns() {
+        mpmd_fuzz::cases("shm-returns", |rng| {
+            let ring = Ring::alone(1024);
+            let (mut book, mut peer) = (Book::new(ring.consumer()), ring.producer());
+            // By loan, its bytes and whether it is to be copied.
+            let mut open: HashMap<u64, (u64, bool)> = HashMap::new();
+            for step in 0..rng.u64(..40) {
+                match rng.u8(..8) {
+                    0..3 => {
+                        let (bytes, is_copied) = (rng.usize(..100), rng.bool());
+                        let loan = book.lend(vec![1; bytes].into(), Ticket(step + 1), is_copied);
+                        assert!(open.insert(loan, (bytes as u64, is_copied)).is_none());
+                    }
+                    3..6 => {
+                        let numbers = (0..rng.u32(..4)).map(|_| match rng.u8(..4) {
+                            0 => mpmd_fuzz::integer(rng),
+                            _ => rng.u64(..12),
+                        });
+                        let mut said: Vec<u8> = numbers.flat_map(u64::to_le_bytes).collect();
+                        said.truncate(said.len() - rng.usize(..=said.len().min(3)));
+                        let kind = [RETURNED, RETURNED, PASSED_ON, CLOSED, rng.u32(..20)][rng.usize(..5)];
+                        peer.push(kind, &[&said]);
+                    }
+                    6 => {
+                        let word = [0, 24, 32][rng.usize(..3)];
+                        ring.words()[word].store(mpmd_fuzz::integer(rng), Ordering::Relaxed);
+                    }
+                    _ => {
+                        let back = book.collect();
+                        assert!(back.len() <= open.len());
+                        open.retain(|loan, _| book.open.contains_key(loan));
+                    }
+                }
+                let known = |loan: &u64| book.open.contains_key(loan);
+                open.retain(|loan, _| known(loan));
+                assert_eq!(book.open.len(), open.len());
+                assert_eq!(book.bytes(), open.values().map(|(bytes, _)| bytes).sum::<u64>());
+                assert_eq!(book.is_awaited(), open.values().any(|(_, is_copied)| *is_copied));
+                let _ = (book.has_news(), book.take_closed());
+            }
+            drop(book.end_all());
+            assert!(book.corrupt().is_some() || book.open.values().all(|open| open.is_passed_on));
+            let left: Vec<u64> = book.open.keys().copied().collect();
+            left.iter().for_each(|loan| drop(book.open.remove(loan)));
+        });
+    }
+
+    #[test]
     fn what_came_back_before_nonsense_has_come_back() {
         let ring = Ring::alone(1024);
         let (mut book, mut peer) = (Book::new(ring.consumer()), ring.producer());

@@ -21,9 +21,12 @@ use super::peer::{Inbound, Outbound, Peer};
 use super::ring::Ring;
 use super::socket::{Listener, Packet, Socket, something_comes};
 use super::{ShmConfig, environment};
-use crate::rendezvous::are_equal;
+use crate::rendezvous::{Token, after, are_equal};
 use crate::transport::TransportError;
 use crate::wire::ProcessId;
+
+#[cfg(test)]
+mod fuzz;
 
 const MAGIC: [u8; 8] = *b"mpmd-shm";
 /// How many who knock may take their time to say who they are; with more of them, the first is sent away.
@@ -75,7 +78,7 @@ pub(super) fn meet(
     own: &OwnDoor,
     config: &ShmConfig,
 ) -> Result<Vec<Option<Met>>, TransportError> {
-    let deadline = Instant::now() + config.patience;
+    let deadline = after(Instant::now(), config.patience);
     let me = config.process.index();
     let mut peers: Vec<Option<Met>> = config.peers.iter().map(|_| None).collect();
     // Knocked at all lower ones first: nobody waits here for who waits for others.

@@ -1,5 +1,6 @@
 //! One peer: what goes to it, and what comes from it.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -301,9 +302,17 @@ impl Inbound {
         Ok(())
     }
 
-    /// Notes a loan that is not there yet, and what waits for it.
-    pub(super) fn note_landing(&mut self, loan: u64, arriving: Option<Arc<dyn Arriving>>) {
-        self.landing.insert(loan, arriving);
+    /// Notes a loan that is not there yet, and what waits for it; false, and nothing is noted, where one of that
+    /// number is on its way already.
+    #[must_use]
+    pub(super) fn note_landing(&mut self, loan: u64, arriving: Option<Arc<dyn Arriving>>) -> bool {
+        match self.landing.entry(loan) {
+            Entry::Occupied(_) => false,
+            Entry::Vacant(place) => {
+                place.insert(arriving);
+                true
+            }
+        }
     }
 
     /// A loan is there, or never will be; false where it was not awaited.

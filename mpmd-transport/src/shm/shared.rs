@@ -320,8 +320,8 @@ impl Shared {
             Ok(segment) => segment,
             Err(NoSegment::Fault(error)) => return Err(Fault::of(error)),
             Err(NoSegment::Closed(why)) => {
-                if is_later {
-                    inbound.note_landing(loan, None);
+                if is_later && !inbound.note_landing(loan, None) {
+                    return Err(twice(loan));
                 }
                 peer.returns.give_back(loan, is_copied);
                 return Ok(Unreadable::payload(from, header, why));
@@ -351,10 +351,14 @@ impl Shared {
             match self.hear(tokens) {
                 Ok(arriving) => {
                     landing = Some(arriving.clone().fence());
-                    inbound.note_landing(loan, Some(arriving));
+                    if !inbound.note_landing(loan, Some(arriving)) {
+                        return Err(twice(loan));
+                    }
                 }
                 Err(why) => {
-                    inbound.note_landing(loan, None);
+                    if !inbound.note_landing(loan, None) {
+                        return Err(twice(loan));
+                    }
                     return Ok(Unreadable::payload(from, header, why));
                 }
             }
@@ -566,6 +570,10 @@ impl Fault {
             Self::Theirs(error.to_string())
         }
     }
+}
+
+fn twice(loan: u64) -> Fault {
+    Fault::Theirs(format!("loan {loan} is on its way already"))
 }
 
 /// Whether a message ends when its payload comes back.

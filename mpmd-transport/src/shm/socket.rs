@@ -80,6 +80,14 @@ impl Socket {
         }
     }
 
+    /// Two that are connected.
+    #[cfg(test)]
+    pub(super) fn pair() -> io::Result<[Self; 2]> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (one, other) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+        Ok([Self(one), Self(other)])
+    }
+
     /// The user and the process at the other end, as the kernel knows them.
     pub(super) fn peer(&self) -> io::Result<UCred> {
         Ok(sockopt::socket_peercred(&self.0)?)

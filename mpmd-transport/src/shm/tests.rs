@@ -6,5 +6,6 @@ mod devices;
 mod door;
 mod ear;
 mod ends;
+mod fuzz;
 mod nonsense;
 mod ring;

@@ -16,6 +16,7 @@ use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 
+use crate::rendezvous::after;
 use crate::transport::TransportError;
 use crate::wire::ProcessId;
 
@@ -128,7 +129,7 @@ enum Met {
 }
 
 async fn connect_all(listener: Listener, config: TcpConfig) -> Result<Vec<Option<Pair>>, TransportError> {
-    let deadline = Instant::now() + config.patience;
+    let deadline = Instant::from_std(after(std::time::Instant::now(), config.patience));
     let TcpConfig { process, peers, token, epoch, patience, .. } = config;
     let job = Job { process, processes: peers.len(), token, epoch };
     let own = listener.address;

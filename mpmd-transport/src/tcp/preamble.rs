@@ -135,6 +135,25 @@ mod tests {
     }
 
     #[test]
+    fn fuzz_tcp_preamble() {
+        let samples = Channel::BOTH.map(|channel| job(3).preamble(ProcessId(0), channel).to_vec());
+        mpmd_fuzz::bytes("tcp-preamble", &samples, |bytes| {
+            let mut all = [0; PREAMBLE_BYTES];
+            let there = bytes.len().min(PREAMBLE_BYTES);
+            all[..there].copy_from_slice(&bytes[..there]);
+            match job(0).check(&all) {
+                Ok((from, channel)) => {
+                    assert!((1..4).contains(&from.0));
+                    let said = job(from.0).preamble(ProcessId(0), channel);
+                    assert_eq!((&said[..11], &said[12..60]), (&all[..11], &all[12..60]));
+                }
+                Err(Refusal::Misfit(error)) => assert!(!error.to_string().is_empty()),
+                Err(Refusal::Stranger) => {}
+            }
+        });
+    }
+
+    #[test]
     fn misfits_are_told_what_does_not_fit() {
         let fine = job(3).preamble(ProcessId(0), Channel::Control);
         let with = |at: usize, byte: u8| {

@@ -75,6 +75,25 @@ pub(super) async fn read(
     // Open fetches of this peer end here, with the futures that served them.
 }
 
+/// The receiving half of a connection.
+trait Half {
+    /// Reads what is there; an error of kind `WouldBlock` where nothing is, 0 at the end.
+    fn try_read(&self, into: &mut [u8]) -> io::Result<usize>;
+
+    /// Returns when there may be something to read.
+    async fn readable(&self) -> io::Result<()>;
+}
+
+impl Half for OwnedReadHalf {
+    fn try_read(&self, into: &mut [u8]) -> io::Result<usize> {
+        self.try_read(into)
+    }
+
+    async fn readable(&self) -> io::Result<()> {
+        self.readable().await
+    }
+}
+
 struct Reader<'a> {
     shared: &'a Arc<Shared>,
     peer: ProcessId,
@@ -96,7 +115,7 @@ impl Reader<'_> {
         }
     }
 
-    async fn control(&self, half: OwnedReadHalf) -> End {
+    async fn control(&self, half: impl Half) -> End {
         let mut ahead = Ahead { bytes: vec![0; AHEAD_BYTES], start: 0, end: 0 };
         for number in 1.. {
             if let Err(end) = self.control_message(&half, &mut ahead).await {
@@ -109,7 +128,7 @@ impl Reader<'_> {
         End::Closed("it sent more messages than can be counted".to_owned())
     }
 
-    async fn control_message(&self, half: &OwnedReadHalf, ahead: &mut Ahead) -> Result<(), End> {
+    async fn control_message(&self, half: &impl Half, ahead: &mut Ahead) -> Result<(), End> {
         let mut header = [0; HEADER_BYTES];
         while ahead.len() < HEADER_BYTES {
             let room = ahead.room();
@@ -135,7 +154,7 @@ impl Reader<'_> {
         Ok(())
     }
 
-    async fn bulk(&self, half: OwnedReadHalf) -> End {
+    async fn bulk(&self, half: impl Half) -> End {
         loop {
             if let Err(end) = self.bulk_message(&half).await {
                 return end;
@@ -143,7 +162,7 @@ impl Reader<'_> {
         }
     }
 
-    async fn bulk_message(&self, half: &OwnedReadHalf) -> Result<(), End> {
+    async fn bulk_message(&self, half: &impl Half) -> Result<(), End> {
         let mut header = [0; HEADER_BYTES];
         let mut filled = 0;
         while filled < HEADER_BYTES {
@@ -172,7 +191,7 @@ impl Reader<'_> {
     }
 
     /// Reads a payload into the place that was found for it. However this ends, `then` is called.
-    async fn fill(&self, half: &OwnedReadHalf, mut into: OwnedBuffer, then: FetchDone) -> Result<(), End> {
+    async fn fill(&self, half: &impl Half, mut into: OwnedBuffer, then: FetchDone) -> Result<(), End> {
         let mut filling = Filling { shared: self.shared, peer: self.peer, why: "", then: Some(then) };
         match self.all(half, &mut into).await {
             Ok(()) => {
@@ -188,7 +207,7 @@ impl Reader<'_> {
         }
     }
 
-    async fn discard(&self, half: &OwnedReadHalf, bytes: u64) -> Result<(), End> {
+    async fn discard(&self, half: &impl Half, bytes: u64) -> Result<(), End> {
         let mut bin = vec![0; DISCARD_BYTES.min(usize::try_from(bytes).unwrap_or(DISCARD_BYTES))];
         let mut left = bytes;
         while left > 0 {
@@ -207,7 +226,7 @@ impl Reader<'_> {
         Ok(header)
     }
 
-    async fn all(&self, half: &OwnedReadHalf, mut into: &mut [u8]) -> Result<(), End> {
+    async fn all(&self, half: &impl Half, mut into: &mut [u8]) -> Result<(), End> {
         while !into.is_empty() {
             let read = self.some(half, into).await?;
             if read == 0 {
@@ -223,7 +242,7 @@ impl Reader<'_> {
     }
 
     /// Reads what is there, waiting for at least one byte; 0 at the end.
-    async fn some(&self, half: &OwnedReadHalf, into: &mut [u8]) -> io::Result<usize> {
+    async fn some(&self, half: &impl Half, into: &mut [u8]) -> io::Result<usize> {
         let room = into.len().min(READ_BYTES);
         loop {
             match half.try_read(&mut into[..room]) {
@@ -335,3 +354,6 @@ impl Drop for Filling<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

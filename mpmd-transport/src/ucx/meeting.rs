@@ -235,6 +235,32 @@ mod tests {
     }
 
     #[test]
+    fn fuzz_ucx_hello() {
+        mpmd_fuzz::bytes("ucx-hello", &[hello().encode().to_vec()], |bytes| match decode(bytes) {
+            Ok(hello) => {
+                assert!((1..4).contains(&hello.from.0) && hello.to.0 == 0);
+                let said = hello.encode();
+                assert_eq!((&said[..10], &said[12..]), (&bytes[..10], &bytes[12..]));
+            }
+            Err(Refusal::Misfit(error)) => assert!(!error.to_string().is_empty()),
+            Err(Refusal::Stranger) => {}
+        });
+    }
+
+    #[test]
+    fn fuzz_ucx_address() {
+        let own = sys::library().map(sys::Library::version).unwrap_or_default();
+        let format = |moves_cuda| Address::format(&[0, 255, 16, 7], &own, moves_cuda).into_bytes();
+        mpmd_fuzz::bytes("ucx-address", &[format(false), format(true)], |bytes| {
+            let text = String::from_utf8_lossy(bytes);
+            if let Ok(address) = Address::parse(&text, ProcessId(3)) {
+                let again = Address::format(&address.worker, &own, address.moves_cuda);
+                assert_eq!(again.to_lowercase(), text.to_lowercase());
+            }
+        });
+    }
+
+    #[test]
     fn the_missing_are_named() {
         let ids = [ProcessId(1), ProcessId(2), ProcessId(5)];
         assert_eq!(

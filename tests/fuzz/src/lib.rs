@@ -3,6 +3,8 @@
 //! A target is an ordinary unit test whose name starts with `fuzz_`. It calls [`bytes`] (a parser that
 //! reads bytes) or [`cases`] (anything else) once. The test fails if an input panics, if an input takes
 //! longer than [`LONGEST`], or if the process asks for more than [`MEMORY`] beyond its size at the start.
+//! The limit of memory holds where the target has a process of its own: under `cargo xtask fuzz` and
+//! cargo-nextest.
 //!
 //! `cargo xtask fuzz --inputs N` runs all targets. Input number `i` depends on the seed and on `i` alone,
 //! so `MPMD_FUZZ_SEED=S MPMD_FUZZ_FIRST=i MPMD_FUZZ_INPUTS=1` runs that input again.
@@ -41,10 +43,13 @@ const SHOWN: u64 = 5;
 ///
 /// If `parse` panicked on any input.
 pub fn bytes(target: &str, samples: &[Vec<u8>], parse: impl Fn(&[u8])) {
+    let shown = AtomicU64::new(0);
     cases(target, |rng| {
         let input = mutate::input(rng, samples);
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| parse(&input))) {
-            eprintln!("{target}: input {}", input.escape_ascii());
+            if shown.fetch_add(1, Ordering::Relaxed) < SHOWN {
+                eprintln!("{target}: input {}", input.escape_ascii());
+            }
             std::panic::resume_unwind(panic);
         }
     });
@@ -58,7 +63,10 @@ pub fn bytes(target: &str, samples: &[Vec<u8>], parse: impl Fn(&[u8])) {
 pub fn cases(target: &str, mut case: impl FnMut(&mut Rng)) {
     let (inputs, first, seed) =
         (number("MPMD_FUZZ_INPUTS", INPUTS), number("MPMD_FUZZ_FIRST", 0), number("MPMD_FUZZ_SEED", 1));
-    limit_memory();
+    if is_alone() {
+        limit_memory();
+        limit_output();
+    }
     let current = AtomicU64::new(first);
     let (end, ended) = channel::<()>();
     let failures = std::thread::scope(|scope| {
@@ -80,7 +88,10 @@ pub fn cases(target: &str, mut case: impl FnMut(&mut Rng)) {
         failures
     });
     println!("{target}: {inputs} inputs, {failures} failures");
-    assert!(failures == 0, "{target} failed");
+    // Not an `assert`, whose message may be hidden.
+    if failures > 0 {
+        std::panic::resume_unwind(Box::new(format!("{target} failed")));
+    }
 }
 
 /// Ends the process if one input takes too long: nothing else can stop a loop without an end.
@@ -94,6 +105,21 @@ fn watch(target: &str, current: &AtomicU64, ended: &std::sync::mpsc::Receiver<()
         }
         seen = now;
     }
+}
+
+/// Returns whether this process runs one target and nothing else.
+fn is_alone() -> bool {
+    ["NEXTEST", "MPMD_FUZZ_INPUTS"].iter().any(|variable| std::env::var_os(variable).is_some())
+}
+
+/// Shows the first panics only: an input in three that fails would fill the disk with a million of them.
+fn limit_output() {
+    let (said, hook) = (AtomicU64::new(0), std::panic::take_hook());
+    std::panic::set_hook(Box::new(move |panic| {
+        if said.fetch_add(1, Ordering::Relaxed) < SHOWN {
+            hook(panic);
+        }
+    }));
 }
 
 /// Lowers the limit of the address space, so that a length from an input cannot take all memory.

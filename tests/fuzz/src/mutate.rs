@@ -24,7 +24,7 @@ pub(crate) fn input(rng: &mut Rng, samples: &[Vec<u8>]) -> Vec<u8> {
     input
 }
 
-/// Makes one change: a bit, a byte, an integer, a cut, a repetition, or a number written in digits.
+/// Makes one change: a bit, a byte, an integer, a cut, a repetition, or the next number written in digits.
 pub fn mutate(rng: &mut Rng, input: &mut Vec<u8>) {
     if input.is_empty() {
         input.push(rng.u8(..));
@@ -51,6 +51,7 @@ pub fn mutate(rng: &mut Rng, input: &mut Vec<u8>) {
             input.drain(at..input.len().min(at + rng.usize(1..16)));
         }
         _ => {
+            let at = at + input[at..].iter().position(u8::is_ascii_digit).unwrap_or(0);
             let digits = input[at..].iter().take_while(|byte| byte.is_ascii_digit()).count();
             let number = integer(rng).to_string();
             input.splice(at..at + digits, number.into_bytes());

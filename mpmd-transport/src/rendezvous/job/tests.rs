@@ -265,3 +265,27 @@ fn values_wake_those_who_wait_and_leaving_is_not_dying() {
     assert_eq!(table.said(), [(11, Reply::Answer { ask: 5, result: Ok(Answer::Done) })]);
     assert_eq!(table.job.present(), 1);
 }
+
+#[test]
+fn long_keys_hosts_and_programs_are_refused_by_name() {
+    let mut table = Table::running(2);
+    let long = || "x".repeat(MAX_KEY_BYTES + 1);
+    table.job.said(10, Request::Get { ask: 7, key: long(), patience: PATIENCE }, table.now);
+    let refusals = errors(table.said());
+    let [(10, RendezvousError::TooLong { what, bytes: 1025, limit: 1024 })] = &refusals[..] else {
+        panic!("{refusals:?}")
+    };
+    assert_eq!(what, "a key");
+    let mut table = Table::new(2);
+    for (link, member, expected) in [
+        (10, Member { host: long(), ..Member::default() }, "the name of a host"),
+        (11, Member { program: long(), ..Member::default() }, "the fingerprint of a program"),
+    ] {
+        table.job.opened(link, table.now);
+        let process = ProcessId(link as u32 - 10);
+        let join = Request::Join { ask: 1, process, processes: 2, patience: PATIENCE, member };
+        table.job.said(link, join, table.now);
+        let said = errors(table.said());
+        assert!(said.len() == 1 && said[0].1.to_string().starts_with(expected), "{said:?}");
+    }
+}

@@ -318,6 +318,13 @@ fn nonsense_about_memory_of_devices_ends_the_connection() {
         fake.lend_later(lent(7, 0, 1), &[]);
     });
     ends("loan 9 is there, which was never on its way", &|fake| fake.say(LANDED, &[&9u64.to_le_bytes()]));
+    ends("loan 1 is on its way already", &|fake| {
+        given(fake, b"nothing of the kind");
+        (0..2).for_each(|_| fake.lend_later(lent(7, 0, 1), &[]));
+    });
+    ends("a message of kind Grant that cannot be had", &|fake| {
+        fake.say(BROKEN, &[&Header::new(Kind::Grant).encode()]);
+    });
     ends("a loan named in 3 bytes", &|fake| fake.say(LANDED, &[&[1; 3]]));
     ends("a record of 3 bytes", &|fake| fake.say(BROKEN, &[&[1; 3]]));
     // Who has not agreed to it.

@@ -68,6 +68,46 @@ fn a_record_that_is_too_large_is_the_callers_bug() {
 }
 
 #[test]
+fn fuzz_shm_ring() {
+    const HEADER: usize = 24;
+    mpmd_fuzz::cases("shm-ring", |rng| {
+        let ring = Ring::alone(SMALL);
+        let (mut producer, mut consumer) = (ring.producer(), ring.consumer());
+        for _ in 0..rng.u32(..24) {
+            match rng.u8(..8) {
+                0..3 => {
+                    let payload = vec![rng.u8(..); rng.usize(..=Ring::largest(SMALL))];
+                    producer
+                        .push(rng.u32(..9), &[&payload[..payload.len() / 2], &payload[payload.len() / 2..]]);
+                }
+                3..6 => {
+                    let popped = consumer.pop(|_, bytes| assert!(bytes.len() <= Ring::largest(SMALL)));
+                    if popped.is_err() {
+                        // Nothing is popped, however often it is tried.
+                        assert_eq!(consumer.pop(|_, _| ()), popped);
+                        return;
+                    }
+                }
+                6 => {
+                    let counts = [0, 8, 16, HEADER + 8 * rng.usize(..SMALL / 64), rng.usize(..HEADER)];
+                    let value = match rng.u8(..4) {
+                        0 => mpmd_fuzz::integer(rng),
+                        1 => 64 * rng.u64(..20),
+                        2 => rng.u64(..200) | u64::from(u32::MAX) << 32,
+                        _ => rng.u64(..200) | rng.u64(..9) << 32,
+                    };
+                    ring.words()[counts[rng.usize(..5)]].store(value, Ordering::Relaxed);
+                }
+                _ => {
+                    let _ = (consumer.is_empty(), consumer.take_wanted(), producer.wants_room());
+                    assert!(producer.free() <= SMALL);
+                }
+            }
+        }
+    });
+}
+
+#[test]
 fn each_kind_of_nonsense_is_named_and_pops_nothing() {
     /// Of the ring's header.
     const TAIL: usize = 0;

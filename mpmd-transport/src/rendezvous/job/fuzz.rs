@@ -1,0 +1,154 @@
+//! Clients that lie: whatever they say and whenever, each of their asks is answered once, with what fits a
+//! message, and nothing is kept for who is gone.
+
+use mpmd_fuzz::{Rng, integer};
+
+use super::super::protocol::{frame, parts};
+use super::*;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What a server and its clients know of a job.
+struct Table {
+    job: Job,
+    now: Instant,
+    /// For each open connection the asks that are not answered.
+    asks: BTreeMap<Link, Vec<u64>>,
+    next: Link,
+}
+
+impl Table {
+    fn random_link(&self, rng: &mut Rng) -> Link {
+        rng.u64(..self.next + 2)
+    }
+
+    fn step(&mut self, rng: &mut Rng) {
+        match rng.u8(..16) {
+            0..2 => {
+                self.job.opened(self.next, self.now);
+                self.asks.insert(self.next, Vec::new());
+                self.next += 1;
+            }
+            2 => {
+                let link = self.random_link(rng);
+                self.asks.remove(&link);
+                self.job.closed(link, "its connection was closed");
+            }
+            3 => {
+                let wait = if rng.bool() { rng.u64(..5_000) } else { rng.u64(..200_000) };
+                self.now += Duration::from_millis(wait);
+                self.tick();
+            }
+            _ => {
+                let (link, request) = (self.random_link(rng), request(rng, self.job.seats.len()));
+                if frame(&request).is_err() {
+                    return;
+                }
+                if let (Some(asks), Some(ask)) = (self.asks.get_mut(&link), ask_of(&request)) {
+                    asks.push(ask);
+                }
+                self.job.said(link, request, self.now);
+            }
+        }
+        self.hear();
+    }
+
+    fn tick(&mut self) {
+        let next = self.job.tick(self.now);
+        assert!(next > self.now, "a server must not spin");
+        assert!(next <= self.now + Duration::from_secs(1), "a server must ping");
+        self.hear();
+    }
+
+    fn hear(&mut self) {
+        for action in self.job.actions() {
+            match action {
+                Action::Close(link) => {
+                    let asks = self.asks.remove(&link).expect("an open connection is closed");
+                    assert!(!self.job.links.contains_key(&link), "{asks:?}");
+                }
+                Action::Say(link, reply) => {
+                    for part in parts(reply.clone()) {
+                        assert!(frame(&part).is_ok(), "nobody can be told so");
+                    }
+                    let asks = self.asks.get_mut(&link).expect("who is gone is told nothing");
+                    if let Reply::Answer { ask, .. } = reply {
+                        let at = asks.iter().position(|open| *open == ask);
+                        asks.swap_remove(at.expect("an ask is answered once"));
+                    }
+                }
+            }
+        }
+        assert!(self.job.present() <= self.job.seats.len());
+        assert!(self.job.links.keys().eq(self.asks.keys()));
+        let waits = self.job.gets.len() + self.job.barriers.values().map(Vec::len).sum::<usize>();
+        assert!(waits <= self.asks.values().map(Vec::len).sum());
+    }
+}
+
+fn ask_of(request: &Request) -> Option<u64> {
+    match request {
+        Request::Join { ask, .. }
+        | Request::Set { ask, .. }
+        | Request::Get { ask, .. }
+        | Request::Barrier { ask, .. }
+        | Request::Leave { ask } => Some(*ask),
+        Request::Clock { .. } | Request::Pong => None,
+    }
+}
+
+fn text(rng: &mut Rng) -> String {
+    match rng.u32(..4096) {
+        0 => "x".repeat(MAX_VALUE_BYTES + 4096 - 64 - rng.usize(..64)),
+        1..32 => "y".repeat(MAX_KEY_BYTES + rng.usize(..2)),
+        _ => ["", "a", "b"][rng.usize(..3)].to_owned(),
+    }
+}
+
+fn request(rng: &mut Rng, processes: usize) -> Request {
+    let ask = rng.u64(..4);
+    let patience = match rng.u8(..3) {
+        0 => Duration::from_millis(rng.u64(..100_000)),
+        1 => Duration::ZERO,
+        _ => Duration::new(integer(rng), rng.u32(..1_000_000_000)),
+    };
+    match rng.u8(..8) {
+        0..3 => {
+            let process = if rng.u8(..8) == 0 { integer(rng) as u32 } else { rng.u32(..5) };
+            let processes = if rng.u8(..8) == 0 { integer(rng) } else { processes as u64 };
+            let program = if rng.u8(..16) == 0 { text(rng) } else { String::new() };
+            let member = Member { host: text(rng), program, trouble: Some(text(rng)), ..Member::default() };
+            Request::Join { ask, process: ProcessId(process), processes, patience, member }
+        }
+        3 => Request::Set { ask, key: text(rng), value: vec![7; rng.usize(..40)] },
+        4 => Request::Get { ask, key: text(rng), patience },
+        5 => Request::Barrier { ask, name: text(rng), patience },
+        6 => Request::Leave { ask },
+        _ if rng.bool() => Request::Clock { ask },
+        _ => Request::Pong,
+    }
+}
+
+#[test]
+fn fuzz_rendezvous_job() {
+    let start = Instant::now();
+    mpmd_fuzz::cases("rendezvous-job", |rng| {
+        let (job, asks) = (Job::new(rng.usize(1..5), PATIENCE, start), BTreeMap::new());
+        let mut table = Table { job, now: start, asks, next: 0 };
+        for _ in 0..rng.u32(..60) {
+            table.step(rng);
+        }
+        // Whatever was asked for, and however long it was to be waited for.
+        table.now += Duration::from_secs(366 * 24 * 3600);
+        table.tick();
+        assert!(table.asks.values().all(Vec::is_empty), "somebody waits for ever: {:?}", table.asks);
+        for _ in 0..2 {
+            table.now += PATIENCE + Duration::from_secs(1);
+            table.tick();
+            table.now += Duration::from_millis(1);
+            table.tick();
+        }
+        assert!(table.job.links.len() == table.asks.len());
+        assert!(table.job.gets.is_empty() && table.job.barriers.is_empty());
+    });
+}

@@ -1,0 +1,415 @@
+//! A peer that lies in all that it writes: its rings, its socket, its packets. The connection ends, once, and
+//! whatever was lent or awaited ends with it.
+
+use std::collections::HashSet;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use mpmd_fuzz::{Rng, integer};
+use parking_lot::Mutex;
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::process::{PidfdFlags, getpid, pidfd_open};
+use zerocopy::IntoBytes;
+
+use crate::memory::{Arena, Arriving, DeviceMemory, DeviceSharing, Fence, SharedBuffer};
+use crate::shm::door::Door;
+use crate::shm::loans::{Book, Returns};
+use crate::shm::peer::{Inbound, Outbound, Peer};
+use crate::shm::record::{
+    BROKEN, CLOSED, COPY, GOODBYE, INLINE, LANDED, LATER, LENT, Lent, PASSED_ON, RETIRED, RETURNED,
+};
+use crate::shm::ring::{Producer, Ring};
+use crate::shm::shared::Shared;
+use crate::shm::socket::Socket;
+use crate::transport::{Handler, Payload, Ticket, TransportError};
+use crate::wire::{Header, Kind, ProcessId};
+
+/// Peers of one process under test, each of which lies once.
+const PEERS: usize = 32;
+
+/// Bytes of each ring.
+const RING: usize = 16 << 10;
+
+/// Payloads that are fetched.
+const MOST: u64 = 1 << 16;
+
+/// What a peer writes with.
+struct Liar {
+    rings: [Ring; 4],
+    messages: Producer,
+    returns: Producer,
+    socket: Socket,
+}
+
+/// Notes what must not come twice, and looks into all that comes.
+#[derive(Default)]
+struct Ear {
+    down: Mutex<HashSet<u32>>,
+    done: Mutex<HashSet<Ticket>>,
+    held: Mutex<Vec<SharedBuffer>>,
+}
+
+impl Handler for Ear {
+    fn arrived(&self, from: ProcessId, header: Header, payload: Payload) {
+        assert!(!self.down.lock().contains(&from.0), "who is gone says nothing");
+        let announced = header.payload_bytes();
+        match payload {
+            Payload::Empty => assert_eq!(announced, 0),
+            Payload::Inline(bytes) => assert_eq!(announced, bytes.len() as u64),
+            Payload::Lent(bytes) => {
+                assert_eq!(announced, bytes.len() as u64);
+                if bytes.device().is_none() {
+                    let _ = std::hint::black_box((bytes.first().copied(), bytes.last().copied()));
+                }
+                self.held.lock().push(bytes);
+            }
+            Payload::Waiting(fetch) => {
+                assert_eq!(announced, fetch.bytes());
+                if announced <= MOST {
+                    fetch.fetch(vec![0; announced as usize].into(), Box::new(drop));
+                }
+            }
+        }
+    }
+
+    fn done(&self, ticket: Ticket, _: Result<(), TransportError>) {
+        assert!(self.done.lock().insert(ticket), "a ticket ends once");
+    }
+
+    fn peer_down(&self, peer: ProcessId, _: TransportError) {
+        assert!(self.down.lock().insert(peer.0), "a peer goes once");
+    }
+}
+
+/// Devices that open what is called `good` and know all fences but those that begin with 0.
+#[derive(Default)]
+struct Devices {
+    arriving: Mutex<Vec<Arc<Landing>>>,
+}
+
+struct Memory(usize);
+
+#[derive(Default)]
+struct Landing {
+    is_passed: AtomicBool,
+}
+
+impl DeviceSharing for Devices {
+    fn samples(&self) -> Result<Vec<Vec<u8>>, String> {
+        Ok(vec![b"sample".to_vec()])
+    }
+
+    fn try_sample(&self, sample: &[u8]) -> Result<(), String> {
+        if sample == b"sample" { Ok(()) } else { Err("it is none".to_owned()) }
+    }
+
+    fn open(&self, words: &[u8], bytes: usize) -> io::Result<Box<dyn DeviceMemory>> {
+        if words != b"good" || bytes > 4096 {
+            return Err(io::Error::other("there is no such memory"));
+        }
+        Ok(Box::new(Memory(bytes)))
+    }
+
+    fn tell(&self, _: &dyn Fence) -> Option<Vec<u8>> {
+        None
+    }
+
+    fn hear(&self, words: &[&[u8]]) -> io::Result<Arc<dyn Arriving>> {
+        if words.iter().any(|words| words[0] == 0) {
+            return Err(io::Error::other("there is no such event"));
+        }
+        let landing = Arc::<Landing>::default();
+        self.arriving.lock().push(landing.clone());
+        Ok(landing)
+    }
+}
+
+impl DeviceMemory for Memory {
+    fn address(&self) -> u64 {
+        1 << 40
+    }
+
+    fn bytes(&self) -> usize {
+        self.0
+    }
+
+    fn device(&self) -> u32 {
+        0
+    }
+}
+
+impl Fence for Landing {
+    fn is_over(&self) -> bool {
+        self.is_passed.load(Ordering::Relaxed)
+    }
+
+    fn on_over(&self, _: Box<dyn FnOnce() + Send>) {}
+
+    fn failure(&self) -> Option<String> {
+        None
+    }
+}
+
+impl Arriving for Landing {
+    fn pass(&self, _: Result<(), String>) {
+        assert!(!self.is_passed.swap(true, Ordering::Relaxed), "it lands once");
+    }
+
+    fn fence(self: Arc<Self>) -> Arc<dyn Fence> {
+        self
+    }
+}
+
+/// A process and its peers that lie.
+struct Scene {
+    shared: Arc<Shared>,
+    ear: Arc<Ear>,
+    devices: Arc<Devices>,
+    liars: Vec<Liar>,
+}
+
+impl Scene {
+    fn new(exit: &OwnedFd) -> Self {
+        let arena = Arena::shared().unwrap();
+        let (mut peers, mut liars) = (Vec::new(), Vec::new());
+        for _ in 0..PEERS {
+            let rings: [Ring; 4] = std::array::from_fn(|_| Ring::alone(RING));
+            let [here, there, back_here, back_there] = &rings;
+            let [socket, far] = Socket::pair().unwrap();
+            let door = Door::alone();
+            let peer = Peer {
+                outbound: Mutex::new(Outbound::new(here.producer())),
+                book: Mutex::new(Book::new(back_there.consumer())),
+                returns: Returns::new(back_here.producer(), door.clone()),
+                door,
+                socket,
+                exit: exit.try_clone().unwrap(),
+                own: ProcessId(PEERS as u32),
+                is_waiting: false.into(),
+                shares_devices: false.into(),
+            };
+            peers.push(Some((peer, Inbound::new(there.consumer()))));
+            let (messages, returns) = (there.producer(), back_there.producer());
+            liars.push(Liar { rings, messages, returns, socket: far });
+        }
+        peers.push(None);
+        let shared = Shared::new(ProcessId(PEERS as u32), peers, Door::alone(), arena);
+        let (ear, devices) = (Arc::<Ear>::default(), Arc::<Devices>::default());
+        shared.start(ear.clone());
+        Self { shared, ear, devices, liars }
+    }
+
+    fn has_ended(&self, index: usize) -> bool {
+        self.ear.down.lock().contains(&(index as u32))
+    }
+}
+
+impl Drop for Scene {
+    fn drop(&mut self) {
+        // What nobody gives back is leaked with a peer: not here.
+        for peer in self.shared.peers.iter().flatten() {
+            drop(peer.book.lock().end_all());
+        }
+    }
+}
+
+/// Files that a peer may take for segments.
+fn files() -> Vec<(OwnedFd, u64)> {
+    let file = |bytes, sealed| {
+        let file = memfd_create("lie", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        ftruncate(&file, bytes).unwrap();
+        if sealed {
+            fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).unwrap();
+        }
+        (file, bytes)
+    };
+    vec![file(4096, true), file(8192, true), file(4096, false), file(0, true), file(1 << 40, true)]
+}
+
+fn number(rng: &mut Rng) -> u64 {
+    if rng.u8(..4) == 0 { integer(rng) } else { [0, 1, 10, 4095, 4096, 8192][rng.usize(..6)] }
+}
+
+fn segment(rng: &mut Rng) -> u32 {
+    if rng.u8(..16) == 0 { integer(rng) as u32 } else { rng.u32(..4) }
+}
+
+fn header(rng: &mut Rng, bytes: u64) -> Header {
+    use Kind::{Answer, Credit, Data, Eager, Grant, Probe, Records};
+    let kind = [Data, Data, Eager, Grant, Credit, Probe, Answer, Records][rng.usize(..8)];
+    Header { bytes, op: rng.u64(..9), piece: number(rng), count: number(rng), ..Header::new(kind) }
+}
+
+impl Liar {
+    fn say(&mut self, rng: &mut Rng, files: &[(OwnedFd, u64)]) {
+        match rng.u8(..16) {
+            0 | 1 => {
+                let (file, bytes) = &files[if rng.bool() { 0 } else { rng.usize(..files.len()) }];
+                let bytes = if rng.u8(..8) == 0 { number(rng) } else { *bytes };
+                self.give(b"GIVE", segment(rng), bytes, &[], &vec![file.as_fd(); rng.usize(1..3)]);
+            }
+            2 | 3 => {
+                let owner = if rng.u8(..4) == 0 { integer(rng) as u32 } else { rng.u32(..20) }.to_le_bytes();
+                let words: &[u8] = if rng.u8(..4) == 0 { &[7; 97][..rng.usize(..98)] } else { b"good" };
+                let bytes = if rng.u8(..4) == 0 { number(rng) } else { 4096 };
+                self.give(b"GIVD", segment(rng), bytes, &[&owner, words].concat(), &[]);
+            }
+            4 => {
+                let packet: Vec<u8> = (0..rng.usize(..140)).map(|_| rng.u8(..)).collect();
+                let _ = self.socket.send(&packet, &[]);
+            }
+            5..10 => {
+                let bytes = number(rng);
+                let flags = [0, COPY, LATER, LATER, COPY | LATER, rng.u32(..)][rng.usize(..6)];
+                let lent = Lent {
+                    loan: rng.u64(..6).into(),
+                    offset: number(rng).into(),
+                    bytes: bytes.into(),
+                    segment: segment(rng).into(),
+                    flags: flags.into(),
+                };
+                let tokens: &[u8] =
+                    if flags & LATER == 0 { &[] } else { [&[][..], &[1, 5], &[1, 0], &[9]][rng.usize(..4)] };
+                let announced = if rng.u8(..16) == 0 { number(rng) } else { bytes };
+                let header = header(rng, announced).encode();
+                self.messages.push(LENT, &[&header, lent.as_bytes(), tokens]);
+            }
+            10 => {
+                let bytes = rng.u64(..100);
+                let announced = if rng.u8(..8) == 0 { number(rng) } else { bytes };
+                let header = header(rng, announced);
+                let there = if header.kind.carries_payload() { bytes as usize } else { 0 };
+                self.messages.push(INLINE, &[&header.encode(), &[3; 100][..there]]);
+            }
+            11 => {
+                let numbers: Vec<u32> = (0..rng.usize(..4)).map(|_| segment(rng)).collect();
+                self.messages.push(RETIRED, &[numbers.as_bytes()]);
+            }
+            12 => {
+                let why: &[u8] = if rng.bool() { b"" } else { b"it broke" };
+                self.messages.push(LANDED, &[&rng.u64(..6).to_le_bytes(), why]);
+            }
+            13 => {
+                let bytes = number(rng);
+                let header = header(rng, bytes).encode();
+                let (kind, rest) = match rng.u8(..4) {
+                    0..3 => (BROKEN, &header[..]),
+                    _ => ([GOODBYE, BROKEN, rng.u32(..12)][rng.usize(..3)], &header[..rng.usize(..64)]),
+                };
+                self.messages.push(kind, &[rest]);
+            }
+            14 => {
+                let said: Vec<u64> = (0..rng.usize(..4)).map(|_| number(rng).min(rng.u64(..40))).collect();
+                let kind = [RETURNED, PASSED_ON, CLOSED, rng.u32(..20)][rng.usize(..4)];
+                self.returns.push(kind, &[said.as_bytes()]);
+            }
+            _ if rng.u8(..8) == 0 => {
+                let value = if rng.bool() { integer(rng) } else { 64 * rng.u64(..64) };
+                let words = self.rings[rng.usize(..4)].words();
+                words[[0, 8, 16, 24, rng.usize(..256)][rng.usize(..5)]].store(value, Ordering::Relaxed);
+            }
+            _ => {}
+        }
+    }
+
+    fn give(
+        &self,
+        kind: &[u8; 4],
+        number: u32,
+        bytes: u64,
+        rest: &[u8],
+        files: &[std::os::fd::BorrowedFd<'_>],
+    ) {
+        let packet = [kind, &number.to_le_bytes()[..], &bytes.to_le_bytes(), rest].concat();
+        // The other end may have heard enough.
+        let _ = self.socket.send(&packet, files);
+    }
+}
+
+fn exit() -> OwnedFd {
+    pidfd_open(getpid(), PidfdFlags::empty()).unwrap()
+}
+
+#[test]
+fn fuzz_shm_peer() {
+    let (files, exit) = (files(), exit());
+    let mut scene = Scene::new(&exit);
+    let (mut next, mut ticket) = (0, 0);
+    mpmd_fuzz::cases("shm-peer", |rng| {
+        if next == PEERS {
+            (scene, next) = (Scene::new(&exit), 0);
+        }
+        let index = next;
+        next += 1;
+        let Scene { shared, liars, devices, ear } = &mut scene;
+        let _ = shared.devices.sharing.set(devices.clone());
+        if rng.bool() {
+            shared.peers[index].as_ref().unwrap().share_devices();
+        }
+        for _ in 0..rng.u32(..24) {
+            match rng.u8(..8) {
+                0 | 1 => drop(shared.progress()),
+                2 if rng.u8(..4) == 0 => {
+                    let bytes = [0, 10, 3000][rng.usize(..3)];
+                    let header = Header { bytes: bytes as u64, ..Header::new(Kind::Data) };
+                    ticket += 1;
+                    shared.post(
+                        ProcessId(index as u32),
+                        &header,
+                        Some(vec![1; bytes].into()),
+                        Ticket(ticket),
+                    );
+                }
+                3 if rng.u8(..8) == 0 => shared.tidy(),
+                4 if rng.u8(..4) == 0 => ear.held.lock().clear(),
+                _ => liars[index].say(rng, &files),
+            }
+        }
+        liars[index].socket.close();
+        shared.watch();
+        scene.ear.held.lock().clear();
+        assert!(scene.has_ended(index), "whoever has closed is gone");
+        let arriving = std::mem::take(&mut *scene.devices.arriving.lock());
+        assert!(arriving.iter().all(|landing| landing.is_over()), "what was awaited has ended");
+    });
+}
+
+#[test]
+fn fuzz_shm_agreeing() {
+    let exit = exit();
+    let mut scene = Scene::new(&exit);
+    let mut next = 0;
+    mpmd_fuzz::cases("shm-agreeing", |rng| {
+        if next == PEERS {
+            (scene, next) = (Scene::new(&exit), 0);
+        }
+        let (index, liar) = (next, &scene.liars[next]);
+        next += 1;
+        for _ in 0..rng.u32(..6) {
+            let mut packet =
+                [&b"SAMPsample"[..], b"OVER", b"NONEof them", b"GOOD", b"BAD!so", b"\xff\xff\xff\xffx"]
+                    [rng.usize(..6)]
+                .to_vec();
+            if rng.u8(..4) == 0 {
+                mpmd_fuzz::mutate(rng, &mut packet);
+            }
+            let _ = liar.socket.send(&packet, &[]);
+        }
+        if rng.bool() {
+            liar.socket.close();
+        }
+        let mut with = [false; PEERS + 1];
+        with[index] = true;
+        let devices = scene.devices.clone();
+        match scene.shared.share_devices(devices, &with, Duration::ZERO) {
+            Ok(()) => {}
+            Err(TransportError::TimedOut { .. }) => {
+                assert!(!scene.shared.peers[index].as_ref().unwrap().shares_devices());
+            }
+            Err(error) => panic!("{error}"),
+        }
+    });
+}
