@@ -1,4 +1,4 @@
-//! What `mpmd run` says of a job that failed: the process at fault, and what it did.
+//! Jobs that fail: `mpmd run` names the process at fault, and says what it did.
 
 use std::time::{Duration, Instant};
 

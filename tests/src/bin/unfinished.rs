@@ -7,7 +7,7 @@ use mpmd_core::prelude::*;
 
 type AnyError = Box<dyn std::error::Error>;
 
-/// How long the kernel takes: longer than a process that does not wait for it.
+/// Time that the kernel takes: longer than a process that does not wait for it.
 const WORK: Duration = Duration::from_millis(300);
 
 /// Takes its time, then fails or not.
