@@ -23,8 +23,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Any error of this crate.
 ///
-/// Its `Debug` form is for people too, since that is how a `main` that returns it has it printed: the message, and
-/// what caused it where that says more.
+/// Its `Debug` form is for people too, since a `main` that returns an error has that printed: the
+/// message, and its causes where they say more.
 #[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -1,4 +1,4 @@
-//! Which process made a job fail, from how all ended and what they reported.
+//! Finds the process that made a job fail, from how all ended and what they reported.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,17 +13,17 @@ use super::How;
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct Failure {
-    /// The processes at fault: one, but where several did not join, and where programs diverged and several are in
-    /// the minority or nobody is.
+    /// The processes at fault. Several where several did not join, and where programs diverged and
+    /// several are in the minority, or nobody is.
     pub processes: Vec<ProcessId>,
     /// How the first of them ended.
     pub how: How,
-    /// What happened, where the processes of the job or the rendezvous said more than an end does.
+    /// What happened, where the processes of the job or its rendezvous have said more than an end does.
     pub why: Option<String>,
 }
 
 impl Failure {
-    /// The exit code for the job: that of the process at fault, and 1 where that process itself ended with 0.
+    /// Returns the exit code for the job: that of the process at fault, or 1 where that one is 0.
     pub fn code(&self) -> i32 {
         if self.how == How::Exit(0) { 1 } else { self.how.code() }
     }
@@ -39,20 +39,21 @@ impl fmt::Display for Failure {
     }
 }
 
-/// What is known of a job that has failed.
+/// Everything that the launcher knows of a job that has failed.
 pub(super) struct Known<'a> {
     /// The process that failed first by the order of ends, and how.
     pub(super) first: (ProcessId, How),
     /// How each process ended, by process.
     pub(super) ends: &'a [How],
-    /// What processes reported, in the order in which they did.
+    /// Reports of processes, in the order in which they came.
     pub(super) reports: &'a [(ProcessId, Report)],
     /// Why the job never formed, where that is so.
     pub(super) unformed: Option<&'a RendezvousError>,
 }
 
 impl Known<'_> {
-    /// Returns the cause: a death by a signal, then missing processes, then what was reported, then the first end.
+    /// Returns the cause: a death by a signal, else missing processes, else what was reported, else the
+    /// first end.
     pub(super) fn cause(&self) -> Failure {
         let (first, how) = self.first;
         if matches!(how, How::Exit(_)) {
@@ -61,7 +62,7 @@ impl Known<'_> {
             {
                 return self.fault_of(missing.clone(), Some(error.to_string()));
             }
-            // What began in a process goes before what others saw of its end.
+            // A failure that began in a process goes before those that others saw of its end.
             let root = self.reports.iter().find(|(_, report)| !report.failure.is_peer_failure());
             if let Some((_, report)) = root.or(self.reports.first()) {
                 return match report.failure.kind {
@@ -73,7 +74,7 @@ impl Known<'_> {
         Failure { processes: vec![first], how, why: None }
     }
 
-    /// Follows a report to the process that it accuses, and that one's own report to the next.
+    /// Follows a report to the process that it accuses, and the report of that process to the next.
     fn followed(&self, report: &Report) -> Failure {
         let mut report = report;
         for _ in 0..self.ends.len() {
@@ -87,13 +88,14 @@ impl Known<'_> {
             }
         }
         let accused = report.failure.process;
-        // That a process is gone is how it ended, and its end is known here.
+        // That a process is gone adds nothing to how it ended.
         let is_end = report.failure.kind == FailureKind::PeerLost
             && (self.first.0 == accused && self.first.1 != How::Exit(0));
         self.fault_of(vec![accused], (!is_end).then(|| report.failure.message.clone()))
     }
 
-    /// Finds who issued other operations than most: by the hashes of all who reported the divergence at one operation.
+    /// Finds the processes that issued other operations than most, by the hashes of all that reported
+    /// a divergence at the same operation.
     fn divergence(&self, found: &Report) -> Failure {
         let pair = [Some(found.failure.process), found.failure.other].into_iter().flatten();
         let mut pair: Vec<ProcessId> = pair.collect();

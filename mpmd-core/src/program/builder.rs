@@ -174,13 +174,13 @@ impl Builder {
 
     /// Joins the job this process was started for, runs `program` and finishes: see [`Program::run`].
     ///
-    /// An error that `program` returns is returned at once: the other processes are told of it, and nothing is
-    /// waited for. `program` may be called again, for a later life of the job. Where the type of its errors does
-    /// not follow from the surrounding function, annotate it: `|p| -> Result<()> { … }`.
+    /// Returns an error of `program` at once, without waiting for its issued work; the other processes
+    /// and the launcher are told of it. Where the type of its errors does not follow from the
+    /// surrounding function, annotate it: `|p| -> Result<()> { … }`.
     ///
     /// # Errors
     ///
-    /// What `program` returns; else as [`Program::from_env`] and [`Program::finish`].
+    /// Those of `program`, of [`Program::from_env`] and of [`Program::finish`].
     #[track_caller]
     pub fn run<T, E>(self, program: impl Fn(&mut Program) -> Result<T, E>) -> Result<T, E>
     where

@@ -70,7 +70,7 @@ impl Membership {
         }
     }
 
-    /// Takes leave, so that nobody hears of a death. The launcher hears of the failure, where there was one.
+    /// Takes leave, so that nobody hears of a death. Tells the launcher of the failure, if there was one.
     pub(super) fn leave(self, report: Option<Report>) {
         self.tell(report);
         if let Err(error) = self.rendezvous.leave() {
@@ -82,8 +82,8 @@ impl Membership {
         }
     }
 
-    /// Goes without leave, since this process could not start its part: the others hear that it is gone, and the
-    /// launcher why.
+    /// Goes without leave, since this process could not start its part. The others hear that it is gone,
+    /// and the launcher why.
     pub(super) fn give_up(self, me: ProcessId, error: &Error) {
         self.tell(Some(Report { failure: blame(me, error), hash: None }));
     }
@@ -95,7 +95,7 @@ impl Membership {
     }
 }
 
-/// The failure of a process that could not start its part, with the process at fault.
+/// Returns the failure of a process that could not start its part, with the process at fault.
 fn blame(me: ProcessId, error: &Error) -> Failure {
     let (kind, process) = match error {
         Error::Launch(LaunchError::Lacking { process, .. }) => (FailureKind::Left, *process),

@@ -47,10 +47,10 @@ use crate::trace::What;
 /// `Send` but not `Sync`, and issuing takes `&mut`: there is one order. Nothing here blocks but
 /// [`Program::agree`], [`Program::finish`], and the bounds on running ahead.
 ///
-/// [`Program::run`] joins, runs and finishes. Who joins with [`Program::from_env`] calls [`Program::finish`] at the
-/// end. A program that is dropped without it gives its issued work two seconds to end (none in a panic, or where
-/// something has failed), says on standard error what failed, and tells the other processes and `mpmd run`,
-/// which then does not exit with 0.
+/// [`Program::run`] joins, runs and finishes. After [`Program::from_env`] call [`Program::finish`] at
+/// the end. A program that is dropped without it waits at most two seconds for its issued work (not at
+/// all in a panic, or where something has failed). It says on standard error what failed, and tells the
+/// other processes and `mpmd run`, which then does not exit with 0.
 ///
 /// ```compile_fail,E0277
 /// fn is_sync<T: Sync>() {}
@@ -77,8 +77,8 @@ pub struct Program {
 }
 
 impl Program {
-    /// Joins the job that this process was started for, runs `program` and finishes: a whole `main`. Returns
-    /// what `program` returns.
+    /// Joins the job that this process was started for, runs `program` and finishes: a whole `main`.
+    /// Returns the value that `program` returns.
     ///
     /// As [`Builder::run`], with default settings.
     ///
@@ -284,7 +284,8 @@ impl Program {
         result.map_err(Error::failed)
     }
 
-    /// Finishes a program that ran to a good end; leaves one that returned an error, without waiting for anybody.
+    /// Finishes a program that ran to a good end. Leaves one that returned an error, without waiting for
+    /// its work.
     #[track_caller]
     pub(crate) fn conclude<T, E>(mut self, result: Result<T, E>) -> Result<T, E>
     where
@@ -302,8 +303,8 @@ impl Program {
         }
     }
 
-    /// Leaves a job whose program is not finished. Says `how` this process left where nothing else has failed.
-    /// Returns the failure that everybody is told.
+    /// Leaves a job whose program is not finished; `how` is said where nothing else has failed. Returns
+    /// the failure that everybody is told.
     fn abandon(&mut self, how: &str) -> Arc<Failure> {
         self.ended = true;
         let me = self.runtime.me;
@@ -427,7 +428,7 @@ impl Program {
 /// How long the issued work of a program has that is dropped without [`Program::finish`].
 const WORK_OF_UNFINISHED: Duration = Duration::from_secs(2);
 
-/// Shows the user a line, in one write: other processes of the job may be writing to the same place.
+/// Shows the user a line. In one write: other processes of the job may be writing to the same place.
 fn say(line: &str) {
     let _ = std::io::Write::write_all(&mut std::io::stderr(), format!("mpmd: {line}\n").as_bytes());
 }

@@ -143,7 +143,7 @@ impl Runtime {
         }
     }
 
-    /// Returns what the launcher is told of a failure by a process whose program `has_ended` or broke off.
+    /// Returns what the launcher is told of a failure, by a process whose program `has_ended` or broke off.
     pub(crate) fn report_of(&self, failure: &Failure, has_ended: bool) -> Report {
         let router = self.router.lock();
         let hash = match failure.op > router.count() {
@@ -193,7 +193,8 @@ impl Runtime {
         }
     }
 
-    /// Waits until every operation and closure of this process has ended, something has failed, or time is over.
+    /// Waits until every operation and closure of this process has ended or something has failed, at most
+    /// for `within`.
     pub(crate) fn wait_briefly(&self, within: Duration) {
         let until = Instant::now() + within;
         let left = || until.saturating_duration_since(Instant::now());

@@ -184,7 +184,8 @@ impl Rendezvous {
 
     /// Tells the server's owner of the failure that this process ends with; the first report counts.
     ///
-    /// Waits for the answer, at most four seconds: from then on the owner knows, however this process ends.
+    /// Waits for the answer, at most four seconds. From then on the owner knows, however this process
+    /// ends.
     ///
     /// # Errors
     ///

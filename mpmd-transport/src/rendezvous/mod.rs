@@ -2,8 +2,9 @@
 //!
 //! One small service at one address, a [`Server`], runs in process 0 or in the launcher; every process
 //! of the job is a client, a [`Rendezvous`]. Through it processes learn each other's addresses
-//! ([`Rendezvous::join`]), share small values, meet at barriers, compare clocks, hear at once when
-//! one of them dies and tell the server's owner why they fail. Nothing large and nothing frequent goes this way: that is the transports' work.
+//! ([`Rendezvous::join`]), share small values, meet at barriers, compare clocks and hear at once when
+//! one of them dies. A process that fails tells the server's owner why ([`Rendezvous::report`]). Nothing
+//! large and nothing frequent goes this way: that is the transports' work.
 //!
 //! The wire, all little-endian. A client opens with a fixed preamble:
 //!
@@ -76,8 +77,8 @@ pub struct Member {
 pub struct Report {
     /// The failure at its root. Its process need not be the one that reports.
     pub failure: Failure,
-    /// The rolling hash of the reporting process at the failure's operation: 0 where its program had ended
-    /// before that operation, `None` where it had not got there or no longer knows.
+    /// The rolling hash of the reporting process at the failure's operation: 0 where its program had
+    /// ended before that operation, `None` where it had not got there or no longer knows.
     pub hash: Option<u128>,
 }
 

@@ -110,7 +110,7 @@ impl Server {
         self.stage.state.lock().failed.clone()
     }
 
-    /// The failures that processes have [reported](super::Rendezvous::report), in the order in which they did.
+    /// The failures that processes have [reported](super::Rendezvous::report), in the order of reports.
     pub fn reports(&self) -> Vec<(ProcessId, Report)> {
         self.stage.state.lock().reports.clone()
     }

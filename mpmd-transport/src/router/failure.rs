@@ -22,7 +22,7 @@ pub struct Failure {
     pub other: Option<ProcessId>,
 }
 
-/// How long a message may be that travels, in bytes.
+/// The longest message that travels, in bytes.
 const MOST_MESSAGE_BYTES: usize = 16 << 10;
 
 /// Kinds of [`Failure`].
@@ -51,8 +51,8 @@ impl Failure {
         Self { kind, process, op, message: message.into(), other: None }
     }
 
-    /// The same with no more of the message than fits a control message beside others: an error text without end
-    /// must not keep the failure from arriving.
+    /// Cuts the message to a length that fits a control message beside other things: an error text
+    /// without end must not keep the failure from arriving.
     pub fn shortened(mut self) -> Self {
         let mut keep = (0..=self.message.len().min(MOST_MESSAGE_BYTES)).rev();
         let keep = keep.find(|at| self.message.is_char_boundary(*at));

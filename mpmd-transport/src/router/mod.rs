@@ -219,7 +219,7 @@ impl<C: Cargo> Router<C> {
         self.history.hash()
     }
 
-    /// The rolling hash at operation `op`; `None` where this process has not issued it or no longer remembers.
+    /// The rolling hash at operation `op`; `None` where this process has not issued it or has forgotten it.
     pub fn hash_at(&self, op: u64) -> Option<u128> {
         self.history.hash_at(op)
     }

@@ -1,4 +1,4 @@
-//! `unfinished HOW WHO`: a job of which process `WHO` does not finish its program; the others do.
+//! `unfinished HOW WHO`: a job of which process `WHO` does otherwise than the others.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use mpmd_core::prelude::*;
 
 type AnyError = Box<dyn std::error::Error>;
 
-/// How long the kernel takes: longer than a process that does not wait for it.
+/// Time that the kernel takes: longer than a process that does not wait for it.
 const WORK: Duration = Duration::from_millis(300);
 
 /// Takes its time, then fails or not.
@@ -40,6 +40,13 @@ fn main() -> Result<(), AnyError> {
         "error" => Program::run(|p| -> Result<(), AnyError> {
             work(p, who, false)?;
             if p.process() == who { Err("the disk is full".into()) } else { Ok(()) }
+        }),
+        "diverged" => Program::run(|p| {
+            if p.process() == who {
+                work(p, who, false)?;
+            }
+            // Waits for nothing: all processes get to the end before they hear of the difference.
+            Ok(work(p, who, false)?)
         }),
         _ => {
             let mut p = Program::from_env()?;
