@@ -304,7 +304,7 @@ impl Program {
         let bytes: usize = local.iter().map(|(_, _, region)| region.elements() * item).sum();
         let guard = (!local.is_empty()).then(|| {
             runtime.trace.issued(op, self.label(), at, None, || what.clone());
-            runtime.in_flight.begin(op, bytes as u64)
+            runtime.in_flight.begin(op, self.hash_at_last(), bytes as u64)
         });
         let shards: Vec<LocalShard> = local
             .into_iter()
@@ -427,7 +427,7 @@ impl MpmdArray {
         let runtime = program.runtime.clone();
         let guard = (!placed.shards.is_empty()).then(|| {
             runtime.trace.issued(op, program.label(), at, Some(placed.origin.op), || what.clone());
-            runtime.in_flight.begin(op, 0)
+            runtime.in_flight.begin(op, program.hash_at_last(), 0)
         });
         let made = Arc::new(Made {
             aval,
@@ -553,7 +553,7 @@ fn put_here(
     let shards = if plan.is_idle() {
         Vec::new()
     } else {
-        let guard = runtime.in_flight.begin(op, plan.bytes());
+        let guard = runtime.in_flight.begin(op, program.hash_at_last(), plan.bytes());
         runtime.trace.issued(op, program.label(), at, array.origin().map(|(op, _)| op), || plan.what.clone());
         let source = match &array.repr {
             Repr::Host(host) => Source::Host(host),

@@ -283,7 +283,7 @@ impl Program {
         let guard = takes_part.then(|| {
             let source = sources.iter().find_map(|source| source.origin()).map(|(op, _)| op);
             runtime.trace.issued(op, self.label(), at, source, || what.clone());
-            runtime.in_flight.begin(op, 0)
+            runtime.in_flight.begin(op, self.hash_at_last(), 0)
         });
         let mut results = Vec::with_capacity(made.len());
         for (i, Relabelled { aval, sharding, layout, sources }) in made.into_iter().enumerate() {

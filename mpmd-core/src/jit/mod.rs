@@ -257,7 +257,7 @@ fn prepare<K: Kernel>(
 ) {
     let plan = &bound.plan;
     let runtime = &program.runtime;
-    let mut guard = Some(runtime.in_flight.begin(op, plan.bytes));
+    let mut guard = Some(runtime.in_flight.begin(op, program.hash_at_last(), plan.bytes));
     runtime.trace.issued(op, program.label(), at, None, || plan.what.clone());
     let leftovers =
         (!plan.mesh.collectives.is_empty()).then(|| Arc::new(Leftovers { runtime: runtime.clone(), op }));

@@ -84,14 +84,14 @@ impl Program {
                     Arc::new(Failure::new(FailureKind::Kernel, from, op, message))
                 }
             });
-            let guard = runtime.in_flight.begin(op, 0);
+            let guard = runtime.in_flight.begin(op, self.hash_at_last(), 0);
             for to in (0..self.processes() as u32).map(ProcessId).filter(|to| *to != from) {
                 let key = (op, u64::from(to.0));
                 match (&bytes, &failure) {
                     (Ok(bytes), _) => {
                         let (buffer, bytes) = (bytes.clone().into(), bytes.len() as u64);
                         let outgoing = Outgoing { buffer, bytes, guard: guard.clone() };
-                        runtime.with_router(|router| router.announce(to, key, bytes, outgoing));
+                        runtime.with_router(|router| router.announce(to, key, guard.hash(), bytes, outgoing));
                     }
                     (Err(_), Some(failure)) => runtime.with_router(|router| router.poison(to, key, failure)),
                     (Err(_), None) => {}
@@ -107,10 +107,12 @@ impl Program {
         }
         let (promise, slot) = Slot::new();
         let key = (op, u64::from(runtime.me.0));
+        let hash = self.hash_at_last();
         runtime.with_router(|router| {
             router.expect_any_size(
                 from,
                 key,
+                hash,
                 0,
                 Waiter::Bytes { promise, from, op, piece: key.1 },
                 runtime.now(),

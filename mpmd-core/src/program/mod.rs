@@ -66,6 +66,8 @@ pub struct Program {
     at: Option<&'static Location<'static>>,
     count: u64,
     hash: Rolling,
+    /// The rolling hash at the last operation, without what was mixed in since.
+    hash_at_last: u128,
     steps: u64,
     planning: bool,
     ended: bool,
@@ -121,6 +123,7 @@ impl Program {
             at: None,
             count: 0,
             hash: Rolling::default(),
+            hash_at_last: 0,
             steps: 0,
             planning,
             ended: false,
@@ -335,8 +338,8 @@ impl Program {
         self.issue_with_values(words, None, what, at)
     }
 
-    /// Takes the next number for an operation on host values. `values` is their [hash](Self::hash_values), which
-    /// must be equal on all processes like `words`.
+    /// Takes the next number for an operation on host values. `values` is their
+    /// [hash](Self::hash_values), which must be equal on all processes like `words`.
     pub(crate) fn issue_with_values(
         &mut self,
         words: impl IntoIterator<Item = u64>,
@@ -347,12 +350,13 @@ impl Program {
         self.count += 1;
         let (hash, values) = words.into_iter().fold(self.hash, Rolling::mix).mix_values(values);
         self.hash = hash;
+        self.hash_at_last = hash.value();
         if let Some(vanishing) = &self.vanishing {
             vanishing.strike(self.count, &self.runtime);
         }
         self.runtime.record(OpRecord {
             op: self.count,
-            hash: self.hash.value(),
+            hash: self.hash_at_last,
             what,
             values,
             note: self.label.map(Label::note),
@@ -378,7 +382,13 @@ impl Program {
             (self.count + 1..=op).for_each(|op| vanishing.strike(op, &self.runtime));
         }
         self.count = op;
+        self.hash_at_last = span.hash_at(op);
         self.runtime.record_span(op, span);
+    }
+
+    /// The rolling hash at the operation that was issued last, as peers see it.
+    pub(crate) fn hash_at_last(&self) -> u128 {
+        self.hash_at_last
     }
 
     /// The rolling hash of what was issued so far.

@@ -175,8 +175,10 @@ impl Exchange {
                 let size = buffer.len() as u64;
                 let outgoing = Outgoing { buffer, bytes: size, guard: self.guard.clone() };
                 // Announced: a kernel that calls with another length on another device must get an error.
-                self.runtime
-                    .with_router(|router| router.announce(message.process, message.key, size, outgoing));
+                let (hash, runtime) = (self.guard.hash(), &self.runtime);
+                runtime.with_router(|router| {
+                    router.announce(message.process, message.key, hash, size, outgoing);
+                });
             }
         }
     }
@@ -201,8 +203,9 @@ impl Exchange {
                 drop(self.runtime.mailbox.take(message.key, message.takers));
             } else if message.takers == 1 {
                 let waiter = Waiter::Nobody(self.guard.clone());
+                let hash = self.guard.hash();
                 self.runtime.with_router(|router| {
-                    router.decline(message.process, message.key, waiter, self.runtime.now());
+                    router.decline(message.process, message.key, hash, waiter, self.runtime.now());
                 });
             } else if let Some(slot) = self.ask(round.op, &message, u64::MAX) {
                 // Other devices here may want it, or may not: until it has come the operation goes on.
@@ -269,8 +272,9 @@ impl Exchange {
 
     fn expect(&self, op: u64, message: &Message, likely: u64, promise: super::Promise) {
         let waiter = Waiter::Bytes { promise, from: message.process, op, piece: message.key.1 };
+        let (hash, now) = (self.guard.hash(), self.runtime.now());
         self.runtime.with_router(|router| {
-            router.expect_any_size(message.process, message.key, likely, waiter, self.runtime.now());
+            router.expect_any_size(message.process, message.key, hash, likely, waiter, now);
         });
     }
 }

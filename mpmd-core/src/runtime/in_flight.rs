@@ -75,6 +75,8 @@ pub(crate) struct Reading(Arc<InFlight>);
 /// Drop it after the buffers it stands for: whoever waits for memory looks when operations end.
 pub(crate) struct OpGuard {
     op: u64,
+    /// The rolling hash at the operation.
+    hash: u128,
     in_flight: Arc<InFlight>,
 }
 
@@ -84,8 +86,8 @@ impl InFlight {
         Self { trace, ..Self::default() }
     }
 
-    /// Operation `op` begins; it will fill `bytes` of new memory.
-    pub(crate) fn begin(self: &Arc<Self>, op: u64, bytes: u64) -> OpGuard {
+    /// Operation `op` begins, with this rolling hash; it will fill `bytes` of new memory.
+    pub(crate) fn begin(self: &Arc<Self>, op: u64, hash: u128, bytes: u64) -> OpGuard {
         let mut state = self.state.lock();
         state.counts.ops += 1;
         state.counts.bytes += bytes;
@@ -99,7 +101,7 @@ impl InFlight {
         }
         self.at_last_begin.ops.store(state.counts.ops, Ordering::Relaxed);
         self.at_last_begin.bytes.store(state.counts.bytes, Ordering::Relaxed);
-        OpGuard { op, in_flight: self.clone() }
+        OpGuard { op, hash, in_flight: self.clone() }
     }
 
     /// `bytes` of this process's are about to be lent. No operation waits for them to come back: their
@@ -148,12 +150,19 @@ impl InFlight {
     }
 }
 
+impl OpGuard {
+    /// The rolling hash at the operation, which the router may have forgotten.
+    pub(crate) fn hash(&self) -> u128 {
+        self.hash
+    }
+}
+
 impl Clone for OpGuard {
     fn clone(&self) -> Self {
         if let Some(open) = self.in_flight.state.lock().find(self.op) {
             open.parts += 1;
         }
-        Self { op: self.op, in_flight: self.in_flight.clone() }
+        Self { op: self.op, hash: self.hash, in_flight: self.in_flight.clone() }
     }
 }
 
@@ -203,7 +212,7 @@ mod tests {
     #[test]
     fn an_operation_ends_with_its_last_part() {
         let in_flight = Arc::new(InFlight::default());
-        let guard = in_flight.begin(7, 10);
+        let guard = in_flight.begin(7, 0, 10);
         let other = guard.clone();
         drop(guard);
         assert!(in_flight.counts_before(8).1 && !in_flight.counts_before(7).1);
@@ -221,14 +230,14 @@ mod tests {
     #[test]
     fn the_first_open_operation_is_known_whatever_order_they_end_in() {
         let in_flight = Arc::new(InFlight::default());
-        let mut guards: Vec<_> = (1..=4).map(|op| Some(in_flight.begin(op * 10, op))).collect();
+        let mut guards: Vec<_> = (1..=4).map(|op| Some(in_flight.begin(op * 10, 0, op))).collect();
         assert_eq!(in_flight.at_most(), (4, 10));
         for (ended, first) in [(1, Some(10)), (0, Some(30)), (3, Some(30)), (2, None)] {
             guards[ended] = None;
             assert_eq!(in_flight.first_open(), first);
         }
         assert_eq!((in_flight.counts().ops, in_flight.at_most()), (0, (4, 10)), "a bound, not the count");
-        let _guard = in_flight.begin(50, 1);
+        let _guard = in_flight.begin(50, 0, 1);
         assert_eq!(in_flight.at_most(), (1, 1));
     }
 

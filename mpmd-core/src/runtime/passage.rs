@@ -208,7 +208,7 @@ impl Runtime {
             let buffer = bytes.clone();
             let outgoing = Outgoing { buffer, bytes: transfer.bytes as u64, guard: guard.clone() };
             let key = (op, transfer.id);
-            self.with_router(|router| router.offer(*peer, key, bytes.len() as u64, outgoing));
+            self.with_router(|router| router.offer(*peer, key, guard.hash(), bytes.len() as u64, outgoing));
         }
     }
 

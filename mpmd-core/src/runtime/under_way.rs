@@ -156,7 +156,7 @@ mod tests {
         let (near, far) = (ProcessId(1), ProcessId(2));
         let mut tickets = Vec::new();
         for (to, op) in [(near, 1), (near, 2), (near, 3), (far, 1)] {
-            let (loan, operation) = (in_flight.lend(10), in_flight.begin(10 * op, 0));
+            let (loan, operation) = (in_flight.lend(10), in_flight.begin(10 * op, 0, 0));
             let Ok((ticket, None)) = under_way.hand_over(to, op, loan, operation) else {
                 panic!("in flight")
             };
@@ -171,7 +171,7 @@ mod tests {
         drop(under_way.sent(tickets[0]));
         assert_eq!(found(&in_flight), (1, 20));
         // Of an operation that the peer is through with.
-        let (loan, operation) = (in_flight.lend(1), in_flight.begin(50, 0));
+        let (loan, operation) = (in_flight.lend(1), in_flight.begin(50, 0, 0));
         let Ok((late, Some(ended))) = under_way.hand_over(near, 2, loan, operation) else { panic!("ended") };
         drop(ended);
         assert_eq!(found(&in_flight), (1, 21));
@@ -179,7 +179,7 @@ mod tests {
         drop((under_way.sent(late), under_way.sent(tickets[1]), under_way.sent(tickets[3])));
         assert_eq!(found(&in_flight), (0, 0));
         under_way.given_up.insert(far, "silent".to_owned());
-        let refused = under_way.hand_over(far, 9, in_flight.lend(1), in_flight.begin(90, 0));
+        let refused = under_way.hand_over(far, 9, in_flight.lend(1), in_flight.begin(90, 0, 0));
         assert!(refused.is_err());
         drop(refused);
         assert_eq!(found(&in_flight), (0, 0));

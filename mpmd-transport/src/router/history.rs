@@ -16,10 +16,6 @@ const REMEMBERED: usize = 8192;
 /// How many of them are shown to a peer that disagrees. They must fit a control message.
 const SHOWN: usize = 512;
 
-/// Stands in messages for the hash of an operation that the sender no longer remembers: it may have issued
-/// any number of operations that it has no part in. Never compared.
-pub(super) const UNKNOWN_HASH: u128 = 0;
-
 /// One issued operation.
 #[derive(Clone)]
 pub struct OpRecord {
@@ -204,11 +200,6 @@ impl History {
         if op == 0 { Some(0) } else { self.entry(op).map(|(entry, _)| entry.hash_at(op)) }
     }
 
-    /// Whether a peer's hash at `op` is known to be another one than this process's.
-    pub(super) fn differs(&self, op: u64, theirs: u128) -> bool {
-        theirs != UNKNOWN_HASH && self.hash_at(op).is_some_and(|mine| mine != theirs)
-    }
-
     /// What an operation is, with its number, where that is remembered.
     pub(super) fn describe(&self, op: u64) -> Option<String> {
         self.entry(op).map(|(entry, _)| entry.describe(op))
@@ -281,7 +272,8 @@ pub(super) fn first_difference(
     (first, format!("the programs diverged: they {since} at operation {first}: {a}; {b}"))
 }
 
-/// Says how the second of two processes differs where both issued the same call; `None` where they did not.
+/// Says how the second of two processes differs where both issued the same call; `None` where they
+/// did not.
 fn same_call(
     (first, a): (ProcessId, &ShownRecord),
     (second, b): (ProcessId, &ShownRecord),
@@ -289,9 +281,9 @@ fn same_call(
     let issued = format!("process {second} issued the same call, but");
     match (a.values, b.values) {
         (Some(x), Some(y)) if x.call == y.call && x.hash != y.hash => Some(format!(
-            "{issued} the values differ: their hash is {:016x} on process {first} and {:016x} on process {second}; \
-             host values must be equal on all processes: compute them everywhere from the same seed or file, or on \
-             one process alone and give them to all by `agree`",
+            "{issued} the values differ: their hash is {:016x} on process {first} and {:016x} on \
+             process {second}; host values must be equal on all processes: compute them everywhere \
+             from the same seed or file, or on one process alone and give them to all by `agree`",
             x.hash, y.hash
         )),
         _ => (a.what == b.what).then(|| format!("{issued} with other arrays or other options")),
@@ -424,7 +416,6 @@ mod tests {
         ];
         assert_eq!(hashes.map(|op| history.hash_at(op)), expected);
         assert_eq!(history.describe(77).unwrap(), "operation 77 (77 of a span)");
-        assert!(history.differs(77, 178) && !history.differs(77, 177));
         let shown = history.show(1_000_003);
         assert_eq!(shown.records.len(), 512);
         assert_eq!(

@@ -41,7 +41,7 @@ pub use watch::Answer;
 
 use crate::wire::{Header, Kind, ProcessId};
 use ends::{decode_failure, encode_failure};
-use history::{History, UNKNOWN_HASH};
+use history::History;
 use peer::{Expected, Peer, PieceKey, Ready};
 
 /// Pieces up to this size may travel without a grant, in bytes.
@@ -150,10 +150,12 @@ pub enum Body<O> {
     Cargo(O),
 }
 
-/// Something that arrived before this process asked for it, its hash already compared.
+/// Something that arrived before this process asked for it. Its hash was compared where the
+/// operation was remembered.
 enum Early<C: Cargo> {
     Cargo(Header, C::Incoming),
-    Offered,
+    /// With the sender's hash.
+    Offered(u128),
     Poison(Arc<Failure>),
 }
 
@@ -265,13 +267,15 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// An issued operation waits for a piece of `bytes` from `from`.
+    /// An issued operation waits for a piece of `bytes` from `from`. `hash` is the rolling hash at
+    /// the operation, which may be forgotten here.
     ///
     /// The memory for it must be reserved: the grant goes out now, unless it is handed over.
     pub fn expect(
         &mut self,
         from: ProcessId,
         (op, piece): (u64, u64),
+        hash: u128,
         bytes: u64,
         waiter: C::Waiter,
         now: Duration,
@@ -287,6 +291,7 @@ impl<C: Cargo> Router<C> {
         }
         let expected = Expected {
             waiter,
+            hash,
             bytes,
             since: now,
             probe_at: now + watch::PROBE_AFTER,
@@ -295,9 +300,12 @@ impl<C: Cargo> Router<C> {
         };
         self.peers[from.index()].expected.insert(key, expected);
         match self.early.remove(&(from, key)) {
+            Some(Early::Cargo(Header { hash: theirs, .. }, _) | Early::Offered(theirs)) if theirs != hash => {
+                self.dispute(from, op, now);
+            }
             Some(Early::Cargo(header, incoming)) => self.deliver(from, header, incoming, now),
             Some(Early::Poison(failure)) => self.poisoned(from, key, failure),
-            Some(Early::Offered) => self.grant(from, key, bytes),
+            Some(Early::Offered(_)) => self.grant(from, key, bytes),
             None if bytes > EAGER_BYTES && bytes != ANY_SIZE && !self.peers[from.index()].hands_over => {
                 self.grant(from, key, bytes);
             }
@@ -316,11 +324,12 @@ impl<C: Cargo> Router<C> {
         &mut self,
         from: ProcessId,
         key: (u64, u64),
+        hash: u128,
         likely: u64,
         waiter: C::Waiter,
         now: Duration,
     ) {
-        self.expect(from, key, ANY_SIZE, waiter, now);
+        self.expect(from, key, hash, ANY_SIZE, waiter, now);
         let peer = &self.peers[from.index()];
         if likely > EAGER_BYTES
             && !peer.hands_over
@@ -332,39 +341,60 @@ impl<C: Cargo> Router<C> {
 
     /// An issued operation takes a piece that it has no use for any more, of whatever size, so that its
     /// sender is rid of it.
-    pub fn decline(&mut self, from: ProcessId, key: (u64, u64), waiter: C::Waiter, now: Duration) {
+    pub fn decline(
+        &mut self,
+        from: ProcessId,
+        key: (u64, u64),
+        hash: u128,
+        waiter: C::Waiter,
+        now: Duration,
+    ) {
         // A sender that knows no better waits for a grant where the piece is large.
-        self.expect_any_size(from, key, u64::MAX, waiter, now);
+        self.expect_any_size(from, key, hash, u64::MAX, waiter, now);
     }
 
     /// A piece of an issued operation is ready to go to `to`, which does not know its size.
-    pub fn announce(&mut self, to: ProcessId, key: (u64, u64), bytes: u64, cargo: C::Outgoing) {
-        self.offer(to, key, bytes, cargo);
+    pub fn announce(&mut self, to: ProcessId, key: (u64, u64), hash: u128, bytes: u64, cargo: C::Outgoing) {
+        self.offer(to, key, hash, bytes, cargo);
         if bytes > EAGER_BYTES && self.peers[to.index()].ready.contains_key(&key) {
-            self.post_piece(Kind::Offer, to, key, bytes, Body::Empty);
+            self.post_piece(Kind::Offer, to, key, hash, bytes, Body::Empty);
         }
     }
 
-    /// A piece of an issued operation is ready to go to `to`.
-    pub fn offer(&mut self, to: ProcessId, (op, piece): (u64, u64), bytes: u64, cargo: C::Outgoing) {
+    /// A piece of an issued operation is ready to go to `to`. `hash` is the rolling hash at the
+    /// operation, which may be forgotten here.
+    pub fn offer(
+        &mut self,
+        to: ProcessId,
+        (op, piece): (u64, u64),
+        hash: u128,
+        bytes: u64,
+        cargo: C::Outgoing,
+    ) {
         let key = (op, piece);
         let peer = &mut self.peers[to.index()];
         if self.failed.is_some() || !peer.takes_pieces() {
             self.actions.push(Action::Discard(cargo));
             return;
         }
-        if peer.hands_over || peer.granted.remove(&key).is_some() {
-            self.post_piece(Kind::Data, to, key, bytes, Body::Cargo(cargo));
+        let granted = peer.granted.remove(&key);
+        if granted.is_some_and(|theirs| theirs != hash) {
+            self.actions.push(Action::Discard(cargo));
+            self.dispute(to, op, self.ticked);
+            return;
+        }
+        if peer.hands_over || granted.is_some() {
+            self.post_piece(Kind::Data, to, key, hash, bytes, Body::Cargo(cargo));
             return;
         }
         if bytes > EAGER_BYTES {
-            peer.ready.insert(key, Ready { cargo, bytes });
+            peer.ready.insert(key, Ready { cargo, hash, bytes });
         } else if let Some(credit) = peer.credit.checked_sub(bytes + EAGER_OVERHEAD) {
             peer.credit = credit;
-            self.post_piece(Kind::Eager, to, key, bytes, Body::Cargo(cargo));
+            self.post_piece(Kind::Eager, to, key, hash, bytes, Body::Cargo(cargo));
         } else {
-            peer.ready.insert(key, Ready { cargo, bytes });
-            self.post_piece(Kind::Offer, to, key, bytes, Body::Empty);
+            peer.ready.insert(key, Ready { cargo, hash, bytes });
+            self.post_piece(Kind::Offer, to, key, hash, bytes, Body::Empty);
         }
     }
 
@@ -373,7 +403,9 @@ impl<C: Cargo> Router<C> {
         let body = encode_failure(failure);
         let bytes = body.len() as u64;
         if self.failed.is_none() && self.peers[to.index()].is_reachable() {
-            self.post_piece(Kind::Poison, to, (op, piece), bytes, Body::Control(body));
+            // Taken at its word, whatever the hash.
+            let hash = self.history.hash_at(op).unwrap_or_default();
+            self.post_piece(Kind::Poison, to, (op, piece), hash, bytes, Body::Control(body));
         }
     }
 
@@ -445,7 +477,7 @@ impl<C: Cargo> Router<C> {
 
     fn piece_message(&mut self, from: ProcessId, header: Header, incoming: C::Incoming, now: Duration) {
         let key = (header.op, header.piece);
-        if self.history.differs(header.op, header.hash) {
+        if self.hash_of(from, key).is_some_and(|mine| mine != header.hash) {
             self.dispute(from, header.op, now);
             return;
         }
@@ -455,13 +487,15 @@ impl<C: Cargo> Router<C> {
         let peer = &mut self.peers[from.index()];
         match header.kind {
             Kind::Grant => match peer.ready.remove(&key) {
-                Some(ready) => self.post_piece(Kind::Data, from, key, ready.bytes, Body::Cargo(ready.cargo)),
+                Some(Ready { cargo, hash, bytes }) => {
+                    self.post_piece(Kind::Data, from, key, hash, bytes, Body::Cargo(cargo));
+                }
                 None => drop(peer.granted.insert(key, header.hash)),
             },
             Kind::Offer => match peer.expected.get(&key).map(|expected| (expected.bytes, expected.granted)) {
                 Some((_, true)) => {}
                 Some((bytes, false)) => self.grant(from, key, bytes),
-                None => drop(self.early.insert((from, key), Early::Offered)),
+                None => drop(self.early.insert((from, key), Early::Offered(header.hash))),
             },
             _ if peer.expected.contains_key(&key) => self.deliver(from, header, incoming, now),
             _ => drop(self.early.insert((from, key), Early::Cargo(header, incoming))),
@@ -538,14 +572,30 @@ impl<C: Cargo> Router<C> {
     }
 
     fn grant(&mut self, to: ProcessId, key: PieceKey, bytes: u64) {
-        if let Some(expected) = self.peers[to.index()].expected.get_mut(&key) {
-            expected.granted = true;
-        }
-        self.post_piece(Kind::Grant, to, key, bytes, Body::Empty);
+        let Some(expected) = self.peers[to.index()].expected.get_mut(&key) else { return };
+        expected.granted = true;
+        let hash = expected.hash;
+        self.post_piece(Kind::Grant, to, key, hash, bytes, Body::Empty);
     }
 
-    fn post_piece(&mut self, kind: Kind, to: ProcessId, key: PieceKey, bytes: u64, body: Body<C::Outgoing>) {
-        let hash = self.history.hash_at(key.0).unwrap_or(UNKNOWN_HASH);
+    /// The rolling hash at a piece's operation. One that is forgotten is known as long as the piece
+    /// waits here.
+    pub(super) fn hash_of(&self, peer: ProcessId, key: PieceKey) -> Option<u128> {
+        let peer = &self.peers[peer.index()];
+        let expected = || peer.expected.get(&key).map(|expected| expected.hash);
+        let ready = || peer.ready.get(&key).map(|ready| ready.hash);
+        self.history.hash_at(key.0).or_else(expected).or_else(ready)
+    }
+
+    fn post_piece(
+        &mut self,
+        kind: Kind,
+        to: ProcessId,
+        key: PieceKey,
+        hash: u128,
+        bytes: u64,
+        body: Body<C::Outgoing>,
+    ) {
         let header = Header { op: key.0, piece: key.1, bytes, hash, ..self.header(kind) };
         self.actions.push(Action::Post { to, header, body });
     }

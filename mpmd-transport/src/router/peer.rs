@@ -13,6 +13,7 @@ pub(super) type PieceKey = (u64, u64);
 /// A piece that this process waits for.
 pub(super) struct Expected<C: Cargo> {
     pub(super) waiter: C::Waiter,
+    pub(super) hash: u128,
     pub(super) bytes: u64,
     pub(super) since: Duration,
     /// When the sender is asked next.
@@ -26,6 +27,7 @@ pub(super) struct Expected<C: Cargo> {
 /// A piece that is ready here and waits for the peer's grant.
 pub(super) struct Ready<C: Cargo> {
     pub(super) cargo: C::Outgoing,
+    pub(super) hash: u128,
     pub(super) bytes: u64,
 }
 

@@ -46,6 +46,8 @@ struct Job {
     discarded: usize,
     /// Who has been found silent, and by whom: finder first.
     silent: Vec<(usize, usize)>,
+    /// The rolling hash at each operation that a process has issued by itself.
+    hashes: HashMap<(usize, u64), u128>,
     /// Up to which operation a process has taken what another has handed over: giver first.
     taken: HashMap<(usize, usize), u64>,
     seeded: Seeded,
@@ -97,6 +99,7 @@ impl Job {
             reports: Vec::new(),
             discarded: 0,
             silent: Vec::new(),
+            hashes: HashMap::new(),
             taken: HashMap::new(),
             seeded: Seeded(seed),
             now: 0,
@@ -108,17 +111,25 @@ impl Job {
         let op = self.routers[process].count() + 1;
         let now = at(self.now);
         self.routers[process].issue(record(op, hash, what), || now);
+        self.hashes.insert((process, op), hash);
         self.act(process);
         op
     }
 
+    fn hash(&self, process: usize, op: u64) -> u128 {
+        let spanned = || self.routers[process].history.hash_at(op).expect("issued lately");
+        self.hashes.get(&(process, op)).copied().unwrap_or_else(spanned)
+    }
+
     fn expect(&mut self, process: usize, from: usize, key: PieceKey, bytes: u64) {
-        self.routers[process].expect(ProcessId(from as u32), key, bytes, key, at(self.now));
+        let hash = self.hash(process, key.0);
+        self.routers[process].expect(ProcessId(from as u32), key, hash, bytes, key, at(self.now));
         self.act(process);
     }
 
     fn offer(&mut self, process: usize, to: usize, key: PieceKey, bytes: u64) {
-        self.routers[process].offer(ProcessId(to as u32), key, bytes, body(key, bytes));
+        let hash = self.hash(process, key.0);
+        self.routers[process].offer(ProcessId(to as u32), key, hash, bytes, body(key, bytes));
         self.act(process);
     }
 
@@ -636,6 +647,37 @@ fn an_operation_too_old_to_be_remembered_by_one_side_is_no_difference() {
 }
 
 #[test]
+fn an_operation_that_one_side_has_forgotten_is_compared() {
+    // From whom to whom; whether the receiver asks first; the one that goes on with operations of
+    // others.
+    for case in 0..8 {
+        let (from, asks_first, ahead) = (case & 1, case & 2 == 0, case >> 2);
+        for bytes in [10, 100_000] {
+            let mut job = Job::new(2, case as u64, 0);
+            job.issue(0, 7, "device_put");
+            job.issue(1, 8, "device_put of other values");
+            for op in 3..10_000 {
+                job.issue(ahead, op, "elsewhere");
+            }
+            for turn in [asks_first, !asks_first] {
+                match turn {
+                    true => job.expect(1 - from, from, (1, 0), bytes),
+                    false => job.offer(from, 1 - from, (1, 0), bytes),
+                }
+                // No heartbeat yet.
+                job.run(5);
+            }
+            assert!(!job.outcomes.values().any(Result::is_ok), "{bytes} bytes of case {case} are delivered");
+            job.run(4000);
+            for router in &job.routers {
+                let kind = router.failed().map(|failure| failure.kind);
+                assert_eq!(kind, Some(FailureKind::Diverged), "{bytes} bytes, case {case}");
+            }
+        }
+    }
+}
+
+#[test]
 fn a_piece_nobody_wants_any_more_leaves_its_sender_whatever_its_size() {
     for (seed, bytes) in [(1, 10), (2, EAGER_BYTES + 1), (3, 70_000)] {
         let mut job = Job::new(2, seed, 10);
@@ -645,7 +687,7 @@ fn a_piece_nobody_wants_any_more_leaves_its_sender_whatever_its_size() {
             job.offer(0, 1, (1, 0), bytes);
         }
         let now = at(job.now);
-        job.routers[1].decline(ProcessId(0), (1, 0), (1, 0), now);
+        job.routers[1].decline(ProcessId(0), (1, 0), 1, (1, 0), now);
         job.act(1);
         job.run(30);
         if seed != 2 {

@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::history::UNKNOWN_HASH;
 use super::{Action, Body, Cargo, Router};
 use crate::control;
 use crate::wire::{Header, Kind, ProcessId};
@@ -72,7 +71,7 @@ impl<C: Cargo> Router<C> {
     /// Asks every peer that is still there what it is doing, for [`Router::last_words`].
     pub fn ask_all(&mut self) {
         let op = self.history.count();
-        let hash = self.history.hash_at(op).unwrap_or(UNKNOWN_HASH);
+        let hash = self.history.hash();
         for to in self.still_here() {
             // What it said before may be long over.
             self.peers[to.index()].answer = None;
@@ -104,7 +103,7 @@ impl<C: Cargo> Router<C> {
 
     pub(super) fn probed(&mut self, from: ProcessId, header: Header, now: Duration) {
         if header.op <= self.history.count() {
-            if self.history.differs(header.op, header.hash) {
+            if self.hash_of(from, (header.op, header.piece)).is_some_and(|mine| mine != header.hash) {
                 self.dispute(from, header.op, now);
                 return;
             }
@@ -179,7 +178,7 @@ impl<C: Cargo> Router<C> {
         // The lowest operation stands for those behind it.
         if let Some((key, expected)) = self.peers[process.index()].expected.iter_mut().next() {
             if now >= expected.probe_at {
-                probe = Some(*key);
+                probe = Some((*key, expected.hash));
                 let waited = now.saturating_sub(expected.since);
                 expected.probe_at = now + waited.clamp(PROBE_AFTER, PROBE_AT_MOST);
             }
@@ -188,10 +187,9 @@ impl<C: Cargo> Router<C> {
                 expected.report_at = now + patience;
             }
         }
-        if let Some((op, piece)) = probe
+        if let Some(((op, piece), hash)) = probe
             && self.peers[process.index()].is_reachable()
         {
-            let hash = self.history.hash_at(op).unwrap_or(UNKNOWN_HASH);
             let header = Header { op, piece, hash, ..self.header(Kind::Probe) };
             self.actions.push(Action::Post { to: process, header, body: Body::Empty });
         }

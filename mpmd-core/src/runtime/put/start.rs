@@ -232,10 +232,11 @@ impl Start<'_> {
                 } else {
                     Waiter::Piece(Box::new(Passage { op, from, transfer: transfer.clone(), shards, guard }))
                 };
+                let hash = self.guard.hash();
                 let bytes = transfer.holds.elements() * transfer.item_bytes();
                 let (key, bytes, now) = ((op, transfer.id), bytes as u64, runtime.now());
                 runtime.trace_piece(PieceStep::Expected, key, from, transfer.bytes as u64);
-                runtime.with_router(|router| router.expect(from, key, bytes, waiter, now));
+                runtime.with_router(|router| router.expect(from, key, hash, bytes, waiter, now));
             }
             (Origin::Host, Source::Host(host)) => {
                 for shard in shards {

@@ -32,13 +32,14 @@ fn what_is_handed_over_goes_at_once_whatever_its_size_and_waits_for_its_operatio
     // What is expected first is not asked for either.
     job.expect(1, 0, (5, 1), 1 << 20);
     let now = at(job.now);
-    job.routers[1].expect_any_size(ProcessId(0), (5, 2), 1 << 20, (5, 2), now);
-    job.routers[1].decline(ProcessId(0), (5, 3), (5, 3), now);
+    let hash = job.hash(1, 5);
+    job.routers[1].expect_any_size(ProcessId(0), (5, 2), hash, 1 << 20, (5, 2), now);
+    job.routers[1].decline(ProcessId(0), (5, 3), hash, (5, 3), now);
     job.act(1);
     assert_eq!(flying(&job, Kind::Grant), 0);
     job.offer(0, 1, (5, 1), 1 << 20);
     for (piece, bytes) in [(2, 5), (3, 1 << 20)] {
-        job.routers[0].announce(ProcessId(1), (5, piece), bytes, body((5, piece), bytes));
+        job.routers[0].announce(ProcessId(1), (5, piece), hash, bytes, body((5, piece), bytes));
     }
     job.act(0);
     assert_eq!((flying(&job, Kind::Data), flying(&job, Kind::Offer)), (3, 0));
