@@ -73,11 +73,12 @@ pub struct PlanEnv {
 impl JobEnv {
     /// Reads this process's environment; `None` where no launcher has started it: a job of one.
     ///
-    /// Looks for variables of, in this order, our own launcher, torchrun, Open MPI, Slurm, PMIx, PMI,
-    /// and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`, `MPMD_TRANSPORT`,
-    /// `MPMD_SPIN`, `MPMD_DEVICES_PER_PROCESS`, `MPMD_DEVICE`, `MPMD_CUDA_COLLECTIVES`, `MPMD_PATIENCE`, `MPMD_HOST` and
-    /// `MPMD_LINKS` count under every launcher. Where `MPMD_PLAN` is set none of them is asked: the process plans a job of
-    /// `MPMD_PLAN_PROCESSES` processes as number `MPMD_PLAN_PROCESS` of them, or as one beyond them.
+    /// Looks for variables of, in this order, our own launcher, torchrun, Open MPI, Slurm, PMIx,
+    /// PMI, and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`, `MPMD_TRANSPORT`,
+    /// `MPMD_SPIN`, `MPMD_DEVICES_PER_PROCESS`, `MPMD_DEVICE`, `MPMD_CUDA_COLLECTIVES`,
+    /// `MPMD_PATIENCE`, `MPMD_HOST` and `MPMD_LINKS` count under every launcher. Where `MPMD_PLAN`
+    /// is set none of them is asked: the process plans a job of `MPMD_PLAN_PROCESSES` processes as
+    /// number `MPMD_PLAN_PROCESS` of them, or as one beyond them.
     ///
     /// # Errors
     ///
@@ -165,7 +166,8 @@ fn planning(vars: &Vars<'_>, file: String) -> Result<JobEnv, LaunchError> {
         job: String::new(),
     };
     let env = complete(vars, said)?;
-    // Where nobody says a number it is that of no process: what a program does on one process alone is not done.
+    // Where nobody says a number it is that of no process: what a program does on one process alone
+    // is not done.
     let process = process.unwrap_or_else(|| u32::try_from(processes).unwrap_or(u32::MAX));
     Ok(JobEnv { process: ProcessId(process), plan: Some(PlanEnv { file: file.into(), steps }), ..env })
 }
