@@ -12,6 +12,7 @@ use crate::aval::AvalError;
 use crate::backend::cuda::{CudaError, NoCuda};
 use crate::kernel::ViewError;
 use crate::launch::LaunchError;
+use crate::pipeline::ScheduleError;
 use crate::reshard::ReshardError;
 use crate::sharding::ShardingError;
 use crate::sharding::rules::RulesError;
@@ -77,6 +78,9 @@ pub enum Error {
     /// Trees that do not fit each other.
     #[error(transparent)]
     Tree(#[from] TreeError),
+    /// A schedule that is none, or does not exist for these numbers. The caller's fault.
+    #[error(transparent)]
+    Schedule(#[from] ScheduleError),
     /// The job could not be formed: who is in it, and how to reach the others.
     #[error(transparent)]
     Launch(#[from] LaunchError),
@@ -283,6 +287,9 @@ pub enum IssueProblem {
     /// A dimension that cannot be cut that way.
     #[error("{0}")]
     Split(String),
+    /// A pipeline's stages, schedule, parameters or microbatches do not fit each other.
+    #[error("{0}")]
+    Pipeline(Box<Error>),
 }
 
 pub(crate) fn leaf(path: &str) -> String {
@@ -290,6 +297,22 @@ pub(crate) fn leaf(path: &str) -> String {
 }
 
 impl IssueProblem {
+    /// The path of the leaf that the problem is with, where it has one.
+    pub(crate) fn path_mut(&mut self) -> Option<&mut String> {
+        match self {
+            Self::Sharding { path, .. }
+            | Self::InputMesh { path, .. }
+            | Self::InputSharding { path, .. }
+            | Self::InputUndeclared { path, .. }
+            | Self::Unreduced { path, .. }
+            | Self::SourceSharding { path, .. }
+            | Self::Donated { path, .. }
+            | Self::Foreign { path }
+            | Self::Recorded { path, .. } => Some(path),
+            _ => None,
+        }
+    }
+
     pub(crate) fn at(self, at: &'static Location<'static>, call: impl Into<String>) -> Error {
         Error::Issue(Box::new(IssueError { at, call: call.into(), why: self }))
     }

@@ -497,6 +497,19 @@ fn collectives_are_called_as_declared() {
 }
 
 #[test]
+fn values_that_do_not_fill_their_shape_are_counted() {
+    for (values, given) in [(&[1.0f64; 5][..], "5"), (&[1.0; 7], "7"), (&[], "0")] {
+        let (line, result) = (line!(), MpmdArray::from_slice(&[2, 3], values));
+        let said = result.unwrap_err().to_string();
+        assert!(said.starts_with(&format!("mpmd-core/tests/bad_use.rs:{line}:")), "{said}");
+        assert!(
+            said.ends_with(&format!(": shape [2, 3] has 6 elements, but {given} values are given")),
+            "{said}"
+        );
+    }
+}
+
+#[test]
 fn make_that_fails_fails_everything_made_from_it() {
     let _limit = watchdog(60);
     for panics in [false, true] {

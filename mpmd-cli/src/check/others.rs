@@ -11,11 +11,11 @@ use mpmd_core::plan::{Parting, Plan};
 /// Places at which processes part from process 0 that are listed.
 const MOST_PARTINGS: usize = 8;
 
-/// Which processes issue what process 0 issues.
+/// The processes of a job by whether they issue what process 0 issues.
 pub(crate) struct Others {
-    /// Process 0 among them.
+    /// Those that do, process 0 among them.
     same: Vec<u32>,
-    /// Each with the processes that part there.
+    /// The places at which others part, each with the processes that part there.
     parted: Vec<(Parting, Vec<u32>)>,
     /// Processes for which there was no time.
     left: Vec<u32>,
@@ -23,8 +23,8 @@ pub(crate) struct Others {
 }
 
 impl Others {
-    /// Plans every process but 0, as many at a time as there are cores, and compares each plan with `first`, that of
-    /// process 0. Begins no other plan once `within` is over.
+    /// Plans every process but 0, as many at a time as there are cores, and compares each plan with
+    /// `first`, that of process 0. Begins no other plan once `within` is over.
     ///
     /// # Errors
     ///

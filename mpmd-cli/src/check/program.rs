@@ -33,8 +33,8 @@ pub(crate) struct ProgramArgs {
     /// Record at most so many steps; by default until two in succession are equal, or 16
     #[arg(long, value_name = "K", requires = "processes", value_parser = clap::value_parser!(u64).range(1..))]
     steps: Option<u64>,
-    /// How long the program may take to issue them as one of the processes; after that time it is started as no further
-    /// process
+    /// How long the program may take to issue them as one of the processes; after that time it is
+    /// started as no further process
     #[arg(long, value_name = "SECONDS", default_value = "120", value_parser = seconds)]
     patience: Duration,
     /// Keep the plan, as process 0 issues it, in this file
@@ -43,7 +43,8 @@ pub(crate) struct ProgramArgs {
 }
 
 impl ProgramArgs {
-    /// Runs the program as each process of the job, none of which owns anything, and reports on the plans that it writes.
+    /// Runs the program as each process of the job, none of which owns anything, and reports on the
+    /// plans that it writes.
     pub(crate) fn check(
         &self,
         processes: u32,
@@ -85,7 +86,7 @@ struct DryRuns<'a> {
 }
 
 impl DryRuns<'_> {
-    /// Runs the program as one of the processes; the plan that it has written to `file`.
+    /// Runs the program as one of the processes. Returns the plan that it has written to `file`.
     ///
     /// # Errors
     ///

@@ -114,6 +114,7 @@ impl MpmdArray {
     /// # Errors
     ///
     /// Where the number of values is not that of the shape.
+    #[track_caller]
     pub fn from_slice<T: Element>(shape: &[usize], values: &[T]) -> Result<Self> {
         Ok(Self::from_host(HostArray::from_slice(shape, values)?))
     }

@@ -1,6 +1,7 @@
 //! Arrays of host values, before they are placed on devices and after they are read back.
 
 use std::fmt;
+use std::panic::Location;
 
 use mpmd_transport::SharedBuffer;
 use mpmd_transport::memory::ALIGNMENT;
@@ -22,11 +23,14 @@ impl HostArray {
     /// # Errors
     ///
     /// Fails where `shape` has more or fewer elements than there are values.
+    #[track_caller]
     pub fn from_slice<E: Element>(shape: &[usize], values: &[E]) -> Result<Self, AvalError> {
         let aval = ShapedArray::try_new(shape, E::DTYPE)?;
-        let bytes = bytemuck::cast_slice(values);
-        check_length(&aval, bytes.len())?;
-        Ok(Self { aval, data: aligned_copy(bytes) })
+        if values.len() != aval.elements() {
+            let (at, found) = (Location::caller(), values.len());
+            return Err(AvalError::Elements { at, expected: aval, found });
+        }
+        Ok(Self { aval, data: aligned_copy(bytemuck::cast_slice(values)) })
     }
 
     /// An array of bytes as they are; they are copied only where they are not aligned.
@@ -35,7 +39,9 @@ impl HostArray {
     ///
     /// Fails where `aval` has more or fewer bytes.
     pub fn from_bytes(aval: ShapedArray, data: SharedBuffer) -> Result<Self, AvalError> {
-        check_length(&aval, data.len())?;
+        if data.len() != aval.bytes() {
+            return Err(AvalError::Length { expected: aval, found: data.len() });
+        }
         let aligned = (data.as_ptr() as usize).is_multiple_of(ALIGNMENT);
         let data = if aligned { data } else { aligned_copy(&data) };
         Ok(Self { aval, data })
@@ -99,10 +105,6 @@ impl fmt::Debug for HostArray {
 
 impl Leaf for HostArray {}
 
-fn check_length(aval: &ShapedArray, found: usize) -> Result<(), AvalError> {
-    if found == aval.bytes() { Ok(()) } else { Err(AvalError::Length { expected: aval.clone(), found }) }
-}
-
 /// A copy that starts at a multiple of [`ALIGNMENT`]: a part of a slightly longer vector, which stays
 /// where it is from now on.
 fn aligned_copy(bytes: &[u8]) -> SharedBuffer {
@@ -144,8 +146,12 @@ mod tests {
 
     #[test]
     fn lengths_and_bool_bytes_are_checked() {
-        assert!(matches!(HostArray::from_slice(&[3], &[1u8, 2]), Err(AvalError::Length { found: 2, .. })));
-        assert!(HostArray::from_bytes(f64s([2]), vec![0; 15].into()).is_err());
+        let (line, short) = (line!(), HostArray::from_slice(&[2, 3], &[1.0f32; 5]).unwrap_err());
+        let said = short.to_string();
+        assert!(said.contains(&format!("host.rs:{line}:")), "{said}");
+        assert!(said.ends_with(": shape [2, 3] has 6 elements, but 5 values are given"), "{said}");
+        let short = HostArray::from_bytes(f64s([2]), vec![0; 15].into()).unwrap_err();
+        assert_eq!(short.to_string(), "f64[2] has 16 bytes, but 15 are given");
         let bad = HostArray::from_bytes(bools([2]), vec![1, 2].into()).unwrap();
         assert!(matches!(bad.as_slice::<bool>(), Err(AvalError::BitPattern { .. })));
     }

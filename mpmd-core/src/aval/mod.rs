@@ -5,6 +5,7 @@ mod dtype;
 mod host;
 
 use std::fmt;
+use std::panic::Location;
 use std::sync::Arc;
 
 pub use dtype::{DType, Element};
@@ -34,11 +35,21 @@ pub enum AvalError {
         dtype: DType,
     },
     /// There are more or fewer values than the shape has elements.
-    #[error("{expected} has {} bytes, found {found}", expected.bytes())]
-    Length {
+    #[error("{at}: shape {:?} has {} elements, but {found} values are given", expected.shape(), expected.elements())]
+    Elements {
+        /// The line that gives the values.
+        at: &'static Location<'static>,
         /// What the values should be.
         expected: ShapedArray,
-        /// Bytes there are.
+        /// Number of values.
+        found: usize,
+    },
+    /// There are more or fewer bytes than the array has.
+    #[error("{expected} has {} bytes, but {found} are given", expected.bytes())]
+    Length {
+        /// What the bytes should be.
+        expected: ShapedArray,
+        /// Number of bytes.
         found: usize,
     },
     /// The elements were asked for, or given, as another type.

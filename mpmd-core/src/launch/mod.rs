@@ -89,8 +89,8 @@ pub mod variables {
     pub const PLAN: &str = "MPMD_PLAN";
     /// Number of processes of the job that is planned.
     pub const PLAN_PROCESSES: &str = "MPMD_PLAN_PROCESSES";
-    /// The number of the process of that job that [`Program::process`](crate::Program::process) says. By default one
-    /// beyond those of the job.
+    /// The number of the process of that job that [`Program::process`](crate::Program::process)
+    /// says. By default one beyond those of the job.
     pub const PLAN_PROCESS: &str = "MPMD_PLAN_PROCESS";
     /// The most steps that are recorded, 16 by default: before that it ends with two equal steps.
     pub const PLAN_STEPS: &str = "MPMD_PLAN_STEPS";

@@ -55,11 +55,13 @@ pub struct FeedOf {
 
 impl FeedOf {
     /// The feed, where it is of this pipeline.
-    pub(super) fn checked(self, stage: &str, pipeline: &Arc<()>) -> Result<Feed> {
+    pub(super) fn checked(self, pipeline: &Arc<()>) -> Result<Feed> {
         if self.of.iter().all(|of| Arc::ptr_eq(of, pipeline)) {
             return Ok(self.feed);
         }
-        Err(Error::kernel(format!("stage {stage} is given an output of another pipeline")))
+        Err(Error::kernel(
+            "it is given an output of another pipeline: take `output()` of the one that the stage is added to",
+        ))
     }
 }
 
@@ -136,7 +138,8 @@ impl Part {
         let paths = outputs.paths();
         let place = paths.iter().position(|known| known == path).ok_or_else(|| {
             let stage = self.stage;
-            Error::kernel(format!("stage {stage} has no output {path:?}; it has {}", paths.join(", ")))
+            let known = paths.iter().map(|path| format!("{path:?}")).collect::<Vec<_>>().join(", ");
+            Error::kernel(format!("stage {stage} has no output {path:?} for `.leaf(…)`; it has {known}"))
         })?;
         Ok(place..place + 1)
     }
@@ -167,7 +170,10 @@ pub(super) fn check_all_read<'a>(
         None => Ok(()),
         Some(place) => {
             let path = &outputs.paths()[place];
-            Err(Error::kernel(format!("output {path:?} of stage {stage} is read by no later stage")))
+            Err(Error::kernel(format!(
+                "output {path:?} of stage {stage} is read by no later stage, so that it has no gradient: have a stage \
+                 take it with `then_from`, or do not give it"
+            )))
         }
     }
 }

@@ -52,8 +52,8 @@ pub use text::{Cell, CellFault, Entry, Flavour, Text, TextError};
 use wired::Wired;
 
 use crate::array::MpmdArray;
-use crate::error::{Error, Result};
-use crate::program::Program;
+use crate::error::{Error, IssueProblem, Result};
+use crate::program::{Label, Program};
 use crate::topology::{DeviceId, Mesh};
 use crate::tree::Tree;
 
@@ -76,7 +76,10 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// Where a parameter does not live on the mesh's devices.
     #[track_caller]
     pub fn first<S: Stage<In = In, Out = Out>>(stage: S, mesh: &Mesh, params: S::Params) -> Result<Self> {
-        let net = Net::new(Box::new(Wired::new(stage, mesh, params, true)?));
+        let at = Location::caller();
+        let named = net::named(0, stage.name());
+        let stage = Wired::new(stage, mesh, params, true);
+        let net = Net::new(Box::new(stage.map_err(|why| refused(why, at, "Pipeline::first", Some(&named)))?));
         Ok(Self { net, replays: false, kept: None, compared: None, types: PhantomData })
     }
 
@@ -154,8 +157,12 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         params: S::Params,
         from: &X,
     ) -> Result<Pipeline<In, S::Out>> {
-        let feed = from.feed().checked(stage.name(), &self.net.identity)?;
-        self.net.push(Box::new(Wired::new(stage, mesh, params, false)?), feed);
+        let at = Location::caller();
+        let named = net::named(self.stages(), stage.name());
+        let feed = from.feed().checked(&self.net.identity);
+        let wired = feed.and_then(|feed| Ok((Wired::new(stage, mesh, params, false)?, feed)));
+        let (stage, feed) = wired.map_err(|why| refused(why, at, "Pipeline::then", Some(&named)))?;
+        self.net.push(Box::new(stage), feed);
         Ok(Pipeline { net: self.net, replays: self.replays, kept: None, compared: None, types: PhantomData })
     }
 
@@ -169,9 +176,11 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     ///
     /// Where there is no such stage or parameter, their shapes differ, both are of one stage, or one of them is
     /// tied already so that the values would go a way of two steps.
+    #[track_caller]
     pub fn tie(&mut self, owner: (usize, &str), user: (usize, &str)) -> Result<()> {
+        let at = Location::caller();
         self.kept = None;
-        self.net.tie(owner, user)
+        self.net.tie(owner, user).map_err(|why| refused(why, at, "Pipeline::tie", None))
     }
 
     /// Whether a stage keeps no residuals from its forward pass, but its input, and computes the forward pass once
@@ -181,7 +190,9 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// # Panics
     ///
     /// Where there is no such stage.
+    #[track_caller]
     pub fn recompute(&mut self, stage: usize, yes: bool) {
+        self.net.stage(stage);
         (self.net.recomputes[stage], self.kept) = (yes, None);
     }
 
@@ -211,8 +222,9 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// # Panics
     ///
     /// Where there is no such stage.
+    #[track_caller]
     pub fn mesh(&self, stage: usize) -> &Mesh {
-        self.net.stages[stage].mesh()
+        self.net.stage(stage).mesh()
     }
 
     /// Has a stage's kernels compute with parameters in other shardings than those that they have now, which
@@ -220,15 +232,15 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     ///
     /// # Errors
     ///
-    /// Where there are more or fewer shardings than the stage has parameters, or one is not on the devices of
-    /// its mesh or does not divide its parameter.
-    ///
-    /// # Panics
-    ///
-    /// Where there is no such stage.
+    /// Where there is no such stage, there are more or fewer shardings than it has parameters, or
+    /// one is not on the devices of its mesh or does not divide its parameter.
+    #[track_caller]
     pub fn store(&mut self, stage: usize, storage: Storage) -> Result<()> {
+        let at = Location::caller();
         self.kept = None;
-        self.net.stages[stage].store(storage)
+        self.net
+            .change(stage, |stage| stage.store(storage))
+            .map_err(|why| refused(why, at, "Pipeline::store", None))
     }
 
     /// The parameters that a stage stores, with their paths, in leaf order, as they are stored.
@@ -236,8 +248,9 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// # Panics
     ///
     /// Where there is no such stage.
+    #[track_caller]
     pub fn params(&self, stage: usize) -> Vec<(String, MpmdArray)> {
-        let stage = &self.net.stages[stage];
+        let stage = self.net.stage(stage);
         let paths = stage.paths();
         let own = stage.own().into_iter().map(|place| paths[place].clone());
         own.zip(stage.params()).collect()
@@ -247,13 +260,13 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     ///
     /// # Errors
     ///
-    /// Where there are more or fewer than the stage stores.
-    ///
-    /// # Panics
-    ///
-    /// Where there is no such stage.
+    /// Where there is no such stage, there are more or fewer than it stores, or one is not on its
+    /// mesh.
+    #[track_caller]
     pub fn set_params(&mut self, stage: usize, params: Vec<MpmdArray>) -> Result<()> {
-        self.net.stages[stage].set_params(params)
+        let at = Location::caller();
+        let set = self.net.change(stage, |stage| stage.set_params(params));
+        set.map_err(|why| refused(why, at, "Pipeline::set_params", None))
     }
 
     /// Runs one batch forward through all stages; nothing is kept for a backward pass.
@@ -263,8 +276,9 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     /// As the `jit` and `device_put` calls that it makes.
     #[track_caller]
     pub fn forward(&mut self, program: &mut Program, microbatch: Microbatch<In>) -> Result<Out> {
-        let net = &mut self.net;
-        issue(program, Location::caller(), |program| run::forward(net, program, microbatch.into_parts()))
+        issue((&mut self.net, program), Location::caller(), "Pipeline::forward", |net, program| {
+            run::forward(net, program, microbatch.into_parts())
+        })
     }
 
     /// Runs the forward passes of a schedule, in its order; nothing is kept for backward passes, and those that the
@@ -282,8 +296,9 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         microbatches: Vec<Microbatch<In>>,
     ) -> Result<Vec<Out>> {
         let parts = microbatches.into_iter().map(Microbatch::into_parts).collect();
-        let net = &mut self.net;
-        issue(program, Location::caller(), |program| run::forward_all(net, program, schedule, parts))
+        issue((&mut self.net, program), Location::caller(), "Pipeline::forward_all", |net, program| {
+            run::forward_all(net, program, schedule, parts)
+        })
     }
 }
 
@@ -298,6 +313,7 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
     ///
     /// Where the schedule is for another number of stages, shapes or side inputs do not fit, or a sharding does
     /// not divide what it is for.
+    #[track_caller]
     pub fn memory(
         &self,
         program: &Program,
@@ -305,7 +321,9 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         microbatch: &MicrobatchShapes<In>,
         beside: &[MpmdArray],
     ) -> Result<MemoryPlan> {
-        self.plan(program, schedule, std::slice::from_ref(microbatch), beside, &mut |bytes| bytes)
+        let at = Location::caller();
+        let plan = self.plan(program, schedule, std::slice::from_ref(microbatch), beside, &mut |bytes| bytes);
+        plan.map_err(|why| refused(why, at, "Pipeline::memory", None))
     }
 
     /// As [`Pipeline::memory`], where microbatches have different shapes: of each array the largest that any of
@@ -314,6 +332,7 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
     /// # Errors
     ///
     /// As [`Pipeline::memory`].
+    #[track_caller]
     pub fn memory_of(
         &self,
         program: &Program,
@@ -321,7 +340,9 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         microbatches: &[MicrobatchShapes<In>],
         beside: &[MpmdArray],
     ) -> Result<MemoryPlan> {
-        self.plan(program, schedule, microbatches, beside, &mut |bytes| bytes)
+        let at = Location::caller();
+        let plan = self.plan(program, schedule, microbatches, beside, &mut |bytes| bytes);
+        plan.map_err(|why| refused(why, at, "Pipeline::memory_of", None))
     }
 
     fn plan(
@@ -334,7 +355,7 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
     ) -> Result<MemoryPlan> {
         let schedule = run::effective(&self.net, schedule)?;
         let stages = shapes::stage_bytes(&self.net, program, &schedule, microbatches, beside, counts)?;
-        MemoryPlan::of_net(&schedule, &stages).map_err(|error| Error::kernel(error.to_string()))
+        Ok(MemoryPlan::of_net(&schedule, &stages)?)
     }
 
     /// Has the devices of this process map now what a training step may need at most, whatever the pace of the
@@ -346,6 +367,7 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
     ///
     /// As [`Pipeline::memory`], and where the parameters have failed. Where there is less memory than that, as
     /// much of it is mapped as there is.
+    #[track_caller]
     pub fn map_memory(
         &self,
         program: &Program,
@@ -353,12 +375,14 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         microbatch: &MicrobatchShapes<In>,
         beside: &[MpmdArray],
     ) -> Result<()> {
+        let at = Location::caller();
         let mut classes = BTreeSet::new();
         let microbatches = std::slice::from_ref(microbatch);
-        self.plan(program, schedule, microbatches, beside, &mut |bytes| {
+        let plan = self.plan(program, schedule, microbatches, beside, &mut |bytes| {
             classes.insert(bytes);
             bytes
-        })?;
+        });
+        plan.map_err(|why| refused(why, at, "Pipeline::map_memory", None))?;
         let params = self.net.stages.iter().flat_map(|stage| stage.params());
         for array in params.chain(beside.iter().cloned()) {
             array.block_until_ready()?;
@@ -397,10 +421,10 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         microbatches: Vec<Microbatch<In>>,
     ) -> Result<StepOutput> {
         let parts: Vec<_> = microbatches.into_iter().map(Microbatch::into_parts).collect();
-        let (kept, net, compared) = (&mut self.kept, &mut self.net, &mut self.compared);
+        let (kept, compared) = (&mut self.kept, &mut self.compared);
         // Within a step that is recorded as a whole there is nothing to record by itself.
         let replays = self.replays && program.recording.is_none();
-        issue(program, Location::caller(), |program| {
+        issue((&mut self.net, program), Location::caller(), "Pipeline::train_step", |net, program| {
             run::check_sides(net, &parts)?;
             run::compare(compared, (net, parts.len()), program, schedule)?;
             if replays {
@@ -411,16 +435,41 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
     }
 }
 
-/// Has what `f` issues come from the user's line, and be labelled by the runner.
+/// Has what `f` issues come from the user's line, and be labelled by the runner. An error says the
+/// line, `call`, and the stage and microbatch that the runner was at.
 fn issue<T>(
-    program: &mut Program,
+    (net, program): (&mut Net, &mut Program),
     at: &'static Location<'static>,
-    f: impl FnOnce(&mut Program) -> Result<T>,
+    call: &str,
+    f: impl FnOnce(&mut Net, &mut Program) -> Result<T>,
 ) -> Result<T> {
     let before = (program.set_label(None), program.caller(at));
     let caller = program.set_caller(Some(before.1));
-    let result = f(program);
-    program.set_label(before.0);
+    let result = f(net, program);
+    let place = program.set_label(before.0).map(|label| place(net, label));
     program.set_caller(caller);
-    result
+    result.map_err(|why| refused(why, before.1, call, place.as_deref()))
+}
+
+/// Returns a label in words, with the stage's name.
+fn place(net: &Net, label: Label) -> String {
+    let stage = net.named(label.stage as usize);
+    let microbatch = label.microbatch.map_or_else(String::new, |number| format!(", microbatch {number}"));
+    format!("{stage}{microbatch}, {}", label.role.name())
+}
+
+/// Returns the error with the user's line, `call` and `place`. What is not the caller's fault stays
+/// as it is.
+fn refused(why: Error, at: &'static Location<'static>, call: &str, place: Option<&str>) -> Error {
+    let call = place.map_or_else(|| call.to_owned(), |place| format!("{call}: {place}"));
+    match why {
+        Error::Issue(mut issue) => {
+            (issue.at, issue.call) = (at, format!("{call}: {}", issue.call));
+            Error::Issue(issue)
+        }
+        Error::Kernel(_) | Error::Tree(_) | Error::Schedule(_) | Error::Sharding(_) | Error::Aval(_) => {
+            IssueProblem::Pipeline(Box::new(why)).at(at, call)
+        }
+        other => other,
+    }
 }

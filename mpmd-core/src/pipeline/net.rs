@@ -9,6 +9,7 @@ use crate::array::MpmdArray;
 use crate::error::{Error, Result};
 use crate::jit::Jit;
 use crate::program::{Label, Program, Role};
+use crate::tree::{Structure, TreeError};
 
 /// The stages of a pipeline, and how it is run.
 pub(super) struct Net {
@@ -43,6 +44,11 @@ pub(super) fn label(program: &mut Program, (stage, microbatch): (usize, Option<u
     program.set_label(Some(Label { stage: stage as u32, microbatch, role }));
 }
 
+/// Returns a stage's number and its name, for messages.
+pub(super) fn named(stage: usize, name: &str) -> String {
+    format!("stage {stage} `{name}`")
+}
+
 impl Net {
     /// A pipeline of one stage.
     pub(super) fn new(first: Box<dyn AnyStage>) -> Self {
@@ -71,37 +77,119 @@ impl Net {
         self.adders.push(None);
     }
 
+    /// Returns a stage with its number and its name, for messages.
+    pub(super) fn named(&self, stage: usize) -> String {
+        self.stages.get(stage).map_or_else(|| format!("stage {stage}"), |known| named(stage, known.name()))
+    }
+
+    /// Returns a stage.
+    ///
+    /// # Panics
+    ///
+    /// Where there is none of that number.
+    #[track_caller]
+    pub(super) fn stage(&self, stage: usize) -> &dyn AnyStage {
+        match self.stages.get(stage) {
+            Some(stage) => stage.as_ref(),
+            None => panic!("{}", self.no_stage(stage)),
+        }
+    }
+
+    /// Changes a stage by `change`; an error says which stage.
+    pub(super) fn change(
+        &mut self,
+        stage: usize,
+        change: impl FnOnce(&mut dyn AnyStage) -> Result<()>,
+    ) -> Result<()> {
+        let Some(known) = self.stages.get_mut(stage) else {
+            return Err(Error::kernel(self.no_stage(stage)));
+        };
+        change(known.as_mut()).map_err(|why| self.at(stage, &why))
+    }
+
+    /// Returns an error of a stage with the stage before it.
+    pub(super) fn at(&self, stage: usize, why: &Error) -> Error {
+        Error::kernel(format!("{}: {why}", self.named(stage)))
+    }
+
+    fn no_stage(&self, stage: usize) -> String {
+        format!("there is no stage {stage}; the pipeline has stages 0 to {}", self.stages.len() - 1)
+    }
+
+    /// Refuses side inputs of one microbatch, by stage, that are not those that the stages take.
+    pub(super) fn check_sides<'a>(
+        &self,
+        sides: impl Iterator<Item = (usize, &'a Structure)> + Clone,
+    ) -> Result<(), String> {
+        let stages = sides.clone().map(|(stage, _)| stage);
+        if let Some(beyond) = stages.filter(|stage| *stage >= self.stages.len()).min() {
+            let problem = self.no_stage(beyond);
+            return Err(format!("a side input is for stage {beyond}, and {problem}"));
+        }
+        for (index, stage) in self.stages.iter().enumerate() {
+            let side = sides.clone().find_map(|(of, side)| (of == index).then_some(side));
+            let Err(why) = stage.check_side(side) else { continue };
+            let named = self.named(index);
+            return Err(match (side, why) {
+                (None, _) => format!("{named} needs a side input: call `.side({index}, …)`"),
+                (Some(_), TreeError::Structure { path, expected, .. })
+                    if path.is_empty() && expected == Structure::sequence([]).to_string() =>
+                {
+                    format!("{named} takes no side input: leave out `.side({index}, …)`")
+                }
+                (Some(_), why) => {
+                    format!(
+                        "the side input of {named} is not the tree that it takes: {why}; see `.side({index}, …)`"
+                    )
+                }
+            });
+        }
+        Ok(())
+    }
+
     /// Has a stage use another's parameter in place of its own.
     pub(super) fn tie(&mut self, owner: (usize, &str), user: (usize, &str)) -> Result<()> {
         let place = |(stage, path): (usize, &str)| {
-            let problem = || format!("there is no stage {stage} to tie parameter {path:?} of");
-            let found = self.stages.get(stage).ok_or_else(|| Error::kernel(problem()))?;
+            let found = self.stages.get(stage).ok_or_else(|| Error::kernel(self.no_stage(stage)))?;
             let paths = found.paths();
             paths.iter().position(|known| known == path).ok_or_else(|| {
-                let (name, known) = (found.name(), paths.join(", "));
-                Error::kernel(format!("stage {stage}, {name}, has no parameter {path:?}; it has {known}"))
+                let known = paths.iter().map(|path| format!("{path:?}")).collect::<Vec<_>>().join(", ");
+                let known = if known.is_empty() { "none" } else { &known };
+                Error::kernel(format!("{} has no parameter {path:?}; it has {known}", self.named(stage)))
             })
         };
         let tie = Tie { owner: (owner.0, place(owner)?), user: (user.0, place(user)?) };
         if tie.owner.0 == tie.user.0 {
-            let problem = format!("parameters {:?} and {:?} of one stage cannot be tied", owner.1, user.1);
+            let stage = self.named(owner.0);
+            let problem = format!(
+                "parameters {:?} and {:?} of one stage cannot be tied: both are of {stage}",
+                owner.1, user.1
+            );
             return Err(Error::kernel(problem));
         }
         for ((stage, path), (_, place)) in [(owner, tie.owner), (user, tie.user)] {
             if self.stages[stage].param(place).is_none() {
-                let problem = format!("parameter {path:?} of stage {stage} is tied to another already");
+                let problem =
+                    format!("parameter {path:?} of {} is tied to another already", self.named(stage));
                 return Err(Error::kernel(problem));
             }
         }
         if self.ties.iter().any(|known| known.owner == tie.user) {
-            let problem = format!("other stages use parameter {:?} of stage {}", user.1, user.0);
+            let problem = format!(
+                "other stages use parameter {:?} of {}: tie these to the new owner instead",
+                user.1,
+                self.named(user.0)
+            );
             return Err(Error::kernel(problem));
         }
         let [kept, other] = [tie.owner, tie.user].map(|(stage, place)| &self.stages[stage].place(place).aval);
         if kept != other {
             return Err(Error::kernel(format!(
-                "parameter {:?} of stage {} is {kept}, {:?} of stage {} is {other}: they cannot be tied",
-                owner.1, owner.0, user.1, user.0
+                "parameter {:?} of {} is {kept}, {:?} of {} is {other}: only equal shapes and dtypes can be tied",
+                owner.1,
+                self.named(owner.0),
+                user.1,
+                self.named(user.0)
             )));
         }
         self.stages[tie.user.0].give_up(tie.user.1);
@@ -136,7 +224,7 @@ impl Net {
         arrays: Vec<MpmdArray>,
     ) -> Result<MpmdArray> {
         let mut arrays = arrays.into_iter();
-        let none = || Error::kernel(format!("no gradient of an output of stage {stage}"));
+        let none = || Error::kernel("no gradient of an output");
         let first = arrays.next().ok_or_else(none)?;
         let (at, adder) = (&self.stages[stage], &mut self.adders[stage]);
         let mut sum = first;

@@ -142,8 +142,7 @@ struct Step<'a> {
 
 /// The actions that a step takes, in order: those of the schedule.
 pub(super) fn effective(net: &Net, schedule: &Schedule) -> Result<Schedule> {
-    let wrong = |error: super::ScheduleError| Error::kernel(error.to_string());
-    if net.ascending { super::ascending::ascending(schedule).map_err(wrong) } else { Ok(schedule.clone()) }
+    Ok(if net.ascending { super::ascending::ascending(schedule)? } else { schedule.clone() })
 }
 
 /// Operations in which a schedule is compared, at most.
@@ -186,8 +185,7 @@ pub(super) fn train_step(
     check_training(net, schedule, microbatches.len())?;
     let schedule = effective(net, schedule)?;
     program.runtime.trace.schedule(&schedule);
-    let order = schedule.global_order();
-    let order = order.map_err(|error| Error::kernel(error.to_string()))?;
+    let order = schedule.global_order()?;
     let output = Step::new(net, program, microbatches).train(&order);
     if output.is_err() {
         net.release();
@@ -203,7 +201,7 @@ pub(super) fn forward_all<Out: Tree<Leaf = MpmdArray>>(
     microbatches: Vec<Parts>,
 ) -> Result<Vec<Out>> {
     check(net, schedule, microbatches.len())?;
-    let mut order = schedule.global_order().map_err(|error| Error::kernel(error.to_string()))?;
+    let mut order = schedule.global_order()?;
     order.retain(|action| action.kind == ActionKind::Forward);
     check_sides(net, &microbatches)?;
     let outputs = Step::new(net, program, microbatches).forward_all(&order);
@@ -231,37 +229,59 @@ pub(super) fn forward<Out: Tree<Leaf = MpmdArray>>(
     outputs.into_iter().next().ok_or_else(|| Error::kernel("a forward pass without outputs"))
 }
 
-/// Whether side inputs are all of stages that there are.
+/// Refuses microbatches that do not bring each stage the side input that it takes.
 pub(super) fn check_sides(net: &Net, microbatches: &[Parts]) -> Result<()> {
-    let stages = net.stages.len();
-    let beyond =
-        microbatches.iter().flat_map(|parts| parts.side.keys()).filter(|stage| **stage >= stages).min();
-    beyond.map_or(Ok(()), |stage| {
-        Err(Error::kernel(format!("side inputs of stage {stage}; the pipeline has {stages} stages")))
-    })
+    let check = |(number, parts): (usize, &Parts)| {
+        let sides = parts.side.iter().map(|(stage, side)| (*stage, &side.structure));
+        net.check_sides(sides).map_err(|problem| Error::kernel(format!("microbatch {number}: {problem}")))
+    };
+    microbatches.iter().enumerate().try_for_each(check)
 }
 
 fn check_training(net: &Net, schedule: &Schedule, microbatches: usize) -> Result<()> {
     check(net, schedule, microbatches)?;
     if !schedule.has_backward() {
-        let problem = format!("schedule {} has no backward passes to train with", schedule.name());
+        let problem = format!(
+            "schedule {} has no backward passes to train with: take another, or call `forward_all`",
+            schedule.name()
+        );
         return Err(Error::kernel(problem));
     }
     Ok(())
 }
 
 fn check(net: &Net, schedule: &Schedule, microbatches: usize) -> Result<()> {
-    if schedule.stages() == net.stages.len() && schedule.microbatches() == microbatches {
+    check_stages(net, schedule)?;
+    let (name, expected) = (schedule.name(), schedule.microbatches());
+    if expected == microbatches {
         return Ok(());
     }
     Err(Error::kernel(format!(
-        "schedule {} is for {} stages and {} microbatches; the pipeline has {} stages and was given {}",
-        schedule.name(),
-        schedule.stages(),
-        schedule.microbatches(),
-        net.stages.len(),
-        microbatches
+        "schedule {name} is for {expected} microbatches, and {microbatches} are given: make a schedule for \
+         {microbatches}, or give {expected}"
     )))
+}
+
+/// Refuses a schedule for more or fewer stages than the pipeline has.
+pub(super) fn check_stages(net: &Net, schedule: &Schedule) -> Result<()> {
+    let (name, ranks, expected, stages) =
+        (schedule.name(), schedule.ranks(), schedule.stages(), net.stages.len());
+    if expected == stages {
+        return Ok(());
+    }
+    Err(Error::kernel(format!(
+        "schedule {name} is for {expected} stages (on {ranks} ranks), and the pipeline has {stages} stages: make a \
+         schedule whose ranks times stages on each rank are {stages}"
+    )))
+}
+
+/// Returns the role of what an action issues first.
+fn role(kind: ActionKind) -> Role {
+    match kind {
+        ActionKind::Forward => Role::Forward,
+        ActionKind::BackwardInput | ActionKind::Backward => Role::BackwardInput,
+        ActionKind::BackwardWeight => Role::BackwardWeight,
+    }
 }
 
 /// How often each stage's parameters are read, and its gradients added to.
@@ -321,6 +341,8 @@ impl<'a> Step<'a> {
         let mut left = uses(stages, order);
         for action in order {
             let key = (action.stage, action.microbatch);
+            // Errors say where the step was.
+            self.label(key, role(action.kind));
             if action.kind != ActionKind::BackwardWeight {
                 self.net.gather(self.program, action.stage)?;
             }
@@ -371,12 +393,13 @@ impl<'a> Step<'a> {
         let mut outputs: Vec<Option<Out>> = (0..self.microbatches).map(|_| None).collect();
         for Action { stage, microbatch, .. } in order.iter().copied() {
             let key = (stage, microbatch);
+            self.label(key, Role::Forward);
             self.net.gather(self.program, stage)?;
             let y = self.forward_pass(key)?;
             // Nobody comes for what a backward pass would need.
             *self.held(key) = Held::default();
             if stage == last {
-                outputs[microbatch] = Some(y.into_tree()?);
+                outputs[microbatch] = Some(y.into_tree("output")?);
             } else {
                 self.send_outputs(key, &y)?;
             }
@@ -434,7 +457,7 @@ impl<'a> Step<'a> {
 
     /// The loss counts once, its weight not at all.
     fn take_loss(&mut self, key: (usize, usize), y: Bundle) -> Result<()> {
-        let loss: Loss<MpmdArray> = y.into_tree()?;
+        let loss: Loss<MpmdArray> = y.into_tree("output")?;
         let seed = |value: f64| match loss.sum.dtype() {
             DType::F64 => MpmdArray::scalar(value),
             _ => MpmdArray::scalar(value as f32),
@@ -591,7 +614,8 @@ fn sum_losses(
 /// What should be there: the schedule was checked, so this is a schedule made by other means.
 fn there<T>(found: Option<T>, (stage, microbatch): (usize, usize), what: &str) -> Result<T> {
     found.ok_or_else(|| {
-        Error::kernel(format!("stage {stage}, microbatch {microbatch}: its {what} is not there"))
+        let problem = format!("the {what} of stage {stage}, microbatch {microbatch}, is not there");
+        Error::kernel(problem)
     })
 }
 

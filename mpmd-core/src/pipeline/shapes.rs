@@ -103,14 +103,7 @@ pub(super) fn stage_bytes<In: Tree<Leaf = MpmdArray>>(
     beside: &[MpmdArray],
     counts: &mut dyn FnMut(u64) -> u64,
 ) -> Result<Vec<BTreeMap<DeviceId, OnDevice>>> {
-    if schedule.stages() != net.stages.len() {
-        return Err(Error::kernel(format!(
-            "schedule {} is for {} stages; the pipeline has {}",
-            schedule.name(),
-            schedule.stages(),
-            net.stages.len()
-        )));
-    }
+    super::run::check_stages(net, schedule)?;
     let mut all: Option<Vec<BTreeMap<DeviceId, OnDevice>>> = None;
     for microbatch in microbatches {
         let found = bytes_of(net, program, schedule.microbatches(), microbatch, beside, counts)?;
@@ -130,6 +123,8 @@ fn shapes_of<In: Tree<Leaf = MpmdArray>>(
     net: &Net,
     microbatch: &MicrobatchShapes<In>,
 ) -> Result<Vec<StageShapes>> {
+    let sides = microbatch.side.iter().map(|(stage, side)| (*stage, &side.structure));
+    net.check_sides(sides).map_err(Error::kernel)?;
     let nothing = ShapeBundle::of(&Empty::<ShapedArray>::new());
     let mut shapes: Vec<StageShapes> = Vec::with_capacity(net.stages.len());
     for (index, stage) in net.stages.iter().enumerate() {
@@ -145,8 +140,8 @@ fn shapes_of<In: Tree<Leaf = MpmdArray>>(
             }
             ShapeBundle { structure: feed.structure(structures), avals }
         };
-        let of_stage = stage.shapes(&x, microbatch.side.get(&index).unwrap_or(&nothing))?;
-        shapes.push(of_stage);
+        let of_stage = stage.shapes(&x, microbatch.side.get(&index).unwrap_or(&nothing));
+        shapes.push(of_stage.map_err(|why| net.at(index, &why))?);
     }
     Ok(shapes)
 }
@@ -168,6 +163,9 @@ fn bytes_of<In: Tree<Leaf = MpmdArray>>(
     for (index, stage) in shapes.iter().enumerate() {
         let params = Params::new(net, &shapes, index);
         let mut devices = BTreeMap::new();
+        let on = |device, counts: &mut dyn FnMut(u64) -> u64, places: &[(ShapedArray, Sharding)]| {
+            on(device, counts, places).map_err(|why| net.at(index, &why))
+        };
         for device in stage.mesh.devices().iter().copied() {
             let mut bytes = StageBytes {
                 kept: on(device, counts, &params.kept)?,

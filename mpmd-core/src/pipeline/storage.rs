@@ -42,22 +42,23 @@ impl Storage {
     }
 
     /// Whether these are shardings for the parameters of a stage on `mesh`.
-    pub(super) fn check(&self, stage: &str, params: &[(String, &ShapedArray)], mesh: &Mesh) -> Result<()> {
+    pub(super) fn check(&self, params: &[(String, &ShapedArray)], mesh: &Mesh) -> Result<()> {
         let (found, expected) = (self.compute.len(), params.len());
         if found != expected {
-            let problem = format!("{found} shardings for the {expected} parameters of stage {stage}");
+            let problem =
+                format!("{found} shardings for the {expected} parameters: give one for each, in leaf order");
             return Err(Error::kernel(problem));
         }
         for ((path, param), sharding) in params.iter().zip(&self.compute) {
             let mut devices = mesh.devices().iter();
             if !devices.all(|device| sharding.devices().contains(device)) {
                 return Err(Error::kernel(format!(
-                    "stage {stage} cannot compute with parameter {path:?} as {sharding}: not on its mesh {mesh}"
+                    "it cannot compute with parameter {path:?} as {sharding}: not on its mesh {mesh}"
                 )));
             }
-            sharding.layout(param.shape()).map_err(|why| {
-                Error::kernel(format!("stage {stage} cannot compute with parameter {path:?}: {why}"))
-            })?;
+            sharding
+                .layout(param.shape())
+                .map_err(|why| Error::kernel(format!("it cannot compute with parameter {path:?}: {why}")))?;
         }
         Ok(())
     }

@@ -6,7 +6,7 @@ use super::kernels::{
     AddBackwardWeight, BackwardFirst, BackwardInput, BackwardWeight, Flat, Forward, FusedBackward, Inferred,
 };
 use super::shapes::{ShapeBundle, StageShapes};
-use super::stage::{PlacedShape, Stage};
+use super::stage::{Declared, PlacedShape, Stage};
 use super::storage::{Storage, put_each};
 use crate::array::MpmdArray;
 use crate::aval::ShapedArray;
@@ -16,7 +16,13 @@ use crate::kernel::Shapes;
 use crate::program::Program;
 use crate::sharding::Sharding;
 use crate::topology::Mesh;
-use crate::tree::{PrefixTree, Structure, Tree};
+use crate::tree::{PrefixTree, Structure, Tree, TreeError};
+
+/// Leaves of a tree of shapes that an error lists.
+const LISTED: usize = 4;
+
+/// The elements of the tuple that the pass for the input gradient takes.
+const BACKWARD_INPUTS: [&str; 3] = ["parameter", "residual", "output gradient"];
 
 /// A tree of arrays whose type is known only to its stage.
 #[derive(Clone)]
@@ -30,8 +36,10 @@ impl Bundle {
         Self { structure: tree.structure(), leaves: tree.into_leaves() }
     }
 
-    pub(super) fn into_tree<T: Tree<Leaf = MpmdArray>>(self) -> Result<T> {
-        Ok(T::from_leaves(&self.structure, self.leaves)?)
+    /// Returns the arrays as a tree of its type. Errors name it `what`.
+    pub(super) fn into_tree<T: Tree<Leaf = MpmdArray>>(self, what: &str) -> Result<T> {
+        let wrong = |why| Error::kernel(format!("its {what} is not the tree that its type takes: {why}"));
+        T::from_leaves(&self.structure, self.leaves).map_err(wrong)
     }
 
     /// The same arrays, somewhere else; those that are there already stay what they are, and cost nothing.
@@ -67,6 +75,9 @@ pub(super) trait AnyStage: Send {
     fn place(&self, place: usize) -> &ParamPlace;
     /// Has a parameter be another stage's from now on.
     fn give_up(&mut self, place: usize);
+    /// Fails where the stage takes no side input of this structure; `None` is that of a microbatch
+    /// that brings none.
+    fn check_side(&self, side: Option<&Structure>) -> Result<(), TreeError>;
     /// What the stage has and makes for inputs of these shapes.
     fn shapes(&self, x: &ShapeBundle, side: &ShapeBundle) -> Result<StageShapes>;
     /// Has the kernels compute with parameters in other shardings than the stored ones.
@@ -129,6 +140,8 @@ pub(super) struct Wired<S: Stage> {
     /// The parameters as kernels see them, while a step uses them.
     gathered: Option<Vec<MpmdArray>>,
     first: bool,
+    /// Why there must be a side input, where there must be one.
+    needs_side: Option<TreeError>,
     /// Made when the first microbatch of these shapes comes: residuals have shapes only then.
     kernels: Vec<Kernels<S>>,
 }
@@ -152,15 +165,8 @@ impl<S: Stage> Wired<S> {
     pub(super) fn new(stage: S, mesh: &Mesh, params: S::Params, first: bool) -> Result<Self> {
         let mut places = Vec::new();
         for (path, param) in params.leaves_with_paths() {
-            let here = param
-                .sharding()
-                .filter(|sharding| mesh.devices().iter().all(|device| sharding.devices().contains(device)));
-            let Some(sharding) = here else {
-                return Err(Error::kernel(format!(
-                    "parameter {path:?} of stage {} is not on the stage's mesh {mesh}",
-                    stage.name()
-                )));
-            };
+            let here = param.sharding().filter(|sharding| is_on(sharding, mesh));
+            let Some(sharding) = here else { return Err(not_here(&path, param, mesh)) };
             places.push(ParamPlace { aval: param.aval().clone(), sharding: sharding.clone() });
         }
         Ok(Self {
@@ -174,6 +180,7 @@ impl<S: Stage> Wired<S> {
             storage: None,
             gathered: None,
             first,
+            needs_side: fits::<S::Side>(&Structure::sequence([])).err(),
             kernels: Vec::new(),
         })
     }
@@ -196,6 +203,20 @@ impl<S: Stage> Wired<S> {
         Ok(Shapes::<S::Params>::from_leaves(&self.structure, avals)?)
     }
 
+    /// Returns what the stage declares for these shapes; an error shows them.
+    fn infer(
+        &self,
+        params: &Shapes<S::Params>,
+        x: &Shapes<S::In>,
+        side: &Shapes<S::Side>,
+    ) -> Result<Declared<S>> {
+        self.stage.infer(params, x, side).map_err(|why| {
+            let (params, x, side) = (listed(params), listed(x), listed(side));
+            let given = format!("parameters ({params}), input ({x}), side input ({side})");
+            Error::kernel(format!("its `infer` refuses {given}: {why}"))
+        })
+    }
+
     /// How the parameters are stored, whoever does.
     fn stored(&self) -> Vec<Sharding> {
         self.places.iter().map(|place| place.sharding.clone()).collect()
@@ -211,7 +232,7 @@ impl<S: Stage> Wired<S> {
         let params = self.param_shapes()?;
         let x: Shapes<S::In> = x.map_ref(&mut |leaf| leaf.aval().clone());
         let side: Shapes<S::Side> = side.map_ref(&mut |leaf| leaf.aval().clone());
-        let signature = self.stage.infer(&params, &x, &side)?;
+        let signature = self.infer(&params, &x, &side)?;
         let residual = self.shardings(&signature.residual);
         let weight_residual = self.shardings(&signature.weight_residual);
         let places: Vec<Sharding> = match &self.storage {
@@ -283,10 +304,54 @@ impl<S: Stage> Wired<S> {
     }
 
     fn bound(&self, kernels: usize) -> Result<&Kernels<S>> {
-        self.kernels.get(kernels).ok_or_else(|| {
-            Error::kernel(format!("stage {}: a backward pass before any forward", self.name()))
-        })
+        self.kernels.get(kernels).ok_or_else(|| Error::kernel("a backward pass before any forward pass"))
     }
+}
+
+/// Returns the error of a parameter that is not on all devices of its stage's mesh.
+fn not_here(path: &str, param: &MpmdArray, mesh: &Mesh) -> Error {
+    let found = param.sharding().map_or_else(|| "host values".to_owned(), ToString::to_string);
+    let param = if path.is_empty() { "its parameter".to_owned() } else { format!("parameter {path:?}") };
+    Error::kernel(format!("{param} is {found}, and not on its mesh {mesh}: put it there with `device_put`"))
+}
+
+/// Returns whether every device of the mesh is one of the sharding's.
+fn is_on(sharding: &Sharding, mesh: &Mesh) -> bool {
+    mesh.devices().iter().all(|device| sharding.devices().contains(device))
+}
+
+/// Fails where no tree of this type has the structure.
+fn fits<T: Tree>(structure: &Structure) -> Result<(), TreeError> {
+    let leaves = std::iter::repeat_n(false, structure.leaves());
+    T::With::<bool>::from_leaves(structure, leaves).map(drop)
+}
+
+/// Returns the first leaves of a tree of shapes in words.
+fn listed(tree: &impl Tree<Leaf = ShapedArray>) -> String {
+    let leaves = tree.leaves_with_paths();
+    let shown = leaves.iter().take(LISTED).map(|(path, aval)| match path.is_empty() {
+        true => aval.to_string(),
+        false => format!("{path}: {aval}"),
+    });
+    let mut shown: Vec<String> = shown.collect();
+    if let rest @ 1.. = leaves.len().saturating_sub(LISTED) {
+        shown.push(format!("and {rest} more"));
+    }
+    shown.join(", ")
+}
+
+/// Names the elements of the tuples that a pass takes and gives, in an error that has their
+/// numbers.
+fn in_words(mut error: Error, inputs: &[&str], outputs: &[&str]) -> Error {
+    let Error::Issue(issue) = &mut error else { return error };
+    let Some(path) = issue.why.path_mut() else { return error };
+    let (names, place) =
+        path.strip_prefix("output ").map_or((inputs, path.as_str()), |place| (outputs, place));
+    let (place, rest) = place.split_once('/').unwrap_or((place, ""));
+    if let Some(name) = place.parse().ok().and_then(|place: usize| names.get(place)) {
+        *path = format!("{name} {rest}").trim_end().to_owned();
+    }
+    error
 }
 
 /// The path to donate, where there is a leaf below it.
@@ -335,9 +400,15 @@ impl<S: Stage> AnyStage for Wired<S> {
         let own = self.own();
         if own.len() != params.len() {
             let (own, found) = (own.len(), params.len());
-            let problem =
-                format!("{found} arrays for the {own} parameters that stage {} stores", self.name());
+            let problem = format!(
+                "{found} arrays for the {own} parameters that it stores: give one for each, in leaf order"
+            );
             return Err(Error::kernel(problem));
+        }
+        let elsewhere =
+            |param: &MpmdArray| param.sharding().is_some_and(|sharding| !is_on(sharding, &self.mesh));
+        if let Some(index) = params.iter().position(elsewhere) {
+            return Err(not_here(&self.paths()[own[index]], &params[index], &self.mesh));
         }
         for (place, param) in own.into_iter().zip(params) {
             let known = &mut self.places[place];
@@ -365,9 +436,16 @@ impl<S: Stage> AnyStage for Wired<S> {
         (self.params[place], self.gathered) = (None, None);
     }
 
+    fn check_side(&self, side: Option<&Structure>) -> Result<(), TreeError> {
+        match side {
+            Some(structure) => fits::<S::Side>(structure),
+            None => self.needs_side.clone().map_or(Ok(()), Err),
+        }
+    }
+
     fn shapes(&self, x: &ShapeBundle, side: &ShapeBundle) -> Result<StageShapes> {
         let params = self.param_shapes()?;
-        let signature = self.stage.infer(&params, &x.tree::<S::In>()?, &side.tree::<S::Side>()?)?;
+        let signature = self.infer(&params, &x.tree::<S::In>()?, &side.tree::<S::Side>()?)?;
         let stored = self.stored();
         let (compute, gradients) = match &self.storage {
             Some(storage) => (storage.compute(), storage.gradients()),
@@ -402,7 +480,7 @@ impl<S: Stage> AnyStage for Wired<S> {
     fn store(&mut self, storage: Storage) -> Result<()> {
         let avals: Vec<(String, &ShapedArray)> =
             self.paths().into_iter().zip(self.places.iter().map(|place| &place.aval)).collect();
-        storage.check(self.name(), &avals, &self.mesh)?;
+        storage.check(&avals, &self.mesh)?;
         (self.storage, self.gathered) = (Some(storage), None);
         self.kernels.clear();
         Ok(())
@@ -427,10 +505,13 @@ impl<S: Stage> AnyStage for Wired<S> {
     }
 
     fn forward(&mut self, program: &mut Program, x: Bundle, side: Bundle) -> Result<(Bundle, Bundle, usize)> {
-        let (x, side): (S::In, S::Side) = (x.into_tree()?, side.into_tree()?);
+        let (x, side): (S::In, S::Side) = (x.into_tree("input")?, side.into_tree("side input")?);
         let params: S::Params = self.for_kernels()?;
         let kernels = self.kernels(program, &x, &side)?;
-        let (y, residual) = self.bound(kernels)?.forward.call(program, (params, x, side))?;
+        let y = self.bound(kernels)?.forward.call(program, (params, x, side));
+        let (y, residual) = y.map_err(|error| {
+            in_words(error, &["parameter", "input", "side input"], &["output", "residual"])
+        })?;
         Ok((Bundle::of(y), Bundle::of(residual), kernels))
     }
 
@@ -442,11 +523,12 @@ impl<S: Stage> AnyStage for Wired<S> {
         dy: Bundle,
     ) -> Result<(Option<Bundle>, Bundle)> {
         let params: S::Params = self.for_kernels()?;
-        let inputs = (params, residual.into_tree()?, dy.into_tree()?);
+        let inputs = (params, residual.into_tree("residual")?, dy.into_tree("output gradient")?);
+        let wrong = |error| in_words(error, &BACKWARD_INPUTS, &["input gradient", "weight residual"]);
         match &self.bound(kernels)?.backward {
-            Backward::First(jit) => Ok((None, Bundle::of(jit.call(program, inputs)?))),
+            Backward::First(jit) => Ok((None, Bundle::of(jit.call(program, inputs).map_err(wrong)?))),
             Backward::Later(jit) => {
-                let (dx, weight_residual) = jit.call(program, inputs)?;
+                let (dx, weight_residual) = jit.call(program, inputs).map_err(wrong)?;
                 Ok((Some(Bundle::of(dx)), Bundle::of(weight_residual)))
             }
         }
@@ -459,11 +541,13 @@ impl<S: Stage> AnyStage for Wired<S> {
         weight_residual: Bundle,
         so_far: Option<Bundle>,
     ) -> Result<Bundle> {
-        let weight_residual: S::WeightResidual = weight_residual.into_tree()?;
+        let weight_residual: S::WeightResidual = weight_residual.into_tree("weight residual")?;
         let kernels = self.bound(kernels)?;
         let gradient = match so_far {
             None => kernels.weight.call(program, weight_residual)?,
-            Some(so_far) => kernels.add_weight.call(program, (weight_residual, so_far.into_tree()?))?,
+            Some(so_far) => {
+                kernels.add_weight.call(program, (weight_residual, so_far.into_tree("gradient")?))?
+            }
         };
         Ok(Bundle::of(gradient))
     }
@@ -484,10 +568,13 @@ impl<S: Stage> AnyStage for Wired<S> {
         so_far: Option<Bundle>,
     ) -> Result<Both> {
         let params: S::Params = self.for_kernels()?;
-        let name = || Error::kernel(format!("stage {} has no kernel for both gradients", self.name()));
-        let jit = &self.bound(kernels)?.fused.as_ref().ok_or_else(name)?[usize::from(so_far.is_some())];
-        let so_far = so_far.map(Bundle::into_tree::<S::Params>).transpose()?;
-        let (dx, gradient) = jit.call(program, (params, residual.into_tree()?, dy.into_tree()?, so_far))?;
+        let none = || Error::kernel("there is no kernel for both gradients");
+        let jit = &self.bound(kernels)?.fused.as_ref().ok_or_else(none)?[usize::from(so_far.is_some())];
+        let so_far = so_far.map(|so_far| so_far.into_tree::<S::Params>("gradient")).transpose()?;
+        let inputs = (params, residual.into_tree("residual")?, dy.into_tree("output gradient")?, so_far);
+        let y = jit.call(program, inputs);
+        let (dx, gradient) =
+            y.map_err(|error| in_words(error, &BACKWARD_INPUTS, &["input gradient", "gradient"]))?;
         Ok((dx.map(Bundle::of), Bundle::of(gradient)))
     }
 }

@@ -52,8 +52,9 @@ pub struct Plan {
     pub forms: Vec<Form>,
     /// In order; the first is operation 1.
     pub operations: Vec<Operation>,
-    /// For each operation the hash that the processes of a job compare, of all that was issued up to it: everything that
-    /// must be equal on all of them, host values included. Of a replay that before its first operation.
+    /// For each operation the hash that the processes of a job compare, of all that was issued up
+    /// to it: everything that must be equal on all of them, host values included. Of a replay that
+    /// before its first operation.
     #[serde(default)]
     pub hashes: Vec<u64>,
     /// Where the last handle to an array was let go, in order.

@@ -10,19 +10,21 @@ use super::{Array, End, Form, Kind, Plan, Taken};
 pub struct Parting {
     /// The number of the operation.
     pub operation: u64,
-    /// The operation in words, with its line, as the first plan and as the second has it; or that there is none.
+    /// The operation in words, with its line, as the first plan and as the second has it; or that
+    /// there is none.
     pub issued: [String; 2],
     /// What differs, where the two descriptions are the same.
     pub why: Option<String>,
 }
 
 impl Plan {
-    /// Returns the first operation at which this plan and `other` part: plans of one job, recorded as different
-    /// processes of it. `None` if they are of the same operations.
+    /// Returns the first operation at which this plan and `other` part: plans of one job, recorded
+    /// as different processes of it. `None` if they are of the same operations.
     ///
-    /// Compares what the processes of a job compare: what an operation does, the arrays that it takes, its host values,
-    /// and the number of steps that ended before it. Lines and labels may differ. A plan that ends
-    /// [steady](End::Steady) goes on with its last step again and again, whichever of the two is longer.
+    /// Compares what the processes of a job compare: what an operation does, the arrays that it
+    /// takes, its host values, and the number of steps that ended before it. Lines and labels may
+    /// differ. A plan that ends [steady](End::Steady) goes on with its last step again and again,
+    /// whichever of the two is longer.
     pub fn parting(&self, other: &Self) -> Option<Parting> {
         let mut forms: HashMap<(u32, u32), bool> = HashMap::new();
         let both = self.operations.len().min(other.operations.len());
@@ -61,8 +63,8 @@ impl Plan {
         Some(Parting { operation, issued, why: None })
     }
 
-    /// Returns the first operation of this plan that one which ends earlier, and is the same up to there, does not have
-    /// as well.
+    /// Returns the first operation of this plan that `shorter` lacks, which is equal up to its end:
+    /// in a steady plan the first that is not its last step once more.
     fn departs_after(&self, shorter: &Self) -> Option<u64> {
         let end = shorter.operations.len();
         let length = match shorter.steps.len().checked_sub(1).and_then(|last| shorter.step(last)) {

@@ -49,7 +49,8 @@ impl Step<'_> {
 }
 
 impl Operation {
-    /// Returns whether `later`, `shift` operations after this one, does the same in a later step of the same plan.
+    /// Returns whether `later`, `shift` operations after this one, does the same in a later step of
+    /// the same plan.
     pub(super) fn is_again(&self, later: &Self, shift: u64) -> bool {
         let same_input = |a: Option<Array>, b: Option<Array>| match (a, b) {
             (Some(a), Some(b)) => same_array(a, b, shift),
@@ -63,7 +64,8 @@ impl Operation {
     }
 }
 
-/// Returns whether `later` is the array `array`, or the one that was made `shift` operations after it.
+/// Returns whether `later` is the array `array`, or the one that was made `shift` operations after
+/// it.
 fn same_array(array: Array, later: Array, shift: u64) -> bool {
     array.result == later.result
         && (array.operation == later.operation || array.operation + shift == later.operation)

@@ -212,8 +212,8 @@ impl Builder {
         self.spectate(beyond(&topology), topology, None)
     }
 
-    /// Returns a spectator of a job with these devices, to which [`Program::process`] says `process`. It ends with its
-    /// plan where it is `order`ed to.
+    /// Returns a spectator of a job with these devices, to which [`Program::process`] says
+    /// `process`. It ends with its plan where it is `order`ed to.
     pub(super) fn spectate(
         self,
         process: ProcessId,

@@ -140,8 +140,8 @@ pub(super) fn from_env(mut builder: Builder) -> Result<Program> {
     join(builder, &env)
 }
 
-/// Returns a program that owns nothing and writes down what all processes of the job would do. They are taken to be on
-/// one host.
+/// Returns a program that owns nothing and writes down what all processes of the job would do. They
+/// are taken to be on one host.
 fn spectate(builder: Builder, env: &JobEnv, plan: &PlanEnv) -> Result<Program> {
     let mut topology = builder.topology(env.processes, env.devices_per_process)?;
     if let Some(file) = &env.links

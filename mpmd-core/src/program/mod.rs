@@ -133,8 +133,8 @@ impl Program {
         }
     }
 
-    /// This process. Where it [only records](Self::is_planning): the process of the job whose part the program is to
-    /// take, or one beyond those of the job.
+    /// This process. Where it [only records](Self::is_planning): the process of the job whose part
+    /// the program is to take, or one beyond those of the job.
     pub fn process(&self) -> ProcessId {
         self.runtime.recorder.as_ref().map_or(self.runtime.me, Recorder::process)
     }
@@ -154,9 +154,10 @@ impl Program {
         &self.runtime.topology
     }
 
-    /// Whether this process only records what the others would do: it owns nothing, and runs neither
-    /// kernels nor closures. Guards output and files: the number of [the process](Self::process) does not, since
-    /// `mpmd check` runs the program under each number of the job.
+    /// Whether this process only records what the others would do: it owns nothing, and runs
+    /// neither kernels nor closures. Guards output and files: the number of [the
+    /// process](Self::process) does not, since `mpmd check` runs the program under each number of
+    /// the job.
     pub fn is_planning(&self) -> bool {
         self.planning
     }

@@ -58,7 +58,8 @@ impl Recorder {
         self.process
     }
 
-    /// Writes the next operation down. `hash` is the rolling hash up to it; `known` remembers its form.
+    /// Writes the next operation down. `hash` is the rolling hash up to it; `known` remembers its
+    /// form.
     pub(crate) fn operation<'a>(
         &self,
         (label, at, hash): (Option<Label>, &'static Location<'static>, u64),

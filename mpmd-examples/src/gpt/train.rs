@@ -177,8 +177,7 @@ impl Config {
                 let problem = format!("{stages} stages do not divide among ranks of {chunks} stages each");
                 return Err(Error::kernel(problem));
             }
-            None => Schedule::named(&self.schedule, stages / chunks, microbatches, Some(chunks))
-                .map_err(|error| Error::kernel(error.to_string()))?,
+            None => Schedule::named(&self.schedule, stages / chunks, microbatches, Some(chunks))?,
         };
         let (name, found) = (schedule.name(), (schedule.stages(), schedule.microbatches()));
         if found != (stages, microbatches) {

@@ -79,9 +79,7 @@ pub(super) struct Steps {
 impl Steps {
     pub(super) fn new(p: &mut Program, microbatches: usize) -> Result<Self> {
         let stages = p.processes();
-        let schedule = Schedule::one_f_one_b(stages, microbatches)
-            .and_then(|schedule| schedule.global_order())
-            .map_err(|error| mpmd_core::Error::kernel(error.to_string()))?;
+        let order = Schedule::one_f_one_b(stages, microbatches)?.global_order()?;
         let devices = p.topology().device_ids().to_vec();
         let mesh = |device: &_| p.mesh_of(&[("stage", 1)], &[*device]);
         let meshes = devices.iter().map(mesh).collect::<Result<Vec<_>>>()?;
@@ -90,7 +88,7 @@ impl Steps {
         let backward =
             |mesh: &Mesh| p.jit(Backward).on(mesh).outputs(mesh.replicated()).donate("0").donate("1").build();
         let backward = meshes.iter().map(backward).collect::<Result<_>>()?;
-        Ok(Self { meshes, forward, backward, order: schedule, microbatches })
+        Ok(Self { meshes, forward, backward, order, microbatches })
     }
 
     /// What the first step takes.

@@ -173,7 +173,8 @@ fn planning(vars: &Vars<'_>, file: String) -> Result<JobEnv, LaunchError> {
         job: String::new(),
     };
     let env = complete(vars, said)?;
-    // Where nobody says a number it is that of no process: what a program does on one process alone is not done.
+    // Where nobody says a number it is that of no process: what a program does on one process alone
+    // is not done.
     let process = process.unwrap_or_else(|| u32::try_from(processes).unwrap_or(u32::MAX));
     Ok(JobEnv { process: ProcessId(process), plan: Some(PlanEnv { file: file.into(), steps }), ..env })
 }
