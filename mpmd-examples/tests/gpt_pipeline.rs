@@ -40,7 +40,7 @@ fn losses(config: &Config, processes: usize, steps: u64) -> Vec<u64> {
         let mut reports: Vec<StepReport> = Vec::new();
         let more = |step: u64| (step < steps).then(|| config.rates.rate(step + 1));
         train(p, &mut trainer, more, |report| reports.push(report))?;
-        let held_out = trainer.held_out_loss(p)?;
+        let held_out = trainer.held_out_loss(p, |_, _| true)?;
         let mut bits: Vec<u64> =
             reports.iter().flat_map(|report| [report.loss.to_bits(), report.norm.to_bits()]).collect();
         bits.extend(held_out.map(f64::to_bits));
@@ -327,7 +327,7 @@ fn samples_are_the_same_on_any_number_of_processes_and_stages() {
                 let order = |a: &u8, b: &u8| logits[usize::from(*a)].total_cmp(&logits[usize::from(*b)]);
                 let mut bytes: Vec<u8> = (0..=255).collect();
                 bytes.sort_by(order);
-                bytes[255 - number as usize]
+                Some(bytes[255 - number as usize])
             })
         });
         let mut samples: Vec<Vec<u8>> = results.into_iter().map(|result| result.unwrap()).collect();
@@ -339,6 +339,39 @@ fn samples_are_the_same_on_any_number_of_processes_and_stages() {
     assert_eq!(sample(2, 1, 2), reference);
     assert_eq!(sample(4, 1, 4), reference);
     assert_eq!(sample(2, 2, 2), reference);
+}
+
+#[test]
+fn evaluation_and_sampling_stop_where_process_0_says() {
+    let (text, config) = (text(), Config { stages: 2, ..tiny() });
+    let results = Simulation::new(2, config.devices()).run(|p| {
+        let mut trainer = Trainer::<f32>::new(p, &text, &config)?;
+        let mut asked = Vec::new();
+        let stopped = trainer.held_out_loss(p, |done, all| {
+            asked.push((done, all));
+            asked.len() < 3
+        })?;
+        let mut last = (0, 0);
+        let whole = trainer.held_out_loss(p, |done, all| {
+            last = (done, all);
+            true
+        })?;
+        let sample = trainer.sample(p, b"one", 9, |_, number| (number < 4).then_some(b'x'))?;
+        Ok((asked, stopped, last, whole, sample, trainer.sequences().held_out_len()))
+    });
+    let step = config.batch * config.microbatches;
+    for (process, result) in results.into_iter().enumerate() {
+        let (asked, stopped, last, whole, sample, count) = result.unwrap();
+        assert!(stopped.is_none() && count > 3 * step, "{count}");
+        assert_eq!(sample, b"xxxx");
+        assert_eq!(whole.is_some(), process == 0);
+        if process == 0 {
+            assert_eq!(asked, [(0, count), (step, count), (2 * step, count)]);
+            assert_eq!(last, (count, count));
+        } else {
+            assert!(asked.is_empty() && last == (0, 0));
+        }
+    }
 }
 
 #[test]

@@ -213,20 +213,84 @@ fn saved_at_four_stages_and_loaded_at_two_it_goes_on_with_the_same_bits() {
     assert_eq!(losses(folder.path(), &loaded), whole[4..]);
 }
 
-#[test]
-fn ctrl_c_ends_after_the_step_and_saves() {
-    let folder = folder();
-    let mut process =
-        start(Carrier::TCP, folder.path(), &["--steps", "1000000", "--save", "model.safetensors"]);
-    // Progress is told on the other stream.
+/// Starts the training of a small model as four processes, by `mpmd run` or by itself, with a
+/// continuation that is too long to wait for.
+fn start_without_end(folder: &Path, by_launcher: bool, args: &[&str]) -> Watched {
+    let program = package_program("mpmd-examples", "train_gpt");
+    let mut command = bare_command(&program);
+    if by_launcher {
+        command = bare_command(&package_program("mpmd-cli", "mpmd"));
+        command.args(["run", "-n", "4", "--grace", "60"]).arg(&program);
+    }
+    command.args(["--width", "16", "--heads", "2", "--time", "8", "--sample", "100000000"]);
+    command.args(args).arg("text").current_dir(folder);
+    command.env("MPMD_TESTS_MARK", folder.display().to_string());
+    Watched::start(command, folder, "train_gpt")
+}
+
+/// Sends `signal` once the output `is_time`, and waits for the end. Returns standard output and exit code.
+fn stopped(
+    mut process: Watched,
+    folder: &Path,
+    is_time: impl Fn(&str) -> bool,
+    signal: Signal,
+) -> (String, i32) {
     let deadline = Instant::now() + LONG;
-    while !process.report().contains("step 1/1000000") {
-        assert!(Instant::now() < deadline && !process.has_ended(), "no step\n{}", process.report());
+    while !is_time(&process.report()) {
+        assert!(Instant::now() < deadline && !process.has_ended(), "too early\n{}", process.report());
         std::thread::sleep(Duration::from_millis(20));
     }
-    process.signal(Signal::INT);
+    process.signal(signal);
     let end = process.wait(Instant::now() + LONG);
-    assert!(end.stdout.contains("saved after step "), "{}\n{}", end.stdout, end.stderr);
-    assert!(folder.path().join("model.safetensors").exists());
-    assert!(processes_of(&folder.path().display().to_string()).is_empty(), "{}", process.report());
+    assert!(processes_of(&folder.display().to_string()).is_empty(), "{}", process.report());
+    (end.stdout, end.code)
+}
+
+/// Whether an evaluation has come to its end, so that it samples.
+fn is_evaluated(report: &str) -> bool {
+    let counts = report.lines().filter_map(|line| line.split_once("evaluation: ")?.1.split_once(" of "));
+    counts.into_iter().any(|(done, all)| all.split(' ').next() == Some(done))
+}
+
+#[test]
+fn signal_while_training_saves_and_skips_what_follows() {
+    for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143)] {
+        let folder = folder();
+        let args = ["--steps", "1000000", "--save", "model.safetensors", "--losses-out", "losses"];
+        let process = start_without_end(folder.path(), false, &args);
+        let is_time = |report: &str| report.contains("step 1/1000000");
+        let (stdout, found) = stopped(process, folder.path(), is_time, signal);
+        assert_eq!(found, code, "{stdout}");
+        assert!(stdout.contains("saved after step ") && !stdout.contains("held-out loss"), "{stdout}");
+        assert!(folder.path().join("model.safetensors").exists());
+        let losses = std::fs::read_to_string(folder.path().join("losses")).expect("they are written");
+        assert!(losses.starts_with("1 "), "{losses}");
+    }
+}
+
+#[test]
+fn signal_while_evaluating_or_sampling_ends_it_with_its_code() {
+    let evaluates = |report: &str| report.contains("evaluation: 0 of ");
+    for (is_time, signal, code) in
+        [(&evaluates as &dyn Fn(&str) -> bool, Signal::TERM, 143), (&is_evaluated, Signal::INT, 130)]
+    {
+        let folder = folder();
+        let args = ["--steps", "1", "--microbatches", "1", "--save", "model.safetensors"];
+        let process = start_without_end(folder.path(), false, &args);
+        let (stdout, found) = stopped(process, folder.path(), is_time, signal);
+        assert_eq!(found, code, "{stdout}");
+        assert!(stdout.contains("saved after step 1 "), "{stdout}");
+    }
+}
+
+#[test]
+fn launcher_and_threads_pass_the_code_of_a_signal_on() {
+    for (by_launcher, args) in
+        [(true, &["--steps", "1"][..]), (false, &["--steps", "1", "--transport", "inproc"])]
+    {
+        let folder = folder();
+        let process = start_without_end(folder.path(), by_launcher, args);
+        let (stdout, found) = stopped(process, folder.path(), is_evaluated, Signal::TERM);
+        assert_eq!(found, 143, "by the launcher: {by_launcher}\n{stdout}");
+    }
 }

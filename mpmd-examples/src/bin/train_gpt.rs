@@ -6,19 +6,21 @@
 //! cargo run --release --features cuda --bin train_gpt -- --device cuda        # on graphics processors
 //! cargo run --release --features cuda --bin train_gpt -- --device cpu,cuda    # the first process without one
 //! ```
+//!
+//! Ctrl-C and SIGTERM end the program after the current step of training, evaluation or sampling. It
+//! writes the files of `--save` and `--losses-out`, and its exit code is 130 or 143.
 
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufWriter, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use clap::builder::RangedU64ValueParser;
 use clap::{Parser, ValueEnum};
-use indicatif::{ProgressBar, ProgressStyle};
 use mpmd_core::aval::DType;
 use mpmd_core::cuda::Math;
 use mpmd_core::pipeline::{self as schedule, Builtin, Schedule};
@@ -31,11 +33,13 @@ use mpmd_examples::gpt::clock::Pass;
 use mpmd_examples::gpt::memory::{Expected, Taken};
 use mpmd_examples::gpt::params::Model;
 use mpmd_examples::gpt::placement::{Placement, Rule};
+use mpmd_examples::gpt::progress::{Evaluation, Progress};
 use mpmd_examples::gpt::sample::{next_byte, printable};
-use mpmd_examples::gpt::stop::StopFlag;
+use mpmd_examples::gpt::stop::{StopFlag, exit_code};
 use mpmd_examples::gpt::train::{Config, StepReport, Trainer, train};
 use mpmd_examples::job::{self, JobArgs};
 use mpmd_examples::text::Text;
+use signal_hook::low_level::signal_name;
 
 /// Train a byte-level transformer on text, as a pipeline
 #[derive(Parser)]
@@ -122,7 +126,7 @@ struct Args {
     /// How freely: 0 takes the likeliest byte each time
     #[arg(long, default_value_t = 0.7)]
     temperature: f64,
-    /// End after this update, as Ctrl-C would: what follows can be trained later
+    /// End after this update; --save and --load continue the training later
     #[arg(long, value_name = "STEP")]
     stop_after: Option<u64>,
     /// Write parameters and the optimiser's state here at the end, as safetensors
@@ -174,7 +178,14 @@ fn main() -> anyhow::Result<ExitCode> {
     }
     let text =
         Arc::new(if args.paths.is_empty() { Text::of_this_repository() } else { Text::read(&args.paths) }?);
-    job::run(&args.job, config.devices().min(4), config.devices(), |p| run(p, &args, &config, &text))
+    // Set where this process is one of the job's: a launcher hears of the signal by their exit codes.
+    let stopped = OnceLock::new();
+    let code = job::run(&args.job, config.devices().min(4), config.devices(), |p| {
+        let signal = run(p, &args, &config, &text)?;
+        signal.into_iter().for_each(|signal| _ = stopped.set(exit_code(signal)));
+        anyhow::Ok(())
+    })?;
+    Ok(stopped.get().filter(|_| code == ExitCode::SUCCESS).map_or(code, |code| ExitCode::from(*code)))
 }
 
 impl Args {
@@ -234,7 +245,8 @@ fn read_schedule(path: &str) -> anyhow::Result<Schedule> {
     text.schedule(name).with_context(|| path.to_owned())
 }
 
-fn run(p: &mut Program, args: &Args, config: &Config, text: &Arc<Text>) -> anyhow::Result<()> {
+/// Trains, evaluates and samples. Returns the signal that ended one of these early.
+fn run(p: &mut Program, args: &Args, config: &Config, text: &Arc<Text>) -> anyhow::Result<Option<i32>> {
     // A dry run as process 0 must leave files alone.
     let first = p.process() == ProcessId(0) && !p.is_planning();
     let losses_out = args.losses_out.as_deref().filter(|_| first).map(create).transpose()?;
@@ -253,7 +265,7 @@ fn run(p: &mut Program, args: &Args, config: &Config, text: &Arc<Text>) -> anyho
     let stop = StopFlag::install().context("cannot watch for Ctrl-C")?;
     let start = Instant::now();
     let length = Length { rates: config.rates, seconds: args.seconds, stop_after: args.stop_after, start };
-    let mut progress = first.then(|| Progress::new(args, config, trainer.steps(), start));
+    let mut progress = first.then(|| Progress::new(args.seconds, config, trainer.steps(), start));
     let mut losses = Vec::new();
     let more = |steps| length.rate(steps).filter(|_| !stop.is_set());
     let mut on_step = |report: StepReport| {
@@ -273,12 +285,22 @@ fn run(p: &mut Program, args: &Args, config: &Config, text: &Arc<Text>) -> anyho
         save(p, &trainer, path)?;
     }
     let table = time_table(p, &trainer, took)? + &memory.beside(p, taken)?;
-    let held_out = trainer.held_out_loss(p)?;
-    let prompt = args.prompt.as_bytes();
-    let choose = |logits: &[f32], position| next_byte(logits, args.temperature, args.seed, position);
-    let continuation = trainer.sample(p, prompt, args.sample, choose)?;
+    let (mut held_out, mut continuation) = (None, Vec::new());
+    if stop.agree(p)?.is_none() {
+        let mut evaluation = Evaluation::default();
+        held_out = trainer.held_out_loss(p, |done, all| {
+            evaluation.show(done, all);
+            !stop.is_set()
+        })?;
+    }
+    if stop.agree(p)?.is_none() {
+        let next = |logits: &[f32], position| next_byte(logits, args.temperature, args.seed, position);
+        let choose = |logits: &[f32], position| (!stop.is_set()).then(|| next(logits, position));
+        continuation = trainer.sample(p, args.prompt.as_bytes(), args.sample, choose)?;
+    }
+    let signal = stop.agree(p)?;
     if !first {
-        return Ok(());
+        return Ok(signal);
     }
     if let Some((file, path)) = losses_out {
         write_losses(file, &losses).with_context(|| format!("cannot write {}", path.display()))?;
@@ -286,10 +308,26 @@ fn run(p: &mut Program, args: &Args, config: &Config, text: &Arc<Text>) -> anyho
     if let Some(path) = &args.save {
         println!("saved after step {} to {}", trainer.steps(), path.display());
     }
-    conclude(text, config, &losses, held_out, took);
-    println!("\n{}{}\n", args.prompt, printable(&continuation));
+    let mut rows = vec![training_loss(&losses)];
+    if signal.is_none() || held_out.is_some() {
+        rows.push(("held-out loss".to_owned(), held_out));
+    }
+    if let Some(signal) = signal {
+        let name = signal_name(signal).unwrap_or("a signal");
+        eprintln!("stopped by {name} after step {}", trainer.steps());
+    } else {
+        let bigram = bigram_loss(text, trainer.sequences().held_out());
+        rows.push(("held-out loss of a bigram table".to_owned(), bigram));
+    }
+    show_losses(&rows);
+    let seconds = took.as_secs_f64();
+    let rate = (losses.len() * config.tokens()) as f64 / seconds;
+    println!("{} steps in {seconds:.1} s: {rate:.0} tokens/s", losses.len());
+    if signal.is_none() {
+        println!("\n{}{}\n", args.prompt, printable(&continuation));
+    }
     print!("{table}");
-    Ok(())
+    Ok(signal)
 }
 
 /// Ordered rules from a file.
@@ -394,63 +432,15 @@ fn kinds_line(topology: &Topology, math: ProductMath) -> String {
     format!("{names}; cuda multiplies in {}", format!("{math:?}").to_lowercase())
 }
 
-/// A bar on a terminal; elsewhere a line now and then.
-struct Progress {
-    bar: ProgressBar,
-    seconds: Option<f64>,
-    /// Steps of earlier runs.
-    done: u64,
-    steps: u64,
-    tokens: usize,
-    start: Instant,
-    reports: usize,
-    tenths: u64,
-}
-
-impl Progress {
-    fn new(args: &Args, config: &Config, done: u64, start: Instant) -> Self {
-        let steps = config.rates.total;
-        let length = args.seconds.map_or(steps, |seconds| seconds as u64);
-        let bar = ProgressBar::new(length);
-        let style = ProgressStyle::with_template("{bar:30} {msg}  {eta} left");
-        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        let (seconds, tokens) = (args.seconds, config.tokens());
-        Self { bar, seconds, done, steps, tokens, start, reports: 0, tenths: 0 }
-    }
-
-    fn show(&mut self, report: StepReport) {
-        let StepReport { step, loss, .. } = report;
-        let elapsed = self.start.elapsed().as_secs_f64();
-        self.reports += 1;
-        let rate = (self.reports * self.tokens) as f64 / elapsed;
-        let of = if self.seconds.is_none() { format!("/{}", self.steps) } else { String::new() };
-        let message = format!("step {step}{of}  loss {loss:.3}  {rate:.0} tokens/s");
-        let steps = self.steps.saturating_sub(self.done).max(1) as f64;
-        let done = self.seconds.map_or(self.reports as f64 / steps, |seconds| elapsed / seconds);
-        if !self.bar.is_hidden() {
-            self.bar.set_message(message);
-            self.bar.set_position(if self.seconds.is_some() { elapsed as u64 } else { step });
-        } else if self.reports == 1 || (10.0 * done) as u64 > self.tenths {
-            self.tenths = (10.0 * done) as u64;
-            let left = elapsed * (1.0 / done.clamp(1e-9, 1.0) - 1.0);
-            eprintln!("{message}  {left:.0} s left");
-        }
-    }
-
-    fn finish(&self) {
-        self.bar.finish();
-    }
-}
-
-fn conclude(text: &Text, config: &Config, losses: &[(u64, f64)], held_out: Option<f64>, took: Duration) {
+/// Returns the mean loss of the last steps, with its name.
+fn training_loss(losses: &[(u64, f64)]) -> (String, Option<f64>) {
     let last = &losses[losses.len().saturating_sub(20)..];
-    let training = last.iter().map(|(_, loss)| loss).sum::<f64>() / last.len().max(1) as f64;
-    let bigram = bigram_loss(text, config.model.time);
-    let rows = [
-        (format!("training loss, last {} steps", last.len()), (!last.is_empty()).then_some(training)),
-        ("held-out loss".to_owned(), held_out),
-        ("held-out loss of a bigram table".to_owned(), bigram),
-    ];
+    let mean = last.iter().map(|(_, loss)| loss).sum::<f64>() / last.len().max(1) as f64;
+    (format!("training loss, last {} steps", last.len()), (!last.is_empty()).then_some(mean))
+}
+
+/// Prints losses in nats and bits per byte.
+fn show_losses(rows: &[(String, Option<f64>)]) {
     println!("{:40}{:>10}{:>10}", "per byte", "nats", "bits");
     for (name, nats) in rows {
         match nats {
@@ -458,12 +448,6 @@ fn conclude(text: &Text, config: &Config, losses: &[(u64, f64)], held_out: Optio
             None => println!("{name:40}{:>10}{:>10}", "-", "-"),
         }
     }
-    let seconds = took.as_secs_f64();
-    println!(
-        "{} steps in {seconds:.1} s: {:.0} tokens/s",
-        losses.len(),
-        (losses.len() * config.tokens()) as f64 / seconds
-    );
 }
 
 /// Where the time of training went, by process: the same text on each.

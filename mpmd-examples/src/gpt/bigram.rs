@@ -6,13 +6,16 @@ use crate::text::Text;
 /// The share of the byte frequencies in each estimate, so that no pair is impossible.
 const UNIGRAM_SHARE: f64 = 0.05;
 
-/// The cross-entropy, in nats per byte, of the held-out bytes that [`Text::held_out_sequences`] gives, under a
-/// bigram table of the training bytes. `None` where nothing is held out.
+/// Returns the cross-entropy of a bigram table of the training bytes on `sequences` of tokens and targets,
+/// in nats per byte. `None` if there are no sequences.
 ///
 /// An estimate is 0.95 of the pair's share among those with its first byte, and 0.05 of the byte's own
 /// frequency, each byte counted once more than seen: interpolation does better here than adding one to
 /// each of 65,536 pairs.
-pub fn bigram_loss(text: &Text, time: usize) -> Option<f64> {
+pub fn bigram_loss<'a>(
+    text: &Text,
+    sequences: impl IntoIterator<Item = (&'a [u8], &'a [u8])>,
+) -> Option<f64> {
     let mut pairs = vec![0u64; BYTES * BYTES];
     let mut singles = vec![1u64; BYTES];
     for run in text.training_runs() {
@@ -35,10 +38,11 @@ pub fn bigram_loss(text: &Text, time: usize) -> Option<f64> {
             }
         }
     };
-    let sequences = text.held_out_sequences(time);
-    let bytes: usize = sequences.iter().map(|(inputs, _)| inputs.len()).sum();
-    let losses = sequences.iter().flat_map(|(inputs, targets)| inputs.iter().zip(*targets));
-    let sum: f64 = losses.map(|(first, next)| -share(*first, *next).ln()).sum();
+    let (mut bytes, mut sum) = (0u64, 0.0);
+    for (first, next) in sequences.into_iter().flat_map(|(inputs, targets)| inputs.iter().zip(targets)) {
+        bytes += 1;
+        sum -= share(*first, *next).ln();
+    }
     (bytes > 0).then(|| sum / bytes as f64)
 }
 
@@ -47,19 +51,24 @@ mod tests {
     use super::*;
     use crate::text::BLOCK;
 
+    fn loss_of_held_out(bytes: Vec<u8>) -> Option<f64> {
+        let text = Text::of_files(&[bytes]).unwrap();
+        bigram_loss(&text, text.held_out_sequences(64))
+    }
+
     #[test]
     fn a_text_of_certain_pairs_costs_next_to_nothing_and_a_random_one_its_entropy() {
         let certain: Vec<u8> = (0..BLOCK * 20).map(|i| b"abcd"[i % 4]).collect();
-        let loss = bigram_loss(&Text::of_files(&[certain]).unwrap(), 64).unwrap();
+        let loss = loss_of_held_out(certain).unwrap();
         assert!((loss + (0.95f64 + 0.05 * 0.25).ln()).abs() < 1e-3, "{loss}");
         let random: Vec<u8> =
             (0..BLOCK as u64 * 60).map(|i| b"abcd"[(crate::math::random_bits(7, i) % 4) as usize]).collect();
-        let loss = bigram_loss(&Text::of_files(&[random]).unwrap(), 64).unwrap();
+        let loss = loss_of_held_out(random).unwrap();
         assert!((loss - 4f64.ln()).abs() < 0.01, "{loss}");
     }
 
     #[test]
     fn nothing_held_out_is_no_figure() {
-        assert_eq!(bigram_loss(&Text::of_files(&[vec![b'x'; 1000]]).unwrap(), 64), None);
+        assert_eq!(loss_of_held_out(vec![b'x'; 1000]), None);
     }
 }

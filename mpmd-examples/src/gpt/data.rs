@@ -21,17 +21,20 @@ pub struct Sequences {
 type Sequence = (Vec<u8>, Vec<u8>);
 
 impl Sequences {
-    /// Sequences of `time` tokens.
+    /// Cuts the text into sequences of `time` tokens. At most `most_held_out` held-out sequences are kept,
+    /// spread evenly over the text.
     ///
     /// # Errors
     ///
     /// Where no run of training blocks is that long, or `time` is zero.
-    pub fn new(text: &Arc<Text>, time: usize) -> Result<Self> {
+    pub fn new(text: &Arc<Text>, time: usize, most_held_out: usize) -> Result<Self> {
         if time == 0 || text.sequence(0, 0, 0, time).is_none() {
             let problem = format!("{} bytes of text have no training sequence of {time}", text.bytes().len());
             return Err(Error::Environment(problem));
         }
-        let held_out = text.held_out_sequences(time).into_iter();
+        let held_out = text.held_out_sequences(time);
+        let every = held_out.len().div_ceil(most_held_out.max(1)).max(1);
+        let held_out = held_out.into_iter().step_by(every).take(most_held_out);
         let held_out = held_out.map(|(tokens, targets)| (tokens.to_vec(), targets.to_vec())).collect();
         Ok(Self { text: text.clone(), time, held_out })
     }
@@ -39,6 +42,11 @@ impl Sequences {
     /// How many held-out sequences there are.
     pub fn held_out_len(&self) -> usize {
         self.held_out.len()
+    }
+
+    /// The held-out sequences: tokens, and the byte that follows each.
+    pub fn held_out(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
+        self.held_out.iter().map(|(tokens, targets)| (&tokens[..], &targets[..]))
     }
 
     /// Tokens (on `first`) and targets (on `last`) of the rows of a step, `[rows, time]` each, divided over
@@ -141,7 +149,7 @@ mod tests {
     fn tokens_and_targets_are_the_texts_sequences_wherever_they_are_made() {
         let text =
             Arc::new(Text::of_files(&[(0..20 * BLOCK).map(|i| (i % 251) as u8 + 1).collect()]).unwrap());
-        let sequences = Sequences::new(&text, 8).unwrap();
+        let sequences = Sequences::new(&text, 8, usize::MAX).unwrap();
         let host = |array: &MpmdArray| -> Result<Option<Vec<u8>>> {
             array.to_host()?.map(|host| host.to_vec::<u8>().map_err(Error::from)).transpose()
         };
@@ -182,7 +190,7 @@ mod tests {
     fn copies_of_held_out_sequences_follow_each_other() {
         let text =
             Arc::new(Text::of_files(&[(0..20 * BLOCK).map(|i| (i % 251) as u8 + 1).collect()]).unwrap());
-        let sequences = Sequences::new(&text, 8).unwrap();
+        let sequences = Sequences::new(&text, 8, usize::MAX).unwrap();
         let results = Simulation::new(1, 2).run(|p| {
             let mesh = p.mesh(&[(DATA_AXIS, 2)])?;
             let (tokens, _) = sequences.make_held_out(p, (&mesh, &mesh), (2..3, 2))?;
@@ -193,9 +201,23 @@ mod tests {
     }
 
     #[test]
+    fn held_out_sequences_are_a_bounded_even_share() {
+        let bytes = (0..40 * BLOCK).map(|i| (i / 32) as u8).collect();
+        let text = Arc::new(Text::of_files(&[bytes]).unwrap());
+        let all = text.held_out_sequences(8);
+        for most in [0, 1, 7, all.len() - 1, all.len(), usize::MAX] {
+            let sequences = Sequences::new(&text, 8, most).unwrap();
+            let count = sequences.held_out_len();
+            assert!(count <= most && 2 * count >= most.min(all.len()), "{count} of {most}");
+            let every = all.len().div_ceil(most.max(1));
+            assert!(sequences.held_out().zip(all.iter().step_by(every)).all(|(one, other)| one == *other));
+        }
+    }
+
+    #[test]
     fn a_text_that_is_too_short_is_an_error() {
         let text = Arc::new(Text::of_files(&[vec![b'x'; 99]]).unwrap());
-        assert!(Sequences::new(&text, 100).is_err() && Sequences::new(&text, 0).is_err());
-        assert_eq!(Sequences::new(&text, 99).unwrap().held_out_len(), 0);
+        assert!(Sequences::new(&text, 100, 9).is_err() && Sequences::new(&text, 0, 9).is_err());
+        assert_eq!(Sequences::new(&text, 99, 9).unwrap().held_out_len(), 0);
     }
 }

@@ -91,6 +91,7 @@ pub mod norm;
 pub mod optimizer;
 pub mod params;
 pub mod placement;
+pub mod progress;
 pub mod sample;
 mod shape;
 pub mod stages;

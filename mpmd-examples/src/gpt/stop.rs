@@ -1,17 +1,15 @@
-//! Ctrl-C that ends after the step.
+//! Ends a program on Ctrl-C or SIGTERM after its current step.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
+use mpmd_core::{ProcessId, Program, Result};
 use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::flag::{register, register_conditional_shutdown};
+use signal_hook::flag::{register, register_conditional_shutdown, register_usize};
 
-/// What a shell says of a program that Ctrl-C has ended.
-const ENDED_BY_SIGINT: i32 = 130;
-
-/// Whether the user has asked to stop.
+/// The signal by which the user has asked to stop, if any.
 #[derive(Clone, Debug)]
-pub struct StopFlag(Arc<AtomicBool>);
+pub struct StopFlag(Arc<AtomicUsize>);
 
 impl StopFlag {
     /// From now on the first Ctrl-C or SIGTERM sets the flag; a second one ends the process at once.
@@ -20,20 +18,38 @@ impl StopFlag {
     ///
     /// Where the system refuses the handlers.
     pub fn install() -> std::io::Result<Self> {
-        let flag = Arc::new(AtomicBool::new(false));
+        let (again, first) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
         for signal in [SIGINT, SIGTERM] {
-            // In this order: the first signal finds the flag unset, and sets it.
-            register_conditional_shutdown(signal, ENDED_BY_SIGINT, flag.clone())?;
-            register(signal, flag.clone())?;
+            // In this order: the first signal finds `again` unset, and sets it.
+            register_conditional_shutdown(signal, i32::from(exit_code(signal)), again.clone())?;
+            register(signal, again.clone())?;
+            register_usize(signal, first.clone(), signal.unsigned_abs() as usize)?;
         }
-        Ok(Self(flag))
+        Ok(Self(first))
     }
 
-    /// Whether the flag is set. One process sees this, so a program must
-    /// [agree](mpmd_core::Program::agree) on it.
+    /// Returns whether the flag is set. One process sees this, so a program must
+    /// [agree](Program::agree) on it.
     pub fn is_set(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
+        self.0.load(Ordering::Relaxed) != 0
     }
+
+    /// Returns the signal that process 0 has got: the same on every process.
+    ///
+    /// # Errors
+    ///
+    /// As [`Program::agree`].
+    pub fn agree(&self, p: &mut Program) -> Result<Option<i32>> {
+        p.agree(ProcessId(0), None, || {
+            let signal = i32::try_from(self.0.load(Ordering::Relaxed)).unwrap_or(SIGTERM);
+            Ok((signal != 0).then_some(signal))
+        })
+    }
+}
+
+/// Returns the exit code of a program that `signal` has ended, as shells show it: 128 and its number.
+pub fn exit_code(signal: i32) -> u8 {
+    u8::try_from(signal).map_or(u8::MAX, |signal| signal.saturating_add(128))
 }
 
 #[cfg(test)]
@@ -47,12 +63,20 @@ mod tests {
     #[test]
     fn the_first_signal_sets_the_flag_and_the_process_goes_on() {
         let flag = StopFlag::install().unwrap();
-        assert!(!flag.is_set());
-        raise(SIGINT).unwrap();
+        let mut program = Program::builder().alone().unwrap();
+        assert!(!flag.is_set() && flag.agree(&mut program).unwrap().is_none());
+        raise(SIGTERM).unwrap();
         let deadline = Instant::now() + Duration::from_secs(10);
         while !flag.is_set() {
             assert!(Instant::now() < deadline, "the flag is not set");
             std::thread::yield_now();
         }
+        assert_eq!(flag.agree(&mut program).unwrap(), Some(SIGTERM));
+        program.finish().unwrap();
+    }
+
+    #[test]
+    fn exit_codes_are_those_of_a_shell() {
+        assert_eq!([SIGINT, SIGTERM].map(exit_code), [130, 143]);
     }
 }

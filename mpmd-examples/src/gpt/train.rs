@@ -30,6 +30,9 @@ const LOSSES_PENDING: usize = 2;
 /// Steps that a process takes which only plans: more than it needs to see that they are all the same.
 const PLANNED_STEPS: u64 = 8;
 
+/// Microbatches of an evaluation at most: a text may be of any size.
+const MOST_EVALUATED: usize = 256;
+
 /// What to train, and how.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
@@ -218,7 +221,7 @@ impl<T: Float> Trainer<T> {
     pub fn new(p: &mut Program, text: &Arc<Text>, config: &Config) -> Result<Self> {
         config.check()?;
         agree_on_text(p, text)?;
-        let sequences = Sequences::new(text, config.model.time)?;
+        let sequences = Sequences::new(text, config.model.time, MOST_EVALUATED * config.batch)?;
         let parts = config.model.parts(config.stages)?;
         let grid = config.grid();
         let [data, model] = grid.axes();
@@ -263,6 +266,11 @@ impl<T: Float> Trainer<T> {
     /// What the model is trained with.
     pub fn config(&self) -> &Config {
         &self.config
+    }
+
+    /// Returns the sequences of training and evaluation.
+    pub fn sequences(&self) -> &Sequences {
+        &self.sequences
     }
 
     /// Updates so far.
@@ -340,13 +348,20 @@ impl<T: Float> Trainer<T> {
         (0..p.processes() as u32).try_for_each(|process| p.agree(ProcessId(process), (), || Ok(())))
     }
 
-    /// The mean loss over the held-out text, nats per byte: on process 0, where something is held out.
-    /// Waits for it.
+    /// The mean loss over [held-out sequences](Sequences::held_out), nats per byte: on process 0, where
+    /// something is held out. Waits for it.
+    ///
+    /// Process 0 calls `go_on` before each step's worth of microbatches, and at the end, with the number of
+    /// sequences that are done and of all. Where it returns false, the evaluation ends without a loss.
     ///
     /// # Errors
     ///
     /// Where the job fails.
-    pub fn held_out_loss(&mut self, p: &mut Program) -> Result<Option<f64>> {
+    pub fn held_out_loss(
+        &mut self,
+        p: &mut Program,
+        mut go_on: impl FnMut(usize, usize) -> bool,
+    ) -> Result<Option<f64>> {
         let Config { batch, fsdp, microbatches, stages, .. } = self.config;
         let count = self.sequences.held_out_len();
         let (mut sum, mut weight) = (0.0, 0.0);
@@ -358,8 +373,14 @@ impl<T: Float> Trainer<T> {
             }
             Ok(())
         };
-        let mut start = 0;
+        let (mut start, mut passes) = (0, 0usize);
         while start < count {
+            if passes.is_multiple_of(microbatches)
+                && !p.agree(ProcessId(0), true, || Ok(go_on(start, count)))?
+            {
+                return Ok(None);
+            }
+            passes += 1;
             let ends = (&self.meshes[0], &self.meshes[stages - 1]);
             let left = batch.min(count - start);
             // Where too few are left for every device to have one, each has the same.
@@ -376,11 +397,14 @@ impl<T: Float> Trainer<T> {
             }
         }
         pending.into_iter().try_for_each(&mut read)?;
+        if p.process() == ProcessId(0) {
+            go_on(count, count);
+        }
         Ok((weight > 0.0).then(|| sum / weight))
     }
 
     /// `length` bytes that continue `prompt`, each as `choose` says of its logits and its number, through the
-    /// same stages. The same on every process; `choose` is called on process 0.
+    /// same stages; fewer where it says none. The same on every process; `choose` is called on process 0.
     ///
     /// # Errors
     ///
@@ -390,7 +414,7 @@ impl<T: Float> Trainer<T> {
         p: &mut Program,
         prompt: &[u8],
         length: usize,
-        mut choose: impl FnMut(&[f32], u64) -> u8,
+        mut choose: impl FnMut(&[f32], u64) -> Option<u8>,
     ) -> Result<Vec<u8>> {
         let wiring = Wiring {
             parts: &self.parts,
@@ -424,12 +448,13 @@ impl<T: Float> Trainer<T> {
             })?;
             let Logits { logits } = pipeline.forward(p, Microbatch::new(Tokens { tokens }))?;
             let logits = p.device_put(&logits, to_process_0(p))?;
-            let byte = p.agree(ProcessId(0), 0, || {
+            let byte = p.agree(ProcessId(0), Some(0), || {
                 let logits = logits.to_host()?.ok_or_else(|| Error::kernel("logits that are remote"))?;
                 let row = &logits.as_slice::<T>()?[last * BYTES..][..BYTES];
                 let row: Vec<f32> = row.iter().map(|logit| logit.to_f64() as f32).collect();
                 Ok(choose(&row, number))
             })?;
+            let Some(byte) = byte else { break };
             bytes.push(byte);
         }
         Ok(bytes.split_off(start))
