@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use mpmd_transport::router::{Failure, FailureKind};
+use mpmd_transport::wire::MAX_CONTROL_BYTES;
 use mpmd_transport::{ProcessId, control};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -111,7 +112,7 @@ impl Program {
             router.expect_any_size(
                 from,
                 key,
-                0,
+                (0, MAX_CONTROL_BYTES),
                 Waiter::Bytes { promise, from, op, piece: key.1 },
                 runtime.now(),
             );

@@ -3,10 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::breach::KEPT_OVERHEAD;
 use super::peer::{Goodbye, Peer};
 use super::{Action, Body, Cargo, Failure, FailureKind, Router};
 use crate::control;
 use crate::wire::{Header, Kind, ProcessId};
+
+/// The longest text of a failure that goes from process to process, in bytes.
+const LONGEST_TEXT: usize = 16 << 10;
 
 impl<C: Cargo> Router<C> {
     /// A peer's connection ended, or the rendezvous says that it is gone.
@@ -22,8 +26,9 @@ impl<C: Cargo> Router<C> {
         let in_order = peer.goodbye.as_ref().is_some_and(|goodbye| goodbye.failure.is_none());
         let expected = std::mem::take(&mut peer.expected);
         let ready: Vec<_> = peer.ready.drain().collect();
+        let granted = std::mem::take(&mut peer.granted);
+        peer.kept -= granted.len() as u64 * KEPT_OVERHEAD;
         let first_ready = ready.iter().map(|((op, _), _)| *op).min();
-        peer.granted.clear();
         self.actions.extend(ready.into_iter().map(|(_, ready)| Action::Discard(ready.cargo)));
         for ((op, _), expected) in expected {
             let failure = self.lost(process, op);
@@ -116,6 +121,10 @@ impl<C: Cargo> Router<C> {
     pub(super) fn peer_left(&mut self, from: ProcessId, header: Header, control: &[u8], now: Duration) {
         let failure = (!control.is_empty()).then(|| Arc::new(decode_failure(from, 0, control)));
         let peer = &mut self.peers[from.index()];
+        if peer.goodbye.is_some() {
+            // It is said once: the first is what has been told.
+            return;
+        }
         peer.goodbye = Some(Goodbye { count: header.count, failure: failure.clone() });
         if peer.hands_over {
             // Whoever has left in order has taken everything.
@@ -175,6 +184,10 @@ impl<C: Cargo> Router<C> {
         }
         self.early.clear();
         self.parked.clear();
+        for peer in &mut self.peers {
+            peer.granted.clear();
+            peer.kept = 0;
+        }
         self.actions.push(Action::Failed(failure));
     }
 }
@@ -187,13 +200,22 @@ fn gone(process: ProcessId, why: &str) -> Arc<Failure> {
 pub(super) fn encode_failure(failure: &Failure) -> Vec<u8> {
     let mut failure = failure.clone();
     // An error text without end must not keep the failure from arriving.
-    let keep = (0..=failure.message.len().min(16 << 10)).rev().find(|i| failure.message.is_char_boundary(*i));
-    failure.message.truncate(keep.unwrap_or(0));
+    cut(&mut failure.message, LONGEST_TEXT);
     control::encode(&failure).unwrap_or_default()
 }
 
 pub(super) fn decode_failure(from: ProcessId, op: u64, bytes: &[u8]) -> Failure {
-    control::decode(bytes).unwrap_or_else(|why| {
+    let mut failure = control::decode(bytes).unwrap_or_else(|why| {
         Failure::new(FailureKind::Transport, from, op, format!("process {from} failed, and {why}"))
-    })
+    });
+    cut(&mut failure.message, LONGEST_TEXT);
+    failure
+}
+
+/// Shortens a text to at most `most` bytes.
+pub(super) fn cut(text: &mut String, most: usize) {
+    if text.len() > most {
+        text.truncate((0..=most).rev().find(|i| text.is_char_boundary(*i)).unwrap_or(0));
+        text.shrink_to_fit();
+    }
 }

@@ -19,11 +19,15 @@
 //! | more | waits for the grant | `Grant`; then `Data` |
 //! | any, where memory is [handed over](Config::hands_over) | `Data` | delivered |
 //!
+//! A peer that sends what no correct process sends has broken the protocol: it is lost with a message that
+//! says so ([`Router::broken`]).
+//!
 //! A grant is sent only by a process that has issued the operation and reserved its memory, so nothing
 //! a lower operation needs is ever held by a higher one. A piece that is handed over costs its receiver
 //! nothing, so it needs no grant; it stays the sender's memory. The receiver says from time to time up to which
 //! operation it has taken what it was handed, so that a sender knows how far it is ahead.
 
+mod breach;
 mod dispute;
 mod ends;
 mod failure;
@@ -32,6 +36,7 @@ mod peer;
 mod watch;
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -40,6 +45,7 @@ pub use history::{Note, OpRecord, Span};
 pub use watch::Answer;
 
 use crate::wire::{Header, Kind, ProcessId};
+use breach::KEPT_OVERHEAD;
 use ends::{decode_failure, encode_failure};
 use history::{History, UNKNOWN_HASH};
 use peer::{Expected, Peer, PieceKey, Ready};
@@ -52,9 +58,6 @@ pub const EAGER_CREDIT: u64 = 1 << 20;
 
 /// So many pieces that were handed over and taken are told of at once, fewer when time passes.
 const TOLD_AT_ONCE: u32 = 16;
-
-/// Stands for the size of a piece whose receiver cannot know it.
-const ANY_SIZE: u64 = u64::MAX;
 
 /// What an eager piece costs beyond its bytes.
 const EAGER_OVERHEAD: u64 = 64;
@@ -128,9 +131,9 @@ pub enum Action<C: Cargo> {
     HangReport(String),
     /// A peer is gone; later operations that need it will fail with this.
     PeerLost(Arc<Failure>),
-    /// A peer gives no sign of life: what the transport moves to it or from it will not end by itself, for
-    /// its connections may well stand.
-    Silent {
+    /// A peer gives no sign of life, or has broken the protocol: what the transport moves to it or from it
+    /// will not end by itself, for its connections may well stand.
+    GiveUp {
         /// The peer.
         peer: ProcessId,
         /// What is known of it.
@@ -248,8 +251,12 @@ impl<C: Cargo> Router<C> {
             if *entry.key() > op {
                 break;
             }
-            for (from, header, incoming) in entry.remove() {
-                self.piece_message(from, header, incoming, now);
+            let messages = entry.remove();
+            messages.iter().for_each(|(from, ..)| self.peers[from.index()].kept -= KEPT_OVERHEAD);
+            for (from, header, incoming) in messages {
+                if !self.peers[from.index()].broken {
+                    self.piece_message(from, header, incoming, now);
+                }
             }
         }
         self.next_check = u64::MAX;
@@ -263,11 +270,15 @@ impl<C: Cargo> Router<C> {
     /// An issued operation waits for a piece of `bytes` from `from`.
     ///
     /// The memory for it must be reserved: the grant goes out now, unless it is handed over.
-    pub fn expect(
+    pub fn expect(&mut self, from: ProcessId, key: (u64, u64), bytes: u64, waiter: C::Waiter, now: Duration) {
+        self.expect_within(from, key, bytes..=bytes, waiter, now);
+    }
+
+    fn expect_within(
         &mut self,
         from: ProcessId,
         (op, piece): (u64, u64),
-        bytes: u64,
+        bytes: RangeInclusive<u64>,
         waiter: C::Waiter,
         now: Duration,
     ) {
@@ -280,6 +291,7 @@ impl<C: Cargo> Router<C> {
             self.actions.push(Action::Deliver { waiter, result: Err(failure) });
             return;
         }
+        let (least, most) = (*bytes.start(), *bytes.end());
         let expected = Expected {
             waiter,
             bytes,
@@ -289,12 +301,12 @@ impl<C: Cargo> Router<C> {
             granted: false,
         };
         self.peers[from.index()].expected.insert(key, expected);
-        match self.early.remove(&(from, key)) {
+        match self.take_early(from, key) {
             Some(Early::Cargo(header, incoming)) => self.deliver(from, header, incoming, now),
             Some(Early::Poison(failure)) => self.poisoned(from, key, failure),
-            Some(Early::Offered) => self.grant(from, key, bytes),
-            None if bytes > EAGER_BYTES && bytes != ANY_SIZE && !self.peers[from.index()].hands_over => {
-                self.grant(from, key, bytes);
+            Some(Early::Offered) => self.grant(from, key, most),
+            None if least > EAGER_BYTES && !self.peers[from.index()].hands_over => {
+                self.grant(from, key, most);
             }
             None => {}
         }
@@ -304,18 +316,19 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// As [`Router::expect`], for a piece whose size only its sender knows and [announces](Self::announce).
+    /// As [`Router::expect`], for a piece whose size only its sender knows and [announces](Self::announce):
+    /// at most `most` bytes. A sender of more has broken the protocol.
     ///
     /// Where it is `likely` to be large it is granted at once, which saves the announcement's way.
     pub fn expect_any_size(
         &mut self,
         from: ProcessId,
         key: (u64, u64),
-        likely: u64,
+        (likely, most): (u64, u64),
         waiter: C::Waiter,
         now: Duration,
     ) {
-        self.expect(from, key, ANY_SIZE, waiter, now);
+        self.expect_within(from, key, 0..=most, waiter, now);
         let peer = &self.peers[from.index()];
         if likely > EAGER_BYTES
             && !peer.hands_over
@@ -328,8 +341,8 @@ impl<C: Cargo> Router<C> {
     /// An issued operation takes a piece that it has no use for any more, of whatever size, so that its
     /// sender is rid of it.
     pub fn decline(&mut self, from: ProcessId, key: (u64, u64), waiter: C::Waiter, now: Duration) {
-        // A sender that knows no better waits for a grant where the piece is large.
-        self.expect_any_size(from, key, u64::MAX, waiter, now);
+        // A sender that knows no better waits for a grant where the piece is large. No memory is taken.
+        self.expect_any_size(from, key, (u64::MAX, u64::MAX), waiter, now);
     }
 
     /// A piece of an issued operation is ready to go to `to`, which does not know its size.
@@ -348,7 +361,9 @@ impl<C: Cargo> Router<C> {
             self.actions.push(Action::Discard(cargo));
             return;
         }
-        if peer.hands_over || peer.granted.remove(&key).is_some() {
+        let is_granted = peer.granted.remove(&key);
+        peer.kept -= u64::from(is_granted) * KEPT_OVERHEAD;
+        if peer.hands_over || is_granted {
             self.post_piece(Kind::Data, to, key, bytes, Body::Cargo(cargo));
             return;
         }
@@ -381,14 +396,19 @@ impl<C: Cargo> Router<C> {
         control: &[u8],
         now: Duration,
     ) {
-        if header.epoch != self.config.epoch || from.index() >= self.peers.len() {
+        let is_read = self.peers.get(from.index()).is_some_and(|peer| !peer.broken);
+        if header.epoch != self.config.epoch || !is_read {
             return;
         }
         self.peers[from.index()].heard = now;
         match header.kind {
             Kind::Eager | Kind::Offer | Kind::Grant | Kind::Data => {
+                if self.failed.is_some() || !self.is_allowed(from, &header) {
+                    return;
+                }
                 if header.op > self.history.count() {
                     self.parked.entry(header.op).or_default().push((from, header, incoming));
+                    self.count_kept(from, KEPT_OVERHEAD);
                 } else {
                     self.piece_message(from, header, incoming, now);
                 }
@@ -400,7 +420,10 @@ impl<C: Cargo> Router<C> {
             }
             Kind::Credit => {
                 let peer = &mut self.peers[from.index()];
-                if peer.hands_over {
+                if peer.hands_over && header.op > self.history.count() {
+                    let why = format!("it took a piece of operation {}, which was not issued", header.op);
+                    self.broken(from, &why);
+                } else if peer.hands_over {
                     self.actions.push(Action::Taken { by: from, op: header.op });
                 } else {
                     peer.credit = peer.credit.saturating_add(header.count).min(EAGER_CREDIT);
@@ -432,9 +455,13 @@ impl<C: Cargo> Router<C> {
 
     /// Forgets what arrived for an operation that has ended here.
     pub fn forget(&mut self, op: u64) {
-        self.early.retain(|(_, key), _| key.0 != op);
+        for ((from, _), early) in self.early.extract_if(|(_, key), _| key.0 == op) {
+            self.peers[from.index()].kept -= early.cost();
+        }
         for peer in &mut self.peers {
-            peer.granted.retain(|key, _| key.0 != op);
+            let before = peer.granted.len();
+            peer.granted.retain(|key| key.0 != op);
+            peer.kept -= (before - peer.granted.len()) as u64 * KEPT_OVERHEAD;
         }
     }
 
@@ -451,15 +478,22 @@ impl<C: Cargo> Router<C> {
         match header.kind {
             Kind::Grant => match peer.ready.remove(&key) {
                 Some(ready) => self.post_piece(Kind::Data, from, key, ready.bytes, Body::Cargo(ready.cargo)),
-                None => drop(peer.granted.insert(key, header.hash)),
+                None => self.keep_grant(from, key),
             },
-            Kind::Offer => match peer.expected.get(&key).map(|expected| (expected.bytes, expected.granted)) {
-                Some((_, true)) => {}
-                Some((bytes, false)) => self.grant(from, key, bytes),
-                None => drop(self.early.insert((from, key), Early::Offered)),
+            Kind::Offer => match peer.expected.get(&key) {
+                Some(expected) if expected.granted => {}
+                Some(expected) => {
+                    let most = *expected.bytes.end();
+                    self.grant(from, key, most);
+                }
+                None => self.keep_early(from, key, Early::Offered),
+            },
+            Kind::Data if !peer.hands_over => match peer.expected.get(&key) {
+                Some(expected) if expected.granted => self.deliver(from, header, incoming, now),
+                _ => self.not_granted(from, &header),
             },
             _ if peer.expected.contains_key(&key) => self.deliver(from, header, incoming, now),
-            _ => drop(self.early.insert((from, key), Early::Cargo(header, incoming))),
+            _ => self.keep_early(from, key, Early::Cargo(header, incoming)),
         }
     }
 
@@ -471,6 +505,7 @@ impl<C: Cargo> Router<C> {
             peer.owed += header.bytes + EAGER_OVERHEAD;
             if peer.owed >= EAGER_CREDIT / 4 {
                 let count = std::mem::take(&mut peer.owed);
+                peer.unclaimed -= count;
                 let header = Header { count, ..self.header(Kind::Credit) };
                 self.actions.push(Action::Post { to: from, header, body: Body::Empty });
             }
@@ -481,17 +516,20 @@ impl<C: Cargo> Router<C> {
                 self.tell_taken(from);
             }
         }
-        if expected.bytes == header.bytes || expected.bytes == ANY_SIZE {
+        if expected.bytes.contains(&header.bytes) {
             self.actions.push(Action::Deliver { waiter: expected.waiter, result: Ok(incoming) });
         } else {
-            // Equal hashes mean equal shapes, so only a broken peer comes here.
-            let message = format!(
-                "process {from} sent {} bytes for piece {} of operation {}, which has {}",
-                header.bytes, header.piece, header.op, expected.bytes
-            );
+            let (most, what) = (expected.bytes.end(), self.name(header.op));
+            let piece = format!("{} bytes for piece {} of {what}", header.bytes, header.piece);
+            let message = format!("process {from} sent {piece}, which has {most}");
             let failure = Arc::new(Failure::new(FailureKind::Transport, from, header.op, message));
             self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure) });
-            self.dispute(from, header.op, now);
+            if self.history.hash_at(header.op) == Some(header.hash) {
+                // Equal hashes mean equal shapes.
+                self.broken(from, &format!("it sent {piece}, which has {most}"));
+            } else {
+                self.dispute(from, header.op, now);
+            }
         }
     }
 
@@ -519,11 +557,14 @@ impl<C: Cargo> Router<C> {
     }
 
     fn poisoned(&mut self, from: ProcessId, key: PieceKey, failure: Arc<Failure>) {
+        if self.failed.is_some() {
+            return;
+        }
         match self.peers[from.index()].expected.remove(&key) {
             Some(expected) => {
                 self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure) });
             }
-            None => drop(self.early.insert((from, key), Early::Poison(failure))),
+            None => self.keep_early(from, key, Early::Poison(failure)),
         }
     }
 

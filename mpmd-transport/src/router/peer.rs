@@ -1,6 +1,7 @@
 //! What the router knows of one peer.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,7 +14,8 @@ pub(super) type PieceKey = (u64, u64);
 /// A piece that this process waits for.
 pub(super) struct Expected<C: Cargo> {
     pub(super) waiter: C::Waiter,
-    pub(super) bytes: u64,
+    /// Lengths that the piece may have.
+    pub(super) bytes: RangeInclusive<u64>,
     pub(super) since: Duration,
     /// When the sender is asked next.
     pub(super) probe_at: Duration,
@@ -38,6 +40,8 @@ pub(super) struct Goodbye {
 pub(super) struct Peer<C: Cargo> {
     /// Why it is gone, where it is.
     pub(super) down: Option<String>,
+    /// Whether it broke the protocol. Nothing of it is read any more.
+    pub(super) broken: bool,
     pub(super) goodbye: Option<Goodbye>,
     /// Whether pieces go to it, and come from it, as memory that stays where it is.
     pub(super) hands_over: bool,
@@ -52,10 +56,14 @@ pub(super) struct Peer<C: Cargo> {
     pub(super) credit: u64,
     /// Eager bytes taken out here that it was not yet told of.
     pub(super) owed: u64,
+    /// Cost of the eager pieces that came and for which no credit went back: at most [`EAGER_CREDIT`].
+    pub(super) unclaimed: u64,
+    /// Bytes of its messages that are kept for later: at most [`MOST_KEPT`](super::breach::MOST_KEPT).
+    pub(super) kept: u64,
     /// Sorted, so that failures and probes come in operation order.
     pub(super) expected: BTreeMap<PieceKey, Expected<C>>,
     pub(super) ready: HashMap<PieceKey, Ready<C>>,
-    pub(super) granted: HashMap<PieceKey, u128>,
+    pub(super) granted: HashSet<PieceKey>,
     /// Its latest word on what it is doing.
     pub(super) answer: Option<Answer>,
     /// Its operations, where it disagreed and has shown them.
@@ -70,6 +78,7 @@ impl<C: Cargo> Default for Peer<C> {
     fn default() -> Self {
         Self {
             down: None,
+            broken: false,
             goodbye: None,
             hands_over: false,
             last_taken: 0,
@@ -78,9 +87,11 @@ impl<C: Cargo> Default for Peer<C> {
             heard: Duration::ZERO,
             credit: EAGER_CREDIT,
             owed: 0,
+            unclaimed: 0,
+            kept: 0,
             expected: BTreeMap::new(),
             ready: HashMap::new(),
-            granted: HashMap::new(),
+            granted: HashSet::new(),
             answer: None,
             shown: None,
             disputed: None,

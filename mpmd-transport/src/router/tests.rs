@@ -1,10 +1,12 @@
 //! Routers of several processes in one thread, on a network that delays and reorders by seed.
 
+mod credit;
+mod fuzz;
+mod handing_over;
+mod lying;
 mod spans;
 
 use super::*;
-
-mod handing_over;
 
 struct Bytes;
 
@@ -42,8 +44,12 @@ struct Job {
     outcomes: HashMap<(usize, PieceKey), Outcome>,
     reports: Vec<String>,
     discarded: usize,
-    /// Who has been found silent, and by whom: finder first.
+    /// Who was given up, and by whom: finder first.
     silent: Vec<(usize, usize)>,
+    /// Losses of peers, by the process that lost them.
+    lost: Vec<(usize, Arc<Failure>)>,
+    /// The process that may say anything.
+    liar: Option<usize>,
     /// Up to which operation a process has taken what another has handed over: giver first.
     taken: HashMap<(usize, usize), u64>,
     seeded: Seeded,
@@ -94,6 +100,8 @@ impl Job {
             reports: Vec::new(),
             discarded: 0,
             silent: Vec::new(),
+            lost: Vec::new(),
+            liar: None,
             taken: HashMap::new(),
             seeded: Seeded(seed),
             now: 0,
@@ -143,13 +151,23 @@ impl Job {
                 Action::HangReport(text) => self.reports.push(text),
                 Action::Taken { by, op } => {
                     let before = self.taken.insert((process, by.index()), op);
-                    assert!(before.is_none_or(|before| before <= op), "{before:?} before {op}");
+                    // Of a job that has failed nothing more is awaited: what is said later is no news.
+                    let is_free = self.liar == Some(by.index()) || before == Some(u64::MAX);
+                    assert!(is_free || before.is_none_or(|before| before <= op), "{before:?} before {op}");
                 }
                 Action::Discard(_) => self.discarded += 1,
-                Action::PeerLost(_) | Action::Failed(_) => {}
-                Action::Silent { peer, .. } => self.silent.push((process, peer.index())),
+                Action::PeerLost(failure) => self.lost.push((process, failure)),
+                Action::Failed(_) => {}
+                Action::GiveUp { peer, .. } => self.silent.push((process, peer.index())),
             }
         }
+    }
+
+    /// Hands a message to a process at once, whether its sender could have sent it or not.
+    fn say(&mut self, from: usize, to: usize, header: Header, body: &[u8]) {
+        let header = Header { epoch: 1, ..header };
+        self.routers[to].arrived(ProcessId(from as u32), header, body.to_vec(), body, at(self.now));
+        self.act(to);
     }
 
     /// Lets one millisecond pass.
