@@ -54,6 +54,28 @@ pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ControlError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::router::Answer;
+    use crate::{Failure, FailureKind, ProcessId};
+
+    /// Decodes bytes; what could be read survives another time.
+    fn read<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(bytes: &[u8]) {
+        if let Ok(value) = decode::<T>(bytes) {
+            assert_eq!(decode::<T>(&encode(&value).unwrap()).unwrap(), value);
+        }
+    }
+
+    #[test]
+    fn fuzz_control() {
+        let answer = Answer { count: 300, doing: "computes".to_owned(), chain: vec!["waits".to_owned(); 3] };
+        let failure = Failure::new(FailureKind::Memory, ProcessId(70_000), 1 << 40, "no memory");
+        let values = vec![(u128::MAX, vec!["text".to_owned()], Some(7u64)); 2];
+        let samples = [encode(&answer), encode(&failure), encode(&values)].map(Result::unwrap);
+        mpmd_fuzz::bytes("control", &samples, |input| {
+            read::<Answer>(input);
+            read::<Failure>(input);
+            read::<Vec<(u128, Vec<String>, Option<u64>)>>(input);
+        });
+    }
 
     #[test]
     fn values_survive_and_garbage_is_an_error() {

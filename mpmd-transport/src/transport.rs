@@ -188,6 +188,17 @@ pub enum Payload {
     Waiting(Box<dyn Fetch>),
 }
 
+impl Payload {
+    /// How many bytes there are.
+    pub fn bytes(&self) -> u64 {
+        match self {
+            Self::Empty => 0,
+            Self::Inline(bytes) | Self::Lent(bytes) => bytes.len() as u64,
+            Self::Waiting(fetch) => fetch.bytes(),
+        }
+    }
+}
+
 /// Payload bytes that wait for a place; dropped, they are read and thrown away.
 pub trait Fetch: Send {
     /// How many bytes there are.

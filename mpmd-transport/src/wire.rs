@@ -261,6 +261,22 @@ mod tests {
     }
 
     #[test]
+    fn fuzz_wire_header() {
+        let kinds = (1..=13).filter_map(Kind::from_u16);
+        let samples: Vec<_> =
+            kinds.map(|kind| Header { kind, bytes: 9, ..sample() }.encode().to_vec()).collect();
+        mpmd_fuzz::bytes("wire_header", &samples, |input| {
+            let mut bytes = [0; HEADER_BYTES];
+            let length = input.len().min(HEADER_BYTES);
+            bytes[..length].copy_from_slice(&input[..length]);
+            if let Ok(header) = Header::decode(&bytes) {
+                assert_eq!(header.encode(), bytes);
+                assert!(header.kind == Kind::Data || header.payload_bytes() <= MAX_CONTROL_BYTES);
+            }
+        });
+    }
+
+    #[test]
     fn layout_is_the_documented_one() {
         let bytes = sample().encode();
         assert_eq!(&bytes[0..4], b"MPMD");

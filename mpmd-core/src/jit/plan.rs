@@ -455,7 +455,8 @@ fn group(
     let rank = devices.iter().position(|other| *other == device).unwrap_or_default();
     let joined = collective.is_joined(&devices, topology);
     let rounds = collective.rounds(&processes, joined);
-    Ok(Group { devices, processes, rank, joined, rounds })
+    let most = collective.most_bytes() as u64;
+    Ok(Group { devices, processes, rank, joined, most, rounds })
 }
 
 fn find(paths: &[String], path: &str, what: &str) -> Problem<usize> {

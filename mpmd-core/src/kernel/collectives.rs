@@ -27,6 +27,7 @@ use std::sync::Arc;
 
 use mpmd_transport::{Failure, FailureKind, ProcessId, SharedBuffer};
 
+use super::collectives_nccl::AGREEING_BYTES;
 use super::context::Context;
 use super::reduce::{Reduce, Reducible, combine};
 use super::signature::{Collective, CollectiveKind};
@@ -72,6 +73,12 @@ impl Collective {
             }
             CollectiveKind::Broadcast(root) => vec![flow(Pattern::From(*root), true)],
         }
+    }
+
+    /// Bytes of the longest message that one device gives to another in any of its rounds: no device calls it
+    /// with more elements than are declared.
+    pub(crate) fn most_bytes(&self) -> usize {
+        self.aval.bytes().max(AGREEING_BYTES)
     }
 
     pub(super) fn reduce(&self) -> Reduce {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use mpmd_transport::router::{Failure, FailureKind};
+use mpmd_transport::wire::MAX_CONTROL_BYTES;
 use mpmd_transport::{ProcessId, control};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -113,7 +114,7 @@ impl Program {
                 from,
                 key,
                 hash,
-                0,
+                (0, MAX_CONTROL_BYTES),
                 Waiter::Bytes { promise, from, op, piece: key.1 },
                 runtime.now(),
             );

@@ -28,16 +28,21 @@ impl Handler for Door {
         if matches!(header.kind, Kind::Eager | Kind::Data) {
             runtime.trace_piece(PieceStep::Arrived, (header.op, header.piece), from, header.bytes);
         }
-        let now = runtime.now();
+        let (now, announced, found) = (runtime.now(), header.payload_bytes(), payload.bytes());
         runtime.with_router(|router| match payload {
+            _ if found != announced => {
+                let what = format!("a {:?} message of {found} bytes", header.kind);
+                router.broken(from, &format!("it sent {what}, and announced {announced}"));
+            }
             // Pieces keep their payload, also where a transport hands a small one over at once; control
             // messages are read here.
-            Payload::Inline(bytes) | Payload::Lent(bytes)
-                if !matches!(header.kind, Kind::Eager | Kind::Data) =>
-            {
+            payload if matches!(header.kind, Kind::Eager | Kind::Data) => {
+                router.arrived(from, header, payload, &[], now);
+            }
+            Payload::Inline(bytes) | Payload::Lent(bytes) if bytes.device().is_none() => {
                 router.arrived(from, header, Payload::Empty, &bytes, now);
             }
-            payload => router.arrived(from, header, payload, &[], now),
+            _ => router.arrived(from, header, Payload::Empty, &[], now),
         });
     }
 
@@ -275,7 +280,7 @@ impl Runtime {
                     self.trouble.lock().lost.get_or_insert(failure);
                     self.changed.notify_all();
                 }
-                Action::Silent { peer, why } => self.give_up(peer, &why),
+                Action::GiveUp { peer, why } => self.give_up(peer, &why),
                 Action::Failed(failure) => {
                     self.communicators.give_up(&failure);
                     self.remember(&failure);
@@ -354,7 +359,8 @@ impl Runtime {
                 self.trace_piece(PieceStep::Taken, key, from, bytes.len() as u64);
                 promise.keep(Ok(bytes));
             }
-            Ok(Payload::Waiting(fetch)) => match self.staging.allocate(fetch.bytes() as usize) {
+            // The router has seen that the length is one that this piece can have.
+            Ok(Payload::Waiting(fetch)) => match self.staging.allocate(in_memory(fetch.bytes())) {
                 Ok(buffer) => {
                     let runtime = self.clone();
                     self.fetch(
@@ -388,6 +394,11 @@ impl Runtime {
         }
         self.router.lock().lost_while(from, op, &reason(error))
     }
+}
+
+/// Returns a length as one of memory; pools refuse it where it does not fit.
+pub(super) fn in_memory(bytes: u64) -> usize {
+    usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
 /// What a transport error says beyond the process's name, which the router adds.

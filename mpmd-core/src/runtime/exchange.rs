@@ -40,6 +40,8 @@ pub(crate) struct Group {
     /// Whether they work together by NCCL: then the first round is what they agree in, and the others are of the host's
     /// values alone.
     pub(crate) joined: bool,
+    /// Bytes of the longest message that one device gives to another.
+    pub(crate) most: u64,
     /// What goes where, round by round; none in a group of one.
     pub(crate) rounds: Vec<Flow>,
 }
@@ -207,7 +209,7 @@ impl Exchange {
                 self.runtime.with_router(|router| {
                     router.decline(message.process, message.key, hash, waiter, self.runtime.now());
                 });
-            } else if let Some(slot) = self.ask(round.op, &message, u64::MAX) {
+            } else if let Some(slot) = self.ask(round, &message) {
                 // Other devices here may want it, or may not: until it has come the operation goes on.
                 let guard = self.guard.clone();
                 slot.on_end(move |_| drop(guard));
@@ -229,7 +231,7 @@ impl Exchange {
                 let slot = if message.process == self.runtime.me {
                     self.runtime.mailbox.take(message.key, message.takers)
                 } else {
-                    self.want(round.op, &message, likely(message.rank) as u64)
+                    self.want(round, &message, likely(message.rank) as u64)
                 };
                 (message.rank, slot)
             })
@@ -250,7 +252,7 @@ impl Exchange {
     }
 
     /// The slot of a message from another process; it is expected from the router where nobody does yet.
-    fn want(&self, op: u64, message: &Message, likely: u64) -> Slot {
+    fn want(&self, round: &Round<'_>, message: &Message, likely: u64) -> Slot {
         let (slot, promise) = if message.takers == 1 {
             let (promise, slot) = Slot::new();
             (slot, Some(promise))
@@ -258,23 +260,24 @@ impl Exchange {
             self.runtime.mailbox.take_from_afar(message.key, message.takers)
         };
         if let Some(promise) = promise {
-            self.expect(op, message, likely, promise);
+            self.expect(round, message, likely, promise);
         }
         slot
     }
 
     /// As [`want`](Self::want), for a device that has no use for it; `None` where somebody has asked.
-    fn ask(&self, op: u64, message: &Message, likely: u64) -> Option<Slot> {
+    fn ask(&self, round: &Round<'_>, message: &Message) -> Option<Slot> {
         let (slot, promise) = self.runtime.mailbox.take_from_afar(message.key, message.takers);
-        self.expect(op, message, likely, promise?);
+        self.expect(round, message, u64::MAX, promise?);
         Some(slot)
     }
 
-    fn expect(&self, op: u64, message: &Message, likely: u64, promise: super::Promise) {
-        let waiter = Waiter::Bytes { promise, from: message.process, op, piece: message.key.1 };
+    fn expect(&self, round: &Round<'_>, message: &Message, likely: u64, promise: super::Promise) {
+        let (op, from, sizes) = (round.op, message.process, (likely, round.group.most));
+        let waiter = Waiter::Bytes { promise, from, op, piece: message.key.1 };
         let (hash, now) = (self.guard.hash(), self.runtime.now());
         self.runtime.with_router(|router| {
-            router.expect_any_size(message.process, message.key, hash, likely, waiter, now);
+            router.expect_any_size(from, message.key, hash, sizes, waiter, now);
         });
     }
 }
@@ -288,7 +291,7 @@ mod tests {
     fn group(rank: usize, processes: &[u32], flow: Flow) -> Group {
         let processes: Vec<ProcessId> = processes.iter().copied().map(ProcessId).collect();
         let devices = (0..processes.len() as u32).map(DeviceId).collect();
-        Group { devices, processes, rank, joined: false, rounds: vec![flow] }
+        Group { devices, processes, rank, joined: false, most: 0, rounds: vec![flow] }
     }
 
     /// What rank `rank` sends, as `(first taker, process, takers)`, and gets, as `(giver, takers)`.

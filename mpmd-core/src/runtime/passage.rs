@@ -6,6 +6,7 @@ use mpmd_transport::memory::{ALIGNMENT, OutOfMemory};
 use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, Payload, ProcessId, SharedBuffer};
 
+use super::driver::in_memory;
 use super::put::Transfer;
 use super::{Assembly, OpGuard, Outcome, Outgoing, Runtime, Slot};
 use crate::backend::cuda::Part;
@@ -140,7 +141,7 @@ impl Runtime {
         if passage.transfer.peers.is_empty() && !passage.shards.iter().any(|shard| shard.is_open()) {
             return Ok(None);
         }
-        match self.staging.allocate(bytes as usize) {
+        match self.staging.allocate(in_memory(bytes)) {
             Ok(buffer) => Ok(Some((buffer, Place::Staging))),
             Err(error) => {
                 let message = format!("operation {}: {error}", passage.op);

@@ -40,13 +40,25 @@ pub trait Fence: Any + Send + Sync {
 pub struct Fences(Vec<Arc<dyn Fence>>);
 
 impl Fences {
-    /// Adds one, and forgets those that are over or that it [covers](Fence::covers).
+    /// Adds one, and forgets those that are over or that it [covers](Fence::covers). Keeps those that are
+    /// [lost](Fence::is_lost): what they use is never free again.
     pub fn add(&mut self, fence: Arc<dyn Fence>) {
-        self.0.retain(|known| !known.is_over() && !fence.covers(&**known));
+        self.0.retain(|known| known.is_lost() || (!known.is_over() && !fence.covers(&**known)));
         // Two threads may add theirs in another order than they issued them in.
-        if !fence.is_over() && !self.0.iter().any(|known| known.covers(&*fence)) {
+        let is_open = !fence.is_over() && !self.0.iter().any(|known| known.covers(&*fence));
+        if is_open || fence.is_lost() {
             self.0.push(fence);
         }
+    }
+
+    /// Forgets all but those that are [lost](Fence::is_lost).
+    pub(super) fn clear(&mut self) {
+        self.0.retain(|fence| fence.is_lost());
+    }
+
+    /// Returns true if work that is [lost](Fence::is_lost) may still use the memory.
+    pub(super) fn has_lost(&self) -> bool {
+        self.0.iter().any(|fence| fence.is_lost())
     }
 
     /// These, whether they are over or not: for those that know of failures.
@@ -59,7 +71,7 @@ impl Fences {
         others.0.iter().for_each(|fence| self.add(fence.clone()));
     }
 
-    /// Those that were not over when they were last looked at.
+    /// Those that were not over when they were last looked at, and those that are lost.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<dyn Fence>> {
         self.0.iter()
     }
@@ -124,7 +136,7 @@ pub(super) mod tests {
     }
 
     impl ByHand {
-        fn lose(&self) {
+        pub(in crate::memory) fn lose(&self) {
             self.lost.store(true, Ordering::Release);
             self.pass();
         }
@@ -168,6 +180,23 @@ pub(super) mod tests {
             fences.keep(memory.clone());
             assert_eq!(Arc::strong_count(&memory), 1 + 2 * held, "also of what is let go of later");
         }
+    }
+
+    #[test]
+    fn lost_fences_stay_whatever_is_added_later() {
+        let (early, late) = (Arc::new(ByHand::default()), Arc::new(ByHand::default()));
+        let (mut fences, mut copy) = (Fences::default(), Fences::default());
+        fences.add(early.clone());
+        early.lose();
+        fences.add(Arc::new(ByHand::default()));
+        assert_eq!((fences.iter().count(), fences.has_lost()), (2, true), "over before another was added");
+        late.lose();
+        fences.add(late);
+        assert_eq!(fences.iter().count(), 3, "over when it was added");
+        copy.add_all(&fences);
+        assert_eq!(copy.iter().count(), 3);
+        copy.clear();
+        assert_eq!((copy.iter().count(), copy.are_over(), copy.are_done()), (2, true, false));
     }
 
     #[test]

@@ -104,8 +104,9 @@ impl OwnedBuffer {
     }
 
     /// Forgets the fences: the caller has seen that work which it issued comes after them, and adds its own.
+    /// Nothing comes after work that is [lost](Fence::is_lost): its fences stay.
     pub fn clear_fences(&mut self) {
-        self.fences = Fences::default();
+        self.fences.clear();
     }
 
     fn place(&self) -> Option<Place> {
@@ -406,10 +407,12 @@ impl SharedBuffer {
     ///
     /// # Errors
     ///
-    /// Returns itself where somebody else holds these bytes or has lent them, or where it is only a part.
+    /// Returns itself where somebody else holds these bytes or has lent them, where it is only a part, or
+    /// where work that is [lost](Fence::is_lost) may still use them.
     pub fn into_owned(self) -> Result<OwnedBuffer, Self> {
         let Memory::Owned(buffer) = &self.whole.memory else { return Err(self) };
-        if self.range != (0..buffer.len) {
+        let is_lost = self.whole.ready.has_lost() || self.whole.reads.lock().has_lost();
+        if is_lost || self.range != (0..buffer.len) {
             return Err(self);
         }
         let Self { whole, range, verdict } = self;
@@ -597,6 +600,30 @@ mod tests {
         assert_eq!(is_held(), [false, true]);
         reads[1].pass();
         assert_eq!(is_held(), [false; 2]);
+    }
+
+    #[test]
+    fn memory_of_lost_work_is_never_given_out_again() {
+        let pool = Pool::new("test", None);
+        let live = || pool.stats().live / Pool::rounded(1);
+        // Another reader comes after the lost one, and its fence passes.
+        let [lost, later] = [(); 2].map(|()| Arc::new(ByHand::default()));
+        let shared = pool.allocate(1).unwrap().freeze();
+        shared.add_read(lost.clone());
+        lost.lose();
+        shared.add_read(later.clone());
+        later.pass();
+        let shared = shared.into_owned().unwrap_err();
+        drop(shared);
+        assert_eq!(live(), 1, "it may still be read");
+        // Its owner has issued work behind the lost one, it believes.
+        let lost = Arc::new(ByHand::default());
+        let mut owned = pool.allocate(1).unwrap();
+        owned.add_fence(lost.clone());
+        lost.lose();
+        owned.clear_fences();
+        drop(owned);
+        assert_eq!(live(), 2, "it may still be written");
     }
 
     /// An allocator of addresses without memory.

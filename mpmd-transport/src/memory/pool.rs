@@ -23,6 +23,8 @@ const KEPT_BESIDE: u64 = 64 << 20;
 /// How long others may take to close a device's memory, where that is short, and how often it is looked at.
 const FREED_WITHIN: Duration = Duration::from_millis(500);
 const FREED_LOOK: Duration = Duration::from_millis(5);
+/// The most bytes that all buffers of a pool can have together: no address space has more.
+const MOST: u64 = isize::MAX as u64;
 
 /// A source of buffers with a limit and a memory of what it gave. Clones are the same pool.
 #[derive(Clone)]
@@ -133,7 +135,7 @@ impl Pool {
     ///
     /// Fails where the limit does not allow it.
     pub fn reserve(&self, bytes: usize) -> Result<Reservation, OutOfMemory> {
-        self.set_aside(bytes, size_class(bytes) as u64)
+        self.set_aside(bytes, size_class(bytes).map(|class| class as u64))
     }
 
     /// Sets room for several buffers aside, all or none: `sizes` are their bytes. For
@@ -143,25 +145,30 @@ impl Pool {
     ///
     /// Fails where the limit does not allow them together.
     pub fn reserve_all(&self, sizes: impl Iterator<Item = usize>) -> Result<Reservation, OutOfMemory> {
-        let (bytes, class) =
-            sizes.fold((0, 0), |(bytes, class), size| (bytes + size, class + size_class(size) as u64));
+        let sum = |(bytes, class): (usize, Option<u64>), size| {
+            let class = class.zip(size_class(size)).and_then(|(sum, class)| sum.checked_add(class as u64));
+            (bytes.saturating_add(size), class)
+        };
+        let (bytes, class) = sizes.fold((0, Some(0)), sum);
         self.set_aside(bytes, class)
     }
 
-    fn set_aside(&self, bytes: usize, class: u64) -> Result<Reservation, OutOfMemory> {
-        let too_much = |stats: &PoolStats| {
-            self.inner.limit.is_some_and(|limit| stats.live + stats.reserved + class > limit)
+    /// Reserves `class` bytes; `None` stands for more than any pool has.
+    fn set_aside(&self, bytes: usize, class: Option<u64>) -> Result<Reservation, OutOfMemory> {
+        let most = self.inner.limit.unwrap_or(MOST).min(MOST);
+        let fitting = |stats: &PoolStats| {
+            class.filter(|class| *class <= most.saturating_sub(stats.live + stats.reserved))
         };
         let mut state = self.inner.state.lock();
-        if too_much(&state.stats) {
+        if fitting(&state.stats).is_none() {
             drop(state);
             self.inner.arena.reclaim();
             state = self.inner.state.lock();
         }
         let stats = &mut state.stats;
-        if too_much(stats) {
+        let Some(class) = fitting(stats) else {
             return Err(self.inner.out_of_memory(bytes, stats, self.inner.limit));
-        }
+        };
         stats.reserved += class;
         stats.peak = stats.peak.max(stats.live + stats.reserved);
         Ok(Reservation { pool: self.clone(), bytes, counted: class })
@@ -183,9 +190,9 @@ impl Pool {
         self.inner.limit
     }
 
-    /// Bytes an allocation of `bytes` counts with.
+    /// Bytes an allocation of `bytes` counts with; `u64::MAX` where no pool can have so many.
     pub fn rounded(bytes: usize) -> u64 {
-        size_class(bytes) as u64
+        size_class(bytes).map_or(u64::MAX, |class| class as u64)
     }
 
     /// Gives cached blocks that have a segment of their own back to the system.
@@ -354,12 +361,11 @@ impl Reservation {
         let pool = self.pool.clone();
         let mut state = pool.inner.settled(self.counted);
         for bytes in sizes {
-            let class = size_class(bytes);
-            let left = self.counted.checked_sub(class as u64);
+            let class = size_class(bytes).filter(|class| *class as u64 <= self.counted);
             let mut refusal = None;
-            let taken = match left {
+            let taken = match class {
                 None => None,
-                Some(_) => match state.take(class) {
+                Some(class) => match state.take(class) {
                     Some(taken) => Some(taken),
                     None => {
                         drop(state);
@@ -369,13 +375,13 @@ impl Reservation {
                     }
                 },
             };
-            let (Some(left), Some(carved)) = (left, taken) else {
+            let (Some(class), Some(carved)) = (class, taken) else {
                 let error = OutOfMemory { refusal, ..pool.inner.out_of_memory(bytes, &state.stats, None) };
                 // The buffers go back to the pool, which takes its lock.
                 drop(state);
                 return Err(error);
             };
-            self.counted = left;
+            self.counted -= class as u64;
             let block = Block { carved: Some(carved), pool: pool.clone() };
             buffers.push(OwnedBuffer::of_block(block, bytes));
         }
@@ -496,11 +502,12 @@ impl Drop for Block {
     }
 }
 
-/// The size class of an allocation: a multiple of the alignment with at most a quarter of waste.
-fn size_class(bytes: usize) -> usize {
+/// Returns the size class of an allocation: a multiple of the alignment with at most a quarter of waste.
+/// `None` where it would be more than [`MOST`].
+fn size_class(bytes: usize) -> Option<usize> {
     let bytes = bytes.max(ALIGNMENT);
-    let step = (bytes.next_power_of_two() / 8).max(ALIGNMENT);
-    bytes.div_ceil(step) * step
+    let step = (bytes.checked_next_power_of_two()? / 8).max(ALIGNMENT);
+    bytes.div_ceil(step).checked_mul(step).filter(|class| *class as u64 <= MOST)
 }
 
 #[cfg(test)]
@@ -510,9 +517,32 @@ mod tests {
     #[test]
     fn classes_are_aligned_and_waste_at_most_a_quarter() {
         for bytes in (0..5000).chain([1 << 20, (1 << 20) + 1, 100_000_000]) {
-            let class = size_class(bytes);
+            let class = size_class(bytes).unwrap();
             assert!(class >= bytes && class.is_multiple_of(ALIGNMENT));
             assert!(bytes < 256 || class - bytes <= bytes / 4, "{bytes} -> {class}");
+        }
+    }
+
+    #[test]
+    fn lengths_that_no_memory_has_are_refused_and_cost_nothing() {
+        for limit in [None, Some(u64::MAX), Some(1000)] {
+            let pool = Pool::new("test", limit);
+            let before = pool.allocate(1).unwrap();
+            let figures = |PoolStats { live, reserved, mapped, .. }| [live, reserved, mapped];
+            let at_first = figures(pool.stats());
+            for bytes in [usize::MAX, usize::MAX - 63, (1 << 63) + 1, 1 << 63, (1 << 63) - 1] {
+                assert_eq!(Pool::rounded(bytes), u64::MAX);
+                assert_eq!(pool.reserve(bytes).unwrap_err().asked, bytes as u64);
+                assert!(pool.allocate(bytes).is_err());
+                assert!(pool.reserve_all([bytes, bytes, 1].into_iter()).is_err());
+            }
+            let quarter = 1 << 62;
+            assert!(pool.allocate(quarter).is_err(), "the system has no room for it");
+            assert!(pool.reserve_all([quarter; 4].into_iter()).is_err(), "together they wrap to nothing");
+            let most = [64, usize::MAX].into_iter();
+            assert!(pool.reserve(64).unwrap().allocate_all(most).is_err());
+            assert_eq!(figures(pool.stats()), at_first);
+            drop(before);
         }
     }
 

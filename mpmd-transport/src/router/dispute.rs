@@ -22,7 +22,8 @@ impl<C: Cargo> Router<C> {
             if self.left {
                 // This process will never get there.
                 self.dispute(from, count, now);
-            } else if peer.check.is_none() {
+            } else if peer.check.is_none_or(|(known, _)| count < known) {
+                // The lowest: a count that this process never gets to must not stand before true ones.
                 peer.check = Some((count, hash));
                 self.next_check = self.next_check.min(count);
             }
@@ -49,7 +50,13 @@ impl<C: Cargo> Router<C> {
 
     /// A peer that disagrees shows its operations.
     pub(super) fn shown(&mut self, from: ProcessId, control: &[u8], now: Duration) {
-        let shown: Shown = control::decode(control).unwrap_or_default();
+        if self.failed.is_some() {
+            return;
+        }
+        let shown = match control::decode::<Shown>(control) {
+            Ok(shown) if shown.is_sound() => shown,
+            _ => return self.broken(from, "its list of operations is none"),
+        };
         let last = shown.records.last().map_or(shown.count, |record| record.op);
         self.peers[from.index()].shown = Some(shown);
         match self.peers[from.index()].disputed {
@@ -81,6 +88,9 @@ impl<C: Cargo> Router<C> {
     }
 
     fn conclude(&mut self, with: ProcessId, op: u64) {
+        if self.failed.is_some() {
+            return;
+        }
         let mine = self.history.show(op);
         let theirs = self.peers[with.index()].shown.clone().unwrap_or_default();
         let (op, message) = first_difference(self.config.process, &mine, with, &theirs);

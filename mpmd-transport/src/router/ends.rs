@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::breach::KEPT_OVERHEAD;
 use super::peer::{Goodbye, Peer};
 use super::{Action, Body, Cargo, Failure, FailureKind, Router};
 use crate::control;
@@ -15,16 +16,10 @@ impl<C: Cargo> Router<C> {
         let Some(peer) = self.peers.get_mut(process.index()) else { return };
         // It sends nothing more after its goodbye.
         if peer.has_left() {
-            self.gone_for_good(process, why);
+            self.lose(process, why.to_owned());
         } else {
             peer.suspected.get_or_insert_with(|| (now, why.to_owned()));
         }
-    }
-
-    /// A peer is gone, which the transport need not know.
-    pub(super) fn gone_for_good(&mut self, process: ProcessId, why: &str) {
-        self.peer_down(process, why);
-        self.actions.push(Action::Silent { peer: process, why: why.to_owned() });
     }
 
     /// A peer's connection ended, so it is gone.
@@ -40,8 +35,9 @@ impl<C: Cargo> Router<C> {
         let in_order = peer.goodbye.as_ref().is_some_and(|goodbye| goodbye.failure.is_none());
         let expected = std::mem::take(&mut peer.expected);
         let ready: Vec<_> = peer.ready.drain().collect();
+        let granted = std::mem::take(&mut peer.granted);
+        peer.kept -= granted.len() as u64 * KEPT_OVERHEAD;
         let first_ready = ready.iter().map(|((op, _), _)| *op).min();
-        peer.granted.clear();
         self.actions.extend(ready.into_iter().map(|(_, ready)| Action::Discard(ready.cargo)));
         for ((op, _), expected) in expected {
             let failure = self.lost(process, op);
@@ -134,6 +130,10 @@ impl<C: Cargo> Router<C> {
     pub(super) fn peer_left(&mut self, from: ProcessId, header: Header, control: &[u8], now: Duration) {
         let failure = (!control.is_empty()).then(|| Arc::new(decode_failure(from, 0, control)));
         let peer = &mut self.peers[from.index()];
+        if peer.goodbye.is_some() {
+            // It is said once: the first is what has been told.
+            return;
+        }
         peer.goodbye = Some(Goodbye { count: header.count, failure: failure.clone() });
         if peer.hands_over {
             // Whoever has left in order has taken everything.
@@ -188,6 +188,10 @@ impl<C: Cargo> Router<C> {
         }
         self.early.clear();
         self.parked.clear();
+        for peer in &mut self.peers {
+            peer.granted.clear();
+            peer.kept = 0;
+        }
         self.actions.push(Action::Failed(failure));
     }
 }
@@ -202,7 +206,8 @@ pub(super) fn encode_failure(failure: &Failure) -> Vec<u8> {
 }
 
 pub(super) fn decode_failure(from: ProcessId, op: u64, bytes: &[u8]) -> Failure {
-    control::decode(bytes).unwrap_or_else(|why| {
+    let failure: Failure = control::decode(bytes).unwrap_or_else(|why| {
         Failure::new(FailureKind::Transport, from, op, format!("process {from} failed, and {why}"))
-    })
+    });
+    failure.shortened()
 }

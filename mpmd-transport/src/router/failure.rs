@@ -54,9 +54,7 @@ impl Failure {
     /// Cuts the message to a length that fits a control message beside other things: an error text
     /// without end must not keep the failure from arriving.
     pub fn shortened(mut self) -> Self {
-        let mut keep = (0..=self.message.len().min(MOST_MESSAGE_BYTES)).rev();
-        let keep = keep.find(|at| self.message.is_char_boundary(*at));
-        self.message.truncate(keep.unwrap_or(0));
+        cut(&mut self.message, MOST_MESSAGE_BYTES);
         self
     }
 
@@ -73,3 +71,11 @@ impl fmt::Display for Failure {
 }
 
 impl std::error::Error for Failure {}
+
+/// Shortens a text to at most `most` bytes.
+pub(super) fn cut(text: &mut String, most: usize) {
+    if text.len() > most {
+        text.truncate((0..=most).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0));
+        text.shrink_to_fit();
+    }
+}

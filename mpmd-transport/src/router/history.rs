@@ -104,6 +104,16 @@ pub(super) struct Shown {
     pub(super) records: Vec<ShownRecord>,
 }
 
+impl Shown {
+    /// Returns true if a correct process can have shown this.
+    pub(super) fn is_sound(&self) -> bool {
+        self.records.len() <= SHOWN
+            && self.records.is_sorted_by(|one, next| one.op < next.op)
+            && self.records.first().is_none_or(|first| first.op > 0)
+            && self.records.last().is_none_or(|last| last.op <= self.count)
+    }
+}
+
 /// The last operations of this process, numbered without gaps from 1.
 #[derive(Default)]
 pub(super) struct History {
@@ -244,10 +254,18 @@ pub(super) fn first_difference(
 ) -> (u64, String) {
     let find = |shown: &Shown, op: u64| shown.records.iter().find(|record| record.op == op).cloned();
     let hash = |shown: &Shown, op: u64| if op == 0 { Some(0) } else { find(shown, op).map(|r| r.hash) };
-    let last = mine.count.max(theirs.count);
     let oldest =
         [mine, theirs].iter().filter_map(|shown| shown.records.first()).map(|r| r.op).max().unwrap_or(1);
-    let first = (oldest..=last).find(|op| hash(mine, *op) != hash(theirs, *op)).unwrap_or(last);
+    // Only operations that one of them has shown: a peer's count may be any number.
+    let records = mine.records.iter().chain(&theirs.records);
+    let mut known: Vec<u64> = records.map(|record| record.op).filter(|op| *op >= oldest).collect();
+    known.sort_unstable();
+    let differing = known.into_iter().find(|op| hash(mine, *op) != hash(theirs, *op));
+    // Where none differs, the first that one of them has not issued.
+    let first = differing.unwrap_or_else(|| match mine.count.min(theirs.count) {
+        fewer if mine.count == theirs.count => fewer,
+        fewer => fewer + 1,
+    });
     let before = first.saturating_sub(1);
     let agreed_before = hash(mine, before).is_some() && hash(mine, before) == hash(theirs, before);
     // What was issued may well be the same, a step earlier or later.
@@ -358,6 +376,44 @@ mod tests {
         let (op, text) = first_difference(ProcessId(0), &a, ProcessId(1), &b);
         assert_eq!(op, 3);
         assert!(text.contains("process 0 has issued only 2 operations"), "{text}");
+    }
+
+    #[test]
+    fn impossible_count_of_a_peer_ends_the_comparison() {
+        let mine = history(&[1, 2, 3]).show(3);
+        let records = mine.records.clone();
+        for (records, first, says) in [
+            (records.clone(), 4, "process 0 has issued only 3 operations"),
+            (records[..2].to_vec(), 3, "process 1 no longer remembers its operation 3"),
+            (Vec::new(), 1, "process 1 no longer remembers its operation 1"),
+        ] {
+            let theirs = Shown { count: u64::MAX, records };
+            assert!(theirs.is_sound(), "no count is too high by itself");
+            let (op, text) = first_difference(ProcessId(0), &mine, ProcessId(1), &theirs);
+            assert_eq!(op, first);
+            assert!(text.contains(says), "{text}");
+        }
+        // Far apart, as no correct process shows them.
+        let far = ShownRecord { op: u64::MAX, ..records[2].clone() };
+        let theirs = Shown { count: u64::MAX, records: [&records[..2], &[far]].concat() };
+        assert_eq!(first_difference(ProcessId(0), &mine, ProcessId(1), &theirs).0, 3);
+    }
+
+    #[test]
+    fn records_that_no_process_shows_are_not_sound() {
+        let shown = history(&[1, 2, 3]).show(3);
+        assert!(shown.is_sound() && Shown::default().is_sound());
+        let mut twice = shown.clone();
+        twice.records[1].op = 1;
+        let mut beyond = shown.clone();
+        beyond.count = 2;
+        let mut none = shown.clone();
+        none.records[0].op = 0;
+        let numbered = |i| ShownRecord { op: i as u64 + 1, ..shown.records[0].clone() };
+        let many = Shown { count: u64::MAX, records: (0..=SHOWN).map(numbered).collect() };
+        for (i, unsound) in [twice, beyond, none, many].into_iter().enumerate() {
+            assert!(!unsound.is_sound(), "case {i}");
+        }
     }
 
     #[test]

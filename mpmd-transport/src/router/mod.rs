@@ -19,11 +19,15 @@
 //! | more | waits for the grant | `Grant`; then `Data` |
 //! | any, where memory is [handed over](Config::hands_over) | `Data` | delivered |
 //!
+//! A peer that sends what no correct process sends has broken the protocol: it is lost with a message that
+//! says so ([`Router::broken`]).
+//!
 //! A grant is sent only by a process that has issued the operation and reserved its memory, so nothing
 //! a lower operation needs is ever held by a higher one. A piece that is handed over costs its receiver
 //! nothing, so it needs no grant; it stays the sender's memory. The receiver says from time to time up to which
 //! operation it has taken what it was handed, so that a sender knows how far it is ahead.
 
+mod breach;
 mod dispute;
 mod ends;
 mod failure;
@@ -32,6 +36,7 @@ mod peer;
 mod watch;
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -40,6 +45,7 @@ pub use history::{Note, OpRecord, Span, Values};
 pub use watch::Answer;
 
 use crate::wire::{Header, Kind, ProcessId};
+use breach::KEPT_OVERHEAD;
 use ends::{decode_failure, encode_failure};
 use history::History;
 use peer::{Expected, Peer, PieceKey, Ready};
@@ -52,9 +58,6 @@ pub const EAGER_CREDIT: u64 = 1 << 20;
 
 /// So many pieces that were handed over and taken are told of at once, fewer when time passes.
 const TOLD_AT_ONCE: u32 = 16;
-
-/// Stands for the size of a piece whose receiver cannot know it.
-const ANY_SIZE: u64 = u64::MAX;
 
 /// What an eager piece costs beyond its bytes.
 const EAGER_OVERHEAD: u64 = 64;
@@ -128,9 +131,9 @@ pub enum Action<C: Cargo> {
     HangReport(String),
     /// A peer is gone; later operations that need it will fail with this.
     PeerLost(Arc<Failure>),
-    /// A peer gives no sign of life: what the transport moves to it or from it will not end by itself, for
-    /// its connections may well stand.
-    Silent {
+    /// A peer gives no sign of life, or has broken the protocol: what the transport moves to it or from it
+    /// will not end by itself, for its connections may well stand.
+    GiveUp {
         /// The peer.
         peer: ProcessId,
         /// What is known of it.
@@ -255,8 +258,12 @@ impl<C: Cargo> Router<C> {
             if *entry.key() > op {
                 break;
             }
-            for (from, header, incoming) in entry.remove() {
-                self.piece_message(from, header, incoming, now);
+            let messages = entry.remove();
+            messages.iter().for_each(|(from, ..)| self.peers[from.index()].kept -= KEPT_OVERHEAD);
+            for (from, header, incoming) in messages {
+                if !self.peers[from.index()].broken {
+                    self.piece_message(from, header, incoming, now);
+                }
             }
         }
         self.next_check = u64::MAX;
@@ -274,9 +281,21 @@ impl<C: Cargo> Router<C> {
     pub fn expect(
         &mut self,
         from: ProcessId,
-        (op, piece): (u64, u64),
+        key: (u64, u64),
         hash: u128,
         bytes: u64,
+        waiter: C::Waiter,
+        now: Duration,
+    ) {
+        self.expect_within(from, key, hash, bytes..=bytes, waiter, now);
+    }
+
+    fn expect_within(
+        &mut self,
+        from: ProcessId,
+        (op, piece): (u64, u64),
+        hash: u128,
+        bytes: RangeInclusive<u64>,
         waiter: C::Waiter,
         now: Duration,
     ) {
@@ -289,6 +308,7 @@ impl<C: Cargo> Router<C> {
             self.actions.push(Action::Deliver { waiter, result: Err(failure) });
             return;
         }
+        let (least, most) = (*bytes.start(), *bytes.end());
         let expected = Expected {
             waiter,
             hash,
@@ -299,15 +319,15 @@ impl<C: Cargo> Router<C> {
             granted: false,
         };
         self.peers[from.index()].expected.insert(key, expected);
-        match self.early.remove(&(from, key)) {
+        match self.take_early(from, key) {
             Some(Early::Cargo(Header { hash: theirs, .. }, _) | Early::Offered(theirs)) if theirs != hash => {
                 self.dispute(from, op, now);
             }
-            Some(Early::Cargo(header, incoming)) => self.deliver(from, header, incoming, now),
+            Some(Early::Cargo(header, incoming)) => self.deliver(from, header, incoming),
             Some(Early::Poison(failure)) => self.poisoned(from, key, failure),
-            Some(Early::Offered(_)) => self.grant(from, key, bytes),
-            None if bytes > EAGER_BYTES && bytes != ANY_SIZE && !self.peers[from.index()].hands_over => {
-                self.grant(from, key, bytes);
+            Some(Early::Offered(_)) => self.grant(from, key, most),
+            None if least > EAGER_BYTES && !self.peers[from.index()].hands_over => {
+                self.grant(from, key, most);
             }
             None => {}
         }
@@ -317,7 +337,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// As [`Router::expect`], for a piece whose size only its sender knows and [announces](Self::announce).
+    /// As [`Router::expect`], for a piece whose size only its sender knows and [announces](Self::announce):
+    /// at most `most` bytes. A sender of more has broken the protocol.
     ///
     /// Where it is `likely` to be large it is granted at once, which saves the announcement's way.
     pub fn expect_any_size(
@@ -325,11 +346,11 @@ impl<C: Cargo> Router<C> {
         from: ProcessId,
         key: (u64, u64),
         hash: u128,
-        likely: u64,
+        (likely, most): (u64, u64),
         waiter: C::Waiter,
         now: Duration,
     ) {
-        self.expect(from, key, hash, ANY_SIZE, waiter, now);
+        self.expect_within(from, key, hash, 0..=most, waiter, now);
         let peer = &self.peers[from.index()];
         if likely > EAGER_BYTES
             && !peer.hands_over
@@ -349,8 +370,8 @@ impl<C: Cargo> Router<C> {
         waiter: C::Waiter,
         now: Duration,
     ) {
-        // A sender that knows no better waits for a grant where the piece is large.
-        self.expect_any_size(from, key, hash, u64::MAX, waiter, now);
+        // A sender that knows no better waits for a grant where the piece is large. No memory is taken.
+        self.expect_any_size(from, key, hash, (u64::MAX, u64::MAX), waiter, now);
     }
 
     /// A piece of an issued operation is ready to go to `to`, which does not know its size.
@@ -378,6 +399,7 @@ impl<C: Cargo> Router<C> {
             return;
         }
         let granted = peer.granted.remove(&key);
+        peer.kept -= granted.map_or(0, |_| KEPT_OVERHEAD);
         if granted.is_some_and(|theirs| theirs != hash) {
             self.actions.push(Action::Discard(cargo));
             self.dispute(to, op, self.ticked);
@@ -418,14 +440,19 @@ impl<C: Cargo> Router<C> {
         control: &[u8],
         now: Duration,
     ) {
-        if header.epoch != self.config.epoch || from.index() >= self.peers.len() {
+        let is_read = self.peers.get(from.index()).is_some_and(|peer| !peer.broken);
+        if header.epoch != self.config.epoch || !is_read {
             return;
         }
         self.peers[from.index()].heard = now;
         match header.kind {
             Kind::Eager | Kind::Offer | Kind::Grant | Kind::Data => {
+                if self.failed.is_some() || !self.is_allowed(from, &header) {
+                    return;
+                }
                 if header.op > self.history.count() {
                     self.parked.entry(header.op).or_default().push((from, header, incoming));
+                    self.count_kept(from, KEPT_OVERHEAD);
                 } else {
                     self.piece_message(from, header, incoming, now);
                 }
@@ -437,7 +464,10 @@ impl<C: Cargo> Router<C> {
             }
             Kind::Credit => {
                 let peer = &mut self.peers[from.index()];
-                if peer.hands_over {
+                if peer.hands_over && header.op > self.history.count() {
+                    let why = format!("it took a piece of operation {}, which was not issued", header.op);
+                    self.broken(from, &why);
+                } else if peer.hands_over {
                     self.actions.push(Action::Taken { by: from, op: header.op });
                 } else {
                     peer.credit = peer.credit.saturating_add(header.count).min(EAGER_CREDIT);
@@ -469,9 +499,13 @@ impl<C: Cargo> Router<C> {
 
     /// Forgets what arrived for an operation that has ended here.
     pub fn forget(&mut self, op: u64) {
-        self.early.retain(|(_, key), _| key.0 != op);
+        for ((from, _), early) in self.early.extract_if(|(_, key), _| key.0 == op) {
+            self.peers[from.index()].kept -= early.cost();
+        }
         for peer in &mut self.peers {
+            let before = peer.granted.len();
             peer.granted.retain(|key, _| key.0 != op);
+            peer.kept -= (before - peer.granted.len()) as u64 * KEPT_OVERHEAD;
         }
     }
 
@@ -490,19 +524,26 @@ impl<C: Cargo> Router<C> {
                 Some(Ready { cargo, hash, bytes }) => {
                     self.post_piece(Kind::Data, from, key, hash, bytes, Body::Cargo(cargo));
                 }
-                None => drop(peer.granted.insert(key, header.hash)),
+                None => self.keep_grant(from, key, header.hash),
             },
-            Kind::Offer => match peer.expected.get(&key).map(|expected| (expected.bytes, expected.granted)) {
-                Some((_, true)) => {}
-                Some((bytes, false)) => self.grant(from, key, bytes),
-                None => drop(self.early.insert((from, key), Early::Offered(header.hash))),
+            Kind::Offer => match peer.expected.get(&key) {
+                Some(expected) if expected.granted => {}
+                Some(expected) => {
+                    let most = *expected.bytes.end();
+                    self.grant(from, key, most);
+                }
+                None => self.keep_early(from, key, Early::Offered(header.hash)),
             },
-            _ if peer.expected.contains_key(&key) => self.deliver(from, header, incoming, now),
-            _ => drop(self.early.insert((from, key), Early::Cargo(header, incoming))),
+            Kind::Data if !peer.hands_over => match peer.expected.get(&key) {
+                Some(expected) if expected.granted => self.deliver(from, header, incoming),
+                _ => self.not_granted(from, &header),
+            },
+            _ if peer.expected.contains_key(&key) => self.deliver(from, header, incoming),
+            _ => self.keep_early(from, key, Early::Cargo(header, incoming)),
         }
     }
 
-    fn deliver(&mut self, from: ProcessId, header: Header, incoming: C::Incoming, now: Duration) {
+    fn deliver(&mut self, from: ProcessId, header: Header, incoming: C::Incoming) {
         let key = (header.op, header.piece);
         let peer = &mut self.peers[from.index()];
         let Some(expected) = peer.expected.remove(&key) else { return };
@@ -510,6 +551,7 @@ impl<C: Cargo> Router<C> {
             peer.owed += header.bytes + EAGER_OVERHEAD;
             if peer.owed >= EAGER_CREDIT / 4 {
                 let count = std::mem::take(&mut peer.owed);
+                peer.unclaimed -= count;
                 let header = Header { count, ..self.header(Kind::Credit) };
                 self.actions.push(Action::Post { to: from, header, body: Body::Empty });
             }
@@ -520,17 +562,16 @@ impl<C: Cargo> Router<C> {
                 self.tell_taken(from);
             }
         }
-        if expected.bytes == header.bytes || expected.bytes == ANY_SIZE {
+        if expected.bytes.contains(&header.bytes) {
             self.actions.push(Action::Deliver { waiter: expected.waiter, result: Ok(incoming) });
         } else {
-            // Equal hashes mean equal shapes, so only a broken peer comes here.
-            let message = format!(
-                "process {from} sent {} bytes for piece {} of operation {}, which has {}",
-                header.bytes, header.piece, header.op, expected.bytes
-            );
+            let (most, what) = (expected.bytes.end(), self.name(header.op));
+            let piece = format!("{} bytes for piece {} of {what}", header.bytes, header.piece);
+            let message = format!("process {from} sent {piece}, which has {most}");
             let failure = Arc::new(Failure::new(FailureKind::Transport, from, header.op, message));
             self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure) });
-            self.dispute(from, header.op, now);
+            // Equal hashes, which were compared before, mean equal shapes.
+            self.broken(from, &format!("it sent {piece}, which has {most}"));
         }
     }
 
@@ -558,11 +599,14 @@ impl<C: Cargo> Router<C> {
     }
 
     fn poisoned(&mut self, from: ProcessId, key: PieceKey, failure: Arc<Failure>) {
+        if self.failed.is_some() {
+            return;
+        }
         match self.peers[from.index()].expected.remove(&key) {
             Some(expected) => {
                 self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure) });
             }
-            None => drop(self.early.insert((from, key), Early::Poison(failure))),
+            None => self.keep_early(from, key, Early::Poison(failure)),
         }
     }
 

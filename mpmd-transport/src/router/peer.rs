@@ -1,6 +1,7 @@
 //! What the router knows of one peer.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,8 +14,10 @@ pub(super) type PieceKey = (u64, u64);
 /// A piece that this process waits for.
 pub(super) struct Expected<C: Cargo> {
     pub(super) waiter: C::Waiter,
+    /// The rolling hash at the operation.
     pub(super) hash: u128,
-    pub(super) bytes: u64,
+    /// Lengths that the piece may have.
+    pub(super) bytes: RangeInclusive<u64>,
     pub(super) since: Duration,
     /// When the sender is asked next.
     pub(super) probe_at: Duration,
@@ -40,6 +43,8 @@ pub(super) struct Goodbye {
 pub(super) struct Peer<C: Cargo> {
     /// Why it is gone, where it is.
     pub(super) down: Option<String>,
+    /// Whether it broke the protocol. Nothing of it is read any more.
+    pub(super) broken: bool,
     pub(super) goodbye: Option<Goodbye>,
     /// Whether pieces go to it, and come from it, as memory that stays where it is.
     pub(super) hands_over: bool,
@@ -56,6 +61,10 @@ pub(super) struct Peer<C: Cargo> {
     pub(super) credit: u64,
     /// Eager bytes taken out here that it was not yet told of.
     pub(super) owed: u64,
+    /// Cost of the eager pieces that came and for which no credit went back: at most [`EAGER_CREDIT`].
+    pub(super) unclaimed: u64,
+    /// Bytes of its messages that are kept for later: at most [`MOST_KEPT`](super::breach::MOST_KEPT).
+    pub(super) kept: u64,
     /// Sorted, so that failures and probes come in operation order.
     pub(super) expected: BTreeMap<PieceKey, Expected<C>>,
     pub(super) ready: HashMap<PieceKey, Ready<C>>,
@@ -74,6 +83,7 @@ impl<C: Cargo> Default for Peer<C> {
     fn default() -> Self {
         Self {
             down: None,
+            broken: false,
             goodbye: None,
             hands_over: false,
             last_taken: 0,
@@ -83,6 +93,8 @@ impl<C: Cargo> Default for Peer<C> {
             suspected: None,
             credit: EAGER_CREDIT,
             owed: 0,
+            unclaimed: 0,
+            kept: 0,
             expected: BTreeMap::new(),
             ready: HashMap::new(),
             granted: HashMap::new(),

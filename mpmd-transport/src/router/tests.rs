@@ -1,12 +1,14 @@
 //! Routers of several processes in one thread, on a network that delays and reorders by seed.
 
+mod credit;
+mod fuzz;
+mod handing_over;
+mod leaving;
+mod lying;
 mod parted;
 mod spans;
 
 use super::*;
-
-mod handing_over;
-mod leaving;
 
 struct Bytes;
 
@@ -44,10 +46,14 @@ struct Job {
     outcomes: HashMap<(usize, PieceKey), Outcome>,
     reports: Vec<String>,
     discarded: usize,
-    /// Who has been found silent, and by whom: finder first.
+    /// Who was given up, and by whom: finder first.
     silent: Vec<(usize, usize)>,
     /// The rolling hash at each operation that a process has issued by itself.
     hashes: HashMap<(usize, u64), u128>,
+    /// Losses of peers, by the process that lost them.
+    lost: Vec<(usize, Arc<Failure>)>,
+    /// The process that may say anything.
+    liar: Option<usize>,
     /// Up to which operation a process has taken what another has handed over: giver first.
     taken: HashMap<(usize, usize), u64>,
     seeded: Seeded,
@@ -100,6 +106,8 @@ impl Job {
             discarded: 0,
             silent: Vec::new(),
             hashes: HashMap::new(),
+            lost: Vec::new(),
+            liar: None,
             taken: HashMap::new(),
             seeded: Seeded(seed),
             now: 0,
@@ -156,16 +164,24 @@ impl Job {
                 }
                 Action::HangReport(text) => self.reports.push(text),
                 Action::Taken { by, op } => {
-                    let known = self.taken.entry((process, by.index())).or_default();
-                    // Word of a piece may come after a failure, with which all is over.
-                    assert!(*known <= op || *known == u64::MAX, "{known} before {op}");
-                    *known = op.max(*known);
+                    let before = self.taken.insert((process, by.index()), op);
+                    // Of a job that has failed nothing more is awaited: what is said later is no news.
+                    let is_free = self.liar == Some(by.index()) || before == Some(u64::MAX);
+                    assert!(is_free || before.is_none_or(|before| before <= op), "{before:?} before {op}");
                 }
                 Action::Discard(_) => self.discarded += 1,
-                Action::PeerLost(_) | Action::Failed(_) => {}
-                Action::Silent { peer, .. } => self.silent.push((process, peer.index())),
+                Action::PeerLost(failure) => self.lost.push((process, failure)),
+                Action::Failed(_) => {}
+                Action::GiveUp { peer, .. } => self.silent.push((process, peer.index())),
             }
         }
+    }
+
+    /// Hands a message to a process at once, whether its sender could have sent it or not.
+    fn say(&mut self, from: usize, to: usize, header: Header, body: &[u8]) {
+        let header = Header { epoch: 1, ..header };
+        self.routers[to].arrived(ProcessId(from as u32), header, body.to_vec(), body, at(self.now));
+        self.act(to);
     }
 
     /// Lets one millisecond pass.

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::failure::cut;
 use super::{Action, Body, Cargo, Router};
 use crate::control;
 use crate::wire::{Header, Kind, ProcessId};
@@ -16,6 +17,9 @@ const PROBE_AT_MOST: Duration = Duration::from_secs(5);
 
 /// The longest chain of waits that is passed on.
 const CHAIN: usize = 16;
+
+/// The longest line of a peer's answer that is kept, in bytes.
+const LONGEST_LINE: usize = 4 << 10;
 
 /// What a process says of itself when a peer waits for it.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
@@ -116,7 +120,10 @@ impl<C: Cargo> Router<C> {
     }
 
     pub(super) fn answered(&mut self, from: ProcessId, control: &[u8]) {
-        if let Ok(answer) = control::decode::<Answer>(control) {
+        if let Ok(mut answer) = control::decode::<Answer>(control) {
+            answer.chain.truncate(CHAIN);
+            answer.chain.shrink_to_fit();
+            answer.chain.iter_mut().chain([&mut answer.doing]).for_each(|line| cut(line, LONGEST_LINE));
             self.peers[from.index()].answer = Some(answer);
         }
     }
@@ -155,7 +162,7 @@ impl<C: Cargo> Router<C> {
             let Some((since, why)) = peer.suspected.take_if(is_due) else { continue };
             // Messages that it sent before its death may arrive shortly after the word of it.
             if peer.heard <= since + heartbeat {
-                self.gone_for_good(process, &why);
+                self.lose(process, why);
             }
         }
     }
@@ -166,7 +173,7 @@ impl<C: Cargo> Router<C> {
             let peer = &self.peers[process.index()];
             if !peer.has_left() && now > peer.heard + patience {
                 let why = format!("no sign of life for {} s", patience.as_secs_f32());
-                self.gone_for_good(process, &why);
+                self.lose(process, why);
             }
         }
     }

@@ -21,7 +21,7 @@ use super::peer::{Inbound, Outbound, Peer};
 use super::ring::Ring;
 use super::socket::{Listener, Packet, Socket, something_comes};
 use super::{ShmConfig, environment};
-use crate::rendezvous::{Token, after, are_equal};
+use crate::rendezvous::{after, are_equal};
 use crate::transport::TransportError;
 use crate::wire::ProcessId;
 

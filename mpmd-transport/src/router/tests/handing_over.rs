@@ -33,7 +33,7 @@ fn what_is_handed_over_goes_at_once_whatever_its_size_and_waits_for_its_operatio
     job.expect(1, 0, (5, 1), 1 << 20);
     let now = at(job.now);
     let hash = job.hash(1, 5);
-    job.routers[1].expect_any_size(ProcessId(0), (5, 2), hash, 1 << 20, (5, 2), now);
+    job.routers[1].expect_any_size(ProcessId(0), (5, 2), hash, (1 << 20, 1 << 21), (5, 2), now);
     job.routers[1].decline(ProcessId(0), (5, 3), hash, (5, 3), now);
     job.act(1);
     assert_eq!(flying(&job, Kind::Grant), 0);

@@ -1,0 +1,196 @@
+//! A process whose peer has the token and says anything, among processes that do what they should.
+
+use mpmd_fuzz::{Rng, integer, mutate};
+
+use super::breach::{KEPT_OVERHEAD, MOST_KEPT};
+use super::history::{Shown, ShownRecord};
+use super::*;
+use crate::control;
+
+/// Processes 0 and 2 are correct, process 1 says anything to process 0.
+const LIAR: usize = 1;
+
+const SIZES: [u64; 6] = [0, 1, 100, EAGER_BYTES, EAGER_BYTES + 1, 20_000];
+
+/// A piece of an operation: from, to, bytes, and whether its receiver knows its size.
+type Piece = (usize, usize, u64, bool);
+
+fn hash(op: u64) -> u128 {
+    u128::from(op) + 77
+}
+
+fn one_of<T: Copy>(rng: &mut Rng, all: &[T]) -> T {
+    all[rng.usize(..all.len())]
+}
+
+/// Three operations that are as likely to be small as large, most of them with pieces of the liar.
+fn operations(rng: &mut Rng) -> Vec<Vec<Piece>> {
+    let piece = |rng: &mut Rng| {
+        let (from, to) = one_of(rng, &[(1, 0), (1, 0), (0, 1), (0, 2), (2, 0), (2, 0)]);
+        (from, to, one_of(rng, &SIZES), rng.u8(..4) > 0)
+    };
+    (0..rng.usize(1..7)).map(|_| (0..rng.usize(..4)).map(|_| piece(rng)).collect()).collect()
+}
+
+impl Job {
+    /// A correct process issues its next operation and does its part of it.
+    fn issue_next(&mut self, process: usize, operations: &[Vec<Piece>]) {
+        let Some(pieces) = operations.get(self.routers[process].count() as usize) else { return };
+        let op = self.issue(process, hash(self.routers[process].count() + 1), "op");
+        for (number, (from, to, bytes, is_known)) in (0..).zip(pieces) {
+            let (key, peer) = ((op, number), ProcessId(*from as u32));
+            if *to == process && *is_known {
+                self.expect(process, *from, key, *bytes);
+            } else if *to == process {
+                let (sizes, now) = ((bytes / 2, *bytes), at(self.now));
+                self.routers[process].expect_any_size(peer, key, sizes, key, now);
+            } else if *from == process {
+                let to = ProcessId(*to as u32);
+                self.routers[process].announce(to, key, *bytes, body(key, *bytes));
+            }
+        }
+        self.act(process);
+    }
+}
+
+/// Anything that a transport lets through.
+fn lie(rng: &mut Rng, job: &Job, operations: &[Vec<Piece>]) -> Option<(Header, Vec<u8>)> {
+    use Kind::*;
+    let count = job.routers[0].count();
+    let pieces = [Eager, Eager, Offer, Grant, Data, Data, Credit];
+    let words = [Poison, Probe, Answer, Heartbeat, Step, Goodbye, Records, Failure];
+    let kind = if rng.u8(..5) > 0 { one_of(rng, &pieces) } else { one_of(rng, &words) };
+    let op = if rng.u8(..12) > 0 { rng.u64(..count + 3) } else { integer(rng) };
+    let piece = if rng.u8(..12) > 0 { rng.u64(..4) } else { integer(rng) };
+    let known = usize::try_from(op.wrapping_sub(1)).ok().and_then(|at| operations.get(at));
+    let known = known.and_then(|pieces| pieces.get(piece as usize)).map(|piece| piece.2);
+    let bytes = match rng.u8(..8) {
+        0 => integer(rng),
+        1 => one_of(rng, &SIZES),
+        _ => known.unwrap_or(3),
+    };
+    let counted = if rng.u8(..8) > 0 { rng.u64(..count + 3) } else { integer(rng) };
+    let subject = if matches!(kind, Heartbeat | Step | Goodbye) { counted } else { op };
+    let hash = match rng.u8(..40) {
+        0 => u128::from(rng.u64(..)),
+        1 => 0,
+        _ if subject == 0 => 0,
+        _ => u128::from(subject).wrapping_add(77),
+    };
+    let text = words_of(rng, kind, job);
+    let bytes = text.as_ref().map_or(bytes, |text| text.len() as u64);
+    let header = Header { kind, epoch: 1, op, piece, bytes, hash, count: counted };
+    let header = Header::decode(&header.encode()).ok()?;
+    // Of a long payload only the header comes at first.
+    let short = header.payload_bytes().min(30_000) as usize;
+    Some((header, text.unwrap_or_else(|| vec![0xee; short])))
+}
+
+/// The payload of a message that speaks: a true one, a changed one, or none.
+fn words_of(rng: &mut Rng, kind: Kind, job: &Job) -> Option<Vec<u8>> {
+    let mut text = match kind {
+        Kind::Poison | Kind::Failure => {
+            let length = one_of(rng, &[5, 5, 5, 20_000]);
+            let failure = crate::Failure::new(FailureKind::Kernel, ProcessId(1), 1, "x".repeat(length));
+            control::encode(&failure)
+        }
+        Kind::Goodbye if rng.bool() => Ok(Vec::new()),
+        Kind::Goodbye => control::encode(&crate::Failure::new(FailureKind::Left, ProcessId(1), 0, "why")),
+        Kind::Answer => {
+            let chain = vec!["process 1 waits".to_owned(); rng.usize(..40)];
+            control::encode(&Answer { count: integer(rng), doing: "computes".to_owned(), chain })
+        }
+        Kind::Records => {
+            let mut shown = job.routers[2].history.show(rng.u64(..9));
+            if rng.bool() {
+                shown.count = integer(rng);
+            }
+            if rng.u8(..4) == 0 {
+                let op = integer(rng);
+                shown.records.push(ShownRecord { op, hash: hash(op & 0xff), what: String::new(), steps: 0 });
+            }
+            control::encode::<Shown>(&shown)
+        }
+        _ => return None,
+    }
+    .expect("it is short");
+    if rng.u8(..3) == 0 {
+        mutate(rng, &mut text);
+    }
+    Some(text)
+}
+
+/// Checks that what a router keeps for each peer is bounded, and counted.
+fn check_bounds(router: &Router<Bytes>) {
+    let parked = || router.parked.values().flatten().map(|(from, header, body)| (*from, header, body));
+    for (index, peer) in router.peers.iter().enumerate() {
+        let process = ProcessId(index as u32);
+        let early = || router.early.iter().filter(|((from, _), _)| *from == process).map(|(_, early)| early);
+        let waiting = early().filter_map(|early| match early {
+            Early::Cargo(header, body) => Some((process, header, body)),
+            Early::Offered | Early::Poison(_) => None,
+        });
+        let eager = waiting.chain(parked()).filter(|(from, ..)| *from == process);
+        let eager = eager.filter(|(_, header, _)| header.kind == Kind::Eager);
+        let unclaimed: usize = eager.map(|(.., body)| body.len()).sum();
+        assert!(unclaimed as u64 <= EAGER_CREDIT, "{unclaimed} bytes of process {index} are unclaimed");
+        let others = parked().filter(|(from, ..)| *from == process).count() + peer.granted.len();
+        let kept = early().map(Early::cost).sum::<u64>() + others as u64 * KEPT_OVERHEAD;
+        assert_eq!(kept, peer.kept, "of process {index}");
+        assert!(kept <= MOST_KEPT && (!peer.broken || kept == 0));
+        assert!(peer.shown.as_ref().is_none_or(Shown::is_sound));
+        let answer = peer.answer.iter();
+        let lines: Vec<_> = answer.flat_map(|answer| answer.chain.iter().chain([&answer.doing])).collect();
+        assert!(lines.len() <= 17 && lines.iter().all(|line| line.len() <= 4096));
+    }
+}
+
+#[test]
+fn fuzz_router() {
+    mpmd_fuzz::cases("router", |rng| {
+        let (with_liar, with_other) = (rng.bool(), rng.bool());
+        let lends =
+            |a: usize, b: usize| if a.min(b) == 0 && a.max(b) == LIAR { with_liar } else { with_other };
+        let mut job = Job::handing_over(3, rng.u64(..), rng.u64(..4), lends);
+        (job.liar, job.dead[LIAR]) = (Some(LIAR), true);
+        let operations = operations(rng);
+        for _ in 0..rng.usize(..24) {
+            match rng.u8(..8) {
+                0 => job.issue_next(2, &operations),
+                1 | 2 => job.issue_next(0, &operations),
+                3 => job.step(),
+                4 if rng.u8(..8) == 0 => job.now += rng.u64(..200_000),
+                4 if rng.u8(..4) == 0 => job.routers[0].forget(rng.u64(..8)),
+                _ => {
+                    if let Some((header, body)) = lie(rng, &job, &operations) {
+                        job.say(LIAR, 0, header, &body);
+                        check_bounds(&job.routers[0]);
+                    }
+                }
+            }
+        }
+        for _ in 0..operations.len() {
+            job.issue_next(0, &operations);
+            job.issue_next(2, &operations);
+        }
+        job.run(20);
+        check_bounds(&job.routers[0]);
+        let has_failed = job.routers[0].failed().is_some();
+        for (op, pieces) in (1..).zip(&operations) {
+            for (number, (from, to, bytes, is_known)) in (0..).zip(pieces) {
+                let key = (op, number);
+                match job.outcomes.get(&(*to, key)) {
+                    Some(Ok(found)) if *from == LIAR => {
+                        let length = found.len() as u64;
+                        assert!(length == *bytes || (!is_known && length < *bytes), "{key:?}: {length}");
+                    }
+                    Some(Ok(found)) => assert_eq!(*found, body(key, *bytes), "{key:?}"),
+                    found if *from != LIAR && *to != LIAR => {
+                        assert!(has_failed, "{key:?} from {from} to {to}: {found:?}");
+                    }
+                    _ => {}
+                }
+            }
+        }
+    });
+}

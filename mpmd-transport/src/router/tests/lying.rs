@@ -1,0 +1,208 @@
+//! Peers that send what no correct process sends.
+
+use super::breach::MOST_KEPT;
+use super::history::{Shown, ShownRecord};
+use super::*;
+use crate::control;
+
+/// Processes 0, 1 and 2 that have issued an operation, of which 1 lies to 0.
+fn job() -> Job {
+    let mut job = Job::new(3, 1, 0);
+    for process in 0..3 {
+        job.issue(process, 7, "op");
+    }
+    job.dead[1] = true;
+    job.liar = Some(1);
+    job
+}
+
+fn piece(kind: Kind, op: u64, bytes: u64) -> Header {
+    Header { op, bytes, hash: 7, ..Header::new(kind) }
+}
+
+/// Checks that process 0 has lost process 1, and says so, and works with process 2 as before.
+fn lost(mut job: Job, why: &str) {
+    let [(0, failure)] = &job.lost[..] else { panic!("one loss: {:?}", job.lost) };
+    assert_eq!((failure.kind, failure.process), (FailureKind::PeerLost, ProcessId(1)));
+    assert!(failure.message.contains("process 1 is gone (it broke the protocol: "), "{failure}");
+    assert!(failure.message.contains(why), "{failure}");
+    assert_eq!(job.silent, [(0, 1)], "what is on its way is given up");
+    assert!(job.routers[0].early.is_empty() && job.routers[0].parked.is_empty(), "it keeps nothing");
+    // Whatever it says from here on is not read.
+    job.say(1, 0, piece(Kind::Eager, 1, 3), &[1, 2, 3]);
+    job.say(1, 0, Header::new(Kind::Failure), &[]);
+    assert!(job.routers[0].early.is_empty() && job.routers[0].failed().is_none());
+    job.expect(0, 1, (1, 90), 3);
+    assert!(job.outcomes[&(0, (1, 90))].is_err());
+    for (key, bytes) in [((1, 91), 3), ((1, 92), 100_000)] {
+        job.expect(0, 2, key, bytes);
+        job.offer(2, 0, key, bytes);
+        job.run(5);
+        assert_eq!(job.outcomes[&(0, key)].as_ref().unwrap(), &body(key, bytes));
+    }
+}
+
+#[test]
+fn eager_pieces_beyond_their_credit_lose_the_sender() {
+    for op in [1, 2] {
+        let mut job = job();
+        let pieces = EAGER_CREDIT / (EAGER_BYTES + EAGER_OVERHEAD);
+        for number in 0..=pieces {
+            assert!(job.lost.is_empty(), "piece {number}");
+            let header = Header { piece: number, ..piece(Kind::Eager, op, EAGER_BYTES) };
+            job.say(1, 0, header, &[0; EAGER_BYTES as usize]);
+        }
+        lost(job, "beyond its credit of 1048576");
+    }
+}
+
+#[test]
+fn large_piece_without_a_grant_loses_its_sender() {
+    let mut eager = job();
+    eager.say(1, 0, piece(Kind::Eager, 1, EAGER_BYTES + 1), &[0; EAGER_BYTES as usize + 1]);
+    lost(eager, "it sent piece 0 of operation 1, of 16385 bytes, without a grant");
+    for (op, is_expected) in [(1, true), (1, false), (2, false), (u64::MAX, false)] {
+        let mut job = job();
+        if is_expected {
+            // A small one: it was never granted.
+            job.expect(0, 1, (1, 0), 100);
+        }
+        job.say(1, 0, piece(Kind::Data, op, 100), &[0; 100]);
+        let outcome = job.outcomes.get(&(0, (1, 0)));
+        assert!(outcome.is_none_or(Result::is_err), "never delivered");
+        lost(job, &format!("it sent piece 0 of operation {op} without a grant"));
+    }
+}
+
+#[test]
+fn piece_of_another_length_is_its_senders_fault() {
+    for (expected, bytes) in [(100, 99), (100, 0), (100_000, 100_001), (100_000, u64::MAX)] {
+        let mut job = job();
+        job.expect(0, 1, (1, 0), expected);
+        let kind = if expected > EAGER_BYTES { Kind::Data } else { Kind::Eager };
+        // No body: the router decides by the header alone, before memory is taken.
+        job.say(1, 0, piece(kind, 1, bytes), &[]);
+        let failure = job.outcomes[&(0, (1, 0))].as_ref().unwrap_err();
+        assert_eq!((failure.kind, failure.process), (FailureKind::Transport, ProcessId(1)));
+        let says = format!("process 1 sent {bytes} bytes for piece 0 of operation 1 (op)");
+        assert!(failure.message.starts_with(&says), "{failure}");
+        assert!(failure.message.ends_with(&format!("which has {expected}")), "{failure}");
+        lost(job, &format!("it sent {bytes} bytes for piece 0"));
+    }
+}
+
+#[test]
+fn piece_of_any_size_is_bounded_all_the_same() {
+    for bytes in [0, 40_000, 40_001, u64::MAX] {
+        let mut job = job();
+        let now = at(job.now);
+        job.routers[0].expect_any_size(ProcessId(1), (1, 0), (30_000, 40_000), (1, 0), now);
+        job.act(0);
+        job.say(1, 0, piece(Kind::Data, 1, bytes), &[]);
+        assert_eq!(job.outcomes[&(0, (1, 0))].is_ok(), bytes <= 40_000, "{bytes}");
+        if bytes > 40_000 {
+            lost(job, &format!("it sent {bytes} bytes for piece 0"));
+        }
+    }
+}
+
+#[test]
+fn heartbeat_with_a_huge_count_hides_no_difference() {
+    let mut job = job();
+    job.say(1, 0, Header { count: u64::MAX, hash: 3, ..Header::new(Kind::Heartbeat) }, &[]);
+    job.say(1, 0, Header { count: 3, hash: 99, ..Header::new(Kind::Heartbeat) }, &[]);
+    job.say(1, 0, Header { count: u64::MAX - 1, hash: 3, ..Header::new(Kind::Step) }, &[]);
+    job.issue(0, 8, "second");
+    assert!(job.routers[0].peers[1].disputed.is_none());
+    job.issue(0, 9, "third");
+    assert!(job.routers[0].peers[1].disputed.is_some(), "its third operation is another one");
+}
+
+#[test]
+fn records_with_an_impossible_count_end_a_dispute() {
+    let mut job = job();
+    let record = |op| ShownRecord { op, hash: 7, what: "op".to_owned(), steps: 0 };
+    let shown = Shown { count: u64::MAX, records: vec![record(1)] };
+    let body = control::encode(&shown).unwrap();
+    job.say(1, 0, Header::new(Kind::Records), &body);
+    let failure = job.routers[0].failed().expect("settled at once");
+    assert!(failure.message.contains("process 0 has issued only 1 operations"), "{failure}");
+    for shown in [
+        Shown { count: 1, records: vec![record(1), record(u64::MAX)] },
+        Shown { count: 2, records: vec![record(2), record(1)] },
+    ] {
+        let mut job = self::job();
+        job.say(1, 0, Header::new(Kind::Records), &control::encode(&shown).unwrap());
+        lost(job, "its list of operations is none");
+    }
+    let mut cut_off = self::job();
+    cut_off.say(1, 0, Header::new(Kind::Records), &body[..body.len() - 1]);
+    lost(cut_off, "its list of operations is none");
+}
+
+#[test]
+fn messages_that_nothing_waits_for_are_bounded() {
+    let failure = Failure::new(FailureKind::Kernel, ProcessId(1), 1, "x".repeat(900_000));
+    let text = control::encode(&failure).unwrap();
+    // At 16 KiB for each text, of which the rest is cut.
+    let mut job = job();
+    for number in 0.. {
+        assert!(number < 2 * MOST_KEPT >> 14, "no end");
+        if !job.lost.is_empty() {
+            assert!(number > (MOST_KEPT >> 14) - 100, "{number} texts");
+            break;
+        }
+        let header = Header { piece: number, ..piece(Kind::Poison, 1, text.len() as u64) };
+        job.say(1, 0, header, &text);
+        assert!(job.routers[0].peers[1].kept <= MOST_KEPT);
+    }
+    lost(job, "bytes of messages that nothing here waits for");
+    for (kind, op) in [(Kind::Offer, 1), (Kind::Grant, 1), (Kind::Offer, 2)] {
+        let mut job = self::job();
+        job.routers[0].peers[1].kept = MOST_KEPT - 1;
+        job.say(1, 0, piece(kind, op, 100), &[]);
+        lost(job, "bytes of messages that nothing here waits for");
+    }
+}
+
+#[test]
+fn what_is_kept_for_a_peer_is_counted_off_again() {
+    let mut job = job();
+    let failure = Failure::new(FailureKind::Kernel, ProcessId(1), 1, "why");
+    let text = control::encode(&failure).unwrap();
+    for (number, kind) in (0..).zip([Kind::Offer, Kind::Grant, Kind::Eager, Kind::Poison, Kind::Offer]) {
+        for op in [1, 2] {
+            let body = if kind == Kind::Poison { &text[..] } else { &[] };
+            let header = Header { piece: number, ..piece(kind, op, body.len() as u64) };
+            job.say(1, 0, header, body);
+        }
+    }
+    job.say(1, 0, Header { piece: 4, ..piece(Kind::Eager, 1, 0) }, &[]);
+    job.issue(0, 7, "second");
+    assert!(job.routers[0].peers[1].kept > 0);
+    (0..5).filter(|number| *number != 1).for_each(|number| job.expect(0, 1, (1, number), 0));
+    job.offer(0, 1, (1, 1), 100_000);
+    job.routers[0].forget(2);
+    assert_eq!(job.routers[0].peers[1].kept, 0);
+}
+
+#[test]
+fn more_than_was_issued_cannot_have_been_taken() {
+    let mut job = Job::handing_over(3, 1, 0, |a, b| a.max(b) == 1);
+    (0..3).for_each(|process| _ = job.issue(process, 7, "op"));
+    job.dead[1] = true;
+    job.say(1, 0, Header { op: 1, ..Header::new(Kind::Credit) }, &[]);
+    assert_eq!(job.taken[&(0, 1)], 1);
+    job.taken.clear();
+    job.say(1, 0, Header { op: 2, ..Header::new(Kind::Credit) }, &[]);
+    lost(job, "it took a piece of operation 2, which was not issued");
+}
+
+#[test]
+fn second_goodbye_is_not_heard() {
+    let mut job = job();
+    job.say(1, 0, Header { count: 1, hash: 7, ..Header::new(Kind::Goodbye) }, &[]);
+    let failure = Failure::new(FailureKind::Left, ProcessId(1), 0, "changed its mind");
+    job.say(1, 0, Header { count: 0, ..Header::new(Kind::Goodbye) }, &control::encode(&failure).unwrap());
+    assert!(job.lost.is_empty() && job.routers[0].trouble().is_none());
+}
