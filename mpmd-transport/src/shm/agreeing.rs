@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::peer::Peer;
 use super::shared::Shared;
+use crate::deadline::after;
 use crate::memory::{DeviceSharing, MOST_WORDS};
 use crate::transport::TransportError;
 use crate::wire::ProcessId;
@@ -34,7 +35,7 @@ impl Shared {
         with: &[bool],
         patience: Duration,
     ) -> Result<(), TransportError> {
-        let deadline = Instant::now() + patience;
+        let deadline = after(Instant::now(), patience);
         let asked = |(index, peer)| with.get(index).is_some_and(|with| *with).then_some((index, peer));
         let peers = self.peers.iter().enumerate().filter_map(|(index, peer)| asked((index, peer.as_ref()?)));
         let peers: Vec<(usize, &Peer)> = peers.collect();

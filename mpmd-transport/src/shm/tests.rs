@@ -8,3 +8,4 @@ mod ear;
 mod ends;
 mod nonsense;
 mod ring;
+mod strangers;
