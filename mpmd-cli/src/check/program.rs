@@ -12,6 +12,7 @@ use clap::Args;
 use mpmd_core::launch::variables;
 use mpmd_core::pipeline::check::Channel;
 use mpmd_core::plan::Plan;
+use mpmd_transport::deadline::after;
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::report::Report;
@@ -99,7 +100,7 @@ impl ProgramArgs {
             command.env(variables::PLAN_STEPS, steps.to_string());
         }
         let mut child = command.spawn().with_context(|| format!("starting {}", name.display()))?;
-        let deadline = Instant::now() + self.patience;
+        let deadline = after(Instant::now(), self.patience);
         let status = loop {
             match child.try_wait()? {
                 Some(status) => break Some(status),

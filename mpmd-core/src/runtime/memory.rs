@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
+use mpmd_transport::deadline::after;
 use mpmd_transport::memory::{OutOfMemory, Pool, Reservation};
 use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{OwnedBuffer, ProcessId, SharedBuffer, Transport};
@@ -94,7 +95,7 @@ impl Runtime {
                 message.push_str(&self.on_loan());
                 return Err(Arc::new(Failure::new(FailureKind::Memory, self.me, op, message)));
             }
-            let deadline = Instant::now() + self.config.patience;
+            let deadline = after(Instant::now(), self.config.patience);
             if !self.in_flight.wait_until(deadline, |counts| counts.ended > before.ended) {
                 if before.ops <= 1 {
                     patient = false;
@@ -147,7 +148,7 @@ impl Runtime {
                     }
                 }
             }
-            let deadline = Instant::now() + self.config.patience;
+            let deadline = after(Instant::now(), self.config.patience);
             if !self.in_flight.wait_until(deadline, |counts| counts.ended > before.ended) {
                 if !any {
                     patient = false;
