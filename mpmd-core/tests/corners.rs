@@ -19,6 +19,20 @@ fn on(device: u32) -> Sharding {
 }
 
 #[test]
+fn endless_patience_is_no_panic() {
+    let _limit = watchdog(60);
+    let simulation = Simulation::new(2, 2).settings(|b| b.patience(Duration::MAX).run_ahead(1, 1 << 30));
+    let results = simulation.run(|p| {
+        let x = p.make(f32s([4096]), &on(0), |_, mut view| Ok(view.fill(1.0f32)?))?;
+        let y = p.device_put(&x, on(1))?;
+        y.wait_timeout(Duration::MAX)?;
+        y.wait()?;
+        p.agree(ProcessId(0), 7u8, || Ok(7)).map(drop)
+    });
+    results.into_iter().for_each(Result::unwrap);
+}
+
+#[test]
 fn small_pieces_beyond_the_credit_arrive_with_their_values() {
     let _limit = watchdog(60);
     let results = Simulation::new(2, 2).run(|p| {

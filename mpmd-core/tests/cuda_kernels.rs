@@ -459,6 +459,32 @@ fn a_launch_that_faults_fails_the_kernel_that_issued_it() {
     assert!(said.contains("kernel OnCuda of operation") && said.contains("CUDA_ERROR"), "{said}");
 }
 
+/// A library may be younger than the bindings, and have answers that they do not know.
+#[test]
+fn answers_that_no_binding_knows_are_errors() {
+    if softcuda::again!("MPMD_CUDA_CACHE" = "") {
+        return;
+    }
+    let _limit = watchdog(100);
+    let Some(driver) = softcuda::driver() else {
+        println!("SKIPPED: only a driver in software gives such answers");
+        return;
+    };
+    driver.fail("nvrtcCompileProgram=4242", 1);
+    let said = why(on_device(&[&SAXPY], &[], &[f32s([100])], launches_saxpy));
+    assert!(said.contains("NVRTC error 4242"), "{said}");
+    driver.fail("cublasGemmEx=4242", 1);
+    let work = |cuda: Cuda<'_>, x: &[View<'_>], y: &mut [ViewMut<'_>]| {
+        cuda.gemm(Gemm::new(4, 4, 4), &x[0], &x[0], &mut y[0])
+    };
+    let said = why(on_device(&[&CUBLAS], &[host(&[1.0f32; 16])], &[f32s([16])], work));
+    assert!(said.contains("cuBLAS error 4242"), "{said}");
+    driver.fail("cuMemsetD8Async=4242", 1);
+    let zero = |cuda: Cuda<'_>, _: &[View<'_>], y: &mut [ViewMut<'_>]| cuda.zero(&mut y[0]);
+    let said = why(on_device(&[], &[], &[f32s([100])], zero));
+    assert!(said.contains("CUDA error 4242"), "{said}");
+}
+
 static BROKEN: Source =
     Source::cuda("broken.cu", "extern \"C\" __global__ void f(float *y) {\n  y[0] = nonsense;\n}\n");
 

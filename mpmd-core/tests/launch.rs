@@ -53,6 +53,15 @@ fn a_job_that_goes_well_has_no_failure() {
 }
 
 #[test]
+fn endless_patience_and_grace_are_no_panic() {
+    let folder = Folder::new("endless");
+    let script = folder.in_script("echo $MPMD_PATIENCE > $MPMD_RANK; exit $MPMD_RANK");
+    let outcome = sh(2, &script).patience(Duration::MAX).grace(Duration::MAX).run().unwrap();
+    assert_eq!(outcome.codes, [0, 1]);
+    assert_eq!(folder.read("0"), "18446744073709552000\n");
+}
+
+#[test]
 fn the_first_failure_decides_and_the_rest_is_ended() {
     let script = "[ $MPMD_RANK = 1 ] && exit 7; exec sleep 60";
     let outcome = sh(3, script).grace(Duration::from_millis(100)).output(OutputMode::Quiet0).run().unwrap();

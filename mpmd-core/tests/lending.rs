@@ -116,6 +116,24 @@ fn an_array_that_was_handed_over_is_the_givers_memory_until_the_last_has_dropped
 }
 
 #[test]
+fn bools_of_a_peer_are_copied_and_other_values_are_lent() {
+    let _limit = watchdog(60);
+    let results = sharing(2).run(|p| {
+        let x =
+            p.make(bools([1 << 20]), &on(0), |_, mut view| Ok(view.as_mut_slice::<bool>()?.fill(true)))?;
+        let y = p.device_put(&x, on(1))?;
+        let z = p.device_put(&numbered(p, 0)?, on(1))?;
+        if p.process() == ProcessId(1) {
+            assert!(y.to_host()?.expect("it is here").as_slice::<bool>()?.iter().all(|value| *value));
+            // Its owner could make anything of a lent one, after it was checked.
+            assert!(!is_lent(&y)? && is_lent(&z)?);
+        }
+        Ok(())
+    });
+    results.into_iter().for_each(Result::unwrap);
+}
+
+#[test]
 fn each_process_knows_what_others_have_of_its_memory_and_it_of_theirs() {
     let _limit = watchdog(60);
     let results = sharing(3).run(|p| {

@@ -12,8 +12,10 @@
 //!   reads no clock; whoever drives it feeds it events and carries out its actions.
 //! - [`rendezvous`]: how processes meet before there is a transport.
 //! - [`probe`]: what the machine lets processes do to each other.
+//! - [`deadline`]: the ends of waits that users may want to be endless.
 
 pub mod control;
+pub mod deadline;
 pub mod inproc;
 pub mod memory;
 pub mod mixed;
@@ -21,6 +23,7 @@ pub mod probe;
 pub mod rendezvous;
 pub mod router;
 pub mod shm;
+mod strangers;
 pub mod tcp;
 pub mod transport;
 pub mod ucx;

@@ -12,6 +12,7 @@ use clap::Args;
 use mpmd_core::launch::variables;
 use mpmd_core::pipeline::check::Channel;
 use mpmd_core::plan::Plan;
+use mpmd_transport::deadline::after;
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::others::Others;
@@ -118,7 +119,7 @@ impl DryRuns<'_> {
         let name = self.name.display();
         let mut child = command.spawn().with_context(|| format!("starting {name}"))?;
         let patience = self.settings.patience;
-        let deadline = Instant::now() + patience;
+        let deadline = after(Instant::now(), patience);
         let status = loop {
             match child.try_wait()? {
                 Some(status) => break Some(status),

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use mpmd_transport::SharedBuffer;
+use mpmd_transport::deadline::after;
 use parking_lot::Mutex;
 
 use super::{LocalShard, Made, MpmdArray, Placed, Repr};
@@ -201,7 +202,7 @@ impl MpmdArray {
         if let Err(problem) = placed.check_usable("") {
             return Err(Error::Read { at, why: format!("the array {problem}") });
         }
-        let deadline = timeout.map(|timeout| Instant::now() + timeout);
+        let deadline = timeout.map(|timeout| after(Instant::now(), timeout));
         for shard in placed.shards.iter() {
             match placed.wait_look(&shard.slot, deadline, at) {
                 Some(outcome) => drop(outcome.map_err(Error::failed)?),
@@ -254,7 +255,7 @@ impl Placed {
         let _doing = runtime.status.enter(Doing::Waiting("a read of an array", at));
         let _waiting = runtime.trace.wait("a read of an array", at);
         loop {
-            let patience = Instant::now() + runtime.config.patience;
+            let patience = after(Instant::now(), runtime.config.patience);
             let until = deadline.map_or(patience, |deadline| deadline.min(patience));
             if let Some(outcome) = runtime.waits.wait(slot, Some(until)) {
                 return Some(outcome);

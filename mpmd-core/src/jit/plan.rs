@@ -17,7 +17,7 @@ use crate::error::IssueProblem;
 use crate::kernel::{Collective, Kernel, Place, Seats, Shapes, ShardInfo};
 use crate::program::{KnownForm, Program};
 use crate::region::Region;
-use crate::runtime::{Group, MOST_COLLECTIVES, Rolling, Runtime, Slots};
+use crate::runtime::{Group, MOST_COLLECTIVES, MOST_DEVICES, Rolling, Runtime, Slots};
 use crate::sharding::{Layout, MemoryKind, Sharding};
 use crate::topology::{DeviceId, Mesh, MeshError, Topology};
 use crate::tree::{PrefixTree, Structure, Tree};
@@ -273,6 +273,13 @@ impl CallPlan {
             )));
         }
 
+        if !signature.collectives.is_empty() && jit.mesh.devices().len() > MOST_DEVICES {
+            return Err(IssueProblem::Signature(format!(
+                "the signature declares collectives on a mesh of {} devices; there can be {MOST_DEVICES}",
+                jit.mesh.devices().len()
+            )));
+        }
+
         let mesh = Seats { mesh: jit.mesh.clone(), collectives: signature.collectives };
         let seats = jit
             .mesh
@@ -453,10 +460,11 @@ fn group(
     let processes: Vec<ProcessId> =
         devices.iter().filter_map(|device| topology.process_of(*device)).collect();
     let rank = devices.iter().position(|other| *other == device).unwrap_or_default();
+    let places = devices.iter().filter_map(|device| mesh.place(*device)).collect();
     let joined = collective.is_joined(&devices, topology);
     let rounds = collective.rounds(&processes, joined);
     let most = collective.most_bytes() as u64;
-    Ok(Group { devices, processes, rank, joined, most, rounds })
+    Ok(Group { devices, places, processes, rank, joined, most, rounds })
 }
 
 fn find(paths: &[String], path: &str, what: &str) -> Problem<usize> {

@@ -399,9 +399,12 @@ impl<'a> Context<'a> {
         self.exchange.copy_in(bytemuck::cast_slice(values))
     }
 
-    /// What a peer sent may have come in a buffer without alignment.
+    /// What a peer sent may have come in a buffer without alignment. Bools are copied before they are checked: a peer
+    /// that lends them can still write them.
     fn elements<'b, T: Element>(&self, call: &Call<'_>, bytes: &'b [u8]) -> Fallible<Cow<'b, [T]>> {
-        if let Ok(elements) = bytemuck::checked::try_cast_slice(bytes) {
+        if T::DTYPE != DType::Bool
+            && let Ok(elements) = bytemuck::checked::try_cast_slice(bytes)
+        {
             return Ok(Cow::Borrowed(elements));
         }
         let each = bytes.chunks_exact(size_of::<T>());

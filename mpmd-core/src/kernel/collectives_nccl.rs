@@ -16,6 +16,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
+use mpmd_transport::deadline::after;
 use mpmd_transport::memory::DevicePlace;
 use mpmd_transport::{Failure, FailureKind};
 
@@ -195,7 +196,8 @@ impl<'a> Context<'a> {
             _ if call.elements == 0 => Ok(()),
             Some(communicator) => self.join(cuda, turn, call, &communicator, joint),
             None => {
-                let (place, deadline) = ((&devices[..], rank), Instant::now() + runtime.config.patience);
+                let deadline = after(Instant::now(), runtime.config.patience);
+                let place = (&devices[..], rank);
                 let open = || runtime.communicators.open(cuda.gpu(), place, &id, deadline);
                 let communicator = turn.pause(open)?;
                 runtime.watch_communicators();
@@ -241,7 +243,7 @@ impl<'a> Context<'a> {
         // Known of the call before it can be given up: whoever ends the call asks.
         self.joined.add(communicator);
         communicator.issue(cuda.issues_to(), joint)?;
-        let deadline = Instant::now() + self.exchange.runtime.config.patience;
+        let deadline = after(Instant::now(), self.exchange.runtime.config.patience);
         // Nothing of the device is waited for, but that NCCL has issued all of it.
         turn.pause(|| communicator.until_done(joint.kind.verb(), deadline))?;
         turn.begin()?;

@@ -10,6 +10,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use mpmd_transport::ProcessId;
+use mpmd_transport::deadline::after;
 use mpmd_transport::rendezvous::{Server, ServerConfig, Token};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, getpid, kill_process, kill_process_group, waitid};
 use tokio::signal::unix::{SignalKind, signal};
@@ -231,14 +232,14 @@ impl Processes {
                         _ => {}
                     }
                     if matches!(ending, Ending::NotYet) {
-                        ending = Ending::Grace(Instant::now() + grace);
+                        ending = Ending::Grace(after(Instant::now(), grace));
                     }
                 }
                 Ok(Event::Signal(signal)) => {
                     interrupted = true;
                     self.signal(signal);
                     if matches!(ending, Ending::NotYet) {
-                        ending = Ending::Grace(Instant::now() + grace);
+                        ending = Ending::Grace(after(Instant::now(), grace));
                     }
                 }
                 Ok(Event::Stop) => {

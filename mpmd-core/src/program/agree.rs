@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
 
+use mpmd_transport::deadline::after;
 use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::wire::MAX_CONTROL_BYTES;
 use mpmd_transport::{ProcessId, control};
@@ -123,7 +124,8 @@ impl Program {
         let _waiting = runtime.trace.wait("agree", at);
         let outcome = loop {
             // The router watches the sender and reports; the patience here covers this process alone.
-            if let Some(outcome) = runtime.waits.wait(&slot, Some(Instant::now() + runtime.config.patience)) {
+            let deadline = after(Instant::now(), runtime.config.patience);
+            if let Some(outcome) = runtime.waits.wait(&slot, Some(deadline)) {
                 break outcome;
             }
         };

@@ -22,6 +22,7 @@ use std::panic::Location;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use mpmd_transport::deadline::after;
 use mpmd_transport::router::{Failure, FailureKind, OpRecord, Span};
 use mpmd_transport::{Pool, ProcessId};
 
@@ -419,7 +420,7 @@ impl Program {
         let _doing = runtime.status.enter(Doing::Waiting("running ahead", at));
         let _waiting = runtime.trace.wait("running ahead", at);
         loop {
-            let deadline = Instant::now() + runtime.config.patience;
+            let deadline = after(Instant::now(), runtime.config.patience);
             let enough = runtime
                 .in_flight
                 .wait_until(deadline, |counts| counts.ops == 0 || (counts.ops < ops && counts.bytes < bytes));

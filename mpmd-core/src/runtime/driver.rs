@@ -5,6 +5,7 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use mpmd_transport::deadline::after;
 use mpmd_transport::rendezvous::Report;
 use mpmd_transport::router::{Action, Body, Failure, FailureKind, OpRecord, Router, Span};
 use mpmd_transport::{Handler, Header, Kind, Payload, ProcessId, Ticket, TransportError};
@@ -177,7 +178,8 @@ impl Runtime {
         let _doing = self.status.enter(Doing::Finishing);
         let half = self.config.patience / 2;
         let wait = || {
-            self.in_flight.wait_until(Instant::now() + half, |counts| counts.ops == 0 && counts.reads == 0)
+            self.in_flight
+                .wait_until(after(Instant::now(), half), |counts| counts.ops == 0 && counts.reads == 0)
         };
         loop {
             if wait() {

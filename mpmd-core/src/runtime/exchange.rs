@@ -19,8 +19,11 @@ use crate::topology::DeviceId;
 /// Set in the piece numbers of collectives, never in those of transfers.
 const COLLECTIVE: u64 = 1 << 63;
 
-/// What a piece number has for each device.
+/// Bits of a piece number for the place of a device in its mesh.
 const DEVICE_BITS: u32 = 22;
+
+/// Most devices of a mesh with collectives: as many places as a piece number can tell apart.
+pub(crate) const MOST_DEVICES: usize = 1 << DEVICE_BITS;
 
 /// A collective has three rounds at most.
 const ROUND_BITS: u32 = 2;
@@ -33,6 +36,8 @@ pub(crate) const MOST_COLLECTIVES: usize = 1 << (63 - ROUND_BITS - 2 * DEVICE_BI
 pub(crate) struct Group {
     /// In the axis' order.
     pub(crate) devices: Vec<DeviceId>,
+    /// Their places in the kernel's mesh, which are below [`MOST_DEVICES`] as the devices' own numbers may not be.
+    pub(crate) places: Vec<usize>,
     /// Their processes.
     pub(crate) processes: Vec<ProcessId>,
     /// The place among them of the one that sees it so.
@@ -134,10 +139,10 @@ impl Round<'_> {
         &self.group.rounds[self.round]
     }
 
-    /// What is for several devices bears its giver's number in place of theirs: nobody gives to itself.
+    /// What is for several devices bears its giver's place instead of theirs: nobody gives to itself.
     fn key(&self, from: usize, to: usize) -> Key {
         let to = if self.flow().shared { from } else { to };
-        let [from, to] = [from, to].map(|rank| u64::from(self.group.devices[rank].0));
+        let [from, to] = [from, to].map(|rank| self.group.places[rank] as u64);
         let step = (self.index as u64) << ROUND_BITS | self.round as u64;
         (self.op, COLLECTIVE | step << (2 * DEVICE_BITS) | from << DEVICE_BITS | to)
     }
@@ -290,8 +295,9 @@ mod tests {
 
     fn group(rank: usize, processes: &[u32], flow: Flow) -> Group {
         let processes: Vec<ProcessId> = processes.iter().copied().map(ProcessId).collect();
-        let devices = (0..processes.len() as u32).map(DeviceId).collect();
-        Group { devices, processes, rank, joined: false, most: 0, rounds: vec![flow] }
+        let places: Vec<usize> = (0..processes.len()).collect();
+        let devices = places.iter().map(|place| DeviceId(*place as u32)).collect();
+        Group { devices, places, processes, rank, joined: false, most: 0, rounds: vec![flow] }
     }
 
     /// What rank `rank` sends, as `(first taker, process, takers)`, and gets, as `(giver, takers)`.
@@ -329,7 +335,9 @@ mod tests {
             for rank in 0..3 {
                 let mut group = group(rank, &[0, 1, 2], Flow { pattern: Pattern::Everyone, shared: false });
                 group.rounds.push(Flow { pattern: Pattern::Everyone, shared: true });
-                group.devices[2] = DeviceId((1 << DEVICE_BITS) - 1);
+                group.places[2] = MOST_DEVICES - 1;
+                // Devices may have any numbers.
+                group.devices[2] = DeviceId(MOST_DEVICES as u32);
                 group.rounds.push(Flow { pattern: Pattern::Everyone, shared: true });
                 for round in 0..3 {
                     let round = Round { op: 1, index, round, group: &group };

@@ -42,7 +42,7 @@ use parking_lot::{Condvar, Mutex};
 
 use assembly::{Assembly, DeviceAssembly, HostAssembly};
 use chunks::Chunks;
-pub(crate) use exchange::{Exchange, Flow, Group, MOST_COLLECTIVES, Pattern, Round};
+pub(crate) use exchange::{Exchange, Flow, Group, MOST_COLLECTIVES, MOST_DEVICES, Pattern, Round};
 pub(crate) use hash::Rolling;
 pub(crate) use in_flight::{InFlight, OnLoan, OpGuard};
 use mailbox::Mailbox;

@@ -201,7 +201,7 @@ impl Mesh {
         self.axis_index(axis).ok_or_else(unknown)
     }
 
-    fn place(&self, device: DeviceId) -> Option<usize> {
+    pub(crate) fn place(&self, device: DeviceId) -> Option<usize> {
         let at = self.inner.places.binary_search_by_key(&device, |(device, _)| *device).ok()?;
         Some(self.inner.places[at].1)
     }

@@ -5,6 +5,7 @@
 //! of kinds that a reader does not know are passed over.
 
 use std::io::Write;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -252,11 +253,13 @@ impl ProcessTrace {
             }
             *of == processes
         });
-        for process in 0..processes {
-            if !found.iter().any(|(number, _)| *number == process) {
-                wrong.push(format!("the trace of process {process} is missing"));
-            }
+        // By gaps between the files: the number of processes is what a file says, and may be any.
+        let mut next = 0;
+        for number in found.iter().map(|(number, _)| *number).filter(|number| *number < processes) {
+            wrong.extend(missing(next..number));
+            next = number + 1;
         }
+        wrong.extend(missing(next..processes));
         Ok((traces, wrong))
     }
 
@@ -354,6 +357,17 @@ impl<'a> Rest<'a> {
     }
 }
 
+/// Says that the traces of these processes are missing.
+fn missing(processes: Range<u32>) -> Option<String> {
+    match processes.len() {
+        0 => None,
+        1 => Some(format!("the trace of process {} is missing", processes.start)),
+        _ => {
+            Some(format!("the traces of processes {} to {} are missing", processes.start, processes.end - 1))
+        }
+    }
+}
+
 fn unreadable(path: &Path, error: &std::io::Error) -> TraceError {
     TraceError::Unreadable { path: path.to_owned(), why: error.to_string() }
 }
@@ -417,6 +431,25 @@ mod tests {
         let left_out = "the trace of process 1 is of another job, of 4: it is left out";
         let missing = "the trace of process 2 is missing";
         assert!(wrong.len() == 3 && wrong[0] == left_out && wrong[2] == missing, "{wrong:?}");
+    }
+
+    #[test]
+    fn a_wild_number_of_processes_is_one_line() {
+        let folder = std::env::temp_dir().join(format!("mpmd-wild-traces-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        for process in [1, 2, 4] {
+            let about = About { process, processes: u32::MAX, ..About::default() };
+            std::fs::write(folder.join(name(process)), beginning(&about).unwrap()).unwrap();
+        }
+        let (traces, wrong) = ProcessTrace::read_all(&folder).unwrap();
+        std::fs::remove_dir_all(&folder).unwrap();
+        assert_eq!(traces.len(), 3);
+        let missing = [
+            "the trace of process 0 is missing",
+            "the trace of process 3 is missing",
+            "the traces of processes 5 to 4294967294 are missing",
+        ];
+        assert_eq!(wrong, missing);
     }
 
     #[test]

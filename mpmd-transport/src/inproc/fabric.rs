@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use crate::deadline::after;
 use crate::memory::{OwnedBuffer, SharedBuffer};
 use crate::transport::{FetchDone, Ticket, TransportError};
 use crate::wire::{Header, Kind, ProcessId};
@@ -236,7 +237,7 @@ impl Core {
     }
 
     pub(super) fn shutdown(&self, process: ProcessId, deadline: Duration) {
-        let until = Instant::now() + deadline;
+        let until = after(Instant::now(), deadline);
         let mut state = self.state.lock();
         match state.node(process).life {
             Life::Alive => state.node(process).life = Life::Closing,

@@ -8,10 +8,9 @@ use std::time::{Duration, Instant};
 
 use super::protocol::{Answer, MAX_KEY_BYTES, MAX_VALUE_BYTES, Reply, Request};
 use super::{Member, RendezvousError, Report};
+pub(super) use crate::deadline::after;
+pub(super) use crate::strangers::Link;
 use crate::wire::ProcessId;
-
-/// One client's connection, never reused.
-pub(super) type Link = u64;
 
 /// What the server's owner should do.
 #[derive(Debug, PartialEq)]
@@ -494,12 +493,6 @@ impl Job {
 /// How often clients are pinged: several times within `patience`, and at least once a second.
 pub(super) fn ping_interval(patience: Duration) -> Duration {
     (patience / 4).clamp(Duration::from_millis(10), Duration::from_secs(1))
-}
-
-/// `now` plus a wait that may be absurdly long.
-pub(crate) fn after(now: Instant, wait: Duration) -> Instant {
-    const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
-    now + wait.min(LONGEST)
 }
 
 fn processes(count: usize) -> impl Iterator<Item = ProcessId> {

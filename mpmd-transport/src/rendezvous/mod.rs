@@ -39,7 +39,6 @@ mod error;
 mod job;
 mod protocol;
 mod server;
-mod sha256;
 mod token;
 
 use serde::{Deserialize, Serialize};
@@ -49,7 +48,6 @@ use crate::wire::ProcessId;
 
 pub use client::{ClockOffset, JoinConfig, Rendezvous};
 pub use error::RendezvousError;
-pub(crate) use job::after;
 pub use protocol::{MAX_VALUE_BYTES, VERSION};
 pub use server::{Server, ServerConfig};
 pub(crate) use token::are_equal;

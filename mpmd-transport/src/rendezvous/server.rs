@@ -1,6 +1,6 @@
 //! The rendezvous service: [`Job`] over sockets, on a thread of its own.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
@@ -13,12 +13,13 @@ use tokio::net::tcp::OwnedReadHalf;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime;
 use tokio::sync::{mpsc, oneshot};
-use tokio::task::{AbortHandle, JoinSet};
+use tokio::task::JoinSet;
 use tokio::time::{sleep_until, timeout};
 
 use super::job::{Action, Job, Link, Phase, after, ping_interval};
 use super::protocol::{self, Answer, Frames, Greeting, HEAD_BYTES, PREAMBLE_BYTES, Reply, Request, VERSION};
 use super::{RendezvousError, Report, Token};
+use crate::strangers::Strangers;
 use crate::wire::ProcessId;
 
 /// The service where the processes of one job meet. Dropping it stops it.
@@ -283,41 +284,6 @@ impl Hub {
     }
 }
 
-/// Connections that have not shown a token yet: too many of them push out the oldest.
-struct Strangers {
-    most: usize,
-    waiting: Mutex<VecDeque<(Link, AbortHandle)>>,
-}
-
-impl Strangers {
-    fn new(most: usize) -> Self {
-        Self { most, waiting: Mutex::new(VecDeque::new()) }
-    }
-
-    fn add(&self, link: Link, task: AbortHandle) {
-        let mut waiting = self.waiting.lock();
-        waiting.push_back((link, task));
-        if waiting.len() > self.most
-            && let Some((_, oldest)) = waiting.pop_front()
-        {
-            oldest.abort();
-        }
-    }
-
-    /// No longer a stranger, or no longer there; false where it was pushed out.
-    fn remove(&self, link: Link) -> bool {
-        let mut waiting = self.waiting.lock();
-        let at = waiting.iter().position(|(other, _)| *other == link);
-        at.and_then(|at| waiting.remove(at)).is_some()
-    }
-
-    fn clear(&self) {
-        for (_, task) in self.waiting.lock().drain(..) {
-            task.abort();
-        }
-    }
-}
-
 /// Lets a client in that shows the token; `None` for all others, who learn nothing.
 async fn greet(
     mut stream: TcpStream,
@@ -327,8 +293,23 @@ async fn greet(
     strangers: &Strangers,
 ) -> Option<TcpStream> {
     let greeting = timeout(PREAMBLE_PATIENCE, examine(&mut stream, token, ping)).await.ok().flatten();
-    let stays = strangers.remove(link);
-    let greeting = greeting.filter(|_| stays)?;
+    let is_known = matches!(greeting, Some(Greeting::Welcome { .. }));
+    if is_known && !strangers.remove(link) {
+        return None;
+    }
+    let welcomed = match greeting {
+        Some(greeting) => answer(stream, greeting).await,
+        None => None,
+    };
+    if !is_known {
+        // A stranger until its connection is closed, also where it is told the version.
+        strangers.remove(link);
+    }
+    welcomed
+}
+
+/// Says a greeting; returns the connection of a client that is let in.
+async fn answer(mut stream: TcpStream, greeting: Greeting) -> Option<TcpStream> {
     let said = timeout(PREAMBLE_PATIENCE, stream.write_all(&greeting.encode())).await;
     if !matches!(said, Ok(Ok(()))) {
         return None;
@@ -424,5 +405,33 @@ async fn listen(
                 Err(why) => return format!("it said something senseless: {why}"),
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_version_is_a_stranger_until_it_is_gone() {
+        let runtime = runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+            let (stream, _) = listener.accept().await.unwrap();
+            let strangers = Arc::new(Strangers::new(1));
+            let (greeted, token) = (strangers.clone(), Token::new([42; 32]));
+            let task =
+                tokio::spawn(async move { greet(stream, &token, Duration::from_secs(1), 7, &greeted).await });
+            strangers.add(7, task.abort_handle());
+            let mut head = b"MPMDMEET".to_vec();
+            head.extend((VERSION + 1).to_le_bytes());
+            client.write_all(&head).await.unwrap();
+            // The end of what the server says: it lingers, and reads.
+            client.read_to_end(&mut Vec::new()).await.unwrap();
+            assert!(strangers.remove(7), "it is still counted");
+            drop(client);
+            assert!(task.await.unwrap().is_none());
+        });
     }
 }

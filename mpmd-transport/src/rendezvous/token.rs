@@ -2,11 +2,12 @@
 
 use std::fmt::{self, Write as _};
 use std::fs::File;
-use std::hint::black_box;
 use std::io::Read;
 use std::str::FromStr;
 
-use super::sha256::hmac;
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::Sha256;
+use subtle::ConstantTimeEq;
 
 /// Tells the processes of a job from strangers. Its `Debug` output shows nothing of it.
 #[derive(Clone)]
@@ -47,7 +48,8 @@ impl Token {
     /// Whoever learns it learns neither the secret nor the token of any other job: it is the
     /// HMAC-SHA-256 (RFC 2104) of `known` under the secret.
     pub fn of_secret(secret: &[u8], known: &str) -> Self {
-        Self(hmac(secret, known.as_bytes()))
+        let mac = Hmac::<Sha256>::new_from_slice(secret).expect("HMAC takes keys of any length");
+        Self(mac.chain_update(known).finalize().into_bytes().into())
     }
 
     /// The token as 64 hexadecimal digits, which [`str::parse`] reads: the secret itself.
@@ -72,8 +74,7 @@ impl Token {
 
 /// Compares secrets in a time that does not depend on where they differ.
 pub(crate) fn are_equal(one: &[u8; 32], other: &[u8; 32]) -> bool {
-    let differing = one.iter().zip(other).fold(0, |differing, (a, b)| black_box(differing | (a ^ b)));
-    black_box(differing) == 0
+    one.ct_eq(other).into()
 }
 
 impl PartialEq for Token {
@@ -144,6 +145,13 @@ mod tests {
         assert!("g".repeat(64).parse::<Token>().is_err());
         assert!("é".repeat(32).parse::<Token>().is_err(), "64 bytes, but no digits");
         assert!(!short.to_string().contains("c0ffee"));
+    }
+
+    #[test]
+    fn tokens_of_a_secret_are_those_of_the_standard() {
+        // RFC 4231, case 2.
+        let token = Token::of_secret(b"Jefe", "what do ya want for nothing?");
+        assert_eq!(token.to_hex(), "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
     }
 
     #[test]

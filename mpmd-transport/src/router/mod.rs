@@ -315,7 +315,7 @@ impl<C: Cargo> Router<C> {
             bytes,
             since: now,
             probe_at: now + watch::PROBE_AFTER,
-            report_at: now + self.config.patience,
+            report_at: now.saturating_add(self.config.patience),
             granted: false,
         };
         self.peers[from.index()].expected.insert(key, expected);

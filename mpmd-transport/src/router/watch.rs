@@ -35,7 +35,7 @@ pub struct Answer {
 impl<C: Cargo> Router<C> {
     /// Time has passed. Call it a few times a second.
     pub fn tick(&mut self, now: Duration) {
-        if now > self.ticked + self.config.patience / 2 {
+        if now.saturating_sub(self.ticked) > self.config.patience / 2 {
             self.forget_stop(now - self.ticked, now);
         }
         self.ticked = now;
@@ -45,7 +45,7 @@ impl<C: Cargo> Router<C> {
         self.expire_disputes(now);
         self.judge_suspects(now);
         if now >= self.next_heartbeat {
-            self.next_heartbeat = now + self.config.heartbeat;
+            self.next_heartbeat = now.saturating_add(self.config.heartbeat);
             self.send_heartbeats();
             self.find_silent_peers(now);
         }
@@ -148,7 +148,7 @@ impl<C: Cargo> Router<C> {
             }
             for expected in peer.expected.values_mut() {
                 expected.since += stopped;
-                expected.report_at += stopped;
+                expected.report_at = expected.report_at.saturating_add(stopped);
             }
         }
     }
@@ -171,7 +171,7 @@ impl<C: Cargo> Router<C> {
         let patience = self.config.patience;
         for process in self.others() {
             let peer = &self.peers[process.index()];
-            if !peer.has_left() && now > peer.heard + patience {
+            if !peer.has_left() && now.saturating_sub(peer.heard) > patience {
                 let why = format!("no sign of life for {} s", patience.as_secs_f32());
                 self.lose(process, why);
             }
@@ -191,7 +191,7 @@ impl<C: Cargo> Router<C> {
             }
             if now >= expected.report_at {
                 report = Some((*key, now.saturating_sub(expected.since)));
-                expected.report_at = now + patience;
+                expected.report_at = now.saturating_add(patience);
             }
         }
         if let Some(((op, piece), hash)) = probe

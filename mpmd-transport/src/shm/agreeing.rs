@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use super::peer::Peer;
 use super::shared::Shared;
+use crate::deadline::after;
 use crate::memory::{DeviceSharing, MOST_WORDS};
-use crate::rendezvous::after;
 use crate::transport::TransportError;
 use crate::wire::ProcessId;
 

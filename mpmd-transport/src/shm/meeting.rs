@@ -6,7 +6,7 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::process::{PidfdFlags, getuid, pidfd_open};
@@ -21,7 +21,8 @@ use super::peer::{Inbound, Outbound, Peer};
 use super::ring::Ring;
 use super::socket::{Listener, Packet, Socket, something_comes};
 use super::{ShmConfig, environment};
-use crate::rendezvous::{after, are_equal};
+use crate::deadline::after;
+use crate::rendezvous::are_equal;
 use crate::transport::TransportError;
 use crate::wire::ProcessId;
 
@@ -31,6 +32,8 @@ mod fuzz;
 const MAGIC: [u8; 8] = *b"mpmd-shm";
 /// How many who knock may take their time to say who they are; with more of them, the first is sent away.
 const MOST_SILENT: usize = 1024;
+/// How long nobody is accepted where the system has refused to accept one.
+const ACCEPT_AGAIN: Duration = Duration::from_millis(10);
 
 /// Bytes of a ring of messages, and of one of returns.
 const MESSAGES: usize = 64 << 10;
@@ -105,13 +108,16 @@ pub(super) fn meet(
     };
     // Have knocked and said nothing yet: strangers perhaps, for whom nobody else waits.
     let mut silent: Vec<Socket> = Vec::new();
+    let mut most_silent = MOST_SILENT;
+    let mut refused: Option<io::Error> = None;
     loop {
-        while let Some(socket) = listener.accept().map_err(with)? {
-            if silent.len() == MOST_SILENT {
-                silent.remove(0);
+        let is_refused = match accept_all(listener, &mut silent, &mut most_silent) {
+            Ok(()) => false,
+            Err(error) => {
+                refused = Some(error);
+                true
             }
-            silent.push(socket);
-        }
+        };
         for socket in std::mem::take(&mut silent) {
             match socket.receive() {
                 Ok(None) => silent.push(socket),
@@ -130,11 +136,20 @@ pub(super) fn meet(
         if missing.is_empty() {
             break;
         }
-        let fds: Vec<_> = [listener.as_fd()].into_iter().chain(silent.iter().map(AsFd::as_fd)).collect();
-        if !something_comes(&fds, deadline).map_err(with)? {
+        let (listening, until) = match is_refused {
+            false => (Some(listener.as_fd()), deadline),
+            true => (None, deadline.min(Instant::now() + ACCEPT_AGAIN)),
+        };
+        let fds: Vec<_> = listening.into_iter().chain(silent.iter().map(AsFd::as_fd)).collect();
+        if !something_comes(&fds, until).map_err(with)? && Instant::now() >= deadline {
             let missing: Vec<String> = missing.iter().map(ToString::to_string).collect();
+            let refused = refused.map(|error| format!(" (the last that could not be accepted: {error})"));
             return Err(TransportError::TimedOut {
-                what: format!("processes {} to share memory", missing.join(", ")),
+                what: format!(
+                    "processes {} to share memory{}",
+                    missing.join(", "),
+                    refused.unwrap_or_default()
+                ),
                 patience: config.patience,
             });
         }
@@ -147,6 +162,35 @@ pub(super) fn meet(
     Ok(peers)
 }
 
+/// Accepts all connections that wait. Those of other users are closed at once; more `silent` ones than `most` push
+/// out the oldest.
+///
+/// Where the system refuses to accept, half of the silent ones are closed, and from then on no more than are left
+/// are kept: a peer needs descriptors for more than its connection.
+///
+/// # Errors
+///
+/// The system refuses, and no silent one is left to be closed.
+fn accept_all(listener: &Listener, silent: &mut Vec<Socket>, most: &mut usize) -> io::Result<()> {
+    loop {
+        match listener.accept() {
+            Ok(None) => return Ok(()),
+            Ok(Some(socket)) if socket.peer().is_ok_and(|user| user.uid == getuid()) => {
+                if silent.len() >= *most {
+                    silent.remove(0);
+                }
+                silent.push(socket);
+            }
+            Ok(Some(_)) => {}
+            Err(error) if silent.is_empty() => return Err(error),
+            Err(_) => {
+                silent.drain(..silent.len().div_ceil(2));
+                *most = silent.len().max(1);
+            }
+        }
+    }
+}
+
 /// Lets one of the awaited in; `None` where it is somebody else.
 fn welcome(
     socket: Socket,
@@ -156,9 +200,6 @@ fn welcome(
     awaited: &[usize],
     deadline: Instant,
 ) -> Result<Option<(usize, Met)>, TransportError> {
-    if socket.peer().map_or(true, |user| user.uid != getuid()) {
-        return Ok(None);
-    }
     let Some((index, door)) = check(packet, config, 1) else { return Ok(None) };
     if !awaited.contains(&index) {
         return Ok(None);

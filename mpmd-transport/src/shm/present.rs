@@ -15,6 +15,7 @@ use super::meeting::{OwnDoor, meet};
 use super::shared::Shared;
 use super::socket::Listener;
 use super::{NAME, ShmConfig, environment};
+use crate::deadline::after;
 use crate::memory::{Arena, DeviceSharing, SharedBuffer};
 use crate::transport::{Handler, Parking, Ticket, Transport, TransportError, check_post};
 use crate::wire::{Header, ProcessId};
@@ -231,7 +232,7 @@ impl Transport for Shm {
 
     fn shutdown(&self, deadline: Duration) {
         let Some(engine) = self.engine.lock().take() else { return };
-        let until = Instant::now() + deadline;
+        let until = after(Instant::now(), deadline);
         self.shared.say_goodbye();
         while !self.shared.is_flushed() && Instant::now() < until {
             self.shared.progress();

@@ -9,3 +9,4 @@ mod ends;
 mod fuzz;
 mod nonsense;
 mod ring;
+mod strangers;

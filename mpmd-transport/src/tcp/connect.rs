@@ -16,7 +16,8 @@ use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 
-use crate::rendezvous::after;
+use crate::deadline::after;
+use crate::strangers::{Link, Strangers};
 use crate::transport::TransportError;
 use crate::wire::ProcessId;
 
@@ -24,10 +25,9 @@ use super::drive::{Drive, Pair};
 use super::preamble::{Channel, Job, PREAMBLE_BYTES, Refusal};
 use super::{Tcp, TcpConfig};
 
-/// How long a connection may take to say who it is.
-const PREAMBLE_PATIENCE: Duration = Duration::from_secs(5);
-/// Connections beyond those of peers that have not said yet who they are; while there are so many, no
-/// more are accepted.
+/// How long a connection may take to say who it is. In tests that is longer than any of them takes.
+const PREAMBLE_PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 3600 } else { 5 });
+/// Connections beyond those of peers that have not said yet who they are: one more pushes out the oldest.
 const MOST_STRANGERS: usize = 256;
 const FIRST_RETRY: Duration = Duration::from_millis(10);
 const LAST_RETRY: Duration = Duration::from_millis(500);
@@ -129,7 +129,7 @@ enum Met {
 }
 
 async fn connect_all(listener: Listener, config: TcpConfig) -> Result<Vec<Option<Pair>>, TransportError> {
-    let deadline = Instant::from_std(after(std::time::Instant::now(), config.patience));
+    let deadline: Instant = after(std::time::Instant::now(), config.patience).into();
     let TcpConfig { process, peers, token, epoch, patience, .. } = config;
     let job = Job { process, processes: peers.len(), token, epoch };
     let own = listener.address;
@@ -137,6 +137,8 @@ async fn connect_all(listener: Listener, config: TcpConfig) -> Result<Vec<Option
         .map_err(|e| environment(format!("listening on {own}"), &e))?;
 
     let mut meetings = JoinSet::new();
+    let strangers = Arc::new(Strangers::new(MOST_STRANGERS + 2 * peers.len()));
+    let mut next_link: Link = 0;
     // The last word on each lower process that has not answered yet.
     let words = Arc::new(Mutex::new(vec![String::new(); peers.len()]));
     for (&address, lower) in peers.iter().zip((0..process.0).map(ProcessId)) {
@@ -150,15 +152,18 @@ async fn connect_all(listener: Listener, config: TcpConfig) -> Result<Vec<Option
         if missing.is_empty() {
             break;
         }
-        let expects =
-            missing.iter().any(|peer| *peer > process) && meetings.len() < MOST_STRANGERS + 2 * peers.len();
+        let expects = missing.iter().any(|peer| *peer > process);
         tokio::select! {
             () = sleep_until(deadline) => return Err(TransportError::TimedOut {
                 what: name_missing(&missing, peers.len(), &words.lock()),
                 patience,
             }),
             accepted = listener.accept(), if expects => match accepted {
-                Ok((stream, _)) => _ = meetings.spawn(greet(job.clone(), stream)),
+                Ok((stream, _)) => {
+                    next_link += 1;
+                    let task = meetings.spawn(greet(job.clone(), stream, next_link, strangers.clone()));
+                    strangers.add(next_link, task);
+                }
                 Err(error) => {
                     // A connection that was gone already, or no descriptor left for a moment.
                     tracing::warn!(%error, "a connection could not be accepted");
@@ -176,6 +181,7 @@ async fn connect_all(listener: Listener, config: TcpConfig) -> Result<Vec<Option
                 }
                 Ok(Met::Stranger) => tracing::warn!("a stranger was turned away at {own}"),
                 Ok(Met::Misfit(error)) => return Err(error),
+                Err(error) if error.is_cancelled() => tracing::warn!("a silent stranger had to go at {own}"),
                 Err(error) => return Err(environment("meeting the peers".to_owned(), &error)),
             },
         }
@@ -231,10 +237,12 @@ async fn call_once(
 }
 
 /// Hears who a connection is, and answers if it belongs to the job.
-async fn greet(job: Job, mut stream: TcpStream) -> Met {
+async fn greet(job: Job, mut stream: TcpStream, link: Link, strangers: Arc<Strangers>) -> Met {
     let mut preamble = [0; PREAMBLE_BYTES];
     let until = Instant::now() + PREAMBLE_PATIENCE;
-    if !matches!(timeout_at(until, stream.read_exact(&mut preamble)).await, Ok(Ok(_))) {
+    let heard = timeout_at(until, stream.read_exact(&mut preamble)).await;
+    let stays = strangers.remove(link);
+    if !stays || !matches!(heard, Ok(Ok(_))) {
         return Met::Stranger;
     }
     let (from, channel, misfit) = match job.check(&preamble) {
@@ -298,6 +306,7 @@ fn environment(doing: String, error: &dyn std::error::Error) -> TransportError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::transport::Transport;
 
     #[test]
     fn the_missing_are_named_with_the_last_word_on_them() {
@@ -311,5 +320,40 @@ mod tests {
             named(&[1, 2, 3]),
             "waiting for process 1 (refused), process 2 and process 3 of 4 to connect"
         );
+    }
+    /// Two processes that meet while so many strangers are connected to the first.
+    fn pair(patience: Duration, strangers: usize) -> (Arc<Tcp>, Arc<Tcp>) {
+        let bind = || Listener::bind(IpAddr::from([127, 0, 0, 1])).unwrap();
+        let listeners = [bind(), bind()];
+        let peers: Vec<_> = listeners.iter().map(Listener::address).collect();
+        let config = |process| TcpConfig {
+            process: ProcessId(process),
+            peers: peers.clone(),
+            token: [7; 32],
+            epoch: 1,
+            patience,
+            pool: crate::Pool::new("tcp", None),
+        };
+        let (configs, [zero, one]) = ([config(0), config(1)], listeners);
+        let [zero_config, one_config] = configs;
+        let zero = std::thread::spawn(move || zero.connect(zero_config));
+        let dial = |_| std::net::TcpStream::connect(peers[0]).unwrap();
+        let _silent: Vec<_> = (0..strangers).map(dial).collect();
+        let one = one.connect(one_config).unwrap();
+        (zero.join().unwrap().unwrap(), one)
+    }
+
+    #[test]
+    fn silent_strangers_do_not_keep_peers_out() {
+        pair(Duration::from_secs(30), MOST_STRANGERS + 20);
+    }
+
+    #[test]
+    fn endless_patience_is_no_panic() {
+        let (zero, one) = pair(Duration::MAX, 0);
+        // Each waits for what the other may still send.
+        let other = std::thread::spawn(move || one.shutdown(Duration::MAX));
+        zero.shutdown(Duration::MAX);
+        other.join().unwrap();
     }
 }

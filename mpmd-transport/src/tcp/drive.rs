@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::net::TcpStream;
 use tokio::net::tcp::OwnedReadHalf;
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
-use tokio::time::Instant;
 
+use crate::deadline::after;
 use crate::memory::{Pool, SharedBuffer};
 use crate::transport::{Handler, Payload, Ticket, TransportError};
 use crate::wire::{Header, Kind, ProcessId};
@@ -143,7 +143,7 @@ impl Drive {
             for line in shared.lines() {
                 line.finish(TransportError::Closed);
             }
-            let until = Instant::now() + *deadline;
+            let until = after(Instant::now(), *deadline).into();
             loop {
                 tokio::select! {
                     () = tokio::time::sleep_until(until) => break,

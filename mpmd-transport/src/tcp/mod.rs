@@ -108,7 +108,7 @@ impl Transport for Tcp {
         let (closed, wait) = std::sync::mpsc::channel();
         if close.send(Close { deadline, closed }).is_ok() {
             // The thread keeps the deadline itself; the rest is for a handler call that is under way.
-            let _ = wait.recv_timeout(deadline + drive::LAST_CALL);
+            let _ = wait.recv_timeout(deadline.saturating_add(drive::LAST_CALL));
         }
     }
 }

@@ -391,10 +391,9 @@ impl Engine {
     }
 }
 
-/// So long from now, or, where that is beyond all bounds, a year.
+/// Returns the instant that is `time` from now.
 pub(super) fn after(time: Duration) -> Instant {
-    let now = Instant::now();
-    now.checked_add(time).unwrap_or(now + Duration::from_secs(365 * 24 * 3600))
+    crate::deadline::after(Instant::now(), time)
 }
 
 impl Drop for Engine {

@@ -13,7 +13,7 @@ use crate::wire::ProcessId;
 ///
 /// Where there is no library, or it finds nothing that it can use, or the two ends do not meet within `limit`.
 pub fn examine(limit: Duration) -> Result<Report, TransportError> {
-    let until = Instant::now() + limit;
+    let until = engine::after(limit);
     let resources = resources(&engine::worker(2)?.resources());
     let [one, other] = [Opened::open(2)?, Opened::open(2)?];
     let peers = vec![one.address().to_owned(), other.address().to_owned()];

@@ -28,6 +28,8 @@ pub(crate) enum What {
     Compile,
     /// A call of a function, by its C name.
     Function(String),
+    /// The same, with the code that it answers.
+    Answer(String, u32),
 }
 
 /// What is to fail, and at which time from now.
@@ -54,7 +56,10 @@ pub(crate) fn plan(text: &str) -> std::result::Result<Plan, String> {
             "stream" => What::Stream,
             "compile" => What::Compile,
             name if ["cu", "nvrtc", "nccl"].iter().any(|library| name.starts_with(library)) => {
-                What::Function(name.to_owned())
+                match name.split_once('=') {
+                    Some((name, code)) => What::Answer(name.to_owned(), code.parse().ok()?),
+                    None => What::Function(name.to_owned()),
+                }
             }
             _ => return None,
         };
@@ -74,11 +79,13 @@ pub(crate) fn plan(text: &str) -> std::result::Result<Plan, String> {
 /// `CUDA_ERROR_ILLEGAL_ADDRESS` for work in a stream, `CUDA_ERROR_OUT_OF_MEMORY` for what is made at once, and what
 /// is usual for the rest.
 pub(crate) fn meet(what: What) -> Result {
-    if !PLANNED.load(Ordering::Relaxed) || !is_next(&what) {
+    if !PLANNED.load(Ordering::Relaxed) {
         return Ok(());
     }
+    let Some(what) = next(&what) else { return Ok(()) };
     eprintln!("softcuda: {what:?} fails, as was asked for");
     Err(match what {
+        What::Answer(_, code) => Code(code),
         What::Copy | What::Launch => Code::ILLEGAL_ADDRESS,
         What::Alloc | What::AllocHost | What::Event | What::Stream => Code::OUT_OF_MEMORY,
         What::Function(name) if name.contains("Ipc") => Code::MAP_FAILED,
@@ -92,15 +99,21 @@ pub(crate) fn meet_call(name: &str) -> Result {
     if PLANNED.load(Ordering::Relaxed) { meet(What::Function(name.to_owned())) } else { Ok(()) }
 }
 
-/// Counts one of a kind; true for the one that is to fail.
-fn is_next(what: &What) -> bool {
-    let mut met = false;
+/// Counts one of a kind; returns what was planned for it where it is the one that is to fail.
+fn next(what: &What) -> Option<What> {
+    let mut met = None;
     PLAN.lock().retain_mut(|(planned, left)| {
-        if planned != what {
+        let is_it = match (&*planned, what) {
+            (What::Answer(name, _), What::Function(called)) => name == called,
+            (planned, what) => planned == what,
+        };
+        if !is_it {
             return true;
         }
         *left -= 1;
-        met |= *left == 0;
+        if *left == 0 {
+            met = Some(planned.clone());
+        }
         *left > 0
     });
     met
@@ -138,6 +151,9 @@ mod tests {
         assert_eq!(plan(""), Ok(Vec::new()));
         let function = What::Function("cuInit".into());
         assert_eq!(plan("cuInit:1"), Ok(vec![(function, 1)]));
+        let answer = What::Answer("cuInit".into(), 4242);
+        assert_eq!(plan("cuInit=4242:2"), Ok(vec![(answer, 2)]));
+        assert!(plan("cuInit=x:2").is_err());
         assert!(plan("launch").unwrap_err().contains("launch"));
         assert!(plan("lunch:1").is_err() && plan("copy:0").is_err());
     }

@@ -41,7 +41,7 @@
 //! | `SOFTCUDA_DEVICES` | devices there are; with 0 there is a driver but no device | 1 |
 //! | `SOFTCUDA_MEMORY` | bytes of each device, counted in each process by itself | 4 GiB |
 //! | `SOFTCUDA_PACE` | `eager`; `lazy` or `lazy:<ms>`: a stream does nothing until somebody waits for it or asks, or a second (or as long as said) has gone by, so that a wait that is missing shows; `seed:<n>`: random short pauses | `eager` |
-//! | `SOFTCUDA_FAIL` | `<what>:<nth>`, several with commas: the n-th of alloc, alloc_host, copy, launch, event, stream, compile fails, the copy or launch as it is done; or of calls of a function, by its C name, `cuIpcOpenMemHandle_v2:1`, which fails at once | nothing fails |
+//! | `SOFTCUDA_FAIL` | `<what>:<nth>`, several with commas: the n-th of alloc, alloc_host, copy, launch, event, stream, compile fails, the copy or launch as it is done; or of calls of a function, by its C name, `cuIpcOpenMemHandle_v2:1`, which fails at once, `cuInit=4242:1` with this code | nothing fails |
 //! | `SOFTCUDA_RACES` | `count`, or `abort` to end the process at a race | `count` |
 //! | `SOFTCUDA_CXX` | the C++ compiler for kernels | `c++` |
 //!

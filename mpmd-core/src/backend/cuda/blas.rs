@@ -1,14 +1,14 @@
 //! Products of matrices, by cuBLAS.
 
-use std::ffi::CStr;
 use std::sync::Arc;
 
-use cudarc::cublas::sys::{self, cublasStatus_t};
+use cudarc::cublas::sys;
 use mpmd_transport::OwnedBuffer;
 use mpmd_transport::memory::{DevicePlace, Pool};
 use parking_lot::Mutex;
 
 use super::asked::{Operand, Product};
+use super::calls::{self, Answer, static_text};
 use super::compile::Architecture;
 use super::error::CudaError;
 use super::gpu::{Context, Gpu};
@@ -18,18 +18,6 @@ use crate::cuda::{Math, Types};
 
 /// What cuBLAS's own documentation has for processors from compute capability 9.0 on, and for others.
 const WORKSPACE_BYTES: [usize; 2] = [32 << 20, 4 << 20];
-
-/// The functions of cuBLAS that are called here: `cudarc` would panic where one is missing.
-const SYMBOLS: &[&str] = &[
-    "cublasCreate_v2",
-    "cublasDestroy_v2",
-    "cublasSetStream_v2",
-    "cublasSetWorkspace_v2",
-    "cublasSetMathMode",
-    "cublasGemmEx",
-    "cublasGemmStridedBatchedEx",
-    "cublasGetStatusString",
-];
 
 /// cuBLAS on a device: a handle for its compute line, and memory that it works with, so that it asks for none as it is
 /// called.
@@ -62,7 +50,7 @@ impl Blas {
     ) -> Result<Self, CudaError> {
         const DOING: &str = "making cuBLAS ready";
         super::driver::cublas().map_err(|error| CudaError::new(DOING, "", error.to_string()))?;
-        let missing: Vec<&str> = SYMBOLS.iter().copied().filter(|symbol| !has(symbol)).collect();
+        let missing: Vec<&str> = calls::CUBLAS.iter().copied().filter(|symbol| !has(symbol)).collect();
         if !missing.is_empty() {
             let text =
                 format!("no cuBLAS found that can be used: the library here has no {}", missing.join(", "));
@@ -76,16 +64,16 @@ impl Blas {
         context.bind()?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: the context is bound, and there is room for the handle.
-        check(DOING, unsafe { sys::cublasCreate_v2(&raw mut raw) })?;
+        check(DOING, unsafe { calls::cublasCreate_v2(&raw mut raw) })?;
         let handle = Handle { raw, context: context.clone(), workspace };
         // SAFETY: the handle and the stream are alive and of this context. The workspace lives as long as the handle, is
         // aligned to 256 bytes as all segments of devices are, and is used by work of this stream alone. In this order:
         // a stream that is set brings a workspace of its own.
         unsafe {
-            check(DOING, sys::cublasSetStream_v2(raw, stream.handle().cast()))?;
+            check(DOING, calls::cublasSetStream_v2(raw, stream.handle().cast()))?;
             check(
                 DOING,
-                sys::cublasSetWorkspace_v2(
+                calls::cublasSetWorkspace_v2(
                     raw,
                     std::ptr::with_exposed_provenance_mut(address as usize),
                     bytes,
@@ -93,7 +81,7 @@ impl Blas {
             )?;
             // Sums of halves are in f32 also where a product is cut into several.
             let mode = sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
-            check(DOING, sys::cublasSetMathMode(raw, mode))?;
+            check(DOING, calls::cublasSetMathMode(raw, mode))?;
         }
         Ok(Self { handle: Mutex::new(handle) })
     }
@@ -120,7 +108,7 @@ impl Blas {
         // the places (`Gemm::product`); the scalars are there until the call returns, which reads them.
         let issued = unsafe {
             if batch == 1 {
-                sys::cublasGemmEx(
+                calls::cublasGemmEx(
                     handle.raw,
                     first_op,
                     second_op,
@@ -142,7 +130,7 @@ impl Blas {
                     algorithm,
                 )
             } else {
-                sys::cublasGemmStridedBatchedEx(
+                calls::cublasGemmStridedBatchedEx(
                     handle.raw,
                     first_op,
                     second_op,
@@ -177,7 +165,7 @@ impl Drop for Handle {
     fn drop(&mut self) {
         let Ok(_visit) = self.context.visit() else { return };
         // SAFETY: made in `Blas::new`, destroyed once. It waits for the device.
-        if let Err(error) = check("closing cuBLAS", unsafe { sys::cublasDestroy_v2(self.raw) }) {
+        if let Err(error) = check("closing cuBLAS", unsafe { calls::cublasDestroy_v2(self.raw) }) {
             tracing::debug!(%error, "closing cuBLAS");
         }
     }
@@ -234,14 +222,18 @@ fn has(symbol: &str) -> bool {
     unsafe { sys::culib().get::<unsafe extern "C" fn()>(symbol.as_bytes()).is_ok() }
 }
 
-fn check(doing: &str, answer: cublasStatus_t) -> Result<(), CudaError> {
-    if answer == cublasStatus_t::CUBLAS_STATUS_SUCCESS {
+fn check(doing: &str, answer: Answer) -> Result<(), CudaError> {
+    if answer.is_success() {
         return Ok(());
     }
-    // SAFETY: cuBLAS has a static text for each of its answers.
-    let text = unsafe {
-        let text = sys::cublasGetStatusString(answer);
-        if text.is_null() { String::new() } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
+    // SAFETY: cuBLAS has static texts for each of its answers, and for numbers that are none.
+    let (name, text) = unsafe {
+        (static_text(calls::cublasGetStatusName(answer)), static_text(calls::cublasGetStatusString(answer)))
     };
-    Err(CudaError::new(doing, format!("{answer:?}"), text))
+    let number = || format!("cuBLAS error {}", answer.0);
+    Err(CudaError::new(
+        doing,
+        name.unwrap_or_else(number),
+        format!("{}, {}", number(), text.unwrap_or_default()),
+    ))
 }

@@ -1,15 +1,16 @@
 //! Texts into what a device runs: NVRTC, once for each source and architecture in a process, and on disk.
 
 use std::collections::HashMap;
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CString, c_char};
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use cudarc::nvrtc::sys::{self, nvrtcResult};
+use cudarc::nvrtc::sys;
 use parking_lot::Mutex;
 
 use super::cache::{Cache, Key};
+use super::calls::{self, Answer, static_text};
 use super::error::CudaError;
 use crate::cuda::Source;
 use crate::cuda::source::Kind;
@@ -184,26 +185,12 @@ struct Nvrtc {
     architectures: Vec<Architecture>,
 }
 
-/// The functions of NVRTC that are called here: `cudarc` would panic where one is missing.
-const SYMBOLS: &[&str] = &[
-    "nvrtcCreateProgram",
-    "nvrtcCompileProgram",
-    "nvrtcDestroyProgram",
-    "nvrtcGetCUBIN",
-    "nvrtcGetCUBINSize",
-    "nvrtcGetPTX",
-    "nvrtcGetPTXSize",
-    "nvrtcGetProgramLog",
-    "nvrtcGetProgramLogSize",
-    "nvrtcGetErrorString",
-];
-
 fn nvrtc() -> Result<&'static Nvrtc, CudaError> {
     static NVRTC: OnceLock<Result<Nvrtc, CudaError>> = OnceLock::new();
     let found = NVRTC.get_or_init(|| {
         const DOING: &str = "compiling for a CUDA device";
         let version = super::driver::nvrtc().map_err(|error| CudaError::new(DOING, "", error.to_string()))?;
-        let missing: Vec<&str> = SYMBOLS.iter().copied().filter(|symbol| !has(symbol)).collect();
+        let missing: Vec<&str> = calls::NVRTC.iter().copied().filter(|symbol| !has(symbol)).collect();
         if !missing.is_empty() {
             let text =
                 format!("no NVRTC found that can be used: the library here has no {}", missing.join(", "));
@@ -221,11 +208,11 @@ fn architectures() -> Vec<Architecture> {
     let mut count = 0;
     // SAFETY: NVRTC has both functions; there is room for the number, and for as many as it says.
     let known = unsafe {
-        if sys::nvrtcGetNumSupportedArchs(&raw mut count) != nvrtcResult::NVRTC_SUCCESS {
+        if !calls::nvrtcGetNumSupportedArchs(&raw mut count).is_success() {
             return Vec::new();
         }
         let mut known = vec![0; usize::try_from(count).unwrap_or(0)];
-        if sys::nvrtcGetSupportedArchs(known.as_mut_ptr()) != nvrtcResult::NVRTC_SUCCESS {
+        if !calls::nvrtcGetSupportedArchs(known.as_mut_ptr()).is_success() {
             return Vec::new();
         }
         known
@@ -244,7 +231,7 @@ struct Program(sys::nvrtcProgram);
 impl Drop for Program {
     fn drop(&mut self) {
         // SAFETY: created in `compile`, destroyed once.
-        unsafe { sys::nvrtcDestroyProgram(&raw mut self.0) };
+        let _ = unsafe { calls::nvrtcDestroyProgram(&raw mut self.0) };
     }
 }
 
@@ -256,7 +243,7 @@ fn compile(source: &Source, options: &[String], form: Form) -> Result<Vec<u8>, C
     let mut program = std::ptr::null_mut();
     // SAFETY: text and name end with zeros, there are no headers, and there is room for the program.
     let created = unsafe {
-        sys::nvrtcCreateProgram(
+        calls::nvrtcCreateProgram(
             &raw mut program,
             text.as_ptr(),
             name.as_ptr(),
@@ -268,22 +255,22 @@ fn compile(source: &Source, options: &[String], form: Form) -> Result<Vec<u8>, C
     check(source, created)?;
     let program = Program(program);
     // SAFETY: the program is alive, and there are as many options as is said, which end with zeros.
-    let compiled = unsafe { sys::nvrtcCompileProgram(program.0, options.len() as i32, options.as_ptr()) };
+    let compiled = unsafe { calls::nvrtcCompileProgram(program.0, options.len() as i32, options.as_ptr()) };
     check(source, compiled).map_err(|error| error.with_log(&log(&program)))?;
     let mut size = 0;
     // SAFETY: the program is alive and compiled; there is room for the number, and for as many bytes as it says.
     unsafe {
         match form {
             Form::Binary => {
-                check(source, sys::nvrtcGetCUBINSize(program.0, &raw mut size))?;
+                check(source, calls::nvrtcGetCUBINSize(program.0, &raw mut size))?;
                 let mut bytes = vec![0u8; size];
-                check(source, sys::nvrtcGetCUBIN(program.0, bytes.as_mut_ptr().cast()))?;
+                check(source, calls::nvrtcGetCUBIN(program.0, bytes.as_mut_ptr().cast()))?;
                 Ok(bytes)
             }
             Form::Assembly => {
-                check(source, sys::nvrtcGetPTXSize(program.0, &raw mut size))?;
+                check(source, calls::nvrtcGetPTXSize(program.0, &raw mut size))?;
                 let mut bytes = vec![0u8; size];
-                check(source, sys::nvrtcGetPTX(program.0, bytes.as_mut_ptr().cast()))?;
+                check(source, calls::nvrtcGetPTX(program.0, bytes.as_mut_ptr().cast()))?;
                 Ok(bytes)
             }
         }
@@ -295,13 +282,11 @@ fn log(program: &Program) -> String {
     let mut size = 0;
     // SAFETY: the program is alive; there is room for the number, and for as many bytes as it says.
     let bytes = unsafe {
-        if sys::nvrtcGetProgramLogSize(program.0, &raw mut size) != nvrtcResult::NVRTC_SUCCESS {
+        if !calls::nvrtcGetProgramLogSize(program.0, &raw mut size).is_success() {
             return String::new();
         }
         let mut bytes = vec![0u8; size];
-        if size == 0
-            || sys::nvrtcGetProgramLog(program.0, bytes.as_mut_ptr().cast()) != nvrtcResult::NVRTC_SUCCESS
-        {
+        if size == 0 || !calls::nvrtcGetProgramLog(program.0, bytes.as_mut_ptr().cast()).is_success() {
             return String::new();
         }
         bytes
@@ -316,14 +301,12 @@ fn c_string(source: &Source, text: &str) -> Result<CString, CudaError> {
     })
 }
 
-fn check(source: &Source, answer: nvrtcResult) -> Result<(), CudaError> {
-    if answer == nvrtcResult::NVRTC_SUCCESS {
+fn check(source: &Source, answer: Answer) -> Result<(), CudaError> {
+    if answer.is_success() {
         return Ok(());
     }
-    // SAFETY: NVRTC has a static text for each of its answers.
-    let text = unsafe {
-        let text = sys::nvrtcGetErrorString(answer);
-        if text.is_null() { String::new() } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
-    };
-    Err(CudaError::new(format!("compiling {}", source.name()), format!("{answer:?}"), text))
+    // SAFETY: NVRTC has a static text for each of its answers, and one for numbers that are none.
+    let name = unsafe { static_text(calls::nvrtcGetErrorString(answer)) };
+    let (doing, number) = (format!("compiling {}", source.name()), format!("NVRTC error {}", answer.0));
+    Err(CudaError::new(doing, name.unwrap_or_else(|| number.clone()), number))
 }

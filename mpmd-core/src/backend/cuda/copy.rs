@@ -11,6 +11,7 @@ use std::ptr::null_mut;
 use cudarc::driver::sys;
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
+use super::calls;
 use super::error::CudaError;
 use super::gpu::cuda;
 use super::line::{Line, Stream};
@@ -109,7 +110,7 @@ impl Line {
         let work = |stream: &Stream| {
             // SAFETY: the range is the buffer's, which is this caller's alone; what used it comes before, and the fence that is
             // added below keeps it.
-            let set = unsafe { sys::cuMemsetD8Async(place.address, 0, place.bytes, stream.raw) };
+            let set = unsafe { calls::cuMemsetD8Async(place.address, 0, place.bytes, stream.raw) };
             let set = set.result().map_err(|error| cuda("clearing memory of a CUDA device", error));
             set.map_err(|error| stream.context.fails(error))
         };
@@ -168,18 +169,18 @@ impl Stream {
         let copied = unsafe {
             match (src, dst) {
                 (End::Host(src), End::Device { address, .. }) => {
-                    sys::cuMemcpyHtoDAsync_v2(address, src, bytes, self.raw)
+                    calls::cuMemcpyHtoDAsync_v2(address, src, bytes, self.raw)
                 }
                 (End::Device { address, .. }, End::Host(dst)) => {
-                    sys::cuMemcpyDtoHAsync_v2(dst, address, bytes, self.raw)
+                    calls::cuMemcpyDtoHAsync_v2(dst, address, bytes, self.raw)
                 }
                 (End::Device { address: src, ordinal: a }, End::Device { address: dst, ordinal: b })
                     if a == b =>
                 {
-                    sys::cuMemcpyDtoDAsync_v2(dst, src, bytes, self.raw)
+                    calls::cuMemcpyDtoDAsync_v2(dst, src, bytes, self.raw)
                 }
                 (End::Device { address: src, .. }, End::Device { address: dst, .. }) => {
-                    sys::cuMemcpyAsync(dst, src, bytes, self.raw)
+                    calls::cuMemcpyAsync(dst, src, bytes, self.raw)
                 }
                 (End::Host(_), End::Host(_)) => {
                     return Err(CudaError::new("copying", "", "no device takes part"));
@@ -213,7 +214,7 @@ impl Stream {
             Height: rows.count,
         };
         // SAFETY: as the caller says; the description is read before this returns.
-        let copied = unsafe { sys::cuMemcpy2DAsync_v2(&raw const copy, self.raw) };
+        let copied = unsafe { calls::cuMemcpy2DAsync_v2(&raw const copy, self.raw) };
         copied.result().map_err(|error| cuda(doing(src, dst), error))
     }
 
@@ -257,7 +258,7 @@ impl Stream {
             Depth: blocks.count,
         };
         // SAFETY: as the caller says; the description is read before this returns.
-        let copied = unsafe { sys::cuMemcpy3DAsync_v2(&raw const copy, self.raw) };
+        let copied = unsafe { calls::cuMemcpy3DAsync_v2(&raw const copy, self.raw) };
         copied.result().map_err(|error| cuda(doing(src, dst), error))
     }
 }

@@ -4,11 +4,12 @@ use std::any::Any;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
-use cudarc::driver::{result, sys};
+use cudarc::driver::sys;
 use mpmd_transport::memory::{DeviceAllocator, Pin, Pool};
 use parking_lot::Mutex;
 
 use super::blas::Blas;
+use super::calls::{self, DriverError};
 use super::compile::Architecture;
 use super::error::CudaError;
 use super::ipc::Shown;
@@ -180,15 +181,20 @@ pub(crate) fn reach_each_other(gpus: &[Arc<Gpu>]) {
 impl Context {
     fn open(ordinal: u32) -> Result<Self, CudaError> {
         let doing = || format!("opening CUDA device {ordinal}");
-        result::init().map_err(|error| cuda(doing(), error))?;
-        let device =
+        let number =
             i32::try_from(ordinal).map_err(|_| CudaError::new(doing(), "", "there is no such device"))?;
-        let device = result::device::get(device).map_err(|error| cuda(doing(), error))?;
-        // SAFETY: `device` is the driver's own; the context is released once, when this is dropped.
-        let raw = unsafe { result::primary_ctx::retain(device) }.map_err(|error| cuda(doing(), error))?;
+        let (mut device, mut raw) = (0, std::ptr::null_mut());
+        // SAFETY: there is room for the device and for the context, which is released once, when this is dropped.
+        unsafe {
+            calls::cuInit(0)
+                .result()
+                .and_then(|()| calls::cuDeviceGet(&raw mut device, number).result())
+                .and_then(|()| calls::cuDevicePrimaryCtxRetain(&raw mut raw, device).result())
+        }
+        .map_err(|error| cuda(doing(), error))?;
         let mut uuid = sys::CUuuid { bytes: [0; 16] };
         // SAFETY: it writes 16 bytes, for which there is room. This version alone tells the parts of a device apart.
-        unsafe { sys::cuDeviceGetUuid_v2(&raw mut uuid, device) }
+        unsafe { calls::cuDeviceGetUuid_v2(&raw mut uuid, device) }
             .result()
             .map_err(|error| cuda(doing(), error))?;
         let uuid = uuid.bytes.map(|byte| byte.to_ne_bytes()[0]);
@@ -211,7 +217,9 @@ impl Context {
     /// As [`bind`](Self::bind), also where work on the device has failed: for what has to do with work issued before.
     pub(super) fn bind_failed(&self) -> Result<(), CudaError> {
         // SAFETY: the context was retained and lives as long as this.
-        unsafe { result::ctx::set_current(self.raw) }.map_err(|error| cuda("using a CUDA device", error))
+        unsafe { calls::cuCtxSetCurrent(self.raw) }
+            .result()
+            .map_err(|error| cuda("using a CUDA device", error))
     }
 
     /// As [`bind`](Self::bind), until what this returns is dropped; then the context is current again that was before.
@@ -246,16 +254,16 @@ impl Context {
         let _visit = self.visit()?;
         let mut can = 0;
         // SAFETY: both devices are the driver's own; there is room for the number.
-        unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, self.device, other.device) }
+        unsafe { calls::cuDeviceCanAccessPeer(&raw mut can, self.device, other.device) }
             .result()
             .map_err(|error| cuda(DOING, error))?;
         if can == 0 {
             return Err(CudaError::new(DOING, "", "the machine has no way between the two"));
         }
         // SAFETY: both contexts are alive, and this one is current.
-        let answer = unsafe { sys::cuCtxEnablePeerAccess(other.raw, 0) };
+        let answer = unsafe { calls::cuCtxEnablePeerAccess(other.raw, 0) };
         // Contexts are the process's: a program before this one may have asked.
-        if answer == sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED {
+        if answer.is(sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED) {
             return Ok(());
         }
         answer.result().map_err(|error| cuda(DOING, error))
@@ -263,9 +271,11 @@ impl Context {
 
     /// A figure of the device's.
     fn figure(&self, attribute: sys::CUdevice_attribute) -> Result<u32, CudaError> {
-        // SAFETY: the device is the driver's own.
-        let figure = unsafe { result::device::get_attribute(self.device, attribute) };
-        let figure = figure.map_err(|error| cuda("asking what a CUDA device is", error))?;
+        let mut figure = 0;
+        // SAFETY: the device is the driver's own, and there is room for the number.
+        unsafe { calls::cuDeviceGetAttribute(&raw mut figure, attribute, self.device) }
+            .result()
+            .map_err(|error| cuda("asking what a CUDA device is", error))?;
         Ok(u32::try_from(figure).unwrap_or(0))
     }
 
@@ -312,7 +322,7 @@ impl Drop for Context {
             return;
         }
         // SAFETY: retained once in `open`; whatever belongs to the context holds this, so nothing of it is left.
-        if let Err(error) = unsafe { result::primary_ctx::release(self.device) } {
+        if let Err(error) = unsafe { calls::cuDevicePrimaryCtxRelease_v2(self.device) }.result() {
             tracing::debug!(%error, "closing a CUDA device");
         }
     }
@@ -324,14 +334,17 @@ pub(super) struct Visit(sys::CUcontext);
 impl Visit {
     /// Goes back to what is current now. One that has ended meanwhile is none to go back to.
     fn from_here() -> Self {
-        Self(result::ctx::get_current().ok().flatten().unwrap_or(std::ptr::null_mut()))
+        let mut current = std::ptr::null_mut();
+        // SAFETY: there is room for the context.
+        let told = unsafe { calls::cuCtxGetCurrent(&raw mut current) }.is_success();
+        Self(if told { current } else { std::ptr::null_mut() })
     }
 }
 
 impl Drop for Visit {
     fn drop(&mut self) {
         // SAFETY: it was current on this thread, whose user holds it, or is null, which is none.
-        if let Err(error) = unsafe { sys::cuCtxSetCurrent(self.0) }.result() {
+        if let Err(error) = unsafe { calls::cuCtxSetCurrent(self.0) }.result() {
             tracing::debug!(%error, "going back to a CUDA device");
         }
     }
@@ -350,7 +363,7 @@ impl Pinned {
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
         // SAFETY: the caller has just mapped these pages and lets them go only after this is dropped. To pin them
         // changes nothing of what they hold.
-        unsafe { sys::cuMemHostRegister_v2(at, bytes, flags) }
+        unsafe { calls::cuMemHostRegister_v2(at, bytes, flags) }
             .result()
             .map_err(|error| cuda("pinning memory of the host", error))?;
         Ok(Self { context, address })
@@ -363,7 +376,7 @@ impl Drop for Pinned {
         let Some(_visit) = self.context.last_visit() else { return };
         // SAFETY: pinned in `new`, and unpinned once. Work of devices on it is over: who drops memory has seen that.
         let unpinned =
-            unsafe { sys::cuMemHostUnregister(std::ptr::with_exposed_provenance_mut(self.address)) };
+            unsafe { calls::cuMemHostUnregister(std::ptr::with_exposed_provenance_mut(self.address)) };
         if let Err(error) = unpinned.result() {
             tracing::debug!(%error, "unpinning memory of the host");
         }
@@ -371,9 +384,6 @@ impl Drop for Pinned {
 }
 
 /// The driver's answer in words.
-pub(super) fn cuda(doing: impl Into<String>, error: cudarc::driver::DriverError) -> CudaError {
-    let text = |found: Result<&std::ffi::CStr, _>| {
-        found.map_or_else(|_| format!("{:?}", error.0), |text| text.to_string_lossy().into_owned())
-    };
-    CudaError::new(doing, text(error.error_name()), text(error.error_string()))
+pub(super) fn cuda(doing: impl Into<String>, error: DriverError) -> CudaError {
+    CudaError::new(doing, error.name(), error.text())
 }

@@ -17,13 +17,14 @@ use std::ffi::c_char;
 use std::io;
 use std::sync::{Arc, OnceLock};
 
-use cudarc::driver::{result, sys};
+use cudarc::driver::sys;
 use mpmd_transport::memory::{Arriving, DeviceMemory, DeviceSharing, Fence, Latch};
 use parking_lot::Mutex;
 
+use super::calls;
 use super::error::CudaError;
 use super::gpu::{Context, Gpu, cuda};
-use super::line::{Event, RawEvent, Stream, create_event, is_passed};
+use super::line::{Event, RawEvent, Stream, WAIT_DEFAULT, create_event, is_passed};
 use super::orphan;
 use crate::launch::variables;
 
@@ -202,7 +203,7 @@ pub(super) fn export(context: &Context, address: sys::CUdeviceptr, bytes: usize)
         let _visit = context.visit()?;
         let mut handle = sys::CUipcMemHandle { reserved: [0; HANDLE] };
         // SAFETY: the address is that of an allocation, of the context that is bound; there is room for the handle.
-        unsafe { sys::cuIpcGetMemHandle(&raw mut handle, address) }
+        unsafe { calls::cuIpcGetMemHandle(&raw mut handle, address) }
             .result()
             .map_err(|error| cuda("showing memory of a CUDA device to other processes", error))?;
         Ok::<_, CudaError>(handle.reserved.map(|byte| byte.to_ne_bytes()[0]))
@@ -231,7 +232,7 @@ pub(super) fn show_event(context: &Context, event: sys::CUevent) -> Option<Words
     let _visit = context.visit().ok()?;
     let mut handle = sys::CUipcEventHandle { reserved: [0; HANDLE] };
     // SAFETY: the event is alive, of the context that is bound; there is room for the handle.
-    let shown = unsafe { sys::cuIpcGetEventHandle(&raw mut handle, event) }.result();
+    let shown = unsafe { calls::cuIpcGetEventHandle(&raw mut handle, event) }.result();
     // An event that keeps time cannot be.
     shown.inspect_err(|error| tracing::debug!(%error, "an event that is not shared")).ok()?;
     let handle = handle.reserved.map(|byte| byte.to_ne_bytes()[0]);
@@ -287,7 +288,7 @@ impl Opened {
         let flags = sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
         let mut address = 0;
         // SAFETY: a handle is plain bytes, which the driver looks through; there is room for the address.
-        unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut address, handle, flags) }
+        unsafe { calls::cuIpcOpenMemHandle_v2(&raw mut address, handle, flags) }
             .result()
             .map_err(|error| cuda("opening memory of another process's CUDA device", error))?;
         Ok(Self { context: context.clone(), address, bytes, is_far, is_own: false })
@@ -299,7 +300,7 @@ impl Opened {
         let mut found: usize = 0;
         let attribute = sys::CUpointer_attribute_enum::CU_POINTER_ATTRIBUTE_RANGE_SIZE;
         // SAFETY: this attribute is a number of the size of `found`; the address is that of open memory.
-        let asked = unsafe { sys::cuPointerGetAttribute((&raw mut found).cast(), attribute, self.address) };
+        let asked = unsafe { calls::cuPointerGetAttribute((&raw mut found).cast(), attribute, self.address) };
         asked.result().ok().map(|()| found)
     }
 }
@@ -329,7 +330,7 @@ impl Drop for Opened {
         }
         let Ok(_visit) = self.context.visit() else { return };
         // SAFETY: opened in `open`, closed once for that; work on it is over, as who drops memory has seen.
-        if let Err(error) = unsafe { sys::cuIpcCloseMemHandle(self.address) }.result() {
+        if let Err(error) = unsafe { calls::cuIpcCloseMemHandle(self.address) }.result() {
             tracing::debug!(%error, "closing memory of another process's CUDA device");
         }
     }
@@ -358,7 +359,7 @@ impl Imported {
         let handle = sys::CUipcEventHandle { reserved: handle.map(|byte| byte as c_char) };
         let mut raw = std::ptr::null_mut();
         // SAFETY: a handle is plain bytes, which the driver looks through; there is room for the event.
-        unsafe { sys::cuIpcOpenEventHandle(&raw mut raw, handle) }
+        unsafe { calls::cuIpcOpenEventHandle(&raw mut raw, handle) }
             .result()
             .map_err(|error| cuda("opening an event of another process's CUDA device", error))?;
         Ok(Self { context: context.clone(), raw, is_own: false })
@@ -372,7 +373,7 @@ impl Drop for Imported {
         }
         let Ok(_visit) = self.context.visit() else { return };
         // SAFETY: opened in `open`, destroyed once; CUDA lets waits for it come to their end.
-        if let Err(error) = unsafe { result::event::destroy(self.raw) } {
+        if let Err(error) = unsafe { calls::cuEventDestroy_v2(self.raw) }.result() {
             tracing::debug!(%error, "closing an event of another process");
         }
     }
@@ -401,11 +402,8 @@ impl Landing {
         for event in &self.events {
             // SAFETY: the event is open, as `self` holds it, and was recorded before anybody was told of it; the stream is
             // alive.
-            let issued = unsafe {
-                let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-                result::stream::wait_event(stream.raw, event.raw, flags)
-            };
-            issued.map_err(|error| cuda("waiting for work of another process's device", error))?;
+            let issued = unsafe { calls::cuStreamWaitEvent(stream.raw, event.raw, WAIT_DEFAULT) };
+            issued.result().map_err(|error| cuda("waiting for work of another process's device", error))?;
         }
         let mut users = self.users.lock();
         if !users.iter().any(|known| Arc::ptr_eq(known, &stream.context)) {
@@ -539,7 +537,7 @@ mod tests {
         let (_fence, told_there) = issued(&gpu, move |stream| {
             let until = Box::into_raw(Box::new(until)).cast();
             // SAFETY: the function takes the box over, and runs once.
-            let stood = unsafe { sys::cuLaunchHostFunc(stream.raw, Some(stand_still), until) };
+            let stood = unsafe { calls::cuLaunchHostFunc(stream.raw, Some(stand_still), until) };
             stood.result().map_err(|error| cuda("standing still", error))?;
             let event = create_event(sharable())?;
             event.record(stream)?;

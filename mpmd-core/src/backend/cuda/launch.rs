@@ -6,10 +6,11 @@
 use std::ffi::c_void;
 use std::sync::OnceLock;
 
-use cudarc::driver::{result, sys};
+use cudarc::driver::sys;
 use mpmd_transport::memory::DevicePlace;
 
 use super::asked::RawArg;
+use super::calls::{self, DriverError};
 use super::error::CudaError;
 use super::gpu::{Gpu, cuda};
 use super::line::Stream;
@@ -50,15 +51,22 @@ impl Gpu {
             // as many as the function's where the driver tells their number; each pointer is to the bytes of one,
             // which the driver copies before it returns. What the function does with memory is its author's matter.
             unsafe {
-                result::launch_kernel(
+                let ((x, y, z), (threads_x, threads_y, threads_z)) = (grid.blocks, grid.threads);
+                calls::cuLaunchKernel(
                     found.raw(),
-                    grid.blocks,
-                    grid.threads,
+                    x,
+                    y,
+                    z,
+                    threads_x,
+                    threads_y,
+                    threads_z,
                     grid.shared_bytes,
                     stream.raw,
-                    pointers,
+                    pointers.as_mut_ptr(),
+                    std::ptr::null_mut(),
                 )
             }
+            .result()
             .map_err(|error| failed(source, function, error))
         })
     }
@@ -84,12 +92,12 @@ impl Stream {
         // SAFETY: the place is memory of the device's that this call may write; the stream is alive and its context bound.
         let set = unsafe {
             match width {
-                1 => sys::cuMemsetD8Async(to.address, first, count, self.raw),
+                1 => calls::cuMemsetD8Async(to.address, first, count, self.raw),
                 2 => {
                     let short = u16::from_ne_bytes([first, second]);
-                    sys::cuMemsetD16Async(to.address, short, count, self.raw)
+                    calls::cuMemsetD16Async(to.address, short, count, self.raw)
                 }
-                _ => sys::cuMemsetD32Async(to.address, u32::from_ne_bytes(pattern), count, self.raw),
+                _ => calls::cuMemsetD32Async(to.address, u32::from_ne_bytes(pattern), count, self.raw),
             }
         };
         set.result().map_err(|error| cuda("setting memory of a CUDA device", error))
@@ -107,7 +115,8 @@ impl Stream {
         }
         // SAFETY: both are memory of the device's that this call may read and write; the stream is alive and its context
         // bound.
-        unsafe { result::memcpy_dtod_async(to.address, from.address, to.bytes, self.raw) }
+        unsafe { calls::cuMemcpyDtoDAsync_v2(to.address, from.address, to.bytes, self.raw) }
+            .result()
             .map_err(|error| cuda("copying in a CUDA device", error))
     }
 
@@ -124,7 +133,8 @@ impl Stream {
         }
         // SAFETY: the caller keeps `to` until the copy is over, and the place is memory of the device's that this call may read;
         // the stream is alive and its context bound.
-        unsafe { result::memcpy_dtoh_async(to, from.address, self.raw) }
+        unsafe { calls::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from.address, to.len(), self.raw) }
+            .result()
             .map_err(|error| cuda("copying values from a CUDA device", error))
     }
 
@@ -139,12 +149,13 @@ impl Stream {
         }
         // SAFETY: the caller keeps `from` until the copy is over and owns the memory at `to`; the stream is alive and its
         // context bound.
-        unsafe { result::memcpy_htod_async(to, from, self.raw) }
+        unsafe { calls::cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), self.raw) }
+            .result()
             .map_err(|error| cuda("copying values to a CUDA device", error))
     }
 }
 
-fn failed(source: &Source, function: &str, error: cudarc::driver::DriverError) -> CudaError {
+fn failed(source: &Source, function: &str, error: DriverError) -> CudaError {
     cuda(format!("launching {function} of {}", source.name()), error)
 }
 

@@ -6,10 +6,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
-use cudarc::driver::{result, sys};
+use cudarc::driver::sys;
 use mpmd_transport::memory::{Fence, Fences, Latch};
 use parking_lot::{Condvar, Mutex};
 
+use super::calls;
 use super::clock::Clock;
 use super::error::CudaError;
 use super::gpu::{Context, cuda};
@@ -104,12 +105,18 @@ unsafe impl Send for RawEvent {}
 // SAFETY: as above.
 unsafe impl Sync for RawEvent {}
 
+/// A wait for an event in the ordinary way.
+pub(super) const WAIT_DEFAULT: u32 = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT as u32;
+
 impl Line {
     /// Makes the stream and starts its thread.
     pub(super) fn start(context: &Arc<Context>, name: String) -> Result<Self, CudaError> {
         context.bind()?;
         // Without regard for the default stream, which nobody here uses.
-        let raw = result::stream::create(result::stream::StreamKind::NonBlocking)
+        let (mut raw, flags) = (std::ptr::null_mut(), sys::CUstream_flags::CU_STREAM_NON_BLOCKING);
+        // SAFETY: the context is bound, and there is room for the stream.
+        unsafe { calls::cuStreamCreate(&raw mut raw, flags as u32) }
+            .result()
             .map_err(|error| cuda("making a stream", error))?;
         let stream = Arc::new(Stream { context: context.clone(), raw });
         let ends = Arc::<Ends>::default();
@@ -195,7 +202,8 @@ impl Stream {
         };
         let Some(raw) = event.raw.as_ref().filter(|_| event.stream.raw != self.raw) else { return Ok(()) };
         // SAFETY: the event is alive, as `event` holds it, and was recorded when it was made.
-        unsafe { result::stream::wait_event(self.raw, raw.0, sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT) }
+        unsafe { calls::cuStreamWaitEvent(self.raw, raw.0, WAIT_DEFAULT) }
+            .result()
             .map_err(|error| cuda("waiting for other work on a device", error))
     }
 }
@@ -204,7 +212,7 @@ impl Drop for Stream {
     fn drop(&mut self) {
         let Ok(_visit) = self.context.visit() else { return };
         // SAFETY: made in `Line::start`, destroyed once; CUDA lets what is in it come to its end.
-        if let Err(error) = unsafe { result::stream::destroy(self.raw) } {
+        if let Err(error) = unsafe { calls::cuStreamDestroy_v2(self.raw) }.result() {
             tracing::debug!(%error, "destroying a stream");
         }
     }
@@ -432,14 +440,17 @@ impl RawEvent {
     /// Puts it behind what was issued to the stream.
     pub(super) fn record(&self, stream: &Stream) -> Result<(), CudaError> {
         // SAFETY: event and stream are of the context that is bound, and alive.
-        unsafe { result::event::record(self.0, stream.raw) }
+        unsafe { calls::cuEventRecord(self.0, stream.raw) }
+            .result()
             .map_err(|error| cuda("recording an event", error))
     }
 
     /// Sleeps until the device has come here.
     pub(super) fn wait(&self) -> Result<(), CudaError> {
         // SAFETY: the event is alive and its context bound by this thread.
-        unsafe { result::event::synchronize(self.0) }.map_err(|error| cuda("work of a CUDA device", error))
+        unsafe { calls::cuEventSynchronize(self.0) }
+            .result()
+            .map_err(|error| cuda("work of a CUDA device", error))
     }
 
     /// Whether the device has come here, well or not. The context is bound.
@@ -449,14 +460,15 @@ impl RawEvent {
 
     /// Nanoseconds on the device from this to `other`.
     fn until(&self, other: &Self) -> Result<f64, CudaError> {
-        // SAFETY: both are alive, of the context that is bound, and were made with their times.
-        let millis = unsafe { result::event::elapsed(self.0, other.0) };
-        millis.map(|millis| f64::from(millis) * 1e6).map_err(|error| cuda("reading a time", error))
+        let mut millis = 0f32;
+        // SAFETY: both are alive, of the context that is bound, and were made with their times; there is room for the number.
+        let told = unsafe { calls::cuEventElapsedTime(&raw mut millis, self.0, other.0) }.result();
+        told.map(|()| f64::from(millis) * 1e6).map_err(|error| cuda("reading a time", error))
     }
 
     pub(super) fn destroy(self) {
         // SAFETY: the event is alive and this was its owner; CUDA lets waits for it come to their end.
-        if let Err(error) = unsafe { result::event::destroy(self.0) } {
+        if let Err(error) = unsafe { calls::cuEventDestroy_v2(self.0) }.result() {
             tracing::debug!(%error, "destroying an event");
         }
     }
@@ -465,14 +477,14 @@ impl RawEvent {
 /// Whether a device has come to an event, well or not. Its context is bound.
 pub(super) fn is_passed(event: sys::CUevent) -> bool {
     // SAFETY: the event is alive, as the caller holds it, and of the context that is bound.
-    let state = unsafe { sys::cuEventQuery(event) };
-    state != sys::CUresult::CUDA_ERROR_NOT_READY
+    let state = unsafe { calls::cuEventQuery(event) };
+    !state.is(sys::CUresult::CUDA_ERROR_NOT_READY)
 }
 
 pub(super) fn create_event(flags: u32) -> Result<RawEvent, CudaError> {
     let mut event = std::ptr::null_mut();
     // SAFETY: `event` is a place for the result.
-    unsafe { sys::cuEventCreate(&raw mut event, flags) }
+    unsafe { calls::cuEventCreate(&raw mut event, flags) }
         .result()
         .map_err(|error| cuda("making an event", error))?;
     Ok(RawEvent(event, OnceLock::new()))

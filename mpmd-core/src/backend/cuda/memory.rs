@@ -3,9 +3,10 @@
 use std::io;
 use std::sync::{Arc, OnceLock};
 
-use cudarc::driver::{result, sys};
+use cudarc::driver::sys;
 use mpmd_transport::memory::{DeviceAllocator, DeviceMemory};
 
+use super::calls;
 use super::gpu::{Context, cuda};
 use super::ipc::{self, Words};
 
@@ -34,9 +35,10 @@ impl Allocator {
 impl DeviceAllocator for Allocator {
     fn allocate(&self, bytes: usize) -> io::Result<Box<dyn DeviceMemory>> {
         let _visit = self.context.visit().map_err(io::Error::other)?;
-        // SAFETY: allocates; what the memory holds is read only by work that comes after work that has written it.
-        let address = unsafe { result::malloc_sync(bytes) };
-        let address = address.map_err(|error| {
+        let mut address = 0;
+        // SAFETY: there is room for the address. What the memory holds is read only by work that comes after work that
+        // has written it.
+        unsafe { calls::cuMemAlloc_v2(&raw mut address, bytes) }.result().map_err(|error| {
             io::Error::other(cuda(format!("allocating {bytes} bytes on a CUDA device"), error))
         })?;
         Ok(Box::new(Memory { context: self.context.clone(), address, bytes, words: OnceLock::new() }))
@@ -70,7 +72,7 @@ impl Drop for Memory {
         let Ok(_visit) = self.context.visit() else { return };
         // SAFETY: allocated in `allocate`, freed once; blocks go back to their pool only when work on them is over, and
         // pools let go of segments without blocks in use only.
-        if let Err(error) = unsafe { result::free_sync(self.address) } {
+        if let Err(error) = unsafe { calls::cuMemFree_v2(self.address) }.result() {
             tracing::debug!(%error, "freeing memory of a CUDA device");
         }
     }

@@ -18,6 +18,8 @@ mod blas;
 #[cfg(feature = "cuda")]
 mod cache;
 #[cfg(feature = "cuda")]
+mod calls;
+#[cfg(feature = "cuda")]
 mod clock;
 #[cfg(feature = "cuda")]
 mod compile;

@@ -8,10 +8,11 @@ use std::ffi::{CString, c_void};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use cudarc::driver::{DriverError, result, sys};
+use cudarc::driver::sys;
 use parking_lot::RwLock;
 
 use super::asked::RawArg;
+use super::calls::{self, DriverError};
 use super::compile::{self, Architecture};
 use super::error::CudaError;
 use super::gpu::{Context, cuda};
@@ -186,7 +187,7 @@ impl Module {
         // SAFETY: the context is bound by the caller. The image ends with a zero, as texts must; there are as many options
         // as values, and the log is as long as is said. There is room for the module.
         let loaded = unsafe {
-            sys::cuModuleLoadDataEx(
+            calls::cuModuleLoadDataEx(
                 &raw mut raw,
                 image.bytes().as_ptr().cast(),
                 options.len() as u32,
@@ -214,10 +215,10 @@ impl Module {
         // SAFETY: the module is alive, and the driver has these functions. There is room for the number, and for as
         // many functions as it says.
         let loaded = unsafe {
-            sys::cuModuleGetFunctionCount(&raw mut count, self.raw).result().and_then(|()| {
+            calls::cuModuleGetFunctionCount(&raw mut count, self.raw).result().and_then(|()| {
                 let mut functions = vec![std::ptr::null_mut(); count as usize];
-                sys::cuModuleEnumerateFunctions(functions.as_mut_ptr(), count, self.raw).result()?;
-                functions.into_iter().try_for_each(|function| sys::cuFuncLoad(function).result())
+                calls::cuModuleEnumerateFunctions(functions.as_mut_ptr(), count, self.raw).result()?;
+                functions.into_iter().try_for_each(|function| calls::cuFuncLoad(function).result())
             })
         };
         if let Err(error) = loaded {
@@ -231,13 +232,14 @@ impl Function {
         let name = CString::new(function).map_err(|_| no_function(source, function))?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: the module is alive and the name ends with a zero; there is room for the function.
-        unsafe { sys::cuModuleGetFunction(&raw mut raw, module.raw, name.as_ptr()) }
+        unsafe { calls::cuModuleGetFunction(&raw mut raw, module.raw, name.as_ptr()) }
             .result()
             .map_err(|error| cuda(format!("looking for function {function} in {}", source.name()), error))?;
-        let own = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
-        // SAFETY: the function is alive.
-        let own = unsafe { result::function::get_function_attribute(raw, own) }.unwrap_or(0);
-        let shared_bytes = SHARED_BYTES.saturating_sub(u32::try_from(own).unwrap_or(0));
+        let (mut own, which) = (0, sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES);
+        // SAFETY: the function is alive, and there is room for the number.
+        let told = unsafe { calls::cuFuncGetAttribute(&raw mut own, which, raw) }.is_success();
+        let own = if told { u32::try_from(own).unwrap_or(0) } else { 0 };
+        let shared_bytes = SHARED_BYTES.saturating_sub(own);
         Ok(Self {
             name: function.into(),
             raw,
@@ -271,7 +273,7 @@ impl Function {
         let dynamic = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         let asked = i32::try_from(bytes).unwrap_or(i32::MAX);
         // SAFETY: the function is alive.
-        unsafe { result::function::set_function_attribute(self.raw, dynamic, asked) }?;
+        unsafe { calls::cuFuncSetAttribute(self.raw, dynamic, asked) }.result()?;
         self.shared_bytes.fetch_max(bytes, Ordering::Relaxed);
         Ok(())
     }
@@ -298,7 +300,7 @@ fn parameters(function: sys::CUfunction) -> Option<Vec<usize>> {
     let size = |index| {
         let (mut offset, mut size) = (0, 0);
         // SAFETY: the function is alive, the driver has this call, and there is room for both numbers.
-        let told = unsafe { sys::cuFuncGetParamInfo(function, index, &raw mut offset, &raw mut size) };
+        let told = unsafe { calls::cuFuncGetParamInfo(function, index, &raw mut offset, &raw mut size) };
         // Behind the last.
         told.result().ok().map(|()| size)
     };

@@ -141,7 +141,7 @@ impl Plain {
 }
 
 fn said(doing: &'static str) -> impl Fn(DriverError) -> CudaError {
-    move |error| cuda(doing, error)
+    move |error| cuda(doing, error.into())
 }
 
 #[cfg(test)]

@@ -234,6 +234,8 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
     };
     let patience = match vars.number::<f64>(ours::PATIENCE)? {
         None => None,
+        // More than a duration can hold, as `Duration::MAX` is once it is written in decimals.
+        Some(seconds) if seconds >= u64::MAX as f64 => Some(Duration::MAX),
         Some(seconds) => Some(Duration::try_from_secs_f64(seconds).map_err(|_| LaunchError::Variable {
             variable: ours::PATIENCE.into(),
             value: seconds.to_string(),

@@ -53,10 +53,11 @@ impl Assembly {
         }
     }
 
-    /// Whether these bytes are in the memory that the shard is to be in.
+    /// Whether the shard can be these bytes: they are in the memory that it is to be in, and their values stay
+    /// valid.
     pub(super) fn can_be(&self, bytes: &SharedBuffer) -> bool {
         match self {
-            Self::Host(_) => bytes.device().is_none(),
+            Self::Host(shard) => bytes.device().is_none() && shard.can_be(bytes),
             Self::Device(shard) => shard.can_be(bytes),
         }
     }

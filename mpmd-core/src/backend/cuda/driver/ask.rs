@@ -4,68 +4,16 @@
 use std::panic::{UnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 
+use cudarc::driver::sys;
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
-use cudarc::driver::{DriverError, result, sys};
 
+use super::super::calls::{self, Answer, DriverError};
 use super::{Attributes, Driver, Gpu, NoCuda, OLDEST, Uuid, Version};
 
 /// The driver for people.
 const DRIVER: &str = "CUDA driver";
-
-/// Functions of the driver without which it is not used. `cudarc` would panic in the middle of things where one of them
-/// is missing: whatever the back end calls without asking for it first belongs in here.
-pub(crate) const SYMBOLS: &[&str] = &[
-    "cuInit",
-    "cuDriverGetVersion",
-    "cuGetErrorName",
-    "cuGetErrorString",
-    "cuDeviceGetCount",
-    "cuDeviceGet",
-    "cuDeviceGetName",
-    "cuDeviceGetUuid_v2",
-    "cuDeviceGetAttribute",
-    "cuDeviceTotalMem_v2",
-    "cuDeviceCanAccessPeer",
-    "cuDevicePrimaryCtxRetain",
-    "cuDevicePrimaryCtxRelease_v2",
-    "cuCtxEnablePeerAccess",
-    "cuCtxGetCurrent",
-    "cuCtxSetCurrent",
-    "cuMemAlloc_v2",
-    "cuMemFree_v2",
-    "cuMemHostRegister_v2",
-    "cuMemHostUnregister",
-    "cuMemcpyAsync",
-    "cuMemcpyDtoDAsync_v2",
-    "cuMemcpyDtoHAsync_v2",
-    "cuMemcpyHtoDAsync_v2",
-    "cuMemcpy2DAsync_v2",
-    "cuMemcpy3DAsync_v2",
-    "cuMemsetD8Async",
-    "cuMemsetD16Async",
-    "cuMemsetD32Async",
-    "cuPointerGetAttribute",
-    "cuStreamCreate",
-    "cuStreamDestroy_v2",
-    "cuStreamWaitEvent",
-    "cuEventCreate",
-    "cuEventRecord",
-    "cuEventQuery",
-    "cuEventSynchronize",
-    "cuEventElapsedTime",
-    "cuEventDestroy_v2",
-    "cuIpcGetMemHandle",
-    "cuIpcOpenMemHandle_v2",
-    "cuIpcCloseMemHandle",
-    "cuIpcGetEventHandle",
-    "cuIpcOpenEventHandle",
-    "cuModuleLoadDataEx",
-    "cuModuleGetFunction",
-    "cuFuncGetAttribute",
-    "cuFuncSetAttribute",
-    "cuLaunchHostFunc",
-    "cuLaunchKernel",
-];
+/// Bytes of the name of a device, at most.
+const NAME_BYTES: usize = 256;
 
 /// As [`found`](super::found).
 pub(super) fn driver() -> Result<&'static Driver, NoCuda> {
@@ -81,17 +29,22 @@ fn look() -> Result<Driver, NoCuda> {
         return Err(missing(DRIVER, &["cuda", "nvcuda"]));
     }
     // SAFETY: as above; it was there a moment ago. Names are only looked up: nothing is called by this type.
-    whole(DRIVER, SYMBOLS, |name| unsafe { sys::culib().get::<unsafe extern "C" fn()>(name).is_ok() })?;
+    whole(DRIVER, calls::DRIVER, |name| unsafe { sys::culib().get::<unsafe extern "C" fn()>(name).is_ok() })?;
     let no_gpu = || NoCuda::NoGpu { visible: variable("CUDA_VISIBLE_DEVICES") };
-    result::init().map_err(|error| match error {
-        DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE) => no_gpu(),
+    // SAFETY: it takes no more than flags, of which there are none.
+    unsafe { calls::cuInit(0) }.result().map_err(|error| match error {
+        error if error.is(sys::CUresult::CUDA_ERROR_NO_DEVICE) => no_gpu(),
         error => refused("cuInit", error),
     })?;
     let version = driver_version().map_err(|error| refused("cuDriverGetVersion", error))?;
     if version < OLDEST {
         return Err(NoCuda::TooOld { version });
     }
-    let count = result::device::get_count().map_err(|error| refused("cuDeviceGetCount", error))?;
+    let mut count = 0;
+    // SAFETY: it writes one number, for which there is room.
+    unsafe { calls::cuDeviceGetCount(&raw mut count) }
+        .result()
+        .map_err(|error| refused("cuDeviceGetCount", error))?;
     let gpus: Vec<Gpu> = (0..count).map(gpu).collect::<Result<_, _>>()?;
     if gpus.is_empty() {
         return Err(no_gpu());
@@ -102,18 +55,23 @@ fn look() -> Result<Driver, NoCuda> {
 fn driver_version() -> Result<Version, DriverError> {
     let mut number = 0;
     // SAFETY: it writes one number, for which there is room.
-    unsafe { sys::cuDriverGetVersion(&raw mut number) }.result()?;
+    unsafe { calls::cuDriverGetVersion(&raw mut number) }.result()?;
     Ok(Version::of_number(u32::try_from(number).unwrap_or(0)))
 }
 
 fn gpu(ordinal: i32) -> Result<Gpu, NoCuda> {
-    let device = result::device::get(ordinal).map_err(|error| refused("cuDeviceGet", error))?;
+    let mut device = 0;
+    // SAFETY: it writes one device, for which there is room.
+    unsafe { calls::cuDeviceGet(&raw mut device, ordinal) }
+        .result()
+        .map_err(|error| refused("cuDeviceGet", error))?;
     let number = |attribute: Attribute| {
-        // SAFETY: the device comes from `cuDeviceGet`.
-        match unsafe { result::device::get_attribute(device, attribute) } {
-            Ok(number) => Ok(u32::try_from(number).unwrap_or(0)),
+        let mut number = 0;
+        // SAFETY: the device comes from `cuDeviceGet`, and there is room for the number.
+        match unsafe { calls::cuDeviceGetAttribute(&raw mut number, attribute, device) }.result() {
+            Ok(()) => Ok(u32::try_from(number).unwrap_or(0)),
             // An attribute that is younger than the driver is one of what the driver cannot do.
-            Err(DriverError(sys::CUresult::CUDA_ERROR_INVALID_VALUE)) => Ok(0),
+            Err(error) if error.is(sys::CUresult::CUDA_ERROR_INVALID_VALUE) => Ok(0),
             Err(error) => Err(refused("cuDeviceGetAttribute", error)),
         }
     };
@@ -133,19 +91,28 @@ fn gpu(ordinal: i32) -> Result<Gpu, NoCuda> {
         major: number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
         minor: number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
     };
-    // SAFETY: the device comes from `cuDeviceGet`.
-    let memory = unsafe { result::device::total_mem(device) };
+    let mut memory_bytes = 0;
+    // SAFETY: the device comes from `cuDeviceGet`, and there is room for the number.
+    unsafe { calls::cuDeviceTotalMem_v2(&raw mut memory_bytes, device) }
+        .result()
+        .map_err(|error| refused("cuDeviceTotalMem", error))?;
+    let mut name = [0u8; NAME_BYTES];
+    // SAFETY: the device comes from `cuDeviceGet`, and there is room for as many bytes as is said.
+    unsafe { calls::cuDeviceGetName(name.as_mut_ptr().cast(), NAME_BYTES as i32, device) }
+        .result()
+        .map_err(|error| refused("cuDeviceGetName", error))?;
+    let name = name.split(|byte| *byte == 0).next().unwrap_or_default();
     let mut uuid = sys::CUuuid { bytes: [0; 16] };
     // SAFETY: the device comes from `cuDeviceGet`, and there is room for the number. This version of the call tells
     // the parts of a divided processor from each other.
-    let got = unsafe { sys::cuDeviceGetUuid_v2(&raw mut uuid, device) };
+    let got = unsafe { calls::cuDeviceGetUuid_v2(&raw mut uuid, device) };
     got.result().map_err(|error| refused("cuDeviceGetUuid_v2", error))?;
     Ok(Gpu {
         // Counted from 0 upwards.
         ordinal: ordinal.unsigned_abs(),
-        name: result::device::get_name(device).map_err(|error| refused("cuDeviceGetName", error))?,
+        name: String::from_utf8_lossy(name).into_owned(),
         uuid: Uuid(uuid.bytes.map(|byte| byte.to_ne_bytes()[0])),
-        memory_bytes: memory.map_err(|error| refused("cuDeviceTotalMem", error))? as u64,
+        memory_bytes: memory_bytes as u64,
         capability,
         attributes,
     })
@@ -153,10 +120,7 @@ fn gpu(ordinal: i32) -> Result<Gpu, NoCuda> {
 
 /// The driver's own words for an error.
 pub(crate) fn refused(call: &'static str, error: DriverError) -> NoCuda {
-    let text = |words: Result<&std::ffi::CStr, DriverError>| {
-        words.map_or_else(|_| format!("{:?}", error.0), |words| words.to_string_lossy().into_owned())
-    };
-    NoCuda::Refused { what: DRIVER, call, name: text(error.error_name()), text: text(error.error_string()) }
+    NoCuda::Refused { what: DRIVER, call, name: error.name(), text: error.text() }
 }
 
 /// As [`nvrtc`](super::nvrtc).
@@ -174,9 +138,9 @@ pub(super) fn nvrtc() -> Result<String, NoCuda> {
         })?;
         let (mut major, mut minor) = (0, 0);
         // SAFETY: it writes two numbers, for which there is room.
-        match unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) } {
-            sys::nvrtcResult::NVRTC_SUCCESS => Ok(format!("{major}.{minor}")),
-            error => Err(status(WHAT, "nvrtcVersion", &error)),
+        match unsafe { calls::nvrtcVersion(&raw mut major, &raw mut minor) } {
+            answer if answer.is_success() => Ok(format!("{major}.{minor}")),
+            answer => Err(status(WHAT, "nvrtcVersion", answer)),
         }
     })
 }
@@ -199,9 +163,9 @@ pub(super) fn cublas() -> Result<String, NoCuda> {
         let number = |property: Property| {
             let mut number = 0;
             // SAFETY: it writes one number, for which there is room. It needs neither handle nor context.
-            match unsafe { sys::cublasGetProperty(property, &raw mut number) } {
-                sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS => Ok(number),
-                error => Err(status(WHAT, "cublasGetProperty", &error)),
+            match unsafe { calls::cublasGetProperty(property, &raw mut number) } {
+                answer if answer.is_success() => Ok(number),
+                answer => Err(status(WHAT, "cublasGetProperty", answer)),
             }
         };
         Ok(format!(
@@ -232,8 +196,8 @@ fn nccl_version(number: i32) -> String {
     format!("{}.{}.{}", number / 10_000, number / 100 % 100, number % 100)
 }
 
-fn status(what: &'static str, call: &'static str, error: &dyn std::fmt::Debug) -> NoCuda {
-    NoCuda::Refused { what, call, name: format!("{error:?}"), text: "no more is said".to_owned() }
+fn status(what: &'static str, call: &'static str, answer: Answer) -> NoCuda {
+    NoCuda::Refused { what, call, name: format!("error {}", answer.0), text: "no more is said".to_owned() }
 }
 
 /// Fails where a library `has` not all of these functions.
@@ -269,8 +233,6 @@ fn guarded<T>(what: &'static str, ask: impl FnOnce() -> Result<T, NoCuda> + Unwi
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use super::*;
 
     #[test]
@@ -289,47 +251,10 @@ mod tests {
 
     #[test]
     fn functions_that_are_missing_are_named() {
-        assert_eq!(whole(DRIVER, SYMBOLS, |_| true), Ok(()));
-        let said = whole(DRIVER, SYMBOLS, |name| !name.starts_with(b"cuDeviceGetU")).unwrap_err().to_string();
+        assert_eq!(whole(DRIVER, calls::DRIVER, |_| true), Ok(()));
+        let said =
+            whole(DRIVER, calls::DRIVER, |name| !name.starts_with(b"cuDeviceGetU")).unwrap_err().to_string();
         assert_eq!(said, "no CUDA driver found that can be used: the library here has no cuDeviceGetUuid_v2");
-    }
-
-    /// What is called of the driver by its own name, in all files of the back end.
-    fn called() -> Vec<String> {
-        let mut names = Vec::new();
-        let mut folders = vec![Path::new(env!("CARGO_MANIFEST_DIR")).join("src/backend/cuda")];
-        while let Some(folder) = folders.pop() {
-            for entry in std::fs::read_dir(folder).unwrap() {
-                let path = entry.unwrap().path();
-                if path.is_dir() {
-                    folders.push(path);
-                    continue;
-                }
-                let text = std::fs::read_to_string(path).unwrap();
-                let calls = text.split("sys::cu").skip(1).filter_map(|rest| {
-                    let end = rest.find(|c: char| !c.is_ascii_alphanumeric() && c != '_')?;
-                    let is_call =
-                        rest[end..].starts_with('(') && rest.starts_with(|c: char| c.is_ascii_uppercase());
-                    is_call.then(|| format!("cu{}", &rest[..end]))
-                });
-                names.extend(calls);
-            }
-        }
-        names
-    }
-
-    #[test]
-    fn nothing_is_called_that_was_not_looked_for() {
-        /// Of younger drivers: who calls them asks first.
-        const ASKED: [&str; 4] =
-            ["cuModuleGetFunctionCount", "cuModuleEnumerateFunctions", "cuFuncLoad", "cuFuncGetParamInfo"];
-        let called = called();
-        assert!(called.iter().any(|name| name == "cuDriverGetVersion"), "{called:?}");
-        let unknown: Vec<&String> = called
-            .iter()
-            .filter(|name| !SYMBOLS.contains(&name.as_str()) && !ASKED.contains(&name.as_str()))
-            .collect();
-        assert!(unknown.is_empty(), "to be added to SYMBOLS: {unknown:?}");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //!
 //! The libraries are loaded when they are first asked for, so one executable runs with and without them. `cudarc`
 //! panics where a library or one of its functions is missing; [`found`] looks for both first and says it as an error,
-//! so whoever has a [`Driver`] may call everything that `SYMBOLS` in `ask` lists.
+//! so whoever has a [`Driver`] may call everything that `DRIVER` in `calls` lists.
 
 #[cfg(feature = "cuda")]
 mod ask;

@@ -1,0 +1,259 @@
+//! The functions of CUDA's libraries that are called here, each as its header declares it but for its answer.
+//!
+//! In C an answer is an enumeration, and a library newer than `cudarc`'s bindings may give values that they do
+//! not know: as a Rust enumeration, which is how the bindings take it, that would be undefined behaviour. So it is
+//! a number here, [`Answer`]. A function is looked up at its first call. Whoever calls it has seen that the
+//! library has it: it panics where the library lacks it.
+
+use std::ffi::{CStr, c_char, c_int, c_longlong, c_uchar, c_uint, c_ushort, c_void};
+use std::fmt;
+use std::sync::OnceLock;
+
+use cudarc::{cublas::sys as cublas, driver::sys as cuda, nvrtc::sys as nvrtc};
+
+/// The answer of a function: 0 where the call went well, in all of these libraries.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[must_use]
+#[repr(transparent)]
+pub(super) struct Answer(pub(super) u32);
+
+/// An answer of the driver that is an error.
+#[derive(Clone, Copy, Eq, PartialEq)]
+pub(super) struct DriverError(u32);
+
+impl Answer {
+    /// Whether the call went well.
+    pub(super) fn is_success(self) -> bool {
+        self.0 == 0
+    }
+
+    /// Returns an answer of the driver as a result.
+    pub(super) fn result(self) -> Result<(), DriverError> {
+        if self.is_success() { Ok(()) } else { Err(DriverError(self.0)) }
+    }
+
+    /// Whether it is this answer of the driver.
+    pub(super) fn is(self, known: cuda::CUresult) -> bool {
+        self.0 == known as u32
+    }
+}
+
+impl DriverError {
+    /// Whether it is this error.
+    pub(super) fn is(self, known: cuda::CUresult) -> bool {
+        self.0 == known as u32
+    }
+
+    /// The driver's name of the error, such as `CUDA_ERROR_OUT_OF_MEMORY`, or its number where the driver has no name.
+    pub(super) fn name(self) -> String {
+        self.said_by(cuGetErrorName).unwrap_or_else(|| format!("CUDA error {}", self.0))
+    }
+
+    /// The driver's text for the error, or its number where the driver has no text.
+    pub(super) fn text(self) -> String {
+        self.said_by(cuGetErrorString).unwrap_or_else(|| format!("CUDA error {}", self.0))
+    }
+
+    fn said_by(self, ask: unsafe fn(u32, *mut *const c_char) -> Answer) -> Option<String> {
+        let mut text = std::ptr::null();
+        // SAFETY: the driver takes any number, and writes one pointer, for which there is room.
+        let answer = unsafe { ask(self.0, &raw mut text) };
+        // SAFETY: where it is not null it is the driver's own text, which is static and ends with a zero.
+        answer.is_success().then(|| unsafe { static_text(text) }).flatten()
+    }
+}
+
+/// What `cudarc`'s own functions, which only [`plain`](super::plain) calls, have made of an answer.
+impl From<cudarc::driver::DriverError> for DriverError {
+    fn from(error: cudarc::driver::DriverError) -> Self {
+        Self(error.0 as u32)
+    }
+}
+
+impl fmt::Display for DriverError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({})", self.name(), self.text())
+    }
+}
+
+/// Returns a text of a library; `None` for null.
+///
+/// # Safety
+///
+/// It is null, or ends with a zero and stays as it is meanwhile.
+pub(super) unsafe fn static_text(text: *const c_char) -> Option<String> {
+    // SAFETY: the caller answers for the text.
+    (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+}
+
+macro_rules! functions {
+    ($library:ident, $symbols:ident: $(fn $name:ident($($argument:ident: $type:ty),* $(,)?) -> $result:ty;)*) => {
+        /// Functions of a library that are called here.
+        #[allow(dead_code, reason = "those that are asked for one by one are not read")]
+        pub(super) const $symbols: &[&str] = &[$(stringify!($name)),*];
+
+        $(
+            /// Calls the library's function of this name.
+            ///
+            /// # Safety
+            ///
+            /// As the library's documentation says.
+            #[expect(non_snake_case, reason = "CUDA's own names")]
+            #[allow(clippy::too_many_arguments, reason = "CUDA's own")]
+            pub(super) unsafe fn $name($($argument: $type),*) -> $result {
+                type Function = unsafe extern "C" fn($($type),*) -> $result;
+                static FOUND: OnceLock<Function> = OnceLock::new();
+                let found = FOUND.get_or_init(|| {
+                    // SAFETY: the type is that of the function's declaration, with its answer as the number that
+                    // it is in C.
+                    let found = unsafe { $library::culib().get::<Function>(stringify!($name).as_bytes()) };
+                    *found.unwrap_or_else(|error| panic!("{error}"))
+                });
+                // SAFETY: the caller keeps to the library's documentation.
+                unsafe { found($($argument),*) }
+            }
+        )*
+    };
+}
+
+functions! { cuda, DRIVER:
+    fn cuInit(flags: c_uint) -> Answer;
+    fn cuDriverGetVersion(version: *mut c_int) -> Answer;
+    fn cuGetErrorName(error: u32, name: *mut *const c_char) -> Answer;
+    fn cuGetErrorString(error: u32, text: *mut *const c_char) -> Answer;
+    fn cuDeviceGetCount(count: *mut c_int) -> Answer;
+    fn cuDeviceGet(device: *mut cuda::CUdevice, ordinal: c_int) -> Answer;
+    fn cuDeviceGetName(name: *mut c_char, bytes: c_int, device: cuda::CUdevice) -> Answer;
+    fn cuDeviceGetUuid_v2(uuid: *mut cuda::CUuuid, device: cuda::CUdevice) -> Answer;
+    fn cuDeviceGetAttribute(value: *mut c_int, which: cuda::CUdevice_attribute, device: cuda::CUdevice) -> Answer;
+    fn cuDeviceTotalMem_v2(bytes: *mut usize, device: cuda::CUdevice) -> Answer;
+    fn cuDeviceCanAccessPeer(can: *mut c_int, from: cuda::CUdevice, to: cuda::CUdevice) -> Answer;
+    fn cuDevicePrimaryCtxRetain(context: *mut cuda::CUcontext, device: cuda::CUdevice) -> Answer;
+    fn cuDevicePrimaryCtxRelease_v2(device: cuda::CUdevice) -> Answer;
+    fn cuCtxEnablePeerAccess(to: cuda::CUcontext, flags: c_uint) -> Answer;
+    fn cuCtxGetCurrent(context: *mut cuda::CUcontext) -> Answer;
+    fn cuCtxSetCurrent(context: cuda::CUcontext) -> Answer;
+    fn cuMemAlloc_v2(address: *mut cuda::CUdeviceptr, bytes: usize) -> Answer;
+    fn cuMemFree_v2(address: cuda::CUdeviceptr) -> Answer;
+    fn cuMemHostRegister_v2(address: *mut c_void, bytes: usize, flags: c_uint) -> Answer;
+    fn cuMemHostUnregister(address: *mut c_void) -> Answer;
+    fn cuMemcpyAsync(
+        to: cuda::CUdeviceptr, from: cuda::CUdeviceptr, bytes: usize, stream: cuda::CUstream
+    ) -> Answer;
+    fn cuMemcpyDtoDAsync_v2(
+        to: cuda::CUdeviceptr, from: cuda::CUdeviceptr, bytes: usize, stream: cuda::CUstream
+    ) -> Answer;
+    fn cuMemcpyDtoHAsync_v2(
+        to: *mut c_void, from: cuda::CUdeviceptr, bytes: usize, stream: cuda::CUstream
+    ) -> Answer;
+    fn cuMemcpyHtoDAsync_v2(
+        to: cuda::CUdeviceptr, from: *const c_void, bytes: usize, stream: cuda::CUstream
+    ) -> Answer;
+    fn cuMemcpy2DAsync_v2(copy: *const cuda::CUDA_MEMCPY2D, stream: cuda::CUstream) -> Answer;
+    fn cuMemcpy3DAsync_v2(copy: *const cuda::CUDA_MEMCPY3D, stream: cuda::CUstream) -> Answer;
+    fn cuMemsetD8Async(to: cuda::CUdeviceptr, value: c_uchar, count: usize, stream: cuda::CUstream) -> Answer;
+    fn cuMemsetD16Async(to: cuda::CUdeviceptr, value: c_ushort, count: usize, stream: cuda::CUstream) -> Answer;
+    fn cuMemsetD32Async(to: cuda::CUdeviceptr, value: c_uint, count: usize, stream: cuda::CUstream) -> Answer;
+    fn cuPointerGetAttribute(
+        value: *mut c_void, which: cuda::CUpointer_attribute, address: cuda::CUdeviceptr
+    ) -> Answer;
+    fn cuStreamCreate(stream: *mut cuda::CUstream, flags: c_uint) -> Answer;
+    fn cuStreamDestroy_v2(stream: cuda::CUstream) -> Answer;
+    fn cuStreamWaitEvent(stream: cuda::CUstream, event: cuda::CUevent, flags: c_uint) -> Answer;
+    fn cuEventCreate(event: *mut cuda::CUevent, flags: c_uint) -> Answer;
+    fn cuEventRecord(event: cuda::CUevent, stream: cuda::CUstream) -> Answer;
+    fn cuEventQuery(event: cuda::CUevent) -> Answer;
+    fn cuEventSynchronize(event: cuda::CUevent) -> Answer;
+    fn cuEventElapsedTime(millis: *mut f32, start: cuda::CUevent, end: cuda::CUevent) -> Answer;
+    fn cuEventDestroy_v2(event: cuda::CUevent) -> Answer;
+    fn cuIpcGetMemHandle(handle: *mut cuda::CUipcMemHandle, address: cuda::CUdeviceptr) -> Answer;
+    fn cuIpcOpenMemHandle_v2(
+        address: *mut cuda::CUdeviceptr, handle: cuda::CUipcMemHandle, flags: c_uint
+    ) -> Answer;
+    fn cuIpcCloseMemHandle(address: cuda::CUdeviceptr) -> Answer;
+    fn cuIpcGetEventHandle(handle: *mut cuda::CUipcEventHandle, event: cuda::CUevent) -> Answer;
+    fn cuIpcOpenEventHandle(event: *mut cuda::CUevent, handle: cuda::CUipcEventHandle) -> Answer;
+    fn cuModuleLoadDataEx(
+        module: *mut cuda::CUmodule, image: *const c_void, count: c_uint, options: *mut cuda::CUjit_option,
+        values: *mut *mut c_void
+    ) -> Answer;
+    fn cuModuleGetFunction(
+        function: *mut cuda::CUfunction, module: cuda::CUmodule, name: *const c_char
+    ) -> Answer;
+    fn cuFuncGetAttribute(
+        value: *mut c_int, which: cuda::CUfunction_attribute, function: cuda::CUfunction
+    ) -> Answer;
+    fn cuFuncSetAttribute(
+        function: cuda::CUfunction, which: cuda::CUfunction_attribute, value: c_int
+    ) -> Answer;
+    fn cuLaunchKernel(
+        function: cuda::CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint,
+        block_y: c_uint, block_z: c_uint, shared_bytes: c_uint, stream: cuda::CUstream,
+        arguments: *mut *mut c_void, extra: *mut *mut c_void
+    ) -> Answer;
+}
+
+// `ASKED`: not every version has them. Whoever calls one asks for it first.
+functions! { cuda, DRIVER_ASKED:
+    fn cuModuleGetFunctionCount(count: *mut c_uint, module: cuda::CUmodule) -> Answer;
+    fn cuModuleEnumerateFunctions(
+        functions: *mut cuda::CUfunction, count: c_uint, module: cuda::CUmodule
+    ) -> Answer;
+    fn cuFuncLoad(function: cuda::CUfunction) -> Answer;
+    fn cuFuncGetParamInfo(
+        function: cuda::CUfunction, index: usize, offset: *mut usize, bytes: *mut usize
+    ) -> Answer;
+}
+
+functions! { nvrtc, NVRTC:
+    fn nvrtcGetErrorString(answer: Answer) -> *const c_char;
+    fn nvrtcCreateProgram(
+        program: *mut nvrtc::nvrtcProgram, source: *const c_char, name: *const c_char, headers: c_int,
+        texts: *const *const c_char, names: *const *const c_char
+    ) -> Answer;
+    fn nvrtcDestroyProgram(program: *mut nvrtc::nvrtcProgram) -> Answer;
+    fn nvrtcCompileProgram(
+        program: nvrtc::nvrtcProgram, count: c_int, options: *const *const c_char
+    ) -> Answer;
+    fn nvrtcGetCUBINSize(program: nvrtc::nvrtcProgram, bytes: *mut usize) -> Answer;
+    fn nvrtcGetCUBIN(program: nvrtc::nvrtcProgram, binary: *mut c_char) -> Answer;
+    fn nvrtcGetPTXSize(program: nvrtc::nvrtcProgram, bytes: *mut usize) -> Answer;
+    fn nvrtcGetPTX(program: nvrtc::nvrtcProgram, text: *mut c_char) -> Answer;
+    fn nvrtcGetProgramLogSize(program: nvrtc::nvrtcProgram, bytes: *mut usize) -> Answer;
+    fn nvrtcGetProgramLog(program: nvrtc::nvrtcProgram, text: *mut c_char) -> Answer;
+}
+
+functions! { nvrtc, NVRTC_ASKED:
+    fn nvrtcVersion(major: *mut c_int, minor: *mut c_int) -> Answer;
+    fn nvrtcGetNumSupportedArchs(count: *mut c_int) -> Answer;
+    fn nvrtcGetSupportedArchs(all: *mut c_int) -> Answer;
+}
+
+functions! { cublas, CUBLAS:
+    fn cublasGetStatusName(answer: Answer) -> *const c_char;
+    fn cublasGetStatusString(answer: Answer) -> *const c_char;
+    fn cublasCreate_v2(handle: *mut cublas::cublasHandle_t) -> Answer;
+    fn cublasDestroy_v2(handle: cublas::cublasHandle_t) -> Answer;
+    fn cublasSetStream_v2(handle: cublas::cublasHandle_t, stream: cublas::cudaStream_t) -> Answer;
+    fn cublasSetWorkspace_v2(handle: cublas::cublasHandle_t, memory: *mut c_void, bytes: usize) -> Answer;
+    fn cublasSetMathMode(handle: cublas::cublasHandle_t, mode: cublas::cublasMath_t) -> Answer;
+    fn cublasGemmEx(
+        handle: cublas::cublasHandle_t, a_op: cublas::cublasOperation_t, b_op: cublas::cublasOperation_t,
+        m: c_int, n: c_int, k: c_int, alpha: *const c_void, a: *const c_void, a_type: cublas::cudaDataType,
+        a_leading: c_int, b: *const c_void, b_type: cublas::cudaDataType, b_leading: c_int,
+        beta: *const c_void, c: *mut c_void, c_type: cublas::cudaDataType, c_leading: c_int,
+        compute: cublas::cublasComputeType_t, algorithm: cublas::cublasGemmAlgo_t
+    ) -> Answer;
+    fn cublasGemmStridedBatchedEx(
+        handle: cublas::cublasHandle_t, a_op: cublas::cublasOperation_t, b_op: cublas::cublasOperation_t,
+        m: c_int, n: c_int, k: c_int, alpha: *const c_void, a: *const c_void, a_type: cublas::cudaDataType,
+        a_leading: c_int, a_stride: c_longlong, b: *const c_void, b_type: cublas::cudaDataType,
+        b_leading: c_int, b_stride: c_longlong, beta: *const c_void, c: *mut c_void,
+        c_type: cublas::cudaDataType, c_leading: c_int, c_stride: c_longlong, count: c_int,
+        compute: cublas::cublasComputeType_t, algorithm: cublas::cublasGemmAlgo_t
+    ) -> Answer;
+}
+
+functions! { cublas, CUBLAS_ASKED:
+    fn cublasGetProperty(which: cublas::libraryPropertyType, value: *mut c_int) -> Answer;
+}
