@@ -4,6 +4,7 @@
 //! come *chunks*: kind and length, four bytes each, and the content. Numbers have their lowest byte first. Chunks
 //! of kinds that a reader does not know are passed over.
 
+use std::collections::HashSet;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
@@ -13,6 +14,9 @@ use serde::{Deserialize, Serialize};
 use super::event::{EVENT_BYTES, Event};
 
 const MAGIC: &[u8; 8] = b"mpmdtrc\n";
+
+/// Missing processes that are named.
+const MOST_NAMED: usize = 64;
 
 /// Of the form of files. Readers refuse another.
 const VERSION: u32 = 1;
@@ -252,10 +256,13 @@ impl ProcessTrace {
             }
             *of == processes
         });
-        for process in 0..processes {
-            if !found.iter().any(|(number, _)| *number == process) {
-                wrong.push(format!("the trace of process {process} is missing"));
-            }
+        let known: HashSet<u32> = found.iter().map(|(number, _)| *number).collect();
+        let mut missing = (0..processes).filter(|process| !known.contains(process));
+        let named = missing.by_ref().take(MOST_NAMED);
+        wrong.extend(named.map(|process| format!("the trace of process {process} is missing")));
+        if let Some(next) = missing.next() {
+            // A number in a file says how many there should be: they are not counted one by one.
+            wrong.push(format!("so are others from process {next} on, of {processes}"));
         }
         Ok((traces, wrong))
     }
@@ -266,7 +273,7 @@ impl ProcessTrace {
     }
 
     /// The error says what is wrong with the beginning.
-    fn of_bytes(bytes: &[u8]) -> Result<Self, String> {
+    pub(super) fn of_bytes(bytes: &[u8]) -> Result<Self, String> {
         let mut rest = Rest(bytes);
         if rest.take(MAGIC.len()) != Some(MAGIC) {
             return Err("it begins otherwise".to_owned());
@@ -417,6 +424,17 @@ mod tests {
         let left_out = "the trace of process 1 is of another job, of 4: it is left out";
         let missing = "the trace of process 2 is missing";
         assert!(wrong.len() == 3 && wrong[0] == left_out && wrong[2] == missing, "{wrong:?}");
+    }
+
+    #[test]
+    fn a_number_of_processes_beyond_all_names_a_few_missing() {
+        let folder = tempfile::tempdir().unwrap();
+        let about = About { process: 3, processes: u32::MAX, ..About::default() };
+        std::fs::write(folder.path().join(name(3)), beginning(&about).unwrap()).unwrap();
+        let (traces, wrong) = ProcessTrace::read_all(folder.path()).unwrap();
+        assert_eq!((traces.len(), wrong.len()), (1, MOST_NAMED + 1));
+        assert_eq!(wrong[3], "the trace of process 4 is missing");
+        assert_eq!(wrong[MOST_NAMED], "so are others from process 65 on, of 4294967295");
     }
 
     #[test]

@@ -21,6 +21,15 @@ use super::{LaunchError, cuda_collectives, kinds_by_process, spin, variables as 
 use crate::topology::{CudaCollectives, DeviceKind};
 use crate::transports::Spin;
 
+/// The most processes of a job: as many as a plan can tell apart. So that a number cannot take all memory.
+const MOST_PROCESSES: usize = 1 << 20;
+
+/// The most devices of a process, for the same reason.
+const MOST_DEVICES: usize = 1 << 20;
+
+/// The longest time to wait for the other processes; who asks for more gets this, which has an end on any clock.
+const LONGEST_PATIENCE: Duration = Duration::from_secs(365 * 24 * 3600);
+
 /// Which process of which job this is, as its launcher says.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
@@ -165,6 +174,17 @@ fn planning(vars: &Vars<'_>, file: String) -> Result<JobEnv, LaunchError> {
 /// A job from what its launcher has said and what counts under every launcher.
 fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
     let Said { source, process, processes, local_process, coordinator, hosted, job } = said;
+    if processes > MOST_PROCESSES {
+        return Err(LaunchError::Variable {
+            variable: match source {
+                "mpmd" => ours::WORLD_SIZE.to_owned(),
+                "mpmd check" => ours::PLAN_PROCESSES.to_owned(),
+                other => format!("the number of processes of {other}"),
+            },
+            value: processes.to_string(),
+            expected: format!("at most {MOST_PROCESSES}"),
+        });
+    }
     if process as usize >= processes {
         return Err(LaunchError::Variable {
             variable: match source {
@@ -190,21 +210,29 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
         None => Token::derived(&format!("{source} {job} {coordinator}")),
     };
     let devices_per_process = vars.number(ours::DEVICES_PER_PROCESS)?;
-    if devices_per_process == Some(0) {
+    if let Some(devices) = devices_per_process
+        && !(1..=MOST_DEVICES).contains(&devices)
+    {
         return Err(LaunchError::Variable {
             variable: ours::DEVICES_PER_PROCESS.into(),
-            value: "0".into(),
-            expected: "at least 1".into(),
+            value: devices.to_string(),
+            expected: if devices == 0 { "at least 1".into() } else { format!("at most {MOST_DEVICES}") },
         });
     }
     let kinds = vars.get(ours::DEVICE).map(|text| kinds_by_process(&text, processes));
     let patience = match vars.number::<f64>(ours::PATIENCE)? {
         None => None,
-        Some(seconds) => Some(Duration::try_from_secs_f64(seconds).map_err(|_| LaunchError::Variable {
-            variable: ours::PATIENCE.into(),
-            value: seconds.to_string(),
-            expected: "a number of seconds".into(),
-        })?),
+        Some(seconds) => {
+            let patience = match seconds > LONGEST_PATIENCE.as_secs_f64() {
+                true => Ok(LONGEST_PATIENCE),
+                false => Duration::try_from_secs_f64(seconds),
+            };
+            Some(patience.map_err(|_| LaunchError::Variable {
+                variable: ours::PATIENCE.into(),
+                value: seconds.to_string(),
+                expected: "a number of seconds".into(),
+            })?)
+        }
     };
     Ok(JobEnv {
         process: ProcessId(process),
