@@ -44,11 +44,13 @@ pub(super) fn beside(left: &Holding, right: &Holding) -> String {
     lines.join("\n")
 }
 
-/// Rows of cells, the first of them the heading, as lines; the columns in `numeric` end below each other.
+/// Rows of cells, the first of them the heading, as lines; the columns in `numeric` end below each other. A cell
+/// beyond [`WIDEST`] makes its own row longer and no other.
 pub(super) fn table(rows: &[Vec<String>], numeric: &[usize]) -> Vec<String> {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| {
-        rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0)
+        let cells = rows.iter().filter_map(|row| row.get(column));
+        cells.map(|cell| cell.chars().count()).max().unwrap_or(0).min(WIDEST)
     };
     let widths: Vec<usize> = (0..columns).map(width).collect();
     let line = |row: &Vec<String>| {
@@ -216,6 +218,14 @@ fn corner(up: bool, down: bool, left: bool, right: bool) -> char {
 mod tests {
     use super::*;
     use mpmd_core::region::Region;
+
+    #[test]
+    fn cells_of_any_length_are_shown() {
+        let rows = [["a".repeat(70_000), "b".to_owned()], ["c".to_owned(), "d".to_owned()]];
+        let lines = table(&rows.map(|row| row.to_vec()), &[]);
+        assert_eq!(lines[0].len(), 70_000 + 3);
+        assert_eq!(lines[1], format!("c{}  d", " ".repeat(WIDEST - 1)));
+    }
 
     fn drawn(shape: &[usize], held: &[(usize, &[(usize, usize)])]) -> String {
         let held = held.iter().map(|(holder, bounds)| (*holder, bounds.iter().copied().collect::<Region>()));

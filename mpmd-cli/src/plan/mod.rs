@@ -7,6 +7,8 @@ mod case;
 mod chunk;
 mod draw;
 mod field;
+#[cfg(test)]
+mod fuzz;
 mod holding;
 mod intermediate;
 mod job;

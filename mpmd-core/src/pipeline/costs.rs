@@ -98,3 +98,40 @@ impl Costs {
         text
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pipeline::Schedule;
+    use crate::pipeline::check::Channel;
+    use crate::pipeline::flow::Leaves;
+    use crate::pipeline::simulate::simulate_schedule;
+
+    #[test]
+    fn bytes_beyond_all_memory_are_simulated() {
+        let schedule = Schedule::gpipe(1, 3).unwrap();
+        let mut costs = Costs::units(1);
+        (costs.stage[0].activation_bytes, costs.stage[0].weight_residual_bytes) = (u64::MAX, u64::MAX);
+        let simulated = simulate_schedule(&schedule, &costs, Leaves::AtOnce, Channel::TAGS).unwrap();
+        let most = simulated.memory[0].iter().map(|point| point.used).fold(0.0, f64::max);
+        assert_eq!(most, i64::MAX as f64);
+    }
+
+    #[test]
+    fn fuzz_costs() {
+        let schedule = Schedule::gpipe(2, 2).unwrap();
+        let mut costs = Costs::units(2);
+        let plain = costs.to_toml();
+        costs.stage[1] =
+            StageCosts { send_forward: 0.5, activation_bytes: 100, output_bytes: 7, ..costs.stage[0] };
+        mpmd_fuzz::bytes("costs", &[plain.into_bytes(), costs.to_toml().into_bytes()], |bytes| {
+            let Ok(read) = toml::from_str::<Costs>(&String::from_utf8_lossy(bytes)) else { return };
+            let again: Costs = toml::from_str(&read.to_toml()).unwrap();
+            // Costs that are not a number differ from themselves.
+            assert_eq!(format!("{again:?}"), format!("{read:?}"));
+            if let Ok(simulated) = simulate_schedule(&schedule, &read, Leaves::AtOnce, Channel::TAGS) {
+                drop(simulated.timeline("x", &read.unit));
+            }
+        });
+    }
+}

@@ -238,6 +238,22 @@ mod tests {
     }
 
     #[test]
+    fn fuzz_sidecars() {
+        let (schedule, text) = example(Flavour::ComputeOnly);
+        let mut sidecar = Sidecar::new(&schedule, &text);
+        let bare = sidecar.to_toml();
+        sidecar.channel = Some("tags".to_owned());
+        sidecar.costs = Some(Costs::units(4));
+        mpmd_fuzz::bytes("sidecars", &[bare.into_bytes(), sidecar.to_toml().into_bytes()], |bytes| {
+            let Ok(read) = Sidecar::parse(&String::from_utf8_lossy(bytes)) else { return };
+            let again = Sidecar::parse(&read.to_toml()).unwrap();
+            // Costs that are not a number differ from themselves.
+            assert_eq!(format!("{again:?}"), format!("{read:?}"));
+            let _ = read.check(&schedule, &text);
+        });
+    }
+
+    #[test]
     fn what_differs_is_said() {
         let (schedule, text) = example(Flavour::ComputeOnly);
         let sidecar = Sidecar::new(&schedule, &text);

@@ -45,7 +45,8 @@ impl Aligned {
             };
             groups.entry(clock).or_default().push(place);
         }
-        let own = 2 * traces.iter().map(|trace| trace.about.monotonic_bound).max().unwrap_or(0);
+        let own = traces.iter().map(|trace| trace.about.monotonic_bound).max().unwrap_or(0);
+        let own = own.saturating_mul(2);
         let of_start = |trace: &ProcessTrace| i128::from(trace.about.monotonic);
         let unchanged = |trace| Line { at: 0, common: of_start(trace), rise: 1, run: 1 };
         if groups.len() == 1 {
@@ -81,14 +82,15 @@ impl Aligned {
             }
         }
         bounds.sort_unstable();
-        let bound = own + bounds.iter().rev().take(2).sum::<u64>();
+        let bound = bounds.iter().rev().take(2).fold(own, |sum, bound| sum.saturating_add(*bound));
         Self { lines, bound, problems }
     }
 
     /// A time of the trace at `place`, on the common clock, in nanoseconds.
     pub(super) fn time(&self, place: usize, at: u64) -> i128 {
         let Line { at: from, common, rise, run } = self.lines[place];
-        common + (i128::from(at) - from) * rise / run
+        // Only of clocks that are nonsense the product is beyond 128 bits.
+        common.saturating_add((i128::from(at) - from).saturating_mul(rise) / run)
     }
 }
 
@@ -105,7 +107,8 @@ fn line(mut samples: Vec<Sample>) -> Option<(Line, u64)> {
     let first = best(early)?;
     let constant = Line { at: first.here, common: first.common, rise: 1, run: 1 };
     // Between samples that lie close together the bounds make any slope.
-    let far = |last: &Sample| last.here - first.here >= FAR * i128::from(first.bound + last.bound);
+    let far =
+        |last: &Sample| last.here - first.here >= FAR * (i128::from(first.bound) + i128::from(last.bound));
     let Some(last) = best(late).filter(far) else { return Some((constant, first.bound)) };
     let line = Line { rise: last.common - first.common, run: last.here - first.here, ..constant };
     Some((line, first.bound.max(last.bound)))

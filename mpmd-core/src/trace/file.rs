@@ -269,7 +269,7 @@ impl ProcessTrace {
     }
 
     /// The error says what is wrong with the beginning.
-    fn of_bytes(bytes: &[u8]) -> Result<Self, String> {
+    pub(super) fn of_bytes(bytes: &[u8]) -> Result<Self, String> {
         let mut rest = Rest(bytes);
         if rest.take(MAGIC.len()) != Some(MAGIC) {
             return Err("it begins otherwise".to_owned());

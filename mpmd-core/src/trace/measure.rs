@@ -61,7 +61,8 @@ impl Run {
             let Some((posted, came)) = piece.on_its_way() else { continue };
             let start = piece.offered.unwrap_or(posted);
             let (from, until, bytes) = moved.entry(piece.op).or_insert((start, came, 0));
-            (*from, *until, *bytes) = (from.min(start), until.max(came), *bytes + piece.bytes);
+            (*from, *until) = (from.min(start), until.max(came));
+            *bytes = bytes.saturating_add(piece.bytes);
         }
         let mut passes: BTreeMap<(usize, Label), f64> = BTreeMap::new();
         for (op, (label, took)) in took {
@@ -118,7 +119,7 @@ impl Run {
         let mut text = String::new();
         let name = if self.title.is_empty() { "a run" } else { &self.title };
         let (processes, kernels) = (self.processes.len(), self.kernels.len());
-        let sent: u64 = self.pieces.iter().map(|piece| piece.bytes).sum();
+        let sent = self.pieces.iter().fold(0u64, |sent, piece| sent.saturating_add(piece.bytes));
         let _ = writeln!(
             text,
             "{name}: {processes} processes, {kernels} kernels, {} pieces sent ({}), {}",

@@ -166,7 +166,7 @@ impl Run {
         merging.run.problems.extend(aligned.problems.iter().cloned());
         let mut step_ends: BTreeMap<u64, u64> = BTreeMap::new();
         for (place, trace) in traces.iter().enumerate() {
-            let time = |at: u64| (aligned.time(place, at) - begin.unwrap_or(0)) as f64 * 1e-9;
+            let time = |at: u64| aligned.time(place, at).saturating_sub(begin.unwrap_or(0)) as f64 * 1e-9;
             merging.add(trace, &time);
             for event in &trace.events {
                 if let What::StepEnd { step, op } = event.what {
@@ -191,7 +191,7 @@ impl Run {
                 _ => "the program ended no step, so there are none to choose from".to_owned(),
             });
         };
-        let (ops, begin) = (first.ops.0 + 1..=last.ops.1, first.start);
+        let (ops, begin) = (first.ops.0.saturating_add(1)..=last.ops.1, first.start);
         let until = last.end;
         self.kernels.retain(|kernel| ops.contains(&kernel.op));
         self.pieces.retain(|piece| ops.contains(&piece.op));

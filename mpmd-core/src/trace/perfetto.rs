@@ -10,8 +10,8 @@ use super::reasons::short;
 
 /// Threads of a process, as shown: its program, its devices, then what is on its way, in as many rows as there are
 /// at a time.
-const PROGRAM: u32 = 1;
-const DEVICES: u32 = 10;
+const PROGRAM: u64 = 1;
+const DEVICES: u64 = 10;
 const GIVES: u32 = 1000;
 const GETS: u32 = 2000;
 
@@ -32,7 +32,7 @@ impl Run {
             }));
             name_thread(&mut events, number, PROGRAM, "program");
             for device in 0..process.devices.len() as u32 {
-                name_thread(&mut events, number, DEVICES + device, &format!("cpu {device}"));
+                name_thread(&mut events, number, DEVICES + u64::from(device), &format!("cpu {device}"));
             }
         }
         self.kernel_events(&mut events);
@@ -72,7 +72,7 @@ impl Run {
             events.push(json!({
                 "name": name(label, what),
                 "cat": label.map_or("kernel", |label| label.role.name()),
-                "ph": "X", "pid": kernel.process, "tid": DEVICES + kernel.device,
+                "ph": "X", "pid": kernel.process, "tid": DEVICES + u64::from(kernel.device),
                 "ts": micros(kernel.start), "dur": length(kernel.start, kernel.end), "args": args,
             }));
             for (at, memory) in [(kernel.start, kernel.memory.0), (kernel.end, kernel.memory.1)] {
@@ -144,7 +144,7 @@ impl Run {
         }
         for ((process, tid), _) in lanes.ends {
             let (word, lane) = if tid >= GETS { ("gets", tid - GETS) } else { ("gives", tid - GIVES) };
-            name_thread(events, process, tid, &format!("{word} {lane}"));
+            name_thread(events, process, tid.into(), &format!("{word} {lane}"));
         }
     }
 }
@@ -166,7 +166,7 @@ impl Lanes {
     }
 }
 
-fn name_thread(events: &mut Vec<Value>, process: u32, tid: u32, name: &str) {
+fn name_thread(events: &mut Vec<Value>, process: u32, tid: u64, name: &str) {
     events.push(json!({
         "name": "thread_name", "ph": "M", "pid": process, "tid": tid, "args": {"name": name},
     }));

@@ -403,3 +403,70 @@ fn check_trace_events(json: &Value) {
         assert!(within(from, *begin) && within(to, *end), "arrow {id}: {ends:?}");
     }
 }
+
+#[test]
+fn times_and_sizes_beyond_all_bounds_overflow_nothing() {
+    let mut traces = two_stages();
+    for (trace, clock) in traces.iter_mut().zip(["here", "there"]) {
+        trace.about.clock = clock.to_owned();
+        trace.about.monotonic_bound = u64::MAX;
+        let samples = [(0, i64::MIN, u64::MAX), (u64::MAX, i64::MAX, u64::MAX), (1 << 63, 0, 0)];
+        trace.clocks = samples.map(|(at, server, bound)| Clock { at, server, bound }).to_vec();
+        for event in &mut trace.events {
+            match &mut event.what {
+                What::Piece { bytes, .. } => *bytes = u64::MAX,
+                What::Started { device, .. } | What::Ended { device, .. } => *device = u32::MAX,
+                What::StepEnd { op, .. } => *op = u64::MAX,
+                _ => {}
+            }
+        }
+    }
+    let run = Run::merge(&traces, Vec::new());
+    assert!(run.summary().contains("pieces sent"));
+    assert_eq!(run.costs().unwrap().stage[0].output_bytes, u64::MAX);
+    let kernel = |event: &Value| event["tid"] == 10 + u64::from(u32::MAX);
+    assert!(run.to_trace_events()["traceEvents"].as_array().unwrap().iter().any(kernel));
+    let _ = run.of_steps(0..=u64::MAX);
+}
+
+/// A trace as its process writes it.
+fn file_of(trace: &ProcessTrace) -> Vec<u8> {
+    let mut bytes = file::beginning(&trace.about).unwrap();
+    for (number, text) in (0..).zip(&trace.texts) {
+        file::Chunk::Text { number, text: text.clone() }.write(&mut bytes);
+    }
+    file::write_events(&trace.events, &mut bytes);
+    for Clock { at, server, bound } in trace.clocks.iter().copied() {
+        file::Chunk::Clock { at, server, bound }.write(&mut bytes);
+    }
+    for (name, rows) in trace.schedules.iter().cloned() {
+        file::Chunk::Schedule { name, rows }.write(&mut bytes);
+    }
+    file::Chunk::Dropped { events: trace.dropped }.write(&mut bytes);
+    file::Chunk::End.write(&mut bytes);
+    bytes
+}
+
+#[test]
+fn fuzz_trace_files() {
+    let mut traces = two_stages();
+    for (trace, clock) in traces.iter_mut().zip(["here", "there"]) {
+        trace.about.clock = clock.to_owned();
+        let samples = [(0, 7, 3), (1 << 40, 7 + (1 << 40), 9)];
+        trace.clocks = samples.map(|(at, server, bound)| Clock { at, server, bound }).to_vec();
+        trace.schedules = vec![("written".to_owned(), "0F0,0B0\n1F0,1B0".to_owned())];
+    }
+    let samples: Vec<Vec<u8>> = traces.iter().map(file_of).collect();
+    assert_eq!(ProcessTrace::of_bytes(&samples[1]).as_ref(), Ok(&traces[1]));
+    let known = traces.swap_remove(1);
+    mpmd_fuzz::bytes("trace-files", &samples, |bytes| {
+        let Ok(trace) = ProcessTrace::of_bytes(bytes) else { return };
+        let run = Run::merge(&[trace, known.clone()], Vec::new());
+        match bytes.len() % 4 {
+            0 => drop(run.to_trace_events()),
+            1 => drop(run.timeline_with_plan()),
+            2 => drop((run.summary(), run.costs().map(|costs| costs.to_toml()))),
+            _ => drop(run.of_steps(1..=u64::MAX).map(|run| run.timeline())),
+        }
+    });
+}

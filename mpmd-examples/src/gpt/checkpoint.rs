@@ -120,25 +120,10 @@ impl Checkpoint {
     ///
     /// Where the file cannot be read, is no safetensors file, or is shorter than its header says.
     pub fn open(path: &Path) -> Result<Self> {
-        let wrong = |why: String| Error::kernel(format!("{}: {why}", path.display()));
-        let mut file = File::open(path).map_err(|error| at(path, &error))?;
-        let mut length = [0; 8];
-        file.read_exact(&mut length).map_err(|_| wrong("no safetensors file: it has no header".into()))?;
-        let length = u64::from_le_bytes(length);
-        if length > LONGEST_HEADER {
-            return Err(wrong(format!("no safetensors file: its header would have {length} bytes")));
-        }
-        let mut text = vec![0; length as usize];
-        file.read_exact(&mut text).map_err(|_| wrong("cut off within its header".into()))?;
-        let header: Metadata = serde_json::from_slice(&text)
-            .map_err(|error| wrong(format!("no safetensors file: its header is no such thing ({error})")))?;
-        let start = 8 + length;
-        let expected =
-            start + header.tensors().values().map(|info| info.data_offsets.1).max().unwrap_or(0) as u64;
+        let file = File::open(path).map_err(|error| at(path, &error))?;
         let found = file.metadata().map_err(|error| at(path, &error))?.len();
-        if found < expected {
-            return Err(wrong(format!("cut off: it has {found} bytes of {expected}")));
-        }
+        let (header, start) =
+            read_header(file, found).map_err(|why| Error::kernel(format!("{}: {why}", path.display())))?;
         Ok(Self { path: path.to_owned(), header: Arc::new(header), start })
     }
 
@@ -173,6 +158,26 @@ impl Checkpoint {
             read_region(&file, start, region, view).map_err(|error| at(&path, &error))
         })
     }
+}
+
+/// Reads the header of a file of `found` bytes; returns it and where the values start.
+fn read_header(mut file: impl Read, found: u64) -> Result<(Metadata, u64), String> {
+    let mut length = [0; 8];
+    file.read_exact(&mut length).map_err(|_| "no safetensors file: it has no header")?;
+    let length = u64::from_le_bytes(length);
+    if length > LONGEST_HEADER {
+        return Err(format!("no safetensors file: its header would have {length} bytes"));
+    }
+    let mut text = vec![0; length as usize];
+    file.read_exact(&mut text).map_err(|_| "cut off within its header")?;
+    let header: Metadata = serde_json::from_slice(&text)
+        .map_err(|error| format!("no safetensors file: its header is no such thing ({error})"))?;
+    let start = 8 + length;
+    let expected = start.saturating_add(header.data_len() as u64);
+    if found < expected {
+        return Err(format!("cut off: it has {found} bytes of {expected}"));
+    }
+    Ok((header, start))
 }
 
 /// Reads the values of a region, one run of neighbours at a time.
@@ -282,6 +287,32 @@ mod tests {
         }
         let all = read_all(&path).unwrap();
         assert_eq!(all["w"].to_vec::<f32>().unwrap(), (0..48).map(value).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn values_beyond_every_file_are_refused() {
+        let all = usize::MAX;
+        let text = format!(r#"{{"w":{{"dtype":"U8","shape":[{all}],"data_offsets":[0,{all}]}}}}"#);
+        let file = [&(text.len() as u64).to_le_bytes()[..], text.as_bytes(), b"values"].concat();
+        let said = read_header(&file[..], file.len() as u64).unwrap_err();
+        assert!(said.starts_with("cut off: it has"), "{said}");
+    }
+
+    #[test]
+    fn fuzz_checkpoints() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        saved(&path).into_iter().for_each(|result| result.unwrap());
+        let sample = std::fs::read(&path).unwrap();
+        mpmd_fuzz::bytes("checkpoints", &[sample], |bytes| {
+            let Ok((header, start)) = read_header(bytes, bytes.len() as u64) else { return };
+            for (name, info) in header.tensors() {
+                let (from, until) = info.data_offsets;
+                let there = &bytes[start as usize..][from..until];
+                let elements: usize = info.shape.iter().product();
+                assert_eq!(there.len() * 8, elements * info.dtype.bitsize(), "{name}");
+            }
+        });
     }
 
     #[test]

@@ -120,7 +120,7 @@ fn hex(bytes: &[u8]) -> String {
 
 fn unhex(text: &str) -> Option<[u8; NAME_BYTES]> {
     let mut bytes = [0; NAME_BYTES];
-    if text.len() != 2 * NAME_BYTES || !text.is_ascii() {
+    if text.len() != 2 * NAME_BYTES || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return None;
     }
     for (i, byte) in bytes.iter_mut().enumerate() {
@@ -142,6 +142,8 @@ mod tests {
         for wrong in ["", "shm", "shm/1/a/2/3/4", "tcp/1/a/2/3/4/00", "shm/1/a/2/3/4/xyz", "1.2.3.4:5"] {
             assert!(wrong.parse::<Address>().is_err(), "{wrong}");
         }
+        let signed = format!("shm/1/a/2/3/4/+1{}", "0".repeat(30));
+        assert!(signed.parse::<Address>().is_err(), "a sign is no digit");
         let tampered = format!("{one}0");
         assert!(why_apart(&tampered, &one.to_string()).unwrap().contains("no address of shared memory"));
     }

@@ -71,7 +71,7 @@ fn checksum(bytes: &[u8]) -> u64 {
 }
 
 fn bytes(hex: &str) -> Option<Vec<u8>> {
-    if hex.is_empty() || !hex.len().is_multiple_of(2) || !hex.is_ascii() {
+    if hex.is_empty() || !hex.len().is_multiple_of(2) || !hex.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return None;
     }
     (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).ok()).collect()
@@ -230,6 +230,8 @@ mod tests {
         for garbled in ["", "0", "zz", "é0"] {
             assert!(says(&format!("{VERSION}/{own}/0/{garbled}")).contains("garbled"), "{garbled:?}");
         }
+        let signed = Address::format(&[7], &own, false).replace("/07", "/+7");
+        assert!(says(&signed).contains("garbled"), "a sign is no digit");
         assert!(says(&text[..text.len() - 2]).contains("garbled"), "cut short");
         assert!(says("nonsense").contains("no address"));
     }

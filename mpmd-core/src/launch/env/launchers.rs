@@ -56,7 +56,7 @@ fn torchrun_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
             // The port itself is then in use: torchrun's agent serves its own store there.
             let taken =
                 vars.get("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|v| v.eq_ignore_ascii_case("true"));
-            Ok(address(&host, if taken { port.checked_add(1).unwrap_or(port - 1) } else { port }))
+            Ok(address(&host, if taken { port.checked_add(1).unwrap_or(u16::MAX - 1) } else { port }))
         }
         (None, _) => Err(format!("MASTER_ADDR or {}", ours::COORDINATOR)),
         (Some(_), None) => Err(format!("MASTER_PORT or {}", ours::COORDINATOR)),

@@ -22,6 +22,12 @@ use super::{LaunchError, cuda_collectives, kinds_by_process, spin, variables as 
 use crate::topology::{CudaCollectives, DeviceKind};
 use crate::transports::Spin;
 
+/// The most processes of a job: as many as a plan can tell apart. So that a number cannot take all memory.
+const MOST_PROCESSES: usize = 1 << 20;
+
+/// The most devices of a process, for the same reason.
+const MOST_DEVICES: usize = 1 << 20;
+
 /// Which process of which job this is, as its launcher says.
 #[derive(Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
@@ -182,6 +188,17 @@ fn planning(vars: &Vars<'_>, file: String) -> Result<JobEnv, LaunchError> {
 /// A job from what its launcher has said and what counts under every launcher.
 fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
     let Said { source, process, processes, local_process, coordinator, hosted, job } = said;
+    if processes > MOST_PROCESSES {
+        return Err(LaunchError::Variable {
+            variable: match source {
+                "mpmd" => ours::WORLD_SIZE.to_owned(),
+                "mpmd check" => ours::PLAN_PROCESSES.to_owned(),
+                other => format!("the number of processes of {other}"),
+            },
+            value: processes.to_string(),
+            expected: format!("at most {MOST_PROCESSES}"),
+        });
+    }
     if process as usize >= processes {
         return Err(LaunchError::Variable {
             variable: match source {
@@ -213,11 +230,13 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
         (None, None) => (Token::derived(&known), true),
     };
     let devices_per_process = vars.number(ours::DEVICES_PER_PROCESS)?;
-    if devices_per_process == Some(0) {
+    if let Some(devices) = devices_per_process
+        && !(1..=MOST_DEVICES).contains(&devices)
+    {
         return Err(LaunchError::Variable {
             variable: ours::DEVICES_PER_PROCESS.into(),
-            value: "0".into(),
-            expected: "at least 1".into(),
+            value: devices.to_string(),
+            expected: if devices == 0 { "at least 1".into() } else { format!("at most {MOST_DEVICES}") },
         });
     }
     let kinds = vars.get(ours::DEVICE).map(|text| kinds_by_process(&text, processes));

@@ -327,3 +327,96 @@ fn process_0_listens_where_all_can_reach_it() {
         assert_eq!(job(&vars).listen_address().unwrap().to_string(), listens);
     }
 }
+
+#[test]
+fn numbers_beyond_every_job_are_refused() {
+    let refused = |name: &str, value: &str| {
+        let base = [("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "2"), ("MPMD_COORDINATOR", "h:1")];
+        let vars = [&[(name, value), ("MPMD_DEVICE", "cpu")], &base[..]].concat();
+        read(&vars).unwrap_err().to_string()
+    };
+    for value in ["1048577", "18446744073709551615"] {
+        for name in ["MPMD_WORLD_SIZE", "MPMD_DEVICES_PER_PROCESS"] {
+            let said = refused(name, value);
+            assert_eq!(said, format!("{name}={value} makes no sense: it must be at most 1048576"));
+        }
+    }
+    let planned = [("MPMD_PLAN", "p"), ("MPMD_PLAN_PROCESSES", "4294967296"), ("MPMD_DEVICE", "cpu")];
+    assert!(read(&planned).unwrap_err().to_string().contains("at most 1048576"));
+    assert!(refused("MPMD_PATIENCE", "NaN").contains("a number of seconds"));
+}
+
+#[test]
+fn ports_at_both_ends_have_one_beside_them() {
+    for (port, beside) in [("0", 1), ("29500", 29501), ("65535", 65534)] {
+        let vars = [
+            ("RANK", "0"),
+            ("WORLD_SIZE", "2"),
+            ("MASTER_ADDR", "h"),
+            ("MASTER_PORT", port),
+            ("TORCHELASTIC_USE_AGENT_STORE", "true"),
+        ];
+        assert_eq!(job(&vars).coordinator, format!("h:{beside}"));
+    }
+}
+
+#[test]
+fn fuzz_environment() {
+    let token = "5".repeat(64);
+    // For each launcher what it says of a job.
+    let jobs: [&[(&str, &str)]; 8] = [
+        &[
+            ("MPMD_RANK", "1"),
+            ("MPMD_WORLD_SIZE", "4"),
+            ("MPMD_LOCAL_RANK", "1"),
+            ("MPMD_COORDINATOR", "10.0.0.1:77"),
+        ],
+        &[("RANK", "1"), ("WORLD_SIZE", "8"), ("MASTER_ADDR", "fd00::7"), ("MASTER_PORT", "29500")],
+        &[
+            ("SLURM_PROCID", "3"),
+            ("SLURM_NTASKS", "6"),
+            ("SLURM_JOB_ID", "8195"),
+            ("SLURM_STEP_ID", "0"),
+            ("SLURM_STEP_NODELIST", "node[03-05,7],login"),
+        ],
+        &[("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "2"), ("PMIX_NAMESPACE", "host-17@1")],
+        &[("PMIX_RANK", "0"), ("PMIX_NAMESPACE", "n"), ("MPMD_WORLD_SIZE", "2")],
+        &[("PMI_RANK", "2"), ("PMI_SIZE", "3"), ("MPMD_COORDINATOR", "[::1]:9")],
+        &[("JOB_COMPLETION_INDEX", "2"), ("MPMD_WORLD_SIZE", "3"), ("MPMD_COORDINATOR", "localhost:9")],
+        &[("MPMD_PLAN", "p"), ("MPMD_PLAN_PROCESSES", "4"), ("MPMD_PLAN_STEPS", "3")],
+    ];
+    let always = [
+        ("MPMD_DEVICE", "cpu,cuda"),
+        ("MPMD_DEVICES_PER_PROCESS", "2"),
+        ("MPMD_SPIN", "250"),
+        ("MPMD_PATIENCE", "1.5"),
+        ("MPMD_JOB_TOKEN", token.as_str()),
+        ("MPMD_CUDA_COLLECTIVES", "nccl"),
+        ("TORCHELASTIC_USE_AGENT_STORE", "true"),
+    ];
+    mpmd_fuzz::cases("environment", |rng| {
+        let mut vars: Vec<(&str, String)> = jobs[rng.usize(..jobs.len())]
+            .iter()
+            .chain(always.iter().filter(|_| rng.bool()))
+            .map(|(name, value)| (*name, (*value).to_owned()))
+            .collect();
+        for _ in 0..rng.u8(..4) {
+            let at = rng.usize(..vars.len());
+            let mut bytes = vars[at].1.clone().into_bytes();
+            mpmd_fuzz::mutate(rng, &mut bytes);
+            vars[at].1 = String::from_utf8_lossy(&bytes).into_owned();
+        }
+        let look = |name: &str| vars.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone());
+        match JobEnv::from_vars(&look) {
+            Ok(Some(env)) => {
+                assert!(env.plan.is_some() || env.process.index() < env.processes);
+                assert!(env.device_kinds.is_none_or(|kinds| kinds.len() == env.processes));
+            }
+            Ok(None) => {}
+            Err(error) => drop(error.to_string()),
+        }
+        if let Ok(Some(env)) = JobEnv::from_vars(&look) {
+            assert!(env.listen_address().is_ok());
+        }
+    });
+}

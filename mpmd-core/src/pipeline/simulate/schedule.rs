@@ -149,12 +149,13 @@ fn times(flow: &Flow, names: StepNames, costs: &Costs) -> Times {
 fn memory(flow: &Flow, ledger: &Ledger, simulated: &Simulated) -> Vec<Vec<MemoryPoint>> {
     let unit = ledger.unit();
     let mut curves: Vec<Vec<MemoryPoint>> = vec![vec![MemoryPoint::default()]; flow.lanes.len()];
-    let mut kept = vec![0; flow.lanes.len()];
+    let mut kept = vec![0_i64; flow.lanes.len()];
     for (node, span) in flow.nodes.iter().zip(&simulated.nodes) {
         let (lane, change) = (node.lane as usize, ledger.change(node.tag, unit));
         for (at, change) in [(span.start, change.0), (span.end, change.1)] {
             if change != 0 {
-                kept[lane] += change;
+                // The costs may be a file's, and say what they like.
+                kept[lane] = kept[lane].saturating_add(change);
                 curves[lane].push(MemoryPoint { at, used: kept[lane] as f64 });
             }
         }

@@ -265,6 +265,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::pipeline::Schedule;
 
     fn fault(text: &str) -> String {
         Text::parse(text, None).unwrap_err().to_string()
@@ -437,10 +438,34 @@ mod tests {
                 }
             }
         }
+    }
 
-        #[test]
-        fn no_text_is_a_panic(text in "[0-9FIWB();,\r\n\" a-zA-Z_é]{0,80}") {
-            let _ = Text::parse(&text, None);
-        }
+    #[test]
+    fn fuzz_schedule_text() {
+        let schedule = Schedule::named("zbv", 2, 2, None).unwrap();
+        let of = |flavour| Text::of(&schedule, flavour).unwrap().to_csv().into_bytes();
+        let mut samples = vec![of(Flavour::ComputeOnly), of(Flavour::ComputeComms)];
+        samples.push(b"0F0,,(0F1;0B0)OVERLAP_F_B,\"0B1\"\n1F0, 1I0,1W0,1F1,1B1,\n".to_vec());
+        samples.push(b"0F0,0B0,0F1,0B1\r\n1F0,1B0,1F1,1B1\r\n".to_vec());
+        mpmd_fuzz::bytes("schedule-text", &samples, |bytes| {
+            let text = String::from_utf8_lossy(bytes);
+            for flavour in [None, Some(Flavour::ComputeOnly), Some(Flavour::ComputeComms)] {
+                match Text::parse(&text, flavour) {
+                    Ok(read) => {
+                        let again = Text::parse(&read.to_csv(), Some(read.flavour)).unwrap();
+                        assert_eq!((again.hash(), &again), (read.hash(), &read));
+                        let _ = read.steps();
+                        if let Ok(schedule) = read.schedule("x") {
+                            let written = Text::of(&schedule, Flavour::ComputeComms).unwrap();
+                            assert_eq!(written.schedule("x").unwrap(), schedule);
+                        }
+                    }
+                    Err(error) => {
+                        assert!(error.faults.iter().all(|fault| text.is_char_boundary(fault.byte)));
+                        assert!(error.to_string().len() < 8000);
+                    }
+                }
+            }
+        });
     }
 }

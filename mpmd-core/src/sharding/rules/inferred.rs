@@ -7,6 +7,9 @@ use crate::aval::ShapedArray;
 use crate::sharding::{Sharding, Spec, SpecEntry};
 use crate::topology::Mesh;
 
+/// The widest column of a table, in characters: a longer name makes its own row longer and no other.
+const WIDEST: usize = 200;
+
 /// Leaves that an error over the budget lists.
 const LARGEST: usize = 5;
 
@@ -122,7 +125,7 @@ impl fmt::Display for Inferred {
         let mut widths = [0; 6];
         for row in &rows {
             for (width, cell) in widths.iter_mut().zip(row) {
-                *width = (*width).max(cell.chars().count());
+                *width = (*width).max(cell.chars().count()).min(WIDEST);
             }
         }
         for (i, row) in rows.iter().enumerate() {

@@ -215,9 +215,51 @@ fn compile(rule: usize, pattern: &str) -> Result<Regex, RulesError> {
         let (pattern, message) = (pattern.to_owned(), error.to_string());
         RulesError::BadPattern { rule, pattern, position, message }
     };
+    if let Some(position) = repeats_too_often(pattern) {
+        let message = format!("repeats more than {MOST_REPEATED} times, or too often in all");
+        return Err(RulesError::BadPattern {
+            rule,
+            pattern: pattern.to_owned(),
+            position: Some(position),
+            message,
+        });
+    }
     // Alone first: `a)(b` would be fine inside the brackets, and positions would be off.
     Regex::new(pattern).map_err(|error| bad(error, true))?;
     Regex::new(&format!(r"\A(?:{pattern})\z")).map_err(|error| bad(error, false))
+}
+
+/// The most that one `{n}` of a pattern may repeat.
+const MOST_REPEATED: u64 = 1000;
+
+/// The most that all of them may together, nested in each other: lengths of matches are counted in 64 bits.
+const MOST_IN_ALL: u64 = 1 << 40;
+
+/// Where a pattern repeats something more often than the regular expressions can count, if it does.
+fn repeats_too_often(pattern: &str) -> Option<usize> {
+    let mut in_all: u64 = 1;
+    let mut chars = pattern.char_indices();
+    while let Some((at, c)) = chars.next() {
+        match c {
+            '\\' => drop(chars.next()),
+            '{' => {
+                let inside = pattern[at + 1..].split('}').next().unwrap_or_default();
+                let is_count = |c: char| c.is_ascii_digit() || c == ',' || c.is_ascii_whitespace();
+                if inside.is_empty() || !inside.chars().all(is_count) {
+                    continue;
+                }
+                // A number that is none has more than 64 bits.
+                let counts = inside.split(',').map(str::trim).filter(|count| !count.is_empty());
+                let most = counts.map(|count| count.parse().unwrap_or(u64::MAX)).max().unwrap_or(0);
+                in_all = in_all.saturating_mul(most.max(1));
+                if most > MOST_REPEATED || in_all > MOST_IN_ALL {
+                    return Some(at);
+                }
+            }
+            _ => {}
+        }
+    }
+    None
 }
 
 fn steps(rule: usize, pattern: &str, tactic: &str, registry: &Registry) -> Result<Vec<Step>, RulesError> {
@@ -282,6 +324,18 @@ mod tests {
         let error = strategy.rule_of(&"x".repeat(40)).expect_err("more than a million steps");
         assert!(matches!(&error, RulesError::PatternGaveUp { rule: 0, .. }), "{error}");
         assert_eq!(error.kind(), ErrorKind::Value);
+    }
+
+    #[test]
+    fn a_pattern_that_repeats_beyond_counting_is_refused() {
+        let nested = format!("{}x{}", "(".repeat(9), "){999}".repeat(9));
+        for pattern in ["x{18446744073709551608,9}", "ab{1001}", "a{,99999999999999999999}", &nested] {
+            let (kind, message) = error(&[(pattern, "replicate")]);
+            assert!(kind == ErrorKind::Value && message.contains("more than 1000 times"), "{message}");
+        }
+        for pattern in ["x{1000}", r"x\{2000}", "x{2,3}y{4,}", "{a}", "x{}"] {
+            assert_eq!(repeats_too_often(pattern), None, "{pattern}");
+        }
     }
 
     #[test]

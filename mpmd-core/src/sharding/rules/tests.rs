@@ -3,7 +3,7 @@
 use proptest::prelude::{any, prop, prop_assert, prop_assert_eq, proptest};
 
 use super::*;
-use crate::aval::{bf16s, f32s, i32s};
+use crate::aval::{DType, bf16s, f32s, i32s};
 use crate::sharding::{Spec, SpecEntry};
 use crate::spec;
 use crate::topology::DeviceId;
@@ -264,4 +264,63 @@ proptest! {
         let expected = best.filter(|_| aval.bytes() as f64 > mebibytes * 1048576.0);
         prop_assert_eq!(divided, expected.into_iter().collect::<Vec<_>>());
     }
+}
+
+#[test]
+fn leaves_of_any_name_are_in_the_table() {
+    let leaves = [("x".repeat(70_000), f32s([4])), ("y".to_owned(), f32s([4]))];
+    let strategy = Strategy::parse(&[("y", "replicate")], &Registry::default()).unwrap();
+    let table = infer(&leaves, &strategy, &m()).unwrap().to_string();
+    let lengths: Vec<usize> = table.lines().map(str::len).collect();
+    assert!(lengths[1] > 70_000 && lengths[2] < 300, "{lengths:?}");
+}
+
+#[test]
+fn fuzz_tactics() {
+    let samples = [
+        "fsdp(axis=[\"replica\", 'fsdp'], min_size_to_shard_mb=-1.5e0) | replicate",
+        "shard_dim('fsdp', -1, ignore_ndim_error=True)|logical_partitioning()|replicate((\"a\",))",
+        "my.op({'a': [1, 0x1F, None], \"\\u00e9\": {1, 2}}, (), 1_000, x=0b11)",
+    ];
+    let samples = samples.map(|text| text.as_bytes().to_vec());
+    mpmd_fuzz::bytes("tactics", &samples, |bytes| {
+        let text = String::from_utf8_lossy(bytes);
+        match Call::parse_tactic(&text) {
+            Ok(calls) => {
+                for call in calls {
+                    assert_eq!(Call::parse_tactic(call.text()).unwrap(), [call]);
+                }
+            }
+            Err(error) => assert!(error.column <= text.chars().count() + 1),
+        }
+    });
+}
+
+#[test]
+fn fuzz_strategies() {
+    let mesh = m();
+    let shapes: [&[usize]; 5] = [&[], &[8], &[4096, 1024], &[3, 0], &[usize::MAX / 8, 2]];
+    let leaf =
+        |shape: &&[usize]| (format!("a/w{}", shape.len()), ShapedArray::try_new(shape, DType::U8).unwrap());
+    let leaves: Vec<_> = shapes.iter().map(leaf).collect();
+    let logical = LogicalAxes::default().leaf("a/w1", &[Some("embed")]).rule("embed", &["fsdp", "fsdp"]);
+    let samples = [
+        "a/w[0-2]\nfsdp(axis=[\"replica\", \"fsdp\"], min_size_to_shard_mb=0)",
+        "(?!b).*/w\\d\nshard_dim(\"fsdp\", -1, ignore_ndim_error=True)|logical_partitioning()",
+        "a{1,3}/(w)(\\d)?.{0,9}\nreplicate(\"fsdp\")|shard_dim(\"replica\", 0)",
+    ];
+    let samples = samples.map(|text| text.as_bytes().to_vec());
+    let registry = Registry::default();
+    mpmd_fuzz::bytes("strategies", &samples, |bytes| {
+        let text = String::from_utf8_lossy(bytes);
+        let lines: Vec<&str> = text.split('\n').collect();
+        let rules: Vec<(&str, &str)> = lines.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect();
+        match Strategy::parse(&rules, &registry) {
+            Ok(strategy) => match infer(&leaves, &strategy.with_logical(logical.clone()), &mesh) {
+                Ok(inferred) => drop((inferred.to_string(), inferred.within(1 << 20))),
+                Err(error) => drop(error.to_string()),
+            },
+            Err(error) => drop(error.to_string()),
+        }
+    });
 }

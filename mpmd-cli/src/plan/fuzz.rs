@@ -1,0 +1,149 @@
+//! Cases that lie about sizes, numbers and names: each has an answer or is refused, in little time and memory.
+
+use mpmd_fuzz::{Rng, integer};
+use serde_json::{Map, Value, json};
+
+use super::*;
+
+/// The lists and objects within a case, at most.
+const MOST: usize = 8;
+
+fn named(axes: Value, shape: Value, devices: Value, spec: Value) -> Value {
+    json!({"mesh": {"axis_names": axes, "shape": shape, "device_ids": devices}, "spec": spec})
+}
+
+/// Cases that have an answer, by command.
+fn cases() -> [(&'static str, Vec<Value>); 5] {
+    let square = named(json!(["a", "b"]), json!([2, 2]), json!([0, 1, 2, 3]), json!(["a", null, ["b"]]));
+    let mut sums = named(json!(["a", "b"]), json!([2, 1]), json!([4, 5]), json!([null, "b"]));
+    sums["unreduced"] = json!(["a"]);
+    let chunk = json!({"chunk": {"dim": -1, "placements": [2, 0, 1]}});
+    let shards = json!({"shards": [
+        {"device": 3, "region": [[0, 4], [0, 6], [0, 2]]},
+        {"device": 9, "region": [[4, 8], [0, 6], [0, 2]]},
+    ]});
+    let device = json!({"device": 7});
+    let all = [&square, &sums, &chunk, &shards, &device];
+    let shape = json!([8, 6, 2]);
+    let layout = |sharding: &&Value| json!({"sharding": sharding, "shape": shape});
+    let reshard = |src: &Value, dst: &Value| {
+        json!({
+            "shape": shape, "dtype": "float32", "src": src, "dst": dst,
+            "process_of": {"0": 0, "1": 0, "2": 1, "3": 1, "4": 2, "5": 2, "7": 3, "9": 4},
+            "host_of": {"0": 0, "1": 0, "2": 1, "3": 1, "4": 2},
+        })
+    };
+    let mut alone = reshard(&square, &device);
+    alone.as_object_mut().unwrap().retain(|name, _| !name.ends_with("_of"));
+    let whole = named(json!(["a", "b"]), json!([2, 2]), json!([0, 1, 2, 3]), json!([null, null]));
+    let params = json!({
+        "w": {"shape": [4096, 512], "dtype": "bfloat16", "names": ["embed", null]},
+        "b": [{"shape": [7], "dtype": "int32"}, {"shape": [], "dtype": "bool"}],
+    });
+    let strategy =
+        json!([["w", "fsdp(axis='a', min_size_to_shard_mb=0)"], [".*", "shard_dim('b', 0, True)"]]);
+    let rules = json!({
+        "mesh": [["a", 4], ["b", 1]], "params": params, "strategy": strategy, "rules": [["embed", ["a"]]],
+    });
+    [
+        ("layout", all.iter().map(layout).collect()),
+        ("intermediate", vec![json!({"src": square, "dst": whole}), json!({"src": whole, "dst": square})]),
+        (
+            "chunk",
+            vec![
+                json!({"shape": [13, 21], "dim": 1, "placements": [2, 3, 1, 0]}),
+                json!({"shape": [9], "dim": 0, "placements": [1, 0], "world": 2}),
+            ],
+        ),
+        ("rules", vec![rules]),
+        (
+            "reshard",
+            vec![reshard(&square, &chunk), reshard(&shards, &square), reshard(&sums, &device), alone],
+        ),
+    ]
+}
+
+/// Changes something in a case: a number, a text, an element, a field.
+fn change(rng: &mut Rng, value: &mut Value) {
+    match value {
+        Value::Array(elements) if !elements.is_empty() && rng.u8(..8) > 0 => {
+            let at = rng.usize(..elements.len());
+            match rng.u8(..8) {
+                0 if elements.len() < MOST => elements.insert(at, elements[at].clone()),
+                1 => drop(elements.remove(at)),
+                2 => elements.rotate_left(at),
+                _ => change(rng, &mut elements[at]),
+            }
+        }
+        Value::Object(fields) if !fields.is_empty() && rng.u8(..16) > 0 => change_field(rng, fields),
+        Value::String(text) if rng.u8(..4) > 0 => {
+            let mut bytes = text.clone().into_bytes();
+            mpmd_fuzz::mutate(rng, &mut bytes);
+            *text = String::from_utf8_lossy(&bytes).into_owned();
+        }
+        _ => *value = replacement(rng),
+    }
+}
+
+fn change_field(rng: &mut Rng, fields: &mut Map<String, Value>) {
+    let names: Vec<String> = fields.keys().cloned().collect();
+    let name = &names[rng.usize(..names.len())];
+    match rng.u8(..16) {
+        0 => drop(fields.remove(name)),
+        1 if fields.len() < MOST => {
+            let (value, name) = (fields[name].clone(), integer(rng).to_string());
+            fields.insert(name, value);
+        }
+        _ => change(rng, &mut fields[name]),
+    }
+}
+
+fn replacement(rng: &mut Rng) -> Value {
+    match rng.u8(..16) {
+        0 => Value::Null,
+        1 => json!([]),
+        2 => json!({}),
+        3 => json!(["a", "b", "", "float64", "uint8"][rng.usize(..5)]),
+        4 => json!(-(integer(rng) as i64 >> 1)),
+        5 => json!(rng.f64() * 10.0),
+        6..10 => json!(integer(rng)),
+        _ => json!(rng.u64(..12)),
+    }
+}
+
+/// Answers a case as `mpmd plan` does, for programs and for people.
+fn answer<C>(
+    case: &Value,
+    read: impl Fn(&Field<'_>) -> Result<C, Malformed>,
+    answer: impl Fn(C) -> Result<Box<dyn Answer>, Refusal>,
+) {
+    match answers(case, read, answer) {
+        Ok(answers) => {
+            for answer in answers {
+                let json = answer.json();
+                assert!(serde_json::from_str::<Value>(&json).is_ok(), "{json}");
+                drop((answer.pretty(), answer.svg()));
+            }
+        }
+        Err(error) => assert!(!error.to_string().is_empty()),
+    }
+}
+
+#[test]
+fn fuzz_plan_cases() {
+    let cases = cases();
+    mpmd_fuzz::cases("plan-cases", |rng| {
+        let (command, samples) = &cases[rng.usize(..cases.len())];
+        let mut case = samples[rng.usize(..samples.len())].clone();
+        for _ in 0..rng.u8(..6) {
+            change(rng, &mut case);
+        }
+        match *command {
+            "layout" => answer(&case, layout::Case::read, layout::Case::answer),
+            "intermediate" => answer(&case, intermediate::Case::read, intermediate::Case::answer),
+            "chunk" => answer(&case, chunk::Case::read, chunk::Case::answer),
+            "rules" => answer(&case, rules::Case::read, rules::Case::answer),
+            _ => answer(&case, reshard::Case::read, reshard::Case::answer),
+        }
+    });
+}
