@@ -30,8 +30,8 @@ impl Strangers {
         }
     }
 
-    /// Ends the count of a connection, which has shown the token or is closed. Returns false where it was
-    /// pushed out.
+    /// Ends the count of a connection, which has shown the token or is closed. Returns false where
+    /// it was pushed out.
     pub(crate) fn remove(&self, link: Link) -> bool {
         let mut waiting = self.waiting.lock();
         let at = waiting.iter().position(|(other, _)| *other == link);

@@ -399,8 +399,8 @@ impl<'a> Context<'a> {
         self.exchange.copy_in(bytemuck::cast_slice(values))
     }
 
-    /// What a peer sent may have come in a buffer without alignment. Bools are copied before they are checked: a peer
-    /// that lends them can still write them.
+    /// What a peer sent may have come in a buffer without alignment. Bools are copied before they
+    /// are checked: a peer that lends them can still write them.
     fn elements<'b, T: Element>(&self, call: &Call<'_>, bytes: &'b [u8]) -> Fallible<Cow<'b, [T]>> {
         if T::DTYPE != DType::Bool
             && let Ok(elements) = bytemuck::checked::try_cast_slice(bytes)

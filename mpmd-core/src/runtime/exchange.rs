@@ -19,7 +19,7 @@ use crate::topology::DeviceId;
 /// Set in the piece numbers of collectives, never in those of transfers.
 const COLLECTIVE: u64 = 1 << 63;
 
-/// Bits of a piece number for the place of a device in its mesh.
+/// Number of bits that a piece number has for the place of a device in its mesh.
 const DEVICE_BITS: u32 = 22;
 
 /// Most devices of a mesh with collectives: as many places as a piece number can tell apart.
@@ -36,7 +36,8 @@ pub(crate) const MOST_COLLECTIVES: usize = 1 << (63 - ROUND_BITS - 2 * DEVICE_BI
 pub(crate) struct Group {
     /// In the axis' order.
     pub(crate) devices: Vec<DeviceId>,
-    /// Their places in the kernel's mesh, which are below [`MOST_DEVICES`] as the devices' own numbers may not be.
+    /// Their places in the kernel's mesh, which are below [`MOST_DEVICES`] as the devices' own
+    /// numbers may not be.
     pub(crate) places: Vec<usize>,
     /// Their processes.
     pub(crate) processes: Vec<ProcessId>,
@@ -139,7 +140,8 @@ impl Round<'_> {
         &self.group.rounds[self.round]
     }
 
-    /// What is for several devices bears its giver's place instead of theirs: nobody gives to itself.
+    /// What is for several devices bears its giver's place instead of theirs: nobody gives to
+    /// itself.
     fn key(&self, from: usize, to: usize) -> Key {
         let to = if self.flow().shared { from } else { to };
         let [from, to] = [from, to].map(|rank| self.group.places[rank] as u64);

@@ -1,10 +1,10 @@
 //! Maps and unmaps memory by the C library's own functions.
 //!
-//! UCX keeps registrations of memory with the network card, and drops one when its memory is unmapped. UCX
-//! learns of that from hooks that it puts into the C library's `mmap` and `munmap`. A system call made by
-//! other means passes by the hooks: the next mapping at the same address would be read and written through
-//! the old registration. So `mmap` and `munmap` of `rustix`, which make the system call themselves, are not
-//! to be used in this crate.
+//! UCX keeps registrations of memory with the network card, and drops one when its memory is
+//! unmapped. UCX learns of that from hooks that it puts into the C library's `mmap` and `munmap`. A
+//! system call made by other means passes by the hooks: the next mapping at the same address would
+//! be read and written through the old registration. So `mmap` and `munmap` of `rustix`, which make
+//! the system call themselves, are not to be used in this crate.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -22,8 +22,8 @@ pub(crate) fn map(bytes: usize, access: ProtFlags, file: Option<BorrowedFd<'_>>)
         None => (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1),
     };
     let access = access.bits() as libc::c_int;
-    // SAFETY: with a null hint and without MAP_FIXED the system picks a range that nothing else uses, so no
-    // existing memory changes.
+    // SAFETY: with a null hint and without MAP_FIXED the system picks a range that nothing else
+    // uses, so no existing memory changes.
     let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, flags, file, 0) };
     if start == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());

@@ -71,8 +71,8 @@ impl Segment {
     pub(super) fn shared(bytes: usize) -> io::Result<Self> {
         assert!(bytes > 0, "a segment has at least one byte");
         let descriptor = memory_file("mpmd", bytes)?;
-        // The file is this function's own and has `bytes` bytes, which nobody can take from it once it is sealed
-        // below.
+        // The file is this function's own and has `bytes` bytes, which nobody can take from it once
+        // it is sealed below.
         let start = map(bytes, ProtFlags::READ | ProtFlags::WRITE, Some(descriptor.as_fd()))?;
         let segment = Self::at(start, bytes, Some(descriptor));
         if bytes >= HUGE {
@@ -233,8 +233,8 @@ pub(crate) fn take_pages(file: BorrowedFd<'_>, bytes: usize) -> io::Result<()> {
 
 /// Calls `take` with offsets and lengths that together are `bytes` bytes.
 ///
-/// A call that a signal interrupts has done nothing, and the next is for half as much: signals that keep
-/// coming do not interrupt the same work for ever.
+/// A call that a signal interrupts has done nothing, and the next is for half as much: signals that
+/// keep coming do not interrupt the same work for ever.
 fn in_pieces(bytes: u64, mut take: impl FnMut(u64, u64) -> Result<(), Errno>) -> io::Result<()> {
     let (mut at, mut piece) = (0, bytes);
     while at < bytes {

@@ -162,11 +162,11 @@ pub(super) fn meet(
     Ok(peers)
 }
 
-/// Accepts all connections that wait. Those of other users are closed at once; more `silent` ones than `most` push
-/// out the oldest.
+/// Accepts all connections that wait. Those of other users are closed at once; more `silent` ones
+/// than `most` push out the oldest.
 ///
-/// Where the system refuses to accept, half of the silent ones are closed, and from then on no more than are left
-/// are kept: a peer needs descriptors for more than its connection.
+/// Where the system refuses to accept, half of the silent ones are closed, and from then on no more
+/// than are left are kept: a peer needs descriptors for more than its connection.
 ///
 /// # Errors
 ///

@@ -27,7 +27,8 @@ use super::{Tcp, TcpConfig};
 
 /// How long a connection may take to say who it is. In tests that is longer than any of them takes.
 const PREAMBLE_PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 3600 } else { 5 });
-/// Connections beyond those of peers that have not said yet who they are: one more pushes out the oldest.
+/// Connections beyond those of peers that have not said yet who they are: one more pushes out the
+/// oldest.
 const MOST_STRANGERS: usize = 256;
 const FIRST_RETRY: Duration = Duration::from_millis(10);
 const LAST_RETRY: Duration = Duration::from_millis(500);

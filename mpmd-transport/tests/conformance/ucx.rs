@@ -259,15 +259,16 @@ type MemoryCallback = unsafe extern "C" fn(c_int, *const MemoryEvent, *mut c_voi
 const VM_UNMAPPED: c_int = 1 << 17;
 
 unsafe extern "C" fn note_unmapping(_: c_int, event: *const MemoryEvent, watched: *mut c_void) {
-    // SAFETY: UCX gives an event of the kind that was asked for, and what came with the callback, which outlives it.
+    // SAFETY: UCX gives an event of the kind that was asked for, and what came with the callback,
+    // which outlives it.
     let ([start, bytes], watched) = unsafe { (&*event, &*watched.cast::<Watched>()) };
     if (*start..start + bytes).contains(&watched.address.load(Ordering::Relaxed)) {
         watched.unmaps.fetch_add(1, Ordering::Relaxed);
     }
 }
 
-/// UCX's cache of registered memory rests on these events: one that is missed leaves a registration of memory that is
-/// another's by now.
+/// UCX's cache of registered memory rests on these events: one that is missed leaves a registration
+/// of memory that is another's by now.
 #[test]
 fn ucx_notices_the_unmapping_of_segments() {
     within(LIMIT, || {
@@ -276,7 +277,8 @@ fn ucx_notices_the_unmapping_of_segments() {
         let ucm = unsafe { libloading::Library::new("libucm.so.0") }.unwrap();
         let watched = Watched::default();
         let argument = std::ptr::from_ref(&watched).cast_mut().cast::<c_void>();
-        // SAFETY: the types are those of `ucm/api/ucm.h`, the status a byte. The callback allocates nothing.
+        // SAFETY: the types are those of `ucm/api/ucm.h`, the status a byte. The callback allocates
+        // nothing.
         let status = unsafe {
             let set = ucm.get::<unsafe extern "C" fn(c_int, c_int, MemoryCallback, *mut c_void) -> i8>(
                 b"ucm_set_event_handler",

@@ -1,9 +1,10 @@
-//! The functions of CUDA's libraries that are called here, each as its header declares it but for its answer.
+//! The functions of CUDA's libraries that are called here, each as its header declares it but for
+//! its answer.
 //!
-//! In C an answer is an enumeration, and a library newer than `cudarc`'s bindings may give values that they do
-//! not know: as a Rust enumeration, which is how the bindings take it, that would be undefined behaviour. So it is
-//! a number here, [`Answer`]. A function is looked up at its first call. Whoever calls it has seen that the
-//! library has it: it panics where the library lacks it.
+//! In C an answer is an enumeration, and a library newer than `cudarc`'s bindings may give values
+//! that they do not know: as a Rust enumeration, which is how the bindings take it, that would be
+//! undefined behaviour. So it is a number here, [`Answer`]. A function is looked up at its first
+//! call. Whoever calls it has seen that the library has it: it panics where the library lacks it.
 
 use std::ffi::{CStr, c_char, c_int, c_longlong, c_uchar, c_uint, c_ushort, c_void};
 use std::fmt;
@@ -22,7 +23,7 @@ pub(super) struct Answer(pub(super) u32);
 pub(super) struct DriverError(u32);
 
 impl Answer {
-    /// Whether the call went well.
+    /// Returns true where the call went well.
     pub(super) fn is_success(self) -> bool {
         self.0 == 0
     }
@@ -32,24 +33,25 @@ impl Answer {
         if self.is_success() { Ok(()) } else { Err(DriverError(self.0)) }
     }
 
-    /// Whether it is this answer of the driver.
+    /// Compares it with an answer of the driver.
     pub(super) fn is(self, known: cuda::CUresult) -> bool {
         self.0 == known as u32
     }
 }
 
 impl DriverError {
-    /// Whether it is this error.
+    /// Compares it with an error that has a name.
     pub(super) fn is(self, known: cuda::CUresult) -> bool {
         self.0 == known as u32
     }
 
-    /// The driver's name of the error, such as `CUDA_ERROR_OUT_OF_MEMORY`, or its number where the driver has no name.
+    /// Returns the driver's name of the error, such as `CUDA_ERROR_OUT_OF_MEMORY`, or its number
+    /// where the driver has no name.
     pub(super) fn name(self) -> String {
         self.said_by(cuGetErrorName).unwrap_or_else(|| format!("CUDA error {}", self.0))
     }
 
-    /// The driver's text for the error, or its number where the driver has no text.
+    /// Returns the driver's text for the error, or its number where the driver has no text.
     pub(super) fn text(self) -> String {
         self.said_by(cuGetErrorString).unwrap_or_else(|| format!("CUDA error {}", self.0))
     }
@@ -58,12 +60,13 @@ impl DriverError {
         let mut text = std::ptr::null();
         // SAFETY: the driver takes any number, and writes one pointer, for which there is room.
         let answer = unsafe { ask(self.0, &raw mut text) };
-        // SAFETY: where it is not null it is the driver's own text, which is static and ends with a zero.
+        // SAFETY: where it is not null it is the driver's own text, which is static and ends with a
+        // zero.
         answer.is_success().then(|| unsafe { static_text(text) }).flatten()
     }
 }
 
-/// What `cudarc`'s own functions, which only [`plain`](super::plain) calls, have made of an answer.
+/// Takes an error of `cudarc`'s own functions, which only [`plain`](super::plain) calls.
 impl From<cudarc::driver::DriverError> for DriverError {
     fn from(error: cudarc::driver::DriverError) -> Self {
         Self(error.0 as u32)
@@ -104,8 +107,8 @@ macro_rules! functions {
                 type Function = unsafe extern "C" fn($($type),*) -> $result;
                 static FOUND: OnceLock<Function> = OnceLock::new();
                 let found = FOUND.get_or_init(|| {
-                    // SAFETY: the type is that of the function's declaration, with its answer as the number that
-                    // it is in C.
+                    // SAFETY: the type is that of the function's declaration, with its answer as
+                    // the number that it is in C.
                     let found = unsafe { $library::culib().get::<Function>(stringify!($name).as_bytes()) };
                     *found.unwrap_or_else(|error| panic!("{error}"))
                 });

@@ -184,7 +184,8 @@ impl Context {
         let number =
             i32::try_from(ordinal).map_err(|_| CudaError::new(doing(), "", "there is no such device"))?;
         let (mut device, mut raw) = (0, std::ptr::null_mut());
-        // SAFETY: there is room for the device and for the context, which is released once, when this is dropped.
+        // SAFETY: there is room for the device and for the context, which is released once, when
+        // this is dropped.
         unsafe {
             calls::cuInit(0)
                 .result()

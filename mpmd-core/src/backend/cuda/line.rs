@@ -461,7 +461,8 @@ impl RawEvent {
     /// Nanoseconds on the device from this to `other`.
     fn until(&self, other: &Self) -> Result<f64, CudaError> {
         let mut millis = 0f32;
-        // SAFETY: both are alive, of the context that is bound, and were made with their times; there is room for the number.
+        // SAFETY: both are alive, of the context that is bound, and were made with their times;
+        // there is room for the number.
         let told = unsafe { calls::cuEventElapsedTime(&raw mut millis, self.0, other.0) }.result();
         told.map(|()| f64::from(millis) * 1e6).map_err(|error| cuda("reading a time", error))
     }

@@ -36,8 +36,8 @@ impl DeviceAllocator for Allocator {
     fn allocate(&self, bytes: usize) -> io::Result<Box<dyn DeviceMemory>> {
         let _visit = self.context.visit().map_err(io::Error::other)?;
         let mut address = 0;
-        // SAFETY: there is room for the address. What the memory holds is read only by work that comes after work that
-        // has written it.
+        // SAFETY: there is room for the address. What the memory holds is read only by work that
+        // comes after work that has written it.
         unsafe { calls::cuMemAlloc_v2(&raw mut address, bytes) }.result().map_err(|error| {
             io::Error::other(cuda(format!("allocating {bytes} bytes on a CUDA device"), error))
         })?;

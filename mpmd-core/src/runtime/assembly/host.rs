@@ -137,8 +137,9 @@ impl HostAssembly {
         *piece == self.region && self.state.lock().open.as_ref().is_some_and(|open| open.missing == [1])
     }
 
-    /// Whether bytes may be the shard as they are. Bools that a peer lends are copied: it can still write them, and a
-    /// `bool` that becomes neither 0 nor 1 after it was checked is undefined behaviour.
+    /// Returns true where bytes may be the shard as they are. Bools that a peer lends are copied:
+    /// it can still write them, and a `bool` that becomes neither 0 nor 1 after it was checked is
+    /// undefined behaviour.
     pub(super) fn can_be(&self, bytes: &SharedBuffer) -> bool {
         self.dtype != DType::Bool || !bytes.is_lent()
     }

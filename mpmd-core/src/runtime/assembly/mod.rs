@@ -53,8 +53,8 @@ impl Assembly {
         }
     }
 
-    /// Whether the shard can be these bytes: they are in the memory that it is to be in, and their values stay
-    /// valid.
+    /// Returns true where the shard can be these bytes as they are: they are in the memory that it
+    /// is to be in, and stay valid.
     pub(super) fn can_be(&self, bytes: &SharedBuffer) -> bool {
         match self {
             Self::Host(shard) => bytes.device().is_none() && shard.can_be(bytes),

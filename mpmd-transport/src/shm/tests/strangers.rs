@@ -22,8 +22,8 @@ fn silent(at: &str) -> Socket {
 fn silent_of_another_user(at: &str) -> Socket {
     let at = at.to_owned();
     let thread = later(move || {
-        // SAFETY: the system call, unlike the C library's function of that name, is for this thread alone, and the
-        // thread does nothing else with the rights that it still has.
+        // SAFETY: the system call, unlike the C library's function of that name, is for this thread
+        // alone, and the thread does nothing else with the rights that it still has.
         let result = unsafe { libc::syscall(libc::SYS_setresuid, -1, 65_534, -1) };
         assert_eq!(result, 0, "{}", io::Error::last_os_error());
         silent(&at)
