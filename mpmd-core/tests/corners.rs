@@ -26,7 +26,7 @@ fn endless_patience_is_no_panic() {
         let x = p.make(f32s([4096]), &on(0), |_, mut view| Ok(view.fill(1.0f32)?))?;
         let y = p.device_put(&x, on(1))?;
         y.wait_timeout(Duration::MAX)?;
-        y.wait()?;
+        y.block_until_ready()?;
         p.agree(ProcessId(0), 7u8, || Ok(7)).map(drop)
     });
     results.into_iter().for_each(Result::unwrap);

@@ -5,6 +5,7 @@ use mpmd_fuzz::{Rng, integer};
 
 use super::super::protocol::{frame, parts};
 use super::*;
+use crate::router::{Failure, FailureKind};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -92,6 +93,7 @@ fn ask_of(request: &Request) -> Option<u64> {
         | Request::Set { ask, .. }
         | Request::Get { ask, .. }
         | Request::Barrier { ask, .. }
+        | Request::Report { ask, .. }
         | Request::Leave { ask } => Some(*ask),
         Request::Clock { .. } | Request::Pong => None,
     }
@@ -112,7 +114,7 @@ fn request(rng: &mut Rng, processes: usize) -> Request {
         1 => Duration::ZERO,
         _ => Duration::new(integer(rng), rng.u32(..1_000_000_000)),
     };
-    match rng.u8(..8) {
+    match rng.u8(..9) {
         0..3 => {
             let process = if rng.u8(..8) == 0 { integer(rng) as u32 } else { rng.u32(..5) };
             let processes = if rng.u8(..8) == 0 { integer(rng) } else { processes as u64 };
@@ -124,6 +126,11 @@ fn request(rng: &mut Rng, processes: usize) -> Request {
         4 => Request::Get { ask, key: text(rng), patience },
         5 => Request::Barrier { ask, name: text(rng), patience },
         6 => Request::Leave { ask },
+        7 => {
+            let process = ProcessId(integer(rng) as u32);
+            let failure = Failure::new(FailureKind::Diverged, process, integer(rng), text(rng));
+            Request::Report { ask, report: Report { failure, hash: rng.bool().then_some(5) } }
+        }
         _ if rng.bool() => Request::Clock { ask },
         _ => Request::Pong,
     }

@@ -42,11 +42,12 @@ impl Job {
             if *to == process && *is_known {
                 self.expect(process, *from, key, *bytes);
             } else if *to == process {
-                let (sizes, now) = ((bytes / 2, *bytes), at(self.now));
-                self.routers[process].expect_any_size(peer, key, sizes, key, now);
+                let (hash, sizes, now) = (self.hash(process, op), (bytes / 2, *bytes), at(self.now));
+                self.routers[process].expect_any_size(peer, key, hash, sizes, key, now);
             } else if *from == process {
                 let to = ProcessId(*to as u32);
-                self.routers[process].announce(to, key, *bytes, body(key, *bytes));
+                let hash = self.hash(process, op);
+                self.routers[process].announce(to, key, hash, *bytes, body(key, *bytes));
             }
         }
         self.act(process);
@@ -107,7 +108,8 @@ fn words_of(rng: &mut Rng, kind: Kind, job: &Job) -> Option<Vec<u8>> {
             }
             if rng.u8(..4) == 0 {
                 let op = integer(rng);
-                shown.records.push(ShownRecord { op, hash: hash(op & 0xff), what: String::new(), steps: 0 });
+                let (hash, what) = (hash(op & 0xff), String::new());
+                shown.records.push(ShownRecord { op, hash, what, values: None, steps: 0 });
             }
             control::encode::<Shown>(&shown)
         }
@@ -128,7 +130,7 @@ fn check_bounds(router: &Router<Bytes>) {
         let early = || router.early.iter().filter(|((from, _), _)| *from == process).map(|(_, early)| early);
         let waiting = early().filter_map(|early| match early {
             Early::Cargo(header, body) => Some((process, header, body)),
-            Early::Offered | Early::Poison(_) => None,
+            Early::Offered(_) | Early::Poison(_) => None,
         });
         let eager = waiting.chain(parked()).filter(|(from, ..)| *from == process);
         let eager = eager.filter(|(_, header, _)| header.kind == Kind::Eager);

@@ -95,8 +95,8 @@ fn piece_of_another_length_is_its_senders_fault() {
 fn piece_of_any_size_is_bounded_all_the_same() {
     for bytes in [0, 40_000, 40_001, u64::MAX] {
         let mut job = job();
-        let now = at(job.now);
-        job.routers[0].expect_any_size(ProcessId(1), (1, 0), (30_000, 40_000), (1, 0), now);
+        let (hash, now) = (job.hash(0, 1), at(job.now));
+        job.routers[0].expect_any_size(ProcessId(1), (1, 0), hash, (30_000, 40_000), (1, 0), now);
         job.act(0);
         job.say(1, 0, piece(Kind::Data, 1, bytes), &[]);
         assert_eq!(job.outcomes[&(0, (1, 0))].is_ok(), bytes <= 40_000, "{bytes}");
@@ -121,7 +121,7 @@ fn heartbeat_with_a_huge_count_hides_no_difference() {
 #[test]
 fn records_with_an_impossible_count_end_a_dispute() {
     let mut job = job();
-    let record = |op| ShownRecord { op, hash: 7, what: "op".to_owned(), steps: 0 };
+    let record = |op| ShownRecord { op, hash: 7, what: "op".to_owned(), values: None, steps: 0 };
     let shown = Shown { count: u64::MAX, records: vec![record(1)] };
     let body = control::encode(&shown).unwrap();
     job.say(1, 0, Header::new(Kind::Records), &body);
