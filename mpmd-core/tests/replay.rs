@@ -543,6 +543,8 @@ fn a_holder_without_a_part_lets_a_donated_source_go() {
         let mut live = Vec::new();
         for _ in 0..3 {
             let x = make(p)?;
+            x.block_until_ready()?;
+            assert!(p.memory().live >= 4000);
             drop(step.replay(p, x.clone())?);
             // The source has ended for every handle, also for this one.
             live.push(settled(p, 0));

@@ -19,14 +19,14 @@ fn on(device: u32) -> Sharding {
     Sharding::single_device(DeviceId(device))
 }
 
-/// Host values of which the first is another one on each process.
+/// Makes host values of which the first is another one on each process.
 fn own_values(p: &Program, elements: usize) -> Result<MpmdArray> {
     let mut values = vec![1.0f32; elements];
     values[0] = p.process().0 as f32;
     MpmdArray::from_slice(&[elements], &values)
 }
 
-/// The one text that both processes end with, as their programs diverged.
+/// Returns the one text that both processes end with, as their programs diverged.
 fn diverged(results: Vec<Result<()>>) -> String {
     let errors: Vec<_> = results.into_iter().map(|result| result.expect_err("the programs differ")).collect();
     assert!(errors.iter().all(mpmd_core::Error::is_divergence), "{errors:?}");
@@ -70,7 +70,7 @@ fn nothing_arrives_after(
     diverged(results)
 }
 
-/// Small and large arrays, both orders of issuing, delays, and arrays that are handed over.
+/// Runs `differs` with small and large arrays, both orders of issuing, delays, and arrays that are handed over.
 fn in_all_ways(differs: impl Fn(&mut Program) -> Result<()> + Sync) -> Vec<String> {
     let mut texts = Vec::new();
     for seed in 0..3 {

@@ -148,7 +148,7 @@ impl Builder {
         self
     }
 
-    /// Whether host values of any size are compared.
+    /// Returns whether host values of any size are compared.
     pub(super) fn checks_uncommitted(&self) -> bool {
         self.check_uncommitted.unwrap_or(cfg!(debug_assertions))
     }

@@ -327,7 +327,7 @@ impl Program {
         self.runtime.record_span(op, span);
     }
 
-    /// The rolling hash at the operation that was issued last, as peers see it.
+    /// Returns the rolling hash at the operation that was issued last, as peers see it.
     pub(crate) fn hash_at_last(&self) -> u128 {
         self.hash_at_last
     }

@@ -151,7 +151,7 @@ impl InFlight {
 }
 
 impl OpGuard {
-    /// The rolling hash at the operation, which the router may have forgotten.
+    /// Returns the rolling hash at the operation, which the router may have forgotten.
     pub(crate) fn hash(&self) -> u128 {
         self.hash
     }

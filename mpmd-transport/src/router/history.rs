@@ -25,7 +25,7 @@ pub struct OpRecord {
     pub hash: u128,
     /// What it is, made into text only when somebody asks.
     pub what: Arc<dyn fmt::Display + Send + Sync>,
-    /// The host values that it takes, where they are compared.
+    /// Hashes of the host values that it takes, where they are compared.
     pub values: Option<Values>,
     /// What it is for, where its issuer says so.
     pub note: Option<Note>,
@@ -82,7 +82,7 @@ pub trait Span: Send + Sync {
     /// Operation `op` for people: what it is, and the lines of the program that it comes from.
     fn describe(&self, op: u64) -> String;
 
-    /// The host values that the whole span takes, where they are compared.
+    /// Returns the hashes of the host values that the whole span takes, where they are compared.
     fn values(&self) -> Option<Values>;
 }
 
@@ -320,7 +320,7 @@ mod tests {
         assert_eq!(first_difference(ProcessId(1), &b, ProcessId(0), &a).1, text);
     }
 
-    /// The difference of two histories that part at operation 2, with one text and these values.
+    /// Returns the text of the difference between two histories that part at operation 2, with one text and these values.
     fn parted(values: [Option<Values>; 2]) -> String {
         let shown = [0, 1].map(|process: usize| {
             let mut history = History::default();
