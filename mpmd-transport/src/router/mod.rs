@@ -622,8 +622,8 @@ impl<C: Cargo> Router<C> {
         self.post_piece(Kind::Grant, to, key, hash, bytes, Body::Empty);
     }
 
-    /// The rolling hash at a piece's operation. One that is forgotten is known as long as the piece
-    /// waits here.
+    /// Returns the rolling hash at a piece's operation. One that is forgotten is known as long as
+    /// the piece waits here.
     pub(super) fn hash_of(&self, peer: ProcessId, key: PieceKey) -> Option<u128> {
         let peer = &self.peers[peer.index()];
         let expected = || peer.expected.get(&key).map(|expected| expected.hash);
