@@ -189,7 +189,6 @@ functions! { cuda, DRIVER:
     fn cuFuncSetAttribute(
         function: cuda::CUfunction, which: cuda::CUfunction_attribute, value: c_int
     ) -> Answer;
-    fn cuLaunchHostFunc(stream: cuda::CUstream, function: cuda::CUhostFn, argument: *mut c_void) -> Answer;
     fn cuLaunchKernel(
         function: cuda::CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint,
         block_y: c_uint, block_z: c_uint, shared_bytes: c_uint, stream: cuda::CUstream,
@@ -207,6 +206,11 @@ functions! { cuda, DRIVER_ASKED:
     fn cuFuncGetParamInfo(
         function: cuda::CUfunction, index: usize, offset: *mut usize, bytes: *mut usize
     ) -> Answer;
+}
+
+#[cfg(test)]
+functions! { cuda, DRIVER_IN_TESTS:
+    fn cuLaunchHostFunc(stream: cuda::CUstream, function: cuda::CUhostFn, argument: *mut c_void) -> Answer;
 }
 
 functions! { nvrtc, NVRTC:
