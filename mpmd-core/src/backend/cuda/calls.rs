@@ -208,6 +208,11 @@ functions! { cuda, DRIVER_ASKED:
     ) -> Answer;
 }
 
+#[cfg(test)]
+functions! { cuda, DRIVER_IN_TESTS:
+    fn cuLaunchHostFunc(stream: cuda::CUstream, function: cuda::CUhostFn, argument: *mut c_void) -> Answer;
+}
+
 functions! { nvrtc, NVRTC:
     fn nvrtcGetErrorString(answer: Answer) -> *const c_char;
     fn nvrtcCreateProgram(
