@@ -1,4 +1,4 @@
-//! A runtime whose peer has the token and says anything, by way of a transport that lets it through.
+//! Random messages of a lying peer to a runtime, through a transport that checks nothing.
 
 use mpmd_fuzz::{Rng, integer, mutate};
 use mpmd_transport::router::{Answer, OpRecord};
@@ -14,12 +14,12 @@ use crate::sharding::Sharding;
 use crate::spec;
 use crate::topology::Mesh;
 
-/// Process 0 is the runtime's. Process 1 says anything, process 2 what it should.
+/// The process of the runtime. Process 1 lies, process 2 is correct.
 const ME: ProcessId = ProcessId(0);
 const LIAR: ProcessId = ProcessId(1);
 const OTHER: ProcessId = ProcessId(2);
 
-/// What all waits here must be over by.
+/// Deadline of every wait.
 const SOON: Duration = Duration::from_secs(20);
 
 /// Staging memory that pieces of these sizes may take.
@@ -90,9 +90,9 @@ struct Move {
     plan: PutPlan,
     mine: Region,
     source: Vec<(DeviceId, SharedBuffer)>,
-    /// What comes from whom: number and values.
+    /// Pieces that other processes send: sender, number, values.
     pieces: Vec<(ProcessId, u64, SharedBuffer)>,
-    /// What the result has of pieces that are not the liar's.
+    /// Regions of the result that the liar has no part in, with their values.
     known: Vec<(Region, SharedBuffer)>,
 }
 
@@ -145,7 +145,7 @@ impl Move {
     }
 }
 
-/// A process among others, and all that it may be told to do.
+/// A runtime on a transport to nowhere, and the moves that its operations are chosen from.
 struct Scene {
     runtime: Arc<Runtime>,
     transport: Arc<Nowhere>,
@@ -154,12 +154,12 @@ struct Scene {
     garbage: SharedBuffer,
 }
 
-/// Operations that the process has issued: their pieces, and what came of them.
+/// Operations that the process has issued: their pieces and their results.
 #[derive(Default)]
 struct Issued {
     pieces: Vec<(ProcessId, u64, u64, SharedBuffer)>,
     moved: Vec<(usize, Slot)>,
-    /// Bytes from the other process, and how many from the liar there can be.
+    /// Messages of collectives: the bytes of the correct process, the most bytes of the liar.
     bytes: Vec<(Slot, Result<SharedBuffer, u64>)>,
 }
 
@@ -203,7 +203,7 @@ impl Scene {
         Self { runtime, transport, handler, moves, garbage: vec![0xee; 1 << 16].into() }
     }
 
-    /// Has the process begin a job.
+    /// Starts a new job on the runtime: a new router, and nothing under way.
     fn begin(&self) {
         let Runtime { hands_over, config, router, under_way, trouble, .. } = &*self.runtime;
         let config = router::Config {
@@ -231,7 +231,7 @@ impl Scene {
             issued.pieces.extend(pieces.map(|(from, id, values)| (*from, op, *id, values.clone())));
             return;
         }
-        // As collectives do.
+        // As a collective expects its messages.
         for (from, piece) in [(LIAR, 1 << 63), (OTHER, 1 << 63 | 1)] {
             let (promise, slot) = Slot::new();
             let most = one_of(rng, &[100, 30_000]);
@@ -247,7 +247,7 @@ impl Scene {
         }
     }
 
-    /// The other process sends what it has to.
+    /// Delivers a piece of the correct process.
     fn send(&self, (from, op, piece, values): &(ProcessId, u64, u64, SharedBuffer)) {
         let bytes = values.len() as u64;
         let kind = if bytes > router::EAGER_BYTES { Kind::Data } else { Kind::Eager };
@@ -311,7 +311,7 @@ impl Scene {
         self.handler.arrived(LIAR, header, payload);
     }
 
-    /// Ends all that is open, and checks that what the correct processes had a part in alone went well.
+    /// Ends all operations. Checks that those without a part of the liar ended well.
     fn end(&self, issued: Issued) {
         let Runtime { waits, in_flight, router, staging, .. } = &*self.runtime;
         let wait = |slot: &Slot| waits.wait(slot, Some(Instant::now() + SOON)).expect("every wait ends");
@@ -346,14 +346,14 @@ impl Scene {
         assert!(staging.stats().peak <= MOST_STAGING, "{:?}", staging.stats());
     }
 
-    /// All that was posted has left.
+    /// Ends all tickets that were posted.
     fn done(&self) {
         let posted = std::mem::take(&mut *self.transport.posted.lock());
         posted.into_iter().for_each(|ticket| self.handler.done(ticket, Ok(())));
     }
 }
 
-/// The payload of a message that speaks: a true one, a changed one, or none.
+/// Returns the control payload of a kind that has one: valid, mutated, or empty.
 fn words_of(rng: &mut Rng, kind: Kind) -> Option<Vec<u8>> {
     let failure = |kind| Failure::new(kind, LIAR, 1, "why");
     let mut text = match kind {
@@ -408,7 +408,8 @@ fn lengths_that_nobody_expects_take_no_memory() {
         Payload::Waiting(Box::new(Pending { bytes, announced, breaks_off: false }))
     };
     let inline = |bytes| Payload::Inline(scene.garbage.slice(0..bytes));
-    // Longer than any piece of the operation, up to those that wrap; of another length than was announced.
+    // Lengths beyond the piece's, up to those that wrap; then payloads shorter or longer than
+    // announced.
     let long = [100_001, 1 << 40, 1 << 60, (1 << 63) + 1, u64::MAX].map(|bytes| (bytes, pending(bytes)));
     let other = [(100_000, pending(99_999)), (100_000, inline(7)), (100_000, Payload::Empty), (0, inline(1))];
     for (bytes, payload) in long.into_iter().chain(other) {
