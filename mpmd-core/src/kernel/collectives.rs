@@ -75,8 +75,8 @@ impl Collective {
         }
     }
 
-    /// Bytes of the longest message that one device gives to another in any of its rounds: no device calls it
-    /// with more elements than are declared.
+    /// Bytes of the longest message that one device gives to another in any of its rounds. No
+    /// device calls it with more elements than are declared.
     pub(crate) fn most_bytes(&self) -> usize {
         self.aval.bytes().max(AGREEING_BYTES)
     }

@@ -17,6 +17,8 @@ mod driver;
 mod exchange;
 mod hash;
 mod in_flight;
+#[cfg(test)]
+mod lying;
 mod mailbox;
 mod memory;
 mod passage;

@@ -40,8 +40,8 @@ pub trait Fence: Any + Send + Sync {
 pub struct Fences(Vec<Arc<dyn Fence>>);
 
 impl Fences {
-    /// Adds one, and forgets those that are over or that it [covers](Fence::covers). Keeps those that are
-    /// [lost](Fence::is_lost): what they use is never free again.
+    /// Adds one, and forgets those that are over or that it [covers](Fence::covers). Keeps those
+    /// that are [lost](Fence::is_lost): what they use is never free again.
     pub fn add(&mut self, fence: Arc<dyn Fence>) {
         self.0.retain(|known| known.is_lost() || (!known.is_over() && !fence.covers(&**known)));
         // Two threads may add theirs in another order than they issued them in.

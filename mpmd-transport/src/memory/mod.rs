@@ -407,8 +407,8 @@ impl SharedBuffer {
     ///
     /// # Errors
     ///
-    /// Returns itself where somebody else holds these bytes or has lent them, where it is only a part, or
-    /// where work that is [lost](Fence::is_lost) may still use them.
+    /// Returns itself where somebody else holds these bytes or has lent them, where it is only a
+    /// part, or where work that is [lost](Fence::is_lost) may still use them.
     pub fn into_owned(self) -> Result<OwnedBuffer, Self> {
         let Memory::Owned(buffer) = &self.whole.memory else { return Err(self) };
         let is_lost = self.whole.ready.has_lost() || self.whole.reads.lock().has_lost();

@@ -502,8 +502,8 @@ impl Drop for Block {
     }
 }
 
-/// Returns the size class of an allocation: a multiple of the alignment with at most a quarter of waste.
-/// `None` where it would be more than [`MOST`].
+/// Returns the size class of an allocation: a multiple of the alignment with at most a quarter of
+/// waste. `None` where it would be more than [`MOST`].
 fn size_class(bytes: usize) -> Option<usize> {
     let bytes = bytes.max(ALIGNMENT);
     let step = (bytes.checked_next_power_of_two()? / 8).max(ALIGNMENT);

@@ -1,7 +1,7 @@
-//! Limits on what a peer may send. A peer that goes beyond them has broken the protocol and is lost.
+//! Limits on the messages of a peer. A peer beyond them has broken the protocol and is lost.
 //!
-//! A correct process stays within them whatever its program does, so that they bound the memory that a
-//! faulty peer can take here.
+//! A correct process stays within the limits whatever its program does. They bound the memory that
+//! a faulty peer can take here.
 
 use super::peer::PieceKey;
 use super::{Action, Cargo, EAGER_BYTES, EAGER_CREDIT, EAGER_OVERHEAD, Early, Router};
@@ -10,8 +10,9 @@ use crate::wire::{Header, Kind, ProcessId};
 /// Cost of a message that is kept, beyond its text: its header and its place in a list.
 pub(super) const KEPT_OVERHEAD: u64 = 128;
 
-/// Bytes of one peer's messages that are kept until this process asks for them, without eager payloads.
-/// Each such message of a correct process stands for memory of its own, of which it has less.
+/// Bytes of one peer's messages that are kept until this process asks for them, without eager
+/// payloads. Each such message of a correct process stands for memory of its own, of which it has
+/// less.
 pub(super) const MOST_KEPT: u64 = 128 << 20;
 
 impl<C: Cargo> Early<C> {
@@ -24,8 +25,8 @@ impl<C: Cargo> Early<C> {
 }
 
 impl<C: Cargo> Router<C> {
-    /// Takes a peer out of the job that sent what no correct process sends. Nothing of it is read any more,
-    /// and what came of it before is dropped.
+    /// Loses a peer that broke the protocol. Drops its messages, those that came and those still to
+    /// come.
     pub fn broken(&mut self, process: ProcessId, why: &str) {
         let Some(peer) = self.peers.get_mut(process.index()).filter(|peer| !peer.broken) else { return };
         peer.broken = true;
@@ -46,7 +47,7 @@ impl<C: Cargo> Router<C> {
         self.actions.push(Action::GiveUp { peer: process, why });
     }
 
-    /// Returns true if a message about a piece is within what its sender was allowed. Else that is lost.
+    /// Returns true if its sender may send this message about a piece. Else loses the sender.
     pub(super) fn is_allowed(&mut self, from: ProcessId, header: &Header) -> bool {
         let peer = &mut self.peers[from.index()];
         let Header { bytes, op, piece, .. } = *header;
@@ -77,8 +78,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// A peer sent a piece for which it had no grant, or for which nothing waits any more: where it has left,
-    /// its waiters have been told.
+    /// Loses a peer that sent a piece without a grant. One that has left already is left alone:
+    /// what waited for it has been told, and a piece that was granted before may still come.
     pub(super) fn not_granted(&mut self, from: ProcessId, header: &Header) {
         if self.peers[from.index()].has_left() {
             return;
@@ -87,7 +88,8 @@ impl<C: Cargo> Router<C> {
         self.broken(from, &why);
     }
 
-    /// Keeps what came for a piece until this process expects it. Of two messages the later one stays.
+    /// Keeps what came for a piece until this process expects it. Of two messages the later one
+    /// stays.
     pub(super) fn keep_early(&mut self, from: ProcessId, key: PieceKey, early: Early<C>) {
         let cost = early.cost();
         if let Some(before) = self.early.insert((from, key), early) {

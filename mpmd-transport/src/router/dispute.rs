@@ -23,7 +23,8 @@ impl<C: Cargo> Router<C> {
                 // This process will never get there.
                 self.dispute(from, count, now);
             } else if peer.check.is_none_or(|(known, _)| count < known) {
-                // The lowest: a count that this process never gets to must not stand before true ones.
+                // The lowest: a count that this process never gets to must not stand before true
+                // ones.
                 peer.check = Some((count, hash));
                 self.next_check = self.next_check.min(count);
             }

@@ -261,7 +261,7 @@ pub(super) fn first_difference(
     let mut known: Vec<u64> = records.map(|record| record.op).filter(|op| *op >= oldest).collect();
     known.sort_unstable();
     let differing = known.into_iter().find(|op| hash(mine, *op) != hash(theirs, *op));
-    // Where none differs, the first that one of them has not issued.
+    // If all that were shown are equal: the first operation that one of the two has not issued.
     let first = differing.unwrap_or_else(|| match mine.count.min(theirs.count) {
         fewer if mine.count == theirs.count => fewer,
         fewer => fewer + 1,

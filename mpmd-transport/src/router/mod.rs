@@ -19,8 +19,8 @@
 //! | more | waits for the grant | `Grant`; then `Data` |
 //! | any, where memory is [handed over](Config::hands_over) | `Data` | delivered |
 //!
-//! A peer that sends what no correct process sends has broken the protocol: it is lost with a message that
-//! says so ([`Router::broken`]).
+//! A peer that sends what no correct process sends has broken the protocol: it is lost with a
+//! message that says so ([`Router::broken`]).
 //!
 //! A grant is sent only by a process that has issued the operation and reserved its memory, so nothing
 //! a lower operation needs is ever held by a higher one. A piece that is handed over costs its receiver
@@ -131,8 +131,8 @@ pub enum Action<C: Cargo> {
     HangReport(String),
     /// A peer is gone; later operations that need it will fail with this.
     PeerLost(Arc<Failure>),
-    /// A peer gives no sign of life, or has broken the protocol: what the transport moves to it or from it
-    /// will not end by itself, for its connections may well stand.
+    /// A peer gives no sign of life, or has broken the protocol: what the transport moves to it or
+    /// from it will not end by itself, for its connections may well stand.
     GiveUp {
         /// The peer.
         peer: ProcessId,
@@ -337,8 +337,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// As [`Router::expect`], for a piece whose size only its sender knows and [announces](Self::announce):
-    /// at most `most` bytes. A sender of more has broken the protocol.
+    /// As [`Router::expect`], for a piece whose size only its sender knows and
+    /// [announces](Self::announce): at most `most` bytes. A sender of more has broken the protocol.
     ///
     /// Where it is `likely` to be large it is granted at once, which saves the announcement's way.
     pub fn expect_any_size(
@@ -370,7 +370,8 @@ impl<C: Cargo> Router<C> {
         waiter: C::Waiter,
         now: Duration,
     ) {
-        // A sender that knows no better waits for a grant where the piece is large. No memory is taken.
+        // A sender that knows no better waits for a grant where the piece is large. No memory is
+        // taken.
         self.expect_any_size(from, key, hash, (u64::MAX, u64::MAX), waiter, now);
     }
 

@@ -61,9 +61,11 @@ pub(super) struct Peer<C: Cargo> {
     pub(super) credit: u64,
     /// Eager bytes taken out here that it was not yet told of.
     pub(super) owed: u64,
-    /// Cost of the eager pieces that came and for which no credit went back: at most [`EAGER_CREDIT`].
+    /// Cost of the eager pieces that came and for which no credit went back: at most
+    /// [`EAGER_CREDIT`].
     pub(super) unclaimed: u64,
-    /// Bytes of its messages that are kept for later: at most [`MOST_KEPT`](super::breach::MOST_KEPT).
+    /// Bytes of its messages that are kept for later: at most
+    /// [`MOST_KEPT`](super::breach::MOST_KEPT).
     pub(super) kept: u64,
     /// Sorted, so that failures and probes come in operation order.
     pub(super) expected: BTreeMap<PieceKey, Expected<C>>,

@@ -165,7 +165,8 @@ impl Job {
                 Action::HangReport(text) => self.reports.push(text),
                 Action::Taken { by, op } => {
                     let before = self.taken.insert((process, by.index()), op);
-                    // Of a job that has failed nothing more is awaited: what is said later is no news.
+                    // Of a job that has failed nothing more is awaited: what is said later is no
+                    // news.
                     let is_free = self.liar == Some(by.index()) || before == Some(u64::MAX);
                     assert!(is_free || before.is_none_or(|before| before <= op), "{before:?} before {op}");
                 }

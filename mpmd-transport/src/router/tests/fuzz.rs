@@ -1,4 +1,5 @@
-//! A process whose peer has the token and says anything, among processes that do what they should.
+//! Random messages of a lying peer to the router of a correct process. A third process is correct
+//! too.
 
 use mpmd_fuzz::{Rng, integer, mutate};
 
@@ -23,7 +24,8 @@ fn one_of<T: Copy>(rng: &mut Rng, all: &[T]) -> T {
     all[rng.usize(..all.len())]
 }
 
-/// Three operations that are as likely to be small as large, most of them with pieces of the liar.
+/// Returns a program of a few operations with pieces between the liar, the router and the third
+/// process.
 fn operations(rng: &mut Rng) -> Vec<Vec<Piece>> {
     let piece = |rng: &mut Rng| {
         let (from, to) = one_of(rng, &[(1, 0), (1, 0), (0, 1), (0, 2), (2, 0), (2, 0)]);
@@ -54,7 +56,7 @@ impl Job {
     }
 }
 
-/// Anything that a transport lets through.
+/// Returns a message of the liar: any that a transport lets through.
 fn lie(rng: &mut Rng, job: &Job, operations: &[Vec<Piece>]) -> Option<(Header, Vec<u8>)> {
     use Kind::*;
     let count = job.routers[0].count();
@@ -87,7 +89,7 @@ fn lie(rng: &mut Rng, job: &Job, operations: &[Vec<Piece>]) -> Option<(Header, V
     Some((header, text.unwrap_or_else(|| vec![0xee; short])))
 }
 
-/// The payload of a message that speaks: a true one, a changed one, or none.
+/// Returns the control payload of a kind that has one: valid, mutated, or empty.
 fn words_of(rng: &mut Rng, kind: Kind, job: &Job) -> Option<Vec<u8>> {
     let mut text = match kind {
         Kind::Poison | Kind::Failure => {
@@ -122,7 +124,7 @@ fn words_of(rng: &mut Rng, kind: Kind, job: &Job) -> Option<Vec<u8>> {
     Some(text)
 }
 
-/// Checks that what a router keeps for each peer is bounded, and counted.
+/// Checks the limits on the memory that a router keeps for each peer, and the counters behind them.
 fn check_bounds(router: &Router<Bytes>) {
     let parked = || router.parked.values().flatten().map(|(from, header, body)| (*from, header, body));
     for (index, peer) in router.peers.iter().enumerate() {

@@ -1,11 +1,11 @@
-//! Peers that send what no correct process sends.
+//! Peers that break the protocol.
 
 use super::breach::MOST_KEPT;
 use super::history::{Shown, ShownRecord};
 use super::*;
 use crate::control;
 
-/// Processes 0, 1 and 2 that have issued an operation, of which 1 lies to 0.
+/// Returns a job of three processes with one operation issued. Process 1 lies to process 0.
 fn job() -> Job {
     let mut job = Job::new(3, 1, 0);
     for process in 0..3 {
@@ -20,7 +20,7 @@ fn piece(kind: Kind, op: u64, bytes: u64) -> Header {
     Header { op, bytes, hash: 7, ..Header::new(kind) }
 }
 
-/// Checks that process 0 has lost process 1, and says so, and works with process 2 as before.
+/// Checks that process 0 has lost process 1, says `why`, and goes on with process 2.
 fn lost(mut job: Job, why: &str) {
     let [(0, failure)] = &job.lost[..] else { panic!("one loss: {:?}", job.lost) };
     assert_eq!((failure.kind, failure.process), (FailureKind::PeerLost, ProcessId(1)));
