@@ -1,5 +1,5 @@
-//! Clients that lie: whatever they say and whenever, each of their asks is answered once, with what fits a
-//! message, and nothing is kept for who is gone.
+//! Clients that lie. Each of their asks is answered once, with what fits a message. Nothing is kept for
+//! clients that are gone.
 
 use mpmd_fuzz::{Rng, integer};
 
