@@ -27,7 +27,7 @@ const MOST_PROCESSES: usize = 1 << 20;
 /// The most devices of a process, for the same reason.
 const MOST_DEVICES: usize = 1 << 20;
 
-/// The longest time to wait for the other processes; who asks for more gets this, which has an end on any clock.
+/// The longest time to wait for the other processes. Longer ones are cut to it: no clock can count them.
 const LONGEST_PATIENCE: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// Which process of which job this is, as its launcher says.

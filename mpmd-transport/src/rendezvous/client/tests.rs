@@ -1,4 +1,4 @@
-//! Clocks, and servers that say what nobody should.
+//! Comparisons of clocks, and servers that lie.
 
 use super::*;
 

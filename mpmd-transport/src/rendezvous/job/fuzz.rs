@@ -8,7 +8,7 @@ use super::*;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What a server and its clients know of a job.
+/// A job, and the asks of its clients.
 struct Table {
     job: Job,
     now: Instant,
