@@ -404,8 +404,8 @@ fn check_trace_events(json: &Value) {
     }
 }
 
-#[test]
-fn times_and_sizes_beyond_all_bounds_overflow_nothing() {
+/// [`two_stages`] with times and sizes that no machine has.
+fn beyond_all_bounds() -> Vec<ProcessTrace> {
     let mut traces = two_stages();
     for (trace, clock) in traces.iter_mut().zip(["here", "there"]) {
         trace.about.clock = clock.to_owned();
@@ -421,7 +421,12 @@ fn times_and_sizes_beyond_all_bounds_overflow_nothing() {
             }
         }
     }
-    let run = Run::merge(&traces, Vec::new());
+    traces
+}
+
+#[test]
+fn times_and_sizes_beyond_all_bounds_overflow_nothing() {
+    let run = Run::merge(&beyond_all_bounds(), Vec::new());
     assert!(run.summary().contains("pieces sent"));
     assert_eq!(run.costs().unwrap().stage[0].output_bytes, u64::MAX);
     let kernel = |event: &Value| event["tid"] == 10 + u64::from(u32::MAX);
@@ -456,7 +461,7 @@ fn fuzz_trace_files() {
         trace.clocks = samples.map(|(at, server, bound)| Clock { at, server, bound }).to_vec();
         trace.schedules = vec![("written".to_owned(), "0F0,0B0\n1F0,1B0".to_owned())];
     }
-    let samples: Vec<Vec<u8>> = traces.iter().map(file_of).collect();
+    let samples: Vec<Vec<u8>> = traces.iter().chain(&beyond_all_bounds()).map(file_of).collect();
     assert_eq!(ProcessTrace::of_bytes(&samples[1]).as_ref(), Ok(&traces[1]));
     let known = traces.swap_remove(1);
     mpmd_fuzz::bytes("trace-files", &samples, |bytes| {

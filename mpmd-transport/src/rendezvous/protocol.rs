@@ -336,7 +336,7 @@ mod tests {
             }
             let _ = bytes.first_chunk().map(preamble_version);
             if let Some(greeting) = bytes.first_chunk().and_then(Greeting::decode) {
-                assert_eq!(Greeting::decode(&greeting.encode()).is_some(), true);
+                assert!(Greeting::decode(&greeting.encode()).is_some());
             }
         });
     }

@@ -302,7 +302,7 @@ impl Inbound {
         Ok(())
     }
 
-    /// Notes a loan that is not there yet, and what waits for it; false, and nothing is noted, where one of that
+    /// Notes a loan that is not there yet, and its fence. Returns false and notes nothing if a loan of this
     /// number is on its way already.
     #[must_use]
     pub(super) fn note_landing(&mut self, loan: u64, arriving: Option<Arc<dyn Arriving>>) -> bool {

@@ -91,6 +91,9 @@ pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<Record<'_>, String> {
             if lent.flags.get() & LATER == 0 && !tokens.is_empty() {
                 return Err(format!("a loan in {} bytes", rest.len()));
             }
+            if !header.kind.carries_payload() {
+                return Err(format!("a message of kind {:?} with a loan", header.kind));
+            }
             fits(&header, lent.bytes.get())?;
             Ok(Record::Lent(header, lent, take_tokens(tokens)?))
         }
@@ -176,7 +179,9 @@ mod tests {
         assert!(read(LENT, &with(&[0; 32])).unwrap_err().contains("0 bytes of payload where 3"));
         assert!(read(RETIRED, &[1, 2, 3]).is_err());
         assert!(read(99, &[]).is_err());
-        let grant = Header::new(Kind::Grant).encode();
+        let grant = Header { bytes: 4096, ..Header::new(Kind::Grant) }.encode();
+        let loan = [&grant[..], &[0; 32]].concat();
+        assert_eq!(read(LENT, &loan), Err("a message of kind Grant with a loan".to_owned()));
         assert_eq!(read(BROKEN, &grant), Err("a message of kind Grant that cannot be had".to_owned()));
         assert!(read(LANDED, &[1; 7]).is_err() && read(BROKEN, &[1; 7]).is_err());
         let later = |flags: u32, tokens: &[u8]| {

@@ -299,13 +299,14 @@ fn secrets_that_others_may_know_are_refused() {
 
 #[test]
 fn patience_may_be_longer_than_any_wait() {
-    let patience = |text| {
+    let patience = |text: &str| {
         read(&[("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "1"), ("MPMD_PATIENCE", text)])
             .map(|env| env.unwrap().patience)
     };
     assert_eq!(patience("1e19").unwrap(), Some(Duration::from_secs_f64(1e19)));
     // As the launcher writes `Duration::MAX`, and beyond.
-    for endless in [Duration::MAX.as_secs_f64().to_string().as_str(), "1e20", "inf"] {
+    let longest = Duration::MAX.as_secs_f64().to_string();
+    for endless in [&longest, "1e20", "inf"] {
         assert_eq!(patience(endless).unwrap(), Some(Duration::MAX), "{endless}");
     }
     for senseless in ["-1", "NaN", "soon"] {

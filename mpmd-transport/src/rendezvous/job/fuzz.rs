@@ -1,5 +1,5 @@
-//! Clients that lie: whatever they say and whenever, each of their asks is answered once, with what fits a
-//! message, and nothing is kept for who is gone.
+//! Clients that lie. Each of their asks is answered once, with what fits a message. Nothing is kept for
+//! clients that are gone.
 
 use mpmd_fuzz::{Rng, integer};
 
@@ -9,13 +9,15 @@ use crate::router::{Failure, FailureKind};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What a server and its clients know of a job.
+/// A job, and the asks of its clients.
 struct Table {
     job: Job,
     now: Instant,
     /// For each open connection the asks that are not answered.
     asks: BTreeMap<Link, Vec<u64>>,
     next: Link,
+    /// Whether clients say as much as fits a message.
+    is_long: bool,
 }
 
 impl Table {
@@ -41,7 +43,8 @@ impl Table {
                 self.tick();
             }
             _ => {
-                let (link, request) = (self.random_link(rng), request(rng, self.job.seats.len()));
+                let (link, request) =
+                    (self.random_link(rng), request(rng, self.job.seats.len(), self.is_long));
                 if frame(&request).is_err() {
                     return;
                 }
@@ -99,15 +102,17 @@ fn ask_of(request: &Request) -> Option<u64> {
     }
 }
 
-fn text(rng: &mut Rng) -> String {
-    match rng.u32(..4096) {
-        0 => "x".repeat(MAX_VALUE_BYTES + 4096 - 64 - rng.usize(..64)),
-        1..32 => "y".repeat(MAX_KEY_BYTES + rng.usize(..2)),
+fn text(rng: &mut Rng, is_long: bool) -> String {
+    match rng.u8(..32) {
+        // As the whole of a message, nearly.
+        0..28 if is_long => "x".repeat(MAX_VALUE_BYTES + 4096 - rng.usize(20..120)),
+        0 => "y".repeat(MAX_KEY_BYTES + rng.usize(..2)),
         _ => ["", "a", "b"][rng.usize(..3)].to_owned(),
     }
 }
 
-fn request(rng: &mut Rng, processes: usize) -> Request {
+fn request(rng: &mut Rng, processes: usize, is_long: bool) -> Request {
+    let text = |rng: &mut Rng| text(rng, is_long);
     let ask = rng.u64(..4);
     let patience = match rng.u8(..3) {
         0 => Duration::from_millis(rng.u64(..100_000)),
@@ -118,8 +123,14 @@ fn request(rng: &mut Rng, processes: usize) -> Request {
         0..3 => {
             let process = if rng.u8(..8) == 0 { integer(rng) as u32 } else { rng.u32(..5) };
             let processes = if rng.u8(..8) == 0 { integer(rng) } else { processes as u64 };
-            let program = if rng.u8(..16) == 0 { text(rng) } else { String::new() };
-            let member = Member { host: text(rng), program, trouble: Some(text(rng)), ..Member::default() };
+            let mut member = Member::default();
+            // Two that are long fit no message.
+            match if is_long { 0 } else { rng.u8(..8) } {
+                0 => member.program = text(rng),
+                1 => member.host = text(rng),
+                2 => member.trouble = Some(text(rng)),
+                _ => {}
+            }
             Request::Join { ask, process: ProcessId(process), processes, patience, member }
         }
         3 => Request::Set { ask, key: text(rng), value: vec![7; rng.usize(..40)] },
@@ -141,7 +152,8 @@ fn fuzz_rendezvous_job() {
     let start = Instant::now();
     mpmd_fuzz::cases("rendezvous-job", |rng| {
         let (job, asks) = (Job::new(rng.usize(1..5), PATIENCE, start), BTreeMap::new());
-        let mut table = Table { job, now: start, asks, next: 0 };
+        let is_long = rng.u32(..512) == 0;
+        let mut table = Table { job, now: start, asks, next: 0, is_long };
         for _ in 0..rng.u32(..60) {
             table.step(rng);
         }

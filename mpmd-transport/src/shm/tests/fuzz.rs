@@ -1,5 +1,4 @@
-//! A peer that lies in all that it writes: its rings, its socket, its packets. The connection ends, once, and
-//! whatever was lent or awaited ends with it.
+//! A peer that lies in its rings and packets. Its connection ends once. Loans and awaited memory end with it.
 
 use std::collections::HashSet;
 use std::io;
@@ -36,7 +35,7 @@ const RING: usize = 16 << 10;
 /// Payloads that are fetched.
 const MOST: u64 = 1 << 16;
 
-/// What a peer writes with.
+/// The far end of a connection: rings and a socket.
 struct Liar {
     rings: [Ring; 4],
     messages: Producer,
@@ -44,7 +43,7 @@ struct Liar {
     socket: Socket,
 }
 
-/// Notes what must not come twice, and looks into all that comes.
+/// A handler that refuses a second end of a peer or ticket, and reads every payload.
 #[derive(Default)]
 struct Ear {
     down: Mutex<HashSet<u32>>,
@@ -84,7 +83,7 @@ impl Handler for Ear {
     }
 }
 
-/// Devices that open what is called `good` and know all fences but those that begin with 0.
+/// Devices that open memory named `good`, and know every fence that does not begin with 0.
 #[derive(Default)]
 struct Devices {
     arriving: Mutex<Vec<Arc<Landing>>>,
@@ -209,7 +208,7 @@ impl Scene {
 
 impl Drop for Scene {
     fn drop(&mut self) {
-        // What nobody gives back is leaked with a peer: not here.
+        // A peer leaks its open loans when it is dropped. A million of them would fill the memory.
         for peer in self.shared.peers.iter().flatten() {
             drop(peer.book.lock().end_all());
         }

@@ -1,0 +1,82 @@
+//! Comparisons of clocks, and servers that lie.
+
+use super::*;
+
+#[test]
+fn the_quickest_round_trip_says_how_far_clocks_are_apart() {
+    // The server's clock is a second ahead; the ways there and back take their time.
+    let trip =
+        |asked: i64, there: i64, back: i64| (asked, asked + there + 1_000_000_000, asked + there + back);
+    let found = quickest(&[trip(0, 900, 100), trip(5_000, 40, 60), trip(9_000, 10, 4_000)]);
+    assert_eq!(found, ClockOffset { offset: 999_999_990, bound: 51 });
+    // A clock that was set back between says nothing.
+    assert_eq!(quickest(&[(10, 7, 4), trip(5_000, 40, 60)]), quickest(&[trip(5_000, 40, 60)]));
+    assert!(quickest(&[(10, 7, 4)]).bound > 1 << 60);
+}
+
+/// A client of a server that the test is, in a job of two, and the server's end.
+fn connection() -> (Connection, TcpStream) {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (server, writing, state) = ("test".to_owned(), Mutex::new(()), Mutex::default());
+    (Connection { server, processes: 2, stream, writing, state }, listener.accept().unwrap().0)
+}
+
+#[test]
+fn a_server_that_names_more_than_the_job_has_is_senseless() {
+    let (connection, _server) = connection();
+    let members = |more| {
+        let members = vec![Member::default(); 2].into();
+        Reply::Answer { ask: 1, result: Ok(Answer::Members { members, more }) }
+    };
+    assert_eq!(connection.hear(members(true)), Ok(()));
+    assert!(connection.hear(members(true)).unwrap_err().contains("more members than the job has, 2"));
+    let down = |process| Reply::Down { process: ProcessId(process), why: String::new() };
+    assert!(connection.hear(down(2)).unwrap_err().contains("process 2 is down, of 2"));
+    (0..100).for_each(|_| connection.hear(down(1)).unwrap());
+    assert!(connection.state.lock().untold.len() <= 3);
+}
+
+#[test]
+fn fuzz_rendezvous_replies() {
+    let (connection, mut server) = connection();
+    server.set_nonblocking(true).unwrap();
+    mpmd_fuzz::cases("rendezvous-replies", |rng| {
+        *connection.state.lock() = State::default();
+        let mut answers = Vec::new();
+        for _ in 0..rng.u32(..20) {
+            let ask = rng.u64(..4);
+            let result = match rng.u8(..6) {
+                0 => Ok(Answer::Done),
+                1 => Ok(Answer::Value(vec![1; rng.usize(..9)])),
+                2 => Ok(Answer::Clock(mpmd_fuzz::integer(rng) as i64)),
+                3 => Err(RendezvousError::Stopped),
+                _ => {
+                    let members = vec![Member::default(); rng.usize(..3)].into();
+                    Ok(Answer::Members { members, more: rng.bool() })
+                }
+            };
+            let (process, why) = (ProcessId(rng.u32(..3)), "it is gone".to_owned());
+            let reply = match rng.u8(..16) {
+                0 => Reply::Ping,
+                1 => Reply::Dropped { why },
+                2..5 => Reply::Down { process, why },
+                5..8 => {
+                    let (sender, answer) = mpsc::channel();
+                    connection.state.lock().asks.insert(ask, sender);
+                    answers.push(answer);
+                    continue;
+                }
+                _ => Reply::Answer { ask, result },
+            };
+            if connection.hear(reply).is_err() {
+                break;
+            }
+            let state = connection.state.lock();
+            assert!(state.members.len() <= 2 && state.untold.len() <= 3);
+        }
+        assert!(answers.iter().all(|answer| answer.try_iter().count() <= 1), "answered once");
+        // The pongs.
+        while matches!(server.read(&mut [0; 256]), Ok(1..)) {}
+    });
+}
