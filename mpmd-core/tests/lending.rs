@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use common::watchdog;
 use kernels::{fun, like_first};
+use mpmd_core::aval::DType;
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::DeviceId;
@@ -119,10 +120,11 @@ fn an_array_that_was_handed_over_is_the_givers_memory_until_the_last_has_dropped
 fn bools_of_a_peer_are_copied_and_other_values_are_lent() {
     let _limit = watchdog(60);
     let results = sharing(2).run(|p| {
-        let x =
-            p.make(bools([1 << 20]), &on(0), |_, mut view| Ok(view.as_mut_slice::<bool>()?.fill(true)))?;
+        let bools = ShapedArray::new(&[1 << 20], DType::Bool);
+        let x = p.make(bools, &on(0), |_, mut view| Ok(view.as_mut_slice::<bool>()?.fill(true)))?;
         let y = p.device_put(&x, on(1))?;
-        let z = p.device_put(&numbered(p, 0)?, on(1))?;
+        let numbers = numbered(p, 0)?;
+        let z = p.device_put(&numbers, on(1))?;
         if p.process() == ProcessId(1) {
             assert!(y.to_host()?.expect("it is here").as_slice::<bool>()?.iter().all(|value| *value));
             // Its owner could make anything of a lent one, after it was checked.

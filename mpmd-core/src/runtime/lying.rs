@@ -126,7 +126,7 @@ impl Move {
     }
 
     fn issue(&self, runtime: &Arc<Runtime>, op: u64) -> Slot {
-        let guard = runtime.in_flight.begin(op, self.plan.bytes());
+        let guard = runtime.in_flight.begin(op, hash(op), self.plan.bytes());
         let shard = |(device, bytes): &(DeviceId, SharedBuffer)| LocalShard {
             device: *device,
             slot: Slot::filled(bytes.clone()),
@@ -167,6 +167,12 @@ fn hash(op: u64) -> u128 {
     u128::from(op) + 77
 }
 
+/// An operation that both processes have issued.
+fn record(op: u64) -> OpRecord {
+    let at = std::panic::Location::caller();
+    OpRecord { op, hash: hash(op), what: Arc::new("op"), values: None, note: None, at }
+}
+
 fn one_of<T: Copy>(rng: &mut Rng, all: &[T]) -> T {
     all[rng.usize(..all.len())]
 }
@@ -181,6 +187,7 @@ impl Scene {
             run_ahead_ops: 1024,
             run_ahead_bytes: 1 << 30,
             spin: SpinSetting::default(),
+            check_uncommitted: false,
             device_memory: None,
             cuda: Vec::new(),
             trace: Trace::default(),
@@ -222,8 +229,7 @@ impl Scene {
 
     fn issue(&self, rng: &mut Rng, issued: &mut Issued) {
         let op = self.runtime.router.lock().count() + 1;
-        let at = std::panic::Location::caller();
-        self.runtime.record(OpRecord { op, hash: hash(op), what: Arc::new("op"), note: None, at });
+        self.runtime.record(record(op));
         if rng.u8(..4) > 0 {
             let at = rng.usize(..self.moves.len());
             issued.moved.push((at, self.moves[at].issue(&self.runtime, op)));
@@ -240,7 +246,7 @@ impl Scene {
             let waiter = Waiter::Bytes { promise, from, op, piece };
             let now = self.runtime.now();
             self.runtime.with_router(|router| {
-                router.expect_any_size(from, (op, piece), (most, most), waiter, now);
+                router.expect_any_size(from, (op, piece), hash(op), (most, most), waiter, now);
             });
             issued.bytes.push((slot, expected));
             issued.pieces.push((from, op, piece, values));
@@ -328,7 +334,10 @@ impl Scene {
             }
         }
         self.done();
-        [LIAR, OTHER].into_iter().for_each(|peer| self.runtime.peer_down(peer, "the job is over"));
+        for peer in [LIAR, OTHER] {
+            self.runtime.with_router(|router| router.peer_down(peer, "the job is over"));
+            self.runtime.give_up(peer, "the job is over");
+        }
         for (at, slot) in &issued.moved {
             if let Ok(found) = wait(slot) {
                 self.moves[*at].check(&found);
@@ -414,18 +423,12 @@ fn lengths_that_nobody_expects_take_no_memory() {
     let other = [(100_000, pending(99_999)), (100_000, inline(7)), (100_000, Payload::Empty), (0, inline(1))];
     for (bytes, payload) in long.into_iter().chain(other) {
         scene.begin();
-        runtime.record(OpRecord {
-            op: 1,
-            hash: hash(1),
-            what: Arc::new("op"),
-            note: None,
-            at: std::panic::Location::caller(),
-        });
+        runtime.record(record(1));
         let (promise, slot) = Slot::new();
         let waiter = Waiter::Bytes { promise, from: LIAR, op: 1, piece: 0 };
         let now = runtime.now();
         runtime.with_router(|router| {
-            router.expect_any_size(LIAR, (1, 0), (100_000, 100_000), waiter, now);
+            router.expect_any_size(LIAR, (1, 0), hash(1), (100_000, 100_000), waiter, now);
         });
         let header = Header { epoch: 1, op: 1, bytes, hash: hash(1), ..Header::new(Kind::Data) };
         scene.handler.arrived(LIAR, header, payload);
