@@ -32,6 +32,12 @@ pub trait Transport: Send + Sync {
         false
     }
 
+    /// Returns true if only a stand-in is behind this transport, for measurements of one process: then
+    /// the hashes of its pieces are not compared.
+    fn is_stand_in(&self) -> bool {
+        false
+    }
+
     /// Whether memory of [devices](crate::memory::DevicePlace) goes to `peer`, and comes from it, in this way too, where both
     /// processes have such devices ([`SharedBuffer::device`] of a [`Payload::Lent`]), also before the work that makes it is
     /// over ([`SharedBuffer::ready`]): the same on both sides, and known once [`Transport::share_devices`] has returned. Only

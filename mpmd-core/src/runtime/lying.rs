@@ -220,6 +220,7 @@ impl Scene {
             patience: config.patience,
             heartbeat: config.heartbeat,
             hands_over: hands_over.clone(),
+            is_stand_in: false,
         };
         let before = std::mem::replace(&mut *router.lock(), Router::new(config));
         let ended = std::mem::take(&mut *under_way.lock());

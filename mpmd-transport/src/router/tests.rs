@@ -95,6 +95,7 @@ impl Job {
                 patience: at(60_000),
                 heartbeat: at(500),
                 hands_over: (0..processes).map(|peer| peer != process && pairs(process, peer)).collect(),
+                is_stand_in: false,
             })
         };
         Self {

@@ -16,7 +16,7 @@ const BYTES: u64 = (ELEMENTS * size_of::<f32>()) as u64;
 /// Of the only piece of a move from one device to another.
 const PIECE: u64 = 0;
 
-/// Stands for a hash that the sender does not know, which nobody compares.
+/// The hash in pieces of a stand-in, which does not know it.
 const NO_HASH: u128 = 0;
 
 /// Credit that a stand-in gives back for a piece: no less than it took.
@@ -83,6 +83,10 @@ impl Transport for Peers {
 
     fn processes(&self) -> usize {
         self.processes
+    }
+
+    fn is_stand_in(&self) -> bool {
+        true
     }
 
     fn start(&self, handler: Arc<dyn Handler>) {

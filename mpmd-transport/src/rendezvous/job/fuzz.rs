@@ -157,17 +157,14 @@ fn fuzz_rendezvous_job() {
         for _ in 0..rng.u32(..60) {
             table.step(rng);
         }
-        // Whatever was asked for, and however long it was to be waited for.
-        table.now += Duration::from_secs(366 * 24 * 3600);
-        table.tick();
-        assert!(table.asks.values().all(Vec::is_empty), "somebody waits for ever: {:?}", table.asks);
-        for _ in 0..2 {
-            table.now += PATIENCE + Duration::from_secs(1);
-            table.tick();
-            table.now += Duration::from_millis(1);
+        // All clients are silent from now on, so nobody waits however long it was to be waited for.
+        // A larger step would count as a stop of the server.
+        let end = table.now + PATIENCE * 2;
+        while table.now < end {
+            table.now += Duration::from_secs(2);
             table.tick();
         }
-        assert!(table.job.links.len() == table.asks.len());
+        assert!(table.asks.is_empty(), "somebody waits for ever: {:?}", table.asks);
         assert!(table.job.gets.is_empty() && table.job.barriers.is_empty());
     });
 }
