@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
+use mpmd_transport::FailureKind;
 use mpmd_transport::ProcessId;
 use mpmd_transport::rendezvous::{RendezvousError, Report};
-use mpmd_transport::router::FailureKind;
 
 use super::How;
 
@@ -151,7 +151,7 @@ mod tests {
     use std::time::Duration;
 
     use FailureKind::{Diverged, Kernel, Left, PeerLost};
-    use mpmd_transport::router::Failure as Reported;
+    use mpmd_transport::Failure as Reported;
 
     use super::*;
 
