@@ -17,6 +17,9 @@ over_each_carrier! {
 
 const PROCESSES: usize = 4;
 
+/// The longest time that a job of 2000 steps may take on a machine that does much else.
+const LONG: Duration = Duration::from_secs(180);
+
 /// Time between two looks at something that is awaited.
 const LOOK: Duration = Duration::from_millis(5);
 
@@ -100,7 +103,8 @@ fn warnings(said: &str) -> usize {
 
 fn cut_connection_is_a_warning_and_the_job_ends_well(carrier: Carrier) {
     // Long enough for the others to be told that process 1 may be gone, and to see that it is not.
-    let (mut job, relay) = start(options(carrier), &["looping", "reading", "3000"], &[1]);
+    let options = options(carrier).limit(LONG);
+    let (mut job, relay) = start(options, &["looping", "reading", "2000"], &[1]);
     job.wait_for_output("step 6\n");
     relay.cut();
     let ended = job.wait();

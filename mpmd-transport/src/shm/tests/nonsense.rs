@@ -587,16 +587,16 @@ fn other_users_are_told_no_token() {
     // Taken by another user before process 0 could.
     let squatter = std::thread::spawn(move || {
         let other = rustix::process::Uid::from_raw(12345);
-        // SAFETY: the thread alone becomes another user's, and ends here: it shares nothing with
-        // others that checks users.
-        unsafe { rustix::thread::set_thread_res_uid(other, other, other) }.ok()?;
+        // This thread alone becomes another user's.
+        rustix::thread::set_thread_res_uid(other, other, other).ok()?;
         Some(Listener::bind(&name).unwrap())
     });
     let Some(squatter) = squatter.join().unwrap() else {
         eprintln!("skipped: only root can act as another user");
         return;
     };
-    let error = higher.connect(&config(1, &[&lower.to_string(), &higher.address()])).map(drop).unwrap_err();
+    let of_one = config(1, &[&lower.to_string(), &higher.address()]);
+    let error = higher.connect(&of_one).map(drop).unwrap_err();
     assert!(error.to_string().contains("it belongs to user 12345"), "{error}");
     let heard = squatter.accept().unwrap().unwrap().receive().map(|packet| packet.is_some());
     assert!(heard.is_err(), "nothing was said to it: {heard:?}");
