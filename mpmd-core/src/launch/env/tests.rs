@@ -259,7 +259,9 @@ fn tokens_follow_from_the_users_secret_and_the_job() {
     assert_eq!(env.token, Token::of_secret(&secret, "mpmd  h:17"));
     assert_ne!(env.token, Token::of_secret(&secret, "mpmd  h:18"), "another job's");
     let token = Token::new([5; 32]);
-    let both = [&JOB_17[..], &[("MPMD_JOB_TOKEN", &token.to_hex()), ("MPMD_JOB_TOKEN_FILE", "/none")]];
+    let hex = token.to_hex();
+    let both = [("MPMD_JOB_TOKEN", hex.as_str()), ("MPMD_JOB_TOKEN_FILE", "/none")];
+    let both = [&JOB_17[..], &both];
     assert_eq!(job(&both.concat()).token, token, "that of a launcher goes first");
 }
 
