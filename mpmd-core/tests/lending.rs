@@ -121,7 +121,10 @@ fn bools_of_a_peer_are_copied_and_other_values_are_lent() {
     let _limit = watchdog(60);
     let results = sharing(2).run(|p| {
         let bools = ShapedArray::new(&[1 << 20], DType::Bool);
-        let x = p.make(bools, &on(0), |_, mut view| Ok(view.as_mut_slice::<bool>()?.fill(true)))?;
+        let x = p.make(bools, &on(0), |_, mut view| {
+            view.as_mut_slice::<bool>()?.fill(true);
+            Ok(())
+        })?;
         let y = p.device_put(&x, on(1))?;
         let numbers = numbered(p, 0)?;
         let z = p.device_put(&numbers, on(1))?;

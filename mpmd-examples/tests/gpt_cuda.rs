@@ -69,9 +69,7 @@ fn trained(config: &Config, kinds: &[DeviceKind]) -> Trained {
         train(p, &mut trainer, more, |report| steps.extend([report.loss, report.norm]))?;
         let held_out = trainer.held_out_loss(p, |_, _| true)?;
         let sample = trainer.sample(p, b"one two ", 3, |logits, _| {
-            let likeliest =
-                (0..=255u8).max_by(|a, b| logits[usize::from(*a)].total_cmp(&logits[usize::from(*b)]));
-            likeliest
+            (0..=255u8).max_by(|a, b| logits[usize::from(*a)].total_cmp(&logits[usize::from(*b)]))
         })?;
         Ok((steps, held_out, sample))
     });

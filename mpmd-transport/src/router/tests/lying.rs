@@ -147,7 +147,7 @@ fn messages_that_nothing_waits_for_are_bounded() {
     // At 16 KiB for each text, of which the rest is cut.
     let mut job = job();
     for number in 0.. {
-        assert!(number < 2 * MOST_KEPT >> 14, "no end");
+        assert!(number < (2 * MOST_KEPT) >> 14, "no end");
         if !job.lost.is_empty() {
             assert!(number > (MOST_KEPT >> 14) - 100, "{number} texts");
             break;
