@@ -1,4 +1,4 @@
-//! What users of a pipeline are told: their line, the stage and the microbatch, what is wrong, and what to do.
+//! Errors of pipelines name the user's line, the stage, the microbatch, the cause and a way out.
 
 use mpmd_core::Simulation;
 use mpmd_core::pipeline::{Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule};

@@ -53,7 +53,7 @@ fn memory_above_the_budget_and_steps_that_are_cut_short_are_said() {
     assert!(said.contains("tests/src/programs/looping.rs:"), "{said}");
 }
 
-/// Checks the program of which process `who` departs in the way `how`.
+/// Runs `mpmd check` on a program in which process `who` diverges in the way `how`.
 fn diverging(how: &str, who: &str) -> (Option<i32>, String, String) {
     let done = check(&[&["-n", "4"][..], &named("diverging"), &[how, who, "8"]].concat());
     (done.status.code(), text(&done.stdout), text(&done.stderr))

@@ -25,7 +25,7 @@ const EACH: Duration = Duration::from_millis(1);
 /// Lines of a failed target that are shown: its last ones.
 const MOST_LINES: usize = 400;
 
-/// What to run.
+/// Arguments of the command.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Options {
     inputs: u64,
@@ -207,7 +207,7 @@ fn run(target: &Target, program: &Program, inputs: u64) -> anyhow::Result<()> {
     bail!("{why}; it said\n    {said}\n");
 }
 
-/// What is wrong with the end of a target, if anything is.
+/// Returns why a target that ended so has failed, if it has.
 fn fault(status: ExitStatus, found: Option<Count>, inputs: u64) -> Option<String> {
     match found {
         None => Some(format!("it ended with {status} before it was through")),

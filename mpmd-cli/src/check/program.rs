@@ -91,7 +91,7 @@ impl DryRuns<'_> {
     ///
     /// # Errors
     ///
-    /// Where it writes none, with what it has said itself.
+    /// If the program writes none: with the text that it printed.
     fn plan(&self, process: u32, file: &Path) -> anyhow::Result<Plan> {
         // An old one must not pass for the program's.
         if file.exists() {

@@ -47,7 +47,7 @@ pub enum AvalError {
     /// There are more or fewer bytes than the array has.
     #[error("{expected} has {} bytes, but {found} are given", expected.bytes())]
     Length {
-        /// What the bytes should be.
+        /// Shape and dtype of the values.
         expected: ShapedArray,
         /// Number of bytes.
         found: usize,

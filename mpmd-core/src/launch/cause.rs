@@ -18,7 +18,7 @@ pub struct Failure {
     pub processes: Vec<ProcessId>,
     /// How the first of them ended.
     pub how: How,
-    /// What happened, where the processes of the job or its rendezvous have said more than an end does.
+    /// The failure as the processes or the rendezvous reported it, if they did.
     pub why: Option<String>,
 }
 

@@ -35,7 +35,7 @@ pub enum LaunchError {
         variable: &'static str,
         /// The file.
         path: String,
-        /// What is wrong with it.
+        /// The reason.
         why: String,
     },
     /// The processes ask for different transports. The environment's fault; every process of the job gets

@@ -13,7 +13,7 @@ pub struct Parting {
     /// The operation in words, with its line, as the first plan and as the second has it; or that
     /// there is none.
     pub issued: [String; 2],
-    /// What differs, where the two descriptions are the same.
+    /// The difference, if the two descriptions are the same.
     pub why: Option<String>,
 }
 

@@ -313,7 +313,7 @@ impl Program {
     fn abandon(&mut self, how: &str) -> Arc<Failure> {
         self.ended = true;
         let me = self.runtime.me;
-        // What went wrong here goes on as it is: its root is what everybody wants to read.
+        // An earlier failure goes to the others unchanged: they want to read its root.
         let failure = self.runtime.trouble().unwrap_or_else(|| {
             Arc::new(Failure::new(FailureKind::Left, me, self.count, format!("process {me} {how}")))
         });
@@ -437,7 +437,7 @@ impl Program {
     }
 }
 
-/// How long the issued work of a program has that is dropped without [`Program::finish`].
+/// The longest wait for issued work when a program is dropped without [`Program::finish`].
 const WORK_OF_UNFINISHED: Duration = Duration::from_secs(2);
 
 /// Shows the user a line. In one write: other processes of the job may be writing to the same place.

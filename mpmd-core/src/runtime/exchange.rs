@@ -140,8 +140,7 @@ impl Round<'_> {
         &self.group.rounds[self.round]
     }
 
-    /// What is for several devices bears its giver's place instead of theirs: nobody gives to
-    /// itself.
+    /// A message for several devices bears the place of its sender, which sends none to itself.
     fn key(&self, from: usize, to: usize) -> Key {
         let to = if self.flow().shared { from } else { to };
         let [from, to] = [from, to].map(|rank| self.group.places[rank] as u64);

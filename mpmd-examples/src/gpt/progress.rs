@@ -1,4 +1,4 @@
-//! What a training shows of itself on the way: a bar on a terminal, elsewhere a line now and then.
+//! Progress of a training: a bar on a terminal, elsewhere a line now and then.
 
 use std::time::Instant;
 

@@ -46,7 +46,7 @@ struct Job {
     outcomes: HashMap<(usize, PieceKey), Outcome>,
     reports: Vec<String>,
     discarded: usize,
-    /// Who was given up, and by whom: finder first.
+    /// Peers that were given up: the process that did so, then the peer.
     silent: Vec<(usize, usize)>,
     /// The rolling hash at each operation that a process has issued by itself.
     hashes: HashMap<(usize, u64), u128>,
@@ -666,8 +666,7 @@ fn an_operation_too_old_to_be_remembered_by_one_side_is_no_difference() {
 
 #[test]
 fn an_operation_that_one_side_has_forgotten_is_compared() {
-    // From whom to whom; whether the receiver asks first; the one that goes on with operations of
-    // others.
+    // Each case: the sender; whether the receiver expects first; the process that issues more.
     for case in 0..8 {
         let (from, asks_first, ahead) = (case & 1, case & 2 == 0, case >> 2);
         for bytes in [10, 100_000] {

@@ -184,7 +184,7 @@ impl Socket {
 
 #[cfg(test)]
 impl Socket {
-    /// A connection to who listens, made by a process that has ended since.
+    /// Connects to a listener from a process that has ended when this returns.
     pub(super) fn connected_by_the_dead(name: &[u8]) -> io::Result<Self> {
         use std::os::unix::process::CommandExt;
         use std::process::Command;

@@ -25,10 +25,9 @@ use super::drive::{Drive, Pair};
 use super::preamble::{Channel, Job, PREAMBLE_BYTES, Refusal};
 use super::{Tcp, TcpConfig};
 
-/// How long a connection may take to say who it is. In tests that is longer than any of them takes.
+/// The longest time from a connection to its preamble. No test lasts as long as the time for tests.
 const PREAMBLE_PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 3600 } else { 5 });
-/// Connections beyond those of peers that have not said yet who they are: one more pushes out the
-/// oldest.
+/// The most connections without a preamble, beside those of peers. One more closes the oldest.
 const MOST_STRANGERS: usize = 256;
 /// Connections that may wait to be accepted, where the system allows as many. One more would be
 /// dropped, and tried again only after a second or more.
@@ -178,7 +177,7 @@ async fn connect_all(listener: Listener, config: TcpConfig) -> Result<Vec<Option
             Some(met) = meetings.join_next() => match met {
                 Ok(Met::Peer(peer, channel, stream)) => {
                     let place = &mut found[peer.index()][channel as usize];
-                    // Whose answer was lost calls again; its first connection has ended then.
+                    // A peer that lost the answer calls again, and has closed its first connection.
                     if place.replace(stream).is_some_and(|before| is_open(&before)) {
                         let why = "two processes claim this number".to_owned();
                         return Err(TransportError::Protocol { peer, why });

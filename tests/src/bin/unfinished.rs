@@ -1,4 +1,4 @@
-//! `unfinished HOW WHO`: a job of which process `WHO` does otherwise than the others.
+//! `unfinished HOW PROCESS`: a job in which `PROCESS` does not finish its program, in the way `HOW`.
 
 use std::time::Duration;
 
@@ -59,7 +59,7 @@ fn main() -> Result<(), AnyError> {
     }
 }
 
-/// Issues work for `who`, whose end is printed.
+/// Issues work for `who`, and prints how it ends.
 fn work(p: &mut Program, who: ProcessId, fails: bool) -> Result<()> {
     let mesh = p.mesh_of(&[("one", 1)], &p.topology().devices_of(who)[..1])?;
     let slow = p.jit(Slow { fails }).on(&mesh).outputs(mesh.replicated()).build()?;

@@ -13,7 +13,7 @@ pub(super) struct Said {
     /// Without `MPMD_COORDINATOR`; `Err` says what would be needed for one.
     pub(super) coordinator: Result<String, String>,
     pub(super) hosted: bool,
-    /// What tells this job, and this attempt at it, from others, where the launcher says.
+    /// Text that differs between jobs and between attempts at one. Empty if the launcher gives none.
     pub(super) job: String,
 }
 

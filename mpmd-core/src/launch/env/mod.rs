@@ -179,8 +179,8 @@ fn planning(vars: &Vars<'_>, file: String) -> Result<JobEnv, LaunchError> {
         job: String::new(),
     };
     let env = complete(vars, said)?;
-    // Where nobody says a number it is that of no process: what a program does on one process alone
-    // is not done.
+    // Without a number the dry run is no process of the job: it does nothing that a program does on
+    // one process alone.
     let process = process.unwrap_or_else(|| u32::try_from(processes).unwrap_or(u32::MAX));
     Ok(JobEnv { process: ProcessId(process), plan: Some(PlanEnv { file: file.into(), steps }), ..env })
 }

@@ -25,7 +25,7 @@ pub(super) fn read(path: &str) -> Result<Vec<u8>, LaunchError> {
     // Opening a pipe would wait for its writer.
     let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
     let file = File::options().read(true).custom_flags(flags).open(path).map_err(failed)?;
-    // Of what is open, not of what may have that name by now.
+    // Of the open file: another one may have its name by now.
     let data = file.metadata().map_err(failed)?;
     if !data.is_file() {
         return Err(wrong("it is no regular file".to_owned()));

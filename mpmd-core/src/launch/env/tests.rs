@@ -236,7 +236,7 @@ fn another_attempt_at_a_job_has_another_token() {
 const JOB_17: [(&str, &str); 3] =
     [("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "2"), ("MPMD_COORDINATOR", "h:17")];
 
-/// What a process makes of a file with these bytes and this mode.
+/// Reads the environment of a process whose secret is in a file with these bytes and this mode.
 fn with_secret(bytes: &[u8], mode: u32) -> Result<JobEnv, LaunchError> {
     use std::os::unix::fs::PermissionsExt;
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Who knocks while the job meets and does not belong to it, and what it may cost.
+//! Strangers that connect while the job meets: they are refused, at a bounded cost.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
