@@ -265,7 +265,7 @@ mod tests {
         let kinds = (1..=13).filter_map(Kind::from_u16);
         let samples: Vec<_> =
             kinds.map(|kind| Header { kind, bytes: 9, ..sample() }.encode().to_vec()).collect();
-        mpmd_fuzz::bytes("wire_header", &samples, |input| {
+        mpmd_fuzz::bytes("wire-header", &samples, |input| {
             let mut bytes = [0; HEADER_BYTES];
             let length = input.len().min(HEADER_BYTES);
             bytes[..length].copy_from_slice(&input[..length]);

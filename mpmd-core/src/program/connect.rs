@@ -11,6 +11,7 @@ use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::{ProcessId, TransportError};
 
 use super::builder::{DEFAULT_PATIENCE, gpus_of, has_cuda};
+use super::neighbours::Neighbours;
 use super::recorder::MOST_STEPS;
 use super::transports::{self, Opened};
 use super::version;
@@ -32,15 +33,19 @@ const LEAVE_WITHIN: Duration = Duration::from_secs(5);
 pub(crate) struct Membership {
     rendezvous: Rendezvous,
     server: Option<Server>,
+    neighbours: Arc<Neighbours>,
 }
 
 impl Membership {
     /// Hands what the rendezvous hears of others' ends to the runtime.
     pub(super) fn watch(&self, runtime: &Arc<Runtime>) {
-        let runtime = Arc::downgrade(runtime);
+        let (runtime, neighbours) = (Arc::downgrade(runtime), self.neighbours.clone());
         self.rendezvous.on_down(Box::new(move |down| {
             let Some(runtime) = runtime.upgrade() else { return };
             match down {
+                Down::Process(process, why) if neighbours.has_ended(process) => {
+                    runtime.peer_ended(process, &why);
+                }
                 Down::Process(process, why) => runtime.suspect(process, &why),
                 Down::Server(why) => runtime.rendezvous_lost(&why),
             }
@@ -194,7 +199,8 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
         Err(error @ RendezvousError::Program { .. }) => return Err(wrong(error)),
         Err(error) => return Err(opened.err().unwrap_or_else(|| wrong(error))),
     };
-    let membership = Membership { rendezvous, server };
+    let neighbours = Arc::new(Neighbours::find(env.process, &members));
+    let membership = Membership { rendezvous, server, neighbours };
     let agreed = || {
         told?;
         let opened = match (transports::agree(&members), opened) {

@@ -8,6 +8,7 @@ mod costs;
 mod holdings;
 mod label;
 mod metrics;
+mod neighbours;
 mod recorder;
 mod simulate;
 pub mod transports;

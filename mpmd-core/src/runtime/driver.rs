@@ -87,6 +87,13 @@ impl Runtime {
         self.with_router(|router| router.issue_span(op, span, || self.now()));
     }
 
+    /// A peer's process has ended. The transport may not know.
+    pub(crate) fn peer_ended(self: &Arc<Self>, peer: ProcessId, why: &str) {
+        self.with_router(|router| router.peer_down(peer, why));
+        self.give_up(peer, why);
+        self.changed.notify_all();
+    }
+
     /// The rendezvous has lost a peer, which may be gone. The transport may not know.
     pub(crate) fn suspect(self: &Arc<Self>, peer: ProcessId, why: &str) {
         self.with_router(|router| router.suspect(peer, why, self.now()));

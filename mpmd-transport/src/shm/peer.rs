@@ -1,6 +1,5 @@
 //! One peer: what goes to it, and what comes from it.
 
-use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -302,17 +301,14 @@ impl Inbound {
         Ok(())
     }
 
-    /// Notes a loan that is not there yet, and its fence. Returns false and notes nothing if a loan of this
-    /// number is on its way already.
-    #[must_use]
-    pub(super) fn note_landing(&mut self, loan: u64, arriving: Option<Arc<dyn Arriving>>) -> bool {
-        match self.landing.entry(loan) {
-            Entry::Occupied(_) => false,
-            Entry::Vacant(place) => {
-                place.insert(arriving);
-                true
-            }
-        }
+    /// Returns true if a loan of this number is on its way.
+    pub(super) fn is_landing(&self, loan: u64) -> bool {
+        self.landing.contains_key(&loan)
+    }
+
+    /// Notes a loan that is not there yet, and its fence.
+    pub(super) fn note_landing(&mut self, loan: u64, arriving: Option<Arc<dyn Arriving>>) {
+        self.landing.insert(loan, arriving);
     }
 
     /// A loan is there, or never will be; false where it was not awaited.

@@ -316,12 +316,15 @@ impl Shared {
         let (number, offset, bytes) = (lent.segment.get(), lent.offset.get(), lent.bytes.get());
         let (loan, flags) = (lent.loan.get(), lent.flags.get());
         let (is_copied, is_later) = (flags & COPY != 0, flags & LATER != 0);
+        if is_later && inbound.is_landing(loan) {
+            return Err(twice(loan));
+        }
         let segment = match inbound.segment(number, peer, &self.mappings, &self.devices) {
             Ok(segment) => segment,
             Err(NoSegment::Fault(error)) => return Err(Fault::of(error)),
             Err(NoSegment::Closed(why)) => {
-                if is_later && !inbound.note_landing(loan, None) {
-                    return Err(twice(loan));
+                if is_later {
+                    inbound.note_landing(loan, None);
                 }
                 peer.returns.give_back(loan, is_copied);
                 return Ok(Unreadable::payload(from, header, why));
@@ -351,14 +354,10 @@ impl Shared {
             match self.hear(tokens) {
                 Ok(arriving) => {
                     landing = Some(arriving.clone().fence());
-                    if !inbound.note_landing(loan, Some(arriving)) {
-                        return Err(twice(loan));
-                    }
+                    inbound.note_landing(loan, Some(arriving));
                 }
                 Err(why) => {
-                    if !inbound.note_landing(loan, None) {
-                        return Err(twice(loan));
-                    }
+                    inbound.note_landing(loan, None);
                     return Ok(Unreadable::payload(from, header, why));
                 }
             }
