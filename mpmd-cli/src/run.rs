@@ -28,15 +28,17 @@ pub(crate) struct Run {
     /// Number of processes
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     processes: u32,
-    /// The transport between them; by default what MPMD_TRANSPORT says, else auto: memory that processes of one host
-    /// share where they can (shm), else tcp. What shm and ucx need, `mpmd doctor` says
+    /// The transport between them; by default what MPMD_TRANSPORT says, else auto: memory that
+    /// processes of one host share where they can (shm), else tcp. What shm and ucx need, `mpmd
+    /// doctor` says
     #[arg(long, value_name = "NAME", value_parser = transports::NAMES)]
     transport: Option<String>,
     /// Number of devices of each process; by default the program's choice
     #[arg(long, value_name = "D", value_parser = clap::value_parser!(u32).range(1..))]
     devices_per_process: Option<u32>,
-    /// What the devices are: cpu, or cuda for graphics processors; or one of them for each process in order, such as
-    /// cpu,cuda, where the last counts for all that follow. By default what MPMD_DEVICE says, else the program's choice
+    /// What the devices are: cpu, or cuda for graphics processors; or one of them for each process
+    /// in order, such as cpu,cuda, where the last counts for all that follow. By default what
+    /// MPMD_DEVICE says, else the program's choice
     #[arg(long, value_name = "KIND[,KIND...]", value_parser = kinds)]
     device: Option<String>,
     /// How long the processes wait for each other
@@ -45,7 +47,8 @@ pub(crate) struct Run {
     /// How long the others may go on once one has failed
     #[arg(long, value_name = "SECONDS", default_value = "6", value_parser = seconds)]
     grace: Duration,
-    /// Have each process write what becomes of its operations to a file in this folder, for `mpmd trace`
+    /// Have each process write what becomes of its operations to a file in this folder, for `mpmd
+    /// trace`
     #[arg(long, value_name = "DIR")]
     trace: Option<PathBuf>,
     /// Print lines as they are, without saying whose they are
@@ -113,8 +116,8 @@ pub(crate) struct Exec {
 }
 
 impl Exec {
-    /// Becomes the program. What [`adopt`] asks of the operating system outlives that, so that programs
-    /// that know nothing of us end with the launcher too.
+    /// Becomes the program. What [`adopt`] asks of the operating system outlives that, so that
+    /// programs that know nothing of us end with the launcher too.
     pub(crate) fn run(self) -> anyhow::Result<ExitCode> {
         let Some((program, args)) = self.program.split_first() else {
             anyhow::bail!("no program is given");

@@ -13,8 +13,14 @@ use serde_json::Value;
 const LONG: Duration = Duration::from_secs(120);
 
 /// What may be set where the tests run.
-const SET: [&str; 6] =
-    ["MPMD_RANK", "MPMD_WORLD_SIZE", "MPMD_LAUNCHER_PID", "MPMD_TRANSPORT", "MPMD_LINKS", "MPMD_SPIN"];
+const SET: [&str; 6] = [
+    "MPMD_RANK",
+    "MPMD_WORLD_SIZE",
+    "MPMD_LAUNCHER_PID",
+    "MPMD_TRANSPORT",
+    "MPMD_LINKS",
+    "MPMD_SPIN",
+];
 
 fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
@@ -27,8 +33,11 @@ fn command(args: &[&str]) -> Command {
 
 /// Runs it to its end, which must come in time.
 fn run(mut command: Command) -> Output {
-    let child =
-        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the program of this package");
+    let child = command
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program of this package");
     let pid = Pid::from_child(&child);
     let (sender, ended) = mpsc::channel();
     std::thread::spawn(move || sender.send(child.wait_with_output()));
@@ -57,7 +66,9 @@ fn complaint(args: &[&str]) -> String {
 }
 
 fn lines(said: &str) -> Vec<Value> {
-    said.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"))).collect()
+    said.lines()
+        .map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}")))
+        .collect()
 }
 
 /// All samples are there and none is nothing.
@@ -94,7 +105,8 @@ fn measured_links_are_a_file_that_jobs_read() {
         assert!(said.contains(class), "{said}");
     }
     assert!(said.contains("measured") && said.contains("default"), "{said}");
-    let costs: Value = serde_json::from_slice(&std::fs::read(&file).expect("it was written")).expect("JSON");
+    let costs: Value =
+        serde_json::from_slice(&std::fs::read(&file).expect("it was written")).expect("JSON");
     assert!(costs["same_host"]["bytes_per_us"].as_u64() > Some(0), "{costs}");
     let mut command = command(&["links", "--repeats", "2", "--json"]);
     command.env("MPMD_LINKS", path);
@@ -144,7 +156,8 @@ fn a_pair_is_measured_at_both_levels_and_every_size() {
                 if level == "message" {
                     continue;
                 }
-                // Twice as many as the repeats of others, and until every piece of memory has been in use.
+                // Twice as many as the repeats of others, and until every piece of memory has been
+                // in use.
                 expected.push((Some(level), "handover", bytes, "us", 4));
                 expected.push((Some(level), "handover warm-up", bytes, "us", 12));
                 if bytes >= 1 << 20 {
@@ -194,21 +207,26 @@ fn hand_overs_alone_are_a_table_with_the_warm_up_beside_them() {
 
 #[test]
 fn one_level_of_few_sizes_beside_busy_threads_is_a_table() {
-    let said = bench(&["p2p", "--level", "message", "--sizes", "64", "--repeats", "1", "--busy", "1"]);
+    let said =
+        bench(&["p2p", "--level", "message", "--sizes", "64", "--repeats", "1", "--busy", "1"]);
     let lines: Vec<&str> = said.lines().collect();
     assert_eq!(lines.len(), 5, "{said}");
     assert!(lines[0].contains("shm") && lines[0].contains("1 busy"), "{said}");
-    for (line, starts) in
-        lines[1..].iter().zip(["level", "message  latency", "message  bandwidth", "         memcpy"])
-    {
+    for (line, starts) in lines[1..].iter().zip([
+        "level",
+        "message  latency",
+        "message  bandwidth",
+        "         memcpy",
+    ]) {
         assert!(line.starts_with(starts), "{said}");
     }
 }
 
-/// Stands in for `ucx_perftest`: its two processes are a pair of ours, started as another launcher would, and
-/// what it says is always the same.
+/// Stands in for `ucx_perftest`: its two processes are a pair of ours, started as another launcher
+/// would, and what it says is always the same.
 fn stand_in() -> PathBuf {
-    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("perftest-{}", std::process::id()));
+    let path =
+        Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("perftest-{}", std::process::id()));
     let script = format!(
         r#"#!/bin/sh
 export MPMD_RANK=0 MPMD_WORLD_SIZE=2
@@ -232,7 +250,8 @@ fi
 "#,
         mpmd = env!("CARGO_BIN_EXE_mpmd")
     );
-    // Written by another process: a file that a child of ours inherits open for writing cannot be run.
+    // Written by another process: a file that a child of ours inherits open for writing cannot be
+    // run.
     let mut writer = Command::new("sh");
     writer.args(["-c", "cat > \"$0\" && chmod 700 \"$0\""]).arg(&path).stdin(Stdio::piped());
     let mut writer = writer.spawn().expect("a shell");
@@ -269,9 +288,14 @@ fn the_peer_is_measured_in_turns_and_compared() {
         assert_measured(line, 2);
     }
     let (latency, bandwidth) = (&lines[0], &lines[1]);
-    let figure = |line: &Value, name: &str| line[name].as_f64().unwrap_or_else(|| panic!("{name} in {line}"));
+    let figure = |line: &Value, name: &str| {
+        line[name].as_f64().unwrap_or_else(|| panic!("{name} in {line}"))
+    };
     assert_eq!(figure(latency, "peer_median"), 2.5);
-    assert!((figure(latency, "difference_us") - (figure(latency, "median") - 2.5)).abs() < 1e-9, "{latency}");
+    assert!(
+        (figure(latency, "difference_us") - (figure(latency, "median") - 2.5)).abs() < 1e-9,
+        "{latency}"
+    );
     // It counts in mebibytes, whatever it calls them.
     assert!((figure(bandwidth, "peer_median") - 1.048_576).abs() < 1e-9, "{bandwidth}");
     assert!(
@@ -301,7 +325,8 @@ fn a_peer_that_is_missing_or_fails_is_said_and_how_to_name_one() {
         "/bin/false",
     ]);
     assert!(
-        said.contains("/bin/false for latency of 8 bytes") && said.contains("the server ended with"),
+        said.contains("/bin/false for latency of 8 bytes")
+            && said.contains("the server ended with"),
         "{said}"
     );
     let said = complaint(&["p2p", "--peer", "--perftest", "/bin/true", "--case", "handover"]);
@@ -365,11 +390,11 @@ fn a_job_of_another_launcher_is_measured_over_what_it_really_has() {
     }
 }
 
-/// Lines of `bench pipeline` with these further words, for a network of six small layers that learns so fast
-/// that the losses show every gradient.
+/// Lines of `bench pipeline` with these further words, for a network of six small layers that
+/// learns so fast that the losses show every gradient.
 fn pipeline(args: &[&str]) -> Vec<Value> {
-    let small =
-        "pipeline --dim 24 --layers 6 --microbatch 3 --microbatches 4 --warm-up 1 --learning-rate 0.3 --json";
+    let small = "pipeline --dim 24 --layers 6 --microbatch 3 --microbatches 4 --warm-up 1 \
+        --learning-rate 0.3 --json";
     lines(&bench(&[&small.split(' ').collect::<Vec<_>>(), args].concat()))
 }
 
@@ -411,7 +436,11 @@ fn steps_of_a_pipeline_are_measured_beside_their_kernels() {
             let (name, unit, repeats) = expected[at % expected.len()];
             assert_eq!((&line["name"], &line["unit"]), (&name.into(), &unit.into()), "{line}");
             if name == "mapped late" {
-                assert_eq!((&line["p90"], &line["repeats"]), (&0.0.into(), &repeats.into()), "{line}");
+                assert_eq!(
+                    (&line["p90"], &line["repeats"]),
+                    (&0.0.into(), &repeats.into()),
+                    "{line}"
+                );
             } else {
                 assert_measured(line, repeats);
             }
@@ -434,13 +463,25 @@ fn steps_of_a_pipeline_are_measured_beside_their_kernels() {
 #[test]
 fn however_a_network_is_cut_it_learns_the_same() {
     let cut = |stages: usize| {
-        let words = ["--schedule", "gpipe", "--repeats", "1", "--check", "--transport", "inproc", "--stages"];
+        let words = [
+            "--schedule",
+            "gpipe",
+            "--repeats",
+            "1",
+            "--check",
+            "--transport",
+            "inproc",
+            "--stages",
+        ];
         let lines = pipeline(&[&words[..], &[&stages.to_string()]].concat());
         let value = |name: &str| median(named(&lines, name)[0]);
         assert_eq!(named(&lines, "forward").len(), stages);
         assert_eq!(value("moved"), ((stages - 1) * 2 * 4 * 3 * 24 * 4) as f64);
         assert!((value("efficiency") - value("ideal") / value("step")).abs() < 1e-9, "{lines:?}");
-        assert!((value("rate ratio") - value("kernels") / value("library")).abs() < 1e-9, "{lines:?}");
+        assert!(
+            (value("rate ratio") - value("kernels") / value("library")).abs() < 1e-9,
+            "{lines:?}"
+        );
         value("loss")
     };
     let whole = cut(1);
@@ -450,13 +491,20 @@ fn however_a_network_is_cut_it_learns_the_same() {
 
 #[test]
 fn a_loss_that_is_off_is_an_error() {
-    let small = "pipeline --dim 8 --layers 2 --microbatch 2 --microbatches 2 --warm-up 1 --repeats 1 --check";
+    let small = "pipeline --dim 8 --layers 2 --microbatch 2 --microbatches 2 --warm-up 1 \
+        --repeats 1 --check";
     for transport in ["tcp", "inproc"] {
         for schedule in ["1f1b", "gpipe"] {
             let words = ["--expect", "0.125", "--schedule", schedule, "--transport", transport];
             let said = complaint(&[&small.split(' ').collect::<Vec<_>>()[..], &words].concat());
-            assert!(said.contains("the loss of step 1 is") && said.contains("instead of 0.125"), "{said}");
-            assert!(said.to_lowercase().contains(&format!("{schedule} over {transport}")), "{said}");
+            assert!(
+                said.contains("the loss of step 1 is") && said.contains("instead of 0.125"),
+                "{said}"
+            );
+            assert!(
+                said.to_lowercase().contains(&format!("{schedule} over {transport}")),
+                "{said}"
+            );
         }
     }
 }
@@ -475,10 +523,16 @@ fn pipelines_that_cannot_be_measured_are_refused() {
     assert!(refused("pipeline --expect 0.5").contains("--check"));
     assert!(refused("pipeline --microbatches 0").contains("microbatches"));
     let mut command = command(&["pipeline"]);
-    command.env("MPMD_RANK", "0").env("MPMD_WORLD_SIZE", "3").env("MPMD_COORDINATOR", "127.0.0.1:9");
+    command
+        .env("MPMD_RANK", "0")
+        .env("MPMD_WORLD_SIZE", "3")
+        .env("MPMD_COORDINATOR", "127.0.0.1:9");
     let output = run(command);
     let said = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && said.contains("2 stages need as many processes, not 3"), "{said}");
+    assert!(
+        !output.status.success() && said.contains("2 stages need as many processes, not 3"),
+        "{said}"
+    );
 }
 
 #[test]
@@ -504,7 +558,8 @@ fn plain_copies_are_measured_warm_and_fresh() {
 
 #[test]
 fn steps_are_issued_and_replayed_by_one_process_of_many() {
-    let said = bench(&["replay", "--ranks", "6", "--microbatches", "9", "--repeats", "2", "--json"]);
+    let said =
+        bench(&["replay", "--ranks", "6", "--microbatches", "9", "--repeats", "2", "--json"]);
     let lines = lines(&said);
     let names: Vec<&str> = lines.iter().filter_map(|line| line["name"].as_str()).collect();
     let expected =
@@ -514,12 +569,14 @@ fn steps_are_issued_and_replayed_by_one_process_of_many() {
         assert_measured(line, repeats);
         assert_eq!(line["unit"], "us", "{line}");
     }
-    // Nine times two passes of six stages, and five moves each way; here two passes, and two moves in and two out.
+    // Nine times two passes of six stages, and five moves each way; here two passes, and two moves
+    // in and two out.
     assert_eq!(lines[1]["parameters"], "6 ranks x 9, rank 3, 198 operations", "{said}");
     assert_eq!(lines[3]["parameters"], "6 ranks x 9, rank 3, 54 operations", "{said}");
     // More messages than a sender has credit for, on the first and the last rank.
     for rank in ["0", "1"] {
-        let args = ["replay", "--ranks", "2", "--microbatches", "3000", "--repeats", "1", "--rank", rank];
+        let args =
+            ["replay", "--ranks", "2", "--microbatches", "3000", "--repeats", "1", "--rank", rank];
         let table = bench(&args);
         assert!(table.contains("step replayed") && table.contains("12000 operations"), "{table}");
     }
@@ -529,9 +586,11 @@ fn steps_are_issued_and_replayed_by_one_process_of_many() {
 
 #[test]
 fn jobs_of_more_and_more_stages_are_measured_by_operation() {
-    let said = bench(&["stages", "--stages", "1,3", "--microbatches", "2", "--repeats", "2", "--json"]);
+    let said =
+        bench(&["stages", "--stages", "1,3", "--microbatches", "2", "--repeats", "2", "--json"]);
     let lines = lines(&said);
-    let of: Vec<&str> = lines.iter().filter_map(|line| line["parameters"].as_str()).step_by(2).collect();
+    let of: Vec<&str> =
+        lines.iter().filter_map(|line| line["parameters"].as_str()).step_by(2).collect();
     let expected = [
         "issued, 1 stages x 2, 4 operations",
         "issued, 3 stages x 2, 20 operations",
@@ -540,7 +599,10 @@ fn jobs_of_more_and_more_stages_are_measured_by_operation() {
     ];
     assert_eq!(of, expected);
     for pair in lines.chunks(2) {
-        assert_eq!((&pair[0]["name"], &pair[1]["name"]), (&"per operation".into(), &"to the first".into()));
+        assert_eq!(
+            (&pair[0]["name"], &pair[1]["name"]),
+            (&"per operation".into(), &"to the first".into())
+        );
         assert_measured(&pair[0], 2);
         assert_measured(&pair[1], 1);
     }

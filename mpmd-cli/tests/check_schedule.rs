@@ -18,7 +18,8 @@ fn a_schedule_that_is_proved_ends_with_0() {
     assert_eq!(code, Some(0), "{out}");
     assert!(out.contains("order    ends over tags, direction, pair, single\n"), "{out}");
     assert!(out.contains("step     117 unit") && out.contains("over single: 172 unit"), "{out}");
-    let (code, out, _) = said(&check(&["1f1b", "-p", "4", "-m", "8", "--json", "--channel", "tags:2,eager"]));
+    let (code, out, _) =
+        said(&check(&["1f1b", "-p", "4", "-m", "8", "--json", "--channel", "tags:2,eager"]));
     assert_eq!(code, Some(0), "{out}");
     let json: serde_json::Value = serde_json::from_str(&out).unwrap();
     assert_eq!(json["step"]["makespan"], 33.0);
@@ -34,7 +35,10 @@ fn a_schedule_that_is_refuted_ends_with_1() {
     fs::write(file, "0F0,0F0,0B0\n1F0\n").unwrap();
     let (code, out, _) = said(&check(&[file]));
     assert_eq!(code, Some(1), "{out}");
-    assert!(out.contains("fault    0F0 is there twice: rank 0, place 0 and rank 0, place 1\n"), "{out}");
+    assert!(
+        out.contains("fault    0F0 is there twice: rank 0, place 0 and rank 0, place 1\n"),
+        "{out}"
+    );
     assert!(out.contains("fault    1B0 is missing; stage 1 is on rank 1\n"), "{out}");
     let (code, out, _) = said(&check(&["gpipe", "-p", "2", "-m", "8", "--budget", "4activations"]));
     assert_eq!(code, Some(1), "{out}");
@@ -51,7 +55,8 @@ fn what_cannot_be_checked_ends_with_2() {
     let file = folder.path().join("x.csv");
     let file = file.to_str().unwrap();
     fs::write(file, "0F0,2BW0\n").unwrap();
-    for args in [&[file][..], &["gpipe"], &["no such", "-p", "2", "-m", "2"], &["no/such.csv"], &[]] {
+    for args in [&[file][..], &["gpipe"], &["no such", "-p", "2", "-m", "2"], &["no/such.csv"], &[]]
+    {
         let (code, out, error) = said(&check(args));
         assert_eq!((code, out.as_str()), (Some(2), ""), "{args:?} {error}");
         assert!(!error.is_empty());

@@ -17,7 +17,11 @@ fn doctor(args: &[&str], vars: &[(&str, &str)]) -> Output {
             command.env_remove(&name);
         }
     }
-    command.envs(vars.iter().copied()).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+        .envs(vars.iter().copied())
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();
     let until = Instant::now() + LONG;
     // Its output is a few KiB, which a pipe holds.
@@ -39,14 +43,18 @@ fn text(bytes: &[u8]) -> String {
 fn json(args: &[&str], vars: &[(&str, &str)]) -> (Option<i32>, Value) {
     let output = doctor(args, vars);
     let said = serde_json::from_slice(&output.stdout);
-    let said =
-        said.unwrap_or_else(|error| panic!("{error}: {}{}", text(&output.stdout), text(&output.stderr)));
+    let said = said.unwrap_or_else(|error| {
+        panic!("{error}: {}{}", text(&output.stdout), text(&output.stderr))
+    });
     (output.status.code(), said)
 }
 
 fn finding<'a>(said: &'a Value, name: &str) -> &'a Value {
     let findings = said["findings"].as_array().unwrap();
-    findings.iter().find(|finding| finding["name"] == name).unwrap_or_else(|| panic!("{name}: {said}"))
+    findings
+        .iter()
+        .find(|finding| finding["name"] == name)
+        .unwrap_or_else(|| panic!("{name}: {said}"))
 }
 
 #[test]
@@ -116,9 +124,10 @@ fn reading_anothers_memory_is_really_tried() {
 #[cfg(not(feature = "ucx"))]
 #[test]
 fn a_transport_that_is_not_compiled_in_is_a_problem_to_who_asks_for_it() {
-    for (args, vars) in
-        [(&["--json", "--transport", "ucx"][..], &[][..]), (&["--json"], &[("MPMD_TRANSPORT", "ucx")])]
-    {
+    for (args, vars) in [
+        (&["--json", "--transport", "ucx"][..], &[][..]),
+        (&["--json"], &[("MPMD_TRANSPORT", "ucx")]),
+    ] {
         let (status, said) = json(args, vars);
         assert_eq!(status, Some(1), "{said}");
         let ucx = finding(&said, "ucx");
@@ -147,14 +156,22 @@ fn devices_that_cannot_be_had_are_a_problem_to_who_asks_for_them() {
         assert!(said["facts"]["cuda"]["missing"]["why"].is_string(), "{said}");
     }
     let (status, said) = json(&["--json"], &[hidden]);
-    assert_eq!((status, &finding(&said, "cuda")["verdict"]), (Some(0), &Value::from("note")), "{said}");
+    assert_eq!(
+        (status, &finding(&said, "cuda")["verdict"]),
+        (Some(0), &Value::from("note")),
+        "{said}"
+    );
     let (status, said) = json(&["--json"], &[hidden, ("MPMD_DEVICE", "gpu")]);
-    assert_eq!((status, &finding(&said, "MPMD_DEVICE")["verdict"]), (Some(1), &Value::from("problem")));
+    assert_eq!(
+        (status, &finding(&said, "MPMD_DEVICE")["verdict"]),
+        (Some(1), &Value::from("problem"))
+    );
 }
 
 #[test]
 fn wrong_settings_are_problems_and_secrets_stay_secret() {
-    let (status, said) = json(&["--json"], &[("MPMD_TRANSPORT", "pigeon"), ("MPMD_JOB_TOKEN", "5ec2e7")]);
+    let (status, said) =
+        json(&["--json"], &[("MPMD_TRANSPORT", "pigeon"), ("MPMD_JOB_TOKEN", "5ec2e7")]);
     assert_eq!(status, Some(1), "{said}");
     assert!(
         finding(&said, "transport")["advice"].as_str().unwrap().contains("auto, shm, tcp, ucx"),
@@ -162,6 +179,9 @@ fn wrong_settings_are_problems_and_secrets_stay_secret() {
     );
     assert!(!said.to_string().contains("5ec2e7"), "{said}");
     let (status, said) = json(&["--json"], &[("MPMD_SPIN", "often")]);
-    assert_eq!((status, &finding(&said, "MPMD_SPIN")["verdict"]), (Some(1), &Value::from("problem")));
+    assert_eq!(
+        (status, &finding(&said, "MPMD_SPIN")["verdict"]),
+        (Some(1), &Value::from("problem"))
+    );
     assert_eq!(doctor(&["--transport", "pigeon"], &[]).status.code(), Some(2));
 }

@@ -24,16 +24,19 @@ fn told_all(what: &str, cases: &[Value]) -> Vec<Value> {
 
 #[test]
 fn layouts_are_those_of_the_golden_file() {
-    let cases = golden(include_str!("../../mpmd-core/tests/golden/named_sharding_layout.json"), 240);
+    let cases =
+        golden(include_str!("../../mpmd-core/tests/golden/named_sharding_layout.json"), 240);
     for (i, (case, answer)) in cases.iter().zip(told_all("layout", &cases)).enumerate() {
-        let expected = json!({"regions": case["regions"], "fully_replicated": case["fully_replicated"]});
+        let expected =
+            json!({"regions": case["regions"], "fully_replicated": case["fully_replicated"]});
         assert_eq!(answer, expected, "case {i}");
     }
 }
 
 #[test]
 fn intermediates_are_those_of_the_golden_file() {
-    let cases = golden(include_str!("../../mpmd-core/tests/golden/intermediate_sharding.json"), 240);
+    let cases =
+        golden(include_str!("../../mpmd-core/tests/golden/intermediate_sharding.json"), 240);
     for (i, (case, answer)) in cases.iter().zip(told_all("intermediate", &cases)).enumerate() {
         let mut expected = case.as_object().unwrap().clone();
         expected.retain(|field, _| field != "src" && field != "dst");
@@ -61,7 +64,10 @@ fn specs_and_classes_of_errors_are_those_of_the_golden_file() {
         assert_eq!(answer.get("error"), case.get("error"), "case {i}: {answer}");
         if answer.get("error").is_some() {
             errors += 1;
-            assert!(answer["message"].as_str().unwrap().starts_with("leaf `"), "case {i}: {answer}");
+            assert!(
+                answer["message"].as_str().unwrap().starts_with("leaf `"),
+                "case {i}: {answer}"
+            );
         }
     }
     assert_eq!(errors, 25);
@@ -70,14 +76,16 @@ fn specs_and_classes_of_errors_are_those_of_the_golden_file() {
 #[test]
 fn a_case_has_an_answer_and_a_list_a_list() {
     let case = json!({"shape": [5, 2], "dim": 0, "placements": [0, 1]});
-    let answer =
-        json!({"offsets_by_rank": [[0, 0], [3, 0]], "sizes_by_rank": [[3, 2], [2, 2]], "ranks": [0, 1]});
+    let answer = json!({"offsets_by_rank": [[0, 0], [3, 0]], "sizes_by_rank": [[3, 2], [2, 2]], "ranks": [0, 1]});
     assert_eq!(told("chunk", &case), answer);
     assert_eq!(told("chunk", &json!([case])), json!([answer]));
     assert_eq!(told("chunk", &json!([case, case, case])), json!([answer, answer, answer]));
     assert_eq!(told("chunk", &json!([])), json!([]));
     let one_is_wrong = told("chunk", &json!([case, {"shape": [5], "dim": 1, "placements": [0]}]));
-    assert_eq!((&one_is_wrong[0], &one_is_wrong[1]["error"]), (&answer, &json!("dim_out_of_range")));
+    assert_eq!(
+        (&one_is_wrong[0], &one_is_wrong[1]["error"]),
+        (&answer, &json!("dim_out_of_range"))
+    );
 }
 
 #[test]
@@ -111,21 +119,28 @@ fn what_has_the_wrong_form_is_said_with_case_and_field() {
         ("chunk", r#"{"shape": [4]"#.into(), "standard input is no JSON: EOF"),
         ("chunk", format!("{chunk} {chunk}"), "is no JSON: trailing characters"),
         ("chunk", "7".into(), "case 0: the case: expected an object, found 7"),
-        ("chunk", r#"{"shape": [4], "dim": 0}"#.into(), "case 0: the case: has no field `placements`"),
+        ("chunk", r#"{"shape": [4], "dim": 0}"#.into(), "case 0: the case: has no field \
+            `placements`"),
         (
             "chunk",
             format!(r#"[{chunk}, {chunk}, {{"shape": [4, -1], "dim": 0, "placements": [0]}}]"#),
             "case 2: `shape[1]`: expected a whole number from 0, found -1",
         ),
-        ("chunk", chunk.replace("\"dim\": 0", "\"dim\": \"rows\""), "case 0: `dim`: expected a whole number"),
-        ("layout", layout("{}"), "case 0: `sharding`: a sharding has one of the fields mesh, chunk, shards"),
+        ("chunk", chunk.replace("\"dim\": 0", "\"dim\": \"rows\""), "case 0: `dim`: expected a \
+            whole number"),
+        ("layout", layout("{}"), "case 0: `sharding`: a sharding has one of the fields mesh, \
+            chunk, shards"),
         ("layout", layout(&format!(r#"{{{mesh}, "device": 0, "spec": []}}"#)), "one of the fields"),
         ("layout", layout(&format!("{{{mesh}}}")), "case 0: `sharding`: has no field `spec`"),
-        ("layout", layout(&format!(r#"{{{mesh}, "spec": [3]}}"#)), "`sharding.spec[0]`: expected null, an axis"),
-        ("layout", layout(&format!(r#"{{{mesh}, "spec": [["x", 1]]}}"#)), "`sharding.spec[0][1]`: expected a text"),
-        ("layout", layout(r#"{"device": 4294967296}"#), "`sharding.device`: expected a number from 0 to"),
+        ("layout", layout(&format!(r#"{{{mesh}, "spec": [3]}}"#)), "`sharding.spec[0]`: expected \
+            null, an axis"),
+        ("layout", layout(&format!(r#"{{{mesh}, "spec": [["x", 1]]}}"#)), "`sharding.spec[0][1]`: \
+            expected a text"),
+        ("layout", layout(r#"{"device": 4294967296}"#), "`sharding.device`: expected a number \
+            from 0 to"),
         ("layout", layout(r#"{"shards": [{"device": 1, "region": [[0]]}]}"#), "`sharding.shards[0].region[0]`"),
-        ("intermediate", r#"{"src": {"device": 0}}"#.into(), "case 0: the case: has no field `dst`"),
+        ("intermediate", r#"{"src": {"device": 0}}"#.into(), "case 0: the case: has no field \
+            `dst`"),
         (
             "rules",
             r#"{"mesh": [["x", 2]], "strategy": [], "params": {"a": [{"shape": [2]}]}}"#.into(),
@@ -164,18 +179,34 @@ fn bad_meshes_and_specs_have_an_error_for_an_answer() {
     let two = |spec: Value| named(json!(["x", "y"]), json!([2, 2]), json!([0, 1, 2, 3]), spec);
     let table = [
         (two(json!(["z"])), "unknown_axis", "axis `z`, but the mesh is {x:2, y:2}"),
-        (two(json!(["x", "x"])), "duplicate_axis", "axis `x` divides dimension 0 and again dimension 1"),
+        (
+            two(json!(["x", "x"])),
+            "duplicate_axis",
+            "axis `x` divides dimension 0 and again dimension 1",
+        ),
         (two(json!([["x", "y"]])), "not_divisible", "dimension 0 of shape [6, 4] has size 6"),
-        (two(json!([null, null, null])), "spec_too_long", "3 entries, but shape [6, 4] has 2 dimensions"),
+        (
+            two(json!([null, null, null])),
+            "spec_too_long",
+            "3 entries, but shape [6, 4] has 2 dimensions",
+        ),
         (
             named(json!(["x", "x"]), json!([1, 2]), json!([0, 1]), json!([])),
             "duplicate_axis",
             "axis `x` is named twice in {x:1, x:2}",
         ),
         (named(json!(["x"]), json!([2]), json!([5, 5]), json!([])), "duplicate_device", "device 5"),
-        (named(json!(["x"]), json!([3]), json!([0]), json!([])), "device_count", "takes 3 devices, found 1"),
+        (
+            named(json!(["x"]), json!([3]), json!([0]), json!([])),
+            "device_count",
+            "takes 3 devices, found 1",
+        ),
         (named(json!(["x"]), json!([0]), json!([]), json!([])), "empty_axis", "axis `x` of size 0"),
-        (named(json!(["x"]), json!([1, 1]), json!([0]), json!([])), "axis_count", "1 axes has 2 sizes"),
+        (
+            named(json!(["x"]), json!([1, 1]), json!([0]), json!([])),
+            "axis_count",
+            "1 axes has 2 sizes",
+        ),
     ];
     for (case, error, message) in &table {
         refused("layout", case, error, &[message]);
@@ -190,12 +221,17 @@ fn bad_meshes_and_specs_have_an_error_for_an_answer() {
 fn bad_shards_and_chunks_have_an_error_for_an_answer() {
     let shards = |regions: Value| {
         let shard = |(device, region): (usize, &Value)| json!({"device": device, "region": region});
-        let shards: Vec<Value> = regions.as_array().unwrap().iter().enumerate().map(shard).collect();
+        let shards: Vec<Value> =
+            regions.as_array().unwrap().iter().enumerate().map(shard).collect();
         json!({"shape": [4, 4], "dtype": "f32", "src": {"device": 9}, "dst": {"shards": shards}})
     };
     let left = json!([[0, 4], [0, 2]]);
     let table = [
-        (json!([left, [[0, 4], [1, 4]]]), "overlap", "device 1 has [0..4, 1..4]: both have [0..4, 1..2]"),
+        (
+            json!([left, [[0, 4], [1, 4]]]),
+            "overlap",
+            "device 1 has [0..4, 1..4]: both have [0..4, 1..2]",
+        ),
         (json!([left]), "gap", "no device has [0..4, 2..4]"),
         (json!([left, [[0, 4], [2, 5]]]), "past_end", "device 1 has [0..4, 2..5]"),
         (json!([left, [[0, 4], [4, 2]]]), "region", "device 1 has [0..4, 4..2]"),
@@ -206,7 +242,8 @@ fn bad_shards_and_chunks_have_an_error_for_an_answer() {
     for (regions, error, message) in table {
         refused("reshard", &shards(regions), error, &["dst: ", message]);
     }
-    let chunk = |placements: Value| json!({"shape": [4], "dim": 0, "placements": placements, "world": 2});
+    let chunk =
+        |placements: Value| json!({"shape": [4], "dim": 0, "placements": placements, "world": 2});
     refused("chunk", &chunk(json!([0, 0])), "duplicate_rank", &["both placed on rank 0"]);
     refused("chunk", &chunk(json!([0])), "missing_rank", &["rank 1 of 2"]);
     refused("chunk", &chunk(json!([0, 2])), "unknown_rank", &["rank 2"]);
@@ -219,7 +256,8 @@ fn bad_shards_and_chunks_have_an_error_for_an_answer() {
 #[test]
 fn bad_jobs_and_arrays_have_an_error_for_an_answer() {
     let case = |changes: Value| {
-        let mut case = json!({"shape": [4], "dtype": "f32", "src": {"device": 7}, "dst": {"device": 8}});
+        let mut case =
+            json!({"shape": [4], "dtype": "f32", "src": {"device": 7}, "dst": {"device": 8}});
         let changes = changes.as_object().unwrap().clone();
         case.as_object_mut().unwrap().extend(changes);
         case
@@ -277,12 +315,24 @@ fn bad_strategies_have_an_error_for_an_answer() {
             "`a/b`",
         ),
         (
-            case(data(), json!([[".*", "replicate"]]), json!({"w": {"shape": [1], "dtype": "f31"}})),
+            case(
+                data(),
+                json!([[".*", "replicate"]]),
+                json!({"w": {"shape": [1], "dtype": "f31"}}),
+            ),
             "unknown_dtype",
             "leaf `w`: ",
         ),
-        (case(json!([["a", 1], ["a", 2]]), json!([]), json!({})), "duplicate_axis", "mesh: axis `a`"),
-        (case(json!([["a", 1_u64 << 40]]), json!([]), json!({})), "too_large", "mesh: 1099511627776 devices"),
+        (
+            case(json!([["a", 1], ["a", 2]]), json!([]), json!({})),
+            "duplicate_axis",
+            "mesh: axis `a`",
+        ),
+        (
+            case(json!([["a", 1_u64 << 40]]), json!([]), json!({})),
+            "too_large",
+            "mesh: 1099511627776 devices",
+        ),
     ];
     for (case, error, message) in table {
         refused("rules", &case, error, &[message]);
@@ -296,7 +346,8 @@ fn params_are_nested_lists_and_objects_with_logical_names() {
     let case = json!({
         "mesh": [["a", 2], ["b", 2]],
         "params": {"blocks": [{"w": leaf}, {"w": leaf, "shape": named}], "head": leaf},
-        "strategy": [["blocks/1/shape", "logical_partitioning()"], ["blocks/.*", "shard_dim('a', 1)"]],
+        "strategy": [["blocks/1/shape", "logical_partitioning()"], ["blocks/.*", "shard_dim('a', \
+         1)"]],
         "rules": [["mlp", "a"], ["embed", ["a", "b"]]],
     });
     let expected = json!({"specs": {

@@ -8,7 +8,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use common::{ask, temporary, told};
 use serde_json::{Value, json};
 
-/// For a device which elements of the array it has, by their row-major number, and after which step.
+/// For a device which elements of the array it has, by their row-major number, and after which
+/// step.
 type Had = BTreeMap<u64, BTreeMap<usize, u64>>;
 
 /// The elements of a region `[[start, end], …]` of an array of `shape`, by their row-major number.
@@ -17,7 +18,8 @@ fn elements(shape: &[usize], region: &Value) -> Vec<usize> {
     for (size, range) in shape.iter().zip(region.as_array().unwrap()) {
         let [start, end] = [0, 1].map(|i| range[i].as_u64().unwrap() as usize);
         assert!(start <= end && end <= *size, "{region} in {shape:?}");
-        elements = elements.iter().flat_map(|at| (start..end).map(move |i| at * size + i)).collect();
+        elements =
+            elements.iter().flat_map(|at| (start..end).map(move |i| at * size + i)).collect();
     }
     elements
 }
@@ -59,7 +61,8 @@ fn check(case: &Value, src: &Value, dst: &Value, answer: &Value, item: u64) {
         for element in &elements {
             let first = source.get(&from).and_then(|had| had.get(element));
             let later = arrived.get(&from).and_then(|had| had.get(element));
-            let had = first.or(later).unwrap_or_else(|| panic!("{case}: {from} has not all of {piece}"));
+            let had =
+                first.or(later).unwrap_or_else(|| panic!("{case}: {from} has not all of {piece}"));
             step = step.max(had + 1);
         }
         for element in elements {
@@ -68,7 +71,8 @@ fn check(case: &Value, src: &Value, dst: &Value, answer: &Value, item: u64) {
             assert!(again.is_none(), "{case}: {to} gets an element of {piece} again");
         }
         steps = steps.max(step);
-        let ((from_process, from_host), (to_process, to_host)) = (place(case, from), place(case, to));
+        let ((from_process, from_host), (to_process, to_host)) =
+            (place(case, from), place(case, to));
         let class = match (from == to, from_process == to_process, from_host == to_host) {
             (true, ..) => 0,
             (_, true, _) => 1,
@@ -87,7 +91,11 @@ fn check(case: &Value, src: &Value, dst: &Value, answer: &Value, item: u64) {
     let by_class = ["same_device", "same_process", "same_host", "network"];
     let said = by_class.map(|class| answer["bytes_by_link_class"][class].as_u64().unwrap());
     assert_eq!(said, bytes, "{case}");
-    assert_eq!(answer["max_bytes_sent_by_a_device"], json!(sent.values().max().unwrap_or(&0)), "{case}");
+    assert_eq!(
+        answer["max_bytes_sent_by_a_device"],
+        json!(sent.values().max().unwrap_or(&0)),
+        "{case}"
+    );
     assert_eq!(answer["steps"], json!(steps), "{case}");
     assert_eq!(answer.as_object().unwrap().len(), 4, "{case}");
 
@@ -95,19 +103,26 @@ fn check(case: &Value, src: &Value, dst: &Value, answer: &Value, item: u64) {
     let missing = |group: &dyn Fn(u64) -> u64| {
         let by_group = |had: &Had| {
             let mut groups: BTreeMap<u64, BTreeSet<usize>> = BTreeMap::new();
-            had.iter().for_each(|(device, had)| groups.entry(group(*device)).or_default().extend(had.keys()));
+            had.iter().for_each(|(device, had)| {
+                groups.entry(group(*device)).or_default().extend(had.keys())
+            });
             groups
         };
         let (has, wants) = (by_group(&source), by_group(&wanted));
         let nothing = BTreeSet::new();
-        let missing = wants.iter().map(|(g, wants)| wants.difference(has.get(g).unwrap_or(&nothing)).count());
+        let missing =
+            wants.iter().map(|(g, wants)| wants.difference(has.get(g).unwrap_or(&nothing)).count());
         missing.sum::<usize>() as u64 * item
     };
     assert_eq!(bytes[3], missing(&|device| place(case, device).1), "{case}: over the network");
     // Processes of one host are told apart by number.
     let between = missing(&|device| place(case, device).0);
     assert_eq!(bytes[2] + bytes[3], between, "{case}: between processes");
-    assert_eq!(bytes[1] + bytes[2] + bytes[3], missing(&|device| device), "{case}: between devices");
+    assert_eq!(
+        bytes[1] + bytes[2] + bytes[3],
+        missing(&|device| device),
+        "{case}: between devices"
+    );
 }
 
 /// Numbers without pattern, the same in every run.
@@ -116,7 +131,8 @@ struct Numbers(u64);
 impl Numbers {
     /// One below `end`.
     fn below(&mut self, end: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) as usize % end
     }
 
@@ -205,12 +221,20 @@ fn pieces_can_be_carried_out_and_move_no_more_than_they_must() {
     for (i, (case, item)) in cases.iter().zip(bytes).enumerate() {
         check(case, &src[i], &dst[i], &answers[i], item);
     }
-    let relayed =
-        answers.as_array().unwrap().iter().filter(|answer| answer["steps"].as_u64() > Some(1)).count();
-    assert!(relayed >= 20, "{relayed}: regions wanted more than once spread from where they come first");
+    let relayed = answers
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter(|answer| answer["steps"].as_u64() > Some(1))
+        .count();
+    assert!(
+        relayed >= 20,
+        "{relayed}: regions wanted more than once spread from where they come first"
+    );
 }
 
-/// Rows on two processes of one host become columns, each on both devices of a process of the other.
+/// Rows on two processes of one host become columns, each on both devices of a process of the
+/// other.
 fn example() -> Value {
     json!({
         "shape": [8, 6],
@@ -227,11 +251,17 @@ fn without_maps_all_devices_are_of_one_process() {
     let mut case = example();
     case.as_object_mut().unwrap().retain(|field, _| !field.ends_with("_of"));
     let bytes = &told("reshard", &case)["bytes_by_link_class"];
-    assert_eq!(*bytes, json!({"same_device": 0, "same_process": 384, "same_host": 0, "network": 0}));
+    assert_eq!(
+        *bytes,
+        json!({"same_device": 0, "same_process": 384, "same_host": 0, "network": 0})
+    );
     // Without hosts all processes are on one.
     case["process_of"] = example()["process_of"].clone();
     let bytes = &told("reshard", &case)["bytes_by_link_class"];
-    assert_eq!(*bytes, json!({"same_device": 0, "same_process": 192, "same_host": 192, "network": 0}));
+    assert_eq!(
+        *bytes,
+        json!({"same_device": 0, "same_process": 192, "same_host": 192, "network": 0})
+    );
 }
 
 #[test]
@@ -244,14 +274,18 @@ fn maps_name_all_devices_of_the_case_and_may_name_others() {
     assert_eq!(told("reshard", &case), answer);
     case["process_of"].as_object_mut().unwrap().remove("6");
     let refusal = told("reshard", &case);
-    assert_eq!(refusal, json!({"error": "unknown_device", "message": "dst: process_of has no device 6"}));
+    assert_eq!(
+        refusal,
+        json!({"error": "unknown_device", "message": "dst: process_of has no device 6"})
+    );
 }
 
 #[test]
 fn partial_sums_all_go_to_where_their_sum_is_wanted() {
     let mesh = json!({"axis_names": ["x"], "shape": [2], "device_ids": [3, 4]});
     let src = json!({"mesh": mesh, "spec": [], "unreduced": ["x"]});
-    let answer = told("reshard", &json!({"shape": [2], "dtype": "f32", "src": src, "dst": {"device": 4}}));
+    let answer =
+        told("reshard", &json!({"shape": [2], "dtype": "f32", "src": src, "dst": {"device": 4}}));
     let piece = |src| json!({"src": src, "dst": 4, "region": [[0, 2]]});
     assert_eq!(answer["pieces"], json!([piece(3), piece(4)]));
 }
@@ -261,8 +295,7 @@ fn drawings_for_people() {
     let answer = ask(&["reshard", "--pretty"], &example().to_string());
     assert_eq!((answer.status, answer.stderr.as_str()), (Some(0), ""));
     assert_eq!(answer.stdout, DRAWING);
-    let two =
-        json!([{"shape": [5], "dim": 0, "placements": [1, 0]}, {"shape": [5], "dim": 1, "placements": [0]}]);
+    let two = json!([{"shape": [5], "dim": 0, "placements": [1, 0]}, {"shape": [5], "dim": 1, "placements": [0]}]);
     assert_eq!(ask(&["chunk", "--pretty"], &two.to_string()).stdout, CHUNKS);
     let rules = json!({
         "mesh": [["data", 4]],
@@ -343,7 +376,8 @@ total  256 B                          64 B
 
 const INTERMEDIATE: &str = "\
 source        P(x, y) on {x:2, y:2} devices [0, 1, 2, 3]
-intermediate  P(x_intermediate_split, y_intermediate_split) on {x_intermediate_replica:2, y_intermediate_replica:2, x_intermediate_split:1, y_intermediate_split:1} devices [0, 1, 2, 3]
+intermediate  P(x_intermediate_split, y_intermediate_split) on {x_intermediate_replica:2, \
+y_intermediate_replica:2, x_intermediate_split:1, y_intermediate_split:1} devices [0, 1, 2, 3]
 target        P() on {z:1} devices [9]
 replicated over x_intermediate_replica, y_intermediate_replica
 ";
@@ -370,7 +404,10 @@ fn texts(svg: &str) -> Vec<String> {
             open.push(tag.split_whitespace().next().expect("a tag has a name"));
         }
         rest = &rest[end + 1..];
-        assert!(!open.is_empty() || rest.trim().is_empty(), "one element is all there is: {rest:?}");
+        assert!(
+            !open.is_empty() || rest.trim().is_empty(),
+            "one element is all there is: {rest:?}"
+        );
     }
     assert!(open.is_empty(), "{open:?}");
     texts
@@ -400,8 +437,7 @@ fn svg_documents_are_well_formed_and_show_every_device() {
     let ids: Vec<u32> = (0..32).collect();
     // A name that would break a document; three dimensions; replicas.
     let mesh = json!({"axis_names": ["<a&\"b>", "c"], "shape": [8, 4], "device_ids": ids});
-    let layout =
-        |spec: Value, shape: Value| json!({"sharding": {"mesh": mesh, "spec": spec}, "shape": shape});
+    let layout = |spec: Value, shape: Value| json!({"sharding": {"mesh": mesh, "spec": spec}, "shape": shape});
     for (spec, shape) in [
         (json!(["<a&\"b>"]), json!([8, 2, 2])),
         (json!([["<a&\"b>", "c"]]), json!([64])),
@@ -429,7 +465,11 @@ fn what_cannot_be_drawn_is_said() {
     let case = json!({"shape": [4], "dim": 1, "placements": [0]});
     let answer = ask(&["chunk", "--svg", path], &case.to_string());
     assert_eq!(answer.status, Some(1));
-    assert!(answer.stderr.contains("nothing to draw: dim_out_of_range: chunks of"), "{}", answer.stderr);
+    assert!(
+        answer.stderr.contains("nothing to draw: dim_out_of_range: chunks of"),
+        "{}",
+        answer.stderr
+    );
     let answer = ask(&["chunk", "--svg", path], &json!([case, case]).to_string());
     assert!(answer.stderr.contains("--svg draws one case, found 2"), "{}", answer.stderr);
     assert!(!file.exists());

@@ -122,11 +122,17 @@ fn pids(job: &mut Job, count: usize) -> Vec<i32> {
 
 #[test]
 fn each_process_is_told_who_it_is_and_each_line_says_whose_it_is() {
-    let script = "echo $MPMD_RANK of $MPMD_WORLD_SIZE by $MPMD_TRANSPORT $MPMD_DEVICES_PER_PROCESS; \
-                  printf 'no newline' >&2; [ ${#MPMD_JOB_TOKEN} = 64 ] && [ -n \"$MPMD_COORDINATOR\" ]";
-    let output =
-        mpmd(&["-n", "3", "--transport", "tcp", "--devices-per-process", "2"], script).output().unwrap();
-    assert_eq!(lines(&output), ["[0] 0 of 3 by tcp 2", "[1] 1 of 3 by tcp 2", "[2] 2 of 3 by tcp 2"]);
+    let script = "echo $MPMD_RANK of $MPMD_WORLD_SIZE by $MPMD_TRANSPORT \
+        $MPMD_DEVICES_PER_PROCESS; \
+                  printf 'no newline' >&2; [ ${#MPMD_JOB_TOKEN} = 64 ] && [ \
+                  -n \"$MPMD_COORDINATOR\" ]";
+    let output = mpmd(&["-n", "3", "--transport", "tcp", "--devices-per-process", "2"], script)
+        .output()
+        .unwrap();
+    assert_eq!(
+        lines(&output),
+        ["[0] 0 of 3 by tcp 2", "[1] 1 of 3 by tcp 2", "[2] 2 of 3 by tcp 2"]
+    );
     let err = text(&output.stderr);
     for process in 0..3 {
         assert!(err.contains(&format!("[{process}] no newline\n")), "{err}");
@@ -173,7 +179,8 @@ fn processes_may_end_by_themselves_after_a_failure() {
 fn signals_are_forwarded_and_a_job_may_end_well_on_them() {
     for (signal, name) in [(Signal::INT, "INT"), (Signal::TERM, "TERM"), (Signal::HUP, "HUP")] {
         let script = format!(
-            "trap 'echo heard; exit 0' {name}; echo ready; while [ $((i += 1)) -lt 600 ]; do sleep 0.1; done"
+            "trap 'echo heard; exit 0' {name}; echo ready; while [ $((i += 1)) -lt 600 ]; do \
+             sleep 0.1; done"
         );
         let mut job = Job::start(mpmd(&["-n", "2"], &script));
         let mut ready = [job.line(), job.line()];
@@ -217,12 +224,15 @@ fn processes_end_with_their_launcher_also_without_its_guard() {
     let mut job = Job::start(mpmd(&["-n", "2"], "echo $$; exec sleep 60"));
     let pids = pids(&mut job, 2);
     let launcher = job.child.id().to_string();
-    let all =
-        std::fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let all = std::fs::read_dir("/proc")
+        .unwrap()
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     let guard = all.filter(|pid| {
-        let read =
-            |file| std::fs::read_to_string(Path::new("/proc").join(pid).join(file)).unwrap_or_default();
-        read("cmdline").contains("__guard") && read("status").contains(&format!("PPid:\t{launcher}\n"))
+        let read = |file| {
+            std::fs::read_to_string(Path::new("/proc").join(pid).join(file)).unwrap_or_default()
+        };
+        read("cmdline").contains("__guard")
+            && read("status").contains(&format!("PPid:\t{launcher}\n"))
     });
     let guard: Vec<i32> = guard.map(|pid| pid.parse().unwrap()).collect();
     assert_eq!(guard.len(), 1);

@@ -1,5 +1,5 @@
-//! `mpmd schedule`: the golden files through the program itself, files and what lies beside them, and what it says
-//! of arguments and files that are wrong.
+//! `mpmd schedule`: the golden files through the program itself, files and what lies beside them,
+//! and what it says of arguments and files that are wrong.
 
 mod common;
 
@@ -22,7 +22,9 @@ fn asked(case: &Value) -> Vec<String> {
     let number = |key: &str| case[key].as_u64().unwrap().to_string();
     let name = case["schedule"].as_str().unwrap();
     let (p, m, v) = (number("ranks"), number("microbatches"), number("chunks_per_rank"));
-    ["schedule", name, "--ranks", &p, "--microbatches", &m, "--chunks", &v].map(str::to_owned).to_vec()
+    ["schedule", name, "--ranks", &p, "--microbatches", &m, "--chunks", &v]
+        .map(str::to_owned)
+        .to_vec()
 }
 
 fn ask(args: &[&str]) -> Told {
@@ -90,7 +92,8 @@ fn figures_are_those_of_the_textbooks() {
         ("ZBV", "2", 51.0, [8, 8, 8, 8], [0.0, 0.0, 0.0, 0.0]),
         ("DualPipeV", "2", 54.0, [9, 9, 9, 9], [6.0, 5.0, 4.0, 3.0]),
     ] {
-        let args = [name, "--ranks", "4", "--microbatches", "8", "--chunks", chunks, "--format", "json"];
+        let args =
+            [name, "--ranks", "4", "--microbatches", "8", "--chunks", chunks, "--format", "json"];
         let found: Value = serde_json::from_str(&shown(&args)).unwrap();
         assert_eq!(found["makespan"], makespan, "{name}");
         assert_eq!(found["activations"], Value::from(activations.to_vec()), "{name}");
@@ -121,7 +124,9 @@ fn every_form_shows_it() {
         Some(
             &*json["rows"][0]
                 .as_array()
-                .map(|row| { row.iter().map(|cell| cell.as_str().unwrap()).collect::<Vec<_>>().join(",") })
+                .map(|row| {
+                    row.iter().map(|cell| cell.as_str().unwrap()).collect::<Vec<_>>().join(",")
+                })
                 .unwrap()
         )
     );
@@ -138,14 +143,20 @@ fn what_the_text_cannot_say_lies_beside_it() {
     shown(&["interleaved", "-p", "2", "-m", "4", "--costs", &costs, "-o", &file, "--sidecar"]);
     let beside = Path::new(&file).with_extension("toml");
     let toml = fs::read_to_string(&beside).unwrap();
-    for line in
-        ["format = 1", "name = \"Interleaved1F1B\"", "rank_of_stage = [0, 1, 0, 1]", "channel = \"single"]
-    {
+    for line in [
+        "format = 1",
+        "name = \"Interleaved1F1B\"",
+        "rank_of_stage = [0, 1, 0, 1]",
+        "channel = \"single",
+    ] {
         assert!(toml.contains(line), "{line} in {toml}");
     }
     // The name and the costs come back: 48 units of work and a bubble of (p - 1)(F + I + W).
     let found: Value = serde_json::from_str(&shown(&[&file, "--format", "json"])).unwrap();
-    assert_eq!((&found["schedule"], &found["unit"]), (&Value::from("Interleaved1F1B"), &Value::from("ms")));
+    assert_eq!(
+        (&found["schedule"], &found["unit"]),
+        (&Value::from("Interleaved1F1B"), &Value::from("ms"))
+    );
     assert_eq!(found["makespan"], 48.0 + 6.0);
 
     let text = fs::read_to_string(&file).unwrap();
@@ -172,7 +183,8 @@ fn files_that_are_wrong_are_refused_and_it_is_said_where() {
     let said = of("0F0,0F1,0B0\n", &[]);
     assert!(said.contains("0B1 is missing (stage 0 is on rank 0)"), "{said}");
     let said = of("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", &[]);
-    let expected = "rank 0 is at 0B0, position 1, which waits for 1B0 on rank 1, position 2, behind 1F1";
+    let expected =
+        "rank 0 is at 0B0, position 1, which waits for 1B0 on rank 1, position 2, behind 1F1";
     assert!(said.contains(expected), "{said}");
     let said = of("0F0,,0B0\n", &["--flavour", "compute_comms"]);
     assert!(said.contains("no empty cells"), "{said}");
@@ -184,7 +196,10 @@ fn files_that_are_wrong_are_refused_and_it_is_said_where() {
 #[test]
 fn arguments_that_are_wrong_are_refused() {
     for (args, expected) in [
-        (&["nonsense", "-p", "2", "-m", "2"][..], "there is no schedule \"nonsense\"; there are GPipe"),
+        (
+            &["nonsense", "-p", "2", "-m", "2"][..],
+            "there is no schedule \"nonsense\"; there are GPipe",
+        ),
         (&["gpipe"], "needs --ranks and --microbatches"),
         (&["gpipe", "-p", "0", "-m", "2"], "at least one rank and one microbatch"),
         (&["gpipe", "-p", "2", "-m", "2", "-v", "2"], "one stage a rank"),
@@ -192,7 +207,10 @@ fn arguments_that_are_wrong_are_refused() {
         (&["dualpipev", "-p", "2", "-m", "3"], "two microbatches a rank, 4, at the least"),
         (&["interleaved", "-p", "2", "-m", "5"], "2 does not divide 5; 4 and 6 would do"),
         (&["gpipe", "-p", "9999999999", "-m", "9999999999"], "more than"),
-        (&["gpipe", "-p", "2", "-m", "2", "--format", "json", "--comms"], "--comms is for --format text"),
+        (
+            &["gpipe", "-p", "2", "-m", "2", "--format", "json", "--comms"],
+            "--comms is for --format text",
+        ),
         (&["gpipe", "-p", "2", "-m", "2", "--costs", "no/such.toml"], "cannot read no/such.toml"),
     ] {
         let said = refused(args);

@@ -30,7 +30,8 @@ const STEPS: u64 = 3;
 
 /// Steps of two stages in two processes, traced; the folder.
 fn traced(name: &str) -> PathBuf {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-{name}", std::process::id()));
+    let folder =
+        Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-{name}", std::process::id()));
     let results = Simulation::new(2, 2).settings(|settings| settings.trace(&folder)).run(|p| {
         let stages = p.mesh(&[("stage", 2)])?.split("stage")?;
         let mut kernels = Vec::new();
@@ -77,24 +78,33 @@ fn read(path: &Path) -> Value {
 fn a_traced_run_is_a_summary_a_page_two_files_of_json_and_costs() {
     let folder = traced("whole");
     let path = |name: &str| folder.join(name).display().to_string();
-    let (page, json, timeline, costs) = (path("a.html"), path("a.json"), path("t.json"), path("costs.toml"));
+    let (page, json, timeline, costs) =
+        (path("a.html"), path("a.json"), path("t.json"), path("costs.toml"));
     let args = ["-o", &page, "--json", &json, "--timeline", &timeline, "--costs", &costs];
     let (code, said, wrong) = ask(&folder, &args);
     assert_eq!((code, &*wrong), (Some(0), ""));
-    for text in ["2 processes, 12 kernels, 6 pieces sent", "steps 1 to 3: ", "process 1: computes "] {
+    for text in ["2 processes, 12 kernels, 6 pieces sent", "steps 1 to 3: ", "process 1: computes "]
+    {
         assert!(said.contains(text), "{text:?} is not in\n{said}");
     }
     assert!(std::fs::read_to_string(&page).unwrap().contains("<html"));
     let events = read(Path::new(&json));
-    let slices = events["traceEvents"].as_array().unwrap().iter().filter(|event| event["ph"] == "X");
+    let slices =
+        events["traceEvents"].as_array().unwrap().iter().filter(|event| event["ph"] == "X");
     assert!(slices.count() >= 12 + 12);
     let timeline = read(Path::new(&timeline));
     assert_eq!(timeline["rows"].as_array().unwrap().len(), 2);
     let costs = std::fs::read_to_string(&costs).unwrap();
-    assert!(costs.starts_with("unit = \"s\"\n") && costs.matches("[[stage]]").count() == 2, "{costs}");
+    assert!(
+        costs.starts_with("unit = \"s\"\n") && costs.matches("[[stage]]").count() == 2,
+        "{costs}"
+    );
     // A part of it.
     let (code, said, _) = ask(&folder, &["--steps", "2..3", "--json", &json]);
-    assert!(code == Some(0) && said.contains("8 kernels") && said.contains("steps 2 to 3: "), "{said}");
+    assert!(
+        code == Some(0) && said.contains("8 kernels") && said.contains("steps 2 to 3: "),
+        "{said}"
+    );
     assert!(read(Path::new(&json)).to_string().contains("step 2"));
     std::fs::remove_dir_all(&folder).unwrap();
 }
@@ -109,7 +119,10 @@ fn what_is_missing_or_wrong_is_said() {
     let bytes = std::fs::read(&second).unwrap();
     std::fs::write(&second, &bytes[..bytes.len() - 60]).unwrap();
     let (code, said, _) = ask(&folder, &[]);
-    assert!(code == Some(0) && said.contains("note: the trace of process 1 is not whole"), "{said}");
+    assert!(
+        code == Some(0) && said.contains("note: the trace of process 1 is not whole"),
+        "{said}"
+    );
     std::fs::remove_file(&second).unwrap();
     let (code, said, _) = ask(&folder, &[]);
     assert!(code == Some(0) && said.contains("note: the trace of process 1 is missing"), "{said}");

@@ -23,8 +23,8 @@ use crate::tree::{PrefixTree, Tree};
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct PutOptions {
-    /// The source arrays end with this operation, for every clone; their memory is freed as soon as it
-    /// is no longer needed. Off by default.
+    /// The source arrays end with this operation, for every clone; their memory is freed as soon as
+    /// it is no longer needed. Off by default.
     pub donate: bool,
     /// The result may share memory with the source. On by default: arrays never change.
     pub may_alias: bool,
@@ -54,7 +54,8 @@ impl PutOptions {
 
 /// How one array is moved.
 pub(crate) struct PutSteps {
-    /// For partial sums that are wanted in several places: the plan by which they are added up first.
+    /// For partial sums that are wanted in several places: the plan by which they are added up
+    /// first.
     first: Option<Arc<PutPlan>>,
     last: Arc<PutPlan>,
 }
@@ -62,22 +63,23 @@ pub(crate) struct PutSteps {
 impl Program {
     /// Moves every array of a tree to a sharding.
     ///
-    /// Each process works out its own part from who owns what: nothing, a local copy, sends, receives,
-    /// or any mix. Any sharding moves to any other, on any devices. Returns at once. `to` is one
-    /// sharding for all leaves, or a tree of them that is a prefix of `x`.
+    /// Each process works out its own part from who owns what: nothing, a local copy, sends,
+    /// receives, or any mix. Any sharding moves to any other, on any devices. Returns at once. `to`
+    /// is one sharding for all leaves, or a tree of them that is a prefix of `x`.
     ///
     /// Uncommitted arrays have the same values everywhere, so placing them costs no message.
     ///
-    /// Partial sums are added up where the target is not the very same: by sum, in the order of their axes,
-    /// in the array's dtype, so that the bits do not depend on timing. Large ones that are wanted in several
-    /// places take two operations: each device adds up a part, then the parts are gathered. A target with
-    /// unreduced axes gets the values as its first partial sum, and zeros as the others.
+    /// Partial sums are added up where the target is not the very same: by sum, in the order of
+    /// their axes, in the array's dtype, so that the bits do not depend on timing. Large ones that
+    /// are wanted in several places take two operations: each device adds up a part, then the parts
+    /// are gathered. A target with unreduced axes gets the values as its first partial sum, and
+    /// zeros as the others.
     ///
     /// # Errors
     ///
-    /// Where a sharding does not fit its array or the prefix not the tree, where partial sums of booleans
-    /// would have to be added up, and where an array was donated: the same on every process, and nothing is
-    /// moved.
+    /// Where a sharding does not fit its array or the prefix not the tree, where partial sums of
+    /// booleans would have to be added up, and where an array was donated: the same on every
+    /// process, and nothing is moved.
     #[track_caller]
     pub fn device_put<T: Tree<Leaf = MpmdArray>>(
         &mut self,
@@ -112,7 +114,8 @@ impl Program {
         at: &'static Location<'static>,
     ) -> Result<T::With<MpmdArray>> {
         let wrong = |problem: IssueProblem| problem.at(at, "device_put");
-        let shardings = to.broadcast(&x.structure()).map_err(|error| wrong(IssueProblem::Tree(error)))?;
+        let shardings =
+            to.broadcast(&x.structure()).map_err(|error| wrong(IssueProblem::Tree(error)))?;
         let leaves = x.leaves_with_paths();
         // All leaves are checked before any is moved.
         let mut plans = Vec::with_capacity(leaves.len());
@@ -143,8 +146,9 @@ impl Program {
         // Its mistakes are found here, whichever way it takes.
         let last = self.put_plan(path, array, to, cache)?;
         let sums = array.sharding().filter(|from| !from.unreduced_axes().is_empty() && *from != to);
-        let through =
-            sums.and_then(|from| scattered(from, array.shape(), &last.made.layout, array.dtype().size()));
+        let through = sums.and_then(|from| {
+            scattered(from, array.shape(), &last.made.layout, array.dtype().size())
+        });
         let Some(through) = through else { return Ok(PutSteps { first: None, last }) };
         let first = self.put_plan(path, array, &through, cache)?;
         let last = self.put_plan_between(path, array.aval(), Some(&through), to, cache)?;
@@ -231,8 +235,9 @@ impl Program {
         if let Some(recording) = &mut self.recording {
             // Who has a part of a donated source lets it go, whoever else gets it.
             let lets_go = options.donate && !array.shards().is_empty();
-            let here = (lets_go || !plan.is_idle() || planning)
-                .then(|| Here::new(plan.what.clone(), Arc::new(PutAgain { plan: plan.clone(), options })));
+            let here = (lets_go || !plan.is_idle() || planning).then(|| {
+                Here::new(plan.what.clone(), Arc::new(PutAgain { plan: plan.clone(), options }))
+            });
             recording.note(op, (label, at), &[array], |_| options.donate, here);
         }
         self.record_put(plan, array, options, at);
@@ -255,14 +260,14 @@ impl Program {
 
     /// An array made by its owners: `fill` runs on each device, for that device's region.
     ///
-    /// Nothing is moved, and no process holds more than its own part. `fill` must give every element a
-    /// value that depends on its place in the whole alone ([`crate::random`] does), so that the array is
-    /// the same however it is sharded.
+    /// Nothing is moved, and no process holds more than its own part. `fill` must give every
+    /// element a value that depends on its place in the whole alone ([`crate::random`] does), so
+    /// that the array is the same however it is sharded.
     ///
     /// # Errors
     ///
-    /// Where the sharding does not fit the shape, or has unreduced axes. An error or a panic of `fill` fails
-    /// the array.
+    /// Where the sharding does not fit the shape, or has unreduced axes. An error or a panic of
+    /// `fill` fails the array.
     #[track_caller]
     pub fn make(
         &mut self,
@@ -283,7 +288,9 @@ impl Program {
         let what = Arc::new(MakeWhat { aval: aval.clone(), sharding: sharding.clone() });
         let local: Vec<_> = layout
             .iter()
-            .filter_map(|(device, region)| Some((self.runtime.local_index(device)?, device, region.clone())))
+            .filter_map(|(device, region)| {
+                Some((self.runtime.local_index(device)?, device, region.clone()))
+            })
             .collect();
         if !local.is_empty() {
             self.admit(at);
@@ -311,17 +318,23 @@ impl Program {
             .map(|(local_index, device, region)| {
                 let (promise, slot) = Slot::new();
                 let shard = LocalShard { device, slot };
-                let reservation =
-                    match runtime.reserve(local_index, kind, region.elements() * item, op, &*what) {
-                        Ok(reservation) => reservation,
-                        Err(failure) => {
-                            runtime.remember(&failure);
-                            promise.keep(Err(failure));
-                            return shard;
-                        }
-                    };
+                let reservation = match runtime.reserve(
+                    local_index,
+                    kind,
+                    region.elements() * item,
+                    op,
+                    &*what,
+                ) {
+                    Ok(reservation) => reservation,
+                    Err(failure) => {
+                        runtime.remember(&failure);
+                        promise.keep(Err(failure));
+                        return shard;
+                    }
+                };
                 let info = ShardInfo::new(aval.clone(), region);
-                let (here, fill, guard, what) = (runtime.clone(), fill.clone(), guard.clone(), what.clone());
+                let (here, fill, guard, what) =
+                    (runtime.clone(), fill.clone(), guard.clone(), what.clone());
                 let on_gpu = runtime.gpu_of(device, kind).is_some();
                 let job = move || {
                     here.status.device_starts(local_index, op, what);
@@ -343,8 +356,9 @@ impl Program {
                             }
                         })
                         .map_err(|(kind, why)| {
-                            let message =
-                                format!("make (operation {op}) at {at} failed on device {device}: {why}");
+                            let message = format!(
+                                "make (operation {op}) at {at} failed on device {device}: {why}"
+                            );
                             let failure = Arc::new(Failure::new(kind, here.me, op, message));
                             here.remember(&failure);
                             failure
@@ -371,17 +385,23 @@ impl Program {
 }
 
 impl MpmdArray {
-    /// Splits each device's own part into `m` equal parts along `dim`; moves nothing between devices.
+    /// Splits each device's own part into `m` equal parts along `dim`; moves nothing between
+    /// devices.
     ///
-    /// The results have this array's sharding and 1/`m` of its size in `dim`. Where `dim` is sharded,
-    /// microbatch `j` is made of the `j`-th part of every device's rows.
+    /// The results have this array's sharding and 1/`m` of its size in `dim`. Where `dim` is
+    /// sharded, microbatch `j` is made of the `j`-th part of every device's rows.
     ///
     /// # Errors
     ///
     /// Where a device's part cannot be cut in `m` equal parts, `dim` does not exist, the array is
     /// uncommitted, or it was donated.
     #[track_caller]
-    pub fn microbatches(&self, program: &mut Program, dim: usize, m: usize) -> Result<Vec<MpmdArray>> {
+    pub fn microbatches(
+        &self,
+        program: &mut Program,
+        dim: usize,
+        m: usize,
+    ) -> Result<Vec<MpmdArray>> {
         let at = Location::caller();
         program.refuse_recording(at, "microbatches")?;
         let wrong = |problem: IssueProblem| problem.at(at, "microbatches");
@@ -448,11 +468,23 @@ impl MpmdArray {
                     let guard = guard.clone();
                     match (contiguous_bytes(&whole, &cut, item), guard) {
                         (Some(range), guard) => {
-                            follow(&shard.slot, promise, move |bytes| bytes.slice(range), None, guard);
+                            follow(
+                                &shard.slot,
+                                promise,
+                                move |bytes| bytes.slice(range),
+                                None,
+                                guard,
+                            );
                         }
                         (None, Some(guard)) => {
                             let cut = Cut { whole, part: cut, item, op };
-                            cut.copy(&runtime, shard, placed.made.sharding.memory_kind(), promise, guard);
+                            cut.copy(
+                                &runtime,
+                                shard,
+                                placed.made.sharding.memory_kind(),
+                                promise,
+                                guard,
+                            );
                         }
                         // Who has a shard has a guard.
                         (None, None) => drop(promise),
@@ -554,7 +586,9 @@ fn put_here(
         Vec::new()
     } else {
         let guard = runtime.in_flight.begin(op, program.hash_at_last(), plan.bytes());
-        runtime.trace.issued(op, program.label(), at, array.origin().map(|(op, _)| op), || plan.what.clone());
+        runtime.trace.issued(op, program.label(), at, array.origin().map(|(op, _)| op), || {
+            plan.what.clone()
+        });
         let source = match &array.repr {
             Repr::Host(host) => Source::Host(host),
             Repr::Placed(placed) => Source::Shards(&placed.shards),
@@ -592,7 +626,9 @@ fn check_partial_sums(
 }
 
 /// Refuses to donate an array twice.
-pub(crate) fn refuse_twice(leaves: &[(String, &MpmdArray)]) -> std::result::Result<(), IssueProblem> {
+pub(crate) fn refuse_twice(
+    leaves: &[(String, &MpmdArray)],
+) -> std::result::Result<(), IssueProblem> {
     let twin = |j: usize| leaves[..j].iter().position(|(_, leaf)| leaf.is_same(leaves[j].1));
     match (1..leaves.len()).find_map(|j| Some((twin(j)?, j))) {
         None => Ok(()),

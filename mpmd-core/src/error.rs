@@ -194,7 +194,8 @@ pub enum IssueProblem {
     #[error("{0}")]
     Mesh(String),
     /// An input lives on other devices than the kernel's mesh.
-    #[error("{}is on {found}, but the kernel runs on {expected}; move it there with device_put", leaf(.path))]
+    #[error("{}is on {found}, but the kernel runs on {expected}; move it there with \
+        device_put", leaf(.path))]
     InputMesh {
         /// The input's path.
         path: String,
@@ -205,7 +206,8 @@ pub enum IssueProblem {
     },
     /// An input is sharded otherwise than declared.
     #[error(
-        "{}is sharded {found}, but the kernel declares {expected}; jit never reshards silently, use device_put",
+        "{}is sharded {found}, but the kernel declares {expected}; jit never reshards silently, \
+         use device_put",
         leaf(.path)
     )]
     InputSharding {
@@ -218,7 +220,8 @@ pub enum IssueProblem {
     },
     /// An input that a kernel takes only where it says so: in host memory, or partial sums.
     #[error(
-        "{}is sharded {found}; a kernel takes {what} only where `.inputs(…)` declares exactly that sharding",
+        "{}is sharded {found}; a kernel takes {what} only where `.inputs(…)` declares exactly \
+         that sharding",
         leaf(.path)
     )]
     InputUndeclared {
@@ -230,7 +233,8 @@ pub enum IssueProblem {
         what: &'static str,
     },
     /// Values that were to be partial sums.
-    #[error("{}{sharding} is of partial sums, which only a kernel writes: make it as {reduced}", leaf(.path))]
+    #[error("{}{sharding} is of partial sums, which only a kernel writes: make it as \
+        {reduced}", leaf(.path))]
     Unreduced {
         /// The leaf's path.
         path: String,
@@ -250,7 +254,8 @@ pub enum IssueProblem {
         found: String,
     },
     /// An array was used after its memory was given away.
-    #[error("{}was donated to operation {op} at {donated_at} and cannot be used any more", leaf(.path))]
+    #[error("{}was donated to operation {op} at {donated_at} and cannot be used any \
+        more", leaf(.path))]
     Donated {
         /// The leaf's path.
         path: String,
@@ -331,7 +336,12 @@ mod tests {
         let issue = IssueProblem::MissingOutputs.at(at, "jit Up");
         assert_eq!(format!("{issue:?}"), issue.to_string());
         assert!(issue.to_string().contains(": jit Up: missing output shardings"), "{issue}");
-        let failed = Error::failed(Arc::new(Failure::new(FailureKind::Memory, ProcessId(1), 7, "no memory")));
+        let failed = Error::failed(Arc::new(Failure::new(
+            FailureKind::Memory,
+            ProcessId(1),
+            7,
+            "no memory",
+        )));
         assert_eq!(format!("{failed:?} {failed:#?}"), "no memory no memory");
         let gone = TransportError::PeerGone { peer: ProcessId(2), why: "closed".to_owned() };
         assert_eq!(format!("{:?}", Error::from(gone)), "process 2 is gone: closed");

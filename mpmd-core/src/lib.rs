@@ -1,9 +1,10 @@
-//! Arrays, shardings, `device_put` and `jit` for programs that run different code on different processes.
+//! Arrays, shardings, `device_put` and `jit` for programs that run different code on different
+//! processes.
 //!
 //! The user writes one ordinary program; every process of the job runs it. A [`Program`] issues
 //! operations on [`MpmdArray`]s: [`Program::device_put`] moves an array, [`Program::jit`] runs a
-//! [`Kernel`](kernel::Kernel) on the mesh that it is bound to, and each process works out from ownership
-//! what its own part is. Nobody writes a send, a receive, a tag or a rank test.
+//! [`Kernel`](kernel::Kernel) on the mesh that it is bound to, and each process works out from
+//! ownership what its own part is. Nobody writes a send, a receive, a tag or a rank test.
 //!
 //! [`Program::run`] joins the job, runs the program and finishes it:
 //!
@@ -58,8 +59,8 @@ pub use error::{Error, IssueError, IssueProblem, Result};
 pub use jit::{Jit, JitBuilder, run_here};
 pub use mpmd_transport::{Failure, FailureKind, ProcessId};
 pub use program::{
-    Builder, Holdings, Label, MemoryUse, Metrics, PlanCacheMetrics, Program, Role, Simulation, simulate,
-    transports,
+    Builder, Holdings, Label, MemoryUse, Metrics, PlanCacheMetrics, Program, Role, Simulation,
+    simulate, transports,
 };
 pub use replay::Recorded;
 pub use reshard_tree::ReshardOptions;

@@ -1,9 +1,9 @@
 //! Counter-based random numbers: pure functions of a [`Key`] and an element's index.
 //!
-//! Every number is indexed by (key, global element index), so that an array filled with them has the
-//! same bits under any sharding and on any number of processes: whoever owns a region asks for the
-//! numbers of its elements. The generator is Philox4x32 with 10 rounds (Salmon, Moraes, Dror and Shaw,
-//! "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+//! Every number is indexed by (key, global element index), so that an array filled with them has
+//! the same bits under any sharding and on any number of processes: whoever owns a region asks for
+//! the numbers of its elements. The generator is Philox4x32 with 10 rounds (Salmon, Moraes, Dror
+//! and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
 /// What distinguishes one stream of random numbers from another.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
@@ -42,8 +42,9 @@ pub fn normal_f32(key: Key, element: u64) -> f32 {
     normal_f64(key, element) as f32
 }
 
-/// Normally distributed with mean 0 and standard deviation 1. Its last bits depend on the platform's
-/// logarithm and cosine; processes that run one build on one kind of machine get the same.
+/// Normally distributed with mean 0 and standard deviation 1. Its last bits depend on the
+/// platform's logarithm and cosine; processes that run one build on one kind of machine get the
+/// same.
 pub fn normal_f64(key: Key, element: u64) -> f64 {
     // Box and Muller's transform. The radius takes a number in (0, 1], whose logarithm is finite.
     let [a, b, c, d] = block(key, element, NUMBERS);
@@ -53,7 +54,10 @@ pub fn normal_f64(key: Key, element: u64) -> f64 {
 }
 
 fn block(key: Key, element: u64, purpose: u32) -> [u32; 4] {
-    philox([element as u32, (element >> 32) as u32, 0, purpose], [key.0 as u32, (key.0 >> 32) as u32])
+    philox(
+        [element as u32, (element >> 32) as u32, 0, purpose],
+        [key.0 as u32, (key.0 >> 32) as u32],
+    )
 }
 
 fn join(low: u32, high: u32) -> u64 {
@@ -89,7 +93,10 @@ mod tests {
             [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]
         );
         assert_eq!(
-            philox([0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344], [0xa409_3822, 0x299f_31d0]),
+            philox(
+                [0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344],
+                [0xa409_3822, 0x299f_31d0]
+            ),
             [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]
         );
     }

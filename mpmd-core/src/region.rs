@@ -74,7 +74,8 @@ impl Region {
     /// Where the numbers of dimensions differ.
     pub fn intersect(&self, other: &Self) -> Option<Self> {
         self.same_ndim(other);
-        let pairs = || self.bounds.iter().zip(&other.bounds[..]).map(|(a, b)| (a.0.max(b.0), a.1.min(b.1)));
+        let pairs =
+            || self.bounds.iter().zip(&other.bounds[..]).map(|(a, b)| (a.0.max(b.0), a.1.min(b.1)));
         pairs().all(|(start, end)| start < end).then(|| pairs().collect())
     }
 
@@ -85,14 +86,16 @@ impl Region {
     /// Where the numbers of dimensions differ.
     pub fn contains(&self, other: &Self) -> bool {
         self.same_ndim(other);
-        other.is_empty() || self.bounds.iter().zip(&other.bounds[..]).all(|(a, b)| a.0 <= b.0 && b.1 <= a.1)
+        other.is_empty()
+            || self.bounds.iter().zip(&other.bounds[..]).all(|(a, b)| a.0 <= b.0 && b.1 <= a.1)
     }
 
     /// The same elements counted from the first corner of `outer`.
     ///
     /// # Panics
     ///
-    /// Where the numbers of dimensions differ, or this region starts before `outer` or ends after it.
+    /// Where the numbers of dimensions differ, or this region starts before `outer` or ends after
+    /// it.
     pub fn relative_to(&self, outer: &Self) -> Self {
         self.same_ndim(outer);
         let shift = |(inner, outer): (&(usize, usize), &(usize, usize))| {
@@ -155,7 +158,9 @@ impl TryFrom<Vec<(usize, usize)>> for Region {
 
     fn try_from(bounds: Vec<(usize, usize)>) -> Result<Self, Self::Error> {
         let valid = bounds.iter().all(|(start, end)| start <= end);
-        valid.then(|| Self { bounds: bounds.into() }).ok_or("a range of a region ends before it starts")
+        valid
+            .then(|| Self { bounds: bounds.into() })
+            .ok_or("a range of a region ends before it starts")
     }
 }
 
@@ -185,8 +190,12 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// A piece of up to so many dimensions, of up to so many elements each, and two regions that contain it.
-    pub(crate) fn nested(dims: usize, elements: usize) -> impl Strategy<Value = (Region, Region, Region)> {
+    /// A piece of up to so many dimensions, of up to so many elements each, and two regions that
+    /// contain it.
+    pub(crate) fn nested(
+        dims: usize,
+        elements: usize,
+    ) -> impl Strategy<Value = (Region, Region, Region)> {
         let dim = (0..3usize, 0..3usize, 0..=elements, 0..3usize, 0..3usize, any::<[bool; 2]>());
         proptest::collection::vec(dim, 0..=dims).prop_map(|dims| {
             let mut regions = [Vec::new(), Vec::new(), Vec::new()];
@@ -237,7 +246,9 @@ pub(crate) mod tests {
     #[test]
     fn the_rest_is_disjoint_and_complete() {
         let whole = region([(0, 4), (0, 4), (0, 3)]);
-        for hole in [region([(1, 2), (0, 4), (1, 2)]), region([(3, 9), (2, 3), (0, 3)]), whole.clone()] {
+        for hole in
+            [region([(1, 2), (0, 4), (1, 2)]), region([(3, 9), (2, 3), (0, 3)]), whole.clone()]
+        {
             let rest = whole.without(&hole);
             let common = whole.intersect(&hole).unwrap().elements();
             assert_eq!(rest.iter().map(Region::elements).sum::<usize>(), whole.elements() - common);

@@ -19,13 +19,13 @@ use crate::tree::{PrefixTree, Tree};
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct ReshardOptions {
-    /// The source arrays end with this operation, for every clone; the memory of each is freed as soon
-    /// as it has been read. Off by default.
+    /// The source arrays end with this operation, for every clone; the memory of each is freed as
+    /// soon as it has been read. Off by default.
     pub donate: bool,
     /// The result may share memory with the source. On by default: arrays never change.
     pub may_alias: bool,
-    /// Plans are looked up and remembered for the next time. On by default; turned off they are made
-    /// afresh, for what is moved once.
+    /// Plans are looked up and remembered for the next time. On by default; turned off they are
+    /// made afresh, for what is moved once.
     pub cache_plans: bool,
 }
 
@@ -74,14 +74,15 @@ impl Program {
     /// Moves every array of a tree to a sharding, source by source.
     ///
     /// `to` is one sharding for all leaves, or a tree of them that is a prefix of `x`. As
-    /// [`Program::device_put`], in another order: uncommitted arrays first, then the others in groups
-    /// that live on the same devices, so that what shares links is issued together. Returns at once.
+    /// [`Program::device_put`], in another order: uncommitted arrays first, then the others in
+    /// groups that live on the same devices, so that what shares links is issued together. Returns
+    /// at once.
     ///
     /// # Errors
     ///
-    /// Where the prefix is none of the tree, a sharding does not fit its array, an array was donated, or
-    /// one is donated twice by this call: the same on every process, with the path of the leaf. All
-    /// leaves are checked before any is moved.
+    /// Where the prefix is none of the tree, a sharding does not fit its array, an array was
+    /// donated, or one is donated twice by this call: the same on every process, with the path of
+    /// the leaf. All leaves are checked before any is moved.
     #[track_caller]
     pub fn reshard<T: Tree<Leaf = MpmdArray>>(
         &mut self,
@@ -91,12 +92,17 @@ impl Program {
     ) -> Result<T::With<MpmdArray>> {
         let at = Location::caller();
         let wrong = |problem: IssueProblem| problem.at(at, "reshard");
-        let to = to.into().broadcast(&x.structure()).map_err(|error| wrong(IssueProblem::Tree(error)))?;
+        let to = to
+            .into()
+            .broadcast(&x.structure())
+            .map_err(|error| wrong(IssueProblem::Tree(error)))?;
         let leaves = x.leaves_with_paths();
         let mut routes = Vec::with_capacity(leaves.len());
         for ((path, array), to) in leaves.iter().zip(&to) {
             array.check_usable(path).map_err(wrong)?;
-            routes.push(Route::Direct(self.put_steps(path, array, to, options.cache_plans).map_err(wrong)?));
+            routes.push(Route::Direct(
+                self.put_steps(path, array, to, options.cache_plans).map_err(wrong)?,
+            ));
         }
         if options.donate {
             refuse_twice(&leaves).map_err(wrong)?;
@@ -105,14 +111,14 @@ impl Program {
         Ok(self.reshard_along(x, &leaves, routes, options, at))
     }
 
-    /// As [`Program::reshard`], by way of an [intermediate sharding](find_intermediate_sharding) where
-    /// there is one between a leaf's sharding in `from` and in `to`.
+    /// As [`Program::reshard`], by way of an [intermediate sharding](find_intermediate_sharding)
+    /// where there is one between a leaf's sharding in `from` and in `to`.
     ///
-    /// The array is then first put to the intermediate, on its own devices; one replica of it, on few of
-    /// them, goes on to the target. Every device of the source holds an array gathered along the cut
-    /// axes for a while: that is the price of few and large pieces between the two sides. With
-    /// [`ReshardOptions::donate`] the source is freed as soon as it has been gathered. Leaves without an
-    /// intermediate, and uncommitted ones, move as in [`Program::reshard`].
+    /// The array is then first put to the intermediate, on its own devices; one replica of it, on
+    /// few of them, goes on to the target. Every device of the source holds an array gathered along
+    /// the cut axes for a while: that is the price of few and large pieces between the two sides.
+    /// With [`ReshardOptions::donate`] the source is freed as soon as it has been gathered. Leaves
+    /// without an intermediate, and uncommitted ones, move as in [`Program::reshard`].
     ///
     /// `from` is, as `to`, one sharding or a prefix tree of them.
     ///
@@ -163,7 +169,11 @@ impl Program {
         let between = match find_intermediate_sharding(from, to) {
             Ok(between) => between,
             Err(none) => {
-                tracing::debug!(leaf = path, reason = none.reason(), "resharding without an intermediate");
+                tracing::debug!(
+                    leaf = path,
+                    reason = none.reason(),
+                    "resharding without an intermediate"
+                );
                 return Ok(Route::Direct(direct));
             }
         };
@@ -183,7 +193,8 @@ impl Program {
         options: ReshardOptions,
         at: &'static Location<'static>,
     ) -> T::With<MpmdArray> {
-        let groups = groups_by_devices(leaves.iter().map(|(_, array)| Some(array.sharding()?.devices())));
+        let groups =
+            groups_by_devices(leaves.iter().map(|(_, array)| Some(array.sharding()?.devices())));
         let mut moved: Vec<Option<MpmdArray>> = vec![None; leaves.len()];
         for place in groups.into_iter().flatten() {
             moved[place] = Some(self.follow(leaves[place].1, &routes[place], options, at));

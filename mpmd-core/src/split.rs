@@ -33,12 +33,13 @@ pub enum Sections {
     At(Vec<usize>),
 }
 
-/// How [`Program::split_by_mesh_axis`] and [`Program::concatenate_by_mesh_axis`] treat their sources.
+/// How [`Program::split_by_mesh_axis`] and [`Program::concatenate_by_mesh_axis`] treat their
+/// sources.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct SplitOptions {
-    /// The sources end with the operation, for every clone; the results are then the only holders of
-    /// the memory. Off by default: sharing is safe, since arrays never change.
+    /// The sources end with the operation, for every clone; the results are then the only holders
+    /// of the memory. Off by default: sharing is safe, since arrays never change.
     pub donate: bool,
 }
 
@@ -83,7 +84,8 @@ impl Sections {
             Self::Each => (0..size).collect(),
             Self::Equal(parts) if *parts == 0 || !size.is_multiple_of(*parts) => {
                 return Err(format!(
-                    "axis `{axis}` of {mesh} has {size} indices, which cannot be cut in {parts} equal parts"
+                    "axis `{axis}` of {mesh} has {size} indices, which cannot be cut in {parts} \
+                     equal parts"
                 ));
             }
             Self::Equal(parts) => (0..*parts).map(|part| part * (size / parts)).collect(),
@@ -91,7 +93,8 @@ impl Sections {
                 let starts: Vec<usize> = std::iter::once(0).chain(starts.iter().copied()).collect();
                 if !starts.is_sorted_by(|a, b| a < b) || starts.iter().any(|start| *start >= size) {
                     return Err(format!(
-                        "axis `{axis}` of {mesh} cannot be cut at {:?}: the places ascend strictly, above 0 \
+                        "axis `{axis}` of {mesh} cannot be cut at {:?}: the places ascend \
+                         strictly, above 0 \
                          and below {size}",
                         &starts[1..]
                     ));
@@ -107,20 +110,22 @@ impl Sections {
 impl Program {
     /// Cuts every array of a tree along an axis of its mesh: one tree for each part of the axis.
     ///
-    /// All arrays are sharded over one mesh by a spec. Each part lives on the devices of its indices; the
-    /// axis stays, as long as the part. An array that is divided over the axis becomes smaller in that
-    /// dimension; the parts of one that is not are replicas with the whole shape. Spec and memory kind
-    /// stay. Nothing is moved: every shard is in exactly one part, as it is. Where a dimension is divided
-    /// over several axes, the part of a minor one has *strided* blocks of the whole, not a run of it.
+    /// All arrays are sharded over one mesh by a spec. Each part lives on the devices of its
+    /// indices; the axis stays, as long as the part. An array that is divided over the axis becomes
+    /// smaller in that dimension; the parts of one that is not are replicas with the whole shape.
+    /// Spec and memory kind stay. Nothing is moved: every shard is in exactly one part, as it is.
+    /// Where a dimension is divided over several axes, the part of a minor one has *strided* blocks
+    /// of the whole, not a run of it.
     ///
     /// A tree without leaves has no mesh, and is itself the only part.
     ///
     /// # Errors
     ///
-    /// Where an array is uncommitted, donated, sharded otherwise than by a spec or over another mesh than
-    /// the first, unreduced over the axis, or is donated twice by this call; where the mesh has no such
-    /// axis; and where the axis cannot be cut so: a number of parts that does not divide it, 0 among them,
-    /// and places that do not ascend strictly within it. The same on every process, and nothing is donated.
+    /// Where an array is uncommitted, donated, sharded otherwise than by a spec or over another
+    /// mesh than the first, unreduced over the axis, or is donated twice by this call; where the
+    /// mesh has no such axis; and where the axis cannot be cut so: a number of parts that does not
+    /// divide it, 0 among them, and places that do not ascend strictly within it. The same on every
+    /// process, and nothing is donated.
     #[track_caller]
     pub fn split_by_mesh_axis<T: Tree<Leaf = MpmdArray>>(
         &mut self,
@@ -148,33 +153,38 @@ impl Program {
                 made.push(part_of(path, array, axis, range.clone(), i).map_err(wrong)?);
             }
         }
-        let what = SplitWhat { leaves: leaves.len(), axis: axis.to_owned(), mesh, parts: ranges.len() };
+        let what =
+            SplitWhat { leaves: leaves.len(), axis: axis.to_owned(), mesh, parts: ranges.len() };
         let starts = ranges.iter().map(|range| range.start as u64);
-        let words = [0x5911, Rolling::default().mix_bytes(axis.as_bytes()).word(), ranges.len() as u64];
+        let words =
+            [0x5911, Rolling::default().mix_bytes(axis.as_bytes()).word(), ranges.len() as u64];
         let words = words.into_iter().chain(starts).collect();
         let sources: Vec<&MpmdArray> = leaves.into_iter().map(|(_, array)| array).collect();
         let made = self.relabel(&sources, made, words, Arc::new(what), options.donate, at);
         let mut made = made.into_iter();
-        let mut tree = || x.map_ref(&mut |_| made.next().expect("one array for each leaf of each part"));
+        let mut tree =
+            || x.map_ref(&mut |_| made.next().expect("one array for each leaf of each part"));
         Ok(ranges.iter().map(|_| tree()).collect())
     }
 
     /// Joins trees along an axis of their meshes: the inverse of [`Program::split_by_mesh_axis`].
     ///
-    /// Leaves at one place of the trees become one array on the devices of all, in the order of the trees
-    /// along the axis. They have one spec and memory kind, and meshes of the same axes and, but for this
-    /// axis, sizes. An array that is divided over the axis grows in that dimension; those of one that is
-    /// not become replicas of each other, which their values must be already. Nothing is moved.
+    /// Leaves at one place of the trees become one array on the devices of all, in the order of the
+    /// trees along the axis. They have one spec and memory kind, and meshes of the same axes and,
+    /// but for this axis, sizes. An array that is divided over the axis grows in that dimension;
+    /// those of one that is not become replicas of each other, which their values must be already.
+    /// Nothing is moved.
     ///
     /// Trees without leaves are joined to the first of them.
     ///
     /// # Errors
     ///
-    /// Where there is no tree; where the trees have different structures; where an array is uncommitted,
-    /// donated, sharded otherwise than by a spec or over another mesh than the rest of its tree, unreduced
-    /// over the axis, or is donated twice by this call; where the meshes have other axes or sizes or share a
-    /// device; and where arrays at one place differ in spec, unreduced axes, memory kind, dtype, or in
-    /// shape other than by the axis. The same on every process, and nothing is donated.
+    /// Where there is no tree; where the trees have different structures; where an array is
+    /// uncommitted, donated, sharded otherwise than by a spec or over another mesh than the rest of
+    /// its tree, unreduced over the axis, or is donated twice by this call; where the meshes have
+    /// other axes or sizes or share a device; and where arrays at one place differ in spec,
+    /// unreduced axes, memory kind, dtype, or in shape other than by the axis. The same on every
+    /// process, and nothing is donated.
     #[track_caller]
     pub fn concatenate_by_mesh_axis<T: Tree<Leaf = MpmdArray>>(
         &mut self,
@@ -201,8 +211,9 @@ impl Program {
             }
         }
         // A tree's leaves are named by the tree's place and their own.
-        let below =
-            |i: usize, path: String| if path.is_empty() { i.to_string() } else { format!("{i}/{path}") };
+        let below = |i: usize, path: String| {
+            if path.is_empty() { i.to_string() } else { format!("{i}/{path}") }
+        };
         let by_tree: Vec<Vec<(String, &MpmdArray)>> = trees
             .iter()
             .enumerate()
@@ -220,8 +231,9 @@ impl Program {
             .map_err(wrong)?;
         let mesh = joined(&meshes, axis).map_err(|why| wrong(IssueProblem::Split(why)))?;
         // Leaf by leaf, each in the order of the trees.
-        let leaves: Vec<(String, &MpmdArray)> =
-            (0..by_tree[0].len()).flat_map(|i| by_tree.iter().map(move |leaves| leaves[i].clone())).collect();
+        let leaves: Vec<(String, &MpmdArray)> = (0..by_tree[0].len())
+            .flat_map(|i| by_tree.iter().map(move |leaves| leaves[i].clone()))
+            .collect();
         if options.donate {
             refuse_twice(&leaves).map_err(wrong)?;
         }
@@ -230,9 +242,11 @@ impl Program {
             made.push(whole_of(parts, axis, &mesh, i * trees.len()).map_err(wrong)?);
         }
         let what = JoinWhat { leaves: made.len(), axis: axis.to_owned(), trees: trees.len(), mesh };
-        let words = vec![0xc09c, Rolling::default().mix_bytes(axis.as_bytes()).word(), trees.len() as u64];
+        let words =
+            vec![0xc09c, Rolling::default().mix_bytes(axis.as_bytes()).word(), trees.len() as u64];
         let sources: Vec<&MpmdArray> = leaves.iter().map(|(_, array)| *array).collect();
-        let mut made = self.relabel(&sources, made, words, Arc::new(what), options.donate, at).into_iter();
+        let mut made =
+            self.relabel(&sources, made, words, Arc::new(what), options.donate, at).into_iter();
         Ok(first.map_ref(&mut |_| made.next().expect("one array for each leaf")))
     }
 
@@ -273,7 +287,8 @@ impl Program {
             };
             let shards = |made: &Relabelled| {
                 let source = |device| made.sources.clone().find(|source| has(*source, device));
-                let memory = |device| source(device).map_or(Memory::Own, |source| Memory::Of(source as u32));
+                let memory =
+                    |device| source(device).map_or(Memory::Own, |source| Memory::Of(source as u32));
                 plan::shards(&made.layout, made.aval.dtype().size(), memory)
             };
             let results = made.iter().map(shards).collect();
@@ -292,10 +307,14 @@ impl Program {
                 .iter()
                 .flatten()
                 .filter(own)
-                .map(|shard| LocalShard { device: shard.device, slot: alias(&shard.slot, guard.clone()) })
+                .map(|shard| LocalShard {
+                    device: shard.device,
+                    slot: alias(&shard.slot, guard.clone()),
+                })
                 .collect();
             taken.sort_by_key(|shard| layout.place_of(shard.device));
-            let made = Made { aval, sharding, layout, what: what.clone(), runtime: runtime.clone() };
+            let made =
+                Made { aval, sharding, layout, what: what.clone(), runtime: runtime.clone() };
             results.push(Placed::array(Arc::new(made), taken, Origin { op, leaf: i as u32, at }));
         }
         if donate {
@@ -312,7 +331,10 @@ impl Program {
     }
 
     /// The one mesh over which arrays of this program are sharded by specs.
-    fn common_mesh(&self, leaves: &[(String, &MpmdArray)]) -> std::result::Result<Mesh, IssueProblem> {
+    fn common_mesh(
+        &self,
+        leaves: &[(String, &MpmdArray)],
+    ) -> std::result::Result<Mesh, IssueProblem> {
         let mut common: Option<(&str, &Mesh)> = None;
         for (path, array) in leaves {
             array.check_usable(path)?;
@@ -323,12 +345,18 @@ impl Program {
             if !Arc::ptr_eq(&placed.made.runtime, &self.runtime) {
                 return Err(IssueProblem::Foreign { path: path.clone() });
             }
-            let (Some(mesh), Some(_)) = (placed.made.sharding.mesh(), placed.made.sharding.spec()) else {
-                return Err(split(format!("{} is not over the axes of a mesh", placed.made.sharding)));
+            let (Some(mesh), Some(_)) = (placed.made.sharding.mesh(), placed.made.sharding.spec())
+            else {
+                return Err(split(format!(
+                    "{} is not over the axes of a mesh",
+                    placed.made.sharding
+                )));
             };
             let (first, expected) = *common.get_or_insert((path, mesh));
             if mesh != expected {
-                return Err(split(format!("is over mesh {mesh}, but {first:?} is over {expected}")));
+                return Err(split(format!(
+                    "is over mesh {mesh}, but {first:?} is over {expected}"
+                )));
             }
         }
         common
@@ -348,7 +376,8 @@ pub(crate) struct Relabelled {
 }
 
 impl Relabelled {
-    /// An array of the same spec, unreduced axes and memory kind over another mesh of the same axes.
+    /// An array of the same spec, unreduced axes and memory kind over another mesh of the same
+    /// axes.
     pub(crate) fn over(
         path: &str,
         aval: ShapedArray,
@@ -379,7 +408,9 @@ fn part_of(
     let (mesh, size) = sharding
         .mesh()
         .ok_or_else(|| split(format!("{sharding} is not over the axes of a mesh")))
-        .and_then(|mesh| Ok((mesh, mesh.axis_size(axis).map_err(|error| split(error.to_string()))?)))?;
+        .and_then(|mesh| {
+            Ok((mesh, mesh.axis_size(axis).map_err(|error| split(error.to_string()))?))
+        })?;
     refuse_unreduced(path, sharding, axis)?;
     let mut shape = array.shape().to_vec();
     if let Some(dim) = divided_dim(sharding, axis) {
@@ -387,7 +418,8 @@ fn part_of(
         shape[dim] = shape[dim] / size * range.len();
     }
     let part = mesh.slice(axis, range).map_err(|error| split(error.to_string()))?;
-    let aval = ShapedArray::try_new(&shape, array.dtype()).map_err(|error| split(error.to_string()))?;
+    let aval =
+        ShapedArray::try_new(&shape, array.dtype()).map_err(|error| split(error.to_string()))?;
     Relabelled::over(path, aval, sharding, part, source..source + 1)
 }
 
@@ -400,12 +432,14 @@ fn whole_of(
 ) -> std::result::Result<Relabelled, IssueProblem> {
     let (first_path, first) = &parts[0];
     let split = |path: &str, why: String| IssueProblem::Split(format!("{}{why}", leaf(path)));
-    let sharding = first.sharding().ok_or_else(|| split(first_path, "is uncommitted".to_owned()))?;
+    let sharding =
+        first.sharding().ok_or_else(|| split(first_path, "is uncommitted".to_owned()))?;
     refuse_unreduced(first_path, sharding, axis)?;
     let dim = divided_dim(sharding, axis);
     let per_index = |array: &MpmdArray| {
         let mut shape = array.shape().to_vec();
-        if let (Some(dim), Some(size)) = (dim, array.sharding().and_then(|s| s.mesh()?.axis_size(axis).ok()))
+        if let (Some(dim), Some(size)) =
+            (dim, array.sharding().and_then(|s| s.mesh()?.axis_size(axis).ok()))
         {
             shape[dim] /= size;
         }
@@ -417,7 +451,10 @@ fn whole_of(
             (sharding.spec().cloned(), sharding.unreduced_axes().to_vec(), sharding.memory_kind())
         };
         if form(found) != form(sharding) {
-            return Err(split(path, format!("is sharded {found}, but {first_path:?} is sharded {sharding}")));
+            return Err(split(
+                path,
+                format!("is sharded {found}, but {first_path:?} is sharded {sharding}"),
+            ));
         }
         if part.dtype() != first.dtype() || per_index(part) != per_index(first) {
             let why = format!(
@@ -440,7 +477,11 @@ fn whole_of(
 }
 
 /// Refuses an array whose values are sums over the axis: its parts are no values.
-fn refuse_unreduced(path: &str, sharding: &Sharding, axis: &str) -> std::result::Result<(), IssueProblem> {
+fn refuse_unreduced(
+    path: &str,
+    sharding: &Sharding,
+    axis: &str,
+) -> std::result::Result<(), IssueProblem> {
     if !sharding.unreduced_axes().iter().any(|name| name == axis) {
         return Ok(());
     }
@@ -457,7 +498,8 @@ fn divided_dim(sharding: &Sharding, axis: &str) -> Option<usize> {
 /// The mesh of which these are the parts along an axis, in order.
 fn joined(parts: &[Mesh], axis: &str) -> std::result::Result<Mesh, String> {
     let first = &parts[0];
-    let index = first.axis_index(axis).ok_or_else(|| format!("there is no axis `{axis}` in {first}"))?;
+    let index =
+        first.axis_index(axis).ok_or_else(|| format!("there is no axis `{axis}` in {first}"))?;
     let without = |mesh: &Mesh| {
         let mut shape = mesh.shape().to_vec();
         shape.remove(index);
@@ -553,11 +595,15 @@ mod tests {
         let whole = mesh(&[("a", 2), ("b", 3), ("c", 2)]);
         for axis in ["a", "b", "c"] {
             let size = whole.axis_size(axis).unwrap();
-            let parts: Vec<Mesh> =
-                [0..1, 1..size].into_iter().map(|range| whole.slice(axis, range).unwrap()).collect();
+            let parts: Vec<Mesh> = [0..1, 1..size]
+                .into_iter()
+                .map(|range| whole.slice(axis, range).unwrap())
+                .collect();
             assert_eq!(joined(&parts, axis), Ok(whole.clone()));
             assert!(
-                joined(&[parts[0].clone(), parts[0].clone()], axis).unwrap_err().contains("listed twice")
+                joined(&[parts[0].clone(), parts[0].clone()], axis)
+                    .unwrap_err()
+                    .contains("listed twice")
             );
         }
         let other = mesh(&[("a", 1), ("b", 2), ("c", 2)]);

@@ -1,4 +1,5 @@
-//! Any sharding moves to any other, wherever its devices are: named, chunked, enumerated, on one device.
+//! Any sharding moves to any other, wherever its devices are: named, chunked, enumerated, on one
+//! device.
 
 #[path = "common/arrays.rs"]
 mod arrays;
@@ -98,7 +99,8 @@ struct Draws(u64);
 
 impl Draws {
     fn below(&mut self, limit: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) as usize % limit
     }
 
@@ -134,18 +136,22 @@ impl Draws {
             let at = tile.range(dim).start + self.below(tile.range(dim).len() + 1);
             let part = |start, end| {
                 let ranges = tile.ranges().enumerate();
-                ranges.map(|(d, r)| if d == dim { (start, end) } else { (r.start, r.end) }).collect()
+                ranges
+                    .map(|(d, r)| if d == dim { (start, end) } else { (r.start, r.end) })
+                    .collect()
             };
             tiles.extend([part(tile.range(dim).start, at), part(at, tile.range(dim).end)]);
         }
         tiles
     }
 
-    /// Over a mesh of one to three axes; every axis divides a dimension that it divides evenly, or none.
+    /// Over a mesh of one to three axes; every axis divides a dimension that it divides evenly, or
+    /// none.
     fn named(&mut self, p: &Program, shape: &[usize], order: Vec<DeviceId>) -> Result<Sharding> {
         const MESHES: [&[usize]; 7] = [&[8], &[2, 4], &[4, 2], &[2, 2, 2], &[3], &[2, 3], &[5]];
         let sizes = MESHES[self.below(MESHES.len())];
-        let axes: Vec<(&str, usize)> = ["a", "b", "c"].into_iter().zip(sizes.iter().copied()).collect();
+        let axes: Vec<(&str, usize)> =
+            ["a", "b", "c"].into_iter().zip(sizes.iter().copied()).collect();
         let mesh = p.mesh_of(&axes, &order[..sizes.iter().product()])?;
         let mut left = shape.to_vec();
         let mut entries: Vec<Vec<String>> = vec![Vec::new(); shape.len()];
@@ -187,7 +193,9 @@ fn random_shardings_reach_each_other_with_every_byte_in_place() {
             }
             Ok(())
         });
-        results.into_iter().for_each(|result| result.unwrap_or_else(|error| panic!("seed {seed}: {error}")));
+        results
+            .into_iter()
+            .for_each(|result| result.unwrap_or_else(|error| panic!("seed {seed}: {error}")));
     }
 }
 

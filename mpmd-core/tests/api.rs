@@ -33,7 +33,12 @@ impl Kernel for Sum {
         Ok(Signature::new(a.clone()).all_reduce("x", a.clone()))
     }
 
-    fn run(&self, cx: &mut Context<'_>, (a, b): (View<'_>, View<'_>), mut y: ViewMut<'_>) -> Result<()> {
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        (a, b): (View<'_>, View<'_>),
+        mut y: ViewMut<'_>,
+    ) -> Result<()> {
         let y = y.as_mut_slice::<f32>()?;
         let sums = a.as_slice::<f32>()?.iter().zip(b.as_slice::<f32>()?);
         y.iter_mut().zip(sums).for_each(|(y, (a, b))| *y = a + b);
@@ -83,7 +88,11 @@ fn a_spectator_runs_a_whole_program_without_data() {
         let results = Simulation::new(processes, 8).run(|p| Ok((job(p)?, p.operations())));
         let mut owners = 0;
         for ((agreed, values), operations) in results.into_iter().map(Result::unwrap) {
-            assert_eq!(operations + 1, planned, "the plan has the operations of the run, and one more");
+            assert_eq!(
+                operations + 1,
+                planned,
+                "the plan has the operations of the run, and one more"
+            );
             assert_eq!(agreed, 8);
             owners += usize::from(values.is_some());
         }
@@ -103,6 +112,7 @@ fn a_spectator_may_be_dropped() {
 #[test]
 fn kernels_run_on_host_values_without_a_job() {
     let _limit = watchdog(60);
-    let [a, b] = [[1.0f32, 2.0], [10.0, 20.0]].map(|values| HostArray::from_slice(&[2], &values).unwrap());
+    let [a, b] =
+        [[1.0f32, 2.0], [10.0, 20.0]].map(|values| HostArray::from_slice(&[2], &values).unwrap());
     assert_eq!(run_here(Sum, &(a, b)).unwrap().to_vec::<f32>().unwrap(), [11.0, 22.0]);
 }

@@ -96,11 +96,19 @@ fn inputs_that_are_not_what_the_kernel_declares() {
         let kernel = || fun("pick", like_first, |_, _, _| Ok(()));
         let x = ones(p, &[4, 4], &rows)?;
         let elsewhere = ones(p, &[4, 4], &one.replicated())?;
-        let strict =
-            p.jit(kernel()).on(&mesh).inputs(mesh.sharding(spec![None, "x"])).outputs(&rows).build()?;
+        let strict = p
+            .jit(kernel())
+            .on(&mesh)
+            .inputs(mesh.sharding(spec![None, "x"]))
+            .outputs(&rows)
+            .build()?;
         let free = p.jit(kernel()).on(&mesh).outputs(&rows).build()?;
         let picky = p
-            .jit(fun("picky", |x| Err(Error::kernel(format!("{} is no matrix", x[0]))), |_, _, _| Ok(())))
+            .jit(fun(
+                "picky",
+                |x| Err(Error::kernel(format!("{} is no matrix", x[0]))),
+                |_, _, _| Ok(()),
+            ))
             .on(&mesh)
             .outputs(&rows)
             .build()?;
@@ -119,7 +127,8 @@ fn inputs_that_are_not_what_the_kernel_declares() {
         ])
     });
     let expected = [
-        "jit pick: \"0\": is sharded P(x) on {x:2} devices [0, 1], but the kernel declares P(None, x)",
+        "jit pick: \"0\": is sharded P(x) on {x:2} devices [0, 1], but the kernel declares \
+         P(None, x)",
         "jit pick: \"1\": is on P() on {x:1} devices [0], but the kernel runs on",
         "jit picky: f32[4,4] is no matrix",
         "not a prefix",
@@ -174,7 +183,8 @@ fn partial_sums_and_host_memory_that_nobody_declared() {
         let kernel = || fun("pick", like_first, |_, _, mut y| Ok(y[0].fill(0.0f32)?));
         let x = ones(p, &[4], &whole)?;
         let in_host = p.device_put(&x, &host)?;
-        let terms = p.jit(kernel()).on(&mesh).outputs(&sums).build()?.call(p, vec![x.clone()])?.remove(0);
+        let terms =
+            p.jit(kernel()).on(&mesh).outputs(&sums).build()?.call(p, vec![x.clone()])?.remove(0);
         let free = p.jit(kernel()).on(&mesh).outputs(&whole).build()?;
         let declares_whole = p.jit(kernel()).on(&mesh).inputs(&whole).outputs(&whole).build()?;
         let declares_sums = p.jit(kernel()).on(&mesh).inputs(&sums).outputs(&whole).build()?;
@@ -199,16 +209,21 @@ fn partial_sums_and_host_memory_that_nobody_declared() {
         ])
     });
     let expected = [
-        "jit pick: \"1\": is sharded P() unreduced over {x} on {x:2, y:1} devices [0, 1]; a kernel takes partial \
+        "jit pick: \"1\": is sharded P() unreduced over {x} on {x:2, y:1} devices [0, 1]; a \
+         kernel takes partial \
          sums only where `.inputs(…)` declares exactly that sharding",
-        "\"0\": is sharded P() unreduced over {x} on {x:2, y:1} devices [0, 1], but the kernel declares P() on",
-        "\"0\": is sharded P() on {x:2, y:1} devices [0, 1], but the kernel declares P() unreduced over {x} on",
-        "\"0\": is sharded P() on {x:2, y:1} devices [0, 1] in host memory; a kernel takes arrays in host memory only where",
+        "\"0\": is sharded P() unreduced over {x} on {x:2, y:1} devices [0, 1], but the kernel \
+         declares P() on",
+        "\"0\": is sharded P() on {x:2, y:1} devices [0, 1], but the kernel declares P() \
+         unreduced over {x} on",
+        "\"0\": is sharded P() on {x:2, y:1} devices [0, 1] in host memory; a kernel takes arrays \
+         in host memory only where",
         "in host memory, but the kernel declares P() on {x:2, y:1} devices [0, 1]; jit never",
         "but the kernel declares P() on {x:2, y:1} devices [0, 1] in host memory; jit never",
         "cannot be input \"0\"",
         "in host memory: a kernel writes the memory of its devices",
-        "make: P() unreduced over {x} on {x:2, y:1} devices [0, 1] is of partial sums, which only a kernel \
+        "make: P() unreduced over {x} on {x:2, y:1} devices [0, 1] is of partial sums, which only \
+         a kernel \
          writes: make it as P() on",
         "make: P() unreduced over {y} on",
     ];
@@ -241,7 +256,10 @@ fn what_was_donated_is_gone_for_everyone() {
         ];
         c.block_until_ready()?;
         for text in &texts[2..6] {
-            assert!(text.contains(&format!("bad_use.rs:{donated_at}:")), "{text} lacks the donating line");
+            assert!(
+                text.contains(&format!("bad_use.rs:{donated_at}:")),
+                "{text} lacks the donating line"
+            );
         }
         Ok(texts)
     });
@@ -388,13 +406,17 @@ fn trees_of_other_structure_with_the_same_leaves_are_told_apart() {
     assert_contains(&texts, &["[12.0, 12.0]", "[21.0, 21.0]", "[30.0, 30.0]", "[12.0, 12.0]"]);
 }
 
-/// Four processes: the first two run a kernel that fails, the others only get what came of it. Checks
-/// that everybody's handle fails for the same reason and that nobody's program ends well; returns the
-/// reasons.
+/// Four processes: the first two run a kernel that fails, the others only get what came of it.
+/// Checks that everybody's handle fails for the same reason and that nobody's program ends well;
+/// returns the reasons.
 fn failing<I, R>(infer: I, run: R) -> Vec<String>
 where
     I: Fn(&[ShapedArray]) -> Result<Signature<Vec<ShapedArray>>> + Copy + Send + Sync + 'static,
-    R: Fn(&mut Context<'_>, Vec<View<'_>>, Vec<ViewMut<'_>>) -> Result<()> + Copy + Send + Sync + 'static,
+    R: Fn(&mut Context<'_>, Vec<View<'_>>, Vec<ViewMut<'_>>) -> Result<()>
+        + Copy
+        + Send
+        + Sync
+        + 'static,
 {
     let texts = Mutex::new(Vec::new());
     let results = Simulation::new(4, 4).run(|p| {
@@ -420,7 +442,10 @@ where
     let texts = texts.into_inner().unwrap();
     assert_eq!(texts.len(), 4);
     for text in &texts {
-        assert!(text.contains("kernel broken of operation 2 at mpmd-core/tests/bad_use.rs:"), "{text}");
+        assert!(
+            text.contains("kernel broken of operation 2 at mpmd-core/tests/bad_use.rs:"),
+            "{text}"
+        );
     }
     texts
 }
@@ -436,7 +461,10 @@ fn a_kernel_that_fails_fails_everything_made_from_it() {
         texts.iter().for_each(|text| assert!(text.contains(reason), "{text}\n  lacks {reason}"));
     };
     all_contain(failing(like_first, |_, _, _| Err(Error::kernel("out of luck"))), "out of luck");
-    all_contain(failing(like_first, |_, _, _| panic!("lost the thread")), "panicked: lost the thread");
+    all_contain(
+        failing(like_first, |_, _, _| panic!("lost the thread")),
+        "panicked: lost the thread",
+    );
     all_contain(
         failing(like_first, |_, x, _| {
             x[0].as_slice::<i32>()?;
@@ -471,8 +499,14 @@ fn collectives_are_called_as_declared() {
         failing(reduced, |_, _, _| Ok(())),
         "its signature declares 1 more collectives than it calls",
     );
-    all_contain(failing(reduced, |cx, _, _| cx.all_reduce("y", &mut [0.0f32; 2])), "over \"y\" where");
-    all_contain(failing(reduced, |cx, _, _| cx.all_reduce("x", &mut [0.0f32; 3])), "of 3 f32 elements");
+    all_contain(
+        failing(reduced, |cx, _, _| cx.all_reduce("y", &mut [0.0f32; 2])),
+        "over \"y\" where",
+    );
+    all_contain(
+        failing(reduced, |cx, _, _| cx.all_reduce("x", &mut [0.0f32; 3])),
+        "of 3 f32 elements",
+    );
     all_contain(failing(reduced, |cx, _, _| cx.all_reduce("x", &mut [0u8; 2])), "of 2 u8 elements");
     // One device alone is at fault; the other waits for it in vain, and says why.
     let one = |cx: &mut Context<'_>, _: Vec<View<'_>>, mut y: Vec<ViewMut<'_>>| {
@@ -489,8 +523,11 @@ fn collectives_are_called_as_declared() {
     let texts = Simulation::new(2, 2).run(|p| {
         let mesh = p.mesh(&[("x", 2)])?;
         let x = ones(p, &[4], &mesh.sharding(spec!["x"]))?;
-        let jit =
-            p.jit(fun("uneven", reduced, uneven)).on(&mesh).outputs(mesh.sharding(spec!["x"])).build()?;
+        let jit = p
+            .jit(fun("uneven", reduced, uneven))
+            .on(&mesh)
+            .outputs(mesh.sharding(spec!["x"]))
+            .build()?;
         jit.call(p, vec![x])?[0].block_until_ready().map(drop)
     });
     texts.into_iter().for_each(|result| assert!(result.is_err()));

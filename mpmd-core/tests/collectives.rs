@@ -1,5 +1,5 @@
-//! Collectives inside kernels: against an oracle on host values, at every number of processes, and when
-//! something goes wrong.
+//! Collectives inside kernels: against an oracle on host values, at every number of processes, and
+//! when something goes wrong.
 
 mod common;
 #[path = "common/kernels.rs"]
@@ -94,7 +94,9 @@ impl Case {
         let reduced = |reduce: Reduce| -> Vec<T> {
             let element = |i: usize| {
                 let values = given.iter().map(|part| part[i]);
-                values.reduce(|a, b| T::reduce(reduce, a, b)).expect("nobody is alone without itself")
+                values
+                    .reduce(|a, b| T::reduce(reduce, a, b))
+                    .expect("nobody is alone without itself")
             };
             (0..self.len).map(element).collect()
         };
@@ -195,14 +197,20 @@ fn group(device: usize, shape: [usize; 2], axis: &str) -> (Vec<usize>, usize) {
     }
 }
 
-fn agree_with_the_oracle<T: Value>(processes: &[usize], shape: [usize; 2], cases: &[Case], seed: u64) {
+fn agree_with_the_oracle<T: Value>(
+    processes: &[usize],
+    shape: [usize; 2],
+    cases: &[Case],
+    seed: u64,
+) {
     for processes in processes {
         let found = outcomes::<T>(*processes, shape, cases, seed);
         assert_eq!(found.len(), cases.len() * shape[0] * shape[1]);
         for ((i, device), bytes) in found {
             let case = &cases[i];
             let (group, me) = group(device, shape, case.axis);
-            let given: Vec<Vec<T>> = group.iter().map(|device| given(*device, i, case.len)).collect();
+            let given: Vec<Vec<T>> =
+                group.iter().map(|device| given(*device, i, case.len)).collect();
             let expected = case.oracle(&given, me);
             assert!(
                 bytes == bytemuck::cast_slice::<T, u8>(&expected),
@@ -213,8 +221,14 @@ fn agree_with_the_oracle<T: Value>(processes: &[usize], shape: [usize; 2], cases
     }
 }
 
-/// Every collective over an axis of `n` devices, with these lengths; `declared` stretches the declaration.
-fn every(axis: &'static str, n: usize, lengths: &[usize], declared: impl Fn(usize) -> usize) -> Vec<Case> {
+/// Every collective over an axis of `n` devices, with these lengths; `declared` stretches the
+/// declaration.
+fn every(
+    axis: &'static str,
+    n: usize,
+    lengths: &[usize],
+    declared: impl Fn(usize) -> usize,
+) -> Vec<Case> {
     let mut cases = Vec::new();
     for len in lengths {
         let mut case = |kind, len| cases.push(Case { kind, axis, len, declared: declared(len) });
@@ -243,7 +257,8 @@ fn large(len: usize) -> usize {
 fn small_ones_agree_with_the_oracle_along_each_axis() {
     let _limit = watchdog(120);
     let lengths = [0, 1, 3, 50];
-    let both = [every("a", 2, &lengths, |len| len), every("b", 4, &lengths, |len| len + 1)].concat();
+    let both =
+        [every("a", 2, &lengths, |len| len), every("b", 4, &lengths, |len| len + 1)].concat();
     agree_with_the_oracle::<f32>(&[1, 2, 4, 8], [2, 4], &both, 1);
     agree_with_the_oracle::<bf16>(&[1, 4], [2, 4], &both, 2);
     agree_with_the_oracle::<i32>(&[2], [2, 4], &both, 3);
@@ -320,7 +335,9 @@ fn a_kernel_with_every_collective_runs_here() {
         "here",
         move |x| {
             let signature = like_first(x)?;
-            Ok(declared.iter().fold(signature, |signature, case| case.declare(signature, f32::DTYPE)))
+            Ok(declared
+                .iter()
+                .fold(signature, |signature, case| case.declare(signature, f32::DTYPE)))
         },
         move |cx, x, mut y| {
             for case in &called {
@@ -336,13 +353,18 @@ fn a_kernel_with_every_collective_runs_here() {
     assert_eq!(y[0].to_vec::<f32>().unwrap(), [2.0; 3]);
 }
 
-/// What every process ended with, where a kernel over one axis `x` of all devices calls collectives of
-/// `f32`. Where a process has an error of the array it is that, else the one of the program's end.
+/// What every process ended with, where a kernel over one axis `x` of all devices calls collectives
+/// of `f32`. Where a process has an error of the array it is that, else the one of the program's
+/// end.
 fn failing(
     processes: usize,
     devices: usize,
     seed: u64,
-    infer: impl Fn(Signature<Vec<ShapedArray>>) -> Signature<Vec<ShapedArray>> + Copy + Send + Sync + 'static,
+    infer: impl Fn(Signature<Vec<ShapedArray>>) -> Signature<Vec<ShapedArray>>
+    + Copy
+    + Send
+    + Sync
+    + 'static,
     run: impl Fn(&mut Context<'_>) -> Result<()> + Copy + Send + Sync + 'static,
 ) -> Vec<String> {
     let simulation = simulation(processes, devices)
@@ -447,9 +469,12 @@ fn a_failure_in_the_first_of_two_rounds_reaches_all_in_the_second() {
             cx.all_reduce("x", &mut vec![0.0f32; len])
         });
         for error in errors {
-            for says in
-                ["collective 0 of operation 2", "all_reduce of f32[40000]", "device 0", "different lengths"]
-            {
+            for says in [
+                "collective 0 of operation 2",
+                "all_reduce of f32[40000]",
+                "device 0",
+                "different lengths",
+            ] {
                 assert!(error.contains(says), "{error}\n  lacks {says}");
             }
         }
@@ -522,15 +547,30 @@ fn calls_that_are_not_as_declared_say_what_was_declared_and_called() {
             "of 12 f32",
             "reduce_scatter of f32[8]",
         ),
-        (3, |cx| cx.reduce_scatter("x", &[0.0f32; 6], &mut [0.0; 1]), "4 devices cannot share", "of f32[8]"),
-        (3, |cx| cx.reduce_scatter("x", &[0.0f32; 8], &mut [0.0; 3]), "an output of 3 where 2", "of f32[8]"),
+        (
+            3,
+            |cx| cx.reduce_scatter("x", &[0.0f32; 6], &mut [0.0; 1]),
+            "4 devices cannot share",
+            "of f32[8]",
+        ),
+        (
+            3,
+            |cx| cx.reduce_scatter("x", &[0.0f32; 8], &mut [0.0; 3]),
+            "an output of 3 where 2",
+            "of f32[8]",
+        ),
         (
             5,
             |cx| cx.permute("x", &[0.0f32; 8], &mut [0.0; 7]),
             "an output of 7 where 8",
             "permute by [(0, 1), ",
         ),
-        (7, |cx| cx.all_reduce("x", &mut [0.0f32]), "calls all_reduce of 1", "declares only 7 collectives"),
+        (
+            7,
+            |cx| cx.all_reduce("x", &mut [0.0f32]),
+            "calls all_reduce of 1",
+            "declares only 7 collectives",
+        ),
     ];
     for (at, call, called, declared) in wrong {
         for processes in [1, 4] {
@@ -572,8 +612,11 @@ fn declarations_that_cannot_be_are_refused_alike_and_move_nothing() {
         let mut texts = Vec::new();
         for (declare, expected) in declarations {
             let infer = move |x: &[ShapedArray]| Ok(declare(like_first(x)?));
-            let jit =
-                p.jit(fun("odd", infer, |_, _, _| Ok(()))).on(&mesh).outputs(mesh.replicated()).build()?;
+            let jit = p
+                .jit(fun("odd", infer, |_, _, _| Ok(())))
+                .on(&mesh)
+                .outputs(mesh.replicated())
+                .build()?;
             let before = p.operations();
             let error = jit.call(p, vec![x.clone()]).expect_err("it cannot be").to_string();
             assert!(error.contains(expected), "{error}\n  lacks {expected}");
@@ -611,7 +654,10 @@ fn a_process_that_dies_during_large_ones_is_named_by_all_others() {
             });
             for result in results {
                 let error = result.expect_err("nobody ends well").to_string();
-                assert!(error.contains(&format!("process {lost} ")), "seed {seed}, operation {at}: {error}");
+                assert!(
+                    error.contains(&format!("process {lost} ")),
+                    "seed {seed}, operation {at}: {error}"
+                );
             }
         }
     }

@@ -21,7 +21,8 @@ fn on(device: u32) -> Sharding {
 #[test]
 fn endless_patience_is_no_panic() {
     let _limit = watchdog(60);
-    let simulation = Simulation::new(2, 2).settings(|b| b.patience(Duration::MAX).run_ahead(1, 1 << 30));
+    let simulation =
+        Simulation::new(2, 2).settings(|b| b.patience(Duration::MAX).run_ahead(1, 1 << 30));
     let results = simulation.run(|p| {
         let x = p.make(f32s([4096]), &on(0), |_, mut view| Ok(view.fill(1.0f32)?))?;
         let y = p.device_put(&x, on(1))?;
@@ -42,7 +43,8 @@ fn small_pieces_beyond_the_credit_arrive_with_their_values() {
         }
         let mut moved = Vec::new();
         for i in 0..100u8 {
-            let x = p.make(f32s([4096]), &on(0), move |_, mut view| Ok(view.fill(f32::from(i))?))?;
+            let x =
+                p.make(f32s([4096]), &on(0), move |_, mut view| Ok(view.fill(f32::from(i))?))?;
             moved.push(p.device_put(&x, on(1))?);
         }
         for (i, y) in (0..100u8).zip(&moved) {
@@ -60,8 +62,9 @@ fn arrays_without_elements_are_ordinary() {
     let _limit = watchdog(60);
     let results = Simulation::new(2, 2).run(|p| {
         let mesh = p.mesh(&[("model", 2)])?;
-        let reduce =
-            |x: &[ShapedArray]| Ok(Signature::new(vec![x[0].clone()]).all_reduce("model", x[0].clone()));
+        let reduce = |x: &[ShapedArray]| {
+            Ok(Signature::new(vec![x[0].clone()]).all_reduce("model", x[0].clone()))
+        };
         let sum = fun("sum", reduce, |cx, x, mut y| {
             y[0].as_mut_slice::<f32>()?.copy_from_slice(x[0].as_slice::<f32>()?);
             cx.all_reduce("model", y[0].as_mut_slice::<f32>()?)
@@ -108,15 +111,21 @@ fn contributions_to_kernels_that_failed_on_both_sides_keep_nobody_from_finishing
         let mesh = p.mesh(&[("model", 2)])?;
         let x = p.make(f32s([32768]), &mesh.replicated(), |_, mut view| Ok(view.fill(1.0f32)?))?;
         for broken in 0..2 {
-            let reduce =
-                |x: &[ShapedArray]| Ok(Signature::new(vec![x[0].clone()]).all_reduce("model", x[0].clone()));
+            let reduce = |x: &[ShapedArray]| {
+                Ok(Signature::new(vec![x[0].clone()]).all_reduce("model", x[0].clone()))
+            };
             let kernel = fun("breaks", reduce, move |cx, _, mut y| {
                 if cx.device() == DeviceId(broken) {
                     return Err(Error::kernel("broken"));
                 }
                 cx.all_reduce("model", y[0].as_mut_slice::<f32>()?)
             });
-            let _ = p.jit(kernel).on(&mesh).outputs(mesh.replicated()).build()?.call(p, vec![x.clone()])?;
+            let _ = p
+                .jit(kernel)
+                .on(&mesh)
+                .outputs(mesh.replicated())
+                .build()?
+                .call(p, vec![x.clone()])?;
         }
         Ok(())
     });
@@ -159,14 +168,16 @@ fn a_collective_with_another_length_on_each_device_is_an_error_on_each() {
     for lengths in [[3, 5], [20_000, 20_001], [100, 20_000], [20_000, 100]] {
         let results = Simulation::new(2, 2).run(|p| {
             let mesh = p.mesh(&[("model", 2)])?;
-            let reduce =
-                |x: &[ShapedArray]| Ok(Signature::new(vec![x[0].clone()]).all_reduce("model", x[0].clone()));
+            let reduce = |x: &[ShapedArray]| {
+                Ok(Signature::new(vec![x[0].clone()]).all_reduce("model", x[0].clone()))
+            };
             let sum = fun("sum", reduce, move |cx, _, mut y| {
                 let length = lengths[cx.axis_index("model")?];
                 cx.all_reduce("model", &mut y[0].as_mut_slice::<f32>()?[..length])
             });
             let sum = p.jit(sum).on(&mesh).outputs(mesh.replicated()).build()?;
-            let x = p.make(f32s([30_000]), &mesh.replicated(), |_, mut view| Ok(view.fill(1.0f32)?))?;
+            let x =
+                p.make(f32s([30_000]), &mesh.replicated(), |_, mut view| Ok(view.fill(1.0f32)?))?;
             sum.call(p, vec![x])?[0].to_host()
         });
         for result in results {

@@ -45,7 +45,12 @@ impl Kernel for Scale {
         Ok(Signature::new(x.clone()))
     }
 
-    fn run(&self, cx: &mut Context<'_>, (x, factor): (View<'_>, View<'_>), mut y: ViewMut<'_>) -> Result<()> {
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        (x, factor): (View<'_>, View<'_>),
+        mut y: ViewMut<'_>,
+    ) -> Result<()> {
         let factor = factor.scalar::<f32>()?;
         if let Some(cuda) = cx.cuda() {
             let n = x.region().elements();
@@ -85,7 +90,12 @@ impl Kernel for Add {
         Ok(Signature::new(y.clone()).alias("1", ""))
     }
 
-    fn run(&self, cx: &mut Context<'_>, (x, _): (View<'_>, View<'_>), mut y: ViewMut<'_>) -> Result<()> {
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        (x, _): (View<'_>, View<'_>),
+        mut y: ViewMut<'_>,
+    ) -> Result<()> {
         if let Some(cuda) = cx.cuda() {
             return self.on(cuda, &x, &mut y);
         }
@@ -112,7 +122,8 @@ fn read(x: &MpmdArray) -> Vec<f32> {
     x.to_host().unwrap().unwrap().to_vec::<f32>().unwrap()
 }
 
-/// Bytes in use: `expected`, once whoever has told this thread of an end has let go of what it told of.
+/// Bytes in use: `expected`, once whoever has told this thread of an end has let go of what it told
+/// of.
 fn settled(p: &Program, expected: u64) -> u64 {
     let deadline = Instant::now() + Duration::from_secs(20);
     while p.memory().live != expected && Instant::now() < deadline {
@@ -173,7 +184,8 @@ fn chain_in_order() {
 
 #[test]
 fn work_is_in_order_where_streams_do_nothing_before_they_are_waited_for() {
-    if elsewhere!("SOFTCUDA_DEVICES" = "2", "SOFTCUDA_PACE" = "lazy:20", "SOFTCUDA_RACES" = "abort") {
+    if elsewhere!("SOFTCUDA_DEVICES" = "2", "SOFTCUDA_PACE" = "lazy:20", "SOFTCUDA_RACES" = "abort")
+    {
         return;
     }
     chain_in_order();
@@ -181,7 +193,8 @@ fn work_is_in_order_where_streams_do_nothing_before_they_are_waited_for() {
 
 #[test]
 fn work_is_in_order_where_streams_pause_at_random() {
-    if elsewhere!("SOFTCUDA_DEVICES" = "2", "SOFTCUDA_PACE" = "seed:11", "SOFTCUDA_RACES" = "abort") {
+    if elsewhere!("SOFTCUDA_DEVICES" = "2", "SOFTCUDA_PACE" = "seed:11", "SOFTCUDA_RACES" = "abort")
+    {
         return;
     }
     chain_in_order();
@@ -220,7 +233,11 @@ fn what_is_donated_is_updated_where_it_is_and_what_is_not_stays() {
     assert!(donated.iter().all(|place| *place == kept[0]) && donated.len() == 50, "{donated:?}");
     assert!(kept[1] != kept[0]);
     drop((other, first));
-    assert_eq!(settled(&p, live - live / 3), live - live / 3, "one of three arrays less, and none more");
+    assert_eq!(
+        settled(&p, live - live / 3),
+        live - live / 3,
+        "one of three arrays less, and none more"
+    );
     p.finish().unwrap();
 }
 
@@ -291,7 +308,8 @@ fn host_values_are_given_as_they_are_and_updated_in_a_copy() {
         let mesh = p.mesh(&[("x", 2)]).unwrap();
         let to = mesh.sharding(spec!["x"]);
         // Each device sees all of the host's values, and makes a half of them its output.
-        let like_second = |x: &[ShapedArray]| Ok(Signature::new(vec![x[1].clone()]).alias("1", "0"));
+        let like_second =
+            |x: &[ShapedArray]| Ok(Signature::new(vec![x[1].clone()]).alias("1", "0"));
         let kernel = fun("Halves", like_second, |cx, x, mut y| {
             let (n, factor) = (y[0].region().elements(), x[0].as_slice::<f32>()?[7]);
             if let Some(cuda) = cx.cuda() {
@@ -300,7 +318,10 @@ fn host_values_are_given_as_they_are_and_updated_in_a_copy() {
                 return cuda.launch(&STEPS, "add", Grid::over(n), &args);
             }
             assert!(factor > 0.0);
-            y[0].as_mut_slice::<f32>()?.iter_mut().zip(x[0].as_slice::<f32>()?).for_each(|(y, x)| *y += x);
+            y[0].as_mut_slice::<f32>()?
+                .iter_mut()
+                .zip(x[0].as_slice::<f32>()?)
+                .for_each(|(y, x)| *y += x);
             Ok(())
         });
         let jit = p.jit(kernel).on(&mesh).outputs(to).build().unwrap();
@@ -384,8 +405,8 @@ fn a_kernel_that_fails_on_the_device_is_named_and_other_devices_go_on() {
         cuda.launch(&WILD, "wild", Grid::new(1, 1), &[(&mut y[0]).into(), (1u64 << 36).into()])
     });
     let wild = p.jit(kernel).on(wrong).outputs(wrong.replicated()).build().unwrap();
-    let [scale, other] =
-        [wrong, right].map(|side| p.jit(Scale).on(side).outputs(side.replicated()).build().unwrap());
+    let [scale, other] = [wrong, right]
+        .map(|side| p.jit(Scale).on(side).outputs(side.replicated()).build().unwrap());
     let x = p.device_put(&numbers(100), wrong.replicated()).unwrap();
     let z = p.device_put(&numbers(100), right.replicated()).unwrap();
     let before = scale.call(&mut p, (x.clone(), MpmdArray::scalar(2.0f32))).unwrap();
@@ -397,7 +418,10 @@ fn a_kernel_that_fails_on_the_device_is_named_and_other_devices_go_on() {
     }
     let after = scale.call(&mut p, (x, MpmdArray::scalar(2.0f32))).unwrap();
     let error = after.to_host().unwrap_err().to_string();
-    assert!(error.contains("kernel Scale") && error.contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{error}");
+    assert!(
+        error.contains("kernel Scale") && error.contains("CUDA_ERROR_ILLEGAL_ADDRESS"),
+        "{error}"
+    );
     let fine = other.call(&mut p, (z, MpmdArray::scalar(2.0f32))).unwrap();
     assert_eq!(read(&fine)[0], 2.0 / 3.0);
     assert!(p.finish().unwrap_err().to_string().contains("kernel Wild"));
@@ -417,31 +441,39 @@ fn work_that_fails_on_its_own_fails_its_call_and_all_that_is_issued_behind_it() 
     let scale = p.jit(Scale).on(&mesh).outputs(mesh.replicated()).build().unwrap();
     let add = p.jit(Add::new()).on(&mesh).outputs(mesh.replicated()).donate("1").build().unwrap();
     let x = p.device_put(&numbers(100), mesh.replicated()).unwrap();
-    scale.call(&mut p, (x.clone(), MpmdArray::scalar(1.0f32))).unwrap().block_until_ready().unwrap();
+    scale
+        .call(&mut p, (x.clone(), MpmdArray::scalar(1.0f32)))
+        .unwrap()
+        .block_until_ready()
+        .unwrap();
     // The second of the calls that follow: both others are issued before it is known.
     driver.fail("launch", 2);
     let y = scale.call(&mut p, (x.clone(), MpmdArray::scalar(1.0f32))).unwrap();
     let z = scale.call(&mut p, (y.clone(), MpmdArray::scalar(1.0f32))).unwrap();
     let sum = add.call(&mut p, (x, z)).unwrap();
     let error = sum.to_host().unwrap_err().to_string();
-    // By its own work, by what it was to read, or by the device as it was given work: whichever is known first.
-    let named =
-        |error: &str| error.contains("failed on device 0") && error.contains("CUDA_ERROR_ILLEGAL_ADDRESS");
+    // By its own work, by what it was to read, or by the device as it was given work: whichever is
+    // known first.
+    let named = |error: &str| {
+        error.contains("failed on device 0") && error.contains("CUDA_ERROR_ILLEGAL_ADDRESS")
+    };
     assert!(named(&error), "{error}");
     let error = p.finish().unwrap_err().to_string();
     assert!(named(&error), "{error}");
     drop(y);
 }
 
-/// What was lent before it was made, and never was, makes nothing of value: two kernels on the taker, and the process
-/// that the last result is lent to, are all issued before that is known.
+/// What was lent before it was made, and never was, makes nothing of value: two kernels on the
+/// taker, and the process that the last result is lent to, are all issued before that is known.
 #[test]
 fn what_is_made_of_what_never_was_has_failed_however_far_it_has_gone() {
-    if elsewhere!("SOFTCUDA_DEVICES" = "3", "SOFTCUDA_PACE" = "lazy:50", "SOFTCUDA_FAIL" = "copy:1") {
+    if elsewhere!("SOFTCUDA_DEVICES" = "3", "SOFTCUDA_PACE" = "lazy:50", "SOFTCUDA_FAIL" = "copy:1")
+    {
         return;
     }
     let _limit = watchdog(60);
-    let simulation = Simulation::new(3, 3).settings(|b| b.device_kinds(&[CUDA])).hands_over(&[0; 3]);
+    let simulation =
+        Simulation::new(3, 3).settings(|b| b.device_kinds(&[CUDA])).hands_over(&[0; 3]);
     let found = Mutex::new(Vec::new());
     // Each ends with the failure too.
     let results = simulation.run(|p| {
@@ -454,14 +486,19 @@ fn what_is_made_of_what_never_was_has_failed_however_far_it_has_gone() {
             y = scale.call(p, (y, MpmdArray::scalar(2.0f32)))?;
         }
         let z = p.device_put(&y, third.replicated())?;
-        let mine = [x, y, z].into_iter().find(|array| !array.is_fully_remote()).expect("one is here");
+        let mine =
+            [x, y, z].into_iter().find(|array| !array.is_fully_remote()).expect("one is here");
         let value = mine.to_host().map(|_| ()).map_err(|error| error.to_string());
         found.lock().unwrap().push((p.process(), value));
         Ok(())
     });
     let found = found.into_inner().unwrap();
-    let is_told = |value: &Result<(), String>| value.as_ref().is_err_and(|said| said.contains("CUDA_ERROR"));
-    assert!(found.len() == 3 && found.iter().all(|(_, value)| is_told(value)), "{found:#?}\n{results:#?}");
+    let is_told =
+        |value: &Result<(), String>| value.as_ref().is_err_and(|said| said.contains("CUDA_ERROR"));
+    assert!(
+        found.len() == 3 && found.iter().all(|(_, value)| is_told(value)),
+        "{found:#?}\n{results:#?}"
+    );
 }
 
 #[test]
@@ -472,14 +509,18 @@ fn a_device_without_memory_says_so_in_its_drivers_words() {
     let _limit = watchdog(60);
     let mut p = alone(CUDA, 1);
     let mesh = p.mesh(&[("x", 1)]).unwrap();
-    let kernel =
-        fun("Large", |_| Ok(Signature::new(vec![f32s([64 << 20])])), |cx, _, mut y| cx.zero(&mut y[0]));
+    let kernel = fun(
+        "Large",
+        |_| Ok(Signature::new(vec![f32s([64 << 20])])),
+        |cx, _, mut y| cx.zero(&mut y[0]),
+    );
     let large = p.jit(kernel).on(&mesh).outputs(mesh.replicated()).build().unwrap();
     let y = large.call(&mut p, vec![MpmdArray::scalar(1.0f32)]).unwrap().remove(0);
     let error = y.to_host().unwrap_err();
     assert_eq!(error.failure().map(|failure| failure.kind), Some(FailureKind::Memory));
     let error = error.to_string();
-    for part in ["operation 1 (jit Large", "out of memory on device 0", "CUDA_ERROR_OUT_OF_MEMORY"] {
+    for part in ["operation 1 (jit Large", "out of memory on device 0", "CUDA_ERROR_OUT_OF_MEMORY"]
+    {
         assert!(error.contains(part), "{error}");
     }
     p.finish().unwrap_err();
@@ -495,8 +536,10 @@ fn collectives(p: &mut Program, devices: usize) -> Result<Vec<Vec<f32>>> {
         let part = f32s([each]);
         let shift = (0..devices).map(|i| (i, (i + 1) % devices)).collect::<Vec<_>>();
         let signature = Signature::new(vec![x[0].clone(), f32s([each * devices * devices])]);
-        let signature = signature.alias("0", "0").all_reduce("x", part.clone()).all_gather("x", part.clone());
-        let signature = signature.permute("x", part.clone(), shift).broadcast("x", devices - 1, part.clone());
+        let signature =
+            signature.alias("0", "0").all_reduce("x", part.clone()).all_gather("x", part.clone());
+        let signature =
+            signature.permute("x", part.clone(), shift).broadcast("x", devices - 1, part.clone());
         Ok(signature.all_to_all("x", part.clone()).reduce_scatter("x", part))
     };
     let kernel = fun("All", infer, move |cx, _, mut y| {
@@ -509,9 +552,19 @@ fn collectives(p: &mut Program, devices: usize) -> Result<Vec<Vec<f32>>> {
             let moved = cuda.scratch(mpmd_core::aval::DType::F32, each)?;
             cx.permute_on_cuda("x", &first, &moved)?;
             let n = each;
-            cuda.launch(&STEPS, "add", Grid::over(n), &[n.into(), (&moved).into(), (&mut first).into()])?;
+            cuda.launch(
+                &STEPS,
+                "add",
+                Grid::over(n),
+                &[n.into(), (&moved).into(), (&mut first).into()],
+            )?;
             cx.broadcast_on_cuda("x", devices - 1, &moved)?;
-            cuda.launch(&STEPS, "add", Grid::over(n), &[n.into(), (&moved).into(), (&mut first).into()])?;
+            cuda.launch(
+                &STEPS,
+                "add",
+                Grid::over(n),
+                &[n.into(), (&moved).into(), (&mut first).into()],
+            )?;
             cx.all_to_all_on_cuda("x", &first, &moved)?;
             cuda.copy(&moved, &mut first)?;
             let part = cuda.scratch(mpmd_core::aval::DType::F32, share)?;
@@ -567,7 +620,8 @@ fn collectives_of_devices_have_the_bits_of_the_host_also_among_both_kinds() {
         assert!(cuda == cpu, "{devices} devices");
     }
     let run = |kinds: &[DeviceKind]| -> Vec<_> {
-        let simulation = Simulation::new(kinds.len(), 4).settings(|builder| builder.device_kinds(kinds));
+        let simulation =
+            Simulation::new(kinds.len(), 4).settings(|builder| builder.device_kinds(kinds));
         simulation.run(|p| collectives(p, 4)).into_iter().map(|result| result.unwrap()).collect()
     };
     let cpu = run(&[CPU, CPU]);
@@ -581,21 +635,24 @@ fn a_collective_that_another_device_fails_is_told() {
         return;
     }
     let _limit = watchdog(60);
-    let results = Simulation::new(2, 2).settings(|builder| builder.device_kinds(&[CUDA, CPU])).run(|p| {
-        let mesh = p.mesh(&[("x", 2)])?;
-        let infer = |x: &[ShapedArray]| Ok(Signature::new(vec![x[0].clone()]).all_reduce("x", f32s([8])));
-        let kernel = fun("Half", infer, |cx, _, mut y| {
-            if cx.cuda().is_none() {
-                return Err(Error::kernel("no part of mine"));
-            }
-            cx.zero(&mut y[0])?;
-            cx.all_reduce_on_cuda("x", &mut y[0])
+    let results =
+        Simulation::new(2, 2).settings(|builder| builder.device_kinds(&[CUDA, CPU])).run(|p| {
+            let mesh = p.mesh(&[("x", 2)])?;
+            let infer = |x: &[ShapedArray]| {
+                Ok(Signature::new(vec![x[0].clone()]).all_reduce("x", f32s([8])))
+            };
+            let kernel = fun("Half", infer, |cx, _, mut y| {
+                if cx.cuda().is_none() {
+                    return Err(Error::kernel("no part of mine"));
+                }
+                cx.zero(&mut y[0])?;
+                cx.all_reduce_on_cuda("x", &mut y[0])
+            });
+            let jit = p.jit(kernel).on(&mesh).outputs(mesh.sharding(spec!["x"])).build()?;
+            let x = p.device_put(&numbers(16), mesh.sharding(spec!["x"]))?;
+            let y = jit.call(p, vec![x])?;
+            y[0].block_until_ready().map(|_| ())
         });
-        let jit = p.jit(kernel).on(&mesh).outputs(mesh.sharding(spec!["x"])).build()?;
-        let x = p.device_put(&numbers(16), mesh.sharding(spec!["x"]))?;
-        let y = jit.call(p, vec![x])?;
-        y[0].block_until_ready().map(|_| ())
-    });
     for result in results {
         assert!(result.unwrap_err().to_string().contains("no part of mine"));
     }
@@ -662,11 +719,17 @@ fn traces_have_the_devices_own_times_and_in_order() {
     let kernels: Vec<_> = run.kernels.iter().filter(|kernel| kernel.op >= 2).collect();
     assert_eq!(kernels.len(), 30);
     for kernel in &kernels {
-        assert!(kernel.ended && kernel.since <= kernel.start && kernel.start <= kernel.end, "{kernel:?}");
+        assert!(
+            kernel.ended && kernel.since <= kernel.start && kernel.start <= kernel.end,
+            "{kernel:?}"
+        );
         let operation = run.operation(0, kernel.op).unwrap();
         assert!(operation.issued <= kernel.end && kernel.end <= operation.ended.unwrap() + 1e-6);
     }
-    assert!(kernels.windows(2).all(|pair| pair[0].end <= pair[1].start + 1e-6), "one after the other");
+    assert!(
+        kernels.windows(2).all(|pair| pair[0].end <= pair[1].start + 1e-6),
+        "one after the other"
+    );
     let busy: f64 = kernels.iter().map(|kernel| kernel.end - kernel.start).sum();
     assert!(busy > 0.0);
 }

@@ -1,4 +1,5 @@
-//! What kernels do on CUDA devices: launches, products, scratch, and where what they launch comes from.
+//! What kernels do on CUDA devices: launches, products, scratch, and where what they launch comes
+//! from.
 
 #![cfg(feature = "cuda")]
 
@@ -95,7 +96,11 @@ where
     values
 }
 
-fn program_put(program: &mut Program, mesh: &mpmd_core::topology::Mesh, x: &HostArray) -> Result<MpmdArray> {
+fn program_put(
+    program: &mut Program,
+    mesh: &mpmd_core::topology::Mesh,
+    x: &HostArray,
+) -> Result<MpmdArray> {
     program.device_put(&MpmdArray::from_host(x.clone()), mesh.replicated())
 }
 
@@ -125,7 +130,8 @@ fn functions_run_on_views_parts_scratch_and_numbers() {
         let args = [n.into(), 2.0f32.into(), (&x[0]).into(), (&mut *y).into()];
         cuda.launch(&SAXPY, "saxpy", Grid::over(n), &args)?;
         // Of the second half of x, on the first half of y.
-        let args: [Arg<'_>; 4] = [(n / 2).into(), 1.0f32.into(), x[0].at(n / 2).into(), y.at(0).into()];
+        let args: [Arg<'_>; 4] =
+            [(n / 2).into(), 1.0f32.into(), x[0].at(n / 2).into(), y.at(0).into()];
         cuda.launch(&SAXPY, "saxpy", Grid::over(n / 2), &args)?;
         let scratch = cuda.scratch(DType::F32, n)?;
         cuda.copy(&*y, &scratch)?;
@@ -160,7 +166,10 @@ fn every_kind_of_number_arrives() {
         cuda.launch(&SAXPY, "numbers", Grid::new(1, 1), &args)
     });
     let big = (1u64 << 40) as f64;
-    assert_eq!(y.unwrap()[0].to_vec::<f64>().unwrap(), [7.0, -7.0, big, -big, f64::from(0.1f32), 0.1]);
+    assert_eq!(
+        y.unwrap()[0].to_vec::<f64>().unwrap(),
+        [7.0, -7.0, big, -big, f64::from(0.1f32), 0.1]
+    );
 }
 
 #[test]
@@ -219,7 +228,8 @@ fn inputs_that_are_on_no_device_are_copied_there() {
     let kernel = program.jit(kernel).on(&mesh).outputs(mesh.replicated()).build().unwrap();
     let y = kernel.call(&mut program, vec![MpmdArray::from_host(host(&x))]).unwrap();
     let y = y[0].to_host().unwrap().unwrap().to_vec::<f32>().unwrap();
-    let expected: Vec<f32> = (0..300).map(|i| x[i] + if i < 200 { x[i] + x[i + 100] } else { 0.0 }).collect();
+    let expected: Vec<f32> =
+        (0..300).map(|i| x[i] + if i < 200 { x[i] + x[i + 100] } else { 0.0 }).collect();
     assert_eq!(y, expected);
     if let Some(driver) = softcuda::driver() {
         // Once for all three uses, and nobody waits for it.
@@ -325,11 +335,16 @@ fn products<T: Real, C: Real>(math: Math, tolerance: f64) {
         let y = y.unwrap()[0].to_vec::<C>().unwrap();
         for (i, y) in y.into_iter().enumerate() {
             let (index, row, column) = (i / (m * n), i / n % m, i % n);
-            let a = |i: usize| a[index * m * k + if turn_a { i * m + row } else { row * k + i }].to();
+            let a =
+                |i: usize| a[index * m * k + if turn_a { i * m + row } else { row * k + i }].to();
             let b = |i: usize| b[if turn_b { column * k + i } else { i * n + column }].to();
             let expected = 0.5 * (0..k).map(|i| a(i) * b(i)).sum::<f64>() + 3.0;
             let error = (y.to() - expected).abs();
-            assert!(error <= tolerance * expected.abs().max(1.0), "{gemm}: {} for {expected}", y.to());
+            assert!(
+                error <= tolerance * expected.abs().max(1.0),
+                "{gemm}: {} for {expected}",
+                y.to()
+            );
         }
     }
 }
@@ -392,10 +407,15 @@ fn a_source_is_compiled_once_for_all_kernels_and_devices_and_before_it_is_launch
         return;
     };
     let _limit = watchdog(100);
-    let mut program = Program::builder().devices(2).device_kinds(&[DeviceKind::Cuda]).alone().unwrap();
+    let mut program =
+        Program::builder().devices(2).device_kinds(&[DeviceKind::Cuda]).alone().unwrap();
     let mesh = program.mesh(&[("x", 2)]).unwrap();
     let jit = |announced: &[&'static Source]| {
-        let kernel = OnCuda { outputs: vec![f32s([100])], sources: announced.to_vec(), work: launches_saxpy };
+        let kernel = OnCuda {
+            outputs: vec![f32s([100])],
+            sources: announced.to_vec(),
+            work: launches_saxpy,
+        };
         program.jit(kernel).on(&mesh).outputs(mesh.replicated()).build().unwrap()
     };
     // All want it at once; and who has not announced it finds it.
@@ -437,7 +457,9 @@ fn cublas_asks_for_no_memory_when_it_is_called() {
         driver.reset();
         (0..5).for_each(|_| call());
         assert_eq!(driver.calls("cublasGemmEx"), 5);
-        for other in ["cublasCreate_v2", "cublasSetStream_v2", "cublasSetWorkspace_v2", "cuMemAlloc_v2"] {
+        for other in
+            ["cublasCreate_v2", "cublasSetStream_v2", "cublasSetWorkspace_v2", "cuMemAlloc_v2"]
+        {
             assert_eq!(driver.calls(other), 0, "{other}");
         }
     }
@@ -485,8 +507,10 @@ fn answers_that_no_binding_knows_are_errors() {
     assert!(said.contains("CUDA error 4242"), "{said}");
 }
 
-static BROKEN: Source =
-    Source::cuda("broken.cu", "extern \"C\" __global__ void f(float *y) {\n  y[0] = nonsense;\n}\n");
+static BROKEN: Source = Source::cuda(
+    "broken.cu",
+    "extern \"C\" __global__ void f(float *y) {\n  y[0] = nonsense;\n}\n",
+);
 
 #[test]
 fn a_source_that_does_not_compile_fails_its_kernels_calls_with_the_compilers_words() {
@@ -499,7 +523,9 @@ fn a_source_that_does_not_compile_fails_its_kernels_calls_with_the_compilers_wor
     };
     for announced in [&[&BROKEN][..], &[]] {
         let said = why(on_device(announced, &[], &[f32s([1])], launch));
-        for part in ["OnCuda", "compiling broken.cu: NVRTC_ERROR_COMPILATION", "broken.cu", "nonsense"] {
+        for part in
+            ["OnCuda", "compiling broken.cu: NVRTC_ERROR_COMPILATION", "broken.cu", "nonsense"]
+        {
             assert!(said.contains(part), "{part} is not in: {said}");
         }
     }
@@ -513,18 +539,27 @@ fn what_makes_no_sense_is_an_error_and_no_fault() {
     let _limit = watchdog(100);
     type Work = fn(Cuda<'_>, &[View<'_>], &mut [ViewMut<'_>]) -> Result<()>;
     let cases: [(Work, &str); 8] = [
-        (|cuda, x, _| cuda.launch(&SAXPY, "missing", Grid::new(1, 1), &[(&x[0]).into()]), "missing"),
+        (
+            |cuda, x, _| cuda.launch(&SAXPY, "missing", Grid::new(1, 1), &[(&x[0]).into()]),
+            "missing",
+        ),
         (|cuda, x, _| cuda.launch(&CUBLAS, "f", Grid::new(1, 1), &[(&x[0]).into()]), "Cuda::gemm"),
         (|cuda, x, y| cuda.copy(x[0].at(1), &mut y[0]), "9 values are copied to a place of 10"),
         (|cuda, x, y| cuda.copy(x[0].at(11), &mut y[0]), "0 values"),
-        (|cuda, x, _| cuda.launch(&SAXPY, "sums", Grid::new(1, 1), &[x[0].at(11).into()]), "behind the end"),
+        (
+            |cuda, x, _| cuda.launch(&SAXPY, "sums", Grid::new(1, 1), &[x[0].at(11).into()]),
+            "behind the end",
+        ),
         (|cuda, x, _| cuda.zero(&x[0]), "only read"),
         (|cuda, x, y| cuda.gemm(Gemm::new(2, 5, 3), &x[0], &x[0], &mut y[0]), "B has 10 elements"),
         (|cuda, x, _| cuda.gemm(Gemm::new(1, 1, 1), &x[0], &x[0], Part::from(&x[0])), "only read"),
     ];
     for (work, words) in cases {
         let said = why(on_device(&[&SAXPY], &[host(&floats(10))], &[f32s([10])], work));
-        assert!(said.contains(words) && said.contains("kernel OnCuda of operation"), "{words}: {said}");
+        assert!(
+            said.contains(words) && said.contains("kernel OnCuda of operation"),
+            "{words}: {said}"
+        );
     }
 }
 
@@ -535,8 +570,10 @@ fn without_nvrtc_kernels_fail_with_what_was_looked_for_and_those_without_sources
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    std::os::unix::fs::symlink(softcuda::library().unwrap(), folder.path().join("libcuda.so.1")).unwrap();
-    if softcuda::again!("LD_LIBRARY_PATH" = folder.path().to_str().unwrap(), "MPMD_CUDA_CACHE" = "") {
+    std::os::unix::fs::symlink(softcuda::library().unwrap(), folder.path().join("libcuda.so.1"))
+        .unwrap();
+    if softcuda::again!("LD_LIBRARY_PATH" = folder.path().to_str().unwrap(), "MPMD_CUDA_CACHE" = "")
+    {
         return;
     }
     let _limit = watchdog(100);

@@ -1,4 +1,5 @@
-//! Arrays move to, from and between CUDA devices: on a driver in software, or on what there is (`MPMD_TEST_GPU=1`).
+//! Arrays move to, from and between CUDA devices: on a driver in software, or on what there is
+//! (`MPMD_TEST_GPU=1`).
 
 #[path = "common/arrays.rs"]
 mod arrays;
@@ -38,7 +39,8 @@ fn numbered(shape: &[usize]) -> HostArray {
 fn made(p: &mut Program, shape: [usize; 2], to: &Sharding) -> Result<MpmdArray> {
     p.make(f32s(shape), to, move |region, mut view| {
         let columns = region.range(1);
-        let values = region.range(0).flat_map(|i| columns.clone().map(move |j| (i * shape[1] + j) as f32));
+        let values =
+            region.range(0).flat_map(|i| columns.clone().map(move |j| (i * shape[1] + j) as f32));
         view.as_mut_slice::<f32>()?.iter_mut().zip(values).for_each(|(to, value)| *to = value);
         Ok(())
     })
@@ -61,7 +63,9 @@ fn host_values_come_back_from_a_device_whatever_their_size() {
         }
         for to in shardings {
             for kind in [MemoryKind::Device, MemoryKind::Host] {
-                let x = p.device_put(&MpmdArray::from_host(host.clone()), to.with_memory_kind(kind)).unwrap();
+                let x = p
+                    .device_put(&MpmdArray::from_host(host.clone()), to.with_memory_kind(kind))
+                    .unwrap();
                 check(&p, &x, &host).unwrap();
                 assert_eq!(x.to_host().unwrap().unwrap().bytes()[..], host.bytes()[..], "{to}");
                 assert!(x.is_complete());
@@ -109,7 +113,8 @@ fn arrays_are_made_cut_joined_donated_and_read_later() {
     let halves = p.split_by_mesh_axis(&x, "x", 2, Default::default()).unwrap();
     let joined = p.concatenate_by_mesh_axis(&halves, "x", Default::default()).unwrap();
     check(&p, &joined, &host).unwrap();
-    let moved = p.device_put_with(&joined, mesh.replicated(), PutOptions::default().donate(true)).unwrap();
+    let moved =
+        p.device_put_with(&joined, mesh.replicated(), PutOptions::default().donate(true)).unwrap();
     assert!(joined.to_host().is_err());
     check(&p, &moved, &host).unwrap();
     assert_eq!(read.recv_timeout(Duration::from_secs(30)).unwrap(), host.to_vec::<f32>().unwrap());
@@ -123,8 +128,8 @@ fn arrays_are_made_cut_joined_donated_and_read_later() {
     assert_eq!(read.try_recv(), Ok(true));
 }
 
-/// Chains of puts of all kinds: whole, in parts, packed, partial sums, donated, in either memory, between processes with and without
-/// devices.
+/// Chains of puts of all kinds: whole, in parts, packed, partial sums, donated, in either memory,
+/// between processes with and without devices.
 fn chains(seeds: std::ops::Range<u64>, hands_over: bool) {
     let _limit = watchdog(110);
     let simulation = |processes, devices| {
@@ -228,7 +233,10 @@ impl Kernel for Shares {
 
     fn run(&self, cx: &mut Context<'_>, x: View<'_>, mut y: ViewMut<'_>) -> Result<()> {
         let (place, count) = (cx.device().0 as usize, x.region().elements());
-        fn fill<T: mpmd_core::aval::Element>(y: &mut ViewMut<'_>, of: impl Fn(usize) -> T) -> Result<()> {
+        fn fill<T: mpmd_core::aval::Element>(
+            y: &mut ViewMut<'_>,
+            of: impl Fn(usize) -> T,
+        ) -> Result<()> {
             y.as_mut_slice::<T>()?.iter_mut().enumerate().for_each(|(i, value)| *value = of(i));
             Ok(())
         }
@@ -261,7 +269,11 @@ fn partial_sums_have_the_bits_of_the_host_whatever_comes_first() {
         let results = simulation.run(|p| {
             let givers = p.mesh_of(&[("x", 2)], &[0, 1].map(DeviceId))?;
             let takers = p.mesh_of(&[("x", 2)], &[2, 3].map(DeviceId))?;
-            let shares = p.jit(Shares).on(&givers).outputs(givers.replicated().unreduced(&["x"])?).build()?;
+            let shares = p
+                .jit(Shares)
+                .on(&givers)
+                .outputs(givers.replicated().unreduced(&["x"])?)
+                .build()?;
             let mut sums = Vec::new();
             for dtype in [DType::F32, DType::F64, DType::Bf16, DType::F16, DType::I32] {
                 let like = HostArray::from_bytes(
@@ -269,9 +281,11 @@ fn partial_sums_have_the_bits_of_the_host_whatever_comes_first() {
                     vec![0; 16 * 24 * dtype.size()].into(),
                 )?;
                 let x = shares.call(p, MpmdArray::from_host(like))?;
-                for to in
-                    [takers.replicated(), takers.sharding(spec!["x"]), takers.sharding(spec![None, "x"])]
-                {
+                for to in [
+                    takers.replicated(),
+                    takers.sharding(spec!["x"]),
+                    takers.sharding(spec![None, "x"]),
+                ] {
                     let sum = p.device_put(&x, to)?;
                     if !sum.is_fully_remote() {
                         let shards = sum.addressable_shards()?;
@@ -284,10 +298,16 @@ fn partial_sums_have_the_bits_of_the_host_whatever_comes_first() {
         results.into_iter().map(Result::unwrap).collect::<Vec<_>>()
     };
     let expected = run(CPU, false, 0);
-    assert!(expected[2].iter().all(|bytes| bytes.iter().any(|byte| *byte != 0)) && expected[2].len() == 15);
+    assert!(
+        expected[2].iter().all(|bytes| bytes.iter().any(|byte| *byte != 0))
+            && expected[2].len() == 15
+    );
     for seed in 1..4 {
         for hands_over in [false, true] {
-            assert!(run(CUDA, hands_over, seed) == expected, "seed {seed}, handed over: {hands_over}");
+            assert!(
+                run(CUDA, hands_over, seed) == expected,
+                "seed {seed}, handed over: {hands_over}"
+            );
         }
     }
     // By the devices, where there is a kernel for it.
@@ -383,8 +403,13 @@ fn large_values_of_the_users_go_through_a_few_chunks() {
         (0..3).map(|_| p.device_put(&MpmdArray::from_host(host.clone()), &to).unwrap()).collect();
     arrays.iter().for_each(|x| drop(x.block_until_ready().unwrap().clone()));
     let peak = p.memory().staging_recent_peak;
-    // Eight chunks are under way at most; each of up to four movers may still hold one whose copy is over.
-    assert!(peak > 0 && peak <= (8 + 4) * (4 << 20), "{peak} bytes of 3 times {}", host.bytes().len());
+    // Eight chunks are under way at most; each of up to four movers may still hold one whose copy
+    // is over.
+    assert!(
+        peak > 0 && peak <= (8 + 4) * (4 << 20),
+        "{peak} bytes of 3 times {}",
+        host.bytes().len()
+    );
     arrays.iter().for_each(|x| check(&p, x, &host).unwrap());
     p.finish().unwrap();
 }

@@ -1,4 +1,5 @@
-//! Collectives of CUDA devices by NCCL: on one in software, or on what there is (`MPMD_TEST_GPU=1`) where that is enough.
+//! Collectives of CUDA devices by NCCL: on one in software, or on what there is (`MPMD_TEST_GPU=1`)
+//! where that is enough.
 
 mod common;
 #[path = "common/kernels.rs"]
@@ -14,13 +15,15 @@ use mpmd_core::prelude::*;
 use mpmd_core::topology::{CudaCollectives, DeviceKind};
 use mpmd_core::{Builder, ProcessId, Simulation};
 
-/// Whether the test is over for the calling process: it has run in another, or there is nothing to run.
+/// Whether the test is over for the calling process: it has run in another, or there is nothing to
+/// run.
 macro_rules! elsewhere {
     ($($setting:tt)*) => {{
         if cfg!(feature = "cuda") && !softcuda::real() {
             softcuda::again!($($setting)*)
         } else {
-            println!("SKIPPED: built without the feature `cuda`, or on a real driver, which does not do as it is told");
+            println!("SKIPPED: built without the feature `cuda`, or on a real driver, which does \
+                not do as it is told");
             true
         }
     }};
@@ -40,8 +43,14 @@ const NCCL: CudaCollectives = CudaCollectives::Nccl;
 const HOST: CudaCollectives = CudaCollectives::Host;
 
 /// Functions of NCCL that carry values.
-const CARRYING: [&str; 6] =
-    ["ncclAllReduce", "ncclReduceScatter", "ncclAllGather", "ncclBroadcast", "ncclSend", "ncclRecv"];
+const CARRYING: [&str; 6] = [
+    "ncclAllReduce",
+    "ncclReduceScatter",
+    "ncclAllGather",
+    "ncclBroadcast",
+    "ncclSend",
+    "ncclRecv",
+];
 
 fn called(functions: &[&str]) -> u64 {
     functions.iter().filter_map(|function| softcuda::calls(function)).sum()
@@ -49,7 +58,8 @@ fn called(functions: &[&str]) -> u64 {
 
 /// Bytes that went between devices and the host, either way.
 fn staged() -> u64 {
-    let kinds = ["pinned_to_device", "pageable_to_device", "device_to_pinned", "device_to_pageable"];
+    let kinds =
+        ["pinned_to_device", "pageable_to_device", "device_to_pinned", "device_to_pageable"];
     kinds.iter().filter_map(|kind| softcuda::bytes(kind)).sum()
 }
 
@@ -104,9 +114,14 @@ fn shape(dtype: DType, elements: usize) -> ShapedArray {
     ShapedArray::new(&[elements], dtype)
 }
 
-/// All six collectives of `each` elements; what this process has of the results, which are checked to have gone by no host
-/// where they went by NCCL.
-fn six<T: Number>(p: &mut Program, devices: usize, each: usize, reduce: Reduce) -> Result<Vec<Vec<f64>>> {
+/// All six collectives of `each` elements; what this process has of the results, which are checked
+/// to have gone by no host where they went by NCCL.
+fn six<T: Number>(
+    p: &mut Program,
+    devices: usize,
+    each: usize,
+    reduce: Reduce,
+) -> Result<Vec<Vec<f64>>> {
     let (mesh, dtype) = (p.mesh(&[("x", devices)])?, T::DTYPE);
     let to = mesh.sharding(spec!["x"]);
     let whole = move |per_device: usize| shape(dtype, per_device * devices);
@@ -122,8 +137,10 @@ fn six<T: Number>(p: &mut Program, devices: usize, each: usize, reduce: Reduce) 
             whole(each),
             whole(each / devices),
         ];
-        let signature = Signature::new(outputs).all_reduce_with("x", part(), reduce).all_gather("x", part());
-        let signature = signature.permute("x", part(), shift.clone()).broadcast("x", devices - 1, part());
+        let signature =
+            Signature::new(outputs).all_reduce_with("x", part(), reduce).all_gather("x", part());
+        let signature =
+            signature.permute("x", part(), shift.clone()).broadcast("x", devices - 1, part());
         Ok(signature.all_to_all("x", part()).reduce_scatter_with("x", part(), reduce))
     };
     let kernel = fun("Six", infer, |cx, x, mut y| {
@@ -149,7 +166,8 @@ fn six<T: Number>(p: &mut Program, devices: usize, each: usize, reduce: Reduce) 
     Ok(found)
 }
 
-/// Whether the values are the same but for rounding, of which `unit` is the largest that one addition makes.
+/// Whether the values are the same but for rounding, of which `unit` is the largest that one
+/// addition makes.
 fn close(one: &[Vec<f64>], other: &[Vec<f64>], unit: f64) -> bool {
     let near = |(a, b): (&f64, &f64)| (a - b).abs() <= 4.0 * unit * a.abs().max(b.abs());
     one.len() == other.len()
@@ -175,7 +193,9 @@ fn compare<T: Number>(unit: f64, reduce: Reduce, devices: usize) {
 
 #[test]
 fn all_six_are_as_by_way_of_the_host_in_every_dtype() {
-    if cfg!(not(feature = "cuda")) || softcuda::again!("SOFTCUDA_DEVICES" = "4", "SOFTCUDA_RACES" = "abort") {
+    if cfg!(not(feature = "cuda"))
+        || softcuda::again!("SOFTCUDA_DEVICES" = "4", "SOFTCUDA_RACES" = "abort")
+    {
         return;
     }
     if devices_up_to(2) < 2 {
@@ -199,7 +219,8 @@ fn all_six_are_as_by_way_of_the_host_in_every_dtype() {
 
 #[test]
 fn devices_of_several_processes_work_together() {
-    if elsewhere!("SOFTCUDA_DEVICES" = "4", "SOFTCUDA_PACE" = "seed:4", "SOFTCUDA_RACES" = "abort") {
+    if elsewhere!("SOFTCUDA_DEVICES" = "4", "SOFTCUDA_PACE" = "seed:4", "SOFTCUDA_RACES" = "abort")
+    {
         return;
     }
     let _limit = watchdog(110);
@@ -221,7 +242,10 @@ fn over_both_axes(p: &mut Program, times: usize) -> Result<Vec<f32>> {
     let to = mesh.sharding(spec![("x", "y")]);
     let infer = |x: &[ShapedArray]| {
         let part = || f32s([100]);
-        Ok(Signature::new(vec![x[0].clone()]).alias("0", "0").all_reduce("x", part()).all_reduce("y", part()))
+        Ok(Signature::new(vec![x[0].clone()])
+            .alias("0", "0")
+            .all_reduce("x", part())
+            .all_reduce("y", part()))
     };
     let kernel = fun("Both", infer, |cx, _, mut y| {
         cx.all_reduce_on_cuda("x", &mut y[0])?;
@@ -291,8 +315,10 @@ fn groups_that_nccl_cannot_have_go_by_way_of_the_host() {
             None => cx.all_reduce("x", y[0].as_mut_slice::<f32>()?),
         });
         let jit = p.jit(kernel).on(&mesh).outputs(mesh.sharding(spec!["x"])).donate("0").build()?;
-        let x =
-            p.device_put(&MpmdArray::from_slice(&[16], &[1.0_f32; 16]).unwrap(), mesh.sharding(spec!["x"]))?;
+        let x = p.device_put(
+            &MpmdArray::from_slice(&[16], &[1.0_f32; 16]).unwrap(),
+            mesh.sharding(spec!["x"]),
+        )?;
         let y = jit.call(p, vec![x])?;
         Ok(y[0].addressable_shards()?[0].data.to_vec::<f32>()?)
     });
@@ -311,7 +337,11 @@ fn groups_that_nccl_cannot_have_go_by_way_of_the_host() {
 /// Runs a kernel with one collective on two processes with a device each; their errors.
 fn errors(
     simulation: &Simulation,
-    infer: impl Fn(&[ShapedArray]) -> Result<Signature<Vec<ShapedArray>>> + Clone + Send + Sync + 'static,
+    infer: impl Fn(&[ShapedArray]) -> Result<Signature<Vec<ShapedArray>>>
+    + Clone
+    + Send
+    + Sync
+    + 'static,
     run: impl Fn(&mut Context<'_>, &mut ViewMut<'_>) -> Result<()> + Clone + Send + Sync + 'static,
 ) -> Vec<String> {
     let results = simulation.run(move |p| {
@@ -345,7 +375,8 @@ fn what_devices_do_not_call_alike_is_an_error_on_all_and_nobody_waits_in_nccl() 
     };
     for way in [HOST, NCCL] {
         for error in errors(&simulated(way, &[CUDA, CUDA], 2), reducing, uneven) {
-            let parts = ["collective 0 of operation 2", "declared as all_reduce", "with different lengths"];
+            let parts =
+                ["collective 0 of operation 2", "declared as all_reduce", "with different lengths"];
             assert!(parts.iter().all(|part| error.contains(part)), "{way}: {error}");
         }
     }
@@ -416,7 +447,8 @@ fn without_nccl_who_asks_for_it_hears_what_was_looked_for_and_who_does_not_needs
     for name in ["libnccl.so", "libnccl.so.2"] {
         std::fs::remove_file(std::path::Path::new(folder).join(name)).unwrap();
     }
-    let ask = |way| Program::builder().devices(2).device_kinds(&[CUDA]).cuda_collectives(way).alone();
+    let ask =
+        |way| Program::builder().devices(2).device_kinds(&[CUDA]).cuda_collectives(way).alone();
     let said = ask(NCCL).unwrap_err().to_string();
     assert!(said.contains("no NCCL found: looked for libnccl.so"), "{said}");
     let results = simulated(NCCL, &[CUDA, CUDA], 2).run(|_| Ok(()));
@@ -432,7 +464,8 @@ fn without_nccl_who_asks_for_it_hears_what_was_looked_for_and_who_does_not_needs
 /// Soon, for who waits for others that do not come.
 const SOON: Duration = Duration::from_secs(20);
 
-/// Has something fail on one of three devices of so many processes in the middle of reductions: all say the same, soon.
+/// Has something fail on one of three devices of so many processes in the middle of reductions: all
+/// say the same, soon.
 fn fails(what: &str, processes: usize, part: &str) {
     let begin = Instant::now();
     let results = simulated(NCCL, &vec![CUDA; processes], 3).run(|p| {
@@ -464,7 +497,8 @@ fn reductions(p: &mut Program, times: usize) -> Result<()> {
 
 // Each in a process of its own: a device that has failed stays so.
 
-/// What work of a device fails with, and all that it is given after that, by CUDA's account or NCCL's.
+/// What work of a device fails with, and all that it is given after that, by CUDA's account or
+/// NCCL's.
 const LOST: &str = "an illegal memory access was encountered";
 
 #[test]
@@ -520,7 +554,9 @@ fn a_plan_is_made_without_nccl_and_shows_what_devices_agree_in() {
         let builder = Program::builder().devices(2).device_kinds(&[CUDA]).cuda_collectives(way);
         let mut p = builder.spectator(2).unwrap();
         let mesh = p.mesh(&[("x", 2)]).unwrap();
-        let infer = |x: &[ShapedArray]| Ok(Signature::new(vec![x[0].clone()]).all_reduce("x", f32s([1000])));
+        let infer = |x: &[ShapedArray]| {
+            Ok(Signature::new(vec![x[0].clone()]).all_reduce("x", f32s([1000])))
+        };
         let kernel = fun("Sum", infer, |_, _, _| Ok(()));
         let jit = p.jit(kernel).on(&mesh).outputs(mesh.sharding(spec!["x"])).build().unwrap();
         let x = p.device_put(&values::<f32>(2000), mesh.sharding(spec!["x"])).unwrap();

@@ -1,5 +1,5 @@
-//! Processes that vanish, leave early, panic or run another program: everybody hears of it, nobody hangs,
-//! and nothing wrong is delivered.
+//! Processes that vanish, leave early, panic or run another program: everybody hears of it, nobody
+//! hangs, and nothing wrong is delivered.
 
 mod common;
 #[path = "common/kernels.rs"]
@@ -36,7 +36,8 @@ fn everything(p: &mut Program) -> Result<f32> {
     let reduce = |x: &[ShapedArray]| {
         Ok(Signature::new(vec![x[0].clone()]).alias("0", "0").all_reduce("x", f32s([4096])))
     };
-    let reduce = fun("reduce", reduce, |cx, _, mut y| cx.all_reduce("x", y[0].as_mut_slice::<f32>()?));
+    let reduce =
+        fun("reduce", reduce, |cx, _, mut y| cx.all_reduce("x", y[0].as_mut_slice::<f32>()?));
     let front = p.jit(reduce).on(&stages[0]).outputs(&rows).donate("0").build()?;
     let copy = fun("copy", like_first, |_, x, mut y| {
         y[0].as_mut_slice::<f32>()?.copy_from_slice(x[0].as_slice()?);
@@ -83,7 +84,10 @@ fn lose(seeds: std::ops::Range<u64>) {
             for (process, result) in simulation.run(everything).into_iter().enumerate() {
                 let error = result.expect_err("nobody ends well").to_string();
                 let expected = format!("process {lost} ");
-                assert!(error.contains(&expected), "seed {seed}, operation {op}, process {process}: {error}");
+                assert!(
+                    error.contains(&expected),
+                    "seed {seed}, operation {op}, process {process}: {error}"
+                );
             }
         }
     }
@@ -149,9 +153,11 @@ fn an_extra_transfer_that_meets_anothers_message_is_found() {
             let lines: Vec<&str> = text.matches("tests/failures.rs:").collect();
             assert_eq!(lines.len(), 2, "{text}");
             // The two lines that issued them, not one twice.
-            let at = |process: usize| text.split(&format!("process {process} issued")).nth(1).unwrap();
-            let line =
-                |text: &str| text.split("failures.rs:").nth(1).unwrap().split(':').next().unwrap().to_owned();
+            let at =
+                |process: usize| text.split(&format!("process {process} issued")).nth(1).unwrap();
+            let line = |text: &str| {
+                text.split("failures.rs:").nth(1).unwrap().split(':').next().unwrap().to_owned()
+            };
             assert_ne!(line(at(0)), line(at(1)), "{text}");
         }
     }
@@ -299,7 +305,8 @@ fn agreements_carry_values_and_failures_of_all_sizes() {
     type Fault = fn() -> Result<String>;
     let _limit = watchdog(60);
     let results = simulation(4, 4).delays(5, Duration::from_millis(2)).run(|p| {
-        for (round, size) in [0usize, 1, 1000, 16 << 10, 20_000, 1_000_000].into_iter().enumerate() {
+        for (round, size) in [0usize, 1, 1000, 16 << 10, 20_000, 1_000_000].into_iter().enumerate()
+        {
             let from = ProcessId(round as u32 % 4);
             let text = p.agree(from, String::new(), || Ok("x".repeat(size)))?;
             assert_eq!(text.len(), size);
@@ -320,7 +327,10 @@ fn agreements_carry_values_and_failures_of_all_sizes() {
         let results = simulation(3, 3).run(|p| p.agree(ProcessId(1), String::new(), fault));
         for (process, result) in results.into_iter().enumerate() {
             let error = result.unwrap_err().to_string();
-            assert!(error.contains(expected) && error.contains("tests/failures.rs:"), "{process}: {error}");
+            assert!(
+                error.contains(expected) && error.contains("tests/failures.rs:"),
+                "{process}: {error}"
+            );
         }
     }
 }

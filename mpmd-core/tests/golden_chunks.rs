@@ -31,10 +31,15 @@ fn every_case_agrees() {
         let text = format!("{shape:?}, {dim}, {placements:?}");
         for dim in [dim, dim - shape.len() as isize] {
             for world in [None, Some(placements.len())] {
-                assert_eq!(chunk_by_rank(&shape, dim, &placements, world).as_ref(), Ok(&expected), "{text}");
+                assert_eq!(
+                    chunk_by_rank(&shape, dim, &placements, world).as_ref(),
+                    Ok(&expected),
+                    "{text}"
+                );
             }
         }
-        let found = serde_json::to_value(chunk_by_rank(&shape, dim, &placements, None).unwrap()).unwrap();
+        let found =
+            serde_json::to_value(chunk_by_rank(&shape, dim, &placements, None).unwrap()).unwrap();
         assert_eq!(found, serde_json::to_value(&expected).unwrap(), "{text}");
     }
 }
@@ -47,7 +52,11 @@ fn layouts_have_the_same_regions() {
         let layout = sharding.layout(&shape).unwrap();
         let each = expected.offsets_by_rank.iter().zip(&expected.sizes_by_rank);
         let regions = each.map(|(offset, size)| {
-            offset.iter().zip(size).map(|(offset, size)| (*offset, offset + size)).collect::<Region>()
+            offset
+                .iter()
+                .zip(size)
+                .map(|(offset, size)| (*offset, offset + size))
+                .collect::<Region>()
         });
         let by_rank: Vec<_> = (0..).map(DeviceId).zip(regions).collect();
         for (device, region) in &by_rank {

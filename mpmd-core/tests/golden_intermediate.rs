@@ -29,7 +29,8 @@ enum Expected {
 
 #[test]
 fn every_case_agrees() {
-    let golden: Golden = serde_json::from_str(include_str!("golden/intermediate_sharding.json")).unwrap();
+    let golden: Golden =
+        serde_json::from_str(include_str!("golden/intermediate_sharding.json")).unwrap();
     assert_eq!(golden.cases.len(), 240);
     let mut found_some = 0;
     for (i, Case { src, dst, expected }) in golden.cases.into_iter().enumerate() {
@@ -43,8 +44,11 @@ fn every_case_agrees() {
                 found_some += 1;
             }
             Expected::None { error, reason } => {
-                let expected =
-                    if error == "none" { reason.expect("every refusal has a reason") } else { error };
+                let expected = if error == "none" {
+                    reason.expect("every refusal has a reason")
+                } else {
+                    error
+                };
                 let none = found.expect_err(&format!("case {i}, {src} to {dst}: {expected}"));
                 assert_eq!(none.reason(), expected, "case {i}, {src} to {dst}");
             }

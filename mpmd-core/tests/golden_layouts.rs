@@ -31,7 +31,8 @@ enum Expected {
 
 #[test]
 fn every_case_agrees() {
-    let golden: Golden = serde_json::from_str(include_str!("golden/named_sharding_layout.json")).unwrap();
+    let golden: Golden =
+        serde_json::from_str(include_str!("golden/named_sharding_layout.json")).unwrap();
     assert_eq!(golden.cases.len(), 240);
     for Case { sharding, shape, expected } in golden.cases {
         let sharding = sharding.sharding();
@@ -39,8 +40,10 @@ fn every_case_agrees() {
         match expected {
             Expected::Layout { regions, fully_replicated } => {
                 let layout = found.unwrap_or_else(|error| panic!("{sharding}, {shape:?}: {error}"));
-                let found: BTreeMap<String, Region> =
-                    layout.iter().map(|(device, region)| (device.to_string(), region.clone())).collect();
+                let found: BTreeMap<String, Region> = layout
+                    .iter()
+                    .map(|(device, region)| (device.to_string(), region.clone()))
+                    .collect();
                 assert_eq!(found, regions, "{sharding}, {shape:?}");
                 assert_eq!(layout.fully_replicated(), fully_replicated, "{sharding}, {shape:?}");
             }

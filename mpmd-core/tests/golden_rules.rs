@@ -49,7 +49,9 @@ impl Params {
         match self {
             Self::Leaf { shape, dtype } => leaves.push((name, ShapedArray::new(&shape, dtype))),
             Self::Dict(branches) => {
-                branches.into_iter().for_each(|(key, branch)| branch.leaves(format!("{name}/{key}"), leaves));
+                branches
+                    .into_iter()
+                    .for_each(|(key, branch)| branch.leaves(format!("{name}/{key}"), leaves));
             }
         }
     }
@@ -71,7 +73,11 @@ fn tuple(spec: &Spec) -> String {
         entry => format!("'{}'", entry.axes().join("', '")),
     };
     let entries: Vec<String> = spec.entries().iter().map(entry).collect();
-    if entries.len() == 1 { format!("({},)", entries[0]) } else { format!("({})", entries.join(", ")) }
+    if entries.len() == 1 {
+        format!("({},)", entries[0])
+    } else {
+        format!("({})", entries.join(", "))
+    }
 }
 
 /// The leaf that the original's message is about, and the leaf's spec, are those of ours.
@@ -94,8 +100,10 @@ fn every_case_agrees() {
     let golden: Golden = serde_json::from_str(include_str!("golden/sharding_rules.json")).unwrap();
     assert_eq!(golden.cases.len(), 160);
     let mut errors = 0;
-    for (number, Case { mesh, params, strategy, expected }) in golden.cases.into_iter().enumerate() {
-        let axes: Vec<(&str, usize)> = mesh.iter().map(|(axis, size)| (axis.as_str(), *size)).collect();
+    for (number, Case { mesh, params, strategy, expected }) in golden.cases.into_iter().enumerate()
+    {
+        let axes: Vec<(&str, usize)> =
+            mesh.iter().map(|(axis, size)| (axis.as_str(), *size)).collect();
         let count = axes.iter().map(|(_, size)| *size as u32).product();
         let mesh = Mesh::new(&axes, (0..count).map(DeviceId).collect()).unwrap();
         let mut leaves = Vec::new();
@@ -105,14 +113,18 @@ fn every_case_agrees() {
         match expected {
             Expected::Specs { specs } => {
                 let found = found.unwrap_or_else(|error| panic!("case {number}: {error}"));
-                let found: BTreeMap<String, Spec> =
-                    found.leaves().iter().map(|leaf| (leaf.name.clone(), leaf.spec.clone())).collect();
+                let found: BTreeMap<String, Spec> = found
+                    .leaves()
+                    .iter()
+                    .map(|leaf| (leaf.name.clone(), leaf.spec.clone()))
+                    .collect();
                 let specs: BTreeMap<String, Spec> =
                     specs.into_iter().map(|(name, entries)| (name, spec(entries))).collect();
                 assert_eq!(found, specs, "case {number}: {strategy:?} on {leaves:?}");
             }
             Expected::Error { error, message } => {
-                let found = found.err().unwrap_or_else(|| panic!("case {number} has no error: {message}"));
+                let found =
+                    found.err().unwrap_or_else(|| panic!("case {number} has no error: {message}"));
                 assert_eq!(found.kind().name(), error, "case {number}: {found}; {message}");
                 assert!(same_place(&found, &message), "case {number}: {found}; {message}");
                 errors += 1;

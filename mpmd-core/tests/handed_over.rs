@@ -1,5 +1,5 @@
-//! The tests of values, memory and failures once more, with processes that hand arrays over to each other
-//! instead of copying them: nothing else may be different.
+//! The tests of values, memory and failures once more, with processes that hand arrays over to each
+//! other instead of copying them: nothing else may be different.
 
 #![allow(
     clippy::duplicate_mod,

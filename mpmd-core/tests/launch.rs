@@ -41,8 +41,8 @@ impl Drop for Folder {
 #[test]
 fn a_job_that_goes_well_has_no_failure() {
     let folder = Folder::new("well");
-    let script =
-        folder.in_script("echo $MPMD_RANK/$MPMD_WORLD_SIZE $MPMD_TRANSPORT $MPMD_PATIENCE > $MPMD_RANK");
+    let script = folder
+        .in_script("echo $MPMD_RANK/$MPMD_WORLD_SIZE $MPMD_TRANSPORT $MPMD_PATIENCE > $MPMD_RANK");
     let job = sh(3, &script).transport(Some("tcp".into())).patience(Duration::from_millis(2500));
     let outcome = job.run().unwrap();
     assert_eq!((outcome.code(), &outcome.first_failure), (0, &None));
@@ -64,9 +64,13 @@ fn endless_patience_and_grace_are_no_panic() {
 #[test]
 fn the_first_failure_decides_and_the_rest_is_ended() {
     let script = "[ $MPMD_RANK = 1 ] && exit 7; exec sleep 60";
-    let outcome = sh(3, script).grace(Duration::from_millis(100)).output(OutputMode::Quiet0).run().unwrap();
+    let outcome =
+        sh(3, script).grace(Duration::from_millis(100)).output(OutputMode::Quiet0).run().unwrap();
     let failure = outcome.first_failure.clone().unwrap();
-    assert_eq!((failure.processes, failure.how, failure.why), (vec![ProcessId(1)], How::Exit(7), None));
+    assert_eq!(
+        (failure.processes, failure.how, failure.why),
+        (vec![ProcessId(1)], How::Exit(7), None)
+    );
     assert_eq!(outcome.code(), 7);
     assert_eq!(outcome.codes, [143, 7, 143]);
 }
@@ -85,7 +89,8 @@ fn a_death_by_signal_goes_before_failures_that_it_causes() {
     let script = folder.in_script(
         "case $MPMD_RANK in \
          0) mkfifo made; mv made pipe; exec 3>pipe; kill -9 $$;; \
-         1) while [ ! -p pipe ] && [ $((i += 1)) -lt 600 ]; do sleep 0.05; done; read line <pipe; exit 5;; \
+         1) while [ ! -p pipe ] && [ $((i += 1)) -lt 600 ]; do sleep 0.05; done; read line <pipe; \
+         exit 5;; \
          esac",
     );
     let outcome = sh(2, &script).run().unwrap();

@@ -46,7 +46,8 @@ fn is_lent(array: &MpmdArray) -> Result<bool> {
 
 /// Waits until everybody has come here.
 fn meet(p: &mut Program) -> Result<()> {
-    (0..p.processes() as u32).try_for_each(|process| p.agree(ProcessId(process), 0u8, || Ok(0)).map(drop))
+    (0..p.processes() as u32)
+        .try_for_each(|process| p.agree(ProcessId(process), 0u8, || Ok(0)).map(drop))
 }
 
 fn becomes(what: &str, found: impl Fn() -> u64, expected: u64) {
@@ -102,7 +103,9 @@ fn an_array_that_was_handed_over_is_the_givers_memory_until_the_last_has_dropped
                         becomes(&what, || p.memory().live, live);
                         becomes(&what, || p.memory().lent, if borrowed { MIB } else { 0 });
                     }
-                    1 => becomes(&what, || p.memory().lent, if left.contains(&2) { MIB } else { 0 }),
+                    1 => {
+                        becomes(&what, || p.memory().lent, if left.contains(&2) { MIB } else { 0 })
+                    }
                     _ => becomes(&what, || p.memory().lent, 0),
                 }
                 if let Some(array) = &arrays[me.index()] {
@@ -129,7 +132,9 @@ fn bools_of_a_peer_are_copied_and_other_values_are_lent() {
         let numbers = numbered(p, 0)?;
         let z = p.device_put(&numbers, on(1))?;
         if p.process() == ProcessId(1) {
-            assert!(y.to_host()?.expect("it is here").as_slice::<bool>()?.iter().all(|value| *value));
+            assert!(
+                y.to_host()?.expect("it is here").as_slice::<bool>()?.iter().all(|value| *value)
+            );
             // Its owner could make anything of a lent one, after it was checked.
             assert!(!is_lent(&y)? && is_lent(&z)?);
         }
@@ -145,18 +150,21 @@ fn each_process_knows_what_others_have_of_its_memory_and_it_of_theirs() {
         let me = p.process().index();
         // From 0 to both others, and from 1 to 2.
         let (x, y) = (numbered(p, 0)?, numbered(p, 1)?);
-        let mut there = vec![p.device_put(&x, on(1))?, p.device_put(&x, on(2))?, p.device_put(&y, on(2))?];
+        let mut there =
+            vec![p.device_put(&x, on(1))?, p.device_put(&x, on(2))?, p.device_put(&y, on(2))?];
         drop((x, y));
         there.iter().try_for_each(|array| array.block_until_ready().map(drop))?;
         meet(p)?;
         let lent = [vec![0, MIB, MIB], vec![0, 0, MIB], vec![0; 3]];
         let borrowed = [vec![0; 3], vec![MIB, 0, 0], vec![MIB, MIB, 0]];
         // Values of a meeting that are not yet taken are lent too: of a few bytes.
-        let whole = |bytes: &[u64]| bytes.iter().map(|bytes| bytes / MIB * MIB).collect::<Vec<u64>>();
+        let whole =
+            |bytes: &[u64]| bytes.iter().map(|bytes| bytes / MIB * MIB).collect::<Vec<u64>>();
         let until = Instant::now() + Duration::from_secs(20);
         let found = loop {
             let found = p.metrics().holdings;
-            if (&whole(&found.lent_to), &whole(&found.borrowed_from)) == (&lent[me], &borrowed[me]) {
+            if (&whole(&found.lent_to), &whole(&found.borrowed_from)) == (&lent[me], &borrowed[me])
+            {
                 break found;
             }
             assert!(Instant::now() < until, "{found:?}");
@@ -165,19 +173,28 @@ fn each_process_knows_what_others_have_of_its_memory_and_it_of_theirs() {
         assert_eq!(found.memory.live, p.memory().live);
         if me == 1 {
             let line = found.to_string();
-            let parts = ["memory of process 1: 1.0 MiB live", " lent (", "to 2: 1.0 MiB)", "from 0: 1.0 MiB"];
+            let parts = [
+                "memory of process 1: 1.0 MiB live",
+                " lent (",
+                "to 2: 1.0 MiB)",
+                "from 0: 1.0 MiB",
+            ];
             assert!(parts.iter().all(|part| line.contains(part)), "{line}");
         }
         meet(p)?;
         there.clear();
-        for of in
-            [|p: &Program| p.metrics().holdings.lent_to, |p: &Program| p.metrics().holdings.borrowed_from]
-        {
+        for of in [
+            |p: &Program| p.metrics().holdings.lent_to,
+            |p: &Program| p.metrics().holdings.borrowed_from,
+        ] {
             becomes("all is back", || whole(&of(p)).iter().sum(), 0);
         }
         meet(p)?;
         becomes("live", || p.memory().live, 0);
-        assert_eq!((p.memory().peak_live, p.memory().cached), if me < 2 { (MIB, MIB) } else { (0, 0) });
+        assert_eq!(
+            (p.memory().peak_live, p.memory().cached),
+            if me < 2 { (MIB, MIB) } else { (0, 0) }
+        );
         Ok(())
     });
     results.into_iter().for_each(Result::unwrap);
@@ -190,7 +207,8 @@ fn a_kernel_that_takes_an_input_over_copies_what_is_lent() {
         let x = numbered(p, 0)?;
         let y = p.device_put(&x, on(1))?;
         let z = p.device_put(&y, on(2))?;
-        // The borrower updates it in place, and then the giver itself, while the third still reads it.
+        // The borrower updates it in place, and then the giver itself, while the third still reads
+        // it.
         let more = add_one(p, y)?;
         assert!(counts_from(&more, 1.0)? && counts_from(&x, 0.0)? && counts_from(&z, 0.0)?);
         let own = add_one(p, x)?;

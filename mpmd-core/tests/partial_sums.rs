@@ -1,4 +1,5 @@
-//! Arrays that are sums of their shards: added up by `device_put` in one order, whatever arrives first.
+//! Arrays that are sums of their shards: added up by `device_put` in one order, whatever arrives
+//! first.
 
 mod common;
 #[path = "common/kernels.rs"]
@@ -17,7 +18,8 @@ use mpmd_core::sharding::{MemoryKind, Sharding, Spec};
 use mpmd_core::topology::{DeviceId, Mesh};
 use simulations::simulation;
 
-/// What the device at a place of the mesh adds to an element: numbers whose sum depends on the order.
+/// What the device at a place of the mesh adds to an element: numbers whose sum depends on the
+/// order.
 fn part(place: usize, index: usize) -> f32 {
     ((index * 7 + place * 13) % 97) as f32 * 0.1 * 10f32.powi(place as i32 * 2 - 3)
 }
@@ -60,7 +62,8 @@ fn check<T: Element + PartialEq + std::fmt::Debug>(
     let width = array.shape()[1];
     for shard in array.addressable_shards()? {
         let columns = shard.region.range(1);
-        let indices = shard.region.range(0).flat_map(|i| columns.clone().map(move |j| i * width + j));
+        let indices =
+            shard.region.range(0).flat_map(|i| columns.clone().map(move |j| i * width + j));
         let found = shard.data.as_slice::<T>()?;
         for (found, index) in found.iter().zip(indices) {
             assert_eq!(*found, expected(index), "element {index} on {}", shard.device);
@@ -180,7 +183,8 @@ fn the_very_same_sums_are_moved_as_they_are() {
     }
 }
 
-/// Large, and with two copies of every sum: adding up in two steps would pay, were there anything to add up.
+/// Large, and with two copies of every sum: adding up in two steps would pay, were there anything
+/// to add up.
 #[test]
 fn sums_in_other_memory_are_still_sums() {
     let _limit = watchdog(60);

@@ -31,12 +31,17 @@ fn read(array: &MpmdArray) -> Result<Option<Vec<f32>>> {
 }
 
 /// One step of four stages; the weight of `nudged` (stage, element) is changed by that much.
-fn step(p: &mut Program, schedule: &Schedule, nudged: Option<(usize, usize, f32)>) -> Result<Outcome> {
+fn step(
+    p: &mut Program,
+    schedule: &Schedule,
+    nudged: Option<(usize, usize, f32)>,
+) -> Result<Outcome> {
     let meshes = p.mesh(&[("stage", 4)])?.split("stage")?;
     let w = |p: &mut Program, stage: usize| {
         let values: Vec<f32> = (0..WIDTH)
             .map(|i| {
-                let nudge = nudged.filter(|(s, e, _)| (*s, *e) == (stage, i)).map_or(0.0, |(_, _, by)| by);
+                let nudge =
+                    nudged.filter(|(s, e, _)| (*s, *e) == (stage, i)).map_or(0.0, |(_, _, by)| by);
                 weight(stage, i) + nudge
             })
             .collect();
@@ -53,7 +58,8 @@ fn step(p: &mut Program, schedule: &Schedule, nudged: Option<(usize, usize, f32)
             let labels: Vec<f32> = (0..ROWS * WIDTH).map(|i| 0.2 * value(m, i + 1)).collect();
             let shape = [ROWS, WIDTH];
             let x = p.device_put(&MpmdArray::from_slice(&shape, &x)?, meshes[0].replicated())?;
-            let labels = p.device_put(&MpmdArray::from_slice(&shape, &labels)?, meshes[3].replicated())?;
+            let labels =
+                p.device_put(&MpmdArray::from_slice(&shape, &labels)?, meshes[3].replicated())?;
             Ok(Microbatch::new(x).side(3, labels))
         })
         .collect::<Result<Vec<_>>>()?;
@@ -63,7 +69,8 @@ fn step(p: &mut Program, schedule: &Schedule, nudged: Option<(usize, usize, f32)
         (Some(sum), Some(weight)) => Some([sum, weight].concat()),
         _ => None,
     };
-    let gradients = output.gradients.iter().map(|stage| read(&stage[0].1)).collect::<Result<Vec<_>>>()?;
+    let gradients =
+        output.gradients.iter().map(|stage| read(&stage[0].1)).collect::<Result<Vec<_>>>()?;
     Ok(Outcome { loss, gradients })
 }
 
@@ -79,7 +86,8 @@ fn gradients_agree_with_finite_differences() {
     let step = 1e-2;
     for stage in 0..4 {
         for element in 0..WIDTH {
-            let loss = |by| f64::from(alone(&schedule, Some((stage, element, by))).loss.unwrap()[0]);
+            let loss =
+                |by| f64::from(alone(&schedule, Some((stage, element, by))).loss.unwrap()[0]);
             let expected = (loss(step) - loss(-step)) / (2.0 * f64::from(step));
             let found = f64::from(outcome.gradients[stage].as_ref().unwrap()[element]);
             assert!(
@@ -95,9 +103,11 @@ fn every_schedule_gives_the_same_bits_on_any_number_of_processes() {
     let reference = alone(&Schedule::gpipe(4, 5).unwrap(), None);
     for schedule in [Schedule::gpipe(4, 5).unwrap(), Schedule::one_f_one_b(4, 5).unwrap()] {
         for processes in [1, 2, 4] {
-            let simulation = Simulation::new(processes, 4).delays(11, std::time::Duration::from_millis(2));
+            let simulation =
+                Simulation::new(processes, 4).delays(11, std::time::Duration::from_millis(2));
             let outcomes = simulation.run(|p| step(p, &schedule, None));
-            let outcomes: Vec<Outcome> = outcomes.into_iter().map(|outcome| outcome.unwrap()).collect();
+            let outcomes: Vec<Outcome> =
+                outcomes.into_iter().map(|outcome| outcome.unwrap()).collect();
             let (_, last) = outcomes.split_at(processes - 1);
             assert_eq!(last[0].loss, reference.loss, "{} over {processes}", schedule.name());
             for stage in 0..4 {
@@ -124,14 +134,16 @@ fn a_schedule_that_does_not_fit_the_pipeline_is_refused() {
 /// What a step of two stages gives, on process 0, and how many operations it takes.
 type Stored = (Option<[Vec<f32>; 4]>, u64);
 
-/// One step of two stages of two devices: with all rows on each device, or with the rows divided and the
-/// weights stored in halves.
+/// One step of two stages of two devices: with all rows on each device, or with the rows divided
+/// and the weights stored in halves.
 fn stored_step(p: &mut Program, schedule: &Schedule, rows: Rows) -> Result<Stored> {
     let meshes = p.mesh(&[("stage", 2), ("data", 2)])?.split("stage")?;
     let mut params = Vec::new();
     for (stage, mesh) in meshes.iter().enumerate() {
         let values: Vec<f32> = (0..WIDTH).map(|i| weight(stage, i)).collect();
-        params.push(p.device_put(&MpmdArray::from_slice(&[WIDTH], &values)?, mesh.sharding(rows.spec()))?);
+        params.push(
+            p.device_put(&MpmdArray::from_slice(&[WIDTH], &values)?, mesh.sharding(rows.spec()))?,
+        );
     }
     let [w0, w1] = [params[0].clone(), params[1].clone()];
     let mut pipeline =
@@ -160,14 +172,19 @@ fn stored_step(p: &mut Program, schedule: &Schedule, rows: Rows) -> Result<Store
     let operations = p.operations() - before;
     for (stage, param) in params.iter().enumerate() {
         let (gradient, kept) = (&output.gradients[stage][0].1, &pipeline.params(stage)[0].1);
-        assert_eq!(gradient.sharding(), param.sharding(), "gradients come where parameters are stored");
+        assert_eq!(
+            gradient.sharding(),
+            param.sharding(),
+            "gradients come where parameters are stored"
+        );
         assert_eq!(kept.sharding(), param.sharding());
     }
     let once = microbatches(p)?.swap_remove(0);
     let forward = pipeline.forward(p, once)?;
     p.step_end()?;
     let mut all = Vec::new();
-    let results = [&output.loss.sum, &output.gradients[0][0].1, &output.gradients[1][0].1, &forward.sum];
+    let results =
+        [&output.loss.sum, &output.gradients[0][0].1, &output.gradients[1][0].1, &forward.sum];
     for array in results {
         let device = p.topology().device_ids()[0];
         all.push(read(&p.device_put(array, Sharding::single_device(device))?)?);
@@ -179,22 +196,31 @@ fn stored_step(p: &mut Program, schedule: &Schedule, rows: Rows) -> Result<Store
 #[test]
 fn weights_stored_in_parts_are_gathered_once_a_step_and_their_gradients_reduced() {
     for microbatches in [1, 2, 5] {
-        for schedule in
-            [Schedule::gpipe(2, microbatches).unwrap(), Schedule::one_f_one_b(2, microbatches).unwrap()]
-        {
+        for schedule in [
+            Schedule::gpipe(2, microbatches).unwrap(),
+            Schedule::one_f_one_b(2, microbatches).unwrap(),
+        ] {
             let run = |processes: usize, rows: Rows| -> Stored {
-                let simulation = Simulation::new(processes, 4).delays(5, std::time::Duration::from_millis(1));
+                let simulation =
+                    Simulation::new(processes, 4).delays(5, std::time::Duration::from_millis(1));
                 let mut results = simulation.run(|p| stored_step(p, &schedule, rows)).into_iter();
                 let first = results.next().unwrap().unwrap();
-                assert!(results.all(|result| result.unwrap() == (None, first.1)), "the same operations");
+                assert!(
+                    results.all(|result| result.unwrap() == (None, first.1)),
+                    "the same operations"
+                );
                 first
             };
             let (whole, plain) = run(1, Rows::All);
             let (divided, operations) = run(1, Rows::Part);
             assert_eq!(operations, plain + 4, "one gather and one reduction for each stage");
-            for (found, expected) in divided.iter().flatten().flatten().zip(whole.iter().flatten().flatten())
+            for (found, expected) in
+                divided.iter().flatten().flatten().zip(whole.iter().flatten().flatten())
             {
-                assert!((found - expected).abs() < 1e-5 * expected.abs().max(1.0), "{divided:?} {whole:?}");
+                assert!(
+                    (found - expected).abs() < 1e-5 * expected.abs().max(1.0),
+                    "{divided:?} {whole:?}"
+                );
             }
             for processes in [2, 4] {
                 let found = run(processes, Rows::Part).0;
@@ -207,15 +233,18 @@ fn weights_stored_in_parts_are_gathered_once_a_step_and_their_gradients_reduced(
 /// What this process reads of some steps, and how many operations there were after each.
 type Steps = (Vec<Option<Vec<f32>>>, Vec<u64>);
 
-/// Five steps of two stages that are stored in parts, the last two with another schedule: each step's gradients are
-/// the parameters of the next. What this process has of losses and gradients, and the numbers of operations.
+/// Five steps of two stages that are stored in parts, the last two with another schedule: each
+/// step's gradients are the parameters of the next. What this process has of losses and gradients,
+/// and the numbers of operations.
 fn replayed_steps(p: &mut Program, replay: bool) -> Result<Steps> {
     let rows = Rows::Part;
     let meshes = p.mesh(&[("stage", 2), ("data", 2)])?.split("stage")?;
     let mut params = Vec::new();
     for (stage, mesh) in meshes.iter().enumerate() {
         let values: Vec<f32> = (0..WIDTH).map(|i| weight(stage, i)).collect();
-        params.push(p.device_put(&MpmdArray::from_slice(&[WIDTH], &values)?, mesh.sharding(rows.spec()))?);
+        params.push(
+            p.device_put(&MpmdArray::from_slice(&[WIDTH], &values)?, mesh.sharding(rows.spec()))?,
+        );
     }
     let [w0, w1] = [params[0].clone(), params[1].clone()];
     let mut pipeline = Pipeline::first(Scale::of(rows), &meshes[0], w0)?;
@@ -257,8 +286,10 @@ fn replayed_steps(p: &mut Program, replay: bool) -> Result<Steps> {
 #[test]
 fn a_pipeline_that_replays_its_steps_gives_the_same_bits() {
     for processes in [1, 2, 4] {
-        let simulation = Simulation::new(processes, 4).delays(5, std::time::Duration::from_millis(1));
-        let run = |replay| simulation.run(|p| replayed_steps(p, replay)).into_iter().map(Result::unwrap);
+        let simulation =
+            Simulation::new(processes, 4).delays(5, std::time::Duration::from_millis(1));
+        let run =
+            |replay| simulation.run(|p| replayed_steps(p, replay)).into_iter().map(Result::unwrap);
         let (issued, replayed): (Vec<_>, Vec<_>) = (run(false).collect(), run(true).collect());
         assert_eq!(issued, replayed, "{processes} processes");
     }
@@ -292,8 +323,13 @@ fn a_storage_that_does_not_fit_the_stage_is_refused() {
             divided.unwrap_err().to_string(),
         ])
     });
-    let expected =
-        ["2 shardings for the 1 parameters", "not on its mesh", "cannot compute", "`model`", "`data`"];
+    let expected = [
+        "2 shardings for the 1 parameters",
+        "not on its mesh",
+        "cannot compute",
+        "`model`",
+        "`data`",
+    ];
     for result in results {
         for (found, expected) in result.unwrap().iter().zip(expected) {
             assert!(found.contains(expected), "{found}");

@@ -1,5 +1,5 @@
-//! Buffers are dropped at the action after which nobody needs them: the memory in use after each action of a step,
-//! one at a time.
+//! Buffers are dropped at the action after which nobody needs them: the memory in use after each
+//! action of a step, one at a time.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use mpmd_core::Simulation;
 use mpmd_core::kernel::{Shapes, Views, ViewsMut};
 use mpmd_core::pipeline::{
-    Action, ActionKind, Declared, Loss, Microbatch, Pipeline, PlacedShape, Schedule, Stage, StageSignature,
+    Action, ActionKind, Declared, Loss, Microbatch, Pipeline, PlacedShape, Schedule, Stage,
+    StageSignature,
 };
 use mpmd_core::prelude::*;
 use mpmd_core::tree::Empty;
@@ -73,7 +74,12 @@ macro_rules! passes {
             type Residual = [MpmdArray; 2];
             type WeightResidual = [MpmdArray; 2];
 
-            fn infer(&self, _: &ShapedArray, _: &ShapedArray, _: &Shapes<$side>) -> Result<Declared<Self>> {
+            fn infer(
+                &self,
+                _: &ShapedArray,
+                _: &ShapedArray,
+                _: &Shapes<$side>,
+            ) -> Result<Declared<Self>> {
                 Ok(declare($shape))
             }
 
@@ -108,7 +114,12 @@ macro_rules! passes {
                 Ok(())
             }
 
-            fn backward_weight(&self, _: &mut Context<'_>, _: [View<'_>; 2], _: ViewMut<'_>) -> Result<()> {
+            fn backward_weight(
+                &self,
+                _: &mut Context<'_>,
+                _: [View<'_>; 2],
+                _: ViewMut<'_>,
+            ) -> Result<()> {
                 let gated: fn(&Self) -> &Gated = $gated;
                 gated(self).gate.pass(gated(self).stage)
             }
@@ -124,13 +135,17 @@ fn change(action: Action, last: usize, first_weight: &mut [bool], recomputes: bo
     let Action { stage, kind, .. } = action;
     let brought = i64::from(stage == 0) + i64::from(stage == last);
     let edge = |here: bool| i64::from(!here);
-    // What goes to the next stage comes; the input goes, which the last stage before gave, and what was brought.
-    // Where the pass is computed again, inputs stay until then, and residuals do not come.
-    let forward =
-        if recomputes { edge(stage == last) } else { 2 + edge(stage == last) - edge(stage == 0) - brought };
+    // What goes to the next stage comes; the input goes, which the last stage before gave, and what
+    // was brought. Where the pass is computed again, inputs stay until then, and residuals do not
+    // come.
+    let forward = if recomputes {
+        edge(stage == last)
+    } else {
+        2 + edge(stage == last) - edge(stage == 0) - brought
+    };
     // Of two residuals one goes, one stays, and another comes.
-    let input =
-        edge(stage == 0) - edge(stage == last) + if recomputes { 2 - edge(stage == 0) - brought } else { 0 };
+    let input = edge(stage == 0) - edge(stage == last)
+        + if recomputes { 2 - edge(stage == 0) - brought } else { 0 };
     let mut weight = || -2 + i64::from(std::mem::take(&mut first_weight[stage]));
     match kind {
         ActionKind::Forward => forward,
@@ -149,11 +164,13 @@ fn passes_of(kind: ActionKind, recomputes: bool) -> usize {
     }
 }
 
-/// Arrays that the next pass of each rank has taken for its results already, where what it reads is there.
+/// Arrays that the next pass of each rank has taken for its results already, where what it reads is
+/// there.
 fn taken(schedule: &Schedule, done: &[Action], recomputes: bool) -> i64 {
     let last = schedule.stages() - 1;
     let is_done = |stage: usize, kinds: &[ActionKind], microbatch: usize| {
-        done.iter().any(|a| a.stage == stage && a.microbatch == microbatch && kinds.contains(&a.kind))
+        done.iter()
+            .any(|a| a.stage == stage && a.microbatch == microbatch && kinds.contains(&a.kind))
     };
     let of = |row: &Vec<Action>| {
         let Some(Action { stage, kind, microbatch }) =
@@ -163,13 +180,16 @@ fn taken(schedule: &Schedule, done: &[Action], recomputes: bool) -> i64 {
         };
         let forward = 2 + i64::from(stage != last);
         match kind {
-            ActionKind::Forward if stage == 0 || is_done(stage - 1, &[ActionKind::Forward], microbatch) => {
+            ActionKind::Forward
+                if stage == 0 || is_done(stage - 1, &[ActionKind::Forward], microbatch) =>
+            {
                 forward
             }
             ActionKind::Forward => 0,
             ActionKind::BackwardWeight => {
                 let weights = [ActionKind::BackwardWeight, ActionKind::Backward];
-                let first = (0..MICROBATCHES).all(|microbatch| !is_done(stage, &weights, microbatch));
+                let first =
+                    (0..MICROBATCHES).all(|microbatch| !is_done(stage, &weights, microbatch));
                 i64::from(first)
             }
             // What it reads for this has been there since the first forward pass.
@@ -240,10 +260,13 @@ fn one_at_a_time(p: &mut Program, schedule: &Schedule, recomputes: bool) -> Resu
 
 #[test]
 fn buffers_go_at_the_action_after_which_nobody_needs_them() {
-    for (name, ranks, chunks) in [("1f1b", 3, 1), ("zb-h1", 3, 1), ("interleaved", 2, 2), ("zbv", 2, 2)] {
+    for (name, ranks, chunks) in
+        [("1f1b", 3, 1), ("zb-h1", 3, 1), ("interleaved", 2, 2), ("zbv", 2, 2)]
+    {
         let schedule = Schedule::named(name, ranks, MICROBATCHES, Some(chunks)).unwrap();
         for recomputes in [false, true] {
-            for result in Simulation::new(1, ranks).run(|p| one_at_a_time(p, &schedule, recomputes)) {
+            for result in Simulation::new(1, ranks).run(|p| one_at_a_time(p, &schedule, recomputes))
+            {
                 result.unwrap();
             }
         }

@@ -12,7 +12,8 @@ use stages::{Rows, Scale, Square, WIDTH, chain, meshes, microbatches, params};
 macro_rules! refused {
     ($call:expr) => {{
         let error = $call.map(drop).expect_err(stringify!($call)).to_string();
-        let line = |line: &u32| error.starts_with(&format!("mpmd-core/tests/pipeline_errors.rs:{line}:"));
+        let line =
+            |line: &u32| error.starts_with(&format!("mpmd-core/tests/pipeline_errors.rs:{line}:"));
         assert!((line!()..line!() + 4).any(|at| line(&at)), "{error} is not at line {}", line!());
         error
     }};
@@ -50,17 +51,22 @@ fn batch(
     change: Change<'_>,
 ) -> Result<Vec<Microbatch<MpmdArray>>> {
     let batch = microbatches(p, pipeline, &[1; 2])?;
-    Ok(batch.into_iter().enumerate().map(|(number, microbatch)| change(number, microbatch)).collect())
+    Ok(batch
+        .into_iter()
+        .enumerate()
+        .map(|(number, microbatch)| change(number, microbatch))
+        .collect())
 }
 
 #[test]
 fn side_inputs_that_stages_do_not_take_are_refused_at_once() {
     let expected: [&[&str]; 6] = [
-        &["Pipeline::train_step: microbatch 1: stage 1 `Square` needs a side input: call `.side(1, …)`"],
-        &["Pipeline::train_step: microbatch 1: stage 0 `Scale` takes no side input: leave out `.side(0, …)`"],
-        &[
-            "microbatch 0: a side input is for stage 9, and there is no stage 9; the pipeline has stages 0 to 1",
-        ],
+        &["Pipeline::train_step: microbatch 1: stage 1 `Square` needs a side input: call \
+             `.side(1, …)`"],
+        &["Pipeline::train_step: microbatch 1: stage 0 `Scale` takes no side input: leave out \
+             `.side(0, …)`"],
+        &["microbatch 0: a side input is for stage 9, and there is no stage 9; the pipeline has \
+             stages 0 to 1"],
         &[
             "microbatch 0: the side input of stage 1 `Square` is not the tree that it takes",
             "at the root: expected a leaf, found [0, 1]; see `.side(1, …)`",
@@ -73,7 +79,8 @@ fn side_inputs_that_stages_do_not_take_are_refused_at_once() {
         let x = ones(p, &[1, WIDTH], pipeline.mesh(0))?;
         let bare = || Microbatch::new(x.clone());
         let missing = batch(p, &pipeline, &|number, one| if number == 1 { bare() } else { one })?;
-        let extra = |number, one: Microbatch<_>| if number == 1 { one.side(0, x.clone()) } else { one };
+        let extra =
+            |number, one: Microbatch<_>| if number == 1 { one.side(0, x.clone()) } else { one };
         let extra = batch(p, &pipeline, &extra)?;
         let beyond = batch(p, &pipeline, &|_, one| one.side(9, x.clone()))?;
         let pair = batch(p, &pipeline, &|_, one| one.side(1, (x.clone(), x.clone())))?;
@@ -98,7 +105,10 @@ fn arrays_that_do_not_fit_a_stage_are_named_with_their_place() {
             "Pipeline::train_step: stage 0 `Scale`, microbatch 1, forward: its `infer` refuses",
             "parameters (f32[3]), input (f32[1,4]), side input (): f32[1,4] * f32[3]",
         ],
-        &["stage 1 `Square`, microbatch 0, forward: jit Square: \"side input\": is on ", "with device_put"],
+        &[
+            "stage 1 `Square`, microbatch 0, forward: jit Square: \"side input\": is on ",
+            "with device_put",
+        ],
         &["stage 0 `Scale`, microbatch 0, forward: jit Scale: \"input\": is on "],
         &["Pipeline::forward: stage 0 `Scale`, microbatch 0, forward: its `infer` refuses"],
     ];
@@ -124,9 +134,8 @@ fn arrays_that_do_not_fit_a_stage_are_named_with_their_place() {
 #[test]
 fn schedules_and_numbers_that_do_not_fit_say_what_would() {
     let expected: [&[&str]; 4] = [
-        &[
-            "Pipeline::train_step: schedule GPipe is for 2 microbatches, and 1 are given: make a schedule for 1",
-        ],
+        &["Pipeline::train_step: schedule GPipe is for 2 microbatches, and 1 are given: make a \
+             schedule for 1"],
         &["schedule GPipe is for 3 stages (on 3 ranks), and the pipeline has 2 stages"],
         &["Pipeline::memory: schedule GPipe is for 3 stages"],
         &["Pipeline::memory: stage 1 `Square` needs a side input: call `.side(1, …)`"],
@@ -151,7 +160,10 @@ fn parameters_that_are_elsewhere_are_refused_where_they_come_in() {
         &["Pipeline::first: stage 0 `Scale`: its parameter is ", "put it there with `device_put`"],
         &["Pipeline::first: stage 0 `Scale`: its parameter is host values, and not on its mesh"],
         &["Pipeline::then: stage 1 `Square`: its parameter is "],
-        &["Pipeline::set_params: stage 1 `Square`: its parameter is ", "put it there with `device_put`"],
+        &[
+            "Pipeline::set_params: stage 1 `Square`: its parameter is ",
+            "put it there with `device_put`",
+        ],
         &["Pipeline::set_params: stage 1 `Square`: 0 arrays for the 1 parameters that it stores"],
         &["Pipeline::set_params: there is no stage 2; the pipeline has stages 0 to 1"],
         &["Pipeline::tie: there is no stage 7"],
@@ -186,7 +198,8 @@ fn a_schedule_that_is_none_is_an_error_of_the_program() {
 #[test]
 #[should_panic(expected = "there is no stage 5; the pipeline has stages 0 to 1")]
 fn the_mesh_of_no_stage_says_which_there_are() {
-    let mesh = |p: &mut Program| chain(p, &schedule(), false).map(|pipeline| pipeline.mesh(5).clone());
+    let mesh =
+        |p: &mut Program| chain(p, &schedule(), false).map(|pipeline| pipeline.mesh(5).clone());
     let mut p = Program::builder().devices(2).alone().unwrap();
     let _ = mesh(&mut p);
 }

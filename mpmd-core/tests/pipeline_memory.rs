@@ -4,13 +4,15 @@ use std::time::Duration;
 
 use mpmd_core::kernel::{Views, ViewsMut};
 use mpmd_core::pipeline::{
-    Declared, Loss, Microbatch, MicrobatchShapes, Pipeline, PlacedShape, Schedule, Stage, StageSignature,
+    Declared, Loss, Microbatch, MicrobatchShapes, Pipeline, PlacedShape, Schedule, Stage,
+    StageSignature,
 };
 use mpmd_core::prelude::*;
 use mpmd_core::tree::Empty;
 use mpmd_core::{ProcessId, Simulation};
 
-/// Elements of an activation, of the parameters, and residuals of as many elements as an activation.
+/// Elements of an activation, of the parameters, and residuals of as many elements as an
+/// activation.
 const ACTIVATION: usize = 16 << 10;
 const PARAMS: usize = 64 << 10;
 const RESIDUALS: usize = 10;
@@ -112,7 +114,12 @@ impl Kernel for Update {
         Ok(Signature::new(params.clone()).alias("0", ""))
     }
 
-    fn run(&self, _: &mut Context<'_>, _: (View<'_>, View<'_>), mut params: ViewMut<'_>) -> Result<()> {
+    fn run(
+        &self,
+        _: &mut Context<'_>,
+        _: (View<'_>, View<'_>),
+        mut params: ViewMut<'_>,
+    ) -> Result<()> {
         take(1);
         write(&mut params)
     }
@@ -162,7 +169,8 @@ fn train(p: &mut Program, schedule: &Schedule, how: How) -> Result<Found> {
     let plan = pipeline.memory(p, schedule, &shapes, &beside)?;
     pipeline.map_memory(p, schedule, &shapes, &beside)?;
     let planned = plan.of(p.topology().devices_of(p.process()));
-    let mut found = Found { expected: planned.expected, at_most: planned.at_most, peak: 0, mapped: [0; 2] };
+    let mut found =
+        Found { expected: planned.expected, at_most: planned.at_most, peak: 0, mapped: [0; 2] };
     for step in 0..3 + STEPS {
         let mut made = |mesh: &mpmd_core::topology::Mesh| {
             p.make(f32s([ACTIVATION]), &mesh.replicated(), |_, mut view| write(&mut view))
@@ -214,7 +222,8 @@ fn off(simulation: &Simulation, schedule: &Schedule, how: How, what: &str) -> Ve
         let ratio = peak as f64 / expected as f64;
         let share = peak as f64 / at_most as f64;
         let line = format!(
-            "{what}, process {process}: {ratio:.3} of what is expected, {share:.3} of the bound: {found:?}"
+            "{what}, process {process}: {ratio:.3} of what is expected, {share:.3} of the bound: \
+             {found:?}"
         );
         if !(0.9..=1.1).contains(&ratio) || peak > at_most + SMALL || mapped[0] != mapped[1] {
             off.push(line);

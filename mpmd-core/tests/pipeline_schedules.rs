@@ -8,7 +8,8 @@ use mpmd_core::prelude::*;
 
 mod stages;
 use stages::{
-    Outcome, Rows, Scale, WIDTH, by_hand, chain, meshes, params, read, step, together, value, weights,
+    Outcome, Rows, Scale, WIDTH, by_hand, chain, meshes, params, read, step, together, value,
+    weights,
 };
 
 const RANKS: usize = 4;
@@ -25,7 +26,8 @@ fn schedules(ranks: usize, microbatches: usize) -> Vec<Schedule> {
 }
 
 fn ascends(schedule: &Schedule) -> bool {
-    let adds = |action: &&Action| matches!(action.kind, ActionKind::Backward | ActionKind::BackwardWeight);
+    let adds =
+        |action: &&Action| matches!(action.kind, ActionKind::Backward | ActionKind::BackwardWeight);
     let mut next = vec![0; schedule.stages()];
     schedule.rows().iter().flatten().filter(adds).all(|action| {
         next[action.stage] += 1;
@@ -64,7 +66,8 @@ fn every_schedule_gives_the_bits_of_a_computation_by_hand() {
     for schedule in schedules(RANKS, ROWS.len()) {
         let expected = by_hand(schedule.stages(), &ROWS);
         for processes in [1, 2, 4] {
-            let what = format!("{} with {} stages over {processes}", schedule.name(), schedule.stages());
+            let what =
+                format!("{} with {} stages over {processes}", schedule.name(), schedule.stages());
             let found = run(&schedule, processes, false, processes == 2);
             if ascends(&schedule) {
                 assert_eq!(found, expected, "{what}");
@@ -91,7 +94,8 @@ fn outputs_of_forward_passes_come_by_microbatch() {
                     let scale = || Scale::of(Rows::All);
                     let mut pipeline = Pipeline::first(scale(), mesh(0), params(p, 0, mesh(0))?)?;
                     for stage in 1..schedule.stages() {
-                        pipeline = pipeline.then(scale(), mesh(stage), params(p, stage, mesh(stage))?)?;
+                        pipeline =
+                            pipeline.then(scale(), mesh(stage), params(p, stage, mesh(stage))?)?;
                     }
                     let mut batch = Vec::new();
                     for m in 0..6 {
@@ -104,7 +108,10 @@ fn outputs_of_forward_passes_come_by_microbatch() {
                 });
                 let mut found: Vec<Option<Vec<f32>>> = vec![None; 6];
                 for result in results {
-                    found.iter_mut().zip(result.unwrap()).for_each(|(all, one)| *all = all.take().or(one));
+                    found
+                        .iter_mut()
+                        .zip(result.unwrap())
+                        .for_each(|(all, one)| *all = all.take().or(one));
                 }
                 for (m, found) in found.into_iter().enumerate() {
                     let mut expected: Vec<f32> = (0..WIDTH).map(|i| value(m, i)).collect();

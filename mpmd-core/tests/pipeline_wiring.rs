@@ -1,4 +1,5 @@
-//! What a pipeline can be beside a chain: skip connections, tied weights, forward passes again, ragged shapes.
+//! What a pipeline can be beside a chain: skip connections, tied weights, forward passes again,
+//! ragged shapes.
 
 use std::time::Duration;
 
@@ -8,8 +9,8 @@ use mpmd_core::{Simulation, aval};
 
 mod stages;
 use stages::{
-    Join, Outcome, Rows, Scale, Square, WIDTH, by_hand, chain, label, meshes, params, step, together, value,
-    weights,
+    Join, Outcome, Rows, Scale, Square, WIDTH, by_hand, chain, label, meshes, params, step,
+    together, value, weights,
 };
 
 /// Stage 2 takes what stages 1 and 0 give; stage 3 has the weights of stage 0.
@@ -74,7 +75,8 @@ fn gradients_of_skips_and_tied_weights_are_added_in_a_fixed_order() {
         let schedule = Schedule::named(name, ranks, rows.len(), Some(chunks)).unwrap();
         for processes in [1, 2, 4].into_iter().filter(|processes| *processes <= ranks) {
             for (replay, recompute) in [(false, false), (true, true)] {
-                let simulation = Simulation::new(processes, ranks).delays(9, Duration::from_millis(1));
+                let simulation =
+                    Simulation::new(processes, ranks).delays(9, Duration::from_millis(1));
                 let found = together(simulation.run(|p| {
                     let mut pipeline = skipping(p, &schedule)?;
                     pipeline.replay(replay);
@@ -97,7 +99,8 @@ fn wiring_that_does_not_fit_is_refused() {
     let results = Simulation::new(2, 4).run(|p| {
         let meshes = meshes(p, 4)?;
         let scale = || Scale::of(Rows::All);
-        let first = |p: &mut Program| Pipeline::first(scale(), &meshes[0], params(p, 0, &meshes[0])?);
+        let first =
+            |p: &mut Program| Pipeline::first(scale(), &meshes[0], params(p, 0, &meshes[0])?);
         let mut found = Vec::new();
         // An output of another pipeline.
         let (one, other) = (first(p)?, first(p)?);
@@ -120,7 +123,9 @@ fn wiring_that_does_not_fit_is_refused() {
         let w = params(p, 2, &meshes[2])?;
         let front = front.then(scale(), &meshes[2], w)?;
         let w = params(p, 3, &meshes[3])?;
-        found.push(step(p, &mut front.then(Square(Rows::All), &meshes[3], w)?, &schedule, &[1; 2]).err());
+        found.push(
+            step(p, &mut front.then(Square(Rows::All), &meshes[3], w)?, &schedule, &[1; 2]).err(),
+        );
         let mut pipeline = skipping(p, &schedule)?;
         found.push(pipeline.tie((1, ""), (3, "")).err());
         found.push(pipeline.tie((1, ""), (0, "")).err());
@@ -151,7 +156,8 @@ fn wiring_that_does_not_fit_is_refused() {
     }
 }
 
-/// Microbatches of other numbers of rows: each has kernels of its shapes, and its weight in the loss.
+/// Microbatches of other numbers of rows: each has kernels of its shapes, and its weight in the
+/// loss.
 #[test]
 fn ragged_microbatches_count_by_their_rows() {
     let rows = [3, 1, 2, 3, 1, 4];
@@ -183,11 +189,16 @@ fn the_plan_shows_what_computing_again_saves_and_what_buffering_costs() {
             pipeline.buffer_gradients(buffers);
             let last = schedule.stages() - 1;
             let shapes = |rows: usize| {
-                MicrobatchShapes::new(aval::f32s([rows, WIDTH])).side(last, &aval::f32s([rows, WIDTH])).kept()
+                MicrobatchShapes::new(aval::f32s([rows, WIDTH]))
+                    .side(last, &aval::f32s([rows, WIDTH]))
+                    .kept()
             };
-            let one = pipeline.memory(p, &schedule, &shapes(1000), &[])?.of(&[p.topology().device_ids()[0]]);
+            let one = pipeline
+                .memory(p, &schedule, &shapes(1000), &[])?
+                .of(&[p.topology().device_ids()[0]]);
             let ragged = [shapes(10), shapes(1000), shapes(500)];
-            let ragged = pipeline.memory_of(p, &schedule, &ragged, &[])?.of(&[p.topology().device_ids()[0]]);
+            let ragged =
+                pipeline.memory_of(p, &schedule, &ragged, &[])?.of(&[p.topology().device_ids()[0]]);
             assert_eq!(one, ragged, "the largest counts");
             Ok(one)
         });

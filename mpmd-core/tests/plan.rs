@@ -60,7 +60,8 @@ fn add_one(
     p.jit(kernel).on(&mesh).outputs(mesh.replicated()).donate("0").build()
 }
 
-/// A state that goes around all devices in each step and is read in each; `replays` of it after two by hand.
+/// A state that goes around all devices in each step and is read in each; `replays` of it after two
+/// by hand.
 fn rounds(p: &mut Program, steps: usize, replays: bool) -> Result<()> {
     let devices = p.topology().devices().len() as u32;
     let kernels = (0..devices).map(|device| add_one(p, device)).collect::<Result<Vec<_>>>()?;
@@ -79,7 +80,9 @@ fn rounds(p: &mut Program, steps: usize, replays: bool) -> Result<()> {
     let mut recorded = None;
     for step in 0..steps {
         state = match (&recorded, replays && step > 1) {
-            (Some(step), true) => mpmd_core::Recorded::<MpmdArray, MpmdArray>::replay(step, p, state)?,
+            (Some(step), true) => {
+                mpmd_core::Recorded::<MpmdArray, MpmdArray>::replay(step, p, state)?
+            }
             (None, true) => {
                 let (y, step) = p.record(state, around)?;
                 recorded = Some(step);
@@ -88,11 +91,9 @@ fn rounds(p: &mut Program, steps: usize, replays: bool) -> Result<()> {
             _ => around(p, state)?,
         };
         let value = state.to_host()?;
-        assert!(
-            value.is_none_or(
-                |value| value.to_vec::<f32>().unwrap()[0] == ((step + 1) * devices as usize) as f32
-            )
-        );
+        assert!(value.is_none_or(
+            |value| value.to_vec::<f32>().unwrap()[0] == ((step + 1) * devices as usize) as f32
+        ));
         p.step_end()?;
     }
     Ok(())
@@ -172,7 +173,10 @@ fn memory_in_order_of_issue_is_what_a_program_takes_that_waits_for_everything() 
         let memory = plan.memory(&plan.flow());
         let half = Pool::rounded(8 * WIDTH * 4);
         assert!(
-            memory.devices.iter().all(|device| device.in_order.bytes == memory.devices[0].in_order.bytes)
+            memory
+                .devices
+                .iter()
+                .all(|device| device.in_order.bytes == memory.devices[0].in_order.bytes)
         );
         assert_eq!(
             memory.devices[0].in_order.bytes,

@@ -18,7 +18,12 @@ impl Kernel for Up {
         Ok(Signature::new(ShapedArray::new(&[x.shape()[0], w.shape()[1]], x.dtype())))
     }
 
-    fn run(&self, _: &mut Context<'_>, (w, x): (View<'_>, View<'_>), mut y: ViewMut<'_>) -> Result<()> {
+    fn run(
+        &self,
+        _: &mut Context<'_>,
+        (w, x): (View<'_>, View<'_>),
+        mut y: ViewMut<'_>,
+    ) -> Result<()> {
         product(&x, &w, y.as_mut_slice()?)
     }
 }
@@ -35,7 +40,12 @@ impl Kernel for Down {
         Ok(Signature::new(y.clone()).all_reduce("model", y))
     }
 
-    fn run(&self, cx: &mut Context<'_>, (w, h): (View<'_>, View<'_>), mut y: ViewMut<'_>) -> Result<()> {
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        (w, h): (View<'_>, View<'_>),
+        mut y: ViewMut<'_>,
+    ) -> Result<()> {
         product(&h, &w, y.as_mut_slice()?)?;
         cx.all_reduce("model", y.as_mut_slice::<f32>()?)
     }
@@ -72,7 +82,8 @@ fn two_stages(p: &mut Program) -> Result<Option<Vec<f32>>> {
     let first = p.jit(Up).on(front).outputs(front.sharding(spec![None, "model"])).build()?;
     let second = p.jit(Down).on(back).outputs(back.replicated()).build()?;
 
-    let host = MpmdArray::from_slice(&[4, 16], &(0..64).map(|i| i as f32 / 64.0).collect::<Vec<_>>())?;
+    let host =
+        MpmdArray::from_slice(&[4, 16], &(0..64).map(|i| i as f32 / 64.0).collect::<Vec<_>>())?;
     let x = p.device_put(&host, front.replicated())?;
     let h = first.call(p, (w0, x))?;
     let h = p.device_put(&h, back.sharding(spec![None, "model"]))?;
@@ -89,7 +100,10 @@ fn two_stages_give_the_same_numbers_on_any_number_of_processes() {
         for seed in 0..10 {
             let results = simulate(processes, 4, seed, two_stages);
             let owners = results.into_iter().map(|result| result.unwrap()).collect::<Vec<_>>();
-            assert!(owners[..processes / 2].iter().all(Option::is_none), "the front has no part of y");
+            assert!(
+                owners[..processes / 2].iter().all(Option::is_none),
+                "the front has no part of y"
+            );
             for values in &owners[processes / 2..] {
                 assert_eq!(values.as_ref(), Some(&alone), "{processes} processes, seed {seed}");
             }

@@ -1,7 +1,8 @@
 //! Random programs give the same bits on any number of processes, whatever the delays.
 //!
-//! A program is a list of steps made from a seed; it runs on one process for reference, then on several
-//! with messages that overtake each other, and every shard of every array left at the end is compared.
+//! A program is a list of steps made from a seed; it runs on one process for reference, then on
+//! several with messages that overtake each other, and every shard of every array left at the end
+//! is compared.
 
 mod common;
 #[path = "common/kernels.rs"]
@@ -67,8 +68,8 @@ impl Random {
         &from[self.below(from.len())]
     }
 
-    /// A sharding that fits the rows, on some of the devices in any order: on a mesh of them, or in chunks
-    /// or parts.
+    /// A sharding that fits the rows, on some of the devices in any order: on a mesh of them, or in
+    /// chunks or parts.
     fn sharding(&mut self, devices: usize, rows: usize) -> Sharding {
         let mut ids: Vec<u32> = (0..devices as u32).collect();
         for i in 0..ids.len() {
@@ -86,7 +87,10 @@ impl Random {
             return Sharding::single_device(mesh.devices()[0]);
         }
         match self.below(8) {
-            0 => return Sharding::chunk(self.below(4) as isize - 2, mesh.devices().to_vec()).unwrap(),
+            0 => {
+                return Sharding::chunk(self.below(4) as isize - 2, mesh.devices().to_vec())
+                    .unwrap();
+            }
             1 => return self.parts(mesh.devices(), rows),
             _ => {}
         }
@@ -152,7 +156,11 @@ fn program(seed: u64, devices: usize) -> Vec<Step> {
                 if donate {
                     arrays[source] = None;
                 }
-                Step::Put { source, to, options: PutOptions::default().donate(donate).may_alias(may_alias) }
+                Step::Put {
+                    source,
+                    to,
+                    options: PutOptions::default().donate(donate).may_alias(may_alias),
+                }
             }
             (5..7, Some(_)) => {
                 arrays.push(Some(known));
@@ -174,9 +182,9 @@ fn program(seed: u64, devices: usize) -> Vec<Step> {
             }
             (11, Some(_)) => {
                 let is_like = |i: &&usize| {
-                    arrays[**i]
-                        .as_ref()
-                        .is_some_and(|other| other.rows == known.rows && other.sharding == known.sharding)
+                    arrays[**i].as_ref().is_some_and(|other| {
+                        other.rows == known.rows && other.sharding == known.sharding
+                    })
                 };
                 let alike: Vec<usize> = alive.iter().filter(is_like).copied().collect();
                 let right = *random.pick(&alike);
@@ -195,7 +203,9 @@ fn program(seed: u64, devices: usize) -> Vec<Step> {
                 if known.sharding.layout(&[rows, COLUMNS]).is_err() {
                     continue;
                 }
-                (0..m).for_each(|_| arrays.push(Some(Known { rows, sharding: known.sharding.clone() })));
+                (0..m).for_each(|_| {
+                    arrays.push(Some(Known { rows, sharding: known.sharding.clone() }))
+                });
                 Step::Microbatches { source, m }
             }
             (13, _) => {
@@ -203,7 +213,10 @@ fn program(seed: u64, devices: usize) -> Vec<Step> {
                 Step::Drop { source }
             }
             (14, _) => match random.below(4) {
-                0 => Step::Agree { from: random.below(devices) as u32, value: random.below(1000) as u64 },
+                0 => Step::Agree {
+                    from: random.below(devices) as u32,
+                    value: random.below(1000) as u64,
+                },
                 1 => Step::Then { source },
                 2 => Step::Await { source },
                 _ => Step::Compare,
@@ -227,10 +240,13 @@ fn execute(p: &mut Program, steps: &[Step]) -> Result<Shards> {
             Step::Make { rows, to, key } => {
                 let key = Key(*key);
                 let made = p.make(rows_of(*rows), to, move |region, mut view| {
-                    let elements =
-                        region.range(0).flat_map(|i| region.range(1).map(move |j| (i * COLUMNS + j) as u64));
+                    let elements = region
+                        .range(0)
+                        .flat_map(|i| region.range(1).map(move |j| (i * COLUMNS + j) as u64));
                     let values = view.as_mut_slice::<f32>()?.iter_mut();
-                    values.zip(elements).for_each(|(value, element)| *value = uniform_f32(key, element));
+                    values
+                        .zip(elements)
+                        .for_each(|(value, element)| *value = uniform_f32(key, element));
                     Ok(())
                 })?;
                 arrays.push(Some(made));
@@ -259,8 +275,12 @@ fn execute(p: &mut Program, steps: &[Step]) -> Result<Shards> {
                     pairs.for_each(|(y, x)| *y = x * factor);
                     Ok(())
                 });
-                let scale =
-                    p.jit(scale).on(&mesh).inputs((&sharding, &sharding)).outputs(&sharding).build()?;
+                let scale = p
+                    .jit(scale)
+                    .on(&mesh)
+                    .inputs((&sharding, &sharding))
+                    .outputs(&sharding)
+                    .build()?;
                 arrays.extend(scale.call(p, vec![x, factor])?.into_iter().map(Some));
             }
             Step::Reduce { source, axis, size } => {
@@ -272,7 +292,10 @@ fn execute(p: &mut Program, steps: &[Step]) -> Result<Shards> {
                 let part = sharding.layout(x.shape()).unwrap().regions()[0].shape();
                 let reduce = fun(
                     "reduce",
-                    move |x| Ok(Signature::new(vec![x[0].clone()]).all_reduce(&declared, f32s(part.clone()))),
+                    move |x| {
+                        Ok(Signature::new(vec![x[0].clone()])
+                            .all_reduce(&declared, f32s(part.clone())))
+                    },
                     move |cx, x, mut y| {
                         let y = y[0].as_mut_slice::<f32>()?;
                         y.copy_from_slice(x[0].as_slice()?);
@@ -319,7 +342,9 @@ fn execute(p: &mut Program, steps: &[Step]) -> Result<Shards> {
                 arrays.extend(parts.into_iter().map(Some));
             }
             Step::Then { source } => array(source).then(drop),
-            Step::Await { source } => drop(futures::executor::block_on(array(source).into_future())?),
+            Step::Await { source } => {
+                drop(futures::executor::block_on(array(source).into_future())?)
+            }
             Step::Drop { source } => arrays[*source] = None,
             Step::Agree { from, value } => {
                 let from = ProcessId(from % p.processes() as u32);
@@ -374,9 +399,13 @@ fn run_seeds(seeds: std::ops::Range<u64>) {
         }
         let mut together = Shards::new();
         for (process, shards) in simulation.run(|p| execute(p, &steps)).into_iter().enumerate() {
-            let shards = shards.unwrap_or_else(|error| panic!("seed {seed}, process {process}: {error}"));
+            let shards =
+                shards.unwrap_or_else(|error| panic!("seed {seed}, process {process}: {error}"));
             for (key, bytes) in shards {
-                assert!(together.insert(key, bytes).is_none(), "seed {seed}: {key:?} has two owners");
+                assert!(
+                    together.insert(key, bytes).is_none(),
+                    "seed {seed}: {key:?} has two owners"
+                );
             }
         }
         assert_eq!(together.len(), alone.len(), "seed {seed} on {processes} processes");
@@ -430,7 +459,10 @@ fn assert_before(flow: &Flow, seed: u64) {
         for (taker, node) in (0..).zip(&flow.nodes) {
             let (start, len) = node.takes;
             if flow.takes[start as usize..(start + len) as usize].contains(&(number as u32)) {
-                assert!(process(taker) == transfer.to && made.is_none_or(|made| made < taker), "seed {seed}");
+                assert!(
+                    process(taker) == transfer.to && made.is_none_or(|made| made < taker),
+                    "seed {seed}"
+                );
             }
         }
     }
@@ -444,7 +476,8 @@ fn seeds_0_to_59_send_what_a_spectator_plans() {
         let devices = [4, 6, 8][seed as usize % 3];
         let steps = program(seed, devices);
         let (processes, hosts) = processes_of(seed, devices);
-        let mut spectator = Program::builder().devices(devices).hosts(&hosts).spectator(processes).unwrap();
+        let mut spectator =
+            Program::builder().devices(devices).hosts(&hosts).spectator(processes).unwrap();
         assert!(execute(&mut spectator, &steps).unwrap().is_empty(), "it owns nothing");
         let plan = spectator.plan().unwrap();
         let operations = spectator.operations();
@@ -462,9 +495,13 @@ fn seeds_0_to_59_send_what_a_spectator_plans() {
         for (process, result) in results.into_iter().enumerate() {
             let (issued, sent) = result.unwrap();
             assert_eq!(issued, operations, "seed {seed}");
-            assert_eq!(sent, planned[process], "seed {seed}, process {process} of {processes}\n{steps:#?}");
+            assert_eq!(
+                sent, planned[process],
+                "seed {seed}, process {process} of {processes}\n{steps:#?}"
+            );
         }
-        // What goes between processes in the flow is that too, and every transfer is posted on both sides.
+        // What goes between processes in the flow is that too, and every transfer is posted on both
+        // sides.
         let flow = plan.flow().flow;
         let mut moved = vec![vec![0; processes]; processes];
         flow.transfers.iter().for_each(|t| moved[t.from as usize][t.to as usize] += t.bytes);

@@ -1,5 +1,5 @@
-//! Regions that processes pass on to each other: on several hosts, in chunks, and when somebody in the
-//! middle fails, dies or has no room.
+//! Regions that processes pass on to each other: on several hosts, in chunks, and when somebody in
+//! the middle fails, dies or has no room.
 
 mod common;
 #[path = "common/simulations.rs"]
@@ -23,9 +23,13 @@ const SHAPE: [usize; 2] = [1024, 1536];
 /// Every element is its index in the whole.
 fn numbered(columns: usize) -> impl Fn(&Region, ViewMut<'_>) -> Result<()> + Send + Sync + 'static {
     move |region, mut view| {
-        let indices =
-            region.range(0).flat_map(|row| region.range(1).map(move |column| row * columns + column));
-        view.as_mut_slice::<f32>()?.iter_mut().zip(indices).for_each(|(value, index)| *value = index as f32);
+        let indices = region
+            .range(0)
+            .flat_map(|row| region.range(1).map(move |column| row * columns + column));
+        view.as_mut_slice::<f32>()?
+            .iter_mut()
+            .zip(indices)
+            .for_each(|(value, index)| *value = index as f32);
         Ok(())
     }
 }
@@ -40,7 +44,12 @@ fn check(array: &MpmdArray, what: &str) -> Result<()> {
         for row in shard.region.range(0) {
             for column in shard.region.range(1) {
                 let expected = (row * columns + column) as f32;
-                assert_eq!(found.next(), Some(&expected), "{what}: ({row}, {column}) on {}", shard.device);
+                assert_eq!(
+                    found.next(),
+                    Some(&expected),
+                    "{what}: ({row}, {column}) on {}",
+                    shard.device
+                );
             }
         }
     }
@@ -75,7 +84,11 @@ fn sent_is(p: &Program, expected: &[u64], what: &str) {
     let until = Instant::now() + Duration::from_secs(20);
     while p.metrics().bytes_sent != expected {
         let found = p.metrics().bytes_sent;
-        assert!(Instant::now() < until, "{what}: process {} sent {found:?}, not {expected:?}", p.process());
+        assert!(
+            Instant::now() < until,
+            "{what}: process {} sent {found:?}, not {expected:?}",
+            p.process()
+        );
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -107,7 +120,9 @@ fn every_shard_is_right_and_nothing_is_sent_that_is_not_planned() {
                 let x = p.make(f32s(SHAPE), &from, numbered(SHAPE[1]))?;
                 let y = p.device_put(&x, &to)?;
                 check(&y, name)?;
-                let plan = reshard::plan(&*from.layout(&SHAPE)?, &*to.layout(&SHAPE)?, 4, &topology).unwrap();
+                let plan =
+                    reshard::plan(&*from.layout(&SHAPE)?, &*to.layout(&SHAPE)?, 4, &topology)
+                        .unwrap();
                 for process in (0..processes as u32).map(ProcessId) {
                     for delivery in plan.part_of(process).deliveries {
                         for peer in delivery.peers {
@@ -172,7 +187,11 @@ fn a_failure_at_the_source_reaches_everybody_through_those_between() {
         let mine = if p.process() == ProcessId(0) { x } else { y };
         let error = mine.block_until_ready().unwrap_err();
         let failure = error.failure().expect("a failure");
-        assert_eq!((failure.kind, failure.process), (FailureKind::Kernel, ProcessId(0)), "{failure}");
+        assert_eq!(
+            (failure.kind, failure.process),
+            (FailureKind::Kernel, ProcessId(0)),
+            "{failure}"
+        );
         Err::<(), _>(error)
     });
     for result in results {
@@ -222,7 +241,11 @@ fn one_without_room_passes_on_all_the_same() {
             let y = p.device_put(&x, mesh(p, &[("x", 3)], 1..4)?.replicated())?;
             if p.process() == ProcessId(full) {
                 let failure = y.block_until_ready().unwrap_err();
-                assert_eq!(failure.failure().map(|f| f.kind), Some(FailureKind::Memory), "{failure}");
+                assert_eq!(
+                    failure.failure().map(|f| f.kind),
+                    Some(FailureKind::Memory),
+                    "{failure}"
+                );
             } else {
                 check(&y, "with room")?;
             }
@@ -251,7 +274,8 @@ fn several_devices_of_a_process_share_what_arrives_once() {
             None => b,
         });
         let results = simulation.run(|p| {
-            let x = p.make(f32s([rows, 1024]), &Sharding::single_device(DeviceId(0)), numbered(1024))?;
+            let x =
+                p.make(f32s([rows, 1024]), &Sharding::single_device(DeviceId(0)), numbered(1024))?;
             let y = p.device_put(&x, mesh(p, &[("x", 6)], 3..9)?.replicated())?;
             check(&y, "shared")?;
             // Small ones may stay in the message's memory.
@@ -259,7 +283,11 @@ fn several_devices_of_a_process_share_what_arrives_once() {
                 // What is handed over is the giver's; what comes in chunks is put together.
                 let in_place = hands_over() && links.is_none();
                 let copies = if in_place { 0 } else { 3 };
-                assert_eq!(p.memory().live, copies * (rows * 4096) as u64, "each device has its own");
+                assert_eq!(
+                    p.memory().live,
+                    copies * (rows * 4096) as u64,
+                    "each device has its own"
+                );
             }
             Ok(())
         });

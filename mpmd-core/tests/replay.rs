@@ -1,4 +1,5 @@
-//! Steps that are recorded and replayed: the same values, memory and failures as when they are issued.
+//! Steps that are recorded and replayed: the same values, memory and failures as when they are
+//! issued.
 
 mod common;
 #[path = "common/kernels.rs"]
@@ -27,7 +28,8 @@ fn on(device: u32) -> Sharding {
     Sharding::single_device(DeviceId(device))
 }
 
-/// y = x * w + 1 on each stage, forward; what comes back is added to the stage's sum, times the rate.
+/// y = x * w + 1 on each stage, forward; what comes back is added to the stage's sum, times the
+/// rate.
 struct Model {
     meshes: Vec<Mesh>,
     weights: Vec<MpmdArray>,
@@ -41,7 +43,10 @@ impl Kernel for Forward {
     type In = (MpmdArray, MpmdArray);
     type Out = (MpmdArray, MpmdArray);
 
-    fn infer(&self, (_, x): &(ShapedArray, ShapedArray)) -> Result<Signature<(ShapedArray, ShapedArray)>> {
+    fn infer(
+        &self,
+        (_, x): &(ShapedArray, ShapedArray),
+    ) -> Result<Signature<(ShapedArray, ShapedArray)>> {
         Ok(Signature::new((x.clone(), x.clone())))
     }
 
@@ -81,7 +86,8 @@ impl Kernel for Backward {
         (_, dy, kept, rate): (View<'_>, View<'_>, View<'_>, View<'_>),
         (mut sum, mut dx): (ViewMut<'_>, ViewMut<'_>),
     ) -> Result<()> {
-        let (dy, kept, rate) = (dy.as_slice::<f32>()?, kept.as_slice::<f32>()?, rate.scalar::<f32>()?);
+        let (dy, kept, rate) =
+            (dy.as_slice::<f32>()?, kept.as_slice::<f32>()?, rate.scalar::<f32>()?);
         let (sum, dx) = (sum.as_mut_slice::<f32>()?, dx.as_mut_slice::<f32>()?);
         for i in 0..dy.len() {
             sum[i] += rate * dy[i] * kept[i];
@@ -98,7 +104,8 @@ impl Model {
         let (mut forward, mut backward) = (Vec::new(), Vec::new());
         for (stage, mesh) in meshes.iter().enumerate() {
             let values = [0.5 + stage as f32, 0.25, 1.0 / (1.0 + stage as f32)];
-            weights.push(p.device_put(&MpmdArray::from_slice(&[WIDTH], &values)?, mesh.replicated())?);
+            weights
+                .push(p.device_put(&MpmdArray::from_slice(&[WIDTH], &values)?, mesh.replicated())?);
             forward.push(p.jit(Forward).on(mesh).outputs(mesh.replicated()).build()?);
             let jit = p.jit(Backward).on(mesh).outputs(mesh.replicated());
             backward.push(jit.donate("0").donate("2").build()?);
@@ -107,8 +114,9 @@ impl Model {
     }
 
     fn sums(&self, p: &mut Program) -> Result<Vec<MpmdArray>> {
-        let zeros =
-            |mesh: &Mesh| p.make(f32s([WIDTH]), &mesh.replicated(), |_, mut view| Ok(view.fill(0.0f32)?));
+        let zeros = |mesh: &Mesh| {
+            p.make(f32s([WIDTH]), &mesh.replicated(), |_, mut view| Ok(view.fill(0.0f32)?))
+        };
         self.meshes.iter().map(zeros).collect()
     }
 
@@ -129,7 +137,8 @@ impl Model {
             let (mut x, mut kept) = (x, Vec::new());
             for stage in 0..STAGES {
                 x = p.device_put(&x, self.meshes[stage].replicated())?;
-                let (y, residual) = self.forward[stage].call(p, (self.weights[stage].clone(), x))?;
+                let (y, residual) =
+                    self.forward[stage].call(p, (self.weights[stage].clone(), x))?;
                 kept.push(residual);
                 x = y;
             }
@@ -208,12 +217,16 @@ fn replays_give_the_same_bits_and_leave_the_same_memory() {
     let _limit = watchdog(120);
     for processes in [1, 2, 4] {
         for seed in 0..6 {
-            let simulation =
-                Simulation::new(processes, STAGES).delays(seed, Duration::from_millis(2 * (seed % 3)));
-            let run =
-                |how| simulation.run(|p| train(p, how)).into_iter().collect::<Result<Vec<Ran>>>().unwrap();
+            let simulation = Simulation::new(processes, STAGES)
+                .delays(seed, Duration::from_millis(2 * (seed % 3)));
+            let run = |how| {
+                simulation.run(|p| train(p, how)).into_iter().collect::<Result<Vec<Ran>>>().unwrap()
+            };
             let (issued, replayed) = (run(How::Issued), run(How::Replayed));
-            assert!(issued == replayed, "{processes} processes, seed {seed}: {issued:?} {replayed:?}");
+            assert!(
+                issued == replayed,
+                "{processes} processes, seed {seed}: {issued:?} {replayed:?}"
+            );
             let bytes = (STAGES / processes) as u64 * Pool::rounded(WIDTH * 4);
             assert!(replayed.iter().all(|(_, _, live)| *live == bytes), "{replayed:?}");
         }
@@ -224,7 +237,8 @@ fn replays_give_the_same_bits_and_leave_the_same_memory() {
 fn a_program_that_may_run_one_operation_ahead_replays() {
     let _limit = watchdog(120);
     let simulation = Simulation::new(2, STAGES).settings(|builder| builder.run_ahead(1, 1 << 30));
-    let run = |how| simulation.run(|p| train(p, how)).into_iter().collect::<Result<Vec<Ran>>>().unwrap();
+    let run =
+        |how| simulation.run(|p| train(p, how)).into_iter().collect::<Result<Vec<Ran>>>().unwrap();
     assert_eq!(run(How::Issued), run(How::Replayed));
 }
 
@@ -270,7 +284,10 @@ fn who_replays_and_who_issues_the_same_diverge() {
     let errors = diverge(|p, model, _, given| model.step(p, given).map(drop));
     for error in &errors {
         assert!(error.contains("diverged"), "{errors:?}");
-        assert!(error.contains("of the step recorded at") && error.contains("replay.rs"), "{errors:?}");
+        assert!(
+            error.contains("of the step recorded at") && error.contains("replay.rs"),
+            "{errors:?}"
+        );
     }
 }
 
@@ -369,7 +386,10 @@ fn a_failure_in_a_replay_names_the_operation_and_its_line() {
         let failure = error.failure().expect("of an operation");
         assert_eq!((failure.process, failure.op), (ProcessId(0), 8), "{error}");
         let text = error.to_string();
-        assert!(text.contains("kernel refuse of operation 8 at") && text.contains("replay.rs"), "{text}");
+        assert!(
+            text.contains("kernel refuse of operation 8 at") && text.contains("replay.rs"),
+            "{text}"
+        );
     }
 }
 
@@ -378,7 +398,8 @@ fn a_process_that_is_lost_in_a_replay_is_an_error_on_all() {
     let _limit = watchdog(120);
     // Before the first step, its recording and a replay of 90 operations each.
     for op in [130, 170, 210] {
-        let results = Simulation::new(4, STAGES).lose(ProcessId(2), op).run(|p| train(p, How::Replayed));
+        let results =
+            Simulation::new(4, STAGES).lose(ProcessId(2), op).run(|p| train(p, How::Replayed));
         for result in results {
             let error = result.unwrap_err();
             assert!(error.is_peer_failure(), "{op}: {error}");
@@ -421,8 +442,9 @@ fn what_cannot_be_recorded_is_refused_and_takes_no_number() {
             assert_eq!(p.operations(), before);
             texts.push(text(p.device_put_with(&outside, on(0), donate)));
             texts.push(text(p.reshard(&outside, on(0), ReshardOptions::default().donate(true))));
-            let double =
-                p.jit(fun("same", like_first, |_, _, _| Ok(()))).on(&p.mesh_of(&[("y", 1)], &[DeviceId(1)])?);
+            let double = p
+                .jit(fun("same", like_first, |_, _, _| Ok(())))
+                .on(&p.mesh_of(&[("y", 1)], &[DeviceId(1)])?);
             let double = double.outputs(on(1)).donate("0").build()?;
             texts.push(text(double.call(p, vec![outside.clone()])));
             assert_eq!(p.operations(), before);
@@ -447,7 +469,10 @@ fn what_cannot_be_recorded_is_refused_and_takes_no_number() {
         "record",
         "replay",
     ]) {
-        assert!(found.contains(&format!("{call}: not within a step that is recorded (at")), "{found}");
+        assert!(
+            found.contains(&format!("{call}: not within a step that is recorded (at")),
+            "{found}"
+        );
     }
     for found in &texts[7..10] {
         assert!(found.contains("neither made by it nor an input of it"), "{found}");
@@ -487,8 +512,9 @@ fn inputs_that_are_not_as_they_were_are_refused_and_nothing_is_issued() {
             Ok((p.device_put_with(&a, on(1), donate)?, p.device_put(&b[0], on(1))?, used))
         })?;
         let x = put(p, &[1.0], 0)?;
-        let (_, twice) =
-            p.record((x.clone(), x), |p, (x, y)| Ok((p.device_put(&x, on(1))?, p.device_put(&y, on(1))?)))?;
+        let (_, twice) = p.record((x.clone(), x), |p, (x, y)| {
+            Ok((p.device_put(&x, on(1))?, p.device_put(&y, on(1))?))
+        })?;
         let mut texts = Vec::new();
         let (a, b) = (put(p, &[1.0, 2.0], 0)?, put(p, &[3.0, 4.0], 0)?);
         let before = p.operations();
@@ -496,7 +522,9 @@ fn inputs_that_are_not_as_they_were_are_refused_and_nothing_is_issued() {
         let there = put(p, &[1.0, 2.0], 1)?;
         texts.push(text(step.replay(p, (a.clone(), vec![short.clone()]))));
         texts.push(text(step.replay(p, (there, vec![b.clone()]))));
-        texts.push(text(step.replay(p, (a.clone(), vec![MpmdArray::from_slice(&[2], &[1.0f32; 2])?]))));
+        texts.push(text(
+            step.replay(p, (a.clone(), vec![MpmdArray::from_slice(&[2], &[1.0f32; 2])?])),
+        ));
         texts.push(text(step.replay(p, (a.clone(), vec![]))));
         texts.push(text(step.replay(p, (a.clone(), vec![a.clone()]))));
         let other = put(p, &[7.0], 0)?;
@@ -508,7 +536,9 @@ fn inputs_that_are_not_as_they_were_are_refused_and_nothing_is_issued() {
         let a = put(p, &[1.0, 2.0], 0)?;
         texts.push(text(step.replay(p, (a, vec![b]))));
         let mut other = Program::builder().devices(2).alone()?;
-        texts.push(text(twice.replay(&mut other, (MpmdArray::scalar(1.0f32), MpmdArray::scalar(1.0f32)))));
+        texts.push(text(
+            twice.replay(&mut other, (MpmdArray::scalar(1.0f32), MpmdArray::scalar(1.0f32))),
+        ));
         other.finish()?;
         Ok(texts)
     });
@@ -517,7 +547,8 @@ fn inputs_that_are_not_as_they_were_are_refused_and_nothing_is_issued() {
         "\"0\": is f32[2] as",
         "\"1/0\": is f32[2] uncommitted, but the step was recorded with f32[2] as",
         "is a tree of 0, but the step was recorded with a tree of 0, 1/0",
-        "\"1/0\" is the same array as \"0\", and was not when the step was recorded, which donates one of them",
+        "\"1/0\" is the same array as \"0\", and was not when the step was recorded, which \
+         donates one of them",
         "\"1\" was the same array as \"0\" when the step was recorded, and is another one",
         "\"0\": was donated to operation",
         "\"an array from outside of the step\": was donated to operation",
@@ -535,7 +566,8 @@ fn a_holder_without_a_part_lets_a_donated_source_go() {
     let results = Simulation::new(2, 2).run(|p| {
         let both = p.mesh(&[("x", 2)])?.replicated();
         let donate = PutOptions::default().donate(true);
-        let make = |p: &mut Program| p.make(f32s([1000]), &both, |_, mut view| Ok(view.fill(1.0f32)?));
+        let make =
+            |p: &mut Program| p.make(f32s([1000]), &both, |_, mut view| Ok(view.fill(1.0f32)?));
         let x = make(p)?;
         // Process 0 keeps what it has, and process 1 has nothing to do.
         let (y, step) = p.record(x, |p, x| p.device_put_with(&x, on(0), donate))?;

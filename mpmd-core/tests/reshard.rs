@@ -33,13 +33,17 @@ fn refusal<T>(result: Result<T>) -> String {
     }
 }
 
-/// Waits until this process's arrays take no more than `bytes`: the last reader of a buffer may still be
-/// about to let it go.
+/// Waits until this process's arrays take no more than `bytes`: the last reader of a buffer may
+/// still be about to let it go.
 #[track_caller]
 fn memory_falls_to(p: &Program, bytes: u64) {
     let until = Instant::now() + Duration::from_secs(20);
     while p.memory().live > bytes {
-        assert!(Instant::now() < until, "{} bytes are still in use, expected {bytes}", p.memory().live);
+        assert!(
+            Instant::now() < until,
+            "{} bytes are still in use, expected {bytes}",
+            p.memory().live
+        );
         std::thread::sleep(Duration::from_millis(1));
     }
     assert_eq!(p.memory().live, bytes);
@@ -98,9 +102,21 @@ fn pairs_with_an_intermediate() -> Vec<(Side, Side, Vec<usize>)> {
         ),
         ((vec![("x", 8)], spec!["x", None]), (vec![("y", 4)], spec![None, "y"]), vec![8, 4]),
         ((vec![("x", 8)], spec!["x", None]), (vec![("y", 4)], spec![]), vec![16, 3]),
-        ((vec![("a", 2), ("b", 4)], spec!["a", "b"]), (vec![("y", 1)], spec![None, None]), vec![4, 8]),
-        ((vec![("a", 2), ("b", 4)], spec![None, "b"]), (vec![("y", 2)], spec!["y", None]), vec![6, 4]),
-        ((vec![("b", 4), ("a", 2)], spec!["b", None]), (vec![("y", 2)], spec![None, "y"]), vec![4, 6]),
+        (
+            (vec![("a", 2), ("b", 4)], spec!["a", "b"]),
+            (vec![("y", 1)], spec![None, None]),
+            vec![4, 8],
+        ),
+        (
+            (vec![("a", 2), ("b", 4)], spec![None, "b"]),
+            (vec![("y", 2)], spec!["y", None]),
+            vec![6, 4],
+        ),
+        (
+            (vec![("b", 4), ("a", 2)], spec!["b", None]),
+            (vec![("y", 2)], spec![None, "y"]),
+            vec![4, 6],
+        ),
         (
             (vec![("a", 2), ("b", 2), ("c", 2)], spec!["a", "b", None]),
             (vec![("z", 2)], spec![None, None, "z"]),
@@ -116,7 +132,11 @@ fn pairs_with_an_intermediate() -> Vec<(Side, Side, Vec<usize>)> {
             (vec![("z", 2)], spec![None, None]),
             vec![2, 8],
         ),
-        ((vec![("a", 2), ("b", 6)], spec!["a", "b"]), (vec![("z", 3)], spec!["z", None]), vec![6, 6]),
+        (
+            (vec![("a", 2), ("b", 6)], spec!["a", "b"]),
+            (vec![("z", 3)], spec!["z", None]),
+            vec![6, 6],
+        ),
     ]
 }
 
@@ -140,7 +160,8 @@ fn by_way_of_an_intermediate_the_values_are_those_of_the_direct_way() {
                 check(p, &direct, &whole)?;
                 check(p, &moved, &whole)?;
                 check(p, &x, &whole)?;
-                let donated = p.reshard_with_intermediate_sharding(&x, &src, &dst, options.donate(true))?;
+                let donated =
+                    p.reshard_with_intermediate_sharding(&x, &src, &dst, options.donate(true))?;
                 check(p, &donated, &whole)?;
                 assert!(refusal(p.reshard(&x, &dst, options)).contains("was donated"));
             }
@@ -174,8 +195,12 @@ fn without_an_intermediate_it_is_the_ordinary_way() {
                 pairs.iter().map(|(src, _)| p.device_put(&host, src)).collect::<Result<_>>()?;
             let before = p.operations();
             let (from, to): (Vec<Sharding>, Vec<Sharding>) = pairs.into_iter().unzip();
-            let moved =
-                p.reshard_with_intermediate_sharding(&sources, from, to, ReshardOptions::default())?;
+            let moved = p.reshard_with_intermediate_sharding(
+                &sources,
+                from,
+                to,
+                ReshardOptions::default(),
+            )?;
             assert_eq!(p.operations(), before + 5, "one for each");
             for array in &moved {
                 check(p, array, &whole)?;
@@ -190,8 +215,8 @@ fn without_an_intermediate_it_is_the_ordinary_way() {
 fn donation_needs_memory_for_one_more_leaf_only() {
     let _limit = watchdog(60);
     const LEAVES: usize = 4;
-    // Both devices hold 8 MiB of the tree. To columns takes 2 more for each leaf. To device 0 takes 16 there,
-    // and 2 more for the last leaf's source; without donation 24.
+    // Both devices hold 8 MiB of the tree. To columns takes 2 more for each leaf. To device 0 takes
+    // 16 there, and 2 more for the last leaf's source; without donation 24.
     for (processes, between, budget) in [(1, false, 11), (2, false, 11), (1, true, 19)] {
         let budget = budget * MIB as u64;
         let simulation = Simulation::new(processes, 2).settings(|b| b.device_memory(budget));
@@ -223,7 +248,8 @@ fn donation_needs_memory_for_one_more_leaf_only() {
                 }
                 for array in &moved {
                     for shard in array.addressable_shards()? {
-                        let (values, width) = (shard.data.to_vec::<f32>()?, shard.region.range(1).len());
+                        let (values, width) =
+                            (shard.data.to_vec::<f32>()?, shard.region.range(1).len());
                         let expected = |i: usize| (i / width / 512 * 512) as f32;
                         assert!(values.iter().enumerate().all(|(i, value)| *value == expected(i)));
                     }
@@ -238,7 +264,11 @@ fn donation_needs_memory_for_one_more_leaf_only() {
                     Ok(()) => assert!(donate, "there was no room for two copies"),
                     Err(error) => {
                         assert!(!donate, "{error}");
-                        assert_eq!(error.failure().map(|f| f.kind), Some(FailureKind::Memory), "{error}");
+                        assert_eq!(
+                            error.failure().map(|f| f.kind),
+                            Some(FailureKind::Memory),
+                            "{error}"
+                        );
                     }
                 }
             }
@@ -262,7 +292,8 @@ fn without_alias_the_memory_is_fresh() {
                     check(p, array, &whole)?;
                 }
                 if !x.is_fully_remote() {
-                    for (a, b) in x.addressable_shards()?.iter().zip(moved[0].addressable_shards()?) {
+                    for (a, b) in x.addressable_shards()?.iter().zip(moved[0].addressable_shards()?)
+                    {
                         assert_eq!(a.data.bytes().as_ptr() == b.data.bytes().as_ptr(), alias);
                     }
                 }
@@ -287,7 +318,8 @@ fn an_error_in_the_last_leaf_moves_nothing() {
         let (rows, columns) = (mesh.sharding(spec!["x"]), mesh.sharding(spec![None, "x"]));
         let whole = values(&[4, 8], DType::F32);
         let put = |p: &mut Program| p.device_put(&MpmdArray::from_host(whole.clone()), &rows);
-        let tree = (put(p)?, vec![put(p)?, p.device_put(&MpmdArray::scalar(1.0f32), mesh.replicated())?]);
+        let tree =
+            (put(p)?, vec![put(p)?, p.device_put(&MpmdArray::scalar(1.0f32), mesh.replicated())?]);
         let before = p.operations();
         let options = ReshardOptions::default().donate(true);
         let mut said = Vec::new();

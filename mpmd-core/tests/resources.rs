@@ -1,5 +1,5 @@
-//! Memory and the order of transfers: what a program with endless buffers would get away with must work
-//! in a finite world too.
+//! Memory and the order of transfers: what a program with endless buffers would get away with must
+//! work in a finite world too.
 
 mod common;
 #[path = "common/kernels.rs"]
@@ -34,13 +34,18 @@ fn large(p: &mut Program, device: u32, value: f32, delay: Duration) -> Result<Mp
 
 fn is_all(array: &MpmdArray, value: f32) -> Result<bool> {
     let values = array.to_host()?;
-    Ok(values.is_none_or(|values| values.as_slice::<f32>().is_ok_and(|v| v.iter().all(|v| *v == value))))
+    Ok(values
+        .is_none_or(|values| values.as_slice::<f32>().is_ok_and(|v| v.iter().all(|v| *v == value))))
 }
 
 fn memory_falls_to(p: &Program, bytes: u64) {
     let until = Instant::now() + Duration::from_secs(20);
     while p.memory().live > bytes {
-        assert!(Instant::now() < until, "{} bytes are still in use, expected {bytes}", p.memory().live);
+        assert!(
+            Instant::now() < until,
+            "{} bytes are still in use, expected {bytes}",
+            p.memory().live
+        );
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -129,10 +134,16 @@ fn memory_that_nothing_will_free_is_an_error_that_names_who_has_it() {
             let mine = if p.process() == ProcessId(1) { &refused } else { &onward };
             let error = mine.block_until_ready().unwrap_err();
             let failure = error.failure().expect("a failure");
-            assert_eq!((failure.kind, failure.op, failure.process), (FailureKind::Memory, 3, ProcessId(1)));
+            assert_eq!(
+                (failure.kind, failure.op, failure.process),
+                (FailureKind::Memory, 3, ProcessId(1))
+            );
             let text = error.to_string();
             assert!(text.contains("out of memory") && text.contains("operation 3"), "{text}");
-            assert!(text.contains(&format!("{} bytes in f32[2097152] of operation 1", 8 * MIB)), "{text}");
+            assert!(
+                text.contains(&format!("{} bytes in f32[2097152] of operation 1", 8 * MIB)),
+                "{text}"
+            );
             assert!(text.contains(&format!("resources.rs:{holder_line}:")), "{text}");
         }
         drop(holder);
@@ -155,7 +166,8 @@ fn the_hosts_memory_is_counted_by_itself_and_never_shared() {
         let first = p.process() == ProcessId(0);
         let x = large(p, 0, 1.0, Duration::ZERO)?;
         // More than the device has room for; each a copy.
-        let kept: Vec<MpmdArray> = (0..3).map(|_| p.device_put(&x, &there)).collect::<Result<_>>()?;
+        let kept: Vec<MpmdArray> =
+            (0..3).map(|_| p.device_put(&x, &there)).collect::<Result<_>>()?;
         let made = p.make(f32s([2 * MIB]), &there, |_, mut view| Ok(view.fill(2.0f32)?))?;
         for array in &kept {
             assert!(is_all(array, 1.0)?);
@@ -176,7 +188,10 @@ fn the_hosts_memory_is_counted_by_itself_and_never_shared() {
             memory_falls_to(p, eight);
         } else {
             // What is handed over stays in the giver's memory.
-            assert_eq!((p.memory().live, p.memory().host_live), (0, if hands_over() { 0 } else { eight }));
+            assert_eq!(
+                (p.memory().live, p.memory().host_live),
+                (0, if hands_over() { 0 } else { eight })
+            );
         }
         Ok(())
     });
@@ -194,14 +209,20 @@ fn outputs_and_made_arrays_that_do_not_fit_fail_too() {
             let second = if made {
                 large(p, 0, 2.0, Duration::ZERO)?
             } else {
-                let copy = fun("copy", like_first, |_, x, mut y| Ok(y[0].fill(x[0].as_slice::<f32>()?[0])?));
+                let copy = fun("copy", like_first, |_, x, mut y| {
+                    Ok(y[0].fill(x[0].as_slice::<f32>()?[0])?)
+                });
                 let copy = p.jit(copy).on(&mesh).outputs(mesh.replicated()).build()?;
                 copy.call(p, vec![first.clone()])?.remove(0)
             };
             let there = p.device_put(&second, on(1))?;
             let mine = if p.process() == ProcessId(0) { second } else { there };
             let failure = mine.block_until_ready().map(drop).unwrap_err();
-            assert_eq!(failure.failure().map(|failure| failure.kind), Some(FailureKind::Memory), "{failure}");
+            assert_eq!(
+                failure.failure().map(|failure| failure.kind),
+                Some(FailureKind::Memory),
+                "{failure}"
+            );
             drop(first);
             Err::<(), _>(failure)
         });
@@ -232,19 +253,25 @@ fn an_update_in_place_needs_no_second_copy() {
             x = update.call(p, vec![x])?.remove(0);
         }
         let shards = x.addressable_shards()?;
-        assert!(shards.iter().all(|s| s.data.as_slice::<f32>().is_ok_and(|v| v.iter().all(|v| *v == 10.0))));
+        assert!(
+            shards
+                .iter()
+                .all(|s| s.data.as_slice::<f32>().is_ok_and(|v| v.iter().all(|v| *v == 10.0)))
+        );
         assert_eq!(p.memory().peak, 8 * MIB as u64);
         Ok(())
     });
     results.into_iter().for_each(Result::unwrap);
 }
 
-/// Two processes on a host get an array, one of them by way of the other, which updates it in place while
-/// its neighbour is late: there is room for one copy, and the wait is for an operation issued before.
+/// Two processes on a host get an array, one of them by way of the other, which updates it in place
+/// while its neighbour is late: there is room for one copy, and the wait is for an operation issued
+/// before.
 #[test]
 fn an_update_in_place_waits_for_who_still_reads_the_memory() {
     let _limit = watchdog(60);
-    let simulation = simulation(3, 3).settings(|b| b.hosts(&[0, 1, 1]).device_memory(12 * MIB as u64));
+    let simulation =
+        simulation(3, 3).settings(|b| b.hosts(&[0, 1, 1]).device_memory(12 * MIB as u64));
     let results = simulation.run(|p| {
         let mesh = p.mesh_of(&[("x", 2)], &[DeviceId(1), DeviceId(2)])?;
         let add = |x: &[ShapedArray]| Ok(Signature::new(vec![x[0].clone()]).alias("0", "0"));
@@ -273,7 +300,8 @@ fn an_update_in_place_waits_for_who_still_reads_the_memory() {
 #[test]
 fn a_fast_stage_runs_only_so_far_ahead_of_a_slow_one() {
     let _limit = watchdog(60);
-    // By the number of operations; by what they take on the fast side and by the budget on the slow one.
+    // By the number of operations; by what they take on the fast side and by the budget on the slow
+    // one.
     for (ops, bytes, budget) in [(8, u64::MAX, 1 << 40), (usize::MAX, 4 << 20, 12 << 20)] {
         let settings = |b: Builder| b.run_ahead(ops, bytes).device_memory(budget);
         let simulation = simulation(2, 2).settings(settings);
@@ -290,7 +318,8 @@ fn a_fast_stage_runs_only_so_far_ahead_of_a_slow_one() {
             );
             let fast = p.jit(fast).on(&stages[0]).outputs(stages[0].replicated()).build()?;
             let slow = p.jit(slow).on(&stages[1]).outputs(stages[1].replicated()).build()?;
-            let x = p.make(f32s([MIB / 4]), &stages[0].replicated(), |_, mut v| Ok(v.fill(0.0f32)?))?;
+            let x =
+                p.make(f32s([MIB / 4]), &stages[0].replicated(), |_, mut v| Ok(v.fill(0.0f32)?))?;
             let mut last = None;
             for _ in 0..60 {
                 let y = fast.call(p, vec![x.clone()])?.remove(0);
@@ -300,7 +329,8 @@ fn a_fast_stage_runs_only_so_far_ahead_of_a_slow_one() {
             assert!(is_all(&last.expect("sixty rounds"), 1.0)?);
             Ok(p.memory().peak)
         });
-        // What is handed over counts with its giver: as far as that runs ahead, and as far as the taker does.
+        // What is handed over counts with its giver: as far as that runs ahead, and as far as the
+        // taker does.
         let most = if hands_over() { budget.min(24 << 20) } else { 12 << 20 };
         for peak in results.into_iter().map(Result::unwrap) {
             assert!(peak <= most, "{peak} bytes at once of 60 MiB in all");
@@ -314,7 +344,8 @@ fn memory_stays_flat_over_many_steps() {
     let results = simulation(2, 4).run(|p| {
         let stages = p.mesh(&[("stage", 2), ("x", 2)])?.split("stage")?;
         let reduce = |x: &[ShapedArray]| {
-            Ok(Signature::new(vec![x[0].clone()]).all_reduce("x", ShapedArray::new(&[1 << 14], x[0].dtype())))
+            Ok(Signature::new(vec![x[0].clone()])
+                .all_reduce("x", ShapedArray::new(&[1 << 14], x[0].dtype())))
         };
         let work = fun("work", reduce, |cx, x, mut y| {
             let y = y[0].as_mut_slice::<f32>()?;
@@ -325,7 +356,8 @@ fn memory_stays_flat_over_many_steps() {
         });
         let shardings = [stages[0].sharding(spec!["x"]), stages[1].sharding(spec![None, "x"])];
         let jit = p.jit(work).on(&stages[0]).outputs(&shardings[0]).build()?;
-        let mut x = p.make(f32s([128, 256]), &shardings[0], |_, mut view| Ok(view.fill(1.0f32)?))?;
+        let mut x =
+            p.make(f32s([128, 256]), &shardings[0], |_, mut view| Ok(view.fill(1.0f32)?))?;
         let mut mapped = 0;
         for step in 0..500 {
             let parts = jit.call(p, vec![x])?.remove(0).microbatches(p, 0, 2)?;
@@ -344,7 +376,11 @@ fn memory_stays_flat_over_many_steps() {
         }
         x.block_until_ready()?;
         let end = p.memory();
-        assert!(end.mapped <= mapped + 4 * MIB as u64, "{mapped} bytes after 100 steps, then {}", end.mapped);
+        assert!(
+            end.mapped <= mapped + 4 * MIB as u64,
+            "{mapped} bytes after 100 steps, then {}",
+            end.mapped
+        );
         drop(x);
         memory_falls_to(p, 0);
         Ok(())
@@ -375,8 +411,9 @@ fn devices_of_one_process_pick_up_a_collective_at_their_own_pace() {
     let results = simulation(2, 4).delays(1, Duration::from_millis(2)).run(|p| {
         // Device 0 reduces with 2, device 1 with 3; 1 and 2 come late.
         let mesh = p.mesh(&[("data", 2), ("model", 2)])?;
-        let reduce =
-            |x: &[ShapedArray]| Ok(Signature::new(vec![x[0].clone()]).all_reduce("data", f32s([8192])));
+        let reduce = |x: &[ShapedArray]| {
+            Ok(Signature::new(vec![x[0].clone()]).all_reduce("data", f32s([8192])))
+        };
         let late = fun("late", reduce, |cx, _, mut y| {
             if [DeviceId(1), DeviceId(2)].contains(&cx.device()) {
                 std::thread::sleep(Duration::from_millis(20));
@@ -394,7 +431,10 @@ fn devices_of_one_process_pick_up_a_collective_at_their_own_pace() {
                 let y = jit.call(p, vec![x.clone()])?;
                 for shard in y[0].addressable_shards()? {
                     let sum = if shard.region.range(0).start == 0 { 2.0f32 } else { 4.0 };
-                    assert!(shard.data.as_slice::<f32>()?.iter().all(|value| *value == sum), "{shard:?}");
+                    assert!(
+                        shard.data.as_slice::<f32>()?.iter().all(|value| *value == sum),
+                        "{shard:?}"
+                    );
                 }
             }
         }

@@ -103,7 +103,9 @@ fn every_cell_of_the_routing_table_works() {
                 check(p, &x, &whole)?;
                 seen.insert(("host array", None, place(p, &from)));
             }
-            for to in shardings(p)?.into_iter().filter(|to| to.spec().is_none_or(|s| s.entries().is_empty()))
+            for to in shardings(p)?
+                .into_iter()
+                .filter(|to| to.spec().is_none_or(|s| s.entries().is_empty()))
             {
                 let y = p.device_put(&MpmdArray::from_host(scalar.clone()), &to)?;
                 check(p, &y, &scalar)?;
@@ -135,20 +137,24 @@ fn every_cell_of_the_routing_table_works() {
 fn every_dtype_moves_unchanged() {
     let _limit = watchdog(60);
     for processes in [1, 2, 4] {
-        let results = simulation(processes, 4).delays(processes as u64, Duration::from_millis(2)).run(|p| {
-            let grid = p.mesh(&[("x", 2), ("y", 2)])?;
-            let ends = p.mesh_of(&[("x", 2)], &[DeviceId(3), DeviceId(0)])?;
-            for dtype in DType::ALL {
-                let whole = values(&[4, 6], dtype);
-                let x = p.device_put(&MpmdArray::from_host(whole.clone()), grid.sharding(spec!["x", "y"]))?;
-                let y = p.device_put(&x, ends.sharding(spec![None, "x"]))?;
-                let z = p.device_put(&y, grid.sharding(spec!["y"]))?;
-                for array in [&x, &y, &z] {
-                    check(p, array, &whole)?;
+        let results =
+            simulation(processes, 4).delays(processes as u64, Duration::from_millis(2)).run(|p| {
+                let grid = p.mesh(&[("x", 2), ("y", 2)])?;
+                let ends = p.mesh_of(&[("x", 2)], &[DeviceId(3), DeviceId(0)])?;
+                for dtype in DType::ALL {
+                    let whole = values(&[4, 6], dtype);
+                    let x = p.device_put(
+                        &MpmdArray::from_host(whole.clone()),
+                        grid.sharding(spec!["x", "y"]),
+                    )?;
+                    let y = p.device_put(&x, ends.sharding(spec![None, "x"]))?;
+                    let z = p.device_put(&y, grid.sharding(spec!["y"]))?;
+                    for array in [&x, &y, &z] {
+                        check(p, array, &whole)?;
+                    }
                 }
-            }
-            Ok(())
-        });
+                Ok(())
+            });
         results.into_iter().for_each(Result::unwrap);
     }
 }
@@ -166,7 +172,8 @@ fn scalars_empty_and_large_arrays_move() {
             for shape in shapes {
                 let whole = values(shape, DType::F32);
                 let host = MpmdArray::from_host(whole.clone());
-                let first = if shape.is_empty() || shape[0] % 2 != 0 { spec![] } else { spec!["x"] };
+                let first =
+                    if shape.is_empty() || shape[0] % 2 != 0 { spec![] } else { spec!["x"] };
                 let last = match shape {
                     [.., last] if last % 2 == 0 => {
                         let mut entries = vec![mpmd_core::sharding::SpecEntry::None; shape.len()];
@@ -195,7 +202,8 @@ fn trees_move_by_prefix_and_a_misfit_moves_nothing() {
     let results = simulation(2, 2).delays(1, Duration::from_millis(2)).run(|p| {
         let mesh = p.mesh(&[("x", 2)])?;
         let (rows, all) = (mesh.sharding(spec!["x"]), mesh.replicated());
-        let [a, b, c] = [values(&[4], DType::I32), values(&[2], DType::U8), values(&[6], DType::F16)];
+        let [a, b, c] =
+            [values(&[4], DType::I32), values(&[2], DType::U8), values(&[6], DType::F16)];
         let tree = (
             vec![MpmdArray::from_host(a.clone()), MpmdArray::from_host(b.clone())],
             MpmdArray::from_host(c.clone()),
@@ -223,7 +231,11 @@ fn trees_move_by_prefix_and_a_misfit_moves_nothing() {
 fn memory_falls_to(p: &Program, bytes: u64) {
     let until = Instant::now() + Duration::from_secs(20);
     while p.memory().live > bytes {
-        assert!(Instant::now() < until, "{} bytes are still in use, expected {bytes}", p.memory().live);
+        assert!(
+            Instant::now() < until,
+            "{} bytes are still in use, expected {bytes}",
+            p.memory().live
+        );
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -250,8 +262,11 @@ fn the_same_place_takes_no_memory_unless_a_copy_is_asked_for() {
         relabelled.block_until_ready()?;
         assert_eq!(p.memory().live, before, "a relabelling moves nothing");
 
-        let copy =
-            p.device_put_with(&x, mesh.sharding(spec!["x"]), PutOptions::default().may_alias(false))?;
+        let copy = p.device_put_with(
+            &x,
+            mesh.sharding(spec!["x"]),
+            PutOptions::default().may_alias(false),
+        )?;
         copy.block_until_ready()?;
         assert_eq!(p.memory().live, 2 * before);
         assert_eq!(copy.addressable_shards()?[0].data.to_vec::<f32>()?[..3], [p_value_of(p); 3]);
@@ -282,12 +297,17 @@ fn donated_memory_is_freed_and_a_later_use_names_both_lines() {
     let _limit = watchdog(60);
     let results = simulation(2, 2).delays(1, Duration::from_millis(2)).run(|p| {
         let mesh = p.mesh(&[("x", 2)])?;
-        let x = p.make(f32s([1 << 18]), &mesh.sharding(spec!["x"]), |_, mut v| Ok(v.fill(1.0f32)?))?;
+        let x =
+            p.make(f32s([1 << 18]), &mesh.sharding(spec!["x"]), |_, mut v| Ok(v.fill(1.0f32)?))?;
         let other = x.clone();
         x.block_until_ready()?;
         assert!(p.memory().live >= 1 << 19);
         let (y, donated_at) = (
-            p.device_put_with(&x, Sharding::single_device(DeviceId(1)), PutOptions::default().donate(true))?,
+            p.device_put_with(
+                &x,
+                Sharding::single_device(DeviceId(1)),
+                PutOptions::default().donate(true),
+            )?,
             line!() - 1,
         );
         y.block_until_ready()?;
@@ -356,7 +376,8 @@ fn values_asked_for_before_a_donation_still_come() {
             let x = p.make(f32s([4]), &to, |_, mut view| Ok(view.fill(2.0f32)?))?;
             let (send, told) = std::sync::mpsc::channel();
             x.then(move |values| drop(send.send(values)));
-            let _moved = p.device_put_with(&x, &to, PutOptions::default().donate(true).may_alias(false))?;
+            let _moved =
+                p.device_put_with(&x, &to, PutOptions::default().donate(true).may_alias(false))?;
             let told = told.recv_timeout(Duration::from_secs(20)).expect("it is called");
             assert_eq!(told?.to_vec::<f32>()?, [2.0; 4]);
         }
@@ -375,7 +396,10 @@ fn handles_are_waited_for_as_often_as_asked() {
         let x = p.device_put(&x, &first)?;
         let y = p.device_put(&x, &second)?;
         for array in [&x, &y] {
-            array.block_until_ready()?.block_until_ready()?.wait_timeout(Duration::from_secs(20))?;
+            array
+                .block_until_ready()?
+                .block_until_ready()?
+                .wait_timeout(Duration::from_secs(20))?;
             let awaited = futures::executor::block_on(async { array.clone().await?.await?.await })?;
             assert_eq!(awaited.is_fully_remote(), array.is_fully_remote());
             assert_eq!(array.to_host()?.is_none(), array.is_fully_remote());

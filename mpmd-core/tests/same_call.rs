@@ -28,7 +28,8 @@ fn own_values(p: &Program, elements: usize) -> Result<MpmdArray> {
 
 /// Returns the one text that both processes end with, as their programs diverged.
 fn diverged(results: Vec<Result<()>>) -> String {
-    let errors: Vec<_> = results.into_iter().map(|result| result.expect_err("the programs differ")).collect();
+    let errors: Vec<_> =
+        results.into_iter().map(|result| result.expect_err("the programs differ")).collect();
     assert!(errors.iter().all(mpmd_core::Error::is_divergence), "{errors:?}");
     let texts: Vec<String> = errors.iter().map(ToString::to_string).collect();
     assert_eq!(texts[0], texts[1]);
@@ -36,7 +37,10 @@ fn diverged(results: Vec<Result<()>>) -> String {
 }
 
 fn assert_values_are_named(text: &str) {
-    assert!(text.contains("process 1 issued the same call, but the values differ: their hash is"), "{text}");
+    assert!(
+        text.contains("process 1 issued the same call, but the values differ: their hash is"),
+        "{text}"
+    );
     assert!(text.contains("from the same seed") && text.contains("`agree`"), "{text}");
     assert_eq!(text.matches("tests/same_call.rs:").count(), 1, "{text}");
 }
@@ -70,7 +74,8 @@ fn nothing_arrives_after(
     diverged(results)
 }
 
-/// Runs `differs` with small and large arrays, both orders of issuing, delays, and arrays that are handed over.
+/// Runs `differs` with small and large arrays, both orders of issuing, delays, and arrays that are
+/// handed over.
 fn in_all_ways(differs: impl Fn(&mut Program) -> Result<()> + Sync) -> Vec<String> {
     let mut texts = Vec::new();
     for seed in 0..3 {
@@ -78,7 +83,12 @@ fn in_all_ways(differs: impl Fn(&mut Program) -> Result<()> + Sync) -> Vec<Strin
             for (first, hosts) in [(0, &[][..]), (1, &[]), (0, &[0, 0]), (1, &[0, 0])] {
                 let simulation =
                     Simulation::new(2, 2).delays(seed, Duration::from_millis(2)).hands_over(hosts);
-                texts.push(nothing_arrives_after(&simulation, elements, ProcessId(first), &differs));
+                texts.push(nothing_arrives_after(
+                    &simulation,
+                    elements,
+                    ProcessId(first),
+                    &differs,
+                ));
             }
         }
     }
@@ -95,7 +105,9 @@ fn host_values_that_differ_in_a_put_are_named() {
     for text in texts {
         assert_values_are_named(&text);
         assert!(
-            text.contains("first differ at operation 2: process 0 issued operation 2 (device_put of"),
+            text.contains(
+                "first differ at operation 2: process 0 issued operation 2 (device_put of"
+            ),
             "{text}"
         );
     }
@@ -146,11 +158,12 @@ fn large_host_values_are_compared_where_the_job_says_so() {
     assert!(run(false).iter().all(Result::is_ok), "68 bytes are not looked at");
     assert_values_are_named(&diverged(run(true)));
     // Small ones always are.
-    let small = Simulation::new(2, 2).settings(|builder| builder.check_uncommitted(false)).run(|p| {
-        let x = own_values(p, 16)?;
-        let _ = p.device_put(&x, on(0))?;
-        p.step_end()
-    });
+    let small =
+        Simulation::new(2, 2).settings(|builder| builder.check_uncommitted(false)).run(|p| {
+            let x = own_values(p, 16)?;
+            let _ = p.device_put(&x, on(0))?;
+            p.step_end()
+        });
     assert_values_are_named(&diverged(small));
 }
 
@@ -166,7 +179,9 @@ fn puts_that_differ_in_donation_or_aliasing_diverge() {
         });
         for text in texts {
             assert!(
-                text.ends_with("process 1 issued the same call, but with other arrays or other options"),
+                text.ends_with(
+                    "process 1 issued the same call, but with other arrays or other options"
+                ),
                 "{text}"
             );
         }

@@ -14,7 +14,8 @@ fn cases(golden: &str) -> Vec<Value> {
 fn schedule(case: &Value) -> (Schedule, String) {
     let number = |key: &str| case[key].as_u64().expect("a number") as usize;
     let name = case["schedule"].as_str().expect("a name");
-    let (ranks, microbatches, chunks) = (number("ranks"), number("microbatches"), number("chunks_per_rank"));
+    let (ranks, microbatches, chunks) =
+        (number("ranks"), number("microbatches"), number("chunks_per_rank"));
     let schedule = Schedule::named(name, ranks, microbatches, Some(chunks)).expect("a schedule");
     assert_eq!((schedule.name(), schedule.stages()), (name, ranks * chunks));
     (schedule, format!("{name} {ranks} {microbatches} {chunks}"))
@@ -25,8 +26,10 @@ fn orders_agree_with_the_golden_ones() {
     let cases = cases(include_str!("golden/schedules.json"));
     for case in &cases {
         let (schedule, called) = schedule(case);
-        let rows: Vec<Vec<String>> = serde_json::from_value(case["rows"].clone()).expect("rows of cells");
-        let ours: Vec<Vec<String>> = (0..schedule.ranks()).map(|rank| schedule.cells(rank)).collect();
+        let rows: Vec<Vec<String>> =
+            serde_json::from_value(case["rows"].clone()).expect("rows of cells");
+        let ours: Vec<Vec<String>> =
+            (0..schedule.ranks()).map(|rank| schedule.cells(rank)).collect();
         assert_eq!(ours, rows, "{called}");
     }
     assert_eq!(cases.len(), 101);
@@ -51,7 +54,11 @@ fn text_agrees_with_torchs_to_the_byte() {
         assert_eq!(lowered.to_csv(), theirs("compute_comms"), "{called}");
         // Torch's has waits in it, ours has not.
         let ours = Text::of(&schedule, Flavour::ComputeOnly).unwrap();
-        assert_eq!(ours.hash(), Text::parse(theirs("compute_only"), None).unwrap().hash(), "{called}");
+        assert_eq!(
+            ours.hash(),
+            Text::parse(theirs("compute_only"), None).unwrap().hash(),
+            "{called}"
+        );
     }
     assert_eq!(cases.len(), 35);
 }
@@ -65,8 +72,9 @@ struct Run {
     idle: Vec<usize>,
 }
 
-/// Runs a schedule whose passes take so long, `(F, I, W)`, and whose moves take no time. As the closed forms have
-/// it: a `B` gives its gradient at its end, and a pair begins when both can, and does one after the other.
+/// Runs a schedule whose passes take so long, `(F, I, W)`, and whose moves take no time. As the
+/// closed forms have it: a `B` gives its gradient at its end, and a pair begins when both can, and
+/// does one after the other.
 fn run(schedule: &Schedule, (forward, input, weight): (usize, usize, usize)) -> Run {
     use ActionKind::{Backward, BackwardInput, BackwardWeight, Forward};
     let ranks = schedule.ranks();
@@ -82,7 +90,8 @@ fn run(schedule: &Schedule, (forward, input, weight): (usize, usize, usize)) -> 
             let is_pair = schedule.overlaps(rank).contains(&next[rank]);
             let head = &row[..row.len().min(if is_pair { 2 } else { 1 })];
             let mut ready = head.iter().map(|&Action { stage, kind, microbatch }| {
-                let end = |stage: usize, forward: bool| ends.get(&(stage, forward, microbatch)).copied();
+                let end =
+                    |stage: usize, forward: bool| ends.get(&(stage, forward, microbatch)).copied();
                 let first = |needed: bool, end: Option<usize>| if needed { end } else { Some(0) };
                 match kind {
                     Forward => first(stage > 0, end(stage.wrapping_sub(1), true)),
@@ -193,7 +202,9 @@ fn forms(p: usize, m: usize, v: usize, costs @ (f, i, w): (usize, usize, usize))
             Builtin::ZbvZeroBubble if m >= 2 * p => {
                 ((f == i && i == w).then_some((p - 1) * f), each(&|_| 2 * p))
             }
-            Builtin::DualPipeV => ((f == i && i == w).then_some((p - 1) * 2 * f), each(&|_| 2 * p + 1)),
+            Builtin::DualPipeV => {
+                ((f == i && i == w).then_some((p - 1) * 2 * f), each(&|_| 2 * p + 1))
+            }
             Builtin::ForwardOnly => (m.is_multiple_of(p).then_some((p - 1) * f), each(&|_| m * v)),
             _ => continue,
         };

@@ -31,8 +31,11 @@ fn listed(shards: &[(u32, [(usize, usize); 2])]) -> Sharding {
 /// The numbers from 0 in this shape.
 fn counting(shape: &[usize]) -> HostArray {
     let values: Vec<f32> = (0..shape.iter().product::<usize>()).map(|i| i as f32).collect();
-    HostArray::from_bytes(f32s(shape), values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>().into())
-        .unwrap()
+    HostArray::from_bytes(
+        f32s(shape),
+        values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>().into(),
+    )
+    .unwrap()
 }
 
 /// The numbers of one region of [`counting`].
@@ -58,7 +61,8 @@ fn check(p: &Program, array: &MpmdArray, factor: f32) -> Result<()> {
     assert_eq!(shards.len(), expected);
     for shard in shards {
         assert_eq!(Some(&shard.region), layout.region_of(shard.device));
-        let values: Vec<f32> = part(array.shape(), &shard.region).iter().map(|x| x * factor).collect();
+        let values: Vec<f32> =
+            part(array.shape(), &shard.region).iter().map(|x| x * factor).collect();
         assert_eq!(shard.data.to_vec::<f32>()?, values, "{sharding} on device {}", shard.device);
     }
     Ok(())
@@ -76,8 +80,18 @@ fn shardings(p: &Program) -> Result<Vec<Sharding>> {
         chunk(-1, &[1, 3]).with_memory_kind(MemoryKind::Host),
         chunk(0, &[2]),
         // A spiral.
-        listed(&[(0, [(0, 5), (0, 1)]), (3, [(0, 1), (1, 6)]), (1, [(1, 5), (5, 6)]), (2, [(1, 5), (1, 5)])]),
-        listed(&[(1, [(0, 5), (2, 6)]), (0, [(3, 3), (1, 2)]), (3, [(0, 4), (0, 2)]), (2, [(4, 5), (0, 2)])]),
+        listed(&[
+            (0, [(0, 5), (0, 1)]),
+            (3, [(0, 1), (1, 6)]),
+            (1, [(1, 5), (5, 6)]),
+            (2, [(1, 5), (1, 5)]),
+        ]),
+        listed(&[
+            (1, [(0, 5), (2, 6)]),
+            (0, [(3, 3), (1, 2)]),
+            (3, [(0, 4), (0, 2)]),
+            (2, [(4, 5), (0, 2)]),
+        ]),
         grid.replicated(),
         grid.sharding(spec![None, "y"]),
         column.sharding(spec![None, "x"]),
@@ -167,15 +181,18 @@ fn chunks_move_as_in_the_reference() {
                 let x = p.device_put(&MpmdArray::from_host(counting(shape)), from)?;
                 let y = p.device_put(&x, to)?;
                 let shards = if y.is_fully_remote() { Vec::new() } else { y.addressable_shards()? };
-                let values = shards.iter().map(|shard| Ok((shard.device.0, shard.data.to_vec::<f32>()?)));
+                let values =
+                    shards.iter().map(|shard| Ok((shard.device.0, shard.data.to_vec::<f32>()?)));
                 found.push(values.collect::<Result<Vec<_>>>()?);
             }
             Ok(found)
         });
         let results: Vec<_> = results.into_iter().map(Result::unwrap).collect();
         for (case, (shape, from, to, expected)) in cases.iter().enumerate() {
-            let found: BTreeMap<u32, Vec<f32>> = results.iter().flat_map(|each| each[case].clone()).collect();
-            let expected = expected.iter().map(|(device, values)| (*device, values.to_vec())).collect();
+            let found: BTreeMap<u32, Vec<f32>> =
+                results.iter().flat_map(|each| each[case].clone()).collect();
+            let expected =
+                expected.iter().map(|(device, values)| (*device, values.to_vec())).collect();
             assert_eq!(found, expected, "{shape:?} from {from} to {to}");
         }
     }
@@ -195,7 +212,9 @@ fn kernels_run_on_chunks_and_lists() {
                     Ok(())
                 })
             };
-            for sharding in shardings(p)?.into_iter().filter(|sharding| sharding.devices().len() == 4) {
+            for sharding in
+                shardings(p)?.into_iter().filter(|sharding| sharding.devices().len() == 4)
+            {
                 let x = p.device_put(&host, &sharding)?;
                 let jit = p.jit(double()).on(&mesh).inputs(&sharding).outputs(&sharding).build()?;
                 let y = jit.call(p, vec![x])?.remove(0);
@@ -207,7 +226,8 @@ fn kernels_run_on_chunks_and_lists() {
             let jit = p.jit(double()).on(&mesh).inputs(&columns).outputs(&columns).build()?;
             let y = jit.call(p, vec![x])?.remove(0);
             check(p, &y, 2.0)?;
-            // An input that is on more devices than the kernel's is fine too, empty as it may be there.
+            // An input that is on more devices than the kernel's is fine too, empty as it may be
+            // there.
             let short = p.device_put(&host, chunk(0, &[0, 1, 2, 3]))?;
             let last = p.mesh_of(&[("x", 1)], &ids(&[3]))?;
             let count = fun(
@@ -235,10 +255,12 @@ fn microbatches_of_chunks() {
             for half in rows.microbatches(p, 0, 2)? {
                 assert_eq!(half.shape(), [3, 2]);
                 let shards = half.addressable_shards()?;
-                let values = shards.iter().map(|shard| Ok((shard.device.0, shard.data.to_vec::<f32>()?)));
+                let values =
+                    shards.iter().map(|shard| Ok((shard.device.0, shard.data.to_vec::<f32>()?)));
                 found.push(values.collect::<Result<Vec<_>>>()?);
             }
-            let error = p.device_put(&MpmdArray::from_host(counting(&[9, 2])), chunk(0, &[0, 1, 2, 3]))?;
+            let error =
+                p.device_put(&MpmdArray::from_host(counting(&[9, 2])), chunk(0, &[0, 1, 2, 3]))?;
             assert!(error.microbatches(p, 0, 3).is_ok(), "chunks of 3, 3, 3 and 0 rows");
             assert!(error.microbatches(p, 0, 2).is_err());
             let list = listed(&[(0, [(0, 4), (0, 2)]), (1, [(4, 6), (0, 2)])]);
@@ -256,7 +278,8 @@ fn microbatches_of_chunks() {
             }
         }
         let [first, second] = halves;
-        let of = |rows: [&[f32]; 4]| (0..4).zip(rows.map(<[f32]>::to_vec)).collect::<BTreeMap<u32, _>>();
+        let of =
+            |rows: [&[f32]; 4]| (0..4).zip(rows.map(<[f32]>::to_vec)).collect::<BTreeMap<u32, _>>();
         assert_eq!(first, of([&[4., 5.], &[8., 9.], &[0., 1.], &[]]));
         assert_eq!(second, of([&[6., 7.], &[10., 11.], &[2., 3.], &[]]));
     }
@@ -322,8 +345,11 @@ fn a_read_of_partial_sums_is_refused_where_nothing_of_them_is() {
     let results = simulate(2, 2, 1, |p| {
         let one = Mesh::new(&[("x", 1)], ids(&[0])).unwrap();
         let sums = one.replicated().unreduced(&["x"])?;
-        let write =
-            fun("write", |_| Ok(Signature::new(vec![f32s([2])])), |_, _, mut y| Ok(y[0].fill(1.0f32)?));
+        let write = fun(
+            "write",
+            |_| Ok(Signature::new(vec![f32s([2])])),
+            |_, _, mut y| Ok(y[0].fill(1.0f32)?),
+        );
         let terms = p.jit(write).on(&one).outputs(&sums).build()?.call(p, vec![])?.remove(0);
         terms.block_until_ready()?;
         Ok(terms.to_host().map(drop).unwrap_err().to_string())

@@ -29,13 +29,17 @@ fn keep() -> SplitOptions {
     SplitOptions::default()
 }
 
-/// Waits until this process's arrays take no more than `bytes`: the last reader of a buffer may still be
-/// about to let it go.
+/// Waits until this process's arrays take no more than `bytes`: the last reader of a buffer may
+/// still be about to let it go.
 #[track_caller]
 fn memory_falls_to(p: &Program, bytes: u64) {
     let until = Instant::now() + Duration::from_secs(20);
     while p.memory().live > bytes {
-        assert!(Instant::now() < until, "{} bytes are still in use, expected {bytes}", p.memory().live);
+        assert!(
+            Instant::now() < until,
+            "{} bytes are still in use, expected {bytes}",
+            p.memory().live
+        );
         std::thread::sleep(Duration::from_millis(1));
     }
     assert_eq!(p.memory().live, bytes);
@@ -45,8 +49,11 @@ fn memory_falls_to(p: &Program, bytes: u64) {
 fn pick(whole: &HostArray, rows: &[usize], columns: Range<usize>) -> HostArray {
     let row = |row: &usize| part(whole, &Region::new(vec![*row..row + 1, columns.clone()]));
     let bytes: Vec<u8> = rows.iter().flat_map(row).collect();
-    HostArray::from_bytes(ShapedArray::new(&[rows.len(), columns.len()], whole.dtype()), bytes.into())
-        .unwrap()
+    HostArray::from_bytes(
+        ShapedArray::new(&[rows.len(), columns.len()], whole.dtype()),
+        bytes.into(),
+    )
+    .unwrap()
 }
 
 fn devices(array: &MpmdArray) -> Vec<u32> {
@@ -163,7 +170,11 @@ fn every_part_has_its_devices_and_its_values() {
                 spec![("y", "x"), None],
                 "x",
                 [1, 3].into(),
-                &[(&[0, 1], &[0, 4], 0..6), (&[2, 3, 4, 5], &[1, 2, 5, 6], 0..6), (&[6, 7], &[3, 7], 0..6)],
+                &[
+                    (&[0, 1], &[0, 4], 0..6),
+                    (&[2, 3, 4, 5], &[1, 2, 5, 6], 0..6),
+                    (&[6, 7], &[3, 7], 0..6),
+                ],
             )
         });
         results.into_iter().for_each(Result::unwrap);
@@ -176,8 +187,11 @@ fn trees_are_cut_and_joined_leaf_by_leaf() {
     for processes in PROCESSES {
         let results = simulate(processes, 8, 7, |p| {
             let mesh = grid(p)?;
-            let [a, b, c] =
-                [values(&[8, 6], DType::F32), values(&[4], DType::Bf16), values(&[0, 2], DType::U8)];
+            let [a, b, c] = [
+                values(&[8, 6], DType::F32),
+                values(&[4], DType::Bf16),
+                values(&[0, 2], DType::U8),
+            ];
             let tree = (
                 vec![MpmdArray::from_host(a.clone()), MpmdArray::from_host(b.clone())],
                 MpmdArray::from_host(c.clone()),
@@ -186,7 +200,8 @@ fn trees_are_cut_and_joined_leaf_by_leaf() {
             let specs = (vec![over(spec!["y", "x"]), over(spec!["x"])], over(spec![None, "y"]));
             // 6 columns are not to be divided by 4.
             assert!(p.device_put(&tree, specs.clone()).is_err());
-            let specs = (vec![over(spec![("y", "x"), None]), over(spec!["x"])], over(spec![None, "y"]));
+            let specs =
+                (vec![over(spec![("y", "x"), None]), over(spec!["x"])], over(spec![None, "y"]));
             let x = p.device_put(&tree, specs)?;
             for array in [&x.0[0], &x.0[1], &x.1] {
                 array.block_until_ready()?;
@@ -200,7 +215,9 @@ fn trees_are_cut_and_joined_leaf_by_leaf() {
             let donating = keep().donate(true);
             let front = p.concatenate_by_mesh_axis(&parts[..3], "x", donating)?;
             assert_eq!(front.0[0].shape(), [6, 6]);
-            assert!(refusal(p.device_put(&parts[1].0[1], mesh.replicated())).contains("was donated"));
+            assert!(
+                refusal(p.device_put(&parts[1].0[1], mesh.replicated())).contains("was donated")
+            );
             let whole = p.concatenate_by_mesh_axis(&[front, parts[3].clone()], "x", donating)?;
             assert_eq!(p.operations(), before.0 + 3);
             for (array, values) in [(&whole.0[0], &a), (&whole.0[1], &b), (&whole.1, &c)] {
@@ -221,8 +238,9 @@ fn a_donated_source_ends_and_its_memory_belongs_to_the_parts() {
         let results = simulate(processes, 8, 3, |p| {
             let mesh = grid(p)?;
             let shape = [64, 256];
-            let x =
-                p.make(f32s(shape), &mesh.sharding(spec!["x", "y"]), |_, mut view| Ok(view.fill(2.0f32)?))?;
+            let x = p.make(f32s(shape), &mesh.sharding(spec!["x", "y"]), |_, mut view| {
+                Ok(view.fill(2.0f32)?)
+            })?;
             let clone = x.clone();
             let parts = p.split_by_mesh_axis(&x, "y", Sections::Each, keep().donate(true))?;
             let error = refusal(p.split_by_mesh_axis(&clone, "y", Sections::Each, keep()));
@@ -254,24 +272,31 @@ fn what_cannot_be_cut_or_joined_is_refused_alike_everywhere_and_changes_nothing(
         let other = p.device_put(&host, turned.sharding(spec!["x"]))?;
         let before = p.operations();
         let mut said = Vec::new();
-        for sections in [3.into(), 0.into(), [0].into(), [4].into(), [2, 2].into(), Sections::At(vec![3, 1])]
+        for sections in
+            [3.into(), 0.into(), [0].into(), [4].into(), [2, 2].into(), Sections::At(vec![3, 1])]
         {
             said.push(refusal(p.split_by_mesh_axis(&x, "x", sections, keep().donate(true))));
         }
         for (i, part) in
             ["3 equal parts", "0 equal parts", "[0]", "[4]", "[2, 2]", "[3, 1]"].iter().enumerate()
         {
-            assert!(said[i].contains(part) && said[i].contains("axis `x` of {x:4, y:2}"), "{}", said[i]);
+            assert!(
+                said[i].contains(part) && said[i].contains("axis `x` of {x:4, y:2}"),
+                "{}",
+                said[i]
+            );
         }
         let z = refusal(p.split_by_mesh_axis(&x, "z", Sections::Each, keep()));
         assert_eq!(z, "there is no axis `z` in {x:4, y:2} devices [0, 1, 2, 3, 4, 5, 6, 7]");
-        let uncommitted = refusal(p.split_by_mesh_axis(&vec![x.clone(), host.clone()], "x", 2, keep()));
+        let uncommitted =
+            refusal(p.split_by_mesh_axis(&vec![x.clone(), host.clone()], "x", 2, keep()));
         assert!(uncommitted.starts_with("\"1\": i32[8,6] is uncommitted"), "{uncommitted}");
         let unmeshed = refusal(p.split_by_mesh_axis(&vec![x.clone(), single], "x", 2, keep()));
         assert_eq!(unmeshed, "\"1\": device 0 is not over the axes of a mesh");
         let two = refusal(p.split_by_mesh_axis(&vec![x.clone(), other], "x", 2, keep()));
         assert!(two.starts_with("\"1\": is over mesh {x:2, y:4} devices ["), "{two}");
-        let twice = refusal(p.split_by_mesh_axis(&(x.clone(), x.clone()), "x", 2, keep().donate(true)));
+        let twice =
+            refusal(p.split_by_mesh_axis(&(x.clone(), x.clone()), "x", 2, keep().donate(true)));
         assert_eq!(twice, "\"1\" is donated, and is the same array as \"0\"");
         said.extend([z, uncommitted, unmeshed, two, twice]);
         assert_eq!(p.operations(), before, "nothing was issued");
@@ -289,19 +314,30 @@ fn what_cannot_be_cut_or_joined_is_refused_alike_everywhere_and_changes_nothing(
         let axis = join(&parts[..2], "z");
         assert_eq!(axis, "there is no axis `z` in {x:1, y:2} devices [0, 1]");
         let sizes = join(&[parts[0].clone(), x.clone()], "y");
-        let [whole, part] = ["{x:4, y:2} devices [0, 1, 2, 3, 4, 5, 6, 7]", "{x:1, y:2} devices [0, 1]"];
+        let [whole, part] =
+            ["{x:4, y:2} devices [0, 1, 2, 3, 4, 5, 6, 7]", "{x:1, y:2} devices [0, 1]"];
         assert_eq!(sizes, format!("mesh {whole} cannot follow {part} along axis `y`"));
         let half = p.mesh_of(&[("x", 1), ("y", 2)], &[DeviceId(2), DeviceId(3)])?;
         let [spec, shape] = [
-            p.device_put(&MpmdArray::from_host(values(&[2, 6], DType::I32)), half.sharding(spec!["x"]))?,
-            p.device_put(&MpmdArray::from_host(values(&[4, 6], DType::I32)), half.sharding(spec!["x", "y"]))?,
+            p.device_put(
+                &MpmdArray::from_host(values(&[2, 6], DType::I32)),
+                half.sharding(spec!["x"]),
+            )?,
+            p.device_put(
+                &MpmdArray::from_host(values(&[4, 6], DType::I32)),
+                half.sharding(spec!["x", "y"]),
+            )?,
         ];
-        let mut join =
-            |other: MpmdArray| refusal(p.concatenate_by_mesh_axis(&[parts[0].clone(), other], "x", keep()));
+        let mut join = |other: MpmdArray| {
+            refusal(p.concatenate_by_mesh_axis(&[parts[0].clone(), other], "x", keep()))
+        };
         let spec = join(spec);
         assert!(spec.starts_with("\"1\": is sharded P(x) on {x:1, y:2}"), "{spec}");
         let shape = join(shape);
-        assert!(shape.contains("i32[4,6] over {x:1, y:2} devices [2, 3] cannot follow i32[2,6]"), "{shape}");
+        assert!(
+            shape.contains("i32[4,6] over {x:1, y:2} devices [2, 3] cannot follow i32[2,6]"),
+            "{shape}"
+        );
         let trees = [vec![parts[0].clone()], vec![parts[1].clone(), parts[2].clone()]];
         let error = p.concatenate_by_mesh_axis(&trees, "x", keep()).unwrap_err();
         assert!(

@@ -1,9 +1,13 @@
-//! `#[derive(Tree)]` for structures of arrays. Re-exported as `mpmd_core::tree::Tree`, beside the trait.
+//! `#[derive(Tree)]` for structures of arrays. Re-exported as `mpmd_core::tree::Tree`, beside the
+//! trait.
 
 use proc_macro2::{Ident, Span, TokenStream, TokenTree};
 use quote::{ToTokens, quote};
 use syn::spanned::Spanned;
-use syn::{Data, DeriveInput, Error, Field, Fields, GenericParam, Member, Result, TypeParam, TypeParamBound};
+use syn::{
+    Data, DeriveInput, Error, Field, Fields, GenericParam, Member, Result, TypeParam,
+    TypeParamBound,
+};
 
 /// Implements `Tree` for a struct whose one type parameter is the leaf.
 ///
@@ -20,8 +24,10 @@ fn derive(input: &DeriveInput) -> Result<TokenStream> {
     let leaf = leaf_parameter(input)?;
     for field in fields {
         if !mentions(field.ty.to_token_stream(), &leaf.ident) {
-            let message =
-                format!("a field of a tree holds leaves, but this type does not name `{}`", leaf.ident);
+            let message = format!(
+                "a field of a tree holds leaves, but this type does not name `{}`",
+                leaf.ident
+            );
             return Err(Error::new(field.ty.span(), message));
         }
     }
@@ -200,7 +206,8 @@ fn leaf_parameter(input: &DeriveInput) -> Result<&TypeParam> {
         let message = "a tree takes every leaf: its parameter has no bound, or only `Leaf`";
         return Err(Error::new(bound.span(), message));
     }
-    if let Some(clause) = input.generics.where_clause.as_ref().filter(|clause| !clause.predicates.is_empty())
+    if let Some(clause) =
+        input.generics.where_clause.as_ref().filter(|clause| !clause.predicates.is_empty())
     {
         return Err(Error::new(clause.span(), "a tree takes every leaf: it has no where clause"));
     }

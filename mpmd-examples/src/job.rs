@@ -1,5 +1,5 @@
-//! One `main` for every way to start a program: alone, as threads, as processes that it starts itself,
-//! or as one of those that a launcher has started.
+//! One `main` for every way to start a program: alone, as threads, as processes that it starts
+//! itself, or as one of those that a launcher has started.
 //!
 //! ```no_run
 //! use std::process::ExitCode;
@@ -34,8 +34,8 @@ use mpmd_core::topology::DeviceKind;
 use mpmd_core::{Error, Program, Simulation};
 use tracing_subscriber::EnvFilter;
 
-/// How long the processes have to end by themselves after Ctrl-C, or once one has failed: a last step, a
-/// checkpoint, and what is said at the end.
+/// How long the processes have to end by themselves after Ctrl-C, or once one has failed: a last
+/// step, a checkpoint, and what is said at the end.
 const GRACE: Duration = Duration::from_secs(60);
 
 /// Arguments that every example takes: how to run the job.
@@ -50,11 +50,12 @@ pub struct JobArgs {
     /// What the processes talk over: `inproc` makes them threads of this process
     #[arg(long, value_enum, default_value_t)]
     pub transport: JobTransport,
-    /// What devices are: `cpu`, `cuda`, or one of these for each process, in order, such as `cpu,cuda,cuda`; the last
-    /// counts for all that follow
+    /// What devices are: `cpu`, `cuda`, or one of these for each process, in order, such as
+    /// `cpu,cuda,cuda`; the last counts for all that follow
     #[arg(long, value_name = "KIND,…", value_parser = devices)]
     pub device: Option<Devices>,
-    /// Have each process write what becomes of its operations to a file in this folder, for `mpmd trace`
+    /// Have each process write what becomes of its operations to a file in this folder, for `mpmd
+    /// trace`
     #[arg(long, value_name = "DIR")]
     pub trace: Option<PathBuf>,
 }
@@ -99,8 +100,9 @@ pub enum JobTransport {
 }
 
 impl JobArgs {
-    /// Of which kinds the devices of the job's processes will be, each kind at least once: what a launcher says, or
-    /// else these arguments; `None` where neither says anything, so that they are processors of the host.
+    /// Of which kinds the devices of the job's processes will be, each kind at least once: what a
+    /// launcher says, or else these arguments; `None` where neither says anything, so that they are
+    /// processors of the host.
     ///
     /// # Errors
     ///
@@ -140,8 +142,8 @@ impl JobTransport {
 
 /// A program that ran to its end with a result that is not good enough: the job's exit code is 1.
 ///
-/// Every process must return it, as must any decision, or the others wait for one that has left. Only
-/// process 0 prints it.
+/// Every process must return it, as must any decision, or the others wait for one that has left.
+/// Only process 0 prints it.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("{0}")]
 pub struct Rejected(pub String);
@@ -181,14 +183,17 @@ pub fn run<E: Into<anyhow::Error>>(
         eprintln!("error: {devices} devices cannot be spread evenly over {processes} processes");
         return Ok(ExitCode::from(2));
     }
-    if let Some(Devices(kinds)) = args.device.as_ref().filter(|Devices(kinds)| kinds.len() > processes) {
+    if let Some(Devices(kinds)) =
+        args.device.as_ref().filter(|Devices(kinds)| kinds.len() > processes)
+    {
         eprintln!("error: {} kinds of devices for {processes} processes", kinds.len());
         return Ok(ExitCode::from(2));
     }
     if args.transport == JobTransport::Inproc || processes == 1 {
         let mut simulation = Simulation::new(processes, devices);
         if let Some(kinds) = &args.device {
-            simulation = simulation.settings(|settings| settings.device_kinds(&kinds.of(processes)));
+            simulation =
+                simulation.settings(|settings| settings.device_kinds(&kinds.of(processes)));
         }
         if let Some(folder) = &args.trace {
             simulation = simulation.settings(|settings| settings.trace(folder));
@@ -196,8 +201,8 @@ pub fn run<E: Into<anyhow::Error>>(
         let (process, result) = threads(&simulation, program);
         Ok(report(process, result))
     } else {
-        let mut launch =
-            Launch::this_program_again(processes)?.transport(Some(args.transport.name().to_owned()));
+        let mut launch = Launch::this_program_again(processes)?
+            .transport(Some(args.transport.name().to_owned()));
         launch = launch.device(args.device.as_ref().map(Devices::to_string));
         if let Some(folder) = &args.trace {
             launch = launch.env(variables::TRACE, folder);
@@ -222,7 +227,9 @@ fn verdict(result: anyhow::Result<()>) -> mpmd_core::Result<Verdict> {
     let Err(error) = result else { return Ok(None) };
     match error.downcast::<Rejected>() {
         Ok(rejected) => Ok(Some(rejected)),
-        Err(error) => Err(error.downcast::<Error>().unwrap_or_else(|e| Error::kernel(format!("{e:#}")))),
+        Err(error) => {
+            Err(error.downcast::<Error>().unwrap_or_else(|e| Error::kernel(format!("{e:#}"))))
+        }
     }
 }
 
@@ -257,8 +264,8 @@ fn report(process: usize, result: mpmd_core::Result<Verdict>) -> ExitCode {
     }
 }
 
-/// Prints a line in one write: `eprintln!` writes piece by piece, and process 0 shares its output with the
-/// launcher, which may be showing another process's line just then.
+/// Prints a line in one write: `eprintln!` writes piece by piece, and process 0 shares its output
+/// with the launcher, which may be showing another process's line just then.
 fn say(line: &str) {
     // Nobody may be reading any more.
     let _ = stderr().write_all(format!("{line}\n").as_bytes());

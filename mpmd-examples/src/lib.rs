@@ -1,7 +1,7 @@
 //! What the example programs share: their arithmetic, their data, and how they are started.
 //!
-//! The arithmetic knows nothing of processes or devices: plain functions on slices, which the programs'
-//! kernels call and which are tested against definitions and finite differences.
+//! The arithmetic knows nothing of processes or devices: plain functions on slices, which the
+//! programs' kernels call and which are tested against definitions and finite differences.
 
 pub mod gpt;
 pub mod job;

@@ -1,5 +1,5 @@
-//! Numbers the example programs compute with: `f32` and `f64` behind one trait, matrix products, and
-//! random values that depend on a seed and a counter alone.
+//! Numbers the example programs compute with: `f32` and `f64` behind one trait, matrix products,
+//! and random values that depend on a seed and a counter alone.
 
 use std::fmt::{Debug, Display};
 use std::iter::Sum;
@@ -31,11 +31,12 @@ pub trait Real:
     fn to_f64(self) -> f64;
     /// e to this power.
     fn exp(self) -> Self;
-    /// e to this power, fast in loops: code without branches or calls, which the compiler vectorises.
+    /// e to this power, fast in loops: code without branches or calls, which the compiler
+    /// vectorises.
     ///
-    /// For `f32` within 3e-7 of the value, relative to it. Below -80 it is zero, so that no product with
-    /// a vanishing probability falls into the slow subnormal range; above 80 it is that of 80. A NaN
-    /// stays one. For `f64` the same as [`exp`](Self::exp).
+    /// For `f32` within 3e-7 of the value, relative to it. Below -80 it is zero, so that no product
+    /// with a vanishing probability falls into the slow subnormal range; above 80 it is that of 80.
+    /// A NaN stays one. For `f64` the same as [`exp`](Self::exp).
     fn exp_in_loop(self) -> Self;
     /// The natural logarithm.
     fn ln(self) -> Self;
@@ -77,8 +78,8 @@ macro_rules! real {
 real!(f32, exp_f32);
 real!(f64, f64::exp);
 
-/// [`Real::exp_in_loop`] for single precision: `e^x = 2^n e^r` with whole `n` and `r` within half of ln 2,
-/// where seven terms of the series are exact to the last bit or two.
+/// [`Real::exp_in_loop`] for single precision: `e^x = 2^n e^r` with whole `n` and `r` within half
+/// of ln 2, where seven terms of the series are exact to the last bit or two.
 #[inline(always)]
 fn exp_f32(x: f32) -> f32 {
     const LIMIT: f32 = 80.0;

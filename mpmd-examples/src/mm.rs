@@ -1,23 +1,25 @@
-//! The arithmetic of the pipeline job: stages of two matrix products, a mean square error, its gradients.
+//! The arithmetic of the pipeline job: stages of two matrix products, a mean square error, its
+//! gradients.
 //!
-//! A stage is `y = x WA WB` with `x` and `y` of `[rows, width]`. Under tensor parallelism a device holds
-//! columns of `WA` and the same rows of `WB`; what it computes of `y` (and of the gradient of `x`) is then
-//! one summand, and the sum over the devices is the whole. The functions here serve both cases: `hidden` is
-//! how many of those columns the caller holds.
+//! A stage is `y = x WA WB` with `x` and `y` of `[rows, width]`. Under tensor parallelism a device
+//! holds columns of `WA` and the same rows of `WB`; what it computes of `y` (and of the gradient of
+//! `x`) is then one summand, and the sum over the devices is the whole. The functions here serve
+//! both cases: `hidden` is how many of those columns the caller holds.
 //!
 //! # The check job
 //!
-//! [`reference_run`] trains a small fixed instance in one process, with nothing but this module. What the
-//! distributed job has to reproduce:
+//! [`reference_run`] trains a small fixed instance in one process, with nothing but this module.
+//! What the distributed job has to reproduce:
 //!
 //! - One microbatch's loss is the mean of squares over *its own* elements, and the gradients of the
 //!   microbatches are **summed**, not averaged, before the update.
-//! - Unsliced, each of the [`MICROBATCHES`] microbatches is the whole batch of [`BATCH`] rows, so all their
-//!   losses are equal and the summed gradient is `MICROBATCHES` times that of the batch.
-//! - Sliced, microbatch `m` is row `m` alone. Its mean is over `1/BATCH` as many elements, so each row weighs
-//!   `BATCH` times as much in its own loss as in the batch's. As many microbatches as rows make the two
-//!   factors equal: the summed gradient, hence every weight after every update, is the same with and without
-//!   slicing up to rounding, and the mean of the sliced losses is the unsliced loss.
+//! - Unsliced, each of the [`MICROBATCHES`] microbatches is the whole batch of [`BATCH`] rows, so
+//!   all their losses are equal and the summed gradient is `MICROBATCHES` times that of the batch.
+//! - Sliced, microbatch `m` is row `m` alone. Its mean is over `1/BATCH` as many elements, so each
+//!   row weighs `BATCH` times as much in its own loss as in the batch's. As many microbatches as
+//!   rows make the two factors equal: the summed gradient, hence every weight after every update,
+//!   is the same with and without slicing up to rounding, and the mean of the sliced losses is the
+//!   unsliced loss.
 //! - The losses of a step are those before its update.
 
 use crate::math::{Real, matmul, matmul_nt, matmul_tn};
@@ -61,21 +63,28 @@ impl StageShape {
     }
 }
 
-/// `h = x WA`, `y = h WB`: `x`, `y` `[rows, width]`, `h` `[rows, hidden]`, `wa` `[width, hidden]`, `wb`
-/// `[hidden, width]`. With part of the hidden columns, `y` is one summand of the output.
+/// `h = x WA`, `y = h WB`: `x`, `y` `[rows, width]`, `h` `[rows, hidden]`, `wa` `[width, hidden]`,
+/// `wb` `[hidden, width]`. With part of the hidden columns, `y` is one summand of the output.
 ///
 /// # Panics
 ///
 /// Panics where a slice does not fit `shape`.
-pub fn stage_forward<T: Real>(shape: StageShape, y: &mut [T], h: &mut [T], x: &[T], wa: &[T], wb: &[T]) {
+pub fn stage_forward<T: Real>(
+    shape: StageShape,
+    y: &mut [T],
+    h: &mut [T],
+    x: &[T],
+    wa: &[T],
+    wb: &[T],
+) {
     let StageShape { rows, width, hidden } = shape;
     matmul(h, x, wa, rows, width, hidden, false);
     matmul(y, h, wb, rows, hidden, width, false);
 }
 
-/// The gradient of the stage's input from `dy`, that of its output: `dh = dy WBᵀ`, `dx = dh WAᵀ`. Shapes as
-/// in [`stage_forward`]. With part of the hidden columns, `dx` is one summand; `dh` is what
-/// [`stage_backward_weights`] needs.
+/// The gradient of the stage's input from `dy`, that of its output: `dh = dy WBᵀ`, `dx = dh WAᵀ`.
+/// Shapes as in [`stage_forward`]. With part of the hidden columns, `dx` is one summand; `dh` is
+/// what [`stage_backward_weights`] needs.
 ///
 /// # Panics
 ///
@@ -93,8 +102,9 @@ pub fn stage_backward_input<T: Real>(
     matmul_nt(dx, dh, wa, rows, hidden, width, false);
 }
 
-/// Adds the gradients of the weights: `dwa += xᵀ dh`, `dwb += hᵀ dy`. `h` is from [`stage_forward`], `dh`
-/// from [`stage_backward_input`]; the gradients have the shapes of the weights.
+/// Adds the gradients of the weights: `dwa += xᵀ dh`, `dwb += hᵀ dy`. `h` is from
+/// [`stage_forward`], `dh` from [`stage_backward_input`]; the gradients have the shapes of the
+/// weights.
 ///
 /// # Panics
 ///
@@ -127,8 +137,8 @@ pub fn mean_square_error<T: Real>(y: &[T], labels: &[T]) -> T {
     sum / T::of(y.len() as f64)
 }
 
-/// The gradient of [`mean_square_error`] in `y`, times `cotangent`: that of whatever the loss goes into, one
-/// where the loss is the end.
+/// The gradient of [`mean_square_error`] in `y`, times `cotangent`: that of whatever the loss goes
+/// into, one where the loss is the end.
 ///
 /// # Panics
 ///
@@ -187,7 +197,8 @@ pub struct ReferenceRun<T> {
     pub weights: Vec<[Vec<T>; 2]>,
 }
 
-/// The check job in one process: `steps` steps, each microbatch the whole batch or, `sliced`, one row of it.
+/// The check job in one process: `steps` steps, each microbatch the whole batch or, `sliced`, one
+/// row of it.
 pub fn reference_run<T: Real>(steps: usize, sliced: bool) -> ReferenceRun<T> {
     let rows = if sliced { BATCH / MICROBATCHES } else { BATCH };
     let shape = StageShape { rows, width: WIDTH, hidden: WIDTH };
@@ -197,7 +208,8 @@ pub fn reference_run<T: Real>(steps: usize, sliced: bool) -> ReferenceRun<T> {
         .collect();
     let mut losses = Vec::with_capacity(steps);
     for _ in 0..steps {
-        let mut gradients = vec![[vec![T::ZERO; shape.weights()], vec![T::ZERO; shape.weights()]]; STAGES];
+        let mut gradients =
+            vec![[vec![T::ZERO; shape.weights()], vec![T::ZERO; shape.weights()]]; STAGES];
         losses.push(std::array::from_fn(|microbatch| {
             let start = if sliced { microbatch * shape.activations() } else { 0 };
             let part = start..start + shape.activations();
@@ -259,7 +271,10 @@ mod tests {
 
     fn assert_near<T: Real>(got: &[T], expected: &[f64], within: f64) {
         assert_eq!(got.len(), expected.len());
-        let near = got.iter().zip(expected).all(|(got, expected)| (got.to_f64() - expected).abs() <= within);
+        let near = got
+            .iter()
+            .zip(expected)
+            .all(|(got, expected)| (got.to_f64() - expected).abs() <= within);
         assert!(near, "{got:?} instead of {expected:?}");
     }
 
@@ -317,7 +332,8 @@ mod tests {
             matrix.chunks(6).flat_map(|row| row[3 * part..3 * part + 3].to_vec()).collect()
         };
         let full = run(whole, &wa, &wb);
-        let parts = [0, 1].map(|part| run(half, &columns_of(&wa, part), &wb[12 * part..12 * part + 12]));
+        let parts =
+            [0, 1].map(|part| run(half, &columns_of(&wa, part), &wb[12 * part..12 * part + 12]));
         let sum = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a + b).collect::<Vec<_>>();
         assert_near(&full.0, &sum(&parts[0].0, &parts[1].0), 1e-12);
         assert_near(&full.1, &sum(&parts[0].1, &parts[1].1), 1e-12);

@@ -1,12 +1,14 @@
 //! The arithmetic of a model that predicts the next byte of a text from the last [`CONTEXT`].
 //!
-//! Each context byte is looked up in a table; the rows found stand side by side and go through layers
-//! `tanh(x W + b)`; a last layer without `tanh` gives one logit for each byte value, and the loss is the
-//! cross-entropy of what came next, in nats. A layer's backward pass is in two halves, as pipelines need it:
-//! [`linear_backward_input`] gives what the layer before waits for and leaves `dz`, from which
-//! [`linear_backward_weights`] can be done later. All gradients of weights are *added* to what is there.
+//! Each context byte is looked up in a table; the rows found stand side by side and go through
+//! layers `tanh(x W + b)`; a last layer without `tanh` gives one logit for each byte value, and the
+//! loss is the cross-entropy of what came next, in nats. A layer's backward pass is in two halves,
+//! as pipelines need it: [`linear_backward_input`] gives what the layer before waits for and leaves
+//! `dz`, from which [`linear_backward_weights`] can be done later. All gradients of weights are
+//! *added* to what is there.
 //!
-//! Sums run over rows in order on one thread, so results do not depend on how many processes there are.
+//! Sums run over rows in order on one thread, so results do not depend on how many processes there
+//! are.
 
 use std::ops::Range;
 
@@ -46,7 +48,11 @@ pub fn embed_backward<T: Real>(dtable: &mut [T], contexts: &[u8], dy: &[T], widt
 
 fn assert_embedding(outputs: usize, contexts: &[u8], table: usize, width: usize) {
     assert!(width > 0, "an embedding of no width");
-    assert!(contexts.len().is_multiple_of(CONTEXT), "{} bytes are no whole contexts", contexts.len());
+    assert!(
+        contexts.len().is_multiple_of(CONTEXT),
+        "{} bytes are no whole contexts",
+        contexts.len()
+    );
     assert_eq!(outputs, contexts.len() * width, "embedded elements");
     assert_eq!(table, BYTES * width, "table elements");
 }
@@ -60,7 +66,8 @@ fn row(byte: u8, width: usize) -> Range<usize> {
 pub enum Activation {
     /// Nothing: the layer of the logits.
     Identity,
-    /// Squashes them into (-1, 1). Its slope follows from its value, so nothing but outputs is kept.
+    /// Squashes them into (-1, 1). Its slope follows from its value, so nothing but outputs is
+    /// kept.
     Tanh,
 }
 
@@ -75,8 +82,8 @@ pub struct LinearShape {
     pub outputs: usize,
 }
 
-/// `y = activation(x w + bias)`: `x` `[rows, inputs]`, `w` `[inputs, outputs]`, `bias` `[outputs]`, `y`
-/// `[rows, outputs]`.
+/// `y = activation(x w + bias)`: `x` `[rows, inputs]`, `w` `[inputs, outputs]`, `bias` `[outputs]`,
+/// `y` `[rows, outputs]`.
 ///
 /// # Panics
 ///
@@ -105,8 +112,8 @@ pub fn linear_forward<T: Real>(
     }
 }
 
-/// The gradient `dx` of the layer's input and `dz` of its sums before the activation, from `dy`, that of its
-/// output. `y` is the output of [`linear_forward`]; `dz` has its shape.
+/// The gradient `dx` of the layer's input and `dz` of its sums before the activation, from `dy`,
+/// that of its output. `y` is the output of [`linear_forward`]; `dz` has its shape.
 ///
 /// # Panics
 ///
@@ -121,7 +128,11 @@ pub fn linear_backward_input<T: Real>(
     w: &[T],
 ) {
     let LinearShape { rows, inputs, outputs } = shape;
-    assert_eq!((dz.len(), dy.len(), y.len()), (rows * outputs, rows * outputs, rows * outputs), "outputs");
+    assert_eq!(
+        (dz.len(), dy.len(), y.len()),
+        (rows * outputs, rows * outputs, rows * outputs),
+        "outputs"
+    );
     match activation {
         Activation::Identity => dz.copy_from_slice(dy),
         Activation::Tanh => {
@@ -133,8 +144,8 @@ pub fn linear_backward_input<T: Real>(
     matmul_nt(dx, dz, w, rows, outputs, inputs, false);
 }
 
-/// Adds the gradients of weights and bias: `dw += xᵀ dz`, `dbias +=` the sum of the rows of `dz`, with `dz` from
-/// [`linear_backward_input`].
+/// Adds the gradients of weights and bias: `dw += xᵀ dz`, `dbias +=` the sum of the rows of `dz`,
+/// with `dz` from [`linear_backward_input`].
 ///
 /// # Panics
 ///
@@ -177,13 +188,18 @@ pub fn cross_entropy<T: Real>(logits: &[T], targets: &[u8]) -> T {
         .sum()
 }
 
-/// The gradient of [`cross_entropy`] times `scale`, for instance one over the rows of the whole batch.
+/// The gradient of [`cross_entropy`] times `scale`, for instance one over the rows of the whole
+/// batch.
 ///
 /// # Panics
 ///
 /// Panics where the slices do not fit each other.
 pub fn cross_entropy_gradient<T: Real>(dlogits: &mut [T], logits: &[T], targets: &[u8], scale: T) {
-    assert_eq!((dlogits.len(), logits.len()), (targets.len() * BYTES, targets.len() * BYTES), "logits");
+    assert_eq!(
+        (dlogits.len(), logits.len()),
+        (targets.len() * BYTES, targets.len() * BYTES),
+        "logits"
+    );
     let rows = dlogits.chunks_exact_mut(BYTES).zip(logits.chunks_exact(BYTES)).zip(targets);
     for ((dlogits, logits), target) in rows {
         let (largest, sum) = exponentials(logits);
@@ -220,16 +236,27 @@ impl Default for Adam {
 }
 
 impl Adam {
-    /// One update of `w`. `mean` and `square` are the running means, zeros before the first update; `step`
-    /// counts updates from one.
+    /// One update of `w`. `mean` and `square` are the running means, zeros before the first update;
+    /// `step` counts updates from one.
     ///
     /// # Panics
     ///
     /// Panics where the slices differ in length or `step` is zero.
-    pub fn update<T: Real>(&self, step: u32, w: &mut [T], mean: &mut [T], square: &mut [T], gradient: &[T]) {
+    pub fn update<T: Real>(
+        &self,
+        step: u32,
+        w: &mut [T],
+        mean: &mut [T],
+        square: &mut [T],
+        gradient: &[T],
+    ) {
         assert!(step > 0, "updates are counted from one");
         let len = w.len();
-        assert_eq!((mean.len(), square.len(), gradient.len()), (len, len, len), "state and gradient");
+        assert_eq!(
+            (mean.len(), square.len(), gradient.len()),
+            (len, len, len),
+            "state and gradient"
+        );
         // The running means start at zero; these undo that for the first updates.
         let unbias = |beta: f64| 1.0 - beta.powf(f64::from(step));
         let rate = T::of(self.learning_rate / unbias(self.beta1));
@@ -321,7 +348,12 @@ mod tests {
             let mut gradients: Vec<Vec<f64>> =
                 self.parameters.iter().map(|parameter| vec![0.0; parameter.len()]).collect();
             let mut dy = vec![f64::NAN; outputs[3].len()];
-            cross_entropy_gradient(&mut dy, &outputs[3], &self.targets, 1.0 / self.targets.len() as f64);
+            cross_entropy_gradient(
+                &mut dy,
+                &outputs[3],
+                &self.targets,
+                1.0 / self.targets.len() as f64,
+            );
             for (i, (shape, activation)) in self.layers().into_iter().enumerate().rev() {
                 let mut dx = vec![f64::NAN; shape.rows * shape.inputs];
                 let mut dz = vec![f64::NAN; dy.len()];
@@ -351,7 +383,8 @@ mod tests {
         for rows in [1, 2, 7] {
             let model = Model::new(rows);
             for (i, gradient) in model.gradients().iter().enumerate() {
-                // Every element of the small parameters, and the rows of the table that were looked up.
+                // Every element of the small parameters, and the rows of the table that were looked
+                // up.
                 let looked_up = |at: usize| model.contexts.contains(&((at / WIDTH) as u8));
                 for at in (0..gradient.len()).filter(|at| i > 0 || looked_up(*at)) {
                     let expected = slope(&model.parameters[i], at, |parameter| {
@@ -375,10 +408,16 @@ mod tests {
 
     #[test]
     fn the_gradient_of_a_layers_input_equals_finite_differences() {
-        for (rows, activation) in [(1, Activation::Tanh), (4, Activation::Tanh), (3, Activation::Identity)] {
+        for (rows, activation) in
+            [(1, Activation::Tanh), (4, Activation::Tanh), (3, Activation::Identity)]
+        {
             let shape = LinearShape { rows, inputs: 4, outputs: 3 };
-            let (x, w, bias, dy) =
-                (random(rows * 4, 1, 1.0), random(12, 2, 1.0), random(3, 3, 1.0), random(rows * 3, 4, 1.0));
+            let (x, w, bias, dy) = (
+                random(rows * 4, 1, 1.0),
+                random(12, 2, 1.0),
+                random(3, 3, 1.0),
+                random(rows * 3, 4, 1.0),
+            );
             let forward = |x: &[f64]| {
                 let mut y = vec![f64::NAN; rows * 3];
                 linear_forward(shape, activation, &mut y, x, &w, &bias);
@@ -387,7 +426,8 @@ mod tests {
             let (mut dx, mut dz) = (vec![f64::NAN; rows * 4], vec![f64::NAN; rows * 3]);
             linear_backward_input(shape, activation, &mut dx, &mut dz, &dy, &forward(&x), &w);
             for (at, dx) in dx.iter().enumerate() {
-                let expected = slope(&x, at, |x| forward(x).iter().zip(&dy).map(|(y, dy)| y * dy).sum());
+                let expected =
+                    slope(&x, at, |x| forward(x).iter().zip(&dy).map(|(y, dy)| y * dy).sum());
                 assert!((dx - expected).abs() < 1e-8, "{activation:?}, {rows} rows, {at}");
             }
         }
@@ -408,12 +448,20 @@ mod tests {
             }
         }
         let gradients = whole.gradients();
-        assert!(sum.iter().flatten().zip(gradients.iter().flatten()).all(|(a, b)| (a - b).abs() < 1e-14));
+        assert!(
+            sum.iter()
+                .flatten()
+                .zip(gradients.iter().flatten())
+                .all(|(a, b)| (a - b).abs() < 1e-14)
+        );
     }
 
     #[test]
     fn cross_entropy_survives_large_logits_and_knows_the_even_guess() {
-        assert!((cross_entropy(&[0.0f64; 2 * BYTES], &[3, 200]) - 2.0 * (BYTES as f64).ln()).abs() < 1e-12);
+        assert!(
+            (cross_entropy(&[0.0f64; 2 * BYTES], &[3, 200]) - 2.0 * (BYTES as f64).ln()).abs()
+                < 1e-12
+        );
         let mut logits = [0.0f32; BYTES];
         logits[7] = 1e4;
         assert_eq!(cross_entropy(&logits, &[7]), 0.0);
@@ -427,7 +475,8 @@ mod tests {
     fn adam_takes_the_steps_of_its_definition() {
         let adam = Adam { learning_rate: 0.1, beta1: 0.5, beta2: 0.75, epsilon: 0.0 };
         let (mut w, mut mean, mut square) = ([1.0f64, -2.0], [0.0; 2], [0.0; 2]);
-        // After the correction the first step has the size of the learning rate, whatever the gradient.
+        // After the correction the first step has the size of the learning rate, whatever the
+        // gradient.
         adam.update(1, &mut w, &mut mean, &mut square, &[4.0, -0.01]);
         assert!((w[0] - 0.9).abs() < 1e-15 && (w[1] + 1.9).abs() < 1e-15, "{w:?}");
         adam.update(2, &mut w, &mut mean, &mut square, &[0.0, 0.0]);
@@ -439,8 +488,9 @@ mod tests {
     #[test]
     fn a_few_updates_lower_the_loss_in_single_precision() {
         let shape = LinearShape { rows: 8, inputs: 6, outputs: BYTES };
-        let single =
-            |len, seed, scale| random(len, seed, scale).iter().map(|v| *v as f32).collect::<Vec<_>>();
+        let single = |len, seed, scale| {
+            random(len, seed, scale).iter().map(|v| *v as f32).collect::<Vec<_>>()
+        };
         let (x, targets) = (single(48, 1, 1.0), [1u8, 2, 3, 4, 5, 6, 7, 8]);
         let (mut w, mut bias) = (single(6 * BYTES, 2, 0.1), vec![0.0f32; BYTES]);
         let (mut mean, mut square) = (vec![0.0; w.len()], vec![0.0; w.len()]);
@@ -454,7 +504,13 @@ mod tests {
             let mut dw = vec![0.0; w.len()];
             let mut dbias = vec![0.0; BYTES];
             linear_backward_weights(shape, &mut dw, &mut dbias, &x, &dy);
-            Adam { learning_rate: 0.1, ..Adam::default() }.update(step, &mut w, &mut mean, &mut square, &dw);
+            Adam { learning_rate: 0.1, ..Adam::default() }.update(
+                step,
+                &mut w,
+                &mut mean,
+                &mut square,
+                &dw,
+            );
             bias.iter_mut().zip(&dbias).for_each(|(b, d)| *b -= 0.1 * d);
         }
         assert!(losses[49] < 0.2 * losses[0], "{losses:?}");

@@ -1,7 +1,8 @@
-//! The windows that each step learns from, made where they are needed, and the values that weights start from.
+//! The windows that each step learns from, made where they are needed, and the values that weights
+//! start from.
 //!
-//! All of it is a function of a seed and of places in the whole alone, so it is the same on any number of
-//! processes.
+//! All of it is a function of a seed and of places in the whole alone, so it is the same on any
+//! number of processes.
 
 use std::sync::Arc;
 
@@ -107,7 +108,8 @@ pub(crate) fn make_random(
     scale: f64,
 ) -> Result<MpmdArray> {
     p.make(f32s(shape), &mesh.replicated(), move |region, mut values| {
-        let elements = region.range(0).flat_map(|row| region.range(1).map(move |column| (row, column)));
+        let elements =
+            region.range(0).flat_map(|row| region.range(1).map(move |column| (row, column)));
         for (value, (row, column)) in values.as_mut_slice::<f32>()?.iter_mut().zip(elements) {
             *value = (scale * random_unit(stream, (row * shape[1] + column) as u64)) as f32;
         }
@@ -137,7 +139,10 @@ mod tests {
         for most in [1, 7, 600, 1 << 20] {
             let held_out = HeldOut::new(&text, most);
             let windows = held_out.windows();
-            assert!(windows <= most && windows * 2 > most.min(text.held_out_windows()), "{most}: {windows}");
+            assert!(
+                windows <= most && windows * 2 > most.min(text.held_out_windows()),
+                "{most}: {windows}"
+            );
         }
         assert_eq!(HeldOut::new(&text, 0).windows(), 0);
     }

@@ -1,9 +1,10 @@
-//! Trains the model of [`next_byte`](crate::next_byte) as a pipeline of [`STAGES`] stages, each on a device
-//! of its own: one program, whatever number of processes the devices are spread over.
+//! Trains the model of [`next_byte`](crate::next_byte) as a pipeline of [`STAGES`] stages, each on
+//! a device of its own: one program, whatever number of processes the devices are spread over.
 //!
-//! Each step draws a batch of windows of the text, cut in microbatches. Contexts are made where the first
-//! stage is and targets where the last one is; activations move from stage to stage by `device_put`, their
-//! gradients back. Nothing depends on the number of processes, nor on timing: losses are the same to the bit.
+//! Each step draws a batch of windows of the text, cut in microbatches. Contexts are made where the
+//! first stage is and targets where the last one is; activations move from stage to stage by
+//! `device_put`, their gradients back. Nothing depends on the number of processes, nor on timing:
+//! losses are the same to the bit.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -14,13 +15,17 @@ use mpmd_core::{Jit, ProcessId};
 
 use crate::math::random_bits;
 use crate::next_byte::{Activation, BYTES, CONTEXT, initial_scale};
-use crate::next_byte_data::{HeldOut, make_contexts, make_random, make_targets, make_zeros, sampler};
+use crate::next_byte_data::{
+    HeldOut, make_contexts, make_random, make_targets, make_zeros, sampler,
+};
 use crate::next_byte_stages::{
-    Backward, BackwardIn, Forward, ForwardIn, Layer, Loss, LossGradient, LossIn, StageState, Update, UpdateIn,
+    Backward, BackwardIn, Forward, ForwardIn, Layer, Loss, LossGradient, LossIn, StageState,
+    Update, UpdateIn,
 };
 use crate::text::Text;
 
-/// Stages of the pipeline: embedding and first hidden layer, two hidden layers, the layer of the logits.
+/// Stages of the pipeline: embedding and first hidden layer, two hidden layers, the layer of the
+/// logits.
 pub const STAGES: usize = 4;
 /// How many steps later a loss is read: so that the pipeline never runs empty for it.
 pub const LOSSES_PENDING: usize = 2;
@@ -44,7 +49,8 @@ pub struct Config {
     pub rows: usize,
     /// Step size at first; it falls to a tenth of that by the end.
     pub learning_rate: f64,
-    /// Held-out windows to test with at the end, at most: they are spread evenly over all there are.
+    /// Held-out windows to test with at the end, at most: they are spread evenly over all there
+    /// are.
     pub held_out_windows: usize,
 }
 
@@ -72,7 +78,8 @@ impl Config {
     /// Weights of the model.
     pub fn parameters(&self) -> usize {
         let Self { width, hidden, .. } = *self;
-        let layers = [(CONTEXT * width, hidden), (hidden, hidden), (hidden, hidden), (hidden, BYTES)];
+        let layers =
+            [(CONTEXT * width, hidden), (hidden, hidden), (hidden, hidden), (hidden, BYTES)];
         BYTES * width + layers.iter().map(|(inputs, outputs)| (inputs + 1) * outputs).sum::<usize>()
     }
 
@@ -83,7 +90,11 @@ impl Config {
 
     fn check(&self) -> Result<()> {
         let sizes = [self.width, self.hidden, self.microbatches, self.rows];
-        if sizes.contains(&0) { Err(Error::kernel(format!("a size of zero in {self:?}"))) } else { Ok(()) }
+        if sizes.contains(&0) {
+            Err(Error::kernel(format!("a size of zero in {self:?}")))
+        } else {
+            Ok(())
+        }
     }
 }
 
@@ -96,7 +107,8 @@ pub struct Outcome {
     pub held_out_loss: Option<f64>,
 }
 
-/// Trains a model; `on_loss` is called on process 0 with each step, counted from zero, and its loss.
+/// Trains a model; `on_loss` is called on process 0 with each step, counted from zero, and its
+/// loss.
 ///
 /// # Errors
 ///
@@ -137,8 +149,8 @@ pub fn train(
     Ok(outcome)
 }
 
-/// The mean loss of a step from the sum that [`Pipeline::step`] returned; `None` where it is remote. Waits
-/// for it.
+/// The mean loss of a step from the sum that [`Pipeline::step`] returned; `None` where it is
+/// remote. Waits for it.
 ///
 /// # Errors
 ///
@@ -214,15 +226,20 @@ impl Pipeline {
                 .on(last)
                 .outputs(last.replicated())
                 .build()?,
-            held_out_loss: p.jit(Loss::new()).on(last).outputs(last.replicated()).donate("sum").build()?,
+            held_out_loss: p
+                .jit(Loss::new())
+                .on(last)
+                .outputs(last.replicated())
+                .donate("sum")
+                .build()?,
             order: one_forward_one_backward(STAGES, config.microbatches),
             config: config.clone(),
             stages,
         })
     }
 
-    /// One update. Returns at once, with the sum of the losses of the step's windows as an array on the
-    /// first stage's device, which is of process 0.
+    /// One update. Returns at once, with the sum of the losses of the step's windows as an array on
+    /// the first stage's device, which is of process 0.
     ///
     /// # Errors
     ///
@@ -231,8 +248,12 @@ impl Pipeline {
         let (windows, m) = (self.config.windows(), self.config.microbatches);
         let contexts =
             make_contexts(p, &self.stages[0].mesh, windows, sampler(text, self.config.seed, step))?;
-        let targets =
-            make_targets(p, &self.stages[STAGES - 1].mesh, windows, sampler(text, self.config.seed, step))?;
+        let targets = make_targets(
+            p,
+            &self.stages[STAGES - 1].mesh,
+            windows,
+            sampler(text, self.config.seed, step),
+        )?;
         let targets = targets.microbatches(p, 0, m)?;
         let mut moving: Vec<Vec<InFlight>> =
             (0..STAGES).map(|_| (0..m).map(|_| InFlight::default()).collect()).collect();
@@ -255,7 +276,8 @@ impl Pipeline {
                     moving[stage][microbatch].y = Some(y);
                 }
                 Action::Backward { stage, microbatch } => {
-                    // What goes out of scope here is freed when the last call that reads it has run.
+                    // What goes out of scope here is freed when the last call that reads it has
+                    // run.
                     let mut here = std::mem::take(&mut moving[stage][microbatch]);
                     if stage + 1 == STAGES {
                         let input = (made(&here.y)?, targets[microbatch].clone());
@@ -276,8 +298,8 @@ impl Pipeline {
         Ok(sum)
     }
 
-    /// The sum of the losses of the held-out windows, on the first stage's device: forward passes alone.
-    /// Returns at once.
+    /// The sum of the losses of the held-out windows, on the first stage's device: forward passes
+    /// alone. Returns at once.
     ///
     /// # Errors
     ///
@@ -316,17 +338,26 @@ impl Stage {
         // Each array has a stream of random numbers of its own.
         let stream = |leaf: u64| random_bits(seed, u64::MAX - (index as u64 * 4 + leaf));
         let scale = initial_scale(inputs, outputs);
-        let table = if first { Some(make_random(p, &mesh, [BYTES, width], stream(0), 1.0)?) } else { None };
+        let table =
+            if first { Some(make_random(p, &mesh, [BYTES, width], stream(0), 1.0)?) } else { None };
         let w = make_random(p, &mesh, [inputs, outputs], stream(1), scale)?;
         let bias = make_zeros::<f32>(p, &mesh, &[outputs])?;
         let parameters = Layer { table, w, bias };
         let shapes = parameters.map_ref(&mut |leaf| leaf.aval().clone());
-        let mut zeros =
-            || shapes.try_map_ref::<MpmdArray, Error>(&mut |aval| make_zeros::<f32>(p, &mesh, aval.shape()));
-        let state = StageState { gradients: zeros()?, mean: zeros()?, square: zeros()?, parameters };
+        let mut zeros = || {
+            shapes.try_map_ref::<MpmdArray, Error>(&mut |aval| {
+                make_zeros::<f32>(p, &mesh, aval.shape())
+            })
+        };
+        let state =
+            StageState { gradients: zeros()?, mean: zeros()?, square: zeros()?, parameters };
         let on_device = mesh.replicated();
         Ok(Self {
-            forward: p.jit(Forward::new(activation)).on(&mesh).outputs(on_device.clone()).build()?,
+            forward: p
+                .jit(Forward::new(activation))
+                .on(&mesh)
+                .outputs(on_device.clone())
+                .build()?,
             backward: p
                 .jit(Backward::new(activation))
                 .on(&mesh)
@@ -370,7 +401,9 @@ impl Stage {
 
 /// What an action needs of one before it.
 fn made(array: &Option<MpmdArray>) -> Result<MpmdArray> {
-    array.clone().ok_or_else(|| Error::kernel("the order of actions uses an array before it is made"))
+    array
+        .clone()
+        .ok_or_else(|| Error::kernel("the order of actions uses an array before it is made"))
 }
 
 /// One stage's work on one microbatch.
@@ -380,8 +413,8 @@ enum Action {
     Backward { stage: usize, microbatch: usize },
 }
 
-/// One order of all actions of a step, in which each stage runs one forward, one backward: forward as often
-/// as stages follow, then in turns, so that it never keeps more microbatches than that.
+/// One order of all actions of a step, in which each stage runs one forward, one backward: forward
+/// as often as stages follow, then in turns, so that it never keeps more microbatches than that.
 fn one_forward_one_backward(stages: usize, microbatches: usize) -> Vec<Action> {
     let (mut forwards, mut backwards) = (vec![0; stages], vec![0; stages]);
     let mut order = Vec::new();
@@ -432,7 +465,8 @@ mod tests {
     /// Text with an order to be learnt.
     fn text() -> Arc<Text> {
         let words = ["one ", "two ", "three ", "four ", "five ", "six "];
-        let text: String = (0..12_000).map(|i| words[(random_bits(5, i / 3) % 3 + i % 3) as usize]).collect();
+        let text: String =
+            (0..12_000).map(|i| words[(random_bits(5, i / 3) % 3 + i % 3) as usize]).collect();
         Arc::new(Text::of_files(&[text.into_bytes()]).unwrap())
     }
 
@@ -440,11 +474,15 @@ mod tests {
     fn losses_are_the_same_bits_on_any_number_of_processes() {
         let (text, config) = (text(), small(10));
         let run = |processes, seed| {
-            let simulation = Simulation::new(processes, STAGES).delays(seed, Duration::from_millis(2));
+            let simulation =
+                Simulation::new(processes, STAGES).delays(seed, Duration::from_millis(2));
             let results = simulation.run(|p| train(p, &text, &config, |_, _| {}));
             let mut outcomes = results.into_iter().map(|result| result.unwrap());
             let first = outcomes.next().unwrap();
-            assert!(outcomes.all(|outcome| outcome == Outcome::default()), "losses on process 0 alone");
+            assert!(
+                outcomes.all(|outcome| outcome == Outcome::default()),
+                "losses on process 0 alone"
+            );
             first
         };
         let alone = run(1, 0);
@@ -455,7 +493,8 @@ mod tests {
             for seed in 0..3 {
                 let outcome = run(processes, seed);
                 let bits = |outcome: &Outcome| {
-                    let losses: Vec<u32> = outcome.losses.iter().map(|loss| loss.to_bits()).collect();
+                    let losses: Vec<u32> =
+                        outcome.losses.iter().map(|loss| loss.to_bits()).collect();
                     (losses, outcome.held_out_loss.map(f64::to_bits))
                 };
                 assert_eq!(bits(&outcome), bits(&alone), "{processes} processes, seed {seed}");
@@ -477,7 +516,8 @@ mod tests {
         assert_ne!(train(small(3)).losses, other.losses);
     }
 
-    /// The memory in use once all that was issued has been carried out, on this and every other process.
+    /// The memory in use once all that was issued has been carried out, on this and every other
+    /// process.
     fn memory_at_rest(p: &mut Program, pipeline: &Pipeline, sum: MpmdArray) -> MemoryUse {
         let leaves = pipeline.state().flat_map(|state| state.leaves());
         leaves.chain([&sum]).for_each(|array| {
@@ -490,7 +530,9 @@ mod tests {
         }
         // What was read for the last time is given back a moment later.
         let (start, mut since, mut last) = (Instant::now(), Instant::now(), p.memory());
-        while since.elapsed() < Duration::from_millis(300) && start.elapsed() < Duration::from_secs(20) {
+        while since.elapsed() < Duration::from_millis(300)
+            && start.elapsed() < Duration::from_secs(20)
+        {
             std::thread::sleep(Duration::from_millis(10));
             let now = p.memory();
             if now.live != last.live {
@@ -527,7 +569,8 @@ mod tests {
     fn a_size_of_zero_and_different_texts_are_refused() {
         let text = text();
         let config = Config { hidden: 0, ..small(1) };
-        let error = Simulation::new(1, STAGES).run(|p| train(p, &text, &config, |_, _| {})).remove(0);
+        let error =
+            Simulation::new(1, STAGES).run(|p| train(p, &text, &config, |_, _| {})).remove(0);
         assert!(error.unwrap_err().to_string().contains("hidden: 0"));
 
         let other = Arc::new(Text::of_files(&[vec![b'x'; 1000]]).unwrap());
@@ -535,7 +578,8 @@ mod tests {
             let text = if p.process() == ProcessId(1) { &other } else { &text };
             train(p, text, &small(2), |_, _| {})
         });
-        let errors: Vec<String> = results.into_iter().map(|result| result.unwrap_err().to_string()).collect();
+        let errors: Vec<String> =
+            results.into_iter().map(|result| result.unwrap_err().to_string()).collect();
         assert!(
             errors[1].contains("process 1 has read another text than process 0: 1001 bytes"),
             "{errors:?}"
@@ -562,8 +606,12 @@ mod tests {
                     }
                     if microbatch > 0 {
                         // Ascending, so that gradients are added in one order.
-                        assert!(forward > at(Action::Forward { stage, microbatch: microbatch - 1 }));
-                        assert!(backward > at(Action::Backward { stage, microbatch: microbatch - 1 }));
+                        assert!(
+                            forward > at(Action::Forward { stage, microbatch: microbatch - 1 })
+                        );
+                        assert!(
+                            backward > at(Action::Backward { stage, microbatch: microbatch - 1 })
+                        );
                     }
                 }
                 let (mut kept, mut most) = (0usize, 0);
@@ -575,7 +623,11 @@ mod tests {
                     }
                     most = most.max(kept);
                 }
-                assert_eq!(most, microbatches.min(stages - stage), "{stages} stages, {microbatches}");
+                assert_eq!(
+                    most,
+                    microbatches.min(stages - stage),
+                    "{stages} stages, {microbatches}"
+                );
             }
         }
     }

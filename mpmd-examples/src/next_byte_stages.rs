@@ -1,12 +1,12 @@
-//! The kernels of a pipeline that trains the model of [`next_byte`](crate::next_byte): what each stage
-//! holds, and what its device computes.
+//! The kernels of a pipeline that trains the model of [`next_byte`](crate::next_byte): what each
+//! stage holds, and what its device computes.
 //!
 //! A stage is one layer, the first one with the table of the embedding before it. Its device runs
-//! [`Forward`], [`Backward`] and [`Update`]; that of the last stage also [`Loss`] and [`LossGradient`] between
-//! the two. A stage lives on one device, so regions are whole arrays here.
+//! [`Forward`], [`Backward`] and [`Update`]; that of the last stage also [`Loss`] and
+//! [`LossGradient`] between the two. A stage lives on one device, so regions are whole arrays here.
 //!
-//! All kernels are generic over the float they compute in: programs use `f32`, and in `f64` gradients can be
-//! compared with finite differences.
+//! All kernels are generic over the float they compute in: programs use `f32`, and in `f64`
+//! gradients can be compared with finite differences.
 
 use std::marker::PhantomData;
 
@@ -53,7 +53,8 @@ pub struct StageState<L> {
 pub struct ForwardIn<L> {
     /// The stage's parameters.
     pub parameters: Layer<L>,
-    /// With a table the contexts, bytes of `[rows, CONTEXT]`; without it floats of `[rows, inputs]`.
+    /// With a table the contexts, bytes of `[rows, CONTEXT]`; without it floats of `[rows,
+    /// inputs]`.
     pub x: L,
 }
 
@@ -112,7 +113,8 @@ pub struct Loss<T, S> {
     floats: PhantomData<fn() -> (T, S)>,
 }
 
-/// The gradient of the logits (`[rows, BYTES]`), from logits and targets: that of a mean over `windows`.
+/// The gradient of the logits (`[rows, BYTES]`), from logits and targets: that of a mean over
+/// `windows`.
 #[derive(Clone, Copy, Debug)]
 pub struct LossGradient<T> {
     /// Rows of all microbatches of a step together.
@@ -131,7 +133,8 @@ pub struct UpdateIn<L> {
     pub learning_rate: L,
 }
 
-/// One update by [`Adam`]: all of the state in place, where it is donated, with gradients back at zero.
+/// One update by [`Adam`]: all of the state in place, where it is donated, with gradients back at
+/// zero.
 #[derive(Clone, Copy, Debug)]
 pub struct Update<T> {
     float: PhantomData<fn() -> T>,
@@ -160,7 +163,12 @@ impl<T: Float> Kernel for Forward<T> {
         Ok(Signature::new(ShapedArray::new(&[shape.rows, shape.outputs], T::DTYPE)))
     }
 
-    fn run(&self, _: &mut Context<'_>, input: ForwardIn<View<'_>>, mut y: ViewMut<'_>) -> Result<()> {
+    fn run(
+        &self,
+        _: &mut Context<'_>,
+        input: ForwardIn<View<'_>>,
+        mut y: ViewMut<'_>,
+    ) -> Result<()> {
         let ForwardIn { parameters, x } = input;
         let shape = stage_shape::<T>(&global(&parameters), x.global())?;
         let mut embedded: Vec<T> = Vec::new();
@@ -186,7 +194,10 @@ impl<T: Float> Kernel for Backward<T> {
     type In = BackwardIn<MpmdArray>;
     type Out = BackwardOut<MpmdArray>;
 
-    fn infer(&self, input: &BackwardIn<ShapedArray>) -> Result<Signature<BackwardOut<ShapedArray>>> {
+    fn infer(
+        &self,
+        input: &BackwardIn<ShapedArray>,
+    ) -> Result<Signature<BackwardOut<ShapedArray>>> {
         let shape = stage_shape::<T>(&input.parameters, &input.x)?;
         let outputs = ShapedArray::new(&[shape.rows, shape.outputs], T::DTYPE);
         expect("y", &input.y, &outputs)?;
@@ -197,11 +208,16 @@ impl<T: Float> Kernel for Backward<T> {
         {
             expect(&path, gradient, parameter)?;
         }
-        let aliases: Vec<String> =
-            gradients.leaves_with_paths().into_iter().map(|(path, _)| format!("gradients/{path}")).collect();
+        let aliases: Vec<String> = gradients
+            .leaves_with_paths()
+            .into_iter()
+            .map(|(path, _)| format!("gradients/{path}"))
+            .collect();
         let dx = input.parameters.table.is_none().then(|| input.x.clone());
         let signature = Signature::new(BackwardOut { gradients, dx });
-        Ok(aliases.into_iter().fold(signature, |signature, path| signature.alias(path.clone(), path)))
+        Ok(aliases
+            .into_iter()
+            .fold(signature, |signature, path| signature.alias(path.clone(), path)))
     }
 
     fn run(
@@ -216,7 +232,8 @@ impl<T: Float> Kernel for Backward<T> {
         let mut embedded = Vec::new();
         let x: &[T] = features(&parameters, &input_x, &mut embedded)?;
         let mut dz = vec![T::default(); shape.rows * shape.outputs];
-        let mut scratch = vec![T::default(); if dx.is_some() { 0 } else { shape.rows * shape.inputs }];
+        let mut scratch =
+            vec![T::default(); if dx.is_some() { 0 } else { shape.rows * shape.inputs }];
         let dx: &mut [T] = match &mut dx {
             Some(dx) => dx.as_mut_slice()?,
             None => &mut scratch,
@@ -259,7 +276,12 @@ impl<T: Float, S: Float> Kernel for Loss<T, S> {
         Ok(Signature::new(input.sum.clone()).alias("sum", ""))
     }
 
-    fn run(&self, _: &mut Context<'_>, input: LossIn<View<'_>>, mut sum: ViewMut<'_>) -> Result<()> {
+    fn run(
+        &self,
+        _: &mut Context<'_>,
+        input: LossIn<View<'_>>,
+        mut sum: ViewMut<'_>,
+    ) -> Result<()> {
         let loss: T = cross_entropy(input.logits.as_slice()?, input.targets.as_slice()?);
         sum.as_mut_slice::<S>()?[0] += S::of(loss.to_f64());
         Ok(())
@@ -277,7 +299,10 @@ impl<T: Float> Kernel for LossGradient<T> {
     type In = (MpmdArray, MpmdArray);
     type Out = MpmdArray;
 
-    fn infer(&self, (logits, targets): &(ShapedArray, ShapedArray)) -> Result<Signature<ShapedArray>> {
+    fn infer(
+        &self,
+        (logits, targets): &(ShapedArray, ShapedArray),
+    ) -> Result<Signature<ShapedArray>> {
         check_logits::<T>(logits, targets)?;
         Ok(Signature::new(logits.clone()))
     }
@@ -289,7 +314,12 @@ impl<T: Float> Kernel for LossGradient<T> {
         mut dlogits: ViewMut<'_>,
     ) -> Result<()> {
         let scale = T::of(1.0 / self.windows as f64);
-        cross_entropy_gradient(dlogits.as_mut_slice()?, logits.as_slice()?, targets.as_slice()?, scale);
+        cross_entropy_gradient(
+            dlogits.as_mut_slice()?,
+            logits.as_slice()?,
+            targets.as_slice()?,
+            scale,
+        );
         Ok(())
     }
 
@@ -324,7 +354,8 @@ impl<T: Float> Kernel for Update<T> {
                 expect(&path, other, parameter)?;
             }
         }
-        let paths: Vec<String> = state.leaves_with_paths().into_iter().map(|(path, _)| path).collect();
+        let paths: Vec<String> =
+            state.leaves_with_paths().into_iter().map(|(path, _)| path).collect();
         let signature = Signature::new(state);
         Ok(paths
             .into_iter()
@@ -353,7 +384,10 @@ impl<T: Float> Kernel for Update<T> {
 }
 
 /// The sizes of a stage's layer, where parameters and input fit each other.
-fn stage_shape<T: Element>(parameters: &Layer<ShapedArray>, x: &ShapedArray) -> Result<LinearShape> {
+fn stage_shape<T: Element>(
+    parameters: &Layer<ShapedArray>,
+    x: &ShapedArray,
+) -> Result<LinearShape> {
     let [rows, columns] = dimensions("x", x)?;
     let [inputs, outputs] = dimensions("w", &parameters.w)?;
     expect("w", &parameters.w, &ShapedArray::new(&[inputs, outputs], T::DTYPE))?;
@@ -361,13 +395,17 @@ fn stage_shape<T: Element>(parameters: &Layer<ShapedArray>, x: &ShapedArray) -> 
     match &parameters.table {
         Some(table) => {
             if inputs == 0 || !inputs.is_multiple_of(CONTEXT) {
-                return Err(Error::kernel(format!("w: {inputs} inputs are not {CONTEXT} equal embeddings")));
+                return Err(Error::kernel(format!(
+                    "w: {inputs} inputs are not {CONTEXT} equal embeddings"
+                )));
             }
             expect("x", x, &u8s([rows, CONTEXT]))?;
             expect("table", table, &ShapedArray::new(&[BYTES, inputs / CONTEXT], T::DTYPE))?;
         }
         None if columns != inputs => {
-            return Err(Error::kernel(format!("x has {columns} columns where w has {inputs} rows")));
+            return Err(Error::kernel(format!(
+                "x has {columns} columns where w has {inputs} rows"
+            )));
         }
         None => expect("x", x, &ShapedArray::new(&[rows, inputs], T::DTYPE))?,
     }
@@ -454,7 +492,10 @@ mod tests {
     fn assert_gradient(name: &str, gradient: &[f64], x: &HostArray, f: impl Fn(HostArray) -> f64) {
         for (at, found) in gradient.iter().enumerate() {
             let expected = slope(x, at, &f);
-            assert!((found - expected).abs() < 1e-8, "{name}[{at}]: {found}, by differences {expected}");
+            assert!(
+                (found - expected).abs() < 1e-8,
+                "{name}[{at}]: {found}, by differences {expected}"
+            );
         }
     }
 
@@ -477,12 +518,15 @@ mod tests {
             y,
             dy: dy.clone(),
         };
-        let BackwardOut { gradients, dx } = run_here(Backward::<f64>::new(activation), &input).unwrap();
+        let BackwardOut { gradients, dx } =
+            run_here(Backward::<f64>::new(activation), &input).unwrap();
         let added = |after: &HostArray, before: &HostArray| -> Vec<f64> {
             values(after).iter().zip(values(before)).map(|(after, before)| after - before).collect()
         };
         let dw = added(&gradients.w, &before.w);
-        assert_gradient("w", &dw, &parameters.w, |w| weighed(Layer { w, ..parameters.clone() }, x.clone()));
+        assert_gradient("w", &dw, &parameters.w, |w| {
+            weighed(Layer { w, ..parameters.clone() }, x.clone())
+        });
         let dbias = added(&gradients.bias, &before.bias);
         assert_gradient("bias", &dbias, &parameters.bias, |bias| {
             weighed(Layer { bias, ..parameters.clone() }, x.clone())
@@ -492,7 +536,8 @@ mod tests {
                 assert_gradient("x", &values(&dx), x, |x| weighed(parameters.clone(), x));
             }
             (None, Some(table)) => {
-                let dtable = added(gradients.table.as_ref().unwrap(), before.table.as_ref().unwrap());
+                let dtable =
+                    added(gradients.table.as_ref().unwrap(), before.table.as_ref().unwrap());
                 let (width, contexts) = (table.shape()[1], x.to_vec::<u8>().unwrap());
                 for (at, found) in dtable.iter().enumerate() {
                     // Most rows were not looked up: for those a zero is enough.
@@ -503,7 +548,10 @@ mod tests {
                     } else {
                         0.0
                     };
-                    assert!((found - expected).abs() < 1e-8, "table[{at}]: {found}, not {expected}");
+                    assert!(
+                        (found - expected).abs() < 1e-8,
+                        "table[{at}]: {found}, not {expected}"
+                    );
                 }
             }
             _ => panic!("a gradient of the input, or a table"),
@@ -535,7 +583,8 @@ mod tests {
         assert!((loss(logits.clone(), 10.0) - loss(logits.clone(), 0.0) - 10.0).abs() < 1e-12);
         let windows = 5;
         let gradient =
-            run_here(LossGradient::<f64>::new(windows), &(logits.clone(), targets.clone())).unwrap();
+            run_here(LossGradient::<f64>::new(windows), &(logits.clone(), targets.clone()))
+                .unwrap();
         let rescaled: Vec<f64> = values(&gradient).iter().map(|g| g * windows as f64).collect();
         assert_gradient("logits", &rescaled, &logits, |logits| loss(logits, 0.0));
     }
@@ -567,13 +616,22 @@ mod tests {
     fn shapes_that_do_not_fit_are_refused_by_name() {
         let refused = |parameters: Layer<HostArray>, x: HostArray, what: &str| {
             let input = ForwardIn { parameters, x };
-            let error = run_here(Forward::<f64>::new(Activation::Tanh), &input).unwrap_err().to_string();
+            let error =
+                run_here(Forward::<f64>::new(Activation::Tanh), &input).unwrap_err().to_string();
             assert!(error.contains(what), "{error}");
         };
         refused(layer(None, 4, 3, 1), random(&[ROWS, 5], 2), "x has 5 columns where w has 4 rows");
         refused(layer(Some(1), CONTEXT, 3, 1), random(&[ROWS, CONTEXT], 2), "x: expected u8[3,16]");
-        refused(layer(Some(2), CONTEXT, 3, 1), bytes(&[ROWS, CONTEXT], 2), "table: expected f64[256,1]");
-        refused(Layer { bias: random(&[4], 1), ..layer(None, 4, 3, 1) }, random(&[1, 4], 2), "bias");
+        refused(
+            layer(Some(2), CONTEXT, 3, 1),
+            bytes(&[ROWS, CONTEXT], 2),
+            "table: expected f64[256,1]",
+        );
+        refused(
+            Layer { bias: random(&[4], 1), ..layer(None, 4, 3, 1) },
+            random(&[1, 4], 2),
+            "bias",
+        );
         let logits = (random(&[2, 5], 1), bytes(&[2], 2));
         let error = run_here(LossGradient::<f64>::new(1), &logits).unwrap_err().to_string();
         assert!(error.contains("logits: expected f64[2,256]"), "{error}");

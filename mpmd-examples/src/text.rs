@@ -29,28 +29,30 @@ const SKIPPED_FOLDERS: [&str; 2] = [".git", "target"];
 pub struct Text {
     bytes: Vec<u8>,
     files: usize,
-    /// For each run of training blocks: the index of its first target among all training targets, and the
-    /// position of that target in `bytes`. Sorted.
+    /// For each run of training blocks: the index of its first target among all training targets,
+    /// and the position of that target in `bytes`. Sorted.
     runs: Vec<(usize, usize)>,
     targets: usize,
 }
 
 impl Text {
-    /// The text of files and folders, in the order given. A folder is walked in sorted order, passing over
-    /// `.git`, `target`, links, files that are not UTF-8 text and files above [`LARGEST_FILE`]. A file given
-    /// by name is taken whatever its size.
+    /// The text of files and folders, in the order given. A folder is walked in sorted order,
+    /// passing over `.git`, `target`, links, files that are not UTF-8 text and files above
+    /// [`LARGEST_FILE`]. A file given by name is taken whatever its size.
     ///
     /// # Errors
     ///
-    /// The caller's: a path that cannot be read, a file given by name that is not text, too little text for
-    /// one training window.
+    /// The caller's: a path that cannot be read, a file given by name that is not text, too little
+    /// text for one training window.
     pub fn read(paths: &[PathBuf]) -> anyhow::Result<Self> {
         let mut files = Vec::new();
         for path in paths {
-            let kind = fs::metadata(path).with_context(|| format!("cannot read {}", path.display()))?;
+            let kind =
+                fs::metadata(path).with_context(|| format!("cannot read {}", path.display()))?;
             if kind.is_dir() {
                 let mut found = Vec::new();
-                walk(path, &mut found).with_context(|| format!("cannot read {}", path.display()))?;
+                walk(path, &mut found)
+                    .with_context(|| format!("cannot read {}", path.display()))?;
                 files.extend(read_texts(&found)?);
             } else {
                 let text = read_text(path, u64::MAX)
@@ -62,18 +64,22 @@ impl Text {
         Self::of_files(&files)
     }
 
-    /// The text of this repository as it was checked out: the files git tracks or, without git, all of it.
+    /// The text of this repository as it was checked out: the files git tracks or, without git, all
+    /// of it.
     ///
     /// # Errors
     ///
     /// The environment's: the folder this program was built from is gone or cannot be read.
     pub fn of_this_repository() -> anyhow::Result<Self> {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the workspace has no folder")?;
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .parent()
+            .context("the workspace has no folder")?;
         let files = match tracked_files(root) {
             Some(files) => files,
             None => {
                 let mut found = Vec::new();
-                walk(root, &mut found).with_context(|| format!("cannot read {}", root.display()))?;
+                walk(root, &mut found)
+                    .with_context(|| format!("cannot read {}", root.display()))?;
                 found
             }
         };
@@ -138,18 +144,26 @@ impl Text {
 
     /// The training window for one row of the batch of one step, the same on every process.
     pub fn sample(&self, seed: u64, step: u64, row: u64) -> (&[u8], u8) {
-        // A stream for each step, a place in it for each row. The high half of the product maps 64 random
-        // bits onto the windows; how unevenly is far below what anyone could see.
+        // A stream for each step, a place in it for each row. The high half of the product maps 64
+        // random bits onto the windows; how unevenly is far below what anyone could see.
         let bits = random_bits(random_bits(seed, step), row);
         self.training_window(((u128::from(bits) * self.targets as u128) >> 64) as usize)
     }
 
-    /// Fills `contexts` (`[rows, CONTEXT]`) and `targets` (`[rows]`) with rows `first_row..` of a step's batch.
+    /// Fills `contexts` (`[rows, CONTEXT]`) and `targets` (`[rows]`) with rows `first_row..` of a
+    /// step's batch.
     ///
     /// # Panics
     ///
     /// Panics where the two do not fit each other.
-    pub fn fill_batch(&self, seed: u64, step: u64, first_row: u64, contexts: &mut [u8], targets: &mut [u8]) {
+    pub fn fill_batch(
+        &self,
+        seed: u64,
+        step: u64,
+        first_row: u64,
+        contexts: &mut [u8],
+        targets: &mut [u8],
+    ) {
         assert_eq!(contexts.len(), targets.len() * CONTEXT, "context bytes");
         let rows = contexts.chunks_exact_mut(CONTEXT).zip(targets).zip(first_row..);
         for ((context, target), row) in rows {
@@ -164,26 +178,29 @@ impl Text {
         self.held_out_blocks().map(|block| block.len()).sum()
     }
 
-    /// A window for each held-out byte, in order. Its first ones reach back into the training text before.
+    /// A window for each held-out byte, in order. Its first ones reach back into the training text
+    /// before.
     pub fn held_out(&self) -> impl Iterator<Item = (&[u8], u8)> {
         self.held_out_blocks().flatten().map(|position| self.window(position))
     }
 
-    /// The cross-entropy, in nats per byte, of the held-out bytes under the frequencies of the training bytes,
-    /// each counted once more than seen: what a model has to beat. `None` where nothing is held out.
+    /// The cross-entropy, in nats per byte, of the held-out bytes under the frequencies of the
+    /// training bytes, each counted once more than seen: what a model has to beat. `None` where
+    /// nothing is held out.
     pub fn byte_frequency_loss(&self) -> Option<f64> {
         let mut seen = [1u64; BYTES];
         for (_, block) in self.blocks().filter(|(held_out, _)| !held_out) {
             self.bytes[block].iter().for_each(|byte| seen[usize::from(*byte)] += 1);
         }
         let total = seen.iter().sum::<u64>() as f64;
-        let losses = self.held_out().map(|(_, byte)| -(seen[usize::from(byte)] as f64 / total).ln());
+        let losses =
+            self.held_out().map(|(_, byte)| -(seen[usize::from(byte)] as f64 / total).ln());
         let held_out = self.held_out_windows();
         (held_out > 0).then(|| losses.sum::<f64>() / held_out as f64)
     }
 
-    /// `time` training bytes in a row and the bytes that follow each, for one row of the batch of one step; the
-    /// same on every process. `None` where no run of training blocks is that long.
+    /// `time` training bytes in a row and the bytes that follow each, for one row of the batch of
+    /// one step; the same on every process. `None` where no run of training blocks is that long.
     pub fn sequence(&self, seed: u64, step: u64, row: u64, time: usize) -> Option<(&[u8], &[u8])> {
         let room = |run: &std::ops::Range<usize>| run.len().saturating_sub(time);
         let starts: usize = self.training_runs().map(|run| room(&run)).sum();
@@ -201,8 +218,8 @@ impl Text {
         None
     }
 
-    /// The held-out blocks cut in pieces of `time` bytes, each with the bytes that follow; what is left of a
-    /// block is passed over.
+    /// The held-out blocks cut in pieces of `time` bytes, each with the bytes that follow; what is
+    /// left of a block is passed over.
     pub fn held_out_sequences(&self, time: usize) -> Vec<(&[u8], &[u8])> {
         let cut = |block: std::ops::Range<usize>| {
             (block.start..block.end).step_by(time).filter(move |start| start + time < block.end)
@@ -222,7 +239,8 @@ impl Text {
         (&self.bytes[start..start + time], &self.bytes[start + 1..start + 1 + time])
     }
 
-    /// A number that tells two texts apart, to compare between processes that read files of their own.
+    /// A number that tells two texts apart, to compare between processes that read files of their
+    /// own.
     pub fn fingerprint(&self) -> u64 {
         self.bytes.chunks(8).fold(self.bytes.len() as u64, |state, chunk| {
             let mut word = [0; 8];
@@ -238,10 +256,9 @@ impl Text {
     /// All blocks, and whether each is held out.
     fn blocks(&self) -> impl Iterator<Item = (bool, std::ops::Range<usize>)> {
         let len = self.bytes.len();
-        (0..len)
-            .step_by(BLOCK)
-            .enumerate()
-            .map(move |(i, start)| (i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1, start..len.min(start + BLOCK)))
+        (0..len).step_by(BLOCK).enumerate().map(move |(i, start)| {
+            (i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1, start..len.min(start + BLOCK))
+        })
     }
 
     fn held_out_blocks(&self) -> impl Iterator<Item = std::ops::Range<usize>> {
@@ -285,8 +302,8 @@ fn walk(folder: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {
 fn read_texts(files: &[PathBuf]) -> anyhow::Result<Vec<Vec<u8>>> {
     let mut texts = Vec::new();
     for file in files {
-        let text =
-            read_text(file, LARGEST_FILE).with_context(|| format!("cannot read {}", file.display()))?;
+        let text = read_text(file, LARGEST_FILE)
+            .with_context(|| format!("cannot read {}", file.display()))?;
         texts.extend(text);
     }
     if texts.is_empty() {
@@ -312,7 +329,8 @@ mod tests {
     /// A text in which every byte tells its block: held-out blocks are all `h`, the others all `t`.
     fn marked(blocks: usize, rest: usize) -> Text {
         let len = blocks * BLOCK + rest;
-        let mark = |at: usize| if at / BLOCK % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 { b'h' } else { b't' };
+        let mark =
+            |at: usize| if at / BLOCK % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 { b'h' } else { b't' };
         Text::of_files(&[(0..len - 1).map(mark).collect()]).unwrap()
     }
 
@@ -330,11 +348,9 @@ mod tests {
         assert_eq!(text.sequence(1, 2, 3, BLOCK * 30), None);
         let held_out = text.held_out_sequences(100);
         assert_eq!(held_out.len(), 2 * 40);
-        assert!(
-            held_out
-                .iter()
-                .all(|(inputs, targets)| { inputs.iter().chain(*targets).all(|block| *block % 10 == 9) })
-        );
+        assert!(held_out.iter().all(|(inputs, targets)| {
+            inputs.iter().chain(*targets).all(|block| *block % 10 == 9)
+        }));
     }
 
     #[test]
@@ -373,7 +389,9 @@ mod tests {
         assert_eq!(text.held_out_windows(), 2 * BLOCK);
         let windows: Vec<_> = text.held_out().collect();
         assert_eq!(windows.len(), 2 * BLOCK);
-        assert!(windows.iter().all(|(context, target)| context.len() == CONTEXT && *target == b'h'));
+        assert!(
+            windows.iter().all(|(context, target)| context.len() == CONTEXT && *target == b'h')
+        );
         assert_eq!(windows[0].0, [b't'; CONTEXT]);
         let short = marked(9, 0);
         assert_eq!((short.held_out_windows(), short.byte_frequency_loss()), (0, None));
@@ -387,7 +405,8 @@ mod tests {
         for (row, (context, target)) in contexts.chunks(CONTEXT).zip(targets).enumerate() {
             assert_eq!(text.sample(1, 2, 3 + row as u64), (context, target));
         }
-        let draw = |seed, step| (0..16).map(|row| text.sample(seed, step, row).1).collect::<Vec<_>>();
+        let draw =
+            |seed, step| (0..16).map(|row| text.sample(seed, step, row).1).collect::<Vec<_>>();
         assert_eq!(draw(1, 2), draw(1, 2));
         assert_ne!(draw(1, 2), draw(1, 3));
         assert_ne!(draw(1, 2), draw(2, 2));
@@ -398,7 +417,8 @@ mod tests {
     #[test]
     fn the_byte_frequency_loss_is_that_of_its_definition() {
         let text = marked(10, 0);
-        // No `h` in training; one more of each of 256 values; the separator ends the held-out block.
+        // No `h` in training; one more of each of 256 values; the separator ends the held-out
+        // block.
         let total = (9 * BLOCK + BYTES) as f64;
         assert!((text.byte_frequency_loss().unwrap() - total.ln()).abs() < 1e-12);
         let even: Vec<u8> = (0..20 * BLOCK).map(|i| if i % 2 == 0 { b'a' } else { b'b' }).collect();

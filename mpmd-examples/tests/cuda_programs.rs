@@ -1,4 +1,5 @@
-//! The programs on CUDA devices as a user starts them: on the driver in software, or with `MPMD_TEST_GPU=1` on a real one.
+//! The programs on CUDA devices as a user starts them: on the driver in software, or with
+//! `MPMD_TEST_GPU=1` on a real one.
 
 use std::fs::File;
 use std::path::Path;
@@ -10,7 +11,8 @@ use mpmd_core::backend::cuda::{NoCuda, found};
 /// Far above what any of these needs, also on a machine that does other things.
 const DEADLINE: Duration = Duration::from_secs(90);
 
-/// Whether the test has nothing to do here: it was run again with a driver, or the back end is not built.
+/// Whether the test has nothing to do here: it was run again with a driver, or the back end is not
+/// built.
 macro_rules! elsewhere {
     () => {
         if matches!(found(), Err(NoCuda::NotBuilt)) {
@@ -76,8 +78,8 @@ fn training_takes_the_devices_that_it_is_told() {
     let text = folder.path().join("text");
     std::fs::write(&text, "one two three four five six seven eight nine ten ".repeat(400)).unwrap();
     let file = folder.path().join("losses");
-    let sizes =
-        "--layers 2 --width 8 --heads 2 --time 8 --batch 2 --microbatches 2 --stages 2 --steps 3 --sample 2";
+    let sizes = "--layers 2 --width 8 --heads 2 --time 8 --batch 2 --microbatches 2 --stages 2 \
+        --steps 3 --sample 2";
     let losses = |args: &[&str], devices: &str| -> Vec<f64> {
         let files = [text.to_str().unwrap(), "--losses-out", file.to_str().unwrap()];
         let args: Vec<&str> = sizes.split(' ').chain(args.iter().copied()).chain(files).collect();
@@ -91,14 +93,19 @@ fn training_takes_the_devices_that_it_is_told() {
     assert_eq!(expected.len(), 3);
     for (args, devices) in [
         (["--processes", "2", "--device", "cuda"], "cuda; cuda multiplies in f32"),
-        (["--processes", "2", "--device", "cpu,cuda"], "cpu, cuda, by process; cuda multiplies in f32"),
+        (
+            ["--processes", "2", "--device", "cpu,cuda"],
+            "cpu, cuda, by process; cuda multiplies in f32",
+        ),
     ] {
         for (found, expected) in losses(&args, devices).iter().zip(&expected) {
             assert!((found - expected).abs() < 1e-4, "{args:?}: {found}, not {expected}");
         }
     }
-    let coarse =
-        losses(&["--processes", "1", "--device", "cuda", "--math", "bf16"], "cuda; cuda multiplies in bf16");
+    let coarse = losses(
+        &["--processes", "1", "--device", "cuda", "--math", "bf16"],
+        "cuda; cuda multiplies in bf16",
+    );
     for (found, expected) in coarse.iter().zip(&expected) {
         assert!((found - expected).abs() < 0.05, "bf16: {found}, not {expected}");
     }
@@ -136,9 +143,11 @@ fn other_programs_run_on_such_devices_or_say_that_they_do_not() {
         assert_eq!(code, Some(0), "{args:?}: {err}");
         assert_eq!(out.matches("values proved").count().to_string(), processes, "{out}");
     }
-    for program in
-        [env!("CARGO_BIN_EXE_overlap"), env!("CARGO_BIN_EXE_pipeline"), env!("CARGO_BIN_EXE_train_mlp")]
-    {
+    for program in [
+        env!("CARGO_BIN_EXE_overlap"),
+        env!("CARGO_BIN_EXE_pipeline"),
+        env!("CARGO_BIN_EXE_train_mlp"),
+    ] {
         let Ended { code, err, .. } = run(folder.path(), program, &["--device", "cuda"]);
         assert_eq!(code, Some(1), "{err}");
         assert_eq!(count(&err, "has kernels for devices of kind cpu alone"), 1, "{err}");

@@ -1,5 +1,5 @@
-//! The transformer's arithmetic against automatic differentiation: the same model written down as tensor
-//! expressions, whose values and gradients must be those of the kernels.
+//! The transformer's arithmetic against automatic differentiation: the same model written down as
+//! tensor expressions, whose values and gradients must be those of the kernels.
 
 use std::convert::Infallible;
 
@@ -11,7 +11,8 @@ use mpmd_examples::gpt::head::{self, HeadParameters};
 use mpmd_examples::gpt::{BYTES, BlockShape, LeafShape};
 use mpmd_examples::math::{Real, random_bits, random_unit};
 
-const SHAPE: BlockShape = BlockShape { batch: 3, time: 20, width: 32, heads_total: 4, heads: 4, hidden: 48 };
+const SHAPE: BlockShape =
+    BlockShape { batch: 3, time: 20, width: 32, heads_total: 4, heads: 4, hidden: 48 };
 
 /// Multiplies the loss sum: gradients of about 1.
 const FACTOR: f64 = 0.5;
@@ -33,8 +34,10 @@ fn attention(x: &Tensor, w_qkv: &Tensor, b_qkv: &Tensor) -> Result<Tensor> {
         let columns = qkv.narrow(D::Minus1, which * width, width)?;
         columns.reshape((batch, time, heads, width / heads))?.transpose(1, 2)?.contiguous()
     };
-    let scores = (group(0)?.matmul(&group(1)?.t()?.contiguous()?)? * ((width / heads) as f64).powf(-0.5))?;
-    let mask: Vec<f64> = (0..time * time).map(|at| if at % time > at / time { -1e9 } else { 0.0 }).collect();
+    let scores =
+        (group(0)?.matmul(&group(1)?.t()?.contiguous()?)? * ((width / heads) as f64).powf(-0.5))?;
+    let mask: Vec<f64> =
+        (0..time * time).map(|at| if at % time > at / time { -1e9 } else { 0.0 }).collect();
     let mask = Tensor::from_vec(mask, (time, time), &Device::Cpu)?.to_dtype(scores.dtype())?;
     let scores = scores.broadcast_add(&mask)?;
     let powers = scores.broadcast_sub(&scores.max_keepdim(D::Minus1)?.detach())?.exp()?;
@@ -78,7 +81,9 @@ fn parameters<T: Real>() -> Parameters<Vec<T>> {
         .map(|(seed, (path, leaf))| {
             let (scale, offset) =
                 (if leaf.dims.len() > 1 { 0.3 } else { 0.2 }, f64::from(path.ends_with("gain")));
-            (0..leaf.elements()).map(|i| T::of(offset + scale * random_unit(seed as u64, i as u64))).collect()
+            (0..leaf.elements())
+                .map(|i| T::of(offset + scale * random_unit(seed as u64, i as u64)))
+                .collect()
         })
         .collect::<Vec<_>>()
         .into_iter();
@@ -148,7 +153,8 @@ fn by_kernels<T: Real>() -> Outcome<T> {
     let (tokens, targets) = tokens();
     let rows = || vec![T::of(f64::NAN); SHAPE.rows() * SHAPE.width];
     let (mut x, mut y, mut dx, mut dy) = (rows(), rows(), rows(), rows());
-    let mut scratch = vec![T::ZERO; block::forward_scratch(SHAPE).max(block::backward_scratch(SHAPE))];
+    let mut scratch =
+        vec![T::ZERO; block::forward_scratch(SHAPE).max(block::backward_scratch(SHAPE))];
     let alone = |_: &mut [T]| Ok::<(), Infallible>(());
 
     embed::embed_forward(SHAPE, &embed_p, &mut x, &tokens);
@@ -156,7 +162,8 @@ fn by_kernels<T: Real>() -> Outcome<T> {
     let mut interior = SHAPE.block_interior().each(unset::<T>);
     let inputs_mut = &mut inputs.each_mut(|leaf| leaf.as_mut_slice());
     let interior_mut = &mut interior.each_mut(|leaf| leaf.as_mut_slice());
-    let Ok(()) = block::forward(SHAPE, &block_p, inputs_mut, interior_mut, &mut y, &x, &mut scratch, alone);
+    let Ok(()) =
+        block::forward(SHAPE, &block_p, inputs_mut, interior_mut, &mut y, &x, &mut scratch, alone);
     let mut residuals = SHAPE.head_residuals().each(unset::<T>);
     let residuals_mut = &mut residuals.each_mut(|leaf| leaf.as_mut_slice());
     let (loss, count) = head::forward(SHAPE, &head_p, residuals_mut, &y, &targets);
@@ -171,11 +178,25 @@ fn by_kernels<T: Real>() -> Outcome<T> {
     let mut block_g = SHAPE.block_gradients().each(unset::<T>);
     let block_g_mut = &mut block_g.each_mut(|leaf| leaf.as_mut_slice());
     let kept = (&inputs, &interior);
-    let Ok(()) = block::backward_input(SHAPE, &block_p, kept, block_g_mut, &mut dx, &dy, &mut scratch, alone);
+    let Ok(()) = block::backward_input(
+        SHAPE,
+        &block_p,
+        kept,
+        block_g_mut,
+        &mut dx,
+        &dy,
+        &mut scratch,
+        alone,
+    );
 
     let zeros = |leaf: &Vec<T>| vec![T::ZERO; leaf.len()];
     let mut d = (p.0.each(zeros), p.1.each(zeros), p.2.each(zeros));
-    embed::embed_backward_weight(SHAPE, &mut d.0.each_mut(|leaf| leaf.as_mut_slice()), &dx, &tokens);
+    embed::embed_backward_weight(
+        SHAPE,
+        &mut d.0.each_mut(|leaf| leaf.as_mut_slice()),
+        &dx,
+        &tokens,
+    );
     let block_g = block_g.each(|leaf| leaf.as_slice());
     block::backward_weight(SHAPE, &inputs, &block_g, &mut d.1.each_mut(|leaf| leaf.as_mut_slice()));
     let head_g = head_g.each(|leaf| leaf.as_slice());
@@ -191,17 +212,19 @@ fn by_kernels<T: Real>() -> Outcome<T> {
     outcome
 }
 
-/// Every value of the two within `tolerance` of each other, relative to the array's largest one; and the
-/// arrays not all of zeros, which would agree about nothing.
+/// Every value of the two within `tolerance` of each other, relative to the array's largest one;
+/// and the arrays not all of zeros, which would agree about nothing.
 fn assert_agree<T: Real + WithDType>(tolerance: f64) {
     let expected = by_tensors::<T>().expect("the tensor library computes the model");
     let got = by_kernels::<T>();
     assert_eq!(got.len(), expected.len());
     for ((name, got), (other, expected)) in got.iter().zip(&expected) {
         assert_eq!((name, got.len()), (other, expected.len()));
-        let largest = expected.iter().fold(0.0, |largest: f64, v| largest.max(Real::to_f64(*v).abs()));
+        let largest =
+            expected.iter().fold(0.0, |largest: f64, v| largest.max(Real::to_f64(*v).abs()));
         assert!(largest > 1e-3, "{name} is all zeros");
-        // The bias of the keys moves all scores of a row alike, so a third of this gradient is rounding only.
+        // The bias of the keys moves all scores of a row alike, so a third of this gradient is
+        // rounding only.
         for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
             let apart = (Real::to_f64(*got) - Real::to_f64(*expected)).abs();
             assert!(apart <= tolerance * largest, "{name}[{i}]: {got}, not {expected}");

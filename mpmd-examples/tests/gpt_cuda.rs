@@ -1,5 +1,5 @@
-//! The transformer on CUDA devices, beside the host's processors: on the driver in software, or with `MPMD_TEST_GPU=1` on a
-//! real one.
+//! The transformer on CUDA devices, beside the host's processors: on the driver in software, or
+//! with `MPMD_TEST_GPU=1` on a real one.
 
 use std::sync::Arc;
 
@@ -17,7 +17,8 @@ const TOLERANCE: f64 = 1e-4;
 
 const STEPS: u64 = 5;
 
-/// Whether the test has nothing to do here: it was run again with a driver, or the back end is not built.
+/// Whether the test has nothing to do here: it was run again with a driver, or the back end is not
+/// built.
 macro_rules! elsewhere {
     () => {
         if matches!(found(), Err(NoCuda::NotBuilt)) {
@@ -44,7 +45,8 @@ fn tiny() -> Config {
 /// Text with an order to be learnt.
 fn text() -> Arc<Text> {
     let words = ["one ", "two ", "three ", "four ", "five ", "six "];
-    let text: String = (0..12_000).map(|i| words[(random_bits(5, i / 3) % 3 + i % 3) as usize]).collect();
+    let text: String =
+        (0..12_000).map(|i| words[(random_bits(5, i / 3) % 3 + i % 3) as usize]).collect();
     Arc::new(Text::of_files(&[text.into_bytes()]).unwrap())
 }
 
@@ -81,7 +83,8 @@ fn trained(config: &Config, kinds: &[DeviceKind]) -> Trained {
 
 fn assert_near(what: &str, found: &Trained, expected: &Trained) {
     let pairs = found.steps.iter().zip(&expected.steps);
-    for (at, (found, expected)) in pairs.chain([(&found.held_out, &expected.held_out)]).enumerate() {
+    for (at, (found, expected)) in pairs.chain([(&found.held_out, &expected.held_out)]).enumerate()
+    {
         let near = (found - expected).abs() < TOLERANCE * expected.abs().max(1.0);
         assert!(near, "{what}: number {at} is {found}, not {expected}");
     }

@@ -27,22 +27,26 @@ fn tiny() -> Config {
 /// Text with an order to be learnt.
 fn text() -> Arc<Text> {
     let words = ["one ", "two ", "three ", "four ", "five ", "six "];
-    let text: String = (0..12_000).map(|i| words[(random_bits(5, i / 3) % 3 + i % 3) as usize]).collect();
+    let text: String =
+        (0..12_000).map(|i| words[(random_bits(5, i / 3) % 3 + i % 3) as usize]).collect();
     Arc::new(Text::of_files(&[text.into_bytes()]).unwrap())
 }
 
 /// Losses and norms of `steps` steps, and the held-out loss, of process 0.
 fn losses(config: &Config, processes: usize, steps: u64) -> Vec<u64> {
     let text = text();
-    let simulation = Simulation::new(processes, config.devices()).delays(7, Duration::from_millis(1));
+    let simulation =
+        Simulation::new(processes, config.devices()).delays(7, Duration::from_millis(1));
     let results = simulation.run(|p| {
         let mut trainer = Trainer::<f32>::new(p, &text, config)?;
         let mut reports: Vec<StepReport> = Vec::new();
         let more = |step: u64| (step < steps).then(|| config.rates.rate(step + 1));
         train(p, &mut trainer, more, |report| reports.push(report))?;
         let held_out = trainer.held_out_loss(p, |_, _| true)?;
-        let mut bits: Vec<u64> =
-            reports.iter().flat_map(|report| [report.loss.to_bits(), report.norm.to_bits()]).collect();
+        let mut bits: Vec<u64> = reports
+            .iter()
+            .flat_map(|report| [report.loss.to_bits(), report.norm.to_bits()])
+            .collect();
         bits.extend(held_out.map(f64::to_bits));
         Ok(bits)
     });
@@ -84,7 +88,8 @@ fn losses_are_the_same_bits_with_every_schedule() {
                 assert_eq!(builtin, Builtin::ForwardOnly);
                 continue;
             };
-            let adds = |a: &&Action| matches!(a.kind, ActionKind::Backward | ActionKind::BackwardWeight);
+            let adds =
+                |a: &&Action| matches!(a.kind, ActionKind::Backward | ActionKind::BackwardWeight);
             let mut next = vec![0; order.stages()];
             let ascends = order.rows().iter().flatten().filter(adds).all(|action| {
                 next[action.stage] += 1;
@@ -92,7 +97,8 @@ fn losses_are_the_same_bits_with_every_schedule() {
             });
             for processes in [2, 4] {
                 let found = losses(&config, processes, 4);
-                let what = format!("{}, {processes} processes, recompute: {recompute}", builtin.name());
+                let what =
+                    format!("{}, {processes} processes, recompute: {recompute}", builtin.name());
                 if ascends {
                     assert_eq!(found, reference, "{what}");
                     continue;
@@ -128,13 +134,16 @@ fn divided_losses_are_near_the_undivided_ones() {
                 assert!(near, "{fsdp} x {tensor_parallel}: {found} {expected}");
             }
             let alone = alone.get_or_insert_with(|| found.clone());
-            assert_eq!(&found, alone, "{fsdp} x {tensor_parallel} in {processes} processes: the same bits");
+            assert_eq!(
+                &found, alone,
+                "{fsdp} x {tensor_parallel} in {processes} processes: the same bits"
+            );
         }
     }
 }
 
-/// In doubles, so that a difference of losses has digits to spare: the error of a central difference with
-/// this step is of the order of 1e-8 beside gradients of about 1.
+/// In doubles, so that a difference of losses has digits to spare: the error of a central
+/// difference with this step is of the order of 1e-8 beside gradients of about 1.
 #[test]
 fn gradients_agree_with_finite_differences() {
     const STEP: f64 = 1e-4;
@@ -147,7 +156,8 @@ fn gradients_agree_with_finite_differences() {
             if let Some((nudged, element, by)) = &nudged {
                 let state: Vec<(String, MpmdArray)> = trainer.state();
                 trainer.set_state(p, 0, |p, name, aval, sharding| {
-                    let (_, array) = state.iter().find(|(known, _)| known == name).expect("a known name");
+                    let (_, array) =
+                        state.iter().find(|(known, _)| known == name).expect("a known name");
                     let host = array.to_host()?.expect("one process");
                     let mut values = host.to_vec::<f64>()?;
                     if name == nudged {
@@ -174,21 +184,25 @@ fn gradients_agree_with_finite_differences() {
         let mut compared = 0;
         for (name, gradient) in names.iter().zip(&gradients) {
             // Of bytes that do not occur the gradient is zero: look where there is one.
-            let largest =
-                (0..gradient.len()).max_by(|a, b| gradient[*a].abs().total_cmp(&gradient[*b].abs()));
+            let largest = (0..gradient.len())
+                .max_by(|a, b| gradient[*a].abs().total_cmp(&gradient[*b].abs()));
             let element = largest.expect("a parameter has elements");
             let loss = |by| run(grid, Some((name.clone(), element, by))).0;
             let expected = (loss(STEP) - loss(-STEP)) / (2.0 * STEP);
             let found = gradient[element];
             let tolerance = 1e-5 * expected.abs().max(1e-2);
-            assert!((found - expected).abs() < tolerance, "{name}[{element}]: {found}, not {expected}");
+            assert!(
+                (found - expected).abs() < tolerance,
+                "{name}[{element}]: {found}, not {expected}"
+            );
             compared += 1;
         }
         assert_eq!(compared, 2 + 4 * 12 + 3);
     }
 }
 
-/// The memory in use once all that was issued has been carried out, on this and every other process.
+/// The memory in use once all that was issued has been carried out, on this and every other
+/// process.
 fn memory_at_rest(p: &mut Program, trainer: &Trainer<f32>) -> MemoryUse {
     for (_, array) in trainer.state() {
         array.block_until_ready().unwrap();
@@ -198,7 +212,8 @@ fn memory_at_rest(p: &mut Program, trainer: &Trainer<f32>) -> MemoryUse {
     }
     // What was read for the last time is given back a moment later.
     let (start, mut since, mut last) = (Instant::now(), Instant::now(), p.memory());
-    while since.elapsed() < Duration::from_millis(300) && start.elapsed() < Duration::from_secs(20) {
+    while since.elapsed() < Duration::from_millis(300) && start.elapsed() < Duration::from_secs(20)
+    {
         std::thread::sleep(Duration::from_millis(10));
         let now = p.memory();
         if now.live != last.live {
@@ -242,7 +257,8 @@ fn a_state_moves_to_another_number_of_stages_and_training_goes_on_the_same() {
             let mut trainer = Trainer::<f32>::new(p, &text, &config)?;
             if let Some(from) = &from {
                 trainer.set_state(p, 3, |p, name, aval, sharding| {
-                    let (_, values) = from.iter().find(|(known, _)| known == name).expect("a known name");
+                    let (_, values) =
+                        from.iter().find(|(known, _)| known == name).expect("a known name");
                     p.device_put(&MpmdArray::from_slice(aval.shape(), values)?, sharding.clone())
                 })?;
             }
@@ -271,7 +287,8 @@ fn a_state_moves_to_another_number_of_stages_and_training_goes_on_the_same() {
     assert_eq!(again, state);
 }
 
-/// Of parameters and running means a device has a part, and of nothing else anything remains after a step.
+/// Of parameters and running means a device has a part, and of nothing else anything remains after
+/// a step.
 #[test]
 fn each_device_keeps_its_part_of_parameters_and_optimiser() {
     let text = text();
@@ -284,7 +301,9 @@ fn each_device_keeps_its_part_of_parameters_and_optimiser() {
             train(p, &mut trainer, |step| (step < 3).then_some(1e-3), |_| {})?;
             let memory = memory_at_rest(p, &trainer);
             let (mut shards, mut counted) = (0, 0);
-            for (_, array) in trainer.state().into_iter().filter(|(_, array)| !array.is_fully_remote()) {
+            for (_, array) in
+                trainer.state().into_iter().filter(|(_, array)| !array.is_fully_remote())
+            {
                 for shard in array.addressable_shards()? {
                     shards += shard.data.bytes().len() as u64;
                     // Buffers are counted with what aligns the one after them.
@@ -297,7 +316,10 @@ fn each_device_keeps_its_part_of_parameters_and_optimiser() {
         results
             .map(|(live, shards, counted)| {
                 // Beside the state there may be a last few scalars.
-                assert!((counted..counted + 1024).contains(&live), "{live} bytes, {counted} of the state");
+                assert!(
+                    (counted..counted + 1024).contains(&live),
+                    "{live} bytes, {counted} of the state"
+                );
                 shards
             })
             .collect()
@@ -306,7 +328,10 @@ fn each_device_keeps_its_part_of_parameters_and_optimiser() {
     for fsdp in [2, 4] {
         for (device, found) in at_rest(fsdp, None).into_iter().enumerate() {
             let part = whole[device / fsdp] as f64 / fsdp as f64;
-            assert!(found as f64 >= part && (found as f64) < 1.1 * part, "{found} bytes, {part} expected");
+            assert!(
+                found as f64 >= part && (found as f64) < 1.1 * part,
+                "{found} bytes, {part} expected"
+            );
         }
     }
     let replicated = vec![(".*".to_owned(), "replicate".to_owned())];
@@ -324,7 +349,8 @@ fn samples_are_the_same_on_any_number_of_processes_and_stages() {
             train(p, &mut trainer, |step| (step < 3).then_some(1e-2), |_| {})?;
             // The largest logit, and never the same byte for ever.
             trainer.sample(p, b"one two three", 9, |logits, number| {
-                let order = |a: &u8, b: &u8| logits[usize::from(*a)].total_cmp(&logits[usize::from(*b)]);
+                let order =
+                    |a: &u8, b: &u8| logits[usize::from(*a)].total_cmp(&logits[usize::from(*b)]);
                 let mut bytes: Vec<u8> = (0..=255).collect();
                 bytes.sort_by(order);
                 Some(bytes[255 - number as usize])
@@ -386,8 +412,8 @@ fn sizes_that_do_not_fit_are_refused() {
         (Config { schedule: "zigzag".to_owned(), ..tiny() }, "zigzag"),
     ];
     for (config, expected) in cases {
-        let results =
-            Simulation::new(1, config.devices()).run(|p| Trainer::<f32>::new(p, &text, &config).map(|_| ()));
+        let results = Simulation::new(1, config.devices())
+            .run(|p| Trainer::<f32>::new(p, &text, &config).map(|_| ()));
         let error = results.into_iter().next().unwrap().unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
     }

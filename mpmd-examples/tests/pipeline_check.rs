@@ -1,4 +1,5 @@
-//! The check job in simulation: the same numbers on any number of processes, whatever overtakes what.
+//! The check job in simulation: the same numbers on any number of processes, whatever overtakes
+//! what.
 
 use std::time::Duration;
 
@@ -10,8 +11,11 @@ use mpmd_examples::pipeline::{DEVICES, check};
 fn the_check_job_gives_the_reference_figures_on_any_number_of_processes() {
     for processes in [1, 2, 4, 8] {
         for seed in 0..4 {
-            let simulation = Simulation::new(processes, DEVICES).delays(seed, Duration::from_micros(500));
-            for (process, report) in simulation.run(|p| check(p, LEARNING_RATE)).into_iter().enumerate() {
+            let simulation =
+                Simulation::new(processes, DEVICES).delays(seed, Duration::from_micros(500));
+            for (process, report) in
+                simulation.run(|p| check(p, LEARNING_RATE)).into_iter().enumerate()
+            {
                 let report = report.unwrap();
                 let place = format!("process {process} of {processes}, seed {seed}");
                 assert_eq!(report.first_off(), None, "{place}:\n{report}");

@@ -25,7 +25,11 @@ impl Drop for Running {
 
 fn run(program: &str, args: &str) -> Run {
     let mut command = Command::new(program);
-    command.args(args.split_whitespace()).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+        .args(args.split_whitespace())
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
     // Whatever launcher may have started the tests, these are jobs of their own.
     for (name, _) in std::env::vars_os() {
         if name.to_string_lossy().starts_with("MPMD_") {
@@ -34,13 +38,14 @@ fn run(program: &str, args: &str) -> Run {
     }
     let mut child = Running(command.spawn().unwrap());
     let (out, err) = (child.0.stdout.take().unwrap(), child.0.stderr.take().unwrap());
-    let readers = [Box::new(out) as Box<dyn std::io::Read + Send>, Box::new(err)].map(|mut stream| {
-        std::thread::spawn(move || {
-            let mut text = String::new();
-            stream.read_to_string(&mut text).unwrap();
-            text
-        })
-    });
+    let readers =
+        [Box::new(out) as Box<dyn std::io::Read + Send>, Box::new(err)].map(|mut stream| {
+            std::thread::spawn(move || {
+                let mut text = String::new();
+                stream.read_to_string(&mut text).unwrap();
+                text
+            })
+        });
     let start = Instant::now();
     let code = loop {
         if let Some(status) = child.0.try_wait().unwrap() {
@@ -64,7 +69,9 @@ const RESHARD: &str = env!("CARGO_BIN_EXE_reshard");
 
 #[test]
 fn the_check_passes_as_processes_and_as_threads() {
-    for args in ["", "--processes 1", "--processes 2", "--processes 8", "--processes 8 --transport inproc"] {
+    for args in
+        ["", "--processes 1", "--processes 2", "--processes 8", "--processes 8 --transport inproc"]
+    {
         let Run { code, out, err } = run(PIPELINE, &format!("--check {args}"));
         assert_eq!(code, Some(0), "{args}: {err}");
         // Printed once, by process 0.
@@ -75,17 +82,22 @@ fn the_check_passes_as_processes_and_as_threads() {
 #[test]
 fn a_check_that_is_off_ends_every_process_with_1_and_names_the_first_number() {
     for args in ["--processes 4", "--processes 8", "--processes 1"] {
-        let Run { code, out, err } = run(PIPELINE, &format!("--check --learning-rate 0.0101 {args}"));
+        let Run { code, out, err } =
+            run(PIPELINE, &format!("--check --learning-rate 0.0101 {args}"));
         assert_eq!(code, Some(1), "{args}: {err}");
         assert!(count(&out, "OFF") > 0, "{out}");
-        assert_eq!(count(&err, "a number is off: f32, each microbatch the whole batch: losses, step 1"), 1);
+        assert_eq!(
+            count(&err, "a number is off: f32, each microbatch the whole batch: losses, step 1"),
+            1
+        );
     }
 }
 
 #[test]
 fn training_shows_the_loss_and_where_time_went_by_process() {
     for args in ["--processes 4 --slice", "--processes 2 --transport inproc --dtype f64"] {
-        let Run { code, out, err } = run(PIPELINE, &format!("--width 64 --batch 16 --steps 3 {args}"));
+        let Run { code, out, err } =
+            run(PIPELINE, &format!("--width 64 --batch 16 --steps 3 {args}"));
         assert_eq!(code, Some(0), "{args}: {err}");
         assert_eq!(count(&out, "in the first step"), 1, "{out}");
         let processes = if args.contains("inproc") { 2 } else { 4 };
@@ -96,7 +108,8 @@ fn training_shows_the_loss_and_where_time_went_by_process() {
 #[test]
 fn the_loss_is_the_same_on_any_number_of_processes() {
     let loss = |args: &str| {
-        let Run { code, out, err } = run(PIPELINE, &format!("--width 32 --batch 8 --steps 4 {args}"));
+        let Run { code, out, err } =
+            run(PIPELINE, &format!("--width 32 --batch 8 --steps 4 {args}"));
         assert_eq!(code, Some(0), "{args}: {err}");
         let line = out.lines().find(|line| line.starts_with("loss")).unwrap();
         line.split(';').next().unwrap().to_owned()
@@ -122,9 +135,12 @@ fn what_does_not_fit_is_said_once_and_ends_with_an_exit_code() {
 
 #[test]
 fn basic_says_what_arrived_where() {
-    for (args, processes) in
-        [("", 2), ("--processes 4", 4), ("--processes 8 --transport inproc", 8), ("--processes 1", 1)]
-    {
+    for (args, processes) in [
+        ("", 2),
+        ("--processes 4", 4),
+        ("--processes 8 --transport inproc", 8),
+        ("--processes 1", 1),
+    ] {
         let Run { code, out, err } = run(BASIC, &format!("--rows 32 --columns 100 {args}"));
         assert_eq!(code, Some(0), "{args}: {err}");
         let owners = if processes == 1 { 1 } else { processes / 2 };
@@ -138,7 +154,8 @@ fn basic_says_what_arrived_where() {
 #[test]
 fn overlap_gives_the_same_output_on_any_number_of_processes() {
     let outputs = |args: &str| {
-        let Run { code, out, err } = run(OVERLAP, &format!("--width 64 --batch 32 --steps 3 {args}"));
+        let Run { code, out, err } =
+            run(OVERLAP, &format!("--width 64 --batch 32 --steps 3 {args}"));
         assert_eq!(code, Some(0), "{args}: {err}");
         let mut sizes: Vec<_> = out
             .lines()
@@ -160,12 +177,16 @@ fn overlap_gives_the_same_output_on_any_number_of_processes() {
 
 #[test]
 fn reshard_shows_the_plan_and_proves_every_value() {
-    for (args, processes) in [("", 4), ("--processes 1", 1), ("--processes 8 --transport inproc", 8)] {
+    for (args, processes) in
+        [("", 4), ("--processes 1", 1), ("--processes 8 --transport inproc", 8)]
+    {
         let Run { code, out, err } = run(RESHARD, &format!("--width 24 {args}"));
         assert_eq!(code, Some(0), "{args}: {err}");
-        let plan = |leaf: &str| out.lines().filter(|line| line.starts_with(leaf)).collect::<Vec<_>>();
+        let plan =
+            |leaf: &str| out.lines().filter(|line| line.starts_with(leaf)).collect::<Vec<_>>();
         assert_eq!((plan("bias").len(), plan("up").len()), (1, 1), "{out}");
-        // Two replicas of halves on the second mesh; on the first only the scalar is there six times.
+        // Two replicas of halves on the second mesh; on the first only the scalar is there six
+        // times.
         let leaves = 2 * 24 * 24 + 24;
         let proved = |after: &str| -> usize {
             let values = out.lines().filter_map(|line| {

@@ -47,7 +47,10 @@ pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ControlError> {
     if read == bytes.len() {
         Ok(value)
     } else {
-        Err(ControlError { doing: "read", why: format!("{} bytes follow its end", bytes.len() - read) })
+        Err(ControlError {
+            doing: "read",
+            why: format!("{} bytes follow its end", bytes.len() - read),
+        })
     }
 }
 
@@ -66,7 +69,8 @@ mod tests {
 
     #[test]
     fn fuzz_control() {
-        let answer = Answer { count: 300, doing: "computes".to_owned(), chain: vec!["waits".to_owned(); 3] };
+        let answer =
+            Answer { count: 300, doing: "computes".to_owned(), chain: vec!["waits".to_owned(); 3] };
         let failure = Failure::new(FailureKind::Memory, ProcessId(70_000), 1 << 40, "no memory");
         let values = vec![(u128::MAX, vec!["text".to_owned()], Some(7u64)); 2];
         let samples = [encode(&answer), encode(&failure), encode(&values)].map(Result::unwrap);

@@ -6,7 +6,8 @@
 //! - [`memory`]: buffers and the pools they come from; what a transport reads from and writes into.
 //! - [`wire`]: the fixed, versioned header that every message starts with.
 //! - [`control`]: the encoding of small control payloads.
-//! - [`transport`]: the [`Transport`] trait, implemented by [`inproc`], [`shm`], [`tcp`] and [`ucx`].
+//! - [`transport`]: the [`Transport`] trait, implemented by [`inproc`], [`shm`], [`tcp`] and
+//!   [`ucx`].
 //! - [`mixed`]: two transports at once, each for some of the peers.
 //! - [`router`]: the pure state machine that matches messages to operations. It does no I/O and
 //!   reads no clock; whoever drives it feeds it events and carries out its actions.

@@ -1,4 +1,5 @@
-//! Two transports at once: each peer is reached by the one that both sides have and that is best for them.
+//! Two transports at once: each peer is reached by the one that both sides have and that is best
+//! for them.
 
 use std::fmt;
 use std::sync::Arc;
@@ -20,12 +21,13 @@ pub struct Mixed {
 }
 
 impl Mixed {
-    /// Reaches the processes for which `is_near` says so by `near`, the others by `far`. Both sides of every pair
-    /// must see it alike. Each of the two may know processes that it is not used for.
+    /// Reaches the processes for which `is_near` says so by `near`, the others by `far`. Both sides
+    /// of every pair must see it alike. Each of the two may know processes that it is not used for.
     ///
     /// # Panics
     ///
-    /// Where the two are not of the same process of the same job, or `is_near` not of all its processes.
+    /// Where the two are not of the same process of the same job, or `is_near` not of all its
+    /// processes.
     pub fn new(
         name: &'static str,
         near: Arc<dyn Transport>,
@@ -39,7 +41,11 @@ impl Mixed {
     }
 
     fn to(&self, peer: ProcessId) -> &Arc<dyn Transport> {
-        if self.is_near.get(peer.index()).is_some_and(|near| *near) { &self.near } else { &self.far }
+        if self.is_near.get(peer.index()).is_some_and(|near| *near) {
+            &self.near
+        } else {
+            &self.far
+        }
     }
 }
 
@@ -106,8 +112,11 @@ impl Transport for Mixed {
         patience: Duration,
     ) -> Result<(), TransportError> {
         for (transport, near) in [(&self.near, true), (&self.far, false)] {
-            let with: Vec<bool> =
-                with.iter().zip(&*self.is_near).map(|(has, is_near)| *has && *is_near == near).collect();
+            let with: Vec<bool> = with
+                .iter()
+                .zip(&*self.is_near)
+                .map(|(has, is_near)| *has && *is_near == near)
+                .collect();
             transport.share_devices(sharing.clone(), &with, patience)?;
         }
         Ok(())

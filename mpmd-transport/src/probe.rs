@@ -2,24 +2,27 @@
 
 use std::io;
 
-/// Reads `into.len()` bytes at `address` in the memory of process `pid`; returns how many were read.
+/// Reads `into.len()` bytes at `address` in the memory of process `pid`; returns how many were
+/// read.
 ///
-/// This is what transports do that copy straight from process to process (cross-memory attach). The kernel
-/// allows it to whoever may trace that process: of the same user, in the same user namespace or a parent of
-/// it, and as far as Yama and seccomp agree.
+/// This is what transports do that copy straight from process to process (cross-memory attach). The
+/// kernel allows it to whoever may trace that process: of the same user, in the same user namespace
+/// or a parent of it, and as far as Yama and seccomp agree.
 ///
 /// # Errors
 ///
-/// The kernel's: `EPERM` where it is not allowed, `ENOSYS` where there is no such call (or seccomp says so),
-/// `ESRCH` where there is no such process, `EFAULT` where it has no such memory.
+/// The kernel's: `EPERM` where it is not allowed, `ENOSYS` where there is no such call (or seccomp
+/// says so), `ESRCH` where there is no such process, `EFAULT` where it has no such memory.
 pub fn read_memory_of(pid: u32, address: u64, into: &mut [u8]) -> io::Result<usize> {
     let pid = libc::pid_t::try_from(pid).map_err(|_| io::Error::from_raw_os_error(libc::ESRCH))?;
-    let address = usize::try_from(address).map_err(|_| io::Error::from_raw_os_error(libc::EFAULT))?;
+    let address =
+        usize::try_from(address).map_err(|_| io::Error::from_raw_os_error(libc::EFAULT))?;
     let local = libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() };
-    let remote = libc::iovec { iov_base: std::ptr::without_provenance_mut(address), iov_len: into.len() };
-    // SAFETY: the kernel writes at most `iov_len` bytes to `local`, which is all of `into`, borrowed here alone.
-    // It never trusts `remote`: an address that the other process does not have is an error. Both vectors have
-    // the one entry that is announced.
+    let remote =
+        libc::iovec { iov_base: std::ptr::without_provenance_mut(address), iov_len: into.len() };
+    // SAFETY: the kernel writes at most `iov_len` bytes to `local`, which is all of `into`,
+    // borrowed here alone. It never trusts `remote`: an address that the other process does not
+    // have is an error. Both vectors have the one entry that is announced.
     let read = unsafe { libc::process_vm_readv(pid, &local, 1, &remote, 1, 0) };
     // Negative where it failed.
     usize::try_from(read).map_err(|_| io::Error::last_os_error())
@@ -34,7 +37,11 @@ mod tests {
         let bytes = *b"what is to be read";
         let mut read = [0; 18];
         // A process may always trace itself; a sandbox may still have taken the call away.
-        match read_memory_of(std::process::id(), bytes.as_ptr().expose_provenance() as u64, &mut read) {
+        match read_memory_of(
+            std::process::id(),
+            bytes.as_ptr().expose_provenance() as u64,
+            &mut read,
+        ) {
             Ok(count) => assert_eq!((count, read), (18, bytes)),
             Err(error) => {
                 assert!(matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EPERM)), "{error}")

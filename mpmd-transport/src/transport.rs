@@ -24,36 +24,38 @@ pub trait Transport: Send + Sync {
     fn processes(&self) -> usize;
 
     /// Whether payloads go to `peer`, and come from it, as memory that stays where it is
-    /// ([`Payload::Lent`]): the same on both sides. Then a message costs its receiver no memory, whatever its
-    /// size, and need not wait until the receiver has room. Its ticket ends when the receiver has dropped it, which
-    /// may be never; [`Transport::shutdown`] does not wait for that.
+    /// ([`Payload::Lent`]): the same on both sides. Then a message costs its receiver no memory,
+    /// whatever its size, and need not wait until the receiver has room. Its ticket ends when the
+    /// receiver has dropped it, which may be never; [`Transport::shutdown`] does not wait for that.
     fn hands_over(&self, peer: ProcessId) -> bool {
         let _ = peer;
         false
     }
 
-    /// Returns true if only a stand-in is behind this transport, for measurements of one process: then
-    /// the hashes of its pieces are not compared.
+    /// Returns true if only a stand-in is behind this transport, for measurements of one process:
+    /// then the hashes of its pieces are not compared.
     fn is_stand_in(&self) -> bool {
         false
     }
 
-    /// Whether memory of [devices](crate::memory::DevicePlace) goes to `peer`, and comes from it, in this way too, where both
-    /// processes have such devices ([`SharedBuffer::device`] of a [`Payload::Lent`]), also before the work that makes it is
-    /// over ([`SharedBuffer::ready`]): the same on both sides, and known once [`Transport::share_devices`] has returned. Only
-    /// where [`hands_over`](Self::hands_over) is true.
+    /// Whether memory of [devices](crate::memory::DevicePlace) goes to `peer`, and comes from it,
+    /// in this way too, where both processes have such devices ([`SharedBuffer::device`] of a
+    /// [`Payload::Lent`]), also before the work that makes it is over ([`SharedBuffer::ready`]):
+    /// the same on both sides, and known once [`Transport::share_devices`] has returned. Only where
+    /// [`hands_over`](Self::hands_over) is true.
     fn carries_device_memory(&self, peer: ProcessId) -> bool {
         let _ = peer;
         false
     }
 
-    /// Finds out with which peers memory of devices can be shared; to be called at most once, before
-    /// [`Transport::start`], by all processes that have devices, each of which says by process who has some. Waits for those
-    /// to do the same, for `patience` at most.
+    /// Finds out with which peers memory of devices can be shared; to be called at most once,
+    /// before [`Transport::start`], by all processes that have devices, each of which says by
+    /// process who has some. Waits for those to do the same, for `patience` at most.
     ///
     /// # Errors
     ///
-    /// Where a peer is not heard of in time. That devices cannot be shared is none: payloads take another way then.
+    /// Where a peer is not heard of in time. That devices cannot be shared is none: payloads take
+    /// another way then.
     fn share_devices(
         &self,
         sharing: Arc<dyn DeviceSharing>,
@@ -64,8 +66,8 @@ pub trait Transport: Send + Sync {
         Ok(())
     }
 
-    /// Where buffers must come from so that they need not be copied to be handed over: to be asked before the
-    /// first is made.
+    /// Where buffers must come from so that they need not be copied to be handed over: to be asked
+    /// before the first is made.
     fn arena(&self) -> Option<Arena> {
         None
     }
@@ -91,10 +93,10 @@ pub trait Transport: Send + Sync {
 
     /// Queues a message to `to`. Never blocks, and never calls the handler from within.
     ///
-    /// `payload` must have exactly [`Header::payload_bytes`] bytes; the transport holds on to it until
-    /// [`Handler::done`], which is called exactly once for every ticket but [`Ticket::NONE`], also
-    /// where the peer is gone. [`Kind::Data`] never delays other kinds. What is
-    /// posted once [`Transport::shutdown`] has returned is dropped without a word.
+    /// `payload` must have exactly [`Header::payload_bytes`] bytes; the transport holds on to it
+    /// until [`Handler::done`], which is called exactly once for every ticket but [`Ticket::NONE`],
+    /// also where the peer is gone. [`Kind::Data`] never delays other kinds. What is posted once
+    /// [`Transport::shutdown`] has returned is dropped without a word.
     ///
     /// # Panics
     ///
@@ -103,18 +105,19 @@ pub trait Transport: Send + Sync {
     /// [`MAX_CONTROL_BYTES`].
     fn post(&self, to: ProcessId, header: Header, payload: Option<SharedBuffer>, ticket: Ticket);
 
-    /// Lets the calling thread drive the transport for a moment; true where that did anything. The handler is
-    /// called from within.
+    /// Lets the calling thread drive the transport for a moment; true where that did anything. The
+    /// handler is called from within.
     ///
-    /// Where waiters can drive ([`Transport::parking`]) a thread that waits for a message calls this again and
-    /// again, and hears of it without being woken by another thread. Else there is nothing to do here.
+    /// Where waiters can drive ([`Transport::parking`]) a thread that waits for a message calls
+    /// this again and again, and hears of it without being woken by another thread. Else there is
+    /// nothing to do here.
     fn progress(&self) -> bool {
         false
     }
 
-    /// Lets the calling thread drive the transport for as long as `again` says that it should, which it asks before
-    /// each [`progress`](Self::progress). Meanwhile peers need not wake anybody here: what came while the last of them
-    /// was asked is let in before this returns.
+    /// Lets the calling thread drive the transport for as long as `again` says that it should,
+    /// which it asks before each [`progress`](Self::progress). Meanwhile peers need not wake
+    /// anybody here: what came while the last of them was asked is let in before this returns.
     fn drive(&self, again: &mut dyn FnMut() -> bool) {
         while again() {
             self.progress();
@@ -127,9 +130,9 @@ pub trait Transport: Send + Sync {
         None
     }
 
-    /// Sleeps until a message arrives, [`Transport::wake`] is called, or `deadline` has come; then drives the
-    /// transport for a moment. Returns at once where one of them happened since `parking` was taken. May
-    /// return early.
+    /// Sleeps until a message arrives, [`Transport::wake`] is called, or `deadline` has come; then
+    /// drives the transport for a moment. Returns at once where one of them happened since
+    /// `parking` was taken. May return early.
     fn park(&self, parking: Parking, deadline: Instant) {
         let _ = (parking, deadline);
     }
@@ -137,8 +140,8 @@ pub trait Transport: Send + Sync {
     /// Ends every [`Transport::park`] of this process. Cheap where there is none.
     fn wake(&self) {}
 
-    /// Somebody knows that `peer` is gone, as a transport may find out late or never: it need not wait for it
-    /// any more. Does not block, and changes nothing of what the handler is promised.
+    /// Somebody knows that `peer` is gone, as a transport may find out late or never: it need not
+    /// wait for it any more. Does not block, and changes nothing of what the handler is promised.
     ///
     /// Transports that would find out as soon do nothing.
     fn give_up(&self, peer: ProcessId, why: &str) {
@@ -148,9 +151,9 @@ pub trait Transport: Send + Sync {
     /// Sends what was posted, then closes; waits at most `deadline`. Peers see an orderly end.
     ///
     /// Messages go on arriving meanwhile; what is posted meanwhile ends with
-    /// [`TransportError::Closed`], as does what the deadline cut off. After it no more calls reach the
-    /// handler, and every open ticket has ended. A second call does nothing. Not to be called by the
-    /// handler, which it waits for.
+    /// [`TransportError::Closed`], as does what the deadline cut off. After it no more calls reach
+    /// the handler, and every open ticket has ended. A second call does nothing. Not to be called
+    /// by the handler, which it waits for.
     fn shutdown(&self, deadline: Duration);
 }
 
@@ -172,7 +175,8 @@ pub trait Handler: Send + Sync {
     /// A message arrived.
     fn arrived(&self, from: ProcessId, header: Header, payload: Payload);
 
-    /// A posted message has left, and the transport no longer uses its payload; or it never will leave.
+    /// A posted message has left, and the transport no longer uses its payload; or it never will
+    /// leave.
     fn done(&self, ticket: Ticket, result: Result<(), TransportError>);
 
     /// A peer is gone, whether it died or shut down in order: a transport cannot always tell, and
@@ -188,7 +192,8 @@ pub enum Payload {
     Empty,
     /// The bytes are here.
     Inline(SharedBuffer),
-    /// The bytes are the sender's memory, to be read where they are. It has them back when this is dropped.
+    /// The bytes are the sender's memory, to be read where they are. It has them back when this is
+    /// dropped.
     Lent(SharedBuffer),
     /// The bytes wait for a place.
     Waiting(Box<dyn Fetch>),
@@ -210,8 +215,8 @@ pub trait Fetch: Send {
     /// How many bytes there are.
     fn bytes(&self) -> u64;
 
-    /// Reads them into `into`, which must have exactly that many bytes, then calls `then` once, on a
-    /// thread of the transport. Does not block.
+    /// Reads them into `into`, which must have exactly that many bytes, then calls `then` once, on
+    /// a thread of the transport. Does not block.
     fn fetch(self: Box<Self>, into: OwnedBuffer, then: FetchDone);
 }
 

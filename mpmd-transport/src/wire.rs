@@ -66,8 +66,8 @@ pub enum Kind {
     Data = 4,
     /// The piece will never come; the payload says why.
     Poison = 5,
-    /// Gives back `count` bytes of eager credit. Where memory is handed over: all that was, up to operation
-    /// `op`, has been taken.
+    /// Gives back `count` bytes of eager credit. Where memory is handed over: all that was, up to
+    /// operation `op`, has been taken.
     Credit = 6,
     /// "I wait for this piece of yours": asks for an [`Kind::Answer`].
     Probe = 7,
@@ -109,7 +109,10 @@ impl Kind {
     ///
     /// Offers and grants speak of a piece without carrying it.
     pub fn carries_payload(self) -> bool {
-        !matches!(self, Self::Offer | Self::Grant | Self::Credit | Self::Probe | Self::Heartbeat | Self::Step)
+        !matches!(
+            self,
+            Self::Offer | Self::Grant | Self::Credit | Self::Probe | Self::Heartbeat | Self::Step
+        )
     }
 }
 
@@ -144,7 +147,8 @@ pub enum WireError {
     },
     /// The peer speaks another version of the protocol.
     #[error(
-        "the peer speaks wire version {found}, this process speaks {VERSION}; run the same build on every process"
+        "the peer speaks wire version {found}, this process speaks {VERSION}; run the same build \
+         on every process"
     )]
     Version {
         /// The peer's version.
@@ -213,7 +217,8 @@ impl Header {
     ///
     /// # Errors
     ///
-    /// Refuses another magic, version or kind, and control messages that announce too long a payload.
+    /// Refuses another magic, version or kind, and control messages that announce too long a
+    /// payload.
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, WireError> {
         let raw: &Raw = zerocopy::transmute_ref!(bytes);
         if raw.magic != MAGIC {
@@ -222,7 +227,8 @@ impl Header {
         if raw.version.get() != VERSION {
             return Err(WireError::Version { found: raw.version.get() });
         }
-        let kind = Kind::from_u16(raw.kind.get()).ok_or(WireError::Kind { found: raw.kind.get() })?;
+        let kind =
+            Kind::from_u16(raw.kind.get()).ok_or(WireError::Kind { found: raw.kind.get() })?;
         let header = Self {
             kind,
             epoch: raw.epoch.get(),
@@ -296,6 +302,9 @@ mod tests {
         unknown[6] = 200;
         assert_eq!(Header::decode(&unknown), Err(WireError::Kind { found: 200 }));
         let long = Header { kind: Kind::Eager, ..sample() };
-        assert!(matches!(Header::decode(&long.encode()), Err(WireError::TooLong { kind: Kind::Eager, .. })));
+        assert!(matches!(
+            Header::decode(&long.encode()),
+            Err(WireError::TooLong { kind: Kind::Eager, .. })
+        ));
     }
 }

@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use mpmd_transport::ProcessId;
 use mpmd_transport::rendezvous::{
-    Down, JoinConfig, MAX_VALUE_BYTES, Member, Rendezvous, RendezvousError, Report, Server, ServerConfig,
-    Token, VERSION,
+    Down, JoinConfig, MAX_VALUE_BYTES, Member, Rendezvous, RendezvousError, Report, Server,
+    ServerConfig, Token, VERSION,
 };
 use mpmd_transport::router::{Failure, FailureKind};
 
@@ -140,7 +140,8 @@ fn the_server_may_come_up_later() {
     let joining = thread::spawn(move || join(late).map(drop));
     thread::sleep(Duration::from_millis(100));
     let _server =
-        Server::bind(address, ServerConfig { processes: 1, token: token(), patience: LONG }).unwrap();
+        Server::bind(address, ServerConfig { processes: 1, token: token(), patience: LONG })
+            .unwrap();
     joining.join().unwrap().unwrap();
 }
 
@@ -168,8 +169,10 @@ fn barriers_hold_until_the_last_comes_and_name_who_does_not() {
     let all = meet(&server, 3);
     for _ in 0..3 {
         thread::scope(|scope| {
-            let waiting: Vec<_> =
-                all.iter().map(|rendezvous| scope.spawn(|| rendezvous.barrier("step", LONG))).collect();
+            let waiting: Vec<_> = all
+                .iter()
+                .map(|rendezvous| scope.spawn(|| rendezvous.barrier("step", LONG)))
+                .collect();
             assert!(waiting.into_iter().all(|thread| thread.join().unwrap() == Ok(())));
         });
     }
@@ -182,7 +185,10 @@ fn barriers_hold_until_the_last_comes_and_name_who_does_not() {
         let waiting = scope.spawn(|| all[1].barrier("left", LONG));
         all[2].leave().unwrap();
         let broken = waiting.join().unwrap().unwrap_err();
-        assert!(matches!(broken, RendezvousError::BarrierBroken { process: ProcessId(2), .. }), "{broken}");
+        assert!(
+            matches!(broken, RendezvousError::BarrierBroken { process: ProcessId(2), .. }),
+            "{broken}"
+        );
     });
 }
 
@@ -233,7 +239,10 @@ fn deaths_before_anybody_listens_are_kept() {
     let mut all = meet(&server, 2);
     drop(all.pop());
     let broken = all[0].barrier("b", LONG).unwrap_err();
-    assert!(matches!(broken, RendezvousError::BarrierBroken { process: ProcessId(1), .. }), "{broken}");
+    assert!(
+        matches!(broken, RendezvousError::BarrierBroken { process: ProcessId(1), .. }),
+        "{broken}"
+    );
     let down = downs(&all[0]).recv_timeout(LONG).unwrap();
     assert!(matches!(down, Down::Process(ProcessId(1), _)));
 }
@@ -247,7 +256,8 @@ fn a_silent_client_is_given_up_and_a_busy_one_is_not() {
     stopped.set_read_timeout(Some(LONG)).unwrap();
     stopped.write_all(&preamble(VERSION, [42; 32])).unwrap();
     stopped.read_exact(&mut [0; 16]).unwrap();
-    // Join {ask 1, process 1, processes 2, patience 30 s, member of empty fields}, in bincode's standard form.
+    // Join {ask 1, process 1, processes 2, patience 30 s, member of empty fields}, in bincode's
+    // standard form.
     stopped.write_all(&[12, 0, 0, 0, 0, 1, 1, 2, 30, 0, 0, 0, 0, 0, 0, 0]).unwrap();
     let mut mine = config(&server, 0, 2);
     mine.patience = LONG;
@@ -283,7 +293,8 @@ fn a_silent_server_is_noticed() {
     });
     let (process, processes, token) = (ProcessId(0), 1, token());
     let rendezvous =
-        Rendezvous::connect(JoinConfig { server, process, processes, token, patience: SHORT }).unwrap();
+        Rendezvous::connect(JoinConfig { server, process, processes, token, patience: SHORT })
+            .unwrap();
     match downs(&rendezvous).recv_timeout(LONG).unwrap() {
         Down::Server(why) => assert!(why.contains("silent"), "{why}"),
         other => panic!("{other:?}"),
@@ -310,9 +321,10 @@ impl Relay {
         thread::spawn(move || {
             let (near, _) = listener.accept().unwrap();
             let far = TcpStream::connect(server).unwrap();
-            for (mut from, mut to) in
-                [(near.try_clone().unwrap(), far.try_clone().unwrap()), (far, near.try_clone().unwrap())]
-            {
+            for (mut from, mut to) in [
+                (near.try_clone().unwrap(), far.try_clone().unwrap()),
+                (far, near.try_clone().unwrap()),
+            ] {
                 let is_still = is_still.clone();
                 thread::spawn(move || {
                     let mut bytes = [0; 4096];
@@ -404,7 +416,8 @@ fn client_that_is_closed_without_a_word_tries_again() {
     drop(listener.accept().unwrap());
     drop(listener);
     let _server =
-        Server::bind(address, ServerConfig { processes: 1, token: token(), patience: LONG }).unwrap();
+        Server::bind(address, ServerConfig { processes: 1, token: token(), patience: LONG })
+            .unwrap();
     joining.join().unwrap().unwrap();
 }
 
@@ -412,8 +425,11 @@ fn client_that_is_closed_without_a_word_tries_again() {
 fn missing_processes_are_named_to_those_who_came_and_to_the_servers_owner() {
     let server = server(4, SHORT);
     let results = join_all(&server, &[0, 3], 4);
-    let missing =
-        RendezvousError::Missing { missing: vec![ProcessId(1), ProcessId(2)], processes: 4, patience: SHORT };
+    let missing = RendezvousError::Missing {
+        missing: vec![ProcessId(1), ProcessId(2)],
+        processes: 4,
+        patience: SHORT,
+    };
     for result in results {
         assert_eq!(result.unwrap_err(), missing);
     }
@@ -434,13 +450,17 @@ fn a_duplicate_hears_who_holds_its_number_and_the_job_goes_on() {
         }
         let other = Rendezvous::connect(config(&server, 1, 2)).unwrap();
         let error = other.join(Member { pid: 7, ..member(1) }).unwrap_err();
-        let held = RendezvousError::Duplicate { process: ProcessId(1), host: "host1".into(), pid: 1001 };
+        let held =
+            RendezvousError::Duplicate { process: ProcessId(1), host: "host1".into(), pid: 1001 };
         assert_eq!(error, held);
         let (_other, members) = join(config(&server, 0, 2)).unwrap();
         assert_eq!(waiting.join().unwrap().unwrap(), members);
     });
     let after = join(config(&server, 1, 2)).unwrap_err();
-    assert!(matches!(after, RendezvousError::Duplicate { .. }), "no place changes hands later: {after}");
+    assert!(
+        matches!(after, RendezvousError::Duplicate { .. }),
+        "no place changes hands later: {after}"
+    );
 }
 
 #[test]
@@ -471,14 +491,20 @@ fn different_programs_are_named_to_all() {
         let config = config(&server, process, 3);
         thread::spawn(move || {
             let program = program.to_owned();
-            Rendezvous::connect(config).unwrap().join(Member { program, ..member(process) }).unwrap_err()
+            Rendezvous::connect(config)
+                .unwrap()
+                .join(Member { program, ..member(process) })
+                .unwrap_err()
         })
     });
     for thread in threads {
         let error = thread.join().unwrap();
         let said = error.to_string();
         assert!(matches!(error, RendezvousError::Program { .. }), "{said}");
-        assert!(said.contains("\"one\"") && said.contains("\"two\"") && said.contains("host2"), "{said}");
+        assert!(
+            said.contains("\"one\"") && said.contains("\"two\"") && said.contains("host2"),
+            "{said}"
+        );
     }
     assert!(matches!(server.wait_complete(LONG), Err(RendezvousError::Program { .. })));
 }
@@ -487,9 +513,12 @@ fn different_programs_are_named_to_all() {
 fn a_taken_port_and_an_unreachable_server_are_named() {
     let first = server(1, LONG);
     let address = first.address();
-    let second = Server::bind(address, ServerConfig { processes: 1, token: token(), patience: LONG });
+    let second =
+        Server::bind(address, ServerConfig { processes: 1, token: token(), patience: LONG });
     let taken = second.unwrap_err();
-    assert!(matches!(&taken, RendezvousError::Bind { address: a, .. } if *a == address.to_string()));
+    assert!(
+        matches!(&taken, RendezvousError::Bind { address: a, .. } if *a == address.to_string())
+    );
     let mut nowhere = config(&first, 0, 1);
     nowhere.patience = SHORT;
     drop(first);
@@ -533,9 +562,11 @@ fn strangers_learn_nothing_and_hold_no_place() {
     drop(silent);
     let mut wrong_but_last = [42; 32];
     wrong_but_last[31] = 0;
-    for said in
-        [b"GET / HTTP/1.1\r\n\r\n".to_vec(), preamble(VERSION, [0; 32]), preamble(VERSION, wrong_but_last)]
-    {
+    for said in [
+        b"GET / HTTP/1.1\r\n\r\n".to_vec(),
+        preamble(VERSION, [0; 32]),
+        preamble(VERSION, wrong_but_last),
+    ] {
         assert_eq!(answer(&server, &said), b"", "{said:?}");
     }
     // Another version is answered with ours, whatever the token.

@@ -1,4 +1,5 @@
-//! What may carry the messages between processes: the one list of it, for all tests of real processes.
+//! What may carry the messages between processes: the one list of it, for all tests of real
+//! processes.
 
 use std::process::Command;
 
@@ -23,7 +24,8 @@ impl Carrier {
     pub const UCX: Self = Self { transport: "ucx", ways: None };
     /// UCX by the memory that processes of one host share.
     #[cfg(feature = "ucx")]
-    pub const UCX_SHARED_MEMORY: Self = Self { transport: "ucx", ways: Some("posix,sysv,cma,self") };
+    pub const UCX_SHARED_MEMORY: Self =
+        Self { transport: "ucx", ways: Some("posix,sysv,cma,self") };
     /// UCX by sockets.
     #[cfg(feature = "ucx")]
     pub const UCX_TCP: Self = Self { transport: "ucx", ways: Some("tcp,self") };
@@ -37,8 +39,8 @@ impl Carrier {
         };
     }
 
-    /// Whether tests go through all that they can think of. Over the others they do each thing once: what
-    /// does not depend on the carrier has been seen by then.
+    /// Whether tests go through all that they can think of. Over the others they do each thing
+    /// once: what does not depend on the carrier has been seen by then.
     pub fn is_thorough(self) -> bool {
         [Self::TCP, Self::SHM].contains(&self)
     }
@@ -52,8 +54,8 @@ impl Carrier {
 /// By which UCX is told which ways to take.
 const WAYS: &str = "UCX_TLS";
 
-/// Makes a test of each of these functions for each [`Carrier`], which they take: `over_tcp::name` and so
-/// on.
+/// Makes a test of each of these functions for each [`Carrier`], which they take: `over_tcp::name`
+/// and so on.
 #[macro_export]
 macro_rules! over_each_carrier {
     ($($check:ident)*) => {
@@ -86,7 +88,8 @@ mod tests {
             let mut command = Command::new("env");
             carrier.set(command.env(WAYS, "of somebody else").env(variables::TRANSPORT, "another"));
             let said = command.output().expect("env is everywhere").stdout;
-            let mut lines: Vec<String> = String::from_utf8_lossy(&said).lines().map(str::to_owned).collect();
+            let mut lines: Vec<String> =
+                String::from_utf8_lossy(&said).lines().map(str::to_owned).collect();
             lines.retain(|line| line.starts_with(WAYS) || line.starts_with(variables::TRANSPORT));
             lines.sort();
             lines
@@ -95,6 +98,8 @@ mod tests {
         assert_eq!(said(Carrier::SHM), ["MPMD_TRANSPORT=shm"]);
         let narrow = Carrier { transport: "ucx", ways: Some("tcp,self") };
         assert_eq!(said(narrow), ["MPMD_TRANSPORT=ucx", "UCX_TLS=tcp,self"]);
-        assert!(!narrow.is_thorough() && narrow.takes(4) && !narrow.takes(8) && Carrier::TCP.takes(8));
+        assert!(
+            !narrow.is_thorough() && narrow.takes(4) && !narrow.takes(8) && Carrier::TCP.takes(8)
+        );
     }
 }

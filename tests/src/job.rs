@@ -39,7 +39,13 @@ pub struct JobOptions {
 impl JobOptions {
     /// A job of `processes` times `program` over tcp, with generous limits.
     pub fn new(program: impl Into<PathBuf>, processes: usize) -> Self {
-        Self { program: program.into(), processes, patience: LONG / 2, limit: LONG, carrier: Carrier::TCP }
+        Self {
+            program: program.into(),
+            processes,
+            patience: LONG / 2,
+            limit: LONG,
+            carrier: Carrier::TCP,
+        }
     }
 
     /// What their messages go by.
@@ -97,9 +103,13 @@ impl Job {
     /// Where this machine has no port or no folder to give.
     pub fn prepare(options: JobOptions) -> Self {
         let token = Token::random().expect("random numbers");
-        let config =
-            ServerConfig { processes: options.processes, token: token.clone(), patience: options.patience };
-        let server = Server::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), config).expect("a port");
+        let config = ServerConfig {
+            processes: options.processes,
+            token: token.clone(),
+            patience: options.patience,
+        };
+        let server =
+            Server::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), config).expect("a port");
         let folder = tempfile::tempdir().expect("a folder for the test");
         let deadline = Instant::now() + options.limit;
         let shared_memory = SharedMemory::now();
@@ -177,7 +187,11 @@ impl Job {
     /// Where one goes on beyond the job's time, or something that belongs to the job is left.
     pub fn wait(&mut self) -> Vec<Ended> {
         while !self.all_have_ended() {
-            assert!(Instant::now() < self.deadline, "the job goes on beyond its time:\n{}", self.report());
+            assert!(
+                Instant::now() < self.deadline,
+                "the job goes on beyond its time:\n{}",
+                self.report()
+            );
             std::thread::sleep(Duration::from_millis(5));
         }
         let left = processes_of(&self.token.to_hex());

@@ -24,7 +24,8 @@ impl SharedMemory {
 
     /// What is there that was not before, and what these processes have made and not removed.
     pub(crate) fn left(&self, pids: &[u32]) -> Vec<String> {
-        let mut left: Vec<String> = named(Path::new(NAMED)).difference(&self.before).cloned().collect();
+        let mut left: Vec<String> =
+            named(Path::new(NAMED)).difference(&self.before).cloned().collect();
         left.extend(numbered(&std::fs::read_to_string(NUMBERED).unwrap_or_default(), pids));
         left
     }
@@ -33,7 +34,8 @@ impl SharedMemory {
 fn named(folder: &Path) -> BTreeSet<String> {
     // A system without it has none.
     let Ok(all) = std::fs::read_dir(folder) else { return BTreeSet::new() };
-    let names = all.filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned()));
+    let names =
+        all.filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned()));
     names.filter(|name| name.starts_with("ucx_shm") || name.starts_with("mpmd")).collect()
 }
 
@@ -41,7 +43,9 @@ fn named(folder: &Path) -> BTreeSet<String> {
 fn numbered(table: &str, pids: &[u32]) -> Vec<String> {
     let mut lines = table.lines();
     let head = lines.next().unwrap_or_default();
-    let Some(maker) = head.split_whitespace().position(|column| column == "cpid") else { return Vec::new() };
+    let Some(maker) = head.split_whitespace().position(|column| column == "cpid") else {
+        return Vec::new();
+    };
     let made_by = |line: &&str| line.split_whitespace().nth(maker).and_then(|pid| pid.parse().ok());
     let theirs = lines.filter(|line| made_by(line).is_some_and(|pid| pids.contains(&pid)));
     theirs.map(str::to_owned).collect()

@@ -10,9 +10,11 @@ impl Random {
         Self(seed)
     }
 
-    /// The sequence of a seed of its own for each run; it is printed, so that a test that fails says which.
+    /// The sequence of a seed of its own for each run; it is printed, so that a test that fails
+    /// says which.
     pub fn of_this_run() -> Self {
-        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+        let now =
+            std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         let seed = now.as_nanos() as u64;
         println!("seed {seed}");
         Self(seed)
@@ -53,7 +55,10 @@ mod tests {
     fn a_seed_decides_it_all() {
         let mut random = Random::new(1_234_567);
         // The published generator's first numbers for this seed.
-        assert_eq!([random.draw(), random.draw()], [6_457_827_717_110_365_317, 3_203_168_211_198_807_973]);
+        assert_eq!(
+            [random.draw(), random.draw()],
+            [6_457_827_717_110_365_317, 3_203_168_211_198_807_973]
+        );
         assert!((0..1000).all(|_| random.below(7) < 7));
         assert_eq!(Random::new(5).bytes(11), Random::new(5).bytes(16)[..11]);
     }

@@ -1,4 +1,5 @@
-//! A place where a test runs other people's launchers, which start processes that are not the test's.
+//! A place where a test runs other people's launchers, which start processes that are not the
+//! test's.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
@@ -15,10 +16,11 @@ use crate::watched::{Watched, alive};
 /// How long the system may take to end what was killed.
 const END_WITHIN: Duration = Duration::from_secs(10);
 
-/// A folder of a test's own. Every process that works in it, or has a file of it open, belongs to it.
+/// A folder of a test's own. Every process that works in it, or has a file of it open, belongs to
+/// it.
 ///
-/// Dropping it ends all of them: daemons and their children may have left every group and session, and
-/// have blanked their environment, but not this.
+/// Dropping it ends all of them: daemons and their children may have left every group and session,
+/// and have blanked their environment, but not this.
 pub struct Site {
     folder: TempDir,
 }
@@ -32,7 +34,8 @@ impl Site {
     pub fn new() -> Self {
         // Sockets in it are for other users too, else their services complain.
         let open = Permissions::from_mode(0o755);
-        let folder = tempfile::Builder::new().permissions(open).tempdir().expect("a folder for the test");
+        let folder =
+            tempfile::Builder::new().permissions(open).tempdir().expect("a folder for the test");
         Self { folder }
     }
 
@@ -63,11 +66,14 @@ impl Site {
     pub fn processes(&self) -> Vec<u32> {
         let Ok(all) = std::fs::read_dir("/proc") else { return Vec::new() };
         let pids = all.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
-        pids.filter(|pid| *pid != std::process::id() && self.is_home_of(*pid) && alive(*pid)).collect()
+        pids.filter(|pid| *pid != std::process::id() && self.is_home_of(*pid) && alive(*pid))
+            .collect()
     }
 
     fn is_home_of(&self, pid: u32) -> bool {
-        let here = |link: PathBuf| std::fs::read_link(link).is_ok_and(|file| file.starts_with(self.path()));
+        let here = |link: PathBuf| {
+            std::fs::read_link(link).is_ok_and(|file| file.starts_with(self.path()))
+        };
         let process = PathBuf::from(format!("/proc/{pid}"));
         // Those of other users cannot be read, and are none of ours.
         let files = std::fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
@@ -109,8 +115,8 @@ impl Drop for Site {
     }
 }
 
-/// The file of a program of the system; `None` where it is missing and who runs the tests cannot install
-/// it, which is then said.
+/// The file of a program of the system; `None` where it is missing and who runs the tests cannot
+/// install it, which is then said.
 ///
 /// # Panics
 ///
@@ -156,18 +162,23 @@ mod tests {
     }
 
     fn is_sleep(pid: u32) -> bool {
-        std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim() == "sleep")
+        std::fs::read_to_string(format!("/proc/{pid}/comm"))
+            .is_ok_and(|name| name.trim() == "sleep")
     }
 
     #[test]
     fn programs_of_the_system_are_found_and_missing_ones_name_their_package() {
         assert!(system_program("sh", "dash").is_some_and(|file| file.is_absolute()));
-        let missing = std::panic::catch_unwind(|| system_program("no-such-launcher", "some-package"));
+        let missing =
+            std::panic::catch_unwind(|| system_program("no-such-launcher", "some-package"));
         match missing {
             Ok(found) => assert_eq!(found, None),
             Err(panic) => {
                 let said = panic.downcast_ref::<String>().expect("a message");
-                assert!(said.contains("no-such-launcher") && said.contains("some-package"), "{said}");
+                assert!(
+                    said.contains("no-such-launcher") && said.contains("some-package"),
+                    "{said}"
+                );
             }
         }
     }

@@ -24,8 +24,8 @@ const NEEDED: [(&str, &str); 5] = [
 /// CPUs of the node, whatever the machine has.
 const CPUS: usize = 4;
 
-/// A cluster of one node, this machine, with ports, keys and files of its own. Whoever runs the test is its
-/// administrator.
+/// A cluster of one node, this machine, with ports, keys and files of its own. Whoever runs the
+/// test is its administrator.
 ///
 /// Dropping it ends its daemons; what they have started ends with the [`Site`].
 pub struct Slurm {
@@ -56,12 +56,16 @@ impl Slurm {
             std::fs::create_dir(site.path().join(folder)).expect("the test's own folder");
         }
         let key = site.path().join("munge.key");
-        // Keeps nobody out, and has not to: who is on this machine and asks for it may run jobs there.
-        std::fs::write(&key, site.path().display().to_string().repeat(8)).expect("the test's own folder");
-        std::fs::set_permissions(&key, PermissionsExt::from_mode(0o600)).expect("the test's own file");
+        // Keeps nobody out, and has not to: who is on this machine and asks for it may run jobs
+        // there.
+        std::fs::write(&key, site.path().display().to_string().repeat(8))
+            .expect("the test's own folder");
+        std::fs::set_permissions(&key, PermissionsExt::from_mode(0o600))
+            .expect("the test's own file");
 
         let mut slurm = Self { daemons: Vec::new(), settings, _alone: alone };
-        let file = |option: &str, name: &str| format!("--{option}={}", site.path().join(name).display());
+        let file =
+            |option: &str, name: &str| format!("--{option}={}", site.path().join(name).display());
         let mut command = site.command(munged);
         command.args(["--foreground".to_owned(), file("key-file", "munge.key")]);
         command.args([file("socket", "munge.socket"), file("pid-file", "munged.pid")]);
@@ -85,7 +89,12 @@ impl Slurm {
             if sinfo.wait(deadline).stdout.trim() == "idle" {
                 return Some(slurm);
             }
-            assert!(Instant::now() < deadline, "no idle node\n{}\n{}", sinfo.report(), slurm.report());
+            assert!(
+                Instant::now() < deadline,
+                "no idle node\n{}\n{}",
+                sinfo.report(),
+                slurm.report()
+            );
             std::thread::sleep(Duration::from_millis(50));
         }
     }
@@ -105,7 +114,8 @@ impl Slurm {
     pub fn wait_until_idle(&mut self, site: &Site, deadline: Instant) {
         // The controller has a helper, whose parent it is.
         let own: Vec<u32> = self.daemons.iter().map(Watched::pid).collect();
-        let is_own = |pid: &u32| own.contains(pid) || parent(*pid).is_some_and(|pid| own.contains(&pid));
+        let is_own =
+            |pid: &u32| own.contains(pid) || parent(*pid).is_some_and(|pid| own.contains(&pid));
         self.wait_until(deadline, || site.processes().iter().all(is_own));
     }
 
@@ -116,7 +126,11 @@ impl Slurm {
 
     fn wait_until(&mut self, deadline: Instant, mut done: impl FnMut() -> bool) {
         while !done() {
-            let ended = self.daemons.iter_mut().map(|daemon| usize::from(daemon.has_ended())).sum::<usize>();
+            let ended = self
+                .daemons
+                .iter_mut()
+                .map(|daemon| usize::from(daemon.has_ended()))
+                .sum::<usize>();
             assert!(ended == 0, "a daemon has ended\n{}", self.report());
             assert!(Instant::now() < deadline, "not in time\n{}", self.report());
             std::thread::sleep(Duration::from_millis(5));
@@ -163,14 +177,16 @@ PartitionName=test Nodes={host} Default=YES MaxTime=INFINITE State=UP
 fn hostname() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let name = name.trim().split('.').next().unwrap_or_default().to_owned();
-    let is_known = (name.as_str(), 0).to_socket_addrs().is_ok_and(|mut found| found.next().is_some());
+    let is_known =
+        (name.as_str(), 0).to_socket_addrs().is_ok_and(|mut found| found.next().is_some());
     if is_known { name } else { "localhost".to_owned() }
 }
 
 /// Ports on which nobody listens, below those that systems hand out by themselves.
 fn free_ports() -> [u16; 2] {
     let first = 20_000 + (std::process::id() % 10_000) as u16;
-    let mut free = (first..32_000).filter(|port| TcpListener::bind((Ipv4Addr::UNSPECIFIED, *port)).is_ok());
+    let mut free =
+        (first..32_000).filter(|port| TcpListener::bind((Ipv4Addr::UNSPECIFIED, *port)).is_ok());
     [(); 2].map(|()| free.next().expect("a port"))
 }
 

@@ -7,7 +7,9 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, waitid};
+use rustix::process::{
+    Pid, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, waitid,
+};
 
 /// Time between two looks at a process.
 const LOOK: Duration = Duration::from_millis(5);
@@ -42,7 +44,8 @@ impl Watched {
     ///
     /// Where it cannot be started.
     pub fn start(mut command: Command, folder: &Path, name: &str) -> Self {
-        let (stdout, stderr) = (folder.join(format!("{name}.out")), folder.join(format!("{name}.err")));
+        let (stdout, stderr) =
+            (folder.join(format!("{name}.out")), folder.join(format!("{name}.err")));
         let file = |path: &PathBuf| File::create(path).expect("a file in the test's own folder");
         command.stdin(Stdio::null()).stdout(file(&stdout)).stderr(file(&stderr)).process_group(0);
         let child = match command.spawn() {
@@ -64,12 +67,13 @@ impl Watched {
     /// Where the system refuses.
     pub fn signal(&mut self, signal: Signal) {
         if !self.has_ended() {
-            kill_process(Pid::from_child(&self.child), signal).expect("a child that was not waited for");
+            kill_process(Pid::from_child(&self.child), signal)
+                .expect("a child that was not waited for");
         }
     }
 
-    /// Whether it has ended. Its number stays taken until this value is dropped, so that no signal can
-    /// reach another process.
+    /// Whether it has ended. Its number stays taken until this value is dropped, so that no signal
+    /// can reach another process.
     ///
     /// # Panics
     ///
@@ -100,7 +104,11 @@ impl Watched {
         while !self.output().contains(text) {
             let ended = self.has_ended();
             // What it printed last may have come between the two looks.
-            assert!(!ended || self.output().contains(text), "ended without {text:?}:\n{}", self.report());
+            assert!(
+                !ended || self.output().contains(text),
+                "ended without {text:?}:\n{}",
+                self.report()
+            );
             assert!(Instant::now() < deadline, "no {text:?} in time:\n{}", self.report());
             std::thread::sleep(LOOK);
         }
@@ -159,7 +167,9 @@ pub fn processes_of(value: &str) -> Vec<u32> {
     let ending = format!("={value}");
     pids.filter(|pid| {
         let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-        let has = environment.split(|byte| *byte == 0).any(|variable| variable.ends_with(ending.as_bytes()));
+        let has = environment
+            .split(|byte| *byte == 0)
+            .any(|variable| variable.ends_with(ending.as_bytes()));
         has && *pid != std::process::id() && alive(*pid)
     })
     .collect()
@@ -174,8 +184,8 @@ pub fn alive(pid: u32) -> bool {
     })
 }
 
-/// A program of another package of the workspace. Cargo builds only the tests' own, so where it is not
-/// there yet it is built now.
+/// A program of another package of the workspace. Cargo builds only the tests' own, so where it is
+/// not there yet it is built now.
 ///
 /// # Panics
 ///
@@ -190,7 +200,12 @@ pub fn package_program(package: &str, program: &str) -> PathBuf {
     let path = folder.join(program);
     if !path.exists() {
         let mut build = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-        build.current_dir(env!("CARGO_MANIFEST_DIR")).args(["build", "--package", package, "--bins"]);
+        build.current_dir(env!("CARGO_MANIFEST_DIR")).args([
+            "build",
+            "--package",
+            package,
+            "--bins",
+        ]);
         for (is_on, feature) in [(cfg!(feature = "ucx"), "ucx"), (cfg!(feature = "cuda"), "cuda")] {
             if is_on {
                 build.args(["--features", feature]);

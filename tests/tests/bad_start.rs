@@ -44,7 +44,12 @@ fn hello(mut command: Command) -> Command {
 #[test]
 fn a_job_of_one_needs_nothing() {
     let end = alone(&[]);
-    assert_eq!((end.code, end.stdout.as_str()), (0, "hello from process 0 of 1: 42\n"), "{}", end.stderr);
+    assert_eq!(
+        (end.code, end.stdout.as_str()),
+        (0, "hello from process 0 of 1: 42\n"),
+        "{}",
+        end.stderr
+    );
 }
 
 #[test]
@@ -107,7 +112,11 @@ fn processes_that_do_not_come_are_named_by_all_that_did() {
     }
     for end in job.wait() {
         assert_eq!(end.code, 1, "{end:?}");
-        assert!(end.stderr.contains("processes 1 and 3 of 4 have not joined after 2s"), "{}", end.stderr);
+        assert!(
+            end.stderr.contains("processes 1 and 3 of 4 have not joined after 2s"),
+            "{}",
+            end.stderr
+        );
     }
 }
 
@@ -221,7 +230,8 @@ fn a_transport_that_does_not_exist_is_named_by_every_process() {
     }
 }
 
-/// A job whose processes are told these transports, with the launcher's service or one in process 0.
+/// A job whose processes are told these transports, with the launcher's service or one in process
+/// 0.
 fn with_transports(names: &[&str], hosted: bool) -> Vec<Ended> {
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|taken| taken.local_addr());
     let coordinator = port.expect("a port").to_string();
@@ -243,7 +253,8 @@ fn processes_that_ask_for_different_transports_all_hear_who_says_what() {
     for hosted in [true, false] {
         for end in with_transports(&["tcp", "ucx", "tcp"], hosted) {
             assert_eq!(end.code, 1, "{end:?}");
-            let expected = "processes 0 and 2 say tcp, process 1 says ucx; MPMD_TRANSPORT must be the same";
+            let expected =
+                "processes 0 and 2 say tcp, process 1 says ucx; MPMD_TRANSPORT must be the same";
             assert!(end.stderr.contains(expected), "{}", end.stderr);
         }
         for end in with_transports(&["shm", "auto", "shm", "tcp"], hosted) {
@@ -253,7 +264,11 @@ fn processes_that_ask_for_different_transports_all_hear_who_says_what() {
         }
         for end in with_transports(&["pigeon", "tcp"], hosted) {
             assert_eq!(end.code, 1, "{end:?}");
-            assert!(end.stderr.contains("process 0 says pigeon, process 1 says tcp"), "{}", end.stderr);
+            assert!(
+                end.stderr.contains("process 0 says pigeon, process 1 says tcp"),
+                "{}",
+                end.stderr
+            );
         }
     }
 }
@@ -287,12 +302,19 @@ fn costs_of_links_that_make_no_sense_are_an_error_everywhere() {
                 command.env_remove(variables::HOSTED).env(variables::COORDINATOR, &coordinator);
             }
             // The others' variable is not looked at.
-            command.env(variables::LINKS, if process == 0 { file.as_path() } else { "/nowhere".as_ref() });
+            command.env(
+                variables::LINKS,
+                if process == 0 { file.as_path() } else { "/nowhere".as_ref() },
+            );
             job.spawn(command);
         }
         for end in job.wait() {
             assert_eq!(end.code, 1, "{end:?}");
-            assert!(end.stderr.contains("links.json, which MPMD_LINKS of process 0 names"), "{}", end.stderr);
+            assert!(
+                end.stderr.contains("links.json, which MPMD_LINKS of process 0 names"),
+                "{}",
+                end.stderr
+            );
         }
     }
     let costs: Vec<String> = ["same_device", "same_process", "same_host", "network"]
@@ -333,9 +355,12 @@ fn processes_of_another_build_or_with_other_devices_are_named_by_all_with_what_t
         for process in 0..3 {
             let mut command = hello(job.command(process));
             if process == 1 && by_build {
-                let vars: Vec<_> =
-                    command.get_envs().map(|(k, v)| (k.to_owned(), v.map(ToOwned::to_owned))).collect();
-                let place = command.get_current_dir().map(ToOwned::to_owned).expect("the job's folder");
+                let vars: Vec<_> = command
+                    .get_envs()
+                    .map(|(k, v)| (k.to_owned(), v.map(ToOwned::to_owned)))
+                    .collect();
+                let place =
+                    command.get_current_dir().map(ToOwned::to_owned).expect("the job's folder");
                 command = hello(Command::new(&other));
                 command.current_dir(place);
                 for (name, value) in vars {

@@ -17,26 +17,34 @@ fn launched(carrier: Carrier, processes: usize, program: &[&str]) -> Ended {
     let folder = tempfile::tempdir().expect("a folder for the test");
     let mut command = bare_command(&package_program("mpmd-cli", "mpmd"));
     carrier.set(command.args(["run", "-n", &processes.to_string(), "--"]).args(program));
-    Watched::start(command, folder.path(), "launcher").wait(Instant::now() + Duration::from_secs(60))
+    Watched::start(command, folder.path(), "launcher")
+        .wait(Instant::now() + Duration::from_secs(60))
 }
 
 /// Fails unless the launcher's last line begins so.
 fn check_cause(end: &Ended, expected: &str) {
     let last = end.stderr.lines().last().unwrap_or_default();
-    assert!(last.starts_with(&format!("mpmd: {expected}")), "{expected} is not said:\n{}", end.stderr);
+    assert!(
+        last.starts_with(&format!("mpmd: {expected}")),
+        "{expected} is not said:\n{}",
+        end.stderr
+    );
     assert_ne!(end.code, 0, "{}", end.stderr);
 }
 
 fn the_process_that_diverged_is_named(carrier: Carrier) {
     for who in [0, 2] {
-        let end = launched(carrier, 4, &[env!("CARGO_BIN_EXE_unfinished"), "diverged", &who.to_string()]);
-        let first = format!("process {who} failed first: it ended with exit code 1; the programs diverged");
+        let end =
+            launched(carrier, 4, &[env!("CARGO_BIN_EXE_unfinished"), "diverged", &who.to_string()]);
+        let first =
+            format!("process {who} failed first: it ended with exit code 1; the programs diverged");
         check_cause(&end, &first);
     }
 }
 
 fn a_divergence_found_on_the_way_blames_no_other(carrier: Carrier) {
-    let ways = ["extra-put", "skip-aside", "extra-jit", "skip-microbatch", "end-early", "extra-at-end"];
+    let ways =
+        ["extra-put", "skip-aside", "extra-jit", "skip-microbatch", "end-early", "extra-at-end"];
     let number = if carrier.is_thorough() { ways.len() } else { 3 };
     for (place, how) in ways.into_iter().enumerate().take(number) {
         // Aside only process 3 has something to do.
@@ -50,7 +58,11 @@ fn a_divergence_found_on_the_way_blames_no_other(carrier: Carrier) {
         }
         // Where the rest has not got there yet, nobody knows which of the two is right.
         let (both, _) = last.split_once(" failed first; the programs diverged").unwrap_or_default();
-        assert!(both.split(' ').any(|word| word == who.to_string()), "{how}, {who}: {}", end.stderr);
+        assert!(
+            both.split(' ').any(|word| word == who.to_string()),
+            "{how}, {who}: {}",
+            end.stderr
+        );
     }
 }
 
@@ -61,12 +73,19 @@ fn two_processes_that_diverged_are_both_named(carrier: Carrier) {
         &end,
         "processes 0 and 1 failed first; the programs diverged: they first differ at operation",
     );
-    assert!(end.stderr.lines().last().is_some_and(|line| line.contains("diverging.rs:")), "{}", end.stderr);
+    assert!(
+        end.stderr.lines().last().is_some_and(|line| line.contains("diverging.rs:")),
+        "{}",
+        end.stderr
+    );
 }
 
 fn a_program_without_finish_fails_the_job(carrier: Carrier) {
-    let ended = "process 1 ended before its program finished: its `Program` was dropped without `finish`";
-    for (how, work, why) in [("dropped", "well", ended), ("failed", "badly", "the kernel is out of paper")] {
+    let ended =
+        "process 1 ended before its program finished: its `Program` was dropped without `finish`";
+    for (how, work, why) in
+        [("dropped", "well", ended), ("failed", "badly", "the kernel is out of paper")]
+    {
         let end = launched(carrier, 3, &[env!("CARGO_BIN_EXE_unfinished"), how, "1"]);
         check_cause(&end, "process 1 failed first: it ended with exit code 0; ");
         assert_eq!(end.stdout, format!("[1] the work ended {work}\n"), "{}", end.stderr);
@@ -75,7 +94,8 @@ fn a_program_without_finish_fails_the_job(carrier: Carrier) {
         // The process itself says so, and every other process.
         for process in 0..3 {
             let prefix = format!("[{process}] ");
-            let said = end.stderr.lines().any(|line| line.starts_with(&prefix) && line.contains(why));
+            let said =
+                end.stderr.lines().any(|line| line.starts_with(&prefix) && line.contains(why));
             assert!(said, "process {process} does not say why:\n{}", end.stderr);
         }
     }

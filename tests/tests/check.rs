@@ -1,5 +1,5 @@
-//! `mpmd check -n N -- program`: the program is planned and ends, whatever it would do as a job, and is judged by its
-//! plan.
+//! `mpmd check -n N -- program`: the program is planned and ends, whatever it would do as a job,
+//! and is judged by its plan.
 
 use std::process::{Command, Output};
 
@@ -45,7 +45,8 @@ fn a_program_without_end_is_proved_by_two_equal_steps() {
 
 #[test]
 fn memory_above_the_budget_and_steps_that_are_cut_short_are_said() {
-    let done = check(&[&["-n", "2", "--steps", "1", "--budget", "64KiB"][..], &named("looping")].concat());
+    let done =
+        check(&[&["-n", "2", "--steps", "1", "--budget", "64KiB"][..], &named("looping")].concat());
     let said = text(&done.stdout);
     assert_eq!(done.status.code(), Some(1), "{said}{}", text(&done.stderr));
     assert!(said.contains("1 recorded, no two in succession equal"), "{said}");
@@ -70,8 +71,12 @@ fn a_process_that_issues_something_else_is_refuted() {
     ] {
         let (code, said, errors) = diverging(how, "1");
         assert_eq!(code, Some(1), "{how}: {said}{errors}");
-        assert!(said.contains("issue    processes 0, 2 to 3 issue the same operations\n"), "{how}: {said}");
-        let (_, shown) = said.split_once("issue    process 1 parts from process 0 at operation ").expect(how);
+        assert!(
+            said.contains("issue    processes 0, 2 to 3 issue the same operations\n"),
+            "{how}: {said}"
+        );
+        let (_, shown) =
+            said.split_once("issue    process 1 parts from process 0 at operation ").expect(how);
         let shown: Vec<&str> = shown.lines().take(3).collect();
         for (line, process) in shown[1..].iter().zip(["process 0: ", "process 1: "]) {
             assert!(line.trim_start().starts_with(process), "{how}: {said}");
@@ -120,8 +125,14 @@ fn what_cannot_be_planned_is_said_with_the_programs_own_words() {
     for (args, expected) in [
         (&["-n", "2", "--", "true"][..], "true ended without a plan"),
         (&["-n", "2", "--", "mpmd-no-such-program"], "there is no program mpmd-no-such-program"),
-        (&["-n", "2", "--patience", "0.2", "--", "sleep", "20"], "sleep has not ended a plan after 200ms"),
-        (&["-n", "2", "--", env!("CARGO_BIN_EXE_named"), "nobody"], "no program is named \"nobody\""),
+        (
+            &["-n", "2", "--patience", "0.2", "--", "sleep", "20"],
+            "sleep has not ended a plan after 200ms",
+        ),
+        (
+            &["-n", "2", "--", env!("CARGO_BIN_EXE_named"), "nobody"],
+            "no program is named \"nobody\"",
+        ),
         (
             &["-n", "3", "--", env!("CARGO_BIN_EXE_named"), "looping"],
             "cannot be spread evenly over 3 processes",

@@ -1,5 +1,5 @@
-//! Arrays of CUDA devices between real processes that share one of them: handed over where they are, opened once, and lost
-//! with their owner.
+//! Arrays of CUDA devices between real processes that share one of them: handed over where they
+//! are, opened once, and lost with their owner.
 //!
 //! On the CUDA driver in software, unless `MPMD_TEST_GPU=1` says that there is a real one.
 #![cfg(feature = "cuda")]
@@ -13,17 +13,25 @@ use rustix::process::Signal;
 /// The time within which everybody must have ended where a process dies.
 const SOON: Duration = Duration::from_secs(10);
 
-/// A job of the program `handing`, each of whose processes has a CUDA device; with the driver, while the folder is there.
+/// A job of the program `handing`, each of whose processes has a CUDA device; with the driver,
+/// while the folder is there.
 fn start(processes: usize, args: &[&str], settings: &[(&str, &str)]) -> (Job, tempfile::TempDir) {
     let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), processes);
-    let options =
-        options.over(Carrier::SHM).patience(Duration::from_secs(30)).limit(Duration::from_secs(120));
+    let options = options
+        .over(Carrier::SHM)
+        .patience(Duration::from_secs(30))
+        .limit(Duration::from_secs(120));
     let folder = tempfile::tempdir().expect("a folder for the driver");
-    let driver = (!softcuda::real()).then(|| softcuda::install(folder.path()).expect("the driver is built"));
+    let driver =
+        (!softcuda::real()).then(|| softcuda::install(folder.path()).expect("the driver is built"));
     let mut job = Job::prepare(options);
     for process in 0..processes {
         let mut command = job.command(process);
-        command.arg("handing").args(args).env(variables::DEVICE, "cuda").envs(settings.iter().copied());
+        command
+            .arg("handing")
+            .args(args)
+            .env(variables::DEVICE, "cuda")
+            .envs(settings.iter().copied());
         command.env("MPMD_CUDA_CACHE", folder.path().join("cache"));
         if let Some(driver) = &driver {
             softcuda::environment(&mut command, driver);
@@ -48,7 +56,8 @@ fn whole_shards_are_used_where_they_are_and_memory_is_opened_once() {
                 continue;
             }
             assert_eq!(figure(&said, "bytes copied on the device"), 0, "{said}");
-            // A sample of each other process, and the few segments that the arrays of one are in, however many come.
+            // A sample of each other process, and the few segments that the arrays of one are in,
+            // however many come.
             let (opened, others) = (figure(&said, "memory opened"), processes as u64 - 1);
             assert!(opened > others && opened <= 5 * others, "{said}");
             assert!(figure(&said, "events opened later") <= 60 * others, "{said}");
@@ -64,7 +73,8 @@ fn parts_of_shards_are_taken_by_one_copy() {
             if softcuda::real() {
                 continue;
             }
-            // Of three arrays, of which the last is a whole on each: every piece once, wherever it comes from.
+            // Of three arrays, of which the last is a whole on each: every piece once, wherever it
+            // comes from.
             let whole = 96 * 48 * 4;
             let part = whole / processes as u64;
             assert_eq!(figure(&said, "bytes copied on the device"), 2 * part + whole, "{said}");
@@ -91,15 +101,18 @@ fn strike(processes: usize, victim: usize, pace: &str) -> Struck {
 
 #[test]
 fn who_is_killed_while_all_hold_memory_of_all_is_named_by_the_others_which_end() {
-    for (processes, victim, pace) in [(2, 0, "eager"), (2, 1, "seed:5"), (3, 1, "eager"), (3, 2, "seed:9")] {
+    for (processes, victim, pace) in
+        [(2, 0, "eager"), (2, 1, "seed:5"), (3, 1, "eager"), (3, 2, "seed:9")]
+    {
         let Struck { ended, took, report } = strike(processes, victim, pace);
         for end in ended {
             assert_eq!(end.code, 1, "{report}");
             // The third may hear first of who has left because of it, and ends with that.
             let others = (0..processes).filter(|process| *process != victim);
             let left = others.map(|process| format!("process {process} is gone (it has left)"));
-            let named =
-                left.chain([format!("process {victim} is gone")]).any(|words| end.stderr.contains(&words));
+            let named = left
+                .chain([format!("process {victim} is gone")])
+                .any(|words| end.stderr.contains(&words));
             assert!(named, "{report}");
             assert!(!end.stderr.contains("panicked"), "{report}");
         }

@@ -1,6 +1,8 @@
-//! Collectives of CUDA devices of real processes by NCCL, and what becomes of those that wait for a process that is no more.
+//! Collectives of CUDA devices of real processes by NCCL, and what becomes of those that wait for a
+//! process that is no more.
 //!
-//! On the CUDA driver and the NCCL in software: a real NCCL wants a graphics processor for each process.
+//! On the CUDA driver and the NCCL in software: a real NCCL wants a graphics processor for each
+//! process.
 #![cfg(feature = "cuda")]
 
 use std::time::{Duration, Instant};
@@ -12,8 +14,9 @@ use rustix::process::Signal;
 /// The time within which everybody must have ended where a process dies or lacks something.
 const SOON: Duration = Duration::from_secs(15);
 
-/// A job of the program `joining`, each of whose processes has a CUDA device of its own where there are enough; with the driver,
-/// while the folder is there. `ways` are what each process is told of collectives.
+/// A job of the program `joining`, each of whose processes has a CUDA device of its own where there
+/// are enough; with the driver, while the folder is there. `ways` are what each process is told of
+/// collectives.
 fn start(
     carrier: Carrier,
     ways: &[&str],
@@ -22,7 +25,8 @@ fn start(
 ) -> (Job, tempfile::TempDir) {
     let processes = ways.len();
     let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), processes);
-    let options = options.over(carrier).patience(Duration::from_secs(30)).limit(Duration::from_secs(100));
+    let options =
+        options.over(carrier).patience(Duration::from_secs(30)).limit(Duration::from_secs(100));
     let folder = tempfile::tempdir().expect("a folder for the driver");
     let driver = softcuda::install(folder.path()).expect("the driver is built");
     let mut job = Job::prepare(options);
@@ -59,7 +63,8 @@ fn ends(job: &mut Job) -> (Vec<Ended>, String) {
 #[test]
 fn processes_work_together_over_every_transport() {
     for (carrier, pace) in [(Carrier::SHM, "eager"), (Carrier::TCP, "seed:6")] {
-        let (mut job, _folder) = start(carrier, &["nccl"; 3], &["sums", "12"], &[("SOFTCUDA_PACE", pace)]);
+        let (mut job, _folder) =
+            start(carrier, &["nccl"; 3], &["sums", "12"], &[("SOFTCUDA_PACE", pace)]);
         for said in job.wait_well() {
             assert_eq!(figure(&said, "groups joined"), 1, "{said}");
             assert_eq!(figure(&said, "reductions by NCCL"), 33, "{said}");
@@ -70,17 +75,25 @@ fn processes_work_together_over_every_transport() {
 #[test]
 fn processes_that_share_a_processor_work_together_by_way_of_the_host() {
     for (ways, gpus) in [(["nccl"; 3], "2"), (["host"; 3], "3")] {
-        let (mut job, _folder) = start(Carrier::SHM, &ways, &["sums", "3"], &[("SOFTCUDA_DEVICES", gpus)]);
+        let (mut job, _folder) =
+            start(Carrier::SHM, &ways, &["sums", "3"], &[("SOFTCUDA_DEVICES", gpus)]);
         for said in job.wait_well() {
-            assert_eq!(figure(&said, "groups joined") + figure(&said, "reductions by NCCL"), 0, "{said}");
+            assert_eq!(
+                figure(&said, "groups joined") + figure(&said, "reductions by NCCL"),
+                0,
+                "{said}"
+            );
         }
     }
 }
 
 #[test]
 fn who_is_killed_while_others_wait_for_it_in_nccl_is_named_by_them_and_they_end() {
-    for (processes, victim, carrier) in [(2, 0, Carrier::SHM), (3, 2, Carrier::SHM), (3, 1, Carrier::TCP)] {
-        // The victim takes its time on its device, so that the others' devices wait for it when it is killed.
+    for (processes, victim, carrier) in
+        [(2, 0, Carrier::SHM), (3, 2, Carrier::SHM), (3, 1, Carrier::TCP)]
+    {
+        // The victim takes its time on its device, so that the others' devices wait for it when it
+        // is killed.
         let args = ["steps", &victim.to_string()];
         let (mut job, _folder) = start(carrier, &vec!["nccl"; processes], &args, &[]);
         job.wait_for_output("step 2\n");
@@ -136,7 +149,9 @@ fn who_has_no_nccl_says_so_and_the_others_say_who_it_is() {
     let (ended, report) = ends(&mut job);
     assert!(ended.iter().all(|end| end.code == 1), "{report}");
     assert!(ended[1].stderr.contains("no NCCL found: looked for libnccl.so"), "{report}");
-    let named =
-        ["process 1 on host ", "has no NCCL, which was asked for: no NCCL found: looked for libnccl.so"];
+    let named = [
+        "process 1 on host ",
+        "has no NCCL, which was asked for: no NCCL found: looked for libnccl.so",
+    ];
     assert!(named.iter().all(|part| ended[0].stderr.contains(part)), "{report}");
 }

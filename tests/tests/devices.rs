@@ -1,5 +1,5 @@
-//! Jobs with devices of kind `cuda` where there are none: every process that was started ends soon and says what it
-//! looked for, and nothing panics, whether the program has the back end or not.
+//! Jobs with devices of kind `cuda` where there are none: every process that was started ends soon
+//! and says what it looked for, and nothing panics, whether the program has the back end or not.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -44,7 +44,8 @@ fn a_job_of_such_devices_alone_ends_with_the_word_of_every_process() {
         let end = start_and_wait(command);
         assert_eq!(end.code, 1, "{end:?}");
         // The launcher's own line names the cause once more.
-        let of_processes: String = end.stderr.lines().filter(|line| line.starts_with('[')).collect();
+        let of_processes: String =
+            end.stderr.lines().filter(|line| line.starts_with('[')).collect();
         assert_eq!(complaints(&of_processes).to_string(), processes, "{}", end.stderr);
         for process in 0..processes.parse().expect("a number") {
             let line = format!("[{process}] ");
@@ -80,7 +81,8 @@ fn a_program_alone_is_told_by_the_environment_too() {
 
 /// The ends of a job of so many processes, of which each is told these kinds of devices.
 fn job(kinds: &[&str], hosted: bool) -> Vec<Ended> {
-    let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), kinds.len()).patience(PATIENCE).limit(PROMPT);
+    let options =
+        JobOptions::new(env!("CARGO_BIN_EXE_named"), kinds.len()).patience(PATIENCE).limit(PROMPT);
     let mut job = Job::prepare(options);
     let port = std::net::TcpListener::bind(("127.0.0.1", 0)).and_then(|taken| taken.local_addr());
     let coordinator = port.expect("a port").to_string();
@@ -106,7 +108,8 @@ fn who_needs_no_driver_hears_who_lacks_one() {
                 assert_eq!(complaints(&end.stderr), 1, "{}", end.stderr);
                 continue;
             }
-            let (who, why) = end.stderr.split_once(" has no devices of kind cuda: ").expect(&end.stderr);
+            let (who, why) =
+                end.stderr.split_once(" has no devices of kind cuda: ").expect(&end.stderr);
             assert!(who.contains("process 1 on host ") && is_reason(why), "{}", end.stderr);
         }
     }
@@ -137,8 +140,10 @@ fn planning_takes_no_driver() {
 fn a_library_that_is_no_driver_is_said_with_what_it_lacks() {
     let folder = tempfile::tempdir().expect("a folder for the test");
     let maps = std::fs::read_to_string("/proc/self/maps").expect("Linux has it");
-    let libc =
-        maps.lines().filter_map(|line| line.split_whitespace().last()).find(|file| file.contains("libc.so"));
+    let libc = maps
+        .lines()
+        .filter_map(|line| line.split_whitespace().last())
+        .find(|file| file.contains("libc.so"));
     let libc = libc.expect("this program has a libc");
     // The first name that is tried.
     std::os::unix::fs::symlink(libc, folder.path().join("libcuda.so")).expect("the folder is ours");

@@ -21,8 +21,8 @@ fn issued(process: usize) -> String {
     format!("process {process} issued operation ")
 }
 
-/// Runs the job in which process `who` departs in the way `how`; returns what each process said for an
-/// error.
+/// Runs the job in which process `who` departs in the way `how`; returns what each process said for
+/// an error.
 fn errors(carrier: Carrier, how: &str, who: usize, elements: usize) -> Vec<String> {
     let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).over(carrier);
     let options = options.patience(Duration::from_secs(15));
@@ -32,11 +32,15 @@ fn errors(carrier: Carrier, how: &str, who: usize, elements: usize) -> Vec<Strin
     let report = job.report();
     for (process, end) in ended.iter().enumerate() {
         assert_eq!(end.code, 1, "process {process} must end with an error:\n{report}");
-        // What the same operations bring is what was asked for; a step that looks alike ends with it.
+        // What the same operations bring is what was asked for; a step that looks alike ends with
+        // it.
         let delivered = if how == "skip-microbatch" { "step 2" } else { "WRONG" };
         assert!(!end.stdout.contains(delivered), "process {process} got wrong data:\n{report}");
         assert!(end.stderr.contains("the programs diverged"), "process {process}:\n{report}");
-        assert!(!end.stderr.contains("still waiting"), "process {process} waited too long:\n{report}");
+        assert!(
+            !end.stderr.contains("still waiting"),
+            "process {process} waited too long:\n{report}"
+        );
     }
     ended.into_iter().map(|end| end.stderr).collect()
 }
@@ -50,7 +54,10 @@ fn check_both_shown(carrier: Carrier, how: &str, who: usize, elements: usize) {
             error.contains(&issued(who)),
             "{how}: process {process} does not say what {who} did: {error}"
         );
-        assert!(shown == 2 && lines == 2, "{how}: process {process} does not show both sides: {error}");
+        assert!(
+            shown == 2 && lines == 2,
+            "{how}: process {process} does not show both sides: {error}"
+        );
     }
 }
 
@@ -58,7 +65,10 @@ fn check_both_shown(carrier: Carrier, how: &str, who: usize, elements: usize) {
 fn check_one_shown(carrier: Carrier, how: &str, who: usize) {
     for (process, error) in errors(carrier, how, who, 16).into_iter().enumerate() {
         let lines = error.matches("tests/src/programs/diverging.rs:").count();
-        assert!(error.contains("has issued only") && lines == 1, "{how}: process {process}: {error}");
+        assert!(
+            error.contains("has issued only") && lines == 1,
+            "{how}: process {process}: {error}"
+        );
         assert!(error.contains(&format!("process {who} ")), "{how}: process {process}: {error}");
     }
 }
@@ -84,10 +94,14 @@ fn an_extra_operation_in_which_nobody_else_takes_part(carrier: Carrier) {
 
 fn a_whole_microbatch_left_out_of_many_that_look_alike_is_found_with_the_step(carrier: Carrier) {
     for who in [0, 2, 3] {
-        for (process, error) in errors(carrier, "skip-microbatch", who, 16).into_iter().enumerate() {
+        for (process, error) in errors(carrier, "skip-microbatch", who, 16).into_iter().enumerate()
+        {
             let lines = error.matches("tests/src/programs/diverging.rs:").count();
             let steps = error.contains(" after 2 steps") && error.contains(" after 1 steps");
-            assert!(lines == 2 && steps && error.contains(&issued(who)), "process {process}: {error}");
+            assert!(
+                lines == 2 && steps && error.contains(&issued(who)),
+                "process {process}: {error}"
+            );
         }
     }
 }

@@ -3,7 +3,9 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use mpmd_tests::{Carrier, Ended, Watched, bare_command, over_each_carrier, package_program, processes_of};
+use mpmd_tests::{
+    Carrier, Ended, Watched, bare_command, over_each_carrier, package_program, processes_of,
+};
 use tempfile::TempDir;
 
 over_each_carrier! {
@@ -20,9 +22,15 @@ fn run(folder: &Path, launched: Option<usize>, program: &str, args: &[&str]) -> 
     run_over(Carrier::TCP, folder, launched, program, args)
 }
 
-/// Runs a program of the examples with these arguments, by `mpmd run` where `launched` says how many
-/// processes; nothing may be left of it.
-fn run_over(carrier: Carrier, folder: &Path, launched: Option<usize>, program: &str, args: &[&str]) -> Ended {
+/// Runs a program of the examples with these arguments, by `mpmd run` where `launched` says how
+/// many processes; nothing may be left of it.
+fn run_over(
+    carrier: Carrier,
+    folder: &Path,
+    launched: Option<usize>,
+    program: &str,
+    args: &[&str],
+) -> Ended {
     let program = package_program("mpmd-examples", program);
     let mut command = match launched {
         None => bare_command(&program),
@@ -49,7 +57,11 @@ fn check_passes(carrier: Carrier, launched: Option<usize>, args: &[&str]) {
     let end = run_over(carrier, folder().path(), launched, "pipeline", args);
     assert_eq!(end.code, 0, "{launched:?} {args:?}:\n{}\n{}", end.stdout, end.stderr);
     // Compared, and not just run.
-    assert!(end.stdout.contains("0.179679") || end.stdout.contains("2.217942"), "{args:?}:\n{}", end.stdout);
+    assert!(
+        end.stdout.contains("0.179679") || end.stdout.contains("2.217942"),
+        "{args:?}:\n{}",
+        end.stdout
+    );
 }
 
 /// The processes that the program starts itself talk over what it is told.
@@ -84,7 +96,8 @@ fn a_number_that_is_off_is_a_failure_of_the_job() {
         assert_eq!(end.code, 1, "{launched:?}:\n{}\n{}", end.stdout, end.stderr);
         assert!(end.stderr.contains("a number is off: "), "{launched:?}:\n{}", end.stderr);
     }
-    let end = run(folder().path(), None, "pipeline", &[&off[..], &["--transport", "inproc"]].concat());
+    let end =
+        run(folder().path(), None, "pipeline", &[&off[..], &["--transport", "inproc"]].concat());
     assert_eq!(end.code, 1, "{}\n{}", end.stdout, end.stderr);
 }
 
@@ -117,7 +130,11 @@ fn losses_of_the_training_are_the_same_to_the_bit_however_it_is_run() {
         let found = losses(None, &["--processes", processes, "--transport", "inproc"]);
         assert_eq!(found, alone, "{processes} processes as threads");
     }
-    assert_ne!(losses(None, &["--processes", "1", "--seed", "77"]), alone, "they depend on the seed");
+    assert_ne!(
+        losses(None, &["--processes", "1", "--seed", "77"]),
+        alone,
+        "they depend on the seed"
+    );
 }
 
 fn losses_of_the_training_are_the_same_to_the_bit_whatever_carries_them(carrier: Carrier) {
@@ -133,5 +150,9 @@ fn losses_of_the_training_are_the_same_to_the_bit_whatever_carries_them(carrier:
 fn a_launcher_asks_for_processes_that_do_not_divide_the_devices() {
     let end = run(folder().path(), Some(3), "pipeline", &["--check"]);
     assert_eq!(end.code, 1, "{}\n{}", end.stdout, end.stderr);
-    assert!(end.stderr.contains("8 devices cannot be spread evenly over 3 processes"), "{}", end.stderr);
+    assert!(
+        end.stderr.contains("8 devices cannot be spread evenly over 3 processes"),
+        "{}",
+        end.stderr
+    );
 }

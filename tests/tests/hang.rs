@@ -1,4 +1,5 @@
-//! A kernel that never ends, in the middle of a pipeline: every process says who waits for whom, to the root.
+//! A kernel that never ends, in the middle of a pipeline: every process says who waits for whom, to
+//! the root.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +16,11 @@ const PROCESSES: usize = 4;
 const ROOT: &str = "device 2 is at operation ";
 
 /// Reports of each process, once each has one that `is_enough`: by process, the first that is.
-fn reports(carrier: Carrier, args: &[&str], is_enough: impl Fn(usize, &str) -> bool) -> Vec<String> {
+fn reports(
+    carrier: Carrier,
+    args: &[&str],
+    is_enough: impl Fn(usize, &str) -> bool,
+) -> Vec<String> {
     let options = JobOptions::new(env!("CARGO_BIN_EXE_named"), PROCESSES).over(carrier);
     let mut job = Job::start(options.patience(Duration::from_secs(3)), args);
     let find = |job: &Job, process: usize| {
@@ -24,11 +29,16 @@ fn reports(carrier: Carrier, args: &[&str], is_enough: impl Fn(usize, &str) -> b
         reports.find(|report| is_enough(process, report)).map(str::to_owned)
     };
     loop {
-        let found: Option<Vec<String>> = (0..PROCESSES).map(|process| find(&job, process)).collect();
+        let found: Option<Vec<String>> =
+            (0..PROCESSES).map(|process| find(&job, process)).collect();
         if let Some(found) = found {
             return found;
         }
-        assert!(Instant::now() < job.deadline(), "not every process shows the root:\n{}", job.report());
+        assert!(
+            Instant::now() < job.deadline(),
+            "not every process shows the root:\n{}",
+            job.report()
+        );
         for process in &mut job.processes {
             assert!(!process.has_ended(), "{}", process.report());
         }
@@ -51,7 +61,11 @@ fn every_process_shows_the_chain_to_the_kernel_that_never_ends(carrier: Carrier)
     let links = |process: usize| match process {
         // The gradients come from behind, and behind process 1 is the one that computes.
         0 => vec![
-            ("process 0: operation ", "stage 1, microbatch 0, input gradient on its way", "from process 1"),
+            (
+                "process 0: operation ",
+                "stage 1, microbatch 0, input gradient on its way",
+                "from process 1",
+            ),
             (
                 "process 1 waits in operation ",
                 "stage 2, microbatch 0, input gradient on its way",
@@ -63,7 +77,11 @@ fn every_process_shows_the_chain_to_the_kernel_that_never_ends(carrier: Carrier)
             "stage 2, microbatch 0, input gradient on its way",
             "from process 2",
         )],
-        3 => vec![("process 3: operation ", "stage 2, microbatch 1, outputs on their way", "from process 2")],
+        3 => vec![(
+            "process 3: operation ",
+            "stage 2, microbatch 1, outputs on their way",
+            "from process 2",
+        )],
         _ => vec![("process 2: ", "stuck.rs:", "waits for ")],
     };
     let has_links = |process: usize, report: &str| {
@@ -77,7 +95,9 @@ fn every_process_shows_the_chain_to_the_kernel_that_never_ends(carrier: Carrier)
             report.lines().any(link)
         })
     };
-    reports(carrier, &["stuck"], |process, report| names_the_root(report) && has_links(process, report));
+    reports(carrier, &["stuck"], |process, report| {
+        names_the_root(report) && has_links(process, report)
+    });
 }
 
 fn who_has_ended_shows_it_too(carrier: Carrier) {

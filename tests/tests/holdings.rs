@@ -13,17 +13,24 @@ fn three_processes_say_who_has_what_of_whose_memory_and_that_all_of_it_is_back()
     }
     let said = job.wait_well();
     let expected = [
-        "1.0 MiB live, 0 B cached, 2.0 MiB lent (to 1: 1.0 MiB, to 2: 1.0 MiB), nothing borrowed, 1.0 MiB at most",
-        "1.0 MiB live, 0 B cached, 1.0 MiB lent (to 2: 1.0 MiB), 1.0 MiB borrowed (from 0: 1.0 MiB), 1.0 MiB at most",
-        "0 B live, 0 B cached, nothing lent, 2.0 MiB borrowed (from 0: 1.0 MiB, from 1: 1.0 MiB), 0 B at most",
+        "1.0 MiB live, 0 B cached, 2.0 MiB lent (to 1: 1.0 MiB, to 2: 1.0 MiB), nothing borrowed, \
+         1.0 MiB at most",
+        "1.0 MiB live, 0 B cached, 1.0 MiB lent (to 2: 1.0 MiB), 1.0 MiB borrowed (from 0: 1.0 \
+         MiB), 1.0 MiB at most",
+        "0 B live, 0 B cached, nothing lent, 2.0 MiB borrowed (from 0: 1.0 MiB, from 1: 1.0 MiB), \
+         0 B at most",
     ];
     for (process, (said, expected)) in said.iter().zip(expected).enumerate() {
         let lines: Vec<&str> = said.lines().collect();
         assert_eq!(lines.len(), 2, "{said}");
-        assert!(lines[0].starts_with(&format!("memory of process {process}: {expected}, ")), "{said}");
+        assert!(
+            lines[0].starts_with(&format!("memory of process {process}: {expected}, ")),
+            "{said}"
+        );
         let kept = if process < 2 { "1.0 MiB" } else { "0 B" };
         let expected = format!(
-            "memory of process {process}: 0 B live, {kept} cached, nothing lent, nothing borrowed, {kept} at most, "
+            "memory of process {process}: 0 B live, {kept} cached, nothing lent, nothing \
+             borrowed, {kept} at most, "
         );
         assert!(lines[1].starts_with(&expected), "{said}");
     }

@@ -1,5 +1,5 @@
-//! A process dies, or stops, in the middle: the others end soon, each with an error that says who, and
-//! what waited for it.
+//! A process dies, or stops, in the middle: the others end soon, each with an error that says who,
+//! and what waited for it.
 
 use std::time::Duration;
 
@@ -19,8 +19,10 @@ const SOON: Duration = Duration::from_secs(5);
 
 /// A part of the error that says which operation, on which line of the program, waited.
 fn names_an_operation(error: &str) -> bool {
-    let operation =
-        error.split("operation ").skip(1).any(|rest| rest.starts_with(|c: char| c.is_ascii_digit()));
+    let operation = error
+        .split("operation ")
+        .skip(1)
+        .any(|rest| rest.starts_with(|c: char| c.is_ascii_digit()));
     operation && error.contains("tests/src/programs/looping.rs:")
 }
 
@@ -40,8 +42,16 @@ fn check_errors(victim: usize, ended: &[Ended], report: &str) {
     for end in ended {
         assert_eq!(end.code, 1, "victim {victim}: everybody else ends with an error\n{report}");
         let gone = format!("process {victim} is gone");
-        assert!(end.stderr.contains(&gone), "victim {victim} is not named in {}\n{report}", end.stderr);
-        assert!(names_an_operation(&end.stderr), "no operation is named in {}\n{report}", end.stderr);
+        assert!(
+            end.stderr.contains(&gone),
+            "victim {victim} is not named in {}\n{report}",
+            end.stderr
+        );
+        assert!(
+            names_an_operation(&end.stderr),
+            "no operation is named in {}\n{report}",
+            end.stderr
+        );
     }
 }
 
@@ -53,7 +63,10 @@ fn a_killed_process_is_named_by_every_other_within_five_seconds(carrier: Carrier
             let options = options(carrier, Duration::from_secs(30));
             let Struck { ended, took, report } = strike(options, mode, victim, Signal::KILL);
             check_errors(victim, &ended, &report);
-            assert!(took <= SOON, "{mode}, victim {victim}: the last ended after {took:?}\n{report}");
+            assert!(
+                took <= SOON,
+                "{mode}, victim {victim}: the last ended after {took:?}\n{report}"
+            );
             waited += usize::from(ended.iter().any(|end| end.stderr.contains("waited for it")));
         }
     }

@@ -1,9 +1,11 @@
-//! `mpmd run` while a process of the job is killed, and while the launcher itself is stopped (Ctrl-Z), at
-//! random moments.
+//! `mpmd run` while a process of the job is killed, and while the launcher itself is stopped
+//! (Ctrl-Z), at random moments.
 
 use std::time::{Duration, Instant};
 
-use mpmd_tests::{Carrier, Random, Watched, bare_command, over_each_carrier, package_program, processes_of};
+use mpmd_tests::{
+    Carrier, Random, Watched, bare_command, over_each_carrier, package_program, processes_of,
+};
 use rustix::process::{Pid, Signal, kill_process};
 
 over_each_carrier! {
@@ -89,8 +91,12 @@ fn killed_process_is_named_first_and_nothing_is_left(carrier: Carrier) {
         assert!(end.stderr.contains(&first), "{report}");
         for process in (0..PROCESSES).filter(|process| *process != victim) {
             let prefix = format!("[{process}] ");
-            let said: String = end.stderr.lines().filter(|line| line.starts_with(&prefix)).collect();
-            assert!(said.contains(&format!("process {victim} is gone")), "process {process}:\n{report}");
+            let said: String =
+                end.stderr.lines().filter(|line| line.starts_with(&prefix)).collect();
+            assert!(
+                said.contains(&format!("process {victim} is gone")),
+                "process {process}:\n{report}"
+            );
             unnamed += usize::from(!said.contains("tests/src/programs/looping.rs:"));
         }
         let left = processes_of(&job.mark);
@@ -108,7 +114,9 @@ fn stopped_launcher_stops_and_continues_its_job(carrier: Carrier) {
         std::thread::sleep(Duration::from_micros(random.below(WITHIN_MICROS) as u64));
         job.launcher.signal(Signal::TSTP);
         let all: Vec<u32> = pids.iter().copied().chain([job.launcher.pid()]).collect();
-        wait_until(&job, "the job and its launcher are stopped", || all.iter().all(|pid| is_stopped(*pid)));
+        wait_until(&job, "the job and its launcher are stopped", || {
+            all.iter().all(|pid| is_stopped(*pid))
+        });
         // Longer than the processes wait for each other: the time of a stop must not count.
         std::thread::sleep(Duration::from_millis(2500));
         let before: Vec<usize> = (0..PROCESSES).map(|process| job.steps(process)).collect();
@@ -135,7 +143,8 @@ fn wait_until(job: &Launched, what: &str, condition: impl Fn() -> bool) {
 }
 
 fn send(pid: u32, signal: Signal) {
-    kill_process(Pid::from_raw(pid.cast_signed()).expect("no pid is 0"), signal).expect("it is running");
+    kill_process(Pid::from_raw(pid.cast_signed()).expect("no pid is 0"), signal)
+        .expect("it is running");
 }
 
 fn is_stopped(pid: u32) -> bool {

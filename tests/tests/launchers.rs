@@ -22,7 +22,8 @@ fn readme(begin: &str) -> &'static str {
         include_str!("../../README.md").split_once("\n## On a cluster\n").expect("the section");
     let section = section.split("\n## ").next().unwrap_or_default();
     let line = section.lines().find(|line| line.starts_with(begin));
-    let line = line.unwrap_or_else(|| panic!("no line of the README's section begins with {begin:?}"));
+    let line =
+        line.unwrap_or_else(|| panic!("no line of the README's section begins with {begin:?}"));
     line.split(" #").next().unwrap_or_default().trim()
 }
 
@@ -30,7 +31,9 @@ fn readme(begin: &str) -> &'static str {
 fn site() -> Site {
     let site = Site::new();
     let named = PathBuf::from(env!("CARGO_BIN_EXE_named"));
-    for (program, name) in [(package_program("mpmd-examples", "pipeline"), "pipeline"), (named, "named")] {
+    for (program, name) in
+        [(package_program("mpmd-examples", "pipeline"), "pipeline"), (named, "named")]
+    {
         std::os::unix::fs::symlink(program, site.path().join(name)).expect("the test's own folder");
     }
     site
@@ -41,7 +44,8 @@ fn shell(site: &Site, slurm: Option<&Slurm>, transport: &str, script: &str) -> W
     let sh = Path::new("sh");
     let mut command = slurm.map_or_else(|| site.command(sh), |slurm| slurm.command(site, sh));
     command.args(["-ec", script]).env(variables::TRANSPORT, transport);
-    // Open MPI takes neither more processes than cores nor root without being told, by 4's names and by 5's.
+    // Open MPI takes neither more processes than cores nor root without being told, by 4's names
+    // and by 5's.
     for open_mpi in ["OMPI", "PRTE"] {
         command.env(format!("{open_mpi}_ALLOW_RUN_AS_ROOT"), "1");
         command.env(format!("{open_mpi}_ALLOW_RUN_AS_ROOT_CONFIRM"), "1");
@@ -89,7 +93,9 @@ fn the_readmes_command_runs_under_slurm() {
         // With a secret of the user's.
         let script = format!("{}\nexec {}", readme("export MPMD_JOB_TOKEN="), readme("srun "));
         check_has_passed(&run(&site, Some(&slurm), transport, &script));
-        check_transfers(&run(&site, Some(&slurm), transport, "exec srun -n 4 ./named transfers").stdout);
+        check_transfers(
+            &run(&site, Some(&slurm), transport, "exec srun -n 4 ./named transfers").stdout,
+        );
     }
     slurm.wait_until_idle(&site, deadline());
 }
@@ -103,7 +109,9 @@ fn two_steps_of_one_allocation_run_at_once() {
     for transport in TRANSPORTS {
         run(&site, Some(&slurm), transport, &format!("exec salloc -n 4 sh -ec '{script}'"));
         for step in ["first", "second"] {
-            check_transfers(&std::fs::read_to_string(site.path().join(step)).expect("a step's output"));
+            check_transfers(
+                &std::fs::read_to_string(site.path().join(step)).expect("a step's output"),
+            );
         }
     }
     slurm.wait_until_idle(&site, deadline());
@@ -130,7 +138,8 @@ fn a_process_killed_under_slurm_is_named_by_all_others() {
     let Some(mut slurm) = Slurm::start(&site, deadline()) else { return };
     let deadline = deadline();
     for transport in TRANSPORTS {
-        let mut step = shell(&site, Some(&slurm), transport, "exec srun -n 4 ./named looping reading");
+        let mut step =
+            shell(&site, Some(&slurm), transport, "exec srun -n 4 ./named looping reading");
         step.wait_for_output("step 6\n", deadline);
         let rank = format!("SLURM_PROCID={VICTIM}");
         let is_victim = |pid: &u32| {
@@ -179,7 +188,8 @@ fn a_job_that_fails_is_a_failure_to_its_launcher() {
     let Some(mut slurm) = Slurm::start(&site, deadline()) else { return };
     let wrong = "./pipeline --check --learning-rate 0.011";
     for launcher in ["srun", "mpirun"] {
-        let mut process = shell(&site, Some(&slurm), "tcp", &format!("exec {launcher} -n 4 {wrong}"));
+        let mut process =
+            shell(&site, Some(&slurm), "tcp", &format!("exec {launcher} -n 4 {wrong}"));
         let end = process.wait(deadline());
         assert_eq!(end.code, 1, "{launcher}\n{}", process.report());
         // `mpirun` ends all when the first has failed, whether or not another was about to say why.

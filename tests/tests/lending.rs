@@ -1,8 +1,9 @@
-//! Arrays in memory that processes share, handed over, held, passed on, changed and dropped at random: what is
-//! looked at is right, everything comes back, and no memory is left, whatever becomes of a process.
+//! Arrays in memory that processes share, handed over, held, passed on, changed and dropped at
+//! random: what is looked at is right, everything comes back, and no memory is left, whatever
+//! becomes of a process.
 //!
-//! Larger runs by hand: `MPMD_SOAK=1000000` is the number of hand-overs of the first, `MPMD_SOAK_KILLS=50` how
-//! often a process is killed.
+//! Larger runs by hand: `MPMD_SOAK=1000000` is the number of hand-overs of the first,
+//! `MPMD_SOAK_KILLS=50` how often a process is killed.
 
 use std::time::{Duration, Instant};
 
@@ -11,10 +12,12 @@ use rustix::process::Signal;
 
 const PROCESSES: usize = 4;
 
-/// The same for pools and for the process: what a run may still take from the system when it is warm.
+/// The same for pools and for the process: what a run may still take from the system when it is
+/// warm.
 const LITTLE: u64 = 32 << 20;
 
-/// Mappings and descriptors that may come and go: large arrays have their own, here and in each peer.
+/// Mappings and descriptors that may come and go: large arrays have their own, here and in each
+/// peer.
 const FEW: u64 = 200;
 
 /// The time within which everybody must have ended where a process dies.
@@ -33,8 +36,10 @@ fn what_is_handed_over_is_right_and_comes_back_and_memory_is_flat() {
     let hand_overs = asked("MPMD_SOAK", 30_000);
     let limit = Duration::from_secs(200 + hand_overs as u64 / 500);
     let begin = Instant::now();
-    let mut job =
-        Job::start(options(PROCESSES).limit(limit), &["lending", &hand_overs.to_string(), "7", "20"]);
+    let mut job = Job::start(
+        options(PROCESSES).limit(limit),
+        &["lending", &hand_overs.to_string(), "7", "20"],
+    );
     let said = job.wait_well();
     println!("{hand_overs} hand-overs took {:?}", begin.elapsed());
     let mut looked_at = 0;
@@ -52,7 +57,10 @@ fn what_is_handed_over_is_right_and_comes_back_and_memory_is_flat() {
         else {
             panic!("process {process} does not say what it uses:\n{}", job.report())
         };
-        assert!(*mapped <= mapped_warm + LITTLE, "process {process}: {mapped_warm}, then {mapped} mapped");
+        assert!(
+            *mapped <= mapped_warm + LITTLE,
+            "process {process}: {mapped_warm}, then {mapped} mapped"
+        );
         assert!(
             *resident <= resident_warm + 2 * LITTLE,
             "process {process}: {resident_warm}, then {resident}"
@@ -63,7 +71,10 @@ fn what_is_handed_over_is_right_and_comes_back_and_memory_is_flat() {
         looked_at += here;
         to_look_at.push(all);
     }
-    assert_eq!(to_look_at, [looked_at; PROCESSES], "every array is looked at, on exactly one process");
+    assert_eq!(
+        to_look_at, [looked_at; PROCESSES],
+        "every array is looked at, on exactly one process"
+    );
     assert!(looked_at as usize > hand_overs / 4, "only {looked_at} of {hand_overs} are looked at");
 }
 
@@ -83,7 +94,12 @@ fn a_process_killed_while_all_lend_and_borrow_is_named_and_nobody_reads_anything
         let ended = job.wait();
         let told = format!("process {victim}, killed after {delay:?}, seed {seed}");
         for (process, end) in ended.iter().enumerate().filter(|(process, _)| *process != victim) {
-            assert_eq!(end.code, 1, "{told}: process {process} ends with an error\n{}", job.report());
+            assert_eq!(
+                end.code,
+                1,
+                "{told}: process {process} ends with an error\n{}",
+                job.report()
+            );
             let named = end.stderr.contains(&format!("process {victim} is gone"));
             assert!(named, "{told}: process {process} does not name it\n{}", job.report());
             assert!(!end.stderr.contains("WRONG"), "{told}: process {process}\n{}", job.report());

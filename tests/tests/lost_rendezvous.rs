@@ -83,7 +83,8 @@ fn start(options: JobOptions, args: &[&str], by_relay: &[usize]) -> (Job, Relay)
     let mut job = Job::prepare(options);
     let command = job.command(0);
     let service = command.get_envs().find(|(name, _)| *name == variables::COORDINATOR);
-    let service = service.and_then(|(_, address)| address?.to_str()).expect("the service's address");
+    let service =
+        service.and_then(|(_, address)| address?.to_str()).expect("the service's address");
     let relay = Relay::to(service.to_owned());
     for process in 0..PROCESSES {
         let mut command = job.command(process);
@@ -123,7 +124,8 @@ fn silent_service_is_a_warning_and_the_job_goes_on(carrier: Carrier) {
         assert!(Instant::now() < job.deadline(), "not all warn\n{}", job.report());
         std::thread::sleep(LOOK);
     }
-    let steps: Vec<usize> = job.processes.iter().map(|process| process.output().lines().count()).collect();
+    let steps: Vec<usize> =
+        job.processes.iter().map(|process| process.output().lines().count()).collect();
     for (process, steps) in steps.into_iter().enumerate() {
         let deadline = job.deadline();
         job.processes[process].wait_for_output(&format!("step {}\n", steps + 20), deadline);

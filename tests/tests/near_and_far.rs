@@ -1,4 +1,5 @@
-//! What processes talk over where nobody says: memory where they share a host and can share it, else sockets.
+//! What processes talk over where nobody says: memory where they share a host and can share it,
+//! else sockets.
 
 use mpmd_core::launch::variables;
 use mpmd_tests::programs::simulated;
@@ -42,9 +43,11 @@ fn processes_share_memory_within_a_host_and_use_sockets_between_hosts() {
 fn the_results_are_the_same_whoever_is_near() {
     for program in ["transfers", "eager_limit", "jit_and_transfer"] {
         let expected = simulated(program, PROCESSES, &[]);
-        for hosts in
-            [["here"; PROCESSES], ["left", "left", "right", "right"], ["left", "right", "left", "left"]]
-        {
+        for hosts in [
+            ["here"; PROCESSES],
+            ["left", "left", "right", "right"],
+            ["left", "right", "left", "left"],
+        ] {
             assert_eq!(on_hosts(&hosts, program).0, expected, "{program} on {hosts:?}");
         }
     }
@@ -65,7 +68,8 @@ fn with_short_files(job: &Job, process: usize) -> std::process::Command {
 fn a_process_that_cannot_share_memory_talks_over_tcp_and_one_line_says_why() {
     let mut job = prepare(3);
     for process in 0..3 {
-        let mut command = if process == 1 { with_short_files(&job, 1) } else { job.command(process) };
+        let mut command =
+            if process == 1 { with_short_files(&job, 1) } else { job.command(process) };
         command.arg("transport").env_remove(variables::TRANSPORT);
         job.spawn(command);
     }
@@ -83,7 +87,8 @@ fn a_process_that_cannot_share_memory_talks_over_tcp_and_one_line_says_why() {
 fn who_asks_for_shared_memory_by_name_and_cannot_have_it_ends_the_job() {
     let mut job = prepare(2);
     for process in 0..2 {
-        let mut command = if process == 1 { with_short_files(&job, 1) } else { job.command(process) };
+        let mut command =
+            if process == 1 { with_short_files(&job, 1) } else { job.command(process) };
         command.arg("hello").env(variables::TRANSPORT, "shm");
         job.spawn(command);
     }

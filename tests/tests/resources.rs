@@ -1,4 +1,5 @@
-//! Nothing that an operation needs may be held by a later one: programs that would else stop for ever.
+//! Nothing that an operation needs may be held by a later one: programs that would else stop for
+//! ever.
 
 use mpmd_tests::programs::simulated;
 use mpmd_tests::{Carrier, Job, JobOptions, over_each_carrier};
@@ -16,7 +17,9 @@ fn check(carrier: Carrier, name: &str, processes: usize, lines: usize) {
     assert_eq!(said, simulated(name, processes, &[]));
 }
 
-fn a_later_transfer_that_is_ready_first_lets_an_earlier_one_pass_in_both_directions(carrier: Carrier) {
+fn a_later_transfer_that_is_ready_first_lets_an_earlier_one_pass_in_both_directions(
+    carrier: Carrier,
+) {
     check(carrier, "crossing", 2, 4);
 }
 

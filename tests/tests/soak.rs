@@ -1,5 +1,5 @@
-//! Thousands of transfers with handles and futures dropped at any time: every array that is looked at is
-//! right, nothing stays in use, and memory is flat.
+//! Thousands of transfers with handles and futures dropped at any time: every array that is looked
+//! at is right, nothing stays in use, and memory is flat.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,8 @@ const SEED: u64 = 20_251_121;
 
 const TRANSFERS: usize = 10_000;
 
-/// The same for pools and for the process: what a run may still take from the system when it is warm.
+/// The same for pools and for the process: what a run may still take from the system when it is
+/// warm.
 const LITTLE: u64 = 16 << 20;
 
 /// As much as a pool keeps for another time, where others map it too: they are four.
@@ -39,13 +40,20 @@ fn transfers_that_are_dropped_at_any_time_leave_nothing(carrier: Carrier) {
             words.filter_map(|word| word.parse().ok()).collect()
         };
         let (warm, end) = (numbers("warm: "), numbers("end: "));
-        let ([_, mapped_warm, resident_warm], [live, mapped, resident]) = (&warm[..], &end[..]) else {
+        let ([_, mapped_warm, resident_warm], [live, mapped, resident]) = (&warm[..], &end[..])
+        else {
             panic!("process {process} does not say what it uses:\n{}", job.report())
         };
         assert_eq!(*live, 0, "process {process}");
-        let (more, more_resident) =
-            if carrier == Carrier::SHM { (KEPT, PROCESSES as u64 * KEPT) } else { (LITTLE, LITTLE) };
-        assert!(*mapped <= mapped_warm + more, "process {process}: {mapped_warm}, then {mapped} mapped");
+        let (more, more_resident) = if carrier == Carrier::SHM {
+            (KEPT, PROCESSES as u64 * KEPT)
+        } else {
+            (LITTLE, LITTLE)
+        };
+        assert!(
+            *mapped <= mapped_warm + more,
+            "process {process}: {mapped_warm}, then {mapped} mapped"
+        );
         assert!(
             *resident <= resident_warm + more_resident,
             "process {process}: {resident_warm}, then {resident}"
@@ -54,6 +62,9 @@ fn transfers_that_are_dropped_at_any_time_leave_nothing(carrier: Carrier) {
         looked_at += here;
         to_look_at.push(all);
     }
-    assert_eq!(to_look_at, [looked_at; PROCESSES], "every array is looked at, on exactly one process");
+    assert_eq!(
+        to_look_at, [looked_at; PROCESSES],
+        "every array is looked at, on exactly one process"
+    );
     assert!(looked_at as usize > TRANSFERS / 4, "only {looked_at} of {TRANSFERS} are looked at");
 }

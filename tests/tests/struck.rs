@@ -1,5 +1,5 @@
-//! A process dies, or stops, while 64 MiB are on their way to it or from it: the others end with an error
-//! that says who. Where exactly it is struck is up to a seed.
+//! A process dies, or stops, while 64 MiB are on their way to it or from it: the others end with an
+//! error that says who. Where exactly it is struck is up to a seed.
 
 use std::time::Duration;
 
@@ -18,7 +18,13 @@ over_each_carrier! {
 }
 
 /// Strikes process `victim` of a job while large transfers flow.
-fn strike(options: JobOptions, how: &str, victim: usize, delay: Duration, signal: Signal) -> Struck {
+fn strike(
+    options: JobOptions,
+    how: &str,
+    victim: usize,
+    delay: Duration,
+    signal: Signal,
+) -> Struck {
     let mut job = Job::start(options, &["flooding", how, &victim.to_string()]);
     // All have seen a transfer end, and the next is on its way at any time.
     job.wait_for_output("round 3\n");
@@ -26,8 +32,8 @@ fn strike(options: JobOptions, how: &str, victim: usize, delay: Duration, signal
     job.strike(victim, signal)
 }
 
-/// Strikes a process that sends, and one that receives, of 2 and of 4, `times` each; returns how long the others
-/// took at most.
+/// Strikes a process that sends, and one that receives, of 2 and of 4, `times` each; returns how
+/// long the others took at most.
 fn strike_all(carrier: Carrier, patience: Duration, times: usize, signal: Signal) -> Duration {
     let mut random = Random::of_this_run();
     let mut longest = Duration::ZERO;
@@ -55,13 +61,17 @@ fn strike_all(carrier: Carrier, patience: Duration, times: usize, signal: Signal
     longest
 }
 
-fn a_process_killed_in_the_middle_of_large_transfers_is_named_within_five_seconds(carrier: Carrier) {
+fn a_process_killed_in_the_middle_of_large_transfers_is_named_within_five_seconds(
+    carrier: Carrier,
+) {
     let times = if carrier.is_thorough() { 4 } else { 2 };
     let longest = strike_all(carrier, Duration::from_secs(30), times, Signal::KILL);
     assert!(longest <= SOON, "the last ended after {longest:?}");
 }
 
-fn a_process_stopped_in_the_middle_of_large_transfers_is_named_when_patience_is_over(carrier: Carrier) {
+fn a_process_stopped_in_the_middle_of_large_transfers_is_named_when_patience_is_over(
+    carrier: Carrier,
+) {
     let times = if carrier.is_thorough() { 2 } else { 1 };
     strike_all(carrier, Duration::from_secs(2), times, Signal::STOP);
 }

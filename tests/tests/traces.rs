@@ -57,8 +57,8 @@ fn every_operation_is_in_the_traces_of_who_has_a_part_in_it(carrier: Carrier) {
     }
 }
 
-/// As if each process had a host of its own, whose clock says something else: they come together by what each found
-/// when it compared its clock with the rendezvous service's.
+/// As if each process had a host of its own, whose clock says something else: they come together by
+/// what each found when it compared its clock with the rendezvous service's.
 fn on_hosts(mut traces: Vec<ProcessTrace>) -> Vec<ProcessTrace> {
     for (process, trace) in traces.iter_mut().enumerate() {
         assert_eq!(trace.clocks.len(), 2, "at the beginning and at the end");
@@ -73,12 +73,16 @@ fn check_order(process: usize, trace: &ProcessTrace) -> BTreeSet<(usize, u64)> {
     let (mut issued, mut started, mut over) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
     for event in &trace.events {
         match event.what {
-            What::Issued { op, .. } => assert_eq!(issued.insert(op, event.at), None, "operation {op}"),
+            What::Issued { op, .. } => {
+                assert_eq!(issued.insert(op, event.at), None, "operation {op}")
+            }
             What::Started { op, device, since, .. } => {
                 assert!(issued[&op] <= event.at && since <= event.at, "operation {op}");
                 started.insert((op, device), event.at);
             }
-            What::Ended { op, device, .. } => assert!(started[&(op, device)] <= event.at, "operation {op}"),
+            What::Ended { op, device, .. } => {
+                assert!(started[&(op, device)] <= event.at, "operation {op}")
+            }
             What::Over { op } => {
                 assert!(issued[&op] <= event.at && over.insert(op), "operation {op}");
                 let mine = started.range((op, 0)..=(op, u32::MAX));
@@ -105,7 +109,10 @@ fn check_merged(run: &Run, processes: usize) {
     }
     for ((process, op), operation) in &run.operations {
         let ended = operation.ended.unwrap();
-        assert!(operation.issued <= operation.started && operation.started <= ended, "{process}, {op}");
+        assert!(
+            operation.issued <= operation.started && operation.started <= ended,
+            "{process}, {op}"
+        );
         assert!(operation.at.contains("tests/src/programs/traced.rs:"), "{operation:?}");
     }
     let timeline = run.timeline();
@@ -114,7 +121,8 @@ fn check_merged(run: &Run, processes: usize) {
         assert!(row.bars.windows(2).all(|pair| pair[0].end <= pair[1].start), "{}", row.name);
         assert!(row.memory.iter().any(|point| point.used > 0.0));
     }
-    let labelled = timeline.rows.iter().flat_map(|row| &row.bars).filter(|bar| bar.microbatch.is_some());
+    let labelled =
+        timeline.rows.iter().flat_map(|row| &row.bars).filter(|bar| bar.microbatch.is_some());
     // Of 8 steps with 3 microbatches, on 2 devices of each of 2 stages.
     assert_eq!(labelled.count(), 8 * 3 * 2 * 2);
 }

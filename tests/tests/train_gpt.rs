@@ -3,7 +3,9 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use mpmd_tests::{Carrier, Watched, bare_command, over_each_carrier, package_program, processes_of};
+use mpmd_tests::{
+    Carrier, Watched, bare_command, over_each_carrier, package_program, processes_of,
+};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
@@ -76,12 +78,13 @@ fn losses_over(carrier: Carrier, folder: &Path, args: &[&str]) -> Vec<String> {
     losses.lines().map(str::to_owned).collect()
 }
 
-/// As real processes, which share memory or do not: what each takes is what its plan says, and after the third
-/// step nothing is new.
+/// As real processes, which share memory or do not: what each takes is what its plan says, and
+/// after the third step nothing is new.
 #[test]
 fn processes_take_the_memory_that_is_expected_of_them() {
     let folder = folder();
-    let sizes = "--layers 4 --width 64 --heads 2 --time 64 --batch 2 --microbatches 8 --steps 53 --sample 0";
+    let sizes = "--layers 4 --width 64 --heads 2 --time 64 --batch 2 --microbatches 8 --steps 53 \
+        --sample 0";
     for (transport, processes, schedule) in [
         ("shm", 4, "1f1b"),
         ("shm", 2, "gpipe"),
@@ -92,8 +95,9 @@ fn processes_take_the_memory_that_is_expected_of_them() {
         ("tcp", 2, "interleaved"),
         ("shm", 4, "zb-h1 --recompute"),
     ] {
-        let what =
-            format!("{sizes} --transport {transport} --processes {processes} --schedule {schedule} text");
+        let what = format!(
+            "{sizes} --transport {transport} --processes {processes} --schedule {schedule} text"
+        );
         let mut command = bare_command(&package_program("mpmd-examples", "train_gpt"));
         command.args(what.split(' ')).current_dir(folder.path());
         command.env("MPMD_TESTS_MARK", folder.path().display().to_string());
@@ -122,7 +126,8 @@ fn losses_are_the_same_to_the_bit_whatever_processes_schedule_and_carrier(carrie
         for schedule in schedules {
             let transport = ["--transport", carrier.transport];
             let args = ["--processes", processes, "--schedule", schedule];
-            let found = losses_over(carrier, folder.path(), &[&STEPS[..], &transport, &args].concat());
+            let found =
+                losses_over(carrier, folder.path(), &[&STEPS[..], &transport, &args].concat());
             assert_eq!(found, alone, "{processes} processes, {schedule}");
         }
     }
@@ -135,7 +140,8 @@ fn losses_are_the_same_as_threads_and_nearly_so_in_tensor_parallel_blocks() {
     let alone = with(&["--processes", "1"]);
     for processes in ["2", "4"] {
         for schedule in ["gpipe", "1f1b"] {
-            let found = with(&["--processes", processes, "--transport", "inproc", "--schedule", schedule]);
+            let found =
+                with(&["--processes", processes, "--transport", "inproc", "--schedule", schedule]);
             assert_eq!(found, alone, "{processes} processes as threads, {schedule}");
         }
     }
@@ -144,8 +150,10 @@ fn losses_are_the_same_as_threads_and_nearly_so_in_tensor_parallel_blocks() {
         let value = |line: &String| line.split(' ').nth(1).and_then(|value| value.parse().ok());
         losses.iter().filter_map(value).collect()
     };
-    for flags in [&["--model-parallel", "2"][..], &["--fsdp", "2", "--tensor-parallel", "2", "--stages", "2"]]
-    {
+    for flags in [
+        &["--model-parallel", "2"][..],
+        &["--fsdp", "2", "--tensor-parallel", "2", "--stages", "2"],
+    ] {
         let split = with(&[flags, &["--processes", "4"]].concat());
         for (split, alone) in values(&split).into_iter().zip(values(&alone)) {
             assert!((split - alone).abs() < 1e-5 * alone, "{flags:?}: {split} {alone}");
@@ -160,7 +168,9 @@ fn losses_are_the_same_with_schedules_of_several_stages_a_process_and_from_a_fil
     let folder = folder();
     let with = |args: &[&str]| losses(folder.path(), &[&STEPS[..], args].concat());
     let alone = with(&["--processes", "1"]);
-    for flags in ["--schedule zbv", "--schedule interleaved --recompute", "--schedule 1f1b --stages 2"] {
+    for flags in
+        ["--schedule zbv", "--schedule interleaved --recompute", "--schedule 1f1b --stages 2"]
+    {
         let flags: Vec<&str> = flags.split(' ').collect();
         assert_eq!(with(&flags), alone, "{flags:?}");
     }
@@ -176,11 +186,15 @@ fn saved_in_two_parts_of_each_stage_and_loaded_whole_it_goes_on() {
     let folder = folder();
     let whole = losses(folder.path(), &["--steps", "6", "--processes", "1"]);
     let save = ["--steps", "6", "--stop-after", "3", "--save", "model.safetensors"];
-    let first =
-        losses(folder.path(), &[&save[..], &["--stages", "2", "--fsdp", "2", "--processes", "2"]].concat());
+    let first = losses(
+        folder.path(),
+        &[&save[..], &["--stages", "2", "--fsdp", "2", "--processes", "2"]].concat(),
+    );
     let load = ["--steps", "6", "--stages", "1", "--processes", "1", "--load", "model.safetensors"];
     let second = losses(folder.path(), &load);
-    let value = |line: &String| -> f64 { line.split(' ').nth(1).expect("a loss").parse().expect("a number") };
+    let value = |line: &String| -> f64 {
+        line.split(' ').nth(1).expect("a loss").parse().expect("a number")
+    };
     assert_eq!((first.len(), second.len()), (3, 3));
     for (found, expected) in first.iter().chain(&second).zip(&whole) {
         let (found, expected) = (value(found), value(expected));
@@ -192,13 +206,15 @@ fn saved_in_two_parts_of_each_stage_and_loaded_whole_it_goes_on() {
 fn the_sharding_is_shown_and_a_strategy_of_the_user_read() {
     let folder = folder();
     let table = run(folder.path(), &["--fsdp", "2", "--tensor-parallel", "2", "--show-sharding"]);
-    let has = |words: [&str; 2]| table.lines().any(|line| words.iter().all(|word| line.contains(word)));
+    let has =
+        |words: [&str; 2]| table.lines().any(|line| words.iter().all(|word| line.contains(word)));
     assert!(
         has(["blocks/3/w_qkv", "P(data, None, model)"]) && has(["head/weight", "P(None, data)"]),
         "{table}"
     );
     assert!(table.contains("stage 3, as its parameters are stored"), "{table}");
-    std::fs::write(folder.path().join("rules.json"), r#"[[".*", "replicate"]]"#).expect("the test's folder");
+    std::fs::write(folder.path().join("rules.json"), r#"[[".*", "replicate"]]"#)
+        .expect("the test's folder");
     let table = run(folder.path(), &["--fsdp", "2", "--strategy", "rules.json", "--show-sharding"]);
     assert!(table.contains("blocks/3/w_qkv") && !table.contains("P(data"), "{table}");
 }
@@ -207,9 +223,13 @@ fn the_sharding_is_shown_and_a_strategy_of_the_user_read() {
 fn saved_at_four_stages_and_loaded_at_two_it_goes_on_with_the_same_bits() {
     let folder = folder();
     let whole = losses(folder.path(), &["--steps", "8"]);
-    let first = losses(folder.path(), &["--steps", "8", "--stop-after", "4", "--save", "model.safetensors"]);
+    let first = losses(
+        folder.path(),
+        &["--steps", "8", "--stop-after", "4", "--save", "model.safetensors"],
+    );
     assert_eq!(first, whole[..4]);
-    let loaded = ["--steps", "8", "--stages", "2", "--processes", "2", "--load", "model.safetensors"];
+    let loaded =
+        ["--steps", "8", "--stages", "2", "--processes", "2", "--load", "model.safetensors"];
     assert_eq!(losses(folder.path(), &loaded), whole[4..]);
 }
 
@@ -228,7 +248,8 @@ fn start_without_end(folder: &Path, by_launcher: bool, args: &[&str]) -> Watched
     Watched::start(command, folder, "train_gpt")
 }
 
-/// Sends `signal` once the output `is_time`, and waits for the end. Returns standard output and exit code.
+/// Sends `signal` once the output `is_time`, and waits for the end. Returns standard output and
+/// exit code.
 fn stopped(
     mut process: Watched,
     folder: &Path,
@@ -237,7 +258,11 @@ fn stopped(
 ) -> (String, i32) {
     let deadline = Instant::now() + LONG;
     while !is_time(&process.report()) {
-        assert!(Instant::now() < deadline && !process.has_ended(), "too early\n{}", process.report());
+        assert!(
+            Instant::now() < deadline && !process.has_ended(),
+            "too early\n{}",
+            process.report()
+        );
         std::thread::sleep(Duration::from_millis(20));
     }
     process.signal(signal);
@@ -248,7 +273,8 @@ fn stopped(
 
 /// Whether an evaluation has come to its end, so that it samples.
 fn is_evaluated(report: &str) -> bool {
-    let counts = report.lines().filter_map(|line| line.split_once("evaluation: ")?.1.split_once(" of "));
+    let counts =
+        report.lines().filter_map(|line| line.split_once("evaluation: ")?.1.split_once(" of "));
     counts.into_iter().any(|(done, all)| all.split(' ').next() == Some(done))
 }
 
@@ -261,9 +287,13 @@ fn signal_while_training_saves_and_skips_what_follows() {
         let is_time = |report: &str| report.contains("step 1/1000000");
         let (stdout, found) = stopped(process, folder.path(), is_time, signal);
         assert_eq!(found, code, "{stdout}");
-        assert!(stdout.contains("saved after step ") && !stdout.contains("held-out loss"), "{stdout}");
+        assert!(
+            stdout.contains("saved after step ") && !stdout.contains("held-out loss"),
+            "{stdout}"
+        );
         assert!(folder.path().join("model.safetensors").exists());
-        let losses = std::fs::read_to_string(folder.path().join("losses")).expect("they are written");
+        let losses =
+            std::fs::read_to_string(folder.path().join("losses")).expect("they are written");
         assert!(losses.starts_with("1 "), "{losses}");
     }
 }
@@ -271,9 +301,10 @@ fn signal_while_training_saves_and_skips_what_follows() {
 #[test]
 fn signal_while_evaluating_or_sampling_ends_it_with_its_code() {
     let evaluates = |report: &str| report.contains("evaluation: 0 of ");
-    for (is_time, signal, code) in
-        [(&evaluates as &dyn Fn(&str) -> bool, Signal::TERM, 143), (&is_evaluated, Signal::INT, 130)]
-    {
+    for (is_time, signal, code) in [
+        (&evaluates as &dyn Fn(&str) -> bool, Signal::TERM, 143),
+        (&is_evaluated, Signal::INT, 130),
+    ] {
         let folder = folder();
         let args = ["--steps", "1", "--microbatches", "1", "--save", "model.safetensors"];
         let process = start_without_end(folder.path(), false, &args);

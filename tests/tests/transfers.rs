@@ -13,7 +13,8 @@ over_each_carrier! {
 }
 
 fn sorted(said: &[String]) -> Vec<String> {
-    let mut lines: Vec<String> = said.iter().flat_map(|said| said.lines().map(str::to_owned)).collect();
+    let mut lines: Vec<String> =
+        said.iter().flat_map(|said| said.lines().map(str::to_owned)).collect();
     lines.sort();
     // What every process says is one line of the job.
     lines.dedup();

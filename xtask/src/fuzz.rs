@@ -1,4 +1,5 @@
-//! `cargo xtask fuzz`: parsers and state machines on generated inputs, each target in a process of its own.
+//! `cargo xtask fuzz`: parsers and state machines on generated inputs, each target in a process of
+//! its own.
 //!
 //! A target is a unit test whose name starts with `fuzz_`; see the package `mpmd-fuzz`.
 
@@ -39,7 +40,9 @@ impl Options {
         let mut options = Self { inputs: INPUTS, target: None };
         for pair in arguments.chunks(2) {
             match pair {
-                ["--inputs", inputs] => options.inputs = inputs.parse().ok().filter(|inputs| *inputs > 0)?,
+                ["--inputs", inputs] => {
+                    options.inputs = inputs.parse().ok().filter(|inputs| *inputs > 0)?
+                }
                 ["--target", target] => options.target = Some((*target).to_owned()),
                 _ => return None,
             }
@@ -115,23 +118,30 @@ pub(crate) fn fuzz(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
 
 /// Builds all unit tests once.
 fn build(root: &Path) -> anyhow::Result<Vec<Program>> {
-    // Of the programs the command line alone has tests: `--bins` would build the examples as tests, for minutes.
+    // Of the programs the command line alone has tests: `--bins` would build the examples as tests,
+    // for minutes.
     let targets = ["--lib", "--bin", "mpmd"];
-    let asked = [&["test", "--workspace"][..], &targets, &["--no-run", "--message-format", "json"]].concat();
+    let asked = [&["test", "--workspace"][..], &targets, &["--no-run", "--message-format", "json"]]
+        .concat();
     let mut build = cargo_in(root, &[&asked, WITH_ALL].concat());
     let line = shown(&build);
     let output = build.stderr(Stdio::inherit()).output().with_context(|| format!("`{line}`"))?;
     if !output.status.success() {
         bail!("`{line}` ended with {}", output.status);
     }
-    String::from_utf8_lossy(&output.stdout).lines().filter_map(|line| program(line).transpose()).collect()
+    String::from_utf8_lossy(&output.stdout)
+        .lines()
+        .filter_map(|line| program(line).transpose())
+        .collect()
 }
 
-/// Reads a line of cargo's messages; `None` where it tells of something else than a program with tests.
+/// Reads a line of cargo's messages; `None` where it tells of something else than a program with
+/// tests.
 fn program(line: &str) -> anyhow::Result<Option<Program>> {
     let message: serde_json::Value = serde_json::from_str(line).context("a message of cargo")?;
     let is_test = message["profile"]["test"] == true && message["reason"] == "compiler-artifact";
-    let (Some(file), Some(manifest)) = (message["executable"].as_str(), message["manifest_path"].as_str())
+    let (Some(file), Some(manifest)) =
+        (message["executable"].as_str(), message["manifest_path"].as_str())
     else {
         return Ok(None);
     };
@@ -149,7 +159,8 @@ fn listed(list: &str, program: usize) -> Vec<Target> {
     list.lines().filter_map(target).collect()
 }
 
-/// Finds what a target says of itself in a line of its output, which may begin with words of the test runner.
+/// Finds what a target says of itself in a line of its output, which may begin with words of the
+/// test runner.
 fn count(line: &str, target: &str) -> Option<Count> {
     let (_, said) = line.split_once(&format!("{target}: "))?;
     let (inputs, failures) = said.strip_suffix(" failures")?.split_once(" inputs, ")?;
@@ -201,7 +212,11 @@ fn run(target: &Target, program: &Program, inputs: u64) -> anyhow::Result<()> {
     if let Some(Count { inputs, failures }) = found {
         println!("{}: {inputs} inputs, {failures} failures", target.name);
     }
-    let why = if in_time { fault(status, found, inputs) } else { Some(format!("not over after {limit:?}")) };
+    let why = if in_time {
+        fault(status, found, inputs)
+    } else {
+        Some(format!("not over after {limit:?}"))
+    };
     let Some(why) = why else { return Ok(()) };
     let said = lines.make_contiguous().join("\n    ");
     bail!("{why}; it said\n    {said}\n");
@@ -212,7 +227,9 @@ fn fault(status: ExitStatus, found: Option<Count>, inputs: u64) -> Option<String
     match found {
         None => Some(format!("it ended with {status} before it was through")),
         Some(count) if count.failures > 0 => Some(format!("{} inputs failed", count.failures)),
-        Some(count) if count.inputs != inputs => Some(format!("it tried {} of {inputs}", count.inputs)),
+        Some(count) if count.inputs != inputs => {
+            Some(format!("it tried {} of {inputs}", count.inputs))
+        }
         Some(_) if !status.success() => Some(format!("it ended with {status}")),
         Some(_) => None,
     }
@@ -226,10 +243,13 @@ mod tests {
 
     #[test]
     fn arguments_are_read_and_others_refused() {
-        let options = |inputs, target: Option<&str>| Some(Options { inputs, target: target.map(Into::into) });
+        let options =
+            |inputs, target: Option<&str>| Some(Options { inputs, target: target.map(Into::into) });
         assert_eq!(Options::parse(&[]), options(INPUTS, None));
         assert_eq!(Options::parse(&["--target", "a", "--inputs", "7"]), options(7, Some("a")));
-        for wrong in [&["--inputs"][..], &["--inputs", "0"], &["--inputs", "x"], &["--jobs", "2"], &["a"]] {
+        for wrong in
+            [&["--inputs"][..], &["--inputs", "0"], &["--inputs", "x"], &["--jobs", "2"], &["a"]]
+        {
             assert_eq!(Options::parse(wrong), None, "{wrong:?}");
         }
     }
@@ -239,7 +259,8 @@ mod tests {
         let list = "a::tests::fuzz_one_two: test\na::fuzz_helper::other: test\nfuzz_three: test\n\
                     b::fuzz_slow: benchmark\n\n3 tests, 1 benchmark\n";
         let found = listed(list, 4);
-        let names: Vec<_> = found.iter().map(|t| (t.name.as_str(), t.test.as_str(), t.program)).collect();
+        let names: Vec<_> =
+            found.iter().map(|t| (t.name.as_str(), t.test.as_str(), t.program)).collect();
         assert_eq!(names, [("one-two", "a::tests::fuzz_one_two", 4), ("three", "fuzz_three", 4)]);
     }
 
@@ -266,7 +287,9 @@ mod tests {
         let of = |line| count(line, "wire").map(|count| (count.inputs, count.failures));
         assert_eq!(of("wire: 20000 inputs, 0 failures"), Some((20_000, 0)));
         assert_eq!(of("test wire::fuzz_wire ... wire: 5 inputs, 3 failures"), Some((5, 3)));
-        for other in ["wire: input 7 of seed 1 failed: why", "wire: x inputs, 0 failures", "wires", ""] {
+        for other in
+            ["wire: input 7 of seed 1 failed: why", "wire: x inputs, 0 failures", "wires", ""]
+        {
             assert_eq!(of(other), None, "{other}");
         }
     }

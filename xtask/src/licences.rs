@@ -22,18 +22,24 @@ const ALLOWED: &[&str] = &[
     "Zlib",
 ];
 
-/// Checks every package of the workspace's dependency graph, on all platforms and with all features.
+/// Checks every package of the workspace's dependency graph, on all platforms and with all
+/// features.
 ///
 /// # Errors
 ///
-/// Fails where cargo cannot tell the graph, or with the names of all packages without an allowed licence.
+/// Fails where cargo cannot tell the graph, or with the names of all packages without an allowed
+/// licence.
 pub(crate) fn check(cargo: &OsStr, root: &Path) -> anyhow::Result<()> {
     let output = Command::new(cargo)
         .current_dir(root)
         .args(["metadata", "--format-version", "1", "--all-features", "--locked"])
         .output()
         .context("cargo cannot be started")?;
-    ensure!(output.status.success(), "cargo metadata: {}", String::from_utf8_lossy(&output.stderr).trim());
+    ensure!(
+        output.status.success(),
+        "cargo metadata: {}",
+        String::from_utf8_lossy(&output.stderr).trim()
+    );
     let metadata: Value = serde_json::from_slice(&output.stdout).context("cargo metadata")?;
     let packages = metadata["packages"].as_array().context("cargo metadata names no packages")?;
     ensure!(!packages.is_empty(), "cargo metadata names no packages");
@@ -141,8 +147,7 @@ mod tests {
 
     #[test]
     fn a_refused_package_is_named() {
-        let package =
-            |licence: Value| serde_json::json!({"name": "x", "version": "1.2.3", "license": licence});
+        let package = |licence: Value| serde_json::json!({"name": "x", "version": "1.2.3", "license": licence});
         assert_eq!(refusal(&package("MIT".into())), None);
         assert_eq!(refusal(&package("SSPL-1.0".into())).unwrap(), "x 1.2.3 is under SSPL-1.0");
         assert_eq!(refusal(&package(Value::Null)).unwrap(), "x 1.2.3 has no licence expression");

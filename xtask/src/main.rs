@@ -13,13 +13,16 @@ use std::process::ExitCode;
 use anyhow::{Context as _, bail};
 
 const USAGE: &str = "\
-cargo xtask test [--quick]   everything that has to pass, with UCX and without; --quick: format, tidy, clippy
+cargo xtask test [--quick]   everything that has to pass, with UCX and without; --quick: format, \
+tidy, clippy
                              and unit tests only, without UCX
 cargo xtask tidy             the rules on sources alone
 cargo xtask fuzz [--inputs N] [--target T]
-                             parsers and state machines on N generated inputs (20,000), each target in a process
+                             parsers and state machines on N generated inputs (20,000), each \
+                             target in a process
                              of its own; T is one of the targets that it prints
-cargo xtask gpu [--software] what needs a graphics processor: tests, sanitizer, figures, one table; --software: the
+cargo xtask gpu [--software] what needs a graphics processor: tests, sanitizer, figures, one \
+table; --software: the
                              same on the tests' own driver, small, to try the command itself
 cargo xtask help             this text";
 
@@ -59,7 +62,8 @@ fn ended(result: anyhow::Result<ExitCode>) -> ExitCode {
 
 /// The workspace this program was built from.
 fn root() -> anyhow::Result<&'static Path> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("xtask has no folder above it")?;
+    let root =
+        Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("xtask has no folder above it")?;
     if !root.join("Cargo.lock").is_file() {
         bail!("{} is not the workspace any more: run through `cargo xtask`", root.display());
     }

@@ -66,15 +66,24 @@ pub(crate) const FULL: &[Need] = &[
     answering("chromium", PAGES, &["chromium"]),
 ];
 
-const fn answering(what: &'static str, purpose: &'static str, packages: &'static [&'static str]) -> Need {
+const fn answering(
+    what: &'static str,
+    purpose: &'static str,
+    packages: &'static [&'static str],
+) -> Need {
     Need { what, purpose, packages, probe: Probe::Answers(what) }
 }
 
-const fn lying(what: &'static str, purpose: &'static str, packages: &'static [&'static str]) -> Need {
+const fn lying(
+    what: &'static str,
+    purpose: &'static str,
+    packages: &'static [&'static str],
+) -> Need {
     Need { what, purpose, packages, probe: Probe::Lies(what) }
 }
 
-/// Where the builder of UCX's bindings looks for libraries, by clang-sys; `*` stands for the rest of a name.
+/// Where the builder of UCX's bindings looks for libraries, by clang-sys; `*` stands for the rest
+/// of a name.
 const LIBRARY_FOLDERS: &[&str] = &[
     "/usr/local/llvm*/lib*",
     "/usr/local/lib*",
@@ -92,7 +101,8 @@ const MORE_PROGRAMS: &[&str] = &["/usr/sbin", "/usr/local/sbin", "/sbin"];
 ///
 /// # Errors
 ///
-/// Where something is missing and cannot be installed by this user, or is still missing then; names all of it.
+/// Where something is missing and cannot be installed by this user, or is still missing then; names
+/// all of it.
 pub(crate) fn provide(needs: &[Need]) -> anyhow::Result<()> {
     let absent = missing(needs, &is_here);
     if absent.is_empty() {
@@ -105,7 +115,8 @@ pub(crate) fn provide(needs: &[Need]) -> anyhow::Result<()> {
         println!("   {} is missing ({}); Debian packages: {packages}", need.what, need.purpose);
     }
     let packages = packages_of(&absent);
-    let is_root = Command::new("id").arg("-u").output().is_ok_and(|out| out.stdout.trim_ascii() == b"0");
+    let is_root =
+        Command::new("id").arg("-u").output().is_ok_and(|out| out.stdout.trim_ascii() == b"0");
     ensure!(
         is_root && answers("apt-get", &["--version"]),
         "install these with your system's package manager first: {}",
@@ -113,7 +124,10 @@ pub(crate) fn provide(needs: &[Need]) -> anyhow::Result<()> {
     );
     let install = ["install", "--yes", "--no-install-recommends"];
     run(Command::new("apt-get").arg("update"))?;
-    run(Command::new("apt-get").args(install).args(&packages).env("DEBIAN_FRONTEND", "noninteractive"))?;
+    run(Command::new("apt-get")
+        .args(install)
+        .args(&packages)
+        .env("DEBIAN_FRONTEND", "noninteractive"))?;
     let still: Vec<&str> = missing(needs, &is_here).iter().map(|need| need.what).collect();
     ensure!(still.is_empty(), "installed, but still not found: {}", still.join(", "));
     Ok(())
@@ -146,13 +160,14 @@ fn is_here(probe: Probe) -> bool {
     }
 }
 
-/// Whether the builder of UCX's bindings will find libclang: where `LIBCLANG_PATH` says, and nowhere else, or
-/// in the usual places below `root`.
+/// Whether the builder of UCX's bindings will find libclang: where `LIBCLANG_PATH` says, and
+/// nowhere else, or in the usual places below `root`.
 fn has_libclang(root: &Path, variable: &dyn Fn(&str) -> Option<OsString>) -> bool {
     if let Some(said) = variable("LIBCLANG_PATH") {
         // The file or its folder; whose it is, has said that it will do.
         let said = Path::new(&said);
-        let is_file = said.is_file() && said.file_name().is_some_and(|name| is_libclang(name, true));
+        let is_file =
+            said.is_file() && said.file_name().is_some_and(|name| is_libclang(name, true));
         return is_file || names_in(said).iter().any(|name| is_libclang(name, true));
     }
     let given = ["LD_LIBRARY_PATH", "LIBRARY_PATH"].into_iter().filter_map(variable);
@@ -161,10 +176,12 @@ fn has_libclang(root: &Path, variable: &dyn Fn(&str) -> Option<OsString>) -> boo
     given.chain(usual).any(|folder| names_in(&folder).iter().any(|name| is_libclang(name, false)))
 }
 
-/// Whether a file of this name is libclang. One with a version behind `.so` is `run_time_only`: it comes
-/// without the headers that its package for developers has.
+/// Whether a file of this name is libclang. One with a version behind `.so` is `run_time_only`: it
+/// comes without the headers that its package for developers has.
 fn is_libclang(name: &OsStr, run_time_only: bool) -> bool {
-    let Some(rest) = name.to_str().and_then(|name| name.strip_prefix("libclang")) else { return false };
+    let Some(rest) = name.to_str().and_then(|name| name.strip_prefix("libclang")) else {
+        return false;
+    };
     let Some((version, behind)) = rest.split_once(".so") else { return false };
     // `libclang-cpp` is another library.
     let named = version.is_empty() || version.starts_with('-') && !version.starts_with("-cpp");
@@ -216,7 +233,9 @@ mod tests {
     #[test]
     fn programs_are_found_by_their_answer_or_their_file() {
         assert!(is_here(Probe::Answers("git")) && is_here(Probe::Lies("git")));
-        assert!(!is_here(Probe::Answers("no-such-program")) && !is_here(Probe::Lies("no-such-program")));
+        assert!(
+            !is_here(Probe::Answers("no-such-program")) && !is_here(Probe::Lies("no-such-program"))
+        );
     }
 
     #[test]
@@ -225,9 +244,14 @@ mod tests {
             assert!(is_libclang(name.as_ref(), false), "{name}");
         }
         for name in ["libclang.so.1", "libclang-14.so.14.0.6"] {
-            assert!(!is_libclang(name.as_ref(), false) && is_libclang(name.as_ref(), true), "{name}");
+            assert!(
+                !is_libclang(name.as_ref(), false) && is_libclang(name.as_ref(), true),
+                "{name}"
+            );
         }
-        for name in ["libclang-cpp.so.14", "libclang-cpp.so", "libclangBasic.a", "libclang.a", "libucp.so"] {
+        for name in
+            ["libclang-cpp.so.14", "libclang-cpp.so", "libclangBasic.a", "libclang.a", "libucp.so"]
+        {
             assert!(!is_libclang(name.as_ref(), true), "{name}");
         }
     }
@@ -249,14 +273,17 @@ mod tests {
             move |name: &str| (name == "LIBCLANG_PATH").then(|| path.clone().into_os_string())
         };
         assert!(
-            has_libclang(&root.0, &said("other")) && has_libclang(&root.0, &said("other/libclang.so.13"))
+            has_libclang(&root.0, &said("other"))
+                && has_libclang(&root.0, &said("other/libclang.so.13"))
         );
         assert!(!has_libclang(&root.0, &said("elsewhere")));
 
         root.file("third/libclang.so");
         let given = root.0.join("third").into_os_string();
         let elsewhere = root.0.join("none");
-        assert!(has_libclang(&elsewhere, &|name| (name == "LD_LIBRARY_PATH").then(|| given.clone())));
+        assert!(
+            has_libclang(&elsewhere, &|name| (name == "LD_LIBRARY_PATH").then(|| given.clone()))
+        );
     }
 
     /// A folder that goes with the test.

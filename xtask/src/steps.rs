@@ -31,16 +31,21 @@ pub(crate) const WITH_ALL: &[&str] = &["--features", "ucx,cuda"];
 
 /// A step of extent `Quick` is part of every run. Cheap ones come first.
 ///
-/// Programs with all features and without any lie in the same files, and tests start what they find there: all
-/// programs are built with them before the first test, and the tests that are for those without build their own, last.
+/// Programs with all features and without any lie in the same files, and tests start what they find
+/// there: all programs are built with them before the first test, and the tests that are for those
+/// without build their own, last.
 const STEPS: &[Step] = &[
-    ("system packages", Extent::Quick, |_| packages::provide(packages::ALWAYS).map(|()| Outcome::Done)),
+    ("system packages", Extent::Quick, |_| {
+        packages::provide(packages::ALWAYS).map(|()| Outcome::Done)
+    }),
     ("system packages for UCX and launchers", Extent::All, |_| {
         packages::provide(packages::FULL).map(|()| Outcome::Done)
     }),
     ("format", Extent::Quick, format),
     ("tidy", Extent::Quick, |root| tidy::check(root).map(|()| Outcome::Done)),
-    ("licences of dependencies", Extent::All, |root| licences::check(&cargo(), root).map(|()| Outcome::Done)),
+    ("licences of dependencies", Extent::All, |root| {
+        licences::check(&cargo(), root).map(|()| Outcome::Done)
+    }),
     ("security advisories", Extent::All, advisories),
     ("clippy", Extent::All, |root| clippy(root, &[&["--workspace"], WITH_ALL].concat())),
     // What the features change is here; that the rest compiles without them, the last step shows.
@@ -85,7 +90,11 @@ pub(crate) fn test(root: &Path, extent: Extent) -> anyhow::Result<()> {
         }
     }
     let passed = steps.len() - skipped.len();
-    let also = if skipped.is_empty() { String::new() } else { format!(", skipped: {}", skipped.join(", ")) };
+    let also = if skipped.is_empty() {
+        String::new()
+    } else {
+        format!(", skipped: {}", skipped.join(", "))
+    };
     println!("\n{passed} steps passed{also}; {:.1} s", begin.elapsed().as_secs_f64());
     Ok(())
 }
@@ -95,7 +104,10 @@ fn format(root: &Path) -> anyhow::Result<Outcome> {
 }
 
 fn clippy(root: &Path, selected: &[&str]) -> anyhow::Result<Outcome> {
-    in_workspace(root, &[&["clippy", "--all-targets"], selected, &["--", "-D", "warnings"]].concat())
+    in_workspace(
+        root,
+        &[&["clippy", "--all-targets"], selected, &["--", "-D", "warnings"]].concat(),
+    )
 }
 
 fn documentation(root: &Path) -> anyhow::Result<Outcome> {
@@ -105,15 +117,20 @@ fn documentation(root: &Path) -> anyhow::Result<Outcome> {
 }
 
 fn programs(root: &Path) -> anyhow::Result<Outcome> {
-    // Tests look for programs and the driver beside their own binary. All is built at once: other targets,
-    // or other packages, would ask for dependencies with other features, and for all of them once more.
-    in_workspace(root, &[&["build", "--workspace", "--lib", "--bins", "--tests"], WITH_ALL].concat())
+    // Tests look for programs and the driver beside their own binary. All is built at once: other
+    // targets, or other packages, would ask for dependencies with other features, and for all of
+    // them once more.
+    in_workspace(
+        root,
+        &[&["build", "--workspace", "--lib", "--bins", "--tests"], WITH_ALL].concat(),
+    )
 }
 
 fn tests(root: &Path) -> anyhow::Result<Outcome> {
     if !has_nextest() {
         println!(
-            "   cargo-nextest is not installed: `cargo test`, without its limits on time and neighbours"
+            "   cargo-nextest is not installed: `cargo test`, without its limits on time and \
+             neighbours"
         );
         return in_workspace(
             root,
@@ -144,11 +161,15 @@ fn advisories(root: &Path) -> anyhow::Result<Outcome> {
     if !answers("cargo-deny", &["--version"]) {
         return Ok(Outcome::Skipped("cargo-deny is not installed".to_owned()));
     }
-    // The database has to come from the network; that it cannot says nothing about the dependencies.
+    // The database has to come from the network; that it cannot says nothing about the
+    // dependencies.
     let fetched = cargo_in(root, &["deny", "fetch", "db"]).stdin(Stdio::null()).output()?;
     if !fetched.status.success() {
         let said = String::from_utf8_lossy(&fetched.stderr);
-        return Ok(Outcome::Skipped(format!("the advisory database cannot be fetched: {}", said.trim())));
+        return Ok(Outcome::Skipped(format!(
+            "the advisory database cannot be fetched: {}",
+            said.trim()
+        )));
     }
     in_workspace(root, &["deny", "check", "advisories"])
 }
@@ -182,7 +203,8 @@ fn in_workspace(root: &Path, arguments: &[&str]) -> anyhow::Result<Outcome> {
 
 /// A command as one would type it.
 pub(crate) fn shown(command: &Command) -> String {
-    let program = Path::new(command.get_program()).file_name().unwrap_or_default().to_string_lossy();
+    let program =
+        Path::new(command.get_program()).file_name().unwrap_or_default().to_string_lossy();
     let arguments = command.get_args().map(|argument| argument.to_string_lossy());
     std::iter::once(program).chain(arguments).collect::<Vec<_>>().join(" ")
 }
@@ -208,7 +230,8 @@ mod tests {
         assert!(!answers("git", &["no-such-command"]));
         assert!(!answers("no-such-program-anywhere", &[]));
         assert!(run(Command::new("git").arg("--version").stdout(Stdio::null())).is_ok());
-        let error = run(Command::new("git").arg("no-such-command").stderr(Stdio::null())).unwrap_err();
+        let error =
+            run(Command::new("git").arg("no-such-command").stderr(Stdio::null())).unwrap_err();
         assert!(error.to_string().contains("`git no-such-command` ended with"), "{error}");
     }
 }

@@ -1,4 +1,5 @@
-//! Rules on sources that the compiler does not know: form, layering, and that every invariant has its test.
+//! Rules on sources that the compiler does not know: form, layering, and that every invariant has
+//! its test.
 
 mod rules;
 mod source;
@@ -15,7 +16,8 @@ use source::{Source, line_of, words};
 
 /// The file that names the invariants.
 const ARCHITECTURE: &str = "ARCHITECTURE.md";
-/// What marks one there: `**Invariant** *name*`, and before the paragraph ends a test's name in backticks.
+/// What marks one there: `**Invariant** *name*`, and before the paragraph ends a test's name in
+/// backticks.
 const INVARIANT: &str = "**Invariant**";
 
 /// Checks every source of the repository at `root` against every rule.
@@ -28,7 +30,8 @@ pub(crate) fn check(root: &Path) -> anyhow::Result<()> {
     let mut findings = Vec::new();
     for source in &sources {
         let of_file = RULES.iter().flat_map(|rule| rule(source));
-        findings.extend(of_file.map(|found| format!("{}:{}: {}", source.path, found.line, found.what)));
+        findings
+            .extend(of_file.map(|found| format!("{}:{}: {}", source.path, found.line, found.what)));
     }
     if let Some(architecture) = sources.iter().find(|source| source.path == ARCHITECTURE) {
         findings.extend(invariants_have_tests(&architecture.text, &test_names(&sources)));
@@ -45,10 +48,15 @@ fn invariants_have_tests(architecture: &str, tests: &BTreeSet<String>) -> Vec<St
     let mut findings = Vec::new();
     for (at, _) in architecture.match_indices(INVARIANT) {
         let rest = &architecture[at + INVARIANT.len()..];
-        let end = [rest.find("\n\n"), rest.find(INVARIANT)].into_iter().flatten().min().unwrap_or(rest.len());
+        let end = [rest.find("\n\n"), rest.find(INVARIANT)]
+            .into_iter()
+            .flatten()
+            .min()
+            .unwrap_or(rest.len());
         let paragraph = &rest[..end];
         let place = format!("{ARCHITECTURE}:{}", line_of(architecture, at));
-        let Some(name) = paragraph.trim_start().strip_prefix('*').and_then(|rest| rest.split('*').next())
+        let Some(name) =
+            paragraph.trim_start().strip_prefix('*').and_then(|rest| rest.split('*').next())
         else {
             findings.push(format!("{place}: an invariant needs a name: {INVARIANT} *name*"));
             continue;
@@ -57,13 +65,16 @@ fn invariants_have_tests(architecture: &str, tests: &BTreeSet<String>) -> Vec<St
         // `crate module::test`, `module::test` or the test alone.
         let mut named = quoted.filter_map(|quoted| quoted.rsplit([':', ' ']).next());
         if !named.any(|name| tests.contains(name)) {
-            findings.push(format!("{place}: invariant {name} names no test that exists (in backticks)"));
+            findings.push(format!(
+                "{place}: invariant {name} names no test that exists (in backticks)"
+            ));
         }
     }
     findings
 }
 
-/// The names of all functions under an attribute that ends in `test`, as `#[test]` or `#[tokio::test]`.
+/// The names of all functions under an attribute that ends in `test`, as `#[test]` or
+/// `#[tokio::test]`.
 fn test_names(sources: &[Source]) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     for code in sources.iter().map(|source| &source.code) {
@@ -90,13 +101,15 @@ fn sources(root: &Path) -> anyhow::Result<Vec<Source>> {
         Some(files) => files,
         None => {
             let mut found = BTreeSet::new();
-            walk(root, root, &mut found).with_context(|| format!("cannot read {}", root.display()))?;
+            walk(root, root, &mut found)
+                .with_context(|| format!("cannot read {}", root.display()))?;
             found
         }
     };
     let mut sources = Vec::new();
     for path in files.into_iter().filter(|path| is_source(path)) {
-        let text = fs::read_to_string(root.join(&path)).with_context(|| format!("cannot read {path}"))?;
+        let text =
+            fs::read_to_string(root.join(&path)).with_context(|| format!("cannot read {path}"))?;
         sources.push(Source::new(path, text));
     }
     ensure!(sources.iter().any(Source::is_rust), "no Rust file below {}", root.display());
@@ -106,7 +119,9 @@ fn sources(root: &Path) -> anyhow::Result<Vec<Source>> {
 fn is_source(path: &str) -> bool {
     let name = path.rsplit('/').next().unwrap_or(path);
     match name.rsplit_once('.') {
-        Some((stem, extension)) if !stem.is_empty() => ["rs", "toml", "md", "yml", "sh"].contains(&extension),
+        Some((stem, extension)) if !stem.is_empty() => {
+            ["rs", "toml", "md", "yml", "sh"].contains(&extension)
+        }
         _ => name.starts_with("LICENSE") || path.starts_with(".ci/") || name == ".gitignore",
     }
 }
@@ -125,7 +140,8 @@ fn walk(root: &Path, folder: &Path, found: &mut BTreeSet<String>) -> io::Result<
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
         let (path, kind): (PathBuf, _) = (entry.path(), entry.file_type()?);
-        if kind.is_dir() && ![".git", "target"].iter().any(|skipped| entry.file_name() == *skipped) {
+        if kind.is_dir() && ![".git", "target"].iter().any(|skipped| entry.file_name() == *skipped)
+        {
             walk(root, &path, found)?;
         } else if kind.is_file()
             && let Some(name) = path.strip_prefix(root).ok().and_then(Path::to_str)
@@ -160,9 +176,15 @@ mod tests {
 
     #[test]
     fn sources_are_told_from_data() {
-        for path in
-            ["a/b.rs", "Cargo.toml", "README.md", ".ci/run", "LICENSE-MIT", ".gitignore", ".config/n.toml"]
-        {
+        for path in [
+            "a/b.rs",
+            "Cargo.toml",
+            "README.md",
+            ".ci/run",
+            "LICENSE-MIT",
+            ".gitignore",
+            ".config/n.toml",
+        ] {
             assert!(is_source(path), "{path}");
         }
         for path in ["golden/a.json", "Cargo.lock", "a.png", "data"] {
@@ -173,10 +195,12 @@ mod tests {
     #[test]
     fn invariants_without_an_existing_test_are_found() {
         let tests = BTreeSet::from(["order_holds".to_owned(), "bytes_only".to_owned()]);
-        let good = "- **Invariant** *lower-only*: text\n  goes on. Test: `mpmd-core runtime::order_holds`.\n\
+        let good = "- **Invariant** *lower-only*: text\n  goes on. Test: `mpmd-core \
+            runtime::order_holds`.\n\
                     - **Invariant** *bytes*: (`bytes_only`)\n\n## Next";
         assert_eq!(invariants_have_tests(good, &tests), [""; 0]);
-        let bad = "# A\n- **Invariant** *lower-only*: no test.\n- **Invariant** *bytes*: `gone`, order_holds\n\n\
+        let bad = "# A\n- **Invariant** *lower-only*: no test.\n- **Invariant** *bytes*: `gone`, \
+            order_holds\n\n\
                    `order_holds`\n\n**Invariant** without a name";
         let findings = invariants_have_tests(bad, &tests);
         assert_eq!(findings.len(), 3, "{findings:?}");
@@ -187,8 +211,10 @@ mod tests {
 
     #[test]
     fn tests_are_told_from_other_functions() {
-        let text = "#[test]\nfn a() {}\nfn b() {}\n#[tokio::test(start_paused = true)]\nasync fn c() { fn d() {} }\n\
-                    // #[test]\nfn e() {}\n#[cfg(test)]\nmod tests { fn f() {} }\n#[test]\n#[should_panic]\nfn g() {}";
+        let text = "#[test]\nfn a() {}\nfn b() {}\n#[tokio::test(start_paused = true)]\nasync fn \
+            c() { fn d() {} }\n\
+                    // #[test]\nfn e() {}\n#[cfg(test)]\nmod tests { fn f() {} \
+                    }\n#[test]\n#[should_panic]\nfn g() {}";
         let names = test_names(&[Source::new("a.rs", text)]);
         assert_eq!(names.iter().map(String::as_str).collect::<Vec<_>>(), ["a", "c", "g"]);
     }

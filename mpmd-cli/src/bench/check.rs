@@ -33,14 +33,18 @@ pub(crate) struct CheckArgs {
     schedules: Vec<String>,
 }
 
-/// For each schedule: proved over tags and over a single queue, simulated, and from its actions to both.
+/// For each schedule: proved over tags and over a single queue, simulated, and from its actions to
+/// both.
 pub(crate) fn check_schedules(args: &CheckArgs) -> Result<()> {
     let mut cases = Vec::new();
     for size in &args.sizes {
-        let numbers = size.split_once('x').and_then(|(p, m)| Some((p.parse().ok()?, m.parse().ok()?)));
-        let (ranks, microbatches) = numbers.with_context(|| format!("{size:?} is no size, as 64x1024"))?;
+        let numbers =
+            size.split_once('x').and_then(|(p, m)| Some((p.parse().ok()?, m.parse().ok()?)));
+        let (ranks, microbatches) =
+            numbers.with_context(|| format!("{size:?} is no size, as 64x1024"))?;
         for name in &args.schedules {
-            let builtin = Builtin::named(name).with_context(|| format!("there is no schedule {name:?}"))?;
+            let builtin =
+                Builtin::named(name).with_context(|| format!("there is no schedule {name:?}"))?;
             let schedule = builtin.schedule(ranks, microbatches, builtin.default_chunks())?;
             measure(&schedule, size, args.options.repeats, &mut cases)?;
         }

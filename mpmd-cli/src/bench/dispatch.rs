@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use clap::Args;
 use mpmd_core::cuda::{Cuda, Grid, Source};
-use mpmd_core::prelude::{Context, Kernel, MpmdArray, Program, ShapedArray, Signature, View, ViewMut, f32s};
+use mpmd_core::prelude::{
+    Context, Kernel, MpmdArray, Program, ShapedArray, Signature, View, ViewMut, f32s,
+};
 use mpmd_core::topology::{DeviceKind, Mesh};
 use mpmd_core::tree::{Path, Tree};
 use mpmd_core::{Simulation, kernel};
@@ -128,7 +130,8 @@ fn local(options: Options, device: DeviceKind) -> Result<Vec<Case>> {
         complete.push(start.elapsed() / 100);
     }
     let many = p.jit(EmptyTree).on(&mesh).outputs(mesh.replicated()).build()?;
-    let xs: Vec<MpmdArray> = (0..64).map(|_| scalar(&mut p, &mesh)).collect::<mpmd_core::Result<_>>()?;
+    let xs: Vec<MpmdArray> =
+        (0..64).map(|_| scalar(&mut p, &mesh)).collect::<mpmd_core::Result<_>>()?;
     let all = |p: &mut Program| many.call(p, xs.clone());
     let leaves = issue_times(&mut p, options.repeats, all)?;
     let leaves_counts = allocations(&mut p, options.repeats, all)?;
@@ -195,8 +198,8 @@ impl Counts {
     }
 }
 
-/// Counts allocations of calls, clones of the handles that go in included: by the program's thread, which include
-/// what it is given, and by all others until the results are there.
+/// Counts allocations of calls, clones of the handles that go in included: by the program's thread,
+/// which include what it is given, and by all others until the results are there.
 fn allocations<T: Tree<Leaf = MpmdArray>>(
     p: &mut Program,
     repeats: usize,
@@ -241,8 +244,8 @@ fn issue_times<T: Tree<Leaf = MpmdArray>>(
     mut call: impl FnMut(&mut Program) -> mpmd_core::Result<T>,
 ) -> mpmd_core::Result<Vec<Duration>> {
     let mut times = Vec::with_capacity(repeats);
-    // As a program keeps the arrays of its last step: else the allocator gives all of a batch's memory back to
-    // the system and has it faulted in again, which says nothing of a call.
+    // As a program keeps the arrays of its last step: else the allocator gives all of a batch's
+    // memory back to the system and has it faulted in again, which says nothing of a call.
     let mut kept = Vec::new();
     for _ in 0..repeats {
         let mut results = Vec::with_capacity(BATCH);

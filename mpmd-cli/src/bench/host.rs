@@ -1,5 +1,5 @@
-//! Between the host's memory and a graphics processor's, while kernels run: arrays by `device_put`, beside the
-//! driver's own copies of pinned memory.
+//! Between the host's memory and a graphics processor's, while kernels run: arrays by `device_put`,
+//! beside the driver's own copies of pinned memory.
 
 use std::time::{Duration, Instant};
 
@@ -115,12 +115,14 @@ pub(super) fn cases(p: &mut Program, bytes: usize, repeats: usize) -> anyhow::Re
     let on_device = p.device_put(&on_host, &there)?;
     on_device.block_until_ready()?;
     let mut cases = Vec::new();
-    for (name, way, x, to) in
-        [("host to device", Way::In, &on_host, &there), ("device to host", Way::Out, &on_device, &here)]
-    {
+    for (name, way, x, to) in [
+        ("host to device", Way::In, &on_host, &there),
+        ("device to host", Way::Out, &on_device, &here),
+    ] {
         let times = moves(p, &mut meanwhile, x, to, repeats)?;
         let pinned = plain::copy(way, bytes, repeats)?;
-        let case = Case::bandwidth(name, format!("{}, kernels meanwhile", Size(bytes)), bytes, times);
+        let case =
+            Case::bandwidth(name, format!("{}, kernels meanwhile", Size(bytes)), bytes, times);
         cases.extend([case.ratio_to("pinned", &pinned), pinned]);
     }
     meanwhile.x.block_until_ready()?;

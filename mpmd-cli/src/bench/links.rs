@@ -30,7 +30,8 @@ pub(crate) struct LinksArgs {
     /// How often each link is measured; the median counts.
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     repeats: u32,
-    /// What carries the messages: `shm` or `tcp` between two processes, or `inproc` between two threads.
+    /// What carries the messages: `shm` or `tcp` between two processes, or `inproc` between two
+    /// threads.
     #[arg(long, default_value = "shm")]
     transport: String,
     /// Writes the costs to a file, to be named by `MPMD_LINKS` when jobs are started.
@@ -38,12 +39,17 @@ pub(crate) struct LinksArgs {
     out: Option<PathBuf>,
 }
 
-/// Within a device, between two devices of a process, and between two processes. Those are on one host
-/// unless a launcher of a cluster has started this on two; what is not measured keeps its default.
+/// Within a device, between two devices of a process, and between two processes. Those are on one
+/// host unless a launcher of a cluster has started this on two; what is not measured keeps its
+/// default.
 pub(super) fn links(args: &LinksArgs) -> Result<ExitCode> {
     if JobEnv::from_env()?.is_some() {
         let mut p = Program::builder().devices(4).from_env()?;
-        anyhow::ensure!(p.processes() == 2, "links are measured between 2 processes, not {}", p.processes());
+        anyhow::ensure!(
+            p.processes() == 2,
+            "links are measured between 2 processes, not {}",
+            p.processes()
+        );
         let measured = measure(&mut p, args)?;
         if p.process().0 == 0 {
             say(args, &measured)?;
@@ -92,8 +98,13 @@ impl Measured {
         let (class, small, large) = (self.class.name(), Size(SMALL), Size(LARGE));
         [
             Case::micros("latency", format!("{class}, {small}"), self.small.iter().copied()),
-            Case::bandwidth("bandwidth", format!("{class}, {large}"), LARGE, self.large.iter().copied())
-                .beside(memcpy),
+            Case::bandwidth(
+                "bandwidth",
+                format!("{class}, {large}"),
+                LARGE,
+                self.large.iter().copied(),
+            )
+            .beside(memcpy),
         ]
     }
 }
@@ -150,11 +161,13 @@ fn say(args: &LinksArgs, measured: &[Measured]) -> Result<()> {
     let links = costs(measured.iter().map(|measured| (measured.class, measured.link())));
     if let Some(path) = &args.out {
         let text = serde_json::to_string_pretty(&json!(links))?;
-        std::fs::write(path, format!("{text}\n")).with_context(|| format!("writing {}", path.display()))?;
+        std::fs::write(path, format!("{text}\n"))
+            .with_context(|| format!("writing {}", path.display()))?;
     }
     let memcpy = memcpy::plain(LARGE, args.repeats as usize);
     if args.json {
-        let mut cases: Vec<Case> = measured.iter().flat_map(|measured| measured.cases(&memcpy)).collect();
+        let mut cases: Vec<Case> =
+            measured.iter().flat_map(|measured| measured.cases(&memcpy)).collect();
         cases.push(memcpy);
         show(&cases, true);
         return Ok(());

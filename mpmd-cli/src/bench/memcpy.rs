@@ -9,8 +9,9 @@ use clap::Args;
 use super::p2p::Size;
 use super::{Case, Options, show};
 
-/// Bytes that a thread copies for one sample at least, so that looking at the clock costs nothing. Memory that
-/// is asked for at once is more than that, and so comes from the system and not from what was freed before.
+/// Bytes that a thread copies for one sample at least, so that looking at the clock costs nothing.
+/// Memory that is asked for at once is more than that, and so comes from the system and not from
+/// what was freed before.
 const SAMPLE_BYTES: usize = 64 << 20;
 
 #[derive(Args, Clone, Debug)]
@@ -48,8 +49,10 @@ pub(super) fn memcpy(args: &MemcpyArgs) -> Result<()> {
             for (target, name) in [(Target::Warm, "warm"), (Target::Fresh, "fresh")] {
                 // What is left over from sharing is not copied.
                 let bytes = size.0 / threads * threads;
-                let parameters =
-                    format!("{size}, {name}, {threads} {}", if threads == 1 { "thread" } else { "threads" });
+                let parameters = format!(
+                    "{size}, {name}, {threads} {}",
+                    if threads == 1 { "thread" } else { "threads" }
+                );
                 let times = times(bytes, threads, target, args.options.repeats.max(1));
                 cases.push(Case::bandwidth("memcpy", parameters, bytes, times));
             }
@@ -81,7 +84,8 @@ fn times(bytes: usize, threads: usize, target: Target, repeats: usize) -> Vec<Du
             start.wait();
             let begin = Instant::now();
             for _ in 0..rounds {
-                // The buffers may be used elsewhere for all that the compiler knows, so every copy is made.
+                // The buffers may be used elsewhere for all that the compiler knows, so every copy
+                // is made.
                 let source = std::hint::black_box(source.as_slice());
                 match target {
                     Target::Warm => std::hint::black_box(&mut warm).copy_from_slice(source),
@@ -117,7 +121,10 @@ mod tests {
         for target in [Target::Warm, Target::Fresh] {
             for threads in [1, 3] {
                 let times = times(3 << 16, threads, target, 2);
-                assert!(times.len() == 2 && times.iter().all(|time| *time > Duration::ZERO), "{times:?}");
+                assert!(
+                    times.len() == 2 && times.iter().all(|time| *time > Duration::ZERO),
+                    "{times:?}"
+                );
             }
         }
     }

@@ -1,6 +1,7 @@
 //! `mpmd bench`: what the framework itself costs, measured here and now.
 //!
-//! Every case is repeated; the median is what to quote, and p10 to p90 say how noisy the machine was.
+//! Every case is repeated; the median is what to quote, and p10 to p90 say how noisy the machine
+//! was.
 
 mod check;
 mod dispatch;
@@ -46,13 +47,15 @@ enum What {
     Reshard(reshard::ReshardArgs),
     /// What the links between devices cost; `--out` writes the file that `MPMD_LINKS` names.
     Links(links::LinksArgs),
-    /// Training steps of a pipeline beside the time of their kernels alone, with one process for each stage.
+    /// Training steps of a pipeline beside the time of their kernels alone, with one process for
+    /// each stage.
     Pipeline(pipeline::PipelineArgs),
     /// Steps whose passes only wait, under each schedule, beside the simulation.
     Schedules(schedules::SchedulesArgs),
     /// The time in which one process of a large job issues a training step, as it is and replayed.
     Replay(issue::ReplayArgs),
-    /// Training steps of jobs of more and more stages, as threads: the time of an operation, which should stay.
+    /// Training steps of jobs of more and more stages, as threads: the time of an operation, which
+    /// should stay.
     Stages(issue::StagesArgs),
     /// Plain copies, warm and into fresh memory, by one thread and two.
     Memcpy(memcpy::MemcpyArgs),
@@ -72,7 +75,8 @@ pub(crate) struct Options {
 /// Option of benchmarks that can be made on graphics processors too.
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct DeviceOption {
-    /// What the devices are: cpu, or cuda for graphics processors, one of each process as far as there are enough.
+    /// What the devices are: cpu, or cuda for graphics processors, one of each process as far as
+    /// there are enough.
     #[arg(long, value_name = "KIND", default_value_t = DeviceKind::Cpu, value_parser = kind)]
     device: DeviceKind,
 }
@@ -136,7 +140,8 @@ pub(crate) struct Case {
 /// What a median is set against: its name, and its own value in the same unit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Beside {
-    /// A goal, which the median is to be at most, a plain copy: the answer has the ratio of the two.
+    /// A goal, which the median is to be at most, a plain copy: the answer has the ratio of the
+    /// two.
     Ratio(&'static str, f64),
     /// What cannot be had for less: the answer has how much more it is.
     Over(&'static str, f64),
@@ -160,7 +165,8 @@ impl Case {
         bytes: usize,
         times: impl IntoIterator<Item = Duration>,
     ) -> Self {
-        let samples = times.into_iter().map(|time| bytes as f64 / time.as_secs_f64() / 1e9).collect();
+        let samples =
+            times.into_iter().map(|time| bytes as f64 / time.as_secs_f64() / 1e9).collect();
         Self { name, parameters: parameters.into(), unit: "GB/s", samples, beside: None }
     }
 
@@ -180,8 +186,8 @@ impl Case {
         self
     }
 
-    /// The same with a plain copy of as many bytes, measured in the same run: the answer has the ratio of the
-    /// two.
+    /// The same with a plain copy of as many bytes, measured in the same run: the answer has the
+    /// ratio of the two.
     pub(crate) fn beside(self, memcpy: &Case) -> Self {
         self.ratio_to("memcpy", memcpy)
     }
@@ -204,7 +210,8 @@ impl Case {
     }
 }
 
-/// The sample at this share of the sorted ones, 0.5 for the median; not a number where there is none.
+/// The sample at this share of the sorted ones, 0.5 for the median; not a number where there is
+/// none.
 fn quantile(samples: &[f64], share: f64) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -219,7 +226,10 @@ pub(crate) fn show(cases: &[Case], json: bool) {
     if !json {
         let (case, parameters) = ("case", "parameters");
         let ratio = if ratios { "           ratio" } else { "" };
-        println!("{case:<16} {parameters:<wide$} {:>10} {:>10} {:>10}  unit{ratio}", "median", "p10", "p90");
+        println!(
+            "{case:<16} {parameters:<wide$} {:>10} {:>10} {:>10}  unit{ratio}",
+            "median", "p10", "p90"
+        );
     }
     for case in cases {
         let (median, p10, p90) = (case.quantile(0.5), case.quantile(0.1), case.quantile(0.9));
@@ -234,7 +244,9 @@ pub(crate) fn show(cases: &[Case], json: bool) {
                 "repeats": case.samples.len(),
             });
             match case.beside {
-                Some(Beside::Ratio(name, value)) => line[format!("of_{name}")] = json!(median / value),
+                Some(Beside::Ratio(name, value)) => {
+                    line[format!("of_{name}")] = json!(median / value)
+                }
                 Some(Beside::Over(name, value)) => {
                     line[format!("over_{name}_{}", case.unit)] = json!(median - value);
                 }
@@ -248,8 +260,9 @@ pub(crate) fn show(cases: &[Case], json: bool) {
                 Beside::Over(name, value) => format!("  {:+.2} over {name}", median - value),
             });
             let ratio = ratio.unwrap_or_default();
-            let line =
-                format!("{name:<16} {parameters:<wide$} {median:>10.3} {p10:>10.3} {p90:>10.3}  {unit:<4}");
+            let line = format!(
+                "{name:<16} {parameters:<wide$} {median:>10.3} {p10:>10.3} {p90:>10.3}  {unit:<4}"
+            );
             println!("{}", format!("{line}{ratio}").trim_end());
         }
     }

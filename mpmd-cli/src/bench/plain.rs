@@ -92,7 +92,9 @@ mod tests {
     fn without_cuda_the_reason_is_said_and_with_it_there_are_figures() {
         match (copy(Way::OnDevice, 1 << 16, 2), cuda::found()) {
             (Ok(case), Ok(_)) => assert!(case.quantile(0.5) > 0.0),
-            (Err(error), Err(why)) => assert!(error.to_string().contains(&why.to_string()), "{error}"),
+            (Err(error), Err(why)) => {
+                assert!(error.to_string().contains(&why.to_string()), "{error}")
+            }
             (case, found) => panic!("{:?}, {:?}", case.map(|case| case.name), found.err()),
         }
     }

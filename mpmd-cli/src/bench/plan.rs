@@ -27,13 +27,16 @@ pub(crate) struct PlanArgs {
     devices: Vec<usize>,
 }
 
-/// Plans between meshes of many devices: cold, from shardings to the part of one process, and again from
-/// the cache of plans that `device_put` asks.
+/// Plans between meshes of many devices: cold, from shardings to the part of one process, and again
+/// from the cache of plans that `device_put` asks.
 pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     let mut cases = Vec::new();
     for devices in &args.devices {
         let side = devices.isqrt();
-        anyhow::ensure!(side * side == *devices && *devices > 0, "{devices} devices are no square grid");
+        anyhow::ensure!(
+            side * side == *devices && *devices > 0,
+            "{devices} devices are no square grid"
+        );
         for (name, shape, from, to) in pairs(*devices, side)? {
             let mut pieces = 0;
             let times = (0..args.options.repeats)
@@ -75,12 +78,21 @@ fn pairs(devices: usize, side: usize) -> Result<Vec<Pair>> {
         devices: devices.to_vec(),
         spec,
     };
-    let grid = MeshOf { axes: vec![("a", side), ("b", side)], devices: all.clone(), spec: spec!["a", "b"] };
+    let grid = MeshOf {
+        axes: vec![("a", side), ("b", side)],
+        devices: all.clone(),
+        spec: spec!["a", "b"],
+    };
     let shape = vec![devices, devices];
     Ok(vec![
         ("rows to grid", shape.clone(), rows(&all, spec!["x"]), grid),
         ("rows permuted", shape.clone(), rows(&all, spec!["x"]), rows(&permuted, spec!["x"])),
-        ("replicated", shape, rows(&all[..devices / 2], spec![]), rows(&all[devices / 2..], spec![])),
+        (
+            "replicated",
+            shape,
+            rows(&all[..devices / 2], spec![]),
+            rows(&all[devices / 2..], spec![]),
+        ),
     ])
 }
 
@@ -90,7 +102,13 @@ fn topology(devices: usize) -> Result<Topology> {
     Ok(Topology::even(processes, PER_PROCESS).on_hosts(&hosts)?)
 }
 
-fn cold(devices: usize, shape: &[usize], from: &MeshOf, to: &MeshOf, own: &mut usize) -> Result<Duration> {
+fn cold(
+    devices: usize,
+    shape: &[usize],
+    from: &MeshOf,
+    to: &MeshOf,
+    own: &mut usize,
+) -> Result<Duration> {
     let topology = topology(devices)?;
     let process = ProcessId((topology.processes() / 2) as u32);
     let (from, to) = (from.sharding()?, to.sharding()?);
@@ -103,7 +121,12 @@ fn cold(devices: usize, shape: &[usize], from: &MeshOf, to: &MeshOf, own: &mut u
 }
 
 /// The time it takes to list every piece of every process, which no process ever needs.
-fn listed(devices: usize, shape: &[usize], from: &MeshOf, to: &MeshOf) -> Result<(usize, Vec<Duration>)> {
+fn listed(
+    devices: usize,
+    shape: &[usize],
+    from: &MeshOf,
+    to: &MeshOf,
+) -> Result<(usize, Vec<Duration>)> {
     const REPEATS: usize = 3;
     let topology = topology(devices)?;
     let (from, to) = (from.sharding()?.layout(shape)?, to.sharding()?.layout(shape)?);

@@ -1,5 +1,5 @@
-//! From one sharding to another: four devices to four, in one process and over several, beside a plain
-//! copy of as many bytes.
+//! From one sharding to another: four devices to four, in one process and over several, beside a
+//! plain copy of as many bytes.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -42,7 +42,8 @@ pub(crate) struct ReshardArgs {
 /// Rows to columns, the same to other devices, and replicated.
 pub(super) fn reshard(args: &ReshardArgs) -> Result<ExitCode> {
     if JobEnv::from_env()?.is_some() {
-        let mut p = Program::builder().devices(DEVICES).device_kinds(&[args.on.device]).from_env()?;
+        let mut p =
+            Program::builder().devices(DEVICES).device_kinds(&[args.on.device]).from_env()?;
         measure(&mut p, args)?;
         p.finish()?;
         return Ok(ExitCode::SUCCESS);
@@ -74,8 +75,8 @@ pub(super) fn reshard(args: &ReshardArgs) -> Result<ExitCode> {
 }
 
 fn measure(p: &mut Program, args: &ReshardArgs) -> mpmd_core::Result<()> {
-    // Both meshes are on every process, and a device of one is never on the process of its opposite in the
-    // other, where there are several.
+    // Both meshes are on every process, and a device of one is never on the process of its opposite
+    // in the other, where there are several.
     let even: Vec<DeviceId> = (0..4).map(|i| DeviceId(2 * i)).collect();
     let odd: Vec<DeviceId> = (0..4).map(|i| DeviceId((2 * i + 5) % 8)).collect();
     let (here, there) = (p.mesh_of(&[("x", 4)], &even)?, p.mesh_of(&[("x", 4)], &odd)?);
@@ -93,7 +94,8 @@ fn measure(p: &mut Program, args: &ReshardArgs) -> mpmd_core::Result<()> {
             let parameters = format!("{mib} MiB, {} processes", p.processes());
             if p.process().0 == 0 {
                 let memcpy = memcpy(args, bytes);
-                cases.push(Case::bandwidth(name, parameters, bytes * copies, times).beside(&memcpy));
+                cases
+                    .push(Case::bandwidth(name, parameters, bytes * copies, times).beside(&memcpy));
                 cases.push(memcpy);
             }
             // The others wait meanwhile: the copy has the machine to itself.
@@ -154,7 +156,8 @@ fn put(
 /// Returns once every process is here.
 fn meet(p: &mut Program, mesh: &Mesh) -> mpmd_core::Result<()> {
     // Each process's part is sent when it issues this, having waited for all before.
-    let here = p.make(f32s([4]), &mesh.sharding(spec!["x"]), |_, mut view| Ok(view.fill(0.0f32)?))?;
+    let here =
+        p.make(f32s([4]), &mesh.sharding(spec!["x"]), |_, mut view| Ok(view.fill(0.0f32)?))?;
     p.device_put(&here, mesh.replicated())?.block_until_ready().map(drop)
 }
 
@@ -172,7 +175,8 @@ fn memcpy(args: &ReshardArgs, bytes: usize) -> Case {
 /// One thread's copies from rows to columns, without anything around them.
 fn copies(args: &ReshardArgs, bytes: usize, mesh: &Mesh) -> mpmd_core::Result<Case> {
     let layout = |sharding: Sharding| sharding.layout(&shape(bytes));
-    let (rows, columns) = (layout(mesh.sharding(spec!["x"]))?, layout(mesh.sharding(spec![None, "x"]))?);
+    let (rows, columns) =
+        (layout(mesh.sharding(spec!["x"]))?, layout(mesh.sharding(spec![None, "x"]))?);
     let buffers = |layout: &Layout| -> Vec<Vec<u8>> {
         layout.regions().iter().map(|region| vec![1; region.elements() * 4]).collect()
     };
@@ -187,7 +191,12 @@ fn copies(args: &ReshardArgs, bytes: usize, mesh: &Mesh) -> mpmd_core::Result<Ca
         }
         std::hint::black_box(&mut targets);
     });
-    Ok(Case::bandwidth("copy_region", format!("{} MiB, rows to columns", bytes >> 20), bytes, times))
+    Ok(Case::bandwidth(
+        "copy_region",
+        format!("{} MiB, rows to columns", bytes >> 20),
+        bytes,
+        times,
+    ))
 }
 
 /// Times of `copy`, which copies `bytes`.

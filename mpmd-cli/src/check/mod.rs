@@ -23,12 +23,12 @@ pub(crate) struct CheckArgs {
     schedule: ScheduleArgs,
     #[command(flatten)]
     program: ProgramArgs,
-    /// The most memory that a device may take: bytes, or with KiB, MiB or GiB behind them; of a schedule also
-    /// activations, as in 4activations
+    /// The most memory that a device may take: bytes, or with KiB, MiB or GiB behind them; of a
+    /// schedule also activations, as in 4activations
     #[arg(long, value_name = "BYTES", value_parser = budget)]
     budget: Option<Budget>,
-    /// Over what it is to end: tags, tags:K, direction, pair or single, each also with ,eager or ,eager:N; can be given
-    /// more than once. By default tags, direction, pair and single
+    /// Over what it is to end: tags, tags:K, direction, pair or single, each also with ,eager or
+    /// ,eager:N; can be given more than once. By default tags, direction, pair and single
     #[arg(long, value_name = "CHANNEL")]
     channel: Vec<Channel>,
     /// The program and its arguments
@@ -36,7 +36,8 @@ pub(crate) struct CheckArgs {
     what: Vec<OsString>,
 }
 
-/// Checks; the exit code is 0 where it is proved, 1 where it is refuted, and 2 where there is nothing to check.
+/// Checks; the exit code is 0 where it is proved, 1 where it is refuted, and 2 where there is
+/// nothing to check.
 pub(crate) fn check(args: &CheckArgs) -> anyhow::Result<ExitCode> {
     checked(args).or_else(|error| {
         eprintln!("mpmd: {error:#}");
@@ -52,7 +53,8 @@ fn checked(args: &CheckArgs) -> anyhow::Result<ExitCode> {
     }
     let Some(processes) = args.program.processes else {
         anyhow::bail!(
-            "say what to check: mpmd check FILE.csv, mpmd check NAME -p P -m M, mpmd check -n N -- program"
+            "say what to check: mpmd check FILE.csv, mpmd check NAME -p P -m M, mpmd check -n N \
+             -- program"
         );
     };
     let budget = match args.budget {
@@ -66,11 +68,11 @@ fn checked(args: &CheckArgs) -> anyhow::Result<ExitCode> {
 /// Bytes, or activations.
 pub(crate) fn budget(text: &str) -> Result<Budget, String> {
     match text.strip_suffix("activations") {
-        Some(number) => number
-            .trim()
-            .parse()
-            .map(Budget::Activations)
-            .map_err(|_| format!("not a number of activations: {text:?}; there is 4activations")),
+        Some(number) => {
+            number.trim().parse().map(Budget::Activations).map_err(|_| {
+                format!("not a number of activations: {text:?}; there is 4activations")
+            })
+        }
         None => bytes(text).map(Budget::Bytes),
     }
 }
@@ -80,7 +82,8 @@ fn bytes(text: &str) -> Result<u64, String> {
     let units = [("KiB", 1u64 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)];
     let found = units.into_iter().find_map(|(name, unit)| Some((text.strip_suffix(name)?, unit)));
     let (number, unit) = found.unwrap_or((text, 1));
-    let wrong = || format!("not a number of bytes: {text:?}; there are 1048576, 1024KiB, 1MiB, 0.5GiB");
+    let wrong =
+        || format!("not a number of bytes: {text:?}; there are 1048576, 1024KiB, 1MiB, 0.5GiB");
     if let Ok(number) = number.trim().parse::<u64>() {
         return number.checked_mul(unit).ok_or_else(wrong);
     }

@@ -53,12 +53,14 @@ impl Others {
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let mut done: Vec<(u32, anyhow::Result<Option<Parting>>)> = thread::scope(|scope| {
             let threads: Vec<_> = (0..cores.min(order.len())).map(|_| scope.spawn(work)).collect();
-            let joined =
-                threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
+            let joined = threads
+                .into_iter()
+                .map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
             joined.flatten().collect()
         });
         done.sort_unstable_by_key(|(process, _)| *process);
-        let left = (1..count).filter(|process| done.iter().all(|(done, _)| done != process)).collect();
+        let left =
+            (1..count).filter(|process| done.iter().all(|(done, _)| done != process)).collect();
         let (mut same, mut parted) = (vec![0], Vec::<(Parting, Vec<u32>)>::new());
         for (process, found) in done {
             match found? {
@@ -84,7 +86,9 @@ impl fmt::Display for Others {
         let Self { same, parted, left, within } = self;
         match (&same[..], &parted[..], &left[..]) {
             ([_], ..) => {}
-            (_, [], []) => writeln!(f, "issue    all {} processes issue the same operations", same.len())?,
+            (_, [], []) => {
+                writeln!(f, "issue    all {} processes issue the same operations", same.len())?
+            }
             _ => writeln!(f, "issue    {} issue the same operations", Numbers(same))?,
         }
         for (Parting { operation, issued: [first, other], why, .. }, processes) in
@@ -106,7 +110,8 @@ impl fmt::Display for Others {
             let numbers = Numbers(left);
             writeln!(
                 f,
-                "issue    not looked at: {numbers}, for which {within:?} were not enough (--patience)"
+                "issue    not looked at: {numbers}, for which {within:?} were not enough \
+                 (--patience)"
             )?;
         }
         Ok(())
@@ -170,13 +175,15 @@ mod tests {
     #[test]
     fn processes_without_time_are_named() {
         let others = Others::compare(&plan(), Duration::ZERO, |_| unreachable!()).unwrap();
-        let left = "issue    not looked at: processes 1 to 7, for which 0ns were not enough (--patience)\n";
+        let left = "issue    not looked at: processes 1 to 7, for which 0ns were not enough \
+            (--patience)\n";
         assert_eq!(others.to_string(), left);
     }
 
     #[test]
     fn a_process_without_a_plan_is_an_error() {
-        let failing = |process| if process == 7 { anyhow::bail!("out of paper") } else { Ok(plan()) };
+        let failing =
+            |process| if process == 7 { anyhow::bail!("out of paper") } else { Ok(plan()) };
         let error = Others::compare(&plan(), Duration::from_secs(60), failing).err().unwrap();
         assert_eq!(error.to_string(), "out of paper");
     }

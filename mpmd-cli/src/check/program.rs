@@ -1,4 +1,5 @@
-//! `mpmd check -n N -- program args`: the plan of a program, and what can be said of it before it runs.
+//! `mpmd check -n N -- program args`: the plan of a program, and what can be said of it before it
+//! runs.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -55,13 +56,16 @@ impl ProgramArgs {
     ) -> anyhow::Result<ExitCode> {
         let folder = tempfile::tempdir().context("making a folder for the plans")?;
         let (name, args) = program.split_first().context("no program is given")?;
-        let Some(program) = find(name) else { anyhow::bail!("there is no program {}", name.display()) };
+        let Some(program) = find(name) else {
+            anyhow::bail!("there is no program {}", name.display())
+        };
         let file = match &self.out {
             // The program may run in a folder of its own one day.
             Some(out) => std::path::absolute(out)?,
             None => folder.path().join("plan.json"),
         };
-        let planned = DryRuns { settings: self, processes, name, program, args, folder: folder.path() };
+        let planned =
+            DryRuns { settings: self, processes, name, program, args, folder: folder.path() };
         let plan = planned.plan(0, &file)?;
         let others = Others::compare(&plan, self.patience, |process| {
             let file = folder.path().join(format!("plan-{process}.json"));
@@ -133,7 +137,8 @@ impl DryRuns<'_> {
         let how = match status {
             Some(status) if status.success() && file.exists() => return Ok(Plan::read(file)?),
             Some(status) if status.success() => {
-                "ended without a plan: is it a program of mpmd that calls Program::from_env and finish?"
+                "ended without a plan: is it a program of mpmd that calls Program::from_env and \
+                 finish?"
                     .to_owned()
             }
             Some(status) => format!("failed while it was planned ({status})"),
@@ -145,8 +150,10 @@ impl DryRuns<'_> {
         match process {
             0 => anyhow::bail!("{name} {how}\n{said}"),
             _ => anyhow::bail!(
-                "{name} {how} as process {process}; as process 0 it was planned. What a process does by itself, such \
-                 as reading values or writing files, is left out where Program::is_planning says so\n{said}"
+                "{name} {how} as process {process}; as process 0 it was planned. What a process \
+                 does by itself, such \
+                 as reading values or writing files, is left out where Program::is_planning says \
+                 so\n{said}"
             ),
         }
     }

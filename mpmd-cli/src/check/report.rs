@@ -27,9 +27,15 @@ pub(crate) struct Report<'a> {
 
 impl<'a> Report<'a> {
     /// Proves and adds up what process 0 issues.
-    pub(crate) fn new(plan: &'a Plan, others: &'a Others, budget: Option<u64>, channels: &[Channel]) -> Self {
+    pub(crate) fn new(
+        plan: &'a Plan,
+        others: &'a Others,
+        budget: Option<u64>,
+        channels: &[Channel],
+    ) -> Self {
         let planned = plan.flow();
-        let verdicts = channels.iter().map(|channel| check::check(&planned.flow, *channel)).collect();
+        let verdicts =
+            channels.iter().map(|channel| check::check(&planned.flow, *channel)).collect();
         let memory = plan.memory(&planned);
         Self { plan, others, planned, verdicts, memory, budget }
     }
@@ -44,7 +50,8 @@ impl<'a> Report<'a> {
     /// Devices that take more than they may.
     fn over_budget(&self) -> impl Iterator<Item = (u32, Peak)> {
         let most = |one: Peak, other: Peak| if other.bytes > one.bytes { other } else { one };
-        let peaks = self.memory.devices.iter().map(move |d| (d.device, most(d.in_order, d.in_time)));
+        let peaks =
+            self.memory.devices.iter().map(move |d| (d.device, most(d.in_order, d.in_time)));
         peaks.filter(|(_, peak)| self.budget.is_some_and(|budget| peak.bytes > budget))
     }
 
@@ -60,7 +67,10 @@ impl<'a> Report<'a> {
     fn plan_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Plan { processes, devices, operations, steps, end, .. } = self.plan;
         let (operations, devices) = (operations.len(), devices.len());
-        writeln!(f, "plan     {operations} operations of {processes} processes with {devices} devices")?;
+        writeln!(
+            f,
+            "plan     {operations} operations of {processes} processes with {devices} devices"
+        )?;
         let count = steps.len();
         match end {
             End::Steady => {
@@ -68,11 +78,14 @@ impl<'a> Report<'a> {
                 let length = step.end - step.start;
                 writeln!(
                     f,
-                    "steps    {} and {count} are equal, {length} operations each; those to come are taken to be so too",
+                    "steps    {} and {count} are equal, {length} operations each; those to come \
+                     are taken to be so too",
                     count - 1
                 )
             }
-            End::Steps => writeln!(f, "steps    {count} recorded, no two in succession equal at the end"),
+            End::Steps => {
+                writeln!(f, "steps    {count} recorded, no two in succession equal at the end")
+            }
             _ => writeln!(f, "steps    {count}, to the end of the program"),
         }
     }
@@ -92,7 +105,8 @@ impl<'a> Report<'a> {
             let channel = &deadlock.channel;
             writeln!(
                 f,
-                "order    does not end over {channel}: {nodes} nodes, {transfers} transfers are left"
+                "order    does not end over {channel}: {nodes} nodes, {transfers} transfers are \
+                 left"
             )?;
             for line in deadlock.lines(&named) {
                 writeln!(f, "           {line}")?;
@@ -109,16 +123,24 @@ impl<'a> Report<'a> {
                 write!(f, ", in {at}")?;
             }
             writeln!(f)?;
-            let devices = self.memory.devices.iter().filter(|device| device.process as usize == process);
+            let devices =
+                self.memory.devices.iter().filter(|device| device.process as usize == process);
             for device in devices {
                 let (time, order) = (Bytes(device.in_time.bytes), Bytes(device.in_order.bytes));
-                writeln!(f, "           device {}: {time}; in the order of issue {order}", device.device)?;
+                writeln!(
+                    f,
+                    "           device {}: {time}; in the order of issue {order}",
+                    device.device
+                )?;
             }
         }
         for (device, peak) in self.over_budget() {
             let (bytes, budget) = (Bytes(peak.bytes), Bytes(self.budget.unwrap_or_default()));
             let at = self.plan.describe(peak.operation);
-            writeln!(f, "memory   device {device} takes {bytes}, above the budget of {budget}, in {at}")?;
+            writeln!(
+                f,
+                "memory   device {device} takes {bytes}, above the budget of {budget}, in {at}"
+            )?;
         }
         Ok(())
     }
@@ -147,11 +169,14 @@ impl<'a> Report<'a> {
 
     /// Where the proof rests on that nobody branches.
     fn read_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let forms =
-            (1..=self.plan.operations.len() as u64).filter_map(|operation| self.plan.form_of(operation));
+        let forms = (1..=self.plan.operations.len() as u64)
+            .filter_map(|operation| self.plan.form_of(operation));
         let agreed = forms.filter(|form| matches!(form.kind, Kind::Agree { .. })).count();
         if agreed > 0 {
-            writeln!(f, "values   {agreed} are agreed on: as the program has them while it is planned")?;
+            writeln!(
+                f,
+                "values   {agreed} are agreed on: as the program has them while it is planned"
+            )?;
         }
         let mut lines: BTreeMap<u32, (u64, u64)> = BTreeMap::new();
         for read in self.plan.reads.iter().filter(|read| read.values) {
@@ -161,7 +186,8 @@ impl<'a> Report<'a> {
         let Some(first) = lines.values().map(|(first, _)| *first).min() else { return Ok(()) };
         writeln!(
             f,
-            "values   holds up to operation {first}; beyond it where no process issues otherwise by values that it reads"
+            "values   holds up to operation {first}; beyond it where no process issues otherwise \
+             by values that it reads"
         )?;
         let rest = lines.len().saturating_sub(MOST_READS);
         for (line, (first, times)) in lines.into_iter().take(MOST_READS) {

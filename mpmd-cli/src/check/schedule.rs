@@ -17,8 +17,8 @@ use crate::schedule::{is_file, read, read_costs};
 /// Arguments of `mpmd check` on a schedule.
 #[derive(Args, Debug)]
 pub(crate) struct ScheduleArgs {
-    /// A file with torch's text of a schedule, or the name of a built-in one: see `mpmd schedule --help`. With sends
-    /// and receives in the text its own order of them is proved, else torch's
+    /// A file with torch's text of a schedule, or the name of a built-in one: see `mpmd schedule
+    /// --help`. With sends and receives in the text its own order of them is proved, else torch's
     #[arg(value_name = "FILE|NAME", conflicts_with = "processes")]
     pub(crate) subject: Option<String>,
     /// How many ranks, of a built-in schedule
@@ -30,12 +30,12 @@ pub(crate) struct ScheduleArgs {
     /// How many stages on each rank; two where the schedule is about several, else one
     #[arg(long, short = 'v', value_name = "V", requires = "subject")]
     chunks: Option<usize>,
-    /// A file with what the passes of each stage cost, as TOML; else what lies beside FILE.csv as FILE.toml says,
-    /// or one for each pass and nothing for moves
+    /// A file with what the passes of each stage cost, as TOML; else what lies beside FILE.csv as
+    /// FILE.toml says, or one for each pass and nothing for moves
     #[arg(long, value_name = "FILE.toml", requires = "subject")]
     costs: Option<PathBuf>,
-    /// What is computed leaves as soon as it is there, as this framework's runner has it; by default when all that
-    /// the row has before its send has ended, as torch has it
+    /// What is computed leaves as soon as it is there, as this framework's runner has it; by
+    /// default when all that the row has before its send has ended, as torch has it
     #[arg(long, requires = "subject")]
     at_once: bool,
     /// As JSON
@@ -82,9 +82,15 @@ impl ScheduleArgs {
         Ok(if findings.is_fit() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
 
-    fn look(&self, subject: Subject, budget: Option<Budget>, channels: &[Channel]) -> Result<Findings> {
+    fn look(
+        &self,
+        subject: Subject,
+        budget: Option<Budget>,
+        channels: &[Channel],
+    ) -> Result<Findings> {
         let Subject { name, rows, costs } = subject;
-        let stages = rows.steps.iter().flatten().map(|step| step.stage as usize + 1).max().unwrap_or(0);
+        let stages =
+            rows.steps.iter().flatten().map(|step| step.stage as usize + 1).max().unwrap_or(0);
         if let Some(costs) = &costs {
             let found = costs.stage.len();
             ensure!(found == stages, "the costs are of {found} stages, and {name} has {stages}");
@@ -92,15 +98,22 @@ impl ScheduleArgs {
         let says_bytes = costs.as_ref().is_some_and(Costs::says_bytes);
         if matches!(budget, Some(Budget::Bytes(_))) && !says_bytes {
             bail!(
-                "a budget in bytes needs --costs that say how many bytes stages keep; there is --budget 4activations"
+                "a budget in bytes needs --costs that say how many bytes stages keep; there is \
+                 --budget 4activations"
             );
         }
-        let (leaves, other) =
-            if self.at_once { (Leaves::AtOnce, Leaves::InOrder) } else { (Leaves::InOrder, Leaves::AtOnce) };
+        let (leaves, other) = if self.at_once {
+            (Leaves::AtOnce, Leaves::InOrder)
+        } else {
+            (Leaves::InOrder, Leaves::AtOnce)
+        };
         let report = |channel: &Channel| {
             (
                 *channel,
-                check_lowered(&rows, Limits { channel: *channel, leaves, costs: costs.as_ref(), budget }),
+                check_lowered(
+                    &rows,
+                    Limits { channel: *channel, leaves, costs: costs.as_ref(), budget },
+                ),
             )
         };
         let reports: Vec<(Channel, Report)> = channels.iter().map(report).collect();
@@ -114,8 +127,10 @@ impl ScheduleArgs {
             lower(&Schedule::with_overlaps(name.clone(), actions, pairs)?)?
         };
         // What is no schedule may have any numbers.
-        let unit_costs = costs.unwrap_or_else(|| Costs::units(if is_schedule { stages } else { 0 }));
-        let simulated = |leaves| match simulate_lowered(&moved, &unit_costs, leaves, Channel::TAGS) {
+        let unit_costs =
+            costs.unwrap_or_else(|| Costs::units(if is_schedule { stages } else { 0 }));
+        let simulated = |leaves| match simulate_lowered(&moved, &unit_costs, leaves, Channel::TAGS)
+        {
             Ok(simulated) => Ok(Some(simulated)),
             Err(SimulateError::Deadlock(_) | SimulateError::Flow(_)) => Ok(None),
             Err(error) => Err(error),
@@ -200,7 +215,8 @@ impl Findings {
     fn faults(&self) -> Vec<&Problem> {
         let of = |report: &'_ Report, problem: &Problem| report.problems.contains(problem);
         let Some((_, first)) = self.reports.first() else { return Vec::new() };
-        let everywhere = |problem: &&Problem| self.reports.iter().all(|(_, report)| of(report, problem));
+        let everywhere =
+            |problem: &&Problem| self.reports.iter().all(|(_, report)| of(report, problem));
         first.problems.iter().filter(everywhere).collect()
     }
 
@@ -257,8 +273,11 @@ impl Findings {
             let _ = writeln!(out);
         }
         for link in &report.links {
-            let _ =
-                write!(out, "link     rank {} to rank {}: {} transfers", link.from, link.to, link.transfers);
+            let _ = write!(
+                out,
+                "link     rank {} to rank {}: {} transfers",
+                link.from, link.to, link.transfers
+            );
             if link.bytes > 0 {
                 let _ = write!(out, ", {} bytes", link.bytes);
             }
@@ -276,12 +295,21 @@ impl Findings {
             round(found.bubble()),
             found.bubble_share() * 100.0
         );
-        let idle: Vec<String> = found.lanes.iter().map(|lane| round(lane.idle()).to_string()).collect();
-        let _ = writeln!(out, "           idle between first and last action, by rank: {}", idle.join(" "));
+        let idle: Vec<String> =
+            found.lanes.iter().map(|lane| round(lane.idle()).to_string()).collect();
+        let _ = writeln!(
+            out,
+            "           idle between first and last action, by rank: {}",
+            idle.join(" ")
+        );
         if let Some(other) = &self.other {
             let how = match self.leaves {
-                Leaves::InOrder => "where what is computed leaves at once, as this framework's runner has it",
-                Leaves::AtOnce => "where sends wait for all that the row has before them, as torch has it",
+                Leaves::InOrder => {
+                    "where what is computed leaves at once, as this framework's runner has it"
+                }
+                Leaves::AtOnce => {
+                    "where sends wait for all that the row has before them, as torch has it"
+                }
             };
             let _ = writeln!(out, "           {} {unit} {how}", round(other.simulated.makespan));
         }
@@ -289,7 +317,11 @@ impl Findings {
             let _ = match makespan {
                 Ok(makespan) => {
                     let times = if found.makespan > 0.0 { makespan / found.makespan } else { 1.0 };
-                    writeln!(out, "           over {channel}: {} {unit}, {times:.2}x", round(makespan))
+                    writeln!(
+                        out,
+                        "           over {channel}: {} {unit}, {times:.2}x",
+                        round(makespan)
+                    )
                 }
                 Err(_) => writeln!(out, "           over {channel}: never ends"),
             };
@@ -435,7 +467,8 @@ mod tests {
     fn budgets_and_faults_are_said_once() {
         let args = args();
         let subject = || args.find("gpipe").unwrap();
-        let findings = args.look(subject(), Some(Budget::Activations(1)), &Channel::RENDEZVOUS).unwrap();
+        let findings =
+            args.look(subject(), Some(Budget::Activations(1)), &Channel::RENDEZVOUS).unwrap();
         let text = findings.text();
         let said = "fault    rank 0 keeps 2 activations at 0F1; it may keep 1\n";
         assert_eq!(text.matches(said).count(), 1, "{text}");

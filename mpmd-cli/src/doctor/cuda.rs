@@ -44,30 +44,36 @@ impl Cuda {
                 nvrtc: words(cuda::nvrtc()),
                 cublas: words(cuda::cublas()),
                 nccl: words(cuda::nccl()),
-                own_pids: fs::read_link("/proc/self/ns/pid").is_ok_and(|name| name.as_os_str() != HOSTS_OWN),
+                own_pids: fs::read_link("/proc/self/ns/pid")
+                    .is_ok_and(|name| name.as_os_str() != HOSTS_OWN),
             },
         }
     }
 }
 
-/// Judges it all; `wanted` where jobs are to have such devices, `joined` where those are to work together by NCCL.
+/// Judges it all; `wanted` where jobs are to have such devices, `joined` where those are to work
+/// together by NCCL.
 pub(super) fn judge(cuda: &Cuda, wanted: bool, joined: bool) -> Vec<Finding> {
     let stops = if wanted { Verdict::Problem } else { Verdict::Note };
     let (driver, nvrtc, cublas, nccl, own_pids) = match cuda {
         Cuda::Missing { why, built } => {
             let advice = match built {
                 true => {
-                    "devices of kind cpu work; for graphics processors the loader must find the library of NVIDIA's \
+                    "devices of kind cpu work; for graphics processors the loader must find the \
+                     library of NVIDIA's \
                          driver, libcuda.so.1, which containers get from the host (`--gpus all`)"
                 }
                 false => {
-                    "devices of kind cpu work; for graphics processors build this and your programs with \
+                    "devices of kind cpu work; for graphics processors build this and your \
+                     programs with \
                           `--features cuda`, which needs nothing of CUDA"
                 }
             };
             return vec![finding("cuda", why, stops, advice)];
         }
-        Cuda::Found { driver, nvrtc, cublas, nccl, own_pids } => (driver, nvrtc, cublas, nccl, *own_pids),
+        Cuda::Found { driver, nvrtc, cublas, nccl, own_pids } => {
+            (driver, nvrtc, cublas, nccl, *own_pids)
+        }
     };
     vec![
         finding("cuda", format!("a driver for CUDA {}", driver.version), Verdict::Ok, ""),
@@ -90,7 +96,10 @@ fn gpus(gpus: &[GpuInfo], stops: Verdict) -> Finding {
     let line = |gpu: &GpuInfo| {
         let GpuInfo { ordinal, name, uuid, memory_bytes, capability, attributes } = gpu;
         let (memory, processors) = (bytes_text(*memory_bytes), attributes.processors);
-        format!("{ordinal}: {name}, {memory}, capability {capability}, {processors} multiprocessors, {uuid}")
+        format!(
+            "{ordinal}: {name}, {memory}, capability {capability}, {processors} multiprocessors, \
+             {uuid}"
+        )
     };
     let value = gpus.iter().map(line).collect::<Vec<_>>().join("\n");
     let numbers = |which: fn(&GpuInfo) -> bool| {
@@ -108,7 +117,8 @@ fn gpus(gpus: &[GpuInfo], stops: Verdict) -> Finding {
     let exclusive = numbers(|gpu| gpu.attributes.exclusive);
     if !exclusive.is_empty() {
         let advice = format!(
-            "one process alone may use each of {exclusive}, so none may have two and none opens another's memory: as \
+            "one process alone may use each of {exclusive}, so none may have two and none opens \
+             another's memory: as \
              root, `nvidia-smi -c DEFAULT`"
         );
         return finding("cuda devices", value, Verdict::Note, advice);
@@ -138,11 +148,14 @@ fn library(
 fn collectives(nccl: &Result<String, String>, joined: bool, missing: Verdict) -> Finding {
     let name = "cuda collectives";
     match (nccl, joined) {
-        (Ok(version), true) => finding(name, format!("NCCL {version}, which is asked for"), Verdict::Ok, ""),
+        (Ok(version), true) => {
+            finding(name, format!("NCCL {version}, which is asked for"), Verdict::Ok, "")
+        }
         (Ok(version), false) => {
             let ask = variables::CUDA_COLLECTIVES;
             let advice = format!(
-                "in kernels they go by the host's memory and the transports; {ask}=nccl has them go by NCCL, which adds in \
+                "in kernels they go by the host's memory and the transports; {ask}=nccl has them \
+                 go by NCCL, which adds in \
                  an order of its own"
             );
             finding(name, format!("NCCL {version}"), Verdict::Ok, advice)
@@ -153,7 +166,8 @@ fn collectives(nccl: &Result<String, String>, joined: bool, missing: Verdict) ->
                 false => "in kernels they go by the host's memory and the transports",
             };
             let advice = format!(
-                "{ways}; NCCL comes with NVIDIA's HPC SDK or as a package: the loader must find libnccl.so.2 or libnccl.so"
+                "{ways}; NCCL comes with NVIDIA's HPC SDK or as a package: the loader must find \
+                 libnccl.so.2 or libnccl.so"
             );
             finding(name, why, missing, advice)
         }
@@ -167,13 +181,16 @@ fn sharing(gpus: &[GpuInfo], own_pids: bool) -> Finding {
     let cannot: Vec<String> = cannot.map(|gpu| gpu.ordinal.to_string()).collect();
     if !cannot.is_empty() {
         let value = format!("not the memory of {}", cannot.join(", "));
-        let advice = "the driver cannot show it to other processes (CUDA IPC), as on integrated processors and under \
+        let advice = "the driver cannot show it to other processes (CUDA IPC), as on integrated \
+            processors and under \
                       WSL: arrays between processes go through the host's memory";
         return finding(name, value, Verdict::Note, advice);
     }
-    let value = "processes of this host can open each other's memory (CUDA IPC), as the driver says";
+    let value =
+        "processes of this host can open each other's memory (CUDA IPC), as the driver says";
     let advice = if own_pids {
-        "not those of other containers: this one has process numbers of its own (`--pid=host`, `--ipc=host`)"
+        "not those of other containers: this one has process numbers of its own (`--pid=host`, \
+         `--ipc=host`)"
     } else {
         ""
     };
@@ -185,7 +202,9 @@ fn turns(gpus: usize) -> Finding {
     let of = |processes: usize| -> String {
         let job = Topology::even(processes, 1).of_kinds(&[DeviceKind::Cuda]);
         let ordinals = (0..processes as u32).flat_map(|process| {
-            job.as_ref().map(|job| job.ordinals(ProcessId(process), gpus as u32)).unwrap_or_default()
+            job.as_ref()
+                .map(|job| job.ordinals(ProcessId(process), gpus as u32))
+                .unwrap_or_default()
         });
         ordinals.map(|ordinal| ordinal.to_string()).collect::<Vec<_>>().join(", ")
     };
@@ -236,10 +255,18 @@ mod tests {
         check_for(cuda, (wanted, false), name, verdict, texts);
     }
 
-    fn check_for(cuda: &Cuda, (wanted, joined): (bool, bool), name: &str, verdict: Verdict, texts: &[&str]) {
+    fn check_for(
+        cuda: &Cuda,
+        (wanted, joined): (bool, bool),
+        name: &str,
+        verdict: Verdict,
+        texts: &[&str],
+    ) {
         let findings = judge(cuda, wanted, joined);
-        let finding =
-            findings.iter().find(|finding| finding.name == name).unwrap_or_else(|| panic!("{findings:?}"));
+        let finding = findings
+            .iter()
+            .find(|finding| finding.name == name)
+            .unwrap_or_else(|| panic!("{findings:?}"));
         let said = format!("{}; {}", finding.value, finding.advice);
         assert_eq!(finding.verdict, verdict, "{said}");
         assert!(finding.verdict == Verdict::Ok || !finding.advice.is_empty(), "{finding:?}");
@@ -272,7 +299,8 @@ mod tests {
         let well = Cuda::well();
         assert!(judge(&well, true, true).iter().all(|finding| finding.verdict == Verdict::Ok));
         check(&well, true, "cuda", Verdict::Ok, &["CUDA 12.8"]);
-        let lines = ["0: NVIDIA H100, 80.0 GiB, capability 9.0, 132 multi", "\n1: ", "GPU-01010101-0101"];
+        let lines =
+            ["0: NVIDIA H100, 80.0 GiB, capability 9.0, 132 multi", "\n1: ", "GPU-01010101-0101"];
         check(&well, true, "cuda devices", Verdict::Ok, &lines);
         check(&well, true, "cuda products", Verdict::Ok, &["cuBLAS 12.8.4"]);
         check(
@@ -292,7 +320,8 @@ mod tests {
 
     #[test]
     fn a_driver_that_is_missing_stops_who_wants_it() {
-        let missing = |built| Cuda::Missing { why: "no CUDA driver found: looked for it".into(), built };
+        let missing =
+            |built| Cuda::Missing { why: "no CUDA driver found: looked for it".into(), built };
         stops(&missing(true), "cuda", &["looked for", "devices of kind cpu work", "libcuda.so.1"]);
         stops(&missing(false), "cuda", &["devices of kind cpu work", "--features cuda"]);
         assert_eq!(judge(&missing(true), true, true).len(), 1);
@@ -329,8 +358,20 @@ mod tests {
         asked(true, Verdict::Problem);
         asked(false, Verdict::Note);
         let well = Cuda::well();
-        check(&well, true, "cuda collectives", Verdict::Ok, &["NCCL 2.26.2", "MPMD_CUDA_COLLECTIVES=nccl"]);
-        check_for(&well, (true, true), "cuda collectives", Verdict::Ok, &["NCCL 2.26.2, which is asked for"]);
+        check(
+            &well,
+            true,
+            "cuda collectives",
+            Verdict::Ok,
+            &["NCCL 2.26.2", "MPMD_CUDA_COLLECTIVES=nccl"],
+        );
+        check_for(
+            &well,
+            (true, true),
+            "cuda collectives",
+            Verdict::Ok,
+            &["NCCL 2.26.2, which is asked for"],
+        );
     }
 
     #[test]
@@ -341,7 +382,13 @@ mod tests {
             &["on 1:", "nvidia-smi -c DEFAULT"],
         );
         let exclusive = with_gpu(|gpu| gpu.attributes.exclusive = true);
-        check(&exclusive, true, "cuda devices", Verdict::Note, &["each of 1,", "nvidia-smi -c DEFAULT"]);
+        check(
+            &exclusive,
+            true,
+            "cuda devices",
+            Verdict::Note,
+            &["each of 1,", "nvidia-smi -c DEFAULT"],
+        );
     }
 
     #[test]

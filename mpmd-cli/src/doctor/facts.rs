@@ -56,7 +56,12 @@ pub(super) struct Facts {
 pub(super) enum Ucx {
     NotCompiledIn,
     Unusable(String),
-    Usable { version: String, library: String, resources: Vec<(String, String)>, lanes: Vec<String> },
+    Usable {
+        version: String,
+        library: String,
+        resources: Vec<(String, String)>,
+        lanes: Vec<String>,
+    },
 }
 
 /// What the transport `shm` finds here.
@@ -64,9 +69,11 @@ pub(super) enum Ucx {
 pub(super) struct Sharing {
     /// Why this process can share no memory with others, where that is so.
     pub(super) error: Option<String>,
-    /// When the kernel gives huge pages to such memory, in its own word; `None` where it does not say.
+    /// When the kernel gives huge pages to such memory, in its own word; `None` where it does not
+    /// say.
     pub(super) huge_pages: Option<String>,
-    /// Files that a process may have open, if there is a limit: each large array that is shared is one.
+    /// Files that a process may have open, if there is a limit: each large array that is shared is
+    /// one.
     pub(super) open_files: Option<u64>,
 }
 
@@ -159,7 +166,8 @@ impl Sharing {
 
     /// The word in brackets, among all that there are.
     fn chosen(text: &str) -> Option<String> {
-        text.split_whitespace().find_map(|word| Some(word.strip_prefix('[')?.strip_suffix(']')?.to_owned()))
+        text.split_whitespace()
+            .find_map(|word| Some(word.strip_prefix('[')?.strip_suffix(']')?.to_owned()))
     }
 }
 
@@ -198,7 +206,10 @@ impl Kernel {
 impl SharedMemory {
     fn look() -> Option<Self> {
         let system = rustix::fs::statvfs("/dev/shm").ok()?;
-        Some(Self { bytes: system.f_blocks * system.f_frsize, free: system.f_bavail * system.f_frsize })
+        Some(Self {
+            bytes: system.f_blocks * system.f_frsize,
+            free: system.f_bavail * system.f_frsize,
+        })
     }
 }
 
@@ -219,7 +230,8 @@ fn interfaces() -> Vec<Interface> {
     let look = |name: String| {
         let folder = Path::new("/sys/class/net").join(&name);
         let read = |file: &str| fs::read_to_string(folder.join(file)).unwrap_or_default();
-        let flags = u32::from_str_radix(read("flags").trim().trim_start_matches("0x"), 16).unwrap_or(0);
+        let flags =
+            u32::from_str_radix(read("flags").trim().trim_start_matches("0x"), 16).unwrap_or(0);
         // IFF_UP and IFF_LOOPBACK, see netdevice(7).
         let (up, loopback) = (flags & 0x1 != 0, flags & 0x8 != 0);
         let connected = read("carrier").trim() == "1";
@@ -229,7 +241,8 @@ fn interfaces() -> Vec<Interface> {
     names_in("/sys/class/net").into_iter().map(look).collect()
 }
 
-/// The interfaces that `/proc/net/route` names: who has an IPv4 address has a route to its own network.
+/// The interfaces that `/proc/net/route` names: who has an IPv4 address has a route to its own
+/// network.
 fn routed(routes: &str) -> BTreeSet<String> {
     let names = routes.lines().skip(1).filter_map(|line| line.split_whitespace().next());
     names.map(str::to_owned).collect()
@@ -246,7 +259,8 @@ fn names_in(folder: &str) -> Vec<String> {
 
 /// Those variables that count here, without secrets.
 fn relevant(all: impl Iterator<Item = (String, String)>) -> BTreeMap<String, String> {
-    let ours = all.filter(|(name, _)| ["MPMD_", "UCX_", "CUDA_"].iter().any(|start| name.starts_with(start)));
+    let ours = all
+        .filter(|(name, _)| ["MPMD_", "UCX_", "CUDA_"].iter().any(|start| name.starts_with(start)));
     let shown = ours.map(|(name, value)| {
         let value = if name == variables::JOB_TOKEN { "(a secret)".to_owned() } else { value };
         (name, value)
@@ -284,15 +298,22 @@ mod tests {
 
     #[test]
     fn interfaces_with_routes_are_found() {
-        let routes = "Iface\tDestination\tGateway\neth0\t00000000\t010200C0\neth0\t000200C0\t0\nib0\t0\t0\n";
+        let routes =
+            "Iface\tDestination\tGateway\neth0\t00000000\t010200C0\neth0\t000200C0\t0\nib0\t0\t0\n";
         assert_eq!(routed(routes).into_iter().collect::<Vec<_>>(), ["eth0", "ib0"]);
         assert!(routed("").is_empty());
     }
 
     #[test]
     fn other_variables_and_the_secret_stay_out() {
-        let all = [("HOME", "/"), ("MPMD_JOB_TOKEN", "5ec2e7"), ("UCX_TLS", "tcp"), ("MPMD_SPIN", "never")];
-        let found = relevant(all.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())));
+        let all = [
+            ("HOME", "/"),
+            ("MPMD_JOB_TOKEN", "5ec2e7"),
+            ("UCX_TLS", "tcp"),
+            ("MPMD_SPIN", "never"),
+        ];
+        let found =
+            relevant(all.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())));
         let names: Vec<&str> = found.keys().map(String::as_str).collect();
         assert_eq!(names, ["MPMD_JOB_TOKEN", "MPMD_SPIN", "UCX_TLS"]);
         assert!(!format!("{found:?}").contains("5ec2e7"));

@@ -34,10 +34,12 @@ pub(super) enum Verdict {
     Problem,
 }
 
-/// Memory that a first registration with an RDMA device takes easily: queues, and buffers of a few MiB.
+/// Memory that a first registration with an RDMA device takes easily: queues, and buffers of a few
+/// MiB.
 const LOCKED_FOR_RDMA: u64 = 64 << 20;
 
-/// Below this a process with many large arrays, its own and others', may have no room for their descriptors.
+/// Below this a process with many large arrays, its own and others', may have no room for their
+/// descriptors.
 const FEWEST_FILES: u64 = 4096;
 
 /// Below this UCX's queues for a handful of processes may not fit; a container's default is 64 MiB.
@@ -46,10 +48,11 @@ const SHM_LITTLE: u64 = 256 << 20;
 /// Below this those of one process may not.
 const SHM_NOTHING: u64 = 8 << 20;
 
-/// Beginnings of the names of interfaces that lead to containers or virtual machines of this host only.
+/// Beginnings of the names of interfaces that lead to containers or virtual machines of this host
+/// only.
 const INSIDE_ONLY: [&str; 16] = [
-    "br-", "cali", "cbr", "cni", "docker", "dummy", "flannel", "ifb", "kube", "lxc", "lxdbr", "podman",
-    "vboxnet", "veth", "virbr", "weave",
+    "br-", "cali", "cbr", "cni", "docker", "dummy", "flannel", "ifb", "kube", "lxc", "lxdbr",
+    "podman", "vboxnet", "veth", "virbr", "weave",
 ];
 
 /// Judges all facts, in the order in which they are shown.
@@ -76,13 +79,17 @@ impl Facts {
 
     /// Whether devices of kind `cuda` are asked for.
     pub(super) fn wants_cuda(&self) -> bool {
-        let kinds = self.device.as_ref().and_then(|text| device_kinds(text).ok()).unwrap_or_default();
+        let kinds =
+            self.device.as_ref().and_then(|text| device_kinds(text).ok()).unwrap_or_default();
         kinds.contains(&DeviceKind::Cuda)
     }
 
     /// Whether collectives of such devices are to go by NCCL.
     pub(super) fn wants_nccl(&self) -> bool {
-        let way = self.variables.get(variables::CUDA_COLLECTIVES).map(|text| cuda_collectives(text.trim()));
+        let way = self
+            .variables
+            .get(variables::CUDA_COLLECTIVES)
+            .map(|text| cuda_collectives(text.trim()));
         way == Some(Ok(CudaCollectives::Nccl))
     }
 }
@@ -112,9 +119,15 @@ fn transport(facts: &Facts) -> Finding {
             finding(name, format!("{} is asked for", facts.transport), Verdict::Ok, advice)
         }
         Some(why) => {
-            let advice = "processes meet over TCP whatever their transport: this host must reach itself at \
+            let advice = "processes meet over TCP whatever their transport: this host must reach \
+                itself at \
                           127.0.0.1; look at its loopback interface and firewall";
-            finding(name, format!("no TCP connection to this host itself: {why}"), Verdict::Problem, advice)
+            finding(
+                name,
+                format!("no TCP connection to this host itself: {why}"),
+                Verdict::Problem,
+                advice,
+            )
         }
     }
 }
@@ -125,7 +138,8 @@ fn sharing(facts: &Facts) -> Vec<Finding> {
     let name = "sharing memory";
     if let Some(why) = error {
         let verdict = if facts.transport == "shm" { Verdict::Problem } else { Verdict::Note };
-        let advice = "processes of this host talk over tcp and copy what they send: a sandbox or a filter of system \
+        let advice = "processes of this host talk over tcp and copy what they send: a sandbox or \
+            a filter of system \
                       calls may be the reason, or a kernel before 5.3";
         return vec![finding(name, format!("not possible here: {why}"), verdict, advice)];
     }
@@ -136,19 +150,36 @@ fn sharing(facts: &Facts) -> Vec<Finding> {
         let (verdict, advice) = if has_them {
             (Verdict::Ok, "")
         } else {
-            let advice = "the first use of a large array that another process has handed over takes a while for each \
-                          MiB; as root: `echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled`";
+            let advice = "the first use of a large array that another process has handed over \
+                takes a while for each \
+                          MiB; as root: `echo advise > \
+                          /sys/kernel/mm/transparent_hugepage/shmem_enabled`";
             (Verdict::Note, advice)
         };
-        findings.push(finding("huge pages", format!("{chosen}, for memory that is shared"), verdict, advice));
+        findings.push(finding(
+            "huge pages",
+            format!("{chosen}, for memory that is shared"),
+            verdict,
+            advice,
+        ));
     }
     let name = "open files";
     findings.push(match open_files {
         None => finding(name, "without limit", Verdict::Ok, ""),
-        Some(limit) if *limit >= FEWEST_FILES => finding(name, format!("at most {limit}"), Verdict::Ok, ""),
+        Some(limit) if *limit >= FEWEST_FILES => finding(
+            name,
+            format!(
+                "at most \
+            {limit}"
+            ),
+            Verdict::Ok,
+            "",
+        ),
         Some(limit) => {
-            let advice = "each large array takes one here and in every process that has it: raise the hard limit \
-                          (`ulimit -Hn`, LimitNOFILE for services, `--ulimit nofile` for containers)";
+            let advice = "each large array takes one here and in every process that has it: raise \
+                the hard limit \
+                          (`ulimit -Hn`, LimitNOFILE for services, `--ulimit nofile` for \
+                          containers)";
             finding(name, format!("at most {limit}"), Verdict::Note, advice)
         }
     });
@@ -158,12 +189,19 @@ fn sharing(facts: &Facts) -> Vec<Finding> {
 fn ucx(facts: &Facts) -> Vec<Finding> {
     let (version, library, resources, lanes) = match &facts.ucx {
         Ucx::NotCompiledIn => {
-            let advice = "build this and your programs with `--features ucx`, which takes autoconf, automake, \
+            let advice = "build this and your programs with `--features ucx`, which takes \
+                autoconf, automake, \
                           libtool and libclang";
-            return vec![finding("ucx", "not compiled into this program", facts.problem_of_ucx(), advice)];
+            return vec![finding(
+                "ucx",
+                "not compiled into this program",
+                facts.problem_of_ucx(),
+                advice,
+            )];
         }
         Ucx::Unusable(why) => {
-            let advice = "a library of UCX 1.12 or later must be found by the loader: LD_LIBRARY_PATH, or \
+            let advice = "a library of UCX 1.12 or later must be found by the loader: \
+                LD_LIBRARY_PATH, or \
                           ldconfig; `UCX_LOG_LEVEL=info` says more";
             return vec![finding("ucx", why, facts.problem_of_ucx(), advice)];
         }
@@ -181,11 +219,13 @@ fn ucx_devices(facts: &Facts, resources: &[(String, String)]) -> Finding {
     for (transport, device) in resources {
         by_transport.entry(transport).or_default().push(device);
     }
-    let lines =
-        by_transport.iter().map(|(transport, devices)| format!("{transport}: {}", devices.join(", ")));
+    let lines = by_transport
+        .iter()
+        .map(|(transport, devices)| format!("{transport}: {}", devices.join(", ")));
     let value = lines.collect::<Vec<_>>().join("\n");
     if resources.is_empty() {
-        let advice = "UCX_TLS and UCX_NET_DEVICES may exclude all there is; unset them and look again";
+        let advice =
+            "UCX_TLS and UCX_NET_DEVICES may exclude all there is; unset them and look again";
         return finding("ucx devices", "none", facts.problem_of_ucx(), advice);
     }
     finding("ucx devices", value, Verdict::Ok, "")
@@ -194,12 +234,14 @@ fn ucx_devices(facts: &Facts, resources: &[(String, String)]) -> Finding {
 fn ucx_lanes(facts: &Facts, lanes: &[String]) -> Finding {
     let name = "ucx on this host";
     if lanes.is_empty() {
-        let advice = "two processes of this host find no way to each other; unset UCX_TLS and look again";
+        let advice =
+            "two processes of this host find no way to each other; unset UCX_TLS and look again";
         return finding(name, "no lanes", facts.problem_of_ucx(), advice);
     }
     let value = lanes.join("\n");
     if lanes.iter().all(|lane| lane.contains("tcp")) {
-        let advice = "neighbours talk over TCP although they could share memory: see shared memory below, and \
+        let advice = "neighbours talk over TCP although they could share memory: see shared \
+            memory below, and \
                       whether UCX_TLS leaves out `sm`";
         return finding(name, value, Verdict::Note, advice);
     }
@@ -227,16 +269,24 @@ fn memory_of_others(facts: &Facts) -> Finding {
     let kernel = &facts.kernel;
     let cause = match kernel.ptrace_scope {
         Some(1) => "Yama allows only ancestors to look (kernel.yama.ptrace_scope=1): set it to 0",
-        Some(2) => "Yama asks for CAP_SYS_PTRACE (kernel.yama.ptrace_scope=2): grant it, or set it to 0",
+        Some(2) => {
+            "Yama asks for CAP_SYS_PTRACE (kernel.yama.ptrace_scope=2): grant it, or set it to 0"
+        }
         Some(3..) => "Yama forbids it until the next boot (kernel.yama.ptrace_scope=3)",
         _ if kernel.seccomp => {
-            "a filter of system calls is in force: give the container CAP_SYS_PTRACE, or a profile that allows \
+            "a filter of system calls is in force: give the container CAP_SYS_PTRACE, or a \
+             profile that allows \
              process_vm_readv"
         }
-        _ if kernel.user_namespace => "this is a user namespace of its own: run all processes in one",
-        _ => "neither Yama nor seccomp nor a user namespace is the reason; a security module may be",
+        _ if kernel.user_namespace => {
+            "this is a user namespace of its own: run all processes in one"
+        }
+        _ => {
+            "neither Yama nor seccomp nor a user namespace is the reason; a security module may be"
+        }
     };
-    let advice = format!("large messages between processes of this host are copied once more; {cause}");
+    let advice =
+        format!("large messages between processes of this host are copied once more; {cause}");
     finding(name, why, Verdict::Note, advice)
 }
 
@@ -254,20 +304,23 @@ fn locked_memory(facts: &Facts) -> Finding {
     if facts.kernel.may_lock {
         return finding(name, value, Verdict::Ok, "this user is not bound by the limit");
     }
-    let how =
-        "`ulimit -l unlimited`, LimitMEMLOCK=infinity for services, `--ulimit memlock=-1` for containers";
+    let how = "`ulimit -l unlimited`, LimitMEMLOCK=infinity for services, `--ulimit memlock=-1` \
+        for containers";
     match (facts.rdma.is_empty(), limit < LOCKED_FOR_RDMA) {
         (true, _) => {
-            let advice =
-                format!("enough without RDMA, which locks every buffer that it sends from; else {how}");
+            let advice = format!(
+                "enough without RDMA, which locks every buffer that it sends from; else {how}"
+            );
             finding(name, value, Verdict::Ok, advice)
         }
         (false, true) => {
-            let advice = format!("RDMA locks every buffer that it sends from, and will fail: {how}");
+            let advice =
+                format!("RDMA locks every buffer that it sends from, and will fail: {how}");
             finding(name, value, facts.problem_of_ucx(), advice)
         }
         (false, false) => {
-            let advice = format!("RDMA locks every buffer that it sends from, so this bounds them: {how}");
+            let advice =
+                format!("RDMA locks every buffer that it sends from, so this bounds them: {how}");
             finding(name, value, Verdict::Note, advice)
         }
     }
@@ -280,20 +333,28 @@ fn cores(facts: &Facts) -> Finding {
     match spins {
         Some(Spin::For(_)) => {
             let advice = format!(
-                "MPMD_SPIN keeps every process looking for work for a set time before it sleeps: with more than \
+                "MPMD_SPIN keeps every process looking for work for a set time before it sleeps: \
+                 with more than \
                  {cores} on this host they take time from each other"
             );
             finding("cores", value, Verdict::Note, advice)
         }
-        Some(Spin::Never) => {
-            finding("cores", value, Verdict::Ok, "MPMD_SPIN=never: small messages wait for a thread to wake")
-        }
-        Some(Spin::Auto) | None if cores == 1 => {
-            finding("cores", value, Verdict::Ok, "nothing spins where processes are more than cores")
-        }
+        Some(Spin::Never) => finding(
+            "cores",
+            value,
+            Verdict::Ok,
+            "MPMD_SPIN=never: small messages wait for a thread to wake",
+        ),
+        Some(Spin::Auto) | None if cores == 1 => finding(
+            "cores",
+            value,
+            Verdict::Ok,
+            "nothing spins where processes are more than cores",
+        ),
         Some(Spin::Auto) | None => {
             let advice = format!(
-                "jobs with up to {cores} processes on this host spin for a moment before they sleep, larger ones \
+                "jobs with up to {cores} processes on this host spin for a moment before they \
+                 sleep, larger ones \
                  do not; MPMD_SPIN says otherwise"
             );
             finding("cores", value, Verdict::Ok, advice)
@@ -303,15 +364,22 @@ fn cores(facts: &Facts) -> Finding {
 
 fn shared_memory(facts: &Facts) -> Finding {
     let name = "shared memory";
-    let larger =
-        "make /dev/shm larger: `--shm-size` for containers, an emptyDir of medium Memory in Kubernetes";
+    let larger = "make /dev/shm larger: `--shm-size` for containers, an emptyDir of medium Memory \
+        in Kubernetes";
     let Some(shared) = facts.shared_memory else {
-        let advice = format!("UCX goes without its fastest way between processes of one host; {larger}");
+        let advice =
+            format!("UCX goes without its fastest way between processes of one host; {larger}");
         return finding(name, "there is no /dev/shm", Verdict::Note, advice);
     };
-    let value = format!("/dev/shm has {}, {} free", bytes_text(shared.bytes), bytes_text(shared.free));
+    let value =
+        format!("/dev/shm has {}, {} free", bytes_text(shared.bytes), bytes_text(shared.free));
     if shared.free < SHM_NOTHING {
-        return finding(name, value, facts.problem_of_ucx(), format!("UCX's queues do not fit; {larger}"));
+        return finding(
+            name,
+            value,
+            facts.problem_of_ucx(),
+            format!("UCX's queues do not fit; {larger}"),
+        );
     }
     if shared.free < SHM_LITTLE {
         let advice = format!("little for many processes: a full one ends them by SIGBUS; {larger}");
@@ -322,18 +390,27 @@ fn shared_memory(facts: &Facts) -> Finding {
 
 fn interfaces(facts: &Facts) -> Finding {
     let name = "network";
-    let usable: Vec<&Interface> = facts.interfaces.iter().filter(|interface| interface.usable).collect();
+    let usable: Vec<&Interface> =
+        facts.interfaces.iter().filter(|interface| interface.usable).collect();
     let names = |which: &[&Interface]| {
         which.iter().map(|interface| interface.name.as_str()).collect::<Vec<_>>().join(",")
     };
-    let value = if usable.is_empty() { "no interface that is up".to_owned() } else { names(&usable) };
+    let value =
+        if usable.is_empty() { "no interface that is up".to_owned() } else { names(&usable) };
     let value = value.replace(',', ", ");
     if let Some(chosen) = facts.variables.get("UCX_NET_DEVICES") {
-        return finding(name, value, Verdict::Ok, format!("UCX takes those of UCX_NET_DEVICES={chosen}"));
+        return finding(
+            name,
+            value,
+            Verdict::Ok,
+            format!("UCX takes those of UCX_NET_DEVICES={chosen}"),
+        );
     }
-    let inside = |interface: &&Interface| INSIDE_ONLY.iter().any(|start| interface.name.starts_with(start));
+    let inside =
+        |interface: &&Interface| INSIDE_ONLY.iter().any(|start| interface.name.starts_with(start));
     let (traps, others): (Vec<&Interface>, Vec<&Interface>) = usable.into_iter().partition(inside);
-    let outside: Vec<&Interface> = others.into_iter().filter(|interface| !interface.loopback).collect();
+    let outside: Vec<&Interface> =
+        others.into_iter().filter(|interface| !interface.loopback).collect();
     if outside.is_empty() {
         let advice = "no other host can be reached: jobs of this host alone work";
         return finding(name, value, Verdict::Note, advice);
@@ -343,7 +420,8 @@ fn interfaces(facts: &Facts) -> Finding {
     }
     let (trap, outside) = (names(&traps).replace(',', ", "), names(&outside));
     let advice = format!(
-        "UCX may take {trap} for TCP, where no other host listens, and jobs over several hosts then hang or fail: \
+        "UCX may take {trap} for TCP, where no other host listens, and jobs over several hosts \
+         then hang or fail: \
          set UCX_NET_DEVICES={outside}"
     );
     finding(name, value, Verdict::Note, advice)
@@ -386,9 +464,13 @@ fn set_wrong(facts: &Facts) -> Vec<Finding> {
 }
 
 fn all_variables(facts: &Facts) -> Finding {
-    let lines: Vec<String> = facts.variables.iter().map(|(name, value)| format!("{name}={value}")).collect();
-    let value =
-        if lines.is_empty() { "none of MPMD_*, UCX_* and CUDA_*".to_owned() } else { lines.join("\n") };
+    let lines: Vec<String> =
+        facts.variables.iter().map(|(name, value)| format!("{name}={value}")).collect();
+    let value = if lines.is_empty() {
+        "none of MPMD_*, UCX_* and CUDA_*".to_owned()
+    } else {
+        lines.join("\n")
+    };
     finding("variables", value, Verdict::Ok, "")
 }
 
@@ -401,7 +483,8 @@ mod tests {
 
     /// A machine on which nothing is wrong.
     fn well() -> Facts {
-        let interface = |name: &str| Interface { name: name.into(), usable: true, loopback: name == "lo" };
+        let interface =
+            |name: &str| Interface { name: name.into(), usable: true, loopback: name == "lo" };
         let pair = |a: &str, b: &str| (a.to_owned(), b.to_owned());
         Facts {
             transport: "ucx".into(),
@@ -415,7 +498,11 @@ mod tests {
             },
             loopback_error: None,
             memory_of_others: Both { child: Attempt::Read, parent: Attempt::Read },
-            sharing: Sharing { error: None, huge_pages: Some("advise".into()), open_files: Some(1 << 20) },
+            sharing: Sharing {
+                error: None,
+                huge_pages: Some("advise".into()),
+                open_files: Some(1 << 20),
+            },
             kernel: Kernel::default(),
             lockable_bytes: None,
             rdma: vec!["mlx5_0".into()],
@@ -477,7 +564,11 @@ mod tests {
     fn memory_that_cannot_be_shared_is_a_problem_to_who_asks_for_it() {
         let with = |transport: &str, error: Option<&str>, huge: Option<&str>, open_files| Facts {
             transport: transport.into(),
-            sharing: Sharing { error: error.map(Into::into), huge_pages: huge.map(Into::into), open_files },
+            sharing: Sharing {
+                error: error.map(Into::into),
+                huge_pages: huge.map(Into::into),
+                open_files,
+            },
             ..well()
         };
         let name = "sharing memory";
@@ -502,11 +593,16 @@ mod tests {
 
     #[test]
     fn ucx_must_be_there_for_who_wants_it() {
-        stops_ucx(Facts { ucx: Ucx::NotCompiledIn, ..well() }, "ucx", &["not compiled", "--features ucx"]);
+        stops_ucx(
+            Facts { ucx: Ucx::NotCompiledIn, ..well() },
+            "ucx",
+            &["not compiled", "--features ucx"],
+        );
         let unusable = Ucx::Unusable("no libucp.so.0".into());
         stops_ucx(Facts { ucx: unusable, ..well() }, "ucx", &["no libucp.so.0", "LD_LIBRARY_PATH"]);
         let with = |resources: &[(&str, &str)], lanes: &[&str]| {
-            let resources = resources.iter().map(|(a, b)| ((*a).to_owned(), (*b).to_owned())).collect();
+            let resources =
+                resources.iter().map(|(a, b)| ((*a).to_owned(), (*b).to_owned())).collect();
             let lanes = lanes.iter().map(|lane| (*lane).to_owned()).collect();
             Facts {
                 ucx: Ucx::Usable { version: "1".into(), library: "l".into(), resources, lanes },
@@ -555,10 +651,24 @@ mod tests {
             ..well()
         };
         let name = "locked memory";
-        stops_ucx(with(Some(8 << 20), &["mlx5_0"], false), name, &["8.0 MiB", "mlx5_0", "ulimit -l"]);
-        check(&with(Some(1 << 30), &["mlx5_0"], false), name, Verdict::Note, &["1.0 GiB", "bounds them"]);
+        stops_ucx(
+            with(Some(8 << 20), &["mlx5_0"], false),
+            name,
+            &["8.0 MiB", "mlx5_0", "ulimit -l"],
+        );
+        check(
+            &with(Some(1 << 30), &["mlx5_0"], false),
+            name,
+            Verdict::Note,
+            &["1.0 GiB", "bounds them"],
+        );
         check(&with(Some(8 << 20), &["mlx5_0"], true), name, Verdict::Ok, &["not bound"]);
-        check(&with(Some(8 << 20), &[], false), name, Verdict::Ok, &["no RDMA devices", "enough without"]);
+        check(
+            &with(Some(8 << 20), &[], false),
+            name,
+            Verdict::Ok,
+            &["no RDMA devices", "enough without"],
+        );
         check(&with(None, &[], false), name, Verdict::Ok, &["without limit"]);
     }
 
@@ -568,7 +678,12 @@ mod tests {
         let mut wrong = with(None);
         wrong.variables.insert(variables::CUDA_COLLECTIVES.to_owned(), "gloo".to_owned());
         check(&wrong, "MPMD_CUDA_COLLECTIVES", Verdict::Problem, &["host or nccl"]);
-        check(&with(Some("gpu")), "MPMD_DEVICE", Verdict::Problem, &["MPMD_DEVICE=gpu", "cpu or cuda"]);
+        check(
+            &with(Some("gpu")),
+            "MPMD_DEVICE",
+            Verdict::Problem,
+            &["MPMD_DEVICE=gpu", "cpu or cuda"],
+        );
         for (device, wanted) in
             [(None, false), (Some("cpu"), false), (Some("cpu,cuda"), true), (Some("gpu"), false)]
         {
@@ -579,18 +694,25 @@ mod tests {
     #[test]
     fn spinning_is_set_against_cores() {
         let with = |cores, spin: Option<&str>| {
-            let variables = spin.map(|spin| ("MPMD_SPIN".to_owned(), spin.to_owned())).into_iter().collect();
+            let variables =
+                spin.map(|spin| ("MPMD_SPIN".to_owned(), spin.to_owned())).into_iter().collect();
             Facts { cores, variables, ..well() }
         };
         check(&with(2, Some("always")), "cores", Verdict::Note, &["more than 2", "MPMD_SPIN"]);
         check(&with(2, Some("never")), "cores", Verdict::Ok, &["2 cores", "never"]);
         check(&with(1, None), "cores", Verdict::Ok, &["1 core;"]);
-        check(&with(2, Some("often")), "MPMD_SPIN", Verdict::Problem, &["MPMD_SPIN=often", "microseconds"]);
+        check(
+            &with(2, Some("often")),
+            "MPMD_SPIN",
+            Verdict::Problem,
+            &["MPMD_SPIN=often", "microseconds"],
+        );
     }
 
     #[test]
     fn shared_memory_has_to_suffice() {
-        let with = |free| Facts { shared_memory: Some(SharedMemory { bytes: 1 << 26, free }), ..well() };
+        let with =
+            |free| Facts { shared_memory: Some(SharedMemory { bytes: 1 << 26, free }), ..well() };
         let name = "shared memory";
         check(&with(1 << 26), name, Verdict::Note, &["64.0 MiB", "--shm-size"]);
         stops_ucx(with(4096), name, &["4.0 KiB free", "--shm-size"]);
@@ -606,7 +728,8 @@ mod tests {
                 usable: !name.starts_with("down"),
                 loopback: *name == "lo",
             };
-            let variables = devices.map(|devices| ("UCX_NET_DEVICES".to_owned(), devices.to_owned()));
+            let variables =
+                devices.map(|devices| ("UCX_NET_DEVICES".to_owned(), devices.to_owned()));
             Facts {
                 interfaces: names.iter().map(interface).collect(),
                 variables: variables.into_iter().collect(),
@@ -614,8 +737,11 @@ mod tests {
             }
         };
         let bridged = ["docker0", "down0", "eth0", "ib0", "lo", "virbr0"];
-        let texts =
-            ["UCX may take docker0, virbr0", "UCX_NET_DEVICES=eth0,ib0", "docker0, eth0, ib0, lo, virbr0;"];
+        let texts = [
+            "UCX may take docker0, virbr0",
+            "UCX_NET_DEVICES=eth0,ib0",
+            "docker0, eth0, ib0, lo, virbr0;",
+        ];
         check(&with(&bridged, None), "network", Verdict::Note, &texts);
         check(&with(&bridged, Some("eth0")), "network", Verdict::Ok, &["UCX_NET_DEVICES=eth0"]);
         check(&with(&["lo", "docker0"], None), "network", Verdict::Note, &["no other host"]);

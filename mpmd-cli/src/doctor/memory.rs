@@ -62,14 +62,15 @@ fn attempt() -> Result<Both> {
     let mut other = Other(child);
     let stdout = other.0.stdout.take().context("the other process has no output")?;
     let said = line(stdout)?;
-    let (address, how) = said.trim_end().split_once(' ').context("the other process says nothing")?;
+    let (address, how) =
+        said.trim_end().split_once(' ').context("the other process says nothing")?;
     let address = address.parse().context("the other process says no address")?;
     let parent = if how == "read" { Attempt::Read } else { Attempt::Refused(how.to_owned()) };
     Ok(Both { child: read(other.0.id(), address), parent })
 }
 
-/// The work of the other process: reads the starter's mark, says how that went and where its own is, and stays
-/// until the starter has read it or is gone.
+/// The work of the other process: reads the starter's mark, says how that went and where its own
+/// is, and stays until the starter has read it or is gone.
 pub(crate) fn answer_reader(pid: u32, address: u64) -> Result<ExitCode> {
     let mark = Mark::new();
     let how = match read(pid, address) {

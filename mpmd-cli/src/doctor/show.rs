@@ -16,7 +16,8 @@ const INDENT: usize = 27;
 pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {
     let mut lines = Vec::new();
     for Finding { name, value, verdict, advice } in findings {
-        let mut said: Vec<String> = value.lines().flat_map(|line| wrapped(line, WIDTH - INDENT)).collect();
+        let mut said: Vec<String> =
+            value.lines().flat_map(|line| wrapped(line, WIDTH - INDENT)).collect();
         let advice = wrapped(advice, WIDTH - INDENT - 2).into_iter().enumerate();
         said.extend(advice.map(|(i, line)| format!("{} {line}", if i == 0 { '→' } else { ' ' })));
         let mut head = format!("{:<9}{name:<18}", word(*verdict));
@@ -44,7 +45,8 @@ pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {
     lines.join("\n")
 }
 
-/// `{transport, device, problems, findings: [{name, value, verdict, advice}], facts}`, on lines of its own.
+/// `{transport, device, problems, findings: [{name, value, verdict, advice}], facts}`, on lines of
+/// its own.
 pub(super) fn json(facts: &Facts, findings: &[Finding]) -> Result<String> {
     let problems = findings.iter().filter(|finding| finding.verdict == Verdict::Problem).count();
     let all = json!({
@@ -65,7 +67,8 @@ fn word(verdict: Verdict) -> &'static str {
     }
 }
 
-/// The text in lines of at most `width` characters, broken at blanks; longer words have lines of their own.
+/// The text in lines of at most `width` characters, broken at blanks; longer words have lines of
+/// their own.
 fn wrapped(text: &str, width: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in text.split_whitespace() {

@@ -3,8 +3,14 @@
 use mpmd_core::trace::Kind;
 
 /// All kinds, in the order of their numbers on the page.
-pub(super) const KINDS: [Kind; 6] =
-    [Kind::Forward, Kind::Backward, Kind::BackwardInput, Kind::BackwardWeight, Kind::Other, Kind::Move];
+pub(super) const KINDS: [Kind; 6] = [
+    Kind::Forward,
+    Kind::Backward,
+    Kind::BackwardInput,
+    Kind::BackwardWeight,
+    Kind::Other,
+    Kind::Move,
+];
 
 /// The names of [`KINDS`], for people.
 pub(super) const NAMES: [&str; 6] =
@@ -17,8 +23,8 @@ pub(super) enum Theme {
     Dark,
 }
 
-/// By kind, the colours of a rank's first and of its last chunk, by day. Dark to light: weight gradient, forward,
-/// backward, input gradient.
+/// By kind, the colours of a rank's first and of its last chunk, by day. Dark to light: weight
+/// gradient, forward, backward, input gradient.
 const LIGHT: [[&str; 2]; 6] = [
     ["#0c5fc1", "#3f86d8"],
     ["#eb7327", "#f0995b"],
@@ -46,7 +52,8 @@ pub(super) fn number(kind: Kind) -> usize {
     KINDS.iter().position(|other| *other == kind).unwrap_or(4)
 }
 
-/// The colour of chunk number `chunk` of a rank that has so many, or of what lies between two chunks, as `#rrggbb`.
+/// The colour of chunk number `chunk` of a rank that has so many, or of what lies between two
+/// chunks, as `#rrggbb`.
 pub(super) fn shade(kind: Kind, theme: Theme, chunk: f64, chunks: usize) -> String {
     let [first, last] = match theme {
         Theme::Light => LIGHT[number(kind)],
@@ -92,8 +99,8 @@ fn luminance(colour: &str) -> f64 {
 mod tests {
     use super::*;
 
-    /// What people see: everybody, those without red, green or blue cones (Machado, Oliveira and Fernandes 2009,
-    /// full severity).
+    /// What people see: everybody, those without red, green or blue cones (Machado, Oliveira and
+    /// Fernandes 2009, full severity).
     const SEEN: [(&str, [[f64; 3]; 3]); 4] = [
         ("everybody", [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]),
         (
@@ -150,7 +157,8 @@ mod tests {
                             shades(*a).iter().flat_map(|one| shades(*b).map(|b| (one.clone(), b)))
                         {
                             let (x, y) = (seen(&one, by), seen(&other, by));
-                            let apart = x.iter().zip(y).map(|(x, y)| (x - y).powi(2)).sum::<f64>().sqrt();
+                            let apart =
+                                x.iter().zip(y).map(|(x, y)| (x - y).powi(2)).sum::<f64>().sqrt();
                             assert!(
                                 apart > 0.09,
                                 "{theme:?}: {who} see {a:?} {one} as {b:?} {other}: {apart}"

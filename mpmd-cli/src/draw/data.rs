@@ -31,7 +31,8 @@ impl Texts {
 
 /// The data as JSON that may stand in a script element.
 ///
-/// Bars are by column: a column that no bar has anything in is left out, what one bar lacks is null.
+/// Bars are by column: a column that no bar has anything in is left out, what one bar lacks is
+/// null.
 pub(super) fn json(timeline: &Timeline) -> String {
     let mut texts = Texts::default();
     let short = rounding(timeline);
@@ -73,7 +74,10 @@ pub(super) fn json(timeline: &Timeline) -> String {
         "texts": texts.in_order(),
     });
     // What a browser could take for the end of the script, or for a comment in it.
-    data.to_string().replace('<', "\\u003c").replace('\u{2028}', "\\u2028").replace('\u{2029}', "\\u2029")
+    data.to_string()
+        .replace('<', "\\u003c")
+        .replace('\u{2028}', "\\u2028")
+        .replace('\u{2029}', "\\u2029")
 }
 
 /// By kind and chunk, the colour and that of writing on it.
@@ -82,12 +86,16 @@ fn colours(theme: colour::Theme, chunks: usize) -> Value {
         let colour = colour::shade(kind, theme, chunk as f64, chunks);
         json!([colour, colour::ink(&colour)])
     };
-    colour::KINDS.iter().map(|kind| (0..chunks).map(|chunk| pair(*kind, chunk)).collect::<Vec<_>>()).collect()
+    colour::KINDS
+        .iter()
+        .map(|kind| (0..chunks).map(|chunk| pair(*kind, chunk)).collect::<Vec<_>>())
+        .collect()
 }
 
 /// Rounds times to what can be seen.
 fn rounding(timeline: &Timeline) -> impl Fn(f64) -> Value + use<> {
-    let digits = if timeline.end > 0.0 { 10f64.powf(9.0 - timeline.end.log10().ceil()) } else { DIGITS };
+    let digits =
+        if timeline.end > 0.0 { 10f64.powf(9.0 - timeline.end.log10().ceil()) } else { DIGITS };
     let digits = if timeline.unit == "s" { digits.max(DIGITS) } else { digits };
     move |time: f64| json!((time * digits).round() / digits)
 }
@@ -135,11 +143,16 @@ mod tests {
 
     #[test]
     fn columns_that_say_nothing_are_left_out() {
-        let bar = |kind, name: &str, bytes| Bar { kind, name: name.to_owned(), bytes, ..Bar::default() };
-        let bars =
-            vec![bar(Kind::Forward, "a", None), bar(Kind::Move, "b", Some(3)), bar(Kind::Other, "a", None)];
+        let bar =
+            |kind, name: &str, bytes| Bar { kind, name: name.to_owned(), bytes, ..Bar::default() };
+        let bars = vec![
+            bar(Kind::Forward, "a", None),
+            bar(Kind::Move, "b", Some(3)),
+            bar(Kind::Other, "a", None),
+        ];
         let rows = vec![Row { bars, ..Row::default() }];
-        let data: Value = serde_json::from_str(&json(&Timeline { rows, ..Timeline::default() })).unwrap();
+        let data: Value =
+            serde_json::from_str(&json(&Timeline { rows, ..Timeline::default() })).unwrap();
         let columns = &data["rows"][0]["bars"];
         assert_eq!(columns["kind"], json!([0, 5, 4]));
         assert_eq!((&columns["name"], &data["texts"]), (&json!([0, 1, 0]), &json!(["a", "b"])));
@@ -150,7 +163,8 @@ mod tests {
 
     #[test]
     fn times_are_rounded_to_what_can_be_seen() {
-        let short = rounding(&Timeline { end: 100.0, unit: "unit".to_owned(), ..Timeline::default() });
+        let short =
+            rounding(&Timeline { end: 100.0, unit: "unit".to_owned(), ..Timeline::default() });
         assert_eq!(short(1.0 / 3.0).to_string(), "0.3333333");
         let short = rounding(&Timeline { end: 100.0, unit: "s".to_owned(), ..Timeline::default() });
         assert_eq!(short(1.0 / 3.0).to_string(), "0.333333333");

@@ -18,7 +18,8 @@ pub(super) fn figures(timeline: &Timeline) -> Vec<Figure> {
     let mut figures = vec![step_time(timeline)];
     let (from, until) = stepped(timeline);
     let bubble = text::percent(timeline.bubble(from, until));
-    let mut of = if timeline.rows.len() == 1 { "of its time" } else { "of all their time" }.to_owned();
+    let mut of =
+        if timeline.rows.len() == 1 { "of its time" } else { "of all their time" }.to_owned();
     if (from, until) != (0.0, timeline.end) {
         of.push_str(" in the steps");
     }
@@ -67,7 +68,8 @@ fn step_time(timeline: &Timeline) -> Figure {
 fn planned_length(timeline: &Timeline) -> Option<f64> {
     let steps = timeline.steps();
     let mut spans = vec![(f64::INFINITY, f64::NEG_INFINITY); steps.len()];
-    for (start, end) in timeline.rows.iter().flat_map(|row| &row.bars).filter_map(|bar| bar.planned) {
+    for (start, end) in timeline.rows.iter().flat_map(|row| &row.bars).filter_map(|bar| bar.planned)
+    {
         // By the plan: a bar that comes late may begin when the next step already has.
         let step = steps.partition_point(|step| step.from <= start);
         if let Some(span) = spans.get_mut(step.wrapping_sub(1)) {
@@ -100,7 +102,10 @@ pub(super) fn idle(row: &Row, from: f64, until: f64) -> f64 {
 /// The kinds of bars and moves that there are, in the order of their numbers.
 pub(super) fn kinds(timeline: &Timeline) -> Vec<Kind> {
     let has = |kind: Kind| {
-        timeline.rows.iter().any(|row| row.bars.iter().chain(&row.moves).any(|bar| bar.kind == kind))
+        timeline
+            .rows
+            .iter()
+            .any(|row| row.bars.iter().chain(&row.moves).any(|bar| bar.kind == kind))
     };
     colour::KINDS.into_iter().filter(|kind| has(*kind)).collect()
 }
@@ -110,7 +115,8 @@ pub(super) fn rows_name(timeline: &Timeline) -> &'static str {
     if prefix(timeline) == "rank " { "ranks" } else { "devices" }
 }
 
-/// What all names of rows begin with, up to a number that follows and is all the rest; empty where they do not.
+/// What all names of rows begin with, up to a number that follows and is all the rest; empty where
+/// they do not.
 pub(super) fn prefix(timeline: &Timeline) -> &str {
     let begin = |row: &Row| row.name.trim_end_matches(|c: char| c.is_ascii_digit()).len();
     let Some(first) = timeline.rows.first() else { return "" };
@@ -138,7 +144,8 @@ fn stages(timeline: &Timeline) -> String {
         }
     };
     let stages = count(bars().filter_map(|bar| bar.stage).collect(), "stage", "stages");
-    let microbatches = count(bars().filter_map(|bar| bar.microbatch).collect(), "microbatch", "microbatches");
+    let microbatches =
+        count(bars().filter_map(|bar| bar.microbatch).collect(), "microbatch", "microbatches");
     [stages, microbatches].into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
@@ -184,7 +191,13 @@ mod tests {
             row("rank 0", vec![bar(0, 0, 0.0, 1.0), bar(0, 1, 1.0, 2.0)], 2.0),
             row("rank 1", vec![bar(1, 0, 1.0, 2.0), bar(1, 1, 2.0, 4.0)], 1.0),
         ];
-        Timeline { title: "two".to_owned(), unit: "unit".to_owned(), end: 4.0, rows, ..Timeline::default() }
+        Timeline {
+            title: "two".to_owned(),
+            unit: "unit".to_owned(),
+            end: 4.0,
+            rows,
+            ..Timeline::default()
+        }
     }
 
     fn texts(timeline: &Timeline) -> Vec<String> {
@@ -225,7 +238,10 @@ mod tests {
             let from = if bar.start < 2.0 { 0.0 } else { 2.0 };
             bar.planned = Some((from, from + 1.5));
         }
-        assert_eq!(texts_of(&timeline), "a step: 2 s | median of 2: 2 s to 2 s; planned 1.5 s, +33.3 %");
+        assert_eq!(
+            texts_of(&timeline),
+            "a step: 2 s | median of 2: 2 s to 2 s; planned 1.5 s, +33.3 %"
+        );
     }
 
     #[test]

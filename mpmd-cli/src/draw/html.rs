@@ -9,7 +9,8 @@ use super::{colour, data, facts, svg, text};
 const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
 
-/// A timeline as a page that can be zoomed and asked. Without its script, and on paper, it is the [drawing](super::svg()).
+/// A timeline as a page that can be zoomed and asked. Without its script, and on paper, it is the
+/// [drawing](super::svg()).
 pub(crate) fn html(timeline: &Timeline) -> String {
     let title = text::escaped(&timeline.title);
     let sentence = text::escaped(&facts::sentence(timeline));
@@ -128,7 +129,8 @@ fn table(timeline: &Timeline) -> String {
         let name = text::escaped(&row.name);
         let idle = text::percent(facts::idle(row, from, until));
         let unit = text::memory_unit(timeline);
-        let peak = row.peak().map_or("unknown".to_owned(), |peak| text::memory_with_unit(unit, peak));
+        let peak =
+            row.peak().map_or("unknown".to_owned(), |peak| text::memory_with_unit(unit, peak));
         let mut computes = Vec::new();
         for (kind, name) in colour::KINDS.iter().zip(colour::NAMES) {
             let count = row.bars.iter().filter(|bar| bar.kind == *kind).count();
@@ -137,7 +139,10 @@ fn table(timeline: &Timeline) -> String {
             }
         }
         let (peak, computes) = (text::escaped(&peak), computes.join(", "));
-        let _ = write!(table, "<tr><th>{name}</th><td>{idle}</td><td>{peak}</td><td>{computes}</td></tr>");
+        let _ = write!(
+            table,
+            "<tr><th>{name}</th><td>{idle}</td><td>{peak}</td><td>{computes}</td></tr>"
+        );
     }
     table
 }
@@ -150,19 +155,31 @@ mod tests {
     #[test]
     fn nothing_comes_from_elsewhere() {
         let page = html(&Timeline::default());
-        let outside: Vec<&str> =
-            page.lines().filter(|line| line.contains("://") && !line.contains("www.w3.org")).collect();
+        let outside: Vec<&str> = page
+            .lines()
+            .filter(|line| line.contains("://") && !line.contains("www.w3.org"))
+            .collect();
         assert_eq!(outside, [""; 0]);
-        assert!(!page.contains("@import") && page.matches("url(").count() == page.matches("url(#").count());
+        assert!(
+            !page.contains("@import")
+                && page.matches("url(").count() == page.matches("url(#").count()
+        );
     }
 
     #[test]
     fn texts_are_escaped() {
         let bar = Bar { name: "</script>".to_owned(), ..Bar::default() };
         let row = Row { name: "<b>".to_owned(), bars: vec![bar], ..Row::default() };
-        let page =
-            html(&Timeline { title: "a<\"&".to_owned(), rows: vec![row], end: 1.0, ..Timeline::default() });
-        assert!(page.contains("<title>a&lt;&quot;&amp;</title>") && !page.contains("<b>\""), "{page}");
+        let page = html(&Timeline {
+            title: "a<\"&".to_owned(),
+            rows: vec![row],
+            end: 1.0,
+            ..Timeline::default()
+        });
+        assert!(
+            page.contains("<title>a&lt;&quot;&amp;</title>") && !page.contains("<b>\""),
+            "{page}"
+        );
         assert_eq!(page.matches("</script>").count(), 2);
     }
 

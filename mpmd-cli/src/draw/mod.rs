@@ -55,18 +55,25 @@ impl Format {
 /// Reads a timeline and draws it.
 pub(crate) fn draw(args: &DrawArgs) -> Result<ExitCode> {
     let text = match args.file.as_deref().filter(|path| *path != Path::new("-")) {
-        Some(path) => fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?,
+        Some(path) => {
+            fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?
+        }
         None => {
             let mut text = String::new();
             io::stdin().read_to_string(&mut text).context("cannot read standard input")?;
             text
         }
     };
-    let timeline: Timeline = serde_json::from_str(&text).context("this is not a timeline as JSON")?;
+    let timeline: Timeline =
+        serde_json::from_str(&text).context("this is not a timeline as JSON")?;
     let picture = args.format.draw(&timeline);
     match &args.output {
-        Some(path) => fs::write(path, picture).with_context(|| format!("cannot write {}", path.display()))?,
-        None => io::stdout().write_all(picture.as_bytes()).context("cannot write to standard output")?,
+        Some(path) => {
+            fs::write(path, picture).with_context(|| format!("cannot write {}", path.display()))?
+        }
+        None => {
+            io::stdout().write_all(picture.as_bytes()).context("cannot write to standard output")?
+        }
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -12,24 +12,31 @@ pub(super) type Class = (usize, usize);
 /// The colour of each bar of a row.
 pub(super) fn classes(row: &Row) -> Vec<Class> {
     let stages = row.stages();
-    let chunk = |stage: Option<u32>| stage.and_then(|stage| stages.binary_search(&stage).ok()).unwrap_or(0);
+    let chunk =
+        |stage: Option<u32>| stage.and_then(|stage| stages.binary_search(&stage).ok()).unwrap_or(0);
     row.bars.iter().map(|bar| (colour::number(bar.kind), 4 * chunk(bar.stage))).collect()
 }
 
 /// How long bars are on average; infinite where there are none.
 pub(super) fn mean(timeline: &Timeline) -> f64 {
     let lengths = || timeline.rows.iter().flat_map(|row| &row.bars).map(|bar| bar.end - bar.start);
-    if lengths().next().is_none() { f64::INFINITY } else { lengths().sum::<f64>() / lengths().count() as f64 }
+    if lengths().next().is_none() {
+        f64::INFINITY
+    } else {
+        lengths().sum::<f64>() / lengths().count() as f64
+    }
 }
 
-/// How long stretches of time are, at least as long as `least`: multiples of the time that a row is busy with one
-/// microbatch, so that a steady state looks steady. The shortest bar's where that would be far too long.
+/// How long stretches of time are, at least as long as `least`: multiples of the time that a row is
+/// busy with one microbatch, so that a steady state looks steady. The shortest bar's where that
+/// would be far too long.
 pub(super) fn stretch(timeline: &Timeline, least: f64) -> f64 {
     let bars = || timeline.rows.iter().flat_map(|row| &row.bars);
     let microbatches: BTreeSet<u32> = bars().filter_map(|bar| bar.microbatch).collect();
     let lengths = || bars().map(|bar| bar.end - bar.start).filter(|length| *length > 0.0);
-    let even =
-        |one: f64| if one > 0.0 && one.is_finite() { one * (least / one).ceil().max(1.0) } else { least };
+    let even = |one: f64| {
+        if one > 0.0 && one.is_finite() { one * (least / one).ceil().max(1.0) } else { least }
+    };
     let cycle = lengths().sum::<f64>() / (timeline.rows.len() * microbatches.len()) as f64;
     if microbatches.len() > 1 && even(cycle) <= 3.0 * least {
         even(cycle)
@@ -38,10 +45,11 @@ pub(super) fn stretch(timeline: &Timeline, least: f64) -> f64 {
     }
 }
 
-/// Of each stretch of time from the beginning to the end, the shares of all kinds that there are, in order. The last
-/// one is as long as the time that is left.
+/// Of each stretch of time from the beginning to the end, the shares of all kinds that there are,
+/// in order. The last one is as long as the time that is left.
 pub(super) fn shares(row: &Row, end: f64, stretch: f64) -> Vec<Vec<(Class, f64)>> {
-    let mut sums = vec![Vec::<(Class, f64)>::new(); (end / stretch - 1e-9).ceil().max(1.0) as usize];
+    let mut sums =
+        vec![Vec::<(Class, f64)>::new(); (end / stretch - 1e-9).ceil().max(1.0) as usize];
     let bounds = |i: usize| (i as f64 * stretch, ((i + 1) as f64 * stretch).min(end));
     for (bar, (kind, quarters)) in row.bars.iter().zip(classes(row)) {
         let first = ((bar.start / stretch).max(0.0) as usize).min(sums.len() - 1);
@@ -64,7 +72,8 @@ pub(super) fn shares(row: &Row, end: f64, stretch: f64) -> Vec<Vec<(Class, f64)>
 fn add(sum: &mut Vec<(Class, f64)>, kind: usize, quarters: usize, share: f64) {
     match sum.iter_mut().find(|((other, _), _)| *other == kind) {
         Some(((_, mean), sum)) => {
-            *mean = ((*mean as f64 * *sum + quarters as f64 * share) / (*sum + share)).round() as usize;
+            *mean =
+                ((*mean as f64 * *sum + quarters as f64 * share) / (*sum + share)).round() as usize;
             *sum += share;
         }
         None => sum.push(((kind, quarters), share)),
@@ -107,7 +116,8 @@ mod tests {
 
     #[test]
     fn stretches_are_whole_microbatches() {
-        let timeline = Timeline { rows: vec![row(), Row::default()], end: 4.0, ..Timeline::default() };
+        let timeline =
+            Timeline { rows: vec![row(), Row::default()], end: 4.0, ..Timeline::default() };
         // 3.5 of two rows with four microbatches.
         assert_eq!(stretch(&timeline, 0.4), 0.4375);
         assert_eq!(stretch(&timeline, 0.5), 0.875);

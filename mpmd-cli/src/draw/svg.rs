@@ -1,4 +1,5 @@
-//! The drawing: a timeline as one SVG document that needs nothing else, for documents by day and by night.
+//! The drawing: a timeline as one SVG document that needs nothing else, for documents by day and by
+//! night.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -96,8 +97,12 @@ impl Drawing<'_> {
 
     fn text(&mut self, [x, y]: [f64; 2], text: &str, class: &str, anchor: &str) {
         let text = text::escaped(text);
-        let anchor = if anchor == "start" { String::new() } else { format!(r#" text-anchor="{anchor}""#) };
-        let _ = writeln!(self.body, r#"<text class="{class}" x="{x:.1}" y="{y:.1}"{anchor}>{text}</text>"#);
+        let anchor =
+            if anchor == "start" { String::new() } else { format!(r#" text-anchor="{anchor}""#) };
+        let _ = writeln!(
+            self.body,
+            r#"<text class="{class}" x="{x:.1}" y="{y:.1}"{anchor}>{text}</text>"#
+        );
     }
 
     fn rect(&mut self, [x, y, width, height]: [f64; 4], class: &str) {
@@ -121,7 +126,8 @@ impl Drawing<'_> {
         let mut x = MARGIN;
         self.bottom += 20.0;
         for figure in facts::figures(self.timeline) {
-            let letters = figure.value.chars().count() as f64 * 1.6 + figure.note.chars().count() as f64;
+            let letters =
+                figure.value.chars().count() as f64 * 1.6 + figure.note.chars().count() as f64;
             let wide = letters.max(figure.name.len() as f64) * CHARACTER + 30.0;
             if x > MARGIN && x + wide > WIDTH {
                 x = MARGIN;
@@ -276,7 +282,12 @@ impl Drawing<'_> {
             self.path(&path, &class(of));
         }
         for (x, label, (kind, quarters)) in labels {
-            self.text([x, top + height / 2.0 + 3.6], &label, &format!("n n{kind}-{quarters}"), "middle");
+            self.text(
+                [x, top + height / 2.0 + 3.6],
+                &label,
+                &format!("n n{kind}-{quarters}"),
+                "middle",
+            );
         }
     }
 
@@ -298,7 +309,8 @@ impl Drawing<'_> {
         while at < shares.len() {
             // Equal ones as one.
             let same = shares[at..].iter().take_while(|other| alike(other, &shares[at])).count();
-            let (x, until) = (self.x(at as f64 * self.stretch), self.x((at + same) as f64 * self.stretch));
+            let (x, until) =
+                (self.x(at as f64 * self.stretch), self.x((at + same) as f64 * self.stretch));
             let mut sum = 0.0;
             for (of, share) in &shares[at] {
                 let (from, to) = (top + height * sum, top + height * (sum + share));
@@ -329,7 +341,8 @@ impl Drawing<'_> {
         let mut levels = vec![0.0f64; columns];
         for (i, point) in row.memory.iter().enumerate() {
             let until = row.memory.get(i + 1).map_or(end, |next| next.at);
-            let column = |time: f64| ((time / end * columns as f64).max(0.0) as usize).min(columns - 1);
+            let column =
+                |time: f64| ((time / end * columns as f64).max(0.0) as usize).min(columns - 1);
             for level in &mut levels[column(point.at)..=column(until.max(point.at))] {
                 *level = level.max(point.used);
             }
@@ -337,7 +350,8 @@ impl Drawing<'_> {
         let mut line = String::new();
         let mut before = f64::NAN;
         for (i, level) in levels.iter().enumerate() {
-            let (at, up) = (x + width * i as f64 / columns as f64, y + height * (1.0 - level / most));
+            let (at, up) =
+                (x + width * i as f64 / columns as f64, y + height * (1.0 - level / most));
             if i == 0 {
                 let _ = write!(line, "M{at:.1} {up:.1}");
             } else if up != before {
@@ -351,8 +365,8 @@ impl Drawing<'_> {
         self.path(&line, "memory-curve");
     }
 
-    /// Draws where steps begin and the last one ends, with their names below. Nothing where one step
-    /// is all.
+    /// Draws where steps begin and the last one ends, with their names below. Nothing where one
+    /// step is all.
     fn marks(&mut self, top: f64) {
         let (from, until) = facts::stepped(self.timeline);
         if self.timeline.marks.len() < 2 && (from, until) == (0.0, self.timeline.end) {
@@ -393,15 +407,18 @@ impl Drawing<'_> {
         )
     }
 
-    /// The rules of a theme. They apply to drawings alone, even where the page has classes of these names.
+    /// The rules of a theme. They apply to drawings alone, even where the page has classes of these
+    /// names.
     fn colours(&self, theme: Theme) -> String {
         let [ground, text, muted, grid, stripe, planned, memory, line] = match theme {
-            Theme::Light => {
-                ["#ffffff", "#1f2933", "#5c6875", "#d9dfe6", "#c3ccd5", "#1f2933", "#d5dde6", "#5c6875"]
-            }
-            Theme::Dark => {
-                ["#0f1720", "#e6ebf1", "#9aa8b6", "#26323e", "#3a4855", "#e6ebf1", "#2c3a48", "#9aa8b6"]
-            }
+            Theme::Light => [
+                "#ffffff", "#1f2933", "#5c6875", "#d9dfe6", "#c3ccd5", "#1f2933", "#d5dde6",
+                "#5c6875",
+            ],
+            Theme::Dark => [
+                "#0f1720", "#e6ebf1", "#9aa8b6", "#26323e", "#3a4855", "#e6ebf1", "#2c3a48",
+                "#9aa8b6",
+            ],
         };
         let mut rules = String::new();
         let mut rule = |of: &str, what: String| {
@@ -425,7 +442,8 @@ impl Drawing<'_> {
             rule(".n", "font-size:10.5px".to_owned());
         }
         for (number, quarters) in &self.used {
-            let colour = colour::shade(colour::KINDS[*number], theme, *quarters as f64 / 4.0, self.chunks);
+            let colour =
+                colour::shade(colour::KINDS[*number], theme, *quarters as f64 / 4.0, self.chunks);
             rule(&format!(".{}", class((*number, *quarters))), format!("fill:{colour}"));
             rule(&format!(".n{number}-{quarters}"), format!("fill:{}", colour::ink(&colour)));
         }
@@ -447,7 +465,8 @@ fn label(bar: &Bar, width: f64) -> Option<String> {
 
 /// Whether two stretches of time look the same.
 fn alike(one: &[(Class, f64)], other: &[(Class, f64)]) -> bool {
-    let same =
-        |(one, other): (&(Class, f64), &(Class, f64))| one.0 == other.0 && (one.1 - other.1).abs() < 0.02;
+    let same = |(one, other): (&(Class, f64), &(Class, f64))| {
+        one.0 == other.0 && (one.1 - other.1).abs() < 0.02
+    };
     one.len() == other.len() && one.iter().zip(other).all(same)
 }

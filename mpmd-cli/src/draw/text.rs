@@ -70,8 +70,8 @@ pub(super) fn memory_with_unit(unit: &str, amount: f64) -> String {
     }
 }
 
-/// The times that an axis from `from` to `until` names, not more than about `most`, and what they are called. All
-/// are multiples of one, two or five times a power of ten.
+/// The times that an axis from `from` to `until` names, not more than about `most`, and what they
+/// are called. All are multiples of one, two or five times a power of ten.
 pub(super) fn ticks(unit: &str, from: f64, until: f64, most: usize) -> Vec<(f64, String)> {
     let (one, _) = time_unit(unit, from.abs().max(until.abs()));
     let least = (until - from) / one / most.max(1) as f64;
@@ -79,13 +79,16 @@ pub(super) fn ticks(unit: &str, from: f64, until: f64, most: usize) -> Vec<(f64,
         return Vec::new();
     }
     let power = 10f64.powf(least.log10().floor());
-    let between = [1.0, 2.0, 5.0, 10.0].map(|n| n * power).into_iter().find(|n| *n >= least * 0.999);
+    let between =
+        [1.0, 2.0, 5.0, 10.0].map(|n| n * power).into_iter().find(|n| *n >= least * 0.999);
     let between = between.unwrap_or(10.0 * power);
     let decimals = (-between.log10().floor()).max(0.0) as usize;
     let first = (from / one / between - 1e-6).ceil();
     let count = ((until / one - first * between) / between + 1e-6).floor().max(-1.0) as usize + 1;
     let tick = |i: usize| (first + i as f64) * between;
-    (0..count.min(2 * most + 2)).map(|i| (tick(i) * one, format!("{:.*}", decimals, tick(i) + 0.0))).collect()
+    (0..count.min(2 * most + 2))
+        .map(|i| (tick(i) * one, format!("{:.*}", decimals, tick(i) + 0.0)))
+        .collect()
 }
 
 /// For text of HTML and SVG, and for attributes in quotes. What XML does not allow is left out.
@@ -122,12 +125,20 @@ mod tests {
 
     #[test]
     fn times_have_a_unit_that_fits() {
-        let seconds =
-            [(0.0, "0 ns"), (2.5, "2.5 s"), (0.033_26, "33.26 ms"), (4.2e-6, "4.2 \u{b5}s"), (3e-9, "3 ns")];
+        let seconds = [
+            (0.0, "0 ns"),
+            (2.5, "2.5 s"),
+            (0.033_26, "33.26 ms"),
+            (4.2e-6, "4.2 \u{b5}s"),
+            (3e-9, "3 ns"),
+        ];
         for (value, text) in seconds {
             assert_eq!(time("s", value), text);
         }
-        assert_eq!((time("unit", 33.0), time("unit", 1.0)), ("33 units".to_owned(), "1 unit".to_owned()));
+        assert_eq!(
+            (time("unit", 33.0), time("unit", 1.0)),
+            ("33 units".to_owned(), "1 unit".to_owned())
+        );
         assert_eq!(
             (time("", 1234.56), time("cycles", 7.25)),
             ("1235 units".to_owned(), "7.25 cycles".to_owned())
@@ -137,7 +148,10 @@ mod tests {
 
     #[test]
     fn memory_is_bytes_or_what_is_counted() {
-        assert_eq!((memory("B", 0.0), memory("B", 1536.0)), ("0 B".to_owned(), "1.5 KiB".to_owned()));
+        assert_eq!(
+            (memory("B", 0.0), memory("B", 1536.0)),
+            ("0 B".to_owned(), "1.5 KiB".to_owned())
+        );
         assert_eq!(memory_with_unit("B", 3.0 * 1024f64.powi(3)), "3.0 GiB");
         assert_eq!(memory_with_unit("activations", 4.0), "4 activations");
         assert_eq!(

@@ -11,7 +11,8 @@ use super::refusal::Refusal;
 /// A sharding as a case has it: well formed, but not yet known to make sense.
 #[derive(Clone, Debug)]
 pub(super) enum CaseSharding {
-    /// `{mesh: {axis_names, shape, device_ids}, spec}`, and the axes in `unreduced` if there is that.
+    /// `{mesh: {axis_names, shape, device_ids}, spec}`, and the axes in `unreduced` if there is
+    /// that.
     Named { mesh: CaseMesh, spec: Spec, unreduced: Vec<String> },
     /// `{chunk: {dim, placements}}`, the placements being devices.
     Chunk { dim: isize, placements: Vec<DeviceId> },
@@ -55,11 +56,16 @@ pub(super) enum EntryJson {
 impl CaseSharding {
     /// Reads it.
     pub(super) fn read(field: &Field<'_>) -> Result<Self, Malformed> {
-        let [mesh, chunk, shards, device] =
-            [field.find("mesh")?, field.find("chunk")?, field.find("shards")?, field.find("device")?];
+        let [mesh, chunk, shards, device] = [
+            field.find("mesh")?,
+            field.find("chunk")?,
+            field.find("shards")?,
+            field.find("device")?,
+        ];
         match (mesh, chunk, shards, device) {
             (Some(mesh), None, None, None) => {
-                let unreduced = field.find("unreduced")?.map(|axes| axes.list(Field::text)).transpose()?;
+                let unreduced =
+                    field.find("unreduced")?.map(|axes| axes.list(Field::text)).transpose()?;
                 let (mesh, spec) = (CaseMesh::read(&mesh)?, read_spec(&field.get("spec")?)?);
                 Ok(Self::Named { mesh, spec, unreduced: unreduced.unwrap_or_default() })
             }
@@ -69,7 +75,8 @@ impl CaseSharding {
             }),
             (None, None, Some(shards), None) => shards.list(read_shard).map(Self::Shards),
             (None, None, None, Some(device)) => device_id(&device).map(Self::Device),
-            _ => Err(field.malformed("a sharding has one of the fields mesh, chunk, shards, device".into())),
+            _ => Err(field
+                .malformed("a sharding has one of the fields mesh, chunk, shards, device".into())),
         }
     }
 
@@ -85,7 +92,10 @@ impl CaseSharding {
             Self::Shards(shards) => {
                 let shard = |(device, bounds): &(DeviceId, Vec<(usize, usize)>)| {
                     let region = Region::try_from(bounds.clone()).map_err(|what| {
-                        Refusal::new("region", format!("device {device} has {}: {what}", bounds_text(bounds)))
+                        Refusal::new(
+                            "region",
+                            format!("device {device} has {}: {what}", bounds_text(bounds)),
+                        )
                     })?;
                     Ok((*device, region))
                 };
@@ -108,7 +118,10 @@ impl CaseMesh {
     fn mesh(&self) -> Result<Mesh, Refusal> {
         let (names, sizes) = (self.axis_names.len(), self.shape.len());
         if names != sizes {
-            return Err(Refusal::new("axis_count", format!("a mesh of {names} axes has {sizes} sizes")));
+            return Err(Refusal::new(
+                "axis_count",
+                format!("a mesh of {names} axes has {sizes} sizes"),
+            ));
         }
         let names = self.axis_names.iter().map(String::as_str);
         let axes: Vec<(&str, usize)> = names.zip(self.shape.iter().copied()).collect();

@@ -49,7 +49,11 @@ impl Found {
         let title = format!("{shape:?}: chunks of dimension {dim} on ranks {placements:?}");
         let each = self.chunks.offsets_by_rank.iter().zip(&self.chunks.sizes_by_rank);
         let region = |(offsets, sizes): (&Vec<usize>, &Vec<usize>)| {
-            offsets.iter().zip(sizes).map(|(offset, size)| (*offset, offset + size)).collect::<Region>()
+            offsets
+                .iter()
+                .zip(sizes)
+                .map(|(offset, size)| (*offset, offset + size))
+                .collect::<Region>()
         };
         Holding::new(title, "rank", shape, each.map(region).enumerate())
     }

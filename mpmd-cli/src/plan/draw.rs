@@ -37,15 +37,16 @@ pub(super) fn beside(left: &Holding, right: &Holding) -> String {
     }
     let mut lines = vec![title(left), title(right), String::new()];
     for i in 0..left_lines.len().max(right_lines.len()) {
-        let [left, right] = [&left_lines, &right_lines].map(|lines| lines.get(i).map_or("", String::as_str));
+        let [left, right] =
+            [&left_lines, &right_lines].map(|lines| lines.get(i).map_or("", String::as_str));
         let pad = start - left.chars().count();
         lines.push(format!("{left}{}{right}", " ".repeat(pad)).trim_end().to_owned());
     }
     lines.join("\n")
 }
 
-/// Rows of cells, the first of them the heading, as lines; the columns in `numeric` end below each other. A cell
-/// beyond [`WIDEST`] makes its own row longer and no other.
+/// Rows of cells, the first of them the heading, as lines; the columns in `numeric` end below each
+/// other. A cell beyond [`WIDEST`] makes its own row longer and no other.
 pub(super) fn table(rows: &[Vec<String>], numeric: &[usize]) -> Vec<String> {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| {
@@ -55,7 +56,11 @@ pub(super) fn table(rows: &[Vec<String>], numeric: &[usize]) -> Vec<String> {
     let widths: Vec<usize> = (0..columns).map(width).collect();
     let line = |row: &Vec<String>| {
         let cell = |(column, (cell, width)): (usize, (&String, &usize))| {
-            if numeric.contains(&column) { format!("{cell:>width$}") } else { format!("{cell:<width$}") }
+            if numeric.contains(&column) {
+                format!("{cell:>width$}")
+            } else {
+                format!("{cell:<width$}")
+            }
         };
         let cells: Vec<String> = row.iter().zip(&widths).enumerate().map(cell).collect();
         cells.join("  ").trim_end().to_owned()
@@ -115,7 +120,11 @@ fn boxes(holding: &Holding, grid: &Grid) -> Option<Vec<String>> {
     }
     let labels: Vec<String> = holding.tiles.iter().map(|tile| label(&tile.holders)).collect();
     let starts = column_starts(grid, &labels);
-    let margin = if grid.has_rows { grid.rows.iter().map(|row| row.to_string().len()).max()? + 3 } else { 2 };
+    let margin = if grid.has_rows {
+        grid.rows.iter().map(|row| row.to_string().len()).max()? + 3
+    } else {
+        2
+    };
     let width = starts[columns] + 1;
     if margin + width > WIDEST {
         return None;
@@ -125,8 +134,10 @@ fn boxes(holding: &Holding, grid: &Grid) -> Option<Vec<String>> {
     // A line is where the tiles on its two sides differ; outside of the array is no tile.
     let left_of = |row: usize, column: usize| (column > 0).then(|| tile(row, column - 1)).flatten();
     let above = |row: usize, column: usize| (row > 0).then(|| tile(row - 1, column)).flatten();
-    let vertical = |row: usize, column: usize| row < rows && left_of(row, column) != tile(row, column);
-    let horizontal = |row: usize, column: usize| column < columns && above(row, column) != tile(row, column);
+    let vertical =
+        |row: usize, column: usize| row < rows && left_of(row, column) != tile(row, column);
+    let horizontal =
+        |row: usize, column: usize| column < columns && above(row, column) != tile(row, column);
     for row in 0..=rows {
         for column in 0..=columns {
             let (y, x) = (2 * row, starts[column]);
@@ -158,15 +169,16 @@ fn boxes(holding: &Holding, grid: &Grid) -> Option<Vec<String>> {
         lines.push(head);
     }
     for (y, line) in canvas.into_iter().enumerate() {
-        let cut = if grid.has_rows && y % 2 == 0 { grid.rows[y / 2].to_string() } else { String::new() };
+        let cut =
+            if grid.has_rows && y % 2 == 0 { grid.rows[y / 2].to_string() } else { String::new() };
         let line: String = line.into_iter().collect();
         lines.push(format!("{cut:>width$} {line}", width = margin - 1));
     }
     Some(lines)
 }
 
-/// Where each column's left border is, and the last one's right border: so that every label and every
-/// number above fits.
+/// Where each column's left border is, and the last one's right border: so that every label and
+/// every number above fits.
 fn column_starts(grid: &Grid, labels: &[String]) -> Vec<usize> {
     let columns = grid.columns.len() - 1;
     let mut widths: Vec<usize> =
@@ -228,7 +240,9 @@ mod tests {
     }
 
     fn drawn(shape: &[usize], held: &[(usize, &[(usize, usize)])]) -> String {
-        let held = held.iter().map(|(holder, bounds)| (*holder, bounds.iter().copied().collect::<Region>()));
+        let held = held
+            .iter()
+            .map(|(holder, bounds)| (*holder, bounds.iter().copied().collect::<Region>()));
         body(&Holding::new(String::new(), "device", shape, held)).join("\n")
     }
 
@@ -276,7 +290,8 @@ mod tests {
 
     #[test]
     fn what_is_too_large_or_has_more_dimensions_is_a_table() {
-        let text = drawn(&[2, 2, 4], &[(1, &[(0, 2), (0, 2), (0, 2)]), (0, &[(0, 2), (0, 2), (2, 4)])]);
+        let text =
+            drawn(&[2, 2, 4], &[(1, &[(0, 2), (0, 2), (0, 2)]), (0, &[(0, 2), (0, 2), (2, 4)])]);
         assert_eq!(
             text,
             "region              shape      device\n\

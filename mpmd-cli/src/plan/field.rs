@@ -1,4 +1,5 @@
-//! Reading the fields of a case, so that what has the wrong form is said with the place where it is.
+//! Reading the fields of a case, so that what has the wrong form is said with the place where it
+//! is.
 
 use std::fmt;
 
@@ -116,7 +117,8 @@ impl<'a> Field<'a> {
         let entry = |(name, field): &(&str, Field<'a>)| {
             // One way to write each number, so that none comes twice.
             let id = name.parse().ok().filter(|id: &u32| id.to_string() == *name);
-            let id = id.ok_or_else(|| self.malformed(format!("has a key {name:?}, which is no number")))?;
+            let id = id
+                .ok_or_else(|| self.malformed(format!("has a key {name:?}, which is no number")))?;
             Ok((id, field.id()?))
         };
         let mut map = entries.iter().map(entry).collect::<Result<Vec<_>, Malformed>>()?;
@@ -166,7 +168,10 @@ mod tests {
         let value = json!({"a": {"b": [1, -2, "x", 4.5]}, "n": null});
         let case = Field::case(&value);
         let b = case.get("a").unwrap().get("b").unwrap();
-        assert_eq!(wrong(b.list(Field::count)), "`a.b[1]`: expected a whole number from 0, found -2");
+        assert_eq!(
+            wrong(b.list(Field::count)),
+            "`a.b[1]`: expected a whole number from 0, found -2"
+        );
         assert_eq!(wrong(b.list(Field::integer)), "`a.b[2]`: expected a whole number, found \"x\"");
         assert_eq!(
             wrong(b.elements().unwrap()[3].id()),

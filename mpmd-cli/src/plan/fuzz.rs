@@ -1,4 +1,5 @@
-//! Cases that lie about sizes, numbers and names: each has an answer or is refused, in little time and memory.
+//! Cases that lie about sizes, numbers and names: each has an answer or is refused, in little time
+//! and memory.
 
 use mpmd_fuzz::{Rng, integer};
 use serde_json::{Map, Value, json};
@@ -14,7 +15,8 @@ fn named(axes: Value, shape: Value, devices: Value, spec: Value) -> Value {
 
 /// Cases that have an answer, by command.
 fn cases() -> [(&'static str, Vec<Value>); 5] {
-    let square = named(json!(["a", "b"]), json!([2, 2]), json!([0, 1, 2, 3]), json!(["a", null, ["b"]]));
+    let square =
+        named(json!(["a", "b"]), json!([2, 2]), json!([0, 1, 2, 3]), json!(["a", null, ["b"]]));
     let mut sums = named(json!(["a", "b"]), json!([2, 1]), json!([4, 5]), json!([null, "b"]));
     sums["unreduced"] = json!(["a"]);
     let chunk = json!({"chunk": {"dim": -1, "placements": [2, 0, 1]}});
@@ -47,7 +49,10 @@ fn cases() -> [(&'static str, Vec<Value>); 5] {
     });
     [
         ("layout", all.iter().map(layout).collect()),
-        ("intermediate", vec![json!({"src": square, "dst": whole}), json!({"src": whole, "dst": square})]),
+        (
+            "intermediate",
+            vec![json!({"src": square, "dst": whole}), json!({"src": whole, "dst": square})],
+        ),
         (
             "chunk",
             vec![
@@ -58,7 +63,12 @@ fn cases() -> [(&'static str, Vec<Value>); 5] {
         ("rules", vec![rules]),
         (
             "reshard",
-            vec![reshard(&square, &chunk), reshard(&shards, &square), reshard(&sums, &device), alone],
+            vec![
+                reshard(&square, &chunk),
+                reshard(&shards, &square),
+                reshard(&sums, &device),
+                alone,
+            ],
         ),
     ]
 }
@@ -75,7 +85,9 @@ fn change(rng: &mut Rng, value: &mut Value) {
                 _ => change(rng, &mut elements[at]),
             }
         }
-        Value::Object(fields) if !fields.is_empty() && rng.u8(..16) > 0 => change_field(rng, fields),
+        Value::Object(fields) if !fields.is_empty() && rng.u8(..16) > 0 => {
+            change_field(rng, fields)
+        }
         Value::String(text) if rng.u8(..4) > 0 => {
             let mut bytes = text.clone().into_bytes();
             mpmd_fuzz::mutate(rng, &mut bytes);

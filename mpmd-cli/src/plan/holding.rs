@@ -27,8 +27,8 @@ pub(super) struct Tile {
     pub(super) holders: Vec<u32>,
 }
 
-/// A holding of an array of at most two dimensions, cut wherever a region starts or ends. An array of
-/// one dimension is one row.
+/// A holding of an array of at most two dimensions, cut wherever a region starts or ends. An array
+/// of one dimension is one row.
 #[derive(Clone, Debug)]
 pub(super) struct Grid {
     /// Where rows start, and where the last one ends.
@@ -46,7 +46,8 @@ pub(super) struct Grid {
 }
 
 impl Holding {
-    /// The regions of an array of `shape`. Regions of two holders are equal or have nothing in common.
+    /// The regions of an array of `shape`. Regions of two holders are equal or have nothing in
+    /// common.
     pub(super) fn new(
         title: String,
         holder: &'static str,
@@ -56,7 +57,8 @@ impl Holding {
         let mut by_region: BTreeMap<Region, Vec<u32>> = BTreeMap::new();
         let mut empty = Vec::new();
         for (holder, region) in held {
-            let holders = if region.is_empty() { &mut empty } else { by_region.entry(region).or_default() };
+            let holders =
+                if region.is_empty() { &mut empty } else { by_region.entry(region).or_default() };
             holders.push(holder as u32);
         }
         empty.sort_unstable();
@@ -83,9 +85,11 @@ impl Holding {
         let (has_rows, has_columns) = (ndim == 2, ndim > 0);
         let rows_of = |tile: &Tile| if has_rows { tile.region.range(0) } else { 0..1 };
         let columns_of = |tile: &Tile| if has_columns { tile.region.range(ndim - 1) } else { 0..1 };
-        let (rows, columns) = (cuts(self.tiles.iter().map(rows_of)), cuts(self.tiles.iter().map(columns_of)));
+        let (rows, columns) =
+            (cuts(self.tiles.iter().map(rows_of)), cuts(self.tiles.iter().map(columns_of)));
         let place = |cuts: &[usize], range: Range<usize>| {
-            cuts.partition_point(|cut| *cut < range.start)..cuts.partition_point(|cut| *cut < range.end)
+            cuts.partition_point(|cut| *cut < range.start)
+                ..cuts.partition_point(|cut| *cut < range.end)
         };
         let spans: Vec<_> = self
             .tiles
@@ -105,8 +109,11 @@ pub(super) fn numbers(sorted: &[u32]) -> String {
     let mut texts = Vec::new();
     let mut rest = sorted;
     while let Some(first) = rest.first() {
-        let run =
-            rest.iter().zip(u64::from(*first)..).take_while(|(n, next)| u64::from(**n) == *next).count();
+        let run = rest
+            .iter()
+            .zip(u64::from(*first)..)
+            .take_while(|(n, next)| u64::from(**n) == *next)
+            .count();
         // Two in a row are two.
         let run = if run == 2 { 1 } else { run };
         texts.push(if run == 1 { first.to_string() } else { format!("{first}-{}", rest[run - 1]) });
@@ -179,7 +186,8 @@ mod tests {
     #[test]
     fn only_arrays_of_two_dimensions_with_elements_have_a_grid() {
         let grid = |shape: &[usize]| {
-            Holding::new(String::new(), "device", shape, [(0, Region::full(shape))].into_iter()).grid()
+            Holding::new(String::new(), "device", shape, [(0, Region::full(shape))].into_iter())
+                .grid()
         };
         assert!(grid(&[]).is_some() && grid(&[3]).is_some() && grid(&[3, 4]).is_some());
         assert!(grid(&[0, 4]).is_none() && grid(&[2, 2, 2]).is_none());

@@ -47,7 +47,8 @@ impl Case {
     }
 }
 
-/// The sharding, once it is clear that its spec is one of its mesh: without a shape nobody would tell.
+/// The sharding, once it is clear that its spec is one of its mesh: without a shape nobody would
+/// tell.
 fn checked(case: &CaseSharding) -> Result<Sharding, Refusal> {
     let sharding = case.sharding()?;
     if let Some(spec) = sharding.spec() {
@@ -64,7 +65,9 @@ impl Answer for Found {
                 intermediate: NamedJson::of(&found.sharding),
                 replica_axes: &found.replica_axes,
             },
-            Err(NoIntermediate::NotNeeded) => Json::NotNeeded { error: NoIntermediate::NotNeeded.reason() },
+            Err(NoIntermediate::NotNeeded) => {
+                Json::NotNeeded { error: NoIntermediate::NotNeeded.reason() }
+            }
             Err(none) => Json::None { error: "none", reason: none.reason() },
         })
     }

@@ -33,12 +33,16 @@ impl CaseJob {
 
     /// The job, which has the devices of these two lists, named as in the case, and maybe others.
     pub(super) fn job(&self, devices: [(&str, &[DeviceId]); 2]) -> Result<Job, Refusal> {
-        let used: BTreeSet<DeviceId> = devices.iter().flat_map(|(_, devices)| *devices).copied().collect();
+        let used: BTreeSet<DeviceId> =
+            devices.iter().flat_map(|(_, devices)| *devices).copied().collect();
         let owned: Vec<(DeviceId, u32)> = match &self.process_of {
             None => used.into_iter().map(|device| (device, 0)).collect(),
-            Some(owned) => owned.iter().map(|(device, process)| (DeviceId(*device), *process)).collect(),
+            Some(owned) => {
+                owned.iter().map(|(device, process)| (DeviceId(*device), *process)).collect()
+            }
         };
-        let known = |device: &DeviceId| owned.binary_search_by_key(device, |(known, _)| *known).is_ok();
+        let known =
+            |device: &DeviceId| owned.binary_search_by_key(device, |(known, _)| *known).is_ok();
         for (name, devices) in devices {
             if let Some(device) = devices.iter().find(|device| !known(device)) {
                 let message = format!("{name}: process_of has no device {device}");
@@ -50,12 +54,16 @@ impl CaseJob {
             None => Ok((process, 0)),
             Some(hosts) => match hosts.binary_search_by_key(&process, |(known, _)| *known) {
                 Ok(at) => Ok(hosts[at]),
-                Err(_) => Err(Refusal::new("unknown_process", format!("host_of has no process {process}"))),
+                Err(_) => Err(Refusal::new(
+                    "unknown_process",
+                    format!("host_of has no process {process}"),
+                )),
             },
         };
         let processes = numbers.into_iter().map(host).collect::<Result<Vec<_>, Refusal>>()?;
         // Numbered without gaps here, so that a large number costs no memory.
-        let place = |number: u32| processes.partition_point(|(earlier, _)| *earlier < number) as u32;
+        let place =
+            |number: u32| processes.partition_point(|(earlier, _)| *earlier < number) as u32;
         let device = |(id, process): &(DeviceId, u32)| Device {
             id: *id,
             process: ProcessId(place(*process)),

@@ -1,7 +1,7 @@
 //! `mpmd plan`: what the planners say of a case, for programs as JSON, for people as a drawing.
 //!
-//! The fields of cases and answers are those of the golden files of the tests. They stay the same from
-//! version to version; fields that a case has beyond them are ignored.
+//! The fields of cases and answers are those of the golden files of the tests. They stay the same
+//! from version to version; fields that a case has beyond them are ignored.
 
 mod case;
 mod chunk;
@@ -105,7 +105,9 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<ExitCode> {
     };
     let done = match &args.what {
         What::Layout(_) => answers(&value, layout::Case::read, layout::Case::answer),
-        What::Intermediate(_) => answers(&value, intermediate::Case::read, intermediate::Case::answer),
+        What::Intermediate(_) => {
+            answers(&value, intermediate::Case::read, intermediate::Case::answer)
+        }
         What::Chunk(_) => answers(&value, chunk::Case::read, chunk::Case::answer),
         What::Rules(_) => answers(&value, rules::Case::read, rules::Case::answer),
         What::Reshard(_) => answers(&value, reshard::Case::read, reshard::Case::answer),
@@ -134,7 +136,8 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<ExitCode> {
 
 /// A value as one line of JSON.
 fn json_text<T: Serialize>(value: &T) -> String {
-    serde_json::to_string(value).expect("structs of texts and numbers, with texts and numbers as keys")
+    serde_json::to_string(value)
+        .expect("structs of texts and numbers, with texts and numbers as keys")
 }
 
 fn malformed(error: &anyhow::Error) -> ExitCode {
@@ -174,7 +177,9 @@ fn answers<C>(
 
 fn draw_into(file: &Path, answers: &[Box<dyn Answer>]) -> Result<()> {
     let [answer] = answers else { bail!("--svg draws one case, found {}", answers.len()) };
-    let Some(drawing) = answer.svg() else { bail!("there is nothing to draw: {}", answer.pretty()) };
+    let Some(drawing) = answer.svg() else {
+        bail!("there is nothing to draw: {}", answer.pretty())
+    };
     fs::write(file, drawing).with_context(|| format!("writing {}", file.display()))
 }
 

@@ -47,14 +47,20 @@ impl From<MeshError> for Refusal {
 impl From<ShardingError> for Refusal {
     fn from(error: ShardingError) -> Self {
         let kind = match &error {
-            ShardingError::UnknownAxis { .. } | ShardingError::UnreducedUnknownAxis { .. } => "unknown_axis",
-            ShardingError::AxisUsedTwice { .. } | ShardingError::UnreducedTwice { .. } => "duplicate_axis",
+            ShardingError::UnknownAxis { .. } | ShardingError::UnreducedUnknownAxis { .. } => {
+                "unknown_axis"
+            }
+            ShardingError::AxisUsedTwice { .. } | ShardingError::UnreducedTwice { .. } => {
+                "duplicate_axis"
+            }
             ShardingError::SpecTooLong { .. } => "spec_too_long",
             ShardingError::NotDivisible { .. } => "not_divisible",
             ShardingError::UnknownDevice { .. } => "unknown_device",
             ShardingError::UnreducedDivides { .. } => "unreduced_divides",
             ShardingError::NoPlacements { .. } => "no_placements",
-            ShardingError::PlacedTwice { .. } | ShardingError::ShardTwice { .. } => "duplicate_device",
+            ShardingError::PlacedTwice { .. } | ShardingError::ShardTwice { .. } => {
+                "duplicate_device"
+            }
             ShardingError::DimOutOfRange { .. } => "dim_out_of_range",
             ShardingError::NoShards => "no_shards",
             ShardingError::ShardNdim { .. } | ShardingError::ShapeNdim { .. } => "shape",

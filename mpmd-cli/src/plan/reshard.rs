@@ -83,10 +83,12 @@ impl Case {
         let aval = ShapedArray::try_new(&self.shape, self.dtype.parse()?)?;
         let side = |name: &str, case: &CaseSharding| {
             let sharding = case.sharding().map_err(|refusal| refusal.of(name))?;
-            let layout = sharding.layout(&self.shape).map_err(|error| Refusal::from(error).of(name))?;
+            let layout =
+                sharding.layout(&self.shape).map_err(|error| Refusal::from(error).of(name))?;
             Ok::<_, Refusal>((sharding, layout))
         };
-        let ((src, src_layout), (dst, dst_layout)) = (side("src", &self.src)?, side("dst", &self.dst)?);
+        let ((src, src_layout), (dst, dst_layout)) =
+            (side("src", &self.src)?, side("dst", &self.dst)?);
         let job = self.job.job([("src", src_layout.devices()), ("dst", dst_layout.devices())])?;
         let plan = plan(&src_layout, &dst_layout, aval.dtype().size(), job.topology())?;
         let (pieces, summary) = (plan.pieces(), plan.summary());
@@ -100,7 +102,9 @@ impl Found {
     /// What goes over each class of links, nearest first.
     pub(super) fn by_class(&self) -> Vec<(LinkClass, Traffic)> {
         let by_class = self.traffic(|piece| Some(self.class(piece)));
-        LinkClass::ALL.map(|class| (class, by_class.get(&class).copied().unwrap_or_default())).to_vec()
+        LinkClass::ALL
+            .map(|class| (class, by_class.get(&class).copied().unwrap_or_default()))
+            .to_vec()
     }
 
     /// What goes from which process to which, by their places.
@@ -255,7 +259,8 @@ impl Answer for Found {
             self.steps(),
             self.load(),
         ];
-        let parts = parts.into_iter().filter(|lines| !lines.is_empty()).map(|lines| lines.join("\n"));
+        let parts =
+            parts.into_iter().filter(|lines| !lines.is_empty()).map(|lines| lines.join("\n"));
         parts.collect::<Vec<_>>().join("\n\n")
     }
 

@@ -15,7 +15,8 @@ use super::{Answer, json_text};
 /// The most devices of a mesh that is given by its sizes only, as the planner's.
 const MOST_DEVICES: usize = 1 << 20;
 
-/// `{mesh: [[axis, size], …], params, strategy: [[pattern, tactic], …], rules?: [[name, axes], …]}`.
+/// `{mesh: [[axis, size], …], params, strategy: [[pattern, tactic], …], rules?: [[name, axes],
+/// …]}`.
 #[derive(Debug)]
 pub(super) struct Case {
     mesh: Vec<(String, usize)>,
@@ -63,7 +64,11 @@ impl Case {
             mesh: field.get("mesh")?.list(axis)?,
             leaves,
             strategy: field.get("strategy")?.list(rule)?,
-            rules: field.find("rules")?.map(|rules| rules.list(logical)).transpose()?.unwrap_or_default(),
+            rules: field
+                .find("rules")?
+                .map(|rules| rules.list(logical))
+                .transpose()?
+                .unwrap_or_default(),
         })
     }
 
@@ -73,7 +78,8 @@ impl Case {
         let mut logical = LogicalAxes::default();
         let mut leaves: Vec<(String, ShapedArray)> = Vec::with_capacity(self.leaves.len());
         for leaf in &self.leaves {
-            let aval = leaf.aval().map_err(|refusal| refusal.of(&format!("leaf `{}`", leaf.name)))?;
+            let aval =
+                leaf.aval().map_err(|refusal| refusal.of(&format!("leaf `{}`", leaf.name)))?;
             leaves.push((leaf.name.clone(), aval));
             if let Some(names) = &leaf.names {
                 let names: Vec<Option<&str>> = names.iter().map(Option::as_deref).collect();
@@ -83,7 +89,10 @@ impl Case {
         let mut names: Vec<&String> = leaves.iter().map(|(name, _)| name).collect();
         names.sort_unstable();
         if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(Refusal::new("duplicate_leaf", format!("two leaves are named `{}`", pair[0])));
+            return Err(Refusal::new(
+                "duplicate_leaf",
+                format!("two leaves are named `{}`", pair[0]),
+            ));
         }
         for (name, axes) in &self.rules {
             let axes: Vec<&str> = axes.iter().map(String::as_str).collect();
@@ -100,13 +109,18 @@ impl CaseLeaf {
     }
 }
 
-/// The leaves below `field`, which is one itself, a list or an object, in the order of their places:
-/// keys sorted, lists by index.
-fn read_leaves(field: &Field<'_>, name: String, leaves: &mut Vec<CaseLeaf>) -> Result<(), Malformed> {
+/// The leaves below `field`, which is one itself, a list or an object, in the order of their
+/// places: keys sorted, lists by index.
+fn read_leaves(
+    field: &Field<'_>,
+    name: String,
+    leaves: &mut Vec<CaseLeaf>,
+) -> Result<(), Malformed> {
     let below = |key: &str| if name.is_empty() { key.to_owned() } else { format!("{name}/{key}") };
     if let Some(elements) = field.elements() {
         let mut each = elements.iter().enumerate();
-        return each.try_for_each(|(i, element)| read_leaves(element, below(&i.to_string()), leaves));
+        return each
+            .try_for_each(|(i, element)| read_leaves(element, below(&i.to_string()), leaves));
     }
     let Some(entries) = field.entries() else {
         return Err(field.expected("a leaf {shape, dtype}, or a list or an object of them"));
@@ -116,9 +130,15 @@ fn read_leaves(field: &Field<'_>, name: String, leaves: &mut Vec<CaseLeaf>) -> R
     if let (Some(shape), Some(dtype)) = (entry("shape"), entry("dtype"))
         && dtype.as_text().is_some()
     {
-        let logical = |field: &Field<'_>| if field.is_null() { Ok(None) } else { field.text().map(Some) };
+        let logical =
+            |field: &Field<'_>| if field.is_null() { Ok(None) } else { field.text().map(Some) };
         let names = field.find("names")?.map(|names| names.list(logical)).transpose()?;
-        leaves.push(CaseLeaf { name, shape: shape.list(Field::count)?, dtype: dtype.text()?, names });
+        leaves.push(CaseLeaf {
+            name,
+            shape: shape.list(Field::count)?,
+            dtype: dtype.text()?,
+            names,
+        });
         return Ok(());
     }
     entries.iter().try_for_each(|(key, field)| read_leaves(field, below(key), leaves))
@@ -137,7 +157,9 @@ fn mesh(axes: &[(String, usize)]) -> Result<Mesh, Refusal> {
 impl Answer for Found {
     fn json(&self) -> String {
         let leaves = self.0.leaves().iter();
-        json_text(&Json { specs: leaves.map(|leaf| (leaf.name.as_str(), spec_json(&leaf.spec))).collect() })
+        json_text(&Json {
+            specs: leaves.map(|leaf| (leaf.name.as_str(), spec_json(&leaf.spec))).collect(),
+        })
     }
 
     fn pretty(&self) -> String {

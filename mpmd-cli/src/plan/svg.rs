@@ -1,5 +1,5 @@
-//! Drawings as SVG documents that need nothing else: regions with the devices that hold them, coloured
-//! by process, and what goes over which links.
+//! Drawings as SVG documents that need nothing else: regions with the devices that hold them,
+//! coloured by process, and what goes over which links.
 
 use std::fmt::Write as _;
 
@@ -66,7 +66,8 @@ pub(super) fn reshard(found: &Found) -> String {
     let left_bottom = page.panel(&found.src, MARGIN, top, widths[0], &process);
     let right_bottom = page.panel(&found.dst, right, top, widths[1], &process);
     // Between the panels, halfway down the shorter one.
-    let (arrow, middle) = (MARGIN + widths[0] + 16.0, (top + 20.0 + left_bottom.min(right_bottom)) / 2.0);
+    let (arrow, middle) =
+        (MARGIN + widths[0] + 16.0, (top + 20.0 + left_bottom.min(right_bottom)) / 2.0);
     let _ = writeln!(
         page.body,
         r#"<path class="arrow" d="M{arrow:.1} {middle:.1}h{:.1}m-7 -5l7 5l-7 5"/>"#,
@@ -167,7 +168,12 @@ impl Page {
     }
 
     /// A line for each region: its bounds, and the chips of its holders.
-    fn list(&mut self, holding: &Holding, [x, y, width]: [f64; 3], process: &dyn Fn(u32) -> usize) -> f64 {
+    fn list(
+        &mut self,
+        holding: &Holding,
+        [x, y, width]: [f64; 3],
+        process: &dyn Fn(u32) -> usize,
+    ) -> f64 {
         let mut top = y;
         for tile in &holding.tiles {
             let chips = Chips::new(&tile.holders, width - 3.0 * CHIP_GAP);
@@ -182,7 +188,13 @@ impl Page {
         top
     }
 
-    fn chips(&mut self, chips: &Chips, holders: &[u32], at: [f64; 2], process: &dyn Fn(u32) -> usize) {
+    fn chips(
+        &mut self,
+        chips: &Chips,
+        holders: &[u32],
+        at: [f64; 2],
+        process: &dyn Fn(u32) -> usize,
+    ) {
         for (i, holder) in holders.iter().enumerate() {
             let (row, column) = (i / chips.columns, i % chips.columns);
             let (x, y) = (
@@ -203,7 +215,8 @@ impl Page {
             self.bottom += 22.0;
             let class = colour(place);
             self.rect([MARGIN, self.bottom - 12.0, 16.0, 14.0], &class, 3.0);
-            let text = format!("process {process} on host {host}: devices {}", found.devices_text(place));
+            let text =
+                format!("process {process} on host {host}: devices {}", found.devices_text(place));
             let text = shortened(&text, ((self.width - 2.0 * MARGIN - 26.0) / CHARACTER) as usize);
             self.text(MARGIN + 26.0, self.bottom, &text, "t", "start", 400);
         }
@@ -212,13 +225,15 @@ impl Page {
 
     /// What goes over each class of links, and from which process to which.
     fn links(&mut self, found: &Found) {
-        let most = found.by_class().iter().map(|(_, traffic)| traffic.bytes).max().unwrap_or(0).max(1);
+        let most =
+            found.by_class().iter().map(|(_, traffic)| traffic.bytes).max().unwrap_or(0).max(1);
         self.bottom += 20.0;
         for (class, traffic) in found.by_class() {
             let share = traffic.bytes as f64 / most as f64;
             self.amount(&class.to_string(), share, traffic.pieces, traffic.bytes);
         }
-        let pairs: Vec<_> = found.by_processes().into_iter().filter(|((from, to), _)| from != to).collect();
+        let pairs: Vec<_> =
+            found.by_processes().into_iter().filter(|((from, to), _)| from != to).collect();
         let most = pairs.iter().map(|(_, traffic)| traffic.bytes).max().unwrap_or(0).max(1);
         self.bottom += 10.0;
         for ((from, to), traffic) in pairs.iter().take(MOST_ROWS) {
@@ -332,7 +347,8 @@ fn column_least(holding: &Holding, grid: &Grid) -> f64 {
     (chip + 2.0 * CHIP_GAP).max((numbers + 1) as f64 * CHARACTER)
 }
 
-/// Where the cuts are drawn, to scale if every part then has its least width, else equally far apart.
+/// Where the cuts are drawn, to scale if every part then has its least width, else equally far
+/// apart.
 fn places(cuts: &[usize], start: f64, width: f64, least: f64) -> Vec<f64> {
     let parts = cuts.len() - 1;
     let length = (cuts[parts] - cuts[0]) as f64;
@@ -388,7 +404,10 @@ mod tests {
     #[test]
     fn names_cannot_break_the_document() {
         assert_eq!(escaped("a<b>&\u{1}\"c"), "a&lt;b&gt;&amp;\u{fffd}\"c");
-        assert_eq!((shortened("abcdef", 4), shortened("abcd", 4)), ("abc…".to_owned(), "abcd".to_owned()));
+        assert_eq!(
+            (shortened("abcdef", 4), shortened("abcd", 4)),
+            ("abc…".to_owned(), "abcd".to_owned())
+        );
     }
 
     #[test]
@@ -404,6 +423,9 @@ mod tests {
             let chips = Chips::new(&(0..count).collect::<Vec<_>>(), width);
             (chips.columns, chips.rows)
         };
-        assert_eq!([of(1, 10.0), of(8, 160.0), of(8, 1000.0), of(7, 30.0)], [(1, 1), (4, 2), (8, 1), (1, 7)]);
+        assert_eq!(
+            [of(1, 10.0), of(8, 160.0), of(8, 1000.0), of(7, 30.0)],
+            [(1, 1), (4, 2), (8, 1), (1, 7)]
+        );
     }
 }

@@ -9,10 +9,11 @@ pub(crate) fn is_by_cost(name: &str) -> bool {
     name.eq_ignore_ascii_case("bycost") || name.eq_ignore_ascii_case("by-cost")
 }
 
-/// Looks for the best order for the costs, one for each pass where there are none, within the budget.
+/// Looks for the best order for the costs, one for each pass where there are none, within the
+/// budget.
 ///
-/// Stages lie on the ranks as in the built-in schedules of so many chunks: of those that place them differently each
-/// is tried, and the shortest is the answer.
+/// Stages lie on the ranks as in the built-in schedules of so many chunks: of those that place them
+/// differently each is tried, and the shortest is the answer.
 ///
 /// # Errors
 ///
@@ -29,7 +30,9 @@ pub(crate) fn by_cost(
         (None, Some(costs)) => costs.stage.len() / ranks.max(1),
         (None, None) => 1,
     };
-    let known = Builtin::ALL.iter().filter_map(|builtin| builtin.schedule(ranks, microbatches, chunks).ok());
+    let known = Builtin::ALL
+        .iter()
+        .filter_map(|builtin| builtin.schedule(ranks, microbatches, chunks).ok());
     let known: Vec<Schedule> = known.filter(Schedule::has_backward).collect();
     let first = known.first().with_context(|| {
         format!("no schedule has {ranks} ranks of {chunks} stages and {microbatches} microbatches")

@@ -38,8 +38,9 @@ struct Shown<'a> {
 
 pub(super) fn json(source: &Source, simulated: &SimulatedSchedule) -> Result<String> {
     let schedule = &source.schedule;
-    let peak =
-        |curve: &Vec<mpmd_core::trace::MemoryPoint>| curve.iter().map(|at| at.used).fold(0.0, f64::max);
+    let peak = |curve: &Vec<mpmd_core::trace::MemoryPoint>| {
+        curve.iter().map(|at| at.used).fold(0.0, f64::max)
+    };
     let shown = Shown {
         schedule: schedule.name(),
         ranks: schedule.ranks(),
@@ -54,7 +55,9 @@ pub(super) fn json(source: &Source, simulated: &SimulatedSchedule) -> Result<Str
         bubble: simulated.simulated.bubble(),
         bubble_share: simulated.simulated.bubble_share(),
         activations: super::activations(schedule),
-        memory_bytes: simulated.memory_is_bytes.then(|| simulated.memory.iter().map(peak).collect()),
+        memory_bytes: simulated
+            .memory_is_bytes
+            .then(|| simulated.memory.iter().map(peak).collect()),
         idle: simulated.simulated.lanes.iter().map(|lane| lane.idle()).collect(),
     };
     Ok(serde_json::to_string(&shown)? + "\n")

@@ -26,13 +26,14 @@ const WRONG: u8 = 2;
 
 /// Show a schedule.
 ///
-/// Built-in are GPipe, GPipe-reversed, 1F1B, Eager1F1B, Interleaved1F1B, LoopedBFS, ZB-H1, InterleavedZeroBubble
-/// (ZB1P), ZBVZeroBubble (ZBV), DualPipeV and ForwardOnly, in upper or lower case, with or without `-` and `_`. ByCost is
-/// the shortest order that is found for --costs within --budget.
+/// Built-in are GPipe, GPipe-reversed, 1F1B, Eager1F1B, Interleaved1F1B, LoopedBFS, ZB-H1,
+/// InterleavedZeroBubble (ZB1P), ZBVZeroBubble (ZBV), DualPipeV and ForwardOnly, in upper or lower
+/// case, with or without `-` and `_`. ByCost is the shortest order that is found for --costs within
+/// --budget.
 #[derive(Args, Debug)]
 pub(crate) struct ScheduleArgs {
-    /// The name of a built-in schedule, or a file with torch's text of one. What lies beside FILE.csv as FILE.toml
-    /// is read, too, and must be of the same schedule
+    /// The name of a built-in schedule, or a file with torch's text of one. What lies beside
+    /// FILE.csv as FILE.toml is read, too, and must be of the same schedule
     name: String,
     /// How many ranks
     #[arg(long, short = 'p', value_name = "P")]
@@ -46,16 +47,16 @@ pub(crate) struct ScheduleArgs {
     /// What to show it as
     #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
-    /// A file with what the passes of each stage cost, as TOML; each takes one where there is none, and moves
-    /// nothing. B is I and W, its gradient leaves at its end
+    /// A file with what the passes of each stage cost, as TOML; each takes one where there is none,
+    /// and moves nothing. B is I and W, its gradient leaves at its end
     #[arg(long, value_name = "FILE.toml")]
     costs: Option<PathBuf>,
-    /// The most that a rank may hold at a time, for ByCost: bytes of activations as the costs have them, or as in
-    /// 4activations
+    /// The most that a rank may hold at a time, for ByCost: bytes of activations as the costs have
+    /// them, or as in 4activations
     #[arg(long, value_name = "BYTES", value_parser = crate::check::budget)]
     budget: Option<Budget>,
-    /// Where to; standard output where there is none. Text in a file is torch's to the byte, its lines end with
-    /// `\r\n`
+    /// Where to; standard output where there is none. Text in a file is torch's to the byte, its
+    /// lines end with `\r\n`
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
     /// With sends, receives, gathers and reductions in the text (torch's `compute_comms`)
@@ -152,12 +153,14 @@ fn text(args: &ScheduleArgs, source: &Source) -> Result<()> {
         sidecar.channel = proved_for(&steps)?.map(|channel| channel.to_string());
         sidecar.costs.clone_from(&source.costs);
         let path = path.with_extension("toml");
-        fs::write(&path, sidecar.to_toml()).with_context(|| format!("cannot write {}", path.display()))?;
+        fs::write(&path, sidecar.to_toml())
+            .with_context(|| format!("cannot write {}", path.display()))?;
     }
     Ok(())
 }
 
-/// The poorest of the channels over which it comes to its end, where what is computed leaves as torch has it.
+/// The poorest of the channels over which it comes to its end, where what is computed leaves as
+/// torch has it.
 fn proved_for(steps: &Lowered) -> Result<Option<Channel>> {
     let flow = Flow::of_lowered(steps, Leaves::InOrder)?;
     Ok(Channel::RENDEZVOUS.into_iter().rev().find(|channel| check(&flow, *channel).is_ok()))
@@ -185,7 +188,9 @@ fn timeline(source: &Source) -> Result<mpmd_core::trace::Timeline> {
 
 fn write(args: &ScheduleArgs, bytes: &[u8]) -> Result<()> {
     match &args.output {
-        Some(path) => fs::write(path, bytes).with_context(|| format!("cannot write {}", path.display())),
+        Some(path) => {
+            fs::write(path, bytes).with_context(|| format!("cannot write {}", path.display()))
+        }
         None => match io::stdout().write_all(bytes).and_then(|()| io::stdout().flush()) {
             // Who reads has seen enough.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),

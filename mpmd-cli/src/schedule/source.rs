@@ -37,7 +37,10 @@ impl Source {
         source.costs = costs.or(source.costs);
         if let Some(costs) = &source.costs {
             let (found, expected) = (costs.stage.len(), source.schedule.stages());
-            ensure!(found == expected, "the costs are of {found} stages, and the schedule has {expected}");
+            ensure!(
+                found == expected,
+                "the costs are of {found} stages, and the schedule has {expected}"
+            );
         }
         Ok(source)
     }

@@ -11,9 +11,14 @@ const LONGEST: f64 = 100_000.0;
 
 /// The table: what it costs all in all, then the time in as many pieces as the width asks for.
 ///
-/// A bar begins with the name of its action, `2F7` for the forward pass of stage 2 and microbatch 7, and is filled
-/// with `-`; in a `.` the rank computes nothing.
-pub(super) fn table(schedule: &Schedule, simulated: &SimulatedSchedule, unit: &str, width: usize) -> String {
+/// A bar begins with the name of its action, `2F7` for the forward pass of stage 2 and microbatch
+/// 7, and is filled with `-`; in a `.` the rank computes nothing.
+pub(super) fn table(
+    schedule: &Schedule,
+    simulated: &SimulatedSchedule,
+    unit: &str,
+    width: usize,
+) -> String {
     let timeline = simulated.timeline(schedule.name(), unit);
     let found = &simulated.simulated;
     let (makespan, bubble) = (found.makespan, found.bubble());
@@ -28,15 +33,17 @@ pub(super) fn table(schedule: &Schedule, simulated: &SimulatedSchedule, unit: &s
     );
     let _ = writeln!(
         text,
-        "takes {} {units}, of which {} are beyond what the busiest rank computes; ranks compute nothing for {:.1} % \
+        "takes {} {units}, of which {} are beyond what the busiest rank computes; ranks compute \
+         nothing for {:.1} % \
          of the time",
         number(makespan),
         number(bubble),
         100.0 * found.bubble_share()
     );
     let peaks = super::activations(schedule);
-    let share =
-        |rank: usize| if makespan > 0.0 { 100.0 * (1.0 - found.lanes[rank].busy / makespan) } else { 0.0 };
+    let share = |rank: usize| {
+        if makespan > 0.0 { 100.0 * (1.0 - found.lanes[rank].busy / makespan) } else { 0.0 }
+    };
     let head = format!("{:>5} {:>5} {:>7}  ", "rank", "peak", "bubble");
     let scale = scale(&timeline.rows, makespan);
     let columns = ((makespan * scale).round() as usize).min(LONGEST as usize);
@@ -50,12 +57,18 @@ pub(super) fn table(schedule: &Schedule, simulated: &SimulatedSchedule, unit: &s
         let _ = write!(text, "\n{head}{}\n", axis(from, until, scale));
         for (rank, line) in lines.iter().enumerate() {
             let piece = &line[from..until];
-            let _ =
-                writeln!(text, "{rank:>5} {:>5} {:>5.1} %  {}", peaks[rank], share(rank), piece.trim_end());
+            let _ = writeln!(
+                text,
+                "{rank:>5} {:>5} {:>5.1} %  {}",
+                peaks[rank],
+                share(rank),
+                piece.trim_end()
+            );
         }
     }
     text.push_str(
-        "\npeak: most microbatches begun and not ended, in stages. bubble: share of the time without work.\n",
+        "\npeak: most microbatches begun and not ended, in stages. bubble: share of the time \
+         without work.\n",
     );
     text
 }
@@ -118,7 +131,8 @@ mod tests {
 
     fn shown(name: &str, costs: &Costs, width: usize) -> String {
         let schedule = Schedule::named(name, 2, 2, None).unwrap();
-        let simulated = simulate_schedule(&schedule, costs, Leaves::InOrder, Channel::TAGS).unwrap();
+        let simulated =
+            simulate_schedule(&schedule, costs, Leaves::InOrder, Channel::TAGS).unwrap();
         table(&schedule, &simulated, &costs.unit, width)
     }
 

@@ -23,7 +23,8 @@ pub(crate) struct TraceArgs {
     /// Write Trace Event JSON, which ui.perfetto.dev and chrome://tracing open
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Write what each stage of a pipeline took, in seconds, as TOML: costs for simulations of schedules
+    /// Write what each stage of a pipeline took, in seconds, as TOML: costs for simulations of
+    /// schedules
     #[arg(long, value_name = "FILE")]
     costs: Option<PathBuf>,
     /// Write the timeline as JSON, for `mpmd draw`
@@ -79,8 +80,9 @@ fn write(path: &Path, content: impl FnOnce(&mut BufWriter<fs::File>) -> Result<(
 }
 
 fn steps(text: &str) -> Result<RangeInclusive<u64>, String> {
-    let number =
-        |text: &str| text.trim().parse::<u64>().map_err(|_| format!("{text:?} is not the number of a step"));
+    let number = |text: &str| {
+        text.trim().parse::<u64>().map_err(|_| format!("{text:?} is not the number of a step"))
+    };
     let (first, last) = text.split_once("..").unwrap_or((text, text));
     let (first, last) = (number(first)?, number(last.trim_start_matches('='))?);
     if first > last {

@@ -30,12 +30,17 @@ pub(crate) fn ask(args: &[&str], input: &str) -> Told {
 pub(crate) fn call(args: &[&str], input: &str) -> Told {
     let mut command = Command::new(env!("CARGO_BIN_EXE_mpmd"));
     command.args(args);
-    let mut child =
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
     let (mut stdin, input) = (child.stdin.take().unwrap(), input.to_owned());
     // It may end without having read all of it.
     let writer = thread::spawn(move || drop(stdin.write_all(input.as_bytes())));
-    let (stdout, stderr) = (reader(child.stdout.take().unwrap()), reader(child.stderr.take().unwrap()));
+    let (stdout, stderr) =
+        (reader(child.stdout.take().unwrap()), reader(child.stderr.take().unwrap()));
     let until = Instant::now() + LONG;
     let status = loop {
         if let Some(status) = child.try_wait().unwrap() {

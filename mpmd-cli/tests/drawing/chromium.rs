@@ -35,8 +35,11 @@ impl Chromium {
     /// Starts one; none where there is none, which it says.
     pub(crate) fn start() -> Option<Self> {
         let answers = |name: &&&str| {
-            let output =
-                Command::new(name).arg("--version").stdin(Stdio::null()).stderr(Stdio::null()).output();
+            let output = Command::new(name)
+                .arg("--version")
+                .stdin(Stdio::null())
+                .stderr(Stdio::null())
+                .output();
             output.is_ok_and(|output| output.status.success())
         };
         let Some(name) = NAMES.iter().find(answers) else {
@@ -44,7 +47,8 @@ impl Chromium {
             return None;
         };
         let profile = tempfile::Builder::new().prefix("mpmd-chromium-").tempdir().unwrap();
-        // It reads descriptor 3 and writes descriptor 4. The shell puts the pipes there, and becomes it.
+        // It reads descriptor 3 and writes descriptor 4. The shell puts the pipes there, and
+        // becomes it.
         let mut command = Command::new("sh");
         command.args(["-c", r#"exec "$@" 3<&0 4>&1 </dev/null >/dev/null"#, "sh", name]);
         command.args([
@@ -53,8 +57,17 @@ impl Chromium {
             "--no-first-run",
             "--no-default-browser-check",
         ]);
-        command.args(["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-extensions"]);
-        command.args(["--disable-background-networking", "--disable-component-update", "--disable-sync"]);
+        command.args([
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--disable-extensions",
+        ]);
+        command.args([
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+        ]);
         command.args([
             "--disable-breakpad",
             "--force-color-profile=srgb",
@@ -114,17 +127,21 @@ impl Chromium {
 
     fn receive(&self, until: Instant, what: &str) -> Value {
         let left = until.saturating_duration_since(Instant::now());
-        self.said.recv_timeout(left).unwrap_or_else(|error| panic!("{what}: {error} within {LONG:?}"))
+        self.said
+            .recv_timeout(left)
+            .unwrap_or_else(|error| panic!("{what}: {error} within {LONG:?}"))
     }
 
     /// Opens a file at this size, by day or by night, and waits until it is there.
     pub(crate) fn open(&mut self, path: &Path, [width, height]: [u32; 2], scheme: &str) {
-        let screen = json!({"width": width, "height": height, "deviceScaleFactor": 1, "mobile": false});
+        let screen =
+            json!({"width": width, "height": height, "deviceScaleFactor": 1, "mobile": false});
         self.call("Emulation.setDeviceMetricsOverride", screen);
         let media = json!({"features": [{"name": "prefers-color-scheme", "value": scheme}]});
         self.call("Emulation.setEmulatedMedia", media);
         self.events.clear();
-        let answer = self.call("Page.navigate", json!({"url": format!("file://{}", path.display())}));
+        let answer =
+            self.call("Page.navigate", json!({"url": format!("file://{}", path.display())}));
         assert!(answer.get("errorText").is_none(), "{answer}");
         self.event("Page.loadEventFired");
         self.settle();
@@ -140,7 +157,10 @@ impl Chromium {
 
     /// Until what has been changed is drawn.
     pub(crate) fn settle(&mut self) {
-        self.value("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))");
+        self.value(
+            "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => \
+            done(0))))",
+        );
     }
 
     /// The value of an expression of the page.
@@ -166,7 +186,10 @@ impl Chromium {
     /// What the mouse does, at a place.
     pub(crate) fn mouse(&mut self, kind: &str, [x, y]: [f64; 2], more: Value) {
         let mut event = json!({"type": kind, "x": x, "y": y});
-        more.as_object().into_iter().flatten().for_each(|(name, value)| event[name] = value.clone());
+        more.as_object()
+            .into_iter()
+            .flatten()
+            .for_each(|(name, value)| event[name] = value.clone());
         self.call("Input.dispatchMouseEvent", event);
         self.settle();
     }
@@ -201,9 +224,13 @@ impl Chromium {
             let url = params["request"]["url"].as_str().unwrap_or_default();
             match event["method"].as_str()? {
                 "Runtime.exceptionThrown" => Some(params["exceptionDetails"].to_string()),
-                "Runtime.consoleAPICalled" if params["type"] != "log" => Some(params["args"].to_string()),
+                "Runtime.consoleAPICalled" if params["type"] != "log" => {
+                    Some(params["args"].to_string())
+                }
                 "Log.entryAdded" => Some(params["entry"].to_string()),
-                "Network.requestWillBeSent" if !url.starts_with("file:") && !url.starts_with("data:") => {
+                "Network.requestWillBeSent"
+                    if !url.starts_with("file:") && !url.starts_with("data:") =>
+                {
                     Some(format!("asks for {url}"))
                 }
                 _ => None,
@@ -217,13 +244,14 @@ impl Chromium {
         let Some(folder) = std::env::var_os("MPMD_SCREENSHOTS").map(PathBuf::from) else { return };
         fs::create_dir_all(&folder).unwrap();
         let answer = self.call("Page.captureScreenshot", json!({"format": "png"}));
-        fs::write(folder.join(format!("{name}.png")), decoded(answer["data"].as_str().unwrap())).unwrap();
+        fs::write(folder.join(format!("{name}.png")), decoded(answer["data"].as_str().unwrap()))
+            .unwrap();
     }
 
     /// The page on paper.
     pub(crate) fn paper(&mut self, name: &str) -> Vec<u8> {
-        let answer =
-            self.call("Page.printToPDF", json!({"preferCSSPageSize": true, "printBackground": false}));
+        let answer = self
+            .call("Page.printToPDF", json!({"preferCSSPageSize": true, "printBackground": false}));
         let paper = decoded(answer["data"].as_str().unwrap());
         if let Some(folder) = std::env::var_os("MPMD_SCREENSHOTS").map(PathBuf::from) {
             fs::write(folder.join(format!("{name}.pdf")), &paper).unwrap();
@@ -248,7 +276,9 @@ impl Chromium {
         let profile = self.profile.path().to_str().expect("a name of ours").as_bytes();
         let mut left = Vec::new();
         for entry in fs::read_dir("/proc").into_iter().flatten().filter_map(Result::ok) {
-            let Some(id) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+            let Some(id) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
+                continue;
+            };
             let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
             if line.windows(profile.len()).any(|part| part == profile) {
                 left.push(id);
@@ -284,8 +314,8 @@ fn decoded(text: &str) -> Vec<u8> {
     };
     let mut bytes = Vec::with_capacity(text.len() / 4 * 3);
     for four in text.trim_end_matches('=').as_bytes().chunks(4) {
-        let bits =
-            four.iter().fold(0u32, |bits, c| bits << 6 | u32::from(digit(*c))) << (6 * (4 - four.len()));
+        let bits = four.iter().fold(0u32, |bits, c| bits << 6 | u32::from(digit(*c)))
+            << (6 * (4 - four.len()));
         bytes.extend(&bits.to_be_bytes()[1..four.len()]);
     }
     bytes
@@ -294,6 +324,9 @@ fn decoded(text: &str) -> Vec<u8> {
 #[test]
 fn base_64_is_decoded() {
     assert_eq!(decoded("TWFu"), b"Man");
-    assert_eq!((decoded("TWE="), decoded("TQ=="), decoded("")), (b"Ma".to_vec(), b"M".to_vec(), vec![]));
+    assert_eq!(
+        (decoded("TWE="), decoded("TQ=="), decoded("")),
+        (b"Ma".to_vec(), b"M".to_vec(), vec![])
+    );
     assert_eq!(decoded("+/8="), [0xfb, 0xff]);
 }

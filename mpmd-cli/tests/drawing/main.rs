@@ -40,7 +40,8 @@ impl Drawn {
     }
 }
 
-/// What lies over something else, hangs out of the window or is cut, in a page. Boxes of one group are apart.
+/// What lies over something else, hangs out of the window or is cut, in a page. Boxes of one group
+/// are apart.
 const ASTRAY: &str = r##"(() => {
     const found = [];
     const groups = ["h1, #figures > div", "#legend li, #controls > *", "#corner, #ticks span, .head:not([hidden])", "#steps span",
@@ -114,7 +115,8 @@ fn shown(browser: &mut Chromium) -> (f64, f64) {
 /// Where the middle of an element is.
 fn middle(browser: &mut Chromium, id: &str) -> [f64; 2] {
     let box_of = format!(
-        "(box => [box.x + box.width / 2, box.y + box.height / 2])(document.getElementById('{id}').getBoundingClientRect())"
+        "(box => [box.x + box.width / 2, box.y + box.height / \
+         2])(document.getElementById('{id}').getBoundingClientRect())"
     );
     let place = browser.value(&box_of);
     [0, 1].map(|i| place[i].as_f64().expect("a place"))
@@ -123,7 +125,8 @@ fn middle(browser: &mut Chromium, id: &str) -> [f64; 2] {
 /// What is told of what is pointed at; empty where nothing is.
 fn told(browser: &mut Chromium) -> String {
     browser.text(
-        "(tip => tip.hidden ? '' : tip.innerText.replace(/\\s+/g, ' '))(document.getElementById('tip'))",
+        "(tip => tip.hidden ? '' : tip.innerText.replace(/\\s+/g, ' \
+         '))(document.getElementById('tip'))",
     )
 }
 
@@ -145,12 +148,18 @@ fn pages_are_whole_by_day_and_by_night() {
             assert_eq!(browser.text(ASTRAY), "", "{name}, {scheme}");
             assert_eq!(browser.text("document.querySelector('h1').innerText"), timeline.title);
             // All ranks can be seen without scrolling.
-            let last = browser.number("Math.max(...[...document.querySelectorAll('#rows .name')].map(it => it.getBoundingClientRect().bottom))");
+            let last = browser.number(
+                "Math.max(...[...document.querySelectorAll('#rows \
+                .name')].map(it => it.getBoundingClientRect().bottom))",
+            );
             assert!(last <= f64::from(WINDOW[1]), "{name}: {last}");
             let rows = browser.number("document.querySelectorAll('#rows .name').length");
             assert_eq!(rows as usize, timeline.rows.len());
             let bars: usize = timeline.rows.iter().map(|row| row.bars.len()).sum();
-            assert_eq!(browser.number("+document.getElementById('chart').dataset.drawn") as usize, bars);
+            assert_eq!(
+                browser.number("+document.getElementById('chart').dataset.drawn") as usize,
+                bars
+            );
             grounds.push(browser.text("getComputedStyle(document.body).backgroundColor"));
         }
         assert_eq!(grounds, ["rgb(255, 255, 255)", "rgb(15, 23, 32)"]);
@@ -159,7 +168,11 @@ fn pages_are_whole_by_day_and_by_night() {
     let drawn = Drawn::new(&one_forward_one_backward(4, 8));
     for window in [[640, 480], [1920, 1080], [380, 700]] {
         browser.open(&drawn.path("html"), window, "light");
-        assert_eq!((browser.complaints(), browser.text(ASTRAY)), (vec![], String::new()), "{window:?}");
+        assert_eq!(
+            (browser.complaints(), browser.text(ASTRAY)),
+            (vec![], String::new()),
+            "{window:?}"
+        );
         browser.picture(&format!("1f1b-4-{}", window[0]));
     }
     browser.end();
@@ -170,13 +183,18 @@ fn figures_of_the_head_are_those_of_the_timeline() {
     let Some(mut browser) = Chromium::start() else { return };
     let drawn = Drawn::new(&zero_bubble_v(4, 8));
     browser.open(&drawn.path("html"), WINDOW, "light");
-    let figures = browser.text("document.getElementById('figures').innerText.replace(/\\s+/g, ' ')");
+    let figures =
+        browser.text("document.getElementById('figures').innerText.replace(/\\s+/g, ' ')");
     assert_eq!(
         figures,
-        "step time 53.6 units bubble 10.4 % of all their time ranks 4 8 stages, 8 microbatches peak memory 8 activations on each"
+        "step time 53.6 units bubble 10.4 % of all their time ranks 4 8 stages, 8 microbatches \
+         peak memory 8 activations on each"
     );
     let legend = browser.text("document.getElementById('legend').innerText.replace(/\\s+/g, ' ')");
-    assert_eq!(legend, "forward input gradient weight gradient paler: a rank's later chunks bubble memory");
+    assert_eq!(
+        legend,
+        "forward input gradient weight gradient paler: a rank's later chunks bubble memory"
+    );
     let ticks = browser.text("document.getElementById('ticks').innerText.replace(/\\s+/g, ' ')");
     assert!(ticks.contains("10 units") && ticks.contains("50 units"), "{ticks}");
     browser.end();
@@ -211,8 +229,11 @@ fn what_is_pointed_at_is_told() {
         assert!(text.contains(&part), "{part:?} is not in {text:?}");
     }
 
-    let gap =
-        timeline.rows[0].gaps.iter().max_by(|a, b| (a.end - a.start).total_cmp(&(b.end - b.start))).unwrap();
+    let gap = timeline.rows[0]
+        .gaps
+        .iter()
+        .max_by(|a, b| (a.end - a.start).total_cmp(&(b.end - b.start)))
+        .unwrap();
     let at = place(&mut browser, 0, (gap.start + gap.end) / 2.0);
     let text = points_at(&mut browser, at);
     browser.picture("1f1b-4-light-bubble");
@@ -243,7 +264,8 @@ fn keys_go_from_bar_to_bar() {
     let drawn = Drawn::new(&zero_bubble_v(4, 8));
     browser.open(&drawn.path("html"), WINDOW, "dark");
     browser.value("document.getElementById('scroll').focus()");
-    let title = |browser: &mut Chromium| told(browser).split(" on ").next().unwrap_or_default().to_owned();
+    let title =
+        |browser: &mut Chromium| told(browser).split(" on ").next().unwrap_or_default().to_owned();
     let mut titles = Vec::new();
     for key in ["ArrowRight", "ArrowRight", "End", "Home", "ArrowDown", "ArrowUp", "ArrowLeft"] {
         browser.key(key);
@@ -283,7 +305,8 @@ fn steps_and_an_evaluation() -> Timeline {
             row.bars.extend(of_one.bars.iter().map(|bar| Bar {
                 start: moved(bar.start),
                 end: moved(bar.end),
-                planned: bar.planned.map(|(start, end)| (from * one.end + start, from * one.end + end)),
+                planned:
+                    bar.planned.map(|(start, end)| (from * one.end + start, from * one.end + end)),
                 ..bar.clone()
             }));
         }
@@ -308,7 +331,8 @@ fn page_opens_at_one_step_and_counts_no_evaluation() {
     let note = "document.getElementById('note').textContent";
     assert_eq!(browser.text(names), "step 1");
     assert!(browser.text(note).starts_with("This is one step"));
-    let figures = browser.text("document.getElementById('figures').innerText.replace(/\\s+/g, ' ')");
+    let figures =
+        browser.text("document.getElementById('figures').innerText.replace(/\\s+/g, ' ')");
     assert!(figures.starts_with("a step ") && figures.contains("median of 3: "), "{figures}");
     assert!(figures.contains("of all their time in the steps"), "{figures}");
     let reset = middle(&mut browser, "reset");
@@ -352,7 +376,10 @@ fn zoom_changes_the_scale_and_reset_restores_it() {
     let text = points_at(&mut browser, at);
     browser.picture("zbv-64-light-bar");
     let (stage, microbatch) = (bar.stage.unwrap(), bar.microbatch.unwrap());
-    assert!(text.contains(&format!("stage {stage} \u{b7} microbatch {microbatch} on rank 20")), "{text}");
+    assert!(
+        text.contains(&format!("stage {stage} \u{b7} microbatch {microbatch} on rank 20")),
+        "{text}"
+    );
 
     // Dragging moves it along.
     let left = json!({"button": "left", "buttons": 1, "clickCount": 1});
@@ -360,7 +387,10 @@ fn zoom_changes_the_scale_and_reset_restores_it() {
     browser.mouse("mouseMoved", [700.0, 400.0], left.clone());
     browser.mouse("mouseReleased", [700.0, 400.0], left.clone());
     let dragged = shown(&mut browser);
-    assert!(dragged.0 < from - 1.0 && (dragged.1 - dragged.0 - (until - from)).abs() < 1e-6, "{dragged:?}");
+    assert!(
+        dragged.0 < from - 1.0 && (dragged.1 - dragged.0 - (until - from)).abs() < 1e-6,
+        "{dragged:?}"
+    );
 
     let reset = middle(&mut browser, "reset");
     browser.click(reset);
@@ -381,7 +411,8 @@ fn zoom_changes_the_scale_and_reset_restores_it() {
     assert_eq!((shown(&mut browser), browser.text(ticks)), (all, before));
 
     // A part chosen in the overview.
-    let overview = browser.number("document.getElementById('overview').getBoundingClientRect().y") + 15.0;
+    let overview =
+        browser.number("document.getElementById('overview').getBoundingClientRect().y") + 15.0;
     let (begin, close) = (place(&mut browser, 0, 200.0)[0], place(&mut browser, 0, 300.0)[0]);
     browser.mouse("mousePressed", [begin, overview], left.clone());
     browser.mouse("mouseMoved", [close, overview], left.clone());
@@ -398,10 +429,13 @@ fn colours_and_paper_can_be_chosen() {
     let drawn = Drawn::new(&one_forward_one_backward(4, 8));
     browser.open(&drawn.path("html"), WINDOW, "light");
     let ground = "getComputedStyle(document.body).backgroundColor";
-    let choose = "(to => { const it = document.getElementById('theme'); it.value = to; it.dispatchEvent(new Event('change')); })";
-    for (to, expected) in
-        [("dark", "rgb(15, 23, 32)"), ("light", "rgb(255, 255, 255)"), ("auto", "rgb(255, 255, 255)")]
-    {
+    let choose = "(to => { const it = document.getElementById('theme'); it.value = to; \
+        it.dispatchEvent(new Event('change')); })";
+    for (to, expected) in [
+        ("dark", "rgb(15, 23, 32)"),
+        ("light", "rgb(255, 255, 255)"),
+        ("auto", "rgb(255, 255, 255)"),
+    ] {
         browser.value(&format!("{choose}('{to}')"));
         browser.settle();
         assert_eq!(browser.text(ground), expected, "{to}");
@@ -428,8 +462,8 @@ fn drawings_are_whole_by_day_and_by_night() {
             browser.picture(&format!("{name}-{scheme}-svg"));
             assert_eq!(browser.complaints(), [""; 0], "{name}, {scheme}");
             assert_eq!(browser.text(ASTRAY_TEXTS), "", "{name}, {scheme}");
-            let texts =
-                browser.text("[...document.querySelectorAll('text')].map(it => it.textContent).join('|')");
+            let texts = browser
+                .text("[...document.querySelectorAll('text')].map(it => it.textContent).join('|')");
             assert!(texts.starts_with(&timeline.title), "{texts}");
             for row in &timeline.rows {
                 assert!(texts.contains(&row.name), "{texts}");
@@ -473,10 +507,12 @@ fn schedules_are_drawn() {
 fn what_is_no_timeline_is_refused() {
     let file = tempfile::NamedTempFile::new().unwrap();
     fs::write(file.path(), "{\"title\": 3}").unwrap();
-    let ended = Command::new(env!("CARGO_BIN_EXE_mpmd")).arg("draw").arg(file.path()).output().unwrap();
+    let ended =
+        Command::new(env!("CARGO_BIN_EXE_mpmd")).arg("draw").arg(file.path()).output().unwrap();
     let said = String::from_utf8_lossy(&ended.stderr);
     assert!(!ended.status.success() && said.contains("this is not a timeline as JSON"), "{said}");
-    let ended = Command::new(env!("CARGO_BIN_EXE_mpmd")).args(["draw", "/no/such/file"]).output().unwrap();
+    let ended =
+        Command::new(env!("CARGO_BIN_EXE_mpmd")).args(["draw", "/no/such/file"]).output().unwrap();
     let said = String::from_utf8_lossy(&ended.stderr);
     assert!(!ended.status.success() && said.contains("cannot read /no/such/file"), "{said}");
 }

@@ -20,7 +20,8 @@ struct Job {
     noise: f64,
 }
 
-/// One forward, one backward: two steps of a run in seconds, with its plan and all that a trace knows.
+/// One forward, one backward: two steps of a run in seconds, with its plan and all that a trace
+/// knows.
 pub(crate) fn one_forward_one_backward(ranks: u32, microbatches: u32) -> Timeline {
     let order = |rank: u32| {
         let warm = microbatches.min(ranks - 1 - rank);
@@ -156,7 +157,10 @@ fn simulated(job: &Job) -> Timeline {
             break;
         }
     }
-    assert!(at.iter().zip(&job.orders).all(|(at, order)| *at == order.len()), "the orders deadlock");
+    assert!(
+        at.iter().zip(&job.orders).all(|(at, order)| *at == order.len()),
+        "the orders deadlock"
+    );
     let end = done.values().copied().fold(0.0, f64::max);
     for row in &mut rows {
         let last = row.bars.last().map_or(0.0, |bar| bar.end);
@@ -166,7 +170,14 @@ fn simulated(job: &Job) -> Timeline {
         row.gaps.retain(|gap| gap.end - gap.start > 1e-9);
     }
     let marks = vec![Mark { name: "step 0".to_owned(), ..Mark::default() }];
-    Timeline { title: job.title.clone(), unit: job.unit.to_owned(), end, marks, rows, ..Timeline::default() }
+    Timeline {
+        title: job.title.clone(),
+        unit: job.unit.to_owned(),
+        end,
+        marks,
+        rows,
+        ..Timeline::default()
+    }
 }
 
 /// What has to be done before, and where: at most one of another rank.
@@ -202,9 +213,9 @@ fn run(
         row.gaps.push(Gap { start: free, end: start, waits_for: what.clone() });
     }
     // The same in every run: a small generator of numbers, by place.
-    let random =
-        f64::from((stage * 7919 + number * 104_729 + kind as u32 * 31).wrapping_mul(2_654_435_761) >> 16)
-            / 65_536.0;
+    let random = f64::from(
+        (stage * 7919 + number * 104_729 + kind as u32 * 31).wrapping_mul(2_654_435_761) >> 16,
+    ) / 65_536.0;
     let cost = if kind == Kind::Backward { 2.0 } else { 1.0 };
     let end = start + cost * job.one * (1.0 + job.noise * random);
     let letter = match kind {

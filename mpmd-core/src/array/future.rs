@@ -47,8 +47,8 @@ impl Future for ArrayFuture {
     }
 }
 
-/// Completes with a tree of arrays once the local shards of all of them are ready, or with the first
-/// failure.
+/// Completes with a tree of arrays once the local shards of all of them are ready, or with the
+/// first failure.
 ///
 /// # Errors
 ///

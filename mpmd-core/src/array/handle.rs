@@ -8,8 +8,8 @@ use super::Placed;
 
 /// One of the arrays that an operation made. Clones are the same array.
 ///
-/// The arrays of one operation share an allocation, so that an operation with many results costs no more of
-/// those; an array's buffers go with its own last handle all the same.
+/// The arrays of one operation share an allocation, so that an operation with many results costs no
+/// more of those; an array's buffers go with its own last handle all the same.
 pub(crate) struct Handle {
     all: Arc<[Placed]>,
     index: u32,
@@ -106,7 +106,12 @@ mod tests {
             Ok(Signature::new(x.clone()))
         }
 
-        fn run(&self, _: &mut Context<'_>, x: Views<'_, Self::In>, y: ViewsMut<'_, Self::Out>) -> Result<()> {
+        fn run(
+            &self,
+            _: &mut Context<'_>,
+            x: Views<'_, Self::In>,
+            y: ViewsMut<'_, Self::Out>,
+        ) -> Result<()> {
             x.into_iter().zip(y).try_for_each(|(x, mut y)| {
                 y.as_mut_slice::<u8>()?.copy_from_slice(x.as_slice::<u8>()?);
                 Ok(())

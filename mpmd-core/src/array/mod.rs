@@ -26,13 +26,13 @@ use crate::tree::Leaf;
 
 /// A handle to an array. Cheap to clone; clones are the same array, which never changes.
 ///
-/// It is *committed* where it lives on devices by a sharding: on a process that owns some of them it
-/// holds their buffers, or will once the operation that makes them has ended; on every other process it
-/// is *fully remote*: shape, dtype and sharding, nothing else. It is *uncommitted* where it is made of
-/// host values ([`MpmdArray::from_host`]): every process has the same.
+/// It is *committed* where it lives on devices by a sharding: on a process that owns some of them
+/// it holds their buffers, or will once the operation that makes them has ended; on every other
+/// process it is *fully remote*: shape, dtype and sharding, nothing else. It is *uncommitted* where
+/// it is made of host values ([`MpmdArray::from_host`]): every process has the same.
 ///
-/// Await it, or block on it, to know that the local part is complete. A fully remote array is complete
-/// at once: knowing more would cost a message.
+/// Await it, or block on it, to know that the local part is complete. A fully remote array is
+/// complete at once: knowing more would cost a message.
 ///
 /// Dropping a handle never blocks; memory in use by an operation stays until that has ended.
 #[derive(Clone)]
@@ -57,7 +57,8 @@ pub(crate) struct Placed {
     handles: AtomicUsize,
 }
 
-/// What all arrays have in common that one plan makes: in one place, so that making one more costs a pointer.
+/// What all arrays have in common that one plan makes: in one place, so that making one more costs
+/// a pointer.
 pub(crate) struct Made {
     pub(crate) aval: ShapedArray,
     pub(crate) sharding: Sharding,
@@ -220,8 +221,9 @@ impl Placed {
 
     /// Handles to the new arrays of one operation, each to be taken. They share an allocation.
     pub(crate) fn arrays(all: Arc<[Self]>) -> impl Iterator<Item = MpmdArray> + use<> {
-        (0..all.len() as u32)
-            .map(move |index| MpmdArray { repr: Repr::Placed(Handle::first_of(all.clone(), index)) })
+        (0..all.len() as u32).map(move |index| MpmdArray {
+            repr: Repr::Placed(Handle::first_of(all.clone(), index)),
+        })
     }
 
     pub(crate) fn new(made: Arc<Made>, shards: Shards, origin: Origin) -> Self {
@@ -259,9 +261,11 @@ impl Placed {
     pub(crate) fn check_usable(&self, path: &str) -> std::result::Result<(), IssueProblem> {
         match self.donated.get() {
             None => Ok(()),
-            Some(donation) => {
-                Err(IssueProblem::Donated { path: path.to_owned(), op: donation.op, donated_at: donation.at })
-            }
+            Some(donation) => Err(IssueProblem::Donated {
+                path: path.to_owned(),
+                op: donation.op,
+                donated_at: donation.at,
+            }),
         }
     }
 
@@ -279,7 +283,9 @@ impl Placed {
     /// What a reader of donated memory is told.
     pub(crate) fn donated_failure(&self) -> Arc<Failure> {
         let message = match self.donated.get() {
-            Some(Donation { op, at }) => format!("{} was donated to operation {op} at {at}", self.describe()),
+            Some(Donation { op, at }) => {
+                format!("{} was donated to operation {op} at {at}", self.describe())
+            }
             None => format!("{} was donated", self.describe()),
         };
         Arc::new(Failure::new(FailureKind::Donated, self.made.runtime.me, self.origin.op, message))

@@ -69,9 +69,9 @@ impl MpmdArray {
     ///
     /// # Errors
     ///
-    /// Where the array's operation failed, where the array was donated, where this process owns some of
-    /// the array but not all of its values ([`MpmdArray::addressable_shards`] has what is here), and, on
-    /// every process, where its sharding has unreduced axes.
+    /// Where the array's operation failed, where the array was donated, where this process owns
+    /// some of the array but not all of its values ([`MpmdArray::addressable_shards`] has what is
+    /// here), and, on every process, where its sharding has unreduced axes.
     #[track_caller]
     pub fn to_host(&self) -> Result<Option<HostArray>> {
         let at = Location::caller();
@@ -90,15 +90,17 @@ impl MpmdArray {
     ///
     /// # Errors
     ///
-    /// Where the array is fully remote, uncommitted, or donated, its sharding has unreduced axes, or its
-    /// operation failed.
+    /// Where the array is fully remote, uncommitted, or donated, its sharding has unreduced axes,
+    /// or its operation failed.
     #[track_caller]
     pub fn addressable_shards(&self) -> Result<Vec<Shard>> {
         let at = Location::caller();
         let read = |why: String| Error::Read { at, why };
         self.check_whole(at)?;
         match &self.repr {
-            Repr::Host(host) => Err(read(format!("{} is uncommitted: it has no shards", host.aval()))),
+            Repr::Host(host) => {
+                Err(read(format!("{} is uncommitted: it has no shards", host.aval())))
+            }
             Repr::Placed(placed) if placed.shards.is_empty() => Err(read(format!(
                 "the shards of {} were asked for, but this process ({}) owns none of its devices",
                 placed.describe(),
@@ -111,7 +113,11 @@ impl MpmdArray {
                     .map(|(shard, buffer)| {
                         let region = placed.region(shard.device);
                         let aval = ShapedArray::try_new(&region.shape(), placed.made.aval.dtype())?;
-                        Ok(Shard { device: shard.device, region, data: HostArray::from_bytes(aval, buffer)? })
+                        Ok(Shard {
+                            device: shard.device,
+                            region,
+                            data: HostArray::from_bytes(aval, buffer)?,
+                        })
                     })
                     .collect()
             }
@@ -133,8 +139,8 @@ impl MpmdArray {
                     placed.made.runtime.call_back(Box::new(move || f(Err(error))));
                     return;
                 }
-                // Queued when the last shard ends. The shards are picked up as each ends: the array may be
-                // donated before `f` has its turn.
+                // Queued when the last shard ends. The shards are picked up as each ends: the array
+                // may be donated before `f` has its turn.
                 let shards = placed.in_host_memory();
                 let placed = placed.clone();
                 collect_all(
@@ -143,7 +149,9 @@ impl MpmdArray {
                         let runtime = placed.made.runtime.clone();
                         runtime.call_back(Box::new(move || {
                             let buffers: Result<Vec<_>, _> = outcomes.into_iter().collect();
-                            f(buffers.map_err(Error::failed).and_then(|buffers| placed.gather(&buffers, at)));
+                            f(buffers
+                                .map_err(Error::failed)
+                                .and_then(|buffers| placed.gather(&buffers, at)));
                         }));
                     }),
                 );
@@ -160,23 +168,30 @@ impl MpmdArray {
         }
     }
 
-    /// Partial sums are nobody's values, and a replay reads none. The same on every process, whatever it owns.
+    /// Partial sums are nobody's values, and a replay reads none. The same on every process,
+    /// whatever it owns.
     fn check_whole(&self, at: &'static Location<'static>) -> Result<()> {
         match &self.repr {
-            Repr::Placed(placed) if placed.made.runtime.is_recording(placed.origin.op) => Err(Error::Read {
-                at,
-                why: format!(
-                    "the values of {} are asked for by the step that makes it and is recorded: no replay would ask",
-                    placed.describe()
-                ),
-            }),
-            Repr::Placed(placed) if !placed.made.sharding.unreduced_axes().is_empty() => Err(Error::Read {
-                at,
-                why: format!(
-                    "the values of {} are sums of its shards; put it to a sharding without unreduced axes first",
-                    placed.describe()
-                ),
-            }),
+            Repr::Placed(placed) if placed.made.runtime.is_recording(placed.origin.op) => {
+                Err(Error::Read {
+                    at,
+                    why: format!(
+                        "the values of {} are asked for by the step that makes it and is \
+                         recorded: no replay would ask",
+                        placed.describe()
+                    ),
+                })
+            }
+            Repr::Placed(placed) if !placed.made.sharding.unreduced_axes().is_empty() => {
+                Err(Error::Read {
+                    at,
+                    why: format!(
+                        "the values of {} are sums of its shards; put it to a sharding without \
+                         unreduced axes first",
+                        placed.describe()
+                    ),
+                })
+            }
             _ => Ok(()),
         }
     }
@@ -273,9 +288,14 @@ impl Placed {
     }
 
     /// Puts the local shards together, where they are the whole array.
-    fn gather(&self, buffers: &[SharedBuffer], at: &'static Location<'static>) -> Result<HostArray> {
+    fn gather(
+        &self,
+        buffers: &[SharedBuffer],
+        at: &'static Location<'static>,
+    ) -> Result<HostArray> {
         let full = Region::full(self.made.aval.shape());
-        let regions: Vec<Region> = self.shards.iter().map(|shard| self.region(shard.device)).collect();
+        let regions: Vec<Region> =
+            self.shards.iter().map(|shard| self.region(shard.device)).collect();
         if let Some(index) = regions.iter().position(|region| *region == full) {
             return Ok(HostArray::from_bytes(self.made.aval.clone(), buffers[index].clone())?);
         }
@@ -287,7 +307,8 @@ impl Placed {
             return Err(Error::Read {
                 at,
                 why: format!(
-                    "this process ({}) has {covered} of the {} elements of {}; read its addressable_shards, \
+                    "this process ({}) has {covered} of the {} elements of {}; read its \
+                     addressable_shards, \
                      or device_put it to a sharding that this process owns",
                     self.made.runtime.me,
                     self.made.aval.elements(),
@@ -296,8 +317,10 @@ impl Placed {
             });
         }
         let item = self.made.aval.dtype().size();
-        let memory = |error: mpmd_transport::memory::OutOfMemory| Error::Environment(error.to_string());
-        let mut whole = self.made.runtime.staging.allocate(self.made.aval.bytes()).map_err(memory)?;
+        let memory =
+            |error: mpmd_transport::memory::OutOfMemory| Error::Environment(error.to_string());
+        let mut whole =
+            self.made.runtime.staging.allocate(self.made.aval.bytes()).map_err(memory)?;
         for i in distinct {
             copy_region(&buffers[i], &regions[i], &mut whole, &full, &regions[i], item);
         }
@@ -307,7 +330,8 @@ impl Placed {
 
 /// Calls `then` with how the slots ended, once all have.
 ///
-/// Asks every slot now: what is issued later may take the buffer of one while another is not there yet.
+/// Asks every slot now: what is issued later may take the buffer of one while another is not there
+/// yet.
 fn collect_all(slots: &[Slot], then: Box<dyn FnOnce(Vec<Outcome>) + Send>) {
     let missing = slots.iter().map(|_| None).collect::<Vec<Option<Outcome>>>();
     let collected = Arc::new(Mutex::new((missing, slots.len(), Some(then))));

@@ -105,8 +105,8 @@ impl fmt::Debug for HostArray {
 
 impl Leaf for HostArray {}
 
-/// A copy that starts at a multiple of [`ALIGNMENT`]: a part of a slightly longer vector, which stays
-/// where it is from now on.
+/// A copy that starts at a multiple of [`ALIGNMENT`]: a part of a slightly longer vector, which
+/// stays where it is from now on.
 fn aligned_copy(bytes: &[u8]) -> SharedBuffer {
     let mut padded = Vec::with_capacity(bytes.len() + ALIGNMENT - 1);
     let padding = (padded.as_ptr() as usize).wrapping_neg() % ALIGNMENT;

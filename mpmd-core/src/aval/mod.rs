@@ -1,5 +1,5 @@
-//! Abstract values: what an array is apart from its contents, a shape and a [`DType`]; and arrays of
-//! host values.
+//! Abstract values: what an array is apart from its contents, a shape and a [`DType`]; and arrays
+//! of host values.
 
 mod dtype;
 mod host;
@@ -35,7 +35,8 @@ pub enum AvalError {
         dtype: DType,
     },
     /// There are more or fewer values than the shape has elements.
-    #[error("{at}: shape {:?} has {} elements, but {found} values are given", expected.shape(), expected.elements())]
+    #[error("{at}: shape {:?} has {} elements, but {found} values are \
+        given", expected.shape(), expected.elements())]
     Elements {
         /// The line that gives the values.
         at: &'static Location<'static>,
@@ -88,10 +89,11 @@ impl ShapedArray {
     ///
     /// # Errors
     ///
-    /// Fails where the bytes, with dimensions of size 0 counted as 1, exceed `isize::MAX`: so that no
-    /// stride overflows either.
+    /// Fails where the bytes, with dimensions of size 0 counted as 1, exceed `isize::MAX`: so that
+    /// no stride overflows either.
     pub fn try_new(shape: &[usize], dtype: DType) -> Result<Self, AvalError> {
-        let bytes = shape.iter().try_fold(dtype.size(), |bytes, dim| bytes.checked_mul((*dim).max(1)));
+        let bytes =
+            shape.iter().try_fold(dtype.size(), |bytes, dim| bytes.checked_mul((*dim).max(1)));
         match bytes {
             Some(bytes) if bytes <= isize::MAX as usize => Ok(Self { shape: shape.into(), dtype }),
             _ => Err(AvalError::TooLarge { shape: shape.to_vec(), dtype }),
@@ -139,7 +141,8 @@ impl Leaf for ShapedArray {}
 
 macro_rules! shorthands {
     ($($name:ident $dtype:ident $text:literal),*) => {$(
-        #[doc = concat!("An array of `", $text, "` with these dimensions: `", stringify!($name), "([64, 256])`.")]
+        #[doc = concat!("An array of `", $text, "` with these dimensions: \
+            `", stringify!($name), "([64, 256])`.")]
         ///
         /// # Panics
         ///

@@ -16,15 +16,16 @@ pub struct Grid {
     pub blocks: (u32, u32, u32),
     /// Threads of each block along x, y and z.
     pub threads: (u32, u32, u32),
-    /// Shared memory of each block beside what the function declares, in bytes. More than 48 KiB are asked of the driver
-    /// as the function is launched first.
+    /// Shared memory of each block beside what the function declares, in bytes. More than 48 KiB
+    /// are asked of the driver as the function is launched first.
     pub shared_bytes: u32,
 }
 
 impl Grid {
-    /// One thread for each element, in blocks of 256; at least one block, so that no elements are no error. The last
-    /// block has threads beyond the last element: functions look. Above 2³¹ blocks, each thread has several
-    /// elements: functions that may see so many go on in steps of the grid's size.
+    /// One thread for each element, in blocks of 256; at least one block, so that no elements are
+    /// no error. The last block has threads beyond the last element: functions look. Above 2³¹
+    /// blocks, each thread has several elements: functions that may see so many go on in steps of
+    /// the grid's size.
     pub fn over(elements: usize) -> Self {
         let blocks = elements.div_ceil(THREADS as usize).clamp(1, i32::MAX as usize);
         // Just clamped.
@@ -43,7 +44,8 @@ impl Grid {
     }
 }
 
-/// Values that a launch or a product uses: a view, or one from some element on. Made of a view or of [`Scratch`].
+/// Values that a launch or a product uses: a view, or one from some element on. Made of a view or
+/// of [`Scratch`].
 #[derive(Clone, Copy, Debug)]
 pub struct Part<'a> {
     memory: Memory<'a>,
@@ -66,8 +68,8 @@ pub(super) enum Memory<'a> {
 }
 
 impl<'a> Part<'a> {
-    /// The same from `elements` further on; from past the end where it has fewer, which the call it is given to
-    /// refuses.
+    /// The same from `elements` further on; from past the end where it has fewer, which the call it
+    /// is given to refuses.
     #[must_use]
     pub fn at(self, elements: usize) -> Self {
         Self { skipped: self.skipped.saturating_add(elements), ..self }
@@ -149,9 +151,9 @@ impl<'a> From<&'a Scratch<'_>> for Part<'a> {
 
 /// An argument of a function: values in memory, or a number.
 ///
-/// Views and [`Scratch`] become the address of their first element, `usize` becomes a 64-bit number. An
-/// input that is on no device is copied to the device by the launch: for a single number, better give the function the value
-/// of [`View::scalar`].
+/// Views and [`Scratch`] become the address of their first element, `usize` becomes a 64-bit
+/// number. An input that is on no device is copied to the device by the launch: for a single
+/// number, better give the function the value of [`View::scalar`].
 #[derive(Debug)]
 pub struct Arg<'a>(pub(super) Value<'a>);
 
@@ -231,7 +233,10 @@ mod tests {
     #[test]
     fn grids_cover_all_elements_and_have_a_block_at_least() {
         let blocks = |elements| Grid::over(elements).blocks;
-        assert_eq!([blocks(0), blocks(1), blocks(256), blocks(257)], [1, 1, 1, 2].map(|x| (x, 1, 1)));
+        assert_eq!(
+            [blocks(0), blocks(1), blocks(256), blocks(257)],
+            [1, 1, 1, 2].map(|x| (x, 1, 1))
+        );
         assert_eq!(blocks(usize::MAX), (i32::MAX as u32, 1, 1));
         assert_eq!(Grid::new(2, 64).shared(1024).shared_bytes, 1024);
     }
@@ -244,7 +249,10 @@ mod tests {
         };
         assert_eq!(number(1.5f32.into()), Number::new(1.5f32.to_ne_bytes()));
         assert_eq!(number(1.5f32.into()).size, 4);
-        assert_eq!((number(7usize.into()).bytes, number(7usize.into()).size), (7u64.to_ne_bytes(), 8));
+        assert_eq!(
+            (number(7usize.into()).bytes, number(7usize.into()).size),
+            (7u64.to_ne_bytes(), 8)
+        );
         assert_eq!(
             (number((-1i32).into()).bytes[..4].to_vec(), number((-1i32).into()).size),
             (vec![255; 4], 4)

@@ -1,4 +1,5 @@
-//! Products of matrices: what is multiplied, in rows as everything here is, and what that is to cuBLAS, which has columns.
+//! Products of matrices: what is multiplied, in rows as everything here is, and what that is to
+//! cuBLAS, which has columns.
 
 use crate::aval::DType;
 use crate::backend::cuda::{Operand, Product};
@@ -21,8 +22,9 @@ pub enum Math {
 
 /// A product `C = alpha * op(A) * op(B) + beta * C` of row-major matrices, or a batch of such.
 ///
-/// `op(A)` has `m` rows and `k` columns, `op(B)` has `k` and `n`, `C` has `m` and `n`. The elements of A and B are of one
-/// dtype, `f32`, `f64`, `f16` or `bf16`; those of C too, or `f32` where A and B are `f16` or `bf16`.
+/// `op(A)` has `m` rows and `k` columns, `op(B)` has `k` and `n`, `C` has `m` and `n`. The elements
+/// of A and B are of one dtype, `f32`, `f64`, `f16` or `bf16`; those of C too, or `f32` where A and
+/// B are `f16` or `bf16`.
 ///
 /// ```
 /// use mpmd_core::cuda::{Gemm, Math};
@@ -83,20 +85,22 @@ impl Gemm {
         Self { alpha, ..self }
     }
 
-    /// What C holds is multiplied with this and added. With 0, as it is unless it is said, what C holds does not matter.
+    /// What C holds is multiplied with this and added. With 0, as it is unless it is said, what C
+    /// holds does not matter.
     #[must_use]
     pub const fn beta(self, beta: f64) -> Self {
         Self { beta, ..self }
     }
 
-    /// How many elements lie between the beginnings of two rows of A, B and C, as they are in memory: at least as many as a row has.
+    /// How many elements lie between the beginnings of two rows of A, B and C, as they are in
+    /// memory: at least as many as a row has.
     #[must_use]
     pub const fn leading(self, a: usize, b: usize, c: usize) -> Self {
         Self { leading: Some([a, b, c]), ..self }
     }
 
-    /// So many products, and how many elements lie between two matrices A, B and C of the batch. 0 takes the same
-    /// A, or B, each time.
+    /// So many products, and how many elements lie between two matrices A, B and C of the batch. 0
+    /// takes the same A, or B, each time.
     #[must_use]
     pub const fn batch(self, products: usize, strides: [usize; 3]) -> Self {
         Self { batch: products, strides, ..self }
@@ -118,14 +122,20 @@ impl Gemm {
         ]
     }
 
-    /// What cuBLAS is asked for, of operands with so many elements. `None` where there is nothing to do.
+    /// What cuBLAS is asked for, of operands with so many elements. `None` where there is nothing
+    /// to do.
     ///
-    /// Rows of one are columns of the other: it sees every matrix transposed, and makes C' = op(B)' op(A)'.
+    /// Rows of one are columns of the other: it sees every matrix transposed, and makes C' = op(B)'
+    /// op(A)'.
     ///
     /// # Errors
     ///
     /// Where operands are too short, rows overlap, or cuBLAS has no such product.
-    pub(super) fn product(&self, dtypes: [DType; 3], elements: [usize; 3]) -> Result<Option<Product>> {
+    pub(super) fn product(
+        &self,
+        dtypes: [DType; 3],
+        elements: [usize; 3],
+    ) -> Result<Option<Product>> {
         let wrong = |why: String| Error::kernel(format!("{self}: {why}"));
         let types = types(dtypes, self.math).ok_or_else(|| {
             let [a, b, c] = dtypes;
@@ -149,7 +159,10 @@ impl Gemm {
             });
             let needed = last.unwrap_or(Some(0)).filter(|needed| *needed <= elements[i]);
             if needed.is_none() {
-                return Err(wrong(format!("{name} has {} elements, which is too short", elements[i])));
+                return Err(wrong(format!(
+                    "{name} has {} elements, which is too short",
+                    elements[i]
+                )));
             }
         }
         if self.batch > 1 && !self.results_are_apart(leading[2]) {
@@ -157,7 +170,8 @@ impl Gemm {
             return Err(wrong(format!("matrices C that begin {stride} elements apart overlap")));
         }
         let int = |size: usize| {
-            i32::try_from(size).map_err(|_| wrong(format!("a size of {size} is more than cuBLAS takes")))
+            i32::try_from(size)
+                .map_err(|_| wrong(format!("a size of {size} is more than cuBLAS takes")))
         };
         let operand = |i: usize| -> Result<Operand> {
             Ok(Operand {
@@ -182,11 +196,14 @@ impl Gemm {
         }))
     }
 
-    /// Whether no element is in two matrices C: they come one after another, or lie beside each other in the rows.
+    /// Whether no element is in two matrices C: they come one after another, or lie beside each
+    /// other in the rows.
     fn results_are_apart(&self, leading: usize) -> bool {
         let (stride, last) = (self.strides[2], self.batch - 1);
-        let one_after_another = stride >= (self.m - 1).saturating_mul(leading).saturating_add(self.n);
-        let beside = stride >= self.n && last.saturating_mul(stride).saturating_add(self.n) <= leading;
+        let one_after_another =
+            stride >= (self.m - 1).saturating_mul(leading).saturating_add(self.n);
+        let beside =
+            stride >= self.n && last.saturating_mul(stride).saturating_add(self.n) <= leading;
         one_after_another || beside
     }
 }
@@ -238,8 +255,9 @@ mod tests {
         for index in 0..batch {
             for (row, column) in (0..m).flat_map(|row| (0..n).map(move |column| (row, column))) {
                 // Ours second is its first.
-                let sum: f64 =
-                    (0..k).map(|i| b[at(first, index, row, i)] * a[at(second, index, i, column)]).sum();
+                let sum: f64 = (0..k)
+                    .map(|i| b[at(first, index, row, i)] * a[at(second, index, i, column)])
+                    .sum();
                 let to = &mut c[at(result, index, row, column)];
                 *to = alpha * sum + beta * *to;
             }
@@ -256,7 +274,9 @@ mod tests {
                 let (row, column) = if turned { (column, row) } else { (row, column) };
                 base[i] + row * leading[i] + column
             };
-            for (row, column) in (0..gemm.m).flat_map(|row| (0..gemm.n).map(move |column| (row, column))) {
+            for (row, column) in
+                (0..gemm.m).flat_map(|row| (0..gemm.n).map(move |column| (row, column)))
+            {
                 let sum: f64 = (0..gemm.k).map(|i| a[at(0, row, i)] * b[at(1, i, column)]).sum();
                 let to = &mut c[at(2, row, column)];
                 *to = gemm.alpha * sum + gemm.beta * *to;
@@ -271,8 +291,9 @@ mod tests {
 
     #[test]
     fn a_library_of_columns_makes_the_product_of_rows() {
-        let values =
-            |count: usize| -> Vec<f64> { (0..count).map(|i| ((i * 37 + 11) % 23) as f64 - 9.0).collect() };
+        let values = |count: usize| -> Vec<f64> {
+            (0..count).map(|i| ((i * 37 + 11) % 23) as f64 - 9.0).collect()
+        };
         for ((a, b), wide) in [(false, false), (false, true), (true, false), (true, true)]
             .into_iter()
             .flat_map(|t| [(t, false), (t, true)])
@@ -300,11 +321,16 @@ mod tests {
             [([23, 20, 30], "A has 23"), ([24, 19, 30], "B has 19"), ([24, 20, 29], "C has 29")]
         {
             let said = try_with(elements).unwrap_err().to_string();
-            assert!(said.contains(name) && said.contains("gemm A[3, 4] B'[4, 5], 2 times"), "{said}");
+            assert!(
+                said.contains(name) && said.contains("gemm A[3, 4] B'[4, 5], 2 times"),
+                "{said}"
+            );
         }
         // Behind the last row comes nothing.
         let wide = Gemm::new(3, 5, 4).leading(10, 10, 10);
-        assert!(wide.product(F32, [24, 35, 25]).is_ok() && wide.product(F32, [24, 35, 24]).is_err());
+        assert!(
+            wide.product(F32, [24, 35, 25]).is_ok() && wide.product(F32, [24, 35, 24]).is_err()
+        );
     }
 
     #[test]
@@ -312,9 +338,14 @@ mod tests {
         let product = |gemm: Gemm| gemm.product(F32, [1000; 3]);
         assert!(product(Gemm::new(3, 5, 4).leading(3, 5, 5)).is_err());
         assert!(product(Gemm::new(3, 5, 4).transpose_a().leading(3, 5, 5)).is_ok());
-        for (stride, leading, fits) in
-            [(15, 5, true), (14, 5, false), (0, 5, false), (5, 20, true), (5, 19, false), (4, 20, false)]
-        {
+        for (stride, leading, fits) in [
+            (15, 5, true),
+            (14, 5, false),
+            (0, 5, false),
+            (5, 20, true),
+            (5, 19, false),
+            (4, 20, false),
+        ] {
             let gemm = Gemm::new(3, 5, 4).leading(4, 5, leading).batch(4, [0, 0, stride]);
             assert_eq!(product(gemm).is_ok(), fits, "{stride} {leading}");
         }
@@ -336,12 +367,18 @@ mod tests {
     #[test]
     fn only_known_types_are_multiplied() {
         use DType::{Bf16, F16, F32, F64, I32};
-        let types =
-            |dtypes| Gemm::new(1, 1, 1).math(Math::Tf32).product(dtypes, [1; 3]).map(|p| p.unwrap().types);
+        let types = |dtypes| {
+            Gemm::new(1, 1, 1).math(Math::Tf32).product(dtypes, [1; 3]).map(|p| p.unwrap().types)
+        };
         assert_eq!(types([F32; 3]).unwrap().math, Math::Tf32);
-        assert_eq!(types([F16, F16, F32]).unwrap(), Types { factors: F16, result: F32, math: Math::F32 });
+        assert_eq!(
+            types([F16, F16, F32]).unwrap(),
+            Types { factors: F16, result: F32, math: Math::F32 }
+        );
         assert!(types([Bf16; 3]).is_ok() && types([F64; 3]).is_ok());
-        for dtypes in [[F32, F32, F16], [F16, Bf16, F32], [F32, F16, F32], [I32; 3], [F64, F64, F32]] {
+        for dtypes in
+            [[F32, F32, F16], [F16, Bf16, F32], [F32, F16, F32], [I32; 3], [F64, F64, F32]]
+        {
             assert!(types(dtypes).is_err(), "{dtypes:?}");
         }
     }

@@ -1,16 +1,17 @@
 //! What a kernel does on a CUDA device: it gives it work.
 //!
-//! A kernel that runs on a CUDA device gets views of that device's memory, which it cannot look into, and
-//! [`Context::cuda`](crate::kernel::Context::cuda) gives it a [`Cuda`]: with that it launches functions that were
-//! compiled from its [`Source`]s, has cuBLAS multiply matrices ([`Gemm`]), copies, fills, and takes [`Scratch`].
-//! All of it is only issued, at once, and runs later in the order in which it was issued, after what makes the inputs and
-//! before what uses the outputs. A kernel never waits for the device, and returns as soon as it has issued its work; what fails later fails
-//! the kernel's outputs.
+//! A kernel that runs on a CUDA device gets views of that device's memory, which it cannot look
+//! into, and [`Context::cuda`](crate::kernel::Context::cuda) gives it a [`Cuda`]: with that it
+//! launches functions that were compiled from its [`Source`]s, has cuBLAS multiply matrices
+//! ([`Gemm`]), copies, fills, and takes [`Scratch`]. All of it is only issued, at once, and runs
+//! later in the order in which it was issued, after what makes the inputs and before what uses the
+//! outputs. A kernel never waits for the device, and returns as soon as it has issued its work;
+//! what fails later fails the kernel's outputs.
 //!
 //! Sources are compiled once on a machine, before they are used: a kernel announces them
-//! ([`Kernel::cuda`](crate::kernel::Kernel::cuda)), and they are made ready from the moment it is bound to its mesh. What was compiled is
-//! kept in the folder that `MPMD_CUDA_CACHE` names (`$XDG_CACHE_HOME/mpmd/cuda` or `~/.cache/mpmd/cuda` unless it is
-//! set).
+//! ([`Kernel::cuda`](crate::kernel::Kernel::cuda)), and they are made ready from the moment it is
+//! bound to its mesh. What was compiled is kept in the folder that `MPMD_CUDA_CACHE` names
+//! (`$XDG_CACHE_HOME/mpmd/cuda` or `~/.cache/mpmd/cuda` unless it is set).
 
 mod args;
 mod gemm;
@@ -37,7 +38,8 @@ use crate::backend::cuda::{Gpu, RawArg, Stream};
 use crate::error::{Error, Result};
 use crate::kernel::ViewError;
 
-/// A CUDA device, for a kernel that runs on it: everything is issued to the device, in order, and nothing waits.
+/// A CUDA device, for a kernel that runs on it: everything is issued to the device, in order, and
+/// nothing waits.
 ///
 /// ```
 /// use mpmd_core::cuda::{Grid, Source};
@@ -98,17 +100,18 @@ impl<'a> Cuda<'a> {
 
     /// Launches a function of a source.
     ///
-    /// The arguments are the function's own, in order: pointers for views and scratch, `unsigned long long` for `usize`. What the
-    /// function reads and writes must be within them, which nobody checks.
+    /// The arguments are the function's own, in order: pointers for views and scratch, `unsigned
+    /// long long` for `usize`. What the function reads and writes must be within them, which nobody
+    /// checks.
     ///
-    /// A source that no [`Kernel::cuda`](crate::kernel::Kernel::cuda) has announced is compiled now, which takes its
-    /// time, and is said in the log.
+    /// A source that no [`Kernel::cuda`](crate::kernel::Kernel::cuda) has announced is compiled
+    /// now, which takes its time, and is said in the log.
     ///
     /// # Errors
     ///
-    /// Where the source does not compile or has no such function, arguments do not fit the function as far as
-    /// the driver tells, a part begins behind its end, and where the driver refuses the launch. What goes wrong when the function runs
-    /// fails the kernel's outputs.
+    /// Where the source does not compile or has no such function, arguments do not fit the function
+    /// as far as the driver tells, a part begins behind its end, and where the driver refuses the
+    /// launch. What goes wrong when the function runs fails the kernel's outputs.
     pub fn launch(
         &self,
         source: &'static Source,
@@ -151,7 +154,9 @@ impl<'a> Cuda<'a> {
         self.check_writable(&c, "a product")?;
         let elements = |part: &Part<'_>| part.elements().ok_or_else(|| behind(part));
         let elements = [elements(&a)?, elements(&b)?, elements(&c)?];
-        let Some(product) = gemm.product([a.dtype(), b.dtype(), c.dtype()], elements)? else { return Ok(()) };
+        let Some(product) = gemm.product([a.dtype(), b.dtype(), c.dtype()], elements)? else {
+            return Ok(());
+        };
         let places = [self.place(&a)?, self.place(&b)?, self.place(&c)?];
         Ok(self.gpu.gemm(self.stream, self.memory.device_pool(), &product, places)?)
     }
@@ -192,7 +197,8 @@ impl<'a> Cuda<'a> {
         self.fill_wide(place, bytes)
     }
 
-    /// Elements of more bytes than the driver sets at a time: some come from the host, then they are doubled.
+    /// Elements of more bytes than the driver sets at a time: some come from the host, then they
+    /// are doubled.
     fn fill_wide(&self, place: DevicePlace, element: &[u8]) -> Result<()> {
         /// Bytes that come from the host at most.
         const FIRST: usize = 4096;
@@ -201,7 +207,9 @@ impl<'a> Cuda<'a> {
             return Ok(());
         }
         let mut staged = self.memory.stage(first).map_err(out_of_memory)?;
-        staged.chunks_mut(element.len()).for_each(|chunk| chunk.copy_from_slice(&element[..chunk.len()]));
+        staged
+            .chunks_mut(element.len())
+            .for_each(|chunk| chunk.copy_from_slice(&element[..chunk.len()]));
         self.stream.upload(&staged, place.address)?;
         self.memory.hold(staged);
         let mut filled = first;
@@ -218,7 +226,8 @@ impl<'a> Cuda<'a> {
     ///
     /// # Errors
     ///
-    /// Where they are not as many, or of another type, the target is an input, or the driver refuses.
+    /// Where they are not as many, or of another type, the target is an input, or the driver
+    /// refuses.
     pub fn copy<'x, 'y>(&self, from: impl Into<Part<'x>>, to: impl Into<Part<'y>>) -> Result<()> {
         let (from, to) = (from.into(), to.into());
         self.check_writable(&to, "a copy")?;
@@ -233,8 +242,9 @@ impl<'a> Cuda<'a> {
         Ok(self.stream.copy(from, to)?)
     }
 
-    /// Memory of the device for `elements` values of this call; what it holds means nothing. It comes from the device's pool and counts
-    /// with it, but is not set aside when the call is issued.
+    /// Memory of the device for `elements` values of this call; what it holds means nothing. It
+    /// comes from the device's pool and counts with it, but is not set aside when the call is
+    /// issued.
     ///
     /// # Errors
     ///
@@ -243,8 +253,8 @@ impl<'a> Cuda<'a> {
         self.memory.scratch(self.gpu.spare(), dtype, elements).map_err(out_of_memory)
     }
 
-    /// The device's address of a part's first element, for libraries of the program's own. What they are given must be issued to
-    /// [`Cuda::stream`].
+    /// The device's address of a part's first element, for libraries of the program's own. What
+    /// they are given must be issued to [`Cuda::stream`].
     ///
     /// # Errors
     ///
@@ -253,8 +263,9 @@ impl<'a> Cuda<'a> {
         self.place(&values.into()).map(|place| place.address)
     }
 
-    /// The stream that everything is issued to, a `CUstream` or `cudaStream_t`, for libraries of the program's own. The device's
-    /// context, its primary one, is the calling thread's current one as long as the kernel runs.
+    /// The stream that everything is issued to, a `CUstream` or `cudaStream_t`, for libraries of
+    /// the program's own. The device's context, its primary one, is the calling thread's current
+    /// one as long as the kernel runs.
     pub fn stream(&self) -> *mut std::ffi::c_void {
         self.stream.handle()
     }
@@ -288,7 +299,8 @@ impl<'a> Cuda<'a> {
     }
 
     fn copy_of(&self, values: &[u8]) -> Result<DevicePlace> {
-        let (place, staged) = self.memory.copy_of(self.gpu.spare(), values).map_err(out_of_memory)?;
+        let (place, staged) =
+            self.memory.copy_of(self.gpu.spare(), values).map_err(out_of_memory)?;
         if let Some(staged) = staged {
             self.stream.upload(&staged, place.address)?;
             self.memory.hold(staged);
@@ -311,7 +323,10 @@ impl fmt::Debug for Cuda<'_> {
 }
 
 fn behind(part: &Part<'_>) -> Error {
-    Error::kernel(format!("a part from element {} on begins behind the end of its values", part.skipped()))
+    Error::kernel(format!(
+        "a part from element {} on begins behind the end of its values",
+        part.skipped()
+    ))
 }
 
 fn out_of_memory(error: OutOfMemory) -> Error {

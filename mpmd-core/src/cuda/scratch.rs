@@ -9,9 +9,11 @@ use parking_lot::Mutex;
 use super::Part;
 use crate::aval::DType;
 
-/// Memory of the device for values that live no longer than a call. What it holds at first means nothing.
+/// Memory of the device for values that live no longer than a call. What it holds at first means
+/// nothing.
 ///
-/// Dropping it lets later work of the same call have the memory; it need not be kept for work that was issued.
+/// Dropping it lets later work of the same call have the memory; it need not be kept for work that
+/// was issued.
 #[derive(Debug)]
 pub struct Scratch<'a> {
     /// Always there until it is dropped.
@@ -47,7 +49,8 @@ impl Drop for Scratch<'_> {
     }
 }
 
-/// The memory of one call on a CUDA device. Made before its work is issued, [ended](Self::end) with the fence behind it.
+/// The memory of one call on a CUDA device. Made before its work is issued, [ended](Self::end) with
+/// the fence behind it.
 #[derive(Debug)]
 pub(crate) struct CallMemory {
     /// Of the device.
@@ -75,8 +78,8 @@ impl CallMemory {
         Self { device: device.clone(), host: host.clone(), state: Mutex::default() }
     }
 
-    /// All work of the call was issued, and is over at `fence`. `spare` are the blocks of the device that the call's work
-    /// was issued to, which is one line.
+    /// All work of the call was issued, and is over at `fence`. `spare` are the blocks of the
+    /// device that the call's work was issued to, which is one line.
     pub(crate) fn end(self, spare: &Spare, fence: &Arc<dyn Fence>) {
         let State { mut free, mut held, copies, bytes } = self.state.into_inner();
         free.extend(copies.into_iter().map(|(_, copy)| copy));
@@ -98,8 +101,8 @@ impl CallMemory {
         Ok(Scratch { buffer: Some(buffer), place, dtype, elements, memory: self })
     }
 
-    /// Where the copy of these host values is, and whether this is the first that asks: then the caller copies them,
-    /// from the buffer.
+    /// Where the copy of these host values is, and whether this is the first that asks: then the
+    /// caller copies them, from the buffer.
     pub(super) fn copy_of(
         &self,
         spare: &Spare,
@@ -167,8 +170,8 @@ fn take(blocks: &mut Vec<OwnedBuffer>, bytes: usize) -> Option<OwnedBuffer> {
     Some(blocks.remove(index))
 }
 
-/// Scratch of calls that were issued, for calls to come: the work of one line runs in order, so these need not wait
-/// until it is over. They count as used memory of the device's.
+/// Scratch of calls that were issued, for calls to come: the work of one line runs in order, so
+/// these need not wait until it is over. They count as used memory of the device's.
 #[derive(Debug, Default)]
 pub(crate) struct Spare(Mutex<Kept>);
 
@@ -209,7 +212,8 @@ impl Spare {
         Some(block)
     }
 
-    /// Gives all back to their pool, which has them once the work that was issued with them is over.
+    /// Gives all back to their pool, which has them once the work that was issued with them is
+    /// over.
     pub(crate) fn clear(&self) {
         let mut kept = self.0.lock();
         kept.bytes = 0;

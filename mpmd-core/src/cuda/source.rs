@@ -2,10 +2,11 @@
 
 use std::fmt;
 
-/// A text that functions for CUDA devices are compiled from, or what stands for a library of NVIDIA's.
+/// A text that functions for CUDA devices are compiled from, or what stands for a library of
+/// NVIDIA's.
 ///
-/// A program has each of its sources once, as a `static`; it is told from others by its place, so that a launch finds
-/// its function without a look at the text.
+/// A program has each of its sources once, as a `static`; it is told from others by its place, so
+/// that a launch finds its function without a look at the text.
 ///
 /// ```
 /// use mpmd_core::cuda::Source;
@@ -38,15 +39,17 @@ pub(crate) enum Kind {
     Cublas,
 }
 
-/// What a kernel that calls [`Cuda::gemm`](super::Cuda::gemm) announces: cuBLAS is made ready then with its sources.
+/// What a kernel that calls [`Cuda::gemm`](super::Cuda::gemm) announces: cuBLAS is made ready then
+/// with its sources.
 pub static CUBLAS: Source = Source { name: "cuBLAS", text: "", kind: Kind::Cublas };
 
 impl Source {
     /// A text in CUDA C; `name` is what messages say.
     ///
-    /// It is compiled for each device's own architecture, without fast approximations. Functions that are launched
-    /// are `extern "C" __global__`. There are no headers but those that NVRTC brings along, and those of the CUDA
-    /// toolkit where `CUDA_HOME` or `CUDA_PATH` says where it is.
+    /// It is compiled for each device's own architecture, without fast approximations. Functions
+    /// that are launched are `extern "C" __global__`. There are no headers but those that NVRTC
+    /// brings along, and those of the CUDA toolkit where `CUDA_HOME` or `CUDA_PATH` says where it
+    /// is.
     pub const fn cuda(name: &'static str, text: &'static str) -> Self {
         Self { name, text, kind: Kind::Cuda { exact: false } }
     }
@@ -56,8 +59,8 @@ impl Source {
         Self { name, text, kind: Kind::Ptx }
     }
 
-    /// The same with each product and each sum rounded by itself, as the host's processors do it: nothing is fused
-    /// (`--fmad=false`). No more than [`Source::cuda`] for other sources.
+    /// The same with each product and each sum rounded by itself, as the host's processors do it:
+    /// nothing is fused (`--fmad=false`). No more than [`Source::cuda`] for other sources.
     #[must_use]
     pub const fn exact(self) -> Self {
         let kind = match self.kind {

@@ -8,8 +8,8 @@ use super::{Cuda, Part, behind, out_of_memory};
 use crate::error::Result;
 
 impl Cuda<'_> {
-    /// Issues the copy of values to the host. They are there when the line has been waited for; where that fails, the
-    /// buffer is to be [held](Self::hold).
+    /// Issues the copy of values to the host. They are there when the line has been waited for;
+    /// where that fails, the buffer is to be [held](Self::hold).
     pub(crate) fn fetch(&self, values: &Part<'_>) -> Result<OwnedBuffer> {
         let mut staged = self.room(values)?;
         if let Memory::Host(all) = values.memory() {

@@ -1,4 +1,5 @@
-//! A kernel's call on one device: what all kinds of devices have in common, and how the host's processors do it.
+//! A kernel's call on one device: what all kinds of devices have in common, and how the host's
+//! processors do it.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
@@ -21,15 +22,15 @@ use crate::runtime::{Exchange, Job, OpGuard, Promises, Runtime, SlotUse, Waits, 
 use crate::topology::DeviceId;
 use crate::tree::Tree;
 
-/// One device's part of a call, waiting in the device's queue. The box, and the room in its lists, are used
-/// again by a later call.
+/// One device's part of a call, waiting in the device's queue. The box, and the room in its lists,
+/// are used again by a later call.
 pub(super) struct DeviceCall<K: Kernel> {
     pub(super) inputs: Vec<Input>,
     /// The inputs once they are there.
     pub(super) arrived: Vec<Option<SharedBuffer>>,
     pub(super) outputs: Vec<OwnedBuffer>,
-    /// For a device that runs on its own: what the outputs hold when the kernel begins, and inputs that were not filled
-    /// when they were taken.
+    /// For a device that runs on its own: what the outputs hold when the kernel begins, and inputs
+    /// that were not filled when they were taken.
     pub(super) fills: Vec<Fill>,
     pub(super) unfilled: Vec<Unfilled>,
     // Last, so that where it never runs its operation ends after its buffers are gone.
@@ -43,8 +44,8 @@ pub(super) struct Issued<K: Kernel> {
     pub(super) op: u64,
     pub(super) at: &'static Location<'static>,
     pub(super) promises: Promises,
-    /// For all outputs that do not take an input's memory over: set aside when the call was issued, or why
-    /// it could not be.
+    /// For all outputs that do not take an input's memory over: set aside when the call was issued,
+    /// or why it could not be.
     pub(super) memory: Fallible<Reservation>,
     pub(super) guard: OpGuard,
     /// Dropped by the last device of this process that ends the call.
@@ -78,14 +79,23 @@ pub(super) type Fallible<T> = std::result::Result<T, Arc<Failure>>;
 
 impl<K: Kernel> DeviceCall<K> {
     /// Makes it ready for a device's queue.
-    pub(super) fn issue(mut self: Box<Self>, issued: Issued<K>, inputs: impl Iterator<Item = Input>) -> Job {
+    pub(super) fn issue(
+        mut self: Box<Self>,
+        issued: Issued<K>,
+        inputs: impl Iterator<Item = Input>,
+    ) -> Job {
         self.inputs.extend(inputs);
         self.issued = Some(issued);
         self
     }
 
     /// Waits for the inputs, runs the kernel: then the outputs are filled.
-    fn compute(&mut self, call: &Call<'_, K>, context: &mut Context<'_>, memory: Memory) -> Fallible<()> {
+    fn compute(
+        &mut self,
+        call: &Call<'_, K>,
+        context: &mut Context<'_>,
+        memory: Memory,
+    ) -> Fallible<()> {
         let Self { inputs, arrived, outputs, .. } = self;
         let (runtime, seat) = (call.runtime(), call.seat);
         let since = runtime.trace.now();
@@ -96,7 +106,9 @@ impl<K: Kernel> DeviceCall<K> {
             match fill {
                 Fill::Anything => poison(&mut buffer),
                 Fill::Own => {}
-                Fill::From(input, index) => copy_in(&input, &seat.inputs[index].region, &mut buffer, info),
+                Fill::From(input, index) => {
+                    copy_in(&input, &seat.inputs[index].region, &mut buffer, info)
+                }
             }
             outputs.push(buffer);
         })?;
@@ -117,7 +129,9 @@ impl<K: Kernel> DeviceCall<K> {
         runtime.status.device_ends(seat.local_index, op);
         runtime.trace_end(seat.local_index, op);
         match result {
-            Ok(()) => self.outputs.drain(..).for_each(|buffer| promises.keep_next(Ok(buffer.freeze()))),
+            Ok(()) => {
+                self.outputs.drain(..).for_each(|buffer| promises.keep_next(Ok(buffer.freeze())))
+            }
             Err(failure) => {
                 // Whoever waits for memory looks when operations end.
                 self.clear();
@@ -224,8 +238,10 @@ impl<'a, K: Kernel> Call<'a, K> {
     /// Memory of the host that devices copy from.
     pub(super) fn staging(&self, bytes: usize) -> Fallible<OwnedBuffer> {
         self.runtime().staging.allocate(bytes).map_err(|error| {
-            let message =
-                format!("operation {} ({}): out of memory on {error}", self.op, self.bound.plan.what);
+            let message = format!(
+                "operation {} ({}): out of memory on {error}",
+                self.op, self.bound.plan.what
+            );
             Arc::new(Failure::new(FailureKind::Memory, self.runtime().me, self.op, message))
         })
     }
@@ -234,13 +250,14 @@ impl<'a, K: Kernel> Call<'a, K> {
     pub(super) fn failure(&self, why: &dyn fmt::Display) -> Arc<Failure> {
         let Self { bound, seat, op, at } = self;
         let (kernel, device) = (bound.kernel.name(), seat.place.device);
-        let message = format!("kernel {kernel} of operation {op} at {at} failed on device {device}: {why}");
+        let message =
+            format!("kernel {kernel} of operation {op} at {at} failed on device {device}: {why}");
         Arc::new(Failure::new(FailureKind::Kernel, self.runtime().me, *op, message))
     }
 }
 
-/// Ends: every input is made by an operation with a lower number. Returns the one that was waited for last, if
-/// any was: of those that come after it all were there by then.
+/// Ends: every input is made by an operation with a lower number. Returns the one that was waited
+/// for last, if any was: of those that come after it all were there by then.
 fn wait_for_inputs(
     inputs: &mut Vec<Input>,
     arrived: &mut Vec<Option<SharedBuffer>>,
@@ -258,7 +275,8 @@ fn wait_for_inputs(
                 slot.wait(waits)?
             }
             Input::Donated(placed) => {
-                let slot = placed.slot(device).expect("the plan has checked that the device has its part");
+                let slot =
+                    placed.slot(device).expect("the plan has checked that the device has its part");
                 if !slot.has_ended() {
                     last = Some(placed.origin.op);
                 }
@@ -270,8 +288,8 @@ fn wait_for_inputs(
     Ok(last)
 }
 
-/// Memory for the outputs, one after the other, with what each is to hold when the kernel begins: those that are
-/// inputs updated in place hold the inputs' values.
+/// Memory for the outputs, one after the other, with what each is to hold when the kernel begins:
+/// those that are inputs updated in place hold the inputs' values.
 pub(super) fn prepare_outputs<K: Kernel>(
     call: &Call<'_, K>,
     inputs: &mut [Option<SharedBuffer>],
@@ -282,8 +300,11 @@ pub(super) fn prepare_outputs<K: Kernel>(
     let (plan, runtime) = (&call.bound.plan, call.runtime());
     let pool = &runtime.devices[seat.local_index].pool;
     let failed = |error: mpmd_transport::memory::OutOfMemory| {
-        let message =
-            format!("operation {op} ({}): out of memory on {error}{}", plan.what, runtime.on_loan());
+        let message = format!(
+            "operation {op} ({}): out of memory on {error}{}",
+            plan.what,
+            runtime.on_loan()
+        );
         Arc::new(Failure::new(FailureKind::Memory, runtime.me, op, message))
     };
     // One, as most kernels have, takes no list.
@@ -299,15 +320,20 @@ pub(super) fn prepare_outputs<K: Kernel>(
     };
     for (output, info) in plan.outputs.iter().zip(&seat.outputs) {
         let takes_over = plan.takes_over(output);
-        let (buffer, fill) = match output.alias.and_then(|index| Some((index, inputs[index].take()?))) {
+        let (buffer, fill) = match output
+            .alias
+            .and_then(|index| Some((index, inputs[index].take()?)))
+        {
             // Host values are seen whole by every device, and an output may be a part of them.
             Some((index, input)) if takes_over && seat.inputs[index].region == info.region => {
-                let (buffer, rest) = runtime.take_over(input, pool, op, &*plan.what).map_err(failed)?;
+                let (buffer, rest) =
+                    runtime.take_over(input, pool, op, &*plan.what).map_err(failed)?;
                 (buffer, rest.map_or(Fill::Own, |input| Fill::From(input, index)))
             }
             input => {
                 let bytes = info.bytes();
-                let buffer = if takes_over { pool.allocate(bytes).map_err(failed) } else { fresh(bytes) };
+                let buffer =
+                    if takes_over { pool.allocate(bytes).map_err(failed) } else { fresh(bytes) };
                 (buffer?, input.map_or(Fill::Anything, |(index, input)| Fill::From(input, index)))
             }
         };
@@ -320,8 +346,8 @@ pub(super) fn copy_in(from: &[u8], region: &Region, to: &mut [u8], info: &ShardI
     copy_region(from, region, to, &info.region, &info.region, info.global.dtype().size());
 }
 
-/// What outputs are filled with in debug builds, so that one that the kernel does not fill shows: all ones is a NaN in
-/// every float.
+/// What outputs are filled with in debug builds, so that one that the kernel does not fill shows:
+/// all ones is a NaN in every float.
 pub(super) const POISON: Option<u8> = if cfg!(debug_assertions) { Some(0xff) } else { None };
 
 fn poison(buffer: &mut OwnedBuffer) {
@@ -338,13 +364,16 @@ fn run_kernel<K: Kernel>(
     inputs: &[Option<SharedBuffer>],
     outputs: &mut [OwnedBuffer],
 ) -> Result<()> {
-    let views = plan.inputs.iter().zip(inputs).zip(&seat.inputs).map(|((input, bytes), info)| match bytes {
-        Some(bytes) if !input.in_place => match bytes.device() {
-            Some(place) => View::on_device(place, info),
-            None => View::new(bytes, info),
-        },
-        _ => View::in_place(info),
-    });
+    let views =
+        plan.inputs.iter().zip(inputs).zip(&seat.inputs).map(
+            |((input, bytes), info)| match bytes {
+                Some(bytes) if !input.in_place => match bytes.device() {
+                    Some(place) => View::on_device(place, info),
+                    None => View::new(bytes, info),
+                },
+                _ => View::in_place(info),
+            },
+        );
     let x = <Views<'_, K::In> as Tree>::from_leaves(&plan.input_structure, views)?;
     let views = outputs.iter_mut().zip(&seat.outputs).map(|(bytes, info)| match bytes.device() {
         Some(place) => ViewMut::on_device(place, info),
@@ -354,9 +383,9 @@ fn run_kernel<K: Kernel>(
     kernel.run(context, x, y)
 }
 
-/// Runs a kernel on host values, without a job: on one device that sees everything. For tests and for
-/// debugging; collectives go among the one device, so a `permute` by a pair of two devices, or a `broadcast`
-/// from another than the first, is refused.
+/// Runs a kernel on host values, without a job: on one device that sees everything. For tests and
+/// for debugging; collectives go among the one device, so a `permute` by a pair of two devices, or
+/// a `broadcast` from another than the first, is refused.
 ///
 /// # Errors
 ///
@@ -380,10 +409,9 @@ pub fn run_here<K: Kernel>(
     let bound = program.jit(kernel).on(&mesh).outputs(mesh.replicated()).build()?;
     let arrays = leaves.into_iter().map(|leaf| MpmdArray::from_host(leaf.clone()));
     let y = bound.call(&mut program, K::In::from_leaves(&structure, arrays)?)?;
-    let values = y
-        .leaves()
-        .into_iter()
-        .map(|array| array.to_host().map(|values| values.unwrap_or_else(|| HostArray::scalar(0u8))));
+    let values = y.leaves().into_iter().map(|array| {
+        array.to_host().map(|values| values.unwrap_or_else(|| HostArray::scalar(0u8)))
+    });
     let values = values.collect::<Result<Vec<_>>>()?;
     let result = <<K::Out as Tree>::With<HostArray> as Tree>::from_leaves(&y.structure(), values)?;
     program.finish()?;

@@ -1,8 +1,8 @@
 //! `jit`: a kernel bound to a mesh, callable like a function of arrays.
 //!
-//! A call checks its inputs, takes one operation number, queues the kernel on the devices of the mesh
-//! that this process owns, and returns handles. What the checks work out is kept for the next call with
-//! the same shapes and shardings.
+//! A call checks its inputs, takes one operation number, queues the kernel on the devices of the
+//! mesh that this process owns, and returns handles. What the checks work out is kept for the next
+//! call with the same shapes and shardings.
 
 mod call;
 mod on_cuda;
@@ -81,45 +81,46 @@ impl<K: Kernel> JitBuilder<K> {
         self
     }
 
-    /// How the inputs must be sharded: one sharding for all, or a tree prefix. Without it any sharding
-    /// that gives each device of the mesh a part is taken.
+    /// How the inputs must be sharded: one sharding for all, or a tree prefix. Without it any
+    /// sharding that gives each device of the mesh a part is taken.
     pub fn inputs(mut self, shardings: impl Into<PrefixTree<Sharding>>) -> Self {
         self.inputs = Some(shardings.into());
         self
     }
 
-    /// How the outputs are sharded: one sharding for all, or a tree prefix. Required. With unreduced axes
-    /// the kernel says that what it writes are partial sums over them.
+    /// How the outputs are sharded: one sharding for all, or a tree prefix. Required. With
+    /// unreduced axes the kernel says that what it writes are partial sums over them.
     pub fn outputs(mut self, shardings: impl Into<PrefixTree<Sharding>>) -> Self {
         self.outputs = Some(shardings.into());
         self
     }
 
-    /// Gives up the input at this path, or all below it, with each call: it ends for every clone, and
-    /// the output that the kernel's signature aliases to it takes its memory over.
+    /// Gives up the input at this path, or all below it, with each call: it ends for every clone,
+    /// and the output that the kernel's signature aliases to it takes its memory over.
     pub fn donate(mut self, path: impl Into<String>) -> Self {
         self.donate.push(path.into());
         self
     }
 
-    /// The bound kernel. What it launches on CUDA devices of this process is compiled from now on, beside whatever the
-    /// program does next; its first call waits for that.
+    /// The bound kernel. What it launches on CUDA devices of this process is compiled from now on,
+    /// beside whatever the program does next; its first call waits for that.
     ///
     /// # Errors
     ///
-    /// Where mesh or output shardings are missing, or an output sharding is not on the mesh's devices or
-    /// is in host memory.
+    /// Where mesh or output shardings are missing, or an output sharding is not on the mesh's
+    /// devices or is in host memory.
     #[track_caller]
     pub fn build(self) -> Result<Jit<K>> {
         let at = Location::caller();
         let call = format!("jit {}", self.kernel.name());
-        let mesh = self
-            .mesh
-            .ok_or_else(|| IssueProblem::Mesh("missing mesh: call `.on(&mesh)`".into()).at(at, &call))?;
+        let mesh = self.mesh.ok_or_else(|| {
+            IssueProblem::Mesh("missing mesh: call `.on(&mesh)`".into()).at(at, &call)
+        })?;
         let outputs = self.outputs.ok_or_else(|| IssueProblem::MissingOutputs.at(at, &call))?;
         plan::check_outputs(&outputs, &mesh).map_err(|problem| problem.at(at, &call))?;
         let runtime = self.program.upgrade();
-        let warm = runtime.map(|runtime| Warm::start(&self.kernel, &mesh, &runtime)).unwrap_or_default();
+        let warm =
+            runtime.map(|runtime| Warm::start(&self.kernel, &mesh, &runtime)).unwrap_or_default();
         Ok(Jit {
             warm: Arc::new(warm),
             kernel: Arc::new(self.kernel),
@@ -148,15 +149,17 @@ pub struct Jit<K: Kernel> {
 
 impl<K: Kernel> Jit<K> {
     /// Calls the kernel: on the devices of its mesh that this process owns, when their inputs are
-    /// there. Returns at once; the outputs are remote handles where this process owns none of the mesh.
+    /// there. Returns at once; the outputs are remote handles where this process owns none of the
+    /// mesh.
     ///
     /// Uncommitted inputs are seen whole by every device.
     ///
     /// # Errors
     ///
-    /// Where an input is on other devices, sharded otherwise than declared or donated, where it is in host
-    /// memory or of partial sums and not declared so, where the kernel refuses the shapes, and where its signature does not fit the shardings: the same on every
-    /// process. A kernel that fails when it runs fails its outputs instead.
+    /// Where an input is on other devices, sharded otherwise than declared or donated, where it is
+    /// in host memory or of partial sums and not declared so, where the kernel refuses the shapes,
+    /// and where its signature does not fit the shardings: the same on every process. A kernel that
+    /// fails when it runs fails its outputs instead.
     #[track_caller]
     pub fn call(&self, program: &mut Program, x: K::In) -> Result<K::Out> {
         let at = program.caller(Location::caller());
@@ -168,7 +171,12 @@ impl<K: Kernel> Jit<K> {
         &self.mesh
     }
 
-    fn call_at(&self, program: &mut Program, x: &K::In, at: &'static Location<'static>) -> Result<K::Out> {
+    fn call_at(
+        &self,
+        program: &mut Program,
+        x: &K::In,
+        at: &'static Location<'static>,
+    ) -> Result<K::Out> {
         let wrong = |problem: IssueProblem| problem.at(at, format!("jit {}", self.kernel.name()));
         let Lists { leaves, mut path, mut prepared } = std::mem::take(&mut self.kept.lock().lists);
         let mut leaves: Vec<&MpmdArray> = leaves;
@@ -197,16 +205,18 @@ impl<K: Kernel> Jit<K> {
             plan.check_given_up(program, &leaves).map_err(wrong)?;
         }
         let words =
-            std::iter::once(plan.fingerprint).chain(leaves.iter().flat_map(|leaf| match &leaf.repr {
-                Repr::Placed(placed) => [placed.origin.op, u64::from(placed.origin.leaf)],
-                Repr::Host(_) => [0, u64::MAX],
-            }));
+            std::iter::once(plan.fingerprint).chain(leaves.iter().flat_map(
+                |leaf| match &leaf.repr {
+                    Repr::Placed(placed) => [placed.origin.op, u64::from(placed.origin.leaf)],
+                    Repr::Host(_) => [0, u64::MAX],
+                },
+            ));
         let values = program.hash_values(leaves.iter().copied());
         let op = program.issue_with_values(words, values, plan.what.clone(), at);
         let (label, planning) = (program.label(), program.is_planning());
         if let Some(recording) = &mut program.recording {
-            let here =
-                (!plan.seats.is_empty() || planning).then(|| Here::new(plan.what.clone(), bound.clone()));
+            let here = (!plan.seats.is_empty() || planning)
+                .then(|| Here::new(plan.what.clone(), bound.clone()));
             recording.note(op, (label, at), &leaves, |i| plan.inputs[i].donated, here);
         }
         plan.record(program, &leaves, at);
@@ -229,12 +239,17 @@ impl<K: Kernel> Jit<K> {
 
     fn known_plan(&self, x: &K::In, leaves: &[&MpmdArray]) -> Option<Arc<Bound<K>>> {
         // Two trees may have the same leaves in other places.
-        let fits =
-            |bound: &&Arc<Bound<K>>| bound.plan.fits(leaves) && x.has_structure(&bound.plan.input_structure);
+        let fits = |bound: &&Arc<Bound<K>>| {
+            bound.plan.fits(leaves) && x.has_structure(&bound.plan.input_structure)
+        };
         self.kept.lock().plans.iter().find(fits).cloned()
     }
 
-    fn new_plan(&self, program: &Program, x: &K::In) -> std::result::Result<Arc<Bound<K>>, IssueProblem> {
+    fn new_plan(
+        &self,
+        program: &Program,
+        x: &K::In,
+    ) -> std::result::Result<Arc<Bound<K>>, IssueProblem> {
         let plan = CallPlan::new(self, &program.runtime, x)?;
         let bound = Arc::new(Bound::new(self.kernel.clone(), plan, self.warm.clone()));
         let plans = &mut self.kept.lock().plans;
@@ -259,8 +274,8 @@ fn prepare<K: Kernel>(
     let runtime = &program.runtime;
     let mut guard = Some(runtime.in_flight.begin(op, program.hash_at_last(), plan.bytes));
     runtime.trace.issued(op, program.label(), at, None, || plan.what.clone());
-    let leftovers =
-        (!plan.mesh.collectives.is_empty()).then(|| Arc::new(Leftovers { runtime: runtime.clone(), op }));
+    let leftovers = (!plan.mesh.collectives.is_empty())
+        .then(|| Arc::new(Leftovers { runtime: runtime.clone(), op }));
     for (seat_index, seat) in plan.seats.iter().enumerate() {
         let inputs = leaves.iter().zip(&plan.inputs).map(|(leaf, input)| match &leaf.repr {
             Repr::Host(host) => Input::Host(host.bytes().clone()),
@@ -271,8 +286,13 @@ fn prepare<K: Kernel>(
                 None => Input::Slot(Slot::filled(Vec::new().into()).issue_use(), 0),
             },
         });
-        let memory =
-            runtime.reserve_all(seat.local_index, MemoryKind::Device, plan.fresh(seat), op, &*plan.what);
+        let memory = runtime.reserve_all(
+            seat.local_index,
+            MemoryKind::Device,
+            plan.fresh(seat),
+            op,
+            &*plan.what,
+        );
         let (promises, slots) = Slot::several(plan.outputs.len());
         prepared.slots.push((seat.place.device, slots));
         let last = seat_index + 1 == plan.seats.len();
@@ -308,7 +328,10 @@ fn assemble<T: Tree<Leaf = MpmdArray>>(
 fn emptied(mut leaves: Vec<&MpmdArray>) -> Vec<&'static MpmdArray> {
     leaves.clear();
     // Collected in place: the room stays.
-    leaves.into_iter().map(|_| -> &'static MpmdArray { unreachable!("the list is empty") }).collect()
+    leaves
+        .into_iter()
+        .map(|_| -> &'static MpmdArray { unreachable!("the list is empty") })
+        .collect()
 }
 
 impl<K: Kernel> Again for Bound<K> {

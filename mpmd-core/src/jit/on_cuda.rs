@@ -1,8 +1,9 @@
-//! A kernel's call on a CUDA device: issued by the device's thread, which waits for nothing that the device does.
+//! A kernel's call on a CUDA device: issued by the device's thread, which waits for nothing that
+//! the device does.
 //!
-//! Inputs are taken as soon as there is work that fills them: the call's own work comes after it on the device. The outputs
-//! are there for others in the same way before they are filled, and end when the device has come past the call, on the
-//! thread of its compute line.
+//! Inputs are taken as soon as there is work that fills them: the call's own work comes after it on
+//! the device. The outputs are there for others in the same way before they are filled, and end
+//! when the device has come past the call, on the thread of its compute line.
 
 use std::sync::Arc;
 
@@ -17,8 +18,9 @@ use crate::runtime::{Exchange, Slot, Waits};
 use crate::topology::DeviceId;
 
 impl<K: Kernel> DeviceCall<K> {
-    /// Issues the call, and ends the outputs when its work is over. Waits until the inputs are issued, and for those that
-    /// are on the host until they are filled; for memory only as calls on the host do.
+    /// Issues the call, and ends the outputs when its work is over. Waits until the inputs are
+    /// issued, and for those that are on the host until they are filled; for memory only as calls
+    /// on the host do.
     pub(super) fn run_on_cuda(mut self: Box<Self>, gpu: &Arc<Gpu>, issued: Issued<K>) {
         let Issued { bound, seat, op, at, promises, memory, guard, leftovers } = issued;
         let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at };
@@ -112,16 +114,19 @@ impl<K: Kernel> DeviceCall<K> {
                     let slot = placed
                         .slot(call.seat.place.device)
                         .expect("the plan has checked that the device has its part");
-                    let (ended, alone, op) = (slot.has_ended(), slot.ends_with_its_work(), placed.origin.op);
+                    let (ended, alone, op) =
+                        (slot.has_ended(), slot.ends_with_its_work(), placed.origin.op);
                     on_device_or_filled(waits.wait_issued(slot)?, slot, waits)?;
-                    let buffer = slot.take_issued(placed.donated_failure()).expect("it is issued")?;
+                    let buffer =
+                        slot.take_issued(placed.donated_failure()).expect("it is issued")?;
                     (buffer, (!ended).then_some((op, alone, Unfilled::Donated(placed))))
                 }
             };
             if let Some((op, alone, by)) = unfilled_by {
                 last = Some(op);
-                // What is before this on the same line is told of its end before this is, and a device that fails does nothing
-                // more: only what was given things that may yet fail can end otherwise than its work.
+                // What is before this on the same line is told of its end before this is, and a
+                // device that fails does nothing more: only what was given things that may yet fail
+                // can end otherwise than its work.
                 if !(alone && gpu.compute().has_issued_all(buffer.ready())) {
                     unfilled.push(by);
                 }
@@ -190,8 +195,8 @@ fn on_device_or_filled(buffer: SharedBuffer, slot: &Slot, waits: &Waits) -> Fall
     }
 }
 
-/// Has what is issued in this turn come after the work that makes the inputs, and after all work on memory that is
-/// written.
+/// Has what is issued in this turn come after the work that makes the inputs, and after all work on
+/// memory that is written.
 fn come_after(
     turn: &Turn<'_>,
     inputs: &[Option<SharedBuffer>],
@@ -236,7 +241,8 @@ fn fill<K: Kernel>(
     Ok(())
 }
 
-/// Ends a call whose work is over: with the failure of what fills its inputs, where that is told later.
+/// Ends a call whose work is over: with the failure of what fills its inputs, where that is told
+/// later.
 fn settle<F: FnOnce(Fallible<()>) + Send + 'static>(
     mut unfilled: Vec<Unfilled>,
     device: DeviceId,

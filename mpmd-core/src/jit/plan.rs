@@ -27,14 +27,18 @@ const MOST_SPARE: usize = 1024;
 
 type Problem<T> = Result<T, IssueProblem>;
 
-/// A kernel with the plan of its calls. One object, so that a call that is queued holds one pointer.
+/// A kernel with the plan of its calls. One object, so that a call that is queued holds one
+/// pointer.
 pub(super) struct Bound<K: Kernel> {
     pub(super) kernel: Arc<K>,
     pub(super) plan: CallPlan,
     /// What it needs on CUDA devices, which its calls wait for.
     pub(super) warm: Arc<Warm>,
     /// Calls that have ended, to be used again.
-    #[expect(clippy::vec_box, reason = "the boxes are what is used again: a queue takes them as they are")]
+    #[expect(
+        clippy::vec_box,
+        reason = "the boxes are what is used again: a queue takes them as they are"
+    )]
     spare: Mutex<Vec<Box<DeviceCall<K>>>>,
 }
 
@@ -92,7 +96,8 @@ pub(super) struct OutputPlan {
 
 /// A device of this process that runs the kernel.
 pub(super) struct Seat {
-    /// Describes the call: the device's own, so that its thread and the program's do not count on one word.
+    /// Describes the call: the device's own, so that its thread and the program's do not count on
+    /// one word.
     pub(super) what: Arc<dyn fmt::Display + Send + Sync>,
     pub(super) local_index: usize,
     pub(super) place: Place,
@@ -123,11 +128,9 @@ impl CallPlan {
     /// Whether this is the plan for these inputs.
     pub(super) fn fits(&self, leaves: &[&MpmdArray]) -> bool {
         self.inputs.len() == leaves.len()
-            && self
-                .inputs
-                .iter()
-                .zip(leaves)
-                .all(|(input, leaf)| input.sharding.as_ref() == leaf.sharding() && input.aval == *leaf.aval())
+            && self.inputs.iter().zip(leaves).all(|(input, leaf)| {
+                input.sharding.as_ref() == leaf.sharding() && input.aval == *leaf.aval()
+            })
     }
 
     /// Whether an output gets the memory of the input that it is.
@@ -148,7 +151,8 @@ impl CallPlan {
     /// An array that is donated must not be another input of the same call.
     pub(super) fn check_donations(&self, leaves: &[&MpmdArray]) -> Problem<()> {
         for (i, _) in self.inputs.iter().enumerate().filter(|(_, input)| input.donated) {
-            if let Some(j) = leaves.iter().enumerate().position(|(j, leaf)| j != i && leaf.is_same(leaves[i]))
+            if let Some(j) =
+                leaves.iter().enumerate().position(|(j, leaf)| j != i && leaf.is_same(leaves[i]))
             {
                 return Err(IssueProblem::Signature(format!(
                     "{:?} is donated, and is the same array as {:?}",
@@ -161,7 +165,8 @@ impl CallPlan {
 
     /// What a step that is recorded gives up must be its own.
     pub(super) fn check_given_up(&self, program: &Program, leaves: &[&MpmdArray]) -> Problem<()> {
-        let donated = self.inputs.iter().zip(&self.paths).zip(leaves).filter(|((input, _), _)| input.donated);
+        let donated =
+            self.inputs.iter().zip(&self.paths).zip(leaves).filter(|((input, _), _)| input.donated);
         let donated: Vec<(String, &MpmdArray)> =
             donated.map(|((_, path), leaf)| (path.clone(), *leaf)).collect();
         program.check_given_up(&donated)
@@ -200,7 +205,8 @@ impl CallPlan {
 
     pub(super) fn new<K: Kernel>(jit: &Jit<K>, runtime: &Arc<Runtime>, x: &K::In) -> Problem<Self> {
         let input_structure = x.structure();
-        let (paths, leaves): (Vec<String>, Vec<&MpmdArray>) = x.leaves_with_paths().into_iter().unzip();
+        let (paths, leaves): (Vec<String>, Vec<&MpmdArray>) =
+            x.leaves_with_paths().into_iter().unzip();
         jit.mesh
             .replicated()
             .check_devices(&runtime.topology)
@@ -208,7 +214,8 @@ impl CallPlan {
         check_inputs(&jit.mesh, jit.inputs.as_ref(), &input_structure, &paths, &leaves)?;
 
         let shapes: Shapes<K::In> = x.map_ref(&mut |leaf| leaf.aval().clone());
-        let signature = jit.kernel.infer(&shapes).map_err(|error| IssueProblem::Infer(Box::new(error)))?;
+        let signature =
+            jit.kernel.infer(&shapes).map_err(|error| IssueProblem::Infer(Box::new(error)))?;
         let output_structure = signature.outputs.structure();
         let output_paths: Vec<String> =
             signature.outputs.leaves_with_paths().into_iter().map(|(path, _)| path).collect();
@@ -226,7 +233,9 @@ impl CallPlan {
             inputs: names.collect(),
         });
         let mut outputs = Vec::new();
-        for ((path, aval), sharding) in output_paths.iter().zip(signature.outputs.leaves()).zip(shardings) {
+        for ((path, aval), sharding) in
+            output_paths.iter().zip(signature.outputs.leaves()).zip(shardings)
+        {
             let layout = sharding
                 .layout(aval.shape())
                 .map_err(|why| IssueProblem::Sharding { path: format!("output {path}"), why })?;
@@ -249,14 +258,18 @@ impl CallPlan {
         if let Some(unknown) =
             jit.donate.iter().find(|prefix| !paths.iter().any(|path| is_below(path, prefix)))
         {
-            return Err(IssueProblem::Signature(format!("donate({unknown:?}) names none of the inputs")));
+            return Err(IssueProblem::Signature(format!(
+                "donate({unknown:?}) names none of the inputs"
+            )));
         }
         for (input, output) in &signature.aliases {
             let i = find(&paths, input, "input")?;
             let o = find(&output_paths, output, "output")?;
             check_alias(&inputs[i], leaves[i], &outputs[o], input, output)?;
             if inputs[i].in_place || outputs[o].alias.is_some() {
-                return Err(IssueProblem::Signature(format!("{input:?} or {output:?} is aliased twice")));
+                return Err(IssueProblem::Signature(format!(
+                    "{input:?} or {output:?} is aliased twice"
+                )));
             }
             inputs[i].in_place = true;
             outputs[o].alias = Some(i);
@@ -275,7 +288,8 @@ impl CallPlan {
 
         if !signature.collectives.is_empty() && jit.mesh.devices().len() > MOST_DEVICES {
             return Err(IssueProblem::Signature(format!(
-                "the signature declares collectives on a mesh of {} devices; there can be {MOST_DEVICES}",
+                "the signature declares collectives on a mesh of {} devices; there can be \
+                 {MOST_DEVICES}",
                 jit.mesh.devices().len()
             )));
         }
@@ -290,7 +304,8 @@ impl CallPlan {
                 seat((local_index, device), &what, &mesh, &leaves, &outputs, &runtime.topology)
             })
             .collect::<Problem<Vec<_>>>()?;
-        let bytes = seats.iter().flat_map(|seat| &seat.outputs).map(|info| info.bytes() as u64).sum();
+        let bytes =
+            seats.iter().flat_map(|seat| &seat.outputs).map(|info| info.bytes() as u64).sum();
         let fingerprint = fingerprint(&*jit.kernel, &mesh, &inputs, &outputs);
         Ok(Self {
             runtime: runtime.clone(),
@@ -312,11 +327,14 @@ impl CallPlan {
 /// Whether every sharding of the prefix is on exactly the mesh's devices, in their own memory.
 pub(super) fn check_outputs(prefix: &PrefixTree<Sharding>, mesh: &Mesh) -> Problem<()> {
     match prefix {
-        PrefixTree::Node(branches) => branches.iter().try_for_each(|(_, branch)| check_outputs(branch, mesh)),
+        PrefixTree::Node(branches) => {
+            branches.iter().try_for_each(|(_, branch)| check_outputs(branch, mesh))
+        }
         PrefixTree::Leaf(sharding) => {
             if sharding.memory_kind() == MemoryKind::Host {
                 return Err(IssueProblem::Mesh(format!(
-                    "output sharding {sharding}: a kernel writes the memory of its devices; move its outputs \
+                    "output sharding {sharding}: a kernel writes the memory of its devices; move \
+                     its outputs \
                      to host memory with device_put"
                 )));
             }
@@ -339,12 +357,15 @@ fn check_inputs(
     paths: &[String],
     leaves: &[&MpmdArray],
 ) -> Problem<()> {
-    let declared =
-        declared.map(|prefix| prefix.broadcast(structure)).transpose().map_err(IssueProblem::Tree)?;
+    let declared = declared
+        .map(|prefix| prefix.broadcast(structure))
+        .transpose()
+        .map_err(IssueProblem::Tree)?;
     for (i, leaf) in leaves.iter().enumerate() {
         let Repr::Placed(placed) = &leaf.repr else { continue };
         let path = paths[i].clone();
-        let everywhere = mesh.devices().iter().all(|device| placed.made.layout.region_of(*device).is_some());
+        let everywhere =
+            mesh.devices().iter().all(|device| placed.made.layout.region_of(*device).is_some());
         if !everywhere {
             return Err(IssueProblem::InputMesh {
                 path,
@@ -409,9 +430,11 @@ fn check_alias(
     if input.aval == output.made.aval && layouts_agree {
         return Ok(());
     }
-    let sharding = input.sharding.as_ref().map_or_else(|| "uncommitted".to_owned(), ToString::to_string);
+    let sharding =
+        input.sharding.as_ref().map_or_else(|| "uncommitted".to_owned(), ToString::to_string);
     Err(IssueProblem::Signature(format!(
-        "output {output_path:?} ({} {}) cannot be input {input_path:?} ({} {sharding}) updated in place: shape, \
+        "output {output_path:?} ({} {}) cannot be input {input_path:?} ({} {sharding}) updated in \
+         place: shape, \
          dtype and sharding must be the same",
         output.made.aval, output.made.sharding, input.aval
     )))
@@ -444,7 +467,10 @@ fn seat(
         local_index,
         place: Place { device, position: mesh.mesh.position(device).unwrap_or_default(), groups },
         inputs: inputs.collect(),
-        outputs: outputs.iter().map(|output| part(&output.made.aval, Some(&output.made.layout))).collect(),
+        outputs: outputs
+            .iter()
+            .map(|output| part(&output.made.aval, Some(&output.made.layout)))
+            .collect(),
     })
 }
 
@@ -478,10 +504,17 @@ fn find(paths: &[String], path: &str, what: &str) -> Problem<usize> {
 
 /// Whether a leaf's path is `prefix` or below it.
 fn is_below(path: &str, prefix: &str) -> bool {
-    prefix.is_empty() || path == prefix || path.strip_prefix(prefix).is_some_and(|rest| rest.starts_with('/'))
+    prefix.is_empty()
+        || path == prefix
+        || path.strip_prefix(prefix).is_some_and(|rest| rest.starts_with('/'))
 }
 
-fn fingerprint<K: Kernel>(kernel: &K, mesh: &Seats, inputs: &[InputPlan], outputs: &[OutputPlan]) -> u64 {
+fn fingerprint<K: Kernel>(
+    kernel: &K,
+    mesh: &Seats,
+    inputs: &[InputPlan],
+    outputs: &[OutputPlan],
+) -> u64 {
     let text = |hash: Rolling, text: &str| hash.mix_bytes(text.as_bytes());
     let mut hash = text(Rolling::default(), kernel.name());
     hash = kernel.statics().into_iter().fold(hash, Rolling::mix).mix(mesh.mesh.fingerprint());
@@ -493,5 +526,8 @@ fn fingerprint<K: Kernel>(kernel: &K, mesh: &Seats, inputs: &[InputPlan], output
         hash = text(hash, &output.made.aval.to_string()).mix(output.made.sharding.fingerprint());
         hash = hash.mix(output.alias.map_or(0, |input| input as u64 + 1));
     }
-    mesh.collectives.iter().fold(hash, |hash, collective| text(hash, &collective.to_string())).word()
+    mesh.collectives
+        .iter()
+        .fold(hash, |hash, collective| text(hash, &collective.to_string()))
+        .word()
 }

@@ -9,7 +9,12 @@ use crate::program::Program;
 
 impl CallPlan {
     /// Writes a call down, where this process only plans.
-    pub(super) fn record(&self, program: &Program, leaves: &[&MpmdArray], at: &'static Location<'static>) {
+    pub(super) fn record(
+        &self,
+        program: &Program,
+        leaves: &[&MpmdArray],
+        at: &'static Location<'static>,
+    ) {
         let takes = leaves.iter().zip(&self.inputs).map(|(leaf, input)| (*leaf, input.donated));
         program.record_operation(at, takes, Some(&self.known_form), || self.form(program));
     }

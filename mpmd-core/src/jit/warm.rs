@@ -10,10 +10,14 @@ use crate::topology::Mesh;
 pub(super) struct Warm(Vec<(usize, WarmUp)>);
 
 impl Warm {
-    /// Starts to make it ready. The kernel is not asked where none of this process's CUDA devices is in the mesh.
+    /// Starts to make it ready. The kernel is not asked where none of this process's CUDA devices
+    /// is in the mesh.
     pub(super) fn start<K: Kernel>(kernel: &K, mesh: &Mesh, runtime: &Runtime) -> Self {
-        let ours =
-            runtime.devices.iter().enumerate().filter(|(_, device)| mesh.devices().contains(&device.id));
+        let ours = runtime
+            .devices
+            .iter()
+            .enumerate()
+            .filter(|(_, device)| mesh.devices().contains(&device.id));
         let mut sources = None;
         let mut warm = |(index, device): (usize, &crate::runtime::LocalDevice)| {
             let gpu = device.gpu.as_ref()?;

@@ -1,8 +1,8 @@
 //! Collectives: how devices of a mesh work on values together, in the middle of a kernel.
 //!
-//! In the costs below a device of a group of `n` gives or gets `b` bytes, of elements as the called length
-//! has them. Between processes, bytes that several devices of a process get cross to it once: `q` is the
-//! number of *other* processes in the group.
+//! In the costs below a device of a group of `n` gives or gets `b` bytes, of elements as the called
+//! length has them. Between processes, bytes that several devices of a process get cross to it
+//! once: `q` is the number of *other* processes in the group.
 //!
 //! | collective | rounds | bytes that a device sends to other processes, at most |
 //! |---|---|---|
@@ -14,12 +14,12 @@
 //! | `broadcast`, small or over two processes | 1 | `q b`, by the root alone |
 //! | `broadcast`, large | 2 | `(n - 1)/n b + q b/n` by the root, `q b/n` by each other |
 //!
-//! Values on CUDA devices may go by NCCL instead (`collectives_nccl.rs`); of such groups the table holds for values of the
-//! host's, behind a round of a few bytes.
+//! Values on CUDA devices may go by NCCL instead (`collectives_nccl.rs`); of such groups the table
+//! holds for values of the host's, behind a round of a few bytes.
 //!
-//! Every other reduction of an element is formed on one device or on all of them in the order of the devices
-//! along the axis, whatever the algorithm, the number of processes and the order of arrival: the results
-//! are the same bits.
+//! Every other reduction of an element is formed on one device or on all of them in the order of
+//! the devices along the axis, whatever the algorithm, the number of processes and the order of
+//! arrival: the results are the same bits.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -35,11 +35,13 @@ use crate::aval::{DType, Element};
 use crate::error::{Error, Result};
 use crate::runtime::{Flow, Group, Pattern, Round};
 
-/// Collectives declared with more bytes per device than this take two rounds where that saves bytes.
+/// Collectives declared with more bytes per device than this take two rounds where that saves
+/// bytes.
 ///
-/// A second round costs one more message's latency, tens of microseconds between processes of a host. In a
-/// group of four it saves half of the bytes, which take as long from about this size on at 1 to 2 GB/s.
-/// The declared size decides, not the called one: all devices know it before any of them runs.
+/// A second round costs one more message's latency, tens of microseconds between processes of a
+/// host. In a group of four it saves half of the bytes, which take as long from about this size on
+/// at 1 to 2 GB/s. The declared size decides, not the called one: all devices know it before any of
+/// them runs.
 pub const TWO_ROUNDS_FROM_BYTES: usize = 64 << 10;
 
 pub(super) type Fallible<T> = std::result::Result<T, Arc<Failure>>;
@@ -62,7 +64,9 @@ impl Collective {
             CollectiveKind::AllReduce(_) if large && n > 2 => {
                 vec![flow(Pattern::Everyone, false), flow(Pattern::Everyone, true)]
             }
-            CollectiveKind::AllReduce(_) | CollectiveKind::AllGather => vec![flow(Pattern::Everyone, true)],
+            CollectiveKind::AllReduce(_) | CollectiveKind::AllGather => {
+                vec![flow(Pattern::Everyone, true)]
+            }
             CollectiveKind::ReduceScatter(_) | CollectiveKind::AllToAll => {
                 vec![flow(Pattern::Everyone, false)]
             }
@@ -126,21 +130,22 @@ impl Call<'_> {
 }
 
 impl<'a> Context<'a> {
-    /// Reduces `values` over the devices along `axis`, as declared: each device gets the sums, or the
-    /// largest or smallest values, of all.
+    /// Reduces `values` over the devices along `axis`, as declared: each device gets the sums, or
+    /// the largest or smallest values, of all.
     ///
-    /// Small values go from each device to each other, and each reduces them all. Of large ones each device
-    /// reduces a segment and gives it to all others; the segments differ by an element at most in length.
-    /// Which of the two it is, is decided by the declared size ([`TWO_ROUNDS_FROM_BYTES`]); the bits are the
-    /// same. A group of one keeps its values.
+    /// Small values go from each device to each other, and each reduces them all. Of large ones
+    /// each device reduces a segment and gives it to all others; the segments differ by an element
+    /// at most in length. Which of the two it is, is decided by the declared size
+    /// ([`TWO_ROUNDS_FROM_BYTES`]); the bits are the same. A group of one keeps its values.
     ///
-    /// Blocks until every device of the group has called it, or one of them has failed. The reductions are
-    /// formed in the order of the devices, so that every device, and every run, gets the same bits.
+    /// Blocks until every device of the group has called it, or one of them has failed. The
+    /// reductions are formed in the order of the devices, so that every device, and every run, gets
+    /// the same bits.
     ///
     /// # Errors
     ///
-    /// Where the signature does not declare this call, in this place; where devices of the group call it
-    /// with different lengths; where one failed or its process is gone.
+    /// Where the signature does not declare this call, in this place; where devices of the group
+    /// call it with different lengths; where one failed or its process is gone.
     pub fn all_reduce<T: Reducible>(&mut self, axis: &str, values: &mut [T]) -> Result<()> {
         let call = self.begin_on_host::<T>("all_reduce", None, axis, values.len())?;
         let result = match call.rounds() {
@@ -151,7 +156,8 @@ impl<'a> Context<'a> {
         self.end(result)
     }
 
-    /// Gives `part` to all devices along `axis`: `out` gets the parts of all, in the order of the devices.
+    /// Gives `part` to all devices along `axis`: `out` gets the parts of all, in the order of the
+    /// devices.
     ///
     /// One round, each part from its device to each other.
     ///
@@ -173,19 +179,24 @@ impl<'a> Context<'a> {
         self.end(result)
     }
 
-    /// Reduces `values` over the devices along `axis`, as declared; `out` gets this device's share of the
-    /// reduction: of `n` devices, the device with index `i` gets the `i`-th `n`-th.
+    /// Reduces `values` over the devices along `axis`, as declared; `out` gets this device's share
+    /// of the reduction: of `n` devices, the device with index `i` gets the `i`-th `n`-th.
     ///
-    /// One round: each device gets its share of everybody's values, and reduces it in the order of the
-    /// devices.
+    /// One round: each device gets its share of everybody's values, and reduces it in the order of
+    /// the devices.
     ///
     /// Blocks until every device of the group has called it, or one of them has failed.
     ///
     /// # Errors
     ///
-    /// As [`all_reduce`](Self::all_reduce); where the values cannot be divided by the number of devices, or
-    /// `out` is not as long as a share.
-    pub fn reduce_scatter<T: Reducible>(&mut self, axis: &str, values: &[T], out: &mut [T]) -> Result<()> {
+    /// As [`all_reduce`](Self::all_reduce); where the values cannot be divided by the number of
+    /// devices, or `out` is not as long as a share.
+    pub fn reduce_scatter<T: Reducible>(
+        &mut self,
+        axis: &str,
+        values: &[T],
+        out: &mut [T],
+    ) -> Result<()> {
         let call = self.begin_on_host::<T>("reduce_scatter", None, axis, values.len())?;
         self.check_divides(&call)?;
         self.check_out(&call, out.len(), values.len() / call.devices())?;
@@ -193,13 +204,14 @@ impl<'a> Context<'a> {
             out.copy_from_slice(values);
             Ok(())
         } else {
-            self.scatter(&call, values).and_then(|(parts, mine)| self.reduce(&call, &parts, &mine, out))
+            self.scatter(&call, values)
+                .and_then(|(parts, mine)| self.reduce(&call, &parts, &mine, out))
         };
         self.end(result)
     }
 
-    /// Gives the `j`-th of `n` equal blocks of `values` to the device with index `j` along `axis`, of `n`;
-    /// `out` gets the blocks of all devices for this one, in their order.
+    /// Gives the `j`-th of `n` equal blocks of `values` to the device with index `j` along `axis`,
+    /// of `n`; `out` gets the blocks of all devices for this one, in their order.
     ///
     /// One round, each block from its device to the one that it is for.
     ///
@@ -207,9 +219,14 @@ impl<'a> Context<'a> {
     ///
     /// # Errors
     ///
-    /// As [`all_reduce`](Self::all_reduce); where the values cannot be divided by the number of devices, or
-    /// `out` is not as long as they are.
-    pub fn all_to_all<T: Element>(&mut self, axis: &str, values: &[T], out: &mut [T]) -> Result<()> {
+    /// As [`all_reduce`](Self::all_reduce); where the values cannot be divided by the number of
+    /// devices, or `out` is not as long as they are.
+    pub fn all_to_all<T: Element>(
+        &mut self,
+        axis: &str,
+        values: &[T],
+        out: &mut [T],
+    ) -> Result<()> {
         let call = self.begin_on_host::<T>("all_to_all", None, axis, values.len())?;
         self.check_divides(&call)?;
         self.check_out(&call, out.len(), values.len())?;
@@ -224,19 +241,19 @@ impl<'a> Context<'a> {
         self.end(result)
     }
 
-    /// Moves `values` between the devices along `axis` by the declared pairs `(from, to)`: `out` gets the
-    /// values of the device that gives to this one, or zeros where none does.
+    /// Moves `values` between the devices along `axis` by the declared pairs `(from, to)`: `out`
+    /// gets the values of the device that gives to this one, or zeros where none does.
     ///
     /// One round.
     ///
-    /// Blocks until the device that gives to this one has called it, or has failed; where a device gives to
-    /// none it does not wait.
+    /// Blocks until the device that gives to this one has called it, or has failed; where a device
+    /// gives to none it does not wait.
     ///
     /// # Errors
     ///
     /// Where the signature does not declare this call, in this place; where `out` is not as long as
-    /// `values`, or the device that gives to this one calls with another length; where that one failed or
-    /// its process is gone.
+    /// `values`, or the device that gives to this one calls with another length; where that one
+    /// failed or its process is gone.
     pub fn permute<T: Element>(&mut self, axis: &str, values: &[T], out: &mut [T]) -> Result<()> {
         let call = self.begin_on_host::<T>("permute", None, axis, values.len())?;
         self.check_out(&call, out.len(), values.len())?;
@@ -261,22 +278,27 @@ impl<'a> Context<'a> {
         self.end(result)
     }
 
-    /// Gives the values of the device with index `root` along `axis` to all others: each has them in
-    /// `values` then.
+    /// Gives the values of the device with index `root` along `axis` to all others: each has them
+    /// in `values` then.
     ///
-    /// Small values, and those that go to one other process only, go from the root to each other device in
-    /// one round. Large ones the root shares out, and the devices give their shares to each other: then the
-    /// root sends little more than the values once, however many processes there are. The declared size
-    /// decides ([`TWO_ROUNDS_FROM_BYTES`]).
+    /// Small values, and those that go to one other process only, go from the root to each other
+    /// device in one round. Large ones the root shares out, and the devices give their shares to
+    /// each other: then the root sends little more than the values once, however many processes
+    /// there are. The declared size decides ([`TWO_ROUNDS_FROM_BYTES`]).
     ///
-    /// Blocks until those devices have called it that give something to this one, or one of them has
-    /// failed; the root does not wait.
+    /// Blocks until those devices have called it that give something to this one, or one of them
+    /// has failed; the root does not wait.
     ///
     /// # Errors
     ///
-    /// Where the signature does not declare this call, in this place; where the devices that give to this
-    /// one call with another length, have failed, or their process is gone.
-    pub fn broadcast<T: Element>(&mut self, axis: &str, root: usize, values: &mut [T]) -> Result<()> {
+    /// Where the signature does not declare this call, in this place; where the devices that give
+    /// to this one call with another length, have failed, or their process is gone.
+    pub fn broadcast<T: Element>(
+        &mut self,
+        axis: &str,
+        root: usize,
+        values: &mut [T],
+    ) -> Result<()> {
         let call = self.begin_on_host::<T>("broadcast", Some(root), axis, values.len())?;
         let result = match call.rounds() {
             0 => Ok(()),
@@ -292,7 +314,11 @@ impl<'a> Context<'a> {
         self.reduce(call, &parts, &mine, values)
     }
 
-    fn reduce_by_segments<T: Reducible>(&mut self, call: &Call<'_>, values: &mut [T]) -> Fallible<()> {
+    fn reduce_by_segments<T: Reducible>(
+        &mut self,
+        call: &Call<'_>,
+        values: &mut [T],
+    ) -> Fallible<()> {
         let own = call.segment(call.rank());
         let (parts, mine) = self.scatter(call, values)?;
         self.reduce(call, &parts, &mine, &mut values[own.clone()])?;
@@ -336,7 +362,8 @@ impl<'a> Context<'a> {
         self.copy_out(call, &parts, values, |rank| call.segment(rank))
     }
 
-    /// Gives each device its segment of `values`; returns what the others gave this one, and its own.
+    /// Gives each device its segment of `values`; returns what the others gave this one, and its
+    /// own.
     fn scatter<T: Element>(
         &mut self,
         call: &Call<'_>,
@@ -417,12 +444,17 @@ impl<'a> Context<'a> {
                 self.op,
                 T::DTYPE
             );
-            Arc::new(Failure::new(FailureKind::Transport, self.exchange.runtime.me, self.op, message))
+            Arc::new(Failure::new(
+                FailureKind::Transport,
+                self.exchange.runtime.me,
+                self.op,
+                message,
+            ))
         })
     }
 
-    /// The next round: gives `give(rank)`, and gets `count(rank)` elements, from each device that the
-    /// round's flow says.
+    /// The next round: gives `give(rank)`, and gets `count(rank)` elements, from each device that
+    /// the round's flow says.
     pub(super) fn step<T: Element>(
         &mut self,
         call: &Call<'_>,
@@ -444,7 +476,8 @@ impl<'a> Context<'a> {
         Ok(parts)
     }
 
-    /// What goes wrong where the device at rank `from` gives another number of bytes than is `expected` of it.
+    /// What goes wrong where the device at rank `from` gives another number of bytes than is
+    /// `expected` of it.
     pub(super) fn lengths_differ(
         &self,
         call: &Call<'_>,
@@ -453,9 +486,16 @@ impl<'a> Context<'a> {
         found: usize,
     ) -> Arc<Failure> {
         let message = format!(
-            "collective {} of operation {}, declared as {}: device {} calls it with {} elements and expects \
-             {expected} bytes, another device of its group, {}, gives {found}: they call it with different lengths",
-            call.index, self.op, call.declared, self.place.device, call.elements, call.group.devices[from],
+            "collective {} of operation {}, declared as {}: device {} calls it with {} elements \
+             and expects \
+             {expected} bytes, another device of its group, {}, gives {found}: they call it with \
+             different lengths",
+            call.index,
+            self.op,
+            call.declared,
+            self.place.device,
+            call.elements,
+            call.group.devices[from],
         );
         Arc::new(Failure::new(FailureKind::Kernel, self.exchange.runtime.me, self.op, message))
     }
@@ -502,7 +542,8 @@ impl<'a> Context<'a> {
             return Ok(());
         }
         Err(Error::kernel(format!(
-            "the kernel calls {} with {} elements and an output of {found} where {expected} come out (collective \
+            "the kernel calls {} with {} elements and an output of {found} where {expected} come \
+             out (collective \
              {}, declared as {})",
             call.declared.kind.verb(),
             call.elements,
@@ -516,7 +557,8 @@ impl<'a> Context<'a> {
             return Ok(());
         }
         Err(Error::kernel(format!(
-            "the kernel calls {} with {} elements, which {} devices cannot share (collective {}, declared as {})",
+            "the kernel calls {} with {} elements, which {} devices cannot share (collective {}, \
+             declared as {})",
             call.declared.kind.verb(),
             call.elements,
             call.devices(),
@@ -540,7 +582,8 @@ impl<'a> Context<'a> {
     }
 }
 
-/// The `i`-th of `n` shares of `len` elements; the first ones have one more where it does not divide.
+/// The `i`-th of `n` shares of `len` elements; the first ones have one more where it does not
+/// divide.
 pub(super) fn share(len: usize, n: usize, i: usize) -> Range<usize> {
     let (each, more) = (len / n, len % n);
     let start = i * each + i.min(more);
@@ -569,7 +612,8 @@ mod tests {
     #[test]
     fn two_rounds_are_for_large_values_where_they_save_bytes() {
         let new = || Signature::new(());
-        let (small, large) = (f32s([TWO_ROUNDS_FROM_BYTES / 4]), f32s([TWO_ROUNDS_FROM_BYTES / 4 + 1]));
+        let (small, large) =
+            (f32s([TWO_ROUNDS_FROM_BYTES / 4]), f32s([TWO_ROUNDS_FROM_BYTES / 4 + 1]));
         assert_eq!(rounds(new().all_reduce("x", small.clone()), &[0, 1, 2]), 1);
         assert_eq!(rounds(new().all_reduce("x", large.clone()), &[0, 0, 0]), 2);
         assert_eq!(rounds(new().all_reduce("x", large.clone()), &[0, 1]), 1);
@@ -589,7 +633,10 @@ mod tests {
                 let shares: Vec<_> = (0..n).map(|i| share(len, n, i)).collect();
                 assert_eq!((shares[0].start, shares[n - 1].end), (0, len));
                 assert!(shares.windows(2).all(|pair| pair[0].end == pair[1].start), "{shares:?}");
-                assert!(shares.iter().all(|share| share.len().abs_diff(len / n) <= 1), "{shares:?}");
+                assert!(
+                    shares.iter().all(|share| share.len().abs_diff(len / n) <= 1),
+                    "{shares:?}"
+                );
             }
         }
     }
@@ -615,7 +662,10 @@ mod tests {
                 )
             };
             let signature = (0..TIMES).fold(Signature::new(x.clone()), one);
-            Ok(signature.all_reduce("x", f32s([1])).all_reduce("x", f32s([LARGE])).all_gather("x", f32s([1])))
+            Ok(signature
+                .all_reduce("x", f32s([1]))
+                .all_reduce("x", f32s([LARGE]))
+                .all_gather("x", f32s([1])))
         }
 
         fn run(&self, cx: &mut Context<'_>, _: View<'_>, mut y: ViewMut<'_>) -> Result<()> {

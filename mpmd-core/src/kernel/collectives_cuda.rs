@@ -1,8 +1,10 @@
-//! Collectives of values in the memory of CUDA devices, by way of the host's, or by NCCL (`collectives_nccl.rs`).
+//! Collectives of values in the memory of CUDA devices, by way of the host's, or by NCCL
+//! (`collectives_nccl.rs`).
 //!
-//! By way of the host they are those of [`Context`] for the host's values: declared, paired and reduced in the same way, to the same bits,
-//! also among devices of different kinds. Here alone a device's thread waits for its device: for the values to be on the
-//! host. What the kernel issues after that waits on the device for what the others gave.
+//! By way of the host they are those of [`Context`] for the host's values: declared, paired and
+//! reduced in the same way, to the same bits, also among devices of different kinds. Here alone a
+//! device's thread waits for its device: for the values to be on the host. What the kernel issues
+//! after that waits on the device for what the others gave.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
@@ -46,13 +48,18 @@ macro_rules! with_type {
 impl<'a> Context<'a> {
     /// As [`all_reduce`](Self::all_reduce), of values on the CUDA device that the kernel runs on.
     ///
-    /// Blocks until the device has done what the kernel issued so far, and as the other does; by NCCL
-    /// ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
+    /// Blocks until the device has done what the kernel issued so far, and as the other does; by
+    /// NCCL ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
     ///
     /// # Errors
     ///
-    /// As the other; where the kernel runs on no CUDA device, the values are only read, or work on the device has failed.
-    pub fn all_reduce_on_cuda<'x>(&mut self, axis: &str, values: impl Into<Part<'x>>) -> Result<()> {
+    /// As the other; where the kernel runs on no CUDA device, the values are only read, or work on
+    /// the device has failed.
+    pub fn all_reduce_on_cuda<'x>(
+        &mut self,
+        axis: &str,
+        values: impl Into<Part<'x>>,
+    ) -> Result<()> {
         let values = values.into();
         let dtype = values.dtype();
         if self.is_next_joined() {
@@ -65,12 +72,13 @@ impl<'a> Context<'a> {
 
     /// As [`all_gather`](Self::all_gather), of values on the CUDA device that the kernel runs on.
     ///
-    /// Blocks until the device has done what the kernel issued so far, and as the other does; by NCCL
-    /// ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
+    /// Blocks until the device has done what the kernel issued so far, and as the other does; by
+    /// NCCL ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
     ///
     /// # Errors
     ///
-    /// As the other; where the kernel runs on no CUDA device, `out` is only read, or work on the device has failed.
+    /// As the other; where the kernel runs on no CUDA device, `out` is only read, or work on the
+    /// device has failed.
     pub fn all_gather_on_cuda<'x, 'y>(
         &mut self,
         axis: &str,
@@ -82,37 +90,45 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// As [`reduce_scatter`](Self::reduce_scatter), of values on the CUDA device that the kernel runs on.
+    /// As [`reduce_scatter`](Self::reduce_scatter), of values on the CUDA device that the kernel
+    /// runs on.
     ///
-    /// Blocks until the device has done what the kernel issued so far, and as the other does; by NCCL
-    /// ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
+    /// Blocks until the device has done what the kernel issued so far, and as the other does; by
+    /// NCCL ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
     ///
     /// # Errors
     ///
-    /// As the other; where the kernel runs on no CUDA device, `out` is only read, or work on the device has failed.
+    /// As the other; where the kernel runs on no CUDA device, `out` is only read, or work on the
+    /// device has failed.
     pub fn reduce_scatter_on_cuda<'x, 'y>(
         &mut self,
         axis: &str,
         values: impl Into<Part<'x>>,
         out: impl Into<Part<'y>>,
     ) -> Result<()> {
-        self.between(("reduce_scatter", axis), &values.into(), &out.into(), |cx, dtype, values, out| {
-            with_type!(
-                dtype,
-                T => cx.reduce_scatter::<T>(axis, elements(values)?, elements_mut(out)?),
-                Err(no_reduction(dtype))
-            )
-        })
+        self.between(
+            ("reduce_scatter", axis),
+            &values.into(),
+            &out.into(),
+            |cx, dtype, values, out| {
+                with_type!(
+                    dtype,
+                    T => cx.reduce_scatter::<T>(axis, elements(values)?, elements_mut(out)?),
+                    Err(no_reduction(dtype))
+                )
+            },
+        )
     }
 
     /// As [`all_to_all`](Self::all_to_all), of values on the CUDA device that the kernel runs on.
     ///
-    /// Blocks until the device has done what the kernel issued so far, and as the other does; by NCCL
-    /// ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
+    /// Blocks until the device has done what the kernel issued so far, and as the other does; by
+    /// NCCL ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
     ///
     /// # Errors
     ///
-    /// As the other; where the kernel runs on no CUDA device, `out` is only read, or work on the device has failed.
+    /// As the other; where the kernel runs on no CUDA device, `out` is only read, or work on the
+    /// device has failed.
     pub fn all_to_all_on_cuda<'x, 'y>(
         &mut self,
         axis: &str,
@@ -126,12 +142,13 @@ impl<'a> Context<'a> {
 
     /// As [`permute`](Self::permute), of values on the CUDA device that the kernel runs on.
     ///
-    /// Blocks until the device has done what the kernel issued so far, and as the other does; by NCCL
-    /// ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
+    /// Blocks until the device has done what the kernel issued so far, and as the other does; by
+    /// NCCL ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
     ///
     /// # Errors
     ///
-    /// As the other; where the kernel runs on no CUDA device, `out` is only read, or work on the device has failed.
+    /// As the other; where the kernel runs on no CUDA device, `out` is only read, or work on the
+    /// device has failed.
     pub fn permute_on_cuda<'x, 'y>(
         &mut self,
         axis: &str,
@@ -145,12 +162,13 @@ impl<'a> Context<'a> {
 
     /// As [`broadcast`](Self::broadcast), of values on the CUDA device that the kernel runs on.
     ///
-    /// Blocks as the other does, on the root until the device has done what the kernel issued so far; by NCCL
-    /// ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
+    /// Blocks as the other does, on the root until the device has done what the kernel issued so
+    /// far; by NCCL ([`CudaCollectives::Nccl`]) only until all devices of the group have called it.
     ///
     /// # Errors
     ///
-    /// As the other; where the kernel runs on no CUDA device, the values are only read, or work on the device has failed.
+    /// As the other; where the kernel runs on no CUDA device, the values are only read, or work on
+    /// the device has failed.
     pub fn broadcast_on_cuda<'x>(
         &mut self,
         axis: &str,
@@ -169,7 +187,8 @@ impl<'a> Context<'a> {
         )
     }
 
-    /// A collective that changes values where they are; only where it `reads` them they are copied to the host first.
+    /// A collective that changes values where they are; only where it `reads` them they are copied
+    /// to the host first.
     fn in_place(
         &mut self,
         values: &Part<'_>,

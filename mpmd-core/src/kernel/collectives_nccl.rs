@@ -1,16 +1,19 @@
 //! Collectives of values in the memory of CUDA devices, by NCCL.
 //!
-//! A group that goes by NCCL is *joined*; whether it is follows from what all processes know. Its devices first agree, by a message of
-//! each to each other in the ordinary way: that all of them call the collective with values of their own, and with equally many, and
-//! by what the group's communicators are to be known where there are none yet. Only then is NCCL called, so nothing that a
-//! kernel does wrong on one device leaves another in NCCL. What is called so is issued like everything else: no thread waits
-//! for the device.
+//! A group that goes by NCCL is *joined*; whether it is follows from what all processes know. Its
+//! devices first agree, by a message of each to each other in the ordinary way: that all of them
+//! call the collective with values of their own, and with equally many, and by what the group's
+//! communicators are to be known where there are none yet. Only then is NCCL called, so nothing
+//! that a kernel does wrong on one device leaves another in NCCL. What is called so is issued like
+//! everything else: no thread waits for the device.
 //!
-//! Behind that the others count on a device. Whatever goes wrong there, also later on the device, fails the whole job: the others cannot
-//! hear of it in any other way, as they wait on their devices.
+//! Behind that the others count on a device. Whatever goes wrong there, also later on the device,
+//! fails the whole job: the others cannot hear of it in any other way, as they wait on their
+//! devices.
 //!
-//! Any two devices that share several groups meet in them in the same order, as a device's thread runs operations in the
-//! order of their numbers and collectives in the order of their declarations: so communicators cannot wait for each other in a circle.
+//! Any two devices that share several groups meet in them in the same order, as a device's thread
+//! runs operations in the order of their numbers and collectives in the order of their
+//! declarations: so communicators cannot wait for each other in a circle.
 
 use std::fmt;
 use std::sync::Arc;
@@ -36,8 +39,8 @@ pub(crate) fn nccl_has(dtype: DType) -> bool {
 }
 
 impl Collective {
-    /// Whether these devices carry it out by NCCL where its values are on them. A pure function: every device of the group
-    /// comes to the same. All reductions are NCCL's too.
+    /// Whether these devices carry it out by NCCL where its values are on them. A pure function:
+    /// every device of the group comes to the same. All reductions are NCCL's too.
     pub(crate) fn is_joined(&self, devices: &[DeviceId], topology: &Topology) -> bool {
         nccl_has(self.aval.dtype()) && topology.are_joined(devices)
     }
@@ -97,8 +100,8 @@ impl Joined {
         }
     }
 
-    /// How the call has ended of which the device has said `result`: it goes past the work of communicators that were given
-    /// up as if it were done. `failure` is the call's, in words.
+    /// How the call has ended of which the device has said `result`: it goes past the work of
+    /// communicators that were given up as if it were done. `failure` is the call's, in words.
     pub(crate) fn end(
         &self,
         runtime: &Arc<Runtime>,
@@ -130,7 +133,8 @@ impl<'a> Context<'a> {
         self.place.groups.get(self.called).is_some_and(|group| group.joined)
     }
 
-    /// The next collective, by NCCL, of values that are at `from` and come to `to`, which may be the same place.
+    /// The next collective, by NCCL, of values that are at `from` and come to `to`, which may be
+    /// the same place.
     pub(super) fn by_nccl(
         &mut self,
         (verb, root): (&'static str, Option<usize>),
@@ -143,7 +147,9 @@ impl<'a> Context<'a> {
             let [elements, room] = [cuda.count(from)?, cuda.count(to)?];
             let call = cx.begin(verb, root, axis, from.dtype(), elements)?;
             match call.declared.kind {
-                CollectiveKind::AllGather => cx.check_out(&call, room, elements * call.devices())?,
+                CollectiveKind::AllGather => {
+                    cx.check_out(&call, room, elements * call.devices())?
+                }
                 CollectiveKind::ReduceScatter(_) => {
                     cx.check_divides(&call)?;
                     cx.check_out(&call, room, elements / call.devices())?;
@@ -152,7 +158,9 @@ impl<'a> Context<'a> {
                     cx.check_divides(&call)?;
                     cx.check_out(&call, room, elements)?;
                 }
-                CollectiveKind::AllReduce(_) | CollectiveKind::Permute(_) | CollectiveKind::Broadcast(_) => {
+                CollectiveKind::AllReduce(_)
+                | CollectiveKind::Permute(_)
+                | CollectiveKind::Broadcast(_) => {
                     cx.check_out(&call, room, elements)?;
                 }
             }
@@ -179,13 +187,18 @@ impl<'a> Context<'a> {
     ) -> Fallible<()> {
         let runtime = self.exchange.runtime.clone();
         let (devices, rank) = (&call.group.devices, call.rank());
-        let found = runtime.communicators.find(devices, rank).map_err(|why| self.not_joined(call, &why))?;
+        let found =
+            runtime.communicators.find(devices, rank).map_err(|why| self.not_joined(call, &why))?;
         let id = match (&found, rank) {
             (None, 0) => new_id().map_err(|error| self.not_joined(call, &error.into()))?,
             _ => [0; size_of::<CommunicatorId>()],
         };
-        let told =
-            Told { values: Values::OfDevice, elements: call.elements, has_joined: found.is_some(), id };
+        let told = Told {
+            values: Values::OfDevice,
+            elements: call.elements,
+            has_joined: found.is_some(),
+            id,
+        };
         let agreed = turn.pause(|| self.agree_on(call, &told));
         // Others' work may have come to this thread meanwhile, and their device.
         let begun = turn.begin();
@@ -226,7 +239,8 @@ impl<'a> Context<'a> {
         // What a device gives itself, and what nobody gives it.
         let Joint { from, to, .. } = *joint;
         match joint.kind {
-            CollectiveKind::Permute(pairs) => match pairs.iter().find(|pair| pair.1 == call.rank()) {
+            CollectiveKind::Permute(pairs) => match pairs.iter().find(|pair| pair.1 == call.rank())
+            {
                 Some(pair) if pair.0 == pair.1 => stream.copy(from, to)?,
                 Some(_) => {}
                 // Zero bytes are a zero of every dtype.
@@ -235,7 +249,11 @@ impl<'a> Context<'a> {
             CollectiveKind::AllToAll => {
                 let bytes = joint.elements / joint.ranks * joint.dtype.size();
                 let own = (call.rank() * bytes) as u64;
-                let part = |place: DevicePlace| DevicePlace { address: place.address + own, bytes, ..place };
+                let part = |place: DevicePlace| DevicePlace {
+                    address: place.address + own,
+                    bytes,
+                    ..place
+                };
                 stream.copy(part(from), part(to))?;
             }
             _ => {}
@@ -250,8 +268,8 @@ impl<'a> Context<'a> {
         Ok(())
     }
 
-    /// Checks the next call, of the host's values, against its declaration; where the group is joined, sees to it that all of
-    /// it calls it with such values.
+    /// Checks the next call, of the host's values, against its declaration; where the group is
+    /// joined, sees to it that all of it calls it with such values.
     pub(super) fn begin_on_host<T: Element>(
         &mut self,
         verb: &'static str,
@@ -276,24 +294,26 @@ impl<'a> Context<'a> {
     fn agree_on(&mut self, call: &Call<'_>, told: &Told) -> Fallible<CommunicatorId> {
         let me = self.exchange.runtime.me;
         let given = self.exchange.copy_in(&told.to_bytes())?;
-        let parts = self.step::<u8>(call, |_| given.clone(), |_| Told::BYTES).inspect_err(|failure| {
-            // That this process has no memory for what it hears nobody else knows.
-            if failure.kind == FailureKind::Memory && failure.process == me {
-                self.exchange.runtime.fail_job(failure.clone());
-            }
-        })?;
+        let parts =
+            self.step::<u8>(call, |_| given.clone(), |_| Told::BYTES).inspect_err(|failure| {
+                // That this process has no memory for what it hears nobody else knows.
+                if failure.kind == FailureKind::Memory && failure.process == me {
+                    self.exchange.runtime.fail_job(failure.clone());
+                }
+            })?;
         let mut id = told.id;
         for (from, part) in parts.iter().enumerate() {
             let Some(part) = part else { continue };
-            let theirs =
-                Told::from_bytes(part).ok_or_else(|| self.disagree(call, from, "what it says is cut off"))?;
+            let theirs = Told::from_bytes(part)
+                .ok_or_else(|| self.disagree(call, from, "what it says is cut off"))?;
             if theirs.values != told.values {
                 let whose = |values| match values {
                     Values::OfHost => "of the host's",
                     Values::OfDevice => "on the device",
                 };
                 let (ours, theirs) = (whose(told.values), whose(theirs.values));
-                let why = format!("one calls it with values {theirs}, the other with values {ours}");
+                let why =
+                    format!("one calls it with values {theirs}, the other with values {ours}");
                 return Err(self.disagree(call, from, &why));
             }
             if told.values == Values::OfHost {
@@ -302,7 +322,12 @@ impl<'a> Context<'a> {
             }
             if theirs.elements != told.elements {
                 let bytes = |elements: usize| elements * call.declared.aval.dtype().size();
-                return Err(self.lengths_differ(call, from, bytes(told.elements), bytes(theirs.elements)));
+                return Err(self.lengths_differ(
+                    call,
+                    from,
+                    bytes(told.elements),
+                    bytes(theirs.elements),
+                ));
             }
             if theirs.has_joined != told.has_joined {
                 return Err(self.disagree(
@@ -340,9 +365,15 @@ impl<'a> Context<'a> {
         }
     }
 
-    fn failure_of(&self, call: &Call<'_>, kind: FailureKind, why: impl fmt::Display) -> Arc<Failure> {
+    fn failure_of(
+        &self,
+        call: &Call<'_>,
+        kind: FailureKind,
+        why: impl fmt::Display,
+    ) -> Arc<Failure> {
         let (index, op, declared) = (call.index, self.op, call.declared);
-        let message = format!("collective {index} of operation {op}, declared as {declared}: {why}");
+        let message =
+            format!("collective {index} of operation {op}, declared as {declared}: {why}");
         Arc::new(Failure::new(kind, self.exchange.runtime.me, op, message))
     }
 }
@@ -361,7 +392,10 @@ mod tests {
             let bytes = Told { values, elements: 1 << 40, has_joined, id }.to_bytes();
             assert_eq!(bytes.len(), AGREEING_BYTES);
             let heard = Told::from_bytes(&bytes).unwrap();
-            assert_eq!((heard.values, heard.elements, heard.has_joined), (values, 1 << 40, has_joined));
+            assert_eq!(
+                (heard.values, heard.elements, heard.has_joined),
+                (values, 1 << 40, has_joined)
+            );
             assert_eq!(heard.id, id);
             assert!(Told::from_bytes(&bytes[1..]).is_none());
         }

@@ -55,7 +55,16 @@ pub(crate) struct OnCuda<'a> {
 
 impl<'a> Context<'a> {
     pub(crate) fn new(seats: &'a Seats, place: &'a Place, exchange: Exchange, op: u64) -> Self {
-        Self { seats, place, exchange, op, called: 0, round: 0, on_cuda: None, joined: Joined::default() }
+        Self {
+            seats,
+            place,
+            exchange,
+            op,
+            called: 0,
+            round: 0,
+            on_cuda: None,
+            joined: Joined::default(),
+        }
     }
 
     /// What gives a CUDA device work; `None` where the kernel runs on the host's processors.
@@ -63,7 +72,8 @@ impl<'a> Context<'a> {
         self.on_cuda.as_ref().map(|on_cuda| on_cuda.cuda)
     }
 
-    /// Sets every byte of an output to zero, which is the zero of every type, wherever the kernel runs.
+    /// Sets every byte of an output to zero, which is the zero of every type, wherever the kernel
+    /// runs.
     ///
     /// # Errors
     ///
@@ -127,7 +137,8 @@ impl<'a> Context<'a> {
         (self.exchange.guard, self.joined)
     }
 
-    /// Whether the device was given work that others have a part in, by NCCL: it may come past that though it is not done.
+    /// Whether the device was given work that others have a part in, by NCCL: it may come past that
+    /// though it is not done.
     pub(crate) fn has_joined(&self) -> bool {
         !self.joined.is_empty()
     }
@@ -137,8 +148,8 @@ impl<'a> Context<'a> {
         self.place.groups.len() - self.called
     }
 
-    /// Nothing more comes from this device: whoever waits for it in a collective hears why, and what the
-    /// others still give it is taken, so that nobody waits for ever.
+    /// Nothing more comes from this device: whoever waits for it in a collective hears why, and
+    /// what the others still give it is taken, so that nobody waits for ever.
     pub(crate) fn abandon(&mut self, failure: &Arc<Failure>) {
         while self.called < self.place.groups.len() {
             self.abandon_collective(failure);

@@ -1,8 +1,8 @@
 //! Kernels: what runs on a device. *Shapes are global, data is local.*
 //!
 //! A [`Kernel`] says with [`Kernel::infer`], on every process and from global shapes alone, what it
-//! will produce; [`Kernel::run`] then sees, on each device of its mesh, that device's regions. Kernels
-//! are values without mutable state; [`jit`](crate::Program::jit) binds one to a mesh.
+//! will produce; [`Kernel::run`] then sees, on each device of its mesh, that device's regions.
+//! Kernels are values without mutable state; [`jit`](crate::Program::jit) binds one to a mesh.
 
 mod collectives;
 mod collectives_cuda;
@@ -82,19 +82,24 @@ pub trait Kernel: Send + Sync + 'static {
     ///
     /// # Errors
     ///
-    /// Where the shapes do not fit together; [`Error::kernel`](crate::Error::kernel) makes an error of
-    /// a text. The caller of `jit` gets it.
+    /// Where the shapes do not fit together; [`Error::kernel`](crate::Error::kernel) makes an error
+    /// of a text. The caller of `jit` gets it.
     fn infer(&self, x: &Shapes<Self::In>) -> Result<Signature<Shapes<Self::Out>>>;
 
     /// Computes this device's part of the outputs from its part of the inputs.
     ///
-    /// An output that the signature aliases to an input starts with that input's values; every other
-    /// output starts with arbitrary ones.
+    /// An output that the signature aliases to an input starts with that input's values; every
+    /// other output starts with arbitrary ones.
     ///
     /// # Errors
     ///
     /// An error fails the outputs on every device that depends on them, and what is made from them.
-    fn run(&self, cx: &mut Context<'_>, x: Views<'_, Self::In>, y: ViewsMut<'_, Self::Out>) -> Result<()>;
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        x: Views<'_, Self::In>,
+        y: ViewsMut<'_, Self::Out>,
+    ) -> Result<()>;
 
     /// The kernel's name in messages; the type's own name unless overridden.
     fn name(&self) -> &str {
@@ -106,9 +111,10 @@ pub trait Kernel: Send + Sync + 'static {
         Vec::new()
     }
 
-    /// What the kernel launches where its devices are CUDA devices: made ready from the moment it is bound to its mesh, so that
-    /// nothing is compiled when it runs. With [`CUBLAS`](crate::cuda::CUBLAS) where it multiplies matrices. Not asked where it
-    /// runs on others.
+    /// What the kernel launches where its devices are CUDA devices: made ready from the moment it
+    /// is bound to its mesh, so that nothing is compiled when it runs. With
+    /// [`CUBLAS`](crate::cuda::CUBLAS) where it multiplies matrices. Not asked where it runs on
+    /// others.
     fn cuda(&self) -> Vec<&'static Source> {
         Vec::new()
     }

@@ -20,8 +20,8 @@ pub enum Reduce {
 }
 
 impl Reduce {
-    /// Whether elements of this dtype can be reduced so: all but `bool` have sums, all but `bool` and
-    /// complex numbers an order.
+    /// Whether elements of this dtype can be reduced so: all but `bool` have sums, all but `bool`
+    /// and complex numbers an order.
     pub fn is_defined_for(self, dtype: DType) -> bool {
         match dtype {
             DType::Bool => false,
@@ -153,7 +153,10 @@ mod tests {
             }
         }
         assert!(of(Reduce::Max, &[-0.0f64, 0.0]).is_sign_negative());
-        assert_eq!(of(Reduce::Max, &[bf16::from_f32(1.5), bf16::from_f32(-2.0)]), bf16::from_f32(1.5));
+        assert_eq!(
+            of(Reduce::Max, &[bf16::from_f32(1.5), bf16::from_f32(-2.0)]),
+            bf16::from_f32(1.5)
+        );
         assert_eq!(
             of(Reduce::Sum, &[Complex::new(1.0f32, 2.0), Complex::new(3.0, 4.0)]),
             Complex::new(4.0, 6.0)
@@ -162,8 +165,12 @@ mod tests {
 
     #[test]
     fn what_has_no_order_has_no_largest() {
-        assert!(DType::ALL.iter().filter(|dtype| Reduce::Sum.is_defined_for(**dtype)).count() == 14);
-        assert!(!Reduce::Max.is_defined_for(DType::C64) && !Reduce::Min.is_defined_for(DType::C128));
+        assert!(
+            DType::ALL.iter().filter(|dtype| Reduce::Sum.is_defined_for(**dtype)).count() == 14
+        );
+        assert!(
+            !Reduce::Max.is_defined_for(DType::C64) && !Reduce::Min.is_defined_for(DType::C128)
+        );
         assert!(Reduce::Max.is_defined_for(DType::Bf16));
     }
 }

@@ -8,8 +8,9 @@ use super::signature::{Collective, CollectiveKind};
 use crate::runtime::Flow;
 
 impl Collective {
-    /// The messages of one of its `rounds` rounds in a group of devices that these processes own, as `(from, to,
-    /// bytes)` by rank. What several devices of a process get crosses to it once, and is the first's.
+    /// The messages of one of its `rounds` rounds in a group of devices that these processes own,
+    /// as `(from, to, bytes)` by rank. What several devices of a process get crosses to it once,
+    /// and is the first's.
     pub(crate) fn sent(
         &self,
         flow: &Flow,

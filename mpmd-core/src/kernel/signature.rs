@@ -8,9 +8,9 @@ use crate::topology::Mesh;
 
 /// A kernel's outputs, and what else the framework must know before it runs.
 ///
-/// Collectives are declared in the order in which every device calls them. A declaration names a mesh axis
-/// and bounds the elements that each device gives: a call may be of fewer, as long as all devices of a group
-/// call with as many.
+/// Collectives are declared in the order in which every device calls them. A declaration names a
+/// mesh axis and bounds the elements that each device gives: a call may be of fewer, as long as all
+/// devices of a group call with as many.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Signature<O> {
     pub(crate) outputs: O,
@@ -53,65 +53,78 @@ impl<O> Signature<O> {
 
     /// The output leaf at path `output` is the input leaf at path `input`, updated in place.
     ///
-    /// Both must have one shape and dtype. The kernel finds the input's values in the output's view,
-    /// and the input's own view is empty. Where the input is donated and nobody else holds its memory
-    /// the output takes that memory over; otherwise the values are copied first. A tree of one leaf has
-    /// the path `""`.
+    /// Both must have one shape and dtype. The kernel finds the input's values in the output's
+    /// view, and the input's own view is empty. Where the input is donated and nobody else holds
+    /// its memory the output takes that memory over; otherwise the values are copied first. A tree
+    /// of one leaf has the path `""`.
     #[must_use]
     pub fn alias(mut self, input: impl Into<String>, output: impl Into<String>) -> Self {
         self.aliases.push((input.into(), output.into()));
         self
     }
 
-    /// The kernel's next call to a collective is [`Context::all_reduce`](super::Context::all_reduce) over
-    /// mesh axis `axis`, summing at most as many elements per device as `aval` has.
+    /// The kernel's next call to a collective is
+    /// [`Context::all_reduce`](super::Context::all_reduce) over mesh axis `axis`, summing at most
+    /// as many elements per device as `aval` has.
     #[must_use]
     pub fn all_reduce(self, axis: impl Into<String>, aval: ShapedArray) -> Self {
         self.all_reduce_with(axis, aval, Reduce::Sum)
     }
 
-    /// As [`all_reduce`](Self::all_reduce), with this reduction. The call of the kernel with a dtype
-    /// [without it](Reduce::is_defined_for) is refused.
+    /// As [`all_reduce`](Self::all_reduce), with this reduction. The call of the kernel with a
+    /// dtype [without it](Reduce::is_defined_for) is refused.
     #[must_use]
-    pub fn all_reduce_with(self, axis: impl Into<String>, aval: ShapedArray, reduce: Reduce) -> Self {
+    pub fn all_reduce_with(
+        self,
+        axis: impl Into<String>,
+        aval: ShapedArray,
+        reduce: Reduce,
+    ) -> Self {
         self.collective(CollectiveKind::AllReduce(reduce), axis, aval)
     }
 
-    /// The kernel's next call to a collective is [`Context::all_gather`](super::Context::all_gather) over
-    /// mesh axis `axis`; each device's part has at most as many elements as `aval`.
+    /// The kernel's next call to a collective is
+    /// [`Context::all_gather`](super::Context::all_gather) over mesh axis `axis`; each device's
+    /// part has at most as many elements as `aval`.
     #[must_use]
     pub fn all_gather(self, axis: impl Into<String>, aval: ShapedArray) -> Self {
         self.collective(CollectiveKind::AllGather, axis, aval)
     }
 
     /// The kernel's next call to a collective is
-    /// [`Context::reduce_scatter`](super::Context::reduce_scatter) over mesh axis `axis`, summing at most as
-    /// many elements per device as `aval` has.
+    /// [`Context::reduce_scatter`](super::Context::reduce_scatter) over mesh axis `axis`, summing
+    /// at most as many elements per device as `aval` has.
     #[must_use]
     pub fn reduce_scatter(self, axis: impl Into<String>, aval: ShapedArray) -> Self {
         self.reduce_scatter_with(axis, aval, Reduce::Sum)
     }
 
-    /// As [`reduce_scatter`](Self::reduce_scatter), with this reduction. The call of the kernel with a dtype
-    /// [without it](Reduce::is_defined_for) is refused.
+    /// As [`reduce_scatter`](Self::reduce_scatter), with this reduction. The call of the kernel
+    /// with a dtype [without it](Reduce::is_defined_for) is refused.
     #[must_use]
-    pub fn reduce_scatter_with(self, axis: impl Into<String>, aval: ShapedArray, reduce: Reduce) -> Self {
+    pub fn reduce_scatter_with(
+        self,
+        axis: impl Into<String>,
+        aval: ShapedArray,
+        reduce: Reduce,
+    ) -> Self {
         self.collective(CollectiveKind::ReduceScatter(reduce), axis, aval)
     }
 
-    /// The kernel's next call to a collective is [`Context::all_to_all`](super::Context::all_to_all) over
-    /// mesh axis `axis`; each device gives at most as many elements, to all together, as `aval` has.
+    /// The kernel's next call to a collective is
+    /// [`Context::all_to_all`](super::Context::all_to_all) over mesh axis `axis`; each device gives
+    /// at most as many elements, to all together, as `aval` has.
     #[must_use]
     pub fn all_to_all(self, axis: impl Into<String>, aval: ShapedArray) -> Self {
         self.collective(CollectiveKind::AllToAll, axis, aval)
     }
 
-    /// The kernel's next call to a collective is [`Context::permute`](super::Context::permute) over mesh
-    /// axis `axis` of at most as many elements per device as `aval` has, by pairs `(from, to)` of indices
-    /// along the axis.
+    /// The kernel's next call to a collective is [`Context::permute`](super::Context::permute) over
+    /// mesh axis `axis` of at most as many elements per device as `aval` has, by pairs `(from, to)`
+    /// of indices along the axis.
     ///
-    /// The call of the kernel is refused where an index is not on the axis, or where a device gives or gets
-    /// twice.
+    /// The call of the kernel is refused where an index is not on the axis, or where a device gives
+    /// or gets twice.
     #[must_use]
     pub fn permute(
         self,
@@ -122,8 +135,9 @@ impl<O> Signature<O> {
         self.collective(CollectiveKind::Permute(pairs.into_iter().collect()), axis, aval)
     }
 
-    /// The kernel's next call to a collective is [`Context::broadcast`](super::Context::broadcast) over mesh
-    /// axis `axis` of at most as many elements as `aval` has, from the device with index `root` along it.
+    /// The kernel's next call to a collective is [`Context::broadcast`](super::Context::broadcast)
+    /// over mesh axis `axis` of at most as many elements as `aval` has, from the device with index
+    /// `root` along it.
     ///
     /// The call of the kernel is refused where that index is not on the axis.
     #[must_use]
@@ -136,7 +150,12 @@ impl<O> Signature<O> {
         &self.outputs
     }
 
-    fn collective(mut self, kind: CollectiveKind, axis: impl Into<String>, aval: ShapedArray) -> Self {
+    fn collective(
+        mut self,
+        kind: CollectiveKind,
+        axis: impl Into<String>,
+        aval: ShapedArray,
+    ) -> Self {
         self.collectives.push(Collective { kind, axis: axis.into(), aval });
         self
     }
@@ -147,12 +166,20 @@ impl Collective {
     pub(crate) fn check(&self, mesh: &Mesh) -> Result<(), String> {
         let size = mesh.axis_size(&self.axis).map_err(|error| error.to_string())?;
         let on_axis = |index: usize| {
-            if index < size { Ok(()) } else { Err(format!("axis {:?} has only {size} devices", self.axis)) }
+            if index < size {
+                Ok(())
+            } else {
+                Err(format!("axis {:?} has only {size} devices", self.axis))
+            }
         };
         match &self.kind {
             CollectiveKind::AllReduce(reduce) | CollectiveKind::ReduceScatter(reduce) => {
                 let dtype = self.aval.dtype();
-                if reduce.is_defined_for(dtype) { Ok(()) } else { Err(format!("{dtype} has no {reduce}")) }
+                if reduce.is_defined_for(dtype) {
+                    Ok(())
+                } else {
+                    Err(format!("{dtype} has no {reduce}"))
+                }
             }
             CollectiveKind::AllGather | CollectiveKind::AllToAll => Ok(()),
             CollectiveKind::Broadcast(root) => on_axis(*root),
@@ -193,7 +220,8 @@ impl fmt::Display for Collective {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.kind.verb())?;
         match &self.kind {
-            CollectiveKind::AllReduce(Reduce::Sum) | CollectiveKind::ReduceScatter(Reduce::Sum) => {}
+            CollectiveKind::AllReduce(Reduce::Sum) | CollectiveKind::ReduceScatter(Reduce::Sum) => {
+            }
             CollectiveKind::AllReduce(reduce) | CollectiveKind::ReduceScatter(reduce) => {
                 write!(f, " ({reduce})")?;
             }

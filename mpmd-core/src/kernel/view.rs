@@ -67,7 +67,8 @@ pub enum ViewError {
     Invalid(DType),
     /// The values are in the memory of a device that is none of the host's processors.
     #[error(
-        "the values are in the memory of a CUDA device: a kernel that runs there gives the device work, by \
+        "the values are in the memory of a CUDA device: a kernel that runs there gives the device \
+         work, by \
          `Context::cuda`"
     )]
     OnDevice,
@@ -116,7 +117,8 @@ impl<'a> View<'a> {
     ///
     /// # Errors
     ///
-    /// Where the elements have another type, the input is updated in place, or the values are in a device's memory.
+    /// Where the elements have another type, the input is updated in place, or the values are in a
+    /// device's memory.
     pub fn as_slice<T: Element>(&self) -> Result<&'a [T], ViewError> {
         check::<T>(self.info.global.dtype())?;
         if self.device.is_some() {
@@ -203,8 +205,8 @@ impl<'a> ViewMut<'a> {
         values(self.bytes)
     }
 
-    /// The bytes, for values that are read from somewhere: row-major elements of the view's dtype, in this
-    /// machine's byte order.
+    /// The bytes, for values that are read from somewhere: row-major elements of the view's dtype,
+    /// in this machine's byte order.
     ///
     /// # Panics
     ///
@@ -214,12 +216,13 @@ impl<'a> ViewMut<'a> {
         self.bytes
     }
 
-    /// Sets every byte to zero, which is the zero of every type. [`Context::zero`](super::Context::zero) does so on
-    /// any device.
+    /// Sets every byte to zero, which is the zero of every type.
+    /// [`Context::zero`](super::Context::zero) does so on any device.
     ///
     /// # Panics
     ///
-    /// Where the values are in a device's memory: a kernel for the host's processors has come there.
+    /// Where the values are in a device's memory: a kernel for the host's processors has come
+    /// there.
     pub fn zero(&mut self) {
         self.assert_host();
         self.bytes.fill(0);

@@ -52,8 +52,8 @@ pub(super) struct Known<'a> {
 }
 
 impl Known<'_> {
-    /// Returns the cause: a death by a signal, else missing processes, else what was reported, else the
-    /// first end.
+    /// Returns the cause: a death by a signal, else missing processes, else what was reported, else
+    /// the first end.
     pub(super) fn cause(&self) -> Failure {
         let (first, how) = self.first;
         if matches!(how, How::Exit(_)) {
@@ -94,8 +94,8 @@ impl Known<'_> {
         self.fault_of(vec![accused], (!is_end).then(|| report.failure.message.clone()))
     }
 
-    /// Finds the processes that issued other operations than most, by the hashes of all that reported
-    /// a divergence at the same operation.
+    /// Finds the processes that issued other operations than most, by the hashes of all that
+    /// reported a divergence at the same operation.
     fn divergence(&self, found: &Report) -> Failure {
         let pair = [Some(found.failure.process), found.failure.other].into_iter().flatten();
         let mut pair: Vec<ProcessId> = pair.collect();
@@ -113,11 +113,13 @@ impl Known<'_> {
         let mut largest = hashes.values().filter(|group| group.len() == most);
         let odd = match (largest.next(), largest.next()) {
             (Some(majority), None) if most > 1 => {
-                let has_hash = |process: &ProcessId| hashes.values().any(|group| group.contains(process));
+                let has_hash =
+                    |process: &ProcessId| hashes.values().any(|group| group.contains(process));
                 let is_told = pair.iter().any(|process| majority.contains(process));
                 // One of the two that differ may have been ended before it could report.
                 let silent = pair.iter().filter(|process| is_told && !has_hash(process));
-                let others = hashes.values().flatten().filter(|process| !majority.contains(process));
+                let others =
+                    hashes.values().flatten().filter(|process| !majority.contains(process));
                 let mut odd: Vec<ProcessId> = others.chain(silent).copied().collect();
                 odd.sort();
                 odd
@@ -156,7 +158,8 @@ mod tests {
     use super::*;
 
     fn report(by: u32, kind: FailureKind, process: u32, hash: Option<u128>) -> (ProcessId, Report) {
-        let mut failure = Reported::new(kind, ProcessId(process), 9, format!("{kind:?} of {process}"));
+        let mut failure =
+            Reported::new(kind, ProcessId(process), 9, format!("{kind:?} of {process}"));
         // Process 1 finds that process 2 differs.
         failure.other = (kind == Diverged).then_some(ProcessId(2));
         (ProcessId(by), Report { failure, hash })
@@ -170,14 +173,16 @@ mod tests {
     }
 
     fn divergence(processes: usize, hashes: &[(u32, Option<u128>)]) -> String {
-        let reports: Vec<_> = hashes.iter().map(|(by, hash)| report(*by, Diverged, 1, *hash)).collect();
+        let reports: Vec<_> =
+            hashes.iter().map(|(by, hash)| report(*by, Diverged, 1, *hash)).collect();
         let said = cause(processes, &reports);
         said.strip_suffix("; Diverged of 1").unwrap_or_else(|| panic!("{said}")).to_owned()
     }
 
     #[test]
     fn the_minority_of_a_divergence_is_named() {
-        let one = |process: u32| format!("process {process} failed first: it ended with exit code 1");
+        let one =
+            |process: u32| format!("process {process} failed first: it ended with exit code 1");
         let all = |odd: u32| [0, 1, 2, 3].map(|by| (by, Some(if by == odd { 7 } else { 5 })));
         assert_eq!(divergence(4, &all(2)), one(2));
         assert_eq!(divergence(4, &all(1)), one(1));
@@ -186,7 +191,8 @@ mod tests {
         assert_eq!(divergence(3, &[(0, Some(5)), (1, Some(5)), (2, Some(0))]), one(2));
         // Process 2 was ended before it could report.
         assert_eq!(divergence(3, &[(0, Some(5)), (1, Some(5))]), one(2));
-        let several = divergence(5, &[(0, Some(5)), (1, Some(5)), (2, Some(7)), (3, Some(5)), (4, Some(8))]);
+        let several =
+            divergence(5, &[(0, Some(5)), (1, Some(5)), (2, Some(7)), (3, Some(5)), (4, Some(8))]);
         assert_eq!(several, "processes 2 and 4 failed first");
     }
 
@@ -209,15 +215,26 @@ mod tests {
         assert_eq!(said, "process 1 failed first: it ended with exit code 1; Left of 1");
         // Each blames the other.
         let said = cause(2, &[lost(0, 1), lost(1, 0)]);
-        assert!(said.starts_with("process 1 failed first") || said.starts_with("process 0 failed first"));
-        assert!(cause(2, &[lost(0, 7)]).starts_with("process 0 failed first"), "there is no process 7");
+        assert!(
+            said.starts_with("process 1 failed first")
+                || said.starts_with("process 0 failed first")
+        );
+        assert!(
+            cause(2, &[lost(0, 7)]).starts_with("process 0 failed first"),
+            "there is no process 7"
+        );
     }
 
     #[test]
     fn an_end_by_a_signal_is_the_cause_whatever_others_say() {
         let reports = [report(0, Kernel, 0, None)];
         let ends = [How::Exit(1), How::Signal(9)];
-        let known = Known { first: (ProcessId(1), ends[1]), ends: &ends, reports: &reports, unformed: None };
+        let known = Known {
+            first: (ProcessId(1), ends[1]),
+            ends: &ends,
+            reports: &reports,
+            unformed: None,
+        };
         let expected = "process 1 failed first: it was ended by signal 9 (SIGKILL)";
         assert_eq!(known.cause().to_string(), expected);
     }
@@ -230,9 +247,14 @@ mod tests {
         let ends = [How::Exit(1), How::Signal(15), How::Signal(15)];
         let of = |first: usize| {
             let first = (ProcessId(first as u32), How::Exit(4));
-            Known { first, ends: &ends, reports: &[], unformed: Some(&unformed) }.cause().to_string()
+            Known { first, ends: &ends, reports: &[], unformed: Some(&unformed) }
+                .cause()
+                .to_string()
         };
-        assert_eq!(of(0), "processes 1 and 2 failed first; processes 1 and 2 of 3 have not joined after 3s");
+        assert_eq!(
+            of(0),
+            "processes 1 and 2 failed first; processes 1 and 2 of 3 have not joined after 3s"
+        );
         // It never meant to, or failed before.
         assert_eq!(of(2), "process 2 failed first: it ended with exit code 4");
     }

@@ -1,9 +1,11 @@
-//! How `MPMD_DEVICE` says of which kinds the devices of a job are, and `MPMD_CUDA_COLLECTIVES` which way they work together.
+//! How `MPMD_DEVICE` says of which kinds the devices of a job are, and `MPMD_CUDA_COLLECTIVES`
+//! which way they work together.
 
 use super::{LaunchError, variables};
 use crate::topology::{CudaCollectives, DeviceKind};
 
-/// Reads a value of `MPMD_DEVICE`: a kind of devices, or several with commas between them, by process.
+/// Reads a value of `MPMD_DEVICE`: a kind of devices, or several with commas between them, by
+/// process.
 ///
 /// # Errors
 ///
@@ -12,21 +14,29 @@ pub fn device_kinds(text: &str) -> Result<Vec<DeviceKind>, LaunchError> {
     DeviceKind::list(text).ok_or_else(|| {
         wrong(
             text,
-            "cpu or cuda, or one of them for each process in order, such as cpu,cuda,cuda: the last \
+            "cpu or cuda, or one of them for each process in order, such as cpu,cuda,cuda: the \
+             last \
                      counts for all that follow",
         )
     })
 }
 
-/// The kind of each of the job's `processes` from a value of `MPMD_DEVICE`: its last counts for the rest.
+/// The kind of each of the job's `processes` from a value of `MPMD_DEVICE`: its last counts for the
+/// rest.
 ///
 /// # Errors
 ///
 /// As [`device_kinds`], and where it has more kinds than there are processes.
-pub(crate) fn kinds_by_process(text: &str, processes: usize) -> Result<Vec<DeviceKind>, LaunchError> {
+pub(crate) fn kinds_by_process(
+    text: &str,
+    processes: usize,
+) -> Result<Vec<DeviceKind>, LaunchError> {
     let mut kinds = device_kinds(text)?;
     if kinds.len() > processes {
-        return Err(wrong(text, &format!("of at most as many kinds as the job has processes, {processes}")));
+        return Err(wrong(
+            text,
+            &format!("of at most as many kinds as the job has processes, {processes}"),
+        ));
     }
     // A list has at least one.
     let last = kinds.last().copied().unwrap_or(DeviceKind::Cpu);

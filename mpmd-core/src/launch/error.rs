@@ -8,7 +8,10 @@ use mpmd_transport::rendezvous::{RendezvousError, TokenError};
 #[non_exhaustive]
 pub enum LaunchError {
     /// A launcher's variables are there only in part. The environment's fault.
-    #[error("this looks like a process of a job started by {source_name}, but {missing} is not set; {found}")]
+    #[error(
+        "this looks like a process of a job started by {source_name}, but {missing} is not set; \
+         {found}"
+    )]
     HalfSet {
         /// The launcher whose variables were found.
         source_name: &'static str,
@@ -27,8 +30,8 @@ pub enum LaunchError {
         /// What would be one.
         expected: String,
     },
-    /// The file with the costs of links cannot be read or makes no sense. The environment's fault; every
-    /// process of the job gets the same.
+    /// The file with the costs of links cannot be read or makes no sense. The environment's fault;
+    /// every process of the job gets the same.
     #[error("{path}, which {variable} of process 0 names, has no costs of links: {why}")]
     Links {
         /// The variable.
@@ -38,10 +41,11 @@ pub enum LaunchError {
         /// The reason.
         why: String,
     },
-    /// The processes ask for different transports. The environment's fault; every process of the job gets
-    /// the same.
+    /// The processes ask for different transports. The environment's fault; every process of the
+    /// job gets the same.
     #[error(
-        "the processes of this job do not agree on a transport: {said}; {variable} must be the same for all"
+        "the processes of this job do not agree on a transport: {said}; {variable} must be the \
+         same for all"
     )]
     Transports {
         /// Who says what.
@@ -49,8 +53,8 @@ pub enum LaunchError {
         /// The variable by which they say it.
         variable: &'static str,
     },
-    /// A process does not have what it was asked for: a transport, or devices of some kind. Its environment's fault;
-    /// every other process of the job gets the same.
+    /// A process does not have what it was asked for: a transport, or devices of some kind. Its
+    /// environment's fault; every other process of the job gets the same.
     #[error("process {process} on host {host} has {lack}")]
     Lacking {
         /// The process.
@@ -60,10 +64,11 @@ pub enum LaunchError {
         /// What it has not, and why: `no transport: …`.
         lack: String,
     },
-    /// Two processes cannot share memory, as they were asked to. Their environment's fault; every process of the
-    /// job gets the same.
+    /// Two processes cannot share memory, as they were asked to. Their environment's fault; every
+    /// process of the job gets the same.
     #[error(
-        "processes {one} and {other} cannot share memory: {why}; without {variable}=shm they use what they can"
+        "processes {one} and {other} cannot share memory: {why}; without {variable}=shm they use \
+         what they can"
     )]
     Apart {
         /// One of them.

@@ -1,9 +1,10 @@
 //! Starting the processes of a job, and finding out which of them this one is.
 //!
-//! - [`JobEnv`] reads what a launcher says to a process: ours, torchrun, Slurm, Open MPI, PMIx, PMI,
-//!   Kubernetes. There is no scheduler here: on clusters the existing launchers start processes.
-//! - [`Launch`] starts all processes of a job on this machine, and leaves none behind. `mpmd run` is a
-//!   thin layer over it; programs that start themselves use it directly:
+//! - [`JobEnv`] reads what a launcher says to a process: ours, torchrun, Slurm, Open MPI, PMIx,
+//!   PMI, Kubernetes. There is no scheduler here: on clusters the existing launchers start
+//!   processes.
+//! - [`Launch`] starts all processes of a job on this machine, and leaves none behind. `mpmd run`
+//!   is a thin layer over it; programs that start themselves use it directly:
 //!
 //! ```no_run
 //! use mpmd_core::launch::{JobEnv, Launch};
@@ -58,34 +59,39 @@ pub mod variables {
     /// nobody sets [`JOB_TOKEN`]. A regular file of this user or of root, mode 0600 or 0400, with
     /// 32 to 4096 bytes of any kind; white space at its ends does not count. The same on all hosts.
     pub const JOB_TOKEN_FILE: &str = "MPMD_JOB_TOKEN_FILE";
-    /// The transport to use, one of [`transports::NAMES`](crate::transports::NAMES); the same on all processes.
+    /// The transport to use, one of [`transports::NAMES`](crate::transports::NAMES); the same on
+    /// all processes.
     pub const TRANSPORT: &str = "MPMD_TRANSPORT";
-    /// With `0` processes of one host do not lend each other memory of their CUDA devices; for comparisons. Where one of two
-    /// says so, neither does.
+    /// With `0` processes of one host do not lend each other memory of their CUDA devices; for
+    /// comparisons. Where one of two says so, neither does.
     pub const CUDA_IPC: &str = "MPMD_CUDA_IPC";
-    /// How long a transport looks for work before it sleeps: `auto`, `never`, `always`, or microseconds.
+    /// How long a transport looks for work before it sleeps: `auto`, `never`, `always`, or
+    /// microseconds.
     pub const SPIN: &str = "MPMD_SPIN";
     /// Number of devices that each process owns. A program that asks for [another
     /// number](crate::Builder::devices) does not start.
     pub const DEVICES_PER_PROCESS: &str = "MPMD_DEVICES_PER_PROCESS";
-    /// Of which kind the devices of the job are: `cpu` or `cuda`, or one of them for each process in order, with commas
-    /// between them, where the last counts for all that follow. The same on all processes.
+    /// Of which kind the devices of the job are: `cpu` or `cuda`, or one of them for each process
+    /// in order, with commas between them, where the last counts for all that follow. The same on
+    /// all processes.
     pub const DEVICE: &str = "MPMD_DEVICE";
-    /// Which way collectives of CUDA devices go in kernels: `host`, or `nccl` where NCCL can. The same on all processes.
+    /// Which way collectives of CUDA devices go in kernels: `host`, or `nccl` where NCCL can. The
+    /// same on all processes.
     pub const CUDA_COLLECTIVES: &str = "MPMD_CUDA_COLLECTIVES";
     /// How long processes wait for each other, in seconds.
     pub const PATIENCE: &str = "MPMD_PATIENCE";
-    /// The name of this process's host, where it is not the system's: in containers, and in tests that act
-    /// as several hosts. Processes of one name are neighbours to the planner.
+    /// The name of this process's host, where it is not the system's: in containers, and in tests
+    /// that act as several hosts. Processes of one name are neighbours to the planner.
     pub const HOST: &str = "MPMD_HOST";
-    /// A file with what the links between devices cost, as `mpmd bench links --out` writes it. Read by
-    /// process 0, which tells the others.
+    /// A file with what the links between devices cost, as `mpmd bench links --out` writes it. Read
+    /// by process 0, which tells the others.
     pub const LINKS: &str = "MPMD_LINKS";
     /// With `uncommitted` the processes compare host values of any size, not only those of up to 64
     /// bytes as release builds do. The same on all processes.
     pub const CHECK: &str = "MPMD_CHECK";
-    /// Where this process is to write its plan: it joins no job, owns nothing, and runs the program only to record what
-    /// the processes of a job would do ([`Program::plan`](crate::Program::plan)). Goes before what any launcher says.
+    /// Where this process is to write its plan: it joins no job, owns nothing, and runs the program
+    /// only to record what the processes of a job would do
+    /// ([`Program::plan`](crate::Program::plan)). Goes before what any launcher says.
     pub const PLAN: &str = "MPMD_PLAN";
     /// Number of processes of the job that is planned.
     pub const PLAN_PROCESSES: &str = "MPMD_PLAN_PROCESSES";

@@ -19,7 +19,9 @@ pub enum Color {
 impl Color {
     pub(super) fn on(self, terminal: bool) -> bool {
         match self {
-            Self::Auto => terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()),
+            Self::Auto => {
+                terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
+            }
             Self::Always => true,
             Self::Never => false,
         }
@@ -89,8 +91,8 @@ const REDRAW: Duration = Duration::from_secs(1);
 
 /// Cuts a stream into lines and puts a prefix before each.
 ///
-/// A carriage return overwrites a line, as on a terminal: of a progress bar the last state is shown,
-/// and one state a second on the way there. Lines that do not end are cut after 64 KiB.
+/// A carriage return overwrites a line, as on a terminal: of a progress bar the last state is
+/// shown, and one state a second on the way there. Lines that do not end are cut after 64 KiB.
 struct Lines {
     prefix: Vec<u8>,
     line: Vec<u8>,
@@ -170,7 +172,10 @@ mod tests {
 
     #[test]
     fn each_line_is_prefixed_however_it_was_cut() {
-        assert_eq!(all(&[b"one\ntw", b"o\n", b"\nno newline"]), "[0] one\n[0] two\n[0] \n[0] no newline\n");
+        assert_eq!(
+            all(&[b"one\ntw", b"o\n", b"\nno newline"]),
+            "[0] one\n[0] two\n[0] \n[0] no newline\n"
+        );
         assert_eq!(all(&[b"dos\r", b"\nx\n"]), "[0] dos\n[0] x\n");
         assert_eq!(all(&[]), "");
     }

@@ -16,9 +16,10 @@ use super::{LaunchError, Outcome, supervise, variables};
 
 /// Starts all processes of a job on this machine and sees them to their end.
 ///
-/// The launcher runs the job's rendezvous service; each process is told of it by `MPMD_*` variables,
-/// see [`variables`], and has a process group of its own. Its standard input is empty. Where the user has not set
-/// them, `UCX_HANDLE_ERRORS` and `UCX_ERROR_SIGNALS` are set so that UCX leaves faults to the program.
+/// The launcher runs the job's rendezvous service; each process is told of it by `MPMD_*`
+/// variables, see [`variables`], and has a process group of its own. Its standard input is empty.
+/// Where the user has not set them, `UCX_HANDLE_ERRORS` and `UCX_ERROR_SIGNALS` are set so that UCX
+/// leaves faults to the program.
 #[derive(Clone, Debug)]
 #[must_use = "nothing starts before `run`"]
 pub struct Launch {
@@ -75,8 +76,8 @@ impl Launch {
     ///
     /// Where the operating system does not say which program this is.
     pub fn this_program_again(processes: usize) -> Result<Self, LaunchError> {
-        let program =
-            std::env::current_exe().map_err(|e| LaunchError::environment("finding this program", e))?;
+        let program = std::env::current_exe()
+            .map_err(|e| LaunchError::environment("finding this program", e))?;
         Ok(Self::new(processes, program).args(std::env::args_os().skip(1)))
     }
 
@@ -98,14 +99,15 @@ impl Launch {
         self
     }
 
-    /// Of which kind the processes' devices are, as [`variables::DEVICE`] says it; by default what they choose.
+    /// Of which kind the processes' devices are, as [`variables::DEVICE`] says it; by default what
+    /// they choose.
     pub fn device(mut self, device: Option<String>) -> Self {
         self.device = device;
         self
     }
 
-    /// Sets an environment variable for the processes, beside what they inherit. Those by which the launcher
-    /// itself speaks to them go before.
+    /// Sets an environment variable for the processes, beside what they inherit. Those by which the
+    /// launcher itself speaks to them go before.
     pub fn env(mut self, name: impl Into<OsString>, value: impl Into<OsString>) -> Self {
         self.variables.push((name.into(), value.into()));
         self
@@ -164,8 +166,8 @@ impl Launch {
     ///
     /// # Errors
     ///
-    /// Where the job could not be started; then nothing is left of it. What becomes of a job that has
-    /// started is said by the [`Outcome`].
+    /// Where the job could not be started; then nothing is left of it. What becomes of a job that
+    /// has started is said by the [`Outcome`].
     pub fn run(&self) -> Result<Outcome, LaunchError> {
         supervise::run(self)
     }
@@ -212,8 +214,8 @@ impl Launch {
     }
 }
 
-/// What UCX is told unless the user says otherwise. It reads these when it is loaded, before a program can say
-/// anything: leave faults to Rust, catch no signals.
+/// What UCX is told unless the user says otherwise. It reads these when it is loaded, before a
+/// program can say anything: leave faults to Rust, catch no signals.
 const UCX: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_ERROR_SIGNALS", "")];
 
 /// Makes this process end when its parent does, where a launcher of ours has started it; else does
@@ -223,26 +225,29 @@ const UCX: [(&str, &str); 2] = [("UCX_HANDLE_ERRORS", "none"), ("UCX_ERROR_SIGNA
 ///
 /// [`LaunchError::Orphaned`] where the launcher is gone already: this process should end too.
 pub fn adopt() -> Result<(), LaunchError> {
-    let Some(launcher) = std::env::var(variables::LAUNCHER_PID).ok().filter(|pid| !pid.is_empty()) else {
+    let Some(launcher) = std::env::var(variables::LAUNCHER_PID).ok().filter(|pid| !pid.is_empty())
+    else {
         return Ok(());
     };
-    let pid = launcher.parse().ok().and_then(Pid::from_raw).ok_or_else(|| LaunchError::Variable {
-        variable: variables::LAUNCHER_PID.into(),
-        value: launcher.clone(),
-        expected: "a process number".into(),
-    })?;
+    let pid =
+        launcher.parse().ok().and_then(Pid::from_raw).ok_or_else(|| LaunchError::Variable {
+            variable: variables::LAUNCHER_PID.into(),
+            value: launcher.clone(),
+            expected: "a process number".into(),
+        })?;
     set_parent_process_death_signal(Some(Signal::KILL))
         .map_err(|e| LaunchError::environment("asking to end with the launcher", e))?;
-    // It may have died before the request. Where something stands between (a shell, a debugger), that
-    // is the parent, and the launcher just has to be alive.
+    // It may have died before the request. Where something stands between (a shell, a debugger),
+    // that is the parent, and the launcher just has to be alive.
     if getppid() == Some(pid) || test_kill_process(pid) != Err(rustix::io::Errno::SRCH) {
         return Ok(());
     }
     Err(LaunchError::Orphaned { launcher })
 }
 
-/// The work of a program started by [`Launch::guarded_by`]: reads from `launcher`, its standard input,
-/// which process groups there are, and ends them when the launcher has gone without ending them.
+/// The work of a program started by [`Launch::guarded_by`]: reads from `launcher`, its standard
+/// input, which process groups there are, and ends them when the launcher has gone without ending
+/// them.
 pub fn guard(launcher: impl Read) {
     let mut groups: Vec<Pid> = Vec::new();
     for line in BufReader::new(launcher).lines().map_while(Result::ok) {
@@ -274,10 +279,13 @@ mod tests {
     #[test]
     fn a_variable_that_is_set_goes_before_an_inherited_one_and_after_ours() {
         let token = Token::new([1; 32]);
-        let config = ServerConfig { processes: 2, token: token.clone(), patience: Duration::from_secs(1) };
+        let config =
+            ServerConfig { processes: 2, token: token.clone(), patience: Duration::from_secs(1) };
         let server = Server::bind("127.0.0.1:0".parse().unwrap(), config).unwrap();
-        let launch =
-            Launch::new(2, "true").env("HOME", "first").env("HOME", "last").env(variables::RANK, "7");
+        let launch = Launch::new(2, "true")
+            .env("HOME", "first")
+            .env("HOME", "last")
+            .env(variables::RANK, "7");
         let command = launch.command(1, &server, &token);
         let set = |name: &str| {
             let found = command.get_envs().find(|(other, _)| *other == name);

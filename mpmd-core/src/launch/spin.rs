@@ -15,13 +15,15 @@ pub fn spin(text: &str) -> Result<Spin, LaunchError> {
         "auto" => Ok(Spin::Auto),
         "never" => Ok(Spin::Never),
         "always" => Ok(Spin::For(Duration::MAX)),
-        micros => micros.parse().map(|micros| Spin::For(Duration::from_micros(micros))).map_err(|_| {
-            LaunchError::Variable {
-                variable: variables::SPIN.to_owned(),
-                value: text.to_owned(),
-                expected: "auto, never, always or a number of microseconds".to_owned(),
-            }
-        }),
+        micros => {
+            micros.parse().map(|micros| Spin::For(Duration::from_micros(micros))).map_err(|_| {
+                LaunchError::Variable {
+                    variable: variables::SPIN.to_owned(),
+                    value: text.to_owned(),
+                    expected: "auto, never, always or a number of microseconds".to_owned(),
+                }
+            })
+        }
     }
 }
 

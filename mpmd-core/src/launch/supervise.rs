@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 use mpmd_transport::ProcessId;
 use mpmd_transport::deadline::after;
 use mpmd_transport::rendezvous::{Server, ServerConfig, Token};
-use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, getpid, kill_process, kill_process_group, waitid};
+use rustix::process::{
+    Pid, Signal, WaitId, WaitIdOptions, getpid, kill_process, kill_process_group, waitid,
+};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
@@ -131,12 +133,13 @@ enum Ending {
 /// How long processes have between SIGTERM and SIGKILL.
 const AFTER_TERM: Duration = Duration::from_secs(2);
 
-/// How long after a first failure another may turn out to be its cause: a process that dies by a signal
-/// loses its connections, and the others may have ended over that, before its death is seen here.
+/// How long after a first failure another may turn out to be its cause: a process that dies by a
+/// signal loses its connections, and the others may have ended over that, before its death is seen
+/// here.
 const SAME_MOMENT: Duration = Duration::from_millis(500);
 
-/// How long the last output may take once its process has ended: what a process has started may have
-/// left its group and still hold its output open.
+/// How long the last output may take once its process has ended: what a process has started may
+/// have left its group and still hold its output open.
 const LAST_OUTPUT: Duration = Duration::from_secs(1);
 
 /// The processes that were started. Dropped, it leaves none of them.
@@ -174,7 +177,11 @@ impl Processes {
         self.running.push(Running { child, pid, how: None, output: Vec::new() });
         let prefix = |stream: Stream| {
             let color = launch.color.on(stream.is_terminal());
-            if launch.prefix { output::prefix(process, launch.processes, color) } else { String::new() }
+            if launch.prefix {
+                output::prefix(process, launch.processes, color)
+            } else {
+                String::new()
+            }
         };
         let mut output = Vec::new();
         if let Some(stdout) = stdout {
@@ -217,7 +224,9 @@ impl Processes {
                     let how = self.reap(process);
                     let process = ProcessId(process as u32);
                     // A program that was not finished may still end with 0.
-                    if how == How::Exit(0) && server.reports().iter().all(|(who, _)| *who != process) {
+                    if how == How::Exit(0)
+                        && server.reports().iter().all(|(who, _)| *who != process)
+                    {
                         continue;
                     }
                     match (first, ending) {
@@ -281,7 +290,8 @@ impl Processes {
             // Ends by disconnection when the output's thread does.
             let _ = output.recv_timeout(until.saturating_duration_since(Instant::now()));
         }
-        let ends: Vec<How> = self.running.iter().map(|running| running.how.unwrap_or(How::Exit(1))).collect();
+        let ends: Vec<How> =
+            self.running.iter().map(|running| running.how.unwrap_or(How::Exit(1))).collect();
         let first_failure = first.map(|(process, how, _)| {
             let (reports, unformed) = (server.reports(), server.failure());
             let first = (process, how);
@@ -377,7 +387,8 @@ struct Signals {
 impl Signals {
     fn forward_to(events: Sender<Event>) -> Result<Self, LaunchError> {
         let failed = |e: std::io::Error| LaunchError::environment("listening for signals", e);
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
         let (stop, mut stopped) = oneshot::channel::<()>();
         let (mut interrupt, mut terminate, mut hang_up, mut stop_asked, mut continued) = {
             let _inside = runtime.enter();

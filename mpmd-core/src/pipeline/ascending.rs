@@ -2,12 +2,12 @@
 
 use super::schedule::{Action, ActionKind, Schedule, ScheduleError};
 
-/// The schedule, with each weight gradient whose turn it is not put off until that of the microbatch before it is
-/// done: then all that wait follow at once. Where both gradients were one action the input gradient stays where
-/// it was.
+/// The schedule, with each weight gradient whose turn it is not put off until that of the
+/// microbatch before it is done: then all that wait follow at once. Where both gradients were one
+/// action the input gradient stays where it was.
 ///
-/// Sums of floats depend on their order. This is the order of the schedules whose weight gradients ascend, so the
-/// bits are theirs; what it costs is that weight residuals wait.
+/// Sums of floats depend on their order. This is the order of the schedules whose weight gradients
+/// ascend, so the bits are theirs; what it costs is that weight residuals wait.
 pub(super) fn ascending(schedule: &Schedule) -> Result<Schedule, ScheduleError> {
     let count = schedule.microbatches();
     let rows = schedule.rows().iter().map(|row| {
@@ -40,7 +40,11 @@ pub(super) fn ascending(schedule: &Schedule) -> Result<Schedule, ScheduleError> 
         ordered
     });
     let rows: Vec<Vec<Action>> = rows.collect();
-    if rows == schedule.rows() { Ok(schedule.clone()) } else { Schedule::new(schedule.name(), rows) }
+    if rows == schedule.rows() {
+        Ok(schedule.clone())
+    } else {
+        Schedule::new(schedule.name(), rows)
+    }
 }
 
 #[cfg(test)]
@@ -58,10 +62,16 @@ mod tests {
     fn weight_gradients_wait_for_their_turn_and_then_follow_at_once() {
         use ActionKind::{Backward, BackwardInput, BackwardWeight, Forward};
         let forwards = [(Forward, 0), (Forward, 1), (Forward, 2)];
-        let descending = row(&[&forwards[..], &[(Backward, 2), (Backward, 1), (Backward, 0)]].concat());
+        let descending =
+            row(&[&forwards[..], &[(Backward, 2), (Backward, 1), (Backward, 0)]].concat());
         let found = ascending(&Schedule::new("down", vec![descending]).unwrap()).unwrap();
-        let tail =
-            [(BackwardInput, 2), (BackwardInput, 1), (Backward, 0), (BackwardWeight, 1), (BackwardWeight, 2)];
+        let tail = [
+            (BackwardInput, 2),
+            (BackwardInput, 1),
+            (Backward, 0),
+            (BackwardWeight, 1),
+            (BackwardWeight, 2),
+        ];
         assert_eq!(found.rows(), [row(&[&forwards[..], &tail[..]].concat())]);
         let same = Schedule::one_f_one_b(3, 5).unwrap();
         assert_eq!(ascending(&same).unwrap(), same);

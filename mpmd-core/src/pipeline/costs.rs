@@ -64,8 +64,12 @@ pub struct StageCosts {
 impl Costs {
     /// Every pass takes one, moves take nothing.
     pub fn units(stages: usize) -> Self {
-        let stage =
-            StageCosts { forward: 1.0, backward_input: 1.0, backward_weight: 1.0, ..StageCosts::default() };
+        let stage = StageCosts {
+            forward: 1.0,
+            backward_input: 1.0,
+            backward_weight: 1.0,
+            ..StageCosts::default()
+        };
         Self { unit: relative(), stage: vec![stage; stages] }
     }
 
@@ -83,8 +87,14 @@ impl Costs {
     pub(super) fn to_toml_in(&self, stages: &str) -> String {
         let mut text = format!("unit = {}\n", super::sidecar::quoted(&self.unit));
         for stage in &self.stage {
-            let StageCosts { forward, backward_input, backward_weight, send_forward, send_backward, .. } =
-                stage;
+            let StageCosts {
+                forward,
+                backward_input,
+                backward_weight,
+                send_forward,
+                send_backward,
+                ..
+            } = stage;
             let (activation, weight) = (stage.activation_bytes, stage.weight_residual_bytes);
             let (output, gradient) = (stage.output_bytes, stage.gradient_bytes);
             let _ = write!(
@@ -92,7 +102,8 @@ impl Costs {
                 "\n[[{stages}]]\nforward = {forward:?}\nbackward_input = {backward_input:?}\n\
                  backward_weight = {backward_weight:?}\nsend_forward = {send_forward:?}\n\
                  send_backward = {send_backward:?}\nactivation_bytes = {activation}\n\
-                 weight_residual_bytes = {weight}\noutput_bytes = {output}\ngradient_bytes = {gradient}\n"
+                 weight_residual_bytes = {weight}\noutput_bytes = {output}\ngradient_bytes = \
+                 {gradient}\n"
             );
         }
         text
@@ -111,8 +122,10 @@ mod tests {
     fn bytes_beyond_all_memory_are_simulated() {
         let schedule = Schedule::gpipe(1, 3).unwrap();
         let mut costs = Costs::units(1);
-        (costs.stage[0].activation_bytes, costs.stage[0].weight_residual_bytes) = (u64::MAX, u64::MAX);
-        let simulated = simulate_schedule(&schedule, &costs, Leaves::AtOnce, Channel::TAGS).unwrap();
+        (costs.stage[0].activation_bytes, costs.stage[0].weight_residual_bytes) =
+            (u64::MAX, u64::MAX);
+        let simulated =
+            simulate_schedule(&schedule, &costs, Leaves::AtOnce, Channel::TAGS).unwrap();
         let most = simulated.memory[0].iter().map(|point| point.used).fold(0.0, f64::max);
         assert_eq!(most, i64::MAX as f64);
     }
@@ -122,14 +135,20 @@ mod tests {
         let schedule = Schedule::gpipe(2, 2).unwrap();
         let mut costs = Costs::units(2);
         let plain = costs.to_toml();
-        costs.stage[1] =
-            StageCosts { send_forward: 0.5, activation_bytes: 100, output_bytes: 7, ..costs.stage[0] };
+        costs.stage[1] = StageCosts {
+            send_forward: 0.5,
+            activation_bytes: 100,
+            output_bytes: 7,
+            ..costs.stage[0]
+        };
         mpmd_fuzz::bytes("costs", &[plain.into_bytes(), costs.to_toml().into_bytes()], |bytes| {
             let Ok(read) = toml::from_str::<Costs>(&String::from_utf8_lossy(bytes)) else { return };
             let again: Costs = toml::from_str(&read.to_toml()).unwrap();
             // Costs that are not a number differ from themselves.
             assert_eq!(format!("{again:?}"), format!("{read:?}"));
-            if let Ok(simulated) = simulate_schedule(&schedule, &read, Leaves::AtOnce, Channel::TAGS) {
+            if let Ok(simulated) =
+                simulate_schedule(&schedule, &read, Leaves::AtOnce, Channel::TAGS)
+            {
                 drop(simulated.timeline("x", &read.unit));
             }
         });

@@ -1,20 +1,21 @@
-//! A [`Flow`]: who computes what, in which order, and what goes between them. What is checked and simulated.
+//! A [`Flow`]: who computes what, in which order, and what goes between them. What is checked and
+//! simulated.
 
 use super::costs::Costs;
 use super::lower::{LowerError, Lowered, Step, StepKind};
 use super::schedule::{ActionKind, Schedule};
 
-/// What all processes do, with numbers for names: nodes that compute, each in the queue of one lane, and
-/// transfers between processes.
+/// What all processes do, with numbers for names: nodes that compute, each in the queue of one
+/// lane, and transfers between processes.
 ///
-/// A node begins when the one before it in its lane has ended, the nodes that it [needs](Node::needs) have, and
-/// the transfers that it [takes](Node::takes) are there. A transfer can begin when its [source](Transfer::after)
-/// has ended, and both sides have come to it in the order in which they post: what that means is the channel's
-/// affair.
+/// A node begins when the one before it in its lane has ended, the nodes that it
+/// [needs](Node::needs) have, and the transfers that it [takes](Node::takes) are there. A transfer
+/// can begin when its [source](Transfer::after) has ended, and both sides have come to it in the
+/// order in which they post: what that means is the channel's affair.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Flow {
-    /// The process of each lane. A lane is a device, or a rank of a schedule; its nodes run one at a time, in the
-    /// order of their numbers.
+    /// The process of each lane. A lane is a device, or a rank of a schedule; its nodes run one at
+    /// a time, in the order of their numbers.
     pub lanes: Vec<u32>,
     /// Number of processes.
     pub processes: u32,
@@ -35,7 +36,8 @@ pub struct Flow {
 pub struct Node {
     /// Where.
     pub lane: u32,
-    /// The first of its needs in [`Flow::needs`], and how many: nodes of the same process that must have ended.
+    /// The first of its needs in [`Flow::needs`], and how many: nodes of the same process that must
+    /// have ended.
     pub needs: (u32, u32),
     /// The first of what it takes in [`Flow::takes`], and how many.
     pub takes: (u32, u32),
@@ -93,15 +95,16 @@ impl Flow {
         Self::of_lowered(&super::lower::lower(schedule)?, Leaves::AtOnce)
     }
 
-    /// The flow of ranks that say themselves when they post what. `B` is two nodes. Tags are those of [`StepNames`].
+    /// The flow of ranks that say themselves when they post what. `B` is two nodes. Tags are those
+    /// of [`StepNames`].
     ///
-    /// What is sent and received by nobody, although another rank needs it, is a transfer without ends: the
-    /// check names it.
+    /// What is sent and received by nobody, although another rank needs it, is a transfer without
+    /// ends: the check names it.
     ///
     /// # Errors
     ///
-    /// Where a step is there twice, moves something that its rank has no part in, moves something between
-    /// stages of one rank, or sends what no rank computes.
+    /// Where a step is there twice, moves something that its rank has no part in, moves something
+    /// between stages of one rank, or sends what no rank computes.
     pub fn of_lowered(rows: &Lowered, leaves: Leaves) -> Result<Self, FlowError> {
         let flow = Builder::new(&rows.steps)?.flow(&rows.steps)?;
         Ok(if leaves == Leaves::InOrder { flow.in_order(rows) } else { flow })
@@ -109,7 +112,8 @@ impl Flow {
 }
 
 impl Flow {
-    /// The same whose sends wait for all nodes before them in their rows, and whose pairs begin together.
+    /// The same whose sends wait for all nodes before them in their rows, and whose pairs begin
+    /// together.
     fn in_order(mut self, rows: &Lowered) -> Self {
         // Nodes and posts have the order of the rows.
         let (mut node, mut row_begins) = (0, 0);
@@ -129,7 +133,8 @@ impl Flow {
                     continue;
                 };
                 if let Some(first) = pair.take() {
-                    let (own, other) = (self.nodes[first as usize].takes, self.nodes[node as usize].takes);
+                    let (own, other) =
+                        (self.nodes[first as usize].takes, self.nodes[node as usize].takes);
                     let from = self.takes.len() as u32;
                     for (begin, count) in [own, other] {
                         self.takes.extend_from_within(begin as usize..(begin + count) as usize);
@@ -154,11 +159,13 @@ fn slice(list: &[u32], (first, count): (u32, u32)) -> &[u32] {
 /// When what a rank has computed can leave.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Leaves {
-    /// As soon as it is there, the gradient of a `B` before its second half: as this framework's runner has it.
+    /// As soon as it is there, the gradient of a `B` before its second half: as this framework's
+    /// runner has it.
     #[default]
     AtOnce,
-    /// When all that its row computes before the send has ended, a whole `B` too, and both of a pair that
-    /// overlaps, which also begin only when both can: as torch has it, whose streams are in order. The closed forms of the literature are of this.
+    /// When all that its row computes before the send has ended, a whole `B` too, and both of a
+    /// pair that overlaps, which also begin only when both can: as torch has it, whose streams are
+    /// in order. The closed forms of the literature are of this.
     InOrder,
 }
 
@@ -312,7 +319,8 @@ impl Builder {
     fn flow(mut self, rows: &[Vec<Step>]) -> Result<Flow, FlowError> {
         for (rank, row) in rows.iter().enumerate() {
             for (place, step) in row.iter().enumerate() {
-                self.add_nodes(rank as u32, *step).map_err(|problem| wrong(rank, place, *step, problem))?;
+                self.add_nodes(rank as u32, *step)
+                    .map_err(|problem| wrong(rank, place, *step, problem))?;
             }
         }
         self.add_transfers();
@@ -336,9 +344,15 @@ impl Builder {
         }
         let at = self.at(step.stage, step.microbatch);
         match kind {
-            ActionKind::Forward => self.forward[at] = self.add_node(rank, step, 0, self.forward[at])?,
-            ActionKind::BackwardInput => self.input[at] = self.add_node(rank, step, 1, self.input[at])?,
-            ActionKind::BackwardWeight => self.weight[at] = self.add_node(rank, step, 2, self.weight[at])?,
+            ActionKind::Forward => {
+                self.forward[at] = self.add_node(rank, step, 0, self.forward[at])?
+            }
+            ActionKind::BackwardInput => {
+                self.input[at] = self.add_node(rank, step, 1, self.input[at])?
+            }
+            ActionKind::BackwardWeight => {
+                self.weight[at] = self.add_node(rank, step, 2, self.weight[at])?
+            }
             ActionKind::Backward => {
                 self.input[at] = self.add_node(rank, step, 3, self.input[at])?;
                 self.weight[at] = self.add_node(rank, step, SECOND_HALF, self.weight[at])?;
@@ -363,17 +377,26 @@ impl Builder {
                 let at = self.at(stage, microbatch);
                 if stage + 1 < self.stages {
                     let needed = self.forward[self.at(stage + 1, microbatch)];
-                    self.outputs[at] = self.add_transfer(self.forward[at], needed, stage, microbatch, 4);
+                    self.outputs[at] =
+                        self.add_transfer(self.forward[at], needed, stage, microbatch, 4);
                 }
                 if stage > 0 {
                     let needed = self.input[self.at(stage - 1, microbatch)];
-                    self.gradient[at] = self.add_transfer(self.input[at], needed, stage, microbatch, 6);
+                    self.gradient[at] =
+                        self.add_transfer(self.input[at], needed, stage, microbatch, 6);
                 }
             }
         }
     }
 
-    fn add_transfer(&mut self, after: u32, needed: u32, stage: u32, microbatch: u32, kind: u32) -> u32 {
+    fn add_transfer(
+        &mut self,
+        after: u32,
+        needed: u32,
+        stage: u32,
+        microbatch: u32,
+        kind: u32,
+    ) -> u32 {
         if after == NONE || needed == NONE {
             return NONE;
         }
@@ -399,7 +422,8 @@ impl Builder {
         let number = stage.map_or(NONE, |stage| list[self.at(stage, step.microbatch)]);
         let Some(transfer) = self.flow.transfers.get(number as usize) else {
             return Err(
-                "moves what one of its two ranks does not compute, or what stays on one rank".to_owned()
+                "moves what one of its two ranks does not compute, or what stays on one rank"
+                    .to_owned(),
             );
         };
         let own = if is_send { transfer.from } else { transfer.to };
@@ -468,11 +492,15 @@ mod tests {
         let schedule = Schedule::one_f_one_b(2, 1).unwrap();
         let flow = Flow::of_schedule(&schedule).unwrap();
         let names = StepNames::new(1);
-        let nodes: Vec<String> = flow.nodes.iter().map(|node| names.step(node.tag).to_string()).collect();
+        let nodes: Vec<String> =
+            flow.nodes.iter().map(|node| names.step(node.tag).to_string()).collect();
         assert_eq!(nodes, ["0F0", "0B0", "0B0", "1F0", "1B0", "1B0"]);
-        assert!(names.is_second_half(flow.nodes[2].tag) && !names.is_second_half(flow.nodes[1].tag));
+        assert!(
+            names.is_second_half(flow.nodes[2].tag) && !names.is_second_half(flow.nodes[1].tag)
+        );
         // 0F0 goes to rank 1; the gradient leaves after the first half of 1B0.
-        let moves: Vec<(u32, u32, u32)> = flow.transfers.iter().map(|t| (t.from, t.to, t.after)).collect();
+        let moves: Vec<(u32, u32, u32)> =
+            flow.transfers.iter().map(|t| (t.from, t.to, t.after)).collect();
         assert_eq!(moves, [(0, 1, 0), (1, 0, 4)]);
         assert_eq!(names.step(flow.transfers[1].tag).to_string(), "1SEND_B0");
         assert_eq!((flow.takes_of(3), flow.takes_of(1)), (&[0][..], &[1][..]));
@@ -500,6 +528,9 @@ mod tests {
         assert_eq!(with(1, forward), "rank 1, step 4: 1F0 computes what has been computed");
         assert_eq!(with(0, forward), "rank 1, step 1: 1F0 is of a stage of rank 0");
         let out = with(1, step(0, ReceiveForward));
-        assert!(out.starts_with("rank 1, step 4: 0RECV_F0 moves what one of its two ranks"), "{out}");
+        assert!(
+            out.starts_with("rank 1, step 4: 0RECV_F0 moves what one of its two ranks"),
+            "{out}"
+        );
     }
 }

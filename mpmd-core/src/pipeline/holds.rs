@@ -84,7 +84,8 @@ impl OnDevice {
             fuses,
         };
         for (mine, other) in self.inputs.iter_mut().zip(&other.inputs) {
-            (mine.bytes, mine.gradient) = (mine.bytes.max(other.bytes), mine.gradient.max(other.gradient));
+            (mine.bytes, mine.gradient) =
+                (mine.bytes.max(other.bytes), mine.gradient.max(other.gradient));
         }
         for (mine, other) in self.outputs.iter_mut().zip(&other.outputs) {
             mine.bytes = mine.bytes.max(other.bytes);
@@ -145,7 +146,8 @@ impl Hold {
         (from, until.max().unwrap_or(u64::MAX))
     }
 
-    /// The actions of a lane while which it can be there: the first of them, and the first after them.
+    /// The actions of a lane while which it can be there: the first of them, and the first after
+    /// them.
     pub(super) fn at_most(&self, pace: &Pace, lane: usize) -> (usize, usize) {
         let from = match self.from {
             From::Start => 0,
@@ -160,7 +162,13 @@ impl Hold {
 }
 
 /// All that a device holds of a stage beside what is there all the time.
-pub(super) fn holds(pace: &Pace, stage: usize, device: &OnDevice, count: usize, fuses: bool) -> Vec<Hold> {
+pub(super) fn holds(
+    pace: &Pace,
+    stage: usize,
+    device: &OnDevice,
+    count: usize,
+    fuses: bool,
+) -> Vec<Hold> {
     use PassKind::{Again, Forward, Input as InputPass, Weight};
     let OnDevice { bytes, moved_gradients, inputs, outputs, tied } = device;
     let mut all = Vec::new();
@@ -201,13 +209,18 @@ pub(super) fn holds(pace: &Pace, stage: usize, device: &OnDevice, count: usize, 
                     true => Until::Back(reads),
                 }
             });
-            let gone: Vec<Until> = if output.takers.is_empty() { vec![Until::Never] } else { gone.collect() };
+            let gone: Vec<Until> =
+                if output.takers.is_empty() { vec![Until::Never] } else { gone.collect() };
             hold(output.bytes, From::Begin(mine(Forward)), gone);
             if again {
                 hold(output.bytes, From::Begin(mine(Again)), vec![Until::End(mine(Again))]);
             }
             for (from, gradient) in &output.gradients {
-                hold(*gradient, From::Come(of(*from, InputPass)), vec![Until::End(mine(InputPass))]);
+                hold(
+                    *gradient,
+                    From::Come(of(*from, InputPass)),
+                    vec![Until::End(mine(InputPass))],
+                );
             }
         }
         let together = fuses && pace.times(mine(InputPass)) == pace.times(mine(Weight));
@@ -236,7 +249,8 @@ pub(super) fn holds(pace: &Pace, stage: usize, device: &OnDevice, count: usize, 
     {
         hold(bytes.gathered, From::Start, vec![Until::Perhaps(read)]);
     }
-    let last_weight = |stage| passes(&[Weight], stage).into_iter().max_by_key(|pass| pace.times(*pass).1);
+    let last_weight =
+        |stage| passes(&[Weight], stage).into_iter().max_by_key(|pass| pace.times(*pass).1);
     let first = passes(&[Weight], stage).into_iter().min_by_key(|pass| pace.times(*pass).0);
     if let (Some(first), Some(last)) = (first, last_weight(stage)) {
         let moved = (*moved_gradients).min(bytes.gradients);

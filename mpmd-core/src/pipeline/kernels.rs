@@ -10,7 +10,9 @@ use crate::aval::{DType, ShapedArray};
 use crate::backend::cuda::kernels::ADD;
 use crate::cuda::{Grid, Source};
 use crate::error::{Error, Result};
-use crate::kernel::{Context, Kernel, Reduce, Shapes, Signature, View, ViewMut, Views, ViewsMut, combine};
+use crate::kernel::{
+    Context, Kernel, Reduce, Shapes, Signature, View, ViewMut, Views, ViewsMut, combine,
+};
 use crate::tree::{Structure, Tree, TreeError};
 
 /// Parameters, inputs, side inputs -> outputs, residuals.
@@ -28,8 +30,8 @@ pub(super) struct BackwardWeight<S: Stage>(pub(super) Arc<S>, pub(super) Arc<Inf
 /// Weight residuals, gradients so far -> gradients, in place.
 pub(super) struct AddBackwardWeight<S: Stage>(pub(super) Arc<S>);
 
-/// Parameters, residuals, output gradients, gradients so far where there are any -> input gradients but on the
-/// first stage, gradients.
+/// Parameters, residuals, output gradients, gradients so far where there are any -> input gradients
+/// but on the first stage, gradients.
 pub(super) struct FusedBackward<S: Stage> {
     pub(super) stage: Arc<S>,
     pub(super) inferred: Arc<Inferred>,
@@ -70,7 +72,9 @@ impl Flat {
 }
 
 fn declare<O>(signature: Signature<O>, collectives: &[(String, ShapedArray)]) -> Signature<O> {
-    collectives.iter().fold(signature, |signature, (axis, aval)| signature.all_reduce(axis, aval.clone()))
+    collectives
+        .iter()
+        .fold(signature, |signature, (axis, aval)| signature.all_reduce(axis, aval.clone()))
 }
 
 /// Paths below the element `index` of a tuple.
@@ -112,7 +116,8 @@ impl<S: Stage> Kernel for Forward<S> {
 }
 
 impl Inferred {
-    /// The signature of the input gradient, where the weight residuals are element `outputs` of the outputs.
+    /// The signature of the input gradient, where the weight residuals are element `outputs` of the
+    /// outputs.
     fn backward_input<O>(&self, out: O, outputs: Option<usize>) -> Signature<O> {
         let signature = declare(Signature::new(out), &self.backward_input);
         self.keeps.iter().fold(signature, |signature, (residual, weight)| {
@@ -261,7 +266,8 @@ impl<S: Stage> Kernel for FusedBackward<S> {
         let signature = Signature::new((dx, self.inferred.params.tree::<S::Params>()?));
         let signature = declare(signature, &self.inferred.backward_input);
         let paths = so_far.iter().flat_map(|so_far| so_far.structure().paths());
-        Ok(paths.fold(signature, |signature, path| signature.alias(below(3, &path), below(1, &path))))
+        Ok(paths
+            .fold(signature, |signature, path| signature.alias(below(3, &path), below(1, &path))))
     }
 
     fn run(
@@ -274,7 +280,8 @@ impl<S: Stage> Kernel for FusedBackward<S> {
         if so_far.is_none() {
             leaves.iter_mut().try_for_each(|leaf| cx.zero(leaf))?;
         }
-        let gradient = ViewsMut::<'_, S::Params>::from_leaves(&self.inferred.params.structure, leaves)?;
+        let gradient =
+            ViewsMut::<'_, S::Params>::from_leaves(&self.inferred.params.structure, leaves)?;
         self.stage.backward(cx, params, residual, dy, dx, gradient)
     }
 
@@ -307,7 +314,12 @@ impl Kernel for AddArrays {
         }
     }
 
-    fn run(&self, cx: &mut Context<'_>, (_, more): (View<'_>, View<'_>), mut sum: ViewMut<'_>) -> Result<()> {
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        (_, more): (View<'_>, View<'_>),
+        mut sum: ViewMut<'_>,
+    ) -> Result<()> {
         add(cx, &mut sum, &more)
     }
 
@@ -350,9 +362,10 @@ mod tests {
     fn sums(kind: DeviceKind) -> Vec<Vec<u8>> {
         let mut p = Program::builder().device_kinds(&[kind]).alone().unwrap();
         let mesh = p.mesh(&[("x", 1)]).unwrap();
-        let add = p.jit(AddArrays).on(&mesh).outputs(mesh.replicated()).donate("0").build().unwrap();
-        // Every exponent, both signs, and mantissas that round up, down, and to even; no NaN, whose bits are the
-        // device's own matter.
+        let add =
+            p.jit(AddArrays).on(&mesh).outputs(mesh.replicated()).donate("0").build().unwrap();
+        // Every exponent, both signs, and mantissas that round up, down, and to even; no NaN, whose
+        // bits are the device's own matter.
         let mantissas = [0u16, 1, 2, 0x55, 0x7f, 0x80, 0x200, 0x3ff];
         let every = |exponents: u16, shift: u16, mask: u16| {
             let one = move |i: u16| (i << shift) | (mantissas[i as usize % 8] & mask);
@@ -368,7 +381,8 @@ mod tests {
         };
         let f32s: Vec<f32> = (0..1000).map(|i| (i as f32 - 500.0) / 7.0).collect();
         let f64s: Vec<f64> = (0..1000).map(|i| (f64::from(i) - 500.0) / 7.0).collect();
-        let reversed = |bytes: &[u8], size: usize| bytes.chunks(size).rev().flatten().copied().collect();
+        let reversed =
+            |bytes: &[u8], size: usize| bytes.chunks(size).rev().flatten().copied().collect();
         let wide = |bytes: &[u8], size| [bytes.to_vec(), reversed(bytes, size)];
         let cases = [
             (DType::F16, pairs(&f16s)),

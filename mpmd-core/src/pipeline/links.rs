@@ -9,7 +9,8 @@ use crate::error::{Error, Result};
 use crate::tree::{Structure, Tree};
 
 /// The outputs of a stage of a pipeline, as the input of a later one: see
-/// [`Pipeline::then_from`](super::Pipeline::then_from). Given by [`Pipeline::output`](super::Pipeline::output).
+/// [`Pipeline::then_from`](super::Pipeline::then_from). Given by
+/// [`Pipeline::output`](super::Pipeline::output).
 #[derive(Clone)]
 pub struct Output<T> {
     part: Part,
@@ -28,7 +29,8 @@ impl<T: Tree<Leaf = MpmdArray>> Output<T> {
         self.part.stage
     }
 
-    /// The one array at a path of the outputs. Whether there is one is known with the first microbatch.
+    /// The one array at a path of the outputs. Whether there is one is known with the first
+    /// microbatch.
     #[must_use]
     pub fn leaf(&self, path: impl Into<String>) -> Output<MpmdArray> {
         let part = Part { stage: self.part.stage, path: Some(path.into()) };
@@ -36,8 +38,8 @@ impl<T: Tree<Leaf = MpmdArray>> Output<T> {
     }
 }
 
-/// Outputs of earlier stages that are together what a later one takes: an [`Output`], a tuple of them, or a
-/// vector of equal ones.
+/// Outputs of earlier stages that are together what a later one takes: an [`Output`], a tuple of
+/// them, or a vector of equal ones.
 pub trait Outputs {
     /// What the stage takes.
     type In: Tree<Leaf = MpmdArray>;
@@ -60,7 +62,8 @@ impl FeedOf {
             return Ok(self.feed);
         }
         Err(Error::kernel(
-            "it is given an output of another pipeline: take `output()` of the one that the stage is added to",
+            "it is given an output of another pipeline: take `output()` of the one that the stage \
+             is added to",
         ))
     }
 }
@@ -69,7 +72,10 @@ impl<T: Tree<Leaf = MpmdArray>> Outputs for Output<T> {
     type In = T;
 
     fn feed(&self) -> FeedOf {
-        FeedOf { feed: Feed { parts: vec![self.part.clone()], whole: true }, of: vec![self.of.clone()] }
+        FeedOf {
+            feed: Feed { parts: vec![self.part.clone()], whole: true },
+            of: vec![self.of.clone()],
+        }
     }
 }
 
@@ -127,7 +133,11 @@ impl Feed {
 
     /// The structure of the input whose parts have these structures.
     pub(super) fn structure(&self, mut parts: Vec<Structure>) -> Structure {
-        if self.whole && parts.len() == 1 { parts.swap_remove(0) } else { Structure::sequence(parts) }
+        if self.whole && parts.len() == 1 {
+            parts.swap_remove(0)
+        } else {
+            Structure::sequence(parts)
+        }
     }
 }
 
@@ -139,7 +149,9 @@ impl Part {
         let place = paths.iter().position(|known| known == path).ok_or_else(|| {
             let stage = self.stage;
             let known = paths.iter().map(|path| format!("{path:?}")).collect::<Vec<_>>().join(", ");
-            Error::kernel(format!("stage {stage} has no output {path:?} for `.leaf(…)`; it has {known}"))
+            Error::kernel(format!(
+                "stage {stage} has no output {path:?} for `.leaf(…)`; it has {known}"
+            ))
         })?;
         Ok(place..place + 1)
     }
@@ -152,7 +164,10 @@ impl Part {
     /// This part of a stage's outputs.
     pub(super) fn of(&self, outputs: &Bundle) -> Result<Bundle> {
         let places = self.places(&outputs.structure)?;
-        Ok(Bundle { structure: self.structure(&outputs.structure), leaves: outputs.leaves[places].to_vec() })
+        Ok(Bundle {
+            structure: self.structure(&outputs.structure),
+            leaves: outputs.leaves[places].to_vec(),
+        })
     }
 }
 
@@ -171,7 +186,8 @@ pub(super) fn check_all_read<'a>(
         Some(place) => {
             let path = &outputs.paths()[place];
             Err(Error::kernel(format!(
-                "output {path:?} of stage {stage} is read by no later stage, so that it has no gradient: have a stage \
+                "output {path:?} of stage {stage} is read by no later stage, so that it has no \
+                 gradient: have a stage \
                  take it with `then_from`, or do not give it"
             )))
         }

@@ -1,7 +1,7 @@
 //! From a schedule to what each rank does with the moves between ranks in it: [`Step`]s.
 //!
-//! The order is torch's, so that its text format can be written and read: a receive stands where the sender
-//! comes to its send, seen over all ranks in turn, not where its rank needs it.
+//! The order is torch's, so that its text format can be written and read: a receive stands where
+//! the sender comes to its send, seen over all ranks in turn, not where its rank needs it.
 
 use std::fmt;
 
@@ -12,7 +12,8 @@ use super::text::{Cell, Entry, Text};
 /// One thing a rank does: it computes, gives or takes.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct Step {
-    /// The stage, from 0: that computes; of a send the one that has made it, of a receive the one that gets it.
+    /// The stage, from 0: that computes; of a send the one that has made it, of a receive the one
+    /// that gets it.
     pub stage: u32,
     /// What is done.
     pub kind: StepKind,
@@ -54,7 +55,8 @@ impl Step {
     ///
     /// Where stage or microbatch are 2^32 or above.
     pub fn of_action(action: Action) -> Self {
-        let small = |number: usize| u32::try_from(number).expect("stages and microbatches below 2^32");
+        let small =
+            |number: usize| u32::try_from(number).expect("stages and microbatches below 2^32");
         Self {
             stage: small(action.stage),
             kind: StepKind::Compute(action.kind),
@@ -150,8 +152,8 @@ impl Lowered {
     }
 }
 
-/// The steps of each rank, in torch's order: also where torch gathers and lets go weights in between, each a turn
-/// of its rank. Of an overlapped pair both actions come before their sends.
+/// The steps of each rank, in torch's order: also where torch gathers and lets go weights in
+/// between, each a turn of its rank. Of an overlapped pair both actions come before their sends.
 ///
 /// # Errors
 ///
@@ -161,17 +163,19 @@ pub fn lower(schedule: &Schedule) -> Result<Lowered, LowerError> {
     if has_pairs || schedule.stages() > schedule.ranks() {
         return Ok(Lowered::of_cells(&lower_comms(schedule)?));
     }
-    // With one stage a rank, weights are gathered before all else, and the turns are the same without.
+    // With one stage a rank, weights are gathered before all else, and the turns are the same
+    // without.
     let cells = |row| Vec::from_iter(<[Action]>::iter(row).map(std::slice::from_ref));
     Ok(lower_cells(&schedule.rows().iter().map(|row| cells(row)).collect::<Vec<_>>())?.into())
 }
 
-/// As [`lower`], of rows of cells: a cell is one turn of its rank, and does several actions where these
-/// overlap, none where the rank does something of its own.
+/// As [`lower`], of rows of cells: a cell is one turn of its rank, and does several actions where
+/// these overlap, none where the rank does something of its own.
 ///
-/// Ranks take turns, in order, one cell each. A rank whose next cell needs what is not there loses its turn;
-/// else the cell's actions follow, then for each that another rank needs the send, and at the same moment the
-/// receive on the other rank's list. What a turn leaves is there for the ranks after it in the same round.
+/// Ranks take turns, in order, one cell each. A rank whose next cell needs what is not there loses
+/// its turn; else the cell's actions follow, then for each that another rank needs the send, and at
+/// the same moment the receive on the other rank's list. What a turn leaves is there for the ranks
+/// after it in the same round.
 ///
 /// # Errors
 ///
@@ -183,7 +187,8 @@ pub fn lower_cells(rows: &[Vec<&[Action]>]) -> Result<Vec<Vec<Step>>, LowerError
 /// For each rank its steps, and where in them each cell's turn came.
 pub(super) type Turns = (Vec<Vec<Step>>, Vec<Vec<usize>>);
 
-/// As [`lower_cells`], and for each rank where in its steps each cell's turn came: how many were there before.
+/// As [`lower_cells`], and for each rank where in its steps each cell's turn came: how many were
+/// there before.
 ///
 /// # Errors
 ///
@@ -191,8 +196,9 @@ pub(super) type Turns = (Vec<Vec<Step>>, Vec<Vec<usize>>);
 pub(super) fn lower_turns(rows: &[Vec<&[Action]>]) -> Result<Turns, LowerError> {
     let mut there = There::new(rows);
     let mut next = vec![0; rows.len()];
-    let moves =
-        |row: &Vec<&[Action]>| Vec::with_capacity(row.iter().map(|cell| cell.len()).sum::<usize>() * 3);
+    let moves = |row: &Vec<&[Action]>| {
+        Vec::with_capacity(row.iter().map(|cell| cell.len()).sum::<usize>() * 3)
+    };
     let mut steps: Vec<Vec<Step>> = rows.iter().map(moves).collect();
     let mut turns: Vec<Vec<usize>> = rows.iter().map(|row| Vec::with_capacity(row.len())).collect();
     let mut open: Vec<usize> = (0..rows.len()).filter(|rank| !rows[*rank].is_empty()).collect();
@@ -222,8 +228,9 @@ pub(super) fn lower_turns(rows: &[Vec<&[Action]>]) -> Result<Turns, LowerError> 
     Ok((steps, turns))
 }
 
-/// The steps of each rank with each send right after what makes it, and each receive right before what needs
-/// it. Over channels that keep order this mostly deadlocks, which is why [`lower`] does otherwise.
+/// The steps of each rank with each send right after what makes it, and each receive right before
+/// what needs it. Over channels that keep order this mostly deadlocks, which is why [`lower`] does
+/// otherwise.
 ///
 /// Any rows will do: what no rank makes is not received, and what no rank needs is not sent.
 pub fn lower_late(rows: &[Vec<Action>]) -> Vec<Vec<Step>> {
@@ -301,14 +308,17 @@ impl There {
     }
 
     fn is_ready(&self, action: Action) -> bool {
-        self.need(action).is_none_or(|(stage, bit)| self.done[self.at(stage, action.microbatch)] & bit != 0)
+        self.need(action)
+            .is_none_or(|(stage, bit)| self.done[self.at(stage, action.microbatch)] & bit != 0)
     }
 
-    /// The send that follows an action, and the receive on the other side; `None` where nobody needs it, or the
-    /// same rank.
+    /// The send that follows an action, and the receive on the other side; `None` where nobody
+    /// needs it, or the same rank.
     fn moves(&self, action: Action) -> Option<(Step, Step)> {
         let (to, send, receive) = match action.kind {
-            ActionKind::Forward => (action.stage + 1, StepKind::SendForward, StepKind::ReceiveForward),
+            ActionKind::Forward => {
+                (action.stage + 1, StepKind::SendForward, StepKind::ReceiveForward)
+            }
             ActionKind::BackwardInput | ActionKind::Backward => {
                 (action.stage.checked_sub(1)?, StepKind::SendBackward, StepKind::ReceiveBackward)
             }
@@ -327,7 +337,8 @@ impl There {
         let (from, bit) = self.need(action)?;
         let (here, there) = (self.rank_of_stage[action.stage], self.rank_of_stage[from]);
         let made = there != here && self.done[self.at(from, action.microbatch)] & bit != 0;
-        let kind = if bit == FORWARD { StepKind::ReceiveForward } else { StepKind::ReceiveBackward };
+        let kind =
+            if bit == FORWARD { StepKind::ReceiveForward } else { StepKind::ReceiveBackward };
         made.then_some(Step { kind, ..Step::of_action(action) })
     }
 
@@ -361,14 +372,16 @@ mod tests {
     use super::*;
 
     fn text(rows: &[Vec<Step>]) -> Vec<String> {
-        let row = |row: &Vec<Step>| row.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
+        let row =
+            |row: &Vec<Step>| row.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
         rows.iter().map(row).collect()
     }
 
     #[test]
     fn receives_stand_where_the_sender_comes_to_its_send() {
         let schedule = Schedule::one_f_one_b(2, 2).unwrap();
-        // Round 1: 0F0, 1F0 (it is there already). Round 2: 0F1, 1B0. Round 3: 0B0, 1F1. Then 0B1 loses one.
+        // Round 1: 0F0, 1F0 (it is there already). Round 2: 0F1, 1B0. Round 3: 0B0, 1F1. Then 0B1
+        // loses one.
         let rows = lower(&schedule).unwrap().steps;
         assert_eq!(
             text(&rows),
@@ -418,7 +431,8 @@ mod tests {
         let (b0, b1) = ([a(0, Backward, 0)], [a(0, Backward, 1)]);
         let pair = [a(1, Forward, 1), a(1, Backward, 0)];
         let (head, tail) = ([a(1, Forward, 0)], [a(1, Backward, 1)]);
-        let rows: Vec<Vec<&[Action]>> = vec![vec![&f0, &f1, &b0, &b1], vec![&[], &head, &pair, &tail]];
+        let rows: Vec<Vec<&[Action]>> =
+            vec![vec![&f0, &f1, &b0, &b1], vec![&[], &head, &pair, &tail]];
         assert_eq!(
             text(&lower_cells(&rows).unwrap()),
             [

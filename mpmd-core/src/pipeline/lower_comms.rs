@@ -1,18 +1,20 @@
-//! From a schedule to all that torch's runtime does for it: also when weights that are stored in pieces are
-//! gathered and let go, and when their gradients are reduced.
+//! From a schedule to all that torch's runtime does for it: also when weights that are stored in
+//! pieces are gathered and let go, and when their gradients are reduced.
 
 use super::lower::{LowerError, lower_turns};
 use super::schedule::{Action, ActionKind, Schedule};
 use super::text::{Cell, Entry, cells};
 
-/// Stages of a rank whose weights are gathered at a time: those that it comes to next. Torch's number.
+/// Stages of a rank whose weights are gathered at a time: those that it comes to next. Torch's
+/// number.
 const GATHERED: usize = 3;
 
 /// The cells of each rank with moves, gathers and reductions, as torch 2.11.0 places them.
 ///
-/// Before each cell a rank lets go the weights of stages that are not among the next three it comes to, and
-/// gathers those that are. The gradients of a stage are reduced after its last weight gradient. Each of these is
-/// a turn of its rank in the order of moves: see [`lower_cells`](super::lower_cells).
+/// Before each cell a rank lets go the weights of stages that are not among the next three it comes
+/// to, and gathers those that are. The gradients of a stage are reduced after its last weight
+/// gradient. Each of these is a turn of its rank in the order of moves: see
+/// [`lower_cells`](super::lower_cells).
 ///
 /// # Errors
 ///
@@ -58,11 +60,13 @@ pub fn lower_comms(schedule: &Schedule) -> Result<Vec<Vec<Cell>>, LowerError> {
 /// The stages of a cell, without those that it repeats.
 fn stages(cell: Cell) -> impl Iterator<Item = u32> {
     let mut last = None;
-    cell.actions().map(|action| action.stage as u32).filter(move |stage| last.replace(*stage) != Some(*stage))
+    cell.actions()
+        .map(|action| action.stage as u32)
+        .filter(move |stage| last.replace(*stage) != Some(*stage))
 }
 
-/// For each cell the stages that the rank comes to next from it on, this one's first, until there are enough: with
-/// each the cells' own order, those of one cell together.
+/// For each cell the stages that the rank comes to next from it on, this one's first, until there
+/// are enough: with each the cells' own order, those of one cell together.
 fn next_stages(row: &[Cell]) -> Vec<Vec<u32>> {
     let mut next = Vec::with_capacity(row.len());
     // From the last to the first: by cell, what is not in an earlier one.
@@ -75,7 +79,8 @@ fn next_stages(row: &[Cell]) -> Vec<Vec<u32>> {
             if found >= GATHERED {
                 break;
             }
-            let others: Vec<u32> = group.into_iter().filter(|stage| !kept[0].contains(stage)).collect();
+            let others: Vec<u32> =
+                group.into_iter().filter(|stage| !kept[0].contains(stage)).collect();
             found += others.len();
             if !others.is_empty() {
                 kept.push(others);
@@ -90,8 +95,8 @@ fn next_stages(row: &[Cell]) -> Vec<Vec<u32>> {
 
 /// The cells with `UNSHARD` and `RESHARD` between them.
 ///
-/// Where several stages are let go at once, which takes overlapped pairs of a rank with more than three stages, they
-/// are in ascending order; torch has no order of its own there.
+/// Where several stages are let go at once, which takes overlapped pairs of a rank with more than
+/// three stages, they are in ascending order; torch has no order of its own there.
 fn with_gathers(row: &[Cell], all: usize) -> Vec<Cell> {
     let mut active: Vec<u32> = Vec::with_capacity(GATHERED + 1);
     let mut cells = Vec::with_capacity(row.len() + 4 * all.min(row.len()));
@@ -149,13 +154,15 @@ mod tests {
     fn the_next_three_stages_are_gathered() {
         assert_eq!(
             gathers("0F0,1F0,2F0,3F0,3B0,0B0"),
-            "0UNSHARD 1UNSHARD 2UNSHARD 0F0 0RESHARD 3UNSHARD 1F0 1RESHARD 0UNSHARD 2F0 2RESHARD 3F0 3B0 3RESHARD \
+            "0UNSHARD 1UNSHARD 2UNSHARD 0F0 0RESHARD 3UNSHARD 1F0 1RESHARD 0UNSHARD 2F0 2RESHARD \
+             3F0 3B0 3RESHARD \
              0B0 0RESHARD"
         );
         // A pair that begins within the window is gathered whole.
         assert_eq!(
             gathers("0F0,1F0,(2F0;3B0)OVERLAP_F_B"),
-            "0UNSHARD 1UNSHARD 2UNSHARD 3UNSHARD 0F0 0RESHARD 1F0 1RESHARD (2F0;3B0)OVERLAP_F_B 2RESHARD 3RESHARD"
+            "0UNSHARD 1UNSHARD 2UNSHARD 3UNSHARD 0F0 0RESHARD 1F0 1RESHARD (2F0;3B0)OVERLAP_F_B \
+             2RESHARD 3RESHARD"
         );
     }
 
@@ -179,14 +186,17 @@ mod tests {
         let mut seed = 1_u64;
         for _ in 0..500 {
             let mut random = |below: u64| {
-                seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                seed = seed
+                    .wrapping_mul(6_364_136_223_846_793_005)
+                    .wrapping_add(1_442_695_040_888_963_407);
                 (seed >> 33) % below
             };
             let cell = |(pair, one, other): (u64, u64, u64)| match pair {
                 0 => format!("({one}F0;{other}B0)OVERLAP_F_B"),
                 _ => format!("{one}F0"),
             };
-            let line: Vec<String> = (0..12).map(|_| cell((random(3), random(6), random(6)))).collect();
+            let line: Vec<String> =
+                (0..12).map(|_| cell((random(3), random(6), random(6)))).collect();
             let text = Text::parse(&line.join(","), None).unwrap();
             let row = &text.rows[0];
             let expected: Vec<Vec<u32>> = (0..row.len()).map(|at| ahead(&row[at..])).collect();

@@ -1,29 +1,33 @@
 //! How much memory a step takes, from shapes and the schedule: known before anything runs.
 //!
-//! The model. Of each stage every device holds *kept* bytes all the time, and what the microbatches bring from the
-//! beginning of the step until the forward pass that reads it has ended. A pass takes the memory of all its results when it begins, while what it
-//! reads is still there, and lets what it read for the last time go when it ends:
+//! The model. Of each stage every device holds *kept* bytes all the time, and what the microbatches
+//! bring from the beginning of the step until the forward pass that reads it has ended. A pass
+//! takes the memory of all its results when it begins, while what it reads is still there, and lets
+//! what it read for the last time go when it ends:
 //!
 //! - the forward pass takes outputs and residuals, and lets its input go;
-//! - the input gradient takes weight residuals, but those that are kept residuals, and the gradient of the
-//!   inputs; it lets the residuals and the gradient of the outputs go;
-//! - the weight gradient takes the sums with its first microbatch, and lets the weight residuals go;
-//! - parameters that are stored otherwise are there from the beginning of the step until the last pass that
-//!   reads them; finished gradients are there twice while they are put to the stored shardings.
+//! - the input gradient takes weight residuals, but those that are kept residuals, and the gradient
+//!   of the inputs; it lets the residuals and the gradient of the outputs go;
+//! - the weight gradient takes the sums with its first microbatch, and lets the weight residuals
+//!   go;
+//! - parameters that are stored otherwise are there from the beginning of the step until the last
+//!   pass that reads them; finished gradients are there twice while they are put to the stored
+//!   shardings.
 //!
-//! Where the forward pass is computed again, its results are there while it runs first, and from when it runs again;
-//! what it reads stays until then. Where both gradients are one kernel the residuals stay until it has ended, and
-//! there are no weight residuals.
+//! Where the forward pass is computed again, its results are there while it runs first, and from
+//! when it runs again; what it reads stays until then. Where both gradients are one kernel the
+//! residuals stay until it has ended, and there are no weight residuals.
 //!
-//! An array that goes to another stage is copied, or handed over. To one on the same devices it is as if handed over:
-//! the same array. A copy takes memory at its taker from when it
-//! was made until the pass that reads it has ended, and goes at its giver once it was sent. One that is handed
+//! An array that goes to another stage is copied, or handed over. To one on the same devices it is
+//! as if handed over: the same array. A copy takes memory at its taker from when it was made until
+//! the pass that reads it has ended, and goes at its giver once it was sent. One that is handed
 //! over takes none at its taker and stays its giver's until the taker's pass has ended.
 //!
-//! What goes by the order of one rank alone is exact. How far the neighbours are meanwhile is a question of time:
-//! [`MemoryPlan::expected`] has every rank start as soon as it can, with passes of equal length (both gradients
-//! take two) and moves that take next to none; [`MemoryPlan::at_most`] has everything come as early, and go back as
-//! late, as the orders allow at all. Not counted are what kernels take for themselves, collectives, and packing.
+//! What goes by the order of one rank alone is exact. How far the neighbours are meanwhile is a
+//! question of time: [`MemoryPlan::expected`] has every rank start as soon as it can, with passes
+//! of equal length (both gradients take two) and moves that take next to none;
+//! [`MemoryPlan::at_most`] has everything come as early, and go back as late, as the orders allow
+//! at all. Not counted are what kernels take for themselves, collectives, and packing.
 
 use std::collections::BTreeMap;
 
@@ -32,21 +36,24 @@ use super::pace::{Pace, StagePace};
 use super::schedule::{Schedule, ScheduleError};
 use crate::topology::DeviceId;
 
-/// What a device of a stage holds of one microbatch, or of the parameters, in bytes that its pool counts.
+/// What a device of a stage holds of one microbatch, or of the parameters, in bytes that its pool
+/// counts.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct StageBytes {
-    /// What is there all the time: the parameters as they are stored, and what the caller keeps beside them.
+    /// What is there all the time: the parameters as they are stored, and what the caller keeps
+    /// beside them.
     pub kept: u64,
     /// What each microbatch brings: the pipeline's input on the first stage, and side inputs.
     pub brought: u64,
-    /// Parameters in the shardings that kernels compute with, where these are others than the stored ones.
+    /// Parameters in the shardings that kernels compute with, where these are others than the
+    /// stored ones.
     pub gathered: u64,
     /// The gradients that weight passes add to.
     pub gradients: u64,
     /// Those in the stored shardings, where they are put there.
     pub reduced: u64,
-    /// What the forward pass is given by the stage before. Nothing on the first stage, and none of what is
-    /// handed over.
+    /// What the forward pass is given by the stage before. Nothing on the first stage, and none of
+    /// what is handed over.
     pub input: u64,
     /// What the forward pass gives.
     pub output: u64,
@@ -58,15 +65,15 @@ pub struct StageBytes {
     pub weight_residual: u64,
     /// The gradient of the inputs, which the stage before is given. Nothing on the first stage.
     pub input_gradient: u64,
-    /// What this stage is given of the gradient of its outputs. Nothing on the last stage, and none of what is
-    /// handed over.
+    /// What this stage is given of the gradient of its outputs. Nothing on the last stage, and none
+    /// of what is handed over.
     pub output_gradient: u64,
     /// Whether the outputs are handed over, and so stay until the stage after has read them.
     pub lends_output: bool,
     /// The same of the gradient of the inputs.
     pub lends_input_gradient: bool,
-    /// Whether the forward pass leaves no residuals, and is computed again for the backward pass, from inputs that
-    /// stay until then.
+    /// Whether the forward pass leaves no residuals, and is computed again for the backward pass,
+    /// from inputs that stay until then.
     pub recomputes: bool,
     /// Whether there are no weight residuals where a schedule has both gradients as one action.
     pub fuses: bool,
@@ -90,8 +97,8 @@ pub struct DeviceMemory {
 }
 
 impl MemoryPlan {
-    /// The plan of a schedule, from what the devices of each stage hold, where each stage takes what the one before
-    /// it gives.
+    /// The plan of a schedule, from what the devices of each stage hold, where each stage takes
+    /// what the one before it gives.
     ///
     /// # Errors
     ///
@@ -104,8 +111,9 @@ impl MemoryPlan {
         schedule: &Schedule,
         stages: &[BTreeMap<DeviceId, StageBytes>],
     ) -> Result<Self, ScheduleError> {
-        let on =
-            |stage: usize, bytes: &StageBytes| OnDevice::in_chain(*bytes, stage, stage + 1 == stages.len());
+        let on = |stage: usize, bytes: &StageBytes| {
+            OnDevice::in_chain(*bytes, stage, stage + 1 == stages.len())
+        };
         let stages: Vec<BTreeMap<DeviceId, OnDevice>> = stages
             .iter()
             .enumerate()
@@ -166,7 +174,8 @@ impl MemoryPlan {
     }
 }
 
-/// For each stage a number: the same where stages run one at a time, because they are on one rank or share a device.
+/// For each stage a number: the same where stages run one at a time, because they are on one rank
+/// or share a device.
 fn lanes(schedule: &Schedule, stages: &[BTreeMap<DeviceId, OnDevice>]) -> Vec<usize> {
     let mut lanes: Vec<usize> = (0..stages.len()).map(|stage| schedule.rank_of(stage)).collect();
     let mut lane_of: BTreeMap<DeviceId, usize> = BTreeMap::new();
@@ -229,15 +238,17 @@ mod tests {
             for ranks in [1, 2, 4] {
                 let stages = vec![bytes; ranks];
                 let gpipe = plan(&Schedule::gpipe(ranks, microbatches).unwrap(), &stages);
-                assert!(
-                    gpipe
-                        .iter()
-                        .all(|found| *found == (1000 + microbatches as u64, 1000 + microbatches as u64))
-                );
+                assert!(gpipe.iter().all(
+                    |found| *found == (1000 + microbatches as u64, 1000 + microbatches as u64)
+                ));
                 let found = plan(&Schedule::one_f_one_b(ranks, microbatches).unwrap(), &stages);
                 for (rank, found) in found.into_iter().enumerate() {
                     let most = 1000 + microbatches.min(ranks - rank) as u64;
-                    assert_eq!(found, (most, most), "rank {rank} of {ranks}, {microbatches} microbatches");
+                    assert_eq!(
+                        found,
+                        (most, most),
+                        "rank {rank} of {ranks}, {microbatches} microbatches"
+                    );
                 }
             }
         }
@@ -258,8 +269,9 @@ mod tests {
         // In the first forward pass there are both inputs.
         let most = 1_000_000 + 2 * 100_000 + 1_000;
         assert_eq!(plan(&schedule, &[bytes]), [(most, most)]);
-        // Without them: the residuals of the second, and what the first weight gradient needs: its own
-        // residuals, of which 400 have gone, and the gradients. The bound does not look into a pass.
+        // Without them: the residuals of the second, and what the first weight gradient needs: its
+        // own residuals, of which 400 have gone, and the gradients. The bound does not look into a
+        // pass.
         let most = 1_000_000 + 10_000 + 1_000 + 700;
         assert_eq!(plan(&schedule, &[StageBytes { brought: 0, ..bytes }]), [(most, most + 400)]);
     }
@@ -269,8 +281,9 @@ mod tests {
         let schedule = Schedule::gpipe(2, 4).unwrap();
         let sender = StageBytes { output: 1, ..StageBytes::default() };
         let taker = StageBytes { input: 1, ..StageBytes::default() };
-        // A copy is sent while the next pass begins. As fast as each other, the second has one to work on and
-        // one that came when that ended; whatever the pace, the first has done all four.
+        // A copy is sent while the next pass begins. As fast as each other, the second has one to
+        // work on and one that came when that ended; whatever the pace, the first has done all
+        // four.
         assert_eq!(plan(&schedule, &[sender, taker]), [(2, 4), (1, 4)]);
         let lender = StageBytes { lends_output: true, ..sender };
         let nothing = StageBytes::default();
@@ -283,8 +296,13 @@ mod tests {
 
     #[test]
     fn parameters_stored_otherwise_are_there_twice_and_so_are_their_gradients_at_the_end() {
-        let bytes =
-            StageBytes { kept: 100, gathered: 10, gradients: 10, reduced: 1, ..StageBytes::default() };
+        let bytes = StageBytes {
+            kept: 100,
+            gathered: 10,
+            gradients: 10,
+            reduced: 1,
+            ..StageBytes::default()
+        };
         let schedule = Schedule::gpipe(1, 3).unwrap();
         assert_eq!(plan(&schedule, &[bytes]), [(120, 121)]);
         let no_gathering = StageBytes { gathered: 0, ..bytes };
@@ -296,7 +314,8 @@ mod tests {
         use ActionKind::{BackwardInput, BackwardWeight, Forward};
         let action = |kind, microbatch| Action { stage: 0, kind, microbatch };
         let row = [Forward, BackwardInput, BackwardWeight].into_iter();
-        let row = row.flat_map(|kind| (0..3).map(move |microbatch| action(kind, microbatch))).collect();
+        let row =
+            row.flat_map(|kind| (0..3).map(move |microbatch| action(kind, microbatch))).collect();
         let schedule = Schedule::new("apart", vec![row]).unwrap();
         let bytes = StageBytes { residual: 5, weight_residual: 7, ..StageBytes::default() };
         // At the last input gradient: one residual, and three weight residuals.

@@ -1,10 +1,11 @@
-//! Pipelines: stages wired by type, schedules as data, and the runner that turns both into plain `jit` and
-//! `device_put` operations.
+//! Pipelines: stages wired by type, schedules as data, and the runner that turns both into plain
+//! `jit` and `device_put` operations.
 //!
-//! A [`Pipeline`] is made of [`Stage`]s, each on a mesh; several may be on the same. A stage whose input is not the
-//! output of the one before, or of those that it is wired to, does not compile. A [`Schedule`] says in which order each rank computes; the runner
-//! issues everything in one global order whose part on each rank is the schedule's. No second description of
-//! a run exists. Buffers are dropped at the action after which nobody needs them.
+//! A [`Pipeline`] is made of [`Stage`]s, each on a mesh; several may be on the same. A stage whose
+//! input is not the output of the one before, or of those that it is wired to, does not compile. A
+//! [`Schedule`] says in which order each rank computes; the runner issues everything in one global
+//! order whose part on each rank is the schedule's. No second description of a run exists. Buffers
+//! are dropped at the action after which nobody needs them.
 
 mod ascending;
 pub mod check;
@@ -75,11 +76,17 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
     ///
     /// Where a parameter does not live on the mesh's devices.
     #[track_caller]
-    pub fn first<S: Stage<In = In, Out = Out>>(stage: S, mesh: &Mesh, params: S::Params) -> Result<Self> {
+    pub fn first<S: Stage<In = In, Out = Out>>(
+        stage: S,
+        mesh: &Mesh,
+        params: S::Params,
+    ) -> Result<Self> {
         let at = Location::caller();
         let named = net::named(0, stage.name());
         let stage = Wired::new(stage, mesh, params, true);
-        let net = Net::new(Box::new(stage.map_err(|why| refused(why, at, "Pipeline::first", Some(&named)))?));
+        let net = Net::new(Box::new(
+            stage.map_err(|why| refused(why, at, "Pipeline::first", Some(&named)))?,
+        ));
         Ok(Self { net, replays: false, kept: None, compared: None, types: PhantomData })
     }
 
@@ -110,17 +117,20 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         self.then_from(stage, mesh, params, &output)
     }
 
-    /// The outputs of the last stage so far, for a later stage to take beside those of the stage before it.
+    /// The outputs of the last stage so far, for a later stage to take beside those of the stage
+    /// before it.
     pub fn output(&self) -> Output<Out> {
         Output::new(self.net.stages.len() - 1, self.net.identity.clone())
     }
 
-    /// As [`Pipeline::then`], for a stage that takes outputs of any earlier stages: skip connections.
+    /// As [`Pipeline::then`], for a stage that takes outputs of any earlier stages: skip
+    /// connections.
     ///
-    /// Each output goes where it is wanted as soon as it was computed, and is kept there until the stage reads it.
-    /// The gradients of an output that several stages take are added up in the order of these stages, before the
-    /// input gradient of the stage that gave it. What nobody takes has no gradient, so that every output of every
-    /// stage but the last must be taken by one: this is seen with the first microbatch.
+    /// Each output goes where it is wanted as soon as it was computed, and is kept there until the
+    /// stage reads it. The gradients of an output that several stages take are added up in the
+    /// order of these stages, before the input gradient of the stage that gave it. What nobody
+    /// takes has no gradient, so that every output of every stage but the last must be taken by
+    /// one: this is seen with the first microbatch.
     ///
     /// ```
     /// # use mpmd_core::pipeline::{Pipeline, Stage};
@@ -161,21 +171,30 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         let named = net::named(self.stages(), stage.name());
         let feed = from.feed().checked(&self.net.identity);
         let wired = feed.and_then(|feed| Ok((Wired::new(stage, mesh, params, false)?, feed)));
-        let (stage, feed) = wired.map_err(|why| refused(why, at, "Pipeline::then", Some(&named)))?;
+        let (stage, feed) =
+            wired.map_err(|why| refused(why, at, "Pipeline::then", Some(&named)))?;
         self.net.push(Box::new(stage), feed);
-        Ok(Pipeline { net: self.net, replays: self.replays, kept: None, compared: None, types: PhantomData })
+        Ok(Pipeline {
+            net: self.net,
+            replays: self.replays,
+            kept: None,
+            compared: None,
+            types: PhantomData,
+        })
     }
 
-    /// Has one stage use another's parameter as one of its own: tied weights. Both are known by stage and path.
+    /// Has one stage use another's parameter as one of its own: tied weights. Both are known by
+    /// stage and path.
     ///
-    /// `owner` goes on storing it. `user` has its own no more, neither in [`Pipeline::params`] nor among the
-    /// gradients: each step puts the owner's values to the sharding that the user's kernels compute with, and adds
-    /// the user's gradients to the owner's after all its own; of several users in the order of their stages.
+    /// `owner` goes on storing it. `user` has its own no more, neither in [`Pipeline::params`] nor
+    /// among the gradients: each step puts the owner's values to the sharding that the user's
+    /// kernels compute with, and adds the user's gradients to the owner's after all its own; of
+    /// several users in the order of their stages.
     ///
     /// # Errors
     ///
-    /// Where there is no such stage or parameter, their shapes differ, both are of one stage, or one of them is
-    /// tied already so that the values would go a way of two steps.
+    /// Where there is no such stage or parameter, their shapes differ, both are of one stage, or
+    /// one of them is tied already so that the values would go a way of two steps.
     #[track_caller]
     pub fn tie(&mut self, owner: (usize, &str), user: (usize, &str)) -> Result<()> {
         let at = Location::caller();
@@ -183,9 +202,10 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         self.net.tie(owner, user).map_err(|why| refused(why, at, "Pipeline::tie", None))
     }
 
-    /// Whether a stage keeps no residuals from its forward pass, but its input, and computes the forward pass once
-    /// more right before the input gradient. Off by default. The bits are the same; the memory is that of the
-    /// input for each microbatch between its passes, and of the residuals for one.
+    /// Whether a stage keeps no residuals from its forward pass, but its input, and computes the
+    /// forward pass once more right before the input gradient. Off by default. The bits are the
+    /// same; the memory is that of the input for each microbatch between its passes, and of the
+    /// residuals for one.
     ///
     /// # Panics
     ///
@@ -196,18 +216,20 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         (self.net.recomputes[stage], self.kept) = (yes, None);
     }
 
-    /// Whether weight gradients are computed in ascending order of microbatches also where the schedule has them
-    /// in another: one that comes before its turn waits, with its weight residuals, until the one of the
-    /// microbatch before it is done. Then gradients are the same to the bit as with schedules that have them in
-    /// this order. Off by default. What it costs is in [`Pipeline::memory`].
+    /// Whether weight gradients are computed in ascending order of microbatches also where the
+    /// schedule has them in another: one that comes before its turn waits, with its weight
+    /// residuals, until the one of the microbatch before it is done. Then gradients are the same to
+    /// the bit as with schedules that have them in this order. Off by default. What it costs is in
+    /// [`Pipeline::memory`].
     pub fn buffer_gradients(&mut self, yes: bool) {
         (self.net.ascending, self.kept) = (yes, None);
     }
 
-    /// Whether training steps are recorded and replayed, so that a process spends no time on what others do: the
-    /// first step with a schedule, and with parameters and microbatches of the same shapes and shardings, is
-    /// [recorded](Program::record), those that follow are [replayed](crate::Recorded::replay). Off by default. The
-    /// same on every process, or they diverge.
+    /// Whether training steps are recorded and replayed, so that a process spends no time on what
+    /// others do: the first step with a schedule, and with parameters and microbatches of the same
+    /// shapes and shardings, is [recorded](Program::record), those that follow are
+    /// [replayed](crate::Recorded::replay). Off by default. The same on every process, or they
+    /// diverge.
     pub fn replay(&mut self, yes: bool) {
         (self.replays, self.kept) = (yes, None);
     }
@@ -227,8 +249,8 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         self.net.stage(stage).mesh()
     }
 
-    /// Has a stage's kernels compute with parameters in other shardings than those that they have now, which
-    /// they keep: see [`Storage`]. Gradients come in the stored shardings, too.
+    /// Has a stage's kernels compute with parameters in other shardings than those that they have
+    /// now, which they keep: see [`Storage`]. Gradients come in the stored shardings, too.
     ///
     /// # Errors
     ///
@@ -281,13 +303,14 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         })
     }
 
-    /// Runs the forward passes of a schedule, in its order; nothing is kept for backward passes, and those that the
-    /// schedule has are left out. Returns at once, with the last stage's outputs of each microbatch.
+    /// Runs the forward passes of a schedule, in its order; nothing is kept for backward passes,
+    /// and those that the schedule has are left out. Returns at once, with the last stage's outputs
+    /// of each microbatch.
     ///
     /// # Errors
     ///
-    /// Where the schedule is for another number of stages or microbatches, where side inputs do not fit, and as the
-    /// `jit` and `device_put` calls that it makes.
+    /// Where the schedule is for another number of stages or microbatches, where side inputs do not
+    /// fit, and as the `jit` and `device_put` calls that it makes.
     #[track_caller]
     pub fn forward_all(
         &mut self,
@@ -296,23 +319,27 @@ impl<In: Tree<Leaf = MpmdArray>, Out: Tree<Leaf = MpmdArray>> Pipeline<In, Out> 
         microbatches: Vec<Microbatch<In>>,
     ) -> Result<Vec<Out>> {
         let parts = microbatches.into_iter().map(Microbatch::into_parts).collect();
-        issue((&mut self.net, program), Location::caller(), "Pipeline::forward_all", |net, program| {
-            run::forward_all(net, program, schedule, parts)
-        })
+        issue(
+            (&mut self.net, program),
+            Location::caller(),
+            "Pipeline::forward_all",
+            |net, program| run::forward_all(net, program, schedule, parts),
+        )
     }
 }
 
 impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
     /// The most memory that the devices of this process will have in use in a training step: see
-    /// [`MemoryPlan`]. `beside` are arrays that the caller keeps all the time, such as an optimiser's state; not
-    /// the microbatches' own, which count by themselves. Nothing is issued.
+    /// [`MemoryPlan`]. `beside` are arrays that the caller keeps all the time, such as an
+    /// optimiser's state; not the microbatches' own, which count by themselves. Nothing is issued.
     ///
-    /// The figures of other processes' devices are in it too, but as if only this process handed arrays over.
+    /// The figures of other processes' devices are in it too, but as if only this process handed
+    /// arrays over.
     ///
     /// # Errors
     ///
-    /// Where the schedule is for another number of stages, shapes or side inputs do not fit, or a sharding does
-    /// not divide what it is for.
+    /// Where the schedule is for another number of stages, shapes or side inputs do not fit, or a
+    /// sharding does not divide what it is for.
     #[track_caller]
     pub fn memory(
         &self,
@@ -322,12 +349,15 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         beside: &[MpmdArray],
     ) -> Result<MemoryPlan> {
         let at = Location::caller();
-        let plan = self.plan(program, schedule, std::slice::from_ref(microbatch), beside, &mut |bytes| bytes);
+        let plan =
+            self.plan(program, schedule, std::slice::from_ref(microbatch), beside, &mut |bytes| {
+                bytes
+            });
         plan.map_err(|why| refused(why, at, "Pipeline::memory", None))
     }
 
-    /// As [`Pipeline::memory`], where microbatches have different shapes: of each array the largest that any of
-    /// them has.
+    /// As [`Pipeline::memory`], where microbatches have different shapes: of each array the largest
+    /// that any of them has.
     ///
     /// # Errors
     ///
@@ -354,19 +384,21 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         counts: &mut dyn FnMut(u64) -> u64,
     ) -> Result<MemoryPlan> {
         let schedule = run::effective(&self.net, schedule)?;
-        let stages = shapes::stage_bytes(&self.net, program, &schedule, microbatches, beside, counts)?;
+        let stages =
+            shapes::stage_bytes(&self.net, program, &schedule, microbatches, beside, counts)?;
         Ok(MemoryPlan::of_net(&schedule, &stages)?)
     }
 
-    /// Has the devices of this process map now what a training step may need at most, whatever the pace of the
-    /// neighbours: so that no step ever waits for the system. What is not used costs addresses, and no pages.
-    /// Waits for the parameters and for `beside`, which are as in [`Pipeline::memory`]; issues nothing.
-    /// Peaks that are counted from now on ([`Program::forget_memory_peak`]) are those of steps.
+    /// Has the devices of this process map now what a training step may need at most, whatever the
+    /// pace of the neighbours: so that no step ever waits for the system. What is not used costs
+    /// addresses, and no pages. Waits for the parameters and for `beside`, which are as in
+    /// [`Pipeline::memory`]; issues nothing. Peaks that are counted from now on
+    /// ([`Program::forget_memory_peak`]) are those of steps.
     ///
     /// # Errors
     ///
-    /// As [`Pipeline::memory`], and where the parameters have failed. Where there is less memory than that, as
-    /// much of it is mapped as there is.
+    /// As [`Pipeline::memory`], and where the parameters have failed. Where there is less memory
+    /// than that, as much of it is mapped as there is.
     #[track_caller]
     pub fn map_memory(
         &self,
@@ -403,16 +435,16 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
 
     /// Runs the forward and backward passes of one step, in the order of `schedule`.
     ///
-    /// Before the first step with a schedule the processes compare it: where one has read another, each gets an
-    /// error with the first rank whose order differs.
+    /// Before the first step with a schedule the processes compare it: where one has read another,
+    /// each gets an error with the first rank whose order differs.
     ///
-    /// Returns at once, as all issuing does. The gradients are sums over the microbatches; divide them by
-    /// the total weight.
+    /// Returns at once, as all issuing does. The gradients are sums over the microbatches; divide
+    /// them by the total weight.
     ///
     /// # Errors
     ///
-    /// Where the schedule is for another number of stages or microbatches, where side inputs do not fit,
-    /// and as the `jit` and `device_put` calls that it makes.
+    /// Where the schedule is for another number of stages or microbatches, where side inputs do not
+    /// fit, and as the `jit` and `device_put` calls that it makes.
     #[track_caller]
     pub fn train_step(
         &mut self,
@@ -424,14 +456,19 @@ impl<In: Tree<Leaf = MpmdArray>> Pipeline<In, Loss<MpmdArray>> {
         let (kept, compared) = (&mut self.kept, &mut self.compared);
         // Within a step that is recorded as a whole there is nothing to record by itself.
         let replays = self.replays && program.recording.is_none();
-        issue((&mut self.net, program), Location::caller(), "Pipeline::train_step", |net, program| {
-            run::check_sides(net, &parts)?;
-            run::compare(compared, (net, parts.len()), program, schedule)?;
-            if replays {
-                return replay::train_step(kept, net, program, schedule, parts);
-            }
-            run::train_step(net, program, schedule, parts)
-        })
+        issue(
+            (&mut self.net, program),
+            Location::caller(),
+            "Pipeline::train_step",
+            |net, program| {
+                run::check_sides(net, &parts)?;
+                run::compare(compared, (net, parts.len()), program, schedule)?;
+                if replays {
+                    return replay::train_step(kept, net, program, schedule, parts);
+                }
+                run::train_step(net, program, schedule, parts)
+            },
+        )
     }
 }
 
@@ -454,7 +491,8 @@ fn issue<T>(
 /// Returns a label in words, with the stage's name.
 fn place(net: &Net, label: Label) -> String {
     let stage = net.named(label.stage as usize);
-    let microbatch = label.microbatch.map_or_else(String::new, |number| format!(", microbatch {number}"));
+    let microbatch =
+        label.microbatch.map_or_else(String::new, |number| format!(", microbatch {number}"));
     format!("{stage}{microbatch}, {}", label.role.name())
 }
 
@@ -467,9 +505,11 @@ fn refused(why: Error, at: &'static Location<'static>, call: &str, place: Option
             (issue.at, issue.call) = (at, format!("{call}: {}", issue.call));
             Error::Issue(issue)
         }
-        Error::Kernel(_) | Error::Tree(_) | Error::Schedule(_) | Error::Sharding(_) | Error::Aval(_) => {
-            IssueProblem::Pipeline(Box::new(why)).at(at, call)
-        }
+        Error::Kernel(_)
+        | Error::Tree(_)
+        | Error::Schedule(_)
+        | Error::Sharding(_)
+        | Error::Aval(_) => IssueProblem::Pipeline(Box::new(why)).at(at, call),
         other => other,
     }
 }

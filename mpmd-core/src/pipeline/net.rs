@@ -21,7 +21,8 @@ pub(super) struct Net {
     pub(super) ties: Vec<Tie>,
     /// Which stages compute their forward pass again for the backward one.
     pub(super) recomputes: Vec<bool>,
-    /// Whether weight gradients are computed in ascending order of microbatches, whatever the schedule says.
+    /// Whether weight gradients are computed in ascending order of microbatches, whatever the
+    /// schedule says.
     pub(super) ascending: bool,
     /// Tells this pipeline's outputs from those of others.
     pub(super) identity: Arc<()>,
@@ -39,7 +40,11 @@ pub(super) struct Tie {
 }
 
 /// Says what the operations that follow are for.
-pub(super) fn label(program: &mut Program, (stage, microbatch): (usize, Option<usize>), role: Role) {
+pub(super) fn label(
+    program: &mut Program,
+    (stage, microbatch): (usize, Option<usize>),
+    role: Role,
+) {
     let microbatch = microbatch.map(|microbatch| microbatch as u32);
     program.set_label(Some(Label { stage: stage as u32, microbatch, role }));
 }
@@ -79,7 +84,9 @@ impl Net {
 
     /// Returns a stage with its number and its name, for messages.
     pub(super) fn named(&self, stage: usize) -> String {
-        self.stages.get(stage).map_or_else(|| format!("stage {stage}"), |known| named(stage, known.name()))
+        self.stages
+            .get(stage)
+            .map_or_else(|| format!("stage {stage}"), |known| named(stage, known.name()))
     }
 
     /// Returns a stage.
@@ -139,7 +146,8 @@ impl Net {
                 }
                 (Some(_), why) => {
                     format!(
-                        "the side input of {named} is not the tree that it takes: {why}; see `.side({index}, …)`"
+                        "the side input of {named} is not the tree that it takes: {why}; see \
+                         `.side({index}, …)`"
                     )
                 }
             });
@@ -150,12 +158,17 @@ impl Net {
     /// Has a stage use another's parameter in place of its own.
     pub(super) fn tie(&mut self, owner: (usize, &str), user: (usize, &str)) -> Result<()> {
         let place = |(stage, path): (usize, &str)| {
-            let found = self.stages.get(stage).ok_or_else(|| Error::kernel(self.no_stage(stage)))?;
+            let found =
+                self.stages.get(stage).ok_or_else(|| Error::kernel(self.no_stage(stage)))?;
             let paths = found.paths();
             paths.iter().position(|known| known == path).ok_or_else(|| {
-                let known = paths.iter().map(|path| format!("{path:?}")).collect::<Vec<_>>().join(", ");
+                let known =
+                    paths.iter().map(|path| format!("{path:?}")).collect::<Vec<_>>().join(", ");
                 let known = if known.is_empty() { "none" } else { &known };
-                Error::kernel(format!("{} has no parameter {path:?}; it has {known}", self.named(stage)))
+                Error::kernel(format!(
+                    "{} has no parameter {path:?}; it has {known}",
+                    self.named(stage)
+                ))
             })
         };
         let tie = Tie { owner: (owner.0, place(owner)?), user: (user.0, place(user)?) };
@@ -169,8 +182,10 @@ impl Net {
         }
         for ((stage, path), (_, place)) in [(owner, tie.owner), (user, tie.user)] {
             if self.stages[stage].param(place).is_none() {
-                let problem =
-                    format!("parameter {path:?} of {} is tied to another already", self.named(stage));
+                let problem = format!(
+                    "parameter {path:?} of {} is tied to another already",
+                    self.named(stage)
+                );
                 return Err(Error::kernel(problem));
             }
         }
@@ -182,10 +197,12 @@ impl Net {
             );
             return Err(Error::kernel(problem));
         }
-        let [kept, other] = [tie.owner, tie.user].map(|(stage, place)| &self.stages[stage].place(place).aval);
+        let [kept, other] =
+            [tie.owner, tie.user].map(|(stage, place)| &self.stages[stage].place(place).aval);
         if kept != other {
             return Err(Error::kernel(format!(
-                "parameter {:?} of {} is {kept}, {:?} of {} is {other}: only equal shapes and dtypes can be tied",
+                "parameter {:?} of {} is {kept}, {:?} of {} is {other}: only equal shapes and \
+                 dtypes can be tied",
                 owner.1,
                 self.named(owner.0),
                 user.1,
@@ -205,8 +222,9 @@ impl Net {
         }
         label(program, (stage, None), Role::Gather);
         let used = self.ties.iter().filter(|tie| tie.user.0 == stage);
-        let tied =
-            used.filter_map(|tie| Some((tie.user.1, self.stages[tie.owner.0].param(tie.owner.1)?.clone())));
+        let tied = used.filter_map(|tie| {
+            Some((tie.user.1, self.stages[tie.owner.0].param(tie.owner.1)?.clone()))
+        });
         let tied = tied.collect();
         self.stages[stage].gather(program, tied)
     }
@@ -231,8 +249,14 @@ impl Net {
         for more in arrays {
             let adder = match adder {
                 Some(adder) => adder,
-                None => adder
-                    .insert(program.jit(AddArrays).on(at.mesh()).outputs(at.output()).donate("0").build()?),
+                None => adder.insert(
+                    program
+                        .jit(AddArrays)
+                        .on(at.mesh())
+                        .outputs(at.output())
+                        .donate("0")
+                        .build()?,
+                ),
             };
             sum = adder.call(program, (sum, more))?;
         }

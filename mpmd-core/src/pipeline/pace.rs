@@ -1,4 +1,5 @@
-//! When the passes of a step begin and end: as expected, and as the orders of all ranks say for sure.
+//! When the passes of a step begin and end: as expected, and as the orders of all ranks say for
+//! sure.
 
 use super::schedule::{Action, ActionKind, Schedule, ScheduleError};
 
@@ -63,7 +64,8 @@ struct Timed {
 impl Pace {
     pub(super) fn new(schedule: &Schedule, stages: &[StagePace]) -> Result<Self, ScheduleError> {
         let order = schedule.global_order()?;
-        let (count, lanes) = (schedule.microbatches(), stages.iter().map(|stage| stage.lane + 1).max());
+        let (count, lanes) =
+            (schedule.microbatches(), stages.iter().map(|stage| stage.lane + 1).max());
         let lanes = lanes.unwrap_or_default();
         let mut pace = Self {
             microbatches: count,
@@ -83,7 +85,9 @@ impl Pace {
             for need in pace.needs(action, stages.len()) {
                 let Some(Timed { action: before, end, .. }) = pace.timed(need) else { continue };
                 let ran = &pace.actions[before];
-                over.iter_mut().zip(&ran.over).for_each(|(over, before)| *over = (*over).max(*before));
+                over.iter_mut()
+                    .zip(&ran.over)
+                    .for_each(|(over, before)| *over = (*over).max(*before));
                 over[ran.lane] = over[ran.lane].max(ran.place + 1);
                 start = start.max(end + if need.stage == action.stage { 0 } else { MOVE });
             }
@@ -119,9 +123,11 @@ impl Pace {
         let passes: &[(PassKind, u64, u64)] = match action.kind {
             ActionKind::Forward => &[(Forward, 0, PASS)],
             ActionKind::BackwardWeight => &[(Weight, 0, PASS)],
-            ActionKind::Backward if of.fuses => {
-                &[(Again, 0, again), (Input, again, again + 2 * PASS), (Weight, again, again + 2 * PASS)]
-            }
+            ActionKind::Backward if of.fuses => &[
+                (Again, 0, again),
+                (Input, again, again + 2 * PASS),
+                (Weight, again, again + 2 * PASS),
+            ],
             ActionKind::Backward => {
                 let input = again + PASS;
                 &[(Again, 0, again), (Input, again, input), (Weight, input, input + PASS)]
@@ -130,7 +136,8 @@ impl Pace {
         };
         let mut end = start;
         for (kind, from, until) in passes.iter().copied().filter(|(_, from, until)| from < until) {
-            let place = self.place(Pass { stage: action.stage, kind, microbatch: action.microbatch });
+            let place =
+                self.place(Pass { stage: action.stage, kind, microbatch: action.microbatch });
             self.passes[place] =
                 Some(Timed { action: self.actions.len(), start: start + from, end: start + until });
             end = start + until;

@@ -1,4 +1,5 @@
-//! Training steps that are recorded once and replayed: [`Pipeline::replay`](super::Pipeline::replay).
+//! Training steps that are recorded once and replayed:
+//! [`Pipeline::replay`](super::Pipeline::replay).
 
 use super::net::Net;
 use super::run::{self, Parts, StepOutput};
@@ -19,7 +20,8 @@ pub(super) struct Kept {
     given: Given,
 }
 
-/// Which of a step's inputs is what: the parameters of the stages, as many as each stores, then the microbatches.
+/// Which of a step's inputs is what: the parameters of the stages, as many as each stores, then the
+/// microbatches.
 #[derive(Eq, PartialEq)]
 struct Form {
     params: Vec<usize>,
@@ -27,7 +29,8 @@ struct Form {
     microbatches: Vec<(Structure, Vec<(usize, Structure)>)>,
 }
 
-/// Which of a step's results is what: the loss, those of the microbatches, then the gradients of each stage.
+/// Which of a step's results is what: the loss, those of the microbatches, then the gradients of
+/// each stage.
 struct Given {
     losses: usize,
     paths: Vec<Vec<String>>,

@@ -51,14 +51,15 @@ impl<In: Tree<Leaf = MpmdArray>> Microbatch<In> {
     }
 }
 
-/// A stage's gradients, summed over the microbatches: paths and arrays in the order of the parameters that it
-/// stores.
+/// A stage's gradients, summed over the microbatches: paths and arrays in the order of the
+/// parameters that it stores.
 pub type Gradients = Vec<(String, MpmdArray)>;
 
 /// What a training step gives.
 #[derive(Debug)]
 pub struct StepOutput {
-    /// The loss and its weight, summed over the microbatches in ascending order; on the last stage's mesh.
+    /// The loss and its weight, summed over the microbatches in ascending order; on the last
+    /// stage's mesh.
     pub loss: Loss<MpmdArray>,
     /// The loss and weight of each microbatch; on the last stage's mesh.
     pub losses: Vec<Loss<MpmdArray>>,
@@ -118,7 +119,8 @@ struct Held {
     leaves: Vec<usize>,
     outputs: Option<Structure>,
     residual: Option<Bundle>,
-    /// Gradients of outputs that have come: from which stage and part of its input, and of which outputs.
+    /// Gradients of outputs that have come: from which stage and part of its input, and of which
+    /// outputs.
     gradients: Vec<Arrived>,
     weight_residual: Option<Bundle>,
 }
@@ -148,8 +150,8 @@ pub(super) fn effective(net: &Net, schedule: &Schedule) -> Result<Schedule> {
 /// Operations in which a schedule is compared, at most.
 const COMPARED: usize = 64;
 
-/// Has the processes compare a schedule that is to be run, rank by rank, unless it is the one that they have compared
-/// last.
+/// Has the processes compare a schedule that is to be run, rank by rank, unless it is the one that
+/// they have compared last.
 pub(super) fn compare(
     known: &mut Option<Schedule>,
     (net, microbatches): (&Net, usize),
@@ -233,7 +235,8 @@ pub(super) fn forward<Out: Tree<Leaf = MpmdArray>>(
 pub(super) fn check_sides(net: &Net, microbatches: &[Parts]) -> Result<()> {
     let check = |(number, parts): (usize, &Parts)| {
         let sides = parts.side.iter().map(|(stage, side)| (*stage, &side.structure));
-        net.check_sides(sides).map_err(|problem| Error::kernel(format!("microbatch {number}: {problem}")))
+        net.check_sides(sides)
+            .map_err(|problem| Error::kernel(format!("microbatch {number}: {problem}")))
     };
     microbatches.iter().enumerate().try_for_each(check)
 }
@@ -257,7 +260,8 @@ fn check(net: &Net, schedule: &Schedule, microbatches: usize) -> Result<()> {
         return Ok(());
     }
     Err(Error::kernel(format!(
-        "schedule {name} is for {expected} microbatches, and {microbatches} are given: make a schedule for \
+        "schedule {name} is for {expected} microbatches, and {microbatches} are given: make a \
+         schedule for \
          {microbatches}, or give {expected}"
     )))
 }
@@ -270,7 +274,8 @@ pub(super) fn check_stages(net: &Net, schedule: &Schedule) -> Result<()> {
         return Ok(());
     }
     Err(Error::kernel(format!(
-        "schedule {name} is for {expected} stages (on {ranks} ranks), and the pipeline has {stages} stages: make a \
+        "schedule {name} is for {expected} stages (on {ranks} ranks), and the pipeline has \
+         {stages} stages: make a \
          schedule whose ranks times stages on each rank are {stages}"
     )))
 }
@@ -357,7 +362,9 @@ impl<'a> Step<'a> {
                 }
                 ActionKind::BackwardInput => self.input_pass(key)?,
                 ActionKind::BackwardWeight => self.weight_pass(key)?,
-                ActionKind::Backward if self.net.stages[action.stage].fuses() => self.both_passes(key)?,
+                ActionKind::Backward if self.net.stages[action.stage].fuses() => {
+                    self.both_passes(key)?
+                }
                 ActionKind::Backward => {
                     self.input_pass(key)?;
                     self.weight_pass(key)?;
@@ -421,7 +428,8 @@ impl<'a> Step<'a> {
         held.leaves = parts.iter().map(|part| part.leaves.len()).collect();
         let structure = parts.iter().map(|part| part.structure.clone()).collect();
         let structure = self.net.feeds[key.0].structure(structure);
-        let x = Bundle { structure, leaves: parts.into_iter().flat_map(|part| part.leaves).collect() };
+        let x =
+            Bundle { structure, leaves: parts.into_iter().flat_map(|part| part.leaves).collect() };
         if recomputes {
             let held = self.held(key);
             (held.x, held.side) = (Some(x.clone()), Some(side.clone()));
@@ -468,8 +476,8 @@ impl<'a> Step<'a> {
         Ok(())
     }
 
-    /// What a backward pass starts from: residuals, computed again where they were not kept, and the gradient of
-    /// the outputs.
+    /// What a backward pass starts from: residuals, computed again where they were not kept, and
+    /// the gradient of the outputs.
     fn backward_inputs(&mut self, key: (usize, usize)) -> Result<(Bundle, Bundle)> {
         let residual = if self.net.recomputes[key.0] {
             let held = self.held(key);
@@ -514,7 +522,8 @@ impl<'a> Step<'a> {
     fn input_pass(&mut self, key: (usize, usize)) -> Result<()> {
         let (residual, dy) = self.backward_inputs(key)?;
         let kernels = self.held(key).kernels;
-        let (dx, weight) = self.net.stages[key.0].backward_input(self.program, kernels, residual, dy)?;
+        let (dx, weight) =
+            self.net.stages[key.0].backward_input(self.program, kernels, residual, dy)?;
         self.held(key).weight_residual = Some(weight);
         self.send_gradients(key, dx)
     }
@@ -541,7 +550,8 @@ impl<'a> Step<'a> {
         let kernels = self.held(key).kernels;
         // Of no parameters there is nothing to add to.
         let so_far = self.gradients[key.0].take().filter(|so_far| !so_far.leaves.is_empty());
-        let (dx, gradients) = self.net.stages[key.0].backward(self.program, kernels, residual, dy, so_far)?;
+        let (dx, gradients) =
+            self.net.stages[key.0].backward(self.program, kernels, residual, dy, so_far)?;
         self.gradients[key.0] = Some(gradients);
         self.send_gradients(key, dx)
     }
@@ -577,19 +587,24 @@ impl<'a> Step<'a> {
             to[tie.user.1] = self.net.stages[owner].place(place).sharding.clone();
         }
         let Bundle { structure, leaves } = finished;
-        self.gradients[stage] = Some(Bundle { structure, leaves: put_each(self.program, leaves, &to)? });
+        self.gradients[stage] =
+            Some(Bundle { structure, leaves: put_each(self.program, leaves, &to)? });
         Ok(())
     }
 
-    /// Adds the gradients of tied parameters to those of the stages that store them, in the order of the stages.
+    /// Adds the gradients of tied parameters to those of the stages that store them, in the order
+    /// of the stages.
     fn add_tied(&mut self) -> Result<()> {
         for tie in self.net.ties.clone() {
             let ((owner, at), (user, from)) = (tie.owner, tie.user);
-            let (Some(sums), Some(more)) = (&self.gradients[owner], &self.gradients[user]) else { continue };
+            let (Some(sums), Some(more)) = (&self.gradients[owner], &self.gradients[user]) else {
+                continue;
+            };
             let pair = (sums.leaves[at].clone(), more.leaves[from].clone());
             label(self.program, (owner, None), Role::Reduce);
             let stage = &self.net.stages[owner];
-            let add = self.program.jit(AddArrays).on(stage.mesh()).outputs(&stage.place(at).sharding);
+            let add =
+                self.program.jit(AddArrays).on(stage.mesh()).outputs(&stage.place(at).sharding);
             let sum = add.donate("0").build()?.call(self.program, pair)?;
             if let Some(sums) = &mut self.gradients[owner] {
                 sums.leaves[at] = sum;
@@ -607,7 +622,8 @@ fn sum_losses(
 ) -> Result<Loss<MpmdArray>> {
     let mesh = last.mesh();
     let add: Jit<AddLoss> = program.jit(AddLoss).on(mesh).outputs(mesh.replicated()).build()?;
-    let (first, rest) = losses.split_first().ok_or_else(|| Error::kernel("a step without microbatches"))?;
+    let (first, rest) =
+        losses.split_first().ok_or_else(|| Error::kernel("a step without microbatches"))?;
     rest.iter().try_fold(first.clone(), |sum, one| add.call(program, (sum, one.clone())))
 }
 

@@ -70,8 +70,8 @@ impl<In: Tree<Leaf = MpmdArray>> MicrobatchShapes<In> {
         self
     }
 
-    /// The caller keeps the arrays of all microbatches, so they are there all the time, and not until the pass
-    /// that reads them.
+    /// The caller keeps the arrays of all microbatches, so they are there all the time, and not
+    /// until the pass that reads them.
     #[must_use]
     pub fn kept(mut self) -> Self {
         self.stays = true;
@@ -93,8 +93,9 @@ impl ShapeBundle {
     }
 }
 
-/// For each stage and each of its devices, what it holds; of several microbatches the most that any of them has of
-/// each array. `counts` says what a buffer that its pool counts with so many bytes counts with here.
+/// For each stage and each of its devices, what it holds; of several microbatches the most that any
+/// of them has of each array. `counts` says what a buffer that its pool counts with so many bytes
+/// counts with here.
 pub(super) fn stage_bytes<In: Tree<Leaf = MpmdArray>>(
     net: &Net,
     program: &Program,
@@ -111,7 +112,9 @@ pub(super) fn stage_bytes<In: Tree<Leaf = MpmdArray>>(
             None => all = Some(found),
             Some(all) => {
                 let devices = all.iter_mut().flat_map(BTreeMap::values_mut);
-                devices.zip(found.iter().flat_map(BTreeMap::values)).for_each(|(all, one)| all.widen(one));
+                devices
+                    .zip(found.iter().flat_map(BTreeMap::values))
+                    .for_each(|(all, one)| all.widen(one));
             }
         }
     }
@@ -155,17 +158,20 @@ fn bytes_of<In: Tree<Leaf = MpmdArray>>(
     counts: &mut dyn FnMut(u64) -> u64,
 ) -> Result<Vec<BTreeMap<DeviceId, OnDevice>>> {
     let shapes = shapes_of(net, microbatch)?;
-    let beside: Places =
-        beside.iter().filter_map(|array| Some((array.aval().clone(), array.sharding()?.clone()))).collect();
+    let beside: Places = beside
+        .iter()
+        .filter_map(|array| Some((array.aval().clone(), array.sharding()?.clone())))
+        .collect();
     // A device may have several stages: what the caller keeps is there once.
     let mut charged = BTreeSet::new();
     let mut found = Vec::with_capacity(shapes.len());
     for (index, stage) in shapes.iter().enumerate() {
         let params = Params::new(net, &shapes, index);
         let mut devices = BTreeMap::new();
-        let on = |device, counts: &mut dyn FnMut(u64) -> u64, places: &[(ShapedArray, Sharding)]| {
-            on(device, counts, places).map_err(|why| net.at(index, &why))
-        };
+        let on =
+            |device, counts: &mut dyn FnMut(u64) -> u64, places: &[(ShapedArray, Sharding)]| {
+                on(device, counts, places).map_err(|why| net.at(index, &why))
+            };
         for device in stage.mesh.devices().iter().copied() {
             let mut bytes = StageBytes {
                 kept: on(device, counts, &params.kept)?,
@@ -186,7 +192,8 @@ fn bytes_of<In: Tree<Leaf = MpmdArray>>(
                 bytes.brought += on(device, counts, &stage.input)?;
             }
             if let Some(side) = microbatch.side.get(&index) {
-                // How the caller will place them is not known: as the stage's input, where that is possible.
+                // How the caller will place them is not known: as the stage's input, where that is
+                // possible.
                 let sharding = stage.input.first().map(|(_, sharding)| sharding.clone());
                 let place = |aval: ShapedArray| {
                     let fits = sharding.clone().filter(|input| input.layout(aval.shape()).is_ok());
@@ -308,7 +315,8 @@ fn outputs(
     }
     for (reader, part) in net.readers[index].iter().copied() {
         let places = |part: usize| {
-            net.feeds[reader].parts[part].places(&shapes[net.feeds[reader].parts[part].stage].out.structure)
+            net.feeds[reader].parts[part]
+                .places(&shapes[net.feeds[reader].parts[part].stage].out.structure)
         };
         let first = (0..part).map(|part| Ok(places(part)?.len())).sum::<Result<usize>>()?;
         for (nth, place) in places(part)?.enumerate() {
@@ -333,11 +341,16 @@ fn on(
 }
 
 fn counted(region: &Region, aval: &ShapedArray, counts: &mut dyn FnMut(u64) -> u64) -> u64 {
-    if region.is_empty() { 0 } else { counts(Pool::rounded(region.elements() * aval.dtype().size())) }
+    if region.is_empty() {
+        0
+    } else {
+        counts(Pool::rounded(region.elements() * aval.dtype().size()))
+    }
 }
 
 fn region(device: DeviceId, aval: &ShapedArray, sharding: &Sharding) -> Result<Option<Region>> {
-    let layout = sharding.layout(aval.shape()).map_err(|why| Error::kernel(format!("{aval}: {why}")))?;
+    let layout =
+        sharding.layout(aval.shape()).map_err(|why| Error::kernel(format!("{aval}: {why}")))?;
     Ok(layout.region_of(device).cloned())
 }
 
@@ -383,8 +396,8 @@ fn lends(
     Ok(false)
 }
 
-/// The device of another process that hands a whole shard over, if one does. What is in the taker's own process
-/// is copied, and what is no run of one shard is put together from pieces.
+/// The device of another process that hands a whole shard over, if one does. What is in the taker's
+/// own process is copied, and what is no run of one shard is put together from pieces.
 fn giver(
     program: &Program,
     taker: DeviceId,
@@ -394,23 +407,26 @@ fn giver(
 ) -> Result<Option<DeviceId>> {
     let process = |device| program.topology().process_of(device);
     let (Some(me), true) = (process(taker), !wanted.is_empty()) else { return Ok(None) };
-    let layout = from.layout(aval.shape()).map_err(|why| Error::kernel(format!("{aval}: {why}")))?;
+    let layout =
+        from.layout(aval.shape()).map_err(|why| Error::kernel(format!("{aval}: {why}")))?;
     let holds = |region: &Region| contiguous_bytes(region, wanted, aval.dtype().size()).is_some();
     let givers: Vec<DeviceId> =
         layout.iter().filter(|(_, region)| holds(region)).map(|(device, _)| device).collect();
     if givers.iter().any(|device| process(*device) == Some(me)) {
         return Ok(None);
     }
-    let gives =
-        |device: &DeviceId| process(*device).is_some_and(|giver| program.hands_over_between(giver, me));
+    let gives = |device: &DeviceId| {
+        process(*device).is_some_and(|giver| program.hands_over_between(giver, me))
+    };
     Ok(givers.into_iter().find(gives))
 }
 
 impl Program {
-    /// Whether arrays go from one process to the other as memory that stays where it is; known where one of
-    /// them is this process.
+    /// Whether arrays go from one process to the other as memory that stays where it is; known
+    /// where one of them is this process.
     fn hands_over_between(&self, giver: ProcessId, taker: ProcessId) -> bool {
         let me = self.process();
-        (giver == me && self.runtime.hands_over(taker)) || (taker == me && self.runtime.hands_over(giver))
+        (giver == me && self.runtime.hands_over(taker))
+            || (taker == me && self.runtime.hands_over(giver))
     }
 }

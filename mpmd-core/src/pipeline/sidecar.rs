@@ -45,7 +45,8 @@ pub struct Sidecar {
     pub flavour: String,
     /// [`Text::hash`].
     pub hash: u64,
-    /// The channel over which it was proved to come to its end, as `check` names it; `None` where it was not.
+    /// The channel over which it was proved to come to its end, as `check` names it; `None` where
+    /// it was not.
     pub channel: Option<String>,
     /// What the passes cost, where the order was made for these.
     pub costs: Option<Costs>,
@@ -117,20 +118,22 @@ impl Sidecar {
     ///
     /// # Errors
     ///
-    /// [`SidecarError::Version`] where it is of another version, [`SidecarError::Form`] where it is not TOML, a
-    /// value is missing, unknown or of another type.
+    /// [`SidecarError::Version`] where it is of another version, [`SidecarError::Form`] where it is
+    /// not TOML, a value is missing, unknown or of another type.
     pub fn parse(text: &str) -> Result<Self, SidecarError> {
-        let form = |error: toml::de::Error| SidecarError::Form(error.to_string().trim_end().to_owned());
+        let form =
+            |error: toml::de::Error| SidecarError::Form(error.to_string().trim_end().to_owned());
         // First: a later version may have any other values.
         let Version { format: found } = toml::from_str(text).map_err(form)?;
         if found != VERSION {
             return Err(SidecarError::Version { found });
         }
         let form: Form = toml::from_str(text).map_err(form)?;
-        let digits = form.hash.len() == 16 && form.hash.bytes().all(|byte| byte.is_ascii_hexdigit());
+        let digits =
+            form.hash.len() == 16 && form.hash.bytes().all(|byte| byte.is_ascii_hexdigit());
         let hash = u64::from_str_radix(&form.hash, 16).ok().filter(|_| digits);
-        let hash =
-            hash.ok_or_else(|| SidecarError::Form("`hash` is not 16 hexadecimal digits".to_owned()))?;
+        let hash = hash
+            .ok_or_else(|| SidecarError::Form("`hash` is not 16 hexadecimal digits".to_owned()))?;
         Ok(Self {
             name: form.name,
             ranks: form.ranks,
@@ -155,7 +158,8 @@ impl Sidecar {
         }
         let _ = write!(
             toml,
-            "placement = {}\nrank_of_stage = {rank_of_stage:?}\nflavour = {}\nhash = \"{hash:016x}\"\n",
+            "placement = {}\nrank_of_stage = {rank_of_stage:?}\nflavour = {}\nhash \
+             = \"{hash:016x}\"\n",
             quoted(&self.placement),
             quoted(&self.flavour)
         );
@@ -168,29 +172,41 @@ impl Sidecar {
         toml
     }
 
-    /// Whether this is the sidecar of that text. The name, the channel and the costs are not in a text.
+    /// Whether this is the sidecar of that text. The name, the channel and the costs are not in a
+    /// text.
     ///
     /// # Errors
     ///
-    /// [`SidecarError::Differs`] with all that differs; costs of another number of stages are among it.
+    /// [`SidecarError::Differs`] with all that differs; costs of another number of stages are among
+    /// it.
     pub fn check(&self, schedule: &Schedule, text: &Text) -> Result<(), SidecarError> {
         let of = Self::new(schedule, text);
         let mut differences = Vec::new();
         let mut compare = |what: &str, here: String, there: String| {
             if here != there {
-                differences.push(format!("{what} is {here} in the sidecar and {there} in the text"));
+                differences
+                    .push(format!("{what} is {here} in the sidecar and {there} in the text"));
             }
         };
         compare("ranks", self.ranks.to_string(), of.ranks.to_string());
         compare("microbatches", self.microbatches.to_string(), of.microbatches.to_string());
-        let chunks = |chunks: Option<usize>| chunks.map_or("not one number".to_owned(), |n| n.to_string());
+        let chunks =
+            |chunks: Option<usize>| chunks.map_or("not one number".to_owned(), |n| n.to_string());
         compare("chunks", chunks(self.chunks), chunks(of.chunks));
         compare("placement", self.placement.clone(), of.placement);
-        compare("rank_of_stage", format!("{:?}", self.rank_of_stage), format!("{:?}", of.rank_of_stage));
+        compare(
+            "rank_of_stage",
+            format!("{:?}", self.rank_of_stage),
+            format!("{:?}", of.rank_of_stage),
+        );
         compare("flavour", self.flavour.clone(), of.flavour);
         compare("hash", format!("{:016x}", self.hash), format!("{:016x}", of.hash));
         if let Some(costs) = &self.costs {
-            compare("stages with costs", costs.stage.len().to_string(), schedule.stages().to_string());
+            compare(
+                "stages with costs",
+                costs.stage.len().to_string(),
+                schedule.stages().to_string(),
+            );
         }
         if differences.is_empty() { Ok(()) } else { Err(SidecarError::Differs { differences }) }
     }
@@ -244,13 +260,17 @@ mod tests {
         let bare = sidecar.to_toml();
         sidecar.channel = Some("tags".to_owned());
         sidecar.costs = Some(Costs::units(4));
-        mpmd_fuzz::bytes("sidecars", &[bare.into_bytes(), sidecar.to_toml().into_bytes()], |bytes| {
-            let Ok(read) = Sidecar::parse(&String::from_utf8_lossy(bytes)) else { return };
-            let again = Sidecar::parse(&read.to_toml()).unwrap();
-            // Costs that are not a number differ from themselves.
-            assert_eq!(format!("{again:?}"), format!("{read:?}"));
-            let _ = read.check(&schedule, &text);
-        });
+        mpmd_fuzz::bytes(
+            "sidecars",
+            &[bare.into_bytes(), sidecar.to_toml().into_bytes()],
+            |bytes| {
+                let Ok(read) = Sidecar::parse(&String::from_utf8_lossy(bytes)) else { return };
+                let again = Sidecar::parse(&read.to_toml()).unwrap();
+                // Costs that are not a number differ from themselves.
+                assert_eq!(format!("{again:?}"), format!("{read:?}"));
+                let _ = read.check(&schedule, &text);
+            },
+        );
     }
 
     #[test]
@@ -259,7 +279,8 @@ mod tests {
         let sidecar = Sidecar::new(&schedule, &text);
         let (_, comms) = example(Flavour::ComputeComms);
         let error = sidecar.check(&schedule, &comms).unwrap_err().to_string();
-        let expected = "flavour is compute_only in the sidecar and compute_comms in the text; hash is";
+        let expected =
+            "flavour is compute_only in the sidecar and compute_comms in the text; hash is";
         assert!(error.contains(expected), "{error}");
         let other = Schedule::named("interleaved", 2, 2, None).unwrap();
         let text = Text::of(&other, Flavour::ComputeOnly).unwrap();

@@ -11,18 +11,18 @@ use crate::tree::{Leaf, Tree};
 
 /// A stage of a pipeline: parameters, inputs and outputs, and the three passes through it.
 ///
-/// The two backward passes are apart because schedules without bubbles need them apart: the input gradient
-/// is what the stage before waits for, the weight gradient is not. What a pass needs later it leaves in
-/// *residuals*: arrays of declared shape on the stage's own devices, which never move and die with the last
-/// pass that reads them. Like a [`Kernel`](crate::kernel::Kernel), a stage sees one device's regions; it
-/// may call the collectives it declares.
+/// The two backward passes are apart because schedules without bubbles need them apart: the input
+/// gradient is what the stage before waits for, the weight gradient is not. What a pass needs later
+/// it leaves in *residuals*: arrays of declared shape on the stage's own devices, which never move
+/// and die with the last pass that reads them. Like a [`Kernel`](crate::kernel::Kernel), a stage
+/// sees one device's regions; it may call the collectives it declares.
 pub trait Stage: Send + Sync + 'static {
     /// The parameters.
     type Params: Tree<Leaf = MpmdArray>;
     /// What comes from the stage before, or into the pipeline.
     type In: Tree<Leaf = MpmdArray>;
-    /// What comes with each microbatch and has no gradient: labels, masks. [`Empty`](crate::tree::Empty)
-    /// for none.
+    /// What comes with each microbatch and has no gradient: labels, masks.
+    /// [`Empty`](crate::tree::Empty) for none.
     type Side: Tree<Leaf = MpmdArray>;
     /// What goes to the stage after; [`Loss`] on the last.
     type Out: Tree<Leaf = MpmdArray>;
@@ -58,11 +58,11 @@ pub trait Stage: Send + Sync + 'static {
         residual: ViewsMut<'_, Self::Residual>,
     ) -> Result<()>;
 
-    /// Computes the gradient of the inputs from that of the outputs, and what the weight gradient will
-    /// need. `dx` is `None` on the first stage: nobody asks for the gradient of the data.
+    /// Computes the gradient of the inputs from that of the outputs, and what the weight gradient
+    /// will need. `dx` is `None` on the first stage: nobody asks for the gradient of the data.
     ///
-    /// A residual that the signature [keeps](StageSignature::keep) is in `weight_residual` already, and its
-    /// view in `residual` is empty.
+    /// A residual that the signature [keeps](StageSignature::keep) is in `weight_residual` already,
+    /// and its view in `residual` is empty.
     ///
     /// # Errors
     ///
@@ -89,16 +89,17 @@ pub trait Stage: Send + Sync + 'static {
         gradient: ViewsMut<'_, Self::Params>,
     ) -> Result<()>;
 
-    /// Whether [`Stage::backward`] is there, for both gradients at once. It is used where a schedule has them as
-    /// one action, and the gradients are no partial sums.
+    /// Whether [`Stage::backward`] is there, for both gradients at once. It is used where a
+    /// schedule has them as one action, and the gradients are no partial sums.
     fn fuses_backward(&self) -> bool {
         false
     }
 
-    /// Computes the gradient of the inputs, as [`Stage::backward_input`], and adds the gradient of the
-    /// parameters to `gradient`, as [`Stage::backward_weight`]: there are no weight residuals between them, and no
-    /// residual is kept. It may call the collectives that are declared for the input gradient. The bits of a step
-    /// do not depend on the schedule where both ways compute the same ones.
+    /// Computes the gradient of the inputs, as [`Stage::backward_input`], and adds the gradient of
+    /// the parameters to `gradient`, as [`Stage::backward_weight`]: there are no weight residuals
+    /// between them, and no residual is kept. It may call the collectives that are declared for the
+    /// input gradient. The bits of a step do not depend on the schedule where both ways compute the
+    /// same ones.
     ///
     /// # Errors
     ///
@@ -119,8 +120,8 @@ pub trait Stage: Send + Sync + 'static {
         )))
     }
 
-    /// How what comes in is sharded over the stage's mesh, and its gradient: one spec for all its leaves.
-    /// Every device has all of it unless overridden.
+    /// How what comes in is sharded over the stage's mesh, and its gradient: one spec for all its
+    /// leaves. Every device has all of it unless overridden.
     fn input_spec(&self) -> Spec {
         Spec::default()
     }
@@ -140,7 +141,8 @@ pub trait Stage: Send + Sync + 'static {
         Vec::new()
     }
 
-    /// What its passes launch where its devices are CUDA devices, as [`Kernel::cuda`](crate::kernel::Kernel::cuda).
+    /// What its passes launch where its devices are CUDA devices, as
+    /// [`Kernel::cuda`](crate::kernel::Kernel::cuda).
     fn cuda(&self) -> Vec<&'static Source> {
         Vec::new()
     }
@@ -214,8 +216,8 @@ impl<O, R, W> StageSignature<O, R, W> {
         self
     }
 
-    /// The next collective of [`Stage::forward`] is an all-reduce over mesh axis `axis` of at most as many
-    /// elements per device as `aval` has.
+    /// The next collective of [`Stage::forward`] is an all-reduce over mesh axis `axis` of at most
+    /// as many elements per device as `aval` has.
     #[must_use]
     pub fn forward_all_reduce(mut self, axis: impl Into<String>, aval: ShapedArray) -> Self {
         self.forward.push((axis.into(), aval));
@@ -235,7 +237,7 @@ impl<O, R, W> StageSignature<O, R, W> {
 pub struct Loss<L> {
     /// The sum of the losses over what they are taken of (rows, tokens).
     pub sum: L,
-    /// How many there were. Gradients are divided by the total over all microbatches, so that the result
-    /// does not depend on how a batch was cut.
+    /// How many there were. Gradients are divided by the total over all microbatches, so that the
+    /// result does not depend on how a batch was cut.
     pub weight: L,
 }

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use super::kernels::{
-    AddBackwardWeight, BackwardFirst, BackwardInput, BackwardWeight, Flat, Forward, FusedBackward, Inferred,
+    AddBackwardWeight, BackwardFirst, BackwardInput, BackwardWeight, Flat, Forward, FusedBackward,
+    Inferred,
 };
 use super::shapes::{ShapeBundle, StageShapes};
 use super::stage::{Declared, PlacedShape, Stage};
@@ -38,11 +39,13 @@ impl Bundle {
 
     /// Returns the arrays as a tree of its type. Errors name it `what`.
     pub(super) fn into_tree<T: Tree<Leaf = MpmdArray>>(self, what: &str) -> Result<T> {
-        let wrong = |why| Error::kernel(format!("its {what} is not the tree that its type takes: {why}"));
+        let wrong =
+            |why| Error::kernel(format!("its {what} is not the tree that its type takes: {why}"));
         T::from_leaves(&self.structure, self.leaves).map_err(wrong)
     }
 
-    /// The same arrays, somewhere else; those that are there already stay what they are, and cost nothing.
+    /// The same arrays, somewhere else; those that are there already stay what they are, and cost
+    /// nothing.
     pub(super) fn put(self, program: &mut Program, to: &Sharding) -> Result<Self> {
         let to = vec![to.clone(); self.leaves.len()];
         Ok(Self { structure: self.structure, leaves: put_each(program, self.leaves, &to)? })
@@ -84,12 +87,17 @@ pub(super) trait AnyStage: Send {
     fn store(&mut self, storage: Storage) -> Result<()>;
     /// Whether the parameters are there as kernels see them.
     fn is_gathered(&self) -> bool;
-    /// Has the parameters in the shardings that kernels compute with, until they are released; `tied` are those of
-    /// other stages, by place.
+    /// Has the parameters in the shardings that kernels compute with, until they are released;
+    /// `tied` are those of other stages, by place.
     fn gather(&mut self, program: &mut Program, tied: Vec<(usize, MpmdArray)>) -> Result<()>;
     fn release(&mut self);
     /// Outputs and residuals, and the number of the kernels, which are those of these shapes.
-    fn forward(&mut self, program: &mut Program, x: Bundle, side: Bundle) -> Result<(Bundle, Bundle, usize)>;
+    fn forward(
+        &mut self,
+        program: &mut Program,
+        x: Bundle,
+        side: Bundle,
+    ) -> Result<(Bundle, Bundle, usize)>;
     /// Input gradients (none on the first stage) and weight residuals.
     fn backward_input(
         &mut self,
@@ -192,7 +200,8 @@ impl<S: Stage> Wired<S> {
         if let Some(known) = self.kernels.iter().position(known) {
             return Ok(known);
         }
-        let kernels = self.bind(program, x, side, leaves().map(|leaf| leaf.aval().clone()).collect())?;
+        let kernels =
+            self.bind(program, x, side, leaves().map(|leaf| leaf.aval().clone()).collect())?;
         self.kernels.push(kernels);
         Ok(self.kernels.len() - 1)
     }
@@ -254,11 +263,17 @@ impl<S: Stage> Wired<S> {
         });
         let [input, output] = [&self.input, &self.output].map(PrefixTree::from);
         let pair = |first: &PrefixTree<Sharding>, second: &PrefixTree<Sharding>| {
-            PrefixTree::Node(vec![("0".to_owned(), first.clone()), ("1".to_owned(), second.clone())])
+            PrefixTree::Node(vec![
+                ("0".to_owned(), first.clone()),
+                ("1".to_owned(), second.clone()),
+            ])
         };
         let (stage, mesh) = (&self.stage, &self.mesh);
-        let forward =
-            program.jit(Forward(stage.clone())).on(mesh).outputs(pair(&output, &residual)).build()?;
+        let forward = program
+            .jit(Forward(stage.clone()))
+            .on(mesh)
+            .outputs(pair(&output, &residual))
+            .build()?;
         let backward = if self.first {
             let jit = program.jit(BackwardFirst(stage.clone(), inferred.clone()));
             let jit = jit.on(mesh).outputs(weight_residual.clone());
@@ -270,8 +285,11 @@ impl<S: Stage> Wired<S> {
         };
         let fused = if self.fuses() {
             let fused = || {
-                let kernel =
-                    FusedBackward { stage: stage.clone(), inferred: inferred.clone(), first: self.first };
+                let kernel = FusedBackward {
+                    stage: stage.clone(),
+                    inferred: inferred.clone(),
+                    first: self.first,
+                };
                 let jit = program.jit(kernel).on(mesh).outputs(pair(&input, &gradient));
                 residuals.iter().fold(jit, |jit, path| jit.donate(*path))
             };
@@ -279,7 +297,8 @@ impl<S: Stage> Wired<S> {
         } else {
             None
         };
-        let weight = program.jit(BackwardWeight(stage.clone(), inferred)).on(mesh).outputs(gradient.clone());
+        let weight =
+            program.jit(BackwardWeight(stage.clone(), inferred)).on(mesh).outputs(gradient.clone());
         let weight = weights.iter().fold(weight, |jit, path| jit.donate(*path)).build()?;
         let mut add_weight = program.jit(AddBackwardWeight(stage.clone())).on(mesh).donate("");
         if partial {
@@ -304,15 +323,20 @@ impl<S: Stage> Wired<S> {
     }
 
     fn bound(&self, kernels: usize) -> Result<&Kernels<S>> {
-        self.kernels.get(kernels).ok_or_else(|| Error::kernel("a backward pass before any forward pass"))
+        self.kernels
+            .get(kernels)
+            .ok_or_else(|| Error::kernel("a backward pass before any forward pass"))
     }
 }
 
 /// Returns the error of a parameter that is not on all devices of its stage's mesh.
 fn not_here(path: &str, param: &MpmdArray, mesh: &Mesh) -> Error {
     let found = param.sharding().map_or_else(|| "host values".to_owned(), ToString::to_string);
-    let param = if path.is_empty() { "its parameter".to_owned() } else { format!("parameter {path:?}") };
-    Error::kernel(format!("{param} is {found}, and not on its mesh {mesh}: put it there with `device_put`"))
+    let param =
+        if path.is_empty() { "its parameter".to_owned() } else { format!("parameter {path:?}") };
+    Error::kernel(format!(
+        "{param} is {found}, and not on its mesh {mesh}: put it there with `device_put`"
+    ))
 }
 
 /// Returns whether every device of the mesh is one of the sharding's.
@@ -401,12 +425,14 @@ impl<S: Stage> AnyStage for Wired<S> {
         if own.len() != params.len() {
             let (own, found) = (own.len(), params.len());
             let problem = format!(
-                "{found} arrays for the {own} parameters that it stores: give one for each, in leaf order"
+                "{found} arrays for the {own} parameters that it stores: give one for each, in \
+                 leaf order"
             );
             return Err(Error::kernel(problem));
         }
-        let elsewhere =
-            |param: &MpmdArray| param.sharding().is_some_and(|sharding| !is_on(sharding, &self.mesh));
+        let elsewhere = |param: &MpmdArray| {
+            param.sharding().is_some_and(|sharding| !is_on(sharding, &self.mesh))
+        };
         if let Some(index) = params.iter().position(elsewhere) {
             return Err(not_here(&self.paths()[own[index]], &params[index], &self.mesh));
         }
@@ -455,7 +481,8 @@ impl<S: Stage> AnyStage for Wired<S> {
         let all = |to: &[Sharding]| params.iter().cloned().zip(to.iter().cloned()).collect();
         let placed = |leaf: &PlacedShape| (leaf.aval.clone(), leaf.sharding(&self.mesh));
         let kept = signature.residual.leaves_with_paths().into_iter();
-        let kept = kept.filter(|(path, _)| signature.keeps.iter().any(|(residual, _)| residual == path));
+        let kept =
+            kept.filter(|(path, _)| signature.keeps.iter().any(|(residual, _)| residual == path));
         Ok(StageShapes {
             mesh: self.mesh.clone(),
             params: all(&stored),
@@ -487,7 +514,8 @@ impl<S: Stage> AnyStage for Wired<S> {
     }
 
     fn is_gathered(&self) -> bool {
-        self.gathered.is_some() || (self.storage.is_none() && self.params.iter().all(Option::is_some))
+        self.gathered.is_some()
+            || (self.storage.is_none() && self.params.iter().all(Option::is_some))
     }
 
     fn gather(&mut self, program: &mut Program, tied: Vec<(usize, MpmdArray)>) -> Result<()> {
@@ -504,7 +532,12 @@ impl<S: Stage> AnyStage for Wired<S> {
         self.gathered = None;
     }
 
-    fn forward(&mut self, program: &mut Program, x: Bundle, side: Bundle) -> Result<(Bundle, Bundle, usize)> {
+    fn forward(
+        &mut self,
+        program: &mut Program,
+        x: Bundle,
+        side: Bundle,
+    ) -> Result<(Bundle, Bundle, usize)> {
         let (x, side): (S::In, S::Side) = (x.into_tree("input")?, side.into_tree("side input")?);
         let params: S::Params = self.for_kernels()?;
         let kernels = self.kernels(program, &x, &side)?;
@@ -524,9 +557,12 @@ impl<S: Stage> AnyStage for Wired<S> {
     ) -> Result<(Option<Bundle>, Bundle)> {
         let params: S::Params = self.for_kernels()?;
         let inputs = (params, residual.into_tree("residual")?, dy.into_tree("output gradient")?);
-        let wrong = |error| in_words(error, &BACKWARD_INPUTS, &["input gradient", "weight residual"]);
+        let wrong =
+            |error| in_words(error, &BACKWARD_INPUTS, &["input gradient", "weight residual"]);
         match &self.bound(kernels)?.backward {
-            Backward::First(jit) => Ok((None, Bundle::of(jit.call(program, inputs).map_err(wrong)?))),
+            Backward::First(jit) => {
+                Ok((None, Bundle::of(jit.call(program, inputs).map_err(wrong)?)))
+            }
             Backward::Later(jit) => {
                 let (dx, weight_residual) = jit.call(program, inputs).map_err(wrong)?;
                 Ok((Some(Bundle::of(dx)), Bundle::of(weight_residual)))
@@ -545,9 +581,9 @@ impl<S: Stage> AnyStage for Wired<S> {
         let kernels = self.bound(kernels)?;
         let gradient = match so_far {
             None => kernels.weight.call(program, weight_residual)?,
-            Some(so_far) => {
-                kernels.add_weight.call(program, (weight_residual, so_far.into_tree("gradient")?))?
-            }
+            Some(so_far) => kernels
+                .add_weight
+                .call(program, (weight_residual, so_far.into_tree("gradient")?))?,
         };
         Ok(Bundle::of(gradient))
     }
@@ -569,9 +605,11 @@ impl<S: Stage> AnyStage for Wired<S> {
     ) -> Result<Both> {
         let params: S::Params = self.for_kernels()?;
         let none = || Error::kernel("there is no kernel for both gradients");
-        let jit = &self.bound(kernels)?.fused.as_ref().ok_or_else(none)?[usize::from(so_far.is_some())];
+        let jit =
+            &self.bound(kernels)?.fused.as_ref().ok_or_else(none)?[usize::from(so_far.is_some())];
         let so_far = so_far.map(|so_far| so_far.into_tree::<S::Params>("gradient")).transpose()?;
-        let inputs = (params, residual.into_tree("residual")?, dy.into_tree("output gradient")?, so_far);
+        let inputs =
+            (params, residual.into_tree("residual")?, dy.into_tree("output gradient")?, so_far);
         let y = jit.call(program, inputs);
         let (dx, gradient) =
             y.map_err(|error| in_words(error, &BACKWARD_INPUTS, &["input gradient", "gradient"]))?;

@@ -1,13 +1,14 @@
 //! What the collectives of a kernel's signature send between the devices of its mesh.
 //!
-//! What goes by NCCL goes its ways: it is shown as it would go without, behind what the devices agree in, which is about as much.
+//! What goes by NCCL goes its ways: it is shown as it would go without, behind what the devices
+//! agree in, which is about as much.
 
 use super::Message;
 use crate::kernel::{Collective, agreeing};
 use crate::topology::{DeviceId, Mesh, MeshError, ProcessId, Topology};
 
-/// The messages of collectives, at most: each device calls them with as many elements as are declared. What several
-/// devices of a process get crosses to it once.
+/// The messages of collectives, at most: each device calls them with as many elements as are
+/// declared. What several devices of a process get crosses to it once.
 ///
 /// # Errors
 ///

@@ -7,12 +7,14 @@ use crate::pipeline::flow::{Flow, Node, Post, Transfer};
 
 /// A [`Flow`] of a whole program, and what its nodes and transfers are.
 ///
-/// The first lanes are the job's devices. Behind them each process has lanes of its own where it needs them: one in
-/// which its program waits (for values of others, for arrays that it reads), and one that puts together what goes on.
+/// The first lanes are the job's devices. Behind them each process has lanes of its own where it
+/// needs them: one in which its program waits (for values of others, for arrays that it reads), and
+/// one that puts together what goes on.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct PlannedFlow {
-    /// Who computes what, in which order, and what goes between them. Tags are places in the lists below.
+    /// Who computes what, in which order, and what goes between them. Tags are places in the lists
+    /// below.
     pub flow: Flow,
     /// What the nodes are, by number and by tag.
     pub nodes: Vec<Computed>,
@@ -51,7 +53,8 @@ pub enum Computed {
     },
 }
 
-/// What a transfer of a planned flow is: the pieces of an operation that go from one process to another together.
+/// What a transfer of a planned flow is: the pieces of an operation that go from one process to
+/// another together.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Sent {
     /// The operation.
@@ -97,11 +100,12 @@ struct Builder<'a> {
 impl Plan {
     /// Who computes what, in which order, and what goes between them: all operations of the plan.
     ///
-    /// Nodes are the calls of kernels and what fills new arrays, on each device. Pieces of an operation that go from
-    /// one process to another at one step are one transfer. A kernel with collectives between processes is two nodes
-    /// on each device, between which every process that takes part gets what the others give. What a process passes
-    /// on, or puts together from several sources to send it, has a node that takes no time. A process posts in the
-    /// order of operations, and within one in an order that is the same for all.
+    /// Nodes are the calls of kernels and what fills new arrays, on each device. Pieces of an
+    /// operation that go from one process to another at one step are one transfer. A kernel with
+    /// collectives between processes is two nodes on each device, between which every process that
+    /// takes part gets what the others give. What a process passes on, or puts together from
+    /// several sources to send it, has a node that takes no time. A process posts in the order of
+    /// operations, and within one in an order that is the same for all.
     pub fn flow(&self) -> PlannedFlow {
         let flow = Flow {
             lanes: self.devices.clone(),
@@ -220,7 +224,8 @@ impl Builder<'_> {
         }
         let mut messages = &form.messages[..];
         while let Some(step) = messages.first().map(|message| message.step) {
-            let (now, later) = messages.split_at(messages.partition_point(|message| message.step <= step));
+            let (now, later) =
+                messages.split_at(messages.partition_point(|message| message.step <= step));
             messages = later;
             let mut bundles: BTreeMap<(u32, u32), (Bundle, BTreeSet<u32>)> = BTreeMap::new();
             let mut within: Vec<(u32, Ready)> = Vec::new();
@@ -368,7 +373,9 @@ impl PlannedFlow {
             Some(Computed::Arrive { operation }) => {
                 format!("the collectives of {}", plan.describe(*operation))
             }
-            Some(Computed::Join { operation }) => format!("what is sent by {}", plan.describe(*operation)),
+            Some(Computed::Join { operation }) => {
+                format!("what is sent by {}", plan.describe(*operation))
+            }
             Some(Computed::Agree { operation }) => plan.describe(*operation),
             Some(Computed::Wait { read }) => match plan.reads.get(*read) {
                 Some(read) => format!("the program waits at {} for {}", at(read.line), read.array),
@@ -438,16 +445,21 @@ mod tests {
         let [to, back] = [(0, 1), (1, 0)].map(|(from, to)| Message { from, to, bytes: 8, step: 1 });
         plan.forms[2].messages = vec![to, back];
         let PlannedFlow { flow, nodes, .. } = plan.flow();
-        let find =
-            |what: Computed| -> Vec<usize> { (0..nodes.len()).filter(|node| nodes[*node] == what).collect() };
-        let (arrive, run) = (find(Computed::Arrive { operation: 3 }), find(Computed::Run { operation: 3 }));
+        let find = |what: Computed| -> Vec<usize> {
+            (0..nodes.len()).filter(|node| nodes[*node] == what).collect()
+        };
+        let (arrive, run) =
+            (find(Computed::Arrive { operation: 3 }), find(Computed::Run { operation: 3 }));
         assert_eq!((arrive.len(), run.len()), (2, 2));
         for (process, node) in run.into_iter().enumerate() {
             let (needs, takes) = before(&flow, node);
             assert_eq!(needs, [arrive[process] as u32]);
             let [taken] = takes else { panic!("one from the other: {takes:?}") };
             let transfer = flow.transfers[*taken as usize];
-            assert_eq!((transfer.to as usize, transfer.after), (process, arrive[1 - process] as u32));
+            assert_eq!(
+                (transfer.to as usize, transfer.after),
+                (process, arrive[1 - process] as u32)
+            );
         }
     }
 
@@ -455,8 +467,14 @@ mod tests {
     fn what_comes_after_a_value_that_all_agree_on_waits_for_it() {
         let mut plan = small();
         let kind = Kind::Agree { from: 1, bytes: 1 };
-        plan.forms.push(Form { what: "agree".into(), kind, results: Vec::new(), messages: Vec::new() });
-        plan.operations.insert(0, Operation { form: 3, takes: Vec::new(), ..plan.operations[0].clone() });
+        plan.forms.push(Form {
+            what: "agree".into(),
+            kind,
+            results: Vec::new(),
+            messages: Vec::new(),
+        });
+        plan.operations
+            .insert(0, Operation { form: 3, takes: Vec::new(), ..plan.operations[0].clone() });
         for operation in &mut plan.operations {
             operation
                 .takes

@@ -6,7 +6,8 @@ use crate::region::Region;
 use crate::sharding::Layout;
 use crate::topology::DeviceId;
 
-/// What operations with one plan have in common: what runs where, what is made, and what goes between devices.
+/// What operations with one plan have in common: what runs where, what is made, and what goes
+/// between devices.
 #[derive(Clone, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 pub struct Form {
     /// In words.
@@ -68,7 +69,8 @@ pub enum Memory {
     Own,
     /// In the host's memory, or in values that every process has: no device's budget.
     Host,
-    /// In the memory of the operation's input with this number, on this device or another of its process.
+    /// In the memory of the operation's input with this number, on this device or another of its
+    /// process.
     Of(u32),
 }
 
@@ -83,8 +85,8 @@ pub struct Message {
     pub to: u32,
     /// How much.
     pub bytes: u64,
-    /// 1 where the giver has it from the start; one more than the step of what it has to get first. Of collectives
-    /// the number of the round, over all of them.
+    /// 1 where the giver has it from the start; one more than the step of what it has to get first.
+    /// Of collectives the number of the round, over all of them.
     pub step: u32,
 }
 
@@ -119,7 +121,11 @@ impl Form {
 }
 
 /// The shards of an array of this layout, of elements of `item` bytes.
-pub(crate) fn shards(layout: &Layout, item: usize, memory: impl Fn(DeviceId) -> Memory) -> Vec<Shard> {
+pub(crate) fn shards(
+    layout: &Layout,
+    item: usize,
+    memory: impl Fn(DeviceId) -> Memory,
+) -> Vec<Shard> {
     let shard = |(device, region): (DeviceId, &Region)| Shard {
         device: device.0,
         bytes: (region.elements() * item) as u64,

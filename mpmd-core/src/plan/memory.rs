@@ -27,8 +27,8 @@ pub struct DeviceMemory {
     pub process: u32,
     /// The most at a time where each operation is carried out when it is issued.
     pub in_order: Peak,
-    /// The most at a time where devices compute at their own pace, each kernel as long as any other, and what is put
-    /// somewhere takes its place as soon as its source is there.
+    /// The most at a time where devices compute at their own pace, each kernel as long as any
+    /// other, and what is put somewhere takes its place as soon as its source is there.
     pub in_time: Peak,
     /// What is there when the plan ends.
     pub left: u64,
@@ -61,12 +61,13 @@ struct Block {
 }
 
 impl Plan {
-    /// What each device holds at most, in bytes as pools count them: an array's parts from when the operation that
-    /// makes them begins until its last handle is dropped and its last reader has ended.
+    /// What each device holds at most, in bytes as pools count them: an array's parts from when the
+    /// operation that makes them begins until its last handle is dropped and its last reader has
+    /// ended.
     ///
-    /// Every process that gets an array holds it itself: where arrays are handed over in shared memory it is their
-    /// owner who does, until the taker has done with it. What is packed or passed on, and what kernels keep for
-    /// themselves, is not in it.
+    /// Every process that gets an array holds it itself: where arrays are handed over in shared
+    /// memory it is their owner who does, until the taker has done with it. What is packed or
+    /// passed on, and what kernels keep for themselves, is not in it.
     pub fn memory(&self, planned: &PlannedFlow) -> MemoryPlan {
         let times = Times::of(planned);
         let mut blocks = Blocks { plan: self, blocks: Vec::new(), of: HashMap::new() };
@@ -86,7 +87,8 @@ impl Plan {
 struct Times {
     /// When the parts of operations begin and end, by operation and device.
     runs: HashMap<(u64, u32), (u64, u64)>,
-    /// When what a process puts begins to leave, by operation and giver, and when the last of it has left.
+    /// When what a process puts begins to leave, by operation and giver, and when the last of it
+    /// has left.
     sends: HashMap<(u64, u32), u64>,
     /// When the first of what a process gets begins to come, by operation and taker.
     comes: HashMap<(u64, u32), u64>,
@@ -106,7 +108,8 @@ impl Times {
             let part = |(start, len): (u32, u32)| start as usize..(start + len) as usize;
             let needs = flow.needs[part(node.needs)].iter().map(|need| ends[*need as usize]);
             let takes = flow.takes[part(node.takes)].iter().map(|transfer| sent(&ends, *transfer));
-            let start = needs.chain(takes).chain([free[node.lane as usize]]).max().unwrap_or_default();
+            let start =
+                needs.chain(takes).chain([free[node.lane as usize]]).max().unwrap_or_default();
             let end = start + u64::from(what.takes_time());
             free[node.lane as usize] = end;
             ends.push(end);
@@ -144,7 +147,8 @@ impl Blocks<'_> {
                 let block = match shard.memory {
                     Memory::Own => {
                         let process = plan.devices[shard.device as usize];
-                        let run = times.runs.get(&(operation, shard.device)).map(|(start, _)| *start);
+                        let run =
+                            times.runs.get(&(operation, shard.device)).map(|(start, _)| *start);
                         let come = times.comes.get(&(operation, process)).copied();
                         let start = run.or(come).unwrap_or_else(|| self.known_at(takes, process));
                         self.blocks.push(Block {
@@ -152,7 +156,10 @@ impl Blocks<'_> {
                             bytes: Pool::rounded(shard.bytes as usize),
                             operation,
                             start,
-                            read_until: times.runs.get(&(operation, shard.device)).map_or(start, |run| run.1),
+                            read_until: times
+                                .runs
+                                .get(&(operation, shard.device))
+                                .map_or(start, |run| run.1),
                             read_by: operation,
                             arrays: 0,
                             let_go_after: 0,
@@ -203,9 +210,11 @@ impl Blocks<'_> {
     /// The block of an array on a device, or else on another of its process.
     fn block_near(&self, array: Array, device: u32) -> Option<usize> {
         let process = self.plan.devices[device as usize];
-        let others =
-            (0..self.plan.devices.len() as u32).filter(|other| self.plan.devices[*other as usize] == process);
-        std::iter::once(device).chain(others).find_map(|device| self.of.get(&(array, device)).copied())
+        let others = (0..self.plan.devices.len() as u32)
+            .filter(|other| self.plan.devices[*other as usize] == process);
+        std::iter::once(device)
+            .chain(others)
+            .find_map(|device| self.of.get(&(array, device)).copied())
     }
 
     /// The array ends, by its last handle or by donation.
@@ -259,7 +268,11 @@ impl Blocks<'_> {
 }
 
 /// The most at a time, by whose it is.
-fn peaks(events: &[(u64, bool, &Block)], count: usize, whose: impl Fn(&Block) -> usize) -> Vec<Peak> {
+fn peaks(
+    events: &[(u64, bool, &Block)],
+    count: usize,
+    whose: impl Fn(&Block) -> usize,
+) -> Vec<Peak> {
     let mut live = vec![0u64; count];
     let mut peaks = vec![Peak::default(); count];
     for (_, comes, block) in events {
@@ -291,8 +304,8 @@ mod tests {
             let DeviceMemory { in_order, in_time, left, .. } = memory.devices[device];
             (in_order.bytes / one, in_time.bytes / one, left / one)
         };
-        // The first is never let go. The second device has what comes and what is made of it, twice; what comes
-        // does so at once, since nobody says that it has to wait.
+        // The first is never let go. The second device has what comes and what is made of it,
+        // twice; what comes does so at once, since nobody says that it has to wait.
         assert_eq!(of(0), (1, 1, 1));
         assert_eq!(of(1), (2, 3, 0));
         assert_eq!(memory.devices[1].in_order.operation, 3);

@@ -1,10 +1,11 @@
-//! A [`Plan`]: every operation of every process of a job, as a program that owns nothing issues them.
+//! A [`Plan`]: every operation of every process of a job, as a program that owns nothing issues
+//! them.
 //!
-//! A spectator ([`Builder::spectator`](crate::Builder::spectator)) runs the whole program, and what it issues is
-//! written down here: what each operation does on which device, what goes between devices, which arrays it reads,
-//! where handles are let go, where values are read, and where steps end. There is no second description of a
-//! program: [`Plan::flow`] is what is proved and simulated, [`Plan::memory`] what it takes, [`Plan::links`] what
-//! goes between processes.
+//! A spectator ([`Builder::spectator`](crate::Builder::spectator)) runs the whole program, and what
+//! it issues is written down here: what each operation does on which device, what goes between
+//! devices, which arrays it reads, where handles are let go, where values are read, and where steps
+//! end. There is no second description of a program: [`Plan::flow`] is what is proved and
+//! simulated, [`Plan::memory`] what it takes, [`Plan::links`] what goes between processes.
 //!
 //! Everything here is a pure function of the plan.
 
@@ -191,9 +192,10 @@ impl Plan {
     ///
     /// Where there is none, or one of another version, or it contradicts itself.
     pub fn read(path: &Path) -> Result<Self, PlanError> {
-        let bytes =
-            std::fs::read(path).map_err(|why| PlanError::File { path: path.display().to_string(), why })?;
-        Self::from_json(&bytes).map_err(|why| PlanError::Form { path: path.display().to_string(), why })
+        let bytes = std::fs::read(path)
+            .map_err(|why| PlanError::File { path: path.display().to_string(), why })?;
+        Self::from_json(&bytes)
+            .map_err(|why| PlanError::Form { path: path.display().to_string(), why })
     }
 
     /// Writes the plan to a file, whole or not at all.
@@ -272,10 +274,14 @@ impl Plan {
         if !self.hashes.is_empty() && self.hashes.len() as u64 != count {
             return Err(format!("it has {} hashes for {count} operations", self.hashes.len()));
         }
-        let most =
-            StepEnd { operation: count, drops: self.drops.len() as u64, reads: self.reads.len() as u64 };
-        let sorted =
-            |a: &StepEnd, b: &StepEnd| a.operation <= b.operation && a.drops <= b.drops && a.reads <= b.reads;
+        let most = StepEnd {
+            operation: count,
+            drops: self.drops.len() as u64,
+            reads: self.reads.len() as u64,
+        };
+        let sorted = |a: &StepEnd, b: &StepEnd| {
+            a.operation <= b.operation && a.drops <= b.drops && a.reads <= b.reads
+        };
         let ends: Vec<StepEnd> = self.steps.iter().copied().chain([most]).collect();
         if !ends.is_sorted_by(sorted) {
             return Err("its steps are not in order".to_owned());
@@ -284,7 +290,10 @@ impl Plan {
     }
 
     fn line(&self, line: u32) -> Result<&str, String> {
-        self.lines.get(line as usize).map(String::as_str).ok_or_else(|| format!("there is no line {line}"))
+        self.lines
+            .get(line as usize)
+            .map(String::as_str)
+            .ok_or_else(|| format!("there is no line {line}"))
     }
 
     /// What operation `operation` does, where there is one of that number.
@@ -296,7 +305,9 @@ impl Plan {
     /// An operation for people: number, label, what it does, and its line.
     pub fn describe(&self, operation: u64) -> String {
         let index = (operation as usize).wrapping_sub(1);
-        let Some(issued) = self.operations.get(index) else { return format!("operation {operation}") };
+        let Some(issued) = self.operations.get(index) else {
+            return format!("operation {operation}");
+        };
         let label = issued.label.map(|label| format!("{label}: ")).unwrap_or_default();
         let what = self.form_of(operation).map_or("", |form| &form.what);
         let line = self.line(issued.line).unwrap_or("nowhere");
@@ -349,11 +360,16 @@ impl fmt::Display for Array {
 pub(crate) mod tests {
     use super::*;
 
-    /// One array of 64 bytes made on device 0, put to device 1 of another process twice, and dropped.
+    /// One array of 64 bytes made on device 0, put to device 1 of another process twice, and
+    /// dropped.
     pub(crate) fn small() -> Plan {
         let own = |device| Shard { device, bytes: 64, memory: Memory::Own };
-        let make =
-            Form { what: "make".into(), kind: Kind::Make, results: vec![vec![own(0)]], messages: Vec::new() };
+        let make = Form {
+            what: "make".into(),
+            kind: Kind::Make,
+            results: vec![vec![own(0)]],
+            messages: Vec::new(),
+        };
         let put = Form {
             what: "put".into(),
             kind: Kind::Put,
@@ -367,7 +383,8 @@ pub(crate) mod tests {
             messages: Vec::new(),
         };
         let first = Array { operation: 1, result: 0 };
-        let take = |operation| vec![Taken { array: Some(Array { operation, result: 0 }), donated: false }];
+        let take =
+            |operation| vec![Taken { array: Some(Array { operation, result: 0 }), donated: false }];
         let operation = |form, takes| Operation { form, line: 0, label: None, takes };
         Plan {
             lines: vec!["train.rs:1:2".into()],

@@ -84,13 +84,15 @@ impl Plan {
         let index = operation as usize - 1;
         let (one, two) = (&self.operations[index].takes, &other.operations[index].takes);
         let names = |taken: &Taken| {
-            let array = taken.array.map_or("host values".to_owned(), |array: Array| array.to_string());
+            let array =
+                taken.array.map_or("host values".to_owned(), |array: Array| array.to_string());
             if taken.donated { array + ", donated" } else { array }
         };
         if let Some(place) = one.iter().zip(two).position(|(one, two)| one != two) {
             return format!("input {place} is {}, and {}", names(&one[place]), names(&two[place]));
         }
-        let ended = |plan: &Self| plan.steps.iter().filter(|step| step.operation < operation).count();
+        let ended =
+            |plan: &Self| plan.steps.iter().filter(|step| step.operation < operation).count();
         match (ended(self), ended(other)) {
             (one, two) if one != two => format!("steps that end before it: {one}, and {two}"),
             _ => "in host values that it takes, or in settings of its kernel".to_owned(),
@@ -126,7 +128,10 @@ mod tests {
         let found = hashed().parting(&other).unwrap();
         let mirrored = other.parting(&hashed()).unwrap();
         assert_eq!(mirrored.operation, found.operation);
-        assert_eq!([&mirrored.issued[1], &mirrored.issued[0]], [&found.issued[0], &found.issued[1]]);
+        assert_eq!(
+            [&mirrored.issued[1], &mirrored.issued[0]],
+            [&found.issued[0], &found.issued[1]]
+        );
         (found.operation, found.issued, found.why)
     }
 
@@ -175,7 +180,11 @@ mod tests {
             plan.steps.truncate(2);
             plan
         };
-        assert_eq!(hashed().parting(&shorter(End::Steady)), None, "the third step is the second again");
+        assert_eq!(
+            hashed().parting(&shorter(End::Steady)),
+            None,
+            "the third step is the second again"
+        );
         let found = hashed().parting(&shorter(End::Finished)).unwrap();
         assert_eq!(found.issued[1], "nothing: it finishes after operation 3");
         let mut other = hashed();

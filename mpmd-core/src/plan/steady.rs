@@ -11,9 +11,9 @@ struct Step<'a> {
 }
 
 impl Plan {
-    /// Whether the last two steps that ended are equal: the same operations on the same arrays, the same handles let
-    /// go and the same arrays waited for, each relative to its step. What was made before both is one array. Source
-    /// lines may differ.
+    /// Whether the last two steps that ended are equal: the same operations on the same arrays, the
+    /// same handles let go and the same arrays waited for, each relative to its step. What was made
+    /// before both is one array. Source lines may differ.
     pub(crate) fn is_steady(&self) -> bool {
         let Some(last) = self.steps.len().checked_sub(2) else { return false };
         match (self.step_at(last), self.step_at(last + 1)) {
@@ -41,7 +41,9 @@ impl Step<'_> {
         let same = |a: Array, b: Array| same_array(a, b, shift);
         let then = |a: u64, b: u64| a + shift == b;
         same_length(self.operations, other.operations, |a, b| a.is_again(b, shift))
-            && same_length(self.drops, other.drops, |a, b| same(a.array, b.array) && then(a.after, b.after))
+            && same_length(self.drops, other.drops, |a, b| {
+                same(a.array, b.array) && then(a.after, b.after)
+            })
             && same_length(self.reads, other.reads, |a, b| {
                 same(a.array, b.array) && then(a.after, b.after) && a.values == b.values
             })

@@ -32,14 +32,14 @@ impl fmt::Display for Agreement {
 impl Program {
     /// A value that process `from` computes and every process gets.
     ///
-    /// The only way by which something that is known to one process alone (a loss, the end of a text, a
-    /// request that came in) may decide what the program issues. Blocks until the value is here. A
-    /// process that only [plans](Program::is_planning) gets `while_planning`.
+    /// The only way by which something that is known to one process alone (a loss, the end of a
+    /// text, a request that came in) may decide what the program issues. Blocks until the value is
+    /// here. A process that only [plans](Program::is_planning) gets `while_planning`.
     ///
     /// # Errors
     ///
-    /// Where the job has no process `from`. Where `f` fails or panics, on every process; where `from`
-    /// is gone; where the encoded value is larger than 1 MiB.
+    /// Where the job has no process `from`. Where `f` fails or panics, on every process; where
+    /// `from` is gone; where the encoded value is larger than 1 MiB.
     #[track_caller]
     pub fn agree<T: Serialize + DeserializeOwned>(
         &mut self,
@@ -54,7 +54,8 @@ impl Program {
             return Err(IssueProblem::Mesh(problem).at(at, "agree"));
         }
         if from == self.process() {
-            // A process that only gives values must not run ahead of those that get them without end.
+            // A process that only gives values must not run ahead of those that get them without
+            // end.
             self.admit(at);
         }
         let what = Agreement { from, of: std::any::type_name::<T>() };
@@ -75,14 +76,14 @@ impl Program {
                 Ok(value) => value,
                 Err(_) => Err(Error::kernel("the closure panicked")),
             };
-            let bytes = value
-                .as_ref()
-                .map_err(Clone::clone)
-                .and_then(|value| control::encode(value).map_err(|error| Error::kernel(error.to_string())));
+            let bytes = value.as_ref().map_err(Clone::clone).and_then(|value| {
+                control::encode(value).map_err(|error| Error::kernel(error.to_string()))
+            });
             let failure = bytes.as_ref().err().map(|error| match error {
                 Error::Failed(failure) => failure.clone(),
                 error => {
-                    let message = format!("agree (operation {op}) at {at} failed on process {from}: {error}");
+                    let message =
+                        format!("agree (operation {op}) at {at} failed on process {from}: {error}");
                     Arc::new(Failure::new(FailureKind::Kernel, from, op, message))
                 }
             });
@@ -93,9 +94,13 @@ impl Program {
                     (Ok(bytes), _) => {
                         let (buffer, bytes) = (bytes.clone().into(), bytes.len() as u64);
                         let outgoing = Outgoing { buffer, bytes, guard: guard.clone() };
-                        runtime.with_router(|router| router.announce(to, key, guard.hash(), bytes, outgoing));
+                        runtime.with_router(|router| {
+                            router.announce(to, key, guard.hash(), bytes, outgoing)
+                        });
                     }
-                    (Err(_), Some(failure)) => runtime.with_router(|router| router.poison(to, key, failure)),
+                    (Err(_), Some(failure)) => {
+                        runtime.with_router(|router| router.poison(to, key, failure))
+                    }
                     (Err(_), None) => {}
                 }
             }
@@ -123,7 +128,8 @@ impl Program {
         let _doing = runtime.status.enter(Doing::Waiting("agree", at));
         let _waiting = runtime.trace.wait("agree", at);
         let outcome = loop {
-            // The router watches the sender and reports; the patience here covers this process alone.
+            // The router watches the sender and reports; the patience here covers this process
+            // alone.
             let deadline = after(Instant::now(), runtime.config.patience);
             if let Some(outcome) = runtime.waits.wait(&slot, Some(deadline)) {
                 break outcome;

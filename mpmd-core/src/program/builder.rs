@@ -69,9 +69,10 @@ impl Builder {
         self
     }
 
-    /// Of which kind the devices are: one kind for those of all processes, or one for those of each process, in order.
-    /// By default what `MPMD_DEVICE` or `mpmd run --device` says, where the program joins a job or runs
-    /// [from its environment](Self::from_env); else [`DeviceKind::Cpu`].
+    /// Of which kind the devices are: one kind for those of all processes, or one for those of each
+    /// process, in order. By default what `MPMD_DEVICE` or `mpmd run --device` says, where the
+    /// program joins a job or runs [from its environment](Self::from_env); else
+    /// [`DeviceKind::Cpu`].
     ///
     /// A process finds the graphics processors of its devices by itself, see
     /// [`Topology::ordinals`]; it needs a CUDA driver only where it owns such devices.
@@ -80,34 +81,38 @@ impl Builder {
         self
     }
 
-    /// Which way collectives of CUDA devices' values go inside kernels. By default what `MPMD_CUDA_COLLECTIVES` says, where
-    /// the program joins a job or runs [from its environment](Self::from_env); else
-    /// [`CudaCollectives::Host`].
+    /// Which way collectives of CUDA devices' values go inside kernels. By default what
+    /// `MPMD_CUDA_COLLECTIVES` says, where the program joins a job or runs [from its
+    /// environment](Self::from_env); else [`CudaCollectives::Host`].
     ///
-    /// With [`CudaCollectives::Nccl`] a process with CUDA devices needs NCCL, and does not start without it.
+    /// With [`CudaCollectives::Nccl`] a process with CUDA devices needs NCCL, and does not start
+    /// without it.
     pub fn cuda_collectives(mut self, way: CudaCollectives) -> Self {
         self.collectives = Some(way);
         self
     }
 
-    /// How long something may take before it is reported as hanging, a missing process is given up, and
-    /// a silent one counts as lost. By default what the launcher says (`mpmd run --patience`), else 60 seconds.
+    /// How long something may take before it is reported as hanging, a missing process is given up,
+    /// and a silent one counts as lost. By default what the launcher says (`mpmd run --patience`),
+    /// else 60 seconds.
     pub fn patience(mut self, patience: Duration) -> Self {
         self.patience = Some(patience);
         self
     }
 
-    /// How long a transport that can spin looks for work before it sleeps, and who waits for a message where waiting
-    /// threads drive the transport. By default what `MPMD_SPIN` says, else [`Spin::Auto`].
+    /// How long a transport that can spin looks for work before it sleeps, and who waits for a
+    /// message where waiting threads drive the transport. By default what `MPMD_SPIN` says, else
+    /// [`Spin::Auto`].
     pub fn spin(mut self, spin: Spin) -> Self {
         self.spin = Some(spin);
         self
     }
 
-    /// How far the program may run ahead of what has been carried out on this process: operations, and
-    /// bytes of their results. 1024 and 4 GiB by default; at most 4096 operations.
+    /// How far the program may run ahead of what has been carried out on this process: operations,
+    /// and bytes of their results. 1024 and 4 GiB by default; at most 4096 operations.
     pub fn run_ahead(mut self, ops: usize, bytes: u64) -> Self {
-        // Handles that only pass others' memory on complete one another, so the stack bounds the chain.
+        // Handles that only pass others' memory on complete one another, so the stack bounds the
+        // chain.
         self.run_ahead_ops = ops.clamp(1, 4096);
         self.run_ahead_bytes = bytes;
         self
@@ -119,23 +124,23 @@ impl Builder {
         self
     }
 
-    /// How many plans of `device_put` are kept for reuse, 4096 by default; 0 for none. There is one for
-    /// each combination of shape, dtype and both shardings.
+    /// How many plans of `device_put` are kept for reuse, 4096 by default; 0 for none. There is one
+    /// for each combination of shape, dtype and both shardings.
     pub fn plan_cache(mut self, entries: usize) -> Self {
         self.plan_cache = entries;
         self
     }
 
-    /// The host of each process, by process: names or numbers. Processes of one host are neighbours to the
-    /// planner, whatever is between them. By default what the processes find (the system's name, or
-    /// `MPMD_HOST`); one host for all in a [`Simulation`](crate::Simulation).
+    /// The host of each process, by process: names or numbers. Processes of one host are neighbours
+    /// to the planner, whatever is between them. By default what the processes find (the system's
+    /// name, or `MPMD_HOST`); one host for all in a [`Simulation`](crate::Simulation).
     pub fn hosts<T: ToString>(mut self, hosts: &[T]) -> Self {
         self.hosts = Some(hosts.iter().map(ToString::to_string).collect());
         self
     }
 
-    /// What the links between devices cost, for the planner. By default the file that `MPMD_LINKS` names on
-    /// process 0, else round figures of a common machine.
+    /// What the links between devices cost, for the planner. By default the file that `MPMD_LINKS`
+    /// names on process 0, else round figures of a common machine.
     pub fn links(mut self, links: Links) -> Self {
         self.links = Some(links);
         self
@@ -154,10 +159,10 @@ impl Builder {
         self.check_uncommitted.unwrap_or(cfg!(debug_assertions))
     }
 
-    /// Has each process write what becomes of its operations to a file `process-<n>.trace` in this folder, for
-    /// `mpmd trace`. By default where `MPMD_TRACE` says, where that is set and the program joins a job or runs
-    /// [from its environment](Self::from_env); else nothing is written, and nothing noted. What an earlier program
-    /// has written there is overwritten.
+    /// Has each process write what becomes of its operations to a file `process-<n>.trace` in this
+    /// folder, for `mpmd trace`. By default where `MPMD_TRACE` says, where that is set and the
+    /// program joins a job or runs [from its environment](Self::from_env); else nothing is written,
+    /// and nothing noted. What an earlier program has written there is overwritten.
     pub fn trace(mut self, folder: impl Into<PathBuf>) -> Self {
         self.trace = Some(folder.into());
         self
@@ -172,11 +177,12 @@ impl Builder {
         connect::from_env(self)
     }
 
-    /// Joins the job this process was started for, runs `program` and finishes: see [`Program::run`].
+    /// Joins the job this process was started for, runs `program` and finishes: see
+    /// [`Program::run`].
     ///
-    /// Returns an error of `program` at once, without waiting for its issued work; the other processes
-    /// and the launcher are told of it. Where the type of its errors does not follow from the
-    /// surrounding function, annotate it: `|p| -> Result<()> { … }`.
+    /// Returns an error of `program` at once, without waiting for its issued work; the other
+    /// processes and the launcher are told of it. Where the type of its errors does not follow from
+    /// the surrounding function, annotate it: `|p| -> Result<()> { … }`.
     ///
     /// # Errors
     ///
@@ -201,8 +207,8 @@ impl Builder {
         self.start(ProcessId(0), topology, None, None)
     }
 
-    /// A program that owns nothing of a job of `processes`, joins nobody, and runs through in no time:
-    /// every array is fully remote. It records what all processes do ([`Program::plan`]).
+    /// A program that owns nothing of a job of `processes`, joins nobody, and runs through in no
+    /// time: every array is fully remote. It records what all processes do ([`Program::plan`]).
     ///
     /// # Errors
     ///
@@ -223,19 +229,24 @@ impl Builder {
         let recorder = Recorder::new(process, &topology, order);
         // Whatever number the program is told, it owns none of the devices.
         let nobody = beyond(&topology);
-        let runtime =
-            Runtime::start(nobody, topology, self.config(Trace::default(), Vec::new()), None, Some(recorder))
-                .map_err(no_threads)?;
+        let runtime = Runtime::start(
+            nobody,
+            topology,
+            self.config(Trace::default(), Vec::new()),
+            None,
+            Some(recorder),
+        )
+        .map_err(no_threads)?;
         Ok(Program::new(runtime, true, None, self.plan_cache))
     }
 
-    /// A process of a job whose transport is there already, in the hands of who connects processes by other means
-    /// than a rendezvous. The transport must not have been started.
+    /// A process of a job whose transport is there already, in the hands of who connects processes
+    /// by other means than a rendezvous. The transport must not have been started.
     ///
     /// # Errors
     ///
-    /// Where the devices cannot be spread evenly, the system gives no threads, or there is no CUDA for devices of kind
-    /// `cuda` of this process.
+    /// Where the devices cannot be spread evenly, the system gives no threads, or there is no CUDA
+    /// for devices of kind `cuda` of this process.
     pub fn over(self, transport: Arc<dyn Transport>) -> Result<Program> {
         let topology = self.topology(transport.processes(), None)?;
         self.start(transport.process(), topology, Some(transport), None)
@@ -277,8 +288,8 @@ impl Builder {
         if let Some(membership) = membership {
             membership.compare_clocks(&trace);
         }
-        let runtime =
-            Runtime::start(me, topology, self.config(trace, cuda), transport, None).map_err(no_threads)?;
+        let runtime = Runtime::start(me, topology, self.config(trace, cuda), transport, None)
+            .map_err(no_threads)?;
         if let Some(membership) = membership {
             membership.watch(&runtime);
         }
@@ -290,14 +301,20 @@ impl Builder {
 
     /// The devices of a job of `processes`, `per_process` on each where the launcher says so, with
     /// the kinds, hosts and links that the program says.
-    pub(super) fn topology(&self, processes: usize, per_process: Option<usize>) -> Result<Topology> {
+    pub(super) fn topology(
+        &self,
+        processes: usize,
+        per_process: Option<usize>,
+    ) -> Result<Topology> {
         let launched = per_process.map(|each| processes.saturating_mul(each));
         if let (Some(devices), Some(each), Some(launched)) = (self.devices, per_process, launched)
             && devices != launched
         {
             return Err(Error::Environment(format!(
-                "the program says {devices} devices, but --devices-per-process (or {}) says {each} for \
-                 each of {processes} processes, which makes {launched}: say the same, or one of them alone",
+                "the program says {devices} devices, but --devices-per-process (or {}) says \
+                 {each} for \
+                 each of {processes} processes, which makes {launched}: say the same, or one of \
+                 them alone",
                 variables::DEVICES_PER_PROCESS
             )));
         }
@@ -324,9 +341,12 @@ impl Builder {
         Ok(self.links.map_or(topology.clone(), |links| topology.with_links(links)))
     }
 
-    /// Fails where a job of so many processes, all on this machine, lacks the driver for some of its devices.
+    /// Fails where a job of so many processes, all on this machine, lacks the driver for some of
+    /// its devices.
     pub(super) fn can_have_devices(&self, processes: usize) -> Result<()> {
-        match self.kinds.as_ref().is_some_and(|kinds| kinds.contains(&DeviceKind::Cuda)) && processes > 0 {
+        match self.kinds.as_ref().is_some_and(|kinds| kinds.contains(&DeviceKind::Cuda))
+            && processes > 0
+        {
             true => {
                 cuda::found()?;
                 has_nccl(self.collectives.unwrap_or_default())
@@ -354,7 +374,9 @@ impl Builder {
         };
         Trace::begin(folder, about).map_err(|error| {
             let file = folder.display();
-            Error::Environment(format!("the trace of process {me} cannot be written in {file}: {error}"))
+            Error::Environment(format!(
+                "the trace of process {me} cannot be written in {file}: {error}"
+            ))
         })
     }
 
@@ -397,7 +419,8 @@ fn has_nccl(way: CudaCollectives) -> Result<()> {
     }
 }
 
-/// What this process's graphics processors are known by, in the order of its devices of kind `cuda`.
+/// What this process's graphics processors are known by, in the order of its devices of kind
+/// `cuda`.
 pub(super) fn gpus_of(process: ProcessId, topology: &Topology) -> Vec<GpuId> {
     let Ok(driver) = cuda::found() else { return Vec::new() };
     let ordinals = topology.ordinals(process, driver.gpus.len() as u32);
@@ -408,7 +431,8 @@ pub(super) fn gpus_of(process: ProcessId, topology: &Topology) -> Vec<GpuId> {
         .collect()
 }
 
-/// The topology with the graphics processors that its processes have not told: they are taken to be shown the same ones.
+/// The topology with the graphics processors that its processes have not told: they are taken to be
+/// shown the same ones.
 fn with_gpus(topology: Topology) -> Topology {
     if topology.cuda_collectives() == CudaCollectives::Host {
         return topology;
@@ -447,7 +471,8 @@ mod tests {
 
     #[test]
     fn devices_that_program_and_launcher_say_must_be_as_many() {
-        let devices = |builder: Builder, each| builder.topology(2, each).map(|job| job.devices().len());
+        let devices =
+            |builder: Builder, each| builder.topology(2, each).map(|job| job.devices().len());
         let four = || Builder::default().devices(4);
         for (builder, each, expected) in [
             (four(), None, 4),

@@ -21,11 +21,13 @@ impl fmt::Display for Compared {
 }
 
 impl Program {
-    /// Has all processes compare a text: a schedule, a setting that each has read from a file of its own.
+    /// Has all processes compare a text: a schedule, a setting that each has read from a file of
+    /// its own.
     ///
-    /// Takes a number for each 1,000 bytes, sends nothing and waits for nothing. Where the texts differ the programs have diverged: before
-    /// anything of a later operation is delivered, or with the next [step end](Program::step_end), every process gets
-    /// an error that shows what two of them have, with their lines.
+    /// Takes a number for each 1,000 bytes, sends nothing and waits for nothing. Where the texts
+    /// differ the programs have diverged: before anything of a later operation is delivered, or
+    /// with the next [step end](Program::step_end), every process gets an error that shows what two
+    /// of them have, with their lines.
     ///
     /// # Errors
     ///
@@ -72,7 +74,10 @@ mod tests {
         let errors: Vec<String> =
             results.into_iter().filter_map(|result| Some(result.err()?.to_string())).collect();
         assert!(!errors.is_empty());
-        assert!(errors.iter().all(|error| error.contains("0B8") && error.contains("0B9")), "{errors:?}");
+        assert!(
+            errors.iter().all(|error| error.contains("0B8") && error.contains("0B9")),
+            "{errors:?}"
+        );
     }
 
     #[test]
@@ -83,12 +88,16 @@ mod tests {
                 p.compare(text)?;
                 p.agree(ProcessId(0), 0u8, || Ok(1))
             });
-            results.into_iter().map(|result| result.map_err(|error| error.to_string())).collect::<Vec<_>>()
+            results
+                .into_iter()
+                .map(|result| result.map_err(|error| error.to_string()))
+                .collect::<Vec<_>>()
         };
         assert_eq!(run("rank 0: 0F0 0B0"), vec![Ok(1); 3]);
         // Who gives does not wait; it hears of it when it ends.
         let differing = run("rank 0: 0F0 0F1");
-        let errors: Vec<&String> = differing.iter().filter_map(|result| result.as_ref().err()).collect();
+        let errors: Vec<&String> =
+            differing.iter().filter_map(|result| result.as_ref().err()).collect();
         assert!(errors.len() >= 2, "{differing:?}");
         for error in errors {
             let shown = ["compare rank 0: 0F0 0B0", "compare rank 0: 0F0 0F1", "compare.rs:"];

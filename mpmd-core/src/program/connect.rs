@@ -52,14 +52,16 @@ impl Membership {
         }));
     }
 
-    /// Notes how this process's clock compares with the rendezvous service's, where a trace is written.
+    /// Notes how this process's clock compares with the rendezvous service's, where a trace is
+    /// written.
     pub(super) fn compare_clocks(&self, trace: &Trace) {
         if !trace.is_on() {
             return;
         }
         match self.rendezvous.compare_clocks() {
             Ok(found) => {
-                // The quickest look of a few at both of this process's clocks: in any other it may have slept.
+                // The quickest look of a few at both of this process's clocks: in any other it may
+                // have slept.
                 let look = |_| {
                     let before = trace.now();
                     let unix = unix_now();
@@ -75,7 +77,8 @@ impl Membership {
         }
     }
 
-    /// Takes leave, so that nobody hears of a death. Tells the launcher of the failure, if there was one.
+    /// Takes leave, so that nobody hears of a death. Tells the launcher of the failure, if there
+    /// was one.
     pub(super) fn leave(self, report: Option<Report>) {
         self.tell(report);
         if let Err(error) = self.rendezvous.leave() {
@@ -87,8 +90,8 @@ impl Membership {
         }
     }
 
-    /// Goes without leave, since this process could not start its part. The others hear that it is gone,
-    /// and the launcher why.
+    /// Goes without leave, since this process could not start its part. The others hear that it is
+    /// gone, and the launcher why.
     pub(super) fn give_up(self, me: ProcessId, error: &Error) {
         self.tell(Some(Report { failure: blame(me, error), hash: None }));
     }
@@ -104,9 +107,9 @@ impl Membership {
 fn blame(me: ProcessId, error: &Error) -> Failure {
     let (kind, process) = match error {
         Error::Launch(LaunchError::Lacking { process, .. }) => (FailureKind::Left, *process),
-        Error::Transport(TransportError::PeerGone { peer, .. } | TransportError::Protocol { peer, .. }) => {
-            (FailureKind::PeerLost, *peer)
-        }
+        Error::Transport(
+            TransportError::PeerGone { peer, .. } | TransportError::Protocol { peer, .. },
+        ) => (FailureKind::PeerLost, *peer),
         _ => (FailureKind::Left, me),
     };
     Failure::new(kind, process, 0, error.to_string()).shortened()
@@ -123,7 +126,8 @@ pub(super) fn from_env(mut builder: Builder) -> Result<Program> {
         {
             builder.kinds = Some(launch::kinds_by_process(text.trim(), 1)?);
         }
-        if let (None, Ok(text)) = (builder.collectives, std::env::var(launch::variables::CUDA_COLLECTIVES))
+        if let (None, Ok(text)) =
+            (builder.collectives, std::env::var(launch::variables::CUDA_COLLECTIVES))
             && !text.trim().is_empty()
         {
             builder.collectives = Some(launch::cuda_collectives(text.trim())?);
@@ -165,12 +169,15 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
     if env.token_is_guessable && env.process.index() == 0 {
         let (source, file) = (env.source, launch::variables::JOB_TOKEN_FILE);
         warn_user(&format!(
-            "the token of this job follows from what {source} calls it, so that other users can guess it and join: \
-             name a file with a secret of yours in {file} on all hosts, or give all processes a random {}",
+            "the token of this job follows from what {source} calls it, so that other users can \
+             guess it and join: \
+             name a file with a secret of yours in {file} on all hosts, or give all processes a \
+             random {}",
             launch::variables::JOB_TOKEN
         ));
     }
-    let server = if env.hosted || env.process.index() != 0 { None } else { Some(host(env, patience)?) };
+    let server =
+        if env.hosted || env.process.index() != 0 { None } else { Some(host(env, patience)?) };
     let rendezvous = Rendezvous::connect(JoinConfig {
         server: env.coordinator.clone(),
         process: env.process,
@@ -238,12 +245,17 @@ fn gpus_key(process: ProcessId) -> String {
 
 /// Whether others must know which graphics processors a process has.
 fn are_gpus_told(process: ProcessId, topology: &Topology) -> bool {
-    topology.cuda_collectives() == CudaCollectives::Nccl && topology.has_kind(process, DeviceKind::Cuda)
+    topology.cuda_collectives() == CudaCollectives::Nccl
+        && topology.has_kind(process, DeviceKind::Cuda)
 }
 
-/// Tells the others which graphics processors this process has, where that decides what goes by NCCL. Which processors are
-/// shown to a process its environment may say, so nobody else can know.
-fn tell_gpus(rendezvous: &Rendezvous, process: ProcessId, topology: &Topology) -> Result<(), LaunchError> {
+/// Tells the others which graphics processors this process has, where that decides what goes by
+/// NCCL. Which processors are shown to a process its environment may say, so nobody else can know.
+fn tell_gpus(
+    rendezvous: &Rendezvous,
+    process: ProcessId,
+    topology: &Topology,
+) -> Result<(), LaunchError> {
     match are_gpus_told(process, topology) {
         true => Ok(rendezvous.set(gpus_key(process), gpus_of(process, topology).concat())?),
         false => Ok(()),
@@ -267,7 +279,12 @@ fn hear_gpus(
 
 /// The job's devices on the hosts that the processes have told, with links of these costs; what the
 /// program itself says on either goes before.
-fn placed(builder: &Builder, topology: Topology, members: &[Member], links: Links) -> Result<Topology> {
+fn placed(
+    builder: &Builder,
+    topology: Topology,
+    members: &[Member],
+    links: Links,
+) -> Result<Topology> {
     let mut topology = topology;
     if builder.hosts.is_none() {
         let hosts: Vec<&str> = members.iter().map(|member| member.host.as_str()).collect();

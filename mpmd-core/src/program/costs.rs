@@ -1,4 +1,5 @@
-//! Where the processes of a job are, and what the links between them cost: told once, before any plan.
+//! Where the processes of a job are, and what the links between them cost: told once, before any
+//! plan.
 
 use std::path::Path;
 use std::time::Duration;
@@ -44,15 +45,20 @@ pub(super) fn hear(rendezvous: &Rendezvous, patience: Duration) -> Result<Links,
     let told = rendezvous.get(KEY, patience)?;
     match serde_json::from_slice(&told) {
         Ok(Told::Costs(links)) => Ok(links),
-        Ok(Told::Failed { path, why }) => Err(LaunchError::Links { variable: variables::LINKS, path, why }),
+        Ok(Told::Failed { path, why }) => {
+            Err(LaunchError::Links { variable: variables::LINKS, path, why })
+        }
         Err(error) => Err(LaunchError::environment("reading the costs of links", error)),
     }
 }
 
 /// What a file says, to a process that asks nobody.
 pub(super) fn of(path: &Path) -> Result<Links, LaunchError> {
-    let wrong =
-        |why| LaunchError::Links { variable: variables::LINKS, path: path.display().to_string(), why };
+    let wrong = |why| LaunchError::Links {
+        variable: variables::LINKS,
+        path: path.display().to_string(),
+        why,
+    };
     read(path).map_err(wrong)
 }
 
@@ -72,7 +78,8 @@ mod tests {
     use crate::topology::Link;
 
     fn file(name: &str, text: &str) -> std::path::PathBuf {
-        let path = std::env::temp_dir().join(format!("mpmd-links-{}-{name}.json", std::process::id()));
+        let path =
+            std::env::temp_dir().join(format!("mpmd-links-{}-{name}.json", std::process::id()));
         std::fs::write(&path, text).unwrap();
         path
     }

@@ -16,11 +16,11 @@ pub struct MemoryUse {
     pub cached: u64,
     /// In use or set aside, at most so far.
     pub peak: u64,
-    /// In use, at most so far: what was really used, however far ahead memory was set aside. Over several
-    /// devices the sum of what each had at most, be it at different times.
+    /// In use, at most so far: what was really used, however far ahead memory was set aside. Over
+    /// several devices the sum of what each had at most, be it at different times.
     pub peak_live: u64,
-    /// In use at most since [`Program::forget_memory_peak`], or so far: the sum over the devices, each at its own
-    /// time. What is set aside for later does not count.
+    /// In use at most since [`Program::forget_memory_peak`], or so far: the sum over the devices,
+    /// each at its own time. What is set aside for later does not count.
     pub recent_peak: u64,
     /// The same of what is on its way: pieces that are packed, or wait for their places.
     pub staging_recent_peak: u64,
@@ -30,16 +30,16 @@ pub struct MemoryUse {
     pub host_live: u64,
     /// In use or set aside there, at most so far.
     pub host_peak: u64,
-    /// Handed over to other processes, which have not given it back; what several of them have counts once for
-    /// each. It stays in use here as long as any of them has it.
+    /// Handed over to other processes, which have not given it back; what several of them have
+    /// counts once for each. It stays in use here as long as any of them has it.
     pub lent: u64,
 }
 
 /// Who holds what of whose memory, as one process knows it, in bytes. Shown as a line for people.
 ///
 /// Memory that was handed over counts where it is, with its owner: what is borrowed is no part of
-/// [`Holdings::memory`]. What is lent counts from when it is sent, and what has come back is known at once where
-/// processes share memory.
+/// [`Holdings::memory`]. What is lent counts from when it is sent, and what has come back is known
+/// at once where processes share memory.
 ///
 /// ```
 /// let p = mpmd_core::Program::builder().alone()?;
@@ -56,17 +56,18 @@ pub struct Holdings {
     pub process: ProcessId,
     /// What is in use, kept and taken here.
     pub memory: MemoryUse,
-    /// What each process of the job has of this one's memory, or is about to take: messages that it has not come
-    /// to yet count too.
+    /// What each process of the job has of this one's memory, or is about to take: messages that it
+    /// has not come to yet count too.
     pub lent_to: Vec<u64>,
     /// What this process has of each other's memory, by process, counted likewise.
     pub borrowed_from: Vec<u64>,
 }
 
 impl Program {
-    /// Bytes of memory of this process: in use now, and at most so far, over all its devices; and the same
-    /// of arrays in the host's memory. Memory that another process has handed over is that process's: it is
-    /// not counted here. Whose that is and who has what of this process's, [`Program::metrics`] says.
+    /// Bytes of memory of this process: in use now, and at most so far, over all its devices; and
+    /// the same of arrays in the host's memory. Memory that another process has handed over is that
+    /// process's: it is not counted here. Whose that is and who has what of this process's,
+    /// [`Program::metrics`] says.
     pub fn memory(&self) -> MemoryUse {
         let stats = self.runtime.devices.iter().map(|device| device.pool.stats());
         let host = self.runtime.host_memory.stats();
@@ -106,7 +107,8 @@ impl Program {
 impl fmt::Display for Holdings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let MemoryUse { live, cached, peak_live, mapped, host_live, .. } = self.memory;
-        let (live, cached, peak, mapped) = (Bytes(live), Bytes(cached), Bytes(peak_live), Bytes(mapped));
+        let (live, cached, peak, mapped) =
+            (Bytes(live), Bytes(cached), Bytes(peak_live), Bytes(mapped));
         write!(f, "memory of process {}: {live} live, {cached} cached, ", self.process)?;
         let (lent, borrowed) = (Shares(&self.lent_to, "to"), Shares(&self.borrowed_from, "from"));
         write!(f, "{lent} lent{lent:#}, {borrowed} borrowed{borrowed:#}, ")?;
@@ -176,7 +178,8 @@ mod tests {
         };
         assert_eq!(
             holdings.to_string(),
-            "memory of process 1: 96.0 MiB live, 512 B cached, 64.0 MiB lent (to 0: 64.0 MiB, to 2: 1.5 KiB), \
+            "memory of process 1: 96.0 MiB live, 512 B cached, 64.0 MiB lent (to 0: 64.0 MiB, to \
+             2: 1.5 KiB), \
              1023 B borrowed (from 2: 1023 B), 1.5 GiB at most, 2.0 GiB mapped"
         );
         let memory = MemoryUse { host_live: 4096, ..MemoryUse::default() };

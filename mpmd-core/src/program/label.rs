@@ -95,7 +95,11 @@ impl Label {
     /// The label of a word.
     pub(crate) fn of_word(word: u64) -> Self {
         let role = Role::ALL.get((word >> ROLE) as usize).copied().unwrap_or(Role::Forward);
-        Self { stage: (word >> STAGE) as u32 & 0xff_ffff, microbatch: (word as u32).checked_sub(1), role }
+        Self {
+            stage: (word >> STAGE) as u32 & 0xff_ffff,
+            microbatch: (word as u32).checked_sub(1),
+            role,
+        }
     }
 
     /// For messages of the router's.

@@ -49,10 +49,10 @@ use crate::trace::What;
 /// `Send` but not `Sync`, and issuing takes `&mut`: there is one order. Nothing here blocks but
 /// [`Program::agree`], [`Program::finish`], and the bounds on running ahead.
 ///
-/// [`Program::run`] joins, runs and finishes. After [`Program::from_env`] call [`Program::finish`] at
-/// the end. A program that is dropped without it waits at most two seconds for its issued work (not at
-/// all in a panic, or where something has failed). It says on standard error what failed, and tells the
-/// other processes and `mpmd run`, which then does not exit with 0.
+/// [`Program::run`] joins, runs and finishes. After [`Program::from_env`] call [`Program::finish`]
+/// at the end. A program that is dropped without it waits at most two seconds for its issued work
+/// (not at all in a panic, or where something has failed). It says on standard error what failed,
+/// and tells the other processes and `mpmd run`, which then does not exit with 0.
 ///
 /// ```compile_fail,E0277
 /// fn is_sync<T: Sync>() {}
@@ -81,8 +81,8 @@ pub struct Program {
 }
 
 impl Program {
-    /// Joins the job that this process was started for, runs `program` and finishes: a whole `main`.
-    /// Returns the value that `program` returns.
+    /// Joins the job that this process was started for, runs `program` and finishes: a whole
+    /// `main`. Returns the value that `program` returns.
     ///
     /// As [`Builder::run`], with default settings.
     ///
@@ -101,8 +101,8 @@ impl Program {
     ///
     /// The program must be [finished](Self::finish), which [`Program::run`] does by itself.
     ///
-    /// Reads what `mpmd run`, torchrun, Slurm, Open MPI or a Kubernetes indexed job set. Where none did,
-    /// the job has this process alone.
+    /// Reads what `mpmd run`, torchrun, Slurm, Open MPI or a Kubernetes indexed job set. Where none
+    /// did, the job has this process alone.
     ///
     /// # Errors
     ///
@@ -116,7 +116,12 @@ impl Program {
         Builder::default()
     }
 
-    fn new(runtime: Arc<Runtime>, planning: bool, membership: Option<Membership>, plans: usize) -> Self {
+    fn new(
+        runtime: Arc<Runtime>,
+        planning: bool,
+        membership: Option<Membership>,
+        plans: usize,
+    ) -> Self {
         Self {
             runtime,
             put_plans: PlanCache::new(plans),
@@ -164,8 +169,9 @@ impl Program {
         self.planning
     }
 
-    /// What operations that are issued from now on are for, in a pipeline; `None` for nothing special.
-    /// [`Pipeline`](crate::pipeline::Pipeline) says it of its own. Returns what was said before.
+    /// What operations that are issued from now on are for, in a pipeline; `None` for nothing
+    /// special. [`Pipeline`](crate::pipeline::Pipeline) says it of its own. Returns what was said
+    /// before.
     pub fn set_label(&mut self, label: Option<Label>) -> Option<Label> {
         std::mem::replace(&mut self.label, label)
     }
@@ -175,7 +181,8 @@ impl Program {
         self.label
     }
 
-    /// Has operations come from this line, whoever calls; `None` for their callers'. Returns what it was before.
+    /// Has operations come from this line, whoever calls; `None` for their callers'. Returns what
+    /// it was before.
     pub(crate) fn set_caller(
         &mut self,
         at: Option<&'static Location<'static>>,
@@ -213,7 +220,8 @@ impl Program {
         Ok(mesh)
     }
 
-    /// Has the devices of this process map blocks of these bytes beside those in use, as far as there is memory.
+    /// Has the devices of this process map blocks of these bytes beside those in use, as far as
+    /// there is memory.
     pub(crate) fn map_blocks(&self, blocks: &BTreeMap<DeviceId, Vec<u64>>) {
         for device in &self.runtime.devices {
             let sizes = blocks.get(&device.id).into_iter().flatten();
@@ -231,17 +239,19 @@ impl Program {
         pools.chain([&self.runtime.staging]).for_each(Pool::forget_peak);
     }
 
-    /// Ends a step: for plans and traces, and a point at which the processes compare what they issued.
+    /// Ends a step: for plans and traces, and a point at which the processes compare what they
+    /// issued.
     ///
     /// Does not wait for anything. A process that was started to write its plan
-    /// ([`variables::PLAN`](crate::launch::variables::PLAN)) ends here with exit code 0 once the plan is whole: the
-    /// last two steps are equal, or as many were recorded as were asked for.
+    /// ([`variables::PLAN`](crate::launch::variables::PLAN)) ends here with exit code 0 once the
+    /// plan is whole: the last two steps are equal, or as many were recorded as were asked for.
     ///
     /// # Errors
     ///
-    /// Where the plan cannot be written. Where the job is known to have failed: an operation of this process did, a process is gone, or
-    /// the programs diverged. Unlike errors of other calls this one depends on what has happened so far,
-    /// and processes may see it in different steps. Also within a step that is recorded.
+    /// Where the plan cannot be written. Where the job is known to have failed: an operation of
+    /// this process did, a process is gone, or the programs diverged. Unlike errors of other calls
+    /// this one depends on what has happened so far, and processes may see it in different steps.
+    /// Also within a step that is recorded.
     #[track_caller]
     pub fn step_end(&mut self) -> Result<()> {
         self.refuse_recording(Location::caller(), "step_end")?;
@@ -256,7 +266,8 @@ impl Program {
     }
 
     /// Waits until this process's operations have ended, closures given to
-    /// [`MpmdArray::then`](crate::MpmdArray::then) included, and every other process has finished too.
+    /// [`MpmdArray::then`](crate::MpmdArray::then) included, and every other process has finished
+    /// too.
     ///
     /// # Errors
     ///
@@ -290,8 +301,8 @@ impl Program {
         result.map_err(Error::failed)
     }
 
-    /// Finishes a program that ran to a good end. Leaves one that returned an error, without waiting for
-    /// its work.
+    /// Finishes a program that ran to a good end. Leaves one that returned an error, without
+    /// waiting for its work.
     #[track_caller]
     pub(crate) fn conclude<T, E>(mut self, result: Result<T, E>) -> Result<T, E>
     where
@@ -309,8 +320,8 @@ impl Program {
         }
     }
 
-    /// Leaves a job whose program is not finished; `how` is said where nothing else has failed. Returns
-    /// the failure that everybody is told.
+    /// Leaves a job whose program is not finished; `how` is said where nothing else has failed.
+    /// Returns the failure that everybody is told.
     fn abandon(&mut self, how: &str) -> Arc<Failure> {
         self.ended = true;
         let me = self.runtime.me;
@@ -422,9 +433,9 @@ impl Program {
         let _waiting = runtime.trace.wait("running ahead", at);
         loop {
             let deadline = after(Instant::now(), runtime.config.patience);
-            let enough = runtime
-                .in_flight
-                .wait_until(deadline, |counts| counts.ops == 0 || (counts.ops < ops && counts.bytes < bytes));
+            let enough = runtime.in_flight.wait_until(deadline, |counts| {
+                counts.ops == 0 || (counts.ops < ops && counts.bytes < bytes)
+            });
             if enough {
                 return;
             }
@@ -441,7 +452,8 @@ impl Program {
 /// The longest wait for issued work when a program is dropped without [`Program::finish`].
 const WORK_OF_UNFINISHED: Duration = Duration::from_secs(2);
 
-/// Shows the user a line. In one write: other processes of the job may be writing to the same place.
+/// Shows the user a line. In one write: other processes of the job may be writing to the same
+/// place.
 fn say(line: &str) {
     let _ = std::io::Write::write_all(&mut std::io::stderr(), format!("mpmd: {line}\n").as_bytes());
 }
@@ -456,13 +468,15 @@ impl Drop for Program {
             self.abandon("panicked before its program finished");
             return;
         }
-        // Of a plan nothing is carried out, and nobody waits for a process alone that has issued nothing.
+        // Of a plan nothing is carried out, and nobody waits for a process alone that has issued
+        // nothing.
         let is_missed = !self.planning && (self.count > 0 || self.processes() > 1);
         if is_missed {
             self.runtime.wait_briefly(WORK_OF_UNFINISHED);
         }
-        let failure =
-            self.abandon("ended before its program finished: its `Program` was dropped without `finish`");
+        let failure = self.abandon(
+            "ended before its program finished: its `Program` was dropped without `finish`",
+        );
         if is_missed {
             say(&match failure.kind {
                 FailureKind::Left if failure.process == self.process() => failure.to_string(),

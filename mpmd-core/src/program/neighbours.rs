@@ -15,8 +15,8 @@ const ENDING: Duration = Duration::from_millis(100);
 pub(super) struct Neighbours(Vec<Option<OwnedFd>>);
 
 impl Neighbours {
-    /// Finds the processes on the host of process `me`. Leaves out those that the system does not show
-    /// here, such as processes of another namespace.
+    /// Finds the processes on the host of process `me`. Leaves out those that the system does not
+    /// show here, such as processes of another namespace.
     pub(super) fn find(me: ProcessId, members: &[Member]) -> Self {
         let host = members.get(me.index()).map(|member| &member.host);
         let handle = |member: &Member| {
@@ -26,8 +26,8 @@ impl Neighbours {
         Self(members.iter().map(handle).collect())
     }
 
-    /// Returns true if the process is known to have ended. Blocks for at most 100 ms: a process that dies
-    /// closes its connections a little before it ends.
+    /// Returns true if the process is known to have ended. Blocks for at most 100 ms: a process
+    /// that dies closes its connections a little before it ends.
     pub(super) fn has_ended(&self, process: ProcessId) -> bool {
         let Some(Some(handle)) = self.0.get(process.index()) else { return false };
         let wait = Timespec { tv_sec: 0, tv_nsec: ENDING.subsec_nanos().into() };
@@ -43,7 +43,8 @@ mod tests {
 
     #[test]
     fn end_of_a_neighbour_is_certain() {
-        let start = || Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+        let start =
+            || Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
         let mut children: Vec<Child> = (0..2).map(|_| start()).collect();
         let member = |pid, host: &str| Member { host: host.to_owned(), pid, ..Member::default() };
         let [ends, stays] = [children[0].id(), children[1].id()];

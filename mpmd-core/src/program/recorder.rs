@@ -23,7 +23,8 @@ pub(crate) struct Recorder {
     state: Mutex<State>,
     /// The process that the program takes itself for.
     process: ProcessId,
-    /// For a process that was started to write its plan: where to, and after how many steps at most.
+    /// For a process that was started to write its plan: where to, and after how many steps at
+    /// most.
     order: Option<Order>,
 }
 
@@ -43,7 +44,8 @@ struct State {
     lines: HashMap<&'static Location<'static>, u32>,
 }
 
-/// Which form of a recorder's a plan of calls or moves has, once that is known: a program has one recorder.
+/// Which form of a recorder's a plan of calls or moves has, once that is known: a program has one
+/// recorder.
 #[derive(Debug, Default)]
 pub(crate) struct KnownForm(OnceLock<u32>);
 
@@ -96,7 +98,12 @@ impl Recorder {
     }
 
     /// The program waits for an array.
-    pub(crate) fn read(&self, (operation, result): (u64, u32), values: bool, at: &'static Location<'static>) {
+    pub(crate) fn read(
+        &self,
+        (operation, result): (u64, u32),
+        values: bool,
+        at: &'static Location<'static>,
+    ) {
         let mut state = self.state.lock();
         let (after, line) = (state.plan.operations.len() as u64, state.line(at));
         state.plan.reads.push(Read { array: Array { operation, result }, after, line, values });
@@ -156,19 +163,20 @@ impl State {
 }
 
 impl Program {
-    /// What this process has recorded so far: the operations of all processes. `None` where it is one that does
-    /// them; only [a spectator](super::Builder::spectator) records.
+    /// What this process has recorded so far: the operations of all processes. `None` where it is
+    /// one that does them; only [a spectator](super::Builder::spectator) records.
     pub fn plan(&self) -> Option<Plan> {
         Some(self.runtime.recorder.as_ref()?.plan(End::Open))
     }
 
-    /// A step has ended. Where the process was started to write its plan, and it is whole, this is its end.
+    /// A step has ended. Where the process was started to write its plan, and it is whole, this is
+    /// its end.
     pub(super) fn record_step(&self) -> Result<()> {
         let Some(recorder) = &self.runtime.recorder else { return Ok(()) };
         let Some(end) = recorder.step_end() else { return Ok(()) };
         if recorder.deliver(end)? {
-            // What the program would do next is known, and what it would say of results that it does not have
-            // would be wrong.
+            // What the program would do next is known, and what it would say of results that it
+            // does not have would be wrong.
             std::process::exit(0);
         }
         Ok(())

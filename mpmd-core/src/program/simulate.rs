@@ -11,8 +11,8 @@ use super::{Builder, Program};
 use crate::error::Result;
 use crate::runtime::Runtime;
 
-/// Runs a program as `processes` processes inside this one, over `devices` devices, with message delays
-/// chosen by `seed`; returns what each process's run returned.
+/// Runs a program as `processes` processes inside this one, over `devices` devices, with message
+/// delays chosen by `seed`; returns what each process's run returned.
 ///
 /// Each process is a thread with a runtime of its own; [`Program::finish`] is called for it.
 ///
@@ -56,17 +56,17 @@ impl Simulation {
         Self { processes, builder, faults: Faults::default(), lost: None }
     }
 
-    /// Delays each message by a time from 0 to `longest`, chosen by `seed`, so that they overtake each
-    /// other.
+    /// Delays each message by a time from 0 to `longest`, chosen by `seed`, so that they overtake
+    /// each other.
     pub fn delays(mut self, seed: u64, longest: Duration) -> Self {
         self.faults.seed = seed;
         self.faults.delay = Some(Duration::ZERO..=longest);
         self
     }
 
-    /// Processes with the same number hand arrays over to each other, as processes of a host do that share
-    /// memory: nothing is copied, and who has an array that it was handed over uses it where it is. By process;
-    /// those beyond the end do not. By default nobody does.
+    /// Processes with the same number hand arrays over to each other, as processes of a host do
+    /// that share memory: nothing is copied, and who has an array that it was handed over uses it
+    /// where it is. By process; those beyond the end do not. By default nobody does.
     pub fn hands_over(mut self, groups: &[usize]) -> Self {
         self.faults.hosts = groups.to_vec();
         self
@@ -87,7 +87,10 @@ impl Simulation {
     }
 
     /// Runs the program on every process; returns what each returned, by process.
-    pub fn run<T: Send>(&self, program: impl Fn(&mut Program) -> Result<T> + Sync) -> Vec<Result<T>> {
+    pub fn run<T: Send>(
+        &self,
+        program: impl Fn(&mut Program) -> Result<T> + Sync,
+    ) -> Vec<Result<T>> {
         if let Err(error) = self.builder.can_have_devices(self.processes) {
             // Of one alone the others would not hear.
             return (0..self.processes).map(|_| Err(error.clone())).collect();
@@ -107,9 +110,9 @@ impl Simulation {
             let threads: Vec<_> = (0..self.processes as u32)
                 .map(|process| scope.spawn(move || one(ProcessId(process))))
                 .collect();
-            let joined = threads
-                .into_iter()
-                .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+            let joined = threads.into_iter().map(|thread| {
+                thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            });
             joined.collect()
         })
     }
@@ -126,13 +129,19 @@ impl Vanishing {
         Self { at, fabric }
     }
 
-    /// Whether operation `op` is the one that is never issued; then nothing of this process works any
-    /// more.
+    /// Whether operation `op` is the one that is never issued; then nothing of this process works
+    /// any more.
     pub(super) fn strike(&self, op: u64, runtime: &Arc<Runtime>) {
         if op == self.at {
             self.fabric.kill(runtime.me);
-            let message = format!("process {} was lost in simulation at operation {op}", runtime.me);
-            runtime.fail_job(Arc::new(Failure::new(FailureKind::PeerLost, runtime.me, op, message)));
+            let message =
+                format!("process {} was lost in simulation at operation {op}", runtime.me);
+            runtime.fail_job(Arc::new(Failure::new(
+                FailureKind::PeerLost,
+                runtime.me,
+                op,
+                message,
+            )));
         }
     }
 }

@@ -1,4 +1,5 @@
-//! Which transport a job runs over: what there is, what each process has opened, and whether all agree on it.
+//! Which transport a job runs over: what there is, what each process has opened, and whether all
+//! agree on it.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -20,10 +21,12 @@ use crate::error::{Error, Result};
 use crate::launch::{JobEnv, LaunchError, variables};
 use crate::warning::warn_user;
 
-/// The transports between processes, as users name them. What each needs is found when it is opened.
+/// The transports between processes, as users name them. What each needs is found when it is
+/// opened.
 pub const NAMES: [&str; 4] = [AUTO, shm::NAME, TCP, ucx::NAME];
 
-/// The transport where nobody asks for another: shared memory between processes that can share it, else TCP.
+/// The transport where nobody asks for another: shared memory between processes that can share it,
+/// else TCP.
 pub const DEFAULT: &str = AUTO;
 
 const AUTO: &str = "auto";
@@ -61,7 +64,8 @@ pub(super) enum Opened {
 }
 
 impl Opened {
-    /// Opens the transport `name` for a job of so many processes; what listens on a network does so at `ip`.
+    /// Opens the transport `name` for a job of so many processes; what listens on a network does so
+    /// at `ip`.
     pub(super) fn open(name: &str, processes: usize, ip: IpAddr) -> Result<Self> {
         check(name)?;
         Ok(match name {
@@ -83,7 +87,10 @@ impl Opened {
         let pairs = match self {
             Self::Auto { shm, tcp } => vec![
                 (AUTO, String::new()),
-                (shm::NAME, shm.as_ref().map_or_else(|why| shm::no_address(why), shm::Opened::address)),
+                (
+                    shm::NAME,
+                    shm.as_ref().map_or_else(|why| shm::no_address(why), shm::Opened::address),
+                ),
                 (TCP, tcp.address().to_string()),
             ],
             Self::Shm(opened) => vec![(shm::NAME, opened.address())],
@@ -103,7 +110,9 @@ impl Opened {
     ) -> Result<Arc<dyn Transport>> {
         let (process, token, epoch) = (env.process, *env.token.bytes(), EPOCH);
         let tcp = |listener: Listener| -> Result<Arc<dyn Transport>> {
-            let peers = members.iter().map(|member| address(member, TCP).and_then(|text| text.parse().ok()));
+            let peers = members
+                .iter()
+                .map(|member| address(member, TCP).and_then(|text| text.parse().ok()));
             let peers = peers.collect::<Option<Vec<SocketAddr>>>().ok_or_else(|| {
                 Error::Environment("a process of the job has no address for tcp".to_owned())
             })?;
@@ -155,15 +164,17 @@ impl Opened {
     }
 }
 
-/// With which members a process shares memory where that is its own choice; the other finds the same.
+/// With which members a process shares memory where that is its own choice; the other finds the
+/// same.
 fn near(members: &[Member], process: ProcessId) -> Vec<bool> {
     let Some(me) = members.get(process.index()) else { return vec![false; members.len()] };
-    let near = |(i, member): (usize, &Member)| i != process.index() && why_not_near(me, member).is_none();
+    let near =
+        |(i, member): (usize, &Member)| i != process.index() && why_not_near(me, member).is_none();
     members.iter().enumerate().map(near).collect()
 }
 
-/// Why two members do not share memory. Who says that it is on another host, as `MPMD_HOST` lets it, is left
-/// there.
+/// Why two members do not share memory. Who says that it is on another host, as `MPMD_HOST` lets
+/// it, is left there.
 fn why_not_near(one: &Member, other: &Member) -> Option<String> {
     if one.host != other.host {
         return Some("they are on different hosts".to_owned());
@@ -172,8 +183,8 @@ fn why_not_near(one: &Member, other: &Member) -> Option<String> {
     shm::why_apart(of(one), of(other))
 }
 
-/// What the first process of a pair on one host that has to do without shared memory says of it: once for the
-/// job.
+/// What the first process of a pair on one host that has to do without shared memory says of it:
+/// once for the job.
 fn fallback(members: &[Member], process: ProcessId) -> Option<String> {
     let mut pairs = (0..members.len()).flat_map(|a| (a + 1..members.len()).map(move |b| (a, b)));
     let (one, other, why) = pairs.find_map(|(a, b)| {
@@ -187,7 +198,8 @@ fn fallback(members: &[Member], process: ProcessId) -> Option<String> {
     })
 }
 
-/// What a process tells of its transport: the name that it asks for, with the addresses that it has.
+/// What a process tells of its transport: the name that it asks for, with the addresses that it
+/// has.
 pub(super) fn told(name: &str, opened: &Result<Opened>) -> Vec<(String, String)> {
     opened.as_ref().map_or_else(|_| vec![(name.to_owned(), String::new())], Opened::addresses)
 }
@@ -196,9 +208,9 @@ pub(super) fn told(name: &str, opened: &Result<Opened>) -> Vec<(String, String)>
 ///
 /// # Errors
 ///
-/// [`LaunchError::Transports`] where they ask for different ones; else [`LaunchError::Lacking`] of the
-/// first that does not have it, or not its devices; else [`LaunchError::Apart`] of the first two that cannot share memory but
-/// should.
+/// [`LaunchError::Transports`] where they ask for different ones; else [`LaunchError::Lacking`] of
+/// the first that does not have it, or not its devices; else [`LaunchError::Apart`] of the first
+/// two that cannot share memory but should.
 pub(super) fn agree(members: &[Member]) -> Result<(), LaunchError> {
     let mut who: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (process, member) in members.iter().enumerate() {
@@ -216,7 +228,11 @@ pub(super) fn agree(members: &[Member]) -> Result<(), LaunchError> {
     }
     let troubled = members.iter().enumerate().find_map(|(process, member)| {
         let lack = member.trouble.clone()?;
-        Some(LaunchError::Lacking { process: ProcessId(process as u32), host: member.host.clone(), lack })
+        Some(LaunchError::Lacking {
+            process: ProcessId(process as u32),
+            host: member.host.clone(),
+            lack,
+        })
     });
     if let Some(troubled) = troubled {
         return Err(troubled);
@@ -278,7 +294,10 @@ mod tests {
     fn names_are_known_or_listed() {
         assert!(NAMES.iter().all(|name| check(name).is_ok()));
         let said = check("pigeon").unwrap_err().to_string();
-        assert!(said.contains("MPMD_TRANSPORT=pigeon") && said.ends_with("auto, shm, tcp, ucx"), "{said}");
+        assert!(
+            said.contains("MPMD_TRANSPORT=pigeon") && said.ends_with("auto, shm, tcp, ucx"),
+            "{said}"
+        );
     }
 
     #[test]
@@ -286,14 +305,17 @@ mod tests {
         let (tcp, ucx) = (member("tcp", None), member("ucx", None));
         assert_eq!(agree(&[tcp.clone(), tcp.clone()]), Ok(()));
         let said = wrong(&[tcp.clone(), ucx.clone(), tcp.clone(), tcp.clone(), tcp.clone()]);
-        let expected = "processes 0 and 2-4 say tcp, process 1 says ucx; MPMD_TRANSPORT must be the same";
+        let expected =
+            "processes 0 and 2-4 say tcp, process 1 says ucx; MPMD_TRANSPORT must be the same";
         assert!(said.contains(expected), "{said}");
         // That goes before what only one of them cannot do.
         let without = member("ucx", Some("no transport: it has no library"));
         assert!(wrong(&[tcp, without.clone()]).contains("process 0 says tcp, process 1 says ucx"));
         let said = wrong(&[ucx, without.clone(), without]);
         assert_eq!(said, "process 1 on host left has no transport: it has no library");
-        assert!(wrong(&[Member::default(), member("tcp", None)]).contains("process 0 says nothing"));
+        assert!(
+            wrong(&[Member::default(), member("tcp", None)]).contains("process 0 says nothing")
+        );
     }
 
     #[test]
@@ -313,17 +335,22 @@ mod tests {
         members[2].host = "left".into();
         assert_eq!(near_all(&members), [[false, false, true], [false; 3], [true, false, false]]);
         let [first, second, third] = says(&members);
-        let expected = "processes 0 and 1 are on host left, but talk over tcp: memfd_create is not allowed";
+        let expected =
+            "processes 0 and 1 are on host left, but talk over tcp: memfd_create is not allowed";
         assert_eq!((first.as_deref(), second, third), (Some(expected), None, None));
         // Where it was asked for by name, that is an error everywhere.
-        let shm =
-            |address: &str| Member { addresses: vec![("shm".into(), address.into())], ..Member::default() };
+        let shm = |address: &str| Member {
+            addresses: vec![("shm".into(), address.into())],
+            ..Member::default()
+        };
         let address = members[0].addresses[1].1.clone();
         assert_eq!(agree(&[shm(&address), shm(&address)]), Ok(()));
         let elsewhere = address.replacen('-', "x", 1);
         let said = wrong(&[shm(&address), shm(&address), shm(&elsewhere)]);
         assert!(
-            said.starts_with("processes 0 and 2 cannot share memory: they are on different machines"),
+            said.starts_with(
+                "processes 0 and 2 cannot share memory: they are on different machines"
+            ),
             "{said}"
         );
     }
@@ -349,7 +376,8 @@ mod tests {
         assert_eq!(told("pigeon", &pigeon), [("pigeon".to_owned(), String::new())]);
         #[cfg(not(feature = "ucx"))]
         {
-            let said = Opened::open("ucx", 2, ip).err().map(|error| error.to_string()).unwrap_or_default();
+            let said =
+                Opened::open("ucx", 2, ip).err().map(|error| error.to_string()).unwrap_or_default();
             assert!(said.contains("built without it") && said.contains("--features ucx"), "{said}");
         }
     }

@@ -10,7 +10,10 @@ const SMALL: usize = 64;
 impl Program {
     /// Returns the hash of the host values among the arrays that a call takes; `None` where there
     /// are none to compare. Large ones are compared in debug builds, and where the job was told to.
-    pub(crate) fn hash_values<'a>(&self, arrays: impl IntoIterator<Item = &'a MpmdArray>) -> Option<u64> {
+    pub(crate) fn hash_values<'a>(
+        &self,
+        arrays: impl IntoIterator<Item = &'a MpmdArray>,
+    ) -> Option<u64> {
         let any_size = self.runtime.config.check_uncommitted;
         let compared = |array: &'a MpmdArray| match &array.repr {
             Repr::Host(host) => Some(host.bytes()).filter(|bytes| any_size || bytes.len() <= SMALL),

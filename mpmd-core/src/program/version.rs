@@ -23,7 +23,8 @@ const KIND_AND_NAME: [u8; 8] = [3, 0, 0, 0, b'G', b'N', b'U', 0];
 pub(super) fn fingerprint(topology: &Topology, check_uncommitted: bool) -> String {
     let program = std::env::current_exe().ok();
     let name = program.as_ref().and_then(|program| program.file_name());
-    let name = name.map_or_else(|| "a program".to_owned(), |name| name.to_string_lossy().into_owned());
+    let name =
+        name.map_or_else(|| "a program".to_owned(), |name| name.to_string_lossy().into_owned());
     let name = name.trim_end_matches(" (deleted)");
     let build = build(Path::new(RUNNING)).unwrap_or_else(|error| format!("unknown: {error}"));
     // A build has one default, and another build is told by its number.
@@ -32,7 +33,11 @@ pub(super) fn fingerprint(topology: &Topology, check_uncommitted: bool) -> Strin
         (false, true) => ", small host values compared",
         _ => "",
     };
-    format!("{name}, build {build}, mpmd {}, {}{compared}", env!("CARGO_PKG_VERSION"), devices(topology))
+    format!(
+        "{name}, build {build}, mpmd {}, {}{compared}",
+        env!("CARGO_PKG_VERSION"),
+        devices(topology)
+    )
 }
 
 /// How many devices there are, of which kinds, and which way they work together.
@@ -81,7 +86,8 @@ fn build(program: &Path) -> io::Result<String> {
 /// The number in the note of one, if there is any.
 fn number(start: &[u8]) -> Option<&[u8]> {
     let at = start.windows(KIND_AND_NAME.len()).position(|bytes| bytes == KIND_AND_NAME)?;
-    let word = |at: usize| Some(u32::from_le_bytes(start.get(at..at + 4)?.try_into().ok()?) as usize);
+    let word =
+        |at: usize| Some(u32::from_le_bytes(start.get(at..at + 4)?.try_into().ok()?) as usize);
     let (name, length) = (word(at.checked_sub(8)?)?, word(at.checked_sub(4)?)?);
     let begin = at + KIND_AND_NAME.len();
     (name == 4 && (8..=64).contains(&length)).then(|| start.get(begin..begin + length)).flatten()
@@ -127,17 +133,23 @@ mod tests {
         let of = |kinds: &[DeviceKind]| devices(&Topology::even(3, 2).of_kinds(kinds).unwrap());
         assert_eq!(of(&[Cpu]), "6 devices");
         assert_eq!(of(&[Cuda]), "6 devices of kind cuda");
-        assert_eq!(of(&[Cpu, Cuda, Cpu]), "6 devices, of kind cpu 0, 1, 4 and 5, of kind cuda 2 and 3");
+        assert_eq!(
+            of(&[Cpu, Cuda, Cpu]),
+            "6 devices, of kind cpu 0, 1, 4 and 5, of kind cuda 2 and 3"
+        );
         assert_ne!(of(&[Cpu, Cuda, Cpu]), of(&[Cuda, Cpu, Cpu]));
-        let joined =
-            Topology::even(1, 2).of_kinds(&[Cuda]).unwrap().with_cuda_collectives(CudaCollectives::Nccl);
+        let joined = Topology::even(1, 2)
+            .of_kinds(&[Cuda])
+            .unwrap()
+            .with_cuda_collectives(CudaCollectives::Nccl);
         assert_eq!(devices(&joined), "2 devices of kind cuda, collectives by nccl");
     }
 
     #[test]
     fn the_linkers_number_is_read_where_there_is_one() {
         let note =
-            [&[9, 9, 4, 0, 0, 0, 8, 0, 0, 0][..], &KIND_AND_NAME, &[1, 2, 3, 4, 5, 6, 7, 8, 9]].concat();
+            [&[9, 9, 4, 0, 0, 0, 8, 0, 0, 0][..], &KIND_AND_NAME, &[1, 2, 3, 4, 5, 6, 7, 8, 9]]
+                .concat();
         assert_eq!(number(&note), Some(&[1, 2, 3, 4, 5, 6, 7, 8][..]));
         assert_eq!(number(&note[..20]), None, "cut off");
         assert_eq!(number(&KIND_AND_NAME), None);

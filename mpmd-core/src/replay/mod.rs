@@ -1,9 +1,10 @@
-//! Recording a step once and replaying it: a process then issues the operations in which it takes part, and nothing
-//! of the others.
+//! Recording a step once and replaying it: a process then issues the operations in which it takes
+//! part, and nothing of the others.
 //!
-//! Every process issues the operations of the whole job, so a step of a large job costs each of them time for all.
-//! What a replay issues is the recorded step's projection on this process. All operations keep their numbers:
-//! those of others are skipped, and the rolling hash of each follows from that of the step.
+//! Every process issues the operations of the whole job, so a step of a large job costs each of
+//! them time for all. What a replay issues is the recorded step's projection on this process. All
+//! operations keep their numbers: those of others are skipped, and the rolling hash of each follows
+//! from that of the step.
 
 mod recording;
 mod span;
@@ -26,8 +27,8 @@ use crate::tree::{Structure, Tree};
 
 /// What a process does again in an operation in which it takes part.
 pub(crate) trait Again: Send + Sync {
-    /// Issues this process's part of operation `op`; returns its results. `x` has the array inputs, of which those
-    /// that have no part here need not be the operation's own.
+    /// Issues this process's part of operation `op`; returns its results. `x` has the array inputs,
+    /// of which those that have no part here need not be the operation's own.
     fn again(
         self: Arc<Self>,
         program: &Program,
@@ -49,12 +50,14 @@ pub struct Recorded<T, U> {
 impl Program {
     /// Runs a step as it is, and records it, so that it can be [replayed](Recorded::replay).
     ///
-    /// `step` issues `jit` calls and `device_put`s on the arrays that it is given, and on others that it has hold
-    /// of: those are *constants*, the same in every replay, as are host values made inside. Whatever differs from
-    /// step to step must be in `x`. A replay runs none of the step's own code, so nothing in it may depend on
-    /// values: reads of arrays that the step makes are refused, as are [`agree`](Program::agree),
-    /// [`make`](Program::make), [`microbatches`](MpmdArray::microbatches), cutting and joining along a mesh axis,
-    /// [`step_end`](Program::step_end), and steps within steps. `step` gets copies of uncommitted inputs.
+    /// `step` issues `jit` calls and `device_put`s on the arrays that it is given, and on others
+    /// that it has hold of: those are *constants*, the same in every replay, as are host values
+    /// made inside. Whatever differs from step to step must be in `x`. A replay runs none of the
+    /// step's own code, so nothing in it may depend on values: reads of arrays that the step makes
+    /// are refused, as are [`agree`](Program::agree), [`make`](Program::make),
+    /// [`microbatches`](MpmdArray::microbatches), cutting and joining along a mesh axis,
+    /// [`step_end`](Program::step_end), and steps within steps. `step` gets copies of uncommitted
+    /// inputs.
     ///
     /// ```
     /// use mpmd_core::prelude::*;
@@ -73,8 +76,9 @@ impl Program {
     ///
     /// # Errors
     ///
-    /// Where an input was donated or is of another program, where the step issues what cannot be recorded or donates
-    /// an array that is no input of it, and whatever `step` fails with. What it issued before that stays issued.
+    /// Where an input was donated or is of another program, where the step issues what cannot be
+    /// recorded or donates an array that is no input of it, and whatever `step` fails with. What it
+    /// issued before that stays issued.
     #[track_caller]
     pub fn record<T, U>(
         &mut self,
@@ -94,7 +98,8 @@ impl Program {
         let structure = x.structure();
         let leaves = x.into_leaves().into_iter().map(by_itself).collect::<Result<Vec<_>>>()?;
         let recording = Recording::new(self.operations(), structure.clone(), &leaves, at);
-        let x = T::from_leaves(&structure, leaves).map_err(|error| wrong(IssueProblem::Tree(error)))?;
+        let x =
+            T::from_leaves(&structure, leaves).map_err(|error| wrong(IssueProblem::Tree(error)))?;
         self.runtime.recorded_from.store(self.operations(), Ordering::Relaxed);
         self.recording = Some(Box::new(recording));
         // Who catches a panic of the step finds a program that records no more.
@@ -103,7 +108,9 @@ impl Program {
         let recording = self.recording.take();
         let y = result.unwrap_or_else(|panic| resume_unwind(panic))?;
         let Some(recording) = recording else {
-            return Err(wrong(IssueProblem::Recording("the step has put another program in place".into())));
+            return Err(wrong(IssueProblem::Recording(
+                "the step has put another program in place".into(),
+            )));
         };
         let results = y.structure();
         let step = recording.finish(&self.runtime, &y.leaves(), self.operations(), self.rolling());
@@ -111,7 +118,11 @@ impl Program {
     }
 
     /// Refuses, while a step is recorded, what a replay could not do again.
-    pub(crate) fn refuse_recording(&self, at: &'static Location<'static>, call: &str) -> Result<()> {
+    pub(crate) fn refuse_recording(
+        &self,
+        at: &'static Location<'static>,
+        call: &str,
+    ) -> Result<()> {
         let Some(recording) = &self.recording else { return Ok(()) };
         let problem = format!("not within a step that is recorded (at {})", recording.at());
         Err(IssueProblem::Recording(problem).at(at, call))
@@ -138,19 +149,20 @@ impl Program {
 }
 
 impl<T: Tree<Leaf = MpmdArray>, U: Tree<Leaf = MpmdArray>> Recorded<T, U> {
-    /// Issues the step once more, on other inputs: the same operations, of which this process issues those in
-    /// which it takes part and skips the others.
+    /// Issues the step once more, on other inputs: the same operations, of which this process
+    /// issues those in which it takes part and skips the others.
     ///
-    /// All processes must replay where one does: the rolling hash tells a replay from the same operations issued
-    /// one by one, from a replay of another step, and from one on other arrays. Values, donation, failures and the
-    /// bounds on running ahead are those of ordinary issuing.
+    /// All processes must replay where one does: the rolling hash tells a replay from the same
+    /// operations issued one by one, from a replay of another step, and from one on other arrays.
+    /// Values, donation, failures and the bounds on running ahead are those of ordinary issuing.
     ///
     /// # Errors
     ///
-    /// Where an input has another shape, dtype or sharding than when the step was recorded, where it was donated or
-    /// is of another program, where two inputs that the step cannot tell apart, or of which it donates one, are not the same
-    /// array as they were, and where an array from outside that the step uses was donated since: the same on
-    /// every process, and nothing is issued.
+    /// Where an input has another shape, dtype or sharding than when the step was recorded, where
+    /// it was donated or is of another program, where two inputs that the step cannot tell apart,
+    /// or of which it donates one, are not the same array as they were, and where an array from
+    /// outside that the step uses was donated since: the same on every process, and nothing is
+    /// issued.
     #[track_caller]
     pub fn replay(&self, program: &mut Program, x: T) -> Result<U> {
         let at = Location::caller();

@@ -116,7 +116,8 @@ impl Recording {
         if origin.0 > self.before || self.placed.contains_key(&origin) {
             return Ok(());
         }
-        let problem = "is donated by a step that is recorded, but is neither made by it nor an input of it: a replay \
+        let problem = "is donated by a step that is recorded, but is neither made by it nor an \
+            input of it: a replay \
                        would find it gone; make it an input";
         Err(IssueProblem::Recording(format!("{}{} {problem}", leaf(path), placed.describe())))
     }
@@ -223,7 +224,12 @@ impl Recording {
             match (source, &result.repr) {
                 (None, Repr::Placed(placed)) => {
                     let origin = placed.origin;
-                    Outcome::Remote { made: placed.made.clone(), origin, before: self.before, donated }
+                    Outcome::Remote {
+                        made: placed.made.clone(),
+                        origin,
+                        before: self.before,
+                        donated,
+                    }
                 }
                 (source, _) => Outcome::Here { source: source.unwrap_or(Source::Kept(0)), donated },
             }
@@ -255,8 +261,8 @@ impl Recording {
         }
     }
 
-    /// The operations with a place for each array that one of them makes and another or a result needs, for as long
-    /// as it does; how many places there are; and those of the results.
+    /// The operations with a place for each array that one of them makes and another or a result
+    /// needs, for as long as it does; how many places there are; and those of the results.
     fn place_values(&self, results: &[Found]) -> (Vec<Operation>, usize, Vec<Option<u32>>) {
         let maker = |place: u64| self.here.binary_search_by_key(&place, |noted| noted.place).ok();
         let value = |found: &Found| match found {
@@ -300,7 +306,8 @@ impl Recording {
             let again = noted.here.again.clone();
             operations.push(Operation { place, label, at, again, inputs, outputs, drops });
         }
-        let of_results = results.iter().map(|found| value(found).map(|made| places[&made])).collect();
+        let of_results =
+            results.iter().map(|found| value(found).map(|made| places[&made])).collect();
         (operations, count as usize, of_results)
     }
 }

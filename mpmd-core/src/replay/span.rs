@@ -25,8 +25,9 @@ pub(super) struct Name {
 
 /// One replay of a step.
 ///
-/// The hash of each operation is that of all before the replay, of the step and its inputs, with the operation's
-/// place mixed in: whoever takes part in any of them finds the same, knowing nothing of the others.
+/// The hash of each operation is that of all before the replay, of the step and its inputs, with
+/// the operation's place mixed in: whoever takes part in any of them finds the same, knowing
+/// nothing of the others.
 pub(super) struct Replaying {
     /// Operations issued before it.
     pub(super) before: u64,
@@ -57,7 +58,9 @@ impl Span for Replaying {
     fn describe(&self, op: u64) -> String {
         let Names { operations, at: recorded, here } = &*self.names;
         let (place, at) = (op.saturating_sub(self.before), self.at);
-        let of = format!("{place} of {operations} of the step recorded at {recorded} and replayed at {at}");
+        let of = format!(
+            "{place} of {operations} of the step recorded at {recorded} and replayed at {at}"
+        );
         match here.binary_search_by_key(&place, |name| name.place) {
             Ok(found) => {
                 let Name { what, label, at, .. } = &here[found];

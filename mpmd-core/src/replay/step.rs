@@ -73,7 +73,8 @@ pub(super) enum Source {
 pub(super) enum Outcome {
     /// An array that this process gives, takes, or made.
     Here { source: Source, donated: Option<Donation> },
-    /// One that others made; its origin is that of the recorded one, which began after `before` operations.
+    /// One that others made; its origin is that of the recorded one, which began after `before`
+    /// operations.
     Remote { made: Arc<Made>, origin: Origin, before: u64, donated: Option<Donation> },
 }
 
@@ -118,19 +119,24 @@ impl Step {
         constants
             .iter()
             .try_for_each(|constant| constant.check_usable("an array from outside of the step"))?;
-        let donated: HashSet<(u64, u32)> =
-            self.inputs.iter().zip(x).filter_map(|(input, leaf)| input.donated.and(leaf.origin())).collect();
+        let donated: HashSet<(u64, u32)> = self
+            .inputs
+            .iter()
+            .zip(x)
+            .filter_map(|(input, leaf)| input.donated.and(leaf.origin()))
+            .collect();
         if !donated.is_empty()
             && constants.iter().filter_map(MpmdArray::origin).any(|key| donated.contains(&key))
         {
-            let problem =
-                "an input that the step donates is an array from outside that the step uses as well";
+            let problem = "an input that the step donates is an array from outside that the step \
+                uses as well";
             return Err(IssueProblem::Recording(problem.to_owned()));
         }
         Ok(())
     }
 
-    /// Inputs that were one array must be one; those that were not must not, where one of them is donated.
+    /// Inputs that were one array must be one; those that were not must not, where one of them is
+    /// donated.
     fn check_same(&self, place: usize, first: usize) -> Result<(), IssueProblem> {
         let (input, twin) = (&self.inputs[place], &self.inputs[first]);
         let known = input.first as usize;
@@ -145,7 +151,8 @@ impl Step {
         }
         if input.donated.or(twin.donated).is_some() {
             return Err(IssueProblem::Recording(format!(
-                "{:?} is the same array as {:?}, and was not when the step was recorded, which donates one of them",
+                "{:?} is the same array as {:?}, and was not when the step was recorded, which \
+                 donates one of them",
                 input.path, twin.path
             )));
         }
@@ -194,7 +201,8 @@ impl Step {
         program.set_label(label);
         program.advance(before + self.operations(), &span);
         program.set_rolling(end);
-        // Also where this process has no part in the operation that did: every process refuses the same.
+        // Also where this process has no part in the operation that did: every process refuses the
+        // same.
         for (input, leaf) in self.inputs.iter().zip(x) {
             donate(leaf, input.donated, before);
         }
@@ -245,7 +253,11 @@ fn donate(array: &MpmdArray, donated: Option<Donation>, before: u64) {
 fn leaves_of(structure: &Structure) -> String {
     let paths = structure.paths();
     let shown = paths.len().min(8);
-    let rest = if shown < paths.len() { format!(" and {} more", paths.len() - shown) } else { String::new() };
+    let rest = if shown < paths.len() {
+        format!(" and {} more", paths.len() - shown)
+    } else {
+        String::new()
+    };
     format!("a tree of {}{rest}", paths[..shown].join(", "))
 }
 

@@ -10,7 +10,8 @@ use super::plan::{Plan, Summary, plan};
 use crate::sharding::{Sharding, Spec, SpecEntry};
 use crate::topology::{DeviceId, LinkClass, Mesh, Topology};
 
-/// Intermediates that are compared, at most; a mesh that would give more has its axes cut one at a time.
+/// Intermediates that are compared, at most; a mesh that would give more has its axes cut one at a
+/// time.
 const MOST_CANDIDATES: usize = 256;
 
 /// An intermediate sharding that is estimated to be faster than the direct way.
@@ -25,21 +26,22 @@ pub struct Detour {
     pub cost: u64,
 }
 
-/// The intermediate sharding by which an array of `shape`, of elements of `item_bytes` bytes, gets from
-/// `src` to `dst` with the least `cost`; `None` where the direct way costs no more, or one of the two is
-/// not over a mesh by a spec that fits the shape, or one of partial sums.
+/// The intermediate sharding by which an array of `shape`, of elements of `item_bytes` bytes, gets
+/// from `src` to `dst` with the least `cost`; `None` where the direct way costs no more, or one of
+/// the two is not over a mesh by a spec that fits the shape, or one of partial sums.
 ///
-/// Each axis that divides the source may be cut, of size `s` into `s / t` replicas of `t` parts for every
-/// divisor `t`; so, unlike [`find_intermediate_sharding`](super::find_intermediate_sharding), the
-/// intermediate may stay divided, an axis may be one of several that divide a dimension, and any two
-/// shardings are looked at. The replicas stand next to each other in the axis' place, so that
-/// every device keeps what it holds as a part of what it gathers, where the axis is the last that
-/// divides its dimension.
+/// Each axis that divides the source may be cut, of size `s` into `s / t` replicas of `t` parts for
+/// every divisor `t`; so, unlike [`find_intermediate_sharding`](super::find_intermediate_sharding),
+/// the intermediate may stay divided, an axis may be one of several that divide a dimension, and
+/// any two shardings are looked at. The replicas stand next to each other in the axis' place, so
+/// that every device keeps what it holds as a part of what it gathers, where the axis is the last
+/// that divides its dimension.
 ///
-/// An intermediate never moves more bytes over slow links than the direct way: none over a class slower
-/// than the slowest that the direct way uses, and over that class, both steps together, at most as many.
-/// Equally good ones are decided by the larger number of parts. `cost` is asked for both steps and their
-/// costs are added; [`estimate_ns`] is one. A pure function of its arguments, if `cost` is.
+/// An intermediate never moves more bytes over slow links than the direct way: none over a class
+/// slower than the slowest that the direct way uses, and over that class, both steps together, at
+/// most as many. Equally good ones are decided by the larger number of parts. `cost` is asked for
+/// both steps and their costs are added; [`estimate_ns`] is one. A pure function of its arguments,
+/// if `cost` is.
 pub fn best_intermediate(
     src: &Sharding,
     dst: &Sharding,
@@ -59,7 +61,10 @@ pub fn best_intermediate(
     let mut best: Option<Detour> = None;
     for candidate in candidates(src, mesh, spec) {
         let Ok(between) = candidate.sharding.layout(shape) else { continue };
-        let steps = [plan(&from, &between, item_bytes, topology), plan(&between, &to, item_bytes, topology)];
+        let steps = [
+            plan(&from, &between, item_bytes, topology),
+            plan(&between, &to, item_bytes, topology),
+        ];
         let [Ok(gather), Ok(onward)] = steps else { continue };
         let cost = cost(&gather).saturating_add(cost(&onward));
         if cost >= best.as_ref().map_or(direct_cost, |best| best.cost) {
@@ -74,9 +79,9 @@ pub fn best_intermediate(
 
 /// An estimate of how long a plan takes, in nanoseconds: the work of whoever has most to do.
 ///
-/// A device copies what it gets from its own process; a process sends, and receives, one message after
-/// the other, each with the latency and the time for its bytes that the topology's links have. The order
-/// of pieces, and work of other operations, are left out. Goes over all pieces.
+/// A device copies what it gets from its own process; a process sends, and receives, one message
+/// after the other, each with the latency and the time for its bytes that the topology's links
+/// have. The order of pieces, and work of other operations, are left out. Goes over all pieces.
 pub fn estimate_ns(plan: &Plan, item_bytes: usize, topology: &Topology) -> u64 {
     let mut copies: BTreeMap<DeviceId, u64> = BTreeMap::new();
     let mut sends: BTreeMap<ProcessId, u64> = BTreeMap::new();
@@ -101,12 +106,14 @@ pub fn estimate_ns(plan: &Plan, item_bytes: usize, topology: &Topology) -> u64 {
 fn keeps_to_fast_links(direct: &Summary, steps: [&Summary; 2]) -> bool {
     let slowest = LinkClass::ALL.into_iter().rev().find(|class| direct.bytes[*class as usize] > 0);
     let Some(slowest) = slowest else { return false };
-    LinkClass::ALL.into_iter().filter(|class| *class >= slowest && *class > LinkClass::SameDevice).all(
-        |class| {
-            let both = steps.iter().map(|step| step.bytes[class as usize]).fold(0, u64::saturating_add);
+    LinkClass::ALL
+        .into_iter()
+        .filter(|class| *class >= slowest && *class > LinkClass::SameDevice)
+        .all(|class| {
+            let both =
+                steps.iter().map(|step| step.bytes[class as usize]).fold(0, u64::saturating_add);
             both <= direct.bytes[class as usize]
-        },
-    )
+        })
 }
 
 /// The intermediates to compare: those with more parts first.
@@ -121,8 +128,9 @@ fn candidates(src: &Sharding, mesh: &Mesh, spec: &Spec) -> Vec<Intermediate> {
         .iter()
         .zip(mesh.shape())
         .map(|(axis, size)| {
-            let kept =
-                (1..=*size).rev().filter(|kept| kept == size || (used(axis) && size.is_multiple_of(*kept)));
+            let kept = (1..=*size)
+                .rev()
+                .filter(|kept| kept == size || (used(axis) && size.is_multiple_of(*kept)));
             kept.collect()
         })
         .collect();
@@ -158,8 +166,8 @@ fn candidates(src: &Sharding, mesh: &Mesh, spec: &Spec) -> Vec<Intermediate> {
     kept.iter().filter_map(|kept| cut_in_place(src, mesh, spec, kept)).collect()
 }
 
-/// The intermediate in which that much stays of each axis; `None` where its axes would have the names
-/// of others.
+/// The intermediate in which that much stays of each axis; `None` where its axes would have the
+/// names of others.
 fn cut_in_place(src: &Sharding, mesh: &Mesh, spec: &Spec, kept: &[usize]) -> Option<Intermediate> {
     let mut axes: Vec<(String, usize)> = Vec::new();
     let mut replica_axes = Vec::new();
@@ -178,8 +186,9 @@ fn cut_in_place(src: &Sharding, mesh: &Mesh, spec: &Spec, kept: &[usize]) -> Opt
     let renamed = |axis: &String| {
         if new.axis_index(axis).is_some() { axis.clone() } else { format!("{axis}{SPLIT}") }
     };
-    let entry =
-        |entry: &SpecEntry| SpecEntry::from(entry.axes().iter().map(renamed).collect::<Vec<String>>());
+    let entry = |entry: &SpecEntry| {
+        SpecEntry::from(entry.axes().iter().map(renamed).collect::<Vec<String>>())
+    };
     let spec = Spec::new(spec.entries().iter().map(entry).collect());
     Some(Intermediate { sharding: Sharding::named(new, spec, src.memory_kind()), replica_axes })
 }
@@ -196,7 +205,12 @@ mod tests {
         Mesh::new(axes, (first..first + count).map(DeviceId).collect()).unwrap().sharding(spec)
     }
 
-    fn best(src: &Sharding, dst: &Sharding, shape: &[usize], topology: &Topology) -> Option<Detour> {
+    fn best(
+        src: &Sharding,
+        dst: &Sharding,
+        shape: &[usize],
+        topology: &Topology,
+    ) -> Option<Detour> {
         best_intermediate(src, dst, shape, 4, topology, &|plan| estimate_ns(plan, 4, topology))
     }
 
@@ -217,7 +231,8 @@ mod tests {
         let dst = on(&[("fsdp", 1), ("tp", 4)], 8, spec!["fsdp", "tp"]);
         // 2 MiB: 4 messages to each process, of rows that two processes put together before.
         let found = best(&src, &dst, &[1024, 512], &topology).unwrap();
-        let (mesh, spec) = (found.intermediate.sharding.mesh().unwrap(), found.intermediate.sharding.spec());
+        let (mesh, spec) =
+            (found.intermediate.sharding.mesh().unwrap(), found.intermediate.sharding.spec());
         let (split, replica) = ("fsdp_intermediate_split", "fsdp_intermediate_replica");
         assert_eq!(mesh.axis_names(), [split, replica, "tp"]);
         assert_eq!(mesh.shape(), [4, 2, 1]);
@@ -225,11 +240,17 @@ mod tests {
         assert_eq!(found.intermediate.replica_axes, [replica]);
         assert!(found.cost < found.direct_cost);
         // Every device keeps its own rows.
-        let [held, gathered] = [&src, &found.intermediate.sharding].map(|s| s.layout(&[1024, 512]).unwrap());
-        assert!(held.iter().all(|(device, rows)| gathered.region_of(device).unwrap().contains(rows)));
+        let [held, gathered] =
+            [&src, &found.intermediate.sharding].map(|s| s.layout(&[1024, 512]).unwrap());
+        assert!(
+            held.iter().all(|(device, rows)| gathered.region_of(device).unwrap().contains(rows))
+        );
         let network = LinkClass::Network as usize;
         let onward = moved(&found.intermediate.sharding, &dst, &[1024, 512], &topology);
-        assert_eq!(onward.bytes[network], moved(&src, &dst, &[1024, 512], &topology).bytes[network]);
+        assert_eq!(
+            onward.bytes[network],
+            moved(&src, &dst, &[1024, 512], &topology).bytes[network]
+        );
     }
 
     #[test]
@@ -248,7 +269,8 @@ mod tests {
 
     #[test]
     fn nothing_is_gathered_over_the_network() {
-        // Every device of the source is a host of its own: gathering would use the links to be spared.
+        // Every device of the source is a host of its own: gathering would use the links to be
+        // spared.
         let topology = Topology::even(12, 1).on_hosts(&(0..12).collect::<Vec<_>>()).unwrap();
         let src = on(&[("x", 8)], 0, spec!["x"]);
         let dst = on(&[("y", 4)], 8, spec![None, "y"]);
@@ -261,7 +283,11 @@ mod tests {
         let (rows, single) = (on(&[("x", 8)], 0, spec!["x"]), Sharding::single_device(DeviceId(9)));
         assert_eq!(best(&single, &rows, &[8, 8], &topology), None);
         assert_eq!(best(&rows, &single, &[7, 8], &topology), None, "7 rows are not divided by 8");
-        assert_eq!(best(&rows, &on(&[("x", 8)], 90, spec!["x"]), &[8, 8], &topology), None, "no such device");
+        assert_eq!(
+            best(&rows, &on(&[("x", 8)], 90, spec!["x"]), &[8, 8], &topology),
+            None,
+            "no such device"
+        );
         let sums = on(&[("x", 4), ("y", 2)], 0, spec!["x"]).unreduced(&["y"]).unwrap();
         assert_eq!(best(&sums, &single, &[8, 8], &topology), None);
         let taken = on(&[("x", 4), ("x_intermediate_split", 2)], 0, spec!["x"]);
@@ -269,8 +295,8 @@ mod tests {
     }
 
     fn any_sharding(first: u32) -> impl Strategy<Value = Sharding> {
-        (prop::sample::select(vec![(8, 1), (4, 2), (2, 4), (6, 1), (2, 2), (1, 4)]), 0..6usize).prop_map(
-            move |((a, b), spec)| {
+        (prop::sample::select(vec![(8, 1), (4, 2), (2, 4), (6, 1), (2, 2), (1, 4)]), 0..6usize)
+            .prop_map(move |((a, b), spec)| {
                 let spec = match spec {
                     0 => spec!["a"],
                     1 => spec![None, "b"],
@@ -280,8 +306,7 @@ mod tests {
                     _ => spec![],
                 };
                 on(&[("a", a), ("b", b)], first, spec)
-            },
-        )
+            })
     }
 
     proptest! {

@@ -1,15 +1,16 @@
 //! Copying one piece between two row-major buffers.
 //!
 //! Both buffers have their dimensions in the same order, so going through a piece row by row walks
-//! forward through both: caches and prefetchers see streams, never a transpose, and an order by blocks
-//! would gain nothing.
+//! forward through both: caches and prefetchers see streams, never a transpose, and an order by
+//! blocks would gain nothing.
 
 use std::ops::Range;
 
 use crate::backend::cpu::stream::{SHORTEST_RUN, STREAM_BYTES, Stream};
 use crate::region::Region;
 
-/// Copies the elements of `piece` from a buffer that holds `src_region` to one that holds `dst_region`.
+/// Copies the elements of `piece` from a buffer that holds `src_region` to one that holds
+/// `dst_region`.
 ///
 /// Both buffers are row-major over their regions, `item_bytes` for each element. Runs that are
 /// contiguous in both are copied at once. Bytes of `dst` outside the piece are left as they are.
@@ -26,7 +27,9 @@ pub fn copy_region(
     item_bytes: usize,
 ) {
     let lengths = (src.len(), dst.len());
-    let Some(loops) = Loops::checked(lengths, src_region, dst_region, piece, item_bytes) else { return };
+    let Some(loops) = Loops::checked(lengths, src_region, dst_region, piece, item_bytes) else {
+        return;
+    };
     // Copies of a few bytes are much faster where their size is known.
     match loops.run {
         1 => loops.each(|s, d| dst[d] = src[s]),
@@ -54,7 +57,9 @@ pub(super) fn runs(
     each: &mut dyn FnMut(&mut [u8], &[u8]),
 ) {
     let lengths = (src.len(), dst.len());
-    let Some(loops) = Loops::checked(lengths, src_region, dst_region, piece, item_bytes) else { return };
+    let Some(loops) = Loops::checked(lengths, src_region, dst_region, piece, item_bytes) else {
+        return;
+    };
     let run = loops.run;
     loops.each(|s, d| each(&mut dst[d..d + run], &src[s..s + run]));
 }
@@ -66,7 +71,11 @@ pub(super) fn runs(
 /// # Panics
 ///
 /// Where the numbers of dimensions differ.
-pub fn contiguous_bytes(within: &Region, piece: &Region, item_bytes: usize) -> Option<Range<usize>> {
+pub fn contiguous_bytes(
+    within: &Region,
+    piece: &Region,
+    item_bytes: usize,
+) -> Option<Range<usize>> {
     if !within.contains(piece) {
         return None;
     }
@@ -121,7 +130,10 @@ impl Loops {
                 region.elements() * item_bytes,
                 "bytes of the {name} buffer of region {region}"
             );
-            assert!(region.contains(piece), "piece {piece} is not within region {region} of the {name}");
+            assert!(
+                region.contains(piece),
+                "piece {piece} is not within region {region} of the {name}"
+            );
         }
         (!piece.is_empty()).then(|| Self::new(src_region, dst_region, piece, item_bytes))
     }
@@ -207,7 +219,8 @@ mod tests {
 
     /// Byte offset of an element in the buffer of a region.
     fn offset(region: &Region, index: &[usize], item_bytes: usize) -> usize {
-        let step = |at: usize, (range, i): (Range<usize>, &usize)| at * range.len() + (i - range.start);
+        let step =
+            |at: usize, (range, i): (Range<usize>, &usize)| at * range.len() + (i - range.start);
         region.ranges().zip(index).fold(0, step) * item_bytes
     }
 
@@ -221,7 +234,14 @@ mod tests {
         })
     }
 
-    fn naive(src: &[u8], from: &Region, dst: &mut [u8], to: &Region, piece: &Region, item_bytes: usize) {
+    fn naive(
+        src: &[u8],
+        from: &Region,
+        dst: &mut [u8],
+        to: &Region,
+        piece: &Region,
+        item_bytes: usize,
+    ) {
         for index in indices(piece) {
             let (s, d) = (offset(from, &index, item_bytes), offset(to, &index, item_bytes));
             dst[d..d + item_bytes].copy_from_slice(&src[s..s + item_bytes]);

@@ -6,10 +6,12 @@ use crate::topology::DeviceId;
 
 /// The places of arrays, in the groups in which they are moved.
 ///
-/// `sources` gives each array's devices, or `None` for values that every process has. Those come first,
-/// as one group; then the others, one group for each set of devices, in the order in which the sets are
-/// first seen. Neither the order of the devices within a source nor its spec matters.
-pub fn groups_by_devices<'a>(sources: impl IntoIterator<Item = Option<&'a [DeviceId]>>) -> Vec<Vec<usize>> {
+/// `sources` gives each array's devices, or `None` for values that every process has. Those come
+/// first, as one group; then the others, one group for each set of devices, in the order in which
+/// the sets are first seen. Neither the order of the devices within a source nor its spec matters.
+pub fn groups_by_devices<'a>(
+    sources: impl IntoIterator<Item = Option<&'a [DeviceId]>>,
+) -> Vec<Vec<usize>> {
     let mut everywhere = Vec::new();
     let mut groups: Vec<Vec<usize>> = Vec::new();
     let mut known: HashMap<Vec<DeviceId>, usize> = HashMap::new();

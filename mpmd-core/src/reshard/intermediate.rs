@@ -25,8 +25,8 @@ pub struct Intermediate {
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NoIntermediate {
-    /// Some dimension is divided on both sides by numbers with a common factor: parts can go straight
-    /// to where they belong.
+    /// Some dimension is divided on both sides by numbers with a common factor: parts can go
+    /// straight to where they belong.
     #[error("no intermediate sharding is needed")]
     NotNeeded,
     /// One of the two is not a sharding over a mesh by a spec, or is one of partial sums.
@@ -45,8 +45,8 @@ pub enum NoIntermediate {
     #[error("the number of parts of the source is no multiple of that of the target")]
     TotalNotDivisible,
     /// No dimension of the source that the target divides less is divided over exactly one axis, or
-    /// such an axis cannot be cut: its size is no multiple of the target's parts, its spec is not one
-    /// of its mesh, or the new axes would take names that the mesh has already.
+    /// such an axis cannot be cut: its size is no multiple of the target's parts, its spec is not
+    /// one of its mesh, or the new axes would take names that the mesh has already.
     #[error("no axis of the source can be cut into replicas")]
     NoSplitCandidate,
 }
@@ -68,25 +68,30 @@ impl NoIntermediate {
 
 /// The sharding between `src` and `dst`, by the rule of pathways-utils 0.1.13.
 ///
-/// With `s` and `d` the numbers of parts of each dimension, in this order: both must be over meshes,
-/// without unreduced axes; where exactly one spec is empty it counts as undivided in every dimension of the
-/// other, and then their lengths must be equal; `max(s)` must be a multiple of `max(d)`; `prod(s)` must be
-/// larger than `prod(d)` and a multiple of it; and no `s[i]`, `d[i]` may have a common factor. Then every
-/// dimension with `s[i] > d[i]` that is divided over a single axis has that axis cut: into
-/// `<axis>_intermediate_replica` of `s[i] / d[i]`, first in the mesh, and `<axis>_intermediate_split` of
-/// `d[i]` in the axis' old place. The devices keep their row-major order, so that the step to it moves
-/// data: it is no relabelling.
+/// With `s` and `d` the numbers of parts of each dimension, in this order: both must be over
+/// meshes, without unreduced axes; where exactly one spec is empty it counts as undivided in every
+/// dimension of the other, and then their lengths must be equal; `max(s)` must be a multiple of
+/// `max(d)`; `prod(s)` must be larger than `prod(d)` and a multiple of it; and no `s[i]`, `d[i]`
+/// may have a common factor. Then every dimension with `s[i] > d[i]` that is divided over a single
+/// axis has that axis cut: into `<axis>_intermediate_replica` of `s[i] / d[i]`, first in the mesh,
+/// and `<axis>_intermediate_split` of `d[i]` in the axis' old place. The devices keep their
+/// row-major order, so that the step to it moves data: it is no relabelling.
 ///
-/// The conditions leave `d[i] = 1` for every cut axis: the source is gathered along it. Where that is
-/// not so the original fails by accident, while here it is [`NoIntermediate::NoSplitCandidate`], as is
-/// a spec that names an axis twice or one that its mesh does not have.
+/// The conditions leave `d[i] = 1` for every cut axis: the source is gathered along it. Where that
+/// is not so the original fails by accident, while here it is [`NoIntermediate::NoSplitCandidate`],
+/// as is a spec that names an axis twice or one that its mesh does not have.
 /// [`best_intermediate`](super::best_intermediate) finds intermediates that stay divided.
 ///
 /// # Errors
 ///
 /// Where there is none, with the first condition that does not hold.
-pub fn find_intermediate_sharding(src: &Sharding, dst: &Sharding) -> Result<Intermediate, NoIntermediate> {
-    let (Some(mesh), Some(src_spec)) = (src.mesh(), src.spec()) else { return Err(NoIntermediate::NotNamed) };
+pub fn find_intermediate_sharding(
+    src: &Sharding,
+    dst: &Sharding,
+) -> Result<Intermediate, NoIntermediate> {
+    let (Some(mesh), Some(src_spec)) = (src.mesh(), src.spec()) else {
+        return Err(NoIntermediate::NotNamed);
+    };
     let (Some(dst_mesh), Some(dst_spec)) = (dst.mesh(), dst.spec()) else {
         return Err(NoIntermediate::NotNamed);
     };
@@ -124,7 +129,9 @@ pub fn find_intermediate_sharding(src: &Sharding, dst: &Sharding) -> Result<Inte
         .iter()
         .zip(pairs())
         .filter_map(|(entry, (src, dst))| match entry {
-            SpecEntry::Axis(axis) if src > dst => Some(Cut { axis: axis.clone(), parts: src, split: dst }),
+            SpecEntry::Axis(axis) if src > dst => {
+                Some(Cut { axis: axis.clone(), parts: src, split: dst })
+            }
             _ => None,
         })
         .collect();
@@ -141,7 +148,12 @@ struct Cut {
 }
 
 /// The sharding in which those axes of `src` are cut; `None` where nothing is, or it cannot be.
-fn cut_axes(src: &Sharding, mesh: &Mesh, entries: &[SpecEntry], cuts: &[Cut]) -> Option<Intermediate> {
+fn cut_axes(
+    src: &Sharding,
+    mesh: &Mesh,
+    entries: &[SpecEntry],
+    cuts: &[Cut],
+) -> Option<Intermediate> {
     let cut = |axis: &String| cuts.iter().find(|cut| cut.axis == *axis);
     let (mut replicas, mut kept) = (Vec::new(), Vec::new());
     for (axis, size) in mesh.axis_names().iter().zip(mesh.shape()) {
@@ -171,8 +183,8 @@ fn cut_axes(src: &Sharding, mesh: &Mesh, entries: &[SpecEntry], cuts: &[Cut]) ->
     Some(Intermediate { sharding: Sharding::named(mesh, spec, src.memory_kind()), replica_axes })
 }
 
-/// Into how many parts each dimension is divided; `None` where the mesh lacks an axis or the entries
-/// use one twice.
+/// Into how many parts each dimension is divided; `None` where the mesh lacks an axis or the
+/// entries use one twice.
 pub(super) fn parts_by_dim(mesh: &Mesh, entries: &[SpecEntry]) -> Option<Vec<usize>> {
     let axes: Vec<&String> = entries.iter().flat_map(SpecEntry::axes).collect();
     if axes.iter().enumerate().any(|(i, axis)| axes[..i].contains(axis)) {
@@ -198,8 +210,12 @@ mod tests {
         Mesh::new(axes, (first..first + count).map(DeviceId).collect()).unwrap().sharding(spec)
     }
 
-    /// The intermediate of two shardings on devices 0.. and 100.. as text: mesh, spec, replica axes.
-    fn found(src: (&[(&str, usize)], Spec), dst: (&[(&str, usize)], Spec)) -> Result<String, &'static str> {
+    /// The intermediate of two shardings on devices 0.. and 100.. as text: mesh, spec, replica
+    /// axes.
+    fn found(
+        src: (&[(&str, usize)], Spec),
+        dst: (&[(&str, usize)], Spec),
+    ) -> Result<String, &'static str> {
         let (src, dst) = (on(src.0, 0, src.1), on(dst.0, 100, dst.1));
         let found = find_intermediate_sharding(&src, &dst).map_err(|none| none.reason())?;
         let (mesh, spec) = (found.sharding.mesh().unwrap(), found.sharding.spec().unwrap());
@@ -224,7 +240,10 @@ mod tests {
                 found((&[("x", 8)], spec!["x", None]), (&[("y", 4)], spec![None, "y"])),
                 "{xR:8, xS:1} P(xS, None) [xR]",
             ),
-            (found((&[("x", 8)], spec!["x", None]), (&[("y", 4)], spec![])), "{xR:8, xS:1} P(xS, None) [xR]"),
+            (
+                found((&[("x", 8)], spec!["x", None]), (&[("y", 4)], spec![])),
+                "{xR:8, xS:1} P(xS, None) [xR]",
+            ),
             (
                 found((&[("a", 2), ("b", 4)], spec!["a", "b"]), (&[("y", 1)], spec![None, None])),
                 "{aR:2, bR:4, aS:1, bS:1} P(aS, bS) [aR, bR]",
@@ -272,16 +291,25 @@ mod tests {
     fn vectors_without_one() {
         let table = [
             (found((&[("x", 8)], spec!["x"]), (&[("x", 4)], spec!["x"])), "not_needed"),
-            (found((&[("x", 8)], spec!["x", None]), (&[("y", 8)], spec![None, "y"])), "source_not_larger"),
+            (
+                found((&[("x", 8)], spec!["x", None]), (&[("y", 8)], spec![None, "y"])),
+                "source_not_larger",
+            ),
             (found((&[("x", 8)], spec!["x"]), (&[("y", 3)], spec!["y"])), "undividable"),
             (found((&[("x", 4)], spec![]), (&[("y", 4)], spec!["y"])), "undividable"),
             (found((&[("x", 4)], spec![]), (&[("y", 4)], spec![])), "source_not_larger"),
             (found((&[("x", 8)], spec!["x"]), (&[("y", 4)], spec!["y", None])), "rank_mismatch"),
             (
-                found((&[("a", 2), ("b", 4)], spec![("a", "b"), None]), (&[("y", 4)], spec![None, "y"])),
+                found(
+                    (&[("a", 2), ("b", 4)], spec![("a", "b"), None]),
+                    (&[("y", 4)], spec![None, "y"]),
+                ),
                 "no_split_candidate",
             ),
-            (found((&[("a", 2), ("b", 4)], spec!["a", "b"]), (&[("y", 2)], spec!["y", None])), "not_needed"),
+            (
+                found((&[("a", 2), ("b", 4)], spec!["a", "b"]), (&[("y", 2)], spec!["y", None])),
+                "not_needed",
+            ),
             (
                 found(
                     (&[("a", 2), ("b", 2), ("c", 2)], spec!["a", "b", "c"]),
@@ -289,7 +317,10 @@ mod tests {
                 ),
                 "not_needed",
             ),
-            (found((&[("a", 4), ("b", 3)], spec!["a", "b"]), (&[("z", 3)], spec!["z", None])), "undividable"),
+            (
+                found((&[("a", 4), ("b", 3)], spec!["a", "b"]), (&[("z", 3)], spec!["z", None])),
+                "undividable",
+            ),
             (
                 found((&[("a", 6)], spec!["a", None]), (&[("z", 2), ("w", 2)], spec!["z", "w"])),
                 "total_not_divisible",
@@ -303,8 +334,9 @@ mod tests {
     #[test]
     fn where_the_original_raises_by_accident_there_is_none() {
         // 12 devices do not fill (1, 4, 2, 1), nor 24 (1, 6, 3, 1).
-        let none_of =
-            |src: (&[(&str, usize)], Spec), dst: (&[(&str, usize)], Spec)| found(src, dst).unwrap_err();
+        let none_of = |src: (&[(&str, usize)], Spec), dst: (&[(&str, usize)], Spec)| {
+            found(src, dst).unwrap_err()
+        };
         assert_eq!(
             none_of((&[("a", 3), ("b", 4)], spec!["a", "b"]), (&[("y", 2)], spec!["y", None])),
             "no_split_candidate"
@@ -317,7 +349,10 @@ mod tests {
             "no_split_candidate"
         );
         // Specs that are none of their mesh, and names that are taken.
-        assert_eq!(none_of((&[("x", 8)], spec!["q"]), (&[("y", 4)], spec![None])), "no_split_candidate");
+        assert_eq!(
+            none_of((&[("x", 8)], spec!["q"]), (&[("y", 4)], spec![None])),
+            "no_split_candidate"
+        );
         assert_eq!(
             none_of((&[("x", 8)], spec!["x", "x"]), (&[("y", 4)], spec![None, None])),
             "no_split_candidate"

@@ -1,4 +1,5 @@
-//! Resharding: which piece of an array goes from which device to which, and the copying of one piece.
+//! Resharding: which piece of an array goes from which device to which, and the copying of one
+//! piece.
 
 mod best;
 pub(crate) mod copy;

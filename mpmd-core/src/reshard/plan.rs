@@ -10,23 +10,24 @@ use crate::region::Region;
 use crate::sharding::Layout;
 use crate::topology::{DeviceId, LinkClass, Topology};
 
-/// Bits of a piece's number: the partial sum, the tiles of source and destination, and the piece of what they
-/// share. The highest bit is free for those who number other things.
+/// Bits of a piece's number: the partial sum, the tiles of source and destination, and the piece of
+/// what they share. The highest bit is free for those who number other things.
 const TERM_BITS: u32 = 10;
 const TILE_BITS: u32 = 20;
 const PIECE_BITS: u32 = 13;
 
 /// What goes where, so that every destination region is covered exactly once.
 ///
-/// A pure function of the two layouts, the topology and the size of an element, and so the same on every
-/// process. It is kept as the two tilings: [`part_of`](Plan::part_of) works out what one process does,
-/// without listing what the others do.
+/// A pure function of the two layouts, the topology and the size of an element, and so the same on
+/// every process. It is kept as the two tilings: [`part_of`](Plan::part_of) works out what one
+/// process does, without listing what the others do.
 ///
 /// Where several devices have a region it comes from the destination device itself, else from its
 /// process, else from its host; devices equally near take turns. A region that is wanted on several
-/// devices reaches each host without it once over the network and each process without it once from its
-/// neighbours; it spreads from there. Between many hosts it is passed on from host to host where the
-/// topology's link costs make that cheaper than sending it from its holders again and again.
+/// devices reaches each host without it once over the network and each process without it once from
+/// its neighbours; it spreads from there. Between many hosts it is passed on from host to host
+/// where the topology's link costs make that cheaper than sending it from its holders again and
+/// again.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// One for each partial sum.
@@ -48,8 +49,8 @@ pub struct Piece {
     pub region: Region,
     /// Which of the source's partial sums it is of; 0 where nothing is unreduced.
     pub term: u32,
-    /// 1 where the source array is at `src`; one more than the step of the piece that brings it there
-    /// where `src` passes it on.
+    /// 1 where the source array is at `src`; one more than the step of the piece that brings it
+    /// there where `src` passes it on.
     pub step: u32,
 }
 
@@ -72,8 +73,8 @@ pub struct Delivery {
     pub region: Region,
     /// Where it is.
     pub from: Origin,
-    /// The device whose shard of the source array it is taken from. `None` where it comes from a process
-    /// that has no such shard: that passes on what it got, which is the region alone.
+    /// The device whose shard of the source array it is taken from. `None` where it comes from a
+    /// process that has no such shard: that passes on what it got, which is the region alone.
     pub giver: Option<DeviceId>,
     /// The devices of this process that want it.
     pub targets: Vec<DeviceId>,
@@ -100,7 +101,8 @@ pub struct Summary {
     pub bytes: [u64; 4],
     /// The most bytes that one device sends to other devices.
     pub max_bytes_sent_by_a_device: u64,
-    /// The longest chain of pieces of which each waits for the one before it; 0 where nothing is moved.
+    /// The longest chain of pieces of which each waits for the one before it; 0 where nothing is
+    /// moved.
     pub steps: u32,
 }
 
@@ -126,7 +128,8 @@ pub enum ReshardError {
     },
     /// More devices, or more partial sums, than pieces can be numbered for.
     #[error(
-        "a layout of {devices} devices with {terms} partial sums is too large: at most {most_devices} and {most_terms}"
+        "a layout of {devices} devices with {terms} partial sums is too large: at most \
+         {most_devices} and {most_terms}"
     )]
     TooLarge {
         /// Devices of the larger layout.
@@ -140,8 +143,8 @@ pub enum ReshardError {
     },
 }
 
-/// The plan that turns an array laid out as `src`, of elements of `item_bytes` bytes, into one laid out
-/// as `dst`.
+/// The plan that turns an array laid out as `src`, of elements of `item_bytes` bytes, into one laid
+/// out as `dst`.
 ///
 /// Where the source is unreduced the pieces of all its partial sums go to every device that wants
 /// their sum; where the destination is, only the devices of its first partial sum get any.
@@ -156,7 +159,10 @@ pub fn plan(
     topology: &Topology,
 ) -> Result<Plan, ReshardError> {
     if src.shape() != dst.shape() {
-        return Err(ReshardError::Shape { expected: dst.shape().to_vec(), found: src.shape().to_vec() });
+        return Err(ReshardError::Shape {
+            expected: dst.shape().to_vec(),
+            found: src.shape().to_vec(),
+        });
     }
     let (devices, terms) = (src.devices().len().max(dst.devices().len()), src.terms());
     let (most_devices, most_terms) = (1 << TILE_BITS, 1 << TERM_BITS);
@@ -164,7 +170,9 @@ pub fn plan(
         return Err(ReshardError::TooLarge { devices, terms, most_devices, most_terms });
     }
     Ok(Plan {
-        sources: (0..terms).map(|term| Tiling::new(src, term, topology)).collect::<Result<_, _>>()?,
+        sources: (0..terms)
+            .map(|term| Tiling::new(src, term, topology))
+            .collect::<Result<_, _>>()?,
         dst: Tiling::new(dst, 0, topology)?,
         dst_devices: dst.devices().to_vec(),
         topology: topology.clone(),
@@ -178,7 +186,8 @@ impl Plan {
         let host = self.topology.host_of(process);
         let tiles = |tiling: &Tiling| {
             let devices = self.topology.devices_of(process).iter();
-            let mut tiles: Vec<u32> = devices.filter_map(|device| tiling.tile_of(*device)).collect();
+            let mut tiles: Vec<u32> =
+                devices.filter_map(|device| tiling.tile_of(*device)).collect();
             tiles.sort_unstable();
             tiles.dedup();
             tiles
@@ -204,8 +213,8 @@ impl Plan {
         Part { deliveries }
     }
 
-    /// Every piece, in an order in which they can be carried out one after the other: by step, then by
-    /// destination in its device order, then by partial sum and region.
+    /// Every piece, in an order in which they can be carried out one after the other: by step, then
+    /// by destination in its device order, then by partial sum and region.
     pub fn pieces(&self) -> Vec<Piece> {
         let mut pieces = Vec::new();
         for dst in &self.dst_devices {
@@ -227,7 +236,8 @@ impl Plan {
         let mut sent: BTreeMap<DeviceId, u64> = BTreeMap::new();
         for piece in self.pieces() {
             let bytes = (piece.region.elements() as u64).saturating_mul(self.item_bytes as u64);
-            let link = self.topology.link_between(piece.src, piece.dst).unwrap_or(LinkClass::Network);
+            let link =
+                self.topology.link_between(piece.src, piece.dst).unwrap_or(LinkClass::Network);
             summary.pieces += 1;
             summary.bytes[link as usize] = summary.bytes[link as usize].saturating_add(bytes);
             summary.steps = summary.steps.max(piece.step);
@@ -244,7 +254,8 @@ impl Plan {
     fn spread(&self, term: usize, a: u32, b: u32) -> Option<(Region, Spread<'_>)> {
         let src = &self.sources[term];
         let region = src.tile(a).region.intersect(&self.dst.tile(b).region)?;
-        let spread = Spread::new((src, a), (&self.dst, b), &region, self.item_bytes, self.topology.links());
+        let spread =
+            Spread::new((src, a), (&self.dst, b), &region, self.item_bytes, self.topology.links());
         Some((region, spread))
     }
 
@@ -362,5 +373,6 @@ impl Summary {
 }
 
 fn number(term: usize, a: u32, b: u32, piece: usize) -> u64 {
-    (((term as u64) << TILE_BITS | u64::from(a)) << TILE_BITS | u64::from(b)) << PIECE_BITS | piece as u64
+    (((term as u64) << TILE_BITS | u64::from(a)) << TILE_BITS | u64::from(b)) << PIECE_BITS
+        | piece as u64
 }

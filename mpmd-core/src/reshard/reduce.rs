@@ -5,13 +5,13 @@ use crate::sharding::{Layout, Sharding, Spec, SpecEntry};
 /// Smaller arrays are added up in one step, which is one round of messages.
 const TWO_STEPS_BYTES: usize = 256 << 10;
 
-/// A sharding by which to add partial sums up first, each device a part of its own, before they go to
-/// where they are wanted: reduce-scatter, then gather.
+/// A sharding by which to add partial sums up first, each device a part of its own, before they go
+/// to where they are wanted: reduce-scatter, then gather.
 ///
-/// With `n` sums of `b` bytes that are wanted `k` times the direct way moves `n k b` bytes, this one
-/// `(n - 1) b + k b`. It divides a dimension that the source does not divide, or divides one further.
-/// `None` where nothing would be gained: the very same sums are wanted, the array is small, each part of it
-/// is wanted once, or no dimension can be divided evenly.
+/// With `n` sums of `b` bytes that are wanted `k` times the direct way moves `n k b` bytes, this
+/// one `(n - 1) b + k b`. It divides a dimension that the source does not divide, or divides one
+/// further. `None` where nothing would be gained: the very same sums are wanted, the array is
+/// small, each part of it is wanted once, or no dimension can be divided evenly.
 pub(crate) fn scattered(
     from: &Sharding,
     shape: &[usize],
@@ -85,7 +85,8 @@ mod tests {
         let same = mesh().replicated().unreduced(&["b"]).unwrap();
         assert_eq!(specs(spec![], &["b"], [512, 512], &same), None);
         assert!(
-            specs(spec![], &["b"], [512, 512], &mesh().replicated().unreduced(&["a"]).unwrap()).is_some()
+            specs(spec![], &["b"], [512, 512], &mesh().replicated().unreduced(&["a"]).unwrap())
+                .is_some()
         );
     }
 }

@@ -1,8 +1,9 @@
 //! How one region gets from the devices that have it to the devices that want it.
 //!
-//! Nearness first: whoever has the region itself copies from itself, a process that has it somewhere
-//! from there, a host that has it in some process from that process. Only hosts without it get it over the
-//! network, each of them once, and a process of a host once from its neighbours; inside, it spreads.
+//! Nearness first: whoever has the region itself copies from itself, a process that has it
+//! somewhere from there, a host that has it in some process from that process. Only hosts without
+//! it get it over the network, each of them once, and a process of a host once from its neighbours;
+//! inside, it spreads.
 //!
 //! Every answer is worked out by itself from the two tilings, so that a process asks only for what
 //! concerns it, and all processes find the same.
@@ -16,8 +17,8 @@ use super::tiling::{Host, Process, Tiling};
 use crate::region::Region;
 use crate::topology::{DeviceId, Links};
 
-/// Larger pieces between processes move in chunks of about this size, so that packing, sending, passing on
-/// and unpacking overlap: large enough that a message's own cost is a small part.
+/// Larger pieces between processes move in chunks of about this size, so that packing, sending,
+/// passing on and unpacking overlap: large enough that a message's own cost is a small part.
 pub(super) const CHUNK_BYTES: usize = 2 << 20;
 
 /// A region is divided over several links only where each part has at least this many bytes.
@@ -80,12 +81,15 @@ impl<'a> Spread<'a> {
             dim: 0,
         };
         let (having, wanting) = (src.hosts(a), dst.hosts(b));
-        // By the shorter of the two: thousands of hosts may have what thousands of tiles are each a part of.
+        // By the shorter of the two: thousands of hosts may have what thousands of tiles are each a
+        // part of.
         if wanting.len() < having.len() {
-            let has = |host: &Host| having.binary_search_by_key(&host.host, |found| found.host).is_ok();
+            let has =
+                |host: &Host| having.binary_search_by_key(&host.host, |found| found.host).is_ok();
             spread.served.extend((0..wanting.len()).filter(|at| has(&wanting[*at])));
         } else {
-            let place = |host: &Host| wanting.binary_search_by_key(&host.host, |found| found.host).ok();
+            let place =
+                |host: &Host| wanting.binary_search_by_key(&host.host, |found| found.host).ok();
             spread.served.extend(having.iter().filter_map(place));
         }
         spread.needing = wanting.len() - spread.served.len();
@@ -115,9 +119,12 @@ impl<'a> Spread<'a> {
         let lengths: Vec<usize> = region.ranges().map(|range| range.len()).collect();
         let wanted = bytes.div_ceil(CHUNK_BYTES).clamp(1, MOST_CHUNKS);
         let longest = || (0..lengths.len()).max_by_key(|dim| (lengths[*dim], usize::MAX - dim));
-        let Some(dim) = lengths.iter().position(|length| *length >= wanted).or_else(longest) else { return };
+        let Some(dim) = lengths.iter().position(|length| *length >= wanted).or_else(longest) else {
+            return;
+        };
         self.dim = dim;
-        let sources: usize = self.src.hosts(self.a).iter().map(|host| self.src.processes(host).len()).sum();
+        let sources: usize =
+            self.src.hosts(self.a).iter().map(|host| self.src.processes(host).len()).sum();
         if self.needing > 0 && sources > 1 {
             let fewest = (0..self.needing)
                 .map(|rank| self.dst.processes(self.needing_host(rank)).len())
@@ -125,21 +132,30 @@ impl<'a> Spread<'a> {
                 .unwrap_or(1);
             self.parts = fewest.min(sources).min(bytes / PART_BYTES).min(lengths[dim]).max(1);
         }
-        let whole = *region == self.src.tile(self.a).region && *region == self.dst.tile(self.b).region;
+        let whole =
+            *region == self.src.tile(self.a).region && *region == self.dst.tile(self.b).region;
         // A whole shard that is not passed on is handed over in place.
         if !whole || self.relay || self.parts > 1 {
             let each = lengths[dim] / self.parts;
-            self.chunks =
-                (bytes / self.parts).div_ceil(CHUNK_BYTES).min(each).min(MOST_CHUNKS / self.parts).max(1);
+            self.chunks = (bytes / self.parts)
+                .div_ceil(CHUNK_BYTES)
+                .min(each)
+                .min(MOST_CHUNKS / self.parts)
+                .max(1);
         }
     }
 
     /// Whether a process wants the region that does not have it.
     fn leaves_a_process(&self) -> bool {
-        let without =
-            |process: &Process| self.src.in_process(self.a, process.process, process.host).is_none();
+        let without = |process: &Process| {
+            self.src.in_process(self.a, process.process, process.host).is_none()
+        };
         self.needing > 0
-            || self.dst.hosts(self.b).iter().any(|host| self.dst.processes(host).iter().any(without))
+            || self
+                .dst
+                .hosts(self.b)
+                .iter()
+                .any(|host| self.dst.processes(host).iter().any(without))
     }
 
     /// How many pieces the region moves in between processes: parts, and chunks of each.
@@ -171,7 +187,8 @@ impl<'a> Spread<'a> {
         self.src.in_process(self.a, process, host).is_some()
     }
 
-    /// The device of a holding process that gives to the `rank`-th of its devices that have nothing.
+    /// The device of a holding process that gives to the `rank`-th of its devices that have
+    /// nothing.
     pub(super) fn holder(&self, holding: &Process, rank: usize) -> DeviceId {
         let devices = self.src.devices(holding);
         devices[(self.turn + rank) % devices.len()]
@@ -210,12 +227,18 @@ impl<'a> Spread<'a> {
         if place == 0 {
             return Some(self.source(self.crossing(self.arcs(), arc, part)));
         }
-        let before = self.landing(self.needing_host((rank + self.needing - 1) % self.needing), part);
+        let before =
+            self.landing(self.needing_host((rank + self.needing - 1) % self.needing), part);
         Some(Giver { process: before.process, device: self.landing_device(before) })
     }
 
     /// Whom a process gives a part to, and by which of its devices.
-    pub(super) fn takers(&self, process: ProcessId, host: u32, part: usize) -> Vec<(ProcessId, DeviceId)> {
+    pub(super) fn takers(
+        &self,
+        process: ProcessId,
+        host: u32,
+        part: usize,
+    ) -> Vec<(ProcessId, DeviceId)> {
         let mut takers = Vec::new();
         if self.src.in_process(self.a, process, host).is_some() {
             let mut give = |giver: Giver, taker: &Process| {
@@ -258,22 +281,26 @@ impl<'a> Spread<'a> {
         takers
     }
 
-    /// How many times a part was passed on when it reaches the first device of a process: 1 straight from
-    /// a holder.
+    /// How many times a part was passed on when it reaches the first device of a process: 1
+    /// straight from a holder.
     pub(super) fn step(&self, wanting: &Process, part: usize) -> u32 {
         if self.src.on_host(self.a, wanting.host).is_some() {
             return 1;
         }
-        let passed = if self.relay { self.place_in_arc(self.rank(wanting.host)).1 as u32 } else { 0 };
-        let landing = self.dst.on_host(self.b, wanting.host).map(|host| self.landing(host, part).process);
+        let passed =
+            if self.relay { self.place_in_arc(self.rank(wanting.host)).1 as u32 } else { 0 };
+        let landing =
+            self.dst.on_host(self.b, wanting.host).map(|host| self.landing(host, part).process);
         passed + if landing == Some(wanting.process) { 1 } else { 2 }
     }
 
     /// The processes of a host that want the region and don't have it.
     fn without(&self, host: u32) -> Vec<&'a Process> {
-        let wanting = self.dst.on_host(self.b, host).map_or(&[][..], |host| self.dst.processes(host));
-        let without =
-            |process: &&Process| self.src.in_process(self.a, process.process, process.host).is_none();
+        let wanting =
+            self.dst.on_host(self.b, host).map_or(&[][..], |host| self.dst.processes(host));
+        let without = |process: &&Process| {
+            self.src.in_process(self.a, process.process, process.host).is_none()
+        };
         wanting.iter().filter(without).collect()
     }
 
@@ -300,7 +327,8 @@ impl<'a> Spread<'a> {
         (self.turn * of + start) * self.parts + part
     }
 
-    /// The holder that gives at a crossing: hosts take turns, then their processes, then their devices.
+    /// The holder that gives at a crossing: hosts take turns, then their processes, then their
+    /// devices.
     fn source(&self, crossing: usize) -> Giver {
         let hosts = self.src.hosts(self.a);
         self.among(&hosts[crossing % hosts.len()], crossing / hosts.len())
@@ -315,8 +343,8 @@ impl<'a> Spread<'a> {
 
     /// The `rank`-th host that gets the region over the network.
     fn needing_host(&self, rank: usize) -> &'a Host {
-        // How many that have it already come before it: found by halves, since the number of hosts that lack
-        // it before each of those only grows.
+        // How many that have it already come before it: found by halves, since the number of hosts
+        // that lack it before each of those only grows.
         let (mut before, mut end) = (0, self.served.len());
         while before < end {
             let middle = before.midpoint(end);
@@ -335,7 +363,8 @@ impl<'a> Spread<'a> {
         place - self.served.partition_point(|served| *served < place)
     }
 
-    /// Ways on which hosts pass the region on, one from each host that has it while there are enough.
+    /// Ways on which hosts pass the region on, one from each host that has it while there are
+    /// enough.
     fn arcs(&self) -> usize {
         self.src.hosts(self.a).len().min(self.needing)
     }

@@ -47,16 +47,24 @@ pub fn add_region(
             });
         }),
         DType::Bf16 => each(|dst, src| {
-            add::<2>(dst, src, |a, b| (bf16::from_ne_bytes(a) + bf16::from_ne_bytes(b)).to_ne_bytes());
+            add::<2>(dst, src, |a, b| {
+                (bf16::from_ne_bytes(a) + bf16::from_ne_bytes(b)).to_ne_bytes()
+            });
         }),
         DType::F16 => each(|dst, src| {
-            add::<2>(dst, src, |a, b| (f16::from_ne_bytes(a) + f16::from_ne_bytes(b)).to_ne_bytes());
+            add::<2>(dst, src, |a, b| {
+                (f16::from_ne_bytes(a) + f16::from_ne_bytes(b)).to_ne_bytes()
+            });
         }),
         DType::F32 | DType::C64 => each(|dst, src| {
-            add::<4>(dst, src, |a, b| (f32::from_ne_bytes(a) + f32::from_ne_bytes(b)).to_ne_bytes());
+            add::<4>(dst, src, |a, b| {
+                (f32::from_ne_bytes(a) + f32::from_ne_bytes(b)).to_ne_bytes()
+            });
         }),
         DType::F64 | DType::C128 => each(|dst, src| {
-            add::<8>(dst, src, |a, b| (f64::from_ne_bytes(a) + f64::from_ne_bytes(b)).to_ne_bytes());
+            add::<8>(dst, src, |a, b| {
+                (f64::from_ne_bytes(a) + f64::from_ne_bytes(b)).to_ne_bytes()
+            });
         }),
     }
 }
@@ -83,18 +91,33 @@ mod tests {
     #[test]
     fn every_dtype_has_its_own_sum() {
         assert_eq!(added(DType::U8, &[250, 1], &[7, 1]), [1, 2]);
-        assert_eq!(added(DType::I16, &(-3i16).to_ne_bytes(), &5i16.to_ne_bytes()), 2i16.to_ne_bytes());
-        assert_eq!(added(DType::I32, &i32::MAX.to_ne_bytes(), &1i32.to_ne_bytes()), i32::MIN.to_ne_bytes());
-        assert_eq!(added(DType::U64, &u64::MAX.to_ne_bytes(), &2u64.to_ne_bytes()), 1u64.to_ne_bytes());
+        assert_eq!(
+            added(DType::I16, &(-3i16).to_ne_bytes(), &5i16.to_ne_bytes()),
+            2i16.to_ne_bytes()
+        );
+        assert_eq!(
+            added(DType::I32, &i32::MAX.to_ne_bytes(), &1i32.to_ne_bytes()),
+            i32::MIN.to_ne_bytes()
+        );
+        assert_eq!(
+            added(DType::U64, &u64::MAX.to_ne_bytes(), &2u64.to_ne_bytes()),
+            1u64.to_ne_bytes()
+        );
         assert_eq!(
             added(DType::F64, &0.1f64.to_ne_bytes(), &0.2f64.to_ne_bytes()),
             (0.1f64 + 0.2).to_ne_bytes()
         );
         // Half precision is rounded by each addition: 256 + 1 has no place in eight bits.
         let (large, one) = (bf16::from_f32(256.0), bf16::from_f32(1.0));
-        assert_eq!(added(DType::Bf16, &large.to_ne_bytes(), &one.to_ne_bytes()), large.to_ne_bytes());
+        assert_eq!(
+            added(DType::Bf16, &large.to_ne_bytes(), &one.to_ne_bytes()),
+            large.to_ne_bytes()
+        );
         let (large, one) = (f16::from_f32(2048.0), f16::from_f32(1.0));
-        assert_eq!(added(DType::F16, &large.to_ne_bytes(), &one.to_ne_bytes()), large.to_ne_bytes());
+        assert_eq!(
+            added(DType::F16, &large.to_ne_bytes(), &one.to_ne_bytes()),
+            large.to_ne_bytes()
+        );
         let complex = |re: f32, im: f32| [re.to_ne_bytes(), im.to_ne_bytes()].concat();
         assert_eq!(added(DType::C64, &complex(1.0, -2.0), &complex(0.5, 4.0)), complex(1.5, 2.0));
         assert_eq!(added(DType::Bool, &[1, 0], &[1, 1]), [1, 0]);

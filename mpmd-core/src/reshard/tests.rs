@@ -85,7 +85,8 @@ fn hosts_pass_on_what_is_large_and_get_what_is_small_from_its_holder() {
         "0>2  2>3  2>4  4>5  4>6  6>7 "
     );
     let large =
-        plan(&src.layout(&[1 << 24]).unwrap(), &dst.layout(&[1 << 24]).unwrap(), 4, &topology).unwrap();
+        plan(&src.layout(&[1 << 24]).unwrap(), &dst.layout(&[1 << 24]).unwrap(), 4, &topology)
+            .unwrap();
     // It moves in chunks, so that the last host has it soon after the first.
     assert_eq!(large.part_of(ProcessId(2)).deliveries.len(), 32);
     assert_eq!(large.summary().steps, 4);
@@ -97,7 +98,12 @@ fn several_holders_of_a_large_region_share_its_way_between_hosts() {
     let (src, dst) = (mesh(&[("x", 2)], 0).replicated(), mesh(&[("x", 2)], 2).replicated());
     assert_eq!(
         planned(&src, &dst, &[1 << 22], &topology),
-        ["0>2 [0..2097152]", "1>3 [2097152..4194304]", "3>2 [2097152..4194304]", "2>3 [0..2097152]"]
+        [
+            "0>2 [0..2097152]",
+            "1>3 [2097152..4194304]",
+            "3>2 [2097152..4194304]",
+            "2>3 [0..2097152]"
+        ]
     );
 }
 
@@ -110,7 +116,8 @@ fn processes_of_a_host_share_what_they_get_for_each_other() {
     let plan = plan(&src, &dst, 4, &topology).unwrap();
     for process in [4, 5] {
         let part = plan.part_of(ProcessId(process));
-        let from_far = |delivery: &&Delivery| matches!(delivery.from, Origin::Process(from) if from.0 < 4);
+        let from_far =
+            |delivery: &&Delivery| matches!(delivery.from, Origin::Process(from) if from.0 < 4);
         assert_eq!(part.deliveries.iter().filter(from_far).count(), 4, "{part:?}");
     }
     assert_eq!(plan.summary().max_bytes_sent_by_a_device, 2 * 16 * 32 * 4);
@@ -145,12 +152,15 @@ fn equal_layouts_of_thousands_of_devices_move_nothing() {
 
 #[test]
 fn a_process_works_out_its_part_of_a_gather_without_the_others() {
-    // Every one of 1024 processes wants what every other has: a million pieces, of which each has 1024.
-    let topology = Topology::even(1024, 1).on_hosts(&(0..1024).map(|p| p / 8).collect::<Vec<_>>()).unwrap();
+    // Every one of 1024 processes wants what every other has: a million pieces, of which each has
+    // 1024.
+    let topology =
+        Topology::even(1024, 1).on_hosts(&(0..1024).map(|p| p / 8).collect::<Vec<_>>()).unwrap();
     let mesh = mesh(&[("x", 1024)], 0);
     let (src, dst) = (mesh.sharding(spec!["x"]).layout(&[1024]), mesh.replicated().layout(&[1024]));
     let part = plan(&src.unwrap(), &dst.unwrap(), 4, &topology).unwrap().part_of(ProcessId(77));
-    let received = part.deliveries.iter().filter(|delivery| matches!(delivery.from, Origin::Process(_)));
+    let received =
+        part.deliveries.iter().filter(|delivery| matches!(delivery.from, Origin::Process(_)));
     assert_eq!(received.count(), 1023);
 }
 
@@ -170,7 +180,9 @@ fn any_tiling() -> impl Strategy<Value = Layout> {
                     let ranges = tile.ranges().enumerate();
                     tiles.push(
                         ranges
-                            .map(|(d, r)| if d == usize::from(dim) { (start, end) } else { (r.start, r.end) })
+                            .map(|(d, r)| {
+                                if d == usize::from(dim) { (start, end) } else { (r.start, r.end) }
+                            })
                             .collect(),
                     );
                 }
@@ -216,15 +228,18 @@ fn any_topology() -> impl Strategy<Value = Topology> {
 
 /// The part of a region that none of some others have, in elements.
 fn missing(region: &Region, having: &[&Region]) -> usize {
-    let without =
-        |parts: Vec<Region>, other: &&Region| parts.iter().flat_map(|part| part.without(other)).collect();
+    let without = |parts: Vec<Region>, other: &&Region| {
+        parts.iter().flat_map(|part| part.without(other)).collect()
+    };
     having.iter().fold(vec![region.clone()], without).iter().map(Region::elements).sum()
 }
 
 /// What a group of devices wants and does not have, each element once.
 fn lacking(src: &Layout, dst: &Layout, group: impl Fn(DeviceId) -> bool) -> usize {
-    let having: Vec<&Region> = src.iter().filter(|(device, _)| group(*device)).map(|(_, r)| r).collect();
-    let wanted: BTreeSet<&Region> = dst.iter().filter(|(device, _)| group(*device)).map(|(_, r)| r).collect();
+    let having: Vec<&Region> =
+        src.iter().filter(|(device, _)| group(*device)).map(|(_, r)| r).collect();
+    let wanted: BTreeSet<&Region> =
+        dst.iter().filter(|(device, _)| group(*device)).map(|(_, r)| r).collect();
     wanted.into_iter().map(|region| missing(region, &having)).sum()
 }
 
@@ -249,7 +264,8 @@ proptest! {
             let having = has.get(&piece.src).into_iter().flatten().find(|(step, region)| {
                 *step < piece.step && region.contains(&piece.region)
             });
-            prop_assert!(having.is_some_and(|(step, _)| step + 1 == piece.step), "{piece:?} of {pieces:?}");
+            prop_assert!(having.is_some_and(|(step, _)| step + 1 == piece.step), "{piece:?} of \
+                {pieces:?}");
             let covered = covered.entry(piece.dst).or_default();
             prop_assert!(!piece.region.is_empty());
             prop_assert!(covered.iter().all(|other| other.intersect(&piece.region).is_none()));
@@ -280,7 +296,8 @@ proptest! {
         let between: usize = (0..topology.processes())
             .map(|p| lacking(&src, &dst, |device| process(device).index() == p))
             .sum();
-        // Parts land on several processes of a host, and each process gets the others' parts from them.
+        // Parts land on several processes of a host, and each process gets the others' parts from
+        // them.
         let found = summary.bytes_over(LinkClass::Network) + summary.bytes_over(LinkClass::SameHost);
         prop_assert_eq!(found, (between * item) as u64);
         let all: usize = dst.regions().iter().map(Region::elements).sum();

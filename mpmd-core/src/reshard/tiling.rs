@@ -1,8 +1,9 @@
 //! A layout seen from the side of its regions: which tiles the array is cut in, and who has each.
 //!
-//! Most layouts are grids: the ranges of each dimension are cut by themselves, and every combination is
-//! a tile. Which tiles a region touches is then found by a search in each dimension, and pairs of tiles
-//! of two layouts are never listed. Layouts that are no grid are searched along one dimension.
+//! Most layouts are grids: the ranges of each dimension are cut by themselves, and every
+//! combination is a tile. Which tiles a region touches is then found by a search in each dimension,
+//! and pairs of tiles of two layouts are never listed. Layouts that are no grid are searched along
+//! one dimension.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -72,15 +73,21 @@ struct Line {
 }
 
 impl Tiling {
-    /// The tiles that the devices with partial sum `term` hold, in the order of their first holders.
-    pub(super) fn new(layout: &Layout, term: usize, topology: &Topology) -> Result<Self, ReshardError> {
+    /// The tiles that the devices with partial sum `term` hold, in the order of their first
+    /// holders.
+    pub(super) fn new(
+        layout: &Layout,
+        term: usize,
+        topology: &Topology,
+    ) -> Result<Self, ReshardError> {
         let mut tiles: Vec<Tile> = Vec::new();
         let mut known: HashMap<&Region, u32> = HashMap::with_capacity(layout.devices().len());
         // Tile, host, process, place, device.
         let mut held: Vec<(u32, u32, ProcessId, usize, DeviceId)> =
             Vec::with_capacity(layout.devices().len());
         for (place, (device, region)) in layout.iter().enumerate() {
-            let unknown = || ReshardError::UnknownDevice { device, devices: topology.devices().len() };
+            let unknown =
+                || ReshardError::UnknownDevice { device, devices: topology.devices().len() };
             let process = topology.process_of(device).ok_or_else(unknown)?;
             if region.is_empty() || layout.term_of(place) != term {
                 continue;
@@ -113,7 +120,9 @@ impl Tiling {
                     let devices = first_device..tiling.devices.len() as u32;
                     tiling.processes.push(Process { process: in_process[0].2, host, devices });
                 }
-                tiling.hosts.push(Host { host, processes: first_process..tiling.processes.len() as u32 });
+                tiling
+                    .hosts
+                    .push(Host { host, processes: first_process..tiling.processes.len() as u32 });
             }
             tiling.tiles[of_tile[0].0 as usize].hosts = first_host..tiling.hosts.len() as u32;
         }
@@ -154,7 +163,10 @@ impl Tiling {
     /// The holders of a tile in a process, if any.
     pub(super) fn in_process(&self, tile: u32, process: ProcessId, host: u32) -> Option<&Process> {
         let processes = self.processes(self.on_host(tile, host)?);
-        processes.binary_search_by_key(&process, |found| found.process).ok().map(|at| &processes[at])
+        processes
+            .binary_search_by_key(&process, |found| found.process)
+            .ok()
+            .map(|at| &processes[at])
     }
 
     /// The tiles that share elements with a region that is not empty, in a fixed order.
@@ -178,7 +190,8 @@ impl Tiling {
                 found.into_iter().map(|cell| cells[cell]).collect()
             }
             Lookup::Line(line) => {
-                let mut found: Vec<u32> = line.window(region).iter().map(|(_, tile)| *tile).collect();
+                let mut found: Vec<u32> =
+                    line.window(region).iter().map(|(_, tile)| *tile).collect();
                 found.retain(|tile| self.tile(*tile).region.intersect(region).is_some());
                 found.sort_unstable();
                 found
@@ -186,8 +199,8 @@ impl Tiling {
         }
     }
 
-    /// How many tiles come before `tile` among those that [touch](Self::touching) a region; it is one of
-    /// them.
+    /// How many tiles come before `tile` among those that [touch](Self::touching) a region; it is
+    /// one of them.
     pub(super) fn turn(&self, tile: u32, region: &Region) -> usize {
         match &self.lookup {
             Lookup::Grid { cuts, .. } => {
@@ -198,7 +211,9 @@ impl Tiling {
                     turn * touched.len() + at.saturating_sub(touched.start)
                 })
             }
-            Lookup::Line(_) => self.touching(region).iter().position(|found| *found == tile).unwrap_or(0),
+            Lookup::Line(_) => {
+                self.touching(region).iter().position(|found| *found == tile).unwrap_or(0)
+            }
         }
     }
 }
@@ -253,14 +268,16 @@ impl Line {
     fn new(tiles: &[Tile]) -> Self {
         let ndim = tiles.first().map_or(0, |tile| tile.region.ndim());
         let cut = |dim: &usize| {
-            let mut starts: Vec<usize> = tiles.iter().map(|tile| tile.region.range(*dim).start).collect();
+            let mut starts: Vec<usize> =
+                tiles.iter().map(|tile| tile.region.range(*dim).start).collect();
             starts.sort_unstable();
             starts.dedup();
             (starts.len(), Reverse(*dim))
         };
         let dim = (0..ndim).max_by_key(cut).unwrap_or(0);
         let range = |tile: u32| tiles[tile as usize].region.range(dim);
-        let mut by_start: Vec<_> = (0..tiles.len() as u32).map(|tile| (range(tile).start, tile)).collect();
+        let mut by_start: Vec<_> =
+            (0..tiles.len() as u32).map(|tile| (range(tile).start, tile)).collect();
         by_start.sort_unstable();
         let ends = by_start.iter().scan(0, |end, (_, tile)| {
             *end = range(*tile).end.max(*end);
@@ -311,11 +328,14 @@ mod tests {
 
     #[test]
     fn tilings_that_are_no_grid_are_searched_along_a_line() {
-        let tiles =
-            [[(0, 2), (0, 4)], [(0, 4), (4, 6)], [(2, 6), (0, 4)], [(4, 6), (4, 6)]].map(region).to_vec();
+        let tiles = [[(0, 2), (0, 4)], [(0, 4), (4, 6)], [(2, 6), (0, 4)], [(4, 6), (4, 6)]]
+            .map(region)
+            .to_vec();
         let tiling = tiling(&[6, 6], tiles.clone());
         assert!(matches!(tiling.lookup, Lookup::Line(_)));
-        for wanted in tiles.iter().cloned().chain([region([(1, 5), (3, 5)]), region([(5, 6), (5, 6)])]) {
+        for wanted in
+            tiles.iter().cloned().chain([region([(1, 5), (3, 5)]), region([(5, 6), (5, 6)])])
+        {
             let expected: Vec<u32> =
                 (0..4).filter(|at| tiles[*at as usize].intersect(&wanted).is_some()).collect();
             assert_eq!(tiling.touching(&wanted), expected);
@@ -336,13 +356,17 @@ mod tests {
             .hosts(0)
             .iter()
             .map(|host| {
-                let devices =
-                    |process: &Process| tiling.devices(process).iter().map(|device| device.0).collect();
+                let devices = |process: &Process| {
+                    tiling.devices(process).iter().map(|device| device.0).collect()
+                };
                 let of = |process: &Process| (process.process.0, devices(process));
                 (host.host, tiling.processes(host).iter().map(of).collect::<Vec<(u32, Vec<u32>)>>())
             })
             .collect();
-        assert_eq!(groups, [(0, vec![(0, vec![0, 1]), (2, vec![5])]), (1, vec![(1, vec![3]), (3, vec![7])])]);
+        assert_eq!(
+            groups,
+            [(0, vec![(0, vec![0, 1]), (2, vec![5])]), (1, vec![(1, vec![3]), (3, vec![7])])]
+        );
         assert!(tiling.in_process(0, ProcessId(1), 1).is_some());
         assert!(tiling.in_process(0, ProcessId(1), 0).is_none());
         assert_eq!((tiling.tile_of(DeviceId(7)), tiling.tile_of(DeviceId(2))), (Some(0), None));

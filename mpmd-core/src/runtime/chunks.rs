@@ -1,7 +1,9 @@
-//! Copies into CUDA devices of host memory that they do not reach: what another process has lent, values of the user's.
+//! Copies into CUDA devices of host memory that they do not reach: what another process has lent,
+//! values of the user's.
 //!
-//! Such memory goes through pinned memory of this process, a chunk at a time: movers pack one while the device copies another. All
-//! copies of a process share a few chunks, first come first served, so that what they take of the host's memory is bounded.
+//! Such memory goes through pinned memory of this process, a chunk at a time: movers pack one while
+//! the device copies another. All copies of a process share a few chunks, first come first served,
+//! so that what they take of the host's memory is bounded.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,7 +17,8 @@ use super::put::Transfer;
 use super::{OpGuard, Runtime};
 use crate::region::Region;
 
-/// Bytes of a chunk: long enough for the device to be at full speed, short enough that the first is packed soon.
+/// Bytes of a chunk: long enough for the device to be at full speed, short enough that the first is
+/// packed soon.
 pub(crate) const CHUNK: usize = 4 << 20;
 
 /// Chunks that are packed or copied at a time.
@@ -116,7 +119,8 @@ impl Drop for Turn {
     }
 }
 
-/// Cuts a region, which is not empty, into parts of at most so many elements, along its outermost dimensions.
+/// Cuts a region, which is not empty, into parts of at most so many elements, along its outermost
+/// dimensions.
 fn cut(region: &Region, most: usize, parts: &mut Vec<Region>) {
     let wide = region.ranges().position(|range| range.len() > 1);
     let Some(dim) = wide.filter(|_| region.elements() > most) else {

@@ -35,8 +35,8 @@ impl Handler for Door {
                 let what = format!("a {:?} message of {found} bytes", header.kind);
                 router.broken(from, &format!("it sent {what}, and announced {announced}"));
             }
-            // Pieces keep their payload, also where a transport hands a small one over at once; control
-            // messages are read here.
+            // Pieces keep their payload, also where a transport hands a small one over at once;
+            // control messages are read here.
             payload if matches!(header.kind, Kind::Eager | Kind::Data) => {
                 router.arrived(from, header, payload, &[], now);
             }
@@ -66,7 +66,10 @@ impl Handler for Door {
 
 impl Runtime {
     /// Calls the router, then does what it asks for, outside its lock.
-    pub(crate) fn with_router<R>(self: &Arc<Self>, call: impl FnOnce(&mut Router<InProcess>) -> R) -> R {
+    pub(crate) fn with_router<R>(
+        self: &Arc<Self>,
+        call: impl FnOnce(&mut Router<InProcess>) -> R,
+    ) -> R {
         let mut router = self.router.lock();
         let result = call(&mut router);
         if router.has_actions() {
@@ -102,7 +105,8 @@ impl Runtime {
     /// The rendezvous is lost to this process: warns, and goes on.
     pub(crate) fn rendezvous_lost(&self, why: &str) {
         warn_user(&format!(
-            "process {} has lost the rendezvous service of the job ({why}). The job goes on; a process that dies \
+            "process {} has lost the rendezvous service of the job ({why}). The job goes on; a \
+             process that dies \
              without closing its connections is noticed only after {:?}",
             self.me, self.config.patience
         ));
@@ -141,7 +145,10 @@ impl Runtime {
             }
             if waited >= self.config.patience {
                 let said = self.with_router(|router| router.last_words()).join("\n  ");
-                self.report_hang(&format!("process {} has ended, and waits for others:\n  {said}", self.me));
+                self.report_hang(&format!(
+                    "process {} has ended, and waits for others:\n  {said}",
+                    self.me
+                ));
                 (since, asked) = (Instant::now(), false);
             }
             // In one look: what the router knows may not have got to `trouble` yet.
@@ -156,7 +163,8 @@ impl Runtime {
         }
     }
 
-    /// Returns what the launcher is told of a failure, by a process whose program `has_ended` or broke off.
+    /// Returns what the launcher is told of a failure, by a process whose program `has_ended` or
+    /// broke off.
     pub(crate) fn report_of(&self, failure: &Failure, has_ended: bool) -> Report {
         let router = self.router.lock();
         let hash = match failure.op > router.count() {
@@ -180,13 +188,15 @@ impl Runtime {
         self.stopped.store(true, Ordering::Relaxed);
     }
 
-    /// Waits until every operation of this process has ended, reporting each time patience runs out.
+    /// Waits until every operation of this process has ended, reporting each time patience runs
+    /// out.
     pub(crate) fn wait_idle(self: &Arc<Self>) {
         let _doing = self.status.enter(Doing::Finishing);
         let half = self.config.patience / 2;
         let wait = || {
-            self.in_flight
-                .wait_until(after(Instant::now(), half), |counts| counts.ops == 0 && counts.reads == 0)
+            self.in_flight.wait_until(after(Instant::now(), half), |counts| {
+                counts.ops == 0 && counts.reads == 0
+            })
         };
         loop {
             if wait() {
@@ -198,7 +208,8 @@ impl Runtime {
                 return;
             }
             let (counts, first) = (self.in_flight.counts(), self.in_flight.first_open());
-            let first = first.map(|op| format!(", the first is operation {op}")).unwrap_or_default();
+            let first =
+                first.map(|op| format!(", the first is operation {op}")).unwrap_or_default();
             let (me, doing) = (self.me, self.doing_and_why());
             self.report_hang(&format!(
                 "process {me}: finish waits for {} operations{first}; {doing}",
@@ -207,14 +218,15 @@ impl Runtime {
         }
     }
 
-    /// Waits until every operation and closure of this process has ended or something has failed, at most
-    /// for `within`.
+    /// Waits until every operation and closure of this process has ended or something has failed,
+    /// at most for `within`.
     pub(crate) fn wait_briefly(&self, within: Duration) {
         let until = Instant::now() + within;
         let left = || until.saturating_duration_since(Instant::now());
         // In short looks: a failure need not end an operation.
         let look = || Instant::now() + left().min(super::TICK);
-        let is_idle = || self.in_flight.wait_until(look(), |counts| counts.ops == 0 && counts.reads == 0);
+        let is_idle =
+            || self.in_flight.wait_until(look(), |counts| counts.ops == 0 && counts.reads == 0);
         loop {
             if self.trouble().is_some() || left().is_zero() {
                 return;
@@ -228,8 +240,8 @@ impl Runtime {
         let _ = all_done.recv_timeout(left());
     }
 
-    /// Waits until every closure of the user's that waited for an operation has run, reporting each time
-    /// patience runs out.
+    /// Waits until every closure of the user's that waited for an operation has run, reporting each
+    /// time patience runs out.
     pub(crate) fn wait_for_callbacks(&self) {
         let _doing = self.status.enter(Doing::Finishing);
         let (done, all_done) = std::sync::mpsc::channel::<()>();
@@ -324,7 +336,8 @@ impl Runtime {
             }
             Body::Cargo(Outgoing { buffer, bytes, guard }) => {
                 let sending = self.under_way.lock().send(to, guard);
-                // Of what is not sent the memory goes first: who waits for some looks when operations end.
+                // Of what is not sent the memory goes first: who waits for some looks when
+                // operations end.
                 let ticket = match sending {
                     Ok(ticket) => ticket,
                     Err(guard) => return drop((buffer, guard)),
@@ -360,9 +373,15 @@ impl Runtime {
             Ok(Payload::Empty) => promise.keep(Ok(Vec::new().into())),
             Ok(Payload::Inline(bytes) | Payload::Lent(bytes)) if bytes.device().is_some() => {
                 // Collectives give each other the host's memory.
-                let message =
-                    format!("operation {op}: process {from} gave memory of a device to a collective");
-                promise.keep(Err(Arc::new(Failure::new(FailureKind::Transport, from, op, message))));
+                let message = format!(
+                    "operation {op}: process {from} gave memory of a device to a collective"
+                );
+                promise.keep(Err(Arc::new(Failure::new(
+                    FailureKind::Transport,
+                    from,
+                    op,
+                    message,
+                ))));
             }
             Ok(Payload::Inline(bytes) | Payload::Lent(bytes)) => {
                 self.trace_piece(PieceStep::Taken, key, from, bytes.len() as u64);
@@ -379,7 +398,12 @@ impl Runtime {
                         Box::new(move |result| {
                             promise.keep(match result {
                                 Ok(buffer) => {
-                                    runtime.trace_piece(PieceStep::Taken, key, from, buffer.len() as u64);
+                                    runtime.trace_piece(
+                                        PieceStep::Taken,
+                                        key,
+                                        from,
+                                        buffer.len() as u64,
+                                    );
                                     Ok(buffer.freeze())
                                 }
                                 Err(error) => Err(runtime.fetch_failed(from, op, &error)),
@@ -389,14 +413,24 @@ impl Runtime {
                 }
                 Err(error) => {
                     let message = format!("{error}, for a piece of operation {op}");
-                    promise.keep(Err(Arc::new(Failure::new(FailureKind::Memory, self.me, op, message))));
+                    promise.keep(Err(Arc::new(Failure::new(
+                        FailureKind::Memory,
+                        self.me,
+                        op,
+                        message,
+                    ))));
                 }
             },
         }
     }
 
     /// The failure of an operation whose piece broke off on its way.
-    pub(super) fn fetch_failed(&self, from: ProcessId, op: u64, error: &TransportError) -> Arc<Failure> {
+    pub(super) fn fetch_failed(
+        &self,
+        from: ProcessId,
+        op: u64,
+        error: &TransportError,
+    ) -> Arc<Failure> {
         if let TransportError::Environment { .. } = error {
             let message = format!("operation {op} waited for process {from}: {error}");
             return Arc::new(Failure::new(FailureKind::Transport, from, op, message));

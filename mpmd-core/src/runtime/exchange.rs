@@ -1,10 +1,11 @@
 //! The messages of collectives: between devices, wherever they are.
 //!
-//! A collective is a few [rounds](Round); in each of them devices of a [`Group`] give bytes to others, by a
-//! [`Flow`] that all of them know. What a device gives is a piece of the kernel's operation, numbered by the
-//! collective's index, the round and the devices. Between devices of one process it goes through the
-//! mailbox, between processes through the router. Where several devices of a process get the same bytes
-//! they cross to it once: the first that wants them asks the router, the others find them in the mailbox.
+//! A collective is a few [rounds](Round); in each of them devices of a [`Group`] give bytes to
+//! others, by a [`Flow`] that all of them know. What a device gives is a piece of the kernel's
+//! operation, numbered by the collective's index, the round and the devices. Between devices of one
+//! process it goes through the mailbox, between processes through the router. Where several devices
+//! of a process get the same bytes they cross to it once: the first that wants them asks the
+//! router, the others find them in the mailbox.
 
 use std::sync::Arc;
 
@@ -43,8 +44,8 @@ pub(crate) struct Group {
     pub(crate) processes: Vec<ProcessId>,
     /// The place among them of the one that sees it so.
     pub(crate) rank: usize,
-    /// Whether they work together by NCCL: then the first round is what they agree in, and the others are of the host's
-    /// values alone.
+    /// Whether they work together by NCCL: then the first round is what they agree in, and the
+    /// others are of the host's values alone.
     pub(crate) joined: bool,
     /// Bytes of the longest message that one device gives to another.
     pub(crate) most: u64,
@@ -52,7 +53,8 @@ pub(crate) struct Group {
     pub(crate) rounds: Vec<Flow>,
 }
 
-/// What goes from which device to which in one round of a collective. Devices are ranks of the group.
+/// What goes from which device to which in one round of a collective. Devices are ranks of the
+/// group.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Flow {
     pub(crate) pattern: Pattern,
@@ -116,7 +118,9 @@ impl Round<'_> {
             let mut before = messages.iter_mut().filter(|_| self.flow().shared);
             match before.find(|message| message.process == process) {
                 Some(message) => message.takers += 1,
-                None => messages.push(Message { key: self.key(me, to), rank: to, process, takers: 1 }),
+                None => {
+                    messages.push(Message { key: self.key(me, to), rank: to, process, takers: 1 })
+                }
             }
         }
         messages
@@ -125,11 +129,19 @@ impl Round<'_> {
     /// What this device gets, in the order of the givers.
     fn incoming(&self) -> impl Iterator<Item = Message> {
         let me = self.group.rank;
-        (0..self.group.devices.len()).filter(move |from| self.flow().goes(*from, me)).map(move |from| {
-            let here = |to: &usize| self.group.processes[*to] == self.group.processes[me];
-            let takers = if self.flow().shared { self.receivers(from).filter(here).count() } else { 1 };
-            Message { key: self.key(from, me), rank: from, process: self.group.processes[from], takers }
-        })
+        (0..self.group.devices.len()).filter(move |from| self.flow().goes(*from, me)).map(
+            move |from| {
+                let here = |to: &usize| self.group.processes[*to] == self.group.processes[me];
+                let takers =
+                    if self.flow().shared { self.receivers(from).filter(here).count() } else { 1 };
+                Message {
+                    key: self.key(from, me),
+                    rank: from,
+                    process: self.group.processes[from],
+                    takers,
+                }
+            },
+        )
     }
 
     fn receivers(&self, from: usize) -> impl Iterator<Item = usize> {
@@ -182,7 +194,8 @@ impl Exchange {
             } else {
                 let size = buffer.len() as u64;
                 let outgoing = Outgoing { buffer, bytes: size, guard: self.guard.clone() };
-                // Announced: a kernel that calls with another length on another device must get an error.
+                // Announced: a kernel that calls with another length on another device must get an
+                // error.
                 let (hash, runtime) = (self.guard.hash(), &self.runtime);
                 runtime.with_router(|router| {
                     router.announce(message.process, message.key, hash, size, outgoing);
@@ -197,13 +210,14 @@ impl Exchange {
             if message.process == self.runtime.me {
                 self.runtime.mailbox.post(message.key, message.takers, Err(failure.clone()));
             } else {
-                self.runtime.with_router(|router| router.poison(message.process, message.key, failure));
+                self.runtime
+                    .with_router(|router| router.poison(message.process, message.key, failure));
             }
         }
     }
 
-    /// Has what the others give to this device in a round that it has left taken all the same, so that no
-    /// process waits to send it.
+    /// Has what the others give to this device in a round that it has left taken all the same, so
+    /// that no process waits to send it.
     pub(crate) fn decline(&self, round: &Round<'_>) {
         for message in round.incoming() {
             if message.process == self.runtime.me {
@@ -216,14 +230,16 @@ impl Exchange {
                     router.decline(message.process, message.key, hash, waiter, self.runtime.now());
                 });
             } else if let Some(slot) = self.ask(round, &message) {
-                // Other devices here may want it, or may not: until it has come the operation goes on.
+                // Other devices here may want it, or may not: until it has come the operation goes
+                // on.
                 let guard = self.guard.clone();
                 slot.on_end(move |_| drop(guard));
             }
         }
     }
 
-    /// What each device has for this one, by rank, as far as there is something; blocks until all is here.
+    /// What each device has for this one, by rank, as far as there is something; blocks until all
+    /// is here.
     ///
     /// `likely(rank)` bytes are expected; what comes may be longer or shorter.
     pub(crate) fn take(
@@ -243,8 +259,8 @@ impl Exchange {
             })
             .collect();
         // Ends: every wait is for a kernel of a lower place in some device's queue, for this very
-        // operation on another device, or for a peer that the router watches. All are waited for before
-        // the first failure is told: what this device was to take, it has taken.
+        // operation on another device, or for a peer that the router watches. All are waited for
+        // before the first failure is told: what this device was to take, it has taken.
         let waits = &self.runtime.waits;
         let outcomes: Vec<(usize, Outcome)> = slots
             .into_iter()
@@ -257,7 +273,8 @@ impl Exchange {
         Ok(parts)
     }
 
-    /// The slot of a message from another process; it is expected from the router where nobody does yet.
+    /// The slot of a message from another process; it is expected from the router where nobody does
+    /// yet.
     fn want(&self, round: &Round<'_>, message: &Message, likely: u64) -> Slot {
         let (slot, promise) = if message.takers == 1 {
             let (promise, slot) = Slot::new();
@@ -271,7 +288,8 @@ impl Exchange {
         slot
     }
 
-    /// As [`want`](Self::want), for a device that has no use for it; `None` where somebody has asked.
+    /// As [`want`](Self::want), for a device that has no use for it; `None` where somebody has
+    /// asked.
     fn ask(&self, round: &Round<'_>, message: &Message) -> Option<Slot> {
         let (slot, promise) = self.runtime.mailbox.take_from_afar(message.key, message.takers);
         self.expect(round, message, u64::MAX, promise?);
@@ -305,7 +323,8 @@ mod tests {
     fn messages(rank: usize, processes: &[u32], flow: &Flow) -> (Vec<[usize; 3]>, Vec<[usize; 2]>) {
         let group = group(rank, processes, flow.clone());
         let round = Round { op: 1, index: 0, round: 0, group: &group };
-        let outgoing = round.outgoing().iter().map(|m| [m.rank, m.process.index(), m.takers]).collect();
+        let outgoing =
+            round.outgoing().iter().map(|m| [m.rank, m.process.index(), m.takers]).collect();
         (outgoing, round.incoming().map(|m| [m.rank, m.takers]).collect())
     }
 
@@ -334,7 +353,8 @@ mod tests {
         let mut seen = HashSet::new();
         for index in [0, 1, MOST_COLLECTIVES - 1] {
             for rank in 0..3 {
-                let mut group = group(rank, &[0, 1, 2], Flow { pattern: Pattern::Everyone, shared: false });
+                let mut group =
+                    group(rank, &[0, 1, 2], Flow { pattern: Pattern::Everyone, shared: false });
                 group.rounds.push(Flow { pattern: Pattern::Everyone, shared: true });
                 group.places[2] = MOST_DEVICES - 1;
                 // Devices may have any numbers.
@@ -342,9 +362,13 @@ mod tests {
                 group.rounds.push(Flow { pattern: Pattern::Everyone, shared: true });
                 for round in 0..3 {
                     let round = Round { op: 1, index, round, group: &group };
-                    let keys: HashSet<Key> = round.outgoing().iter().map(|message| message.key).collect();
+                    let keys: HashSet<Key> =
+                        round.outgoing().iter().map(|message| message.key).collect();
                     for key in keys {
-                        assert!(key.1 & COLLECTIVE != 0 && seen.insert(key), "{index} {rank}: {key:x?}");
+                        assert!(
+                            key.1 & COLLECTIVE != 0 && seen.insert(key),
+                            "{index} {rank}: {key:x?}"
+                        );
                     }
                 }
             }

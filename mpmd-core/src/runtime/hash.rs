@@ -1,7 +1,7 @@
 //! The rolling hash of a program's operations.
 //!
-//! Two 64-bit lanes, each a multiply-and-rotate mix with its own constants (the odd constants are those
-//! of splitmix64 and of the golden ratio). It guards against mistakes, not against malice.
+//! Two 64-bit lanes, each a multiply-and-rotate mix with its own constants (the odd constants are
+//! those of splitmix64 and of the golden ratio). It guards against mistakes, not against malice.
 
 /// A 128-bit hash that words are mixed into.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -12,7 +12,8 @@ impl Rolling {
     #[inline]
     pub(crate) fn mix(self, word: u64) -> Self {
         // The added constants keep zero words from leaving a zero hash as it is.
-        let a = (self.0 ^ word).wrapping_add(0x94d0_49bb_1331_11eb).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let a =
+            (self.0 ^ word).wrapping_add(0x94d0_49bb_1331_11eb).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let b = (self.1.rotate_left(23) ^ word).wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let a = a.rotate_left(29);
         Self(a ^ (b >> 32), b ^ (a >> 31))
@@ -48,7 +49,9 @@ mod tests {
 
     #[test]
     fn order_count_and_value_all_matter() {
-        let of = |words: &[u64]| words.iter().fold(Rolling::default(), |hash, word| hash.mix(*word)).value();
+        let of = |words: &[u64]| {
+            words.iter().fold(Rolling::default(), |hash, word| hash.mix(*word)).value()
+        };
         assert_ne!(of(&[1, 2]), of(&[2, 1]));
         assert_ne!(of(&[0]), of(&[0, 0]));
         let mut seen = HashSet::new();

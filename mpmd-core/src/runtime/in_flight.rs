@@ -18,8 +18,9 @@ pub(crate) struct InFlight {
     trace: Trace,
 }
 
-/// The counts when the last operation began. Since then operations can only have ended, so there are no
-/// more now. Away from what other threads write: the program looks here before each operation.
+/// The counts when the last operation began. Since then operations can only have ended, so there
+/// are no more now. Away from what other threads write: the program looks here before each
+/// operation.
 #[derive(Default)]
 #[repr(align(128))]
 struct AtLastBegin {
@@ -104,8 +105,8 @@ impl InFlight {
         OpGuard { op, hash, in_flight: self.clone() }
     }
 
-    /// `bytes` of this process's are about to be lent. No operation waits for them to come back: their
-    /// holder may keep them for as long as it likes.
+    /// `bytes` of this process's are about to be lent. No operation waits for them to come back:
+    /// their holder may keep them for as long as it likes.
     pub(crate) fn lend(self: &Arc<Self>, bytes: u64) -> OnLoan {
         self.state.lock().counts.lent += bytes;
         OnLoan { bytes, in_flight: self.clone() }
@@ -121,7 +122,8 @@ impl InFlight {
         self.state.lock().counts
     }
 
-    /// No fewer operations and bytes than there are, found without a lock. For the thread that begins them.
+    /// No fewer operations and bytes than there are, found without a lock. For the thread that
+    /// begins them.
     pub(crate) fn at_most(&self) -> (usize, u64) {
         let AtLastBegin { ops, bytes } = &self.at_last_begin;
         (ops.load(Ordering::Relaxed), bytes.load(Ordering::Relaxed))
@@ -236,7 +238,11 @@ mod tests {
             guards[ended] = None;
             assert_eq!(in_flight.first_open(), first);
         }
-        assert_eq!((in_flight.counts().ops, in_flight.at_most()), (0, (4, 10)), "a bound, not the count");
+        assert_eq!(
+            (in_flight.counts().ops, in_flight.at_most()),
+            (0, (4, 10)),
+            "a bound, not the count"
+        );
         let _guard = in_flight.begin(50, 0, 1);
         assert_eq!(in_flight.at_most(), (1, 1));
     }

@@ -76,9 +76,16 @@ impl Fetch for Pending {
     }
 
     fn fetch(self: Box<Self>, mut into: OwnedBuffer, then: FetchDone) {
-        assert_eq!(into.len() as u64, self.announced, "a payload is fetched into a buffer of its length");
+        assert_eq!(
+            into.len() as u64,
+            self.announced,
+            "a payload is fetched into a buffer of its length"
+        );
         if self.breaks_off {
-            return then(Err(TransportError::PeerGone { peer: LIAR, why: "it broke off".to_owned() }));
+            return then(Err(TransportError::PeerGone {
+                peer: LIAR,
+                why: "it broke off".to_owned(),
+            }));
         }
         into.iter_mut().zip(self.bytes.iter()).for_each(|(to, from)| *to = *from);
         then(Ok(into));
@@ -101,7 +108,8 @@ impl Move {
         let [source, layout] = [from, to].map(|sharding| sharding.layout(aval.shape()).unwrap());
         let plan = PutPlan::new(runtime, aval, Some((from, &source)), to, layout.clone()).unwrap();
         let whole = Region::full(aval.shape());
-        let values: Vec<u8> = (0..whole.elements()).flat_map(|i| (i as f32).to_le_bytes()).collect();
+        let values: Vec<u8> =
+            (0..whole.elements()).flat_map(|i| (i as f32).to_le_bytes()).collect();
         let part = |region: &Region| {
             let mut bytes = vec![0; region.elements() * 4];
             copy_region(&values, &whole, &mut bytes, region, region, 4);
@@ -121,7 +129,8 @@ impl Move {
             }
         }
         let mine = layout.region_of(here).unwrap().clone();
-        let source = source.region_of(here).map(|region| (here, part(region))).into_iter().collect();
+        let source =
+            source.region_of(here).map(|region| (here, part(region))).into_iter().collect();
         Self { plan, mine, source, pieces, known }
     }
 
@@ -179,7 +188,8 @@ fn one_of<T: Copy>(rng: &mut Rng, all: &[T]) -> T {
 
 impl Scene {
     fn new(lends: bool) -> Self {
-        let transport = Arc::new(Nowhere { lends, handler: Mutex::default(), posted: Mutex::default() });
+        let transport =
+            Arc::new(Nowhere { lends, handler: Mutex::default(), posted: Mutex::default() });
         let config = RuntimeConfig {
             epoch: 1,
             patience: Duration::from_secs(3600),
@@ -258,11 +268,22 @@ impl Scene {
     fn send(&self, (from, op, piece, values): &(ProcessId, u64, u64, SharedBuffer)) {
         let bytes = values.len() as u64;
         let kind = if bytes > router::EAGER_BYTES { Kind::Data } else { Kind::Eager };
-        let header = Header { epoch: 1, op: *op, piece: *piece, bytes, hash: hash(*op), ..Header::new(kind) };
+        let header = Header {
+            epoch: 1,
+            op: *op,
+            piece: *piece,
+            bytes,
+            hash: hash(*op),
+            ..Header::new(kind)
+        };
         let payload = match kind {
             Kind::Data => {
                 let bytes = values.clone();
-                Payload::Waiting(Box::new(Pending { bytes, announced: header.bytes, breaks_off: false }))
+                Payload::Waiting(Box::new(Pending {
+                    bytes,
+                    announced: header.bytes,
+                    breaks_off: false,
+                }))
             }
             _ => Payload::Inline(values.clone()),
         };
@@ -277,7 +298,8 @@ impl Scene {
         let kind = if rng.u8(..6) > 0 { one_of(rng, &pieces) } else { one_of(rng, &words) };
         let theirs: Vec<_> = issued.pieces.iter().filter(|piece| piece.0 == LIAR).collect();
         let (mut op, mut piece, mut bytes) = (rng.u64(..count + 3), rng.u64(..4), 100);
-        if let Some((_, its_op, id, values)) = (!theirs.is_empty()).then(|| theirs[rng.usize(..theirs.len())])
+        if let Some((_, its_op, id, values)) =
+            (!theirs.is_empty()).then(|| theirs[rng.usize(..theirs.len())])
         {
             (op, piece, bytes) = (*its_op, *id, values.len() as u64);
         }
@@ -310,7 +332,11 @@ impl Scene {
             1 if kind == Data && rng.bool() => Payload::Empty,
             1..=3 if kind == Data => {
                 let announced = if rng.u8(..20) > 0 { header.bytes } else { integer(rng) };
-                Payload::Waiting(Box::new(Pending { bytes, announced, breaks_off: rng.u8(..4) == 0 }))
+                Payload::Waiting(Box::new(Pending {
+                    bytes,
+                    announced,
+                    breaks_off: rng.u8(..4) == 0,
+                }))
             }
             _ if bytes.is_empty() => Payload::Empty,
             _ => Payload::Inline(bytes),
@@ -321,7 +347,8 @@ impl Scene {
     /// Ends all operations. Checks that those without a part of the liar ended well.
     fn end(&self, issued: Issued) {
         let Runtime { waits, in_flight, router, staging, .. } = &*self.runtime;
-        let wait = |slot: &Slot| waits.wait(slot, Some(Instant::now() + SOON)).expect("every wait ends");
+        let wait =
+            |slot: &Slot| waits.wait(slot, Some(Instant::now() + SOON)).expect("every wait ends");
         let has_failed = || router.lock().failed().is_some();
         for (slot, expected) in &issued.bytes {
             if let Ok(values) = expected {
@@ -420,8 +447,14 @@ fn lengths_that_nobody_expects_take_no_memory() {
     let inline = |bytes| Payload::Inline(scene.garbage.slice(0..bytes));
     // Lengths beyond the piece's, up to those that wrap; then payloads shorter or longer than
     // announced.
-    let long = [100_001, 1 << 40, 1 << 60, (1 << 63) + 1, u64::MAX].map(|bytes| (bytes, pending(bytes)));
-    let other = [(100_000, pending(99_999)), (100_000, inline(7)), (100_000, Payload::Empty), (0, inline(1))];
+    let long =
+        [100_001, 1 << 40, 1 << 60, (1 << 63) + 1, u64::MAX].map(|bytes| (bytes, pending(bytes)));
+    let other = [
+        (100_000, pending(99_999)),
+        (100_000, inline(7)),
+        (100_000, Payload::Empty),
+        (0, inline(1)),
+    ];
     for (bytes, payload) in long.into_iter().chain(other) {
         scene.begin();
         runtime.record(record(1));
@@ -436,7 +469,10 @@ fn lengths_that_nobody_expects_take_no_memory() {
         let failure = slot.peek().expect("it ended at once").unwrap_err();
         assert_eq!(failure.process, LIAR, "{failure}");
         let trouble = runtime.trouble().expect("its sender is lost");
-        assert!(trouble.message.contains("process 1 is gone (it broke the protocol: it sent"), "{trouble}");
+        assert!(
+            trouble.message.contains("process 1 is gone (it broke the protocol: it sent"),
+            "{trouble}"
+        );
         assert_eq!(runtime.staging.stats().peak, 0, "{bytes} bytes");
     }
 }

@@ -11,8 +11,8 @@ pub(super) type Key = (u64, u64);
 
 /// Contributions that were posted or are waited for, on this process.
 ///
-/// Whoever comes first, poster or taker, makes the place; it goes when the contribution was posted and
-/// all its takers have been there, wanting it or not.
+/// Whoever comes first, poster or taker, makes the place; it goes when the contribution was posted
+/// and all its takers have been there, wanting it or not.
 #[derive(Default)]
 pub(crate) struct Mailbox(Mutex<HashMap<Key, Letter>>);
 
@@ -52,8 +52,8 @@ impl Mailbox {
         })
     }
 
-    /// One of `takers` takes what comes from another process. The first of them gets the promise too: it
-    /// sees to it that the slot is filled, for all.
+    /// One of `takers` takes what comes from another process. The first of them gets the promise
+    /// too: it sees to it that the slot is filled, for all.
     pub(super) fn take_from_afar(&self, key: Key, takers: usize) -> (Slot, Option<Promise>) {
         self.with(key, takers, |letter| {
             letter.takers = letter.takers.saturating_sub(1);

@@ -45,10 +45,11 @@ impl Runtime {
     ///
     /// The memory of the host is one for all devices, without limit and counted by itself.
     ///
-    /// Waits for operations that were issued before and will free memory; with none of those left it
-    /// is an error that names the largest holders. It never waits for anything issued later, nor for
-    /// operation `op` itself, which is in flight by now. What other processes have on loan they may keep for
-    /// ever; where it would be enough it is waited for as long as the patience lasts, and then is an error.
+    /// Waits for operations that were issued before and will free memory; with none of those left
+    /// it is an error that names the largest holders. It never waits for anything issued later, nor
+    /// for operation `op` itself, which is in flight by now. What other processes have on loan they
+    /// may keep for ever; where it would be enough it is waited for as long as the patience lasts,
+    /// and then is an error.
     pub(crate) fn reserve(
         &self,
         local_index: usize,
@@ -89,7 +90,11 @@ impl Runtime {
             if before.ops <= 1 && !for_loans {
                 let mut message = format!("operation {op} ({what}): out of memory on {error}");
                 for array in self.holders.lock().largest(5) {
-                    message.push_str(&format!("; {} bytes in {}", array.local_bytes(), array.describe()));
+                    message.push_str(&format!(
+                        "; {} bytes in {}",
+                        array.local_bytes(),
+                        array.describe()
+                    ));
                 }
                 message.push_str(&self.on_loan());
                 return Err(Arc::new(Failure::new(FailureKind::Memory, self.me, op, message)));
@@ -110,10 +115,11 @@ impl Runtime {
 
     /// Memory that operation `op` takes over with what is in it, to be called on a device's thread.
     ///
-    /// Where somebody else still reads it, or has lent it to this process, there is another buffer, and what is to be
-    /// copied to it first. Where there is no room for that, this waits for
-    /// operations that were issued before: those that pass the memory on to other processes let it go. It
-    /// never waits for anything issued later, and for loans only as [`Runtime::reserve`] does.
+    /// Where somebody else still reads it, or has lent it to this process, there is another buffer,
+    /// and what is to be copied to it first. Where there is no room for that, this waits for
+    /// operations that were issued before: those that pass the memory on to other processes let it
+    /// go. It never waits for anything issued later, and for loans only as [`Runtime::reserve`]
+    /// does.
     ///
     /// # Errors
     ///
@@ -178,8 +184,8 @@ impl Runtime {
         }
     }
 
-    /// For messages about memory: what others have on loan, and how much of it each of them. Empty where
-    /// nothing is.
+    /// For messages about memory: what others have on loan, and how much of it each of them. Empty
+    /// where nothing is.
     pub(crate) fn on_loan(&self) -> String {
         let total = self.in_flight.counts().lent;
         if total == 0 {
@@ -207,7 +213,9 @@ impl Runtime {
         let peers = (0..self.topology.processes() as u32).map(ProcessId);
         let transport = self.transport.as_deref();
         peers
-            .map(|peer| transport.filter(|_| peer != self.me).map_or(0, |transport| of(transport, peer)))
+            .map(|peer| {
+                transport.filter(|_| peer != self.me).map_or(0, |transport| of(transport, peer))
+            })
             .collect()
     }
 
@@ -221,8 +229,8 @@ impl Runtime {
     }
 }
 
-/// Waits until devices have read memory of the host's that is about to be written. What they make in memory of their own
-/// comes after its fences by itself.
+/// Waits until devices have read memory of the host's that is about to be written. What they make
+/// in memory of their own comes after its fences by itself.
 fn wait_for_devices(memory: &mut OwnedBuffer) {
     if memory.device().is_some() || memory.fences().are_over() {
         return;

@@ -86,7 +86,8 @@ pub(crate) struct RuntimeConfig {
     pub(crate) device_memory: Option<u64>,
     /// Whether host values of any size are compared between processes, not only small ones.
     pub(crate) check_uncommitted: bool,
-    /// Of this process's devices of kind `cuda`, in order: the driver's numbers for their graphics processors.
+    /// Of this process's devices of kind `cuda`, in order: the driver's numbers for their graphics
+    /// processors.
     pub(crate) cuda: Vec<u32>,
     pub(crate) trace: Trace,
 }
@@ -194,8 +195,12 @@ impl Runtime {
         transport: Option<Arc<dyn Transport>>,
         recorder: Option<Recorder>,
     ) -> std::io::Result<Arc<Self>> {
-        // Before the first buffer is made: what a transport can hand over lies in memory of its own kind.
-        let arena = transport.as_ref().and_then(|transport| transport.arena()).unwrap_or_else(Arena::private);
+        // Before the first buffer is made: what a transport can hand over lies in memory of its own
+        // kind.
+        let arena = transport
+            .as_ref()
+            .and_then(|transport| transport.arena())
+            .unwrap_or_else(Arena::private);
         let room = Room::of(me, &topology, cores());
         let spins = room == Room::All;
         let devices = open_devices(me, &topology, &config, &arena, spins)?;
@@ -280,10 +285,17 @@ impl Runtime {
         op > self.recorded_from.load(Ordering::Relaxed)
     }
 
-    /// Notes that a device of this process began with its part of an operation, at `at`: it turned to it at
-    /// `since`, and waited last for what operation `input` made.
+    /// Notes that a device of this process began with its part of an operation, at `at`: it turned
+    /// to it at `since`, and waited last for what operation `input` made.
     #[inline]
-    pub(crate) fn trace_start(&self, device: usize, op: u64, at: u64, since: u64, input: Option<u64>) {
+    pub(crate) fn trace_start(
+        &self,
+        device: usize,
+        op: u64,
+        at: u64,
+        since: u64,
+        input: Option<u64>,
+    ) {
         let memory = || self.devices[device].pool.stats().live;
         self.trace.note_at(at, || {
             let (device, input) = (device as u32, input.unwrap_or(0));
@@ -300,8 +312,8 @@ impl Runtime {
         });
     }
 
-    /// Notes both for an operation on a device that has ended it in its own time, from `begin` to `end`: since `since`
-    /// it had nothing before it.
+    /// Notes both for an operation on a device that has ended it in its own time, from `begin` to
+    /// `end`: since `since` it had nothing before it.
     pub(crate) fn trace_ran(
         &self,
         device: usize,
@@ -337,8 +349,8 @@ impl Runtime {
         self.callbacks.push(job);
     }
 
-    /// Sees to it that somebody looks after communicators for as long as there are some: what goes wrong between devices that
-    /// work together fails the job.
+    /// Sees to it that somebody looks after communicators for as long as there are some: what goes
+    /// wrong between devices that work together fails the job.
     pub(crate) fn watch_communicators(self: &Arc<Self>) {
         if !self.communicators.are_to_be_watched() {
             return;
@@ -349,7 +361,8 @@ impl Runtime {
                 std::thread::sleep(TICK);
                 let Some(runtime) = weak.upgrade() else { break };
                 if let Some(error) = runtime.communicators.look() {
-                    let message = format!("devices of process {} work together in vain: {error}", runtime.me);
+                    let message =
+                        format!("devices of process {} work together in vain: {error}", runtime.me);
                     let failure = Failure::new(FailureKind::Transport, runtime.me, 0, message);
                     return runtime.fail_job(Arc::new(failure));
                 }
@@ -405,11 +418,19 @@ fn open_devices(
         let name = format!("device {id} of process {me}");
         let pool = match &gpu {
             None => Pool::in_arena(name, config.device_memory, arena),
-            Some(gpu) => Pool::in_arena(name, config.device_memory, &arena.device_beside(gpu.allocator())),
+            Some(gpu) => {
+                Pool::in_arena(name, config.device_memory, &arena.device_beside(gpu.allocator()))
+            }
         };
-        Ok(LocalDevice { id: *id, pool, gpu, queue: Worker::start(format!("mpmd-{id}"), Spin::new(spins))? })
+        Ok(LocalDevice {
+            id: *id,
+            pool,
+            gpu,
+            queue: Worker::start(format!("mpmd-{id}"), Spin::new(spins))?,
+        })
     };
-    let devices = topology.devices_of(me).iter().map(open).collect::<std::io::Result<Vec<LocalDevice>>>()?;
+    let devices =
+        topology.devices_of(me).iter().map(open).collect::<std::io::Result<Vec<LocalDevice>>>()?;
     let gpus: Vec<_> = devices.iter().filter_map(|local| local.gpu.clone()).collect();
     cuda::reach_each_other(&gpus);
     Ok(devices)

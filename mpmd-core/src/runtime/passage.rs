@@ -15,8 +15,9 @@ use crate::trace::PieceStep;
 
 /// What becomes of a region that a peer sends.
 ///
-/// It goes on to others whatever becomes of it here: a shard that has failed, or that there was no memory
-/// for, must not keep anybody else from theirs. Where it does not come, all of them are told.
+/// It goes on to others whatever becomes of it here: a shard that has failed, or that there was no
+/// memory for, must not keep anybody else from theirs. Where it does not come, all of them are
+/// told.
 pub(crate) struct Passage {
     pub(super) op: u64,
     pub(super) from: ProcessId,
@@ -40,16 +41,21 @@ enum Place {
 
 impl Runtime {
     /// The region has come, or never will.
-    pub(super) fn pass(self: &Arc<Self>, passage: Box<Passage>, result: Result<Payload, Arc<Failure>>) {
+    pub(super) fn pass(
+        self: &Arc<Self>,
+        passage: Box<Passage>,
+        result: Result<Payload, Arc<Failure>>,
+    ) {
         match result {
             Err(failure) => self.fail_passage(&passage, &failure),
             Ok(Payload::Empty) => self.spread(&passage, Vec::new().into(), None, |_| false),
             Ok(Payload::Inline(bytes) | Payload::Lent(bytes)) => {
                 self.trace_taken(&passage);
-                // Kernels read shards as typed slices, so one that is in memory without alignment is
-                // copied; so is one that is a part of what a peer has lent.
-                let address =
-                    bytes.device().map_or_else(|| bytes.as_ptr().addr() as u64, |place| place.address);
+                // Kernels read shards as typed slices, so one that is in memory without alignment
+                // is copied; so is one that is a part of what a peer has lent.
+                let address = bytes
+                    .device()
+                    .map_or_else(|| bytes.as_ptr().addr() as u64, |place| place.address);
                 let aligned = address.is_multiple_of(ALIGNMENT as u64);
                 let fits = aligned && passage.transfer.is_by_itself();
                 let whole = |shard: &Assembly| {
@@ -82,9 +88,13 @@ impl Runtime {
                             match place {
                                 Place::Part => passage.shards[0].give_back(buffer),
                                 Place::Whole(at) => {
-                                    runtime.spread(&passage, buffer.freeze(), None, |shard| shard == at);
+                                    runtime.spread(&passage, buffer.freeze(), None, |shard| {
+                                        shard == at
+                                    });
                                 }
-                                Place::Staging => runtime.spread(&passage, buffer.freeze(), None, |_| false),
+                                Place::Staging => {
+                                    runtime.spread(&passage, buffer.freeze(), None, |_| false)
+                                }
                             }
                         }
                         Err(error) => {
@@ -97,8 +107,8 @@ impl Runtime {
         }
     }
 
-    /// What says how the work ended that makes bytes in a device's memory which a peer lent before they were made; `None` of
-    /// what is there.
+    /// What says how the work ended that makes bytes in a device's memory which a peer lent before
+    /// they were made; `None` of what is there.
     fn arriving(self: &Arc<Self>, passage: &Passage, bytes: &SharedBuffer) -> Option<Slot> {
         if bytes.device().is_none() || bytes.is_made() {
             return None;
@@ -122,8 +132,13 @@ impl Runtime {
         Arc::new(Failure::new(FailureKind::Kernel, from, op, message))
     }
 
-    /// Memory to read the region into, and what it is. `None` where nobody wants the region any more.
-    fn room(&self, passage: &Passage, bytes: u64) -> Result<Option<(OwnedBuffer, Place)>, Arc<Failure>> {
+    /// Memory to read the region into, and what it is. `None` where nobody wants the region any
+    /// more.
+    fn room(
+        &self,
+        passage: &Passage,
+        bytes: u64,
+    ) -> Result<Option<(OwnedBuffer, Place)>, Arc<Failure>> {
         let by_itself = passage.transfer.is_by_itself();
         for (at, shard) in passage.shards.iter().enumerate().filter(|_| by_itself) {
             if let Some(buffer) = shard.take_whole(&passage.transfer.region) {
@@ -138,7 +153,8 @@ impl Runtime {
         {
             return Ok(Some((part, Place::Part)));
         }
-        if passage.transfer.peers.is_empty() && !passage.shards.iter().any(|shard| shard.is_open()) {
+        if passage.transfer.peers.is_empty() && !passage.shards.iter().any(|shard| shard.is_open())
+        {
             return Ok(None);
         }
         match self.staging.allocate(in_memory(bytes)) {
@@ -156,9 +172,9 @@ impl Runtime {
     }
 
     /// Gives the region to who is to have it: processes first, they have others behind them. Shards
-    /// `in_place` take the bytes as they are, the others copy them: each device's shards are its own
-    /// memory or another process's, so that what it has room for, and what it may update in place, does not
-    /// depend on its neighbours.
+    /// `in_place` take the bytes as they are, the others copy them: each device's shards are its
+    /// own memory or another process's, so that what it has room for, and what it may update in
+    /// place, does not depend on its neighbours.
     ///
     /// `source` makes the bytes, where that is not over.
     fn spread(
@@ -169,7 +185,8 @@ impl Runtime {
         in_place: impl Fn(usize) -> bool,
     ) {
         let Passage { op, transfer, shards, guard, .. } = passage;
-        let carried = |peer: &ProcessId| bytes.device().is_none() || self.carries_device_memory(*peer);
+        let carried =
+            |peer: &ProcessId| bytes.device().is_none() || self.carries_device_memory(*peer);
         if transfer.is_by_itself() && transfer.peers.iter().all(carried) {
             self.send_to_peers(*op, transfer, &transfer.peers, bytes.clone(), guard);
         } else if !transfer.peers.is_empty() {
@@ -194,8 +211,8 @@ impl Runtime {
         }
     }
 
-    /// Offers a region's bytes, or bytes that it is a part of, to some of the processes that get it from this
-    /// one.
+    /// Offers a region's bytes, or bytes that it is a part of, to some of the processes that get it
+    /// from this one.
     pub(super) fn send_to_peers(
         self: &Arc<Self>,
         op: u64,
@@ -209,13 +226,17 @@ impl Runtime {
             let buffer = bytes.clone();
             let outgoing = Outgoing { buffer, bytes: transfer.bytes as u64, guard: guard.clone() };
             let key = (op, transfer.id);
-            self.with_router(|router| router.offer(*peer, key, guard.hash(), bytes.len() as u64, outgoing));
+            self.with_router(|router| {
+                router.offer(*peer, key, guard.hash(), bytes.len() as u64, outgoing)
+            });
         }
     }
 
-    /// Packs a region, on a mover or by the device that has it, and offers it to some of the processes that get it from this one.
+    /// Packs a region, on a mover or by the device that has it, and offers it to some of the
+    /// processes that get it from this one.
     ///
-    /// `source` is the slot that makes the bytes, where they are a device's and its work may be under way.
+    /// `source` is the slot that makes the bytes, where they are a device's and its work may be
+    /// under way.
     pub(super) fn send_packed(
         self: &Arc<Self>,
         op: u64,
@@ -228,7 +249,8 @@ impl Runtime {
         let runtime = self.clone();
         if bytes.device().is_some() {
             let Transfer { region, holds, .. } = &*transfer;
-            let part = Part { from: holds, to: region, piece: region, item_bytes: transfer.item_bytes() };
+            let part =
+                Part { from: holds, to: region, piece: region, item_bytes: transfer.item_bytes() };
             let to = match self.staging.allocate(transfer.bytes) {
                 Ok(to) => to,
                 Err(error) => {
@@ -262,8 +284,10 @@ impl Runtime {
 
     /// A region's bytes by themselves.
     fn pack(&self, op: u64, from: &SharedBuffer, transfer: &Transfer) -> Outcome {
-        let failed = |error: OutOfMemory| Failure::new(FailureKind::Memory, self.me, op, error.to_string());
-        let mut packed = self.staging.allocate(transfer.bytes).map_err(|error| Arc::new(failed(error)))?;
+        let failed =
+            |error: OutOfMemory| Failure::new(FailureKind::Memory, self.me, op, error.to_string());
+        let mut packed =
+            self.staging.allocate(transfer.bytes).map_err(|error| Arc::new(failed(error)))?;
         let Transfer { region, holds, .. } = transfer;
         copy_region(from, holds, &mut packed, region, region, transfer.item_bytes());
         Ok(packed.freeze())

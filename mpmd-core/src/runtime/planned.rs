@@ -18,7 +18,8 @@ impl PutPlan {
         let layout = &self.made.layout;
         // Both were checked when the move was planned.
         let source = from.as_ref().and_then(|from| from.layout(aval.shape()).ok());
-        let stays = source.as_ref().is_some_and(|source| source.terms() > 1 && **source == **layout);
+        let stays =
+            source.as_ref().is_some_and(|source| source.terms() > 1 && **source == **layout);
         let pieces = match &source {
             Some(source) if !stays => reshard::plan(source, layout, item, &runtime.topology)
                 .map(|plan| plan.pieces())
@@ -36,12 +37,13 @@ impl PutPlan {
                 (Some(_), _) if stays => true,
                 (Some(source), Some([piece])) => {
                     // A CUDA device has nobody's memory but its own, and nobody has it.
-                    let on_gpu =
-                        [piece.src, device].map(|device| runtime.is_on_gpu(device, to.memory_kind()));
+                    let on_gpu = [piece.src, device]
+                        .map(|device| runtime.is_on_gpu(device, to.memory_kind()));
                     if piece.src != device && on_gpu != [false; 2] {
                         return false;
                     }
-                    let here = runtime.topology.process_of(piece.src) == runtime.topology.process_of(device);
+                    let here = runtime.topology.process_of(piece.src)
+                        == runtime.topology.process_of(device);
                     piece.step == 1
                         && here
                         && piece.region == *region
@@ -51,8 +53,9 @@ impl PutPlan {
             }
         };
         let shard = |(device, region): (DeviceId, &Region)| {
-            let whole =
-                source.is_none() && *region == Region::full(aval.shape()) && term(layout, device) == 0;
+            let whole = source.is_none()
+                && *region == Region::full(aval.shape())
+                && term(layout, device) == 0;
             let memory = match to.memory_kind() {
                 _ if shared(device, region) => Memory::Of(0),
                 MemoryKind::Host => Memory::Host,

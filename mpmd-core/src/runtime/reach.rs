@@ -22,7 +22,8 @@ impl Runtime {
         self.devices.iter().find(|local| local.id == device).and_then(|local| local.gpu.as_ref())
     }
 
-    /// Whether shards on a device of any process are in the memory of a CUDA device. The same on every process.
+    /// Whether shards on a device of any process are in the memory of a CUDA device. The same on
+    /// every process.
     pub(crate) fn is_on_gpu(&self, device: DeviceId, kind: MemoryKind) -> bool {
         kind == MemoryKind::Device && self.topology.kind_of(device) == Some(DeviceKind::Cuda)
     }
@@ -33,7 +34,8 @@ impl Runtime {
         gpus().find(|gpu| gpu.ordinal() == place.device).or_else(|| gpus().next())
     }
 
-    /// Whether memory of CUDA devices goes to `peer`, and comes from it, as it is. The same on both sides.
+    /// Whether memory of CUDA devices goes to `peer`, and comes from it, as it is. The same on both
+    /// sides.
     ///
     /// What does not go so is copied to the host's memory first, and from there where it is wanted.
     pub(crate) fn carries_device_memory(&self, peer: ProcessId) -> bool {
@@ -44,23 +46,27 @@ impl Runtime {
             && transport.is_some_and(|transport| transport.carries_device_memory(peer))
     }
 
-    /// Whether a shard on `device`, of a process of the two, goes between this process and `peer` as memory that stays where it
-    /// is: then a part of it that is no run goes with the rest. The same on both sides.
+    /// Whether a shard on `device`, of a process of the two, goes between this process and `peer`
+    /// as memory that stays where it is: then a part of it that is no run goes with the rest. The
+    /// same on both sides.
     pub(crate) fn lends(&self, device: DeviceId, kind: MemoryKind, peer: ProcessId) -> bool {
         self.hands_over(peer) && (!self.is_on_gpu(device, kind) || self.carries_device_memory(peer))
     }
 
-    /// Says once which way arrays on CUDA devices take to and from each process that has such devices too.
+    /// Says once which way arrays on CUDA devices take to and from each process that has such
+    /// devices too.
     pub(super) fn say_ways(&self) {
         if !self.topology.has_kind(self.me, DeviceKind::Cuda) {
             return;
         }
-        let others = (0..self.topology.processes() as u32).map(ProcessId).filter(|peer| *peer != self.me);
+        let others =
+            (0..self.topology.processes() as u32).map(ProcessId).filter(|peer| *peer != self.me);
         let others = others.filter(|peer| self.topology.has_kind(*peer, DeviceKind::Cuda));
-        let (in_place, through_host): (Vec<_>, Vec<_>) =
-            others.map(|peer| (peer.0, self.carries_device_memory(peer))).partition(|(_, carries)| *carries);
-        let [in_place, through_host] =
-            [in_place, through_host].map(|peers| peers.into_iter().map(|(peer, _)| peer).collect::<Vec<_>>());
+        let (in_place, through_host): (Vec<_>, Vec<_>) = others
+            .map(|peer| (peer.0, self.carries_device_memory(peer)))
+            .partition(|(_, carries)| *carries);
+        let [in_place, through_host] = [in_place, through_host]
+            .map(|peers| peers.into_iter().map(|(peer, _)| peer).collect::<Vec<_>>());
         let process = self.me.0;
         tracing::info!(
             process,
@@ -70,7 +76,8 @@ impl Runtime {
         );
     }
 
-    /// What a slot will have, in the host's memory: the very buffer where that is there, else a copy, begun as soon as a device can.
+    /// What a slot will have, in the host's memory: the very buffer where that is there, else a
+    /// copy, begun as soon as a device can.
     pub(crate) fn in_host_memory(self: &Arc<Self>, op: u64, slot: &Slot) -> Slot {
         let (promise, found) = Slot::new();
         let (runtime, source) = (self.clone(), slot.clone());
@@ -82,7 +89,9 @@ impl Runtime {
             };
             let to = match runtime.staging.allocate(bytes.len()) {
                 Ok(to) => to,
-                Err(error) => return promise.keep(Err(runtime.out_of_memory(op, &error.to_string()))),
+                Err(error) => {
+                    return promise.keep(Err(runtime.out_of_memory(op, &error.to_string())));
+                }
             };
             let all = Region::full(&[bytes.len()]);
             let part = Part { from: &all, to: &all, piece: &all, item_bytes: 1 };
@@ -94,9 +103,11 @@ impl Runtime {
         found
     }
 
-    /// Copies a part of bytes in a device's memory to the host's; `then` gets them, on a thread that has other things to do.
+    /// Copies a part of bytes in a device's memory to the host's; `then` gets them, on a thread
+    /// that has other things to do.
     ///
-    /// Where `source` is given, its work makes the bytes and may be under way: where that fails, this does.
+    /// Where `source` is given, its work makes the bytes and may be under way: where that fails,
+    /// this does.
     pub(super) fn read_device(
         self: &Arc<Self>,
         op: u64,
@@ -136,8 +147,12 @@ impl Runtime {
     }
 }
 
-/// Calls `then` with how the work of a slot that was issued ended, once it has. Without one it is well.
-pub(super) fn when_made(source: Option<Slot>, then: impl FnOnce(Result<(), Arc<Failure>>) + Send + 'static) {
+/// Calls `then` with how the work of a slot that was issued ended, once it has. Without one it is
+/// well.
+pub(super) fn when_made(
+    source: Option<Slot>,
+    then: impl FnOnce(Result<(), Arc<Failure>>) + Send + 'static,
+) {
     match source {
         None => then(Ok(())),
         Some(slot) => slot.on_verdict(then),
@@ -146,7 +161,8 @@ pub(super) fn when_made(source: Option<Slot>, then: impl FnOnce(Result<(), Arc<F
 
 /// Keeps a promise with what another slot gets, or with a part of it: issued as soon as that is.
 ///
-/// With `remember` it is a failure of this process too where there is nothing to get. `guard` goes last.
+/// With `remember` it is a failure of this process too where there is nothing to get. `guard` goes
+/// last.
 pub(crate) fn follow(
     source: &Slot,
     promise: super::Promise,

@@ -1,8 +1,8 @@
 //! How long a thread without work looks for it before it sleeps.
 //!
-//! To fall asleep and be woken costs some microseconds on both sides, more than an empty kernel. But who looks
-//! takes a core from whoever has work. So a thread looks only where there is [`Room`] for it, never for long, and
-//! less where it has lately been in vain.
+//! To fall asleep and be woken costs some microseconds on both sides, more than an empty kernel.
+//! But who looks takes a core from whoever has work. So a thread looks only where there is [`Room`]
+//! for it, never for long, and less where it has lately been in vain.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -18,8 +18,8 @@ const MOST_SKIPPED: u32 = 64;
 /// Looks between two glances at the clock.
 const LOOKS: u32 = 32;
 
-/// Whether one thread, or those that wait for the same kind of thing, look for work. Clones nothing, holds no
-/// lock: what it remembers only decides how long a wait is awake.
+/// Whether one thread, or those that wait for the same kind of thing, look for work. Clones
+/// nothing, holds no lock: what it remembers only decides how long a wait is awake.
 #[derive(Debug)]
 pub(crate) struct Spin {
     allowed: bool,
@@ -34,7 +34,8 @@ impl Spin {
         Self { allowed, skip: AtomicU32::new(0), penalty: AtomicU32::new(0) }
     }
 
-    /// Looks until `found` finds something, for a bounded time. `None` means that it is time to sleep.
+    /// Looks until `found` finds something, for a bounded time. `None` means that it is time to
+    /// sleep.
     pub(crate) fn look<T>(&self, mut found: impl FnMut() -> Option<T>) -> Option<T> {
         if let Some(found) = found() {
             return Some(found);
@@ -86,7 +87,8 @@ impl Room {
         let here = (0..topology.processes()).map(|process| ProcessId(process as u32));
         let here = here.filter(|process| topology.host_of(*process) == host);
         let threads = here.map(|process| 1 + topology.devices_of(process).len());
-        let (processes, threads) = threads.fold((0, 0), |(all, sum), threads| (all + 1, sum + threads));
+        let (processes, threads) =
+            threads.fold((0, 0), |(all, sum), threads| (all + 1, sum + threads));
         if threads <= cores {
             Self::All
         } else if processes <= cores {

@@ -10,8 +10,8 @@ use parking_lot::Mutex;
 /// What the program thread and the devices are doing at this moment.
 pub(crate) struct Status {
     program: Mutex<Doing>,
-    /// By device, what it was given and has not ended, in order: it is at the first. Only a device that runs on its own has
-    /// more than one.
+    /// By device, what it was given and has not ended, in order: it is at the first. Only a device
+    /// that runs on its own has more than one.
     devices: Vec<(String, Mutex<VecDeque<Running>>)>,
 }
 
@@ -66,7 +66,8 @@ impl Status {
         }
     }
 
-    /// Time passes: from here on the operations under way have been so since now, where that was not known.
+    /// Time passes: from here on the operations under way have been so since now, where that was
+    /// not known.
     pub(crate) fn tick(&self) {
         for (_, running) in &self.devices {
             if let Some(Running { seen: seen @ None, .. }) = running.lock().front_mut() {
@@ -77,10 +78,14 @@ impl Status {
 
     /// The lowest operation that a device is at.
     pub(crate) fn lowest(&self) -> Option<u64> {
-        self.devices.iter().filter_map(|(_, running)| running.lock().front().map(|running| running.op)).min()
+        self.devices
+            .iter()
+            .filter_map(|(_, running)| running.lock().front().map(|running| running.op))
+            .min()
     }
 
-    /// One line for a hang report. Operations are called what `name` calls them: with what they are for, and their line.
+    /// One line for a hang report. Operations are called what `name` calls them: with what they are
+    /// for, and their line.
     pub(crate) fn describe(&self, name: impl Fn(u64) -> Option<String>) -> String {
         let mut text = match *self.program.lock() {
             Doing::Program => "its program runs code of its own".to_owned(),
@@ -135,15 +140,26 @@ mod tests {
         let plain = status.describe(|_| None);
         assert_eq!(
             plain,
-            "its program runs code of its own; device 0 is at operation 7 (jit Slow); device 1 is idle"
+            "its program runs code of its own; device 0 is at operation 7 (jit Slow); device 1 is \
+             idle"
         );
         status.tick();
-        let named = status.describe(|op| Some(format!("operation {op} (jit Slow; stage 1) at here")));
-        assert!(named.contains("device 0 is at operation 7 (jit Slow; stage 1) at here, for 0."), "{named}");
+        let named =
+            status.describe(|op| Some(format!("operation {op} (jit Slow; stage 1) at here")));
+        assert!(
+            named.contains("device 0 is at operation 7 (jit Slow; stage 1) at here, for 0."),
+            "{named}"
+        );
         status.device_starts(0, 9, Arc::new("jit Next"));
-        assert!(status.describe(|_| None).contains("(jit Slow), for 0.0 s (1 more issued to it); device 1"));
+        assert!(
+            status
+                .describe(|_| None)
+                .contains("(jit Slow), for 0.0 s (1 more issued to it); device 1")
+        );
         status.device_ends(0, 7);
-        assert!(status.describe(|_| None).contains("device 0 is at operation 9 (jit Next); device 1"));
+        assert!(
+            status.describe(|_| None).contains("device 0 is at operation 9 (jit Next); device 1")
+        );
         status.device_ends(0, 9);
         status.device_ends(0, 9);
         assert_eq!(status.lowest(), None);

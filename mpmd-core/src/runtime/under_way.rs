@@ -10,17 +10,18 @@ use super::{OnLoan, OpGuard, Runtime};
 
 /// Payloads that a transport is moving.
 ///
-/// A transport ends each of them when it is done, or when it knows that the peer is gone. Where a peer is
-/// merely silent it may never know: its connections stand. Then who waits is told all the same; the bytes stay
-/// with the transport until it is done with them (invariant *memory-outlives-operation*).
+/// A transport ends each of them when it is done, or when it knows that the peer is gone. Where a
+/// peer is merely silent it may never know: its connections stand. Then who waits is told all the
+/// same; the bytes stay with the transport until it is done with them (invariant
+/// *memory-outlives-operation*).
 #[derive(Default)]
 pub(super) struct UnderWay {
     /// Operations whose bytes are on their way out, by ticket.
     sending: HashMap<u64, (ProcessId, OpGuard)>,
     /// Memory that peers have been handed over, and of which operation, by ticket.
     lent: HashMap<u64, (ProcessId, u64, OnLoan)>,
-    /// Operations of which a peer has not taken yet what it was handed over, with the ticket. Only so long are
-    /// they in flight: what was taken may be kept for ever.
+    /// Operations of which a peer has not taken yet what it was handed over, with the ticket. Only
+    /// so long are they in flight: what was taken may be kept for ever.
     untaken: BTreeMap<(ProcessId, u64, u64), OpGuard>,
     /// The operation up to which a peer has taken all that it was handed over.
     taken: BTreeMap<ProcessId, u64>,
@@ -32,8 +33,8 @@ pub(super) struct UnderWay {
 }
 
 impl UnderWay {
-    /// Bytes are about to be given to the transport; `operation` is in flight until they have left. It comes
-    /// back where that is not worth a try.
+    /// Bytes are about to be given to the transport; `operation` is in flight until they have left.
+    /// It comes back where that is not worth a try.
     pub(super) fn send(&mut self, to: ProcessId, operation: OpGuard) -> Result<Ticket, OpGuard> {
         if self.given_up.contains_key(&to) {
             return Err(operation);
@@ -43,8 +44,8 @@ impl UnderWay {
         Ok(Ticket(number))
     }
 
-    /// As [`send`](Self::send), for bytes that `to` reads where they are. Also returns the operation where
-    /// it need not be in flight for them.
+    /// As [`send`](Self::send), for bytes that `to` reads where they are. Also returns the
+    /// operation where it need not be in flight for them.
     pub(super) fn hand_over(
         &mut self,
         to: ProcessId,
@@ -64,12 +65,13 @@ impl UnderWay {
         Ok((Ticket(number), None))
     }
 
-    /// A peer has taken all that it was handed over up to operation `op`: what need not be in flight for it
-    /// any more.
+    /// A peer has taken all that it was handed over up to operation `op`: what need not be in
+    /// flight for it any more.
     pub(super) fn taken(&mut self, by: ProcessId, op: u64) -> Vec<OpGuard> {
         let taken = self.taken.entry(by).or_default();
         *taken = op.max(*taken);
-        let keys: Vec<_> = self.untaken.range((by, 0, 0)..=(by, op, u64::MAX)).map(|(key, _)| *key).collect();
+        let keys: Vec<_> =
+            self.untaken.range((by, 0, 0)..=(by, op, u64::MAX)).map(|(key, _)| *key).collect();
         keys.iter().filter_map(|key| self.untaken.remove(key)).collect()
     }
 
@@ -89,7 +91,8 @@ impl UnderWay {
 }
 
 impl Runtime {
-    /// Reads a payload of `from` into a buffer; then calls `then` once, also where `from` falls silent.
+    /// Reads a payload of `from` into a buffer; then calls `then` once, also where `from` falls
+    /// silent.
     pub(super) fn fetch(
         self: &Arc<Self>,
         from: ProcessId,
@@ -133,7 +136,8 @@ impl Runtime {
         let sending: Vec<_> = under_way.sending.extract_if(|_, (to, _)| *to == peer).collect();
         let lent: Vec<_> = under_way.lent.extract_if(|_, (to, ..)| *to == peer).collect();
         let untaken = under_way.taken(peer, u64::MAX);
-        let mut receiving: Vec<_> = under_way.receiving.extract_if(|_, (from, _)| *from == peer).collect();
+        let mut receiving: Vec<_> =
+            under_way.receiving.extract_if(|_, (from, _)| *from == peer).collect();
         // Both call on the rest of the runtime.
         drop(under_way);
         drop(lent);
@@ -151,7 +155,8 @@ mod tests {
     use crate::runtime::InFlight;
 
     #[test]
-    fn an_operation_is_in_flight_until_what_it_handed_over_is_taken_and_its_loan_until_it_is_back() {
+    fn an_operation_is_in_flight_until_what_it_handed_over_is_taken_and_its_loan_until_it_is_back()
+    {
         let (in_flight, mut under_way) = (Arc::new(InFlight::default()), UnderWay::default());
         let (near, far) = (ProcessId(1), ProcessId(2));
         let mut tickets = Vec::new();
@@ -172,7 +177,9 @@ mod tests {
         assert_eq!(found(&in_flight), (1, 20));
         // Of an operation that the peer is through with.
         let (loan, operation) = (in_flight.lend(1), in_flight.begin(50, 0, 0));
-        let Ok((late, Some(ended))) = under_way.hand_over(near, 2, loan, operation) else { panic!("ended") };
+        let Ok((late, Some(ended))) = under_way.hand_over(near, 2, loan, operation) else {
+            panic!("ended")
+        };
         drop(ended);
         assert_eq!(found(&in_flight), (1, 21));
         assert!(under_way.taken(near, 1).is_empty(), "old news");

@@ -1,9 +1,10 @@
 //! How threads wait for slots that messages end.
 //!
-//! Where threads can drive the transport ([`Transport::parking`]) a thread that waits does: it looks at its slot
-//! and lets the transport progress in turns for a short time, then sleeps at the transport's door. So what ends
-//! the wait is mostly done by the very thread that waits for it, which nobody has to wake. Over other transports,
-//! and without one, it sleeps until another thread ends the slot.
+//! Where threads can drive the transport ([`Transport::parking`]) a thread that waits does: it
+//! looks at its slot and lets the transport progress in turns for a short time, then sleeps at the
+//! transport's door. So what ends the wait is mostly done by the very thread that waits for it,
+//! which nobody has to wake. Over other transports, and without one, it sleeps until another thread
+//! ends the slot.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -20,7 +21,8 @@ use super::spin::Room;
 
 /// The longest that [`Setting::Auto`] looks.
 const LONGEST: Duration = Duration::from_micros(50);
-/// A wait that ended this soon would have been worth looking through, also where it was slept through.
+/// A wait that ended this soon would have been worth looking through, also where it was slept
+/// through.
 const WORTH: Duration = Duration::from_micros(100);
 /// How long a thread looks before it offers its core to others between looks.
 const ALONE: Duration = Duration::from_micros(3);
@@ -68,14 +70,14 @@ impl Waits {
         self.door().is_some()
     }
 
-    /// Blocks until `slot` ends, or until `deadline`. To be called without any lock: what messages bring is
-    /// dealt with on this thread, and may end any slot.
+    /// Blocks until `slot` ends, or until `deadline`. To be called without any lock: what messages
+    /// bring is dealt with on this thread, and may end any slot.
     pub(crate) fn wait(&self, slot: &Slot, deadline: Option<Instant>) -> Option<Outcome> {
         self.wait_for(Until::Ended, slot, deadline)
     }
 
-    /// As [`wait`](Self::wait), until the buffer of `slot` is there, filled or not: for threads that give work to
-    /// devices.
+    /// As [`wait`](Self::wait), until the buffer of `slot` is there, filled or not: for threads
+    /// that give work to devices.
     pub(crate) fn wait_issued(&self, slot: &Slot) -> Outcome {
         self.wait_for(Until::Issued, slot, None).expect("no deadline was set")
     }
@@ -87,15 +89,16 @@ impl Waits {
         let Some(transport) = self.door() else { return until.sleep(slot, deadline) };
         let start = Instant::now();
         let found = self.look(&**transport, until, slot, start, deadline);
-        let outcome = if found { until.peek(slot) } else { sleep(transport, until, slot, deadline) };
+        let outcome =
+            if found { until.peek(slot) } else { sleep(transport, until, slot, deadline) };
         // What came soon after it was slept for would have been worth a longer look.
         let worth = start.elapsed() <= WORTH;
         WINDOW.set(if worth { LONGEST } else { WINDOW.get() / 2 });
         outcome
     }
 
-    /// The transport, where this thread may drive it. Not from within: a handler that waits, as none should,
-    /// sleeps.
+    /// The transport, where this thread may drive it. Not from within: a handler that waits, as
+    /// none should, sleeps.
     fn door(&self) -> Option<&Arc<dyn Transport>> {
         let transport = self.transport.as_ref()?;
         (!DRIVING.get() && transport.parking().is_some()).then_some(transport)
@@ -141,7 +144,9 @@ impl Waits {
     fn place(&self) -> Option<Place<'_>> {
         match self.room {
             Room::All => Some(Place(None)),
-            Room::One if !self.taken.swap(true, Ordering::Acquire) => Some(Place(Some(&self.taken))),
+            Room::One if !self.taken.swap(true, Ordering::Acquire) => {
+                Some(Place(Some(&self.taken)))
+            }
             Room::One | Room::None => None,
         }
     }
@@ -266,7 +271,9 @@ mod tests {
     use std::collections::VecDeque;
     use std::sync::atomic::AtomicUsize;
 
-    use mpmd_transport::{Failure, FailureKind, Handler, Header, Parking, ProcessId, SharedBuffer, Ticket};
+    use mpmd_transport::{
+        Failure, FailureKind, Handler, Header, Parking, ProcessId, SharedBuffer, Ticket,
+    };
     use parking_lot::{Condvar, Mutex};
 
     use super::*;
@@ -473,8 +480,10 @@ mod tests {
 
     #[test]
     fn where_there_is_room_for_one_to_look_another_sleeps() {
-        let (door, (promise, slot), (other, second)) = (Arc::new(Door::default()), Slot::new(), Slot::new());
-        let waits = Waits { fixed: Some(SOON), ..Waits::new(Some(door.clone()), Setting::Auto, Room::One) };
+        let (door, (promise, slot), (other, second)) =
+            (Arc::new(Door::default()), Slot::new(), Slot::new());
+        let waits =
+            Waits { fixed: Some(SOON), ..Waits::new(Some(door.clone()), Setting::Auto, Room::One) };
         std::thread::scope(|scope| {
             let first = scope.spawn(|| waits.wait(&slot, soon()));
             while !waits.taken.load(Ordering::SeqCst) {

@@ -29,8 +29,8 @@ pub(crate) struct Worker {
     queue: Arc<Queue>,
 }
 
-/// Threads that share a queue: jobs start in order, and end as they end. Dropping it lets the threads
-/// finish the queue and end.
+/// Threads that share a queue: jobs start in order, and end as they end. Dropping it lets the
+/// threads finish the queue and end.
 pub(crate) struct Crew {
     queue: Arc<Queue>,
 }
@@ -123,8 +123,8 @@ impl Queue {
         self.changed.notify_all();
     }
 
-    /// All jobs that there are, once there are some, in exchange for an empty list; false once there will be
-    /// no more. For the only thread of a queue.
+    /// All jobs that there are, once there are some, in exchange for an empty list; false once
+    /// there will be no more. For the only thread of a queue.
     fn take_all(&self, jobs: &mut VecDeque<Job>) -> bool {
         let mut state = self.state.lock();
         while state.jobs.is_empty() {
@@ -153,8 +153,8 @@ impl Queue {
     }
 }
 
-/// A panic in a job has been turned into a failure by whoever made the job; one that gets here must not
-/// end the thread with jobs behind it.
+/// A panic in a job has been turned into a failure by whoever made the job; one that gets here must
+/// not end the thread with jobs behind it.
 fn run(job: Job) {
     let _ = catch_unwind(AssertUnwindSafe(|| job.run()));
 }

@@ -1,9 +1,9 @@
-//! Chunks of one dimension, front-loaded: all of one size but the trailing ones, which may be short or
-//! empty.
+//! Chunks of one dimension, front-loaded: all of one size but the trailing ones, which may be short
+//! or empty.
 //!
-//! With `n` indices and `k` chunks, chunk `i` has the indices from `min(n, c i)` to `min(n, c (i + 1))`,
-//! where `c = ceil(n / k)`. An empty chunk is therefore at the end of the dimension. The sizes are those
-//! of PyTorch's `ChunkShardingSpec`; so are its offsets when it reshards.
+//! With `n` indices and `k` chunks, chunk `i` has the indices from `min(n, c i)` to `min(n, c (i +
+//! 1))`, where `c = ceil(n / k)`. An empty chunk is therefore at the end of the dimension. The
+//! sizes are those of PyTorch's `ChunkShardingSpec`; so are its offsets when it reshards.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -14,8 +14,8 @@ use super::{Layout, ShardingError};
 use crate::region::Region;
 use crate::topology::DeviceId;
 
-/// The chunks of an array by the rank that holds them: the form in which programs that know ranks, not
-/// devices, speak of them.
+/// The chunks of an array by the rank that holds them: the form in which programs that know ranks,
+/// not devices, speak of them.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct ChunkRanks {
     /// For each rank its chunk's first index in every dimension.
@@ -26,15 +26,16 @@ pub struct ChunkRanks {
     pub ranks: Vec<usize>,
 }
 
-/// The chunks of dimension `dim` of an array of `shape`, of which chunk `i` is on rank `placements[i]`.
+/// The chunks of dimension `dim` of an array of `shape`, of which chunk `i` is on rank
+/// `placements[i]`.
 ///
-/// There are as many chunks as placements. A `dim` below 0 counts from the end. There are `world` ranks:
-/// where it is not given, as many as placements.
+/// There are as many chunks as placements. A `dim` below 0 counts from the end. There are `world`
+/// ranks: where it is not given, as many as placements.
 ///
 /// # Errors
 ///
-/// Fails where the array has no such dimension, there are no placements, and where the placements are
-/// not each of the ranks once; says which rank.
+/// Fails where the array has no such dimension, there are no placements, and where the placements
+/// are not each of the ranks once; says which rank.
 pub fn chunk_by_rank(
     shape: &[usize],
     dim: isize,
@@ -59,9 +60,12 @@ pub fn chunk_by_rank(
     if let Some(rank) = (0..world).find(|rank| !chunk_of.contains_key(rank)) {
         return Err(ShardingError::MissingRank { rank, world, placements: placements.len() });
     }
-    let regions = || (0..world).map(|rank| chunk_region(shape, at, placements.len(), chunk_of[&rank]));
+    let regions =
+        || (0..world).map(|rank| chunk_region(shape, at, placements.len(), chunk_of[&rank]));
     Ok(ChunkRanks {
-        offsets_by_rank: regions().map(|region| region.ranges().map(|range| range.start).collect()).collect(),
+        offsets_by_rank: regions()
+            .map(|region| region.ranges().map(|range| range.start).collect())
+            .collect(),
         sizes_by_rank: regions().map(|region| region.shape()).collect(),
         ranks: placements.to_vec(),
     })
@@ -82,7 +86,11 @@ pub(super) fn check(dim: isize, placements: &[DeviceId]) -> Result<(), ShardingE
 }
 
 /// The layout of an array of `shape` whose dimension `dim` is cut into a chunk for each placement.
-pub(super) fn layout(dim: isize, placements: &[DeviceId], shape: &[usize]) -> Result<Layout, ShardingError> {
+pub(super) fn layout(
+    dim: isize,
+    placements: &[DeviceId],
+    shape: &[usize],
+) -> Result<Layout, ShardingError> {
     let at = dim_index(shape, dim)?;
     let chunks = placements.len();
     let regions = (0..chunks).map(|chunk| chunk_region(shape, at, chunks, chunk)).collect();
@@ -91,7 +99,10 @@ pub(super) fn layout(dim: isize, placements: &[DeviceId], shape: &[usize]) -> Re
 
 /// The dimension and the devices in chunk order, where the shards are exactly the chunks of a
 /// dimension. Empty chunks, which are all at one place, keep the order of the shards.
-pub(super) fn infer(shape: &[usize], shards: &[(DeviceId, Region)]) -> Option<(usize, Vec<DeviceId>)> {
+pub(super) fn infer(
+    shape: &[usize],
+    shards: &[(DeviceId, Region)],
+) -> Option<(usize, Vec<DeviceId>)> {
     let mut ordered: Vec<&(DeviceId, Region)> = shards.iter().collect();
     // Chunks differ in one dimension only, so that they are ordered by their offset in it.
     ordered.sort_by_key(|(_, region)| region);
@@ -142,7 +153,8 @@ mod tests {
         let found = chunk_by_rank(shape, dim, placements, Some(placements.len())).unwrap();
         assert_eq!(found.ranks, placements);
         let each = found.offsets_by_rank.iter().zip(&found.sizes_by_rank);
-        let texts: Vec<String> = each.map(|(offset, size)| format!("{offset:?}/{size:?}")).collect();
+        let texts: Vec<String> =
+            each.map(|(offset, size)| format!("{offset:?}/{size:?}")).collect();
         texts.join(" ").replace(", ", ",")
     }
 
@@ -171,15 +183,24 @@ mod tests {
 
     #[test]
     fn sizes_of_chunks() {
-        let sizes = |size, chunks| [0, chunks - 1].map(|chunk| chunk_range(size, chunks, chunk).len());
+        let sizes =
+            |size, chunks| [0, chunks - 1].map(|chunk| chunk_range(size, chunks, chunk).len());
         // All but the trailing chunks have the first one's size.
-        for (size, chunks, first, last) in
-            [(11, 4, 3, 2), (12, 4, 3, 3), (13, 4, 4, 1), (5, 4, 2, 0), (11, 1, 11, 11), (11, 11, 1, 1)]
-        {
+        for (size, chunks, first, last) in [
+            (11, 4, 3, 2),
+            (12, 4, 3, 3),
+            (13, 4, 4, 1),
+            (5, 4, 2, 0),
+            (11, 1, 11, 11),
+            (11, 11, 1, 1),
+        ] {
             assert_eq!(sizes(size, chunks), [first, last], "{size} over {chunks}");
         }
         let huge = usize::MAX;
-        assert_eq!((chunk_range(huge, 3, 2).end, chunk_range(huge, huge, huge - 1).len()), (huge, 1));
+        assert_eq!(
+            (chunk_range(huge, 3, 2).end, chunk_range(huge, huge, huge - 1).len()),
+            (huge, 1)
+        );
     }
 
     #[test]
@@ -187,13 +208,19 @@ mod tests {
         let error = |shape: &[usize], dim, placements: &[usize], world| {
             chunk_by_rank(shape, dim, placements, world).unwrap_err().to_string()
         };
-        assert_eq!(error(&[8, 4], 0, &[0, 1], Some(4)), "rank 2 of 4 gets no chunk: there are 2 placements");
+        assert_eq!(
+            error(&[8, 4], 0, &[0, 1], Some(4)),
+            "rank 2 of 4 gets no chunk: there are 2 placements"
+        );
         assert_eq!(
             error(&[8, 4], 0, &[0, 1, 2, 3], Some(2)),
             "chunk 2 is placed on rank 2, but there are 2 ranks"
         );
         assert_eq!(error(&[6], 0, &[0, 0, 1], Some(3)), "chunks 0 and 1 are both placed on rank 0");
-        assert_eq!(error(&[6], 0, &[1, 2], None), "chunk 1 is placed on rank 2, but there are 2 ranks");
+        assert_eq!(
+            error(&[6], 0, &[1, 2], None),
+            "chunk 1 is placed on rank 2, but there are 2 ranks"
+        );
         assert_eq!(error(&[6], 0, &[], None), "the chunks of dimension 0 are placed nowhere");
         assert!(error(&[6], 0, &[0], Some(usize::MAX)).starts_with("rank 1 of"));
         for dim in [2, -3, isize::MAX, isize::MIN] {
@@ -234,7 +261,9 @@ mod tests {
     #[test]
     fn one_chunk_divides_nothing() {
         assert!(Sharding::chunk(0, ids(&[3])).unwrap().layout(&[5]).unwrap().fully_replicated());
-        assert!(!Sharding::chunk(0, ids(&[3, 4])).unwrap().layout(&[0]).unwrap().fully_replicated());
+        assert!(
+            !Sharding::chunk(0, ids(&[3, 4])).unwrap().layout(&[0]).unwrap().fully_replicated()
+        );
     }
 
     proptest! {

@@ -6,13 +6,15 @@ use super::{Layout, ShardingError};
 use crate::region::Region;
 use crate::topology::DeviceId;
 
-/// Checks what does not depend on a shape: that there are shards, that each device has one, and that no
-/// element is in two.
+/// Checks what does not depend on a shape: that there are shards, that each device has one, and
+/// that no element is in two.
 pub(super) fn check(shards: &[(DeviceId, Region)]) -> Result<(), ShardingError> {
     let Some((first_device, first_region)) = shards.first() else {
         return Err(ShardingError::NoShards);
     };
-    if let Some((device, region)) = shards.iter().find(|(_, region)| region.ndim() != first_region.ndim()) {
+    if let Some((device, region)) =
+        shards.iter().find(|(_, region)| region.ndim() != first_region.ndim())
+    {
         return Err(ShardingError::ShardNdim {
             first_device: *first_device,
             first_region: first_region.clone(),
@@ -20,7 +22,8 @@ pub(super) fn check(shards: &[(DeviceId, Region)]) -> Result<(), ShardingError> 
             region: region.clone(),
         });
     }
-    let mut by_device: Vec<(DeviceId, usize)> = shards.iter().map(|(device, _)| *device).zip(0..).collect();
+    let mut by_device: Vec<(DeviceId, usize)> =
+        shards.iter().map(|(device, _)| *device).zip(0..).collect();
     by_device.sort_unstable();
     if let Some(pair) = by_device.windows(2).find(|pair| pair[0].0 == pair[1].0) {
         let [first, second] = [pair[0].1, pair[1].1].map(|shard| shards[shard].1.clone());
@@ -41,7 +44,10 @@ pub(super) fn check(shards: &[(DeviceId, Region)]) -> Result<(), ShardingError> 
 }
 
 /// The layout of an array of `shape` that consists of these shards, which have passed [`check`].
-pub(super) fn layout(shards: &[(DeviceId, Region)], shape: &[usize]) -> Result<Layout, ShardingError> {
+pub(super) fn layout(
+    shards: &[(DeviceId, Region)],
+    shape: &[usize],
+) -> Result<Layout, ShardingError> {
     let shape_error = |device: DeviceId, region: &Region| ShardingError::ShapeNdim {
         device,
         region: region.clone(),
@@ -71,7 +77,8 @@ pub(super) fn layout(shards: &[(DeviceId, Region)], shape: &[usize]) -> Result<L
 /// A sweep along the dimension in which most shards start at different places: a shard is compared
 /// with those only that have begun before it and not yet ended.
 fn overlap(shards: &[(DeviceId, Region)]) -> Option<(usize, usize, Region)> {
-    let mut order: Vec<usize> = (0..shards.len()).filter(|shard| !shards[*shard].1.is_empty()).collect();
+    let mut order: Vec<usize> =
+        (0..shards.len()).filter(|shard| !shards[*shard].1.is_empty()).collect();
     let ndim = shards.first()?.1.ndim();
     let range = |shard: usize, dim: usize| shards[shard].1.range(dim);
     let starts = |dim: usize| {
@@ -95,7 +102,9 @@ fn overlap(shards: &[(DeviceId, Region)]) -> Option<(usize, usize, Region)> {
             });
             meet.then(|| shards[*earlier].1.intersect(&shards[shard].1)).flatten()
         };
-        if let Some((earlier, common)) = open.iter().find_map(|earlier| Some((*earlier, common(earlier)?))) {
+        if let Some((earlier, common)) =
+            open.iter().find_map(|earlier| Some((*earlier, common(earlier)?)))
+        {
             return Some((earlier.min(shard), earlier.max(shard), common));
         }
         open.push(shard);
@@ -105,8 +114,8 @@ fn overlap(shards: &[(DeviceId, Region)]) -> Option<(usize, usize, Region)> {
 
 /// A part of `whole` that is in none of the regions `held`, which have no elements in common.
 ///
-/// Counting elements tells whether there is one. To find it, a region that meets what remains is cut
-/// out, and the search goes on in a remainder that is not full.
+/// Counting elements tells whether there is one. To find it, a region that meets what remains is
+/// cut out, and the search goes on in a remainder that is not full.
 fn gap(whole: Region, mut held: Vec<&Region>) -> Option<Region> {
     if is_full(&whole, &held) {
         return None;
@@ -162,7 +171,9 @@ mod tests {
             "device 0 has [5..10, 0..5, 5..10] and device 1 has [5..10, 4..9, 9..14]: \
              both have [5..10, 4..5, 9..10]"
         );
-        assert!(Sharding::enumerated(shards(&[([5, 0, 5], [5, 5, 5]), ([5, 5, 5], [5, 5, 5])])).is_ok());
+        assert!(
+            Sharding::enumerated(shards(&[([5, 0, 5], [5, 5, 5]), ([5, 5, 5], [5, 5, 5])])).is_ok()
+        );
         assert_eq!(
             refused(shards(&[([], []), ([], [])])),
             "device 0 has [] and device 1 has []: both have []"
@@ -183,7 +194,10 @@ mod tests {
         assert_eq!(refused(Vec::new()), "a list of no shards: an array is on at least one device");
         let mut mixed = shards(&[([0, 0], [5, 4])]);
         mixed.push((DeviceId(7), Region::full(&[5])));
-        assert_eq!(refused(mixed), "device 0 has [0..5, 0..4] and device 7 has [0..5]: 2 and 1 dimensions");
+        assert_eq!(
+            refused(mixed),
+            "device 0 has [0..5, 0..4] and device 7 has [0..5]: 2 and 1 dimensions"
+        );
         let mut twice = shards(&[([0], [5]), ([5], [1]), ([6], [1])]);
         twice[2].0 = DeviceId(0);
         assert_eq!(refused(twice), "device 0 has [0..5] and again [6..7]: a device has one shard");
@@ -205,16 +219,21 @@ mod tests {
             "device 0 has [0..5, 0..5], but shape [10, 10, 10] has 3 dimensions"
         );
         let outside = shards(&[([0, 0], [5, 2]), ([6, 0], [0, 2])]);
-        assert!(uncovered(outside, &[5, 2]).contains("device 1 has [6..6, 0..2], which is past the end"));
+        assert!(
+            uncovered(outside, &[5, 2])
+                .contains("device 1 has [6..6, 0..2], which is past the end")
+        );
         let huge = shards(&[([0, 0], [1 << 62; 2]), ([1 << 62; 2], [5, 5])]);
         assert!(uncovered(huge, &[1 << 63; 2]).starts_with("no device has"));
     }
 
     #[test]
     fn uneven_tilings_are_fine() {
-        let uneven = shards(&[([0, 0], [2, 4]), ([0, 4], [4, 2]), ([2, 0], [4, 4]), ([4, 4], [2, 2])]);
+        let uneven =
+            shards(&[([0, 0], [2, 4]), ([0, 4], [4, 2]), ([2, 0], [4, 4]), ([4, 4], [2, 2])]);
         let layout = Sharding::enumerated(uneven.clone()).unwrap().layout(&[6, 6]).unwrap();
-        let found: Vec<_> = layout.iter().map(|(device, region)| (device, region.clone())).collect();
+        let found: Vec<_> =
+            layout.iter().map(|(device, region)| (device, region.clone())).collect();
         assert_eq!(found, uneven);
         let scalar = Sharding::enumerated(shards(&[([], [])])).unwrap().layout(&[]).unwrap();
         assert!(scalar.fully_replicated());
@@ -226,7 +245,10 @@ mod tests {
             let sharding = Sharding::of_shards(shape, shards).unwrap();
             match sharding.kind() {
                 ShardingKind::Chunk { dim, placements, .. } => {
-                    format!("{dim}: {:?}", placements.iter().map(|device| device.0).collect::<Vec<_>>())
+                    format!(
+                        "{dim}: {:?}",
+                        placements.iter().map(|device| device.0).collect::<Vec<_>>()
+                    )
                 }
                 ShardingKind::Enumerated { shards, .. } => format!("{} shards", shards.len()),
                 other => panic!("{other:?}"),
@@ -234,21 +256,27 @@ mod tests {
         };
         assert_eq!(of(&[15, 3], &shards(&[([0, 0], [5, 3]), ([5, 0], [10, 3])])), "2 shards");
         assert_eq!(of(&[25], &shards(&[([0], [16]), ([16], [9])])), "2 shards");
-        let grid = shards(&[([0, 0], [2, 2]), ([0, 2], [2, 2]), ([2, 0], [2, 2]), ([2, 2], [2, 2])]);
+        let grid =
+            shards(&[([0, 0], [2, 2]), ([0, 2], [2, 2]), ([2, 0], [2, 2]), ([2, 2], [2, 2])]);
         assert_eq!(of(&[4, 4], &grid), "4 shards");
         let rows = shards(&[([7, 0], [6, 2]), ([0, 0], [7, 2])]);
         assert_eq!(of(&[13, 2], &rows), "0: [1, 0]");
-        let columns = shards(&[([0, 0], [2, 3]), ([0, 9], [2, 1]), ([0, 3], [2, 3]), ([0, 6], [2, 3])]);
+        let columns =
+            shards(&[([0, 0], [2, 3]), ([0, 9], [2, 1]), ([0, 3], [2, 3]), ([0, 6], [2, 3])]);
         assert_eq!(of(&[2, 10], &columns), "1: [0, 2, 3, 1]");
         // With empty chunks; the reference takes these for a list.
-        let short = shards(&[([5, 0], [0, 2]), ([4, 0], [1, 2]), ([0, 0], [2, 2]), ([2, 0], [2, 2])]);
+        let short =
+            shards(&[([5, 0], [0, 2]), ([4, 0], [1, 2]), ([0, 0], [2, 2]), ([2, 0], [2, 2])]);
         assert_eq!(of(&[5, 2], &short), "0: [2, 3, 1, 0]");
         let none = shards(&[([2], [0]), ([0], [1]), ([2], [0]), ([1], [1])]);
         assert_eq!(of(&[2], &none), "0: [1, 3, 0, 2]", "empty chunks keep their order");
         assert_eq!(of(&[0, 3], &shards(&[([0, 0], [0, 3]), ([0, 0], [0, 3])])), "0: [0, 1]");
         assert_eq!(of(&[], &shards(&[([], [])])), "1 shards", "a scalar has no dimension");
         let gap = Sharding::of_shards(&[13, 2], &rows[1..]).unwrap_err();
-        assert_eq!(gap.to_string(), "no device has [7..13, 0..2] of shape [13, 2]; there are 1 shards");
+        assert_eq!(
+            gap.to_string(),
+            "no device has [7..13, 0..2] of shape [13, 2]; there are 1 shards"
+        );
         let overlap = Sharding::of_shards(&[4], &shards(&[([0], [4]), ([0], [4])])).unwrap_err();
         assert!(matches!(overlap, ShardingError::Overlap { .. }), "{overlap}");
     }
@@ -268,8 +296,8 @@ mod tests {
         );
     }
 
-    /// A tiling by cuts from side to side: each choice cuts one of the parts so far in two, where it
-    /// can be cut. Parts may be empty.
+    /// A tiling by cuts from side to side: each choice cuts one of the parts so far in two, where
+    /// it can be cut. Parts may be empty.
     fn tiling(
         shape: &[usize],
         cuts: &[(prop::sample::Index, prop::sample::Index, prop::sample::Index)],
@@ -290,7 +318,11 @@ mod tests {
     }
 
     fn tilings() -> impl Strategy<Value = (Vec<usize>, Vec<(DeviceId, Region)>)> {
-        let cut = (any::<prop::sample::Index>(), any::<prop::sample::Index>(), any::<prop::sample::Index>());
+        let cut = (
+            any::<prop::sample::Index>(),
+            any::<prop::sample::Index>(),
+            any::<prop::sample::Index>(),
+        );
         (prop::collection::vec(1usize..9, 1..4), prop::collection::vec(cut, 0..12))
             .prop_flat_map(|(shape, cuts)| {
                 let regions = Just(tiling(&shape, &cuts)).prop_shuffle();
@@ -310,7 +342,8 @@ mod tests {
         }
         let mut point = vec![0; shape.len()];
         for _ in 0..whole.elements() {
-            let holds = |region: &Region| region.ranges().zip(&point).all(|(range, i)| range.contains(i));
+            let holds =
+                |region: &Region| region.ranges().zip(&point).all(|(range, i)| range.contains(i));
             if shards.iter().filter(|(_, region)| holds(region)).count() != 1 {
                 return false;
             }

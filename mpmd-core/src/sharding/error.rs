@@ -4,8 +4,8 @@ use super::Spec;
 use crate::region::Region;
 use crate::topology::{DeviceId, Mesh};
 
-/// Why a sharding cannot be, or does not apply to a shape. Always the caller's fault, and the same on
-/// every process.
+/// Why a sharding cannot be, or does not apply to a shape. Always the caller's fault, and the same
+/// on every process.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ShardingError {
@@ -34,7 +34,8 @@ pub enum ShardingError {
         spec: Spec,
     },
     /// The spec has more entries than the array has dimensions.
-    #[error("{spec} has {} entries, but shape {shape:?} has {} dimensions", spec.entries().len(), shape.len())]
+    #[error("{spec} has {} entries, but shape {shape:?} has {} \
+        dimensions", spec.entries().len(), shape.len())]
     SpecTooLong {
         /// The spec.
         spec: Spec,
@@ -42,7 +43,8 @@ pub enum ShardingError {
         shape: Vec<usize>,
     },
     /// A dimension cannot be divided evenly.
-    #[error("{spec}: dimension {dim} of shape {shape:?} has size {}, which {axes} divides into {parts} parts", shape[*dim])]
+    #[error("{spec}: dimension {dim} of shape {shape:?} has size {}, which {axes} divides into \
+        {parts} parts", shape[*dim])]
     NotDivisible {
         /// The dimension.
         dim: usize,
@@ -127,7 +129,8 @@ pub enum ShardingError {
     NoShards,
     /// Shards with different numbers of dimensions.
     #[error(
-        "device {first_device} has {first_region} and device {device} has {region}: {} and {} dimensions",
+        "device {first_device} has {first_region} and device {device} has {region}: {} and {} \
+         dimensions",
         first_region.ndim(),
         region.ndim()
     )]
@@ -153,7 +156,8 @@ pub enum ShardingError {
     },
     /// Two shards that have elements in common.
     #[error(
-        "device {first_device} has {first_region} and device {second_device} has {second_region}: both have {common}"
+        "device {first_device} has {first_region} and device {second_device} has {second_region}: \
+         both have {common}"
     )]
     Overlap {
         /// The device that comes first in the list.
@@ -178,7 +182,9 @@ pub enum ShardingError {
         shape: Vec<usize>,
     },
     /// A shard that ends after the array does.
-    #[error("device {device} has {region}, which is past the end of dimension {dim} of shape {shape:?}")]
+    #[error(
+        "device {device} has {region}, which is past the end of dimension {dim} of shape {shape:?}"
+    )]
     PastEnd {
         /// The device.
         device: DeviceId,

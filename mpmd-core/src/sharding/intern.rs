@@ -31,7 +31,9 @@ pub(super) fn intern(kind: ShardingKind) -> Arc<Inner> {
         return inner;
     }
     let listed = match &kind {
-        ShardingKind::Enumerated { shards, .. } => shards.iter().map(|(device, _)| *device).collect(),
+        ShardingKind::Enumerated { shards, .. } => {
+            shards.iter().map(|(device, _)| *device).collect()
+        }
         _ => Vec::new(),
     };
     let inner = Arc::new(Inner { kind, fingerprint, listed, layouts: Mutex::default() });

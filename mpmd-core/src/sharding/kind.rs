@@ -23,14 +23,14 @@ pub enum ShardingKind {
         mesh: Mesh,
         /// Which dimension is divided over which axes.
         spec: Spec,
-        /// The axes over which the shards are partial sums, in the order of the mesh: the values of the
-        /// array are the sums over them.
+        /// The axes over which the shards are partial sums, in the order of the mesh: the values of
+        /// the array are the sums over them.
         unreduced: Vec<String>,
         /// Which memory of the devices.
         memory_kind: MemoryKind,
     },
-    /// One dimension cut into front-loaded chunks: all of one size but the trailing ones, which may be
-    /// short or empty.
+    /// One dimension cut into front-loaded chunks: all of one size but the trailing ones, which may
+    /// be short or empty.
     Chunk {
         /// The dimension; below 0 it counts from the end.
         dim: isize,

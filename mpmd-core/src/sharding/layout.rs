@@ -6,8 +6,8 @@ use crate::topology::DeviceId;
 
 /// Which region of an array each device holds.
 ///
-/// Equal where shape, devices in their order, regions and partial sums are, whatever shardings they come
-/// from.
+/// Equal where shape, devices in their order, regions and partial sums are, whatever shardings they
+/// come from.
 #[derive(Clone, Debug)]
 pub struct Layout {
     shape: Vec<usize>,
@@ -25,14 +25,14 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The layout in which each device holds the region at its place. `fully_replicated` says that the
-    /// sharding divides nothing; every device of an empty array may hold all of it and yet be divided.
-    /// Regions of two devices are equal or have nothing in common.
+    /// The layout in which each device holds the region at its place. `fully_replicated` says that
+    /// the sharding divides nothing; every device of an empty array may hold all of it and yet be
+    /// divided. Regions of two devices are equal or have nothing in common.
     ///
     /// # Panics
     ///
-    /// Where there is not one region for each device, a device comes twice, or a region is not within
-    /// `shape`.
+    /// Where there is not one region for each device, a device comes twice, or a region is not
+    /// within `shape`.
     pub fn new(
         shape: &[usize],
         devices: Vec<DeviceId>,
@@ -46,7 +46,10 @@ impl Layout {
         }
         let mut places: Vec<_> = devices.iter().copied().zip(0..).collect();
         places.sort_unstable();
-        assert!(places.windows(2).all(|pair| pair[0].0 != pair[1].0), "a device comes twice: {devices:?}");
+        assert!(
+            places.windows(2).all(|pair| pair[0].0 != pair[1].0),
+            "a device comes twice: {devices:?}"
+        );
         let mut fingerprint = Fingerprint::new("layout");
         fingerprint.words(shape.iter().map(|dim| *dim as u64));
         fingerprint.words(devices.iter().map(|device| u64::from(device.0)));
@@ -59,8 +62,8 @@ impl Layout {
         Self { shape, devices, regions, fully_replicated, terms, term_of, fingerprint, places }
     }
 
-    /// The layout in which the device at each place holds the partial sum `term_of[place]` of its region.
-    /// Values of the array are the sums over all terms.
+    /// The layout in which the device at each place holds the partial sum `term_of[place]` of its
+    /// region. Values of the array are the sums over all terms.
     ///
     /// # Panics
     ///
@@ -112,8 +115,8 @@ impl Layout {
         self.terms
     }
 
-    /// Which of the [`terms`](Self::terms) the device at this place holds: its coordinates along the
-    /// unreduced axes of its mesh, major to minor in the order of the mesh.
+    /// Which of the [`terms`](Self::terms) the device at this place holds: its coordinates along
+    /// the unreduced axes of its mesh, major to minor in the order of the mesh.
     ///
     /// # Panics
     ///
@@ -123,8 +126,8 @@ impl Layout {
         self.term_of.get(place).copied().unwrap_or(0)
     }
 
-    /// Whether the sharding divides nothing, so that every device holds the whole array, or a partial
-    /// sum of all of it.
+    /// Whether the sharding divides nothing, so that every device holds the whole array, or a
+    /// partial sum of all of it.
     pub fn fully_replicated(&self) -> bool {
         self.fully_replicated
     }
@@ -186,7 +189,8 @@ mod tests {
         let rows = sharding(&[("a", 2), ("b", 3), ("c", 2)], spec!["b"]);
         let layout = |axes: &[&str]| rows.unreduced(axes).unwrap().layout(&[6]).unwrap();
         let whole = rows.layout(&[6]).unwrap();
-        let terms = |layout: &Layout| (0..12).map(|place| layout.term_of(place)).collect::<Vec<_>>();
+        let terms =
+            |layout: &Layout| (0..12).map(|place| layout.term_of(place)).collect::<Vec<_>>();
         assert_eq!((whole.terms(), terms(&whole)), (1, vec![0; 12]));
         let (a, c, both) = (layout(&["a"]), layout(&["c"]), layout(&["c", "a"]));
         assert_eq!((a.terms(), terms(&a)), (2, vec![0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1]));
@@ -202,13 +206,18 @@ mod tests {
         let replicated = sharding(&[("a", 2)], spec![]).unreduced(&["a"]).unwrap();
         assert!(replicated.layout(&[6]).unwrap().fully_replicated(), "it divides nothing");
         let one = sharding(&[("a", 1)], spec![]);
-        assert_eq!(one.unreduced(&["a"]).unwrap().layout(&[6]), one.layout(&[6]), "one sum is the value");
+        assert_eq!(
+            one.unreduced(&["a"]).unwrap().layout(&[6]),
+            one.layout(&[6]),
+            "one sum is the value"
+        );
     }
 
     #[test]
     #[should_panic(expected = "nobody holds a term")]
     fn terms_that_nobody_holds_are_the_callers_bug() {
-        let _ = Layout::new(&[4], vec![DeviceId(0)], vec![Region::full(&[4])], true).with_terms(vec![1]);
+        let _ = Layout::new(&[4], vec![DeviceId(0)], vec![Region::full(&[4])], true)
+            .with_terms(vec![1]);
     }
 
     #[test]

@@ -43,7 +43,8 @@ pub struct Sharding {
 impl Sharding {
     /// Dimensions divided over the axes of `mesh` as `spec` says.
     ///
-    /// Whether the two agree shows when the sharding is applied to a shape: [`layout`](Self::layout).
+    /// Whether the two agree shows when the sharding is applied to a shape:
+    /// [`layout`](Self::layout).
     pub fn named(mesh: Mesh, spec: Spec, memory_kind: MemoryKind) -> Self {
         Self::of_kind(ShardingKind::Named { mesh, spec, unreduced: Vec::new(), memory_kind })
     }
@@ -53,12 +54,12 @@ impl Sharding {
         Self::of_kind(ShardingKind::SingleDevice { device, memory_kind: MemoryKind::Device })
     }
 
-    /// Dimension `dim` cut into as many chunks as there are placements, of which chunk `i` is on device
-    /// `placements[i]`, in its own memory. A `dim` below 0 counts from the end.
+    /// Dimension `dim` cut into as many chunks as there are placements, of which chunk `i` is on
+    /// device `placements[i]`, in its own memory. A `dim` below 0 counts from the end.
     ///
-    /// With `n` indices and `k` placements each chunk has `ceil(n / k)`, but the trailing ones, which
-    /// have what is left; an empty chunk is at the end of the dimension. Whether the array has the
-    /// dimension shows when the sharding is applied to a shape.
+    /// With `n` indices and `k` placements each chunk has `ceil(n / k)`, but the trailing ones,
+    /// which have what is left; an empty chunk is at the end of the dimension. Whether the array
+    /// has the dimension shows when the sharding is applied to a shape.
     ///
     /// # Errors
     ///
@@ -69,29 +70,32 @@ impl Sharding {
         Ok(Self::of_kind(ShardingKind::Chunk { dim, placements, memory_kind }))
     }
 
-    /// Shards listed one by one, in the devices' own memory: any regions that fill an array, each element
-    /// in one of them. Empty ones are allowed. Whether they fill an array shows when the sharding is
-    /// applied to its shape.
+    /// Shards listed one by one, in the devices' own memory: any regions that fill an array, each
+    /// element in one of them. Empty ones are allowed. Whether they fill an array shows when the
+    /// sharding is applied to its shape.
     ///
     /// # Errors
     ///
-    /// Fails where there are no shards, they have different numbers of dimensions, a device comes twice,
-    /// or two have elements in common; names the shards.
+    /// Fails where there are no shards, they have different numbers of dimensions, a device comes
+    /// twice, or two have elements in common; names the shards.
     pub fn enumerated(shards: Vec<(DeviceId, Region)>) -> Result<Self, ShardingError> {
         enumerated::check(&shards)?;
         let memory_kind = MemoryKind::Device;
         Ok(Self::of_kind(ShardingKind::Enumerated { shards, memory_kind }))
     }
 
-    /// The sharding of an array of `shape` that has these shards: chunks of a dimension where they are
-    /// exactly those (the first such dimension; chunks in the order of their offsets, empty ones in that
-    /// of the list), else a list.
+    /// The sharding of an array of `shape` that has these shards: chunks of a dimension where they
+    /// are exactly those (the first such dimension; chunks in the order of their offsets, empty
+    /// ones in that of the list), else a list.
     ///
     /// # Errors
     ///
-    /// As [`Sharding::enumerated`], and where the shards do not fill the array: where one goes past its
-    /// end, or a part of it is in none.
-    pub fn of_shards(shape: &[usize], shards: &[(DeviceId, Region)]) -> Result<Self, ShardingError> {
+    /// As [`Sharding::enumerated`], and where the shards do not fill the array: where one goes past
+    /// its end, or a part of it is in none.
+    pub fn of_shards(
+        shape: &[usize],
+        shards: &[(DeviceId, Region)],
+    ) -> Result<Self, ShardingError> {
         let listed = Self::enumerated(shards.to_vec())?;
         listed.layout(shape)?;
         match chunk::infer(shape, shards) {
@@ -106,14 +110,14 @@ impl Sharding {
         Self::of_kind(self.inner.kind.with_memory_kind(memory_kind))
     }
 
-    /// The same regions, each of them a partial sum: the values of the array are the sums over these
-    /// axes of the mesh, which are then exactly its [`unreduced_axes`](Self::unreduced_axes), in
-    /// whatever order they are given. Adding up is a `device_put` to a sharding without them.
+    /// The same regions, each of them a partial sum: the values of the array are the sums over
+    /// these axes of the mesh, which are then exactly its [`unreduced_axes`](Self::unreduced_axes),
+    /// in whatever order they are given. Adding up is a `device_put` to a sharding without them.
     ///
     /// # Errors
     ///
-    /// Fails where the sharding has no mesh, its mesh not the axis, the spec divides a dimension over
-    /// it, or it comes twice.
+    /// Fails where the sharding has no mesh, its mesh not the axis, the spec divides a dimension
+    /// over it, or it comes twice.
     pub fn unreduced(&self, axes: &[&str]) -> Result<Self, ShardingError> {
         match &self.inner.kind {
             ShardingKind::Named { mesh, spec, memory_kind, .. } => {
@@ -131,7 +135,8 @@ impl Sharding {
         }
     }
 
-    /// The same regions without unreduced axes: what the partial sums become when they are added up.
+    /// The same regions without unreduced axes: what the partial sums become when they are added
+    /// up.
     #[must_use]
     pub fn reduced(&self) -> Self {
         match &self.inner.kind {
@@ -152,8 +157,8 @@ impl Sharding {
         self.inner.fingerprint
     }
 
-    /// The devices in device-assignment order: a mesh's row-major order, the order of the chunks, or that
-    /// of the list.
+    /// The devices in device-assignment order: a mesh's row-major order, the order of the chunks,
+    /// or that of the list.
     pub fn devices(&self) -> &[DeviceId] {
         match &self.inner.kind {
             ShardingKind::Named { mesh, .. } => mesh.devices(),
@@ -179,8 +184,8 @@ impl Sharding {
         }
     }
 
-    /// The axes over which the shards are partial sums, in the order of the mesh. Also an axis of size 1
-    /// is one, so that whether a program is right does not hang on the size of its mesh.
+    /// The axes over which the shards are partial sums, in the order of the mesh. Also an axis of
+    /// size 1 is one, so that whether a program is right does not hang on the size of its mesh.
     pub fn unreduced_axes(&self) -> &[String] {
         match &self.inner.kind {
             ShardingKind::Named { unreduced, .. } => unreduced,
@@ -198,8 +203,9 @@ impl Sharding {
     /// # Errors
     ///
     /// Fails where the spec names an axis that the mesh does not have or names one twice, has more
-    /// entries than `shape` has dimensions, or does not divide a dimension evenly; where there is no such
-    /// dimension to cut into chunks; and where listed shards do not fill an array of `shape`.
+    /// entries than `shape` has dimensions, or does not divide a dimension evenly; where there is
+    /// no such dimension to cut into chunks; and where listed shards do not fill an array of
+    /// `shape`.
     pub fn layout(&self, shape: &[usize]) -> Result<Arc<Layout>, ShardingError> {
         if let Some(layout) = self.inner.layouts.lock().get(shape) {
             return Ok(layout.clone());
@@ -229,9 +235,10 @@ impl Sharding {
     pub fn check_devices(&self, topology: &Topology) -> Result<(), ShardingError> {
         match self.devices().iter().find(|device| topology.device(**device).is_none()) {
             None => Ok(()),
-            Some(device) => {
-                Err(ShardingError::UnknownDevice { device: *device, devices: topology.devices().len() })
-            }
+            Some(device) => Err(ShardingError::UnknownDevice {
+                device: *device,
+                devices: topology.devices().len(),
+            }),
         }
     }
 
@@ -355,11 +362,17 @@ mod tests {
         ];
         for kind in kinds {
             let host = kind.with_memory_kind(MemoryKind::Host);
-            assert_eq!((kind.memory_kind(), host.memory_kind()), (MemoryKind::Device, MemoryKind::Host));
+            assert_eq!(
+                (kind.memory_kind(), host.memory_kind()),
+                (MemoryKind::Device, MemoryKind::Host)
+            );
             assert!(host != kind && host.fingerprint() != kind.fingerprint(), "{kind}");
             assert_eq!(host.layout(&[4]), kind.layout(&[4]));
             assert_eq!(host.with_memory_kind(MemoryKind::Device), kind);
-            assert_eq!((host.devices(), host.unreduced_axes()), (kind.devices(), kind.unreduced_axes()));
+            assert_eq!(
+                (host.devices(), host.unreduced_axes()),
+                (kind.devices(), kind.unreduced_axes())
+            );
             assert_eq!(host.reduced().memory_kind(), MemoryKind::Host);
         }
     }
@@ -376,7 +389,10 @@ mod tests {
         assert_eq!(rows.unreduced_axes(), [""; 0]);
         let error = |axes: &[&str]| rows.unreduced(axes).unwrap_err().to_string();
         let found = error(&["z"]);
-        assert_eq!(found, "axis `z` cannot be unreduced: the mesh is {a:2, b:2, c:1} devices [0, 1, 2, 3]");
+        assert_eq!(
+            found,
+            "axis `z` cannot be unreduced: the mesh is {a:2, b:2, c:1} devices [0, 1, 2, 3]"
+        );
         assert_eq!(error(&["b", "b"]), "axis `b` is unreduced twice");
         assert_eq!(error(&["a"]), "axis `a` cannot be unreduced: P(a) divides dimension 0 over it");
         let single = Sharding::single_device(DeviceId(3));

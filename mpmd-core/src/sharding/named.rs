@@ -17,11 +17,18 @@ pub(super) fn layout(mesh: &Mesh, spec: &Spec, shape: &[usize]) -> Result<Layout
 }
 
 /// The axes in the order of the mesh, once it is clear that shards can be partial sums over them.
-pub(super) fn unreduced(mesh: &Mesh, spec: &Spec, axes: &[&str]) -> Result<Vec<String>, ShardingError> {
+pub(super) fn unreduced(
+    mesh: &Mesh,
+    spec: &Spec,
+    axes: &[&str],
+) -> Result<Vec<String>, ShardingError> {
     let mut chosen = vec![false; mesh.axis_names().len()];
     for axis in axes {
         let Some(index) = mesh.axis_index(axis) else {
-            return Err(ShardingError::UnreducedUnknownAxis { axis: (*axis).to_owned(), mesh: mesh.clone() });
+            return Err(ShardingError::UnreducedUnknownAxis {
+                axis: (*axis).to_owned(),
+                mesh: mesh.clone(),
+            });
         };
         if std::mem::replace(&mut chosen[index], true) {
             return Err(ShardingError::UnreducedTwice { axis: (*axis).to_owned() });
@@ -59,7 +66,8 @@ struct Divided {
 impl Divided {
     /// The part that the device at these coordinates of the mesh holds.
     fn part(&self, mesh: &Mesh, coordinates: &[usize]) -> (usize, usize) {
-        let part = self.axes.iter().fold(0, |part, axis| part * mesh.shape()[*axis] + coordinates[*axis]);
+        let part =
+            self.axes.iter().fold(0, |part, axis| part * mesh.shape()[*axis] + coordinates[*axis]);
         (part * self.size, (part + 1) * self.size)
     }
 }
@@ -132,7 +140,10 @@ mod tests {
     fn dividing_by_axes_of_size_one_is_still_replicated() {
         let mesh = Mesh::new(&[("x", 1), ("y", 2)], vec![DeviceId(0), DeviceId(1)]).unwrap();
         assert!(layout(&mesh, &spec!["x"], &[4]).unwrap().fully_replicated());
-        assert!(!layout(&mesh, &spec!["y"], &[0]).unwrap().fully_replicated(), "divided, if into nothing");
+        assert!(
+            !layout(&mesh, &spec!["y"], &[0]).unwrap().fully_replicated(),
+            "divided, if into nothing"
+        );
         assert!(layout(&mesh, &spec![], &[]).unwrap().fully_replicated());
     }
 
@@ -157,7 +168,8 @@ mod tests {
         );
         assert_eq!(
             error(spec![None, ("a", "b")], &[4, 8]).to_string(),
-            "P(None, (a, b)): dimension 1 of shape [4, 8] has size 8, which {a:2, b:3} divides into 6 parts"
+            "P(None, (a, b)): dimension 1 of shape [4, 8] has size 8, which {a:2, b:3} divides \
+             into 6 parts"
         );
         assert!(layout(&mesh(), &spec!["b"], &[0, 5]).is_ok(), "nothing divides evenly");
     }

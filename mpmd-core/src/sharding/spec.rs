@@ -6,8 +6,8 @@ use crate::fingerprint::Fingerprint;
 
 /// For each dimension the mesh axes it is divided over. Dimensions beyond its end are not divided.
 ///
-/// Written `spec![None, "model"]`, or `spec![("data", "model"), None]` for a dimension divided over two
-/// axes, the first of them major.
+/// Written `spec![None, "model"]`, or `spec![("data", "model"), None]` for a dimension divided over
+/// two axes, the first of them major.
 #[derive(Clone, Debug, Default, Eq, Hash, PartialEq)]
 pub struct Spec(Vec<SpecEntry>);
 
@@ -145,7 +145,8 @@ mod tests {
     #[test]
     fn every_way_to_write_an_entry() {
         let owned = String::from("c");
-        let spec = spec![None, "model", ("a", "b"), &owned, Some("d"), ("e",), Vec::<String>::new()];
+        let spec =
+            spec![None, "model", ("a", "b"), &owned, Some("d"), ("e",), Vec::<String>::new()];
         assert_eq!(spec.to_string(), "P(None, model, (a, b), c, d, e, None)");
         assert_eq!(spec![("a", String::from("b"), "c", "d"),].entries()[0].axes().len(), 4);
         assert_eq!(spec![].entries(), []);

@@ -10,14 +10,17 @@ use super::{DeviceId, DeviceKind, ProcessId, Topology};
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, Hash, PartialEq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CudaCollectives {
-    /// By way of the host's pinned memory and the job's transports: the same bits as on CPU devices.
+    /// By way of the host's pinned memory and the job's transports: the same bits as on CPU
+    /// devices.
     #[default]
     Host,
-    /// By NCCL, on the devices' own streams, in groups of CUDA devices of which no two are one graphics processor,
-    /// for the dtypes that NCCL has (all but `bool`, `i16`, `u16` and complex numbers); by way of the host elsewhere.
+    /// By NCCL, on the devices' own streams, in groups of CUDA devices of which no two are one
+    /// graphics processor, for the dtypes that NCCL has (all but `bool`, `i16`, `u16` and complex
+    /// numbers); by way of the host elsewhere.
     ///
-    /// NCCL adds in an order of its own, so sums may be rounded otherwise than on CPU devices, and with another number of
-    /// devices. What the largest of values is where some are NaN is up to NCCL too.
+    /// NCCL adds in an order of its own, so sums may be rounded otherwise than on CPU devices, and
+    /// with another number of devices. What the largest of values is where some are NaN is up to
+    /// NCCL too.
     Nccl,
 }
 
@@ -49,7 +52,8 @@ impl fmt::Display for CudaCollectives {
 }
 
 impl Topology {
-    /// The same job with collectives of CUDA devices that go this way. Without it they go by way of the host.
+    /// The same job with collectives of CUDA devices that go this way. Without it they go by way of
+    /// the host.
     #[must_use]
     pub fn with_cuda_collectives(&self, way: CudaCollectives) -> Self {
         self.with(|inner| inner.collectives = way)
@@ -61,7 +65,8 @@ impl Topology {
     }
 
     /// The same job where this is known of the graphics processors of a process's devices of kind
-    /// [`Cuda`](DeviceKind::Cuda), in the devices' order. Those of which nothing is known count as all different.
+    /// [`Cuda`](DeviceKind::Cuda), in the devices' order. Those of which nothing is known count as
+    /// all different.
     #[must_use]
     pub(crate) fn with_gpus_of(&self, process: ProcessId, gpus: &[GpuId]) -> Self {
         let devices = self.devices_of(process).iter().copied();
@@ -75,18 +80,20 @@ impl Topology {
         self.devices_of(process).iter().any(|device| self.inner.gpus.contains_key(device))
     }
 
-    /// Whether these devices work together by NCCL, as far as they are concerned. The same on all processes that own
-    /// some of them.
+    /// Whether these devices work together by NCCL, as far as they are concerned. The same on all
+    /// processes that own some of them.
     pub(crate) fn are_joined(&self, devices: &[DeviceId]) -> bool {
         if self.inner.collectives != CudaCollectives::Nccl || devices.len() < 2 {
             return false;
         }
         // NCCL refuses two ranks on one processor.
-        let mut gpus: Vec<_> = devices.iter().filter_map(|device| self.inner.gpus.get(device)).collect();
+        let mut gpus: Vec<_> =
+            devices.iter().filter_map(|device| self.inner.gpus.get(device)).collect();
         let known = gpus.len();
         gpus.sort_unstable();
         gpus.dedup();
-        gpus.len() == known && devices.iter().all(|device| self.kind_of(*device) == Some(DeviceKind::Cuda))
+        gpus.len() == known
+            && devices.iter().all(|device| self.kind_of(*device) == Some(DeviceKind::Cuda))
     }
 }
 

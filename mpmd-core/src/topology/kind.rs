@@ -31,8 +31,8 @@ impl DeviceKind {
         Self::ALL.into_iter().find(|kind| kind.name() == name)
     }
 
-    /// Reads what users say of the devices of a job: one kind for all processes, or several, by process, with commas
-    /// between them. `None` where one of them is no kind.
+    /// Reads what users say of the devices of a job: one kind for all processes, or several, by
+    /// process, with commas between them. `None` where one of them is no kind.
     pub fn list(text: &str) -> Option<Vec<Self>> {
         text.split(',').map(|name| Self::named(name.trim())).collect()
     }

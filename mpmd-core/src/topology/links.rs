@@ -29,8 +29,8 @@ pub struct Link {
 
 /// The costs of all classes of links.
 ///
-/// Every process of a job has the same: a plan depends on them, and all processes must make the same
-/// plans. `mpmd bench links` measures them.
+/// Every process of a job has the same: a plan depends on them, and all processes must make the
+/// same plans. `mpmd bench links` measures them.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
 pub struct Links {
     /// Within a device's memory.
@@ -84,7 +84,8 @@ impl Links {
     }
 }
 
-/// Round figures of a common machine with a network of 10 Gbit/s; plans that hold for many differ little.
+/// Round figures of a common machine with a network of 10 Gbit/s; plans that hold for many differ
+/// little.
 impl Default for Links {
     fn default() -> Self {
         Self {
@@ -103,8 +104,14 @@ mod tests {
     #[test]
     fn a_message_costs_its_latency_and_its_bytes() {
         let link = Link { latency_ns: 100, bytes_per_us: 1_000 };
-        assert_eq!((link.nanos(0), link.nanos(5), link.nanos(1 << 20)), (100, 105, 100 + (1 << 20)));
-        assert!(Link { latency_ns: 0, bytes_per_us: 0 }.nanos(u64::MAX) > 0, "no division by nothing");
+        assert_eq!(
+            (link.nanos(0), link.nanos(5), link.nanos(1 << 20)),
+            (100, 105, 100 + (1 << 20))
+        );
+        assert!(
+            Link { latency_ns: 0, bytes_per_us: 0 }.nanos(u64::MAX) > 0,
+            "no division by nothing"
+        );
     }
 
     #[test]

@@ -32,15 +32,19 @@ impl Mesh {
     ///
     /// # Errors
     ///
-    /// Fails where the sizes do not multiply to the number of devices, where an axis has no name, the
-    /// name of another or no index, and where a device comes twice.
+    /// Fails where the sizes do not multiply to the number of devices, where an axis has no name,
+    /// the name of another or no index, and where a device comes twice.
     pub fn new(axes: &[(&str, usize)], devices: Vec<DeviceId>) -> Result<Self, MeshError> {
         let names: Vec<String> = axes.iter().map(|(name, _)| (*name).to_owned()).collect();
         let shape: Vec<usize> = axes.iter().map(|(_, size)| *size).collect();
         let text = || axes_text(&names, &shape);
         for (i, (name, size)) in axes.iter().enumerate() {
             if name.is_empty() || *size == 0 {
-                return Err(MeshError::EmptyAxis { axis: (*name).to_owned(), size: *size, mesh: text() });
+                return Err(MeshError::EmptyAxis {
+                    axis: (*name).to_owned(),
+                    size: *size,
+                    mesh: text(),
+                });
             }
             if axes[..i].iter().any(|(earlier, _)| earlier == name) {
                 return Err(MeshError::DuplicateAxis { axis: (*name).to_owned(), mesh: text() });
@@ -68,7 +72,15 @@ impl Mesh {
         fingerprint.words(shape.iter().map(|size| *size as u64));
         names.iter().for_each(|name| fingerprint.text(name));
         fingerprint.words(devices.iter().map(|device| u64::from(device.0)));
-        Self { inner: Arc::new(Inner { fingerprint: fingerprint.finish(), names, shape, devices, places }) }
+        Self {
+            inner: Arc::new(Inner {
+                fingerprint: fingerprint.finish(),
+                names,
+                shape,
+                devices,
+                places,
+            }),
+        }
     }
 
     /// The names of the axes, major to minor.
@@ -110,8 +122,8 @@ impl Mesh {
         self.inner.fingerprint
     }
 
-    /// One mesh for each index of `axis`, without that axis: the stages of a pipeline. Where it is the
-    /// only axis the pieces keep it, with size 1.
+    /// One mesh for each index of `axis`, without that axis: the stages of a pipeline. Where it is
+    /// the only axis the pieces keep it, with size 1.
     ///
     /// # Errors
     ///
@@ -149,8 +161,8 @@ impl Mesh {
         Ok(self.part(index, range))
     }
 
-    /// The groups of devices that differ only along `axis`, each in the axis' order; the groups in the
-    /// order of their first devices. A collective over the axis runs in each of them.
+    /// The groups of devices that differ only along `axis`, each in the axis' order; the groups in
+    /// the order of their first devices. A collective over the axis runs in each of them.
     ///
     /// # Errors
     ///
@@ -159,7 +171,10 @@ impl Mesh {
         let index = self.axis(axis)?;
         let stride = self.stride(index);
         let first = |place: &usize| (place / stride).is_multiple_of(self.inner.shape[index]);
-        Ok((0..self.inner.devices.len()).filter(first).map(|place| self.group_at(index, place)).collect())
+        Ok((0..self.inner.devices.len())
+            .filter(first)
+            .map(|place| self.group_at(index, place))
+            .collect())
     }
 
     /// The devices that differ from `device` only along `axis`, with itself, in the axis' order.
@@ -291,7 +306,8 @@ impl fmt::Display for DeviceList<'_> {
 }
 
 fn axes_text(names: &[String], shape: &[usize]) -> String {
-    let axes: Vec<String> = names.iter().zip(shape).map(|(name, size)| format!("{name}:{size}")).collect();
+    let axes: Vec<String> =
+        names.iter().zip(shape).map(|(name, size)| format!("{name}:{size}")).collect();
     format!("{{{}}}", axes.join(", "))
 }
 
@@ -372,7 +388,8 @@ mod tests {
 
     #[test]
     fn malformed_meshes_are_refused() {
-        let new = |axes: &[(&str, usize)], devices: &[u32]| Mesh::new(axes, ids(devices)).unwrap_err();
+        let new =
+            |axes: &[(&str, usize)], devices: &[u32]| Mesh::new(axes, ids(devices)).unwrap_err();
         let error = new(&[("x", 2), ("y", 2)], &[0, 1, 2]);
         assert_eq!(error.to_string(), "a mesh {x:2, y:2} takes 4 devices, found 3");
         assert!(matches!(new(&[("x", 1), ("x", 1)], &[0]), MeshError::DuplicateAxis { .. }));

@@ -103,7 +103,9 @@ pub enum MeshError {
         found: usize,
     },
     /// There is neither one kind of devices for all processes nor one for each.
-    #[error("{found} kinds of devices are given for {processes} processes: one for all, or one for each")]
+    #[error(
+        "{found} kinds of devices are given for {processes} processes: one for all, or one for each"
+    )]
     KindCount {
         /// How many processes there are.
         processes: usize,
@@ -184,7 +186,11 @@ impl Topology {
         let mut owned = vec![Vec::new(); processes];
         for Device { id, process, .. } in &devices {
             let Some(own) = owned.get_mut(process.index()) else {
-                return Err(MeshError::UnknownProcess { device: *id, process: *process, processes });
+                return Err(MeshError::UnknownProcess {
+                    device: *id,
+                    process: *process,
+                    processes,
+                });
             };
             own.push(*id);
         }
@@ -194,8 +200,8 @@ impl Topology {
         Ok(Self { inner: Arc::new(Inner { devices, ids, owned, hosts, links, collectives, gpus }) })
     }
 
-    /// The same job with its processes on these hosts, one name for each process. Without it all are on
-    /// one.
+    /// The same job with its processes on these hosts, one name for each process. Without it all
+    /// are on one.
     ///
     /// # Errors
     ///
@@ -213,8 +219,8 @@ impl Topology {
         Ok(self.with(|inner| inner.hosts = hosts))
     }
 
-    /// The same job with devices of these kinds: one kind for the devices of all processes, or one for those of each
-    /// process, in order. Without it all are [`DeviceKind::Cpu`].
+    /// The same job with devices of these kinds: one kind for the devices of all processes, or one
+    /// for those of each process, in order. Without it all are [`DeviceKind::Cpu`].
     ///
     /// # Errors
     ///
@@ -250,9 +256,13 @@ impl Topology {
     ///
     /// Where there would be more than `u32::MAX` devices or processes.
     pub fn even(processes: usize, devices_per_process: usize) -> Self {
-        let count = processes.checked_mul(devices_per_process).and_then(|count| u32::try_from(count).ok());
+        let count =
+            processes.checked_mul(devices_per_process).and_then(|count| u32::try_from(count).ok());
         let (Some(count), Ok(_)) = (count, u32::try_from(processes)) else {
-            panic!("{processes} processes with {devices_per_process} devices each are too many to number");
+            panic!(
+                "{processes} processes with {devices_per_process} devices each are too many to \
+                 number"
+            );
         };
         let device = |id: u32| Device {
             id: DeviceId(id),
@@ -308,8 +318,8 @@ impl Topology {
         self.inner.owned.get(process.index()).map_or(&[], Vec::as_slice)
     }
 
-    /// The number of a process's host: hosts are numbered in the order in which their first processes
-    /// come. 0 for an unknown process.
+    /// The number of a process's host: hosts are numbered in the order in which their first
+    /// processes come. 0 for an unknown process.
     pub fn host_of(&self, process: ProcessId) -> u32 {
         self.inner.hosts.get(process.index()).copied().unwrap_or(0)
     }
@@ -323,8 +333,9 @@ impl Topology {
     pub(crate) fn fingerprint(&self) -> u64 {
         let Inner { devices, hosts, links, .. } = &*self.inner;
         let mut fingerprint = Fingerprint::new("topology");
-        fingerprint
-            .words(devices.iter().map(|device| u64::from(device.id.0) << 32 | u64::from(device.process.0)));
+        fingerprint.words(
+            devices.iter().map(|device| u64::from(device.id.0) << 32 | u64::from(device.process.0)),
+        );
         fingerprint.words(devices.iter().map(|device| device.kind as u64));
         fingerprint.words(hosts.iter().map(|host| u64::from(*host)));
         for class in LinkClass::ALL {
@@ -389,7 +400,10 @@ mod tests {
         assert_eq!(class(1, 4), Some(LinkClass::SameHost));
         assert_eq!(class(1, 2), Some(LinkClass::Network));
         assert_eq!(class(1, 8), None);
-        assert_eq!(topology.on_hosts(&[0]).unwrap_err().to_string(), "1 hosts are given for 4 processes");
+        assert_eq!(
+            topology.on_hosts(&[0]).unwrap_err().to_string(),
+            "1 hosts are given for 4 processes"
+        );
         assert_ne!(topology, Topology::even(4, 2));
     }
 
@@ -397,7 +411,9 @@ mod tests {
     fn devices_are_of_one_kind_or_of_one_for_each_process() {
         use DeviceKind::{Cpu, Cuda};
         let topology = Topology::even(3, 2);
-        let kinds = |topology: &Topology| (0..6).map(|id| topology.kind_of(DeviceId(id))).collect::<Vec<_>>();
+        let kinds = |topology: &Topology| {
+            (0..6).map(|id| topology.kind_of(DeviceId(id))).collect::<Vec<_>>()
+        };
         assert_eq!(kinds(&topology), [Some(Cpu); 6]);
         assert_eq!(kinds(&topology.of_kinds(&[Cuda]).unwrap()), [Some(Cuda); 6]);
         let mixed = topology.of_kinds(&[Cuda, Cpu, Cuda]).unwrap();
@@ -406,7 +422,10 @@ mod tests {
         assert!(mixed.has_kind(ProcessId(0), Cuda) && !mixed.has_kind(ProcessId(1), Cuda));
         for wrong in [&[][..], &[Cpu, Cuda]] {
             let processes = 3;
-            assert_eq!(topology.of_kinds(wrong), Err(MeshError::KindCount { processes, found: wrong.len() }));
+            assert_eq!(
+                topology.of_kinds(wrong),
+                Err(MeshError::KindCount { processes, found: wrong.len() })
+            );
         }
         assert_ne!(mixed.fingerprint(), topology.fingerprint());
         assert_ne!(mixed.fingerprint(), topology.of_kinds(&[Cuda]).unwrap().fingerprint());

@@ -3,13 +3,13 @@
 use super::{DeviceKind, ProcessId, Topology};
 
 impl Topology {
-    /// The graphics processors of a process's devices of kind [`Cuda`](DeviceKind::Cuda), in the devices' order, as
-    /// numbers that the driver gives them, where it shows that process `gpus` of them. None where there are no
-    /// devices of that kind, or no processors.
+    /// The graphics processors of a process's devices of kind [`Cuda`](DeviceKind::Cuda), in the
+    /// devices' order, as numbers that the driver gives them, where it shows that process `gpus` of
+    /// them. None where there are no devices of that kind, or no processors.
     ///
-    /// Those of a host go to its processes in order, each its own as long as there are enough; else they are shared
-    /// in turn. A process that is shown fewer than its neighbours (a launcher has set `CUDA_VISIBLE_DEVICES` for each)
-    /// begins again at the first one sooner.
+    /// Those of a host go to its processes in order, each its own as long as there are enough; else
+    /// they are shared in turn. A process that is shown fewer than its neighbours (a launcher has
+    /// set `CUDA_VISIBLE_DEVICES` for each) begins again at the first one sooner.
     pub fn ordinals(&self, process: ProcessId, gpus: u32) -> Vec<u32> {
         if gpus == 0 {
             return Vec::new();
@@ -18,8 +18,9 @@ impl Topology {
             let kinds = self.devices_of(process).iter().map(|device| self.kind_of(*device));
             kinds.filter(|kind| *kind == Some(DeviceKind::Cuda)).count()
         };
-        let neighbours =
-            (0..process.0).map(ProcessId).filter(|other| self.host_of(*other) == self.host_of(process));
+        let neighbours = (0..process.0)
+            .map(ProcessId)
+            .filter(|other| self.host_of(*other) == self.host_of(process));
         let first: usize = neighbours.map(of).sum();
         // Below `gpus`, which is one of them.
         (first..first + of(process)).map(|at| (at % gpus as usize) as u32).collect()
@@ -32,7 +33,9 @@ mod tests {
     use super::*;
 
     fn all(topology: &Topology, gpus: u32) -> Vec<Vec<u32>> {
-        (0..topology.processes() as u32).map(|process| topology.ordinals(ProcessId(process), gpus)).collect()
+        (0..topology.processes() as u32)
+            .map(|process| topology.ordinals(ProcessId(process), gpus))
+            .collect()
     }
 
     #[test]

@@ -33,9 +33,9 @@ struct Sample {
 }
 
 impl Aligned {
-    /// Processes of one system read the same clock, so nothing is lost between them. The clocks of others were
-    /// compared with that of the rendezvous service when the traces began and when they ended: between these drift
-    /// is taken for even.
+    /// Processes of one system read the same clock, so nothing is lost between them. The clocks of
+    /// others were compared with that of the rendezvous service when the traces began and when they
+    /// ended: between these drift is taken for even.
     pub(super) fn of(traces: &[ProcessTrace]) -> Self {
         let mut groups: BTreeMap<String, Vec<usize>> = BTreeMap::new();
         for (place, trace) in traces.iter().enumerate() {
@@ -50,7 +50,11 @@ impl Aligned {
         let of_start = |trace: &ProcessTrace| i128::from(trace.about.monotonic);
         let unchanged = |trace| Line { at: 0, common: of_start(trace), rise: 1, run: 1 };
         if groups.len() == 1 {
-            return Self { lines: traces.iter().map(unchanged).collect(), bound: own, problems: Vec::new() };
+            return Self {
+                lines: traces.iter().map(unchanged).collect(),
+                bound: own,
+                problems: Vec::new(),
+            };
         }
         let mut lines: Vec<Line> = traces.iter().map(unchanged).collect();
         let (mut bounds, mut problems) = (Vec::new(), Vec::new());
@@ -71,10 +75,16 @@ impl Aligned {
                 None => {
                     let trace = &traces[places[0]];
                     problems.push(format!(
-                        "the clock of process {} was not compared with the others': its times are as it says",
+                        "the clock of process {} was not compared with the others': its times are \
+                         as it says",
                         trace.about.process
                     ));
-                    Line { at: of_start(trace), common: i128::from(trace.about.unix), rise: 1, run: 1 }
+                    Line {
+                        at: of_start(trace),
+                        common: i128::from(trace.about.unix),
+                        rise: 1,
+                        run: 1,
+                    }
                 }
             };
             for place in places {
@@ -94,7 +104,8 @@ impl Aligned {
     }
 }
 
-/// So many times their bounds samples must lie apart, for clocks do not drift by more than some hundred millionths.
+/// So many times their bounds samples must lie apart, for clocks do not drift by more than some
+/// hundred millionths.
 const FAR: i128 = 10_000;
 
 /// The line through the best sample of the first half of the time and the best of the second.
@@ -107,8 +118,9 @@ fn line(mut samples: Vec<Sample>) -> Option<(Line, u64)> {
     let first = best(early)?;
     let constant = Line { at: first.here, common: first.common, rise: 1, run: 1 };
     // Between samples that lie close together the bounds make any slope.
-    let far =
-        |last: &Sample| last.here - first.here >= FAR * (i128::from(first.bound) + i128::from(last.bound));
+    let far = |last: &Sample| {
+        last.here - first.here >= FAR * (i128::from(first.bound) + i128::from(last.bound))
+    };
     let Some(last) = best(late).filter(far) else { return Some((constant, first.bound)) };
     let line = Line { rise: last.common - first.common, run: last.here - first.here, ..constant };
     Some((line, first.bound.max(last.bound)))
@@ -121,15 +133,16 @@ mod tests {
 
     const SECOND: u64 = 1_000_000_000;
 
-    /// A process of a host of its own, whose clock is off by `offset` when its trace begins at common time `begin`,
-    /// and goes wrong by `drift` nanoseconds in a second.
+    /// A process of a host of its own, whose clock is off by `offset` when its trace begins at
+    /// common time `begin`, and goes wrong by `drift` nanoseconds in a second.
     fn process(process: u32, begin: i64, drift: i64, bound: u64, skew: i64) -> ProcessTrace {
         let clock = |seconds: i64| Clock {
             at: (seconds * (SECOND as i64 + drift)) as u64,
             server: begin + seconds * SECOND as i64 + skew,
             bound,
         };
-        let about = About { process, clock: format!("host {process}"), monotonic: 77, ..About::default() };
+        let about =
+            About { process, clock: format!("host {process}"), monotonic: 77, ..About::default() };
         ProcessTrace { about, clocks: vec![clock(0), clock(100)], ..ProcessTrace::default() }
     }
 

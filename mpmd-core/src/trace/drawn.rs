@@ -27,7 +27,9 @@ impl Run {
         }
         let processes = self.processes.iter();
         let rows = processes
-            .flat_map(|process| devices(process).map(|device| self.row(process.process, device, &first)))
+            .flat_map(|process| {
+                devices(process).map(|device| self.row(process.process, device, &first))
+            })
             .collect();
         Timeline {
             title: self.title.clone(),
@@ -39,9 +41,10 @@ impl Run {
         }
     }
 
-    /// The timeline with what `plan` has each pass do beside it: a timeline of one step, as a simulation of the
-    /// pipeline's schedule with the run's own [costs](Self::costs) gives it. A step of the plan begins with the
-    /// first pass of the step. Bars after the last step have no plan.
+    /// The timeline with what `plan` has each pass do beside it: a timeline of one step, as a
+    /// simulation of the pipeline's schedule with the run's own [costs](Self::costs) gives it. A
+    /// step of the plan begins with the first pass of the step. Bars after the last step have no
+    /// plan.
     pub fn timeline_beside(&self, plan: &Timeline) -> Timeline {
         let bars = plan.rows.iter().flat_map(|row| &row.bars);
         let span = |bar: &Bar| ((bar.kind, bar.stage, bar.microbatch), (bar.start, bar.end));
@@ -49,24 +52,26 @@ impl Run {
         // Of both gradients as one: how much of it is the first.
         let costs = self.costs().ok();
         let share = |stage: Option<u32>| {
-            let stage = costs.as_ref().zip(stage).and_then(|(costs, stage)| costs.stage.get(stage as usize));
-            let both =
-                stage.map(|stage| (stage.backward_input, stage.backward_input + stage.backward_weight));
+            let stage = costs
+                .as_ref()
+                .zip(stage)
+                .and_then(|(costs, stage)| costs.stage.get(stage as usize));
+            let both = stage
+                .map(|stage| (stage.backward_input, stage.backward_input + stage.backward_weight));
             both.filter(|(_, both)| *both > 0.0).map_or(0.5, |(input, both)| input / both)
         };
         let find = |bar: &Bar| {
             let of = |kind| planned.get(&(kind, bar.stage, bar.microbatch)).copied();
             let whole = || {
-                of(Kind::Backward).map(|(start, end)| (start, start + share(bar.stage) * (end - start), end))
+                of(Kind::Backward)
+                    .map(|(start, end)| (start, start + share(bar.stage) * (end - start), end))
             };
             match bar.kind {
                 Kind::Forward => of(Kind::Forward),
-                Kind::BackwardInput => {
-                    of(Kind::BackwardInput).or_else(|| whole().map(|(start, middle, _)| (start, middle)))
-                }
-                Kind::BackwardWeight => {
-                    of(Kind::BackwardWeight).or_else(|| whole().map(|(_, middle, end)| (middle, end)))
-                }
+                Kind::BackwardInput => of(Kind::BackwardInput)
+                    .or_else(|| whole().map(|(start, middle, _)| (start, middle))),
+                Kind::BackwardWeight => of(Kind::BackwardWeight)
+                    .or_else(|| whole().map(|(_, middle, end)| (middle, end))),
                 _ => None,
             }
         };
@@ -81,7 +86,8 @@ impl Run {
         let bars = timeline.rows.iter_mut().flat_map(|row| &mut row.bars);
         for bar in bars.filter(|bar| self.is_of_a_step(bar.op.unwrap_or(0))) {
             let begin = begins.get(&step_of(bar.op.unwrap_or(0)));
-            bar.planned = begin.and_then(|begin| find(bar).map(|(start, end)| (begin + start, begin + end)));
+            bar.planned =
+                begin.and_then(|begin| find(bar).map(|(start, end)| (begin + start, begin + end)));
         }
         timeline
     }
@@ -107,7 +113,11 @@ impl Run {
             row.memory.push(MemoryPoint { at: kernel.end, used: kernel.memory.1 as f64 });
         }
         if self.end - idle >= SHORT {
-            row.gaps.push(Gap { start: idle, end: self.end, waits_for: "nothing more to do".to_owned() });
+            row.gaps.push(Gap {
+                start: idle,
+                end: self.end,
+                waits_for: "nothing more to do".to_owned(),
+            });
         }
         if device == 0 {
             let given = self.pieces.iter().filter(|piece| piece.from == process);
@@ -168,7 +178,11 @@ impl Run {
         }
         let owned = self.processes.iter().find(|known| known.process == process);
         let count = owned.map_or(1, |process| process.devices.len().max(1));
-        if until > from { devices.values().sum::<f64>() / (count as f64 * (until - from)) } else { 0.0 }
+        if until > from {
+            devices.values().sum::<f64>() / (count as f64 * (until - from))
+        } else {
+            0.0
+        }
     }
 }
 
@@ -183,7 +197,9 @@ fn kind(label: Option<Label>) -> Kind {
 
 /// As in a schedule's text where it is of a pass.
 pub(super) fn name(label: Option<Label>, what: &str) -> String {
-    let Some(Label { stage, microbatch: Some(microbatch), role }) = label else { return what.to_owned() };
+    let Some(Label { stage, microbatch: Some(microbatch), role }) = label else {
+        return what.to_owned();
+    };
     match role {
         Role::Forward | Role::SendForward => format!("{stage}F{microbatch}"),
         Role::BackwardInput | Role::SendBackward => format!("{stage}I{microbatch}"),

@@ -115,7 +115,8 @@ pub enum PieceStep {
 }
 
 impl PieceStep {
-    const ALL: [Self; 5] = [Self::Offered, Self::Posted, Self::Expected, Self::Arrived, Self::Taken];
+    const ALL: [Self; 5] =
+        [Self::Offered, Self::Posted, Self::Expected, Self::Arrived, Self::Taken];
 }
 
 const ISSUED: u8 = 1;
@@ -129,7 +130,8 @@ const STEP_END: u8 = 7;
 const PIECE: u8 = 16;
 
 impl Event {
-    /// Six words, the lowest byte first: time, kind with two halves above it, and what the kind has.
+    /// Six words, the lowest byte first: time, kind with two halves above it, and what the kind
+    /// has.
     pub(super) fn to_bytes(self) -> [u8; EVENT_BYTES] {
         let (kind, high, words) = match self.what {
             What::Issued { op, label, text, line, source } => {
@@ -198,7 +200,8 @@ mod tests {
     #[test]
     fn events_are_bytes_and_bytes_events() {
         let label = Some(Label { stage: 3, microbatch: Some(1), role: Role::SendForward });
-        let piece = |step| What::Piece { step, op: 9, piece: u64::MAX, peer: 7, bytes: 1 << 40, ticket: 3 };
+        let piece =
+            |step| What::Piece { step, op: 9, piece: u64::MAX, peer: 7, bytes: 1 << 40, ticket: 3 };
         let whats = [
             What::Issued { op: u64::MAX - 1, label, text: u32::MAX, line: 2, source: 4 },
             What::Issued { op: 1, label: None, text: 0, line: 0, source: 0 },

@@ -1,8 +1,9 @@
-//! Files of traces: one for each process, readable up to what was written whenever its process ended.
+//! Files of traces: one for each process, readable up to what was written whenever its process
+//! ended.
 //!
-//! A file begins with eight bytes, the version and the length of what the process says of itself, as JSON. Then
-//! come *chunks*: kind and length, four bytes each, and the content. Numbers have their lowest byte first. Chunks
-//! of kinds that a reader does not know are passed over.
+//! A file begins with eight bytes, the version and the length of what the process says of itself,
+//! as JSON. Then come *chunks*: kind and length, four bytes each, and the content. Numbers have
+//! their lowest byte first. Chunks of kinds that a reader does not know are passed over.
 
 use std::io::Write;
 use std::ops::Range;
@@ -33,7 +34,8 @@ pub struct About {
     pub pid: u32,
     /// The name of the program's file.
     pub program: String,
-    /// Processes that have this in common read one and the same monotonic clock. May be empty: nobody's.
+    /// Processes that have this in common read one and the same monotonic clock. May be empty:
+    /// nobody's.
     pub clock: String,
     /// What that clock said when the trace began, in nanoseconds.
     pub monotonic: u64,
@@ -96,7 +98,8 @@ pub enum TraceError {
         why: String,
     },
     /// There are no traces in the folder.
-    #[error("{} has no file process-<n>.trace: run a program with `mpmd run --trace {0}`", .path.display())]
+    #[error("{} has no file process-<n>.trace: run a program with `mpmd run --trace \
+        {0}`", .path.display())]
     Empty {
         /// Of the folder.
         path: PathBuf,
@@ -134,7 +137,8 @@ pub(crate) fn unix_now() -> i64 {
     i64::try_from(now.as_nanos()).unwrap_or(i64::MAX)
 }
 
-/// One for all processes of a system since it was started, but for those that were given a clock of their own.
+/// One for all processes of a system since it was started, but for those that were given a clock of
+/// their own.
 fn own_clock() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let space = std::fs::read_link("/proc/self/ns/time").unwrap_or_default();
@@ -160,7 +164,9 @@ const END: u32 = 6;
 impl Chunk {
     pub(super) fn write(&self, out: &mut Vec<u8>) {
         let (kind, content) = match self {
-            Self::Text { number, text } => (TEXT, [&number.to_le_bytes()[..], text.as_bytes()].concat()),
+            Self::Text { number, text } => {
+                (TEXT, [&number.to_le_bytes()[..], text.as_bytes()].concat())
+            }
             Self::Clock { at, server, bound } => {
                 (CLOCK, [at.to_le_bytes(), server.to_le_bytes(), bound.to_le_bytes()].concat())
             }
@@ -210,8 +216,8 @@ impl ProcessTrace {
         Self::of_bytes(&bytes).map_err(|why| TraceError::NotATrace { path: path.to_owned(), why })
     }
 
-    /// All traces of a folder, by process, of the job that began last; and what is wrong with it: files that are
-    /// missing, of another job, or no traces.
+    /// All traces of a folder, by process, of the job that began last; and what is wrong with it:
+    /// files that are missing, of another job, or no traces.
     ///
     /// # Errors
     ///
@@ -285,7 +291,8 @@ impl ProcessTrace {
         while !rest.0.is_empty() {
             let at = bytes.len() - rest.0.len();
             if let Err(why) = trace.chunk(&mut rest) {
-                trace.truncated = Some(format!("it breaks off at byte {at} of {}: {why}", bytes.len()));
+                trace.truncated =
+                    Some(format!("it breaks off at byte {at} of {}: {why}", bytes.len()));
                 break;
             }
         }
@@ -362,9 +369,11 @@ fn missing(processes: Range<u32>) -> Option<String> {
     match processes.len() {
         0 => None,
         1 => Some(format!("the trace of process {} is missing", processes.start)),
-        _ => {
-            Some(format!("the traces of processes {} to {} are missing", processes.start, processes.end - 1))
-        }
+        _ => Some(format!(
+            "the traces of processes {} to {} are missing",
+            processes.start,
+            processes.end - 1
+        )),
     }
 }
 

@@ -29,11 +29,13 @@ pub enum CostsError {
 }
 
 impl Run {
-    /// What each stage's passes and moves took, in seconds: the medians. The first step is left out where there are
-    /// others, since what is done once is done in it. Operations after the last step do not count. A pass on several devices takes as long as on the slowest of
-    /// them; one of several operations as long as all, and input gradients with the forward passes that are done again
-    /// for them. Where a stage has both gradients as one, each is half of it.
-    /// The bytes of moves are those of the largest; how many a pass leaves is not known from a trace: these are 0.
+    /// What each stage's passes and moves took, in seconds: the medians. The first step is left out
+    /// where there are others, since what is done once is done in it. Operations after the last
+    /// step do not count. A pass on several devices takes as long as on the slowest of them; one of
+    /// several operations as long as all, and input gradients with the forward passes that are done
+    /// again for them. Where a stage has both gradients as one, each is half of it. The bytes of
+    /// moves are those of the largest; how many a pass leaves is not known from a trace: these are
+    /// 0.
     ///
     /// # Errors
     ///
@@ -47,7 +49,9 @@ impl Run {
         let mut took: BTreeMap<u64, (Label, f64)> = BTreeMap::new();
         let counts = |op: u64| op > after && self.is_of_a_step(op);
         for kernel in self.kernels.iter().filter(|kernel| counts(kernel.op) && kernel.ended) {
-            let Some(label) = self.operation(kernel.process, kernel.op).and_then(|known| known.label) else {
+            let Some(label) =
+                self.operation(kernel.process, kernel.op).and_then(|known| known.label)
+            else {
                 continue;
             };
             // What a forward pass did not keep is made for the gradient that needs it.
@@ -83,12 +87,17 @@ impl Run {
             }
         }
         let passes = [Role::Forward, Role::BackwardInput, Role::BackwardWeight];
-        let stages = times.keys().filter(|(_, role)| passes.contains(role)).map(|(stage, _)| stage + 1).max();
+        let stages = times
+            .keys()
+            .filter(|(_, role)| passes.contains(role))
+            .map(|(stage, _)| stage + 1)
+            .max();
         let stages = stages.ok_or(CostsError::NoPasses)?;
         // To the nanosecond, as times were noted.
         let nanoseconds = |time: f64| (time * 1e9).round() / 1e9;
-        let mut of =
-            |stage: u32, role: Role| times.get_mut(&(stage, role)).map(|times| nanoseconds(median(times)));
+        let mut of = |stage: u32, role: Role| {
+            times.get_mut(&(stage, role)).map(|times| nanoseconds(median(times)))
+        };
         let mut stage = |stage: u32| {
             let missing = |role| CostsError::Missing { stage, role };
             let forward = of(stage, Role::Forward).ok_or(missing(Role::Forward))?;
@@ -158,7 +167,8 @@ impl Run {
             ([], _) => writeln!(text, "the program ended no step"),
             ([one], _) => writeln!(text, "step {}: {}", one.number, seconds(one.end - one.start)),
             ([first, .., last], _) => {
-                let (longest, median) = (took.iter().copied().fold(0.0, f64::max), median(&mut took));
+                let (longest, median) =
+                    (took.iter().copied().fold(0.0, f64::max), median(&mut took));
                 let (first, last) = (first.number, last.number);
                 let (median, longest) = (seconds(median), seconds(longest));
                 writeln!(text, "steps {first} to {last}: {median} each (median), {longest} at most")
@@ -169,13 +179,16 @@ impl Run {
     fn summarize_waits(&self, text: &mut String, from: f64, until: f64) {
         let mut idle: BTreeMap<String, (f64, usize)> = BTreeMap::new();
         let mut last: Option<&Kernel> = None;
-        for kernel in self.kernels.iter().filter(|kernel| kernel.start >= from && kernel.end <= until) {
+        for kernel in
+            self.kernels.iter().filter(|kernel| kernel.start >= from && kernel.end <= until)
+        {
             let before = last.replace(kernel);
             let Some(before) = before else { continue };
             let same = (before.process, before.device) == (kernel.process, kernel.device);
             if same && kernel.start > before.end {
                 let why = self.why_idle(kernel, before.end);
-                let (whole, count) = idle.entry(format!("process {}: {why}", kernel.process)).or_default();
+                let (whole, count) =
+                    idle.entry(format!("process {}: {why}", kernel.process)).or_default();
                 (*whole, *count) = (*whole + kernel.start - before.end, *count + 1);
             }
         }
@@ -190,7 +203,8 @@ impl Run {
         }
     }
 
-    /// The time of the steps, without the first where there are others; of everything where there are none.
+    /// The time of the steps, without the first where there are others; of everything where there
+    /// are none.
     fn window(&self) -> (f64, f64) {
         match self.steps.as_slice() {
             [] => (0.0, self.end),

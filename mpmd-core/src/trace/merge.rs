@@ -58,7 +58,8 @@ pub struct Operation {
     pub at: Arc<str>,
     /// When it was issued.
     pub issued: f64,
-    /// When the first kernel began, or the first piece was there; when it was issued where neither was noted.
+    /// When the first kernel began, or the first piece was there; when it was issued where neither
+    /// was noted.
     pub started: f64,
     /// When all parts of it here had ended; `None` where the trace ends before.
     pub ended: Option<f64>,
@@ -158,15 +159,22 @@ impl Run {
     pub fn merge(traces: &[ProcessTrace], problems: Vec<String>) -> Self {
         let aligned = Aligned::of(traces);
         let first = |place: usize| {
-            traces[place].events.iter().map(move |event| (place, begin_of(event))).min_by_key(|(_, at)| *at)
+            traces[place]
+                .events
+                .iter()
+                .map(move |event| (place, begin_of(event)))
+                .min_by_key(|(_, at)| *at)
         };
-        let begin = (0..traces.len()).filter_map(first).map(|(place, at)| aligned.time(place, at)).min();
-        let mut merging = Merging { run: Self { problems, ..Self::default() }, pieces: BTreeMap::new() };
+        let begin =
+            (0..traces.len()).filter_map(first).map(|(place, at)| aligned.time(place, at)).min();
+        let mut merging =
+            Merging { run: Self { problems, ..Self::default() }, pieces: BTreeMap::new() };
         merging.run.bound = aligned.bound as f64 * 1e-9;
         merging.run.problems.extend(aligned.problems.iter().cloned());
         let mut step_ends: BTreeMap<u64, u64> = BTreeMap::new();
         for (place, trace) in traces.iter().enumerate() {
-            let time = |at: u64| aligned.time(place, at).saturating_sub(begin.unwrap_or(0)) as f64 * 1e-9;
+            let time =
+                |at: u64| aligned.time(place, at).saturating_sub(begin.unwrap_or(0)) as f64 * 1e-9;
             merging.add(trace, &time);
             for event in &trace.events {
                 if let What::StepEnd { step, op } = event.what {
@@ -183,7 +191,8 @@ impl Run {
     ///
     /// Where the run has none of them.
     pub fn of_steps(mut self, steps: RangeInclusive<u64>) -> Result<Self, String> {
-        let all = (self.steps.first().map(|step| step.number), self.steps.last().map(|step| step.number));
+        let all =
+            (self.steps.first().map(|step| step.number), self.steps.last().map(|step| step.number));
         self.steps.retain(|step| steps.contains(&step.number));
         let (Some(first), Some(last)) = (self.steps.first(), self.steps.last()) else {
             return Err(match all {
@@ -289,8 +298,10 @@ impl Merging {
         }
         let last = trace.events.last().map_or(0.0, |event| time(event.at));
         run.processes.push(Process { process, devices: trace.about.devices.clone(), last });
-        let texts: Vec<Arc<str>> = trace.texts.iter().map(|text| Arc::from(text.as_str())).collect();
-        let text = |number: u32| texts.get(number as usize).cloned().unwrap_or_else(|| Arc::from(""));
+        let texts: Vec<Arc<str>> =
+            trace.texts.iter().map(|text| Arc::from(text.as_str())).collect();
+        let text =
+            |number: u32| texts.get(number as usize).cloned().unwrap_or_else(|| Arc::from(""));
         // By device, the place of the kernel that runs.
         let mut running: HashMap<u32, usize> = HashMap::new();
         let mut tickets: HashMap<u64, (u64, u64, u32, u32)> = HashMap::new();
@@ -325,11 +336,13 @@ impl Merging {
                     start(run, (process, op), at);
                 }
                 What::Ended { op, device, memory } => {
-                    let kernel = running.remove(&device).and_then(|place| run.kernels.get_mut(place));
+                    let kernel =
+                        running.remove(&device).and_then(|place| run.kernels.get_mut(place));
                     if let Some(kernel) = kernel
                         && kernel.op == op
                     {
-                        (kernel.end, kernel.ended, kernel.memory.1) = (at.max(kernel.start), true, memory);
+                        (kernel.end, kernel.ended, kernel.memory.1) =
+                            (at.max(kernel.start), true, memory);
                     }
                 }
                 What::Over { op } => {
@@ -366,7 +379,13 @@ impl Merging {
                 }
                 What::Waited { since, text: what, line } => {
                     let (what, at_line) = (text(what), text(line));
-                    run.waits.push(Wait { process, start: time(since), end: at, what, at: at_line });
+                    run.waits.push(Wait {
+                        process,
+                        start: time(since),
+                        end: at,
+                        what,
+                        at: at_line,
+                    });
                 }
                 What::StepEnd { .. } => {}
             }
@@ -379,12 +398,15 @@ impl Merging {
         if let Some(why) = &trace.truncated {
             problems.push(format!("the trace of process {process} is not whole: {why}"));
         } else if !trace.ended {
-            problems.push(format!("process {process} did not end its trace: what came last is missing"));
+            problems.push(format!(
+                "process {process} did not end its trace: what came last is missing"
+            ));
         }
         if trace.dropped > 0 {
             let events = trace.dropped;
-            problems
-                .push(format!("process {process} dropped {events} events that came too fast to be written"));
+            problems.push(format!(
+                "process {process} dropped {events} events that came too fast to be written"
+            ));
         }
     }
 

@@ -8,16 +8,17 @@ use super::drawn::name;
 use super::merge::{Operation, Run};
 use super::reasons::short;
 
-/// Threads of a process, as shown: its program, its devices, then what is on its way, in as many rows as there are
-/// at a time.
+/// Threads of a process, as shown: its program, its devices, then what is on its way, in as many
+/// rows as there are at a time.
 const PROGRAM: u64 = 1;
 const DEVICES: u64 = 10;
 const GIVES: u32 = 1000;
 const GETS: u32 = 2000;
 
 impl Run {
-    /// The run as Trace Event JSON: a process for each, with its program's waits, its devices' kernels, the pieces
-    /// that it gives and gets, arrows from giving to getting, and its memory. Times are in microseconds.
+    /// The run as Trace Event JSON: a process for each, with its program's waits, its devices'
+    /// kernels, the pieces that it gives and gets, arrows from giving to getting, and its memory.
+    /// Times are in microseconds.
     pub fn to_trace_events(&self) -> Value {
         let mut events = Vec::new();
         for process in &self.processes {
@@ -32,7 +33,12 @@ impl Run {
             }));
             name_thread(&mut events, number, PROGRAM, "program");
             for device in 0..process.devices.len() as u32 {
-                name_thread(&mut events, number, DEVICES + u64::from(device), &format!("cpu {device}"));
+                name_thread(
+                    &mut events,
+                    number,
+                    DEVICES + u64::from(device),
+                    &format!("cpu {device}"),
+                );
             }
         }
         self.kernel_events(&mut events);
@@ -100,14 +106,16 @@ impl Run {
             self.pieces.iter().filter_map(|piece| Some((piece, piece.on_its_way()?))).collect();
         pieces.sort_by(|a, b| a.1.0.total_cmp(&b.1.0));
         for (id, (piece, (start, end))) in pieces.into_iter().enumerate() {
-            let ends =
-                [(GIVES, piece.from), (GETS, piece.to)].into_iter().filter(|(_, process)| known(*process));
+            let ends = [(GIVES, piece.from), (GETS, piece.to)]
+                .into_iter()
+                .filter(|(_, process)| known(*process));
             let ends: Vec<(u32, u32)> = ends.collect();
             for (first, process) in &ends {
                 let operation = self.operation(*process, piece.op);
                 let label = operation.and_then(|operation| operation.label);
                 let what = name(label, operation.map_or("", |operation| short(&operation.what)));
-                let (word, other) = if *first == GIVES { ("to", piece.to) } else { ("from", piece.from) };
+                let (word, other) =
+                    if *first == GIVES { ("to", piece.to) } else { ("from", piece.from) };
                 let mut args = args(operation, piece.op);
                 args["piece"] = piece.piece.into();
                 args["bytes"] = piece.bytes.into();
@@ -143,7 +151,8 @@ impl Run {
             }
         }
         for ((process, tid), _) in lanes.ends {
-            let (word, lane) = if tid >= GETS { ("gets", tid - GETS) } else { ("gives", tid - GIVES) };
+            let (word, lane) =
+                if tid >= GETS { ("gets", tid - GETS) } else { ("gives", tid - GIVES) };
             name_thread(events, process, tid.into(), &format!("{word} {lane}"));
         }
     }
@@ -188,7 +197,8 @@ fn args(operation: Option<&Operation>, op: u64) -> Value {
     args
 }
 
-/// Microseconds between two times as they are written, so that what ends with another does so there too.
+/// Microseconds between two times as they are written, so that what ends with another does so there
+/// too.
 fn length(start: f64, end: f64) -> f64 {
     ((micros(end) - micros(start)) * 1e3).round() / 1e3
 }

@@ -30,8 +30,8 @@ pub enum PlanError {
 }
 
 impl Run {
-    /// One step of the run's first schedule by the run's own [costs](Self::costs): what passes and moves of the
-    /// medians' length would take if nothing else did.
+    /// One step of the run's first schedule by the run's own [costs](Self::costs): what passes and
+    /// moves of the medians' length would take if nothing else did.
     ///
     /// # Errors
     ///

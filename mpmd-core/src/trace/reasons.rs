@@ -4,8 +4,8 @@ use super::merge::{Kernel, Operation, Run};
 use crate::program::{Label, Role};
 
 impl Run {
-    /// Whose work it is that the values of operation `op` are, and where, for process `process`, which waited for
-    /// them from `since` on.
+    /// Whose work it is that the values of operation `op` are, and where, for process `process`,
+    /// which waited for them from `since` on.
     pub(super) fn reason(&self, process: u32, op: u64, since: f64) -> String {
         let Some(operation) = self.operation(process, op) else {
             return format!("operation {op}");
@@ -15,7 +15,8 @@ impl Run {
         let last = self.pieces_of(op).iter().filter(come).max_by(|a, b| end(a).total_cmp(&end(b)));
         let from = last.map_or(process, |piece| piece.from);
         let maker = self.made_by(operation, op, from);
-        let Some((piece, (left, came))) = last.and_then(|piece| Some((piece, piece.on_its_way()?))) else {
+        let Some((piece, (left, came))) = last.and_then(|piece| Some((piece, piece.on_its_way()?)))
+        else {
             return format!("{maker} on process {process}");
         };
         // Longer on its way than in the making, as far as it was waited for.
@@ -31,7 +32,8 @@ impl Run {
         if let Some(input) = kernel.waited_for {
             return self.reason(kernel.process, input, idle);
         }
-        let issued = self.operation(kernel.process, kernel.op).map_or(0.0, |operation| operation.issued);
+        let issued =
+            self.operation(kernel.process, kernel.op).map_or(0.0, |operation| operation.issued);
         if issued <= idle {
             return why_thread(kernel, idle);
         }
@@ -47,20 +49,24 @@ impl Run {
         }
     }
 
-    /// Whose work an operation's values are: its own, or that of the operation whose values it moves.
+    /// Whose work an operation's values are: its own, or that of the operation whose values it
+    /// moves.
     fn made_by(&self, operation: &Operation, op: u64, from: u32) -> String {
-        let source = operation.source.and_then(|source| Some((source, self.operation(from, source)?)));
+        let source =
+            operation.source.and_then(|source| Some((source, self.operation(from, source)?)));
         let label = source.and_then(|(_, source)| source.label).or(operation.label.map(made));
         match (label, source) {
             (Some(label), _) => label.to_string(),
-            (None, Some((source, operation))) => format!("{} (operation {source})", short(&operation.what)),
+            (None, Some((source, operation))) => {
+                format!("{} (operation {source})", short(&operation.what))
+            }
             (None, None) => format!("{} (operation {op})", short(&operation.what)),
         }
     }
 }
 
-/// Returns the work of a device's thread between `idle` and the begin of `kernel`, which did not wait for
-/// inputs. A trace cannot tell that work from a wait for a processor core.
+/// Returns the work of a device's thread between `idle` and the begin of `kernel`, which did not
+/// wait for inputs. A trace cannot tell that work from a wait for a processor core.
 fn why_thread(kernel: &Kernel, idle: f64) -> String {
     let did = match kernel.since - idle > 0.5 * (kernel.start - idle) {
         true => "handed over earlier outputs",

@@ -39,7 +39,8 @@ const MOST_TEXTS: usize = 1 << 16;
 /// The longest text, in characters.
 const LONGEST_TEXT: usize = 2048;
 
-/// Where the runtime notes what happens, if anybody wants to know. Where nobody does it costs a branch.
+/// Where the runtime notes what happens, if anybody wants to know. Where nobody does it costs a
+/// branch.
 #[derive(Clone, Default)]
 pub(crate) struct Trace(Option<Arc<Recorder>>);
 
@@ -152,8 +153,8 @@ impl Trace {
         }
     }
 
-    /// Notes that an operation is issued in which this process takes part; `what` describes it. `source` made what
-    /// it moves, if it does.
+    /// Notes that an operation is issued in which this process takes part; `what` describes it.
+    /// `source` made what it moves, if it does.
     #[inline]
     pub(crate) fn issued(
         &self,
@@ -178,8 +179,8 @@ impl Trace {
         Waiting { trace: self, what, at, since: self.now() }
     }
 
-    /// How this process's clock compares with the one that all have in common: `server` is that clock's time
-    /// at `at`, in nanoseconds since 1970, give or take `bound` nanoseconds.
+    /// How this process's clock compares with the one that all have in common: `server` is that
+    /// clock's time at `at`, in nanoseconds since 1970, give or take `bound` nanoseconds.
     pub(crate) fn clock(&self, at: u64, server: i64, bound: u64) {
         if let Some(recorder) = &self.0 {
             recorder.extra.lock().chunks.push(Chunk::Clock { at, server, bound });
@@ -282,7 +283,8 @@ impl Recorder {
             let written = out.write_all(&bytes);
             if end || written.is_err() {
                 if let Err(error) = written {
-                    tracing::warn!(%error, "the trace of this process ends before it does: it cannot be written");
+                    tracing::warn!(%error, "the trace of this process ends before it does: it \
+                        cannot be written");
                     self.closed.store(true, Ordering::Relaxed);
                 }
                 return;
@@ -298,8 +300,10 @@ impl Recorder {
             events.append(spare);
         }
         // After the events, so that all that they name is there; before them in the file.
-        let (texts, extra) =
-            (std::mem::take(&mut self.texts.lock().new), std::mem::take(&mut self.extra.lock().chunks));
+        let (texts, extra) = (
+            std::mem::take(&mut self.texts.lock().new),
+            std::mem::take(&mut self.extra.lock().chunks),
+        );
         let mut bytes = Vec::new();
         for (number, text) in texts {
             Chunk::Text { number, text }.write(&mut bytes);
@@ -360,7 +364,8 @@ mod tests {
     #[test]
     fn what_was_noted_is_read_back_in_order_with_its_texts() {
         let folder = std::env::temp_dir().join(format!("mpmd-record-{}", std::process::id()));
-        let trace = Trace::begin(&folder, About { process: 3, processes: 4, ..About::default() }).unwrap();
+        let trace =
+            Trace::begin(&folder, About { process: 3, processes: 4, ..About::default() }).unwrap();
         let at = Location::caller();
         let what = Arc::new("a kernel".to_owned());
         trace.issued(1, None, at, None, || what.clone());
@@ -400,11 +405,11 @@ mod tests {
             .collect();
         let line = at.to_string();
         assert_eq!(issued, [(1, "a kernel", &*line, 0), (2, "a kernel", &*line, 1)]);
-        let ended = read.events.iter().filter(|event| matches!(event.what, What::Ended { .. })).count();
+        let ended =
+            read.events.iter().filter(|event| matches!(event.what, What::Ended { .. })).count();
         assert_eq!(ended, 20_000);
         assert!(read.events.is_sorted_by_key(|event| event.at));
-        let waited =
-            |event: &Event| matches!(event.what, What::Waited { text, .. } if read.text(text) == "a read");
+        let waited = |event: &Event| matches!(event.what, What::Waited { text, .. } if read.text(text) == "a read");
         assert!(read.events.iter().any(waited));
         assert_eq!(read.clocks.len(), 1);
         assert_eq!(read.schedules, [(schedule.name().to_owned(), "0F0,0B0\n1F0,1B0".to_owned())]);

@@ -65,8 +65,9 @@ fn label(stage: u32, microbatch: u32, role: Role) -> Option<Label> {
     Some(Label { stage, microbatch: Some(microbatch), role })
 }
 
-/// Two steps of two stages: forward passes of one microbatch, 10 ms each, a move of 2 ms between them; then both
-/// gradients of each, and a move back of 1 ms. The second process's clock is 5 ms behind.
+/// Two steps of two stages: forward passes of one microbatch, 10 ms each, a move of 2 ms between
+/// them; then both gradients of each, and a move back of 1 ms. The second process's clock is 5 ms
+/// behind.
 fn two_stages() -> Vec<ProcessTrace> {
     let (mut front, mut back) = (Writing::new(0, 1000), Writing::new(1, 1005));
     for (step, at) in [(1, 10), (2, 110)] {
@@ -92,9 +93,21 @@ fn two_stages() -> Vec<ProcessTrace> {
         back.piece(there + 12, PieceStep::Taken, op + 2, 0);
         back.issued(at - 5, op + 3, "jit Down on mesh of (f32)", label(1, 0, Role::Forward), 0);
         back.kernel((there, there + 12, there + 22), op + 3, op + 2);
-        back.issued(at - 5, op + 4, "jit DownInput on mesh of (f32)", label(1, 0, Role::BackwardInput), 0);
+        back.issued(
+            at - 5,
+            op + 4,
+            "jit DownInput on mesh of (f32)",
+            label(1, 0, Role::BackwardInput),
+            0,
+        );
         back.kernel((there + 22, there + 22, there + 30), op + 4, 0);
-        back.issued(at - 5, op + 5, "jit DownWeight on mesh of (f32)", label(1, 0, Role::BackwardWeight), 0);
+        back.issued(
+            at - 5,
+            op + 5,
+            "jit DownWeight on mesh of (f32)",
+            label(1, 0, Role::BackwardWeight),
+            0,
+        );
         back.kernel((there + 30, there + 30, there + 36), op + 5, 0);
         for process in [&mut front, &mut back] {
             process.issued(
@@ -110,9 +123,21 @@ fn two_stages() -> Vec<ProcessTrace> {
         front.piece(at, PieceStep::Expected, op + 6, 1);
         front.piece(at + 31, PieceStep::Arrived, op + 6, 1);
         front.piece(at + 31, PieceStep::Taken, op + 6, 1);
-        front.issued(at - 5, op + 7, "jit UpInput on mesh of (f32)", label(0, 0, Role::BackwardInput), 0);
+        front.issued(
+            at - 5,
+            op + 7,
+            "jit UpInput on mesh of (f32)",
+            label(0, 0, Role::BackwardInput),
+            0,
+        );
         front.kernel((at + 10, at + 31, at + 40), op + 7, op + 6);
-        front.issued(at - 5, op + 8, "jit UpWeight on mesh of (f32)", label(0, 0, Role::BackwardWeight), 0);
+        front.issued(
+            at - 5,
+            op + 8,
+            "jit UpWeight on mesh of (f32)",
+            label(0, 0, Role::BackwardWeight),
+            0,
+        );
         front.kernel((at + 40, at + 40, at + 47), op + 8, 0);
         for process in [&mut front, &mut back] {
             process.note(at - 4, What::StepEnd { step, op: op + 8 });
@@ -134,7 +159,10 @@ fn processes_come_together_on_one_clock_with_reasons() {
     assert_eq!((run.problems.len(), run.bound, &*run.title), (0, 0.0, "written"));
     // Begins with the first issue: 1 ms after the trace of process 0.
     let steps: Vec<_> = run.steps.iter().map(|step| (step.number, step.start, step.end)).collect();
-    assert!(near(steps[0].1, 0.009) && near(steps[0].2, 0.056) && near(steps[1].1, 0.109), "{steps:?}");
+    assert!(
+        near(steps[0].1, 0.009) && near(steps[0].2, 0.056) && near(steps[1].1, 0.109),
+        "{steps:?}"
+    );
     let piece = &run.pieces[0];
     let (start, end) = piece.on_its_way().unwrap();
     assert!((piece.from, piece.to, piece.op) == (0, 1, 2) && near(end - start, 0.002));
@@ -148,7 +176,8 @@ fn processes_come_together_on_one_clock_with_reasons() {
     assert_eq!((first.kind, first.stage, first.op), (Kind::Forward, Some(1), Some(3)));
     assert_eq!(first.waited_for.as_deref(), Some("stage 0, microbatch 0, forward on process 0"));
     assert_eq!(first.at.as_deref(), Some("main.rs:3:1"));
-    let moves: Vec<_> = timeline.rows[0].moves.iter().map(|bar| (&*bar.name, bar.bytes, bar.to)).collect();
+    let moves: Vec<_> =
+        timeline.rows[0].moves.iter().map(|bar| (&*bar.name, bar.bytes, bar.to)).collect();
     assert_eq!(moves, [("0F0 to process 1", Some(2048), Some(1)); 2]);
     let gaps: Vec<&str> = timeline.rows[0].gaps.iter().map(|gap| &*gap.waits_for).collect();
     let back = "stage 1, microbatch 0, input gradient on process 1";
@@ -163,7 +192,8 @@ fn what_was_long_on_its_way_is_said_so() {
     let mut traces = two_stages();
     // The bytes of the first move were there at once, and took until they came.
     for event in &mut traces[0].events {
-        if let What::Piece { step: PieceStep::Offered | PieceStep::Posted, op: 2, .. } = event.what {
+        if let What::Piece { step: PieceStep::Offered | PieceStep::Posted, op: 2, .. } = event.what
+        {
             event.at = 11 * MILLI;
         }
     }
@@ -200,14 +230,22 @@ fn what_follows_the_last_step_is_not_of_it() {
     }
     let run = Run::merge(&traces, Vec::new());
     assert!(near(run.end, 2.164), "{}", run.end);
-    let bar = Bar { kind: Kind::Forward, stage: Some(0), microbatch: Some(0), end: 0.5, ..Bar::default() };
-    let plan = Timeline { rows: vec![Row { bars: vec![bar], ..Row::default() }], ..Timeline::default() };
+    let bar = Bar {
+        kind: Kind::Forward,
+        stage: Some(0),
+        microbatch: Some(0),
+        end: 0.5,
+        ..Bar::default()
+    };
+    let plan =
+        Timeline { rows: vec![Row { bars: vec![bar], ..Row::default() }], ..Timeline::default() };
     let timeline = run.timeline_beside(&plan);
     let ends: Vec<f64> = timeline.marks.iter().filter_map(|mark| mark.end).collect();
     assert!(near(ends[0], 0.056) && near(ends[1], 0.156), "{ends:?}");
     let takes: Vec<f64> = timeline.steps().iter().map(|step| step.takes).collect();
     assert!(near(takes[0], 0.047) && near(takes[1], 0.1), "{takes:?}");
-    let planned = |row: usize| timeline.rows[row].bars.iter().filter(|bar| bar.planned.is_some()).count();
+    let planned =
+        |row: usize| timeline.rows[row].bars.iter().filter(|bar| bar.planned.is_some()).count();
     assert_eq!((planned(0), timeline.rows[0].bars.last().unwrap().planned), (2, None));
     assert_eq!(run.costs(), whole.costs());
 }
@@ -231,10 +269,14 @@ fn costs_are_the_medians_without_the_first_step() {
     assert_eq!((&*costs.unit, costs.stage.len()), ("s", 2));
     let (front, back) = (costs.stage[0], costs.stage[1]);
     assert!(
-        near(front.forward, 0.010) && near(front.backward_input, 0.009) && near(front.backward_weight, 0.007)
+        near(front.forward, 0.010)
+            && near(front.backward_input, 0.009)
+            && near(front.backward_weight, 0.007)
     );
     assert!(
-        near(back.forward, 0.010) && near(back.backward_input, 0.008) && near(back.backward_weight, 0.006)
+        near(back.forward, 0.010)
+            && near(back.backward_input, 0.008)
+            && near(back.backward_weight, 0.006)
     );
     assert!(near(front.send_forward, 0.002) && near(back.send_backward, 0.001));
     assert_eq!((front.send_backward, back.send_forward), (0.0, 0.0));
@@ -286,7 +328,12 @@ fn the_plan_is_the_schedule_by_the_costs_of_the_run() {
         assert!(near(start, bar.start) && near(end, bar.end), "{bar:?}");
     }
     run.schedules[0].1 = "0F0,x".to_owned();
-    assert!(run.plan().unwrap_err().to_string().starts_with("the schedule in the trace is not in torch's"));
+    assert!(
+        run.plan()
+            .unwrap_err()
+            .to_string()
+            .starts_with("the schedule in the trace is not in torch's")
+    );
     assert!(run.timeline_with_plan().planned_end().is_none());
 }
 
@@ -304,9 +351,12 @@ fn what_is_missing_is_said_and_the_rest_is_there() {
     let timeline = run.timeline();
     assert!(timeline.rows[1].bars.last().unwrap().name.ends_with("(did not end)"));
     let summary = run.summary();
-    for text in
-        ["process 2 is missing", "process 1 did not end its trace", "dropped 3 events", "process 0: computes"]
-    {
+    for text in [
+        "process 2 is missing",
+        "process 1 did not end its trace",
+        "dropped 3 events",
+        "process 0: computes",
+    ] {
         assert!(summary.contains(text), "{text} is not in {summary}");
     }
     let alone = Run::merge(&traces[..1], Vec::new());
@@ -344,15 +394,17 @@ fn trace_events_keep_the_rules_of_their_format() {
 /// Process and thread.
 type Thread = (u64, u64);
 
-/// Every slice has a time and a length, in a named thread of a named process, where slices are within each other or
-/// apart; every arrow begins and ends once, within slices, and not backwards; counters have numbers.
+/// Every slice has a time and a length, in a named thread of a named process, where slices are
+/// within each other or apart; every arrow begins and ends once, within slices, and not backwards;
+/// counters have numbers.
 fn check_trace_events(json: &Value) {
     let mut named = BTreeSet::new();
     let mut slices: BTreeMap<Thread, Vec<(f64, f64)>> = BTreeMap::new();
     let mut arrows: BTreeMap<u64, Vec<(String, f64, Thread)>> = BTreeMap::new();
     let events = json["traceEvents"].as_array().unwrap();
-    let number =
-        |event: &Value, field: &str| event[field].as_u64().unwrap_or_else(|| panic!("{field} of {event}"));
+    let number = |event: &Value, field: &str| {
+        event[field].as_u64().unwrap_or_else(|| panic!("{field} of {event}"))
+    };
     for event in events {
         let pid = number(event, "pid");
         assert!(event["name"].is_string(), "{event}");
@@ -378,18 +430,27 @@ fn check_trace_events(json: &Value) {
                 let thread = (pid, number(event, "tid"));
                 arrows.entry(number(event, "id")).or_default().push((ph.to_owned(), at, thread));
             }
-            "C" => assert!(event["args"].as_object().unwrap().values().all(Value::is_number), "{event}"),
+            "C" => assert!(
+                event["args"].as_object().unwrap().values().all(Value::is_number),
+                "{event}"
+            ),
             "i" => assert!(event["s"] == "g" && event["ts"].is_number(), "{event}"),
             other => panic!("{other} is not written"),
         }
     }
     for ((pid, tid), slices) in &mut slices {
-        assert!(named.contains(&(*pid, Some(*tid))) && named.contains(&(*pid, None)), "{pid}, {tid}");
+        assert!(
+            named.contains(&(*pid, Some(*tid))) && named.contains(&(*pid, None)),
+            "{pid}, {tid}"
+        );
         slices.sort_by(|a, b| a.0.total_cmp(&b.0).then(b.1.total_cmp(&a.1)));
         let mut open: Vec<f64> = Vec::new();
         for (start, end) in slices {
             open.retain(|until| *until > *start + 1e-3);
-            assert!(open.iter().all(|until| *end <= *until + 1e-3), "slices of {pid}, {tid} overlap");
+            assert!(
+                open.iter().all(|until| *end <= *until + 1e-3),
+                "slices of {pid}, {tid} overlap"
+            );
             open.push(*end);
         }
     }
@@ -399,7 +460,8 @@ fn check_trace_events(json: &Value) {
         };
         assert_eq!((&**first, &**second), ("s", "f"), "arrow {id}");
         assert!(begin <= end && from != to, "arrow {id}: {ends:?}");
-        let within = |thread, at: f64| slices[thread].iter().any(|(start, end)| *start <= at && at <= *end);
+        let within =
+            |thread, at: f64| slices[thread].iter().any(|(start, end)| *start <= at && at <= *end);
         assert!(within(from, *begin) && within(to, *end), "arrow {id}: {ends:?}");
     }
 }

@@ -13,8 +13,8 @@ pub struct Timeline {
     pub unit: String,
     /// When the last bar ends.
     pub end: f64,
-    /// What memory is counted in: `B` for bytes, or a word for people, as `activations`. Where it is empty, small
-    /// numbers are taken for activations and large ones for bytes.
+    /// What memory is counted in: `B` for bytes, or a word for people, as `activations`. Where it
+    /// is empty, small numbers are taken for activations and large ones for bytes.
     #[serde(default)]
     pub memory_unit: String,
     /// Where steps begin and end, in order.
@@ -53,7 +53,9 @@ pub struct Row {
 }
 
 /// What a bar is of.
-#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
+#[derive(
+    Clone, Copy, Debug, Default, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
     /// A forward pass.
@@ -132,7 +134,8 @@ pub struct Step {
     pub from: f64,
     /// When it ends.
     pub until: f64,
-    /// Time from the end of the previous step to the end of this one; of the first step, its length.
+    /// Time from the end of the previous step to the end of this one; of the first step, its
+    /// length.
     pub takes: f64,
 }
 
@@ -167,8 +170,8 @@ impl Timeline {
         bars.filter_map(|bar| bar.planned).map(|(_, until)| until).reduce(f64::max)
     }
 
-    /// The time from `from` to `until` in which no row computes, as a share of all rows' time; 0 where there is
-    /// none.
+    /// The time from `from` to `until` in which no row computes, as a share of all rows' time; 0
+    /// where there is none.
     pub fn bubble(&self, from: f64, until: f64) -> f64 {
         let whole = (until - from) * self.rows.len() as f64;
         let busy: f64 = self.rows.iter().map(|row| row.busy(from, until)).sum();
@@ -245,8 +248,12 @@ mod tests {
     #[test]
     fn rows_know_their_stages_their_peak_and_the_plan() {
         let bar = |stage, planned| Bar { stage, planned, ..Bar::default() };
-        let bars =
-            vec![bar(Some(7), None), bar(Some(0), Some((0.0, 2.5))), bar(Some(7), None), bar(None, None)];
+        let bars = vec![
+            bar(Some(7), None),
+            bar(Some(0), Some((0.0, 2.5))),
+            bar(Some(7), None),
+            bar(None, None),
+        ];
         let memory = [1.0, 3.0, 2.0].map(|used| MemoryPoint { at: used, used }).to_vec();
         let row = Row { bars, memory, ..Row::default() };
         assert_eq!((row.stages(), row.peak()), (vec![0, 7], Some(3.0)));

@@ -6,8 +6,8 @@ use std::marker::PhantomData;
 use super::structure::{build, visit};
 use super::{Leaf, Name, Path, Structure, Tree, TreeError};
 
-/// A tree without leaves, for a kernel that takes or gives nothing. (`()` does not say of which leaf
-/// type it has none.)
+/// A tree without leaves, for a kernel that takes or gives nothing. (`()` does not say of which
+/// leaf type it has none.)
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct Empty<L>(PhantomData<fn() -> L>);
 
@@ -38,7 +38,10 @@ impl<L: Leaf> Tree for Empty<L> {
         Ok(Empty::new())
     }
 
-    fn try_map_ref<M: Leaf, E>(&self, _f: &mut dyn FnMut(&L) -> Result<M, E>) -> Result<Empty<M>, E> {
+    fn try_map_ref<M: Leaf, E>(
+        &self,
+        _f: &mut dyn FnMut(&L) -> Result<M, E>,
+    ) -> Result<Empty<M>, E> {
         Ok(Empty::new())
     }
 
@@ -73,7 +76,10 @@ impl<T: Tree> Tree for Vec<T> {
         }
     }
 
-    fn try_map<M: Leaf, E>(self, f: &mut dyn FnMut(T::Leaf) -> Result<M, E>) -> Result<Self::With<M>, E> {
+    fn try_map<M: Leaf, E>(
+        self,
+        f: &mut dyn FnMut(T::Leaf) -> Result<M, E>,
+    ) -> Result<Self::With<M>, E> {
         self.into_iter().map(|branch| branch.try_map(f)).collect()
     }
 
@@ -120,7 +126,10 @@ impl<T: Tree, const N: usize> Tree for [T; N] {
         }
     }
 
-    fn try_map<M: Leaf, E>(self, f: &mut dyn FnMut(T::Leaf) -> Result<M, E>) -> Result<Self::With<M>, E> {
+    fn try_map<M: Leaf, E>(
+        self,
+        f: &mut dyn FnMut(T::Leaf) -> Result<M, E>,
+    ) -> Result<Self::With<M>, E> {
         self.into_iter().map(|branch| branch.try_map(f)).collect::<Result<Vec<_>, E>>().map(array)
     }
 
@@ -148,8 +157,8 @@ fn array<T, const N: usize>(elements: Vec<T>) -> [T; N] {
     elements.try_into().unwrap_or_else(|_| unreachable!("{found} elements made of {N}"))
 }
 
-/// An absent option has no leaves; a present one is its content, without a step in the path. An option
-/// inside an option is therefore not told apart from a single one by [`Tree::build`].
+/// An absent option has no leaves; a present one is its content, without a step in the path. An
+/// option inside an option is therefore not told apart from a single one by [`Tree::build`].
 impl<T: Tree> Tree for Option<T> {
     type Leaf = T::Leaf;
     type With<M: Leaf> = Option<T::With<M>>;
@@ -159,7 +168,8 @@ impl<T: Tree> Tree for Option<T> {
     }
 
     fn has_structure(&self, structure: &Structure) -> bool {
-        self.as_ref().map_or(*structure == Structure::Absent, |branch| branch.has_structure(structure))
+        self.as_ref()
+            .map_or(*structure == Structure::Absent, |branch| branch.has_structure(structure))
     }
 
     fn visit<'a>(&'a self, path: &mut Path, f: &mut dyn FnMut(&Path, &'a T::Leaf)) {
@@ -168,7 +178,10 @@ impl<T: Tree> Tree for Option<T> {
         }
     }
 
-    fn try_map<M: Leaf, E>(self, f: &mut dyn FnMut(T::Leaf) -> Result<M, E>) -> Result<Self::With<M>, E> {
+    fn try_map<M: Leaf, E>(
+        self,
+        f: &mut dyn FnMut(T::Leaf) -> Result<M, E>,
+    ) -> Result<Self::With<M>, E> {
         self.map(|branch| branch.try_map(f)).transpose()
     }
 
@@ -197,7 +210,9 @@ impl<T: Tree> Tree for BTreeMap<String, T> {
     type With<M: Leaf> = BTreeMap<String, T::With<M>>;
 
     fn structure(&self) -> Structure {
-        Structure::node(self.iter().map(|(key, branch)| (Name::Key(key.clone()), branch.structure())))
+        Structure::node(
+            self.iter().map(|(key, branch)| (Name::Key(key.clone()), branch.structure())),
+        )
     }
 
     fn has_structure(&self, structure: &Structure) -> bool {
@@ -214,7 +229,10 @@ impl<T: Tree> Tree for BTreeMap<String, T> {
         }
     }
 
-    fn try_map<M: Leaf, E>(self, f: &mut dyn FnMut(T::Leaf) -> Result<M, E>) -> Result<Self::With<M>, E> {
+    fn try_map<M: Leaf, E>(
+        self,
+        f: &mut dyn FnMut(T::Leaf) -> Result<M, E>,
+    ) -> Result<Self::With<M>, E> {
         self.into_iter().map(|(key, branch)| Ok((key, branch.try_map(f)?))).collect()
     }
 
@@ -233,8 +251,9 @@ impl<T: Tree> Tree for BTreeMap<String, T> {
         let Structure::Node(branches) = structure else {
             return Err(structure.misfit_text(path, "a map".to_owned()));
         };
-        let built =
-            branches.iter().map(|branch| Ok((branch.0.text().into_owned(), build(branch, path, leaves)?)));
+        let built = branches
+            .iter()
+            .map(|branch| Ok((branch.0.text().into_owned(), build(branch, path, leaves)?)));
         built.collect()
     }
 }

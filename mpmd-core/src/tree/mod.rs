@@ -1,9 +1,9 @@
 //! Structures of arrays: tuples, vectors, maps, options and user structs with leaves of one type.
 //!
-//! A [`Tree`] of arrays has the same shape as the tree of their shapes, of their shardings, or of views
-//! of them on one device: [`Tree::With`] is the same structure with other leaves. Leaves have
-//! [paths](Path) for messages, and what holds for several leaves can be given once for all of them, as
-//! a [`PrefixTree`].
+//! A [`Tree`] of arrays has the same shape as the tree of their shapes, of their shardings, or of
+//! views of them on one device: [`Tree::With`] is the same structure with other leaves. Leaves have
+//! [paths](Path) for messages, and what holds for several leaves can be given once for all of them,
+//! as a [`PrefixTree`].
 //!
 //! ```
 //! use mpmd_core::tree::Tree;
@@ -40,17 +40,18 @@ pub use structure::Structure;
 
 /// A type that can be a tree's leaf. Types declare it: `impl Leaf for Bias {}`.
 ///
-/// A leaf is a tree of itself, so a type that is a [`Tree`](trait@Tree) of other leaves cannot be one.
+/// A leaf is a tree of itself, so a type that is a [`Tree`](trait@Tree) of other leaves cannot be
+/// one.
 pub trait Leaf: Sized {}
 
 /// A structure of leaves of one type.
 ///
-/// Implemented for leaves, tuples up to 12, `Vec`, `Option`, arrays and `BTreeMap<String, _>`, and by
-/// `#[derive(Tree)]`.
+/// Implemented for leaves, tuples up to 12, `Vec`, `Option`, arrays and `BTreeMap<String, _>`, and
+/// by `#[derive(Tree)]`.
 ///
-/// In generic code the compiler does not know that `T::With<M>::With<N>` is `T::With<N>`, though it is.
-/// There, take the [`structure`](Self::structure) of one tree and build the other from its leaves:
-/// `T::With::<N>::from_leaves(&tree.structure(), leaves)`.
+/// In generic code the compiler does not know that `T::With<M>::With<N>` is `T::With<N>`, though it
+/// is. There, take the [`structure`](Self::structure) of one tree and build the other from its
+/// leaves: `T::With::<N>::from_leaves(&tree.structure(), leaves)`.
 pub trait Tree: Sized {
     /// The type of the leaves.
     type Leaf: Leaf;
@@ -75,7 +76,10 @@ pub trait Tree: Sized {
     /// # Errors
     ///
     /// Stops at the first leaf where `f` fails, with its error.
-    fn try_map<M: Leaf, E>(self, f: &mut dyn FnMut(Self::Leaf) -> Result<M, E>) -> Result<Self::With<M>, E>;
+    fn try_map<M: Leaf, E>(
+        self,
+        f: &mut dyn FnMut(Self::Leaf) -> Result<M, E>,
+    ) -> Result<Self::With<M>, E>;
 
     /// The tree of what `f` makes of a reference to every leaf, in order.
     ///
@@ -87,8 +91,8 @@ pub trait Tree: Sized {
         f: &mut dyn FnMut(&Self::Leaf) -> Result<M, E>,
     ) -> Result<Self::With<M>, E>;
 
-    /// The tree of this structure with the next leaves of an iterator; `path` is where it hangs, for
-    /// messages. [`from_leaves`](Self::from_leaves) is what programs call.
+    /// The tree of this structure with the next leaves of an iterator; `path` is where it hangs,
+    /// for messages. [`from_leaves`](Self::from_leaves) is what programs call.
     ///
     /// # Errors
     ///
@@ -121,7 +125,8 @@ pub trait Tree: Sized {
         leaves
     }
 
-    /// The leaves with their paths (`blocks/3/w`), in order. The path of a tree that is a leaf is empty.
+    /// The leaves with their paths (`blocks/3/w`), in order. The path of a tree that is a leaf is
+    /// empty.
     fn leaves_with_paths(&self) -> Vec<(String, &Self::Leaf)> {
         let mut leaves = Vec::new();
         self.visit(&mut Path::default(), &mut |path, leaf| leaves.push((path.to_string(), leaf)));
@@ -309,7 +314,8 @@ mod tests {
     #[test]
     fn leaves_come_in_order_with_their_paths() {
         let model = model();
-        let (paths, leaves): (Vec<String>, Vec<&u64>) = model.leaves_with_paths().into_iter().unzip();
+        let (paths, leaves): (Vec<String>, Vec<&u64>) =
+            model.leaves_with_paths().into_iter().unzip();
         assert_eq!(paths, PATHS);
         assert_eq!(leaves, [&1, &2, &3, &4, &5, &55, &56, &6, &7, &8, &9, &10]);
         assert_eq!(model.structure().paths(), PATHS);
@@ -321,8 +327,11 @@ mod tests {
     fn mapping_keeps_the_structure_and_comes_back() {
         let model = model();
         assert!(model.has_structure(&model.structure()) && !model.has_structure(&Structure::Leaf));
-        let other = Model { last: Pair(9, Box2 { items: [10] }), blocks: Vec::new(), ..self::model() };
-        assert!(!other.has_structure(&model.structure()) && !model.has_structure(&other.structure()));
+        let other =
+            Model { last: Pair(9, Box2 { items: [10] }), blocks: Vec::new(), ..self::model() };
+        assert!(
+            !other.has_structure(&model.structure()) && !model.has_structure(&other.structure())
+        );
         let texts: Model<String> = model.map_ref(&mut u64::to_string);
         assert_eq!(texts.structure(), model.structure());
         let back: Model<u64> = texts.map(&mut |text| text.parse().unwrap());
@@ -341,13 +350,18 @@ mod tests {
         let structure = model.structure();
         let built = Model::from_leaves(&structure, model.clone().into_leaves()).unwrap();
         assert_eq!(built, model);
-        let short = Model::from_leaves(&structure, model.clone().into_leaves().into_iter().take(11));
+        let short =
+            Model::from_leaves(&structure, model.clone().into_leaves().into_iter().take(11));
         assert_eq!(short, Err(TreeError::TooFewLeaves { path: "last/1/items/0".into() }));
         let long = Model::from_leaves(&structure, 0..13u64);
         assert_eq!(long, Err(TreeError::TooManyLeaves { expected: 12 }));
         let other = Linear::<u64>::from_leaves(&structure, 0..12).unwrap_err();
-        assert_eq!(other.to_string(), "at the root: expected [w, bias], found [embed, blocks, extra, last]");
-        let deep = <(u64, [u64; 2])>::from_leaves(&(1u64, vec![2u64]).structure(), 0..2).unwrap_err();
+        assert_eq!(
+            other.to_string(),
+            "at the root: expected [w, bias], found [embed, blocks, extra, last]"
+        );
+        let deep =
+            <(u64, [u64; 2])>::from_leaves(&(1u64, vec![2u64]).structure(), 0..2).unwrap_err();
         assert_eq!(deep.to_string(), "at `1`: expected [0, 1], found [0]");
     }
 
@@ -355,7 +369,9 @@ mod tests {
     trait Kernel {
         type In: Tree<Leaf = u64>;
         type Out: Tree<Leaf = u64>;
-        fn infer(x: &<Self::In as Tree>::With<ShapedArray>) -> <Self::Out as Tree>::With<ShapedArray>;
+        fn infer(
+            x: &<Self::In as Tree>::With<ShapedArray>,
+        ) -> <Self::Out as Tree>::With<ShapedArray>;
         fn run(x: <Self::In as Tree>::With<View<'_>>);
     }
 

@@ -3,7 +3,8 @@
 use std::borrow::Cow;
 use std::fmt;
 
-/// One step of a [`Path`]. Equal where the texts are: field `0` of a tuple is element 0 of a vector.
+/// One step of a [`Path`]. Equal where the texts are: field `0` of a tuple is element 0 of a
+/// vector.
 #[derive(Clone, Debug)]
 pub enum Name {
     /// A field of a struct.

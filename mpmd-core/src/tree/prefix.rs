@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 
 use super::{Leaf, Path, Structure, Tree, TreeError};
 
-/// The upper part of a tree. Its leaves stand for everything below them: one sharding for all arrays
-/// of a layer, or for all arrays at once.
+/// The upper part of a tree. Its leaves stand for everything below them: one sharding for all
+/// arrays of a layer, or for all arrays at once.
 ///
-/// Made `from` a leaf, a reference to one, tuples, vectors, arrays and maps of what becomes a prefix,
-/// and structs that derive [`Tree`](trait@Tree).
+/// Made `from` a leaf, a reference to one, tuples, vectors, arrays and maps of what becomes a
+/// prefix, and structs that derive [`Tree`](trait@Tree).
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum PrefixTree<L> {
     /// The value for every leaf below.
@@ -39,7 +39,9 @@ impl<L: Leaf + Clone> PrefixTree<L> {
         L: 'a,
     {
         match structure {
-            Structure::Leaf => Self::Leaf(leaves.next().expect("a tree's structure has its leaves").clone()),
+            Structure::Leaf => {
+                Self::Leaf(leaves.next().expect("a tree's structure has its leaves").clone())
+            }
             Structure::Absent => Self::Node(Vec::new()),
             Structure::Node(branches) => Self::Node(
                 branches
@@ -85,7 +87,10 @@ impl<L: Leaf + Clone> PrefixTree<L> {
         let found = match self {
             Self::Leaf(_) => "a leaf".to_owned(),
             Self::Node(own) => {
-                format!("[{}]", own.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(", "))
+                format!(
+                    "[{}]",
+                    own.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(", ")
+                )
             }
         };
         TreeError::Prefix { path: path.to_string(), expected: structure.to_string(), found }
@@ -123,7 +128,9 @@ impl<L, T: Into<PrefixTree<L>>> From<BTreeMap<String, T>> for PrefixTree<L> {
 }
 
 fn numbered<L>(branches: impl IntoIterator<Item = PrefixTree<L>>) -> PrefixTree<L> {
-    PrefixTree::Node(branches.into_iter().enumerate().map(|(i, branch)| (i.to_string(), branch)).collect())
+    PrefixTree::Node(
+        branches.into_iter().enumerate().map(|(i, branch)| (i.to_string(), branch)).collect(),
+    )
 }
 
 macro_rules! from_tuples {
@@ -196,7 +203,10 @@ mod tests {
             text((1, 2, 3).into()),
             "not a prefix: at the root the tree has [0, 1], the prefix [0, 1, 2]"
         );
-        assert_eq!(text((1, [2]).into()), "not a prefix: at `1` the tree has a leaf, the prefix [0]");
+        assert_eq!(
+            text((1, [2]).into()),
+            "not a prefix: at `1` the tree has a leaf, the prefix [0]"
+        );
         let wrong = BTreeMap::from([("w".to_owned(), 1), ("scale".to_owned(), 2)]);
         assert_eq!(
             text(([PrefixTree::from(wrong), 1.into()], 2).into()),
@@ -218,7 +228,8 @@ mod tests {
     #[test]
     fn shardings_are_given_by_value_or_reference() {
         let sharding = Sharding::single_device(DeviceId(1));
-        let take = |prefix: PrefixTree<Sharding>| prefix.broadcast(&(1u64, 2u64).structure()).unwrap();
+        let take =
+            |prefix: PrefixTree<Sharding>| prefix.broadcast(&(1u64, 2u64).structure()).unwrap();
         assert_eq!(take((&sharding).into()), take(sharding.clone().into()));
         assert_eq!(take((&sharding, &sharding).into()), [sharding.clone(), sharding]);
     }

@@ -51,7 +51,11 @@ impl Structure {
     /// # Errors
     ///
     /// Fails where it has other branches, with `path` as the place.
-    pub fn elements(&self, path: &Path, count: Option<usize>) -> Result<&[(Name, Self)], TreeError> {
+    pub fn elements(
+        &self,
+        path: &Path,
+        count: Option<usize>,
+    ) -> Result<&[(Name, Self)], TreeError> {
         let numbered = |branches: &[(Name, Self)]| {
             branches.iter().enumerate().all(|(i, (name, _))| *name == Name::Index(i))
         };
@@ -73,11 +77,18 @@ impl Structure {
     /// # Errors
     ///
     /// Fails where it has other branches, with `path` as the place.
-    pub fn fields(&self, path: &Path, names: &[&'static str]) -> Result<&[(Name, Self)], TreeError> {
+    pub fn fields(
+        &self,
+        path: &Path,
+        names: &[&'static str],
+    ) -> Result<&[(Name, Self)], TreeError> {
         match self {
             Self::Node(branches)
                 if branches.len() == names.len()
-                    && branches.iter().zip(names).all(|((name, _), expected)| name.text() == *expected) =>
+                    && branches
+                        .iter()
+                        .zip(names)
+                        .all(|((name, _), expected)| name.text() == *expected) =>
             {
                 Ok(branches)
             }
@@ -116,7 +127,8 @@ impl fmt::Display for Structure {
             Self::Leaf => f.write_str("a leaf"),
             Self::Absent => f.write_str("nothing"),
             Self::Node(branches) => {
-                let names: Vec<String> = branches.iter().map(|(name, _)| name.to_string()).collect();
+                let names: Vec<String> =
+                    branches.iter().map(|(name, _)| name.to_string()).collect();
                 write!(f, "[{}]", names.join(", "))
             }
         }
@@ -166,7 +178,9 @@ mod tests {
         let pair = Structure::sequence([Structure::Leaf, Structure::Leaf]);
         assert!(pair.elements(&path, None).is_ok() && pair.elements(&path, Some(2)).is_ok());
         assert!(pair.elements(&path, Some(3)).is_err());
-        assert!(pair.fields(&path, &["0", "1"]).is_ok() && pair.fields(&path, &["1", "0"]).is_err());
+        assert!(
+            pair.fields(&path, &["0", "1"]).is_ok() && pair.fields(&path, &["1", "0"]).is_err()
+        );
         let error = Structure::Leaf.elements(&path, None).unwrap_err();
         assert_eq!(error.to_string(), "at the root: expected a sequence, found a leaf");
     }

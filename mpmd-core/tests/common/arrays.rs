@@ -9,8 +9,11 @@ use mpmd_core::topology::DeviceId;
 /// Host values of any dtype: different bits in every element.
 pub(crate) fn values(shape: &[usize], dtype: DType) -> HostArray {
     let aval = ShapedArray::new(shape, dtype);
-    let byte = |i: usize| if dtype == DType::Bool { (i * i / 3 % 2) as u8 } else { (i * 37 + i / 256) as u8 };
-    HostArray::from_bytes(aval.clone(), (0..aval.bytes()).map(byte).collect::<Vec<u8>>().into()).unwrap()
+    let byte = |i: usize| {
+        if dtype == DType::Bool { (i * i / 3 % 2) as u8 } else { (i * 37 + i / 256) as u8 }
+    };
+    HostArray::from_bytes(aval.clone(), (0..aval.bytes()).map(byte).collect::<Vec<u8>>().into())
+        .unwrap()
 }
 
 /// The bytes of one region, found element by element.
@@ -18,7 +21,8 @@ pub(crate) fn part(whole: &HostArray, region: &Region) -> Vec<u8> {
     let item = whole.dtype().size();
     let mut elements = vec![0];
     for (range, size) in region.ranges().zip(whole.shape()) {
-        elements = elements.iter().flat_map(|base| range.clone().map(move |i| base * size + i)).collect();
+        elements =
+            elements.iter().flat_map(|base| range.clone().map(move |i| base * size + i)).collect();
     }
     elements.into_iter().flat_map(|i| whole.bytes()[i * item..(i + 1) * item].to_vec()).collect()
 }
@@ -41,7 +45,12 @@ pub(crate) fn check(p: &Program, array: &MpmdArray, whole: &HostArray) -> Result
     for shard in shards {
         assert_eq!(Some(&shard.region), layout.region_of(shard.device));
         assert_eq!(shard.data.shape(), shard.region.shape());
-        assert_eq!(shard.data.bytes()[..], part(whole, &shard.region)[..], "{sharding} on {}", shard.device);
+        assert_eq!(
+            shard.data.bytes()[..],
+            part(whole, &shard.region)[..],
+            "{sharding} on {}",
+            shard.device
+        );
     }
     Ok(())
 }

@@ -1,4 +1,5 @@
-//! Random chains of puts, on random hosts, large and small: the values at every step, and no memory left.
+//! Random chains of puts, on random hosts, large and small: the values at every step, and no memory
+//! left.
 
 use std::time::{Duration, Instant};
 
@@ -50,9 +51,11 @@ fn any_sharding(numbers: &mut Numbers) -> Sharding {
         _ => {
             let (a, b) = numbers.of(&[(2, 2), (4, 2), (1, 4), (2, 4), (8, 1), (4, 1), (2, 1)]);
             let mesh = Mesh::new(&[("a", a), ("b", b)], devices[..a * b].to_vec()).unwrap();
-            let specs = [spec![], spec!["a"], spec![None, "b"], spec!["b", "a"], spec![None, ("b", "a")]];
+            let specs =
+                [spec![], spec!["a"], spec![None, "b"], spec!["b", "a"], spec![None, ("b", "a")]];
             let sharding = mesh.sharding(numbers.of(&specs));
-            let sums = ["a", "b"].map(|axis| sharding.unreduced(&[axis]).unwrap_or(sharding.clone()));
+            let sums =
+                ["a", "b"].map(|axis| sharding.unreduced(&[axis]).unwrap_or(sharding.clone()));
             numbers.of(&[sharding, sums[0].clone(), sums[1].clone()])
         }
     };
@@ -60,8 +63,9 @@ fn any_sharding(numbers: &mut Numbers) -> Sharding {
     sharding.with_memory_kind(numbers.of(&memory))
 }
 
-/// Runs one of the chains, and panics where it does not keep its values or leaves memory behind. With `gpus` some processes have
-/// CUDA devices. With `hands_over` processes of a host hand over to each other in every second chain; else it is as `simulation` has it.
+/// Runs one of the chains, and panics where it does not keep its values or leaves memory behind.
+/// With `gpus` some processes have CUDA devices. With `hands_over` processes of a host hand over to
+/// each other in every second chain; else it is as `simulation` has it.
 pub(crate) fn chain(
     seed: u64,
     gpus: bool,

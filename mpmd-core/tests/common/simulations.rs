@@ -1,4 +1,5 @@
-//! Simulations whose processes hand arrays over to each other, in the test program that asks for it.
+//! Simulations whose processes hand arrays over to each other, in the test program that asks for
+//! it.
 
 use mpmd_core::Simulation;
 

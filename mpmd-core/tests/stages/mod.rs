@@ -61,7 +61,12 @@ impl Stage for Scale {
     type Residual = MpmdArray;
     type WeightResidual = (MpmdArray, MpmdArray);
 
-    fn infer(&self, w: &ShapedArray, x: &ShapedArray, _: &Empty<ShapedArray>) -> Result<Declared<Self>> {
+    fn infer(
+        &self,
+        w: &ShapedArray,
+        x: &ShapedArray,
+        _: &Empty<ShapedArray>,
+    ) -> Result<Declared<Self>> {
         if x.shape()[1] != w.shape()[0] {
             return Err(Error::kernel(format!("{x} * {w}")));
         }
@@ -225,7 +230,11 @@ impl Stage for Square {
         let loss = Loss { sum: f32s([]), weight: f32s([]) };
         let signature = StageSignature::new(loss, (kept(), kept()), (kept(), kept()));
         let signature = signature.keep("0", "0").keep("1", "1");
-        Ok(if self.0 == Rows::Part { signature.forward_all_reduce("data", f32s([2])) } else { signature })
+        Ok(if self.0 == Rows::Part {
+            signature.forward_all_reduce("data", f32s([2]))
+        } else {
+            signature
+        })
     }
 
     fn input_spec(&self) -> Spec {
@@ -328,9 +337,14 @@ pub(crate) fn chain(
 ) -> Result<Pipeline<MpmdArray, Loss<MpmdArray>>> {
     let (meshes, last) = (meshes(p, schedule.ranks())?, schedule.stages() - 1);
     let mesh = |stage: usize| &meshes[schedule.rank_of(stage)];
-    let mut front = Pipeline::first(Scale { rows: Rows::All, fuses }, mesh(0), params(p, 0, mesh(0))?)?;
+    let mut front =
+        Pipeline::first(Scale { rows: Rows::All, fuses }, mesh(0), params(p, 0, mesh(0))?)?;
     for stage in 1..last {
-        front = front.then(Scale { rows: Rows::All, fuses }, mesh(stage), params(p, stage, mesh(stage))?)?;
+        front = front.then(
+            Scale { rows: Rows::All, fuses },
+            mesh(stage),
+            params(p, stage, mesh(stage))?,
+        )?;
     }
     front.then(Square(Rows::All), mesh(last), params(p, last, mesh(last))?)
 }
@@ -391,7 +405,8 @@ pub(crate) fn by_hand(stages: usize, rows: &[usize]) -> Outcome {
             inputs.push((0..count).map(|i| x[i] * w[i % WIDTH]).collect());
         }
         let x = &inputs[stages - 1];
-        let mut d: Vec<f32> = (0..count).map(|i| x[i] * w[stages - 1][i % WIDTH] - label(m, i)).collect();
+        let mut d: Vec<f32> =
+            (0..count).map(|i| x[i] * w[stages - 1][i % WIDTH] - label(m, i)).collect();
         let one = [d.iter().map(|e| e * e).sum::<f32>(), rows as f32];
         loss = Some(loss.map_or(one, |sum| [sum[0] + one[0], sum[1] + one[1]]));
         d.iter_mut().for_each(|e| *e *= 2.0);

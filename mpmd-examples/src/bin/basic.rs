@@ -1,5 +1,5 @@
-//! Two stages on two meshes, and arrays that move from one to the other: `cargo run --bin basic`, or on graphics
-//! processors `cargo run --features cuda --bin basic -- --device cuda`.
+//! Two stages on two meshes, and arrays that move from one to the other: `cargo run --bin basic`,
+//! or on graphics processors `cargo run --features cuda --bin basic -- --device cuda`.
 
 use std::process::ExitCode;
 
@@ -39,7 +39,8 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
     let a = p.make(shape.clone(), &front, |_, mut a| Ok(a.fill(0.0f32)?))?;
     let b = p.make(shape, &front, |_, mut b| Ok(b.fill(1.0f32)?))?;
     for round in 0..args.rounds {
-        // Everything is issued before anything is waited for: `b` is computed while `a` is on its way.
+        // Everything is issued before anything is waited for: `b` is computed while `a` is on its
+        // way.
         let mut both_stages = |x: &MpmdArray| {
             let x = add_one.call(p, x.clone())?;
             let x = p.device_put(&x, &back)?;
@@ -61,7 +62,8 @@ fn arrived(x: &MpmdArray, expected: f32) -> Result<String> {
     let mut places = Vec::new();
     for shard in x.addressable_shards()? {
         let place = format!("rows {:?} on device {}", shard.region.range(0), shard.device);
-        if let Some(value) = shard.data.as_slice::<f32>()?.iter().find(|value| **value != expected) {
+        if let Some(value) = shard.data.as_slice::<f32>()?.iter().find(|value| **value != expected)
+        {
             return Err(Error::kernel(format!("{place}: {value} instead of {expected}")));
         }
         places.push(place);
@@ -100,7 +102,12 @@ impl Kernel for AddOne {
     fn run(&self, cx: &mut Context<'_>, x: View<'_>, mut y: ViewMut<'_>) -> Result<()> {
         if let Some(cuda) = cx.cuda() {
             let n = x.region().elements();
-            return cuda.launch(&SOURCE, "add_one", Grid::over(n), &[(&mut y).into(), (&x).into(), n.into()]);
+            return cuda.launch(
+                &SOURCE,
+                "add_one",
+                Grid::over(n),
+                &[(&mut y).into(), (&x).into(), n.into()],
+            );
         }
         let (x, y) = (x.as_slice::<f32>()?, y.as_mut_slice::<f32>()?);
         y.iter_mut().zip(x).for_each(|(y, x)| *y = x + 1.0);
@@ -125,7 +132,12 @@ impl Kernel for Double {
     fn run(&self, cx: &mut Context<'_>, x: View<'_>, mut y: ViewMut<'_>) -> Result<()> {
         if let Some(cuda) = cx.cuda() {
             let n = x.region().elements();
-            return cuda.launch(&SOURCE, "twice", Grid::over(n), &[(&mut y).into(), (&x).into(), n.into()]);
+            return cuda.launch(
+                &SOURCE,
+                "twice",
+                Grid::over(n),
+                &[(&mut y).into(), (&x).into(), n.into()],
+            );
         }
         let (x, y) = (x.as_slice::<f32>()?, y.as_mut_slice::<f32>()?);
         y.iter_mut().zip(x).for_each(|(y, x)| *y = x * 2.0);

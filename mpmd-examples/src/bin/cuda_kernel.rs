@@ -1,5 +1,5 @@
-//! A kernel of one's own, in CUDA C for devices that have it, and in Rust for others: `cargo run --features cuda --bin
-//! cuda_kernel`.
+//! A kernel of one's own, in CUDA C for devices that have it, and in Rust for others: `cargo run
+//! --features cuda --bin cuda_kernel`.
 
 use std::process::ExitCode;
 
@@ -20,7 +20,8 @@ struct Args {
     a: f32,
 }
 
-/// A source is compiled once on a machine, as soon as a kernel that announces it is bound to a mesh.
+/// A source is compiled once on a machine, as soon as a kernel that announces it is bound to a
+/// mesh.
 static SAXPY: Source = Source::cuda(
     "saxpy.cu",
     r#"
@@ -49,7 +50,12 @@ impl Kernel for Saxpy {
         Ok(Signature::new(y.clone()).alias("1", ""))
     }
 
-    fn run(&self, cx: &mut Context<'_>, (x, _): (View<'_>, View<'_>), mut y: ViewMut<'_>) -> Result<()> {
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        (x, _): (View<'_>, View<'_>),
+        mut y: ViewMut<'_>,
+    ) -> Result<()> {
         if let Some(cuda) = cx.cuda() {
             // The device does it later; nothing here waits for it.
             let n = x.region().elements();
@@ -100,13 +106,18 @@ fn run(args: &Args) -> Result<()> {
     let values: Vec<f32> = (0..args.elements).map(|i| (i % 1000) as f32).collect();
     let x = MpmdArray::from_host(HostArray::from_slice(&[args.elements], &values)?);
     let x = p.device_put(&x, &here)?;
-    let ones = MpmdArray::from_host(HostArray::from_slice(&[args.elements], &vec![1.0f32; args.elements])?);
+    let ones = MpmdArray::from_host(HostArray::from_slice(
+        &[args.elements],
+        &vec![1.0f32; args.elements],
+    )?);
     let mut y = p.device_put(&ones, &here)?;
     for _ in 0..3 {
         y = saxpy.call(&mut p, (x.clone(), y))?;
     }
     // Only here the program waits.
-    let Some(y) = y.to_host()? else { return Err(Error::kernel("the values are on another process")) };
+    let Some(y) = y.to_host()? else {
+        return Err(Error::kernel("the values are on another process"));
+    };
     let y = y.to_vec::<f32>()?;
     let wrong = y
         .iter()

@@ -1,5 +1,5 @@
-//! How fast the transformer's arithmetic is on one core, without the framework: training steps of a model of
-//! four blocks, and beside them the matrix products of a step alone.
+//! How fast the transformer's arithmetic is on one core, without the framework: training steps of a
+//! model of four blocks, and beside them the matrix products of a step alone.
 //!
 //! `cargo run --release --bin gpt_kernels`
 
@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 
 use mpmd_core::tree::Tree as _;
 use mpmd_examples::gpt::adamw::{AdamW, Step, WarmupCosine, clip_factor, square_sum};
-use mpmd_examples::gpt::block::{self, BlockGradients, BlockInputs, BlockInterior, BlockParameters};
+use mpmd_examples::gpt::block::{
+    self, BlockGradients, BlockInputs, BlockInterior, BlockParameters,
+};
 use mpmd_examples::gpt::embed::{self, EmbedParameters};
 use mpmd_examples::gpt::head::{self, HeadGradients, HeadParameters, HeadResiduals};
 use mpmd_examples::gpt::{BYTES, BlockShape, Initial, LeafShape};
@@ -45,7 +47,9 @@ impl Model {
                 *value = match initial {
                     Initial::Constant(value) => value as f32,
                     // Evenly distributed values of the same deviation do as well here.
-                    Initial::Normal(std) => (std * 3f64.sqrt() * random_unit(seed as u64, i as u64)) as f32,
+                    Initial::Normal(std) => {
+                        (std * 3f64.sqrt() * random_unit(seed as u64, i as u64)) as f32
+                    }
                 };
             }
         }
@@ -130,8 +134,11 @@ fn main() {
         let updating = Instant::now();
         let sums = gradients.leaves_mut().into_iter().map(|leaf| square_sum(leaf));
         let (clip, norm) = clip_factor(sums.map(|sum| sum / (SHAPE.rows() as f64).powi(2)), 1.0);
-        let step_of =
-            Step { number: step, rate: rates.rate(step), gradient_factor: clip / SHAPE.rows() as f64 };
+        let step_of = Step {
+            number: step,
+            rate: rates.rate(step),
+            gradient_factor: clip / SHAPE.rows() as f64,
+        };
         let state = mean.leaves_mut().into_iter().zip(square.leaves_mut());
         let leaves = model.leaves_mut().into_iter().zip(gradients.leaves_mut());
         for ((leaf, gradient), (mean, square)) in leaves.zip(state) {
@@ -146,14 +153,16 @@ fn main() {
     }
     let each = |time: Duration| time.as_secs_f64() * 1e3 / STEPS as f64;
     println!(
-        "mean per step: forward {:.1} ms, input gradient {:.1} ms, weight gradient {:.1} ms, update {:.1} ms",
+        "mean per step: forward {:.1} ms, input gradient {:.1} ms, weight gradient {:.1} ms, \
+         update {:.1} ms",
         each(times.forward),
         each(times.backward_input),
         each(times.backward_weight),
         each(times.update)
     );
     println!(
-        "fastest step {:.1} ms ({:.0} tokens/s); its matrix products alone {:.1} ms ({:.1} GFLOP/s): {:.0} %",
+        "fastest step {:.1} ms ({:.0} tokens/s); its matrix products alone {:.1} ms ({:.1} \
+         GFLOP/s): {:.0} %",
         best_step * 1e3,
         SHAPE.rows() as f64 / best_step,
         best_products * 1e3,
@@ -184,15 +193,31 @@ fn train(
             (inputs.each_mut(|l| l.as_mut_slice()), interior.each_mut(|l| l.as_mut_slice()));
         let (before, after) = rows.split_at_mut(i + 1);
         let (mut inputs, mut interior) = (inputs, interior);
-        let Ok(()) =
-            block::forward(SHAPE, &p, &mut inputs, &mut interior, &mut after[0], &before[i], scratch, alone);
+        let Ok(()) = block::forward(
+            SHAPE,
+            &p,
+            &mut inputs,
+            &mut interior,
+            &mut after[0],
+            &before[i],
+            scratch,
+            alone,
+        );
     }
     let p = model.head.each(|l| l.as_slice());
     let residuals = &mut head.0.each_mut(|l| l.as_mut_slice());
     let (loss, _) = head::forward(SHAPE, &p, residuals, &rows[LAYERS], targets);
     lap(&mut times.forward);
     let residuals = head.0.each(|l| l.as_slice());
-    head::backward_input(SHAPE, &p, &residuals, &mut head.1.each_mut(|l| l.as_mut_slice()), d, targets, 1.0);
+    head::backward_input(
+        SHAPE,
+        &p,
+        &residuals,
+        &mut head.1.each_mut(|l| l.as_mut_slice()),
+        d,
+        targets,
+        1.0,
+    );
     lap(&mut times.backward_input);
     let kept = (residuals.norm_hat, residuals.norm_out);
     let d_head = &mut gradients.head.each_mut(|l| l.as_mut_slice());
@@ -244,7 +269,8 @@ impl Products {
 
     fn flops(&self) -> f64 {
         let rows = SHAPE.rows();
-        let layers: usize = Self::layers().iter().map(|(k, n, times)| 6 * rows * k * n * times).sum();
+        let layers: usize =
+            Self::layers().iter().map(|(k, n, times)| 6 * rows * k * n * times).sum();
         (layers + LAYERS * 12 * rows * SHAPE.time * SHAPE.width) as f64
     }
 

@@ -1,4 +1,5 @@
-//! Four stages that compute while their last outputs are on the way: `cargo run --release --bin overlap`.
+//! Four stages that compute while their last outputs are on the way: `cargo run --release --bin
+//! overlap`.
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -43,7 +44,8 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
     let mut weights = Vec::new();
     for (s, mesh) in stages.iter().enumerate() {
         products.push(p.jit(Product).on(mesh).outputs(mesh.replicated()).build()?);
-        // Divided by the square root of the width, so that values keep their size from step to step.
+        // Divided by the square root of the width, so that values keep their size from step to
+        // step.
         let scale = 1.0 / (width as f64).sqrt();
         let weight = move |i| (scale * normal_f64(Key(s as u64), i)) as f32;
         weights.push(p.make(f32s([width, width]), &mesh.replicated(), fill(weight))?);
@@ -54,11 +56,12 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
     let start = Instant::now();
     for _ in 0..args.steps {
         let mut activations = vec![x.clone(); args.microbatches];
-        for task in gpipe(stages.len(), args.microbatches).into_iter().filter(|task| !task.backward) {
+        for task in gpipe(stages.len(), args.microbatches).into_iter().filter(|task| !task.backward)
+        {
             let y = &mut activations[task.microbatch];
             *y = products[task.stage].call(p, (weights[task.stage].clone(), y.clone()))?;
-            // On its way at once, while this stage goes on with its next microbatch; the last stage's
-            // output goes to the first.
+            // On its way at once, while this stage goes on with its next microbatch; the last
+            // stage's output goes to the first.
             let next = &stages[(task.stage + 1) % stages.len()];
             *y = p.device_put(&*y, next.replicated())?;
         }
@@ -84,8 +87,13 @@ fn arrived(x: &MpmdArray) -> Result<String> {
     if !size.is_finite() {
         return Err(Error::kernel(format!("{} has values that are not finite", x.aval())));
     }
-    let devices: Vec<_> = x.addressable_shards()?.iter().map(|shard| shard.device.to_string()).collect();
-    Ok(format!("is here, {} on devices {}, root mean square {size:.6}", x.aval(), devices.join(", ")))
+    let devices: Vec<_> =
+        x.addressable_shards()?.iter().map(|shard| shard.device.to_string()).collect();
+    Ok(format!(
+        "is here, {} on devices {}, root mean square {size:.6}",
+        x.aval(),
+        devices.join(", ")
+    ))
 }
 
 /// Fills a region with values by their place in the whole.
@@ -117,7 +125,12 @@ impl Kernel for Product {
         }
     }
 
-    fn run(&self, _: &mut Context<'_>, (w, x): (View<'_>, View<'_>), mut y: ViewMut<'_>) -> Result<()> {
+    fn run(
+        &self,
+        _: &mut Context<'_>,
+        (w, x): (View<'_>, View<'_>),
+        mut y: ViewMut<'_>,
+    ) -> Result<()> {
         let (m, k, n) = (x.shape()[0], x.shape()[1], w.shape()[1]);
         matmul(y.as_mut_slice::<f32>()?, x.as_slice()?, w.as_slice()?, m, k, n, false);
         Ok(())

@@ -1,5 +1,6 @@
-//! Trains a four-stage, tensor-parallel pipeline on 8 devices, spread over however many processes there
-//! are: `cargo run --release --bin pipeline`. With `--check`: a small one whose numbers are known.
+//! Trains a four-stage, tensor-parallel pipeline on 8 devices, spread over however many processes
+//! there are: `cargo run --release --bin pipeline`. With `--check`: a small one whose numbers are
+//! known.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -131,7 +132,8 @@ fn progress(p: &Program, steps: u64) -> ProgressBar {
         return ProgressBar::hidden();
     }
     let bar = ProgressBar::new(steps);
-    if let Ok(style) = ProgressStyle::with_template("{bar:32} step {pos}/{len}  {msg}  {elapsed}, {eta} left")
+    if let Ok(style) =
+        ProgressStyle::with_template("{bar:32} step {pos}/{len}  {msg}  {elapsed}, {eta} left")
     {
         bar.set_style(style);
     }
@@ -147,8 +149,9 @@ fn where_time_went(p: &mut Program, meter: &Meter, total: Duration) -> Result<()
         let devices = p.topology().devices_of(ProcessId(process)).len();
         // Each device has a thread of its own, so the process has this much time to spend.
         let available = total * devices as f64;
-        let part =
-            |time: f64| format!("{time:>8.3} s {:>3.0} %", 100.0 * time / available.max(f64::MIN_POSITIVE));
+        let part = |time: f64| {
+            format!("{time:>8.3} s {:>3.0} %", 100.0 * time / available.max(f64::MIN_POSITIVE))
+        };
         let rest = (available - computing - summing).max(0.0);
         let [computing, summing, rest] = [part(computing), part(summing), part(rest)];
         lines.push(format!("{process:>7} {devices:>8}  {computing}   {summing}   {rest}"));

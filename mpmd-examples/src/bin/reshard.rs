@@ -1,5 +1,5 @@
-//! Moves a tree of parameters from one mesh to another of a different shape and number of devices, shows
-//! what moves over which links, and proves every value: `cargo run --release --bin reshard`.
+//! Moves a tree of parameters from one mesh to another of a different shape and number of devices,
+//! shows what moves over which links, and proves every value: `cargo run --release --bin reshard`.
 
 use std::process::ExitCode;
 
@@ -73,7 +73,10 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
         let key = key(&path);
         p.make(shape.clone(), sharding, move |region, mut view| {
             let places = elements(region, view.global().shape());
-            view.as_mut_slice::<f32>()?.iter_mut().zip(places).for_each(|(x, i)| *x = uniform_f32(key, i));
+            view.as_mut_slice::<f32>()?
+                .iter_mut()
+                .zip(places)
+                .for_each(|(x, i)| *x = uniform_f32(key, i));
             Ok(())
         })
     })?;
@@ -82,7 +85,10 @@ fn program(p: &mut Program, args: &Args) -> Result<()> {
     let there = proved(&layer)?;
     let layer = p.reshard(&layer, PrefixTree::of(&from), options)?;
     let back = proved(&layer)?;
-    println!("process {}: {there} values proved on the second mesh, {back} back on the first", p.process());
+    println!(
+        "process {}: {there} values proved on the second mesh, {back} back on the first",
+        p.process()
+    );
     Ok(())
 }
 
@@ -97,7 +103,8 @@ fn report(
     from: &Layer<Sharding>,
     to: &Layer<Sharding>,
 ) -> Result<String> {
-    let mut text = format!("{:<6} {:<14} {:<24} {:<24} {:>6}", "leaf", "shape", "from", "to", "pieces");
+    let mut text =
+        format!("{:<6} {:<14} {:<24} {:<24} {:>6}", "leaf", "shape", "from", "to", "pieces");
     for class in LinkClass::ALL {
         text += &format!(" {:>13}", class.to_string());
     }
@@ -109,9 +116,14 @@ fn report(
         let (src, dst) = (from.layout(aval.shape())?, to.layout(aval.shape())?);
         let plan = reshard::plan(&src, &dst, aval.dtype().size(), p.topology())?;
         let Summary { pieces, bytes, .. } = plan.summary();
-        let spec = |sharding: &Sharding| sharding.spec().map_or_else(String::new, ToString::to_string);
-        text +=
-            &format!("{path:<6} {:<14} {:<24} {:<24} {pieces:>6}", aval.to_string(), spec(from), spec(to));
+        let spec =
+            |sharding: &Sharding| sharding.spec().map_or_else(String::new, ToString::to_string);
+        text += &format!(
+            "{path:<6} {:<14} {:<24} {:<24} {pieces:>6}",
+            aval.to_string(),
+            spec(from),
+            spec(to)
+        );
         for (total, bytes) in total.iter_mut().zip(bytes) {
             *total += bytes;
             text += &format!(" {bytes:>13}");
@@ -136,8 +148,10 @@ fn proved(layer: &Layer<MpmdArray>) -> Result<usize> {
             for (value, i) in values.iter().zip(elements(&shard.region, array.shape())) {
                 let expected = uniform_f32(key(&path), i);
                 if value.to_bits() != expected.to_bits() {
-                    let problem =
-                        format!("{path}: element {i} on device {} is {value}, not {expected}", shard.device);
+                    let problem = format!(
+                        "{path}: element {i} on device {} is {value}, not {expected}",
+                        shard.device
+                    );
                     return Err(Error::kernel(problem));
                 }
             }

@@ -7,8 +7,8 @@
 //! cargo run --release --features cuda --bin train_gpt -- --device cpu,cuda    # the first process without one
 //! ```
 //!
-//! Ctrl-C and SIGTERM end the program after the current step of training, evaluation or sampling. It
-//! writes the files of `--save` and `--losses-out`, and its exit code is 130 or 143.
+//! Ctrl-C and SIGTERM end the program after the current step of training, evaluation or sampling.
+//! It writes the files of `--save` and `--losses-out`, and its exit code is 130 or 143.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -49,8 +49,8 @@ struct Args {
     /// Blocks [default: 4; 8 where all devices are graphics processors]
     #[arg(long, value_parser = at_least(1))]
     layers: Option<usize>,
-    /// Columns of the rows that go from block to block; the MLPs' hidden columns are four times as many
-    /// [default: 128; 512]
+    /// Columns of the rows that go from block to block; the MLPs' hidden columns are four times as
+    /// many [default: 128; 512]
     #[arg(long, value_parser = at_least(1))]
     width: Option<usize>,
     /// Attention heads of a block [default: 4; 8]
@@ -68,8 +68,8 @@ struct Args {
     /// Updates
     #[arg(long, default_value_t = Config::default().rates.total as usize, value_parser = at_least(1))]
     steps: usize,
-    /// Train for this long instead: the learning rate then follows the time, and losses are not the same
-    /// from run to run
+    /// Train for this long instead: the learning rate then follows the time, and losses are not the
+    /// same from run to run
     #[arg(long, conflicts_with = "steps")]
     seconds: Option<f64>,
     /// Highest learning rate [default: 3e-3; 1e-3 with the default width for graphics processors]
@@ -78,23 +78,24 @@ struct Args {
     /// Chooses the initial weights, the sequences of each step, and the continuation
     #[arg(long, default_value_t = Config::default().seed)]
     seed: u64,
-    /// Order of the passes: a built-in schedule (gpipe, 1f1b, eager, interleaved, bfs, zb-h1, zb1p, zbv, dualpipev),
-    /// or a file in torch's text format
+    /// Order of the passes: a built-in schedule (gpipe, 1f1b, eager, interleaved, bfs, zb-h1, zb1p,
+    /// zbv, dualpipev), or a file in torch's text format
     #[arg(long, value_name = "NAME|FILE", default_value_t = Config::default().schedule)]
     schedule: String,
     /// Stages of each rank [default: 2 where the schedule is about several, else 1]
     #[arg(long, value_name = "V", value_parser = at_least(1))]
     chunks: Option<usize>,
-    /// Stages of the pipeline, on all ranks together; those that no block is left for have none [default: four
-    /// ranks' worth, or as many as the schedule's file has]
+    /// Stages of the pipeline, on all ranks together; those that no block is left for have none
+    /// [default: four ranks' worth, or as many as the schedule's file has]
     #[arg(long, value_parser = at_least(1))]
     stages: Option<usize>,
-    /// Keep no residuals between a stage's passes, and compute its forward pass again before the backward one
+    /// Keep no residuals between a stage's passes, and compute its forward pass again before the
+    /// backward one
     #[arg(long)]
     recompute: bool,
-    /// Devices of each rank among which the sequences of a microbatch are divided; each stores about one
-    /// part of as many of the stage's parameters and of the optimiser's state, and gathers the parameters for
-    /// each step
+    /// Devices of each rank among which the sequences of a microbatch are divided; each stores
+    /// about one part of as many of the stage's parameters and of the optimiser's state, and
+    /// gathers the parameters for each step
     #[arg(long, value_name = "F", default_value_t = Config::default().fsdp, value_parser = at_least(1))]
     fsdp: usize,
     /// Devices over which a stage's matrices are sharded, as many for each of those of --fsdp
@@ -106,12 +107,12 @@ struct Args {
         value_parser = at_least(1)
     )]
     tensor_parallel: usize,
-    /// Sharding rules for the stored parameters and the optimiser's state, in place of those that follow from
-    /// --fsdp: JSON, [["pattern", "tactic"], …]
+    /// Sharding rules for the stored parameters and the optimiser's state, in place of those that
+    /// follow from --fsdp: JSON, [["pattern", "tactic"], …]
     #[arg(long, value_name = "FILE")]
     strategy: Option<PathBuf>,
-    /// How graphics processors multiply matrices: f32 as they are, the others rounded before, which is quicker;
-    /// sums are in f32 always
+    /// How graphics processors multiply matrices: f32 as they are, the others rounded before, which
+    /// is quicker; sums are in f32 always
     #[arg(long, value_enum, default_value_t)]
     math: ProductMath,
     /// Print how the parameters of each stage are stored and computed with, and end
@@ -176,16 +177,23 @@ fn main() -> anyhow::Result<ExitCode> {
         print!("{}", sharding_tables(&config)?);
         return Ok(ExitCode::SUCCESS);
     }
-    let text =
-        Arc::new(if args.paths.is_empty() { Text::of_this_repository() } else { Text::read(&args.paths) }?);
-    // Set where this process is one of the job's: a launcher hears of the signal by their exit codes.
+    let text = Arc::new(if args.paths.is_empty() {
+        Text::of_this_repository()
+    } else {
+        Text::read(&args.paths)
+    }?);
+    // Set where this process is one of the job's: a launcher hears of the signal by their exit
+    // codes.
     let stopped = OnceLock::new();
     let code = job::run(&args.job, config.devices().min(4), config.devices(), |p| {
         let signal = run(p, &args, &config, &text)?;
         signal.into_iter().for_each(|signal| _ = stopped.set(exit_code(signal)));
         anyhow::Ok(())
     })?;
-    Ok(stopped.get().filter(|_| code == ExitCode::SUCCESS).map_or(code, |code| ExitCode::from(*code)))
+    Ok(stopped
+        .get()
+        .filter(|_| code == ExitCode::SUCCESS)
+        .map_or(code, |code| ExitCode::from(*code)))
 }
 
 impl Args {
@@ -240,13 +248,19 @@ fn read_schedule(path: &str) -> anyhow::Result<Schedule> {
         let names = Builtin::ALL.map(Builtin::name).join(", ");
         format!("schedule {path:?} is neither built in ({names}) nor a file that can be read")
     })?;
-    let name = Path::new(path).file_stem().map_or_else(|| path.into(), std::ffi::OsStr::to_string_lossy);
+    let name =
+        Path::new(path).file_stem().map_or_else(|| path.into(), std::ffi::OsStr::to_string_lossy);
     let text = schedule::Text::parse(&text, None).with_context(|| path.to_owned())?;
     text.schedule(name).with_context(|| path.to_owned())
 }
 
 /// Trains, evaluates and samples. Returns the signal that ended one of these early.
-fn run(p: &mut Program, args: &Args, config: &Config, text: &Arc<Text>) -> anyhow::Result<Option<i32>> {
+fn run(
+    p: &mut Program,
+    args: &Args,
+    config: &Config,
+    text: &Arc<Text>,
+) -> anyhow::Result<Option<i32>> {
     // A dry run as process 0 must leave files alone.
     let first = p.process() == ProcessId(0) && !p.is_planning();
     let losses_out = args.losses_out.as_deref().filter(|_| first).map(create).transpose()?;
@@ -264,7 +278,8 @@ fn run(p: &mut Program, args: &Args, config: &Config, text: &Arc<Text>) -> anyho
     }
     let stop = StopFlag::install().context("cannot watch for Ctrl-C")?;
     let start = Instant::now();
-    let length = Length { rates: config.rates, seconds: args.seconds, stop_after: args.stop_after, start };
+    let length =
+        Length { rates: config.rates, seconds: args.seconds, stop_after: args.stop_after, start };
     let mut progress = first.then(|| Progress::new(args.seconds, config, trainer.steps(), start));
     let mut losses = Vec::new();
     let more = |steps| length.rate(steps).filter(|_| !stop.is_set());
@@ -294,7 +309,8 @@ fn run(p: &mut Program, args: &Args, config: &Config, text: &Arc<Text>) -> anyho
         })?;
     }
     if stop.agree(p)?.is_none() {
-        let next = |logits: &[f32], position| next_byte(logits, args.temperature, args.seed, position);
+        let next =
+            |logits: &[f32], position| next_byte(logits, args.temperature, args.seed, position);
         let choose = |logits: &[f32], position| (!stop.is_set()).then(|| next(logits, position));
         continuation = trainer.sample(p, args.prompt.as_bytes(), args.sample, choose)?;
     }
@@ -332,7 +348,8 @@ fn run(p: &mut Program, args: &Args, config: &Config, text: &Arc<Text>) -> anyho
 
 /// Ordered rules from a file.
 fn read_strategy(path: &Path) -> anyhow::Result<Vec<Rule>> {
-    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let text =
+        std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
     let rules = serde_json::from_str(&text);
     rules.with_context(|| format!("{}: no list of pairs [\"pattern\", \"tactic\"]", path.display()))
 }
@@ -378,9 +395,14 @@ impl Length {
 
 fn announce(p: &Program, text: &Text, args: &Args, config: &Config) {
     let Model { layers, width, heads, time, .. } = config.model;
-    println!("text: {} bytes in {} files, one block in ten held out", text.bytes().len(), text.files());
     println!(
-        "model: {} parameters: {layers} blocks of width {width}, {heads} heads, sequences of {time} bytes",
+        "text: {} bytes in {} files, one block in ten held out",
+        text.bytes().len(),
+        text.files()
+    );
+    println!(
+        "model: {} parameters: {layers} blocks of width {width}, {heads} heads, sequences of \
+         {time} bytes",
         config.model.parameters(),
     );
     let (ranks, devices) = (config.ranks(), config.grid().devices());
@@ -452,13 +474,23 @@ fn show_losses(rows: &[(String, Option<f64>)]) {
 
 /// Where the time of training went, by process: the same text on each.
 ///
-/// Ranks are spread over the processes in order. Where each has one stage, a process waits for the outputs of the one
-/// before it and for the gradients of the one after it; else for those of any. What else it waits for (the norm of all gradients, its own data) and
-/// the time in which nothing ran is the rest.
+/// Ranks are spread over the processes in order. Where each has one stage, a process waits for the
+/// outputs of the one before it and for the gradients of the one after it; else for those of any.
+/// What else it waits for (the norm of all gradients, its own data) and the time in which nothing
+/// ran is the rest.
 fn time_table(p: &mut Program, trainer: &Trainer<f32>, took: Duration) -> anyhow::Result<String> {
     let one_each = trainer.config().stages == trainer.config().ranks();
     let waits = if one_each { ["waits for"; 2] } else { ["waits, outputs", "waits, gradients"] };
-    let names = ["forward", "input grad", "weight grad", "update", waits[0], waits[1], "rest", "all-reduces"];
+    let names = [
+        "forward",
+        "input grad",
+        "weight grad",
+        "update",
+        waits[0],
+        waits[1],
+        "rest",
+        "all-reduces",
+    ];
     let mut table = format!("{:7}", "process");
     for name in names {
         let width = if name.starts_with("waits") { 19 } else { 17 };
@@ -466,7 +498,8 @@ fn time_table(p: &mut Program, trainer: &Trainer<f32>, took: Duration) -> anyhow
     }
     table.push('\n');
     let seconds = |times: [Duration; 5]| times.map(|time| time.as_secs_f64()).to_vec();
-    let mine = (seconds(trainer.clock().times()), seconds(trainer.clock().idle()), took.as_secs_f64());
+    let mine =
+        (seconds(trainer.clock().times()), seconds(trainer.clock().idle()), took.as_secs_f64());
     let processes = p.processes() as u32;
     for process in 0..processes {
         let (times, idle, took) = p.agree(ProcessId(process), mine.clone(), || Ok(mine.clone()))?;
@@ -481,8 +514,10 @@ fn time_table(p: &mut Program, trainer: &Trainer<f32>, took: Duration) -> anyhow
         let rest = (available - busy.iter().sum::<f64>() - before - after).max(0.0);
         table += &format!("{process:>7}");
         busy.iter().for_each(|time| table += &format!("{:>17}", part(*time)));
-        let neighbours =
-            [(process.checked_sub(1), before), (Some(process + 1).filter(|p| *p < processes), after)];
+        let neighbours = [
+            (process.checked_sub(1), before),
+            (Some(process + 1).filter(|p| *p < processes), after),
+        ];
         for (neighbour, time) in neighbours {
             let cell = match neighbour {
                 _ if !one_each => part(time).trim().to_owned(),
@@ -495,7 +530,8 @@ fn time_table(p: &mut Program, trainer: &Trainer<f32>, took: Duration) -> anyhow
         table += &format!("{:>17}{:>17}\n", part(rest), part(times[Pass::AllReduce as usize]));
     }
     if (0..processes).any(|process| p.topology().has_kind(ProcessId(process), DeviceKind::Cuda)) {
-        table += "of cuda devices this is the time in which they are given work: a trace has that in which they do it\n";
+        table += "of cuda devices this is the time in which they are given work: a trace has that \
+            in which they do it\n";
     }
     Ok(table)
 }
@@ -515,7 +551,8 @@ fn save(p: &mut Program, trainer: &Trainer<f32>, path: &Path) -> anyhow::Result<
 fn load(p: &mut Program, trainer: &mut Trainer<f32>, path: &Path) -> anyhow::Result<()> {
     let file = Checkpoint::open(path)?;
     let number = |key: &str| -> anyhow::Result<u64> {
-        let text = file.metadata(key).with_context(|| format!("{}: it has no {key}", path.display()))?;
+        let text =
+            file.metadata(key).with_context(|| format!("{}: it has no {key}", path.display()))?;
         text.parse().with_context(|| format!("{}: {key} {text:?} is no number", path.display()))
     };
     let (steps, heads) = (number(STEPS)?, number(HEADS)?);

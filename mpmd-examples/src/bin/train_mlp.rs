@@ -1,5 +1,5 @@
-//! Trains a small model to predict the next byte of a text from the last 16: a pipeline of four stages,
-//! each on a device of its own, by default in four processes.
+//! Trains a small model to predict the next byte of a text from the last 16: a pipeline of four
+//! stages, each on a device of its own, by default in four processes.
 //!
 //! ```sh
 //! cargo run --release --bin train_mlp                       # on the text of this repository
@@ -64,9 +64,13 @@ fn at_least(least: u64) -> RangedU64ValueParser<usize> {
 fn main() -> anyhow::Result<ExitCode> {
     let args = Args::parse();
     args.job.only_on_cpus("train_mlp")?;
-    // Before any process is started, so that a path that is wrong is one message. Each reads it again.
-    let text =
-        Arc::new(if args.paths.is_empty() { Text::of_this_repository() } else { Text::read(&args.paths) }?);
+    // Before any process is started, so that a path that is wrong is one message. Each reads it
+    // again.
+    let text = Arc::new(if args.paths.is_empty() {
+        Text::of_this_repository()
+    } else {
+        Text::read(&args.paths)
+    }?);
     job::run(&args.job, STAGES, STAGES, |p| run(p, &args, &text))
 }
 
@@ -83,7 +87,8 @@ fn run(p: &mut Program, args: &Args, text: &Arc<Text>) -> anyhow::Result<()> {
     let outcome = train(p, text, &config, |step, loss| progress.show(step, loss))?;
     let took = progress.finish();
     if let Some((file, path)) = losses_out {
-        write_losses(file, &outcome.losses).with_context(|| format!("cannot write {}", path.display()))?;
+        write_losses(file, &outcome.losses)
+            .with_context(|| format!("cannot write {}", path.display()))?;
     }
     conclude(text, &config, &outcome, took);
     Ok(())
@@ -92,12 +97,25 @@ fn run(p: &mut Program, args: &Args, text: &Arc<Text>) -> anyhow::Result<()> {
 impl Args {
     fn config(&self) -> Config {
         let Self { steps, seed, width, hidden, microbatches, rows, learning_rate, .. } = *self;
-        Config { steps, seed, width, hidden, microbatches, rows, learning_rate, ..Config::default() }
+        Config {
+            steps,
+            seed,
+            width,
+            hidden,
+            microbatches,
+            rows,
+            learning_rate,
+            ..Config::default()
+        }
     }
 }
 
 fn announce(p: &Program, text: &Text, config: &Config) {
-    println!("text: {} bytes in {} files, one block in ten held out", text.bytes().len(), text.files());
+    println!(
+        "text: {} bytes in {} files, one block in ten held out",
+        text.bytes().len(),
+        text.files()
+    );
     println!(
         "model: {} parameters in {STAGES} stages, on {STAGES} devices of {} {}",
         config.parameters(),
@@ -166,7 +184,10 @@ fn conclude(text: &Text, config: &Config, outcome: &Outcome, took: Duration) {
     let rows = [
         (format!("training loss, last {} steps", last.len()), Some(training)),
         (
-            format!("held-out loss, {} windows", HeldOut::new(text, config.held_out_windows).windows()),
+            format!(
+                "held-out loss, {} windows",
+                HeldOut::new(text, config.held_out_windows).windows()
+            ),
             outcome.held_out_loss,
         ),
         ("held-out loss of byte frequencies".to_owned(), text.byte_frequency_loss()),

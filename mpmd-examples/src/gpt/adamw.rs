@@ -4,8 +4,8 @@ use std::f64::consts::PI;
 
 use crate::math::Real;
 
-/// The AdamW optimiser's constants: Adam with weight decay apart from the gradient (Loshchilov and Hutter,
-/// 2019).
+/// The AdamW optimiser's constants: Adam with weight decay apart from the gradient (Loshchilov and
+/// Hutter, 2019).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamW {
     /// Weight of the past in the mean of the gradients.
@@ -14,8 +14,8 @@ pub struct AdamW {
     pub beta2: f64,
     /// Keeps the division away from zero.
     pub epsilon: f64,
-    /// What part of a weight a step takes away, times the learning rate. For matrices; vectors (biases,
-    /// gains) are customarily spared.
+    /// What part of a weight a step takes away, times the learning rate. For matrices; vectors
+    /// (biases, gains) are customarily spared.
     pub decay: f64,
 }
 
@@ -37,15 +37,27 @@ pub struct Step {
 }
 
 impl AdamW {
-    /// One update of the leaf `w`. `mean` and `square` are the running means, zeros before the first update.
+    /// One update of the leaf `w`. `mean` and `square` are the running means, zeros before the
+    /// first update.
     ///
     /// # Panics
     ///
     /// Panics where the slices differ in length or the step's number is zero.
-    pub fn update<T: Real>(&self, step: Step, w: &mut [T], mean: &mut [T], square: &mut [T], gradient: &[T]) {
+    pub fn update<T: Real>(
+        &self,
+        step: Step,
+        w: &mut [T],
+        mean: &mut [T],
+        square: &mut [T],
+        gradient: &[T],
+    ) {
         assert!(step.number > 0, "updates are counted from one");
         let len = w.len();
-        assert_eq!((mean.len(), square.len(), gradient.len()), (len, len, len), "state and gradient");
+        assert_eq!(
+            (mean.len(), square.len(), gradient.len()),
+            (len, len, len),
+            "state and gradient"
+        );
         // The running means start at zero; these undo that for the first updates.
         let unbias = |beta: f64| 1.0 - beta.powf(step.number as f64);
         let rate = T::of(step.rate / unbias(self.beta1));
@@ -97,8 +109,8 @@ pub fn square_sum<T: Real>(leaf: &[T]) -> f64 {
     leaf.iter().fold(0.0, |sum, x| sum + x.to_f64() * x.to_f64())
 }
 
-/// What gradients whose leaves have these [`square_sum`]s, in leaf order, are to be multiplied by so that
-/// their norm, all leaves together, is at most `limit`; and that norm.
+/// What gradients whose leaves have these [`square_sum`]s, in leaf order, are to be multiplied by
+/// so that their norm, all leaves together, is at most `limit`; and that norm.
 ///
 /// A norm that is not finite gives a factor of zero or NaN: the caller should look at it.
 pub fn clip_factor(square_sums: impl IntoIterator<Item = f64>, limit: f64) -> (f64, f64) {
@@ -123,7 +135,8 @@ mod tests {
                 m[i] = 0.75 * m[i] + 0.25 * g;
                 v[i] = 0.9 * v[i] + 0.1 * g * g;
                 let power = number as i32 + 1;
-                let (m_hat, v_hat) = (m[i] / (1.0 - 0.75f64.powi(power)), v[i] / (1.0 - 0.9f64.powi(power)));
+                let (m_hat, v_hat) =
+                    (m[i] / (1.0 - 0.75f64.powi(power)), v[i] / (1.0 - 0.9f64.powi(power)));
                 expected[i] -= 0.1 * (m_hat / (v_hat.sqrt() + 1e-3) + 0.5 * expected[i]);
                 assert!((w[i] - expected[i]).abs() < 1e-13, "step {power}: {w:?} {expected:?}");
             }

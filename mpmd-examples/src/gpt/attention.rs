@@ -1,7 +1,8 @@
 //! The block's first branch: causal self-attention.
 //!
-//! One product makes queries, keys and values of all heads of this device; they are then laid out head by
-//! head, so that each head's products are of dense matrices. Probabilities above the diagonal are zeros.
+//! One product makes queries, keys and values of all heads of this device; they are then laid out
+//! head by head, so that each head's products are of dense matrices. Probabilities above the
+//! diagonal are zeros.
 
 use crate::math::{Real, matmul, matmul_nt, matmul_tn};
 use crate::next_byte::{Activation, LinearShape, linear_forward};
@@ -27,8 +28,9 @@ pub fn attention_scratch(shape: BlockShape) -> usize {
     forward.max(backward)
 }
 
-/// `out = attention(x) w_out`, this device's summand; the bias of the way back is the caller's, who first adds
-/// up the summands. `x` and `out` are `[rows, width]`. The content of `scratch` is arbitrary before and after.
+/// `out = attention(x) w_out`, this device's summand; the bias of the way back is the caller's, who
+/// first adds up the summands. `x` and `out` are `[rows, width]`. The content of `scratch` is
+/// arbitrary before and after.
 ///
 /// # Panics
 ///
@@ -72,8 +74,8 @@ pub fn attention_forward<T: Real>(
     matmul(out, context, w_out, rows, local, shape.width, false);
 }
 
-/// From `d_out` `[rows, width]`, the gradient of the branch's whole output: `d_qkv`
-/// `[rows, 3, heads * head_dim]`, that of the projections, and `d_x` `[rows, width]`, this device's summand of
+/// From `d_out` `[rows, width]`, the gradient of the branch's whole output: `d_qkv` `[rows, 3,
+/// heads * head_dim]`, that of the projections, and `d_x` `[rows, width]`, this device's summand of
 /// that of the input. `qkv` and `probabilities` are those of [`AttentionOutputs`].
 ///
 /// # Panics
@@ -90,7 +92,11 @@ pub fn attention_backward_input<T: Real>(
 ) {
     let (rows, local) = (shape.rows(), shape.local_width());
     let (time, head_dim) = (shape.time, shape.head_dim());
-    assert_eq!((qkv.len(), d_qkv.len()), (3 * rows * local, 3 * rows * local), "queries, keys and values");
+    assert_eq!(
+        (qkv.len(), d_qkv.len()),
+        (3 * rows * local, 3 * rows * local),
+        "queries, keys and values"
+    );
     assert_eq!(probabilities.len(), shape.batch * shape.heads * time * time, "probabilities");
     let (d_context, scratch) = scratch.split_at_mut(rows * local);
     let (d_scores, scratch) = scratch.split_at_mut(time * time);
@@ -155,8 +161,8 @@ fn scale<T: Real>(shape: BlockShape) -> T {
     T::of((shape.head_dim() as f64).sqrt().recip())
 }
 
-/// Turns scores into probabilities, in place: row `i` is the softmax of its first `i + 1` elements times
-/// `scale`, then zeros.
+/// Turns scores into probabilities, in place: row `i` is the softmax of its first `i + 1` elements
+/// times `scale`, then zeros.
 fn causal_softmax<T: Real>(scores: &mut [T], time: usize, scale: T) {
     for (i, row) in scores.chunks_exact_mut(time).enumerate() {
         let (seen, hidden) = row.split_at_mut(i + 1);
@@ -173,7 +179,12 @@ fn causal_softmax<T: Real>(scores: &mut [T], time: usize, scale: T) {
 }
 
 /// Turns the gradient of the probabilities into that of the scores, in place.
-fn causal_softmax_backward<T: Real>(d_scores: &mut [T], probabilities: &[T], time: usize, scale: T) {
+fn causal_softmax_backward<T: Real>(
+    d_scores: &mut [T],
+    probabilities: &[T],
+    time: usize,
+    scale: T,
+) {
     let rows = d_scores.chunks_exact_mut(time).zip(probabilities.chunks_exact(time));
     for (i, (d_row, row)) in rows.enumerate() {
         let (seen, hidden) = d_row.split_at_mut(i + 1);
@@ -192,7 +203,8 @@ mod tests {
     use crate::gpt::testing::{assert_gradient, random};
     use crate::next_byte::linear_backward_weights;
 
-    const SHAPE: BlockShape = BlockShape { batch: 2, time: 3, width: 4, heads_total: 2, heads: 2, hidden: 5 };
+    const SHAPE: BlockShape =
+        BlockShape { batch: 2, time: 3, width: 4, heads_total: 2, heads: 2, hidden: 5 };
 
     struct Forward {
         out: Vec<f64>,
@@ -203,7 +215,8 @@ mod tests {
 
     fn forward(x: &[f64], w_qkv: &[f64], b_qkv: &[f64], w_out: &[f64]) -> Forward {
         let nan = |len| vec![f64::NAN; len];
-        let mut f = Forward { out: nan(24), qkv: nan(72), probabilities: nan(36), context: nan(24) };
+        let mut f =
+            Forward { out: nan(24), qkv: nan(72), probabilities: nan(36), context: nan(24) };
         let outputs = AttentionOutputs {
             qkv: &mut f.qkv,
             probabilities: &mut f.probabilities,
@@ -227,11 +240,13 @@ mod tests {
             let (first, head) = (row / 3 * 3, column / 2 * 2);
             let weights: Vec<f64> = (first..=row)
                 .map(|other| {
-                    let dot: f64 = (head..head + 2).map(|c| project(0, row, c) * project(1, other, c)).sum();
+                    let dot: f64 =
+                        (head..head + 2).map(|c| project(0, row, c) * project(1, other, c)).sum();
                     (dot / 2.0f64.sqrt()).exp()
                 })
                 .collect();
-            let values = (first..=row).zip(&weights).map(|(other, w)| w * project(2, other, column));
+            let values =
+                (first..=row).zip(&weights).map(|(other, w)| w * project(2, other, column));
             let expected = values.sum::<f64>() / weights.iter().sum::<f64>();
             assert!((f.context[row * 4 + column] - expected).abs() < 1e-12, "{row} {column}");
         }

@@ -6,12 +6,12 @@ use crate::text::Text;
 /// The share of the byte frequencies in each estimate, so that no pair is impossible.
 const UNIGRAM_SHARE: f64 = 0.05;
 
-/// Returns the cross-entropy of a bigram table of the training bytes on `sequences` of tokens and targets,
-/// in nats per byte. `None` if there are no sequences.
+/// Returns the cross-entropy of a bigram table of the training bytes on `sequences` of tokens and
+/// targets, in nats per byte. `None` if there are no sequences.
 ///
-/// An estimate is 0.95 of the pair's share among those with its first byte, and 0.05 of the byte's own
-/// frequency, each byte counted once more than seen: interpolation does better here than adding one to
-/// each of 65,536 pairs.
+/// An estimate is 0.95 of the pair's share among those with its first byte, and 0.05 of the byte's
+/// own frequency, each byte counted once more than seen: interpolation does better here than adding
+/// one to each of 65,536 pairs.
 pub fn bigram_loss<'a>(
     text: &Text,
     sequences: impl IntoIterator<Item = (&'a [u8], &'a [u8])>,
@@ -39,7 +39,9 @@ pub fn bigram_loss<'a>(
         }
     };
     let (mut bytes, mut sum) = (0u64, 0.0);
-    for (first, next) in sequences.into_iter().flat_map(|(inputs, targets)| inputs.iter().zip(targets)) {
+    for (first, next) in
+        sequences.into_iter().flat_map(|(inputs, targets)| inputs.iter().zip(targets))
+    {
         bytes += 1;
         sum -= share(*first, *next).ln();
     }
@@ -61,8 +63,9 @@ mod tests {
         let certain: Vec<u8> = (0..BLOCK * 20).map(|i| b"abcd"[i % 4]).collect();
         let loss = loss_of_held_out(certain).unwrap();
         assert!((loss + (0.95f64 + 0.05 * 0.25).ln()).abs() < 1e-3, "{loss}");
-        let random: Vec<u8> =
-            (0..BLOCK as u64 * 60).map(|i| b"abcd"[(crate::math::random_bits(7, i) % 4) as usize]).collect();
+        let random: Vec<u8> = (0..BLOCK as u64 * 60)
+            .map(|i| b"abcd"[(crate::math::random_bits(7, i) % 4) as usize])
+            .collect();
         let loss = loss_of_held_out(random).unwrap();
         assert!((loss - 4f64.ln()).abs() < 0.01, "{loss}");
     }

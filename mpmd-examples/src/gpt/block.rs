@@ -1,13 +1,16 @@
 //! A pre-norm transformer block: `h = x + attention(norm1(x))`, `y = h + mlp(norm2(h))`.
 //!
-//! [`forward`], [`backward_input`] and [`backward_weight`] are the whole; the first two are made of three parts
-//! each, which meet where devices that share a block add up their summands (see the [module](super)).
+//! [`forward`], [`backward_input`] and [`backward_weight`] are the whole; the first two are made of
+//! three parts each, which meet where devices that share a block add up their summands (see the
+//! [module](super)).
 
 use crate::math::Real;
 use crate::next_byte::{LinearShape, linear_backward_weights};
 
 use super::BlockShape;
-use super::attention::{AttentionOutputs, attention_backward_input, attention_forward, attention_scratch};
+use super::attention::{
+    AttentionOutputs, attention_backward_input, attention_forward, attention_scratch,
+};
 use super::mlp::{mlp_backward_input, mlp_forward};
 use super::norm::{NormOutputs, norm_backward_input, norm_backward_weight, norm_forward};
 
@@ -42,8 +45,8 @@ super::leaves! {
 }
 
 super::leaves! {
-    /// Residuals that live until the weight gradient is done: the inputs of the layers with parameters.
-    /// Shapes: [`BlockShape::block_inputs`].
+    /// Residuals that live until the weight gradient is done: the inputs of the layers with
+    /// parameters. Shapes: [`BlockShape::block_inputs`].
     pub struct BlockInputs {
         /// The rows at mean 0 and variance 1, before the first norm's gain.
         norm1_hat,
@@ -116,8 +119,8 @@ pub fn backward_scratch(shape: BlockShape) -> usize {
 
 /// The block's output `y` of `x`, both `[rows, width]`.
 ///
-/// `reduce` is called twice with this device's summand and leaves the sum over the devices in its place; with
-/// one device it does nothing. The content of `scratch` is arbitrary before and after.
+/// `reduce` is called twice with this device's summand and leaves the sum over the devices in its
+/// place; with one device it does nothing. The content of `scratch` is arbitrary before and after.
 ///
 /// # Errors
 ///
@@ -167,8 +170,8 @@ pub fn forward_attention<T: Real>(
     attention_forward(shape, partial, outputs, out, (p.w_qkv, p.b_qkv, p.w_out), scratch);
 }
 
-/// Second part of [`forward`]: takes the whole attention branch from `partial` and leaves there this device's
-/// summand of the MLP branch; `y` becomes `h`.
+/// Second part of [`forward`]: takes the whole attention branch from `partial` and leaves there
+/// this device's summand of the MLP branch; `y` becomes `h`.
 ///
 /// # Panics
 ///
@@ -201,8 +204,8 @@ pub fn forward_end<T: Real>(p: &BlockParameters<&[T]>, y: &mut [T], partial: &[T
 
 /// The gradient `dx` of the block's input, from `dy`, that of its output, and the weight residuals.
 ///
-/// `reduce` is called twice with this device's summand and leaves the sum over the devices in its place; with
-/// one device it does nothing. The content of `scratch` is arbitrary before and after.
+/// `reduce` is called twice with this device's summand and leaves the sum over the devices in its
+/// place; with one device it does nothing. The content of `scratch` is arbitrary before and after.
 ///
 /// # Errors
 ///
@@ -247,8 +250,8 @@ pub fn backward_mlp<T: Real>(
     mlp_backward_input(shape, d_norm2, d_pre, dy, interior.slope, (p.w_up, p.w_down));
 }
 
-/// Second part of [`backward_input`]: takes the whole of `gradients.d_norm2`; `gradients.d_norm1` is this
-/// device's summand.
+/// Second part of [`backward_input`]: takes the whole of `gradients.d_norm2`; `gradients.d_norm1`
+/// is this device's summand.
 ///
 /// # Panics
 ///
@@ -262,7 +265,13 @@ pub fn backward_attention<T: Real>(
 ) {
     let BlockGradients { d_norm1, d_qkv, d_attention, d_norm2, d_mlp, .. } = gradients;
     d_attention.copy_from_slice(d_mlp);
-    norm_backward_input(d_attention, d_norm2, inputs.norm2_hat, interior.norm2_inv_std, p.norm2_gain);
+    norm_backward_input(
+        d_attention,
+        d_norm2,
+        inputs.norm2_hat,
+        interior.norm2_inv_std,
+        p.norm2_gain,
+    );
     let kept = (interior.qkv, interior.probabilities);
     attention_backward_input(shape, d_norm1, d_qkv, d_attention, kept, (p.w_qkv, p.w_out), scratch);
 }
@@ -279,7 +288,13 @@ pub fn backward_end<T: Real>(
     dx: &mut [T],
 ) {
     dx.copy_from_slice(gradients.d_attention);
-    norm_backward_input(dx, gradients.d_norm1, inputs.norm1_hat, interior.norm1_inv_std, p.norm1_gain);
+    norm_backward_input(
+        dx,
+        gradients.d_norm1,
+        inputs.norm1_hat,
+        interior.norm1_inv_std,
+        p.norm1_gain,
+    );
 }
 
 /// *Adds* the gradients of the parameters to `d`.
@@ -326,7 +341,8 @@ mod tests {
     use crate::gpt::lanes::dot;
     use crate::gpt::testing::{assert_gradient, random};
 
-    const SHAPE: BlockShape = BlockShape { batch: 2, time: 3, width: 4, heads_total: 2, heads: 2, hidden: 6 };
+    const SHAPE: BlockShape =
+        BlockShape { batch: 2, time: 3, width: 4, heads_total: 2, heads: 2, hidden: 6 };
 
     /// One device's arrays.
     struct Device {
@@ -368,12 +384,14 @@ mod tests {
             let (shape, alone) = (self.shape, |_: &mut [f64]| Ok::<(), Infallible>(()));
             let inputs = &mut self.inputs.each_mut(|leaf| leaf.as_mut_slice());
             let interior = &mut self.interior.each_mut(|leaf| leaf.as_mut_slice());
-            let Ok(()) = forward(shape, &p, inputs, interior, &mut self.y, x, &mut self.scratch, alone);
+            let Ok(()) =
+                forward(shape, &p, inputs, interior, &mut self.y, x, &mut self.scratch, alone);
             let inputs = self.inputs.each(|leaf| leaf.as_slice());
             let interior = self.interior.each(|leaf| leaf.as_slice());
             let gradients = &mut self.gradients.each_mut(|leaf| leaf.as_mut_slice());
             let (dx, scratch) = (&mut self.dx, &mut self.scratch);
-            let Ok(()) = backward_input(shape, &p, (&inputs, &interior), gradients, dx, dy, scratch, alone);
+            let Ok(()) =
+                backward_input(shape, &p, (&inputs, &interior), gradients, dx, dy, scratch, alone);
             self.weight();
         }
 
@@ -449,7 +467,9 @@ mod tests {
         device.run(&random(24, 20), &random(24, 21));
         let once = device.d.clone();
         device.weight();
-        for ((name, twice), (_, once)) in fields(&mut device.d).into_iter().zip(fields(&mut once.clone())) {
+        for ((name, twice), (_, once)) in
+            fields(&mut device.d).into_iter().zip(fields(&mut once.clone()))
+        {
             let doubled = twice.iter().zip(once.iter()).all(|(a, b)| (a - 2.0 * b).abs() < 1e-12);
             assert!(doubled, "{name}");
         }
@@ -504,7 +524,8 @@ mod tests {
             assert_near("y", &d.y, &whole.y);
             assert_near("dx", &d.dx, &whole.dx);
             let mut parts = parts_of(&mut whole.d.clone(), index);
-            for ((name, got), (_, expected)) in fields(&mut d.d).into_iter().zip(fields(&mut parts)) {
+            for ((name, got), (_, expected)) in fields(&mut d.d).into_iter().zip(fields(&mut parts))
+            {
                 assert_near(name, got, expected);
             }
         }

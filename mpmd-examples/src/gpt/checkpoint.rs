@@ -1,4 +1,5 @@
-//! Named arrays in a safetensors file, independent of how many processes, stages and devices hold them.
+//! Named arrays in a safetensors file, independent of how many processes, stages and devices hold
+//! them.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -14,14 +15,14 @@ use mpmd_core::sharding::Sharding;
 use mpmd_core::{Error, MpmdArray, ProcessId, Program, Result};
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 
-/// The longest header that is read, in bytes: far beyond any model here, and no length that a broken file
-/// could make us allocate.
+/// The longest header that is read, in bytes: far beyond any model here, and no length that a
+/// broken file could make us allocate.
 const LONGEST_HEADER: u64 = 16 << 20;
 
 /// Writes arrays and metadata to `path`.
 ///
-/// The arrays move to process 0 one after another, which writes them to a file beside `path` and then puts
-/// that in its place: a reader finds the old file or the whole new one.
+/// The arrays move to process 0 one after another, which writes them to a file beside `path` and
+/// then puts that in its place: a reader finds the old file or the whole new one.
 ///
 /// # Errors
 ///
@@ -64,21 +65,25 @@ fn at(path: &Path, error: &std::io::Error) -> Error {
     Error::kernel(format!("{}: {error}", path.display()))
 }
 
-/// The length and the text that a safetensors file starts with; the values follow in the order given.
+/// The length and the text that a safetensors file starts with; the values follow in the order
+/// given.
 fn header(arrays: &[(String, MpmdArray)], metadata: &BTreeMap<String, String>) -> Result<Vec<u8>> {
     let mut offset = 0;
     let mut tensors = Vec::new();
     for (name, array) in arrays {
         let start = offset;
         offset += array.aval().bytes();
-        let dtype = dtype(array.dtype())
-            .ok_or_else(|| Error::kernel(format!("{name}: safetensors has no {}", array.dtype())))?;
-        let info = TensorInfo { dtype, shape: array.shape().to_vec(), data_offsets: (start, offset) };
+        let dtype = dtype(array.dtype()).ok_or_else(|| {
+            Error::kernel(format!("{name}: safetensors has no {}", array.dtype()))
+        })?;
+        let info =
+            TensorInfo { dtype, shape: array.shape().to_vec(), data_offsets: (start, offset) };
         tensors.push((name.clone(), info));
     }
     let metadata: HashMap<String, String> = metadata.clone().into_iter().collect();
     let wrong = |error: String| Error::kernel(format!("the header of a safetensors file: {error}"));
-    let header = Metadata::new(Some(metadata), tensors).map_err(|error| wrong(error.to_string()))?;
+    let header =
+        Metadata::new(Some(metadata), tensors).map_err(|error| wrong(error.to_string()))?;
     let mut text = serde_json::to_vec(&header).map_err(|error| wrong(error.to_string()))?;
     // The values start at a multiple of eight.
     text.resize(text.len().next_multiple_of(8), b' ');
@@ -122,8 +127,8 @@ impl Checkpoint {
     pub fn open(path: &Path) -> Result<Self> {
         let file = File::open(path).map_err(|error| at(path, &error))?;
         let found = file.metadata().map_err(|error| at(path, &error))?.len();
-        let (header, start) =
-            read_header(file, found).map_err(|why| Error::kernel(format!("{}: {why}", path.display())))?;
+        let (header, start) = read_header(file, found)
+            .map_err(|why| Error::kernel(format!("{}: {why}", path.display())))?;
         Ok(Self { path: path.to_owned(), header: Arc::new(header), start })
     }
 
@@ -136,8 +141,8 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// Where the file has no such array, or one of another shape or dtype: the same on every process that
-    /// reads the same file. A part that cannot be read fails the array.
+    /// Where the file has no such array, or one of another shape or dtype: the same on every
+    /// process that reads the same file. A part that cannot be read fails the array.
     #[track_caller]
     pub fn load(
         &self,
@@ -150,7 +155,10 @@ impl Checkpoint {
         let tensors = self.header.tensors();
         let info = tensors.get(name).ok_or_else(|| wrong("there is no such array".into()))?;
         if info.shape != aval.shape() || Some(info.dtype) != dtype(aval.dtype()) {
-            return Err(wrong(format!("it is {:?}{:?}, and {aval} is needed", info.dtype, info.shape)));
+            return Err(wrong(format!(
+                "it is {:?}{:?}, and {aval} is needed",
+                info.dtype, info.shape
+            )));
         }
         let (path, start) = (self.path.clone(), self.start + info.data_offsets.0 as u64);
         program.make(aval.clone(), sharding, move |region, view| {
@@ -181,7 +189,12 @@ fn read_header(mut file: impl Read, found: u64) -> Result<(Metadata, u64), Strin
 }
 
 /// Reads the values of a region, one run of neighbours at a time.
-fn read_region(file: &File, start: u64, region: &Region, mut view: ViewMut<'_>) -> std::io::Result<()> {
+fn read_region(
+    file: &File,
+    start: u64,
+    region: &Region,
+    mut view: ViewMut<'_>,
+) -> std::io::Result<()> {
     let item = view.global().dtype().size();
     let shape = view.global().shape().to_vec();
     let bytes = view.as_bytes_mut();
@@ -199,7 +212,8 @@ fn read_region(file: &File, start: u64, region: &Region, mut view: ViewMut<'_>) 
     for (index, part) in bytes.chunks_mut(run).enumerate() {
         // The place of the run's first element, from the last of the outer dimensions to the first.
         let mut rest = index;
-        let mut first = if shape.is_empty() { 0 } else { region.range(split).start * stride(split) };
+        let mut first =
+            if shape.is_empty() { 0 } else { region.range(split).start * stride(split) };
         for d in (0..split).rev() {
             let range = region.range(d);
             first += (range.start + rest % range.len()) * stride(d);
@@ -277,8 +291,9 @@ mod tests {
                 assert_eq!(step.to_host()?.map(|step| step.to_vec::<f32>()), Some(Ok(vec![7.0])));
                 for shard in w.addressable_shards()? {
                     let cols = shard.region.range(1);
-                    let expected: Vec<f32> =
-                        (0..8).flat_map(|row| cols.clone().map(move |col| value(row * 6 + col))).collect();
+                    let expected: Vec<f32> = (0..8)
+                        .flat_map(|row| cols.clone().map(move |col| value(row * 6 + col)))
+                        .collect();
                     assert_eq!(shard.data.to_vec::<f32>()?, expected);
                 }
                 Ok(())
@@ -295,7 +310,10 @@ mod tests {
         let text = format!(r#"{{"w":{{"dtype":"U8","shape":[{all}],"data_offsets":[0,{all}]}}}}"#);
         let file = [&(text.len() as u64).to_le_bytes()[..], text.as_bytes(), b"values"].concat();
         let said = read_header(&file[..], file.len() as u64).unwrap_err();
-        assert!(said.starts_with("no safetensors file") || said.starts_with("cut off: it has"), "{said}");
+        assert!(
+            said.starts_with("no safetensors file") || said.starts_with("cut off: it has"),
+            "{said}"
+        );
     }
 
     #[test]
@@ -342,7 +360,8 @@ mod tests {
         let results = Simulation::new(2, 2).run(|p| {
             let mesh = p.mesh(&[("c", 2)])?;
             let good = p.make(f32s([4, 4]), &mesh.replicated(), fill)?;
-            let bad = p.make(f32s([4, 4]), &mesh.replicated(), |_, _| Err(Error::kernel("out of ink")))?;
+            let bad =
+                p.make(f32s([4, 4]), &mesh.replicated(), |_, _| Err(Error::kernel("out of ink")))?;
             save(p, &path, &[("good".to_owned(), good), ("bad".to_owned(), bad)], &BTreeMap::new())
         });
         for result in results {

@@ -16,7 +16,8 @@ pub enum Pass {
     BackwardWeight,
     /// The optimiser.
     Update,
-    /// All-reduces, waiting for the other devices included. Also counted with the pass that they are in.
+    /// All-reduces, waiting for the other devices included. Also counted with the pass that they
+    /// are in.
     AllReduce,
 }
 
@@ -44,7 +45,8 @@ struct Totals {
 }
 
 thread_local! {
-    /// When this device (each has a thread of its own) ended its last kernel, and the clock of that.
+    /// When this device (each has a thread of its own) ended its last kernel, and the clock of
+    /// that.
     static LAST_END: Cell<Option<(u64, Instant)>> = const { Cell::new(None) };
 }
 
@@ -74,11 +76,12 @@ impl Clock {
         self.totals.nanos.each_ref().map(read)
     }
 
-    /// How long devices had ended their last kernel and not begun the next, by what the next one was.
+    /// How long devices had ended their last kernel and not begun the next, by what the next one
+    /// was.
     ///
-    /// A device runs its kernels in the order in which they were issued, so this is the time that it took
-    /// until the next one's inputs were there: computed by others, and moved. Nothing counts before a
-    /// device's first kernel.
+    /// A device runs its kernels in the order in which they were issued, so this is the time that
+    /// it took until the next one's inputs were there: computed by others, and moved. Nothing
+    /// counts before a device's first kernel.
     pub fn idle(&self) -> [Duration; 5] {
         self.totals.idle.each_ref().map(read)
     }

@@ -21,21 +21,23 @@ pub struct Sequences {
 type Sequence = (Vec<u8>, Vec<u8>);
 
 impl Sequences {
-    /// Cuts the text into sequences of `time` tokens. At most `most_held_out` held-out sequences are kept,
-    /// spread evenly over the text.
+    /// Cuts the text into sequences of `time` tokens. At most `most_held_out` held-out sequences
+    /// are kept, spread evenly over the text.
     ///
     /// # Errors
     ///
     /// Where no run of training blocks is that long, or `time` is zero.
     pub fn new(text: &Arc<Text>, time: usize, most_held_out: usize) -> Result<Self> {
         if time == 0 || text.sequence(0, 0, 0, time).is_none() {
-            let problem = format!("{} bytes of text have no training sequence of {time}", text.bytes().len());
+            let problem =
+                format!("{} bytes of text have no training sequence of {time}", text.bytes().len());
             return Err(Error::Environment(problem));
         }
         let held_out = text.held_out_sequences(time);
         let every = held_out.len().div_ceil(most_held_out.max(1)).max(1);
         let held_out = held_out.into_iter().step_by(every).take(most_held_out);
-        let held_out = held_out.map(|(tokens, targets)| (tokens.to_vec(), targets.to_vec())).collect();
+        let held_out =
+            held_out.map(|(tokens, targets)| (tokens.to_vec(), targets.to_vec())).collect();
         Ok(Self { text: text.clone(), time, held_out })
     }
 
@@ -49,12 +51,12 @@ impl Sequences {
         self.held_out.iter().map(|(tokens, targets)| (&tokens[..], &targets[..]))
     }
 
-    /// Tokens (on `first`) and targets (on `last`) of the rows of a step, `[rows, time]` each, divided over
-    /// [`DATA_AXIS`].
+    /// Tokens (on `first`) and targets (on `last`) of the rows of a step, `[rows, time]` each,
+    /// divided over [`DATA_AXIS`].
     ///
-    /// They are in such an order that the first of as many `microbatches`, which has the first part of each
-    /// device's rows, has the first rows of the step, and so on: however many devices there are, the same
-    /// rows come together.
+    /// They are in such an order that the first of as many `microbatches`, which has the first part
+    /// of each device's rows, has the first rows of the step, and so on: however many devices there
+    /// are, the same rows come together.
     ///
     /// # Errors
     ///
@@ -80,8 +82,8 @@ impl Sequences {
         })
     }
 
-    /// Tokens and targets of held-out sequences, each `copies` times, `[rows * copies, time]` each, divided
-    /// over [`DATA_AXIS`].
+    /// Tokens and targets of held-out sequences, each `copies` times, `[rows * copies, time]` each,
+    /// divided over [`DATA_AXIS`].
     ///
     /// # Errors
     ///
@@ -123,7 +125,8 @@ impl Sequences {
     }
 }
 
-/// The row of a step at a place of its array: microbatch after microbatch within the part of each device.
+/// The row of a step at a place of its array: microbatch after microbatch within the part of each
+/// device.
 fn row_at(place: usize, rows: usize, devices: usize, microbatches: usize) -> usize {
     let part = rows / devices / microbatches;
     let (device, within) = (place / (part * microbatches), place % (part * microbatches));
@@ -147,8 +150,9 @@ mod tests {
 
     #[test]
     fn tokens_and_targets_are_the_texts_sequences_wherever_they_are_made() {
-        let text =
-            Arc::new(Text::of_files(&[(0..20 * BLOCK).map(|i| (i % 251) as u8 + 1).collect()]).unwrap());
+        let text = Arc::new(
+            Text::of_files(&[(0..20 * BLOCK).map(|i| (i % 251) as u8 + 1).collect()]).unwrap(),
+        );
         let sequences = Sequences::new(&text, 8, usize::MAX).unwrap();
         let host = |array: &MpmdArray| -> Result<Option<Vec<u8>>> {
             array.to_host()?.map(|host| host.to_vec::<u8>().map_err(Error::from)).transpose()
@@ -163,8 +167,10 @@ mod tests {
         let results: Vec<_> = results.into_iter().map(|result| result.unwrap()).collect();
         let rows: Vec<_> = (0..6).map(|row| text.sequence(3, 7, row, 8).unwrap()).collect();
         let held_out = &text.held_out_sequences(8)[1..3];
-        let tokens = |rows: &[(&[u8], &[u8])]| Some(rows.iter().flat_map(|row| row.0).copied().collect());
-        let targets = |rows: &[(&[u8], &[u8])]| Some(rows.iter().flat_map(|row| row.1).copied().collect());
+        let tokens =
+            |rows: &[(&[u8], &[u8])]| Some(rows.iter().flat_map(|row| row.0).copied().collect());
+        let targets =
+            |rows: &[(&[u8], &[u8])]| Some(rows.iter().flat_map(|row| row.1).copied().collect());
         assert_eq!(results[0], [tokens(&rows), None, tokens(held_out), None]);
         assert_eq!(results[1], [None, targets(&rows), None, targets(held_out)]);
         assert_eq!(sequences.held_out_len(), text.held_out_sequences(8).len());
@@ -181,15 +187,20 @@ mod tests {
                     start..start + part
                 });
                 let rows: Vec<usize> = places.map(|place| row_at(place, 12, devices, 3)).collect();
-                assert_eq!(rows, (4 * microbatch..4 * microbatch + 4).collect::<Vec<_>>(), "{devices}");
+                assert_eq!(
+                    rows,
+                    (4 * microbatch..4 * microbatch + 4).collect::<Vec<_>>(),
+                    "{devices}"
+                );
             }
         }
     }
 
     #[test]
     fn copies_of_held_out_sequences_follow_each_other() {
-        let text =
-            Arc::new(Text::of_files(&[(0..20 * BLOCK).map(|i| (i % 251) as u8 + 1).collect()]).unwrap());
+        let text = Arc::new(
+            Text::of_files(&[(0..20 * BLOCK).map(|i| (i % 251) as u8 + 1).collect()]).unwrap(),
+        );
         let sequences = Sequences::new(&text, 8, usize::MAX).unwrap();
         let results = Simulation::new(1, 2).run(|p| {
             let mesh = p.mesh(&[(DATA_AXIS, 2)])?;
@@ -210,7 +221,12 @@ mod tests {
             let count = sequences.held_out_len();
             assert!(count <= most && 2 * count >= most.min(all.len()), "{count} of {most}");
             let every = all.len().div_ceil(most.max(1));
-            assert!(sequences.held_out().zip(all.iter().step_by(every)).all(|(one, other)| one == *other));
+            assert!(
+                sequences
+                    .held_out()
+                    .zip(all.iter().step_by(every))
+                    .all(|(one, other)| one == *other)
+            );
         }
     }
 

@@ -19,7 +19,12 @@ super::leaves! {
 /// # Panics
 ///
 /// Panics where a slice does not fit `shape`.
-pub fn embed_forward<T: Real>(shape: BlockShape, p: &EmbedParameters<&[T]>, x: &mut [T], tokens: &[u8]) {
+pub fn embed_forward<T: Real>(
+    shape: BlockShape,
+    p: &EmbedParameters<&[T]>,
+    x: &mut [T],
+    tokens: &[u8],
+) {
     let width = shape.width;
     assert_lens(shape, p.bytes.len(), p.positions.len(), x.len(), tokens.len());
     let places = p.positions.chunks_exact(width).cycle();
@@ -31,9 +36,11 @@ pub fn embed_forward<T: Real>(shape: BlockShape, p: &EmbedParameters<&[T]>, x: &
     }
 }
 
-/// *Adds* the gradients of both tables, from `dx`, that of [`embed_forward`]'s `x`, in the order of the rows.
+/// *Adds* the gradients of both tables, from `dx`, that of [`embed_forward`]'s `x`, in the order of
+/// the rows.
 ///
-/// The embedding has nothing to propagate to: its residual is the tokens, its weight residual is `dx`.
+/// The embedding has nothing to propagate to: its residual is the tokens, its weight residual is
+/// `dx`.
 ///
 /// # Panics
 ///
@@ -82,7 +89,12 @@ mod tests {
         };
         assert_eq!(forward(&p)[8], p.bytes[14] + p.positions[2]);
         let mut gradients = p.each(|leaf| vec![0.0; leaf.len()]);
-        embed_backward_weight(shape, &mut gradients.each_mut(|leaf| leaf.as_mut_slice()), &dx, &tokens);
+        embed_backward_weight(
+            shape,
+            &mut gradients.each_mut(|leaf| leaf.as_mut_slice()),
+            &dx,
+            &tokens,
+        );
         let value = |p: &EmbedParameters<Vec<f64>>| dot(&dx, &forward(p));
         assert_gradient("bytes", &gradients.bytes, &mut p, |p| &mut p.bytes, value);
         assert_gradient("positions", &gradients.positions, &mut p, |p| &mut p.positions, value);

@@ -42,8 +42,8 @@ super::leaves! {
     }
 }
 
-/// The logits `[rows, BYTES]` of `x` `[rows, width]`, written to `residuals.probabilities`; the other residuals
-/// are as after [`forward`].
+/// The logits `[rows, BYTES]` of `x` `[rows, width]`, written to `residuals.probabilities`; the
+/// other residuals are as after [`forward`].
 ///
 /// # Panics
 ///
@@ -54,12 +54,14 @@ pub fn logits<T: Real>(
     residuals: &mut HeadResiduals<&mut [T]>,
     x: &[T],
 ) {
-    let HeadResiduals { norm_hat: hat, norm_inv_std: inv_std, norm_out: out, probabilities } = residuals;
+    let HeadResiduals { norm_hat: hat, norm_inv_std: inv_std, norm_out: out, probabilities } =
+        residuals;
     norm_forward(NormOutputs { hat, inv_std, out }, x, p.norm_gain, p.norm_bias);
     matmul(probabilities, out, p.weight, shape.rows(), shape.width, BYTES, false);
 }
 
-/// The sum over the rows of the cross-entropy of `targets` `[rows]` in nats, and the number of rows.
+/// The sum over the rows of the cross-entropy of `targets` `[rows]` in nats, and the number of
+/// rows.
 ///
 /// # Panics
 ///
@@ -96,7 +98,8 @@ pub fn backward_input<T: Real>(
     norm_backward_input(dx, d_norm, residuals.norm_hat, residuals.norm_inv_std, p.norm_gain);
 }
 
-/// *Adds* the gradients of the parameters. Of the residuals it reads `norm_hat` and `norm_out`, in this order.
+/// *Adds* the gradients of the parameters. Of the residuals it reads `norm_hat` and `norm_out`, in
+/// this order.
 ///
 /// # Panics
 ///
@@ -130,7 +133,8 @@ mod tests {
         let forward = |(p, x): &(HeadParameters<Vec<f64>>, Vec<f64>)| {
             let mut r = shape.head_residuals().each(|leaf| vec![f64::NAN; leaf.elements()]);
             let p = p.each(|leaf| leaf.as_slice());
-            let (sum, rows) = forward(shape, &p, &mut r.each_mut(|leaf| leaf.as_mut_slice()), x, &targets);
+            let (sum, rows) =
+                forward(shape, &p, &mut r.each_mut(|leaf| leaf.as_mut_slice()), x, &targets);
             assert_eq!(rows, 4);
             (FACTOR * sum, r)
         };

@@ -1,9 +1,9 @@
 //! Sums and maxima of slices in a fixed order that fills the lanes of a vector register.
 //!
-//! Floating-point addition is not associative, so the compiler may not reorder a plain loop's sum and
-//! leaves it scalar. Here the order is written down: element `i` goes to partial result `i % 16`, the
-//! rest (fewer than 16) to the first ones, and the 16 are combined pairwise. The result depends on the
-//! values alone, not on the machine.
+//! Floating-point addition is not associative, so the compiler may not reorder a plain loop's sum
+//! and leaves it scalar. Here the order is written down: element `i` goes to partial result `i %
+//! 16`, the rest (fewer than 16) to the first ones, and the 16 are combined pairwise. The result
+//! depends on the values alone, not on the machine.
 
 use crate::math::Real;
 

@@ -4,8 +4,8 @@ use crate::math::Real;
 
 use super::{BYTES, lanes};
 
-/// Turns logits into probabilities in place, both `[rows, BYTES]`, and gives the sum over the rows of the
-/// cross-entropy of `targets` `[rows]`, and the number of rows.
+/// Turns logits into probabilities in place, both `[rows, BYTES]`, and gives the sum over the rows
+/// of the cross-entropy of `targets` `[rows]`, and the number of rows.
 ///
 /// The sum is of doubles, in the order of the rows.
 ///
@@ -31,13 +31,18 @@ pub fn cross_entropy<T: Real>(probabilities: &mut [T], targets: &[u8]) -> (f64, 
     (sum, targets.len())
 }
 
-/// The gradient of the sum of [`cross_entropy`] times `factor` (one over the rows of the whole batch, for
-/// instance) with respect to the logits, from the probabilities that it left.
+/// The gradient of the sum of [`cross_entropy`] times `factor` (one over the rows of the whole
+/// batch, for instance) with respect to the logits, from the probabilities that it left.
 ///
 /// # Panics
 ///
 /// Panics where the slices do not fit each other.
-pub fn cross_entropy_gradient<T: Real>(d_logits: &mut [T], probabilities: &[T], targets: &[u8], factor: f64) {
+pub fn cross_entropy_gradient<T: Real>(
+    d_logits: &mut [T],
+    probabilities: &[T],
+    targets: &[u8],
+    factor: f64,
+) {
     assert_rows(probabilities.len(), targets);
     assert_eq!(d_logits.len(), probabilities.len(), "gradients of logits");
     let factor = T::of(factor);

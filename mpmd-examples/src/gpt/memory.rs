@@ -57,7 +57,8 @@ impl Expected {
             let mine = (mine.peak, mine.mapped_later);
             let (peak, mapped) = p.agree(ProcessId(process as u32), mine, || Ok(mine))?;
             lines += &format!(
-                "memory of process {process}: {} MiB expected, {} MiB at most ({:.2}); {} MiB more after step {}\n",
+                "memory of process {process}: {} MiB expected, {} MiB at most ({:.2}); {} MiB \
+                 more after step {}\n",
                 mib(*expected),
                 mib(peak),
                 peak as f64 / (*expected).max(1) as f64,
@@ -75,7 +76,10 @@ impl Taken {
 
     /// From what was in use after those steps, and at the end.
     pub fn new(warm: MemoryUse, end: MemoryUse) -> Self {
-        Self { peak: end.recent_peak + end.staging_recent_peak, mapped_later: end.mapped - warm.mapped }
+        Self {
+            peak: end.recent_peak + end.staging_recent_peak,
+            mapped_later: end.mapped - warm.mapped,
+        }
     }
 }
 

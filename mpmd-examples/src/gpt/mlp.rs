@@ -1,7 +1,7 @@
 //! The block's second branch: a layer to `hidden` columns, GELU, and a layer back.
 //!
-//! GELU is in the tanh form, `x/2 (1 + tanh u)` with `u = sqrt(2/pi) (x + 0.044715 x^3)`, computed as the
-//! equal `x / (1 + e^(-2u))`: one exponential and one division for value and slope together.
+//! GELU is in the tanh form, `x/2 (1 + tanh u)` with `u = sqrt(2/pi) (x + 0.044715 x^3)`, computed
+//! as the equal `x / (1 + e^(-2u))`: one exponential and one division for value and slope together.
 
 use crate::math::{Real, matmul, matmul_nt};
 use crate::next_byte::{Activation, LinearShape, linear_forward};
@@ -11,9 +11,9 @@ use super::BlockShape;
 /// The part of `u` that is a cube.
 const CUBE: f64 = 0.044_715;
 
-/// `out = gelu(x w_up + b_up) w_down`, this device's summand; the bias of the way back is the caller's, who
-/// first adds up the summands. `x` and `out` are `[rows, width]`; `activated` and `slope` (GELU's value and
-/// its derivative), `[rows, hidden]`, are left for the backward pass.
+/// `out = gelu(x w_up + b_up) w_down`, this device's summand; the bias of the way back is the
+/// caller's, who first adds up the summands. `x` and `out` are `[rows, width]`; `activated` and
+/// `slope` (GELU's value and its derivative), `[rows, hidden]`, are left for the backward pass.
 ///
 /// # Panics
 ///
@@ -35,8 +35,9 @@ pub fn mlp_forward<T: Real>(
     matmul(out, activated, w_down, rows, hidden, width, false);
 }
 
-/// From `d_out` `[rows, width]`, the gradient of the branch's whole output: `d_pre` `[rows, hidden]`, that
-/// of the sums before GELU, and `d_x` `[rows, width]`, this device's summand of that of the input.
+/// From `d_out` `[rows, width]`, the gradient of the branch's whole output: `d_pre` `[rows,
+/// hidden]`, that of the sums before GELU, and `d_x` `[rows, width]`, this device's summand of that
+/// of the input.
 ///
 /// # Panics
 ///

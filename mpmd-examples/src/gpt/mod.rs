@@ -1,21 +1,22 @@
 //! The arithmetic of a byte-level decoder-only transformer, as plain functions on slices.
 //!
-//! [`embed`] turns bytes into rows, [`block`]s (causal [`attention`], then an [`mlp`], each behind a layer
-//! [`norm`] and beside a path that skips it) transform them, the [`head`] turns them into logits and a
-//! [`loss`]; [`adamw`] updates parameters. Every backward pass is in two halves, as pipelines need it:
-//! `backward_input` gives what the part before waits for and leaves the *weight residuals* (the gradients at
-//! the output of each layer that has parameters), from which `backward_weight` can be done later. Gradients
-//! of parameters are *added* to what is there; everything else is written over.
+//! [`embed`] turns bytes into rows, [`block`]s (causal [`attention`], then an [`mlp`], each behind
+//! a layer [`norm`] and beside a path that skips it) transform them, the [`head`] turns them into
+//! logits and a [`loss`]; [`adamw`] updates parameters. Every backward pass is in two halves, as
+//! pipelines need it: `backward_input` gives what the part before waits for and leaves the *weight
+//! residuals* (the gradients at the output of each layer that has parameters), from which
+//! `backward_weight` can be done later. Gradients of parameters are *added* to what is there;
+//! everything else is written over.
 //!
-//! All matrices are dense and row-major, `rows` stands for `[batch, time]`, and a weight `[inputs, outputs]`
-//! is applied as `x w`. Sums run in a fixed order on the calling thread.
+//! All matrices are dense and row-major, `rows` stands for `[batch, time]`, and a weight `[inputs,
+//! outputs]` is applied as `x w`. Sums run in a fixed order on the calling thread.
 //!
 //! # Arrays
 //!
-//! "Sharded" names the dimension that tensor parallelism splits; everything else is the same on every device
-//! of a model-parallel group. `heads` and `hidden` are a device's own where the shape is local. Gradients and
-//! the optimiser's state have their parameter's shape. [`BlockShape`]'s methods give the same table as data,
-//! and what parameters start from.
+//! "Sharded" names the dimension that tensor parallelism splits; everything else is the same on
+//! every device of a model-parallel group. `heads` and `hidden` are a device's own where the shape
+//! is local. Gradients and the optimiser's state have their parameter's shape. [`BlockShape`]'s
+//! methods give the same table as data, and what parameters start from.
 //!
 //! | parameter | shape | sharded |
 //! |---|---|---|
@@ -59,11 +60,11 @@
 //!
 //! # Tensor parallelism
 //!
-//! Of each block's two branches a device computes one summand of the output, and of the gradient of the
-//! branch's input. So there are four places where devices add up `[rows, width]` values: two in the forward
-//! pass and two in the input gradient. [`block::forward`] and [`block::backward_input`] call back there, and
-//! their parts are public for callers that want to be in between themselves. What is replicated gets the same
-//! gradient on every device, so nothing else is reduced.
+//! Of each block's two branches a device computes one summand of the output, and of the gradient of
+//! the branch's input. So there are four places where devices add up `[rows, width]` values: two in
+//! the forward pass and two in the input gradient. [`block::forward`] and [`block::backward_input`]
+//! call back there, and their parts are public for callers that want to be in between themselves.
+//! What is replicated gets the same gradient on every device, so nothing else is reduced.
 //!
 //! # Fully sharded data parallelism
 //!
@@ -105,8 +106,8 @@ pub use shape::{BlockShape, Initial, LeafShape};
 /// How many values a byte has, and the head logits.
 pub const BYTES: usize = crate::next_byte::BYTES;
 
-/// Declares a structure of arrays that is a [`Tree`](mpmd_core::tree::Tree), with the maps that slices need
-/// (a slice itself can be no tree's leaf).
+/// Declares a structure of arrays that is a [`Tree`](mpmd_core::tree::Tree), with the maps that
+/// slices need (a slice itself can be no tree's leaf).
 macro_rules! leaves {
     ($(#[$meta:meta])* pub struct $name:ident { $($(#[$doc:meta])* $field:ident,)* }) => {
         $(#[$meta])*

@@ -29,7 +29,8 @@ pub fn norm_forward<T: Real>(outputs: NormOutputs<'_, T>, x: &[T], gain: &[T], b
     assert_eq!(bias.len(), width, "elements of the bias");
     let share = T::of(1.0 / width as f64);
     let epsilon = T::of(EPSILON);
-    let rows = hat.chunks_exact_mut(width).zip(out.chunks_exact_mut(width)).zip(x.chunks_exact(width));
+    let rows =
+        hat.chunks_exact_mut(width).zip(out.chunks_exact_mut(width)).zip(x.chunks_exact(width));
     for (((hat, out), x), inv_std) in rows.zip(inv_std) {
         let mean = lanes::sum(x) * share;
         let variance = lanes::sum_of(x, |x| (x - mean) * (x - mean)) * share;
@@ -49,11 +50,18 @@ pub fn norm_forward<T: Real>(outputs: NormOutputs<'_, T>, x: &[T], gain: &[T], b
 /// # Panics
 ///
 /// Panics where the slices do not fit each other, or the width is zero.
-pub fn norm_backward_input<T: Real>(dx: &mut [T], d_out: &[T], hat: &[T], inv_std: &[T], gain: &[T]) {
+pub fn norm_backward_input<T: Real>(
+    dx: &mut [T],
+    d_out: &[T],
+    hat: &[T],
+    inv_std: &[T],
+    gain: &[T],
+) {
     let width = gain.len();
     assert_rows(width, inv_std.len(), [dx.len(), d_out.len(), hat.len()]);
     let share = T::of(1.0 / width as f64);
-    let rows = dx.chunks_exact_mut(width).zip(d_out.chunks_exact(width)).zip(hat.chunks_exact(width));
+    let rows =
+        dx.chunks_exact_mut(width).zip(d_out.chunks_exact(width)).zip(hat.chunks_exact(width));
     let mut d_hat = vec![T::ZERO; width];
     for (((dx, d_out), hat), inv) in rows.zip(inv_std) {
         for ((d_hat, d_out), gain) in d_hat.iter_mut().zip(d_out).zip(gain) {

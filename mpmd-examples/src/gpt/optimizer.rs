@@ -1,10 +1,12 @@
 //! AdamW for all stages of a pipeline, with gradients clipped by their norm over the whole model.
 //!
-//! The norm is reduced leaf by leaf: a leaf's squares are added up where it lives, over the axes that divide
-//! it, the sums move to the last stage, which adds them in the order of the leaves, and the factor that
-//! follows moves back to each stage. So the bits do not depend on how many stages there are.
+//! The norm is reduced leaf by leaf: a leaf's squares are added up where it lives, over the axes
+//! that divide it, the sums move to the last stage, which adds them in the order of the leaves, and
+//! the factor that follows moves back to each stage. So the bits do not depend on how many stages
+//! there are.
 //!
-//! Gradients come, and running means stay, where parameters are stored: each device updates what it keeps.
+//! Gradients come, and running means stay, where parameters are stored: each device updates what it
+//! keeps.
 
 use std::marker::PhantomData;
 
@@ -50,8 +52,8 @@ pub struct Clipped<L> {
 }
 
 impl<T: Float> Optimizer<T> {
-    /// The optimiser of the stages `parts` on `meshes`, whose parameters are stored in `places`, with its state
-    /// at zero. Gradients whose norm is above `limit` are scaled down to it.
+    /// The optimiser of the stages `parts` on `meshes`, whose parameters are stored in `places`,
+    /// with its state at zero. Gradients whose norm is above `limit` are scaled down to it.
     ///
     /// # Errors
     ///
@@ -115,7 +117,8 @@ impl<T: Float> Optimizer<T> {
             }
             let params = pipeline.params(index).into_iter().map(|(_, param)| param).collect();
             let factor = p.device_put(&clipped.factor, stage.mesh.replicated())?;
-            let (mean, square) = (std::mem::take(&mut stage.mean), std::mem::take(&mut stage.square));
+            let (mean, square) =
+                (std::mem::take(&mut stage.mean), std::mem::take(&mut stage.square));
             let input = UpdateIn {
                 state: State { params, mean, square },
                 gradients,
@@ -130,7 +133,8 @@ impl<T: Float> Optimizer<T> {
         Ok(clipped)
     }
 
-    /// A stage's running means, of the gradients and of their squares, in the order of its parameters.
+    /// A stage's running means, of the gradients and of their squares, in the order of its
+    /// parameters.
     ///
     /// # Panics
     ///
@@ -147,7 +151,11 @@ impl<T: Float> Optimizer<T> {
     /// Where there is no such stage, or the lengths are others.
     pub fn set_state(&mut self, stage: usize, mean: Vec<MpmdArray>, square: Vec<MpmdArray>) {
         let stage = &mut self.stages[stage];
-        assert_eq!((mean.len(), square.len()), (stage.mean.len(), stage.square.len()), "running means");
+        assert_eq!(
+            (mean.len(), square.len()),
+            (stage.mean.len(), stage.square.len()),
+            "running means"
+        );
         (stage.mean, stage.square) = (mean, square);
     }
 }
@@ -163,7 +171,8 @@ impl<T: Float> StageOptimizer<T> {
     ) -> Result<Self> {
         let decays = part.initial().leaves().into_iter().map(|initial| initial.decays()).collect();
         let divided = divided(mesh, places)?;
-        let sums = SquareSums { leaves: places.len(), divided, clock: clock.clone(), float: PhantomData };
+        let sums =
+            SquareSums { leaves: places.len(), divided, clock: clock.clone(), float: PhantomData };
         let update = Update { adamw, decays, clock: clock.clone(), float: PhantomData };
         let places: PrefixTree<Sharding> = PrefixTree::of(&places.to_vec());
         let state = ["params", "mean", "square"].map(|name| (name.to_owned(), places.clone()));
@@ -174,13 +183,15 @@ impl<T: Float> StageOptimizer<T> {
     }
 }
 
-/// For each axis of several devices, in the order of the mesh, the leaves that are divided over it; without
-/// the axes that divide none.
+/// For each axis of several devices, in the order of the mesh, the leaves that are divided over it;
+/// without the axes that divide none.
 fn divided(mesh: &Mesh, places: &[Sharding]) -> Result<Vec<(String, Vec<usize>)>> {
     let mut divided = Vec::new();
     for axis in mesh.axis_names() {
         let divides = |sharding: &Sharding| {
-            sharding.spec().is_some_and(|spec| spec.entries().iter().any(|entry| entry.axes().contains(axis)))
+            sharding
+                .spec()
+                .is_some_and(|spec| spec.entries().iter().any(|entry| entry.axes().contains(axis)))
         };
         let leaves: Vec<usize> = (0..places.len()).filter(|leaf| divides(&places[*leaf])).collect();
         if mesh.axis_size(axis)? > 1 && !leaves.is_empty() {
@@ -210,11 +221,17 @@ impl<T: Float> Kernel for SquareSums<T> {
         }
         let signature = Signature::new(f64s([gradients.len()]));
         let divided = self.divided.iter();
-        Ok(divided
-            .fold(signature, |signature, (axis, leaves)| signature.all_reduce(axis, f64s([leaves.len()]))))
+        Ok(divided.fold(signature, |signature, (axis, leaves)| {
+            signature.all_reduce(axis, f64s([leaves.len()]))
+        }))
     }
 
-    fn run(&self, cx: &mut Context<'_>, gradients: Vec<View<'_>>, mut sums: ViewMut<'_>) -> Result<()> {
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        gradients: Vec<View<'_>>,
+        mut sums: ViewMut<'_>,
+    ) -> Result<()> {
         let _timer = self.clock.start(Pass::Update);
         if let Some(device) = device::<T>(cx)? {
             return self.run_on(cx, device, &gradients, sums);
@@ -291,12 +308,18 @@ impl Kernel for Clip {
         Ok(Signature::new(Clipped { factor: f64s([]), loss: f64s([]), norm: f64s([]) }))
     }
 
-    fn run(&self, cx: &mut Context<'_>, x: ClipIn<View<'_>>, mut y: Clipped<ViewMut<'_>>) -> Result<()> {
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        x: ClipIn<View<'_>>,
+        mut y: Clipped<ViewMut<'_>>,
+    ) -> Result<()> {
         if let Some(device) = device::<f32>(cx)? {
             let sums: Vec<(Values<'_>, usize)> =
                 x.sums.iter().map(|sums| (sums.into(), sums.region().elements())).collect();
             let loss = (Values::from(&x.loss.sum), Values::from(&x.loss.weight));
-            let y = (Values::from(&mut y.factor), Values::from(&mut y.loss), Values::from(&mut y.norm));
+            let y =
+                (Values::from(&mut y.factor), Values::from(&mut y.loss), Values::from(&mut y.norm));
             return cuda::adamw::clip(device, self.limit, y, &sums, loss);
         }
         let (sum, weight) = (x.loss.sum.scalar::<f64>()?, x.loss.weight.scalar::<f64>()?);
@@ -356,7 +379,11 @@ impl<T: Float> Kernel for Update<T> {
     fn infer(&self, x: &UpdateIn<ShapedArray>) -> Result<Signature<State<ShapedArray>>> {
         let UpdateIn { state, gradients, .. } = x;
         let State { params, mean, square } = state;
-        if mean != params || square != params || gradients != params || params.len() != self.decays.len() {
+        if mean != params
+            || square != params
+            || gradients != params
+            || params.len() != self.decays.len()
+        {
             return Err(Error::kernel("parameters, gradients and running means differ in shape"));
         }
         let copy = || params.clone();
@@ -367,12 +394,19 @@ impl<T: Float> Kernel for Update<T> {
             .fold(signature, |signature, path| signature.alias(format!("state/{path}"), path)))
     }
 
-    fn run(&self, cx: &mut Context<'_>, x: UpdateIn<View<'_>>, mut y: State<ViewMut<'_>>) -> Result<()> {
+    fn run(
+        &self,
+        cx: &mut Context<'_>,
+        x: UpdateIn<View<'_>>,
+        mut y: State<ViewMut<'_>>,
+    ) -> Result<()> {
         let _timer = self.clock.start(Pass::Update);
         let device = device::<T>(cx)?;
         let (number, rate) = (x.number.scalar::<u64>()?, x.rate.scalar::<f64>()?);
         let state = y.params.iter_mut().zip(&mut y.mean).zip(&mut y.square);
-        for (((w, mean), square), (gradient, decays)) in state.zip(x.gradients.iter().zip(&self.decays)) {
+        for (((w, mean), square), (gradient, decays)) in
+            state.zip(x.gradients.iter().zip(&self.decays))
+        {
             let decay = if *decays { self.adamw.decay } else { 0.0 };
             let adamw = AdamW { decay, ..self.adamw };
             if let Some(device) = device {

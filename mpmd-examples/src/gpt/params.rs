@@ -1,7 +1,9 @@
-//! Which stage has which parameters: their names, shapes, places, and the values that they start from.
+//! Which stage has which parameters: their names, shapes, places, and the values that they start
+//! from.
 //!
-//! A parameter's name (`blocks.3.w_qkv`) counts blocks over the whole model and says nothing of stages, and
-//! what it starts from is drawn by that name: the same model, to the bit, however it is divided.
+//! A parameter's name (`blocks.3.w_qkv`) counts blocks over the whole model and says nothing of
+//! stages, and what it starts from is drawn by that name: the same model, to the bit, however it is
+//! divided.
 
 use mpmd_core::aval::Element;
 use mpmd_core::prelude::*;
@@ -29,8 +31,8 @@ pub struct Model {
     pub time: usize,
 }
 
-/// What one stage has of a model: some blocks one after another, with the embedding before the first block
-/// of all and the head after the last.
+/// What one stage has of a model: some blocks one after another, with the embedding before the
+/// first block of all and the head after the last.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct Part {
     /// The whole model.
@@ -63,8 +65,8 @@ impl Model {
         BlockShape { batch, time, width, heads_total: heads, heads, hidden }
     }
 
-    /// The parts of `stages` stages, as even as whole blocks allow; some have none where there are more stages
-    /// than blocks.
+    /// The parts of `stages` stages, as even as whole blocks allow; some have none where there are
+    /// more stages than blocks.
     ///
     /// # Errors
     ///
@@ -91,7 +93,8 @@ impl Model {
     ///
     /// Where the heads do not divide the width.
     pub fn parameters(&self) -> usize {
-        let all = Part { model: *self, first_block: 0, blocks: self.layers, entrance: true, exit: true };
+        let all =
+            Part { model: *self, first_block: 0, blocks: self.layers, entrance: true, exit: true };
         all.shapes().leaves().into_iter().map(LeafShape::elements).sum()
     }
 }
@@ -134,7 +137,8 @@ impl Part {
         steps.join(".")
     }
 
-    /// The stage's parameters with the values that they start from, each in its sharding, made by its owners.
+    /// The stage's parameters with the values that they start from, each in its sharding, made by
+    /// its owners.
     ///
     /// # Errors
     ///
@@ -149,7 +153,9 @@ impl Part {
         let initial = self.initial().into_leaves();
         let mut leaves = Vec::with_capacity(initial.len());
         let places = shapes.leaves().into_iter().zip(shardings);
-        for (name, (initial, (shape, sharding))) in self.names().iter().zip(initial.into_iter().zip(places)) {
+        for (name, (initial, (shape, sharding))) in
+            self.names().iter().zip(initial.into_iter().zip(places))
+        {
             let key = name.bytes().fold(Key(seed), |key, byte| key.fold_in(byte.into()));
             leaves.push(make::<T>(p, shape, sharding, initial, key)?);
         }
@@ -220,8 +226,9 @@ mod tests {
 
     #[test]
     fn names_do_not_depend_on_the_stages_and_are_all_different() {
-        let names =
-            |stages| -> Vec<String> { MODEL.parts(stages).unwrap().iter().flat_map(Part::names).collect() };
+        let names = |stages| -> Vec<String> {
+            MODEL.parts(stages).unwrap().iter().flat_map(Part::names).collect()
+        };
         let one = names(1);
         assert_eq!(one.len(), 2 + 5 * 12 + 3);
         assert_eq!((one[0].as_str(), one[62].as_str()), ("embed.bytes", "head.norm_gain"));
@@ -233,7 +240,9 @@ mod tests {
     #[test]
     fn blocks_are_divided_evenly_and_sizes_checked() {
         let blocks = |stages| {
-            MODEL.parts(stages).map(|parts| parts.iter().map(|part| part.blocks).collect::<Vec<_>>())
+            MODEL
+                .parts(stages)
+                .map(|parts| parts.iter().map(|part| part.blocks).collect::<Vec<_>>())
         };
         assert_eq!(blocks(2).unwrap(), [2, 3]);
         assert_eq!(blocks(5).unwrap(), [1; 5]);

@@ -1,10 +1,10 @@
-//! Where a stage's parameters are, by sharding rules: how its kernels compute with them, and how they are
-//! stored between steps.
+//! Where a stage's parameters are, by sharding rules: how its kernels compute with them, and how
+//! they are stored between steps.
 //!
-//! A stage's mesh is `{data: F, model: T}`. The sequences of a microbatch are divided over `data`, the
-//! blocks' matrices over `model`. Each device of `data` would have all of the rest: instead it keeps a part
-//! (fully sharded data parallelism), and with it the optimiser's running means of that part alone. A step
-//! gathers what its kernels read, once, and scatters the sums of the gradients.
+//! A stage's mesh is `{data: F, model: T}`. The sequences of a microbatch are divided over `data`,
+//! the blocks' matrices over `model`. Each device of `data` would have all of the rest: instead it
+//! keeps a part (fully sharded data parallelism), and with it the optimiser's running means of that
+//! part alone. A step gathers what its kernels read, once, and scatters the sums of the gradients.
 
 use mpmd_core::aval::DType;
 use mpmd_core::pipeline::Storage;
@@ -15,8 +15,8 @@ use mpmd_core::topology::{DeviceId, Mesh};
 
 use super::params::Part;
 
-/// The axis of a stage's mesh over which the sequences of a microbatch are divided, and over it what is
-/// stored of the parameters.
+/// The axis of a stage's mesh over which the sequences of a microbatch are divided, and over it
+/// what is stored of the parameters.
 pub const DATA_AXIS: &str = "data";
 /// The axis of a stage's mesh over which its blocks' matrices are sharded.
 pub const MODEL_AXIS: &str = "model";
@@ -89,8 +89,8 @@ impl Grid {
 impl Placement {
     /// The placement of the parameters of `part`, of that dtype, on a mesh with the axes of `grid`.
     ///
-    /// They are stored as `strategy` says of their names (`blocks/3/w_qkv`); without one as they are computed
-    /// with, and over [`DATA_AXIS`] what divides evenly.
+    /// They are stored as `strategy` says of their names (`blocks/3/w_qkv`); without one as they
+    /// are computed with, and over [`DATA_AXIS`] what divides evenly.
     ///
     /// # Errors
     ///
@@ -120,7 +120,8 @@ impl Placement {
         self.stored.iter().flat_map(Inferred::shardings).collect()
     }
 
-    /// What the runner is to do between the stored and the computed ones; nothing where they are the same.
+    /// What the runner is to do between the stored and the computed ones; nothing where they are
+    /// the same.
     ///
     /// # Errors
     ///
@@ -143,7 +144,9 @@ fn inferred<P: AsRef<str>, T: AsRef<str>>(
     if leaves.is_empty() {
         return Ok(None);
     }
-    let wrong = |error: &dyn std::fmt::Display| Error::kernel(format!("the sharding of parameters: {error}"));
+    let wrong = |error: &dyn std::fmt::Display| {
+        Error::kernel(format!("the sharding of parameters: {error}"))
+    };
     let strategy = Strategy::parse(rules, &Registry::default()).map_err(|error| wrong(&error))?;
     let inferred = infer(leaves, &strategy, mesh).map_err(|error| wrong(&error))?;
     match inferred.leaves().iter().find(|leaf| leaf.uneven) {
@@ -192,7 +195,10 @@ mod tests {
     fn each_device_stores_about_its_part() {
         let bytes = |data, model| {
             let placement = placement(Grid { data, model }, None).unwrap();
-            (placement.compute.unwrap().bytes_per_device(), placement.stored.unwrap().bytes_per_device())
+            (
+                placement.compute.unwrap().bytes_per_device(),
+                placement.stored.unwrap().bytes_per_device(),
+            )
         };
         let (whole, stored) = bytes(1, 1);
         assert_eq!((whole, stored), (4 * MODEL.parameters() as u64, whole));
@@ -212,14 +218,19 @@ mod tests {
     fn a_strategy_of_the_user_counts_and_its_mistakes_are_named() {
         let rule = |pattern: &str, tactic: &str| vec![(pattern.to_owned(), tactic.to_owned())];
         let grid = Grid { data: 1, model: 2 };
-        let placed = placement(grid, Some(&rule(".*/w_.*", r#"fsdp(["data", "model"], 0)"#))).unwrap();
+        let placed =
+            placement(grid, Some(&rule(".*/w_.*", r#"fsdp(["data", "model"], 0)"#))).unwrap();
         assert!(placed.storage().unwrap().is_some());
         assert!(placed.stored.unwrap().leaves().iter().any(|leaf| leaf.spec != Spec::default()));
-        let error =
-            |rules: &[Rule]| placement(Grid { data: 2, model: 1 }, Some(rules)).unwrap_err().to_string();
+        let error = |rules: &[Rule]| {
+            placement(Grid { data: 2, model: 1 }, Some(rules)).unwrap_err().to_string()
+        };
         let uneven = error(&rule(".*/b_qkv", r#"shard_dim("data", 0)"#));
         assert!(uneven.contains("blocks/0/b_qkv") && uneven.contains("evenly"), "{uneven}");
         let unknown = error(&rule(".*", "scatter"));
-        assert!(unknown.contains("sharding of parameters") && unknown.contains("`scatter`"), "{unknown}");
+        assert!(
+            unknown.contains("sharding of parameters") && unknown.contains("`scatter`"),
+            "{unknown}"
+        );
     }
 }

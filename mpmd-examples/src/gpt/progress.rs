@@ -20,8 +20,8 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Of a training that goes on after `done` steps, and takes so many seconds where it has no number
-    /// of steps.
+    /// Of a training that goes on after `done` steps, and takes so many seconds where it has no
+    /// number of steps.
     pub fn new(seconds: Option<f64>, config: &Config, done: u64, start: Instant) -> Self {
         let steps = config.rates.total;
         let bar = bar(seconds.map_or(steps, |seconds| seconds as u64));

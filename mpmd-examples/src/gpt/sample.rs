@@ -4,10 +4,11 @@ use mpmd_core::random::{Key, uniform_f64};
 
 /// The byte that follows, drawn by the logits.
 ///
-/// At `temperature` 0 it is the likeliest one; else the logits are divided by it first. The draw is that of
-/// `(seed, position)`, whatever came before.
+/// At `temperature` 0 it is the likeliest one; else the logits are divided by it first. The draw is
+/// that of `(seed, position)`, whatever came before.
 pub fn next_byte(logits: &[f32], temperature: f64, seed: u64, position: u64) -> u8 {
-    let best = logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map_or(0, |(byte, _)| byte);
+    let best =
+        logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map_or(0, |(byte, _)| byte);
     if temperature <= 0.0 {
         return best as u8;
     }
@@ -25,7 +26,8 @@ pub fn next_byte(logits: &[f32], temperature: f64, seed: u64, position: u64) -> 
     best as u8
 }
 
-/// Bytes as text for a terminal: what is not UTF-8, and control characters but new lines, made visible.
+/// Bytes as text for a terminal: what is not UTF-8, and control characters but new lines, made
+/// visible.
 pub fn printable(bytes: &[u8]) -> String {
     let show = |c: char| match c {
         '\n' => "\n".to_owned(),

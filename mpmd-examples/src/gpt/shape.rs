@@ -9,7 +9,8 @@ use super::embed::EmbedParameters;
 use super::head::{HeadGradients, HeadParameters, HeadResiduals};
 use super::placement::{DATA_AXIS, MODEL_AXIS};
 
-/// The sizes of a block as one device sees it. Embedding and head read `batch`, `time` and `width` alone.
+/// The sizes of a block as one device sees it. Embedding and head read `batch`, `time` and `width`
+/// alone.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct BlockShape {
     /// Sequences.
@@ -31,9 +32,11 @@ pub struct BlockShape {
 pub struct LeafShape {
     /// Sizes of the dimensions.
     pub dims: Vec<usize>,
-    /// The dimension that is split over the model-parallel group; none where every device has the same.
+    /// The dimension that is split over the model-parallel group; none where every device has the
+    /// same.
     pub sharded: Option<usize>,
-    /// The dimension of the sequences, which is split over the data-parallel group; none for parameters.
+    /// The dimension of the sequences, which is split over the data-parallel group; none for
+    /// parameters.
     pub batch: Option<usize>,
 }
 
@@ -68,8 +71,8 @@ pub enum Initial {
 impl Leaf for Initial {}
 
 impl Initial {
-    /// Whether weight decay customarily applies to the parameter: to matrices and tables, which start at
-    /// random; not to biases and gains, which start even.
+    /// Whether weight decay customarily applies to the parameter: to matrices and tables, which
+    /// start at random; not to biases and gains, which start even.
     pub fn decays(self) -> bool {
         matches!(self, Self::Normal(_))
     }
@@ -108,7 +111,10 @@ impl BlockShape {
     pub fn head_dim(&self) -> usize {
         let Self { width, heads_total, .. } = *self;
         assert!(heads_total > 0 && width > 0, "a block of no heads or no width");
-        assert!(width.is_multiple_of(heads_total), "{width} columns do not divide into {heads_total} heads");
+        assert!(
+            width.is_multiple_of(heads_total),
+            "{width} columns do not divide into {heads_total} heads"
+        );
         width / heads_total
     }
 
@@ -128,7 +134,11 @@ impl BlockShape {
     /// Panics where this device has no head.
     pub fn unsplit(&self) -> Self {
         assert!(self.heads > 0, "a device without heads");
-        Self { heads: self.heads_total, hidden: self.hidden * (self.heads_total / self.heads), ..*self }
+        Self {
+            heads: self.heads_total,
+            hidden: self.hidden * (self.heads_total / self.heads),
+            ..*self
+        }
     }
 
     /// The sizes on each of `devices` among which this one's heads and hidden columns are divided.
@@ -204,15 +214,17 @@ impl BlockShape {
         }
     }
 
-    /// What a block's parameters start from in a model of `layers` blocks, the same for every split.
+    /// What a block's parameters start from in a model of `layers` blocks, the same for every
+    /// split.
     ///
-    /// What a branch adds to the rows is scaled down with the number of branches, so that the rows' variance
-    /// does not grow with depth.
+    /// What a branch adds to the rows is scaled down with the number of branches, so that the rows'
+    /// variance does not grow with depth.
     pub fn block_initial(&self, layers: usize) -> BlockParameters<Initial> {
         let (zeros, ones) = (Initial::Constant(0.0), Initial::Constant(1.0));
         let all = self.unsplit();
         let inward = Initial::Normal((self.width as f64).sqrt().recip());
-        let back = |inputs: usize| Initial::Normal(((2 * layers.max(1) * inputs) as f64).sqrt().recip());
+        let back =
+            |inputs: usize| Initial::Normal(((2 * layers.max(1) * inputs) as f64).sqrt().recip());
         BlockParameters {
             norm1_gain: ones,
             norm1_bias: zeros,
@@ -231,7 +243,10 @@ impl BlockShape {
 
     /// Parameters of the embedding.
     pub fn embed_parameters(&self) -> EmbedParameters<LeafShape> {
-        EmbedParameters { bytes: whole([BYTES, self.width]), positions: whole([self.time, self.width]) }
+        EmbedParameters {
+            bytes: whole([BYTES, self.width]),
+            positions: whole([self.time, self.width]),
+        }
     }
 
     /// What the embedding's parameters start from.
@@ -242,7 +257,11 @@ impl BlockShape {
     /// Parameters of the head.
     pub fn head_parameters(&self) -> HeadParameters<LeafShape> {
         let width = self.width;
-        HeadParameters { norm_gain: whole([width]), norm_bias: whole([width]), weight: whole([width, BYTES]) }
+        HeadParameters {
+            norm_gain: whole([width]),
+            norm_bias: whole([width]),
+            weight: whole([width, BYTES]),
+        }
     }
 
     /// What the head's parameters start from: logits near each other.
@@ -315,7 +334,8 @@ mod tests {
         assert_eq!(spec(&SHAPE.head_residuals().probabilities), "P(data)");
         assert_eq!(spec(&SHAPE.block_parameters().w_qkv), "P(None, None, model)");
         assert_eq!(spec(&SHAPE.block_parameters().norm1_gain), "P()");
-        let residuals = SHAPE.block_inputs().into_leaves().into_iter().chain(interior.into_leaves());
+        let residuals =
+            SHAPE.block_inputs().into_leaves().into_iter().chain(interior.into_leaves());
         for leaf in residuals.chain(SHAPE.block_gradients().into_leaves()) {
             assert_eq!(leaf.batch.map(|dim| leaf.dims[dim]), Some(SHAPE.batch), "{leaf:?}");
         }
@@ -324,9 +344,15 @@ mod tests {
     #[test]
     fn decay_spares_biases_and_gains() {
         let initial = SHAPE.block_initial(4);
-        let decays: Vec<(String, bool)> =
-            initial.leaves_with_paths().into_iter().map(|(path, leaf)| (path, leaf.decays())).collect();
-        assert!(decays.iter().all(|(path, decays)| *decays == path.starts_with("w_")), "{decays:?}");
+        let decays: Vec<(String, bool)> = initial
+            .leaves_with_paths()
+            .into_iter()
+            .map(|(path, leaf)| (path, leaf.decays()))
+            .collect();
+        assert!(
+            decays.iter().all(|(path, decays)| *decays == path.starts_with("w_")),
+            "{decays:?}"
+        );
     }
 
     #[test]

@@ -1,10 +1,10 @@
 //! The stages of the pipeline: the entrance, whole blocks, the exit, and all in one.
 //!
-//! Every stage computes its blocks with the same functions, so that the numbers are the same bits however
-//! the blocks are divided. A stage's mesh has the axes [`DATA_AXIS`] and [`MODEL_AXIS`]. Along the first each
-//! device has some sequences of a microbatch, with the residuals and the loss of these; the losses are
-//! all-reduced, and the gradients of the parameters are partial sums. Along the second the blocks' matrices
-//! are sharded and their branches' outputs all-reduced.
+//! Every stage computes its blocks with the same functions, so that the numbers are the same bits
+//! however the blocks are divided. A stage's mesh has the axes [`DATA_AXIS`] and [`MODEL_AXIS`].
+//! Along the first each device has some sequences of a microbatch, with the residuals and the loss
+//! of these; the losses are all-reduced, and the gradients of the parameters are partial sums.
+//! Along the second the blocks' matrices are sharded and their branches' outputs all-reduced.
 //!
 //! On a CUDA device a stage gives it the same to do (`gpt/cuda`); neighbours may be of either kind.
 
@@ -30,7 +30,8 @@ use super::shape::spec_of;
 use super::{BYTES, BlockShape, LeafShape};
 use crate::math::Real;
 
-/// A float that the stages compute in: `f32`, or `f64` to compare gradients with finite differences.
+/// A float that the stages compute in: `f32`, or `f64` to compare gradients with finite
+/// differences.
 pub trait Float: Real + Reducible {}
 
 impl<T: Real + Reducible> Float for T {}
@@ -119,7 +120,8 @@ pub(super) struct Core<T> {
     buffers: Arc<Mutex<Vec<Buffers<T>>>>,
 }
 
-/// Memory of one call. Kept between calls: to take it from the system each time costs more than to fill it.
+/// Memory of one call. Kept between calls: to take it from the system each time costs more than to
+/// fill it.
 #[derive(Clone, Debug, Default)]
 struct Buffers<T> {
     /// What goes into a block, or its gradient.
@@ -158,12 +160,17 @@ impl<T: Float> Core<T> {
     pub(super) fn shape(&self, x: &ShapedArray) -> Result<BlockShape> {
         let whole = self.whole_shape(x)?;
         let (model, Grid { data, model: devices }) = (self.part.model, self.grid);
-        if devices == 0 || !model.heads.is_multiple_of(devices) || !model.hidden.is_multiple_of(devices) {
-            let problem = format!("the heads or hidden columns of {model:?} do not divide among {devices}");
+        if devices == 0
+            || !model.heads.is_multiple_of(devices)
+            || !model.hidden.is_multiple_of(devices)
+        {
+            let problem =
+                format!("the heads or hidden columns of {model:?} do not divide among {devices}");
             return Err(Error::kernel(problem));
         }
         if data == 0 || !whole.batch.is_multiple_of(data) {
-            let problem = format!("the {} sequences of {x} do not divide among {data} devices", whole.batch);
+            let problem =
+                format!("the {} sequences of {x} do not divide among {data} devices", whole.batch);
             return Err(Error::kernel(problem));
         }
         Ok(BlockShape { batch: whole.batch / data, ..whole.split(devices) })
@@ -180,7 +187,8 @@ impl<T: Float> Core<T> {
             _ => None,
         };
         let fits = fits.filter(|(batch, time)| *batch > 0 && (1..=model.time).contains(time));
-        let (batch, time) = fits.ok_or_else(|| Error::kernel(format!("{x} into a stage of {model:?}")))?;
+        let (batch, time) =
+            fits.ok_or_else(|| Error::kernel(format!("{x} into a stage of {model:?}")))?;
         Ok(model.shape(batch, time))
     }
 
@@ -190,7 +198,8 @@ impl<T: Float> Core<T> {
         out: O,
         x: &ShapedArray,
         targets: Option<&ShapedArray>,
-    ) -> Result<StageSignature<O, StageResidual<PlacedShape>, StageWeightResidual<PlacedShape>>> {
+    ) -> Result<StageSignature<O, StageResidual<PlacedShape>, StageWeightResidual<PlacedShape>>>
+    {
         let local = self.shape(x)?;
         // Shapes are global here.
         let shape = self.whole_shape(x)?;
@@ -232,7 +241,8 @@ impl<T: Float> Core<T> {
     fn residuals(&self, shape: BlockShape, targets: bool) -> ResidualShapes {
         let Part { blocks, entrance, exit, .. } = self.part;
         let (batch, time) = (shape.batch, shape.time);
-        let bytes = || PlacedShape::new(ShapedArray::new(&[batch, time], DType::U8), spec![DATA_AXIS]);
+        let bytes =
+            || PlacedShape::new(ShapedArray::new(&[batch, time], DType::U8), spec![DATA_AXIS]);
         let rows = || place::<T>(&LeafShape::of_batch([batch, time, shape.width]));
         let inputs = || shape.block_inputs().each(place::<T>);
         let residual = StageResidual {
@@ -276,7 +286,8 @@ impl<T: Float> Core<T> {
         if let Some(device) = self.device(cx)? {
             return self.forward_on((cx, device), shape, params, x, exit, residual);
         }
-        let Buffers { mut h, mut next, mut scratch } = self.buffers(shape, block::forward_scratch(shape));
+        let Buffers { mut h, mut next, mut scratch } =
+            self.buffers(shape, block::forward_scratch(shape));
         match (&params.embed, &mut residual.tokens) {
             (Some(embed), Some(kept)) => {
                 let tokens = x.as_slice::<u8>()?;
@@ -292,7 +303,16 @@ impl<T: Float> Core<T> {
             let mut inputs = residual.inputs.try_each_mut(|leaf| leaf.as_mut_slice::<T>())?;
             let mut interior = residual.interior.try_each_mut(|leaf| leaf.as_mut_slice::<T>())?;
             let reduce = |summand: &mut [T]| self.reduce(cx, summand);
-            block::forward(shape, &params, &mut inputs, &mut interior, &mut next, &h, &mut scratch, reduce)?;
+            block::forward(
+                shape,
+                &params,
+                &mut inputs,
+                &mut interior,
+                &mut next,
+                &h,
+                &mut scratch,
+                reduce,
+            )?;
             std::mem::swap(&mut h, &mut next);
         }
         let head = match (&params.head, &mut residual.head) {
@@ -342,12 +362,15 @@ impl<T: Float> Core<T> {
         let shape = match seed {
             Seed::Rows(dy) => self.shape(dy.global())?,
             Seed::Loss(_) => self.shape(residual.targets.as_ref().ok_or_else(no_head)?.global())?,
-            Seed::Nothing => return Err(Error::kernel("a pipeline that samples has no backward pass")),
+            Seed::Nothing => {
+                return Err(Error::kernel("a pipeline that samples has no backward pass"));
+            }
         };
         if let Some(device) = self.device(cx)? {
             return self.backward_input_on(cx, device, shape, params, residual, seed, dx, weight);
         }
-        let Buffers { h: mut d, mut next, mut scratch } = self.buffers(shape, block::backward_scratch(shape));
+        let Buffers { h: mut d, mut next, mut scratch } =
+            self.buffers(shape, block::backward_scratch(shape));
         match seed {
             Seed::Rows(dy) => d.copy_from_slice(dy.as_slice()?),
             Seed::Loss(factor) => {
@@ -363,9 +386,18 @@ impl<T: Float> Core<T> {
                     norm_out: weight.norm_out.as_slice()?,
                     probabilities: residual.probabilities.as_slice()?,
                 };
-                let mut gradients = weight.gradients.try_each_mut(|leaf| leaf.as_mut_slice::<T>())?;
+                let mut gradients =
+                    weight.gradients.try_each_mut(|leaf| leaf.as_mut_slice::<T>())?;
                 let (targets, factor) = (targets.as_slice::<u8>()?, factor.scalar::<f64>()?);
-                head::backward_input(shape, &params, &residual, &mut gradients, &mut d, targets, factor);
+                head::backward_input(
+                    shape,
+                    &params,
+                    &residual,
+                    &mut gradients,
+                    &mut d,
+                    targets,
+                    factor,
+                );
             }
             Seed::Nothing => {}
         }
@@ -377,7 +409,16 @@ impl<T: Float> Core<T> {
             let mut gradients = weight.gradients.try_each_mut(|leaf| leaf.as_mut_slice::<T>())?;
             let kept = (&inputs, &interior);
             let reduce = |summand: &mut [T]| self.reduce(cx, summand);
-            block::backward_input(shape, &params, kept, &mut gradients, &mut next, &d, &mut scratch, reduce)?;
+            block::backward_input(
+                shape,
+                &params,
+                kept,
+                &mut gradients,
+                &mut next,
+                &d,
+                &mut scratch,
+                reduce,
+            )?;
             std::mem::swap(&mut d, &mut next);
         }
         if let Some(embed) = &mut weight.embed {
@@ -409,7 +450,8 @@ impl<T: Float> Core<T> {
         if let (Some(weight), Some(gradient)) = (&weight.embed, &mut gradient.embed) {
             let shape = self.shape(weight.dx.global())?;
             let bytes = gradient.bytes.as_mut_slice::<T>()?;
-            let positions = &mut gradient.positions.as_mut_slice::<T>()?[..shape.time * shape.width];
+            let positions =
+                &mut gradient.positions.as_mut_slice::<T>()?[..shape.time * shape.width];
             let (dx, tokens) = (weight.dx.as_slice()?, weight.tokens.as_slice()?);
             embed_backward_weight(shape, &mut EmbedParameters { bytes, positions }, dx, tokens);
         }
@@ -486,8 +528,8 @@ macro_rules! stage {
         pub struct $name<T>(Core<T>);
 
         impl<T: Float> $name<T> {
-            /// The stage of `part`, on meshes with the axes of `grid`; on CUDA devices its products are computed as
-            /// `math` says.
+            /// The stage of `part`, on meshes with the axes of `grid`; on CUDA devices its products
+            /// are computed as `math` says.
             pub fn new(part: Part, (grid, math): (Grid, Math), clock: &Clock) -> Self {
                 Self(Core::new(part, (grid, math), clock))
             }

@@ -12,7 +12,8 @@ use signal_hook::flag::{register, register_conditional_shutdown, register_usize}
 pub struct StopFlag(Arc<AtomicUsize>);
 
 impl StopFlag {
-    /// From now on the first Ctrl-C or SIGTERM sets the flag; a second one ends the process at once.
+    /// From now on the first Ctrl-C or SIGTERM sets the flag; a second one ends the process at
+    /// once.
     ///
     /// # Errors
     ///
@@ -47,7 +48,8 @@ impl StopFlag {
     }
 }
 
-/// Returns the exit code of a program that `signal` has ended, as shells show it: 128 and its number.
+/// Returns the exit code of a program that `signal` has ended, as shells show it: 128 and its
+/// number.
 pub fn exit_code(signal: i32) -> u8 {
     u8::try_from(signal).map_or(u8::MAX, |signal| signal.saturating_add(128))
 }

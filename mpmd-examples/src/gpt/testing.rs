@@ -7,8 +7,8 @@ pub(super) fn random(len: usize, seed: u64) -> Vec<f64> {
     (0..len).map(|i| random_unit(seed, i as u64)).collect()
 }
 
-/// Checks each element of `gradient`, that of `value` with respect to the leaf that `leaf` finds in `at`,
-/// against central differences.
+/// Checks each element of `gradient`, that of `value` with respect to the leaf that `leaf` finds in
+/// `at`, against central differences.
 ///
 /// # Panics
 ///
@@ -30,6 +30,9 @@ pub(super) fn assert_gradient<S>(
         let below = value(at);
         leaf(at)[i] = here;
         let expected = (above - below) / (2.0 * STEP);
-        assert!((got - expected).abs() < 1e-7 * (1.0 + expected.abs()), "{name}[{i}]: {got}, not {expected}");
+        assert!(
+            (got - expected).abs() < 1e-7 * (1.0 + expected.abs()),
+            "{name}[{i}]: {got}, not {expected}"
+        );
     }
 }

@@ -1,4 +1,5 @@
-//! Trains a transformer as a pipeline: one program, whatever number of processes, stages and devices.
+//! Trains a transformer as a pipeline: one program, whatever number of processes, stages and
+//! devices.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -6,7 +7,9 @@ use std::sync::Arc;
 use mpmd_core::ProcessId;
 use mpmd_core::aval::DType;
 use mpmd_core::cuda::Math;
-use mpmd_core::pipeline::{DeviceMemory, Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule, StepOutput};
+use mpmd_core::pipeline::{
+    DeviceMemory, Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule, StepOutput,
+};
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
 use mpmd_core::topology::Mesh;
@@ -27,7 +30,8 @@ use crate::text::Text;
 /// How many steps later a loss is read: so that the pipeline never runs empty for it.
 const LOSSES_PENDING: usize = 2;
 
-/// Steps that a process takes which only plans: more than it needs to see that they are all the same.
+/// Steps that a process takes which only plans: more than it needs to see that they are all the
+/// same.
 const PLANNED_STEPS: u64 = 8;
 
 /// Microbatches of an evaluation at most: a text may be of any size.
@@ -42,8 +46,8 @@ pub struct Config {
     pub stages: usize,
     /// Stages of each rank.
     pub chunks: usize,
-    /// Devices of each stage among which the sequences of a microbatch are divided, and with them what is
-    /// stored of its parameters.
+    /// Devices of each stage among which the sequences of a microbatch are divided, and with them
+    /// what is stored of its parameters.
     pub fsdp: usize,
     /// As many times more devices of each stage, over which its blocks' matrices are sharded.
     pub tensor_parallel: usize,
@@ -55,8 +59,8 @@ pub struct Config {
     pub microbatches: usize,
     /// Name of the schedule: see [`Schedule::named`].
     pub schedule: String,
-    /// A schedule of the user's own, in place of that of the name: for as many stages and microbatches. The ranks
-    /// are its own.
+    /// A schedule of the user's own, in place of that of the name: for as many stages and
+    /// microbatches. The ranks are its own.
     pub order: Option<Schedule>,
     /// Whether stages keep no residuals, and compute their forward pass again for the backward one.
     pub recompute: bool,
@@ -123,7 +127,8 @@ impl Config {
         Grid { data: self.fsdp, model: self.tensor_parallel }
     }
 
-    /// Where the parameters of each stage are, of a model of dtype `dtype`, as if it were alone: to look at.
+    /// Where the parameters of each stage are, of a model of dtype `dtype`, as if it were alone: to
+    /// look at.
     ///
     /// # Errors
     ///
@@ -161,7 +166,8 @@ impl Config {
             return Err(Error::kernel(problem));
         }
         if !batch.is_multiple_of(*fsdp) {
-            let problem = format!("{batch} sequences of a microbatch do not divide among {fsdp} devices");
+            let problem =
+                format!("{batch} sequences of a microbatch do not divide among {fsdp} devices");
             return Err(Error::kernel(problem));
         }
         self.placements(DType::F32).map(drop)
@@ -171,13 +177,15 @@ impl Config {
     ///
     /// # Errors
     ///
-    /// Where there is none of that name for these numbers, it is for others, or has no backward passes.
+    /// Where there is none of that name for these numbers, it is for others, or has no backward
+    /// passes.
     pub fn schedule(&self) -> Result<Schedule> {
         let Self { stages, chunks, microbatches, .. } = *self;
         let schedule = match &self.order {
             Some(order) => order.clone(),
             None if chunks == 0 || !stages.is_multiple_of(chunks) => {
-                let problem = format!("{stages} stages do not divide among ranks of {chunks} stages each");
+                let problem =
+                    format!("{stages} stages do not divide among ranks of {chunks} stages each");
                 return Err(Error::kernel(problem));
             }
             None => Schedule::named(&self.schedule, stages / chunks, microbatches, Some(chunks))?,
@@ -185,13 +193,16 @@ impl Config {
         let (name, found) = (schedule.name(), (schedule.stages(), schedule.microbatches()));
         if found != (stages, microbatches) {
             let problem = format!(
-                "schedule {name} is for {} stages and {} microbatches, not {stages} and {microbatches}",
+                "schedule {name} is for {} stages and {} microbatches, not {stages} and \
+                 {microbatches}",
                 found.0, found.1
             );
             return Err(Error::kernel(problem));
         }
         if !schedule.has_backward() {
-            return Err(Error::kernel(format!("schedule {name} has no backward passes to train with")));
+            return Err(Error::kernel(format!(
+                "schedule {name} has no backward passes to train with"
+            )));
         }
         Ok(schedule)
     }
@@ -216,8 +227,8 @@ impl<T: Float> Trainer<T> {
     ///
     /// # Errors
     ///
-    /// Where sizes do not fit each other, the job has not [`Config::devices`] devices, or the processes have
-    /// read different texts.
+    /// Where sizes do not fit each other, the job has not [`Config::devices`] devices, or the
+    /// processes have read different texts.
     pub fn new(p: &mut Program, text: &Arc<Text>, config: &Config) -> Result<Self> {
         config.check()?;
         agree_on_text(p, text)?;
@@ -227,10 +238,12 @@ impl<T: Float> Trainer<T> {
         let [data, model] = grid.axes();
         let schedule = config.schedule()?;
         let ranks = p.mesh(&[("rank", schedule.ranks()), data, model])?.split("rank")?;
-        let meshes: Vec<Mesh> = schedule.ranks_of_stages().iter().map(|rank| ranks[*rank].clone()).collect();
+        let meshes: Vec<Mesh> =
+            schedule.ranks_of_stages().iter().map(|rank| ranks[*rank].clone()).collect();
         let strategy = config.strategy.as_deref();
         let placements = parts.iter().zip(&meshes);
-        let placements = placements.map(|(part, mesh)| Placement::new(part, grid, mesh, T::DTYPE, strategy));
+        let placements =
+            placements.map(|(part, mesh)| Placement::new(part, grid, mesh, T::DTYPE, strategy));
         let placements = placements.collect::<Result<Vec<_>>>()?;
         let stored: Vec<Vec<Sharding>> = placements.iter().map(Placement::shardings).collect();
         let clock = Clock::default();
@@ -247,7 +260,8 @@ impl<T: Float> Trainer<T> {
         };
         let mut pipeline = wiring.stored(wiring.train::<T>(params)?)?;
         (0..config.stages).for_each(|stage| pipeline.recompute(stage, config.recompute));
-        let optimizer = Optimizer::new(p, &parts, (&meshes, &stored), config.adamw, config.clip, &clock)?;
+        let optimizer =
+            Optimizer::new(p, &parts, (&meshes, &stored), config.adamw, config.clip, &clock)?;
         let config = config.clone();
         Ok(Self {
             config,
@@ -283,7 +297,8 @@ impl<T: Float> Trainer<T> {
         &self.clock
     }
 
-    /// One update. Returns at once, with the step's loss and norm as arrays on the last stage's mesh.
+    /// One update. Returns at once, with the step's loss and norm as arrays on the last stage's
+    /// mesh.
     ///
     /// # Errors
     ///
@@ -316,8 +331,8 @@ impl<T: Float> Trainer<T> {
         self.pipeline.train_step(p, &self.schedule, microbatches.collect())
     }
 
-    /// The most memory that a step will take on the devices of this process; with `map` it is mapped now, as far
-    /// as the pace of the processes can matter.
+    /// The most memory that a step will take on the devices of this process; with `map` it is
+    /// mapped now, as far as the pace of the processes can matter.
     ///
     /// # Errors
     ///
@@ -328,7 +343,8 @@ impl<T: Float> Trainer<T> {
         let shapes = MicrobatchShapes::new(Tokens { tokens: bytes() });
         let shapes = shapes.side(stages - 1, &Targets { targets: bytes() });
         let means = (0..stages).map(|stage| self.optimizer.state(stage));
-        let beside: Vec<MpmdArray> = means.flat_map(|(mean, square)| [mean, square].concat()).collect();
+        let beside: Vec<MpmdArray> =
+            means.flat_map(|(mean, square)| [mean, square].concat()).collect();
         if map {
             self.pipeline.map_memory(p, &self.schedule, &shapes, &beside)?;
         }
@@ -348,11 +364,12 @@ impl<T: Float> Trainer<T> {
         (0..p.processes() as u32).try_for_each(|process| p.agree(ProcessId(process), (), || Ok(())))
     }
 
-    /// The mean loss over [held-out sequences](Sequences::held_out), nats per byte: on process 0, where
-    /// something is held out. Waits for it.
+    /// The mean loss over [held-out sequences](Sequences::held_out), nats per byte: on process 0,
+    /// where something is held out. Waits for it.
     ///
-    /// Process 0 calls `go_on` before each step's worth of microbatches, and at the end, with the number of
-    /// sequences that are done and of all. Where it returns false, the evaluation ends without a loss.
+    /// Process 0 calls `go_on` before each step's worth of microbatches, and at the end, with the
+    /// number of sequences that are done and of all. Where it returns false, the evaluation ends
+    /// without a loss.
     ///
     /// # Errors
     ///
@@ -385,9 +402,11 @@ impl<T: Float> Trainer<T> {
             let left = batch.min(count - start);
             // Where too few are left for every device to have one, each has the same.
             let (rows, copies) = if left < fsdp { (1, fsdp) } else { (left - left % fsdp, 1) };
-            let (tokens, targets) = self.sequences.make_held_out(p, ends, (start..start + rows, copies))?;
+            let (tokens, targets) =
+                self.sequences.make_held_out(p, ends, (start..start + rows, copies))?;
             start += rows;
-            let microbatch = Microbatch::new(Tokens { tokens }).side(stages - 1, Targets { targets });
+            let microbatch =
+                Microbatch::new(Tokens { tokens }).side(stages - 1, Targets { targets });
             let loss = self.pipeline.forward(p, microbatch)?;
             pending.push_back((p.device_put(&loss, to_process_0(p))?, copies));
             if pending.len() > microbatches
@@ -403,8 +422,9 @@ impl<T: Float> Trainer<T> {
         Ok((weight > 0.0).then(|| sum / weight))
     }
 
-    /// `length` bytes that continue `prompt`, each as `choose` says of its logits and its number, through the
-    /// same stages; fewer where it says none. The same on every process; `choose` is called on process 0.
+    /// `length` bytes that continue `prompt`, each as `choose` says of its logits and its number,
+    /// through the same stages; fewer where it says none. The same on every process; `choose` is
+    /// called on process 0.
     ///
     /// # Errors
     ///
@@ -423,7 +443,8 @@ impl<T: Float> Trainer<T> {
             how: (self.config.grid(), self.config.math),
             clock: &Clock::default(),
         };
-        let params = (0..self.parts.len()).map(|stage| self.params(stage)).collect::<Result<Vec<_>>>()?;
+        let params =
+            (0..self.parts.len()).map(|stage| self.params(stage)).collect::<Result<Vec<_>>>()?;
         let mut pipeline = wiring.stored(wiring.logits::<T>(params)?)?;
         // The same sequence for every device that has some of them.
         let copies = self.config.fsdp;
@@ -449,7 +470,8 @@ impl<T: Float> Trainer<T> {
             let Logits { logits } = pipeline.forward(p, Microbatch::new(Tokens { tokens }))?;
             let logits = p.device_put(&logits, to_process_0(p))?;
             let byte = p.agree(ProcessId(0), Some(0), || {
-                let logits = logits.to_host()?.ok_or_else(|| Error::kernel("logits that are remote"))?;
+                let logits =
+                    logits.to_host()?.ok_or_else(|| Error::kernel("logits that are remote"))?;
                 let row = &logits.as_slice::<T>()?[last * BYTES..][..BYTES];
                 let row: Vec<f32> = row.iter().map(|logit| logit.to_f64() as f32).collect();
                 Ok(choose(&row, number))
@@ -476,8 +498,8 @@ impl<T: Float> Trainer<T> {
         state
     }
 
-    /// Puts other parameters and running means in place, those after `steps` updates: `load` gives the array
-    /// of a name of [`Trainer::state`], in this shape and sharding.
+    /// Puts other parameters and running means in place, those after `steps` updates: `load` gives
+    /// the array of a name of [`Trainer::state`], in this shape and sharding.
     ///
     /// # Errors
     ///
@@ -501,7 +523,8 @@ impl<T: Float> Trainer<T> {
                     })
                     .collect()
             };
-            let (params, mean, square) = (all("")?, all("optimizer.mean.")?, all("optimizer.square.")?);
+            let (params, mean, square) =
+                (all("")?, all("optimizer.mean.")?, all("optimizer.square.")?);
             self.pipeline.set_params(stage, params)?;
             self.optimizer.set_state(stage, mean, square);
         }
@@ -542,7 +565,10 @@ impl Wiring<'_> {
         Ok(pipeline)
     }
 
-    fn train<T: Float>(&self, params: Vec<Params>) -> Result<Pipeline<Tokens<MpmdArray>, Loss<MpmdArray>>> {
+    fn train<T: Float>(
+        &self,
+        params: Vec<Params>,
+    ) -> Result<Pipeline<Tokens<MpmdArray>, Loss<MpmdArray>>> {
         let Self { parts, meshes, how, clock, .. } = *self;
         let last = parts.len() - 1;
         let mut params = params.into_iter();
@@ -563,7 +589,11 @@ impl Wiring<'_> {
         let mut params = params.into_iter();
         let mut next = || params.next().ok_or_else(|| Error::kernel("a stage without parameters"));
         if last == 0 {
-            return Pipeline::first(WholeLogits::<T>::new(parts[0], how, clock), &meshes[0], next()?);
+            return Pipeline::first(
+                WholeLogits::<T>::new(parts[0], how, clock),
+                &meshes[0],
+                next()?,
+            );
         }
         let front = self.front::<T>(&mut next)?;
         front.then(LastLogits::<T>::new(parts[last], how, clock), &meshes[last], next()?)
@@ -594,8 +624,8 @@ pub struct StepReport {
     pub norm: f64,
 }
 
-/// Trains until `more` says otherwise. On process 0 `more` is asked before each step, with the number of
-/// updates so far, for the learning rate; and `on_step` gets the report of each step.
+/// Trains until `more` says otherwise. On process 0 `more` is asked before each step, with the
+/// number of updates so far, for the learning rate; and `on_step` gets the report of each step.
 ///
 /// # Errors
 ///
@@ -612,7 +642,9 @@ pub fn train<T: Float>(
             return Ok(());
         };
         if !loss.is_finite() || !norm.is_finite() {
-            return Err(Error::kernel(format!("step {step}: loss {loss}, gradients of norm {norm}")));
+            return Err(Error::kernel(format!(
+                "step {step}: loss {loss}, gradients of norm {norm}"
+            )));
         }
         on_step(StepReport { step, loss, norm });
         Ok(())

@@ -12,9 +12,10 @@ use crate::mm;
 mod figures {
     use crate::mm::MICROBATCHES;
 
-    /// By step: the loss of each microbatch where each is the whole batch, and the mean of their losses
-    /// where each is one row of it.
-    pub(super) const LOSSES: [f64; 6] = [2.217942, 1.206537, 0.180603, 0.030177, 0.024658, 0.014348];
+    /// By step: the loss of each microbatch where each is the whole batch, and the mean of their
+    /// losses where each is one row of it.
+    pub(super) const LOSSES: [f64; 6] =
+        [2.217942, 1.206537, 0.180603, 0.030177, 0.024658, 0.014348];
     /// The losses of one row each, in the first and in the last step.
     pub(super) const FIRST_BY_ROW: [f64; MICROBATCHES] = [0.179679, 1.032449, 2.644327, 5.015312];
     pub(super) const LAST_BY_ROW: [f64; MICROBATCHES] = [0.019327, 0.008598, 0.008983, 0.020484];
@@ -45,8 +46,8 @@ struct Row {
 /// A figure as one process found it: its row, its place in the row, its value.
 type Finding = (usize, usize, f64);
 
-/// Runs the check job in `f32` and `f64`, with microbatches that are the whole batch and that are slices
-/// of it. The learning rate of the figures is [`mm::LEARNING_RATE`].
+/// Runs the check job in `f32` and `f64`, with microbatches that are the whole batch and that are
+/// slices of it. The learning rate of the figures is [`mm::LEARNING_RATE`].
 ///
 /// Every figure is compared where it is; every process gets the same report.
 ///
@@ -61,7 +62,8 @@ pub fn check(p: &mut Program, learning_rate: f64) -> Result<Report> {
         run::<f64>(p, learning_rate, slice, &mut report.rows, &mut findings)?;
     }
     for process in 0..p.processes() as u32 {
-        let theirs: Vec<Finding> = p.agree(ProcessId(process), Vec::new(), || Ok(findings.clone()))?;
+        let theirs: Vec<Finding> =
+            p.agree(ProcessId(process), Vec::new(), || Ok(findings.clone()))?;
         theirs.into_iter().for_each(|finding| report.add(finding));
     }
     Ok(report)
@@ -94,14 +96,19 @@ fn run<T: Number>(
     let last = steps.len() - 1;
     for (step, losses) in steps.iter().enumerate() {
         let (row, mean) = match (slice, step) {
-            (false, _) => {
-                (row(format!("losses, step {step}"), vec![figures::LOSSES[step]; losses.len()]), false)
+            (false, _) => (
+                row(format!("losses, step {step}"), vec![figures::LOSSES[step]; losses.len()]),
+                false,
+            ),
+            (true, 0) => {
+                (row(format!("losses, step {step}"), figures::FIRST_BY_ROW.to_vec()), false)
             }
-            (true, 0) => (row(format!("losses, step {step}"), figures::FIRST_BY_ROW.to_vec()), false),
             (true, _) if step == last => {
                 (row(format!("losses, step {step}"), figures::LAST_BY_ROW.to_vec()), false)
             }
-            (true, _) => (row(format!("mean loss, step {step}"), vec![figures::LOSSES[step]]), true),
+            (true, _) => {
+                (row(format!("mean loss, step {step}"), vec![figures::LOSSES[step]]), true)
+            }
         };
         let mut values = Vec::new();
         for loss in losses {
@@ -118,8 +125,10 @@ fn run<T: Number>(
     let wb = row("WB of stage 3, row 3".to_owned(), figures::WB3.to_vec());
     let Layer { wa: first, .. } = job.weights(0);
     let Layer { wb: final_, .. } = job.weights(STAGES - 1);
-    findings.extend(matrix_row::<T>(first, 0)?.into_iter().map(|(column, value)| (wa, column, value)));
-    findings.extend(matrix_row::<T>(final_, 3)?.into_iter().map(|(column, value)| (wb, column, value)));
+    findings
+        .extend(matrix_row::<T>(first, 0)?.into_iter().map(|(column, value)| (wa, column, value)));
+    findings
+        .extend(matrix_row::<T>(final_, 3)?.into_iter().map(|(column, value)| (wb, column, value)));
     Ok(())
 }
 
@@ -143,7 +152,8 @@ fn matrix_row<T: Number>(matrix: &MpmdArray, row: usize) -> Result<Vec<(usize, f
 impl Report {
     fn add(&mut self, (row, column, value): Finding) {
         let Some(row) = self.rows.get_mut(row) else { return };
-        let (Some(expected), Some(found)) = (row.expected.get(column), row.found.get_mut(column)) else {
+        let (Some(expected), Some(found)) = (row.expected.get(column), row.found.get_mut(column))
+        else {
             return;
         };
         let farther = |old: f64| distance(*expected, value) > distance(*expected, old);
@@ -157,9 +167,13 @@ impl Report {
         let off = |row: &Row| {
             let mut figures = row.expected.iter().zip(&row.found);
             let column = figures.position(|(expected, found)| !near(*expected, *found))?;
-            let found = row.found[column].map_or("no figure".to_owned(), |found| format!("{found:.6}"));
+            let found =
+                row.found[column].map_or("no figure".to_owned(), |found| format!("{found:.6}"));
             let Row { run, what, expected, .. } = row;
-            Some(format!("{run}: {what}, number {column}: {found} instead of {:.6}", expected[column]))
+            Some(format!(
+                "{run}: {what}, number {column}: {found} instead of {:.6}",
+                expected[column]
+            ))
         };
         self.rows.iter().find_map(off)
     }

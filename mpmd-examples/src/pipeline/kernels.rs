@@ -1,6 +1,6 @@
-//! What the devices of a stage compute. Each holds columns of `WA` and the same rows of `WB`, so its part
-//! of the stage's output, and of the gradient of its input, is a summand: the sum over the mesh axis
-//! `"model"` is the whole.
+//! What the devices of a stage compute. Each holds columns of `WA` and the same rows of `WB`, so
+//! its part of the stage's output, and of the gradient of its input, is a summand: the sum over the
+//! mesh axis `"model"` is the whole.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -61,7 +61,10 @@ impl Meter {
 fn timed<R>(total: &AtomicU64, f: impl FnOnce() -> R) -> R {
     let start = Instant::now();
     let result = f();
-    total.fetch_add(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    total.fetch_add(
+        u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX),
+        Ordering::Relaxed,
+    );
     result
 }
 
@@ -142,7 +145,8 @@ impl<T: Number> Kernel for Backward<T> {
         check(layer, x)?;
         same(dy, x)?;
         same_layer(gradients, layer)?;
-        let signature = Signature::new((x.clone(), gradients.clone())).all_reduce("model", x.clone());
+        let signature =
+            Signature::new((x.clone(), gradients.clone())).all_reduce("model", x.clone());
         Ok(signature.alias("3/wa", "1/wa").alias("3/wb", "1/wb"))
     }
 
@@ -155,7 +159,8 @@ impl<T: Number> Kernel for Backward<T> {
         let shape = stage_shape(&layer, &x);
         let mut h = vec![T::ZERO; shape.hidden_activations()];
         let (x_values, wa) = (x.as_slice::<T>()?, layer.wa.as_slice::<T>()?);
-        self.0.compute(|| matmul(&mut h, x_values, wa, shape.rows, shape.width, shape.hidden, false));
+        self.0
+            .compute(|| matmul(&mut h, x_values, wa, shape.rows, shape.width, shape.hidden, false));
         backward(&self.0, cx, &layer, &x, &h, dy.as_slice()?, dx.as_mut_slice()?, &mut gradients)
     }
 }
@@ -166,7 +171,13 @@ impl<T: Number> Kernel for BackwardLoss<T> {
 
     fn infer(
         &self,
-        (layer, x, labels, cotangent, gradients): &(Layer<Shape>, Shape, Shape, Shape, Layer<Shape>),
+        (layer, x, labels, cotangent, gradients): &(
+            Layer<Shape>,
+            Shape,
+            Shape,
+            Shape,
+            Layer<Shape>,
+        ),
     ) -> Result<Signature<(Shape, Layer<Shape>)>> {
         check(layer, x)?;
         same(labels, x)?;
@@ -180,7 +191,13 @@ impl<T: Number> Kernel for BackwardLoss<T> {
     fn run(
         &self,
         cx: &mut Context<'_>,
-        (layer, x, labels, cotangent, _): (Layer<View<'_>>, View<'_>, View<'_>, View<'_>, Layer<View<'_>>),
+        (layer, x, labels, cotangent, _): (
+            Layer<View<'_>>,
+            View<'_>,
+            View<'_>,
+            View<'_>,
+            Layer<View<'_>>,
+        ),
         (mut dx, mut gradients): (ViewMut<'_>, Layer<ViewMut<'_>>),
     ) -> Result<()> {
         let (labels, cotangent) = (labels.as_slice::<T>()?, cotangent.scalar::<T>()?);
@@ -292,7 +309,11 @@ fn check(layer: &Layer<Shape>, x: &Shape) -> Result<()> {
 }
 
 fn same(found: &Shape, expected: &Shape) -> Result<()> {
-    if found == expected { Ok(()) } else { Err(Error::kernel(format!("{found} instead of {expected}"))) }
+    if found == expected {
+        Ok(())
+    } else {
+        Err(Error::kernel(format!("{found} instead of {expected}")))
+    }
 }
 
 fn same_layer(found: &Layer<Shape>, expected: &Layer<Shape>) -> Result<()> {

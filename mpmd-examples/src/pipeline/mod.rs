@@ -1,8 +1,8 @@
-//! The pipeline job: four stages of two matrix products each, tensor-parallel over two devices each,
-//! trained by gradient descent with the microbatches in GPipe's order.
+//! The pipeline job: four stages of two matrix products each, tensor-parallel over two devices
+//! each, trained by gradient descent with the microbatches in GPipe's order.
 //!
-//! Which process owns which devices shows nowhere: the same calls make it one process, or eight in which
-//! the two devices of a stage never share one.
+//! Which process owns which devices shows nowhere: the same calls make it one process, or eight in
+//! which the two devices of a stage never share one.
 
 mod check;
 mod kernels;
@@ -50,9 +50,9 @@ pub enum Start {
     Check,
     /// Random ones, for any width.
     ///
-    /// Scaled so that activations keep their size through the stages. Weights from the standard normal
-    /// distribution would multiply it by the square root of the width eight times over: beyond any use
-    /// in the first step, and not finite after it.
+    /// Scaled so that activations keep their size through the stages. Weights from the standard
+    /// normal distribution would multiply it by the square root of the width eight times over:
+    /// beyond any use in the first step, and not finite after it.
     Random,
 }
 
@@ -74,13 +74,15 @@ impl Start {
     fn input(self, row: usize, column: usize, width: usize) -> f64 {
         match self {
             Self::Check => mm::input(row, column),
-            // Up to one half, as in the check job: larger inputs would need a smaller learning rate.
+            // Up to one half, as in the check job: larger inputs would need a smaller learning
+            // rate.
             Self::Random => uniform_f64(Key(0x1297), (row * width + column) as u64) / 2.0,
         }
     }
 }
 
-/// Close to the identity, with noise that adds little to the size of what it multiplies, at any width.
+/// Close to the identity, with noise that adds little to the size of what it multiplies, at any
+/// width.
 fn random_weight(matrix: usize, row: usize, column: usize, width: usize) -> f64 {
     let noise = normal_f64(Key(0x3ea7).fold_in(matrix as u64), (row * width + column) as u64);
     let diagonal = if row == column { 1.1 } else { 0.0 };
@@ -100,7 +102,9 @@ pub struct Task {
 
 /// GPipe: all forward passes, then all backward passes, each along the diagonals.
 pub fn gpipe(stages: usize, microbatches: usize) -> Vec<Task> {
-    let task = |backward| move |i| Task { backward, stage: i % stages.max(1), microbatch: i / stages.max(1) };
+    let task = |backward| {
+        move |i| Task { backward, stage: i % stages.max(1), microbatch: i / stages.max(1) }
+    };
     let mut forward: Vec<_> = (0..stages * microbatches).map(task(false)).collect();
     forward.sort_by_key(|task| (task.microbatch + task.stage, task.stage));
     let mut backward: Vec<_> = (0..stages * microbatches).map(task(true)).collect();
@@ -155,7 +159,8 @@ impl<T: Number> Pipeline<T> {
                 wa: matrix::<T>(p, width, width, &split.wa, move |i, j| start.wa(s, i, j, width))?,
                 wb: matrix::<T>(p, width, width, &split.wb, move |i, j| start.wb(s, i, j, width))?,
             };
-            let forward = p.jit(Forward(meter.clone(), PhantomData)).on(mesh).outputs(mesh.replicated());
+            let forward =
+                p.jit(Forward(meter.clone(), PhantomData)).on(mesh).outputs(mesh.replicated());
             let backward = p.jit(Backward(meter.clone(), PhantomData)).on(mesh);
             let update = p.jit(Update(meter.clone(), PhantomData)).on(mesh).outputs(&split);
             stages.push(Stage {
@@ -171,12 +176,14 @@ impl<T: Number> Pipeline<T> {
         let backward_loss = p.jit(BackwardLoss(meter.clone(), PhantomData)).on(last);
         let forward_loss = forward_loss.outputs(last.replicated()).build()?;
         let split = layer_sharding(last);
-        let backward_loss = backward_loss.outputs((last.replicated(), &split)).donate("4").build()?;
+        let backward_loss =
+            backward_loss.outputs((last.replicated(), &split)).donate("4").build()?;
         let mean = p.jit(Mean(PhantomData)).on(last).outputs(last.replicated()).build()?;
 
         let input = move |i, j| start.input(i, j, width);
         let inputs = matrix::<T>(p, batch, width, &first.replicated(), input)?;
-        let labels = matrix::<T>(p, batch, width, &last.replicated(), move |i, j| 7.0 * input(i, j))?;
+        let labels =
+            matrix::<T>(p, batch, width, &last.replicated(), move |i, j| 7.0 * input(i, j))?;
         let mut cut = |whole: &MpmdArray| match settings.slice {
             true => whole.microbatches(p, 0, microbatches),
             false => Ok(vec![whole.clone(); microbatches]),
@@ -184,10 +191,21 @@ impl<T: Number> Pipeline<T> {
         let (inputs, labels) = (cut(&inputs)?, cut(&labels)?);
         let one = p.device_put(&MpmdArray::scalar(T::ONE), last.replicated())?;
         let learning_rate = MpmdArray::scalar(T::of(settings.learning_rate));
-        Ok(Self { stages, forward_loss, backward_loss, mean, inputs, labels, one, learning_rate, meter })
+        Ok(Self {
+            stages,
+            forward_loss,
+            backward_loss,
+            mean,
+            inputs,
+            labels,
+            one,
+            learning_rate,
+            meter,
+        })
     }
 
-    /// Issues one step; returns the loss of each microbatch, before the step's update, on the last stage.
+    /// Issues one step; returns the loss of each microbatch, before the step's update, on the last
+    /// stage.
     ///
     /// # Errors
     ///
@@ -212,7 +230,8 @@ impl<T: Number> Pipeline<T> {
                     losses.push(self.forward_loss.call(p, (weights, x, label()))?);
                 } else {
                     let y = stage.forward.call(p, (weights, x))?;
-                    xs[s + 1][microbatch] = Some(p.device_put(&y, self.stages[s + 1].mesh.replicated())?);
+                    xs[s + 1][microbatch] =
+                        Some(p.device_put(&y, self.stages[s + 1].mesh.replicated())?);
                 }
             } else {
                 // Taken: nobody needs it any more, and its memory serves the next step.
@@ -226,7 +245,8 @@ impl<T: Number> Pipeline<T> {
                 };
                 gradients[s] = Some(sums);
                 if s > 0 {
-                    dys[s - 1][microbatch] = Some(p.device_put(&dx, self.stages[s - 1].mesh.replicated())?);
+                    dys[s - 1][microbatch] =
+                        Some(p.device_put(&dx, self.stages[s - 1].mesh.replicated())?);
                 }
             }
         }
@@ -297,7 +317,8 @@ fn matrix<T: Number>(
 ) -> Result<MpmdArray> {
     let aval = ShapedArray::try_new(&[rows, columns], T::DTYPE)?;
     p.make(aval, sharding, move |region, mut view| {
-        let places = region.range(0).flat_map(|row| region.range(1).map(move |column| (row, column)));
+        let places =
+            region.range(0).flat_map(|row| region.range(1).map(move |column| (row, column)));
         for (value, (row, column)) in view.as_mut_slice::<T>()?.iter_mut().zip(places) {
             *value = T::of(element(row, column));
         }

@@ -13,7 +13,10 @@ const INLINE_BYTES: u64 = 16 << 10;
 
 /// Starts a process's delivery thread.
 pub(super) fn start(core: &Arc<Core>, process: ProcessId, handler: Arc<dyn Handler>) {
-    assert!(core.begin(process), "process {process} is started a second time, or after its shutdown");
+    assert!(
+        core.begin(process),
+        "process {process} is started a second time, or after its shutdown"
+    );
     let core = core.clone();
     std::thread::Builder::new()
         .name(format!("mpmd-inproc-{process}"))
@@ -36,7 +39,9 @@ impl Delivery {
                 Event::Arrival { from, message, header } => {
                     self.arrival(handler.as_ref(), from, message, header)
                 }
-                Event::Copy { from, message, into, then } => copy(&self.core, from, message, into, then),
+                Event::Copy { from, message, into, then } => {
+                    copy(&self.core, from, message, into, then)
+                }
                 Event::Done(ticket, result) => handler.done(ticket, result),
                 Event::Down(peer, why) => handler.peer_down(peer, why),
             }
@@ -60,7 +65,8 @@ impl Delivery {
         }
         // An error means that the sender was killed in this moment: its message is lost.
         let Ok(payload) = self.core.deliver(from, message) else { return };
-        let payload = payload.filter(|bytes| !bytes.is_empty()).map_or(Payload::Empty, Payload::Inline);
+        let payload =
+            payload.filter(|bytes| !bytes.is_empty()).map_or(Payload::Empty, Payload::Inline);
         handler.arrived(from, header, payload);
         self.core.end(from, message);
     }
@@ -78,7 +84,11 @@ impl Delivery {
             None => payload,
         };
         // Without bytes nothing is lent: the message ends here.
-        handler.arrived(from, header, if is_empty { Payload::Empty } else { Payload::Lent(payload) });
+        handler.arrived(
+            from,
+            header,
+            if is_empty { Payload::Empty } else { Payload::Lent(payload) },
+        );
         self.core.kept(from, message);
     }
 }
@@ -106,7 +116,10 @@ struct Lent {
 
 impl Loan for Lent {
     fn bytes(&self) -> &[u8] {
-        self.payload.as_ref().filter(|payload| payload.device().is_none()).map_or(&[], |payload| payload)
+        self.payload
+            .as_ref()
+            .filter(|payload| payload.device().is_none())
+            .map_or(&[], |payload| payload)
     }
 
     fn device(&self) -> Option<DevicePlace> {
@@ -138,7 +151,11 @@ impl Fetch for Waiting {
     }
 
     fn fetch(mut self: Box<Self>, into: OwnedBuffer, then: FetchDone) {
-        assert_eq!(into.len() as u64, self.bytes, "a payload is fetched into a buffer of its length");
+        assert_eq!(
+            into.len() as u64,
+            self.bytes,
+            "a payload is fetched into a buffer of its length"
+        );
         let Some(message) = self.message.take() else { return };
         let event = Event::Copy { from: self.from, message, into, then };
         if let Err(Event::Copy { then, .. }) = self.core.copy_later(self.on, event) {

@@ -1,8 +1,8 @@
 //! The fabric's state: who is alive, what is under way, which tickets are open.
 //!
 //! A message's payload stays with its sender, in [`Node::open`], until the receiver has taken or
-//! discarded it; queues hold only its number. So a ticket ends exactly once: with the removal of its
-//! entry, whoever removes it.
+//! discarded it; queues hold only its number. So a ticket ends exactly once: with the removal of
+//! its entry, whoever removes it.
 
 use std::cmp::Ordering;
 use std::collections::{BinaryHeap, HashMap};
@@ -21,8 +21,9 @@ use super::Faults;
 /// How long a shutdown waits, beyond its deadline, for a handler call that is under way.
 const LAST_CALL: Duration = Duration::from_secs(1);
 
-/// What all endpoints share. One lock: never held while a handler runs, or while anything is dropped that
-/// is not this module's own: a payload may be memory that another of these processes has lent.
+/// What all endpoints share. One lock: never held while a handler runs, or while anything is
+/// dropped that is not this module's own: a payload may be memory that another of these processes
+/// has lent.
 pub(super) struct Core {
     faults: Faults,
     state: Mutex<State>,
@@ -114,8 +115,8 @@ impl Core {
         one != other && host(one).is_some() && host(one) == host(other)
     }
 
-    /// Bytes that one process has handed over to another and does not have back, also those under way; none
-    /// where a process is not of the job.
+    /// Bytes that one process has handed over to another and does not have back, also those under
+    /// way; none where a process is not of the job.
     pub(super) fn lent(&self, from: ProcessId, to: ProcessId) -> u64 {
         if !self.hands_over(from, to) {
             return 0;
@@ -168,7 +169,8 @@ impl Core {
         let due = Instant::now() + self.faults.delay_of(from, to, sequence);
         let message = state.next;
         let is_data = header.kind == Kind::Data;
-        let open = Open { to, ticket, payload, is_data, delivered: false, kept: false, ending: false };
+        let open =
+            Open { to, ticket, payload, is_data, delivered: false, kept: false, ending: false };
         state.node(from).open.insert(message, open);
         self.push(&mut state, to, due, Event::Arrival { from, message, header });
     }
@@ -198,7 +200,8 @@ impl Core {
         self.payload_of(from, message)
     }
 
-    /// The receiver's handler has returned and has kept what it was lent, where the message has not ended.
+    /// The receiver's handler has returned and has kept what it was lent, where the message has not
+    /// ended.
     pub(super) fn kept(&self, from: ProcessId, message: u64) {
         if let Some(open) = self.state.lock().node(from).open.get_mut(&message) {
             open.kept = true;
@@ -283,9 +286,12 @@ impl Core {
         for other in (0..self.processes()).map(|other| ProcessId(other as u32)) {
             let node = state.node(other);
             if other == process {
-                node.queue.retain(|queued| !matches!(queued.event, Event::Arrival { .. } | Event::Down(..)));
+                node.queue.retain(|queued| {
+                    !matches!(queued.event, Event::Arrival { .. } | Event::Down(..))
+                });
                 ended.extend(node.open.iter_mut().map(|(message, open)| {
-                    let error = own.clone().unwrap_or_else(|| gone(open.to, "this process was killed"));
+                    let error =
+                        own.clone().unwrap_or_else(|| gone(open.to, "this process was killed"));
                     open.ending = true;
                     (other, *message, open.payload.take(), error)
                 }));
@@ -293,12 +299,12 @@ impl Core {
                 node.queue.retain(
                     |queued| !matches!(&queued.event, Event::Arrival { from, .. } if *from == process),
                 );
-                // In an orderly end, who has a message has it: its ticket ends as the handler returns.
+                // In an orderly end, who has a message has it: its ticket ends as the handler
+                // returns.
                 let keeps = life == Life::Closed;
-                let lost = node
-                    .open
-                    .iter_mut()
-                    .filter(|(_, open)| open.to == process && !open.ending && !(keeps && open.delivered));
+                let lost = node.open.iter_mut().filter(|(_, open)| {
+                    open.to == process && !open.ending && !(keeps && open.delivered)
+                });
                 ended.extend(lost.map(|(message, open)| {
                     open.ending = true;
                     (other, *message, open.payload.take(), gone(process, why))
@@ -316,7 +322,13 @@ impl Core {
     }
 
     /// Forgets a message that has no payload any more, and ends its ticket.
-    fn remove(&self, state: &mut State, from: ProcessId, message: u64, result: Result<(), TransportError>) {
+    fn remove(
+        &self,
+        state: &mut State,
+        from: ProcessId,
+        message: u64,
+        result: Result<(), TransportError>,
+    ) {
         if let Some(Open { ticket, .. }) = state.node(from).open.remove(&message) {
             self.say_done(state, from, ticket, result);
             self.changed[from.index()].notify_all();
@@ -333,7 +345,13 @@ impl Core {
         self.changed[process.index()].notify_all();
     }
 
-    fn say_done(&self, state: &mut State, to: ProcessId, ticket: Ticket, result: Result<(), TransportError>) {
+    fn say_done(
+        &self,
+        state: &mut State,
+        to: ProcessId,
+        ticket: Ticket,
+        result: Result<(), TransportError>,
+    ) {
         if ticket != Ticket::NONE {
             self.push_now(state, to, Event::Done(ticket, result));
         }
@@ -365,7 +383,8 @@ impl Core {
         first
     }
 
-    /// Called by a delivery thread before its first event, so that a shutdown from a handler is known.
+    /// Called by a delivery thread before its first event, so that a shutdown from a handler is
+    /// known.
     pub(super) fn introduce(&self, process: ProcessId) {
         if let Thread::Running { id, .. } = &mut self.state.lock().node(process).thread {
             *id = Some(std::thread::current().id());
@@ -396,7 +415,9 @@ impl Core {
             let node = state.node(process);
             let due = node.queue.peek().map(|queued| queued.due);
             match due {
-                Some(due) if due <= Instant::now() => return node.queue.pop().map(|queued| queued.event),
+                Some(due) if due <= Instant::now() => {
+                    return node.queue.pop().map(|queued| queued.event);
+                }
                 _ if matches!(node.thread, Thread::Running { stop: true, .. }) => return None,
                 Some(due) => _ = changed.wait_until(&mut state, due),
                 None => changed.wait(&mut state),
@@ -417,7 +438,8 @@ impl Faults {
         let width = range.end().saturating_sub(*range.start()).as_nanos() as u64;
         let pair = (u64::from(from.0) << 32) | u64::from(to.0);
         let drawn = mix(mix(mix(self.seed) ^ pair) ^ sequence);
-        *range.start() + Duration::from_nanos(if width == u64::MAX { drawn } else { drawn % (width + 1) })
+        *range.start()
+            + Duration::from_nanos(if width == u64::MAX { drawn } else { drawn % (width + 1) })
     }
 }
 

@@ -1,12 +1,12 @@
 //! Processes of one job inside one OS process, for tests and simulation.
 //!
-//! A [`Fabric`] connects a number of [`Inproc`] endpoints. Each endpoint has one delivery thread, on
-//! which its handler is called; the fabric can [kill](Fabric::kill) an endpoint and, by [`Faults`],
-//! delay messages by a seed so that they overtake each other.
+//! A [`Fabric`] connects a number of [`Inproc`] endpoints. Each endpoint has one delivery thread,
+//! on which its handler is called; the fabric can [kill](Fabric::kill) an endpoint and, by
+//! [`Faults`], delay messages by a seed so that they overtake each other.
 //!
 //! Control payloads, and data of up to 16 KiB, arrive [inline](crate::Payload::Inline): as the very
-//! buffer that was posted. Larger data [waits](crate::Payload::Waiting) with its sender and is copied
-//! when it is fetched. Between processes that [hand over](Faults::hosts) all data is
+//! buffer that was posted. Larger data [waits](crate::Payload::Waiting) with its sender and is
+//! copied when it is fetched. Between processes that [hand over](Faults::hosts) all data is
 //! [lent](crate::Payload::Lent) instead, as over shared memory.
 
 mod delivery;
@@ -41,7 +41,8 @@ impl Fabric {
     pub fn new(processes: usize, faults: Faults) -> Self {
         let count = u32::try_from(processes).expect("the number of processes fits a process id");
         let core = Arc::new(Core::new(processes, faults));
-        let endpoint = |process| Arc::new(Inproc { core: core.clone(), process: ProcessId(process) });
+        let endpoint =
+            |process| Arc::new(Inproc { core: core.clone(), process: ProcessId(process) });
         Self { endpoints: (0..count).map(endpoint).collect() }
     }
 
@@ -56,8 +57,8 @@ impl Fabric {
 
     /// Makes a process vanish without a goodbye. A second call does nothing.
     ///
-    /// What is still under way from it is lost. Every open ticket towards it, and every ticket of its
-    /// own, ends with [`PeerGone`](crate::TransportError::PeerGone); every other handler hears
+    /// What is still under way from it is lost. Every open ticket towards it, and every ticket of
+    /// its own, ends with [`PeerGone`](crate::TransportError::PeerGone); every other handler hears
     /// [`Handler::peer_down`] once. Its own handler hears of nothing but its tickets from then on.
     ///
     /// # Panics
@@ -86,8 +87,8 @@ pub struct Faults {
     /// Each message waits for a time from this range before it arrives; chosen by seed, sender,
     /// receiver and the number of the message between the two, and by nothing else.
     pub delay: Option<RangeInclusive<Duration>>,
-    /// Processes with the same number hand data over to each other, by process; those beyond its end do
-    /// not.
+    /// Processes with the same number hand data over to each other, by process; those beyond its
+    /// end do not.
     pub hosts: Vec<usize>,
 }
 
@@ -129,7 +130,8 @@ impl Transport for Inproc {
 
     /// # Panics
     ///
-    /// Where it was called before, or after [`Transport::shutdown`], and where the system gives no thread.
+    /// Where it was called before, or after [`Transport::shutdown`], and where the system gives no
+    /// thread.
     fn start(&self, handler: Arc<dyn Handler>) {
         delivery::start(&self.core, self.process, handler);
     }
@@ -141,8 +143,8 @@ impl Transport for Inproc {
         self.core.post(self.process, to, header, payload, ticket);
     }
 
-    /// Waits until receivers have taken what was posted; what they have been lent they may keep. Where the
-    /// deadline comes first, what they have not taken is lost.
+    /// Waits until receivers have taken what was posted; what they have been lent they may keep.
+    /// Where the deadline comes first, what they have not taken is lost.
     fn shutdown(&self, deadline: Duration) {
         self.core.shutdown(self.process, deadline);
     }

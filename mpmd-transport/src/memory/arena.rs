@@ -11,7 +11,8 @@ use parking_lot::Mutex;
 use super::segment::{Segment, check_file_limit};
 use super::{DeviceAllocator, DeviceMemory};
 
-/// A process that may not have files so long does not share memory: most programs would find no room in it.
+/// A process that may not have files so long does not share memory: most programs would find no
+/// room in it.
 const LEAST_FILE: u64 = 1 << 30;
 
 /// What segments are made of, for all pools of a process. Clones are the same arena.
@@ -28,7 +29,8 @@ pub(super) struct Inner {
     /// Numbers of segments that are no more, until their readers are told.
     retired: Mutex<Vec<Retired>>,
     reclaim: Arc<OnceLock<Reclaim>>,
-    /// How many segments of devices are no more, and still have their memory: others may have it open.
+    /// How many segments of devices are no more, and still have their memory: others may have it
+    /// open.
     leaving: Arc<AtomicUsize>,
     pin: OnceLock<Pin>,
 }
@@ -64,8 +66,8 @@ impl Drop for Leaving {
 
 type Reclaim = Box<dyn Fn() + Send + Sync>;
 
-/// Keeps the pages of a new mapping, by its address and length, in their place for devices, until what it returns is dropped;
-/// `None` where they are not to be, or cannot.
+/// Keeps the pages of a new mapping, by its address and length, in their place for devices, until
+/// what it returns is dropped; `None` where they are not to be, or cannot.
 pub type Pin = Box<dyn Fn(usize, usize) -> Option<Box<dyn Any + Send + Sync>> + Send + Sync>;
 
 impl Arena {
@@ -79,8 +81,8 @@ impl Arena {
         Self::new(Kind::Device(allocator))
     }
 
-    /// An arena in the memory of a device, from which blocks may be lent beside those of this one: where they are short,
-    /// what others are done with comes back as it does here.
+    /// An arena in the memory of a device, from which blocks may be lent beside those of this one:
+    /// where they are short, what others are done with comes back as it does here.
     pub fn device_beside(&self, allocator: Arc<dyn DeviceAllocator>) -> Self {
         let (next, retired, pin) = Default::default();
         let Inner { reclaim, leaving, .. } = &*self.inner;
@@ -109,7 +111,9 @@ impl Arena {
         let segment = match &self.inner.kind {
             Kind::Private => Segment::private(bytes),
             Kind::Shared => Segment::shared(bytes),
-            Kind::Device(allocator) => return Segment::of_device(allocator.allocate(bytes)?).map(Arc::new),
+            Kind::Device(allocator) => {
+                return Segment::of_device(allocator.allocate(bytes)?).map(Arc::new);
+            }
         }?;
         if let Some(pin) = self.inner.pin.get()
             && let Some(pinned) = pin(segment.start().addr().get(), bytes)
@@ -119,7 +123,8 @@ impl Arena {
         Ok(Arc::new(segment))
     }
 
-    /// Sets what keeps the pages of segments in their place for devices: those mapped from now on. The first counts.
+    /// Sets what keeps the pages of segments in their place for devices: those mapped from now on.
+    /// The first counts.
     pub fn on_map(&self, pin: Pin) {
         let _ = self.inner.pin.set(pin);
     }
@@ -133,8 +138,9 @@ impl Arena {
         Arc::downgrade(&self.inner)
     }
 
-    /// Sets what is called where a pool has no block left, before it asks the system for more: it may bring
-    /// blocks back that were lent. Called on any thread, with any locks held but the pools'; the first counts.
+    /// Sets what is called where a pool has no block left, before it asks the system for more: it
+    /// may bring blocks back that were lent. Called on any thread, with any locks held but the
+    /// pools'; the first counts.
     pub(crate) fn on_shortage(&self, reclaim: impl Fn() + Send + Sync + 'static) {
         // A second transport over one arena has nothing lent yet.
         let _ = self.inner.reclaim.set(Box::new(reclaim));
@@ -171,7 +177,8 @@ impl Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // Nobody is left who could hear that others have closed it. The process is about to end, which frees it.
+        // Nobody is left who could hear that others have closed it. The process is about to end,
+        // which frees it.
         self.retired.get_mut().drain(..).for_each(|segment| std::mem::forget(segment.memory));
     }
 }

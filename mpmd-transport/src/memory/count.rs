@@ -10,13 +10,13 @@ static COUNTING: AtomicBool = AtomicBool::new(false);
 static ALL: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
-    /// Allocations of this thread while somebody counted. Needs no set-up and no destructor, so that it may be
-    /// used by an allocator at any time.
+    /// Allocations of this thread while somebody counted. Needs no set-up and no destructor, so
+    /// that it may be used by an allocator at any time.
     static OWN: Cell<u64> = const { Cell::new(0) };
 }
 
-/// The system's allocator, which counts while [`CountingAllocator::count`] runs. Else it costs a look at a word
-/// that nobody writes.
+/// The system's allocator, which counts while [`CountingAllocator::count`] runs. Else it costs a
+/// look at a word that nobody writes.
 ///
 /// To be a binary's `#[global_allocator]`.
 #[derive(Clone, Copy, Debug, Default)]
@@ -33,8 +33,8 @@ pub struct Allocations {
 }
 
 impl CountingAllocator {
-    /// Runs `run` and counts the allocations meanwhile: none where this is not the process's allocator. One count
-    /// at a time: where two overlap, the first to end ends both.
+    /// Runs `run` and counts the allocations meanwhile: none where this is not the process's
+    /// allocator. One count at a time: where two overlap, the first to end ends both.
     pub fn count<R>(run: impl FnOnce() -> R) -> (R, Allocations) {
         let before = (ALL.load(Ordering::SeqCst), OWN.get());
         COUNTING.store(true, Ordering::SeqCst);
@@ -54,9 +54,9 @@ impl CountingAllocator {
     }
 }
 
-// SAFETY: every call goes to the system's allocator as it came, so all that `GlobalAlloc` promises and asks for is
-// what `System` promises and asks for. Counting touches an atomic and a thread's cell that has no destructor and is
-// initialised at compile time: it neither allocates nor unwinds.
+// SAFETY: every call goes to the system's allocator as it came, so all that `GlobalAlloc` promises
+// and asks for is what `System` promises and asks for. Counting touches an atomic and a thread's
+// cell that has no destructor and is initialised at compile time: it neither allocates nor unwinds.
 unsafe impl GlobalAlloc for CountingAllocator {
     #[inline]
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
@@ -75,13 +75,15 @@ unsafe impl GlobalAlloc for CountingAllocator {
     #[inline]
     unsafe fn realloc(&self, place: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         Self::one_more();
-        // SAFETY: `place` came from `System`, as all places of this allocator do; the rest is the caller's.
+        // SAFETY: `place` came from `System`, as all places of this allocator do; the rest is the
+        // caller's.
         unsafe { System.realloc(place, layout, size) }
     }
 
     #[inline]
     unsafe fn dealloc(&self, place: *mut u8, layout: Layout) {
-        // SAFETY: `place` came from `System`, as all places of this allocator do; the rest is the caller's.
+        // SAFETY: `place` came from `System`, as all places of this allocator do; the rest is the
+        // caller's.
         unsafe { System.dealloc(place, layout) }
     }
 }
@@ -95,7 +97,8 @@ mod tests {
         // Not this test's allocator: asked by hand.
         let allocate = || {
             let layout = Layout::new::<[u64; 4]>();
-            // SAFETY: the layout is not empty, and what comes is grown and given back as it was taken.
+            // SAFETY: the layout is not empty, and what comes is grown and given back as it was
+            // taken.
             unsafe {
                 let place = CountingAllocator.alloc(layout);
                 let place = CountingAllocator.realloc(place, layout, 64);

@@ -1,8 +1,8 @@
 //! Memory that is not the host's: the processors of this machine cannot reach it.
 //!
-//! Processes of one host can give it to each other all the same: its owner has words for it ([`DeviceMemory::export`])
-//! by which another process opens it ([`DeviceSharing::open`]). What the words mean is known to who made both; whoever
-//! carries them sees bytes.
+//! Processes of one host can give it to each other all the same: its owner has words for it
+//! ([`DeviceMemory::export`]) by which another process opens it ([`DeviceSharing::open`]). What the
+//! words mean is known to who made both; whoever carries them sees bytes.
 
 use std::any::Any;
 use std::io;
@@ -15,7 +15,8 @@ pub const MOST_WORDS: usize = 96;
 
 /// Where a device's segments come from.
 pub trait DeviceAllocator: Send + Sync {
-    /// New memory of `bytes` (more than 0), aligned to 256 bytes at least; what it holds means nothing.
+    /// New memory of `bytes` (more than 0), aligned to 256 bytes at least; what it holds means
+    /// nothing.
     ///
     /// # Errors
     ///
@@ -25,7 +26,8 @@ pub trait DeviceAllocator: Send + Sync {
 
 /// Memory of a device; freed when dropped.
 ///
-/// Whoever drops it has seen that no work of the device uses it any more, and that nobody else has it open.
+/// Whoever drops it has seen that no work of the device uses it any more, and that nobody else has
+/// it open.
 pub trait DeviceMemory: Any + Send + Sync {
     /// The device's own address of its first byte. Never 0.
     fn address(&self) -> u64;
@@ -36,7 +38,8 @@ pub trait DeviceMemory: Any + Send + Sync {
     /// Which of this process's devices has it, by a number that the allocator gave it.
     fn device(&self) -> u32;
 
-    /// Prepares the calling thread for libraries that are given such memory and take the device to be the thread's own.
+    /// Prepares the calling thread for libraries that are given such memory and take the device to
+    /// be the thread's own.
     ///
     /// # Errors
     ///
@@ -45,14 +48,14 @@ pub trait DeviceMemory: Any + Send + Sync {
         Ok(())
     }
 
-    /// By what other processes of this host open it: at most [`MOST_WORDS`] bytes, and the same at every call. `None` where
-    /// they cannot.
+    /// By what other processes of this host open it: at most [`MOST_WORDS`] bytes, and the same at
+    /// every call. `None` where they cannot.
     fn export(&self) -> Option<&[u8]> {
         None
     }
 
-    /// Whether it is in another device than [`device`](Self::device), which reaches it from afar: to be copied, rather than
-    /// used where it is.
+    /// Whether it is in another device than [`device`](Self::device), which reaches it from afar:
+    /// to be copied, rather than used where it is.
     fn is_far(&self) -> bool {
         false
     }
@@ -60,8 +63,8 @@ pub trait DeviceMemory: Any + Send + Sync {
 
 /// How this process opens memory of others' devices, and shows them its own.
 pub trait DeviceSharing: Send + Sync {
-    /// What peers try to open before anything is lent, each at most [`MOST_WORDS`] bytes; what they are of stays for as
-    /// long as this does.
+    /// What peers try to open before anything is lent, each at most [`MOST_WORDS`] bytes; what they
+    /// are of stays for as long as this does.
     ///
     /// # Errors
     ///
@@ -75,20 +78,21 @@ pub trait DeviceSharing: Send + Sync {
     /// Why what the peer lends could not be opened here, for people.
     fn try_sample(&self, sample: &[u8]) -> Result<(), String>;
 
-    /// Opens memory by the [words](DeviceMemory::export) of its owner, who says that there are so many bytes. Closed when
-    /// what is returned is dropped. Its own [`export`](DeviceMemory::export) is not asked.
+    /// Opens memory by the [words](DeviceMemory::export) of its owner, who says that there are so
+    /// many bytes. Closed when what is returned is dropped. Its own
+    /// [`export`](DeviceMemory::export) is not asked.
     ///
     /// # Errors
     ///
     /// Where the words mean nothing here, or no longer.
     fn open(&self, words: &[u8], bytes: usize) -> io::Result<Box<dyn DeviceMemory>>;
 
-    /// By what a peer has work of its devices come after `fence`: at most [`MOST_WORDS`] bytes. They mean that for as long
-    /// as the fence is held here. `None` where the peer cannot.
+    /// By what a peer has work of its devices come after `fence`: at most [`MOST_WORDS`] bytes.
+    /// They mean that for as long as the fence is held here. `None` where the peer cannot.
     fn tell(&self, fence: &dyn Fence) -> Option<Vec<u8>>;
 
-    /// Fences of a peer's, by what it told of them, as one. Its devices may have passed them already; that the peer has
-    /// seen it is said later, once.
+    /// Fences of a peer's, by what it told of them, as one. Its devices may have passed them
+    /// already; that the peer has seen it is said later, once.
     ///
     /// # Errors
     ///
@@ -98,7 +102,8 @@ pub trait DeviceSharing: Send + Sync {
 
 /// A fence in the work of another process.
 pub trait Arriving: Fence {
-    /// The other process has seen that its work is over, or that it failed; or is no more, so that nobody will.
+    /// The other process has seen that its work is over, or that it failed; or is no more, so that
+    /// nobody will.
     fn pass(&self, result: Result<(), String>);
 
     /// The same object, as what memory carries.

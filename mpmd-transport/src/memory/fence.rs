@@ -1,8 +1,9 @@
 //! Work of a device that uses memory and may not be over yet.
 //!
-//! A device does what it is told later, in its own order. So memory that it reads or writes carries [fences](Fence):
-//! what was last issued that uses it. Whoever issues more waits for them *on the device*; whoever frees it waits until
-//! they are over, without blocking. Memory of the host that no device uses has none, which costs nothing.
+//! A device does what it is told later, in its own order. So memory that it reads or writes carries
+//! [fences](Fence): what was last issued that uses it. Whoever issues more waits for them *on the
+//! device*; whoever frees it waits until they are over, without blocking. Memory of the host that
+//! no device uses has none, which costs nothing.
 
 use std::any::Any;
 use std::fmt;
@@ -13,7 +14,8 @@ pub trait Fence: Any + Send + Sync {
     /// Whether it has been passed. Costs a look at one word.
     fn is_over(&self) -> bool;
 
-    /// Calls `then` once it is passed: now, or on the thread that finds that it is. `then` must be short.
+    /// Calls `then` once it is passed: now, or on the thread that finds that it is. `then` must be
+    /// short.
     fn on_over(&self, then: Box<dyn FnOnce() + Send>);
 
     /// What went wrong with the work, for people, where that is known once it is passed.
@@ -21,14 +23,14 @@ pub trait Fence: Any + Send + Sync {
         None
     }
 
-    /// Whether it was passed though the work before it was not over, and may never be: nobody waits for that any more, and the
-    /// memory that it uses is nobody else's ever again.
+    /// Whether it was passed though the work before it was not over, and may never be: nobody waits
+    /// for that any more, and the memory that it uses is nobody else's ever again.
     fn is_lost(&self) -> bool {
         false
     }
 
-    /// Whether `earlier` is over whenever this is: one of the same queue that was issued before. Then only this one
-    /// need be kept, and a buffer that a thousand calls read has one fence.
+    /// Whether `earlier` is over whenever this is: one of the same queue that was issued before.
+    /// Then only this one need be kept, and a buffer that a thousand calls read has one fence.
     fn covers(&self, earlier: &dyn Fence) -> bool {
         let _ = earlier;
         false
@@ -189,7 +191,11 @@ pub(super) mod tests {
         fences.add(early.clone());
         early.lose();
         fences.add(Arc::new(ByHand::default()));
-        assert_eq!((fences.iter().count(), fences.has_lost()), (2, true), "over before another was added");
+        assert_eq!(
+            (fences.iter().count(), fences.has_lost()),
+            (2, true),
+            "over before another was added"
+        );
         late.lose();
         fences.add(late);
         assert_eq!(fences.iter().count(), 3, "over when it was added");

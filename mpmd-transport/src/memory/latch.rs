@@ -8,8 +8,8 @@ use parking_lot::Mutex;
 /// Called once, and soon over.
 type Then = Box<dyn FnOnce() + Send>;
 
-/// What [fences](super::Fence) are made of: passed once, which costs a look at one word to see; whoever wants to hear of it is
-/// called, by who passes it or, where that has been, by who asks.
+/// What [fences](super::Fence) are made of: passed once, which costs a look at one word to see;
+/// whoever wants to hear of it is called, by who passes it or, where that has been, by who asks.
 #[derive(Default)]
 pub struct Latch {
     is_passed: AtomicBool,
@@ -22,7 +22,8 @@ impl Latch {
         self.is_passed.load(Ordering::Acquire)
     }
 
-    /// Calls `then` once it is passed: now, or on the thread that calls those whom [`Latch::pass`] returns.
+    /// Calls `then` once it is passed: now, or on the thread that calls those whom [`Latch::pass`]
+    /// returns.
     pub fn on_pass(&self, then: Box<dyn FnOnce() + Send>) {
         let mut waiting = self.waiting.lock();
         if self.is_passed() {
@@ -32,7 +33,8 @@ impl Latch {
         waiting.push(then);
     }
 
-    /// Passes it. Returns who waits, to be called by the caller, in order, without any lock of its own; nobody the second time.
+    /// Passes it. Returns who waits, to be called by the caller, in order, without any lock of its
+    /// own; nobody the second time.
     #[must_use = "who waits is to be called"]
     pub fn pass(&self) -> Vec<Box<dyn FnOnce() + Send>> {
         let mut waiting = self.waiting.lock();

@@ -16,7 +16,11 @@ use rustix::mm::ProtFlags;
 /// Without a file maps zeroes for this process alone.
 ///
 /// Bytes beyond the file's end are mapped too: to touch them ends the process by a signal.
-pub(crate) fn map(bytes: usize, access: ProtFlags, file: Option<BorrowedFd<'_>>) -> io::Result<NonNull<u8>> {
+pub(crate) fn map(
+    bytes: usize,
+    access: ProtFlags,
+    file: Option<BorrowedFd<'_>>,
+) -> io::Result<NonNull<u8>> {
     let (flags, file) = match file {
         Some(file) => (libc::MAP_SHARED, file.as_raw_fd()),
         None => (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1),

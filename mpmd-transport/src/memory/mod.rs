@@ -1,13 +1,15 @@
 //! Buffers, and the pools they come from.
 //!
-//! A [`Pool`] carves 64-byte aligned blocks from *segments*: the unit that gets lent to other processes,
-//! registered with a network card or pinned, once. What segments are made of is its [`Arena`]'s matter. A block that is given back is kept
-//! for the next allocation of its size class, because fresh pages cost tens of times more than reused
-//! ones. An [`OwnedBuffer`] has one owner who may write; [frozen](OwnedBuffer::freeze) it becomes a
-//! [`SharedBuffer`], which never changes again and goes back to its pool when the last holder drops it.
+//! A [`Pool`] carves 64-byte aligned blocks from *segments*: the unit that gets lent to other
+//! processes, registered with a network card or pinned, once. What segments are made of is its
+//! [`Arena`]'s matter. A block that is given back is kept for the next allocation of its size
+//! class, because fresh pages cost tens of times more than reused ones. An [`OwnedBuffer`] has one
+//! owner who may write; [frozen](OwnedBuffer::freeze) it becomes a [`SharedBuffer`], which never
+//! changes again and goes back to its pool when the last holder drops it.
 //!
-//! Blocks may be in the memory of a [device](DeviceMemory): nobody but its own work reaches their bytes. What of that is still
-//! to come is in their [`Fences`], and memory goes back only when those are over.
+//! Blocks may be in the memory of a [device](DeviceMemory): nobody but its own work reaches their
+//! bytes. What of that is still to come is in their [`Fences`], and memory goes back only when
+//! those are over.
 
 mod arena;
 mod count;
@@ -52,7 +54,8 @@ enum Backing {
 
 /// Bytes with one owner, who may write them.
 ///
-/// Where they are a [device's](OwnedBuffer::device), they cannot be looked at as the host's: to do so panics.
+/// Where they are a [device's](OwnedBuffer::device), they cannot be looked at as the host's: to do
+/// so panics.
 pub struct OwnedBuffer {
     backing: Backing,
     len: usize,
@@ -70,12 +73,15 @@ impl OwnedBuffer {
     /// Where the bytes are, where that is a device's memory.
     pub fn device(&self) -> Option<DevicePlace> {
         match &self.backing {
-            Backing::Block(block) => block.device().map(|place| DevicePlace { bytes: self.len, ..place }),
+            Backing::Block(block) => {
+                block.device().map(|place| DevicePlace { bytes: self.len, ..place })
+            }
             Backing::Part(_) | Backing::Vec(_) => None,
         }
     }
 
-    /// Prepares this thread for libraries that are given these bytes, where they are a [device's](DeviceMemory::bind).
+    /// Prepares this thread for libraries that are given these bytes, where they are a
+    /// [device's](DeviceMemory::bind).
     #[cfg(feature = "ucx")]
     pub(crate) fn bind(&self) -> std::io::Result<()> {
         match &self.backing {
@@ -98,13 +104,14 @@ impl OwnedBuffer {
         &self.fences
     }
 
-    /// Work was issued that writes these bytes. Once they are [frozen](Self::freeze) it is what makes them.
+    /// Work was issued that writes these bytes. Once they are [frozen](Self::freeze) it is what
+    /// makes them.
     pub fn add_fence(&mut self, fence: Arc<dyn Fence>) {
         self.fences.add(fence);
     }
 
-    /// Forgets the fences: the caller has seen that work which it issued comes after them, and adds its own.
-    /// Nothing comes after work that is [lost](Fence::is_lost): its fences stay.
+    /// Forgets the fences: the caller has seen that work which it issued comes after them, and adds
+    /// its own. Nothing comes after work that is [lost](Fence::is_lost): its fences stay.
     pub fn clear_fences(&mut self) {
         self.fences.clear();
     }
@@ -172,7 +179,8 @@ impl fmt::Debug for OwnedBuffer {
 ///
 /// What drops it gives it back; dropping must not block.
 pub trait Loan: Send + Sync {
-    /// The bytes: the same place and the same values at every call. None where they are a [device's](Self::device).
+    /// The bytes: the same place and the same values at every call. None where they are a
+    /// [device's](Self::device).
     fn bytes(&self) -> &[u8];
 
     /// Where they are, where that is a device of this process.
@@ -195,8 +203,9 @@ pub trait Loan: Send + Sync {
         None
     }
 
-    /// Called before they are lent on: their owner hears that others than this process may read them, also where
-    /// this process is no more. False where it cannot be told now: then they are not lent on.
+    /// Called before they are lent on: their owner hears that others than this process may read
+    /// them, also where this process is no more. False where it cannot be told now: then they are
+    /// not lent on.
     fn pass_on(&self) -> bool {
         true
     }
@@ -342,17 +351,19 @@ impl SharedBuffer {
         }
     }
 
-    /// What makes the bytes and is not over yet: who reads them on a device comes after it, who reads them otherwise
-    /// waits for it. Where it [has failed](Fences::failure), or where they were lent by a process that is no more, they mean
-    /// nothing, and who would give them to a device fails.
+    /// What makes the bytes and is not over yet: who reads them on a device comes after it, who
+    /// reads them otherwise waits for it. Where it [has failed](Fences::failure), or where they
+    /// were lent by a process that is no more, they mean nothing, and who would give them to a
+    /// device fails.
     pub fn ready(&self) -> &Fences {
         &self.whole.ready
     }
 
-    /// The same bytes, of which `verdict` says whether they are what they are to be: it is over when that is known.
+    /// The same bytes, of which `verdict` says whether they are what they are to be: it is over
+    /// when that is known.
     ///
-    /// What is [ready](Self::ready) may have been made of what never was: a device that adds to garbage does so well. Who is
-    /// lent the bytes before they are made hears of that too.
+    /// What is [ready](Self::ready) may have been made of what never was: a device that adds to
+    /// garbage does so well. Who is lent the bytes before they are made hears of that too.
     pub fn with_verdict(self, verdict: Arc<dyn Fence>) -> Self {
         Self { verdict: Some(verdict), ..self }
     }
@@ -370,8 +381,8 @@ impl SharedBuffer {
             && self.verdict.as_ref().is_none_or(is_well)
     }
 
-    /// Calls `then` once it is known whether the bytes are what they are to be, with why not: now, or on the thread that finds it
-    /// out. `then` must be short.
+    /// Calls `then` once it is known whether the bytes are what they are to be, with why not: now,
+    /// or on the thread that finds it out. `then` must be short.
     pub fn on_made(&self, then: Box<dyn FnOnce(Option<String>) + Send>) {
         let (ready, verdict) = (self.ready().clone(), self.verdict.clone());
         self.ready().clone().on_over(Box::new(move || {
@@ -402,8 +413,8 @@ impl SharedBuffer {
         Self { whole: self.whole.clone(), range: start..start + range.len(), verdict }
     }
 
-    /// The buffer back for writing, where this is its only holder and covers all of it. Work of devices that still reads
-    /// it is in its [fences](OwnedBuffer::fences).
+    /// The buffer back for writing, where this is its only holder and covers all of it. Work of
+    /// devices that still reads it is in its [fences](OwnedBuffer::fences).
     ///
     /// # Errors
     ///
@@ -431,8 +442,8 @@ impl SharedBuffer {
         }
     }
 
-    /// Whether they count against a limit of their pool. Who lends such bytes may be short of them later, so
-    /// who gets them copies them and gives them back.
+    /// Whether they count against a limit of their pool. Who lends such bytes may be short of them
+    /// later, so who gets them copies them and gives them back.
     pub fn is_limited(&self) -> bool {
         match &self.whole.memory {
             Memory::Owned(OwnedBuffer { backing: Backing::Block(block), .. }) => block.is_limited(),
@@ -441,8 +452,8 @@ impl SharedBuffer {
         }
     }
 
-    /// Whether these bytes are in the memory of a device that is none of this process's, though [one that is](Self::device)
-    /// reaches them: they are to be copied.
+    /// Whether these bytes are in the memory of a device that is none of this process's, though
+    /// [one that is](Self::device) reaches them: they are to be copied.
     pub fn is_far(&self) -> bool {
         matches!(&self.whole.memory, Memory::Lent(loan) if loan.is_far())
     }
@@ -457,7 +468,8 @@ impl SharedBuffer {
         place.map(|place| place.plus(self.range.start)).filter(|place| place.segment.is_shareable())
     }
 
-    /// To be called before these bytes are lent; false where they cannot be now. See [`Loan::pass_on`].
+    /// To be called before these bytes are lent; false where they cannot be now. See
+    /// [`Loan::pass_on`].
     pub(crate) fn pass_on(&self) -> bool {
         match &self.whole.memory {
             Memory::Owned(_) | Memory::Gone => true,
@@ -704,7 +716,8 @@ mod tests {
     #[test]
     fn memory_that_others_are_about_to_close_is_waited_for_where_there_is_no_other() {
         let base = Arena::private();
-        let pool = Pool::in_arena("test", None, &base.device_beside(Arc::new(OneAtATime(Arc::default()))));
+        let pool =
+            Pool::in_arena("test", None, &base.device_beside(Arc::new(OneAtATime(Arc::default()))));
         let first = pool.allocate(1 << 20).unwrap().freeze();
         // Somebody knows it from here on.
         let Memory::Owned(buffer) = &first.whole.memory else { panic!("it is owned") };

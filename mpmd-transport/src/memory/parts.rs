@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use super::{Backing, Fences, OwnedBuffer, Place};
 
-/// A buffer that is given out in parts which never overlap, and is whole again when all of them have been
-/// dropped.
+/// A buffer that is given out in parts which never overlap, and is whole again when all of them
+/// have been dropped.
 ///
 /// A part is an [`OwnedBuffer`] of its own: a transport reads into it while others write the rest.
 pub struct Divided {
@@ -23,11 +23,11 @@ struct Whole {
     start: NonNull<u8>,
 }
 
-// SAFETY: the buffer is `Send`, and `start` points into memory that it owns. Through `start` only parts
-// reach that memory, each its own range.
+// SAFETY: the buffer is `Send`, and `start` points into memory that it owns. Through `start` only
+// parts reach that memory, each its own range.
 unsafe impl Send for Whole {}
-// SAFETY: sharing a `Whole` gives nobody access to its bytes: `buffer` is private to this module, which uses
-// it only once it is the last holder, and parts reach disjoint ranges.
+// SAFETY: sharing a `Whole` gives nobody access to its bytes: `buffer` is private to this module,
+// which uses it only once it is the last holder, and parts reach disjoint ranges.
 unsafe impl Sync for Whole {}
 
 /// A range of a divided buffer that no other part shares.
@@ -43,8 +43,8 @@ impl Divided {
         Self { whole: Arc::new(Whole { buffer, start }), given: Vec::new() }
     }
 
-    /// The part at `range`, with whatever the buffer holds there; `None` where some of it was given out
-    /// before, or it runs past the end.
+    /// The part at `range`, with whatever the buffer holds there; `None` where some of it was given
+    /// out before, or it runs past the end.
     pub fn part(&mut self, range: Range<usize>) -> Option<OwnedBuffer> {
         if range.start > range.end || range.end > self.whole.buffer.len {
             return None;
@@ -57,7 +57,11 @@ impl Divided {
             self.given.insert(at, range.clone());
         }
         let part = Part { whole: self.whole.clone(), start: range.start };
-        Some(OwnedBuffer { backing: Backing::Part(part), len: range.len(), fences: Fences::default() })
+        Some(OwnedBuffer {
+            backing: Backing::Part(part),
+            len: range.len(),
+            fences: Fences::default(),
+        })
     }
 
     /// The whole buffer.
@@ -81,15 +85,16 @@ impl Part {
     }
 
     pub(super) fn bytes(&self, len: usize) -> &[u8] {
-        // SAFETY: `Divided::part` checked that `start + len` is within the buffer, whose memory `whole` keeps
-        // where it is: the buffer is neither moved out nor looked at while this part holds it. The bytes are
-        // initialised, as those of every buffer, and no other part has them: `Divided` gives each out once.
+        // SAFETY: `Divided::part` checked that `start + len` is within the buffer, whose memory
+        // `whole` keeps where it is: the buffer is neither moved out nor looked at while this part
+        // holds it. The bytes are initialised, as those of every buffer, and no other part has
+        // them: `Divided` gives each out once.
         unsafe { std::slice::from_raw_parts(self.whole.start.as_ptr().add(self.start), len) }
     }
 
     pub(super) fn bytes_mut(&mut self, len: usize) -> &mut [u8] {
-        // SAFETY: as in `bytes`; `start` comes from a mutable borrow of the buffer, and `&mut self` keeps
-        // every other access to this part away.
+        // SAFETY: as in `bytes`; `start` comes from a mutable borrow of the buffer, and `&mut self`
+        // keeps every other access to this part away.
         unsafe { std::slice::from_raw_parts_mut(self.whole.start.as_ptr().add(self.start), len) }
     }
 }
@@ -130,8 +135,11 @@ mod tests {
         for range in [20..40, 0..21, 39..41, 25..30, 10..50, 0..100, 90..101, 101..101] {
             assert!(divided.part(range.clone()).is_none(), "{range:?}");
         }
-        let beside =
-            [divided.part(0..20).unwrap(), divided.part(40..100).unwrap(), divided.part(30..30).unwrap()];
+        let beside = [
+            divided.part(0..20).unwrap(),
+            divided.part(40..100).unwrap(),
+            divided.part(30..30).unwrap(),
+        ];
         assert_eq!(beside.each_ref().map(|part| part.len()), [20, 60, 0]);
         drop(first);
         assert!(divided.part(20..40).is_none(), "what was written stays");

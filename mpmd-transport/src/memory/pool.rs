@@ -13,14 +13,15 @@ use super::{ALIGNMENT, Arena, DevicePlace, OwnedBuffer, Place};
 
 /// Blocks up to this size share segments; larger ones have a segment each.
 const LARGEST_SHARED_CLASS: usize = 512 << 10;
-/// The first segment that is shared. The more a pool has, the larger is the next: each is a mapping, and a
-/// descriptor in every process that it is lent to.
+/// The first segment that is shared. The more a pool has, the larger is the next: each is a
+/// mapping, and a descriptor in every process that it is lent to.
 const FIRST_SEGMENT: usize = 4 << 20;
 const LARGEST_SEGMENT: usize = 32 << 20;
-/// Blocks with a segment of their own are kept until they and those in use are twice what was ever in use, and
-/// so much more: less would bring pages that come and go with every step.
+/// Blocks with a segment of their own are kept until they and those in use are twice what was ever
+/// in use, and so much more: less would bring pages that come and go with every step.
 const KEPT_BESIDE: u64 = 64 << 20;
-/// How long others may take to close a device's memory, where that is short, and how often it is looked at.
+/// How long others may take to close a device's memory, where that is short, and how often it is
+/// looked at.
 const FREED_WITHIN: Duration = Duration::from_millis(500);
 const FREED_LOOK: Duration = Duration::from_millis(5);
 /// The most bytes that all buffers of a pool can have together: no address space has more.
@@ -144,9 +145,13 @@ impl Pool {
     /// # Errors
     ///
     /// Fails where the limit does not allow them together.
-    pub fn reserve_all(&self, sizes: impl Iterator<Item = usize>) -> Result<Reservation, OutOfMemory> {
+    pub fn reserve_all(
+        &self,
+        sizes: impl Iterator<Item = usize>,
+    ) -> Result<Reservation, OutOfMemory> {
         let sum = |(bytes, class): (usize, Option<u64>), size| {
-            let class = class.zip(size_class(size)).and_then(|(sum, class)| sum.checked_add(class as u64));
+            let class =
+                class.zip(size_class(size)).and_then(|(sum, class)| sum.checked_add(class as u64));
             (bytes.saturating_add(size), class)
         };
         let (bytes, class) = sizes.fold((0, Some(0)), sum);
@@ -213,8 +218,8 @@ impl Inner {
         }
     }
 
-    /// The state, to take so many bytes. Before they make a new peak, what others are done with comes back: it is
-    /// in use only as long as nobody looks.
+    /// The state, to take so many bytes. Before they make a new peak, what others are done with
+    /// comes back: it is in use only as long as nobody looks.
     fn settled(&self, bytes: u64) -> MutexGuard<'_, State> {
         let state = self.state.lock();
         if state.stats.live + bytes <= state.stats.recent_peak {
@@ -225,8 +230,8 @@ impl Inner {
         self.state.lock()
     }
 
-    /// A block of `class` bytes that was reserved before, where there is none: what others are done with comes
-    /// back, or there is a new segment, mapped without the lock.
+    /// A block of `class` bytes that was reserved before, where there is none: what others are done
+    /// with comes back, or there is a new segment, mapped without the lock.
     fn grow(&self, class: usize) -> io::Result<Carved> {
         self.arena.reclaim();
         let (bytes, is_plenty) = {
@@ -235,7 +240,8 @@ impl Inner {
                 return Ok(block);
             }
             let PoolStats { live, cached, peak_live, mapped, .. } = state.stats;
-            let shared = (mapped as usize / 2).next_power_of_two().clamp(FIRST_SEGMENT, LARGEST_SEGMENT);
+            let shared =
+                (mapped as usize / 2).next_power_of_two().clamp(FIRST_SEGMENT, LARGEST_SEGMENT);
             let bytes = if class > LARGEST_SHARED_CLASS { class } else { shared };
             (bytes, live + cached + bytes as u64 > 2 * peak_live + KEPT_BESIDE)
         };
@@ -267,7 +273,8 @@ impl Inner {
         state.take(class).ok_or_else(|| io::Error::other("a new segment is too small for a block"))
     }
 
-    /// A new segment. Where there is no memory for it, what was just freed may have to be closed by others first.
+    /// A new segment. Where there is no memory for it, what was just freed may have to be closed by
+    /// others first.
     fn map_when_freed(&self, bytes: usize) -> io::Result<Arc<Segment>> {
         let until = Instant::now() + FREED_WITHIN;
         loop {
@@ -295,8 +302,9 @@ impl Inner {
 }
 
 impl State {
-    /// A block of `class` bytes that was reserved before, counted as live from now on: in one step, so that
-    /// nobody sees the bytes counted twice and is refused for it. `None` where that takes a new segment.
+    /// A block of `class` bytes that was reserved before, counted as live from now on: in one step,
+    /// so that nobody sees the bytes counted twice and is refused for it. `None` where that takes a
+    /// new segment.
     fn take(&mut self, class: usize) -> Option<Carved> {
         let block = match self.free.get_mut(&class).and_then(Vec::pop) {
             Some(block) => {
@@ -311,8 +319,10 @@ impl State {
     }
 
     fn carve(&mut self, class: usize) -> Option<Carved> {
-        let (segment, used) = self.open.as_mut().filter(|(segment, used)| used + class <= segment.bytes())?;
-        // Within the segment, as was just seen; plain arithmetic, as a device's addresses are no pointers here.
+        let (segment, used) =
+            self.open.as_mut().filter(|(segment, used)| used + class <= segment.bytes())?;
+        // Within the segment, as was just seen; plain arithmetic, as a device's addresses are no
+        // pointers here.
         let start = NonNull::new(segment.start().as_ptr().wrapping_add(*used))?;
         *used += class;
         Some(Carved { start, capacity: class, segment: segment.clone() })
@@ -347,8 +357,8 @@ impl Reservation {
         Ok(OwnedBuffer::of_block(block, self.bytes))
     }
 
-    /// Turns a reservation for several buffers into them; `sizes` are those that it was made for, or the
-    /// first of them. Costs one lock where the blocks are small or there already.
+    /// Turns a reservation for several buffers into them; `sizes` are those that it was made for,
+    /// or the first of them. Costs one lock where the blocks are small or there already.
     ///
     /// # Errors
     ///
@@ -376,7 +386,8 @@ impl Reservation {
                 },
             };
             let (Some(class), Some(carved)) = (class, taken) else {
-                let error = OutOfMemory { refusal, ..pool.inner.out_of_memory(bytes, &state.stats, None) };
+                let error =
+                    OutOfMemory { refusal, ..pool.inner.out_of_memory(bytes, &state.stats, None) };
                 // The buffers go back to the pool, which takes its lock.
                 drop(state);
                 return Err(error);
@@ -405,7 +416,10 @@ impl Drop for Reservation {
 
 impl std::fmt::Debug for Pool {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Pool").field("name", &self.inner.name).field("stats", &self.stats()).finish()
+        f.debug_struct("Pool")
+            .field("name", &self.inner.name)
+            .field("stats", &self.stats())
+            .finish()
     }
 }
 
@@ -448,8 +462,9 @@ impl Block {
     pub(super) fn bytes(&self) -> &[u8] {
         let carved = self.carved();
         carved.check_host();
-        // SAFETY: the range lies in a live mapping (kept by `segment`) that was zero-filled when made,
-        // so every byte is initialised; this block is its only owner, and writing needs `&mut self`.
+        // SAFETY: the range lies in a live mapping (kept by `segment`) that was zero-filled when
+        // made, so every byte is initialised; this block is its only owner, and writing needs `&mut
+        // self`.
         unsafe { std::slice::from_raw_parts(carved.start.as_ptr(), carved.capacity) }
     }
 
@@ -538,7 +553,10 @@ mod tests {
             }
             let quarter = 1 << 62;
             assert!(pool.allocate(quarter).is_err(), "the system has no room for it");
-            assert!(pool.reserve_all([quarter; 4].into_iter()).is_err(), "together they wrap to nothing");
+            assert!(
+                pool.reserve_all([quarter; 4].into_iter()).is_err(),
+                "together they wrap to nothing"
+            );
             let most = [64, usize::MAX].into_iter();
             assert!(pool.reserve(64).unwrap().allocate_all(most).is_err());
             assert_eq!(figures(pool.stats()), at_first);
@@ -602,10 +620,15 @@ mod tests {
         assert_eq!(pool.stats().mapped, mapped, "it was taken back");
         lent.lock().push(again.freeze());
         drop(pool.reserve(4 << 20).unwrap());
-        assert_eq!((pool.stats().live, lent.lock().len()), (0, 0), "the limit is no reason to fail either");
+        assert_eq!(
+            (pool.stats().live, lent.lock().len()),
+            (0, 0),
+            "the limit is no reason to fail either"
+        );
         assert!(arena.take_retired().is_empty());
         pool.trim();
-        let retired: Vec<u32> = arena.take_retired().into_iter().map(|segment| segment.number).collect();
+        let retired: Vec<u32> =
+            arena.take_retired().into_iter().map(|segment| segment.number).collect();
         assert_eq!(retired, [1], "the segment of the large block had the second number");
     }
 

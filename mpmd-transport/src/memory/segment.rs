@@ -1,4 +1,5 @@
-//! Segments: the page-aligned mappings that blocks are carved from, and those that other processes lend.
+//! Segments: the page-aligned mappings that blocks are carved from, and those that other processes
+//! lend.
 
 use std::any::Any;
 use std::io;
@@ -8,8 +9,8 @@ use std::ptr::NonNull;
 use std::sync::{OnceLock, Weak};
 
 use rustix::fs::{
-    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate,
-    memfd_create,
+    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, fstat,
+    ftruncate, memfd_create,
 };
 use rustix::io::Errno;
 use rustix::mm::{Advice, ProtFlags, madvise};
@@ -22,9 +23,10 @@ use super::{Arena, DeviceMemory};
 /// From this size on pages of 2 MiB are worth asking for.
 const HUGE: usize = 2 << 20;
 
-/// What a segment that others map must be sealed with. Without GROW and SHRINK its owner could take pages away
-/// from under a reader, which would kill it; without FUTURE_WRITE a reader could open the descriptor again for
-/// writing; without SEAL more seals could be added, such as one that makes the owner's own writes impossible.
+/// What a segment that others map must be sealed with. Without GROW and SHRINK its owner could take
+/// pages away from under a reader, which would kill it; without FUTURE_WRITE a reader could open
+/// the descriptor again for writing; without SEAL more seals could be added, such as one that makes
+/// the owner's own writes impossible.
 const SEALS: SealFlags =
     SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::FUTURE_WRITE).union(SealFlags::SEAL);
 
@@ -40,7 +42,8 @@ pub struct Segment {
     /// On a device an address of its own: never to be read through.
     start: NonNull<u8>,
     bytes: usize,
-    /// What keeps the pages in their place for devices, if anything does. Goes before the mapping does.
+    /// What keeps the pages in their place for devices, if anything does. Goes before the mapping
+    /// does.
     pin: OnceLock<Box<dyn Any + Send + Sync>>,
     /// Where the memory is not the host's.
     device: Option<Box<dyn DeviceMemory>>,
@@ -52,22 +55,24 @@ pub struct Segment {
 
 // SAFETY: a segment is only an address range that it owns; nothing in it belongs to a thread.
 unsafe impl Send for Segment {}
-// SAFETY: shared access to a segment hands out its address and length, and reads of ranges that nobody writes
-// (the contract of `Segment::lent`).
+// SAFETY: shared access to a segment hands out its address and length, and reads of ranges that
+// nobody writes (the contract of `Segment::lent`).
 unsafe impl Sync for Segment {}
 
 impl Segment {
-    /// Maps `bytes` (more than 0) of zeroes for this process alone. Pages are taken when they are first touched.
+    /// Maps `bytes` (more than 0) of zeroes for this process alone. Pages are taken when they are
+    /// first touched.
     pub(super) fn private(bytes: usize) -> io::Result<Self> {
         assert!(bytes > 0, "a segment has at least one byte");
         let start = map(bytes, ProtFlags::READ | ProtFlags::WRITE, None)?;
         Ok(Self::at(start, bytes, None))
     }
 
-    /// Maps `bytes` (more than 0) of zeroes that other processes can map for reading, with all their pages.
+    /// Maps `bytes` (more than 0) of zeroes that other processes can map for reading, with all
+    /// their pages.
     ///
-    /// The pages are taken here because later nobody could be told that there are none: a write to a page that
-    /// the system does not have kills the process.
+    /// The pages are taken here because later nobody could be told that there are none: a write to
+    /// a page that the system does not have kills the process.
     pub(super) fn shared(bytes: usize) -> io::Result<Self> {
         assert!(bytes > 0, "a segment has at least one byte");
         let descriptor = memory_file("mpmd", bytes)?;
@@ -80,7 +85,8 @@ impl Segment {
             segment.advise(Advice::LinuxHugepage).ok();
         }
         match segment.advise(Advice::LinuxPopulateWrite) {
-            // Kernels before 5.14: the file gets its pages, which this process then finds at first touch.
+            // Kernels before 5.14: the file gets its pages, which this process then finds at first
+            // touch.
             Err(Errno::INVAL) => {
                 take_pages(segment.fd()?, bytes)?;
             }
@@ -94,24 +100,29 @@ impl Segment {
     ///
     /// # Errors
     ///
-    /// Where it has not, or is not sealed: its owner could take pages away, which would kill this process.
+    /// Where it has not, or is not sealed: its owner could take pages away, which would kill this
+    /// process.
     pub(crate) fn foreign(descriptor: OwnedFd, bytes: u64) -> io::Result<Self> {
         let found = fstat(&descriptor)?;
         let length = u64::try_from(found.st_size).unwrap_or(0);
-        let bytes = usize::try_from(bytes).ok().filter(|bytes| *bytes > 0 && length == *bytes as u64);
+        let bytes =
+            usize::try_from(bytes).ok().filter(|bytes| *bytes > 0 && length == *bytes as u64);
         let Some(bytes) = bytes else {
-            return Err(io::Error::other(format!("a segment of {length} bytes is announced with others")));
+            return Err(io::Error::other(format!(
+                "a segment of {length} bytes is announced with others"
+            )));
         };
         if !fcntl_get_seals(&descriptor)?.contains(SealFlags::SHRINK | SealFlags::SEAL) {
             return Err(io::Error::other("a segment is not sealed"));
         }
         // The file cannot become shorter: its seal was seen above.
         let start = map(bytes, ProtFlags::READ, Some(descriptor.as_fd()))?;
-        let has_pages = u64::try_from(found.st_blocks).unwrap_or(0).saturating_mul(512) >= bytes as u64;
+        let has_pages =
+            u64::try_from(found.st_blocks).unwrap_or(0).saturating_mul(512) >= bytes as u64;
         let segment = Self::at(start, bytes, Some(descriptor));
         if has_pages {
-            // One call instead of a fault for every few pages; older kernels do without. Where there are none it would
-            // take new ones, as many as somebody says.
+            // One call instead of a fault for every few pages; older kernels do without. Where
+            // there are none it would take new ones, as many as somebody says.
             segment.advise(Advice::LinuxPopulateRead).ok();
         }
         Ok(segment)
@@ -124,7 +135,14 @@ impl Segment {
     }
 
     fn at(start: NonNull<u8>, bytes: usize, descriptor: Option<OwnedFd>) -> Self {
-        Self { start, bytes, pin: OnceLock::new(), device: None, descriptor, known: OnceLock::new() }
+        Self {
+            start,
+            bytes,
+            pin: OnceLock::new(),
+            device: None,
+            descriptor,
+            known: OnceLock::new(),
+        }
     }
 
     /// Memory of a device.
@@ -168,18 +186,22 @@ impl Segment {
         self.bytes
     }
 
-    /// Bytes of a segment that another process owns and has lent; `None` where it has no such range.
+    /// Bytes of a segment that another process owns and has lent; `None` where it has no such
+    /// range.
     ///
-    /// The owner promises that they do not change while they are lent. One that breaks its promise, by a bug,
-    /// makes readers see other values; it cannot make them touch memory that is not there.
+    /// The owner promises that they do not change while they are lent. One that breaks its promise,
+    /// by a bug, makes readers see other values; it cannot make them touch memory that is not
+    /// there.
     pub(crate) fn lent(&self, range: Range<usize>) -> Option<&[u8]> {
         if !self.has(&range) || self.device.is_some() {
             return None;
         }
-        // SAFETY: the range was just seen to lie within the mapping, which `self` keeps. All of it is
-        // initialised, as the pages of files are. Nobody in this process can write it: it is mapped for reading
-        // only; and its owner does not while it is lent, see above.
-        Some(unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(range.start), range.len()) })
+        // SAFETY: the range was just seen to lie within the mapping, which `self` keeps. All of it
+        // is initialised, as the pages of files are. Nobody in this process can write it: it is
+        // mapped for reading only; and its owner does not while it is lent, see above.
+        Some(unsafe {
+            std::slice::from_raw_parts(self.start.as_ptr().add(range.start), range.len())
+        })
     }
 
     /// What other processes map it by; `None` where they cannot.
@@ -197,8 +219,8 @@ impl Segment {
         range.start <= range.end && range.end <= self.bytes
     }
 
-    /// The number by which others know it, a new one of `arena` where nobody does yet. Never used for another
-    /// segment of this process.
+    /// The number by which others know it, a new one of `arena` where nobody does yet. Never used
+    /// for another segment of this process.
     pub(crate) fn number(&self, arena: &Arena) -> u32 {
         self.known.get_or_init(|| (arena.next_number(), arena.downgrade())).0
     }
@@ -208,7 +230,8 @@ impl Segment {
     }
 
     fn advise(&self, advice: Advice) -> Result<(), Errno> {
-        // SAFETY: the range is this segment's own mapping. None of the advice given here changes what it holds.
+        // SAFETY: the range is this segment's own mapping. None of the advice given here changes
+        // what it holds.
         unsafe { madvise(self.start.as_ptr().cast(), self.bytes, advice) }
     }
 }
@@ -217,8 +240,8 @@ impl Segment {
 ///
 /// # Errors
 ///
-/// Where the system has no such thing, or where this process may not have files so long: to make one all the same
-/// would end it by a signal (SIGXFSZ).
+/// Where the system has no such thing, or where this process may not have files so long: to make
+/// one all the same would end it by a signal (SIGXFSZ).
 pub(crate) fn memory_file(name: &str, bytes: usize) -> io::Result<OwnedFd> {
     check_file_limit(bytes as u64)?;
     let descriptor = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
@@ -252,7 +275,8 @@ fn in_pieces(bytes: u64, mut take: impl FnMut(u64, u64) -> Result<(), Errno>) ->
 pub(super) fn check_file_limit(bytes: u64) -> io::Result<()> {
     match getrlimit(Resource::Fsize).current {
         Some(limit) if limit < bytes => Err(io::Error::other(format!(
-            "this process may not have files of {bytes} bytes (ulimit -f), which holds for memory that others can \
+            "this process may not have files of {bytes} bytes (ulimit -f), which holds for memory \
+             that others can \
              map too"
         ))),
         _ => Ok(()),
@@ -263,8 +287,9 @@ impl Drop for Segment {
     fn drop(&mut self) {
         drop(self.pin.take());
         if self.device.is_none() {
-            // SAFETY: the range was mapped by a constructor with this length, is unmapped only here, and every
-            // block inside it and every loan of it holds an `Arc` of the segment, so none is left.
+            // SAFETY: the range was mapped by a constructor with this length, is unmapped only
+            // here, and every block inside it and every loan of it holds an `Arc` of the segment,
+            // so none is left.
             unsafe { unmap(self.start, self.bytes) };
         }
         if let Some((number, arena)) = self.known.get()
@@ -293,7 +318,8 @@ mod tests {
         for range in [0..8193, 8193..8193, usize::MAX - 1..usize::MAX, Range { start: 2, end: 1 }] {
             assert!(foreign.lent(range).is_none());
         }
-        // By no way: not through the descriptor, nor opened again, nor shorter, nor mapped for writing.
+        // By no way: not through the descriptor, nor opened again, nor shorter, nor mapped for
+        // writing.
         let fd = segment.fd().unwrap();
         assert!(ftruncate(fd, 4096).is_err() && ftruncate(fd, 16384).is_err());
         assert!(fcntl_add_seals(fd, SealFlags::WRITE).is_err());

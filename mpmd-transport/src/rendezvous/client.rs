@@ -58,8 +58,9 @@ impl Rendezvous {
     ///
     /// [`Unreachable`](RendezvousError::Unreachable) after `patience`; at once
     /// [`Token`](RendezvousError::Token), [`Version`](RendezvousError::Version) or
-    /// [`Stranger`](RendezvousError::Stranger) by what the server says to this process's preamble, and
-    /// [`NoSuchProcess`](RendezvousError::NoSuchProcess) where `process` is not below `processes`.
+    /// [`Stranger`](RendezvousError::Stranger) by what the server says to this process's preamble,
+    /// and [`NoSuchProcess`](RendezvousError::NoSuchProcess) where `process` is not below
+    /// `processes`.
     pub fn connect(config: JoinConfig) -> Result<Self, RendezvousError> {
         if config.process.index() >= config.processes {
             let JoinConfig { process, processes, .. } = config;
@@ -71,11 +72,15 @@ impl Rendezvous {
             why: e.to_string(),
         };
         let local = stream.local_addr().map_err(|e| environment("asking for the address of", e))?;
-        // The server's own patience decides how often it pings; a shorter one here must not outrun it.
+        // The server's own patience decides how often it pings; a shorter one here must not outrun
+        // it.
         let silence = config.patience.max(ping.saturating_mul(4));
-        // Short reads, so that the thread notices silence; the whole of a write may take the patience.
+        // Short reads, so that the thread notices silence; the whole of a write may take the
+        // patience.
         stream
-            .set_read_timeout(Some((silence / 4).clamp(Duration::from_millis(5), Duration::from_secs(1))))
+            .set_read_timeout(Some(
+                (silence / 4).clamp(Duration::from_millis(5), Duration::from_secs(1)),
+            ))
             .and_then(|()| stream.set_write_timeout(Some(silence)))
             .map_err(|e| environment("setting up", e))?;
         let read = stream.try_clone().map_err(|e| environment("sharing", e))?;
@@ -96,8 +101,8 @@ impl Rendezvous {
         Ok(this)
     }
 
-    /// The address of this end of the connection: an interface by which the job's other hosts, or at
-    /// least the server's, can be expected to reach this process.
+    /// The address of this end of the connection: an interface by which the job's other hosts, or
+    /// at least the server's, can be expected to reach this process.
     pub fn local_ip(&self) -> IpAddr {
         self.local.ip()
     }
@@ -115,14 +120,16 @@ impl Rendezvous {
     ///
     /// [`Missing`](RendezvousError::Missing) where others do not come,
     /// [`Duplicate`](RendezvousError::Duplicate), [`Count`](RendezvousError::Count),
-    /// [`Complete`](RendezvousError::Complete), [`Program`](RendezvousError::Program), each naming who;
-    /// [`ServerGone`](RendezvousError::ServerGone).
+    /// [`Complete`](RendezvousError::Complete), [`Program`](RendezvousError::Program), each naming
+    /// who; [`ServerGone`](RendezvousError::ServerGone).
     pub fn join(&self, member: Member) -> Result<Vec<Member>, RendezvousError> {
         let JoinConfig { process, processes, patience, .. } = self.config;
         let processes = processes as u64;
         let join = |ask| Request::Join { ask, process, processes, patience, member };
         match self.link.ask(patience, join)?.1 {
-            Answer::Members { members, .. } if members.len() as u64 == processes => Ok(members.to_vec()),
+            Answer::Members { members, .. } if members.len() as u64 == processes => {
+                Ok(members.to_vec())
+            }
             other => Err(self.link.senseless(&other)),
         }
     }
@@ -146,8 +153,13 @@ impl Rendezvous {
     ///
     /// # Errors
     ///
-    /// [`Unset`](RendezvousError::Unset) after `patience`; [`ServerGone`](RendezvousError::ServerGone).
-    pub fn get(&self, key: impl Into<String>, patience: Duration) -> Result<Vec<u8>, RendezvousError> {
+    /// [`Unset`](RendezvousError::Unset) after `patience`;
+    /// [`ServerGone`](RendezvousError::ServerGone).
+    pub fn get(
+        &self,
+        key: impl Into<String>,
+        patience: Duration,
+    ) -> Result<Vec<u8>, RendezvousError> {
         let key = key.into();
         match self.link.ask(patience, |ask| Request::Get { ask, key, patience })?.1 {
             Answer::Value(value) => Ok(value),
@@ -155,7 +167,8 @@ impl Rendezvous {
         }
     }
 
-    /// Waits until all processes of the job wait here, at most `patience`. A name can be used again.
+    /// Waits until all processes of the job wait here, at most `patience`. A name can be used
+    /// again.
     ///
     /// # Errors
     ///
@@ -163,7 +176,11 @@ impl Rendezvous {
     /// [`BarrierBroken`](RendezvousError::BarrierBroken) as soon as one can no longer come;
     /// [`OutOfTurn`](RendezvousError::OutOfTurn) before [`join`](Self::join);
     /// [`ServerGone`](RendezvousError::ServerGone).
-    pub fn barrier(&self, name: impl Into<String>, patience: Duration) -> Result<(), RendezvousError> {
+    pub fn barrier(
+        &self,
+        name: impl Into<String>,
+        patience: Duration,
+    ) -> Result<(), RendezvousError> {
         let name = name.into();
         self.link.ask(patience, |ask| Request::Barrier { ask, name, patience }).map(drop)
     }
@@ -182,10 +199,11 @@ impl Rendezvous {
         }
     }
 
-    /// Tells the server's owner of the failure that this process ends with; the first report counts.
+    /// Tells the server's owner of the failure that this process ends with; the first report
+    /// counts.
     ///
-    /// Waits for the answer, at most four seconds. From then on the owner knows, however this process
-    /// ends.
+    /// Waits for the answer, at most four seconds. From then on the owner knows, however this
+    /// process ends.
     ///
     /// # Errors
     ///
@@ -234,15 +252,16 @@ impl Rendezvous {
     }
 }
 
-/// By round trips: when asked, what the server's clock said, when answered. In the quickest the answer was under
-/// way for the least time, so it says most.
+/// By round trips: when asked, what the server's clock said, when answered. In the quickest the
+/// answer was under way for the least time, so it says most.
 fn quickest(trips: &[(i64, i64, i64)]) -> ClockOffset {
     // A clock that was set back meanwhile says nothing.
-    let found =
-        trips.iter().filter(|(asked, _, answered)| answered >= asked).map(|(asked, server, answered)| {
+    let found = trips.iter().filter(|(asked, _, answered)| answered >= asked).map(
+        |(asked, server, answered)| {
             let trip = answered.saturating_sub(*asked);
             (trip, server.saturating_sub(asked.saturating_add(trip / 2)))
-        });
+        },
+    );
     let (trip, offset) = found.min().unwrap_or((i64::MAX, 0));
     ClockOffset { offset, bound: (trip / 2 + 1).unsigned_abs() }
 }
@@ -334,7 +353,8 @@ impl Connection {
         match answered {
             Ok((when, result)) => result.map(|answer| (when, answer)),
             Err(RecvTimeoutError::Timeout) => {
-                Err(self.gone(format!("it has not answered for {:?}", patience.saturating_add(SLACK))))
+                Err(self
+                    .gone(format!("it has not answered for {:?}", patience.saturating_add(SLACK))))
             }
             Err(RecvTimeoutError::Disconnected) => Err(self.gone("the connection ended".into())),
         }
@@ -447,7 +467,10 @@ impl Connection {
                 if let Ok(Answer::Members { members, more }) = &mut result {
                     state.members.extend_from_slice(members);
                     if state.members.len() > self.processes {
-                        return Err(format!("it names more members than the job has, {}", self.processes));
+                        return Err(format!(
+                            "it names more members than the job has, {}",
+                            self.processes
+                        ));
                     }
                     if *more {
                         return Ok(());
@@ -463,7 +486,10 @@ impl Connection {
                 }
             }
             Reply::Down { process, .. } if process.index() >= self.processes => {
-                return Err(format!("it says that process {process} is down, of {}", self.processes));
+                return Err(format!(
+                    "it says that process {process} is down, of {}",
+                    self.processes
+                ));
             }
             Reply::Down { process, why } => self.tell(Down::Process(process, why)),
             Reply::Dropped { why } => return Err(format!("it has given this process up: {why}")),
@@ -513,7 +539,10 @@ impl Connection {
 
 /// Waits for an answer for `patience`, of which only the time counts in which this process runs: a
 /// stop may have been the whole job's.
-fn wait_awake(answer: &mpsc::Receiver<Answered>, patience: Duration) -> Result<Answered, RecvTimeoutError> {
+fn wait_awake(
+    answer: &mpsc::Receiver<Answered>,
+    patience: Duration,
+) -> Result<Answered, RecvTimeoutError> {
     const SLICE: Duration = Duration::from_secs(1);
     let mut left = patience;
     loop {

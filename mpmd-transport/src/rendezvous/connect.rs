@@ -21,7 +21,9 @@ pub(super) fn meet(config: &JoinConfig) -> Result<(TcpStream, Duration), Rendezv
         tries += 1;
         match greet(&mut stream, config, until) {
             // The server may also have made room among strangers, or have found this process slow.
-            Err(RendezvousError::Token { .. }) if tries < TRIES => std::thread::sleep(BETWEEN_TRIES),
+            Err(RendezvousError::Token { .. }) if tries < TRIES => {
+                std::thread::sleep(BETWEEN_TRIES)
+            }
             greeted => return Ok((stream, greeted?)),
         }
     }
@@ -66,7 +68,11 @@ fn attempt(server: &str, until: Instant) -> std::io::Result<TcpStream> {
 }
 
 /// Shows the token; returns how often the server pings.
-fn greet(stream: &mut TcpStream, config: &JoinConfig, until: Instant) -> Result<Duration, RendezvousError> {
+fn greet(
+    stream: &mut TcpStream,
+    config: &JoinConfig,
+    until: Instant,
+) -> Result<Duration, RendezvousError> {
     let server = config.server.clone();
     let refused = |e: std::io::Error| match e.kind() {
         ErrorKind::UnexpectedEof

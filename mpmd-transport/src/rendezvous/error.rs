@@ -74,7 +74,9 @@ pub enum RendezvousError {
         pid: u32,
     },
     /// This process and the server disagree on the size of the job. The caller's fault.
-    #[error("process {process} was started for a job of {believes} processes, but this job has {job}")]
+    #[error(
+        "process {process} was started for a job of {believes} processes, but this job has {job}"
+    )]
     Count {
         /// Who asked to join.
         process: ProcessId,
@@ -93,7 +95,8 @@ pub enum RendezvousError {
     },
     /// The job has begun, nobody can join any more. The caller's fault.
     #[error(
-        "process {process} comes too late: all {processes} processes have joined before, and the one with \
+        "process {process} comes too late: all {processes} processes have joined before, and the \
+         one with \
          this number has ended"
     )]
     Complete {
@@ -104,8 +107,10 @@ pub enum RendezvousError {
     },
     /// Two processes run different programs. Said to all. The caller's fault.
     #[error(
-        "process {process} on host {host} runs another program than process {other} on host {other_host} \
-         (fingerprints {program:?} and {other_program:?}); start the same build with the same arguments everywhere"
+        "process {process} on host {host} runs another program than process {other} on host \
+         {other_host} \
+         (fingerprints {program:?} and {other_program:?}); start the same build with the same \
+         arguments everywhere"
     )]
     Program {
         /// The one that came later.
@@ -213,7 +218,8 @@ mod tests {
 
     fn missing(who: impl IntoIterator<Item = u32>, processes: usize) -> String {
         let missing = who.into_iter().map(ProcessId).collect();
-        RendezvousError::Missing { missing, processes, patience: Duration::from_secs(60) }.to_string()
+        RendezvousError::Missing { missing, processes, patience: Duration::from_secs(60) }
+            .to_string()
     }
 
     #[test]

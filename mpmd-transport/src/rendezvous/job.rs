@@ -120,8 +120,10 @@ impl Job {
     /// A client has shown the right token.
     pub(super) fn opened(&mut self, link: Link, now: Instant) {
         let join_by = after(now, self.patience);
-        self.links
-            .insert(link, Client { process: None, heard: now, ping_at: after(now, self.ping), join_by });
+        self.links.insert(
+            link,
+            Client { process: None, heard: now, ping_at: after(now, self.ping), join_by },
+        );
     }
 
     /// A client's connection ended.
@@ -253,11 +255,14 @@ impl Job {
                 .filter(|seat| now >= seat.waits.until)
                 .map(|seat| (seat.link, seat.waits))
                 .collect();
-            // Found before any of them goes: who gives up at the same moment is not missing to the others.
+            // Found before any of them goes: who gives up at the same moment is not missing to the
+            // others.
             let errors: Vec<_> = late.iter().map(|(_, wait)| self.missing(wait.patience)).collect();
             for ((link, wait), error) in late.into_iter().zip(errors) {
                 self.answer(link, wait.ask, Err(error));
-                if let Some(process) = self.links.get_mut(&link).and_then(|client| client.process.take()) {
+                if let Some(process) =
+                    self.links.get_mut(&link).and_then(|client| client.process.take())
+                {
                     self.seats[process.index()] = None;
                 }
             }
@@ -265,7 +270,11 @@ impl Job {
         let (late, waiting) = self.gets.drain(..).partition(|get| now >= get.wait.until);
         self.gets = waiting;
         for Get { link, key, wait } in late {
-            self.answer(link, wait.ask, Err(RendezvousError::Unset { key, patience: wait.patience }));
+            self.answer(
+                link,
+                wait.ask,
+                Err(RendezvousError::Unset { key, patience: wait.patience }),
+            );
         }
         let mut answers = Vec::new();
         for (name, arrivals) in &mut self.barriers {
@@ -354,15 +363,21 @@ impl Job {
         });
         self.seats[process.index()] = Some(Seat { link, member, waits, ended: None });
         if let Some(error) = differs {
-            // Neither can be replaced by hoping; better all hear of it now than of a missing process later.
+            // Neither can be replaced by hoping; better all hear of it now than of a missing
+            // process later.
             self.fail(error);
         } else if self.seats.iter().all(Option::is_some) {
             self.phase = Phase::Running;
             let members: Arc<[Member]> =
                 self.seats.iter().flatten().map(|seat| seat.member.clone()).collect();
-            let told: Vec<_> = self.seats.iter().flatten().map(|seat| (seat.link, seat.waits.ask)).collect();
+            let told: Vec<_> =
+                self.seats.iter().flatten().map(|seat| (seat.link, seat.waits.ask)).collect();
             for (link, ask) in told {
-                self.answer(link, ask, Ok(Answer::Members { members: members.clone(), more: false }));
+                self.answer(
+                    link,
+                    ask,
+                    Ok(Answer::Members { members: members.clone(), more: false }),
+                );
             }
         }
         Ok(())
@@ -372,7 +387,11 @@ impl Job {
         check_name("a key", &key)?;
         if value.len() > MAX_VALUE_BYTES {
             let what = format!("the value of {key:?}");
-            return Err(RendezvousError::TooLong { what, bytes: value.len(), limit: MAX_VALUE_BYTES });
+            return Err(RendezvousError::TooLong {
+                what,
+                bytes: value.len(),
+                limit: MAX_VALUE_BYTES,
+            });
         }
         let (met, waiting) = self.gets.drain(..).partition(|get| get.key == key);
         self.gets = waiting;
@@ -393,7 +412,10 @@ impl Job {
         check_name("the name of a barrier", &name)?;
         let (Some(process), Phase::Running) = (process, &self.phase) else {
             let what = format!("barrier {name:?}");
-            return Err(RendezvousError::OutOfTurn { what, when: "once the job is complete".into() });
+            return Err(RendezvousError::OutOfTurn {
+                what,
+                when: "once the job is complete".into(),
+            });
         };
         for (other, seat) in processes(self.seats.len()).zip(&self.seats) {
             if let Some(why) = seat.as_ref().and_then(|seat| seat.ended.clone()) {
@@ -414,7 +436,11 @@ impl Job {
         Ok(())
     }
 
-    fn report(&mut self, process: Option<ProcessId>, report: Report) -> Result<Answer, RendezvousError> {
+    fn report(
+        &mut self,
+        process: Option<ProcessId>,
+        report: Report,
+    ) -> Result<Answer, RendezvousError> {
         let Some(process) = process else {
             return Err(RendezvousError::OutOfTurn {
                 what: "reporting".into(),
@@ -448,16 +474,23 @@ impl Job {
             seat.ended = Some(why.to_owned());
         }
         if died {
-            let others: Vec<Link> =
-                self.links.iter().filter(|(_, c)| c.process.is_some()).map(|(&link, _)| link).collect();
+            let others: Vec<Link> = self
+                .links
+                .iter()
+                .filter(|(_, c)| c.process.is_some())
+                .map(|(&link, _)| link)
+                .collect();
             for link in others {
                 self.actions.push(Action::Say(link, Reply::Down { process, why: why.to_owned() }));
             }
         }
         for (name, arrivals) in std::mem::take(&mut self.barriers) {
             for Arrival { link, wait, .. } in arrivals {
-                let error =
-                    RendezvousError::BarrierBroken { name: name.clone(), process, why: why.to_owned() };
+                let error = RendezvousError::BarrierBroken {
+                    name: name.clone(),
+                    process,
+                    why: why.to_owned(),
+                };
                 self.answer(link, wait.ask, Err(error));
             }
         }
@@ -465,7 +498,8 @@ impl Job {
 
     /// Ends a job that can never be complete, and tells everybody who joined.
     fn fail(&mut self, error: RendezvousError) {
-        let told: Vec<_> = self.seats.iter().flatten().map(|seat| (seat.link, seat.waits.ask)).collect();
+        let told: Vec<_> =
+            self.seats.iter().flatten().map(|seat| (seat.link, seat.waits.ask)).collect();
         for (link, ask) in told {
             self.answer(link, ask, Err(error.clone()));
         }
@@ -477,7 +511,8 @@ impl Job {
     }
 
     fn missing(&self, patience: Duration) -> RendezvousError {
-        let missing = processes(self.seats.len()).zip(&self.seats).filter(|(_, seat)| seat.is_none());
+        let missing =
+            processes(self.seats.len()).zip(&self.seats).filter(|(_, seat)| seat.is_none());
         RendezvousError::Missing {
             missing: missing.map(|(process, _)| process).collect(),
             processes: self.seats.len(),

@@ -1,10 +1,11 @@
 //! How the processes of a job meet before there is a transport.
 //!
-//! One small service at one address, a [`Server`], runs in process 0 or in the launcher; every process
-//! of the job is a client, a [`Rendezvous`]. Through it processes learn each other's addresses
-//! ([`Rendezvous::join`]), share small values, meet at barriers, compare clocks and hear at once when
-//! one of them dies. A process that fails tells the server's owner why ([`Rendezvous::report`]). Nothing
-//! large and nothing frequent goes this way: that is the transports' work.
+//! One small service at one address, a [`Server`], runs in process 0 or in the launcher; every
+//! process of the job is a client, a [`Rendezvous`]. Through it processes learn each other's
+//! addresses ([`Rendezvous::join`]), share small values, meet at barriers, compare clocks and hear
+//! at once when one of them dies. A process that fails tells the server's owner why
+//! ([`Rendezvous::report`]). Nothing large and nothing frequent goes this way: that is the
+//! transports' work.
 //!
 //! The wire, all little-endian. A client opens with a fixed preamble:
 //!
@@ -25,13 +26,13 @@
 //! | 12 | 4 | milliseconds between the server's pings |
 //!
 //! and then both sides send frames: a 4-byte length, at most
-//! [`MAX_CONTROL_BYTES`](crate::wire::MAX_CONTROL_BYTES), and a [`control`](crate::control) payload. The list
-//! of members goes in as many frames as it takes: what one process tells of itself must fit a frame, what all
-//! tell together has no limit.
+//! [`MAX_CONTROL_BYTES`](crate::wire::MAX_CONTROL_BYTES), and a [`control`](crate::control)
+//! payload. The list of members goes in as many frames as it takes: what one process tells of
+//! itself must fit a frame, what all tell together has no limit.
 //!
-//! The parts: `protocol` (these bytes), `job` (who is in the job and who waits for what: pure, reads
-//! no clock and does no I/O), `server` (carries it over sockets), `client`,
-//! `connect` (how a client gets there).
+//! The parts: `protocol` (these bytes), `job` (who is in the job and who waits for what: pure,
+//! reads no clock and does no I/O), `server` (carries it over sockets), `client`, `connect` (how a
+//! client gets there).
 
 mod client;
 mod connect;
@@ -75,8 +76,8 @@ pub struct Member {
 pub struct Report {
     /// The failure at its root. Its process need not be the one that reports.
     pub failure: Failure,
-    /// The rolling hash of the reporting process at the failure's operation: 0 where its program had
-    /// ended before that operation, `None` where it had not got there or no longer knows.
+    /// The rolling hash of the reporting process at the failure's operation: 0 where its program
+    /// had ended before that operation, `None` where it had not got there or no longer knows.
     pub hash: Option<u128>,
 }
 

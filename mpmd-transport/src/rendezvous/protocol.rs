@@ -11,7 +11,8 @@ use super::{Member, RendezvousError, Report, Token};
 use crate::control;
 use crate::wire::{MAX_CONTROL_BYTES, ProcessId};
 
-/// The version of the rendezvous protocol this crate speaks. Server and clients must speak the same.
+/// The version of the rendezvous protocol this crate speaks. Server and clients must speak the
+/// same.
 pub const VERSION: u16 = 3;
 
 /// The longest value that can be shared under a key, in bytes.
@@ -133,7 +134,8 @@ pub(super) enum Answer {
     Clock(i64),
 }
 
-/// The messages that a reply goes in, made when they are asked for: all members of a large job do not fit one.
+/// The messages that a reply goes in, made when they are asked for: all members of a large job do
+/// not fit one.
 pub(super) fn parts(reply: Reply) -> Box<dyn Iterator<Item = Reply> + Send> {
     let Reply::Answer { ask, result: Ok(Answer::Members { members, more: false }) } = reply else {
         return Box::new(iter::once(reply));
@@ -150,7 +152,10 @@ pub(super) fn parts(reply: Reply) -> Box<dyn Iterator<Item = Reply> + Send> {
         let end = (first + fits.count().max(1)).min(members.len());
         let more = end < members.len();
         next = more.then_some(end);
-        Some(Reply::Answer { ask, result: Ok(Answer::Members { members: members[first..end].into(), more }) })
+        Some(Reply::Answer {
+            ask,
+            result: Ok(Answer::Members { members: members[first..end].into(), more }),
+        })
     }))
 }
 
@@ -162,7 +167,8 @@ pub(super) fn frame<T: Serialize>(message: &T) -> Result<Vec<u8>, RendezvousErro
         limit: MAX_FRAME_BYTES,
     };
     let payload = control::encode(message).map_err(|_| too_long(MAX_FRAME_BYTES + 1))?;
-    let Some(length) = u32::try_from(payload.len()).ok().filter(|&n| n as usize <= MAX_FRAME_BYTES) else {
+    let Some(length) = u32::try_from(payload.len()).ok().filter(|&n| n as usize <= MAX_FRAME_BYTES)
+    else {
         return Err(too_long(payload.len()));
     };
     let mut bytes = Vec::with_capacity(4 + payload.len());
@@ -191,7 +197,9 @@ impl Frames {
         let Some((length, rest)) = rest.split_first_chunk::<4>() else { return Ok(None) };
         let length = u32::from_le_bytes(*length) as usize;
         if length == 0 || length > MAX_FRAME_BYTES {
-            return Err(format!("a message announces {length} bytes; 1 to {MAX_FRAME_BYTES} are allowed"));
+            return Err(format!(
+                "a message announces {length} bytes; 1 to {MAX_FRAME_BYTES} are allowed"
+            ));
         }
         let Some(payload) = rest.get(..length) else { return Ok(None) };
         let message = control::decode(payload).map_err(|e| e.to_string())?;
@@ -213,9 +221,10 @@ mod tests {
         let head = bytes.first_chunk().unwrap();
         assert_eq!(preamble_version(head), Some(VERSION));
         assert_eq!(preamble_version(b"GET / HTTP"), None);
-        for greeting in
-            [Greeting::Welcome { ping: Duration::from_millis(250) }, Greeting::OtherVersion { server: 9 }]
-        {
+        for greeting in [
+            Greeting::Welcome { ping: Duration::from_millis(250) },
+            Greeting::OtherVersion { server: 9 },
+        ] {
             assert_eq!(Greeting::decode(&greeting.encode()), Some(greeting));
         }
         assert_eq!(Greeting::decode(b"SSH-2.0-OpenSSH_"), None);
@@ -257,7 +266,8 @@ mod tests {
             for part in parts(Reply::Answer { ask: 3, result: Ok(answer) }) {
                 assert!(!last, "nothing follows the last part");
                 assert!(frame(&part).is_ok());
-                let Reply::Answer { ask: 3, result: Ok(Answer::Members { members, more }) } = part else {
+                let Reply::Answer { ask: 3, result: Ok(Answer::Members { members, more }) } = part
+                else {
                     panic!("{part:?}");
                 };
                 assert!(!members.is_empty() || processes == 0);
@@ -296,7 +306,8 @@ mod tests {
             program: "p".into(),
             trouble: Some("none".into()),
         };
-        let join = Request::Join { ask: 1, process, processes: 2, patience, member: member.clone() };
+        let join =
+            Request::Join { ask: 1, process, processes: 2, patience, member: member.clone() };
         let requests = [
             join,
             Request::Set { ask: 2, key: "k".into(), value: vec![7; 20] },
@@ -307,7 +318,8 @@ mod tests {
             Request::Pong,
         ];
         let (name, why) = ("b".to_owned(), "it has gone".to_owned());
-        let missing = RendezvousError::Barrier { name, missing: vec![process], processes: 2, patience };
+        let missing =
+            RendezvousError::Barrier { name, missing: vec![process], processes: 2, patience };
         let answer = |result| Reply::Answer { ask: 1 << 40, result };
         let replies = [
             answer(Ok(Answer::Done)),
@@ -319,7 +331,8 @@ mod tests {
             Reply::Down { process, why: why.clone() },
             Reply::Dropped { why },
         ];
-        let mut samples: Vec<Vec<u8>> = requests.iter().map(|request| frame(request).unwrap()).collect();
+        let mut samples: Vec<Vec<u8>> =
+            requests.iter().map(|request| frame(request).unwrap()).collect();
         samples.extend(replies.iter().map(|reply| frame(reply).unwrap()));
         samples.extend([samples[..7].concat(), samples[7..].concat()]);
         samples.push(preamble(&Token::new([7; 32])).to_vec());
@@ -331,7 +344,8 @@ mod tests {
             let (replies, why) = heard::<Reply>(bytes, usize::MAX);
             assert_eq!(heard(bytes, 7), (replies.clone(), why));
             for reply in replies {
-                let said: Vec<u8> = parts(reply.clone()).flat_map(|part| frame(&part).unwrap()).collect();
+                let said: Vec<u8> =
+                    parts(reply.clone()).flat_map(|part| frame(&part).unwrap()).collect();
                 assert_eq!(heard(&said, usize::MAX), (vec![reply], None));
             }
             let _ = bytes.first_chunk().map(preamble_version);
@@ -351,7 +365,8 @@ mod tests {
         assert!(frames.next::<Reply>().is_err());
         let long = Reply::Answer { ask: 1, result: Ok(Answer::Value(vec![0; MAX_FRAME_BYTES])) };
         assert!(matches!(frame(&long), Err(RendezvousError::TooLong { .. })));
-        let most = Reply::Answer { ask: u64::MAX, result: Ok(Answer::Value(vec![0; MAX_VALUE_BYTES])) };
+        let most =
+            Reply::Answer { ask: u64::MAX, result: Ok(Answer::Value(vec![0; MAX_VALUE_BYTES])) };
         assert!(frame(&most).is_ok());
     }
 }

@@ -17,7 +17,9 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep_until, timeout};
 
 use super::job::{Action, Job, Link, Phase, after, ping_interval};
-use super::protocol::{self, Answer, Frames, Greeting, HEAD_BYTES, PREAMBLE_BYTES, Reply, Request, VERSION};
+use super::protocol::{
+    self, Answer, Frames, Greeting, HEAD_BYTES, PREAMBLE_BYTES, Reply, Request, VERSION,
+};
 use super::{RendezvousError, Report, Token};
 use crate::strangers::Strangers;
 use crate::wire::ProcessId;
@@ -41,7 +43,8 @@ pub struct ServerConfig {
     pub processes: usize,
     /// The job's secret.
     pub token: Token,
-    /// How long processes have to join, counted from [`Server::bind`], and how long one may be silent.
+    /// How long processes have to join, counted from [`Server::bind`], and how long one may be
+    /// silent.
     pub patience: Duration,
 }
 
@@ -52,8 +55,10 @@ impl Server {
     ///
     /// [`RendezvousError::Bind`] where the address is taken or not this host's.
     pub fn bind(address: SocketAddr, config: ServerConfig) -> Result<Self, RendezvousError> {
-        let failed =
-            |e: std::io::Error| RendezvousError::Bind { address: address.to_string(), why: e.to_string() };
+        let failed = |e: std::io::Error| RendezvousError::Bind {
+            address: address.to_string(),
+            why: e.to_string(),
+        };
         let environment = |doing: &str, e: std::io::Error| RendezvousError::Environment {
             doing: doing.into(),
             why: e.to_string(),
@@ -111,7 +116,8 @@ impl Server {
         self.stage.state.lock().failed.clone()
     }
 
-    /// The failures that processes have [reported](super::Rendezvous::report), in the order of reports.
+    /// The failures that processes have [reported](super::Rendezvous::report), in the order of
+    /// reports.
     pub fn reports(&self) -> Vec<(ProcessId, Report)> {
         self.stage.state.lock().reports.clone()
     }
@@ -278,7 +284,12 @@ impl Hub {
         let reports = self.job.reports();
         let known = (state.complete, state.failed.as_ref(), state.present, state.reports.len());
         if known != (complete, failed, present, reports.len()) {
-            *state = StageState { complete, failed: failed.cloned(), present, reports: reports.to_vec() };
+            *state = StageState {
+                complete,
+                failed: failed.cloned(),
+                present,
+                reports: reports.to_vec(),
+            };
             self.stage.changed.notify_all();
         }
     }
@@ -292,7 +303,8 @@ async fn greet(
     link: Link,
     strangers: &Strangers,
 ) -> Option<TcpStream> {
-    let greeting = timeout(PREAMBLE_PATIENCE, examine(&mut stream, token, ping)).await.ok().flatten();
+    let greeting =
+        timeout(PREAMBLE_PATIENCE, examine(&mut stream, token, ping)).await.ok().flatten();
     let is_known = matches!(greeting, Some(Greeting::Welcome { .. }));
     if is_known && !strangers.remove(link) {
         return None;
@@ -323,8 +335,10 @@ async fn answer(mut stream: TcpStream, greeting: Greeting) -> Option<TcpStream> 
             // Read what is left of its preamble: closing on unread bytes could destroy the answer.
             let _ = stream.shutdown().await;
             let mut rest = [0; 64];
-            let _ =
-                timeout(FAREWELL, async { while matches!(stream.read(&mut rest).await, Ok(1..)) {} }).await;
+            let _ = timeout(FAREWELL, async {
+                while matches!(stream.read(&mut rest).await, Ok(1..)) {}
+            })
+            .await;
             None
         }
     }
@@ -344,7 +358,8 @@ async fn examine(stream: &mut TcpStream, token: &Token, ping: Duration) -> Optio
 /// Carries messages between a client and the hub until either ends it.
 async fn serve(stream: TcpStream, link: Link, events: &mpsc::Sender<Event>) {
     let (says, mut to_say) = mpsc::unbounded_channel();
-    // The clock is answered here; weak, so that the hub alone decides how long the connection lasts.
+    // The clock is answered here; weak, so that the hub alone decides how long the connection
+    // lasts.
     let clock_says = says.downgrade();
     if events.send(Event::Opened(link, says)).await.is_err() {
         return;
@@ -395,7 +410,8 @@ async fn listen(
                     if let Request::Clock { ask } = request
                         && let Some(says) = clock_says.upgrade()
                     {
-                        let _ = says.send(Reply::Answer { ask, result: Ok(Answer::Clock(clock())) });
+                        let _ =
+                            says.send(Reply::Answer { ask, result: Ok(Answer::Clock(clock())) });
                     }
                     if events.send(Event::Said(link, request)).await.is_err() {
                         return "the rendezvous service has ended".into();
@@ -421,8 +437,9 @@ mod tests {
             let (stream, _) = listener.accept().await.unwrap();
             let strangers = Arc::new(Strangers::new(1));
             let (greeted, token) = (strangers.clone(), Token::new([42; 32]));
-            let task =
-                tokio::spawn(async move { greet(stream, &token, Duration::from_secs(1), 7, &greeted).await });
+            let task = tokio::spawn(async move {
+                greet(stream, &token, Duration::from_secs(1), 7, &greeted).await
+            });
             strangers.add(7, task.abort_handle());
             let mut head = b"MPMDMEET".to_vec();
             head.extend((VERSION + 1).to_le_bytes());

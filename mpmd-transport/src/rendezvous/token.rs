@@ -95,7 +95,8 @@ impl FromStr for Token {
         }
         let mut bytes = [0; 32];
         for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
-            let digit = |c: u8| (c as char).to_digit(16).ok_or(TokenError::Malformed { digits: 64 });
+            let digit =
+                |c: u8| (c as char).to_digit(16).ok_or(TokenError::Malformed { digits: 64 });
             *byte = (digit(pair[0])? * 16 + digit(pair[1])?) as u8;
         }
         Ok(Self(bytes))
@@ -113,7 +114,9 @@ impl fmt::Debug for Token {
 #[non_exhaustive]
 pub enum TokenError {
     /// The text is none: the caller's fault. Shows nothing of it.
-    #[error("a job token is 64 hexadecimal digits; this is something else, {digits} characters long")]
+    #[error(
+        "a job token is 64 hexadecimal digits; this is something else, {digits} characters long"
+    )]
     Malformed {
         /// The text's length.
         digits: usize,
@@ -151,7 +154,10 @@ mod tests {
     fn tokens_of_a_secret_are_those_of_the_standard() {
         // RFC 4231, case 2.
         let token = Token::of_secret(b"Jefe", "what do ya want for nothing?");
-        assert_eq!(token.to_hex(), "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
+        assert_eq!(
+            token.to_hex(),
+            "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843"
+        );
     }
 
     #[test]

@@ -28,7 +28,9 @@ impl<C: Cargo> Router<C> {
     /// Loses a peer that broke the protocol. Drops its messages, those that came and those still to
     /// come.
     pub fn broken(&mut self, process: ProcessId, why: &str) {
-        let Some(peer) = self.peers.get_mut(process.index()).filter(|peer| !peer.broken) else { return };
+        let Some(peer) = self.peers.get_mut(process.index()).filter(|peer| !peer.broken) else {
+            return;
+        };
         peer.broken = true;
         self.lose(process, format!("it broke the protocol: {why}"));
         self.early.retain(|(from, _), _| *from != process);
@@ -53,8 +55,9 @@ impl<C: Cargo> Router<C> {
         let Header { bytes, op, piece, .. } = *header;
         match header.kind {
             Kind::Eager if bytes > EAGER_BYTES => {
-                let why =
-                    format!("it sent piece {piece} of operation {op}, of {bytes} bytes, without a grant");
+                let why = format!(
+                    "it sent piece {piece} of operation {op}, of {bytes} bytes, without a grant"
+                );
                 self.broken(from, &why);
                 false
             }
@@ -63,7 +66,8 @@ impl<C: Cargo> Router<C> {
                 let unclaimed = peer.unclaimed;
                 if unclaimed > EAGER_CREDIT {
                     let why = format!(
-                        "small pieces of it are {unclaimed} bytes, beyond its credit of {EAGER_CREDIT}"
+                        "small pieces of it are {unclaimed} bytes, beyond its credit of \
+                         {EAGER_CREDIT}"
                     );
                     self.broken(from, &why);
                 }
@@ -84,7 +88,8 @@ impl<C: Cargo> Router<C> {
         if self.peers[from.index()].has_left() {
             return;
         }
-        let why = format!("it sent piece {} of operation {} without a grant", header.piece, header.op);
+        let why =
+            format!("it sent piece {} of operation {} without a grant", header.piece, header.op);
         self.broken(from, &why);
     }
 
@@ -117,7 +122,9 @@ impl<C: Cargo> Router<C> {
         let peer = &mut self.peers[from.index()];
         peer.kept += bytes;
         if peer.kept > MOST_KEPT {
-            let why = format!("it sent more than {MOST_KEPT} bytes of messages that nothing here waits for");
+            let why = format!(
+                "it sent more than {MOST_KEPT} bytes of messages that nothing here waits for"
+            );
             self.broken(from, &why);
         }
     }

@@ -1,7 +1,7 @@
 //! What happens when two processes find that they run different programs.
 //!
-//! Whoever notices shows its recent operations to the other; who is shown some, shows its own. With both
-//! at hand each finds the first difference, and the job fails with it on every process.
+//! Whoever notices shows its recent operations to the other; who is shown some, shows its own. With
+//! both at hand each finds the first difference, and the job fails with it on every process.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -66,8 +66,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Opens a dispute with a peer that has left after fewer operations than this process has issued, or
-    /// after more than it ever will.
+    /// Opens a dispute with a peer that has left after fewer operations than this process has
+    /// issued, or after more than it ever will.
     pub(super) fn compare_end(&mut self, with: ProcessId, now: Duration) {
         let count = self.history.count();
         let Some(goodbye) = &self.peers[with.index()].goodbye else { return };

@@ -44,11 +44,14 @@ impl<C: Cargo> Router<C> {
             self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure) });
         }
         if !in_order {
-            // Seen by a program none of whose waits was for it: what it was at says more than nothing.
+            // Seen by a program none of whose waits was for it: what it was at says more than
+            // nothing.
             let op = first_ready.unwrap_or(self.history.count());
             let at = match first_ready {
                 Some(op) => format!("; {} waited for it to take its part", self.name(op)),
-                None if op > 0 => format!("; process {} had issued {}", self.config.process, self.name(op)),
+                None if op > 0 => {
+                    format!("; process {} had issued {}", self.config.process, self.name(op))
+                }
                 None => String::new(),
             };
             let message = format!("process {process} is gone ({why}) before the program ended{at}");
@@ -64,8 +67,13 @@ impl<C: Cargo> Router<C> {
         }
         let body = encode_failure(&failure);
         for process in self.reachable() {
-            let header = Header { bytes: body.len() as u64, op: failure.op, ..self.header(Kind::Failure) };
-            self.actions.push(Action::Post { to: process, header, body: Body::Control(body.clone()) });
+            let header =
+                Header { bytes: body.len() as u64, op: failure.op, ..self.header(Kind::Failure) };
+            self.actions.push(Action::Post {
+                to: process,
+                header,
+                body: Body::Control(body.clone()),
+            });
         }
         self.fail_quietly(failure);
     }
@@ -77,8 +85,11 @@ impl<C: Cargo> Router<C> {
         }
         let body = failure.map(encode_failure).unwrap_or_default();
         for process in self.reachable() {
-            let header =
-                Header { bytes: body.len() as u64, hash: self.history.hash(), ..self.header(Kind::Goodbye) };
+            let header = Header {
+                bytes: body.len() as u64,
+                hash: self.history.hash(),
+                ..self.header(Kind::Goodbye)
+            };
             let body = if body.is_empty() { Body::Empty } else { Body::Control(body.clone()) };
             self.actions.push(Action::Post { to: process, header, body });
         }
@@ -97,8 +108,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// The peers that have neither said goodbye nor gone, or with whom it is not settled yet whether they
-    /// ran the same program.
+    /// The peers that have neither said goodbye nor gone, or with whom it is not settled yet
+    /// whether they ran the same program.
     pub fn still_here(&self) -> Vec<ProcessId> {
         let is_open = |process: &ProcessId| {
             let peer = &self.peers[process.index()];
@@ -107,10 +118,11 @@ impl<C: Cargo> Router<C> {
         self.others().filter(is_open).collect()
     }
 
-    /// Why the job cannot end well, where that is known: it has failed, or a peer left otherwise than in
-    /// order.
+    /// Why the job cannot end well, where that is known: it has failed, or a peer left otherwise
+    /// than in order.
     ///
-    /// What [`Action::Failed`] and [`Action::PeerLost`] say, from the moment on at which they are collected.
+    /// What [`Action::Failed`] and [`Action::PeerLost`] say, from the moment on at which they are
+    /// collected.
     pub fn trouble(&self) -> Option<Arc<Failure>> {
         let of_peer = |process: ProcessId| match &self.peers[process.index()] {
             Peer { goodbye: Some(goodbye), .. } => goodbye.failure.clone(),
@@ -127,7 +139,13 @@ impl<C: Cargo> Router<C> {
         Arc::new(Failure::new(FailureKind::PeerLost, process, op, message))
     }
 
-    pub(super) fn peer_left(&mut self, from: ProcessId, header: Header, control: &[u8], now: Duration) {
+    pub(super) fn peer_left(
+        &mut self,
+        from: ProcessId,
+        header: Header,
+        control: &[u8],
+        now: Duration,
+    ) {
         let failure = (!control.is_empty()).then(|| Arc::new(decode_failure(from, 0, control)));
         let peer = &mut self.peers[from.index()];
         if peer.goodbye.is_some() {
@@ -141,7 +159,10 @@ impl<C: Cargo> Router<C> {
         }
         if let Some(failure) = failure {
             for (_, expected) in std::mem::take(&mut peer.expected) {
-                self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure.clone()) });
+                self.actions.push(Action::Deliver {
+                    waiter: expected.waiter,
+                    result: Err(failure.clone()),
+                });
             }
             // It grants nothing any more, however long its connection stays.
             let ready: Vec<_> = peer.ready.drain().collect();
@@ -150,7 +171,8 @@ impl<C: Cargo> Router<C> {
             return;
         }
         self.compare(from, header.count, header.hash, now);
-        // Expected pieces belong to operations issued here, so the counts also show a peer that sends none.
+        // Expected pieces belong to operations issued here, so the counts also show a peer that
+        // sends none.
         self.compare_end(from, now);
     }
 
@@ -181,7 +203,10 @@ impl<C: Cargo> Router<C> {
                 self.actions.push(Action::Taken { by: ProcessId(process as u32), op: u64::MAX });
             }
             for (_, expected) in std::mem::take(&mut peer.expected) {
-                self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure.clone()) });
+                self.actions.push(Action::Deliver {
+                    waiter: expected.waiter,
+                    result: Err(failure.clone()),
+                });
             }
             let ready: Vec<_> = peer.ready.drain().collect();
             self.actions.extend(ready.into_iter().map(|(_, ready)| Action::Discard(ready.cargo)));

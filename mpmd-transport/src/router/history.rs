@@ -73,8 +73,8 @@ impl fmt::Debug for OpRecord {
     }
 }
 
-/// Operations that are issued as one, as those of a step are that is replayed: what each of them is follows from the
-/// whole, so that those which do not concern a process cost it nothing.
+/// Operations that are issued as one, as those of a step are that is replayed: what each of them is
+/// follows from the whole, so that those which do not concern a process cost it nothing.
 pub trait Span: Send + Sync {
     /// The rolling hash of all operations up to `op`, which is one of the span's.
     fn hash_at(&self, op: u64) -> u128;
@@ -183,7 +183,9 @@ impl History {
         let first = self.count + 1;
         self.count = op;
         match self.entries.back_mut() {
-            Some((Entry::Span { last, span: known, .. }, _)) if Arc::ptr_eq(known, span) => *last = op,
+            Some((Entry::Span { last, span: known, .. }, _)) if Arc::ptr_eq(known, span) => {
+                *last = op
+            }
             _ => self.keep(Entry::Span { first, last: op, span: span.clone() }),
         }
     }
@@ -238,7 +240,13 @@ impl History {
                 let mut what = entry.describe(op);
                 // Long descriptions must not push the message over its limit.
                 what.truncate((0..=1500).rev().find(|i| what.is_char_boundary(*i)).unwrap_or(0));
-                ShownRecord { op, hash: entry.hash_at(op), what, values: entry.values(), steps: *steps }
+                ShownRecord {
+                    op,
+                    hash: entry.hash_at(op),
+                    what,
+                    values: entry.values(),
+                    steps: *steps,
+                }
             })
             .collect();
         Shown { count: self.count, records }
@@ -252,10 +260,16 @@ pub(super) fn first_difference(
     peer: ProcessId,
     theirs: &Shown,
 ) -> (u64, String) {
-    let find = |shown: &Shown, op: u64| shown.records.iter().find(|record| record.op == op).cloned();
-    let hash = |shown: &Shown, op: u64| if op == 0 { Some(0) } else { find(shown, op).map(|r| r.hash) };
-    let oldest =
-        [mine, theirs].iter().filter_map(|shown| shown.records.first()).map(|r| r.op).max().unwrap_or(1);
+    let find =
+        |shown: &Shown, op: u64| shown.records.iter().find(|record| record.op == op).cloned();
+    let hash =
+        |shown: &Shown, op: u64| if op == 0 { Some(0) } else { find(shown, op).map(|r| r.hash) };
+    let oldest = [mine, theirs]
+        .iter()
+        .filter_map(|shown| shown.records.first())
+        .map(|r| r.op)
+        .max()
+        .unwrap_or(1);
     // Only operations that one of them has shown: a peer's count may be any number.
     let records = mine.records.iter().chain(&theirs.records);
     let mut known: Vec<u64> = records.map(|record| record.op).filter(|op| *op >= oldest).collect();
@@ -282,7 +296,8 @@ pub(super) fn first_difference(
         None => format!("process {process} no longer remembers its operation {first}"),
     };
     // The lower process first, so that every process says the same.
-    let (a, b) = if me <= peer { ((me, mine), (peer, theirs)) } else { ((peer, theirs), (me, mine)) };
+    let (a, b) =
+        if me <= peer { ((me, mine), (peer, theirs)) } else { ((peer, theirs), (me, mine)) };
     let same = find(a.1, first).zip(find(b.1, first)).filter(|_| !differ);
     let same = same.and_then(|(x, y)| same_call((a.0, &x), (b.0, &y)));
     let (a, b) = (side(a.0, a.1), same.unwrap_or_else(|| side(b.0, b.1)));
@@ -338,7 +353,8 @@ mod tests {
         assert_eq!(first_difference(ProcessId(1), &b, ProcessId(0), &a).1, text);
     }
 
-    /// Returns the text of the difference between two histories that part at operation 2, with one text and these values.
+    /// Returns the text of the difference between two histories that part at operation 2, with one
+    /// text and these values.
     fn parted(values: [Option<Values>; 2]) -> String {
         let shown = [0, 1].map(|process: usize| {
             let mut history = History::default();
@@ -350,7 +366,10 @@ mod tests {
             history.show(2)
         });
         let (op, text) = first_difference(ProcessId(0), &shown[0], ProcessId(1), &shown[1]);
-        assert_eq!((op, &text), (2, &first_difference(ProcessId(1), &shown[1], ProcessId(0), &shown[0]).1));
+        assert_eq!(
+            (op, &text),
+            (2, &first_difference(ProcessId(1), &shown[1], ProcessId(0), &shown[0]).1)
+        );
         assert!(text.contains("process 0 issued operation 2 (put) at"), "{text}");
         text
     }
@@ -359,7 +378,8 @@ mod tests {
     fn values_that_differ_are_told_from_all_else_with_both_hashes() {
         let values = |call, hash| Some(Values { call, hash });
         let text = parted([values(7, 0xab), values(7, 0xcd)]);
-        let hashes = "their hash is 00000000000000ab on process 0 and 00000000000000cd on process 1";
+        let hashes =
+            "their hash is 00000000000000ab on process 0 and 00000000000000cd on process 1";
         assert!(text.contains("process 1 issued the same call, but the values differ:"), "{text}");
         assert!(text.contains(hashes) && text.contains("`agree`"), "{text}");
         let other = "process 1 issued the same call, but with other arrays or other options";

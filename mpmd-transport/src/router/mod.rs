@@ -2,13 +2,14 @@
 //!
 //! Every process issues the same operations in the same order, so a *piece* of data that moves is
 //! named by its operation's number and its own number within the operation, never by arrival order.
-//! The [`Router`] of a process matches the pieces its operations expect with the messages that arrive,
-//! lets large payloads move only after the receiver's grant, compares rolling hashes so that diverged
-//! programs get an error instead of each other's data, asks a sender what it is doing when a piece is
-//! long in coming, and turns failures and departures of peers into errors of what waits for them.
+//! The [`Router`] of a process matches the pieces its operations expect with the messages that
+//! arrive, lets large payloads move only after the receiver's grant, compares rolling hashes so
+//! that diverged programs get an error instead of each other's data, asks a sender what it is doing
+//! when a piece is long in coming, and turns failures and departures of peers into errors of what
+//! waits for them.
 //!
-//! It does no I/O, starts no thread and reads no clock. Its driver calls it with events and the time,
-//! and carries out the [`Action`]s it collects. It relies on no ordering of messages.
+//! It does no I/O, starts no thread and reads no clock. Its driver calls it with events and the
+//! time, and carries out the [`Action`]s it collects. It relies on no ordering of messages.
 //!
 //! How a piece moves from S to R as operation `k`:
 //!
@@ -22,10 +23,11 @@
 //! A peer that sends what no correct process sends has broken the protocol: it is lost with a
 //! message that says so ([`Router::broken`]).
 //!
-//! A grant is sent only by a process that has issued the operation and reserved its memory, so nothing
-//! a lower operation needs is ever held by a higher one. A piece that is handed over costs its receiver
-//! nothing, so it needs no grant; it stays the sender's memory. The receiver says from time to time up to which
-//! operation it has taken what it was handed, so that a sender knows how far it is ahead.
+//! A grant is sent only by a process that has issued the operation and reserved its memory, so
+//! nothing a lower operation needs is ever held by a higher one. A piece that is handed over costs
+//! its receiver nothing, so it needs no grant; it stays the sender's memory. The receiver says from
+//! time to time up to which operation it has taken what it was handed, so that a sender knows how
+//! far it is ahead.
 
 mod breach;
 mod dispute;
@@ -87,7 +89,8 @@ pub struct Config {
     /// Time between heartbeats.
     pub heartbeat: Duration,
     /// By process, whether pieces go to it and come from it as memory that stays where it is
-    /// ([`Transport::hands_over`](crate::Transport::hands_over)). To those beyond the end they do not.
+    /// ([`Transport::hands_over`](crate::Transport::hands_over)). To those beyond the end they do
+    /// not.
     pub hands_over: Vec<bool>,
     /// True if the peers are a stand-in's, whose pieces have no hashes to compare
     /// ([`Transport::is_stand_in`](crate::Transport::is_stand_in)).
@@ -121,7 +124,8 @@ pub enum Action<C: Cargo> {
         /// About which piece of it.
         piece: u64,
     },
-    /// A peer has taken all that it was handed over up to this operation, or never will take any of it.
+    /// A peer has taken all that it was handed over up to this operation, or never will take any of
+    /// it.
     Taken {
         /// The peer.
         by: ProcessId,
@@ -227,7 +231,8 @@ impl<C: Cargo> Router<C> {
         self.history.hash()
     }
 
-    /// The rolling hash at operation `op`; `None` where this process has not issued it or has forgotten it.
+    /// The rolling hash at operation `op`; `None` where this process has not issued it or has
+    /// forgotten it.
     pub fn hash_at(&self, op: u64) -> Option<u128> {
         self.history.hash_at(op)
     }
@@ -237,23 +242,25 @@ impl<C: Cargo> Router<C> {
         self.failed.as_ref()
     }
 
-    /// This process issues an operation: the next number. The clock is read only where it is needed: most
-    /// operations of a large job concern other processes.
+    /// This process issues an operation: the next number. The clock is read only where it is
+    /// needed: most operations of a large job concern other processes.
     pub fn issue(&mut self, record: OpRecord, clock: impl Fn() -> Duration) {
         let op = record.op;
         self.history.push(record);
         self.issued(op, clock);
     }
 
-    /// This process issues all operations up to `op`, as parts of `span`: those of them in which it takes part one
-    /// after another, and with each those before it.
+    /// This process issues all operations up to `op`, as parts of `span`: those of them in which it
+    /// takes part one after another, and with each those before it.
     pub fn issue_span(&mut self, op: u64, span: &Arc<dyn Span>, clock: impl Fn() -> Duration) {
         self.history.extend(op, span);
         self.issued(op, clock);
     }
 
     fn issued(&mut self, op: u64, clock: impl Fn() -> Duration) {
-        if self.next_check > op && self.parked.first_key_value().is_none_or(|(first, _)| *first > op) {
+        if self.next_check > op
+            && self.parked.first_key_value().is_none_or(|(first, _)| *first > op)
+        {
             return;
         }
         let now = clock();
@@ -305,7 +312,8 @@ impl<C: Cargo> Router<C> {
         debug_assert!(op <= self.history.count(), "operation {op} was not issued");
         let key = (op, piece);
         // What has come is taken, also from a peer that has gone since.
-        let here = matches!(self.early.get(&(from, key)), Some(Early::Cargo(..) | Early::Poison(_)));
+        let here =
+            matches!(self.early.get(&(from, key)), Some(Early::Cargo(..) | Early::Poison(_)));
         let never = if here { self.failed.clone() } else { self.why_never(from, op) };
         if let Some(failure) = never {
             self.actions.push(Action::Deliver { waiter, result: Err(failure) });
@@ -336,7 +344,8 @@ impl<C: Cargo> Router<C> {
             }
             None => {}
         }
-        let beyond = self.peers[from.index()].goodbye.as_ref().is_some_and(|goodbye| op > goodbye.count);
+        let beyond =
+            self.peers[from.index()].goodbye.as_ref().is_some_and(|goodbye| op > goodbye.count);
         if beyond {
             self.dispute(from, op, now);
         }
@@ -365,8 +374,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// An issued operation takes a piece that it has no use for any more, of whatever size, so that its
-    /// sender is rid of it.
+    /// An issued operation takes a piece that it has no use for any more, of whatever size, so that
+    /// its sender is rid of it.
     pub fn decline(
         &mut self,
         from: ProcessId,
@@ -381,7 +390,14 @@ impl<C: Cargo> Router<C> {
     }
 
     /// A piece of an issued operation is ready to go to `to`, which does not know its size.
-    pub fn announce(&mut self, to: ProcessId, key: (u64, u64), hash: u128, bytes: u64, cargo: C::Outgoing) {
+    pub fn announce(
+        &mut self,
+        to: ProcessId,
+        key: (u64, u64),
+        hash: u128,
+        bytes: u64,
+        cargo: C::Outgoing,
+    ) {
         self.offer(to, key, hash, bytes, cargo);
         if bytes > EAGER_BYTES && self.peers[to.index()].ready.contains_key(&key) {
             self.post_piece(Kind::Offer, to, key, hash, bytes, Body::Empty);
@@ -437,7 +453,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// A message arrived. `control` is its payload as bytes where the kind carries a control payload.
+    /// A message arrived. `control` is its payload as bytes where the kind carries a control
+    /// payload.
     pub fn arrived(
         &mut self,
         from: ProcessId,
@@ -463,7 +480,8 @@ impl<C: Cargo> Router<C> {
                     self.piece_message(from, header, incoming, now);
                 }
             }
-            // A poison is taken at its word, also ahead of time: a process that failed stops comparing.
+            // A poison is taken at its word, also ahead of time: a process that failed stops
+            // comparing.
             Kind::Poison => {
                 let failure = Arc::new(decode_failure(from, header.op, control));
                 self.poisoned(from, (header.op, header.piece), failure);
@@ -471,7 +489,8 @@ impl<C: Cargo> Router<C> {
             Kind::Credit => {
                 let peer = &mut self.peers[from.index()];
                 if peer.hands_over && header.op > self.history.count() {
-                    let why = format!("it took a piece of operation {}, which was not issued", header.op);
+                    let why =
+                        format!("it took a piece of operation {}, which was not issued", header.op);
                     self.broken(from, &why);
                 } else if peer.hands_over {
                     self.actions.push(Action::Taken { by: from, op: header.op });
@@ -497,7 +516,10 @@ impl<C: Cargo> Router<C> {
     pub fn step_end(&mut self, step: u64) {
         self.history.step_ended();
         let next = ProcessId((self.config.process.0 + 1) % self.config.processes as u32);
-        if next != self.config.process && !self.peers[next.index()].has_left() && self.failed.is_none() {
+        if next != self.config.process
+            && !self.peers[next.index()].has_left()
+            && self.failed.is_none()
+        {
             let header = Header { op: step, hash: self.history.hash(), ..self.header(Kind::Step) };
             self.actions.push(Action::Post { to: next, header, body: Body::Empty });
         }
@@ -515,7 +537,13 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    fn piece_message(&mut self, from: ProcessId, header: Header, incoming: C::Incoming, now: Duration) {
+    fn piece_message(
+        &mut self,
+        from: ProcessId,
+        header: Header,
+        incoming: C::Incoming,
+        now: Duration,
+    ) {
         let key = (header.op, header.piece);
         let differs = self.hash_of(from, key).is_some_and(|mine| mine != header.hash);
         if differs && !self.config.is_stand_in {
@@ -582,7 +610,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Tells a peer up to which operation all that it has handed over was taken, where that is news.
+    /// Tells a peer up to which operation all that it has handed over was taken, where that is
+    /// news.
     pub(super) fn tell_taken(&mut self, to: ProcessId) {
         let peer = &self.peers[to.index()];
         if peer.last_taken <= peer.told || !peer.is_reachable() {
@@ -594,7 +623,8 @@ impl<C: Cargo> Router<C> {
         };
         let early = self.early.iter().filter_map(here).min();
         let first = awaited.into_iter().chain(early).min();
-        let op = first.map_or(peer.last_taken, |first| peer.last_taken.min(first.saturating_sub(1)));
+        let op =
+            first.map_or(peer.last_taken, |first| peer.last_taken.min(first.saturating_sub(1)));
         let news = op > peer.told;
         let peer = &mut self.peers[to.index()];
         peer.untold = 0;
@@ -611,7 +641,8 @@ impl<C: Cargo> Router<C> {
         }
         match self.peers[from.index()].expected.remove(&key) {
             Some(expected) => {
-                self.actions.push(Action::Deliver { waiter: expected.waiter, result: Err(failure) });
+                self.actions
+                    .push(Action::Deliver { waiter: expected.waiter, result: Err(failure) });
             }
             None => self.keep_early(from, key, Early::Poison(failure)),
         }

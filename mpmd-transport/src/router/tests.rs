@@ -23,7 +23,8 @@ struct Seeded(u64);
 
 impl Seeded {
     fn next(&mut self, below: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) % below
     }
 }
@@ -94,7 +95,9 @@ impl Job {
                 epoch: 1,
                 patience: at(60_000),
                 heartbeat: at(500),
-                hands_over: (0..processes).map(|peer| peer != process && pairs(process, peer)).collect(),
+                hands_over: (0..processes)
+                    .map(|peer| peer != process && pairs(process, peer))
+                    .collect(),
                 is_stand_in: false,
             })
         };
@@ -151,16 +154,29 @@ impl Job {
                         Body::Control(bytes) | Body::Cargo(bytes) => bytes,
                     };
                     assert_eq!(body.len() as u64, header.payload_bytes(), "{header:?}");
-                    let header = Header::decode(&header.encode()).expect("routers send valid headers");
+                    let header =
+                        Header::decode(&header.encode()).expect("routers send valid headers");
                     let due = self.now + self.seeded.next(self.max_delay + 1);
-                    self.flying.push(Message { due, from: ProcessId(process as u32), to, header, body });
+                    self.flying.push(Message {
+                        due,
+                        from: ProcessId(process as u32),
+                        to,
+                        header,
+                        body,
+                    });
                 }
                 Action::Deliver { waiter, result } => {
                     let before = self.outcomes.insert((process, waiter), result);
                     assert!(before.is_none(), "a wait is told once");
                 }
                 Action::Answer { to, op, piece } => {
-                    self.routers[process].answer(to, op, piece, format!("process {process} computes"), None);
+                    self.routers[process].answer(
+                        to,
+                        op,
+                        piece,
+                        format!("process {process} computes"),
+                        None,
+                    );
                     self.act(process);
                 }
                 Action::HangReport(text) => self.reports.push(text),
@@ -169,7 +185,10 @@ impl Job {
                     // Of a job that has failed nothing more is awaited: what is said later is no
                     // news.
                     let is_free = self.liar == Some(by.index()) || before == Some(u64::MAX);
-                    assert!(is_free || before.is_none_or(|before| before <= op), "{before:?} before {op}");
+                    assert!(
+                        is_free || before.is_none_or(|before| before <= op),
+                        "{before:?} before {op}"
+                    );
                 }
                 Action::Discard(_) => self.discarded += 1,
                 Action::PeerLost(failure) => self.lost.push((process, failure)),
@@ -196,7 +215,13 @@ impl Job {
                 continue;
             }
             let incoming = message.body.clone();
-            self.routers[to].arrived(message.from, message.header, incoming, &message.body, at(self.now));
+            self.routers[to].arrived(
+                message.from,
+                message.header,
+                incoming,
+                &message.body,
+                at(self.now),
+            );
             self.act(to);
         }
         for process in 0..self.routers.len() {
@@ -247,7 +272,8 @@ fn every_piece_arrives_whatever_the_delays_and_the_pace() {
         let program = program(processes, 40, &mut seeded);
         // No pair hands over, some do, or all.
         let among = [0, 2, 8][seed as usize % 3];
-        let pairs = |a: usize, b: usize| a.max(b) < among || (among == 2 && (a + b).is_multiple_of(2));
+        let pairs =
+            |a: usize, b: usize| a.max(b) < among || (among == 2 && (a + b).is_multiple_of(2));
         let mut job = Job::handing_over(processes, seed, seeded.next(40), pairs);
         // Data gets ready in any order after its operation was issued.
         let mut unready: Vec<(usize, usize, PieceKey, u64)> = Vec::new();
@@ -278,7 +304,8 @@ fn every_piece_arrives_whatever_the_delays_and_the_pace() {
         for (index, moves) in program.iter().enumerate() {
             for (piece, (_, to, bytes)) in moves.iter().enumerate() {
                 let key = (index as u64 + 1, piece as u64);
-                let outcome = job.outcomes.get(&(*to, key)).unwrap_or_else(|| panic!("seed {seed}: {key:?}"));
+                let outcome =
+                    job.outcomes.get(&(*to, key)).unwrap_or_else(|| panic!("seed {seed}: {key:?}"));
                 assert_eq!(outcome.as_ref().expect("delivered"), &body(key, *bytes), "seed {seed}");
             }
         }
@@ -286,7 +313,11 @@ fn every_piece_arrives_whatever_the_delays_and_the_pace() {
         for (index, moves) in program.iter().enumerate() {
             for (from, to, _) in moves.iter().filter(|(from, to, _)| pairs(*from, *to)) {
                 let taken = job.taken.get(&(*from, *to)).copied().unwrap_or(0);
-                assert!(taken > index as u64, "seed {seed}: {taken} of {}, {from} to {to}", index + 1);
+                assert!(
+                    taken > index as u64,
+                    "seed {seed}: {taken} of {}, {from} to {to}",
+                    index + 1
+                );
             }
         }
         assert!(job.routers.iter().all(|router| router.failed().is_none()));
@@ -303,7 +334,8 @@ fn large_pieces_wait_for_the_receiver_and_small_ones_for_credit() {
     }
     let op = job.issue(0, 5, "large");
     job.offer(0, 1, (op, 0), 1 << 20);
-    let flying = |job: &Job, kind| job.flying.iter().filter(|m| m.header.kind == kind).count() as u64;
+    let flying =
+        |job: &Job, kind| job.flying.iter().filter(|m| m.header.kind == kind).count() as u64;
     assert!(flying(&job, Kind::Eager) * EAGER_BYTES <= EAGER_CREDIT, "unclaimed bytes are bounded");
     assert_eq!(flying(&job, Kind::Eager) + flying(&job, Kind::Offer), sent);
     assert_eq!(flying(&job, Kind::Data), 0, "nothing large moves before its grant");
@@ -331,7 +363,10 @@ fn a_dead_process_ends_every_wait_for_it_and_names_itself_and_the_operation() {
     job.kill(1);
     for (process, key) in [(0, (1, 0)), (2, (1, 1))] {
         let failure = job.outcomes[&(process, key)].as_ref().unwrap_err();
-        assert_eq!((failure.kind, failure.process, failure.op), (FailureKind::PeerLost, ProcessId(1), 1));
+        assert_eq!(
+            (failure.kind, failure.process, failure.op),
+            (FailureKind::PeerLost, ProcessId(1), 1)
+        );
         assert!(failure.message.contains("process 1 is gone (connection reset)"), "{failure}");
         assert!(failure.message.contains("operation 1 (device_put)"), "{failure}");
     }
@@ -500,7 +535,10 @@ fn a_last_operation_that_one_process_alone_issued_is_found_by_both() {
             job.act(process);
             job.run(50);
         }
-        assert!(job.routers.iter().all(|router| router.still_here().is_empty()), "settled on both sides");
+        assert!(
+            job.routers.iter().all(|router| router.still_here().is_empty()),
+            "settled on both sides"
+        );
         let text = diverged(job);
         assert!(text.contains("process 1 issued operation 2 (only here)"), "{text}");
     }
@@ -556,7 +594,11 @@ fn what_has_come_is_taken_also_from_a_peer_that_has_gone_since() {
         job.issue(1, 1, "op");
         job.expect(1, 0, (1, 0), 10);
         job.expect(1, 0, (1, 1), 10);
-        assert_eq!(job.outcomes[&(1, (1, 0))].as_ref().unwrap(), &body((1, 0), 10), "in order: {in_order}");
+        assert_eq!(
+            job.outcomes[&(1, (1, 0))].as_ref().unwrap(),
+            &body((1, 0), 10),
+            "in order: {in_order}"
+        );
         assert!(job.outcomes[&(1, (1, 1))].is_err(), "and what has not come never will");
     }
 }
@@ -578,7 +620,10 @@ fn a_loss_that_nothing_waits_for_names_what_was_at_hand() {
         job
     };
     let text = lost(&mut start());
-    assert!(text.starts_with("process 1 is gone (connection reset) before the program ended"), "{text}");
+    assert!(
+        text.starts_with("process 1 is gone (connection reset) before the program ended"),
+        "{text}"
+    );
     assert!(text.contains("process 0 had issued operation 2 (second) at"), "{text}");
     let mut job = start();
     job.offer(0, 1, (1, 0), EAGER_BYTES + 1);
@@ -597,7 +642,8 @@ fn a_long_wait_is_reported_with_the_chain_to_the_root() {
     job.expect(0, 1, (2, 0), 10);
     job.expect(1, 2, (1, 0), 10);
     job.run(61_000);
-    let report = job.reports.iter().find(|report| report.starts_with("process 0:")).expect("reported");
+    let report =
+        job.reports.iter().find(|report| report.starts_with("process 0:")).expect("reported");
     assert!(report.contains("operation 2 (op b)"), "{report}");
     assert!(report.contains("process 1 waits in operation 1 (op a)"), "{report}");
     assert!(report.contains("process 2 computes"), "{report}");
@@ -605,7 +651,10 @@ fn a_long_wait_is_reported_with_the_chain_to_the_root() {
     // Process 1 is itself the root where it is at something lower than what it waits for.
     let waits = "process 1 waits in operation 1 (op a)";
     let chain = job.routers[1].chain(Some(1));
-    assert!(chain[0].starts_with(waits) && chain.len() == 2, "a collective of the same operation: {chain:?}");
+    assert!(
+        chain[0].starts_with(waits) && chain.len() == 2,
+        "a collective of the same operation: {chain:?}"
+    );
     assert!(job.routers[1].chain(Some(0)).is_empty());
     assert_eq!(job.routers[0].describe(3), None);
     // Who waits for nobody knows what it has been told when it asks.
@@ -624,7 +673,8 @@ fn an_early_end_with_an_error_reaches_the_peers_as_that_error() {
     }
     job.issue(0, 2, "further on");
     job.expect(0, 1, (1, 0), 10);
-    let failure = Failure::new(FailureKind::Left, ProcessId(1), 0, "process 1 ended early: out of data");
+    let failure =
+        Failure::new(FailureKind::Left, ProcessId(1), 0, "process 1 ended early: out of data");
     job.routers[1].goodbye(Some(&failure), at(0));
     job.act(1);
     job.run(3000);
@@ -650,7 +700,8 @@ fn an_operation_too_old_to_be_remembered_by_one_side_is_no_difference() {
         job.issue(process, 7, "device_put");
         job.issue(process, 8, "device_put");
     }
-    // Process 0 goes on with operations of others; its pieces of the first two, to and fro, take their time.
+    // Process 0 goes on with operations of others; its pieces of the first two, to and fro, take
+    // their time.
     for op in 3..10_000 {
         job.issue(0, op, "elsewhere");
     }
@@ -684,7 +735,10 @@ fn an_operation_that_one_side_has_forgotten_is_compared() {
                 // No heartbeat yet.
                 job.run(5);
             }
-            assert!(!job.outcomes.values().any(Result::is_ok), "{bytes} bytes of case {case} are delivered");
+            assert!(
+                !job.outcomes.values().any(Result::is_ok),
+                "{bytes} bytes of case {case} are delivered"
+            );
             job.run(4000);
             for router in &job.routers {
                 let kind = router.failed().map(|failure| failure.kind);

@@ -55,9 +55,17 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// Sends to `to` what this process is `doing`, as asked for by [`Action::Answer`]; `running` is the lowest operation
-    /// that is under way on this process itself, waiting for nothing of lower ones.
-    pub fn answer(&mut self, to: ProcessId, op: u64, piece: u64, doing: String, running: Option<u64>) {
+    /// Sends to `to` what this process is `doing`, as asked for by [`Action::Answer`]; `running` is
+    /// the lowest operation that is under way on this process itself, waiting for nothing of lower
+    /// ones.
+    pub fn answer(
+        &mut self,
+        to: ProcessId,
+        op: u64,
+        piece: u64,
+        doing: String,
+        running: Option<u64>,
+    ) {
         if !self.peers[to.index()].is_reachable() {
             return;
         }
@@ -84,8 +92,8 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// What peers that are still there have said last of what they are doing, and of whom they wait for, or that they
-    /// have not answered.
+    /// What peers that are still there have said last of what they are doing, and of whom they wait
+    /// for, or that they have not answered.
     pub fn last_words(&self) -> Vec<String> {
         let said = |process: ProcessId| {
             let answer = self.peers[process.index()].answer.as_ref();
@@ -107,7 +115,8 @@ impl<C: Cargo> Router<C> {
 
     pub(super) fn probed(&mut self, from: ProcessId, header: Header, now: Duration) {
         if header.op <= self.history.count() {
-            if self.hash_of(from, (header.op, header.piece)).is_some_and(|mine| mine != header.hash) {
+            if self.hash_of(from, (header.op, header.piece)).is_some_and(|mine| mine != header.hash)
+            {
                 self.dispute(from, header.op, now);
                 return;
             }
@@ -123,7 +132,11 @@ impl<C: Cargo> Router<C> {
         if let Ok(mut answer) = control::decode::<Answer>(control) {
             answer.chain.truncate(CHAIN);
             answer.chain.shrink_to_fit();
-            answer.chain.iter_mut().chain([&mut answer.doing]).for_each(|line| cut(line, LONGEST_LINE));
+            answer
+                .chain
+                .iter_mut()
+                .chain([&mut answer.doing])
+                .for_each(|line| cut(line, LONGEST_LINE));
             self.peers[from.index()].answer = Some(answer);
         }
     }
@@ -216,13 +229,16 @@ impl<C: Cargo> Router<C> {
         }
     }
 
-    /// The lowest operation for which this process waits for another, and what is known behind that, to the root: a line
-    /// for each link. Nothing where an operation below that is `running` here: since nothing waits for what comes after
-    /// it, the root is that one then, or where others have nothing to give.
+    /// The lowest operation for which this process waits for another, and what is known behind
+    /// that, to the root: a line for each link. Nothing where an operation below that is `running`
+    /// here: since nothing waits for what comes after it, the root is that one then, or where
+    /// others have nothing to give.
     pub fn chain(&self, running: Option<u64>) -> Vec<String> {
         let oldest = self
             .others()
-            .filter_map(|process| Some((process, *self.peers[process.index()].expected.keys().next()?)))
+            .filter_map(|process| {
+                Some((process, *self.peers[process.index()].expected.keys().next()?))
+            })
             .min_by_key(|(_, key)| *key);
         let Some((process, (op, piece))) = oldest else { return Vec::new() };
         if running.is_some_and(|running| running < op) {

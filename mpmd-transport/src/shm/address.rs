@@ -1,4 +1,5 @@
-//! What a process tells of itself, from which any two find whether they can share memory, and if not, why.
+//! What a process tells of itself, from which any two find whether they can share memory, and if
+//! not, why.
 
 use std::fmt;
 use std::os::unix::fs::MetadataExt;
@@ -12,7 +13,8 @@ pub(super) const VERSION: u32 = 1;
 /// Bytes of the name under which a process listens.
 const NAME_BYTES: usize = 16;
 
-/// Where and as whom a process runs, as far as it matters to others that would share memory with it.
+/// Where and as whom a process runs, as far as it matters to others that would share memory with
+/// it.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Address {
     pub(super) version: u32,
@@ -32,8 +34,9 @@ impl Address {
         let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned();
         let mut name = [0; NAME_BYTES];
         std::io::Read::read_exact(&mut std::fs::File::open("/dev/urandom")?, &mut name)?;
-        let namespace =
-            |which| Ok::<_, std::io::Error>(std::fs::metadata(format!("/proc/self/ns/{which}"))?.ino());
+        let namespace = |which| {
+            Ok::<_, std::io::Error>(std::fs::metadata(format!("/proc/self/ns/{which}"))?.ino())
+        };
         Ok(Self {
             version: VERSION,
             boot,
@@ -58,9 +61,15 @@ impl Address {
         } else if self.user != other.user {
             Some("they belong to different users")
         } else if self.network != other.network {
-            Some("they are in different network namespaces, where a name of one means nothing to the other")
+            Some(
+                "they are in different network namespaces, where a name of one means nothing to \
+                 the other",
+            )
         } else if self.processes != other.processes {
-            Some("they are in different process namespaces, where a number of one means nothing to the other")
+            Some(
+                "they are in different process namespaces, where a number of one means nothing to \
+                 the other",
+            )
         } else {
             None
         }
@@ -135,17 +144,22 @@ mod tests {
 
     #[test]
     fn addresses_are_read_as_written_and_no_two_are_the_same() {
-        let (one, other) = (Address::of_this_process().unwrap(), Address::of_this_process().unwrap());
+        let (one, other) =
+            (Address::of_this_process().unwrap(), Address::of_this_process().unwrap());
         assert_eq!(one.to_string().parse(), Ok(one.clone()));
         assert_ne!(one, other);
         assert_eq!(why_apart(&one.to_string(), &other.to_string()), None);
-        for wrong in ["", "shm", "shm/1/a/2/3/4", "tcp/1/a/2/3/4/00", "shm/1/a/2/3/4/xyz", "1.2.3.4:5"] {
+        for wrong in
+            ["", "shm", "shm/1/a/2/3/4", "tcp/1/a/2/3/4/00", "shm/1/a/2/3/4/xyz", "1.2.3.4:5"]
+        {
             assert!(wrong.parse::<Address>().is_err(), "{wrong}");
         }
         let signed = format!("shm/1/a/2/3/4/+1{}", "0".repeat(30));
         assert!(signed.parse::<Address>().is_err(), "a sign is no digit");
         let tampered = format!("{one}0");
-        assert!(why_apart(&tampered, &one.to_string()).unwrap().contains("no address of shared memory"));
+        assert!(
+            why_apart(&tampered, &one.to_string()).unwrap().contains("no address of shared memory")
+        );
     }
 
     #[test]

@@ -1,8 +1,10 @@
-//! How processes that have devices find out, before the first message, which of them can lend each other their memory.
+//! How processes that have devices find out, before the first message, which of them can lend each
+//! other their memory.
 //!
-//! Each shows all others samples of its own, tries theirs, and says what came of it; two lend each other memory where
-//! both could open what the other showed. All of it goes through the sockets by which they met, and nobody waits for who waits
-//! for others: everything is said before anything is heard.
+//! Each shows all others samples of its own, tries theirs, and says what came of it; two lend each
+//! other memory where both could open what the other showed. All of it goes through the sockets by
+//! which they met, and nobody waits for who waits for others: everything is said before anything is
+//! heard.
 
 use std::io;
 use std::sync::Arc;
@@ -36,22 +38,31 @@ impl Shared {
         patience: Duration,
     ) -> Result<(), TransportError> {
         let deadline = after(Instant::now(), patience);
-        let asked = |(index, peer)| with.get(index).is_some_and(|with| *with).then_some((index, peer));
-        let peers = self.peers.iter().enumerate().filter_map(|(index, peer)| asked((index, peer.as_ref()?)));
+        let asked =
+            |(index, peer)| with.get(index).is_some_and(|with| *with).then_some((index, peer));
+        let peers = self
+            .peers
+            .iter()
+            .enumerate()
+            .filter_map(|(index, peer)| asked((index, peer.as_ref()?)));
         let peers: Vec<(usize, &Peer)> = peers.collect();
         let samples = sharing.samples();
         let mut why_not: Vec<Option<String>> = peers.iter().map(|_| None).collect();
         let step = |peer: usize, result: io::Result<Option<String>>| match result {
             Ok(why) => Ok(why),
-            Err(error) if error.kind() == io::ErrorKind::TimedOut => Err(TransportError::TimedOut {
-                what: format!("process {peer} to say which memory of devices it can share"),
-                patience,
-            }),
-            // Whether it is no more, or talks nonsense: that it does not share devices is all that matters here.
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                Err(TransportError::TimedOut {
+                    what: format!("process {peer} to say which memory of devices it can share"),
+                    patience,
+                })
+            }
+            // Whether it is no more, or talks nonsense: that it does not share devices is all that
+            // matters here.
             Err(error) => Ok(Some(format!("process {peer} could not be asked: {error}"))),
         };
         for (at, (index, peer)) in peers.iter().enumerate() {
-            let shown = show(peer, samples.as_deref(), deadline).map(|()| samples.as_ref().err().cloned());
+            let shown =
+                show(peer, samples.as_deref(), deadline).map(|()| samples.as_ref().err().cloned());
             note(&mut why_not[at], step(*index, shown)?);
         }
         for (at, (index, peer)) in peers.iter().enumerate() {
@@ -68,7 +79,8 @@ impl Shared {
                 None => peer.share_devices(),
                 Some(why) => tracing::info!(
                     target: "mpmd::transport",
-                    "processes {me} and {index} do not lend each other memory of their devices: {why}"
+                    "processes {me} and {index} do not lend each other memory of their devices: \
+                     {why}"
                 ),
             }
         }
@@ -98,7 +110,11 @@ fn show(peer: &Peer, samples: Result<&[Vec<u8>], &String>, deadline: Instant) ->
 }
 
 /// Tries what a peer shows and says how that went; why it cannot be shared, if it cannot.
-fn try_all(peer: &Peer, sharing: &dyn DeviceSharing, deadline: Instant) -> io::Result<Option<String>> {
+fn try_all(
+    peer: &Peer,
+    sharing: &dyn DeviceSharing,
+    deadline: Instant,
+) -> io::Result<Option<String>> {
     let mut why = None;
     for _ in 0..MOST_SAMPLES {
         let packet = peer.socket.receive_until(deadline)?.bytes;
@@ -123,7 +139,8 @@ fn try_all(peer: &Peer, sharing: &dyn DeviceSharing, deadline: Instant) -> io::R
     Err(nonsense())
 }
 
-/// What a peer made of the samples that it was shown: why it cannot open what it is lent, if it cannot.
+/// What a peer made of the samples that it was shown: why it cannot open what it is lent, if it
+/// cannot.
 fn hear_verdict(peer: &Peer, deadline: Instant) -> io::Result<Option<String>> {
     let packet = peer.socket.receive_until(deadline)?.bytes;
     match packet.split_first_chunk::<4>() {

@@ -1,10 +1,12 @@
 //! Memory of devices, lent between processes of one host.
 //!
-//! It is lent as the host's is: a segment is given once, by the words by which another process opens it, and a message says
-//! where in it the payload is. Three things differ. Whether two processes can do so at all, is tried before the first
-//! message ([`Shared::share_devices`]). What a device makes may be lent before it is made: the message says what of the
-//! lender's the taker's devices come after, and the lender says when it has seen that ([`LANDED`]). And nobody may free what
-//! others have open: a segment that is no more stays until all who were given it have closed it ([`CLOSED`]).
+//! It is lent as the host's is: a segment is given once, by the words by which another process
+//! opens it, and a message says where in it the payload is. Three things differ. Whether two
+//! processes can do so at all, is tried before the first message ([`Shared::share_devices`]). What
+//! a device makes may be lent before it is made: the message says what of the lender's the taker's
+//! devices come after, and the lender says when it has seen that ([`LANDED`]). And nobody may free
+//! what others have open: a segment that is no more stays until all who were given it have closed
+//! it ([`CLOSED`]).
 
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -83,7 +85,8 @@ impl Devices {
         held.into_iter().map(|held| held.ticket).collect()
     }
 
-    /// Keeps what a segment was made of until those of the `awaited` processes that live have closed it.
+    /// Keeps what a segment was made of until those of the `awaited` processes that live have
+    /// closed it.
     pub(super) fn part(&self, segment: Retired, awaited: Vec<usize>) {
         let Retired { number, memory } = segment;
         if memory.is_some() {
@@ -93,7 +96,9 @@ impl Devices {
 
     /// A process has closed segments that it was given.
     pub(super) fn note_closed(&self, process: usize, numbers: &[u32]) {
-        for parting in self.partings.lock().iter_mut().filter(|parting| numbers.contains(&parting.number)) {
+        for parting in
+            self.partings.lock().iter_mut().filter(|parting| numbers.contains(&parting.number))
+        {
             parting.awaited.retain(|awaited| *awaited != process);
         }
     }
@@ -116,7 +121,8 @@ impl Devices {
 
 impl Drop for Parting {
     fn drop(&mut self) {
-        // Somebody may have it open, and nobody hears when that is over: the end of this process frees it.
+        // Somebody may have it open, and nobody hears when that is over: the end of this process
+        // frees it.
         std::mem::forget(self.memory.take());
     }
 }
@@ -185,7 +191,8 @@ impl Shared {
         Ok(IsLent(true))
     }
 
-    /// What a peer is told of fences that are not over; `None` where it cannot be told of one of them.
+    /// What a peer is told of fences that are not over; `None` where it cannot be told of one of
+    /// them.
     fn tokens(&self, ready: &Fences) -> Option<Vec<Vec<u8>>> {
         let open: Vec<_> = ready.iter().filter(|fence| !fence.is_over()).collect();
         let sharing = self.devices.sharing.get()?;
@@ -242,7 +249,8 @@ impl Shared {
 
     /// By what process `from` said, a fence for a loan.
     pub(super) fn hear(&self, tokens: &[Vec<u8>]) -> Result<Arc<dyn Arriving>, String> {
-        let sharing = self.devices.sharing.get().ok_or("this process has no devices that share memory")?;
+        let sharing =
+            self.devices.sharing.get().ok_or("this process has no devices that share memory")?;
         let tokens: Vec<&[u8]> = tokens.iter().map(Vec::as_slice).collect();
         sharing.hear(&tokens).map_err(|error| error.to_string())
     }
@@ -259,7 +267,8 @@ pub(super) struct DeviceGiven {
 
 enum Open {
     No,
-    /// It came by this way when nobody here had it open: it stays so until the peer says that it is no more.
+    /// It came by this way when nobody here had it open: it stays so until the peer says that it is
+    /// no more.
     First(Arc<Segment>),
     /// It came by other ways before; see [`Given`](super::mappings::Given).
     Again(Weak<Segment>),
@@ -270,7 +279,8 @@ impl DeviceGiven {
         Self { words, bytes, owner, open: Open::No }
     }
 
-    /// The segment, opened, which its giver knows by `number`; or why it cannot be opened, for people.
+    /// The segment, opened, which its giver knows by `number`; or why it cannot be opened, for
+    /// people.
     pub(super) fn segment(
         &mut self,
         number: u32,
@@ -293,7 +303,8 @@ impl DeviceGiven {
         if gone(self.owner) {
             return Err(lost(self.owner));
         }
-        let sharing = devices.sharing.get().ok_or("this process has no devices that share memory")?;
+        let sharing =
+            devices.sharing.get().ok_or("this process has no devices that share memory")?;
         let make = || {
             let memory = sharing.open(&self.words, bytes)?;
             let foreign = Foreign {
@@ -306,13 +317,17 @@ impl DeviceGiven {
             };
             Segment::of_device(Box::new(foreign)).map(Arc::new)
         };
-        let (segment, is_new) = mappings.opened(&self.words, make).map_err(|error| error.to_string())?;
+        let (segment, is_new) =
+            mappings.opened(&self.words, make).map_err(|error| error.to_string())?;
         if segment.bytes() != bytes {
             return Err(format!("it has {} bytes and is announced with {bytes}", segment.bytes()));
         }
         let is_first = is_new && matches!(self.open, Open::No);
-        self.open =
-            if is_first { Open::First(segment.clone()) } else { Open::Again(Arc::downgrade(&segment)) };
+        self.open = if is_first {
+            Open::First(segment.clone())
+        } else {
+            Open::Again(Arc::downgrade(&segment))
+        };
         Ok(segment)
     }
 
@@ -361,7 +376,8 @@ impl Foreign {
     }
 }
 
-/// Nothing to wait for, but what fails once the process is no more: memory of a device does not outlive its owner.
+/// Nothing to wait for, but what fails once the process is no more: memory of a device does not
+/// outlive its owner.
 struct Life {
     owner: ProcessId,
     gone: Arc<[AtomicBool]>,

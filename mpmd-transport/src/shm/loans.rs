@@ -17,7 +17,8 @@ use crate::transport::Ticket;
 
 /// What this process has lent to one peer.
 ///
-/// Numbers of loans are never used twice: a peer that gives something back twice by a bug ends no other loan.
+/// Numbers of loans are never used twice: a peer that gives something back twice by a bug ends no
+/// other loan.
 pub(super) struct Book {
     open: HashMap<u64, Open>,
     next: u64,
@@ -64,12 +65,15 @@ impl Book {
         loan
     }
 
-    /// What has come back, to be dropped once no lock is held: it may go back to a pool, or to its own owner.
+    /// What has come back, to be dropped once no lock is held: it may go back to a pool, or to its
+    /// own owner.
     pub(super) fn collect(&mut self) -> Vec<(SharedBuffer, Ticket)> {
         let mut back = Vec::new();
         let Self { open, returns, bytes, copied, closed, corrupt, .. } = self;
         let mut take = |kind: u32, numbers: &[u8]| {
-            for number in numbers.as_chunks::<8>().0.iter().map(|number| u64::from_le_bytes(*number)) {
+            for number in
+                numbers.as_chunks::<8>().0.iter().map(|number| u64::from_le_bytes(*number))
+            {
                 // Anything else in this ring means nothing.
                 if kind == PASSED_ON
                     && let Some(open) = open.get_mut(&number)
@@ -106,27 +110,32 @@ impl Book {
         std::mem::take(&mut self.closed)
     }
 
-    /// Everything that is lent comes back but what others than the peer read too: only where the peer is proved
-    /// to be no more.
+    /// Everything that is lent comes back but what others than the peer read too: only where the
+    /// peer is proved to be no more.
     pub(super) fn end_all(&mut self) -> Vec<SharedBuffer> {
         // What the peer said last counts.
-        let mut back: Vec<SharedBuffer> = self.collect().into_iter().map(|(buffer, _)| buffer).collect();
+        let mut back: Vec<SharedBuffer> =
+            self.collect().into_iter().map(|(buffer, _)| buffer).collect();
         // Nobody can tell whether it has said all: what it wrote last is not to be read.
         if self.corrupt.is_none() {
-            back.extend(self.open.extract_if(|_, open| !open.is_passed_on).map(|(_, open)| open.buffer));
+            back.extend(
+                self.open.extract_if(|_, open| !open.is_passed_on).map(|(_, open)| open.buffer),
+            );
         }
         self.bytes = self.open.values().map(|open| open.buffer.len() as u64).sum();
         self.copied = self.open.values().filter(|open| open.is_copied).count();
         back
     }
 
-    /// What is lent is never used again, as nobody will hear of its return: its reader finds it as it is.
+    /// What is lent is never used again, as nobody will hear of its return: its reader finds it as
+    /// it is.
     pub(super) fn keep_for_ever(&mut self) {
         self.open.drain().for_each(|(_, open)| std::mem::forget(open.buffer));
         (self.bytes, self.copied) = (0, 0);
     }
 
-    /// What is wrong with what the peer says of loans, if anything: nothing it says later is understood.
+    /// What is wrong with what the peer says of loans, if anything: nothing it says later is
+    /// understood.
     pub(super) fn corrupt(&self) -> Option<&Corrupt> {
         self.corrupt.as_ref()
     }
@@ -135,7 +144,8 @@ impl Book {
     pub(super) fn take_tickets(&mut self) -> Vec<Ticket> {
         self.copied = 0;
         self.open.values_mut().for_each(|open| open.is_copied = false);
-        let tickets = self.open.values_mut().map(|open| std::mem::replace(&mut open.ticket, Ticket::NONE));
+        let tickets =
+            self.open.values_mut().map(|open| std::mem::replace(&mut open.ticket, Ticket::NONE));
         tickets.filter(|ticket| *ticket != Ticket::NONE).collect()
     }
 
@@ -176,7 +186,8 @@ impl Returns {
         Arc::new(Self { state, door, borrowed: AtomicU64::new(0) })
     }
 
-    /// A loan is over. Where the owner does not wait for it, it is not woken: it looks when it needs memory.
+    /// A loan is over. Where the owner does not wait for it, it is not woken: it looks when it
+    /// needs memory.
     pub(super) fn give_back(&self, loan: u64, is_awaited: bool) {
         let mut state = self.state.lock();
         state.late.push((RETURNED, loan));
@@ -187,7 +198,8 @@ impl Returns {
         }
     }
 
-    /// Tells the peer that a segment of a device's memory, of which it said that it is no more, is closed here.
+    /// Tells the peer that a segment of a device's memory, of which it said that it is no more, is
+    /// closed here.
     pub(super) fn say_closed(&self, segment: u32) {
         let mut state = self.state.lock();
         state.late.push((CLOSED, u64::from(segment)));
@@ -318,7 +330,8 @@ mod tests {
         let Place { segment, offset } = buffer.place().unwrap();
         let fd = segment.descriptor().unwrap().try_clone_to_owned().unwrap();
         let segment = Arc::new(Segment::foreign(fd, segment.bytes() as u64).unwrap());
-        let borrowed = Borrowed::new(segment, offset as u64, buffer.len() as u64, loan, false, returns);
+        let borrowed =
+            Borrowed::new(segment, offset as u64, buffer.len() as u64, loan, false, returns);
         SharedBuffer::lent(Box::new(borrowed.unwrap()))
     }
 
@@ -387,7 +400,8 @@ mod tests {
     #[test]
     fn where_the_owner_cannot_hear_of_it_nothing_is_passed_on() {
         let (mut book, returns) = lender();
-        let own = Pool::in_arena("test", None, &Arena::shared().unwrap()).allocate(64).unwrap().freeze();
+        let own =
+            Pool::in_arena("test", None, &Arena::shared().unwrap()).allocate(64).unwrap().freeze();
         let there = borrow(&own, book.lend(own.clone(), Ticket::NONE, false), &returns);
         while returns.pass_on(12345) {}
         assert!(!there.pass_on());
@@ -416,7 +430,8 @@ mod tests {
                         });
                         let mut said: Vec<u8> = numbers.flat_map(u64::to_le_bytes).collect();
                         said.truncate(said.len() - rng.usize(..=said.len().min(3)));
-                        let kind = [RETURNED, RETURNED, PASSED_ON, CLOSED, rng.u32(..20)][rng.usize(..5)];
+                        let kind =
+                            [RETURNED, RETURNED, PASSED_ON, CLOSED, rng.u32(..20)][rng.usize(..5)];
                         peer.push(kind, &[&said]);
                     }
                     6 => {
@@ -493,7 +508,9 @@ mod tests {
         let buffer = Pool::in_arena("test", None, &arena).allocate(64).unwrap().freeze();
         let segment = buffer.place().unwrap().segment;
         let end = segment.bytes() as u64;
-        for (offset, bytes) in [(end, 1), (0, end + 1), (u64::MAX, 1), (1, u64::MAX), (u64::MAX, u64::MAX)] {
+        for (offset, bytes) in
+            [(end, 1), (0, end + 1), (u64::MAX, 1), (1, u64::MAX), (u64::MAX, u64::MAX)]
+        {
             assert!(Borrowed::new(segment.clone(), offset, bytes, 1, false, &returns).is_none());
         }
         assert_eq!(returns.borrowed(), 0);

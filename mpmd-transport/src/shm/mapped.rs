@@ -19,8 +19,8 @@ pub(super) struct Mapped {
     descriptor: OwnedFd,
 }
 
-// SAFETY: it is an address range that it owns and that it only gives the address of; nothing in it belongs to a
-// thread.
+// SAFETY: it is an address range that it owns and that it only gives the address of; nothing in it
+// belongs to a thread.
 unsafe impl Send for Mapped {}
 // SAFETY: as above; shared access gives out the address and the length.
 unsafe impl Sync for Mapped {}
@@ -39,7 +39,9 @@ impl Mapped {
     pub(super) fn of(descriptor: OwnedFd, bytes: usize) -> io::Result<Self> {
         let found = fstat(&descriptor)?.st_size;
         if u64::try_from(found).ok() != Some(bytes as u64) {
-            return Err(io::Error::other(format!("memory for rings has {found} bytes instead of {bytes}")));
+            return Err(io::Error::other(format!(
+                "memory for rings has {found} bytes instead of {bytes}"
+            )));
         }
         if !fcntl_get_seals(&descriptor)?.contains(SealFlags::SHRINK | SealFlags::SEAL) {
             return Err(io::Error::other("memory for rings is not sealed"));
@@ -74,8 +76,8 @@ impl AsFd for Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // SAFETY: the range was mapped by `map` with this length and is unmapped only here; who uses an address
-        // in it keeps this alive.
+        // SAFETY: the range was mapped by `map` with this length and is unmapped only here; who
+        // uses an address in it keeps this alive.
         unsafe { unmap(self.start, self.bytes) };
     }
 }

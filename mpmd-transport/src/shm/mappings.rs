@@ -10,8 +10,8 @@ use parking_lot::Mutex;
 use super::devices::DeviceGiven;
 use crate::memory::{File, Segment};
 
-/// What this process has mapped of others. One segment may come by several ways, where others pass on what they
-/// have borrowed, and come again and again: it is mapped once.
+/// What this process has mapped of others. One segment may come by several ways, where others pass
+/// on what they have borrowed, and come again and again: it is mapped once.
 #[derive(Default)]
 pub(super) struct Mappings {
     files: Mutex<HashMap<File, Weak<Segment>>>,
@@ -21,10 +21,11 @@ pub(super) struct Mappings {
 
 /// A segment that a peer has given.
 pub(super) enum Given {
-    /// It came by this way when it was not mapped: it stays so until the peer says that it is no more.
+    /// It came by this way when it was not mapped: it stays so until the peer says that it is no
+    /// more.
     First(Arc<Segment>),
-    /// It came by other ways before. It is no reason to keep it mapped: two processes that have a segment of each
-    /// other would both wait for the other to let go of it.
+    /// It came by other ways before. It is no reason to keep it mapped: two processes that have a
+    /// segment of each other would both wait for the other to let go of it.
     Again { descriptor: OwnedFd, bytes: u64, segment: Weak<Segment> },
     /// Memory of a device.
     Device(DeviceGiven),
@@ -46,7 +47,8 @@ impl Mappings {
         Ok(Given::First(segment))
     }
 
-    /// The memory of a device that these words open: as it is open already, or opened by `make`; whether it is new.
+    /// The memory of a device that these words open: as it is open already, or opened by `make`;
+    /// whether it is new.
     pub(super) fn opened(
         &self,
         words: &[u8],
@@ -99,7 +101,8 @@ mod tests {
     fn a_segment_is_mapped_once_and_only_the_first_way_keeps_it() {
         let pool = Pool::in_arena("test", None, &Arena::shared().unwrap());
         let owner = pool.allocate(100).unwrap().freeze().place().unwrap().segment;
-        let give = || (owner.descriptor().unwrap().try_clone_to_owned().unwrap(), owner.bytes() as u64);
+        let give =
+            || (owner.descriptor().unwrap().try_clone_to_owned().unwrap(), owner.bytes() as u64);
         let mappings = Mappings::default();
         let given = |(descriptor, bytes)| mappings.given(descriptor, bytes).unwrap();
         let (mut first, mut again) = (given(give()), given(give()));
@@ -111,7 +114,10 @@ mod tests {
         assert_eq!(Arc::strong_count(&segment), 1, "who reads it");
         drop(segment);
         let segment = again.segment(&mappings).unwrap();
-        assert!(Arc::ptr_eq(&segment, &again.segment(&mappings).unwrap()), "it is mapped anew, once");
+        assert!(
+            Arc::ptr_eq(&segment, &again.segment(&mappings).unwrap()),
+            "it is mapped anew, once"
+        );
         assert_eq!(Arc::strong_count(&segment), 1);
     }
 }

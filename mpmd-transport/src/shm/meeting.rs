@@ -1,5 +1,5 @@
-//! How two processes get to share memory: the higher knocks at the lower's socket, both show that they belong
-//! to the job, and exchange the memory of their doors and rings.
+//! How two processes get to share memory: the higher knocks at the lower's socket, both show that
+//! they belong to the job, and exchange the memory of their doors and rings.
 
 use std::io;
 #[cfg(test)]
@@ -30,7 +30,8 @@ use crate::wire::ProcessId;
 mod fuzz;
 
 const MAGIC: [u8; 8] = *b"mpmd-shm";
-/// How many who knock may take their time to say who they are; with more of them, the first is sent away.
+/// How many who knock may take their time to say who they are; with more of them, the first is sent
+/// away.
 const MOST_SILENT: usize = 1024;
 /// How long nobody is accepted where the system has refused to accept one.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(10);
@@ -97,11 +98,15 @@ pub(super) fn meet(
         if user.uid != getuid() {
             return Err(protocol(peer, format!("it belongs to user {}", user.uid.as_raw())));
         }
-        socket.send_until(hello(config).as_bytes(), &[own.memory.as_fd()], deadline).map_err(with)?;
+        socket
+            .send_until(hello(config).as_bytes(), &[own.memory.as_fd()], deadline)
+            .map_err(with)?;
         knocked.push((peer, socket));
     }
     let awaited = |peers: &[Option<Met>]| -> Vec<usize> {
-        (me + 1..peers.len()).filter(|i| config.peers[*i].is_some() && peers[*i].is_none()).collect()
+        (me + 1..peers.len())
+            .filter(|i| config.peers[*i].is_some() && peers[*i].is_none())
+            .collect()
     };
     let with = |error: io::Error| {
         environment("waiting for the job's processes over shared memory".to_owned(), &error)
@@ -121,7 +126,8 @@ pub(super) fn meet(
         for socket in std::mem::take(&mut silent) {
             match socket.receive() {
                 Ok(None) => silent.push(socket),
-                // Strangers are sent away without a word; who belongs here and says nonsense is missed at the end.
+                // Strangers are sent away without a word; who belongs here and says nonsense is
+                // missed at the end.
                 Ok(Some(packet)) => {
                     if let Some((index, peer)) =
                         welcome(socket, packet, own, config, &awaited(&peers), deadline)?
@@ -143,7 +149,8 @@ pub(super) fn meet(
         let fds: Vec<_> = listening.into_iter().chain(silent.iter().map(AsFd::as_fd)).collect();
         if !something_comes(&fds, until).map_err(with)? && Instant::now() >= deadline {
             let missing: Vec<String> = missing.iter().map(ToString::to_string).collect();
-            let refused = refused.map(|error| format!(" (the last that could not be accepted: {error})"));
+            let refused =
+                refused.map(|error| format!(" (the last that could not be accepted: {error})"));
             return Err(TransportError::TimedOut {
                 what: format!(
                     "processes {} to share memory{}",
@@ -205,7 +212,8 @@ fn welcome(
         return Ok(None);
     }
     let with = |error: io::Error| not_met(ProcessId(index as u32), "sharing memory with", &error);
-    let memory = Arc::new(Mapped::new(CAPACITIES.iter().copied().map(Ring::bytes).sum()).map_err(with)?);
+    let memory =
+        Arc::new(Mapped::new(CAPACITIES.iter().copied().map(Ring::bytes).sum()).map_err(with)?);
     let give = [own.memory.as_fd(), memory.as_fd()];
     socket.send_until(hello(config).as_bytes(), &give, deadline).map_err(with)?;
     let door = door.into_iter().next().ok_or_else(|| with(io::Error::other("it gave no door")))?;
@@ -241,7 +249,8 @@ fn answered(
     pair(config.process, socket, door, &memory, false).map_err(with)
 }
 
-/// Who says hello, and the descriptors that came with it, which must be so many; `None` for a stranger.
+/// Who says hello, and the descriptors that came with it, which must be so many; `None` for a
+/// stranger.
 fn check(packet: Packet, config: &ShmConfig, descriptors: usize) -> Option<(usize, Vec<OwnedFd>)> {
     let hello = Hello::ref_from_bytes(&packet.bytes).ok()?;
     let Hello { magic, version, process, processes, epoch, token } = hello;
@@ -280,9 +289,10 @@ fn pair(
     let [from_lower, from_higher, back_from_lower, back_from_higher] = CAPACITIES.map(|capacity| {
         let first = rings.at(offset, Ring::bytes(capacity));
         offset += Ring::bytes(capacity);
-        // SAFETY: `Mapped::at` has seen that the bytes are within the mapping, which is for reading and writing
-        // and which the ring keeps. Both processes reach them through rings alone, which use atomic words of 8
-        // bytes; and each ring has bytes of its own, at a multiple of 64.
+        // SAFETY: `Mapped::at` has seen that the bytes are within the mapping, which is for reading
+        // and writing and which the ring keeps. Both processes reach them through rings alone,
+        // which use atomic words of 8 bytes; and each ring has bytes of its own, at a multiple of
+        // 64.
         unsafe { Ring::at(first, capacity, rings.clone()) }
     });
     let (here, there, back_here, back_there) = if is_lower {
@@ -306,19 +316,22 @@ fn pair(
 
 fn door(memory: &Arc<Mapped>) -> Door {
     let first = memory.at(0, Door::BYTES);
-    // SAFETY: `Mapped::at` has seen that the bytes are within the mapping, which is for reading and writing and
-    // which the door keeps. All processes that have it reach it through doors alone, which use atomic words of
-    // 4 bytes.
+    // SAFETY: `Mapped::at` has seen that the bytes are within the mapping, which is for reading and
+    // writing and which the door keeps. All processes that have it reach it through doors alone,
+    // which use atomic words of 4 bytes.
     unsafe { Door::at(first, memory.clone()) }
 }
 
-/// Returns the error of a meeting that failed: of the peer where that is gone, else of this process.
+/// Returns the error of a meeting that failed: of the peer where that is gone, else of this
+/// process.
 fn not_met(peer: ProcessId, doing: &str, error: &io::Error) -> TransportError {
     let why = match error.kind() {
-        _ if error.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => "its process has ended".to_owned(),
-        io::ErrorKind::ConnectionRefused | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
-            error.to_string()
+        _ if error.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => {
+            "its process has ended".to_owned()
         }
+        io::ErrorKind::ConnectionRefused
+        | io::ErrorKind::ConnectionReset
+        | io::ErrorKind::BrokenPipe => error.to_string(),
         _ => return environment(format!("{doing} process {peer} over shared memory"), error),
     };
     TransportError::PeerGone { peer, why }

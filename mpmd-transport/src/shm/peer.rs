@@ -21,8 +21,8 @@ use crate::wire::ProcessId;
 /// Starts a packet that gives a segment: this, its number and its length, with the descriptor.
 const GIVE: [u8; 4] = *b"GIVE";
 const GIVE_BYTES: usize = 16;
-/// Starts a packet that gives a segment of a device's memory: this, its number, its length, the number of the process whose
-/// memory it is, and the words that open it. No descriptor.
+/// Starts a packet that gives a segment of a device's memory: this, its number, its length, the
+/// number of the process whose memory it is, and the words that open it. No descriptor.
 const GIVE_DEVICE: [u8; 4] = *b"GIVD";
 const GIVE_DEVICE_BYTES: usize = 20;
 
@@ -89,8 +89,8 @@ impl Peer {
         self.shares_devices.load(Ordering::Acquire)
     }
 
-    /// Sends a record, or keeps it until there is room; never blocks. Where it speaks of a segment, the peer
-    /// is given that before.
+    /// Sends a record, or keeps it until there is room; never blocks. Where it speaks of a segment,
+    /// the peer is given that before.
     pub(super) fn send(
         &self,
         out: &mut Outbound,
@@ -153,8 +153,8 @@ impl Peer {
         None
     }
 
-    /// Whether what was kept has to wait on: the peer will tell of room in the ring, and the socket is tried
-    /// again from time to time.
+    /// Whether what was kept has to wait on: the peer will tell of room in the ring, and the socket
+    /// is tried again from time to time.
     pub(super) fn waits_for_room(&self) -> bool {
         if !self.is_waiting.load(Ordering::Acquire) {
             return false;
@@ -177,7 +177,10 @@ impl Peer {
     /// Takes what the peer is done with back; returns the tickets that end with that.
     pub(super) fn collect(&self) -> Vec<Ticket> {
         let back = self.book.lock().collect();
-        back.into_iter().map(|(_, ticket)| ticket).filter(|ticket| *ticket != Ticket::NONE).collect()
+        back.into_iter()
+            .map(|(_, ticket)| ticket)
+            .filter(|ticket| *ticket != Ticket::NONE)
+            .collect()
     }
 
     fn give(&self, given: &mut HashSet<u32>, number: u32, segment: &Segment) -> bool {
@@ -185,13 +188,15 @@ impl Peer {
             return true;
         }
         let (number_bytes, bytes) = (number.to_le_bytes(), (segment.bytes() as u64).to_le_bytes());
-        let sent = match (segment.descriptor(), segment.device().and_then(|memory| memory.export())) {
+        let sent = match (segment.descriptor(), segment.device().and_then(|memory| memory.export()))
+        {
             (Some(descriptor), _) => {
                 self.socket.send(&[&GIVE[..], &number_bytes, &bytes].concat(), &[descriptor])
             }
             (None, Some(words)) => {
                 let owner = Foreign::owner(segment).unwrap_or(self.own).0.to_le_bytes();
-                self.socket.send(&[&GIVE_DEVICE[..], &number_bytes, &bytes, &owner, words].concat(), &[])
+                self.socket
+                    .send(&[&GIVE_DEVICE[..], &number_bytes, &bytes, &owner, words].concat(), &[])
             }
             (None, None) => return false,
         };
@@ -215,7 +220,8 @@ impl Outbound {
 pub(super) struct Inbound {
     pub(super) ring: Consumer,
     segments: HashMap<u32, Given>,
-    /// Loans of a device's memory that are not there yet, by number; with nothing where nobody waits for one.
+    /// Loans of a device's memory that are not there yet, by number; with nothing where nobody
+    /// waits for one.
     landing: HashMap<u64, Option<Arc<dyn Arriving>>>,
     /// Nothing comes any more.
     pub(super) has_ended: bool,
@@ -234,7 +240,8 @@ impl Inbound {
         Self { ring, segments: HashMap::new(), landing: HashMap::new(), has_ended: false }
     }
 
-    /// The segment of a number, which the peer has given before it speaks of it; mapped at its first use.
+    /// The segment of a number, which the peer has given before it speaks of it; mapped at its
+    /// first use.
     pub(super) fn segment(
         &mut self,
         number: u32,
@@ -263,7 +270,9 @@ impl Inbound {
             return self.hear_of_device(&packet.bytes, peer);
         }
         let descriptor = packet.descriptors.into_iter().next();
-        let (Some(descriptor), Some(packet)) = (descriptor, packet.bytes.first_chunk::<GIVE_BYTES>()) else {
+        let (Some(descriptor), Some(packet)) =
+            (descriptor, packet.bytes.first_chunk::<GIVE_BYTES>())
+        else {
             return Err(io::Error::other("a packet that gives no segment"));
         };
         if packet[..4] != GIVE {
@@ -287,8 +296,9 @@ impl Inbound {
                 "a packet that gives memory of a device, which nobody has agreed on",
             ));
         }
-        let word =
-            |at: usize| u32::from_le_bytes([fields[at], fields[at + 1], fields[at + 2], fields[at + 3]]);
+        let word = |at: usize| {
+            u32::from_le_bytes([fields[at], fields[at + 1], fields[at + 2], fields[at + 3]])
+        };
         let (number, bytes) = (word(4), u64::from(word(8)) | u64::from(word(12)) << 32);
         if words.is_empty() || words.len() > MOST_WORDS || bytes == 0 {
             return Err(io::Error::other("a packet that gives no memory of a device"));
@@ -320,8 +330,8 @@ impl Inbound {
         true
     }
 
-    /// Nothing comes any more, nor is any segment spoken of; what is borrowed stays until it goes back. Returns
-    /// what was not there yet, and never will be.
+    /// Nothing comes any more, nor is any segment spoken of; what is borrowed stays until it goes
+    /// back. Returns what was not there yet, and never will be.
     pub(super) fn end(&mut self) -> Vec<Arc<dyn Arriving>> {
         self.has_ended = true;
         self.segments.clear();

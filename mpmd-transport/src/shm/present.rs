@@ -39,8 +39,8 @@ pub struct Opened {
 impl Opened {
     /// Finds out whether this process can share memory, by sharing some with itself.
     ///
-    /// Raises this process's limit of open descriptors as far as it may: each segment has one, here and in every
-    /// process that it is lent to.
+    /// Raises this process's limit of open descriptors as far as it may: each segment has one, here
+    /// and in every process that it is lent to.
     ///
     /// # Errors
     ///
@@ -53,9 +53,12 @@ impl Opened {
                 why: format!("{what} failed: {error}"),
             }
         };
-        let arena = Arena::shared().map_err(tried("making memory that others can map (memfd_create)"))?;
-        let door = OwnDoor::new().map_err(tried("making memory that others can map (memfd_create)"))?;
-        let address = Address::of_this_process().map_err(tried("finding out where this process runs"))?;
+        let arena =
+            Arena::shared().map_err(tried("making memory that others can map (memfd_create)"))?;
+        let door =
+            OwnDoor::new().map_err(tried("making memory that others can map (memfd_create)"))?;
+        let address =
+            Address::of_this_process().map_err(tried("finding out where this process runs"))?;
         let listener =
             Listener::bind(&address.socket_name()).map_err(tried("listening on a local socket"))?;
         pidfd_open(getpid(), PidfdFlags::empty())
@@ -78,7 +81,8 @@ impl Opened {
     ///
     /// # Errors
     ///
-    /// Where one does not come within the patience, or belongs to another job, user or build; which, is said.
+    /// Where one does not come within the patience, or belongs to another job, user or build;
+    /// which, is said.
     ///
     /// # Panics
     ///
@@ -124,8 +128,8 @@ fn run(shared: &Shared, stop: &AtomicBool) {
 
 /// The transport over shared memory; made by [`Opened::connect`].
 ///
-/// Dropped without [`Transport::shutdown`] it closes at once, which peers see as its death; open tickets end on
-/// the transport's thread.
+/// Dropped without [`Transport::shutdown`] it closes at once, which peers see as its death; open
+/// tickets end on the transport's thread.
 pub struct Shm {
     shared: Arc<Shared>,
     arena: Arena,
@@ -222,7 +226,10 @@ impl Transport for Shm {
     fn park(&self, parking: Parking, deadline: Instant) {
         // A peer that writes nonsense may lose a wake-up.
         let timeout = deadline.saturating_duration_since(Instant::now()).min(2 * ROUND);
-        let driver = self.shared.door.park(&SystemFutex, parking.0, Some(timeout), || self.shared.has_work());
+        let driver = self
+            .shared
+            .door
+            .park(&SystemFutex, parking.0, Some(timeout), || self.shared.has_work());
         driver.leave(|| self.shared.progress_to_the_end());
     }
 
@@ -242,7 +249,10 @@ impl Transport for Shm {
         self.shared.door.rouse(&SystemFutex);
         // It ends as soon as a handler call that is under way has.
         let _ = engine.join();
-        self.shared.devices.reaper.settle(until.saturating_duration_since(Instant::now()).min(MOST_CLOSING));
+        self.shared
+            .devices
+            .reaper
+            .settle(until.saturating_duration_since(Instant::now()).min(MOST_CLOSING));
     }
 }
 

@@ -1,8 +1,9 @@
 //! A thread for what a device's driver may take its time over.
 //!
-//! To free memory of a device, or to close another process's, may wait until the device has nothing more to do; and that may
-//! be never, where it waits for a process which is no more. So who lets go of such memory leaves it to this thread: whoever
-//! tells of the death of processes must not wait for it.
+//! To free memory of a device, or to close another process's, may wait until the device has nothing
+//! more to do; and that may be never, where it waits for a process which is no more. So who lets go
+//! of such memory leaves it to this thread: whoever tells of the death of processes must not wait
+//! for it.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
@@ -12,8 +13,8 @@ use parking_lot::Mutex;
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// Does what it is given, in order, on a thread that begins with the first and ends after the last. Nobody waits for
-/// that thread.
+/// Does what it is given, in order, on a thread that begins with the first and ends after the last.
+/// Nobody waits for that thread.
 #[derive(Default)]
 pub(super) struct Reaper(Mutex<Option<Sender<Job>>>);
 

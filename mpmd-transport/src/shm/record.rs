@@ -19,27 +19,32 @@ pub(super) const RETURNED: u32 = 5;
 
 /// In the ring of returns: a loan that others than who it was lent to read too, eight bytes.
 pub(super) const PASSED_ON: u32 = 6;
-/// A loan of a device's memory is there now: eight bytes of its number; then, where it never will be, why.
+/// A loan of a device's memory is there now: eight bytes of its number; then, where it never will
+/// be, why.
 pub(super) const LANDED: u32 = 7;
 /// A message whose payload cannot be had: the header, then why.
 pub(super) const BROKEN: u32 = 8;
-/// In the ring of returns: segments of devices' memory that are no more and that are closed now, eight bytes each.
+/// In the ring of returns: segments of devices' memory that are no more and that are closed now,
+/// eight bytes each.
 pub(super) const CLOSED: u32 = 9;
 
 /// Payloads up to this size go with their header: to copy them costs less than to lend them.
 pub(super) const LARGEST_INLINE: usize = 2 << 10;
 
-/// Set in [`Lent::flags`] where the lender has limited memory: who gets it copies it and gives it back, which the
-/// lender waits for.
+/// Set in [`Lent::flags`] where the lender has limited memory: who gets it copies it and gives it
+/// back, which the lender waits for.
 pub(super) const COPY: u32 = 1;
-/// Set in [`Lent::flags`] where what a device makes is lent before it is made: after the [`Lent`] follow tokens of what
-/// the taker's devices come after, each its length in a byte and then itself, and [`LANDED`] is said later.
+/// Set in [`Lent::flags`] where what a device makes is lent before it is made: after the [`Lent`]
+/// follow tokens of what the taker's devices come after, each its length in a byte and then itself,
+/// and [`LANDED`] is said later.
 pub(super) const LATER: u32 = 2;
 /// Tokens of one loan.
 pub(super) const MOST_TOKENS: usize = 4;
 
 /// Memory of the sender's.
-#[derive(Clone, Copy, Debug, Eq, FromBytes, Immutable, IntoBytes, KnownLayout, PartialEq, Unaligned)]
+#[derive(
+    Clone, Copy, Debug, Eq, FromBytes, Immutable, IntoBytes, KnownLayout, PartialEq, Unaligned,
+)]
 #[repr(C)]
 pub(super) struct Lent {
     /// What it is given back by.
@@ -98,10 +103,14 @@ pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<Record<'_>, String> {
             Ok(Record::Lent(header, lent, take_tokens(tokens)?))
         }
         LANDED => {
-            let (loan, why) =
-                bytes.split_first_chunk().ok_or_else(|| format!("a loan named in {} bytes", bytes.len()))?;
+            let (loan, why) = bytes
+                .split_first_chunk()
+                .ok_or_else(|| format!("a loan named in {} bytes", bytes.len()))?;
             let why = String::from_utf8_lossy(why);
-            Ok(Record::Landed(u64::from_le_bytes(*loan), (!why.is_empty()).then(|| why.into_owned())))
+            Ok(Record::Landed(
+                u64::from_le_bytes(*loan),
+                (!why.is_empty()).then(|| why.into_owned()),
+            ))
         }
         BROKEN => {
             let (header, why) = header()?;
@@ -121,7 +130,10 @@ pub(super) fn read(kind: u32, bytes: &[u8]) -> Result<Record<'_>, String> {
 
 /// Tokens as a record has them.
 pub(super) fn put_tokens(tokens: &[Vec<u8>]) -> Vec<u8> {
-    tokens.iter().flat_map(|token| [token.len() as u8].into_iter().chain(token.iter().copied())).collect()
+    tokens
+        .iter()
+        .flat_map(|token| [token.len() as u8].into_iter().chain(token.iter().copied()))
+        .collect()
 }
 
 fn take_tokens(mut bytes: &[u8]) -> Result<Vec<Vec<u8>>, String> {
@@ -129,7 +141,9 @@ fn take_tokens(mut bytes: &[u8]) -> Result<Vec<Vec<u8>>, String> {
     while let Some((length, rest)) = bytes.split_first() {
         let (token, rest) = rest
             .split_at_checked(usize::from(*length))
-            .filter(|(token, _)| !token.is_empty() && token.len() <= MOST_WORDS && tokens.len() < MOST_TOKENS)
+            .filter(|(token, _)| {
+                !token.is_empty() && token.len() <= MOST_WORDS && tokens.len() < MOST_TOKENS
+            })
             .ok_or("tokens of a loan that cannot be told apart")?;
         tokens.push(token.to_vec());
         bytes = rest;
@@ -182,7 +196,10 @@ mod tests {
         let grant = Header { bytes: 4096, ..Header::new(Kind::Grant) }.encode();
         let loan = [&grant[..], &[0; 32]].concat();
         assert_eq!(read(LENT, &loan), Err("a message of kind Grant with a loan".to_owned()));
-        assert_eq!(read(BROKEN, &grant), Err("a message of kind Grant that cannot be had".to_owned()));
+        assert_eq!(
+            read(BROKEN, &grant),
+            Err("a message of kind Grant that cannot be had".to_owned())
+        );
         assert!(read(LANDED, &[1; 7]).is_err() && read(BROKEN, &[1; 7]).is_err());
         let later = |flags: u32, tokens: &[u8]| {
             let lent = Lent {
@@ -196,7 +213,8 @@ mod tests {
         };
         assert_eq!(later(LATER, &[1, 5]), Ok(()));
         assert!(later(0, &[1, 5]).is_err(), "tokens of what is there");
-        for tokens in [&[2, 5][..], &[0], &[1, 5, 200], &[1, 5].repeat(MOST_TOKENS + 1), &[97; 98]] {
+        for tokens in [&[2, 5][..], &[0], &[1, 5, 200], &[1, 5].repeat(MOST_TOKENS + 1), &[97; 98]]
+        {
             assert!(later(LATER, tokens).unwrap_err().contains("told apart"));
         }
     }

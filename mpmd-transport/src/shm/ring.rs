@@ -7,13 +7,13 @@
 //!     192   records: `capacity` bytes
 //! ```
 //!
-//! Records start at multiples of 64 bytes: a word with length (low half) and kind (high half), then the
-//! payload. A record lies in one piece; where it would cross the end, a record of the kind [`PADDING`] fills the
-//! rest, and both are published at once.
+//! Records start at multiples of 64 bytes: a word with length (low half) and kind (high half), then
+//! the payload. A record lies in one piece; where it would cross the end, a record of the kind
+//! [`PADDING`] fills the rest, and both are published at once.
 //!
-//! The other process may write what it likes whenever it likes. So every access is atomic, each end goes by
-//! its own count and never reads it back, a length is read once and then checked, and payloads are handed
-//! out as private copies.
+//! The other process may write what it likes whenever it likes. So every access is atomic, each end
+//! goes by its own count and never reads it back, a length is read once and then checked, and
+//! payloads are handed out as private copies.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -55,17 +55,23 @@ impl Ring {
         capacity / 4 - PREFIX_BYTES
     }
 
-    /// A ring in the [`bytes`](Self::bytes) from `first` on, which are zero where neither end has been used.
+    /// A ring in the [`bytes`](Self::bytes) from `first` on, which are zero where neither end has
+    /// been used.
     ///
     /// # Safety
     ///
-    /// Those bytes are mapped for reading and writing until `keep` is dropped. Meanwhile whoever accesses them,
-    /// in whichever process, does so by atomic operations on whole aligned words of 8 bytes.
+    /// Those bytes are mapped for reading and writing until `keep` is dropped. Meanwhile whoever
+    /// accesses them, in whichever process, does so by atomic operations on whole aligned words of
+    /// 8 bytes.
     ///
     /// # Panics
     ///
     /// Where `first` is not aligned to 8 bytes, or `capacity` is no power of two or below 256.
-    pub(super) unsafe fn at(first: NonNull<u8>, capacity: usize, keep: Arc<dyn Send + Sync>) -> Self {
+    pub(super) unsafe fn at(
+        first: NonNull<u8>,
+        capacity: usize,
+        keep: Arc<dyn Send + Sync>,
+    ) -> Self {
         // SAFETY: The caller's promise is that of `Words::at`; any bytes are valid atomics.
         Self::of(unsafe { Words::at(first, Self::bytes(capacity) / WORD_BYTES, keep) }, capacity)
     }
@@ -81,13 +87,22 @@ impl Ring {
     }
 
     fn of(words: Words<AtomicU64>, capacity: usize) -> Self {
-        assert!(capacity.is_power_of_two() && capacity >= 4 * LINE_BYTES, "a ring of {capacity} bytes");
+        assert!(
+            capacity.is_power_of_two() && capacity >= 4 * LINE_BYTES,
+            "a ring of {capacity} bytes"
+        );
         Self { words, capacity }
     }
 
     /// The end that pushes. Nothing has been pushed before.
     pub(super) fn producer(&self) -> Producer {
-        Producer { words: self.words.clone(), capacity: self.capacity, tail: 0, head: 0, refused: 0 }
+        Producer {
+            words: self.words.clone(),
+            capacity: self.capacity,
+            tail: 0,
+            head: 0,
+            refused: 0,
+        }
     }
 
     /// The end that pops. Nothing has been popped before.
@@ -116,8 +131,9 @@ pub(super) struct Producer {
 }
 
 impl Producer {
-    /// Pushes a record with the parts one behind the other; false, and nothing is written, where there is no
-    /// room. Whether the consumer is to be woken is its [door's](super::door::Door::ring) business.
+    /// Pushes a record with the parts one behind the other; false, and nothing is written, where
+    /// there is no room. Whether the consumer is to be woken is its
+    /// [door's](super::door::Door::ring) business.
     ///
     /// A consumer that writes nonsense where it counts has popped nothing: the ring stays full.
     ///
@@ -142,7 +158,8 @@ impl Producer {
 
         let records = &self.words[HEADER_BYTES / WORD_BYTES..];
         let start = if padding > 0 {
-            records[start / WORD_BYTES].store(prefix(padding - PREFIX_BYTES, PADDING), Ordering::Relaxed);
+            records[start / WORD_BYTES]
+                .store(prefix(padding - PREFIX_BYTES, PADDING), Ordering::Relaxed);
             0
         } else {
             start
@@ -156,8 +173,8 @@ impl Producer {
         true
     }
 
-    /// How many bytes are free. A record takes its payload and 8 bytes, rounded up to 64, and at the end of the
-    /// memory up to as much again.
+    /// How many bytes are free. A record takes its payload and 8 bytes, rounded up to 64, and at
+    /// the end of the memory up to as much again.
     #[cfg(test)]
     pub(super) fn free(&mut self) -> usize {
         self.look();
@@ -166,13 +183,15 @@ impl Producer {
 
     /// Says that the producer waits for room, then looks again; whether it must wait.
     ///
-    /// True: there is no room for the record that was refused last, and a consumer that makes some finds
-    /// [it wanted](Consumer::take_wanted). False: there is room, or the last record was not refused.
+    /// True: there is no room for the record that was refused last, and a consumer that makes some
+    /// finds [it wanted](Consumer::take_wanted). False: there is room, or the last record was not
+    /// refused.
     ///
     /// Where something waits for room, this belongs to every last look before the process sleeps.
     pub(super) fn wants_room(&mut self) -> bool {
         self.words[WANTED].store(1, Ordering::Relaxed);
-        // Either the consumer, which pops and then looks at the word, sees it, or this sees what it popped.
+        // Either the consumer, which pops and then looks at the word, sees it, or this sees what it
+        // popped.
         fence(Ordering::SeqCst);
         if self.has_room(self.refused) {
             self.words[WANTED].store(0, Ordering::Relaxed);
@@ -215,20 +234,23 @@ pub(super) struct Consumer {
 }
 
 impl Consumer {
-    /// Takes the next record out and gives its kind and payload to `f`; none where the ring is empty. The
-    /// payload is a copy, aligned to 8 bytes. The record's room is free before `f` is called.
+    /// Takes the next record out and gives its kind and payload to `f`; none where the ring is
+    /// empty. The payload is a copy, aligned to 8 bytes. The record's room is free before `f` is
+    /// called.
     ///
     /// # Errors
     ///
-    /// Where the memory does not have the form that a producer gives it. Nothing is popped then, and the ring
-    /// is of no more use.
+    /// Where the memory does not have the form that a producer gives it. Nothing is popped then,
+    /// and the ring is of no more use.
     pub(super) fn pop<R>(&mut self, f: impl FnOnce(u32, &[u8]) -> R) -> Result<Option<R>, Corrupt> {
         if self.head == self.tail {
             let tail = self.words[TAIL].load(Ordering::Acquire);
             let used = tail.wrapping_sub(self.head);
             if used > self.capacity as u64 || !used.is_multiple_of(LINE_BYTES as u64) {
                 let capacity = self.capacity;
-                return Err(Corrupt(format!("{used} bytes are said to be in a ring of {capacity}")));
+                return Err(Corrupt(format!(
+                    "{used} bytes are said to be in a ring of {capacity}"
+                )));
             }
             if used == 0 {
                 return Ok(None);
@@ -245,7 +267,9 @@ impl Consumer {
         if kind == PADDING {
             let rest = self.capacity - start;
             if len != rest - PREFIX_BYTES || rest >= used || rest >= self.capacity / 4 {
-                return Err(Corrupt(format!("padding of {len} bytes at {start}, with {used} bytes pushed")));
+                return Err(Corrupt(format!(
+                    "padding of {len} bytes at {start}, with {used} bytes pushed"
+                )));
             }
             used -= rest;
             head = head.wrapping_add(rest as u64);
@@ -275,8 +299,8 @@ impl Consumer {
         Ok(Some(f(kind, &self.copy.as_bytes()[..len])))
     }
 
-    /// How many records there can be at one time. Who takes more at once may be kept at it for ever by a producer
-    /// that never stops.
+    /// How many records there can be at one time. Who takes more at once may be kept at it for ever
+    /// by a producer that never stops.
     pub(super) fn most(&self) -> usize {
         self.capacity / LINE_BYTES
     }
@@ -286,10 +310,12 @@ impl Consumer {
         self.head == self.tail && self.words[TAIL].load(Ordering::Relaxed) == self.head
     }
 
-    /// Whether the producer [waits for room](Producer::wants_room); it is told once. To be asked after popping;
-    /// where this is true the producer's [door](super::door::Door::ring) is to be rung.
+    /// Whether the producer [waits for room](Producer::wants_room); it is told once. To be asked
+    /// after popping; where this is true the producer's [door](super::door::Door::ring) is to be
+    /// rung.
     pub(super) fn take_wanted(&mut self) -> bool {
-        // Either this sees the producer's word, or the producer, which then looks for room, sees the new head.
+        // Either this sees the producer's word, or the producer, which then looks for room, sees
+        // the new head.
         fence(Ordering::SeqCst);
         let wanted = &self.words[WANTED];
         wanted.load(Ordering::Relaxed) != 0 && wanted.swap(0, Ordering::Relaxed) != 0

@@ -14,7 +14,9 @@ use super::futex::SystemFutex;
 use super::loans::Borrowed;
 use super::mappings::Mappings;
 use super::peer::{Inbound, NoSegment, Peer};
-use super::record::{COPY, GOODBYE, INLINE, LARGEST_INLINE, LATER, LENT, Lent, RETIRED, Record, read};
+use super::record::{
+    COPY, GOODBYE, INLINE, LARGEST_INLINE, LATER, LENT, Lent, RETIRED, Record, read,
+};
 use super::socket::{ended, has_exited};
 use crate::memory::{Arena, Fences, OwnedBuffer, Pool, SharedBuffer};
 use crate::transport::{Fetch, FetchDone, Handler, Payload, Ticket, TransportError};
@@ -81,7 +83,13 @@ impl Shared {
         self.door.rouse(&SystemFutex);
     }
 
-    pub(super) fn post(&self, to: ProcessId, header: &Header, payload: Option<SharedBuffer>, ticket: Ticket) {
+    pub(super) fn post(
+        &self,
+        to: ProcessId,
+        header: &Header,
+        payload: Option<SharedBuffer>,
+        ticket: Ticket,
+    ) {
         match self.send(to, header, payload, ticket) {
             Ok(IsLent(true)) => {}
             Ok(IsLent(false)) => self.note_done([(ticket, Ok(()))]),
@@ -108,7 +116,9 @@ impl Shared {
         ticket: Ticket,
     ) -> Result<IsLent, TransportError> {
         let gone = |why: &str| TransportError::PeerGone { peer: to, why: why.to_owned() };
-        let Some(Some(peer)) = self.peers.get(to.index()) else { return Err(gone("it shares no memory")) };
+        let Some(Some(peer)) = self.peers.get(to.index()) else {
+            return Err(gone("it shares no memory"));
+        };
         if self.is_closing.load(Ordering::Acquire) {
             return Err(TransportError::Closed);
         }
@@ -116,8 +126,12 @@ impl Shared {
             Some(bytes) if bytes.device().is_some() => {
                 return self.lend_device(to, peer, header, bytes, ticket);
             }
-            // A peer that has gone is told nothing: then it is a copy in vain, as nothing goes there.
-            Some(bytes) if bytes.len() > LARGEST_INLINE && (bytes.place().is_none() || !bytes.pass_on()) => {
+            // A peer that has gone is told nothing: then it is a copy in vain, as nothing goes
+            // there.
+            Some(bytes)
+                if bytes.len() > LARGEST_INLINE
+                    && (bytes.place().is_none() || !bytes.pass_on()) =>
+            {
                 Some(self.lendable(&bytes)?)
             }
             payload => payload,
@@ -159,10 +173,11 @@ impl Shared {
 
     /// A copy of bytes that are in no segment, such as those of a `Vec`.
     fn lendable(&self, bytes: &[u8]) -> Result<SharedBuffer, TransportError> {
-        let mut copy = self.pool.allocate(bytes.len()).map_err(|error| TransportError::Environment {
-            doing: format!("lending {} bytes", bytes.len()),
-            why: error.to_string(),
-        })?;
+        let mut copy =
+            self.pool.allocate(bytes.len()).map_err(|error| TransportError::Environment {
+                doing: format!("lending {} bytes", bytes.len()),
+                why: error.to_string(),
+            })?;
         copy.copy_from_slice(bytes);
         Ok(copy.freeze())
     }
@@ -172,7 +187,8 @@ impl Shared {
         self.duty.try_lock().is_some_and(|duty| self.look(duty))
     }
 
-    /// Takes all that has come, after any other thread that looks: for who looked, and looks no more.
+    /// Takes all that has come, after any other thread that looks: for who looked, and looks no
+    /// more.
     pub(super) fn progress_to_the_end(&self) {
         for _ in 0..MOST_LOOKS {
             if !self.look(self.duty.lock()) {
@@ -183,7 +199,8 @@ impl Shared {
         self.door.rouse(&SystemFutex);
     }
 
-    /// Whether a look would find anything. Also sees to it that a peer which makes room that is waited for rings.
+    /// Whether a look would find anything. Also sees to it that a peer which makes room that is
+    /// waited for rings.
     pub(super) fn has_work(&self) -> bool {
         let duty = self.duty.lock();
         if self.handler.get().is_none() || self.is_over.load(Ordering::Acquire) {
@@ -204,7 +221,9 @@ impl Shared {
         }
         let mut any = self.tell_done(handler);
         for (index, inbound) in duty.iter_mut().enumerate() {
-            let (Some(inbound), Some(Some(peer))) = (inbound, self.peers.get(index)) else { continue };
+            let (Some(inbound), Some(Some(peer))) = (inbound, self.peers.get(index)) else {
+                continue;
+            };
             any |= peer.flush();
             if peer.book.lock().has_news() {
                 self.note_done(peer.collect().into_iter().map(|ticket| (ticket, Ok(()))));
@@ -233,7 +252,8 @@ impl Shared {
             }
             // What is inline is copied to its place here, the rest is only named.
             let mut record = None;
-            let popped = inbound.ring.pop(|kind, bytes| record = Some(self.understand(kind, bytes)));
+            let popped =
+                inbound.ring.pop(|kind, bytes| record = Some(self.understand(kind, bytes)));
             let result = match (popped, record) {
                 (Err(corrupt), _) => Err(Fault::Theirs(corrupt.to_string())),
                 (Ok(_), None) => return,
@@ -248,7 +268,13 @@ impl Shared {
                 Err(Fault::Theirs(why)) => self.end_by_nonsense(why, from, inbound, peer, handler),
                 Err(Fault::Ours(why)) => {
                     let doing = format!("taking a message of process {from}");
-                    self.end(TransportError::Environment { doing, why }, from, inbound, peer, handler);
+                    self.end(
+                        TransportError::Environment { doing, why },
+                        from,
+                        inbound,
+                        peer,
+                        handler,
+                    );
                     peer.socket.close();
                 }
             }
@@ -288,7 +314,9 @@ impl Shared {
             }
             Event::Landed(loan, failure) => {
                 if !inbound.land(loan, failure) {
-                    return Err(Fault::Theirs(format!("loan {loan} is there, which was never on its way")));
+                    return Err(Fault::Theirs(format!(
+                        "loan {loan} is there, which was never on its way"
+                    )));
                 }
             }
             Event::Broken(header, why) => {
@@ -332,10 +360,15 @@ impl Shared {
         };
         let is_device = segment.device().is_some();
         if is_later && !is_device {
-            return Err(Fault::Theirs("a loan of the host's memory that is not there yet".to_owned()));
+            return Err(Fault::Theirs(
+                "a loan of the host's memory that is not there yet".to_owned(),
+            ));
         }
         if is_device && !matches!(header.kind, Kind::Data | Kind::Eager) {
-            return Err(Fault::Theirs(format!("a message of kind {:?} in a device's memory", header.kind)));
+            return Err(Fault::Theirs(format!(
+                "a message of kind {:?} in a device's memory",
+                header.kind
+            )));
         }
         let borrowed = Borrowed::new(segment, offset, bytes, loan, is_copied, &peer.returns);
         let borrowed = borrowed.ok_or_else(|| {
@@ -417,7 +450,8 @@ impl Shared {
         true
     }
 
-    /// Takes back what peers are done with, gives back what found no room, and says which segments are no more.
+    /// Takes back what peers are done with, gives back what found no room, and says which segments
+    /// are no more.
     pub(super) fn tidy(&self) {
         let retired = self.arena.take_retired();
         let numbers: Vec<u32> = retired.iter().map(|segment| segment.number).collect();
@@ -445,13 +479,17 @@ impl Shared {
             }
             // Nobody waits for it.
         }
-        retired.into_iter().zip(knowing).for_each(|(segment, knowing)| self.devices.part(segment, knowing));
+        retired
+            .into_iter()
+            .zip(knowing)
+            .for_each(|(segment, knowing)| self.devices.part(segment, knowing));
         self.devices.free();
         // Where the owner of what is passed on could not be told of it, it may be now.
         self.post_held();
     }
 
-    /// Takes back what peers are done with. Called where memory is short, with any locks held but a pool's.
+    /// Takes back what peers are done with. Called where memory is short, with any locks held but a
+    /// pool's.
     pub(super) fn reclaim(&self) {
         for peer in self.peers.iter().flatten() {
             self.note_done(peer.collect().into_iter().map(|ticket| (ticket, Ok(()))));
@@ -465,9 +503,14 @@ impl Shared {
         if self.is_over.load(Ordering::Acquire) {
             return;
         }
-        let watched: Vec<_> =
-            self.peers.iter().enumerate().filter_map(|(i, peer)| Some((i, peer.as_ref()?))).collect();
-        let sockets: Vec<_> = watched.iter().map(|(_, peer)| std::os::fd::AsFd::as_fd(*peer)).collect();
+        let watched: Vec<_> = self
+            .peers
+            .iter()
+            .enumerate()
+            .filter_map(|(i, peer)| Some((i, peer.as_ref()?)))
+            .collect();
+        let sockets: Vec<_> =
+            watched.iter().map(|(_, peer)| std::os::fd::AsFd::as_fd(*peer)).collect();
         let Ok(closed) = ended(&sockets) else { return };
         for ((index, peer), closed) in watched.into_iter().zip(closed) {
             let Some(Some(inbound)) = duty.get_mut(index) else { continue };
@@ -477,12 +520,14 @@ impl Shared {
             // A child of it may still have the connection.
             let closed = closed || exited;
             if closed && !inbound.has_ended {
-                // What it has sent by then, and no more: one that has closed may go on all the same.
+                // What it has sent by then, and no more: one that has closed may go on all the
+                // same.
                 let most = inbound.ring.most();
                 self.take(from, inbound, peer, handler, most);
             }
             if closed && !inbound.has_ended {
-                let why = if exited { "its process has ended" } else { "it has closed its connection" };
+                let why =
+                    if exited { "its process has ended" } else { "it has closed its connection" };
                 let why = TransportError::PeerGone { peer: from, why: why.to_owned() };
                 self.end(why, from, inbound, peer, handler);
             }
@@ -503,8 +548,8 @@ impl Shared {
     /// Says goodbye to all; nothing is posted after it.
     pub(super) fn say_goodbye(&self) {
         self.is_closing.store(true, Ordering::Release);
-        // What the handler has just been given, and has let go of when it returns, goes back before the goodbye:
-        // else its owner hears that it was lost.
+        // What the handler has just been given, and has let go of when it returns, goes back before
+        // the goodbye: else its owner hears that it was lost.
         drop(self.duty.lock());
         for peer in self.peers.iter().flatten() {
             let mut out = peer.outbound.lock();
@@ -519,8 +564,9 @@ impl Shared {
 
     /// Whether everything that was posted has left.
     pub(super) fn is_flushed(&self) -> bool {
-        let has_left =
-            |peer: &Peer| !peer.is_waiting.load(Ordering::Acquire) && !peer.book.lock().is_awaited();
+        let has_left = |peer: &Peer| {
+            !peer.is_waiting.load(Ordering::Acquire) && !peer.book.lock().is_awaited()
+        };
         self.devices.is_flushed() && self.peers.iter().flatten().all(has_left)
     }
 
@@ -547,7 +593,8 @@ impl Shared {
         }
     }
 
-    /// Sleeps where nobody else of this process does until there is something to look at, or time is over.
+    /// Sleeps where nobody else of this process does until there is something to look at, or time
+    /// is over.
     pub(super) fn sleep(&self, timeout: Duration, stop: impl Fn() -> bool) {
         self.door.sleep(&SystemFutex, Some(timeout), || stop() || self.has_work());
     }
@@ -560,7 +607,8 @@ enum Fault {
 }
 
 impl Fault {
-    /// What this process has not enough of is its own matter; all else was found wrong with what came.
+    /// What this process has not enough of is its own matter; all else was found wrong with what
+    /// came.
     fn of(error: std::io::Error) -> Self {
         let lacking = [Errno::NOMEM, Errno::MFILE, Errno::NFILE].map(Errno::raw_os_error);
         if error.raw_os_error().is_some_and(|code| lacking.contains(&code)) {

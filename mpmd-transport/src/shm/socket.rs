@@ -1,5 +1,5 @@
-//! Sockets by which processes of one host meet and give each other descriptors: in packets, each with at most
-//! a few descriptors.
+//! Sockets by which processes of one host meet and give each other descriptors: in packets, each
+//! with at most a few descriptors.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -9,9 +9,10 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, UCred, accept_with,
-    bind, connect, listen, recvmsg, sendmsg, shutdown, socket_with, sockopt,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags,
+    SocketType, UCred, accept_with, bind, connect, listen, recvmsg, sendmsg, shutdown, socket_with,
+    sockopt,
 };
 
 /// Descriptors in one packet.
@@ -84,7 +85,8 @@ impl Socket {
     #[cfg(test)]
     pub(super) fn pair() -> io::Result<[Self; 2]> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let (one, other) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+        let (one, other) =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
         Ok([Self(one), Self(other)])
     }
 
@@ -101,7 +103,8 @@ impl Socket {
             return Err(io::Error::other("too many descriptors for a packet"));
         }
         loop {
-            return match sendmsg(&self.0, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL) {
+            return match sendmsg(&self.0, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)
+            {
                 Ok(_) => Ok(true),
                 Err(Errno::AGAIN | Errno::NOBUFS | Errno::TOOMANYREFS) => Ok(false),
                 Err(Errno::INTR) => continue,
@@ -110,19 +113,25 @@ impl Socket {
         }
     }
 
-    /// The next packet, where one is here; an error of kind `UnexpectedEof` where the other end has closed.
+    /// The next packet, where one is here; an error of kind `UnexpectedEof` where the other end has
+    /// closed.
     pub(super) fn receive(&self) -> io::Result<Option<Packet>> {
         let mut bytes = [0; MOST_BYTES];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut was_reset = false;
         let received = loop {
-            match recvmsg(&self.0, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)
-            {
+            match recvmsg(
+                &self.0,
+                &mut [IoSliceMut::new(&mut bytes)],
+                &mut control,
+                RecvFlags::CMSG_CLOEXEC,
+            ) {
                 Ok(received) => break received,
                 Err(Errno::AGAIN) => return Ok(None),
                 Err(Errno::INTR) => {}
-                // Told once, where the other end closed before it had read all. What it has sent is still here.
+                // Told once, where the other end closed before it had read all. What it has sent is
+                // still here.
                 Err(Errno::CONNRESET) if !was_reset => was_reset = true,
                 Err(error) => return Err(error.into()),
             }
@@ -141,7 +150,8 @@ impl Socket {
         }
         if received.flags.contains(ReturnFlags::CTRUNC) {
             return Err(io::Error::other(
-                "descriptors that came with a packet are lost: there are too many, or this process may not have \
+                "descriptors that came with a packet are lost: there are too many, or this \
+                 process may not have \
                  more (RLIMIT_NOFILE)",
             ));
         }

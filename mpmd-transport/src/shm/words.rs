@@ -34,8 +34,8 @@ pub(super) struct Words<W> {
     keep: Arc<dyn Send + Sync>,
 }
 
-// SAFETY: This is a shared slice of `W`, which may go to other threads as `W` is `Sync`, and a holder that may
-// too. Nothing in here depends on the thread.
+// SAFETY: This is a shared slice of `W`, which may go to other threads as `W` is `Sync`, and a
+// holder that may too. Nothing in here depends on the thread.
 unsafe impl<W: Sync> Send for Words<W> {}
 
 // SAFETY: See above; through a reference to it one gets at nothing but a `&[W]`.
@@ -46,9 +46,9 @@ impl<W: Word> Words<W> {
     ///
     /// # Safety
     ///
-    /// From `first` on there are `count` valid `W`, for reading and writing, until `keep` is dropped (mapped
-    /// memory has them, whatever its bytes are). Meanwhile whoever accesses them does so by atomic operations
-    /// of the same size.
+    /// From `first` on there are `count` valid `W`, for reading and writing, until `keep` is
+    /// dropped (mapped memory has them, whatever its bytes are). Meanwhile whoever accesses them
+    /// does so by atomic operations of the same size.
     ///
     /// # Panics
     ///
@@ -64,8 +64,8 @@ impl<W: Word> Words<W> {
     pub(super) fn alone(count: usize) -> Self {
         let words: Arc<Vec<W>> = Arc::new((0..count).map(|_| W::zero()).collect());
         let first = NonNull::from(words.as_slice()).cast::<u8>();
-        // SAFETY: The vector has `count` words, never changes its place as it never grows, and lives until the
-        // `Arc` is dropped. Nobody else knows of it.
+        // SAFETY: The vector has `count` words, never changes its place as it never grows, and
+        // lives until the `Arc` is dropped. Nobody else knows of it.
         unsafe { Self::at(first, count, words) }
     }
 }
@@ -74,8 +74,9 @@ impl<W> Deref for Words<W> {
     type Target = [W];
 
     fn deref(&self) -> &[W] {
-        // SAFETY: Whoever made this promised `count` valid words from `first` on until `keep` is dropped, which
-        // outlives the reference. They are atomics, so others may change them meanwhile.
+        // SAFETY: Whoever made this promised `count` valid words from `first` on until `keep` is
+        // dropped, which outlives the reference. They are atomics, so others may change them
+        // meanwhile.
         unsafe { std::slice::from_raw_parts(self.first.as_ptr(), self.count) }
     }
 }

@@ -1,7 +1,8 @@
 //! How the sockets between all pairs are made.
 //!
 //! The higher process of a pair connects to the lower's listener, once for each channel. Both say a
-//! [preamble](super::preamble); the one who connects says it first, and a stranger hears nothing back.
+//! [preamble](super::preamble); the one who connects says it first, and a stranger hears nothing
+//! back.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -64,7 +65,8 @@ impl Listener {
 
     /// Connects to all peers; blocks until all are there, at most for [`TcpConfig::patience`].
     ///
-    /// May be called from any thread, also from one that runs an async runtime of its own (which it blocks).
+    /// May be called from any thread, also from one that runs an async runtime of its own (which it
+    /// blocks).
     ///
     /// # Errors
     ///
@@ -97,13 +99,15 @@ fn drive(
     config: TcpConfig,
     connected: &std::sync::mpsc::Sender<Result<Arc<Tcp>, TransportError>>,
 ) {
-    let runtime = match tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build() {
-        Ok(runtime) => runtime,
-        Err(e) => {
-            let _ = connected.send(Err(environment("starting the transport's runtime".to_owned(), &e)));
-            return;
-        }
-    };
+    let runtime =
+        match tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build() {
+            Ok(runtime) => runtime,
+            Err(e) => {
+                let _ = connected
+                    .send(Err(environment("starting the transport's runtime".to_owned(), &e)));
+                return;
+            }
+        };
     runtime.block_on(async {
         let (process, pool) = (config.process, config.pool.clone());
         let pairs = match connect_all(listener, config).await {
@@ -116,8 +120,11 @@ fn drive(
         let drive = Drive::new(process, pool, pairs);
         let (start, started) = oneshot::channel();
         let (close, closed) = oneshot::channel();
-        let tcp =
-            Tcp { shared: drive.shared(), start: Mutex::new(Some(start)), close: Mutex::new(Some(close)) };
+        let tcp = Tcp {
+            shared: drive.shared(),
+            start: Mutex::new(Some(start)),
+            close: Mutex::new(Some(close)),
+        };
         // Where nobody takes it, it is dropped, which ends the drive below at once.
         let _ = connected.send(Ok(Arc::new(tcp)));
         drive.run(started, closed).await;
@@ -132,7 +139,10 @@ enum Met {
     Misfit(TransportError),
 }
 
-async fn connect_all(listener: Listener, config: TcpConfig) -> Result<Vec<Option<Pair>>, TransportError> {
+async fn connect_all(
+    listener: Listener,
+    config: TcpConfig,
+) -> Result<Vec<Option<Pair>>, TransportError> {
     let deadline: Instant = after(std::time::Instant::now(), config.patience).into();
     let TcpConfig { process, peers, token, epoch, patience, .. } = config;
     let job = Job { process, processes: peers.len(), token, epoch };
@@ -185,7 +195,8 @@ async fn connect_all(listener: Listener, config: TcpConfig) -> Result<Vec<Option
                 }
                 Ok(Met::Stranger) => tracing::warn!("a stranger was turned away at {own}"),
                 Ok(Met::Misfit(error)) => return Err(error),
-                Err(error) if error.is_cancelled() => tracing::warn!("a silent stranger had to go at {own}"),
+                Err(error) if error.is_cancelled() => tracing::warn!("a silent stranger had to go \
+                    at {own}"),
                 Err(error) => return Err(environment("meeting the peers".to_owned(), &error)),
             },
         }
@@ -194,7 +205,8 @@ async fn connect_all(listener: Listener, config: TcpConfig) -> Result<Vec<Option
     Ok(pairs.collect())
 }
 
-/// Connects to a lower process, again and again until it answers or misfits; the caller has the deadline.
+/// Connects to a lower process, again and again until it answers or misfits; the caller has the
+/// deadline.
 async fn call(
     job: Job,
     peer: ProcessId,
@@ -209,7 +221,8 @@ async fn call(
             Ok(Err(Refusal::Misfit(error))) => return Met::Misfit(error),
             Ok(Err(Refusal::Stranger)) => "who listens there is not of this job".to_owned(),
             Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
-                "it closed the connection without an answer, as it does where the job token is wrong"
+                "it closed the connection without an answer, as it does where the job token is \
+                 wrong"
                     .to_owned()
             }
             Err(error) => error.to_string(),

@@ -50,7 +50,13 @@ impl Shared {
         self.peers.len()
     }
 
-    pub(super) fn post(&self, to: ProcessId, header: Header, payload: Option<SharedBuffer>, ticket: Ticket) {
+    pub(super) fn post(
+        &self,
+        to: ProcessId,
+        header: Header,
+        payload: Option<SharedBuffer>,
+        ticket: Ticket,
+    ) {
         let Some(peer) = &self.peers[to.index()] else { return };
         let data = header.kind == Kind::Data;
         let line = if data { &peer.bulk } else { &peer.control };
@@ -94,8 +100,13 @@ impl Drive {
             Some(Peer { control: Line::new(control), bulk: Line::new(bulk) })
         });
         let peers = peers.collect();
-        let shared =
-            Shared { process, pool, endings: Endings::new(), peers, closing: AtomicBool::new(false) };
+        let shared = Shared {
+            process,
+            pool,
+            endings: Endings::new(),
+            peers,
+            closing: AtomicBool::new(false),
+        };
         Self { shared: Arc::new(shared), halves }
     }
 
@@ -110,7 +121,8 @@ impl Drive {
         mut close: oneshot::Receiver<Close>,
     ) {
         let Self { shared, halves } = self;
-        // Dropped with this future, whatever ends it: no ticket stays open, and nobody posts into nothing.
+        // Dropped with this future, whatever ends it: no ticket stays open, and nobody posts into
+        // nothing.
         let _last = FailAll(&shared);
         let mut tasks = JoinSet::new();
         for (peer, _) in &halves {

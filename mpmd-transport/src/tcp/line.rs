@@ -1,8 +1,8 @@
 //! The sending half of a connection: a queue, and whoever's turn it is to write.
 //!
 //! The socket's write half lies in the line's state. Whoever takes it, the connection's writer task
-//! or a poster with a small message, has the [`Turn`]: it also takes the queue, and puts back what it
-//! did not write. So bytes never mix and nobody waits for the lock while somebody writes.
+//! or a poster with a small message, has the [`Turn`]: it also takes the queue, and puts back what
+//! it did not write. So bytes never mix and nobody waits for the lock while somebody writes.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
@@ -90,7 +90,8 @@ impl Line {
                 let queue = std::mem::take(&mut state.queue);
                 state.turn = true;
                 drop(state);
-                // What is left, for whatever reason, is the writer task's, which the end of the turn wakes.
+                // What is left, for whatever reason, is the writer task's, which the end of the
+                // turn wakes.
                 let _ = Turn { line: self, half: Some(half), queue, endings }.write();
             }
             half => {
@@ -105,7 +106,8 @@ impl Line {
         }
     }
 
-    /// Takes no more messages, refusing them with `error`; sends those queued, then says so to the peer.
+    /// Takes no more messages, refusing them with `error`; sends those queued, then says so to the
+    /// peer.
     pub(super) fn finish(&self, error: TransportError) {
         let mut state = self.state.lock();
         if matches!(state.end, End::Open) {
@@ -156,7 +158,11 @@ impl Line {
 
     /// The writer task: writes what is queued until the line ends. An error of the socket fails the
     /// line with what `gone` makes of it.
-    pub(super) async fn write(&self, endings: &Endings, gone: impl Fn(io::Error) -> TransportError) {
+    pub(super) async fn write(
+        &self,
+        endings: &Endings,
+        gone: impl Fn(io::Error) -> TransportError,
+    ) {
         loop {
             match self.turn(endings) {
                 Next::Write(turn) => {
@@ -384,7 +390,8 @@ mod tests {
         let payload = SharedBuffer::from(vec![5; 10]);
         let header = Header { bytes: 10, ..Header::new(Kind::Eager) }.encode();
         let whole: Vec<u8> = header.iter().chain(payload.iter()).copied().collect();
-        let mut message = Message { header, payload: Some(payload), ticket: Ticket::NONE, written: 0 };
+        let mut message =
+            Message { header, payload: Some(payload), ticket: Ticket::NONE, written: 0 };
         for written in 0..=whole.len() {
             message.written = written;
             assert_eq!(message.left().concat(), whole[written..]);
@@ -401,7 +408,10 @@ mod tests {
         assert_eq!(endings.take(true).len(), 1, "not refused before all are taken");
         assert!(endings.take(true).is_empty());
         let (told, hears) = std::sync::mpsc::channel();
-        endings.fetch(Box::new(move |result| told.send(result.is_err()).unwrap()), TransportError::Closed);
+        endings.fetch(
+            Box::new(move |result| told.send(result.is_err()).unwrap()),
+            TransportError::Closed,
+        );
         assert!(hears.try_recv().unwrap());
     }
 }

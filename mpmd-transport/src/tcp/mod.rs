@@ -1,9 +1,10 @@
 //! Sockets between every pair of processes.
 //!
 //! Each pair has two connections, *control* and *bulk*: [`Kind::Data`](crate::Kind::Data) goes over
-//! bulk and everything else over control, so that a grant or a heartbeat never queues behind payload.
-//! Bulk payloads are read from the socket straight into the buffer they are fetched into; while nobody
-//! fetches one, it waits in the sockets and holds up nothing but later data of the same peer.
+//! bulk and everything else over control, so that a grant or a heartbeat never queues behind
+//! payload. Bulk payloads are read from the socket straight into the buffer they are fetched into;
+//! while nobody fetches one, it waits in the sockets and holds up nothing but later data of the
+//! same peer.
 //!
 //! One named thread drives all sockets and calls the handler; its tokio runtime is nobody else's
 //! business. The exception is a small control message: [`Transport::post`] writes it at once, where
@@ -12,9 +13,9 @@
 //! # The end of a connection
 //!
 //! A peer is down when one of its connections has ended and the other has ended too or stands still
-//! for a second: what a dying or closing peer has sent before is thus still delivered. A payload that
-//! nobody fetches in that second is lost. What was queued to a peer that closed in order is still
-//! sent as long as the peer takes it.
+//! for a second: what a dying or closing peer has sent before is thus still delivered. A payload
+//! that nobody fetches in that second is lost. What was queued to a peer that closed in order is
+//! still sent as long as the peer takes it.
 
 mod connect;
 mod drive;
@@ -69,7 +70,8 @@ impl fmt::Debug for TcpConfig {
 /// The transport over sockets; made by [`Listener::connect`].
 ///
 /// Dropped without [`Transport::shutdown`] it closes its sockets at once, which peers see as its
-/// death; open tickets end with [`Closed`](crate::TransportError::Closed), on the transport's thread.
+/// death; open tickets end with [`Closed`](crate::TransportError::Closed), on the transport's
+/// thread.
 pub struct Tcp {
     shared: Arc<Shared>,
     /// Taken by `start`.
@@ -107,7 +109,8 @@ impl Transport for Tcp {
         let Some(close) = self.close.lock().take() else { return };
         let (closed, wait) = std::sync::mpsc::channel();
         if close.send(Close { deadline, closed }).is_ok() {
-            // The thread keeps the deadline itself; the rest is for a handler call that is under way.
+            // The thread keeps the deadline itself; the rest is for a handler call that is under
+            // way.
             let _ = wait.recv_timeout(deadline.saturating_add(drive::LAST_CALL));
         }
     }

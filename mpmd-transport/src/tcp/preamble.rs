@@ -66,7 +66,10 @@ impl Job {
     }
 
     /// Who speaks, on which channel. Looks at nothing before magic and token are right.
-    pub(super) fn check(&self, bytes: &[u8; PREAMBLE_BYTES]) -> Result<(ProcessId, Channel), Refusal> {
+    pub(super) fn check(
+        &self,
+        bytes: &[u8; PREAMBLE_BYTES],
+    ) -> Result<(ProcessId, Channel), Refusal> {
         let shown = bytes[12..44].first_chunk();
         if bytes[..8] != MAGIC || !shown.is_some_and(|shown| are_equal(shown, &self.token)) {
             return Err(Refusal::Stranger);
@@ -76,18 +79,23 @@ impl Job {
         let version = u16::from_le_bytes([bytes[8], bytes[9]]);
         if version != VERSION {
             return misfit(format!(
-                "it speaks wire version {version}, this process speaks {VERSION}; run the same build on every \
+                "it speaks wire version {version}, this process speaks {VERSION}; run the same \
+                 build on every \
                  process"
             ));
         }
         let epoch = u64::from(u32_at(bytes, 44)) | (u64::from(u32_at(bytes, 48)) << 32);
         if epoch != self.epoch {
-            return misfit(format!("it belongs to epoch {epoch} of the job, this process to {}", self.epoch));
+            return misfit(format!(
+                "it belongs to epoch {epoch} of the job, this process to {}",
+                self.epoch
+            ));
         }
         let to = ProcessId(u32_at(bytes, 56));
         if to != self.process || from == self.process || from.index() >= self.processes {
             return misfit(format!(
-                "process {from} expects process {to} here, but this is process {} of {}; the processes have \
+                "process {from} expects process {to} here, but this is process {} of {}; the \
+                 processes have \
                  different lists of addresses",
                 self.process, self.processes
             ));

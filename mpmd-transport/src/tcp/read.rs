@@ -178,8 +178,12 @@ impl Reader<'_> {
             return Ok(());
         }
         let (asks, answer) = oneshot::channel();
-        let waiting =
-            Waiting { shared: self.shared.clone(), peer: self.peer, bytes: header.bytes, asks: Some(asks) };
+        let waiting = Waiting {
+            shared: self.shared.clone(),
+            peer: self.peer,
+            bytes: header.bytes,
+            asks: Some(asks),
+        };
         self.handler.arrived(self.peer, header, Payload::Waiting(Box::new(waiting)));
         match answer.await {
             Ok(mut place) => match place.given.take() {
@@ -191,8 +195,14 @@ impl Reader<'_> {
     }
 
     /// Reads a payload into the place that was found for it. However this ends, `then` is called.
-    async fn fill(&self, half: &impl Half, mut into: OwnedBuffer, then: FetchDone) -> Result<(), End> {
-        let mut filling = Filling { shared: self.shared, peer: self.peer, why: "", then: Some(then) };
+    async fn fill(
+        &self,
+        half: &impl Half,
+        mut into: OwnedBuffer,
+        then: FetchDone,
+    ) -> Result<(), End> {
+        let mut filling =
+            Filling { shared: self.shared, peer: self.peer, why: "", then: Some(then) };
         match self.all(half, &mut into).await {
             Ok(()) => {
                 if let Some(then) = filling.then.take() {
@@ -221,7 +231,10 @@ impl Reader<'_> {
     fn decode(&self, bytes: &[u8; HEADER_BYTES], bulk: bool) -> Result<Header, End> {
         let header = Header::decode(bytes).map_err(|error| End::Protocol(error.to_string()))?;
         if (header.kind == Kind::Data) != bulk {
-            return Err(End::Protocol(format!("a {:?} message came over the wrong connection", header.kind)));
+            return Err(End::Protocol(format!(
+                "a {:?} message came over the wrong connection",
+                header.kind
+            )));
         }
         Ok(header)
     }
@@ -312,15 +325,23 @@ impl Fetch for Waiting {
     }
 
     fn fetch(mut self: Box<Self>, into: OwnedBuffer, then: FetchDone) {
-        assert_eq!(into.len() as u64, self.bytes, "a payload is fetched into a buffer of its length");
+        assert_eq!(
+            into.len() as u64,
+            self.bytes,
+            "a payload is fetched into a buffer of its length"
+        );
         let Some(asks) = self.asks.take() else { return };
         // Where nobody reads any more it comes back, and says so as it goes.
-        let _ = asks.send(Place { shared: self.shared.clone(), peer: self.peer, given: Some((into, then)) });
+        let _ = asks.send(Place {
+            shared: self.shared.clone(),
+            peer: self.peer,
+            given: Some((into, then)),
+        });
     }
 }
 
-/// Where a payload is to go, on its way to the task that reads. That task may end just before it takes the
-/// place, which then goes with it: what comes after the payload is told all the same.
+/// Where a payload is to go, on its way to the task that reads. That task may end just before it
+/// takes the place, which then goes with it: what comes after the payload is told all the same.
 struct Place {
     shared: Arc<Shared>,
     peer: ProcessId,
@@ -332,7 +353,8 @@ impl Drop for Place {
     fn drop(&mut self) {
         if let Some((into, then)) = self.given.take() {
             drop(into);
-            let error = self.shared.lost(self.peer, "its connection ended before the payload was fetched");
+            let error =
+                self.shared.lost(self.peer, "its connection ended before the payload was fetched");
             self.shared.endings.fetch(then, error);
         }
     }
@@ -349,7 +371,11 @@ struct Filling<'a> {
 impl Drop for Filling<'_> {
     fn drop(&mut self) {
         if let Some(then) = self.then.take() {
-            let why = if self.why.is_empty() { "its connection stood still in a payload" } else { self.why };
+            let why = if self.why.is_empty() {
+                "its connection stood still in a payload"
+            } else {
+                self.why
+            };
             then(Err(self.shared.lost(self.peer, why)));
         }
     }

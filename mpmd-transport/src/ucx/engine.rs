@@ -1,8 +1,9 @@
 //! The thread that owns every object of UCX's: takes commands, lets UCX work, sleeps.
 //!
-//! A turn of the engine carries out what was asked, lets UCX progress once, and says what came of it. A
-//! handler that posts from within a call finds its message sent in the next turn. Where a turn finds
-//! nothing, [`Rest`] decides whether to look again or to sleep on the worker's descriptor; a command wakes it.
+//! A turn of the engine carries out what was asked, lets UCX progress once, and says what came of
+//! it. A handler that posts from within a call finds its message sent in the next turn. Where a
+//! turn finds nothing, [`Rest`] decides whether to look again or to sleep on the worker's
+//! descriptor; a command wakes it.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
@@ -122,15 +123,20 @@ pub(super) fn start(processes: usize) -> Result<(String, Arc<Queue>), TransportE
         }
     };
     std::thread::Builder::new().name("mpmd-ucx".to_owned()).spawn(run).map_err(|error| {
-        TransportError::Environment { doing: "starting UCX's thread".to_owned(), why: error.to_string() }
+        TransportError::Environment {
+            doing: "starting UCX's thread".to_owned(),
+            why: error.to_string(),
+        }
     })?;
     told.recv().unwrap_or(Err(TransportError::Closed))
 }
 
 /// The worker that the engine, and who examines this machine, use; for a job of so many processes.
 pub(super) fn worker(processes: usize) -> Result<Worker, TransportError> {
-    let library = sys::library()
-        .map_err(|why| TransportError::Unavailable { transport: super::NAME, why: why.to_owned() })?;
+    let library = sys::library().map_err(|why| TransportError::Unavailable {
+        transport: super::NAME,
+        why: why.to_owned(),
+    })?;
     let settings = settings::unless_set(library.version, |variable| std::env::var(variable).ok());
     Worker::new(processes, &settings, id::ALL).map_err(|error| error.environment("opening UCX"))
 }
@@ -167,7 +173,8 @@ impl Engine {
     fn run(mut self) {
         let (mut commands, mut events) = (Vec::new(), Vec::new());
         loop {
-            // Before commands: a goodbye that has come is heard before anything more is fetched from who left.
+            // Before commands: a goodbye that has come is heard before anything more is fetched
+            // from who left.
             let mut worked = self.worker.progress();
             self.worker.collect(&mut events);
             worked |= !events.is_empty();
@@ -211,7 +218,8 @@ impl Engine {
         match (&armed, self.worker.descriptor()) {
             (Ok(false), _) => {}
             (Ok(true), Ok(descriptor)) => {
-                let hurry = self.meeting.is_some() || self.leaving.is_some() || self.roll_call.is_some();
+                let hurry =
+                    self.meeting.is_some() || self.leaving.is_some() || self.roll_call.is_some();
                 let sleep = if hurry { SHORT_SLEEP } else { LONGEST_SLEEP };
                 let sleep = Timespec { tv_sec: 0, tv_nsec: i64::from(sleep.subsec_nanos()) };
                 // Interrupted or not: the next turn looks.
@@ -230,10 +238,14 @@ impl Engine {
         match command {
             Command::Connect(config, reply) => self.connect(*config, reply),
             Command::Start(handler) => self.start_handler(handler),
-            Command::Post { to, header, payload, ticket } => self.post(to, &header, payload, ticket),
+            Command::Post { to, header, payload, ticket } => {
+                self.post(to, &header, payload, ticket)
+            }
             Command::Fetch { payload, from, into, then } => self.fetch(payload, from, into, then),
             Command::Discard { payload } => self.discard(payload),
-            Command::GiveUp { peer, why } => self.shut_out(peer, TransportError::PeerGone { peer, why }),
+            Command::GiveUp { peer, why } => {
+                self.shut_out(peer, TransportError::PeerGone { peer, why })
+            }
             Command::Close(deadline, closed) => self.begin_to_leave(deadline, Some(closed)),
             Command::Abandon => self.begin_to_leave(Duration::ZERO, None),
         }
@@ -245,7 +257,9 @@ impl Engine {
                 self.throw_away(body);
                 self.greeted(&header[..bytes]);
             }
-            Event::Message { id, header: (header, bytes), body } => self.arrived(id, &header[..bytes], body),
+            Event::Message { id, header: (header, bytes), body } => {
+                self.arrived(id, &header[..bytes], body)
+            }
             Event::Ended(op, result, held) => self.ended(op, result, held),
             Event::Failed(endpoint, why) => {
                 if let Some(peer) = self.processes.get(&endpoint).copied() {
@@ -285,7 +299,8 @@ impl Engine {
     }
 
     fn greet_all(&mut self, config: &UcxConfig) -> Result<(), TransportError> {
-        let peers = (0..).map(ProcessId).zip(&config.peers).filter(|(peer, _)| *peer != config.process);
+        let peers =
+            (0..).map(ProcessId).zip(&config.peers).filter(|(peer, _)| *peer != config.process);
         // All are read before any is used: who differs is named by everybody.
         let addresses: Vec<_> = peers
             .map(|(peer, text)| Address::parse(text, peer).map(|address| (peer, address)))
@@ -372,7 +387,8 @@ impl Engine {
     /// What carries messages to each peer.
     fn lanes(&self) -> Vec<String> {
         let lanes = self.peers.iter().zip(0..).map(|(peer, id)| {
-            let lanes = peer.endpoint.map_or_else(String::new, |endpoint| self.worker.lanes(endpoint));
+            let lanes =
+                peer.endpoint.map_or_else(String::new, |endpoint| self.worker.lanes(endpoint));
             if peer.endpoint.is_some() {
                 tracing::debug!(peer = id, "UCX's choice of lanes\n{lanes}");
             }

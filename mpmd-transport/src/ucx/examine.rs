@@ -11,7 +11,8 @@ use crate::wire::ProcessId;
 ///
 /// # Errors
 ///
-/// Where there is no library, or it finds nothing that it can use, or the two ends do not meet within `limit`.
+/// Where there is no library, or it finds nothing that it can use, or the two ends do not meet
+/// within `limit`.
 pub fn examine(limit: Duration) -> Result<Report, TransportError> {
     let until = engine::after(limit);
     let resources = resources(&engine::worker(2)?.resources());
@@ -40,8 +41,10 @@ pub fn examine(limit: Duration) -> Result<Report, TransportError> {
         scope.spawn(|| one.shutdown(limit));
         other.shutdown(limit);
     });
-    let library = sys::library()
-        .map_err(|why| TransportError::Unavailable { transport: super::NAME, why: why.to_owned() })?;
+    let library = sys::library().map_err(|why| TransportError::Unavailable {
+        transport: super::NAME,
+        why: why.to_owned(),
+    })?;
     Ok(Report { version: library.version(), library: library.path.clone(), resources, lanes })
 }
 

@@ -1,9 +1,9 @@
 //! The end of a transport.
 //!
-//! Who leaves first lets end what it has under way, then says *bye* to every peer: it takes nothing more and
-//! sends nothing more. A peer that hears it reports the leaver as down and answers *heard* once it reads
-//! nothing of the leaver's memory any more. With all answers, or other goodbyes, the leaver can go: nobody
-//! reaches into memory that it gives up. Each wait has a deadline.
+//! Who leaves first lets end what it has under way, then says *bye* to every peer: it takes nothing
+//! more and sends nothing more. A peer that hears it reports the leaver as down and answers *heard*
+//! once it reads nothing of the leaver's memory any more. With all answers, or other goodbyes, the
+//! leaver can go: nobody reaches into memory that it gives up. Each wait has a deadline.
 
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
@@ -87,7 +87,8 @@ impl Engine {
         let mut done = false;
         match (leaving.goodbye, leaving.closing) {
             (None, _) => {
-                let busy = self.peers.iter().any(|p| p.down.is_none() && p.sending + p.fetching > 0);
+                let busy =
+                    self.peers.iter().any(|p| p.down.is_none() && p.sending + p.fetching > 0);
                 if !busy || now >= leaving.until {
                     leaving.goodbye = Some(now.max(leaving.until.min(now + LAST_CALL)) + LAST_CALL);
                     self.leaving = Some(leaving);
@@ -97,7 +98,8 @@ impl Engine {
             }
             (Some(until), None) => {
                 let waits = self.peers.iter().any(|p| {
-                    p.endpoint.is_some() && p.down.is_none() && !p.has_heard || p.heard_bye && !p.answered
+                    p.endpoint.is_some() && p.down.is_none() && !p.has_heard
+                        || p.heard_bye && !p.answered
                 });
                 if !waits || now >= until {
                     for peer in 0..self.peers.len() {
@@ -138,8 +140,8 @@ impl Engine {
         }
         let closed = self.leaving.take().and_then(|leaving| leaving.closed);
         let (queue, handler) = (self.queue.clone(), self.handler.take());
-        // The worker goes first, while what is asked meanwhile is still heard: once the end is said nobody
-        // touches memory any more, and nothing was lost.
+        // The worker goes first, while what is asked meanwhile is still heard: once the end is said
+        // nobody touches memory any more, and nothing was lost.
         drop(self);
         let mut all_closed = Vec::from_iter(closed);
         // Bounded, for a handler may go on asking.

@@ -7,9 +7,9 @@ use crate::rendezvous::are_equal;
 use crate::transport::TransportError;
 use crate::wire::{ProcessId, VERSION};
 
-/// How a worker's address is written among the addresses of a process:
-/// `wire version/UCX version/checksum/hex`, with `/cuda` behind it where its UCX moves the memory of CUDA devices. UCX reads addresses without looking at their length, so a damaged
-/// one must not get there.
+/// How a worker's address is written among the addresses of a process: `wire version/UCX
+/// version/checksum/hex`, with `/cuda` behind it where its UCX moves the memory of CUDA devices.
+/// UCX reads addresses without looking at their length, so a damaged one must not get there.
 pub(super) struct Address {
     pub(super) worker: Vec<u8>,
     pub(super) moves_cuda: bool,
@@ -47,7 +47,8 @@ impl Address {
         };
         if wire != VERSION.to_string() {
             return Err(wrong(format!(
-                "it speaks wire version {wire}, this process {VERSION}; run the same build on every process"
+                "it speaks wire version {wire}, this process {VERSION}; run the same build on \
+                 every process"
             )));
         }
         let own = sys::library().map(sys::Library::version).unwrap_or_default();
@@ -65,13 +66,16 @@ impl Address {
 
 /// FNV-1a of 64 bits (Fowler, Noll, Vo).
 fn checksum(bytes: &[u8]) -> u64 {
-    bytes
-        .iter()
-        .fold(0xcbf2_9ce4_8422_2325, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, byte| {
+        (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
+    })
 }
 
 fn bytes(hex: &str) -> Option<Vec<u8>> {
-    if hex.is_empty() || !hex.len().is_multiple_of(2) || !hex.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+    if hex.is_empty()
+        || !hex.len().is_multiple_of(2)
+        || !hex.bytes().all(|byte| byte.is_ascii_hexdigit())
+    {
         return None;
     }
     (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).ok()).collect()
@@ -133,8 +137,12 @@ impl Hello {
         token: &[u8; 32],
         epoch: u64,
     ) -> Result<Self, Refusal> {
-        let Ok(bytes) = <&[u8; HELLO_BYTES]>::try_from(bytes) else { return Err(Refusal::Stranger) };
-        let number = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        let Ok(bytes) = <&[u8; HELLO_BYTES]>::try_from(bytes) else {
+            return Err(Refusal::Stranger);
+        };
+        let number = |at: usize| {
+            u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+        };
         let shown = bytes.last_chunk();
         if bytes[..8] != MAGIC || !shown.is_some_and(|shown| are_equal(shown, token)) {
             return Err(Refusal::Stranger);
@@ -149,7 +157,8 @@ impl Hello {
         if hello.from.index() >= processes || hello.from == me {
             return Err(Refusal::Stranger);
         }
-        let misfit = |why: String| Err(Refusal::Misfit(TransportError::Protocol { peer: hello.from, why }));
+        let misfit =
+            |why: String| Err(Refusal::Misfit(TransportError::Protocol { peer: hello.from, why }));
         let version = u16::from_le_bytes([bytes[8], bytes[9]]);
         if version != VERSION {
             return misfit(format!("it speaks wire version {version}, this process {VERSION}"));
@@ -221,14 +230,22 @@ mod tests {
             let address = Address::parse(text, ProcessId(3)).unwrap();
             assert_eq!((address.worker, address.moves_cuda), (vec![0, 255, 16], moves_cuda));
         }
-        assert!(text.starts_with(&format!("{VERSION}/{own}/")) && text.ends_with("/00ff10"), "{text}");
+        assert!(
+            text.starts_with(&format!("{VERSION}/{own}/")) && text.ends_with("/00ff10"),
+            "{text}"
+        );
         let parse = |text: &str| Address::parse(text, ProcessId(3)).map(|address| address.worker);
         assert_eq!(parse(&text), Ok(vec![0, 255, 16]));
         let says = |text: &str| parse(text).unwrap_err().to_string();
-        assert!(says(&format!("{VERSION}/1.99.0/0/00")).contains("it runs UCX 1.99.0, this process 1."));
+        assert!(
+            says(&format!("{VERSION}/1.99.0/0/00")).contains("it runs UCX 1.99.0, this process 1.")
+        );
         assert!(says("99/1.12.1/0/00").contains("wire version 99"));
         for garbled in ["", "0", "zz", "é0"] {
-            assert!(says(&format!("{VERSION}/{own}/0/{garbled}")).contains("garbled"), "{garbled:?}");
+            assert!(
+                says(&format!("{VERSION}/{own}/0/{garbled}")).contains("garbled"),
+                "{garbled:?}"
+            );
         }
         let signed = Address::format(&[7], &own, false).replace("/07", "/+7");
         assert!(says(&signed).contains("garbled"), "a sign is no digit");

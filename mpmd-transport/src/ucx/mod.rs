@@ -1,11 +1,12 @@
 //! UCX between processes: RDMA, shared memory or TCP, whatever both sides have and UCX thinks best.
 //!
-//! Control messages go with their bytes, large payloads stay with their sender until they are fetched. Where UCX has
-//! nothing but TCP both share one connection, so that what follows a payload under way waits for it: slow networks
-//! want a patience beyond the time that the largest piece takes, or the transport [`tcp`](crate::tcp).
+//! Control messages go with their bytes, large payloads stay with their sender until they are
+//! fetched. Where UCX has nothing but TCP both share one connection, so that what follows a payload
+//! under way waits for it: slow networks want a patience beyond the time that the largest piece
+//! takes, or the transport [`tcp`](crate::tcp).
 //!
-//! Messages are told from strangers' by a secret that peers exchange; UCX itself, below, asks nobody who they are: use
-//! it on networks you trust.
+//! Messages are told from strangers' by a secret that peers exchange; UCX itself, below, asks
+//! nobody who they are: use it on networks you trust.
 //!
 //! Needs the cargo feature `ucx`. Without it everything here is still there, and says
 //! [`TransportError::Unavailable`](crate::TransportError::Unavailable) with how to get it.
@@ -59,8 +60,8 @@ pub const NAME: &str = "ucx";
 /// How long the engine looks for work before it sleeps.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Spin {
-    /// As long as it has paid lately, up to 50 microseconds; not at all where the job has more processes on
-    /// this host than the host has cores for them.
+    /// As long as it has paid lately, up to 50 microseconds; not at all where the job has more
+    /// processes on this host than the host has cores for them.
     #[default]
     Auto,
     /// Sleeps at once.
@@ -74,7 +75,8 @@ pub enum Spin {
 pub struct UcxConfig {
     /// Who this process is.
     pub process: ProcessId,
-    /// What each process's [`Opened::address`] said, by process; this process's own entry is not looked at.
+    /// What each process's [`Opened::address`] said, by process; this process's own entry is not
+    /// looked at.
     pub peers: Vec<String>,
     /// The job's secret: who does not know it is no peer.
     pub token: [u8; 32],
@@ -113,6 +115,7 @@ pub struct Report {
     pub library: PathBuf,
     /// What it can use: pairs of a transport and a device, such as `posix` and `memory`.
     pub resources: Vec<(String, String)>,
-    /// What two processes on this host would use between them, a line of UCX's own words for each lane.
+    /// What two processes on this host would use between them, a line of UCX's own words for each
+    /// lane.
     pub lanes: Vec<String>,
 }

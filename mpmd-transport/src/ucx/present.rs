@@ -13,8 +13,8 @@ use crate::memory::SharedBuffer;
 use crate::transport::{Handler, Ticket, Transport, TransportError, check_post};
 use crate::wire::{Header, ProcessId};
 
-/// How long a shutdown waits, beyond its deadline and the engine's own last wait, for a handler call that is
-/// under way.
+/// How long a shutdown waits, beyond its deadline and the engine's own last wait, for a handler
+/// call that is under way.
 const HANDLER_CALL: Duration = Duration::from_secs(1);
 
 /// UCX, opened but not connected: it has an address for others.
@@ -27,8 +27,8 @@ pub struct Opened {
 }
 
 impl Opened {
-    /// Opens UCX on this machine for a job of so many processes, and starts its thread. UCX goes by their number
-    /// where a network has ways that suit few peers and others that suit many.
+    /// Opens UCX on this machine for a job of so many processes, and starts its thread. UCX goes by
+    /// their number where a network has ways that suit few peers and others that suit many.
     ///
     /// # Errors
     ///
@@ -47,15 +47,16 @@ impl Opened {
     ///
     /// # Errors
     ///
-    /// Where a peer runs another version of UCX or of this library, belongs to another epoch, cannot be
-    /// reached, or is not heard of within the patience; which, is said.
+    /// Where a peer runs another version of UCX or of this library, belongs to another epoch,
+    /// cannot be reached, or is not heard of within the patience; which, is said.
     pub fn connect(mut self, config: UcxConfig) -> Result<Arc<Ucx>, TransportError> {
         let Some(queue) = self.queue.take() else { return Err(TransportError::Closed) };
         let (process, processes) = (config.process, config.peers.len());
         let (reply, outcome) = mpsc::channel();
         // Dropped where this fails, which ends the engine.
         let started = AtomicBool::new(false);
-        let mut ucx = Ucx { queue, process, processes, lanes: Vec::new(), moves_cuda: Vec::new(), started };
+        let mut ucx =
+            Ucx { queue, process, processes, lanes: Vec::new(), moves_cuda: Vec::new(), started };
         if ucx.queue.push(Command::Connect(Box::new(config), reply)).is_err() {
             return Err(TransportError::Closed);
         }
@@ -89,8 +90,8 @@ impl fmt::Debug for Opened {
 
 /// The transport over UCX; made by [`Opened::connect`].
 ///
-/// Dropped without [`Transport::shutdown`] it says goodbye at once, which peers see as its death; open tickets
-/// end with [`Closed`](TransportError::Closed), on the engine's thread.
+/// Dropped without [`Transport::shutdown`] it says goodbye at once, which peers see as its death;
+/// open tickets end with [`Closed`](TransportError::Closed), on the engine's thread.
 pub struct Ucx {
     queue: Arc<Queue>,
     process: ProcessId,
@@ -111,7 +112,8 @@ impl Ucx {
         &self.lanes[peer.index()]
     }
 
-    /// Whether memory of CUDA devices goes to `peer`, and comes from it, as it is: where UCX has CUDA on both sides.
+    /// Whether memory of CUDA devices goes to `peer`, and comes from it, as it is: where UCX has
+    /// CUDA on both sides.
     ///
     /// # Panics
     ///

@@ -81,8 +81,8 @@ impl Queue {
         }
         list.commands.push(command);
         drop(list);
-        // In one order with `rest`: either the engine sees the command before it sleeps, or this sees it
-        // asleep.
+        // In one order with `rest`: either the engine sees the command before it sleeps, or this
+        // sees it asleep.
         self.some.store(true, Ordering::SeqCst);
         if self.asleep.swap(false, Ordering::SeqCst) {
             self.signal.wake();

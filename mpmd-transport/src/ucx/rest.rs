@@ -1,8 +1,8 @@
 //! How long the engine looks for work before it sleeps.
 //!
-//! A look costs a fraction of a microsecond, falling asleep and waking some tens; but who looks takes a core
-//! from whoever has work. So looking has to pay: it goes on as long as gaps between works have lately been
-//! shorter than it, and stops where they were not.
+//! A look costs a fraction of a microsecond, falling asleep and waking some tens; but who looks
+//! takes a core from whoever has work. So looking has to pay: it goes on as long as gaps between
+//! works have lately been shorter than it, and stops where they were not.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,8 @@ use super::Spin;
 
 /// The longest that [`Spin::Auto`] looks.
 const LONGEST: Duration = Duration::from_micros(50);
-/// A gap that ended this soon would have been worth looking through, also where it was slept through.
+/// A gap that ended this soon would have been worth looking through, also where it was slept
+/// through.
 const WORTH: Duration = Duration::from_micros(100);
 /// Looks between two offers of the core to others.
 const LOOKS: u32 = 16;

@@ -43,8 +43,8 @@ pub(super) fn describe(status: Status) -> String {
     // Unknown ones are written into one place for all threads.
     static ONE_AT_A_TIME: parking_lot::Mutex<()> = parking_lot::Mutex::new(());
     let _alone = ONE_AT_A_TIME.lock();
-    // SAFETY: the function takes any number and returns a string that lives as long as the library, or, for
-    // unknown ones, until it is called again, which the lock prevents. It is copied here.
+    // SAFETY: the function takes any number and returns a string that lives as long as the library,
+    // or, for unknown ones, until it is called again, which the lock prevents. It is copied here.
     let words = unsafe {
         let words = (library.functions.ucs_status_string)(status);
         (!words.is_null()).then(|| CStr::from_ptr(words).to_string_lossy().into_owned())
@@ -79,7 +79,8 @@ fn started(pointer: *mut c_void) -> Started {
     }
 }
 
-/// A context with active messages and wake-up, and these settings beside those of the user's variables.
+/// A context with active messages and wake-up, and these settings beside those of the user's
+/// variables.
 ///
 /// # Safety
 ///
@@ -87,14 +88,20 @@ fn started(pointer: *mut c_void) -> Started {
 pub(super) unsafe fn init(processes: usize, settings: &[(&str, &str)]) -> Result<NonNull<Context>> {
     let ucx = functions();
     let mut config = null_mut();
-    // SAFETY: with neither prefix nor file the variables `UCX_*` are read; `config` is this frame's.
+    // SAFETY: with neither prefix nor file the variables `UCX_*` are read; `config` is this
+    // frame's.
     check("ucp_config_read", unsafe { (ucx.ucp_config_read)(null(), null(), &mut config) })?;
     for (name, value) in settings {
         if let (Ok(name), Ok(value)) = (CString::new(*name), CString::new(*value)) {
             // SAFETY: `config` was read above, and both are strings that outlive the call.
             let status = unsafe { (ucx.ucp_config_modify)(config, name.as_ptr(), value.as_ptr()) };
             if status != Status::OK {
-                tracing::debug!(?name, ?value, status = describe(status), "UCX takes no such setting");
+                tracing::debug!(
+                    ?name,
+                    ?value,
+                    status = describe(status),
+                    "UCX takes no such setting"
+                );
             }
         }
     }
@@ -102,7 +109,8 @@ pub(super) unsafe fn init(processes: usize, settings: &[(&str, &str)]) -> Result
     let mut params: sys::ucp_params = unsafe { zeroed() };
     params.field_mask = u64::from(sys::ucp_params_field::UCP_PARAM_FIELD_FEATURES.0)
         | u64::from(sys::ucp_params_field::UCP_PARAM_FIELD_ESTIMATED_NUM_EPS.0);
-    params.features = u64::from(sys::ucp_feature::UCP_FEATURE_AM.0 | sys::ucp_feature::UCP_FEATURE_WAKEUP.0);
+    params.features =
+        u64::from(sys::ucp_feature::UCP_FEATURE_AM.0 | sys::ucp_feature::UCP_FEATURE_WAKEUP.0);
     params.estimated_num_eps = processes as ucx1_sys::size_t;
     let mut context = null_mut();
     let (major, minor) = sys::API;
@@ -123,8 +131,11 @@ pub(super) unsafe fn context_moves_cuda(context: NonNull<Context>) -> Result<boo
     // SAFETY: numbers and a text, for all of which zero is a value.
     let mut found: sys::ucp_context_attr = unsafe { zeroed() };
     found.field_mask = u64::from(sys::ucp_context_attr_field::UCP_ATTR_FIELD_MEMORY_TYPES.0);
-    // SAFETY: the context lives by the caller's word; the field in the mask is one of the structure's.
-    check("ucp_context_query", unsafe { (functions().ucp_context_query)(context.as_ptr(), &mut found) })?;
+    // SAFETY: the context lives by the caller's word; the field in the mask is one of the
+    // structure's.
+    check("ucp_context_query", unsafe {
+        (functions().ucp_context_query)(context.as_ptr(), &mut found)
+    })?;
     Ok(found.memory_types & (1 << sys::ucs_memory_type::UCS_MEMORY_TYPE_CUDA as u32) != 0)
 }
 
@@ -155,7 +166,8 @@ pub(super) unsafe fn cleanup(context: NonNull<Context>) {
 pub(super) unsafe fn worker_create(context: NonNull<Context>) -> Result<NonNull<Worker>> {
     // SAFETY: numbers, a mask of processors and an enumeration whose first value is zero.
     let mut params: sys::ucp_worker_params = unsafe { zeroed() };
-    params.field_mask = u64::from(sys::ucp_worker_params_field::UCP_WORKER_PARAM_FIELD_THREAD_MODE.0);
+    params.field_mask =
+        u64::from(sys::ucp_worker_params_field::UCP_WORKER_PARAM_FIELD_THREAD_MODE.0);
     params.thread_mode = sys::ucs_thread_mode_t::UCS_THREAD_MODE_SINGLE;
     let mut worker = null_mut();
     // SAFETY: the context lives by the caller's word, and the field in the mask is set.
@@ -219,7 +231,8 @@ pub(super) unsafe fn worker_arm(worker: NonNull<Worker>) -> Result<bool> {
 ///
 /// The worker is alive.
 pub(super) unsafe fn worker_signal(worker: NonNull<Worker>) -> Result<()> {
-    // SAFETY: the worker lives by the caller's word; UCX documents the call as safe from any thread.
+    // SAFETY: the worker lives by the caller's word; UCX documents the call as safe from any
+    // thread.
     check("ucp_worker_signal", unsafe { (functions().ucp_worker_signal)(worker.as_ptr()) })
 }
 
@@ -237,7 +250,8 @@ pub(super) unsafe fn worker_progress(worker: NonNull<Worker>) -> bool {
 ///
 /// # Safety
 ///
-/// The worker is alive, and this is its thread. `callback` can be called whenever the worker is used.
+/// The worker is alive, and this is its thread. `callback` can be called whenever the worker is
+/// used.
 pub(super) unsafe fn worker_on_message(
     worker: NonNull<Worker>,
     number: c_uint,
@@ -258,8 +272,9 @@ pub(super) unsafe fn worker_on_message(
     params.flags = WHOLE;
     params.arg = number as usize as *mut c_void;
     // SAFETY: the types differ in the status alone, a byte in both, and in the name of a length.
-    params.cb =
-        Some(unsafe { std::mem::transmute::<sys::MessageCallback, MessageCallbackOfBindings>(callback) });
+    params.cb = Some(unsafe {
+        std::mem::transmute::<sys::MessageCallback, MessageCallbackOfBindings>(callback)
+    });
     // SAFETY: the worker lives by the caller's word, the fields in the mask are set.
     let status = unsafe { (functions().ucp_worker_set_am_recv_handler)(worker.as_ptr(), &params) };
     check("ucp_worker_set_am_recv_handler", status)
@@ -273,13 +288,15 @@ type MessageCallbackOfBindings = unsafe extern "C" fn(
     ucx1_sys::size_t,
     *const sys::ucp_am_recv_param_t,
 ) -> ucx1_sys::ucs_status_t;
-type SendCallbackOfBindings = unsafe extern "C" fn(*mut c_void, ucx1_sys::ucs_status_t, *mut c_void);
+type SendCallbackOfBindings =
+    unsafe extern "C" fn(*mut c_void, ucx1_sys::ucs_status_t, *mut c_void);
 type ReceiveCallbackOfBindings =
     unsafe extern "C" fn(*mut c_void, ucx1_sys::ucs_status_t, ucx1_sys::size_t, *mut c_void);
-type ErrorCallbackOfBindings = unsafe extern "C" fn(*mut c_void, sys::ucp_ep_h, ucx1_sys::ucs_status_t);
+type ErrorCallbackOfBindings =
+    unsafe extern "C" fn(*mut c_void, sys::ucp_ep_h, ucx1_sys::ucs_status_t);
 
-/// An endpoint to the worker of that address, which ends every send when the peer fails and then calls
-/// `callback` with `argument`.
+/// An endpoint to the worker of that address, which ends every send when the peer fails and then
+/// calls `callback` with `argument`.
 ///
 /// # Safety
 ///
@@ -302,12 +319,13 @@ pub(super) unsafe fn endpoint_create(
     params.address = address.as_ptr().cast();
     params.err_mode = sys::ucp_err_handling_mode_t::UCP_ERR_HANDLING_MODE_PEER;
     // SAFETY: the types differ in the status alone, a byte in both, and in the name of a length.
-    params.err_handler.cb =
-        Some(unsafe { std::mem::transmute::<sys::ErrorCallback, ErrorCallbackOfBindings>(callback) });
+    params.err_handler.cb = Some(unsafe {
+        std::mem::transmute::<sys::ErrorCallback, ErrorCallbackOfBindings>(callback)
+    });
     params.err_handler.arg = argument as *mut c_void;
     let mut endpoint = null_mut();
-    // SAFETY: the worker lives by the caller's word, the address outlives the call, the fields in the mask
-    // are set.
+    // SAFETY: the worker lives by the caller's word, the address outlives the call, the fields in
+    // the mask are set.
     let status = unsafe { (functions().ucp_ep_create)(worker.as_ptr(), &params, &mut endpoint) };
     check("ucp_ep_create", status)?;
     made("ucp_ep_create", endpoint)
@@ -317,8 +335,8 @@ pub(super) unsafe fn endpoint_create(
 ///
 /// # Safety
 ///
-/// The endpoint is alive, and this is its worker's thread. It is not used again. A request is freed with
-/// [`request_free`].
+/// The endpoint is alive, and this is its worker's thread. It is not used again. A request is freed
+/// with [`request_free`].
 pub(super) unsafe fn endpoint_close(endpoint: NonNull<Endpoint>, at_once: bool) -> Started {
     /// `UCP_EP_CLOSE_FLAG_FORCE`.
     const FORCE: u32 = 1;
@@ -368,8 +386,9 @@ fn operation(number: usize, bytes: Bytes) -> sys::ucp_request_param_t {
 ///
 /// # Safety
 ///
-/// The endpoint is alive, and this is its worker's thread. Header and payload are where they are said to be, and stay
-/// there, unchanged, until the callback was called or this has returned [`Started::Over`].
+/// The endpoint is alive, and this is its worker's thread. Header and payload are where they are
+/// said to be, and stay there, unchanged, until the callback was called or this has returned
+/// [`Started::Over`].
 pub(super) unsafe fn message_send(
     endpoint: NonNull<Endpoint>,
     id: c_uint,
@@ -388,7 +407,8 @@ pub(super) unsafe fn message_send(
     // SAFETY: the types differ in the status alone, a byte in both, and in the name of a length.
     params.cb.send =
         Some(unsafe { std::mem::transmute::<sys::SendCallback, SendCallbackOfBindings>(callback) });
-    // SAFETY: the caller's word; the fields in the mask are set, and without a data type bytes are counted.
+    // SAFETY: the caller's word; the fields in the mask are set, and without a data type bytes are
+    // counted.
     started(unsafe {
         (functions().ucp_am_send_nbx)(
             endpoint.as_ptr(),
@@ -406,9 +426,10 @@ pub(super) unsafe fn message_send(
 ///
 /// # Safety
 ///
-/// The worker is alive, and this is its thread. The descriptor came with a message of this worker's, was
-/// kept, and is not used again. `into` is where it is said to be and stays there, used by nobody, until the callback was called
-/// or this has returned [`Started::Over`]; it is as long as the message said.
+/// The worker is alive, and this is its thread. The descriptor came with a message of this
+/// worker's, was kept, and is not used again. `into` is where it is said to be and stays there,
+/// used by nobody, until the callback was called or this has returned [`Started::Over`]; it is as
+/// long as the message said.
 pub(super) unsafe fn message_fetch(
     worker: NonNull<Worker>,
     descriptor: NonNull<c_void>,
@@ -418,8 +439,9 @@ pub(super) unsafe fn message_fetch(
 ) -> Started {
     let mut params = operation(number, into);
     // SAFETY: the types differ in the status alone, a byte in both, and in the name of a length.
-    params.cb.recv_am =
-        Some(unsafe { std::mem::transmute::<sys::ReceiveCallback, ReceiveCallbackOfBindings>(callback) });
+    params.cb.recv_am = Some(unsafe {
+        std::mem::transmute::<sys::ReceiveCallback, ReceiveCallbackOfBindings>(callback)
+    });
     // SAFETY: the caller's word; the fields in the mask are set.
     started(unsafe {
         (functions().ucp_am_recv_data_nbx)(
@@ -489,8 +511,8 @@ fn printed(print: impl FnOnce(*mut libc::FILE)) -> String {
         return String::new();
     }
     print(file);
-    // SAFETY: the stream is open, and not used again. Closing it puts what was printed, and its length,
-    // into the two variables.
+    // SAFETY: the stream is open, and not used again. Closing it puts what was printed, and its
+    // length, into the two variables.
     unsafe { libc::fclose(file) };
     if text.is_null() {
         return String::new();

@@ -1,9 +1,10 @@
 //! Who is still in reach once a peer has died.
 //!
-//! Processes of one host write into one queue of the receiver's memory, each into the next free place. Who is
-//! killed after it has taken a place and before it has said that the place is filled leaves a gap that the receiver
-//! never gets beyond: from then on it hears of nobody. UCX does not notice. So after a death everybody is asked for
-//! an answer, and who does not give one in time is out of reach, which is said like a death.
+//! Processes of one host write into one queue of the receiver's memory, each into the next free
+//! place. Who is killed after it has taken a place and before it has said that the place is filled
+//! leaves a gap that the receiver never gets beyond: from then on it hears of nobody. UCX does not
+//! notice. So after a death everybody is asked for an answer, and who does not give one in time is
+//! out of reach, which is said like a death.
 
 use std::time::{Duration, Instant};
 
@@ -49,15 +50,17 @@ impl Engine {
     pub(super) fn call_the_roll(&mut self) {
         let Some(RollCall { dead, until }) = &self.roll_call else { return };
         let (dead, until) = (*dead, *until);
-        let missing = self.peers.iter().zip(0..).filter(|(peer, _)| peer.down.is_none() && !peer.in_reach);
+        let missing =
+            self.peers.iter().zip(0..).filter(|(peer, _)| peer.down.is_none() && !peer.in_reach);
         let missing: Vec<_> = missing.map(|(_, id)| ProcessId(id)).collect();
         if !missing.is_empty() && Instant::now() < until {
             return;
         }
         self.roll_call = None;
         for peer in missing {
-            let why =
-                format!("process {dead} is gone, and since then nothing comes through from process {peer}");
+            let why = format!(
+                "process {dead} is gone, and since then nothing comes through from process {peer}"
+            );
             self.shut_out(peer, TransportError::PeerGone { peer, why });
         }
     }

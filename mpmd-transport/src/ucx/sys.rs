@@ -1,9 +1,11 @@
-//! What UCX's library offers, as it is in C: its types, the functions used here, and where it is found.
+//! What UCX's library offers, as it is in C: its types, the functions used here, and where it is
+//! found.
 //!
-//! The types come from `ucx1-sys`, with one exception. In C `ucs_status_t` is an enumeration in a byte,
-//! and libraries newer than those bindings may return values that they do not know; as a Rust enumeration
-//! that would be undefined behaviour. So it is a number here, [`Status`], and the functions are declared
-//! anew with it. They are looked up at run time: a program built with UCX runs where there is none.
+//! The types come from `ucx1-sys`, with one exception. In C `ucs_status_t` is an enumeration in a
+//! byte, and libraries newer than those bindings may return values that they do not know; as a Rust
+//! enumeration that would be undefined behaviour. So it is a number here, [`Status`], and the
+//! functions are declared anew with it. They are looked up at run time: a program built with UCX
+//! runs where there is none.
 
 use std::env;
 use std::ffi::{c_char, c_int, c_uint, c_void};
@@ -13,15 +15,15 @@ use std::sync::OnceLock;
 
 use rustix::process::geteuid;
 pub(super) use ucx1_sys::{
-    ucp_address_t, ucp_am_handler_param, ucp_am_handler_param_field, ucp_am_recv_attr_t, ucp_am_recv_param_t,
-    ucp_config_t, ucp_context_attr, ucp_context_attr_field, ucp_context_h, ucp_ep_h, ucp_ep_params,
-    ucp_ep_params_field, ucp_err_handling_mode_t, ucp_feature, ucp_op_attr_t, ucp_params, ucp_params_field,
-    ucp_request_param_t, ucp_send_am_flags, ucp_worker_h, ucp_worker_params, ucp_worker_params_field,
-    ucs_memory_type, ucs_thread_mode_t,
+    ucp_address_t, ucp_am_handler_param, ucp_am_handler_param_field, ucp_am_recv_attr_t,
+    ucp_am_recv_param_t, ucp_config_t, ucp_context_attr, ucp_context_attr_field, ucp_context_h,
+    ucp_ep_h, ucp_ep_params, ucp_ep_params_field, ucp_err_handling_mode_t, ucp_feature,
+    ucp_op_attr_t, ucp_params, ucp_params_field, ucp_request_param_t, ucp_send_am_flags,
+    ucp_worker_h, ucp_worker_params, ucp_worker_params_field, ucs_memory_type, ucs_thread_mode_t,
 };
 
-/// The version of UCX's interface that the types above are of. A library with another first number, or
-/// an older one, is refused.
+/// The version of UCX's interface that the types above are of. A library with another first number,
+/// or an older one, is refused.
 pub(super) const API: (c_uint, c_uint) = (1, 12);
 
 /// A variable that names the library's file, for where none of the usual places has the right one.
@@ -41,7 +43,8 @@ impl Status {
 
     /// The status that a pointer from UCX stands for; `None` for a request.
     ///
-    /// Null is success, the last 100 addresses are errors (`UCS_PTR_IS_ERR` in `ucs/type/status.h`).
+    /// Null is success, the last 100 addresses are errors (`UCS_PTR_IS_ERR` in
+    /// `ucs/type/status.h`).
     pub(super) fn of_pointer(pointer: *mut c_void) -> Option<Self> {
         let value = pointer as isize;
         match value {
@@ -56,7 +59,8 @@ impl Status {
 pub(super) type SendCallback = unsafe extern "C" fn(*mut c_void, Status, *mut c_void);
 /// Told of the end of a fetch, with the bytes fetched.
 pub(super) type ReceiveCallback = unsafe extern "C" fn(*mut c_void, Status, usize, *mut c_void);
-/// Told of a message: argument, header and its length, data or descriptor and its length, parameters.
+/// Told of a message: argument, header and its length, data or descriptor and its length,
+/// parameters.
 pub(super) type MessageCallback = unsafe extern "C" fn(
     *mut c_void,
     *const c_void,
@@ -78,9 +82,10 @@ macro_rules! functions {
 
         impl Functions {
             fn of(library: &libloading::Library) -> Result<Self, libloading::Error> {
-                // SAFETY: each symbol is a function of UCX's public interface, and the type given here is
-                // that of its declaration in `ucp/api/ucp.h` and `ucs/type/status.h`, version 1.12, with
-                // `ucs_status_t` as the byte that it is in C. Later 1.x versions keep these signatures.
+                // SAFETY: each symbol is a function of UCX's public interface, and the type given
+                // here is that of its declaration in `ucp/api/ucp.h` and `ucs/type/status.h`,
+                // version 1.12, with `ucs_status_t` as the byte that it is in C. Later 1.x versions
+                // keep these signatures.
                 unsafe {
                     Ok(Self { $($name: *library.get(concat!(stringify!($name), "\0").as_bytes())?,)* })
                 }
@@ -140,22 +145,24 @@ pub(super) fn library() -> Result<&'static Library, &'static str> {
 }
 
 impl Library {
-    /// Looks where the variable says, where the system's loader looks, and beside the program, where the
-    /// build has left its own copy.
+    /// Looks where the variable says, where the system's loader looks, and beside the program,
+    /// where the build has left its own copy.
     fn load() -> Result<Self, String> {
         let mut tried = Vec::new();
-        let named = env::var_os(LIBRARY_VARIABLE).filter(|name| !name.is_empty()).map(PathBuf::from);
+        let named =
+            env::var_os(LIBRARY_VARIABLE).filter(|name| !name.is_empty()).map(PathBuf::from);
         let places = match named {
             Some(name) => vec![name],
             None => {
-                let (built, refused) = env::current_exe().map(|program| built(&program)).unwrap_or_default();
+                let (built, refused) =
+                    env::current_exe().map(|program| built(&program)).unwrap_or_default();
                 tried.extend(refused);
                 std::iter::once(PathBuf::from(LIBRARY)).chain(built).collect()
             }
         };
         for place in places {
-            // SAFETY: loading runs the initialisers of UCX's libraries, which read variables and install
-            // handlers, and touch nothing of this program.
+            // SAFETY: loading runs the initialisers of UCX's libraries, which read variables and
+            // install handlers, and touch nothing of this program.
             match unsafe { libloading::Library::new(&place) } {
                 Ok(library) => return Self::of(library, &place),
                 Err(error) => tried.push(error.to_string()),
@@ -169,7 +176,8 @@ impl Library {
     }
 
     fn of(library: libloading::Library, place: &Path) -> Result<Self, String> {
-        let functions = Functions::of(&library).map_err(|error| format!("{}: {error}", place.display()))?;
+        let functions =
+            Functions::of(&library).map_err(|error| format!("{}: {error}", place.display()))?;
         let (mut major, mut minor, mut patch) = (0, 0, 0);
         // SAFETY: the function writes three numbers to the places given, which are this frame's.
         unsafe { (functions.ucp_get_version)(&mut major, &mut minor, &mut patch) };
@@ -187,7 +195,8 @@ impl Library {
             && part.parent() != path.parent()
         {
             return Err(format!(
-                "{} has come with {}, of another UCX; put the folder of one of them first in LD_LIBRARY_PATH",
+                "{} has come with {}, of another UCX; put the folder of one of them first in \
+                 LD_LIBRARY_PATH",
                 path.display(),
                 part.display()
             ));
@@ -234,7 +243,8 @@ fn out_of_others_reach(file: &Path) -> Result<PathBuf, String> {
     let file = file.canonicalize().map_err(|error| error.to_string())?;
     let own = geteuid().as_raw();
     for (height, path) in file.ancestors().enumerate() {
-        let data = path.symlink_metadata().map_err(|error| format!("{}: {error}", path.display()))?;
+        let data =
+            path.symlink_metadata().map_err(|error| format!("{}: {error}", path.display()))?;
         if data.uid() != 0 && data.uid() != own {
             return Err(format!("{} belongs to user {}", path.display(), data.uid()));
         }
@@ -287,7 +297,8 @@ mod tests {
         create_dir_all(&folder).unwrap();
         let file = folder.join(LIBRARY);
         write(&file, "").unwrap();
-        let mode = |path: &Path, mode: u32| set_permissions(path, Permissions::from_mode(mode)).unwrap();
+        let mode =
+            |path: &Path, mode: u32| set_permissions(path, Permissions::from_mode(mode)).unwrap();
         for path in file.ancestors().take(6) {
             mode(path, 0o755);
         }

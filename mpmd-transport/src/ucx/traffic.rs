@@ -10,8 +10,8 @@ use crate::memory::{OwnedBuffer, SharedBuffer};
 use crate::transport::{FetchDone, Handler, Payload, Ticket, TransportError};
 use crate::wire::{HEADER_BYTES, Header, Kind, ProcessId};
 
-/// Data from this size up waits with its sender until the receiver has a place for it. Less is worth no
-/// round trip.
+/// Data from this size up waits with its sender until the receiver has a place for it. Less is
+/// worth no round trip.
 const RENDEZVOUS_BYTES: usize = 8 << 10;
 
 /// Sender and pass, before the header.
@@ -147,7 +147,9 @@ impl Engine {
     }
 
     fn deliver(&mut self, from: ProcessId, header: &[u8], body: Body) {
-        if self.peers[from.index()].down.is_some() || self.leaving.as_ref().is_some_and(|l| l.is_deaf()) {
+        if self.peers[from.index()].down.is_some()
+            || self.leaving.as_ref().is_some_and(|l| l.is_deaf())
+        {
             return self.throw_away(body);
         }
         let header = match self.read(header, &body) {
@@ -184,7 +186,10 @@ impl Engine {
             Body::There(_, bytes) => *bytes as u64,
         };
         if bytes != header.payload_bytes() {
-            return Err(format!("a header that announces {} bytes with {bytes}", header.payload_bytes()));
+            return Err(format!(
+                "a header that announces {} bytes with {bytes}",
+                header.payload_bytes()
+            ));
         }
         Ok(header)
     }
@@ -195,7 +200,13 @@ impl Engine {
         }
     }
 
-    pub(super) fn fetch(&mut self, payload: u64, from: ProcessId, into: OwnedBuffer, then: FetchDone) {
+    pub(super) fn fetch(
+        &mut self,
+        payload: u64,
+        from: ProcessId,
+        into: OwnedBuffer,
+        then: FetchDone,
+    ) {
         let peer = &mut self.peers[from.index()];
         match (self.payloads.remove(&payload), peer.endpoint) {
             (Some((_, descriptor, bytes)), Some(endpoint)) => {
@@ -204,7 +215,8 @@ impl Engine {
                 self.note(op, Operation::Fetch { from, then: Some(then) });
             }
             _ => {
-                let error = peer.down.as_ref().map_or(TransportError::Closed, |why| gone(from, why));
+                let error =
+                    peer.down.as_ref().map_or(TransportError::Closed, |why| gone(from, why));
                 then(Err(error));
             }
         }
@@ -218,7 +230,9 @@ impl Engine {
 
     /// UCX is done with an operation.
     pub(super) fn ended(&mut self, op: OpId, result: Result<(), UcxError>, held: Held) {
-        let Some(operation) = self.operations.get_mut(op.index()).and_then(Option::take) else { return };
+        let Some(operation) = self.operations.get_mut(op.index()).and_then(Option::take) else {
+            return;
+        };
         match operation {
             Operation::Send { to, ticket } => {
                 self.peers[to.index()].sending -= 1;
@@ -257,7 +271,8 @@ impl Engine {
         }
     }
 
-    /// Has no more to do with a peer that may well live, and tells it so as far as that is possible at once.
+    /// Has no more to do with a peer that may well live, and tells it so as far as that is possible
+    /// at once.
     pub(super) fn shut_out(&mut self, peer: ProcessId, why: TransportError) {
         if self.peers[peer.index()].down.is_none() {
             let header = prefix(self.me, self.peers[peer.index()].pass);
@@ -286,7 +301,8 @@ impl Engine {
             return;
         }
         state.down = Some(why.clone());
-        let of_peer = self.payloads.iter().filter(|(_, (from, ..))| *from == peer).map(|(id, _)| *id);
+        let of_peer =
+            self.payloads.iter().filter(|(_, (from, ..))| *from == peer).map(|(id, _)| *id);
         for payload in of_peer.collect::<Vec<_>>() {
             self.discard(payload);
         }
@@ -299,9 +315,13 @@ impl Engine {
         }
     }
 
-    /// Tells everybody who waits for operations with such peers that they have failed. Their memory stays
-    /// with UCX until it has ended them too.
-    pub(super) fn end_operations(&mut self, of: impl Fn(ProcessId) -> bool, error: &TransportError) {
+    /// Tells everybody who waits for operations with such peers that they have failed. Their memory
+    /// stays with UCX until it has ended them too.
+    pub(super) fn end_operations(
+        &mut self,
+        of: impl Fn(ProcessId) -> bool,
+        error: &TransportError,
+    ) {
         let (mut tickets, mut fetches) = (Vec::new(), Vec::new());
         for operation in self.operations.iter_mut().flatten() {
             match operation {

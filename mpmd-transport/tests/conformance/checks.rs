@@ -94,7 +94,8 @@ pub(crate) fn eight_processes_all_to_all(kind: Kind) {
 pub(crate) fn payload_buffers_are_released_when_done(kind: Kind) {
     let mut cluster = Cluster::new(kind, 2, Manner::Fetch);
     let pool = Pool::new("sender", None);
-    for (message, bytes) in [(MessageKind::Eager, 1), (MessageKind::Eager, MIB), (MessageKind::Data, 8 * MIB)]
+    for (message, bytes) in
+        [(MessageKind::Eager, 1), (MessageKind::Eager, MIB), (MessageKind::Data, 8 * MIB)]
     {
         for manner in [Manner::Fetch, Manner::Discard] {
             cluster.recorders[1].set_manner(manner);
@@ -138,7 +139,8 @@ pub(crate) fn a_dead_sender_ends_its_payloads(kind: Kind) {
         // The memory is where it was.
         cluster.recorders[1].wait_complete(saved);
     } else {
-        let lost = cluster.recorders[1].wait("the loss of the payload", |seen| seen.lost.first().cloned());
+        let lost =
+            cluster.recorders[1].wait("the loss of the payload", |seen| seen.lost.first().cloned());
         assert!(is_gone(&lost, 0), "{lost}");
     }
     assert!(cluster.recorders[0].wait_done(ticket).is_err());
@@ -203,8 +205,9 @@ pub(crate) fn after_a_discarded_payload_the_next_arrives_right(kind: Kind) {
         assert_eq!(cluster.recorders[0].wait_done(discarded), Ok(()));
     }
     cluster.recorders[1].wait("two or three discarded", |seen| (seen.discarded >= 2).then_some(()));
-    cluster.recorders[1]
-        .wait("all three heard of", |seen| (seen.discarded + seen.complete.len() == 3).then_some(()));
+    cluster.recorders[1].wait("all three heard of", |seen| {
+        (seen.discarded + seen.complete.len() == 3).then_some(())
+    });
     let before = cluster.recorders[1].read(|seen| seen.complete.len());
     cluster.recorders[1].set_manner(Manner::Fetch);
     let next = cluster.post(0, 1, MessageKind::Data, 3 * MIB + 1);
@@ -233,7 +236,8 @@ pub(crate) fn what_is_posted_before_peers_start_is_kept(kind: Kind) {
 
 pub(crate) fn many_small_messages_keep_their_order(kind: Kind) {
     let mut cluster = Cluster::new(kind, 2, Manner::Fetch);
-    let posted: Vec<_> = (0..5000).map(|n| cluster.post(0, 1, MessageKind::Eager, n % 300).0).collect();
+    let posted: Vec<_> =
+        (0..5000).map(|n| cluster.post(0, 1, MessageKind::Eager, n % 300).0).collect();
     let arrived = cluster.recorders[1].wait_complete(posted.len());
     // No fault is set, so nothing has a reason to overtake.
     assert_eq!(arrived.iter().map(|message| message.header.op).collect::<Vec<_>>(), posted);
@@ -273,7 +277,11 @@ pub(crate) fn shutdown_keeps_its_deadline_and_ends_every_ticket(kind: Kind) {
         for ticket in &tickets {
             // What is lent has left, though it has not come back.
             let has_left = kind.lends() && seen.done[ticket] == [Ok(())];
-            assert!(has_left || seen.done[ticket] == [Err(TransportError::Closed)], "{:?}", seen.done);
+            assert!(
+                has_left || seen.done[ticket] == [Err(TransportError::Closed)],
+                "{:?}",
+                seen.done
+            );
         }
     });
     cluster.recorders[1].wait_down(id(0));
@@ -281,7 +289,8 @@ pub(crate) fn shutdown_keeps_its_deadline_and_ends_every_ticket(kind: Kind) {
     if kind.lends() {
         cluster.recorders[1].wait_complete(tickets.len());
     } else {
-        let lost = cluster.recorders[1].wait("the loss of the payload", |seen| seen.lost.first().cloned());
+        let lost =
+            cluster.recorders[1].wait("the loss of the payload", |seen| seen.lost.first().cloned());
         assert!(is_gone(&lost, 0), "{lost}");
     }
     cluster.finish();

@@ -90,10 +90,17 @@ impl Cluster {
     }
 
     /// Posts a message with the pattern that belongs to it.
-    pub(crate) fn post(&mut self, from: usize, to: usize, kind: MessageKind, bytes: usize) -> Ticket {
+    pub(crate) fn post(
+        &mut self,
+        from: usize,
+        to: usize,
+        kind: MessageKind,
+        bytes: usize,
+    ) -> Ticket {
         let ticket = self.ticket(from);
         let header = Header { op: ticket.0, bytes: bytes as u64, ..Header::new(kind) };
-        let payload = header.kind.carries_payload().then(|| SharedBuffer::from(pattern(id(from), &header)));
+        let payload =
+            header.kind.carries_payload().then(|| SharedBuffer::from(pattern(id(from), &header)));
         self.transport(from).post(id(to), header, payload, ticket);
         ticket
     }
@@ -126,12 +133,15 @@ impl Cluster {
         self.transports[process] = None;
     }
 
-    /// Shuts all down that are alive, at the same time, and checks that every ticket has ended once.
+    /// Shuts all down that are alive, at the same time, and checks that every ticket has ended
+    /// once.
     pub(crate) fn finish(mut self) {
         self.shut_down();
         for (process, (posted, recorder)) in self.posted.iter().zip(&self.recorders).enumerate() {
             // A vanished process may end its last tickets a little later.
-            recorder.wait("the end of all tickets", |seen| (seen.done.len() >= posted.len()).then_some(()));
+            recorder.wait("the end of all tickets", |seen| {
+                (seen.done.len() >= posted.len()).then_some(())
+            });
             recorder.read(|seen| {
                 for ticket in posted {
                     assert_eq!(
@@ -141,7 +151,11 @@ impl Cluster {
                         seen.done
                     );
                 }
-                assert_eq!(seen.done.len(), posted.len(), "process {process} heard of tickets it has not");
+                assert_eq!(
+                    seen.done.len(),
+                    posted.len(),
+                    "process {process} heard of tickets it has not"
+                );
                 for peer in 0..self.recorders.len() {
                     let downs = seen.down.iter().filter(|(down, _)| *down == id(peer)).count();
                     assert!(downs <= 1, "process {process} lost {peer} {downs} times");
@@ -285,7 +299,9 @@ pub(crate) fn pattern(from: ProcessId, header: &Header) -> Vec<u8> {
 
 pub(crate) fn pattern_is_intact(from: ProcessId, header: &Header, bytes: &[u8]) -> bool {
     let words = bytes.chunks(8).zip(0..);
-    words.into_iter().all(|(chunk, at)| chunk == &word(from, header, at).to_le_bytes()[..chunk.len()])
+    words
+        .into_iter()
+        .all(|(chunk, at)| chunk == &word(from, header, at).to_le_bytes()[..chunk.len()])
 }
 
 fn word(from: ProcessId, header: &Header, at: u64) -> u64 {

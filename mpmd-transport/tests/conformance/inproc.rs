@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use mpmd_transport::inproc::{Fabric, Faults};
 use mpmd_transport::{
-    Handler, Header, Kind as MessageKind, Payload, ProcessId, SharedBuffer, Ticket, Transport, TransportError,
+    Handler, Header, Kind as MessageKind, Payload, ProcessId, SharedBuffer, Ticket, Transport,
+    TransportError,
 };
 use parking_lot::{Condvar, Mutex};
 
@@ -98,7 +99,10 @@ fn what_is_passed_on_goes_back_when_the_last_borrower_drops_it() {
             for (process, end) in ends.iter().enumerate() {
                 fabric.endpoint(id(process)).start(end.clone());
             }
-            assert!(fabric.endpoint(id(0)).hands_over(id(1)) && !fabric.endpoint(id(1)).hands_over(id(1)));
+            assert!(
+                fabric.endpoint(id(0)).hands_over(id(1))
+                    && !fabric.endpoint(id(1)).hands_over(id(1))
+            );
             let payload = SharedBuffer::from(vec![7; 100_000]);
             let place = payload.as_ptr();
             let header = Header { bytes: 100_000, ..Header::new(MessageKind::Data) };

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use mpmd_transport::transport::Fetch;
-use mpmd_transport::{Handler, Header, Payload, Pool, ProcessId, SharedBuffer, Ticket, TransportError};
+use mpmd_transport::{
+    Handler, Header, Payload, Pool, ProcessId, SharedBuffer, Ticket, TransportError,
+};
 use parking_lot::{Condvar, Mutex};
 
 use crate::cluster::pattern_is_intact;
@@ -90,14 +92,19 @@ impl Recorder {
                 return found;
             }
             let late = self.changed.wait_until(&mut seen, until).timed_out();
-            assert!(!late, "{what} has not come; heard so far: {:?}, done: {:?}", seen.log, seen.done);
+            assert!(
+                !late,
+                "{what} has not come; heard so far: {:?}, done: {:?}",
+                seen.log, seen.done
+            );
         }
     }
 
     /// Waits for `count` complete messages; all must be intact.
     pub(crate) fn wait_complete(&self, count: usize) -> Vec<Arrived> {
-        let complete =
-            self.wait("a message", |seen| (seen.complete.len() >= count).then(|| seen.complete.clone()));
+        let complete = self.wait("a message", |seen| {
+            (seen.complete.len() >= count).then(|| seen.complete.clone())
+        });
         assert!(complete.iter().all(|message| message.intact), "{complete:?}");
         assert_eq!(complete.len(), count, "{complete:?}");
         complete
@@ -108,7 +115,9 @@ impl Recorder {
     }
 
     pub(crate) fn wait_done(&self, ticket: Ticket) -> Result<(), TransportError> {
-        self.wait("the end of a ticket", |seen| seen.done.get(&ticket).map(|results| results[0].clone()))
+        self.wait("the end of a ticket", |seen| {
+            seen.done.get(&ticket).map(|results| results[0].clone())
+        })
     }
 
     pub(crate) fn wait_down(&self, peer: ProcessId) -> TransportError {
@@ -158,7 +167,8 @@ impl Recorder {
     }
 
     fn complete(&self, from: ProcessId, header: Header, bytes: &[u8]) {
-        let intact = bytes.len() as u64 == header.payload_bytes() && pattern_is_intact(from, &header, bytes);
+        let intact =
+            bytes.len() as u64 == header.payload_bytes() && pattern_is_intact(from, &header, bytes);
         self.note("complete", |seen| seen.complete.push(Arrived { from, header, intact }));
     }
 

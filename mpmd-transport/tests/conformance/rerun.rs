@@ -1,5 +1,5 @@
-//! This test program once more, as a process of its own: where each access to memory is looked at, or where
-//! the environment says which ways to take.
+//! This test program once more, as a process of its own: where each access to memory is looked at,
+//! or where the environment says which ways to take.
 
 use std::io::Read;
 use std::process::{Child, Command, Stdio};
@@ -68,8 +68,13 @@ fn under_valgrind(test: &[&str], environment: &[(&str, &str)]) -> Option<Ended> 
         return None;
     }
     let mut command = Command::new("valgrind");
-    command.args(["--leak-check=full", "--errors-for-leak-kinds=definite", "--show-leak-kinds=definite"]);
-    // Threads take turns: else one that looks again and again may keep the others from ever running.
+    command.args([
+        "--leak-check=full",
+        "--errors-for-leak-kinds=definite",
+        "--show-leak-kinds=definite",
+    ]);
+    // Threads take turns: else one that looks again and again may keep the others from ever
+    // running.
     command.args([&format!("--error-exitcode={FOUND}"), "--fair-sched=yes"]);
     command.arg(this_program()).args(["--exact", "--test-threads=1", "--nocapture"]).args(test);
     command.envs(environment.iter().copied());
@@ -79,7 +84,12 @@ fn under_valgrind(test: &[&str], environment: &[(&str, &str)]) -> Option<Ended> 
 fn has_no_errors(test: &str, environment: &[(&str, &str)]) {
     let Some(ended) = under_valgrind(&[test], environment) else { return };
     assert_ne!(ended.code, Some(FOUND), "valgrind has found errors:\n{}", ended.said);
-    assert_eq!(ended.code, Some(0), "the test failed, or took more than {LIMIT:?}:\n{}", ended.said);
+    assert_eq!(
+        ended.code,
+        Some(0),
+        "the test failed, or took more than {LIMIT:?}:\n{}",
+        ended.said
+    );
     assert!(ended.said.contains("1 passed"), "not one test has run:\n{}", ended.said);
 }
 
@@ -91,7 +101,8 @@ fn valgrind_finds_nothing_over_tcp() {
 #[cfg(feature = "ucx")]
 #[test]
 fn valgrind_finds_nothing_over_ucx() {
-    // UCX replaces functions of the C library by writing into their code, which valgrind does not see.
+    // UCX replaces functions of the C library by writing into their code, which valgrind does not
+    // see.
     has_no_errors("over_ucx::payloads_are_dropped_at_any_time", &[("UCX_MEM_EVENTS", "no")]);
 }
 
@@ -109,14 +120,19 @@ fn leaks() {
     std::mem::forget(std::hint::black_box(vec![1u8; 1000]));
 }
 
-/// All checks over UCX by no other ways than these. UCX reads the variable when it is first opened, so each
-/// needs a process of its own.
+/// All checks over UCX by no other ways than these. UCX reads the variable when it is first opened,
+/// so each needs a process of its own.
 #[cfg(feature = "ucx")]
 fn passes_over_ucx_by(ways: &str) {
     let mut command = Command::new(this_program());
     command.args(["over_ucx::", "huge_over_ucx::", "--test-threads=2"]).env("UCX_TLS", ways);
     let ended = run(command);
-    assert_eq!(ended.code, Some(0), "a check failed, or all took more than {LIMIT:?}:\n{}", ended.said);
+    assert_eq!(
+        ended.code,
+        Some(0),
+        "a check failed, or all took more than {LIMIT:?}:\n{}",
+        ended.said
+    );
     assert!(!ended.said.contains(" 0 passed"), "no check has run:\n{}", ended.said);
 }
 

@@ -1,5 +1,6 @@
-//! A thousand messages of random sizes whose payloads are read, dropped or kept for a while, at random; then
-//! the end, in order and not. It is small enough to run where each access to memory is looked at.
+//! A thousand messages of random sizes whose payloads are read, dropped or kept for a while, at
+//! random; then the end, in order and not. It is small enough to run where each access to memory is
+//! looked at.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -7,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use mpmd_transport::transport::{Fetch, FetchDone};
 use mpmd_transport::{
-    Handler, Header, Kind as MessageKind, OwnedBuffer, Payload, Pool, ProcessId, SharedBuffer, Ticket,
-    TransportError,
+    Handler, Header, Kind as MessageKind, OwnedBuffer, Payload, Pool, ProcessId, SharedBuffer,
+    Ticket, TransportError,
 };
 use parking_lot::{Condvar, Mutex};
 
@@ -64,7 +65,9 @@ pub(crate) fn payloads_are_dropped_at_any_time(kind: Kind) {
     }
     for (from, end) in ends.iter().enumerate() {
         wait(&ends, from, "the end of all that was posted", |seen| seen.done.len() == seen.posted);
-        end.read(|seen| assert!(seen.done.values().all(|ended| *ended == [Ok(())]), "{:?}", seen.done));
+        end.read(|seen| {
+            assert!(seen.done.values().all(|ended| *ended == [Ok(())]), "{:?}", seen.done)
+        });
     }
     for (to, end) in ends.iter().enumerate() {
         let sent = ends[1 - to].read(|seen| seen.posted);
@@ -86,12 +89,15 @@ pub(crate) fn payloads_are_dropped_at_any_time(kind: Kind) {
         }
     }
     wait(&ends, 1, "a payload to hold", |seen| !seen.held.is_empty());
-    let [first, second] = <[_; 2]>::try_from(transports).unwrap_or_else(|_| panic!("two were asked for"));
+    let [first, second] =
+        <[_; 2]>::try_from(transports).unwrap_or_else(|_| panic!("two were asked for"));
     first.shutdown(Duration::from_millis(100));
     drop((first, second));
     for (from, end) in ends.iter().enumerate() {
         wait(&ends, from, "the end of every ticket", |seen| seen.done.len() == seen.posted);
-        end.read(|seen| assert!(seen.done.values().all(|ended| ended.len() == 1), "{:?}", seen.done));
+        end.read(|seen| {
+            assert!(seen.done.values().all(|ended| ended.len() == 1), "{:?}", seen.done)
+        });
         // Fetched or dropped: nobody is there to bring them.
         end.seen.lock().holds_all = false;
     }
@@ -106,8 +112,8 @@ pub(crate) fn payloads_are_dropped_at_any_time(kind: Kind) {
         assert!(Instant::now() < until, "still in use: {pools:?}");
         std::thread::sleep(Duration::from_millis(1));
     }
-    // Nobody waits for the thread of one that was only dropped: where this process ended before it, what it has would be
-    // taken for lost.
+    // Nobody waits for the thread of one that was only dropped: where this process ended before it,
+    // what it has would be taken for lost.
     while engines() > before && Instant::now() < until {
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -116,11 +122,13 @@ pub(crate) fn payloads_are_dropped_at_any_time(kind: Kind) {
 /// Threads of transports in this process; other tests may have some.
 fn engines() -> usize {
     let threads = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
-    let names = threads.filter_map(|thread| std::fs::read_to_string(thread.path().join("comm")).ok());
+    let names =
+        threads.filter_map(|thread| std::fs::read_to_string(thread.path().join("comm")).ok());
     names.filter(|name| name.starts_with("mpmd-")).count()
 }
 
-/// Waits until one of the ends has seen `enough`, and decides meanwhile what becomes of payloads that wait.
+/// Waits until one of the ends has seen `enough`, and decides meanwhile what becomes of payloads
+/// that wait.
 fn wait(ends: &[Arc<End>; 2], which: usize, what: &str, enough: impl Fn(&Seen) -> bool) {
     let until = Instant::now() + PATIENCE;
     loop {
@@ -181,7 +189,12 @@ impl End {
             wrong: 0,
             lost: Vec::new(),
         };
-        Arc::new_cyclic(|me| Self { me: me.clone(), pool, seen: Mutex::new(seen), changed: Condvar::new() })
+        Arc::new_cyclic(|me| Self {
+            me: me.clone(),
+            pool,
+            seen: Mutex::new(seen),
+            changed: Condvar::new(),
+        })
     }
 
     fn posted(&self) {

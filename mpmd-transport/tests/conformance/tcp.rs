@@ -97,7 +97,10 @@ fn heartbeat(op: u64) -> [u8; 64] {
 }
 
 fn assert_protocol(error: &TransportError, peer: usize, says: &str) {
-    assert!(matches!(error, TransportError::Protocol { peer: named, .. } if *named == id(peer)), "{error}");
+    assert!(
+        matches!(error, TransportError::Protocol { peer: named, .. } if *named == id(peer)),
+        "{error}"
+    );
     assert!(error.to_string().contains(says), "{error}");
 }
 
@@ -108,17 +111,20 @@ fn a_bad_header(channel: usize, bytes: [u8; 64], says: &'static str) {
         let addresses: Vec<_> = listeners.iter().map(Listener::address).collect();
         let peers = vec![addresses[0], addresses[1], addresses[0]];
         let processes = listeners.into_iter().enumerate();
-        let processes =
-            processes.map(|(process, listener)| connecting(listener, config(process, peers.clone())));
+        let processes = processes
+            .map(|(process, listener)| connecting(listener, config(process, peers.clone())));
         let processes: Vec<Connecting> = processes.collect();
         let mut bare: Vec<Vec<TcpStream>> = Vec::new();
         for (to, address) in (0..).zip(&addresses) {
             bare.push(
-                [0, 1].map(|channel| Preamble { from: 2, to, channel, ..PREAMBLE }.meet(*address)).into(),
+                [0, 1]
+                    .map(|channel| Preamble { from: 2, to, channel, ..PREAMBLE }.meet(*address))
+                    .into(),
             );
         }
-        let transports =
-            processes.into_iter().map(|thread| thread.join().unwrap().unwrap() as Arc<dyn Transport>);
+        let transports = processes
+            .into_iter()
+            .map(|thread| thread.join().unwrap().unwrap() as Arc<dyn Transport>);
         let mut cluster = Cluster::of(None, transports, Manner::Fetch);
         cluster.start(0);
         cluster.start(1);
@@ -266,7 +272,11 @@ fn misfits(bend: impl FnOnce(&mut TcpConfig), zero_hears: [&str; 2], one_hears: 
 #[test]
 fn another_epoch_is_said_to_both() {
     within(LIMIT, || {
-        misfits(|config| config.epoch = 9, ["belongs to epoch 9", "this process to 3"], "belongs to epoch 3");
+        misfits(
+            |config| config.epoch = 9,
+            ["belongs to epoch 9", "this process to 3"],
+            "belongs to epoch 3",
+        );
     });
 }
 
@@ -333,7 +343,10 @@ fn missing_processes_are_named_after_patience() {
         assert!(matches!(error, TransportError::TimedOut { .. }), "{error}");
         let said = error.to_string();
         assert!(said.contains("process 0 (127.0.0.1:"), "{said}");
-        assert!(said.contains("process 2 and process 3 of 4 to connect took longer than 1s"), "{said}");
+        assert!(
+            said.contains("process 2 and process 3 of 4 to connect took longer than 1s"),
+            "{said}"
+        );
     });
 }
 

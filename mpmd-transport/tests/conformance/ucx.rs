@@ -1,5 +1,5 @@
-//! What can only go wrong over UCX: other versions, other jobs, silent peers, and the wrong way between
-//! two processes.
+//! What can only go wrong over UCX: other versions, other jobs, silent peers, and the wrong way
+//! between two processes.
 
 use std::ffi::{c_int, c_void};
 use std::io::{BufRead, BufReader, Write};
@@ -11,8 +11,8 @@ use std::time::Duration;
 use mpmd_transport::memory::Arena;
 use mpmd_transport::ucx::{Opened, Spin, Ucx, UcxConfig};
 use mpmd_transport::{
-    Handler, Header, Kind as MessageKind, Payload, Pool, ProcessId, SharedBuffer, Ticket, Transport,
-    TransportError,
+    Handler, Header, Kind as MessageKind, Payload, Pool, ProcessId, SharedBuffer, Ticket,
+    Transport, TransportError,
 };
 
 use crate::cluster::{Cluster, EPOCH, Kind, TOKEN, id, is_gone};
@@ -55,8 +55,16 @@ fn said(result: &Result<Arc<Ucx>, TransportError>) -> String {
 fn another_epoch_is_said_to_both() {
     within(LIMIT, || {
         let ends = pair(|config| config.epoch = 9);
-        assert!(said(&ends[0]).contains("process 1") && said(&ends[0]).contains("epoch 9"), "{:?}", ends[0]);
-        assert!(said(&ends[1]).contains("process 0") && said(&ends[1]).contains("epoch 3"), "{:?}", ends[1]);
+        assert!(
+            said(&ends[0]).contains("process 1") && said(&ends[0]).contains("epoch 9"),
+            "{:?}",
+            ends[0]
+        );
+        assert!(
+            said(&ends[1]).contains("process 0") && said(&ends[1]).contains("epoch 3"),
+            "{:?}",
+            ends[1]
+        );
     });
 }
 
@@ -71,7 +79,10 @@ fn who_does_not_know_the_token_is_a_stranger_and_missed() {
         let zero = std::thread::spawn(move || zero.connect(first));
         let one = one.connect(second);
         for (end, missed) in [(zero.join().unwrap(), "process 1 of 2"), (one, "process 0 of 2")] {
-            assert!(said(&end).contains(missed) && said(&end).contains("longer than 1s"), "{end:?}");
+            assert!(
+                said(&end).contains(missed) && said(&end).contains("longer than 1s"),
+                "{end:?}"
+            );
         }
     });
 }
@@ -97,7 +108,8 @@ fn missing_processes_are_named_after_patience() {
         let peers: Vec<_> = opened.iter().map(|opened| opened.address().to_owned()).collect();
         let mut opened = opened.into_iter();
         let waits = opened.next().unwrap();
-        let waits = waits.connect(UcxConfig { patience: Duration::from_secs(1), ..config(0, peers) });
+        let waits =
+            waits.connect(UcxConfig { patience: Duration::from_secs(1), ..config(0, peers) });
         let error = waits.unwrap_err();
         assert!(matches!(error, TransportError::TimedOut { .. }), "{error}");
         assert!(error.to_string().contains("process 1 and process 2 of 3"), "{error}");
@@ -125,7 +137,10 @@ fn a_peer_that_others_know_to_be_gone_is_not_waited_for() {
         cluster.recorders[1].wait_held(1);
         cluster.transport(0).give_up(id(1), "the rendezvous says so");
         let error = cluster.recorders[0].wait_done(open).unwrap_err();
-        assert!(is_gone(&error, 1) && error.to_string().contains("the rendezvous says so"), "{error}");
+        assert!(
+            is_gone(&error, 1) && error.to_string().contains("the rendezvous says so"),
+            "{error}"
+        );
         assert!(is_gone(&cluster.recorders[0].wait_down(id(1)), 1));
         let late = cluster.post(0, 1, MessageKind::Eager, 10);
         assert!(cluster.recorders[0].wait_done(late).is_err());
@@ -203,13 +218,16 @@ fn lanes_between_processes(ways: Option<&str>) -> String {
     let opened = Opened::open(2).unwrap();
     let own = opened.address().to_owned();
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "ucx::the_other_process", "--ignored", "--nocapture"]).env(PARENT, &own);
+    command
+        .args(["--exact", "ucx::the_other_process", "--ignored", "--nocapture"])
+        .env(PARENT, &own);
     if let Some(ways) = ways {
         command.env("UCX_TLS", ways);
     }
     let mut child = Ending(command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap());
     let mut lines = BufReader::new(child.0.stdout.take().unwrap()).lines().map_while(Result::ok);
-    let address = lines.find_map(|line| line.split_once(MARK).map(|(_, address)| address.to_owned()));
+    let address =
+        lines.find_map(|line| line.split_once(MARK).map(|(_, address)| address.to_owned()));
     let address = address.expect("the other process says its address");
     let transport = opened.connect(config(0, vec![own, address])).unwrap();
     let lanes = transport.lanes(id(1)).to_owned();
@@ -236,7 +254,10 @@ fn two_processes_of_one_host_do_not_talk_over_tcp() {
     within(LIMIT, || {
         let lanes = lanes_between_processes(None);
         let used: Vec<_> = lanes.lines().filter(|line| line.contains("lane[")).collect();
-        assert!(used.iter().any(|lane| lane.contains("posix/") || lane.contains("sysv/")), "{lanes}");
+        assert!(
+            used.iter().any(|lane| lane.contains("posix/") || lane.contains("sysv/")),
+            "{lanes}"
+        );
         // Failure detection may watch over a socket; messages do not go there.
         for lane in used.iter().filter(|lane| lane.contains("am ") || lane.contains("rma_bw")) {
             assert!(!lane.contains("tcp/"), "{lanes}");
@@ -280,9 +301,10 @@ fn ucx_notices_the_unmapping_of_segments() {
         // SAFETY: the types are those of `ucm/api/ucm.h`, the status a byte. The callback allocates
         // nothing.
         let status = unsafe {
-            let set = ucm.get::<unsafe extern "C" fn(c_int, c_int, MemoryCallback, *mut c_void) -> i8>(
-                b"ucm_set_event_handler",
-            );
+            let set = ucm
+                .get::<unsafe extern "C" fn(c_int, c_int, MemoryCallback, *mut c_void) -> i8>(
+                    b"ucm_set_event_handler",
+                );
             set.unwrap()(VM_UNMAPPED, 0, note_unmapping, argument)
         };
         assert_eq!(status, 0, "UCX can install its hooks");
@@ -299,8 +321,9 @@ fn ucx_notices_the_unmapping_of_segments() {
         }
         // SAFETY: as above. After it nobody calls back.
         unsafe {
-            let unset = ucm
-                .get::<unsafe extern "C" fn(c_int, MemoryCallback, *mut c_void)>(b"ucm_unset_event_handler");
+            let unset = ucm.get::<unsafe extern "C" fn(c_int, MemoryCallback, *mut c_void)>(
+                b"ucm_unset_event_handler",
+            );
             unset.unwrap()(VM_UNMAPPED, note_unmapping, argument);
         }
         assert_eq!(unmaps, [1, 1], "of a private segment and of a shared one");

@@ -1,13 +1,14 @@
 //! Every order in which the ends of a ring, and the threads at a door, can get in each other's way.
 //!
-//! The source of the ring and the door is taken in here with loom's atomics in place of the system's. Loom runs
-//! a model once for each order of its threads' steps and each value that a load may see (up to a number of
-//! times that a thread is interrupted, below which bugs of this kind lie). Waits have no time-out here: a
-//! wake-up that is lost is a deadlock, which loom reports. It may end in an abort, as guards of the threads that
-//! it gives up run outside the model; then the first panic is the one to read.
+//! The source of the ring and the door is taken in here with loom's atomics in place of the
+//! system's. Loom runs a model once for each order of its threads' steps and each value that a load
+//! may see (up to a number of times that a thread is interrupted, below which bugs of this kind
+//! lie). Waits have no time-out here: a wake-up that is lost is a deadlock, which loom reports. It
+//! may end in an abort, as guards of the threads that it gives up run outside the model; then the
+//! first panic is the one to read.
 //!
-//! What loom does not try is a store that takes place before a load in front of it, which the ordering of the
-//! ring's head forbids.
+//! What loom does not try is a store that takes place before a load in front of it, which the
+//! ordering of the ring's head forbids.
 
 #[expect(dead_code, reason = "models do not need all of it")]
 #[path = "../../src/shm/door.rs"]
@@ -37,8 +38,8 @@ const SMALL: usize = 256;
 /// A ring that takes records of two lines, eight lines in all.
 const LARGER: usize = 512;
 
-/// Runs `f` in every order; with `interruptions`, in every order in which no more than so many times a thread
-/// that could go on does not.
+/// Runs `f` in every order; with `interruptions`, in every order in which no more than so many
+/// times a thread that could go on does not.
 fn model(interruptions: impl Into<Option<usize>>, f: impl Fn() + Send + Sync + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = interruptions.into();
@@ -95,7 +96,8 @@ fn a_record_is_not_written_over_before_it_is_popped() {
             }
         });
         for expected in 0..6 {
-            while consumer.pop(|kind, bytes| assert_eq!((kind, bytes), (expected, &[expected as u8; 8][..])))
+            while consumer
+                .pop(|kind, bytes| assert_eq!((kind, bytes), (expected, &[expected as u8; 8][..])))
                 == Ok(None)
             {
                 thread::yield_now();

@@ -67,7 +67,8 @@ impl Process {
         (Arc::new(process), peer)
     }
 
-    /// Takes everything that the peer has published; where that was anything, threads that wait are told.
+    /// Takes everything that the peer has published; where that was anything, threads that wait are
+    /// told.
     fn drain(&self) {
         let mut inbox = self.inbox.lock().unwrap();
         let before = inbox.arrived;
@@ -133,7 +134,8 @@ impl Process {
             if done() {
                 return;
             }
-            self.door.sleep(&*self.futex, None, || self.anything() || self.stop.load(Ordering::Relaxed));
+            self.door
+                .sleep(&*self.futex, None, || self.anything() || self.stop.load(Ordering::Relaxed));
         }
     }
 

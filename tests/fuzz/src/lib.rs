@@ -1,13 +1,13 @@
 //! Runs a parser or a state machine on many generated inputs, on the stable toolchain.
 //!
-//! A target is an ordinary unit test whose name starts with `fuzz_`. It calls [`bytes`] (a parser that
-//! reads bytes) or [`cases`] (anything else) once. The test fails if an input panics, if an input takes
-//! longer than [`LONGEST`], or if the process asks for more than [`MEMORY`] beyond its size at the start.
-//! The limit of memory holds where the target has a process of its own: under `cargo xtask fuzz` and
-//! cargo-nextest.
+//! A target is an ordinary unit test whose name starts with `fuzz_`. It calls [`bytes`] (a parser
+//! that reads bytes) or [`cases`] (anything else) once. The test fails if an input panics, if an
+//! input takes longer than [`LONGEST`], or if the process asks for more than [`MEMORY`] beyond its
+//! size at the start. The limit of memory holds where the target has a process of its own: under
+//! `cargo xtask fuzz` and cargo-nextest.
 //!
-//! `cargo xtask fuzz --inputs N` runs all targets. Input number `i` depends on the seed and on `i` alone,
-//! so `MPMD_FUZZ_SEED=S MPMD_FUZZ_FIRST=i MPMD_FUZZ_INPUTS=1` runs that input again.
+//! `cargo xtask fuzz --inputs N` runs all targets. Input number `i` depends on the seed and on `i`
+//! alone, so `MPMD_FUZZ_SEED=S MPMD_FUZZ_FIRST=i MPMD_FUZZ_INPUTS=1` runs that input again.
 
 mod mutate;
 
@@ -36,8 +36,8 @@ const SHOWN: u64 = 5;
 
 /// Runs `parse` on mutations of `samples` and on random bytes.
 ///
-/// `samples` are valid inputs: most mutations change a few bytes of one of them, so that they get past
-/// the first checks.
+/// `samples` are valid inputs: most mutations change a few bytes of one of them, so that they get
+/// past the first checks.
 ///
 /// # Panics
 ///
@@ -61,8 +61,11 @@ pub fn bytes(target: &str, samples: &[Vec<u8>], parse: impl Fn(&[u8])) {
 ///
 /// If `case` panicked on any input.
 pub fn cases(target: &str, mut case: impl FnMut(&mut Rng)) {
-    let (inputs, first, seed) =
-        (number("MPMD_FUZZ_INPUTS", INPUTS), number("MPMD_FUZZ_FIRST", 0), number("MPMD_FUZZ_SEED", 1));
+    let (inputs, first, seed) = (
+        number("MPMD_FUZZ_INPUTS", INPUTS),
+        number("MPMD_FUZZ_FIRST", 0),
+        number("MPMD_FUZZ_SEED", 1),
+    );
     if is_alone() {
         limit_memory();
         limit_output();
@@ -81,7 +84,10 @@ pub fn cases(target: &str, mut case: impl FnMut(&mut Rng)) {
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| case(&mut rng))) {
                 failures += 1;
                 if failures <= SHOWN {
-                    eprintln!("{target}: input {input} of seed {seed} failed: {}", message(&*panic));
+                    eprintln!(
+                        "{target}: input {input} of seed {seed} failed: {}",
+                        message(&*panic)
+                    );
                 }
             }
         }
@@ -112,7 +118,8 @@ fn is_alone() -> bool {
     ["NEXTEST", "MPMD_FUZZ_INPUTS"].iter().any(|variable| std::env::var_os(variable).is_some())
 }
 
-/// Shows the first panics only: an input in three that fails would fill the disk with a million of them.
+/// Shows the first panics only: an input in three that fails would fill the disk with a million of
+/// them.
 fn limit_output() {
     let (said, hook) = (AtomicU64::new(0), std::panic::take_hook());
     std::panic::set_hook(Box::new(move |panic| {
@@ -125,12 +132,14 @@ fn limit_output() {
 /// Lowers the limit of the address space, so that a length from an input cannot take all memory.
 fn limit_memory() {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let size =
-        status.lines().find_map(|line| line.strip_prefix("VmSize:")?.strip_suffix("kB")?.trim().parse().ok());
+    let size = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmSize:")?.strip_suffix("kB")?.trim().parse().ok());
     let most = size.map_or(u64::MAX, |kib: u64| kib * 1024 + MEMORY);
     let limit = getrlimit(Resource::As);
     if limit.current.is_none_or(|current| current > most) {
-        setrlimit(Resource::As, Rlimit { current: Some(most), ..limit }).expect("the limit only gets lower");
+        setrlimit(Resource::As, Rlimit { current: Some(most), ..limit })
+            .expect("the limit only gets lower");
     }
 }
 

@@ -24,7 +24,8 @@ pub(crate) fn input(rng: &mut Rng, samples: &[Vec<u8>]) -> Vec<u8> {
     input
 }
 
-/// Makes one change: a bit, a byte, an integer, a cut, a repetition, or the next number written in digits.
+/// Makes one change: a bit, a byte, an integer, a cut, a repetition, or the next number written in
+/// digits.
 pub fn mutate(rng: &mut Rng, input: &mut Vec<u8>) {
     if input.is_empty() {
         input.push(rng.u8(..));

@@ -24,7 +24,8 @@ api! {
 }
 
 api! {
-    /// Frees memory at once: unlike a GPU's driver this one does not wait for work that still uses it.
+    /// Frees memory at once: unlike a GPU's driver this one does not wait for work that still uses
+    /// it.
     fn cuMemFree_v2(address: u64) {
         current()?.check()?;
         if address == 0 {
@@ -65,7 +66,8 @@ api! {
             return Err(Code::INVALID_VALUE);
         }
         let uses = [Use { address, bytes: found.bytes, write: true }];
-        stream.issue(Work::always("a release of memory", move || drop(space().free(address))), &uses);
+        stream.issue(Work::always("a release of \
+            memory", move || drop(space().free(address))), &uses);
         Ok(())
     }
 }
@@ -96,7 +98,8 @@ api! {
 ///
 /// # Errors
 ///
-/// `CUDA_ERROR_INVALID_VALUE` for an address that is neither a device's nor pinned, and for what is not known here.
+/// `CUDA_ERROR_INVALID_VALUE` for an address that is neither a device's nor pinned, and for what is
+/// not known here.
 fn pointer_attribute(data: u64, attribute: u32, address: u64) -> Result {
     let out32 = |value: u32| out(data).set(value);
     let out64 = |value: u64| out(data).set(value);
@@ -141,7 +144,8 @@ api! {
 }
 
 api! {
-    /// Several things that are known about an address; what is not known is written as zero, with no error.
+    /// Several things that are known about an address; what is not known is written as zero, with
+    /// no error.
     fn cuPointerGetAttributes(count: u32, attributes: In<u32>, data: In<u64>, address: u64) {
         initialized()?;
         for at in 0..count as usize {

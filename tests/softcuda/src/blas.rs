@@ -244,10 +244,14 @@ fn way(library: Handle, kind: u32, a: Element, b: Element, c: Element) -> Result
         if (a, b, c) == (F32, F32, F32) { Ok(single(rounding)) } else { Err(NOT_SUPPORTED) }
     };
     match (kind, a, b, c) {
-        (64 | 65, F16, F16, F16) => Ok(Way { rounding: Rounding::Exact, double: false, scale: F16 }),
+        (64 | 65, F16, F16, F16) => {
+            Ok(Way { rounding: Rounding::Exact, double: false, scale: F16 })
+        }
         (68, F32, F32, F32) => Ok(single(by_mode(library)?)),
         (69, F32, F32, F32) => Ok(single(Rounding::Exact)),
-        (68 | 69, F16, F16, F16 | F32) | (68 | 69, Bf16, Bf16, Bf16 | F32) => Ok(single(Rounding::Exact)),
+        (68 | 69, F16, F16, F16 | F32) | (68 | 69, Bf16, Bf16, Bf16 | F32) => {
+            Ok(single(Rounding::Exact))
+        }
         (70 | 71, F64, F64, F64) => Ok(Way { rounding: Rounding::Exact, double: true, scale: F64 }),
         (74, ..) => fast(Rounding::F16),
         (75, ..) => fast(Rounding::Bf16),

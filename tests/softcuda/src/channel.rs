@@ -1,7 +1,8 @@
-//! What ranks of NCCL have between them: a piece of memory that all of them map, threads of one process or of several.
+//! What ranks of NCCL have between them: a piece of memory that all of them map, threads of one
+//! process or of several.
 //!
-//! Whoever makes the group holds its file open, and the group's id says which it is, as handles of memory do. From each rank
-//! to each there is a ring of bytes.
+//! Whoever makes the group holds its file open, and the group's id says which it is, as handles of
+//! memory do. From each rank to each there is a ring of bytes.
 
 use std::cell::UnsafeCell;
 use std::os::fd::OwnedFd;
@@ -95,7 +96,8 @@ impl Shared {
     /// Whether all have come; an error where they do not fit each other.
     pub(crate) fn are_all_here(&self, ranks: usize) -> std::result::Result<bool, String> {
         let all = &self.page.ranks[..ranks];
-        let of: Vec<usize> = all.iter().map(|rank| rank.of.load(Ordering::SeqCst) as usize).collect();
+        let of: Vec<usize> =
+            all.iter().map(|rank| rank.of.load(Ordering::SeqCst) as usize).collect();
         if of.contains(&0) {
             return Ok(false);
         }
@@ -107,7 +109,8 @@ impl Shared {
             if let Some(other) = all[..at].iter().position(|other| uuid(other) == uuid(one)) {
                 let device = one.device.load(Ordering::SeqCst);
                 return Err(format!(
-                    "Duplicate GPU detected : rank {at} and rank {other} both on CUDA device {device}"
+                    "Duplicate GPU detected : rank {at} and rank {other} both on CUDA device \
+                     {device}"
                 ));
             }
         }
@@ -118,7 +121,8 @@ impl Shared {
         &self.page.rings[from][to]
     }
 
-    /// Writes as many of `bytes` for another rank as there is room for. By one thread of the rank at a time.
+    /// Writes as many of `bytes` for another rank as there is room for. By one thread of the rank
+    /// at a time.
     pub(crate) fn write(&self, from: usize, to: usize, bytes: &[u8]) -> usize {
         let ring = self.ring(from, to);
         let written = ring.written.load(Ordering::Relaxed);
@@ -126,13 +130,16 @@ impl Shared {
         let count = room.min(bytes.len());
         for (at, byte) in bytes[..count].iter().enumerate() {
             // SAFETY: the place is in the ring, and the reader has said that it is done with it.
-            unsafe { ring.bytes.get().cast::<u8>().add((written as usize + at) % RING).write(*byte) };
+            unsafe {
+                ring.bytes.get().cast::<u8>().add((written as usize + at) % RING).write(*byte)
+            };
         }
         ring.written.store(written + count as u64, Ordering::Release);
         count
     }
 
-    /// Reads as many bytes of another rank as there are and fit. By one thread of the rank at a time.
+    /// Reads as many bytes of another rank as there are and fit. By one thread of the rank at a
+    /// time.
     pub(crate) fn read(&self, from: usize, to: usize, bytes: &mut [u8]) -> usize {
         let ring = self.ring(from, to);
         let read = ring.read.load(Ordering::Relaxed);
@@ -140,7 +147,8 @@ impl Shared {
         let count = there.min(bytes.len());
         for (at, byte) in bytes[..count].iter_mut().enumerate() {
             // SAFETY: the place is in the ring, and the writer has said that it is done with it.
-            *byte = unsafe { ring.bytes.get().cast::<u8>().add((read as usize + at) % RING).read() };
+            *byte =
+                unsafe { ring.bytes.get().cast::<u8>().add((read as usize + at) % RING).read() };
         }
         ring.read.store(read + count as u64, Ordering::Release);
         count

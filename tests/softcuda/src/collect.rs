@@ -1,4 +1,5 @@
-//! What NCCL's calls do as work of a stream: bytes go from each rank to those that are to have them, and are reduced there.
+//! What NCCL's calls do as work of a stream: bytes go from each rank to those that are to have
+//! them, and are reduced there.
 
 use half::{bf16, f16};
 
@@ -102,8 +103,12 @@ impl Operation {
     }
 
     fn head(&self, bytes: usize) -> Vec<u8> {
-        [&self.kind.number().to_ne_bytes()[..], &self.dtype.to_ne_bytes(), &(bytes as u64).to_ne_bytes()]
-            .concat()
+        [
+            &self.kind.number().to_ne_bytes()[..],
+            &self.dtype.to_ne_bytes(),
+            &(bytes as u64).to_ne_bytes(),
+        ]
+        .concat()
     }
 }
 
@@ -121,17 +126,19 @@ fn put(address: u64, bytes: &[u8]) -> Result {
         return Ok(());
     }
     let span = space().span(address, bytes.len() as u64)?;
-    // SAFETY: the span is of that many bytes, and stays; what is copied is memory of this function's own.
+    // SAFETY: the span is of that many bytes, and stays; what is copied is memory of this
+    // function's own.
     unsafe { span.pointer().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
     Ok(())
 }
 
-/// Does calls of one piece of work; ends early, and with nothing done, where the communicator is aborted.
+/// Does calls of one piece of work; ends early, and with nothing done, where the communicator is
+/// aborted.
 ///
 /// # Errors
 ///
-/// `CUDA_ERROR_ILLEGAL_ADDRESS` for memory that is none, `CUDA_ERROR_LAUNCH_FAILED` where ranks have called different things:
-/// NCCL would mix up their bytes.
+/// `CUDA_ERROR_ILLEGAL_ADDRESS` for memory that is none, `CUDA_ERROR_LAUNCH_FAILED` where ranks
+/// have called different things: NCCL would mix up their bytes.
 pub(crate) fn run(of: &Communicator, shared: &Shared, operations: &[Operation]) -> Result {
     let (mut out, mut coming) = (Vec::new(), Vec::new());
     let send = |operation: &Operation, peer: usize, bytes: &[u8]| Message {
@@ -166,7 +173,9 @@ pub(crate) fn run(of: &Communicator, shared: &Shared, operations: &[Operation]) 
             Kind::Broadcast(root) if root == of.rank => {
                 out.extend(others().map(|peer| send(operation, peer, &given)));
             }
-            Kind::Broadcast(root) => coming.push(receive(operation, root, bytes, Some(operation.to))),
+            Kind::Broadcast(root) => {
+                coming.push(receive(operation, root, bytes, Some(operation.to)))
+            }
             Kind::Send(peer) => out.push(send(operation, peer, &given)),
             Kind::Receive(peer) => coming.push(receive(operation, peer, bytes, Some(operation.to))),
         }
@@ -209,7 +218,12 @@ pub(crate) fn run(of: &Communicator, shared: &Shared, operations: &[Operation]) 
 }
 
 /// Moves messages until all have gone and come; false where the communicator was aborted before.
-fn exchange(of: &Communicator, shared: &Shared, out: &mut [Message], coming: &mut [Message]) -> Result<bool> {
+fn exchange(
+    of: &Communicator,
+    shared: &Shared,
+    out: &mut [Message],
+    coming: &mut [Message],
+) -> Result<bool> {
     loop {
         if of.is_aborted() {
             return Ok(false);
@@ -237,7 +251,8 @@ fn exchange(of: &Communicator, shared: &Shared, out: &mut [Message], coming: &mu
             moved |= count > 0;
             if message.done >= HEAD && message.bytes[..HEAD] != message.expected[..] {
                 eprintln!(
-                    "softcuda: NCCL: rank {} and rank {} have called different things: {:?} against {:?}",
+                    "softcuda: NCCL: rank {} and rank {} have called different things: {:?} \
+                     against {:?}",
                     of.rank,
                     message.peer,
                     message.expected,
@@ -255,12 +270,15 @@ fn exchange(of: &Communicator, shared: &Shared, out: &mut [Message], coming: &mu
     }
 }
 
-/// Reduces one rank's elements into another's: 0 adds, 1 multiplies, 2 takes the larger, 3 the smaller.
+/// Reduces one rank's elements into another's: 0 adds, 1 multiplies, 2 takes the larger, 3 the
+/// smaller.
 fn combine(dtype: u32, reduce: u32, into: &mut [u8], other: &[u8]) {
     macro_rules! elements {
         ($t:ty, $add:expr, $times:expr) => {{
             const SIZE: usize = size_of::<$t>();
-            for (into, other) in into.as_chunks_mut::<SIZE>().0.iter_mut().zip(other.as_chunks::<SIZE>().0) {
+            for (into, other) in
+                into.as_chunks_mut::<SIZE>().0.iter_mut().zip(other.as_chunks::<SIZE>().0)
+            {
                 let (a, b) = (<$t>::from_ne_bytes(*into), <$t>::from_ne_bytes(*other));
                 let made: $t = match reduce {
                     0 => $add(a, b),

@@ -13,8 +13,10 @@ use crate::source::{Kernel, prepare};
 const BEFORE: &str = include_str!("shim/before.h");
 const AFTER: &str = include_str!("shim/after.h");
 /// Headers of CUDA that kernels may include.
-const HEADERS: [(&str, &str); 2] =
-    [("cuda_fp16.h", include_str!("shim/cuda_fp16.h")), ("cuda_bf16.h", include_str!("shim/cuda_bf16.h"))];
+const HEADERS: [(&str, &str); 2] = [
+    ("cuda_fp16.h", include_str!("shim/cuda_fp16.h")),
+    ("cuda_bf16.h", include_str!("shim/cuda_bf16.h")),
+];
 
 /// What the compiled form of a program begins with, in place of PTX's own first line.
 const MARK: &str = "// softcuda module, compiled for the CPU\n";
@@ -78,7 +80,10 @@ pub(crate) fn library(image: &[u8]) -> Result<Vec<u8>, Refused> {
         [high, low] => Some(digit(*high)? << 4 | digit(*low)?),
         _ => None,
     });
-    pairs.collect::<Option<Vec<u8>>>().filter(|bytes| bytes.starts_with(b"\x7fELF")).ok_or(Refused::Damaged)
+    pairs
+        .collect::<Option<Vec<u8>>>()
+        .filter(|bytes| bytes.starts_with(b"\x7fELF"))
+        .ok_or(Refused::Damaged)
 }
 
 /// How many bytes an image has that ends with a zero, if it is one of ours.
@@ -93,7 +98,9 @@ pub(crate) const MARK_LENGTH: usize = MARK.len();
 pub(crate) fn version() -> u64 {
     let headers = HEADERS.iter().flat_map(|(_, text)| text.bytes());
     let bytes = BEFORE.bytes().chain(AFTER.bytes()).chain(headers);
-    bytes.fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3))
+    bytes.fold(0xCBF2_9CE4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)
+    })
 }
 
 fn build(program: &Program) -> Result<Vec<u8>, String> {
@@ -106,7 +113,8 @@ fn build(program: &Program) -> Result<Vec<u8>, String> {
     }
     write(&path.join("kernel.cu"), &program.source)?;
 
-    // As NVRTC, without the host's headers: a kernel that includes one does not compile there either.
+    // As NVRTC, without the host's headers: a kernel that includes one does not compile there
+    // either.
     let preprocessed = run(Command::new(&settings().compiler)
         .current_dir(path)
         .args(["-std=c++17", "-x", "c++", "-E", "-nostdinc", "-nostdinc++", "-I."])
@@ -134,10 +142,19 @@ fn build(program: &Program) -> Result<Vec<u8>, String> {
 
     run(Command::new(&settings().compiler)
         .current_dir(path)
-        .args(["-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-nostdinc++", "-fno-exceptions", "-fno-rtti"])
-        // A fused multiply-add here and none there would make results differ between machines.
-        // A unique symbol, such as a block's memory in an inline function, would keep the library in the process for ever,
-        // under a path that the next may have.
+        .args([
+            "-std=c++17",
+            "-O2",
+            "-shared",
+            "-fPIC",
+            "-w",
+            "-nostdinc++",
+            "-fno-exceptions",
+            "-fno-rtti",
+        ])
+        // A fused multiply-add here and none there would make results differ between machines. A
+        // unique symbol, such as a block's memory in an inline function, would keep the library in
+        // the process for ever, under a path that the next may have.
         .args([
             "-ffp-contract=off",
             "-fno-strict-aliasing",
@@ -147,7 +164,8 @@ fn build(program: &Program) -> Result<Vec<u8>, String> {
         ])
         .args(["-Wl,-Bsymbolic", "-s", "-o", "module.so", "module.cc"]))
     .map_err(|log| log.replace("kernel.cu", &program.name))?;
-    std::fs::read(path.join("module.so")).map_err(|error| format!("the compiler made nothing: {error}"))
+    std::fs::read(path.join("module.so"))
+        .map_err(|error| format!("the compiler made nothing: {error}"))
 }
 
 fn write(path: &Path, text: &str) -> Result<(), String> {

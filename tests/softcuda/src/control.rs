@@ -1,12 +1,13 @@
-//! What a test asks of the driver that its process has loaded: counts, races, and failures on demand.
+//! What a test asks of the driver that its process has loaded: counts, races, and failures on
+//! demand.
 
 use std::ffi::{CStr, CString, c_char};
 use std::mem::transmute;
 
 /// The driver that this process has loaded.
 ///
-/// It is not the code of this library that is linked into a test, which has a state of its own, but the one that was
-/// loaded by CUDA's name; so it is asked through the functions that it exports.
+/// It is not the code of this library that is linked into a test, which has a state of its own, but
+/// the one that was loaded by CUDA's name; so it is asked through the functions that it exports.
 #[derive(Clone, Copy, Debug)]
 pub struct Driver {
     calls: unsafe extern "C" fn(*const c_char) -> u64,
@@ -16,9 +17,11 @@ pub struct Driver {
     fail: unsafe extern "C" fn(*const c_char, u64) -> i32,
 }
 
-/// The driver, or none as long as the process has loaded no CUDA driver, or where it is another one.
+/// The driver, or none as long as the process has loaded no CUDA driver, or where it is another
+/// one.
 pub fn driver() -> Option<Driver> {
-    // SAFETY: looks whether the library is there, and runs none of its code; the handle is never closed.
+    // SAFETY: looks whether the library is there, and runs none of its code; the handle is never
+    // closed.
     let library = unsafe {
         libc::dlopen(c"libcuda.so".as_ptr(), libc::RTLD_NOLOAD | libc::RTLD_LAZY | libc::RTLD_LOCAL)
     };
@@ -67,7 +70,8 @@ pub fn bytes(kind: &str) -> Option<u64> {
 }
 
 impl Driver {
-    /// How often a function was called since the start or the last reset, by its C name, as `cuMemAlloc_v2`.
+    /// How often a function was called since the start or the last reset, by its C name, as
+    /// `cuMemAlloc_v2`.
     ///
     /// # Panics
     ///
@@ -78,8 +82,9 @@ impl Driver {
         unsafe { (self.calls)(function.as_ptr()) }
     }
 
-    /// Bytes of copies that were issued since the start or the last reset, by kind: `pinned_to_device`,
-    /// `pageable_to_device`, `device_to_pinned`, `device_to_pageable`, `device_to_device`, `host_to_host`.
+    /// Bytes of copies that were issued since the start or the last reset, by kind:
+    /// `pinned_to_device`, `pageable_to_device`, `device_to_pinned`, `device_to_pageable`,
+    /// `device_to_device`, `host_to_host`.
     ///
     /// # Panics
     ///
@@ -104,7 +109,8 @@ impl Driver {
         unsafe { (self.races)() }
     }
 
-    /// Makes the n-th call of a kind from now fail, the next one with 1; kinds as in `SOFTCUDA_FAIL`.
+    /// Makes the n-th call of a kind from now fail, the next one with 1; kinds as in
+    /// `SOFTCUDA_FAIL`.
     ///
     /// # Panics
     ///

@@ -52,7 +52,8 @@ impl Extent {
     /// First bytes of the rows, counted from the start of each place.
     fn rows(self, from: Place, to: Place) -> impl Iterator<Item = (u64, u64)> {
         (0..self.depth).flat_map(move |z| {
-            (0..self.height).map(move |y| (z * from.slice + y * from.pitch, z * to.slice + y * to.pitch))
+            (0..self.height)
+                .map(move |y| (z * from.slice + y * from.pitch, z * to.slice + y * to.pitch))
         })
     }
 }
@@ -72,7 +73,8 @@ impl Side {
         if space().covers(place.address) {
             return Side::Device;
         }
-        pinned(place.address, extent.reach(place)).map_or(Side::Pageable, |_block| Side::Pinned { _block })
+        pinned(place.address, extent.reach(place))
+            .map_or(Side::Pageable, |_block| Side::Pinned { _block })
     }
 }
 
@@ -156,10 +158,13 @@ fn copy(
         &uses,
     );
     let waits = match kind {
-        // Within devices the host waits for nothing, even where the call is named the synchronous one.
+        // Within devices the host waits for nothing, even where the call is named the synchronous
+        // one.
         Moved::DeviceToDevice => false,
         Moved::DeviceToPageable | Moved::HostToHost => true,
-        Moved::PinnedToDevice | Moved::PageableToDevice | Moved::DeviceToPinned => when == When::Synchronous,
+        Moved::PinnedToDevice | Moved::PageableToDevice | Moved::DeviceToPinned => {
+            when == When::Synchronous
+        }
     };
     if waits {
         let clock = races::now(stream);
@@ -171,7 +176,11 @@ fn copy(
 }
 
 fn use_of(place: &Place, extent: &Extent, side: &Side, write: bool) -> Option<Use> {
-    matches!(side, Side::Device).then(|| Use { address: place.address, bytes: extent.reach(place), write })
+    matches!(side, Side::Device).then(|| Use {
+        address: place.address,
+        bytes: extent.reach(place),
+        write,
+    })
 }
 
 /// The bytes of pageable host memory, row after row.
@@ -179,7 +188,8 @@ fn stage(from: &Place, extent: &Extent) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(extent.bytes() as usize);
     for (at, _) in extent.rows(*from, Place::flat(0)) {
         let row = (from.address + at) as *const u8;
-        // SAFETY: the caller of the copy promised host memory of this extent, for as long as the call takes.
+        // SAFETY: the caller of the copy promised host memory of this extent, for as long as the
+        // call takes.
         bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(row, extent.width as usize) });
     }
     bytes
@@ -193,14 +203,17 @@ fn stage(from: &Place, extent: &Extent) -> Vec<u8> {
 fn move_rows(to: &Place, from: &Place, extent: Extent) -> Result {
     // The spans keep what they are of mapped while the bytes move.
     let span = |place: &Place| {
-        space().covers(place.address).then(|| space().span(place.address, extent.reach(place))).transpose()
+        space()
+            .covers(place.address)
+            .then(|| space().span(place.address, extent.reach(place)))
+            .transpose()
     };
     let (target, source) = (span(to)?, span(from)?);
     let target = target.as_ref().map_or(to.address as *mut u8, |span| span.pointer());
     let source = source.as_ref().map_or(from.address as *mut u8, |span| span.pointer());
     for (read, write) in extent.rows(*from, *to) {
-        // SAFETY: device bytes are mapped, as the spans say; for host bytes whoever issued the copy promised that
-        // they are there until it is done. They may overlap, which `copy` allows.
+        // SAFETY: device bytes are mapped, as the spans say; for host bytes whoever issued the copy
+        // promised that they are there until it is done. They may overlap, which `copy` allows.
         unsafe {
             source.add(read as usize).copy_to(target.add(write as usize), extent.width as usize);
         }
@@ -211,7 +224,13 @@ fn move_rows(to: &Place, from: &Place, extent: Extent) -> Result {
 fn flat(to: (u64, Asked), from: (u64, Asked), bytes: usize, stream: Option<Handle>) -> Result {
     let when = if stream.is_some() { When::Asynchronous } else { When::Synchronous };
     let stream = own_stream(stream.unwrap_or(0))?;
-    copy(&stream, (Place::flat(to.0), to.1), (Place::flat(from.0), from.1), Extent::flat(bytes), when)
+    copy(
+        &stream,
+        (Place::flat(to.0), to.1),
+        (Place::flat(from.0), from.1),
+        Extent::flat(bytes),
+        when,
+    )
 }
 
 api! {
@@ -380,7 +399,8 @@ impl Side3D {
         let (base, asked) = base(self.memory_type, self.host, self.device)?;
         let pitch_short =
             self.x + copy.width > self.pitch && (self.pitch != 0 || copy.height * copy.depth > 1);
-        let height_short = self.y + copy.height > self.height && (self.height != 0 || copy.depth > 1);
+        let height_short =
+            self.y + copy.height > self.height && (self.height != 0 || copy.depth > 1);
         if pitch_short || height_short || self.lod != 0 {
             return Err(Code::INVALID_VALUE);
         }
@@ -398,7 +418,8 @@ fn copy_2d(what: &In<Copy2D>, stream: Handle, when: When) -> Result {
 
 fn copy_3d(what: &In<Copy3D>, stream: Handle, when: When) -> Result {
     let what = what.get()?;
-    let extent = Extent { width: what.width as u64, height: what.height as u64, depth: what.depth as u64 };
+    let extent =
+        Extent { width: what.width as u64, height: what.height as u64, depth: what.depth as u64 };
     copy(&own_stream(stream)?, what.to.place(&what)?, what.from.place(&what)?, extent, when)
 }
 

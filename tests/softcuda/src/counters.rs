@@ -1,4 +1,5 @@
-//! Counts of calls by name and of bytes by kind of copy, for tests that ask what was done and how often.
+//! Counts of calls by name and of bytes by kind of copy, for tests that ask what was done and how
+//! often.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char};
@@ -60,8 +61,9 @@ unsafe extern "C" fn softcuda_calls(name: *const c_char) -> u64 {
     CALLS.lock().get(name).copied().unwrap_or(0)
 }
 
-/// How many bytes copies of a kind were issued for; the kinds are named as in the crate's documentation. A name
-/// that is none gives the largest number there is, so that a test with a slip of the pen fails.
+/// How many bytes copies of a kind were issued for; the kinds are named as in the crate's
+/// documentation. A name that is none gives the largest number there is, so that a test with a slip
+/// of the pen fails.
 ///
 /// # Safety
 ///

@@ -130,8 +130,8 @@ pub(crate) fn as_host_function(run: impl FnOnce()) {
 ///
 /// # Errors
 ///
-/// `CUDA_ERROR_INVALID_CONTEXT` where it has none. What the context failed with is not asked here: see
-/// [`Context::check`].
+/// `CUDA_ERROR_INVALID_CONTEXT` where it has none. What the context failed with is not asked here:
+/// see [`Context::check`].
 pub(crate) fn current() -> Result<Arc<Context>> {
     initialized()?;
     context(stack(|stack| stack.last().copied())?.ok_or(Code::INVALID_CONTEXT)?)
@@ -191,9 +191,9 @@ fn attribute(device: u32, attribute: u32) -> i32 {
         75 => 8,                          // compute capability 8.0
         81 => 228 << 10,                  // shared memory of a multiprocessor
         97 => 227 << 10,                  // shared memory of a block that asks for it
-        91 | 99 | 115 | 125 => 1,         // registered memory at its own address, registering, pools
-        106 => 32,                        // blocks of a multiprocessor
-        111 => 1 << 10,                   // reserved shared memory
+        91 | 99 | 115 | 125 => 1, // registered memory at its own address, registering, pools
+        106 => 32,                // blocks of a multiprocessor
+        111 => 1 << 10,           // reserved shared memory
         _ => 0,
     }
 }
@@ -329,7 +329,8 @@ fn release(device: u32, all: bool) -> Result {
         return Err(Code::INVALID_CONTEXT);
     }
     *retained = if all { 0 } else { *retained - 1 };
-    // Under the lock: the memory that goes is the device's, and who retains the context next has new memory there.
+    // Under the lock: the memory that goes is the device's, and who retains the context next has
+    // new memory there.
     if *retained == 0
         && let Some(context) = context.take()
     {

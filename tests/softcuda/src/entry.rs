@@ -1,4 +1,5 @@
-//! How a function that C programs call is written: the macro [`exported!`], and types for what C hands over.
+//! How a function that C programs call is written: the macro [`exported!`], and types for what C
+//! hands over.
 
 use std::ffi::{CStr, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -7,9 +8,9 @@ use crate::counters;
 use crate::error::{Code, Result};
 use crate::faults;
 
-/// Defines a function under its C name, which answers with what `$code` makes of the driver's code. The body is safe
-/// code that gives a [`Result`]; the call is counted under its name, and a panic in the body becomes
-/// `CUDA_ERROR_UNKNOWN`.
+/// Defines a function under its C name, which answers with what `$code` makes of the driver's code.
+/// The body is safe code that gives a [`Result`]; the call is counted under its name, and a panic
+/// in the body becomes `CUDA_ERROR_UNKNOWN`.
 macro_rules! exported {
     ($code:path; $(#[$doc:meta])* fn $name:ident($($arg:ident : $ty:ty),* $(,)?) $body:block) => {
         $(#[$doc])*
@@ -34,14 +35,15 @@ macro_rules! nvrtc {
 }
 pub(crate) use nvrtc;
 
-/// A function of cuBLAS. Their bodies give cuBLAS's codes, but for a null pointer, and for errors of the driver that
-/// they do not turn into one.
+/// A function of cuBLAS. Their bodies give cuBLAS's codes, but for a null pointer, and for errors
+/// of the driver that they do not turn into one.
 macro_rules! blas {
     ($($function:tt)*) => { $crate::entry::exported!($crate::entry::code_of_cublas; $($function)*); };
 }
 pub(crate) use blas;
 
-/// A function of NCCL. Their bodies give NCCL's codes; an error of the driver is `ncclUnhandledCudaError`.
+/// A function of NCCL. Their bodies give NCCL's codes; an error of the driver is
+/// `ncclUnhandledCudaError`.
 macro_rules! nccl {
     ($($function:tt)*) => { $crate::entry::exported!($crate::entry::code_of_nccl; $($function)*); };
 }
@@ -85,8 +87,8 @@ pub(crate) fn call(name: &'static str, body: impl FnOnce() -> Result) -> u32 {
 
 /// A pointer through which C wants a value back.
 ///
-/// Values of it come only from callers of exported functions, which are unsafe to call: that the pointer is null
-/// or may be written is what they promise.
+/// Values of it come only from callers of exported functions, which are unsafe to call: that the
+/// pointer is null or may be written is what they promise.
 #[repr(transparent)]
 pub(crate) struct Out<T>(*mut T);
 
@@ -105,8 +107,9 @@ impl<T> Out<T> {
     /// Writes the value where the caller gave a place for it.
     pub(crate) fn set_if_wanted(&self, value: T) {
         if !self.0.is_null() {
-            // SAFETY: the caller of the exported function promised that a pointer that is not null may be written;
-            // it may be unaligned or uninitialised for all we know of C, so it is written without reading or dropping.
+            // SAFETY: the caller of the exported function promised that a pointer that is not null
+            // may be written; it may be unaligned or uninitialised for all we know of C, so it is
+            // written without reading or dropping.
             unsafe { self.0.write_unaligned(value) };
         }
     }
@@ -132,7 +135,8 @@ impl<T> Out<T> {
     }
 }
 
-/// A pointer to values that C hands over; like [`Out`], only callers of exported functions make one.
+/// A pointer to values that C hands over; like [`Out`], only callers of exported functions make
+/// one.
 #[repr(transparent)]
 pub(crate) struct In<T>(*const T);
 
@@ -154,7 +158,8 @@ impl<T: Copy> In<T> {
         if self.0.is_null() {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: the caller promised an array that is as long as the function is documented to read.
+        // SAFETY: the caller promised an array that is as long as the function is documented to
+        // read.
         Ok(unsafe { self.0.add(index).read_unaligned() })
     }
 
@@ -202,7 +207,8 @@ impl Text {
         if self.0.is_null() {
             return Err(Code::INVALID_VALUE);
         }
-        // SAFETY: the caller promised a text that a zero ends, and does not change it during the call.
+        // SAFETY: the caller promised a text that a zero ends, and does not change it during the
+        // call.
         Ok(unsafe { CStr::from_ptr(self.0) }.to_string_lossy().into_owned())
     }
 }

@@ -99,7 +99,8 @@ impl Record {
     }
 
     fn is_done(&self) -> bool {
-        // Looked at first: a look at lazy work says that it is not done, and has it done for the next.
+        // Looked at first: a look at lazy work says that it is not done, and has it done for the
+        // next.
         let done = self.done.lock().is_some();
         self.stream.asked_for(*self.number.lock());
         done
@@ -291,7 +292,8 @@ api! {
 }
 
 api! {
-    /// An event of another process. It may be recorded here too; each process waits for the newest record there is.
+    /// An event of another process. It may be recorded here too; each process waits for the newest
+    /// record there is.
     fn cuIpcOpenEventHandle(event: Out<Handle>, ticket: Ticket) {
         let context = current()?;
         context.check()?;

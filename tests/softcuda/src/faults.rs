@@ -37,7 +37,8 @@ type Plan = Vec<(What, u64)>;
 
 static PLAN: LazyLock<Mutex<Plan>> = LazyLock::new(|| Mutex::new(settings().fail.clone()));
 /// Whether there is a plan at all, so that calls are quick where there is none.
-static PLANNED: LazyLock<AtomicBool> = LazyLock::new(|| AtomicBool::new(!settings().fail.is_empty()));
+static PLANNED: LazyLock<AtomicBool> =
+    LazyLock::new(|| AtomicBool::new(!settings().fail.is_empty()));
 
 /// Reads `what:nth`, several with commas between.
 ///
@@ -68,7 +69,9 @@ pub(crate) fn plan(text: &str) -> std::result::Result<Plan, String> {
     let known = "alloc, alloc_host, copy, launch, event, stream, compile or a function of CUDA's";
     let parts = text.split(',').filter(|part| !part.is_empty());
     parts
-        .map(|part| one(part).ok_or_else(|| format!("SOFTCUDA_FAIL: {part:?} is not <{known}>:<nth>")))
+        .map(|part| {
+            one(part).ok_or_else(|| format!("SOFTCUDA_FAIL: {part:?} is not <{known}>:<nth>"))
+        })
         .collect()
 }
 
@@ -76,8 +79,8 @@ pub(crate) fn plan(text: &str) -> std::result::Result<Plan, String> {
 ///
 /// # Errors
 ///
-/// `CUDA_ERROR_ILLEGAL_ADDRESS` for work in a stream, `CUDA_ERROR_OUT_OF_MEMORY` for what is made at once, and what
-/// is usual for the rest.
+/// `CUDA_ERROR_ILLEGAL_ADDRESS` for work in a stream, `CUDA_ERROR_OUT_OF_MEMORY` for what is made
+/// at once, and what is usual for the rest.
 pub(crate) fn meet(what: What) -> Result {
     if !PLANNED.load(Ordering::Relaxed) {
         return Ok(());
@@ -147,7 +150,10 @@ mod tests {
 
     #[test]
     fn plans_are_read() {
-        assert_eq!(plan("launch:3,alloc_host:1"), Ok(vec![(What::Launch, 3), (What::AllocHost, 1)]));
+        assert_eq!(
+            plan("launch:3,alloc_host:1"),
+            Ok(vec![(What::Launch, 3), (What::AllocHost, 1)])
+        );
         assert_eq!(plan(""), Ok(Vec::new()));
         let function = What::Function("cuInit".into());
         assert_eq!(plan("cuInit:1"), Ok(vec![(function, 1)]));

@@ -1,4 +1,5 @@
-//! Products of matrices, as cuBLAS numbers them: columns one after another, `C = alpha * A * B + beta * C`.
+//! Products of matrices, as cuBLAS numbers them: columns one after another, `C = alpha * A * B +
+//! beta * C`.
 
 use std::ops::{Add, AddAssign, Mul};
 
@@ -60,7 +61,8 @@ impl Matrix {
         if self.rows == 0 || self.columns == 0 || batch == 0 {
             return 0;
         }
-        ((batch - 1) * self.stride + (self.columns - 1) * self.leading + self.rows) * self.element.bytes()
+        ((batch - 1) * self.stride + (self.columns - 1) * self.leading + self.rows)
+            * self.element.bytes()
     }
 
     /// What an operation on it reads or writes.
@@ -157,7 +159,8 @@ fn compute_in<T: Real>(product: &Product) -> Result {
         let bytes = matrix.reach(batch);
         (wanted && bytes > 0).then(|| space().span(matrix.address, bytes)).transpose()
     };
-    let (a_span, b_span, c_span) = (reach(&a, read_factors)?, reach(&b, read_factors)?, reach(&c, true)?);
+    let (a_span, b_span, c_span) =
+        (reach(&a, read_factors)?, reach(&b, read_factors)?, reach(&c, true)?);
     let Some(c_span) = c_span else { return Ok(()) };
     let (alpha, beta) = (T::from_wide(alpha), T::from_wide(beta));
     let keeps = beta.to_wide() != 0.0;
@@ -187,10 +190,12 @@ fn compute_in<T: Real>(product: &Product) -> Result {
                 } else {
                     [[T::default(); TALL]; BROAD]
                 };
-                for (y, column) in part.iter().enumerate().take((c.columns - right_panel) as usize) {
+                for (y, column) in part.iter().enumerate().take((c.columns - right_panel) as usize)
+                {
                     for (x, sum) in column.iter().enumerate().take((c.rows - left_panel) as usize) {
                         let at = start(&c) + c.at(left_panel + x as u64, right_panel + y as u64);
-                        // SAFETY: the span reaches from the first to the last element of all matrices.
+                        // SAFETY: the span reaches from the first to the last element of all
+                        // matrices.
                         unsafe {
                             let mut value = alpha * *sum;
                             if keeps {
@@ -206,9 +211,15 @@ fn compute_in<T: Real>(product: &Product) -> Result {
     Ok(())
 }
 
-/// Copies a factor into panels of `broad` rows (or columns): for each place of the sum the panel's values side by
-/// side, with zeros where the matrix ends.
-fn pack<T: Real>(into: &mut Vec<T>, broad: usize, lines: u64, sums: u64, value: impl Fn(u64, u64) -> f64) {
+/// Copies a factor into panels of `broad` rows (or columns): for each place of the sum the panel's
+/// values side by side, with zeros where the matrix ends.
+fn pack<T: Real>(
+    into: &mut Vec<T>,
+    broad: usize,
+    lines: u64,
+    sums: u64,
+    value: impl Fn(u64, u64) -> f64,
+) {
     into.clear();
     for first in (0..lines).step_by(broad) {
         for at in 0..sums {

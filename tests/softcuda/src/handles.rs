@@ -1,5 +1,5 @@
-//! Tables of what C programs know by opaque handles. A handle is a number that no memory lies at, and is never
-//! given out twice, so that one that was destroyed is known as such.
+//! Tables of what C programs know by opaque handles. A handle is a number that no memory lies at,
+//! and is never given out twice, so that one that was destroyed is known as such.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -27,8 +27,10 @@ impl<T> Handles<T> {
 
     /// Makes an object that knows its own handle.
     pub(crate) fn insert(&self, make: impl FnOnce(Handle) -> T) -> Arc<T> {
-        // Above what 47 bits of address reach, and no small number: streams 1 and 2 have a meaning in CUDA.
-        let handle = 0x5C_0000_0000_0000 | self.kind << 40 | self.next.fetch_add(1, Ordering::Relaxed) << 4;
+        // Above what 47 bits of address reach, and no small number: streams 1 and 2 have a meaning
+        // in CUDA.
+        let handle =
+            0x5C_0000_0000_0000 | self.kind << 40 | self.next.fetch_add(1, Ordering::Relaxed) << 4;
         let made = Arc::new(make(handle));
         self.live.write().get_or_insert_default().insert(handle, made.clone());
         made
@@ -40,7 +42,11 @@ impl<T> Handles<T> {
     ///
     /// `CUDA_ERROR_INVALID_HANDLE` where there is none, or none any more.
     pub(crate) fn get(&self, handle: Handle) -> Result<Arc<T>> {
-        self.live.read().as_ref().and_then(|live| live.get(&handle).cloned()).ok_or(Code::INVALID_HANDLE)
+        self.live
+            .read()
+            .as_ref()
+            .and_then(|live| live.get(&handle).cloned())
+            .ok_or(Code::INVALID_HANDLE)
     }
 
     /// Takes an object out; who still holds it keeps it alive.

@@ -1,4 +1,5 @@
-//! What tests call to run with the driver: it has to be in the library path before a process starts.
+//! What tests call to run with the driver: it has to be in the library path before a process
+//! starts.
 
 use std::ffi::OsString;
 use std::io;
@@ -15,8 +16,8 @@ const MARK: &str = "SOFTCUDA_AGAIN";
 /// Settings without which a test shows nothing.
 const TOLD: [&str; 2] = ["SOFTCUDA_FAIL", "SOFTCUDA_MEMORY"];
 
-/// CUDA's libraries, under the names by which they are looked for. All are links to one file, so that the loader has
-/// one library, which knows the state of all of them.
+/// CUDA's libraries, under the names by which they are looked for. All are links to one file, so
+/// that the loader has one library, which knows the state of all of them.
 const NAMES: [&str; 8] = [
     "libcuda.so",
     "libcuda.so.1",
@@ -44,14 +45,15 @@ pub fn library() -> io::Result<PathBuf> {
         .find(|path| path.is_file())
         .ok_or_else(|| {
             let looked = folder.display();
-            let say =
-                format!("libsoftcuda.so is not in {looked} or beside it: run `cargo build -p softcuda`");
+            let say = format!(
+                "libsoftcuda.so is not in {looked} or beside it: run `cargo build -p softcuda`"
+            );
             io::Error::new(io::ErrorKind::NotFound, say)
         })
 }
 
-/// Puts the driver into a folder, under the names of CUDA's libraries, and gives the folder back: what
-/// `LD_LIBRARY_PATH` has to begin with.
+/// Puts the driver into a folder, under the names of CUDA's libraries, and gives the folder back:
+/// what `LD_LIBRARY_PATH` has to begin with.
 ///
 /// # Errors
 ///
@@ -83,7 +85,8 @@ pub fn real() -> bool {
     std::env::var_os("MPMD_TEST_GPU").is_some_and(|value| value == "1")
 }
 
-/// Runs the test again that calls it, in a process that finds the driver; see [`again!`](crate::again!).
+/// Runs the test again that calls it, in a process that finds the driver; see
+/// [`again!`](crate::again!).
 ///
 /// True if it ran there, and the caller has nothing left to do; false in that process.
 ///
@@ -104,8 +107,10 @@ pub fn run_again(function: &str, settings: &[(&str, &str)]) -> bool {
         return told.is_some();
     }
     // `crate::module::test::here`, as the macro names a function inside of the test.
-    let name =
-        function.split_once("::").and_then(|(_, rest)| rest.rsplit_once("::")).map_or(function, |it| it.0);
+    let name = function
+        .split_once("::")
+        .and_then(|(_, rest)| rest.rsplit_once("::"))
+        .map_or(function, |it| it.0);
     let folder = tempfile::tempdir().expect("a temporary folder");
     let installed = install(folder.path()).unwrap_or_else(|error| panic!("{error}"));
     let output = folder.path().join("output");
@@ -115,8 +120,12 @@ pub fn run_again(function: &str, settings: &[(&str, &str)]) -> bool {
     environment(&mut command, &installed);
     command.env(MARK, "1").envs(settings.iter().copied());
     let errors = file.try_clone().expect("the file once more");
-    let mut child =
-        command.stdin(Stdio::null()).stdout(file).stderr(errors).spawn().expect("this program again");
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(file)
+        .stderr(errors)
+        .spawn()
+        .expect("this program again");
     let start = Instant::now();
     let status = loop {
         match child.try_wait().expect("the state of a child") {
@@ -141,9 +150,10 @@ pub fn run_again(function: &str, settings: &[(&str, &str)]) -> bool {
 
 /// To be called first in a test that needs the driver: `if softcuda::again!() { return; }`.
 ///
-/// The first time, the test is run again in a process of its own that finds the driver, and has passed if it passes
-/// there. Settings of the driver may be given: `again!("SOFTCUDA_PACE" = "lazy", "SOFTCUDA_DEVICES" = "2")`. With
-/// `MPMD_TEST_GPU=1` the test just runs, with whatever driver there is, unless it needs one that fails when it is told to.
+/// The first time, the test is run again in a process of its own that finds the driver, and has
+/// passed if it passes there. Settings of the driver may be given: `again!("SOFTCUDA_PACE" =
+/// "lazy", "SOFTCUDA_DEVICES" = "2")`. With `MPMD_TEST_GPU=1` the test just runs, with whatever
+/// driver there is, unless it needs one that fails when it is told to.
 #[macro_export]
 macro_rules! again {
     ($($name:literal = $value:expr),* $(,)?) => {{

@@ -10,8 +10,8 @@ use crate::entry::{Out, api};
 use crate::error::{Code, Result};
 use crate::faults::{What, meet};
 
-/// Flags that `cuMemHostAlloc` and `cuMemHostRegister` know: portable, device map, write combined; portable, device
-/// map, I/O memory, read only.
+/// Flags that `cuMemHostAlloc` and `cuMemHostRegister` know: portable, device map, write combined;
+/// portable, device map, I/O memory, read only.
 const ALLOC_FLAGS: u32 = 1 | 2 | 4;
 const REGISTER_FLAGS: u32 = 1 | 2 | 4 | 8;
 
@@ -38,7 +38,8 @@ pub(crate) fn pinned(address: u64, bytes: u64) -> Option<Arc<HostBlock>> {
 impl Drop for HostBlock {
     fn drop(&mut self) {
         if self.owned {
-            // SAFETY: mapped by `alloc` with this length; work that was to use it holds the block, so none is left.
+            // SAFETY: mapped by `alloc` with this length; work that was to use it holds the block,
+            // so none is left.
             unsafe { libc::munmap(self.address as *mut _, self.bytes as usize) };
         }
     }

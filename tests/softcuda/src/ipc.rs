@@ -1,7 +1,8 @@
 //! Memory and events that other processes of the machine are given.
 //!
-//! A handle says which file of which process it is: the other opens it as `/proc/<process>/fd/<number>`. So nothing
-//! has a name that could stay behind, and nothing can be opened of a process that is gone.
+//! A handle says which file of which process it is: the other opens it as
+//! `/proc/<process>/fd/<number>`. So nothing has a name that could stay behind, and nothing can be
+//! opened of a process that is gone.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -89,8 +90,9 @@ impl Ticket {
     ///
     /// # Errors
     ///
-    /// `CUDA_ERROR_INVALID_VALUE` for what is no such ticket, `CUDA_ERROR_INVALID_CONTEXT` for one of this process,
-    /// as CUDA does, and `CUDA_ERROR_INVALID_HANDLE` where the process or the file is gone.
+    /// `CUDA_ERROR_INVALID_VALUE` for what is no such ticket, `CUDA_ERROR_INVALID_CONTEXT` for one
+    /// of this process, as CUDA does, and `CUDA_ERROR_INVALID_HANDLE` where the process or the file
+    /// is gone.
     pub(crate) fn open(&self, kind: Kind) -> Result<OwnedFd> {
         if self.mark == kind.mark() && self.process == std::process::id() {
             return Err(Code::INVALID_CONTEXT);
@@ -120,8 +122,8 @@ impl Ticket {
     }
 }
 
-/// When a process started, in ticks since the machine did; none where there is no such process, or only what is left
-/// of it until its parent asks.
+/// When a process started, in ticks since the machine did; none where there is no such process, or
+/// only what is left of it until its parent asks.
 pub(crate) fn started(process: u32) -> Option<u64> {
     let text = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
     // The name before may hold anything, so counting begins behind its last parenthesis.
@@ -156,7 +158,8 @@ api! {
 }
 
 api! {
-    /// Maps memory of another process. What is open already is given again, at the same address, and counted.
+    /// Maps memory of another process. What is open already is given again, at the same address,
+    /// and counted.
     fn cuIpcOpenMemHandle_v2(address: Out<u64>, ticket: Ticket, flags: u32) {
         let context = current()?;
         context.check()?;

@@ -1,4 +1,5 @@
-//! Launches: checked as CUDA does, run in the stream's thread, and caught when they touch what is not theirs.
+//! Launches: checked as CUDA does, run in the stream's thread, and caught when they touch what is
+//! not theirs.
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
@@ -19,7 +20,8 @@ use crate::races;
 use crate::stream::{Work, own_stream};
 
 const MOST_THREADS: usize = 1024;
-/// A stack of a fiber. No power of two, as the same places of all stacks would then share few lines of the cache.
+/// A stack of a fiber. No power of two, as the same places of all stacks would then share few lines
+/// of the cache.
 const STACK: usize = (64 << 10) + 13 * 64;
 
 /// What a module is told of a launch; as in `after.h`.
@@ -97,7 +99,8 @@ fn catch_faults() {
             unsafe {
                 let mut action: libc::sigaction = MaybeUninit::zeroed().assume_init();
                 action.sa_sigaction = on_fault as *const () as usize;
-                // On the stack for signals, where the thread has one: its own may be what overflowed.
+                // On the stack for signals, where the thread has one: its own may be what
+                // overflowed.
                 action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
                 libc::sigemptyset(&mut action.sa_mask);
                 libc::sigaction(signal, &action, ptr::null_mut());
@@ -107,26 +110,30 @@ fn catch_faults() {
 }
 
 extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
-    // A thread that runs no kernel has its own reasons; one that does has used this variable before, so that reading
-    // it here makes nothing.
+    // A thread that runs no kernel has its own reasons; one that does has used this variable
+    // before, so that reading it here makes nothing.
     let escape = ESCAPE.get();
     if !escape.is_null() {
         ESCAPE.set(ptr::null_mut());
-        // SAFETY: a kernel runs on this thread, so `__sc_run` stands below on its stack with this buffer set. What
-        // is jumped over is code of the module without anything to clean up, and this function.
+        // SAFETY: a kernel runs on this thread, so `__sc_run` stands below on its stack with this
+        // buffer set. What is jumped over is code of the module without anything to clean up, and
+        // this function.
         unsafe { siglongjmp(escape, Code::ILLEGAL_ADDRESS.0 as c_int) }
     }
     let Some(before) = BEFORE.get() else { return };
     let before = before[usize::from(signal == libc::SIGBUS)];
     match before.sa_sigaction {
         libc::SIG_DFL | libc::SIG_IGN => {
-            // SAFETY: the default is put back; when this returns the access faults again, and the process ends by it.
+            // SAFETY: the default is put back; when this returns the access faults again, and the
+            // process ends by it.
             unsafe { libc::signal(signal, libc::SIG_DFL) };
         }
         handler if before.sa_flags & libc::SA_SIGINFO != 0 => {
             // SAFETY: whoever installed it said that it takes three arguments.
             let handler = unsafe {
-                std::mem::transmute::<usize, extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void)>(handler)
+                std::mem::transmute::<usize, extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void)>(
+                    handler,
+                )
             };
             handler(signal, info, context);
         }
@@ -138,7 +145,8 @@ extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut 
     }
 }
 
-/// The arguments, copied as a launch does, with device addresses moved to where the driver sees them.
+/// The arguments, copied as a launch does, with device addresses moved to where the driver sees
+/// them.
 fn pack(kernel: &Kernel, parameters: &In<In<u8>>) -> Result<Vec<Slot>> {
     let mut slots = Vec::new();
     let (first, last) = space().range();
@@ -146,9 +154,11 @@ fn pack(kernel: &Kernel, parameters: &In<In<u8>>) -> Result<Vec<Slot>> {
         let mut bytes = parameters.at(at)?.bytes(*size as usize)?;
         // Addresses may lie within structures too.
         for word in bytes.chunks_exact_mut(8) {
-            let value =
-                u64::from_ne_bytes([word[0], word[1], word[2], word[3], word[4], word[5], word[6], word[7]]);
-            // Not mapped at all: pageable memory of the host, which a GPU does not reach. It faults where it is used.
+            let value = u64::from_ne_bytes([
+                word[0], word[1], word[2], word[3], word[4], word[5], word[6], word[7],
+            ]);
+            // Not mapped at all: pageable memory of the host, which a GPU does not reach. It faults
+            // where it is used.
             let unreached = *pointer && value != 0 && pinned(value, 1).is_none();
             if (first..last).contains(&value) {
                 word.copy_from_slice(&(value + space().distance()).to_ne_bytes());
@@ -166,7 +176,13 @@ fn pack(kernel: &Kernel, parameters: &In<In<u8>>) -> Result<Vec<Slot>> {
 }
 
 /// Runs a kernel in the calling thread.
-fn run(kernel: &Kernel, mut arguments: Vec<Slot>, grid: [u32; 3], block: [u32; 3], shared: u32) -> Result {
+fn run(
+    kernel: &Kernel,
+    mut arguments: Vec<Slot>,
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared: u32,
+) -> Result {
     meet(What::Launch)?;
     let mut shared = vec![[0xCD_u8; 16]; (shared as usize).div_ceil(16) + 8];
     let code = STACKS.with(|stacks| {
@@ -174,20 +190,25 @@ fn run(kernel: &Kernel, mut arguments: Vec<Slot>, grid: [u32; 3], block: [u32; 3
             grid,
             block,
             // Sixteen bytes at least, which vectors of four floats need.
-            shared: shared.as_mut_ptr().cast::<u8>().wrapping_add(shared.as_ptr().align_offset(16)).cast(),
+            shared: shared
+                .as_mut_ptr()
+                .cast::<u8>()
+                .wrapping_add(shared.as_ptr().align_offset(16))
+                .cast(),
             stacks: stacks.0,
             stack_bytes: STACK,
             escape: ESCAPE.with(Cell::as_ptr),
         };
         // SAFETY: `__sc_run` of the module, which has this type and lives as long as the kernel.
         let run = unsafe {
-            std::mem::transmute::<usize, unsafe extern "C" fn(usize, *mut Slot, *const Launch) -> c_int>(
-                kernel.library.run,
-            )
+            std::mem::transmute::<
+                usize,
+                unsafe extern "C" fn(usize, *mut Slot, *const Launch) -> c_int,
+            >(kernel.library.run)
         };
-        // SAFETY: the arguments are packed as the kernel's own adapter reads them; the stacks are this thread's, and
-        // enough for the most threads that a block has. What the kernel itself does is the program's promise, as on
-        // a GPU; faults come back as a code.
+        // SAFETY: the arguments are packed as the kernel's own adapter reads them; the stacks are
+        // this thread's, and enough for the most threads that a block has. What the kernel itself
+        // does is the program's promise, as on a GPU; faults come back as a code.
         unsafe { run(kernel.entry.call, arguments.as_mut_ptr(), &launch) }
     });
     if code == 0 {
@@ -195,7 +216,9 @@ fn run(kernel: &Kernel, mut arguments: Vec<Slot>, grid: [u32; 3], block: [u32; 3
     }
     eprintln!("softcuda: kernel {:?} ended with error {code}", kernel.name);
     if code as u32 == Code::LAUNCH_TIMEOUT.0 {
-        eprintln!("softcuda: all threads of a block wait for one another, as with a barrier in a branch");
+        eprintln!(
+            "softcuda: all threads of a block wait for one another, as with a barrier in a branch"
+        );
     }
     Err(Code(code as u32))
 }
@@ -238,7 +261,8 @@ api! {
         }
         let arguments = pack(&kernel, &parameters)?;
         catch_faults();
-        stream.issue(Work::new("a kernel", move || run(&kernel, arguments, grid, block, shared)), &uses);
+        stream.issue(Work::new("a \
+            kernel", move || run(&kernel, arguments, grid, block, shared)), &uses);
         Ok(())
     }
 }

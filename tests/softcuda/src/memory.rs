@@ -1,9 +1,11 @@
-//! Device memory: addresses that the host cannot touch, and the alias through which the driver does.
+//! Device memory: addresses that the host cannot touch, and the alias through which the driver
+//! does.
 //!
-//! One range of addresses is reserved without access; its first half are the device addresses that programs see.
-//! An allocation gets a place there, and its bytes are mapped at the same place of the second half, the alias. A
-//! host access to a device address faults, as it does with a GPU; what lies between allocations is not mapped in
-//! the alias either, so that a kernel's stray access faults too and can be told to the program.
+//! One range of addresses is reserved without access; its first half are the device addresses that
+//! programs see. An allocation gets a place there, and its bytes are mapped at the same place of
+//! the second half, the alias. A host access to a device address faults, as it does with a GPU;
+//! what lies between allocations is not mapped in the alias either, so that a kernel's stray access
+//! faults too and can be told to the program.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -15,8 +17,8 @@ use parking_lot::{Mutex, RwLock};
 use crate::error::{Code, Result};
 use crate::settings::settings;
 
-/// Bytes of device addresses. The upper halves of addresses are then among few odd numbers, so that a pair of
-/// 32-bit integers in a kernel's argument is not taken for an address.
+/// Bytes of device addresses. The upper halves of addresses are then among few odd numbers, so that
+/// a pair of 32-bit integers in a kernel's argument is not taken for an address.
 const LENGTH: u64 = 1 << 40;
 const WISHED_BASE: u64 = 0x5B31 << 32;
 const PAGE: u64 = 4096;
@@ -74,8 +76,9 @@ pub(crate) struct Span {
     _allocation: Arc<Allocation>,
 }
 
-// SAFETY: the pointer is into a shared mapping that the allocation keeps; who reads and writes there at the same
-// time is the program's business, as on a GPU, and all accesses are through raw pointers.
+// SAFETY: the pointer is into a shared mapping that the allocation keeps; who reads and writes
+// there at the same time is the program's business, as on a GPU, and all accesses are through raw
+// pointers.
 unsafe impl Send for Span {}
 
 impl Span {
@@ -94,7 +97,8 @@ pub(crate) fn space() -> &'static Space {
 impl Space {
     fn reserve() -> Space {
         let reserve = |address: u64, flags| {
-            // SAFETY: without MAP_FIXED (NOREPLACE only fails) the kernel gives addresses that nothing lies at.
+            // SAFETY: without MAP_FIXED (NOREPLACE only fails) the kernel gives addresses that
+            // nothing lies at.
             unsafe {
                 libc::mmap(
                     address as *mut _,
@@ -111,7 +115,8 @@ impl Space {
             base = reserve(0, 0);
         }
         assert!(base != libc::MAP_FAILED, "no {LENGTH} bytes of addresses for device memory");
-        // Processes differ in their addresses, so that one's pointer is not by chance good in another.
+        // Processes differ in their addresses, so that one's pointer is not by chance good in
+        // another.
         let shift = (u64::from(std::process::id()) * 0x9E37_79B9 % 512) << 30;
         Space {
             base: base as u64,
@@ -140,8 +145,14 @@ impl Space {
     ///
     /// # Errors
     ///
-    /// `CUDA_ERROR_INVALID_VALUE` for no bytes, `CUDA_ERROR_OUT_OF_MEMORY` where the device has no more.
-    pub(crate) fn allocate(&self, device: u32, bytes: u64, origin: Origin) -> Result<Arc<Allocation>> {
+    /// `CUDA_ERROR_INVALID_VALUE` for no bytes, `CUDA_ERROR_OUT_OF_MEMORY` where the device has no
+    /// more.
+    pub(crate) fn allocate(
+        &self,
+        device: u32,
+        bytes: u64,
+        origin: Origin,
+    ) -> Result<Arc<Allocation>> {
         if bytes == 0 {
             return Err(Code::INVALID_VALUE);
         }
@@ -171,7 +182,8 @@ impl Space {
         Ok(made)
     }
 
-    /// Maps memory of another process. `inside` is how far from the start of its first page it begins.
+    /// Maps memory of another process. `inside` is how far from the start of its first page it
+    /// begins.
     pub(crate) fn import(
         &self,
         device: u32,
@@ -213,7 +225,8 @@ impl Space {
         allocation
     }
 
-    /// Addresses for `mapped` bytes. They are used again only when the range has been gone through once.
+    /// Addresses for `mapped` bytes. They are used again only when the range has been gone through
+    /// once.
     fn place(&self, mapped: u64) -> Result<u64> {
         let end = self.base + LENGTH;
         let mut next = self.next.lock();
@@ -236,8 +249,10 @@ impl Space {
     }
 
     fn map(&self, start: u64, mapped: u64, file: Option<RawFd>) -> Result {
-        let kind = if file.is_some() { libc::MAP_SHARED } else { libc::MAP_PRIVATE | libc::MAP_ANONYMOUS };
-        // SAFETY: the addresses are of the alias half of our own reservation, and `place` gave them to nobody else.
+        let kind =
+            if file.is_some() { libc::MAP_SHARED } else { libc::MAP_PRIVATE | libc::MAP_ANONYMOUS };
+        // SAFETY: the addresses are of the alias half of our own reservation, and `place` gave them
+        // to nobody else.
         let at = unsafe {
             libc::mmap(
                 (start + self.distance()) as *mut _,
@@ -283,7 +298,8 @@ impl Space {
             *self.used.lock().entry(freed.device).or_default() -= freed.mapped;
         }
         if freed.exported.load(Ordering::Relaxed) {
-            // Who still has it open sees that it is gone: what CUDA calls undefined, here is garbage.
+            // Who still has it open sees that it is gone: what CUDA calls undefined, here is
+            // garbage.
             freed.fill(FREED);
         }
         Ok(freed)
@@ -291,8 +307,13 @@ impl Space {
 
     /// Frees all that a device holds, as its context ends.
     pub(crate) fn free_all(&self, device: u32) {
-        let all: Vec<u64> =
-            self.live.read().values().filter(|one| one.device == device).map(|one| one.address).collect();
+        let all: Vec<u64> = self
+            .live
+            .read()
+            .values()
+            .filter(|one| one.device == device)
+            .map(|one| one.address)
+            .collect();
         for address in all {
             let _ = self.free(address);
         }
@@ -322,8 +343,8 @@ impl Allocation {
 impl Drop for Allocation {
     fn drop(&mut self) {
         crate::races::forget(self.number);
-        // SAFETY: the pages are this allocation's; nobody has a span of it any more, as spans hold it. They go back
-        // to what they were at the start, reserved and without access.
+        // SAFETY: the pages are this allocation's; nobody has a span of it any more, as spans hold
+        // it. They go back to what they were at the start, reserved and without access.
         unsafe {
             libc::mmap(
                 (self.start + space().distance()) as *mut _,

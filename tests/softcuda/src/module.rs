@@ -64,8 +64,8 @@ pub(crate) struct Library {
     pub(crate) run: usize,
 }
 
-// SAFETY: the loader's functions may be called from any thread, and the code of a module keeps what it needs to know
-// in thread-local variables.
+// SAFETY: the loader's functions may be called from any thread, and the code of a module keeps what
+// it needs to know in thread-local variables.
 unsafe impl Send for Library {}
 // SAFETY: see above.
 unsafe impl Sync for Library {}
@@ -89,11 +89,13 @@ impl Library {
         while !rest.is_empty() {
             // SAFETY: the descriptor is open, and the bytes are of a slice.
             let wrote = unsafe { libc::write(file.as_raw_fd(), rest.as_ptr().cast(), rest.len()) };
-            rest = rest.get(usize::try_from(wrote).map_err(|_| Code::OUT_OF_MEMORY)?..).unwrap_or(&[]);
+            rest =
+                rest.get(usize::try_from(wrote).map_err(|_| Code::OUT_OF_MEMORY)?..).unwrap_or(&[]);
         }
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         let path = CString::new(path).map_err(|_| Code::UNKNOWN)?;
-        // SAFETY: a library that `compile` made; its only initialisers are of kernels' own variables.
+        // SAFETY: a library that `compile` made; its only initialisers are of kernels' own
+        // variables.
         let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         let Some(handle) = NonNull::new(handle) else {
             // SAFETY: the call just failed in this thread, so there is a text.
@@ -136,7 +138,8 @@ impl Library {
                         std::slice::from_raw_parts(found.pointers, count),
                     )
                 };
-                let arguments = sizes.iter().zip(pointers).map(|(size, pointer)| (*size, *pointer != 0));
+                let arguments =
+                    sizes.iter().zip(pointers).map(|(size, pointer)| (*size, *pointer != 0));
                 let entry = Entry {
                     call: found.call as usize,
                     arguments: arguments.collect(),
@@ -174,7 +177,9 @@ fn load(handle: &Out<Handle>, image: &[u8]) -> Result {
     handle.required()?;
     let code = library(image).map_err(|refused| match refused {
         Refused::Foreign => {
-            eprintln!("softcuda: only what its own NVRTC compiled can be loaded; this is something else");
+            eprintln!(
+                "softcuda: only what its own NVRTC compiled can be loaded; this is something else"
+            );
             Code::INVALID_PTX
         }
         Refused::OtherVersion => {
@@ -329,12 +334,14 @@ api! {
 }
 
 api! {
-    /// The address of a kernel's global variable: they are not in device memory here, so none is found.
+    /// The address of a kernel's global variable: they are not in device memory here, so none is
+    /// found.
     fn cuModuleGetGlobal_v2(address: Out<u64>, bytes: Out<usize>, handle: Handle, name: Text) {
         current()?.check()?;
         let _ = (address, bytes);
         MODULES.get(handle)?;
-        eprintln!("softcuda: the global variable {:?} of a module has no address here", name.get()?);
+        eprintln!("softcuda: the global variable {:?} of a module has no address \
+            here", name.get()?);
         Err(Code::NOT_SUPPORTED)
     }
 }

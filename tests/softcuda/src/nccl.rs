@@ -1,9 +1,10 @@
 //! NCCL: communicators and what is called on them.
 //!
-//! As in NCCL, ranks wait in their streams for each other, for ever where one does not come, until their communicator is
-//! aborted: then the stream goes on without an error, and what was to come has not. Calls on a communicator that does not
-//! block come back before they have issued anything (`ncclInProgress`); who uses it before they have is told that he must
-//! not. Sums are formed from the last rank to the first, so that they are rounded otherwise than most would expect.
+//! As in NCCL, ranks wait in their streams for each other, for ever where one does not come, until
+//! their communicator is aborted: then the stream goes on without an error, and what was to come
+//! has not. Calls on a communicator that does not block come back before they have issued anything
+//! (`ncclInProgress`); who uses it before they have is told that he must not. Sums are formed from
+//! the last rank to the first, so that they are rounded otherwise than most would expect.
 
 use std::cell::RefCell;
 use std::ffi::{CString, c_char};
@@ -109,7 +110,8 @@ impl Communicator {
         match state.answer {
             SUCCESS => Ok(()),
             answer if answer == IN_PROGRESS.0 => {
-                let text = "Attempt to use communicator before the previous operation returned ncclSuccess";
+                let text = "Attempt to use communicator before the previous operation returned \
+                    ncclSuccess";
                 eprintln!("softcuda: NCCL: {text}");
                 state.text = text.to_owned();
                 Err(INVALID_ARGUMENT)
@@ -120,8 +122,9 @@ impl Communicator {
 
     /// Meets all other ranks.
     fn meet_all(&self, id: &Id) -> std::result::Result<(), (Code, String)> {
-        let opened =
-            id.open().map_err(|code| (SYSTEM_ERROR, format!("the group cannot be joined: {code:?}")))?;
+        let opened = id
+            .open()
+            .map_err(|code| (SYSTEM_ERROR, format!("the group cannot be joined: {code:?}")))?;
         let shared = Arc::new(opened);
         shared.join(self.rank, self.ranks, uuid(self.device), self.device);
         while !shared.are_all_here(self.ranks).map_err(|why| (INVALID_USAGE, why))? {
@@ -140,7 +143,9 @@ impl Communicator {
         let mut state = self.state.lock();
         while state.work > 0 {
             if self.changed.wait_until(&mut state, deadline).timed_out() {
-                eprintln!("softcuda: NCCL: a communicator with work that does not end is being ended");
+                eprintln!(
+                    "softcuda: NCCL: a communicator with work that does not end is being ended"
+                );
                 return;
             }
         }
@@ -419,8 +424,10 @@ extern "C" fn ncclGetErrorString(code: u32) -> *const c_char {
 /// What went wrong last with a communicator.
 #[unsafe(no_mangle)]
 extern "C" fn ncclGetLastError(communicator: Handle) -> *const c_char {
-    let text =
-        COMMUNICATORS.get(communicator).map(|found| found.state.lock().text.clone()).unwrap_or_default();
+    let text = COMMUNICATORS
+        .get(communicator)
+        .map(|found| found.state.lock().text.clone())
+        .unwrap_or_default();
     let text = CString::new(text).unwrap_or_default();
     let at = text.as_ptr();
     // A few, and for ever: nobody says when he is done with one.

@@ -83,10 +83,13 @@ fn options(given: &[String]) -> std::result::Result<(Vec<String>, bool), String>
         if let Some(found) = split("gpu-architecture", "arch") {
             let found = value(found)?;
             real = found.starts_with("sm_");
-            let number =
-                found.strip_prefix("sm_").or_else(|| found.strip_prefix("compute_")).ok_or_else(wrong)?;
+            let number = found
+                .strip_prefix("sm_")
+                .or_else(|| found.strip_prefix("compute_"))
+                .ok_or_else(wrong)?;
             let number = number.trim_end_matches(['a', 'f']);
-            architecture = number.parse::<u32>().ok().filter(|at| *at >= 50).ok_or_else(wrong)? * 10;
+            architecture =
+                number.parse::<u32>().ok().filter(|at| *at >= 50).ok_or_else(wrong)? * 10;
         } else if let Some(found) = split("std", "std") {
             if !["c++03", "c++11", "c++14", "c++17", "c++20"].contains(&value(found)?.as_str()) {
                 return Err(wrong());
@@ -113,8 +116,9 @@ fn image(handle: Handle) -> Result<(Arc<Vec<u8>>, bool)> {
 }
 
 nvrtc! {
-    /// The version of NVRTC. The second number is one that no real one has, and another for each version of what is
-    /// put around kernels: who keeps what was compiled, by version, does not take the one for the other.
+    /// The version of NVRTC. The second number is one that no real one has, and another for each
+    /// version of what is put around kernels: who keeps what was compiled, by version, does not
+    /// take the one for the other.
     fn nvrtcVersion(major: Out<i32>, minor: Out<i32>) {
         major.set(12)?;
         minor.set(1000 + (version() % 1_000_000) as i32)
@@ -244,7 +248,8 @@ nvrtc! {
 }
 
 nvrtc! {
-    /// Bytes of the compiled program for one kind of device; none where it was compiled for a virtual one.
+    /// Bytes of the compiled program for one kind of device; none where it was compiled for a
+    /// virtual one.
     fn nvrtcGetCUBINSize(handle: Handle, size: Out<usize>) {
         let (image, real) = image(handle)?;
         size.set(if real { image.len() + 1 } else { 0 })
@@ -322,7 +327,8 @@ mod tests {
     #[test]
     fn options_are_read_as_nvrtc_does() {
         let (passed, real) =
-            all(&["--gpu-architecture=compute_80", "-DN=4", "--use_fast_math", "--fmad=false"]).unwrap();
+            all(&["--gpu-architecture=compute_80", "-DN=4", "--use_fast_math", "--fmad=false"])
+                .unwrap();
         assert_eq!((passed, real), (vec!["-DN=4".to_owned(), "-D__CUDA_ARCH__=800".into()], false));
         assert!(all(&["-arch", "sm_90a"]).unwrap().1);
         assert!(all(&["--optimize-a-lot"]).is_err());

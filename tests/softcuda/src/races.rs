@@ -1,13 +1,15 @@
 //! Whether accesses of streams to the same bytes have an order.
 //!
-//! Each stream has a clock that says how much of every stream is known to come before what is issued on it next; the
-//! host has one too. Whatever gives an order joins clocks: issuing (the stream learns what the host has seen), a wait
-//! for an event, a host function, a wait or a look of the host. Two accesses to the same bytes, one of them a write,
-//! whose clocks say nothing of one another, are a race. It is found by what was issued, not by what happened: also
-//! when both chanced to run in the order that was meant.
+//! Each stream has a clock that says how much of every stream is known to come before what is
+//! issued on it next; the host has one too. Whatever gives an order joins clocks: issuing (the
+//! stream learns what the host has seen), a wait for an event, a host function, a wait or a look of
+//! the host. Two accesses to the same bytes, one of them a write, whose clocks say nothing of one
+//! another, are a race. It is found by what was issued, not by what happened: also when both
+//! chanced to run in the order that was meant.
 //!
-//! All threads of the host count as one, as what they tell one another is not seen. Memory of other processes is not
-//! looked at, for the same reason; nor is a kernel whose program did not say what it uses.
+//! All threads of the host count as one, as what they tell one another is not seen. Memory of other
+//! processes is not looked at, for the same reason; nor is a kernel whose program did not say what
+//! it uses.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -102,14 +104,17 @@ pub(crate) fn used(stream: &Stream, what: &'static str, uses: &[Use]) {
     let step = clock.step(stream.number);
     for used in uses {
         let access = Access { what, stream: stream.number, step, used: *used };
-        if let Some(found) = space().find(used.address).filter(|found| found.origin != Origin::Import) {
+        if let Some(found) =
+            space().find(used.address).filter(|found| found.origin != Origin::Import)
+        {
             let mut all = ACCESSES.lock();
             enter(all.entry(found.number).or_default(), access, &clock, found.address);
         }
     }
 }
 
-/// Compares an access with the earlier ones of its allocation, and keeps what later ones have to be compared with.
+/// Compares an access with the earlier ones of its allocation, and keeps what later ones have to be
+/// compared with.
 fn enter(earlier: &mut Vec<Access>, new: Access, clock: &Clock, base: u64) {
     let ordered = |old: &Access| old.step <= clock.of(old.stream);
     for old in earlier.iter() {
@@ -133,7 +138,8 @@ fn enter(earlier: &mut Vec<Access>, new: Access, clock: &Clock, base: u64) {
 fn report(old: &Access, new: &Access, base: u64) {
     RACES.fetch_add(1, Ordering::SeqCst);
     eprintln!(
-        "softcuda: race: {} on stream {} {} bytes {}..{} of the allocation at {base:#x}, and {} on stream {} {} bytes \
+        "softcuda: race: {} on stream {} {} bytes {}..{} of the allocation at {base:#x}, and {} \
+         on stream {} {} bytes \
          {}..{} of it; nothing says which is first",
         new.what,
         new.stream,
@@ -189,7 +195,8 @@ pub(crate) fn noted(stream: Handle) -> Vec<Use> {
     })
 }
 
-/// Tells of bytes that the next kernel which the calling thread launches on a stream reads (0) or writes.
+/// Tells of bytes that the next kernel which the calling thread launches on a stream reads (0) or
+/// writes.
 #[unsafe(no_mangle)]
 extern "C" fn softcuda_note_use(stream: Handle, address: u64, bytes: u64, write: i32) {
     let used = Use { address, bytes, write: write != 0 };

@@ -54,7 +54,9 @@ impl Settings {
                 None | Some("count") => false,
                 Some("abort") => true,
                 Some(other) => {
-                    return Err(format!("SOFTCUDA_RACES={other:?} is neither \"count\" nor \"abort\""));
+                    return Err(format!(
+                        "SOFTCUDA_RACES={other:?} is neither \"count\" nor \"abort\""
+                    ));
                 }
             },
             fail: crate::faults::plan(&variable("SOFTCUDA_FAIL").unwrap_or_default())?,
@@ -64,12 +66,15 @@ impl Settings {
 }
 
 fn pace(text: &str) -> Result<Pace, String> {
-    let wrong =
-        || format!("SOFTCUDA_PACE={text:?} is none of eager, lazy, lazy:<milliseconds>, seed:<number>");
+    let wrong = || {
+        format!("SOFTCUDA_PACE={text:?} is none of eager, lazy, lazy:<milliseconds>, seed:<number>")
+    };
     match text.split_once(':') {
         None if text == "eager" => Ok(Pace::Eager),
         None if text == "lazy" => Ok(Pace::Lazy(Duration::from_secs(1))),
-        Some(("lazy", ms)) => Ok(Pace::Lazy(Duration::from_millis(ms.parse().map_err(|_| wrong())?))),
+        Some(("lazy", ms)) => {
+            Ok(Pace::Lazy(Duration::from_millis(ms.parse().map_err(|_| wrong())?)))
+        }
         Some(("seed", seed)) => Ok(Pace::Seed(seed.parse().map_err(|_| wrong())?)),
         _ => Err(wrong()),
     }
@@ -95,7 +100,8 @@ mod tests {
 
     #[test]
     fn a_wrong_setting_is_named() {
-        let wrong = Settings::from(|name| (name == "SOFTCUDA_PACE").then(|| "quick".into())).unwrap_err();
+        let wrong =
+            Settings::from(|name| (name == "SOFTCUDA_PACE").then(|| "quick".into())).unwrap_err();
         assert!(wrong.contains("quick"), "{wrong}");
         assert!(Settings::from(|name| (name == "SOFTCUDA_DEVICES").then(|| "x".into())).is_err());
     }

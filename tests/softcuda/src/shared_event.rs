@@ -123,9 +123,16 @@ impl SharedEvent {
                 return;
             }
             let time = libc::timespec { tv_sec: 0, tv_nsec: LOOK.as_nanos() as i64 };
-            // SAFETY: sleeps while the word is what was seen, at most for the time given; both live through the call.
+            // SAFETY: sleeps while the word is what was seen, at most for the time given; both live
+            // through the call.
             unsafe {
-                libc::syscall(libc::SYS_futex, changes.as_ptr(), libc::FUTEX_WAIT, seen, &raw const time);
+                libc::syscall(
+                    libc::SYS_futex,
+                    changes.as_ptr(),
+                    libc::FUTEX_WAIT,
+                    seen,
+                    &raw const time,
+                );
             }
         }
     }

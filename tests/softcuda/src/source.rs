@@ -1,6 +1,8 @@
-//! What has to be known about, and changed in, a kernel's source before a C++ compiler for the CPU takes it.
+//! What has to be known about, and changed in, a kernel's source before a C++ compiler for the CPU
+//! takes it.
 //!
-//! The source comes preprocessed, so that it has neither comments nor macros; CUDA's own words are still in it.
+//! The source comes preprocessed, so that it has neither comments nor macros; CUDA's own words are
+//! still in it.
 
 /// A source made ready, and the kernels in it that can be found under their plain names.
 #[derive(Debug, PartialEq)]
@@ -23,8 +25,8 @@ enum Token<'a> {
     Mark(char),
 }
 
-/// Finds the kernels, and gives dynamic shared memory a definition: `extern __shared__ T x[];` becomes a pointer to
-/// what the launch got.
+/// Finds the kernels, and gives dynamic shared memory a definition: `extern __shared__ T x[];`
+/// becomes a pointer to what the launch got.
 ///
 /// # Errors
 ///
@@ -68,7 +70,9 @@ fn tokens(source: &str) -> Vec<(usize, Token<'_>)> {
             // A number may hold quotes as separators, 1'000, which are no text.
             let number = byte.is_ascii_digit();
             while at < bytes.len()
-                && (bytes[at].is_ascii_alphanumeric() || bytes[at] == b'_' || (number && bytes[at] == b'\''))
+                && (bytes[at].is_ascii_alphanumeric()
+                    || bytes[at] == b'_'
+                    || (number && bytes[at] == b'\''))
             {
                 at += 1;
             }
@@ -102,7 +106,8 @@ fn kernels(source: &str, tokens: &[(usize, Token<'_>)]) -> Vec<Kernel> {
                     .iter()
                     .rposition(|(_, token)| matches!(token, Token::Mark(';' | '{' | '}')))
                     .map_or(0, |before| before + 1);
-                let template = tokens[begins..at].iter().any(|(_, token)| *token == Token::Word("template"));
+                let template =
+                    tokens[begins..at].iter().any(|(_, token)| *token == Token::Word("template"));
                 // A declaration may come first, with the bounds or without them.
                 if let Some(kernel) = kernel_after(source, &tokens[at..]).filter(|_| !template) {
                     match found.iter_mut().find(|known| known.name == kernel.name) {
@@ -121,11 +126,14 @@ fn kernels(source: &str, tokens: &[(usize, Token<'_>)]) -> Vec<Kernel> {
 /// The most threads of a block of a kernel that does not say.
 const UNBOUND: &str = "1024";
 
-/// The name before the parenthesis of the parameters, and the first of the launch bounds on the way there.
+/// The name before the parenthesis of the parameters, and the first of the launch bounds on the way
+/// there.
 fn kernel_after(source: &str, tokens: &[(usize, Token<'_>)]) -> Option<Kernel> {
     let mut threads = UNBOUND.to_owned();
     for (at, pair) in tokens.windows(2).enumerate() {
-        let (Token::Word(word), (open, Token::Mark('('))) = (&pair[0].1, &pair[1]) else { continue };
+        let (Token::Word(word), (open, Token::Mark('('))) = (&pair[0].1, &pair[1]) else {
+            continue;
+        };
         match *word {
             "__launch_bounds__" => {
                 let mut depth = 0;
@@ -164,10 +172,13 @@ fn define_shared(source: &str, tokens: &[(usize, Token<'_>)]) -> Result<String, 
                     .map(|length| at + length)
                     .ok_or("a declaration of shared memory without an end")?;
                 if depth == 0 {
-                    return Err("dynamic shared memory has to be declared inside of a function here".into());
+                    return Err(
+                        "dynamic shared memory has to be declared inside of a function here".into(),
+                    );
                 }
-                let (kind, name) = shared_parts(source, &tokens[at + 2..=end])
-                    .ok_or("dynamic shared memory is declared as: extern __shared__ type name[];")?;
+                let (kind, name) = shared_parts(source, &tokens[at + 2..=end]).ok_or(
+                    "dynamic shared memory is declared as: extern __shared__ type name[];",
+                )?;
                 text.push_str(&source[copied..tokens[at].0]);
                 text.push_str(&format!("{kind} *{name} = ({kind} *)__sc_here.shared;"));
                 copied = tokens[end].0 + 1;
@@ -217,13 +228,15 @@ mod tests {
             __global__ void last() {}
         "#;
         let kernels = prepare(source).unwrap().kernels;
-        let found: Vec<_> = kernels.iter().map(|kernel| (&kernel.name[..], &kernel.threads[..])).collect();
+        let found: Vec<_> =
+            kernels.iter().map(|kernel| (&kernel.name[..], &kernel.threads[..])).collect();
         assert_eq!(found, [("plain", "1024"), ("bounded", "8 * (30 + 2)"), ("last", "1024")]);
     }
 
     #[test]
     fn dynamic_shared_memory_becomes_a_pointer() {
-        let source = "void k() { extern __shared__ __align__(16) unsigned char bytes[]; bytes[0] = 1; }";
+        let source =
+            "void k() { extern __shared__ __align__(16) unsigned char bytes[]; bytes[0] = 1; }";
         assert_eq!(
             prepare(source).unwrap().text,
             "void k() { unsigned char *bytes = (unsigned char *)__sc_here.shared; bytes[0] = 1; }"

@@ -76,8 +76,8 @@ impl Work {
 ///
 /// # Errors
 ///
-/// What the context failed with; `CUDA_ERROR_INVALID_CONTEXT` without one; `CUDA_ERROR_INVALID_HANDLE` for none of
-/// ours, or one of another context than the current one.
+/// What the context failed with; `CUDA_ERROR_INVALID_CONTEXT` without one;
+/// `CUDA_ERROR_INVALID_HANDLE` for none of ours, or one of another context than the current one.
 pub(crate) fn stream(handle: Handle) -> Result<Arc<Stream>> {
     let context = current()?;
     context.check()?;
@@ -111,7 +111,12 @@ pub(crate) fn end_all(context: &Context) {
 
 impl Stream {
     /// A new stream and its thread.
-    pub(crate) fn start(context: Arc<Context>, handle: Handle, flags: u32, priority: i32) -> Arc<Stream> {
+    pub(crate) fn start(
+        context: Arc<Context>,
+        handle: Handle,
+        flags: u32,
+        priority: i32,
+    ) -> Arc<Stream> {
         let stream = Arc::new(Stream::new(context, handle, flags, priority));
         stream.run();
         stream
@@ -137,7 +142,8 @@ impl Stream {
         thread.spawn(move || stream.work_off()).expect("a thread for a stream");
     }
 
-    /// Puts work at the end, and gives its number. `uses` are the bytes it reads and writes, as far as they are known.
+    /// Puts work at the end, and gives its number. `uses` are the bytes it reads and writes, as far
+    /// as they are known.
     pub(crate) fn issue(self: &Arc<Self>, work: Work, uses: &[Use]) -> u64 {
         let _order = self.follow_default_stream();
         races::used(self, work.what, uses);
@@ -152,8 +158,8 @@ impl Stream {
         queue.issued
     }
 
-    /// What the default stream asks: its work comes after all that other streams were given before, and theirs
-    /// after its own, but for streams that are told not to mind.
+    /// What the default stream asks: its work comes after all that other streams were given before,
+    /// and theirs after its own, but for streams that are told not to mind.
     fn follow_default_stream(self: &Arc<Self>) -> Option<parking_lot::MutexGuard<'_, ()>> {
         if self.flags & NON_BLOCKING != 0 {
             return None;
@@ -377,7 +383,8 @@ api! {
 type HostFunction = unsafe extern "C" fn(data: usize);
 
 api! {
-    /// Calls a function of the program when the work before it is done. It is not called after an error.
+    /// Calls a function of the program when the work before it is done. It is not called after an
+    /// error.
     fn cuLaunchHostFunc(handle: Handle, function: Option<HostFunction>, data: usize) {
         let stream = own_stream(handle)?;
         let function = function.ok_or(Code::INVALID_VALUE)?;
@@ -385,7 +392,8 @@ api! {
         stream.issue(
             Work::new("a host function", move || {
                 races::host_saw(&clock);
-                // SAFETY: whoever issued it promised that it may be called from another thread with this argument.
+                // SAFETY: whoever issued it promised that it may be called from another thread with
+                // this argument.
                 as_host_function(|| unsafe { function(data) });
                 Ok(())
             }),

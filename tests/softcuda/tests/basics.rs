@@ -62,6 +62,9 @@ fn a_copy_beyond_the_end_fails_the_context() {
         assert_eq!(result::malloc_sync(256), Err(failed));
         let mut free = 0;
         let mut total = 0;
-        assert_eq!(sys::cuMemGetInfo_v2(&mut free, &mut total), CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
+        assert_eq!(
+            sys::cuMemGetInfo_v2(&mut free, &mut total),
+            CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
+        );
     }
 }

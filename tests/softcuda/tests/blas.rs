@@ -28,7 +28,8 @@ impl Fixture {
         let context = CudaContext::new(0).unwrap();
         let stream = context.new_stream().unwrap();
         let handle = result::create_handle().unwrap();
-        // SAFETY: handle and stream were just made; CUDA's two names for a stream are the same pointer.
+        // SAFETY: handle and stream were just made; CUDA's two names for a stream are the same
+        // pointer.
         unsafe { result::set_stream(handle, stream.cu_stream().cast()) }.unwrap();
         Fixture { _context: context, stream, handle }
     }
@@ -73,10 +74,16 @@ impl Case {
             for i in 0..self.m {
                 let mut sum = 0.0;
                 for l in 0..self.k {
-                    let x =
-                        if self.taken.0 == N { a[l * self.leading.0 + i] } else { a[i * self.leading.0 + l] };
-                    let y =
-                        if self.taken.1 == N { b[j * self.leading.1 + l] } else { b[l * self.leading.1 + j] };
+                    let x = if self.taken.0 == N {
+                        a[l * self.leading.0 + i]
+                    } else {
+                        a[i * self.leading.0 + l]
+                    };
+                    let y = if self.taken.1 == N {
+                        b[j * self.leading.1 + l]
+                    } else {
+                        b[l * self.leading.1 + j]
+                    };
                     sum += x * y;
                 }
                 let at = j * self.leading.2 + i;
@@ -95,7 +102,8 @@ impl Case {
 }
 
 fn sgemm(fixture: &Fixture, case: &Case, [a, b, c]: [CUdeviceptr; 3]) -> Status {
-    // SAFETY: handle and scales live; the addresses are of device memory, at which the call only looks later.
+    // SAFETY: handle and scales live; the addresses are of device memory, at which the call only
+    // looks later.
     unsafe {
         sys::cublasSgemm_v2(
             fixture.handle,
@@ -136,9 +144,11 @@ fn single_precision_with_all_ways_to_take_a_factor() {
             assert_eq!(sgemm(&fixture, &case, there), Status::CUBLAS_STATUS_SUCCESS);
             let found = fixture.get::<f32>(there[2], counts.2);
             let want = case.want(&a, &b, &c);
-            // Bits, as what lies between the columns is to stay as it was, even where that is no number. Zero has one sign.
-            let bits =
-                |values: &[f32]| values.iter().map(|value| (value + 0.0).to_bits()).collect::<Vec<_>>();
+            // Bits, as what lies between the columns is to stay as it was, even where that is no
+            // number. Zero has one sign.
+            let bits = |values: &[f32]| {
+                values.iter().map(|value| (value + 0.0).to_bits()).collect::<Vec<_>>()
+            };
             assert_eq!(bits(&found), bits(&want), "{taken:?}, {alpha}, {beta}");
         }
     }
@@ -190,13 +200,15 @@ fn half_precisions_are_summed_in_single() {
     let want = case.want(&a, &b, &[0.0; 64]);
     let compute = Compute::CUBLAS_COMPUTE_32F;
 
-    let half = |values: &[f32]| values.iter().map(|value| f16::from_f32(*value)).collect::<Vec<_>>();
+    let half =
+        |values: &[f32]| values.iter().map(|value| f16::from_f32(*value)).collect::<Vec<_>>();
     let there = [fixture.put(&half(&a)), fixture.put(&half(&b)), fixture.put(&[f16::NAN; 64])];
     let data = [Data::CUDA_R_16F; 3];
     assert_eq!(gemm_ex(&fixture, 8, data, compute, there), Status::CUBLAS_STATUS_SUCCESS);
     assert_eq!(fixture.get::<f16>(there[2], 64), half(&want));
 
-    let brain = |values: &[f32]| values.iter().map(|value| bf16::from_f32(*value)).collect::<Vec<_>>();
+    let brain =
+        |values: &[f32]| values.iter().map(|value| bf16::from_f32(*value)).collect::<Vec<_>>();
     let there = [fixture.put(&brain(&a)), fixture.put(&brain(&b)), fixture.put(&[0.0_f32; 64])];
     let data = [Data::CUDA_R_16BF, Data::CUDA_R_16BF, Data::CUDA_R_32F];
     assert_eq!(gemm_ex(&fixture, 8, data, compute, there), Status::CUBLAS_STATUS_SUCCESS);
@@ -212,7 +224,8 @@ fn tf32_loses_bits_that_single_precision_keeps() {
         return;
     }
     let fixture = Fixture::new();
-    let there = [fixture.put(&[1.0 + 2.0_f32.powi(-14)]), fixture.put(&[1.0_f32]), fixture.put(&[0.0_f32])];
+    let there =
+        [fixture.put(&[1.0 + 2.0_f32.powi(-14)]), fixture.put(&[1.0_f32]), fixture.put(&[0.0_f32])];
     let data = [Data::CUDA_R_32F; 3];
     let product = |compute| {
         assert_eq!(gemm_ex(&fixture, 1, data, compute, there), Status::CUBLAS_STATUS_SUCCESS);
@@ -273,8 +286,10 @@ fn wrong_arguments_are_refused_and_wrong_addresses_fail_later() {
         return;
     }
     let fixture = Fixture::new();
-    let good = || Case { taken: (N, N), m: 4, n: 4, k: 4, leading: (4, 4, 4), alpha: 1.0, beta: 0.0 };
-    let there = [fixture.put(&[1.0_f32; 16]), fixture.put(&[1.0_f32; 16]), fixture.put(&[0.0_f32; 15])];
+    let good =
+        || Case { taken: (N, N), m: 4, n: 4, k: 4, leading: (4, 4, 4), alpha: 1.0, beta: 0.0 };
+    let there =
+        [fixture.put(&[1.0_f32; 16]), fixture.put(&[1.0_f32; 16]), fixture.put(&[0.0_f32; 15])];
     let invalid = Status::CUBLAS_STATUS_INVALID_VALUE;
     assert_eq!(sgemm(&fixture, &Case { leading: (3, 4, 4), ..good() }, there), invalid);
     assert_eq!(sgemm(&fixture, &Case { leading: (4, 3, 4), ..good() }, there), invalid);

@@ -45,7 +45,10 @@ fn devices_are_told_apart() {
     let (first, last) = (CudaContext::new(0).unwrap(), CudaContext::new(2).unwrap());
     assert_ne!(first.uuid().unwrap().bytes, last.uuid().unwrap().bytes);
     assert!(first.name().unwrap().contains("softcuda"));
-    assert_eq!((first.total_mem().unwrap(), first.compute_capability().unwrap()), (1 << 20, (8, 0)));
+    assert_eq!(
+        (first.total_mem().unwrap(), first.compute_capability().unwrap()),
+        (1 << 20, (8, 0))
+    );
     assert_eq!(first.attribute(Attribute::CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING), Ok(1));
 
     // Memory counts where it is, and goes from one to the other.
@@ -243,10 +246,12 @@ fn rows_and_slices_are_copied() {
         return;
     }
     let (_context, stream) = start();
-    // Four rows of ten bytes, of which the middle two rows' bytes 3 to 6 go into a block of rows of eight.
+    // Four rows of ten bytes, of which the middle two rows' bytes 3 to 6 go into a block of rows of
+    // eight.
     let from: Vec<u8> = (0..40).collect();
     let address = malloc(16);
-    let (host, device) = (sys::CUmemorytype::CU_MEMORYTYPE_HOST, sys::CUmemorytype::CU_MEMORYTYPE_DEVICE);
+    let (host, device) =
+        (sys::CUmemorytype::CU_MEMORYTYPE_HOST, sys::CUmemorytype::CU_MEMORYTYPE_DEVICE);
     let mut copy = sys::CUDA_MEMCPY2D {
         srcXInBytes: 3,
         srcY: 1,
@@ -324,7 +329,10 @@ fn arguments_of_copies_are_checked_at_once() {
     unsafe {
         let not_a_device_address = host.as_ptr() as CUdeviceptr;
         let refused = CUresult::CUDA_ERROR_INVALID_VALUE;
-        assert_eq!(sys::cuMemcpyHtoDAsync_v2(not_a_device_address, host.as_ptr().cast(), 64, on), refused);
+        assert_eq!(
+            sys::cuMemcpyHtoDAsync_v2(not_a_device_address, host.as_ptr().cast(), 64, on),
+            refused
+        );
         assert_eq!(sys::cuMemcpyHtoDAsync_v2(address, address as *const _, 64, on), refused);
         assert_eq!(sys::cuMemcpyDtoDAsync_v2(address, 0, 64, on), refused);
         assert_eq!(sys::cuMemsetD32Async(address + 2, 1, 1, on), refused);
@@ -339,7 +347,8 @@ fn a_child_that_was_forked_has_no_driver() {
         return;
     }
     let (_context, _stream) = start();
-    // SAFETY: the child calls one function, which takes no lock before it looks whose process it is, and ends.
+    // SAFETY: the child calls one function, which takes no lock before it looks whose process it
+    // is, and ends.
     unsafe {
         let child = libc::fork();
         if child == 0 {

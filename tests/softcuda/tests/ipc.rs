@@ -1,5 +1,5 @@
-//! Memory and events of other processes. A test that runs with the driver starts itself once more as the other side,
-//! and the two speak through the other's standard input and output, in lines.
+//! Memory and events of other processes. A test that runs with the driver starts itself once more
+//! as the other side, and the two speak through the other's standard input and output, in lines.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -226,7 +226,8 @@ fn event(flags: u32) -> Result<sys::CUevent, DriverError> {
     unsafe { sys::cuEventCreate(&mut event, flags) }.result().map(|()| event)
 }
 
-/// As the other side: an event of several processes, and a stream that a host function holds up until it is told.
+/// As the other side: an event of several processes, and a stream that a host function holds up
+/// until it is told.
 fn recorder() -> ! {
     unsafe extern "C" fn until_told(_: *mut std::ffi::c_void) {
         assert_eq!(hear(), "go");
@@ -234,10 +235,13 @@ fn recorder() -> ! {
     let (_context, stream) = start();
     let event = event(2 | 4).unwrap();
     let mut handle = sys::CUipcEventHandle { reserved: [0; 64] };
-    // SAFETY: a place for the handle; a function that may be called from any thread; a stream and an event that live.
+    // SAFETY: a place for the handle; a function that may be called from any thread; a stream and
+    // an event that live.
     unsafe {
         sys::cuIpcGetEventHandle(&mut handle, event).result().unwrap();
-        sys::cuLaunchHostFunc(stream.cu_stream(), Some(until_told), std::ptr::null_mut()).result().unwrap();
+        sys::cuLaunchHostFunc(stream.cu_stream(), Some(until_told), std::ptr::null_mut())
+            .result()
+            .unwrap();
         result::event::record(event, stream.cu_stream()).unwrap();
     }
     say(&to_text(handle.reserved));
@@ -270,8 +274,12 @@ fn a_stream_waits_for_an_event_of_another_process() {
     // SAFETY: stream and event live.
     unsafe {
         assert_eq!(result::event::query(event), not_ready);
-        result::stream::wait_event(stream.cu_stream(), event, sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT)
-            .unwrap();
+        result::stream::wait_event(
+            stream.cu_stream(),
+            event,
+            sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT,
+        )
+        .unwrap();
         assert_eq!(sys::cuStreamQuery(stream.cu_stream()).result(), not_ready);
         other.say("go");
         stream.synchronize().unwrap();
@@ -293,8 +301,12 @@ fn a_wait_ends_when_the_recorder_was_killed() {
     let event = opened_event(&mut other);
     // SAFETY: stream and event live.
     unsafe {
-        result::stream::wait_event(stream.cu_stream(), event, sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT)
-            .unwrap();
+        result::stream::wait_event(
+            stream.cu_stream(),
+            event,
+            sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT,
+        )
+        .unwrap();
         assert!(sys::cuStreamQuery(stream.cu_stream()) == CUresult::CUDA_ERROR_NOT_READY);
     }
     other.child.kill().unwrap();

@@ -3,13 +3,15 @@
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUresult;
-use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DriverError, LaunchConfig, PushKernelArg};
+use cudarc::driver::{
+    CudaContext, CudaFunction, CudaStream, DriverError, LaunchConfig, PushKernelArg,
+};
 use cudarc::nvrtc::{CompileError, CompileOptions, compile_ptx, compile_ptx_with_opts};
 
 fn start() -> (Arc<CudaContext>, Arc<CudaStream>) {
     let context = CudaContext::new(0).unwrap();
-    // SAFETY: these tests use one stream, in which all is in order without the events that cudarc would record; a
-    // launch would then fail by the error of the event that follows it.
+    // SAFETY: these tests use one stream, in which all is in order without the events that cudarc
+    // would record; a launch would then fail by the error of the event that follows it.
     unsafe { context.disable_event_tracking() };
     let stream = context.new_stream().unwrap();
     (context, stream)
@@ -263,7 +265,8 @@ fn launch_bounds_are_kept() {
     let source = r#"extern "C" __global__ void __launch_bounds__(64 * 2, 4) few() {}"#;
     let few = kernel(&context, source, "few");
     // SAFETY: the kernel does nothing.
-    let tried = |threads| unsafe { stream.launch_builder(&few).launch(config(1, threads, 0)) }.map(drop);
+    let tried =
+        |threads| unsafe { stream.launch_builder(&few).launch(config(1, threads, 0)) }.map(drop);
     assert_eq!(tried(128), Ok(()));
     assert_eq!(tried(129), Err(DriverError(CUresult::CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES)));
     use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK as THREADS;
@@ -280,7 +283,8 @@ fn kernels_reach_pinned_host_memory_and_no_other() {
     let tried = |address: *mut f32| {
         let (address, at) = (address as u64, 0_i64);
         // SAFETY: the memory lives until the wait; where the kernel must not write is the test.
-        unsafe { stream.launch_builder(&put).arg(&address).arg(&at).launch(config(1, 1, 0)) }.unwrap();
+        unsafe { stream.launch_builder(&put).arg(&address).arg(&at).launch(config(1, 1, 0)) }
+            .unwrap();
         stream.synchronize().map_err(|error| error.0)
     };
     // SAFETY: freed by the end of the process.
@@ -298,12 +302,17 @@ fn a_source_with_an_error_is_refused_with_a_log() {
     if softcuda::again!() {
         return;
     }
-    let wrong = compile_ptx("extern \"C\" __global__ void k(float *x) {\n    x[0] = undefined_name;\n}\n");
-    let CompileError::CompileError { log, .. } = wrong.unwrap_err() else { panic!("another error") };
+    let wrong =
+        compile_ptx("extern \"C\" __global__ void k(float *x) {\n    x[0] = undefined_name;\n}\n");
+    let CompileError::CompileError { log, .. } = wrong.unwrap_err() else {
+        panic!("another error")
+    };
     let log = log.to_string_lossy();
     assert!(log.contains("undefined_name") && log.contains(":2:"), "{log}");
     // What only the host's headers have is not there, as with NVRTC.
-    assert!(compile_ptx("#include <stdint.h>\nextern \"C\" __global__ void k(uint32_t *x) {}").is_err());
+    assert!(
+        compile_ptx("#include <stdint.h>\nextern \"C\" __global__ void k(uint32_t *x) {}").is_err()
+    );
     assert!(compile_ptx("extern \"C\" __global__ void k(float *x) { *x = INFINITY; }").is_err());
     let options = CompileOptions { options: vec!["--quick".into()], ..Default::default() };
     assert!(compile_ptx_with_opts("", options).is_err());
@@ -336,11 +345,15 @@ fn instances_of_templates_are_found_by_what_was_asked_for() {
         let mut size = 0;
         assert_eq!(sys::nvrtcGetCUBINSize(program, &mut size), sys::nvrtcResult::NVRTC_SUCCESS);
         let mut image = vec![0_i8; size];
-        assert_eq!(sys::nvrtcGetCUBIN(program, image.as_mut_ptr().cast()), sys::nvrtcResult::NVRTC_SUCCESS);
+        assert_eq!(
+            sys::nvrtcGetCUBIN(program, image.as_mut_ptr().cast()),
+            sys::nvrtcResult::NVRTC_SUCCESS
+        );
         (CStr::from_ptr(lowered).to_string_lossy().into_owned(), image)
     };
     use cudarc::driver::result::module;
-    // SAFETY: the image is one that was just compiled; the kernel's argument is one float of device memory.
+    // SAFETY: the image is one that was just compiled; the kernel's argument is one float of device
+    // memory.
     unsafe {
         let loaded = module::load_data(image.as_ptr().cast()).unwrap();
         assert!(module::get_function(loaded, CString::new("plain").unwrap()).is_ok());
@@ -352,7 +365,8 @@ fn instances_of_templates_are_found_by_what_was_asked_for() {
         context.synchronize().unwrap();
         let mut arguments = [std::ptr::from_ref(&out).cast_mut().cast()];
         let one = (1, 1, 1);
-        cudarc::driver::result::launch_kernel(add, one, one, 0, stream.cu_stream(), &mut arguments).unwrap();
+        cudarc::driver::result::launch_kernel(add, one, one, 0, stream.cu_stream(), &mut arguments)
+            .unwrap();
         stream.synchronize().unwrap();
         let mut back = [0.0_f32];
         cudarc::driver::result::memcpy_dtoh_sync(&mut back, out).unwrap();
@@ -366,7 +380,8 @@ fn what_is_no_module_is_refused() {
         return;
     }
     let (context, _) = start();
-    // Nor does who keeps what was compiled, by NVRTC's version, give a real driver what this one compiled.
+    // Nor does who keeps what was compiled, by NVRTC's version, give a real driver what this one
+    // compiled.
     let (mut major, mut minor) = (0, 0);
     // SAFETY: places for two numbers.
     unsafe { cudarc::nvrtc::sys::nvrtcVersion(&mut major, &mut minor) }.result().unwrap();

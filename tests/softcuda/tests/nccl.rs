@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 use cudarc::driver::result::{malloc_sync, memcpy_dtoh_async, memcpy_htod_async};
 use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{CudaContext, CudaStream};
-use cudarc::nccl::sys::{self, ncclDataType_t as Type, ncclRedOp_t as Reduce, ncclResult_t as Answer};
+use cudarc::nccl::sys::{
+    self, ncclDataType_t as Type, ncclRedOp_t as Reduce, ncclResult_t as Answer,
+};
 
 /// A rank that does not block, with some values on its device.
 struct Rank {
@@ -33,7 +35,8 @@ impl Rank {
         // SAFETY: numbers and pointers, for which zeros are valid.
         let mut config: sys::ncclConfig_t = unsafe { std::mem::zeroed() };
         (config.size, config.magic, config.version) = (24, 0xcafe_beef, 21_400);
-        // SAFETY: there is room for the communicator; the memory is as long as what is copied to it.
+        // SAFETY: there is room for the communicator; the memory is as long as what is copied to
+        // it.
         unsafe {
             let values = malloc_sync(4 * COUNT).unwrap();
             let ones: Vec<f32> = vec![rank as f32 + 1.0; COUNT];
@@ -49,7 +52,10 @@ impl Rank {
         loop {
             let mut state = Answer::ncclSuccess;
             // SAFETY: the communicator is alive, and there is room for its state.
-            assert_eq!(unsafe { sys::ncclCommGetAsyncError(self.raw, &mut state) }, Answer::ncclSuccess);
+            assert_eq!(
+                unsafe { sys::ncclCommGetAsyncError(self.raw, &mut state) },
+                Answer::ncclSuccess
+            );
             if state != Answer::ncclInProgress {
                 return state;
             }
@@ -63,7 +69,9 @@ impl Rank {
         let at = self.values as *mut std::ffi::c_void;
         let stream = self.stream.cu_stream().cast();
         // SAFETY: the memory is as long as that, and stays.
-        unsafe { sys::ncclAllReduce(at, at, COUNT, Type::ncclFloat32, Reduce::ncclSum, self.raw, stream) }
+        unsafe {
+            sys::ncclAllReduce(at, at, COUNT, Type::ncclFloat32, Reduce::ncclSum, self.raw, stream)
+        }
     }
 
     fn read(&self) -> Vec<f32> {

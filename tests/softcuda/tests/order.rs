@@ -24,8 +24,9 @@ impl Fixture {
         let context = CudaContext::new(0).unwrap();
         let (one, two) = (context.new_stream().unwrap(), context.new_stream().unwrap());
         // SAFETY: freed by the end of the process.
-        let (there, pinned) =
-            unsafe { (result::malloc_sync(BYTES).unwrap(), result::malloc_host(BYTES, 0).unwrap().cast()) };
+        let (there, pinned) = unsafe {
+            (result::malloc_sync(BYTES).unwrap(), result::malloc_host(BYTES, 0).unwrap().cast())
+        };
         Fixture { context, one, two, there, pinned }
     }
 
@@ -145,7 +146,9 @@ fn the_default_stream_is_in_order_with_streams_that_mind_it() {
         result::memcpy_dtoh_sync(&mut back, fixture.there).unwrap();
         assert_eq!(back, [5; BYTES]);
         result::memset_d8_sync(fixture.there, 6, BYTES).unwrap();
-        sys::cuMemcpyDtoHAsync_v2(fixture.pinned.cast(), fixture.there, BYTES, minds).result().unwrap();
+        sys::cuMemcpyDtoHAsync_v2(fixture.pinned.cast(), fixture.there, BYTES, minds)
+            .result()
+            .unwrap();
         result::stream::synchronize(minds).unwrap();
     }
     assert_eq!(fixture.fetched(), 6);
@@ -160,8 +163,8 @@ fn pageable_memory_is_read_before_the_call_is_over_and_pinned_memory_is_not() {
     let fixture = Fixture::new();
     let stream = fixture.one.cu_stream();
     let mut pageable = vec![1_u8; BYTES];
-    // SAFETY: the lengths are right, and the pinned memory lives as long as the process; it is written while a copy
-    // of it is under way, which is the test.
+    // SAFETY: the lengths are right, and the pinned memory lives as long as the process; it is
+    // written while a copy of it is under way, which is the test.
     unsafe {
         result::memcpy_htod_async(fixture.there, &pageable, stream).unwrap();
         pageable.fill(2);
@@ -170,7 +173,9 @@ fn pageable_memory_is_read_before_the_call_is_over_and_pinned_memory_is_not() {
         assert_eq!(fixture.fetched(), 1);
 
         fixture.pinned.write_bytes(3, BYTES);
-        sys::cuMemcpyHtoDAsync_v2(fixture.there, fixture.pinned.cast(), BYTES, stream).result().unwrap();
+        sys::cuMemcpyHtoDAsync_v2(fixture.there, fixture.pinned.cast(), BYTES, stream)
+            .result()
+            .unwrap();
         fixture.pinned.write_bytes(4, BYTES);
         // Device to pageable host memory: over when the call is.
         result::memcpy_dtoh_async(&mut pageable, fixture.there, stream).unwrap();
@@ -206,7 +211,8 @@ impl Held {
     fn up(stream: &CudaStream) -> Held {
         unsafe extern "C" fn wait(receiver: *mut std::ffi::c_void) {
             // SAFETY: made from a box, below.
-            let receiver = unsafe { Box::from_raw(receiver.cast::<std::sync::mpsc::Receiver<()>>()) };
+            let receiver =
+                unsafe { Box::from_raw(receiver.cast::<std::sync::mpsc::Receiver<()>>()) };
             let _ = receiver.recv();
         }
         let (sender, receiver) = std::sync::mpsc::channel();
@@ -276,7 +282,8 @@ fn unordered_accesses_are_races_and_ordered_ones_are_not() {
     // SAFETY: within the allocation.
     unsafe {
         result::memset_d8_async(fixture.there, 1, half, fixture.one.cu_stream()).unwrap();
-        result::memset_d8_async(fixture.there + half as u64, 1, half, fixture.two.cu_stream()).unwrap();
+        result::memset_d8_async(fixture.there + half as u64, 1, half, fixture.two.cu_stream())
+            .unwrap();
     }
     assert_eq!(driver.races(), 2);
     fixture.context.synchronize().unwrap();
@@ -289,7 +296,8 @@ fn a_kernel_is_looked_at_where_its_use_was_told() {
     }
     let fixture = Fixture::new();
     let driver = softcuda::driver().unwrap();
-    let ptx = cudarc::nvrtc::compile_ptx(r#"extern "C" __global__ void nothing(char *x) {}"#).unwrap();
+    let ptx =
+        cudarc::nvrtc::compile_ptx(r#"extern "C" __global__ void nothing(char *x) {}"#).unwrap();
     let kernel = fixture.context.load_module(ptx).unwrap().load_function("nothing").unwrap();
     // SAFETY: a driver that is loaded already, and a function of it with this type.
     let note: unsafe extern "C" fn(sys::CUstream, u64, u64, i32) = unsafe {
@@ -353,7 +361,8 @@ fn what_is_to_fail_fails() {
     assert_eq!(fixture.context.new_event(None).unwrap_err().0, CUresult::CUDA_ERROR_OUT_OF_MEMORY);
     driver.fail("cuStreamQuery", 1);
     // SAFETY: the stream lives.
-    let asked = || unsafe { sys::cuStreamQuery(fixture.one.cu_stream()) }.result().map_err(|error| error.0);
+    let asked =
+        || unsafe { sys::cuStreamQuery(fixture.one.cu_stream()) }.result().map_err(|error| error.0);
     assert_eq!((asked(), asked()), (Err(CUresult::CUDA_ERROR_UNKNOWN), Ok(())));
     driver.fail("compile", 1);
     assert!(cudarc::nvrtc::compile_ptx("").is_err());
@@ -372,7 +381,8 @@ fn work_after_a_failure_is_left_out_but_waits_end() {
     let fixture = Fixture::new();
     let held = Held::up(&fixture.one);
     // SAFETY: the address is of no allocation, which is the test; refused work touches nothing.
-    unsafe { result::memset_d8_async(fixture.there + (1 << 20), 1, 1, fixture.one.cu_stream()) }.unwrap();
+    unsafe { result::memset_d8_async(fixture.there + (1 << 20), 1, 1, fixture.one.cu_stream()) }
+        .unwrap();
     let event = fixture.one.record_event(None).unwrap();
     fixture.two.wait(&event).unwrap();
     fixture.fetch(&fixture.two);

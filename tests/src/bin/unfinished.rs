@@ -1,4 +1,5 @@
-//! `unfinished HOW PROCESS`: a job in which `PROCESS` does not finish its program, in the way `HOW`.
+//! `unfinished HOW PROCESS`: a job in which `PROCESS` does not finish its program, in the way
+//! `HOW`.
 
 use std::time::Duration;
 
@@ -66,7 +67,9 @@ fn work(p: &mut Program, who: ProcessId, fails: bool) -> Result<()> {
     let x = p.make(f32s([1]), &mesh.replicated(), |_, mut view| Ok(view.fill(0.0f32)?))?;
     let done = slow.call(p, x)?;
     if p.process() == who {
-        done.then(|ended| println!("the work ended {}", if ended.is_ok() { "well" } else { "badly" }));
+        done.then(|ended| {
+            println!("the work ended {}", if ended.is_ok() { "well" } else { "badly" })
+        });
     }
     Ok(())
 }

@@ -13,11 +13,14 @@ const MICROBATCHES: usize = 4;
 /// Where the programs part.
 const AT: (usize, usize) = (1, 1);
 
-/// `pipeline HOW WHO ELEMENTS`: process `WHO` departs from the program in the way `HOW`, once, in the
-/// middle; the arrays have `ELEMENTS` elements.
+/// `pipeline HOW WHO ELEMENTS`: process `WHO` departs from the program in the way `HOW`, once, in
+/// the middle; the arrays have `ELEMENTS` elements.
 pub(super) fn pipeline(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
-    let [how, who, elements] = args else { return Err(Error::kernel("three arguments are needed")) };
-    let number = |text: &str| text.parse::<usize>().map_err(|error| Error::kernel(error.to_string()));
+    let [how, who, elements] = args else {
+        return Err(Error::kernel("three arguments are needed"));
+    };
+    let number =
+        |text: &str| text.parse::<usize>().map_err(|error| Error::kernel(error.to_string()));
     let astray = p.process() == ProcessId(number(who)? as u32);
     let shape = [number(elements)?];
     let stages = p.mesh(&[("stage", 4)])?.split("stage")?;
@@ -45,7 +48,8 @@ pub(super) fn pipeline(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Res
                 }
                 x = run[stage].call(p, x)?;
                 if now && *how == "unguarded-read" && stage == 3 {
-                    x.to_host()?.ok_or_else(|| Error::kernel("the last stage's values are not here"))?;
+                    x.to_host()?
+                        .ok_or_else(|| Error::kernel("the last stage's values are not here"))?;
                 }
                 if now && *how == "extra-jit" && stage == 2 {
                     aside[stage].call(p, x.clone())?.block_until_ready()?;

@@ -60,8 +60,10 @@ pub(super) fn across_meshes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> R
 /// A kernel on one mesh, a move, a kernel on the other.
 pub(super) fn jit_and_transfer(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let (front, back) = halves(p)?;
-    let first = p.jit(Each { name: "AddOne", f: |x| x + 1.0 }).on(&front).outputs(rows(&front)).build()?;
-    let second = p.jit(Each { name: "Double", f: |x| x * 2.0 }).on(&back).outputs(rows(&back)).build()?;
+    let first =
+        p.jit(Each { name: "AddOne", f: |x| x + 1.0 }).on(&front).outputs(rows(&front)).build()?;
+    let second =
+        p.jit(Each { name: "Double", f: |x| x * 2.0 }).on(&back).outputs(rows(&back)).build()?;
     let x = p.device_put(&ones()?, rows(&front))?;
     let x = first.call(p, x)?;
     let x = p.device_put(&x, rows(&back))?;

@@ -1,4 +1,5 @@
-//! Large transfers from one process to all others, or from all others to one, until somebody ends it.
+//! Large transfers from one process to all others, or from all others to one, until somebody ends
+//! it.
 
 use std::sync::Arc;
 
@@ -21,9 +22,9 @@ pub(super) fn short_lead(builder: Builder) -> Builder {
     builder.run_ahead(6, 1 << 30)
 }
 
-/// `flooding sends WHO`: process `WHO` sends 64 MiB to each other one, again and again.
-/// `flooding receives WHO`: each other process sends them to `WHO`. What comes is compared to the bit,
-/// while the next is under way.
+/// `flooding sends WHO`: process `WHO` sends 64 MiB to each other one, again and again. `flooding
+/// receives WHO`: each other process sends them to `WHO`. What comes is compared to the bit, while
+/// the next is under way.
 pub(super) fn flood(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let wrong = || Error::kernel("flooding sends|receives WHO");
     let [how, who] = args else { return Err(wrong()) };

@@ -1,4 +1,5 @@
-//! Arrays in the memory of CUDA devices, handed from process to process. On CPU devices it does the same.
+//! Arrays in the memory of CUDA devices, handed from process to process. On CPU devices it does the
+//! same.
 
 use mpmd_core::cuda::{Grid, Source};
 use mpmd_core::prelude::*;
@@ -56,12 +57,16 @@ impl Kernel for Add {
 
 /// `handing MODE`, where `MODE` is one of
 ///
-/// - `whole ROUNDS`: arrays go round all processes, each of which adds 1; what comes home is looked at;
+/// - `whole ROUNDS`: arrays go round all processes, each of which adds 1; what comes home is looked
+///   at;
 /// - `parts`: an array in rows becomes one in columns, and one of other rows, and back;
-/// - `at-once`: many arrays are held by the next process, and by the one behind it, before any is looked at;
-/// - `steps`: as `whole`, until somebody ends it; says each step. Every process holds some arrays of all others.
+/// - `at-once`: many arrays are held by the next process, and by the one behind it, before any is
+///   looked at;
+/// - `steps`: as `whole`, until somebody ends it; says each step. Every process holds some arrays
+///   of all others.
 ///
-/// At the end each process says how often it opened memory and events of others, and what its device copied.
+/// At the end each process says how often it opened memory and events of others, and what its
+/// device copied.
 pub(super) fn hand(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let mut hand = Hand::new(p)?;
     // Whatever is made once is made now.
@@ -100,16 +105,22 @@ pub(super) fn hand(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
         p.agree(ProcessId(process), 0u8, || Ok(0))?;
     }
     let after = counted();
-    let names = ["memory opened", "memory opened later", "events opened later", "bytes copied on the device"];
+    let names = [
+        "memory opened",
+        "memory opened later",
+        "events opened later",
+        "bytes copied on the device",
+    ];
     let figures = [after[0], after[0] - before[0], after[1] - before[1], after[2] - before[2]];
     names.iter().zip(figures).for_each(|(name, figure)| say(format!("{name}: {figure}")));
     Ok(())
 }
 
-/// Openings of memory and of events, and bytes that devices have copied among themselves; zeros without the driver in software.
+/// Openings of memory and of events, and bytes that devices have copied among themselves; zeros
+/// without the driver in software.
 fn counted() -> [u64; 3] {
-    let [memory, event] =
-        ["cuIpcOpenMemHandle_v2", "cuIpcOpenEventHandle"].map(|name| softcuda::calls(name).unwrap_or(0));
+    let [memory, event] = ["cuIpcOpenMemHandle_v2", "cuIpcOpenEventHandle"]
+        .map(|name| softcuda::calls(name).unwrap_or(0));
     [memory, event, softcuda::bytes("device_to_device").unwrap_or(0)]
 }
 
@@ -159,7 +170,12 @@ impl Hand {
         let Some(values) = x.to_host()? else { return Ok(()) };
         let added = number + p.processes();
         let expected = (0..ELEMENTS).map(|i| (added + i % 100) as f32);
-        match values.to_vec::<f32>()?.into_iter().zip(expected).position(|(found, wanted)| found != wanted) {
+        match values
+            .to_vec::<f32>()?
+            .into_iter()
+            .zip(expected)
+            .position(|(found, wanted)| found != wanted)
+        {
             None => Ok(()),
             Some(at) => Err(Error::kernel(format!("WRONG value in round {number} at {at}"))),
         }

@@ -16,15 +16,19 @@ const ELEMENTS: usize = 256 << 10;
 /// How long the last message of a meeting may be on its way back.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Process 0 gives an array to both others and 1 gives one to 2; then all let go. Says the line about this
-/// process's memory, once the sums are as they must be with memory that is handed over, or after a while.
+/// Process 0 gives an array to both others and 1 gives one to 2; then all let go. Says the line
+/// about this process's memory, once the sums are as they must be with memory that is handed over,
+/// or after a while.
 pub(super) fn three(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let on = |device| Sharding::single_device(DeviceId(device));
     let me = p.process().index();
     let first = p.make(f32s([ELEMENTS]), &on(0), numbered(0))?;
     let second = p.make(f32s([ELEMENTS]), &on(1), numbered(1))?;
-    let there =
-        vec![p.device_put(&first, on(1))?, p.device_put(&first, on(2))?, p.device_put(&second, on(2))?];
+    let there = vec![
+        p.device_put(&first, on(1))?,
+        p.device_put(&first, on(2))?,
+        p.device_put(&second, on(2))?,
+    ];
     drop((first, second));
     there.iter().try_for_each(|array| array.block_until_ready().map(drop))?;
     let bytes = 4 * ELEMENTS as u64;
@@ -37,7 +41,8 @@ pub(super) fn three(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()
 }
 
 fn meet(p: &mut Program) -> Result<()> {
-    (0..p.processes() as u32).try_for_each(|process| p.agree(ProcessId(process), 0u8, || Ok(0)).map(drop))
+    (0..p.processes() as u32)
+        .try_for_each(|process| p.agree(ProcessId(process), 0u8, || Ok(0)).map(drop))
 }
 
 fn settled(p: &Program, expected: [u64; 2], say: &mut Say<'_>) {

@@ -1,4 +1,5 @@
-//! Devices of several processes that work together inside kernels, by NCCL where that was asked for.
+//! Devices of several processes that work together inside kernels, by NCCL where that was asked
+//! for.
 
 use mpmd_core::cuda::{Grid, Source};
 use mpmd_core::prelude::*;
@@ -52,9 +53,11 @@ impl Kernel for Sum {
 /// `joining MODE`, where `MODE` is one of
 ///
 /// - `sums ROUNDS`: sums over all devices, and looks at them;
-/// - `steps SLOW`: the same until somebody ends it, with a device that takes its time; says each step.
+/// - `steps SLOW`: the same until somebody ends it, with a device that takes its time; says each
+///   step.
 ///
-/// At the end each process says how often it called NCCL, and with how many others it was in a group.
+/// At the end each process says how often it called NCCL, and with how many others it was in a
+/// group.
 pub(super) fn join(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let devices = p.topology().devices().len();
     let mesh = p.mesh(&[("x", devices)])?;

@@ -20,7 +20,8 @@ const MOST_BYTES: usize = 4 << 20;
 /// Different sizes in one run.
 const SIZES: usize = 64;
 
-/// One array of so many is of any size, one of [`MIDDLE`] at most [`MIDDLE_BYTES`], the others [`SMALL_BYTES`].
+/// One array of so many is of any size, one of [`MIDDLE`] at most [`MIDDLE_BYTES`], the others
+/// [`SMALL_BYTES`].
 const LARGE: usize = 400;
 const MIDDLE: usize = 8;
 const MIDDLE_BYTES: usize = 64 << 10;
@@ -40,11 +41,13 @@ pub(super) fn long_lead(builder: Builder) -> Builder {
     builder.run_ahead(128, 64 << 20)
 }
 
-/// `lending HAND-OVERS SEED PATIENCE`: so many arrays go from one process to another. What is looked at is compared to the
-/// bit. Says after each fifth of them what is in use, and at the end how many arrays were looked at, here and by
-/// all processes. Whatever is wrong is said to be `WRONG`, also where the program ends with another error.
+/// `lending HAND-OVERS SEED PATIENCE`: so many arrays go from one process to another. What is
+/// looked at is compared to the bit. Says after each fifth of them what is in use, and at the end
+/// how many arrays were looked at, here and by all processes. Whatever is wrong is said to be
+/// `WRONG`, also where the program ends with another error.
 pub(super) fn lend(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
-    let number = |text: &&str| text.parse::<usize>().map_err(|error| Error::kernel(error.to_string()));
+    let number =
+        |text: &&str| text.parse::<usize>().map_err(|error| Error::kernel(error.to_string()));
     let numbers = args.iter().map(number).collect::<Result<Vec<usize>>>()?;
     let [hand_overs, seed, patience] = numbers[..] else {
         return Err(Error::kernel("lending HAND-OVERS SEED PATIENCE"));
@@ -52,8 +55,8 @@ pub(super) fn lend(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<
     let mut lending = Lending::new(p, seed as u64, Duration::from_secs(patience as u64))?;
     let end = lending.run(p, hand_overs, say);
     if end.is_err() {
-        // What somebody has is right also after an end that nobody wanted. Meanwhile others may have died and
-        // memory come back.
+        // What somebody has is right also after an end that nobody wanted. Meanwhile others may
+        // have died and memory come back.
         std::thread::sleep(Duration::from_millis(200));
         for kept in &lending.kept {
             if let Ok(Some(values)) = kept.x.to_host() {
@@ -162,12 +165,16 @@ impl Lending {
         let mut at = from;
         let expected = self.expected();
         let fill = expected.clone();
-        let mut x =
-            p.make(u8s([expected.bytes]), &self.on[from], move |_: &Region, mut view: ViewMut<'_>| {
+        let mut x = p.make(
+            u8s([expected.bytes]),
+            &self.on[from],
+            move |_: &Region, mut view: ViewMut<'_>| {
                 view.as_mut_slice::<u8>()?.copy_from_slice(fill.unchanged());
                 Ok(())
-            })?;
-        // Most go to one other, some to a third and a fourth: from where they may not have arrived yet.
+            },
+        )?;
+        // Most go to one other, some to a third and a fourth: from where they may not have arrived
+        // yet.
         let hops = [1, 1, 1, 2, 2, 3][self.random.below(6)];
         for _ in 0..hops {
             at = (at + 1 + self.random.below(processes - 1)) % processes;
@@ -212,7 +219,12 @@ impl Lending {
             _ => &self.sizes[0],
         };
         let bytes = sizes[self.random.below(SIZES)];
-        Expected { pattern: self.pattern.clone(), place: self.random.below(PLACES), bytes, flips: 0 }
+        Expected {
+            pattern: self.pattern.clone(),
+            place: self.random.below(PLACES),
+            bytes,
+            flips: 0,
+        }
     }
 
     fn look(&mut self, kept: Kept) -> Result<()> {
@@ -236,8 +248,8 @@ impl Lending {
         });
     }
 
-    /// Looks at all that is held, and waits until nothing is in use and everything lent is back. It is the same
-    /// point of the program everywhere.
+    /// Looks at all that is held, and waits until nothing is in use and everything lent is back. It
+    /// is the same point of the program everywhere.
     fn settle(&mut self, p: &mut Program) -> Result<()> {
         while let Some(kept) = self.kept.pop() {
             self.look(kept)?;
@@ -250,12 +262,14 @@ impl Lending {
                 return Ok(());
             }
             if Instant::now() > until {
-                // Somebody has died: then that is the error. Else nobody answers, or all have the same trouble.
+                // Somebody has died: then that is the error. Else nobody answers, or all have the
+                // same trouble.
                 for process in 0..p.processes() {
                     p.agree(ProcessId(process as u32), 0, || Ok(0))?;
                 }
                 let missing = self.awaited_here - looked_at;
-                let message = format!("nobody holds anything, {missing} arrays are missing, {memory:?}");
+                let message =
+                    format!("nobody holds anything, {missing} arrays are missing, {memory:?}");
                 return Err(Error::kernel(message));
             }
             std::thread::sleep(Duration::from_millis(1));
@@ -273,13 +287,16 @@ impl Expected {
         let mask = if self.flips.is_multiple_of(2) { 0 } else { 0xff };
         let is_right = |found: u8, expected: u8| found == expected ^ mask;
         let mut pairs = found.iter().zip(expected);
-        if found.len() == expected.len() && pairs.clone().all(|(found, expected)| is_right(*found, *expected))
+        if found.len() == expected.len()
+            && pairs.clone().all(|(found, expected)| is_right(*found, *expected))
         {
             return Ok(());
         }
         let at = pairs.position(|(found, expected)| !is_right(*found, *expected));
-        let wrong = format!("WRONG data at {at:?} of {} bytes, expected {}", found.len(), expected.len());
-        // Said here too: in a callback nobody hears of the error, and another may be the program's end.
+        let wrong =
+            format!("WRONG data at {at:?} of {} bytes, expected {}", found.len(), expected.len());
+        // Said here too: in a callback nobody hears of the error, and another may be the program's
+        // end.
         eprintln!("{wrong}");
         Err(Error::kernel(wrong))
     }
@@ -302,8 +319,8 @@ impl Kernel for Flip {
     }
 }
 
-/// `holding`: process 0 hands an array over to process 1, which says again and again whether it is right. Process 0
-/// says what it has in use and lent, until it is all back.
+/// `holding`: process 0 hands an array over to process 1, which says again and again whether it is
+/// right. Process 0 says what it has in use and lent, until it is all back.
 pub(super) fn hold(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let pattern = Arc::new(Random::new(8).bytes(MOST_BYTES));
     let fill = pattern.clone();
@@ -311,7 +328,8 @@ pub(super) fn hold(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()>
         view.as_mut_slice::<u8>()?.copy_from_slice(&fill);
         Ok(())
     })?;
-    // Lent before anybody looks: on a busy machine the owner would find nothing lent yet, and call that all back.
+    // Lent before anybody looks: on a busy machine the owner would find nothing lent yet, and call
+    // that all back.
     x.block_until_ready()?;
     let y = p.device_put(&x, on(1))?;
     drop(x);
@@ -340,7 +358,8 @@ fn memory_use(fifth: usize, p: &Program) -> String {
     format!("memory {fifth}: mapped {} resident {resident} segments {segments}", memory.mapped)
 }
 
-/// Memory that other processes can map, or that this has mapped of others: how many mappings and descriptors.
+/// Memory that other processes can map, or that this has mapped of others: how many mappings and
+/// descriptors.
 fn segments() -> usize {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
     let mapped = maps.lines().filter(|line| line.contains("memfd:mpmd")).count();

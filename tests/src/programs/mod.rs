@@ -1,5 +1,5 @@
-//! The programs that the tests run. Each is a function of a [`Program`], so that the same text runs as
-//! processes over tcp and as threads over `inproc`.
+//! The programs that the tests run. Each is a function of a [`Program`], so that the same text runs
+//! as processes over tcp and as threads over `inproc`.
 
 mod diverging;
 mod examples;
@@ -37,9 +37,24 @@ pub struct Named {
 const ALL: &[Named] = &[
     Named { name: "hello", settings: |b| b, devices: 0, run: parts::hello },
     Named { name: "transport", settings: |b| b, devices: 0, run: parts::transport },
-    Named { name: "device_put_uncommitted", settings: |b| b, devices: 8, run: examples::uncommitted },
-    Named { name: "device_put_across_meshes", settings: |b| b, devices: 8, run: examples::across_meshes },
-    Named { name: "jit_and_transfer", settings: |b| b, devices: 8, run: examples::jit_and_transfer },
+    Named {
+        name: "device_put_uncommitted",
+        settings: |b| b,
+        devices: 8,
+        run: examples::uncommitted,
+    },
+    Named {
+        name: "device_put_across_meshes",
+        settings: |b| b,
+        devices: 8,
+        run: examples::across_meshes,
+    },
+    Named {
+        name: "jit_and_transfer",
+        settings: |b| b,
+        devices: 8,
+        run: examples::jit_and_transfer,
+    },
     Named { name: "transfers", settings: |b| b, devices: 8, run: transfers::shapes },
     Named { name: "eager_limit", settings: |b| b, devices: 8, run: transfers::eager_limit },
     Named { name: "large", settings: |b| b, devices: 8, run: transfers::large },
@@ -64,7 +79,9 @@ const ALL: &[Named] = &[
 ///
 /// Where there is none.
 pub fn find(name: &str) -> &'static Named {
-    ALL.iter().find(|named| named.name == name).unwrap_or_else(|| panic!("no program is named {name:?}"))
+    ALL.iter()
+        .find(|named| named.name == name)
+        .unwrap_or_else(|| panic!("no program is named {name:?}"))
 }
 
 /// Runs a program as `processes` threads of this process; what each said.

@@ -62,7 +62,8 @@ impl Kernel for Sum {
     }
 }
 
-/// Fills an array with whole numbers that follow from the place of an element in the whole and `salt`.
+/// Fills an array with whole numbers that follow from the place of an element in the whole and
+/// `salt`.
 pub(super) fn numbered(salt: u64) -> impl Fn(&Region, ViewMut<'_>) -> Result<()> + Send + Sync {
     move |region, mut view| {
         let shape = view.global().shape().to_vec();
@@ -92,7 +93,13 @@ pub(super) fn say_shards(name: &str, x: &MpmdArray, say: &mut Say<'_>) -> Result
         // Without keys: the same in every process.
         let mut hash = std::hash::DefaultHasher::new();
         hash.write(shard.data.bytes());
-        say(format!("{name} {} on {} {:?} {:016x}", x.aval(), shard.device, shard.region, hash.finish()));
+        say(format!(
+            "{name} {} on {} {:?} {:016x}",
+            x.aval(),
+            shard.device,
+            shard.region,
+            hash.finish()
+        ));
     }
     Ok(())
 }

@@ -36,12 +36,13 @@ pub(super) fn long_lead(builder: Builder) -> Builder {
     builder.run_ahead(128, 64 << 20)
 }
 
-/// `soak TRANSFERS SEED`: random sizes between random processes. What is awaited is compared to the bit, the
-/// rest is dropped: as a handle or as a future, at once, later, or polled a few times. After a fifth of the
-/// transfers and at the end says how many bytes are in use, mapped by pools, and resident; and at the end how
-/// many arrays were looked at, here and by all processes.
+/// `soak TRANSFERS SEED`: random sizes between random processes. What is awaited is compared to the
+/// bit, the rest is dropped: as a handle or as a future, at once, later, or polled a few times.
+/// After a fifth of the transfers and at the end says how many bytes are in use, mapped by pools,
+/// and resident; and at the end how many arrays were looked at, here and by all processes.
 pub(super) fn soak(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
-    let number = |text: &&str| text.parse::<usize>().map_err(|error| Error::kernel(error.to_string()));
+    let number =
+        |text: &&str| text.parse::<usize>().map_err(|error| Error::kernel(error.to_string()));
     let numbers = args.iter().map(number).collect::<Result<Vec<usize>>>()?;
     let [transfers, seed] = numbers[..] else { return Err(Error::kernel("soak TRANSFERS SEED")) };
     let mut soak = Soak {
@@ -206,15 +207,17 @@ impl Soak {
         let (pattern, looked_at) = (self.pattern.clone(), self.looked_at.clone());
         x.then(move |values| {
             // What is wrong here is missing in the count, and waited for in vain.
-            let right = |values: &HostArray| check(values.bytes(), &pattern[place..place + bytes]).is_ok();
+            let right =
+                |values: &HostArray| check(values.bytes(), &pattern[place..place + bytes]).is_ok();
             if values.as_ref().is_ok_and(right) {
                 looked_at.fetch_add(1, Ordering::Relaxed);
             }
         });
     }
 
-    /// Lets go of all, and waits until nothing is in use. It is the same point of the program everywhere.
-    /// What has not begun uses nothing yet: what it should leave behind is seen at the next such point.
+    /// Lets go of all, and waits until nothing is in use. It is the same point of the program
+    /// everywhere. What has not begun uses nothing yet: what it should leave behind is seen at the
+    /// next such point.
     fn settle(&mut self, p: &Program) -> Result<()> {
         while let Some(kept) = self.kept.pop() {
             self.decide(kept)?;
@@ -228,7 +231,8 @@ impl Soak {
             }
             if Instant::now() > until {
                 let missing = self.awaited_here - looked_at;
-                let message = format!("nobody holds anything, {missing} arrays are missing, {memory:?}");
+                let message =
+                    format!("nobody holds anything, {missing} arrays are missing, {memory:?}");
                 return Err(Error::kernel(message));
             }
             std::thread::sleep(Duration::from_millis(1));

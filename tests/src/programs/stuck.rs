@@ -31,8 +31,9 @@ impl Kernel for Stuck {
     }
 }
 
-/// All forward passes, then all backward. Every process waits for what it has of the end, or has nothing of it and ends.
-/// With the argument `sending` the last stage's process sends nothing back, so that the first ones end early.
+/// All forward passes, then all backward. Every process waits for what it has of the end, or has
+/// nothing of it and ends. With the argument `sending` the last stage's process sends nothing back,
+/// so that the first ones end early.
 pub(super) fn pipeline(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Result<()> {
     let stages = p.mesh(&[("stage", 4)])?.split("stage")?;
     let mut passes = Vec::new();
@@ -47,7 +48,8 @@ pub(super) fn pipeline(p: &mut Program, args: &[&str], say: &mut Say<'_>) -> Res
     let mut outputs = Vec::new();
     for microbatch in 0..MICROBATCHES {
         label(p, 0, microbatch, Role::Load);
-        let mut x = p.make(f32s([64]), &stages[0].replicated(), |_, mut view| Ok(view.fill(0.0f32)?))?;
+        let mut x =
+            p.make(f32s([64]), &stages[0].replicated(), |_, mut view| Ok(view.fill(0.0f32)?))?;
         for (stage, pass) in passes.iter().enumerate() {
             label(p, stage, microbatch, Role::Forward);
             x = if (stage, microbatch) == STUCK { stuck.call(p, x)? } else { pass.call(p, x)? };

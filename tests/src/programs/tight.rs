@@ -25,7 +25,8 @@ fn slowly(salt: u64) -> impl Fn(&Region, ViewMut<'_>) -> Result<()> + Send + Syn
     }
 }
 
-/// In both directions at once: a transfer whose data comes late, and after it one whose data is there.
+/// In both directions at once: a transfer whose data comes late, and after it one whose data is
+/// there.
 pub(super) fn crossing(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let ends = [Sharding::single_device(DeviceId(0)), Sharding::single_device(DeviceId(1))];
     let mut ready = Vec::new();
@@ -52,8 +53,8 @@ pub(super) fn small_memory(builder: Builder) -> Builder {
     builder.device_memory((ELEMENTS as u64 * 4) * 3 / 2)
 }
 
-/// Device 1 receives from device 0, which is slow, and then from device 2, which is not, with room for
-/// one of them at a time.
+/// Device 1 receives from device 0, which is slow, and then from device 2, which is not, with room
+/// for one of them at a time.
 pub(super) fn budget(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let on = |device| Sharding::single_device(DeviceId(device));
     let mesh = p.mesh_of(&[("d", 1)], &[DeviceId(1)])?;

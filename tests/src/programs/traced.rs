@@ -13,15 +13,18 @@ const MICROBATCHES: u32 = 3;
 /// Larger than what travels unasked, and smaller.
 const SHAPES: [[usize; 2]; 2] = [[256, 128], [8, 2]];
 
-/// Each microbatch goes through both halves of the devices and back; the first steps as they are, the others
-/// replayed. Says `operation NUMBER FRONT|BACK|BOTH`: whose devices have a part in it.
+/// Each microbatch goes through both halves of the devices and back; the first steps as they are,
+/// the others replayed. Says `operation NUMBER FRONT|BACK|BOTH`: whose devices have a part in it.
 pub(super) fn steps(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     let halves = p.mesh(&[("half", 2), ("x", 2)])?.split("half")?;
     let (front, back) = (&halves[0], &halves[1]);
-    let there = p.jit(Each { name: "There", f: |x| x + 1.0 }).on(front).outputs(front.sharding(spec!["x"]));
+    let there =
+        p.jit(Each { name: "There", f: |x| x + 1.0 }).on(front).outputs(front.sharding(spec!["x"]));
     let there = there.build()?;
-    let again =
-        p.jit(Each { name: "Again", f: |x| x * 0.5 }).on(back).outputs(back.sharding(spec![None, "x"]));
+    let again = p
+        .jit(Each { name: "Again", f: |x| x * 0.5 })
+        .on(back)
+        .outputs(back.sharding(spec![None, "x"]));
     let again = again.build()?;
     let mut say = |op: u64, whose: &str| say(format!("operation {op} {whose}"));
     for shape in SHAPES {

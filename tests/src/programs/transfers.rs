@@ -1,5 +1,5 @@
-//! Many ways from one sharding to another. What each owner gets must not depend on how many processes
-//! share the devices.
+//! Many ways from one sharding to another. What each owner gets must not depend on how many
+//! processes share the devices.
 
 use mpmd_core::prelude::*;
 use mpmd_core::sharding::Sharding;
@@ -23,30 +23,57 @@ pub(super) fn shapes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<(
     let reversed = chosen(p, &[7, 6, 5, 4, 3, 2, 1, 0])?;
     let (by_rows, by_columns) = (spec!["d"], spec![None, "d"]);
     let ways: Vec<(&str, &[usize], Sharding, Sharding)> = vec![
-        ("rows to columns", &[16, 24], all.sharding(by_rows.clone()), all.sharding(by_columns.clone())),
+        (
+            "rows to columns",
+            &[16, 24],
+            all.sharding(by_rows.clone()),
+            all.sharding(by_columns.clone()),
+        ),
         ("grid turned", &[8, 8], grid.sharding(spec!["a", "b"]), grid.sharding(spec!["b", "a"])),
         ("grid to rows", &[8, 8], grid.sharding(spec!["b"]), all.sharding(by_rows.clone())),
-        ("both axes on one dimension", &[8, 3], grid.sharding(spec![("b", "a")]), grid.replicated()),
+        (
+            "both axes on one dimension",
+            &[8, 3],
+            grid.sharding(spec![("b", "a")]),
+            grid.replicated(),
+        ),
         ("four to two", &[8, 6], front.sharding(by_rows.clone()), last.sharding(by_rows.clone())),
-        ("two to four", &[8, 8], first.sharding(by_rows.clone()), back.sharding(by_columns.clone())),
+        (
+            "two to four",
+            &[8, 8],
+            first.sharding(by_rows.clone()),
+            back.sharding(by_columns.clone()),
+        ),
         ("replicated to rows", &[8, 5], front.replicated(), back.sharding(by_rows.clone())),
         ("rows to replicated", &[8, 5], front.sharding(by_rows.clone()), back.replicated()),
         ("everywhere", &[8, 5], last.sharding(by_rows.clone()), all.replicated()),
-        ("overlapping meshes", &[4, 4], middle.sharding(by_rows.clone()), odd.sharding(by_columns.clone())),
-        ("other order", &[16, 3], all.sharding(by_rows.clone()), reversed.sharding(by_rows.clone())),
+        (
+            "overlapping meshes",
+            &[4, 4],
+            middle.sharding(by_rows.clone()),
+            odd.sharding(by_columns.clone()),
+        ),
+        (
+            "other order",
+            &[16, 3],
+            all.sharding(by_rows.clone()),
+            reversed.sharding(by_rows.clone()),
+        ),
         ("nothing at all", &[8, 0], all.sharding(by_rows.clone()), back.sharding(spec![])),
         ("no rows", &[0, 8], front.replicated(), back.sharding(by_columns.clone())),
         ("scalar", &[], front.replicated(), Sharding::single_device(DeviceId(7))),
         ("one element", &[1], Sharding::single_device(DeviceId(0)), back.replicated()),
         ("a refused cut", &[4, 6, 8], front.sharding(by_columns.clone()), back.replicated()),
     ];
-    // The last way cuts a dimension of 6 in 4, which is refused when it is issued: the same on every
-    // process, and the program goes on.
+    // The last way cuts a dimension of 6 in 4, which is refused when it is issued: the same on
+    // every process, and the program goes on.
     let mut moved = Vec::new();
     for (i, (name, shape, from, to)) in ways.iter().enumerate() {
         match p.make(f32s(*shape), from, numbered(i as u64)) {
             Ok(x) => moved.push((*name, p.device_put(&x, to)?)),
-            Err(Error::Issue(error)) if *name == "a refused cut" => say(format!("{name}: {}", error.why)),
+            Err(Error::Issue(error)) if *name == "a refused cut" => {
+                say(format!("{name}: {}", error.why))
+            }
             Err(error) => return Err(error),
         }
     }
@@ -71,8 +98,8 @@ pub(super) fn shapes(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<(
     say_shards("a tree, moved", &large, say)
 }
 
-/// Messages of just less, just as many and just more bytes than may travel unasked, and more of them
-/// than a receiver has to take unasked.
+/// Messages of just less, just as many and just more bytes than may travel unasked, and more of
+/// them than a receiver has to take unasked.
 pub(super) fn eager_limit(p: &mut Program, _: &[&str], say: &mut Say<'_>) -> Result<()> {
     const LIMIT: usize = mpmd_transport::router::EAGER_BYTES as usize;
     let ends = [Sharding::single_device(DeviceId(0)), Sharding::single_device(DeviceId(7))];

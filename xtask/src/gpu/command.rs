@@ -97,8 +97,13 @@ mod tests {
 
     #[test]
     fn what_a_program_says_comes_back_with_its_status() {
-        let said = captured(Command::new("sh").args(["-c", "echo one; echo two >&2; exit 3"]), LONG).unwrap();
-        assert_eq!((said.code, said.stdout.as_str(), said.stderr.as_str()), (Some(3), "one\n", "two\n"));
+        let said =
+            captured(Command::new("sh").args(["-c", "echo one; echo two >&2; exit 3"]), LONG)
+                .unwrap();
+        assert_eq!(
+            (said.code, said.stdout.as_str(), said.stderr.as_str()),
+            (Some(3), "one\n", "two\n")
+        );
         assert_eq!(said.last_words(), "ended with status 3: two");
         let silent = captured(&mut Command::new("true"), LONG).unwrap();
         assert_eq!(silent.last_words(), "ended with status 0: without a word");
@@ -106,7 +111,8 @@ mod tests {
 
     #[test]
     fn who_takes_too_long_is_ended_and_who_is_not_there_named() {
-        let late = captured(Command::new("sleep").arg("60"), Duration::from_millis(50)).unwrap_err();
+        let late =
+            captured(Command::new("sleep").arg("60"), Duration::from_millis(50)).unwrap_err();
         assert!(late.to_string().contains("`sleep 60` takes longer than 0.05 s"), "{late}");
         // And what it has started: there is no such process, or nobody has asked yet how it ended.
         let file = std::env::temp_dir().join(format!("mpmd-xtask-{}", std::process::id()));

@@ -1,4 +1,5 @@
-//! Whether there is a driver to try, before anything is built; and the tests' own, put under CUDA's names.
+//! Whether there is a driver to try, before anything is built; and the tests' own, put under CUDA's
+//! names.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -12,20 +13,30 @@ use anyhow::{Context as _, ensure};
 const NAMES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
 
 /// Folders in which loaders look without being told.
-const FOLDERS: [&str; 6] =
-    ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/lib64", "/lib"];
+const FOLDERS: [&str; 6] = [
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib64",
+    "/usr/lib",
+    "/lib64",
+    "/lib",
+];
 
 /// The libraries that the tests' own driver stands for.
-const STANDS_FOR: [&str; 5] = ["libcuda.so", "libcuda.so.1", "libnvrtc.so", "libcublas.so", "libnccl.so.2"];
+const STANDS_FOR: [&str; 5] =
+    ["libcuda.so", "libcuda.so.1", "libnvrtc.so", "libcublas.so", "libnccl.so.2"];
 
-/// Why there is surely no driver; `None` where there may be one. The programs themselves ask it later: this only saves
-/// building them for nothing.
+/// Why there is surely no driver; `None` where there may be one. The programs themselves ask it
+/// later: this only saves building them for nothing.
 pub(super) fn why_none() -> Option<String> {
     let path = std::env::var_os("LD_LIBRARY_PATH");
-    let mut folders: Vec<PathBuf> = path.iter().flat_map(|path| std::env::split_paths(path)).collect();
+    let mut folders: Vec<PathBuf> =
+        path.iter().flat_map(|path| std::env::split_paths(path)).collect();
     folders.extend(FOLDERS.map(PathBuf::from));
-    let known = Command::new("ldconfig").arg("-p").stdin(Stdio::null()).stderr(Stdio::null()).output();
-    let known = known.map(|said| String::from_utf8_lossy(&said.stdout).into_owned()).unwrap_or_default();
+    let known =
+        Command::new("ldconfig").arg("-p").stdin(Stdio::null()).stderr(Stdio::null()).output();
+    let known =
+        known.map(|said| String::from_utf8_lossy(&said.stdout).into_owned()).unwrap_or_default();
     why_none_in(&folders, &known)
 }
 
@@ -40,7 +51,8 @@ fn why_none_in(folders: &[PathBuf], known: &str) -> Option<String> {
         return None;
     }
     Some(format!(
-        "no CUDA driver found: looked for {} in LD_LIBRARY_PATH, in the loader's list and in the system's folders",
+        "no CUDA driver found: looked for {} in LD_LIBRARY_PATH, in the loader's list and in the \
+         system's folders",
         NAMES.join(" and ")
     ))
 }
@@ -74,26 +86,29 @@ mod tests {
     fn a_driver_is_looked_for_by_both_names_in_all_places() {
         let folder = std::env::temp_dir().join(format!("mpmd-xtask-driver-{}", std::process::id()));
         fs::create_dir_all(&folder).unwrap();
-        let empty = why_none_in(std::slice::from_ref(&folder), "\tlibcudart.so.12 (libc6,x86-64) => /x\n");
-        let listed = why_none_in(&[], "1 libs found\n\tlibcuda.so.1 (libc6,x86-64) => /x/libcuda.so.1\n");
+        let empty =
+            why_none_in(std::slice::from_ref(&folder), "\tlibcudart.so.12 (libc6,x86-64) => /x\n");
+        let listed =
+            why_none_in(&[], "1 libs found\n\tlibcuda.so.1 (libc6,x86-64) => /x/libcuda.so.1\n");
         fs::write(folder.join("libcuda.so"), "").unwrap();
         let there = why_none_in(std::slice::from_ref(&folder), "");
         fs::remove_dir_all(&folder).unwrap();
-        assert!(
-            empty.is_some_and(|why| why.starts_with("no CUDA driver found: looked for libcuda.so.1 and"))
-        );
+        assert!(empty.is_some_and(|why| {
+            why.starts_with("no CUDA driver found: looked for libcuda.so.1 and")
+        }));
         assert_eq!((listed, there), (None, None));
     }
 
     #[test]
     fn the_tests_own_driver_is_put_under_every_name_again_and_again() {
-        let folder = std::env::temp_dir().join(format!("mpmd-xtask-install-{}", std::process::id()));
+        let folder =
+            std::env::temp_dir().join(format!("mpmd-xtask-install-{}", std::process::id()));
         fs::create_dir_all(&folder).unwrap();
         let missing = install(&folder, &folder.join("names")).unwrap_err().to_string();
         fs::write(folder.join("libsoftcuda.so"), "it").unwrap();
         let twice = [0, 1].map(|_| install(&folder, &folder.join("names")).is_ok());
-        let read =
-            STANDS_FOR.map(|name| fs::read_to_string(folder.join("names").join(name)).unwrap_or_default());
+        let read = STANDS_FOR
+            .map(|name| fs::read_to_string(folder.join("names").join(name)).unwrap_or_default());
         fs::remove_dir_all(&folder).unwrap();
         assert!(missing.contains("libsoftcuda.so was not built"), "{missing}");
         assert_eq!((twice, read), ([true, true], ["it"; STANDS_FOR.len()].map(str::to_owned)));

@@ -1,4 +1,5 @@
-//! What is asked of a machine with a graphics processor, and where in the benchmarks' answers it is found. Pure.
+//! What is asked of a machine with a graphics processor, and where in the benchmarks' answers it is
+//! found. Pure.
 
 use serde_json::Value;
 
@@ -178,8 +179,8 @@ pub(super) fn judge(benchmark: &Benchmark, lines: &[Value], software: bool) -> V
     benchmark.figures.iter().map(one).collect()
 }
 
-/// The driver and its processors as `mpmd doctor --json` tells of them, and how many these are, or its reason why there
-/// are none.
+/// The driver and its processors as `mpmd doctor --json` tells of them, and how many these are, or
+/// its reason why there are none.
 pub(super) fn seen(doctor: &Value) -> Result<(String, usize), String> {
     let cuda = &doctor["facts"]["cuda"];
     if let Some(why) = cuda["missing"]["why"].as_str() {
@@ -189,8 +190,13 @@ pub(super) fn seen(doctor: &Value) -> Result<(String, usize), String> {
     let gpus = driver["gpus"].as_array().map(Vec::as_slice).unwrap_or_default();
     let names: Vec<&str> = gpus.iter().filter_map(|gpu| gpu["name"].as_str()).collect();
     match (driver["version"].as_str(), names.is_empty()) {
-        (Some(version), false) => Ok((format!("{}, CUDA {version}", names.join(", ")), names.len())),
-        _ => Err("`mpmd doctor` says neither what there is of CUDA nor why there is nothing".to_owned()),
+        (Some(version), false) => {
+            Ok((format!("{}, CUDA {version}", names.join(", ")), names.len()))
+        }
+        _ => {
+            Err("`mpmd doctor` says neither what there is of CUDA nor why there is nothing"
+                .to_owned())
+        }
     }
 }
 
@@ -219,15 +225,20 @@ mod tests {
         let said = judge(&BENCHMARKS[0], &good[..1], false);
         assert!(said[1].found.contains("no `of_device_copy` of `one copy`"), "{said:?}");
         assert_eq!(said[0].found, "12.50 us");
-        assert_eq!((said[0].asked.as_str(), said[1].asked.as_str()), ("at most 20 us", "at least 0.9"));
+        assert_eq!(
+            (said[0].asked.as_str(), said[1].asked.as_str()),
+            ("at most 20 us", "at least 0.9")
+        );
     }
 
     #[test]
     fn the_doctors_word_on_cuda_is_read() {
         let gpus = json!([{"name": "H200"}, {"name": "H200"}]);
-        let found = json!({"facts": {"cuda": {"found": {"driver": {"version": "12.8", "gpus": gpus}}}}});
+        let found =
+            json!({"facts": {"cuda": {"found": {"driver": {"version": "12.8", "gpus": gpus}}}}});
         assert_eq!(seen(&found), Ok(("H200, H200, CUDA 12.8".to_owned(), 2)));
-        let missing = json!({"facts": {"cuda": {"missing": {"why": "no CUDA driver found", "built": true}}}});
+        let missing =
+            json!({"facts": {"cuda": {"missing": {"why": "no CUDA driver found", "built": true}}}});
         assert_eq!(seen(&missing), Err("no CUDA driver found".to_owned()));
         assert!(seen(&json!({})).is_err());
     }

@@ -1,9 +1,11 @@
-//! `cargo xtask gpu`: everything that needs a graphics processor, in one go, with one table at its end.
+//! `cargo xtask gpu`: everything that needs a graphics processor, in one go, with one table at its
+//! end.
 //!
-//! Builds for speed with the feature `cuda`, looks at the machine, runs the tests that are for graphics processors on the
-//! real ones, runs programs under compute-sanitizer where that is installed, measures, and sets what was found
-//! beside what was asked for. With `--software` it does the same on the tests' own driver, small and in debug builds:
-//! that shows that this command works, and its figures mean nothing.
+//! Builds for speed with the feature `cuda`, looks at the machine, runs the tests that are for
+//! graphics processors on the real ones, runs programs under compute-sanitizer where that is
+//! installed, measures, and sets what was found beside what was asked for. With `--software` it
+//! does the same on the tests' own driver, small and in debug builds: that shows that this command
+//! works, and its figures mean nothing.
 
 mod command;
 mod driver;
@@ -30,11 +32,12 @@ const LONG: Duration = Duration::from_secs(600);
 
 /// Training, small: as many kernels of as many kinds as there are in the examples.
 const TRAINING: [&str; 14] = [
-    "--device", "cuda", "--steps", "2", "--layers", "2", "--width", "32", "--heads", "2", "--time", "16",
-    "--batch", "4",
+    "--device", "cuda", "--steps", "2", "--layers", "2", "--width", "32", "--heads", "2", "--time",
+    "16", "--batch", "4",
 ];
 
-/// How long looking at the machine may take: drivers start slowly where nothing else has them loaded.
+/// How long looking at the machine may take: drivers start slowly where nothing else has them
+/// loaded.
 const LOOK: Duration = Duration::from_secs(60);
 
 /// By which the driver is told which processors it shows.
@@ -52,8 +55,8 @@ enum Ground {
     Software(PathBuf),
 }
 
-/// Runs all of it in the workspace at `root`; by default on real graphics processors. The status says whether all has
-/// passed, 2 where there is no driver.
+/// Runs all of it in the workspace at `root`; by default on real graphics processors. The status
+/// says whether all has passed, 2 where there is no driver.
 ///
 /// # Errors
 ///
@@ -61,7 +64,9 @@ enum Ground {
 pub(crate) fn gpu(root: &Path, software: bool) -> anyhow::Result<ExitCode> {
     let target = target()?;
     if !software && let Some(why) = driver::why_none() {
-        eprintln!("{why}; nothing was built or run. `cargo xtask gpu --software` tries the command itself");
+        eprintln!(
+            "{why}; nothing was built or run. `cargo xtask gpu --software` tries the command itself"
+        );
         return Ok(ExitCode::from(NO_DRIVER));
     }
     let ground = if software { Ground::Software(target.join("softcuda")) } else { Ground::Gpu };
@@ -96,7 +101,9 @@ impl Ground {
         match self {
             // Tests that bring their own driver leave it at home.
             Self::Gpu => command.env("MPMD_TEST_GPU", "1"),
-            Self::Software(folder) => command.env("LD_LIBRARY_PATH", folder).env_remove("MPMD_TEST_GPU"),
+            Self::Software(folder) => {
+                command.env("LD_LIBRARY_PATH", folder).env_remove("MPMD_TEST_GPU")
+            }
         }
     }
 }
@@ -104,7 +111,10 @@ impl Ground {
 /// Where cargo puts what it builds: this program is one of it, in the folder of its profile.
 fn target() -> anyhow::Result<PathBuf> {
     let this = std::env::current_exe().context("finding this program")?;
-    let folder = this.parent().and_then(Path::parent).context("this program lies in no folder of cargo's")?;
+    let folder = this
+        .parent()
+        .and_then(Path::parent)
+        .context("this program lies in no folder of cargo's")?;
     Ok(folder.to_owned())
 }
 
@@ -157,7 +167,8 @@ impl Place<'_> {
     fn look(&self) -> anyhow::Result<Result<(String, usize), String>> {
         let mut doctor = self.program("mpmd");
         let said = captured(doctor.args(["doctor", "--device", "cuda", "--json"]), LOOK)?;
-        let said: Value = serde_json::from_str(&said.stdout).context("`mpmd doctor --json` says no JSON")?;
+        let said: Value =
+            serde_json::from_str(&said.stdout).context("`mpmd doctor --json` says no JSON")?;
         Ok(figures::seen(&said))
     }
 
@@ -165,7 +176,8 @@ impl Place<'_> {
         let what = "tests for graphics processors";
         // A device that one test has made fail, fails in that process for good.
         if !answers("cargo-nextest", &["nextest", "--version"]) {
-            let why = "not run: each takes a process of its own (`cargo install cargo-nextest --locked`)";
+            let why =
+                "not run: each takes a process of its own (`cargo install cargo-nextest --locked`)";
             return Row::failed(what, "all pass", why);
         }
         let mut command = Command::new(cargo());
@@ -183,17 +195,20 @@ impl Place<'_> {
         }
     }
 
-    /// The benchmarks and training, small, under compute-sanitizer's checks, for memory and for races within kernels.
+    /// The benchmarks and training, small, under compute-sanitizer's checks, for memory and for
+    /// races within kernels.
     fn sanitized(&self) -> Vec<Row> {
         const SANITIZER: &str = "compute-sanitizer";
         let there = *self.ground == Ground::Gpu && answers(SANITIZER, &["--version"]);
         let mut rows = Vec::new();
         let benchmarks = figures::BENCHMARKS.iter().map(|benchmark| {
             let Benchmark { arguments, small, .. } = benchmark;
-            let arguments = [&["bench"], *arguments, &["--device", "cuda", "--json"], *small].concat();
+            let arguments =
+                [&["bench"], *arguments, &["--device", "cuda", "--json"], *small].concat();
             (benchmark.arguments[0], "mpmd", arguments)
         });
-        let programs: Vec<_> = benchmarks.chain([("training", "train_gpt", TRAINING.to_vec())]).collect();
+        let programs: Vec<_> =
+            benchmarks.chain([("training", "train_gpt", TRAINING.to_vec())]).collect();
         for tool in ["memcheck", "racecheck"] {
             for (name, program, arguments) in &programs {
                 let (what, asked) = (format!("{tool}: {name}"), "clean");
@@ -218,17 +233,21 @@ impl Place<'_> {
 
     fn measured(&self, benchmark: &Benchmark, processors: usize) -> Vec<Row> {
         if *self.ground == Ground::Gpu && processors < benchmark.processors {
-            let why =
-                format!("it takes {} processors: on fewer they wait for each other", benchmark.processors);
-            let not_run = |figure: &figures::Figure| Row::not_run(figure.what, figure.asked(), why.clone());
+            let why = format!(
+                "it takes {} processors: on fewer they wait for each other",
+                benchmark.processors
+            );
+            let not_run =
+                |figure: &figures::Figure| Row::not_run(figure.what, figure.asked(), why.clone());
             return benchmark.figures.iter().map(not_run).collect();
         }
         let software = *self.ground != Ground::Gpu;
         match self.lines(benchmark, software) {
             Ok(lines) => judge(benchmark, &lines, software),
             Err(error) => {
-                let failed =
-                    |figure: &figures::Figure| Row::failed(figure.what, figure.asked(), format!("{error:#}"));
+                let failed = |figure: &figures::Figure| {
+                    Row::failed(figure.what, figure.asked(), format!("{error:#}"))
+                };
                 benchmark.figures.iter().map(failed).collect()
             }
         }
@@ -249,6 +268,8 @@ impl Place<'_> {
             bail!("{}", said.last_words());
         }
         let lines = said.stdout.lines().filter(|line| line.starts_with('{'));
-        lines.map(|line| serde_json::from_str(line).with_context(|| format!("no JSON: {line}"))).collect()
+        lines
+            .map(|line| serde_json::from_str(line).with_context(|| format!("no JSON: {line}")))
+            .collect()
     }
 }

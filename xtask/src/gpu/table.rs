@@ -43,7 +43,11 @@ impl Row {
         Self::new(what, asked, found, Verdict::Failed)
     }
 
-    pub(super) fn not_run(what: impl Into<String>, asked: impl Into<String>, why: impl Into<String>) -> Self {
+    pub(super) fn not_run(
+        what: impl Into<String>,
+        asked: impl Into<String>,
+        why: impl Into<String>,
+    ) -> Self {
         Self::new(what, asked, why, Verdict::NotRun)
     }
 
@@ -79,13 +83,18 @@ pub(super) fn text(rows: &[Row], software: bool) -> String {
         format!("{verdict:<8} {a:<what$}  {b:<asked$}  {c}").trim_end().to_owned()
     };
     let mut lines = vec![line("", "what", "asked", "found")];
-    lines.extend(rows.iter().map(|row| line(row.verdict.word(), &row.what, &row.asked, &row.found)));
+    lines
+        .extend(rows.iter().map(|row| line(row.verdict.word(), &row.what, &row.asked, &row.found)));
     let count = |verdict| rows.iter().filter(|row| row.verdict == verdict).count();
-    let (passed, failed, not_run) = (count(Verdict::Passed), count(Verdict::Failed), count(Verdict::NotRun));
+    let (passed, failed, not_run) =
+        (count(Verdict::Passed), count(Verdict::Failed), count(Verdict::NotRun));
     lines.push(String::new());
     lines.push(if software {
         let ran = passed + count(Verdict::Ran);
-        format!("on a driver in software, whose figures mean nothing: {ran} ran, {failed} failed, {not_run} not run")
+        format!(
+            "on a driver in software, whose figures mean nothing: {ran} ran, {failed} failed, \
+            {not_run} not run"
+        )
     } else {
         format!("{passed} passed, {failed} failed, {not_run} not run")
     });

@@ -32,8 +32,8 @@ fn nothing_unfinished(source: &Source) -> Vec<Finding> {
     let code = &source.code;
     words(code)
         .filter(|(at, word)| {
-            let is_macro =
-                code[at + word.len()..].starts_with('!') && !code[at + word.len()..].starts_with("!=");
+            let is_macro = code[at + word.len()..].starts_with('!')
+                && !code[at + word.len()..].starts_with("!=");
             is_macro && ["dbg", "todo", "unimplemented"].contains(word)
         })
         .map(|(at, word)| finding(code, at, format!("{word}! is for code that is not done")))
@@ -47,9 +47,13 @@ fn ignored_tests_say_why(source: &Source) -> Vec<Finding> {
         .filter(|(at, word)| {
             let line_start = code[..*at].rfind('\n').map_or(0, |newline| newline + 1);
             let next = code[at + word.len()..].trim_start();
-            *word == "ignore" && code[line_start..*at].contains("#[") && next.starts_with([']', ')'])
+            *word == "ignore"
+                && code[line_start..*at].contains("#[")
+                && next.starts_with([']', ')'])
         })
-        .map(|(at, _)| finding(code, at, "an ignored test needs a reason: #[ignore = \"…\"]".to_owned()))
+        .map(|(at, _)| {
+            finding(code, at, "an ignored test needs a reason: #[ignore = \"…\"]".to_owned())
+        })
         .collect()
 }
 
@@ -58,7 +62,8 @@ fn lines_are_clean(source: &Source) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (i, line) in source.text.split('\n').enumerate() {
         if line.ends_with([' ', '\t', '\r']) {
-            findings.push(Finding { line: i + 1, what: "blanks at the end of the line".to_owned() });
+            findings
+                .push(Finding { line: i + 1, what: "blanks at the end of the line".to_owned() });
         }
         if source.is_rust() && line.contains('\t') {
             findings.push(Finding { line: i + 1, what: "a tab".to_owned() });
@@ -90,9 +95,11 @@ fn files_stay_short(source: &Source) -> Vec<Finding> {
     }]
 }
 
-/// `unsafe` only where memory of others is touched: in the transport, in back ends, and in what stands in for their drivers.
+/// `unsafe` only where memory of others is touched: in the transport, in back ends, and in what
+/// stands in for their drivers.
 fn unsafe_stays_below(source: &Source) -> Vec<Finding> {
-    let below = ["mpmd-transport/", "tests/softcuda/"].iter().any(|folder| source.path.starts_with(folder));
+    let below =
+        ["mpmd-transport/", "tests/softcuda/"].iter().any(|folder| source.path.starts_with(folder));
     if below || source.is_in_module("mpmd-core/src/backend") {
         return Vec::new();
     }
@@ -109,7 +116,9 @@ fn unsafe_stays_below(source: &Source) -> Vec<Finding> {
 fn transport_knows_bytes(source: &Source) -> Vec<Finding> {
     if source.path == "mpmd-transport/Cargo.toml" {
         let found = source.text.match_indices("mpmd-core");
-        return found.map(|(at, _)| finding(&source.text, at, "depends on mpmd-core".to_owned())).collect();
+        return found
+            .map(|(at, _)| finding(&source.text, at, "depends on mpmd-core".to_owned()))
+            .collect();
     }
     if !source.path.starts_with("mpmd-transport/") {
         return Vec::new();
@@ -120,8 +129,9 @@ fn transport_knows_bytes(source: &Source) -> Vec<Finding> {
         .collect()
 }
 
-/// Invariant *one-way-in*: only the runtime talks to a transport, and the program that sets it up. The
-/// benchmark that measures a transport by itself is no part of any program, and the one of issuing has one of its own.
+/// Invariant *one-way-in*: only the runtime talks to a transport, and the program that sets it up.
+/// The benchmark that measures a transport by itself is no part of any program, and the one of
+/// issuing has one of its own.
 fn one_way_in(source: &Source) -> Vec<Finding> {
     let crates = ["mpmd-core/", "mpmd-cli/", "mpmd-derive/", "mpmd-examples/"];
     let inside = [
@@ -130,7 +140,9 @@ fn one_way_in(source: &Source) -> Vec<Finding> {
         "mpmd-cli/src/bench/p2p",
         "mpmd-cli/src/bench/issue",
     ];
-    if !crates.iter().any(|c| source.path.starts_with(c)) || inside.iter().any(|m| source.is_in_module(m)) {
+    if !crates.iter().any(|c| source.path.starts_with(c))
+        || inside.iter().any(|m| source.is_in_module(m))
+    {
         return Vec::new();
     }
     let kept = ["Transport", "Router", "router", "tcp", "inproc", "transport", "*", "as"];
@@ -138,16 +150,21 @@ fn one_way_in(source: &Source) -> Vec<Finding> {
         .into_iter()
         .filter(|(_, taken)| kept.contains(taken))
         .map(|(at, taken)| {
-            let what = format!("one-way-in: takes {taken} from mpmd_transport; only runtime and program may");
+            let what = format!(
+                "one-way-in: takes {taken} from mpmd_transport; only runtime and program may"
+            );
             finding(&source.code, at, what)
         })
         .collect()
 }
 
-/// Invariant *planners-are-pure*: no clock, no I/O, no threads where plans are made. Unit tests may.
+/// Invariant *planners-are-pure*: no clock, no I/O, no threads where plans are made. Unit tests
+/// may.
 fn planners_are_pure(source: &Source) -> Vec<Finding> {
     let planners = ["mpmd-core/src/sharding", "mpmd-core/src/reshard", "mpmd-core/src/pipeline"];
-    if !planners.iter().any(|m| source.is_in_module(m)) || source.is_in_module("mpmd-core/src/pipeline/run") {
+    if !planners.iter().any(|m| source.is_in_module(m))
+        || source.is_in_module("mpmd-core/src/pipeline/run")
+    {
         return Vec::new();
     }
     let code = source.code_without_tests();
@@ -167,7 +184,11 @@ fn bincode_in_one_module(source: &Source) -> Vec<Finding> {
     words(&source.code)
         .filter(|(_, word)| *word == "bincode")
         .map(|(at, _)| {
-            finding(&source.code, at, "bincode is for mpmd-transport/src/control.rs only".to_owned())
+            finding(
+                &source.code,
+                at,
+                "bincode is for mpmd-transport/src/control.rs only".to_owned(),
+            )
         })
         .collect()
 }
@@ -194,14 +215,23 @@ mod tests {
             check("fn f() {\n    dbg!(1);\n    todo!()\n}\nfn g() { unimplemented!(\"x\") }"),
             [2, 3, 5]
         );
-        assert_eq!(check("// todo!\nlet s = \"dbg!(x)\"; my_todo!(); todo(); if todo != 1 {}"), NONE);
+        assert_eq!(
+            check("// todo!\nlet s = \"dbg!(x)\"; my_todo!(); todo(); if todo != 1 {}"),
+            NONE
+        );
     }
 
     #[test]
     fn ignored_tests_without_a_reason_are_found() {
         let check = |text| broken(ignored_tests_say_why, "a.rs", text);
-        assert_eq!(check("#[test]\n#[ignore]\nfn f() {}\n#[cfg_attr(miri, ignore)]\nfn g() {}"), [2, 4]);
-        assert_eq!(check("#[test]\n#[ignore = \"needs a GPU\"]\nfn f() { ignore(); (ignore) }"), NONE);
+        assert_eq!(
+            check("#[test]\n#[ignore]\nfn f() {}\n#[cfg_attr(miri, ignore)]\nfn g() {}"),
+            [2, 4]
+        );
+        assert_eq!(
+            check("#[test]\n#[ignore = \"needs a GPU\"]\nfn f() { ignore(); (ignore) }"),
+            NONE
+        );
     }
 
     #[test]
@@ -220,7 +250,10 @@ mod tests {
 
     #[test]
     fn long_files_are_found() {
-        assert_eq!(broken(files_stay_short, "a.rs", &"x\n".repeat(MOST_LINES + 1)), [MOST_LINES + 1]);
+        assert_eq!(
+            broken(files_stay_short, "a.rs", &"x\n".repeat(MOST_LINES + 1)),
+            [MOST_LINES + 1]
+        );
         assert_eq!(broken(files_stay_short, "a.rs", &"x\n".repeat(MOST_LINES)), NONE);
         assert_eq!(broken(files_stay_short, "a.md", &"x\n".repeat(MOST_LINES + 1)), NONE);
     }
@@ -251,25 +284,30 @@ mod tests {
 
     #[test]
     fn other_ways_into_a_transport_are_found() {
-        let bad = "use mpmd_transport::{ProcessId, Transport};\nlet t = mpmd_transport::tcp::connect();\n\
+        let bad = "use mpmd_transport::{ProcessId, Transport};\nlet t = \
+            mpmd_transport::tcp::connect();\n\
                    use mpmd_transport::*;\nuse mpmd_transport as t;";
         let check = |path, text| broken(one_way_in, path, text);
         assert_eq!(check("mpmd-core/src/device_put.rs", bad), [1, 2, 3, 4]);
         assert_eq!(check("mpmd-examples/src/bin/basic.rs", bad), [1, 2, 3, 4]);
         assert_eq!(check("mpmd-cli/src/bench/links.rs", bad), [1, 2, 3, 4]);
-        let inside =
-            ["mpmd-core/src/runtime/mod.rs", "mpmd-core/src/program.rs", "mpmd-cli/src/bench/p2p/ends.rs"];
+        let inside = [
+            "mpmd-core/src/runtime/mod.rs",
+            "mpmd-core/src/program.rs",
+            "mpmd-cli/src/bench/p2p/ends.rs",
+        ];
         for path in inside.into_iter().chain(["tests/src/lib.rs"]) {
             assert_eq!(check(path, bad), NONE, "{path}");
         }
-        let good = "use mpmd_transport::memory::Pool;\nuse mpmd_transport::{ProcessId, TransportError};";
+        let good =
+            "use mpmd_transport::memory::Pool;\nuse mpmd_transport::{ProcessId, TransportError};";
         assert_eq!(check("mpmd-core/src/array.rs", good), NONE);
     }
 
     #[test]
     fn impure_planners_are_found() {
-        let bad =
-            "use std::time::Instant;\nuse std::{collections::BTreeMap, fs};\nlet t = std::thread::spawn(f);";
+        let bad = "use std::time::Instant;\nuse std::{collections::BTreeMap, fs};\nlet t = \
+            std::thread::spawn(f);";
         let check = |path, text| broken(planners_are_pure, path, text);
         assert_eq!(check("mpmd-core/src/reshard/plan.rs", bad), [1, 2, 3]);
         assert_eq!(check("mpmd-core/src/sharding.rs", bad), [1, 2, 3]);

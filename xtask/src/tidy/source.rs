@@ -1,4 +1,5 @@
-//! A source file as the rules see it: its text, and for Rust its code without comments and literals.
+//! A source file as the rules see it: its text, and for Rust its code without comments and
+//! literals.
 
 use std::ops::Range;
 
@@ -8,8 +9,8 @@ pub(crate) struct Source {
     pub(crate) path: String,
     /// All of it.
     pub(crate) text: String,
-    /// Of a Rust file, the text with each character of a comment or literal replaced by a blank, so that lines
-    /// and what is left stay where they were; of other files nothing.
+    /// Of a Rust file, the text with each character of a comment or literal replaced by a blank, so
+    /// that lines and what is left stay where they were; of other files nothing.
     pub(crate) code: String,
 }
 
@@ -35,9 +36,11 @@ impl Source {
             return "";
         }
         let is_tests = |rest: &str| {
-            rest.strip_prefix("#[cfg(test)]").is_some_and(|rest| rest.trim_start().starts_with("mod "))
+            rest.strip_prefix("#[cfg(test)]")
+                .is_some_and(|rest| rest.trim_start().starts_with("mod "))
         };
-        let end = self.code.match_indices("#[cfg(test)]").find(|(at, _)| is_tests(&self.code[*at..]));
+        let end =
+            self.code.match_indices("#[cfg(test)]").find(|(at, _)| is_tests(&self.code[*at..]));
         &self.code[..end.map_or(self.code.len(), |(at, _)| at)]
     }
 }
@@ -59,13 +62,14 @@ pub(crate) fn words(code: &str) -> impl Iterator<Item = (usize, &str)> {
     })
 }
 
-/// What some code takes from the crate `root`: of `root::a::b` the `a`, of `root::{a, b::c}` both `a` and `b`,
-/// of `root as x` the `as`; `*` for all of it. With where each stands.
+/// What some code takes from the crate `root`: of `root::a::b` the `a`, of `root::{a, b::c}` both
+/// `a` and `b`, of `root as x` the `as`; `*` for all of it. With where each stands.
 pub(crate) fn taken_from<'a>(code: &'a str, root: &str) -> Vec<(usize, &'a str)> {
     let mut taken = Vec::new();
     for (at, word) in words(code).filter(|(_, word)| *word == root) {
         let after = skip_blanks(code, at + word.len());
-        if let Some(renamed) = code[after..].strip_prefix("as").filter(|rest| rest.starts_with(' ')) {
+        if let Some(renamed) = code[after..].strip_prefix("as").filter(|rest| rest.starts_with(' '))
+        {
             taken.push((after, &code[after..code.len() - renamed.len()]));
         }
         let Some(path) = code[after..].strip_prefix("::") else { continue };
@@ -227,15 +231,19 @@ mod tests {
         assert_eq!(code("a \"not closed"), "a");
         let text = "a // ä\n/* ü\n ö */ b";
         assert_eq!(
-            line_of(&Source::new("a.rs", text).code, Source::new("a.rs", text).code.find('b').unwrap()),
+            line_of(
+                &Source::new("a.rs", text).code,
+                Source::new("a.rs", text).code.find('b').unwrap()
+            ),
             3
         );
     }
 
     #[test]
     fn what_is_taken_from_a_crate_is_found_in_every_form() {
-        let taken =
-            |code: &str| taken_from(code, "std").into_iter().map(|(_, word)| word.to_owned()).collect();
+        let taken = |code: &str| {
+            taken_from(code, "std").into_iter().map(|(_, word)| word.to_owned()).collect()
+        };
         let of = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
         let cases: [(&str, &[&str]); 8] = [
             ("use std::time::Instant;", &["time"]),
@@ -255,8 +263,12 @@ mod tests {
 
     #[test]
     fn unit_tests_at_the_bottom_can_be_left_out() {
-        let source = Source::new("m/a.rs", "a\n#[cfg(test)]\nuse x;\nb\n#[cfg(test)]\nmod tests { c }");
-        assert!(source.code_without_tests().contains('b') && !source.code_without_tests().contains("{ c"));
+        let source =
+            Source::new("m/a.rs", "a\n#[cfg(test)]\nuse x;\nb\n#[cfg(test)]\nmod tests { c }");
+        assert!(
+            source.code_without_tests().contains('b')
+                && !source.code_without_tests().contains("{ c")
+        );
         assert_eq!(Source::new("m/tests.rs", "a").code_without_tests(), "");
     }
 

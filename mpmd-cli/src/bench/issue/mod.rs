@@ -1,8 +1,9 @@
-//! What it costs a process to issue the steps of a job, most of whose operations concern others: one by one, and
-//! recorded and replayed.
+//! What it costs a process to issue the steps of a job, most of whose operations concern others:
+//! one by one, and recorded and replayed.
 //!
-//! `replay` measures one process of a job whose other processes are stood in for: its own kernels run, on what the
-//! others would send. `stages` measures whole jobs, on threads of this process, which do the same.
+//! `replay` measures one process of a job whose other processes are stood in for: its own kernels
+//! run, on what the others would send. `stages` measures whole jobs, on threads of this process,
+//! which do the same.
 
 mod peers;
 mod step;
@@ -49,7 +50,8 @@ pub(crate) struct StagesArgs {
 
 /// The time that one process takes to issue a step of a 1F1B schedule, seen from its own thread.
 ///
-/// A step with more operations here than the program may run ahead takes as long as the device takes to do them.
+/// A step with more operations here than the program may run ahead takes as long as the device
+/// takes to do them.
 pub(super) fn replay(args: &ReplayArgs) -> Result<ExitCode> {
     let (ranks, microbatches) = (args.ranks, args.microbatches);
     let rank = ProcessId(args.rank.unwrap_or(ranks as u32 / 2));
@@ -61,7 +63,8 @@ pub(super) fn replay(args: &ReplayArgs) -> Result<ExitCode> {
     let (operations, arrivals) = steps.arrivals(rank);
     let mut given = steps.given(&mut p)?;
     let mut timed =
-        |p: &mut Program, issue: &mut dyn FnMut(&mut Program, Given) -> mpmd_core::Result<Results>| {
+        |p: &mut Program,
+         issue: &mut dyn FnMut(&mut Program, Given) -> mpmd_core::Result<Results>| {
             // What the others would have sent by then.
             peers.send(p.operations(), &arrivals);
             let taken = std::mem::take(&mut given);
@@ -77,7 +80,8 @@ pub(super) fn replay(args: &ReplayArgs) -> Result<ExitCode> {
     // The first makes the plans.
     let mut issue = |p: &mut Program, x| steps.step(p, x);
     let first = timed(&mut p, &mut issue)?;
-    let issued = (0..repeats).map(|_| timed(&mut p, &mut issue)).collect::<mpmd_core::Result<Vec<_>>>()?;
+    let issued =
+        (0..repeats).map(|_| timed(&mut p, &mut issue)).collect::<mpmd_core::Result<Vec<_>>>()?;
     let mut recorded: Option<Recorded<Given, Results>> = None;
     let recording = timed(&mut p, &mut |p, x| {
         let (sums, step) = p.record(x, |p, x| steps.step(p, x))?;
@@ -85,13 +89,18 @@ pub(super) fn replay(args: &ReplayArgs) -> Result<ExitCode> {
         Ok(sums)
     })?;
     let recorded = recorded.expect("the step was recorded");
-    ensure!(recorded.operations() == operations, "a step of {operations} operations has {recorded:?}");
+    ensure!(
+        recorded.operations() == operations,
+        "a step of {operations} operations has {recorded:?}"
+    );
     let mut again = |p: &mut Program, x| recorded.replay(p, x);
-    let replayed = (0..repeats).map(|_| timed(&mut p, &mut again)).collect::<mpmd_core::Result<Vec<_>>>()?;
+    let replayed =
+        (0..repeats).map(|_| timed(&mut p, &mut again)).collect::<mpmd_core::Result<Vec<_>>>()?;
     p.finish()?;
     let here = recorded.operations_here();
     let job = format!("{ranks} ranks x {microbatches}, rank {rank}");
-    let (all, own) = (format!("{job}, {operations} operations"), format!("{job}, {here} operations"));
+    let (all, own) =
+        (format!("{job}, {operations} operations"), format!("{job}, {here} operations"));
     let cases = [
         Case::micros("first step", &all, [first]),
         Case::micros("step issued", &all, issued.iter().copied()),
@@ -131,15 +140,18 @@ pub(super) fn stages(args: &StagesArgs) -> Result<ExitCode> {
         let mut first = None;
         for stages in args.stages.iter().copied() {
             let results = Simulation::new(stages, stages).run(|p| measure(p, args, replays));
-            let mut results = results.into_iter().collect::<mpmd_core::Result<Vec<_>>>()?.into_iter();
+            let mut results =
+                results.into_iter().collect::<mpmd_core::Result<Vec<_>>>()?.into_iter();
             let (operations, times) = results.next().unwrap_or_default();
             // A step ends when it has on the last process.
             let longest = results.fold(times, |longest, (_, times)| {
                 longest.into_iter().zip(times).map(|(a, b)| a.max(b)).collect()
             });
-            let samples: Vec<f64> = longest.into_iter().map(|time| each_of(time, operations)).collect();
+            let samples: Vec<f64> =
+                longest.into_iter().map(|time| each_of(time, operations)).collect();
             let how = if replays { "replayed" } else { "issued" };
-            let parameters = format!("{stages} stages x {}, {operations} operations", args.microbatches);
+            let parameters =
+                format!("{stages} stages x {}, {operations} operations", args.microbatches);
             let case = per_operation("per operation", format!("{how}, {parameters}"), samples);
             let median = case.quantile(0.5);
             let ratio = median / *first.get_or_insert(median);
@@ -158,7 +170,11 @@ pub(super) fn stages(args: &StagesArgs) -> Result<ExitCode> {
 }
 
 /// How many operations a step has, and how long each took here.
-fn measure(p: &mut Program, args: &StagesArgs, replays: bool) -> mpmd_core::Result<(u64, Vec<Duration>)> {
+fn measure(
+    p: &mut Program,
+    args: &StagesArgs,
+    replays: bool,
+) -> mpmd_core::Result<(u64, Vec<Duration>)> {
     let steps = Steps::new(p, args.microbatches)?;
     let mut given = steps.given(p)?;
     let inputs = given.1.clone();

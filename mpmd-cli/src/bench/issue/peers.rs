@@ -1,4 +1,5 @@
-//! Stand-ins for all processes of a job but one: they take what it sends, send what it waits for, and agree.
+//! Stand-ins for all processes of a job but one: they take what it sends, send what it waits for,
+//! and agree.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -57,7 +58,8 @@ impl Peers {
         Arc::new(Self { me, processes, words, state: Mutex::new(State::New(waiting)) })
     }
 
-    /// The pieces of a step that begins after so many operations come: early, as from processes that are ahead.
+    /// The pieces of a step that begins after so many operations come: early, as from processes
+    /// that are ahead.
     pub(super) fn send(&self, before: u64, arrivals: &[(ProcessId, u64)]) {
         arrivals.iter().for_each(|(from, place)| self.say(Word::Send(*from, before + place)));
     }
@@ -122,8 +124,13 @@ fn serve(words: &Receiver<Word>, handler: &dyn Handler, payload: &SharedBuffer) 
         match word {
             Word::End => return,
             Word::Send(from, op) => {
-                let header =
-                    Header { op, piece: PIECE, bytes: BYTES, hash: NO_HASH, ..Header::new(Kind::Eager) };
+                let header = Header {
+                    op,
+                    piece: PIECE,
+                    bytes: BYTES,
+                    hash: NO_HASH,
+                    ..Header::new(Kind::Eager)
+                };
                 arrived(from, header, Payload::Inline(payload.clone()));
             }
             Word::Posted(to, header, ticket) => {
@@ -135,7 +142,8 @@ fn serve(words: &Receiver<Word>, handler: &dyn Handler, payload: &SharedBuffer) 
                         let taken = taken.entry(to).or_default();
                         *taken += 1;
                         if taken.is_multiple_of(PORTION) {
-                            let header = Header { count: PORTION * CREDIT, ..Header::new(Kind::Credit) };
+                            let header =
+                                Header { count: PORTION * CREDIT, ..Header::new(Kind::Credit) };
                             arrived(to, header, Payload::Empty);
                         }
                     }

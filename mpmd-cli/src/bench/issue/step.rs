@@ -67,7 +67,8 @@ impl Kernel for Backward {
     }
 }
 
-/// One stage on each process, in the order of 1F1B: what the runner of pipelines issues, without the runner.
+/// One stage on each process, in the order of 1F1B: what the runner of pipelines issues, without
+/// the runner.
 pub(super) struct Steps {
     meshes: Vec<Mesh>,
     forward: Vec<Jit<Forward>>,
@@ -85,18 +86,21 @@ impl Steps {
         let meshes = devices.iter().map(mesh).collect::<Result<Vec<_>>>()?;
         let forward = |mesh: &Mesh| p.jit(Forward).on(mesh).outputs(mesh.replicated()).build();
         let forward = meshes.iter().map(forward).collect::<Result<_>>()?;
-        let backward =
-            |mesh: &Mesh| p.jit(Backward).on(mesh).outputs(mesh.replicated()).donate("0").donate("1").build();
+        let backward = |mesh: &Mesh| {
+            p.jit(Backward).on(mesh).outputs(mesh.replicated()).donate("0").donate("1").build()
+        };
         let backward = meshes.iter().map(backward).collect::<Result<_>>()?;
         Ok(Self { meshes, forward, backward, order, microbatches })
     }
 
     /// What the first step takes.
     pub(super) fn given(&self, p: &mut Program) -> Result<Given> {
-        let mut zeros =
-            |mesh: &Mesh| p.make(f32s([ELEMENTS]), &mesh.replicated(), |_, mut view| Ok(view.fill(0.0f32)?));
+        let mut zeros = |mesh: &Mesh| {
+            p.make(f32s([ELEMENTS]), &mesh.replicated(), |_, mut view| Ok(view.fill(0.0f32)?))
+        };
         let sums = self.meshes.iter().map(&mut zeros).collect::<Result<_>>()?;
-        let inputs = (0..self.microbatches).map(|_| zeros(&self.meshes[0])).collect::<Result<_>>()?;
+        let inputs =
+            (0..self.microbatches).map(|_| zeros(&self.meshes[0])).collect::<Result<_>>()?;
         Ok((sums, inputs))
     }
 
@@ -105,7 +109,8 @@ impl Steps {
         (self.microbatches * (4 * self.meshes.len() - 2)) as u64
     }
 
-    /// How many operations a step has, and in which of them, counted from 1, which process sends to this one.
+    /// How many operations a step has, and in which of them, counted from 1, which process sends to
+    /// this one.
     pub(super) fn arrivals(&self, to: ProcessId) -> (u64, Vec<(ProcessId, u64)>) {
         let last = self.meshes.len() - 1;
         let (mut count, mut arrivals) = (0, Vec::new());
@@ -162,7 +167,8 @@ impl Steps {
                     dy = p.device_put(&dy, self.meshes[stage].replicated())?;
                 }
                 let residual = there(&mut kept[at])?;
-                let (sum, dx) = self.backward[stage].call(p, (sums[stage].clone(), residual, dy))?;
+                let (sum, dx) =
+                    self.backward[stage].call(p, (sums[stage].clone(), residual, dy))?;
                 sums[stage] = sum;
                 if stage > 0 {
                     backward[place(stage - 1, microbatch)] = Some(dx);

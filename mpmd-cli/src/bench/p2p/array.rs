@@ -56,7 +56,10 @@ pub(super) struct Pair {
 
 fn measure(p: &mut Program, sizes: &[Size], cases: &[Case], pace: &Pace) -> Result<Vec<Found>> {
     let devices = p.topology().device_ids().to_vec();
-    let pair = Pair { here: Sharding::single_device(devices[0]), there: Sharding::single_device(devices[1]) };
+    let pair = Pair {
+        here: Sharding::single_device(devices[0]),
+        there: Sharding::single_device(devices[1]),
+    };
     let on_gpu = p.topology().kind_of(devices[1]) == Some(DeviceKind::Cuda);
     let mut found = Vec::new();
     for Size(bytes) in sizes.iter().copied() {
@@ -86,7 +89,13 @@ fn measure(p: &mut Program, sizes: &[Size], cases: &[Case], pace: &Pace) -> Resu
 }
 
 /// There and back, the program on both sides waiting at every hop.
-fn latency(p: &mut Program, pair: &Pair, x: &MpmdArray, bytes: usize, pace: &Pace) -> Result<Found> {
+fn latency(
+    p: &mut Program,
+    pair: &Pair,
+    x: &MpmdArray,
+    bytes: usize,
+    pace: &Pace,
+) -> Result<Found> {
     let run = |p: &mut Program, rounds: u64| -> Result<Duration> {
         let start = Instant::now();
         let mut x = x.clone();

@@ -1,8 +1,9 @@
 //! The two ends of a pair: what each does with a message that arrives.
 //!
-//! Everything between the first message of a measurement and the last happens within the transport's
-//! calls of the [`Handler`]; the thread that measures waits meanwhile, under a deadline. A message says
-//! in its header's operation what it is and in its piece whether its bytes are looked at.
+//! Everything between the first message of a measurement and the last happens within the
+//! transport's calls of the [`Handler`]; the thread that measures waits meanwhile, under a
+//! deadline. A message says in its header's operation what it is and in its piece whether its bytes
+//! are looked at.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -37,8 +38,8 @@ const LARGEST_EAGER: usize = 16 << 10;
 /// No wait is longer.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A sample ends after this time with the rounds it has by then: on a machine with other things to do two engines
-/// that spin can be a thousand times slower than they were when warming up.
+/// A sample ends after this time with the rounds it has by then: on a machine with other things to
+/// do two engines that spin can be a thousand times slower than they were when warming up.
 const LONGEST_SAMPLE: Duration = Duration::from_secs(2);
 
 /// How long a thread that can drive the transport does so before it looks at what it waits for.
@@ -87,8 +88,14 @@ impl Ends {
     pub(super) fn start(transport: Arc<dyn Transport>, pool: Pool) -> Self {
         let me = transport.process();
         let other = ProcessId(1 - me.0.min(1));
-        let inner =
-            Arc::new(Inner { transport, pool, me, other, state: Mutex::default(), changed: Condvar::new() });
+        let inner = Arc::new(Inner {
+            transport,
+            pool,
+            me,
+            other,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        });
         inner.transport.start(Arc::new(Hearing(inner.clone())));
         Self { inner }
     }
@@ -98,8 +105,8 @@ impl Ends {
         self.inner.me.0 == 0
     }
 
-    /// Makes the buffers for messages of `bytes`, and room for as many that arrive at once, so that no fresh
-    /// page is met later.
+    /// Makes the buffers for messages of `bytes`, and room for as many that arrive at once, so that
+    /// no fresh page is met later.
     pub(super) fn prepare(&self, bytes: usize, at_once: usize) -> Result<()> {
         let pool = &self.inner.pool;
         self.inner.state().source = None;
@@ -129,8 +136,8 @@ impl Ends {
         })
     }
 
-    /// The time of so many round trips, or of fewer where that takes too long, after one that does not count; with
-    /// how many there were.
+    /// The time of so many round trips, or of fewer where that takes too long, after one that does
+    /// not count; with how many there were.
     pub(super) fn ping(&self, rounds: u64, checked: bool) -> Result<(u64, Duration)> {
         let mut state = self.inner.state();
         (state.left, state.begun, state.began, state.ended) = (rounds, 0, None, None);
@@ -139,9 +146,15 @@ impl Ends {
         self.inner.wait("an answer", State::result)
     }
 
-    /// The time of so many messages, or of fewer where that takes too long, `window` of them under way at a time,
-    /// until the other process has said that all are there; with how many there were.
-    pub(super) fn stream(&self, messages: u64, window: usize, checked: bool) -> Result<(u64, Duration)> {
+    /// The time of so many messages, or of fewer where that takes too long, `window` of them under
+    /// way at a time, until the other process has said that all are there; with how many there
+    /// were.
+    pub(super) fn stream(
+        &self,
+        messages: u64,
+        window: usize,
+        checked: bool,
+    ) -> Result<(u64, Duration)> {
         let at_once = messages.min(window as u64);
         let mut state = self.inner.state();
         state.stream += 1;
@@ -178,7 +191,8 @@ impl State {
 
     /// Whether one more may begin; then it has.
     fn goes_on(&mut self, now: Instant) -> bool {
-        let in_time = self.began.is_some_and(|began| now.saturating_duration_since(began) < LONGEST_SAMPLE);
+        let in_time =
+            self.began.is_some_and(|began| now.saturating_duration_since(began) < LONGEST_SAMPLE);
         let goes_on = self.left > 0 && in_time;
         self.left = if goes_on { self.left - 1 } else { 0 };
         self.begun += u64::from(goes_on);
@@ -213,7 +227,12 @@ impl Inner {
 
     /// Posts a message without any.
     fn word(&self, op: u64, count: u64) {
-        self.transport.post(self.other, Header { op, count, ..Header::new(Kind::Eager) }, None, Ticket::NONE);
+        self.transport.post(
+            self.other,
+            Header { op, count, ..Header::new(Kind::Eager) },
+            None,
+            Ticket::NONE,
+        );
     }
 
     fn fail(&self, why: String) {
@@ -238,7 +257,11 @@ impl Inner {
                 return Err(anyhow!("process {} waited for {what} for {PATIENCE:?}", self.me));
             }
             if self.transport.parking().is_none() {
-                state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+                state = self
+                    .changed
+                    .wait_timeout(state, left)
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .0;
                 continue;
             }
             drop(state);
@@ -247,8 +270,9 @@ impl Inner {
         }
     }
 
-    /// Lets messages in for a moment, where a thread that waits can. Who is done with what it was lent wakes
-    /// nobody for that: it is looked for, or a stream would wait for the transport's next round.
+    /// Lets messages in for a moment, where a thread that waits can. Who is done with what it was
+    /// lent wakes nobody for that: it is looked for, or a stream would wait for the transport's
+    /// next round.
     fn drive(&self) {
         let until = Instant::now() + MOMENT;
         self.transport.drive(&mut || {
@@ -260,8 +284,10 @@ impl Inner {
     /// A message is here with all its bytes.
     fn came(&self, header: Header, bytes: &[u8]) {
         if header.piece == CHECKED && !is_right(bytes) {
-            return self
-                .fail(format!("a message of {} bytes arrived with others than were sent", bytes.len()));
+            return self.fail(format!(
+                "a message of {} bytes arrived with others than were sent",
+                bytes.len()
+            ));
         }
         match header.op {
             PING => self.send(PONG, header.piece, Ticket::NONE),
@@ -314,11 +340,12 @@ impl Handler for Hearing {
             Payload::Inline(bytes) | Payload::Lent(bytes) => self.0.came(header, &bytes),
             Payload::Waiting(fetch) => {
                 let inner = self.0.clone();
-                let into = match usize::try_from(fetch.bytes()).map(|bytes| inner.pool.allocate(bytes)) {
-                    Ok(Ok(into)) => into,
-                    Ok(Err(error)) => return inner.fail(error.to_string()),
-                    Err(error) => return inner.fail(error.to_string()),
-                };
+                let into =
+                    match usize::try_from(fetch.bytes()).map(|bytes| inner.pool.allocate(bytes)) {
+                        Ok(Ok(into)) => into,
+                        Ok(Err(error)) => return inner.fail(error.to_string()),
+                        Err(error) => return inner.fail(error.to_string()),
+                    };
                 let then = move |filled: Result<OwnedBuffer, TransportError>| match filled {
                     Ok(bytes) => inner.came(header, &bytes),
                     Err(error) => inner.fail(error.to_string()),
@@ -333,7 +360,8 @@ impl Handler for Hearing {
             return self.0.fail(error.to_string());
         }
         let mut state = self.0.state();
-        // The last ones of a stream may be said to have left when the next has begun, and after its end.
+        // The last ones of a stream may be said to have left when the next has begun, and after its
+        // end.
         if ended.0 >> 32 != u64::from(state.stream) || state.left == 0 {
             return;
         }
@@ -354,7 +382,8 @@ impl Handler for Hearing {
     }
 }
 
-/// What every message consists of, over and over: of a length that no page or packet is a multiple of.
+/// What every message consists of, over and over: of a length that no page or packet is a multiple
+/// of.
 const PATTERN: [u8; 251] = {
     let mut pattern = [0; 251];
     let mut at = 0;

@@ -22,7 +22,8 @@ pub(super) enum Test {
     Read,
     /// The same where the memory is new to who reads it.
     ReadWarmUp,
-    /// As bandwidth, of arrays that lie in two parts, of which the receiver makes one: each byte is copied once.
+    /// As bandwidth, of arrays that lie in two parts, of which the receiver makes one: each byte is
+    /// copied once.
     OneCopy,
     /// A plain copy within one process, in GB/s.
     Memcpy,
@@ -84,7 +85,8 @@ impl Found {
 
 /// Writes what was found where the launcher of the pair looks for it.
 pub(super) fn hand_over(found: &[Found], to: &Path) -> Result<()> {
-    std::fs::write(to, serde_json::to_vec(found)?).with_context(|| format!("writing {}", to.display()))
+    std::fs::write(to, serde_json::to_vec(found)?)
+        .with_context(|| format!("writing {}", to.display()))
 }
 
 /// Reads what [`hand_over`] wrote.

@@ -1,13 +1,14 @@
-//! Hand-overs: from the moment a program issues the `device_put` of an array it has just written until the other
-//! program can use it.
+//! Hand-overs: from the moment a program issues the `device_put` of an array it has just written
+//! until the other program can use it.
 //!
-//! As a program does it that hands on a new result each step: each array is written by a kernel and the last ones
-//! are kept, so that the memory is another each time and comes round again. The receiver waits already when the
-//! array is given, and has had time to fall asleep where `--spin` does not keep it awake. Once the time is taken it
-//! adds up every byte, and keeps some arrays for a while.
+//! As a program does it that hands on a new result each step: each array is written by a kernel and
+//! the last ones are kept, so that the memory is another each time and comes round again. The
+//! receiver waits already when the array is given, and has had time to fall asleep where `--spin`
+//! does not keep it awake. Once the time is taken it adds up every byte, and keeps some arrays for
+//! a while.
 //!
-//! The moments are read from a clock that both processes of a host share, each on its side; the answer takes no
-//! part in them. Between hosts there is no such clock: nothing is measured there.
+//! The moments are read from a clock that both processes of a host share, each on its side; the
+//! answer takes no part in them. Between hosts there is no such clock: nothing is measured there.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -86,7 +87,12 @@ impl Kernel for Write {
 }
 
 /// Nothing where it cannot be measured, which is said.
-pub(super) fn handover(p: &mut Program, pair: &Pair, bytes: usize, pace: &Pace) -> Result<Vec<Found>> {
+pub(super) fn handover(
+    p: &mut Program,
+    pair: &Pair,
+    bytes: usize,
+    pace: &Pace,
+) -> Result<Vec<Found>> {
     let devices = p.topology().device_ids().to_vec();
     let link = p.topology().link_between(devices[0], devices[1]);
     let on_gpu = p.topology().kind_of(devices[0]) == Some(DeviceKind::Cuda);
@@ -125,7 +131,8 @@ fn measure(p: &mut Program, pair: &Pair, bytes: usize, repeats: usize) -> Result
     let write = p.jit(Write(u8s([bytes]))).on(&mesh).outputs(pair.here.clone()).build()?;
     let small = p.make(u8s([1]), &pair.here, |_, mut view| Ok(view.fill(1u8)?))?;
     let (mut kept, mut held) = (VecDeque::new(), VecDeque::new());
-    // What this process knows of each hand-over: when it gave the array, or when it had it and how long it read.
+    // What this process knows of each hand-over: when it gave the array, or when it had it and how
+    // long it read.
     let (mut given, mut had) = (Vec::new(), Vec::new());
     for number in 0..WARM_UP + repeats {
         let value = (number % 251 + 1) as u8;
@@ -151,7 +158,8 @@ fn measure(p: &mut Program, pair: &Pair, bytes: usize, repeats: usize) -> Result
             let sum = sum_of(values.bytes());
             had.push((ready, start.elapsed().as_nanos() as u64));
             if sum != u64::from(value) * bytes as u64 {
-                let what = format!("{bytes} bytes of {value} were handed over, and their sum is {sum}");
+                let what =
+                    format!("{bytes} bytes of {value} were handed over, and their sum is {sum}");
                 return Err(Error::kernel(what));
             }
         }
@@ -173,7 +181,8 @@ fn meet(p: &mut Program, pair: &Pair, small: &MpmdArray) -> Result<()> {
     p.device_put(&there, &pair.here)?.block_until_ready().map(drop)
 }
 
-/// The sum of all bytes: in pieces whose sums fit a half-word each, which compilers turn into wide additions.
+/// The sum of all bytes: in pieces whose sums fit a half-word each, which compilers turn into wide
+/// additions.
 fn sum_of(bytes: &[u8]) -> u64 {
     const LANES: usize = 64;
     let (blocks, rest) = bytes.as_chunks::<LANES>();
@@ -203,9 +212,11 @@ fn evaluate(bytes: usize, given: &[u64], had: &[(u64, u64)]) -> Vec<Found> {
         spans.for_each(|nanos| found.add(1, Duration::from_nanos(nanos)));
         found
     };
-    let took: Vec<u64> = given.iter().zip(had).map(|(given, (had, _))| had.saturating_sub(*given)).collect();
+    let took: Vec<u64> =
+        given.iter().zip(had).map(|(given, (had, _))| had.saturating_sub(*given)).collect();
     let read: Vec<u64> = had.iter().map(|(_, read)| *read).collect();
-    let parts = [(Test::Handover, Test::HandoverWarmUp, took), (Test::Read, Test::ReadWarmUp, read)];
+    let parts =
+        [(Test::Handover, Test::HandoverWarmUp, took), (Test::Read, Test::ReadWarmUp, read)];
     let shown = parts.into_iter().take(if bytes < WORTH_READING { 1 } else { 2 });
     let split = |(steady, warm_up, spans): (Test, Test, Vec<u64>)| {
         let mut spans = spans.into_iter();
@@ -243,7 +254,9 @@ mod tests {
         let said = why_not(near, 1 << 30, 256 << 20).unwrap();
         assert_eq!(said, "that takes 4.0 GiB of memory, and 1.0 GiB is available");
         assert!(why_not(Some(LinkClass::Network), u64::MAX, 8).unwrap().contains("clocks"));
-        assert!(why_not(None, u64::MAX, 8).is_some() && why_not(near, u64::MAX, usize::MAX).is_some());
+        assert!(
+            why_not(None, u64::MAX, 8).is_some() && why_not(near, u64::MAX, usize::MAX).is_some()
+        );
     }
 
     #[test]

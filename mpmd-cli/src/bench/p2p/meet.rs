@@ -35,15 +35,16 @@ impl Meeting {
     ///
     /// # Errors
     ///
-    /// Where the job is not of two processes, the rendezvous or the transport fails, or the transport is
-    /// none between processes.
+    /// Where the job is not of two processes, the rendezvous or the transport fails, or the
+    /// transport is none between processes.
     pub(super) fn of(env: &JobEnv, carrier: Carrier, spin: Spin, pool: &Pool) -> Result<Self> {
         launch::adopt()?;
         let patience = env.patience.unwrap_or(PATIENCE);
         let server = if env.hosted || env.process.index() != 0 {
             None
         } else {
-            let config = ServerConfig { processes: env.processes, token: env.token.clone(), patience };
+            let config =
+                ServerConfig { processes: env.processes, token: env.token.clone(), patience };
             Some(Server::bind(env.listen_address()?, config)?)
         };
         let rendezvous = Rendezvous::connect(JoinConfig {
@@ -75,7 +76,9 @@ impl Meeting {
                 .map(|member| member.addresses.iter().find(|(name, _)| name == carrier.name()))
                 .map(|found| found.map(|(_, address)| address.clone()))
                 .collect::<Option<_>>()
-                .with_context(|| format!("a process of the job has no address for {}", carrier.name()))?,
+                .with_context(|| {
+                    format!("a process of the job has no address for {}", carrier.name())
+                })?,
         };
         let transport = door.connect(job)?;
         Ok(Self { transport, rendezvous, server })
@@ -115,7 +118,9 @@ impl Door {
             Carrier::Shm => Self::Shm(shm::Opened::open()?),
             Carrier::Tcp => Self::Tcp(Listener::bind(rendezvous.local_ip())?),
             Carrier::Ucx => Self::Ucx(Opened::open(2)?),
-            Carrier::Inproc => bail!("inproc is within one process, and this is one of a job of several"),
+            Carrier::Inproc => {
+                bail!("inproc is within one process, and this is one of a job of several")
+            }
         })
     }
 
@@ -142,7 +147,14 @@ impl Door {
                         .with_context(|| format!("{address:?} is no address for tcp"))
                 });
                 let peers = peers.collect::<Result<_>>()?;
-                listener.connect(TcpConfig { process, peers, token, epoch: EPOCH, patience, pool })?
+                listener.connect(TcpConfig {
+                    process,
+                    peers,
+                    token,
+                    epoch: EPOCH,
+                    patience,
+                    pool,
+                })?
             }
             Self::Ucx(opened) => opened.connect(UcxConfig {
                 process,

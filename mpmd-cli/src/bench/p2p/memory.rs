@@ -1,4 +1,5 @@
-//! The memory of this host: a plain copy of as many bytes, for comparison, and how much there is left.
+//! The memory of this host: a plain copy of as many bytes, for comparison, and how much there is
+//! left.
 
 use std::convert::Infallible;
 use std::time::{Duration, Instant};
@@ -13,7 +14,8 @@ pub(super) fn memcpy(bytes: usize, repeats: usize, pace: &Pace) -> Found {
     let mut copy = |times: u64| -> Duration {
         let start = Instant::now();
         for _ in 0..times {
-            // The buffers may be used elsewhere for all that the compiler knows, so every copy is made.
+            // The buffers may be used elsewhere for all that the compiler knows, so every copy is
+            // made.
             std::hint::black_box(&mut target).copy_from_slice(std::hint::black_box(&source));
         }
         start.elapsed()
@@ -27,7 +29,8 @@ pub(super) fn memcpy(bytes: usize, repeats: usize, pace: &Pace) -> Found {
     found
 }
 
-/// Bytes that can still be had without swapping, as the kernel estimates; `None` where it does not say.
+/// Bytes that can still be had without swapping, as the kernel estimates; `None` where it does not
+/// say.
 pub(super) fn available() -> Option<u64> {
     available_of(&std::fs::read_to_string("/proc/meminfo").ok()?)
 }

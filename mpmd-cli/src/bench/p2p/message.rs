@@ -25,7 +25,8 @@ pub(super) fn in_job(
     let pool = Pool::new("bench", None);
     let meeting = Meeting::of(env, carrier, spin, &pool)?;
     // What can be handed over comes from memory that the transport has made for it.
-    let pool = meeting.transport.arena().map_or(pool, |arena| Pool::in_arena("bench", None, &arena));
+    let pool =
+        meeting.transport.arena().map_or(pool, |arena| Pool::in_arena("bench", None, &arena));
     let found = measure(meeting.transport.clone(), pool, sizes, cases, pace)?;
     meeting.leave()?;
     Ok(found)
@@ -34,8 +35,9 @@ pub(super) fn in_job(
 /// Measures between two threads.
 pub(super) fn in_threads(sizes: &[Size], cases: &[Case], pace: &Pace) -> Result<Vec<Found>> {
     let fabric = Fabric::new(2, Faults::default());
-    let one =
-        |process| measure(fabric.endpoint(ProcessId(process)), Pool::new("bench", None), sizes, cases, pace);
+    let one = |process| {
+        measure(fabric.endpoint(ProcessId(process)), Pool::new("bench", None), sizes, cases, pace)
+    };
     std::thread::scope(|scope| {
         let other = scope.spawn(|| one(1));
         let found = one(0);
@@ -56,7 +58,8 @@ fn measure(
     let mut found = Vec::new();
     for Size(bytes) in sizes.iter().copied() {
         let at = || format!("measuring messages of {bytes} bytes");
-        ends.prepare(bytes, if ends.is_first() { 1 } else { pace::window(bytes) }).with_context(at)?;
+        ends.prepare(bytes, if ends.is_first() { 1 } else { pace::window(bytes) })
+            .with_context(at)?;
         if ends.is_first() {
             ends.hear(READY).with_context(at)?;
             if cases.contains(&Case::Latency) {
@@ -110,9 +113,14 @@ mod tests {
         let pace = Pace { repeats: 2, sample: Duration::from_micros(200) };
         let sizes = [1, 16 << 10, (16 << 10) + 1, 3 << 20].map(Size);
         let found = in_threads(&sizes, &[Case::Latency, Case::Bandwidth], &pace).unwrap();
-        let expected: Vec<_> =
-            sizes.iter().flat_map(|size| [(Test::Latency, size.0), (Test::Bandwidth, size.0)]).collect();
-        assert_eq!(found.iter().map(|found| (found.test, found.bytes)).collect::<Vec<_>>(), expected);
+        let expected: Vec<_> = sizes
+            .iter()
+            .flat_map(|size| [(Test::Latency, size.0), (Test::Bandwidth, size.0)])
+            .collect();
+        assert_eq!(
+            found.iter().map(|found| (found.test, found.bytes)).collect::<Vec<_>>(),
+            expected
+        );
         assert!(found.iter().all(|found| found.samples.len() == 2));
         assert!(found.iter().flat_map(|found| &found.samples).all(|sample| *sample > 0.0));
     }

@@ -1,9 +1,9 @@
 //! A pair of processes: what it costs to move messages and arrays from one to the other, beside
 //! `ucx_perftest` and a plain copy.
 //!
-//! This process starts the pair and shows what it found. Beside `ucx_perftest` every sample is of a pair of
-//! its own, as it is there: the two programs take turns, size by size, so that noise of the machine hits both
-//! and neither's engine runs while the other is measured.
+//! This process starts the pair and shows what it found. Beside `ucx_perftest` every sample is of a
+//! pair of its own, as it is there: the two programs take turns, size by size, so that noise of the
+//! machine hits both and neither's engine runs while the other is measured.
 
 mod array;
 mod busy;
@@ -49,7 +49,8 @@ pub(crate) struct P2pArgs {
     /// One line of JSON for each case instead of a table.
     #[arg(long)]
     json: bool,
-    /// How often each case is measured, large sizes less often; by default 15 times, 5 with `--peer`.
+    /// How often each case is measured, large sizes less often; by default 15 times, 5 with
+    /// `--peer`.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     repeats: Option<u32>,
     /// What carries the messages.
@@ -57,30 +58,36 @@ pub(crate) struct P2pArgs {
     transport: Carrier,
     #[command(flatten)]
     on: DeviceOption,
-    /// What is measured: messages straight over the transport, or arrays by `device_put`; by default both, arrays
-    /// alone on devices of kind cuda.
+    /// What is measured: messages straight over the transport, or arrays by `device_put`; by
+    /// default both, arrays alone on devices of kind cuda.
     #[arg(long, value_enum, value_delimiter = ',')]
     level: Vec<Level>,
     /// What is measured of each size. Hand-overs are of arrays, and by no peer.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "latency,bandwidth,handover")]
     case: Vec<Case>,
     /// Sizes in bytes, also as 4Ki, 16Mi, 1Gi.
-    #[arg(long, value_delimiter = ',', default_value = "8,64,512,4Ki,32Ki,256Ki,1Mi,4Mi,16Mi,64Mi,256Mi")]
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "8,64,512,4Ki,32Ki,256Ki,1Mi,4Mi,16Mi,64Mi,256Mi"
+    )]
     sizes: Vec<Size>,
-    /// How long the transport's engine looks for work before it sleeps: auto, never, always, or a number of
-    /// microseconds. Transports that only ever sleep do not care.
+    /// How long the transport's engine looks for work before it sleeps: auto, never, always, or a
+    /// number of microseconds. Transports that only ever sleep do not care.
     #[arg(long, default_value = "auto")]
     spin: SpinWord,
     /// So many threads keep a core busy meanwhile.
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u16).range(..=256))]
     busy: u16,
-    /// Measures `ucx_perftest` beside ours, in turns: the one that lies beside the UCX library in use.
+    /// Measures `ucx_perftest` beside ours, in turns: the one that lies beside the UCX library in
+    /// use.
     #[arg(long)]
     peer: bool,
     /// The `ucx_perftest` to use instead.
     #[arg(long, value_name = "PATH", requires = "peer")]
     perftest: Option<PathBuf>,
-    /// Given to it besides; `-e` has it detect failures of its peer, as we do, which costs TCP some bandwidth.
+    /// Given to it besides; `-e` has it detect failures of its peer, as we do, which costs TCP some
+    /// bandwidth.
     #[arg(long, value_name = "OPTION", requires = "peer", allow_hyphen_values = true)]
     perftest_option: Vec<String>,
     /// Length of a sample in microseconds, as the launcher of the pair says.
@@ -141,7 +148,9 @@ fn as_one_of_two(args: &P2pArgs, env: &JobEnv) -> Result<()> {
         Level::Message => {
             message::in_job(env, args.transport, args.spin.spin, (&args.sizes, &args.case), &pace)?
         }
-        Level::Array => array::in_job(args.transport, args.on.device, &args.sizes, &args.case, &pace)?,
+        Level::Array => {
+            array::in_job(args.transport, args.on.device, &args.sizes, &args.case, &pace)?
+        }
     };
     match &args.samples_to {
         _ if !first => Ok(()),
@@ -166,7 +175,10 @@ fn rows(args: &P2pArgs) -> Result<Vec<Row>> {
         !on_gpu || args.levels() == [Level::Array],
         "messages have no device: choose --level array with --device cuda"
     );
-    ensure!(!on_gpu || !args.peer, "--peer is measured beside the host's memory, not with --device cuda");
+    ensure!(
+        !on_gpu || !args.peer,
+        "--peer is measured beside the host's memory, not with --device cuda"
+    );
     let perftest = args
         .peer
         .then(|| Perftest::find(args.perftest.as_deref(), &args.perftest_option, args.spin.spin))
@@ -188,7 +200,11 @@ fn rows(args: &P2pArgs) -> Result<Vec<Row>> {
         let repeats = pace.repeats_at(bytes);
         rows.take(
             None,
-            [if on_gpu { on_device(bytes, repeats)? } else { memory::memcpy(bytes, repeats, &pace) }],
+            [if on_gpu {
+                on_device(bytes, repeats)?
+            } else {
+                memory::memcpy(bytes, repeats, &pace)
+            }],
         );
     }
     rows.compare();
@@ -251,14 +267,15 @@ fn ours(args: &P2pArgs, level: Level, sizes: &[Size], pace: &Pace) -> Result<Vec
         ("--repeats", pace.repeats.to_string()),
         ("--sample-us", pace.sample.as_micros().to_string()),
     ];
-    let outcome = Launch::new(2, std::env::current_exe().context("finding this program, to start it again")?)
-        .args(["bench", "p2p"])
-        .args(words.iter().flat_map(|(name, value)| [*name, value.as_str()]))
-        .args(["--samples-to".as_ref(), samples.path().as_os_str()])
-        .transport(Some(args.transport.name().to_owned()))
-        .env(SPIN, &args.spin.word)
-        .output(OutputMode::Quiet0)
-        .run()?;
+    let outcome =
+        Launch::new(2, std::env::current_exe().context("finding this program, to start it again")?)
+            .args(["bench", "p2p"])
+            .args(words.iter().flat_map(|(name, value)| [*name, value.as_str()]))
+            .args(["--samples-to".as_ref(), samples.path().as_os_str()])
+            .transport(Some(args.transport.name().to_owned()))
+            .env(SPIN, &args.spin.word)
+            .output(OutputMode::Quiet0)
+            .run()?;
     if let Some(failure) = &outcome.first_failure {
         bail!("the pair of processes was not measured: {failure}");
     }
@@ -281,7 +298,8 @@ impl Rows {
         let copies = self.0.iter().filter(|row| row.test.is_plain());
         let copies: Vec<(usize, (Test, f64))> =
             copies.map(|row| (row.bytes, (row.test, quantile(&row.ours, 0.5)))).collect();
-        for row in self.0.iter_mut().filter(|row| !row.test.is_plain() && row.test.unit() == "GB/s") {
+        for row in self.0.iter_mut().filter(|row| !row.test.is_plain() && row.test.unit() == "GB/s")
+        {
             row.copy = copies.iter().find(|(bytes, _)| *bytes == row.bytes).map(|(_, copy)| *copy);
         }
     }

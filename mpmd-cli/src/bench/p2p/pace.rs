@@ -1,5 +1,5 @@
-//! How much is moved for one sample, and how many samples are taken: enough to mean something, and no
-//! more than a person waits for.
+//! How much is moved for one sample, and how many samples are taken: enough to mean something, and
+//! no more than a person waits for.
 
 use std::time::Duration;
 
@@ -32,8 +32,8 @@ impl Pace {
         self.repeats.clamp(1, most)
     }
 
-    /// Warms up by `run`, which takes the number of rounds, or messages, and says how many there were and how long
-    /// they took; the time of one.
+    /// Warms up by `run`, which takes the number of rounds, or messages, and says how many there
+    /// were and how long they took; the time of one.
     pub(super) fn warm<E>(
         bytes: usize,
         at_least: usize,
@@ -65,7 +65,8 @@ pub(super) fn warm_up(bytes: usize) -> u64 {
     ((1 << 20) / bytes as u64).clamp(2, 200)
 }
 
-/// How often that is done: the quickest counts, or a disturbance would make every sample a short one.
+/// How often that is done: the quickest counts, or a disturbance would make every sample a short
+/// one.
 pub(super) fn warm_ups(bytes: usize) -> usize {
     if bytes < 1 << 20 { 3 } else { 1 }
 }

@@ -1,7 +1,9 @@
-//! `ucx_perftest`, the benchmark that comes with UCX: two processes of it over the same tests and sizes.
+//! `ucx_perftest`, the benchmark that comes with UCX: two processes of it over the same tests and
+//! sizes.
 //!
-//! Its server takes the test from its client, so both get the same words but for the server's address.
-//! Both inherit the environment, `UCX_TLS` and the like with it, and end with this process.
+//! Its server takes the test from its client, so both get the same words but for the server's
+//! address. Both inherit the environment, `UCX_TLS` and the like with it, and end with this
+//! process.
 
 use std::io::Read;
 use std::net::{Ipv4Addr, TcpListener};
@@ -26,8 +28,8 @@ const EXAMINE_WITHIN: Duration = Duration::from_secs(10);
 const LISTEN_WITHIN: Duration = Duration::from_secs(10);
 /// How long one run may take: a thousand times as long as it should.
 const RUN_WITHIN: Duration = Duration::from_secs(20);
-/// A run that takes longer is tried with fewer iterations: its processes spin, and are slow beyond all that was
-/// seen before where the machine has become busy.
+/// A run that takes longer is tried with fewer iterations: its processes spin, and are slow beyond
+/// all that was seen before where the machine has become busy.
 const FEWER: u64 = 16;
 const TIMES_FEWER: usize = 3;
 /// How long the server may take to end after its client.
@@ -52,8 +54,8 @@ struct Run {
 }
 
 impl Perftest {
-    /// The program at `named`, or the one beside the UCX library that this program uses. It sleeps while it
-    /// waits where our engine never spins.
+    /// The program at `named`, or the one beside the UCX library that this program uses. It sleeps
+    /// while it waits where our engine never spins.
     ///
     /// # Errors
     ///
@@ -71,8 +73,9 @@ impl Perftest {
         Ok(Self { program, options: options.to_vec(), sleeps: spin == Spin::Never })
     }
 
-    /// One sample, in the unit of the test, about as long as ours. `known` is how long one iteration took the last
-    /// time, in microseconds; where that is not known, a short run before finds it.
+    /// One sample, in the unit of the test, about as long as ours. `known` is how long one
+    /// iteration took the last time, in microseconds; where that is not known, a short run before
+    /// finds it.
     ///
     /// # Errors
     ///
@@ -108,8 +111,14 @@ impl Perftest {
     }
 
     fn run(&self, run: Run) -> Result<Said> {
-        let doing =
-            || format!("running {} for {} of {} bytes", self.program.display(), run.test.name(), run.bytes);
+        let doing = || {
+            format!(
+                "running {} for {} of {} bytes",
+                self.program.display(),
+                run.test.name(),
+                run.bytes
+            )
+        };
         for _ in 0..PORTS_TRIED {
             if let Some(text) = self.try_run(run).with_context(doing)? {
                 return said(&text).with_context(doing);
@@ -139,7 +148,10 @@ impl Perftest {
         // Started by way of this program, it ends with this process.
         let this = std::env::current_exe().unwrap_or_else(|_| PathBuf::from("/proc/self/exe"));
         let mut command = Command::new(this);
-        command.args([EXEC, "--"]).arg(&self.program).env(LAUNCHER_PID, std::process::id().to_string());
+        command
+            .args([EXEC, "--"])
+            .arg(&self.program)
+            .env(LAUNCHER_PID, std::process::id().to_string());
         let words = |command: &mut Command, option: &str, value: u64| {
             command.args([option, &value.to_string()]);
         };
@@ -258,7 +270,8 @@ impl Drop for Running {
 }
 
 fn free_port() -> Result<u16> {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("looking for a free port")?;
+    let listener =
+        TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("looking for a free port")?;
     Ok(listener.local_addr().context("looking for a free port")?.port())
 }
 
@@ -282,8 +295,9 @@ fn lists(table: &str, port: u16) -> bool {
     table.lines().any(|line| {
         let mut fields = line.split_whitespace().skip(1);
         let (local, _, state) = (fields.next(), fields.next(), fields.next());
-        let local =
-            local.and_then(|local| local.rsplit_once(':')).map(|(_, port)| u16::from_str_radix(port, 16));
+        let local = local
+            .and_then(|local| local.rsplit_once(':'))
+            .map(|(_, port)| u16::from_str_radix(port, 16));
         state == Some(LISTEN) && local == Some(Ok(port))
     })
 }
@@ -316,7 +330,8 @@ impl Said {
 /// Reads the figures under their names; lines of UCX's log may stand anywhere around them.
 fn said(text: &str) -> Result<Said> {
     let mut lines = text.lines().skip_while(|line| !line.starts_with("iterations,"));
-    let (Some(names), Some(figures)) = (lines.next(), lines.find(|line| !line.starts_with('['))) else {
+    let (Some(names), Some(figures)) = (lines.next(), lines.find(|line| !line.starts_with('[')))
+    else {
         bail!("it gave no figures: {}", last_words(text));
     };
     let figure = |name: &str| {
@@ -325,7 +340,8 @@ fn said(text: &str) -> Result<Said> {
         let figure = text.and_then(|text| text.trim().parse::<f64>().ok());
         figure.with_context(|| format!("it gave no figure for {name}: {figures}"))
     };
-    let said = Said { overall_us: figure("overall_lat")?, overall_mib_per_s: figure("overall_bw")? };
+    let said =
+        Said { overall_us: figure("overall_lat")?, overall_mib_per_s: figure("overall_bw")? };
     ensure!(said.overall_us > 0.0, "it measured nothing: {figures}");
     Ok(said)
 }
@@ -368,8 +384,7 @@ mod tests {
         let usage = "[1795270444.862306] [host:2316 :0] perftest_params.c:280  UCX  ERROR Invalid option argument for -t\n  \
                      Usage: ucx_perftest [ server-hostname ] [ options ]\n";
         assert!(said(usage).unwrap_err().to_string().contains("Invalid option argument for -t"));
-        let names =
-            "iterations,50.0_percentile_lat,avg_lat,overall_lat,avg_bw,overall_bw,avg_mr,overall_mr\n";
+        let names = "iterations,50.0_percentile_lat,avg_lat,overall_lat,avg_bw,overall_bw,avg_mr,overall_mr\n";
         assert!(said(names).unwrap_err().to_string().contains("no figures"));
         let zero = format!("{names}0,0.0,0.0,0.0,0.0,0.0,0,0\n");
         assert!(said(&zero).unwrap_err().to_string().contains("measured nothing"));

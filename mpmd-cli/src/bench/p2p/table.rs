@@ -89,10 +89,12 @@ impl Row {
         let [median, p10, p90] = [0.5, 0.1, 0.9].map(|share| figure(quantile(&self.ours, share)));
         let copy = self.copy.map(|(_, copy)| format!("{:.2}", quantile(&self.ours, 0.5) / copy));
         let copy = copy.unwrap_or_default();
-        let mut line =
-            format!("{level:<8} {test:<16} {size:>6} {median:>11} {p10:>11} {p90:>11}  {unit:<4} {copy:>10}");
+        let mut line = format!(
+            "{level:<8} {test:<16} {size:>6} {median:>11} {p10:>11} {p90:>11}  {unit:<4} {copy:>10}"
+        );
         if !self.peer.is_empty() {
-            let [median, p10, p90] = [0.5, 0.1, 0.9].map(|share| figure(quantile(&self.peer, share)));
+            let [median, p10, p90] =
+                [0.5, 0.1, 0.9].map(|share| figure(quantile(&self.peer, share)));
             let compared = match self.compared() {
                 ("ratio", ratio) => format!("x {ratio:.2}"),
                 (_, difference) if difference < 0.0 => format!("- {} us", figure(-difference)),

@@ -104,8 +104,8 @@ impl fmt::Display for Size {
     }
 }
 
-/// How long the engine of a transport looks for work before it sleeps: `auto`, `never`, `always`, or a
-/// number of microseconds.
+/// How long the engine of a transport looks for work before it sleeps: `auto`, `never`, `always`,
+/// or a number of microseconds.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct SpinWord {
     /// As it was written; what `MPMD_SPIN` is set to.
@@ -126,7 +126,11 @@ impl FromStr for SpinWord {
             "always" => Spin::For(ALWAYS),
             number => match number.parse::<u32>() {
                 Ok(micros) => Spin::For(Duration::from_micros(micros.into())),
-                Err(_) => return Err("neither auto, never, always nor a number of microseconds".to_owned()),
+                Err(_) => {
+                    return Err(
+                        "neither auto, never, always nor a number of microseconds".to_owned()
+                    );
+                }
             },
         };
         Ok(Self { word: word.to_owned(), spin })
@@ -145,7 +149,9 @@ mod tests {
 
     #[test]
     fn sizes_are_read_as_they_are_written() {
-        for (text, bytes) in [("8", 8), ("4Ki", 4096), ("16Mi", 16 << 20), ("1Gi", 1 << 30), ("1025", 1025)] {
+        for (text, bytes) in
+            [("8", 8), ("4Ki", 4096), ("16Mi", 16 << 20), ("1Gi", 1 << 30), ("1025", 1025)]
+        {
             assert_eq!(text.parse(), Ok(Size(bytes)), "{text}");
             assert_eq!(Size(bytes).to_string(), text);
         }

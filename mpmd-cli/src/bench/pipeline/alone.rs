@@ -43,7 +43,8 @@ struct Floats(OwnedBuffer);
 impl Floats {
     fn new(pool: &Pool, values: &[f32]) -> Result<Self> {
         let buffer = pool.allocate(size_of_val(values));
-        let buffer = buffer.map_err(|error| Error::Environment(format!("memory of the bench: {error}")))?;
+        let buffer =
+            buffer.map_err(|error| Error::Environment(format!("memory of the bench: {error}")))?;
         let mut floats = Self(buffer);
         floats.copy_from_slice(values);
         Ok(floats)
@@ -104,8 +105,9 @@ impl Alone {
         let (dim, len, layers) = (shape.dim, shape.activations(), shape.layers_of_stage());
         let (first, pool) = (stage * layers, Pool::new("alone", None));
         let of = |values: Values, len| Floats::new(&pool, &values.vec(dim, len));
-        let weights = (first..first + layers)
-            .map(|layer| Ok((of(Values::Matrix(layer), dim * dim)?, of(Values::Bias(layer), dim)?)));
+        let weights = (first..first + layers).map(|layer| {
+            Ok((of(Values::Matrix(layer), dim * dim)?, of(Values::Bias(layer), dim)?))
+        });
         let gradients =
             (0..layers).map(|_| Ok((Floats::zeros(&pool, dim * dim)?, Floats::zeros(&pool, dim)?)));
         Ok(Self {
@@ -137,7 +139,9 @@ impl Alone {
                 match action.kind {
                     ActionKind::Forward => self.forward(action.microbatch)?,
                     ActionKind::BackwardInput => self.backward_input(action.microbatch),
-                    ActionKind::BackwardWeight => self.backward_weight(action.microbatch, &mut first),
+                    ActionKind::BackwardWeight => {
+                        self.backward_weight(action.microbatch, &mut first)
+                    }
                     _ => {
                         self.backward_input(action.microbatch);
                         self.backward_weight(action.microbatch, &mut first);
@@ -184,7 +188,8 @@ impl Alone {
             Some(kept) => kept,
             None => Kept { inputs: new()?, gradients: new()? },
         };
-        let mut inputs: Vec<&mut [f32]> = kept.inputs.iter_mut().map(|input| &mut **input).collect();
+        let mut inputs: Vec<&mut [f32]> =
+            kept.inputs.iter_mut().map(|input| &mut **input).collect();
         let output = &mut kept.gradients[layers - 1];
         mlp::forward(&self.shape, &borrowed(&self.weights), &self.x, &mut inputs, output);
         if self.is_last() {
@@ -240,13 +245,15 @@ mod tests {
     #[test]
     fn every_action_has_a_time_and_memory_is_used_again() {
         let shape = Shape { dim: 8, layers: 4, stages: 2, rows: 3, microbatches: 6 };
-        for (schedule, most) in
-            [(Schedule::one_f_one_b(2, 6).unwrap(), [2, 1]), (Schedule::gpipe(2, 6).unwrap(), [6, 6])]
-        {
+        for (schedule, most) in [
+            (Schedule::one_f_one_b(2, 6).unwrap(), [2, 1]),
+            (Schedule::gpipe(2, 6).unwrap(), [6, 6]),
+        ] {
             for (stage, most) in most.into_iter().enumerate() {
                 let mut alone = Alone::new(shape, stage).unwrap();
-                let weights =
-                    |alone: &Alone| alone.weights.iter().flat_map(|(w, _)| w.to_vec()).collect::<Vec<_>>();
+                let weights = |alone: &Alone| {
+                    alone.weights.iter().flat_map(|(w, _)| w.to_vec()).collect::<Vec<_>>()
+                };
                 let before = weights(&alone);
                 for _ in 0..2 {
                     let (times, _) = alone.run(&schedule.rows()[stage]).unwrap();

@@ -18,7 +18,8 @@ pub(super) fn multiplications(shape: &Shape, steps: usize) -> f64 {
 pub(super) fn losses(shape: &Shape, rate: f64, steps: usize) -> Vec<f64> {
     let Shape { dim, layers, rows, microbatches, .. } = *shape;
     let double = |values: Vec<f32>| values.into_iter().map(f64::from).collect::<Vec<f64>>();
-    let mut w: Vec<_> = (0..layers).map(|l| double(Values::Matrix(l).vec(dim, dim * dim))).collect();
+    let mut w: Vec<_> =
+        (0..layers).map(|l| double(Values::Matrix(l).vec(dim, dim * dim))).collect();
     let mut b: Vec<_> = (0..layers).map(|l| double(Values::Bias(l).vec(dim, dim))).collect();
     let whole = |of: fn(usize) -> Values| -> Vec<f64> {
         (0..microbatches).flat_map(|m| double(of(m).vec(dim, rows * dim))).collect()
@@ -40,11 +41,15 @@ pub(super) fn losses(shape: &Shape, rate: f64, steps: usize) -> Vec<f64> {
             }
             outputs.push(y);
         }
-        let errors: Vec<f64> = outputs[layers].iter().zip(&labels).map(|(y, label)| y - label).collect();
+        let errors: Vec<f64> =
+            outputs[layers].iter().zip(&labels).map(|(y, label)| y - label).collect();
         losses.push(errors.iter().map(|error| error * error).sum::<f64>() / elements);
         let mut d: Vec<f64> = errors.iter().map(|error| 2.0 * error / elements).collect();
         for layer in (0..layers).rev() {
-            d.iter_mut().zip(&outputs[layer + 1]).filter(|(_, y)| **y <= 0.0).for_each(|(d, _)| *d = 0.0);
+            d.iter_mut()
+                .zip(&outputs[layer + 1])
+                .filter(|(_, y)| **y <= 0.0)
+                .for_each(|(d, _)| *d = 0.0);
             let mut before = vec![0.0; d.len()];
             let (mut dw, mut db) = (vec![0.0; dim * dim], vec![0.0; dim]);
             for (row, d) in d.chunks_exact(dim).enumerate() {
@@ -69,7 +74,9 @@ pub(super) fn first_off(found: &[f32], expected: &[f64]) -> Option<String> {
     if found.len() != expected.len() {
         return Some(format!("there are {} losses instead of {}", found.len(), expected.len()));
     }
-    let near = |found: f32, expected: f64| (f64::from(found) - expected).abs() <= TOLERANCE * expected.abs();
+    let near = |found: f32, expected: f64| {
+        (f64::from(found) - expected).abs() <= TOLERANCE * expected.abs()
+    };
     let step = found.iter().zip(expected).position(|(found, expected)| !near(*found, *expected))?;
     Some(format!("the loss of step {step} is {} instead of {:.8}", found[step], expected[step]))
 }

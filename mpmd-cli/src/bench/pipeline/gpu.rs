@@ -1,5 +1,5 @@
-//! The network's arithmetic on a CUDA device: what [`mlp`](super::mlp) computes on slices, issued as products by cuBLAS and
-//! a few small functions.
+//! The network's arithmetic on a CUDA device: what [`mlp`](super::mlp) computes on slices, issued
+//! as products by cuBLAS and a few small functions.
 
 use mpmd_core::Result;
 use mpmd_core::cuda::{CUBLAS, Cuda, Gemm, Grid, Source};
@@ -131,7 +131,8 @@ pub(super) fn loss(
 ) -> Result<()> {
     let (scale, rows) = (1.0 / shape.dim as f32, shape.rows as f32);
     let n = shape.activations().into();
-    let args = [n, scale.into(), labels.into(), output.into(), sum.into(), rows.into(), weight.into()];
+    let args =
+        [n, scale.into(), labels.into(), output.into(), sum.into(), rows.into(), weight.into()];
     cuda.launch(&FUNCTIONS, "loss", Grid::new(1, LOSS_THREADS), &args)
 }
 
@@ -147,7 +148,12 @@ pub(super) fn through_relu(
 }
 
 /// The last gradient, by the gradient of the loss.
-pub(super) fn scale(cuda: Cuda<'_>, shape: &Shape, by: &View<'_>, gradient: &mut ViewMut<'_>) -> Result<()> {
+pub(super) fn scale(
+    cuda: Cuda<'_>,
+    shape: &Shape,
+    by: &View<'_>,
+    gradient: &mut ViewMut<'_>,
+) -> Result<()> {
     let n = shape.activations();
     cuda.launch(&FUNCTIONS, "scale", Grid::over(n), &[n.into(), by.into(), gradient.into()])
 }
@@ -167,7 +173,12 @@ pub(super) fn backward_input(
         let (before, after) = gradients.split_at_mut(at);
         let d = &mut before[at - 1];
         cuda.gemm(by_weights, &after[0], &layers[at].w, &mut *d)?;
-        cuda.launch(&FUNCTIONS, "mask", Grid::over(n), &[n.into(), (&inputs[at]).into(), d.into()])?;
+        cuda.launch(
+            &FUNCTIONS,
+            "mask",
+            Grid::over(n),
+            &[n.into(), (&inputs[at]).into(), d.into()],
+        )?;
     }
     match dx {
         Some(dx) => cuda.gemm(by_weights, &gradients[0], &layers[0].w, dx),

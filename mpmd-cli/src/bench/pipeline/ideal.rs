@@ -5,10 +5,11 @@ use std::time::Duration;
 
 use mpmd_core::pipeline::{Action, ActionKind, Schedule, ScheduleError};
 
-/// When the last rank is done that works through its order without ever waiting for anything but the
-/// passes that its next one needs, and then updates its parameters.
+/// When the last rank is done that works through its order without ever waiting for anything but
+/// the passes that its next one needs, and then updates its parameters.
 ///
-/// `time` says how long each action takes, `update` how long each rank's update; moving takes no time.
+/// `time` says how long each action takes, `update` how long each rank's update; moving takes no
+/// time.
 ///
 /// # Errors
 ///
@@ -37,7 +38,8 @@ pub(super) fn makespan(
         match kind {
             ActionKind::Forward => drop(forwards.insert((stage, microbatch), end)),
             ActionKind::BackwardWeight => {}
-            // Who waits for the input gradient of both waits for both: the schedule's formula has one action.
+            // Who waits for the input gradient of both waits for both: the schedule's formula has
+            // one action.
             _ => drop(inputs.insert((stage, microbatch), end)),
         }
     }
@@ -67,7 +69,11 @@ mod tests {
             for name in ["gpipe", "1f1b"] {
                 let schedule = Schedule::named(name, ranks, microbatches, None).unwrap();
                 let expected = ONE * ((microbatches + ranks - 1) * 3) as u32;
-                assert_eq!(of(&schedule, &vec![(1, 2); ranks]), expected, "{name} {ranks} {microbatches}");
+                assert_eq!(
+                    of(&schedule, &vec![(1, 2); ranks]),
+                    expected,
+                    "{name} {ranks} {microbatches}"
+                );
             }
         }
     }
@@ -77,15 +83,16 @@ mod tests {
         // Stage 1 works without a pause from 1 to 1 + 3 * (2 + 4), then stage 0's last backward.
         let schedule = Schedule::gpipe(2, 3).unwrap();
         assert_eq!(of(&schedule, &[(1, 2), (2, 4)]), ONE * (1 + 18 + 2));
-        // Stage 0 is the slow one: its forwards end at 6, stage 1's at 7; their backwards come in faster than it
-        // takes them from 7 + 2 on.
+        // Stage 0 is the slow one: its forwards end at 6, stage 1's at 7; their backwards come in
+        // faster than it takes them from 7 + 2 on.
         assert_eq!(of(&schedule, &[(2, 4), (1, 2)]), ONE * (9 + 12));
     }
 
     #[test]
     fn the_update_that_ends_last_counts() {
         let schedule = Schedule::one_f_one_b(2, 1).unwrap();
-        let with = |updates: [u32; 2]| makespan(&schedule, |_| ONE, |rank| ONE * updates[rank]).unwrap();
+        let with =
+            |updates: [u32; 2]| makespan(&schedule, |_| ONE, |rank| ONE * updates[rank]).unwrap();
         // F0 F1 B1 B0: rank 1 is done at 3, rank 0 at 4.
         assert_eq!((with([0, 0]), with([2, 0]), with([0, 5])), (ONE * 4, ONE * 6, ONE * 8));
     }

@@ -1,4 +1,5 @@
-//! What each process of the job does: steps of the pipeline and, in turns with them, its kernels alone.
+//! What each process of the job does: steps of the pipeline and, in turns with them, its kernels
+//! alone.
 
 use std::time::{Duration, Instant};
 
@@ -92,12 +93,14 @@ pub(super) fn measure(
         let before = sent(p);
         let start = Instant::now();
         let loss = job.step(p, schedule)?;
-        // The first process hears from the others; it has nothing to tell them before the next step.
+        // The first process hears from the others; it has nothing to tell them before the next
+        // step.
         for other in (1..p.processes()).rev() {
             agree(p, other, (), || Ok(()))?;
         }
         let step_time = start.elapsed();
-        // Then everybody has received, so what was sent is known; and everybody is ready for its kernels.
+        // Then everybody has received, so what was sent is known; and everybody is ready for its
+        // kernels.
         meet(p)?;
         let sent = sent(p) - before;
         let (actions, update) = alone.run(&schedule.rows()[me])?;
@@ -148,7 +151,10 @@ fn mib(bytes: u64) -> String {
 }
 
 /// What each process has.
-fn agree_all<T: Clone + Serialize + for<'a> Deserialize<'a>>(p: &mut Program, mine: T) -> Result<Vec<T>> {
+fn agree_all<T: Clone + Serialize + for<'a> Deserialize<'a>>(
+    p: &mut Program,
+    mine: T,
+) -> Result<Vec<T>> {
     (0..p.processes()).map(|process| agree(p, process, mine.clone(), || Ok(mine.clone()))).collect()
 }
 
@@ -185,7 +191,8 @@ struct StepLoss(Loss<MpmdArray>);
 impl StepLoss {
     fn mean(&self) -> Result<f32> {
         let value = |array: &MpmdArray| -> Result<f32> {
-            let host = array.to_host()?.ok_or_else(|| Error::kernel("a loss on another process"))?;
+            let host =
+                array.to_host()?.ok_or_else(|| Error::kernel("a loss on another process"))?;
             Ok(host.to_vec::<f32>()?[0])
         };
         Ok(value(&self.0.sum)? / value(&self.0.weight)?)
@@ -230,12 +237,15 @@ impl Job {
         let rate = rate / (shape.rows * shape.microbatches) as f64;
         let updates = meshes
             .iter()
-            .map(|mesh| p.jit(Update(rate as f32)).on(mesh).outputs(mesh.replicated()).donate("0").build())
+            .map(|mesh| {
+                p.jit(Update(rate as f32)).on(mesh).outputs(mesh.replicated()).donate("0").build()
+            })
             .collect::<Result<Vec<_>>>()?;
         Ok(Self { stages, data, updates })
     }
 
-    /// The most memory that a step will take here, which is mapped now as far as the pace of the others matters.
+    /// The most memory that a step will take here, which is mapped now as far as the pace of the
+    /// others matters.
     fn memory(&self, p: &Program, shape: &Shape, schedule: &Schedule) -> Result<DeviceMemory> {
         let rows = || f32s([shape.rows, shape.dim]);
         let shapes = MicrobatchShapes::new(rows()).side(shape.stages - 1, &rows()).kept();
@@ -247,11 +257,15 @@ impl Job {
     /// One step, to its end on this process.
     fn step(&mut self, p: &mut Program, schedule: &Schedule) -> Result<StepLoss> {
         let last = self.updates.len() - 1;
-        let batch = self.data.iter().map(|(x, labels)| Microbatch::new(x.clone()).side(last, labels.clone()));
+        let batch = self
+            .data
+            .iter()
+            .map(|(x, labels)| Microbatch::new(x.clone()).side(last, labels.clone()));
         let output = self.stages.train_step(p, schedule, batch.collect())?;
         for (stage, (update, gradients)) in self.updates.iter().zip(output.gradients).enumerate() {
-            let arrays =
-                |named: Vec<(String, MpmdArray)>| named.into_iter().map(|(_, array)| array).collect();
+            let arrays = |named: Vec<(String, MpmdArray)>| {
+                named.into_iter().map(|(_, array)| array).collect()
+            };
             let (params, gradients): (Vec<_>, Vec<_>) =
                 (arrays(self.stages.params(stage)), arrays(gradients));
             self.stages.set_params(stage, update.call(p, (params, gradients))?)?;

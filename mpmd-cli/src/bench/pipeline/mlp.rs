@@ -1,8 +1,8 @@
-//! The network and its arithmetic, on slices: what the pipeline's kernels compute, and what is measured of
-//! them alone.
+//! The network and its arithmetic, on slices: what the pipeline's kernels compute, and what is
+//! measured of them alone.
 //!
-//! Each layer is `relu(x w + b)` with a square matrix `w`; `x` is `[rows, dim]`. The loss is the mean square
-//! error over rows and columns.
+//! Each layer is `relu(x w + b)` with a square matrix `w`; `x` is `[rows, dim]`. The loss is the
+//! mean square error over rows and columns.
 
 use mpmd_core::backend::cpu::matmul::{matmul, matmul_nt, matmul_tn};
 
@@ -32,8 +32,8 @@ impl Shape {
         self.rows * self.dim
     }
 
-    /// Products of matrices that a stage makes for each microbatch: forward, and backward. Nobody asks for
-    /// the gradient of the data.
+    /// Products of matrices that a stage makes for each microbatch: forward, and backward. Nobody
+    /// asks for the gradient of the data.
     pub(super) fn products(&self, stage: usize) -> (usize, usize) {
         let layers = self.layers_of_stage();
         (layers, 2 * layers - usize::from(stage == 0))
@@ -48,7 +48,8 @@ impl Shape {
 /// A layer's matrix and bias.
 pub(super) type Weights<'a> = (&'a [f32], &'a [f32]);
 
-/// `inputs[l]` becomes the input of layer `l`, the first a copy of `x`; `output` that of the last layer.
+/// `inputs[l]` becomes the input of layer `l`, the first a copy of `x`; `output` that of the last
+/// layer.
 pub(super) fn forward(
     shape: &Shape,
     weights: &[Weights<'_>],
@@ -67,7 +68,8 @@ pub(super) fn forward(
     }
 }
 
-/// The sum over rows of the mean square error of `output`, whose place its gradient before `relu` takes.
+/// The sum over rows of the mean square error of `output`, whose place its gradient before `relu`
+/// takes.
 pub(super) fn loss(shape: &Shape, output: &mut [f32], labels: &[f32]) -> f32 {
     let scale = 1.0 / shape.dim as f32;
     let mut sum = 0.0f64;
@@ -86,8 +88,8 @@ pub(super) fn through_relu(output: &mut [f32], dy: &[f32]) {
     }
 }
 
-/// From the last of `gradients` to those of the layers before it, all before `relu`, and to that of the
-/// stage's input where somebody asks for it.
+/// From the last of `gradients` to those of the layers before it, all before `relu`, and to that of
+/// the stage's input where somebody asks for it.
 pub(super) fn backward_input(
     shape: &Shape,
     weights: &[Weights<'_>],
@@ -143,8 +145,8 @@ pub(super) enum Values {
 }
 
 impl Values {
-    /// The same values on every process and in every run: uniform, and of a size that keeps activations as
-    /// large as they were (He et al. 2015: a variance of `2 / dim` for `relu`).
+    /// The same values on every process and in every run: uniform, and of a size that keeps
+    /// activations as large as they were (He et al. 2015: a variance of `2 / dim` for `relu`).
     pub(super) fn fill(self, dim: usize, values: &mut [f32]) {
         let wide = (6.0 / dim as f32).sqrt();
         let (stream, number, low, high) = match self {
@@ -189,7 +191,10 @@ mod tests {
         assert_eq!(values, Values::Input(3).vec(8, 10_000));
         assert_ne!(values, Values::Input(2).vec(8, 10_000));
         let (matrix, wide) = (Values::Matrix(0).vec(24, 1000), 0.5);
-        assert!(matrix.iter().all(|value| value.abs() <= wide) && matrix.iter().any(|v| *v > 0.9 * wide));
+        assert!(
+            matrix.iter().all(|value| value.abs() <= wide)
+                && matrix.iter().any(|v| *v > 0.9 * wide)
+        );
     }
 
     #[test]

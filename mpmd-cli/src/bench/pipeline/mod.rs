@@ -1,8 +1,9 @@
-//! Steps of training by the pipeline, beside what the same kernels would take if nothing else took time.
+//! Steps of training by the pipeline, beside what the same kernels would take if nothing else took
+//! time.
 //!
-//! Every step is measured in turns with its kernels alone, on all processes at the same time, so that what
-//! they share (memory, clock rates, noise) hits both. The ideal is the schedule's own order with those times
-//! and moves that cost nothing.
+//! Every step is measured in turns with its kernels alone, on all processes at the same time, so
+//! that what they share (memory, clock rates, noise) hits both. The ideal is the schedule's own
+//! order with those times and moves that cost nothing.
 
 mod alone;
 mod check;
@@ -91,15 +92,23 @@ pub(super) fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     let schedules = args.schedules()?;
     if let Some(env) = JobEnv::from_env()? {
         let stages = args.stages;
-        ensure!(env.processes == stages, "{stages} stages need as many processes, not {}", env.processes);
-        let mut p = Program::builder().devices(stages).device_kinds(&[args.on.device]).from_env()?;
+        ensure!(
+            env.processes == stages,
+            "{stages} stages need as many processes, not {}",
+            env.processes
+        );
+        let mut p =
+            Program::builder().devices(stages).device_kinds(&[args.on.device]).from_env()?;
         check_transport(&p, args.transport.name())?;
         if let Some(only) = &args.only {
             on_cuda::as_one(&mut p, args, &schedules, only)?;
             p.finish()?;
             return Ok(ExitCode::SUCCESS);
         }
-        ensure!(args.on.device == DeviceKind::Cpu, "with --device cuda this program starts its jobs itself");
+        ensure!(
+            args.on.device == DeviceKind::Cpu,
+            "with --device cuda this program starts its jobs itself"
+        );
         let first = p.process().0 == 0;
         let measured = measure(&mut p, args, &schedules)?;
         p.finish()?;
@@ -114,8 +123,10 @@ pub(super) fn pipeline(args: &PipelineArgs) -> Result<ExitCode> {
     }
     if args.transport == Carrier::Inproc {
         let simulation = Simulation::new(args.stages, args.stages);
-        let mut results =
-            simulation.run(|p| measure(p, args, &schedules)).into_iter().collect::<Result<Vec<_>, _>>()?;
+        let mut results = simulation
+            .run(|p| measure(p, args, &schedules))
+            .into_iter()
+            .collect::<Result<Vec<_>, _>>()?;
         report(args, &schedules, &results.swap_remove(0))?;
         return Ok(ExitCode::SUCCESS);
     }
@@ -151,7 +162,8 @@ impl PipelineArgs {
         let work = check::multiplications(&self.shape(), self.steps());
         ensure!(
             !self.check || work <= check::MOST,
-            "--check would take {work:.1e} multiplications in one thread, and at most {:.0e} are made: \
+            "--check would take {work:.1e} multiplications in one thread, and at most {:.0e} are \
+             made: \
              choose smaller sizes or fewer --repeats",
             check::MOST
         );
@@ -160,7 +172,11 @@ impl PipelineArgs {
     }
 }
 
-fn measure(p: &mut Program, args: &PipelineArgs, schedules: &[Schedule]) -> mpmd_core::Result<Vec<Measured>> {
+fn measure(
+    p: &mut Program,
+    args: &PipelineArgs,
+    schedules: &[Schedule],
+) -> mpmd_core::Result<Vec<Measured>> {
     let one = |schedule| job::measure(p, &args.shape(), schedule, args.learning_rate, args.pace());
     schedules.iter().map(one).collect()
 }
@@ -195,7 +211,10 @@ fn report(args: &PipelineArgs, schedules: &[Schedule], measured: &[Measured]) ->
     if let (Some(ideal), Some(quiet)) = (median("ideal"), median("quiet ideal"))
         && ideal > BUSY * quiet
     {
-        eprintln!("other programs took cores from the kernels alone: an efficiency measured now says little");
+        eprintln!(
+            "other programs took cores from the kernels alone: an efficiency measured now says \
+             little"
+        );
     }
     Ok(())
 }
@@ -204,7 +223,9 @@ fn parameters(args: &PipelineArgs, schedule: &Schedule) -> String {
     let Shape { dim, layers, stages, rows, microbatches } = args.shape();
     let (name, transport) = (schedule.name(), args.transport.name());
     let (stage, per_stage) = (if stages == 1 { "stage" } else { "stages" }, layers / stages);
-    format!("{name}, {transport}, {stages} {stage} of {per_stage}x{dim}, {microbatches}x{rows} rows")
+    format!(
+        "{name}, {transport}, {stages} {stage} of {per_stage}x{dim}, {microbatches}x{rows} rows"
+    )
 }
 
 /// The cases of one schedule.
@@ -246,7 +267,8 @@ fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) ->
             });
             cases.push(Case::micros(name, format!("stage {stage}, {parameters}"), times));
         }
-        let updates = samples.iter().map(|sample| Duration::from_nanos(sample.parts[stage].update.wall));
+        let updates =
+            samples.iter().map(|sample| Duration::from_nanos(sample.parts[stage].update.wall));
         cases.push(Case::micros("update", format!("stage {stage}, {parameters}"), updates));
     }
     // Of one thread, all of them computing: operations over the time of all.
@@ -263,32 +285,44 @@ fn of_schedule(args: &PipelineArgs, schedule: &Schedule, measured: &Measured) ->
     let (kernels, library) = (rate(|part| &part.actions), rate(|part| &part.products));
     let ratio = kernels.iter().zip(&library).map(|(kernels, library)| kernels / library).collect();
     let memory = |of: fn(&Memory) -> f64| measured.memory.iter().map(of).collect::<Vec<f64>>();
-    let bytes = samples.iter().map(|sample| sample.parts.iter().map(|part| part.sent).sum::<u64>() as f64);
+    let bytes =
+        samples.iter().map(|sample| sample.parts.iter().map(|part| part.sent).sum::<u64>() as f64);
     cases.extend([
         case("kernels", "GFLOP/s", kernels),
         case("library", "GFLOP/s", library),
         case("rate ratio", "ratio", ratio),
         case("moved", "bytes/step", bytes.collect()),
         case("memory", "bytes", memory(|memory| memory.peak as f64)),
-        case("memory ratio", "ratio", memory(|memory| memory.peak as f64 / memory.expected.max(1) as f64)),
+        case(
+            "memory ratio",
+            "ratio",
+            memory(|memory| memory.peak as f64 / memory.expected.max(1) as f64),
+        ),
         case("mapped late", "bytes", memory(|memory| memory.mapped_later as f64)),
-        case("loss", "mse", measured.losses.last().map(|loss| f64::from(*loss)).into_iter().collect()),
+        case(
+            "loss",
+            "mse",
+            measured.losses.last().map(|loss| f64::from(*loss)).into_iter().collect(),
+        ),
     ]);
     Ok(cases)
 }
 
-/// How much of a step of this length the devices have nothing to do, in points of a hundred: what is left where their
-/// kernels, as long as they take alone, are taken off.
+/// How much of a step of this length the devices have nothing to do, in points of a hundred: what
+/// is left where their kernels, as long as they take alone, are taken off.
 fn idle_points(parts: &[Part], step: Duration) -> f64 {
-    let busy = parts.iter().flat_map(|part| part.actions.iter().chain([&part.update])).map(|took| took.wall);
+    let busy = parts
+        .iter()
+        .flat_map(|part| part.actions.iter().chain([&part.update]))
+        .map(|took| took.wall);
     let all = parts.len() as f64 * step.as_nanos() as f64;
     100.0 * (1.0 - busy.sum::<u64>() as f64 / all.max(1.0))
 }
 
 /// The ideal of one step, from the times of its own turn by one of the clocks.
 ///
-/// By the threads' own time it is what would be if nothing else ran here. Where the two are far apart the
-/// machine was busy, and an efficiency says little.
+/// By the threads' own time it is what would be if nothing else ran here. Where the two are far
+/// apart the machine was busy, and an efficiency says little.
 fn ideal_of(schedule: &Schedule, parts: &[Part], clock: fn(&Took) -> u64) -> Result<Duration> {
     let mut next: Vec<_> = parts.iter().map(|part| part.actions.iter()).collect();
     // Each rank's actions come in its own order, in which their times are, too.
@@ -323,7 +357,8 @@ mod tests {
         // Rank 0: F0 F1 B0 B1; rank 1: F0 B0 F1 B1.
         let parts = [part([2, 4, 20, 40], 10), part([8, 16, 6, 18], 200)];
         let of = |parts: &[Part], clock| ideal_of(&schedule, parts, clock).unwrap().as_nanos();
-        // Rank 1: 2 + 8 + 16 + 6 + 18 = 50, and 200 for its update. Rank 0: B0 from 26 to 46, B1 from 50 to 90.
+        // Rank 1: 2 + 8 + 16 + 6 + 18 = 50, and 200 for its update. Rank 0: B0 from 26 to 46, B1
+        // from 50 to 90.
         assert_eq!(of(&parts, |took| took.wall), 250);
         assert_eq!(of(&parts, |took| took.own), 125);
         let parts = [part([2, 4, 20, 40], 10), part([8, 16, 6, 18], 0)];

@@ -1,8 +1,9 @@
-//! The pipeline's steps on graphics processors: how long their devices had nothing to do, beside the simulation.
+//! The pipeline's steps on graphics processors: how long their devices had nothing to do, beside
+//! the simulation.
 //!
-//! What a kernel takes there is known from the devices' own clocks, which are in a job's traces. So each schedule has a
-//! job of its own that writes one, and all figures are read off it: the passes' spans as they were, and the
-//! schedule with passes and moves of the same length and nothing else.
+//! What a kernel takes there is known from the devices' own clocks, which are in a job's traces. So
+//! each schedule has a job of its own that writes one, and all figures are read off it: the passes'
+//! spans as they were, and the schedule with passes and moves of the same length and nothing else.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -54,7 +55,12 @@ pub(super) fn measure(args: &PipelineArgs, schedules: &[Schedule]) -> Result<Exi
 }
 
 /// The work of a process of such a job.
-pub(super) fn as_one(p: &mut Program, args: &PipelineArgs, schedules: &[Schedule], only: &str) -> Result<()> {
+pub(super) fn as_one(
+    p: &mut Program,
+    args: &PipelineArgs,
+    schedules: &[Schedule],
+    only: &str,
+) -> Result<()> {
     let schedule = schedules.iter().find(|schedule| schedule.name() == only);
     let schedule = schedule.with_context(|| format!("--only {only} is none of the schedules"))?;
     let losses = job::steps(p, &args.shape(), schedule, args.learning_rate, args.steps())?;
@@ -86,7 +92,8 @@ fn of_found(parameters: &str, found: &Found) -> [Case; 3] {
 /// What a run of so many devices says.
 fn found(run: &Run, devices: usize) -> Result<Found> {
     let plan = run.plan().context("the trace is compared with the simulation of its schedule")?;
-    let mut found = Found { spans: Vec::new(), idle: Vec::new(), simulated: idle_of(&plan, devices) };
+    let mut found =
+        Found { spans: Vec::new(), idle: Vec::new(), simulated: idle_of(&plan, devices) };
     for step in &run.steps {
         let passes = run.kernels.iter().filter(|kernel| {
             let operation = run.operations.get(&(kernel.process, kernel.op));
@@ -114,8 +121,8 @@ fn idle_of(plan: &Timeline, devices: usize) -> f64 {
     idle(&bars.map(|bar| (bar.start, bar.end)).collect::<Vec<_>>(), devices).1
 }
 
-/// From the first beginning to the last end, and the share of so many devices' time in it that is in none of the spans, in
-/// points of a hundred.
+/// From the first beginning to the last end, and the share of so many devices' time in it that is
+/// in none of the spans, in points of a hundred.
 fn idle(spans: &[(f64, f64)], devices: usize) -> (f64, f64) {
     let begin = spans.iter().map(|(begin, _)| *begin).fold(f64::INFINITY, f64::min);
     let end = spans.iter().map(|(_, end)| *end).fold(f64::NEG_INFINITY, f64::max);

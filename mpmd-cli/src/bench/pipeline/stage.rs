@@ -24,7 +24,8 @@ pub(super) struct Middle(pub(super) Shape);
 /// The last stage, with the loss.
 pub(super) struct Last(pub(super) Shape);
 
-/// `(parameters, gradients) -> parameters`, in place: plain gradient descent by this much of the gradients.
+/// `(parameters, gradients) -> parameters`, in place: plain gradient descent by this much of the
+/// gradients.
 pub(super) struct Update(pub(super) f32);
 
 type Layers<L> = Vec<Layer<L>>;
@@ -44,16 +45,21 @@ fn declare<O>(
 ) -> Result<StageSignature<O, Kept<PlacedShape>, Gradients<PlacedShape>>> {
     let Shape { dim, rows, .. } = *shape;
     let fits = |layer: &Layer<ShapedArray>| layer.w == f32s([dim, dim]) && layer.b == f32s([dim]);
-    if *x != f32s([rows, dim]) || layers.len() != shape.layers_of_stage() || !layers.iter().all(fits) {
+    if *x != f32s([rows, dim])
+        || layers.len() != shape.layers_of_stage()
+        || !layers.iter().all(fits)
+    {
         let found = layers.len();
-        return Err(Error::kernel(format!("{x} and {found} layers do not fit rows {rows} and width {dim}")));
+        return Err(Error::kernel(format!(
+            "{x} and {found} layers do not fit rows {rows} and width {dim}"
+        )));
     }
     let placed = || PlacedShape::replicated(x.clone());
     let each = || layers.iter().map(|_| placed()).collect::<Vec<_>>();
     let last = layers.len() - 1;
     let signature = StageSignature::new(out, (each(), placed()), (each(), each()));
-    let signature =
-        (0..=last).fold(signature, |signature, at| signature.keep(format!("0/{at}"), format!("0/{at}")));
+    let signature = (0..=last)
+        .fold(signature, |signature, at| signature.keep(format!("0/{at}"), format!("0/{at}")));
     Ok(signature.keep("1", format!("1/{last}")))
 }
 
@@ -81,7 +87,13 @@ fn backward_input(
         return gpu::backward_input(cuda, shape, layers, &inputs, &mut gradients, dx.as_mut());
     }
     let dx = dx.as_mut().map(|dx| dx.as_mut_slice()).transpose()?;
-    mlp::backward_input(shape, &weights(layers)?, &slices(&inputs)?, &mut slices_mut(&mut gradients)?, dx);
+    mlp::backward_input(
+        shape,
+        &weights(layers)?,
+        &slices(&inputs)?,
+        &mut slices_mut(&mut gradients)?,
+        dx,
+    );
     Ok(())
 }
 
@@ -138,7 +150,13 @@ impl Stage for Middle {
             return cuda.copy(&output, &mut y);
         }
         let output = output.as_mut_slice()?;
-        mlp::forward(&self.0, &weights(&layers)?, x.as_slice()?, &mut slices_mut(&mut inputs)?, output);
+        mlp::forward(
+            &self.0,
+            &weights(&layers)?,
+            x.as_slice()?,
+            &mut slices_mut(&mut inputs)?,
+            output,
+        );
         y.as_mut_slice()?.copy_from_slice(output);
         Ok(())
     }
@@ -213,7 +231,13 @@ impl Stage for Last {
             return gpu::loss(cuda, &self.0, &mut output, &labels, &mut loss.sum, &mut loss.weight);
         }
         let output = output.as_mut_slice()?;
-        mlp::forward(&self.0, &weights(&layers)?, x.as_slice()?, &mut slices_mut(&mut inputs)?, output);
+        mlp::forward(
+            &self.0,
+            &weights(&layers)?,
+            x.as_slice()?,
+            &mut slices_mut(&mut inputs)?,
+            output,
+        );
         loss.sum.fill(mlp::loss(&self.0, output, labels.as_slice()?))?;
         loss.weight.fill(self.0.rows as f32)?;
         Ok(())
@@ -270,7 +294,8 @@ impl Kernel for Update {
             return Err(Error::kernel("gradients of other shapes than the parameters"));
         }
         let signature = Signature::new(params.clone());
-        let alias = |signature: Signature<_>, at| signature.alias(format!("0/{at}"), format!("{at}"));
+        let alias =
+            |signature: Signature<_>, at| signature.alias(format!("0/{at}"), format!("{at}"));
         Ok((0..params.len()).fold(signature, alias))
     }
 

@@ -1,7 +1,8 @@
-//! Schedules with passes that take a set time and compute nothing: what a step takes beside what the simulation says.
+//! Schedules with passes that take a set time and compute nothing: what a step takes beside what
+//! the simulation says.
 //!
-//! Two cores cannot compute for eight ranks at once, but they can wait for eight. So the bubbles of each schedule
-//! show as they would on machines of its own.
+//! Two cores cannot compute for eight ranks at once, but they can wait for eight. So the bubbles of
+//! each schedule show as they would on machines of its own.
 
 mod stage;
 
@@ -41,8 +42,8 @@ pub(crate) struct SchedulesArgs {
     /// Stages on each rank; each schedule's own number where nothing is said.
     #[arg(long)]
     chunks: Option<usize>,
-    /// Names of schedules; all that exist for these numbers where nothing is said. `ByCost` is the order that is
-    /// found for the costs.
+    /// Names of schedules; all that exist for these numbers where nothing is said. `ByCost` is the
+    /// order that is found for the costs.
     #[arg(long, value_delimiter = ',')]
     schedule: Vec<String>,
     /// What a pass takes, in milliseconds, where there is no file of costs.
@@ -51,8 +52,8 @@ pub(crate) struct SchedulesArgs {
     /// Costs of each stage in seconds, as TOML.
     #[arg(long, value_name = "FILE")]
     costs: Option<PathBuf>,
-    /// Both gradients are one pass where a schedule has them as one, so that what goes to the stage before leaves at
-    /// its end. So the literature counts.
+    /// Both gradients are one pass where a schedule has them as one, so that what goes to the stage
+    /// before leaves at its end. So the literature counts.
     #[arg(long)]
     fused: bool,
     /// Forward passes that a rank may hold at a time, for `ByCost`.
@@ -157,7 +158,11 @@ impl SchedulesArgs {
         // Before anything waits for such a time.
         for one in &planned {
             let seconds = one.simulated()?;
-            ensure!(seconds < 3600.0, "a step of {} would take {seconds:.0} s", one.schedule.name());
+            ensure!(
+                seconds < 3600.0,
+                "a step of {} would take {seconds:.0} s",
+                one.schedule.name()
+            );
         }
         Ok(planned)
     }
@@ -172,7 +177,8 @@ impl Planned {
     }
 }
 
-/// The times of steps, from when every process was ready to begin to when the first one knows that all are done.
+/// The times of steps, from when every process was ready to begin to when the first one knows that
+/// all are done.
 fn measure(p: &mut Program, planned: &Planned, repeats: usize) -> Result<Vec<Duration>> {
     let Planned { schedule, costs, fused } = planned;
     let passes = |stage: usize| Passes { costs: costs.stage[stage], fused: *fused };
@@ -199,7 +205,8 @@ fn measure(p: &mut Program, planned: &Planned, repeats: usize) -> Result<Vec<Dur
     for step in 0..=repeats {
         meet(p)?;
         let start = Instant::now();
-        let microbatches = (0..schedule.microbatches()).map(|_| Microbatch::new(x.clone())).collect();
+        let microbatches =
+            (0..schedule.microbatches()).map(|_| Microbatch::new(x.clone())).collect();
         let output = pipeline.train_step(p, schedule, microbatches)?;
         for (_, gradient) in output.gradients.iter().flatten() {
             gradient.block_until_ready()?;
@@ -218,8 +225,10 @@ fn measure(p: &mut Program, planned: &Planned, repeats: usize) -> Result<Vec<Dur
 
 /// Every stage must have seen every microbatch once.
 fn check(gradients: &[Vec<(String, MpmdArray)>], schedule: &Schedule) -> Result<()> {
-    for (stage, (_, gradient)) in
-        gradients.iter().enumerate().flat_map(|(stage, all)| all.iter().map(move |one| (stage, one)))
+    for (stage, (_, gradient)) in gradients
+        .iter()
+        .enumerate()
+        .flat_map(|(stage, all)| all.iter().map(move |one| (stage, one)))
     {
         if let Some(found) = gradient.to_host()? {
             let (found, expected) = (found.to_vec::<f32>()?[0], schedule.microbatches() as f32);

@@ -1,4 +1,5 @@
-//! A stage whose passes take a set time and compute nothing, so that a few cores show what many ranks would do.
+//! A stage whose passes take a set time and compute nothing, so that a few cores show what many
+//! ranks would do.
 
 use std::time::{Duration, Instant};
 
@@ -76,7 +77,12 @@ impl Stage for Waits {
     type Residual = MpmdArray;
     type WeightResidual = MpmdArray;
 
-    fn infer(&self, _: &ShapedArray, x: &ShapedArray, _: &Empty<ShapedArray>) -> Result<Declared<Self>> {
+    fn infer(
+        &self,
+        _: &ShapedArray,
+        x: &ShapedArray,
+        _: &Empty<ShapedArray>,
+    ) -> Result<Declared<Self>> {
         Ok(declared(x, x.clone()))
     }
 
@@ -140,7 +146,12 @@ impl Stage for WaitsLast {
     type Residual = MpmdArray;
     type WeightResidual = MpmdArray;
 
-    fn infer(&self, _: &ShapedArray, x: &ShapedArray, _: &Empty<ShapedArray>) -> Result<Declared<Self>> {
+    fn infer(
+        &self,
+        _: &ShapedArray,
+        x: &ShapedArray,
+        _: &Empty<ShapedArray>,
+    ) -> Result<Declared<Self>> {
         Ok(declared(x, Loss { sum: f32s([]), weight: f32s([]) }))
     }
 

@@ -1,7 +1,8 @@
 //! Matrix products on slices, for CPU kernels.
 //!
-//! Matrices are dense and row-major. Every product runs on the calling thread alone: a device has one
-//! thread, and the same operands give the same bits on every call, however many processes there are.
+//! Matrices are dense and row-major. Every product runs on the calling thread alone: a device has
+//! one thread, and the same operands give the same bits on every call, however many processes there
+//! are.
 
 use std::any::type_name;
 
@@ -30,36 +31,63 @@ mod sealed {
     impl Sealed for f64 {}
 }
 
-/// `c = a b`, or `c += a b` where `accumulate` is set: `c` is `[m, n]`, `a` is `[m, k]`, `b` is `[k, n]`.
+/// `c = a b`, or `c += a b` where `accumulate` is set: `c` is `[m, n]`, `a` is `[m, k]`, `b` is
+/// `[k, n]`.
 ///
 /// Without `accumulate` the old content of `c` is not read. With `k == 0` the product is all zeros.
 ///
 /// # Panics
 ///
 /// Panics where a slice is not as long as its shape says.
-pub fn matmul<T: Scalar>(c: &mut [T], a: &[T], b: &[T], m: usize, k: usize, n: usize, accumulate: bool) {
+pub fn matmul<T: Scalar>(
+    c: &mut [T],
+    a: &[T],
+    b: &[T],
+    m: usize,
+    k: usize,
+    n: usize,
+    accumulate: bool,
+) {
     product(c, Operand::rows("a", a, m, k), Operand::rows("b", b, k, n), accumulate);
 }
 
-/// `c = a bᵀ`, or `c += a bᵀ` where `accumulate` is set: `c` is `[m, n]`, `a` is `[m, k]`, `b` is `[n, k]`.
+/// `c = a bᵀ`, or `c += a bᵀ` where `accumulate` is set: `c` is `[m, n]`, `a` is `[m, k]`, `b` is
+/// `[n, k]`.
 ///
 /// Otherwise as [`matmul`].
 ///
 /// # Panics
 ///
 /// Panics where a slice is not as long as its shape says.
-pub fn matmul_nt<T: Scalar>(c: &mut [T], a: &[T], b: &[T], m: usize, k: usize, n: usize, accumulate: bool) {
+pub fn matmul_nt<T: Scalar>(
+    c: &mut [T],
+    a: &[T],
+    b: &[T],
+    m: usize,
+    k: usize,
+    n: usize,
+    accumulate: bool,
+) {
     product(c, Operand::rows("a", a, m, k), Operand::rows("b", b, n, k).transposed(), accumulate);
 }
 
-/// `c = aᵀ b`, or `c += aᵀ b` where `accumulate` is set: `c` is `[m, n]`, `a` is `[k, m]`, `b` is `[k, n]`.
+/// `c = aᵀ b`, or `c += aᵀ b` where `accumulate` is set: `c` is `[m, n]`, `a` is `[k, m]`, `b` is
+/// `[k, n]`.
 ///
 /// Otherwise as [`matmul`].
 ///
 /// # Panics
 ///
 /// Panics where a slice is not as long as its shape says.
-pub fn matmul_tn<T: Scalar>(c: &mut [T], a: &[T], b: &[T], m: usize, k: usize, n: usize, accumulate: bool) {
+pub fn matmul_tn<T: Scalar>(
+    c: &mut [T],
+    a: &[T],
+    b: &[T],
+    m: usize,
+    k: usize,
+    n: usize,
+    accumulate: bool,
+) {
     product(c, Operand::rows("a", a, k, m).transposed(), Operand::rows("b", b, k, n), accumulate);
 }
 
@@ -93,7 +121,10 @@ impl<'a, T> Operand<'a, T> {
 
 fn assert_len(name: &str, len: usize, rows: usize, columns: usize) {
     let asked = rows.checked_mul(columns);
-    assert!(asked == Some(len), "matrix {name} is [{rows}, {columns}] but its slice has {len} elements");
+    assert!(
+        asked == Some(len),
+        "matrix {name} is [{rows}, {columns}] but its slice has {len} elements"
+    );
 }
 
 fn product<T: Scalar>(c: &mut [T], a: Operand<'_, T>, b: Operand<'_, T>, accumulate: bool) {
@@ -109,12 +140,12 @@ fn product<T: Scalar>(c: &mut [T], a: Operand<'_, T>, b: Operand<'_, T>, accumul
     }
     // SAFETY: no dimension is zero here. `c` holds exactly m * n elements (checked above) and is
     // addressed as row * n + column with row < m and column < n, so every access lies within it.
-    // Each operand holds exactly rows * columns elements (checked in `Operand::rows`) and its strides
-    // are (columns, 1) of the dense matrix or the same two swapped together with the dimensions, so
-    // every access lies within its slice too. A slice is at most `isize::MAX` bytes, so no stride
-    // overflows `isize`. `c` is borrowed exclusively, hence overlaps neither operand. `T` is `f32`
-    // or `f64` (sealed), both of which `gemm` implements. With `read_dst` false `c` is only
-    // written, and it is initialised anyway.
+    // Each operand holds exactly rows * columns elements (checked in `Operand::rows`) and its
+    // strides are (columns, 1) of the dense matrix or the same two swapped together with the
+    // dimensions, so every access lies within its slice too. A slice is at most `isize::MAX` bytes,
+    // so no stride overflows `isize`. `c` is borrowed exclusively, hence overlaps neither operand.
+    // `T` is `f32` or `f64` (sealed), both of which `gemm` implements. With `read_dst` false `c` is
+    // only written, and it is initialised anyway.
     unsafe {
         gemm::gemm(
             m,
@@ -180,7 +211,10 @@ mod tests {
             matmul(&mut c, &a, &b, m, k, n, true);
             matmul_nt(&mut c, &a, &bt, m, k, n, true);
             matmul_tn(&mut c, &at, &b, m, k, n, true);
-            assert!(c.iter().zip(&expected).all(|(got, one)| *got == 4.0 * one), "{m} {k} {n}, accumulated");
+            assert!(
+                c.iter().zip(&expected).all(|(got, one)| *got == 4.0 * one),
+                "{m} {k} {n}, accumulated"
+            );
         }
     }
 

@@ -1,18 +1,18 @@
 //! Copies that go past the caches.
 //!
-//! An ordinary store first reads the line that it writes; over gigabytes that is half as much again on a
-//! memory bus that is the limit. The processor's streaming stores don't. They pay only where what is
-//! written is larger than the caches would keep anyway.
+//! An ordinary store first reads the line that it writes; over gigabytes that is half as much again
+//! on a memory bus that is the limit. The processor's streaming stores don't. They pay only where
+//! what is written is larger than the caches would keep anyway.
 
-/// Copies of at least this many bytes in all are better made past the caches: more than the part of the
-/// second-level cache that survives until somebody reads it.
+/// Copies of at least this many bytes in all are better made past the caches: more than the part of
+/// the second-level cache that survives until somebody reads it.
 pub(crate) const STREAM_BYTES: usize = 2 << 20;
 
 /// Runs shorter than this gain nothing: their ends are copied in the ordinary way.
 pub(crate) const SHORTEST_RUN: usize = 256;
 
-/// A series of copies past the caches. What they have written is in order for other threads when this is
-/// dropped, and not before.
+/// A series of copies past the caches. What they have written is in order for other threads when
+/// this is dropped, and not before.
 #[derive(Debug)]
 pub(crate) struct Stream(());
 
@@ -65,10 +65,10 @@ mod x86 {
         last.copy_from_slice(end);
         for (to, from) in dst.chunks_exact_mut(LANE * LANES).zip(src.chunks_exact(LANE * LANES)) {
             let (to, from) = (to.as_mut_ptr().cast::<__m128i>(), from.as_ptr().cast::<__m128i>());
-            // SAFETY: both chunks are LANES lanes long, so that every lane of the loads and stores lies in
-            // them; the loads take any address, and `to` is a multiple of a lane's size, because `head`
-            // bytes were left out for that and a chunk is a whole number of lanes. The borrows keep others
-            // from the memory. SSE2 is part of every x86_64.
+            // SAFETY: both chunks are LANES lanes long, so that every lane of the loads and stores
+            // lies in them; the loads take any address, and `to` is a multiple of a lane's size,
+            // because `head` bytes were left out for that and a chunk is a whole number of lanes.
+            // The borrows keep others from the memory. SSE2 is part of every x86_64.
             unsafe {
                 let a = _mm_loadu_si128(from);
                 let b = _mm_loadu_si128(from.add(1));
@@ -102,7 +102,9 @@ mod tests {
                 stream.copy(&mut dst[offset..offset + length], &src[3..3 + length]);
                 drop(stream);
                 assert_eq!(dst[offset..offset + length], src[3..3 + length]);
-                assert!(dst[..offset].iter().chain(&dst[offset + length..]).all(|byte| *byte == 0xee));
+                assert!(
+                    dst[..offset].iter().chain(&dst[offset + length..]).all(|byte| *byte == 0xee)
+                );
             }
         }
     }

@@ -5,7 +5,9 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use mpmd_transport::memory::{DeviceAllocator, DevicePlace, DeviceSharing, Fence, Fences, Pin, Pool};
+use mpmd_transport::memory::{
+    DeviceAllocator, DevicePlace, DeviceSharing, Fence, Fences, Pin, Pool,
+};
 use mpmd_transport::{Failure, OwnedBuffer, SharedBuffer};
 
 use super::asked::{CommunicatorId, Joint, NotJoined, Product, RawArg};
@@ -221,7 +223,11 @@ pub(crate) fn new_id() -> Result<CommunicatorId, CudaError> {
 }
 
 impl Communicators {
-    pub(crate) fn find(&self, _: &[DeviceId], _: usize) -> Result<Option<Arc<Communicator>>, NotJoined> {
+    pub(crate) fn find(
+        &self,
+        _: &[DeviceId],
+        _: usize,
+    ) -> Result<Option<Arc<Communicator>>, NotJoined> {
         Ok(None)
     }
 

@@ -1,4 +1,5 @@
-//! What devices are asked for, in figures: the same in programs with and without the feature `cuda`.
+//! What devices are asked for, in figures: the same in programs with and without the feature
+//! `cuda`.
 
 use std::sync::Arc;
 
@@ -37,8 +38,8 @@ impl RawArg {
     }
 }
 
-/// A product of matrices in columns, as cuBLAS takes it, or a batch of such: `result[m, n]` of `first[m, k]` and
-/// `second[k, n]`.
+/// A product of matrices in columns, as cuBLAS takes it, or a batch of such: `result[m, n]` of
+/// `first[m, k]` and `second[k, n]`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Product {
     pub(crate) m: i32,
@@ -63,7 +64,8 @@ pub(crate) struct Operand {
     pub(crate) stride: i64,
 }
 
-/// What a group's first device tells the others, by which they make communicators of NCCL's that belong together.
+/// What a group's first device tells the others, by which they make communicators of NCCL's that
+/// belong together.
 pub(crate) type CommunicatorId = [u8; 128];
 
 /// A collective that devices carry out together.

@@ -16,11 +16,12 @@ use super::line::Stream;
 use crate::aval::DType;
 use crate::cuda::{Math, Types};
 
-/// What cuBLAS's own documentation has for processors from compute capability 9.0 on, and for others.
+/// What cuBLAS's own documentation has for processors from compute capability 9.0 on, and for
+/// others.
 const WORKSPACE_BYTES: [usize; 2] = [32 << 20, 4 << 20];
 
-/// cuBLAS on a device: a handle for its compute line, and memory that it works with, so that it asks for none as it is
-/// called.
+/// cuBLAS on a device: a handle for its compute line, and memory that it works with, so that it
+/// asks for none as it is called.
 pub(super) struct Blas {
     handle: Mutex<Handle>,
 }
@@ -50,10 +51,13 @@ impl Blas {
     ) -> Result<Self, CudaError> {
         const DOING: &str = "making cuBLAS ready";
         super::driver::cublas().map_err(|error| CudaError::new(DOING, "", error.to_string()))?;
-        let missing: Vec<&str> = calls::CUBLAS.iter().copied().filter(|symbol| !has(symbol)).collect();
+        let missing: Vec<&str> =
+            calls::CUBLAS.iter().copied().filter(|symbol| !has(symbol)).collect();
         if !missing.is_empty() {
-            let text =
-                format!("no cuBLAS found that can be used: the library here has no {}", missing.join(", "));
+            let text = format!(
+                "no cuBLAS found that can be used: the library here has no {}",
+                missing.join(", ")
+            );
             return Err(CudaError::new(DOING, "", text));
         }
         let bytes = WORKSPACE_BYTES[usize::from(architecture.major() < 9)];
@@ -66,9 +70,10 @@ impl Blas {
         // SAFETY: the context is bound, and there is room for the handle.
         check(DOING, unsafe { calls::cublasCreate_v2(&raw mut raw) })?;
         let handle = Handle { raw, context: context.clone(), workspace };
-        // SAFETY: the handle and the stream are alive and of this context. The workspace lives as long as the handle, is
-        // aligned to 256 bytes as all segments of devices are, and is used by work of this stream alone. In this order:
-        // a stream that is set brings a workspace of its own.
+        // SAFETY: the handle and the stream are alive and of this context. The workspace lives as
+        // long as the handle, is aligned to 256 bytes as all segments of devices are, and is used
+        // by work of this stream alone. In this order: a stream that is set brings a workspace of
+        // its own.
         unsafe {
             check(DOING, calls::cublasSetStream_v2(raw, stream.handle().cast()))?;
             check(
@@ -104,8 +109,9 @@ impl Blas {
         let at = |place: DevicePlace| std::ptr::with_exposed_provenance_mut(place.address as usize);
         let [first_at, second_at, result_at] = [b, a, c].map(at);
         let [first_op, second_op] = [first, second].map(operation);
-        // SAFETY: the handle is alive, its context bound by whoever issues work. Sizes were checked against the lengths of
-        // the places (`Gemm::product`); the scalars are there until the call returns, which reads them.
+        // SAFETY: the handle is alive, its context bound by whoever issues work. Sizes were checked
+        // against the lengths of the places (`Gemm::product`); the scalars are there until the call
+        // returns, which reads them.
         let issued = unsafe {
             if batch == 1 {
                 calls::cublasGemmEx(
@@ -186,7 +192,8 @@ impl Gpu {
     ) -> Result<(), CudaError> {
         if self.blas_if_ready().is_none() {
             tracing::warn!(
-                "cuBLAS is made ready as it is called, since no kernel announces it (`cuda::CUBLAS`)"
+                "cuBLAS is made ready as it is called, since no kernel announces it \
+                 (`cuda::CUBLAS`)"
             );
         }
         self.blas(pool)?.product(product, places)
@@ -194,7 +201,11 @@ impl Gpu {
 }
 
 fn operation(operand: Operand) -> sys::cublasOperation_t {
-    if operand.transposed { sys::cublasOperation_t::CUBLAS_OP_T } else { sys::cublasOperation_t::CUBLAS_OP_N }
+    if operand.transposed {
+        sys::cublasOperation_t::CUBLAS_OP_T
+    } else {
+        sys::cublasOperation_t::CUBLAS_OP_N
+    }
 }
 
 /// Others than these make no product (`Gemm::product`).
@@ -228,7 +239,10 @@ fn check(doing: &str, answer: Answer) -> Result<(), CudaError> {
     }
     // SAFETY: cuBLAS has static texts for each of its answers, and for numbers that are none.
     let (name, text) = unsafe {
-        (static_text(calls::cublasGetStatusName(answer)), static_text(calls::cublasGetStatusString(answer)))
+        (
+            static_text(calls::cublasGetStatusName(answer)),
+            static_text(calls::cublasGetStatusString(answer)),
+        )
     };
     let number = || format!("cuBLAS error {}", answer.0);
     Err(CudaError::new(

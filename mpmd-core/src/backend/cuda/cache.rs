@@ -1,8 +1,8 @@
-//! What was compiled, kept on disk: a folder of the user's, a file for each source, its options, NVRTC's version and the
-//! architecture.
+//! What was compiled, kept on disk: a folder of the user's, a file for each source, its options,
+//! NVRTC's version and the architecture.
 //!
-//! Whatever goes wrong here costs a compile and is no error: the folder may be on a full disk, or belong to somebody
-//! else, and processes write it at the same time.
+//! Whatever goes wrong here costs a compile and is no error: the folder may be on a full disk, or
+//! belong to somebody else, and processes write it at the same time.
 
 use std::ffi::OsString;
 use std::fs;
@@ -80,7 +80,8 @@ fn folder(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     Some(caches.join("mpmd").join("cuda"))
 }
 
-/// The bytes of a file: all that the key is, so that no two are taken for each other, the image, and a sum of both.
+/// The bytes of a file: all that the key is, so that no two are taken for each other, the image,
+/// and a sum of both.
 fn content(key: &Key, image: &[u8]) -> Vec<u8> {
     let lengths = [key.text.len() as u64, image.len() as u64].map(u64::to_le_bytes).concat();
     let mut bytes = [MAGIC, &lengths[..], key.text.as_bytes(), image].concat();
@@ -95,7 +96,8 @@ fn whole<'a>(bytes: &'a [u8], key: &Key) -> Option<&'a [u8]> {
     }
     let (text_length, rest) = bytes.strip_prefix(MAGIC)?.split_first_chunk::<8>()?;
     let (image_length, rest) = rest.split_first_chunk::<8>()?;
-    let (text, image) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*text_length)).ok()?)?;
+    let (text, image) =
+        rest.split_at_checked(usize::try_from(u64::from_le_bytes(*text_length)).ok()?)?;
     let is_all = image.len() as u64 == u64::from_le_bytes(*image_length);
     (is_all && text == key.text.as_bytes()).then_some(image)
 }
@@ -119,7 +121,8 @@ fn write(folder: &Path, key: &Key, image: &[u8]) -> io::Result<()> {
     let number = WRITTEN.fetch_add(1, Ordering::Relaxed);
     let path = folder.join(key.file());
     let new = folder.join(format!("{}.{}-{number}", key.file(), std::process::id()));
-    let written = fs::File::create_new(&new).and_then(|mut file| file.write_all(&content(key, image)));
+    let written =
+        fs::File::create_new(&new).and_then(|mut file| file.write_all(&content(key, image)));
     written.and_then(|()| fs::rename(&new, &path)).inspect_err(|_| {
         // It may never have been there.
         let _ = fs::remove_file(&new);
@@ -139,7 +142,10 @@ mod tests {
 
     fn folder_of(variables: &[(&str, &str)]) -> Option<PathBuf> {
         folder(|name| {
-            variables.iter().find(|(known, _)| *known == name).map(|(_, value)| OsString::from(value))
+            variables
+                .iter()
+                .find(|(known, _)| *known == name)
+                .map(|(_, value)| OsString::from(value))
         })
     }
 
@@ -158,7 +164,12 @@ mod tests {
 
     #[test]
     fn options_and_versions_have_files_of_their_own() {
-        let files = [key(&["a"], "12.8"), key(&["b"], "12.8"), key(&["a"], "12.9"), key(&["a", "b"], "12.8")];
+        let files = [
+            key(&["a"], "12.8"),
+            key(&["b"], "12.8"),
+            key(&["a"], "12.9"),
+            key(&["a", "b"], "12.8"),
+        ];
         let mut files: Vec<String> = files.iter().map(Key::file).collect();
         assert_eq!(files[0], key(&["a"], "12.8").file());
         files.sort();
@@ -178,7 +189,11 @@ mod tests {
         cache.write(&one, b"image again");
         assert_eq!(cache.read(&one).as_deref(), Some(&b"image again"[..]));
         let path = folder.path().join("deep/er").join(one.file());
-        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "nothing is left beside it");
+        assert_eq!(
+            fs::read_dir(path.parent().unwrap()).unwrap().count(),
+            1,
+            "nothing is left beside it"
+        );
 
         let good = fs::read(&path).unwrap();
         for damaged in [&good[..good.len() - 1], &good[..10], &[], &good[1..]] {

@@ -1,4 +1,5 @@
-//! Texts into what a device runs: NVRTC, once for each source and architecture in a process, and on disk.
+//! Texts into what a device runs: NVRTC, once for each source and architecture in a process, and on
+//! disk.
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_char};
@@ -61,7 +62,8 @@ impl Image {
         self.binary
     }
 
-    /// Whether it was not compiled by this process: where the driver refuses it, it may be another's in all but name.
+    /// Whether it was not compiled by this process: where the driver refuses it, it may be
+    /// another's in all but name.
     pub(super) fn is_kept(&self) -> bool {
         self.kept
     }
@@ -76,13 +78,16 @@ enum Form {
     Assembly,
 }
 
-/// A source for an architecture, ready to load: compiled now unless this process or an earlier one has done so.
-/// Waits where another thread is about it.
+/// A source for an architecture, ready to load: compiled now unless this process or an earlier one
+/// has done so. Waits where another thread is about it.
 ///
 /// # Errors
 ///
 /// Where there is no NVRTC, or the source does not compile: with what NVRTC says.
-pub(super) fn image(source: &'static Source, architecture: Architecture) -> Result<Image, CudaError> {
+pub(super) fn image(
+    source: &'static Source,
+    architecture: Architecture,
+) -> Result<Image, CudaError> {
     let nvrtc = nvrtc()?;
     if nvrtc.architectures.is_empty() || nvrtc.architectures.contains(&architecture) {
         return in_process(source, architecture, Form::Binary);
@@ -96,15 +101,23 @@ pub(super) fn image(source: &'static Source, architecture: Architecture) -> Resu
 /// # Errors
 ///
 /// As [`image`].
-pub(super) fn assembly(source: &'static Source, architecture: Architecture) -> Result<Image, CudaError> {
-    let known = nvrtc()?.architectures.iter().filter(|known| **known <= architecture).max().copied();
+pub(super) fn assembly(
+    source: &'static Source,
+    architecture: Architecture,
+) -> Result<Image, CudaError> {
+    let known =
+        nvrtc()?.architectures.iter().filter(|known| **known <= architecture).max().copied();
     in_process(source, known.unwrap_or(architecture), Form::Assembly)
 }
 
 /// What was compiled in this process, or is being compiled, by the places of the sources.
 type Images = HashMap<(usize, Architecture, Form), Arc<OnceLock<Result<Image, CudaError>>>>;
 
-fn in_process(source: &'static Source, architecture: Architecture, form: Form) -> Result<Image, CudaError> {
+fn in_process(
+    source: &'static Source,
+    architecture: Architecture,
+    form: Form,
+) -> Result<Image, CudaError> {
     static IMAGES: Mutex<Option<Images>> = Mutex::new(None);
     let key = (std::ptr::from_ref(source).addr(), architecture, form);
     let compiled = IMAGES.lock().get_or_insert_default().entry(key).or_default().clone();
@@ -129,11 +142,15 @@ fn from_disk_or_new(
 }
 
 /// As [`image`], compiled again, for where what was kept is refused.
-pub(super) fn anew(source: &'static Source, architecture: Architecture) -> Result<Image, CudaError> {
+pub(super) fn anew(
+    source: &'static Source,
+    architecture: Architecture,
+) -> Result<Image, CudaError> {
     let nvrtc = nvrtc()?;
     let known = nvrtc.architectures.is_empty() || nvrtc.architectures.contains(&architecture);
     let form = if known { Form::Binary } else { Form::Assembly };
-    let youngest = nvrtc.architectures.iter().filter(|known| **known <= architecture).max().copied();
+    let youngest =
+        nvrtc.architectures.iter().filter(|known| **known <= architecture).max().copied();
     let architecture = if known { architecture } else { youngest.unwrap_or(architecture) };
     let options = options(source, architecture, form);
     new(source, &options, form, &Key::new(source, &options, &nvrtc.version), &Cache::of_user())
@@ -189,11 +206,15 @@ fn nvrtc() -> Result<&'static Nvrtc, CudaError> {
     static NVRTC: OnceLock<Result<Nvrtc, CudaError>> = OnceLock::new();
     let found = NVRTC.get_or_init(|| {
         const DOING: &str = "compiling for a CUDA device";
-        let version = super::driver::nvrtc().map_err(|error| CudaError::new(DOING, "", error.to_string()))?;
-        let missing: Vec<&str> = calls::NVRTC.iter().copied().filter(|symbol| !has(symbol)).collect();
+        let version =
+            super::driver::nvrtc().map_err(|error| CudaError::new(DOING, "", error.to_string()))?;
+        let missing: Vec<&str> =
+            calls::NVRTC.iter().copied().filter(|symbol| !has(symbol)).collect();
         if !missing.is_empty() {
-            let text =
-                format!("no NVRTC found that can be used: the library here has no {}", missing.join(", "));
+            let text = format!(
+                "no NVRTC found that can be used: the library here has no {}",
+                missing.join(", ")
+            );
             return Err(CudaError::new(DOING, "", text));
         }
         Ok(Nvrtc { version, architectures: architectures() })
@@ -238,10 +259,12 @@ impl Drop for Program {
 fn compile(source: &Source, options: &[String], form: Form) -> Result<Vec<u8>, CudaError> {
     let text = c_string(source, source.text())?;
     let name = c_string(source, source.name())?;
-    let options = options.iter().map(|option| c_string(source, option)).collect::<Result<Vec<_>, _>>()?;
+    let options =
+        options.iter().map(|option| c_string(source, option)).collect::<Result<Vec<_>, _>>()?;
     let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
     let mut program = std::ptr::null_mut();
-    // SAFETY: text and name end with zeros, there are no headers, and there is room for the program.
+    // SAFETY: text and name end with zeros, there are no headers, and there is room for the
+    // program.
     let created = unsafe {
         calls::nvrtcCreateProgram(
             &raw mut program,
@@ -255,10 +278,12 @@ fn compile(source: &Source, options: &[String], form: Form) -> Result<Vec<u8>, C
     check(source, created)?;
     let program = Program(program);
     // SAFETY: the program is alive, and there are as many options as is said, which end with zeros.
-    let compiled = unsafe { calls::nvrtcCompileProgram(program.0, options.len() as i32, options.as_ptr()) };
+    let compiled =
+        unsafe { calls::nvrtcCompileProgram(program.0, options.len() as i32, options.as_ptr()) };
     check(source, compiled).map_err(|error| error.with_log(&log(&program)))?;
     let mut size = 0;
-    // SAFETY: the program is alive and compiled; there is room for the number, and for as many bytes as it says.
+    // SAFETY: the program is alive and compiled; there is room for the number, and for as many
+    // bytes as it says.
     unsafe {
         match form {
             Form::Binary => {
@@ -286,7 +311,9 @@ fn log(program: &Program) -> String {
             return String::new();
         }
         let mut bytes = vec![0u8; size];
-        if size == 0 || !calls::nvrtcGetProgramLog(program.0, bytes.as_mut_ptr().cast()).is_success() {
+        if size == 0
+            || !calls::nvrtcGetProgramLog(program.0, bytes.as_mut_ptr().cast()).is_success()
+        {
             return String::new();
         }
         bytes
@@ -297,7 +324,11 @@ fn log(program: &Program) -> String {
 
 fn c_string(source: &Source, text: &str) -> Result<CString, CudaError> {
     CString::new(text).map_err(|_| {
-        CudaError::new(format!("compiling {}", source.name()), "", "a text with a zero in it is no source")
+        CudaError::new(
+            format!("compiling {}", source.name()),
+            "",
+            "a text with a zero in it is no source",
+        )
     })
 }
 
@@ -307,6 +338,7 @@ fn check(source: &Source, answer: Answer) -> Result<(), CudaError> {
     }
     // SAFETY: NVRTC has a static text for each of its answers, and one for numbers that are none.
     let name = unsafe { static_text(calls::nvrtcGetErrorString(answer)) };
-    let (doing, number) = (format!("compiling {}", source.name()), format!("NVRTC error {}", answer.0));
+    let (doing, number) =
+        (format!("compiling {}", source.name()), format!("NVRTC error {}", answer.0));
     Err(CudaError::new(doing, name.unwrap_or_else(|| number.clone()), number))
 }

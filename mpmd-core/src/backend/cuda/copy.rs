@@ -1,9 +1,9 @@
 //! Copies of regions from, to and between devices.
 //!
-//! A region is copied by as few calls as its shape allows: one where it is a run, or rows, or a block of rows, in
-//! both buffers. Where a buffer is the host's, the device reads and writes it by itself if it is pinned. If it is not, CUDA
-//! may keep the calling thread until it has read all of it, or has written it: callers that must not wait see to
-//! pinned memory.
+//! A region is copied by as few calls as its shape allows: one where it is a run, or rows, or a
+//! block of rows, in both buffers. Where a buffer is the host's, the device reads and writes it by
+//! itself if it is pinned. If it is not, CUDA may keep the calling thread until it has read all of
+//! it, or has written it: callers that must not wait see to pinned memory.
 
 use std::ffi::c_void;
 use std::ptr::null_mut;
@@ -29,25 +29,33 @@ enum End {
 }
 
 impl Line {
-    /// Copies a part of `from`, which is of the host or of any device of this process, to its place in `to`, in the
-    /// memory of this line's device.
+    /// Copies a part of `from`, which is of the host or of any device of this process, to its place
+    /// in `to`, in the memory of this line's device.
     ///
-    /// It comes after what makes `from` and what uses `to`. Both stay until it is over: it is a read of the one, and makes
-    /// the other. `then` hears how it ended.
+    /// It comes after what makes `from` and what uses `to`. Both stay until it is over: it is a
+    /// read of the one, and makes the other. `then` hears how it ended.
     ///
     /// # Panics
     ///
-    /// Where a buffer's length is not that of its region, the piece is not within both regions, or `to` is the host's.
-    pub(crate) fn copy_in(&self, from: &SharedBuffer, to: &mut OwnedBuffer, part: Part<'_>, then: Then) {
+    /// Where a buffer's length is not that of its region, the piece is not within both regions, or
+    /// `to` is the host's.
+    pub(crate) fn copy_in(
+        &self,
+        from: &SharedBuffer,
+        to: &mut OwnedBuffer,
+        part: Part<'_>,
+        then: Then,
+    ) {
         let place = to.device().expect("copies go into a device's memory");
         let loops = part.loops(from.len(), place.bytes);
         let ends = (End::of(from), End::Device { ordinal: place.device, address: place.address });
         let mut reached = false;
         let work = |stream: &Stream| {
             reached = true;
-            // SAFETY: `loops` was checked against both lengths. `from` never changes once it is made, which this comes after,
-            // and the read that is added below keeps its memory; `to` is this caller's alone, what used it comes before, and
-            // the fence that is added below keeps it.
+            // SAFETY: `loops` was checked against both lengths. `from` never changes once it is
+            // made, which this comes after, and the read that is added below keeps its memory; `to`
+            // is this caller's alone, what used it comes before, and the fence that is added below
+            // keeps it.
             loops.map_or(Ok(()), |loops| unsafe { stream.copy_all(&loops, ends.0, ends.1) })
         };
         let fence = self.submit(&[from.ready(), to.fences()], work, then);
@@ -60,11 +68,13 @@ impl Line {
 
     /// Copies a part of `from`, in a device's memory, to its place in `to`, in the host's.
     ///
-    /// It comes after what makes `from`, which stays until it is over. `then` gets the buffer back, or why the copy failed.
+    /// It comes after what makes `from`, which stays until it is over. `then` gets the buffer back,
+    /// or why the copy failed.
     ///
     /// # Panics
     ///
-    /// Where a buffer's length is not that of its region, the piece is not within both regions, or `to` is a device's.
+    /// Where a buffer's length is not that of its region, the piece is not within both regions, or
+    /// `to` is a device's.
     pub(crate) fn copy_out(
         &self,
         from: &SharedBuffer,
@@ -76,9 +86,9 @@ impl Line {
         let ends = (End::of(from), End::Host(to.as_mut_ptr().cast()));
         let before = to.fences().clone();
         let work = |stream: &Stream| {
-            // SAFETY: `loops` was checked against both lengths. `from` never changes once it is made, which this comes after,
-            // and the read that is added below keeps its memory. `to` is with `done` from here on, where nobody looks at
-            // it until the copy is over.
+            // SAFETY: `loops` was checked against both lengths. `from` never changes once it is
+            // made, which this comes after, and the read that is added below keeps its memory. `to`
+            // is with `done` from here on, where nobody looks at it until the copy is over.
             loops.map_or(Ok(()), |loops| unsafe { stream.copy_all(&loops, ends.0, ends.1) })
         };
         let done = move |result: Result<(), CudaError>| {
@@ -108,8 +118,8 @@ impl Line {
     pub(crate) fn zero(&self, to: &mut OwnedBuffer, then: Then) {
         let place = to.device().expect("a device's memory is set by its own work");
         let work = |stream: &Stream| {
-            // SAFETY: the range is the buffer's, which is this caller's alone; what used it comes before, and the fence that is
-            // added below keeps it.
+            // SAFETY: the range is the buffer's, which is this caller's alone; what used it comes
+            // before, and the fence that is added below keeps it.
             let set = unsafe { calls::cuMemsetD8Async(place.address, 0, place.bytes, stream.raw) };
             let set = set.result().map_err(|error| cuda("clearing memory of a CUDA device", error));
             set.map_err(|error| stream.context.fails(error))
@@ -130,12 +140,13 @@ impl Stream {
     ///
     /// # Safety
     ///
-    /// The runs lie within memory that `src` and `dst` begin, which stays, and is used by nobody in other ways than the stream's
-    /// order and its fences allow, until the stream is past them.
+    /// The runs lie within memory that `src` and `dst` begin, which stays, and is used by nobody in
+    /// other ways than the stream's order and its fences allow, until the stream is past them.
     unsafe fn copy_all(&self, loops: &Loops, src: End, dst: End) -> Result<(), CudaError> {
         // SAFETY: as the caller says.
-        let issued =
-            unsafe { self.copy_loops(&loops.dims, loops.run, src.plus(loops.src), dst.plus(loops.dst)) };
+        let issued = unsafe {
+            self.copy_loops(&loops.dims, loops.run, src.plus(loops.src), dst.plus(loops.dst))
+        };
         // What was issued after it counts on it: none of that is to pass for done.
         issued.map_err(|error| self.context.fails(error))
     }
@@ -143,7 +154,13 @@ impl Stream {
     /// # Safety
     ///
     /// As [`Stream::copy_all`].
-    unsafe fn copy_loops(&self, dims: &[Loop], run: usize, src: End, dst: End) -> Result<(), CudaError> {
+    unsafe fn copy_loops(
+        &self,
+        dims: &[Loop],
+        run: usize,
+        src: End,
+        dst: End,
+    ) -> Result<(), CudaError> {
         match dims {
             // SAFETY: as the caller says.
             [] => unsafe { self.copy_run(run, src, dst) },
@@ -165,7 +182,8 @@ impl Stream {
     ///
     /// As [`Stream::copy_all`].
     unsafe fn copy_run(&self, bytes: usize, src: End, dst: End) -> Result<(), CudaError> {
-        // SAFETY: as the caller says. Between devices the driver tells by the addresses whose they are.
+        // SAFETY: as the caller says. Between devices the driver tells by the addresses whose they
+        // are.
         let copied = unsafe {
             match (src, dst) {
                 (End::Host(src), End::Device { address, .. }) => {
@@ -174,11 +192,10 @@ impl Stream {
                 (End::Device { address, .. }, End::Host(dst)) => {
                     calls::cuMemcpyDtoHAsync_v2(dst, address, bytes, self.raw)
                 }
-                (End::Device { address: src, ordinal: a }, End::Device { address: dst, ordinal: b })
-                    if a == b =>
-                {
-                    calls::cuMemcpyDtoDAsync_v2(dst, src, bytes, self.raw)
-                }
+                (
+                    End::Device { address: src, ordinal: a },
+                    End::Device { address: dst, ordinal: b },
+                ) if a == b => calls::cuMemcpyDtoDAsync_v2(dst, src, bytes, self.raw),
                 (End::Device { address: src, .. }, End::Device { address: dst, .. }) => {
                     calls::cuMemcpyAsync(dst, src, bytes, self.raw)
                 }
@@ -193,7 +210,13 @@ impl Stream {
     /// # Safety
     ///
     /// As [`Stream::copy_all`].
-    unsafe fn copy_rows(&self, rows: Loop, run: usize, src: End, dst: End) -> Result<(), CudaError> {
+    unsafe fn copy_rows(
+        &self,
+        rows: Loop,
+        run: usize,
+        src: End,
+        dst: End,
+    ) -> Result<(), CudaError> {
         let types = memory_types(src, dst);
         let copy = sys::CUDA_MEMCPY2D_st {
             srcXInBytes: 0,
@@ -272,8 +295,9 @@ impl Loop {
 
     /// Whether it steps over whole blocks of such rows.
     fn is_of(&self, rows: &Self) -> bool {
-        let whole =
-            |step: usize, row: usize| step.is_multiple_of(row) && (rows.count..).contains(&(step / row));
+        let whole = |step: usize, row: usize| {
+            step.is_multiple_of(row) && (rows.count..).contains(&(step / row))
+        };
         whole(self.src_step, rows.src_step) && whole(self.dst_step, rows.dst_step)
     }
 }
@@ -290,7 +314,9 @@ impl End {
     /// So many bytes on.
     fn plus(self, bytes: usize) -> Self {
         match self {
-            Self::Device { ordinal, address } => Self::Device { ordinal, address: address + bytes as u64 },
+            Self::Device { ordinal, address } => {
+                Self::Device { ordinal, address: address + bytes as u64 }
+            }
             Self::Host(start) => Self::Host(start.wrapping_byte_add(bytes)),
         }
     }
@@ -310,7 +336,8 @@ impl End {
     }
 }
 
-/// What the driver is told of both ends. Between two devices it finds out by itself whose the addresses are.
+/// What the driver is told of both ends. Between two devices it finds out by itself whose the
+/// addresses are.
 fn memory_types(src: End, dst: End) -> (sys::CUmemorytype, sys::CUmemorytype) {
     use sys::CUmemorytype_enum::{CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_UNIFIED};
     match (src, dst) {
@@ -434,7 +461,12 @@ mod tests {
 
             let mut inward = here.on_device(&before);
             let (then, end) = ended();
-            here.gpu.inward().copy_in(&here.host(&source, pinned).freeze(), &mut inward, part, then);
+            here.gpu.inward().copy_in(
+                &here.host(&source, pinned).freeze(),
+                &mut inward,
+                part,
+                then,
+            );
             prop_assert_eq!(here.read(&inward.freeze()), &expected[..], "into a device");
             prop_assert!(end.recv_timeout(SOON).unwrap().is_ok());
 

@@ -3,10 +3,11 @@
 use std::fmt;
 use std::sync::Arc;
 
-/// A call of one of CUDA's libraries that failed, or work of a device's that did. Clones are the same error.
+/// A call of one of CUDA's libraries that failed, or work of a device's that did. Clones are the
+/// same error.
 ///
-/// Work fails after it was issued: `doing` says what was waited for then. A device that has failed so does nothing more in this
-/// process, and all that is asked of it fails with the same words.
+/// Work fails after it was issued: `doing` says what was waited for then. A device that has failed
+/// so does nothing more in this process, and all that is asked of it fails with the same words.
 #[derive(Clone, Eq, PartialEq)]
 pub struct CudaError(Arc<Inner>);
 
@@ -21,7 +22,11 @@ struct Inner {
 
 impl CudaError {
     /// While `doing`, a library answered with the error of this name, which means `text`.
-    pub(crate) fn new(doing: impl Into<String>, name: impl Into<String>, text: impl Into<String>) -> Self {
+    pub(crate) fn new(
+        doing: impl Into<String>,
+        name: impl Into<String>,
+        text: impl Into<String>,
+    ) -> Self {
         let is_lost = false;
         Self(Arc::new(Inner { doing: doing.into(), name: name.into(), text: text.into(), is_lost }))
     }
@@ -30,7 +35,8 @@ impl CudaError {
     #[cfg(feature = "cuda")]
     pub(super) fn with_log(&self, log: &str) -> Self {
         let Inner { doing, name, text, .. } = &*self.0;
-        let text = if log.is_empty() { text.clone() } else { format!("{text}):\n{log}\n(end of log") };
+        let text =
+            if log.is_empty() { text.clone() } else { format!("{text}):\n{log}\n(end of log") };
         Self::new(doing.clone(), name.clone(), text)
     }
 
@@ -49,7 +55,8 @@ impl CudaError {
         Self(Arc::new(Inner { doing, name, text, is_lost: true }))
     }
 
-    /// Whether work that ended with this is not known to be over, so that what it uses must be left alone.
+    /// Whether work that ended with this is not known to be over, so that what it uses must be left
+    /// alone.
     #[cfg(feature = "cuda")]
     pub(super) fn is_lost(&self) -> bool {
         self.0.is_lost
@@ -66,7 +73,8 @@ impl CudaError {
         unknown.contains(&self.name())
     }
 
-    /// The library's own name of the error, such as `CUDA_ERROR_OUT_OF_MEMORY`; empty where the error is not a library's.
+    /// The library's own name of the error, such as `CUDA_ERROR_OUT_OF_MEMORY`; empty where the
+    /// error is not a library's.
     pub fn name(&self) -> &str {
         &self.0.name
     }

@@ -37,7 +37,8 @@ pub(crate) struct Gpu {
 pub(super) struct Context {
     raw: sys::CUcontext,
     device: sys::CUdevice,
-    /// The driver's number of the device, by which its memory says whose it is: one for all who open it.
+    /// The driver's number of the device, by which its memory says whose it is: one for all who
+    /// open it.
     ordinal: u32,
     /// What it is known by in all processes.
     uuid: [u8; 16],
@@ -52,8 +53,8 @@ pub(super) struct Context {
     pub(super) is_stuck: AtomicBool,
 }
 
-// SAFETY: contexts, and what belongs to them, may be used by any thread that has made them its current one, which
-// `Context::bind` does before each use; CUDA's calls are thread-safe.
+// SAFETY: contexts, and what belongs to them, may be used by any thread that has made them its
+// current one, which `Context::bind` does before each use; CUDA's calls are thread-safe.
 unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
@@ -88,7 +89,8 @@ impl Gpu {
         }))
     }
 
-    /// The driver's number of the device: what its memory [says](mpmd_transport::memory::DevicePlace::device).
+    /// The driver's number of the device: what its memory
+    /// [says](mpmd_transport::memory::DevicePlace::device).
     pub(crate) fn ordinal(&self) -> u32 {
         self.context.ordinal
     }
@@ -103,24 +105,28 @@ impl Gpu {
         Arc::new(Allocator::new(self.context.clone()))
     }
 
-    /// What keeps pages of the host's memory where they are, so that devices copy from and to them by themselves.
+    /// What keeps pages of the host's memory where they are, so that devices copy from and to them
+    /// by themselves.
     pub(crate) fn pin(self: &Arc<Self>) -> Pin {
         let context = self.context.clone();
         Box::new(move |address, bytes| {
             let pinned = Pinned::new(context.clone(), address, bytes);
-            let pinned =
-                pinned.inspect_err(|error| tracing::debug!(%error, bytes, "copies of it are staged"));
+            let pinned = pinned
+                .inspect_err(|error| tracing::debug!(%error, bytes, "copies of it are staged"));
             pinned.ok().map(|pinned| Box::new(pinned) as Box<dyn Any + Send + Sync>)
         })
     }
 
-    /// From now on work of [`compute`](Self::compute) is told with its times, by `now`: nanoseconds from some beginning.
-    /// To be called before there is any.
+    /// From now on work of [`compute`](Self::compute) is told with its times, by `now`: nanoseconds
+    /// from some beginning. To be called before there is any.
     ///
     /// # Errors
     ///
     /// Where the device cannot be used.
-    pub(crate) fn keep_time(&self, now: Box<dyn Fn() -> u64 + Send + Sync>) -> Result<(), CudaError> {
+    pub(crate) fn keep_time(
+        &self,
+        now: Box<dyn Fn() -> u64 + Send + Sync>,
+    ) -> Result<(), CudaError> {
         self.compute.keep_time(now)
     }
 
@@ -154,7 +160,8 @@ impl Gpu {
         &self.modules
     }
 
-    /// cuBLAS for the compute line, made now unless it was before; waits where another thread is about it.
+    /// cuBLAS for the compute line, made now unless it was before; waits where another thread is
+    /// about it.
     pub(super) fn blas(&self, pool: &Pool) -> Result<&Blas, CudaError> {
         let make = || Blas::new(&self.context, self.compute.stream(), self.architecture, pool);
         self.blas.get_or_init(make).as_ref().map_err(CudaError::clone)
@@ -166,13 +173,14 @@ impl Gpu {
     }
 }
 
-/// Lets the devices of a process reach each other's memory, where the machine has a way: then copies between them take it, of
-/// whatever shape. Else the driver takes them through the host.
+/// Lets the devices of a process reach each other's memory, where the machine has a way: then
+/// copies between them take it, of whatever shape. Else the driver takes them through the host.
 pub(crate) fn reach_each_other(gpus: &[Arc<Gpu>]) {
     for from in gpus {
         for to in gpus.iter().filter(|to| to.ordinal() != from.ordinal()) {
             if let Err(error) = from.context.reach(&to.context) {
-                tracing::debug!(%error, from = from.ordinal(), to = to.ordinal(), "devices that do not reach each other");
+                tracing::debug!(%error, from = from.ordinal(), to = to.ordinal(), "devices that \
+                    do not reach each other");
             }
         }
     }
@@ -181,8 +189,8 @@ pub(crate) fn reach_each_other(gpus: &[Arc<Gpu>]) {
 impl Context {
     fn open(ordinal: u32) -> Result<Self, CudaError> {
         let doing = || format!("opening CUDA device {ordinal}");
-        let number =
-            i32::try_from(ordinal).map_err(|_| CudaError::new(doing(), "", "there is no such device"))?;
+        let number = i32::try_from(ordinal)
+            .map_err(|_| CudaError::new(doing(), "", "there is no such device"))?;
         let (mut device, mut raw) = (0, std::ptr::null_mut());
         // SAFETY: there is room for the device and for the context, which is released once, when
         // this is dropped.
@@ -194,7 +202,8 @@ impl Context {
         }
         .map_err(|error| cuda(doing(), error))?;
         let mut uuid = sys::CUuuid { bytes: [0; 16] };
-        // SAFETY: it writes 16 bytes, for which there is room. This version alone tells the parts of a device apart.
+        // SAFETY: it writes 16 bytes, for which there is room. This version alone tells the parts
+        // of a device apart.
         unsafe { calls::cuDeviceGetUuid_v2(&raw mut uuid, device) }
             .result()
             .map_err(|error| cuda(doing(), error))?;
@@ -215,7 +224,8 @@ impl Context {
         self.bind_failed()
     }
 
-    /// As [`bind`](Self::bind), also where work on the device has failed: for what has to do with work issued before.
+    /// As [`bind`](Self::bind), also where work on the device has failed: for what has to do with
+    /// work issued before.
     pub(super) fn bind_failed(&self) -> Result<(), CudaError> {
         // SAFETY: the context was retained and lives as long as this.
         unsafe { calls::cuCtxSetCurrent(self.raw) }
@@ -223,9 +233,11 @@ impl Context {
             .map_err(|error| cuda("using a CUDA device", error))
     }
 
-    /// As [`bind`](Self::bind), until what this returns is dropped; then the context is current again that was before.
+    /// As [`bind`](Self::bind), until what this returns is dropped; then the context is current
+    /// again that was before.
     ///
-    /// For what may happen on a thread that is issuing work to another device: memory that is asked for and let go.
+    /// For what may happen on a thread that is issuing work to another device: memory that is asked
+    /// for and let go.
     ///
     /// # Errors
     ///
@@ -236,15 +248,17 @@ impl Context {
         Ok(visit)
     }
 
-    /// As [`visit`](Self::visit), to leave nothing behind, also where work on the device has failed; `None` where some of it
-    /// [will never end](Self::is_stuck), for which such calls would wait.
+    /// As [`visit`](Self::visit), to leave nothing behind, also where work on the device has
+    /// failed; `None` where some of it [will never end](Self::is_stuck), for which such calls would
+    /// wait.
     fn last_visit(&self) -> Option<Visit> {
         let visit = Visit::from_here();
         let is_stuck = self.is_stuck.load(Ordering::Acquire);
         (!is_stuck && self.bind_failed().is_ok()).then_some(visit)
     }
 
-    /// Work on the device has failed: from now on everything does, with the error that came first, which is returned.
+    /// Work on the device has failed: from now on everything does, with the error that came first,
+    /// which is returned.
     pub(super) fn fails(&self, error: CudaError) -> CudaError {
         self.broken.get_or_init(|| error).clone()
     }
@@ -322,7 +336,8 @@ impl Drop for Context {
             // It would be waited for in vain. The end of this process ends it.
             return;
         }
-        // SAFETY: retained once in `open`; whatever belongs to the context holds this, so nothing of it is left.
+        // SAFETY: retained once in `open`; whatever belongs to the context holds this, so nothing
+        // of it is left.
         if let Err(error) = unsafe { calls::cuDevicePrimaryCtxRelease_v2(self.device) }.result() {
             tracing::debug!(%error, "closing a CUDA device");
         }
@@ -362,8 +377,8 @@ impl Pinned {
         let _visit = context.visit()?;
         let at = std::ptr::with_exposed_provenance_mut(address);
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE;
-        // SAFETY: the caller has just mapped these pages and lets them go only after this is dropped. To pin them
-        // changes nothing of what they hold.
+        // SAFETY: the caller has just mapped these pages and lets them go only after this is
+        // dropped. To pin them changes nothing of what they hold.
         unsafe { calls::cuMemHostRegister_v2(at, bytes, flags) }
             .result()
             .map_err(|error| cuda("pinning memory of the host", error))?;
@@ -375,9 +390,11 @@ impl Drop for Pinned {
     fn drop(&mut self) {
         // Other devices would take what is mapped there next for pinned.
         let Some(_visit) = self.context.last_visit() else { return };
-        // SAFETY: pinned in `new`, and unpinned once. Work of devices on it is over: who drops memory has seen that.
-        let unpinned =
-            unsafe { calls::cuMemHostUnregister(std::ptr::with_exposed_provenance_mut(self.address)) };
+        // SAFETY: pinned in `new`, and unpinned once. Work of devices on it is over: who drops
+        // memory has seen that.
+        let unpinned = unsafe {
+            calls::cuMemHostUnregister(std::ptr::with_exposed_provenance_mut(self.address))
+        };
         if let Err(error) = unpinned.result() {
             tracing::debug!(%error, "unpinning memory of the host");
         }

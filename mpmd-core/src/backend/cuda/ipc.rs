@@ -1,15 +1,18 @@
 //! Memory and events of CUDA devices, between processes of one host (CUDA IPC).
 //!
-//! Words, to those who carry them, are CUDA's own handle of 64 bytes and the identity of the device that it is of. What this
-//! process has shown itself it finds again in its own books: CUDA opens no handle in the process that made it.
+//! Words, to those who carry them, are CUDA's own handle of 64 bytes and the identity of the device
+//! that it is of. What this process has shown itself it finds again in its own books: CUDA opens no
+//! handle in the process that made it.
 //!
-//! Memory is opened in the context of the very device that it is in, where this process has that one, and is used there as
-//! its own. Else it is opened in the context of this process's first device, which reaches it from afar if the machine has a
-//! way between the two: then it is only to be [copied](DeviceMemory::is_far).
+//! Memory is opened in the context of the very device that it is in, where this process has that
+//! one, and is used there as its own. Else it is opened in the context of this process's first
+//! device, which reaches it from afar if the machine has a way between the two: then it is only to
+//! be [copied](DeviceMemory::is_far).
 //!
-//! An event is of use to another process from its record on until it is recorded again, which this one does not do while it
-//! holds the [`Event`]. Events are made to be shown ([`Context::shares_events`]) only where there is somebody to show them to:
-//! those that keep time cannot be, so where that is wanted peers hear of an end on the host.
+//! An event is of use to another process from its record on until it is recorded again, which this
+//! one does not do while it holds the [`Event`]. Events are made to be shown
+//! ([`Context::shares_events`]) only where there is somebody to show them to: those that keep time
+//! cannot be, so where that is wanted peers hear of an end on the host.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -83,7 +86,8 @@ pub(super) struct Shown {
 #[derive(Clone, Copy)]
 struct Recorded(sys::CUevent);
 
-// SAFETY: events may be used by any thread that has bound their context; CUDA's calls are thread-safe.
+// SAFETY: events may be used by any thread that has bound their context; CUDA's calls are
+// thread-safe.
 unsafe impl Send for Recorded {}
 
 impl Sharing {
@@ -93,8 +97,13 @@ impl Sharing {
         near.map_or((&self.contexts[0], true), |context| (context, false))
     }
 
-    /// What this process has shown of this device itself. Several of its devices may be the same one to the driver.
-    fn own<T>(&self, uuid: &[u8], find: impl Fn(&Shown) -> Option<T>) -> Option<(&Arc<Context>, T)> {
+    /// What this process has shown of this device itself. Several of its devices may be the same
+    /// one to the driver.
+    fn own<T>(
+        &self,
+        uuid: &[u8],
+        find: impl Fn(&Shown) -> Option<T>,
+    ) -> Option<(&Arc<Context>, T)> {
         let mut same = self.contexts.iter().filter(|context| context.uuid() == uuid);
         same.find_map(|context| Some((context, find(context.shown())?)))
     }
@@ -103,8 +112,10 @@ impl Sharing {
         if std::env::var_os(variables::CUDA_IPC).is_some_and(|value| value == "0") {
             return Err(format!("{}=0 says not to", variables::CUDA_IPC));
         }
-        // SAFETY: the driver is there, as there are devices. Names are only looked up: nothing is called by this type.
-        let has = |name: &&str| unsafe { sys::culib().get::<unsafe extern "C" fn()>(*name).is_ok() };
+        // SAFETY: the driver is there, as there are devices. Names are only looked up: nothing is
+        // called by this type.
+        let has =
+            |name: &&str| unsafe { sys::culib().get::<unsafe extern "C" fn()>(*name).is_ok() };
         if let Some(missing) = SYMBOLS.iter().find(|name| !has(name)) {
             return Err(format!("the CUDA driver has no {missing}"));
         }
@@ -112,13 +123,15 @@ impl Sharing {
         for gpu in &self.gpus {
             let context = gpu.context();
             let memory = gpu.allocator().allocate(1).map_err(|error| error.to_string())?;
-            let words = memory.export().ok_or("the CUDA driver shows no memory to other processes")?;
+            let words =
+                memory.export().ok_or("the CUDA driver shows no memory to other processes")?;
             samples.push(Sample { words: [&[OF_MEMORY], words].concat(), _of: Box::new(memory) });
             let event = context.visit().and_then(|_visit| create_event(sharable()));
             let event = event.map_err(|error| error.to_string())?;
-            let words =
-                show_event(context, event.0).ok_or("the CUDA driver shows no events to other processes")?;
-            samples.push(Sample { words: [&[OF_EVENT][..], &words].concat(), _of: Box::new(event) });
+            let words = show_event(context, event.0)
+                .ok_or("the CUDA driver shows no events to other processes")?;
+            samples
+                .push(Sample { words: [&[OF_EVENT][..], &words].concat(), _of: Box::new(event) });
         }
         // Such events can be made. No line has made one yet: this is before the first message.
         self.contexts.iter().for_each(|context| context.share_events());
@@ -133,7 +146,9 @@ impl Sharing {
             return Ok(found.clone());
         }
         let event = match self.own(uuid, |shown| shown.events.lock().get(&handle).copied()) {
-            Some((context, Recorded(raw))) => Imported { context: context.clone(), raw, is_own: true },
+            Some((context, Recorded(raw))) => {
+                Imported { context: context.clone(), raw, is_own: true }
+            }
             None => Imported::open(self.place(uuid).0, handle)?,
         };
         let event = Arc::new(event);
@@ -152,8 +167,12 @@ impl DeviceSharing for Sharing {
 
     fn try_sample(&self, sample: &[u8]) -> Result<(), String> {
         match sample.split_first() {
-            Some((&OF_MEMORY, words)) => self.open(words, 1).map(drop).map_err(|error| error.to_string()),
-            Some((&OF_EVENT, words)) => self.event(words).map(drop).map_err(|error| error.to_string()),
+            Some((&OF_MEMORY, words)) => {
+                self.open(words, 1).map(drop).map_err(|error| error.to_string())
+            }
+            Some((&OF_EVENT, words)) => {
+                self.event(words).map(drop).map_err(|error| error.to_string())
+            }
             _ => Err("what it shows of its devices means nothing here".to_owned()),
         }
     }
@@ -202,7 +221,8 @@ pub(super) fn export(context: &Context, address: sys::CUdeviceptr, bytes: usize)
     let show = || {
         let _visit = context.visit()?;
         let mut handle = sys::CUipcMemHandle { reserved: [0; HANDLE] };
-        // SAFETY: the address is that of an allocation, of the context that is bound; there is room for the handle.
+        // SAFETY: the address is that of an allocation, of the context that is bound; there is room
+        // for the handle.
         unsafe { calls::cuIpcGetMemHandle(&raw mut handle, address) }
             .result()
             .map_err(|error| cuda("showing memory of a CUDA device to other processes", error))?;
@@ -284,10 +304,12 @@ impl Opened {
     ) -> Result<Self, CudaError> {
         let _visit = context.visit()?;
         let handle = sys::CUipcMemHandle { reserved: handle.map(|byte| byte as c_char) };
-        // The only flag that there is, and one that must be: from afar it lets the devices reach each other.
+        // The only flag that there is, and one that must be: from afar it lets the devices reach
+        // each other.
         let flags = sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
         let mut address = 0;
-        // SAFETY: a handle is plain bytes, which the driver looks through; there is room for the address.
+        // SAFETY: a handle is plain bytes, which the driver looks through; there is room for the
+        // address.
         unsafe { calls::cuIpcOpenMemHandle_v2(&raw mut address, handle, flags) }
             .result()
             .map_err(|error| cuda("opening memory of another process's CUDA device", error))?;
@@ -299,8 +321,11 @@ impl Opened {
         let _visit = self.context.visit().ok()?;
         let mut found: usize = 0;
         let attribute = sys::CUpointer_attribute_enum::CU_POINTER_ATTRIBUTE_RANGE_SIZE;
-        // SAFETY: this attribute is a number of the size of `found`; the address is that of open memory.
-        let asked = unsafe { calls::cuPointerGetAttribute((&raw mut found).cast(), attribute, self.address) };
+        // SAFETY: this attribute is a number of the size of `found`; the address is that of open
+        // memory.
+        let asked = unsafe {
+            calls::cuPointerGetAttribute((&raw mut found).cast(), attribute, self.address)
+        };
         asked.result().ok().map(|()| found)
     }
 }
@@ -329,7 +354,8 @@ impl Drop for Opened {
             return;
         }
         let Ok(_visit) = self.context.visit() else { return };
-        // SAFETY: opened in `open`, closed once for that; work on it is over, as who drops memory has seen.
+        // SAFETY: opened in `open`, closed once for that; work on it is over, as who drops memory
+        // has seen.
         if let Err(error) = unsafe { calls::cuIpcCloseMemHandle(self.address) }.result() {
             tracing::debug!(%error, "closing memory of another process's CUDA device");
         }
@@ -343,13 +369,15 @@ pub(super) struct Imported {
     is_own: bool,
 }
 
-// SAFETY: events may be used by any thread that has bound their context; CUDA's calls are thread-safe.
+// SAFETY: events may be used by any thread that has bound their context; CUDA's calls are
+// thread-safe.
 unsafe impl Send for Imported {}
 // SAFETY: as above.
 unsafe impl Sync for Imported {}
 
 impl Imported {
-    /// Whether the other's device has come there, as far as this process sees it. The context is bound.
+    /// Whether the other's device has come there, as far as this process sees it. The context is
+    /// bound.
     pub(super) fn is_passed(&self) -> bool {
         is_passed(self.raw)
     }
@@ -358,7 +386,8 @@ impl Imported {
         let _visit = context.visit()?;
         let handle = sys::CUipcEventHandle { reserved: handle.map(|byte| byte as c_char) };
         let mut raw = std::ptr::null_mut();
-        // SAFETY: a handle is plain bytes, which the driver looks through; there is room for the event.
+        // SAFETY: a handle is plain bytes, which the driver looks through; there is room for the
+        // event.
         unsafe { calls::cuIpcOpenEventHandle(&raw mut raw, handle) }
             .result()
             .map_err(|error| cuda("opening an event of another process's CUDA device", error))?;
@@ -381,7 +410,8 @@ impl Drop for Imported {
 
 /// A point in the work of another process's devices, behind which there is what it lent.
 ///
-/// Devices of this process come after its events. Whoever does not work on a device hears of it by the other's word.
+/// Devices of this process come after its events. Whoever does not work on a device hears of it by
+/// the other's word.
 pub(super) struct Landing {
     events: Vec<Arc<Imported>>,
     words: Vec<Vec<u8>>,
@@ -400,10 +430,12 @@ impl Landing {
     /// Has what is issued to a stream from now on come after it.
     pub(super) fn before(&self, stream: &Stream) -> Result<(), CudaError> {
         for event in &self.events {
-            // SAFETY: the event is open, as `self` holds it, and was recorded before anybody was told of it; the stream is
-            // alive.
+            // SAFETY: the event is open, as `self` holds it, and was recorded before anybody was
+            // told of it; the stream is alive.
             let issued = unsafe { calls::cuStreamWaitEvent(stream.raw, event.raw, WAIT_DEFAULT) };
-            issued.result().map_err(|error| cuda("waiting for work of another process's device", error))?;
+            issued
+                .result()
+                .map_err(|error| cuda("waiting for work of another process's device", error))?;
         }
         let mut users = self.users.lock();
         if !users.iter().any(|known| Arc::ptr_eq(known, &stream.context)) {
@@ -452,9 +484,12 @@ impl Arriving for Landing {
 }
 
 impl RawEvent {
-    /// By what other processes come after it; asked for once. From then on it must not be destroyed.
+    /// By what other processes come after it; asked for once. From then on it must not be
+    /// destroyed.
     pub(super) fn words(&self, context: &Context) -> Option<Words> {
-        *self.1.get_or_init(|| context.shares_events().then(|| show_event(context, self.0)).flatten())
+        *self
+            .1
+            .get_or_init(|| context.shares_events().then(|| show_event(context, self.0)).flatten())
     }
 }
 
@@ -482,7 +517,10 @@ mod tests {
         let words = memory.export().unwrap().to_vec();
         assert_eq!(memory.export().unwrap(), words);
         let again = sharing.open(&words, 4096).unwrap();
-        assert_eq!((again.address(), again.bytes(), again.is_far()), (memory.address(), 4096, false));
+        assert_eq!(
+            (again.address(), again.bytes(), again.is_far()),
+            (memory.address(), 4096, false)
+        );
         assert!(sharing.open(&words, 4097).map(drop).unwrap_err().to_string().contains("shorter"));
         drop((again, memory));
         assert!(sharing.open(&words, 4096).is_err(), "it is no more");
@@ -498,7 +536,11 @@ mod tests {
         let (fence, told) = issued(&gpu, |_| Ok(()));
         let words = sharing.tell(&*fence).unwrap();
         let heard = sharing.hear(&[&words]).unwrap();
-        assert_eq!(sharing.tell(&*heard.clone().fence()).unwrap(), words, "a third is told the same");
+        assert_eq!(
+            sharing.tell(&*heard.clone().fence()).unwrap(),
+            words,
+            "a third is told the same"
+        );
         told.recv_timeout(PATIENCE).unwrap().unwrap();
         assert!(!heard.is_over(), "that is for its owner to say");
         heard.pass(Err("it fell over".to_owned()));
@@ -507,14 +549,20 @@ mod tests {
         let (said, told) = channel();
         let then = Box::new(move |result| said.send(result).unwrap());
         gpu.compute().submit(&[&after], |_| unreachable!("its input is never made"), then);
-        assert!(told.recv_timeout(PATIENCE).unwrap().unwrap_err().to_string().contains("it fell over"));
+        assert!(
+            told.recv_timeout(PATIENCE).unwrap().unwrap_err().to_string().contains("it fell over")
+        );
     }
 
     type Told = Receiver<Result<(), CudaError>>;
 
-    fn issued(gpu: &Gpu, work: impl FnOnce(&Stream) -> Result<(), CudaError>) -> (Arc<dyn Fence>, Told) {
+    fn issued(
+        gpu: &Gpu,
+        work: impl FnOnce(&Stream) -> Result<(), CudaError>,
+    ) -> (Arc<dyn Fence>, Told) {
         let (said, told) = channel();
-        let fence = gpu.inward().submit(&[], work, Box::new(move |result| said.send(result).unwrap()));
+        let fence =
+            gpu.inward().submit(&[], work, Box::new(move |result| said.send(result).unwrap()));
         (fence, told)
     }
 
@@ -549,7 +597,8 @@ mod tests {
         let landing = Arc::new(Landing::new(vec![event], vec![vec![1]]));
         let (said, told) = channel();
         let then = Box::new(move |result| said.send(result).unwrap());
-        let fence = gpu.compute().submit(&[&Fences::of([landing.clone().fence()])], |_| Ok(()), then);
+        let fence =
+            gpu.compute().submit(&[&Fences::of([landing.clone().fence()])], |_| Ok(()), then);
         assert!(!fence.is_over());
         landing.pass(Err("process 3 has ended".to_owned()));
         let error = told.recv_timeout(PATIENCE).unwrap().unwrap_err();
@@ -557,10 +606,17 @@ mod tests {
         assert!(error.is_lost() && fence.is_lost(), "nobody knows what it still does");
         assert_eq!(told_there.recv_timeout(PATIENCE).unwrap(), Err(error.clone()));
         let (said, told) = channel();
-        let fence = gpu.compute().submit(&[], |_| Ok(()), Box::new(move |result| said.send(result).unwrap()));
+        let fence = gpu.compute().submit(
+            &[],
+            |_| Ok(()),
+            Box::new(move |result| said.send(result).unwrap()),
+        );
         let later = told.recv_timeout(PATIENCE).unwrap().unwrap_err();
         assert_eq!(later.to_string(), error.to_string(), "with the same words");
-        assert!(!later.is_lost() && fence.is_over() && !fence.is_lost(), "nothing of it was issued");
+        assert!(
+            !later.is_lost() && fence.is_over() && !fence.is_lost(),
+            "nothing of it was issued"
+        );
         drop(gpu);
         go_on.send(()).unwrap();
     }

@@ -18,14 +18,15 @@ use super::ipc::{Landing, Words, sharable};
 use super::turn::Turn;
 use super::{Ended, Then};
 
-/// Events that have been used and are kept for later ones; a line has about as many as a program runs ahead.
+/// Events that have been used and are kept for later ones; a line has about as many as a program
+/// runs ahead.
 const MOST_SPARE: usize = 1024;
 
 /// A queue of work on a device: a stream. Dropping it lets what was issued come to its end.
 pub(crate) struct Line {
     pub(super) stream: Arc<Stream>,
-    /// Held while work is issued, so that what belongs together stays together and ends are told in order. How often
-    /// that was.
+    /// Held while work is issued, so that what belongs together stays together and ends are told in
+    /// order. How often that was.
     pub(super) issuing: Mutex<u64>,
     pub(super) ends: Arc<Ends>,
 }
@@ -36,7 +37,8 @@ pub(crate) struct Stream {
     pub(super) raw: sys::CUstream,
 }
 
-// SAFETY: streams may be used by any thread that has bound their context; CUDA's calls are thread-safe.
+// SAFETY: streams may be used by any thread that has bound their context; CUDA's calls are
+// thread-safe.
 unsafe impl Send for Stream {}
 // SAFETY: as above.
 unsafe impl Sync for Stream {}
@@ -70,8 +72,8 @@ struct Entry {
 
 /// A point in the work of a line.
 pub(super) struct Event {
-    /// `None` where there was nothing to be behind, or where it could not be made or recorded: then the device counts as
-    /// failed, and what was issued as lost.
+    /// `None` where there was nothing to be behind, or where it could not be made or recorded: then
+    /// the device counts as failed, and what was issued as lost.
     raw: Option<RawEvent>,
     /// Where the work before it began, if anybody wants to know.
     begin: Option<RawEvent>,
@@ -100,7 +102,8 @@ struct Told {
 /// An event, and what other processes know it by, where they have been told.
 pub(super) struct RawEvent(pub(super) sys::CUevent, pub(super) OnceLock<Option<Words>>);
 
-// SAFETY: events may be used by any thread that has bound their context; CUDA's calls are thread-safe.
+// SAFETY: events may be used by any thread that has bound their context; CUDA's calls are
+// thread-safe.
 unsafe impl Send for RawEvent {}
 // SAFETY: as above.
 unsafe impl Sync for RawEvent {}
@@ -122,18 +125,18 @@ impl Line {
         let ends = Arc::<Ends>::default();
         context.note_line(&ends);
         let (theirs, of) = (ends.clone(), stream.clone());
-        std::thread::Builder::new()
-            .name(name)
-            .spawn(move || theirs.tell_all(&of))
-            .map_err(|error| CudaError::new("starting the thread of a stream", "", error.to_string()))?;
+        std::thread::Builder::new().name(name).spawn(move || theirs.tell_all(&of)).map_err(
+            |error| CudaError::new("starting the thread of a stream", "", error.to_string()),
+        )?;
         Ok(Self { stream, issuing: Mutex::new(0), ends })
     }
 
-    /// Issues work that comes after `after` and after all that was issued here before. Never blocks on the device.
+    /// Issues work that comes after `after` and after all that was issued here before. Never blocks
+    /// on the device.
     ///
-    /// Returns a fence behind the work, for the memory that it uses, and calls `then` once it is passed, with what
-    /// went wrong while the work was issued or when it ran. Where only part of it could be issued, that part is before the
-    /// fence.
+    /// Returns a fence behind the work, for the memory that it uses, and calls `then` once it is
+    /// passed, with what went wrong while the work was issued or when it ran. Where only part of it
+    /// could be issued, that part is before the fence.
     pub(crate) fn submit(
         &self,
         after: &[&Fences],
@@ -151,7 +154,8 @@ impl Line {
         fence
     }
 
-    /// The stream, to be told to other libraries; work is issued to it by [`Line::submit`] and in turns.
+    /// The stream, to be told to other libraries; work is issued to it by [`Line::submit`] and in
+    /// turns.
     pub(super) fn stream(&self) -> &Stream {
         &self.stream
     }
@@ -161,8 +165,8 @@ impl Line {
         Turn::new(self, self.issuing.lock())
     }
 
-    /// Whether `fences` are all of this line: then whoever hears of their ends hears of those of later work after that.
-    /// False where there are none.
+    /// Whether `fences` are all of this line: then whoever hears of their ends hears of those of
+    /// later work after that. False where there are none.
     pub(crate) fn has_issued_all(&self, fences: &Fences) -> bool {
         let mine = |fence: &Arc<dyn Fence>| {
             let event = (&**fence as &dyn Any).downcast_ref::<Event>();
@@ -171,9 +175,12 @@ impl Line {
         fences.iter().next().is_some() && fences.iter().all(mine)
     }
 
-    /// From now on work on this line is told with the times at which it began and ended, by `now`: nanoseconds from
-    /// some beginning. To be called before there is any.
-    pub(super) fn keep_time(&self, now: Box<dyn Fn() -> u64 + Send + Sync>) -> Result<(), CudaError> {
+    /// From now on work on this line is told with the times at which it began and ended, by `now`:
+    /// nanoseconds from some beginning. To be called before there is any.
+    pub(super) fn keep_time(
+        &self,
+        now: Box<dyn Fn() -> u64 + Send + Sync>,
+    ) -> Result<(), CudaError> {
         let clock = Clock::new(self, now)?;
         // A second clock would be none the wiser.
         let _ = self.ends.clock.set(clock);
@@ -198,9 +205,15 @@ impl Stream {
             return landing.before(self);
         }
         let Some(event) = (fence as &dyn Any).downcast_ref::<Event>() else {
-            return Err(CudaError::new("waiting for other work", "", "it is no work of a CUDA device's"));
+            return Err(CudaError::new(
+                "waiting for other work",
+                "",
+                "it is no work of a CUDA device's",
+            ));
         };
-        let Some(raw) = event.raw.as_ref().filter(|_| event.stream.raw != self.raw) else { return Ok(()) };
+        let Some(raw) = event.raw.as_ref().filter(|_| event.stream.raw != self.raw) else {
+            return Ok(());
+        };
         // SAFETY: the event is alive, as `event` holds it, and was recorded when it was made.
         unsafe { calls::cuStreamWaitEvent(self.raw, raw.0, WAIT_DEFAULT) }
             .result()
@@ -255,7 +268,8 @@ impl Ends {
     pub(super) fn spare(&self, event: RawEvent) -> Option<RawEvent> {
         let mut spare = self.spare.lock();
         let is_known = event.1.get().is_some_and(Option::is_some);
-        // Those that other processes know stay for ever: there are as many as were in use at a time.
+        // Those that other processes know stay for ever: there are as many as were in use at a
+        // time.
         if spare.len() >= MOST_SPARE && !is_known {
             return Some(event);
         }
@@ -263,7 +277,8 @@ impl Ends {
         None
     }
 
-    /// Waits for each end in turn and tells who wants to know, until the line is dropped and nothing is left.
+    /// Waits for each end in turn and tells who wants to know, until the line is dropped and
+    /// nothing is left.
     fn tell_all(&self, stream: &Stream) {
         // Errors show when events are waited for.
         let _ = stream.context.bind();
@@ -311,15 +326,16 @@ impl Ends {
         state.closed && state.entries.is_empty() && state.waited.is_none()
     }
 
-    /// What is waited for and the device has not come to, by its place in the line. The context is bound.
+    /// What is waited for and the device has not come to, by its place in the line. The context is
+    /// bound.
     pub(super) fn stands_at(&self) -> Option<u64> {
         let Entry { event, .. } = self.state.lock().waited.clone()?;
         let is_ahead = event.raw.as_ref().is_some_and(|raw| !raw.is_passed());
         is_ahead.then_some(event.number)
     }
 
-    /// The device will never come to the end of what is issued here: all of it ends with `error`, told by this thread in place
-    /// of the line's, until the line is dropped.
+    /// The device will never come to the end of what is issued here: all of it ends with `error`,
+    /// told by this thread in place of the line's, until the line is dropped.
     pub(super) fn give_up(&self, error: &CudaError) {
         let mut next = {
             let mut state = self.state.lock();
@@ -364,7 +380,8 @@ impl Event {
             // Set here alone.
             let _ = self.failure.set(error.to_string());
         }
-        // Memory goes back before anybody hears that the work has ended: who waits for memory looks then.
+        // Memory goes back before anybody hears that the work has ended: who waits for memory looks
+        // then.
         self.over.pass().into_iter().for_each(guarded);
         let mut told = self.told.lock();
         let Some(then) = told.then.take() else {
@@ -375,7 +392,8 @@ impl Event {
         guarded(|| then(ended));
     }
 
-    /// Calls `then` with how the work before this ended: on the line's thread, or here where that has told everybody else.
+    /// Calls `then` with how the work before this ended: on the line's thread, or here where that
+    /// has told everybody else.
     pub(super) fn on_end(&self, then: Box<dyn FnOnce(Ended) + Send>) {
         let mut told = self.told.lock();
         let Some(ended) = told.ended.take() else {
@@ -387,7 +405,8 @@ impl Event {
     }
 }
 
-/// Calls what wants to know of an end. What is wrong with that is no reason for the others never to hear of theirs.
+/// Calls what wants to know of an end. What is wrong with that is no reason for the others never to
+/// hear of theirs.
 fn guarded(then: impl FnOnce()) {
     if catch_unwind(AssertUnwindSafe(then)).is_err() {
         tracing::error!("a panic of who was told that work of a CUDA device has ended");
@@ -413,7 +432,9 @@ impl Fence for Event {
 
     fn covers(&self, earlier: &dyn Fence) -> bool {
         let earlier = (earlier as &dyn Any).downcast_ref::<Self>();
-        earlier.is_some_and(|earlier| earlier.stream.raw == self.stream.raw && earlier.number < self.number)
+        earlier.is_some_and(|earlier| {
+            earlier.stream.raw == self.stream.raw && earlier.number < self.number
+        })
     }
 }
 
@@ -468,7 +489,8 @@ impl RawEvent {
     }
 
     pub(super) fn destroy(self) {
-        // SAFETY: the event is alive and this was its owner; CUDA lets waits for it come to their end.
+        // SAFETY: the event is alive and this was its owner; CUDA lets waits for it come to their
+        // end.
         if let Err(error) = unsafe { calls::cuEventDestroy_v2(self.0) }.result() {
             tracing::debug!(%error, "destroying an event");
         }

@@ -12,7 +12,8 @@ use super::ipc::{self, Words};
 
 /// Where segments in a device's memory come from.
 ///
-/// They are asked for with `cuMemAlloc`: what the stream-ordered allocator gives cannot be shared with other processes.
+/// They are asked for with `cuMemAlloc`: what the stream-ordered allocator gives cannot be shared
+/// with other processes.
 pub(super) struct Allocator {
     context: Arc<Context>,
 }
@@ -41,7 +42,12 @@ impl DeviceAllocator for Allocator {
         unsafe { calls::cuMemAlloc_v2(&raw mut address, bytes) }.result().map_err(|error| {
             io::Error::other(cuda(format!("allocating {bytes} bytes on a CUDA device"), error))
         })?;
-        Ok(Box::new(Memory { context: self.context.clone(), address, bytes, words: OnceLock::new() }))
+        Ok(Box::new(Memory {
+            context: self.context.clone(),
+            address,
+            bytes,
+            words: OnceLock::new(),
+        }))
     }
 }
 
@@ -70,8 +76,8 @@ impl Drop for Memory {
             ipc::forget(&self.context, words);
         }
         let Ok(_visit) = self.context.visit() else { return };
-        // SAFETY: allocated in `allocate`, freed once; blocks go back to their pool only when work on them is over, and
-        // pools let go of segments without blocks in use only.
+        // SAFETY: allocated in `allocate`, freed once; blocks go back to their pool only when work
+        // on them is over, and pools let go of segments without blocks in use only.
         if let Err(error) = unsafe { calls::cuMemFree_v2(self.address) }.result() {
             tracing::debug!(%error, "freeing memory of a CUDA device");
         }

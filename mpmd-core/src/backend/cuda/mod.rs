@@ -1,14 +1,15 @@
 //! The CUDA back end: devices that are graphics processors.
 //!
-//! Built with the feature `cuda`, through `cudarc`, which loads CUDA's libraries when they are first used: a program built with it
-//! runs where there is no CUDA, as long as it asks for no such device. Without the feature everything here has the same names and
-//! a `Gpu` that cannot be.
+//! Built with the feature `cuda`, through `cudarc`, which loads CUDA's libraries when they are
+//! first used: a program built with it runs where there is no CUDA, as long as it asks for no such
+//! device. Without the feature everything here has the same names and a `Gpu` that cannot be.
 //!
-//! A `Gpu` has *lines*: queues of its own work, one for kernels and one for each direction of copies. Work is issued to a
-//! line by any thread, at once, and runs later, in order. What uses memory that another line uses is told to come after it
-//! ([`Fences`](mpmd_transport::memory::Fences)); nobody waits for that but the device. Each line has a thread that waits for the ends of what
-//! was issued, and tells who wants to know; no other thread of the program ever does, but a
-//! device's own in a kernel with collectives (`Turn::wait`).
+//! A `Gpu` has *lines*: queues of its own work, one for kernels and one for each direction of
+//! copies. Work is issued to a line by any thread, at once, and runs later, in order. What uses
+//! memory that another line uses is told to come after it
+//! ([`Fences`](mpmd_transport::memory::Fences)); nobody waits for that but the device. Each line
+//! has a thread that waits for the ends of what was issued, and tells who wants to know; no other
+//! thread of the program ever does, but a device's own in a kernel with collectives (`Turn::wait`).
 
 #[cfg(not(feature = "cuda"))]
 mod absent;
@@ -55,7 +56,8 @@ use crate::region::Region;
 
 #[cfg(not(feature = "cuda"))]
 pub(crate) use absent::{
-    Communicator, Communicators, Ending, Gpu, Stream, Turn, WarmUp, new_id, reach_each_other, sharing,
+    Communicator, Communicators, Ending, Gpu, Stream, Turn, WarmUp, new_id, reach_each_other,
+    sharing,
 };
 pub(crate) use asked::{CommunicatorId, Joint, NotJoined, Operand, Product, RawArg};
 pub use driver::{
@@ -70,7 +72,8 @@ pub(crate) use ipc::sharing;
 pub(crate) use line::Stream;
 #[cfg(feature = "cuda")]
 pub(crate) use nccl::library::{
-    NAMES as NCCL_NAMES, SYMBOLS as NCCL_SYMBOLS, library as nccl_library, version as nccl_version_of,
+    NAMES as NCCL_NAMES, SYMBOLS as NCCL_SYMBOLS, library as nccl_library,
+    version as nccl_version_of,
 };
 #[cfg(feature = "cuda")]
 pub(crate) use nccl::{Communicator, Communicators, new_id};
@@ -79,7 +82,8 @@ pub(crate) use turn::{Ending, Turn};
 #[cfg(feature = "cuda")]
 pub(crate) use warm::WarmUp;
 
-/// Which elements a copy moves, between which regions: as for [`copy_region`](crate::reshard::copy_region).
+/// Which elements a copy moves, between which regions: as for
+/// [`copy_region`](crate::reshard::copy_region).
 #[derive(Clone, Copy)]
 #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "for devices, and there are none"))]
 pub(crate) struct Part<'a> {

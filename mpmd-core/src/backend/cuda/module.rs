@@ -1,7 +1,7 @@
 //! Sources made ready for a device: modules that are loaded, and their functions.
 //!
-//! Modules stay loaded as long as the device's context is there: nobody has to know when the last of their functions
-//! has run.
+//! Modules stay loaded as long as the device's context is there: nobody has to know when the last
+//! of their functions has run.
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
@@ -44,7 +44,8 @@ struct Module {
     functions: RwLock<Vec<Function>>,
 }
 
-// SAFETY: modules and functions may be used by any thread that has bound their context; CUDA's calls are thread-safe.
+// SAFETY: modules and functions may be used by any thread that has bound their context; CUDA's
+// calls are thread-safe.
 unsafe impl Send for Module {}
 // SAFETY: as above.
 unsafe impl Sync for Module {}
@@ -72,11 +73,13 @@ impl Modules {
         self.slots.write().entry(key(source)).or_insert_with(|| Arc::new(Slot::new(source)));
     }
 
-    /// Compiles and loads a source, unless that has been done; waits where another thread is about it.
+    /// Compiles and loads a source, unless that has been done; waits where another thread is about
+    /// it.
     ///
     /// # Errors
     ///
-    /// Where it does not compile, there is no NVRTC, or the driver refuses what came of it: the same again for all who ask.
+    /// Where it does not compile, there is no NVRTC, or the driver refuses what came of it: the
+    /// same again for all who ask.
     pub(super) fn make_ready(&self, source: &'static Source) -> Result<(), CudaError> {
         self.announce(source);
         let slot = self.slots.read().get(&key(source)).cloned();
@@ -109,13 +112,19 @@ impl Modules {
         let slots = self.slots.read();
         let module = slots.get(&key(source)).and_then(|slot| slot.module.get()?.as_ref().ok());
         let functions = module.map(|module| module.functions.read());
-        let found = functions.as_ref().and_then(|all| all.iter().find(|known| &*known.name == function));
+        let found =
+            functions.as_ref().and_then(|all| all.iter().find(|known| &*known.name == function));
         // It was found just now, and nothing goes.
         found.map_or_else(|| Err(no_function(source, function)), then)
     }
 
     /// Has the function in its module's list.
-    fn find(&self, source: &'static Source, function: &str, announced: bool) -> Result<(), CudaError> {
+    fn find(
+        &self,
+        source: &'static Source,
+        function: &str,
+        announced: bool,
+    ) -> Result<(), CudaError> {
         if !announced {
             tracing::warn!(
                 source = source.name(),
@@ -136,7 +145,8 @@ impl Modules {
     }
 
     fn module<'s>(&self, slot: &'s Slot) -> Result<&'s Module, CudaError> {
-        let made = slot.module.get_or_init(|| self.context.bind().and_then(|()| self.load(slot.source)));
+        let made =
+            slot.module.get_or_init(|| self.context.bind().and_then(|()| self.load(slot.source)));
         made.as_ref().map_err(CudaError::clone)
     }
 
@@ -146,10 +156,12 @@ impl Modules {
                 let image = compile::image(source, self.architecture)?;
                 match Module::load(source, &image) {
                     Err(error) if image.is_kept() => {
-                        tracing::debug!(source = source.name(), %error, "what was kept is compiled again");
+                        tracing::debug!(source = source.name(), %error, "what was kept is \
+                            compiled again");
                         Module::load(source, &compile::anew(source, self.architecture)?)
                     }
-                    // A driver that is older than NVRTC may know what NVRTC can make of it without its help.
+                    // A driver that is older than NVRTC may know what NVRTC can make of it without
+                    // its help.
                     Err(error) if image.is_binary() && error.is_unknown_image() => {
                         tracing::debug!(source = source.name(), %error, "the driver compiles it");
                         Module::load(source, &compile::assembly(source, self.architecture)?)
@@ -182,10 +194,12 @@ impl Module {
             sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES,
         ];
         // The second is a number in place of a pointer: the driver wants it so.
-        let mut values = [log.as_mut_ptr().cast::<c_void>(), std::ptr::without_provenance_mut(log.len())];
+        let mut values =
+            [log.as_mut_ptr().cast::<c_void>(), std::ptr::without_provenance_mut(log.len())];
         let mut raw = std::ptr::null_mut();
-        // SAFETY: the context is bound by the caller. The image ends with a zero, as texts must; there are as many options
-        // as values, and the log is as long as is said. There is room for the module.
+        // SAFETY: the context is bound by the caller. The image ends with a zero, as texts must;
+        // there are as many options as values, and the log is as long as is said. There is room for
+        // the module.
         let loaded = unsafe {
             calls::cuModuleLoadDataEx(
                 &raw mut raw,
@@ -197,7 +211,11 @@ impl Module {
         };
         if let Err(error) = loaded.result() {
             let error = cuda(format!("loading {}", source.name()), error);
-            let said = log.split(|byte| *byte == 0).next().map(String::from_utf8_lossy).unwrap_or_default();
+            let said = log
+                .split(|byte| *byte == 0)
+                .next()
+                .map(String::from_utf8_lossy)
+                .unwrap_or_default();
             return Err(error.with_log(said.trim()));
         }
         let module = Self { raw, functions: RwLock::default() };
@@ -205,19 +223,23 @@ impl Module {
         Ok(module)
     }
 
-    /// Drivers since 12.4 load functions at once where they are asked to, and otherwise at their first launch, which is
-    /// right too.
+    /// Drivers since 12.4 load functions at once where they are asked to, and otherwise at their
+    /// first launch, which is right too.
     fn load_functions(&self) {
-        if !["cuModuleGetFunctionCount", "cuModuleEnumerateFunctions", "cuFuncLoad"].into_iter().all(has) {
+        if !["cuModuleGetFunctionCount", "cuModuleEnumerateFunctions", "cuFuncLoad"]
+            .into_iter()
+            .all(has)
+        {
             return;
         }
         let mut count = 0;
-        // SAFETY: the module is alive, and the driver has these functions. There is room for the number, and for as
-        // many functions as it says.
+        // SAFETY: the module is alive, and the driver has these functions. There is room for the
+        // number, and for as many functions as it says.
         let loaded = unsafe {
             calls::cuModuleGetFunctionCount(&raw mut count, self.raw).result().and_then(|()| {
                 let mut functions = vec![std::ptr::null_mut(); count as usize];
-                calls::cuModuleEnumerateFunctions(functions.as_mut_ptr(), count, self.raw).result()?;
+                calls::cuModuleEnumerateFunctions(functions.as_mut_ptr(), count, self.raw)
+                    .result()?;
                 functions.into_iter().try_for_each(|function| calls::cuFuncLoad(function).result())
             })
         };
@@ -231,10 +253,13 @@ impl Function {
     fn find(module: &Module, source: &Source, function: &str) -> Result<Self, CudaError> {
         let name = CString::new(function).map_err(|_| no_function(source, function))?;
         let mut raw = std::ptr::null_mut();
-        // SAFETY: the module is alive and the name ends with a zero; there is room for the function.
+        // SAFETY: the module is alive and the name ends with a zero; there is room for the
+        // function.
         unsafe { calls::cuModuleGetFunction(&raw mut raw, module.raw, name.as_ptr()) }
             .result()
-            .map_err(|error| cuda(format!("looking for function {function} in {}", source.name()), error))?;
+            .map_err(|error| {
+                cuda(format!("looking for function {function} in {}", source.name()), error)
+            })?;
         let (mut own, which) = (0, sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES);
         // SAFETY: the function is alive, and there is room for the number.
         let told = unsafe { calls::cuFuncGetAttribute(&raw mut own, which, raw) }.is_success();
@@ -253,7 +278,12 @@ impl Function {
     }
 
     /// Fails where arguments are not what the function takes, as far as the driver tells.
-    pub(super) fn check(&self, source: &Source, function: &str, args: &[RawArg]) -> Result<(), CudaError> {
+    pub(super) fn check(
+        &self,
+        source: &Source,
+        function: &str,
+        args: &[RawArg],
+    ) -> Result<(), CudaError> {
         let Some(parameters) = &self.parameters else { return Ok(()) };
         let fit = parameters.len() == args.len()
             && parameters.iter().zip(args).all(|(parameter, arg)| *parameter == arg.size);
@@ -299,8 +329,10 @@ fn parameters(function: sys::CUfunction) -> Option<Vec<usize>> {
     }
     let size = |index| {
         let (mut offset, mut size) = (0, 0);
-        // SAFETY: the function is alive, the driver has this call, and there is room for both numbers.
-        let told = unsafe { calls::cuFuncGetParamInfo(function, index, &raw mut offset, &raw mut size) };
+        // SAFETY: the function is alive, the driver has this call, and there is room for both
+        // numbers.
+        let told =
+            unsafe { calls::cuFuncGetParamInfo(function, index, &raw mut offset, &raw mut size) };
         // Behind the last.
         told.result().ok().map(|()| size)
     };

@@ -1,6 +1,7 @@
 //! CUDA without the framework: what `cudarc` alone takes for a launch and for a copy.
 //!
-//! Benchmarks set the framework's figures against these; nothing else uses them. One stream, one thread, no events.
+//! Benchmarks set the framework's figures against these; nothing else uses them. One stream, one
+//! thread, no events.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,14 +15,16 @@ use super::error::CudaError;
 use super::gpu::cuda;
 use super::{found, nvrtc};
 
-/// A kernel that does as little as one can, and takes what a kernel of the framework's takes at least.
+/// A kernel that does as little as one can, and takes what a kernel of the framework's takes at
+/// least.
 const SOURCE: &str = r#"
 extern "C" __global__ void nothing(const float *x, float *y) {
     if (threadIdx.x == 0) y[0] = x[0];
 }
 "#;
 
-/// Launches between two waits: fewer than the driver has room for, or the last ones wait for the first.
+/// Launches between two waits: fewer than the driver has room for, or the last ones wait for the
+/// first.
 const LAUNCHES: usize = 500;
 
 /// Bytes that a sample of copies moves at least, so that looking at the clock costs nothing.
@@ -55,7 +58,8 @@ impl Plain {
     /// Where there is no driver or no such processor, or it cannot be used.
     pub fn open(ordinal: u32) -> Result<Self, CudaError> {
         found().map_err(|error| CudaError::new("using CUDA by hand", "", error.to_string()))?;
-        let context = CudaContext::new(ordinal as usize).map_err(said("opening a device by hand"))?;
+        let context =
+            CudaContext::new(ordinal as usize).map_err(said("opening a device by hand"))?;
         // SAFETY: all that is used lives in one stream, where order is given.
         unsafe { context.disable_event_tracking() };
         let stream = context.new_stream().map_err(said("making a stream by hand"))?;
@@ -72,7 +76,8 @@ impl Plain {
         let doing = "launching by hand";
         let x: CudaSlice<f32> = self.stream.alloc_zeros(1).map_err(said(doing))?;
         let mut y: CudaSlice<f32> = self.stream.alloc_zeros(1).map_err(said(doing))?;
-        let shape = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (32, 1, 1), shared_mem_bytes: 0 };
+        let shape =
+            LaunchConfig { grid_dim: (1, 1, 1), block_dim: (32, 1, 1), shared_mem_bytes: 0 };
         let mut times = Vec::with_capacity(repeats);
         // The first ones load the kernel.
         for repeat in 0..=repeats {
@@ -80,7 +85,8 @@ impl Plain {
             for _ in 0..LAUNCHES {
                 let mut launch = self.stream.launch_builder(&kernel);
                 launch.arg(&x).arg(&mut y);
-                // SAFETY: the kernel takes these two arrays of an element each, and touches no other memory.
+                // SAFETY: the kernel takes these two arrays of an element each, and touches no
+                // other memory.
                 unsafe { launch.launch(shape) }.map_err(said(doing))?;
             }
             let took = start.elapsed() / LAUNCHES as u32;
@@ -97,7 +103,12 @@ impl Plain {
     /// # Errors
     ///
     /// Where there is too little memory, or the device fails.
-    pub fn copies(&self, way: Way, bytes: usize, repeats: usize) -> Result<Vec<Duration>, CudaError> {
+    pub fn copies(
+        &self,
+        way: Way,
+        bytes: usize,
+        repeats: usize,
+    ) -> Result<Vec<Duration>, CudaError> {
         let doing = "copying by hand";
         let alloc = || self.stream.alloc_zeros::<u8>(bytes).map_err(said(doing));
         let (mut one, other) = (alloc()?, if way == Way::OnDevice { Some(alloc()?) } else { None });
@@ -133,10 +144,12 @@ impl Plain {
         module.load_function("nothing").map_err(said(doing))
     }
 
-    /// Memory of the host that stays in its place, and that the processor may read as fast as it writes it.
+    /// Memory of the host that stays in its place, and that the processor may read as fast as it
+    /// writes it.
     fn pinned(&self, bytes: usize) -> Result<PinnedHostSlice<u8>, CudaError> {
         // SAFETY: nobody reads what is in it, but to copy it; every byte pattern is a `u8`.
-        unsafe { self.context.alloc_pinned_with_flags(bytes, 0) }.map_err(said("pinning memory by hand"))
+        unsafe { self.context.alloc_pinned_with_flags(bytes, 0) }
+            .map_err(said("pinning memory by hand"))
     }
 }
 

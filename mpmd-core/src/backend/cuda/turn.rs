@@ -12,8 +12,9 @@ use super::line::{Event, Line, RawEvent, Stream};
 
 /// A thread's turn to issue work to a [`Line`]: nobody else's comes between.
 ///
-/// First it says what the work comes [after](Turn::come_after), then it [begins](Turn::begin), and at last it
-/// [ends](Turn::end), whatever went wrong: only then is there a fence behind what was issued.
+/// First it says what the work comes [after](Turn::come_after), then it [begins](Turn::begin), and
+/// at last it [ends](Turn::end), whatever went wrong: only then is there a fence behind what was
+/// issued.
 pub(crate) struct Turn<'a> {
     line: &'a Line,
     issuing: MutexGuard<'a, u64>,
@@ -65,7 +66,8 @@ impl<'a> Turn<'a> {
         Ok(stream)
     }
 
-    /// Sleeps until the device has done what was issued to the line so far. Others may have a turn meanwhile.
+    /// Sleeps until the device has done what was issued to the line so far. Others may have a turn
+    /// meanwhile.
     ///
     /// Only for kernels that need their values on the host in the middle of a call.
     ///
@@ -79,12 +81,17 @@ impl<'a> Turn<'a> {
         *self.issuing += 1;
         let event = Arc::new(Event::new(self.line, Some(here), (None, 0), *self.issuing));
         ends.push(event.clone(), Ok(()));
-        // The line's thread tells of it, as it does of all ends: also where the device will never come there.
+        // The line's thread tells of it, as it does of all ends: also where the device will never
+        // come there.
         let (tell, told) = channel();
         event.on_end(Box::new(move |ended| tell.send(ended.result).unwrap_or_default()));
         let ended = MutexGuard::unlocked(&mut self.issuing, || told.recv());
         ended.unwrap_or_else(|_| {
-            Err(CudaError::new("waiting for work of a CUDA device", "", "nobody tells of its end any more"))
+            Err(CudaError::new(
+                "waiting for work of a CUDA device",
+                "",
+                "nobody tells of its end any more",
+            ))
         })
     }
 
@@ -93,17 +100,20 @@ impl<'a> Turn<'a> {
         MutexGuard::unlocked(&mut self.issuing, wait)
     }
 
-    /// Ends the turn. `issued` is what went wrong while the work was issued: it is told as the work's own end. What
-    /// could be issued is before the fence.
+    /// Ends the turn. `issued` is what went wrong while the work was issued: it is told as the
+    /// work's own end. What could be issued is before the fence.
     pub(crate) fn end(mut self, issued: Result<(), CudaError>) -> Ending {
         let Line { stream, ends, .. } = self.line;
         *self.issuing += 1;
         // What was issued is under way also where the device has come to count as failed since.
-        let bound = if self.has_begun { stream.context.bind_failed() } else { stream.context.bind() };
+        let bound =
+            if self.has_begun { stream.context.bind_failed() } else { stream.context.bind() };
         let (raw, issued) = match bound.and_then(|()| ends.record(stream)) {
             Ok(raw) => (Some(raw), issued),
             // Nobody will see when it is over.
-            Err(error) if self.has_begun => (None, issued.and(Err(stream.context.fails(error).lost()))),
+            Err(error) if self.has_begun => {
+                (None, issued.and(Err(stream.context.fails(error).lost())))
+            }
             Err(error) => (None, issued.and(Err(error))),
         };
         let event = Arc::new(Event::new(self.line, raw, self.begin, *self.issuing));
@@ -118,8 +128,8 @@ impl Ending {
         self.0.clone()
     }
 
-    /// Calls `then` with how the work ended, after all memory that waited for it has gone back: on the line's thread
-    /// or, where it is over, here. It must be short.
+    /// Calls `then` with how the work ended, after all memory that waited for it has gone back: on
+    /// the line's thread or, where it is over, here. It must be short.
     pub(crate) fn then(self, then: Box<dyn FnOnce(Ended) + Send>) {
         self.0.on_end(then);
     }

@@ -1,5 +1,5 @@
-//! What kernels announce is made ready before they run: by threads of its own, and by the device's thread where that comes
-//! first.
+//! What kernels announce is made ready before they run: by threads of its own, and by the device's
+//! thread where that comes first.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -16,8 +16,8 @@ use crate::cuda::source::Kind;
 /// Threads that compile at a time; more would take processors from the program.
 const THREADS: usize = 2;
 
-/// What one kernel needs on one device. Dropping it waits for what is being compiled for it, since a process must not end
-/// meanwhile, and leaves the rest.
+/// What one kernel needs on one device. Dropping it waits for what is being compiled for it, since
+/// a process must not end meanwhile, and leaves the rest.
 pub(crate) struct WarmUp {
     needs: Arc<Needs>,
     ready: OnceLock<Result<(), CudaError>>,
@@ -70,7 +70,8 @@ impl Gpu {
 }
 
 impl WarmUp {
-    /// Waits until all is ready; makes ready itself what nobody has begun with. Costs a look at one word once it is.
+    /// Waits until all is ready; makes ready itself what nobody has begun with. Costs a look at one
+    /// word once it is.
     ///
     /// # Errors
     ///

@@ -30,8 +30,9 @@ pub(super) fn derived_port(job: u64) -> u16 {
 
 /// FNV-1a: all processes of a job must find the same, whatever they were built by.
 pub(super) fn hash(text: &str) -> u64 {
-    text.bytes()
-        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+    text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    })
 }
 
 /// The first host of a Slurm list: `node[03-05,7],other` begins with `node03`.

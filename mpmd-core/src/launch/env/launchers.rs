@@ -13,13 +13,16 @@ pub(super) struct Said {
     /// Without `MPMD_COORDINATOR`; `Err` says what would be needed for one.
     pub(super) coordinator: Result<String, String>,
     pub(super) hosted: bool,
-    /// Text that differs between jobs and between attempts at one. Empty if the launcher gives none.
+    /// Text that differs between jobs and between attempts at one. Empty if the launcher gives
+    /// none.
     pub(super) job: String,
 }
 
 /// Asks the launchers in turn; the first whose variables are there is believed.
 pub(super) fn ask(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
-    for find in [ours_says, torchrun_says, open_mpi_says, slurm_says, pmix_says, pmi_says, kubernetes_says] {
+    for find in
+        [ours_says, torchrun_says, open_mpi_says, slurm_says, pmix_says, pmi_says, kubernetes_says]
+    {
         if let Some(said) = find(vars)? {
             return Ok(Some(said));
         }
@@ -38,7 +41,11 @@ fn ours_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
         process: vars.needed(SOURCE, ours::RANK)?,
         processes,
         local_process: vars.number(ours::LOCAL_RANK)?,
-        coordinator: if processes == 1 { Ok("127.0.0.1:0".into()) } else { Err(ours::COORDINATOR.into()) },
+        coordinator: if processes == 1 {
+            Ok("127.0.0.1:0".into())
+        } else {
+            Err(ours::COORDINATOR.into())
+        },
         hosted: vars.get(ours::HOSTED).is_some_and(|value| value == "1"),
         job: String::new(),
     }))
@@ -54,9 +61,13 @@ fn torchrun_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     let coordinator = match (vars.get("MASTER_ADDR"), vars.number::<u16>("MASTER_PORT")?) {
         (Some(host), Some(port)) => {
             // The port itself is then in use: torchrun's agent serves its own store there.
-            let taken =
-                vars.get("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|v| v.eq_ignore_ascii_case("true"));
-            Ok(address(&host, if taken { port.checked_add(1).unwrap_or(u16::MAX - 1) } else { port }))
+            let taken = vars
+                .get("TORCHELASTIC_USE_AGENT_STORE")
+                .is_some_and(|v| v.eq_ignore_ascii_case("true"));
+            Ok(address(
+                &host,
+                if taken { port.checked_add(1).unwrap_or(u16::MAX - 1) } else { port },
+            ))
         }
         (None, _) => Err(format!("MASTER_ADDR or {}", ours::COORDINATOR)),
         (Some(_), None) => Err(format!("MASTER_PORT or {}", ours::COORDINATOR)),
@@ -64,7 +75,9 @@ fn torchrun_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
     // Each host's agent counts the restarts that its own workers caused: only on one host is it one
     // number.
     let attempt = match vars.number::<usize>("LOCAL_WORLD_SIZE")? {
-        Some(local) if local == processes => vars.get("TORCHELASTIC_RESTART_COUNT").unwrap_or_default(),
+        Some(local) if local == processes => {
+            vars.get("TORCHELASTIC_RESTART_COUNT").unwrap_or_default()
+        }
         _ => String::new(),
     };
     Ok(Some(Said {
@@ -126,8 +139,8 @@ fn slurm_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
         process: vars.needed(SOURCE, "SLURM_PROCID")?,
         processes,
         local_process: vars.number("SLURM_LOCALID")?,
-        // Steps of an allocation may run at once. By such a stride they find ports of their own, and none
-        // that a job of about the same number would.
+        // Steps of an allocation may run at once. By such a stride they find ports of their own,
+        // and none that a job of about the same number would.
         coordinator: Ok(address(&host, derived_port(job.wrapping_add(step.wrapping_mul(257))))),
         hosted: false,
         job: format!("{job}.{step}.{attempt}"),

@@ -22,7 +22,8 @@ use super::{LaunchError, cuda_collectives, kinds_by_process, spin, variables as 
 use crate::topology::{CudaCollectives, DeviceKind};
 use crate::transports::Spin;
 
-/// The most processes of a job: as many as a plan can tell apart. So that a number cannot take all memory.
+/// The most processes of a job: as many as a plan can tell apart. So that a number cannot take all
+/// memory.
 const MOST_PROCESSES: usize = 1 << 20;
 
 /// The most devices of a process, for the same reason.
@@ -67,7 +68,8 @@ pub struct JobEnv {
     pub links: Option<PathBuf>,
     /// True where the processes are to compare host values of any size.
     pub check_uncommitted: bool,
-    /// Where this process is to write its plan, and do nothing else: then it is one beyond those of the job.
+    /// Where this process is to write its plan, and do nothing else: then it is one beyond those of
+    /// the job.
     pub plan: Option<PlanEnv>,
     /// Who said so, for people.
     pub source: &'static str,
@@ -86,17 +88,18 @@ pub struct PlanEnv {
 impl JobEnv {
     /// Reads this process's environment; `None` where no launcher has started it: a job of one.
     ///
-    /// Looks for variables of, in this order, our own launcher, torchrun, Open MPI, Slurm, PMIx, PMI,
-    /// and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`, `MPMD_JOB_TOKEN_FILE`,
-    /// `MPMD_TRANSPORT`, `MPMD_SPIN`, `MPMD_DEVICES_PER_PROCESS`, `MPMD_DEVICE`, `MPMD_CUDA_COLLECTIVES`,
-    /// `MPMD_PATIENCE`, `MPMD_HOST`, `MPMD_LINKS` and `MPMD_CHECK` count under every launcher.
-    /// Where `MPMD_PLAN` is set none of them is asked: the process plans a job of
-    /// `MPMD_PLAN_PROCESSES` processes as number `MPMD_PLAN_PROCESS` of them, or as one beyond them.
+    /// Looks for variables of, in this order, our own launcher, torchrun, Open MPI, Slurm, PMIx,
+    /// PMI, and Kubernetes indexed jobs. `MPMD_COORDINATOR`, `MPMD_JOB_TOKEN`,
+    /// `MPMD_JOB_TOKEN_FILE`, `MPMD_TRANSPORT`, `MPMD_SPIN`, `MPMD_DEVICES_PER_PROCESS`,
+    /// `MPMD_DEVICE`, `MPMD_CUDA_COLLECTIVES`, `MPMD_PATIENCE`, `MPMD_HOST`, `MPMD_LINKS` and
+    /// `MPMD_CHECK` count under every launcher. Where `MPMD_PLAN` is set none of them is asked: the
+    /// process plans a job of `MPMD_PLAN_PROCESSES` processes as number `MPMD_PLAN_PROCESS` of
+    /// them, or as one beyond them.
     ///
     /// # Errors
     ///
-    /// Where a launcher's variables are there only in part (names every variable looked at), or where
-    /// one makes no sense.
+    /// Where a launcher's variables are there only in part (names every variable looked at), or
+    /// where one makes no sense.
     pub fn from_env() -> Result<Option<Self>, LaunchError> {
         // A value that is not Unicode is none of ours; but who is to plan must not run.
         if let Some(file) = std::env::var_os(ours::PLAN)
@@ -135,14 +138,15 @@ impl JobEnv {
 }
 
 impl JobEnv {
-    /// Where process 0 must listen, where it runs the rendezvous service: the coordinator's port, on
-    /// all interfaces unless all processes are on this host.
+    /// Where process 0 must listen, where it runs the rendezvous service: the coordinator's port,
+    /// on all interfaces unless all processes are on this host.
     ///
     /// # Errors
     ///
     /// [`LaunchError::Variable`] where the coordinator has no port.
     pub fn listen_address(&self) -> Result<SocketAddr, LaunchError> {
-        let (host, port) = split_address(&self.coordinator).ok_or_else(|| no_address(&self.coordinator))?;
+        let (host, port) =
+            split_address(&self.coordinator).ok_or_else(|| no_address(&self.coordinator))?;
         let ip = match host.parse() {
             Ok(ip) if ip.is_loopback() => ip,
             Ok(IpAddr::V6(_)) => Ipv6Addr::UNSPECIFIED.into(),
@@ -182,7 +186,11 @@ fn planning(vars: &Vars<'_>, file: String) -> Result<JobEnv, LaunchError> {
     // Without a number the dry run is no process of the job: it does nothing that a program does on
     // one process alone.
     let process = process.unwrap_or_else(|| u32::try_from(processes).unwrap_or(u32::MAX));
-    Ok(JobEnv { process: ProcessId(process), plan: Some(PlanEnv { file: file.into(), steps }), ..env })
+    Ok(JobEnv {
+        process: ProcessId(process),
+        plan: Some(PlanEnv { file: file.into(), steps }),
+        ..env
+    })
 }
 
 /// A job from what its launcher has said and what counts under every launcher.
@@ -220,15 +228,17 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
         _ => return Err(no_address(&coordinator)),
     }
     let known = format!("{source} {job} {coordinator}");
-    let (token, token_is_guessable) = match (vars.get(ours::JOB_TOKEN), vars.get(ours::JOB_TOKEN_FILE)) {
-        (Some(hex), _) => {
-            let token =
-                hex.parse().map_err(|error| LaunchError::Token { variable: ours::JOB_TOKEN, error })?;
-            (token, false)
-        }
-        (None, Some(file)) => (Token::of_secret(&secret::read(&file)?, &known), false),
-        (None, None) => (Token::derived(&known), true),
-    };
+    let (token, token_is_guessable) =
+        match (vars.get(ours::JOB_TOKEN), vars.get(ours::JOB_TOKEN_FILE)) {
+            (Some(hex), _) => {
+                let token = hex
+                    .parse()
+                    .map_err(|error| LaunchError::Token { variable: ours::JOB_TOKEN, error })?;
+                (token, false)
+            }
+            (None, Some(file)) => (Token::of_secret(&secret::read(&file)?, &known), false),
+            (None, None) => (Token::derived(&known), true),
+        };
     let devices_per_process = vars.number(ours::DEVICES_PER_PROCESS)?;
     if let Some(devices) = devices_per_process
         && !(1..=MOST_DEVICES).contains(&devices)
@@ -236,7 +246,11 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
         return Err(LaunchError::Variable {
             variable: ours::DEVICES_PER_PROCESS.into(),
             value: devices.to_string(),
-            expected: if devices == 0 { "at least 1".into() } else { format!("at most {MOST_DEVICES}") },
+            expected: if devices == 0 {
+                "at least 1".into()
+            } else {
+                format!("at most {MOST_DEVICES}")
+            },
         });
     }
     let kinds = vars.get(ours::DEVICE).map(|text| kinds_by_process(&text, processes));
@@ -255,11 +269,13 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
         None => None,
         // More than a duration can hold, as `Duration::MAX` is once it is written in decimals.
         Some(seconds) if seconds >= u64::MAX as f64 => Some(Duration::MAX),
-        Some(seconds) => Some(Duration::try_from_secs_f64(seconds).map_err(|_| LaunchError::Variable {
-            variable: ours::PATIENCE.into(),
-            value: seconds.to_string(),
-            expected: "a number of seconds".into(),
-        })?),
+        Some(seconds) => {
+            Some(Duration::try_from_secs_f64(seconds).map_err(|_| LaunchError::Variable {
+                variable: ours::PATIENCE.into(),
+                value: seconds.to_string(),
+                expected: "a number of seconds".into(),
+            })?)
+        }
     };
     Ok(JobEnv {
         process: ProcessId(process),
@@ -273,7 +289,10 @@ fn complete(vars: &Vars<'_>, said: Said) -> Result<JobEnv, LaunchError> {
         spin: vars.get(ours::SPIN).map(|text| spin(&text)).transpose()?,
         devices_per_process,
         device_kinds: kinds.transpose()?,
-        cuda_collectives: vars.get(ours::CUDA_COLLECTIVES).map(|text| cuda_collectives(&text)).transpose()?,
+        cuda_collectives: vars
+            .get(ours::CUDA_COLLECTIVES)
+            .map(|text| cuda_collectives(&text))
+            .transpose()?,
         patience,
         host: vars.get(ours::HOST),
         links: vars.get(ours::LINKS).map(PathBuf::from),

@@ -19,8 +19,11 @@ const OF_OTHERS: u32 = 0o077;
 
 /// Reads the secret in a file that nobody else can read or has written.
 pub(super) fn read(path: &str) -> Result<Vec<u8>, LaunchError> {
-    let wrong =
-        |why: String| LaunchError::TokenFile { variable: ours::JOB_TOKEN_FILE, path: path.to_owned(), why };
+    let wrong = |why: String| LaunchError::TokenFile {
+        variable: ours::JOB_TOKEN_FILE,
+        path: path.to_owned(),
+        why,
+    };
     let failed = |error: std::io::Error| wrong(error.to_string());
     // Opening a pipe would wait for its writer.
     let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
@@ -31,7 +34,10 @@ pub(super) fn read(path: &str) -> Result<Vec<u8>, LaunchError> {
         return Err(wrong("it is no regular file".to_owned()));
     }
     if data.uid() != 0 && data.uid() != geteuid().as_raw() {
-        return Err(wrong(format!("it belongs to user {}, neither to this one nor to root", data.uid())));
+        return Err(wrong(format!(
+            "it belongs to user {}, neither to this one nor to root",
+            data.uid()
+        )));
     }
     if data.mode() & OF_OTHERS != 0 {
         let mode = data.mode() & 0o7777;
@@ -42,7 +48,9 @@ pub(super) fn read(path: &str) -> Result<Vec<u8>, LaunchError> {
     let secret = bytes.trim_ascii();
     if bytes.len() > MOST || secret.len() < LEAST {
         let bytes = if bytes.len() > MOST { "more".to_owned() } else { secret.len().to_string() };
-        return Err(wrong(format!("a secret is {LEAST} to {MOST} bytes long; this one has {bytes}")));
+        return Err(wrong(format!(
+            "a secret is {LEAST} to {MOST} bytes long; this one has {bytes}"
+        )));
     }
     Ok(secret.to_vec())
 }

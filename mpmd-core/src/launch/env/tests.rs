@@ -22,7 +22,10 @@ fn without_variables_it_is_a_job_of_one() {
     assert_eq!(read(&[]), Ok(None));
     assert_eq!(read(&[("HOME", "/"), ("MPMD_TRANSPORT", "tcp"), ("MPMD_RANK", " ")]), Ok(None));
     // A batch script is one process, whatever its allocation.
-    assert_eq!(read(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4"), ("SLURM_JOB_ID", "7")]), Ok(None));
+    assert_eq!(
+        read(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4"), ("SLURM_JOB_ID", "7")]),
+        Ok(None)
+    );
 }
 
 #[test]
@@ -51,7 +54,10 @@ fn every_launcher_is_read() {
     assert_eq!(who(&ours), (1, 4, Some(1), "10.0.0.1:77", "mpmd"));
     assert_eq!((ours.token, ours.hosted), (token, true));
     assert_eq!(ours.patience, Some(Duration::from_millis(1500)));
-    assert_eq!((ours.host.as_deref(), ours.links), (Some("left"), Some(PathBuf::from("links.json"))));
+    assert_eq!(
+        (ours.host.as_deref(), ours.links),
+        (Some("left"), Some(PathBuf::from("links.json")))
+    );
     assert_eq!((ours.spin, ours.check_uncommitted), (Some(Spin::Never), true));
     assert_eq!(ours.cuda_collectives, Some(crate::topology::CudaCollectives::Nccl));
     assert_eq!(ours.device_kinds.as_deref(), Some(&[Cpu, Cuda, Cuda, Cuda][..]));
@@ -99,10 +105,18 @@ fn every_launcher_is_read() {
     }
     let pmix = [("PMIX_RANK", "0"), ("PMIX_NAMESPACE", "n"), ("MPMD_WORLD_SIZE", "2")];
     assert_eq!(job(&pmix).source, "PMIx");
-    let pmi = [("PMI_RANK", "2"), ("PMI_SIZE", "3"), ("MPI_LOCALRANKID", "2"), ("MPMD_COORDINATOR", "h:9")];
+    let pmi = [
+        ("PMI_RANK", "2"),
+        ("PMI_SIZE", "3"),
+        ("MPI_LOCALRANKID", "2"),
+        ("MPMD_COORDINATOR", "h:9"),
+    ];
     assert_eq!(who(&job(&pmi)), (2, 3, Some(2), "h:9", "PMI"));
-    let kubernetes =
-        [("JOB_COMPLETION_INDEX", "2"), ("MPMD_WORLD_SIZE", "3"), ("MPMD_COORDINATOR", "job-0.svc:9")];
+    let kubernetes = [
+        ("JOB_COMPLETION_INDEX", "2"),
+        ("MPMD_WORLD_SIZE", "3"),
+        ("MPMD_COORDINATOR", "job-0.svc:9"),
+    ];
     assert_eq!(who(&job(&kubernetes)), (2, 3, None, "job-0.svc:9", "Kubernetes"));
 }
 
@@ -142,7 +156,10 @@ fn half_a_launcher_is_an_error_that_names_what_was_looked_at() {
         (&[("MPMD_COORDINATOR", "h:1")], "MPMD_RANK"),
         (&[("RANK", "0")], "WORLD_SIZE"),
         (&[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "h")], "MASTER_PORT"),
-        (&[("SLURM_STEP_NODELIST", "n1"), ("SLURM_NTASKS", "2"), ("SLURM_JOB_ID", "1")], "SLURM_PROCID"),
+        (
+            &[("SLURM_STEP_NODELIST", "n1"), ("SLURM_NTASKS", "2"), ("SLURM_JOB_ID", "1")],
+            "SLURM_PROCID",
+        ),
         (&[("OMPI_COMM_WORLD_RANK", "0")], "OMPI_COMM_WORLD_SIZE"),
         (&[("PMIX_RANK", "0")], "MPMD_WORLD_SIZE"),
         (&[("PMI_RANK", "0"), ("PMI_SIZE", "2")], "MPMD_COORDINATOR"),
@@ -208,8 +225,12 @@ fn processes_of_one_job_find_one_token_and_other_jobs_another() {
 
 #[test]
 fn another_attempt_at_a_job_has_another_token() {
-    let slurm =
-        [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("SLURM_JOB_ID", "7"), ("SLURM_STEP_NODELIST", "a,b")];
+    let slurm = [
+        ("SLURM_PROCID", "0"),
+        ("SLURM_NTASKS", "2"),
+        ("SLURM_JOB_ID", "7"),
+        ("SLURM_STEP_NODELIST", "a,b"),
+    ];
     let torchrun = [
         ("RANK", "0"),
         ("WORLD_SIZE", "2"),
@@ -217,7 +238,9 @@ fn another_attempt_at_a_job_has_another_token() {
         ("MASTER_ADDR", "a"),
         ("MASTER_PORT", "9"),
     ];
-    for (vars, name) in [(&slurm[..], "SLURM_RESTART_COUNT"), (&torchrun[..], "TORCHELASTIC_RESTART_COUNT")] {
+    for (vars, name) in
+        [(&slurm[..], "SLURM_RESTART_COUNT"), (&torchrun[..], "TORCHELASTIC_RESTART_COUNT")]
+    {
         let token = |attempt| job(&[vars, &[(name, attempt)]].concat()).token;
         assert_ne!(token("1"), token("2"), "{name}");
         assert_ne!(job(vars).token, token("1"), "{name}");
@@ -292,7 +315,8 @@ fn secrets_that_others_may_know_are_refused() {
     refused(named(&pipe), "no regular file");
     let foreign = folder.path().join("foreign");
     std::fs::write(&foreign, [b'a'; 40]).unwrap();
-    std::fs::set_permissions(&foreign, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+    std::fs::set_permissions(&foreign, std::os::unix::fs::PermissionsExt::from_mode(0o600))
+        .unwrap();
     match std::os::unix::fs::chown(&foreign, Some(12345), None) {
         Ok(()) => refused(named(&foreign), "it belongs to user 12345"),
         Err(error) => eprintln!("skipped: only root gives files away ({error})"),
@@ -326,7 +350,8 @@ fn process_0_listens_where_all_can_reach_it() {
         ("10.0.0.1:9", "0.0.0.0:9"),
         ("[fd00::7]:9", "[::]:9"),
     ] {
-        let vars = [("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "2"), ("MPMD_COORDINATOR", coordinator)];
+        let vars =
+            [("MPMD_RANK", "0"), ("MPMD_WORLD_SIZE", "2"), ("MPMD_COORDINATOR", coordinator)];
         assert_eq!(job(&vars).listen_address().unwrap().to_string(), listens);
     }
 }
@@ -344,7 +369,8 @@ fn numbers_beyond_every_job_are_refused() {
             assert_eq!(said, format!("{name}={value} makes no sense: it must be at most 1048576"));
         }
     }
-    let planned = [("MPMD_PLAN", "p"), ("MPMD_PLAN_PROCESSES", "4294967296"), ("MPMD_DEVICE", "cpu")];
+    let planned =
+        [("MPMD_PLAN", "p"), ("MPMD_PLAN_PROCESSES", "4294967296"), ("MPMD_DEVICE", "cpu")];
     assert!(read(&planned).unwrap_err().to_string().contains("at most 1048576"));
     assert!(refused("MPMD_PATIENCE", "NaN").contains("a number of seconds"));
 }
@@ -382,10 +408,18 @@ fn fuzz_environment() {
             ("SLURM_STEP_ID", "0"),
             ("SLURM_STEP_NODELIST", "node[03-05,7],login"),
         ],
-        &[("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "2"), ("PMIX_NAMESPACE", "host-17@1")],
+        &[
+            ("OMPI_COMM_WORLD_RANK", "1"),
+            ("OMPI_COMM_WORLD_SIZE", "2"),
+            ("PMIX_NAMESPACE", "host-17@1"),
+        ],
         &[("PMIX_RANK", "0"), ("PMIX_NAMESPACE", "n"), ("MPMD_WORLD_SIZE", "2")],
         &[("PMI_RANK", "2"), ("PMI_SIZE", "3"), ("MPMD_COORDINATOR", "[::1]:9")],
-        &[("JOB_COMPLETION_INDEX", "2"), ("MPMD_WORLD_SIZE", "3"), ("MPMD_COORDINATOR", "localhost:9")],
+        &[
+            ("JOB_COMPLETION_INDEX", "2"),
+            ("MPMD_WORLD_SIZE", "3"),
+            ("MPMD_COORDINATOR", "localhost:9"),
+        ],
         &[("MPMD_PLAN", "p"), ("MPMD_PLAN_PROCESSES", "4"), ("MPMD_PLAN_STEPS", "3")],
     ];
     let always = [
@@ -409,7 +443,9 @@ fn fuzz_environment() {
             mpmd_fuzz::mutate(rng, &mut bytes);
             vars[at].1 = String::from_utf8_lossy(&bytes).into_owned();
         }
-        let look = |name: &str| vars.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone());
+        let look = |name: &str| {
+            vars.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone())
+        };
         match JobEnv::from_vars(&look) {
             Ok(Some(env)) => {
                 assert!(env.plan.is_some() || env.process.index() < env.processes);

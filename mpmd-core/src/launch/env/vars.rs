@@ -21,7 +21,9 @@ impl<'a> Vars<'a> {
 
     /// An empty variable counts as none.
     pub(super) fn get(&self, name: &str) -> Option<String> {
-        let value = (self.look)(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty());
+        let value = (self.look)(name)
+            .map(|value| value.trim().to_owned())
+            .filter(|value| !value.is_empty());
         self.looked.borrow_mut().insert(name.to_owned(), value.clone());
         value
     }
@@ -38,7 +40,11 @@ impl<'a> Vars<'a> {
     }
 
     /// A number that `source` must have set.
-    pub(super) fn needed<T: FromStr>(&self, source: &'static str, name: &str) -> Result<T, LaunchError> {
+    pub(super) fn needed<T: FromStr>(
+        &self,
+        source: &'static str,
+        name: &str,
+    ) -> Result<T, LaunchError> {
         self.number(name)?.ok_or_else(|| self.half_set(source, name))
     }
 
@@ -57,9 +63,15 @@ impl<'a> Vars<'a> {
 
     /// What tells an MPI job from others.
     pub(super) fn namespace(&self) -> Option<String> {
-        ["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri", "PMI_JOBID", "PMI_KVSNAME"]
-            .iter()
-            .find_map(|name| self.get(name))
+        [
+            "PMIX_NAMESPACE",
+            "OMPI_MCA_ess_base_jobid",
+            "OMPI_MCA_orte_hnp_uri",
+            "PMI_JOBID",
+            "PMI_KVSNAME",
+        ]
+        .iter()
+        .find_map(|name| self.get(name))
     }
 
     /// Where the processes of an MPI job on one host meet, and what tells the job from others.

@@ -5,7 +5,8 @@ use std::str::FromStr;
 
 /// How what a process posts waits for what it has posted before, and when a send is done.
 ///
-/// Shown and read as `tags`, `tags:4`, `pair`, `direction`, `single`, each with `,eager` or `,eager:4` behind it.
+/// Shown and read as `tags`, `tags:4`, `pair`, `direction`, `single`, each with `,eager` or
+/// `,eager:4` behind it.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct Channel {
     /// What waits for what was posted before it.
@@ -18,10 +19,11 @@ pub struct Channel {
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum Queues {
-    /// None: what belongs together finds itself, in any order. What this framework's own transports do.
+    /// None: what belongs together finds itself, in any order. What this framework's own transports
+    /// do.
     Tags,
-    /// As tags, but of each process only so many ends that are not done at a time, in the order in which it
-    /// posts them. 0 counts as 1.
+    /// As tags, but of each process only so many ends that are not done at a time, in the order in
+    /// which it posts them. 0 counts as 1.
     TagsBounded(u32),
     /// Those with the same other process, in both directions.
     PerPair,
@@ -35,13 +37,15 @@ pub enum Queues {
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum Protocol {
-    /// When it and its receive are both at the front and what is sent is there: both are done together.
+    /// When it and its receive are both at the front and what is sent is there: both are done
+    /// together.
     Rendezvous,
-    /// Also without its receive, where the receiver has room: for each sender so many messages that it has not
-    /// taken yet, given in the order in which the sender posts.
+    /// Also without its receive, where the receiver has room: for each sender so many messages that
+    /// it has not taken yet, given in the order in which the sender posts.
     ///
-    /// Room that several senders share would make it a matter of luck which of them gets it, and so whether
-    /// there is a deadlock; such a channel is as good as one with the room that is left to each for certain.
+    /// Room that several senders share would make it a matter of luck which of them gets it, and so
+    /// whether there is a deadlock; such a channel is as good as one with the room that is left to
+    /// each for certain.
     Eager(u32),
 }
 
@@ -87,7 +91,8 @@ impl fmt::Display for Channel {
 /// Not the name of a channel.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error(
-    "{0:?} is no channel; there are tags, tags:K, pair, direction and single, each also with ,eager or ,eager:N"
+    "{0:?} is no channel; there are tags, tags:K, pair, direction and single, each also with \
+     ,eager or ,eager:N"
 )]
 pub struct NoChannel(String);
 
@@ -113,7 +118,9 @@ impl FromStr for Channel {
         let protocol = match protocol {
             None | Some("rendezvous") => Protocol::Rendezvous,
             Some("eager") => Protocol::Eager(1),
-            Some(eager) => Protocol::Eager(number(eager.strip_prefix("eager:").ok_or_else(wrong)?)?),
+            Some(eager) => {
+                Protocol::Eager(number(eager.strip_prefix("eager:").ok_or_else(wrong)?)?)
+            }
         };
         Ok(Self { queues, protocol })
     }

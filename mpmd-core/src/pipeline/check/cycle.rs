@@ -15,8 +15,8 @@ pub struct Deadlock {
     pub channel: Channel,
     /// Each waits for the next, the last for the first. Empty where something is missing.
     ///
-    /// Of the circles through what is at the front of its lane or queue it is a shortest one. Who is behind
-    /// something waits for what is at the front.
+    /// Of the circles through what is at the front of its lane or queue it is a shortest one. Who
+    /// is behind something waits for what is at the front.
     pub cycle: Vec<Wait>,
     /// What can never happen, because its other side is not there.
     pub missing: Vec<Missing>,
@@ -118,7 +118,9 @@ impl Missing {
         match (self.from.1, self.to.1) {
             (true, _) => format!("{from} sends {what}, which {to} never receives"),
             (false, true) => format!("{to} receives {what}, which {from} never sends"),
-            (false, false) => format!("{to} needs {what}, which {from} never sends and {to} never receives"),
+            (false, false) => {
+                format!("{to} needs {what}, which {from} never sends and {to} never receives")
+            }
         }
     }
 }
@@ -143,8 +145,8 @@ const SEARCH: usize = 50_000_000;
 
 /// The shortest circle of an execution in which nothing more can begin, and nothing is missing.
 ///
-/// What is at the front of its lane or queue waits for something, which is at a front or behind one: so from
-/// every front a way leads to a front again, and there is a circle through one.
+/// What is at the front of its lane or queue waits for something, which is at a front or behind
+/// one: so from every front a way leads to a front again, and there is a circle through one.
 pub(super) fn shortest(engine: &Engine) -> Vec<Wait> {
     let graph = Graph::new(engine);
     let count = engine.flow.nodes.len() + engine.flow.transfers.len() * 2;
@@ -218,7 +220,8 @@ impl<'e, 'f> Graph<'e, 'f> {
 
     fn fronts(&self) -> Vec<u32> {
         let nodes = self.lane_front.iter().copied();
-        let ends = self.queue_front.iter().map(|end| if *end == NONE { NONE } else { self.nodes + end });
+        let ends =
+            self.queue_front.iter().map(|end| if *end == NONE { NONE } else { self.nodes + end });
         nodes.chain(ends).filter(|item| *item != NONE).collect()
     }
 

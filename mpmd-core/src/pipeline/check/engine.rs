@@ -1,13 +1,14 @@
 //! What can happen next in a [`Flow`] over a [`Channel`]: shared by the proof and the simulation.
 //!
-//! Why one execution decides. An event is that a node begins or ends, or that a transfer begins, has gone or
-//! has been taken. What lets an event happen is that certain events have happened (a node's inputs, both ends
-//! at the front), or all but so many of certain events (a place in a window, room at the receiver); never that
-//! one has *not* happened. So an event that can happen still can after any other has, until it does. Let two
-//! executions have run until nothing more can happen, and let `e` be the first event of the one that the other
-//! has not: all that `e` rests on came before it, so the other has all that, and `e` could happen in it: a
-//! contradiction. So both have the same events. For the same reason an event's earliest time does not depend on
-//! the order in which events of the same time are looked at.
+//! Why one execution decides. An event is that a node begins or ends, or that a transfer begins,
+//! has gone or has been taken. What lets an event happen is that certain events have happened (a
+//! node's inputs, both ends at the front), or all but so many of certain events (a place in a
+//! window, room at the receiver); never that one has *not* happened. So an event that can happen
+//! still can after any other has, until it does. Let two executions have run until nothing more can
+//! happen, and let `e` be the first event of the one that the other has not: all that `e` rests on
+//! came before it, so the other has all that, and `e` could happen in it: a contradiction. So both
+//! have the same events. For the same reason an event's earliest time does not depend on the order
+//! in which events of the same time are looked at.
 
 use super::channel::{Channel, Protocol, Queues};
 use super::windows::{NONE, Windows};
@@ -33,7 +34,8 @@ pub(crate) enum Begin {
     Transfer(u32),
 }
 
-/// The state of an execution. Ends of transfers have numbers: twice the transfer's, one more for the receive.
+/// The state of an execution. Ends of transfers have numbers: twice the transfer's, one more for
+/// the receive.
 #[derive(Debug)]
 pub(crate) struct Engine<'a> {
     pub(super) flow: &'a Flow,
@@ -64,8 +66,9 @@ pub(crate) struct Engine<'a> {
     pub(crate) transfers_left: usize,
 }
 
-/// The last cause of each node and transfer: the number of a node, or the count of nodes plus the number of
-/// a transfer. A node is caused by a transfer's receive, a transfer by another transfer's arrival.
+/// The last cause of each node and transfer: the number of a node, or the count of nodes plus the
+/// number of a transfer. A node is caused by a transfer's receive, a transfer by another transfer's
+/// arrival.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Causes {
     pub(crate) node: Vec<u32>,
@@ -96,8 +99,10 @@ impl<'a> Engine<'a> {
             }
         }
         let all = || 0..nodes as u32;
-        let needs = all().flat_map(|node| flow.needs_of(node).iter().map(move |need| (*need, node)));
-        let takes = all().flat_map(|node| flow.takes_of(node).iter().map(move |taken| (*taken, node)));
+        let needs =
+            all().flat_map(|node| flow.needs_of(node).iter().map(move |need| (*need, node)));
+        let takes =
+            all().flat_map(|node| flow.takes_of(node).iter().map(move |taken| (*taken, node)));
         let made = flow.transfers.iter().zip(0..).filter(|(transfer, _)| transfer.after != NONE);
         let causes = with_causes.then(|| Causes {
             node: vec![NONE; nodes],
@@ -301,11 +306,15 @@ impl<'a> Engine<'a> {
 
     /// Whether a send, or a receive, is posted.
     pub(super) fn is_posted(&self, end: u32) -> bool {
-        self.state[end as usize / 2] & if end.is_multiple_of(2) { SEND_POSTED } else { RECEIVE_POSTED } != 0
+        self.state[end as usize / 2]
+            & if end.is_multiple_of(2) { SEND_POSTED } else { RECEIVE_POSTED }
+            != 0
     }
 
     pub(super) fn is_at_front(&self, end: u32) -> bool {
-        self.state[end as usize / 2] & if end.is_multiple_of(2) { SEND_FRONT } else { RECEIVE_FRONT } != 0
+        self.state[end as usize / 2]
+            & if end.is_multiple_of(2) { SEND_FRONT } else { RECEIVE_FRONT }
+            != 0
     }
 }
 
@@ -348,7 +357,8 @@ fn queues(flow: &Flow, queues: Queues) -> Option<Windows> {
 
 fn rooms(flow: &Flow, protocol: Protocol) -> Option<Windows> {
     let Protocol::Eager(messages @ 1..) = protocol else { return None };
-    let (keys, count) = numbered(flow, |post| matches!(post, Post::Send(_)).then(|| peer_of(flow, post)));
+    let (keys, count) =
+        numbered(flow, |post| matches!(post, Post::Send(_)).then(|| peer_of(flow, post)));
     let sends = all_posts(flow).filter_map(|(process, post)| {
         let Post::Send(transfer) = post else { return None };
         let (first, keys) = &keys[process];
@@ -358,10 +368,14 @@ fn rooms(flow: &Flow, protocol: Protocol) -> Option<Windows> {
 }
 
 fn all_posts(flow: &Flow) -> impl Iterator<Item = (usize, Post)> + Clone {
-    flow.posts.iter().enumerate().flat_map(|(process, posts)| posts.iter().map(move |post| (process, *post)))
+    flow.posts
+        .iter()
+        .enumerate()
+        .flat_map(|(process, posts)| posts.iter().map(move |post| (process, *post)))
 }
 
-/// For each process the keys that its posts have, sorted, with the number of the first; and how many there are.
+/// For each process the keys that its posts have, sorted, with the number of the first; and how
+/// many there are.
 fn numbered(flow: &Flow, key: impl Fn(Post) -> Option<u32>) -> (Vec<(u32, Vec<u32>)>, u32) {
     let mut first = 0;
     let of_process = |posts: &Vec<Post>| {

@@ -1,6 +1,7 @@
 //! Whether a [`Flow`] comes to its end over a [`Channel`], proved before it runs.
 //!
-//! The proof is an execution in which whatever can happen does: why one decides is said in `engine.rs`.
+//! The proof is an execution in which whatever can happen does: why one decides is said in
+//! `engine.rs`.
 
 mod channel;
 mod cycle;
@@ -23,7 +24,8 @@ pub use report::{Budget, Limits, Link, Problem, Report, check_lowered, check_sch
 
 use super::flow::Flow;
 
-/// That a flow comes to its end over a channel, in whatever order things happen, with whatever delays.
+/// That a flow comes to its end over a channel, in whatever order things happen, with whatever
+/// delays.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Proof {
     /// The channel.
@@ -36,9 +38,9 @@ pub struct Proof {
 
 /// Proves that a flow comes to its end over a channel.
 ///
-/// The model: processes post their ends of transfers in order and never wait for that; a lane computes its nodes
-/// in order; a send waits for the node that makes what it sends, a node for what it needs and takes; the channel
-/// decides what else ends wait for.
+/// The model: processes post their ends of transfers in order and never wait for that; a lane
+/// computes its nodes in order; a send waits for the node that makes what it sends, a node for what
+/// it needs and takes; the channel decides what else ends wait for.
 ///
 /// # Errors
 ///

@@ -53,14 +53,16 @@ impl<'a> Ledger<'a> {
         let stage = self.costs.and_then(|costs| costs.stage.get(step.stage as usize));
         let (activation, residual) = match unit {
             Unit::Activations => (1, 0),
-            Unit::Bytes => stage
-                .map_or((0, 0), |stage| (bytes(stage.activation_bytes), bytes(stage.weight_residual_bytes))),
+            Unit::Bytes => stage.map_or((0, 0), |stage| {
+                (bytes(stage.activation_bytes), bytes(stage.weight_residual_bytes))
+            }),
         };
         let is_rest = self.names.is_second_half(tag);
         match step.kind {
             StepKind::Compute(ActionKind::Forward) if self.has_backward => (activation, 0),
             StepKind::Compute(ActionKind::Forward) => (activation, -activation),
-            // An activation counts until the weight gradient has ended, its bytes until the input gradient has.
+            // An activation counts until the weight gradient has ended, its bytes until the input
+            // gradient has.
             _ if unit == Unit::Activations => match step.kind {
                 StepKind::Compute(ActionKind::BackwardWeight) => (0, -1),
                 _ if is_rest => (0, -1),

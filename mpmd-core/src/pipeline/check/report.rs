@@ -10,7 +10,8 @@ use crate::pipeline::{Action, ActionKind, Costs, Lowered, Schedule, ScheduleErro
 pub struct Limits<'a> {
     /// What carries its moves.
     pub channel: Channel,
-    /// When what is computed leaves. Who is to run it in order needs [`Leaves::InOrder`], which holds back more.
+    /// When what is computed leaves. Who is to run it in order needs [`Leaves::InOrder`], which
+    /// holds back more.
     pub leaves: Leaves,
     /// The bytes of its stages.
     pub costs: Option<&'a Costs>,
@@ -184,8 +185,8 @@ pub fn check_schedule(schedule: &Schedule, limits: Limits) -> Report {
     report
 }
 
-/// What the rows of ranks come to, where they are not known to be a schedule: with the moves written out, or
-/// without any, which are then those of [`lower`].
+/// What the rows of ranks come to, where they are not known to be a schedule: with the moves
+/// written out, or without any, which are then those of [`lower`].
 pub fn check_lowered(rows: &Lowered, limits: Limits) -> Report {
     let (actions, pairs) = rows.actions();
     let mut report = Report::default();
@@ -222,11 +223,13 @@ pub fn check_lowered(rows: &Lowered, limits: Limits) -> Report {
 /// How many faults of one kind of look are named.
 const NAMED: usize = 100;
 
-/// Whether numbers are so large for what is there that nothing can be right, and tables for them would not fit.
+/// Whether numbers are so large for what is there that nothing can be right, and tables for them
+/// would not fit.
 fn numbers(rows: &[Vec<Action>]) -> Option<Problem> {
     let actions = || rows.iter().flatten();
     let stages = actions().map(|action| action.stage.saturating_add(1)).max().unwrap_or(0);
-    let microbatches = actions().map(|action| action.microbatch.saturating_add(1)).max().unwrap_or(0);
+    let microbatches =
+        actions().map(|action| action.microbatch.saturating_add(1)).max().unwrap_or(0);
     let count: usize = rows.iter().map(Vec::len).sum();
     // A whole schedule has at least one action for each.
     let most = count.saturating_mul(4).saturating_add(1 << 16);
@@ -240,7 +243,8 @@ impl Report {
         self.problems.is_empty() && self.proof.is_some()
     }
 
-    /// Whether every action is there once, on the rank of its stage, and after what it needs of its rank.
+    /// Whether every action is there once, on the rank of its stage, and after what it needs of its
+    /// rank.
     fn whole(&mut self, rows: &[Vec<Action>]) {
         let places = Places::new(rows);
         if places.stages == 0 {
@@ -252,9 +256,17 @@ impl Report {
                 let stage_on = places.rank_of_stage[action.stage].unwrap_or(rank);
                 let first = places.of(*action).unwrap_or((rank, place));
                 if stage_on != rank {
-                    self.problems.push(Problem::Elsewhere { action: *action, at: (rank, place), stage_on });
+                    self.problems.push(Problem::Elsewhere {
+                        action: *action,
+                        at: (rank, place),
+                        stage_on,
+                    });
                 } else if first != (rank, place) {
-                    self.problems.push(Problem::Twice { action: *action, first, other: (rank, place) });
+                    self.problems.push(Problem::Twice {
+                        action: *action,
+                        first,
+                        other: (rank, place),
+                    });
                 }
             }
         }
@@ -266,7 +278,13 @@ impl Report {
         }
     }
 
-    fn whole_microbatch(&mut self, places: &Places, stage: usize, microbatch: usize, has_backward: bool) {
+    fn whole_microbatch(
+        &mut self,
+        places: &Places,
+        stage: usize,
+        microbatch: usize,
+        has_backward: bool,
+    ) {
         let of = |kind| Action { stage, kind, microbatch };
         let [forward, input, weight, both] = KINDS.map(|kind| places.of(of(kind)));
         let rank = places.rank_of_stage[stage];
@@ -318,8 +336,8 @@ impl Report {
         }
     }
 
-    /// Ranks that wait for each other whatever carries the moves. Of actions that are there twice the first
-    /// counts; what is needed and not there is not waited for.
+    /// Ranks that wait for each other whatever carries the moves. Of actions that are there twice
+    /// the first counts; what is needed and not there is not waited for.
     fn circle(&mut self, rows: &[Vec<Action>]) {
         let places = Places::new(rows);
         let first = |(rank, row): (usize, &Vec<Action>)| {
@@ -372,7 +390,9 @@ impl Report {
                 Some(Budget::Bytes(most)) => (most, peak.bytes, peak.at.1),
                 None => continue,
             };
-            if let (true, Some(at), Some(budget)) = (kept > most, names.step(tag).action(), limits.budget) {
+            if let (true, Some(at), Some(budget)) =
+                (kept > most, names.step(tag).action(), limits.budget)
+            {
                 self.problems.push(Problem::Budget { rank, peak: kept, budget, at });
             }
         }
@@ -381,8 +401,11 @@ impl Report {
 
 /// What goes between each pair of processes, by giver and taker.
 fn links(flow: &Flow) -> Vec<Link> {
-    let mut pairs: Vec<(u32, u32, u64)> =
-        flow.transfers.iter().map(|transfer| (transfer.from, transfer.to, transfer.bytes)).collect();
+    let mut pairs: Vec<(u32, u32, u64)> = flow
+        .transfers
+        .iter()
+        .map(|transfer| (transfer.from, transfer.to, transfer.bytes))
+        .collect();
     pairs.sort_unstable();
     let mut links: Vec<Link> = Vec::new();
     for (from, to, bytes) in pairs {
@@ -397,8 +420,12 @@ fn links(flow: &Flow) -> Vec<Link> {
     links
 }
 
-const KINDS: [ActionKind; 4] =
-    [ActionKind::Forward, ActionKind::BackwardInput, ActionKind::BackwardWeight, ActionKind::Backward];
+const KINDS: [ActionKind; 4] = [
+    ActionKind::Forward,
+    ActionKind::BackwardInput,
+    ActionKind::BackwardWeight,
+    ActionKind::Backward,
+];
 
 /// Where each action is first.
 struct Places {
@@ -474,7 +501,10 @@ mod tests {
         assert!(!pair.is_fit() && !pair.problems.is_empty(), "{pair:?}");
         for wild in ["4000000000F0\n", "4000000000F4000000000\n"] {
             let report = of(wild);
-            assert!(matches!(report.problems[..], [Problem::Numbers { actions: 1, .. }]), "{report:?}");
+            assert!(
+                matches!(report.problems[..], [Problem::Numbers { actions: 1, .. }]),
+                "{report:?}"
+            );
         }
     }
 
@@ -509,7 +539,9 @@ mod tests {
             ]
         );
         // The order is also a circle: of one rank alone.
-        let Some(Problem::Deadlock(deadlock)) = report.problems.last() else { panic!("{report:?}") };
+        let Some(Problem::Deadlock(deadlock)) = report.problems.last() else {
+            panic!("{report:?}")
+        };
         assert_eq!(deadlock.cycle.len(), 2, "{:?}", lines(&report, 3));
     }
 
@@ -517,12 +549,17 @@ mod tests {
     fn parts_beside_a_whole_and_parts_alone_are_named() {
         let step = |kind| Step { stage: 0, kind: StepKind::Compute(kind), microbatch: 0 };
         use ActionKind::{Backward, BackwardInput, BackwardWeight, Forward};
-        let report =
-            check_lowered(&vec![vec![step(Forward), step(Backward), step(BackwardInput)]].into(), LIMITS);
+        let report = check_lowered(
+            &vec![vec![step(Forward), step(Backward), step(BackwardInput)]].into(),
+            LIMITS,
+        );
         assert_eq!(lines(&report, 1), ["0B0 computes what 0I0 computes, too"]);
         let report = check_lowered(&vec![vec![step(Forward), step(BackwardWeight)]].into(), LIMITS);
         assert_eq!(lines(&report, 1), ["0I0 is missing; stage 0 is on rank 0"]);
-        assert_eq!(lines(&check_lowered(&vec![vec![]].into(), LIMITS), 1), ["there is nothing in it"]);
+        assert_eq!(
+            lines(&check_lowered(&vec![vec![]].into(), LIMITS), 1),
+            ["there is nothing in it"]
+        );
         assert!(check_lowered(&vec![vec![step(Forward)]].into(), LIMITS).is_fit());
     }
 

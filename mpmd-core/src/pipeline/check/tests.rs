@@ -1,4 +1,5 @@
-//! Proofs against what is known: planted faults, every interleaving of small flows, schedules over channels.
+//! Proofs against what is known: planted faults, every interleaving of small flows, schedules over
+//! channels.
 
 use std::collections::{BTreeSet, HashSet};
 
@@ -9,8 +10,13 @@ use crate::pipeline::flow::{Leaves, Node, Post, StepNames, Transfer};
 use crate::pipeline::{Builtin, Schedule, Step, StepKind, lower, lower_late};
 
 fn channels() -> Vec<Channel> {
-    let queues =
-        [Queues::Tags, Queues::TagsBounded(2), Queues::PerDirection, Queues::PerPair, Queues::Single];
+    let queues = [
+        Queues::Tags,
+        Queues::TagsBounded(2),
+        Queues::PerDirection,
+        Queues::PerPair,
+        Queues::Single,
+    ];
     let all = queues.iter().flat_map(|queues| {
         [Channel::rendezvous(*queues), Channel::eager(*queues, 1), Channel::eager(*queues, 2)]
     });
@@ -67,8 +73,8 @@ fn orders_that_wait_for_each_other_are_a_circle_over_every_channel() {
     ];
     let steps = lower_late(&rows);
     let names = StepNames::of_lowered(&steps);
-    let deadlock =
-        check(&Flow::of_lowered(&steps.into(), Leaves::AtOnce).unwrap(), Channel::TAGS).unwrap_err();
+    let deadlock = check(&Flow::of_lowered(&steps.into(), Leaves::AtOnce).unwrap(), Channel::TAGS)
+        .unwrap_err();
     assert_eq!(
         deadlock.lines(&names),
         [
@@ -90,9 +96,12 @@ fn what_has_no_other_side_is_named() {
     let rows = lower(&schedule).unwrap().steps;
     let names = StepNames::of_lowered(&rows);
     let without = |kinds: &[StepKind]| {
-        let keep = |row: &Vec<Step>| row.iter().filter(|step| !kinds.contains(&step.kind)).copied().collect();
+        let keep = |row: &Vec<Step>| {
+            row.iter().filter(|step| !kinds.contains(&step.kind)).copied().collect()
+        };
         let flow =
-            Flow::of_lowered(&rows.iter().map(keep).collect::<Vec<_>>().into(), Leaves::AtOnce).unwrap();
+            Flow::of_lowered(&rows.iter().map(keep).collect::<Vec<_>>().into(), Leaves::AtOnce)
+                .unwrap();
         let deadlock = check(&flow, Channel::eager(Queues::Tags, 1)).unwrap_err();
         assert!(deadlock.cycle.is_empty());
         deadlock.lines(&names)
@@ -116,7 +125,8 @@ fn lowered_schedules_come_to_their_end_over_every_channel() {
         let flow = Flow::of_schedule(&schedule).unwrap();
         configurations += 1;
         for channel in channels() {
-            let (name, ranks, microbatches) = (schedule.name(), schedule.ranks(), schedule.microbatches());
+            let (name, ranks, microbatches) =
+                (schedule.name(), schedule.ranks(), schedule.microbatches());
             let proof = check(&flow, channel);
             assert!(proof.is_ok(), "{name} {ranks} {microbatches} {channel}: {proof:?}");
         }
@@ -152,10 +162,13 @@ fn flows() -> impl Strategy<Value = Flow> {
     let nodes = prop::collection::vec((0u32..3, any::<u16>()), 1..6);
     let transfers = prop::collection::vec((0u32..3, 1u32..3, any::<u16>(), any::<u16>()), 0..5);
     (nodes, transfers, any::<u64>()).prop_map(|(nodes, transfers, seed)| {
-        let mut flow = Flow { lanes: vec![0, 1, 2], processes: 3, posts: vec![vec![]; 3], ..Flow::default() };
+        let mut flow =
+            Flow { lanes: vec![0, 1, 2], processes: 3, posts: vec![vec![]; 3], ..Flow::default() };
         let mut taken = vec![Vec::new(); nodes.len()];
         let on = |process: u32| {
-            (0..nodes.len() as u32).filter(|node| nodes[*node as usize].0 == process).collect::<Vec<_>>()
+            (0..nodes.len() as u32)
+                .filter(|node| nodes[*node as usize].0 == process)
+                .collect::<Vec<_>>()
         };
         for (number, (from, step, makes, takes)) in transfers.iter().enumerate() {
             let to = (from + step) % 3;
@@ -184,12 +197,16 @@ fn flows() -> impl Strategy<Value = Flow> {
         }
         let mut seed = seed;
         let mut next = |most: usize| {
-            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            seed = seed
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
             (seed >> 33) as usize % most
         };
         for number in 0..flow.transfers.len() {
             let Transfer { from, to, .. } = flow.transfers[number];
-            for (process, post) in [(from, Post::Send(number as u32)), (to, Post::Receive(number as u32))] {
+            for (process, post) in
+                [(from, Post::Send(number as u32)), (to, Post::Receive(number as u32))]
+            {
                 let posts = &mut flow.posts[process as usize];
                 posts.insert(next(posts.len() + 1), post);
             }
@@ -198,7 +215,8 @@ fn flows() -> impl Strategy<Value = Flow> {
     })
 }
 
-/// What has happened, as the rules say it, without any of the engine: nodes done, sends done, receives done.
+/// What has happened, as the rules say it, without any of the engine: nodes done, sends done,
+/// receives done.
 #[derive(Clone, Default, Eq, Hash, Ord, PartialEq, PartialOrd)]
 struct Happened {
     nodes: BTreeSet<u32>,
@@ -238,8 +256,9 @@ impl Happened {
         let mut all = Vec::new();
         for (number, node) in flow.nodes.iter().enumerate() {
             let number = number as u32;
-            let before = (0..number)
-                .all(|other| flow.nodes[other as usize].lane != node.lane || self.nodes.contains(&other));
+            let before = (0..number).all(|other| {
+                flow.nodes[other as usize].lane != node.lane || self.nodes.contains(&other)
+            });
             let needs = flow.needs_of(number).iter().all(|need| self.nodes.contains(need));
             let takes = flow.takes_of(number).iter().all(|taken| self.receives.contains(taken));
             if before && needs && takes && !self.nodes.contains(&number) {
@@ -264,11 +283,16 @@ impl Happened {
                 let earlier = earlier.take_while(|post| **post != Post::Send(number));
                 let waiting = earlier.filter(|post| match post {
                     Post::Send(other) => {
-                        flow.transfers[*other as usize].to == transfer.to && !self.receives.contains(other)
+                        flow.transfers[*other as usize].to == transfer.to
+                            && !self.receives.contains(other)
                     }
                     Post::Receive(_) => false,
                 });
-                if made && sends && !self.sends.contains(&number) && waiting.count() < messages as usize {
+                if made
+                    && sends
+                    && !self.sends.contains(&number)
+                    && waiting.count() < messages as usize
+                {
                     let mut then = self.clone();
                     then.sends.insert(number);
                     all.push(then);
@@ -354,7 +378,8 @@ proptest! {
     fn a_richer_channel_is_no_worse(flow in flows()) {
         let comes_to_its_end = |channel| check(&flow, channel).is_ok();
         for pair in Channel::RENDEZVOUS.windows(2) {
-            prop_assert!(comes_to_its_end(pair[0]) || !comes_to_its_end(pair[1]), "{} {}", pair[0], pair[1]);
+            prop_assert!(comes_to_its_end(pair[0]) || !comes_to_its_end(pair[1]), "{} \
+                {}", pair[0], pair[1]);
         }
         for channel in Channel::RENDEZVOUS {
             let eager = Channel::eager(channel.queues, 1);

@@ -3,7 +3,8 @@
 /// Marks what is in no list.
 pub(super) const NONE: u32 = u32::MAX;
 
-/// Lists of items. Of each list the first items that are not done are in, so many as the width says.
+/// Lists of items. Of each list the first items that are not done are in, so many as the width
+/// says.
 #[derive(Debug, Default)]
 pub(super) struct Windows {
     width: u32,
@@ -58,7 +59,8 @@ impl Windows {
         self.list_of.get(item as usize).filter(|list| **list != NONE).map(|list| *list as usize)
     }
 
-    /// Lets in what there is room for: `enter` is called with each item, and says whether it is already done.
+    /// Lets in what there is room for: `enter` is called with each item, and says whether it is
+    /// already done.
     pub(super) fn fill(&mut self, list: usize, mut enter: impl FnMut(u32) -> bool) {
         while self.open[list] < self.width && self.next[list] < self.bounds[list + 1] {
             let item = self.items[self.next[list] as usize];

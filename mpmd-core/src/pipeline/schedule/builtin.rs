@@ -1,9 +1,10 @@
 //! The built-in schedules, by name.
 //!
-//! The rules are those of the systems that they come from: GPipe (arXiv 1811.06965), PipeDream-Flush or 1F1B and
-//! its interleaved form (arXiv 2104.04473), eager 1F1B (arXiv 2211.05322), breadth-first or looped BFS
-//! (arXiv 2211.05953), zero bubble H1 and V (arXiv 2401.10241, 2405.15362), DualPipeV (DeepSeek, "cut in half");
-//! orders are those that torch 2.11.0 makes, to the cell.
+//! The rules are those of the systems that they come from: GPipe (arXiv 1811.06965),
+//! PipeDream-Flush or 1F1B and its interleaved form (arXiv 2104.04473), eager 1F1B (arXiv
+//! 2211.05322), breadth-first or looped BFS (arXiv 2211.05953), zero bubble H1 and V (arXiv
+//! 2401.10241, 2405.15362), DualPipeV (DeepSeek, "cut in half"); orders are those that torch 2.11.0
+//! makes, to the cell.
 
 use ActionKind::{Backward, BackwardInput, BackwardWeight, Forward};
 
@@ -13,8 +14,8 @@ use super::{Action, ActionKind, Schedule};
 /// Actions that a built-in schedule may have: 3 GiB of them.
 const MOST_ACTIONS: usize = 1 << 27;
 
-/// A built-in schedule: a rule that gives an order for a number of ranks, microbatches and chunks. Chunks are the
-/// stages that a rank has.
+/// A built-in schedule: a rule that gives an order for a number of ranks, microbatches and chunks.
+/// Chunks are the stages that a rank has.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 #[non_exhaustive]
 pub enum Builtin {
@@ -22,9 +23,11 @@ pub enum Builtin {
     GPipe,
     /// GPipe whose backward passes run in descending order, as in its paper.
     GPipeReversed,
-    /// Rank `r` of `p` warms up with `min(m, p - 1 - r)` forward passes, then alternates forward and backward.
+    /// Rank `r` of `p` warms up with `min(m, p - 1 - r)` forward passes, then alternates forward
+    /// and backward.
     OneFOneB,
-    /// 1F1B with `min(m, 2 (p - r) - 1)` forward passes before the first backward: outputs have time to travel.
+    /// 1F1B with `min(m, 2 (p - r) - 1)` forward passes before the first backward: outputs have
+    /// time to travel.
     Eager1F1B,
     /// 1F1B with several stages on each rank, in rounds of microbatches.
     Interleaved1F1B,
@@ -75,11 +78,15 @@ impl Builtin {
         }
     }
 
-    /// The built-in schedule of this name, in upper or lower case, with or without `-`, `_` and spaces. Short names
-    /// are known, too: `interleaved`, `bfs`, `zb1p`, `zbv`, `forward`, and `eager`.
+    /// The built-in schedule of this name, in upper or lower case, with or without `-`, `_` and
+    /// spaces. Short names are known, too: `interleaved`, `bfs`, `zb1p`, `zbv`, `forward`, and
+    /// `eager`.
     pub fn named(name: &str) -> Option<Self> {
         let plain = |name: &str| -> String {
-            name.chars().filter(|c| !matches!(c, '-' | '_' | ' ')).map(|c| c.to_ascii_lowercase()).collect()
+            name.chars()
+                .filter(|c| !matches!(c, '-' | '_' | ' '))
+                .map(|c| c.to_ascii_lowercase())
+                .collect()
         };
         let asked = plain(name);
         let short = match asked.as_str() {
@@ -99,7 +106,8 @@ impl Builtin {
         Self::ALL.map(Self::name).join(", ")
     }
 
-    /// The number of stages on each rank where none is asked for: two where the rule is about several, else one.
+    /// The number of stages on each rank where none is asked for: two where the rule is about
+    /// several, else one.
     pub fn default_chunks(self) -> usize {
         match self {
             Self::Interleaved1F1B
@@ -115,10 +123,11 @@ impl Builtin {
     ///
     /// # Errors
     ///
-    /// [`ScheduleError::Empty`] without ranks or microbatches. [`ScheduleError::Rule`] where the rule does not
-    /// allow these numbers: GPipe, 1F1B, eager 1F1B and ZB-H1 have one stage a rank, ZBV and DualPipeV two; the
-    /// interleaved ones need `max(1, m div p)` rounds of equally many microbatches; DualPipeV needs at least two
-    /// microbatches a rank. Fewer microbatches than ranks work everywhere else.
+    /// [`ScheduleError::Empty`] without ranks or microbatches. [`ScheduleError::Rule`] where the
+    /// rule does not allow these numbers: GPipe, 1F1B, eager 1F1B and ZB-H1 have one stage a rank,
+    /// ZBV and DualPipeV two; the interleaved ones need `max(1, m div p)` rounds of equally many
+    /// microbatches; DualPipeV needs at least two microbatches a rank. Fewer microbatches than
+    /// ranks work everywhere else.
     pub fn schedule(
         self,
         ranks: usize,
@@ -154,14 +163,20 @@ impl Builtin {
         {
             let below = (1..microbatches).rev().find(|m| m.is_multiple_of((m / ranks).max(1)));
             return refuse(format!(
-                "its microbatches go in {rounds} rounds (microbatches / ranks) of equally many, and {rounds} does \
+                "its microbatches go in {rounds} rounds (microbatches / ranks) of equally many, \
+                 and {rounds} does \
                  not divide {microbatches}; {} and {} would do",
                 below.unwrap_or(1),
-                (microbatches..).find(|m| m.is_multiple_of((m / ranks).max(1))).unwrap_or(microbatches)
+                (microbatches..)
+                    .find(|m| m.is_multiple_of((m / ranks).max(1)))
+                    .unwrap_or(microbatches)
             ));
         }
         if self == Self::DualPipeV && microbatches < 2 * ranks {
-            return refuse(format!("it needs two microbatches a rank, {}, at the least", 2 * ranks));
+            return refuse(format!(
+                "it needs two microbatches a rank, {}, at the least",
+                2 * ranks
+            ));
         }
         let size = Size { ranks, microbatches, chunks };
         let mut rows = Vec::with_capacity(ranks);
@@ -225,8 +240,8 @@ impl Size {
         (self.chunks - 1) * self.round()
     }
 
-    /// The stage and microbatch of the `n`-th pass of a rank, where chunks go round: of `n`-th forward passes where
-    /// `forward`, else of backward passes, whose chunks descend.
+    /// The stage and microbatch of the `n`-th pass of a rank, where chunks go round: of `n`-th
+    /// forward passes where `forward`, else of backward passes, whose chunks descend.
     fn nth(self, rank: usize, n: usize, forward: bool) -> (usize, usize) {
         let Self { ranks, microbatches, chunks } = self;
         if chunks == 1 {
@@ -251,8 +266,8 @@ impl Size {
         }
     }
 
-    /// 1F1B in all its forms: `warm_up` forward passes, then one forward and one backward in turn, then the
-    /// backward passes that are left.
+    /// 1F1B in all its forms: `warm_up` forward passes, then one forward and one backward in turn,
+    /// then the backward passes that are left.
     fn interleaved(self, rank: usize, warm_up: usize, row: &mut Row) {
         let passes = self.microbatches * self.chunks;
         let warm_up = warm_up.min(passes);
@@ -282,8 +297,8 @@ impl Size {
         }
     }
 
-    /// As 1F1B with input gradients; from the `rank`-th on each is followed by the oldest weight gradient that
-    /// waits, and the others come at the end.
+    /// As 1F1B with input gradients; from the `rank`-th on each is followed by the oldest weight
+    /// gradient that waits, and the others come at the end.
     fn zero_bubble(self, rank: usize, row: &mut Row) {
         let passes = self.microbatches * self.chunks;
         let warm_up = (self.first_chunks() + self.ranks - 1 - rank).min(passes);
@@ -412,7 +427,8 @@ struct V {
     microbatches: usize,
     /// Passes so far, by leg: forward, input gradient, weight gradient.
     counts: [[usize; 3]; 2],
-    /// Weight gradients whose input gradient was computed apart, the oldest first, and how many have been taken.
+    /// Weight gradients whose input gradient was computed apart, the oldest first, and how many
+    /// have been taken.
     waiting: (Vec<(usize, usize)>, usize),
 }
 
@@ -496,7 +512,9 @@ mod tests {
 
     #[test]
     fn small_ones_are_the_known_orders() {
-        let of = |name, ranks, microbatches| text(&Schedule::named(name, ranks, microbatches, None).unwrap());
+        let of = |name, ranks, microbatches| {
+            text(&Schedule::named(name, ranks, microbatches, None).unwrap())
+        };
         assert_eq!(of("1f1b", 2, 3), ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]);
         assert_eq!(of("eager-1f1b", 2, 4)[0], "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3");
         assert_eq!(of("GPipe reversed", 1, 3), ["0F0 0F1 0F2 0B2 0B1 0B0"]);
@@ -510,7 +528,9 @@ mod tests {
     fn every_name_is_known_in_any_spelling() {
         for builtin in Builtin::ALL {
             let name = builtin.name();
-            for spelled in [name.to_owned(), name.to_uppercase(), name.to_lowercase().replace('-', "_")] {
+            for spelled in
+                [name.to_owned(), name.to_uppercase(), name.to_lowercase().replace('-', "_")]
+            {
                 assert_eq!(Builtin::named(&spelled), Some(builtin), "{spelled}");
             }
         }
@@ -554,7 +574,8 @@ mod tests {
                             Builtin::ZbvZeroBubble => chunks == 2,
                             Builtin::DualPipeV => chunks == 2 && microbatches >= 2 * ranks,
                             Builtin::Interleaved1F1B | Builtin::InterleavedZeroBubble => {
-                                chunks == 1 || microbatches.is_multiple_of((microbatches / ranks).max(1))
+                                chunks == 1
+                                    || microbatches.is_multiple_of((microbatches / ranks).max(1))
                             }
                             Builtin::LoopedBfs | Builtin::ForwardOnly => true,
                         };
@@ -576,10 +597,14 @@ mod tests {
             Schedule::named(name, ranks, microbatches, chunks).unwrap_err().to_string()
         };
         let found = error("interleaved", 2, 5, None);
-        let expected = "Interleaved1F1B with 2 ranks, 5 microbatches and 2 stages a rank: its microbatches go in 2 \
-                        rounds (microbatches / ranks) of equally many, and 2 does not divide 5; 4 and 6 would do";
+        let expected = "Interleaved1F1B with 2 ranks, 5 microbatches and 2 stages a rank: its \
+            microbatches go in 2 \
+                        rounds (microbatches / ranks) of equally many, and 2 does not divide 5; 4 \
+                        and 6 would do";
         assert_eq!(found, expected);
-        assert!(error("dualpipev", 4, 7, None).contains("two microbatches a rank, 8, at the least"));
+        assert!(
+            error("dualpipev", 4, 7, None).contains("two microbatches a rank, 8, at the least")
+        );
         assert!(error("zbv", 4, 8, Some(1)).contains("two stages a rank"));
         assert!(error("gpipe", 4, 8, Some(2)).contains("one stage a rank"));
         assert!(error("bfs", 4, 8, Some(0)).contains("a rank needs a stage"));

@@ -9,7 +9,9 @@ use super::builtin::Builtin;
 #[non_exhaustive]
 pub enum ScheduleError {
     /// No ranks, no microbatches, or no actions.
-    #[error("a schedule needs at least one rank and one microbatch, not {ranks} and {microbatches}")]
+    #[error(
+        "a schedule needs at least one rank and one microbatch, not {ranks} and {microbatches}"
+    )]
     Empty {
         /// Ranks asked for.
         ranks: usize,
@@ -23,7 +25,10 @@ pub enum ScheduleError {
         name: String,
     },
     /// A built-in schedule does not exist for these numbers.
-    #[error("{schedule} with {ranks} ranks, {microbatches} microbatches and {chunks} stages a rank: {rule}")]
+    #[error(
+        "{schedule} with {ranks} ranks, {microbatches} microbatches and {chunks} stages a rank: \
+         {rule}"
+    )]
     Rule {
         /// The schedule's name.
         schedule: &'static str,
@@ -51,9 +56,11 @@ pub enum ScheduleError {
     Stuck {
         /// The schedule's name.
         schedule: String,
-        /// A shortest circle, one rank after another: where it is, and what for on the next one it waits.
+        /// A shortest circle, one rank after another: where it is, and what for on the next one it
+        /// waits.
         cycle: Vec<String>,
-        /// How many ranks cannot proceed; those that are not in the circle wait for it, or for another.
+        /// How many ranks cannot proceed; those that are not in the circle wait for it, or for
+        /// another.
         ranks: usize,
     },
     /// No order could be looked for, or none was found.

@@ -39,7 +39,8 @@ impl ActionKind {
 
 /// One step of a rank: a stage computes something for a microbatch.
 ///
-/// Shown as in torch's text format: stage, letter, microbatch; `2F0` is the forward pass of stage 2.
+/// Shown as in torch's text format: stage, letter, microbatch; `2F0` is the forward pass of stage
+/// 2.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct Action {
     /// The stage, from 0.
@@ -97,25 +98,28 @@ pub struct Schedule {
 impl Schedule {
     /// A schedule of the user's own: one order for each rank.
     ///
-    /// Each stage has all its actions on one rank, which may have several stages. For each microbatch each stage
-    /// has a forward pass, and either `B` or both `I` and `W`; or no stage has backward passes at all, as in
-    /// inference.
+    /// Each stage has all its actions on one rank, which may have several stages. For each
+    /// microbatch each stage has a forward pass, and either `B` or both `I` and `W`; or no stage
+    /// has backward passes at all, as in inference.
     ///
     /// # Errors
     ///
-    /// Where an action is missing or there twice, a stage is on two ranks, or the orders cannot proceed.
+    /// Where an action is missing or there twice, a stage is on two ranks, or the orders cannot
+    /// proceed.
     pub fn new(name: impl Into<String>, rows: Vec<Vec<Action>>) -> Result<Self, ScheduleError> {
         let overlaps = vec![Vec::new(); rows.len()];
         Self::with_overlaps(name, rows, overlaps)
     }
 
-    /// As [`Schedule::new`], with pairs of neighbours that a rank computes at the same time where it can: for each
-    /// rank the positions of their first halves, ascending. Who does not overlap them does one after the other.
+    /// As [`Schedule::new`], with pairs of neighbours that a rank computes at the same time where
+    /// it can: for each rank the positions of their first halves, ascending. Who does not overlap
+    /// them does one after the other.
     ///
     /// # Errors
     ///
-    /// As [`Schedule::new`], and where a pair is not a forward and a backward pass next to each other in the row,
-    /// two pairs share an action, or a pair cannot begin together: what one of the two needs comes of the other.
+    /// As [`Schedule::new`], and where a pair is not a forward and a backward pass next to each
+    /// other in the row, two pairs share an action, or a pair cannot begin together: what one of
+    /// the two needs comes of the other.
     pub fn with_overlaps(
         name: impl Into<String>,
         rows: Vec<Vec<Action>>,
@@ -123,7 +127,8 @@ impl Schedule {
     ) -> Result<Self, ScheduleError> {
         let name = name.into();
         whole::check_overlaps(&name, &rows, &overlaps)?;
-        let whole::Whole { microbatches, rank_of_stage, has_backward } = whole::check(&name, &rows)?;
+        let whole::Whole { microbatches, rank_of_stage, has_backward } =
+            whole::check(&name, &rows)?;
         let schedule = Self {
             name,
             microbatches,
@@ -137,12 +142,14 @@ impl Schedule {
         Ok(schedule)
     }
 
-    /// The built-in schedule of this name, in upper or lower case, with or without `-`, `_` and spaces: see
-    /// [`Builtin::named`]. `chunks` is the number of stages on each rank; `None` is [`Builtin::default_chunks`].
+    /// The built-in schedule of this name, in upper or lower case, with or without `-`, `_` and
+    /// spaces: see [`Builtin::named`]. `chunks` is the number of stages on each rank; `None` is
+    /// [`Builtin::default_chunks`].
     ///
     /// # Errors
     ///
-    /// Where there is no such schedule, or it does not exist for these numbers: see [`Builtin::schedule`].
+    /// Where there is no such schedule, or it does not exist for these numbers: see
+    /// [`Builtin::schedule`].
     pub fn named(
         name: &str,
         ranks: usize,
@@ -164,8 +171,8 @@ impl Schedule {
         Builtin::GPipe.schedule(ranks, microbatches, 1)
     }
 
-    /// 1F1B: rank `r` of `p` warms up with `min(m, p - 1 - r)` forward passes, then alternates forward and
-    /// backward, then drains. Fewer microbatches than ranks work too.
+    /// 1F1B: rank `r` of `p` warms up with `min(m, p - 1 - r)` forward passes, then alternates
+    /// forward and backward, then drains. Fewer microbatches than ranks work too.
     ///
     /// # Errors
     ///
@@ -217,7 +224,8 @@ impl Schedule {
     /// How the stages lie on the ranks. On a single rank it is [`Placement::Loop`].
     pub fn placement(&self) -> Placement {
         let (ranks, stages) = (self.ranks(), self.stages());
-        let is = |of: &dyn Fn(usize) -> usize| (0..stages).all(|stage| self.rank_of(stage) == of(stage));
+        let is =
+            |of: &dyn Fn(usize) -> usize| (0..stages).all(|stage| self.rank_of(stage) == of(stage));
         if stages.is_multiple_of(ranks) && is(&|stage| stage % ranks) {
             Placement::Loop
         } else if stages == 2 * ranks && is(&|stage| stage.min(2 * ranks - 1 - stage)) {
@@ -237,8 +245,8 @@ impl Schedule {
         &self.rows
     }
 
-    /// The positions in a rank's row at which an overlapped pair begins, ascending: the action there and the one
-    /// after it are `(a;b)OVERLAP_F_B` in torch's text.
+    /// The positions in a rank's row at which an overlapped pair begins, ascending: the action
+    /// there and the one after it are `(a;b)OVERLAP_F_B` in torch's text.
     ///
     /// # Panics
     ///
@@ -271,7 +279,8 @@ impl Schedule {
         })
     }
 
-    /// What an action needs from others: `I` stands for the input gradient, also where a `B` makes it.
+    /// What an action needs from others: `I` stands for the input gradient, also where a `B` makes
+    /// it.
     pub(super) fn needs(&self, action: Action) -> impl Iterator<Item = Action> + use<> {
         let Action { stage, kind, microbatch } = action;
         let of = |stage, kind| Some(Action { stage, kind, microbatch });
@@ -281,7 +290,10 @@ impl Schedule {
             ActionKind::BackwardWeight => [of(stage, ActionKind::BackwardInput), None],
             ActionKind::BackwardInput | ActionKind::Backward => {
                 let after = (stage + 1 < self.stages()).then_some(stage + 1);
-                [of(stage, ActionKind::Forward), after.and_then(|after| of(after, ActionKind::BackwardInput))]
+                [
+                    of(stage, ActionKind::Forward),
+                    after.and_then(|after| of(after, ActionKind::BackwardInput)),
+                ]
             }
         };
         needs.into_iter().flatten()
@@ -299,8 +311,9 @@ mod tests {
 
     #[test]
     fn placements_are_known() {
-        let named =
-            |name, chunks| Schedule::named(name, 3, 6, Some(chunks)).map(|schedule| schedule.placement());
+        let named = |name, chunks| {
+            Schedule::named(name, 3, 6, Some(chunks)).map(|schedule| schedule.placement())
+        };
         assert_eq!(named("1f1b", 1), Ok(Placement::Loop));
         assert_eq!(named("interleaved", 3), Ok(Placement::Loop));
         assert_eq!(named("dualpipev", 2), Ok(Placement::V));
@@ -330,7 +343,8 @@ mod tests {
 
     #[test]
     fn inference_has_no_backward_passes() {
-        let schedule = Schedule::new("x", vec![vec![a(0, Forward, 0)], vec![a(1, Forward, 0)]]).unwrap();
+        let schedule =
+            Schedule::new("x", vec![vec![a(0, Forward, 0)], vec![a(1, Forward, 0)]]).unwrap();
         assert!(!schedule.has_backward());
         let rows = vec![vec![a(0, Forward, 0)], vec![a(1, Forward, 0), a(1, Backward, 0)]];
         let error = Schedule::new("x", rows).unwrap_err().to_string();
@@ -340,7 +354,8 @@ mod tests {
     #[test]
     fn needs_are_those_of_the_chain() {
         let schedule = Schedule::gpipe(2, 1).unwrap();
-        let needs = |action| schedule.needs(action).map(|need| need.to_string()).collect::<Vec<_>>();
+        let needs =
+            |action| schedule.needs(action).map(|need| need.to_string()).collect::<Vec<_>>();
         assert!(needs(a(0, Forward, 0)).is_empty());
         assert_eq!(needs(a(1, Forward, 0)), ["0F0"]);
         assert_eq!(needs(a(0, Backward, 0)), ["0F0", "1I0"]);

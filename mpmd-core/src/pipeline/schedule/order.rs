@@ -7,11 +7,11 @@ use super::whole::place;
 use super::{Action, ActionKind, Schedule};
 
 impl Schedule {
-    /// All actions in one order whose part on each rank is that rank's order, and in which each action
-    /// comes after what it needs.
+    /// All actions in one order whose part on each rank is that rank's order, and in which each
+    /// action comes after what it needs.
     ///
-    /// Of the orders there are it is the one in which ranks take turns as they would with actions of equal
-    /// length: a program that issues in it lets no rank run dry.
+    /// Of the orders there are it is the one in which ranks take turns as they would with actions
+    /// of equal length: a program that issues in it lets no rank run dry.
     ///
     /// # Errors
     ///
@@ -20,7 +20,8 @@ impl Schedule {
         self.rounds(false)
     }
 
-    /// Whether the ranks also come to their end where both actions of an overlapped pair wait until both can begin.
+    /// Whether the ranks also come to their end where both actions of an overlapped pair wait until
+    /// both can begin.
     pub(super) fn check_pairs(&self) -> Result<(), ScheduleError> {
         if self.overlaps.iter().any(|pairs| !pairs.is_empty()) {
             self.rounds(true)?;
@@ -28,16 +29,16 @@ impl Schedule {
         Ok(())
     }
 
-    /// In each round each rank does its next action, or pair if these go together, if what it needs was done in an
-    /// earlier round.
+    /// In each round each rank does its next action, or pair if these go together, if what it needs
+    /// was done in an earlier round.
     fn rounds(&self, together: bool) -> Result<Vec<Action>, ScheduleError> {
         let total = self.rows.iter().map(Vec::len).sum();
         let mut next = vec![0; self.rows.len()];
         let mut pairs = vec![0; self.rows.len()];
         let mut done = Done::new(self);
         let mut order = Vec::with_capacity(total);
-        // What an action needs can only have come about on a rank that did something in the round before, or that
-        // waits for a rank which did.
+        // What an action needs can only have come about on a rank that did something in the round
+        // before, or that waits for a rank which did.
         let mut asked: Vec<usize> = (0..self.rows.len()).collect();
         let mut is_asked = vec![false; self.rows.len()];
         while order.len() < total {
@@ -105,7 +106,8 @@ impl Schedule {
                 format!(", behind {} at position {}", shown(on), next[on])
             };
             format!(
-                "rank {rank} is at {}, position {}, which waits for {made} on rank {on}, position {position}{behind}",
+                "rank {rank} is at {}, position {}, which waits for {made} on rank {on}, position \
+                 {position}{behind}",
                 shown(*rank),
                 next[*rank]
             )
@@ -148,7 +150,11 @@ impl Schedule {
     /// The action that makes what is needed: an input gradient may come of a `B`.
     fn made_by(&self, need: Action) -> Action {
         let both = Action { kind: ActionKind::Backward, ..need };
-        if need.kind == ActionKind::BackwardInput && place(&self.rows, need).is_none() { both } else { need }
+        if need.kind == ActionKind::BackwardInput && place(&self.rows, need).is_none() {
+            both
+        } else {
+            need
+        }
     }
 }
 
@@ -223,12 +229,17 @@ mod tests {
             for ranks in 1..6 {
                 for microbatches in 1..12 {
                     let chunks = builtin.default_chunks();
-                    let Ok(schedule) = builtin.schedule(ranks, microbatches, chunks) else { continue };
+                    let Ok(schedule) = builtin.schedule(ranks, microbatches, chunks) else {
+                        continue;
+                    };
                     let order = schedule.global_order().unwrap();
                     assert_eq!(order, slow(&schedule), "{builtin:?} {ranks} {microbatches}");
                     for (rank, row) in schedule.rows().iter().enumerate() {
-                        let part: Vec<Action> =
-                            order.iter().filter(|a| schedule.rank_of(a.stage) == rank).copied().collect();
+                        let part: Vec<Action> = order
+                            .iter()
+                            .filter(|a| schedule.rank_of(a.stage) == rank)
+                            .copied()
+                            .collect();
                         assert_eq!(&part, row);
                     }
                 }
@@ -248,8 +259,10 @@ mod tests {
         let ScheduleError::Stuck { cycle, ranks, .. } = &error else { panic!("{error}") };
         assert_eq!((cycle.len(), *ranks), (2, 3));
         let text = error.to_string();
-        let first = "rank 0 is at 0B0, position 1, which waits for 1B0 on rank 1, position 2, behind 1F1 at position 1";
-        let second = "rank 1 is at 1F1, position 1, which waits for 0F1 on rank 0, position 2, behind 0B0 at position 1";
+        let first = "rank 0 is at 0B0, position 1, which waits for 1B0 on rank 1, position 2, \
+            behind 1F1 at position 1";
+        let second = "rank 1 is at 1F1, position 1, which waits for 0F1 on rank 0, position 2, \
+            behind 0B0 at position 1";
         assert!(text.contains(first) && text.contains(second), "{text}");
     }
 
@@ -262,8 +275,10 @@ mod tests {
             vec![a(1, Forward, 0), a(1, Forward, 1), a(1, Backward, 0), a(1, Backward, 1)],
         ];
         assert!(Schedule::new("x", rows.clone()).is_ok());
-        let error = Schedule::with_overlaps("x", rows, vec![vec![1], vec![]]).unwrap_err().to_string();
-        let expected = "rank 0 is at (0F1;0B0)OVERLAP_F_B, position 1, which waits for 1B0 on rank 1, position 2, \
+        let error =
+            Schedule::with_overlaps("x", rows, vec![vec![1], vec![]]).unwrap_err().to_string();
+        let expected = "rank 0 is at (0F1;0B0)OVERLAP_F_B, position 1, which waits for 1B0 on \
+            rank 1, position 2, \
                         behind 1F1 at position 1";
         assert!(error.contains(expected), "{error}");
     }
@@ -271,9 +286,12 @@ mod tests {
     #[test]
     fn a_rank_can_wait_for_itself() {
         let a = |kind| Action { stage: 0, kind, microbatch: 0 };
-        let error = Schedule::new("x", vec![vec![a(Backward), a(Forward)]]).unwrap_err().to_string();
+        let error =
+            Schedule::new("x", vec![vec![a(Backward), a(Forward)]]).unwrap_err().to_string();
         assert!(
-            error.contains("rank 0 is at 0B0, position 0, which waits for 0F0 on rank 0, position 1"),
+            error.contains(
+                "rank 0 is at 0B0, position 0, which waits for 0F0 on rank 0, position 1"
+            ),
             "{error}"
         );
     }

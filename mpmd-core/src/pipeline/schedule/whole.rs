@@ -23,24 +23,28 @@ pub(super) fn check_overlaps(
 ) -> Result<(), ScheduleError> {
     let mut problems = Problems::default();
     if overlaps.len() != rows.len() {
-        problems.add(|| format!("overlaps of {} ranks, but there are {}", overlaps.len(), rows.len()));
+        problems
+            .add(|| format!("overlaps of {} ranks, but there are {}", overlaps.len(), rows.len()));
     }
     for (rank, (row, pairs)) in rows.iter().zip(overlaps).enumerate() {
         let mut free = 0;
         for &at in pairs {
             let place = format!("the overlapped pair of rank {rank} at position {at}");
             match (row.get(at), row.get(at + 1)) {
-                _ if at < free => {
-                    problems.add(|| format!("{place}: two pairs share an action, or are not in order"))
-                }
+                _ if at < free => problems
+                    .add(|| format!("{place}: two pairs share an action, or are not in order")),
                 (Some(one), Some(other)) => {
                     if (one.kind == ActionKind::Forward) == (other.kind == ActionKind::Forward) {
                         problems.add(|| {
-                            format!("{place}: {one} and {other} are not a forward and a backward pass")
+                            format!(
+                                "{place}: {one} and {other} are not a forward and a backward pass"
+                            )
                         });
                     }
                 }
-                (Some(one), None) => problems.add(|| format!("{place}: there is nothing after {one}")),
+                (Some(one), None) => {
+                    problems.add(|| format!("{place}: there is nothing after {one}"))
+                }
                 (None, _) => problems.add(|| format!("{place}: there is no position {at}")),
             }
             free = at.saturating_add(2);
@@ -53,13 +57,15 @@ pub(super) fn check_overlaps(
 pub(super) fn check(name: &str, rows: &[Vec<Action>]) -> Result<Whole, ScheduleError> {
     let actions = || rows.iter().flatten();
     let stages = actions().map(|action| action.stage.saturating_add(1)).max().unwrap_or(0);
-    let microbatches = actions().map(|action| action.microbatch.saturating_add(1)).max().unwrap_or(0);
+    let microbatches =
+        actions().map(|action| action.microbatch.saturating_add(1)).max().unwrap_or(0);
     if stages == 0 {
         return Err(ScheduleError::Empty { ranks: rows.len(), microbatches });
     }
     let total: usize = rows.iter().map(Vec::len).sum();
     if stages.checked_mul(microbatches).is_none_or(|passes| passes > total) {
-        // Each pair needs a forward pass. Without this a single large number would cost that much memory.
+        // Each pair needs a forward pass. Without this a single large number would cost that much
+        // memory.
         return Err(too_few(name, rows, stages, microbatches));
     }
     let mut problems = Problems::default();
@@ -71,7 +77,8 @@ pub(super) fn check(name: &str, rows: &[Vec<Action>]) -> Result<Whole, ScheduleE
             if home != rank {
                 problems.add(|| {
                     format!(
-                        "{action} is on rank {rank}, position {position}, but stage {} is on rank {home}",
+                        "{action} is on rank {rank}, position {position}, but stage {} is on rank \
+                         {home}",
                         action.stage
                     )
                 });
@@ -80,7 +87,11 @@ pub(super) fn check(name: &str, rows: &[Vec<Action>]) -> Result<Whole, ScheduleE
             if *cell & bit(action.kind) != 0 {
                 problems.add(|| {
                     let first = place(rows, *action).unwrap_or((rank, position));
-                    format!("{action} is there twice: on {}, and on {}", at(first), at((rank, position)))
+                    format!(
+                        "{action} is there twice: on {}, and on {}",
+                        at(first),
+                        at((rank, position))
+                    )
                 });
             }
             *cell |= bit(action.kind);
@@ -91,8 +102,9 @@ pub(super) fn check(name: &str, rows: &[Vec<Action>]) -> Result<Whole, ScheduleE
         let (stage, microbatch) = (cell / microbatches, cell % microbatches);
         let of = |kind| Action { stage, kind, microbatch };
         let on = |kind| place(rows, of(kind)).map(at).unwrap_or_default();
-        let missing =
-            |kind| format!("{} is missing (stage {stage} is on rank {})", of(kind), rank_of_stage[stage]);
+        let missing = |kind| {
+            format!("{} is missing (stage {stage} is on rank {})", of(kind), rank_of_stage[stage])
+        };
         if bits & FORWARD == 0 {
             problems.add(|| missing(ActionKind::Forward));
         }
@@ -105,11 +117,13 @@ pub(super) fn check(name: &str, rows: &[Vec<Action>]) -> Result<Whole, ScheduleE
                 format!("{} is missing beside {there} on {place}", of(ActionKind::BackwardWeight))
             }),
             (false, false, true) => problems.add(|| {
-                let (there, place) = (of(ActionKind::BackwardWeight), on(ActionKind::BackwardWeight));
+                let (there, place) =
+                    (of(ActionKind::BackwardWeight), on(ActionKind::BackwardWeight));
                 format!("{} is missing beside {there} on {place}", of(ActionKind::BackwardInput))
             }),
             (true, input, _) => problems.add(|| {
-                let other = if input { ActionKind::BackwardInput } else { ActionKind::BackwardWeight };
+                let other =
+                    if input { ActionKind::BackwardInput } else { ActionKind::BackwardWeight };
                 let (both, one) = (of(ActionKind::Backward), of(other));
                 format!(
                     "{both} on {} computes what {one} on {} computes, too",
@@ -137,8 +151,8 @@ fn bit(kind: ActionKind) -> u8 {
     }
 }
 
-/// The rank of each stage: where most of its actions are. A stage without any is on rank 0, and all its actions
-/// are missing.
+/// The rank of each stage: where most of its actions are. A stage without any is on rank 0, and all
+/// its actions are missing.
 fn homes(rows: &[Vec<Action>], stages: usize) -> Vec<usize> {
     let mut homes = vec![None; stages];
     let mut several = false;
@@ -177,8 +191,12 @@ fn at((rank, position): (usize, usize)) -> String {
 /// The error where there are fewer actions than forward passes: found without a table of them all.
 fn too_few(name: &str, rows: &[Vec<Action>], stages: usize, microbatches: usize) -> ScheduleError {
     let forward = |action: &&Action| action.kind == ActionKind::Forward;
-    let mut there: Vec<(usize, usize)> =
-        rows.iter().flatten().filter(forward).map(|action| (action.stage, action.microbatch)).collect();
+    let mut there: Vec<(usize, usize)> = rows
+        .iter()
+        .flatten()
+        .filter(forward)
+        .map(|action| (action.stage, action.microbatch))
+        .collect();
     there.sort_unstable();
     there.dedup();
     let mut there_next = there.iter().copied().peekable();
@@ -210,7 +228,11 @@ impl Problems {
         if self.named.is_empty() {
             return Ok(());
         }
-        Err(ScheduleError::Actions { schedule: schedule.to_owned(), problems: self.named, more: self.more })
+        Err(ScheduleError::Actions {
+            schedule: schedule.to_owned(),
+            problems: self.named,
+            more: self.more,
+        })
     }
 }
 
@@ -236,7 +258,8 @@ mod tests {
             "{twice}"
         );
         let both = error(vec![vec![a(0, Forward, 0), a(0, BackwardInput, 0), a(0, Backward, 0)]]);
-        let expected = "0B0 on rank 0, position 2 computes what 0I0 on rank 0, position 1 computes, too";
+        let expected =
+            "0B0 on rank 0, position 2 computes what 0I0 on rank 0, position 1 computes, too";
         assert!(both.contains(expected), "{both}");
         let half = error(vec![vec![a(0, Forward, 0), a(0, BackwardInput, 0)]]);
         assert!(half.contains("0W0 is missing beside 0I0 on rank 0, position 1"), "{half}");
@@ -247,7 +270,10 @@ mod tests {
             vec![a(1, Forward, 1), a(1, Backward, 1), a(1, Backward, 0)],
         ]);
         let expected = "1F0 is on rank 0, position 1, but stage 1 is on rank 1";
-        assert!(elsewhere.contains(expected) && elsewhere.contains("0F1 is missing"), "{elsewhere}");
+        assert!(
+            elsewhere.contains(expected) && elsewhere.contains("0F1 is missing"),
+            "{elsewhere}"
+        );
     }
 
     #[test]
@@ -271,8 +297,12 @@ mod tests {
         let huge = usize::MAX;
         let far = error(vec![vec![a(huge, Forward, 0)]]);
         assert!(far.contains("0F0 is missing"), "{far}");
-        let far = error(vec![vec![a(0, Forward, 0), a(0, Forward, huge), a(3, Backward, huge - 1)]]);
+        let far =
+            error(vec![vec![a(0, Forward, 0), a(0, Forward, huge), a(3, Backward, huge - 1)]]);
         assert!(far.contains("0F1 is missing") && far.contains("more"), "{far}");
-        assert!(matches!(Schedule::new("x", vec![Vec::new()]), Err(ScheduleError::Empty { ranks: 1, .. })));
+        assert!(matches!(
+            Schedule::new("x", vec![Vec::new()]),
+            Err(ScheduleError::Empty { ranks: 1, .. })
+        ));
     }
 }

@@ -48,7 +48,13 @@ impl Shop<'_> {
     }
 
     /// Moves an action of a row by up to `far` places, as far as it may go; from where to where.
-    fn shift(&self, row: &mut [u32], place: usize, far: usize, later: bool) -> Option<(usize, usize)> {
+    fn shift(
+        &self,
+        row: &mut [u32],
+        place: usize,
+        far: usize,
+        later: bool,
+    ) -> Option<(usize, usize)> {
         let mut at = place;
         for _ in 0..far {
             let other = if later { Some(at + 1) } else { at.checked_sub(1) };
@@ -87,8 +93,8 @@ impl Random {
         (self.next() >> 33) as usize % end.max(1)
     }
 
-    /// Yes with about the probability of `e` to the power of this, which is not above 0: by the four operations alone,
-    /// which give the same bits everywhere.
+    /// Yes with about the probability of `e` to the power of this, which is not above 0: by the
+    /// four operations alone, which give the same bits everywhere.
     fn chance(&mut self, exponent: f64) -> bool {
         let even = (self.next() >> 11) as f64 / (1u64 << 53) as f64;
         even * (1.0 - exponent + 0.5 * exponent * exponent) < 1.0

@@ -9,7 +9,8 @@ pub(super) struct Rules {
     fits: f64,
     /// Whether an input gradient goes before a forward pass that can begin at the same time.
     inputs_first: bool,
-    /// How many more forward passes than input gradients a stage may have begun, beside what 1F1B needs.
+    /// How many more forward passes than input gradients a stage may have begun, beside what 1F1B
+    /// needs.
     ahead: usize,
 }
 
@@ -18,7 +19,11 @@ impl Rules {
         let fits = [0.0, 0.5, 1.0];
         fits.into_iter().flat_map(|fits| {
             [true, false].into_iter().flat_map(move |inputs_first| {
-                [0, 1, 2, 4, usize::MAX / 2].into_iter().map(move |ahead| Self { fits, inputs_first, ahead })
+                [0, 1, 2, 4, usize::MAX / 2].into_iter().map(move |ahead| Self {
+                    fits,
+                    inputs_first,
+                    ahead,
+                })
             })
         })
     }
@@ -97,7 +102,9 @@ impl Shop<'_> {
                     continue;
                 }
                 let last = (kind == FORWARD) == rules.inputs_first;
-                if other.is_none_or(|(first, after, _)| start < first || start == first && !last && after) {
+                if other.is_none_or(|(first, after, _)| {
+                    start < first || start == first && !last && after
+                }) {
                     other = Some((start, last, id));
                 }
             }
@@ -113,22 +120,27 @@ impl Shop<'_> {
         }
     }
 
-    /// Whether a stage may begin one more forward pass: as far ahead as the rules have it, and with room left for
-    /// one microbatch in each later stage of the rank, without which nothing would ever be given back.
+    /// Whether a stage may begin one more forward pass: as far ahead as the rules have it, and with
+    /// room left for one microbatch in each later stage of the rank, without which nothing would
+    /// ever be given back.
     fn may_begin(&self, rules: Rules, at: &Greedy<'_>, stage: usize) -> bool {
         let [forward, input, _] = at.next[stage];
         let depth = self.placement.len() - stage;
         if forward - input >= depth.saturating_add(rules.ahead) {
             return false;
         }
-        let later =
-            at.stages.iter().filter(|later| **later > stage && at.next[**later][0] < self.microbatches);
+        let later = at
+            .stages
+            .iter()
+            .filter(|later| **later > stage && at.next[**later][0] < self.microbatches);
         let room: u64 = later
             .map(|later| {
-                self.memory(self.id(*later, FORWARD, 0)).0 + self.memory(self.id(*later, INPUT, 0)).0
+                self.memory(self.id(*later, FORWARD, 0)).0
+                    + self.memory(self.id(*later, INPUT, 0)).0
             })
             .sum();
-        let own = self.memory(self.id(stage, FORWARD, 0)).0 + self.memory(self.id(stage, INPUT, 0)).0;
+        let own =
+            self.memory(self.id(stage, FORWARD, 0)).0 + self.memory(self.id(stage, INPUT, 0)).0;
         at.held.saturating_add(own).saturating_add(room) <= self.limit()
     }
 }

@@ -1,13 +1,14 @@
 //! Finds an order of actions for costs that are not all equal.
 //!
-//! The fixed orders meet their closed forms where all passes cost the same. Where a stage is slower than another, or a
-//! weight gradient than an input gradient, others are better. What is looked for is a short makespan under a
-//! budget of memory, among orders in which microbatches advance in ascending order within each stage and kind: so
-//! whatever is found gives the same bits as 1F1B does. The problem is a job shop, for which there is no exact
-//! answer in useful time. So: orders made greedily under several rules, and the fixed ones, are starting points;
-//! the best are improved by swaps on the critical path (van Laarhoven, Aarts and Lenstra, "Job shop scheduling by
-//! simulated annealing", 1992), which never make a cycle. The same costs give the same order everywhere: no clock
-//! is read, and what is random follows from a seed.
+//! The fixed orders meet their closed forms where all passes cost the same. Where a stage is slower
+//! than another, or a weight gradient than an input gradient, others are better. What is looked for
+//! is a short makespan under a budget of memory, among orders in which microbatches advance in
+//! ascending order within each stage and kind: so whatever is found gives the same bits as 1F1B
+//! does. The problem is a job shop, for which there is no exact answer in useful time. So: orders
+//! made greedily under several rules, and the fixed ones, are starting points; the best are
+//! improved by swaps on the critical path (van Laarhoven, Aarts and Lenstra, "Job shop scheduling
+//! by simulated annealing", 1992), which never make a cycle. The same costs give the same order
+//! everywhere: no clock is read, and what is random follows from a seed.
 
 mod anneal;
 mod greedy;
@@ -26,7 +27,8 @@ use super::schedule::{Schedule, ScheduleError};
 pub struct SearchOptions {
     /// The most that a rank may hold at a time, over all its stages; anything where there is none.
     pub budget: Option<Budget>,
-    /// How many orders are tried, each in time proportional to its actions; fewer of very large ones.
+    /// How many orders are tried, each in time proportional to its actions; fewer of very large
+    /// ones.
     pub tries: usize,
     /// Chooses among moves.
     pub seed: u64,
@@ -45,30 +47,37 @@ pub struct Found {
     pub schedule: Schedule,
     /// Its makespan, in the unit of the costs, where moves hold nothing up but who waits for them.
     pub makespan: f64,
-    /// The makespans of the schedules that it was to be better than, by name; `None` for those beyond the budget.
+    /// The makespans of the schedules that it was to be better than, by name; `None` for those
+    /// beyond the budget.
     pub fixed: Vec<(String, Option<f64>)>,
 }
 
 /// How many actions are put in their places at most, over all orders.
 const MOST_WORK: usize = 400_000_000;
 
-/// Looks for an order of forward passes, input gradients and weight gradients that takes as little time as can be.
+/// Looks for an order of forward passes, input gradients and weight gradients that takes as little
+/// time as can be.
 ///
-/// `fixed` are schedules of the same placement, which also say which rank each stage is on: there must be at least
-/// one. The result is never worse than any of them that is within the budget and advances microbatches in
-/// ascending order.
+/// `fixed` are schedules of the same placement, which also say which rank each stage is on: there
+/// must be at least one. The result is never worse than any of them that is within the budget and
+/// advances microbatches in ascending order.
 ///
 /// # Errors
 ///
-/// Where `fixed` is empty or its placements differ, costs are for another number of stages, negative or not finite,
-/// and where no order was found within the budget.
-pub fn search(fixed: &[Schedule], costs: &Costs, options: &SearchOptions) -> Result<Found, ScheduleError> {
+/// Where `fixed` is empty or its placements differ, costs are for another number of stages,
+/// negative or not finite, and where no order was found within the budget.
+pub fn search(
+    fixed: &[Schedule],
+    costs: &Costs,
+    options: &SearchOptions,
+) -> Result<Found, ScheduleError> {
     let wrong = |problem: String| ScheduleError::Search { problem };
     let Some(first) = fixed.first() else {
         return Err(wrong("no schedule says which rank each stage is on".to_owned()));
     };
-    let rank_of =
-        |schedule: &Schedule| (0..schedule.stages()).map(|s| schedule.rank_of(s)).collect::<Vec<_>>();
+    let rank_of = |schedule: &Schedule| {
+        (0..schedule.stages()).map(|s| schedule.rank_of(s)).collect::<Vec<_>>()
+    };
     let placement = rank_of(first);
     if let Some(other) = fixed.iter().find(|other| {
         rank_of(other) != placement
@@ -82,7 +91,11 @@ pub fn search(fixed: &[Schedule], costs: &Costs, options: &SearchOptions) -> Res
         )));
     }
     if costs.stage.len() != placement.len() {
-        return Err(wrong(format!("costs of {} stages, for {}", costs.stage.len(), placement.len())));
+        return Err(wrong(format!(
+            "costs of {} stages, for {}",
+            costs.stage.len(),
+            placement.len()
+        )));
     }
     if matches!(options.budget, Some(Budget::Bytes(_))) && !costs.says_bytes() {
         return Err(wrong(
@@ -91,7 +104,14 @@ pub fn search(fixed: &[Schedule], costs: &Costs, options: &SearchOptions) -> Res
     }
     let bad = |cost: &f64| !cost.is_finite() || *cost < 0.0;
     for (stage, cost) in costs.stage.iter().enumerate() {
-        let StageCosts { forward, backward_input, backward_weight, send_forward, send_backward, .. } = *cost;
+        let StageCosts {
+            forward,
+            backward_input,
+            backward_weight,
+            send_forward,
+            send_backward,
+            ..
+        } = *cost;
         if let Some(cost) = [forward, backward_input, backward_weight, send_forward, send_backward]
             .iter()
             .find(|cost| bad(cost))
@@ -203,8 +223,13 @@ mod tests {
         let unequal = costs(&[[1.0, 1.0, 4.0], [1.0, 1.0, 1.0], [1.0, 2.0, 1.0], [1.0, 1.0, 1.0]]);
         let found = best(&one_f_one_b(4, 8), &unequal, Budget::Activations(8));
         let Some(fixed) = found.fixed[0].1 else { panic!("1F1B holds 4") };
-        // Stage 0 works for 48; with four forward passes ahead it would have to wait for the first gradient.
-        assert!(found.makespan >= 48.0 && found.makespan < fixed - 3.0, "{} of {fixed}", found.makespan);
+        // Stage 0 works for 48; with four forward passes ahead it would have to wait for the first
+        // gradient.
+        assert!(
+            found.makespan >= 48.0 && found.makespan < fixed - 3.0,
+            "{} of {fixed}",
+            found.makespan
+        );
     }
 
     #[test]

@@ -25,8 +25,8 @@ pub(super) struct Shop<'a> {
 /// What came of an order.
 pub(super) struct Run {
     pub(super) makespan: f64,
-    /// Neighbours in a rank's row, by rank and the place of the first, of which the second begins when the first
-    /// ends, on the way that makes it as long as it is.
+    /// Neighbours in a rank's row, by rank and the place of the first, of which the second begins
+    /// when the first ends, on the way that makes it as long as it is.
     pub(super) critical: Vec<(usize, usize)>,
 }
 
@@ -77,8 +77,9 @@ impl Shop<'_> {
     /// What an action needs that may be of another rank, and how long that is on its way.
     pub(super) fn need(&self, id: u32) -> Option<(u32, f64)> {
         let (stage, kind, microbatch) = self.parts(id);
-        let way =
-            |from: usize, cost: f64| if self.placement[from] == self.placement[stage] { 0.0 } else { cost };
+        let way = |from: usize, cost: f64| {
+            if self.placement[from] == self.placement[stage] { 0.0 } else { cost }
+        };
         match kind {
             FORWARD if stage > 0 => {
                 let way = way(stage - 1, self.costs.stage[stage - 1].send_forward);
@@ -96,7 +97,9 @@ impl Shop<'_> {
     pub(super) fn needed_by(&self, id: u32) -> Option<u32> {
         let (stage, kind, microbatch) = self.parts(id);
         match kind {
-            FORWARD if stage + 1 < self.placement.len() => Some(self.id(stage + 1, FORWARD, microbatch)),
+            FORWARD if stage + 1 < self.placement.len() => {
+                Some(self.id(stage + 1, FORWARD, microbatch))
+            }
             INPUT if stage > 0 => Some(self.id(stage - 1, INPUT, microbatch)),
             _ => None,
         }
@@ -148,20 +151,24 @@ impl Shop<'_> {
         })
     }
 
-    /// Whether two neighbours of a row may change places: neither needs the other, nor comes before it by number.
+    /// Whether two neighbours of a row may change places: neither needs the other, nor comes before
+    /// it by number.
     pub(super) fn may_swap(&self, first: u32, second: u32) -> bool {
-        let ((stage, kind, microbatch), (other, later, next)) = (self.parts(first), self.parts(second));
+        let ((stage, kind, microbatch), (other, later, next)) =
+            (self.parts(first), self.parts(second));
         let same_stage = stage == other;
         let same_queue = same_stage && kind == later;
         let of_one = same_stage && microbatch == next;
         !same_queue && !of_one && self.need(second).is_none_or(|(need, _)| need != first)
     }
 
-    /// When everything ends where each action begins as soon as it can; `None` where the orders wait in a circle.
+    /// When everything ends where each action begins as soon as it can; `None` where the orders
+    /// wait in a circle.
     pub(super) fn run(&self, rows: &Rows) -> Option<Run> {
         let total: usize = rows.iter().map(Vec::len).sum();
         let mut ends = vec![f64::NAN; 3 * self.placement.len() * self.microbatches];
-        // Where an action begins when the one before it in its row ends, that one; else what it needs.
+        // Where an action begins when the one before it in its row ends, that one; else what it
+        // needs.
         let mut next = vec![0; self.ranks];
         let mut free = vec![0.0f64; self.ranks];
         let mut woken: Vec<usize> = (0..self.ranks).rev().collect();

@@ -1,7 +1,8 @@
-//! When everything in a [`Flow`] happens, given what nodes and transfers take and over what [`Channel`].
+//! When everything in a [`Flow`] happens, given what nodes and transfers take and over what
+//! [`Channel`].
 //!
-//! Everything happens as early as the rules of the [check](super::check) let it; lanes run one node at a time,
-//! transfers as many at a time as the channel lets through, and none slows another down.
+//! Everything happens as early as the rules of the [check](super::check) let it; lanes run one node
+//! at a time, transfers as many at a time as the channel lets through, and none slows another down.
 
 mod path;
 mod schedule;
@@ -79,15 +80,18 @@ impl LaneTime {
 ///
 /// # Panics
 ///
-/// Where there are not as many times as nodes and transfers, and as [`check`](super::check::check) does.
+/// Where there are not as many times as nodes and transfers, and as [`check`](super::check::check)
+/// does.
 pub fn simulate(flow: &Flow, times: &Times, channel: Channel) -> Result<Simulated, Deadlock> {
     assert_eq!(times.nodes.len(), flow.nodes.len(), "times of nodes");
     assert_eq!(times.transfers.len(), flow.transfers.len(), "times of transfers");
     let mut engine = Engine::new(flow, channel, true);
     let mut nodes = vec![Span::default(); flow.nodes.len()];
     let mut transfers = vec![Span::default(); flow.transfers.len()];
-    let mut lanes = vec![LaneTime { first: f64::INFINITY, ..LaneTime::default() }; flow.lanes.len()];
-    // What is under way, by when it ends. Of equal times the nodes go first, and each in the order of numbers.
+    let mut lanes =
+        vec![LaneTime { first: f64::INFINITY, ..LaneTime::default() }; flow.lanes.len()];
+    // What is under way, by when it ends. Of equal times the nodes go first, and each in the order
+    // of numbers.
     let mut under_way = BinaryHeap::new();
     // What takes no time need not be sorted.
     let mut at_once = Vec::new();
@@ -170,7 +174,9 @@ pub const COMPARED: [Channel; 6] = [
 /// What a flow would take over each of [`COMPARED`].
 pub fn channel_costs(flow: &Flow, times: &Times) -> Vec<(Channel, Result<f64, Deadlock>)> {
     COMPARED
-        .map(|channel| (channel, simulate(flow, times, channel).map(|simulated| simulated.makespan)))
+        .map(|channel| {
+            (channel, simulate(flow, times, channel).map(|simulated| simulated.makespan))
+        })
         .into()
 }
 

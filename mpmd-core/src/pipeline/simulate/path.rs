@@ -20,11 +20,11 @@ pub struct Pause {
 }
 
 impl Simulated {
-    /// The items that make the whole take as long as it does, from the first to the last: each begins
-    /// when the one before it ends.
+    /// The items that make the whole take as long as it does, from the first to the last: each
+    /// begins when the one before it ends.
     ///
-    /// [`Item::Send`] is a transfer from its begin until it has arrived. [`Item::Receive`] is a transfer
-    /// that arrived before its receive came to the front: it takes no time.
+    /// [`Item::Send`] is a transfer from its begin until it has arrived. [`Item::Receive`] is a
+    /// transfer that arrived before its receive came to the front: it takes no time.
     pub fn critical_path(&self) -> Vec<Item> {
         let count = self.nodes.len() as u32;
         let ends = self.nodes.iter().chain(&self.transfers).map(|span| span.end);
@@ -80,13 +80,19 @@ impl Simulated {
         }
         for (pauses, until) in pauses.iter_mut().zip(until) {
             if self.makespan > until {
-                pauses.push(Pause { start: until, end: self.makespan, node: None, waits_for: None });
+                pauses.push(Pause {
+                    start: until,
+                    end: self.makespan,
+                    node: None,
+                    waits_for: None,
+                });
             }
         }
         pauses
     }
 
-    /// What a pause waited for, for people: the node that made what was received, and what held it up.
+    /// What a pause waited for, for people: the node that made what was received, and what held it
+    /// up.
     pub fn waited_for(&self, flow: &Flow, pause: &Pause, names: &dyn Names) -> String {
         let count = flow.nodes.len() as u32;
         let item = |item: u32| {

@@ -57,12 +57,13 @@ pub struct SimulatedSchedule {
 
 /// Simulates a schedule, its moves in the order of [`lower`](crate::pipeline::lower).
 ///
-/// `B` is `I`, then `W`; `leaves` says when what is computed is sent. Moves take the costs of sending, and none
-/// where costs have none.
+/// `B` is `I`, then `W`; `leaves` says when what is computed is sent. Moves take the costs of
+/// sending, and none where costs have none.
 ///
 /// # Errors
 ///
-/// Where the costs are of other stages or no times, or the schedule does not come to its end over the channel.
+/// Where the costs are of other stages or no times, or the schedule does not come to its end over
+/// the channel.
 pub fn simulate_schedule(
     schedule: &Schedule,
     costs: &Costs,
@@ -84,13 +85,19 @@ pub fn simulate_lowered(
     leaves: Leaves,
     channel: Channel,
 ) -> Result<SimulatedSchedule, SimulateError> {
-    let expected = rows.steps.iter().flatten().map(|step| step.stage as usize + 1).max().unwrap_or(0);
+    let expected =
+        rows.steps.iter().flatten().map(|step| step.stage as usize + 1).max().unwrap_or(0);
     if costs.stage.len() != expected {
         return Err(SimulateError::Stages { expected, found: costs.stage.len() });
     }
     for (stage, cost) in costs.stage.iter().enumerate() {
-        let all =
-            [cost.forward, cost.backward_input, cost.backward_weight, cost.send_forward, cost.send_backward];
+        let all = [
+            cost.forward,
+            cost.backward_input,
+            cost.backward_weight,
+            cost.send_forward,
+            cost.send_backward,
+        ];
         if let Some(cost) = all.into_iter().find(|cost| !cost.is_finite() || *cost < 0.0) {
             return Err(SimulateError::Cost { stage, cost });
         }

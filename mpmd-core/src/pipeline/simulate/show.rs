@@ -54,8 +54,18 @@ impl Simulated {
             };
             let Some(row) = lane.and_then(|lane| rows.get_mut(lane)) else { continue };
             let bytes = (transfer.bytes > 0).then_some(transfer.bytes);
-            let to = flow.lanes.iter().position(|process| *process == transfer.to).map(|lane| lane as u32);
-            row.moves.push(Bar { start: span.start, end: span.end, bytes, to, ..names.moved(transfer.tag) });
+            let to = flow
+                .lanes
+                .iter()
+                .position(|process| *process == transfer.to)
+                .map(|lane| lane as u32);
+            row.moves.push(Bar {
+                start: span.start,
+                end: span.end,
+                bytes,
+                to,
+                ..names.moved(transfer.tag)
+            });
         }
         for row in &mut rows {
             row.moves.sort_by(|a, b| a.start.total_cmp(&b.start).then(a.end.total_cmp(&b.end)));

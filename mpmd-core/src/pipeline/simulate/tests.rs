@@ -25,8 +25,12 @@ fn over(
 }
 
 fn equal(forward: f64, input: f64, weight: f64, stages: usize) -> Costs {
-    let stage =
-        StageCosts { forward, backward_input: input, backward_weight: weight, ..StageCosts::default() };
+    let stage = StageCosts {
+        forward,
+        backward_input: input,
+        backward_weight: weight,
+        ..StageCosts::default()
+    };
     Costs { stage: vec![stage; stages], ..Costs::units(0) }
 }
 
@@ -58,7 +62,10 @@ fn gradients_that_leave_before_the_weights_make_a_step_shorter() {
     {
         let schedule = builtin.schedule(4, 8, 1).unwrap();
         let takes = |leaves| {
-            simulate_schedule(&schedule, &Costs::units(4), leaves, Channel::TAGS).unwrap().simulated.makespan
+            simulate_schedule(&schedule, &Costs::units(4), leaves, Channel::TAGS)
+                .unwrap()
+                .simulated
+                .makespan
         };
         assert_eq!((takes(InOrder), takes(AtOnce)), (after_both, after_input), "{builtin:?}");
     }
@@ -126,7 +133,10 @@ fn a_step_is_seen_as_it_is() {
             }
         })
         .collect();
-    assert_eq!(path, ["0F0", "0F1", "0SEND_F1", "1F1", "1B0", "1B0", "1B1", "1SEND_B1", "0B1", "0B1"]);
+    assert_eq!(
+        path,
+        ["0F0", "0F1", "0SEND_F1", "1F1", "1B0", "1B0", "1B1", "1SEND_B1", "0B1", "0B1"]
+    );
     let timeline = made.timeline("gpipe", "unit");
     assert_eq!((timeline.end, timeline.rows.len()), (8.5, 2));
     let row = &timeline.rows[0];
@@ -159,16 +169,18 @@ fn what_holds_up_a_message_is_named() {
     let single = Channel::rendezvous(Queues::Single);
     let made = over(Builtin::LoopedBfs, 4, 8, 2, single);
     let timeline = made.timeline("bfs", "unit");
-    let held =
-        |gap: &crate::trace::Gap| gap.waits_for.contains("held up by") || gap.waits_for.contains("after");
+    let held = |gap: &crate::trace::Gap| {
+        gap.waits_for.contains("held up by") || gap.waits_for.contains("after")
+    };
     assert!(timeline.rows.iter().flat_map(|row| &row.gaps).any(held));
 }
 
 #[test]
 fn what_cannot_be_simulated_is_named() {
     let schedule = Schedule::gpipe(2, 2).unwrap();
-    let told =
-        |costs: &Costs| simulate_schedule(&schedule, costs, AtOnce, Channel::TAGS).unwrap_err().to_string();
+    let told = |costs: &Costs| {
+        simulate_schedule(&schedule, costs, AtOnce, Channel::TAGS).unwrap_err().to_string()
+    };
     assert_eq!(told(&Costs::units(3)), "the costs are of 3 stages, the schedule has 2");
     let mut costs = Costs::units(2);
     costs.stage[1].forward = f64::NAN;
@@ -184,7 +196,12 @@ fn what_cannot_be_simulated_is_named() {
 
 /// A flow of these lanes by process, nodes by lane and taken transfers, and transfers by sender,
 /// receiver and node.
-fn flow_of(lanes: &[u32], nodes: &[(u32, &[u32])], transfers: &[(u32, u32, u32)], posts: &[&[Post]]) -> Flow {
+fn flow_of(
+    lanes: &[u32],
+    nodes: &[(u32, &[u32])],
+    transfers: &[(u32, u32, u32)],
+    posts: &[&[Post]],
+) -> Flow {
     let mut flow = Flow { lanes: lanes.to_vec(), processes: posts.len() as u32, ..Flow::default() };
     for (lane, takes) in nodes {
         let takes_at = (flow.takes.len() as u32, takes.len() as u32);
@@ -222,7 +239,8 @@ const FROM_THE_BEGINNING: u32 = u32::MAX;
 #[test]
 fn critical_path_tells_arrived_from_taken() {
     use Post::{Receive, Send};
-    // Transfer 0 arrives at 1 and makes way for transfer 1; its receive waits for transfer 2 until 11.
+    // Transfer 0 arrives at 1 and makes way for transfer 1; its receive waits for transfer 2 until
+    // 11.
     let flow = flow_of(
         &[0, 1, 2, 2],
         &[(2, &[]), (3, &[1]), (1, &[0])],
@@ -230,7 +248,8 @@ fn critical_path_tells_arrived_from_taken() {
         &[&[Send(0), Send(1)], &[Receive(2), Receive(0)], &[Receive(1), Send(2)]],
     );
     let path = |of_second, of_third| {
-        let times = Times { nodes: vec![10.0, of_second, of_third], transfers: vec![1.0, 3.0, 1.0] };
+        let times =
+            Times { nodes: vec![10.0, of_second, of_third], transfers: vec![1.0, 3.0, 1.0] };
         let made = simulate(&flow, &times, Channel::eager(Queues::Single, 1)).unwrap();
         assert_eq!(made.transfers[0], Span { start: 0.0, end: 11.0 });
         (made.makespan, made.critical_path())

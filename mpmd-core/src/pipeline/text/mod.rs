@@ -1,8 +1,9 @@
 //! Torch's text of a schedule: one line of comma-separated cells for each rank, the format of
 //! `torch.distributed.pipelining` (as of torch 2.11.0), read and written.
 //!
-//! A cell is an action, as `2F0`; a pair that overlaps, as `(2F3;5B1)OVERLAP_F_B`; or empty. There is no header,
-//! no version and no escape: what the text does not say goes into a [`Sidecar`](super::Sidecar).
+//! A cell is an action, as `2F0`; a pair that overlaps, as `(2F3;5B1)OVERLAP_F_B`; or empty. There
+//! is no header, no version and no escape: what the text does not say goes into a
+//! [`Sidecar`](super::Sidecar).
 
 mod parse;
 
@@ -26,8 +27,8 @@ pub struct Text {
 /// Which of the two formats a text is in. Torch is told which when it loads one.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum Flavour {
-    /// What is computed; the moves follow from it. Cells may be empty: the rank waits, in a world where every
-    /// action takes the same time.
+    /// What is computed; the moves follow from it. Cells may be empty: the rank waits, in a world
+    /// where every action takes the same time.
     ComputeOnly,
     /// Also sends, receives, and when weights are gathered and let go. No cell is empty.
     ComputeComms,
@@ -53,7 +54,8 @@ pub enum Entry {
     Unshard(u32),
     /// The gathered weights of the stage are let go.
     Reshard(u32),
-    /// The gradients of the stage's weights, which are complete, are reduced to where they are stored.
+    /// The gradients of the stage's weights, which are complete, are reduced to where they are
+    /// stored.
     ReduceGrad(u32),
 }
 
@@ -101,29 +103,32 @@ impl Cell {
 }
 
 impl Text {
-    /// Reads a text, of the flavour that is asked for or, with `None`, that it turns out to be: `compute_comms`
-    /// where anything is sent, received, gathered or let go, else `compute_only`.
+    /// Reads a text, of the flavour that is asked for or, with `None`, that it turns out to be:
+    /// `compute_comms` where anything is sent, received, gathered or let go, else `compute_only`.
     ///
-    /// Lines end as Python's `csv` module has it: with `\r\n`, `\n` or `\r`. Spaces around cells and quotes around
-    /// a whole cell are read past, as torch does. Everything else that is not in the format is an error, also
-    /// where torch reads a part of the cell and drops the rest.
+    /// Lines end as Python's `csv` module has it: with `\r\n`, `\n` or `\r`. Spaces around cells
+    /// and quotes around a whole cell are read past, as torch does. Everything else that is not in
+    /// the format is an error, also where torch reads a part of the cell and drops the rest.
     ///
     /// # Errors
     ///
-    /// Names the first cells that are not in the format, with line, column and byte, and what is wrong with each.
+    /// Names the first cells that are not in the format, with line, column and byte, and what is
+    /// wrong with each.
     pub fn parse(text: &str, flavour: Option<Flavour>) -> Result<Self, TextError> {
         parse::parse(text, flavour)
     }
 
-    /// The text of a schedule. As `compute_only` it has no empty cells; as `compute_comms` it is, to the byte,
-    /// what torch makes of the same orders.
+    /// The text of a schedule. As `compute_only` it has no empty cells; as `compute_comms` it is,
+    /// to the byte, what torch makes of the same orders.
     ///
     /// # Errors
     ///
     /// Where the moves cannot be put in order, which is not so for a schedule that exists.
     pub fn of(schedule: &Schedule, flavour: Flavour) -> Result<Self, LowerError> {
         let rows = match flavour {
-            Flavour::ComputeOnly => (0..schedule.ranks()).map(|rank| cells(schedule, rank)).collect(),
+            Flavour::ComputeOnly => {
+                (0..schedule.ranks()).map(|rank| cells(schedule, rank)).collect()
+            }
             Flavour::ComputeComms => lower_comms(schedule)?,
         };
         Ok(Self { flavour, rows })
@@ -149,8 +154,8 @@ impl Text {
         self.rows.iter().map(one).collect()
     }
 
-    /// A hash of what the ranks do and in which order: FNV-1a of 64 bits over the text as torch writes it, without
-    /// empty cells. The same on every machine and in every version.
+    /// A hash of what the ranks do and in which order: FNV-1a of 64 bits over the text as torch
+    /// writes it, without empty cells. The same on every machine and in every version.
     pub fn hash(&self) -> u64 {
         let mut hash = 0xcbf2_9ce4_8422_2325_u64;
         let mut add = |bytes: &[u8]| {
@@ -169,8 +174,8 @@ impl Text {
         hash
     }
 
-    /// The schedule in the text: what is computed, in order. Moves, and what is done about weights, are left out:
-    /// the runner has its own.
+    /// The schedule in the text: what is computed, in order. Moves, and what is done about weights,
+    /// are left out: the runner has its own.
     ///
     /// # Errors
     ///
@@ -192,12 +197,15 @@ impl Text {
         Schedule::with_overlaps(name, rows, overlaps)
     }
 
-    /// What each rank computes, sends and receives, in order: of a `compute_comms` text all its moves.
+    /// What each rank computes, sends and receives, in order: of a `compute_comms` text all its
+    /// moves.
     pub fn steps(&self) -> Vec<Vec<Step>> {
         let row = |row: &Vec<Cell>| {
             let steps = row.iter().flat_map(|cell| {
                 let moved = match cell {
-                    Cell::One(Entry::Step(step)) if !matches!(step.kind, StepKind::Compute(_)) => Some(*step),
+                    Cell::One(Entry::Step(step)) if !matches!(step.kind, StepKind::Compute(_)) => {
+                        Some(*step)
+                    }
                     _ => None,
                 };
                 cell.actions().map(Step::of_action).chain(moved)
@@ -257,12 +265,15 @@ mod tests {
 
     #[test]
     fn moves_are_steps_and_the_schedule_is_without_them() {
-        let text =
-            Text::parse("0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0,1F0,1B0,1SEND_B0", None);
+        let text = Text::parse(
+            "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0,1F0,1B0,1SEND_B0",
+            None,
+        );
         let text = text.unwrap();
         assert_eq!(text.flavour, Flavour::ComputeComms);
         let steps = text.steps();
-        let said = |row: &Vec<Step>| row.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
+        let said =
+            |row: &Vec<Step>| row.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
         assert_eq!(said(&steps[0]), "0F0 0SEND_F0 0RECV_B0 0B0");
         assert_eq!(said(&steps[1]), "1RECV_F0 1F0 1B0 1SEND_B0");
         assert_eq!(text.schedule("x").unwrap().cells(0), ["0F0", "0B0"]);

@@ -38,7 +38,11 @@ pub struct CellFault {
 impl fmt::Display for CellFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { line, column, byte, cell, problem } = self;
-        write!(f, "line {line}, column {column} (byte {byte}), `{}`: {problem}", cell.escape_debug())
+        write!(
+            f,
+            "line {line}, column {column} (byte {byte}), `{}`: {problem}",
+            cell.escape_debug()
+        )
     }
 }
 
@@ -65,8 +69,8 @@ pub(super) fn parse(text: &str, asked: Option<Flavour>) -> Result<Text, TextErro
                 Ok(cell) => {
                     moves |= is_move(cell);
                     if asked == Some(Flavour::ComputeOnly) && is_move(cell) {
-                        let problem =
-                            "moves and gathers are not in a compute_only text: read it as compute_comms";
+                        let problem = "moves and gathers are not in a compute_only text: read it \
+                            as compute_comms";
                         faults.add(place, raw, problem.to_owned());
                     }
                     if cell == Cell::Empty && first_empty.is_none() {
@@ -96,10 +100,12 @@ pub(super) fn parse(text: &str, asked: Option<Flavour>) -> Result<Text, TextErro
         for (place, padding) in empty {
             let problem = match padding {
                 Some(cells) => format!(
-                    "a compute_comms text has no empty cells, and this line ends with {cells}: a spreadsheet that \
+                    "a compute_comms text has no empty cells, and this line ends with {cells}: a \
+                     spreadsheet that \
                      makes all lines equally long does that; remove the commas at its end"
                 ),
-                None => "a compute_comms text has no empty cells: a wait is not written in it".to_owned(),
+                None => "a compute_comms text has no empty cells: a wait is not written in it"
+                    .to_owned(),
             };
             faults.add(place, "", problem);
         }
@@ -151,7 +157,9 @@ fn cell(raw: &str) -> Result<Cell, String> {
         .collect::<Result<_, _>>()
         .map_err(|problem| format!("in the pair: {problem}"))?;
     match halves[..] {
-        [one, other] if (one.kind == ActionKind::Forward) != (other.kind == ActionKind::Forward) => {
+        [one, other]
+            if (one.kind == ActionKind::Forward) != (other.kind == ActionKind::Forward) =>
+        {
             Ok(Cell::Overlapped(one, other))
         }
         [one, other] => Err(format!("{one} and {other} are not a forward and a backward pass")),
@@ -195,8 +203,10 @@ fn entry(text: &str) -> Result<Entry, String> {
         }
         "BW" => {
             return Err(format!(
-                "BW is of old files, where it was the whole backward pass and B the input gradient; today these are \
-                 B and I: {stage}B{microbatch} here, and {stage}I for {stage}B elsewhere in the file"
+                "BW is of old files, where it was the whole backward pass and B the input \
+                 gradient; today these are \
+                 B and I: {stage}B{microbatch} here, and {stage}I for {stage}B elsewhere in the \
+                 file"
             ));
         }
         _ => {
@@ -219,8 +229,19 @@ fn entry(text: &str) -> Result<Entry, String> {
     Ok(Entry::Step(Step { stage: stage_number, kind: moved, microbatch }))
 }
 
-const KINDS: [&str; 11] =
-    ["F", "I", "W", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD"];
+const KINDS: [&str; 11] = [
+    "F",
+    "I",
+    "W",
+    "B",
+    "SEND_F",
+    "RECV_F",
+    "SEND_B",
+    "RECV_B",
+    "UNSHARD",
+    "RESHARD",
+    "REDUCE_GRAD",
+];
 
 /// Splits off the leading characters that are so.
 fn leading(text: &str, is: impl Fn(char) -> bool) -> (&str, &str) {
@@ -255,7 +276,11 @@ impl Faults {
     }
 
     fn end(self) -> Result<(), TextError> {
-        if self.named.is_empty() { Ok(()) } else { Err(TextError { faults: self.named, more: self.more }) }
+        if self.named.is_empty() {
+            Ok(())
+        } else {
+            Err(TextError { faults: self.named, more: self.more })
+        }
     }
 }
 
@@ -319,7 +344,9 @@ mod tests {
         let many = Text::parse(&vec!["x"; 100].join(","), None).unwrap_err();
         assert_eq!((many.faults.len(), many.more), (8, 92));
         assert!(many.to_string().ends_with("; and 92 more"));
-        assert!(fault("0F0,0B0\n\n1F0,1B0").contains("line 2, column 1 (byte 8), ``: an empty line"));
+        assert!(
+            fault("0F0,0B0\n\n1F0,1B0").contains("line 2, column 1 (byte 8), ``: an empty line")
+        );
         assert!(fault("0F0,0B0\n\n").contains("line 2"));
         assert!(fault("").contains("there are no lines"));
     }
@@ -336,7 +363,8 @@ mod tests {
         let asked = Text::parse("0F0,,0B0", Some(Flavour::ComputeComms)).unwrap_err().to_string();
         assert!(asked.contains("a wait is not written"), "{asked}");
         assert!(Text::parse("0F0,0B0", Some(Flavour::ComputeComms)).is_ok());
-        let moves = Text::parse("0F0,0SEND_F0", Some(Flavour::ComputeOnly)).unwrap_err().to_string();
+        let moves =
+            Text::parse("0F0,0SEND_F0", Some(Flavour::ComputeOnly)).unwrap_err().to_string();
         assert!(moves.contains("read it as compute_comms"), "{moves}");
         let reduced = Text::parse("0F0,,0B0,0REDUCE_GRAD", None).unwrap();
         assert_eq!(reduced.flavour, Flavour::ComputeOnly);
@@ -350,7 +378,9 @@ mod tests {
         let (forward, backward) = (computed("F"), computed("[IWB]"));
         let moved = computed("(F|I|W|B|SEND_F|RECV_F|SEND_B|RECV_B)");
         let other = format!("{number}(UNSHARD|RESHARD|REDUCE_GRAD)");
-        let pair = format!(r"\(\s*({forward}\s*;\s*{backward}|{backward}\s*;\s*{forward})\s*\)OVERLAP_F_B");
+        let pair = format!(
+            r"\(\s*({forward}\s*;\s*{backward}|{backward}\s*;\s*{forward})\s*\)OVERLAP_F_B"
+        );
         Regex::new(&format!(r"\A\s*({moved}|{other}|{pair})?\s*\z")).unwrap()
     }
 
@@ -392,9 +422,12 @@ mod tests {
     fn cells() -> impl Strategy<Value = String> {
         let kind = prop::sample::select(KINDS.to_vec());
         let one = (0..30_u32, kind.clone(), prop::option::weighted(0.8, 0..30_u32)).prop_map(
-            |(stage, kind, mb)| format!("{stage}{kind}{}", mb.map(|mb| mb.to_string()).unwrap_or_default()),
+            |(stage, kind, mb)| {
+                format!("{stage}{kind}{}", mb.map(|mb| mb.to_string()).unwrap_or_default())
+            },
         );
-        let pair = (one.clone(), one.clone()).prop_map(|(one, other)| format!("({one};{other})OVERLAP_F_B"));
+        let pair = (one.clone(), one.clone())
+            .prop_map(|(one, other)| format!("({one};{other})OVERLAP_F_B"));
         prop_oneof![4 => one, 1 => pair, 4 => pieces()]
     }
 

@@ -24,11 +24,13 @@ use crate::topology::DeviceId;
 
 /// A shard of one CUDA device, incomplete until the copies of all its pieces are over.
 ///
-/// Its pieces are copied by the device, and copies are issued as soon as their bytes are there or will have been made by work that was
-/// issued: so the shard itself is issued with the last of them, and ends when all are over.
+/// Its pieces are copied by the device, and copies are issued as soon as their bytes are there or
+/// will have been made by work that was issued: so the shard itself is issued with the last of
+/// them, and ends when all are over.
 ///
-/// Where the source is partial sums, the pieces of each but the first are copied beside the shard, which is added to what is there: in the
-/// order of the sums, whatever the order in which they come, with the bits that the host makes of them.
+/// Where the source is partial sums, the pieces of each but the first are copied beside the shard,
+/// which is added to what is there: in the order of the sums, whatever the order in which they
+/// come, with the bits that the host makes of them.
 pub(crate) struct DeviceAssembly {
     runtime: Arc<Runtime>,
     gpu: Arc<Gpu>,
@@ -112,9 +114,13 @@ struct Ended {
 }
 
 impl DeviceAssembly {
-    /// A shard of `region` that so many pieces of each partial sum will fill, in memory of `gpu`. Where there are several sums, `sum`
-    /// says how they are added, and room for two such shards is set aside.
-    #[expect(clippy::too_many_arguments, reason = "one call site; the parts have no life of their own")]
+    /// A shard of `region` that so many pieces of each partial sum will fill, in memory of `gpu`.
+    /// Where there are several sums, `sum` says how they are added, and room for two such shards is
+    /// set aside.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "one call site; the parts have no life of their own"
+    )]
     pub(in crate::runtime) fn new(
         runtime: Arc<Runtime>,
         gpu: Arc<Gpu>,
@@ -128,7 +134,8 @@ impl DeviceAssembly {
         guard: OpGuard,
     ) -> Arc<Self> {
         let memory = Memory::Reserved(reservation);
-        let open = Mutex::new(Some(Open { promise, memory, missing, term: 0, waiting: Vec::new() }));
+        let open =
+            Mutex::new(Some(Open { promise, memory, missing, term: 0, waiting: Vec::new() }));
         let state = Mutex::new(Ended { left: 1, failed: None, issued: None, guard: Some(guard) });
         let ending = Arc::new(Ending { runtime: runtime.clone(), op, state });
         Arc::new(Self { runtime, gpu, op, region, item_bytes, sum, open, ending })
@@ -141,7 +148,8 @@ impl DeviceAssembly {
 
     /// Whether a piece is all that the open shard waits for.
     pub(super) fn is_whole(&self, piece: &Region) -> bool {
-        let reserved = |open: &Open| open.missing == [1] && matches!(open.memory, Memory::Reserved(_));
+        let reserved =
+            |open: &Open| open.missing == [1] && matches!(open.memory, Memory::Reserved(_));
         *piece == self.region && self.open.lock().as_ref().is_some_and(reserved)
     }
 
@@ -151,7 +159,8 @@ impl DeviceAssembly {
         here && !bytes.is_far() && !bytes.is_limited()
     }
 
-    /// Ends the shard with what is the whole of it, or with a failure; what was issued of it comes to its end all the same.
+    /// Ends the shard with what is the whole of it, or with a failure; what was issued of it comes
+    /// to its end all the same.
     pub(in crate::runtime) fn end(&self, outcome: Outcome) {
         let Some(Open { promise, memory, .. }) = self.open.lock().take() else { return };
         drop(memory);
@@ -176,7 +185,8 @@ impl DeviceAssembly {
         source.on_verdict(move |made| ending.over(made));
     }
 
-    /// Has a piece copied to its place. `source` is the slot that makes the bytes, where its work may be under way.
+    /// Has a piece copied to its place. `source` is the slot that makes the bytes, where its work
+    /// may be under way.
     pub(super) fn place(
         self: &Arc<Self>,
         transfer: &Arc<Transfer>,
@@ -216,7 +226,8 @@ impl DeviceAssembly {
         }
     }
 
-    /// A region's bytes by themselves, in pinned memory. `None` where there is none: then the shard has failed.
+    /// A region's bytes by themselves, in pinned memory. `None` where there is none: then the shard
+    /// has failed.
     pub(in crate::runtime) fn pack(
         &self,
         bytes: &[u8],
@@ -235,7 +246,8 @@ impl DeviceAssembly {
         }
     }
 
-    /// Issues the copy of a region to its place, from bytes that are of `holds`. `until` is dropped when it is over, or cannot be.
+    /// Issues the copy of a region to its place, from bytes that are of `holds`. `until` is dropped
+    /// when it is over, or cannot be.
     pub(in crate::runtime) fn copy(
         &self,
         bytes: &SharedBuffer,
@@ -244,7 +256,8 @@ impl DeviceAssembly {
         source: Option<Slot>,
         until: impl Send + 'static,
     ) {
-        let part = Part { from: holds, to: &self.region, piece: region, item_bytes: self.item_bytes };
+        let part =
+            Part { from: holds, to: &self.region, piece: region, item_bytes: self.item_bytes };
         let failed = self.with_memory(|buffer| {
             let ending = self.ending.one_more();
             let then = move |result: Result<(), _>| {
@@ -291,7 +304,10 @@ impl DeviceAssembly {
         open.term += 1;
         if open.term < open.missing.len() {
             let term = open.term;
-            let next = open.waiting.extract_if(.., |piece| piece.transfer.term == term).collect::<Vec<_>>();
+            let next = open
+                .waiting
+                .extract_if(.., |piece| piece.transfer.term == term)
+                .collect::<Vec<_>>();
             drop(guard);
             for Piece { transfer, bytes, source, guard } in next {
                 self.place(&transfer, bytes, source, &guard);
@@ -309,7 +325,9 @@ impl DeviceAssembly {
 
     /// Issues the sum of what is beside the shard and what is in it.
     fn add(&self, shard: &mut OwnedBuffer, beside: &mut OwnedBuffer) {
-        let (Some(to), Some(from), Some(sum)) = (shard.device(), beside.device(), self.sum) else { return };
+        let (Some(to), Some(from), Some(sum)) = (shard.device(), beside.device(), self.sum) else {
+            return;
+        };
         let count = self.region.elements() * sum.numbers;
         let args = [
             RawArg::number((count as u64).to_ne_bytes(), 8),
@@ -320,8 +338,10 @@ impl DeviceAssembly {
         let then = move |result: Result<(), _>| {
             ending.over(result.map_err(|error| ending.runtime.copy_failed(ending.op, &error)));
         };
-        let work = |stream: &Stream| self.gpu.launch(stream, &ADD, sum.function, Grid::over(count), &args);
-        let fence = self.gpu.inward().submit(&[shard.fences(), beside.fences()], work, Box::new(then));
+        let work =
+            |stream: &Stream| self.gpu.launch(stream, &ADD, sum.function, Grid::over(count), &args);
+        let fence =
+            self.gpu.inward().submit(&[shard.fences(), beside.fences()], work, Box::new(then));
         shard.add_fence(fence.clone());
         beside.add_fence(fence);
     }
@@ -338,7 +358,8 @@ impl DeviceAssembly {
         if let Memory::Reserved(_) = open.memory
             && let Memory::Reserved(reservation) = replace(&mut open.memory, Memory::Gone)
         {
-            let failed = |error: OutOfMemory| self.runtime.out_of_memory(self.op, &error.to_string());
+            let failed =
+                |error: OutOfMemory| self.runtime.out_of_memory(self.op, &error.to_string());
             open.memory = if open.missing.len() > 1 {
                 let bytes = self.region.elements() * self.item_bytes;
                 let mut both = reservation.allocate_all([bytes; 2].into_iter()).map_err(failed)?;
@@ -359,7 +380,8 @@ impl DeviceAssembly {
 }
 
 impl Runtime {
-    /// Keeps a promise with a shard of a CUDA device that is a copy of these values, in memory that was set aside for it.
+    /// Keeps a promise with a shard of a CUDA device that is a copy of these values, in memory that
+    /// was set aside for it.
     pub(crate) fn copy_in(
         self: &Arc<Self>,
         device: DeviceId,
@@ -386,8 +408,8 @@ impl Runtime {
         shard.fill(&values);
     }
 
-    /// Keeps a promise with a part of what a slot gets, copied by the device that has both: the slot's region, the part, and bytes of an
-    /// element.
+    /// Keeps a promise with a part of what a slot gets, copied by the device that has both: the
+    /// slot's region, the part, and bytes of an element.
     pub(crate) fn copy_on_device(
         self: &Arc<Self>,
         device: DeviceId,
@@ -452,7 +474,8 @@ impl Ending {
         if state.left > 0 {
             return;
         }
-        let (issued, failed, guard) = (state.issued.take(), state.failed.take(), state.guard.take());
+        let (issued, failed, guard) =
+            (state.issued.take(), state.failed.take(), state.guard.take());
         drop(state);
         if let Some(failure) = &failed {
             self.runtime.remember(failure);

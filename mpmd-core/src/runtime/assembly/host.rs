@@ -18,13 +18,13 @@ use crate::runtime::{OpGuard, Outcome, Runtime};
 
 /// A shard of one device, incomplete until all its pieces are in their places.
 ///
-/// Where every piece is one run of it, each is a part that is written by itself: several are at once, and
-/// the transport reads straight into them. Else one mover at a time works on it, outside the lock: movers
-/// that have pieces of different shards never wait for each other.
+/// Where every piece is one run of it, each is a part that is written by itself: several are at
+/// once, and the transport reads straight into them. Else one mover at a time works on it, outside
+/// the lock: movers that have pieces of different shards never wait for each other.
 ///
-/// Where the source is partial sums the pieces of the first are copied and those of each other added in the
-/// order of the sums, whatever the order in which they come: so the same bits come out every time. Early
-/// ones wait.
+/// Where the source is partial sums the pieces of the first are copied and those of each other
+/// added in the order of the sums, whatever the order in which they come: so the same bits come out
+/// every time. Early ones wait.
 pub(crate) struct HostAssembly {
     process: ProcessId,
     op: u64,
@@ -69,13 +69,17 @@ enum Memory {
 struct Piece {
     transfer: Arc<Transfer>,
     bytes: SharedBuffer,
-    // Last, so that it is dropped after the bytes: whoever waits for memory looks when operations end.
+    // Last, so that it is dropped after the bytes: whoever waits for memory looks when operations
+    // end.
     guard: OpGuard,
 }
 
 impl HostAssembly {
     /// A shard of `region` that so many pieces of each partial sum will fill.
-    #[expect(clippy::too_many_arguments, reason = "one call site; the parts have no life of their own")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "one call site; the parts have no life of their own"
+    )]
     pub(in crate::runtime) fn new(
         process: ProcessId,
         op: u64,
@@ -116,8 +120,8 @@ impl HostAssembly {
         }
     }
 
-    /// Memory for the whole shard, for a piece that is all of it. `None` where it is not, or the shard has
-    /// ended.
+    /// Memory for the whole shard, for a piece that is all of it. `None` where it is not, or the
+    /// shard has ended.
     pub(in crate::runtime) fn take_whole(&self, piece: &Region) -> Option<OwnedBuffer> {
         if !self.is_whole(piece) {
             return None;
@@ -134,7 +138,8 @@ impl HostAssembly {
 
     /// Whether a piece is all that an open shard waits for.
     pub(in crate::runtime) fn is_whole(&self, piece: &Region) -> bool {
-        *piece == self.region && self.state.lock().open.as_ref().is_some_and(|open| open.missing == [1])
+        *piece == self.region
+            && self.state.lock().open.as_ref().is_some_and(|open| open.missing == [1])
     }
 
     /// Returns true where bytes may be the shard as they are. Bools that a peer lends are copied:
@@ -179,10 +184,11 @@ impl HostAssembly {
         }
     }
 
-    /// The part that a piece is, to be written by the caller, who then gives it [back](Self::give_back).
-    /// `None` where pieces are no parts, or the shard has ended.
+    /// The part that a piece is, to be written by the caller, who then gives it
+    /// [back](Self::give_back). `None` where pieces are no parts, or the shard has ended.
     pub(in crate::runtime) fn take_part(&self, piece: &Region) -> Option<OwnedBuffer> {
-        let run = contiguous_bytes(&self.region, piece, self.dtype.size()).filter(|_| self.in_parts)?;
+        let run =
+            contiguous_bytes(&self.region, piece, self.dtype.size()).filter(|_| self.in_parts)?;
         let mut state = self.state.lock();
         let open = state.open.as_mut()?;
         if let Memory::Reserved(_) = open.memory {
@@ -211,7 +217,9 @@ impl HostAssembly {
         if let Memory::Divided(divided) = replace(&mut open.memory, Memory::Lent) {
             drop(state);
             // The last part is back, so it is whole.
-            let whole = divided.join().map_err(|_| self.out_of_memory("a part of the shard is still in use"));
+            let whole = divided
+                .join()
+                .map_err(|_| self.out_of_memory("a part of the shard is still in use"));
             self.end(whole.map(OwnedBuffer::freeze));
         }
     }
@@ -242,7 +250,8 @@ impl HostAssembly {
             let (piece, memory) = {
                 let mut state = self.state.lock();
                 let State { open: Some(open), waiting, busy } = &mut *state else { return };
-                let Some(at) = waiting.iter().position(|piece| piece.transfer.term == open.term) else {
+                let Some(at) = waiting.iter().position(|piece| piece.transfer.term == open.term)
+                else {
                     *busy = false;
                     return;
                 };

@@ -1,7 +1,7 @@
 //! Shards that are put together from pieces.
 //!
-//! In the host's memory movers and transports write the pieces; in a CUDA device's memory the device copies them. A piece's bytes may be in
-//! either.
+//! In the host's memory movers and transports write the pieces; in a CUDA device's memory the
+//! device copies them. A piece's bytes may be in either.
 
 mod device;
 mod host;
@@ -70,7 +70,8 @@ impl Assembly {
         }
     }
 
-    /// Ends the shard with what is the whole of it, once the work of `source` has made that, if it is given.
+    /// Ends the shard with what is the whole of it, once the work of `source` has made that, if it
+    /// is given.
     pub(super) fn end_as(&self, bytes: SharedBuffer, source: Option<Slot>) {
         match (self, source) {
             (Self::Device(shard), Some(source)) => shard.end_as(bytes, &source),
@@ -78,8 +79,8 @@ impl Assembly {
         }
     }
 
-    /// Memory of the host's for the whole shard, for a piece that is all of it. `None` where it is not, the shard has ended, or it
-    /// is a device's.
+    /// Memory of the host's for the whole shard, for a piece that is all of it. `None` where it is
+    /// not, the shard has ended, or it is a device's.
     pub(super) fn take_whole(&self, piece: &Region) -> Option<OwnedBuffer> {
         match self {
             Self::Host(shard) => shard.take_whole(piece),
@@ -102,9 +103,11 @@ impl Assembly {
         }
     }
 
-    /// Has a piece copied to its place, by who copies such bytes: whoever has it has other things to do.
+    /// Has a piece copied to its place, by who copies such bytes: whoever has it has other things
+    /// to do.
     ///
-    /// `source` is the slot that makes the bytes, where they are a device's and its work may be under way.
+    /// `source` is the slot that makes the bytes, where they are a device's and its work may be
+    /// under way.
     pub(super) fn place(
         &self,
         runtime: &Arc<Runtime>,
@@ -115,12 +118,15 @@ impl Assembly {
     ) {
         match self {
             Self::Device(shard) => shard.place(transfer, bytes, source, guard),
-            Self::Host(shard) if bytes.device().is_none() => shard.place(runtime, transfer, bytes, guard),
+            Self::Host(shard) if bytes.device().is_none() => {
+                shard.place(runtime, transfer, bytes, guard)
+            }
             Self::Host(shard) => shard.read(runtime, transfer, &bytes, source, guard),
         }
     }
 
-    /// As [`place`](Self::place), of a few bytes of the host's, before this returns or by the device.
+    /// As [`place`](Self::place), of a few bytes of the host's, before this returns or by the
+    /// device.
     pub(super) fn place_now(&self, transfer: &Arc<Transfer>, bytes: SharedBuffer, guard: &OpGuard) {
         match self {
             Self::Device(shard) => shard.place(transfer, bytes, None, guard),
@@ -156,14 +162,21 @@ impl HostAssembly {
                 }
             }
         };
-        let part =
-            Part { from: &transfer.holds, to: region, piece: region, item_bytes: transfer.item_bytes() };
-        let (shard, here, alone, guard) = (self.clone(), runtime.clone(), transfer.alone(), guard.clone());
+        let part = Part {
+            from: &transfer.holds,
+            to: region,
+            piece: region,
+            item_bytes: transfer.item_bytes(),
+        };
+        let (shard, here, alone, guard) =
+            (self.clone(), runtime.clone(), transfer.alone(), guard.clone());
         runtime.read_device(self.op(), bytes, source, part, to, move |result| {
             match (result, place) {
                 (Ok(whole), Place::Whole) => shard.end(Ok(whole.freeze())),
                 (Ok(part), Place::Part) => shard.give_back(part),
-                (Ok(staging), Place::Staging) => shard.place(&here, &alone, staging.freeze(), &guard),
+                (Ok(staging), Place::Staging) => {
+                    shard.place(&here, &alone, staging.freeze(), &guard)
+                }
                 (Err(failure), _) => {
                     here.remember(&failure);
                     shard.end(Err(failure));

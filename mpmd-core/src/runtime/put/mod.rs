@@ -1,8 +1,8 @@
 //! This process's part of a `device_put`: which pieces it copies, sends and receives.
 //!
 //! There is one mechanism for every pair of shardings. The plan of the whole operation is the same
-//! on every process; a [`PutPlan`] keeps what concerns this one. Local copy, send, receive, nothing and
-//! every mix are what falls out.
+//! on every process; a [`PutPlan`] keeps what concerns this one. Local copy, send, receive, nothing
+//! and every mix are what falls out.
 
 mod start;
 mod transfer;
@@ -27,8 +27,8 @@ use crate::reshard::{self, ReshardError, contiguous_bytes};
 use crate::sharding::{Layout, MemoryKind, Sharding};
 use crate::topology::DeviceId;
 
-/// Copies from host values up to this size are made by the program thread itself: queueing would cost
-/// more.
+/// Copies from host values up to this size are made by the program thread itself: queueing would
+/// cost more.
 pub(super) const COPY_INLINE: usize = 64 << 10;
 
 /// What one process does for moving arrays of one shape from one sharding to another.
@@ -93,32 +93,40 @@ impl PutPlan {
         let mut transfers = match from {
             None => from_host(&targets, &layout, aval),
             // Each partial sum stays what it is.
-            Some((_, source)) if source.terms() > 1 && *source == *layout => in_place(&targets, item),
+            Some((_, source)) if source.terms() > 1 && *source == *layout => {
+                in_place(&targets, item)
+            }
             Some((_, source)) => {
-                let part = reshard::plan(source, &layout, item, &runtime.topology)?.part_of(runtime.me);
+                let part =
+                    reshard::plan(source, &layout, item, &runtime.topology)?.part_of(runtime.me);
                 let deliveries = part.deliveries.into_iter();
                 let kind = kind_of(from.map(|(from, _)| from));
-                let transfer = |delivery| Transfer::new(runtime, delivery, (source, kind), &targets, item);
+                let transfer =
+                    |delivery| Transfer::new(runtime, delivery, (source, kind), &targets, item);
                 deliveries.map(transfer).collect()
             }
         };
         let processes = runtime.topology.processes();
-        // Every process starts with the one after it, so that not all of them send to one at a time.
-        let distance =
-            |peer: &ProcessId| (peer.index() + processes - runtime.me.index() % processes) % processes;
+        // Every process starts with the one after it, so that not all of them send to one at a
+        // time.
+        let distance = |peer: &ProcessId| {
+            (peer.index() + processes - runtime.me.index() % processes) % processes
+        };
         for transfer in &mut transfers {
             // What is passed on comes in the order that the plan wants.
             if !matches!(transfer.origin, Origin::Process(_)) {
                 transfer.peers.sort_by_key(distance);
             }
         }
-        transfers.sort_by_key(|transfer| (transfer.peers.first().map_or(usize::MAX, distance), transfer.id));
+        transfers.sort_by_key(|transfer| {
+            (transfer.peers.first().map_or(usize::MAX, distance), transfer.id)
+        });
         let (kind, to_kind) = (kind_of(from.map(|(from, _)| from)), to.memory_kind());
         let one_memory = from.is_none() || kind == to_kind;
         let mut bytes: usize = targets.iter().map(|target| target.region.elements() * item).sum();
         for transfer in &transfers {
-            // What is passed on, or packed, waits in a buffer of its own for those who get it, unless it is
-            // handed over.
+            // What is passed on, or packed, waits in a buffer of its own for those who get it,
+            // unless it is handed over.
             let mut places = transfer.targets.iter().map(|at| targets[*at].device);
             let kept = match transfer.origin {
                 Origin::Process(from) => {
@@ -146,8 +154,8 @@ impl PutPlan {
                 }
                 target.pieces[transfer.term] += 1;
                 // Partial sums are added to what is there already.
-                target.in_parts &=
-                    transfer.term == 0 && contiguous_bytes(&target.region, &transfer.region, item).is_some();
+                target.in_parts &= transfer.term == 0
+                    && contiguous_bytes(&target.region, &transfer.region, item).is_some();
                 let whole = target.pieces == [1] && target.region == transfer.region;
                 let here = !matches!(transfer.origin, Origin::Process(_));
                 // A CUDA device has nobody's memory but its own, and nobody has it.
@@ -166,7 +174,8 @@ impl PutPlan {
         let fingerprint = [
             from.map_or(1, |(sharding, _)| sharding.fingerprint()),
             to.fingerprint(),
-            // Processes that see different links make different plans: they must hear of it, not hang.
+            // Processes that see different links make different plans: they must hear of it, not
+            // hang.
             runtime.topology_fingerprint,
             super::Rolling::default().mix_bytes(aval.to_string().as_bytes()).word(),
         ]
@@ -247,8 +256,8 @@ impl PutPlan {
         result
     }
 
-    /// How a CUDA device adds the partial sums of a shard, where there are several and it can. Waits until what it takes is
-    /// compiled, the first time.
+    /// How a CUDA device adds the partial sums of a shard, where there are several and it can.
+    /// Waits until what it takes is compiled, the first time.
     fn sum_on_device(&self, target: &Target) -> Option<Sum> {
         if target.pieces.len() < 2 {
             return None;
@@ -309,8 +318,10 @@ mod tests {
             let mesh = p.mesh(&[("x", 2)])?;
             let (rows, columns) = (mesh.sharding(spec!["x"]), mesh.sharding(spec![None, "x"]));
             let x = p.make(f32s([8, 8]), &rows, |_, mut view| Ok(view.fill(1.0f32)?))?;
-            let mut bytes = |to| p.put_plan("", &x, to, false).map(|plan| plan.bytes()).expect("it fits");
-            // A shard of 32 elements; of those that go to the other process 16 are no run of theirs.
+            let mut bytes =
+                |to| p.put_plan("", &x, to, false).map(|plan| plan.bytes()).expect("it fits");
+            // A shard of 32 elements; of those that go to the other process 16 are no run of
+            // theirs.
             let found = (bytes(&columns), bytes(&mesh.replicated()));
             Ok(found)
         });
@@ -319,8 +330,8 @@ mod tests {
         }
     }
 
-    /// Rows become columns, so that no piece is a run of its shard: peak bytes of what was packed or copied
-    /// on the way, and the bytes that the plan counts, by process.
+    /// Rows become columns, so that no piece is a run of its shard: peak bytes of what was packed
+    /// or copied on the way, and the bytes that the plan counts, by process.
     fn staged(simulation: &Simulation) -> Vec<(u64, u64)> {
         let results = simulation.run(|p| {
             let mesh = p.mesh(&[("x", p.processes())])?;
@@ -328,14 +339,19 @@ mod tests {
             let x = p.make(f32s([12, 24]), &rows, |region, mut view| {
                 let (rows, columns) = (region.range(0), region.range(1));
                 let values = rows.flat_map(|i| columns.clone().map(move |j| (i * 24 + j) as f32));
-                view.as_mut_slice::<f32>()?.iter_mut().zip(values).for_each(|(to, value)| *to = value);
+                view.as_mut_slice::<f32>()?
+                    .iter_mut()
+                    .zip(values)
+                    .for_each(|(to, value)| *to = value);
                 Ok(())
             })?;
-            let bytes = p.put_plan("", &x, &columns, false).map(|plan| plan.bytes()).expect("it fits");
+            let bytes =
+                p.put_plan("", &x, &columns, false).map(|plan| plan.bytes()).expect("it fits");
             let y = p.device_put(&x, &columns)?;
             for shard in y.addressable_shards()? {
                 let columns = shard.region.range(1);
-                let values = (0..12).flat_map(|i| columns.clone().map(move |j| (i * 24 + j) as f32));
+                let values =
+                    (0..12).flat_map(|i| columns.clone().map(move |j| (i * 24 + j) as f32));
                 assert_eq!(shard.data.to_vec::<f32>()?, values.collect::<Vec<_>>());
                 assert!(!shard.data.bytes().is_lent());
             }
@@ -362,17 +378,19 @@ mod tests {
         assert_eq!(four, [(0, 4 * 12 * 6); 4]);
     }
 
-    /// Parts that are no runs go to a host of two processes: each is handed the shard for one of them, and packs
-    /// what it passes on, as the other counts on the region alone.
+    /// Parts that are no runs go to a host of two processes: each is handed the shard for one of
+    /// them, and packs what it passes on, as the other counts on the region alone.
     #[test]
     fn who_passes_a_part_of_a_shard_on_packs_it() {
-        let simulation = Simulation::new(3, 6).hands_over(&[0, 0, 0]).settings(|b| b.hosts(&[0, 1, 1]));
+        let simulation =
+            Simulation::new(3, 6).hands_over(&[0, 0, 0]).settings(|b| b.hosts(&[0, 1, 1]));
         let results = simulation.run(|p| {
-            let x = p.make(f32s([8, 8]), &Sharding::single_device(DeviceId(0)), |_, mut view| {
-                let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
-                values.for_each(|(i, value)| *value = i as f32);
-                Ok(())
-            })?;
+            let x =
+                p.make(f32s([8, 8]), &Sharding::single_device(DeviceId(0)), |_, mut view| {
+                    let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
+                    values.for_each(|(i, value)| *value = i as f32);
+                    Ok(())
+                })?;
             let mesh = p.mesh_of(&[("copies", 2), ("x", 2)], &[2, 3, 4, 5].map(DeviceId))?;
             let y = p.device_put(&x, mesh.sharding(spec![None, "x"]))?;
             let shards = if y.is_fully_remote() { Vec::new() } else { y.addressable_shards()? };

@@ -1,5 +1,5 @@
-//! A `device_put` being set going: what this process sends at once or when it is there, the shards that it opens, and
-//! the pieces that it waits for.
+//! A `device_put` being set going: what this process sends at once or when it is there, the shards
+//! that it opens, and the pieces that it waits for.
 
 use std::sync::Arc;
 
@@ -12,7 +12,8 @@ use super::{COPY_INLINE, PutPlan, PutWhat, Source, kind_of};
 use crate::backend::cuda::Gpu;
 use crate::runtime::assembly::Sum;
 use crate::runtime::{
-    Assembly, DeviceAssembly, HostAssembly, OpGuard, Outcome, Passage, Promise, Runtime, Slot, Waiter, follow,
+    Assembly, DeviceAssembly, HostAssembly, OpGuard, Outcome, Passage, Promise, Runtime, Slot,
+    Waiter, follow,
 };
 use crate::topology::DeviceId;
 use crate::trace::PieceStep;
@@ -49,7 +50,8 @@ impl Start<'_> {
             (Ok(buffer), None) => {
                 // Who is handed the shard takes the region from it, the others get it packed.
                 let hands_over = |peer: &ProcessId| runtime.hands_over(*peer);
-                let (takers, others): (Vec<_>, Vec<_>) = transfer.peers.iter().copied().partition(hands_over);
+                let (takers, others): (Vec<_>, Vec<_>) =
+                    transfer.peers.iter().copied().partition(hands_over);
                 runtime.send_to_peers(op, &transfer, &takers, buffer.clone(), &guard);
                 if !others.is_empty() {
                     runtime.send_packed(op, transfer, others, buffer.clone(), None, guard);
@@ -58,8 +60,8 @@ impl Start<'_> {
         });
     }
 
-    /// As [`send`](Self::send), from a CUDA device's memory: to who takes that as it is, also before it is made; to the others from a
-    /// copy that begins as soon as the device can.
+    /// As [`send`](Self::send), from a CUDA device's memory: to who takes that as it is, also
+    /// before it is made; to the others from a copy that begins as soon as the device can.
     fn send_from_gpu(&self, transfer: &Arc<Transfer>, slot: &Slot) {
         let carried = |peer: &ProcessId| self.runtime.carries_device_memory(*peer);
         let (takers, others): (Vec<_>, Vec<_>) = transfer.peers.iter().copied().partition(carried);
@@ -69,8 +71,12 @@ impl Start<'_> {
             slot.on_issued(move |outcome| match outcome {
                 Err(failure) => runtime.poison_peers(op, &transfer, &takers, failure),
                 Ok(buffer) => {
-                    let bytes = transfer.run.clone().map_or_else(|| buffer.clone(), |run| buffer.slice(run));
-                    // They hear whether it was made of what was there, which their devices cannot see.
+                    let bytes = transfer
+                        .run
+                        .clone()
+                        .map_or_else(|| buffer.clone(), |run| buffer.slice(run));
+                    // They hear whether it was made of what was there, which their devices cannot
+                    // see.
                     let bytes = bytes.with_verdict(source.verdict());
                     runtime.send_to_peers(op, &transfer, &takers, bytes, &guard);
                 }
@@ -81,7 +87,9 @@ impl Start<'_> {
             let (transfer, source) = (transfer.clone(), slot.clone());
             slot.on_issued(move |outcome| match outcome {
                 Err(failure) => runtime.poison_peers(op, &transfer, &others, failure),
-                Ok(buffer) => runtime.send_packed(op, transfer, others, buffer.clone(), Some(source), guard),
+                Ok(buffer) => {
+                    runtime.send_packed(op, transfer, others, buffer.clone(), Some(source), guard)
+                }
             });
         }
     }
@@ -110,9 +118,12 @@ impl Start<'_> {
         // Partial sums that a device adds up are put beside the shard first.
         let sum = plan.sum_on_device(target);
         let sizes = std::iter::repeat_n(bytes, 1 + usize::from(sum.is_some()));
-        let reserved = runtime.reserve_all(target.local_index, to.memory_kind(), sizes, op, &*plan.what);
+        let reserved =
+            runtime.reserve_all(target.local_index, to.memory_kind(), sizes, op, &*plan.what);
         match (reserved, gpu) {
-            (Ok(reservation), Some(gpu)) => (slot, self.open_on_gpu(target, gpu, sum, reservation, promise)),
+            (Ok(reservation), Some(gpu)) => {
+                (slot, self.open_on_gpu(target, gpu, sum, reservation, promise))
+            }
             (Ok(reservation), None) if target.pieces.is_empty() => {
                 self.zeros(reservation, promise);
                 (slot, None)
@@ -153,7 +164,8 @@ impl Start<'_> {
         let Self { plan, runtime, op, guard, .. } = *self;
         let (item, region) = (plan.item_bytes(), target.region.clone());
         let on_host = target.pieces.len() > 1 && sum.is_none();
-        let missing = if on_host || target.pieces.is_empty() { vec![1] } else { target.pieces.clone() };
+        let missing =
+            if on_host || target.pieces.is_empty() { vec![1] } else { target.pieces.clone() };
         let shard = DeviceAssembly::new(
             runtime.clone(),
             gpu.clone(),
@@ -218,8 +230,8 @@ impl Start<'_> {
         }));
     }
 
-    /// Has a region put into the shards that it is a piece of; where it comes from a peer, it is taken
-    /// also where none is left, so that nobody waits to send it, and passed on.
+    /// Has a region put into the shards that it is a piece of; where it comes from a peer, it is
+    /// taken also where none is left, so that nobody waits to send it, and passed on.
     pub(super) fn receive(&self, transfer: &Arc<Transfer>) {
         let shards = transfer.targets.iter().filter_map(|at| self.shards[*at].clone());
         let (runtime, op, guard) = (self.runtime, self.op, self.guard);
@@ -230,7 +242,13 @@ impl Start<'_> {
                 let waiter = if shards.is_empty() && transfer.peers.is_empty() {
                     Waiter::Nobody(guard)
                 } else {
-                    Waiter::Piece(Box::new(Passage { op, from, transfer: transfer.clone(), shards, guard }))
+                    Waiter::Piece(Box::new(Passage {
+                        op,
+                        from,
+                        transfer: transfer.clone(),
+                        shards,
+                        guard,
+                    }))
                 };
                 let hash = self.guard.hash();
                 let bytes = transfer.holds.elements() * transfer.item_bytes();
@@ -251,13 +269,18 @@ impl Start<'_> {
             (Origin::Host, Source::Shards(_)) => {}
             (Origin::Device(device), _) => {
                 let Some(slot) = self.source.slot(device) else { return };
-                // Devices take what is issued, and copy when it is there; others take what is there.
-                let on_gpu = runtime.gpu_of(device, kind_of(self.plan.what.from.as_ref())).is_some();
+                // Devices take what is issued, and copy when it is there; others take what is
+                // there.
+                let on_gpu =
+                    runtime.gpu_of(device, kind_of(self.plan.what.from.as_ref())).is_some();
                 for shard in shards {
-                    let (runtime, transfer, guard) = (runtime.clone(), transfer.clone(), guard.clone());
+                    let (runtime, transfer, guard) =
+                        (runtime.clone(), transfer.clone(), guard.clone());
                     let source = on_gpu.then(|| slot.clone());
                     let place = move |outcome: &Outcome| match outcome {
-                        Ok(buffer) => shard.place(&runtime, &transfer, buffer.clone(), source, &guard),
+                        Ok(buffer) => {
+                            shard.place(&runtime, &transfer, buffer.clone(), source, &guard)
+                        }
                         Err(failure) => {
                             runtime.remember(failure);
                             shard.end(Err(failure.clone()));

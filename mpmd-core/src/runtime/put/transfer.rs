@@ -1,4 +1,5 @@
-//! The regions that a `device_put` moves as far as this process is concerned, and the shards that they are pieces of.
+//! The regions that a `device_put` moves as far as this process is concerned, and the shards that
+//! they are pieces of.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,8 +18,8 @@ pub(super) struct Target {
     pub(super) device: DeviceId,
     pub(super) local_index: usize,
     pub(super) region: Region,
-    /// How many transfers bring a piece of it, by partial sum of the source. Of none where it is empty, or
-    /// one of the destination's partial sums that are zero.
+    /// How many transfers bring a piece of it, by partial sum of the source. Of none where it is
+    /// empty, or one of the destination's partial sums that are zero.
     pub(super) pieces: Vec<usize>,
     /// Whether each of them is one run of the shard's bytes.
     pub(super) in_parts: bool,
@@ -35,9 +36,9 @@ pub(in crate::runtime) struct Transfer {
     pub(in crate::runtime) term: usize,
     /// Never empty.
     pub(in crate::runtime) region: Region,
-    /// What the bytes that come are of: all that the origin has, or the region alone. Another process sends
-    /// all of its shard where it hands that over and the region is no run of it: the bytes are taken from
-    /// their place then, and nobody packs them.
+    /// What the bytes that come are of: all that the origin has, or the region alone. Another
+    /// process sends all of its shard where it hands that over and the region is no run of it: the
+    /// bytes are taken from their place then, and nobody packs them.
     pub(in crate::runtime) holds: Region,
     /// Where the region's bytes are one run of those.
     pub(super) run: Option<Range<usize>>,

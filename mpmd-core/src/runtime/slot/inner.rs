@@ -28,8 +28,8 @@ pub(super) const ENDED: u64 = 1 << 62;
 pub(super) const GIVEN_UP: u64 = 1 << 63;
 
 pub(super) struct Inner {
-    /// Holders in the lower half; above them uses; above those two flags. In one word, so that to issue a
-    /// use and to pick it up takes no lock.
+    /// Holders in the lower half; above them uses; above those two flags. In one word, so that to
+    /// issue a use and to pick it up takes no lock.
     pub(super) counts: AtomicU64,
     pub(super) held: Mutex<Held>,
     pub(super) ended: Condvar,
@@ -40,7 +40,8 @@ pub(super) struct Held {
     /// The buffer goes as soon as nothing issued before needs it; later readers get this.
     pub(super) given_up: Option<Arc<Failure>>,
     pub(super) filling: Filling,
-    /// The work that fills the buffer was given nothing that may turn out to have failed: it ends as that does.
+    /// The work that fills the buffer was given nothing that may turn out to have failed: it ends
+    /// as that does.
     pub(super) ends_with_its_work: bool,
 }
 
@@ -74,8 +75,12 @@ pub(super) struct Waiting {
 /// A use of a slot that was issued: it gets the buffer even where that is given up meanwhile.
 impl Inner {
     pub(super) fn new(state: State, counts: u64) -> Self {
-        let held =
-            Mutex::new(Held { state, given_up: None, filling: Filling::Done, ends_with_its_work: false });
+        let held = Mutex::new(Held {
+            state,
+            given_up: None,
+            filling: Filling::Done,
+            ends_with_its_work: false,
+        });
         Self { counts: AtomicU64::new(counts), held, ended: Condvar::new() }
     }
 
@@ -157,7 +162,8 @@ impl Inner {
         wakers.into_iter().for_each(Waker::wake);
     }
 
-    /// What was issued has filled the buffer, or has failed. Somebody may have taken the buffer before.
+    /// What was issued has filled the buffer, or has failed. Somebody may have taken the buffer
+    /// before.
     pub(super) fn end_issued(&self, result: Result<(), Arc<Failure>>) {
         let mut held = self.held.lock();
         let known = result.clone().map_or_else(Filling::Failed, |()| Filling::Done);

@@ -3,8 +3,9 @@
 //! The producer holds the [`Promise`], everybody else a [`Slot`]. A promise that is dropped unkept
 //! fails the slot, so that no wait can outlive what it waits for.
 //!
-//! What a device makes in its own time is *issued* first: the buffer is there, with the fences of the work that fills
-//! it, for who can have work of a device's come after it. The slot ends when that work has.
+//! What a device makes in its own time is *issued* first: the buffer is there, with the fences of
+//! the work that fills it, for who can have work of a device's come after it. The slot ends when
+//! that work has.
 
 mod inner;
 mod promise;
@@ -28,8 +29,8 @@ pub(crate) type Outcome = Result<SharedBuffer, Arc<Failure>>;
 
 /// The reading side. Clones are the same slot.
 ///
-/// The slots of one operation share an allocation; a buffer goes with the last holder of its own slot all
-/// the same.
+/// The slots of one operation share an allocation; a buffer goes with the last holder of its own
+/// slot all the same.
 pub(crate) struct Slot {
     all: Arc<[Inner]>,
     index: u32,
@@ -53,10 +54,11 @@ impl Slot {
         (Promise(Some(Self::of(all.clone(), 0))), Self::of(all, 0))
     }
 
-    /// Empty slots and the promise to fill them. Each slot is to be taken: one that is not keeps its buffer
-    /// for as long as there are others.
+    /// Empty slots and the promise to fill them. Each slot is to be taken: one that is not keeps
+    /// its buffer for as long as there are others.
     pub(crate) fn several(count: usize) -> (Promises, Slots) {
-        let all: Arc<[Inner]> = (0..count).map(|_| Inner::new(State::Pending(None), 2 * HOLDER)).collect();
+        let all: Arc<[Inner]> =
+            (0..count).map(|_| Inner::new(State::Pending(None), 2 * HOLDER)).collect();
         (Promises { all: all.clone(), next: 0 }, Slots { all, next: 0 })
     }
 
@@ -74,8 +76,8 @@ impl Slot {
         &self.all[self.index as usize]
     }
 
-    /// As if this were dropped, which must be all that still happens to it. For slots that share their
-    /// allocation.
+    /// As if this were dropped, which must be all that still happens to it. For slots that share
+    /// their allocation.
     pub(crate) fn leave(&self) {
         if !self.left.swap(true, Ordering::Relaxed) {
             self.inner().let_go(true);
@@ -105,14 +107,14 @@ impl Slot {
         self.inner().held.lock().issued()
     }
 
-    /// Whether the slot, which was issued, ends as the work does that fills its buffer: else it may fail where that ends well,
-    /// for it was given what never was made.
+    /// Whether the slot, which was issued, ends as the work does that fills its buffer: else it may
+    /// fail where that ends well, for it was given what never was made.
     pub(crate) fn ends_with_its_work(&self) -> bool {
         self.inner().held.lock().ends_with_its_work
     }
 
-    /// Sleeps until the buffer is there, filled or not, or until `deadline`. Mostly [`Waits::wait_issued`] is what is
-    /// wanted.
+    /// Sleeps until the buffer is there, filled or not, or until `deadline`. Mostly
+    /// [`Waits::wait_issued`] is what is wanted.
     pub(crate) fn wait_issued_until(&self, deadline: Option<Instant>) -> Option<Outcome> {
         let Inner { held, ended, .. } = self.inner();
         let mut held = held.lock();
@@ -121,15 +123,17 @@ impl Slot {
                 return Some(outcome);
             }
             match deadline {
-                Some(deadline) if ended.wait_until(&mut held, deadline).timed_out() => return held.issued(),
+                Some(deadline) if ended.wait_until(&mut held, deadline).timed_out() => {
+                    return held.issued();
+                }
                 Some(_) => {}
                 None => ended.wait(&mut held),
             }
         }
     }
 
-    /// Calls `then` with the buffer as soon as it is there, filled or not: now, or on the thread that issues or
-    /// ends it. `then` must be short.
+    /// Calls `then` with the buffer as soon as it is there, filled or not: now, or on the thread
+    /// that issues or ends it. `then` must be short.
     pub(crate) fn on_issued(&self, then: impl FnOnce(&Outcome) + Send + 'static) {
         let mut held = self.inner().held.lock();
         if let Some(outcome) = held.issued() {
@@ -141,8 +145,9 @@ impl Slot {
         }
     }
 
-    /// Calls `then` with how the work that fills the buffer ended, once it has: now, or on the thread that ends it. To be
-    /// asked of a slot that was issued: the buffer may be somebody else's by then. `then` must be short.
+    /// Calls `then` with how the work that fills the buffer ended, once it has: now, or on the
+    /// thread that ends it. To be asked of a slot that was issued: the buffer may be somebody
+    /// else's by then. `then` must be short.
     pub(crate) fn on_verdict(&self, then: impl FnOnce(Result<(), Arc<Failure>>) + Send + 'static) {
         let mut held = self.inner().held.lock();
         let known = match &mut held.filling {
@@ -157,8 +162,9 @@ impl Slot {
         then(known);
     }
 
-    /// As [`take`](Self::take), of a slot whose buffer may not be filled yet: its [fences](SharedBuffer::ready) say
-    /// when it is. Where somebody is to have it when it is filled, it is shared with them, as it is with who peeks.
+    /// As [`take`](Self::take), of a slot whose buffer may not be filled yet: its
+    /// [fences](SharedBuffer::ready) say when it is. Where somebody is to have it when it is
+    /// filled, it is shared with them, as it is with who peeks.
     pub(crate) fn take_issued(&self, donated: Arc<Failure>) -> Option<Outcome> {
         let inner = self.inner();
         let mut held = inner.held.lock();
@@ -184,7 +190,8 @@ impl Slot {
         }
     }
 
-    /// Sleeps until it ends on another thread, or until `deadline`. Mostly [`Waits::wait`] is what is wanted.
+    /// Sleeps until it ends on another thread, or until `deadline`. Mostly [`Waits::wait`] is what
+    /// is wanted.
     pub(crate) fn wait_until(&self, deadline: Option<Instant>) -> Option<Outcome> {
         let Inner { held, ended, .. } = self.inner();
         let mut held = held.lock();
@@ -236,7 +243,8 @@ impl Slot {
         }
     }
 
-    /// As [`poll`](Self::poll), for the buffer, filled or not. The waker is woken again when it ends.
+    /// As [`poll`](Self::poll), for the buffer, filled or not. The waker is woken again when it
+    /// ends.
     pub(crate) fn poll_issued(&self, waker: &Waker) -> Poll<Outcome> {
         match self.peek_issued() {
             Some(outcome) => Poll::Ready(outcome),
@@ -251,7 +259,9 @@ impl Slot {
     /// Takes the buffer of an ended slot away; whoever reads it later gets `donated`.
     pub(crate) fn take(&self, donated: Arc<Failure>) -> Option<Outcome> {
         match &mut self.inner().held.lock().state {
-            State::Ended(outcome) if outcome.is_ok() => Some(std::mem::replace(outcome, Err(donated))),
+            State::Ended(outcome) if outcome.is_ok() => {
+                Some(std::mem::replace(outcome, Err(donated)))
+            }
             State::Ended(outcome) => Some(outcome.clone()),
             State::Pending(_) | State::Issued(..) => None,
         }
@@ -398,7 +408,8 @@ mod tests {
             ended.fetch_add(10, Ordering::Relaxed);
         });
         let waiting = slot.clone();
-        let thread = std::thread::spawn(move || waiting.wait_issued_until(None).unwrap().unwrap().len());
+        let thread =
+            std::thread::spawn(move || waiting.wait_issued_until(None).unwrap().unwrap().len());
         let end = promise.issue(vec![1u8, 2].into());
         assert_eq!(thread.join().unwrap(), 2);
         assert!(slot.has_issued() && !slot.has_ended() && slot.peek().is_none());
@@ -413,7 +424,8 @@ mod tests {
 
     #[test]
     fn what_was_issued_may_fail_and_may_be_taken_over_before_it_ends() {
-        let failure = || Arc::new(Failure::new(FailureKind::Kernel, mpmd_transport::ProcessId(0), 4, "no"));
+        let failure =
+            || Arc::new(Failure::new(FailureKind::Kernel, mpmd_transport::ProcessId(0), 4, "no"));
         let pool = mpmd_transport::Pool::new("test", None);
         let block = || pool.allocate(1).unwrap().freeze();
         let (promises, slots) = Slot::several(2);
@@ -428,24 +440,34 @@ mod tests {
         let (promises, slots) = Slot::several(2);
         let slots: Vec<Slot> = slots.collect();
         drop(promises.issue([block()].into_iter()));
-        assert!(slots.iter().all(|slot| slot.peek().unwrap().is_err()), "never a wait without an end");
+        assert!(
+            slots.iter().all(|slot| slot.peek().unwrap().is_err()),
+            "never a wait without an end"
+        );
         drop(slots);
         assert_eq!(pool.stats().live, 0);
     }
 
     #[test]
     fn who_asked_before_a_buffer_is_taken_has_it_when_it_is_filled_and_a_verdict_outlives_it() {
-        let failure = || Arc::new(Failure::new(FailureKind::Donated, mpmd_transport::ProcessId(0), 4, "no"));
+        let failure =
+            || Arc::new(Failure::new(FailureKind::Donated, mpmd_transport::ProcessId(0), 4, "no"));
         let told = Arc::new(Mutex::new(Vec::new()));
         for result in [Ok(()), Err(failure())] {
             let (promise, slot) = Slot::new();
             let ends = told.clone();
             slot.on_end(move |outcome| ends.lock().push(outcome.is_ok()));
             let end = promise.issue(vec![1u8].into());
-            assert!(slot.take_issued(failure()).unwrap().unwrap().into_owned().is_err(), "it is shared");
+            assert!(
+                slot.take_issued(failure()).unwrap().unwrap().into_owned().is_err(),
+                "it is shared"
+            );
             end.end(result.clone());
             assert_eq!(std::mem::take(&mut *told.lock()), [result.is_ok()]);
-            assert!(slot.peek().unwrap().is_err(), "later readers hear of the donation, or of the failure");
+            assert!(
+                slot.peek().unwrap().is_err(),
+                "later readers hear of the donation, or of the failure"
+            );
 
             let (promise, slot) = Slot::new();
             let end = promise.issue(vec![1u8].into());
@@ -463,7 +485,8 @@ mod tests {
     #[test]
     fn a_taken_buffer_leaves_the_donation_behind() {
         let slot = Slot::filled(vec![7u8].into());
-        let failure = Failure::new(FailureKind::Donated, mpmd_transport::ProcessId(0), 4, "donated");
+        let failure =
+            Failure::new(FailureKind::Donated, mpmd_transport::ProcessId(0), 4, "donated");
         let taken = slot.take(Arc::new(failure)).unwrap().unwrap();
         assert!(taken.into_owned().is_ok(), "the slot no longer holds it");
         assert_eq!(slot.peek().unwrap().unwrap_err().kind, FailureKind::Donated);
@@ -476,7 +499,11 @@ mod tests {
         let mut slots: Vec<Slot> = slots.collect();
         drop(slots.pop());
         (0..3).for_each(|_| promises.keep_next(Ok(pool.allocate(1).unwrap().freeze())));
-        assert_eq!(pool.stats().live, 2 * mpmd_transport::Pool::rounded(1), "nobody wants the third");
+        assert_eq!(
+            pool.stats().live,
+            2 * mpmd_transport::Pool::rounded(1),
+            "nobody wants the third"
+        );
         let issued = slots[1].issue_use();
         drop(slots.pop());
         assert_eq!(pool.stats().live, 2 * mpmd_transport::Pool::rounded(1), "a use was issued");
@@ -510,10 +537,21 @@ mod tests {
         let slots: Vec<Slot> = slots.collect();
         promises.keep_next(Ok(vec![1u8].into()));
         drop(promises);
-        let kinds = slots.iter().map(|slot| slot.peek().unwrap().map_err(|failure| failure.kind).err());
-        assert_eq!(kinds.collect::<Vec<_>>(), [None, Some(FailureKind::Left), Some(FailureKind::Left)]);
+        let kinds =
+            slots.iter().map(|slot| slot.peek().unwrap().map_err(|failure| failure.kind).err());
+        assert_eq!(
+            kinds.collect::<Vec<_>>(),
+            [None, Some(FailureKind::Left), Some(FailureKind::Left)]
+        );
         let (promises, slots) = Slot::several(2);
-        promises.fail(&Arc::new(Failure::new(FailureKind::Kernel, mpmd_transport::ProcessId(0), 4, "why")));
-        slots.for_each(|slot| assert_eq!(slot.peek().unwrap().unwrap_err().kind, FailureKind::Kernel));
+        promises.fail(&Arc::new(Failure::new(
+            FailureKind::Kernel,
+            mpmd_transport::ProcessId(0),
+            4,
+            "why",
+        )));
+        slots.for_each(|slot| {
+            assert_eq!(slot.peek().unwrap().unwrap_err().kind, FailureKind::Kernel)
+        });
     }
 }

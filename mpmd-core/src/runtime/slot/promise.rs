@@ -84,10 +84,14 @@ impl Promises {
         inner.let_go(self.all.len() > 1);
     }
 
-    /// The buffers of all slots are there, and work was issued that fills them: the slots end when that does.
+    /// The buffers of all slots are there, and work was issued that fills them: the slots end when
+    /// that does.
     ///
     /// To be called before any of them has ended. Slots for which there is no buffer fail.
-    pub(crate) fn issue(mut self, mut buffers: impl Iterator<Item = SharedBuffer>) -> IssuedPromises {
+    pub(crate) fn issue(
+        mut self,
+        mut buffers: impl Iterator<Item = SharedBuffer>,
+    ) -> IssuedPromises {
         for inner in &*self.all {
             match buffers.next() {
                 Some(buffer) => inner.issue(buffer),

@@ -7,8 +7,8 @@ use mpmd_transport::router::Failure;
 
 use super::Slot;
 
-/// Over once a slot that was issued has ended: then it knows whether the buffer is what it is to be. A device's own work
-/// ends well also where it was given what never was made.
+/// Over once a slot that was issued has ended: then it knows whether the buffer is what it is to
+/// be. A device's own work ends well also where it was given what never was made.
 ///
 /// It holds neither the slot nor the buffer.
 #[derive(Default)]
@@ -80,7 +80,11 @@ mod tests {
             verdict.on_over(count());
             assert_eq!((called.load(Ordering::Relaxed), verdict.failure()), (2, expected.clone()));
             let late = slot.verdict();
-            assert_eq!((late.is_over(), late.failure()), (true, expected), "who asks later hears the same");
+            assert_eq!(
+                (late.is_over(), late.failure()),
+                (true, expected),
+                "who asks later hears the same"
+            );
         }
     }
 }

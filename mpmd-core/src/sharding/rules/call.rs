@@ -23,8 +23,8 @@ pub struct Call {
     text: String,
 }
 
-/// An op is called with other arguments than it takes: what the op says about it, to go on after its
-/// name ("has no argument `dim`").
+/// An op is called with other arguments than it takes: what the op says about it, to go on after
+/// its name ("has no argument `dim`").
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("{0}")]
 pub struct ArgumentError(pub String);
@@ -32,9 +32,9 @@ pub struct ArgumentError(pub String);
 impl Call {
     /// The ops of a tactic, in order.
     ///
-    /// An op is a name, a name with dots, or a call of one with literal arguments; a `|` within quotes
-    /// joins nothing. Blanks around names and `|` are harmless. (In the Python original they are so
-    /// around calls only: there a bare name takes its blanks along and is then not found.)
+    /// An op is a name, a name with dots, or a call of one with literal arguments; a `|` within
+    /// quotes joins nothing. Blanks around names and `|` are harmless. (In the Python original they
+    /// are so around calls only: there a bare name takes its blanks along and is then not found.)
     ///
     /// # Errors
     ///
@@ -76,14 +76,17 @@ impl Call {
         &self.text
     }
 
-    /// The arguments of an op whose parameters have these names, in that order; `None` for each that
-    /// is not given.
+    /// The arguments of an op whose parameters have these names, in that order; `None` for each
+    /// that is not given.
     ///
     /// # Errors
     ///
     /// Fails where there are more arguments than names, a keyword is none of the names, or a
     /// parameter is given twice.
-    pub fn bind<const N: usize>(&self, names: [&str; N]) -> Result<[Option<&Literal>; N], ArgumentError> {
+    pub fn bind<const N: usize>(
+        &self,
+        names: [&str; N],
+    ) -> Result<[Option<&Literal>; N], ArgumentError> {
         if self.args.len() > N {
             let found = self.args.len();
             return Err(ArgumentError(format!("takes at most {N} arguments, found {found}")));
@@ -119,7 +122,9 @@ impl Reader<'_> {
                 self.at = start;
                 let kind = match self.peek() {
                     None | Some('|') => ErrorKind::Syntax,
-                    Some(_) => self.value(0).map_or_else(|error| error.kind(), |_| ErrorKind::Value),
+                    Some(_) => {
+                        self.value(0).map_or_else(|error| error.kind(), |_| ErrorKind::Value)
+                    }
                 };
                 self.at = start;
                 return Err(self.error(kind, "an op's name"));
@@ -229,7 +234,11 @@ mod tests {
         for tactic in ["a|b(1)|c", " a | b(1) | c ", "a |b( 1 )\t|\nc", "a|\n b(1 , )|c"] {
             let calls = Call::parse_tactic(tactic).unwrap();
             let names: Vec<&str> = calls.iter().map(Call::name).collect();
-            assert_eq!((names, calls[1].args()), (vec!["a", "b", "c"], &[Int(1)][..]), "{tactic:?}");
+            assert_eq!(
+                (names, calls[1].args()),
+                (vec!["a", "b", "c"], &[Int(1)][..]),
+                "{tactic:?}"
+            );
         }
         assert_eq!(one("f('a|b')").args(), [text("a|b")], "within quotes it joins nothing");
     }
@@ -246,14 +255,29 @@ mod tests {
             [value("1e3"), value("-.5"), value("2."), value("1E-2")],
             [1e3, -0.5, 2.0, 0.01].map(Float)
         );
-        assert_eq!([value("None"), value("True"), value("False")], [Literal::None, Bool(true), Bool(false)]);
-        assert_eq!([value("'a\"b'"), value("\"a'b\""), value("'a' \"b\"")], ["a\"b", "a'b", "ab"].map(text));
+        assert_eq!(
+            [value("None"), value("True"), value("False")],
+            [Literal::None, Bool(true), Bool(false)]
+        );
+        assert_eq!(
+            [value("'a\"b'"), value("\"a'b\""), value("'a' \"b\"")],
+            ["a\"b", "a'b", "ab"].map(text)
+        );
         assert_eq!(value(r"'\\ \' \n \x41 \u00e9 \d'"), text("\\ ' \n A \u{e9} \\d"));
-        assert_eq!([value("()"), value("(1)"), value("(1,)")], [Tuple(vec![]), Int(1), Tuple(vec![Int(1)])]);
+        assert_eq!(
+            [value("()"), value("(1)"), value("(1,)")],
+            [Tuple(vec![]), Int(1), Tuple(vec![Int(1)])]
+        );
         assert_eq!(value("(1, 'a')"), Tuple(vec![Int(1), text("a")]));
-        assert_eq!([value("[]"), value("[[1], 2,]")], [List(vec![]), List(vec![List(vec![Int(1)]), Int(2)])]);
+        assert_eq!(
+            [value("[]"), value("[[1], 2,]")],
+            [List(vec![]), List(vec![List(vec![Int(1)]), Int(2)])]
+        );
         assert_eq!([value("{}"), value("{1, 2}")], [Dict(vec![]), Set(vec![Int(1), Int(2)])]);
-        assert_eq!(value("{'a': 1, 2: {}}"), Dict(vec![(text("a"), Int(1)), (Int(2), Dict(vec![]))]));
+        assert_eq!(
+            value("{'a': 1, 2: {}}"),
+            Dict(vec![(text("a"), Int(1)), (Int(2), Dict(vec![]))])
+        );
     }
 
     #[test]

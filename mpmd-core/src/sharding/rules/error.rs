@@ -25,7 +25,8 @@ pub enum RulesError {
         pattern: String,
     },
     /// A pattern is no regular expression.
-    #[error("rule {rule}: pattern {pattern:?}{}: {message}", position.map(|at| format!(", position {at}")).unwrap_or_default())]
+    #[error("rule {rule}: pattern {pattern:?}{}: {message}", position.map(|at| format!(", \
+        position {at}")).unwrap_or_default())]
     BadPattern {
         /// The rule's index.
         rule: usize,
@@ -59,7 +60,8 @@ pub enum RulesError {
         source: Box<ParseError>,
     },
     /// Nobody registered an op of that name.
-    #[error("rule {rule}, pattern {pattern:?}: there is no op `{op}`; known are {}", known.join(", "))]
+    #[error("rule {rule}, pattern {pattern:?}: there is no op `{op}`; known are \
+        {}", known.join(", "))]
     UnknownOp {
         /// The rule's index.
         rule: usize,
@@ -114,7 +116,8 @@ pub enum RulesError {
         second: Box<str>,
     },
     /// The leaves need more memory of a device than they may.
-    #[error("the leaves need {needed} bytes of each device, the budget is {budget}; largest: {}", largest_text(largest, *leaves))]
+    #[error("the leaves need {needed} bytes of each device, the budget is {budget}; largest: \
+        {}", largest_text(largest, *leaves))]
     OverBudget {
         /// Bytes that all leaves together need of each device.
         needed: u64,
@@ -141,7 +144,9 @@ pub enum RulesError {
 
 /// An op that refuses a leaf, with all there is to say about where.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
-#[error("leaf `{leaf}`, {aval} with spec {spec}: `{op}` of rule {rule} (pattern {pattern:?}): {reason}")]
+#[error(
+    "leaf `{leaf}`, {aval} with spec {spec}: `{op}` of rule {rule} (pattern {pattern:?}): {reason}"
+)]
 #[non_exhaustive]
 pub struct OpFailed {
     /// The rule's index.
@@ -181,8 +186,8 @@ pub enum ErrorKind {
 impl RulesError {
     /// The class of the error.
     ///
-    /// What the Python original has no such class for (a pattern that is no regular expression, a memory
-    /// budget) counts as [`ErrorKind::Value`].
+    /// What the Python original has no such class for (a pattern that is no regular expression, a
+    /// memory budget) counts as [`ErrorKind::Value`].
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::PatternStartsWithSlash { .. } => ErrorKind::Assertion,
@@ -217,7 +222,8 @@ impl ErrorKind {
 }
 
 fn largest_text(largest: &[(String, u64)], leaves: usize) -> String {
-    let listed: Vec<String> = largest.iter().map(|(leaf, bytes)| format!("`{leaf}` {bytes}")).collect();
+    let listed: Vec<String> =
+        largest.iter().map(|(leaf, bytes)| format!("`{leaf}` {bytes}")).collect();
     let more = match leaves - largest.len() {
         0 => String::new(),
         more => format!(" and {more} more leaves"),

@@ -7,7 +7,8 @@ use crate::aval::ShapedArray;
 use crate::sharding::{Sharding, Spec, SpecEntry};
 use crate::topology::Mesh;
 
-/// The widest column of a table, in characters: a longer name makes its own row longer and no other.
+/// The widest column of a table, in characters: a longer name makes its own row longer and no
+/// other.
 const WIDEST: usize = 200;
 
 /// Leaves that an error over the budget lists.
@@ -34,9 +35,11 @@ pub struct InferredLeaf {
     pub spec: Spec,
     /// The index of the rule that counts for it; `None` where no pattern matches its name.
     pub rule: Option<usize>,
-    /// Bytes on each device. Where a dimension does not divide evenly, as if its parts were rounded up.
+    /// Bytes on each device. Where a dimension does not divide evenly, as if its parts were rounded
+    /// up.
     pub bytes_per_device: u64,
-    /// Whether some dimension does not divide evenly, so that the sharding has no layout of this shape.
+    /// Whether some dimension does not divide evenly, so that the sharding has no layout of this
+    /// shape.
     pub uneven: bool,
     /// What ops remarked: "`fsdp("data")` fits no dimension".
     pub notes: Vec<String>,
@@ -73,7 +76,8 @@ impl Inferred {
         (0..self.patterns.len()).filter(idle).collect()
     }
 
-    /// Checks that the leaves need no more than `budget` bytes of each device; the table shows it then.
+    /// Checks that the leaves need no more than `budget` bytes of each device; the table shows it
+    /// then.
     ///
     /// # Errors
     ///
@@ -105,7 +109,8 @@ impl InferredLeaf {
         let mut bytes_per_device = aval.dtype().size() as u64;
         let mut uneven = false;
         for (size, entry) in aval.shape().iter().zip(&entries) {
-            let parts: usize = entry.axes().iter().filter_map(|axis| mesh.axis_size(axis).ok()).product();
+            let parts: usize =
+                entry.axes().iter().filter_map(|axis| mesh.axis_size(axis).ok()).product();
             uneven |= !size.is_multiple_of(parts);
             bytes_per_device *= size.div_ceil(parts) as u64;
         }
@@ -117,10 +122,20 @@ impl fmt::Display for Inferred {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut rows = vec![["leaf", "array", "spec", "per device", "rule", ""].map(str::to_owned)];
         rows.extend(self.leaves.iter().map(|leaf| self.row(leaf)));
-        let all: u64 = self.leaves.iter().fold(0, |sum, leaf| sum.saturating_add(leaf.aval.bytes() as u64));
-        let budget = self.budget.map_or(String::new(), |budget| format!("of {} allowed", bytes_text(budget)));
+        let all: u64 =
+            self.leaves.iter().fold(0, |sum, leaf| sum.saturating_add(leaf.aval.bytes() as u64));
+        let budget = self
+            .budget
+            .map_or(String::new(), |budget| format!("of {} allowed", bytes_text(budget)));
         let needed = bytes_text(self.bytes_per_device());
-        rows.push(["total".to_owned(), bytes_text(all), String::new(), needed, budget, String::new()]);
+        rows.push([
+            "total".to_owned(),
+            bytes_text(all),
+            String::new(),
+            needed,
+            budget,
+            String::new(),
+        ]);
 
         let mut widths = [0; 6];
         for row in &rows {
@@ -150,9 +165,11 @@ impl fmt::Display for Inferred {
 impl Inferred {
     fn row(&self, leaf: &InferredLeaf) -> [String; 6] {
         let name = if leaf.name.is_empty() { "(root)".to_owned() } else { leaf.name.clone() };
-        let rule = leaf.rule.map_or("none".to_owned(), |rule| format!("{rule} {:?}", self.patterns[rule]));
+        let rule =
+            leaf.rule.map_or("none".to_owned(), |rule| format!("{rule} {:?}", self.patterns[rule]));
         let uneven = leaf.uneven.then_some("uneven");
-        let notes: Vec<&str> = uneven.into_iter().chain(leaf.notes.iter().map(String::as_str)).collect();
+        let notes: Vec<&str> =
+            uneven.into_iter().chain(leaf.notes.iter().map(String::as_str)).collect();
         let (aval, spec) = (leaf.aval.to_string(), leaf.spec.to_string());
         [name, aval, spec, bytes_text(leaf.bytes_per_device), rule, notes.join("; ")]
     }
@@ -180,8 +197,11 @@ mod tests {
 
     fn inferred() -> Inferred {
         let mesh = Mesh::new(&[("data", 8)], (0..8).map(DeviceId).collect()).unwrap();
-        let rules =
-            [("bias|step", "shard_dim('data', 0, True)"), ("x", "replicate"), (".*w.*", "fsdp('data')")];
+        let rules = [
+            ("bias|step", "shard_dim('data', 0, True)"),
+            ("x", "replicate"),
+            (".*w.*", "fsdp('data')"),
+        ];
         let strategy = Strategy::parse(&rules, &Registry::default()).unwrap();
         let leaves = [
             ("bias", f32s([15])),

@@ -3,7 +3,8 @@
 use super::error::ErrorKind;
 use super::reader::{ParseError, Reader, starts_identifier};
 
-/// Brackets within brackets, at most. Each level is a call of the reader, and the text may be anybody's.
+/// Brackets within brackets, at most. Each level is a call of the reader, and the text may be
+/// anybody's.
 const MOST_NESTED: usize = 100;
 
 /// A value that can be written in a tactic, in the notation of Python.
@@ -31,7 +32,8 @@ pub enum Literal {
 }
 
 impl Literal {
-    /// Axis names: one text, or a list or tuple of at least one. A set has no order, so it is refused.
+    /// Axis names: one text, or a list or tuple of at least one. A set has no order, so it is
+    /// refused.
     pub fn axes(&self) -> Option<Vec<String>> {
         let text = |literal: &Self| match literal {
             Self::Str(text) => Some(text.clone()),
@@ -39,7 +41,9 @@ impl Literal {
         };
         match self {
             Self::Str(axis) => Some(vec![axis.clone()]),
-            Self::List(axes) | Self::Tuple(axes) if !axes.is_empty() => axes.iter().map(text).collect(),
+            Self::List(axes) | Self::Tuple(axes) if !axes.is_empty() => {
+                axes.iter().map(text).collect()
+            }
             _ => None,
         }
     }
@@ -74,7 +78,9 @@ impl Reader<'_> {
     /// A value, inside so many brackets.
     pub(super) fn value(&mut self, nested: usize) -> Result<Literal, ParseError> {
         if nested > MOST_NESTED {
-            return Err(self.error(ErrorKind::Syntax, &format!("at most {MOST_NESTED} nested brackets")));
+            return Err(
+                self.error(ErrorKind::Syntax, &format!("at most {MOST_NESTED} nested brackets"))
+            );
         }
         match self.peek() {
             Some('"' | '\'') => self.strings(),
@@ -196,7 +202,8 @@ impl Reader<'_> {
 
     fn number(&mut self) -> Result<Literal, ParseError> {
         let start = self.at;
-        let has_radix = ["0x", "0X", "0o", "0O", "0b", "0B"].iter().any(|p| self.rest().starts_with(p));
+        let has_radix =
+            ["0x", "0X", "0o", "0O", "0b", "0B"].iter().any(|p| self.rest().starts_with(p));
         while let Some(c) = self.peek() {
             let in_exponent = !has_radix && self.text[start..self.at].ends_with(['e', 'E']);
             let goes_on = c.is_ascii_alphanumeric() || matches!(c, '_' | '.');
@@ -283,7 +290,8 @@ impl Reader<'_> {
                 return Ok(());
             }
         };
-        let code = self.rest().get(..digits).filter(|hex| hex.bytes().all(|b| b.is_ascii_hexdigit()));
+        let code =
+            self.rest().get(..digits).filter(|hex| hex.bytes().all(|b| b.is_ascii_hexdigit()));
         let code = code.and_then(|hex| u32::from_str_radix(hex, 16).ok());
         match code.and_then(char::from_u32) {
             Some(c) => {
@@ -293,8 +301,10 @@ impl Reader<'_> {
             }
             None => {
                 self.at = start;
-                Err(self
-                    .error(ErrorKind::Syntax, "one of \\\\ \\' \\\" \\n \\r \\t \\xhh \\uhhhh \\Uhhhhhhhh"))
+                Err(self.error(
+                    ErrorKind::Syntax,
+                    "one of \\\\ \\' \\\" \\n \\r \\t \\xhh \\uhhhh \\Uhhhhhhhh",
+                ))
             }
         }
     }

@@ -8,10 +8,11 @@ use crate::sharding::SpecEntry;
 /// The logical names of leaves' dimensions, and ordered rules from logical names to axes of a mesh.
 /// Without any by default.
 ///
-/// The op `logical_partitioning()` reads it: of a leaf with names, rules are gone through in order, and
-/// a rule whose name is present gives its axes to that dimension, where none of these axes is used by
-/// the leaf yet and no earlier rule decided about the dimension. What is left stays whole. Dimensions
-/// that earlier ops of the tactic divided count as decided. Leaves without names stay as they are.
+/// The op `logical_partitioning()` reads it: of a leaf with names, rules are gone through in order,
+/// and a rule whose name is present gives its axes to that dimension, where none of these axes is
+/// used by the leaf yet and no earlier rule decided about the dimension. What is left stays whole.
+/// Dimensions that earlier ops of the tactic divided count as decided. Leaves without names stay as
+/// they are.
 ///
 /// ```
 /// use mpmd_core::sharding::rules::LogicalAxes;
@@ -29,8 +30,8 @@ pub struct LogicalAxes {
 }
 
 impl LogicalAxes {
-    /// Gives the dimensions of the leaf of that name logical names, `None` for one without. Replaces
-    /// those that it had. A name that no leaf has does no harm.
+    /// Gives the dimensions of the leaf of that name logical names, `None` for one without.
+    /// Replaces those that it had. A name that no leaf has does no harm.
     #[must_use]
     pub fn leaf(mut self, leaf: impl Into<String>, names: &[Option<&str>]) -> Self {
         let names = names.iter().map(|name| name.map(str::to_owned)).collect();
@@ -62,14 +63,20 @@ impl LogicalAxes {
             if let Some(text) = name
                 && names[..dim].contains(name)
             {
-                return Err(OpError::DuplicateLogicalName { name: text.clone(), names: names.to_vec() });
+                return Err(OpError::DuplicateLogicalName {
+                    name: text.clone(),
+                    names: names.to_vec(),
+                });
             }
         }
-        let mut decided: Vec<bool> = entries.iter().map(|entry| *entry != SpecEntry::None).collect();
+        let mut decided: Vec<bool> =
+            entries.iter().map(|entry| *entry != SpecEntry::None).collect();
         let mut used: Vec<&String> = entries.iter().flat_map(SpecEntry::axes).collect();
         let mut assigned = Vec::new();
         for (name, axes) in &self.rules {
-            let Some(dim) = names.iter().position(|known| known.as_ref() == Some(name)) else { continue };
+            let Some(dim) = names.iter().position(|known| known.as_ref() == Some(name)) else {
+                continue;
+            };
             if decided[dim] || axes.iter().any(|axis| used.contains(&axis)) {
                 continue;
             }
@@ -101,7 +108,8 @@ mod tests {
 
     #[test]
     fn the_first_rule_with_free_axes_decides() {
-        let logical = rules(&[("embed", &["fsdp"]), ("mlp", &["replica"]), ("embed", &["replica"])]);
+        let logical =
+            rules(&[("embed", &["fsdp"]), ("mlp", &["replica"]), ("embed", &["replica"])]);
         let (fsdp, replica) = (vec!["fsdp".to_owned()], vec!["replica".to_owned()]);
         assert_eq!(assign(&logical, &["embed", "mlp"]), [(0, fsdp.clone()), (1, replica.clone())]);
         assert_eq!(assign(&logical, &["-", "mlp", "-"]), [(1, replica.clone())]);

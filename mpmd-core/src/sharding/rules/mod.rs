@@ -1,24 +1,26 @@
 //! Sharding rules: which leaf of a tree is divided how, said by a few patterns on names.
 //!
-//! A [`Strategy`] is ordered rules `(pattern, tactic)`. For each leaf the first rule counts whose pattern
-//! matches its whole name; its tactic is *ops* joined by `|`, each of which may divide a dimension:
+//! A [`Strategy`] is ordered rules `(pattern, tactic)`. For each leaf the first rule counts whose
+//! pattern matches its whole name; its tactic is *ops* joined by `|`, each of which may divide a
+//! dimension:
 //!
 //! - `replicate` divides nothing, and fails where the leaf is divided already.
-//! - `replicate(axes)`: the leaf stays whole along these axes; it fails where an op of the tactic, before or
-//!   after it, divides over one of them.
-//! - `fsdp(axis, min_size_to_shard_mb=4)` divides the largest dimension that is not divided yet and divides
-//!   evenly over the axis, or over several: `fsdp(["replica", "fsdp"])`. Of equally large dimensions the last
-//!   is taken. Leaves of so many MiB or fewer stay as they are, and those of which no dimension fits.
-//! - `shard_dim(axis, dim, ignore_ndim_error=False)` divides that dimension, counted from the end where
-//!   it is negative, whether or not it divides evenly. The absolute value of `dim` must be below the
-//!   number of dimensions, or it fails, or leaves the leaf as it is if it shall ignore that. So `-1` is
-//!   refused for a vector, as the original does: strategies mean the same in both.
+//! - `replicate(axes)`: the leaf stays whole along these axes; it fails where an op of the tactic,
+//!   before or after it, divides over one of them.
+//! - `fsdp(axis, min_size_to_shard_mb=4)` divides the largest dimension that is not divided yet and
+//!   divides evenly over the axis, or over several: `fsdp(["replica", "fsdp"])`. Of equally large
+//!   dimensions the last is taken. Leaves of so many MiB or fewer stay as they are, and those of
+//!   which no dimension fits.
+//! - `shard_dim(axis, dim, ignore_ndim_error=False)` divides that dimension, counted from the end
+//!   where it is negative, whether or not it divides evenly. The absolute value of `dim` must be
+//!   below the number of dimensions, or it fails, or leaves the leaf as it is if it shall ignore
+//!   that. So `-1` is refused for a vector, as the original does: strategies mean the same in both.
 //! - `logical_partitioning()` divides by the names of dimensions: [`LogicalAxes`].
 //! - those that users add to a [`Registry`].
 //!
 //! A leaf that no pattern matches stays whole. The strategies are those of big_vision's
-//! `infer_sharding`, and give the same specs (`tests/golden_rules.rs`), but for what the original does to
-//! annotated leaves by accident.
+//! `infer_sharding`, and give the same specs (`tests/golden_rules.rs`), but for what the original
+//! does to annotated leaves by accident.
 //!
 //! ```
 //! use mpmd_core::aval::{ShapedArray, f32s};
@@ -79,13 +81,14 @@ use crate::tree::Tree;
 
 /// The shardings over `mesh` that `strategy` gives to these leaves, each a name and what it is.
 ///
-/// Rules are applied one after the other, of each its ops one after the other, each to all leaves in the
-/// order given; the finished specs are checked last. So the first error is the same on every process.
+/// Rules are applied one after the other, of each its ops one after the other, each to all leaves
+/// in the order given; the finished specs are checked last. So the first error is the same on every
+/// process.
 ///
 /// # Errors
 ///
-/// Fails where there is no leaf, an op refuses a leaf, or a finished spec uses an axis twice or names one
-/// that the mesh does not have.
+/// Fails where there is no leaf, an op refuses a leaf, or a finished spec uses an axis twice or
+/// names one that the mesh does not have.
 pub fn infer(
     leaves: &[(String, ShapedArray)],
     strategy: &Strategy,
@@ -123,10 +126,11 @@ pub fn infer(
     Ok(Inferred::new(mesh, inferred, strategy.patterns().map(str::to_owned).collect()))
 }
 
-/// The shardings over `mesh` that `strategy` gives to the leaves of a tree, as a tree; their names are
-/// their paths (`blocks/3/w`).
+/// The shardings over `mesh` that `strategy` gives to the leaves of a tree, as a tree; their names
+/// are their paths (`blocks/3/w`).
 ///
-/// For a tree of arrays their shapes are enough: `arrays.map_ref(&mut |array| array.aval().clone())`.
+/// For a tree of arrays their shapes are enough: `arrays.map_ref(&mut |array|
+/// array.aval().clone())`.
 ///
 /// # Errors
 ///

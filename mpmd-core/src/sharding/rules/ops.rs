@@ -72,7 +72,8 @@ pub enum OpError {
     NotWhole,
     /// The leaf has no such dimension.
     #[error(
-        "dimension {dim} is out of range: its absolute value must be below {ndim}, the number of dimensions"
+        "dimension {dim} is out of range: its absolute value must be below {ndim}, the number of \
+         dimensions"
     )]
     DimOutOfRange {
         /// The dimension asked for.
@@ -158,22 +159,26 @@ impl Placement<'_> {
 
     /// Divides dimension `dim` over `axes`, major to minor.
     ///
-    /// Neither that the size divides evenly nor that the mesh has the axes is checked here, nor that
-    /// nothing else uses them: the latter two are checked when all ops are done.
+    /// Neither that the size divides evenly nor that the mesh has the axes is checked here, nor
+    /// that nothing else uses them: the latter two are checked when all ops are done.
     ///
     /// # Errors
     ///
-    /// Fails where there is no such dimension, it is divided already, or an earlier op keeps the leaf
-    /// whole along one of the axes.
+    /// Fails where there is no such dimension, it is divided already, or an earlier op keeps the
+    /// leaf whole along one of the axes.
     pub fn shard(&mut self, dim: usize, axes: &[String]) -> Result<(), OpError> {
         let ndim = self.state.entries.len();
         let Some(entry) = self.state.entries.get_mut(dim) else {
-            return Err(OpError::DimOutOfRange { dim: i64::try_from(dim).unwrap_or(i64::MAX), ndim });
+            return Err(OpError::DimOutOfRange {
+                dim: i64::try_from(dim).unwrap_or(i64::MAX),
+                ndim,
+            });
         };
         if *entry != SpecEntry::None {
             return Err(OpError::AlreadySharded { dim, by: entry.clone() });
         }
-        if let Some((axis, by)) = self.state.kept_whole.iter().find(|(axis, _)| axes.contains(axis)) {
+        if let Some((axis, by)) = self.state.kept_whole.iter().find(|(axis, _)| axes.contains(axis))
+        {
             return Err(OpError::KeptWhole { axis: axis.clone(), by: by.clone() });
         }
         *entry = SpecEntry::from(axes.to_vec());
@@ -289,7 +294,9 @@ impl Op for Fsdp {
             return Ok(());
         }
         let shape = leaf.aval().shape();
-        let fits = |dim: &usize| shape[*dim].is_multiple_of(parts) && leaf.entries()[*dim] == SpecEntry::None;
+        let fits = |dim: &usize| {
+            shape[*dim].is_multiple_of(parts) && leaf.entries()[*dim] == SpecEntry::None
+        };
         let Some(dim) = largest_first(shape).into_iter().find(fits) else {
             leaf.note(format!("`{}` fits no dimension", leaf.op));
             return Ok(());
@@ -306,9 +313,9 @@ impl ShardDim {
         let dim = dim.ok_or_else(|| ArgumentError("needs a whole number as `dim`".into()))?;
         let ignore_ndim_error = match ignore {
             None => false,
-            Some(ignore) => ignore
-                .bool()
-                .ok_or_else(|| ArgumentError("needs True or False as `ignore_ndim_error`".into()))?,
+            Some(ignore) => ignore.bool().ok_or_else(|| {
+                ArgumentError("needs True or False as `ignore_ndim_error`".into())
+            })?,
         };
         Ok(Self { axes, dim, ignore_ndim_error })
     }
@@ -354,7 +361,8 @@ pub(super) fn largest_first(shape: &[usize]) -> Vec<usize> {
 }
 
 fn axes_argument(axes: Option<&Literal>, name: &str) -> Result<Vec<String>, ArgumentError> {
-    let needed = || ArgumentError(format!("needs the name of an axis, or a list of names, as `{name}`"));
+    let needed =
+        || ArgumentError(format!("needs the name of an axis, or a list of names, as `{name}`"));
     axes.and_then(Literal::axes).ok_or_else(needed)
 }
 

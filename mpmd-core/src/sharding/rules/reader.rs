@@ -26,7 +26,8 @@ pub(super) struct Reader<'a> {
 }
 
 impl ParseError {
-    /// [`ErrorKind::Syntax`] or [`ErrorKind::Value`]; see [`Call::parse_tactic`](super::Call::parse_tactic).
+    /// [`ErrorKind::Syntax`] or [`ErrorKind::Value`]; see
+    /// [`Call::parse_tactic`](super::Call::parse_tactic).
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
@@ -47,7 +48,8 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// An identifier, or several joined by dots without blanks. Nothing is read where there is none.
+    /// An identifier, or several joined by dots without blanks. Nothing is read where there is
+    /// none.
     pub(super) fn dotted_name(&mut self) -> Option<&'a str> {
         let start = self.at;
         self.identifier()?;
@@ -96,10 +98,18 @@ impl<'a> Reader<'a> {
         let word = rest.find(|c: char| c != '_' && !c.is_alphanumeric()).unwrap_or(rest.len());
         let found = match rest.chars().next() {
             None => "the end".to_owned(),
-            Some(c) => format!("`{}`", if word > 0 { &rest[..word] } else { &rest[..c.len_utf8()] }),
+            Some(c) => {
+                format!("`{}`", if word > 0 { &rest[..word] } else { &rest[..c.len_utf8()] })
+            }
         };
         let column = self.text[..self.at].chars().count() + 1;
-        ParseError { text: self.text.to_owned(), column, expected: expected.to_owned(), found, kind }
+        ParseError {
+            text: self.text.to_owned(),
+            column,
+            expected: expected.to_owned(),
+            found,
+            kind,
+        }
     }
 }
 

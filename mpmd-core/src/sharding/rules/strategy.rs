@@ -38,12 +38,12 @@ pub struct Registry {
 
 /// Ordered rules `(pattern, tactic)`, ready to be applied to leaves.
 ///
-/// A *pattern* is a regular expression in the notation of Python, with look-around, that must match the
-/// **whole** name of a leaf; of each leaf the first rule whose pattern matches counts. (Unlike Python's,
-/// classes nest: `[a[b]]`, `[a&&b]` and `[a--b]` are sets of sets here. A verbose pattern must not end in
-/// a comment.) A *tactic* is ops joined by `|`, applied from left to right to the leaf's spec, in which at
-/// first no dimension is divided; how it is written says [`Call::parse_tactic`], what ops there are
-/// [the module](super).
+/// A *pattern* is a regular expression in the notation of Python, with look-around, that must match
+/// the **whole** name of a leaf; of each leaf the first rule whose pattern matches counts. (Unlike
+/// Python's, classes nest: `[a[b]]`, `[a&&b]` and `[a--b]` are sets of sets here. A verbose pattern
+/// must not end in a comment.) A *tactic* is ops joined by `|`, applied from left to right to the
+/// leaf's spec, in which at first no dimension is divided; how it is written says
+/// [`Call::parse_tactic`], what ops there are [the module](super).
 #[derive(Clone, Debug)]
 pub struct Strategy {
     pub(super) rules: Vec<Rule>,
@@ -72,7 +72,8 @@ impl Registry {
     ///
     /// # Errors
     ///
-    /// Fails where there is an op of that name, and where the name is not identifiers joined by dots.
+    /// Fails where there is an op of that name, and where the name is not identifiers joined by
+    /// dots.
     pub fn register<O: Op + 'static>(
         &mut self,
         name: &str,
@@ -116,7 +117,9 @@ impl Default for Registry {
             ("shard_dim", factory(ShardDim::new)),
             ("logical_partitioning", factory(LogicalPartitioning::new)),
         ];
-        Self { factories: factories.into_iter().map(|(name, make)| (name.to_owned(), make)).collect() }
+        Self {
+            factories: factories.into_iter().map(|(name, make)| (name.to_owned(), make)).collect(),
+        }
     }
 }
 
@@ -129,12 +132,14 @@ impl fmt::Debug for Registry {
 impl Strategy {
     /// The strategy of these rules, `(pattern, tactic)` each, with the ops of `registry`.
     ///
-    /// All patterns are checked first, then all tactics, also those of patterns that will match nothing.
+    /// All patterns are checked first, then all tactics, also those of patterns that will match
+    /// nothing.
     ///
     /// # Errors
     ///
-    /// Fails where there is no rule, a pattern starts with `/` or is no regular expression, or a tactic
-    /// cannot be read, calls an op that `registry` lacks, or calls one with other arguments than it takes.
+    /// Fails where there is no rule, a pattern starts with `/` or is no regular expression, or a
+    /// tactic cannot be read, calls an op that `registry` lacks, or calls one with other arguments
+    /// than it takes.
     pub fn parse<P: AsRef<str>, T: AsRef<str>>(
         rules: &[(P, T)],
         registry: &Registry,
@@ -142,14 +147,16 @@ impl Strategy {
         if rules.is_empty() {
             return Err(RulesError::EmptyStrategy);
         }
-        let patterns = rules.iter().enumerate().map(|(rule, (pattern, _))| compile(rule, pattern.as_ref()));
+        let patterns =
+            rules.iter().enumerate().map(|(rule, (pattern, _))| compile(rule, pattern.as_ref()));
         let patterns = patterns.collect::<Result<Vec<Regex>, RulesError>>()?;
         let rule = |(rule, ((pattern, tactic), regex)): (usize, (&(P, T), Regex))| {
             let pattern = pattern.as_ref().to_owned();
             let steps = steps(rule, &pattern, tactic.as_ref(), registry)?;
             Ok(Rule { pattern, regex, steps })
         };
-        let rules = rules.iter().zip(patterns).enumerate().map(rule).collect::<Result<_, RulesError>>()?;
+        let rules =
+            rules.iter().zip(patterns).enumerate().map(rule).collect::<Result<_, RulesError>>()?;
         Ok(Self { rules, logical: LogicalAxes::default() })
     }
 
@@ -176,7 +183,8 @@ impl Strategy {
                 Ok(true) => return Ok(Some(index)),
                 Ok(false) => {}
                 Err(error) => {
-                    let (pattern, leaf, message) = (rule.pattern.clone(), leaf.to_owned(), error.to_string());
+                    let (pattern, leaf, message) =
+                        (rule.pattern.clone(), leaf.to_owned(), error.to_string());
                     return Err(RulesError::PatternGaveUp { rule: index, pattern, leaf, message });
                 }
             }
@@ -188,7 +196,10 @@ impl Strategy {
 impl fmt::Debug for Rule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let steps: Vec<&str> = self.steps.iter().map(|step| step.text.as_str()).collect();
-        f.debug_struct("Rule").field("pattern", &self.pattern).field("steps", &steps).finish_non_exhaustive()
+        f.debug_struct("Rule")
+            .field("pattern", &self.pattern)
+            .field("steps", &steps)
+            .finish_non_exhaustive()
     }
 }
 
@@ -232,7 +243,8 @@ fn compile(rule: usize, pattern: &str) -> Result<Regex, RulesError> {
 /// The most that one `{n}` of a pattern may repeat.
 const MOST_REPEATED: u64 = 1000;
 
-/// The most that all of them may together, nested in each other: lengths of matches are counted in 64 bits.
+/// The most that all of them may together, nested in each other: lengths of matches are counted in
+/// 64 bits.
 const MOST_IN_ALL: u64 = 1 << 40;
 
 /// Where a pattern repeats something more often than the regular expressions can count, if it does.
@@ -262,7 +274,12 @@ fn repeats_too_often(pattern: &str) -> Option<usize> {
     None
 }
 
-fn steps(rule: usize, pattern: &str, tactic: &str, registry: &Registry) -> Result<Vec<Step>, RulesError> {
+fn steps(
+    rule: usize,
+    pattern: &str,
+    tactic: &str,
+    registry: &Registry,
+) -> Result<Vec<Step>, RulesError> {
     let pattern = || pattern.to_owned();
     let calls = Call::parse_tactic(tactic).map_err(|error| RulesError::Tactic {
         rule,
@@ -271,7 +288,8 @@ fn steps(rule: usize, pattern: &str, tactic: &str, registry: &Registry) -> Resul
     })?;
     let step = |call: &Call| {
         let Some(make) = registry.factories.get(call.name()) else {
-            let (op, known) = (call.name().to_owned(), registry.names().map(str::to_owned).collect());
+            let (op, known) =
+                (call.name().to_owned(), registry.names().map(str::to_owned).collect());
             return Err(RulesError::UnknownOp { rule, pattern: pattern(), op, known });
         };
         let text = call.text().to_owned();
@@ -301,8 +319,12 @@ mod tests {
 
     #[test]
     fn the_first_pattern_that_matches_the_whole_name_counts() {
-        let rules =
-            [(".*/x", "replicate"), ("b/.*", "replicate"), ("kern", "replicate"), ("a|ab", "replicate")];
+        let rules = [
+            (".*/x", "replicate"),
+            ("b/.*", "replicate"),
+            ("kern", "replicate"),
+            ("a|ab", "replicate"),
+        ];
         let strategy = parse(&rules).unwrap();
         let rule_of = |name| strategy.rule_of(name).unwrap();
         let names = ["a/b", "a/x", "b/x", "b/y", "kernel", "ab", ""];
@@ -315,7 +337,10 @@ mod tests {
         let rules = [(r"(?!frozen/).*/w", "replicate"), (r"(?P<n>\w+)/(?P=n)", "replicate")];
         let strategy = parse(&rules).unwrap();
         let names = ["frozen/w", "a/w", "abc/abc", "abc/ab"];
-        assert_eq!(names.map(|name| strategy.rule_of(name).unwrap()), [None, Some(0), Some(1), None]);
+        assert_eq!(
+            names.map(|name| strategy.rule_of(name).unwrap()),
+            [None, Some(0), Some(1), None]
+        );
     }
 
     #[test]
@@ -329,9 +354,14 @@ mod tests {
     #[test]
     fn a_pattern_that_repeats_beyond_counting_is_refused() {
         let nested = format!("{}x{}", "(".repeat(9), "){999}".repeat(9));
-        for pattern in ["x{18446744073709551608,9}", "ab{1001}", "a{,99999999999999999999}", &nested] {
+        for pattern in
+            ["x{18446744073709551608,9}", "ab{1001}", "a{,99999999999999999999}", &nested]
+        {
             let (kind, message) = error(&[(pattern, "replicate")]);
-            assert!(kind == ErrorKind::Value && message.contains("more than 1000 times"), "{message}");
+            assert!(
+                kind == ErrorKind::Value && message.contains("more than 1000 times"),
+                "{message}"
+            );
         }
         for pattern in ["x{1000}", r"x\{2000}", "x{2,3}y{4,}", "{a}", "x{}"] {
             assert_eq!(repeats_too_often(pattern), None, "{pattern}");
@@ -354,7 +384,8 @@ mod tests {
         assert_eq!(kind, ErrorKind::Syntax);
         assert_eq!(
             message,
-            "rule 0, pattern \"k\": tactic \"replicate|\", column 11: expected an op's name, found the end"
+            "rule 0, pattern \"k\": tactic \"replicate|\", column 11: expected an op's name, \
+             found the end"
         );
         assert_eq!(error(&[("k", "fsdp(axis=data)")]).0, ErrorKind::Value);
         let (kind, message) = error(&[("k", "fsdp")]);

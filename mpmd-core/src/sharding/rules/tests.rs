@@ -28,7 +28,8 @@ fn run(
     logical: LogicalAxes,
 ) -> Result<Vec<Spec>, RulesError> {
     let strategy = Strategy::parse(rules, &Registry::default())?.with_logical(logical);
-    let leaves: Vec<_> = leaves.iter().map(|(name, aval)| ((*name).to_owned(), aval.clone())).collect();
+    let leaves: Vec<_> =
+        leaves.iter().map(|(name, aval)| ((*name).to_owned(), aval.clone())).collect();
     let inferred = infer(&leaves, &strategy, mesh)?;
     let found: Vec<String> = inferred.leaves().iter().map(|leaf| leaf.name.clone()).collect();
     assert_eq!(found, leaves.into_iter().map(|(name, _)| name).collect::<Vec<_>>());
@@ -36,7 +37,8 @@ fn run(
 }
 
 fn one(mesh: &Mesh, aval: ShapedArray, tactic: &str) -> Result<Spec, RulesError> {
-    run(mesh, &[("k", tactic)], &[("k", aval)], LogicalAxes::default()).map(|specs| specs[0].clone())
+    run(mesh, &[("k", tactic)], &[("k", aval)], LogicalAxes::default())
+        .map(|specs| specs[0].clone())
 }
 
 /// The spec of one leaf, as text.
@@ -62,7 +64,10 @@ fn fsdp_takes_the_largest_dimension_that_fits() {
     assert_eq!(fsdp(f32s([4097, 1024])), "P(None, data)");
     assert_eq!(fsdp(f32s([4097, 1023])), "P(None, None)");
     let all = |aval| of(&d8(), aval, r#"fsdp("data",0)"#);
-    assert_eq!([all(f32s([8])), all(f32s([])), all(f32s([0, 8]))], ["P(data)", "P()", "P(None, None)"]);
+    assert_eq!(
+        [all(f32s([8])), all(f32s([])), all(f32s([0, 8]))],
+        ["P(data)", "P()", "P(None, None)"]
+    );
     assert_eq!(of(&d8(), f32s([1024, 256]), r#"fsdp("data",0.5)"#), "P(data, None)");
     let both = r#"fsdp(["replica","fsdp"])"#;
     assert_eq!(of(&m(), f32s([3, 3, 1024, 1024]), both), "P(None, None, None, (replica, fsdp))");
@@ -120,17 +125,20 @@ fn of_each_leaf_the_first_rule_counts() {
     assert_eq!(specs, [spec![None, None], x.clone(), x, spec!["replica", None]]);
 
     let rules = [(".*FREEZE_ME.*", "replicate"), (".*", r#"fsdp(axis="fsdp")"#)];
-    let leaves = [("params/FREEZE_ME/w", w()), ("params/w", w()), ("opt/0/mu", w()), ("opt/1", i32s([]))];
+    let leaves =
+        [("params/FREEZE_ME/w", w()), ("params/w", w()), ("opt/0/mu", w()), ("opt/1", i32s([]))];
     let specs = run(&m(), &rules, &leaves, LogicalAxes::default()).unwrap();
     assert_eq!(specs, [spec![None, None], spec!["fsdp", None], spec!["fsdp", None], spec![]]);
 
-    let kern = run(&m(), &[("kern", r#"fsdp("fsdp")"#)], &[("kernel", w())], LogicalAxes::default());
+    let kern =
+        run(&m(), &[("kern", r#"fsdp("fsdp")"#)], &[("kernel", w())], LogicalAxes::default());
     assert_eq!(kern.unwrap(), [spec![None, None]], "the whole name");
 }
 
 #[test]
 fn shard_dim_counts_from_either_end() {
-    let dim = |shape: &[usize], dim: &str| of(&m(), f32s(shape), &format!(r#"shard_dim("fsdp",{dim})"#));
+    let dim =
+        |shape: &[usize], dim: &str| of(&m(), f32s(shape), &format!(r#"shard_dim("fsdp",{dim})"#));
     assert_eq!(dim(&[16, 32], "-1"), "P(None, fsdp)");
     assert_eq!(dim(&[16, 32, 8], "-2"), "P(None, fsdp, None)");
     assert_eq!(dim(&[16, 32, 4], "1,True"), "P(None, fsdp, None)");
@@ -139,7 +147,13 @@ fn shard_dim_counts_from_either_end() {
     for dim in ["-2", "2", "-9223372036854775807"] {
         let (kind, message) = error(&m(), f32s([16, 32]), &format!(r#"shard_dim("fsdp",{dim})"#));
         assert_eq!(kind, "ValueError");
-        assert!(message.ends_with(&format!("dimension {dim} is out of range: its absolute value must be below 2, the number of dimensions")), "{message}");
+        assert!(
+            message.ends_with(&format!(
+                "dimension {dim} is out of range: its absolute value \
+            must be below 2, the number of dimensions"
+            )),
+            "{message}"
+        );
     }
     assert_eq!(error(&m(), f32s([]), r#"shard_dim("fsdp",0)"#).0, "ValueError");
 }
@@ -151,7 +165,10 @@ fn an_unknown_axis_is_only_an_error_of_fsdp_where_a_leaf_matches() {
     let mesh = "{replica:2, fsdp:4} devices [0, 1, 2, 3, 4, 5, 6, 7]";
     assert!(message.ends_with(&format!("there is no axis `nope` in the mesh {mesh}")), "{message}");
     let rules = [("x", r#"fsdp("nope")"#)];
-    assert_eq!(run(&m(), &rules, &[("k", f32s([2]))], LogicalAxes::default()).unwrap(), [spec![None]]);
+    assert_eq!(
+        run(&m(), &rules, &[("k", f32s([2]))], LogicalAxes::default()).unwrap(),
+        [spec![None]]
+    );
 }
 
 #[test]
@@ -194,7 +211,10 @@ fn logical_names_become_axes() {
         .rule("embed", &["replica"]);
     let leaves = [("boxed", f32s([16, 32])), ("plain", f32s([16, 32]))];
     let tactic = |tactic| run(&m(), &[(".*", tactic)], &leaves, logical.clone());
-    assert_eq!(tactic("logical_partitioning()").unwrap(), [spec!["fsdp", "replica"], spec![None, None]]);
+    assert_eq!(
+        tactic("logical_partitioning()").unwrap(),
+        [spec!["fsdp", "replica"], spec![None, None]]
+    );
     let after = tactic("shard_dim('replica', 0)|logical_partitioning").unwrap();
     assert_eq!(after, [spec!["replica", None], spec!["replica", None]], "what is divided stays so");
     let whole = tactic("replicate('fsdp')|logical_partitioning()").unwrap_err().to_string();
@@ -210,7 +230,8 @@ fn ops_of_users_see_the_leaf_and_say_why_they_refuse() {
     let mut registry = Registry::default();
     let matrices = |call: &Call| {
         let [axis] = call.bind(["axis"])?;
-        let axes = axis.and_then(Literal::axes).ok_or_else(|| ArgumentError("needs an axis".into()))?;
+        let axes =
+            axis.and_then(Literal::axes).ok_or_else(|| ArgumentError("needs an axis".into()))?;
         Ok(move |leaf: &mut Placement<'_>| match leaf.aval().ndim() {
             2 => leaf.shard(1, &axes),
             ndim => Err(OpError::Refused(format!("{} has {ndim} dimensions, not 2", leaf.name()))),
@@ -300,10 +321,12 @@ fn fuzz_tactics() {
 fn fuzz_strategies() {
     let mesh = m();
     let shapes: [&[usize]; 5] = [&[], &[8], &[4096, 1024], &[3, 0], &[usize::MAX / 8, 2]];
-    let leaf =
-        |shape: &&[usize]| (format!("a/w{}", shape.len()), ShapedArray::try_new(shape, DType::U8).unwrap());
+    let leaf = |shape: &&[usize]| {
+        (format!("a/w{}", shape.len()), ShapedArray::try_new(shape, DType::U8).unwrap())
+    };
     let leaves: Vec<_> = shapes.iter().map(leaf).collect();
-    let logical = LogicalAxes::default().leaf("a/w1", &[Some("embed")]).rule("embed", &["fsdp", "fsdp"]);
+    let logical =
+        LogicalAxes::default().leaf("a/w1", &[Some("embed")]).rule("embed", &["fsdp", "fsdp"]);
     let samples = [
         "a/w[0-2]\nfsdp(axis=[\"replica\", \"fsdp\"], min_size_to_shard_mb=0)",
         "(?!b).*/w\\d\nshard_dim(\"fsdp\", -1, ignore_ndim_error=True)|logical_partitioning()",

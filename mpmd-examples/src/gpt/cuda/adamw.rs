@@ -19,7 +19,8 @@ pub(crate) struct Leaf<'a> {
     pub(crate) elements: usize,
 }
 
-/// Update `number`, counted from one, of a leaf, at a learning rate; gradients are multiplied by `factor`, a double, first.
+/// Update `number`, counted from one, of a leaf, at a learning rate; gradients are multiplied by
+/// `factor`, a double, first.
 pub(crate) fn update(
     device: Device<'_>,
     adamw: AdamW,
@@ -40,7 +41,8 @@ pub(crate) fn update(
         1.0 - rate * adamw.decay,
         adamw.epsilon,
     ];
-    let [beta1, beta2, fresh1, fresh2, rate, root, keep, epsilon] = numbers.map(|number| number as f32);
+    let [beta1, beta2, fresh1, fresh2, rate, root, keep, epsilon] =
+        numbers.map(|number| number as f32);
     let args = [
         w.into(),
         mean.into(),
@@ -60,8 +62,8 @@ pub(crate) fn update(
     device.elements("adamw", elements, &args)
 }
 
-/// What a step's gradients are clipped by: `square_sums` are arrays of doubles with their lengths, in the order of
-/// the leaves. All of these are doubles.
+/// What a step's gradients are clipped by: `square_sums` are arrays of doubles with their lengths,
+/// in the order of the leaves. All of these are doubles.
 pub(crate) fn clip(
     device: Device<'_>,
     limit: f64,
@@ -93,7 +95,9 @@ mod tests {
 
     use super::*;
     use crate::gpt::adamw::{self as host, Step};
-    use crate::gpt::cuda::testing::{array, assert_near, elsewhere, floats, floats_on_device, on_device};
+    use crate::gpt::cuda::testing::{
+        array, assert_near, elsewhere, floats, floats_on_device, on_device,
+    };
 
     #[test]
     fn an_update_is_that_of_the_host() {
@@ -115,7 +119,9 @@ mod tests {
             let leaf = Leaf { w: y[0], mean: y[1], square: y[2], gradient: x[3], elements };
             update(device, adamw, (3, rate), x[4], leaf)
         });
-        for (name, (found, expected)) in ["w", "mean", "square"].iter().zip(found.iter().zip(&expected)) {
+        for (name, (found, expected)) in
+            ["w", "mean", "square"].iter().zip(found.iter().zip(&expected))
+        {
             assert_near(name, found, expected);
         }
     }

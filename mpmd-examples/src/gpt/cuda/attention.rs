@@ -1,7 +1,7 @@
 //! Causal self-attention: [`attention`](crate::gpt::attention) on a CUDA device.
 //!
-//! The products of all heads of all sequences are one call each. They are of whole squares: what a place would take from
-//! later ones is computed and then made zero.
+//! The products of all heads of all sequences are one call each. They are of whole squares: what a
+//! place would take from later ones is computed and then made zero.
 
 use mpmd_core::cuda::Part;
 use mpmd_core::prelude::*;
@@ -51,8 +51,8 @@ pub(crate) fn attention_forward(
     device.matmul(Product::new(rows, local, width), out, context, w_out)
 }
 
-/// From `d_out`, the gradient of the branch's whole output: `d_qkv` `[rows, 3, heads * head_dim]`, and `d_x`, this
-/// device's summand of the gradient of the input.
+/// From `d_out`, the gradient of the branch's whole output: `d_qkv` `[rows, 3, heads * head_dim]`,
+/// and `d_x`, this device's summand of the gradient of the input.
 pub(crate) fn attention_backward_input(
     device: Device<'_>,
     shape: BlockShape,
@@ -90,7 +90,8 @@ pub(crate) fn attention_backward_input(
     device.matmul_nt(Product::new(rows, 3 * local, width), d_x, d_qkv, w_qkv)
 }
 
-/// *Adds* the gradients of the weights and the bias of a layer: `x` is its input, `dz` the gradient of its output.
+/// *Adds* the gradients of the weights and the bias of a layer: `x` is its input, `dz` the gradient
+/// of its output.
 pub(crate) fn linear_backward_weights(
     device: Device<'_>,
     shape: LinearShape,
@@ -125,7 +126,8 @@ impl<'a> Heads<'a> {
     }
 }
 
-/// Rows `[batch, time, groups, heads * head_dim]`, plus a bias, to `[groups, batch, heads, time, head_dim]`.
+/// Rows `[batch, time, groups, heads * head_dim]`, plus a bias, to `[groups, batch, heads, time,
+/// head_dim]`.
 fn split_heads(
     device: Device<'_>,
     shape: BlockShape,
@@ -201,7 +203,8 @@ mod tests {
         let (rows, local, width) = (SHAPE.rows(), SHAPE.local_width(), SHAPE.width);
         let squares = SHAPE.batch * SHAPE.heads * SHAPE.time * SHAPE.time;
         let lens = [rows * width, width * 3 * local, 3 * local, local * width, rows * width];
-        let [x, w_qkv, b_qkv, w_out, d_out] = std::array::from_fn(|i| floats(lens[i], i as u64 + 1));
+        let [x, w_qkv, b_qkv, w_out, d_out] =
+            std::array::from_fn(|i| floats(lens[i], i as u64 + 1));
         let zeros = |len: usize| vec![0.0f32; len];
         let (mut out, mut qkv, mut probabilities, mut context) =
             (zeros(rows * width), zeros(3 * rows * local), zeros(squares), zeros(rows * local));
@@ -228,7 +231,10 @@ mod tests {
             assert_near(name, found, expected);
         }
         for (at, row) in found[2].chunks(SHAPE.time).enumerate() {
-            assert!(row[at % SHAPE.time + 1..].iter().all(|p| *p == 0.0), "what comes later counts nothing");
+            assert!(
+                row[at % SHAPE.time + 1..].iter().all(|p| *p == 0.0),
+                "what comes later counts nothing"
+            );
         }
     }
 }

@@ -11,8 +11,8 @@ use super::attention::{
 use super::device::Device;
 use super::mlp::{mlp_backward_input, mlp_forward};
 use super::norm::{
-    Join, NormOutputs, Rows, add_branch, branch_norm_forward, norm_backward_input, norm_backward_weight,
-    norm_forward,
+    Join, NormOutputs, Rows, add_branch, branch_norm_forward, norm_backward_input,
+    norm_backward_weight, norm_forward,
 };
 use crate::gpt::BlockShape;
 use crate::gpt::block::{BlockGradients, BlockInputs, BlockInterior, BlockParameters};
@@ -39,8 +39,8 @@ pub(crate) fn forward_attention(
     attention_forward(device, shape, partial, outputs, out, (p.w_qkv, p.b_qkv, p.w_out))
 }
 
-/// Second part: takes the whole attention branch from `partial` and leaves there this device's summand of the MLP branch;
-/// `y` becomes `h`.
+/// Second part: takes the whole attention branch from `partial` and leaves there this device's
+/// summand of the MLP branch; `y` becomes `h`.
 pub(crate) fn forward_mlp(
     device: Device<'_>,
     shape: BlockShape,
@@ -51,7 +51,8 @@ pub(crate) fn forward_mlp(
 ) -> Result<()> {
     let BlockInputs { norm2_hat: hat, norm2_out: out, activated, .. } = *inputs;
     let BlockInterior { norm2_inv_std: inv_std, slope, .. } = *interior;
-    let (outputs, join) = (NormOutputs { hat, inv_std, out }, Join { y, branch: partial, bias: p.b_out });
+    let (outputs, join) =
+        (NormOutputs { hat, inv_std, out }, Join { y, branch: partial, bias: p.b_out });
     branch_norm_forward(device, rows(shape), outputs, x, join, (p.norm2_gain, p.norm2_bias))?;
     mlp_forward(device, shape, partial, (activated, slope), out, (p.w_up, p.b_up, p.w_down))
 }
@@ -80,7 +81,8 @@ pub(crate) fn backward_mlp(
     mlp_backward_input(device, shape, (d_norm2, d_pre), dy, interior.slope, (p.w_up, p.w_down))
 }
 
-/// Second part: takes the whole of `gradients.d_norm2`; `gradients.d_norm1` is this device's summand.
+/// Second part: takes the whole of `gradients.d_norm2`; `gradients.d_norm1` is this device's
+/// summand.
 pub(crate) fn backward_attention(
     device: Device<'_>,
     shape: BlockShape,
@@ -105,7 +107,14 @@ pub(crate) fn backward_end(
     dx: Part<'_>,
 ) -> Result<()> {
     let kept = (inputs.norm1_hat, interior.norm1_inv_std, p.norm1_gain);
-    norm_backward_input(device, rows(shape), dx, Some(gradients.d_attention), gradients.d_norm1, kept)
+    norm_backward_input(
+        device,
+        rows(shape),
+        dx,
+        Some(gradients.d_attention),
+        gradients.d_norm1,
+        kept,
+    )
 }
 
 /// *Adds* the gradients of the parameters to `d`.
@@ -119,12 +128,24 @@ pub(crate) fn backward_weight(
     let BlockShape { width, hidden, .. } = shape;
     let (all, local) = (shape.rows(), shape.local_width());
     let layer = |inputs, outputs| LinearShape { rows: all, inputs, outputs };
-    norm_backward_weight(device, rows(shape), (d.norm1_gain, d.norm1_bias), g.d_norm1, inputs.norm1_hat)?;
+    norm_backward_weight(
+        device,
+        rows(shape),
+        (d.norm1_gain, d.norm1_bias),
+        g.d_norm1,
+        inputs.norm1_hat,
+    )?;
     let gradients = (d.w_qkv, d.b_qkv);
     linear_backward_weights(device, layer(width, 3 * local), gradients, inputs.norm1_out, g.d_qkv)?;
     let gradients = (d.w_out, d.b_out);
     linear_backward_weights(device, layer(local, width), gradients, inputs.context, g.d_attention)?;
-    norm_backward_weight(device, rows(shape), (d.norm2_gain, d.norm2_bias), g.d_norm2, inputs.norm2_hat)?;
+    norm_backward_weight(
+        device,
+        rows(shape),
+        (d.norm2_gain, d.norm2_bias),
+        g.d_norm2,
+        inputs.norm2_hat,
+    )?;
     let gradients = (d.w_up, d.b_up);
     linear_backward_weights(device, layer(width, hidden), gradients, inputs.norm2_out, g.d_pre)?;
     let gradients = (d.w_down, d.b_down);

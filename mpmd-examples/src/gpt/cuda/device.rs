@@ -16,7 +16,8 @@ const WARPS: u32 = 4;
 /// Threads of a block that has a thread for each element.
 const THREADS: u32 = 256;
 
-/// Most blocks of a launch: several for each of the largest device's processors. What is left the same ones do.
+/// Most blocks of a launch: several for each of the largest device's processors. What is left the
+/// same ones do.
 const MOST_BLOCKS: usize = 1 << 16;
 
 /// Where work is given to a device, in order.
@@ -26,7 +27,8 @@ pub(crate) struct Device<'c> {
     math: Math,
 }
 
-/// The device that a kernel runs on, where it is a CUDA device; its products are computed as `math` says.
+/// The device that a kernel runs on, where it is a CUDA device; its products are computed as `math`
+/// says.
 ///
 /// # Errors
 ///
@@ -40,7 +42,8 @@ pub(crate) fn device<'c, T: Float>(cx: &mut Context<'c>, math: Math) -> Result<O
     Ok(Some(Device { cuda, math }))
 }
 
-/// Products of dense row-major matrices: `out [m, n]`, `k` being the columns of the one and the rows of the other.
+/// Products of dense row-major matrices: `out [m, n]`, `k` being the columns of the one and the
+/// rows of the other.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Product {
     pub(crate) m: usize,
@@ -92,7 +95,12 @@ impl<'c> Device<'c> {
     }
 
     /// A thread for each of `elements`.
-    pub(crate) fn elements(self, function: &'static str, elements: usize, args: &[Arg<'_>]) -> Result<()> {
+    pub(crate) fn elements(
+        self,
+        function: &'static str,
+        elements: usize,
+        args: &[Arg<'_>],
+    ) -> Result<()> {
         let blocks = elements.div_ceil(THREADS as usize).min(MOST_BLOCKS);
         self.launch(function, Grid::new(blocks as u32, THREADS), args)
     }
@@ -112,12 +120,24 @@ impl<'c> Device<'c> {
     }
 
     /// `out = a bᵀ`, with `a [m, k]` and `b [n, k]`.
-    pub(crate) fn matmul_nt(self, of: Product, out: Part<'_>, a: Part<'_>, b: Part<'_>) -> Result<()> {
+    pub(crate) fn matmul_nt(
+        self,
+        of: Product,
+        out: Part<'_>,
+        a: Part<'_>,
+        b: Part<'_>,
+    ) -> Result<()> {
         self.gemm(of, (false, true), out, a, b)
     }
 
     /// `out = aᵀ b`, with `a [k, m]` and `b [k, n]`.
-    pub(crate) fn matmul_tn(self, of: Product, out: Part<'_>, a: Part<'_>, b: Part<'_>) -> Result<()> {
+    pub(crate) fn matmul_tn(
+        self,
+        of: Product,
+        out: Part<'_>,
+        a: Part<'_>,
+        b: Part<'_>,
+    ) -> Result<()> {
         self.gemm(of, (true, false), out, a, b)
     }
 
@@ -156,7 +176,8 @@ impl<'c> Device<'c> {
 ///
 /// Where it is too large for one.
 pub(crate) fn size(size: usize) -> Result<u32> {
-    u32::try_from(size).map_err(|_| Error::kernel(format!("a size of {size} is too large for a CUDA kernel")))
+    u32::try_from(size)
+        .map_err(|_| Error::kernel(format!("a size of {size} is too large for a CUDA kernel")))
 }
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
-//! From rows to logits and a loss: [`head`](crate::gpt::head) and [`loss`](crate::gpt::loss) on a CUDA device.
+//! From rows to logits and a loss: [`head`](crate::gpt::head) and [`loss`](crate::gpt::loss) on a
+//! CUDA device.
 
 use mpmd_core::cuda::Part;
 use mpmd_core::prelude::*;
@@ -21,8 +22,15 @@ pub(crate) fn logits(
     residuals: &HeadResiduals<Part<'_>>,
     x: Part<'_>,
 ) -> Result<()> {
-    let HeadResiduals { norm_hat: hat, norm_inv_std: inv_std, norm_out: out, probabilities } = *residuals;
-    norm_forward(device, rows(shape), NormOutputs { hat, inv_std, out }, x, (p.norm_gain, p.norm_bias))?;
+    let HeadResiduals { norm_hat: hat, norm_inv_std: inv_std, norm_out: out, probabilities } =
+        *residuals;
+    norm_forward(
+        device,
+        rows(shape),
+        NormOutputs { hat, inv_std, out },
+        x,
+        (p.norm_gain, p.norm_bias),
+    )?;
     device.matmul(Product::new(shape.rows(), shape.width, BYTES), probabilities, out, p.weight)
 }
 
@@ -38,12 +46,14 @@ pub(crate) fn forward(
     logits(device, shape, p, residuals, x)?;
     let rows = shape.rows();
     let losses = device.doubles(rows)?;
-    let args = [residuals.probabilities.into(), (&losses).into(), targets.into(), size(rows)?.into()];
+    let args =
+        [residuals.probabilities.into(), (&losses).into(), targets.into(), size(rows)?.into()];
     device.rows("cross_entropy", rows, &args)?;
     sum_doubles(device, sum, (&losses).into(), rows)
 }
 
-/// The gradient `dx` of the head's input, and the weight residuals, of the loss sum times `factor`, a double.
+/// The gradient `dx` of the head's input, and the weight residuals, of the loss sum times `factor`,
+/// a double.
 pub(crate) fn backward_input(
     device: Device<'_>,
     shape: BlockShape,
@@ -55,15 +65,21 @@ pub(crate) fn backward_input(
 ) -> Result<()> {
     let HeadGradients { d_norm, d_logits } = *gradients;
     let count = shape.rows();
-    let args =
-        [d_logits.into(), residuals.probabilities.into(), targets.into(), factor.into(), size(count)?.into()];
+    let args = [
+        d_logits.into(),
+        residuals.probabilities.into(),
+        targets.into(),
+        factor.into(),
+        size(count)?.into(),
+    ];
     device.rows("cross_entropy_gradient", count, &args)?;
     device.matmul_nt(Product::new(count, BYTES, shape.width), d_norm, d_logits, p.weight)?;
     let kept = (residuals.norm_hat, residuals.norm_inv_std, p.norm_gain);
     norm_backward_input(device, rows(shape), dx, None, d_norm, kept)
 }
 
-/// *Adds* the gradients of the parameters. Of the residuals it reads `norm_hat` and `norm_out`, in this order.
+/// *Adds* the gradients of the parameters. Of the residuals it reads `norm_hat` and `norm_out`, in
+/// this order.
 pub(crate) fn backward_weight(
     device: Device<'_>,
     shape: BlockShape,
@@ -73,7 +89,13 @@ pub(crate) fn backward_weight(
 ) -> Result<()> {
     let product = Product::new(shape.width, shape.rows(), BYTES).added();
     device.matmul_tn(product, d.weight, norm_out, gradients.d_logits)?;
-    norm_backward_weight(device, rows(shape), (d.norm_gain, d.norm_bias), gradients.d_norm, norm_hat)
+    norm_backward_weight(
+        device,
+        rows(shape),
+        (d.norm_gain, d.norm_bias),
+        gradients.d_norm,
+        norm_hat,
+    )
 }
 
 #[cfg(test)]
@@ -98,9 +120,11 @@ mod tests {
         let (x, gain, bias, mut weight) =
             (floats(rows * width, 1), floats(width, 2), floats(width, 3), floats(width * BYTES, 4));
         weight.iter_mut().for_each(|w| *w *= 5.0);
-        let before = SHAPE.head_parameters().each(|leaf| floats(leaf.elements(), leaf.elements() as u64));
+        let before =
+            SHAPE.head_parameters().each(|leaf| floats(leaf.elements(), leaf.elements() as u64));
         let zeros = |len: usize| vec![0.0f32; len];
-        let parameters = HeadParameters { norm_gain: &gain[..], norm_bias: &bias[..], weight: &weight[..] };
+        let parameters =
+            HeadParameters { norm_gain: &gain[..], norm_bias: &bias[..], weight: &weight[..] };
         let mut residuals = SHAPE.head_residuals().each(|leaf| zeros(leaf.elements()));
         let (sum, count) = host::forward(
             SHAPE,
@@ -130,7 +154,9 @@ mod tests {
         );
         let mut inputs = [&x, &gain, &bias, &weight].map(|values| array(values)).to_vec();
         inputs.extend([array(&targets), array(&[FACTOR])]);
-        inputs.extend([&before.norm_gain, &before.norm_bias, &before.weight].map(|values| array(values)));
+        inputs.extend(
+            [&before.norm_gain, &before.norm_bias, &before.weight].map(|values| array(values)),
+        );
         let expected = [
             residuals.norm_hat,
             residuals.norm_inv_std,
@@ -143,12 +169,17 @@ mod tests {
             d.norm_bias,
             d.weight,
         ];
-        let mut outputs: Vec<(DType, usize)> = expected.iter().map(|leaf| (DType::F32, leaf.len())).collect();
+        let mut outputs: Vec<(DType, usize)> =
+            expected.iter().map(|leaf| (DType::F32, leaf.len())).collect();
         outputs.push((DType::F64, 1));
         let found = on_device(inputs, &outputs, |device, x, y| {
             let p = HeadParameters { norm_gain: x[1], norm_bias: x[2], weight: x[3] };
-            let residuals =
-                HeadResiduals { norm_hat: y[0], norm_inv_std: y[1], norm_out: y[2], probabilities: y[3] };
+            let residuals = HeadResiduals {
+                norm_hat: y[0],
+                norm_inv_std: y[1],
+                norm_out: y[2],
+                probabilities: y[3],
+            };
             forward(device, SHAPE, &p, &residuals, y[10], (x[0], x[4]))?;
             let gradients = HeadGradients { d_norm: y[4], d_logits: y[5] };
             backward_input(device, SHAPE, &p, &residuals, &gradients, y[6], (x[4], x[5]))?;
@@ -156,8 +187,18 @@ mod tests {
             let d = HeadParameters { norm_gain: y[7], norm_bias: y[8], weight: y[9] };
             backward_weight(device, SHAPE, (y[0], y[2]), &gradients, &d)
         });
-        let names =
-            ["hat", "inv_std", "out", "probabilities", "d_norm", "d_logits", "d_x", "gain", "bias", "weight"];
+        let names = [
+            "hat",
+            "inv_std",
+            "out",
+            "probabilities",
+            "d_norm",
+            "d_logits",
+            "d_x",
+            "gain",
+            "bias",
+            "weight",
+        ];
         for (name, (found, expected)) in names.iter().zip(found.iter().zip(&expected)) {
             assert_near(name, &found.to_vec().unwrap(), expected);
         }

@@ -19,13 +19,14 @@ pub(crate) fn mlp_forward(
     let rows = shape.rows();
     // The sums before GELU are needed only here, so the slopes take their place.
     device.matmul(Product::new(rows, width, hidden), slope, x, w_up)?;
-    let args = [activated.into(), slope.into(), b_up.into(), size(rows)?.into(), size(hidden)?.into()];
+    let args =
+        [activated.into(), slope.into(), b_up.into(), size(rows)?.into(), size(hidden)?.into()];
     device.rows("bias_gelu", rows, &args)?;
     device.matmul(Product::new(rows, hidden, width), out, activated, w_down)
 }
 
-/// From `d_out`, the gradient of the branch's whole output: `d_pre`, that of the sums before GELU, and `d_x`, this
-/// device's summand of that of the input.
+/// From `d_out`, the gradient of the branch's whole output: `d_pre`, that of the sums before GELU,
+/// and `d_x`, this device's summand of that of the input.
 pub(crate) fn mlp_backward_input(
     device: Device<'_>,
     shape: BlockShape,
@@ -58,7 +59,8 @@ mod tests {
         }
         let (rows, width, hidden) = (SHAPE.rows(), SHAPE.width, SHAPE.hidden);
         let lens = [rows * width, width * hidden, hidden, hidden * width, rows * width];
-        let [mut x, w_up, b_up, w_down, d_out] = std::array::from_fn(|i| floats(lens[i], i as u64 + 1));
+        let [mut x, w_up, b_up, w_down, d_out] =
+            std::array::from_fn(|i| floats(lens[i], i as u64 + 1));
         // So that some columns are at both flat ends.
         x.iter_mut().for_each(|x| *x *= 20.0);
         let zeros = |len: usize| vec![0.0f32; len];

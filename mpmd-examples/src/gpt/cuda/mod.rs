@@ -1,14 +1,15 @@
-//! The same transformer on CUDA devices: what the functions of the [module above](super) compute on the host, as work
-//! that a device is given.
+//! The same transformer on CUDA devices: what the functions of the [module above](super) compute on
+//! the host, as work that a device is given.
 //!
-//! Each file here mirrors one of there, and so do its functions, residuals and layouts: a stage on a CUDA device and one
-//! on a CPU are parts of one pipeline, and what one leaves another may read. Products go to cuBLAS; what is
-//! between them are the kernels in `kernels/`, fused where a value would otherwise travel to memory and back. Nothing here waits:
-//! functions return once the work is issued, and it runs in the order of the calls.
+//! Each file here mirrors one of there, and so do its functions, residuals and layouts: a stage on
+//! a CUDA device and one on a CPU are parts of one pipeline, and what one leaves another may read.
+//! Products go to cuBLAS; what is between them are the kernels in `kernels/`, fused where a value
+//! would otherwise travel to memory and back. Nothing here waits: functions return once the work is
+//! issued, and it runs in the order of the calls.
 //!
-//! Results are those of the CPU to within rounding, since sums have another order, and the same bits from run to run: no sum
-//! depends on which thread comes first. Only `f32` is computed in; what products do with it is the caller's choice
-//! ([`Math`](mpmd_core::cuda::Math)).
+//! Results are those of the CPU to within rounding, since sums have another order, and the same
+//! bits from run to run: no sum depends on which thread comes first. Only `f32` is computed in;
+//! what products do with it is the caller's choice ([`Math`](mpmd_core::cuda::Math)).
 
 use mpmd_core::cuda::Source;
 

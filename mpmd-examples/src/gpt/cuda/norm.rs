@@ -178,10 +178,13 @@ mod tests {
         };
         let joined: Vec<f32> =
             (0..ELEMENTS).map(|i| x[i] + (branch[i] + branch_bias[i % SHAPE.width])).collect();
-        let inputs = vec![array(&x), array(&branch), array(&branch_bias), array(&gain), array(&bias)];
-        let lens = [ELEMENTS, SHAPE.rows, ELEMENTS, ELEMENTS, ELEMENTS, SHAPE.rows, ELEMENTS, ELEMENTS];
+        let inputs =
+            vec![array(&x), array(&branch), array(&branch_bias), array(&gain), array(&bias)];
+        let lens =
+            [ELEMENTS, SHAPE.rows, ELEMENTS, ELEMENTS, ELEMENTS, SHAPE.rows, ELEMENTS, ELEMENTS];
         let found = floats_on_device(inputs, &lens, |device, x, y| {
-            let outputs = |at: usize| NormOutputs { hat: y[at], inv_std: y[at + 1], out: y[at + 2] };
+            let outputs =
+                |at: usize| NormOutputs { hat: y[at], inv_std: y[at + 1], out: y[at + 2] };
             norm_forward(device, SHAPE, outputs(0), x[0], (x[3], x[4]))?;
             let join = Join { y: y[3], branch: x[1], bias: x[2] };
             branch_norm_forward(device, SHAPE, outputs(4), x[0], join, (x[3], x[4]))?;
@@ -229,8 +232,9 @@ mod tests {
             device.cuda().copy(x[6], y[3])?;
             norm_backward_weight(device, SHAPE, (y[2], y[3]), x[0], x[1])
         });
-        for (name, (found, expected)) in
-            ["added", "alone", "gain", "bias"].iter().zip(found.iter().zip([added, alone, d_gain, d_bias]))
+        for (name, (found, expected)) in ["added", "alone", "gain", "bias"]
+            .iter()
+            .zip(found.iter().zip([added, alone, d_gain, d_bias]))
         {
             assert_near(name, found, &expected);
         }

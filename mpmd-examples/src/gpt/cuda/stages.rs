@@ -1,7 +1,7 @@
 //! What a stage gives a CUDA device to do: [`stages`](crate::gpt::stages) there.
 //!
-//! A stage's values are in views and in scratch of the device's, and go from one to the other without copies: its first block
-//! reads the input where it is, and its last writes the output.
+//! A stage's values are in views and in scratch of the device's, and go from one to the other
+//! without copies: its first block reads the input where it is, and its last writes the output.
 
 use mpmd_core::cuda::Part;
 use mpmd_core::kernel::View;
@@ -164,11 +164,14 @@ impl<T: Float> Core<T> {
                     probabilities: Part::from(&residual.probabilities),
                 };
                 let (p, gradients) = (p.each(Part::from), weight.gradients.each_mut(Part::from));
-                let (d, given) = (last.unwrap_or(between[0]), (Part::from(targets), Part::from(factor)));
+                let (d, given) =
+                    (last.unwrap_or(between[0]), (Part::from(targets), Part::from(factor)));
                 head::backward_input(device, shape, &p, &residual, &gradients, d, given)?;
                 d
             }
-            Seed::Nothing => return Err(Error::kernel("a pipeline that samples has no backward pass")),
+            Seed::Nothing => {
+                return Err(Error::kernel("a pipeline that samples has no backward pass"));
+            }
         };
         let all = params.blocks.iter().zip(&residual.blocks).zip(&mut weight.blocks);
         for (number, ((p, residual), weight)) in all.enumerate().rev() {
@@ -195,20 +198,39 @@ impl<T: Float> Core<T> {
     ) -> Result<()> {
         for (weight, gradient) in weight.blocks.iter().zip(&mut gradient.blocks) {
             let shape = self.shape(weight.gradients.d_mlp.global())?;
-            let (inputs, gradients) = (weight.inputs.each(Part::from), weight.gradients.each(Part::from));
-            block::backward_weight(device, shape, &inputs, &gradients, &gradient.each_mut(Part::from))?;
+            let (inputs, gradients) =
+                (weight.inputs.each(Part::from), weight.gradients.each(Part::from));
+            block::backward_weight(
+                device,
+                shape,
+                &inputs,
+                &gradients,
+                &gradient.each_mut(Part::from),
+            )?;
         }
         if let (Some(weight), Some(gradient)) = (&weight.embed, &mut gradient.embed) {
             let shape = self.shape(weight.dx.global())?;
             let EmbedParameters { bytes, positions } = gradient.each_mut(Part::from);
             let (dx, tokens) = (Part::from(&weight.dx), Part::from(&weight.tokens));
-            embed_backward_weight(device, shape, &EmbedParameters { bytes, positions }, dx, tokens)?;
+            embed_backward_weight(
+                device,
+                shape,
+                &EmbedParameters { bytes, positions },
+                dx,
+                tokens,
+            )?;
         }
         if let (Some(weight), Some(gradient)) = (&weight.head, &mut gradient.head) {
             let shape = self.shape(weight.norm_hat.global())?;
             let inputs = (Part::from(&weight.norm_hat), Part::from(&weight.norm_out));
             let gradients = weight.gradients.each(Part::from);
-            head::backward_weight(device, shape, inputs, &gradients, &gradient.each_mut(Part::from))?;
+            head::backward_weight(
+                device,
+                shape,
+                inputs,
+                &gradients,
+                &gradient.each_mut(Part::from),
+            )?;
         }
         Ok(())
     }

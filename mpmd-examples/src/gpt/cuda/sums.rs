@@ -9,7 +9,8 @@ use super::device::{Device, size};
 const COLUMNS: usize = 32;
 const ROW_LANES: usize = 8;
 
-/// Rows that a block sums up at least, and most parts: so that large arrays keep all of a device busy.
+/// Rows that a block sums up at least, and most parts: so that large arrays keep all of a device
+/// busy.
 const PART_ROWS: usize = 128;
 const MOST_PARTS: usize = 64;
 
@@ -20,8 +21,8 @@ const SUM_THREADS: usize = 256;
 const PART_ELEMENTS: usize = 16 << 10;
 const MOST_SUM_BLOCKS: usize = 512;
 
-/// *Adds* to `d` the sum of the rows of `x`, `[rows, columns]`; with `weighted`, `(d, weights)`, also the sum of the
-/// products of both to that `d`.
+/// *Adds* to `d` the sum of the rows of `x`, `[rows, columns]`; with `weighted`, `(d, weights)`,
+/// also the sum of the products of both to that `d`.
 pub(crate) fn add_column_sums(
     device: Device<'_>,
     (rows, columns): (usize, usize),
@@ -39,7 +40,8 @@ pub(crate) fn add_column_sums(
     let sums = Part::from(&sums);
     let products = products.as_ref().map_or(sums, Part::from);
     let (tiles, columns_of) = (size(columns.div_ceil(COLUMNS))?, size(columns)?);
-    let grid = Grid { blocks: (tiles, parts as u32, 1), ..Grid::new(1, (COLUMNS * ROW_LANES) as u32) };
+    let grid =
+        Grid { blocks: (tiles, parts as u32, 1), ..Grid::new(1, (COLUMNS * ROW_LANES) as u32) };
     device.launch(
         "column_sums",
         grid,
@@ -64,7 +66,12 @@ pub(crate) fn add_column_sums(
 }
 
 /// `sum` is the sum of the squares of the floats in `x`, a double.
-pub(crate) fn square_sum(device: Device<'_>, sum: Part<'_>, x: Part<'_>, elements: usize) -> Result<()> {
+pub(crate) fn square_sum(
+    device: Device<'_>,
+    sum: Part<'_>,
+    x: Part<'_>,
+    elements: usize,
+) -> Result<()> {
     let blocks = elements.div_ceil(PART_ELEMENTS).clamp(1, MOST_SUM_BLOCKS);
     let grid = Grid::new(blocks as u32, SUM_THREADS as u32);
     if blocks == 1 {
@@ -77,13 +84,18 @@ pub(crate) fn square_sum(device: Device<'_>, sum: Part<'_>, x: Part<'_>, element
 }
 
 /// `sum` is the sum of the doubles in `x`.
-pub(crate) fn sum_doubles(device: Device<'_>, sum: Part<'_>, x: Part<'_>, elements: usize) -> Result<()> {
+pub(crate) fn sum_doubles(
+    device: Device<'_>,
+    sum: Part<'_>,
+    x: Part<'_>,
+    elements: usize,
+) -> Result<()> {
     let grid = Grid::new(1, SUM_THREADS as u32);
     device.launch("sum_doubles", grid, &[sum.into(), x.into(), elements.into()])
 }
 
-/// Sums that are numbered by `which`, in ascending order, to `picked`, one after another; or with `back` from there
-/// to their places in `sums`.
+/// Sums that are numbered by `which`, in ascending order, to `picked`, one after another; or with
+/// `back` from there to their places in `sums`.
 pub(crate) fn pick_sums(
     device: Device<'_>,
     picked: Part<'_>,
@@ -95,10 +107,12 @@ pub(crate) fn pick_sums(
     while let Some(first) = which.get(done) {
         // A launch for each 64 sums that there are.
         let start = first / 64 * 64;
-        let here: Vec<usize> = which[done..].iter().copied().take_while(|sum| *sum < start + 64).collect();
+        let here: Vec<usize> =
+            which[done..].iter().copied().take_while(|sum| *sum < start + 64).collect();
         let mask = here.iter().fold(0u64, |mask, sum| mask | 1 << (sum - start));
         let last = here.last().map_or(0, |sum| sum - start);
-        let args = [picked.at(done).into(), sums.at(start).into(), mask.into(), u32::from(back).into()];
+        let args =
+            [picked.at(done).into(), sums.at(start).into(), mask.into(), u32::from(back).into()];
         device.launch("pick_sums", Grid::new(1, last as u32 + 1), &args)?;
         done += here.len();
     }
@@ -123,7 +137,8 @@ mod tests {
         let (x, weights) = (floats(rows * columns, 1), floats(rows * columns, 2));
         let (plain, weighted) = (floats(columns, 3), floats(columns, 4));
         let sum = |before: &[f32], f: &dyn Fn(usize) -> f64| -> Vec<f64> {
-            let column = |column: usize| -> f64 { (0..rows).map(|row| f(row * columns + column)).sum() };
+            let column =
+                |column: usize| -> f64 { (0..rows).map(|row| f(row * columns + column)).sum() };
             before.iter().enumerate().map(|(at, before)| f64::from(*before) + column(at)).collect()
         };
         let expected = [

@@ -10,8 +10,9 @@ use mpmd_core::topology::DeviceKind;
 use super::{Device, KERNELS, device};
 use crate::gpt::testing::random;
 
-/// Whether a test of work on a CUDA device has nothing to do here: there is nothing to test, or it was run again with the
-/// driver in software. With `MPMD_TEST_GPU=1` it runs here, on a real device.
+/// Whether a test of work on a CUDA device has nothing to do here: there is nothing to test, or it
+/// was run again with the driver in software. With `MPMD_TEST_GPU=1` it runs here, on a real
+/// device.
 macro_rules! elsewhere {
     () => {
         crate::gpt::cuda::testing::is_missing() || softcuda::again!("MPMD_CUDA_CACHE" = "")
@@ -72,7 +73,8 @@ pub(super) fn on_device(
     let run = || -> Result<Vec<HostArray>> {
         let mut p = Program::builder().device_kinds(&[DeviceKind::Cuda]).alone()?;
         let mesh = p.mesh(&[("only", 1)])?;
-        let outputs = outputs.iter().map(|(dtype, len)| ShapedArray::new(&[*len], *dtype)).collect();
+        let outputs =
+            outputs.iter().map(|(dtype, len)| ShapedArray::new(&[*len], *dtype)).collect();
         let test = p.jit(Test { outputs, work }).on(&mesh).outputs(mesh.replicated()).build()?;
         let outputs = test.call(&mut p, inputs)?;
         let outputs = outputs.iter().map(|output| Ok(output.to_host()?.expect("one process")));

@@ -5,8 +5,9 @@ use super::*;
 #[test]
 fn the_quickest_round_trip_says_how_far_clocks_are_apart() {
     // The server's clock is a second ahead; the ways there and back take their time.
-    let trip =
-        |asked: i64, there: i64, back: i64| (asked, asked + there + 1_000_000_000, asked + there + back);
+    let trip = |asked: i64, there: i64, back: i64| {
+        (asked, asked + there + 1_000_000_000, asked + there + back)
+    };
     let found = quickest(&[trip(0, 900, 100), trip(5_000, 40, 60), trip(9_000, 10, 4_000)]);
     assert_eq!(found, ClockOffset { offset: 999_999_990, bound: 51 });
     // A clock that was set back between says nothing.
@@ -30,7 +31,9 @@ fn a_server_that_names_more_than_the_job_has_is_senseless() {
         Reply::Answer { ask: 1, result: Ok(Answer::Members { members, more }) }
     };
     assert_eq!(connection.hear(members(true)), Ok(()));
-    assert!(connection.hear(members(true)).unwrap_err().contains("more members than the job has, 2"));
+    assert!(
+        connection.hear(members(true)).unwrap_err().contains("more members than the job has, 2")
+    );
     let down = |process| Reply::Down { process: ProcessId(process), why: String::new() };
     assert!(connection.hear(down(2)).unwrap_err().contains("process 2 is down, of 2"));
     (0..100).for_each(|_| connection.hear(down(1)).unwrap());

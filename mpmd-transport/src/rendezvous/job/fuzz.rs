@@ -1,5 +1,5 @@
-//! Clients that lie. Each of their asks is answered once, with what fits a message. Nothing is kept for
-//! clients that are gone.
+//! Clients that lie. Each of their asks is answered once, with what fits a message. Nothing is kept
+//! for clients that are gone.
 
 use mpmd_fuzz::{Rng, integer};
 

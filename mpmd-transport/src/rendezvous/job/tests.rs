@@ -35,7 +35,8 @@ impl Table {
         let member = Member { pid: process + 100, program: program.into(), ..Member::default() };
         let processes = self.job.seats.len() as u64;
         let patience = Duration::from_secs(3600);
-        let join = Request::Join { ask: 1, process: ProcessId(process), processes, patience, member };
+        let join =
+            Request::Join { ask: 1, process: ProcessId(process), processes, patience, member };
         self.job.said(link, join, self.now);
     }
 
@@ -86,7 +87,8 @@ fn everybody_hears_of_everybody_when_the_last_has_joined() {
     let said = table.said();
     assert_eq!(said.iter().map(|(link, _)| *link).collect::<Vec<_>>(), [10, 11, 12]);
     for (_, reply) in said {
-        let Reply::Answer { ask: 1, result: Ok(Answer::Members { members, more: false }) } = reply else {
+        let Reply::Answer { ask: 1, result: Ok(Answer::Members { members, more: false }) } = reply
+        else {
             panic!("{reply:?}")
         };
         assert_eq!(members.iter().map(|m| m.pid).collect::<Vec<_>>(), [100, 101, 102]);
@@ -170,7 +172,10 @@ fn different_programs_fail_the_job_for_all() {
     assert_eq!(said.iter().map(|(link, _)| *link).collect::<Vec<_>>(), [10, 12]);
     for (_, error) in said {
         assert!(
-            matches!(&error, RendezvousError::Program { process: ProcessId(2), other: ProcessId(0), .. }),
+            matches!(
+                &error,
+                RendezvousError::Program { process: ProcessId(2), other: ProcessId(0), .. }
+            ),
             "{error}"
         );
     }
@@ -246,7 +251,9 @@ fn a_barrier_ends_when_one_dies_or_has_left() {
     table.barrier(10, PATIENCE);
     table.job.closed(11, "connection reset");
     let said = table.said();
-    assert!(said.contains(&(12, Reply::Down { process: ProcessId(1), why: "connection reset".into() })));
+    assert!(
+        said.contains(&(12, Reply::Down { process: ProcessId(1), why: "connection reset".into() }))
+    );
     let broken = |said| matches!(&errors(said)[..], [(10, RendezvousError::BarrierBroken { .. })]);
     assert!(broken(said));
     table.barrier(10, PATIENCE);

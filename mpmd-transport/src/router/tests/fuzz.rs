@@ -44,7 +44,8 @@ impl Job {
             if *to == process && *is_known {
                 self.expect(process, *from, key, *bytes);
             } else if *to == process {
-                let (hash, sizes, now) = (self.hash(process, op), (bytes / 2, *bytes), at(self.now));
+                let (hash, sizes, now) =
+                    (self.hash(process, op), (bytes / 2, *bytes), at(self.now));
                 self.routers[process].expect_any_size(peer, key, hash, sizes, key, now);
             } else if *from == process {
                 let to = ProcessId(*to as u32);
@@ -94,11 +95,14 @@ fn words_of(rng: &mut Rng, kind: Kind, job: &Job) -> Option<Vec<u8>> {
     let mut text = match kind {
         Kind::Poison | Kind::Failure => {
             let length = one_of(rng, &[5, 5, 5, 20_000]);
-            let failure = crate::Failure::new(FailureKind::Kernel, ProcessId(1), 1, "x".repeat(length));
+            let failure =
+                crate::Failure::new(FailureKind::Kernel, ProcessId(1), 1, "x".repeat(length));
             control::encode(&failure)
         }
         Kind::Goodbye if rng.bool() => Ok(Vec::new()),
-        Kind::Goodbye => control::encode(&crate::Failure::new(FailureKind::Left, ProcessId(1), 0, "why")),
+        Kind::Goodbye => {
+            control::encode(&crate::Failure::new(FailureKind::Left, ProcessId(1), 0, "why"))
+        }
         Kind::Answer => {
             let chain = vec!["process 1 waits".to_owned(); rng.usize(..40)];
             control::encode(&Answer { count: integer(rng), doing: "computes".to_owned(), chain })
@@ -126,10 +130,13 @@ fn words_of(rng: &mut Rng, kind: Kind, job: &Job) -> Option<Vec<u8>> {
 
 /// Checks the limits on the memory that a router keeps for each peer, and the counters behind them.
 fn check_bounds(router: &Router<Bytes>) {
-    let parked = || router.parked.values().flatten().map(|(from, header, body)| (*from, header, body));
+    let parked =
+        || router.parked.values().flatten().map(|(from, header, body)| (*from, header, body));
     for (index, peer) in router.peers.iter().enumerate() {
         let process = ProcessId(index as u32);
-        let early = || router.early.iter().filter(|((from, _), _)| *from == process).map(|(_, early)| early);
+        let early = || {
+            router.early.iter().filter(|((from, _), _)| *from == process).map(|(_, early)| early)
+        };
         let waiting = early().filter_map(|early| match early {
             Early::Cargo(header, body) => Some((process, header, body)),
             Early::Offered(_) | Early::Poison(_) => None,
@@ -137,14 +144,18 @@ fn check_bounds(router: &Router<Bytes>) {
         let eager = waiting.chain(parked()).filter(|(from, ..)| *from == process);
         let eager = eager.filter(|(_, header, _)| header.kind == Kind::Eager);
         let unclaimed: usize = eager.map(|(.., body)| body.len()).sum();
-        assert!(unclaimed as u64 <= EAGER_CREDIT, "{unclaimed} bytes of process {index} are unclaimed");
+        assert!(
+            unclaimed as u64 <= EAGER_CREDIT,
+            "{unclaimed} bytes of process {index} are unclaimed"
+        );
         let others = parked().filter(|(from, ..)| *from == process).count() + peer.granted.len();
         let kept = early().map(Early::cost).sum::<u64>() + others as u64 * KEPT_OVERHEAD;
         assert_eq!(kept, peer.kept, "of process {index}");
         assert!(kept <= MOST_KEPT && (!peer.broken || kept == 0));
         assert!(peer.shown.as_ref().is_none_or(Shown::is_sound));
         let answer = peer.answer.iter();
-        let lines: Vec<_> = answer.flat_map(|answer| answer.chain.iter().chain([&answer.doing])).collect();
+        let lines: Vec<_> =
+            answer.flat_map(|answer| answer.chain.iter().chain([&answer.doing])).collect();
         assert!(lines.len() <= 17 && lines.iter().all(|line| line.len() <= 4096));
     }
 }
@@ -153,8 +164,9 @@ fn check_bounds(router: &Router<Bytes>) {
 fn fuzz_router() {
     mpmd_fuzz::cases("router", |rng| {
         let (with_liar, with_other) = (rng.bool(), rng.bool());
-        let lends =
-            |a: usize, b: usize| if a.min(b) == 0 && a.max(b) == LIAR { with_liar } else { with_other };
+        let lends = |a: usize, b: usize| {
+            if a.min(b) == 0 && a.max(b) == LIAR { with_liar } else { with_other }
+        };
         let mut job = Job::handing_over(3, rng.u64(..), rng.u64(..4), lends);
         (job.liar, job.dead[LIAR]) = (Some(LIAR), true);
         let operations = operations(rng);
@@ -186,7 +198,10 @@ fn fuzz_router() {
                 match job.outcomes.get(&(*to, key)) {
                     Some(Ok(found)) if *from == LIAR => {
                         let length = found.len() as u64;
-                        assert!(length == *bytes || (!is_known && length < *bytes), "{key:?}: {length}");
+                        assert!(
+                            length == *bytes || (!is_known && length < *bytes),
+                            "{key:?}: {length}"
+                        );
                     }
                     Some(Ok(found)) => assert_eq!(*found, body(key, *bytes), "{key:?}"),
                     found if *from != LIAR && *to != LIAR => {

@@ -44,7 +44,10 @@ fn goodbye_after_as_many_operations_is_no_dispute() {
     let mut job = after(3);
     job.expect(1, 0, (3, 0), 10);
     assert_eq!(disputed(&mut job, Kind::Goodbye, 3), None);
-    assert!(job.routers[1].still_here().is_empty() && job.outcomes.is_empty(), "the piece may be on its way");
+    assert!(
+        job.routers[1].still_here().is_empty() && job.outcomes.is_empty(),
+        "the piece may be on its way"
+    );
 }
 
 #[test]

@@ -27,7 +27,10 @@ fn lost(mut job: Job, why: &str) {
     assert!(failure.message.contains("process 1 is gone (it broke the protocol: "), "{failure}");
     assert!(failure.message.contains(why), "{failure}");
     assert_eq!(job.silent, [(0, 1)], "what is on its way is given up");
-    assert!(job.routers[0].early.is_empty() && job.routers[0].parked.is_empty(), "it keeps nothing");
+    assert!(
+        job.routers[0].early.is_empty() && job.routers[0].parked.is_empty(),
+        "it keeps nothing"
+    );
     // Whatever it says from here on is not read.
     job.say(1, 0, piece(Kind::Eager, 1, 3), &[1, 2, 3]);
     job.say(1, 0, Header::new(Kind::Failure), &[]);
@@ -170,7 +173,9 @@ fn what_is_kept_for_a_peer_is_counted_off_again() {
     let mut job = job();
     let failure = Failure::new(FailureKind::Kernel, ProcessId(1), 1, "why");
     let text = control::encode(&failure).unwrap();
-    for (number, kind) in (0..).zip([Kind::Offer, Kind::Grant, Kind::Eager, Kind::Poison, Kind::Offer]) {
+    for (number, kind) in
+        (0..).zip([Kind::Offer, Kind::Grant, Kind::Eager, Kind::Poison, Kind::Offer])
+    {
         for op in [1, 2] {
             let body = if kind == Kind::Poison { &text[..] } else { &[] };
             let header = Header { piece: number, ..piece(kind, op, body.len() as u64) };
@@ -203,6 +208,11 @@ fn second_goodbye_is_not_heard() {
     let mut job = job();
     job.say(1, 0, Header { count: 1, hash: 7, ..Header::new(Kind::Goodbye) }, &[]);
     let failure = Failure::new(FailureKind::Left, ProcessId(1), 0, "changed its mind");
-    job.say(1, 0, Header { count: 0, ..Header::new(Kind::Goodbye) }, &control::encode(&failure).unwrap());
+    job.say(
+        1,
+        0,
+        Header { count: 0, ..Header::new(Kind::Goodbye) },
+        &control::encode(&failure).unwrap(),
+    );
     assert!(job.lost.is_empty() && job.routers[0].trouble().is_none());
 }

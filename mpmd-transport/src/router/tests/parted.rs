@@ -13,7 +13,8 @@ fn no_piece_passes_between_processes_that_have_parted() {
         let program = program(processes, OPS, &mut seeded);
         let (astray, first) = (seeded.next(processes as u64) as usize, 1 + seeded.next(OPS as u64));
         // No pair hands over, or all do.
-        let mut job = Job::handing_over(processes, seed, seeded.next(40), |_, _| seed.is_multiple_of(2));
+        let mut job =
+            Job::handing_over(processes, seed, seeded.next(40), |_, _| seed.is_multiple_of(2));
         // Offers and grants are there before the other side gets to their operations, and after.
         let mut unready: Vec<(usize, usize, PieceKey, u64)> = Vec::new();
         let mut next = vec![0; processes];
@@ -45,7 +46,10 @@ fn no_piece_passes_between_processes_that_have_parted() {
         for ((to, key), outcome) in job.outcomes.iter().filter(|(_, outcome)| outcome.is_ok()) {
             let (from, _, bytes) = program[key.0 as usize - 1][key.1 as usize];
             let parted = key.0 >= first && (from == astray) != (*to == astray);
-            assert!(!parted, "seed {seed}: {key:?} of process {from} reached process {to} after {first}");
+            assert!(
+                !parted,
+                "seed {seed}: {key:?} of process {from} reached process {to} after {first}"
+            );
             assert_eq!(outcome.as_ref().expect("delivered"), &body(*key, bytes), "seed {seed}");
         }
         for router in &job.routers {

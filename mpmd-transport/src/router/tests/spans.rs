@@ -2,7 +2,8 @@
 
 use super::*;
 
-/// A step that is replayed: the hash before it and where it began decide the hash of each operation.
+/// A step that is replayed: the hash before it and where it began decide the hash of each
+/// operation.
 struct Replay {
     before: u64,
     hash: u128,
@@ -98,7 +99,8 @@ fn every_piece_of_a_span_arrives_whatever_the_delays_and_the_pace() {
         for op in 1..=total {
             for (piece, (_, to, bytes)) in program[(op - 1) % OPS].iter().enumerate() {
                 let key = (op as u64, piece as u64);
-                let outcome = job.outcomes.get(&(*to, key)).unwrap_or_else(|| panic!("seed {seed}: {key:?}"));
+                let outcome =
+                    job.outcomes.get(&(*to, key)).unwrap_or_else(|| panic!("seed {seed}: {key:?}"));
                 assert_eq!(outcome.as_ref().expect("delivered"), &body(key, *bytes), "seed {seed}");
             }
         }
@@ -109,7 +111,8 @@ fn every_piece_of_a_span_arrives_whatever_the_delays_and_the_pace() {
     }
 }
 
-/// One is ahead, inside its span or beyond it; heartbeats say how far. The other gets there in larger strides.
+/// One is ahead, inside its span or beyond it; heartbeats say how far. The other gets there in
+/// larger strides.
 #[test]
 fn counts_that_lie_inside_a_span_are_compared_there() {
     for (ahead, equal) in [(30, true), (100, true), (30, false), (100, false)] {
@@ -181,5 +184,9 @@ fn a_wait_inside_a_span_is_reported_by_its_name() {
     job.issue_span(0, 40, &replay(0, 1000));
     job.expect(0, 1, (40, 0), 100);
     job.run(61_000);
-    assert!(job.reports[0].contains("operation 40 (40 of the replay of step 1000)"), "{:?}", job.reports);
+    assert!(
+        job.reports[0].contains("operation 40 (40 of the replay of step 1000)"),
+        "{:?}",
+        job.reports
+    );
 }

@@ -14,7 +14,8 @@ fn fuzz_shm_meeting() {
     mpmd_fuzz::bytes("shm-meeting", &[sample.as_bytes().to_vec()], |bytes| {
         // A number of descriptors that depends on the packet and not on what is checked of it.
         let count = bytes.len() % 3;
-        let descriptors = (0..count).map(|_| own.memory.as_fd().try_clone_to_owned().unwrap()).collect();
+        let descriptors =
+            (0..count).map(|_| own.memory.as_fd().try_clone_to_owned().unwrap()).collect();
         let is_whole = bytes.len() == size_of::<Hello>();
         let found = check(Packet { bytes: bytes.to_vec(), descriptors }, &config, 1);
         if let Some((process, descriptors)) = found {

@@ -10,7 +10,8 @@ use parking_lot::Mutex;
 
 use super::ear::{Ear, PATIENCE, config, later};
 use crate::memory::{
-    Arriving, DeviceAllocator, DeviceMemory, DevicePlace, DeviceSharing, Fence, Latch, Pool, SharedBuffer,
+    Arriving, DeviceAllocator, DeviceMemory, DevicePlace, DeviceSharing, Fence, Latch, Pool,
+    SharedBuffer,
 };
 use crate::shm::{Opened, Shm};
 use crate::transport::{Payload, Ticket, Transport, TransportError};
@@ -76,7 +77,14 @@ impl DeviceAllocator for Site {
         let (address, words) = (number << 40, format!("memory {number}").into_bytes());
         self.world.known.lock().insert(words.clone(), (address, bytes));
         let what = format!("free {number}");
-        Ok(Box::new(Memory { world: self.world.clone(), what, device: self.process, address, bytes, words }))
+        Ok(Box::new(Memory {
+            world: self.world.clone(),
+            what,
+            device: self.process,
+            address,
+            bytes,
+            words,
+        }))
     }
 }
 
@@ -119,13 +127,22 @@ impl DeviceSharing for Site {
 
     fn open(&self, words: &[u8], bytes: usize) -> io::Result<Box<dyn DeviceMemory>> {
         let known = self.world.known.lock().get(words).copied();
-        let Some((address, size)) = known else { return Err(io::Error::other("the words mean nothing")) };
+        let Some((address, size)) = known else {
+            return Err(io::Error::other("the words mean nothing"));
+        };
         assert!(bytes <= size);
         self.world.opens.fetch_add(1, Ordering::Relaxed);
         let (me, number) = (self.process, address >> 40);
         let what = format!("{me} closes {number}");
         let words = words.to_vec();
-        Ok(Box::new(Memory { world: self.world.clone(), what, device: 10 + me, address, bytes, words }))
+        Ok(Box::new(Memory {
+            world: self.world.clone(),
+            what,
+            device: 10 + me,
+            address,
+            bytes,
+            words,
+        }))
     }
 
     fn tell(&self, fence: &dyn Fence) -> Option<Vec<u8>> {
@@ -137,7 +154,10 @@ impl DeviceSharing for Site {
         if !words.iter().all(|words| fences.contains_key(*words)) {
             return Err(io::Error::other("nobody records this event"));
         }
-        Ok(Arc::new(ByHand { words: words.first().map(|words| words.to_vec()), ..ByHand::default() }))
+        Ok(Arc::new(ByHand {
+            words: words.first().map(|words| words.to_vec()),
+            ..ByHand::default()
+        }))
     }
 }
 
@@ -266,7 +286,8 @@ fn until(what: &str, mut is_so: impl FnMut() -> bool) {
 fn memory_of_devices_is_lent_in_place_and_opened_once() {
     let team = Team::<2>::new();
     assert!(
-        team.shm[0].carries_device_memory(ProcessId(1)) && team.shm[1].carries_device_memory(ProcessId(0))
+        team.shm[0].carries_device_memory(ProcessId(1))
+            && team.shm[1].carries_device_memory(ProcessId(0))
     );
     assert!(!team.shm[0].carries_device_memory(ProcessId(7)));
     let pool = team.pool(0, None);
@@ -360,8 +381,8 @@ fn memory_of_a_device_in_a_message_that_is_none_of_a_piece_is_nonsense() {
     let own = team.pool(0, None).allocate(64).unwrap().freeze();
     let header = Header { bytes: own.len() as u64, ..Header::new(Kind::Poison) };
     team.shm[0].post(ProcessId(1), header, Some(own), Ticket(1));
-    let why =
-        team.ears[1].wait("the end of a peer", |heard| heard.down.first().map(|down| down.1.to_string()));
+    let why = team.ears[1]
+        .wait("the end of a peer", |heard| heard.down.first().map(|down| down.1.to_string()));
     assert!(why.contains("a message of kind Poison in a device's memory"), "{why}");
     team.finish();
 }

@@ -58,7 +58,11 @@ fn a_ring_wakes_whoever_is_to_look_and_nobody_where_somebody_is_awake() {
         assert_eq!(futex.woken(&door), [(ENGINE, false)]);
         let driver = door.park(&futex, door.parking(), None, || {
             door.ring(&futex);
-            assert_eq!(futex.woken(&door), [(WAITERS, true)], "parked threads come before the engine");
+            assert_eq!(
+                futex.woken(&door),
+                [(WAITERS, true)],
+                "parked threads come before the engine"
+            );
             let driver = door.enter();
             door.ring(&futex);
             assert_eq!(futex.woken(&door), [], "a driver looks");
@@ -112,7 +116,11 @@ fn a_sleep_is_slept_only_where_nothing_happened_before_it() {
         door.wake(&futex);
         false
     });
-    assert_eq!((slept(), futex.woken(&door)), (1, vec![]), "the engine waits for nothing of this process");
+    assert_eq!(
+        (slept(), futex.woken(&door)),
+        (1, vec![]),
+        "the engine waits for nothing of this process"
+    );
     assert_eq!(door.words()[STATE].load(Ordering::Relaxed), 0);
 }
 
@@ -175,7 +183,8 @@ unsafe impl Sync for Mapped {}
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // SAFETY: `door_in` mapped that page, and the door that holds on to this is the only one that uses it.
+        // SAFETY: `door_in` mapped that page, and the door that holds on to this is the only one
+        // that uses it.
         unsafe { unmap(self.0, 4096) }
     }
 }
@@ -187,7 +196,8 @@ fn door_in(file: &impl std::os::fd::AsFd) -> Door {
     unsafe { Door::at(page, Arc::new(Mapped(page))) }
 }
 
-/// Two mappings of one memory are as good as two processes: what they share is the memory, not its address.
+/// Two mappings of one memory are as good as two processes: what they share is the memory, not its
+/// address.
 #[test]
 fn a_peer_wakes_through_its_own_mapping() {
     let file = memfd_create("door", MemfdFlags::CLOEXEC).unwrap();

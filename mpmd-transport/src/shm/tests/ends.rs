@@ -53,7 +53,10 @@ fn what_was_lent_stays_as_it_is_when_the_lender_has_gone_in_whichever_way() {
         }
         for payload in held {
             let Payload::Lent(bytes) = payload else { panic!("it is lent") };
-            assert!(bytes.iter().all(|byte| *byte == 7), "memory is used again while somebody reads it");
+            assert!(
+                bytes.iter().all(|byte| *byte == 7),
+                "memory is used again while somebody reads it"
+            );
         }
         one.shutdown(PATIENCE);
     }
@@ -104,7 +107,12 @@ fn segments_that_are_no_more_are_unmapped_everywhere() {
     let pool = Pool::in_arena("lender", None, &zero.arena().unwrap());
     let header = Header { bytes: BYTES as u64, ..Header::new(Kind::Data) };
     for round in 0..20 {
-        zero.post(ProcessId(1), header, Some(filled(&pool, BYTES, round)), Ticket(1 + u64::from(round)));
+        zero.post(
+            ProcessId(1),
+            header,
+            Some(filled(&pool, BYTES, round)),
+            Ticket(1 + u64::from(round)),
+        );
         let payload = ears[1].next_from(0);
         assert_eq!(mappings(BYTES), 2, "one on each side");
         drop(payload);

@@ -1,4 +1,5 @@
-//! A peer that lies in its rings and packets. Its connection ends once. Loans and awaited memory end with it.
+//! A peer that lies in its rings and packets. Its connection ends once. Loans and awaited memory
+//! end with it.
 
 use std::collections::HashSet;
 use std::io;
@@ -251,8 +252,10 @@ impl Liar {
                 self.give(b"GIVE", segment(rng), bytes, &[], &vec![file.as_fd(); rng.usize(1..3)]);
             }
             2 | 3 => {
-                let owner = if rng.u8(..4) == 0 { integer(rng) as u32 } else { rng.u32(..20) }.to_le_bytes();
-                let words: &[u8] = if rng.u8(..4) == 0 { &[7; 97][..rng.usize(..98)] } else { b"good" };
+                let owner = if rng.u8(..4) == 0 { integer(rng) as u32 } else { rng.u32(..20) }
+                    .to_le_bytes();
+                let words: &[u8] =
+                    if rng.u8(..4) == 0 { &[7; 97][..rng.usize(..98)] } else { b"good" };
                 let bytes = if rng.u8(..4) == 0 { number(rng) } else { 4096 };
                 self.give(b"GIVD", segment(rng), bytes, &[&owner, words].concat(), &[]);
             }
@@ -270,8 +273,11 @@ impl Liar {
                     segment: segment(rng).into(),
                     flags: flags.into(),
                 };
-                let tokens: &[u8] =
-                    if flags & LATER == 0 { &[] } else { [&[][..], &[1, 5], &[1, 0], &[9]][rng.usize(..4)] };
+                let tokens: &[u8] = if flags & LATER == 0 {
+                    &[]
+                } else {
+                    [&[][..], &[1, 5], &[1, 0], &[9]][rng.usize(..4)]
+                };
                 let announced = if rng.u8(..16) == 0 { number(rng) } else { bytes };
                 let header = header(rng, announced).encode();
                 self.messages.push(LENT, &[&header, lent.as_bytes(), tokens]);
@@ -296,19 +302,24 @@ impl Liar {
                 let header = header(rng, bytes).encode();
                 let (kind, rest) = match rng.u8(..4) {
                     0..3 => (BROKEN, &header[..]),
-                    _ => ([GOODBYE, BROKEN, rng.u32(..12)][rng.usize(..3)], &header[..rng.usize(..64)]),
+                    _ => (
+                        [GOODBYE, BROKEN, rng.u32(..12)][rng.usize(..3)],
+                        &header[..rng.usize(..64)],
+                    ),
                 };
                 self.messages.push(kind, &[rest]);
             }
             14 => {
-                let said: Vec<u64> = (0..rng.usize(..4)).map(|_| number(rng).min(rng.u64(..40))).collect();
+                let said: Vec<u64> =
+                    (0..rng.usize(..4)).map(|_| number(rng).min(rng.u64(..40))).collect();
                 let kind = [RETURNED, PASSED_ON, CLOSED, rng.u32(..20)][rng.usize(..4)];
                 self.returns.push(kind, &[said.as_bytes()]);
             }
             _ if rng.u8(..8) == 0 => {
                 let value = if rng.bool() { integer(rng) } else { 64 * rng.u64(..64) };
                 let words = self.rings[rng.usize(..4)].words();
-                words[[0, 8, 16, 24, rng.usize(..256)][rng.usize(..5)]].store(value, Ordering::Relaxed);
+                words[[0, 8, 16, 24, rng.usize(..256)][rng.usize(..5)]]
+                    .store(value, Ordering::Relaxed);
             }
             _ => {}
         }
@@ -388,10 +399,15 @@ fn fuzz_shm_agreeing() {
         let (index, liar) = (next, &scene.liars[next]);
         next += 1;
         for _ in 0..rng.u32(..6) {
-            let mut packet =
-                [&b"SAMPsample"[..], b"OVER", b"NONEof them", b"GOOD", b"BAD!so", b"\xff\xff\xff\xffx"]
-                    [rng.usize(..6)]
-                .to_vec();
+            let mut packet = [
+                &b"SAMPsample"[..],
+                b"OVER",
+                b"NONEof them",
+                b"GOOD",
+                b"BAD!so",
+                b"\xff\xff\xff\xffx",
+            ][rng.usize(..6)]
+            .to_vec();
             if rng.u8(..4) == 0 {
                 mpmd_fuzz::mutate(rng, &mut packet);
             }

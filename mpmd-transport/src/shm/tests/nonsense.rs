@@ -53,13 +53,14 @@ impl Fake {
         socket.send_until(hello(config).as_bytes(), &[door.as_fd()], until).unwrap();
         let [door, rings] =
             <[OwnedFd; 2]>::try_from(socket.receive_until(until).unwrap().descriptors).unwrap();
-        let memory = Arc::new(Mapped::of(rings, CAPACITIES.iter().copied().map(Ring::bytes).sum()).unwrap());
+        let memory =
+            Arc::new(Mapped::of(rings, CAPACITIES.iter().copied().map(Ring::bytes).sum()).unwrap());
         let mut offset = 0;
         let rings = CAPACITIES.map(|capacity| {
             let first = memory.at(offset, Ring::bytes(capacity));
             offset += Ring::bytes(capacity);
-            // SAFETY: `at` has seen that the bytes are within the mapping, which the ring keeps; both sides use
-            // atomic words of 8 bytes.
+            // SAFETY: `at` has seen that the bytes are within the mapping, which the ring keeps;
+            // both sides use atomic words of 8 bytes.
             unsafe { Ring::at(first, capacity, memory.clone()) }
         });
         let memory = Arc::new(Mapped::of(door, Door::BYTES).unwrap());
@@ -81,7 +82,8 @@ impl Fake {
     /// Gives memory of a device, by these words.
     fn give_device(&self, number: u32, bytes: u64, words: &[u8]) {
         let owner = 1u32.to_le_bytes();
-        let packet = [&b"GIVD"[..], &number.to_le_bytes(), &bytes.to_le_bytes(), &owner, words].concat();
+        let packet =
+            [&b"GIVD"[..], &number.to_le_bytes(), &bytes.to_le_bytes(), &owner, words].concat();
         assert!(self.socket.send(&packet, &[]).unwrap());
     }
 
@@ -137,7 +139,8 @@ impl Trio {
 
     /// With what is to happen before anything is delivered.
     fn new_with(before: impl FnOnce(&Arc<Shm>, &mut Fake)) -> Self {
-        let (zero, one, two) = (Opened::open().unwrap(), Opened::open().unwrap(), Opened::open().unwrap());
+        let (zero, one, two) =
+            (Opened::open().unwrap(), Opened::open().unwrap(), Opened::open().unwrap());
         let addresses = [zero.address(), one.address(), two.address()];
         let of = |process| {
             let mut config = config(process, &[&addresses[0], &addresses[1], &addresses[2]]);
@@ -162,16 +165,20 @@ impl Trio {
     /// As [`new`](Self::new); process 0 has devices, and finds that process 1 has some too.
     fn with_devices() -> Self {
         let trio = Self::new_with(|zero, fake| {
-            let site = Site { world: Arc::<World>::default(), process: 0, without: None, blind: false };
+            let site =
+                Site { world: Arc::<World>::default(), process: 0, without: None, blind: false };
             let real = zero.clone();
-            let sharing =
-                later(move || real.share_devices(Arc::new(site), &[false, true, false], PATIENCE).unwrap());
+            let sharing = later(move || {
+                real.share_devices(Arc::new(site), &[false, true, false], PATIENCE).unwrap()
+            });
             for packet in ["OVER", "GOOD"] {
                 fake.socket.send_until(packet.as_bytes(), &[], Instant::now() + PATIENCE).unwrap();
             }
             sharing.join().unwrap();
-            // What it has said: samples, that there are no more, and that it can open none, which is all of them.
-            let said = (0..5).map(|_| fake.socket.receive_until(Instant::now() + PATIENCE).unwrap().bytes);
+            // What it has said: samples, that there are no more, and that it can open none, which
+            // is all of them.
+            let said =
+                (0..5).map(|_| fake.socket.receive_until(Instant::now() + PATIENCE).unwrap().bytes);
             assert_eq!(
                 said.map(|packet| packet[..4].to_vec()).collect::<Vec<_>>()[2..],
                 [b"SAMP", b"OVER", b"GOOD"]
@@ -189,13 +196,16 @@ impl Trio {
             let mut bytes = pool.allocate(5000).unwrap();
             bytes.fill(42 + peer);
             from.post(ProcessId(to), header, Some(bytes.freeze()), Ticket::NONE);
-            let (Payload::Lent(bytes) | Payload::Inline(bytes)) = self.ears[ear].next_from(u32::from(peer))
+            let (Payload::Lent(bytes) | Payload::Inline(bytes)) =
+                self.ears[ear].next_from(u32::from(peer))
             else {
                 panic!("a message without its payload")
             };
             assert!(bytes.iter().all(|byte| *byte == 42 + peer));
         }
-        assert!(self.ears.iter().all(|ear| ear.heard.lock().down.iter().all(|(peer, _)| peer.0 == 1)));
+        assert!(
+            self.ears.iter().all(|ear| ear.heard.lock().down.iter().all(|(peer, _)| peer.0 == 1))
+        );
     }
 
     fn finish(self) {
@@ -207,7 +217,8 @@ impl Trio {
     }
 }
 
-/// What a peer does once it is connected ends its connection with an error that says this, and no other.
+/// What a peer does once it is connected ends its connection with an error that says this, and no
+/// other.
 fn ends(says: &str, nonsense: impl FnOnce(&mut Fake)) {
     ends_in(Trio::new(), says, nonsense);
 }
@@ -220,8 +231,9 @@ fn ends_in(mut trio: Trio, says: &str, nonsense: impl FnOnce(&mut Fake)) {
     assert!(matches!(&why, TransportError::Protocol { peer: ProcessId(1), .. }), "{says}: {why}");
     assert!(why.to_string().contains(says), "{says}: {why}");
     // What it was sent has ended too, and it is told that it is over.
-    let ended =
-        |heard: &mut Heard| heard.done.iter().find(|done| done.0 == Ticket(5)).map(|done| done.1.clone());
+    let ended = |heard: &mut Heard| {
+        heard.done.iter().find(|done| done.0 == Ticket(5)).map(|done| done.1.clone())
+    };
     assert_eq!(trio.ears[0].wait("the end of a ticket", ended), Err(why));
     let until = Instant::now() + PATIENCE;
     // It may have been given memory before.
@@ -275,8 +287,9 @@ fn packets_and_descriptors_that_are_no_segments_end_the_connection() {
             fake.lend(1, lent(7, 0, 1));
         });
     };
-    let raw =
-        |bytes: &'static [u8]| move |fake: &Fake| drop(fake.socket.send(bytes, &[file(64, true).as_fd()]));
+    let raw = |bytes: &'static [u8]| {
+        move |fake: &Fake| drop(fake.socket.send(bytes, &[file(64, true).as_fd()]))
+    };
     with("a packet that gives no segment", &raw(b"GIVE"));
     with("a packet that gives no segment", &|fake| fake.give(7, 4096, &[]));
     with("a packet of another kind", &raw(b"TAKE890123456789"));
@@ -285,7 +298,9 @@ fn packets_and_descriptors_that_are_no_segments_end_the_connection() {
     for (there, said) in [(4096, 4097), (4096, 0), (0, 0), (4096, u64::MAX), (100, 1 << 40)] {
         with("is announced with others", &|fake| fake.give(7, said, &[file(there, true).as_fd()]));
     }
-    with("is announced with others", &|fake| fake.give(7, 9, &[File::open("/dev/null").unwrap().as_fd()]));
+    with("is announced with others", &|fake| {
+        fake.give(7, 9, &[File::open("/dev/null").unwrap().as_fd()])
+    });
     let folder = std::env::temp_dir();
     with("", &|fake| fake.give(7, 4096, &[File::open(&folder).unwrap().as_fd()]));
     with("was given before", &|fake| {
@@ -296,7 +311,8 @@ fn packets_and_descriptors_that_are_no_segments_end_the_connection() {
 
 #[test]
 fn nonsense_about_memory_of_devices_ends_the_connection() {
-    let ends = |says: &str, nonsense: &dyn Fn(&mut Fake)| ends_in(Trio::with_devices(), says, nonsense);
+    let ends =
+        |says: &str, nonsense: &dyn Fn(&mut Fake)| ends_in(Trio::with_devices(), says, nonsense);
     let given = |fake: &Fake, words: &[u8]| fake.give_device(7, 4096, words);
     for words in [&[][..], &[1; 97]] {
         ends("gives no memory of a device", &|fake| {
@@ -317,7 +333,9 @@ fn nonsense_about_memory_of_devices_ends_the_connection() {
         fake.give(7, 4096, &[file(4096, true).as_fd()]);
         fake.lend_later(lent(7, 0, 1), &[]);
     });
-    ends("loan 9 is there, which was never on its way", &|fake| fake.say(LANDED, &[&9u64.to_le_bytes()]));
+    ends("loan 9 is there, which was never on its way", &|fake| {
+        fake.say(LANDED, &[&9u64.to_le_bytes()])
+    });
     ends("loan 1 is on its way already", &|fake| {
         given(fake, b"nothing of the kind");
         (0..2).for_each(|_| fake.lend_later(lent(7, 0, 1), &[]));
@@ -350,7 +368,8 @@ fn memory_of_a_device_that_is_not_there_is_refused_and_places_outside_it_end_the
         let mut own = None;
         let trio = Trio::new_with(|zero, fake| {
             let world = Arc::<World>::default();
-            let site = |process| Site { world: world.clone(), process, without: None, blind: false };
+            let site =
+                |process| Site { world: world.clone(), process, without: None, blind: false };
             own = Some(crate::memory::DeviceAllocator::allocate(&site(1), 4096).unwrap());
             for packet in ["OVER", "GOOD"] {
                 fake.socket.send_until(packet.as_bytes(), &[], Instant::now() + PATIENCE).unwrap();
@@ -371,7 +390,8 @@ fn who_talks_nonsense_about_its_devices_shares_none() {
             for packet in [says, b"GOOD"] {
                 fake.socket.send_until(packet, &[], Instant::now() + PATIENCE).unwrap();
             }
-            let site = Site { world: Arc::<World>::default(), process: 0, without: None, blind: false };
+            let site =
+                Site { world: Arc::<World>::default(), process: 0, without: None, blind: false };
             zero.share_devices(Arc::new(site), &[false, true, false], PATIENCE).unwrap();
         });
         assert!(!trio.zero.carries_device_memory(ProcessId(1)));
@@ -382,7 +402,8 @@ fn who_talks_nonsense_about_its_devices_shares_none() {
         let patience = std::time::Duration::from_millis(20);
         let late = zero.share_devices(Arc::new(site), &[false, true, false], patience).unwrap_err();
         assert!(
-            matches!(&late, TransportError::TimedOut { .. }) && late.to_string().contains("process 1"),
+            matches!(&late, TransportError::TimedOut { .. })
+                && late.to_string().contains("process 1"),
             "{late}"
         );
     });
@@ -404,7 +425,9 @@ fn a_hole_of_any_size_costs_its_reader_nothing() {
 fn nonsense_in_a_ring_of_messages_or_returns_ends_the_connection() {
     for ring in [MESSAGES, RETURNS] {
         for tail in [1, 64 << 20, u64::MAX, u64::MAX - 63] {
-            ends("holds nonsense", |fake| fake.rings[ring].words()[0].store(tail, Ordering::SeqCst));
+            ends("holds nonsense", |fake| {
+                fake.rings[ring].words()[0].store(tail, Ordering::SeqCst)
+            });
         }
     }
     ends("a record of 4294967295 bytes", |fake| {
@@ -419,17 +442,24 @@ fn returns_of_what_was_never_lent_change_nothing() {
     let pool = Pool::in_arena("lender", None, &trio.zero.arena().unwrap());
     let header = Header { bytes: 4000, ..Header::new(Kind::Data) };
     for ticket in [5, 6] {
-        trio.zero.post(ProcessId(1), header, Some(pool.allocate(4000).unwrap().freeze()), Ticket(ticket));
+        trio.zero.post(
+            ProcessId(1),
+            header,
+            Some(pool.allocate(4000).unwrap().freeze()),
+            Ticket(ticket),
+        );
     }
     assert_eq!(trio.zero.lent_to(ProcessId(1)), 8000);
-    let push =
-        |fake: &mut Fake, kind, number: u64| assert!(fake.returns.push(kind, &[&number.to_le_bytes()]));
+    let push = |fake: &mut Fake, kind, number: u64| {
+        assert!(fake.returns.push(kind, &[&number.to_le_bytes()]))
+    };
     for number in [0, 3, 12345, u64::MAX, 1, 1, 1] {
         push(&mut trio.fake, RETURNED, number);
         push(&mut trio.fake, PASSED_ON, number);
     }
     assert!(
-        trio.fake.returns.push(RETURNED, &[&[1, 2, 3]]) && trio.fake.returns.push(77, &[&2u64.to_le_bytes()])
+        trio.fake.returns.push(RETURNED, &[&[1, 2, 3]])
+            && trio.fake.returns.push(77, &[&2u64.to_le_bytes()])
     );
     assert_eq!((trio.zero.lent_to(ProcessId(1)), pool.stats().live), (4000, 4096));
     assert_eq!(trio.zero.lent_to(ProcessId(9)), 0);
@@ -564,7 +594,11 @@ fn strangers_are_sent_away_or_left_waiting_while_the_job_meets() {
     let zero = later(move || zero.connect(&zero_config).unwrap());
     let until = Instant::now() + PATIENCE;
     for stranger in wrong {
-        assert!(stranger.receive_until(until).is_err_and(|error| error.kind() != io::ErrorKind::TimedOut));
+        assert!(
+            stranger
+                .receive_until(until)
+                .is_err_and(|error| error.kind() != io::ErrorKind::TimedOut)
+        );
     }
     let one = one.connect(&one_config).unwrap();
     let zero = zero.join().unwrap();
@@ -581,7 +615,8 @@ fn who_belongs_to_the_job_but_gives_no_memory_is_named() {
         let at = zero.address();
         let zero_config = config(0, &[&at, &at]);
         let zero = later(move || zero.connect(&zero_config));
-        let _socket = knock(&at, hello(&config(1, &[&at, &at])).as_bytes(), &[file(bytes, sealed).as_fd()]);
+        let _socket =
+            knock(&at, hello(&config(1, &[&at, &at])).as_bytes(), &[file(bytes, sealed).as_fd()]);
         let error = zero.join().unwrap().map(drop).unwrap_err().to_string();
         assert!(error.contains("process 1"), "{error}");
     }

@@ -77,11 +77,14 @@ fn fuzz_shm_ring() {
             match rng.u8(..8) {
                 0..3 => {
                     let payload = vec![rng.u8(..); rng.usize(..=Ring::largest(SMALL))];
-                    producer
-                        .push(rng.u32(..9), &[&payload[..payload.len() / 2], &payload[payload.len() / 2..]]);
+                    producer.push(
+                        rng.u32(..9),
+                        &[&payload[..payload.len() / 2], &payload[payload.len() / 2..]],
+                    );
                 }
                 3..6 => {
-                    let popped = consumer.pop(|_, bytes| assert!(bytes.len() <= Ring::largest(SMALL)));
+                    let popped =
+                        consumer.pop(|_, bytes| assert!(bytes.len() <= Ring::largest(SMALL)));
                     if popped.is_err() {
                         // Nothing is popped, however often it is tried.
                         assert_eq!(consumer.pop(|_, _| ()), popped);
@@ -89,7 +92,8 @@ fn fuzz_shm_ring() {
                     }
                 }
                 6 => {
-                    let counts = [0, 8, 16, HEADER + 8 * rng.usize(..SMALL / 64), rng.usize(..HEADER)];
+                    let counts =
+                        [0, 8, 16, HEADER + 8 * rng.usize(..SMALL / 64), rng.usize(..HEADER)];
                     let value = match rng.u8(..4) {
                         0 => mpmd_fuzz::integer(rng),
                         1 => 64 * rng.u64(..20),
@@ -115,7 +119,8 @@ fn each_kind_of_nonsense_is_named_and_pops_nothing() {
     const FIRST: usize = 24;
     let prefix = |len: u64, kind: u64| len | kind << 32;
     let padding = u64::from(u32::MAX);
-    // The place to write to, the value, and part of what is said of it, with one record of 64 bytes pushed.
+    // The place to write to, the value, and part of what is said of it, with one record of 64 bytes
+    // pushed.
     let cases = [
         (TAIL, 576, "576 bytes are said to be in a ring of 512"),
         (TAIL, 0u64.wrapping_sub(64), "are said to be in"),
@@ -159,7 +164,10 @@ fn a_consumer_that_counts_nonsense_makes_no_room() {
     while producer.push(1, &[&[5; 56]]) {}
     for head in [u64::MAX, 1 << 40, 8, 576, SMALL as u64 + 64] {
         ring.words()[8].store(head, Ordering::Relaxed);
-        assert_eq!((producer.push(1, &[&[5; 56]]), producer.wants_room(), producer.free()), (false, true, 0));
+        assert_eq!(
+            (producer.push(1, &[&[5; 56]]), producer.wants_room(), producer.free()),
+            (false, true, 0)
+        );
     }
     ring.words()[8].store(64, Ordering::Relaxed);
     assert!(producer.push(1, &[&[5; 56]]));
@@ -207,7 +215,8 @@ enum Step {
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
-    let push = (0..=Ring::largest(SMALL), any::<Index>()).prop_map(|(len, cut)| Step::Push(len, cut));
+    let push =
+        (0..=Ring::largest(SMALL), any::<Index>()).prop_map(|(len, cut)| Step::Push(len, cut));
     prop::collection::vec(prop_oneof![3 => push, 2 => Just(Step::Pop)], 1..200)
 }
 
@@ -241,7 +250,8 @@ proptest! {
         prop_assert_eq!(producer.free(), SMALL);
     }
 
-    /// Words that look like counts and prefixes, and words that look like nothing, anywhere, at any time.
+    /// Words that look like counts and prefixes, and words that look like nothing, anywhere, at any
+    /// time.
     #[test]
     fn nonsense_in_the_memory_is_survived(
         steps in steps(),
@@ -288,13 +298,17 @@ fn nonsense_written_while_records_are_popped_is_survived() {
             // A linear congruential generator with Knuth's constants.
             let mut random = 1u64;
             for _ in 0..500_000 {
-                random =
-                    random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                random = random
+                    .wrapping_mul(6_364_136_223_846_793_005)
+                    .wrapping_add(1_442_695_040_888_963_407);
                 let value = (random >> 40) % 128;
                 let words = ring.words();
                 match (random >> 33) % 4 {
                     // Ahead of where the consumer says that it is, as only then anything is read.
-                    0 => words[0].store(words[8].load(Ordering::Relaxed) + value % 8 * 64, Ordering::Relaxed),
+                    0 => words[0].store(
+                        words[8].load(Ordering::Relaxed) + value % 8 * 64,
+                        Ordering::Relaxed,
+                    ),
                     1 => words[0].store(random, Ordering::Relaxed),
                     _ => words[24 + (random >> 50) as usize % 64].store(value, Ordering::Relaxed),
                 }

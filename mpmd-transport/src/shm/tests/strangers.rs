@@ -72,11 +72,17 @@ fn strangers_that_take_all_descriptors_keep_no_peer_out() {
     let one = Opened::open().unwrap();
     let own = one.address();
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "shm::tests::strangers::short_of_descriptors", "--ignored", "--nocapture"]);
+    command.args([
+        "--exact",
+        "shm::tests::strangers::short_of_descriptors",
+        "--ignored",
+        "--nocapture",
+    ]);
     let piped = command.env(OTHER, &own).stdin(Stdio::null()).stdout(Stdio::piped());
     let mut child = Ending(piped.spawn().unwrap());
     let mut lines = BufReader::new(child.0.stdout.take().unwrap()).lines().map_while(Result::ok);
-    let address = lines.find_map(|line| line.split_once(MARK).map(|(_, address)| address.to_owned()));
+    let address =
+        lines.find_map(|line| line.split_once(MARK).map(|(_, address)| address.to_owned()));
     let address = address.expect("the other process says its address");
     let _silent: Vec<Socket> = (0..4 * SPARE).map(|_| silent(&address)).collect();
     let one = one.connect(&config(1, &[&address, &own])).unwrap();
@@ -104,8 +110,10 @@ fn short_of_descriptors() {
 fn endless_patience_is_no_panic() {
     let (zero, one) = (Opened::open().unwrap(), Opened::open().unwrap());
     let addresses = [zero.address(), one.address()];
-    let of =
-        |process| ShmConfig { patience: Duration::MAX, ..config(process, &[&addresses[0], &addresses[1]]) };
+    let of = |process| ShmConfig {
+        patience: Duration::MAX,
+        ..config(process, &[&addresses[0], &addresses[1]])
+    };
     let (zero_config, one_config) = (of(0), of(1));
     let zero = later(move || zero.connect(&zero_config).unwrap());
     let one = one.connect(&one_config).unwrap();

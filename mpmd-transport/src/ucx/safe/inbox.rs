@@ -1,7 +1,7 @@
 //! What UCX's callbacks leave behind, and the callbacks.
 //!
-//! UCX calls back from within its own functions, on the worker's thread. A callback only writes down what
-//! happened; all else is done after UCX has returned.
+//! UCX calls back from within its own functions, on the worker's thread. A callback only writes
+//! down what happened; all else is done after UCX has returned.
 
 use std::cell::{Cell, RefCell};
 use std::ffi::c_void;
@@ -32,8 +32,8 @@ pub(in super::super) enum Body {
     There(Descriptor, usize),
 }
 
-/// Stands for bytes that lie with a sender. Has to be given back to its worker, which fetches or discards
-/// them.
+/// Stands for bytes that lie with a sender. Has to be given back to its worker, which fetches or
+/// discards them.
 pub(in super::super) struct Descriptor(pub(super) NonNull<c_void>);
 
 /// Collects what happens during a call.
@@ -73,8 +73,8 @@ fn with_current(write: impl FnOnce(&Inbox)) {
         debug_assert!(false, "UCX calls back outside any call");
         return;
     }
-    // SAFETY: `during` has put the pointer there from a reference that lives as long as its call is on this
-    // thread's stack, and takes it away on the way out. Access through it is shared.
+    // SAFETY: `during` has put the pointer there from a reference that lives as long as its call is
+    // on this thread's stack, and takes it away on the way out. Access through it is shared.
     write(unsafe { &*inbox });
 }
 
@@ -82,15 +82,24 @@ fn with_current(write: impl FnOnce(&Inbox)) {
 ///
 /// Called by UCX.
 pub(super) unsafe extern "C" fn sent(request: *mut c_void, status: Status, number: *mut c_void) {
-    with_current(|inbox| inbox.happened.borrow_mut().push(Happened::Ended(number as usize, status)));
+    with_current(|inbox| {
+        inbox.happened.borrow_mut().push(Happened::Ended(number as usize, status))
+    });
     free(request);
 }
 
 /// # Safety
 ///
 /// Called by UCX.
-pub(super) unsafe extern "C" fn fetched(request: *mut c_void, status: Status, _: usize, number: *mut c_void) {
-    with_current(|inbox| inbox.happened.borrow_mut().push(Happened::Ended(number as usize, status)));
+pub(super) unsafe extern "C" fn fetched(
+    request: *mut c_void,
+    status: Status,
+    _: usize,
+    number: *mut c_void,
+) {
+    with_current(|inbox| {
+        inbox.happened.borrow_mut().push(Happened::Ended(number as usize, status))
+    });
     free(request);
 }
 
@@ -98,13 +107,15 @@ pub(super) unsafe extern "C" fn fetched(request: *mut c_void, status: Status, _:
 ///
 /// Called by UCX.
 pub(super) unsafe extern "C" fn failed(number: *mut c_void, _: ucp_ep_h, status: Status) {
-    with_current(|inbox| inbox.happened.borrow_mut().push(Happened::Failed(number as usize, status)));
+    with_current(|inbox| {
+        inbox.happened.borrow_mut().push(Happened::Failed(number as usize, status))
+    });
 }
 
 /// # Safety
 ///
-/// Called by UCX, with a header and data that are there while it is called, or, for a rendezvous, with a
-/// descriptor that stays until it is given back.
+/// Called by UCX, with a header and data that are there while it is called, or, for a rendezvous,
+/// with a descriptor that stays until it is given back.
 pub(super) unsafe extern "C" fn arrived(
     id: *mut c_void,
     header: *const c_void,
@@ -127,7 +138,9 @@ pub(super) unsafe extern "C" fn arrived(
     let attributes = unsafe { (*param).recv_attr };
     let rendezvous = attributes & ucp_am_recv_attr_t::UCP_AM_RECV_ATTR_FLAG_RNDV as u64 != 0;
     let (body, status) = match NonNull::new(data) {
-        Some(descriptor) if rendezvous => (Body::There(Descriptor(descriptor), bytes), Status::IN_PROGRESS),
+        Some(descriptor) if rendezvous => {
+            (Body::There(Descriptor(descriptor), bytes), Status::IN_PROGRESS)
+        }
         Some(data) if bytes > 0 => {
             // SAFETY: without the flag above, so many bytes are there while this is called.
             let data = unsafe { std::slice::from_raw_parts(data.as_ptr().cast::<u8>(), bytes) };

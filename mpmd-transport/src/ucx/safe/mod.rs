@@ -1,11 +1,12 @@
-//! Who owns what of UCX: a [`Worker`] owns its context, its endpoints, and the memory of all operations
-//! under way.
+//! Who owns what of UCX: a [`Worker`] owns its context, its endpoints, and the memory of all
+//! operations under way.
 //!
-//! A worker lives on one thread and dies there; only its [`Signal`] goes elsewhere. Memory that is given to
-//! an operation comes back with its end, but where that was no good end: then UCX may still write late, so the
-//! memory stays in quarantine until the worker is destroyed. Even that does not keep a peer out that reads and
-//! writes memory of this process by itself, as processes of one host do, and that was stopped meanwhile: what
-//! it was told of is never given back, unless it has [said](Worker::is_done_with) that it is done.
+//! A worker lives on one thread and dies there; only its [`Signal`] goes elsewhere. Memory that is
+//! given to an operation comes back with its end, but where that was no good end: then UCX may
+//! still write late, so the memory stays in quarantine until the worker is destroyed. Even that
+//! does not keep a peer out that reads and writes memory of this process by itself, as processes of
+//! one host do, and that was stopped meanwhile: what it was told of is never given back, unless it
+//! has [said](Worker::is_done_with) that it is done.
 
 mod inbox;
 mod slots;
@@ -53,7 +54,8 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: a worker destroys itself before its context is dropped, and there is none without one.
+        // SAFETY: a worker destroys itself before its context is dropped, and there is none without
+        // one.
         unsafe { result::cleanup(self.0) };
     }
 }
@@ -140,7 +142,9 @@ impl Worker {
     pub(super) fn moves_cuda(&self) -> bool {
         // SAFETY: the context lives as long as its worker.
         let found = unsafe { result::context_moves_cuda(self.context.0) };
-        found.inspect_err(|error| tracing::debug!(%error, "asking UCX for kinds of memory")).unwrap_or(false)
+        found
+            .inspect_err(|error| tracing::debug!(%error, "asking UCX for kinds of memory"))
+            .unwrap_or(false)
     }
 
     /// What others need to reach this worker.
@@ -158,7 +162,8 @@ impl Worker {
     pub(super) fn descriptor(&self) -> Result<BorrowedFd<'_>, UcxError> {
         // SAFETY: the worker is alive.
         let descriptor = unsafe { result::worker_descriptor(self.raw) }?;
-        // SAFETY: the descriptor is open as long as the worker lives, which the borrow outlasts not.
+        // SAFETY: the descriptor is open as long as the worker lives, which the borrow outlasts
+        // not.
         Ok(unsafe { BorrowedFd::borrow_raw(descriptor) })
     }
 
@@ -173,8 +178,8 @@ impl Worker {
         self.inbox.during(|| {
             (0..STEPS)
                 .take_while(|_| {
-                    // SAFETY: the worker is alive and used by no other thread; a callback has no worker, so none
-                    // is on the stack.
+                    // SAFETY: the worker is alive and used by no other thread; a callback has no
+                    // worker, so none is on the stack.
                     let worked = unsafe { result::worker_progress(self.raw) };
                     worked && self.inbox.happened.borrow().is_empty()
                 })
@@ -183,17 +188,22 @@ impl Worker {
         }) || !self.inbox.happened.borrow().is_empty()
     }
 
-    /// Moves what happened since the last time to the end of `events`. Whoever calls has dealt with the events
-    /// of the last time: from here on their operations' names are used again.
+    /// Moves what happened since the last time to the end of `events`. Whoever calls has dealt with
+    /// the events of the last time: from here on their operations' names are used again.
     pub(super) fn collect(&mut self, events: &mut Vec<Event>) {
         self.slots.recycle();
         let happened = self.inbox.happened.take();
         events.reserve(happened.len());
         for happened in happened {
             match happened {
-                Happened::Message { id, header, body } => events.push(Event::Message { id, header, body }),
+                Happened::Message { id, header, body } => {
+                    events.push(Event::Message { id, header, body })
+                }
                 Happened::Failed(endpoint, status) => {
-                    events.push(Event::Failed(EndpointId(endpoint), UcxError::new("the endpoint", status)));
+                    events.push(Event::Failed(
+                        EndpointId(endpoint),
+                        UcxError::new("the endpoint", status),
+                    ));
                 }
                 Happened::Ended(number, status) => {
                     let Some((endpoint, held)) = self.slots.remove(number) else { continue };
@@ -224,12 +234,12 @@ impl Worker {
     /// Connects to the worker with this address.
     pub(super) fn connect(&mut self, address: &[u8]) -> Result<EndpointId, UcxError> {
         let number = self.endpoints.len();
-        // SAFETY: the worker is alive and used by no other thread. `Address::parse`, where addresses come from,
-        // takes none but those that `address` has given to a process of the same job, whole and of this version.
-        // The callback needs only what `during` sets.
-        let raw = self
-            .inbox
-            .during(|| unsafe { result::endpoint_create(self.raw, address, inbox::failed, number) })?;
+        // SAFETY: the worker is alive and used by no other thread. `Address::parse`, where
+        // addresses come from, takes none but those that `address` has given to a process of the
+        // same job, whole and of this version. The callback needs only what `during` sets.
+        let raw = self.inbox.during(|| unsafe {
+            result::endpoint_create(self.raw, address, inbox::failed, number)
+        })?;
         self.endpoints.push(Endpoint { raw: Some(raw), done: false });
         Ok(EndpointId(number))
     }
@@ -252,19 +262,21 @@ impl Worker {
         let op = self.slots.insert(endpoint, header, held);
         let slot = self.slots.get(op);
         let payload = match &slot.held {
-            Held::Sent(payload) => place(payload.device(), || (payload.as_ptr().cast_mut(), payload.len())),
+            Held::Sent(payload) => {
+                place(payload.device(), || (payload.as_ptr().cast_mut(), payload.len()))
+            }
             _ => place(None, || (std::ptr::null_mut(), 0)),
         };
         if let Held::Sent(payload) = &slot.held {
             prepare(payload.bind());
         }
         let header = &slot.header[..header.len()];
-        // SAFETY: the endpoint is open, and its worker used by no other thread. The slot is boxed and its
-        // payload shared, so both stay where they are, unchanged, until `collect` ends the slot, after the
-        // callback or just below.
-        let started = self
-            .inbox
-            .during(|| unsafe { result::message_send(raw, id, header, payload, way, inbox::sent, op.0) });
+        // SAFETY: the endpoint is open, and its worker used by no other thread. The slot is boxed
+        // and its payload shared, so both stay where they are, unchanged, until `collect` ends the
+        // slot, after the callback or just below.
+        let started = self.inbox.during(|| unsafe {
+            result::message_send(raw, id, header, payload, way, inbox::sent, op.0)
+        });
         self.note(op, started);
         Some(op)
     }
@@ -291,11 +303,11 @@ impl Worker {
             }
             _ => place(None, || (std::ptr::null_mut(), 0)),
         };
-        // SAFETY: the worker is alive and used by no other thread. The descriptor came from its inbox and is
-        // consumed here. The buffer is the slot's alone until `collect` ends it.
-        let started = self
-            .inbox
-            .during(|| unsafe { result::message_fetch(self.raw, descriptor.0, place, inbox::fetched, op.0) });
+        // SAFETY: the worker is alive and used by no other thread. The descriptor came from its
+        // inbox and is consumed here. The buffer is the slot's alone until `collect` ends it.
+        let started = self.inbox.during(|| unsafe {
+            result::message_fetch(self.raw, descriptor.0, place, inbox::fetched, op.0)
+        });
         self.note(op, started);
         op
     }
@@ -309,15 +321,17 @@ impl Worker {
 
     /// Gives up bytes that lie with the sender, which hears that they are not needed.
     pub(super) fn discard(&mut self, descriptor: Descriptor) {
-        // SAFETY: the worker is alive and used by no other thread; the descriptor came from its inbox and is
-        // consumed here.
+        // SAFETY: the worker is alive and used by no other thread; the descriptor came from its
+        // inbox and is consumed here.
         self.inbox.during(|| unsafe { result::message_discard(self.raw, descriptor.0) });
     }
 
-    /// Closes an endpoint: in order, after what was sent has left, or by force, which ends its operations.
+    /// Closes an endpoint: in order, after what was sent has left, or by force, which ends its
+    /// operations.
     pub(super) fn close(&mut self, endpoint: EndpointId, by_force: bool) {
         let Some(raw) = self.endpoints[endpoint.0].raw.take() else { return };
-        // SAFETY: the endpoint was open, its worker is used by no other thread, and nobody finds it any more.
+        // SAFETY: the endpoint was open, its worker is used by no other thread, and nobody finds it
+        // any more.
         match self.inbox.during(|| unsafe { result::endpoint_close(raw, by_force) }) {
             Started::UnderWay(request) => self.closing.push(request),
             Started::Over(Status::OK | Status::CANCELLED) => {}
@@ -350,7 +364,9 @@ impl Worker {
     /// What an endpoint uses, in UCX's own words; nothing where it is closed.
     pub(super) fn lanes(&self, endpoint: EndpointId) -> String {
         // SAFETY: the endpoint is open, and its worker used by no other thread.
-        self.endpoints[endpoint.0].raw.map_or_else(String::new, |raw| unsafe { result::endpoint_info(raw) })
+        self.endpoints[endpoint.0]
+            .raw
+            .map_or_else(String::new, |raw| unsafe { result::endpoint_info(raw) })
     }
 }
 
@@ -367,7 +383,8 @@ fn place(device: Option<DevicePlace>, host: impl FnOnce() -> (*mut u8, usize)) -
     }
 }
 
-/// UCX takes a device to be the thread's own; what it makes of a device that cannot be used it says itself.
+/// UCX takes a device to be the thread's own; what it makes of a device that cannot be used it says
+/// itself.
 fn prepare(bound: std::io::Result<()>) {
     if let Err(error) = bound {
         tracing::debug!(%error, "preparing UCX's thread for memory of a device");
@@ -397,12 +414,13 @@ impl Drop for Worker {
                 self.discard(descriptor);
             }
         }
-        // SAFETY: the worker is alive, this is its thread, and the signal has lost it. All memory of operations
-        // is dropped after this: slots, quarantine, inbox.
+        // SAFETY: the worker is alive, this is its thread, and the signal has lost it. All memory
+        // of operations is dropped after this: slots, quarantine, inbox.
         self.inbox.during(|| unsafe { result::worker_destroy(self.raw) });
         let cut_off = self.quarantine.drain(..).chain(self.slots.drain());
-        let kept = cut_off
-            .filter(|(endpoint, held)| !self.endpoints[endpoint.0].done && !matches!(held, Held::Nothing));
+        let kept = cut_off.filter(|(endpoint, held)| {
+            !self.endpoints[endpoint.0].done && !matches!(held, Held::Nothing)
+        });
         KEPT.lock().extend(kept.map(|(_, held)| held));
     }
 }

@@ -1,4 +1,5 @@
-//! The memory of operations under way: it stays where it is until UCX has said that it is done with it.
+//! The memory of operations under way: it stays where it is until UCX has said that it is done with
+//! it.
 
 use super::{EndpointId, HEADER_MAX};
 use crate::memory::{OwnedBuffer, SharedBuffer};
@@ -28,8 +29,8 @@ pub(super) struct Slot {
     pub(super) held: Held,
 }
 
-/// All operations under way, by number. A number is used again only after whoever asks for events was told of
-/// its operation's end: between the two it still names that one.
+/// All operations under way, by number. A number is used again only after whoever asks for events
+/// was told of its operation's end: between the two it still names that one.
 #[derive(Default)]
 pub(super) struct Slots {
     // Boxed: a header must not move when the list grows.
@@ -46,7 +47,11 @@ impl Slots {
         let number = match self.free.pop() {
             Some(number) => number,
             None => {
-                self.slots.push(Box::new(Slot { endpoint, header: [0; HEADER_MAX], held: Held::Nothing }));
+                self.slots.push(Box::new(Slot {
+                    endpoint,
+                    header: [0; HEADER_MAX],
+                    held: Held::Nothing,
+                }));
                 self.in_use.push(false);
                 self.slots.len() - 1
             }
@@ -65,7 +70,8 @@ impl Slots {
 
     /// Everything that has not ended.
     pub(super) fn drain(&mut self) -> impl Iterator<Item = (EndpointId, Held)> {
-        let slots = std::mem::take(&mut self.slots).into_iter().zip(std::mem::take(&mut self.in_use));
+        let slots =
+            std::mem::take(&mut self.slots).into_iter().zip(std::mem::take(&mut self.in_use));
         slots.filter_map(|(slot, in_use)| in_use.then_some((slot.endpoint, slot.held)))
     }
 
@@ -94,7 +100,8 @@ mod tests {
         let mut slots = Slots::default();
         let first = slots.insert(EndpointId(0), &[7; 8], Held::Nothing);
         let place = slots.get(first).header.as_ptr();
-        let others: Vec<_> = (0..100).map(|_| slots.insert(EndpointId(1), &[1; 8], Held::Nothing)).collect();
+        let others: Vec<_> =
+            (0..100).map(|_| slots.insert(EndpointId(1), &[1; 8], Held::Nothing)).collect();
         assert_eq!(slots.get(first).header.as_ptr(), place);
         assert_eq!(slots.get(first).header[..8], [7; 8]);
         for other in &others {
@@ -102,7 +109,10 @@ mod tests {
             assert!(slots.remove(other.0).is_none(), "an operation ends once");
         }
         let early = slots.insert(EndpointId(2), &[2; 8], Held::Nothing);
-        assert!(!others.contains(&early) && early != first, "nobody was told of the others' ends yet");
+        assert!(
+            !others.contains(&early) && early != first,
+            "nobody was told of the others' ends yet"
+        );
         slots.recycle();
         let again = slots.insert(EndpointId(2), &[2; 8], Held::Nothing);
         assert!(others.contains(&again));

@@ -1,5 +1,5 @@
-//! The calls that find the driver and its libraries. Nothing here is called twice in a process but for the three
-//! libraries' versions.
+//! The calls that find the driver and its libraries. Nothing here is called twice in a process but
+//! for the three libraries' versions.
 
 use std::panic::{UnwindSafe, catch_unwind};
 use std::sync::OnceLock;
@@ -23,13 +23,17 @@ pub(super) fn driver() -> Result<&'static Driver, NoCuda> {
 }
 
 fn look() -> Result<Driver, NoCuda> {
-    // SAFETY: loading a library runs its initialisers. These are names of the driver alone, whose own are made to run
-    // in any program; whoever puts another file of such a name into the loader's way has the process anyway.
+    // SAFETY: loading a library runs its initialisers. These are names of the driver alone, whose
+    // own are made to run in any program; whoever puts another file of such a name into the
+    // loader's way has the process anyway.
     if !unsafe { sys::is_culib_present() } {
         return Err(missing(DRIVER, &["cuda", "nvcuda"]));
     }
-    // SAFETY: as above; it was there a moment ago. Names are only looked up: nothing is called by this type.
-    whole(DRIVER, calls::DRIVER, |name| unsafe { sys::culib().get::<unsafe extern "C" fn()>(name).is_ok() })?;
+    // SAFETY: as above; it was there a moment ago. Names are only looked up: nothing is called by
+    // this type.
+    whole(DRIVER, calls::DRIVER, |name| unsafe {
+        sys::culib().get::<unsafe extern "C" fn()>(name).is_ok()
+    })?;
     let no_gpu = || NoCuda::NoGpu { visible: variable("CUDA_VISIBLE_DEVICES") };
     // SAFETY: it takes no more than flags, of which there are none.
     unsafe { calls::cuInit(0) }.result().map_err(|error| match error {
@@ -85,7 +89,9 @@ fn gpu(ordinal: i32) -> Result<Gpu, NoCuda> {
         exclusive: mode == sys::CUcomputemode::CU_COMPUTEMODE_EXCLUSIVE_PROCESS as u32,
         prohibited: mode == sys::CUcomputemode::CU_COMPUTEMODE_PROHIBITED as u32,
         integrated: has(Attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED)?,
-        shared_memory_bytes: number(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+        shared_memory_bytes: number(
+            Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+        )?,
     };
     let capability = Version {
         major: number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
@@ -103,8 +109,8 @@ fn gpu(ordinal: i32) -> Result<Gpu, NoCuda> {
         .map_err(|error| refused("cuDeviceGetName", error))?;
     let name = name.split(|byte| *byte == 0).next().unwrap_or_default();
     let mut uuid = sys::CUuuid { bytes: [0; 16] };
-    // SAFETY: the device comes from `cuDeviceGet`, and there is room for the number. This version of the call tells
-    // the parts of a divided processor from each other.
+    // SAFETY: the device comes from `cuDeviceGet`, and there is room for the number. This version
+    // of the call tells the parts of a divided processor from each other.
     let got = unsafe { calls::cuDeviceGetUuid_v2(&raw mut uuid, device) };
     got.result().map_err(|error| refused("cuDeviceGetUuid_v2", error))?;
     Ok(Gpu {
@@ -128,7 +134,8 @@ pub(super) fn nvrtc() -> Result<String, NoCuda> {
     use cudarc::nvrtc::sys;
     const WHAT: &str = "NVRTC";
     guarded(WHAT, || {
-        // SAFETY: as for the driver: a library of NVIDIA's that is made to be loaded by any program.
+        // SAFETY: as for the driver: a library of NVIDIA's that is made to be loaded by any
+        // program.
         if !unsafe { sys::is_culib_present() } {
             return Err(missing(WHAT, &["nvrtc"]));
         }
@@ -150,7 +157,8 @@ pub(super) fn cublas() -> Result<String, NoCuda> {
     use cudarc::cublas::sys::{self, libraryPropertyType as Property};
     const WHAT: &str = "cuBLAS";
     guarded(WHAT, || {
-        // SAFETY: as for the driver: a library of NVIDIA's that is made to be loaded by any program.
+        // SAFETY: as for the driver: a library of NVIDIA's that is made to be loaded by any
+        // program.
         if !unsafe { sys::is_culib_present() } {
             return Err(missing(WHAT, &["cublas"]));
         }
@@ -162,7 +170,8 @@ pub(super) fn cublas() -> Result<String, NoCuda> {
         }
         let number = |property: Property| {
             let mut number = 0;
-            // SAFETY: it writes one number, for which there is room. It needs neither handle nor context.
+            // SAFETY: it writes one number, for which there is room. It needs neither handle nor
+            // context.
             match unsafe { calls::cublasGetProperty(property, &raw mut number) } {
                 answer if answer.is_success() => Ok(number),
                 answer => Err(status(WHAT, "cublasGetProperty", answer)),
@@ -183,21 +192,33 @@ pub(super) fn nccl() -> Result<String, NoCuda> {
     use crate::backend::cuda::{NCCL_NAMES, NCCL_SYMBOLS, nccl_library, nccl_version_of};
     let Some(library) = nccl_library() else {
         let looked_for = NCCL_NAMES.map(str::to_owned).to_vec();
-        return Err(NoCuda::NoLibrary { what: WHAT, looked_for, library_path: variable("LD_LIBRARY_PATH") });
+        return Err(NoCuda::NoLibrary {
+            what: WHAT,
+            looked_for,
+            library_path: variable("LD_LIBRARY_PATH"),
+        });
     };
     // SAFETY: names are only looked up: nothing is called by this type.
-    whole(WHAT, NCCL_SYMBOLS, |name| unsafe { library.get::<unsafe extern "C" fn()>(name).is_ok() })?;
+    whole(WHAT, NCCL_SYMBOLS, |name| unsafe {
+        library.get::<unsafe extern "C" fn()>(name).is_ok()
+    })?;
     let number = nccl_version_of(library);
     number.map(nccl_version).map_err(|error| NoCuda::Broken { what: WHAT, why: error.to_string() })
 }
 
-/// NCCL's way to write a version in a number, as NCCL_VERSION in its header has it since 2.9: 22203 is 2.22.3.
+/// NCCL's way to write a version in a number, as NCCL_VERSION in its header has it since 2.9: 22203
+/// is 2.22.3.
 fn nccl_version(number: i32) -> String {
     format!("{}.{}.{}", number / 10_000, number / 100 % 100, number % 100)
 }
 
 fn status(what: &'static str, call: &'static str, answer: Answer) -> NoCuda {
-    NoCuda::Refused { what, call, name: format!("error {}", answer.0), text: "no more is said".to_owned() }
+    NoCuda::Refused {
+        what,
+        call,
+        name: format!("error {}", answer.0),
+        text: "no more is said".to_owned(),
+    }
 }
 
 /// Fails where a library `has` not all of these functions.
@@ -222,11 +243,18 @@ fn variable(name: &str) -> Option<String> {
     std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 
-/// Says a panic of the binding's as an error: it has them where a library went away or lacks a function.
-fn guarded<T>(what: &'static str, ask: impl FnOnce() -> Result<T, NoCuda> + UnwindSafe) -> Result<T, NoCuda> {
+/// Says a panic of the binding's as an error: it has them where a library went away or lacks a
+/// function.
+fn guarded<T>(
+    what: &'static str,
+    ask: impl FnOnce() -> Result<T, NoCuda> + UnwindSafe,
+) -> Result<T, NoCuda> {
     catch_unwind(ask).unwrap_or_else(|panic| {
         let words = panic.downcast_ref::<String>().map(String::as_str);
-        let why = words.or(panic.downcast_ref::<&str>().copied()).unwrap_or("the binding gave up").to_owned();
+        let why = words
+            .or(panic.downcast_ref::<&str>().copied())
+            .unwrap_or("the binding gave up")
+            .to_owned();
         Err(NoCuda::Broken { what, why })
     })
 }
@@ -241,7 +269,8 @@ mod tests {
             panic!("another error")
         };
         assert!(
-            looked_for.contains(&"libcuda.so".to_owned()) && looked_for.contains(&"libcuda.so.1".to_owned())
+            looked_for.contains(&"libcuda.so".to_owned())
+                && looked_for.contains(&"libcuda.so.1".to_owned())
         );
         let mut names = looked_for.clone();
         names.sort();
@@ -252,15 +281,20 @@ mod tests {
     #[test]
     fn functions_that_are_missing_are_named() {
         assert_eq!(whole(DRIVER, calls::DRIVER, |_| true), Ok(()));
-        let said =
-            whole(DRIVER, calls::DRIVER, |name| !name.starts_with(b"cuDeviceGetU")).unwrap_err().to_string();
-        assert_eq!(said, "no CUDA driver found that can be used: the library here has no cuDeviceGetUuid_v2");
+        let said = whole(DRIVER, calls::DRIVER, |name| !name.starts_with(b"cuDeviceGetU"))
+            .unwrap_err()
+            .to_string();
+        assert_eq!(
+            said,
+            "no CUDA driver found that can be used: the library here has no cuDeviceGetUuid_v2"
+        );
     }
 
     #[test]
     fn panics_of_the_binding_become_errors() {
-        let error =
-            guarded::<()>("NVRTC", || std::panic::resume_unwind(Box::new("Missing symbol x".to_owned())));
+        let error = guarded::<()>("NVRTC", || {
+            std::panic::resume_unwind(Box::new("Missing symbol x".to_owned()))
+        });
         let said = error.unwrap_err().to_string();
         assert_eq!(said, "no NVRTC found that can be used: Missing symbol x");
     }

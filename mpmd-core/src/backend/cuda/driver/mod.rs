@@ -1,8 +1,9 @@
 //! [`Driver`]: what the CUDA driver of this machine shows this process, or why there is none.
 //!
-//! The libraries are loaded when they are first asked for, so one executable runs with and without them. `cudarc`
-//! panics where a library or one of its functions is missing; [`found`] looks for both first and says it as an error,
-//! so whoever has a [`Driver`] may call everything that `DRIVER` in `calls` lists.
+//! The libraries are loaded when they are first asked for, so one executable runs with and without
+//! them. `cudarc` panics where a library or one of its functions is missing; [`found`] looks for
+//! both first and says it as an error, so whoever has a [`Driver`] may call everything that
+//! `DRIVER` in `calls` lists.
 
 #[cfg(feature = "cuda")]
 mod ask;
@@ -16,8 +17,8 @@ use serde::{Serialize, Serializer};
 pub struct Driver {
     /// The CUDA version that it knows.
     pub version: Version,
-    /// Its graphics processors, by the numbers that it gives them: at least one. `CUDA_VISIBLE_DEVICES` hides others,
-    /// and numbers those that are left.
+    /// Its graphics processors, by the numbers that it gives them: at least one.
+    /// `CUDA_VISIBLE_DEVICES` hides others, and numbers those that are left.
     pub gpus: Vec<Gpu>,
 }
 
@@ -81,7 +82,8 @@ pub enum NoCuda {
     NotBuilt,
     /// No library of any of these names can be loaded.
     #[error(
-        "no {what} found: looked for {}; the loader looks in its own folders and in LD_LIBRARY_PATH, which is {}",
+        "no {what} found: looked for {}; the loader looks in its own folders and in \
+         LD_LIBRARY_PATH, which is {}",
         some_of(.looked_for),
         .library_path.as_deref().unwrap_or("not set")
     )]
@@ -101,7 +103,8 @@ pub enum NoCuda {
         /// The functions that it lacks.
         symbols: Vec<String>,
     },
-    /// The library refuses to work. A kernel module that is missing or of another version says so here.
+    /// The library refuses to work. A kernel module that is missing or of another version says so
+    /// here.
     #[error("no {what} found that can be used: {call} fails with {name} ({text})")]
     Refused {
         /// What it is for people.
@@ -115,7 +118,8 @@ pub enum NoCuda {
     },
     /// The driver is older than this program can use.
     #[error(
-        "no CUDA driver found that can be used: the one here is for CUDA {version}, this program needs {OLDEST}"
+        "no CUDA driver found that can be used: the one here is for CUDA {version}, this program \
+         needs {OLDEST}"
     )]
     TooOld {
         /// What the driver knows.
@@ -278,37 +282,51 @@ mod tests {
         assert_eq!(Version::of_number(12080).to_string(), "12.8");
         assert_eq!(Version::of_number(13000).to_string(), "13.0");
         assert!(Version::of_number(11080) < OLDEST && Version::of_number(12000) >= OLDEST);
-        let uuid = Uuid([0x12, 0x34, 0x56, 0x78, 0x9a, 0xbc, 0xde, 0xf0, 1, 2, 3, 4, 5, 6, 7, 0xff]);
+        let uuid =
+            Uuid([0x12, 0x34, 0x56, 0x78, 0x9a, 0xbc, 0xde, 0xf0, 1, 2, 3, 4, 5, 6, 7, 0xff]);
         assert_eq!(uuid.to_string(), "GPU-12345678-9abc-def0-0102-0304050607ff");
     }
 
     #[test]
     fn what_is_missing_is_said_with_what_was_looked_for() {
-        let names = ["libcuda.so", "libcuda64.so", "libcuda64_12.so", "libcuda.so.12", "libcuda.so.1"];
+        let names =
+            ["libcuda.so", "libcuda64.so", "libcuda64_12.so", "libcuda.so.12", "libcuda.so.1"];
         let none = |library_path: Option<&str>| NoCuda::NoLibrary {
             what: "CUDA driver",
             looked_for: names.map(str::to_owned).to_vec(),
             library_path: library_path.map(str::to_owned),
         };
         let said = none(None).to_string();
-        let expected = "no CUDA driver found: looked for libcuda.so, libcuda.so.12, libcuda.so.1 and 2 other names; \
-                        the loader looks in its own folders and in LD_LIBRARY_PATH, which is not set";
+        let expected = "no CUDA driver found: looked for libcuda.so, libcuda.so.12, libcuda.so.1 \
+            and 2 other names; \
+                        the loader looks in its own folders and in LD_LIBRARY_PATH, which is not \
+                        set";
         assert_eq!(said, expected);
         assert!(none(Some("/a:/b")).to_string().ends_with("which is /a:/b"));
         assert_eq!(some_of(&["liba.so".to_owned()]), "liba.so");
         let hidden = NoCuda::NoGpu { visible: Some("7".to_owned()) };
-        assert!(hidden.to_string().contains("driver shows no graphics processor; CUDA_VISIBLE_DEVICES is 7"));
+        assert!(
+            hidden
+                .to_string()
+                .contains("driver shows no graphics processor; CUDA_VISIBLE_DEVICES is 7")
+        );
     }
 
     #[test]
     fn looking_twice_finds_the_same_and_never_panics() {
         assert_eq!(found(), found());
         match found() {
-            Ok(driver) => assert!(driver.gpus.iter().enumerate().all(|(i, gpu)| gpu.ordinal as usize == i)),
+            Ok(driver) => {
+                assert!(driver.gpus.iter().enumerate().all(|(i, gpu)| gpu.ordinal as usize == i))
+            }
             Err(error) => assert!(error.to_string().contains("CUDA driver"), "{error}"),
         }
         for library in [nvrtc(), cublas(), nccl()] {
-            assert!(library.is_ok_and(|version| !version.is_empty()) || nvrtc().is_err() || found().is_err());
+            assert!(
+                library.is_ok_and(|version| !version.is_empty())
+                    || nvrtc().is_err()
+                    || found().is_err()
+            );
         }
     }
 

@@ -2,5 +2,6 @@
 
 use crate::cuda::Source;
 
-/// Sums in place: `add_f32`, `add_f64`, `add_f16`, `add_bf16`, each of a number of elements, the sums and what is added.
+/// Sums in place: `add_f32`, `add_f64`, `add_f16`, `add_bf16`, each of a number of elements, the
+/// sums and what is added.
 pub(crate) static ADD: Source = Source::cuda("add.cu", include_str!("add.cu")).exact();

@@ -15,10 +15,11 @@ pub(super) const SUCCESS: u32 = 0;
 /// It goes on by itself; the communicator knows how it ends.
 pub(super) const IN_PROGRESS: u32 = 7;
 
-/// Declares functions of NCCL: their names, for who looks whether they are there, and where they are.
+/// Declares functions of NCCL: their names, for who looks whether they are there, and where they
+/// are.
 ///
-/// Not `cudarc`'s own, which panic where one is missing, and read answers as one of those that their version of NCCL has:
-/// a younger library may give others.
+/// Not `cudarc`'s own, which panic where one is missing, and read answers as one of those that
+/// their version of NCCL has: a younger library may give others.
 macro_rules! functions {
     ($(fn $name:ident($($argument:ident: $type:ty),*) -> $answer:ty;)*) => {
         /// Functions without which NCCL is not used.
@@ -34,7 +35,8 @@ macro_rules! functions {
             let missing = |why: String| CudaError::new(DOING, "", why);
             super::super::driver::nccl().map_err(|error| missing(error.to_string()))?;
             let library = library().ok_or_else(|| missing("it is not there".to_owned()))?;
-            // SAFETY: their types are those of `cudarc`'s bindings, but for the answers, which are numbers.
+            // SAFETY: their types are those of `cudarc`'s bindings, but for the answers, which are
+            // numbers.
             unsafe {
                 Ok(Functions {
                     $($name: *library
@@ -82,14 +84,16 @@ functions! {
     fn ncclGetLastError(communicator: ncclComm_t) -> *const c_char;
 }
 
-/// Under which names it is looked for. `cudarc` knows only the second, which comes with NCCL's headers.
+/// Under which names it is looked for. `cudarc` knows only the second, which comes with NCCL's
+/// headers.
 pub(crate) const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
 /// NCCL's library, loaded when it is first asked for; `None` where there is none.
 pub(crate) fn library() -> Option<&'static Library> {
     static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
-    // SAFETY: loading a library runs its initialisers. These are names of NCCL's alone, whose own are made to run in any
-    // program; whoever puts another file of such a name into the loader's way has the process anyway.
+    // SAFETY: loading a library runs its initialisers. These are names of NCCL's alone, whose own
+    // are made to run in any program; whoever puts another file of such a name into the loader's
+    // way has the process anyway.
     let load = || NAMES.into_iter().find_map(|name| unsafe { Library::new(name) }.ok());
     LIBRARY.get_or_init(load).as_ref()
 }
@@ -135,13 +139,16 @@ impl Functions {
             return Ok(());
         }
         let text = |text: *const c_char| {
-            // SAFETY: NCCL's texts end with a zero, and stay until its next call on this thread at least.
+            // SAFETY: NCCL's texts end with a zero, and stay until its next call on this thread at
+            // least.
             let text = (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) });
             text.map(|text| text.to_string_lossy().trim().to_owned()).unwrap_or_default()
         };
-        // SAFETY: a number of NCCL's own, and a communicator that is alive or null, both of which it takes.
-        let (what, last) =
-            unsafe { (text((self.ncclGetErrorString)(answer)), text((self.ncclGetLastError)(communicator))) };
+        // SAFETY: a number of NCCL's own, and a communicator that is alive or null, both of which
+        // it takes.
+        let (what, last) = unsafe {
+            (text((self.ncclGetErrorString)(answer)), text((self.ncclGetLastError)(communicator)))
+        };
         let last = if last.is_empty() { what } else { format!("{what}: {last}") };
         Err(CudaError::new(doing, name(answer), last))
     }
@@ -160,7 +167,9 @@ fn name(answer: u32) -> String {
         "ncclInProgress",
         "ncclTimeout",
     ];
-    NAMES.get(answer as usize).map_or_else(|| format!("NCCL error {answer}"), |name| (*name).to_owned())
+    NAMES
+        .get(answer as usize)
+        .map_or_else(|| format!("NCCL error {answer}"), |name| (*name).to_owned())
 }
 
 /// NCCL's number for a dtype; others than these are not given to it.
@@ -209,7 +218,10 @@ mod tests {
 
     #[test]
     fn answers_have_names_also_those_of_younger_libraries() {
-        assert_eq!((name(5), name(42)), ("ncclInvalidUsage".to_owned(), "NCCL error 42".to_owned()));
+        assert_eq!(
+            (name(5), name(42)),
+            ("ncclInvalidUsage".to_owned(), "NCCL error 42".to_owned())
+        );
         assert!(SYMBOLS.contains(&"ncclCommAbort") && SYMBOLS.contains(&"ncclGetVersion"));
     }
 }

@@ -1,13 +1,16 @@
 //! Communicators of NCCL: what devices work together by.
 //!
-//! A communicator is made when a group of devices first works together, and kept until the runtime ends. All of them are
-//! *non-blocking*: no call of NCCL's waits for other ranks, and what a call began goes on by itself while its caller looks,
-//! asleep in between, how it ends, and whether it still can.
+//! A communicator is made when a group of devices first works together, and kept until the runtime
+//! ends. All of them are *non-blocking*: no call of NCCL's waits for other ranks, and what a call
+//! began goes on by itself while its caller looks, asleep in between, how it ends, and whether it
+//! still can.
 //!
-//! Work of a communicator waits on the device for that of the other ranks. NCCL does not say when one of those is no more, so whoever
-//! hears of it [gives up](Communicators::give_up) all communicators: they are aborted, and the streams go on, past work
-//! that has not been done. Who issued it asks each communicator at its end whether it [was given up](Communicator::given_up).
-//! Aborting may wait for the device, so each has a thread for it: one may be stuck behind the work of another.
+//! Work of a communicator waits on the device for that of the other ranks. NCCL does not say when
+//! one of those is no more, so whoever hears of it [gives up](Communicators::give_up) all
+//! communicators: they are aborted, and the streams go on, past work that has not been done. Who
+//! issued it asks each communicator at its end whether it [was given up](Communicator::given_up).
+//! Aborting may wait for the device, so each has a thread for it: one may be stuck behind the work
+//! of another.
 
 pub(super) mod library;
 
@@ -33,7 +36,8 @@ use crate::topology::DeviceId;
 
 /// The first pause between two looks at what goes on by itself, and the longest.
 const PAUSES: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(2)];
-/// How long who cannot go on waits for the communicator to be gone, so that nothing more of it comes to the stream.
+/// How long who cannot go on waits for the communicator to be gone, so that nothing more of it
+/// comes to the stream.
 const UNTIL_GONE: Duration = Duration::from_secs(2);
 
 /// A process's communicators.
@@ -67,7 +71,8 @@ pub(crate) struct Communicator {
 #[derive(Clone, Copy)]
 struct Raw(sys::ncclComm_t);
 
-// SAFETY: a communicator may be used by any thread, by one at a time, which the lock around it sees to.
+// SAFETY: a communicator may be used by any thread, by one at a time, which the lock around it sees
+// to.
 unsafe impl Send for Raw {}
 
 /// What a group of devices knows its communicators by, before they are made.
@@ -80,7 +85,11 @@ pub(crate) fn new_id() -> Result<CommunicatorId, CudaError> {
     let mut id = sys::ncclUniqueId { internal: [0; 128] };
     // SAFETY: there is room for the id.
     unsafe {
-        functions.check("beginning a group of NCCL's", (functions.ncclGetUniqueId)(&raw mut id), NONE)?
+        functions.check(
+            "beginning a group of NCCL's",
+            (functions.ncclGetUniqueId)(&raw mut id),
+            NONE,
+        )?
     };
     Ok(id.internal.map(|byte| byte.to_ne_bytes()[0]))
 }
@@ -105,12 +114,13 @@ impl Communicators {
         }
     }
 
-    /// Makes the communicator of a rank of these devices, which all others of the group do too; waits for that. The device's context is
-    /// this thread's current one.
+    /// Makes the communicator of a rank of these devices, which all others of the group do too;
+    /// waits for that. The device's context is this thread's current one.
     ///
     /// # Errors
     ///
-    /// Where NCCL refuses, the others do not come until the deadline, or all are given up meanwhile.
+    /// Where NCCL refuses, the others do not come until the deadline, or all are given up
+    /// meanwhile.
     pub(crate) fn open(
         &self,
         gpu: &Gpu,
@@ -140,8 +150,8 @@ impl Communicators {
         Ok(made)
     }
 
-    /// Nothing that waits for others will end: all communicators are aborted, by threads of their own, and there will be no
-    /// others. Never blocks.
+    /// Nothing that waits for others will end: all communicators are aborted, by threads of their
+    /// own, and there will be no others. Never blocks.
     pub(crate) fn give_up(&self, why: &Arc<Failure>) {
         let open = {
             let mut state = self.state.lock();
@@ -173,8 +183,8 @@ impl Communicators {
         !self.is_watched.swap(true, Ordering::Relaxed)
     }
 
-    /// Ends all communicators that were not given up: their work is over, and so is the others'. Waits for the ends of all so long
-    /// at most, then leaves them to their threads.
+    /// Ends all communicators that were not given up: their work is over, and so is the others'.
+    /// Waits for the ends of all so long at most, then leaves them to their threads.
     pub(crate) fn close(&self, within: Duration) {
         let (open, mut closing) = {
             let mut state = self.state.lock();
@@ -184,7 +194,9 @@ impl Communicators {
         for communicator in open.into_values() {
             closing.push(communicator.clone());
             // All at once: NCCL may have the ranks of a host wait for each other.
-            in_a_thread("nccl-close", move || communicator.end(|raw| communicator.close(raw, deadline)));
+            in_a_thread("nccl-close", move || {
+                communicator.end(|raw| communicator.close(raw, deadline))
+            });
         }
         for communicator in closing {
             if !communicator.wait_until_gone(deadline) {
@@ -206,16 +218,22 @@ impl Communicator {
         let mut held = self.raw.lock();
         self.still_joined()?;
         let number = |number: usize| {
-            c_int::try_from(number).map_err(|_| CudaError::new(DOING, "", "the group has too many devices"))
+            c_int::try_from(number)
+                .map_err(|_| CudaError::new(DOING, "", "the group has too many devices"))
         };
         let (ranks, rank) = (number(ranks)?, number(self.rank)?);
         let id = sys::ncclUniqueId { internal: id.map(|byte| byte as c_char) };
         let (mut raw, mut config) = (NONE, config());
-        // SAFETY: there is room for the communicator, and the configuration says how much of it is filled. The context of
-        // the device is current, as the caller has seen to.
+        // SAFETY: there is room for the communicator, and the configuration says how much of it is
+        // filled. The context of the device is current, as the caller has seen to.
         let begun = unsafe {
-            let answer =
-                (self.functions.ncclCommInitRankConfig)(&raw mut raw, ranks, id, rank, &raw mut config);
+            let answer = (self.functions.ncclCommInitRankConfig)(
+                &raw mut raw,
+                ranks,
+                id,
+                rank,
+                &raw mut config,
+            );
             self.functions.check(DOING, answer, raw)
         };
         // What has failed may have left one all the same.
@@ -240,18 +258,35 @@ impl Communicator {
         let functions = self.functions;
         let stream = stream.handle().cast();
         let (source, target) = (at(from, 0), at(to, 0));
-        // Sizes were checked where the collective was called: both places have as many elements as it takes.
-        // SAFETY: the communicator is alive and held by this thread, the stream of its device and alive. The places are memory of
-        // the device, as long as NCCL makes of the number of elements, and stay until the stream is past this.
+        // Sizes were checked where the collective was called: both places have as many elements as
+        // it takes. SAFETY: the communicator is alive and held by this thread, the stream of its
+        // device and alive. The places are memory of the device, as long as NCCL makes of the
+        // number of elements, and stay until the stream is past this.
         let answer = unsafe {
             match kind {
                 CollectiveKind::AllReduce(reduce) => {
                     let reduce = operation(*reduce);
-                    (functions.ncclAllReduce)(source, target, elements, dtype_number, reduce, raw, stream)
+                    (functions.ncclAllReduce)(
+                        source,
+                        target,
+                        elements,
+                        dtype_number,
+                        reduce,
+                        raw,
+                        stream,
+                    )
                 }
                 CollectiveKind::ReduceScatter(reduce) => {
                     let (reduce, share) = (operation(*reduce), elements / ranks);
-                    (functions.ncclReduceScatter)(source, target, share, dtype_number, reduce, raw, stream)
+                    (functions.ncclReduceScatter)(
+                        source,
+                        target,
+                        share,
+                        dtype_number,
+                        reduce,
+                        raw,
+                        stream,
+                    )
                 }
                 CollectiveKind::AllGather => {
                     (functions.ncclAllGather)(source, target, elements, dtype_number, raw, stream)
@@ -259,7 +294,15 @@ impl Communicator {
                 CollectiveKind::Broadcast(root) => {
                     // A rank, of which there are as many as NCCL's numbers reach.
                     let root = *root as c_int;
-                    (functions.ncclBroadcast)(source, target, elements, dtype_number, root, raw, stream)
+                    (functions.ncclBroadcast)(
+                        source,
+                        target,
+                        elements,
+                        dtype_number,
+                        root,
+                        raw,
+                        stream,
+                    )
                 }
                 CollectiveKind::AllToAll => {
                     let (share, bytes) = (elements / ranks, elements / ranks * dtype.size());
@@ -267,31 +310,44 @@ impl Communicator {
                         let (from, to) = (at(from, other * bytes), at(to, other * bytes));
                         let peer = other as c_int;
                         move || {
-                            let sent = (functions.ncclSend)(from, share, dtype_number, peer, raw, stream);
-                            worse(sent, (functions.ncclRecv)(to, share, dtype_number, peer, raw, stream))
+                            let sent =
+                                (functions.ncclSend)(from, share, dtype_number, peer, raw, stream);
+                            worse(
+                                sent,
+                                (functions.ncclRecv)(to, share, dtype_number, peer, raw, stream),
+                            )
                         }
                     }))
                 }
                 CollectiveKind::Permute(pairs) => {
                     let mine = pairs.iter().filter(|(from, to)| from != to);
-                    self.together(mine.filter(|pair| pair.0 == self.rank || pair.1 == self.rank).map(
-                        |pair| {
-                            move || match *pair {
-                                (from, to) if from == self.rank => (functions.ncclSend)(
-                                    source,
-                                    elements,
-                                    dtype_number,
-                                    to as c_int,
-                                    raw,
-                                    stream,
-                                ),
-                                (from, _) => {
-                                    let peer = from as c_int;
-                                    (functions.ncclRecv)(target, elements, dtype_number, peer, raw, stream)
+                    self.together(
+                        mine.filter(|pair| pair.0 == self.rank || pair.1 == self.rank).map(
+                            |pair| {
+                                move || match *pair {
+                                    (from, to) if from == self.rank => (functions.ncclSend)(
+                                        source,
+                                        elements,
+                                        dtype_number,
+                                        to as c_int,
+                                        raw,
+                                        stream,
+                                    ),
+                                    (from, _) => {
+                                        let peer = from as c_int;
+                                        (functions.ncclRecv)(
+                                            target,
+                                            elements,
+                                            dtype_number,
+                                            peer,
+                                            raw,
+                                            stream,
+                                        )
+                                    }
                                 }
-                            }
-                        },
-                    ))
+                            },
+                        ),
+                    )
                 }
             }
         };
@@ -365,7 +421,8 @@ impl Communicator {
     /// The communicator, for this thread alone.
     fn held(&self) -> Result<MutexGuard<'_, Option<Raw>>, NotJoined> {
         if let Err(error) = self.still_joined() {
-            // What NCCL has begun may still come to the stream: not behind what the caller does next.
+            // What NCCL has begun may still come to the stream: not behind what the caller does
+            // next.
             self.wait_until_gone(Instant::now() + UNTIL_GONE);
             return Err(error);
         }
@@ -400,8 +457,9 @@ impl Communicator {
 
     fn abort(&self, Raw(raw): Raw) {
         // SAFETY: it is alive, and was taken from where others would use it.
-        let aborted =
-            unsafe { self.functions.check("leaving NCCL", (self.functions.ncclCommAbort)(raw), NONE) };
+        let aborted = unsafe {
+            self.functions.check("leaving NCCL", (self.functions.ncclCommAbort)(raw), NONE)
+        };
         if let Err(error) = aborted {
             tracing::debug!(%error, "giving up a communicator");
         }
@@ -412,8 +470,9 @@ impl Communicator {
         const DOING: &str = "leaving NCCL";
         let Raw(raw) = held;
         // SAFETY: it is alive, and was taken from where others would use it.
-        let mut is_over = unsafe { self.functions.check(DOING, (self.functions.ncclCommFinalize)(raw), raw) }
-            .and_then(|()| self.state(DOING, held));
+        let mut is_over =
+            unsafe { self.functions.check(DOING, (self.functions.ncclCommFinalize)(raw), raw) }
+                .and_then(|()| self.state(DOING, held));
         while matches!(is_over, Ok(IN_PROGRESS)) && Instant::now() < deadline {
             std::thread::sleep(PAUSES[1]);
             is_over = self.state(DOING, held);
@@ -422,7 +481,8 @@ impl Communicator {
             return self.abort(held);
         }
         // SAFETY: as above; it was finalised.
-        let closed = unsafe { self.functions.check(DOING, (self.functions.ncclCommDestroy)(raw), NONE) };
+        let closed =
+            unsafe { self.functions.check(DOING, (self.functions.ncclCommDestroy)(raw), NONE) };
         if let Err(error) = closed {
             tracing::debug!(%error, "closing a communicator");
         }
@@ -444,8 +504,8 @@ fn at(place: DevicePlace, skip: usize) -> *mut std::ffi::c_void {
     std::ptr::with_exposed_provenance_mut(place.address as usize + skip)
 }
 
-/// Non-blocking; for the rest as NCCL likes. Filled as far as NCCL 2.14 knew it, and said to be of that: what it has not,
-/// younger libraries set by themselves.
+/// Non-blocking; for the rest as NCCL likes. Filled as far as NCCL 2.14 knew it, and said to be of
+/// that: what it has not, younger libraries set by themselves.
 fn config() -> sys::ncclConfig_t {
     /// What C makes of the length: a multiple of that of the first field.
     const BYTES: usize = (std::mem::offset_of!(sys::ncclConfig_t, blocking) + size_of::<c_int>())
@@ -475,7 +535,10 @@ mod tests {
 
     #[test]
     fn errors_count_for_more_than_what_goes_on() {
-        assert_eq!([worse(0, 7), worse(7, 0), worse(7, 5), worse(3, 5), worse(0, 0)], [7, 7, 5, 3, 0]);
+        assert_eq!(
+            [worse(0, 7), worse(7, 0), worse(7, 5), worse(3, 5), worse(0, 0)],
+            [7, 7, 5, 3, 0]
+        );
     }
 
     #[test]
