@@ -25,7 +25,7 @@ fn told_all(what: &str, cases: &[Value]) -> Vec<Value> {
 #[test]
 fn layouts_are_those_of_the_golden_file() {
     let cases =
-        golden(include_str!("../../mpmd-core/tests/golden/named_sharding_layout.json"), 240);
+        golden(include_str!("../../mpmd-layout/tests/golden/named_sharding_layout.json"), 240);
     for (i, (case, answer)) in cases.iter().zip(told_all("layout", &cases)).enumerate() {
         let expected =
             json!({"regions": case["regions"], "fully_replicated": case["fully_replicated"]});
@@ -36,7 +36,7 @@ fn layouts_are_those_of_the_golden_file() {
 #[test]
 fn intermediates_are_those_of_the_golden_file() {
     let cases =
-        golden(include_str!("../../mpmd-core/tests/golden/intermediate_sharding.json"), 240);
+        golden(include_str!("../../mpmd-layout/tests/golden/intermediate_sharding.json"), 240);
     for (i, (case, answer)) in cases.iter().zip(told_all("intermediate", &cases)).enumerate() {
         let mut expected = case.as_object().unwrap().clone();
         expected.retain(|field, _| field != "src" && field != "dst");
@@ -46,7 +46,7 @@ fn intermediates_are_those_of_the_golden_file() {
 
 #[test]
 fn chunks_are_those_of_the_golden_file() {
-    let cases = golden(include_str!("../../mpmd-core/tests/golden/chunk_sharding.json"), 120);
+    let cases = golden(include_str!("../../mpmd-layout/tests/golden/chunk_sharding.json"), 120);
     for (i, (case, answer)) in cases.iter().zip(told_all("chunk", &cases)).enumerate() {
         for field in ["offsets_by_rank", "sizes_by_rank", "ranks"] {
             assert_eq!(answer[field], case[field], "{field} of case {i}");
@@ -57,7 +57,7 @@ fn chunks_are_those_of_the_golden_file() {
 
 #[test]
 fn specs_and_classes_of_errors_are_those_of_the_golden_file() {
-    let cases = golden(include_str!("../../mpmd-core/tests/golden/sharding_rules.json"), 160);
+    let cases = golden(include_str!("../../mpmd-layout/tests/golden/sharding_rules.json"), 160);
     let mut errors = 0;
     for (i, (case, answer)) in cases.iter().zip(told_all("rules", &cases)).enumerate() {
         assert_eq!(answer.get("specs"), case.get("specs"), "case {i}: {answer}");

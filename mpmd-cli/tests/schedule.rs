@@ -52,7 +52,7 @@ fn path(folder: &TempDir, name: &str) -> String {
 
 #[test]
 fn text_is_that_of_the_golden_file() {
-    for case in cases(include_str!("../../mpmd-core/tests/golden/schedules.json"), 101) {
+    for case in cases(include_str!("../../mpmd-schedule/tests/golden/schedules.json"), 101) {
         let args = asked(&case);
         let told = call(&args.iter().map(String::as_str).collect::<Vec<_>>(), "");
         let rows: Vec<Vec<String>> = serde_json::from_value(case["rows"].clone()).unwrap();
@@ -65,7 +65,7 @@ fn text_is_that_of_the_golden_file() {
 fn files_are_torchs_to_the_byte_and_are_read_again() {
     let folder = tempfile::tempdir().unwrap();
     let (file, again) = (path(&folder, "a.csv"), path(&folder, "b.csv"));
-    for case in cases(include_str!("../../mpmd-core/tests/golden/torch_text.json"), 35) {
+    for case in cases(include_str!("../../mpmd-schedule/tests/golden/torch_text.json"), 35) {
         let mut args = asked(&case);
         args.extend(["--comms", "-o", file.as_str()].map(str::to_owned));
         let told = call(&args.iter().map(String::as_str).collect::<Vec<_>>(), "");

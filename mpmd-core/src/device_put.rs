@@ -7,17 +7,18 @@ use std::sync::Arc;
 use mpmd_transport::{Failure, FailureKind};
 
 use crate::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
-use crate::aval::{DType, ShapedArray};
+use crate::device::copy::{contiguous_bytes, copy_region};
 use crate::error::{IssueProblem, Result};
 use crate::kernel::{ShardInfo, ViewMut};
 use crate::plan::{self, Form, Kind, Memory};
 use crate::program::{Program, PutKey};
-use crate::region::Region;
 use crate::replay::{Again, Here};
-use crate::reshard::{contiguous_bytes, copy_region, scattered};
 use crate::runtime::{OpGuard, Promise, PutPlan, Rolling, Runtime, Slot, Source, follow};
-use crate::sharding::{Layout, MemoryKind, Sharding};
-use crate::tree::{PrefixTree, Tree};
+use mpmd_layout::aval::{DType, ShapedArray};
+use mpmd_layout::region::Region;
+use mpmd_layout::reshard::scattered;
+use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
+use mpmd_layout::tree::{PrefixTree, Tree};
 
 /// How [`Program::device_put_with`] treats memory.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -261,7 +262,7 @@ impl Program {
     /// An array made by its owners: `fill` runs on each device, for that device's region.
     ///
     /// Nothing is moved, and no process holds more than its own part. `fill` must give every
-    /// element a value that depends on its place in the whole alone ([`crate::random`] does), so
+    /// element a value that depends on its place in the whole alone ([`mpmd_layout::random`] does), so
     /// that the array is the same however it is sharded.
     ///
     /// # Errors

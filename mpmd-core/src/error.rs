@@ -8,16 +8,16 @@ use std::time::Duration;
 use mpmd_transport::TransportError;
 use mpmd_transport::{Failure, FailureKind};
 
-use crate::aval::AvalError;
 use crate::backend::cuda::{CudaError, NoCuda};
 use crate::kernel::ViewError;
-use crate::launch::LaunchError;
-use crate::pipeline::ScheduleError;
-use crate::reshard::ReshardError;
-use crate::sharding::ShardingError;
-use crate::sharding::rules::RulesError;
-use crate::topology::MeshError;
-use crate::tree::TreeError;
+use mpmd_launch::LaunchError;
+use mpmd_layout::aval::AvalError;
+use mpmd_layout::reshard::ReshardError;
+use mpmd_layout::sharding::ShardingError;
+use mpmd_layout::sharding::rules::RulesError;
+use mpmd_layout::topology::MeshError;
+use mpmd_layout::tree::TreeError;
+use mpmd_schedule::ScheduleError;
 
 /// The result of nearly everything here.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -325,7 +325,7 @@ impl IssueProblem {
 
 #[cfg(test)]
 mod tests {
-    use mpmd_transport::ProcessId;
+    use mpmd_ids::ProcessId;
     use mpmd_transport::rendezvous::RendezvousError;
 
     use super::*;

@@ -24,26 +24,19 @@
 //! ```
 
 // So that `#[derive(Tree)]`, which names this crate from outside, also works inside it.
-extern crate self as mpmd_core;
+extern crate self as mpmd;
 
-pub mod aval;
 pub mod backend;
 pub mod cuda;
-mod fingerprint;
-pub mod random;
-pub mod region;
-pub mod reshard;
-pub mod sharding;
-pub mod topology;
 pub mod trace;
-pub mod tree;
 
 mod array;
+pub mod device;
 mod device_put;
 mod error;
+mod host_array;
 mod jit;
 pub mod kernel;
-pub mod launch;
 pub mod pipeline;
 pub mod plan;
 mod program;
@@ -56,8 +49,12 @@ mod warning;
 pub use array::{ArrayFuture, MpmdArray, Shard, all_ready};
 pub use device_put::PutOptions;
 pub use error::{Error, IssueError, IssueProblem, Result};
+pub use host_array::HostArray;
 pub use jit::{Jit, JitBuilder, run_here};
-pub use mpmd_transport::{Failure, FailureKind, ProcessId};
+pub use mpmd_ids::ProcessId;
+pub use mpmd_launch as launch;
+pub use mpmd_layout::{aval, random, region, reshard, sharding, spec, topology, tree};
+pub use mpmd_transport::{Failure, FailureKind};
 pub use program::{
     Builder, Holdings, Label, MemoryUse, Metrics, PlanCacheMetrics, Program, Role, Simulation,
     simulate, transports,
@@ -69,15 +66,16 @@ pub use split::{Sections, SplitOptions};
 /// What nearly every program needs.
 pub mod prelude {
     pub use crate::array::MpmdArray;
-    pub use crate::aval::{HostArray, ShapedArray, f32s, f64s, i32s, u8s};
     pub use crate::error::{Error, Result};
+    pub use crate::host_array::HostArray;
     pub use crate::kernel::{Context, Kernel, Reduce, Signature, View, ViewMut};
     pub use crate::program::Program;
-    pub use crate::region::Region;
     pub use crate::reshard_tree::ReshardOptions;
-    pub use crate::spec;
     pub use crate::split::{Sections, SplitOptions};
-    pub use crate::tree::Tree;
+    pub use mpmd_layout::aval::{ShapedArray, f32s, f64s, i32s, u8s};
+    pub use mpmd_layout::region::Region;
+    pub use mpmd_layout::spec;
+    pub use mpmd_layout::tree::Tree;
 }
 
 /// The README's program, compiled and run.

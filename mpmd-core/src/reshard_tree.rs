@@ -5,15 +5,15 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use crate::array::MpmdArray;
-use crate::aval::ShapedArray;
 use crate::device_put::{PutOptions, PutSteps, refuse_twice};
 use crate::error::{IssueProblem, Result};
 use crate::program::Program;
-use crate::reshard::{Intermediate, find_intermediate_sharding, groups_by_devices};
 use crate::runtime::PutPlan;
-use crate::sharding::Sharding;
 use crate::split::Relabelled;
-use crate::tree::{PrefixTree, Tree};
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::reshard::{Intermediate, find_intermediate_sharding, groups_by_devices};
+use mpmd_layout::sharding::Sharding;
+use mpmd_layout::tree::{PrefixTree, Tree};
 
 /// How [`Program::reshard`] treats memory and plans.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -255,7 +255,7 @@ impl fmt::Display for ReplicaWhat {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spec;
+    use mpmd_layout::spec;
 
     #[test]
     fn plans_are_kept_unless_told_otherwise() {

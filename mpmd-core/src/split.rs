@@ -9,15 +9,15 @@ use std::sync::Arc;
 use mpmd_transport::SharedBuffer;
 
 use crate::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
-use crate::aval::ShapedArray;
 use crate::device_put::refuse_twice;
 use crate::error::{IssueProblem, Result, leaf};
 use crate::plan::{self, Form, Kind, Memory};
 use crate::program::Program;
 use crate::runtime::{OpGuard, Rolling, Slot, follow};
-use crate::sharding::{Layout, Sharding};
-use crate::topology::{DeviceId, Mesh};
-use crate::tree::{Tree, TreeError};
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::sharding::{Layout, Sharding};
+use mpmd_layout::topology::{DeviceId, Mesh};
+use mpmd_layout::tree::{Tree, TreeError};
 
 /// Where [`Program::split_by_mesh_axis`] cuts an axis.
 ///

@@ -1,4 +1,4 @@
-//! `#[derive(Tree)]` for structures of arrays. Re-exported as `mpmd_core::tree::Tree`, beside the
+//! `#[derive(Tree)]` for structures of arrays. Re-exported as `mpmd::tree::Tree`, beside the
 //! trait.
 
 use proc_macro2::{Ident, Span, TokenStream, TokenTree};
@@ -33,7 +33,7 @@ fn derive(input: &DeriveInput) -> Result<TokenStream> {
     }
 
     let name = &input.ident;
-    let tree = quote!(::mpmd_core::tree);
+    let tree = quote!(::mpmd::tree);
     let parts: Vec<Part> = fields.iter().enumerate().map(Part::new).collect();
     let (leaf_name, mapped) = (&leaf.ident, Ident::new("__M", Span::mixed_site()));
     let parameters = |bound: TokenStream| parameters(input, &bound);

@@ -29,9 +29,9 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::ValueEnum;
-use mpmd_core::launch::{JobEnv, Launch, LaunchError, OutputMode, device_kinds, variables};
-use mpmd_core::topology::DeviceKind;
-use mpmd_core::{Error, Program, Simulation};
+use mpmd::launch::{JobEnv, Launch, LaunchError, OutputMode, device_kinds, variables};
+use mpmd::topology::DeviceKind;
+use mpmd::{Error, Program, Simulation};
 use tracing_subscriber::EnvFilter;
 
 /// How long the processes have to end by themselves after Ctrl-C, or once one has failed: a last
@@ -223,7 +223,7 @@ pub fn run<E: Into<anyhow::Error>>(
 type Verdict = Option<Rejected>;
 
 /// Tells a result that is not good enough from a program that could not go on.
-fn verdict(result: anyhow::Result<()>) -> mpmd_core::Result<Verdict> {
+fn verdict(result: anyhow::Result<()>) -> mpmd::Result<Verdict> {
     let Err(error) = result else { return Ok(None) };
     match error.downcast::<Rejected>() {
         Ok(rejected) => Ok(Some(rejected)),
@@ -236,8 +236,8 @@ fn verdict(result: anyhow::Result<()>) -> mpmd_core::Result<Verdict> {
 /// The whole job's result, with the process whose it is: a cause comes before its effects.
 fn threads(
     simulation: &Simulation,
-    program: impl Fn(&mut Program) -> mpmd_core::Result<Verdict> + Sync,
-) -> (usize, mpmd_core::Result<Verdict>) {
+    program: impl Fn(&mut Program) -> mpmd::Result<Verdict> + Sync,
+) -> (usize, mpmd::Result<Verdict>) {
     let mut results: Vec<_> = simulation.run(program).into_iter().enumerate().collect();
     // Stable: among equals the first process speaks.
     results.sort_by_key(|(_, result)| match result {
@@ -248,7 +248,7 @@ fn threads(
     results.into_iter().next().unwrap_or((0, Ok(None)))
 }
 
-fn report(process: usize, result: mpmd_core::Result<Verdict>) -> ExitCode {
+fn report(process: usize, result: mpmd::Result<Verdict>) -> ExitCode {
     match result {
         Ok(None) => ExitCode::SUCCESS,
         Ok(Some(rejected)) => {
@@ -273,12 +273,12 @@ fn say(line: &str) {
 
 #[cfg(test)]
 mod tests {
-    use mpmd_core::ProcessId;
-    use mpmd_core::prelude::*;
+    use mpmd::ProcessId;
+    use mpmd::prelude::*;
 
     use super::*;
 
-    fn failing(p: &mut Program) -> mpmd_core::Result<Verdict> {
+    fn failing(p: &mut Program) -> mpmd::Result<Verdict> {
         p.agree(ProcessId(0), 0u32, || Ok(7))?;
         if p.process() == ProcessId(1) {
             return Err(Error::kernel("out of paper"));

@@ -6,9 +6,9 @@
 
 use std::sync::Arc;
 
-use mpmd_core::aval::Element;
-use mpmd_core::prelude::*;
-use mpmd_core::topology::Mesh;
+use mpmd::aval::Element;
+use mpmd::prelude::*;
+use mpmd::topology::Mesh;
 
 use crate::math::random_unit;
 use crate::next_byte::CONTEXT;

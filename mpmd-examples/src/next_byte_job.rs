@@ -9,9 +9,9 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use mpmd_core::prelude::*;
-use mpmd_core::topology::Mesh;
-use mpmd_core::{Jit, ProcessId};
+use mpmd::prelude::*;
+use mpmd::topology::Mesh;
+use mpmd::{Jit, ProcessId};
 
 use crate::math::random_bits;
 use crate::next_byte::{Activation, BYTES, CONTEXT, initial_scale};
@@ -445,7 +445,7 @@ fn one_forward_one_backward(stages: usize, microbatches: usize) -> Vec<Action> {
 mod tests {
     use std::time::{Duration, Instant};
 
-    use mpmd_core::{MemoryUse, Simulation};
+    use mpmd::{MemoryUse, Simulation};
 
     use super::*;
 

@@ -10,8 +10,8 @@
 
 use std::marker::PhantomData;
 
-use mpmd_core::aval::Element;
-use mpmd_core::prelude::*;
+use mpmd::aval::Element;
+use mpmd::prelude::*;
 
 use crate::math::Real;
 use crate::next_byte::{
@@ -448,7 +448,7 @@ fn features<'a, T: Float>(
 
 #[cfg(test)]
 mod tests {
-    use mpmd_core::run_here;
+    use mpmd::run_here;
 
     use super::*;
     use crate::math::{random_bits, random_unit};

@@ -4,7 +4,7 @@
 use std::convert::Infallible;
 
 use candle_core::{D, Device, Result, Tensor, Var, WithDType};
-use mpmd_core::tree::Tree;
+use mpmd::tree::Tree;
 use mpmd_examples::gpt::block::{self, BlockParameters};
 use mpmd_examples::gpt::embed::{self, EmbedParameters};
 use mpmd_examples::gpt::head::{self, HeadParameters};

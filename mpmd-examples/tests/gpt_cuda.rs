@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
-use mpmd_core::Simulation;
-use mpmd_core::backend::cuda::{NoCuda, found};
-use mpmd_core::topology::DeviceKind::{self, Cpu, Cuda};
+use mpmd::Simulation;
+use mpmd::backend::cuda::{NoCuda, found};
+use mpmd::topology::DeviceKind::{self, Cpu, Cuda};
 use mpmd_examples::gpt::adamw::WarmupCosine;
 use mpmd_examples::gpt::params::Model;
 use mpmd_examples::gpt::train::{Config, Trainer, train};

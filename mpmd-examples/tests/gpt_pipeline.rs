@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use mpmd_core::pipeline::{Action, ActionKind, Builtin};
-use mpmd_core::prelude::*;
-use mpmd_core::{MemoryUse, ProcessId, Simulation};
+use mpmd::pipeline::{Action, ActionKind, Builtin};
+use mpmd::prelude::*;
+use mpmd::{MemoryUse, ProcessId, Simulation};
 use mpmd_examples::gpt::adamw::WarmupCosine;
 use mpmd_examples::gpt::params::Model;
 use mpmd_examples::gpt::train::{Config, StepReport, Trainer, train};

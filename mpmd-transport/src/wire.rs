@@ -17,9 +17,7 @@
 //! A header that does not start with the right magic and version is refused (invariant
 //! *no-wire-without-version*).
 
-use std::fmt;
-
-use serde::{Deserialize, Serialize};
+pub use mpmd_ids::ProcessId;
 use zerocopy::byteorder::little_endian::{U16, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -34,23 +32,6 @@ const MAGIC: [u8; 4] = *b"MPMD";
 /// The largest payload of any message but [`Kind::Data`], in bytes. A header that announces more is
 /// refused: only data that the receiver has granted may be large.
 pub const MAX_CONTROL_BYTES: u64 = 1 << 20;
-
-/// One OS process of the job, numbered from 0.
-#[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
-pub struct ProcessId(pub u32);
-
-impl ProcessId {
-    /// The number as an index.
-    pub fn index(self) -> usize {
-        self.0 as usize
-    }
-}
-
-impl fmt::Display for ProcessId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.0)
-    }
-}
 
 /// What a message is.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]

@@ -8,7 +8,7 @@ use futures::future::try_join_all;
 
 use super::{MpmdArray, Repr};
 use crate::error::{Error, Result};
-use crate::tree::Tree;
+use mpmd_layout::tree::Tree;
 
 /// Completes with the array once its local shards are ready, or with why they never will be.
 ///

@@ -16,13 +16,14 @@ pub use future::{ArrayFuture, all_ready};
 pub(crate) use handle::{Handle, WeakHandle};
 pub use read::Shard;
 
-use crate::aval::{DType, Element, HostArray, ShapedArray};
 use crate::error::{IssueProblem, Result};
-use crate::region::Region;
+use crate::host_array::HostArray;
 use crate::runtime::{Runtime, Slot};
-use crate::sharding::{Layout, Sharding};
-use crate::topology::DeviceId;
-use crate::tree::Leaf;
+use mpmd_layout::aval::{DType, Element, ShapedArray};
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::{Layout, Sharding};
+use mpmd_layout::topology::DeviceId;
+use mpmd_layout::tree::Leaf;
 
 /// A handle to an array. Cheap to clone; clones are the same array, which never changes.
 ///

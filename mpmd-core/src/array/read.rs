@@ -9,12 +9,13 @@ use mpmd_transport::deadline::after;
 use parking_lot::Mutex;
 
 use super::{LocalShard, Made, MpmdArray, Placed, Repr};
-use crate::aval::{HostArray, ShapedArray};
+use crate::device::copy::copy_region;
 use crate::error::{Error, Result};
-use crate::region::Region;
-use crate::reshard::copy_region;
+use crate::host_array::HostArray;
 use crate::runtime::{Doing, Outcome, Slot};
-use crate::topology::DeviceId;
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::region::Region;
+use mpmd_layout::topology::DeviceId;
 
 /// One device's part of an array.
 #[derive(Clone, Debug)]

@@ -3,8 +3,8 @@
 use mpmd_transport::memory::DevicePlace;
 
 use super::Scratch;
-use crate::aval::DType;
 use crate::kernel::{View, ViewMut};
+use mpmd_layout::aval::DType;
 
 /// Threads of a block where [`Grid::over`] chooses.
 const THREADS: u32 = 256;

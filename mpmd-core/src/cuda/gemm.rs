@@ -1,9 +1,9 @@
 //! Products of matrices: what is multiplied, in rows as everything here is, and what that is to
 //! cuBLAS, which has columns.
 
-use crate::aval::DType;
 use crate::backend::cuda::{Operand, Product};
 use crate::error::{Error, Result};
+use mpmd_layout::aval::DType;
 
 /// How `f32` operands are multiplied. Sums are in `f32` always.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]

@@ -32,11 +32,11 @@ pub use source::{CUBLAS, Source};
 
 use args::{Memory, Value};
 
-use crate::aval::{DType, Element};
 pub use crate::backend::cuda::CudaError;
 use crate::backend::cuda::{Gpu, RawArg, Stream};
 use crate::error::{Error, Result};
 use crate::kernel::ViewError;
+use mpmd_layout::aval::{DType, Element};
 
 /// A CUDA device, for a kernel that runs on it: everything is issued to the device, in order, and
 /// nothing waits.

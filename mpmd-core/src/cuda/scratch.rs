@@ -7,7 +7,7 @@ use mpmd_transport::memory::{DevicePlace, Fence, OutOfMemory, Pool};
 use parking_lot::Mutex;
 
 use super::Part;
-use crate::aval::DType;
+use mpmd_layout::aval::DType;
 
 /// Memory of the device for values that live no longer than a call. What it holds at first means
 /// nothing.

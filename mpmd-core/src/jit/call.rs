@@ -11,16 +11,16 @@ use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::plan::{Bound, CallPlan, Seat};
 use crate::array::{Handle, MpmdArray};
-use crate::aval::HostArray;
+use crate::device::copy::copy_region;
 use crate::device_put::panic_text;
 use crate::error::{Error, Result};
+use crate::host_array::HostArray;
 use crate::kernel::{Context, Kernel, Shapes, ShardInfo, View, ViewMut, Views, ViewsMut};
 use crate::program::Program;
-use crate::region::Region;
-use crate::reshard::copy_region;
 use crate::runtime::{Exchange, Job, OpGuard, Promises, Runtime, SlotUse, Waits, Work};
-use crate::topology::DeviceId;
-use crate::tree::Tree;
+use mpmd_layout::region::Region;
+use mpmd_layout::topology::DeviceId;
+use mpmd_layout::tree::Tree;
 
 /// One device's part of a call, waiting in the device's queue. The box, and the room in its lists,
 /// are used again by a later call.

@@ -22,11 +22,11 @@ use crate::kernel::Kernel;
 use crate::program::Program;
 use crate::replay::{Again, Here};
 use crate::runtime::{Job, Runtime, Slot, Slots};
-use crate::sharding::{MemoryKind, Sharding};
-use crate::topology::{DeviceId, Mesh};
-use crate::tree::{Path, PrefixTree, Structure, Tree, TreeError};
 pub use call::run_here;
 use call::{Input, Issued, Leftovers};
+use mpmd_layout::sharding::{MemoryKind, Sharding};
+use mpmd_layout::topology::{DeviceId, Mesh};
+use mpmd_layout::tree::{Path, PrefixTree, Structure, Tree, TreeError};
 use plan::{Bound, CallPlan};
 use warm::Warm;
 

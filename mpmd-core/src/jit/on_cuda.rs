@@ -15,7 +15,7 @@ use crate::backend::cuda::{CudaError, Ended, Ending, Gpu, Stream, Turn};
 use crate::cuda::{CallMemory, Cuda};
 use crate::kernel::{Context, Kernel, OnCuda};
 use crate::runtime::{Exchange, Slot, Waits};
-use crate::topology::DeviceId;
+use mpmd_layout::topology::DeviceId;
 
 impl<K: Kernel> DeviceCall<K> {
     /// Issues the call, and ends the outputs when its work is over. Waits until the inputs are

@@ -5,22 +5,22 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
 
-use mpmd_transport::ProcessId;
+use mpmd_ids::ProcessId;
 use parking_lot::Mutex;
 
 use super::Jit;
 use super::call::DeviceCall;
 use super::warm::Warm;
 use crate::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr, Shards};
-use crate::aval::ShapedArray;
 use crate::error::IssueProblem;
 use crate::kernel::{Collective, Kernel, Place, Seats, Shapes, ShardInfo};
 use crate::program::{KnownForm, Program};
-use crate::region::Region;
 use crate::runtime::{Group, MOST_COLLECTIVES, MOST_DEVICES, Rolling, Runtime, Slots};
-use crate::sharding::{Layout, MemoryKind, Sharding};
-use crate::topology::{DeviceId, Mesh, MeshError, Topology};
-use crate::tree::{PrefixTree, Structure, Tree};
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
+use mpmd_layout::topology::{DeviceId, Mesh, MeshError, Topology};
+use mpmd_layout::tree::{PrefixTree, Structure, Tree};
 
 /// Ended calls that are kept; a program that runs ahead has about as many.
 const MOST_SPARE: usize = 1024;

@@ -3,7 +3,7 @@
 use crate::backend::cuda::{CudaError, WarmUp};
 use crate::kernel::Kernel;
 use crate::runtime::Runtime;
-use crate::topology::Mesh;
+use mpmd_layout::topology::Mesh;
 
 /// What a bound kernel needs, for each of this process's CUDA devices that run it.
 #[derive(Default)]

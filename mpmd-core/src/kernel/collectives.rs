@@ -25,15 +25,16 @@ use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
-use mpmd_transport::{Failure, FailureKind, ProcessId, SharedBuffer};
+use mpmd_ids::ProcessId;
+use mpmd_transport::{Failure, FailureKind, SharedBuffer};
 
 use super::collectives_nccl::AGREEING_BYTES;
 use super::context::Context;
 use super::reduce::{Reduce, Reducible, combine};
 use super::signature::{Collective, CollectiveKind};
-use crate::aval::{DType, Element};
 use crate::error::{Error, Result};
 use crate::runtime::{Flow, Group, Pattern, Round};
+use mpmd_layout::aval::{DType, Element};
 
 /// Collectives declared with more bytes per device than this take two rounds where that saves
 /// bytes.
@@ -601,8 +602,8 @@ mod tests {
     use super::super::{Kernel, Signature, View, ViewMut};
     use super::*;
     use crate::array::MpmdArray;
-    use crate::aval::{ShapedArray, f32s};
     use crate::program::{Program, Simulation};
+    use mpmd_layout::aval::{ShapedArray, f32s};
 
     fn rounds(signature: Signature<()>, processes: &[u32]) -> usize {
         let processes: Vec<ProcessId> = processes.iter().copied().map(ProcessId).collect();

@@ -13,11 +13,11 @@ use num_complex::Complex;
 
 use super::context::{Context, OnCuda};
 use super::view::ViewError;
-use crate::aval::{DType, Element};
 use crate::cuda::Part;
 use crate::error::{Error, Result};
+use mpmd_layout::aval::{DType, Element};
 #[cfg(doc)]
-use crate::topology::CudaCollectives;
+use mpmd_layout::topology::CudaCollectives;
 
 /// Calls `$call` with `$t` as the type of elements of `$dtype`.
 macro_rules! with_type {

@@ -26,12 +26,12 @@ use mpmd_transport::{Failure, FailureKind};
 use super::collectives::{Call, Fallible};
 use super::context::{Context, OnCuda};
 use super::signature::{Collective, CollectiveKind};
-use crate::aval::{DType, Element};
 use crate::backend::cuda::{Communicator, CommunicatorId, Joint, NotJoined, Turn, new_id};
 use crate::cuda::{Cuda, Part};
 use crate::error::Result;
 use crate::runtime::Runtime;
-use crate::topology::{DeviceId, Topology};
+use mpmd_layout::aval::{DType, Element};
+use mpmd_layout::topology::{DeviceId, Topology};
 
 /// Whether NCCL has values of this dtype.
 pub(crate) fn nccl_has(dtype: DType) -> bool {

@@ -11,7 +11,7 @@ use crate::backend::cuda::Turn;
 use crate::cuda::Cuda;
 use crate::error::{Error, Result};
 use crate::runtime::{Exchange, Group, OpGuard, Round};
-use crate::topology::{DeviceId, Mesh};
+use mpmd_layout::topology::{DeviceId, Mesh};
 
 /// One device's seat in a kernel's mesh. Made once for each call shape.
 #[derive(Debug)]

@@ -26,10 +26,10 @@ pub(crate) use view::ShardInfo;
 pub use view::{View, ViewError, ViewMut};
 
 use crate::array::MpmdArray;
-use crate::aval::ShapedArray;
 use crate::cuda::Source;
 use crate::error::Result;
-use crate::tree::Tree;
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::tree::Tree;
 
 /// The tree `T` with a shape at each leaf.
 pub type Shapes<T> = <T as Tree>::With<ShapedArray>;

@@ -5,7 +5,7 @@ use std::fmt;
 use half::{bf16, f16};
 use num_complex::Complex;
 
-use crate::aval::{DType, Element};
+use mpmd_layout::aval::{DType, Element};
 
 /// What a reducing collective makes of the devices' values, element by element.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]

@@ -1,6 +1,6 @@
 //! What a collective sends, at most: for plans, which know declarations and not calls.
 
-use mpmd_transport::ProcessId;
+use mpmd_ids::ProcessId;
 
 use super::collectives::share;
 use super::collectives_nccl::AGREEING_BYTES;

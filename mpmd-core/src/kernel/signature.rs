@@ -3,8 +3,8 @@
 use std::fmt;
 
 use super::reduce::Reduce;
-use crate::aval::ShapedArray;
-use crate::topology::Mesh;
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::topology::Mesh;
 
 /// A kernel's outputs, and what else the framework must know before it runs.
 ///
@@ -236,8 +236,8 @@ impl fmt::Display for Collective {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::aval::{DType, f32s};
-    use crate::topology::DeviceId;
+    use mpmd_layout::aval::{DType, f32s};
+    use mpmd_layout::topology::DeviceId;
 
     #[test]
     fn declarations_that_cannot_be_say_why() {

@@ -2,9 +2,9 @@
 
 use mpmd_transport::memory::DevicePlace;
 
-use crate::aval::{DType, Element, ShapedArray};
-use crate::region::Region;
-use crate::tree::Leaf;
+use mpmd_layout::aval::{DType, Element, ShapedArray};
+use mpmd_layout::region::Region;
+use mpmd_layout::tree::Leaf;
 
 /// Which part of which array a shard is. Made once for each call shape, shared by all calls.
 #[derive(Debug)]

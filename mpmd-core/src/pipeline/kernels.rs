@@ -6,14 +6,14 @@ use half::{bf16, f16};
 
 use super::stage::{PlacedShape, Stage};
 use crate::array::MpmdArray;
-use crate::aval::{DType, ShapedArray};
 use crate::backend::cuda::kernels::ADD;
 use crate::cuda::{Grid, Source};
 use crate::error::{Error, Result};
 use crate::kernel::{
     Context, Kernel, Reduce, Shapes, Signature, View, ViewMut, Views, ViewsMut, combine,
 };
-use crate::tree::{Structure, Tree, TreeError};
+use mpmd_layout::aval::{DType, ShapedArray};
+use mpmd_layout::tree::{Structure, Tree, TreeError};
 
 /// Parameters, inputs, side inputs -> outputs, residuals.
 pub(super) struct Forward<S: Stage>(pub(super) Arc<S>);
@@ -352,9 +352,9 @@ pub(super) fn add(cx: &Context<'_>, sum: &mut ViewMut<'_>, more: &View<'_>) -> R
 
 #[cfg(all(test, feature = "cuda"))]
 mod tests {
-    use crate::aval::HostArray;
+    use crate::host_array::HostArray;
     use crate::prelude::*;
-    use crate::topology::DeviceKind;
+    use mpmd_layout::topology::DeviceKind;
 
     use super::*;
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::wired::Bundle;
 use crate::array::MpmdArray;
 use crate::error::{Error, Result};
-use crate::tree::{Structure, Tree};
+use mpmd_layout::tree::{Structure, Tree};
 
 /// The outputs of a stage of a pipeline, as the input of a later one: see
 /// [`Pipeline::then_from`](super::Pipeline::then_from). Given by

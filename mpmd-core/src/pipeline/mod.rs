@@ -7,56 +7,35 @@
 //! order whose part on each rank is the schedule's. No second description of a run exists. Buffers
 //! are dropped at the action after which nobody needs them.
 
-mod ascending;
-pub mod check;
-mod costs;
-pub mod flow;
-mod holds;
 mod kernels;
 mod links;
-mod lower;
-mod lower_comms;
-mod memory;
 mod net;
-mod pace;
 mod replay;
 mod run;
-mod schedule;
-mod search;
 mod shapes;
-mod sidecar;
-pub mod simulate;
 mod stage;
 mod storage;
-mod text;
 mod wired;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
 use std::panic::Location;
 
-pub use costs::{Costs, StageCosts};
 pub use links::{Output, Outputs};
-pub use lower::{LowerError, Lowered, Step, StepKind, lower, lower_cells, lower_late};
-pub use lower_comms::lower_comms;
-pub use memory::{DeviceMemory, MemoryPlan, StageBytes};
+pub use mpmd_schedule::*;
 use net::Net;
 use replay::Kept;
 pub use run::{Gradients, Microbatch, StepOutput};
-pub use schedule::{Action, ActionKind, Builtin, Placement, Schedule, ScheduleError};
-pub use search::{Found, SearchOptions, search};
 pub use shapes::MicrobatchShapes;
-pub use sidecar::{Sidecar, SidecarError};
 pub use stage::{Declared, Loss, Placed, PlacedShape, Stage, StageSignature};
 pub use storage::Storage;
-pub use text::{Cell, CellFault, Entry, Flavour, Text, TextError};
 use wired::Wired;
 
 use crate::array::MpmdArray;
 use crate::error::{Error, IssueProblem, Result};
 use crate::program::{Label, Program};
-use crate::topology::{DeviceId, Mesh};
-use crate::tree::Tree;
+use mpmd_layout::topology::{DeviceId, Mesh};
+use mpmd_layout::tree::Tree;
 
 /// Stages one after another: takes `In`, gives `Out`.
 pub struct Pipeline<In, Out> {

@@ -9,7 +9,7 @@ use crate::array::MpmdArray;
 use crate::error::{Error, Result};
 use crate::jit::Jit;
 use crate::program::{Label, Program, Role};
-use crate::tree::{Structure, TreeError};
+use mpmd_layout::tree::{Structure, TreeError};
 
 /// The stages of a pipeline, and how it is run.
 pub(super) struct Net {

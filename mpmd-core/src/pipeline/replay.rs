@@ -3,14 +3,14 @@
 
 use super::net::Net;
 use super::run::{self, Parts, StepOutput};
-use super::schedule::Schedule;
 use super::stage::Loss;
 use super::wired::Bundle;
 use crate::array::MpmdArray;
 use crate::error::Result;
 use crate::program::Program;
 use crate::replay::Recorded;
-use crate::tree::Structure;
+use mpmd_layout::tree::Structure;
+use mpmd_schedule::Schedule;
 
 /// The last step that was recorded, and what it is a step of.
 pub(super) struct Kept {

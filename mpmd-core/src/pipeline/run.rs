@@ -6,20 +6,20 @@ use std::fmt::Write as _;
 use super::kernels::{AddArrays, add};
 use super::links::check_all_read;
 use super::net::{Net, label};
-use super::schedule::{Action, ActionKind, Schedule};
 use super::stage::Loss;
 use super::storage::put_each;
 use super::wired::{AnyStage, Bundle};
 use crate::array::MpmdArray;
-use crate::aval::{DType, ShapedArray};
 use crate::backend::cuda::kernels::ADD;
 use crate::cuda::Source;
 use crate::error::{Error, Result};
 use crate::jit::Jit;
 use crate::kernel::{Context, Kernel, Signature, View, ViewMut};
 use crate::program::{Program, Role};
-use crate::sharding::Sharding;
-use crate::tree::{Empty, Structure, Tree};
+use mpmd_layout::aval::{DType, ShapedArray};
+use mpmd_layout::sharding::Sharding;
+use mpmd_layout::tree::{Empty, Structure, Tree};
+use mpmd_schedule::{Action, ActionKind, Schedule};
 
 /// What one microbatch brings: the pipeline's input, and side inputs of stages.
 pub struct Microbatch<In> {
@@ -144,7 +144,7 @@ struct Step<'a> {
 
 /// The actions that a step takes, in order: those of the schedule.
 pub(super) fn effective(net: &Net, schedule: &Schedule) -> Result<Schedule> {
-    Ok(if net.ascending { super::ascending::ascending(schedule)? } else { schedule.clone() })
+    Ok(if net.ascending { mpmd_schedule::ascending(schedule)? } else { schedule.clone() })
 }
 
 /// Operations in which a schedule is compared, at most.

@@ -2,22 +2,23 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use mpmd_transport::{Pool, ProcessId};
+use mpmd_ids::ProcessId;
+use mpmd_transport::Pool;
 
-use super::holds::{Input, OnDevice, Output};
-use super::memory::StageBytes;
 use super::net::Net;
-use super::schedule::Schedule;
 use crate::array::MpmdArray;
-use crate::aval::ShapedArray;
+use crate::device::copy::contiguous_bytes;
 use crate::error::{Error, Result};
 use crate::kernel::Shapes;
 use crate::program::Program;
-use crate::region::Region;
-use crate::reshard::contiguous_bytes;
-use crate::sharding::Sharding;
-use crate::topology::{DeviceId, Mesh};
-use crate::tree::{Empty, Structure, Tree, TreeError};
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::Sharding;
+use mpmd_layout::topology::{DeviceId, Mesh};
+use mpmd_layout::tree::{Empty, Structure, Tree, TreeError};
+use mpmd_schedule::Schedule;
+use mpmd_schedule::StageBytes;
+use mpmd_schedule::holds::{Input, OnDevice, Output};
 
 /// The shapes of one microbatch: for [`Pipeline::memory`](super::Pipeline::memory).
 pub struct MicrobatchShapes<In: Tree<Leaf = MpmdArray>> {

@@ -1,13 +1,13 @@
 //! What a user writes for a pipeline: one [`Stage`] after another.
 
 use crate::array::MpmdArray;
-use crate::aval::ShapedArray;
 use crate::cuda::Source;
 use crate::error::{Error, Result};
 use crate::kernel::{Context, Shapes, Views, ViewsMut, plain_name};
-use crate::sharding::{Sharding, Spec};
-use crate::topology::Mesh;
-use crate::tree::{Leaf, Tree};
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::sharding::{Sharding, Spec};
+use mpmd_layout::topology::Mesh;
+use mpmd_layout::tree::{Leaf, Tree};
 
 /// A stage of a pipeline: parameters, inputs and outputs, and the three passes through it.
 ///
@@ -22,7 +22,7 @@ pub trait Stage: Send + Sync + 'static {
     /// What comes from the stage before, or into the pipeline.
     type In: Tree<Leaf = MpmdArray>;
     /// What comes with each microbatch and has no gradient: labels, masks.
-    /// [`Empty`](crate::tree::Empty) for none.
+    /// [`Empty`](mpmd_layout::tree::Empty) for none.
     type Side: Tree<Leaf = MpmdArray>;
     /// What goes to the stage after; [`Loss`] on the last.
     type Out: Tree<Leaf = MpmdArray>;

@@ -1,12 +1,12 @@
 //! Parameters that a stage keeps otherwise than its kernels compute with them.
 
 use crate::array::MpmdArray;
-use crate::aval::ShapedArray;
 use crate::error::{Error, Result};
 use crate::program::Program;
-use crate::sharding::Sharding;
-use crate::topology::Mesh;
-use crate::tree::PrefixTree;
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::sharding::Sharding;
+use mpmd_layout::topology::Mesh;
+use mpmd_layout::tree::PrefixTree;
 
 /// How the kernels of a stage see its parameters where these are kept in other shardings:
 /// [`Pipeline::store`](super::Pipeline::store).

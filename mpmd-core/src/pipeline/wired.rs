@@ -10,14 +10,14 @@ use super::shapes::{ShapeBundle, StageShapes};
 use super::stage::{Declared, PlacedShape, Stage};
 use super::storage::{Storage, put_each};
 use crate::array::MpmdArray;
-use crate::aval::ShapedArray;
 use crate::error::{Error, Result};
 use crate::jit::Jit;
 use crate::kernel::Shapes;
 use crate::program::Program;
-use crate::sharding::Sharding;
-use crate::topology::Mesh;
-use crate::tree::{PrefixTree, Structure, Tree, TreeError};
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::sharding::Sharding;
+use mpmd_layout::topology::Mesh;
+use mpmd_layout::tree::{PrefixTree, Structure, Tree, TreeError};
 
 /// Leaves of a tree of shapes that an error lists.
 const LISTED: usize = 4;

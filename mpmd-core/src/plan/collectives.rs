@@ -5,7 +5,7 @@
 
 use super::Message;
 use crate::kernel::{Collective, agreeing};
-use crate::topology::{DeviceId, Mesh, MeshError, ProcessId, Topology};
+use mpmd_layout::topology::{DeviceId, Mesh, MeshError, ProcessId, Topology};
 
 /// The messages of collectives, at most: each device calls them with as many elements as are
 /// declared. What several devices of a process get crosses to it once.
@@ -57,8 +57,8 @@ fn message(from: DeviceId, to: DeviceId, bytes: u64, step: u32) -> Message {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::aval::{ShapedArray, f32s, u8s};
     use crate::kernel::Signature;
+    use mpmd_layout::aval::{ShapedArray, f32s, u8s};
 
     /// Messages between devices of a mesh of one axis, as `(from, to, bytes, step)`.
     fn of(

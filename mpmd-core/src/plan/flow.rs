@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::{Array, Form, Kind, Memory, Plan, Read, Taken};
-use crate::pipeline::flow::{Flow, Node, Post, Transfer};
+use mpmd_schedule::flow::{Flow, Node, Post, Transfer};
 
 /// A [`Flow`] of a whole program, and what its nodes and transfers are.
 ///

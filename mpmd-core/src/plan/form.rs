@@ -2,9 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::region::Region;
-use crate::sharding::Layout;
-use crate::topology::DeviceId;
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::Layout;
+use mpmd_layout::topology::DeviceId;
 
 /// What operations with one plan have in common: what runs where, what is made, and what goes
 /// between devices.

@@ -5,10 +5,11 @@ use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
 
+use mpmd_ids::ProcessId;
+use mpmd_transport::control;
 use mpmd_transport::deadline::after;
 use mpmd_transport::router::{Failure, FailureKind};
 use mpmd_transport::wire::MAX_CONTROL_BYTES;
-use mpmd_transport::{ProcessId, control};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 

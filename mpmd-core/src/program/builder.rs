@@ -5,16 +5,19 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use mpmd_transport::ucx::Spin;
-use mpmd_transport::{ProcessId, Transport};
+use mpmd_ids::ProcessId;
+use mpmd_ids::block::Spin;
+use mpmd_transport::Transport;
 
 use super::{Membership, Order, Program, Recorder, connect};
 use crate::backend::cuda;
 use crate::error::{Error, Result};
-use crate::launch::variables;
 use crate::runtime::{Runtime, RuntimeConfig};
-use crate::topology::{CudaCollectives, Device, DeviceId, DeviceKind, GpuId, Links, Topology};
 use crate::trace::{About, Trace};
+use mpmd_launch::variables;
+use mpmd_layout::topology::{
+    CudaCollectives, Device, DeviceId, DeviceKind, GpuId, Links, Topology,
+};
 
 /// The patience of a program where neither it nor its launcher says otherwise.
 pub(super) const DEFAULT_PATIENCE: Duration = Duration::from_secs(60);

@@ -4,11 +4,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use mpmd_ids::ProcessId;
+use mpmd_transport::TransportError;
 use mpmd_transport::rendezvous::{
     Down, JoinConfig, Member, Rendezvous, RendezvousError, Report, Server, ServerConfig,
 };
 use mpmd_transport::router::{Failure, FailureKind};
-use mpmd_transport::{ProcessId, TransportError};
 
 use super::builder::{DEFAULT_PATIENCE, gpus_of, has_cuda};
 use super::neighbours::Neighbours;
@@ -17,11 +18,11 @@ use super::transports::{self, Opened};
 use super::version;
 use super::{Builder, Order, Program, costs};
 use crate::error::{Error, Result};
-use crate::launch::{self, JobEnv, LaunchError, PlanEnv};
 use crate::runtime::Runtime;
-use crate::topology::{CudaCollectives, DeviceKind, GpuId, Links, Topology};
 use crate::trace::{Trace, unix_now};
 use crate::warning::warn_user;
+use mpmd_launch::{JobEnv, LaunchError, PlanEnv};
+use mpmd_layout::topology::{CudaCollectives, DeviceKind, GpuId, Links, Topology};
 
 /// The incarnation of a job. Jobs do not restart in place yet, so there is one.
 pub(super) const EPOCH: u64 = 1;
@@ -117,20 +118,21 @@ fn blame(me: ProcessId, error: &Error) -> Failure {
 
 /// Joins the job that the environment names, or starts one alone.
 pub(super) fn from_env(mut builder: Builder) -> Result<Program> {
-    launch::adopt()?;
-    let folder = std::env::var_os(launch::variables::TRACE).filter(|folder| !folder.is_empty());
+    mpmd_launch::adopt()?;
+    let folder =
+        std::env::var_os(mpmd_launch::variables::TRACE).filter(|folder| !folder.is_empty());
     builder.trace = builder.trace.or(folder.map(PathBuf::from));
     let Some(env) = JobEnv::from_env()? else {
-        if let (None, Ok(text)) = (&builder.kinds, std::env::var(launch::variables::DEVICE))
+        if let (None, Ok(text)) = (&builder.kinds, std::env::var(mpmd_launch::variables::DEVICE))
             && !text.trim().is_empty()
         {
-            builder.kinds = Some(launch::kinds_by_process(text.trim(), 1)?);
+            builder.kinds = Some(mpmd_launch::kinds_by_process(text.trim(), 1)?);
         }
         if let (None, Ok(text)) =
-            (builder.collectives, std::env::var(launch::variables::CUDA_COLLECTIVES))
+            (builder.collectives, std::env::var(mpmd_launch::variables::CUDA_COLLECTIVES))
             && !text.trim().is_empty()
         {
-            builder.collectives = Some(launch::cuda_collectives(text.trim())?);
+            builder.collectives = Some(mpmd_launch::cuda_collectives(text.trim())?);
         }
         return builder.alone();
     };
@@ -167,13 +169,13 @@ fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
     let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
     let topology = builder.topology(env.processes, env.devices_per_process)?;
     if env.token_is_guessable && env.process.index() == 0 {
-        let (source, file) = (env.source, launch::variables::JOB_TOKEN_FILE);
+        let (source, file) = (env.source, mpmd_launch::variables::JOB_TOKEN_FILE);
         warn_user(&format!(
             "the token of this job follows from what {source} calls it, so that other users can \
              guess it and join: \
              name a file with a secret of yours in {file} on all hosts, or give all processes a \
              random {}",
-            launch::variables::JOB_TOKEN
+            mpmd_launch::variables::JOB_TOKEN
         ));
     }
     let server =

@@ -4,12 +4,12 @@
 use std::path::Path;
 use std::time::Duration;
 
-use mpmd_transport::ProcessId;
+use mpmd_ids::ProcessId;
 use mpmd_transport::rendezvous::Rendezvous;
 use serde::{Deserialize, Serialize};
 
-use crate::launch::{LaunchError, variables};
-use crate::topology::{LinkClass, Links};
+use mpmd_launch::{LaunchError, variables};
+use mpmd_layout::topology::{LinkClass, Links};
 
 /// Under which the rendezvous has what process 0 found.
 const KEY: &str = "mpmd.links";
@@ -75,7 +75,7 @@ fn read(path: &Path) -> Result<Links, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::topology::Link;
+    use mpmd_layout::topology::Link;
 
     fn file(name: &str, text: &str) -> std::path::PathBuf {
         let path =

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use mpmd_transport::ProcessId;
+use mpmd_ids::ProcessId;
 
 use super::Program;
 

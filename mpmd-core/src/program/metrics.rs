@@ -7,9 +7,9 @@ use std::sync::atomic::Ordering;
 use lru::LruCache;
 
 use super::{Holdings, Program};
-use crate::aval::ShapedArray;
 use crate::runtime::PutPlan;
-use crate::sharding::Sharding;
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::sharding::Sharding;
 
 /// Counters of one process's program, since it started.
 #[derive(Clone, Debug, Eq, PartialEq)]

@@ -23,9 +23,10 @@ use std::panic::Location;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use mpmd_ids::ProcessId;
+use mpmd_transport::Pool;
 use mpmd_transport::deadline::after;
 use mpmd_transport::router::{Failure, FailureKind, OpRecord, Span};
-use mpmd_transport::{Pool, ProcessId};
 
 pub use builder::Builder;
 pub(crate) use connect::Membership;
@@ -40,8 +41,8 @@ pub use simulate::{Simulation, simulate};
 use crate::error::{Error, Result};
 use crate::replay::Recording;
 use crate::runtime::{Doing, Rolling, Runtime};
-use crate::topology::{DeviceId, Mesh, Topology};
 use crate::trace::What;
+use mpmd_layout::topology::{DeviceId, Mesh, Topology};
 
 /// One process's part of a job: every process of the job runs the same program and issues the same
 /// operations in the same order.
@@ -243,7 +244,7 @@ impl Program {
     /// issued.
     ///
     /// Does not wait for anything. A process that was started to write its plan
-    /// ([`variables::PLAN`](crate::launch::variables::PLAN)) ends here with exit code 0 once the
+    /// ([`variables::PLAN`](mpmd_launch::variables::PLAN)) ends here with exit code 0 once the
     /// plan is whole: the last two steps are equal, or as many were recorded as were asked for.
     ///
     /// # Errors

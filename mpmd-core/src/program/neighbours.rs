@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use mpmd_transport::ProcessId;
+use mpmd_ids::ProcessId;
 use mpmd_transport::rendezvous::Member;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};

@@ -6,14 +6,14 @@ use std::panic::Location;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-use mpmd_transport::ProcessId;
+use mpmd_ids::ProcessId;
 use parking_lot::Mutex;
 
 use super::{Label, Program};
 use crate::array::{MpmdArray, Repr};
 use crate::error::{Error, Result};
 use crate::plan::{Array, Dropped, End, Form, Operation, Plan, Read, StepEnd, Taken};
-use crate::topology::Topology;
+use mpmd_layout::topology::Topology;
 
 /// Steps that are recorded where nobody says how many.
 pub(super) const MOST_STEPS: u64 = 16;
@@ -28,7 +28,7 @@ pub(crate) struct Recorder {
     order: Option<Order>,
 }
 
-/// What [`variables::PLAN`](crate::launch::variables::PLAN) asks for.
+/// What [`variables::PLAN`](mpmd_launch::variables::PLAN) asks for.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Order {
     /// Where the plan goes.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use mpmd_transport::ProcessId;
+use mpmd_ids::ProcessId;
 use mpmd_transport::inproc::{Fabric, Faults};
 use mpmd_transport::router::{Failure, FailureKind};
 

@@ -6,20 +6,22 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
+use mpmd_ids::ProcessId;
 use mpmd_transport::mixed::Mixed;
 use mpmd_transport::rendezvous::Member;
 use mpmd_transport::shm::{self, ShmConfig};
 use mpmd_transport::tcp::{Listener, TcpConfig};
 use mpmd_transport::ucx::{self, UcxConfig};
-use mpmd_transport::{Pool, ProcessId, Transport, TransportError};
+use mpmd_transport::{Pool, Transport, TransportError};
 
+pub use mpmd_ids::block::Spin;
 pub use mpmd_transport::probe;
-pub use mpmd_transport::ucx::{Report, Spin, examine};
+pub use mpmd_transport::ucx::{Report, examine};
 
 use super::connect::EPOCH;
 use crate::error::{Error, Result};
-use crate::launch::{JobEnv, LaunchError, variables};
 use crate::warning::warn_user;
+use mpmd_launch::{JobEnv, LaunchError, variables};
 
 /// The transports between processes, as users name them. What each needs is found when it is
 /// opened.

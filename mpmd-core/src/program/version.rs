@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::transports::listed;
 use crate::runtime::Rolling;
-use crate::topology::{CudaCollectives, DeviceKind, Topology};
+use mpmd_layout::topology::{CudaCollectives, DeviceKind, Topology};
 
 /// What runs, also where its file was replaced since.
 const RUNNING: &str = "/proc/self/exe";

@@ -20,10 +20,10 @@ pub(crate) use recording::{Here, Recording};
 use step::Step;
 
 use crate::array::{MpmdArray, Repr};
-use crate::aval::HostArray;
 use crate::error::{IssueProblem, Result};
+use crate::host_array::HostArray;
 use crate::program::Program;
-use crate::tree::{Structure, Tree};
+use mpmd_layout::tree::{Structure, Tree};
 
 /// What a process does again in an operation in which it takes part.
 pub(crate) trait Again: Send + Sync {

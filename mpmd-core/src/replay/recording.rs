@@ -13,7 +13,7 @@ use crate::array::{MpmdArray, Repr};
 use crate::error::{IssueProblem, leaf};
 use crate::program::Label;
 use crate::runtime::{Rolling, Runtime};
-use crate::tree::Structure;
+use mpmd_layout::tree::Structure;
 
 /// A step that is being recorded.
 pub(crate) struct Recording {

@@ -8,12 +8,12 @@ use std::sync::Arc;
 use super::Again;
 use super::span::{Names, Replaying};
 use crate::array::{Made, MpmdArray, Origin, Placed, Repr, Shards};
-use crate::aval::ShapedArray;
 use crate::error::IssueProblem;
 use crate::program::{Label, Program};
 use crate::runtime::{Rolling, Runtime, Span, Values};
-use crate::sharding::Sharding;
-use crate::tree::Structure;
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::sharding::Sharding;
+use mpmd_layout::tree::Structure;
 
 /// The place in the step of the operation that donates an array, and its line.
 pub(super) type Donation = (u64, &'static Location<'static>);

@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use super::assembly::DeviceAssembly;
 use super::put::Transfer;
 use super::{OpGuard, Runtime};
-use crate::region::Region;
+use mpmd_layout::region::Region;
 
 /// Bytes of a chunk: long enough for the device to be at full speed, short enough that the first is
 /// packed soon.

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use mpmd_ids::ProcessId;
+use mpmd_ids::block::Spin;
 use mpmd_transport::inproc::{Fabric, Faults, Inproc};
-use mpmd_transport::ucx::Spin;
 use mpmd_transport::{
-    Handler, Header, Parking, Payload, ProcessId, SharedBuffer, Ticket, Transport, TransportError,
+    Handler, Header, Parking, Payload, SharedBuffer, Ticket, Transport, TransportError,
 };
 use parking_lot::{Condvar, Mutex};
 

@@ -5,10 +5,11 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use mpmd_ids::ProcessId;
 use mpmd_transport::deadline::after;
 use mpmd_transport::rendezvous::Report;
 use mpmd_transport::router::{Action, Body, Failure, FailureKind, OpRecord, Router, Span};
-use mpmd_transport::{Handler, Header, Kind, Payload, ProcessId, Ticket, TransportError};
+use mpmd_transport::{Handler, Header, Kind, Payload, Ticket, TransportError};
 
 use super::{Doing, InProcess, Outgoing, Runtime, Waiter};
 use crate::trace::{PieceStep, What};

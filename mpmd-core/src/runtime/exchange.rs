@@ -9,13 +9,14 @@
 
 use std::sync::Arc;
 
+use mpmd_ids::ProcessId;
+use mpmd_transport::SharedBuffer;
 use mpmd_transport::router::{Failure, FailureKind};
-use mpmd_transport::{ProcessId, SharedBuffer};
 
 use super::mailbox::Key;
 use super::slot::{Outcome, Slot};
 use super::{OpGuard, Outgoing, Runtime, Waiter};
-use crate::topology::DeviceId;
+use mpmd_layout::topology::DeviceId;
 
 /// Set in the piece numbers of collectives, never in those of transfers.
 const COLLECTIVE: u64 = 1 << 63;

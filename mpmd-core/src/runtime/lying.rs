@@ -7,12 +7,13 @@ use mpmd_transport::{Handler, Header, Kind, OwnedBuffer, Ticket, TransportError,
 
 use super::*;
 use crate::array::LocalShard;
-use crate::aval::{ShapedArray, f32s};
-use crate::region::Region;
-use crate::reshard::{self, copy_region};
-use crate::sharding::Sharding;
-use crate::spec;
-use crate::topology::Mesh;
+use crate::device::copy::copy_region;
+use mpmd_layout::aval::{ShapedArray, f32s};
+use mpmd_layout::region::Region;
+use mpmd_layout::reshard;
+use mpmd_layout::sharding::Sharding;
+use mpmd_layout::spec;
+use mpmd_layout::topology::Mesh;
 
 /// The process of the runtime. Process 1 lies, process 2 is correct.
 const ME: ProcessId = ProcessId(0);

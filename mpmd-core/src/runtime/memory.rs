@@ -5,13 +5,14 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use mpmd_ids::ProcessId;
 use mpmd_transport::memory::{OutOfMemory, Pool, Reservation};
 use mpmd_transport::router::{Failure, FailureKind};
-use mpmd_transport::{OwnedBuffer, ProcessId, SharedBuffer, Transport};
+use mpmd_transport::{OwnedBuffer, SharedBuffer, Transport};
 
 use super::Runtime;
 use crate::array::{Handle, WeakHandle};
-use crate::sharding::MemoryKind;
+use mpmd_layout::sharding::MemoryKind;
 
 /// Arrays smaller than this are not worth naming when memory runs out.
 const WORTH_NAMING: u64 = 64 << 10;

@@ -36,10 +36,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use mpmd_ids::ProcessId;
+use mpmd_ids::block::Spin as SpinSetting;
 use mpmd_transport::memory::Arena;
 use mpmd_transport::router::{Cargo, Failure, FailureKind, Router};
-use mpmd_transport::ucx::Spin as SpinSetting;
-use mpmd_transport::{Payload, Pool, ProcessId, SharedBuffer, Transport, router};
+use mpmd_transport::{Payload, Pool, SharedBuffer, Transport, router};
 use parking_lot::{Condvar, Mutex};
 
 use assembly::{Assembly, DeviceAssembly, HostAssembly};
@@ -64,8 +65,8 @@ pub(crate) use worker::{Job, Work};
 
 use crate::backend::cuda::{self, Gpu};
 use crate::program::Recorder;
-use crate::topology::{DeviceId, DeviceKind, Topology};
 use crate::trace::{PieceStep, Trace, What};
+use mpmd_layout::topology::{DeviceId, DeviceKind, Topology};
 
 /// How often the ticker looks at the clock.
 const TICK: Duration = Duration::from_millis(50);

@@ -2,15 +2,16 @@
 
 use std::sync::Arc;
 
+use mpmd_ids::ProcessId;
 use mpmd_transport::memory::{ALIGNMENT, OutOfMemory};
 use mpmd_transport::router::{Failure, FailureKind};
-use mpmd_transport::{OwnedBuffer, Payload, ProcessId, SharedBuffer};
+use mpmd_transport::{OwnedBuffer, Payload, SharedBuffer};
 
 use super::driver::in_memory;
 use super::put::Transfer;
 use super::{Assembly, OpGuard, Outcome, Outgoing, Runtime, Slot};
 use crate::backend::cuda::Part;
-use crate::reshard::copy_region;
+use crate::device::copy::copy_region;
 use crate::trace::PieceStep;
 
 /// What becomes of a region that a peer sends.

@@ -5,10 +5,10 @@ use std::collections::HashMap;
 use super::Runtime;
 use super::put::{PutPlan, PutWhat};
 use crate::plan::{Form, Kind, Memory, Message, Shard};
-use crate::region::Region;
-use crate::reshard::{self, Piece};
-use crate::sharding::{Layout, MemoryKind};
-use crate::topology::DeviceId;
+use mpmd_layout::region::Region;
+use mpmd_layout::reshard::{self, Piece};
+use mpmd_layout::sharding::{Layout, MemoryKind};
+use mpmd_layout::topology::DeviceId;
 
 impl PutPlan {
     /// What the move is, where it may or may not share memory with its source.

@@ -2,16 +2,17 @@
 
 use std::sync::Arc;
 
+use mpmd_ids::ProcessId;
 use mpmd_transport::memory::DevicePlace;
 use mpmd_transport::router::{Failure, FailureKind};
-use mpmd_transport::{OwnedBuffer, ProcessId, SharedBuffer};
+use mpmd_transport::{OwnedBuffer, SharedBuffer};
 
 use super::slot::Slot;
 use super::{OpGuard, Runtime};
 use crate::backend::cuda::{CudaError, Gpu, Part};
-use crate::region::Region;
-use crate::sharding::MemoryKind;
-use crate::topology::{DeviceId, DeviceKind};
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::MemoryKind;
+use mpmd_layout::topology::{DeviceId, DeviceKind};
 
 impl Runtime {
     /// Whose memory a shard on a device of this process is in: `None` where it is the host's.

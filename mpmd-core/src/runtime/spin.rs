@@ -7,9 +7,9 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use mpmd_transport::ProcessId;
+use mpmd_ids::ProcessId;
 
-use crate::topology::Topology;
+use mpmd_layout::topology::Topology;
 
 /// The longest a thread looks.
 const LONGEST: Duration = Duration::from_micros(20);

@@ -3,8 +3,9 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
+use mpmd_ids::ProcessId;
 use mpmd_transport::transport::{Fetch, FetchDone};
-use mpmd_transport::{OwnedBuffer, ProcessId, Ticket, TransportError};
+use mpmd_transport::{OwnedBuffer, Ticket, TransportError};
 
 use super::{OnLoan, OpGuard, Runtime};
 

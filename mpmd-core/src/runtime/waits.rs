@@ -13,8 +13,8 @@ use std::task::{Poll, Wake, Waker};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
+use mpmd_ids::block::Spin as Setting;
 use mpmd_transport::Transport;
-use mpmd_transport::ucx::Spin as Setting;
 
 use super::slot::{Outcome, Slot};
 use super::spin::Room;
@@ -271,9 +271,8 @@ mod tests {
     use std::collections::VecDeque;
     use std::sync::atomic::AtomicUsize;
 
-    use mpmd_transport::{
-        Failure, FailureKind, Handler, Header, Parking, ProcessId, SharedBuffer, Ticket,
-    };
+    use mpmd_ids::ProcessId;
+    use mpmd_transport::{Failure, FailureKind, Handler, Header, Parking, SharedBuffer, Ticket};
     use parking_lot::{Condvar, Mutex};
 
     use super::*;

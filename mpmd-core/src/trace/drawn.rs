@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use super::merge::{Kernel, Piece, Run};
 use super::reasons::short;
-use super::timeline::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Timeline};
 use crate::program::{Label, Role};
+use mpmd_schedule::timeline::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Timeline};
 
 /// Seconds for which it is not worth saying what a device waited for.
 const SHORT: f64 = 1e-6;

@@ -5,8 +5,8 @@ use std::fmt::Write;
 
 use super::merge::{Kernel, Run};
 use super::reasons::bytes;
-use crate::pipeline::{Costs, StageCosts};
 use crate::program::{Label, Role};
+use mpmd_schedule::{Costs, StageCosts};
 
 /// How many of the longest waits a summary shows.
 const LONGEST_WAITS: usize = 8;

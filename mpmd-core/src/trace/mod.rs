@@ -15,7 +15,6 @@ mod perfetto;
 mod plan;
 mod reasons;
 mod record;
-mod timeline;
 
 #[cfg(test)]
 mod tests;
@@ -25,6 +24,6 @@ pub(crate) use file::unix_now;
 pub use file::{About, Clock, ProcessTrace, TraceError};
 pub use measure::CostsError;
 pub use merge::{Kernel, Operation, Piece, Process, Run, Step as RunStep, Wait};
+pub use mpmd_schedule::timeline::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Step, Timeline};
 pub use plan::PlanError;
 pub(crate) use record::Trace;
-pub use timeline::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Step, Timeline};

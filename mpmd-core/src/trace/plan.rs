@@ -2,11 +2,11 @@
 
 use super::measure::CostsError;
 use super::merge::Run;
-use super::timeline::Timeline;
-use crate::pipeline::check::Channel;
-use crate::pipeline::flow::Leaves;
-use crate::pipeline::simulate::{SimulateError, simulate_schedule};
-use crate::pipeline::{Flavour, ScheduleError, Text, TextError};
+use mpmd_schedule::check::Channel;
+use mpmd_schedule::flow::Leaves;
+use mpmd_schedule::simulate::{SimulateError, simulate_schedule};
+use mpmd_schedule::timeline::Timeline;
+use mpmd_schedule::{Flavour, ScheduleError, Text, TextError};
 
 /// Why there is no plan to compare a run with.
 #[derive(Debug, thiserror::Error)]

@@ -15,8 +15,8 @@ use parking_lot::{Condvar, Mutex};
 
 use super::event::{Event, What};
 use super::file::{self, About, Chunk};
-use crate::pipeline::Schedule;
 use crate::program::Label;
+use mpmd_schedule::Schedule;
 
 /// Threads that note at the same time seldom meet at one of so many lists.
 const LISTS: usize = 16;

@@ -4,8 +4,8 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use mpmd_core::cuda::{Grid, Source};
-use mpmd_core::prelude::*;
+use mpmd::cuda::{Grid, Source};
+use mpmd::prelude::*;
 use mpmd_examples::job::{self, JobArgs};
 
 /// Add one on devices 0 to 3, double on devices 4 to 7; print what is where.

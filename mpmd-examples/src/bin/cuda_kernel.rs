@@ -4,10 +4,10 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use mpmd_core::backend::cuda;
-use mpmd_core::cuda::{Grid, Source};
-use mpmd_core::prelude::*;
-use mpmd_core::topology::DeviceKind;
+use mpmd::backend::cuda;
+use mpmd::cuda::{Grid, Source};
+use mpmd::prelude::*;
+use mpmd::topology::DeviceKind;
 
 /// y = a x + y on one device: a CUDA device where there is one, the host's processors elsewhere.
 #[derive(Parser)]

@@ -6,7 +6,7 @@
 use std::convert::Infallible;
 use std::time::{Duration, Instant};
 
-use mpmd_core::tree::Tree as _;
+use mpmd::tree::Tree as _;
 use mpmd_examples::gpt::adamw::{AdamW, Step, WarmupCosine, clip_factor, square_sum};
 use mpmd_examples::gpt::block::{
     self, BlockGradients, BlockInputs, BlockInterior, BlockParameters,

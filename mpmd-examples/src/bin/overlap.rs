@@ -5,9 +5,9 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::Parser;
-use mpmd_core::ProcessId;
-use mpmd_core::prelude::*;
-use mpmd_core::random::{Key, normal_f64, uniform_f32};
+use mpmd::ProcessId;
+use mpmd::prelude::*;
+use mpmd::random::{Key, normal_f64, uniform_f32};
 use mpmd_examples::job::{self, JobArgs};
 use mpmd_examples::math::matmul;
 use mpmd_examples::pipeline::gpipe;

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use clap::{Parser, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
-use mpmd_core::ProcessId;
-use mpmd_core::prelude::*;
-use mpmd_core::sharding::Sharding;
-use mpmd_core::topology::DeviceId;
+use mpmd::ProcessId;
+use mpmd::prelude::*;
+use mpmd::sharding::Sharding;
+use mpmd::topology::DeviceId;
 use mpmd_examples::job::{self, JobArgs, Rejected};
 use mpmd_examples::mm;
 use mpmd_examples::pipeline::{DEVICES, Meter, Number, Pipeline, Settings, Start, check};

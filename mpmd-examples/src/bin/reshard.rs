@@ -4,14 +4,14 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use mpmd_core::ProcessId;
-use mpmd_core::prelude::*;
-use mpmd_core::random::{Key, uniform_f32};
-use mpmd_core::reshard::{self, Summary};
-use mpmd_core::sharding::Sharding;
-use mpmd_core::sharding::rules::{Registry, Strategy, infer_sharding};
-use mpmd_core::topology::{DeviceId, LinkClass};
-use mpmd_core::{ReshardOptions, tree::PrefixTree};
+use mpmd::ProcessId;
+use mpmd::prelude::*;
+use mpmd::random::{Key, uniform_f32};
+use mpmd::reshard::{self, Summary};
+use mpmd::sharding::Sharding;
+use mpmd::sharding::rules::{Registry, Strategy, infer_sharding};
+use mpmd::topology::{DeviceId, LinkClass};
+use mpmd::{ReshardOptions, tree::PrefixTree};
 use mpmd_examples::job::{self, JobArgs};
 
 /// Devices of the job.

@@ -17,7 +17,7 @@ use anyhow::Context as _;
 use clap::Parser;
 use clap::builder::RangedU64ValueParser;
 use indicatif::{ProgressBar, ProgressStyle};
-use mpmd_core::{ProcessId, Program};
+use mpmd::{ProcessId, Program};
 use mpmd_examples::job::{self, JobArgs};
 use mpmd_examples::next_byte_data::HeldOut;
 use mpmd_examples::next_byte_job::{Config, Outcome, STAGES, train};

@@ -334,7 +334,7 @@ fn add_branch<T: Real>(y: &mut [T], branch: &[T], bias: &[T]) {
 mod tests {
     use std::convert::Infallible;
 
-    use mpmd_core::tree::Tree as _;
+    use mpmd::tree::Tree as _;
 
     use super::*;
     use crate::gpt::LeafShape;

@@ -8,11 +8,14 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use mpmd_core::aval::{DType, HostArray, ShapedArray};
-use mpmd_core::kernel::ViewMut;
-use mpmd_core::region::Region;
-use mpmd_core::sharding::Sharding;
-use mpmd_core::{Error, MpmdArray, ProcessId, Program, Result};
+use mpmd::kernel::ViewMut;
+use mpmd::region::Region;
+use mpmd::sharding::Sharding;
+use mpmd::{Error, MpmdArray, ProcessId, Program, Result};
+use mpmd::{
+    HostArray,
+    aval::{DType, ShapedArray},
+};
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 
 /// The longest header that is read, in bytes: far beyond any model here, and no length that a
@@ -248,8 +251,8 @@ pub fn read_all(path: &Path) -> Result<BTreeMap<String, HostArray>> {
 
 #[cfg(test)]
 mod tests {
-    use mpmd_core::aval::f32s;
-    use mpmd_core::{Simulation, spec};
+    use mpmd::aval::f32s;
+    use mpmd::{Simulation, spec};
 
     use super::*;
 

@@ -3,8 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use mpmd_core::prelude::*;
-use mpmd_core::topology::Mesh;
+use mpmd::prelude::*;
+use mpmd::topology::Mesh;
 
 use super::placement::DATA_AXIS;
 use crate::text::Text;
@@ -143,7 +143,7 @@ enum Side {
 
 #[cfg(test)]
 mod tests {
-    use mpmd_core::Simulation;
+    use mpmd::Simulation;
 
     use super::*;
     use crate::text::BLOCK;

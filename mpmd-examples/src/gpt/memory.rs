@@ -1,8 +1,8 @@
 //! The memory of a training, by process: what its plan says before it runs, and what it took.
 
-use mpmd_core::pipeline::DeviceMemory;
-use mpmd_core::prelude::*;
-use mpmd_core::{MemoryUse, ProcessId};
+use mpmd::pipeline::DeviceMemory;
+use mpmd::prelude::*;
+use mpmd::{MemoryUse, ProcessId};
 
 /// What all processes expect, in their order.
 #[derive(Clone, Debug)]

@@ -106,12 +106,12 @@ pub use shape::{BlockShape, Initial, LeafShape};
 /// How many values a byte has, and the head logits.
 pub const BYTES: usize = crate::next_byte::BYTES;
 
-/// Declares a structure of arrays that is a [`Tree`](mpmd_core::tree::Tree), with the maps that
+/// Declares a structure of arrays that is a [`Tree`](mpmd::tree::Tree), with the maps that
 /// slices need (a slice itself can be no tree's leaf).
 macro_rules! leaves {
     ($(#[$meta:meta])* pub struct $name:ident { $($(#[$doc:meta])* $field:ident,)* }) => {
         $(#[$meta])*
-        #[derive(Clone, Copy, Debug, Eq, PartialEq, mpmd_core::tree::Tree)]
+        #[derive(Clone, Copy, Debug, Eq, PartialEq, mpmd::tree::Tree)]
         pub struct $name<L> {
             $($(#[$doc])* pub $field: L,)*
         }

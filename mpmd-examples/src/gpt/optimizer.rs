@@ -10,14 +10,14 @@
 
 use std::marker::PhantomData;
 
-use mpmd_core::Jit;
-use mpmd_core::aval::f64s;
-use mpmd_core::cuda::{Math, Part as Values, Source};
-use mpmd_core::pipeline::{Loss, Pipeline, StepOutput};
-use mpmd_core::prelude::*;
-use mpmd_core::sharding::Sharding;
-use mpmd_core::topology::Mesh;
-use mpmd_core::tree::PrefixTree;
+use mpmd::Jit;
+use mpmd::aval::f64s;
+use mpmd::cuda::{Math, Part as Values, Source};
+use mpmd::pipeline::{Loss, Pipeline, StepOutput};
+use mpmd::prelude::*;
+use mpmd::sharding::Sharding;
+use mpmd::topology::Mesh;
+use mpmd::tree::PrefixTree;
 
 use super::adamw::{self, AdamW, clip_factor, square_sum};
 use super::clock::{Clock, Pass};

@@ -5,10 +5,10 @@
 //! stages, and what it starts from is drawn by that name: the same model, to the bit, however it is
 //! divided.
 
-use mpmd_core::aval::Element;
-use mpmd_core::prelude::*;
-use mpmd_core::random::{Key, normal_f64};
-use mpmd_core::sharding::Sharding;
+use mpmd::aval::Element;
+use mpmd::prelude::*;
+use mpmd::random::{Key, normal_f64};
+use mpmd::sharding::Sharding;
 
 use super::block::BlockParameters;
 use super::embed::EmbedParameters;

@@ -6,12 +6,12 @@
 //! keeps a part (fully sharded data parallelism), and with it the optimiser's running means of that
 //! part alone. A step gathers what its kernels read, once, and scatters the sums of the gradients.
 
-use mpmd_core::aval::DType;
-use mpmd_core::pipeline::Storage;
-use mpmd_core::prelude::*;
-use mpmd_core::sharding::Sharding;
-use mpmd_core::sharding::rules::{Inferred, Registry, Strategy, infer};
-use mpmd_core::topology::{DeviceId, Mesh};
+use mpmd::aval::DType;
+use mpmd::pipeline::Storage;
+use mpmd::prelude::*;
+use mpmd::sharding::Sharding;
+use mpmd::sharding::rules::{Inferred, Registry, Strategy, infer};
+use mpmd::topology::{DeviceId, Mesh};
 
 use super::params::Part;
 
@@ -21,7 +21,7 @@ pub const DATA_AXIS: &str = "data";
 /// The axis of a stage's mesh over which its blocks' matrices are sharded.
 pub const MODEL_AXIS: &str = "model";
 
-/// A rule of a strategy: the pattern of names, and the tactic. See [`mpmd_core::sharding::rules`].
+/// A rule of a strategy: the pattern of names, and the tactic. See [`mpmd::sharding::rules`].
 pub type Rule = (String, String);
 
 /// What kernels compute with: each device of the axis `model` some heads and hidden columns.
@@ -160,7 +160,7 @@ fn inferred<P: AsRef<str>, T: AsRef<str>>(
 
 #[cfg(test)]
 mod tests {
-    use mpmd_core::sharding::{Spec, SpecEntry};
+    use mpmd::sharding::{Spec, SpecEntry};
 
     use super::*;
     use crate::gpt::params::Model;

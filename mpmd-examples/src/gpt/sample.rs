@@ -1,6 +1,6 @@
 //! From logits to text.
 
-use mpmd_core::random::{Key, uniform_f64};
+use mpmd::random::{Key, uniform_f64};
 
 /// The byte that follows, drawn by the logits.
 ///

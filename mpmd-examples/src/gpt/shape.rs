@@ -1,7 +1,7 @@
 //! Sizes of a model's parts, and the shapes that follow from them.
 
-use mpmd_core::sharding::{Spec, SpecEntry};
-use mpmd_core::tree::Leaf;
+use mpmd::sharding::{Spec, SpecEntry};
+use mpmd::tree::Leaf;
 
 use super::BYTES;
 use super::block::{BlockGradients, BlockInputs, BlockInterior, BlockParameters};
@@ -297,7 +297,7 @@ impl BlockShape {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mpmd_core::tree::Tree as _;
+    use mpmd::tree::Tree as _;
 
     const SHAPE: BlockShape =
         BlockShape { batch: 2, time: 3, width: 8, heads_total: 4, heads: 4, hidden: 12 };

@@ -10,13 +10,13 @@
 
 use std::sync::Arc;
 
-use mpmd_core::aval::{DType, f64s};
-use mpmd_core::cuda::{CUBLAS, Math, Source};
-use mpmd_core::kernel::{Reducible, Shapes, Views, ViewsMut};
-use mpmd_core::pipeline::{Declared, Loss, PlacedShape, Stage, StageSignature};
-use mpmd_core::prelude::*;
-use mpmd_core::sharding::Spec;
-use mpmd_core::tree::Empty;
+use mpmd::aval::{DType, f64s};
+use mpmd::cuda::{CUBLAS, Math, Source};
+use mpmd::kernel::{Reducible, Shapes, Views, ViewsMut};
+use mpmd::pipeline::{Declared, Loss, PlacedShape, Stage, StageSignature};
+use mpmd::prelude::*;
+use mpmd::sharding::Spec;
+use mpmd::tree::Empty;
 use parking_lot::Mutex;
 
 use super::block::{self, BlockGradients, BlockInputs, BlockInterior};

@@ -4,15 +4,15 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use mpmd_core::ProcessId;
-use mpmd_core::aval::DType;
-use mpmd_core::cuda::Math;
-use mpmd_core::pipeline::{
+use mpmd::ProcessId;
+use mpmd::aval::DType;
+use mpmd::cuda::Math;
+use mpmd::pipeline::{
     DeviceMemory, Loss, Microbatch, MicrobatchShapes, Pipeline, Schedule, StepOutput,
 };
-use mpmd_core::prelude::*;
-use mpmd_core::sharding::Sharding;
-use mpmd_core::topology::Mesh;
+use mpmd::prelude::*;
+use mpmd::sharding::Sharding;
+use mpmd::topology::Mesh;
 
 use super::BYTES;
 use super::adamw::{AdamW, WarmupCosine};

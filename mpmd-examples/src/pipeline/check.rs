@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-use mpmd_core::ProcessId;
-use mpmd_core::prelude::*;
+use mpmd::ProcessId;
+use mpmd::prelude::*;
 
 use super::{Layer, Number, Pipeline, STAGES, Settings, Start};
 use crate::mm;

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use mpmd_core::kernel::Reducible;
-use mpmd_core::prelude::*;
+use mpmd::kernel::Reducible;
+use mpmd::prelude::*;
 
 use crate::math::{Real, matmul};
 use crate::mm::{self, StageShape};

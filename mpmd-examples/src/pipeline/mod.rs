@@ -12,12 +12,12 @@ use std::marker::PhantomData;
 pub use check::{Report, check};
 use kernels::{Backward, BackwardLoss, Forward, ForwardLoss, Mean, Update};
 pub use kernels::{Layer, Meter, Number};
-use mpmd_core::Jit;
-use mpmd_core::aval::ShapedArray;
-use mpmd_core::prelude::*;
-use mpmd_core::random::{Key, normal_f64, uniform_f64};
-use mpmd_core::sharding::Sharding;
-use mpmd_core::topology::Mesh;
+use mpmd::Jit;
+use mpmd::aval::ShapedArray;
+use mpmd::prelude::*;
+use mpmd::random::{Key, normal_f64, uniform_f64};
+use mpmd::sharding::Sharding;
+use mpmd::topology::Mesh;
 
 use crate::mm;
 
@@ -368,7 +368,7 @@ mod tests {
             }
             Ok(means.concat())
         };
-        let means = mpmd_core::simulate(2, DEVICES, 1, job);
+        let means = mpmd::simulate(2, DEVICES, 1, job);
         assert!(means[0].as_ref().unwrap().is_empty(), "the losses are the last stage's");
         let means = means[1].as_ref().unwrap();
         assert!(means.iter().all(|loss| loss.is_finite()), "{means:?}");

@@ -54,21 +54,10 @@ pub use examine::examine;
 #[cfg(feature = "ucx")]
 pub use present::{Opened, Ucx};
 
+pub use mpmd_ids::block::Spin;
+
 /// The transport's name as the user writes it.
 pub const NAME: &str = "ucx";
-
-/// How long the engine looks for work before it sleeps.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub enum Spin {
-    /// As long as it has paid lately, up to 50 microseconds; not at all where the job has more
-    /// processes on this host than the host has cores for them.
-    #[default]
-    Auto,
-    /// Sleeps at once.
-    Never,
-    /// For so long, whatever it costs others.
-    For(Duration),
-}
 
 /// What [`Opened::connect`] needs to know of the job.
 #[derive(Clone)]

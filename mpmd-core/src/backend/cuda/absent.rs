@@ -13,7 +13,7 @@ use mpmd_transport::{Failure, OwnedBuffer, SharedBuffer};
 use super::asked::{CommunicatorId, Joint, NotJoined, Product, RawArg};
 use super::{CudaError, Ended, Part, Then};
 use crate::cuda::{Grid, Source, Spare};
-use crate::topology::DeviceId;
+use mpmd_layout::topology::DeviceId;
 
 const NOT_BUILT: &str = "this program was built without the feature `cuda`";
 

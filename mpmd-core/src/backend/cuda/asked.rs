@@ -7,9 +7,9 @@ use mpmd_transport::Failure;
 use mpmd_transport::memory::DevicePlace;
 
 use super::CudaError;
-use crate::aval::DType;
 use crate::cuda::Types;
 use crate::kernel::CollectiveKind;
+use mpmd_layout::aval::DType;
 
 /// An argument of a function, as the driver takes it.
 #[derive(Clone, Copy, Debug)]

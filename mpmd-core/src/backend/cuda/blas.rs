@@ -13,8 +13,8 @@ use super::compile::Architecture;
 use super::error::CudaError;
 use super::gpu::{Context, Gpu};
 use super::line::Stream;
-use crate::aval::DType;
 use crate::cuda::{Math, Types};
+use mpmd_layout::aval::DType;
 
 /// What cuBLAS's own documentation has for processors from compute capability 9.0 on, and for
 /// others.

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::cuda::Source;
-use crate::fingerprint::Fingerprint;
+use mpmd_layout::Fingerprint;
 
 /// How a file begins. Another number for another form.
 const MAGIC: &[u8] = b"mpmd compiled 1\n";

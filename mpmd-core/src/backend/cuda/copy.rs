@@ -16,7 +16,7 @@ use super::error::CudaError;
 use super::gpu::cuda;
 use super::line::{Line, Stream};
 use super::{Part, Then};
-use crate::reshard::copy::{Loop, Loops};
+use crate::device::copy::{Loop, Loops};
 
 /// The widest rows of a copy by rows, which the driver counts with signed 32 bits.
 const MOST_PITCH: usize = i32::MAX as usize;
@@ -375,9 +375,9 @@ mod tests {
 
     use super::*;
     use crate::backend::cuda::Gpu;
-    use crate::region::Region;
-    use crate::region::tests::nested;
-    use crate::reshard::copy_region;
+    use crate::device::copy::copy_region;
+    use crate::device::copy::tests::nested;
+    use mpmd_layout::region::Region;
 
     /// A device with pools of its memory, and of the host's that it reaches.
     struct Place {

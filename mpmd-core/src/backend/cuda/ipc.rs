@@ -29,7 +29,7 @@ use super::error::CudaError;
 use super::gpu::{Context, Gpu, cuda};
 use super::line::{Event, RawEvent, Stream, WAIT_DEFAULT, create_event, is_passed};
 use super::orphan;
-use crate::launch::variables;
+use mpmd_launch::variables;
 
 /// Bytes of CUDA's handles, and of what a device is known by.
 const HANDLE: usize = 64;

@@ -52,7 +52,7 @@ mod turn;
 #[cfg(feature = "cuda")]
 mod warm;
 
-use crate::region::Region;
+use mpmd_layout::region::Region;
 
 #[cfg(not(feature = "cuda"))]
 pub(crate) use absent::{
@@ -83,7 +83,7 @@ pub(crate) use turn::{Ending, Turn};
 pub(crate) use warm::WarmUp;
 
 /// Which elements a copy moves, between which regions: as for
-/// [`copy_region`](crate::reshard::copy_region).
+/// [`copy_region`](crate::device::copy::copy_region).
 #[derive(Clone, Copy)]
 #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "for devices, and there are none"))]
 pub(crate) struct Part<'a> {

@@ -8,19 +8,19 @@ use mpmd_transport::router::Failure;
 use mpmd_transport::{OwnedBuffer, SharedBuffer};
 use parking_lot::Mutex;
 
-use crate::aval::DType;
 use crate::backend::cuda::kernels::ADD;
 use crate::backend::cuda::{Gpu, Part, RawArg, Stream};
 use crate::cuda::Grid;
-use crate::region::Region;
-use crate::reshard::copy_region;
+use crate::device::copy::copy_region;
 use crate::runtime::chunks::Chunked;
 use crate::runtime::put::{COPY_INLINE, Transfer};
 use crate::runtime::reach::when_made;
 use crate::runtime::slot::{IssuedPromises, Promise, Slot};
 use crate::runtime::{OpGuard, Outcome, Runtime};
-use crate::sharding::MemoryKind;
-use crate::topology::DeviceId;
+use mpmd_layout::aval::DType;
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::MemoryKind;
+use mpmd_layout::topology::DeviceId;
 
 /// A shard of one CUDA device, incomplete until the copies of all its pieces are over.
 ///

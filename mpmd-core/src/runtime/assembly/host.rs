@@ -4,17 +4,21 @@ use std::collections::VecDeque;
 use std::mem::replace;
 use std::sync::Arc;
 
+use mpmd_ids::ProcessId;
 use mpmd_transport::memory::{Divided, Reservation};
 use mpmd_transport::router::{Failure, FailureKind};
-use mpmd_transport::{OwnedBuffer, ProcessId, SharedBuffer};
+use mpmd_transport::{OwnedBuffer, SharedBuffer};
 use parking_lot::Mutex;
 
-use crate::aval::DType;
-use crate::region::Region;
-use crate::reshard::{add_region, contiguous_bytes, copy_region};
+use crate::device::{
+    copy::{contiguous_bytes, copy_region},
+    sum::add_region,
+};
 use crate::runtime::put::Transfer;
 use crate::runtime::slot::Promise;
 use crate::runtime::{OpGuard, Outcome, Runtime};
+use mpmd_layout::aval::DType;
+use mpmd_layout::region::Region;
 
 /// A shard of one device, incomplete until all its pieces are in their places.
 ///

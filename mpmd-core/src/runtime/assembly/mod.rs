@@ -17,7 +17,7 @@ use super::put::Transfer;
 use super::slot::Slot;
 use super::{OpGuard, Outcome, Runtime};
 use crate::backend::cuda::Part;
-use crate::region::Region;
+use mpmd_layout::region::Region;
 
 /// A shard of this process that waits for pieces. Clones are the same shard.
 #[derive(Clone)]

@@ -10,7 +10,7 @@ mod transfer;
 use std::fmt;
 use std::sync::{Arc, Once};
 
-use mpmd_transport::ProcessId;
+use mpmd_ids::ProcessId;
 
 use start::Start;
 pub(super) use transfer::Transfer;
@@ -19,13 +19,15 @@ use transfer::{Origin, Target, from_host, in_place};
 use super::assembly::Sum;
 use super::{OpGuard, Runtime, Slot};
 use crate::array::{LocalShard, Made};
-use crate::aval::{HostArray, ShapedArray};
 use crate::backend::cuda::WarmUp;
 use crate::backend::cuda::kernels::ADD;
+use crate::device::copy::contiguous_bytes;
+use crate::host_array::HostArray;
 use crate::program::KnownForm;
-use crate::reshard::{self, ReshardError, contiguous_bytes};
-use crate::sharding::{Layout, MemoryKind, Sharding};
-use crate::topology::DeviceId;
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::reshard::{self, ReshardError};
+use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
+use mpmd_layout::topology::DeviceId;
 
 /// Copies from host values up to this size are made by the program thread itself: queueing would
 /// cost more.
@@ -305,12 +307,12 @@ impl fmt::Display for PutWhat {
 
 #[cfg(test)]
 mod tests {
-    use mpmd_transport::ProcessId;
+    use mpmd_ids::ProcessId;
 
     use crate::Simulation;
     use crate::prelude::*;
-    use crate::sharding::Sharding;
-    use crate::topology::DeviceId;
+    use mpmd_layout::sharding::Sharding;
+    use mpmd_layout::topology::DeviceId;
 
     #[test]
     fn what_is_packed_counts_as_memory_and_what_is_sent_from_its_place_does_not() {

@@ -3,9 +3,10 @@
 
 use std::sync::Arc;
 
+use mpmd_ids::ProcessId;
+use mpmd_transport::SharedBuffer;
 use mpmd_transport::memory::Reservation;
 use mpmd_transport::router::{Failure, FailureKind};
-use mpmd_transport::{ProcessId, SharedBuffer};
 
 use super::transfer::{Origin, Target, Transfer};
 use super::{COPY_INLINE, PutPlan, PutWhat, Source, kind_of};
@@ -15,8 +16,8 @@ use crate::runtime::{
     Assembly, DeviceAssembly, HostAssembly, OpGuard, Outcome, Passage, Promise, Runtime, Slot,
     Waiter, follow,
 };
-use crate::topology::DeviceId;
 use crate::trace::PieceStep;
+use mpmd_layout::topology::DeviceId;
 
 /// Smaller shards are put together by one mover: waking another would cost more than it does.
 const WRITTEN_IN_PARTS: usize = 1 << 20;

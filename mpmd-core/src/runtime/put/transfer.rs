@@ -4,14 +4,15 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use mpmd_transport::ProcessId;
+use mpmd_ids::ProcessId;
 
-use crate::aval::ShapedArray;
-use crate::region::Region;
-use crate::reshard::{self, Delivery, contiguous_bytes};
+use crate::device::copy::contiguous_bytes;
 use crate::runtime::Runtime;
-use crate::sharding::{Layout, MemoryKind};
-use crate::topology::DeviceId;
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::region::Region;
+use mpmd_layout::reshard::{self, Delivery};
+use mpmd_layout::sharding::{Layout, MemoryKind};
+use mpmd_layout::topology::DeviceId;
 
 /// A shard that this process will own.
 pub(super) struct Target {

@@ -384,7 +384,7 @@ mod tests {
         let (first, second) = (slot.issue_use(), slot.issue_use());
         slot.give_up(Arc::new(Failure::new(
             FailureKind::Donated,
-            mpmd_transport::ProcessId(0),
+            mpmd_ids::ProcessId(0),
             4,
             "donated",
         )));
@@ -425,7 +425,7 @@ mod tests {
     #[test]
     fn what_was_issued_may_fail_and_may_be_taken_over_before_it_ends() {
         let failure =
-            || Arc::new(Failure::new(FailureKind::Kernel, mpmd_transport::ProcessId(0), 4, "no"));
+            || Arc::new(Failure::new(FailureKind::Kernel, mpmd_ids::ProcessId(0), 4, "no"));
         let pool = mpmd_transport::Pool::new("test", None);
         let block = || pool.allocate(1).unwrap().freeze();
         let (promises, slots) = Slot::several(2);
@@ -451,7 +451,7 @@ mod tests {
     #[test]
     fn who_asked_before_a_buffer_is_taken_has_it_when_it_is_filled_and_a_verdict_outlives_it() {
         let failure =
-            || Arc::new(Failure::new(FailureKind::Donated, mpmd_transport::ProcessId(0), 4, "no"));
+            || Arc::new(Failure::new(FailureKind::Donated, mpmd_ids::ProcessId(0), 4, "no"));
         let told = Arc::new(Mutex::new(Vec::new()));
         for result in [Ok(()), Err(failure())] {
             let (promise, slot) = Slot::new();
@@ -485,8 +485,7 @@ mod tests {
     #[test]
     fn a_taken_buffer_leaves_the_donation_behind() {
         let slot = Slot::filled(vec![7u8].into());
-        let failure =
-            Failure::new(FailureKind::Donated, mpmd_transport::ProcessId(0), 4, "donated");
+        let failure = Failure::new(FailureKind::Donated, mpmd_ids::ProcessId(0), 4, "donated");
         let taken = slot.take(Arc::new(failure)).unwrap().unwrap();
         assert!(taken.into_owned().is_ok(), "the slot no longer holds it");
         assert_eq!(slot.peek().unwrap().unwrap_err().kind, FailureKind::Donated);
@@ -546,7 +545,7 @@ mod tests {
         let (promises, slots) = Slot::several(2);
         promises.fail(&Arc::new(Failure::new(
             FailureKind::Kernel,
-            mpmd_transport::ProcessId(0),
+            mpmd_ids::ProcessId(0),
             4,
             "why",
         )));

@@ -55,7 +55,7 @@ impl Fence for Verdict {
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    use mpmd_transport::ProcessId;
+    use mpmd_ids::ProcessId;
     use mpmd_transport::router::FailureKind;
 
     use super::*;

@@ -1,7 +1,7 @@
 //! The optimiser: [`adamw`](crate::gpt::adamw) on a CUDA device.
 
-use mpmd_core::cuda::{Grid, Part};
-use mpmd_core::prelude::*;
+use mpmd::cuda::{Grid, Part};
+use mpmd::prelude::*;
 
 use super::device::{Device, size};
 use crate::gpt::adamw::AdamW;
@@ -91,7 +91,7 @@ pub(crate) fn clip(
 
 #[cfg(test)]
 mod tests {
-    use mpmd_core::aval::DType;
+    use mpmd::aval::DType;
 
     use super::*;
     use crate::gpt::adamw::{self as host, Step};

@@ -3,8 +3,8 @@
 //! The products of all heads of all sequences are one call each. They are of whole squares: what a
 //! place would take from later ones is computed and then made zero.
 
-use mpmd_core::cuda::Part;
-use mpmd_core::prelude::*;
+use mpmd::cuda::Part;
+use mpmd::prelude::*;
 
 use super::device::{Device, Product, size};
 use super::sums::add_column_sums;

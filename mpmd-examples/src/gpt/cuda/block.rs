@@ -2,8 +2,8 @@
 //!
 //! In the same parts, which meet where devices that share a block add up their summands.
 
-use mpmd_core::cuda::Part;
-use mpmd_core::prelude::*;
+use mpmd::cuda::Part;
+use mpmd::prelude::*;
 
 use super::attention::{
     AttentionOutputs, attention_backward_input, attention_forward, linear_backward_weights,

@@ -1,8 +1,8 @@
 //! A CUDA device as the parts of the model use it: rows, elements, products.
 
-use mpmd_core::aval::DType;
-use mpmd_core::cuda::{Arg, Cuda, Gemm, Grid, Math, Part, Scratch};
-use mpmd_core::prelude::*;
+use mpmd::aval::DType;
+use mpmd::cuda::{Arg, Cuda, Gemm, Grid, Math, Part, Scratch};
+use mpmd::prelude::*;
 
 use super::KERNELS;
 use crate::gpt::stages::Float;
@@ -182,7 +182,7 @@ pub(crate) fn size(size: usize) -> Result<u32> {
 
 #[cfg(test)]
 mod tests {
-    use mpmd_core::topology::DeviceKind;
+    use mpmd::topology::DeviceKind;
 
     use super::*;
     use crate::gpt::cuda::testing::elsewhere;
@@ -209,7 +209,7 @@ mod tests {
             return;
         }
         let run = |kind| -> Result<()> {
-            let mut p = mpmd_core::Program::builder().device_kinds(&[kind]).alone()?;
+            let mut p = mpmd::Program::builder().device_kinds(&[kind]).alone()?;
             let mesh = p.mesh(&[("only", 1)])?;
             let doubles = p.jit(Doubles).on(&mesh).outputs(mesh.replicated()).build()?;
             let done = doubles.call(&mut p, MpmdArray::scalar(1.0))?;

@@ -1,7 +1,7 @@
 //! Bytes and their places become rows: [`embed`](crate::gpt::embed) on a CUDA device.
 
-use mpmd_core::cuda::{Grid, Part};
-use mpmd_core::prelude::*;
+use mpmd::cuda::{Grid, Part};
+use mpmd::prelude::*;
 
 use super::device::{Device, size};
 use crate::gpt::embed::EmbedParameters;

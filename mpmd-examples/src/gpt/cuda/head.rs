@@ -1,8 +1,8 @@
 //! From rows to logits and a loss: [`head`](crate::gpt::head) and [`loss`](crate::gpt::loss) on a
 //! CUDA device.
 
-use mpmd_core::cuda::Part;
-use mpmd_core::prelude::*;
+use mpmd::cuda::Part;
+use mpmd::prelude::*;
 
 use super::device::{Device, Product, size};
 use super::norm::{NormOutputs, Rows, norm_backward_input, norm_backward_weight, norm_forward};
@@ -100,7 +100,7 @@ pub(crate) fn backward_weight(
 
 #[cfg(test)]
 mod tests {
-    use mpmd_core::aval::DType;
+    use mpmd::aval::DType;
 
     use super::*;
     use crate::gpt::cuda::testing::{array, assert_near, elsewhere, floats, on_device};

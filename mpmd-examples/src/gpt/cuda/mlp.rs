@@ -1,7 +1,7 @@
 //! The block's second branch: [`mlp`](crate::gpt::mlp) on a CUDA device.
 
-use mpmd_core::cuda::Part;
-use mpmd_core::prelude::*;
+use mpmd::cuda::Part;
+use mpmd::prelude::*;
 
 use super::device::{Device, Product, size};
 use crate::gpt::BlockShape;

@@ -9,9 +9,9 @@
 //!
 //! Results are those of the CPU to within rounding, since sums have another order, and the same
 //! bits from run to run: no sum depends on which thread comes first. Only `f32` is computed in;
-//! what products do with it is the caller's choice ([`Math`](mpmd_core::cuda::Math)).
+//! what products do with it is the caller's choice ([`Math`](mpmd::cuda::Math)).
 
-use mpmd_core::cuda::Source;
+use mpmd::cuda::Source;
 
 pub(super) mod adamw;
 pub(super) mod attention;

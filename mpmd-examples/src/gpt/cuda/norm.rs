@@ -1,7 +1,7 @@
 //! Layer norm: [`norm`](crate::gpt::norm) on a CUDA device.
 
-use mpmd_core::cuda::Part;
-use mpmd_core::prelude::*;
+use mpmd::cuda::Part;
+use mpmd::prelude::*;
 
 use super::device::{Device, size};
 use super::sums::add_column_sums;

@@ -3,9 +3,9 @@
 //! A stage's values are in views and in scratch of the device's, and go from one to the other
 //! without copies: its first block reads the input where it is, and its last writes the output.
 
-use mpmd_core::cuda::Part;
-use mpmd_core::kernel::View;
-use mpmd_core::prelude::*;
+use mpmd::cuda::Part;
+use mpmd::kernel::View;
+use mpmd::prelude::*;
 
 use super::block;
 use super::device::{Device, device};

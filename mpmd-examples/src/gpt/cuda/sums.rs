@@ -1,7 +1,7 @@
 //! Sums of columns and of squares on a CUDA device, in an order that follows from the sizes alone.
 
-use mpmd_core::cuda::{Grid, Part};
-use mpmd_core::prelude::*;
+use mpmd::cuda::{Grid, Part};
+use mpmd::prelude::*;
 
 use super::device::{Device, size};
 
@@ -121,7 +121,7 @@ pub(crate) fn pick_sums(
 
 #[cfg(test)]
 mod tests {
-    use mpmd_core::aval::DType;
+    use mpmd::aval::DType;
 
     use super::*;
     use crate::gpt::adamw;

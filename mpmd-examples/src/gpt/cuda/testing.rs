@@ -1,11 +1,14 @@
 //! What the tests of this module share: work on a CUDA device, beside what the host computes.
 
-use mpmd_core::Program;
-use mpmd_core::aval::{DType, Element, HostArray};
-use mpmd_core::backend::cuda::{NoCuda, found};
-use mpmd_core::cuda::{CUBLAS, Math, Part, Source};
-use mpmd_core::prelude::*;
-use mpmd_core::topology::DeviceKind;
+use mpmd::Program;
+use mpmd::backend::cuda::{NoCuda, found};
+use mpmd::cuda::{CUBLAS, Math, Part, Source};
+use mpmd::prelude::*;
+use mpmd::topology::DeviceKind;
+use mpmd::{
+    HostArray,
+    aval::{DType, Element},
+};
 
 use super::{Device, KERNELS, device};
 use crate::gpt::testing::random;

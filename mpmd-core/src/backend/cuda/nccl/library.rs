@@ -7,8 +7,8 @@ use cudarc::nccl::sys::{cudaStream_t, ncclComm_t, ncclConfig_t, ncclUniqueId};
 use libloading::Library;
 
 use super::super::error::CudaError;
-use crate::aval::DType;
 use crate::kernel::Reduce;
+use mpmd_layout::aval::DType;
 
 /// It went well.
 pub(super) const SUCCESS: u32 = 0;

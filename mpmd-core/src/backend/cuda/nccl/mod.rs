@@ -32,7 +32,7 @@ use super::gpu::{Context, Gpu};
 use super::line::Stream;
 use super::{CommunicatorId, Joint, NotJoined};
 use crate::kernel::CollectiveKind;
-use crate::topology::DeviceId;
+use mpmd_layout::topology::DeviceId;
 
 /// The first pause between two looks at what goes on by itself, and the longest.
 const PAUSES: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(2)];
@@ -529,7 +529,8 @@ fn in_a_thread(name: &str, work: impl FnOnce() + Send + 'static) {
 
 #[cfg(test)]
 mod tests {
-    use mpmd_transport::{FailureKind, ProcessId};
+    use mpmd_ids::ProcessId;
+    use mpmd_transport::FailureKind;
 
     use super::*;
 

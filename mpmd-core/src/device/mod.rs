@@ -1,0 +1,4 @@
+//! One way to move bytes: copies of regions and sums of them, on devices of every kind.
+
+pub mod copy;
+pub mod sum;

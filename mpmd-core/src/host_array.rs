@@ -1,0 +1,167 @@
+//! Arrays of host values, before they are placed on devices and after they are read back.
+
+use std::fmt;
+use std::panic::Location;
+
+use mpmd_transport::SharedBuffer;
+use mpmd_transport::memory::ALIGNMENT;
+
+use mpmd_layout::aval::{AvalError, DType, Element, ShapedArray};
+use mpmd_layout::tree::Leaf;
+
+/// A whole array in host memory, row-major. Immutable; clones share the values.
+#[derive(Clone)]
+pub struct HostArray {
+    aval: ShapedArray,
+    /// Aligned for every dtype.
+    data: SharedBuffer,
+}
+
+impl HostArray {
+    /// Copies `values` into an array of `shape`.
+    ///
+    /// # Errors
+    ///
+    /// Fails where `shape` has more or fewer elements than there are values.
+    #[track_caller]
+    pub fn from_slice<E: Element>(shape: &[usize], values: &[E]) -> Result<Self, AvalError> {
+        let aval = ShapedArray::try_new(shape, E::DTYPE)?;
+        if values.len() != aval.elements() {
+            let (at, found) = (Location::caller(), values.len());
+            return Err(AvalError::Elements { at, expected: aval, found });
+        }
+        Ok(Self { aval, data: aligned_copy(bytemuck::cast_slice(values)) })
+    }
+
+    /// An array of bytes as they are; they are copied only where they are not aligned.
+    ///
+    /// # Errors
+    ///
+    /// Fails where `aval` has more or fewer bytes.
+    pub fn from_bytes(aval: ShapedArray, data: SharedBuffer) -> Result<Self, AvalError> {
+        if data.len() != aval.bytes() {
+            return Err(AvalError::Length { expected: aval, found: data.len() });
+        }
+        let aligned = (data.as_ptr() as usize).is_multiple_of(ALIGNMENT);
+        let data = if aligned { data } else { aligned_copy(&data) };
+        Ok(Self { aval, data })
+    }
+
+    /// An array of shape `[]`.
+    pub fn scalar<E: Element>(value: E) -> Self {
+        let aval = ShapedArray::new(&[], E::DTYPE);
+        Self { aval, data: aligned_copy(bytemuck::bytes_of(&value)) }
+    }
+
+    /// Shape and dtype.
+    pub fn aval(&self) -> &ShapedArray {
+        &self.aval
+    }
+
+    /// The size of each dimension.
+    pub fn shape(&self) -> &[usize] {
+        self.aval.shape()
+    }
+
+    /// The type of the elements.
+    pub fn dtype(&self) -> DType {
+        self.aval.dtype()
+    }
+
+    /// The elements, row-major.
+    ///
+    /// # Errors
+    ///
+    /// Fails where they are not of type `E`.
+    pub fn as_slice<E: Element>(&self) -> Result<&[E], AvalError> {
+        if E::DTYPE != self.dtype() {
+            return Err(AvalError::DType { expected: self.dtype(), found: E::DTYPE });
+        }
+        // Length and alignment were seen to at construction, so only values can be wrong.
+        bytemuck::checked::try_cast_slice(&self.data)
+            .map_err(|_| AvalError::BitPattern { aval: self.aval.clone() })
+    }
+
+    /// A copy of the elements, row-major.
+    ///
+    /// # Errors
+    ///
+    /// Fails where they are not of type `E`.
+    pub fn to_vec<E: Element>(&self) -> Result<Vec<E>, AvalError> {
+        self.as_slice().map(<[E]>::to_vec)
+    }
+
+    /// The elements' bytes, row-major, little-endian as on every machine this runs on.
+    pub fn bytes(&self) -> &SharedBuffer {
+        &self.data
+    }
+}
+
+impl fmt::Debug for HostArray {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostArray({})", self.aval)
+    }
+}
+
+impl Leaf for HostArray {}
+
+/// A copy that starts at a multiple of [`ALIGNMENT`]: a part of a slightly longer vector, which
+/// stays where it is from now on.
+fn aligned_copy(bytes: &[u8]) -> SharedBuffer {
+    let mut padded = Vec::with_capacity(bytes.len() + ALIGNMENT - 1);
+    let padding = (padded.as_ptr() as usize).wrapping_neg() % ALIGNMENT;
+    padded.resize(padding, 0);
+    padded.extend_from_slice(bytes);
+    SharedBuffer::from(padded).slice(padding..padding + bytes.len())
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+    use num_complex::Complex;
+
+    use super::*;
+    use mpmd_layout::aval::{bools, f64s};
+
+    #[test]
+    fn values_come_back_and_are_aligned() {
+        for n in [0usize, 1, 5, 1000] {
+            let values: Vec<Complex<f64>> = (0..n).map(|i| Complex::new(i as f64, -1.0)).collect();
+            let array = HostArray::from_slice(&[n, 1], &values).unwrap();
+            assert_eq!(array.as_slice::<Complex<f64>>().unwrap(), values);
+            assert_eq!(array.bytes().as_ptr() as usize % ALIGNMENT, 0);
+        }
+        let halves = HostArray::from_slice(&[2], &[bf16::ONE, bf16::NEG_ONE]).unwrap();
+        assert_eq!(halves.to_vec::<bf16>().unwrap(), [bf16::ONE, bf16::NEG_ONE]);
+        assert_eq!(HostArray::scalar(true).to_vec::<bool>().unwrap(), [true]);
+    }
+
+    #[test]
+    fn a_wrong_dtype_is_an_error_that_names_both() {
+        let array = HostArray::scalar(1.0f32);
+        let error = array.as_slice::<i32>().unwrap_err();
+        assert_eq!(error, AvalError::DType { expected: DType::F32, found: DType::I32 });
+        assert_eq!(error.to_string(), "the elements are f32, not i32");
+    }
+
+    #[test]
+    fn lengths_and_bool_bytes_are_checked() {
+        let (line, short) = (line!(), HostArray::from_slice(&[2, 3], &[1.0f32; 5]).unwrap_err());
+        let said = short.to_string();
+        assert!(said.contains(&format!("host.rs:{line}:")), "{said}");
+        assert!(said.ends_with(": shape [2, 3] has 6 elements, but 5 values are given"), "{said}");
+        let short = HostArray::from_bytes(f64s([2]), vec![0; 15].into()).unwrap_err();
+        assert_eq!(short.to_string(), "f64[2] has 16 bytes, but 15 are given");
+        let bad = HostArray::from_bytes(bools([2]), vec![1, 2].into()).unwrap();
+        assert!(matches!(bad.as_slice::<bool>(), Err(AvalError::BitPattern { .. })));
+    }
+
+    #[test]
+    fn unaligned_bytes_are_copied_and_aligned_ones_are_not() {
+        let whole = aligned_copy(&[0; 80]);
+        let kept = HostArray::from_bytes(f64s([10]), whole.clone()).unwrap();
+        assert!(kept.bytes().same_place(&whole));
+        let moved = HostArray::from_bytes(f64s([9]), whole.slice(3..75)).unwrap();
+        assert_eq!(moved.to_vec::<f64>().unwrap(), [0.0; 9]);
+    }
+}

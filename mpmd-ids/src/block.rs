@@ -1,0 +1,21 @@
+//! The one module through which the framework blocks: threads, locks, condition variables,
+//! channels, time, and the policy for spinning before sleeping.
+//!
+//! In production these are plain re-exports. Core, router, the in-process transport and the state of
+//! the rendezvous take them from here and from nowhere else, so that a simulation can replace them
+//! in one place. `cargo xtask tidy` checks this.
+
+use std::time::Duration;
+
+/// How long the engine looks for work before it sleeps.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Spin {
+    /// As long as it has paid lately, up to 50 microseconds; not at all where the job has more
+    /// processes on this host than the host has cores for them.
+    #[default]
+    Auto,
+    /// Sleeps at once.
+    Never,
+    /// For so long, whatever it costs others.
+    For(Duration),
+}

@@ -1,0 +1,36 @@
+//! Numbers of processes and devices, and the one module through which the framework blocks.
+//!
+//! Every other crate of the workspace may depend on this one. It depends on none of them.
+
+pub mod block;
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// One operating-system process of the job, numbered from 0.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
+pub struct ProcessId(pub u32);
+
+impl ProcessId {
+    /// Returns the number as an index into lists by process.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+impl fmt::Display for ProcessId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
+
+/// A place with memory and an in-order queue, owned by one process. Numbered over the whole job.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
+pub struct DeviceId(pub u32);
+
+impl fmt::Display for DeviceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}

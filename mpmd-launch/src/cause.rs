@@ -1,0 +1,261 @@
+//! Finds the process that made a job fail, from how all ended and what they reported.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use mpmd_ids::ProcessId;
+use mpmd_transport::FailureKind;
+use mpmd_transport::rendezvous::{RendezvousError, Report};
+
+use super::How;
+
+/// The failure that ended a job.
+#[derive(Clone, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct Failure {
+    /// The processes at fault. Several where several did not join, and where programs diverged and
+    /// several are in the minority, or nobody is.
+    pub processes: Vec<ProcessId>,
+    /// How the first of them ended.
+    pub how: How,
+    /// The failure as the processes or the rendezvous reported it, if they did.
+    pub why: Option<String>,
+}
+
+impl Failure {
+    /// Returns the exit code for the job: that of the process at fault, or 1 where that one is 0.
+    pub fn code(&self) -> i32 {
+        if self.how == How::Exit(0) { 1 } else { self.how.code() }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.processes.as_slice() {
+            [process] => write!(f, "process {process} failed first: {}", self.how)?,
+            several => write!(f, "processes {} failed first", listed(several))?,
+        }
+        self.why.iter().try_for_each(|why| write!(f, "; {why}"))
+    }
+}
+
+/// Everything that the launcher knows of a job that has failed.
+pub(super) struct Known<'a> {
+    /// The process that failed first by the order of ends, and how.
+    pub(super) first: (ProcessId, How),
+    /// How each process ended, by process.
+    pub(super) ends: &'a [How],
+    /// Reports of processes, in the order in which they came.
+    pub(super) reports: &'a [(ProcessId, Report)],
+    /// Why the job never formed, where that is so.
+    pub(super) unformed: Option<&'a RendezvousError>,
+}
+
+impl Known<'_> {
+    /// Returns the cause: a death by a signal, else missing processes, else what was reported, else
+    /// the first end.
+    pub(super) fn cause(&self) -> Failure {
+        let (first, how) = self.first;
+        if matches!(how, How::Exit(_)) {
+            if let Some(error @ RendezvousError::Missing { missing, .. }) = self.unformed
+                && !missing.contains(&first)
+            {
+                return self.fault_of(missing.clone(), Some(error.to_string()));
+            }
+            // A failure that began in a process goes before those that others saw of its end.
+            let root = self.reports.iter().find(|(_, report)| !report.failure.is_peer_failure());
+            if let Some((_, report)) = root.or(self.reports.first()) {
+                return match report.failure.kind {
+                    FailureKind::Diverged => self.divergence(report),
+                    _ => self.followed(report),
+                };
+            }
+        }
+        Failure { processes: vec![first], how, why: None }
+    }
+
+    /// Follows a report to the process that it accuses, and the report of that process to the next.
+    fn followed(&self, report: &Report) -> Failure {
+        let mut report = report;
+        for _ in 0..self.ends.len() {
+            let accused = report.failure.process;
+            match self.reports.iter().find(|(process, _)| *process == accused) {
+                Some((_, own)) if own.failure.kind != FailureKind::Diverged => report = own,
+                _ => break,
+            }
+            if report.failure.process == accused {
+                break;
+            }
+        }
+        let accused = report.failure.process;
+        // That a process is gone adds nothing to how it ended.
+        let is_end = report.failure.kind == FailureKind::PeerLost
+            && (self.first.0 == accused && self.first.1 != How::Exit(0));
+        self.fault_of(vec![accused], (!is_end).then(|| report.failure.message.clone()))
+    }
+
+    /// Finds the processes that issued other operations than most, by the hashes of all that
+    /// reported a divergence at the same operation.
+    fn divergence(&self, found: &Report) -> Failure {
+        let pair = [Some(found.failure.process), found.failure.other].into_iter().flatten();
+        let mut pair: Vec<ProcessId> = pair.collect();
+        pair.sort();
+        let mut hashes: BTreeMap<u128, Vec<ProcessId>> = BTreeMap::new();
+        for (process, report) in self.reports {
+            let Report { failure, hash } = report;
+            if (failure.kind, failure.op) == (FailureKind::Diverged, found.failure.op)
+                && let Some(hash) = hash
+            {
+                hashes.entry(*hash).or_default().push(*process);
+            }
+        }
+        let most = hashes.values().map(Vec::len).max().unwrap_or(0);
+        let mut largest = hashes.values().filter(|group| group.len() == most);
+        let odd = match (largest.next(), largest.next()) {
+            (Some(majority), None) if most > 1 => {
+                let has_hash =
+                    |process: &ProcessId| hashes.values().any(|group| group.contains(process));
+                let is_told = pair.iter().any(|process| majority.contains(process));
+                // One of the two that differ may have been ended before it could report.
+                let silent = pair.iter().filter(|process| is_told && !has_hash(process));
+                let others =
+                    hashes.values().flatten().filter(|process| !majority.contains(process));
+                let mut odd: Vec<ProcessId> = others.chain(silent).copied().collect();
+                odd.sort();
+                odd
+            }
+            _ => Vec::new(),
+        };
+        self.fault_of(if odd.is_empty() { pair } else { odd }, Some(found.failure.message.clone()))
+    }
+
+    fn fault_of(&self, processes: Vec<ProcessId>, why: Option<String>) -> Failure {
+        // A number that is none of the job's comes from a broken process.
+        let of = |process: &ProcessId| self.ends.get(process.index()).copied();
+        match processes.first().and_then(of) {
+            Some(how) => Failure { processes, how, why },
+            None => Failure { processes: vec![self.first.0], how: self.first.1, why },
+        }
+    }
+}
+
+/// `1`, `1 and 3`, `0, 1 and 3`.
+fn listed(processes: &[ProcessId]) -> String {
+    let mut names: Vec<String> = processes.iter().map(ToString::to_string).collect();
+    match names.pop() {
+        Some(last) if !names.is_empty() => format!("{} and {last}", names.join(", ")),
+        last => last.unwrap_or_default(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use FailureKind::{Diverged, Kernel, Left, PeerLost};
+    use mpmd_transport::Failure as Reported;
+
+    use super::*;
+
+    fn report(by: u32, kind: FailureKind, process: u32, hash: Option<u128>) -> (ProcessId, Report) {
+        let mut failure =
+            Reported::new(kind, ProcessId(process), 9, format!("{kind:?} of {process}"));
+        // Process 1 finds that process 2 differs.
+        failure.other = (kind == Diverged).then_some(ProcessId(2));
+        (ProcessId(by), Report { failure, hash })
+    }
+
+    /// Of a job whose processes all ended with code 1, process 0 first.
+    fn cause(processes: usize, reports: &[(ProcessId, Report)]) -> String {
+        let ends = vec![How::Exit(1); processes];
+        let first = (ProcessId(0), How::Exit(1));
+        Known { first, ends: &ends, reports, unformed: None }.cause().to_string()
+    }
+
+    fn divergence(processes: usize, hashes: &[(u32, Option<u128>)]) -> String {
+        let reports: Vec<_> =
+            hashes.iter().map(|(by, hash)| report(*by, Diverged, 1, *hash)).collect();
+        let said = cause(processes, &reports);
+        said.strip_suffix("; Diverged of 1").unwrap_or_else(|| panic!("{said}")).to_owned()
+    }
+
+    #[test]
+    fn the_minority_of_a_divergence_is_named() {
+        let one =
+            |process: u32| format!("process {process} failed first: it ended with exit code 1");
+        let all = |odd: u32| [0, 1, 2, 3].map(|by| (by, Some(if by == odd { 7 } else { 5 })));
+        assert_eq!(divergence(4, &all(2)), one(2));
+        assert_eq!(divergence(4, &all(1)), one(1));
+        // A process that had not got there says nothing, one that had ended says so.
+        assert_eq!(divergence(4, &[(0, Some(5)), (1, Some(5)), (2, Some(7)), (3, None)]), one(2));
+        assert_eq!(divergence(3, &[(0, Some(5)), (1, Some(5)), (2, Some(0))]), one(2));
+        // Process 2 was ended before it could report.
+        assert_eq!(divergence(3, &[(0, Some(5)), (1, Some(5))]), one(2));
+        let several =
+            divergence(5, &[(0, Some(5)), (1, Some(5)), (2, Some(7)), (3, Some(5)), (4, Some(8))]);
+        assert_eq!(several, "processes 2 and 4 failed first");
+    }
+
+    #[test]
+    fn a_divergence_without_majority_names_both() {
+        let both = "processes 1 and 2 failed first";
+        assert_eq!(divergence(3, &[(1, Some(5)), (2, Some(7))]), both);
+        assert_eq!(divergence(4, &[(0, Some(7)), (1, Some(5)), (2, Some(7)), (3, Some(5))]), both);
+        assert_eq!(divergence(3, &[(0, None), (1, Some(5)), (2, None)]), both);
+        // Nothing is known of the two that differ, which are not among those that agree.
+        assert_eq!(divergence(5, &[(0, Some(5)), (3, Some(5))]), both);
+    }
+
+    #[test]
+    fn blame_is_followed_to_its_root() {
+        let lost = |by, process| report(by, PeerLost, process, None);
+        let said = cause(4, &[lost(0, 3), lost(3, 1), report(2, Kernel, 2, None)]);
+        assert_eq!(said, "process 2 failed first: it ended with exit code 1; Kernel of 2");
+        let said = cause(4, &[lost(0, 3), lost(3, 1), report(1, Left, 1, None)]);
+        assert_eq!(said, "process 1 failed first: it ended with exit code 1; Left of 1");
+        // Each blames the other.
+        let said = cause(2, &[lost(0, 1), lost(1, 0)]);
+        assert!(
+            said.starts_with("process 1 failed first")
+                || said.starts_with("process 0 failed first")
+        );
+        assert!(
+            cause(2, &[lost(0, 7)]).starts_with("process 0 failed first"),
+            "there is no process 7"
+        );
+    }
+
+    #[test]
+    fn an_end_by_a_signal_is_the_cause_whatever_others_say() {
+        let reports = [report(0, Kernel, 0, None)];
+        let ends = [How::Exit(1), How::Signal(9)];
+        let known = Known {
+            first: (ProcessId(1), ends[1]),
+            ends: &ends,
+            reports: &reports,
+            unformed: None,
+        };
+        let expected = "process 1 failed first: it was ended by signal 9 (SIGKILL)";
+        assert_eq!(known.cause().to_string(), expected);
+    }
+
+    #[test]
+    fn processes_that_did_not_join_are_named() {
+        let missing = vec![ProcessId(1), ProcessId(2)];
+        let patience = Duration::from_secs(3);
+        let unformed = RendezvousError::Missing { missing, processes: 3, patience };
+        let ends = [How::Exit(1), How::Signal(15), How::Signal(15)];
+        let of = |first: usize| {
+            let first = (ProcessId(first as u32), How::Exit(4));
+            Known { first, ends: &ends, reports: &[], unformed: Some(&unformed) }
+                .cause()
+                .to_string()
+        };
+        assert_eq!(
+            of(0),
+            "processes 1 and 2 failed first; processes 1 and 2 of 3 have not joined after 3s"
+        );
+        // It never meant to, or failed before.
+        assert_eq!(of(2), "process 2 failed first: it ended with exit code 4");
+    }
+}

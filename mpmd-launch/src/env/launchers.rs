@@ -1,0 +1,201 @@
+//! What each launcher says, in its own variables.
+
+use super::address::{address, derived_port, first_host};
+use super::vars::Vars;
+use crate::{LaunchError, variables as ours};
+
+/// What one launcher has said.
+pub(super) struct Said {
+    pub(super) source: &'static str,
+    pub(super) process: u32,
+    pub(super) processes: usize,
+    pub(super) local_process: Option<usize>,
+    /// Without `MPMD_COORDINATOR`; `Err` says what would be needed for one.
+    pub(super) coordinator: Result<String, String>,
+    pub(super) hosted: bool,
+    /// Text that differs between jobs and between attempts at one. Empty if the launcher gives
+    /// none.
+    pub(super) job: String,
+}
+
+/// Asks the launchers in turn; the first whose variables are there is believed.
+pub(super) fn ask(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
+    for find in
+        [ours_says, torchrun_says, open_mpi_says, slurm_says, pmix_says, pmi_says, kubernetes_says]
+    {
+        if let Some(said) = find(vars)? {
+            return Ok(Some(said));
+        }
+    }
+    Ok(None)
+}
+
+fn ours_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
+    const SOURCE: &str = "mpmd";
+    if vars.get(ours::RANK).is_none() {
+        return Ok(None);
+    }
+    let processes = vars.needed(SOURCE, ours::WORLD_SIZE)?;
+    Ok(Some(Said {
+        source: SOURCE,
+        process: vars.needed(SOURCE, ours::RANK)?,
+        processes,
+        local_process: vars.number(ours::LOCAL_RANK)?,
+        coordinator: if processes == 1 {
+            Ok("127.0.0.1:0".into())
+        } else {
+            Err(ours::COORDINATOR.into())
+        },
+        hosted: vars.get(ours::HOSTED).is_some_and(|value| value == "1"),
+        job: String::new(),
+    }))
+}
+
+fn torchrun_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
+    const SOURCE: &str = "torchrun";
+    if vars.get("RANK").is_none() {
+        return Ok(None);
+    }
+    let processes = vars.needed(SOURCE, "WORLD_SIZE")?;
+    let local_process = vars.number("LOCAL_RANK")?;
+    let coordinator = match (vars.get("MASTER_ADDR"), vars.number::<u16>("MASTER_PORT")?) {
+        (Some(host), Some(port)) => {
+            // The port itself is then in use: torchrun's agent serves its own store there.
+            let taken = vars
+                .get("TORCHELASTIC_USE_AGENT_STORE")
+                .is_some_and(|v| v.eq_ignore_ascii_case("true"));
+            Ok(address(
+                &host,
+                if taken { port.checked_add(1).unwrap_or(u16::MAX - 1) } else { port },
+            ))
+        }
+        (None, _) => Err(format!("MASTER_ADDR or {}", ours::COORDINATOR)),
+        (Some(_), None) => Err(format!("MASTER_PORT or {}", ours::COORDINATOR)),
+    };
+    // Each host's agent counts the restarts that its own workers caused: only on one host is it one
+    // number.
+    let attempt = match vars.number::<usize>("LOCAL_WORLD_SIZE")? {
+        Some(local) if local == processes => {
+            vars.get("TORCHELASTIC_RESTART_COUNT").unwrap_or_default()
+        }
+        _ => String::new(),
+    };
+    Ok(Some(Said {
+        source: SOURCE,
+        process: vars.needed(SOURCE, "RANK")?,
+        processes,
+        local_process,
+        coordinator,
+        hosted: false,
+        job: format!("{} {attempt}", vars.get("TORCHELASTIC_RUN_ID").unwrap_or_default()),
+    }))
+}
+
+/// Comes before Slurm: inside an allocation `mpirun` starts its daemons by `srun`, and their Slurm
+/// variables, which count daemons, are inherited by the processes.
+fn open_mpi_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
+    const SOURCE: &str = "Open MPI";
+    if vars.get("OMPI_COMM_WORLD_RANK").is_none() {
+        return Ok(None);
+    }
+    let processes: usize = vars.needed(SOURCE, "OMPI_COMM_WORLD_SIZE")?;
+    let local = vars.number::<usize>("OMPI_COMM_WORLD_LOCAL_SIZE")?;
+    let (coordinator, job) = match local {
+        Some(local) if local < processes => {
+            (Err(format!("{} (the job spans several hosts)", ours::COORDINATOR)), vars.namespace())
+        }
+        _ => vars.on_this_host(),
+    };
+    Ok(Some(Said {
+        source: SOURCE,
+        process: vars.needed(SOURCE, "OMPI_COMM_WORLD_RANK")?,
+        processes,
+        local_process: vars.number("OMPI_COMM_WORLD_LOCAL_RANK")?,
+        coordinator,
+        hosted: false,
+        job: job.unwrap_or_default(),
+    }))
+}
+
+/// Only inside a step (`srun`): a batch script has a rank too, but is one process.
+fn slurm_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
+    const SOURCE: &str = "Slurm";
+    let Some(nodes) = vars.get("SLURM_STEP_NODELIST") else { return Ok(None) };
+    let processes = match vars.number("SLURM_STEP_NUM_TASKS")? {
+        Some(processes) => processes,
+        None => vars.needed(SOURCE, "SLURM_NTASKS")?,
+    };
+    let host = first_host(&nodes).ok_or_else(|| LaunchError::Variable {
+        variable: "SLURM_STEP_NODELIST".into(),
+        value: nodes,
+        expected: "a list of hosts such as node[03-05,7]".into(),
+    })?;
+    let job: u64 = vars.needed(SOURCE, "SLURM_JOB_ID")?;
+    let step = vars.number::<u64>("SLURM_STEP_ID")?.unwrap_or_default();
+    // A job that is queued again keeps its number.
+    let attempt = vars.number::<u64>("SLURM_RESTART_COUNT")?.unwrap_or_default();
+    Ok(Some(Said {
+        source: SOURCE,
+        process: vars.needed(SOURCE, "SLURM_PROCID")?,
+        processes,
+        local_process: vars.number("SLURM_LOCALID")?,
+        // Steps of an allocation may run at once. By such a stride they find ports of their own,
+        // and none that a job of about the same number would.
+        coordinator: Ok(address(&host, derived_port(job.wrapping_add(step.wrapping_mul(257))))),
+        hosted: false,
+        job: format!("{job}.{step}.{attempt}"),
+    }))
+}
+
+fn pmix_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
+    const SOURCE: &str = "PMIx";
+    if vars.get("PMIX_RANK").is_none() {
+        return Ok(None);
+    }
+    // PMIx tells the size to its own library only.
+    let processes = vars.needed(SOURCE, ours::WORLD_SIZE)?;
+    let (coordinator, job) = vars.on_this_host();
+    Ok(Some(Said {
+        source: SOURCE,
+        process: vars.needed(SOURCE, "PMIX_RANK")?,
+        processes,
+        local_process: vars.number("PMIX_LOCAL_RANK")?,
+        coordinator,
+        hosted: false,
+        job: job.unwrap_or_default(),
+    }))
+}
+
+fn pmi_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
+    const SOURCE: &str = "PMI";
+    if vars.get("PMI_RANK").is_none() {
+        return Ok(None);
+    }
+    let processes = vars.needed(SOURCE, "PMI_SIZE")?;
+    let (coordinator, job) = vars.on_this_host();
+    Ok(Some(Said {
+        source: SOURCE,
+        process: vars.needed(SOURCE, "PMI_RANK")?,
+        processes,
+        local_process: vars.number("MPI_LOCALRANKID")?,
+        coordinator,
+        hosted: false,
+        job: job.unwrap_or_default(),
+    }))
+}
+
+fn kubernetes_says(vars: &Vars<'_>) -> Result<Option<Said>, LaunchError> {
+    const SOURCE: &str = "Kubernetes";
+    if vars.get("JOB_COMPLETION_INDEX").is_none() {
+        return Ok(None);
+    }
+    Ok(Some(Said {
+        source: SOURCE,
+        process: vars.needed(SOURCE, "JOB_COMPLETION_INDEX")?,
+        processes: vars.needed(SOURCE, ours::WORLD_SIZE)?,
+        local_process: None,
+        coordinator: Err(ours::COORDINATOR.into()),
+        hosted: false,
+        job: String::new(),
+    }))
+}

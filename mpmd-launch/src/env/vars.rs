@@ -1,0 +1,86 @@
+//! The variables of a process, and a memory of which were looked at.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::str::FromStr;
+
+use super::address::{address, derived_port, hash};
+use crate::{LaunchError, variables as ours};
+
+/// Remembers what was looked at, for errors.
+pub(super) struct Vars<'a> {
+    look: &'a dyn Fn(&str) -> Option<String>,
+    looked: RefCell<BTreeMap<String, Option<String>>>,
+}
+
+impl<'a> Vars<'a> {
+    /// Those that `look` finds.
+    pub(super) fn new(look: &'a dyn Fn(&str) -> Option<String>) -> Self {
+        Self { look, looked: RefCell::new(BTreeMap::new()) }
+    }
+
+    /// An empty variable counts as none.
+    pub(super) fn get(&self, name: &str) -> Option<String> {
+        let value = (self.look)(name)
+            .map(|value| value.trim().to_owned())
+            .filter(|value| !value.is_empty());
+        self.looked.borrow_mut().insert(name.to_owned(), value.clone());
+        value
+    }
+
+    /// A variable that is a number, where it is set.
+    pub(super) fn number<T: FromStr>(&self, name: &str) -> Result<Option<T>, LaunchError> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        let number = value.parse().map_err(|_| LaunchError::Variable {
+            variable: name.into(),
+            value,
+            expected: format!("a number of type {}", std::any::type_name::<T>()),
+        });
+        number.map(Some)
+    }
+
+    /// A number that `source` must have set.
+    pub(super) fn needed<T: FromStr>(
+        &self,
+        source: &'static str,
+        name: &str,
+    ) -> Result<T, LaunchError> {
+        self.number(name)?.ok_or_else(|| self.half_set(source, name))
+    }
+
+    /// The error of a launcher that has said some things and not `missing`.
+    pub(super) fn half_set(&self, source_name: &'static str, missing: &str) -> LaunchError {
+        let show = |(name, value): (&String, &Option<String>)| match value {
+            // The one secret among them.
+            Some(_) if name == ours::JOB_TOKEN => format!("{name} is set"),
+            Some(value) => format!("{name}={value}"),
+            None => format!("{name} is not set"),
+        };
+        let found: Vec<String> = self.looked.borrow().iter().map(show).collect();
+        let (missing, found) = (missing.to_owned(), format!("looked at: {}", found.join(", ")));
+        LaunchError::HalfSet { source_name, missing, found }
+    }
+
+    /// What tells an MPI job from others.
+    pub(super) fn namespace(&self) -> Option<String> {
+        [
+            "PMIX_NAMESPACE",
+            "OMPI_MCA_ess_base_jobid",
+            "OMPI_MCA_orte_hnp_uri",
+            "PMI_JOBID",
+            "PMI_KVSNAME",
+        ]
+        .iter()
+        .find_map(|name| self.get(name))
+    }
+
+    /// Where the processes of an MPI job on one host meet, and what tells the job from others.
+    pub(super) fn on_this_host(&self) -> (Result<String, String>, Option<String>) {
+        let job = self.namespace();
+        let coordinator = match &job {
+            Some(job) => Ok(address("127.0.0.1", derived_port(hash(job)))),
+            None => Err(format!("{} (or PMIX_NAMESPACE, to derive one)", ours::COORDINATOR)),
+        };
+        (coordinator, job)
+    }
+}

@@ -1,0 +1,110 @@
+//! The launcher as a library call, over programs that know nothing of it.
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use mpmd_ids::ProcessId;
+use mpmd_launch::{How, Launch, LaunchError, OutputMode};
+
+/// A shell script as a job.
+fn sh(processes: usize, script: &str) -> Launch {
+    Launch::new(processes, "sh").args(["-c", script])
+}
+
+/// A folder of this test's own, gone with it.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("mpmd-launch-{name}-{}", std::process::id()));
+        fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    fn in_script(&self, script: &str) -> String {
+        format!("cd '{}' && {script}", self.0.display())
+    }
+
+    /// What the script wrote into `file`; absent files are empty.
+    fn read(&self, file: &str) -> String {
+        fs::read_to_string(self.0.join(file)).unwrap_or_default()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+#[test]
+fn a_job_that_goes_well_has_no_failure() {
+    let folder = Folder::new("well");
+    let script = folder
+        .in_script("echo $MPMD_RANK/$MPMD_WORLD_SIZE $MPMD_TRANSPORT $MPMD_PATIENCE > $MPMD_RANK");
+    let job = sh(3, &script).transport(Some("tcp".into())).patience(Duration::from_millis(2500));
+    let outcome = job.run().unwrap();
+    assert_eq!((outcome.code(), &outcome.first_failure), (0, &None));
+    assert_eq!(outcome.codes, [0, 0, 0]);
+    for process in 0..3 {
+        assert_eq!(folder.read(&process.to_string()), format!("{process}/3 tcp 2.5\n"));
+    }
+}
+
+#[test]
+fn endless_patience_and_grace_are_no_panic() {
+    let folder = Folder::new("endless");
+    let script = folder.in_script("echo $MPMD_PATIENCE > $MPMD_RANK; exit $MPMD_RANK");
+    let outcome = sh(2, &script).patience(Duration::MAX).grace(Duration::MAX).run().unwrap();
+    assert_eq!(outcome.codes, [0, 1]);
+    assert_eq!(folder.read("0"), "18446744073709552000\n");
+}
+
+#[test]
+fn the_first_failure_decides_and_the_rest_is_ended() {
+    let script = "[ $MPMD_RANK = 1 ] && exit 7; exec sleep 60";
+    let outcome =
+        sh(3, script).grace(Duration::from_millis(100)).output(OutputMode::Quiet0).run().unwrap();
+    let failure = outcome.first_failure.clone().unwrap();
+    assert_eq!(
+        (failure.processes, failure.how, failure.why),
+        (vec![ProcessId(1)], How::Exit(7), None)
+    );
+    assert_eq!(outcome.code(), 7);
+    assert_eq!(outcome.codes, [143, 7, 143]);
+}
+
+#[test]
+fn who_does_not_heed_sigterm_is_killed() {
+    let script = "trap '' TERM; [ $MPMD_RANK = 0 ] && exit 1; sleep 60; sleep 60";
+    let outcome = sh(2, script).grace(Duration::from_millis(100)).run().unwrap();
+    assert_eq!((outcome.code(), outcome.codes), (1, vec![1, 137]));
+}
+
+#[test]
+fn a_death_by_signal_goes_before_failures_that_it_causes() {
+    // Process 1 sees the pipe of process 0 close before anybody can know how process 0 ended.
+    let folder = Folder::new("cause");
+    let script = folder.in_script(
+        "case $MPMD_RANK in \
+         0) mkfifo made; mv made pipe; exec 3>pipe; kill -9 $$;; \
+         1) while [ ! -p pipe ] && [ $((i += 1)) -lt 600 ]; do sleep 0.05; done; read line <pipe; \
+         exit 5;; \
+         esac",
+    );
+    let outcome = sh(2, &script).run().unwrap();
+    let failure = outcome.first_failure.unwrap();
+    assert_eq!((failure.processes, failure.how), (vec![ProcessId(0)], How::Signal(9)));
+    assert_eq!(outcome.codes, [137, 5]);
+}
+
+#[test]
+fn what_cannot_be_started_is_named_and_leaves_nothing() {
+    let error = Launch::new(2, "no-such-program-here").run().unwrap_err();
+    assert_eq!(error, LaunchError::NotFound { program: "no-such-program-here".into() });
+    assert_eq!(sh(0, "exit").run().unwrap_err(), LaunchError::Processes { processes: 0 });
+    // Not a program, but there.
+    let error = Launch::new(1, "/etc/passwd").run().unwrap_err().to_string();
+    assert!(error.contains("starting /etc/passwd"), "{error}");
+}

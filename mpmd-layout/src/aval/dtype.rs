@@ -1,0 +1,202 @@
+//! Types of array elements.
+
+use std::fmt;
+use std::str::FromStr;
+
+use half::{bf16, f16};
+use num_complex::Complex;
+use serde::{Deserialize, Serialize};
+
+use super::AvalError;
+use crate::tree::Leaf;
+
+/// The type of an array's elements.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DType {
+    /// One byte, 0 or 1.
+    Bool,
+    /// Signed, 8 bits.
+    I8,
+    /// Signed, 16 bits.
+    I16,
+    /// Signed, 32 bits.
+    I32,
+    /// Signed, 64 bits.
+    I64,
+    /// Unsigned, 8 bits.
+    U8,
+    /// Unsigned, 16 bits.
+    U16,
+    /// Unsigned, 32 bits.
+    U32,
+    /// Unsigned, 64 bits.
+    U64,
+    /// The upper half of an `f32`.
+    Bf16,
+    /// IEEE half precision.
+    F16,
+    /// IEEE single precision.
+    F32,
+    /// IEEE double precision.
+    F64,
+    /// Complex of two `f32`, 64 bits together.
+    C64,
+    /// Complex of two `f64`, 128 bits together.
+    C128,
+}
+
+impl DType {
+    /// Every dtype.
+    pub const ALL: [Self; 15] = [
+        Self::Bool,
+        Self::I8,
+        Self::I16,
+        Self::I32,
+        Self::I64,
+        Self::U8,
+        Self::U16,
+        Self::U32,
+        Self::U64,
+        Self::Bf16,
+        Self::F16,
+        Self::F32,
+        Self::F64,
+        Self::C64,
+        Self::C128,
+    ];
+
+    /// Bytes of one element.
+    pub const fn size(self) -> usize {
+        match self {
+            Self::Bool | Self::I8 | Self::U8 => 1,
+            Self::I16 | Self::U16 | Self::Bf16 | Self::F16 => 2,
+            Self::I32 | Self::U32 | Self::F32 => 4,
+            Self::I64 | Self::U64 | Self::F64 | Self::C64 => 8,
+            Self::C128 => 16,
+        }
+    }
+
+    /// The name as it is written: `f32`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Bool => "bool",
+            Self::I8 => "i8",
+            Self::I16 => "i16",
+            Self::I32 => "i32",
+            Self::I64 => "i64",
+            Self::U8 => "u8",
+            Self::U16 => "u16",
+            Self::U32 => "u32",
+            Self::U64 => "u64",
+            Self::Bf16 => "bf16",
+            Self::F16 => "f16",
+            Self::F32 => "f32",
+            Self::F64 => "f64",
+            Self::C64 => "c64",
+            Self::C128 => "c128",
+        }
+    }
+
+    /// The name as numpy and JAX write it: `float32`.
+    const fn long_name(self) -> &'static str {
+        match self {
+            Self::Bool => "bool",
+            Self::I8 => "int8",
+            Self::I16 => "int16",
+            Self::I32 => "int32",
+            Self::I64 => "int64",
+            Self::U8 => "uint8",
+            Self::U16 => "uint16",
+            Self::U32 => "uint32",
+            Self::U64 => "uint64",
+            Self::Bf16 => "bfloat16",
+            Self::F16 => "float16",
+            Self::F32 => "float32",
+            Self::F64 => "float64",
+            Self::C64 => "complex64",
+            Self::C128 => "complex128",
+        }
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// Reads the name, and the one that numpy and JAX write: `f32` or `float32`.
+impl FromStr for DType {
+    type Err = AvalError;
+
+    fn from_str(text: &str) -> Result<Self, AvalError> {
+        let named = |dtype: &Self| dtype.name() == text || dtype.long_name() == text;
+        let found = Self::ALL.into_iter().find(named);
+        found.ok_or_else(|| AvalError::UnknownDType { found: text.to_owned() })
+    }
+}
+
+impl Leaf for DType {}
+
+/// A Rust type whose values are elements of arrays.
+pub trait Element:
+    bytemuck::NoUninit + bytemuck::CheckedBitPattern + fmt::Debug + PartialEq + Send + Sync
+{
+    /// The dtype it stands for.
+    const DTYPE: DType;
+}
+
+macro_rules! elements {
+    ($($element:ty => $dtype:ident),*) => {$(
+        impl Element for $element {
+            const DTYPE: DType = DType::$dtype;
+        }
+    )*};
+}
+
+elements! {
+    bool => Bool, i8 => I8, i16 => I16, i32 => I32, i64 => I64, u8 => U8, u16 => U16, u32 => U32, u64 => U64,
+    bf16 => Bf16, f16 => F16, f32 => F32, f64 => F64, Complex<f32> => C64, Complex<f64> => C128
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn agrees<E: Element>() {
+        assert_eq!(E::DTYPE.size(), size_of::<E>(), "{}", E::DTYPE);
+        assert!(align_of::<E>() <= 64, "the alignment of all buffers");
+    }
+
+    #[test]
+    fn sizes_are_those_of_the_rust_types() {
+        agrees::<bool>();
+        agrees::<i8>();
+        agrees::<i16>();
+        agrees::<i32>();
+        agrees::<i64>();
+        agrees::<u8>();
+        agrees::<u16>();
+        agrees::<u32>();
+        agrees::<u64>();
+        agrees::<bf16>();
+        agrees::<f16>();
+        agrees::<f32>();
+        agrees::<f64>();
+        agrees::<Complex<f32>>();
+        agrees::<Complex<f64>>();
+    }
+
+    #[test]
+    fn names_are_read_back_also_through_serde() {
+        for dtype in DType::ALL {
+            assert_eq!(dtype.name().parse(), Ok(dtype));
+            assert_eq!(dtype.long_name().parse(), Ok(dtype));
+            assert_eq!(serde_json::to_value(dtype).unwrap(), dtype.name());
+            assert_eq!(serde_json::from_value::<DType>(dtype.name().into()).unwrap(), dtype);
+        }
+        let error = "float".parse::<DType>().unwrap_err().to_string();
+        assert!(error.contains("`float`") && error.contains("bf16"), "{error}");
+    }
+}

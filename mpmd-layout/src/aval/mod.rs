@@ -1,0 +1,193 @@
+//! Abstract values: what an array is apart from its contents, a shape and a [`DType`].
+
+mod dtype;
+
+use std::fmt;
+use std::panic::Location;
+use std::sync::Arc;
+
+pub use dtype::{DType, Element};
+
+use crate::tree::Leaf;
+
+/// Shape and dtype of an array. Cloning it copies no shape.
+///
+/// A scalar has shape `[]` and one element; a dimension of size 0 is ordinary.
+#[derive(Clone, Debug, Eq, Hash, PartialEq)]
+pub struct ShapedArray {
+    shape: Arc<[usize]>,
+    dtype: DType,
+}
+
+/// Why values are not the array they were said to be. Always the caller's fault.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum AvalError {
+    /// The shape has more bytes than a process can address.
+    #[error("{dtype}{shape:?} has more bytes than can be addressed")]
+    TooLarge {
+        /// The shape asked for.
+        shape: Vec<usize>,
+        /// The dtype asked for.
+        dtype: DType,
+    },
+    /// There are more or fewer values than the shape has elements.
+    #[error("{at}: shape {:?} has {} elements, but {found} values are \
+        given", expected.shape(), expected.elements())]
+    Elements {
+        /// The line that gives the values.
+        at: &'static Location<'static>,
+        /// What the values should be.
+        expected: ShapedArray,
+        /// Number of values.
+        found: usize,
+    },
+    /// There are more or fewer bytes than the array has.
+    #[error("{expected} has {} bytes, but {found} are given", expected.bytes())]
+    Length {
+        /// Shape and dtype of the values.
+        expected: ShapedArray,
+        /// Number of bytes.
+        found: usize,
+    },
+    /// The elements were asked for, or given, as another type.
+    #[error("the elements are {expected}, not {found}")]
+    DType {
+        /// The array's dtype.
+        expected: DType,
+        /// The dtype asked for.
+        found: DType,
+    },
+    /// The bytes are no values of the dtype (a bool that is neither 0 nor 1).
+    #[error("the bytes of {aval} are not all values of {}", aval.dtype())]
+    BitPattern {
+        /// What the bytes should be.
+        aval: ShapedArray,
+    },
+    /// The text names no dtype.
+    #[error("unknown dtype `{found}`; known are {}", DType::ALL.map(DType::name).join(", "))]
+    UnknownDType {
+        /// The text.
+        found: String,
+    },
+}
+
+impl ShapedArray {
+    /// An array of `shape` and `dtype`.
+    ///
+    /// # Panics
+    ///
+    /// Where [`try_new`](Self::try_new) fails.
+    pub fn new(shape: &[usize], dtype: DType) -> Self {
+        Self::try_new(shape, dtype).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// An array of `shape` and `dtype`.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the bytes, with dimensions of size 0 counted as 1, exceed `isize::MAX`: so that
+    /// no stride overflows either.
+    pub fn try_new(shape: &[usize], dtype: DType) -> Result<Self, AvalError> {
+        let bytes =
+            shape.iter().try_fold(dtype.size(), |bytes, dim| bytes.checked_mul((*dim).max(1)));
+        match bytes {
+            Some(bytes) if bytes <= isize::MAX as usize => Ok(Self { shape: shape.into(), dtype }),
+            _ => Err(AvalError::TooLarge { shape: shape.to_vec(), dtype }),
+        }
+    }
+
+    /// The size of each dimension.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// The type of the elements.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Number of dimensions; 0 for a scalar.
+    pub fn ndim(&self) -> usize {
+        self.shape.len()
+    }
+
+    /// Number of elements; 1 for a scalar.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Bytes of all elements.
+    pub fn bytes(&self) -> usize {
+        self.elements() * self.dtype.size()
+    }
+}
+
+impl fmt::Display for ShapedArray {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}[", self.dtype)?;
+        for (i, dim) in self.shape.iter().enumerate() {
+            let separator = if i == 0 { "" } else { "," };
+            write!(f, "{separator}{dim}")?;
+        }
+        f.write_str("]")
+    }
+}
+
+impl Leaf for ShapedArray {}
+
+macro_rules! shorthands {
+    ($($name:ident $dtype:ident $text:literal),*) => {$(
+        #[doc = concat!("An array of `", $text, "` with these dimensions: \
+            `", stringify!($name), "([64, 256])`.")]
+        ///
+        /// # Panics
+        ///
+        /// Where the bytes exceed what can be addressed.
+        pub fn $name(shape: impl AsRef<[usize]>) -> ShapedArray {
+            ShapedArray::new(shape.as_ref(), DType::$dtype)
+        }
+    )*};
+}
+
+shorthands! {
+    bools Bool "bool", i8s I8 "i8", i16s I16 "i16", i32s I32 "i32", i64s I64 "i64",
+    u8s U8 "u8", u16s U16 "u16", u32s U32 "u32", u64s U64 "u64",
+    bf16s Bf16 "bf16", f16s F16 "f16", f32s F32 "f32", f64s F64 "f64", c64s C64 "c64", c128s C128 "c128"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scalars_have_one_element_and_empty_dimensions_none() {
+        assert_eq!((f32s([]).elements(), f32s([]).bytes(), f32s([]).ndim()), (1, 4, 0));
+        assert_eq!((c128s([3, 0, 4]).elements(), c128s([3, 0, 4]).bytes()), (0, 0));
+        assert_eq!(bf16s([64, 256]).bytes(), 64 * 256 * 2);
+    }
+
+    #[test]
+    fn display_is_dtype_and_shape() {
+        assert_eq!(f32s([64, 256]).to_string(), "f32[64,256]");
+        assert_eq!(bools(vec![]).to_string(), "bool[]");
+    }
+
+    #[test]
+    fn shapes_beyond_the_address_space_are_refused_even_with_an_empty_dimension() {
+        let half = isize::MAX as usize / 2;
+        assert!(ShapedArray::try_new(&[half], DType::U8).is_ok());
+        assert!(ShapedArray::try_new(&[half], DType::F32).is_err());
+        assert!(ShapedArray::try_new(&[half, half, 0], DType::U8).is_err());
+        assert!(matches!(
+            ShapedArray::try_new(&[usize::MAX, 2], DType::U8),
+            Err(AvalError::TooLarge { dtype: DType::U8, .. })
+        ));
+    }
+
+    #[test]
+    #[should_panic(expected = "more bytes than can be addressed")]
+    fn new_panics_where_try_new_fails() {
+        let _ = f64s([usize::MAX]);
+    }
+}

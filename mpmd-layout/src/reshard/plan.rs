@@ -1,0 +1,378 @@
+//! From two layouts to the pieces that turn one into the other.
+
+use std::collections::BTreeMap;
+
+use mpmd_ids::ProcessId;
+
+use super::spread::Spread;
+use super::tiling::{Process, Tiling};
+use crate::region::Region;
+use crate::sharding::Layout;
+use crate::topology::{DeviceId, LinkClass, Topology};
+
+/// Bits of a piece's number: the partial sum, the tiles of source and destination, and the piece of
+/// what they share. The highest bit is free for those who number other things.
+const TERM_BITS: u32 = 10;
+const TILE_BITS: u32 = 20;
+const PIECE_BITS: u32 = 13;
+
+/// What goes where, so that every destination region is covered exactly once.
+///
+/// A pure function of the two layouts, the topology and the size of an element, and so the same on
+/// every process. It is kept as the two tilings: [`part_of`](Plan::part_of) works out what one
+/// process does, without listing what the others do.
+///
+/// Where several devices have a region it comes from the destination device itself, else from its
+/// process, else from its host; devices equally near take turns. A region that is wanted on several
+/// devices reaches each host without it once over the network and each process without it once from
+/// its neighbours; it spreads from there. Between many hosts it is passed on from host to host
+/// where the topology's link costs make that cheaper than sending it from its holders again and
+/// again.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// One for each partial sum.
+    sources: Vec<Tiling>,
+    dst: Tiling,
+    dst_devices: Vec<DeviceId>,
+    topology: Topology,
+    item_bytes: usize,
+}
+
+/// One region that goes from one device to one device; possibly the same.
+#[derive(Clone, Debug, Eq, Hash, PartialEq)]
+pub struct Piece {
+    /// Who has it.
+    pub src: DeviceId,
+    /// Who needs it.
+    pub dst: DeviceId,
+    /// Which part of the whole array. Never empty.
+    pub region: Region,
+    /// Which of the source's partial sums it is of; 0 where nothing is unreduced.
+    pub term: u32,
+    /// 1 where the source array is at `src`; one more than the step of the piece that brings it
+    /// there where `src` passes it on.
+    pub step: u32,
+}
+
+/// What one process does for a [`Plan`].
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct Part {
+    /// In the order of their numbers.
+    pub deliveries: Vec<Delivery>,
+}
+
+/// A region that comes to a process, or is there, and where it goes on to.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Delivery {
+    /// Its number in messages: every process that moves it between the same two knows it by this.
+    pub id: u64,
+    /// Which of the source's partial sums it is of; 0 where nothing is unreduced.
+    pub term: u32,
+    /// Which part of the whole array. Never empty.
+    pub region: Region,
+    /// Where it is.
+    pub from: Origin,
+    /// The device whose shard of the source array it is taken from. `None` where it comes from a
+    /// process that has no such shard: that passes on what it got, which is the region alone.
+    pub giver: Option<DeviceId>,
+    /// The devices of this process that want it.
+    pub targets: Vec<DeviceId>,
+    /// The processes that get it from this one.
+    pub peers: Vec<ProcessId>,
+}
+
+/// Where a region comes from.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub enum Origin {
+    /// The source array's shard on a device of this process.
+    Device(DeviceId),
+    /// Another process sends it.
+    Process(ProcessId),
+}
+
+/// What a plan moves, over which links.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct Summary {
+    /// Number of pieces.
+    pub pieces: usize,
+    /// Bytes over each class of links, in the order of [`LinkClass::ALL`].
+    pub bytes: [u64; 4],
+    /// The most bytes that one device sends to other devices.
+    pub max_bytes_sent_by_a_device: u64,
+    /// The longest chain of pieces of which each waits for the one before it; 0 where nothing is
+    /// moved.
+    pub steps: u32,
+}
+
+/// Why there is no plan. Always the caller's fault, and the same on every process.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReshardError {
+    /// The layouts are of arrays of different shapes.
+    #[error("an array of shape {found:?} does not become one of shape {expected:?} by moving it")]
+    Shape {
+        /// The destination's shape.
+        expected: Vec<usize>,
+        /// The source's shape.
+        found: Vec<usize>,
+    },
+    /// A layout has a device that the job does not have.
+    #[error("there is no device {device} in a job of {devices} devices")]
+    UnknownDevice {
+        /// The device.
+        device: DeviceId,
+        /// How many devices there are.
+        devices: usize,
+    },
+    /// More devices, or more partial sums, than pieces can be numbered for.
+    #[error(
+        "a layout of {devices} devices with {terms} partial sums is too large: at most \
+         {most_devices} and {most_terms}"
+    )]
+    TooLarge {
+        /// Devices of the larger layout.
+        devices: usize,
+        /// Partial sums of the source.
+        terms: usize,
+        /// The most devices.
+        most_devices: usize,
+        /// The most partial sums.
+        most_terms: usize,
+    },
+}
+
+/// The plan that turns an array laid out as `src`, of elements of `item_bytes` bytes, into one laid
+/// out as `dst`.
+///
+/// Where the source is unreduced the pieces of all its partial sums go to every device that wants
+/// their sum; where the destination is, only the devices of its first partial sum get any.
+///
+/// # Errors
+///
+/// Fails where the shapes differ, or a device is not of the job.
+pub fn plan(
+    src: &Layout,
+    dst: &Layout,
+    item_bytes: usize,
+    topology: &Topology,
+) -> Result<Plan, ReshardError> {
+    if src.shape() != dst.shape() {
+        return Err(ReshardError::Shape {
+            expected: dst.shape().to_vec(),
+            found: src.shape().to_vec(),
+        });
+    }
+    let (devices, terms) = (src.devices().len().max(dst.devices().len()), src.terms());
+    let (most_devices, most_terms) = (1 << TILE_BITS, 1 << TERM_BITS);
+    if devices > most_devices || terms > most_terms {
+        return Err(ReshardError::TooLarge { devices, terms, most_devices, most_terms });
+    }
+    Ok(Plan {
+        sources: (0..terms)
+            .map(|term| Tiling::new(src, term, topology))
+            .collect::<Result<_, _>>()?,
+        dst: Tiling::new(dst, 0, topology)?,
+        dst_devices: dst.devices().to_vec(),
+        topology: topology.clone(),
+        item_bytes,
+    })
+}
+
+impl Plan {
+    /// What a process does.
+    pub fn part_of(&self, process: ProcessId) -> Part {
+        let host = self.topology.host_of(process);
+        let tiles = |tiling: &Tiling| {
+            let devices = self.topology.devices_of(process).iter();
+            let mut tiles: Vec<u32> =
+                devices.filter_map(|device| tiling.tile_of(*device)).collect();
+            tiles.sort_unstable();
+            tiles.dedup();
+            tiles
+        };
+        let wanted = tiles(&self.dst);
+        let mut deliveries = Vec::new();
+        for (term, src) in self.sources.iter().enumerate() {
+            for b in &wanted {
+                for a in src.touching(&self.dst.tile(*b).region) {
+                    self.deliveries(term, a, *b, process, host, &mut deliveries);
+                }
+            }
+            // What it gives of what it does not want itself.
+            for a in tiles(src) {
+                for b in self.dst.touching(&src.tile(a).region) {
+                    if wanted.binary_search(&b).is_err() {
+                        self.deliveries(term, a, b, process, host, &mut deliveries);
+                    }
+                }
+            }
+        }
+        deliveries.sort_unstable_by_key(|delivery| (delivery.id, delivery.from));
+        Part { deliveries }
+    }
+
+    /// Every piece, in an order in which they can be carried out one after the other: by step, then
+    /// by destination in its device order, then by partial sum and region.
+    pub fn pieces(&self) -> Vec<Piece> {
+        let mut pieces = Vec::new();
+        for dst in &self.dst_devices {
+            let Some(b) = self.dst.tile_of(*dst) else { continue };
+            for (term, src) in self.sources.iter().enumerate() {
+                for a in src.touching(&self.dst.tile(b).region) {
+                    self.pieces_to(*dst, term, a, b, &mut pieces);
+                }
+            }
+        }
+        // Stable: within a step they are in order already.
+        pieces.sort_by_key(|piece| piece.step);
+        pieces
+    }
+
+    /// What is moved, over which links. Goes over all pieces.
+    pub fn summary(&self) -> Summary {
+        let mut summary = Summary::default();
+        let mut sent: BTreeMap<DeviceId, u64> = BTreeMap::new();
+        for piece in self.pieces() {
+            let bytes = (piece.region.elements() as u64).saturating_mul(self.item_bytes as u64);
+            let link =
+                self.topology.link_between(piece.src, piece.dst).unwrap_or(LinkClass::Network);
+            summary.pieces += 1;
+            summary.bytes[link as usize] = summary.bytes[link as usize].saturating_add(bytes);
+            summary.steps = summary.steps.max(piece.step);
+            if piece.src != piece.dst {
+                let sent = sent.entry(piece.src).or_default();
+                *sent = sent.saturating_add(bytes);
+            }
+        }
+        summary.max_bytes_sent_by_a_device = sent.into_values().max().unwrap_or(0);
+        summary
+    }
+
+    /// What tiles `a` and `b` share, and how it travels.
+    fn spread(&self, term: usize, a: u32, b: u32) -> Option<(Region, Spread<'_>)> {
+        let src = &self.sources[term];
+        let region = src.tile(a).region.intersect(&self.dst.tile(b).region)?;
+        let spread =
+            Spread::new((src, a), (&self.dst, b), &region, self.item_bytes, self.topology.links());
+        Some((region, spread))
+    }
+
+    /// What a process does for the region that tiles `a` and `b` share.
+    fn deliveries(
+        &self,
+        term: usize,
+        a: u32,
+        b: u32,
+        process: ProcessId,
+        host: u32,
+        into: &mut Vec<Delivery>,
+    ) {
+        let Some((region, spread)) = self.spread(term, a, b) else { return };
+        let wanting = self.dst.in_process(b, process, host);
+        let delivery = |piece: usize, region: Region, (from, giver), targets, peers| Delivery {
+            id: number(term, a, b, piece),
+            term: term as u32,
+            region,
+            from,
+            giver,
+            targets,
+            peers,
+        };
+        let here = |device: DeviceId| (Origin::Device(device), Some(device));
+        let Some(holding) = self.sources[term].in_process(a, process, host) else {
+            let Some(wanting) = wanting else { return };
+            for part in 0..spread.parts() {
+                let Some(giver) = spread.giver(wanting, part) else { continue };
+                let has_it = spread.has_it(giver.process, self.topology.host_of(giver.process));
+                let from = (Origin::Process(giver.process), has_it.then_some(giver.device));
+                let takers = spread.takers(process, host, part).into_iter();
+                let peers: Vec<ProcessId> = takers.map(|(peer, _)| peer).collect();
+                for piece in spread.pieces_of(part) {
+                    let targets = self.dst.devices(wanting).to_vec();
+                    let region = spread.piece(&region, piece);
+                    into.push(delivery(piece, region, from, targets, peers.clone()));
+                }
+            }
+            return;
+        };
+        for (device, targets) in self.local(&spread, term, a, holding, wanting) {
+            into.push(delivery(0, region.clone(), here(device), targets, Vec::new()));
+        }
+        for part in 0..spread.parts() {
+            let mut by_device: BTreeMap<DeviceId, Vec<ProcessId>> = BTreeMap::new();
+            for (peer, device) in spread.takers(process, host, part) {
+                by_device.entry(device).or_default().push(peer);
+            }
+            for (device, peers) in &by_device {
+                for piece in spread.pieces_of(part) {
+                    let region = spread.piece(&region, piece);
+                    into.push(delivery(piece, region, here(*device), Vec::new(), peers.clone()));
+                }
+            }
+        }
+    }
+
+    /// Which devices of a process that has a tile give it to which of its devices that want it.
+    fn local(
+        &self,
+        spread: &Spread<'_>,
+        term: usize,
+        a: u32,
+        holding: &Process,
+        wanting: Option<&Process>,
+    ) -> BTreeMap<DeviceId, Vec<DeviceId>> {
+        let mut by_device: BTreeMap<DeviceId, Vec<DeviceId>> = BTreeMap::new();
+        let mut rank = 0;
+        for target in wanting.map_or(&[][..], |wanting| self.dst.devices(wanting)) {
+            let from = if self.sources[term].tile_of(*target) == Some(a) {
+                *target
+            } else {
+                rank += 1;
+                spread.holder(holding, rank - 1)
+            };
+            by_device.entry(from).or_default().push(*target);
+        }
+        by_device
+    }
+
+    /// The pieces that bring what tiles `a` and `b` share to a device that wants it.
+    fn pieces_to(&self, dst: DeviceId, term: usize, a: u32, b: u32, into: &mut Vec<Piece>) {
+        let Some((region, spread)) = self.spread(term, a, b) else { return };
+        let Some(process) = self.topology.process_of(dst) else { return };
+        let host = self.topology.host_of(process);
+        let Some(wanting) = self.dst.in_process(b, process, host) else { return };
+        let term_number = term as u32;
+        let piece = |src, region, step| Piece { src, dst, region, term: term_number, step };
+        if let Some(holding) = self.sources[term].in_process(a, process, host) {
+            let local = self.local(&spread, term, a, holding, Some(wanting));
+            let from = local.into_iter().find(|(_, targets)| targets.contains(&dst));
+            into.extend(from.map(|(src, _)| piece(src, region, 1)));
+            return;
+        }
+        let landing = spread.landing_device(wanting);
+        for part in 0..spread.parts() {
+            let Some(giver) = spread.giver(wanting, part) else { continue };
+            let (region, step) = (spread.part(&region, part), spread.step(wanting, part));
+            // The other devices have it from the one that it comes to.
+            into.push(if dst == landing {
+                piece(giver.device, region, step)
+            } else {
+                piece(landing, region, step + 1)
+            });
+        }
+    }
+}
+
+impl Summary {
+    /// Bytes over links of a class.
+    pub fn bytes_over(&self, class: LinkClass) -> u64 {
+        self.bytes[class as usize]
+    }
+}
+
+fn number(term: usize, a: u32, b: u32, piece: usize) -> u64 {
+    (((term as u64) << TILE_BITS | u64::from(a)) << TILE_BITS | u64::from(b)) << PIECE_BITS
+        | piece as u64
+}

@@ -1,0 +1,93 @@
+//! Adding partial sums up in two steps where one would move too much.
+
+use crate::sharding::{Layout, Sharding, Spec, SpecEntry};
+
+/// Smaller arrays are added up in one step, which is one round of messages.
+const TWO_STEPS_BYTES: usize = 256 << 10;
+
+/// A sharding by which to add partial sums up first, each device a part of its own, before they go
+/// to where they are wanted: reduce-scatter, then gather.
+///
+/// With `n` sums of `b` bytes that are wanted `k` times the direct way moves `n k b` bytes, this
+/// one `(n - 1) b + k b`. It divides a dimension that the source does not divide, or divides one
+/// further. `None` where nothing would be gained: the very same sums are wanted, the array is
+/// small, each part of it is wanted once, or no dimension can be divided evenly.
+#[doc(hidden)]
+pub fn scattered(
+    from: &Sharding,
+    shape: &[usize],
+    to: &Layout,
+    item_bytes: usize,
+) -> Option<Sharding> {
+    let elements: usize = shape.iter().product();
+    let wanted: usize = match to.terms() {
+        1 => to.regions().iter().map(|region| region.elements()).sum(),
+        // All of it is put into one of the destination's sums.
+        terms => to.regions().iter().map(|region| region.elements()).sum::<usize>() / terms,
+    };
+    if elements.saturating_mul(item_bytes) < TWO_STEPS_BYTES || wanted < 2 * elements {
+        return None;
+    }
+    let (mesh, spec, axes) = (from.mesh()?, from.spec()?, from.unreduced_axes());
+    if axes.is_empty() || from.layout(shape).is_ok_and(|held| *held == *to) {
+        return None;
+    }
+    let mut entries = spec.entries().to_vec();
+    entries.resize_with(shape.len(), || SpecEntry::from(None));
+    let divided = |dim: usize| {
+        let mut entries = entries.clone();
+        let all: Vec<String> = entries[dim].axes().iter().chain(axes).cloned().collect();
+        entries[dim] = all.into();
+        let sharding = Sharding::named(mesh.clone(), Spec::new(entries), from.memory_kind());
+        sharding.layout(shape).is_ok().then_some(sharding)
+    };
+    let free = |dim: &usize| entries[*dim].axes().is_empty();
+    let dims = (0..shape.len()).filter(free).chain((0..shape.len()).filter(|dim| !free(dim)));
+    dims.into_iter().find_map(divided)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spec;
+    use crate::topology::{DeviceId, Mesh};
+
+    fn mesh() -> Mesh {
+        Mesh::new(&[("a", 2), ("b", 4)], (0..8).map(DeviceId).collect()).unwrap()
+    }
+
+    fn specs(from: Spec, axes: &[&str], shape: [usize; 2], to: &Sharding) -> Option<Spec> {
+        let from = mesh().sharding(from).unreduced(axes).unwrap();
+        let found = scattered(&from, &shape, &to.layout(&shape).unwrap(), 4)?;
+        assert!(found.unreduced_axes().is_empty() && found.mesh() == Some(&mesh()));
+        found.spec().cloned()
+    }
+
+    #[test]
+    fn a_dimension_that_is_not_divided_yet_comes_first() {
+        let all = mesh().replicated();
+        assert_eq!(specs(spec![], &["b"], [512, 512], &all), Some(spec!["b", None]));
+        assert_eq!(specs(spec!["a"], &["b"], [512, 512], &all), Some(spec!["a", "b"]));
+        assert_eq!(specs(spec![], &["a", "b"], [512, 512], &all), Some(spec![("a", "b"), None]));
+        // 514 is no multiple of 4.
+        assert_eq!(specs(spec![], &["b"], [514, 512], &all), Some(spec![None, "b"]));
+        assert_eq!(specs(spec!["a"], &["b"], [512, 514], &all), Some(spec![("a", "b"), None]));
+        assert_eq!(specs(spec![], &["b"], [514, 514], &all), None);
+    }
+
+    #[test]
+    fn nothing_is_gained_by_small_ones_and_where_each_part_is_wanted_once() {
+        let all = mesh().replicated();
+        assert_eq!(specs(spec![], &["b"], [64, 64], &all), None);
+        assert_eq!(specs(spec![], &["b"], [512, 512], &mesh().sharding(spec!["a", "b"])), None);
+        assert_eq!(specs(spec![], &["b"], [512, 512], &Sharding::single_device(DeviceId(1))), None);
+        assert!(specs(spec![], &["b"], [512, 512], &mesh().sharding(spec!["a"])).is_some());
+        // Two copies of every sum, which stay where they are.
+        let same = mesh().replicated().unreduced(&["b"]).unwrap();
+        assert_eq!(specs(spec![], &["b"], [512, 512], &same), None);
+        assert!(
+            specs(spec![], &["b"], [512, 512], &mesh().replicated().unreduced(&["a"]).unwrap())
+                .is_some()
+        );
+    }
+}

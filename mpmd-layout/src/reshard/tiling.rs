@@ -1,0 +1,381 @@
+//! A layout seen from the side of its regions: which tiles the array is cut in, and who has each.
+//!
+//! Most layouts are grids: the ranges of each dimension are cut by themselves, and every
+//! combination is a tile. Which tiles a region touches is then found by a search in each dimension,
+//! and pairs of tiles of two layouts are never listed. Layouts that are no grid are searched along
+//! one dimension.
+
+use std::cmp::Reverse;
+use std::collections::HashMap;
+use std::ops::Range;
+
+use mpmd_ids::ProcessId;
+
+use super::ReshardError;
+use crate::region::Region;
+use crate::sharding::Layout;
+use crate::topology::{DeviceId, Topology};
+
+/// The distinct regions of a layout that are not empty, and their holders.
+#[derive(Clone, Debug)]
+pub(super) struct Tiling {
+    tiles: Vec<Tile>,
+    /// Groups of holders, by tile; each ascending by its number.
+    hosts: Vec<Host>,
+    processes: Vec<Process>,
+    /// By process; in the layout's order.
+    devices: Vec<DeviceId>,
+    /// Each device that has something, ascending, with its tile.
+    tile_of: Vec<(DeviceId, u32)>,
+    lookup: Lookup,
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Tile {
+    pub(super) region: Region,
+    hosts: Range<u32>,
+}
+
+/// The holders of a tile on one host.
+#[derive(Clone, Debug)]
+pub(super) struct Host {
+    pub(super) host: u32,
+    processes: Range<u32>,
+}
+
+/// The holders of a tile in one process.
+#[derive(Clone, Debug)]
+pub(super) struct Process {
+    pub(super) process: ProcessId,
+    pub(super) host: u32,
+    devices: Range<u32>,
+}
+
+#[derive(Clone, Debug)]
+enum Lookup {
+    Grid {
+        /// The ranges of each dimension, ascending.
+        cuts: Vec<Vec<(usize, usize)>>,
+        /// The tile of each combination, row-major.
+        cells: Vec<u32>,
+    },
+    Line(Line),
+}
+
+/// Tiles by where they lie along the dimension that is cut most.
+#[derive(Clone, Debug)]
+struct Line {
+    dim: usize,
+    /// Start along `dim` and tile, ascending.
+    by_start: Vec<(usize, u32)>,
+    /// For each of `by_start` the largest end up to it.
+    ends: Vec<usize>,
+}
+
+impl Tiling {
+    /// The tiles that the devices with partial sum `term` hold, in the order of their first
+    /// holders.
+    pub(super) fn new(
+        layout: &Layout,
+        term: usize,
+        topology: &Topology,
+    ) -> Result<Self, ReshardError> {
+        let mut tiles: Vec<Tile> = Vec::new();
+        let mut known: HashMap<&Region, u32> = HashMap::with_capacity(layout.devices().len());
+        // Tile, host, process, place, device.
+        let mut held: Vec<(u32, u32, ProcessId, usize, DeviceId)> =
+            Vec::with_capacity(layout.devices().len());
+        for (place, (device, region)) in layout.iter().enumerate() {
+            let unknown =
+                || ReshardError::UnknownDevice { device, devices: topology.devices().len() };
+            let process = topology.process_of(device).ok_or_else(unknown)?;
+            if region.is_empty() || layout.term_of(place) != term {
+                continue;
+            }
+            let tile = *known.entry(region).or_insert_with(|| {
+                tiles.push(Tile { region: region.clone(), hosts: 0..0 });
+                tiles.len() as u32 - 1
+            });
+            held.push((tile, topology.host_of(process), process, place, device));
+        }
+        let mut tile_of: Vec<_> = held.iter().map(|holder| (holder.4, holder.0)).collect();
+        tile_of.sort_unstable();
+        held.sort_unstable();
+        let mut tiling = Self {
+            lookup: Lookup::new(&tiles),
+            tiles,
+            hosts: Vec::new(),
+            processes: Vec::new(),
+            devices: Vec::with_capacity(held.len()),
+            tile_of,
+        };
+        for of_tile in held.chunk_by(|a, b| a.0 == b.0) {
+            let first_host = tiling.hosts.len() as u32;
+            for on_host in of_tile.chunk_by(|a, b| a.1 == b.1) {
+                let host = on_host[0].1;
+                let first_process = tiling.processes.len() as u32;
+                for in_process in on_host.chunk_by(|a, b| a.2 == b.2) {
+                    let first_device = tiling.devices.len() as u32;
+                    tiling.devices.extend(in_process.iter().map(|holder| holder.4));
+                    let devices = first_device..tiling.devices.len() as u32;
+                    tiling.processes.push(Process { process: in_process[0].2, host, devices });
+                }
+                tiling
+                    .hosts
+                    .push(Host { host, processes: first_process..tiling.processes.len() as u32 });
+            }
+            tiling.tiles[of_tile[0].0 as usize].hosts = first_host..tiling.hosts.len() as u32;
+        }
+        Ok(tiling)
+    }
+
+    pub(super) fn tile(&self, tile: u32) -> &Tile {
+        &self.tiles[tile as usize]
+    }
+
+    /// The tile a device holds.
+    pub(super) fn tile_of(&self, device: DeviceId) -> Option<u32> {
+        let at = self.tile_of.binary_search_by_key(&device, |(device, _)| *device).ok()?;
+        Some(self.tile_of[at].1)
+    }
+
+    /// The hosts that have a tile.
+    pub(super) fn hosts(&self, tile: u32) -> &[Host] {
+        slice(&self.hosts, &self.tile(tile).hosts)
+    }
+
+    /// The processes of a host that have it.
+    pub(super) fn processes(&self, host: &Host) -> &[Process] {
+        slice(&self.processes, &host.processes)
+    }
+
+    /// The devices of a process that have it.
+    pub(super) fn devices(&self, process: &Process) -> &[DeviceId] {
+        slice(&self.devices, &process.devices)
+    }
+
+    /// The holders of a tile on a host, if any.
+    pub(super) fn on_host(&self, tile: u32, host: u32) -> Option<&Host> {
+        let hosts = self.hosts(tile);
+        hosts.binary_search_by_key(&host, |found| found.host).ok().map(|at| &hosts[at])
+    }
+
+    /// The holders of a tile in a process, if any.
+    pub(super) fn in_process(&self, tile: u32, process: ProcessId, host: u32) -> Option<&Process> {
+        let processes = self.processes(self.on_host(tile, host)?);
+        processes
+            .binary_search_by_key(&process, |found| found.process)
+            .ok()
+            .map(|at| &processes[at])
+    }
+
+    /// The tiles that share elements with a region that is not empty, in a fixed order.
+    pub(super) fn touching(&self, region: &Region) -> Vec<u32> {
+        match &self.lookup {
+            Lookup::Grid { cuts, cells } => {
+                let mut found = vec![0];
+                for (cuts, range) in cuts.iter().zip(region.ranges()) {
+                    let touched = touched(cuts, &range);
+                    if let [only] = found[..] {
+                        found.clear();
+                        found.extend(touched.map(|at| only * cuts.len() + at));
+                    } else {
+                        let inner = |cell: &usize| {
+                            let first = cell * cuts.len();
+                            touched.clone().map(move |at| first + at)
+                        };
+                        found = found.iter().flat_map(inner).collect();
+                    }
+                }
+                found.into_iter().map(|cell| cells[cell]).collect()
+            }
+            Lookup::Line(line) => {
+                let mut found: Vec<u32> =
+                    line.window(region).iter().map(|(_, tile)| *tile).collect();
+                found.retain(|tile| self.tile(*tile).region.intersect(region).is_some());
+                found.sort_unstable();
+                found
+            }
+        }
+    }
+
+    /// How many tiles come before `tile` among those that [touch](Self::touching) a region; it is
+    /// one of them.
+    pub(super) fn turn(&self, tile: u32, region: &Region) -> usize {
+        match &self.lookup {
+            Lookup::Grid { cuts, .. } => {
+                let dims = cuts.iter().zip(region.ranges()).zip(self.tile(tile).region.ranges());
+                dims.fold(0, |turn, ((cuts, range), own)| {
+                    let touched = touched(cuts, &range);
+                    let at = cuts.partition_point(|cut| cut.0 < own.start);
+                    turn * touched.len() + at.saturating_sub(touched.start)
+                })
+            }
+            Lookup::Line(_) => {
+                self.touching(region).iter().position(|found| *found == tile).unwrap_or(0)
+            }
+        }
+    }
+}
+
+/// Which of a dimension's cuts a range touches.
+fn touched(cuts: &[(usize, usize)], range: &Range<usize>) -> Range<usize> {
+    let first = cuts.partition_point(|cut| cut.1 <= range.start);
+    first..cuts.partition_point(|cut| cut.0 < range.end).max(first)
+}
+
+fn slice<'a, T>(all: &'a [T], range: &Range<u32>) -> &'a [T] {
+    &all[range.start as usize..range.end as usize]
+}
+
+impl Lookup {
+    fn new(tiles: &[Tile]) -> Self {
+        Self::grid(tiles).unwrap_or_else(|| Self::Line(Line::new(tiles)))
+    }
+
+    /// The grid that the tiles are, if they are one.
+    fn grid(tiles: &[Tile]) -> Option<Self> {
+        let ndim = tiles.first().map_or(0, |tile| tile.region.ndim());
+        let mut cuts = Vec::with_capacity(ndim);
+        let mut count = 1usize;
+        for dim in 0..ndim {
+            let range = |tile: &Tile| (tile.region.range(dim).start, tile.region.range(dim).end);
+            let mut ranges: Vec<_> = tiles.iter().map(range).collect();
+            ranges.sort_unstable();
+            ranges.dedup();
+            if ranges.windows(2).any(|pair| pair[1].0 < pair[0].1) {
+                return None;
+            }
+            count = count.checked_mul(ranges.len())?;
+            cuts.push(ranges);
+        }
+        // Different combinations of these ranges, and as many as there are.
+        if count != tiles.len() {
+            return None;
+        }
+        let mut cells = vec![0; count];
+        for (at, tile) in tiles.iter().enumerate() {
+            let cell = cuts.iter().zip(tile.region.ranges()).fold(0, |cell, (cuts, range)| {
+                cell * cuts.len() + cuts.partition_point(|cut| cut.0 < range.start)
+            });
+            cells[cell] = at as u32;
+        }
+        Some(Self::Grid { cuts, cells })
+    }
+}
+
+impl Line {
+    fn new(tiles: &[Tile]) -> Self {
+        let ndim = tiles.first().map_or(0, |tile| tile.region.ndim());
+        let cut = |dim: &usize| {
+            let mut starts: Vec<usize> =
+                tiles.iter().map(|tile| tile.region.range(*dim).start).collect();
+            starts.sort_unstable();
+            starts.dedup();
+            (starts.len(), Reverse(*dim))
+        };
+        let dim = (0..ndim).max_by_key(cut).unwrap_or(0);
+        let range = |tile: u32| tiles[tile as usize].region.range(dim);
+        let mut by_start: Vec<_> =
+            (0..tiles.len() as u32).map(|tile| (range(tile).start, tile)).collect();
+        by_start.sort_unstable();
+        let ends = by_start.iter().scan(0, |end, (_, tile)| {
+            *end = range(*tile).end.max(*end);
+            Some(*end)
+        });
+        Self { dim, ends: ends.collect(), by_start }
+    }
+
+    fn window(&self, region: &Region) -> &[(usize, u32)] {
+        let range = region.range(self.dim);
+        let last = self.by_start.partition_point(|(start, _)| *start < range.end);
+        let first = self.ends.partition_point(|end| *end <= range.start).min(last);
+        &self.by_start[first..last]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn region<const N: usize>(bounds: [(usize, usize); N]) -> Region {
+        bounds.into_iter().collect()
+    }
+
+    fn tiling(shape: &[usize], regions: Vec<Region>) -> Tiling {
+        let devices = (0..regions.len() as u32).map(DeviceId).collect();
+        let topology = Topology::even(regions.len(), 1);
+        Tiling::new(&Layout::new(shape, devices, regions, false), 0, &topology).unwrap()
+    }
+
+    fn quarters() -> Vec<Region> {
+        let halves = [(0, 2), (2, 6)];
+        halves.iter().flat_map(|a| halves.iter().map(|b| region([*a, *b]))).collect()
+    }
+
+    #[test]
+    fn grids_are_found_in_any_order_of_their_tiles() {
+        let mut regions = quarters();
+        regions.reverse();
+        let tiling = tiling(&[6, 6], regions);
+        assert!(matches!(tiling.lookup, Lookup::Grid { .. }));
+        // Tiles are numbered as their holders come, and found in the order of the grid.
+        assert_eq!(tiling.touching(&region([(0, 6), (0, 6)])), [3, 2, 1, 0]);
+        assert_eq!(tiling.touching(&region([(1, 3), (2, 3)])), [2, 0]);
+        assert_eq!(tiling.turn(0, &region([(1, 3), (2, 3)])), 1);
+        assert_eq!(tiling.turn(2, &region([(0, 6), (0, 6)])), 1);
+    }
+
+    #[test]
+    fn tilings_that_are_no_grid_are_searched_along_a_line() {
+        let tiles = [[(0, 2), (0, 4)], [(0, 4), (4, 6)], [(2, 6), (0, 4)], [(4, 6), (4, 6)]]
+            .map(region)
+            .to_vec();
+        let tiling = tiling(&[6, 6], tiles.clone());
+        assert!(matches!(tiling.lookup, Lookup::Line(_)));
+        for wanted in
+            tiles.iter().cloned().chain([region([(1, 5), (3, 5)]), region([(5, 6), (5, 6)])])
+        {
+            let expected: Vec<u32> =
+                (0..4).filter(|at| tiles[*at as usize].intersect(&wanted).is_some()).collect();
+            assert_eq!(tiling.touching(&wanted), expected);
+            for (turn, tile) in expected.iter().enumerate() {
+                assert_eq!(tiling.turn(*tile, &wanted), turn);
+            }
+        }
+    }
+
+    #[test]
+    fn holders_are_grouped_by_host_and_process() {
+        let whole = Region::full(&[4]);
+        let devices: Vec<DeviceId> = [5, 0, 3, 1, 7].map(DeviceId).to_vec();
+        let layout = Layout::new(&[4], devices, vec![whole; 5], true);
+        let topology = Topology::even(4, 2).on_hosts(&[0, 1, 0, 1]).unwrap();
+        let tiling = Tiling::new(&layout, 0, &topology).unwrap();
+        let groups: Vec<_> = tiling
+            .hosts(0)
+            .iter()
+            .map(|host| {
+                let devices = |process: &Process| {
+                    tiling.devices(process).iter().map(|device| device.0).collect()
+                };
+                let of = |process: &Process| (process.process.0, devices(process));
+                (host.host, tiling.processes(host).iter().map(of).collect::<Vec<(u32, Vec<u32>)>>())
+            })
+            .collect();
+        assert_eq!(
+            groups,
+            [(0, vec![(0, vec![0, 1]), (2, vec![5])]), (1, vec![(1, vec![3]), (3, vec![7])])]
+        );
+        assert!(tiling.in_process(0, ProcessId(1), 1).is_some());
+        assert!(tiling.in_process(0, ProcessId(1), 0).is_none());
+        assert_eq!((tiling.tile_of(DeviceId(7)), tiling.tile_of(DeviceId(2))), (Some(0), None));
+    }
+
+    #[test]
+    fn scalars_and_empty_arrays() {
+        let scalar = tiling(&[], vec![Region::full(&[])]);
+        assert_eq!(scalar.touching(&Region::full(&[])), [0]);
+        assert!(tiling(&[0], vec![Region::full(&[0])]).tiles.is_empty());
+    }
+}

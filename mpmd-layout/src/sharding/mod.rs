@@ -1,0 +1,429 @@
+//! Shardings: where each region of an array lives.
+//!
+//! A [`Sharding`] says it for arrays of any shape; applied to one it becomes a [`Layout`], and
+//! everything downstream sees layouts only.
+
+mod chunk;
+mod enumerated;
+mod error;
+mod intern;
+mod kind;
+mod layout;
+mod named;
+pub mod rules;
+mod spec;
+
+use std::fmt;
+use std::hash::{Hash, Hasher};
+use std::sync::Arc;
+
+pub use chunk::{ChunkRanks, chunk_by_rank};
+pub use error::ShardingError;
+pub use kind::{MemoryKind, ShardingKind};
+pub use layout::Layout;
+pub use spec::{Spec, SpecEntry};
+
+use crate::region::Region;
+use crate::topology::{DeviceId, Mesh, Topology};
+use crate::tree::Leaf;
+use intern::{Inner, intern};
+
+/// Shapes a sharding remembers the layouts of. A program has few; one that makes up shapes without
+/// end starts over.
+const CACHED_LAYOUTS: usize = 1024;
+
+/// Where each region of an array lives, for arrays of any shape it can divide.
+///
+/// Equal shardings of one process are one object, so cloning and comparing them costs a pointer.
+#[derive(Clone)]
+pub struct Sharding {
+    inner: Arc<Inner>,
+}
+
+impl Mesh {
+    /// The sharding of arrays over this mesh by `spec`, in device memory.
+    ///
+    /// Whether mesh and spec agree shows when it is applied to a shape: [`Sharding::layout`].
+    pub fn sharding(&self, spec: Spec) -> Sharding {
+        Sharding::named(self.clone(), spec, MemoryKind::Device)
+    }
+
+    /// The sharding that puts the whole array on every device.
+    pub fn replicated(&self) -> Sharding {
+        self.sharding(Spec::default())
+    }
+}
+
+impl Sharding {
+    /// Dimensions divided over the axes of `mesh` as `spec` says.
+    ///
+    /// Whether the two agree shows when the sharding is applied to a shape:
+    /// [`layout`](Self::layout).
+    pub fn named(mesh: Mesh, spec: Spec, memory_kind: MemoryKind) -> Self {
+        Self::of_kind(ShardingKind::Named { mesh, spec, unreduced: Vec::new(), memory_kind })
+    }
+
+    /// The whole array on one device, in its own memory.
+    pub fn single_device(device: DeviceId) -> Self {
+        Self::of_kind(ShardingKind::SingleDevice { device, memory_kind: MemoryKind::Device })
+    }
+
+    /// Dimension `dim` cut into as many chunks as there are placements, of which chunk `i` is on
+    /// device `placements[i]`, in its own memory. A `dim` below 0 counts from the end.
+    ///
+    /// With `n` indices and `k` placements each chunk has `ceil(n / k)`, but the trailing ones,
+    /// which have what is left; an empty chunk is at the end of the dimension. Whether the array
+    /// has the dimension shows when the sharding is applied to a shape.
+    ///
+    /// # Errors
+    ///
+    /// Fails where there are no placements, or a device comes twice.
+    pub fn chunk(dim: isize, placements: Vec<DeviceId>) -> Result<Self, ShardingError> {
+        chunk::check(dim, &placements)?;
+        let memory_kind = MemoryKind::Device;
+        Ok(Self::of_kind(ShardingKind::Chunk { dim, placements, memory_kind }))
+    }
+
+    /// Shards listed one by one, in the devices' own memory: any regions that fill an array, each
+    /// element in one of them. Empty ones are allowed. Whether they fill an array shows when the
+    /// sharding is applied to its shape.
+    ///
+    /// # Errors
+    ///
+    /// Fails where there are no shards, they have different numbers of dimensions, a device comes
+    /// twice, or two have elements in common; names the shards.
+    pub fn enumerated(shards: Vec<(DeviceId, Region)>) -> Result<Self, ShardingError> {
+        enumerated::check(&shards)?;
+        let memory_kind = MemoryKind::Device;
+        Ok(Self::of_kind(ShardingKind::Enumerated { shards, memory_kind }))
+    }
+
+    /// The sharding of an array of `shape` that has these shards: chunks of a dimension where they
+    /// are exactly those (the first such dimension; chunks in the order of their offsets, empty
+    /// ones in that of the list), else a list.
+    ///
+    /// # Errors
+    ///
+    /// As [`Sharding::enumerated`], and where the shards do not fill the array: where one goes past
+    /// its end, or a part of it is in none.
+    pub fn of_shards(
+        shape: &[usize],
+        shards: &[(DeviceId, Region)],
+    ) -> Result<Self, ShardingError> {
+        let listed = Self::enumerated(shards.to_vec())?;
+        listed.layout(shape)?;
+        match chunk::infer(shape, shards) {
+            Some((dim, placements)) => Self::chunk(dim as isize, placements),
+            None => Ok(listed),
+        }
+    }
+
+    /// The same regions in another memory of the devices.
+    #[must_use]
+    pub fn with_memory_kind(&self, memory_kind: MemoryKind) -> Self {
+        Self::of_kind(self.inner.kind.with_memory_kind(memory_kind))
+    }
+
+    /// The same regions, each of them a partial sum: the values of the array are the sums over
+    /// these axes of the mesh, which are then exactly its [`unreduced_axes`](Self::unreduced_axes),
+    /// in whatever order they are given. Adding up is a `device_put` to a sharding without them.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the sharding has no mesh, its mesh not the axis, the spec divides a dimension
+    /// over it, or it comes twice.
+    pub fn unreduced(&self, axes: &[&str]) -> Result<Self, ShardingError> {
+        match &self.inner.kind {
+            ShardingKind::Named { mesh, spec, memory_kind, .. } => {
+                let unreduced = named::unreduced(mesh, spec, axes)?;
+                let (mesh, spec, memory_kind) = (mesh.clone(), spec.clone(), *memory_kind);
+                Ok(Self::of_kind(ShardingKind::Named { mesh, spec, unreduced, memory_kind }))
+            }
+            kind => match axes.first() {
+                None => Ok(self.clone()),
+                Some(axis) => Err(ShardingError::UnreducedWithoutMesh {
+                    axis: (*axis).to_owned(),
+                    sharding: kind.to_string(),
+                }),
+            },
+        }
+    }
+
+    /// The same regions without unreduced axes: what the partial sums become when they are added
+    /// up.
+    #[must_use]
+    pub fn reduced(&self) -> Self {
+        match &self.inner.kind {
+            ShardingKind::Named { mesh, spec, unreduced, memory_kind } if !unreduced.is_empty() => {
+                Self::named(mesh.clone(), spec.clone(), *memory_kind)
+            }
+            _ => self.clone(),
+        }
+    }
+
+    /// What it is.
+    pub fn kind(&self) -> &ShardingKind {
+        &self.inner.kind
+    }
+
+    /// A number that is the same for equal shardings, on every process and in every run.
+    pub fn fingerprint(&self) -> u64 {
+        self.inner.fingerprint
+    }
+
+    /// The devices in device-assignment order: a mesh's row-major order, the order of the chunks,
+    /// or that of the list.
+    pub fn devices(&self) -> &[DeviceId] {
+        match &self.inner.kind {
+            ShardingKind::Named { mesh, .. } => mesh.devices(),
+            ShardingKind::Chunk { placements, .. } => placements,
+            ShardingKind::Enumerated { .. } => &self.inner.listed,
+            ShardingKind::SingleDevice { device, .. } => std::slice::from_ref(device),
+        }
+    }
+
+    /// The mesh, where it has one.
+    pub fn mesh(&self) -> Option<&Mesh> {
+        match &self.inner.kind {
+            ShardingKind::Named { mesh, .. } => Some(mesh),
+            _ => None,
+        }
+    }
+
+    /// The spec, where it has one.
+    pub fn spec(&self) -> Option<&Spec> {
+        match &self.inner.kind {
+            ShardingKind::Named { spec, .. } => Some(spec),
+            _ => None,
+        }
+    }
+
+    /// The axes over which the shards are partial sums, in the order of the mesh. Also an axis of
+    /// size 1 is one, so that whether a program is right does not hang on the size of its mesh.
+    pub fn unreduced_axes(&self) -> &[String] {
+        match &self.inner.kind {
+            ShardingKind::Named { unreduced, .. } => unreduced,
+            _ => &[],
+        }
+    }
+
+    /// Which memory of its devices.
+    pub fn memory_kind(&self) -> MemoryKind {
+        self.inner.kind.memory_kind()
+    }
+
+    /// Where each region of an array of `shape` lives. Remembered by shape.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the spec names an axis that the mesh does not have or names one twice, has more
+    /// entries than `shape` has dimensions, or does not divide a dimension evenly; where there is
+    /// no such dimension to cut into chunks; and where listed shards do not fill an array of
+    /// `shape`.
+    pub fn layout(&self, shape: &[usize]) -> Result<Arc<Layout>, ShardingError> {
+        if let Some(layout) = self.inner.layouts.lock().get(shape) {
+            return Ok(layout.clone());
+        }
+        let layout = Arc::new(match &self.inner.kind {
+            ShardingKind::Named { mesh, spec, unreduced, .. } => {
+                named::layout(mesh, spec, shape)?.with_terms(named::terms(mesh, unreduced))
+            }
+            ShardingKind::Chunk { dim, placements, .. } => chunk::layout(*dim, placements, shape)?,
+            ShardingKind::Enumerated { shards, .. } => enumerated::layout(shards, shape)?,
+            ShardingKind::SingleDevice { device, .. } => {
+                Layout::new(shape, vec![*device], vec![Region::full(shape)], true)
+            }
+        });
+        let mut layouts = self.inner.layouts.lock();
+        if layouts.len() >= CACHED_LAYOUTS {
+            layouts.clear();
+        }
+        Ok(layouts.entry(shape.into()).or_insert(layout).clone())
+    }
+
+    /// Checks that the job has all its devices.
+    ///
+    /// # Errors
+    ///
+    /// Fails with the first that it does not have.
+    pub fn check_devices(&self, topology: &Topology) -> Result<(), ShardingError> {
+        match self.devices().iter().find(|device| topology.device(**device).is_none()) {
+            None => Ok(()),
+            Some(device) => Err(ShardingError::UnknownDevice {
+                device: *device,
+                devices: topology.devices().len(),
+            }),
+        }
+    }
+
+    fn of_kind(kind: ShardingKind) -> Self {
+        Self { inner: intern(kind) }
+    }
+}
+
+impl PartialEq for Sharding {
+    fn eq(&self, other: &Self) -> bool {
+        // Interned, so that other values are other objects.
+        Arc::ptr_eq(&self.inner, &other.inner)
+    }
+}
+
+impl Eq for Sharding {}
+
+impl Hash for Sharding {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write_u64(self.inner.fingerprint);
+    }
+}
+
+impl fmt::Display for Sharding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&self.inner.kind, f)
+    }
+}
+
+impl fmt::Debug for Sharding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Sharding({self})")
+    }
+}
+
+impl Leaf for Sharding {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spec;
+
+    fn mesh(axes: &[(&str, usize)]) -> Mesh {
+        let count = axes.iter().map(|(_, size)| *size as u32).product();
+        Mesh::new(axes, (0..count).map(DeviceId).collect()).unwrap()
+    }
+
+    fn listed(shards: &[(u32, std::ops::Range<usize>)]) -> Sharding {
+        let shard = |(device, range): &(u32, std::ops::Range<usize>)| {
+            (DeviceId(*device), Region::new(vec![range.clone()]))
+        };
+        Sharding::enumerated(shards.iter().map(shard).collect()).unwrap()
+    }
+
+    #[test]
+    fn equal_shardings_are_one_object() {
+        let a = mesh(&[("x", 2)]).sharding(spec!["x"]);
+        let b = mesh(&[("x", 2)]).sharding(spec![("x",)]);
+        assert!(a == b && Arc::ptr_eq(&a.inner, &b.inner) && a.fingerprint() == b.fingerprint());
+        let others = [
+            mesh(&[("x", 2)]).replicated(),
+            mesh(&[("x", 2)]).sharding(spec![None, "x"]),
+            mesh(&[("y", 2)]).sharding(spec!["y"]),
+            Sharding::named(mesh(&[("x", 2)]), spec!["x"], MemoryKind::Host),
+            mesh(&[("x", 2)]).replicated().unreduced(&["x"]).unwrap(),
+            Sharding::single_device(DeviceId(0)),
+            Sharding::single_device(DeviceId(0)).with_memory_kind(MemoryKind::Host),
+            Sharding::chunk(0, vec![DeviceId(0), DeviceId(1)]).unwrap(),
+            listed(&[(0, 0..2), (1, 2..4)]),
+        ];
+        for other in others {
+            assert!(a != other && a.fingerprint() != other.fingerprint(), "{other}");
+        }
+    }
+
+    #[test]
+    fn layouts_are_remembered() {
+        let sharding = mesh(&[("x", 2)]).sharding(spec!["x"]);
+        let first = sharding.layout(&[4, 3]).unwrap();
+        assert!(Arc::ptr_eq(&first, &sharding.layout(&[4, 3]).unwrap()));
+        (0..2 * CACHED_LAYOUTS).for_each(|i| drop(sharding.layout(&[2 * i])));
+        assert!(sharding.inner.layouts.lock().len() <= CACHED_LAYOUTS);
+        assert_eq!(first, sharding.layout(&[4, 3]).unwrap());
+    }
+
+    #[test]
+    fn a_single_device_holds_everything() {
+        let layout = Sharding::single_device(DeviceId(3)).layout(&[]).unwrap();
+        assert_eq!(layout.region_of(DeviceId(3)), Some(&Region::full(&[])));
+        assert!(layout.fully_replicated());
+    }
+
+    #[test]
+    fn display_says_spec_mesh_and_devices() {
+        let mesh = mesh(&[("data", 4)]);
+        let sharding = mesh.sharding(spec!["data"]);
+        assert_eq!(sharding.to_string(), "P(data) on {data:4} devices [0, 1, 2, 3]");
+        assert_eq!(Sharding::single_device(DeviceId(3)).to_string(), "device 3");
+        let host = Sharding::named(mesh.clone(), spec![], MemoryKind::Host);
+        assert_eq!(host.to_string(), "P() on {data:4} devices [0, 1, 2, 3] in host memory");
+        assert_eq!(
+            mesh.replicated().unreduced(&["data"]).unwrap().to_string(),
+            "P() unreduced over {data} on {data:4} devices [0, 1, 2, 3]"
+        );
+        let chunks = Sharding::chunk(-1, vec![DeviceId(2), DeviceId(0)]).unwrap();
+        assert_eq!(chunks.to_string(), "chunks of dimension -1 on devices [2, 0]");
+        let two = listed(&[(2, 0..3), (0, 3..4)]).with_memory_kind(MemoryKind::Host);
+        assert_eq!(two.to_string(), "shards {2: [0..3], 0: [3..4]} in host memory");
+        let many = listed(&(0..20).map(|i| (i, i as usize..i as usize + 1)).collect::<Vec<_>>());
+        assert!(many.to_string().ends_with("7: [7..8], and 12 more}"), "{many}");
+    }
+
+    #[test]
+    fn every_kind_is_in_either_memory() {
+        let kinds = [
+            mesh(&[("x", 2)]).sharding(spec!["x"]),
+            mesh(&[("x", 2)]).replicated().unreduced(&["x"]).unwrap(),
+            Sharding::chunk(0, vec![DeviceId(1), DeviceId(0)]).unwrap(),
+            listed(&[(1, 0..4), (0, 4..4)]),
+            Sharding::single_device(DeviceId(3)),
+        ];
+        for kind in kinds {
+            let host = kind.with_memory_kind(MemoryKind::Host);
+            assert_eq!(
+                (kind.memory_kind(), host.memory_kind()),
+                (MemoryKind::Device, MemoryKind::Host)
+            );
+            assert!(host != kind && host.fingerprint() != kind.fingerprint(), "{kind}");
+            assert_eq!(host.layout(&[4]), kind.layout(&[4]));
+            assert_eq!(host.with_memory_kind(MemoryKind::Device), kind);
+            assert_eq!(
+                (host.devices(), host.unreduced_axes()),
+                (kind.devices(), kind.unreduced_axes())
+            );
+            assert_eq!(host.reduced().memory_kind(), MemoryKind::Host);
+        }
+    }
+
+    #[test]
+    fn unreduced_axes_are_exactly_those_given_in_the_order_of_the_mesh() {
+        let rows = mesh(&[("a", 2), ("b", 2), ("c", 1)]).sharding(spec!["a"]);
+        let sums = rows.unreduced(&["c", "b"]).unwrap();
+        assert_eq!(sums.unreduced_axes(), ["b", "c"]);
+        assert_eq!(sums, rows.unreduced(&["b", "c"]).unwrap());
+        assert_ne!(sums, rows.unreduced(&["b"]).unwrap());
+        assert_eq!(sums.unreduced(&["b"]), rows.unreduced(&["b"]));
+        assert_eq!((sums.reduced(), sums.unreduced(&[]).unwrap()), (rows.clone(), rows.clone()));
+        assert_eq!(rows.unreduced_axes(), [""; 0]);
+        let error = |axes: &[&str]| rows.unreduced(axes).unwrap_err().to_string();
+        let found = error(&["z"]);
+        assert_eq!(
+            found,
+            "axis `z` cannot be unreduced: the mesh is {a:2, b:2, c:1} devices [0, 1, 2, 3]"
+        );
+        assert_eq!(error(&["b", "b"]), "axis `b` is unreduced twice");
+        assert_eq!(error(&["a"]), "axis `a` cannot be unreduced: P(a) divides dimension 0 over it");
+        let single = Sharding::single_device(DeviceId(3));
+        assert_eq!(
+            single.unreduced(&["x"]).unwrap_err().to_string(),
+            "axis `x` cannot be unreduced: device 3 has no mesh"
+        );
+        assert_eq!((single.unreduced(&[]), single.reduced()), (Ok(single.clone()), single));
+    }
+
+    #[test]
+    fn devices_are_looked_up_in_the_job() {
+        let sharding = mesh(&[("x", 4)]).replicated();
+        assert_eq!(sharding.check_devices(&Topology::even(2, 2)), Ok(()));
+        assert_eq!(
+            sharding.check_devices(&Topology::even(3, 1)),
+            Err(ShardingError::UnknownDevice { device: DeviceId(3), devices: 3 })
+        );
+    }
+}

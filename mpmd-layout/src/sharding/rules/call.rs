@@ -1,0 +1,407 @@
+//! Reading tactics: ops joined by `|`, each a name or a call with literal arguments.
+
+use super::error::ErrorKind;
+use super::literal::Literal;
+use super::reader::{ParseError, Reader, after_value, is_constant};
+
+/// One op of a tactic as it is written: `fsdp(axis="data", min_size_to_shard_mb=1)`.
+///
+/// ```
+/// use mpmd_layout::sharding::rules::{Call, Literal};
+///
+/// let [call] = &Call::parse_tactic("func(1, '2', a=3)")?[..] else { panic!() };
+/// assert_eq!(call.name(), "func");
+/// assert_eq!(call.args(), [Literal::Int(1), Literal::Str("2".into())]);
+/// assert_eq!(call.keywords(), [("a".to_owned(), Literal::Int(3))]);
+/// # Ok::<(), mpmd_layout::sharding::rules::ParseError>(())
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct Call {
+    name: String,
+    args: Vec<Literal>,
+    keywords: Vec<(String, Literal)>,
+    text: String,
+}
+
+/// An op is called with other arguments than it takes: what the op says about it, to go on after
+/// its name ("has no argument `dim`").
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("{0}")]
+pub struct ArgumentError(pub String);
+
+impl Call {
+    /// The ops of a tactic, in order.
+    ///
+    /// An op is a name, a name with dots, or a call of one with literal arguments; a `|` within
+    /// quotes joins nothing. Blanks around names and `|` are harmless. (In the Python original they
+    /// are so around calls only: there a bare name takes its blanks along and is then not found.)
+    ///
+    /// # Errors
+    ///
+    /// Fails where the text is no such tactic. The error's kind is [`ErrorKind::Value`] where it
+    /// would be an expression of Python but is no name or call, or an argument is no literal;
+    /// otherwise [`ErrorKind::Syntax`].
+    pub fn parse_tactic(text: &str) -> Result<Vec<Self>, ParseError> {
+        let mut reader = Reader { text, at: 0 };
+        let mut calls = Vec::new();
+        loop {
+            reader.skip_blanks();
+            calls.push(reader.call()?);
+            reader.skip_blanks();
+            match reader.peek() {
+                None => return Ok(calls),
+                Some('|') => reader.bump(),
+                Some(c) => return Err(reader.error(after_value(c), "`|` or the end")),
+            }
+        }
+    }
+
+    /// The op's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The arguments without keyword.
+    pub fn args(&self) -> &[Literal] {
+        &self.args
+    }
+
+    /// The arguments with keyword, each keyword once.
+    pub fn keywords(&self) -> &[(String, Literal)] {
+        &self.keywords
+    }
+
+    /// The call as written, without blanks around it.
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// The arguments of an op whose parameters have these names, in that order; `None` for each
+    /// that is not given.
+    ///
+    /// # Errors
+    ///
+    /// Fails where there are more arguments than names, a keyword is none of the names, or a
+    /// parameter is given twice.
+    pub fn bind<const N: usize>(
+        &self,
+        names: [&str; N],
+    ) -> Result<[Option<&Literal>; N], ArgumentError> {
+        if self.args.len() > N {
+            let found = self.args.len();
+            return Err(ArgumentError(format!("takes at most {N} arguments, found {found}")));
+        }
+        let mut bound = [None; N];
+        for (slot, value) in bound.iter_mut().zip(&self.args) {
+            *slot = Some(value);
+        }
+        for (keyword, value) in &self.keywords {
+            let Some(index) = names.iter().position(|name| name == keyword) else {
+                return Err(ArgumentError(format!("has no argument `{keyword}`")));
+            };
+            if bound[index].replace(value).is_some() {
+                return Err(ArgumentError(format!("has two values for argument `{keyword}`")));
+            }
+        }
+        Ok(bound)
+    }
+}
+
+/// Whether a name can be called in a tactic: an identifier, or several joined by dots.
+pub(super) fn is_name(name: &str) -> bool {
+    let mut reader = Reader { text: name, at: 0 };
+    reader.dotted_name().is_some_and(|found| found.len() == name.len() && !is_constant(found))
+}
+
+impl Reader<'_> {
+    fn call(&mut self) -> Result<Call, ParseError> {
+        let start = self.at;
+        let name = match self.dotted_name() {
+            Some(name) if !is_constant(name) => name.to_owned(),
+            _ => {
+                self.at = start;
+                let kind = match self.peek() {
+                    None | Some('|') => ErrorKind::Syntax,
+                    Some(_) => {
+                        self.value(0).map_or_else(|error| error.kind(), |_| ErrorKind::Value)
+                    }
+                };
+                self.at = start;
+                return Err(self.error(kind, "an op's name"));
+            }
+        };
+        let end_of_name = self.at;
+        self.skip_blanks();
+        let (mut args, mut keywords) = (Vec::new(), Vec::new());
+        if self.peek() == Some('(') {
+            self.bump();
+            self.arguments(&mut args, &mut keywords)?;
+        } else {
+            self.at = end_of_name;
+        }
+        Ok(Call { name, args, keywords, text: self.text[start..self.at].to_owned() })
+    }
+
+    /// What stands after a call's opening bracket, up to its closing one.
+    fn arguments(
+        &mut self,
+        args: &mut Vec<Literal>,
+        keywords: &mut Vec<(String, Literal)>,
+    ) -> Result<(), ParseError> {
+        loop {
+            self.skip_blanks();
+            if self.peek() == Some(')') {
+                self.bump();
+                return Ok(());
+            }
+            let start = self.at;
+            if let Some(keyword) = self.keyword() {
+                if keywords.iter().any(|(known, _)| *known == keyword) {
+                    self.at = start;
+                    return Err(self.error(ErrorKind::Syntax, "each keyword once"));
+                }
+                self.skip_blanks();
+                keywords.push((keyword, self.value(0)?));
+            } else {
+                let value = self.value(0)?;
+                if !keywords.is_empty() {
+                    self.at = start;
+                    return Err(self.error(ErrorKind::Syntax, "a keyword, as before it"));
+                }
+                args.push(value);
+            }
+            self.comma_or(')')?;
+        }
+    }
+
+    /// `name=`, but not `name==`; nothing is read where it is something else.
+    fn keyword(&mut self) -> Option<String> {
+        let start = self.at;
+        let name = self.identifier().filter(|name| !is_constant(name)).map(str::to_owned);
+        self.skip_blanks();
+        if name.is_some() && self.rest().starts_with('=') && !self.rest().starts_with("==") {
+            self.bump();
+            return name;
+        }
+        self.at = start;
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use Literal::{Bool, Dict, Float, Int, List, Set, Str, Tuple};
+    use proptest::prelude::*;
+
+    fn text(text: &str) -> Literal {
+        Str(text.into())
+    }
+
+    fn one(tactic: &str) -> Call {
+        let mut calls = Call::parse_tactic(tactic).unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(calls.len(), 1, "{tactic}");
+        calls.remove(0)
+    }
+
+    fn value(written: &str) -> Literal {
+        one(&format!("f({written})")).args[0].clone()
+    }
+
+    fn kind(tactic: &str) -> ErrorKind {
+        Call::parse_tactic(tactic).expect_err(tactic).kind()
+    }
+
+    fn message(tactic: &str) -> String {
+        Call::parse_tactic(tactic).expect_err(tactic).to_string()
+    }
+
+    #[test]
+    fn names_and_calls_are_read() {
+        let call = one("func(1,'2',a=3,foo='bar')");
+        assert_eq!((call.name(), call.args()), ("func", &[Int(1), text("2")][..]));
+        assert_eq!(call.keywords(), [("a".to_owned(), Int(3)), ("foo".to_owned(), text("bar"))]);
+        let call = one("module.some_name ( )");
+        assert_eq!(
+            (call.name(), call.args().len(), call.text()),
+            ("module.some_name", 0, "module.some_name ( )")
+        );
+        assert_eq!(one("fsdp").name(), "fsdp");
+    }
+
+    #[test]
+    fn blanks_around_names_and_bars_are_harmless() {
+        for tactic in ["a|b(1)|c", " a | b(1) | c ", "a |b( 1 )\t|\nc", "a|\n b(1 , )|c"] {
+            let calls = Call::parse_tactic(tactic).unwrap();
+            let names: Vec<&str> = calls.iter().map(Call::name).collect();
+            assert_eq!(
+                (names, calls[1].args()),
+                (vec!["a", "b", "c"], &[Int(1)][..]),
+                "{tactic:?}"
+            );
+        }
+        assert_eq!(one("f('a|b')").args(), [text("a|b")], "within quotes it joins nothing");
+    }
+
+    #[test]
+    fn every_literal() {
+        assert_eq!([value("-1"), value("+ 7"), value("1_000")], [Int(-1), Int(7), Int(1000)]);
+        assert_eq!(
+            [value("0x1F"), value("0o17"), value("0b11"), value("00")],
+            [Int(31), Int(15), Int(3), Int(0)]
+        );
+        assert_eq!(value("0.001"), Float(0.001));
+        assert_eq!(
+            [value("1e3"), value("-.5"), value("2."), value("1E-2")],
+            [1e3, -0.5, 2.0, 0.01].map(Float)
+        );
+        assert_eq!(
+            [value("None"), value("True"), value("False")],
+            [Literal::None, Bool(true), Bool(false)]
+        );
+        assert_eq!(
+            [value("'a\"b'"), value("\"a'b\""), value("'a' \"b\"")],
+            ["a\"b", "a'b", "ab"].map(text)
+        );
+        assert_eq!(value(r"'\\ \' \n \x41 \u00e9 \d'"), text("\\ ' \n A \u{e9} \\d"));
+        assert_eq!(
+            [value("()"), value("(1)"), value("(1,)")],
+            [Tuple(vec![]), Int(1), Tuple(vec![Int(1)])]
+        );
+        assert_eq!(value("(1, 'a')"), Tuple(vec![Int(1), text("a")]));
+        assert_eq!(
+            [value("[]"), value("[[1], 2,]")],
+            [List(vec![]), List(vec![List(vec![Int(1)]), Int(2)])]
+        );
+        assert_eq!([value("{}"), value("{1, 2}")], [Dict(vec![]), Set(vec![Int(1), Int(2)])]);
+        assert_eq!(
+            value("{'a': 1, 2: {}}"),
+            Dict(vec![(text("a"), Int(1)), (Int(2), Dict(vec![]))])
+        );
+    }
+
+    #[test]
+    fn what_is_no_expression_is_a_syntax_error() {
+        let texts = [
+            "",
+            " ",
+            "|",
+            "replicate|",
+            "|replicate",
+            "a||b",
+            "fsdp(",
+            "fsdp(1",
+            "fsdp(1 2)",
+            "f(,)",
+            "f)",
+            "a b",
+            "f('a)",
+            "f(\"a)",
+            "f(a=1, 2)",
+            "f(a=1, a=2)",
+            "f(a=)",
+            "f({1: 2, 3})",
+            "f([1)",
+            "f(012)",
+            "f(1.2.3)",
+            "f(1a)",
+            "f(-",
+            "#",
+            "f('\\u12')",
+            "f(1|2)",
+            "f.",
+        ];
+        for text in texts {
+            assert_eq!(kind(text), ErrorKind::Syntax, "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_an_expression_but_no_call_with_literals_is_a_value_error() {
+        let texts = [
+            "fsdp(axis=data)",
+            "fsdp(data)",
+            "1|f",
+            "f(1+2)",
+            "f(g(1))",
+            "f([x])",
+            "f(*[1])",
+            "f(- x)",
+            "f(--1)",
+            "f(2j)",
+            "f(99999999999999999999)",
+            "1",
+            "'fsdp'",
+            "None",
+            "(1, 2)",
+            "f(1)(2)",
+            "f[0]",
+            "a + b",
+            "f(1)*2",
+            "f(lambda: 0)",
+            "f(b'a')",
+        ];
+        for text in texts {
+            assert_eq!(kind(text), ErrorKind::Value, "{text}");
+        }
+    }
+
+    #[test]
+    fn errors_say_what_where_and_what_was_expected() {
+        assert_eq!(
+            message("fsdp(axis=data)"),
+            "tactic \"fsdp(axis=data)\", column 11: expected a literal, found `data`"
+        );
+        assert_eq!(
+            message("replicate|"),
+            "tactic \"replicate|\", column 11: expected an op's name, found the end"
+        );
+        assert_eq!(
+            message("f('\u{e9}', ]"),
+            "tactic \"f('\u{e9}', ]\", column 8: expected a literal, found `]`"
+        );
+        assert_eq!(message("f(1"), "tactic \"f(1\", column 4: expected `,` or `)`, found the end");
+        assert_eq!(message("a b"), "tactic \"a b\", column 3: expected `|` or the end, found `b`");
+    }
+
+    #[test]
+    fn brackets_nest_only_so_deep() {
+        let nested = |depth: usize| format!("f({}{})", "[".repeat(depth), "]".repeat(depth));
+        assert!(Call::parse_tactic(&nested(100)).is_ok());
+        assert_eq!(kind(&nested(200)), ErrorKind::Syntax);
+        assert_eq!(kind(&"(".repeat(1_000_000)), ErrorKind::Syntax);
+        assert_eq!(kind(&format!("f({}", "{1:".repeat(1_000_000))), ErrorKind::Syntax);
+    }
+
+    #[test]
+    fn arguments_are_bound_by_place_and_keyword() {
+        let names = ["axis", "dim"];
+        let call = one("f('x', dim=2)");
+        assert_eq!(call.bind(names), Ok([Some(&text("x")), Some(&Int(2))]));
+        assert_eq!(one("f(dim=2)").bind(names), Ok([None, Some(&Int(2))]));
+        let error = |tactic| one(tactic).bind(names).unwrap_err().to_string();
+        assert_eq!(error("f(1, 2, 3)"), "takes at most 2 arguments, found 3");
+        assert_eq!(error("f(axes=1)"), "has no argument `axes`");
+        assert_eq!(error("f('x', axis='y')"), "has two values for argument `axis`");
+    }
+
+    #[test]
+    fn only_what_can_be_called_is_a_name() {
+        assert!(["a", "a.b", "_x1"].into_iter().all(is_name));
+        assert!(!["", "1a", "a b", "a.", ".a", "a|b", "None", "a()"].into_iter().any(is_name));
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_makes_the_reader_panic(text in any::<String>()) {
+            let _ = Call::parse_tactic(&text);
+        }
+
+        #[test]
+        fn no_text_of_the_right_letters_makes_the_reader_panic(text in r#"[fa(){}\[\],:=|'"0-9.eEx_j+ \\\-\u{e9}\n]{0,40}"#) {
+            if let Err(error) = Call::parse_tactic(&text) {
+                prop_assert!(error.column <= text.chars().count() + 1);
+            }
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! Logical axes: names of a leaf's dimensions, and which axes of a mesh they stand for.
+
+use std::collections::BTreeMap;
+
+use super::ops::OpError;
+use crate::sharding::SpecEntry;
+
+/// The logical names of leaves' dimensions, and ordered rules from logical names to axes of a mesh.
+/// Without any by default.
+///
+/// The op `logical_partitioning()` reads it: of a leaf with names, rules are gone through in order,
+/// and a rule whose name is present gives its axes to that dimension, where none of these axes is
+/// used by the leaf yet and no earlier rule decided about the dimension. What is left stays whole.
+/// Dimensions that earlier ops of the tactic divided count as decided. Leaves without names stay as
+/// they are.
+///
+/// ```
+/// use mpmd_layout::sharding::rules::LogicalAxes;
+///
+/// let logical = LogicalAxes::default()
+///     .leaf("mlp/w", &[Some("embed"), Some("mlp")])
+///     .rule("embed", &["fsdp"])
+///     .rule("mlp", &["replica"]);
+/// # let _ = logical;
+/// ```
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct LogicalAxes {
+    names: BTreeMap<String, Vec<Option<String>>>,
+    rules: Vec<(String, Vec<String>)>,
+}
+
+impl LogicalAxes {
+    /// Gives the dimensions of the leaf of that name logical names, `None` for one without.
+    /// Replaces those that it had. A name that no leaf has does no harm.
+    #[must_use]
+    pub fn leaf(mut self, leaf: impl Into<String>, names: &[Option<&str>]) -> Self {
+        let names = names.iter().map(|name| name.map(str::to_owned)).collect();
+        self.names.insert(leaf.into(), names);
+        self
+    }
+
+    /// Adds a rule behind the others. With no axes it keeps dimensions of that name whole.
+    #[must_use]
+    pub fn rule(mut self, name: impl Into<String>, axes: &[&str]) -> Self {
+        self.rules.push((name.into(), axes.iter().map(|axis| (*axis).to_owned()).collect()));
+        self
+    }
+
+    pub(super) fn names_of(&self, leaf: &str) -> Option<&[Option<String>]> {
+        self.names.get(leaf).map(Vec::as_slice)
+    }
+
+    /// Which dimensions the rules divide, in the order of the rules, and over which axes.
+    pub(super) fn assign(
+        &self,
+        names: &[Option<String>],
+        entries: &[SpecEntry],
+    ) -> Result<Vec<(usize, Vec<String>)>, OpError> {
+        if names.len() != entries.len() {
+            return Err(OpError::LogicalNames { names: names.to_vec(), ndim: entries.len() });
+        }
+        for (dim, name) in names.iter().enumerate() {
+            if let Some(text) = name
+                && names[..dim].contains(name)
+            {
+                return Err(OpError::DuplicateLogicalName {
+                    name: text.clone(),
+                    names: names.to_vec(),
+                });
+            }
+        }
+        let mut decided: Vec<bool> =
+            entries.iter().map(|entry| *entry != SpecEntry::None).collect();
+        let mut used: Vec<&String> = entries.iter().flat_map(SpecEntry::axes).collect();
+        let mut assigned = Vec::new();
+        for (name, axes) in &self.rules {
+            let Some(dim) = names.iter().position(|known| known.as_ref() == Some(name)) else {
+                continue;
+            };
+            if decided[dim] || axes.iter().any(|axis| used.contains(&axis)) {
+                continue;
+            }
+            decided[dim] = true;
+            used.extend(axes);
+            if !axes.is_empty() {
+                assigned.push((dim, axes.clone()));
+            }
+        }
+        Ok(assigned)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(names: &[&str]) -> Vec<Option<String>> {
+        names.iter().map(|name| Some((*name).to_owned()).filter(|name| name != "-")).collect()
+    }
+
+    fn rules(rules: &[(&str, &[&str])]) -> LogicalAxes {
+        rules.iter().fold(LogicalAxes::default(), |all, (name, axes)| all.rule(*name, axes))
+    }
+
+    fn assign(logical: &LogicalAxes, of: &[&str]) -> Vec<(usize, Vec<String>)> {
+        logical.assign(&names(of), &vec![SpecEntry::None; of.len()]).unwrap()
+    }
+
+    #[test]
+    fn the_first_rule_with_free_axes_decides() {
+        let logical =
+            rules(&[("embed", &["fsdp"]), ("mlp", &["replica"]), ("embed", &["replica"])]);
+        let (fsdp, replica) = (vec!["fsdp".to_owned()], vec!["replica".to_owned()]);
+        assert_eq!(assign(&logical, &["embed", "mlp"]), [(0, fsdp.clone()), (1, replica.clone())]);
+        assert_eq!(assign(&logical, &["-", "mlp", "-"]), [(1, replica.clone())]);
+        assert_eq!(assign(&logical, &["heads"]), []);
+        assert_eq!(assign(&LogicalAxes::default(), &["embed"]), []);
+        let logical = rules(&[("a", &["fsdp"]), ("b", &["fsdp", "replica"]), ("b", &["replica"])]);
+        assert_eq!(assign(&logical, &["b", "a"]), [(1, fsdp), (0, replica)]);
+    }
+
+    #[test]
+    fn a_rule_without_axes_keeps_the_dimension_whole() {
+        assert_eq!(assign(&rules(&[("a", &[]), ("a", &["x"])]), &["a"]), []);
+    }
+
+    #[test]
+    fn what_earlier_ops_divided_is_decided_and_their_axes_are_used() {
+        let logical = rules(&[("a", &["x"]), ("b", &["x"]), ("b", &["y"])]);
+        let entries = [SpecEntry::from("x"), SpecEntry::None];
+        let assigned = logical.assign(&names(&["a", "b"]), &entries).unwrap();
+        assert_eq!(assigned, [(1, vec!["y".to_owned()])]);
+    }
+
+    #[test]
+    fn names_that_come_twice_or_do_not_fit_are_refused() {
+        let logical = rules(&[]);
+        let error = |of: &[&str], ndim| {
+            logical.assign(&names(of), &vec![SpecEntry::None; ndim]).unwrap_err().to_string()
+        };
+        assert_eq!(error(&["a", "-", "a"], 3), "logical name `a` comes twice in (a, None, a)");
+        assert_eq!(error(&["a"], 2), "its logical names are (a), but it has 2 dimensions");
+        assert!(logical.assign(&names(&["-", "-"]), &[SpecEntry::None, SpecEntry::None]).is_ok());
+    }
+}

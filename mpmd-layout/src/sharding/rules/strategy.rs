@@ -1,0 +1,422 @@
+//! Strategies: ordered rules from names of leaves to ops.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::fmt;
+use std::sync::Arc;
+
+use fancy_regex::Regex;
+
+use super::call::{ArgumentError, Call, is_name};
+use super::error::RulesError;
+use super::logical::LogicalAxes;
+use super::ops::{Fsdp, LogicalPartitioning, Op, Replicate, ShardDim};
+
+type Factory = dyn Fn(&Call) -> Result<Arc<dyn Op>, ArgumentError> + Send + Sync;
+
+/// The ops that tactics can call, by name. [`Registry::default`] has the built-in ones.
+///
+/// ```
+/// use mpmd_layout::sharding::rules::{ArgumentError, Call, Literal, Placement, Registry};
+///
+/// let mut registry = Registry::default();
+/// registry.register("last_dim", |call: &Call| {
+///     let [axis] = call.bind(["axis"])?;
+///     let axes = axis.and_then(Literal::axes).ok_or_else(|| ArgumentError("needs an axis".into()))?;
+///     Ok(move |leaf: &mut Placement<'_>| match leaf.aval().ndim() {
+///         0 => Ok(()),
+///         ndim => leaf.shard(ndim - 1, &axes),
+///     })
+/// })?;
+/// assert!(registry.names().any(|name| name == "last_dim"));
+/// # Ok::<(), mpmd_layout::sharding::rules::RulesError>(())
+/// ```
+#[derive(Clone)]
+pub struct Registry {
+    factories: BTreeMap<String, Arc<Factory>>,
+}
+
+/// Ordered rules `(pattern, tactic)`, ready to be applied to leaves.
+///
+/// A *pattern* is a regular expression in the notation of Python, with look-around, that must match
+/// the **whole** name of a leaf; of each leaf the first rule whose pattern matches counts. (Unlike
+/// Python's, classes nest: `[a[b]]`, `[a&&b]` and `[a--b]` are sets of sets here. A verbose pattern
+/// must not end in a comment.) A *tactic* is ops joined by `|`, applied from left to right to the
+/// leaf's spec, in which at first no dimension is divided; how it is written says
+/// [`Call::parse_tactic`], what ops there are [the module](super).
+#[derive(Clone, Debug)]
+pub struct Strategy {
+    pub(super) rules: Vec<Rule>,
+    pub(super) logical: LogicalAxes,
+}
+
+/// A pattern and what is done to the leaves that it matches.
+#[derive(Clone)]
+pub(super) struct Rule {
+    pub(super) pattern: String,
+    /// Matches the whole text only.
+    regex: Regex,
+    pub(super) steps: Vec<Step>,
+}
+
+/// One op of a tactic.
+#[derive(Clone)]
+pub(super) struct Step {
+    /// As written.
+    pub(super) text: String,
+    pub(super) op: Arc<dyn Op>,
+}
+
+impl Registry {
+    /// Adds an op. `make` turns each call of it, as it is written in a tactic, into the op.
+    ///
+    /// # Errors
+    ///
+    /// Fails where there is an op of that name, and where the name is not identifiers joined by
+    /// dots.
+    pub fn register<O: Op + 'static>(
+        &mut self,
+        name: &str,
+        make: impl Fn(&Call) -> Result<O, ArgumentError> + Send + Sync + 'static,
+    ) -> Result<(), RulesError> {
+        let name = checked(name)?;
+        match self.factories.entry(name) {
+            Entry::Occupied(taken) => Err(RulesError::NameTaken { name: taken.key().clone() }),
+            Entry::Vacant(free) => {
+                free.insert(factory(make));
+                Ok(())
+            }
+        }
+    }
+
+    /// Adds an op in place of the one of that name, if there is one.
+    ///
+    /// # Errors
+    ///
+    /// Fails where the name is not identifiers joined by dots.
+    pub fn replace<O: Op + 'static>(
+        &mut self,
+        name: &str,
+        make: impl Fn(&Call) -> Result<O, ArgumentError> + Send + Sync + 'static,
+    ) -> Result<(), RulesError> {
+        self.factories.insert(checked(name)?, factory(make));
+        Ok(())
+    }
+
+    /// The names of the ops, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.factories.keys().map(String::as_str)
+    }
+}
+
+impl Default for Registry {
+    fn default() -> Self {
+        let factories = [
+            ("replicate", factory(Replicate::new)),
+            ("fsdp", factory(Fsdp::new)),
+            ("shard_dim", factory(ShardDim::new)),
+            ("logical_partitioning", factory(LogicalPartitioning::new)),
+        ];
+        Self {
+            factories: factories.into_iter().map(|(name, make)| (name.to_owned(), make)).collect(),
+        }
+    }
+}
+
+impl fmt::Debug for Registry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.names()).finish()
+    }
+}
+
+impl Strategy {
+    /// The strategy of these rules, `(pattern, tactic)` each, with the ops of `registry`.
+    ///
+    /// All patterns are checked first, then all tactics, also those of patterns that will match
+    /// nothing.
+    ///
+    /// # Errors
+    ///
+    /// Fails where there is no rule, a pattern starts with `/` or is no regular expression, or a
+    /// tactic cannot be read, calls an op that `registry` lacks, or calls one with other arguments
+    /// than it takes.
+    pub fn parse<P: AsRef<str>, T: AsRef<str>>(
+        rules: &[(P, T)],
+        registry: &Registry,
+    ) -> Result<Self, RulesError> {
+        if rules.is_empty() {
+            return Err(RulesError::EmptyStrategy);
+        }
+        let patterns =
+            rules.iter().enumerate().map(|(rule, (pattern, _))| compile(rule, pattern.as_ref()));
+        let patterns = patterns.collect::<Result<Vec<Regex>, RulesError>>()?;
+        let rule = |(rule, ((pattern, tactic), regex)): (usize, (&(P, T), Regex))| {
+            let pattern = pattern.as_ref().to_owned();
+            let steps = steps(rule, &pattern, tactic.as_ref(), registry)?;
+            Ok(Rule { pattern, regex, steps })
+        };
+        let rules =
+            rules.iter().zip(patterns).enumerate().map(rule).collect::<Result<_, RulesError>>()?;
+        Ok(Self { rules, logical: LogicalAxes::default() })
+    }
+
+    /// With what the op `logical_partitioning()` reads.
+    #[must_use]
+    pub fn with_logical(mut self, logical: LogicalAxes) -> Self {
+        self.logical = logical;
+        self
+    }
+
+    /// The patterns, in order.
+    pub fn patterns(&self) -> impl Iterator<Item = &str> {
+        self.rules.iter().map(|rule| rule.pattern.as_str())
+    }
+
+    /// The index of the rule that counts for a leaf of that name; `None` where no pattern matches.
+    ///
+    /// # Errors
+    ///
+    /// Fails where a pattern with look-around or back references takes too many steps on the name.
+    pub fn rule_of(&self, leaf: &str) -> Result<Option<usize>, RulesError> {
+        for (index, rule) in self.rules.iter().enumerate() {
+            match rule.regex.is_match(leaf) {
+                Ok(true) => return Ok(Some(index)),
+                Ok(false) => {}
+                Err(error) => {
+                    let (pattern, leaf, message) =
+                        (rule.pattern.clone(), leaf.to_owned(), error.to_string());
+                    return Err(RulesError::PatternGaveUp { rule: index, pattern, leaf, message });
+                }
+            }
+        }
+        Ok(None)
+    }
+}
+
+impl fmt::Debug for Rule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let steps: Vec<&str> = self.steps.iter().map(|step| step.text.as_str()).collect();
+        f.debug_struct("Rule")
+            .field("pattern", &self.pattern)
+            .field("steps", &steps)
+            .finish_non_exhaustive()
+    }
+}
+
+fn factory<O: Op + 'static>(
+    make: impl Fn(&Call) -> Result<O, ArgumentError> + Send + Sync + 'static,
+) -> Arc<Factory> {
+    Arc::new(move |call| make(call).map(|op| Arc::new(op) as Arc<dyn Op>))
+}
+
+fn checked(name: &str) -> Result<String, RulesError> {
+    let name = name.to_owned();
+    if is_name(&name) { Ok(name) } else { Err(RulesError::BadName { name }) }
+}
+
+fn compile(rule: usize, pattern: &str) -> Result<Regex, RulesError> {
+    if pattern.starts_with('/') {
+        return Err(RulesError::PatternStartsWithSlash { rule, pattern: pattern.to_owned() });
+    }
+    let bad = |error: fancy_regex::Error, known: bool| {
+        let position = match &error {
+            fancy_regex::Error::ParseError(position, _) if known => Some(*position),
+            _ => None,
+        };
+        let (pattern, message) = (pattern.to_owned(), error.to_string());
+        RulesError::BadPattern { rule, pattern, position, message }
+    };
+    if let Some(position) = repeats_too_often(pattern) {
+        let message = format!("repeats more than {MOST_REPEATED} times, or too often in all");
+        return Err(RulesError::BadPattern {
+            rule,
+            pattern: pattern.to_owned(),
+            position: Some(position),
+            message,
+        });
+    }
+    // Alone first: `a)(b` would be fine inside the brackets, and positions would be off.
+    Regex::new(pattern).map_err(|error| bad(error, true))?;
+    Regex::new(&format!(r"\A(?:{pattern})\z")).map_err(|error| bad(error, false))
+}
+
+/// The most that one `{n}` of a pattern may repeat.
+const MOST_REPEATED: u64 = 1000;
+
+/// The most that all of them may together, nested in each other: lengths of matches are counted in
+/// 64 bits.
+const MOST_IN_ALL: u64 = 1 << 40;
+
+/// Where a pattern repeats something more often than the regular expressions can count, if it does.
+fn repeats_too_often(pattern: &str) -> Option<usize> {
+    let mut in_all: u64 = 1;
+    let mut chars = pattern.char_indices();
+    while let Some((at, c)) = chars.next() {
+        match c {
+            '\\' => drop(chars.next()),
+            '{' => {
+                let inside = pattern[at + 1..].split('}').next().unwrap_or_default();
+                let is_count = |c: char| c.is_ascii_digit() || c == ',' || c.is_ascii_whitespace();
+                if inside.is_empty() || !inside.chars().all(is_count) {
+                    continue;
+                }
+                // A number that is none has more than 64 bits.
+                let counts = inside.split(',').map(str::trim).filter(|count| !count.is_empty());
+                let most = counts.map(|count| count.parse().unwrap_or(u64::MAX)).max().unwrap_or(0);
+                in_all = in_all.saturating_mul(most.max(1));
+                if most > MOST_REPEATED || in_all > MOST_IN_ALL {
+                    return Some(at);
+                }
+            }
+            _ => {}
+        }
+    }
+    None
+}
+
+fn steps(
+    rule: usize,
+    pattern: &str,
+    tactic: &str,
+    registry: &Registry,
+) -> Result<Vec<Step>, RulesError> {
+    let pattern = || pattern.to_owned();
+    let calls = Call::parse_tactic(tactic).map_err(|error| RulesError::Tactic {
+        rule,
+        pattern: pattern(),
+        source: Box::new(error),
+    })?;
+    let step = |call: &Call| {
+        let Some(make) = registry.factories.get(call.name()) else {
+            let (op, known) =
+                (call.name().to_owned(), registry.names().map(str::to_owned).collect());
+            return Err(RulesError::UnknownOp { rule, pattern: pattern(), op, known });
+        };
+        let text = call.text().to_owned();
+        match make(call) {
+            Ok(op) => Ok(Step { text, op }),
+            Err(ArgumentError(message)) => {
+                Err(RulesError::Arguments { rule, pattern: pattern(), op: text, message })
+            }
+        }
+    };
+    calls.iter().map(step).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::ErrorKind;
+    use super::*;
+
+    fn parse(rules: &[(&str, &str)]) -> Result<Strategy, RulesError> {
+        Strategy::parse(rules, &Registry::default())
+    }
+
+    fn error(rules: &[(&str, &str)]) -> (ErrorKind, String) {
+        let error = parse(rules).expect_err("no strategy");
+        (error.kind(), error.to_string())
+    }
+
+    #[test]
+    fn the_first_pattern_that_matches_the_whole_name_counts() {
+        let rules = [
+            (".*/x", "replicate"),
+            ("b/.*", "replicate"),
+            ("kern", "replicate"),
+            ("a|ab", "replicate"),
+        ];
+        let strategy = parse(&rules).unwrap();
+        let rule_of = |name| strategy.rule_of(name).unwrap();
+        let names = ["a/b", "a/x", "b/x", "b/y", "kernel", "ab", ""];
+        assert_eq!(names.map(rule_of), [None, Some(0), Some(0), Some(1), None, Some(3), None]);
+        assert_eq!(strategy.patterns().collect::<Vec<_>>(), [".*/x", "b/.*", "kern", "a|ab"]);
+    }
+
+    #[test]
+    fn patterns_look_around_and_back() {
+        let rules = [(r"(?!frozen/).*/w", "replicate"), (r"(?P<n>\w+)/(?P=n)", "replicate")];
+        let strategy = parse(&rules).unwrap();
+        let names = ["frozen/w", "a/w", "abc/abc", "abc/ab"];
+        assert_eq!(
+            names.map(|name| strategy.rule_of(name).unwrap()),
+            [None, Some(0), Some(1), None]
+        );
+    }
+
+    #[test]
+    fn a_pattern_that_takes_too_long_is_an_error() {
+        let strategy = parse(&[(r"(?:(x+)*)*\1y", "replicate")]).unwrap();
+        let error = strategy.rule_of(&"x".repeat(40)).expect_err("more than a million steps");
+        assert!(matches!(&error, RulesError::PatternGaveUp { rule: 0, .. }), "{error}");
+        assert_eq!(error.kind(), ErrorKind::Value);
+    }
+
+    #[test]
+    fn a_pattern_that_repeats_beyond_counting_is_refused() {
+        let nested = format!("{}x{}", "(".repeat(9), "){999}".repeat(9));
+        for pattern in
+            ["x{18446744073709551608,9}", "ab{1001}", "a{,99999999999999999999}", &nested]
+        {
+            let (kind, message) = error(&[(pattern, "replicate")]);
+            assert!(
+                kind == ErrorKind::Value && message.contains("more than 1000 times"),
+                "{message}"
+            );
+        }
+        for pattern in ["x{1000}", r"x\{2000}", "x{2,3}y{4,}", "{a}", "x{}"] {
+            assert_eq!(repeats_too_often(pattern), None, "{pattern}");
+        }
+    }
+
+    #[test]
+    fn what_a_strategy_can_have_wrong_is_said_with_its_rule() {
+        let none: [(&str, &str); 0] = [];
+        assert_eq!(error(&none).0, ErrorKind::Value);
+        let (kind, message) = error(&[(".*", "replicate"), ("/k", "nope")]);
+        assert_eq!(kind, ErrorKind::Assertion);
+        assert_eq!(message, "rule 1: pattern \"/k\" starts with `/`, but names of leaves do not");
+        let (kind, message) = error(&[("a)(b", "replicate")]);
+        assert!(
+            kind == ErrorKind::Value && message.starts_with("rule 0: pattern \"a)(b\", position 1"),
+            "{message}"
+        );
+        let (kind, message) = error(&[("k", "replicate|")]);
+        assert_eq!(kind, ErrorKind::Syntax);
+        assert_eq!(
+            message,
+            "rule 0, pattern \"k\": tactic \"replicate|\", column 11: expected an op's name, \
+             found the end"
+        );
+        assert_eq!(error(&[("k", "fsdp(axis=data)")]).0, ErrorKind::Value);
+        let (kind, message) = error(&[("k", "fsdp")]);
+        assert_eq!(kind, ErrorKind::Type);
+        assert_eq!(
+            message,
+            "rule 0, pattern \"k\": `fsdp` needs the name of an axis, or a list of names, as `axis`"
+        );
+        let (kind, message) = error(&[("matches nothing", "shard_all('x')")]);
+        assert_eq!(kind, ErrorKind::Key);
+        assert_eq!(
+            message,
+            "rule 0, pattern \"matches nothing\": there is no op `shard_all`; \
+             known are fsdp, logical_partitioning, replicate, shard_dim"
+        );
+    }
+
+    #[test]
+    fn names_are_registered_once_or_replaced() {
+        let mut registry = Registry::default();
+        let nothing = |_: &Call| Ok(|_: &mut super::super::Placement<'_>| Ok(()));
+        registry.register("my.op", nothing).unwrap();
+        let taken = registry.register("my.op", nothing).unwrap_err();
+        assert_eq!((taken.kind(), taken.to_string().contains("`my.op`")), (ErrorKind::Key, true));
+        registry.replace("my.op", nothing).unwrap();
+        registry.replace("fsdp", nothing).unwrap();
+        assert!(Strategy::parse(&[("k", "my.op|fsdp")], &registry).is_ok());
+        let bad = registry.register("my op", nothing).unwrap_err();
+        assert_eq!(
+            bad.to_string(),
+            "\"my op\" cannot be an op's name: names are identifiers, or several joined by dots"
+        );
+    }
+}

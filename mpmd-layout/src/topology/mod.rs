@@ -1,0 +1,434 @@
+//! Devices, the processes that own them, and meshes of them.
+
+mod collectives;
+mod kind;
+mod links;
+pub(crate) mod mesh;
+mod ordinals;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+pub use collectives::CudaCollectives;
+#[doc(hidden)]
+pub use collectives::GpuId;
+pub use kind::DeviceKind;
+pub use links::{Link, LinkClass, Links};
+pub use mesh::Mesh;
+pub use mpmd_ids::{DeviceId, ProcessId};
+use serde::{Deserialize, Serialize};
+
+use crate::fingerprint::Fingerprint;
+use crate::tree::Leaf;
+
+impl Leaf for DeviceId {}
+
+/// A device of the job.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, PartialEq, Serialize)]
+pub struct Device {
+    /// Its number.
+    pub id: DeviceId,
+    /// Who owns it.
+    pub process: ProcessId,
+    /// What it is.
+    pub kind: DeviceKind,
+}
+
+/// All devices and processes of a job; the same on every process. Cheap to clone.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Topology {
+    inner: Arc<Inner>,
+}
+
+#[derive(Clone, Debug, Eq, PartialEq)]
+struct Inner {
+    /// Ascending by id.
+    devices: Vec<Device>,
+    ids: Vec<DeviceId>,
+    /// By process.
+    owned: Vec<Vec<DeviceId>>,
+    /// The host of each process, numbered in the order in which they come first.
+    hosts: Vec<u32>,
+    links: Links,
+    /// Which way collectives of CUDA devices go.
+    collectives: CudaCollectives,
+    /// Of the devices of kind `cuda`, as far as it is known, and only where it matters.
+    gpus: BTreeMap<DeviceId, GpuId>,
+}
+
+/// Why devices are no topology or mesh, or a mesh has no such part. Always the caller's fault.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum MeshError {
+    /// A device is listed more than once.
+    #[error("device {device} is listed twice")]
+    DuplicateDevice {
+        /// The device.
+        device: DeviceId,
+    },
+    /// A device belongs to a process that the job does not have.
+    #[error("device {device} belongs to process {process}, but the job has {processes} processes")]
+    UnknownProcess {
+        /// The device.
+        device: DeviceId,
+        /// Its owner.
+        process: ProcessId,
+        /// How many processes there are.
+        processes: usize,
+    },
+    /// The mesh, or the job, has no such device.
+    #[error("there is no device {device} in {within}")]
+    UnknownDevice {
+        /// The device.
+        device: DeviceId,
+        /// Where it was looked for.
+        within: String,
+    },
+    /// There is not one host for each process.
+    #[error("{found} hosts are given for {processes} processes")]
+    HostCount {
+        /// How many processes there are.
+        processes: usize,
+        /// Hosts given.
+        found: usize,
+    },
+    /// There is neither one kind of devices for all processes nor one for each.
+    #[error(
+        "{found} kinds of devices are given for {processes} processes: one for all, or one for each"
+    )]
+    KindCount {
+        /// How many processes there are.
+        processes: usize,
+        /// Kinds given.
+        found: usize,
+    },
+    /// The sizes of the axes do not multiply to the number of devices.
+    #[error("a mesh {mesh} takes {expected} devices, found {found}")]
+    DeviceCount {
+        /// The axes and their sizes.
+        mesh: String,
+        /// Product of the sizes; saturates.
+        expected: usize,
+        /// Devices given.
+        found: usize,
+    },
+    /// Two axes have one name.
+    #[error("axis `{axis}` is named twice in {mesh}")]
+    DuplicateAxis {
+        /// The name.
+        axis: String,
+        /// The axes and their sizes.
+        mesh: String,
+    },
+    /// An axis has no name, or no size.
+    #[error("axis `{axis}` of size {size} in {mesh}: an axis has a name and at least one index")]
+    EmptyAxis {
+        /// The name.
+        axis: String,
+        /// The size.
+        size: usize,
+        /// The axes and their sizes.
+        mesh: String,
+    },
+    /// The mesh has no axis of that name.
+    #[error("there is no axis `{axis}` in {mesh}")]
+    UnknownAxis {
+        /// The name.
+        axis: String,
+        /// The mesh's axes and their sizes.
+        mesh: String,
+    },
+    /// The range is empty or runs past the axis.
+    #[error("{start}..{end} is no part of axis `{axis}` in {mesh}")]
+    Range {
+        /// The axis.
+        axis: String,
+        /// First index asked for.
+        start: usize,
+        /// One past the last index asked for.
+        end: usize,
+        /// The mesh's axes and their sizes.
+        mesh: String,
+    },
+}
+
+impl Topology {
+    /// The job with these devices, and as many processes as the highest owner says.
+    ///
+    /// # Errors
+    ///
+    /// Fails where a device is listed twice.
+    pub fn new(devices: Vec<Device>) -> Result<Self, MeshError> {
+        let processes = devices.iter().map(|device| device.process.index() + 1).max().unwrap_or(0);
+        Self::with_processes(processes, devices)
+    }
+
+    /// The job with these devices and `processes` processes, some of which may own none.
+    ///
+    /// # Errors
+    ///
+    /// Fails where a device is listed twice or belongs to none of the processes.
+    pub fn with_processes(processes: usize, mut devices: Vec<Device>) -> Result<Self, MeshError> {
+        devices.sort_by_key(|device| device.id);
+        if let Some(pair) = devices.windows(2).find(|pair| pair[0].id == pair[1].id) {
+            return Err(MeshError::DuplicateDevice { device: pair[0].id });
+        }
+        let mut owned = vec![Vec::new(); processes];
+        for Device { id, process, .. } in &devices {
+            let Some(own) = owned.get_mut(process.index()) else {
+                return Err(MeshError::UnknownProcess {
+                    device: *id,
+                    process: *process,
+                    processes,
+                });
+            };
+            own.push(*id);
+        }
+        let ids = devices.iter().map(|device| device.id).collect();
+        let hosts = vec![0; processes];
+        let (links, collectives, gpus) = Default::default();
+        Ok(Self { inner: Arc::new(Inner { devices, ids, owned, hosts, links, collectives, gpus }) })
+    }
+
+    /// The same job with its processes on these hosts, one name for each process. Without it all
+    /// are on one.
+    ///
+    /// # Errors
+    ///
+    /// Fails where there is not one host for each process.
+    pub fn on_hosts<T: Ord>(&self, hosts: &[T]) -> Result<Self, MeshError> {
+        if hosts.len() != self.processes() {
+            return Err(MeshError::HostCount { processes: self.processes(), found: hosts.len() });
+        }
+        let mut numbers = BTreeMap::new();
+        let number = |host| {
+            let next = numbers.len() as u32;
+            *numbers.entry(host).or_insert(next)
+        };
+        let hosts = hosts.iter().map(number).collect();
+        Ok(self.with(|inner| inner.hosts = hosts))
+    }
+
+    /// The same job with devices of these kinds: one kind for the devices of all processes, or one
+    /// for those of each process, in order. Without it all are [`DeviceKind::Cpu`].
+    ///
+    /// # Errors
+    ///
+    /// Fails where there is neither one kind nor one for each process.
+    pub fn of_kinds(&self, kinds: &[DeviceKind]) -> Result<Self, MeshError> {
+        let processes = self.processes();
+        if kinds.len() != 1 && kinds.len() != processes {
+            return Err(MeshError::KindCount { processes, found: kinds.len() });
+        }
+        Ok(self.with(|inner| {
+            for device in &mut inner.devices {
+                // One for all, where there is but one.
+                device.kind = kinds.get(device.process.index()).copied().unwrap_or(kinds[0]);
+            }
+        }))
+    }
+
+    /// The same job with links of these costs.
+    #[must_use]
+    pub fn with_links(&self, links: Links) -> Self {
+        self.with(|inner| inner.links = links)
+    }
+
+    fn with(&self, change: impl FnOnce(&mut Inner)) -> Self {
+        let mut inner = (*self.inner).clone();
+        change(&mut inner);
+        Self { inner: Arc::new(inner) }
+    }
+
+    /// Processes with `devices_per_process` CPU devices each: process 0 owns the first ones.
+    ///
+    /// # Panics
+    ///
+    /// Where there would be more than `u32::MAX` devices or processes.
+    pub fn even(processes: usize, devices_per_process: usize) -> Self {
+        let count =
+            processes.checked_mul(devices_per_process).and_then(|count| u32::try_from(count).ok());
+        let (Some(count), Ok(_)) = (count, u32::try_from(processes)) else {
+            panic!(
+                "{processes} processes with {devices_per_process} devices each are too many to \
+                 number"
+            );
+        };
+        let device = |id: u32| Device {
+            id: DeviceId(id),
+            process: ProcessId((id as usize / devices_per_process) as u32),
+            kind: DeviceKind::Cpu,
+        };
+        Self::with_processes(processes, (0..count).map(device).collect())
+            .expect("numbered ascending, each within the processes")
+    }
+
+    /// Number of processes.
+    pub fn processes(&self) -> usize {
+        self.inner.owned.len()
+    }
+
+    /// All devices, ascending by number.
+    pub fn devices(&self) -> &[Device] {
+        &self.inner.devices
+    }
+
+    /// The numbers of all devices, ascending.
+    pub fn device_ids(&self) -> &[DeviceId] {
+        &self.inner.ids
+    }
+
+    /// The device with that number.
+    pub fn device(&self, device: DeviceId) -> Option<&Device> {
+        // Almost always numbered 0, 1, 2…
+        let guess = self.inner.devices.get(device.0 as usize).filter(|found| found.id == device);
+        guess.or_else(|| {
+            let at = self.inner.ids.binary_search(&device).ok()?;
+            self.inner.devices.get(at)
+        })
+    }
+
+    /// Who owns a device; `None` where the job has no such device.
+    pub fn process_of(&self, device: DeviceId) -> Option<ProcessId> {
+        self.device(device).map(|device| device.process)
+    }
+
+    /// What a device is; `None` where the job has no such device.
+    pub fn kind_of(&self, device: DeviceId) -> Option<DeviceKind> {
+        self.device(device).map(|device| device.kind)
+    }
+
+    /// Whether a process owns devices of this kind.
+    pub fn has_kind(&self, process: ProcessId, kind: DeviceKind) -> bool {
+        self.devices_of(process).iter().any(|device| self.kind_of(*device) == Some(kind))
+    }
+
+    /// The devices of a process, ascending; none for an unknown process.
+    pub fn devices_of(&self, process: ProcessId) -> &[DeviceId] {
+        self.inner.owned.get(process.index()).map_or(&[], Vec::as_slice)
+    }
+
+    /// The number of a process's host: hosts are numbered in the order in which their first
+    /// processes come. 0 for an unknown process.
+    pub fn host_of(&self, process: ProcessId) -> u32 {
+        self.inner.hosts.get(process.index()).copied().unwrap_or(0)
+    }
+
+    /// What the links between the devices cost.
+    pub fn links(&self) -> &Links {
+        &self.inner.links
+    }
+
+    /// A number that is the same for equal topologies, on every process and in every run.
+    #[doc(hidden)]
+    pub fn fingerprint(&self) -> u64 {
+        let Inner { devices, hosts, links, .. } = &*self.inner;
+        let mut fingerprint = Fingerprint::new("topology");
+        fingerprint.words(
+            devices.iter().map(|device| u64::from(device.id.0) << 32 | u64::from(device.process.0)),
+        );
+        fingerprint.words(devices.iter().map(|device| device.kind as u64));
+        fingerprint.words(hosts.iter().map(|host| u64::from(*host)));
+        for class in LinkClass::ALL {
+            let Link { latency_ns, bytes_per_us } = links.of(class);
+            fingerprint.word(latency_ns);
+            fingerprint.word(bytes_per_us);
+        }
+        fingerprint.finish()
+    }
+
+    /// How near two devices are to each other; `None` where the job lacks one of them.
+    pub fn link_between(&self, a: DeviceId, b: DeviceId) -> Option<LinkClass> {
+        let (of_a, of_b) = (self.process_of(a)?, self.process_of(b)?);
+        Some(if a == b {
+            LinkClass::SameDevice
+        } else if of_a == of_b {
+            LinkClass::SameProcess
+        } else if self.host_of(of_a) == self.host_of(of_b) {
+            LinkClass::SameHost
+        } else {
+            LinkClass::Network
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cpu(id: u32, process: u32) -> Device {
+        Device { id: DeviceId(id), process: ProcessId(process), kind: DeviceKind::Cpu }
+    }
+
+    #[test]
+    fn even_topologies_give_each_process_its_run_of_devices() {
+        let topology = Topology::even(3, 2);
+        assert_eq!(topology.processes(), 3);
+        assert_eq!(topology.devices_of(ProcessId(1)), [DeviceId(2), DeviceId(3)]);
+        assert_eq!(topology.process_of(DeviceId(5)), Some(ProcessId(2)));
+        assert_eq!(topology.process_of(DeviceId(6)), None);
+        assert!(topology.devices_of(ProcessId(9)).is_empty());
+        assert_eq!(Topology::even(4, 0).processes(), 4);
+    }
+
+    #[test]
+    fn numbers_need_not_be_dense_nor_sorted() {
+        let topology = Topology::new(vec![cpu(7, 1), cpu(0, 1), cpu(3, 0)]).unwrap();
+        assert_eq!(topology.device_ids(), [DeviceId(0), DeviceId(3), DeviceId(7)]);
+        assert_eq!(topology.devices_of(ProcessId(1)), [DeviceId(0), DeviceId(7)]);
+        assert_eq!(topology.process_of(DeviceId(3)), Some(ProcessId(0)));
+        assert_eq!(topology.process_of(DeviceId(1)), None);
+    }
+
+    #[test]
+    fn hosts_are_numbered_as_they_come() {
+        let topology = Topology::even(4, 2).on_hosts(&["b", "a", "b", "c"]).unwrap();
+        let hosts: Vec<u32> = (0..4).map(|process| topology.host_of(ProcessId(process))).collect();
+        assert_eq!(hosts, [0, 1, 0, 2]);
+        let class = |a, b| topology.link_between(DeviceId(a), DeviceId(b));
+        assert_eq!(class(0, 0), Some(LinkClass::SameDevice));
+        assert_eq!(class(0, 1), Some(LinkClass::SameProcess));
+        assert_eq!(class(1, 4), Some(LinkClass::SameHost));
+        assert_eq!(class(1, 2), Some(LinkClass::Network));
+        assert_eq!(class(1, 8), None);
+        assert_eq!(
+            topology.on_hosts(&[0]).unwrap_err().to_string(),
+            "1 hosts are given for 4 processes"
+        );
+        assert_ne!(topology, Topology::even(4, 2));
+    }
+
+    #[test]
+    fn devices_are_of_one_kind_or_of_one_for_each_process() {
+        use DeviceKind::{Cpu, Cuda};
+        let topology = Topology::even(3, 2);
+        let kinds = |topology: &Topology| {
+            (0..6).map(|id| topology.kind_of(DeviceId(id))).collect::<Vec<_>>()
+        };
+        assert_eq!(kinds(&topology), [Some(Cpu); 6]);
+        assert_eq!(kinds(&topology.of_kinds(&[Cuda]).unwrap()), [Some(Cuda); 6]);
+        let mixed = topology.of_kinds(&[Cuda, Cpu, Cuda]).unwrap();
+        assert_eq!(kinds(&mixed), [Cuda, Cuda, Cpu, Cpu, Cuda, Cuda].map(Some));
+        assert_eq!(mixed.kind_of(DeviceId(6)), None);
+        assert!(mixed.has_kind(ProcessId(0), Cuda) && !mixed.has_kind(ProcessId(1), Cuda));
+        for wrong in [&[][..], &[Cpu, Cuda]] {
+            let processes = 3;
+            assert_eq!(
+                topology.of_kinds(wrong),
+                Err(MeshError::KindCount { processes, found: wrong.len() })
+            );
+        }
+        assert_ne!(mixed.fingerprint(), topology.fingerprint());
+        assert_ne!(mixed.fingerprint(), topology.of_kinds(&[Cuda]).unwrap().fingerprint());
+    }
+
+    #[test]
+    fn duplicates_and_unknown_owners_are_refused() {
+        assert_eq!(
+            Topology::new(vec![cpu(1, 0), cpu(1, 1)]),
+            Err(MeshError::DuplicateDevice { device: DeviceId(1) })
+        );
+        let error = Topology::with_processes(2, vec![cpu(0, 2)]).unwrap_err();
+        assert_eq!(error.to_string(), "device 0 belongs to process 2, but the job has 2 processes");
+    }
+}

@@ -1,0 +1,7 @@
+//! Answers of the original systems: layouts, intermediate shardings, chunks and rules.
+
+mod cases;
+mod chunks;
+mod intermediate;
+mod layouts;
+mod rules;

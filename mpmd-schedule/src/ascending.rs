@@ -1,0 +1,79 @@
+//! Weight gradients in ascending order of microbatches, for schedules that have them in another.
+
+use super::schedule::{Action, ActionKind, Schedule, ScheduleError};
+
+/// The schedule, with each weight gradient whose turn it is not put off until that of the
+/// microbatch before it is done: then all that wait follow at once. Where both gradients were one
+/// action the input gradient stays where it was.
+///
+/// Sums of floats depend on their order. This is the order of the schedules whose weight gradients
+/// ascend, so the bits are theirs; what it costs is that weight residuals wait.
+pub fn ascending(schedule: &Schedule) -> Result<Schedule, ScheduleError> {
+    let count = schedule.microbatches();
+    let rows = schedule.rows().iter().map(|row| {
+        // By stage: whose turn it is, and who waits.
+        let mut next = vec![0; schedule.stages()];
+        let mut waiting = vec![vec![false; count]; schedule.stages()];
+        let mut ordered = Vec::with_capacity(row.len());
+        for action in row {
+            let Action { stage, kind, microbatch } = *action;
+            let mine = matches!(kind, ActionKind::Backward | ActionKind::BackwardWeight);
+            if !mine {
+                ordered.push(*action);
+                continue;
+            }
+            if microbatch != next[stage] {
+                waiting[stage][microbatch] = true;
+                if kind == ActionKind::Backward {
+                    ordered.push(Action { kind: ActionKind::BackwardInput, ..*action });
+                }
+                continue;
+            }
+            ordered.push(*action);
+            next[stage] += 1;
+            while next[stage] < count && waiting[stage][next[stage]] {
+                let microbatch = next[stage];
+                ordered.push(Action { stage, kind: ActionKind::BackwardWeight, microbatch });
+                next[stage] += 1;
+            }
+        }
+        ordered
+    });
+    let rows: Vec<Vec<Action>> = rows.collect();
+    if rows == schedule.rows() {
+        Ok(schedule.clone())
+    } else {
+        Schedule::new(schedule.name(), rows)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(cells: &[(ActionKind, usize)]) -> Vec<Action> {
+        cells
+            .iter()
+            .map(|(kind, microbatch)| Action { stage: 0, kind: *kind, microbatch: *microbatch })
+            .collect()
+    }
+
+    #[test]
+    fn weight_gradients_wait_for_their_turn_and_then_follow_at_once() {
+        use ActionKind::{Backward, BackwardInput, BackwardWeight, Forward};
+        let forwards = [(Forward, 0), (Forward, 1), (Forward, 2)];
+        let descending =
+            row(&[&forwards[..], &[(Backward, 2), (Backward, 1), (Backward, 0)]].concat());
+        let found = ascending(&Schedule::new("down", vec![descending]).unwrap()).unwrap();
+        let tail = [
+            (BackwardInput, 2),
+            (BackwardInput, 1),
+            (Backward, 0),
+            (BackwardWeight, 1),
+            (BackwardWeight, 2),
+        ];
+        assert_eq!(found.rows(), [row(&[&forwards[..], &tail[..]].concat())]);
+        let same = Schedule::one_f_one_b(3, 5).unwrap();
+        assert_eq!(ascending(&same).unwrap(), same);
+    }
+}

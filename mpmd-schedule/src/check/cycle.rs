@@ -1,0 +1,277 @@
+//! Why a flow does not end: who waits for whom in a circle, or whose other side is missing.
+
+use std::collections::VecDeque;
+
+use super::channel::Channel;
+use super::engine::Engine;
+use super::names::Names;
+use super::windows::NONE;
+use crate::flow::Flow;
+
+/// A flow over a channel that stops before its end.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Deadlock {
+    /// The channel.
+    pub channel: Channel,
+    /// Each waits for the next, the last for the first. Empty where something is missing.
+    ///
+    /// Of the circles through what is at the front of its lane or queue it is a shortest one. Who
+    /// is behind something waits for what is at the front.
+    pub cycle: Vec<Wait>,
+    /// What can never happen, because its other side is not there.
+    pub missing: Vec<Missing>,
+    /// How many nodes and transfers are left undone.
+    pub undone: (usize, usize),
+}
+
+/// One that waits.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Wait {
+    /// What waits.
+    pub item: Item,
+    /// Its process.
+    pub process: u32,
+    /// Its tag in the flow: the node's, or the transfer's.
+    pub tag: u32,
+    /// Why it waits for the next one.
+    pub why: Why,
+}
+
+/// Something that a process does.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub enum Item {
+    /// It computes this node.
+    Node(u32),
+    /// It gives this transfer.
+    Send(u32),
+    /// It takes this transfer.
+    Receive(u32),
+}
+
+/// Why one waits for another.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub enum Why {
+    /// A node comes later in its lane.
+    Lane,
+    /// A node needs the other node.
+    Need,
+    /// A node takes what is received.
+    Take,
+    /// An end of a transfer was posted later in its queue.
+    Queue,
+    /// A node makes what is sent.
+    Make,
+    /// A send and its receive wait for each other.
+    Peer,
+}
+
+/// A transfer of which an end is not posted.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Missing {
+    /// Which.
+    pub transfer: u32,
+    /// Its tag in the flow.
+    pub tag: u32,
+    /// Who gives, and whether it posts a send.
+    pub from: (u32, bool),
+    /// Who takes, and whether it posts a receive.
+    pub to: (u32, bool),
+}
+
+impl Deadlock {
+    /// For people: a line for each that waits, or that is missing.
+    pub fn lines(&self, names: &dyn Names) -> Vec<String> {
+        let missing = self.missing.iter().map(|missing| missing.line(names));
+        let next = self.cycle.iter().skip(1).chain(self.cycle.first());
+        let waits = self.cycle.iter().zip(next).map(|(wait, next)| {
+            let why = match wait.why {
+                Why::Lane => "comes after",
+                Why::Need => "needs",
+                Why::Take => "needs",
+                Why::Queue => "is posted behind",
+                Why::Make => "waits for",
+                Why::Peer => "waits for its other side",
+            };
+            format!("{} {why}: {}", wait.text(names), next.text(names))
+        });
+        missing.chain(waits).collect()
+    }
+}
+
+impl Wait {
+    /// Who does what.
+    pub fn text(&self, names: &dyn Names) -> String {
+        let process = names.process(self.process);
+        match self.item {
+            Item::Node(_) => format!("{process} computes {}", names.node(self.tag)),
+            Item::Send(_) => format!("{process} sends {}", names.transfer(self.tag)),
+            Item::Receive(_) => format!("{process} receives {}", names.transfer(self.tag)),
+        }
+    }
+}
+
+impl Missing {
+    /// For people.
+    pub fn line(&self, names: &dyn Names) -> String {
+        let what = names.transfer(self.tag);
+        let (from, to) = (names.process(self.from.0), names.process(self.to.0));
+        match (self.from.1, self.to.1) {
+            (true, _) => format!("{from} sends {what}, which {to} never receives"),
+            (false, true) => format!("{to} receives {what}, which {from} never sends"),
+            (false, false) => {
+                format!("{to} needs {what}, which {from} never sends and {to} never receives")
+            }
+        }
+    }
+}
+
+/// Transfers of which an end is missing.
+pub(super) fn missing(engine: &Engine) -> Vec<Missing> {
+    let transfers = engine.flow.transfers.iter().zip(0..);
+    let lacking = transfers.filter_map(|(transfer, number)| {
+        let (send, receive) = (engine.is_posted(number * 2), engine.is_posted(number * 2 + 1));
+        (!(send && receive)).then_some(Missing {
+            transfer: number,
+            tag: transfer.tag,
+            from: (transfer.from, send),
+            to: (transfer.to, receive),
+        })
+    });
+    lacking.collect()
+}
+
+/// Steps of the search for the shortest circle after which the shortest so far will do.
+const SEARCH: usize = 50_000_000;
+
+/// The shortest circle of an execution in which nothing more can begin, and nothing is missing.
+///
+/// What is at the front of its lane or queue waits for something, which is at a front or behind
+/// one: so from every front a way leads to a front again, and there is a circle through one.
+pub(super) fn shortest(engine: &Engine) -> Vec<Wait> {
+    let graph = Graph::new(engine);
+    let count = engine.flow.nodes.len() + engine.flow.transfers.len() * 2;
+    // In which search each item was last seen, and from where.
+    let mut seen = vec![NONE; count];
+    let mut from: Vec<(u32, Why)> = vec![(NONE, Why::Need); count];
+    let mut best: Vec<(u32, Why)> = Vec::new();
+    let mut steps = 0;
+    let mut edges = Vec::new();
+    for (search, start) in graph.fronts().into_iter().enumerate() {
+        if steps > SEARCH && !best.is_empty() {
+            break;
+        }
+        let mut queue = VecDeque::from([(start, 1)]);
+        seen[start as usize] = search as u32;
+        'search: while let Some((item, depth)) = queue.pop_front() {
+            if !best.is_empty() && depth >= best.len() {
+                break;
+            }
+            edges.clear();
+            graph.edges(item, &mut edges);
+            for &(to, why) in &edges {
+                steps += 1;
+                if to == start {
+                    best.clear();
+                    best.push((item, why));
+                    while best.last().is_some_and(|(item, _)| *item != start) {
+                        let last = best[best.len() - 1].0;
+                        best.push(from[last as usize]);
+                    }
+                    best.reverse();
+                    break 'search;
+                }
+                if seen[to as usize] != search as u32 {
+                    seen[to as usize] = search as u32;
+                    from[to as usize] = (item, why);
+                    queue.push_back((to, depth + 1));
+                }
+            }
+        }
+    }
+    best.into_iter().map(|(item, why)| graph.wait(item, why)).collect()
+}
+
+/// Who waits for whom. Items have numbers: nodes, then ends of transfers.
+struct Graph<'e, 'f> {
+    engine: &'e Engine<'f>,
+    nodes: u32,
+    /// For each lane and each queue the first that is not done.
+    lane_front: Vec<u32>,
+    queue_front: Vec<u32>,
+}
+
+impl<'e, 'f> Graph<'e, 'f> {
+    fn new(engine: &'e Engine<'f>) -> Self {
+        let mut lane_front = vec![NONE; engine.flow.lanes.len()];
+        for (number, node) in engine.flow.nodes.iter().enumerate() {
+            let front = &mut lane_front[node.lane as usize];
+            if *front == NONE && !engine.ended[number] {
+                *front = number as u32;
+            }
+        }
+        let queues = engine.queues.as_ref();
+        let first = |list: usize| {
+            let ends = queues.map_or(&[][..], |queues| queues.list(list));
+            ends.iter().copied().find(|end| !is_done(engine, *end)).unwrap_or(NONE)
+        };
+        let queue_front = (0..queues.map_or(0, |queues| queues.lists())).map(first).collect();
+        Self { engine, nodes: engine.flow.nodes.len() as u32, lane_front, queue_front }
+    }
+
+    fn fronts(&self) -> Vec<u32> {
+        let nodes = self.lane_front.iter().copied();
+        let ends =
+            self.queue_front.iter().map(|end| if *end == NONE { NONE } else { self.nodes + end });
+        nodes.chain(ends).filter(|item| *item != NONE).collect()
+    }
+
+    /// What an item that is not done waits for.
+    fn edges(&self, item: u32, edges: &mut Vec<(u32, Why)>) {
+        let (engine, flow): (_, &Flow) = (self.engine, self.engine.flow);
+        let end = |transfer: u32, receive: u32| self.nodes + transfer * 2 + receive;
+        if item < self.nodes {
+            let takes = flow.takes_of(item).iter().filter(|taken| !engine.is_taken(**taken));
+            edges.extend(takes.map(|taken| (end(*taken, 1), Why::Take)));
+            let needs = flow.needs_of(item).iter().filter(|need| !engine.ended[**need as usize]);
+            edges.extend(needs.map(|need| (*need, Why::Need)));
+            let front = self.lane_front[flow.nodes[item as usize].lane as usize];
+            if front != item {
+                edges.push((front, Why::Lane));
+            }
+            return;
+        }
+        let (transfer, is_receive) = ((item - self.nodes) / 2, (item - self.nodes) % 2 == 1);
+        if !engine.is_at_front(item - self.nodes) {
+            let list = engine.queues.as_ref().and_then(|queues| queues.list_of(item - self.nodes));
+            let front = list.map_or(NONE, |list| self.queue_front[list]);
+            if front != NONE {
+                edges.push((self.nodes + front, Why::Queue));
+            }
+        } else if is_receive {
+            edges.push((end(transfer, 0), Why::Peer));
+        } else if !engine.is_made(transfer) {
+            edges.push((flow.transfers[transfer as usize].after, Why::Make));
+        } else {
+            edges.push((end(transfer, 1), Why::Peer));
+        }
+    }
+
+    fn wait(&self, item: u32, why: Why) -> Wait {
+        let flow = self.engine.flow;
+        if item < self.nodes {
+            let tag = flow.nodes[item as usize].tag;
+            return Wait { item: Item::Node(item), process: flow.process_of(item), tag, why };
+        }
+        let number = (item - self.nodes) / 2;
+        let transfer = flow.transfers[number as usize];
+        let (item, process) = match (item - self.nodes) % 2 {
+            0 => (Item::Send(number), transfer.from),
+            _ => (Item::Receive(number), transfer.to),
+        };
+        Wait { item, process, tag: transfer.tag, why }
+    }
+}
+
+fn is_done(engine: &Engine, end: u32) -> bool {
+    if end.is_multiple_of(2) { engine.is_sent(end / 2) } else { engine.is_taken(end / 2) }
+}

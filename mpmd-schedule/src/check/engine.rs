@@ -1,0 +1,424 @@
+//! What can happen next in a [`Flow`] over a [`Channel`]: shared by the proof and the simulation.
+//!
+//! Why one execution decides. An event is that a node begins or ends, or that a transfer begins,
+//! has gone or has been taken. What lets an event happen is that certain events have happened (a
+//! node's inputs, both ends at the front), or all but so many of certain events (a place in a
+//! window, room at the receiver); never that one has *not* happened. So an event that can happen
+//! still can after any other has, until it does. Let two executions have run until nothing more can
+//! happen, and let `e` be the first event of the one that the other has not: all that `e` rests on
+//! came before it, so the other has all that, and `e` could happen in it: a contradiction. So both
+//! have the same events. For the same reason an event's earliest time does not depend on the order
+//! in which events of the same time are looked at.
+
+use super::channel::{Channel, Protocol, Queues};
+use super::windows::{NONE, Windows};
+use crate::flow::{Flow, Post};
+
+/// Bits of [`Engine::state`].
+const SEND_POSTED: u8 = 1;
+const RECEIVE_POSTED: u8 = 2;
+/// At the front of its queue.
+const SEND_FRONT: u8 = 4;
+const RECEIVE_FRONT: u8 = 8;
+/// What is sent has been made.
+const MADE: u8 = 16;
+/// The receiver has room for it.
+const ROOM: u8 = 32;
+const BEGUN: u8 = 64;
+const SENT: u8 = 128;
+
+/// What can begin.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Begin {
+    Node(u32),
+    Transfer(u32),
+}
+
+/// The state of an execution. Ends of transfers have numbers: twice the transfer's, one more for
+/// the receive.
+#[derive(Debug)]
+pub(crate) struct Engine<'a> {
+    pub(super) flow: &'a Flow,
+    /// How many things each node still waits for.
+    waits: Vec<u32>,
+    pub(super) ended: Vec<bool>,
+    /// The node after each in its lane.
+    after: Vec<u32>,
+    /// By node what needs it; by transfer who takes it; by node which transfers it makes.
+    needed_by: Lists,
+    taken_by: Lists,
+    makes: Lists,
+    state: Vec<u8>,
+    taken: Vec<bool>,
+    /// Ends in queues; nothing where all are at the front at once.
+    pub(super) queues: Option<Windows>,
+    /// Transfers by pair of sender and receiver, in the order in which they are sent.
+    rooms: Option<Windows>,
+    /// Ends that have come to the front and are not looked at.
+    fresh: Vec<u32>,
+    /// What can begin, to be taken away by who drives.
+    pub(crate) begins: Vec<Begin>,
+    /// What has been taken since who drives has looked; kept for the simulation alone.
+    pub(crate) took: Vec<u32>,
+    /// Why things begin when they do; kept for the simulation alone.
+    pub(crate) causes: Option<Causes>,
+    pub(crate) nodes_left: usize,
+    pub(crate) transfers_left: usize,
+}
+
+/// The last cause of each node and transfer: the number of a node, or the count of nodes plus the
+/// number of a transfer. A node is caused by a transfer's receive, a transfer by another transfer's
+/// arrival.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Causes {
+    pub(crate) node: Vec<u32>,
+    /// What let a transfer begin.
+    pub(crate) transfer: Vec<u32>,
+    /// What let its receive come to the front, where it has come after what it is for.
+    pub(crate) late: Vec<u32>,
+    /// What is ending now.
+    now: u32,
+}
+
+impl<'a> Engine<'a> {
+    /// At the beginning, with what can begin in `begins`.
+    ///
+    /// # Panics
+    ///
+    /// Where the flow's numbers are out of range, or an end of a transfer is posted twice.
+    pub(crate) fn new(flow: &'a Flow, channel: Channel, with_causes: bool) -> Self {
+        let (nodes, transfers) = (flow.nodes.len(), flow.transfers.len());
+        let mut last = vec![NONE; flow.lanes.len()];
+        let mut after = vec![NONE; nodes];
+        let mut waits = vec![0; nodes];
+        for (number, node) in flow.nodes.iter().enumerate() {
+            let before = std::mem::replace(&mut last[node.lane as usize], number as u32);
+            waits[number] = node.needs.1 + node.takes.1 + u32::from(before != NONE);
+            if before != NONE {
+                after[before as usize] = number as u32;
+            }
+        }
+        let all = || 0..nodes as u32;
+        let needs =
+            all().flat_map(|node| flow.needs_of(node).iter().map(move |need| (*need, node)));
+        let takes =
+            all().flat_map(|node| flow.takes_of(node).iter().map(move |taken| (*taken, node)));
+        let made = flow.transfers.iter().zip(0..).filter(|(transfer, _)| transfer.after != NONE);
+        let causes = with_causes.then(|| Causes {
+            node: vec![NONE; nodes],
+            transfer: vec![NONE; transfers],
+            late: vec![NONE; transfers],
+            now: NONE,
+        });
+        let mut engine = Self {
+            flow,
+            waits,
+            ended: vec![false; nodes],
+            after,
+            needed_by: Lists::new(nodes, needs),
+            taken_by: Lists::new(transfers, takes),
+            makes: Lists::new(nodes, made.map(|(transfer, number)| (transfer.after, number))),
+            state: vec![0; transfers],
+            taken: vec![false; transfers],
+            queues: queues(flow, channel.queues),
+            rooms: rooms(flow, channel.protocol),
+            fresh: Vec::new(),
+            begins: Vec::new(),
+            took: Vec::new(),
+            causes,
+            nodes_left: nodes,
+            transfers_left: transfers,
+        };
+        engine.start();
+        engine
+    }
+
+    fn start(&mut self) {
+        let flow = self.flow;
+        for post in flow.posts.iter().flatten() {
+            let (transfer, bit) = match *post {
+                Post::Send(transfer) => (transfer, SEND_POSTED),
+                Post::Receive(transfer) => (transfer, RECEIVE_POSTED),
+            };
+            let state = &mut self.state[transfer as usize];
+            assert!(*state & bit == 0, "an end of transfer {transfer} is posted twice");
+            *state |= bit;
+        }
+        for (transfer, state) in flow.transfers.iter().zip(&mut self.state) {
+            *state |= if transfer.after == NONE { MADE } else { 0 };
+        }
+        if let Some(rooms) = &mut self.rooms {
+            for list in 0..rooms.lists() {
+                rooms.fill(list, |transfer| {
+                    self.state[transfer as usize] |= ROOM;
+                    false
+                });
+            }
+        }
+        match &mut self.queues {
+            Some(queues) => {
+                for list in 0..queues.lists() {
+                    queues.fill(list, |end| {
+                        self.fresh.push(end);
+                        false
+                    });
+                }
+            }
+            None => self.fresh.extend(flow.posts.iter().flatten().map(|post| end_of(*post))),
+        }
+        for node in 0..self.waits.len() {
+            if self.waits[node] == 0 {
+                self.begins.push(Begin::Node(node as u32));
+            }
+        }
+        self.settle();
+    }
+
+    /// A node has ended.
+    pub(crate) fn end_node(&mut self, node: u32) {
+        self.ended[node as usize] = true;
+        self.nodes_left -= 1;
+        if let Some(causes) = &mut self.causes {
+            causes.now = node;
+        }
+        let after = self.after[node as usize];
+        if after != NONE {
+            self.has(after, node);
+        }
+        for at in self.needed_by.range(node) {
+            self.has(self.needed_by.items[at], node);
+        }
+        for at in self.makes.range(node) {
+            let transfer = self.makes.items[at];
+            self.state[transfer as usize] |= MADE;
+            self.try_begin(transfer);
+        }
+        self.settle();
+    }
+
+    /// A transfer has gone over the wire.
+    pub(crate) fn end_transfer(&mut self, transfer: u32) {
+        if let Some(causes) = &mut self.causes {
+            causes.now = self.flow.nodes.len() as u32 + transfer;
+        }
+        self.state[transfer as usize] |= SENT;
+        self.leave_queue(transfer * 2);
+        if self.state[transfer as usize] & RECEIVE_FRONT != 0 {
+            self.take(transfer);
+        }
+        self.settle();
+    }
+
+    /// A node has one thing less to wait for.
+    fn has(&mut self, node: u32, cause: u32) {
+        let waits = &mut self.waits[node as usize];
+        *waits -= 1;
+        if *waits == 0 {
+            if let Some(causes) = &mut self.causes {
+                causes.node[node as usize] = cause;
+            }
+            self.begins.push(Begin::Node(node));
+        }
+    }
+
+    fn try_begin(&mut self, transfer: u32) {
+        let state = &mut self.state[transfer as usize];
+        const NEEDED: u8 = SEND_FRONT | MADE;
+        if *state & (NEEDED | BEGUN) == NEEDED && *state & (ROOM | RECEIVE_FRONT) != 0 {
+            *state |= BEGUN;
+            if let Some(causes) = &mut self.causes {
+                causes.transfer[transfer as usize] = causes.now;
+            }
+            self.begins.push(Begin::Transfer(transfer));
+        }
+    }
+
+    /// Looks at all ends that have come to the front.
+    fn settle(&mut self) {
+        while let Some(end) = self.fresh.pop() {
+            let transfer = end / 2;
+            let state = &mut self.state[transfer as usize];
+            if end % 2 == 0 {
+                *state |= SEND_FRONT;
+                self.try_begin(transfer);
+            } else {
+                *state |= RECEIVE_FRONT;
+                if *state & SENT != 0 {
+                    if let Some(causes) = &mut self.causes {
+                        causes.late[transfer as usize] = causes.now;
+                    }
+                    self.take(transfer);
+                } else {
+                    self.try_begin(transfer);
+                }
+            }
+        }
+    }
+
+    fn take(&mut self, transfer: u32) {
+        self.taken[transfer as usize] = true;
+        self.transfers_left -= 1;
+        if self.causes.is_some() {
+            self.took.push(transfer);
+        }
+        self.leave_queue(transfer * 2 + 1);
+        if let Some(rooms) = &mut self.rooms
+            && let Some(list) = rooms.list_of(transfer)
+        {
+            if self.state[transfer as usize] & ROOM != 0 {
+                rooms.free(list);
+            }
+            let mut given = Vec::new();
+            rooms.fill(list, |transfer| {
+                given.push(transfer);
+                self.state[transfer as usize] |= ROOM;
+                self.taken[transfer as usize]
+            });
+            given.into_iter().for_each(|transfer| self.try_begin(transfer));
+        }
+        let cause = self.flow.nodes.len() as u32 + transfer;
+        for at in self.taken_by.range(transfer) {
+            self.has(self.taken_by.items[at], cause);
+        }
+    }
+
+    fn leave_queue(&mut self, end: u32) {
+        let Some(queues) = &mut self.queues else { return };
+        let Some(list) = queues.list_of(end) else { return };
+        queues.free(list);
+        queues.fill(list, |end| {
+            self.fresh.push(end);
+            false
+        });
+    }
+
+    pub(super) fn is_sent(&self, transfer: u32) -> bool {
+        self.state[transfer as usize] & SENT != 0
+    }
+
+    pub(super) fn is_taken(&self, transfer: u32) -> bool {
+        self.taken[transfer as usize]
+    }
+
+    pub(super) fn is_made(&self, transfer: u32) -> bool {
+        self.state[transfer as usize] & MADE != 0
+    }
+
+    /// Whether a send, or a receive, is posted.
+    pub(super) fn is_posted(&self, end: u32) -> bool {
+        self.state[end as usize / 2]
+            & if end.is_multiple_of(2) { SEND_POSTED } else { RECEIVE_POSTED }
+            != 0
+    }
+
+    pub(super) fn is_at_front(&self, end: u32) -> bool {
+        self.state[end as usize / 2]
+            & if end.is_multiple_of(2) { SEND_FRONT } else { RECEIVE_FRONT }
+            != 0
+    }
+}
+
+/// The number of an end of a transfer.
+pub(super) fn end_of(post: Post) -> u32 {
+    match post {
+        Post::Send(transfer) => transfer * 2,
+        Post::Receive(transfer) => transfer * 2 + 1,
+    }
+}
+
+/// The other process of each post, sorted, by process.
+fn peer_of(flow: &Flow, post: Post) -> u32 {
+    match post {
+        Post::Send(transfer) => flow.transfers[transfer as usize].to,
+        Post::Receive(transfer) => flow.transfers[transfer as usize].from,
+    }
+}
+
+fn queues(flow: &Flow, queues: Queues) -> Option<Windows> {
+    let width = match queues {
+        Queues::Tags => return None,
+        Queues::TagsBounded(width) => width.max(1),
+        _ => 1,
+    };
+    // Within a process: one for all, one for each peer, or two.
+    let key = |post: Post| match (queues, post) {
+        (Queues::PerPair, _) => peer_of(flow, post) * 2,
+        (Queues::PerDirection, Post::Send(_)) => peer_of(flow, post) * 2,
+        (Queues::PerDirection, Post::Receive(_)) => peer_of(flow, post) * 2 + 1,
+        _ => 0,
+    };
+    let (keys, count) = numbered(flow, |post| Some(key(post)));
+    let ends = all_posts(flow).map(|(process, post)| {
+        let (first, keys) = &keys[process];
+        (end_of(post), first + keys.partition_point(|known| *known < key(post)) as u32)
+    });
+    Some(Windows::new(width, count, flow.transfers.len() * 2, ends))
+}
+
+fn rooms(flow: &Flow, protocol: Protocol) -> Option<Windows> {
+    let Protocol::Eager(messages @ 1..) = protocol else { return None };
+    let (keys, count) =
+        numbered(flow, |post| matches!(post, Post::Send(_)).then(|| peer_of(flow, post)));
+    let sends = all_posts(flow).filter_map(|(process, post)| {
+        let Post::Send(transfer) = post else { return None };
+        let (first, keys) = &keys[process];
+        Some((transfer, first + keys.partition_point(|known| *known < peer_of(flow, post)) as u32))
+    });
+    Some(Windows::new(messages, count, flow.transfers.len(), sends))
+}
+
+fn all_posts(flow: &Flow) -> impl Iterator<Item = (usize, Post)> + Clone {
+    flow.posts
+        .iter()
+        .enumerate()
+        .flat_map(|(process, posts)| posts.iter().map(move |post| (process, *post)))
+}
+
+/// For each process the keys that its posts have, sorted, with the number of the first; and how
+/// many there are.
+fn numbered(flow: &Flow, key: impl Fn(Post) -> Option<u32>) -> (Vec<(u32, Vec<u32>)>, u32) {
+    let mut first = 0;
+    let of_process = |posts: &Vec<Post>| {
+        let mut keys: Vec<u32> = Vec::new();
+        for key in posts.iter().filter_map(|post| key(*post)) {
+            if let Err(place) = keys.binary_search(&key) {
+                keys.insert(place, key);
+            }
+        }
+        first += keys.len() as u32;
+        (first - keys.len() as u32, keys)
+    };
+    let keys = flow.posts.iter().map(of_process).collect();
+    (keys, first)
+}
+
+/// A list for each of so many things.
+#[derive(Debug)]
+pub(super) struct Lists {
+    bounds: Vec<u32>,
+    pub(super) items: Vec<u32>,
+}
+
+impl Lists {
+    fn new(count: usize, pairs: impl Iterator<Item = (u32, u32)> + Clone) -> Self {
+        let mut bounds = vec![0; count + 1];
+        for (of, _) in pairs.clone() {
+            bounds[of as usize + 1] += 1;
+        }
+        for at in 0..count {
+            bounds[at + 1] += bounds[at];
+        }
+        let mut next = bounds.clone();
+        let mut items = vec![0; bounds[count] as usize];
+        for (of, item) in pairs {
+            items[next[of as usize] as usize] = item;
+            next[of as usize] += 1;
+        }
+        Self { bounds, items }
+    }
+
+    /// The places of the items of one of them.
+    fn range(&self, of: u32) -> std::ops::Range<usize> {
+        self.bounds[of as usize] as usize..self.bounds[of as usize + 1] as usize
+    }
+}

@@ -1,0 +1,273 @@
+//! What each device holds in a step, from which pass until which.
+
+use super::memory::StageBytes;
+use super::pace::{MOVE, Pace, Pass, PassKind};
+
+/// What a device of a stage holds.
+#[derive(Clone, Debug, Default)]
+pub struct OnDevice {
+    /// Bytes of parameters, inputs, outputs and residuals.
+    pub bytes: StageBytes,
+    /// Those of the gradients that go as they are reduced.
+    pub moved_gradients: u64,
+    /// Inputs that come from other stages.
+    pub inputs: Vec<Input>,
+    /// Outputs, with the stages that read them.
+    pub outputs: Vec<Output>,
+    /// What comes of gradients of tied parameters: from which stage, and how much.
+    pub tied: Vec<(usize, u64)>,
+}
+
+/// What a stage takes of another's outputs.
+#[derive(Clone, Copy, Debug)]
+pub struct Input {
+    /// The stage that computes the input.
+    pub from: usize,
+    /// None of what is handed over.
+    pub bytes: u64,
+    /// Bytes of the input's gradient.
+    pub gradient: u64,
+    /// Whether the gradient is handed over.
+    pub lends: bool,
+}
+
+/// An output of a stage.
+#[derive(Clone, Debug)]
+pub struct Output {
+    /// Bytes of the output.
+    pub bytes: u64,
+    /// The stages that take it, and whether it is handed over to them.
+    pub takers: Vec<(usize, bool)>,
+    /// What comes of its gradient: from which stage, and how much, none of what is handed over.
+    pub gradients: Vec<(usize, u64)>,
+}
+
+impl OnDevice {
+    /// Of a stage that takes all that the stage before gives, and nothing else.
+    pub fn in_chain(bytes: StageBytes, stage: usize, last: bool) -> Self {
+        let input = Input {
+            from: stage.saturating_sub(1),
+            bytes: bytes.input,
+            gradient: bytes.input_gradient,
+            lends: bytes.lends_input_gradient,
+        };
+        let (takers, gradients) = if last {
+            (Vec::new(), Vec::new())
+        } else {
+            (vec![(stage + 1, bytes.lends_output)], vec![(stage + 1, bytes.output_gradient)])
+        };
+        Self {
+            bytes,
+            moved_gradients: if bytes.reduced > 0 { bytes.gradients } else { 0 },
+            inputs: if stage > 0 { vec![input] } else { Vec::new() },
+            outputs: vec![Output { bytes: bytes.output, takers, gradients }],
+            tied: Vec::new(),
+        }
+    }
+}
+
+impl OnDevice {
+    /// Of each array the larger of both, which are of the same stage.
+    pub fn widen(&mut self, other: &Self) {
+        let StageBytes { recomputes, fuses, lends_output, lends_input_gradient, .. } = self.bytes;
+        let (a, b) = (self.bytes, other.bytes);
+        self.bytes = StageBytes {
+            kept: a.kept.max(b.kept),
+            brought: a.brought.max(b.brought),
+            gathered: a.gathered.max(b.gathered),
+            gradients: a.gradients.max(b.gradients),
+            reduced: a.reduced.max(b.reduced),
+            input: a.input.max(b.input),
+            output: a.output.max(b.output),
+            residual: a.residual.max(b.residual),
+            kept_residual: a.kept_residual.max(b.kept_residual),
+            weight_residual: a.weight_residual.max(b.weight_residual),
+            input_gradient: a.input_gradient.max(b.input_gradient),
+            output_gradient: a.output_gradient.max(b.output_gradient),
+            lends_output,
+            lends_input_gradient,
+            recomputes,
+            fuses,
+        };
+        for (mine, other) in self.inputs.iter_mut().zip(&other.inputs) {
+            (mine.bytes, mine.gradient) =
+                (mine.bytes.max(other.bytes), mine.gradient.max(other.gradient));
+        }
+        for (mine, other) in self.outputs.iter_mut().zip(&other.outputs) {
+            mine.bytes = mine.bytes.max(other.bytes);
+            for ((_, mine), (_, other)) in mine.gradients.iter_mut().zip(&other.gradients) {
+                *mine = (*mine).max(*other);
+            }
+        }
+    }
+}
+
+/// Bytes that are there for a time.
+pub(super) struct Hold {
+    pub(super) bytes: u64,
+    from: From,
+    until: Vec<Until>,
+}
+
+#[derive(Clone, Copy)]
+enum From {
+    Start,
+    /// A pass of this device begins.
+    Begin(Pass),
+    /// A pass of this device ends.
+    End(Pass),
+    /// What a pass has made has come.
+    Come(Pass),
+}
+
+#[derive(Clone, Copy)]
+enum Until {
+    /// A pass of this device has ended.
+    End(Pass),
+    /// What the first pass made is copied to where the second reads it.
+    Sent(Pass, Pass),
+    /// What was handed over to the pass has come back.
+    Back(Pass),
+    /// It may go after this pass, and need not.
+    Perhaps(Pass),
+    Never,
+}
+
+impl Hold {
+    /// Times from and until which it is expected to be there.
+    pub(super) fn expected(&self, pace: &Pace) -> (u64, u64) {
+        let (begin, end) = (|pass| pace.times(pass).0, |pass| pace.times(pass).1);
+        let from = match self.from {
+            From::Start => 0,
+            From::Begin(pass) => begin(pass),
+            From::End(pass) => end(pass),
+            From::Come(pass) => end(pass) + MOVE,
+        };
+        let until = self.until.iter().map(|until| match *until {
+            Until::End(pass) => end(pass),
+            Until::Sent(pass, _) => end(pass) + 2 * MOVE,
+            Until::Back(pass) | Until::Perhaps(pass) => end(pass) + MOVE,
+            Until::Never => u64::MAX,
+        });
+        (from, until.max().unwrap_or(u64::MAX))
+    }
+
+    /// The actions of a lane while which it can be there: the first of them, and the first after
+    /// them.
+    pub(super) fn at_most(&self, pace: &Pace, lane: usize) -> (usize, usize) {
+        let from = match self.from {
+            From::Start => 0,
+            From::Begin(pass) | From::End(pass) | From::Come(pass) => pace.may_begin(pass, lane),
+        };
+        let until = self.until.iter().map(|until| match *until {
+            Until::End(pass) | Until::Sent(_, pass) | Until::Back(pass) => pace.is_over(pass, lane),
+            Until::Perhaps(_) | Until::Never => usize::MAX,
+        });
+        (from, until.max().unwrap_or(usize::MAX).min(pace.actions(lane)))
+    }
+}
+
+/// All that a device holds of a stage beside what is there all the time.
+pub(super) fn holds(
+    pace: &Pace,
+    stage: usize,
+    device: &OnDevice,
+    count: usize,
+    fuses: bool,
+) -> Vec<Hold> {
+    use PassKind::{Again, Forward, Input as InputPass, Weight};
+    let OnDevice { bytes, moved_gradients, inputs, outputs, tied } = device;
+    let mut all = Vec::new();
+    let mut hold = |bytes: u64, from: From, until: Vec<Until>| {
+        if bytes > 0 {
+            all.push(Hold { bytes, from, until });
+        }
+    };
+    for microbatch in 0..count {
+        let of = |stage, kind| Pass { stage, kind, microbatch };
+        let mine = |kind| of(stage, kind);
+        let trains = pace.has(mine(InputPass));
+        let again = pace.has(mine(Again));
+        // The last pass that reads what the forward pass is computed from.
+        let read = mine(if again { Again } else { Forward });
+        hold(bytes.brought, From::Start, vec![Until::End(read)]);
+        for input in inputs {
+            hold(input.bytes, From::Come(of(input.from, Forward)), vec![Until::End(read)]);
+            if trains {
+                let taker = of(input.from, InputPass);
+                let gone = if !input.lends {
+                    Until::Sent(mine(InputPass), taker)
+                } else if pace.lane(input.from) == pace.lane(stage) {
+                    Until::End(taker)
+                } else {
+                    Until::Back(taker)
+                };
+                hold(input.gradient, From::Begin(mine(InputPass)), vec![gone]);
+            }
+        }
+        for output in outputs {
+            let gone = output.takers.iter().map(|(taker, lends)| {
+                let again = of(*taker, Again);
+                let reads = if pace.has(again) { again } else { of(*taker, Forward) };
+                match lends {
+                    false => Until::Sent(mine(Forward), of(*taker, Forward)),
+                    true if pace.lane(*taker) == pace.lane(stage) => Until::End(reads),
+                    true => Until::Back(reads),
+                }
+            });
+            let gone: Vec<Until> =
+                if output.takers.is_empty() { vec![Until::Never] } else { gone.collect() };
+            hold(output.bytes, From::Begin(mine(Forward)), gone);
+            if again {
+                hold(output.bytes, From::Begin(mine(Again)), vec![Until::End(mine(Again))]);
+            }
+            for (from, gradient) in &output.gradients {
+                hold(
+                    *gradient,
+                    From::Come(of(*from, InputPass)),
+                    vec![Until::End(mine(InputPass))],
+                );
+            }
+        }
+        let together = fuses && pace.times(mine(InputPass)) == pace.times(mine(Weight));
+        if again || !trains {
+            hold(bytes.residual, From::Begin(mine(Forward)), vec![Until::End(mine(Forward))]);
+        }
+        if !trains {
+            continue;
+        }
+        let from = From::Begin(read);
+        hold(bytes.residual - bytes.kept_residual, from, vec![Until::End(mine(InputPass))]);
+        hold(bytes.kept_residual, from, vec![Until::End(mine(Weight))]);
+        if !together {
+            let weight = bytes.weight_residual - bytes.kept_residual;
+            hold(weight, From::Begin(mine(InputPass)), vec![Until::End(mine(Weight))]);
+        }
+    }
+    let passes = |kinds: &[PassKind], stage| {
+        let all = kinds
+            .iter()
+            .flat_map(|kind| (0..count).map(|microbatch| Pass { stage, kind: *kind, microbatch }));
+        all.filter(|pass| pace.has(*pass)).collect::<Vec<_>>()
+    };
+    if let Some(read) =
+        passes(&[Forward, InputPass], stage).into_iter().max_by_key(|pass| pace.times(*pass).1)
+    {
+        hold(bytes.gathered, From::Start, vec![Until::Perhaps(read)]);
+    }
+    let last_weight =
+        |stage| passes(&[Weight], stage).into_iter().max_by_key(|pass| pace.times(*pass).1);
+    let first = passes(&[Weight], stage).into_iter().min_by_key(|pass| pace.times(*pass).0);
+    if let (Some(first), Some(last)) = (first, last_weight(stage)) {
+        let moved = (*moved_gradients).min(bytes.gradients);
+        hold(bytes.gradients - moved, From::Begin(first), vec![Until::Never]);
+        hold(moved, From::Begin(first), vec![Until::Perhaps(last)]);
+        hold(bytes.reduced, From::End(last), vec![Until::Never]);
+    }
+    for (user, bytes) in tied {
+        if let Some(last) = last_weight(*user) {
+            hold(*bytes, From::Come(last), vec![Until::Never]);
+        }
+    }
+    all
+}

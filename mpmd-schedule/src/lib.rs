@@ -1,0 +1,35 @@
+//! Pipeline schedules as data: the built-in ones, torch's text for them, proofs that they cannot
+//! hang, simulation, search for a better order, and models of cost and memory.
+//!
+//! Everything here is a pure function of its arguments: no clock, no I/O, no threads. A
+//! [`Schedule`] lists the actions of each rank. [`lower()`] adds its sends and receives, [`check`]
+//! decides whether the result can run over a channel, [`simulate`] says when each step of it runs
+//! by given [`Costs`], and [`timeline`] is the form in which the result is drawn.
+
+mod ascending;
+pub mod check;
+mod costs;
+pub mod flow;
+#[doc(hidden)]
+pub mod holds;
+mod lower;
+mod lower_comms;
+mod memory;
+mod pace;
+mod schedule;
+mod search;
+mod sidecar;
+pub mod simulate;
+mod text;
+pub mod timeline;
+
+#[doc(hidden)]
+pub use ascending::ascending;
+pub use costs::{Costs, StageCosts};
+pub use lower::{LowerError, Lowered, Step, StepKind, lower, lower_cells, lower_late};
+pub use lower_comms::lower_comms;
+pub use memory::{DeviceMemory, MemoryPlan, StageBytes};
+pub use schedule::{Action, ActionKind, Builtin, Placement, Schedule, ScheduleError};
+pub use search::{Found, SearchOptions, search};
+pub use sidecar::{Sidecar, SidecarError};
+pub use text::{Cell, CellFault, Entry, Flavour, Text, TextError};

@@ -1,0 +1,364 @@
+//! Schedules: in which order each rank computes what. Data, and pure functions of it.
+
+mod builtin;
+mod error;
+mod order;
+mod whole;
+
+use std::fmt;
+use std::sync::Arc;
+
+pub use builtin::Builtin;
+pub use error::ScheduleError;
+
+/// What an action computes for its stage and microbatch.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub enum ActionKind {
+    /// The outputs, and what the backward passes need.
+    Forward,
+    /// The gradient of the inputs.
+    BackwardInput,
+    /// The gradient of the parameters, added to what there is.
+    BackwardWeight,
+    /// Both gradients, one after the other.
+    Backward,
+}
+
+impl ActionKind {
+    /// Its letter in torch's text format: `F`, `I`, `W` or `B`.
+    pub fn letter(self) -> char {
+        match self {
+            Self::Forward => 'F',
+            Self::BackwardInput => 'I',
+            Self::BackwardWeight => 'W',
+            Self::Backward => 'B',
+        }
+    }
+}
+
+/// One step of a rank: a stage computes something for a microbatch.
+///
+/// Shown as in torch's text format: stage, letter, microbatch; `2F0` is the forward pass of stage
+/// 2.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub struct Action {
+    /// The stage, from 0.
+    pub stage: usize,
+    /// What is computed.
+    pub kind: ActionKind,
+    /// The microbatch, from 0.
+    pub microbatch: usize,
+}
+
+impl fmt::Display for Action {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{}{}", self.stage, self.kind.letter(), self.microbatch)
+    }
+}
+
+/// How stages lie on ranks.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+#[non_exhaustive]
+pub enum Placement {
+    /// Stage `s` on rank `s mod p`: with more stages than ranks they go round.
+    Loop,
+    /// Two stages a rank, there and back: rank `r` of `p` has stages `r` and `2p - 1 - r`.
+    V,
+    /// Any other.
+    Custom,
+}
+
+impl Placement {
+    /// `loop`, `V` or `custom`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Loop => "loop",
+            Self::V => "V",
+            Self::Custom => "custom",
+        }
+    }
+}
+
+/// For each rank, the order of its actions; and which rank each stage is on.
+///
+/// Ranks are the pipeline's own: which processes and devices stand behind one is the mesh's affair.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Schedule {
+    name: String,
+    microbatches: usize,
+    rank_of_stage: Arc<Vec<usize>>,
+    /// Shared, so that a schedule is cheap to keep and to know again.
+    rows: Arc<Vec<Vec<Action>>>,
+    /// For each rank, the positions of the first halves of overlapped pairs, ascending.
+    overlaps: Arc<Vec<Vec<usize>>>,
+    has_backward: bool,
+}
+
+impl Schedule {
+    /// A schedule of the user's own: one order for each rank.
+    ///
+    /// Each stage has all its actions on one rank, which may have several stages. For each
+    /// microbatch each stage has a forward pass, and either `B` or both `I` and `W`; or no stage
+    /// has backward passes at all, as in inference.
+    ///
+    /// # Errors
+    ///
+    /// Where an action is missing or there twice, a stage is on two ranks, or the orders cannot
+    /// proceed.
+    pub fn new(name: impl Into<String>, rows: Vec<Vec<Action>>) -> Result<Self, ScheduleError> {
+        let overlaps = vec![Vec::new(); rows.len()];
+        Self::with_overlaps(name, rows, overlaps)
+    }
+
+    /// As [`Schedule::new`], with pairs of neighbours that a rank computes at the same time where
+    /// it can: for each rank the positions of their first halves, ascending. Who does not overlap
+    /// them does one after the other.
+    ///
+    /// # Errors
+    ///
+    /// As [`Schedule::new`], and where a pair is not a forward and a backward pass next to each
+    /// other in the row, two pairs share an action, or a pair cannot begin together: what one of
+    /// the two needs comes of the other.
+    pub fn with_overlaps(
+        name: impl Into<String>,
+        rows: Vec<Vec<Action>>,
+        overlaps: Vec<Vec<usize>>,
+    ) -> Result<Self, ScheduleError> {
+        let name = name.into();
+        whole::check_overlaps(&name, &rows, &overlaps)?;
+        let whole::Whole { microbatches, rank_of_stage, has_backward } =
+            whole::check(&name, &rows)?;
+        let schedule = Self {
+            name,
+            microbatches,
+            rank_of_stage: Arc::new(rank_of_stage),
+            rows: Arc::new(rows),
+            overlaps: Arc::new(overlaps),
+            has_backward,
+        };
+        schedule.global_order()?;
+        schedule.check_pairs()?;
+        Ok(schedule)
+    }
+
+    /// The built-in schedule of this name, in upper or lower case, with or without `-`, `_` and
+    /// spaces: see [`Builtin::named`]. `chunks` is the number of stages on each rank; `None` is
+    /// [`Builtin::default_chunks`].
+    ///
+    /// # Errors
+    ///
+    /// Where there is no such schedule, or it does not exist for these numbers: see
+    /// [`Builtin::schedule`].
+    pub fn named(
+        name: &str,
+        ranks: usize,
+        microbatches: usize,
+        chunks: Option<usize>,
+    ) -> Result<Self, ScheduleError> {
+        let Some(builtin) = Builtin::named(name) else {
+            return Err(ScheduleError::Unknown { name: name.to_owned() });
+        };
+        builtin.schedule(ranks, microbatches, chunks.unwrap_or(builtin.default_chunks()))
+    }
+
+    /// GPipe: every forward pass, then every backward pass, in ascending order of microbatches.
+    ///
+    /// # Errors
+    ///
+    /// Without ranks or microbatches.
+    pub fn gpipe(ranks: usize, microbatches: usize) -> Result<Self, ScheduleError> {
+        Builtin::GPipe.schedule(ranks, microbatches, 1)
+    }
+
+    /// 1F1B: rank `r` of `p` warms up with `min(m, p - 1 - r)` forward passes, then alternates
+    /// forward and backward, then drains. Fewer microbatches than ranks work too.
+    ///
+    /// # Errors
+    ///
+    /// Without ranks or microbatches.
+    pub fn one_f_one_b(ranks: usize, microbatches: usize) -> Result<Self, ScheduleError> {
+        Builtin::OneFOneB.schedule(ranks, microbatches, 1)
+    }
+
+    /// The schedule's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The same schedule by another name.
+    pub fn renamed(mut self, name: impl Into<String>) -> Self {
+        self.name = name.into();
+        self
+    }
+
+    /// Number of ranks.
+    pub fn ranks(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Number of stages.
+    pub fn stages(&self) -> usize {
+        self.rank_of_stage.len()
+    }
+
+    /// Number of microbatches.
+    pub fn microbatches(&self) -> usize {
+        self.microbatches
+    }
+
+    /// The rank that a stage is on.
+    ///
+    /// # Panics
+    ///
+    /// Where there is no such stage.
+    pub fn rank_of(&self, stage: usize) -> usize {
+        self.rank_of_stage[stage]
+    }
+
+    /// The rank of each stage.
+    pub fn ranks_of_stages(&self) -> &[usize] {
+        &self.rank_of_stage
+    }
+
+    /// How the stages lie on the ranks. On a single rank it is [`Placement::Loop`].
+    pub fn placement(&self) -> Placement {
+        let (ranks, stages) = (self.ranks(), self.stages());
+        let is =
+            |of: &dyn Fn(usize) -> usize| (0..stages).all(|stage| self.rank_of(stage) == of(stage));
+        if stages.is_multiple_of(ranks) && is(&|stage| stage % ranks) {
+            Placement::Loop
+        } else if stages == 2 * ranks && is(&|stage| stage.min(2 * ranks - 1 - stage)) {
+            Placement::V
+        } else {
+            Placement::Custom
+        }
+    }
+
+    /// Whether there are backward passes: all stages have them, or none, as in inference.
+    pub fn has_backward(&self) -> bool {
+        self.has_backward
+    }
+
+    /// The order of each rank.
+    pub fn rows(&self) -> &[Vec<Action>] {
+        &self.rows
+    }
+
+    /// The positions in a rank's row at which an overlapped pair begins, ascending: the action
+    /// there and the one after it are `(a;b)OVERLAP_F_B` in torch's text.
+    ///
+    /// # Panics
+    ///
+    /// Where there is no such rank.
+    pub fn overlaps(&self, rank: usize) -> &[usize] {
+        &self.overlaps[rank]
+    }
+
+    /// A rank's row as torch's text has it: one string for each action or overlapped pair.
+    ///
+    /// # Panics
+    ///
+    /// Where there is no such rank.
+    pub fn cells(&self, rank: usize) -> Vec<String> {
+        let cell = |(one, other): (Action, Option<Action>)| match other {
+            Some(other) => format!("({one};{other})OVERLAP_F_B"),
+            None => one.to_string(),
+        };
+        self.paired(rank).map(cell).collect()
+    }
+
+    /// A rank's actions, those that overlap with the one after them.
+    pub(super) fn paired(&self, rank: usize) -> impl Iterator<Item = (Action, Option<Action>)> {
+        let mut row = self.rows[rank].iter().copied().enumerate();
+        let mut pairs = self.overlaps[rank].iter().copied().peekable();
+        std::iter::from_fn(move || {
+            let (at, action) = row.next()?;
+            let other = if pairs.next_if_eq(&at).is_some() { row.next() } else { None };
+            Some((action, other.map(|(_, other)| other)))
+        })
+    }
+
+    /// What an action needs from others: `I` stands for the input gradient, also where a `B` makes
+    /// it.
+    pub(super) fn needs(&self, action: Action) -> impl Iterator<Item = Action> + use<> {
+        let Action { stage, kind, microbatch } = action;
+        let of = |stage, kind| Some(Action { stage, kind, microbatch });
+        let needs = match kind {
+            ActionKind::Forward if stage == 0 => [None, None],
+            ActionKind::Forward => [of(stage - 1, ActionKind::Forward), None],
+            ActionKind::BackwardWeight => [of(stage, ActionKind::BackwardInput), None],
+            ActionKind::BackwardInput | ActionKind::Backward => {
+                let after = (stage + 1 < self.stages()).then_some(stage + 1);
+                [
+                    of(stage, ActionKind::Forward),
+                    after.and_then(|after| of(after, ActionKind::BackwardInput)),
+                ]
+            }
+        };
+        needs.into_iter().flatten()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::ActionKind::{Backward, BackwardInput, BackwardWeight, Forward};
+    use super::*;
+
+    fn a(stage: usize, kind: ActionKind, microbatch: usize) -> Action {
+        Action { stage, kind, microbatch }
+    }
+
+    #[test]
+    fn placements_are_known() {
+        let named = |name, chunks| {
+            Schedule::named(name, 3, 6, Some(chunks)).map(|schedule| schedule.placement())
+        };
+        assert_eq!(named("1f1b", 1), Ok(Placement::Loop));
+        assert_eq!(named("interleaved", 3), Ok(Placement::Loop));
+        assert_eq!(named("dualpipev", 2), Ok(Placement::V));
+        let one = |stage| vec![a(stage, Forward, 0), a(stage, Backward, 0)];
+        let swapped = Schedule::new("x", vec![one(1), one(0)]).unwrap();
+        assert_eq!(swapped.placement(), Placement::Custom);
+        assert_eq!(swapped.ranks_of_stages(), [1, 0]);
+    }
+
+    #[test]
+    fn pairs_are_cells_and_checked() {
+        let row = vec![a(0, Forward, 0), a(0, Forward, 1), a(0, Backward, 0), a(0, Backward, 1)];
+        let with = |pairs: Vec<usize>| Schedule::with_overlaps("x", vec![row.clone()], vec![pairs]);
+        let schedule = with(vec![1]).unwrap();
+        assert_eq!(schedule.cells(0), ["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]);
+        assert_eq!(schedule.rows()[0], row);
+        for (pairs, expected) in [
+            (vec![0], "0F0 and 0F1"),
+            (vec![3], "nothing after"),
+            (vec![1, 1], "two pairs"),
+            (vec![9], "no position"),
+        ] {
+            let error = with(pairs).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn inference_has_no_backward_passes() {
+        let schedule =
+            Schedule::new("x", vec![vec![a(0, Forward, 0)], vec![a(1, Forward, 0)]]).unwrap();
+        assert!(!schedule.has_backward());
+        let rows = vec![vec![a(0, Forward, 0)], vec![a(1, Forward, 0), a(1, Backward, 0)]];
+        let error = Schedule::new("x", rows).unwrap_err().to_string();
+        assert!(error.contains("0B0 is missing (stage 0 is on rank 0)"), "{error}");
+    }
+
+    #[test]
+    fn needs_are_those_of_the_chain() {
+        let schedule = Schedule::gpipe(2, 1).unwrap();
+        let needs =
+            |action| schedule.needs(action).map(|need| need.to_string()).collect::<Vec<_>>();
+        assert!(needs(a(0, Forward, 0)).is_empty());
+        assert_eq!(needs(a(1, Forward, 0)), ["0F0"]);
+        assert_eq!(needs(a(0, Backward, 0)), ["0F0", "1I0"]);
+        assert_eq!(needs(a(1, BackwardInput, 0)), ["1F0"]);
+        assert_eq!(needs(a(1, BackwardWeight, 0)), ["1I0"]);
+    }
+}

@@ -1,0 +1,123 @@
+//! Why things happen no earlier: the critical path, and what each pause of a lane waited for.
+
+use super::Simulated;
+use crate::check::{Item, Names};
+use crate::flow::Flow;
+
+const NONE: u32 = u32::MAX;
+
+/// A time in which a lane computes nothing, and what it waited for in the end.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Pause {
+    /// From when.
+    pub start: f64,
+    /// Until when.
+    pub end: f64,
+    /// The node that begins then; `None` after the last one.
+    pub node: Option<u32>,
+    /// What came last of what it needs: a node, or a transfer that it [receives](Item::Receive).
+    pub waits_for: Option<Item>,
+}
+
+impl Simulated {
+    /// The items that make the whole take as long as it does, from the first to the last: each
+    /// begins when the one before it ends.
+    ///
+    /// [`Item::Send`] is a transfer from its begin until it has arrived. [`Item::Receive`] is a
+    /// transfer that arrived before its receive came to the front: it takes no time.
+    pub fn critical_path(&self) -> Vec<Item> {
+        let count = self.nodes.len() as u32;
+        let ends = self.nodes.iter().chain(&self.transfers).map(|span| span.end);
+        // The first of those that end last, of nodes before transfers.
+        let last = (0..).zip(ends).fold(None, |best: Option<(u32, f64)>, (item, end)| match best {
+            Some((_, latest)) if latest >= end => best,
+            _ => Some((item, end)),
+        });
+        let mut path = Vec::new();
+        let mut at = last.map_or(NONE, |(item, _)| item);
+        // Nodes and the makespan wait for a transfer to be taken, other transfers for it to arrive.
+        let mut is_taken = true;
+        while at != NONE && path.len() <= self.nodes.len() + 2 * self.transfers.len() {
+            if at < count {
+                path.push(Item::Node(at));
+                at = self.causes.node[at as usize];
+                is_taken = true;
+                continue;
+            }
+            let transfer = at - count;
+            let late = self.causes.late[transfer as usize];
+            if is_taken && late != NONE {
+                path.push(Item::Receive(transfer));
+                at = late;
+            } else {
+                path.push(Item::Send(transfer));
+                at = self.causes.transfer[transfer as usize];
+            }
+            is_taken = false;
+        }
+        path.reverse();
+        path
+    }
+
+    /// When each lane computes nothing, from 0 until the end of all, in order.
+    pub fn pauses(&self, flow: &Flow) -> Vec<Vec<Pause>> {
+        let mut until = vec![0.0; flow.lanes.len()];
+        let mut pauses: Vec<Vec<Pause>> = vec![Vec::new(); flow.lanes.len()];
+        let count = flow.nodes.len() as u32;
+        for (number, (node, span)) in flow.nodes.iter().zip(&self.nodes).enumerate() {
+            let lane = node.lane as usize;
+            if span.start > until[lane] {
+                let cause = self.causes.node[number];
+                let waits_for = match cause {
+                    NONE => None,
+                    node if node < count => Some(Item::Node(node)),
+                    transfer => Some(Item::Receive(transfer - count)),
+                };
+                let (start, end) = (until[lane], span.start);
+                pauses[lane].push(Pause { start, end, node: Some(number as u32), waits_for });
+            }
+            until[lane] = span.end;
+        }
+        for (pauses, until) in pauses.iter_mut().zip(until) {
+            if self.makespan > until {
+                pauses.push(Pause {
+                    start: until,
+                    end: self.makespan,
+                    node: None,
+                    waits_for: None,
+                });
+            }
+        }
+        pauses
+    }
+
+    /// What a pause waited for, for people: the node that made what was received, and what held it
+    /// up.
+    pub fn waited_for(&self, flow: &Flow, pause: &Pause, names: &dyn Names) -> String {
+        let count = flow.nodes.len() as u32;
+        let item = |item: u32| {
+            if item < count {
+                let process = names.process(flow.process_of(item));
+                return format!("{} of {process}", names.node(flow.nodes[item as usize].tag));
+            }
+            let transfer = flow.transfers[(item - count) as usize];
+            format!("{} of {}", names.transfer(transfer.tag), names.process(transfer.from))
+        };
+        match (pause.node, pause.waits_for) {
+            (None, _) => "nothing more to do".to_owned(),
+            (_, None) => "nothing".to_owned(),
+            (_, Some(Item::Node(node))) => item(node),
+            (_, Some(Item::Send(transfer) | Item::Receive(transfer))) => {
+                let number = transfer as usize;
+                let (late, cause) = (self.causes.late[number], self.causes.transfer[number]);
+                let what = item(count + transfer);
+                match (late, cause) {
+                    (NONE, NONE) => what,
+                    (NONE, cause) if cause == flow.transfers[number].after => item(cause),
+                    (NONE, cause) => format!("{what}, held up by {}", item(cause)),
+                    (late, _) => format!("{what}, received after {}", item(late)),
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,171 @@
+//! The simulation of a schedule, with the costs of its stages.
+
+use super::{Simulated, Times, channel_costs, simulate};
+use crate::check::{Channel, Deadlock, Ledger, Unit};
+use crate::flow::{Flow, FlowError, Leaves, StepNames};
+use crate::timeline::{MemoryPoint, Timeline};
+use crate::{ActionKind, Costs, Lowered, Schedule, StepKind};
+
+/// Why a schedule is not simulated. The caller's fault.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SimulateError {
+    /// The schedule is no flow.
+    #[error(transparent)]
+    Flow(#[from] FlowError),
+    /// Costs are of another number of stages.
+    #[error("the costs are of {found} stages, the schedule has {expected}")]
+    Stages {
+        /// Stages of the schedule.
+        expected: usize,
+        /// Stages of the costs.
+        found: usize,
+    },
+    /// A cost is negative, infinite or not a number.
+    #[error("stage {stage} costs {cost}, which is no time")]
+    Cost {
+        /// The stage.
+        stage: usize,
+        /// Its cost.
+        cost: f64,
+    },
+    /// It does not come to its end.
+    #[error("it does not come to its end over {}: {}", .0.channel, lines(.0))]
+    Deadlock(Deadlock),
+}
+
+fn lines(deadlock: &Deadlock) -> String {
+    format!("{} wait for each other, {} are missing", deadlock.cycle.len(), deadlock.missing.len())
+}
+
+/// A simulated schedule, with what it was made of.
+#[derive(Clone, Debug)]
+pub struct SimulatedSchedule {
+    /// The flow of the schedule.
+    pub flow: Flow,
+    /// What its tags mean.
+    pub names: StepNames,
+    /// What its parts take.
+    pub times: Times,
+    /// When they happen.
+    pub simulated: Simulated,
+    /// For each rank what it keeps between forward and backward passes, each point until the next.
+    pub memory: Vec<Vec<MemoryPoint>>,
+    /// Whether that is bytes; else activations.
+    pub memory_is_bytes: bool,
+}
+
+/// Simulates a schedule, its moves in the order of [`lower`](crate::lower).
+///
+/// `B` is `I`, then `W`; `leaves` says when what is computed is sent. Moves take the costs of
+/// sending, and none where costs have none.
+///
+/// # Errors
+///
+/// Where the costs are of other stages or no times, or the schedule does not come to its end over
+/// the channel.
+pub fn simulate_schedule(
+    schedule: &Schedule,
+    costs: &Costs,
+    leaves: Leaves,
+    channel: Channel,
+) -> Result<SimulatedSchedule, SimulateError> {
+    let rows = crate::lower::lower(schedule).map_err(FlowError::from)?;
+    simulate_lowered(&rows, costs, leaves, channel)
+}
+
+/// As [`simulate_schedule`], of ranks that say themselves when they post what.
+///
+/// # Errors
+///
+/// As there, and where the steps are no flow.
+pub fn simulate_lowered(
+    rows: &Lowered,
+    costs: &Costs,
+    leaves: Leaves,
+    channel: Channel,
+) -> Result<SimulatedSchedule, SimulateError> {
+    let expected =
+        rows.steps.iter().flatten().map(|step| step.stage as usize + 1).max().unwrap_or(0);
+    if costs.stage.len() != expected {
+        return Err(SimulateError::Stages { expected, found: costs.stage.len() });
+    }
+    for (stage, cost) in costs.stage.iter().enumerate() {
+        let all = [
+            cost.forward,
+            cost.backward_input,
+            cost.backward_weight,
+            cost.send_forward,
+            cost.send_backward,
+        ];
+        if let Some(cost) = all.into_iter().find(|cost| !cost.is_finite() || *cost < 0.0) {
+            return Err(SimulateError::Cost { stage, cost });
+        }
+    }
+    let mut flow = Flow::of_lowered(rows, leaves)?;
+    let names = StepNames::of_lowered(&rows.steps);
+    names.weigh(&mut flow, costs);
+    let times = times(&flow, names, costs);
+    let simulated = simulate(&flow, &times, channel).map_err(SimulateError::Deadlock)?;
+    let ledger = Ledger::new(&flow, names, Some(costs));
+    let memory_is_bytes = ledger.unit() == Unit::Bytes;
+    let memory = memory(&flow, &ledger, &simulated);
+    Ok(SimulatedSchedule { flow, names, times, simulated, memory, memory_is_bytes })
+}
+
+impl SimulatedSchedule {
+    /// What the same would take over other channels.
+    pub fn channel_costs(&self) -> Vec<(Channel, Result<f64, Deadlock>)> {
+        channel_costs(&self.flow, &self.times)
+    }
+
+    /// As bars, moves, gaps and memory.
+    pub fn timeline(&self, title: &str, unit: &str) -> Timeline {
+        let mut timeline = self.simulated.timeline(&self.flow, &self.names, title, unit);
+        timeline.memory_unit = if self.memory_is_bytes { "B" } else { "activations" }.to_owned();
+        for (row, memory) in timeline.rows.iter_mut().zip(&self.memory) {
+            row.memory.clone_from(memory);
+        }
+        timeline.memory_unit = if self.memory_is_bytes { "B" } else { "activations" }.to_owned();
+        timeline
+    }
+}
+
+fn times(flow: &Flow, names: StepNames, costs: &Costs) -> Times {
+    let node = |tag| {
+        let step = names.step(tag);
+        let stage = costs.stage[step.stage as usize];
+        match step.kind {
+            StepKind::Compute(ActionKind::Forward) => stage.forward,
+            StepKind::Compute(ActionKind::BackwardWeight) => stage.backward_weight,
+            _ if names.is_second_half(tag) => stage.backward_weight,
+            _ => stage.backward_input,
+        }
+    };
+    let transfer = |tag| {
+        let step = names.step(tag);
+        let stage = costs.stage[step.stage as usize];
+        if step.kind == StepKind::SendForward { stage.send_forward } else { stage.send_backward }
+    };
+    Times {
+        nodes: flow.nodes.iter().map(|of| node(of.tag)).collect(),
+        transfers: flow.transfers.iter().map(|of| transfer(of.tag)).collect(),
+    }
+}
+
+fn memory(flow: &Flow, ledger: &Ledger, simulated: &Simulated) -> Vec<Vec<MemoryPoint>> {
+    let unit = ledger.unit();
+    let mut curves: Vec<Vec<MemoryPoint>> = vec![vec![MemoryPoint::default()]; flow.lanes.len()];
+    let mut kept = vec![0_i64; flow.lanes.len()];
+    for (node, span) in flow.nodes.iter().zip(&simulated.nodes) {
+        let (lane, change) = (node.lane as usize, ledger.change(node.tag, unit));
+        for (at, change) in [(span.start, change.0), (span.end, change.1)] {
+            if change != 0 {
+                // The costs may be a file's, and say what they like.
+                kept[lane] = kept[lane].saturating_add(change);
+                curves[lane].push(MemoryPoint { at, used: kept[lane] as f64 });
+            }
+        }
+    }
+    curves
+}

@@ -1,0 +1,3 @@
+//! Programs that run different code on different processes.
+
+pub use mpmd_core::*;
