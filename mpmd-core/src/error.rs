@@ -8,10 +8,9 @@ use std::time::Duration;
 use mpmd_transport::TransportError;
 use mpmd_transport::{Failure, FailureKind};
 
-use crate::backend::cuda::{CudaError, NoCuda};
-use crate::kernel::ViewError;
+use crate::device::cuda::{CudaError, NoCuda};
 use mpmd_launch::LaunchError;
-use mpmd_layout::aval::AvalError;
+use mpmd_layout::aval::{AvalError, DType};
 use mpmd_layout::reshard::ReshardError;
 use mpmd_layout::sharding::ShardingError;
 use mpmd_layout::sharding::rules::RulesError;
@@ -96,6 +95,36 @@ pub enum Error {
     /// This machine refused something: threads, memory, sockets.
     #[error("{0}")]
     Environment(String),
+}
+
+/// A view that was asked for something it is not. The kernel's fault.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ViewError {
+    /// The elements have another type.
+    #[error("a view of {found} elements was asked for {asked} elements")]
+    DType {
+        /// What was asked for.
+        asked: DType,
+        /// What the elements are.
+        found: DType,
+    },
+    /// The values are in the output that the signature aliases to this input.
+    #[error("this input is updated in place: its values are in the output it is aliased to")]
+    InPlace,
+    /// The bytes are not valid values of the type (a `bool` that is neither 0 nor 1).
+    #[error("the bytes are no valid {0} values")]
+    Invalid(DType),
+    /// The values are in the memory of a device that is none of the host's processors.
+    #[error(
+        "the values are in the memory of a CUDA device: a kernel that runs there gives the device \
+         work, by \
+         `Context::cuda`"
+    )]
+    OnDevice,
+    /// The region has more or less than one element.
+    #[error("a single value was asked of a view of {0} elements")]
+    NotScalar(usize),
 }
 
 impl Error {

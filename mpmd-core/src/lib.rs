@@ -26,56 +26,51 @@
 // So that `#[derive(Tree)]`, which names this crate from outside, also works inside it.
 extern crate self as mpmd;
 
-pub mod backend;
-pub mod cuda;
-pub mod trace;
-
-mod array;
+pub mod api;
 pub mod device;
-mod device_put;
+pub mod dry_run;
 mod error;
-mod host_array;
-mod jit;
+pub mod exec;
 pub mod kernel;
 pub mod pipeline;
-pub mod plan;
-mod program;
-mod replay;
-mod reshard_tree;
-mod runtime;
-mod split;
+pub mod trace;
 mod warning;
 
-pub use array::{ArrayFuture, MpmdArray, Shard, all_ready};
-pub use device_put::PutOptions;
-pub use error::{Error, IssueError, IssueProblem, Result};
-pub use host_array::HostArray;
-pub use jit::{Jit, JitBuilder, run_here};
+pub use api::device_put::PutOptions;
+pub use api::jit::{Jit, JitBuilder, run_here};
+pub use api::program::{
+    Builder, Holdings, MemoryUse, Metrics, PlanCacheMetrics, Program, Simulation, simulate,
+    transports,
+};
+pub use api::replay::Recorded;
+pub use api::reshard_tree::ReshardOptions;
+pub use api::split::{Sections, SplitOptions};
+pub use dry_run as plan;
+pub use error::{Error, IssueError, IssueProblem, Result, ViewError};
+pub use exec::array::{ArrayFuture, MpmdArray, Shard, all_ready};
+pub use exec::host_array::HostArray;
+pub use kernel::cuda;
 pub use mpmd_ids::ProcessId;
 pub use mpmd_launch as launch;
 pub use mpmd_layout::{aval, random, region, reshard, sharding, spec, topology, tree};
 pub use mpmd_transport::{Failure, FailureKind};
-pub use program::{
-    Builder, Holdings, Label, MemoryUse, Metrics, PlanCacheMetrics, Program, Role, Simulation,
-    simulate, transports,
-};
-pub use replay::Recorded;
-pub use reshard_tree::ReshardOptions;
-pub use split::{Sections, SplitOptions};
+pub use trace::{Label, Role};
 
 /// What nearly every program needs.
 pub mod prelude {
-    pub use crate::array::MpmdArray;
-    pub use crate::error::{Error, Result};
-    pub use crate::host_array::HostArray;
-    pub use crate::kernel::{Context, Kernel, Reduce, Signature, View, ViewMut};
-    pub use crate::program::Program;
-    pub use crate::reshard_tree::ReshardOptions;
-    pub use crate::split::{Sections, SplitOptions};
     pub use mpmd_layout::aval::{ShapedArray, f32s, f64s, i32s, u8s};
     pub use mpmd_layout::region::Region;
     pub use mpmd_layout::spec;
     pub use mpmd_layout::tree::Tree;
+
+    pub use crate::api::program::Program;
+    pub use crate::api::reshard_tree::ReshardOptions;
+    pub use crate::api::split::{Sections, SplitOptions};
+    pub use crate::device::collective::Reduce;
+    pub use crate::error::{Error, Result};
+    pub use crate::exec::array::MpmdArray;
+    pub use crate::exec::host_array::HostArray;
+    pub use crate::kernel::{Context, Kernel, Signature, View, ViewMut};
 }
 
 /// The README's program, compiled and run.

@@ -392,7 +392,7 @@ fn a_kernel_that_fails_on_the_device_is_named_and_other_devices_go_on() {
     if elsewhere!("SOFTCUDA_DEVICES" = "2") {
         return;
     }
-    if mpmd_core::backend::cuda::found().is_ok_and(|driver| driver.gpus.len() < 2) {
+    if mpmd_core::device::cuda::found().is_ok_and(|driver| driver.gpus.len() < 2) {
         return println!("SKIPPED: there is one GPU, and all of it fails");
     }
     let _limit = watchdog(60);

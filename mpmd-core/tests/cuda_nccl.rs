@@ -31,7 +31,7 @@ macro_rules! elsewhere {
 
 /// How many devices there are to work together, up to so many; 0 or 1 are too few.
 fn devices_up_to(most: usize) -> usize {
-    match (mpmd_core::backend::cuda::found(), mpmd_core::backend::cuda::nccl()) {
+    match (mpmd_core::device::cuda::found(), mpmd_core::device::cuda::nccl()) {
         (Ok(driver), Ok(_)) => driver.gpus.len().min(most),
         _ => 0,
     }

@@ -5,8 +5,8 @@ use std::fmt::{Debug, Display};
 use std::iter::Sum;
 use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Neg, Sub, SubAssign};
 
-use mpmd::backend::cpu::matmul::Scalar;
-pub use mpmd::backend::cpu::matmul::{matmul, matmul_nt, matmul_tn};
+use mpmd::device::cpu::matmul::Scalar;
+pub use mpmd::device::cpu::matmul::{matmul, matmul_nt, matmul_tn};
 
 /// A floating-point type the examples run in: `f32` or `f64`.
 pub trait Real:

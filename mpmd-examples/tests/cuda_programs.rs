@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use mpmd::backend::cuda::{NoCuda, found};
+use mpmd::device::cuda::{NoCuda, found};
 
 /// Far above what any of these needs, also on a machine that does other things.
 const DEADLINE: Duration = Duration::from_secs(90);

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use mpmd::Simulation;
-use mpmd::backend::cuda::{NoCuda, found};
+use mpmd::device::cuda::{NoCuda, found};
 use mpmd::topology::DeviceKind::{self, Cpu, Cuda};
 use mpmd_examples::gpt::adamw::WarmupCosine;
 use mpmd_examples::gpt::params::Model;

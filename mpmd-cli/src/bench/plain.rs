@@ -43,7 +43,7 @@ mod by_hand {
     use std::time::Duration;
 
     use anyhow::Result;
-    use mpmd_core::backend::cuda::plain::{self, Plain};
+    use mpmd_core::device::cuda::plain::{self, Plain};
 
     use super::Way;
 
@@ -69,7 +69,7 @@ mod by_hand {
     use std::time::Duration;
 
     use anyhow::Result;
-    use mpmd_core::backend::cuda::NoCuda;
+    use mpmd_core::device::cuda::NoCuda;
 
     use super::Way;
 
@@ -84,7 +84,7 @@ mod by_hand {
 
 #[cfg(test)]
 mod tests {
-    use mpmd_core::backend::cuda;
+    use mpmd_core::device::cuda;
 
     use super::*;
 

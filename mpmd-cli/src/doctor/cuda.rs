@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use mpmd_core::backend::cuda::{self, Driver, GpuInfo, NoCuda};
+use mpmd_core::device::cuda::{self, Driver, GpuInfo, NoCuda};
 use mpmd_core::launch::variables;
 use mpmd_core::topology::{DeviceKind, ProcessId, Topology};
 use serde::Serialize;
@@ -221,7 +221,7 @@ fn turns(gpus: usize) -> Finding {
 impl Cuda {
     /// A machine with two processors on which nothing is wrong.
     pub(super) fn well() -> Self {
-        use mpmd_core::backend::cuda::{Attributes, Uuid, Version};
+        use mpmd_core::device::cuda::{Attributes, Uuid, Version};
         let attributes = Attributes {
             processors: 132,
             copy_engines: 3,

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use crate::backend::cpu::stream::{SHORTEST_RUN, STREAM_BYTES, Stream};
+use crate::device::cpu::stream::{SHORTEST_RUN, STREAM_BYTES, Stream};
 use mpmd_layout::region::Region;
 
 /// Copies the elements of `piece` from a buffer that holds `src_region` to one that holds

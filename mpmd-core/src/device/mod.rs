@@ -1,4 +1,7 @@
-//! One way to move bytes: copies of regions and sums of them, on devices of every kind.
+//! One face to devices of every kind: memory, streams of work, copies of regions and sums of them.
 
+pub mod collective;
 pub mod copy;
+pub mod cpu;
+pub mod cuda;
 pub mod sum;

@@ -30,10 +30,11 @@ use mpmd_transport::{Failure, FailureKind, SharedBuffer};
 
 use super::collectives_nccl::AGREEING_BYTES;
 use super::context::Context;
-use super::reduce::{Reduce, Reducible, combine};
-use super::signature::{Collective, CollectiveKind};
+use super::signature::Collective;
+use crate::device::collective::CollectiveKind;
+use crate::device::collective::{Reduce, Reducible, combine};
 use crate::error::{Error, Result};
-use crate::runtime::{Flow, Group, Pattern, Round};
+use crate::exec::{Flow, Group, Pattern, Round};
 use mpmd_layout::aval::{DType, Element};
 
 /// Collectives declared with more bytes per device than this take two rounds where that saves
@@ -601,8 +602,8 @@ mod tests {
 
     use super::super::{Kernel, Signature, View, ViewMut};
     use super::*;
-    use crate::array::MpmdArray;
-    use crate::program::{Program, Simulation};
+    use crate::api::program::{Program, Simulation};
+    use crate::exec::array::MpmdArray;
     use mpmd_layout::aval::{ShapedArray, f32s};
 
     fn rounds(signature: Signature<()>, processes: &[u32]) -> usize {

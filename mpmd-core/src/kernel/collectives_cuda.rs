@@ -12,9 +12,9 @@ use half::{bf16, f16};
 use num_complex::Complex;
 
 use super::context::{Context, OnCuda};
-use super::view::ViewError;
-use crate::cuda::Part;
+use crate::error::ViewError;
 use crate::error::{Error, Result};
+use crate::kernel::cuda::Part;
 use mpmd_layout::aval::{DType, Element};
 #[cfg(doc)]
 use mpmd_layout::topology::CudaCollectives;

@@ -25,11 +25,12 @@ use mpmd_transport::{Failure, FailureKind};
 
 use super::collectives::{Call, Fallible};
 use super::context::{Context, OnCuda};
-use super::signature::{Collective, CollectiveKind};
-use crate::backend::cuda::{Communicator, CommunicatorId, Joint, NotJoined, Turn, new_id};
-use crate::cuda::{Cuda, Part};
+use super::signature::Collective;
+use crate::device::collective::CollectiveKind;
+use crate::device::cuda::{Communicator, CommunicatorId, Joint, NotJoined, Turn, new_id};
 use crate::error::Result;
-use crate::runtime::Runtime;
+use crate::exec::Runtime;
+use crate::kernel::cuda::{Cuda, Part};
 use mpmd_layout::aval::{DType, Element};
 use mpmd_layout::topology::{DeviceId, Topology};
 

@@ -7,10 +7,10 @@ use mpmd_transport::Failure;
 use super::collectives_nccl::Joined;
 use super::signature::Collective;
 use super::view::ViewMut;
-use crate::backend::cuda::Turn;
-use crate::cuda::Cuda;
+use crate::device::cuda::Turn;
 use crate::error::{Error, Result};
-use crate::runtime::{Exchange, Group, OpGuard, Round};
+use crate::exec::{Exchange, Group, OpGuard, Round};
+use crate::kernel::cuda::Cuda;
 use mpmd_layout::topology::{DeviceId, Mesh};
 
 /// One device's seat in a kernel's mesh. Made once for each call shape.

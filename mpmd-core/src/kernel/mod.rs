@@ -8,26 +8,27 @@ mod collectives;
 mod collectives_cuda;
 mod collectives_nccl;
 mod context;
-mod reduce;
+pub mod cuda;
+pub(crate) mod planned;
 mod sent;
 mod signature;
 mod view;
 
+pub use crate::device::collective::{CollectiveKind, Reduce, Reducible};
+pub use crate::error::ViewError;
 pub use collectives::TWO_ROUNDS_FROM_BYTES;
 #[cfg(all(test, feature = "cuda"))]
 pub(crate) use collectives_nccl::nccl_has;
 pub use context::Context;
 pub(crate) use context::{OnCuda, Place, Seats};
-pub(crate) use reduce::combine;
-pub use reduce::{Reduce, Reducible};
 pub(crate) use sent::agreeing;
-pub use signature::{Collective, CollectiveKind, Signature};
+pub use signature::{Collective, Signature};
 pub(crate) use view::ShardInfo;
-pub use view::{View, ViewError, ViewMut};
+pub use view::{View, ViewMut};
 
-use crate::array::MpmdArray;
-use crate::cuda::Source;
+use crate::device::cuda::source::Source;
 use crate::error::Result;
+use crate::exec::array::MpmdArray;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::tree::Tree;
 
@@ -113,7 +114,7 @@ pub trait Kernel: Send + Sync + 'static {
 
     /// What the kernel launches where its devices are CUDA devices: made ready from the moment it
     /// is bound to its mesh, so that nothing is compiled when it runs. With
-    /// [`CUBLAS`](crate::cuda::CUBLAS) where it multiplies matrices. Not asked where it runs on
+    /// [`CUBLAS`](crate::device::cuda::source::CUBLAS) where it multiplies matrices. Not asked where it runs on
     /// others.
     fn cuda(&self) -> Vec<&'static Source> {
         Vec::new()

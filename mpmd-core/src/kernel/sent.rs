@@ -4,8 +4,9 @@ use mpmd_ids::ProcessId;
 
 use super::collectives::share;
 use super::collectives_nccl::AGREEING_BYTES;
-use super::signature::{Collective, CollectiveKind};
-use crate::runtime::Flow;
+use super::signature::Collective;
+use crate::device::collective::CollectiveKind;
+use crate::exec::Flow;
 
 impl Collective {
     /// The messages of one of its `rounds` rounds in a group of devices that these processes own,

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::reduce::Reduce;
+use crate::device::collective::{CollectiveKind, Reduce};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::topology::Mesh;
 
@@ -25,24 +25,6 @@ pub struct Collective {
     pub(crate) axis: String,
     /// What each device gives at most.
     pub(crate) aval: ShapedArray,
-}
-
-/// Kinds of [`Collective`]. Devices are named by their index along the axis.
-#[derive(Clone, Debug, Eq, Hash, PartialEq)]
-#[non_exhaustive]
-pub enum CollectiveKind {
-    /// Every device gets the reduction over the axis.
-    AllReduce(Reduce),
-    /// Every device gets the parts of all.
-    AllGather,
-    /// Every device gets its share of the reduction over the axis.
-    ReduceScatter(Reduce),
-    /// Every device gets a block of each device.
-    AllToAll,
-    /// Devices get the values of others, by pairs `(from, to)`.
-    Permute(Vec<(usize, usize)>),
-    /// Every device gets the values of this one.
-    Broadcast(usize),
 }
 
 impl<O> Signature<O> {

@@ -2,6 +2,7 @@
 
 use mpmd_transport::memory::DevicePlace;
 
+use crate::error::ViewError;
 use mpmd_layout::aval::{DType, Element, ShapedArray};
 use mpmd_layout::region::Region;
 use mpmd_layout::tree::Leaf;
@@ -46,36 +47,6 @@ pub struct ViewMut<'a> {
 
 impl Leaf for View<'_> {}
 impl Leaf for ViewMut<'_> {}
-
-/// A view that was asked for something it is not. The kernel's fault.
-#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
-#[non_exhaustive]
-pub enum ViewError {
-    /// The elements have another type.
-    #[error("a view of {found} elements was asked for {asked} elements")]
-    DType {
-        /// What was asked for.
-        asked: DType,
-        /// What the elements are.
-        found: DType,
-    },
-    /// The values are in the output that the signature aliases to this input.
-    #[error("this input is updated in place: its values are in the output it is aliased to")]
-    InPlace,
-    /// The bytes are not valid values of the type (a `bool` that is neither 0 nor 1).
-    #[error("the bytes are no valid {0} values")]
-    Invalid(DType),
-    /// The values are in the memory of a device that is none of the host's processors.
-    #[error(
-        "the values are in the memory of a CUDA device: a kernel that runs there gives the device \
-         work, by \
-         `Context::cuda`"
-    )]
-    OnDevice,
-    /// The region has more or less than one element.
-    #[error("a single value was asked of a view of {0} elements")]
-    NotScalar(usize),
-}
 
 fn check<T: Element>(found: DType) -> Result<(), ViewError> {
     if found == T::DTYPE { Ok(()) } else { Err(ViewError::DType { asked: T::DTYPE, found }) }

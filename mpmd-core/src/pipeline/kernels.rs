@@ -5,12 +5,13 @@ use std::sync::Arc;
 use half::{bf16, f16};
 
 use super::stage::{PlacedShape, Stage};
-use crate::array::MpmdArray;
-use crate::backend::cuda::kernels::ADD;
-use crate::cuda::{Grid, Source};
+use crate::device::cuda::kernels::ADD;
+use crate::device::cuda::{source::Source, work::Grid};
 use crate::error::{Error, Result};
-use crate::kernel::{
-    Context, Kernel, Reduce, Shapes, Signature, View, ViewMut, Views, ViewsMut, combine,
+use crate::exec::array::MpmdArray;
+use crate::{
+    device::collective::{Reduce, combine},
+    kernel::{Context, Kernel, Shapes, Signature, View, ViewMut, Views, ViewsMut},
 };
 use mpmd_layout::aval::{DType, ShapedArray};
 use mpmd_layout::tree::{Structure, Tree, TreeError};
@@ -352,7 +353,7 @@ pub(super) fn add(cx: &Context<'_>, sum: &mut ViewMut<'_>, more: &View<'_>) -> R
 
 #[cfg(all(test, feature = "cuda"))]
 mod tests {
-    use crate::host_array::HostArray;
+    use crate::exec::host_array::HostArray;
     use crate::prelude::*;
     use mpmd_layout::topology::DeviceKind;
 

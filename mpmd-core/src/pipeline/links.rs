@@ -4,8 +4,8 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use super::wired::Bundle;
-use crate::array::MpmdArray;
 use crate::error::{Error, Result};
+use crate::exec::array::MpmdArray;
 use mpmd_layout::tree::{Structure, Tree};
 
 /// The outputs of a stage of a pipeline, as the input of a later one: see

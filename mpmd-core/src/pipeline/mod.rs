@@ -31,9 +31,9 @@ pub use stage::{Declared, Loss, Placed, PlacedShape, Stage, StageSignature};
 pub use storage::Storage;
 use wired::Wired;
 
-use crate::array::MpmdArray;
 use crate::error::{Error, IssueProblem, Result};
-use crate::program::{Label, Program};
+use crate::exec::array::MpmdArray;
+use crate::{api::program::Program, trace::Label};
 use mpmd_layout::topology::{DeviceId, Mesh};
 use mpmd_layout::tree::Tree;
 

@@ -5,10 +5,13 @@ use std::sync::Arc;
 use super::kernels::AddArrays;
 use super::links::Feed;
 use super::wired::AnyStage;
-use crate::array::MpmdArray;
+use crate::api::jit::Jit;
 use crate::error::{Error, Result};
-use crate::jit::Jit;
-use crate::program::{Label, Program, Role};
+use crate::exec::array::MpmdArray;
+use crate::{
+    api::program::Program,
+    trace::{Label, Role},
+};
 use mpmd_layout::tree::{Structure, TreeError};
 
 /// The stages of a pipeline, and how it is run.

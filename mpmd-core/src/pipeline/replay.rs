@@ -5,10 +5,10 @@ use super::net::Net;
 use super::run::{self, Parts, StepOutput};
 use super::stage::Loss;
 use super::wired::Bundle;
-use crate::array::MpmdArray;
+use crate::api::program::Program;
+use crate::api::replay::Recorded;
 use crate::error::Result;
-use crate::program::Program;
-use crate::replay::Recorded;
+use crate::exec::array::MpmdArray;
 use mpmd_layout::tree::Structure;
 use mpmd_schedule::Schedule;
 

@@ -6,11 +6,11 @@ use mpmd_ids::ProcessId;
 use mpmd_transport::Pool;
 
 use super::net::Net;
-use crate::array::MpmdArray;
+use crate::api::program::Program;
 use crate::device::copy::contiguous_bytes;
 use crate::error::{Error, Result};
+use crate::exec::array::MpmdArray;
 use crate::kernel::Shapes;
-use crate::program::Program;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::region::Region;
 use mpmd_layout::sharding::Sharding;

@@ -1,8 +1,8 @@
 //! What a user writes for a pipeline: one [`Stage`] after another.
 
-use crate::array::MpmdArray;
-use crate::cuda::Source;
+use crate::device::cuda::source::Source;
 use crate::error::{Error, Result};
+use crate::exec::array::MpmdArray;
 use crate::kernel::{Context, Shapes, Views, ViewsMut, plain_name};
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::{Sharding, Spec};

@@ -1,8 +1,8 @@
 //! Parameters that a stage keeps otherwise than its kernels compute with them.
 
-use crate::array::MpmdArray;
+use crate::api::program::Program;
 use crate::error::{Error, Result};
-use crate::program::Program;
+use crate::exec::array::MpmdArray;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::Mesh;

@@ -9,11 +9,11 @@ use super::kernels::{
 use super::shapes::{ShapeBundle, StageShapes};
 use super::stage::{Declared, PlacedShape, Stage};
 use super::storage::{Storage, put_each};
-use crate::array::MpmdArray;
+use crate::api::jit::Jit;
+use crate::api::program::Program;
 use crate::error::{Error, Result};
-use crate::jit::Jit;
+use crate::exec::array::MpmdArray;
 use crate::kernel::Shapes;
-use crate::program::Program;
 use mpmd_layout::aval::ShapedArray;
 use mpmd_layout::sharding::Sharding;
 use mpmd_layout::topology::Mesh;

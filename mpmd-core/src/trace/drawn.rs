@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::merge::{Kernel, Piece, Run};
 use super::reasons::short;
-use crate::program::{Label, Role};
+use crate::trace::{Label, Role};
 use mpmd_schedule::timeline::{Bar, Gap, Kind, Mark, MemoryPoint, Row, Timeline};
 
 /// Seconds for which it is not worth saying what a device waited for.

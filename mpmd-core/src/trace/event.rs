@@ -1,6 +1,6 @@
 //! What a traced process notes: events of one size, as memory and files have them.
 
-use crate::program::Label;
+use crate::trace::Label;
 
 /// Bytes of an event in a file.
 pub(super) const EVENT_BYTES: usize = 6 * 8;
@@ -195,7 +195,7 @@ impl Event {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::program::Role;
+    use crate::trace::Role;
 
     #[test]
     fn events_are_bytes_and_bytes_events() {

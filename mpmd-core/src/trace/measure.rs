@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use super::merge::{Kernel, Run};
 use super::reasons::bytes;
-use crate::program::{Label, Role};
+use crate::trace::{Label, Role};
 use mpmd_schedule::{Costs, StageCosts};
 
 /// How many of the longest waits a summary shows.

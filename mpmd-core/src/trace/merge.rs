@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::align::Aligned;
 use super::event::{Event, PieceStep, What};
 use super::file::ProcessTrace;
-use crate::program::Label;
+use crate::trace::Label;
 
 /// What the processes of a job did. Times are in seconds since the first thing that was noted.
 #[derive(Clone, Debug, Default, PartialEq)]

@@ -1,7 +1,7 @@
 //! What a merged run says of who waited for what.
 
 use super::merge::{Kernel, Operation, Run};
-use crate::program::{Label, Role};
+use crate::trace::{Label, Role};
 
 impl Run {
     /// Whose work it is that the values of operation `op` are, and where, for process `process`,

@@ -15,7 +15,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::event::{Event, What};
 use super::file::{self, About, Chunk};
-use crate::program::Label;
+use crate::trace::Label;
 use mpmd_schedule::Schedule;
 
 /// Threads that note at the same time seldom meet at one of so many lists.

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::Value;
 
 use super::*;
-use crate::program::{Label, Role};
+use crate::trace::{Label, Role};
 
 const MILLI: u64 = 1_000_000;
 

@@ -4,8 +4,8 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use mpmd::backend::cuda;
 use mpmd::cuda::{Grid, Source};
+use mpmd::device::cuda;
 use mpmd::prelude::*;
 use mpmd::topology::DeviceKind;
 

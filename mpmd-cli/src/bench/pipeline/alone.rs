@@ -3,7 +3,7 @@
 use std::ops::{Deref, DerefMut};
 use std::time::{Duration, Instant};
 
-use mpmd_core::backend::cpu::matmul::{matmul, matmul_nt, matmul_tn};
+use mpmd_core::device::cpu::matmul::{matmul, matmul_nt, matmul_tn};
 use mpmd_core::pipeline::{Action, ActionKind};
 use mpmd_core::{Error, Result};
 use mpmd_transport::memory::{OwnedBuffer, Pool};

@@ -1,8 +1,8 @@
 //! What the tests of this module share: work on a CUDA device, beside what the host computes.
 
 use mpmd::Program;
-use mpmd::backend::cuda::{NoCuda, found};
 use mpmd::cuda::{CUBLAS, Math, Part, Source};
+use mpmd::device::cuda::{NoCuda, found};
 use mpmd::prelude::*;
 use mpmd::topology::DeviceKind;
 use mpmd::{

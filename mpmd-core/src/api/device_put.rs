@@ -1,0 +1,685 @@
+//! Moving arrays: `device_put`, and the ways arrays come into being without a kernel.
+
+use std::fmt;
+use std::panic::{AssertUnwindSafe, Location, catch_unwind};
+use std::sync::Arc;
+
+use mpmd_transport::{Failure, FailureKind};
+
+use crate::api::program::{Program, PutKey};
+use crate::api::replay::{Again, Here};
+use crate::device::copy::{contiguous_bytes, copy_region};
+use crate::dry_run::{self, Form, Kind, Memory};
+use crate::error::{IssueProblem, Result};
+use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
+use crate::exec::{OpGuard, Promise, PutPlan, Rolling, Runtime, Slot, Source, follow};
+use crate::kernel::{ShardInfo, ViewMut};
+use mpmd_layout::aval::{DType, ShapedArray};
+use mpmd_layout::region::Region;
+use mpmd_layout::reshard::scattered;
+use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
+use mpmd_layout::tree::{PrefixTree, Tree};
+
+/// How [`Program::device_put_with`] treats memory.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct PutOptions {
+    /// The source arrays end with this operation, for every clone; their memory is freed as soon as
+    /// it is no longer needed. Off by default.
+    pub donate: bool,
+    /// The result may share memory with the source. On by default: arrays never change.
+    pub may_alias: bool,
+}
+
+impl Default for PutOptions {
+    fn default() -> Self {
+        Self { donate: false, may_alias: true }
+    }
+}
+
+impl PutOptions {
+    /// Whether the source ends with the operation.
+    #[must_use]
+    pub fn donate(mut self, donate: bool) -> Self {
+        self.donate = donate;
+        self
+    }
+
+    /// Whether the result may share the source's memory.
+    #[must_use]
+    pub fn may_alias(mut self, may_alias: bool) -> Self {
+        self.may_alias = may_alias;
+        self
+    }
+}
+
+/// How one array is moved.
+pub(crate) struct PutSteps {
+    /// For partial sums that are wanted in several places: the plan by which they are added up
+    /// first.
+    first: Option<Arc<PutPlan>>,
+    last: Arc<PutPlan>,
+}
+
+impl Program {
+    /// Moves every array of a tree to a sharding.
+    ///
+    /// Each process works out its own part from who owns what: nothing, a local copy, sends,
+    /// receives, or any mix. Any sharding moves to any other, on any devices. Returns at once. `to`
+    /// is one sharding for all leaves, or a tree of them that is a prefix of `x`.
+    ///
+    /// Uncommitted arrays have the same values everywhere, so placing them costs no message.
+    ///
+    /// Partial sums are added up where the target is not the very same: by sum, in the order of
+    /// their axes, in the array's dtype, so that the bits do not depend on timing. Large ones that
+    /// are wanted in several places take two operations: each device adds up a part, then the parts
+    /// are gathered. A target with unreduced axes gets the values as its first partial sum, and
+    /// zeros as the others.
+    ///
+    /// # Errors
+    ///
+    /// Where a sharding does not fit its array or the prefix not the tree, where partial sums of
+    /// booleans would have to be added up, and where an array was donated: the same on every
+    /// process, and nothing is moved.
+    #[track_caller]
+    pub fn device_put<T: Tree<Leaf = MpmdArray>>(
+        &mut self,
+        x: &T,
+        to: impl Into<PrefixTree<Sharding>>,
+    ) -> Result<T::With<MpmdArray>> {
+        let at = self.caller(Location::caller());
+        self.put_at(x, &to.into(), PutOptions::default(), at)
+    }
+
+    /// As [`Program::device_put`], with [`PutOptions`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Program::device_put`].
+    #[track_caller]
+    pub fn device_put_with<T: Tree<Leaf = MpmdArray>>(
+        &mut self,
+        x: &T,
+        to: impl Into<PrefixTree<Sharding>>,
+        options: PutOptions,
+    ) -> Result<T::With<MpmdArray>> {
+        let at = self.caller(Location::caller());
+        self.put_at(x, &to.into(), options, at)
+    }
+
+    fn put_at<T: Tree<Leaf = MpmdArray>>(
+        &mut self,
+        x: &T,
+        to: &PrefixTree<Sharding>,
+        options: PutOptions,
+        at: &'static Location<'static>,
+    ) -> Result<T::With<MpmdArray>> {
+        let wrong = |problem: IssueProblem| problem.at(at, "device_put");
+        let shardings =
+            to.broadcast(&x.structure()).map_err(|error| wrong(IssueProblem::Tree(error)))?;
+        let leaves = x.leaves_with_paths();
+        // All leaves are checked before any is moved.
+        let mut plans = Vec::with_capacity(leaves.len());
+        for ((path, array), sharding) in leaves.iter().zip(&shardings) {
+            array.check_usable(path).map_err(wrong)?;
+            plans.push(self.put_steps(path, array, sharding, true).map_err(wrong)?);
+        }
+        if options.donate {
+            refuse_twice(&leaves).map_err(wrong)?;
+            self.check_given_up(&leaves).map_err(wrong)?;
+        }
+        let mut moved = Vec::with_capacity(leaves.len());
+        for ((_, array), steps) in leaves.into_iter().zip(plans) {
+            moved.push(self.put_along(array, &steps, options, at));
+        }
+        let mut moved = moved.into_iter();
+        Ok(x.map_ref(&mut |_| moved.next().expect("one result for each leaf")))
+    }
+
+    /// How an array gets to a sharding; plans are looked up and remembered where `cache` says so.
+    pub(crate) fn put_steps(
+        &mut self,
+        path: &str,
+        array: &MpmdArray,
+        to: &Sharding,
+        cache: bool,
+    ) -> std::result::Result<PutSteps, IssueProblem> {
+        // Its mistakes are found here, whichever way it takes.
+        let last = self.put_plan(path, array, to, cache)?;
+        let sums = array.sharding().filter(|from| !from.unreduced_axes().is_empty() && *from != to);
+        let through = sums.and_then(|from| {
+            scattered(from, array.shape(), &last.made.layout, array.dtype().size())
+        });
+        let Some(through) = through else { return Ok(PutSteps { first: None, last }) };
+        let first = self.put_plan(path, array, &through, cache)?;
+        let last = self.put_plan_between(path, array.aval(), Some(&through), to, cache)?;
+        Ok(PutSteps { first: Some(first), last })
+    }
+
+    /// Issues what was checked and planned: one operation, or two.
+    pub(crate) fn put_along(
+        &mut self,
+        array: &MpmdArray,
+        steps: &PutSteps,
+        options: PutOptions,
+        at: &'static Location<'static>,
+    ) -> MpmdArray {
+        let Some(first) = &steps.first else {
+            return self.put_one(array, &steps.last, options, at);
+        };
+        let summed = self.put_one(array, first, options, at);
+        // Nobody else has a handle to it.
+        self.put_one(&summed, &steps.last, PutOptions::default().donate(true), at)
+    }
+
+    /// The plan that moves an array; looked up and remembered where `cache` says so.
+    pub(crate) fn put_plan(
+        &mut self,
+        path: &str,
+        array: &MpmdArray,
+        to: &Sharding,
+        cache: bool,
+    ) -> std::result::Result<Arc<PutPlan>, IssueProblem> {
+        if let Repr::Placed(placed) = &array.repr
+            && !Arc::ptr_eq(&placed.made.runtime, &self.runtime)
+        {
+            return Err(IssueProblem::Foreign { path: path.to_owned() });
+        }
+        self.put_plan_between(path, array.aval(), array.sharding(), to, cache)
+    }
+
+    /// As [`Program::put_plan`], for an array that need not be there yet.
+    pub(crate) fn put_plan_between(
+        &mut self,
+        path: &str,
+        aval: &ShapedArray,
+        from: Option<&Sharding>,
+        to: &Sharding,
+        cache: bool,
+    ) -> std::result::Result<Arc<PutPlan>, IssueProblem> {
+        let wrong = |why| IssueProblem::Sharding { path: path.to_owned(), why };
+        let key = PutKey { aval: aval.clone(), from: from.cloned(), to: to.clone() };
+        if cache && let Some(plan) = self.put_plans.get(&key) {
+            return Ok(plan);
+        }
+        to.check_devices(&self.runtime.topology).map_err(wrong)?;
+        let layout = to.layout(aval.shape()).map_err(wrong)?;
+        let source = from.map(|from| from.layout(aval.shape())).transpose().map_err(wrong)?;
+        let from = from.zip(source.as_deref());
+        check_partial_sums(path, aval, from, &layout)?;
+        let plan = PutPlan::new(&self.runtime, aval, from, to, layout)
+            .map_err(|error| IssueProblem::Signature(error.to_string()))?;
+        let plan = Arc::new(plan);
+        if cache {
+            self.put_plans.insert(key, plan.clone());
+        }
+        Ok(plan)
+    }
+
+    /// Issues the move of one array that was checked and planned.
+    pub(crate) fn put_one(
+        &mut self,
+        array: &MpmdArray,
+        plan: &Arc<PutPlan>,
+        options: PutOptions,
+        at: &'static Location<'static>,
+    ) -> MpmdArray {
+        if !plan.is_idle() {
+            self.admit(at);
+        }
+        let flags = u64::from(options.donate) | u64::from(options.may_alias) << 1;
+        let (op, leaf) = array.origin().unwrap_or_default();
+        let words = [0x9a7, plan.fingerprint, flags, op, u64::from(leaf)];
+        let values = self.hash_values([array]);
+        let op = self.issue_with_values(words, values, plan.what.clone(), at);
+        let (label, planning) = (self.label(), self.is_planning());
+        if let Some(recording) = &mut self.recording {
+            // Who has a part of a donated source lets it go, whoever else gets it.
+            let lets_go = options.donate && !array.shards().is_empty();
+            let here = (lets_go || !plan.is_idle() || planning).then(|| {
+                Here::new(plan.what.clone(), Arc::new(PutAgain { plan: plan.clone(), options }))
+            });
+            recording.note(op, (label, at), &[array], |_| options.donate, here);
+        }
+        self.record_put(plan, array, options, at);
+        put_here(self, plan, array, options, op, at)
+    }
+
+    /// Writes a move down, where this process only plans.
+    fn record_put(
+        &self,
+        plan: &PutPlan,
+        array: &MpmdArray,
+        options: PutOptions,
+        at: &'static Location<'static>,
+    ) {
+        let known = &plan.known_forms[usize::from(options.may_alias)];
+        self.record_operation(at, [(array, options.donate)], Some(known), || {
+            plan.form(&self.runtime, options.may_alias)
+        });
+    }
+
+    /// An array made by its owners: `fill` runs on each device, for that device's region.
+    ///
+    /// Nothing is moved, and no process holds more than its own part. `fill` must give every
+    /// element a value that depends on its place in the whole alone ([`mpmd_layout::random`] does), so
+    /// that the array is the same however it is sharded.
+    ///
+    /// # Errors
+    ///
+    /// Where the sharding does not fit the shape, or has unreduced axes. An error or a panic of
+    /// `fill` fails the array.
+    #[track_caller]
+    pub fn make(
+        &mut self,
+        aval: ShapedArray,
+        sharding: &Sharding,
+        fill: impl Fn(&Region, ViewMut<'_>) -> Result<()> + Send + Sync + 'static,
+    ) -> Result<MpmdArray> {
+        let at = Location::caller();
+        self.refuse_recording(at, "make")?;
+        let wrong = |why| IssueProblem::Sharding { path: String::new(), why }.at(at, "make");
+        sharding.check_devices(&self.runtime.topology).map_err(wrong)?;
+        let layout = sharding.layout(aval.shape()).map_err(wrong)?;
+        if !sharding.unreduced_axes().is_empty() {
+            let (sharding, reduced) = (sharding.to_string(), sharding.reduced().to_string());
+            let problem = IssueProblem::Unreduced { path: String::new(), sharding, reduced };
+            return Err(problem.at(at, "make"));
+        }
+        let what = Arc::new(MakeWhat { aval: aval.clone(), sharding: sharding.clone() });
+        let local: Vec<_> = layout
+            .iter()
+            .filter_map(|(device, region)| {
+                Some((self.runtime.local_index(device)?, device, region.clone()))
+            })
+            .collect();
+        if !local.is_empty() {
+            self.admit(at);
+        }
+        let word = Rolling::default().mix_bytes(aval.to_string().as_bytes()).word();
+        let op = self.issue([0x3a4e, sharding.fingerprint(), word], what.clone(), at);
+        self.record_operation(at, [], None, || {
+            let memory = match sharding.memory_kind() {
+                MemoryKind::Device => Memory::Own,
+                MemoryKind::Host => Memory::Host,
+            };
+            let results = vec![dry_run::shards(&layout, aval.dtype().size(), |_| memory)];
+            Form { what: what.to_string(), kind: Kind::Make, results, messages: Vec::new() }
+        });
+        let runtime = self.runtime.clone();
+        let fill = Arc::new(fill);
+        let (item, kind) = (aval.dtype().size(), sharding.memory_kind());
+        let bytes: usize = local.iter().map(|(_, _, region)| region.elements() * item).sum();
+        let guard = (!local.is_empty()).then(|| {
+            runtime.trace.issued(op, self.label(), at, None, || what.clone());
+            runtime.in_flight.begin(op, self.hash_at_last(), bytes as u64)
+        });
+        let shards: Vec<LocalShard> = local
+            .into_iter()
+            .map(|(local_index, device, region)| {
+                let (promise, slot) = Slot::new();
+                let shard = LocalShard { device, slot };
+                let reservation = match runtime.reserve(
+                    local_index,
+                    kind,
+                    region.elements() * item,
+                    op,
+                    &*what,
+                ) {
+                    Ok(reservation) => reservation,
+                    Err(failure) => {
+                        runtime.remember(&failure);
+                        promise.keep(Err(failure));
+                        return shard;
+                    }
+                };
+                let info = ShardInfo::new(aval.clone(), region);
+                let (here, fill, guard, what) =
+                    (runtime.clone(), fill.clone(), guard.clone(), what.clone());
+                let on_gpu = runtime.gpu_of(device, kind).is_some();
+                let job = move || {
+                    here.status.device_starts(local_index, op, what);
+                    let started = here.trace.now();
+                    let (buffer, copied) = match on_gpu {
+                        true => (here.staging.allocate(info.bytes()), Some(reservation)),
+                        false => (reservation.allocate(), None),
+                    };
+                    here.trace_start(local_index, op, started, started, None);
+                    // What the closure fills is the host's; a CUDA device copies it.
+                    let outcome = buffer
+                        .map_err(|error| (FailureKind::Memory, error.to_string()))
+                        .and_then(|mut buffer| {
+                            let view = ViewMut::new(&mut buffer, &info);
+                            match catch_unwind(AssertUnwindSafe(|| fill(&info.region, view))) {
+                                Ok(Ok(())) => Ok(buffer.freeze()),
+                                Ok(Err(error)) => Err((FailureKind::Kernel, error.to_string())),
+                                Err(panic) => Err((FailureKind::Kernel, panic_text(&*panic))),
+                            }
+                        })
+                        .map_err(|(kind, why)| {
+                            let message = format!(
+                                "make (operation {op}) at {at} failed on device {device}: {why}"
+                            );
+                            let failure = Arc::new(Failure::new(kind, here.me, op, message));
+                            here.remember(&failure);
+                            failure
+                        });
+                    here.status.device_ends(local_index, op);
+                    here.trace_end(local_index, op);
+                    match (outcome, copied, guard) {
+                        (Ok(values), Some(reservation), Some(guard)) => {
+                            here.copy_in(device, op, values, reservation, promise, guard);
+                        }
+                        (outcome, _, guard) => {
+                            promise.keep(outcome);
+                            drop(guard);
+                        }
+                    }
+                };
+                runtime.run_on(local_index, Box::new(job));
+                shard
+            })
+            .collect();
+        let made = Made { aval, sharding: sharding.clone(), layout, what, runtime };
+        Ok(Placed::array(Arc::new(made), shards, Origin { op, leaf: 0, at }))
+    }
+}
+
+impl MpmdArray {
+    /// Splits each device's own part into `m` equal parts along `dim`; moves nothing between
+    /// devices.
+    ///
+    /// The results have this array's sharding and 1/`m` of its size in `dim`. Where `dim` is
+    /// sharded, microbatch `j` is made of the `j`-th part of every device's rows.
+    ///
+    /// # Errors
+    ///
+    /// Where a device's part cannot be cut in `m` equal parts, `dim` does not exist, the array is
+    /// uncommitted, or it was donated.
+    #[track_caller]
+    pub fn microbatches(
+        &self,
+        program: &mut Program,
+        dim: usize,
+        m: usize,
+    ) -> Result<Vec<MpmdArray>> {
+        let at = Location::caller();
+        program.refuse_recording(at, "microbatches")?;
+        let wrong = |problem: IssueProblem| problem.at(at, "microbatches");
+        self.check_usable("").map_err(wrong)?;
+        let split = |why: String| wrong(IssueProblem::Split(why));
+        let Repr::Placed(placed) = &self.repr else {
+            return Err(split(format!("{} is uncommitted: device_put it first", self.aval())));
+        };
+        if !Arc::ptr_eq(&placed.made.runtime, &program.runtime) {
+            return Err(wrong(IssueProblem::Foreign { path: String::new() }));
+        }
+        let Some(size) = self.shape().get(dim).copied() else {
+            return Err(split(format!("{} has no dimension {dim}", self.aval())));
+        };
+        let uneven = placed
+            .made
+            .layout
+            .regions()
+            .iter()
+            .any(|region| m == 0 || !region.range(dim).len().is_multiple_of(m));
+        if uneven {
+            return Err(split(format!(
+                "dimension {dim} of {} as {} cannot be cut in {m} equal parts on each device",
+                self.aval(),
+                placed.made.sharding
+            )));
+        }
+        let mut shape = self.shape().to_vec();
+        shape[dim] = size / m;
+        let aval = ShapedArray::try_new(&shape, self.dtype())?;
+        let why = |why| wrong(IssueProblem::Sharding { path: String::new(), why });
+        let layout = placed.made.sharding.layout(&shape).map_err(why)?;
+        let what = Arc::new(SplitWhat { aval: self.aval().clone(), dim, m });
+        if !placed.shards.is_empty() {
+            program.admit(at);
+        }
+        let words = [0x5b1, placed.origin.op, u64::from(placed.origin.leaf), dim as u64, m as u64];
+        let op = program.issue(words, what.clone(), at);
+        program.record_operation(at, [(self, false)], None, || {
+            let results = vec![dry_run::shards(&layout, self.dtype().size(), |_| Memory::Of(0)); m];
+            Form { what: what.to_string(), kind: Kind::Relabel, results, messages: Vec::new() }
+        });
+        let runtime = program.runtime.clone();
+        let guard = (!placed.shards.is_empty()).then(|| {
+            runtime.trace.issued(op, program.label(), at, Some(placed.origin.op), || what.clone());
+            runtime.in_flight.begin(op, program.hash_at_last(), 0)
+        });
+        let made = Arc::new(Made {
+            aval,
+            sharding: placed.made.sharding.clone(),
+            layout,
+            what,
+            runtime: runtime.clone(),
+        });
+        let part = |j: usize| {
+            let shards: Vec<LocalShard> = placed
+                .shards
+                .iter()
+                .map(|shard| {
+                    let whole = Region::full(&placed.region(shard.device).shape());
+                    let cut = cut(&whole, dim, m, j);
+                    let (promise, slot) = Slot::new();
+                    let (runtime, item) = (runtime.clone(), self.dtype().size());
+                    let guard = guard.clone();
+                    match (contiguous_bytes(&whole, &cut, item), guard) {
+                        (Some(range), guard) => {
+                            follow(
+                                &shard.slot,
+                                promise,
+                                move |bytes| bytes.slice(range),
+                                None,
+                                guard,
+                            );
+                        }
+                        (None, Some(guard)) => {
+                            let cut = Cut { whole, part: cut, item, op };
+                            cut.copy(
+                                &runtime,
+                                shard,
+                                placed.made.sharding.memory_kind(),
+                                promise,
+                                guard,
+                            );
+                        }
+                        // Who has a shard has a guard.
+                        (None, None) => drop(promise),
+                    }
+                    LocalShard { device: shard.device, slot }
+                })
+                .collect();
+            Placed::array(made.clone(), shards, Origin { op, leaf: j as u32, at })
+        };
+        Ok((0..m).map(part).collect())
+    }
+}
+
+/// A part of a shard that is no run of it: it is copied.
+struct Cut {
+    whole: Region,
+    part: Region,
+    item: usize,
+    op: u64,
+}
+
+impl Cut {
+    /// Keeps `promise` with the part of a shard, in the same memory.
+    fn copy(
+        self,
+        runtime: &Arc<Runtime>,
+        shard: &LocalShard,
+        kind: MemoryKind,
+        promise: Promise,
+        guard: OpGuard,
+    ) {
+        let Self { whole, part, item, op } = self;
+        if runtime.gpu_of(shard.device, kind).is_some() {
+            return runtime.copy_on_device(
+                shard.device,
+                op,
+                &shard.slot,
+                (whole, part, item),
+                promise,
+                guard,
+            );
+        }
+        let runtime = runtime.clone();
+        shard.slot.on_end(move |outcome| {
+            let buffer = match outcome {
+                Ok(buffer) => buffer.clone(),
+                Err(failure) => return promise.keep(Err(failure.clone())),
+            };
+            let mover = runtime.clone();
+            mover.move_data(Box::new(move || {
+                let copied = runtime.staging.allocate(part.elements() * item).map(|mut copy| {
+                    copy_region(&buffer, &whole, &mut copy, &part, &part, item);
+                    copy.freeze()
+                });
+                let outcome = copied.map_err(|error| {
+                    Arc::new(Failure::new(FailureKind::Memory, runtime.me, op, error.to_string()))
+                });
+                drop(buffer);
+                promise.keep(outcome);
+                drop(guard);
+            }));
+        });
+    }
+}
+
+/// A move that is recorded.
+struct PutAgain {
+    plan: Arc<PutPlan>,
+    options: PutOptions,
+}
+
+impl Again for PutAgain {
+    fn again(
+        self: Arc<Self>,
+        program: &Program,
+        x: &[&MpmdArray],
+        op: u64,
+        at: &'static Location<'static>,
+    ) -> Vec<MpmdArray> {
+        let put = |x: &&MpmdArray| {
+            program.record_put(&self.plan, x, self.options, at);
+            put_here(program, &self.plan, x, self.options, op, at)
+        };
+        x.iter().map(put).collect()
+    }
+}
+
+/// This process's part of operation `op`, and what the donation of its source means here.
+fn put_here(
+    program: &Program,
+    plan: &PutPlan,
+    array: &MpmdArray,
+    options: PutOptions,
+    op: u64,
+    at: &'static Location<'static>,
+) -> MpmdArray {
+    let runtime = &program.runtime;
+    let shards = if plan.is_idle() {
+        Vec::new()
+    } else {
+        let guard = runtime.in_flight.begin(op, program.hash_at_last(), plan.bytes());
+        runtime.trace.issued(op, program.label(), at, array.origin().map(|(op, _)| op), || {
+            plan.what.clone()
+        });
+        let source = match &array.repr {
+            Repr::Host(host) => Source::Host(host),
+            Repr::Placed(placed) => Source::Shards(&placed.shards),
+        };
+        plan.run(runtime, op, &guard, &source, options.may_alias)
+    };
+    if options.donate
+        && let Repr::Placed(placed) = &array.repr
+    {
+        placed.donate(op, at);
+        let failure = placed.donated_failure();
+        for shard in placed.shards.iter() {
+            // After every use that was issued before: those have said so.
+            shard.slot.give_up(failure.clone());
+        }
+    }
+    Placed::array(plan.made.clone(), shards, Origin { op, leaf: 0, at })
+}
+
+/// Partial sums of booleans stay what they are: they have no sum.
+fn check_partial_sums(
+    path: &str,
+    aval: &ShapedArray,
+    from: Option<(&Sharding, &Layout)>,
+    to: &Layout,
+) -> std::result::Result<(), IssueProblem> {
+    let Some((from, layout)) = from else { return Ok(()) };
+    if from.unreduced_axes().is_empty() || layout == to || aval.dtype() != DType::Bool {
+        return Ok(());
+    }
+    let leaf = if path.is_empty() { String::new() } else { format!("{path:?}: ") };
+    Err(IssueProblem::Signature(format!(
+        "{leaf}partial sums of booleans cannot be added up: {aval} as {from}"
+    )))
+}
+
+/// Refuses to donate an array twice.
+pub(crate) fn refuse_twice(
+    leaves: &[(String, &MpmdArray)],
+) -> std::result::Result<(), IssueProblem> {
+    let twin = |j: usize| leaves[..j].iter().position(|(_, leaf)| leaf.is_same(leaves[j].1));
+    match (1..leaves.len()).find_map(|j| Some((twin(j)?, j))) {
+        None => Ok(()),
+        Some((first, second)) => {
+            let (first, second) = (&leaves[first].0, &leaves[second].0);
+            let problem = format!("{second:?} is donated, and is the same array as {first:?}");
+            Err(IssueProblem::Signature(problem))
+        }
+    }
+}
+
+/// The `j`-th of `m` parts of `whole` along `dim`.
+fn cut(whole: &Region, dim: usize, m: usize, j: usize) -> Region {
+    let ranges = whole.ranges().enumerate().map(|(d, range)| {
+        if d == dim {
+            let part = range.len() / m;
+            range.start + j * part..range.start + (j + 1) * part
+        } else {
+            range
+        }
+    });
+    Region::new(ranges.collect())
+}
+
+/// The text of a panic.
+pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+    format!("panicked: {}", text.unwrap_or_else(|| "no message".to_owned()))
+}
+
+struct MakeWhat {
+    aval: ShapedArray,
+    sharding: Sharding,
+}
+
+impl fmt::Display for MakeWhat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "make {} as {}", self.aval, self.sharding)
+    }
+}
+
+struct SplitWhat {
+    aval: ShapedArray,
+    dim: usize,
+    m: usize,
+}
+
+impl fmt::Display for SplitWhat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} microbatches of {} along dimension {}", self.m, self.aval, self.dim)
+    }
+}

@@ -1,0 +1,419 @@
+//! A kernel's call on one device: what all kinds of devices have in common, and how the host's
+//! processors do it.
+
+use std::fmt;
+use std::panic::{AssertUnwindSafe, Location, catch_unwind};
+use std::sync::Arc;
+
+use mpmd_transport::memory::Reservation;
+use mpmd_transport::{Failure, FailureKind};
+use mpmd_transport::{OwnedBuffer, SharedBuffer};
+
+use super::plan::{Bound, CallPlan, Seat};
+use crate::api::device_put::panic_text;
+use crate::api::program::Program;
+use crate::device::copy::copy_region;
+use crate::error::{Error, Result};
+use crate::exec::array::{Handle, MpmdArray};
+use crate::exec::host_array::HostArray;
+use crate::exec::{Exchange, Job, OpGuard, Promises, Runtime, SlotUse, Waits, Work};
+use crate::kernel::{Context, Kernel, Shapes, ShardInfo, View, ViewMut, Views, ViewsMut};
+use mpmd_layout::region::Region;
+use mpmd_layout::topology::DeviceId;
+use mpmd_layout::tree::Tree;
+
+/// One device's part of a call, waiting in the device's queue. The box, and the room in its lists,
+/// are used again by a later call.
+pub(super) struct DeviceCall<K: Kernel> {
+    pub(super) inputs: Vec<Input>,
+    /// The inputs once they are there.
+    pub(super) arrived: Vec<Option<SharedBuffer>>,
+    pub(super) outputs: Vec<OwnedBuffer>,
+    /// For a device that runs on its own: what the outputs hold when the kernel begins, and inputs
+    /// that were not filled when they were taken.
+    pub(super) fills: Vec<Fill>,
+    pub(super) unfilled: Vec<Unfilled>,
+    // Last, so that where it never runs its operation ends after its buffers are gone.
+    issued: Option<Issued<K>>,
+}
+
+/// What one device's part of a call is, but for its inputs.
+pub(super) struct Issued<K: Kernel> {
+    pub(super) bound: Arc<Bound<K>>,
+    pub(super) seat: usize,
+    pub(super) op: u64,
+    pub(super) at: &'static Location<'static>,
+    pub(super) promises: Promises,
+    /// For all outputs that do not take an input's memory over: set aside when the call was issued,
+    /// or why it could not be.
+    pub(super) memory: Fallible<Reservation>,
+    pub(super) guard: OpGuard,
+    /// Dropped by the last device of this process that ends the call.
+    pub(super) leftovers: Option<Arc<Leftovers>>,
+}
+
+/// What arrived for a call's collectives and was not picked up: it goes when the call has ended on
+/// every device of this process, and not before, since the devices take what is theirs at their own
+/// pace.
+pub(super) struct Leftovers {
+    pub(super) runtime: Arc<Runtime>,
+    pub(super) op: u64,
+}
+
+impl Drop for Leftovers {
+    fn drop(&mut self) {
+        self.runtime.forget(self.op);
+    }
+}
+
+/// Where an input's values on this device come from.
+pub(super) enum Input {
+    Host(SharedBuffer),
+    /// What an operation makes, or has made.
+    Slot(SlotUse, u64),
+    /// This call gets the memory; later readers hear of it.
+    Donated(Handle),
+}
+
+pub(super) type Fallible<T> = std::result::Result<T, Arc<Failure>>;
+
+impl<K: Kernel> DeviceCall<K> {
+    /// Makes it ready for a device's queue.
+    pub(super) fn issue(
+        mut self: Box<Self>,
+        issued: Issued<K>,
+        inputs: impl Iterator<Item = Input>,
+    ) -> Job {
+        self.inputs.extend(inputs);
+        self.issued = Some(issued);
+        self
+    }
+
+    /// Waits for the inputs, runs the kernel: then the outputs are filled.
+    fn compute(
+        &mut self,
+        call: &Call<'_, K>,
+        context: &mut Context<'_>,
+        memory: Memory,
+    ) -> Fallible<()> {
+        let Self { inputs, arrived, outputs, .. } = self;
+        let (runtime, seat) = (call.runtime(), call.seat);
+        let since = runtime.trace.now();
+        let last = wait_for_inputs(inputs, arrived, seat.place.device, &runtime.waits)?;
+        let started = runtime.trace.now();
+        runtime.status.device_starts(seat.local_index, call.op, seat.what.clone());
+        prepare_outputs(call, arrived, memory?, |mut buffer, fill, info| {
+            match fill {
+                Fill::Anything => poison(&mut buffer),
+                Fill::Own => {}
+                Fill::From(input, index) => {
+                    copy_in(&input, &seat.inputs[index].region, &mut buffer, info)
+                }
+            }
+            outputs.push(buffer);
+        })?;
+        runtime.trace_start(seat.local_index, call.op, started, since, last);
+        let ran = call.run(context, arrived, outputs);
+        arrived.clear();
+        ran
+    }
+
+    /// On the host's processors: computes, and ends the outputs.
+    fn run_here(mut self: Box<Self>, issued: Issued<K>) {
+        let Issued { bound, seat, op, at, mut promises, memory, guard, leftovers } = issued;
+        let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at };
+        let (runtime, seat) = (call.runtime(), call.seat);
+        let exchange = Exchange { runtime: runtime.clone(), guard };
+        let mut context = Context::new(&bound.plan.mesh, &seat.place, exchange, op);
+        let result = self.compute(&call, &mut context, memory);
+        runtime.status.device_ends(seat.local_index, op);
+        runtime.trace_end(seat.local_index, op);
+        match result {
+            Ok(()) => {
+                self.outputs.drain(..).for_each(|buffer| promises.keep_next(Ok(buffer.freeze())))
+            }
+            Err(failure) => {
+                // Whoever waits for memory looks when operations end.
+                self.clear();
+                runtime.remember(&failure);
+                // Whoever waits for this device in a collective must not wait for ever.
+                context.abandon(&failure);
+                promises.fail(&failure);
+            }
+        }
+        bound.keep(self);
+        drop(leftovers);
+        // With it the operation ends.
+        drop(context);
+    }
+
+    /// Lets go of all memory.
+    pub(super) fn clear(&mut self) {
+        self.inputs.clear();
+        self.arrived.clear();
+        self.outputs.clear();
+        self.fills.clear();
+        self.unfilled.clear();
+    }
+}
+
+impl<K: Kernel> Work for DeviceCall<K> {
+    fn run(mut self: Box<Self>) {
+        let Some(issued) = self.issued.take() else { return };
+        let plan = &issued.bound.plan;
+        match plan.runtime.devices[plan.seats[issued.seat].local_index].gpu.clone() {
+            None => self.run_here(issued),
+            Some(gpu) => self.run_on_cuda(&gpu, issued),
+        }
+    }
+}
+
+impl<K: Kernel> Default for DeviceCall<K> {
+    fn default() -> Self {
+        Self {
+            inputs: Vec::new(),
+            arrived: Vec::new(),
+            outputs: Vec::new(),
+            fills: Vec::new(),
+            unfilled: Vec::new(),
+            issued: None,
+        }
+    }
+}
+
+/// An input that was taken before it was filled: who fills it may fail.
+pub(super) enum Unfilled {
+    Use(SlotUse),
+    Donated(Handle),
+}
+
+/// What an output holds when the kernel begins.
+pub(super) enum Fill {
+    /// Nothing that means anything.
+    Anything,
+    /// What is in it: it is an input's own memory.
+    Own,
+    /// A part of an input's values: those, and which input it is.
+    From(SharedBuffer, usize),
+}
+
+pub(super) type Memory = Fallible<Reservation>;
+
+/// Which call runs on which device.
+pub(super) struct Call<'a, K: Kernel> {
+    pub(super) bound: &'a Bound<K>,
+    pub(super) seat: &'a Seat,
+    pub(super) op: u64,
+    pub(super) at: &'static Location<'static>,
+}
+
+impl<'a, K: Kernel> Call<'a, K> {
+    pub(super) fn runtime(&self) -> &'a Arc<Runtime> {
+        &self.bound.plan.runtime
+    }
+
+    /// Calls the kernel. Its error, or its panic, is the call's failure.
+    pub(super) fn run(
+        &self,
+        context: &mut Context<'_>,
+        inputs: &[Option<SharedBuffer>],
+        outputs: &mut [OwnedBuffer],
+    ) -> Fallible<()> {
+        let Bound { kernel, plan, .. } = self.bound;
+        let ran = catch_unwind(AssertUnwindSafe(|| {
+            run_kernel(&**kernel, plan, self.seat, context, inputs, outputs)
+        }));
+        match ran {
+            Ok(Ok(())) if context.not_called() == 0 => Ok(()),
+            Ok(Ok(())) => Err(self.failure(&format_args!(
+                "its signature declares {} more collectives than it calls",
+                context.not_called()
+            ))),
+            Ok(Err(Error::Failed(failure))) => Err(failure),
+            Ok(Err(error)) => Err(self.failure(&error)),
+            Err(panic) => Err(self.failure(&panic_text(&*panic))),
+        }
+    }
+
+    /// Memory of the host that devices copy from.
+    pub(super) fn staging(&self, bytes: usize) -> Fallible<OwnedBuffer> {
+        self.runtime().staging.allocate(bytes).map_err(|error| {
+            let message = format!(
+                "operation {} ({}): out of memory on {error}",
+                self.op, self.bound.plan.what
+            );
+            Arc::new(Failure::new(FailureKind::Memory, self.runtime().me, self.op, message))
+        })
+    }
+
+    /// The kernel's failure, in words that say which.
+    pub(super) fn failure(&self, why: &dyn fmt::Display) -> Arc<Failure> {
+        let Self { bound, seat, op, at } = self;
+        let (kernel, device) = (bound.kernel.name(), seat.place.device);
+        let message =
+            format!("kernel {kernel} of operation {op} at {at} failed on device {device}: {why}");
+        Arc::new(Failure::new(FailureKind::Kernel, self.runtime().me, *op, message))
+    }
+}
+
+/// Ends: every input is made by an operation with a lower number. Returns the one that was waited
+/// for last, if any was: of those that come after it all were there by then.
+fn wait_for_inputs(
+    inputs: &mut Vec<Input>,
+    arrived: &mut Vec<Option<SharedBuffer>>,
+    device: DeviceId,
+    waits: &Waits,
+) -> Fallible<Option<u64>> {
+    let mut last = None;
+    for input in inputs.drain(..) {
+        arrived.push(Some(match input {
+            Input::Host(bytes) => bytes,
+            Input::Slot(slot, op) => {
+                if !slot.has_ended() {
+                    last = Some(op);
+                }
+                slot.wait(waits)?
+            }
+            Input::Donated(placed) => {
+                let slot =
+                    placed.slot(device).expect("the plan has checked that the device has its part");
+                if !slot.has_ended() {
+                    last = Some(placed.origin.op);
+                }
+                drop(waits.wait(slot, None));
+                slot.take(placed.donated_failure()).expect("it has ended")?
+            }
+        }));
+    }
+    Ok(last)
+}
+
+/// Memory for the outputs, one after the other, with what each is to hold when the kernel begins:
+/// those that are inputs updated in place hold the inputs' values.
+pub(super) fn prepare_outputs<K: Kernel>(
+    call: &Call<'_, K>,
+    inputs: &mut [Option<SharedBuffer>],
+    memory: Reservation,
+    mut give: impl FnMut(OwnedBuffer, Fill, &ShardInfo),
+) -> Fallible<()> {
+    let Call { seat, op, .. } = *call;
+    let (plan, runtime) = (&call.bound.plan, call.runtime());
+    let pool = &runtime.devices[seat.local_index].pool;
+    let failed = |error: mpmd_transport::memory::OutOfMemory| {
+        let message = format!(
+            "operation {op} ({}): out of memory on {error}{}",
+            plan.what,
+            runtime.on_loan()
+        );
+        Arc::new(Failure::new(FailureKind::Memory, runtime.me, op, message))
+    };
+    // One, as most kernels have, takes no list.
+    let (mut one, mut several) = (None, Vec::new().into_iter());
+    match plan.fresh(seat).count() {
+        0 => drop(memory),
+        1 => one = Some(memory.allocate().map_err(failed)?),
+        _ => several = memory.allocate_all(plan.fresh(seat)).map_err(failed)?.into_iter(),
+    }
+    let mut fresh = |bytes: usize| {
+        let reserved = one.take().or_else(|| several.next());
+        reserved.map_or_else(|| pool.allocate(bytes).map_err(failed), Ok)
+    };
+    for (output, info) in plan.outputs.iter().zip(&seat.outputs) {
+        let takes_over = plan.takes_over(output);
+        let (buffer, fill) = match output
+            .alias
+            .and_then(|index| Some((index, inputs[index].take()?)))
+        {
+            // Host values are seen whole by every device, and an output may be a part of them.
+            Some((index, input)) if takes_over && seat.inputs[index].region == info.region => {
+                let (buffer, rest) =
+                    runtime.take_over(input, pool, op, &*plan.what).map_err(failed)?;
+                (buffer, rest.map_or(Fill::Own, |input| Fill::From(input, index)))
+            }
+            input => {
+                let bytes = info.bytes();
+                let buffer =
+                    if takes_over { pool.allocate(bytes).map_err(failed) } else { fresh(bytes) };
+                (buffer?, input.map_or(Fill::Anything, |(index, input)| Fill::From(input, index)))
+            }
+        };
+        give(buffer, fill, info);
+    }
+    Ok(())
+}
+
+pub(super) fn copy_in(from: &[u8], region: &Region, to: &mut [u8], info: &ShardInfo) {
+    copy_region(from, region, to, &info.region, &info.region, info.global.dtype().size());
+}
+
+/// What outputs are filled with in debug builds, so that one that the kernel does not fill shows:
+/// all ones is a NaN in every float.
+pub(super) const POISON: Option<u8> = if cfg!(debug_assertions) { Some(0xff) } else { None };
+
+fn poison(buffer: &mut OwnedBuffer) {
+    if let Some(byte) = POISON {
+        buffer.fill(byte);
+    }
+}
+
+fn run_kernel<K: Kernel>(
+    kernel: &K,
+    plan: &CallPlan,
+    seat: &Seat,
+    context: &mut Context<'_>,
+    inputs: &[Option<SharedBuffer>],
+    outputs: &mut [OwnedBuffer],
+) -> Result<()> {
+    let views =
+        plan.inputs.iter().zip(inputs).zip(&seat.inputs).map(
+            |((input, bytes), info)| match bytes {
+                Some(bytes) if !input.in_place => match bytes.device() {
+                    Some(place) => View::on_device(place, info),
+                    None => View::new(bytes, info),
+                },
+                _ => View::in_place(info),
+            },
+        );
+    let x = <Views<'_, K::In> as Tree>::from_leaves(&plan.input_structure, views)?;
+    let views = outputs.iter_mut().zip(&seat.outputs).map(|(bytes, info)| match bytes.device() {
+        Some(place) => ViewMut::on_device(place, info),
+        None => ViewMut::new(bytes, info),
+    });
+    let y = <ViewsMut<'_, K::Out> as Tree>::from_leaves(&plan.output_structure, views)?;
+    kernel.run(context, x, y)
+}
+
+/// Runs a kernel on host values, without a job: on one device that sees everything. For tests and
+/// for debugging; collectives go among the one device, so a `permute` by a pair of two devices, or
+/// a `broadcast` from another than the first, is refused.
+///
+/// # Errors
+///
+/// Where the kernel refuses the shapes, its signature contradicts itself, or it fails.
+pub fn run_here<K: Kernel>(
+    kernel: K,
+    x: &<K::In as Tree>::With<HostArray>,
+) -> Result<<K::Out as Tree>::With<HostArray>> {
+    let structure = x.structure();
+    let leaves = x.leaves();
+    let avals = leaves.iter().map(|leaf| leaf.aval().clone());
+    let signature = kernel.infer(&<Shapes<K::In> as Tree>::from_leaves(&structure, avals)?)?;
+    let mut axes: Vec<(&str, usize)> = vec![("here", 1)];
+    for collective in &signature.collectives {
+        if axes.iter().all(|(axis, _)| *axis != collective.axis) {
+            axes.push((&collective.axis, 1));
+        }
+    }
+    let mut program = Program::builder().alone()?;
+    let mesh = program.mesh(&axes)?;
+    let bound = program.jit(kernel).on(&mesh).outputs(mesh.replicated()).build()?;
+    let arrays = leaves.into_iter().map(|leaf| MpmdArray::from_host(leaf.clone()));
+    let y = bound.call(&mut program, K::In::from_leaves(&structure, arrays)?)?;
+    let values = y.leaves().into_iter().map(|array| {
+        array.to_host().map(|values| values.unwrap_or_else(|| HostArray::scalar(0u8)))
+    });
+    let values = values.collect::<Result<Vec<_>>>()?;
+    let result = <<K::Out as Tree>::With<HostArray> as Tree>::from_leaves(&y.structure(), values)?;
+    program.finish()?;
+    Ok(result)
+}

@@ -1,0 +1,361 @@
+//! `jit`: a kernel bound to a mesh, callable like a function of arrays.
+//!
+//! A call checks its inputs, takes one operation number, queues the kernel on the devices of the
+//! mesh that this process owns, and returns handles. What the checks work out is kept for the next
+//! call with the same shapes and shardings.
+
+mod call;
+mod on_cuda;
+mod plan;
+mod planned;
+mod warm;
+
+use std::fmt;
+use std::panic::Location;
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+
+use crate::api::program::Program;
+use crate::api::replay::{Again, Here};
+use crate::error::{IssueProblem, Result};
+use crate::exec::array::{MpmdArray, Repr};
+use crate::exec::{Job, Runtime, Slot, Slots};
+use crate::kernel::Kernel;
+pub use call::run_here;
+use call::{Input, Issued, Leftovers};
+use mpmd_layout::sharding::{MemoryKind, Sharding};
+use mpmd_layout::topology::{DeviceId, Mesh};
+use mpmd_layout::tree::{Path, PrefixTree, Structure, Tree, TreeError};
+use plan::{Bound, CallPlan};
+use warm::Warm;
+
+/// Call shapes that a [`Jit`] remembers.
+const PLANS_KEPT: usize = 8;
+
+/// What a [`Jit`] keeps from call to call.
+struct Kept<K: Kernel> {
+    plans: Vec<Arc<Bound<K>>>,
+    lists: Lists,
+}
+
+/// Empty lists, for the room in them.
+#[derive(Default)]
+struct Lists {
+    leaves: Vec<&'static MpmdArray>,
+    path: Path,
+    prepared: Prepared,
+}
+
+#[derive(Default)]
+struct Prepared {
+    /// The slots of a call's outputs for each local device.
+    slots: Vec<(DeviceId, Slots)>,
+    /// What each of those is to do.
+    calls: Vec<(usize, Job)>,
+}
+
+impl Program {
+    /// Binds a kernel to a mesh: `program.jit(kernel).on(&mesh).outputs(sharding).build()?`.
+    pub fn jit<K: Kernel>(&self, kernel: K) -> JitBuilder<K> {
+        let program = Arc::downgrade(&self.runtime);
+        JitBuilder { kernel, program, mesh: None, inputs: None, outputs: None, donate: Vec::new() }
+    }
+}
+
+/// What a kernel is bound to. Made by [`Program::jit`].
+#[must_use = "a builder does nothing until `build`"]
+pub struct JitBuilder<K> {
+    kernel: K,
+    program: Weak<Runtime>,
+    mesh: Option<Mesh>,
+    inputs: Option<PrefixTree<Sharding>>,
+    outputs: Option<PrefixTree<Sharding>>,
+    donate: Vec<String>,
+}
+
+impl<K: Kernel> JitBuilder<K> {
+    /// The mesh whose devices run the kernel. Required.
+    pub fn on(mut self, mesh: &Mesh) -> Self {
+        self.mesh = Some(mesh.clone());
+        self
+    }
+
+    /// How the inputs must be sharded: one sharding for all, or a tree prefix. Without it any
+    /// sharding that gives each device of the mesh a part is taken.
+    pub fn inputs(mut self, shardings: impl Into<PrefixTree<Sharding>>) -> Self {
+        self.inputs = Some(shardings.into());
+        self
+    }
+
+    /// How the outputs are sharded: one sharding for all, or a tree prefix. Required. With
+    /// unreduced axes the kernel says that what it writes are partial sums over them.
+    pub fn outputs(mut self, shardings: impl Into<PrefixTree<Sharding>>) -> Self {
+        self.outputs = Some(shardings.into());
+        self
+    }
+
+    /// Gives up the input at this path, or all below it, with each call: it ends for every clone,
+    /// and the output that the kernel's signature aliases to it takes its memory over.
+    pub fn donate(mut self, path: impl Into<String>) -> Self {
+        self.donate.push(path.into());
+        self
+    }
+
+    /// The bound kernel. What it launches on CUDA devices of this process is compiled from now on,
+    /// beside whatever the program does next; its first call waits for that.
+    ///
+    /// # Errors
+    ///
+    /// Where mesh or output shardings are missing, or an output sharding is not on the mesh's
+    /// devices or is in host memory.
+    #[track_caller]
+    pub fn build(self) -> Result<Jit<K>> {
+        let at = Location::caller();
+        let call = format!("jit {}", self.kernel.name());
+        let mesh = self.mesh.ok_or_else(|| {
+            IssueProblem::Mesh("missing mesh: call `.on(&mesh)`".into()).at(at, &call)
+        })?;
+        let outputs = self.outputs.ok_or_else(|| IssueProblem::MissingOutputs.at(at, &call))?;
+        plan::check_outputs(&outputs, &mesh).map_err(|problem| problem.at(at, &call))?;
+        let runtime = self.program.upgrade();
+        let warm =
+            runtime.map(|runtime| Warm::start(&self.kernel, &mesh, &runtime)).unwrap_or_default();
+        Ok(Jit {
+            warm: Arc::new(warm),
+            kernel: Arc::new(self.kernel),
+            program: self.program,
+            mesh,
+            inputs: self.inputs,
+            outputs,
+            donate: self.donate,
+            kept: Mutex::new(Kept { plans: Vec::new(), lists: Lists::default() }),
+        })
+    }
+}
+
+/// A kernel bound to a mesh.
+pub struct Jit<K: Kernel> {
+    kernel: Arc<K>,
+    /// Whose it is; plans are for its devices.
+    program: Weak<Runtime>,
+    mesh: Mesh,
+    inputs: Option<PrefixTree<Sharding>>,
+    outputs: PrefixTree<Sharding>,
+    donate: Vec<String>,
+    warm: Arc<Warm>,
+    kept: Mutex<Kept<K>>,
+}
+
+impl<K: Kernel> Jit<K> {
+    /// Calls the kernel: on the devices of its mesh that this process owns, when their inputs are
+    /// there. Returns at once; the outputs are remote handles where this process owns none of the
+    /// mesh.
+    ///
+    /// Uncommitted inputs are seen whole by every device.
+    ///
+    /// # Errors
+    ///
+    /// Where an input is on other devices, sharded otherwise than declared or donated, where it is
+    /// in host memory or of partial sums and not declared so, where the kernel refuses the shapes,
+    /// and where its signature does not fit the shardings: the same on every process. A kernel that
+    /// fails when it runs fails its outputs instead.
+    #[track_caller]
+    pub fn call(&self, program: &mut Program, x: K::In) -> Result<K::Out> {
+        let at = program.caller(Location::caller());
+        self.call_at(program, &x, at)
+    }
+
+    /// The mesh that the kernel runs on.
+    pub fn mesh(&self) -> &Mesh {
+        &self.mesh
+    }
+
+    fn call_at(
+        &self,
+        program: &mut Program,
+        x: &K::In,
+        at: &'static Location<'static>,
+    ) -> Result<K::Out> {
+        let wrong = |problem: IssueProblem| problem.at(at, format!("jit {}", self.kernel.name()));
+        let Lists { leaves, mut path, mut prepared } = std::mem::take(&mut self.kept.lock().lists);
+        let mut leaves: Vec<&MpmdArray> = leaves;
+        x.visit(&mut path, &mut |_, leaf| leaves.push(leaf));
+        if !std::ptr::eq(self.program.as_ptr(), Arc::as_ptr(&program.runtime)) {
+            return Err(wrong(IssueProblem::Foreign { path: "the kernel".to_owned() }));
+        }
+        let bound = match self.known_plan(x, &leaves) {
+            Some(bound) => bound,
+            None => self.new_plan(program, x).map_err(wrong)?,
+        };
+        let plan = &bound.plan;
+        plan.check_donations(&leaves).map_err(wrong)?;
+        for (i, leaf) in leaves.iter().enumerate() {
+            leaf.check_usable(plan.input_path(i)).map_err(wrong)?;
+            if let Repr::Placed(placed) = &leaf.repr
+                && !Arc::ptr_eq(&placed.made.runtime, &program.runtime)
+            {
+                return Err(wrong(IssueProblem::Foreign { path: plan.input_path(i).to_owned() }));
+            }
+        }
+        if !plan.seats.is_empty() {
+            program.admit(at);
+        }
+        if program.recording.is_some() {
+            plan.check_given_up(program, &leaves).map_err(wrong)?;
+        }
+        let words =
+            std::iter::once(plan.fingerprint).chain(leaves.iter().flat_map(
+                |leaf| match &leaf.repr {
+                    Repr::Placed(placed) => [placed.origin.op, u64::from(placed.origin.leaf)],
+                    Repr::Host(_) => [0, u64::MAX],
+                },
+            ));
+        let values = program.hash_values(leaves.iter().copied());
+        let op = program.issue_with_values(words, values, plan.what.clone(), at);
+        let (label, planning) = (program.label(), program.is_planning());
+        if let Some(recording) = &mut program.recording {
+            let here = (!plan.seats.is_empty() || planning)
+                .then(|| Here::new(plan.what.clone(), bound.clone()));
+            recording.note(op, (label, at), &leaves, |i| plan.inputs[i].donated, here);
+        }
+        plan.record(program, &leaves, at);
+        plan.donate(&leaves, op, at);
+        if !plan.seats.is_empty() {
+            prepare(&mut prepared, program, &bound, &leaves, op, at);
+        }
+        let arrays = plan.arrays(&mut prepared.slots, op, at);
+        let y = assemble::<K::Out>(&plan.output_structure, &mut path, arrays);
+        // Last: from here on the devices' threads write where this one has just written.
+        for (local_index, call) in prepared.calls.drain(..) {
+            program.runtime.run_on(local_index, call);
+        }
+        prepared.slots.clear();
+        // Where it failed it is at some branch.
+        let path = if y.is_ok() { path } else { Path::default() };
+        self.kept.lock().lists = Lists { leaves: emptied(leaves), path, prepared };
+        y.map_err(|error| wrong(IssueProblem::Tree(error)))
+    }
+
+    fn known_plan(&self, x: &K::In, leaves: &[&MpmdArray]) -> Option<Arc<Bound<K>>> {
+        // Two trees may have the same leaves in other places.
+        let fits = |bound: &&Arc<Bound<K>>| {
+            bound.plan.fits(leaves) && x.has_structure(&bound.plan.input_structure)
+        };
+        self.kept.lock().plans.iter().find(fits).cloned()
+    }
+
+    fn new_plan(
+        &self,
+        program: &Program,
+        x: &K::In,
+    ) -> std::result::Result<Arc<Bound<K>>, IssueProblem> {
+        let plan = CallPlan::new(self, &program.runtime, x)?;
+        let bound = Arc::new(Bound::new(self.kernel.clone(), plan, self.warm.clone()));
+        let plans = &mut self.kept.lock().plans;
+        if plans.len() >= PLANS_KEPT {
+            plans.remove(0);
+        }
+        plans.push(bound.clone());
+        Ok(bound)
+    }
+}
+
+/// Prepares for each local device the slots of all outputs, and what it is to do.
+fn prepare<K: Kernel>(
+    prepared: &mut Prepared,
+    program: &Program,
+    bound: &Arc<Bound<K>>,
+    leaves: &[&MpmdArray],
+    op: u64,
+    at: &'static Location<'static>,
+) {
+    let plan = &bound.plan;
+    let runtime = &program.runtime;
+    let mut guard = Some(runtime.in_flight.begin(op, program.hash_at_last(), plan.bytes));
+    runtime.trace.issued(op, program.label(), at, None, || plan.what.clone());
+    let leftovers = (!plan.mesh.collectives.is_empty())
+        .then(|| Arc::new(Leftovers { runtime: runtime.clone(), op }));
+    for (seat_index, seat) in plan.seats.iter().enumerate() {
+        let inputs = leaves.iter().zip(&plan.inputs).map(|(leaf, input)| match &leaf.repr {
+            Repr::Host(host) => Input::Host(host.bytes().clone()),
+            Repr::Placed(placed) if input.donated => Input::Donated(placed.clone()),
+            Repr::Placed(placed) => match placed.slot(seat.place.device) {
+                Some(slot) => Input::Slot(slot.issue_use(), placed.origin.op),
+                // Cannot happen: the plan has checked that every device has its part.
+                None => Input::Slot(Slot::filled(Vec::new().into()).issue_use(), 0),
+            },
+        });
+        let memory = runtime.reserve_all(
+            seat.local_index,
+            MemoryKind::Device,
+            plan.fresh(seat),
+            op,
+            &*plan.what,
+        );
+        let (promises, slots) = Slot::several(plan.outputs.len());
+        prepared.slots.push((seat.place.device, slots));
+        let last = seat_index + 1 == plan.seats.len();
+        let Some(guard) = (if last { guard.take() } else { guard.clone() }) else { break };
+        let issued = Issued {
+            bound: bound.clone(),
+            seat: seat_index,
+            op,
+            at,
+            promises,
+            memory,
+            guard,
+            leftovers: leftovers.clone(),
+        };
+        prepared.calls.push((seat.local_index, bound.spare().issue(issued, inputs)));
+    }
+}
+
+/// The tree of these results: all of them.
+fn assemble<T: Tree<Leaf = MpmdArray>>(
+    structure: &Structure,
+    path: &mut Path,
+    mut leaves: impl Iterator<Item = MpmdArray>,
+) -> std::result::Result<T, TreeError> {
+    let tree = T::build(structure, path, &mut leaves)?;
+    match leaves.next() {
+        None => Ok(tree),
+        Some(_) => Err(TreeError::TooManyLeaves { expected: structure.leaves() }),
+    }
+}
+
+/// The list without what is in it.
+fn emptied(mut leaves: Vec<&MpmdArray>) -> Vec<&'static MpmdArray> {
+    leaves.clear();
+    // Collected in place: the room stays.
+    leaves
+        .into_iter()
+        .map(|_| -> &'static MpmdArray { unreachable!("the list is empty") })
+        .collect()
+}
+
+impl<K: Kernel> Again for Bound<K> {
+    fn again(
+        self: Arc<Self>,
+        program: &Program,
+        x: &[&MpmdArray],
+        op: u64,
+        at: &'static Location<'static>,
+    ) -> Vec<MpmdArray> {
+        self.plan.record(program, x, at);
+        self.plan.donate(x, op, at);
+        let mut prepared = Prepared::default();
+        prepare(&mut prepared, program, &self, x, op, at);
+        let y = self.plan.arrays(&mut prepared.slots, op, at).collect();
+        for (local_index, call) in prepared.calls {
+            program.runtime.run_on(local_index, call);
+        }
+        y
+    }
+}
+
+impl<K: Kernel> fmt::Debug for Jit<K> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Jit({} on {})", self.kernel.name(), self.mesh)
+    }
+}

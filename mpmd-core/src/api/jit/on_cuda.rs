@@ -1,0 +1,262 @@
+//! A kernel's call on a CUDA device: issued by the device's thread, which waits for nothing that
+//! the device does.
+//!
+//! Inputs are taken as soon as there is work that fills them: the call's own work comes after it on
+//! the device. The outputs are there for others in the same way before they are filled, and end
+//! when the device has come past the call, on the thread of its compute line.
+
+use std::sync::Arc;
+
+use mpmd_transport::{OwnedBuffer, SharedBuffer};
+
+use super::call::{Call, DeviceCall, Fallible, Fill, Input, Issued, Memory, POISON, Unfilled};
+use super::call::{copy_in, prepare_outputs};
+use crate::device::cuda::{CudaError, Ended, Ending, Gpu, Stream, Turn};
+use crate::exec::{Exchange, Slot, Waits};
+use crate::kernel::cuda::{CallMemory, Cuda};
+use crate::kernel::{Context, Kernel, OnCuda};
+use mpmd_layout::topology::DeviceId;
+
+impl<K: Kernel> DeviceCall<K> {
+    /// Issues the call, and ends the outputs when its work is over. Waits until the inputs are
+    /// issued, and for those that are on the host until they are filled; for memory only as calls
+    /// on the host do.
+    pub(super) fn run_on_cuda(mut self: Box<Self>, gpu: &Arc<Gpu>, issued: Issued<K>) {
+        let Issued { bound, seat, op, at, promises, memory, guard, leftovers } = issued;
+        let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at };
+        let (runtime, place) = (call.runtime(), &call.seat.place);
+        let local_index = call.seat.local_index;
+        let call_memory = CallMemory::new(&runtime.devices[local_index].pool, &runtime.staging);
+        let exchange = Exchange { runtime: runtime.clone(), guard };
+        let mut context = Context::new(&bound.plan.mesh, place, exchange, op);
+        let since = runtime.trace.now();
+        let prepared = self.take_inputs(gpu, &call).and_then(|last| {
+            self.prepare(&call, memory)?;
+            // Of the first call only: what it launches must be compiled.
+            bound.warm.wait(local_index).map_err(|error| call.failure(&error))?;
+            Ok(last)
+        });
+        let last = match prepared {
+            Ok(last) => last,
+            Err(failure) => {
+                // Nothing was issued, as on the host where an input fails.
+                self.clear();
+                runtime.remember(&failure);
+                context.abandon(&failure);
+                promises.fail(&failure);
+                bound.keep(self);
+                drop(leftovers);
+                return drop(context);
+            }
+        };
+        runtime.status.device_starts(local_index, op, call.seat.what.clone());
+        let (result, ending) = self.issue_work(gpu, &call, &call_memory, &mut context);
+        let unfilled: Vec<Unfilled> = self.unfilled.drain(..).collect();
+        let issued = match result {
+            Ok(()) => {
+                let issued = promises.issue(self.outputs.drain(..).map(OwnedBuffer::freeze));
+                if unfilled.is_empty() && !context.has_joined() {
+                    issued.end_with_their_work();
+                }
+                Ok(issued)
+            }
+            Err(failure) => {
+                self.clear();
+                runtime.remember(&failure);
+                context.abandon(&failure);
+                promises.fail(&failure);
+                Err(())
+            }
+        };
+        bound.keep(self);
+        drop(leftovers);
+        let (guard, joined) = context.into_guard();
+        call_memory.end(gpu.spare(), &ending.fence());
+        let bound = bound.clone();
+        ending.then(Box::new(move |Ended { result, times }| {
+            let call = Call { bound: &bound, seat: &bound.plan.seats[seat], op, at };
+            let runtime = call.runtime().clone();
+            if let Some(times) = times {
+                let times = [times.before.max(since), times.begin, times.end];
+                runtime.trace_ran(local_index, op, times, last);
+            }
+            runtime.status.device_ends(local_index, op);
+            let result = result.map_err(|error| call.failure(&error));
+            let result = joined.end(&runtime, result, |why| call.failure(why));
+            settle(unfilled, call.seat.place.device, result, move |result| {
+                if let Ok(promises) = issued {
+                    if let Err(failure) = &result {
+                        runtime.remember(failure);
+                    }
+                    promises.end(result);
+                }
+                // With it the operation ends.
+                drop(guard);
+            });
+        }));
+    }
+
+    /// Takes the inputs once they are issued. Returns the last that was not filled by then.
+    fn take_inputs(&mut self, gpu: &Gpu, call: &Call<'_, K>) -> Fallible<Option<u64>> {
+        let Self { inputs, arrived, unfilled, .. } = self;
+        let waits = &call.runtime().waits;
+        let mut last = None;
+        for input in inputs.drain(..) {
+            let (buffer, unfilled_by) = match input {
+                Input::Host(bytes) => (bytes, None),
+                Input::Slot(slot, op) => {
+                    let ended = slot.has_ended();
+                    let buffer = on_device_or_filled(slot.wait_issued(waits)?, slot.slot(), waits)?;
+                    let alone = slot.slot().ends_with_its_work();
+                    (buffer, (!ended).then_some((op, alone, Unfilled::Use(slot))))
+                }
+                Input::Donated(placed) => {
+                    let slot = placed
+                        .slot(call.seat.place.device)
+                        .expect("the plan has checked that the device has its part");
+                    let (ended, alone, op) =
+                        (slot.has_ended(), slot.ends_with_its_work(), placed.origin.op);
+                    on_device_or_filled(waits.wait_issued(slot)?, slot, waits)?;
+                    let buffer =
+                        slot.take_issued(placed.donated_failure()).expect("it is issued")?;
+                    (buffer, (!ended).then_some((op, alone, Unfilled::Donated(placed))))
+                }
+            };
+            if let Some((op, alone, by)) = unfilled_by {
+                last = Some(op);
+                // What is before this on the same line is told of its end before this is, and a
+                // device that fails does nothing more: only what was given things that may yet fail
+                // can end otherwise than its work.
+                if !(alone && gpu.compute().has_issued_all(buffer.ready())) {
+                    unfilled.push(by);
+                }
+            }
+            arrived.push(Some(buffer));
+        }
+        Ok(last)
+    }
+
+    fn prepare(&mut self, call: &Call<'_, K>, memory: Memory) -> Fallible<()> {
+        let Self { arrived, outputs, fills, .. } = self;
+        prepare_outputs(call, arrived, memory?, |buffer, fill, _| {
+            outputs.push(buffer);
+            fills.push(fill);
+        })
+    }
+
+    /// Issues all work of the call, and has all memory that it uses stay until that is over.
+    fn issue_work<'a>(
+        &mut self,
+        gpu: &'a Arc<Gpu>,
+        call: &Call<'_, K>,
+        memory: &'a CallMemory,
+        context: &mut Context<'a>,
+    ) -> (Fallible<()>, Ending) {
+        let Self { arrived, outputs, fills, .. } = self;
+        let mut staged = Vec::new();
+        let mut turn = gpu.compute().turn();
+        let begun = come_after(&turn, arrived, outputs, fills).and_then(|()| turn.begin());
+        let result = begun.map_err(|error| call.failure(&error)).and_then(|stream| {
+            // All of that is before what follows, and so before the fence behind it.
+            outputs.iter_mut().for_each(OwnedBuffer::clear_fences);
+            fill(call, stream, outputs, fills, &mut staged)?;
+            Ok(stream)
+        });
+        let result = match result {
+            Err(failure) => Err(failure),
+            Ok(stream) => {
+                context.enter(OnCuda { cuda: Cuda::new(gpu, stream, memory), turn });
+                let ran = call.run(context, arrived, outputs);
+                turn = context.leave().turn;
+                ran
+            }
+        };
+        let ending = turn.end(Ok(()));
+        let fence = ending.fence();
+        let read = fills.drain(..).filter_map(|fill| match fill {
+            Fill::From(input, _) => Some(input),
+            Fill::Anything | Fill::Own => None,
+        });
+        for input in arrived.drain(..).flatten().chain(read) {
+            if input.device().is_some() || input.is_pinned() {
+                input.add_read(fence.clone());
+            }
+        }
+        outputs.iter_mut().chain(&mut staged).for_each(|buffer| buffer.add_fence(fence.clone()));
+        (result, ending)
+    }
+}
+
+/// What an input holds may be read by the host, unless it is on a device: then it must be there.
+fn on_device_or_filled(buffer: SharedBuffer, slot: &Slot, waits: &Waits) -> Fallible<SharedBuffer> {
+    match buffer.device() {
+        Some(_) => Ok(buffer),
+        None => waits.wait(slot, None).expect("no deadline was set"),
+    }
+}
+
+/// Has what is issued in this turn come after the work that makes the inputs, and after all work on
+/// memory that is written.
+fn come_after(
+    turn: &Turn<'_>,
+    inputs: &[Option<SharedBuffer>],
+    outputs: &[OwnedBuffer],
+    fills: &[Fill],
+) -> Result<(), CudaError> {
+    inputs.iter().flatten().try_for_each(|input| turn.come_after(input.ready()))?;
+    outputs.iter().try_for_each(|output| turn.come_after(output.fences()))?;
+    fills.iter().try_for_each(|fill| match fill {
+        Fill::From(input, _) => turn.come_after(input.ready()),
+        Fill::Anything | Fill::Own => Ok(()),
+    })
+}
+
+/// Issues what makes outputs hold what they are to when the kernel begins.
+fn fill<K: Kernel>(
+    call: &Call<'_, K>,
+    stream: &Stream,
+    outputs: &[OwnedBuffer],
+    fills: &[Fill],
+    staged: &mut Vec<OwnedBuffer>,
+) -> Fallible<()> {
+    for ((output, fill), info) in outputs.iter().zip(fills).zip(&call.seat.outputs) {
+        let Some(place) = output.device() else { continue };
+        let filled = match fill {
+            Fill::Own => Ok(()),
+            Fill::Anything => POISON.map_or(Ok(()), |byte| stream.fill(place, [byte; 4], 1)),
+            Fill::From(input, index) => match input.device() {
+                // On a device all have the output's own region.
+                Some(from) => stream.copy(from, place),
+                None => {
+                    let mut bytes = call.staging(info.bytes())?;
+                    copy_in(input, &call.seat.inputs[*index].region, &mut bytes, info);
+                    let copied = stream.upload(&bytes, place.address);
+                    staged.push(bytes);
+                    copied
+                }
+            },
+        };
+        filled.map_err(|error| call.failure(&error))?;
+    }
+    Ok(())
+}
+
+/// Ends a call whose work is over: with the failure of what fills its inputs, where that is told
+/// later.
+fn settle<F: FnOnce(Fallible<()>) + Send + 'static>(
+    mut unfilled: Vec<Unfilled>,
+    device: DeviceId,
+    result: Fallible<()>,
+    then: F,
+) {
+    let Some(next) = unfilled.pop() else { return then(result) };
+    let filled = move |filled| settle(unfilled, device, result.and(filled), then);
+    match &next {
+        Unfilled::Use(slot) => slot.slot().on_verdict(filled),
+        // The plan has checked that the device has its part.
+        Unfilled::Donated(placed) => match placed.slot(device) {
+            Some(slot) => slot.on_verdict(filled),
+            None => filled(Ok(())),
+        },
+    }
+}

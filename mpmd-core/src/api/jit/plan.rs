@@ -1,0 +1,533 @@
+//! What a call works out from the shapes and shardings of its inputs: once, then kept.
+
+use std::collections::HashSet;
+use std::fmt;
+use std::panic::Location;
+use std::sync::Arc;
+
+use mpmd_ids::ProcessId;
+use parking_lot::Mutex;
+
+use super::Jit;
+use super::call::DeviceCall;
+use super::warm::Warm;
+use crate::error::IssueProblem;
+use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr, Shards};
+use crate::exec::{Group, MOST_COLLECTIVES, MOST_DEVICES, Rolling, Runtime, Slots};
+use crate::kernel::{Collective, Kernel, Place, Seats, Shapes, ShardInfo};
+use crate::{api::program::Program, exec::recorder::KnownForm};
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
+use mpmd_layout::topology::{DeviceId, Mesh, MeshError, Topology};
+use mpmd_layout::tree::{PrefixTree, Structure, Tree};
+
+/// Ended calls that are kept; a program that runs ahead has about as many.
+const MOST_SPARE: usize = 1024;
+
+type Problem<T> = Result<T, IssueProblem>;
+
+/// A kernel with the plan of its calls. One object, so that a call that is queued holds one
+/// pointer.
+pub(super) struct Bound<K: Kernel> {
+    pub(super) kernel: Arc<K>,
+    pub(super) plan: CallPlan,
+    /// What it needs on CUDA devices, which its calls wait for.
+    pub(super) warm: Arc<Warm>,
+    /// Calls that have ended, to be used again.
+    #[expect(
+        clippy::vec_box,
+        reason = "the boxes are what is used again: a queue takes them as they are"
+    )]
+    spare: Mutex<Vec<Box<DeviceCall<K>>>>,
+}
+
+impl<K: Kernel> Bound<K> {
+    pub(super) fn new(kernel: Arc<K>, plan: CallPlan, warm: Arc<Warm>) -> Self {
+        Self { kernel, plan, warm, spare: Mutex::new(Vec::new()) }
+    }
+
+    /// An empty call.
+    pub(super) fn spare(&self) -> Box<DeviceCall<K>> {
+        self.spare.lock().pop().unwrap_or_default()
+    }
+
+    /// Keeps an empty call for later.
+    pub(super) fn keep(&self, call: Box<DeviceCall<K>>) {
+        let mut spare = self.spare.lock();
+        if spare.len() < MOST_SPARE {
+            spare.push(call);
+        }
+    }
+}
+
+/// Everything about a call but the arrays themselves.
+pub(super) struct CallPlan {
+    pub(super) runtime: Arc<Runtime>,
+    pub(super) inputs: Vec<InputPlan>,
+    pub(super) outputs: Vec<OutputPlan>,
+    pub(super) input_structure: Structure,
+    pub(super) output_structure: Structure,
+    pub(super) mesh: Seats,
+    /// The devices of the mesh that this process owns.
+    pub(super) seats: Vec<Seat>,
+    /// Bytes of new memory a call takes on this process.
+    pub(super) bytes: u64,
+    pub(super) fingerprint: u64,
+    pub(super) what: Arc<CallWhat>,
+    paths: Vec<String>,
+    /// What it is in a plan.
+    pub(super) known_form: KnownForm,
+}
+
+pub(super) struct InputPlan {
+    aval: ShapedArray,
+    sharding: Option<Sharding>,
+    pub(super) donated: bool,
+    /// An output is this input updated in place.
+    pub(super) in_place: bool,
+}
+
+pub(super) struct OutputPlan {
+    pub(super) made: Arc<Made>,
+    /// The input that this output is, updated in place.
+    pub(super) alias: Option<usize>,
+}
+
+/// A device of this process that runs the kernel.
+pub(super) struct Seat {
+    /// Describes the call: the device's own, so that its thread and the program's do not count on
+    /// one word.
+    pub(super) what: Arc<dyn fmt::Display + Send + Sync>,
+    pub(super) local_index: usize,
+    pub(super) place: Place,
+    pub(super) inputs: Vec<ShardInfo>,
+    pub(super) outputs: Vec<ShardInfo>,
+}
+
+/// Describes a call in messages.
+pub(super) struct CallWhat {
+    pub(super) name: String,
+    mesh: Mesh,
+    inputs: Vec<String>,
+}
+
+impl fmt::Display for CallWhat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "jit {} on {}", self.name, self.mesh)?;
+        let shown = self.inputs.len().min(4);
+        write!(f, " of ({}", self.inputs[..shown].join(", "))?;
+        if shown < self.inputs.len() {
+            write!(f, ", and {} more", self.inputs.len() - shown)?;
+        }
+        f.write_str(")")
+    }
+}
+
+impl CallPlan {
+    /// Whether this is the plan for these inputs.
+    pub(super) fn fits(&self, leaves: &[&MpmdArray]) -> bool {
+        self.inputs.len() == leaves.len()
+            && self.inputs.iter().zip(leaves).all(|(input, leaf)| {
+                input.sharding.as_ref() == leaf.sharding() && input.aval == *leaf.aval()
+            })
+    }
+
+    /// Whether an output gets the memory of the input that it is.
+    pub(super) fn takes_over(&self, output: &OutputPlan) -> bool {
+        output.alias.is_some_and(|input| self.inputs[input].donated)
+    }
+
+    /// Bytes of each output on a seat that does not take an input's memory over.
+    pub(super) fn fresh<'a>(&'a self, seat: &'a Seat) -> impl Iterator<Item = usize> + Clone + 'a {
+        let outputs = self.outputs.iter().zip(&seat.outputs);
+        outputs.filter(|(output, _)| !self.takes_over(output)).map(|(_, info)| info.bytes())
+    }
+
+    pub(super) fn input_path(&self, index: usize) -> &str {
+        &self.paths[index]
+    }
+
+    /// An array that is donated must not be another input of the same call.
+    pub(super) fn check_donations(&self, leaves: &[&MpmdArray]) -> Problem<()> {
+        for (i, _) in self.inputs.iter().enumerate().filter(|(_, input)| input.donated) {
+            if let Some(j) =
+                leaves.iter().enumerate().position(|(j, leaf)| j != i && leaf.is_same(leaves[i]))
+            {
+                return Err(IssueProblem::Signature(format!(
+                    "{:?} is donated, and is the same array as {:?}",
+                    self.paths[i], self.paths[j]
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// What a step that is recorded gives up must be its own.
+    pub(super) fn check_given_up(&self, program: &Program, leaves: &[&MpmdArray]) -> Problem<()> {
+        let donated =
+            self.inputs.iter().zip(&self.paths).zip(leaves).filter(|((input, _), _)| input.donated);
+        let donated: Vec<(String, &MpmdArray)> =
+            donated.map(|((_, path), leaf)| (path.clone(), *leaf)).collect();
+        program.check_given_up(&donated)
+    }
+
+    /// Ends the inputs that operation `op` gives up.
+    pub(super) fn donate(&self, leaves: &[&MpmdArray], op: u64, at: &'static Location<'static>) {
+        for (leaf, input) in leaves.iter().zip(&self.inputs) {
+            if let Repr::Placed(placed) = &leaf.repr
+                && input.donated
+            {
+                placed.donate(op, at);
+            }
+        }
+    }
+
+    /// The outputs of operation `op`, with the slots of each local device.
+    pub(super) fn arrays(
+        &self,
+        slots: &mut [(DeviceId, Slots)],
+        op: u64,
+        at: &'static Location<'static>,
+    ) -> impl Iterator<Item = MpmdArray> + use<> {
+        let all = self.outputs.iter().enumerate().map(|(i, output)| {
+            let next = |(device, slots): &mut (DeviceId, Slots)| {
+                Some(LocalShard { device: *device, slot: slots.next()? })
+            };
+            let shards = match &mut *slots {
+                [one] => next(one).map_or_else(|| Shards::Several(Vec::new()), Shards::One),
+                several => Shards::Several(several.iter_mut().filter_map(next).collect()),
+            };
+            Placed::new(output.made.clone(), shards, Origin { op, leaf: i as u32, at })
+        });
+        Placed::arrays(all.collect())
+    }
+
+    pub(super) fn new<K: Kernel>(jit: &Jit<K>, runtime: &Arc<Runtime>, x: &K::In) -> Problem<Self> {
+        let input_structure = x.structure();
+        let (paths, leaves): (Vec<String>, Vec<&MpmdArray>) =
+            x.leaves_with_paths().into_iter().unzip();
+        jit.mesh
+            .replicated()
+            .check_devices(&runtime.topology)
+            .map_err(|why| IssueProblem::Sharding { path: String::new(), why })?;
+        check_inputs(&jit.mesh, jit.inputs.as_ref(), &input_structure, &paths, &leaves)?;
+
+        let shapes: Shapes<K::In> = x.map_ref(&mut |leaf| leaf.aval().clone());
+        let signature =
+            jit.kernel.infer(&shapes).map_err(|error| IssueProblem::Infer(Box::new(error)))?;
+        let output_structure = signature.outputs.structure();
+        let output_paths: Vec<String> =
+            signature.outputs.leaves_with_paths().into_iter().map(|(path, _)| path).collect();
+        let shardings = jit.outputs.broadcast(&output_structure).map_err(IssueProblem::Tree)?;
+        let names = leaves.iter().map(|leaf| match leaf.sharding() {
+            Some(sharding) => match sharding.spec() {
+                Some(spec) if unusual(sharding).is_none() => format!("{} {spec}", leaf.aval()),
+                _ => format!("{} {sharding}", leaf.aval()),
+            },
+            None => format!("{} uncommitted", leaf.aval()),
+        });
+        let what = Arc::new(CallWhat {
+            name: jit.kernel.name().to_owned(),
+            mesh: jit.mesh.clone(),
+            inputs: names.collect(),
+        });
+        let mut outputs = Vec::new();
+        for ((path, aval), sharding) in
+            output_paths.iter().zip(signature.outputs.leaves()).zip(shardings)
+        {
+            let layout = sharding
+                .layout(aval.shape())
+                .map_err(|why| IssueProblem::Sharding { path: format!("output {path}"), why })?;
+            let (aval, what, runtime) = (aval.clone(), what.clone(), runtime.clone());
+            outputs.push(OutputPlan {
+                made: Arc::new(Made { aval, sharding, layout, what, runtime }),
+                alias: None,
+            });
+        }
+        let mut inputs: Vec<InputPlan> = leaves
+            .iter()
+            .zip(&paths)
+            .map(|(leaf, path)| InputPlan {
+                aval: leaf.aval().clone(),
+                sharding: leaf.sharding().cloned(),
+                donated: jit.donate.iter().any(|prefix| is_below(path, prefix)),
+                in_place: false,
+            })
+            .collect();
+        if let Some(unknown) =
+            jit.donate.iter().find(|prefix| !paths.iter().any(|path| is_below(path, prefix)))
+        {
+            return Err(IssueProblem::Signature(format!(
+                "donate({unknown:?}) names none of the inputs"
+            )));
+        }
+        for (input, output) in &signature.aliases {
+            let i = find(&paths, input, "input")?;
+            let o = find(&output_paths, output, "output")?;
+            check_alias(&inputs[i], leaves[i], &outputs[o], input, output)?;
+            if inputs[i].in_place || outputs[o].alias.is_some() {
+                return Err(IssueProblem::Signature(format!(
+                    "{input:?} or {output:?} is aliased twice"
+                )));
+            }
+            inputs[i].in_place = true;
+            outputs[o].alias = Some(i);
+        }
+        for collective in &signature.collectives {
+            collective.check(&jit.mesh).map_err(|why| {
+                IssueProblem::Signature(format!("the signature declares {collective}, but {why}"))
+            })?;
+        }
+        if signature.collectives.len() > MOST_COLLECTIVES {
+            return Err(IssueProblem::Signature(format!(
+                "the signature declares {} collectives; there can be {MOST_COLLECTIVES}",
+                signature.collectives.len()
+            )));
+        }
+
+        if !signature.collectives.is_empty() && jit.mesh.devices().len() > MOST_DEVICES {
+            return Err(IssueProblem::Signature(format!(
+                "the signature declares collectives on a mesh of {} devices; there can be \
+                 {MOST_DEVICES}",
+                jit.mesh.devices().len()
+            )));
+        }
+
+        let mesh = Seats { mesh: jit.mesh.clone(), collectives: signature.collectives };
+        let seats = jit
+            .mesh
+            .devices()
+            .iter()
+            .filter_map(|device| Some((runtime.local_index(*device)?, *device)))
+            .map(|(local_index, device)| {
+                seat((local_index, device), &what, &mesh, &leaves, &outputs, &runtime.topology)
+            })
+            .collect::<Problem<Vec<_>>>()?;
+        let bytes =
+            seats.iter().flat_map(|seat| &seat.outputs).map(|info| info.bytes() as u64).sum();
+        let fingerprint = fingerprint(&*jit.kernel, &mesh, &inputs, &outputs);
+        Ok(Self {
+            runtime: runtime.clone(),
+            inputs,
+            outputs,
+            input_structure,
+            output_structure,
+            mesh,
+            seats,
+            bytes,
+            fingerprint,
+            what,
+            paths,
+            known_form: KnownForm::default(),
+        })
+    }
+}
+
+/// Whether every sharding of the prefix is on exactly the mesh's devices, in their own memory.
+pub(super) fn check_outputs(prefix: &PrefixTree<Sharding>, mesh: &Mesh) -> Problem<()> {
+    match prefix {
+        PrefixTree::Node(branches) => {
+            branches.iter().try_for_each(|(_, branch)| check_outputs(branch, mesh))
+        }
+        PrefixTree::Leaf(sharding) => {
+            if sharding.memory_kind() == MemoryKind::Host {
+                return Err(IssueProblem::Mesh(format!(
+                    "output sharding {sharding}: a kernel writes the memory of its devices; move \
+                     its outputs \
+                     to host memory with device_put"
+                )));
+            }
+            let of = |devices: &[DeviceId]| devices.iter().copied().collect::<HashSet<_>>();
+            if of(sharding.devices()) == of(mesh.devices()) {
+                Ok(())
+            } else {
+                Err(IssueProblem::Mesh(format!(
+                    "output sharding {sharding} is not on the devices of the kernel's mesh {mesh}"
+                )))
+            }
+        }
+    }
+}
+
+fn check_inputs(
+    mesh: &Mesh,
+    declared: Option<&PrefixTree<Sharding>>,
+    structure: &Structure,
+    paths: &[String],
+    leaves: &[&MpmdArray],
+) -> Problem<()> {
+    let declared = declared
+        .map(|prefix| prefix.broadcast(structure))
+        .transpose()
+        .map_err(IssueProblem::Tree)?;
+    for (i, leaf) in leaves.iter().enumerate() {
+        let Repr::Placed(placed) = &leaf.repr else { continue };
+        let path = paths[i].clone();
+        let everywhere =
+            mesh.devices().iter().all(|device| placed.made.layout.region_of(*device).is_some());
+        if !everywhere {
+            return Err(IssueProblem::InputMesh {
+                path,
+                expected: mesh.to_string(),
+                found: placed.made.sharding.to_string(),
+            });
+        }
+        let unusual = unusual(&placed.made.sharding);
+        match declared.as_ref().map(|declared| &declared[i]) {
+            Some(expected) if *expected == placed.made.sharding => {}
+            Some(expected) => {
+                let wrong = |why| IssueProblem::Sharding { path: path.clone(), why };
+                // Two ways to write one layout are no difference, where it is all that matters.
+                let differ = unusual.is_some()
+                    || self::unusual(expected).is_some()
+                    || *expected.layout(leaf.shape()).map_err(wrong)? != *placed.made.layout;
+                if differ {
+                    return Err(IssueProblem::InputSharding {
+                        path,
+                        expected: expected.to_string(),
+                        found: placed.made.sharding.to_string(),
+                    });
+                }
+            }
+            None => {
+                if let Some(what) = unusual {
+                    let found = placed.made.sharding.to_string();
+                    return Err(IssueProblem::InputUndeclared { path, found, what });
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What a kernel must have declared to take an array with this sharding.
+fn unusual(sharding: &Sharding) -> Option<&'static str> {
+    if !sharding.unreduced_axes().is_empty() {
+        return Some("partial sums");
+    }
+    match sharding.memory_kind() {
+        MemoryKind::Device => None,
+        MemoryKind::Host => Some("arrays in host memory"),
+    }
+}
+
+fn check_alias(
+    input: &InputPlan,
+    leaf: &MpmdArray,
+    output: &OutputPlan,
+    input_path: &str,
+    output_path: &str,
+) -> Problem<()> {
+    let layouts_agree = match &leaf.repr {
+        Repr::Placed(placed) => {
+            *placed.made.layout == *output.made.layout
+                && placed.made.sharding.memory_kind() == output.made.sharding.memory_kind()
+                && placed.made.sharding.unreduced_axes() == output.made.sharding.unreduced_axes()
+        }
+        Repr::Host(_) => true,
+    };
+    if input.aval == output.made.aval && layouts_agree {
+        return Ok(());
+    }
+    let sharding =
+        input.sharding.as_ref().map_or_else(|| "uncommitted".to_owned(), ToString::to_string);
+    Err(IssueProblem::Signature(format!(
+        "output {output_path:?} ({} {}) cannot be input {input_path:?} ({} {sharding}) updated in \
+         place: shape, \
+         dtype and sharding must be the same",
+        output.made.aval, output.made.sharding, input.aval
+    )))
+}
+
+fn seat(
+    (local_index, device): (usize, DeviceId),
+    what: &Arc<CallWhat>,
+    mesh: &Seats,
+    leaves: &[&MpmdArray],
+    outputs: &[OutputPlan],
+    topology: &Topology,
+) -> Problem<Seat> {
+    let groups = mesh
+        .collectives
+        .iter()
+        .map(|collective| group(device, &mesh.mesh, collective, topology))
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|error| IssueProblem::Signature(error.to_string()))?;
+    let part = |aval: &ShapedArray, layout: Option<&Layout>| {
+        let region = layout.and_then(|layout| layout.region_of(device).cloned());
+        ShardInfo::new(aval.clone(), region.unwrap_or_else(|| Region::full(aval.shape())))
+    };
+    let inputs = leaves.iter().map(|leaf| match &leaf.repr {
+        Repr::Host(host) => part(host.aval(), None),
+        Repr::Placed(placed) => part(&placed.made.aval, Some(&placed.made.layout)),
+    });
+    Ok(Seat {
+        what: Arc::new(what.clone()),
+        local_index,
+        place: Place { device, position: mesh.mesh.position(device).unwrap_or_default(), groups },
+        inputs: inputs.collect(),
+        outputs: outputs
+            .iter()
+            .map(|output| part(&output.made.aval, Some(&output.made.layout)))
+            .collect(),
+    })
+}
+
+/// The devices that a collective spans, seen from one of them.
+fn group(
+    device: DeviceId,
+    mesh: &Mesh,
+    collective: &Collective,
+    topology: &Topology,
+) -> Result<Group, MeshError> {
+    let devices = mesh.group_of(device, &collective.axis)?;
+    // The mesh's devices were checked to be of this topology.
+    let processes: Vec<ProcessId> =
+        devices.iter().filter_map(|device| topology.process_of(*device)).collect();
+    let rank = devices.iter().position(|other| *other == device).unwrap_or_default();
+    let places = devices.iter().filter_map(|device| mesh.place(*device)).collect();
+    let joined = collective.is_joined(&devices, topology);
+    let rounds = collective.rounds(&processes, joined);
+    let most = collective.most_bytes() as u64;
+    Ok(Group { devices, places, processes, rank, joined, most, rounds })
+}
+
+fn find(paths: &[String], path: &str, what: &str) -> Problem<usize> {
+    paths.iter().position(|known| known == path).ok_or_else(|| {
+        IssueProblem::Signature(format!(
+            "the signature aliases {what} {path:?}; there are {}",
+            paths.join(", ")
+        ))
+    })
+}
+
+/// Whether a leaf's path is `prefix` or below it.
+fn is_below(path: &str, prefix: &str) -> bool {
+    prefix.is_empty()
+        || path == prefix
+        || path.strip_prefix(prefix).is_some_and(|rest| rest.starts_with('/'))
+}
+
+fn fingerprint<K: Kernel>(
+    kernel: &K,
+    mesh: &Seats,
+    inputs: &[InputPlan],
+    outputs: &[OutputPlan],
+) -> u64 {
+    let text = |hash: Rolling, text: &str| hash.mix_bytes(text.as_bytes());
+    let mut hash = text(Rolling::default(), kernel.name());
+    hash = kernel.statics().into_iter().fold(hash, Rolling::mix).mix(mesh.mesh.fingerprint());
+    for input in inputs {
+        hash = text(hash, &input.aval.to_string()).mix(u64::from(input.donated));
+        hash = hash.mix(input.sharding.as_ref().map_or(0, Sharding::fingerprint));
+    }
+    for output in outputs {
+        hash = text(hash, &output.made.aval.to_string()).mix(output.made.sharding.fingerprint());
+        hash = hash.mix(output.alias.map_or(0, |input| input as u64 + 1));
+    }
+    mesh.collectives
+        .iter()
+        .fold(hash, |hash, collective| text(hash, &collective.to_string()))
+        .word()
+}

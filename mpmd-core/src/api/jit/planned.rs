@@ -1,0 +1,47 @@
+//! A call as a plan shows it: on all devices of all processes.
+
+use std::panic::Location;
+
+use super::plan::{CallPlan, OutputPlan};
+use crate::api::program::Program;
+use crate::dry_run::{self, Form, Kind, Memory};
+use crate::exec::array::MpmdArray;
+
+impl CallPlan {
+    /// Writes a call down, where this process only plans.
+    pub(super) fn record(
+        &self,
+        program: &Program,
+        leaves: &[&MpmdArray],
+        at: &'static Location<'static>,
+    ) {
+        let takes = leaves.iter().zip(&self.inputs).map(|(leaf, input)| (*leaf, input.donated));
+        program.record_operation(at, takes, Some(&self.known_form), || self.form(program));
+    }
+
+    fn form(&self, program: &Program) -> Form {
+        let shards = |output: &OutputPlan| {
+            let memory = match output.alias {
+                Some(input) if self.takes_over(output) => Memory::Of(input as u32),
+                _ => Memory::Own,
+            };
+            dry_run::shards(&output.made.layout, output.made.aval.dtype().size(), |_| memory)
+        };
+        let devices = self.mesh.mesh.devices();
+        // Those that are over no axis of the mesh were refused.
+        let messages = crate::kernel::planned::messages(
+            &self.mesh.mesh,
+            &self.mesh.collectives,
+            program.topology(),
+        );
+        Form {
+            what: self.what.to_string(),
+            kind: Kind::Call {
+                kernel: self.what.name.clone(),
+                devices: devices.iter().map(|device| device.0).collect(),
+            },
+            results: self.outputs.iter().map(shards).collect(),
+            messages: messages.unwrap_or_default(),
+        }
+    }
+}

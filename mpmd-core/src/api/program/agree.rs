@@ -1,0 +1,151 @@
+//! Values that decide what is issued, and that one process alone can know.
+
+use std::fmt;
+use std::panic::{AssertUnwindSafe, Location, catch_unwind};
+use std::sync::Arc;
+use std::time::Instant;
+
+use mpmd_ids::ProcessId;
+use mpmd_transport::control;
+use mpmd_transport::deadline::after;
+use mpmd_transport::router::{Failure, FailureKind};
+use mpmd_transport::wire::MAX_CONTROL_BYTES;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::Program;
+use crate::dry_run::{Form, Kind};
+use crate::error::{Error, IssueProblem, Result};
+use crate::exec::{Doing, Outgoing, Slot, Waiter};
+use crate::trace::What;
+
+struct Agreement {
+    from: ProcessId,
+    of: &'static str,
+}
+
+impl fmt::Display for Agreement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "agree on a {} from process {}", self.of, self.from)
+    }
+}
+
+impl Program {
+    /// A value that process `from` computes and every process gets.
+    ///
+    /// The only way by which something that is known to one process alone (a loss, the end of a
+    /// text, a request that came in) may decide what the program issues. Blocks until the value is
+    /// here. A process that only [plans](Program::is_planning) gets `while_planning`.
+    ///
+    /// # Errors
+    ///
+    /// Where the job has no process `from`. Where `f` fails or panics, on every process; where
+    /// `from` is gone; where the encoded value is larger than 1 MiB.
+    #[track_caller]
+    pub fn agree<T: Serialize + DeserializeOwned>(
+        &mut self,
+        from: ProcessId,
+        while_planning: T,
+        f: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let at = Location::caller();
+        self.refuse_recording(at, "agree")?;
+        if from.index() >= self.processes() {
+            let problem = format!("there is no process {from} among {}", self.processes());
+            return Err(IssueProblem::Mesh(problem).at(at, "agree"));
+        }
+        if from == self.process() {
+            // A process that only gives values must not run ahead of those that get them without
+            // end.
+            self.admit(at);
+        }
+        let what = Agreement { from, of: std::any::type_name::<T>() };
+        let what: Arc<dyn fmt::Display + Send + Sync> = Arc::new(what);
+        let op = self.issue([0xa6ee, u64::from(from.0)], what.clone(), at);
+        if self.is_planning() {
+            self.record_operation(at, [], None, || {
+                let bytes = control::encode(&while_planning).map_or(0, |bytes| bytes.len() as u64);
+                let kind = Kind::Agree { from: from.0, bytes };
+                Form { what: what.to_string(), kind, results: Vec::new(), messages: Vec::new() }
+            });
+            return Ok(while_planning);
+        }
+        let runtime = self.runtime.clone();
+        runtime.trace.issued(op, self.label(), at, None, || what.clone());
+        if from == runtime.me {
+            let value = match catch_unwind(AssertUnwindSafe(f)) {
+                Ok(value) => value,
+                Err(_) => Err(Error::kernel("the closure panicked")),
+            };
+            let bytes = value.as_ref().map_err(Clone::clone).and_then(|value| {
+                control::encode(value).map_err(|error| Error::kernel(error.to_string()))
+            });
+            let failure = bytes.as_ref().err().map(|error| match error {
+                Error::Failed(failure) => failure.clone(),
+                error => {
+                    let message =
+                        format!("agree (operation {op}) at {at} failed on process {from}: {error}");
+                    Arc::new(Failure::new(FailureKind::Kernel, from, op, message))
+                }
+            });
+            let guard = runtime.in_flight.begin(op, self.hash_at_last(), 0);
+            for to in (0..self.processes() as u32).map(ProcessId).filter(|to| *to != from) {
+                let key = (op, u64::from(to.0));
+                match (&bytes, &failure) {
+                    (Ok(bytes), _) => {
+                        let (buffer, bytes) = (bytes.clone().into(), bytes.len() as u64);
+                        let outgoing = Outgoing { buffer, bytes, guard: guard.clone() };
+                        runtime.with_router(|router| {
+                            router.announce(to, key, guard.hash(), bytes, outgoing)
+                        });
+                    }
+                    (Err(_), Some(failure)) => {
+                        runtime.with_router(|router| router.poison(to, key, failure))
+                    }
+                    (Err(_), None) => {}
+                }
+            }
+            return match failure {
+                Some(failure) => {
+                    runtime.remember(&failure);
+                    Err(Error::failed(failure))
+                }
+                None => value,
+            };
+        }
+        let (promise, slot) = Slot::new();
+        let key = (op, u64::from(runtime.me.0));
+        let hash = self.hash_at_last();
+        runtime.with_router(|router| {
+            router.expect_any_size(
+                from,
+                key,
+                hash,
+                (0, MAX_CONTROL_BYTES),
+                Waiter::Bytes { promise, from, op, piece: key.1 },
+                runtime.now(),
+            );
+        });
+        let _doing = runtime.status.enter(Doing::Waiting("agree", at));
+        let _waiting = runtime.trace.wait("agree", at);
+        let outcome = loop {
+            // The router watches the sender and reports; the patience here covers this process
+            // alone.
+            let deadline = after(Instant::now(), runtime.config.patience);
+            if let Some(outcome) = runtime.waits.wait(&slot, Some(deadline)) {
+                break outcome;
+            }
+        };
+        runtime.trace.note(|| What::Over { op });
+        let bytes = outcome.map_err(|failure| {
+            runtime.remember(&failure);
+            Error::failed(failure)
+        })?;
+        control::decode(&bytes).map_err(|error| {
+            let message = format!("agree (operation {op}) at {at}: {error}");
+            let failure = Arc::new(Failure::new(FailureKind::Transport, from, op, message));
+            runtime.remember(&failure);
+            Error::failed(failure)
+        })
+    }
+}

@@ -1,0 +1,521 @@
+//! Settings of a program, and the ways to start one.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use mpmd_ids::ProcessId;
+use mpmd_ids::block::Spin;
+use mpmd_transport::Transport;
+
+use super::{Membership, Program, connect};
+use crate::device::cuda;
+use crate::error::{Error, Result};
+use crate::exec::recorder::{Order, Recorder};
+use crate::exec::{Runtime, RuntimeConfig};
+use crate::trace::{About, Trace};
+use mpmd_launch::variables;
+use mpmd_layout::topology::{
+    CudaCollectives, Device, DeviceId, DeviceKind, GpuId, Links, Topology,
+};
+
+/// The patience of a program where neither it nor its launcher says otherwise.
+pub(super) const DEFAULT_PATIENCE: Duration = Duration::from_secs(60);
+
+/// Settings of a [`Program`], with defaults that suit most.
+#[derive(Clone, Debug)]
+#[must_use = "a builder does nothing until it starts a program"]
+pub struct Builder {
+    pub(super) devices: Option<usize>,
+    pub(super) patience: Option<Duration>,
+    pub(super) spin: Option<Spin>,
+    heartbeat: Duration,
+    run_ahead_ops: usize,
+    run_ahead_bytes: u64,
+    device_memory: Option<u64>,
+    plan_cache: usize,
+    pub(super) kinds: Option<Vec<DeviceKind>>,
+    pub(super) collectives: Option<CudaCollectives>,
+    pub(super) hosts: Option<Vec<String>>,
+    pub(super) links: Option<Links>,
+    pub(super) check_uncommitted: Option<bool>,
+    pub(super) trace: Option<PathBuf>,
+}
+
+impl Default for Builder {
+    fn default() -> Self {
+        Self {
+            devices: None,
+            patience: None,
+            spin: None,
+            heartbeat: Duration::from_millis(500),
+            run_ahead_ops: 1024,
+            run_ahead_bytes: 4 << 30,
+            device_memory: None,
+            plan_cache: 4096,
+            kinds: None,
+            collectives: None,
+            hosts: None,
+            links: None,
+            check_uncommitted: None,
+            trace: None,
+        }
+    }
+}
+
+impl Builder {
+    /// Devices of the whole job, spread evenly over its processes in order. By default one for each
+    /// process, or what `mpmd run --devices-per-process` says. To say another number than that is
+    /// an error.
+    pub fn devices(mut self, devices: usize) -> Self {
+        self.devices = Some(devices);
+        self
+    }
+
+    /// Of which kind the devices are: one kind for those of all processes, or one for those of each
+    /// process, in order. By default what `MPMD_DEVICE` or `mpmd run --device` says, where the
+    /// program joins a job or runs [from its environment](Self::from_env); else
+    /// [`DeviceKind::Cpu`].
+    ///
+    /// A process finds the graphics processors of its devices by itself, see
+    /// [`Topology::ordinals`]; it needs a CUDA driver only where it owns such devices.
+    pub fn device_kinds(mut self, kinds: &[DeviceKind]) -> Self {
+        self.kinds = Some(kinds.to_vec());
+        self
+    }
+
+    /// Which way collectives of CUDA devices' values go inside kernels. By default what
+    /// `MPMD_CUDA_COLLECTIVES` says, where the program joins a job or runs [from its
+    /// environment](Self::from_env); else [`CudaCollectives::Host`].
+    ///
+    /// With [`CudaCollectives::Nccl`] a process with CUDA devices needs NCCL, and does not start
+    /// without it.
+    pub fn cuda_collectives(mut self, way: CudaCollectives) -> Self {
+        self.collectives = Some(way);
+        self
+    }
+
+    /// How long something may take before it is reported as hanging, a missing process is given up,
+    /// and a silent one counts as lost. By default what the launcher says (`mpmd run --patience`),
+    /// else 60 seconds.
+    pub fn patience(mut self, patience: Duration) -> Self {
+        self.patience = Some(patience);
+        self
+    }
+
+    /// How long a transport that can spin looks for work before it sleeps, and who waits for a
+    /// message where waiting threads drive the transport. By default what `MPMD_SPIN` says, else
+    /// [`Spin::Auto`].
+    pub fn spin(mut self, spin: Spin) -> Self {
+        self.spin = Some(spin);
+        self
+    }
+
+    /// How far the program may run ahead of what has been carried out on this process: operations,
+    /// and bytes of their results. 1024 and 4 GiB by default; at most 4096 operations.
+    pub fn run_ahead(mut self, ops: usize, bytes: u64) -> Self {
+        // Handles that only pass others' memory on complete one another, so the stack bounds the
+        // chain.
+        self.run_ahead_ops = ops.clamp(1, 4096);
+        self.run_ahead_bytes = bytes;
+        self
+    }
+
+    /// The most memory that arrays may take on each device, in bytes. Without limit by default.
+    pub fn device_memory(mut self, bytes: u64) -> Self {
+        self.device_memory = Some(bytes);
+        self
+    }
+
+    /// How many plans of `device_put` are kept for reuse, 4096 by default; 0 for none. There is one
+    /// for each combination of shape, dtype and both shardings.
+    pub fn plan_cache(mut self, entries: usize) -> Self {
+        self.plan_cache = entries;
+        self
+    }
+
+    /// The host of each process, by process: names or numbers. Processes of one host are neighbours
+    /// to the planner, whatever is between them. By default what the processes find (the system's
+    /// name, or `MPMD_HOST`); one host for all in a [`Simulation`](crate::api::program::Simulation).
+    pub fn hosts<T: ToString>(mut self, hosts: &[T]) -> Self {
+        self.hosts = Some(hosts.iter().map(ToString::to_string).collect());
+        self
+    }
+
+    /// What the links between devices cost, for the planner. By default the file that `MPMD_LINKS`
+    /// names on process 0, else round figures of a common machine.
+    pub fn links(mut self, links: Links) -> Self {
+        self.links = Some(links);
+        self
+    }
+
+    /// Has the processes compare host values of any size by a hash, or with `false` only those of
+    /// up to 64 bytes. Every process must say the same. By default large ones are compared in debug
+    /// builds, and where `MPMD_CHECK=uncommitted` is set and the program joins a job.
+    pub fn check_uncommitted(mut self, check: bool) -> Self {
+        self.check_uncommitted = Some(check);
+        self
+    }
+
+    /// Returns whether host values of any size are compared.
+    pub(super) fn checks_uncommitted(&self) -> bool {
+        self.check_uncommitted.unwrap_or(cfg!(debug_assertions))
+    }
+
+    /// Has each process write what becomes of its operations to a file `process-<n>.trace` in this
+    /// folder, for `mpmd trace`. By default where `MPMD_TRACE` says, where that is set and the
+    /// program joins a job or runs [from its environment](Self::from_env); else nothing is written,
+    /// and nothing noted. What an earlier program has written there is overwritten.
+    pub fn trace(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.trace = Some(folder.into());
+        self
+    }
+
+    /// Joins the job this process was started for; see [`Program::from_env`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Program::from_env`].
+    pub fn from_env(self) -> Result<Program> {
+        connect::from_env(self)
+    }
+
+    /// Joins the job this process was started for, runs `program` and finishes: see
+    /// [`Program::run`].
+    ///
+    /// Returns an error of `program` at once, without waiting for its issued work; the other
+    /// processes and the launcher are told of it. Where the type of its errors does not follow from
+    /// the surrounding function, annotate it: `|p| -> Result<()> { … }`.
+    ///
+    /// # Errors
+    ///
+    /// Those of `program`, of [`Program::from_env`] and of [`Program::finish`].
+    #[track_caller]
+    pub fn run<T, E>(self, program: impl Fn(&mut Program) -> Result<T, E>) -> Result<T, E>
+    where
+        E: From<Error> + fmt::Display,
+    {
+        let mut p = self.from_env()?;
+        let result = program(&mut p);
+        p.conclude(result)
+    }
+
+    /// A job of this process alone, whatever the environment says.
+    ///
+    /// # Errors
+    ///
+    /// Where the system gives no threads, or there is no CUDA for devices of kind `cuda`.
+    pub fn alone(self) -> Result<Program> {
+        let topology = self.topology(1, None)?;
+        self.start(ProcessId(0), topology, None, None)
+    }
+
+    /// A program that owns nothing of a job of `processes`, joins nobody, and runs through in no
+    /// time: every array is fully remote. It records what all processes do ([`Program::plan`]).
+    ///
+    /// # Errors
+    ///
+    /// Where the devices cannot be spread evenly.
+    pub fn spectator(self, processes: usize) -> Result<Program> {
+        let topology = self.topology(processes, None)?;
+        self.spectate(beyond(&topology), topology, None)
+    }
+
+    /// Returns a spectator of a job with these devices, to which [`Program::process`] says
+    /// `process`. It ends with its plan where it is `order`ed to.
+    pub(super) fn spectate(
+        self,
+        process: ProcessId,
+        topology: Topology,
+        order: Option<Order>,
+    ) -> Result<Program> {
+        let recorder = Recorder::new(process, &topology, order);
+        // Whatever number the program is told, it owns none of the devices.
+        let nobody = beyond(&topology);
+        let runtime = Runtime::start(
+            nobody,
+            topology,
+            self.config(Trace::default(), Vec::new()),
+            None,
+            Some(recorder),
+        )
+        .map_err(no_threads)?;
+        Ok(Program::new(runtime, true, None, self.plan_cache))
+    }
+
+    /// A process of a job whose transport is there already, in the hands of who connects processes
+    /// by other means than a rendezvous. The transport must not have been started.
+    ///
+    /// # Errors
+    ///
+    /// Where the devices cannot be spread evenly, the system gives no threads, or there is no CUDA
+    /// for devices of kind `cuda` of this process.
+    pub fn over(self, transport: Arc<dyn Transport>) -> Result<Program> {
+        let topology = self.topology(transport.processes(), None)?;
+        self.start(transport.process(), topology, Some(transport), None)
+    }
+
+    pub(super) fn start(
+        self,
+        me: ProcessId,
+        topology: Topology,
+        transport: Option<Arc<dyn Transport>>,
+        membership: Option<Membership>,
+    ) -> Result<Program> {
+        let plans = self.plan_cache;
+        match self.start_runtime(me, topology, transport, membership.as_ref()) {
+            Ok(runtime) => Ok(Program::new(runtime, false, membership, plans)),
+            Err(error) => {
+                if let Some(membership) = membership {
+                    membership.give_up(me, &error);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    fn start_runtime(
+        self,
+        me: ProcessId,
+        topology: Topology,
+        transport: Option<Arc<dyn Transport>>,
+        membership: Option<&Membership>,
+    ) -> Result<Arc<Runtime>> {
+        has_cuda(me, &topology)?;
+        let topology = with_gpus(topology);
+        let cuda = match topology.has_kind(me, DeviceKind::Cuda) {
+            true => topology.ordinals(me, cuda::found()?.gpus.len() as u32),
+            false => Vec::new(),
+        };
+        let trace = self.begin_trace(me, &topology, transport.as_deref())?;
+        if let Some(membership) = membership {
+            membership.compare_clocks(&trace);
+        }
+        let runtime = Runtime::start(me, topology, self.config(trace, cuda), transport, None)
+            .map_err(no_threads)?;
+        if let Some(membership) = membership {
+            membership.watch(&runtime);
+        }
+        let (processes, transport) = (runtime.topology.processes(), runtime.transport_name());
+        let cuda = &runtime.config.cuda;
+        tracing::debug!(process = me.0, processes, transport, ?cuda, "a program starts");
+        Ok(runtime)
+    }
+
+    /// The devices of a job of `processes`, `per_process` on each where the launcher says so, with
+    /// the kinds, hosts and links that the program says.
+    pub(super) fn topology(
+        &self,
+        processes: usize,
+        per_process: Option<usize>,
+    ) -> Result<Topology> {
+        let launched = per_process.map(|each| processes.saturating_mul(each));
+        if let (Some(devices), Some(each), Some(launched)) = (self.devices, per_process, launched)
+            && devices != launched
+        {
+            return Err(Error::Environment(format!(
+                "the program says {devices} devices, but --devices-per-process (or {}) says \
+                 {each} for \
+                 each of {processes} processes, which makes {launched}: say the same, or one of \
+                 them alone",
+                variables::DEVICES_PER_PROCESS
+            )));
+        }
+        let devices = self.devices.or(launched).unwrap_or(processes);
+        if processes == 0 || devices == 0 || !devices.is_multiple_of(processes) {
+            return Err(Error::Environment(format!(
+                "{devices} devices cannot be spread evenly over {processes} processes"
+            )));
+        }
+        let each = devices / processes;
+        let device = |i: usize| Device {
+            id: DeviceId(i as u32),
+            process: ProcessId((i / each) as u32),
+            kind: DeviceKind::Cpu,
+        };
+        let mut topology = Topology::new((0..devices).map(device).collect())?;
+        if let Some(kinds) = &self.kinds {
+            topology = topology.of_kinds(kinds)?;
+        }
+        if let Some(hosts) = &self.hosts {
+            topology = topology.on_hosts(hosts)?;
+        }
+        topology = topology.with_cuda_collectives(self.collectives.unwrap_or_default());
+        Ok(self.links.map_or(topology.clone(), |links| topology.with_links(links)))
+    }
+
+    /// Fails where a job of so many processes, all on this machine, lacks the driver for some of
+    /// its devices.
+    pub(super) fn can_have_devices(&self, processes: usize) -> Result<()> {
+        match self.kinds.as_ref().is_some_and(|kinds| kinds.contains(&DeviceKind::Cuda))
+            && processes > 0
+        {
+            true => {
+                cuda::found()?;
+                has_nccl(self.collectives.unwrap_or_default())
+            }
+            false => Ok(()),
+        }
+    }
+
+    fn begin_trace(
+        &self,
+        me: ProcessId,
+        topology: &Topology,
+        transport: Option<&dyn Transport>,
+    ) -> Result<Trace> {
+        let Some(folder) = &self.trace else { return Ok(Trace::default()) };
+        let program = std::env::current_exe().unwrap_or_default();
+        let about = About {
+            process: me.0,
+            processes: topology.processes() as u32,
+            devices: topology.devices_of(me).iter().map(|device| device.0).collect(),
+            transport: transport.map_or("none", |transport| transport.name()).to_owned(),
+            pid: std::process::id(),
+            program: program.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+            ..About::default()
+        };
+        Trace::begin(folder, about).map_err(|error| {
+            let file = folder.display();
+            Error::Environment(format!(
+                "the trace of process {me} cannot be written in {file}: {error}"
+            ))
+        })
+    }
+
+    fn config(&self, trace: Trace, cuda: Vec<u32>) -> RuntimeConfig {
+        let patience = self.patience.unwrap_or(DEFAULT_PATIENCE);
+        RuntimeConfig {
+            epoch: connect::EPOCH,
+            patience,
+            // A peer that is well must not count as lost between two heartbeats.
+            heartbeat: self.heartbeat.min(patience / 4),
+            run_ahead_ops: self.run_ahead_ops,
+            run_ahead_bytes: self.run_ahead_bytes,
+            spin: self.spin.unwrap_or_default(),
+            device_memory: self.device_memory,
+            check_uncommitted: self.checks_uncommitted(),
+            cuda,
+            trace,
+        }
+    }
+}
+
+/// Returns the number of a process that is not in the job.
+fn beyond(topology: &Topology) -> ProcessId {
+    ProcessId(u32::try_from(topology.processes()).unwrap_or(u32::MAX))
+}
+
+/// Fails where this process has CUDA devices and lacks what they need.
+pub(super) fn has_cuda(me: ProcessId, topology: &Topology) -> Result<()> {
+    if !topology.has_kind(me, DeviceKind::Cuda) {
+        return Ok(());
+    }
+    cuda::found()?;
+    has_nccl(topology.cuda_collectives())
+}
+
+fn has_nccl(way: CudaCollectives) -> Result<()> {
+    match way {
+        CudaCollectives::Host => Ok(()),
+        CudaCollectives::Nccl => Ok(cuda::nccl().map(drop)?),
+    }
+}
+
+/// What this process's graphics processors are known by, in the order of its devices of kind
+/// `cuda`.
+pub(super) fn gpus_of(process: ProcessId, topology: &Topology) -> Vec<GpuId> {
+    let Ok(driver) = cuda::found() else { return Vec::new() };
+    let ordinals = topology.ordinals(process, driver.gpus.len() as u32);
+    ordinals
+        .into_iter()
+        .filter_map(|ordinal| driver.gpus.get(ordinal as usize))
+        .map(|gpu| gpu.uuid.0)
+        .collect()
+}
+
+/// The topology with the graphics processors that its processes have not told: they are taken to be
+/// shown the same ones.
+fn with_gpus(topology: Topology) -> Topology {
+    if topology.cuda_collectives() == CudaCollectives::Host {
+        return topology;
+    }
+    let processes = (0..topology.processes() as u32).map(ProcessId);
+    processes.fold(topology, |topology, process| match topology.knows_gpus_of(process) {
+        true => topology,
+        false => topology.with_gpus_of(process, &gpus_of(process, &topology)),
+    })
+}
+
+fn no_threads(error: std::io::Error) -> Error {
+    Error::Environment(format!("the threads of the runtime could not be started: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_is_in_no_job_runs_over_nothing() {
+        assert_eq!(Builder::default().alone().unwrap().transport(), "none");
+        assert_eq!(Builder::default().spectator(3).unwrap().transport(), "none");
+    }
+
+    #[test]
+    fn devices_are_of_the_kinds_that_the_program_says() {
+        use DeviceKind::{Cpu, Cuda};
+        let builder = Builder::default().devices(4).device_kinds(&[Cuda, Cpu]);
+        let kinds: Vec<_> =
+            builder.topology(2, None).unwrap().devices().iter().map(|device| device.kind).collect();
+        assert_eq!(kinds, [Cuda, Cuda, Cpu, Cpu]);
+        let said = builder.devices(3).topology(3, None).unwrap_err().to_string();
+        assert!(said.starts_with("2 kinds of devices are given for 3 processes"), "{said}");
+    }
+
+    #[test]
+    fn devices_that_program_and_launcher_say_must_be_as_many() {
+        let devices =
+            |builder: Builder, each| builder.topology(2, each).map(|job| job.devices().len());
+        let four = || Builder::default().devices(4);
+        for (builder, each, expected) in [
+            (four(), None, 4),
+            (four(), Some(2), 4),
+            (Builder::default(), Some(3), 6),
+            (Builder::default(), None, 2),
+        ] {
+            assert_eq!(devices(builder, each).unwrap(), expected);
+        }
+        for (each, sum) in [(1, 2), (3, 6), (usize::MAX, usize::MAX)] {
+            let said = devices(four(), Some(each)).unwrap_err().to_string();
+            let both = [
+                "the program says 4 devices",
+                &format!("says {each} for each of 2 processes"),
+                &format!("{sum}:"),
+            ];
+            assert!(both.iter().all(|part| said.contains(part)), "{said}");
+        }
+    }
+
+    #[test]
+    fn who_owns_no_such_device_needs_no_driver_and_who_does_hears_what_is_missing() {
+        let program = || Builder::default().device_kinds(&[DeviceKind::Cuda]);
+        let planned = program().spectator(2).unwrap();
+        assert!(planned.topology().devices().iter().all(|device| device.kind == DeviceKind::Cuda));
+        match (program().alone(), cuda::found()) {
+            (Ok(program), Ok(_)) => assert_eq!(program.runtime.config.cuda, [0]),
+            (Err(Error::Cuda(error)), Err(why)) => assert_eq!(error, why),
+            (program, _) => panic!("{:?}", program.err()),
+        }
+    }
+
+    #[test]
+    fn heartbeats_come_more_often_than_silence_is_forgiven() {
+        for millis in [40, 400, 60_000] {
+            let config = Builder::default()
+                .patience(Duration::from_millis(millis))
+                .config(Trace::default(), Vec::new());
+            assert!(4 * config.heartbeat <= config.patience, "{config:?}");
+        }
+    }
+}

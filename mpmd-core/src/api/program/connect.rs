@@ -1,0 +1,320 @@
+//! From environment variables to a running process of a job.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use mpmd_ids::ProcessId;
+use mpmd_transport::TransportError;
+use mpmd_transport::rendezvous::{
+    Down, JoinConfig, Member, Rendezvous, RendezvousError, Report, Server, ServerConfig,
+};
+use mpmd_transport::router::{Failure, FailureKind};
+
+use super::builder::{DEFAULT_PATIENCE, gpus_of, has_cuda};
+use super::neighbours::Neighbours;
+use super::transports::{self, Opened};
+use super::version;
+use super::{Builder, Program, costs};
+use crate::error::{Error, Result};
+use crate::exec::Runtime;
+use crate::exec::recorder::{MOST_STEPS, Order};
+use crate::trace::{Trace, unix_now};
+use crate::warning::warn_user;
+use mpmd_launch::{JobEnv, LaunchError, PlanEnv};
+use mpmd_layout::topology::{CudaCollectives, DeviceKind, GpuId, Links, Topology};
+
+/// The incarnation of a job. Jobs do not restart in place yet, so there is one.
+pub(super) const EPOCH: u64 = 1;
+
+/// How long a hosting process 0 waits for the others to take leave.
+const LEAVE_WITHIN: Duration = Duration::from_secs(5);
+
+/// This process's place in the rendezvous, and the service itself where this process hosts it.
+pub(crate) struct Membership {
+    rendezvous: Rendezvous,
+    server: Option<Server>,
+    neighbours: Arc<Neighbours>,
+}
+
+impl Membership {
+    /// Hands what the rendezvous hears of others' ends to the runtime.
+    pub(super) fn watch(&self, runtime: &Arc<Runtime>) {
+        let (runtime, neighbours) = (Arc::downgrade(runtime), self.neighbours.clone());
+        self.rendezvous.on_down(Box::new(move |down| {
+            let Some(runtime) = runtime.upgrade() else { return };
+            match down {
+                Down::Process(process, why) if neighbours.has_ended(process) => {
+                    runtime.peer_ended(process, &why);
+                }
+                Down::Process(process, why) => runtime.suspect(process, &why),
+                Down::Server(why) => runtime.rendezvous_lost(&why),
+            }
+        }));
+    }
+
+    /// Notes how this process's clock compares with the rendezvous service's, where a trace is
+    /// written.
+    pub(super) fn compare_clocks(&self, trace: &Trace) {
+        if !trace.is_on() {
+            return;
+        }
+        match self.rendezvous.compare_clocks() {
+            Ok(found) => {
+                // The quickest look of a few at both of this process's clocks: in any other it may
+                // have slept.
+                let look = |_| {
+                    let before = trace.now();
+                    let unix = unix_now();
+                    let trip = trace.now() - before;
+                    (trip, before + trip / 2, unix)
+                };
+                let best = (0..8).map(look).min_by_key(|(trip, ..)| *trip);
+                let (trip, at, unix) = best.unwrap_or_else(|| look(0));
+                trace.clock(at, unix.saturating_add(found.offset), found.bound + trip / 2);
+            }
+            // What else is wrong with the service others will say.
+            Err(error) => tracing::debug!(%error, "comparing clocks for a trace"),
+        }
+    }
+
+    /// Takes leave, so that nobody hears of a death. Tells the launcher of the failure, if there
+    /// was one.
+    pub(super) fn leave(self, report: Option<Report>) {
+        self.tell(report);
+        if let Err(error) = self.rendezvous.leave() {
+            tracing::debug!(%error, "taking leave of the rendezvous");
+        }
+        if let Some(server) = self.server {
+            // The others' leave-taking must find somebody.
+            server.wait_empty(LEAVE_WITHIN);
+        }
+    }
+
+    /// Goes without leave, since this process could not start its part. The others hear that it is
+    /// gone, and the launcher why.
+    pub(super) fn give_up(self, me: ProcessId, error: &Error) {
+        self.tell(Some(Report { failure: blame(me, error), hash: None }));
+    }
+
+    fn tell(&self, report: Option<Report>) {
+        if let Some(Err(error)) = report.map(|report| self.rendezvous.report(report)) {
+            tracing::debug!(%error, "telling the launcher of a failure");
+        }
+    }
+}
+
+/// Returns the failure of a process that could not start its part, with the process at fault.
+fn blame(me: ProcessId, error: &Error) -> Failure {
+    let (kind, process) = match error {
+        Error::Launch(LaunchError::Lacking { process, .. }) => (FailureKind::Left, *process),
+        Error::Transport(
+            TransportError::PeerGone { peer, .. } | TransportError::Protocol { peer, .. },
+        ) => (FailureKind::PeerLost, *peer),
+        _ => (FailureKind::Left, me),
+    };
+    Failure::new(kind, process, 0, error.to_string()).shortened()
+}
+
+/// Joins the job that the environment names, or starts one alone.
+pub(super) fn from_env(mut builder: Builder) -> Result<Program> {
+    mpmd_launch::adopt()?;
+    let folder =
+        std::env::var_os(mpmd_launch::variables::TRACE).filter(|folder| !folder.is_empty());
+    builder.trace = builder.trace.or(folder.map(PathBuf::from));
+    let Some(env) = JobEnv::from_env()? else {
+        if let (None, Ok(text)) = (&builder.kinds, std::env::var(mpmd_launch::variables::DEVICE))
+            && !text.trim().is_empty()
+        {
+            builder.kinds = Some(mpmd_launch::kinds_by_process(text.trim(), 1)?);
+        }
+        if let (None, Ok(text)) =
+            (builder.collectives, std::env::var(mpmd_launch::variables::CUDA_COLLECTIVES))
+            && !text.trim().is_empty()
+        {
+            builder.collectives = Some(mpmd_launch::cuda_collectives(text.trim())?);
+        }
+        return builder.alone();
+    };
+    builder.kinds = builder.kinds.or_else(|| env.device_kinds.clone());
+    builder.collectives = builder.collectives.or(env.cuda_collectives);
+    if env.check_uncommitted {
+        builder.check_uncommitted.get_or_insert(true);
+    }
+    if let Some(plan) = &env.plan {
+        return spectate(builder, &env, plan);
+    }
+    if env.processes == 1 && !env.hosted {
+        let topology = builder.topology(1, env.devices_per_process)?;
+        return builder.start(env.process, topology, None, None);
+    }
+    join(builder, &env)
+}
+
+/// Returns a program that owns nothing and writes down what all processes of the job would do. They
+/// are taken to be on one host.
+fn spectate(builder: Builder, env: &JobEnv, plan: &PlanEnv) -> Result<Program> {
+    let mut topology = builder.topology(env.processes, env.devices_per_process)?;
+    if let Some(file) = &env.links
+        && builder.links.is_none()
+    {
+        topology = topology.with_links(costs::of(file)?);
+    }
+    let order = Order { file: plan.file.clone(), most_steps: plan.steps.unwrap_or(MOST_STEPS) };
+    builder.spectate(env.process, topology, Some(order))
+}
+
+fn join(mut builder: Builder, env: &JobEnv) -> Result<Program> {
+    let patience = *builder.patience.get_or_insert(env.patience.unwrap_or(DEFAULT_PATIENCE));
+    let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
+    let topology = builder.topology(env.processes, env.devices_per_process)?;
+    if env.token_is_guessable && env.process.index() == 0 {
+        let (source, file) = (env.source, mpmd_launch::variables::JOB_TOKEN_FILE);
+        warn_user(&format!(
+            "the token of this job follows from what {source} calls it, so that other users can \
+             guess it and join: \
+             name a file with a secret of yours in {file} on all hosts, or give all processes a \
+             random {}",
+            mpmd_launch::variables::JOB_TOKEN
+        ));
+    }
+    let server =
+        if env.hosted || env.process.index() != 0 { None } else { Some(host(env, patience)?) };
+    let rendezvous = Rendezvous::connect(JoinConfig {
+        server: env.coordinator.clone(),
+        process: env.process,
+        processes: env.processes,
+        token: env.token.clone(),
+        patience,
+    })
+    .map_err(wrong)?;
+    let name = env.transport.as_deref().unwrap_or(transports::DEFAULT);
+    let opened = has_cuda(env.process, &topology)
+        .and_then(|()| Opened::open(name, env.processes, rendezvous.local_ip()));
+    let told = costs::tell(&rendezvous, env.process, env.links.as_deref())
+        .and_then(|()| tell_gpus(&rendezvous, env.process, &topology));
+    // Also without a transport or devices: the others would wait for this process, and never know.
+    let member = Member {
+        host: env.host.clone().unwrap_or_else(hostname),
+        pid: std::process::id(),
+        devices: topology.devices_of(env.process).len() as u32,
+        addresses: transports::told(name, &opened),
+        program: version::fingerprint(&topology, builder.checks_uncommitted()),
+        trouble: opened.as_ref().err().map(lack),
+    };
+    let members = match rendezvous.join(member) {
+        Ok(members) => members,
+        // What tells this process from the others goes before what it lacks.
+        Err(error @ RendezvousError::Program { .. }) => return Err(wrong(error)),
+        Err(error) => return Err(opened.err().unwrap_or_else(|| wrong(error))),
+    };
+    let neighbours = Arc::new(Neighbours::find(env.process, &members));
+    let membership = Membership { rendezvous, server, neighbours };
+    let agreed = || {
+        told?;
+        let opened = match (transports::agree(&members), opened) {
+            (Ok(()), opened) => opened?,
+            // To who lacks it, its own reason says more.
+            (Err(LaunchError::Lacking { .. }), Err(own)) => return Err(own),
+            (Err(error), _) => return Err(error.into()),
+        };
+        let links = costs::hear(&membership.rendezvous, patience)?;
+        let topology = hear_gpus(&membership.rendezvous, topology, patience)?;
+        Ok((opened, placed(&builder, topology, &members, links)?))
+    };
+    let (opened, topology) = match agreed() {
+        Ok(agreed) => agreed,
+        Err(error) => {
+            // Everybody has to hear of it, also from a service that this process hosts.
+            membership.leave(Some(Report { failure: blame(env.process, &error), hash: None }));
+            return Err(error);
+        }
+    };
+    let spin = *builder.spin.get_or_insert(env.spin.unwrap_or_default());
+    match opened.connect(env, &members, patience, spin) {
+        Ok(transport) => builder.start(env.process, topology, Some(transport), Some(membership)),
+        Err(error) => {
+            membership.give_up(env.process, &error);
+            Err(error)
+        }
+    }
+}
+
+/// Under which the rendezvous has what the graphics processors of a process are known by.
+fn gpus_key(process: ProcessId) -> String {
+    format!("mpmd.gpus.{process}")
+}
+
+/// Whether others must know which graphics processors a process has.
+fn are_gpus_told(process: ProcessId, topology: &Topology) -> bool {
+    topology.cuda_collectives() == CudaCollectives::Nccl
+        && topology.has_kind(process, DeviceKind::Cuda)
+}
+
+/// Tells the others which graphics processors this process has, where that decides what goes by
+/// NCCL. Which processors are shown to a process its environment may say, so nobody else can know.
+fn tell_gpus(
+    rendezvous: &Rendezvous,
+    process: ProcessId,
+    topology: &Topology,
+) -> Result<(), LaunchError> {
+    match are_gpus_told(process, topology) {
+        true => Ok(rendezvous.set(gpus_key(process), gpus_of(process, topology).concat())?),
+        false => Ok(()),
+    }
+}
+
+/// What all processes have told: the same on every process.
+fn hear_gpus(
+    rendezvous: &Rendezvous,
+    topology: Topology,
+    patience: Duration,
+) -> Result<Topology, LaunchError> {
+    let processes = (0..topology.processes() as u32).map(ProcessId);
+    let told = processes.filter(|process| are_gpus_told(*process, &topology)).collect::<Vec<_>>();
+    told.into_iter().try_fold(topology, |topology, process| {
+        let told = rendezvous.get(gpus_key(process), patience)?;
+        let (gpus, _) = told.as_chunks::<{ size_of::<GpuId>() }>();
+        Ok(topology.with_gpus_of(process, gpus))
+    })
+}
+
+/// The job's devices on the hosts that the processes have told, with links of these costs; what the
+/// program itself says on either goes before.
+fn placed(
+    builder: &Builder,
+    topology: Topology,
+    members: &[Member],
+    links: Links,
+) -> Result<Topology> {
+    let mut topology = topology;
+    if builder.hosts.is_none() {
+        let hosts: Vec<&str> = members.iter().map(|member| member.host.as_str()).collect();
+        topology = topology.on_hosts(&hosts)?;
+    }
+    if builder.links.is_none() {
+        topology = topology.with_links(links);
+    }
+    Ok(topology)
+}
+
+/// What this process has not and why, for the others.
+fn lack(error: &Error) -> String {
+    match error {
+        Error::Cuda(why) if why.is_of_nccl() => format!("no NCCL, which was asked for: {why}"),
+        Error::Cuda(why) => format!("no devices of kind cuda: {why}"),
+        other => format!("no transport: {other}"),
+    }
+}
+
+/// Process 0 hosts the service where no launcher does.
+fn host(env: &JobEnv, patience: Duration) -> Result<Server> {
+    let wrong = |error| Error::Launch(LaunchError::Rendezvous(error));
+    let config = ServerConfig { processes: env.processes, token: env.token.clone(), patience };
+    Server::bind(env.listen_address()?, config).map_err(wrong)
+}
+
+fn hostname() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/hostname")
+        .map_or_else(|_| "unknown".to_owned(), |name| name.trim().to_owned())
+}

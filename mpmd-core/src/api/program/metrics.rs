@@ -1,0 +1,163 @@
+//! What a program counts about itself, and the plans it keeps.
+
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use lru::LruCache;
+
+use super::{Holdings, Program};
+use crate::exec::PutPlan;
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::sharding::Sharding;
+
+/// Counters of one process's program, since it started.
+#[derive(Clone, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct Metrics {
+    /// The plans of `device_put` that are kept for reuse.
+    pub plan_cache: PlanCacheMetrics,
+    /// Payload bytes of arrays and collectives given to the transport, for each process of the job.
+    pub bytes_sent: Vec<u64>,
+    /// This process's memory, and who holds what of whose.
+    pub holdings: Holdings,
+}
+
+/// How well the plans of `device_put` are reused.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct PlanCacheMetrics {
+    /// Puts whose plan was there.
+    pub hits: u64,
+    /// Puts whose plan had to be made.
+    pub misses: u64,
+    /// Plans that went because there were too many; those unused for longest go first.
+    pub evictions: u64,
+    /// Plans kept now.
+    pub entries: usize,
+}
+
+/// What determines a [`PutPlan`].
+#[derive(Clone, Eq, Hash, PartialEq)]
+pub(crate) struct PutKey {
+    pub(crate) aval: ShapedArray,
+    pub(crate) from: Option<Sharding>,
+    pub(crate) to: Sharding,
+}
+
+/// Plans of `device_put` that were made before.
+pub(crate) struct PlanCache {
+    /// `None` where none are kept.
+    plans: Option<LruCache<PutKey, Arc<PutPlan>>>,
+    metrics: PlanCacheMetrics,
+}
+
+impl PlanCache {
+    /// Keeps at most `entries` plans.
+    pub(super) fn new(entries: usize) -> Self {
+        let plans = NonZeroUsize::new(entries).map(LruCache::new);
+        Self { plans, metrics: PlanCacheMetrics::default() }
+    }
+
+    /// The plan, where it is kept.
+    pub(crate) fn get(&mut self, key: &PutKey) -> Option<Arc<PutPlan>> {
+        let found = self.plans.as_mut().and_then(|plans| plans.get(key)).cloned();
+        match found {
+            Some(_) => self.metrics.hits += 1,
+            None => self.metrics.misses += 1,
+        }
+        found
+    }
+
+    /// Keeps a plan, if need be in place of the one unused for longest.
+    pub(crate) fn insert(&mut self, key: PutKey, plan: Arc<PutPlan>) {
+        let Some(plans) = &mut self.plans else { return };
+        if plans.push(key, plan).is_some() {
+            self.metrics.evictions += 1;
+        }
+    }
+
+    fn metrics(&self) -> PlanCacheMetrics {
+        PlanCacheMetrics { entries: self.plans.as_ref().map_or(0, LruCache::len), ..self.metrics }
+    }
+}
+
+impl Program {
+    /// What this process has counted so far.
+    pub fn metrics(&self) -> Metrics {
+        let sent = self.runtime.bytes_sent.iter();
+        Metrics {
+            plan_cache: self.put_plans.metrics(),
+            bytes_sent: sent.map(|bytes| bytes.load(Ordering::Relaxed)).collect(),
+            holdings: self.holdings(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::prelude::*;
+
+    fn counts(p: &Program) -> (u64, u64, u64, usize) {
+        let PlanCacheMetrics { hits, misses, evictions, entries } = p.metrics().plan_cache;
+        (hits, misses, evictions, entries)
+    }
+
+    #[test]
+    fn a_plan_is_found_by_shape_dtype_and_both_shardings() {
+        let mut p = Program::builder().devices(2).alone().unwrap();
+        let mesh = p.mesh(&[("x", 2)]).unwrap();
+        let (rows, whole) = (mesh.sharding(spec!["x"]), mesh.replicated());
+        let put = |p: &mut Program, x: &MpmdArray, to: &Sharding| p.device_put(x, to).unwrap();
+        let host = MpmdArray::from_slice(&[4], &[1.0f32; 4]).unwrap();
+        let x = put(&mut p, &host, &rows);
+        assert_eq!(counts(&p), (0, 1, 0, 1));
+        let other = MpmdArray::from_slice(&[4], &[2.0f32; 4]).unwrap();
+        drop(put(&mut p, &other, &rows));
+        assert_eq!(counts(&p), (1, 1, 0, 1), "values are no part of the key");
+        drop(put(&mut p, &host, &whole));
+        assert_eq!(counts(&p), (1, 2, 0, 2), "another target");
+        drop(put(&mut p, &x, &whole));
+        assert_eq!(counts(&p), (1, 3, 0, 3), "another source");
+        let longer = MpmdArray::from_slice(&[6], &[1.0f32; 6]).unwrap();
+        drop(put(&mut p, &longer, &rows));
+        assert_eq!(counts(&p), (1, 4, 0, 4), "another shape");
+        let integers = MpmdArray::from_slice(&[4], &[1i32; 4]).unwrap();
+        drop(put(&mut p, &integers, &rows));
+        assert_eq!(counts(&p), (1, 5, 0, 5), "another dtype");
+        let again = p.mesh(&[("x", 2)]).unwrap().sharding(spec!["x"]);
+        drop(put(&mut p, &host, &again));
+        assert_eq!(counts(&p), (2, 5, 0, 5), "an equal sharding made anew");
+        p.finish().unwrap();
+    }
+
+    #[test]
+    fn the_plan_unused_for_longest_goes_first() {
+        let mut p = Program::builder().plan_cache(2).alone().unwrap();
+        let whole = p.mesh(&[("x", 1)]).unwrap().replicated();
+        let mut put = |length: usize| {
+            let host = MpmdArray::from_slice(&[length], &vec![0u8; length]).unwrap();
+            drop(p.device_put(&host, &whole).unwrap());
+            counts(&p)
+        };
+        put(1);
+        put(2);
+        assert_eq!(put(1), (1, 2, 0, 2));
+        assert_eq!(put(3), (1, 3, 1, 2), "2 goes");
+        assert_eq!(put(1), (2, 3, 1, 2));
+        assert_eq!(put(2), (2, 4, 2, 2), "3 goes");
+        p.finish().unwrap();
+    }
+
+    #[test]
+    fn a_cache_of_nothing_keeps_nothing() {
+        let mut p = Program::builder().plan_cache(0).alone().unwrap();
+        let whole = p.mesh(&[("x", 1)]).unwrap().replicated();
+        for _ in 0..2 {
+            drop(p.device_put(&MpmdArray::scalar(1.0f32), &whole).unwrap());
+        }
+        assert_eq!(counts(&p), (0, 2, 0, 0));
+        p.finish().unwrap();
+    }
+}

@@ -1,0 +1,153 @@
+//! Many processes of a job inside one, for tests of programs: with delay, reordering and loss.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use mpmd_ids::ProcessId;
+use mpmd_transport::inproc::{Fabric, Faults};
+use mpmd_transport::router::{Failure, FailureKind};
+
+use super::{Builder, Program};
+use crate::error::Result;
+use crate::exec::Runtime;
+
+/// Runs a program as `processes` processes inside this one, over `devices` devices, with message
+/// delays chosen by `seed`; returns what each process's run returned.
+///
+/// Each process is a thread with a runtime of its own; [`Program::finish`] is called for it.
+///
+/// ```
+/// use mpmd_core::prelude::*;
+///
+/// let results = mpmd_core::simulate(2, 2, 7, |p| {
+///     let mesh = p.mesh(&[("stage", 2)])?;
+///     let stages = mesh.split("stage")?;
+///     let x = MpmdArray::from_slice(&[3], &[1.0f32, 2.0, 3.0])?;
+///     let x = p.device_put(&x, stages[0].replicated())?;
+///     let x = p.device_put(&x, stages[1].replicated())?;
+///     Ok(x.to_host()?.map(|x| x.to_vec::<f32>()).transpose()?)
+/// });
+/// assert_eq!(results[0].as_ref().unwrap(), &None, "process 0 has no part of it any more");
+/// assert_eq!(results[1].as_ref().unwrap(), &Some(vec![1.0, 2.0, 3.0]));
+/// ```
+pub fn simulate<T: Send>(
+    processes: usize,
+    devices: usize,
+    seed: u64,
+    program: impl Fn(&mut Program) -> Result<T> + Sync,
+) -> Vec<Result<T>> {
+    Simulation::new(processes, devices).delays(seed, Duration::from_millis(2)).run(program)
+}
+
+/// A simulated job with settings of its own; [`simulate`] is the short form.
+#[derive(Clone, Debug)]
+#[must_use = "a simulation does nothing until it runs"]
+pub struct Simulation {
+    processes: usize,
+    builder: Builder,
+    faults: Faults,
+    lost: Option<(ProcessId, u64)>,
+}
+
+impl Simulation {
+    /// `processes` processes with `devices` devices together; messages arrive at once and in order.
+    pub fn new(processes: usize, devices: usize) -> Self {
+        let builder = Builder::default().devices(devices);
+        Self { processes, builder, faults: Faults::default(), lost: None }
+    }
+
+    /// Delays each message by a time from 0 to `longest`, chosen by `seed`, so that they overtake
+    /// each other.
+    pub fn delays(mut self, seed: u64, longest: Duration) -> Self {
+        self.faults.seed = seed;
+        self.faults.delay = Some(Duration::ZERO..=longest);
+        self
+    }
+
+    /// Processes with the same number hand arrays over to each other, as processes of a host do
+    /// that share memory: nothing is copied, and who has an array that it was handed over uses it
+    /// where it is. By process; those beyond the end do not. By default nobody does.
+    pub fn hands_over(mut self, groups: &[usize]) -> Self {
+        self.faults.hosts = groups.to_vec();
+        self
+    }
+
+    /// Settings of the programs; the number of devices is the simulation's own.
+    pub fn settings(mut self, settings: impl FnOnce(Builder) -> Builder) -> Self {
+        let devices = self.builder.devices;
+        self.builder = settings(self.builder);
+        self.builder.devices = devices;
+        self
+    }
+
+    /// Process `process` vanishes without a word when it issues operation `op`.
+    pub fn lose(mut self, process: ProcessId, op: u64) -> Self {
+        self.lost = Some((process, op));
+        self
+    }
+
+    /// Runs the program on every process; returns what each returned, by process.
+    pub fn run<T: Send>(
+        &self,
+        program: impl Fn(&mut Program) -> Result<T> + Sync,
+    ) -> Vec<Result<T>> {
+        if let Err(error) = self.builder.can_have_devices(self.processes) {
+            // Of one alone the others would not hear.
+            return (0..self.processes).map(|_| Err(error.clone())).collect();
+        }
+        let fabric = Fabric::new(self.processes, self.faults.clone());
+        let one = |process: ProcessId| -> Result<T> {
+            let mut p = self.builder.clone().over(fabric.endpoint(process))?;
+            if let Some((lost, op)) = self.lost
+                && lost == process
+            {
+                p.vanish_at(op, fabric.clone());
+            }
+            let result = program(&mut p);
+            p.conclude(result)
+        };
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..self.processes as u32)
+                .map(|process| scope.spawn(move || one(ProcessId(process))))
+                .collect();
+            let joined = threads.into_iter().map(|thread| {
+                thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            });
+            joined.collect()
+        })
+    }
+}
+
+/// Where a simulated process ends.
+pub(crate) struct Vanishing {
+    at: u64,
+    fabric: Fabric,
+}
+
+impl Vanishing {
+    pub(super) fn new(at: u64, fabric: Fabric) -> Self {
+        Self { at, fabric }
+    }
+
+    /// Whether operation `op` is the one that is never issued; then nothing of this process works
+    /// any more.
+    pub(super) fn strike(&self, op: u64, runtime: &Arc<Runtime>) {
+        if op == self.at {
+            self.fabric.kill(runtime.me);
+            let message =
+                format!("process {} was lost in simulation at operation {op}", runtime.me);
+            runtime.fail_job(Arc::new(Failure::new(
+                FailureKind::PeerLost,
+                runtime.me,
+                op,
+                message,
+            )));
+        }
+    }
+}
+
+impl Program {
+    fn vanish_at(&mut self, op: u64, fabric: Fabric) {
+        self.vanishing = Some(Vanishing::new(op, fabric));
+    }
+}

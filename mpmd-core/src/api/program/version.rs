@@ -1,0 +1,158 @@
+//! Which program this process runs: compared by the rendezvous before the first operation.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
+
+use super::transports::listed;
+use crate::exec::Rolling;
+use mpmd_layout::topology::{CudaCollectives, DeviceKind, Topology};
+
+/// What runs, also where its file was replaced since.
+const RUNNING: &str = "/proc/self/exe";
+
+/// Linkers put a program's build number near its beginning.
+const NEAR: usize = 64 << 10;
+
+/// What a note of a build number begins with, behind the lengths of its name and of itself.
+const KIND_AND_NAME: [u8; 8] = [3, 0, 0, 0, b'G', b'N', b'U', 0];
+
+/// What must be equal on all processes of a job: the framework's version, the executable, the
+/// devices, and whether host values of any size are compared. Not the arguments: some may concern
+/// one process alone, and what they make of the program is compared as it is issued.
+pub(super) fn fingerprint(topology: &Topology, check_uncommitted: bool) -> String {
+    let program = std::env::current_exe().ok();
+    let name = program.as_ref().and_then(|program| program.file_name());
+    let name =
+        name.map_or_else(|| "a program".to_owned(), |name| name.to_string_lossy().into_owned());
+    let name = name.trim_end_matches(" (deleted)");
+    let build = build(Path::new(RUNNING)).unwrap_or_else(|error| format!("unknown: {error}"));
+    // A build has one default, and another build is told by its number.
+    let compared = match (check_uncommitted, cfg!(debug_assertions)) {
+        (true, false) => ", host values of any size compared",
+        (false, true) => ", small host values compared",
+        _ => "",
+    };
+    format!(
+        "{name}, build {build}, mpmd {}, {}{compared}",
+        env!("CARGO_PKG_VERSION"),
+        devices(topology)
+    )
+}
+
+/// How many devices there are, of which kinds, and which way they work together.
+fn devices(topology: &Topology) -> String {
+    let devices = kinds(topology);
+    match topology.cuda_collectives() {
+        CudaCollectives::Host => devices,
+        CudaCollectives::Nccl => format!("{devices}, collectives by nccl"),
+    }
+}
+
+fn kinds(topology: &Topology) -> String {
+    let of = |kind| {
+        let devices = topology.devices().iter().filter(|device| device.kind == kind);
+        devices.map(|device| device.id.0 as usize).collect::<Vec<_>>()
+    };
+    let [cpu, cuda] = [of(DeviceKind::Cpu), of(DeviceKind::Cuda)];
+    match (cpu.len(), cuda.len()) {
+        (cpus, 0) => format!("{cpus} devices"),
+        (0, cudas) => format!("{cudas} devices of kind cuda"),
+        (..) => {
+            let all = topology.devices().len();
+            format!("{all} devices, of kind cpu {}, of kind cuda {}", listed(&cpu), listed(&cuda))
+        }
+    }
+}
+
+/// The linker's number of an executable; a hash of all of it where there is none.
+fn build(program: &Path) -> io::Result<String> {
+    let mut file = File::open(program)?;
+    let mut start = Vec::with_capacity(NEAR);
+    Read::by_ref(&mut file).take(NEAR as u64).read_to_end(&mut start)?;
+    if let Some(number) = number(&start) {
+        return Ok(number.iter().map(|byte| format!("{byte:02x}")).collect());
+    }
+    let mut hash = Rolling::default().mix_bytes(&start);
+    let mut part = vec![0; 1 << 20];
+    loop {
+        match file.read(&mut part)? {
+            0 => return Ok(format!("{:032x}", hash.value())),
+            read => hash = hash.mix_bytes(&part[..read]),
+        }
+    }
+}
+
+/// The number in the note of one, if there is any.
+fn number(start: &[u8]) -> Option<&[u8]> {
+    let at = start.windows(KIND_AND_NAME.len()).position(|bytes| bytes == KIND_AND_NAME)?;
+    let word =
+        |at: usize| Some(u32::from_le_bytes(start.get(at..at + 4)?.try_into().ok()?) as usize);
+    let (name, length) = (word(at.checked_sub(8)?)?, word(at.checked_sub(4)?)?);
+    let begin = at + KIND_AND_NAME.len();
+    (name == 4 && (8..=64).contains(&length)).then(|| start.get(begin..begin + length)).flatten()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_is_known_by_its_build_and_another_by_another() {
+        let topology = Topology::even(2, 3);
+        let fingerprint = |topology| fingerprint(topology, cfg!(debug_assertions));
+        let ours = fingerprint(&topology);
+        assert!(ours.starts_with("mpmd_core") && ours.ends_with(", 6 devices"), "{ours}");
+        assert_eq!(ours, fingerprint(&topology));
+        assert_ne!(ours, fingerprint(&Topology::even(2, 2)));
+        let folder = std::env::temp_dir();
+        let file = |name: &str, bytes: &[u8]| {
+            let path = folder.join(format!("mpmd-build-{}-{name}", std::process::id()));
+            std::fs::write(&path, bytes).unwrap();
+            let found = build(&path);
+            std::fs::remove_file(&path).unwrap();
+            found.unwrap()
+        };
+        let mut large = vec![7; 3 << 20];
+        let one = file("one", &large);
+        *large.last_mut().unwrap() = 8;
+        assert_ne!(one, file("other", &large), "all of it counts");
+        assert!(build(&folder.join("mpmd-no-such-program")).is_err());
+    }
+
+    #[test]
+    fn a_setting_of_the_whole_job_that_differs_is_another_program() {
+        let [small, all] = [false, true].map(|check| fingerprint(&Topology::even(2, 3), check));
+        assert_ne!(small, all);
+        assert!([small, all].iter().any(|program| program.contains("host values")));
+    }
+
+    #[test]
+    fn kinds_of_devices_count_and_whose_they_are() {
+        use DeviceKind::{Cpu, Cuda};
+        let of = |kinds: &[DeviceKind]| devices(&Topology::even(3, 2).of_kinds(kinds).unwrap());
+        assert_eq!(of(&[Cpu]), "6 devices");
+        assert_eq!(of(&[Cuda]), "6 devices of kind cuda");
+        assert_eq!(
+            of(&[Cpu, Cuda, Cpu]),
+            "6 devices, of kind cpu 0, 1, 4 and 5, of kind cuda 2 and 3"
+        );
+        assert_ne!(of(&[Cpu, Cuda, Cpu]), of(&[Cuda, Cpu, Cpu]));
+        let joined = Topology::even(1, 2)
+            .of_kinds(&[Cuda])
+            .unwrap()
+            .with_cuda_collectives(CudaCollectives::Nccl);
+        assert_eq!(devices(&joined), "2 devices of kind cuda, collectives by nccl");
+    }
+
+    #[test]
+    fn the_linkers_number_is_read_where_there_is_one() {
+        let note =
+            [&[9, 9, 4, 0, 0, 0, 8, 0, 0, 0][..], &KIND_AND_NAME, &[1, 2, 3, 4, 5, 6, 7, 8, 9]]
+                .concat();
+        assert_eq!(number(&note), Some(&[1, 2, 3, 4, 5, 6, 7, 8][..]));
+        assert_eq!(number(&note[..20]), None, "cut off");
+        assert_eq!(number(&KIND_AND_NAME), None);
+        assert_eq!(number(b"no note"), None);
+    }
+}

@@ -1,0 +1,73 @@
+//! What a replay is to the router, and to people who read messages about it.
+
+use std::fmt;
+use std::panic::Location;
+use std::sync::Arc;
+
+use crate::exec::{Rolling, Span, Values};
+use crate::trace::Label;
+
+/// What the operations of a recorded step are called.
+pub(super) struct Names {
+    pub(super) operations: u64,
+    /// The line that recorded the step.
+    pub(super) at: &'static Location<'static>,
+    /// Those in which this process takes part, by their place in the step, counted from 1.
+    pub(super) here: Vec<Name>,
+}
+
+pub(super) struct Name {
+    pub(super) place: u64,
+    pub(super) what: Arc<dyn fmt::Display + Send + Sync>,
+    pub(super) label: Option<Label>,
+    pub(super) at: &'static Location<'static>,
+}
+
+/// One replay of a step.
+///
+/// The hash of each operation is that of all before the replay, of the step and its inputs, with
+/// the operation's place mixed in: whoever takes part in any of them finds the same, knowing
+/// nothing of the others.
+pub(super) struct Replaying {
+    /// Operations issued before it.
+    pub(super) before: u64,
+    pub(super) start: Rolling,
+    /// The host values among its inputs.
+    pub(super) values: Option<Values>,
+    pub(super) names: Arc<Names>,
+    /// The line that replays it.
+    pub(super) at: &'static Location<'static>,
+}
+
+impl Replaying {
+    /// The rolling hash up to the operation at this place.
+    pub(super) fn hash(&self, place: u64) -> Rolling {
+        self.start.mix(place)
+    }
+}
+
+impl Span for Replaying {
+    fn hash_at(&self, op: u64) -> u128 {
+        self.hash(op.saturating_sub(self.before)).value()
+    }
+
+    fn values(&self) -> Option<Values> {
+        self.values
+    }
+
+    fn describe(&self, op: u64) -> String {
+        let Names { operations, at: recorded, here } = &*self.names;
+        let (place, at) = (op.saturating_sub(self.before), self.at);
+        let of = format!(
+            "{place} of {operations} of the step recorded at {recorded} and replayed at {at}"
+        );
+        match here.binary_search_by_key(&place, |name| name.place) {
+            Ok(found) => {
+                let Name { what, label, at, .. } = &here[found];
+                let label = label.map_or_else(String::new, |label| format!("; {label}"));
+                format!("{what}{label} at {at}, {of}")
+            }
+            Err(_) => of,
+        }
+    }
+}

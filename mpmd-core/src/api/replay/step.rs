@@ -1,0 +1,269 @@
+//! A recorded step: this process's own operations, and what they need.
+
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+use std::panic::Location;
+use std::sync::Arc;
+
+use super::Again;
+use super::span::{Names, Replaying};
+use crate::error::IssueProblem;
+use crate::exec::array::{Made, MpmdArray, Origin, Placed, Repr, Shards};
+use crate::exec::{Rolling, Runtime, Span, Values};
+use crate::{api::program::Program, trace::Label};
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::sharding::Sharding;
+use mpmd_layout::tree::Structure;
+
+/// The place in the step of the operation that donates an array, and its line.
+pub(super) type Donation = (u64, &'static Location<'static>);
+
+/// The projection of a step on this process.
+pub(super) struct Step {
+    pub(super) runtime: Arc<Runtime>,
+    pub(super) structure: Structure,
+    pub(super) inputs: Vec<Input>,
+    /// Arrays from outside first, then what else operations take that they do not make.
+    pub(super) kept: Vec<MpmdArray>,
+    /// How many are from outside.
+    pub(super) constants: usize,
+    /// Those in which this process takes part.
+    pub(super) operations: Vec<Operation>,
+    /// The most arrays of its own that it holds at a time.
+    pub(super) values: usize,
+    pub(super) outcomes: Vec<Outcome>,
+    /// The rolling hash when it was recorded.
+    pub(super) hash: Rolling,
+    pub(super) names: Arc<Names>,
+}
+
+/// What an input was when the step was recorded.
+pub(super) struct Input {
+    pub(super) path: String,
+    pub(super) aval: ShapedArray,
+    pub(super) sharding: Option<Sharding>,
+    /// The first input that is the same array.
+    pub(super) first: u32,
+    pub(super) donated: Option<Donation>,
+}
+
+/// An operation in which this process takes part.
+pub(super) struct Operation {
+    /// In the step, from 1.
+    pub(super) place: u64,
+    pub(super) label: Option<Label>,
+    pub(super) at: &'static Location<'static>,
+    pub(super) again: Arc<dyn Again>,
+    pub(super) inputs: Vec<Source>,
+    /// Those of its results that are needed, and where they are kept.
+    pub(super) outputs: Vec<(u32, u32)>,
+    /// Which places nobody needs after it.
+    pub(super) drops: Vec<u32>,
+}
+
+/// Where an operation has an array from.
+#[derive(Clone, Copy)]
+pub(super) enum Source {
+    Input(u32),
+    Kept(u32),
+    Value(u32),
+}
+
+/// A result of the step.
+pub(super) enum Outcome {
+    /// An array that this process gives, takes, or made.
+    Here { source: Source, donated: Option<Donation> },
+    /// One that others made; its origin is that of the recorded one, which began after `before`
+    /// operations.
+    Remote { made: Arc<Made>, origin: Origin, before: u64, donated: Option<Donation> },
+}
+
+impl Step {
+    pub(super) fn operations(&self) -> u64 {
+        self.names.operations
+    }
+
+    pub(super) fn operations_here(&self) -> usize {
+        self.operations.len()
+    }
+
+    /// Whether it can be replayed on these inputs.
+    pub(super) fn check(
+        &self,
+        program: &Program,
+        structure: &Structure,
+        x: &[&MpmdArray],
+    ) -> Result<(), IssueProblem> {
+        if !Arc::ptr_eq(&self.runtime, &program.runtime) {
+            return Err(IssueProblem::Foreign { path: "the recorded step".to_owned() });
+        }
+        if *structure != self.structure {
+            let (expected, found) = (leaves_of(&self.structure), leaves_of(structure));
+            return Err(IssueProblem::Recorded { path: String::new(), expected, found });
+        }
+        let mut firsts: HashMap<(u64, u32), usize> = HashMap::with_capacity(x.len());
+        for (place, (input, leaf)) in self.inputs.iter().zip(x).enumerate() {
+            leaf.check_usable(&input.path)?;
+            program.check_own(&input.path, leaf)?;
+            if input.aval != *leaf.aval() || input.sharding.as_ref() != leaf.sharding() {
+                let expected = describe(&input.aval, input.sharding.as_ref());
+                let found = describe(leaf.aval(), leaf.sharding());
+                return Err(IssueProblem::Recorded { path: input.path.clone(), expected, found });
+            }
+            let Repr::Placed(placed) = &leaf.repr else { continue };
+            let first = *firsts.entry(placed.origin()).or_insert(place);
+            self.check_same(place, first)?;
+        }
+        // Few steps donate what they are given; fewer use what else there is.
+        let constants = &self.kept[..self.constants];
+        constants
+            .iter()
+            .try_for_each(|constant| constant.check_usable("an array from outside of the step"))?;
+        let donated: HashSet<(u64, u32)> = self
+            .inputs
+            .iter()
+            .zip(x)
+            .filter_map(|(input, leaf)| input.donated.and(leaf.origin()))
+            .collect();
+        if !donated.is_empty()
+            && constants.iter().filter_map(MpmdArray::origin).any(|key| donated.contains(&key))
+        {
+            let problem = "an input that the step donates is an array from outside that the step \
+                uses as well";
+            return Err(IssueProblem::Recording(problem.to_owned()));
+        }
+        Ok(())
+    }
+
+    /// Inputs that were one array must be one; those that were not must not, where one of them is
+    /// donated.
+    fn check_same(&self, place: usize, first: usize) -> Result<(), IssueProblem> {
+        let (input, twin) = (&self.inputs[place], &self.inputs[first]);
+        let known = input.first as usize;
+        if known == first {
+            return Ok(());
+        }
+        if known != place {
+            return Err(IssueProblem::Recording(format!(
+                "{:?} was the same array as {:?} when the step was recorded, and is another one",
+                input.path, self.inputs[known].path
+            )));
+        }
+        if input.donated.or(twin.donated).is_some() {
+            return Err(IssueProblem::Recording(format!(
+                "{:?} is the same array as {:?}, and was not when the step was recorded, which \
+                 donates one of them",
+                input.path, twin.path
+            )));
+        }
+        Ok(())
+    }
+
+    /// Issues it; the inputs were checked.
+    pub(super) fn run(
+        &self,
+        program: &mut Program,
+        x: &[&MpmdArray],
+        at: &'static Location<'static>,
+    ) -> Vec<MpmdArray> {
+        let before = program.operations();
+        let (start, values) = self.start(program, x);
+        let replaying = Replaying { before, start, values, names: self.names.clone(), at };
+        let end = replaying.hash(self.operations());
+        let span: Arc<dyn Span> = Arc::new(replaying);
+        let mut values: Vec<Option<MpmdArray>> = vec![None; self.values];
+        let label = program.label();
+        let find = |values: &[Option<MpmdArray>], source: Source| match source {
+            Source::Input(input) => Some(x[input as usize].clone()),
+            Source::Kept(kept) => Some(self.kept[kept as usize].clone()),
+            Source::Value(value) => values[value as usize].clone(),
+        };
+        for operation in &self.operations {
+            let Operation { place, label, at, again, inputs, outputs, drops } = operation;
+            program.admit(at);
+            program.set_label(*label);
+            let op = before + place;
+            program.advance(op, &span);
+            let taken: Vec<&MpmdArray> = inputs
+                .iter()
+                .filter_map(|source| match source {
+                    Source::Input(input) => Some(x[*input as usize]),
+                    Source::Kept(kept) => Some(&self.kept[*kept as usize]),
+                    Source::Value(value) => values[*value as usize].as_ref(),
+                })
+                .collect();
+            let made = again.clone().again(program, &taken, op, at);
+            drops.iter().for_each(|place| values[*place as usize] = None);
+            for (leaf, place) in outputs {
+                values[*place as usize] = made.get(*leaf as usize).cloned();
+            }
+        }
+        program.set_label(label);
+        program.advance(before + self.operations(), &span);
+        program.set_rolling(end);
+        // Also where this process has no part in the operation that did: every process refuses the
+        // same.
+        for (input, leaf) in self.inputs.iter().zip(x) {
+            donate(leaf, input.donated, before);
+        }
+        let result = |outcome: &Outcome| match outcome {
+            Outcome::Here { source, donated } => {
+                let array = find(&values, *source)?;
+                donate(&array, *donated, before);
+                Some(array)
+            }
+            Outcome::Remote { made, origin, before: recorded, donated } => {
+                let origin = Origin { op: origin.op - recorded + before, ..*origin };
+                let array = Placed::array(made.clone(), Shards::Several(Vec::new()), origin);
+                donate(&array, *donated, before);
+                Some(array)
+            }
+        };
+        self.outcomes.iter().filter_map(result).collect()
+    }
+
+    /// The rolling hash with everything mixed in that a replay on these inputs must have equal on
+    /// all processes, and the hash of the host values among them.
+    fn start(&self, program: &Program, x: &[&MpmdArray]) -> (Rolling, Option<Values>) {
+        let recorded = self.hash.value();
+        let step = [0x4e97a, recorded as u64, (recorded >> 64) as u64, self.operations()];
+        let inputs = x.iter().flat_map(|leaf| match &leaf.repr {
+            Repr::Placed(placed) => [placed.origin.op, u64::from(placed.origin.leaf)],
+            Repr::Host(_) => [0, u64::MAX],
+        });
+        let call = step.into_iter().chain(inputs).fold(program.rolling(), Rolling::mix);
+        call.mix_values(program.hash_values(x.iter().copied()))
+    }
+}
+
+impl fmt::Display for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (all, here) = (self.operations(), self.operations_here());
+        write!(f, "{here} of {all} operations here, recorded at {}", self.names.at)
+    }
+}
+
+fn donate(array: &MpmdArray, donated: Option<Donation>, before: u64) {
+    if let (Repr::Placed(placed), Some((place, at))) = (&array.repr, donated) {
+        placed.donate(before + place, at);
+    }
+}
+
+/// A tree, by its first leaves.
+fn leaves_of(structure: &Structure) -> String {
+    let paths = structure.paths();
+    let shown = paths.len().min(8);
+    let rest = if shown < paths.len() {
+        format!(" and {} more", paths.len() - shown)
+    } else {
+        String::new()
+    };
+    format!("a tree of {}{rest}", paths[..shown].join(", "))
+}
+
+fn describe(aval: &ShapedArray, sharding: Option<&Sharding>) -> String {
+    match sharding {
+        Some(sharding) => format!("{aval} as {sharding}"),
+        None => format!("{aval} uncommitted"),
+    }
+}

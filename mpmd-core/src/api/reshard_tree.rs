@@ -1,0 +1,275 @@
+//! Moving whole trees, group by group, and by way of an intermediate sharding.
+
+use std::fmt;
+use std::panic::Location;
+use std::sync::Arc;
+
+use crate::api::device_put::{PutOptions, PutSteps, refuse_twice};
+use crate::api::program::Program;
+use crate::api::split::Relabelled;
+use crate::error::{IssueProblem, Result};
+use crate::exec::PutPlan;
+use crate::exec::array::MpmdArray;
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::reshard::{Intermediate, find_intermediate_sharding, groups_by_devices};
+use mpmd_layout::sharding::Sharding;
+use mpmd_layout::tree::{PrefixTree, Tree};
+
+/// How [`Program::reshard`] treats memory and plans.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct ReshardOptions {
+    /// The source arrays end with this operation, for every clone; the memory of each is freed as
+    /// soon as it has been read. Off by default.
+    pub donate: bool,
+    /// The result may share memory with the source. On by default: arrays never change.
+    pub may_alias: bool,
+    /// Plans are looked up and remembered for the next time. On by default; turned off they are
+    /// made afresh, for what is moved once.
+    pub cache_plans: bool,
+}
+
+impl Default for ReshardOptions {
+    fn default() -> Self {
+        Self { donate: false, may_alias: true, cache_plans: true }
+    }
+}
+
+impl ReshardOptions {
+    /// Whether the source ends with the operation.
+    #[must_use]
+    pub fn donate(mut self, donate: bool) -> Self {
+        self.donate = donate;
+        self
+    }
+
+    /// Whether the result may share the source's memory.
+    #[must_use]
+    pub fn may_alias(mut self, may_alias: bool) -> Self {
+        self.may_alias = may_alias;
+        self
+    }
+
+    /// Whether plans are remembered.
+    #[must_use]
+    pub fn cache_plans(mut self, cache_plans: bool) -> Self {
+        self.cache_plans = cache_plans;
+        self
+    }
+}
+
+/// How one array gets to its target.
+enum Route {
+    Direct(PutSteps),
+    /// To replicas on the source's devices first; one of them goes on.
+    Via {
+        between: Sharding,
+        gather: Arc<PutPlan>,
+        replica: Box<Relabelled>,
+        onward: Arc<PutPlan>,
+    },
+}
+
+impl Program {
+    /// Moves every array of a tree to a sharding, source by source.
+    ///
+    /// `to` is one sharding for all leaves, or a tree of them that is a prefix of `x`. As
+    /// [`Program::device_put`], in another order: uncommitted arrays first, then the others in
+    /// groups that live on the same devices, so that what shares links is issued together. Returns
+    /// at once.
+    ///
+    /// # Errors
+    ///
+    /// Where the prefix is none of the tree, a sharding does not fit its array, an array was
+    /// donated, or one is donated twice by this call: the same on every process, with the path of
+    /// the leaf. All leaves are checked before any is moved.
+    #[track_caller]
+    pub fn reshard<T: Tree<Leaf = MpmdArray>>(
+        &mut self,
+        x: &T,
+        to: impl Into<PrefixTree<Sharding>>,
+        options: ReshardOptions,
+    ) -> Result<T::With<MpmdArray>> {
+        let at = Location::caller();
+        let wrong = |problem: IssueProblem| problem.at(at, "reshard");
+        let to = to
+            .into()
+            .broadcast(&x.structure())
+            .map_err(|error| wrong(IssueProblem::Tree(error)))?;
+        let leaves = x.leaves_with_paths();
+        let mut routes = Vec::with_capacity(leaves.len());
+        for ((path, array), to) in leaves.iter().zip(&to) {
+            array.check_usable(path).map_err(wrong)?;
+            routes.push(Route::Direct(
+                self.put_steps(path, array, to, options.cache_plans).map_err(wrong)?,
+            ));
+        }
+        if options.donate {
+            refuse_twice(&leaves).map_err(wrong)?;
+            self.check_given_up(&leaves).map_err(wrong)?;
+        }
+        Ok(self.reshard_along(x, &leaves, routes, options, at))
+    }
+
+    /// As [`Program::reshard`], by way of an [intermediate sharding](find_intermediate_sharding)
+    /// where there is one between a leaf's sharding in `from` and in `to`.
+    ///
+    /// The array is then first put to the intermediate, on its own devices; one replica of it, on
+    /// few of them, goes on to the target. Every device of the source holds an array gathered along
+    /// the cut axes for a while: that is the price of few and large pieces between the two sides.
+    /// With [`ReshardOptions::donate`] the source is freed as soon as it has been gathered. Leaves
+    /// without an intermediate, and uncommitted ones, move as in [`Program::reshard`].
+    ///
+    /// `from` is, as `to`, one sharding or a prefix tree of them.
+    ///
+    /// # Errors
+    ///
+    /// As [`Program::reshard`], and where a leaf is not sharded as `from` says.
+    #[track_caller]
+    pub fn reshard_with_intermediate_sharding<T: Tree<Leaf = MpmdArray>>(
+        &mut self,
+        x: &T,
+        from: impl Into<PrefixTree<Sharding>>,
+        to: impl Into<PrefixTree<Sharding>>,
+        options: ReshardOptions,
+    ) -> Result<T::With<MpmdArray>> {
+        let at = Location::caller();
+        self.refuse_recording(at, "reshard_with_intermediate_sharding")?;
+        let wrong = |problem: IssueProblem| problem.at(at, "reshard_with_intermediate_sharding");
+        let misfit = |error| wrong(IssueProblem::Tree(error));
+        let from = from.into().broadcast(&x.structure()).map_err(misfit)?;
+        let to = to.into().broadcast(&x.structure()).map_err(misfit)?;
+        let leaves = x.leaves_with_paths();
+        let mut routes = Vec::with_capacity(leaves.len());
+        for ((path, array), (from, to)) in leaves.iter().zip(from.iter().zip(&to)) {
+            array.check_usable(path).map_err(wrong)?;
+            routes.push(self.route(path, array, from, to, options.cache_plans).map_err(wrong)?);
+        }
+        if options.donate {
+            refuse_twice(&leaves).map_err(wrong)?;
+        }
+        Ok(self.reshard_along(x, &leaves, routes, options, at))
+    }
+
+    fn route(
+        &mut self,
+        path: &str,
+        array: &MpmdArray,
+        from: &Sharding,
+        to: &Sharding,
+        cache: bool,
+    ) -> std::result::Result<Route, IssueProblem> {
+        // Made in any case: where the direct way is refused, so is every other.
+        let direct = self.put_steps(path, array, to, cache)?;
+        let Some(found) = array.sharding() else { return Ok(Route::Direct(direct)) };
+        if found != from {
+            let (path, expected, found) = (path.to_owned(), from.to_string(), found.to_string());
+            return Err(IssueProblem::SourceSharding { path, expected, found });
+        }
+        let between = match find_intermediate_sharding(from, to) {
+            Ok(between) => between,
+            Err(none) => {
+                tracing::debug!(
+                    leaf = path,
+                    reason = none.reason(),
+                    "resharding without an intermediate"
+                );
+                return Ok(Route::Direct(direct));
+            }
+        };
+        let aval = array.aval();
+        let replica = first_replica(path, aval, &between)?;
+        let gather = self.put_plan_between(path, aval, Some(from), &between.sharding, cache)?;
+        let onward = self.put_plan_between(path, aval, Some(&replica.sharding), to, cache)?;
+        Ok(Route::Via { between: between.sharding, gather, replica: Box::new(replica), onward })
+    }
+
+    /// Issues what was checked and planned: nothing here can be refused any more.
+    fn reshard_along<T: Tree<Leaf = MpmdArray>>(
+        &mut self,
+        x: &T,
+        leaves: &[(String, &MpmdArray)],
+        routes: Vec<Route>,
+        options: ReshardOptions,
+        at: &'static Location<'static>,
+    ) -> T::With<MpmdArray> {
+        let groups =
+            groups_by_devices(leaves.iter().map(|(_, array)| Some(array.sharding()?.devices())));
+        let mut moved: Vec<Option<MpmdArray>> = vec![None; leaves.len()];
+        for place in groups.into_iter().flatten() {
+            moved[place] = Some(self.follow(leaves[place].1, &routes[place], options, at));
+        }
+        let mut moved = moved.into_iter().flatten();
+        x.map_ref(&mut |_| moved.next().expect("every leaf is in one group"))
+    }
+
+    fn follow(
+        &mut self,
+        array: &MpmdArray,
+        route: &Route,
+        options: ReshardOptions,
+        at: &'static Location<'static>,
+    ) -> MpmdArray {
+        let put = PutOptions::default().donate(options.donate).may_alias(options.may_alias);
+        let (between, gather, replica, onward) = match route {
+            Route::Direct(steps) => return self.put_along(array, steps, put, at),
+            Route::Via { between, gather, replica, onward } => (between, gather, replica, onward),
+        };
+        // What is gathered is read only: whether memory is shared matters at the end.
+        let gathered = self.put_one(array, gather, put.may_alias(true), at);
+        let what = ReplicaWhat { aval: gathered.aval().clone(), between: between.clone() };
+        let made = vec![Relabelled::clone(replica)];
+        let mut replica = self.relabel(&[&gathered], made, vec![0x4e91], Arc::new(what), true, at);
+        drop(gathered);
+        let replica = replica.pop().expect("one was asked for");
+        // Nobody else has seen the replica, so it ends here whatever becomes of the source.
+        self.put_one(&replica, onward, put.donate(true), at)
+    }
+}
+
+/// The first index of all replica axes: a whole array on few of the devices.
+fn first_replica(
+    path: &str,
+    aval: &ShapedArray,
+    between: &Intermediate,
+) -> std::result::Result<Relabelled, IssueProblem> {
+    let unfit = || IssueProblem::Split(format!("{} has no replicas", between.sharding));
+    let mut mesh = between.sharding.mesh().cloned().ok_or_else(unfit)?;
+    for axis in &between.replica_axes {
+        mesh = mesh.slice(axis, 0..1).map_err(|_| unfit())?;
+    }
+    Relabelled::over(path, aval.clone(), &between.sharding, mesh, 0..1)
+}
+
+struct ReplicaWhat {
+    aval: ShapedArray,
+    between: Sharding,
+}
+
+impl fmt::Display for ReplicaWhat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "one replica of {} as {}", self.aval, self.between)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mpmd_layout::spec;
+
+    #[test]
+    fn plans_are_kept_unless_told_otherwise() {
+        let mut p = Program::builder().devices(2).alone().unwrap();
+        let mesh = p.mesh(&[("x", 2)]).unwrap();
+        let x = MpmdArray::from_slice(&[4], &[1.0f32, 2.0, 3.0, 4.0]).unwrap();
+        let (rows, all) = (mesh.sharding(spec!["x"]), mesh.replicated());
+        let once = ReshardOptions::default().cache_plans(false);
+        let y = p.reshard(&x, &rows, once).unwrap();
+        let y = p.reshard_with_intermediate_sharding(&y, &rows, &all, once).unwrap();
+        assert_eq!((p.metrics().plan_cache.entries, p.operations()), (0, 4));
+        assert_eq!(y.to_host().unwrap().unwrap().to_vec::<f32>().unwrap(), [1.0, 2.0, 3.0, 4.0]);
+        drop(p.reshard(&x, &rows, ReshardOptions::default()).unwrap());
+        assert_eq!(p.metrics().plan_cache.entries, 1);
+        p.finish().unwrap();
+    }
+}

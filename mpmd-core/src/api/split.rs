@@ -1,0 +1,613 @@
+//! Cutting arrays along an axis of their mesh, and joining them again: shards get new handles and
+//! nothing is moved.
+
+use std::fmt;
+use std::ops::Range;
+use std::panic::Location;
+use std::sync::Arc;
+
+use mpmd_transport::SharedBuffer;
+
+use crate::api::device_put::refuse_twice;
+use crate::api::program::Program;
+use crate::dry_run::{self, Form, Kind, Memory};
+use crate::error::{IssueProblem, Result, leaf};
+use crate::exec::array::{LocalShard, Made, MpmdArray, Origin, Placed, Repr};
+use crate::exec::{OpGuard, Rolling, Slot, follow};
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::sharding::{Layout, Sharding};
+use mpmd_layout::topology::{DeviceId, Mesh};
+use mpmd_layout::tree::{Tree, TreeError};
+
+/// Where [`Program::split_by_mesh_axis`] cuts an axis.
+///
+/// Made from a number of parts, or from the indices at which a part begins.
+#[derive(Clone, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub enum Sections {
+    /// One part for each index.
+    Each,
+    /// That many parts of equal size.
+    Equal(usize),
+    /// A part begins at index 0 and at each of these, which ascend strictly.
+    At(Vec<usize>),
+}
+
+/// How [`Program::split_by_mesh_axis`] and [`Program::concatenate_by_mesh_axis`] treat their
+/// sources.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct SplitOptions {
+    /// The sources end with the operation, for every clone; the results are then the only holders
+    /// of the memory. Off by default: sharing is safe, since arrays never change.
+    pub donate: bool,
+}
+
+impl SplitOptions {
+    /// Whether the sources end with the operation.
+    #[must_use]
+    pub fn donate(mut self, donate: bool) -> Self {
+        self.donate = donate;
+        self
+    }
+}
+
+impl From<usize> for Sections {
+    fn from(parts: usize) -> Self {
+        Self::Equal(parts)
+    }
+}
+
+impl From<Vec<usize>> for Sections {
+    fn from(starts: Vec<usize>) -> Self {
+        Self::At(starts)
+    }
+}
+
+impl From<&[usize]> for Sections {
+    fn from(starts: &[usize]) -> Self {
+        Self::At(starts.to_vec())
+    }
+}
+
+impl<const N: usize> From<[usize; N]> for Sections {
+    fn from(starts: [usize; N]) -> Self {
+        Self::At(starts.to_vec())
+    }
+}
+
+impl Sections {
+    /// The indices of each part of an axis of a mesh.
+    fn ranges(&self, mesh: &Mesh, axis: &str) -> std::result::Result<Vec<Range<usize>>, String> {
+        let size = mesh.axis_size(axis).map_err(|error| error.to_string())?;
+        let starts: Vec<usize> = match self {
+            Self::Each => (0..size).collect(),
+            Self::Equal(parts) if *parts == 0 || !size.is_multiple_of(*parts) => {
+                return Err(format!(
+                    "axis `{axis}` of {mesh} has {size} indices, which cannot be cut in {parts} \
+                     equal parts"
+                ));
+            }
+            Self::Equal(parts) => (0..*parts).map(|part| part * (size / parts)).collect(),
+            Self::At(starts) => {
+                let starts: Vec<usize> = std::iter::once(0).chain(starts.iter().copied()).collect();
+                if !starts.is_sorted_by(|a, b| a < b) || starts.iter().any(|start| *start >= size) {
+                    return Err(format!(
+                        "axis `{axis}` of {mesh} cannot be cut at {:?}: the places ascend \
+                         strictly, above 0 \
+                         and below {size}",
+                        &starts[1..]
+                    ));
+                }
+                starts
+            }
+        };
+        let ends = starts.iter().skip(1).copied().chain([size]);
+        Ok(starts.iter().copied().zip(ends).map(|(start, end)| start..end).collect())
+    }
+}
+
+impl Program {
+    /// Cuts every array of a tree along an axis of its mesh: one tree for each part of the axis.
+    ///
+    /// All arrays are sharded over one mesh by a spec. Each part lives on the devices of its
+    /// indices; the axis stays, as long as the part. An array that is divided over the axis becomes
+    /// smaller in that dimension; the parts of one that is not are replicas with the whole shape.
+    /// Spec and memory kind stay. Nothing is moved: every shard is in exactly one part, as it is.
+    /// Where a dimension is divided over several axes, the part of a minor one has *strided* blocks
+    /// of the whole, not a run of it.
+    ///
+    /// A tree without leaves has no mesh, and is itself the only part.
+    ///
+    /// # Errors
+    ///
+    /// Where an array is uncommitted, donated, sharded otherwise than by a spec or over another
+    /// mesh than the first, unreduced over the axis, or is donated twice by this call; where the
+    /// mesh has no such axis; and where the axis cannot be cut so: a number of parts that does not
+    /// divide it, 0 among them, and places that do not ascend strictly within it. The same on every
+    /// process, and nothing is donated.
+    #[track_caller]
+    pub fn split_by_mesh_axis<T: Tree<Leaf = MpmdArray>>(
+        &mut self,
+        x: &T,
+        axis: &str,
+        sections: impl Into<Sections>,
+        options: SplitOptions,
+    ) -> Result<Vec<T::With<MpmdArray>>> {
+        let at = Location::caller();
+        self.refuse_recording(at, "split_by_mesh_axis")?;
+        let wrong = |problem: IssueProblem| problem.at(at, "split_by_mesh_axis");
+        let leaves = x.leaves_with_paths();
+        if leaves.is_empty() {
+            return Ok(vec![x.map_ref(&mut MpmdArray::clone)]);
+        }
+        let mesh = self.common_mesh(&leaves).map_err(wrong)?;
+        let sections = sections.into().ranges(&mesh, axis);
+        let ranges = sections.map_err(|why| wrong(IssueProblem::Split(why)))?;
+        if options.donate {
+            refuse_twice(&leaves).map_err(wrong)?;
+        }
+        let mut made = Vec::with_capacity(ranges.len() * leaves.len());
+        for range in &ranges {
+            for (i, (path, array)) in leaves.iter().enumerate() {
+                made.push(part_of(path, array, axis, range.clone(), i).map_err(wrong)?);
+            }
+        }
+        let what =
+            SplitWhat { leaves: leaves.len(), axis: axis.to_owned(), mesh, parts: ranges.len() };
+        let starts = ranges.iter().map(|range| range.start as u64);
+        let words =
+            [0x5911, Rolling::default().mix_bytes(axis.as_bytes()).word(), ranges.len() as u64];
+        let words = words.into_iter().chain(starts).collect();
+        let sources: Vec<&MpmdArray> = leaves.into_iter().map(|(_, array)| array).collect();
+        let made = self.relabel(&sources, made, words, Arc::new(what), options.donate, at);
+        let mut made = made.into_iter();
+        let mut tree =
+            || x.map_ref(&mut |_| made.next().expect("one array for each leaf of each part"));
+        Ok(ranges.iter().map(|_| tree()).collect())
+    }
+
+    /// Joins trees along an axis of their meshes: the inverse of [`Program::split_by_mesh_axis`].
+    ///
+    /// Leaves at one place of the trees become one array on the devices of all, in the order of the
+    /// trees along the axis. They have one spec and memory kind, and meshes of the same axes and,
+    /// but for this axis, sizes. An array that is divided over the axis grows in that dimension;
+    /// those of one that is not become replicas of each other, which their values must be already.
+    /// Nothing is moved.
+    ///
+    /// Trees without leaves are joined to the first of them.
+    ///
+    /// # Errors
+    ///
+    /// Where there is no tree; where the trees have different structures; where an array is
+    /// uncommitted, donated, sharded otherwise than by a spec or over another mesh than the rest of
+    /// its tree, unreduced over the axis, or is donated twice by this call; where the meshes have
+    /// other axes or sizes or share a device; and where arrays at one place differ in spec,
+    /// unreduced axes, memory kind, dtype, or in shape other than by the axis. The same on every
+    /// process, and nothing is donated.
+    #[track_caller]
+    pub fn concatenate_by_mesh_axis<T: Tree<Leaf = MpmdArray>>(
+        &mut self,
+        trees: &[T],
+        axis: &str,
+        options: SplitOptions,
+    ) -> Result<T::With<MpmdArray>> {
+        let at = Location::caller();
+        self.refuse_recording(at, "concatenate_by_mesh_axis")?;
+        let wrong = |problem: IssueProblem| problem.at(at, "concatenate_by_mesh_axis");
+        let Some(first) = trees.first() else {
+            return Err(wrong(IssueProblem::Split("there is no tree to concatenate".to_owned())));
+        };
+        let structure = first.structure();
+        for (i, tree) in trees.iter().enumerate() {
+            let found = tree.structure();
+            if found != structure {
+                let (expected, found) = (structure.to_string(), found.to_string());
+                return Err(wrong(IssueProblem::Tree(TreeError::Structure {
+                    path: i.to_string(),
+                    expected,
+                    found,
+                })));
+            }
+        }
+        // A tree's leaves are named by the tree's place and their own.
+        let below = |i: usize, path: String| {
+            if path.is_empty() { i.to_string() } else { format!("{i}/{path}") }
+        };
+        let by_tree: Vec<Vec<(String, &MpmdArray)>> = trees
+            .iter()
+            .enumerate()
+            .map(|(i, tree)| {
+                tree.leaves_with_paths().into_iter().map(|(path, a)| (below(i, path), a)).collect()
+            })
+            .collect();
+        if by_tree[0].is_empty() {
+            return Ok(first.map_ref(&mut MpmdArray::clone));
+        }
+        let meshes: Vec<Mesh> = by_tree
+            .iter()
+            .map(|leaves| self.common_mesh(leaves))
+            .collect::<std::result::Result<_, _>>()
+            .map_err(wrong)?;
+        let mesh = joined(&meshes, axis).map_err(|why| wrong(IssueProblem::Split(why)))?;
+        // Leaf by leaf, each in the order of the trees.
+        let leaves: Vec<(String, &MpmdArray)> = (0..by_tree[0].len())
+            .flat_map(|i| by_tree.iter().map(move |leaves| leaves[i].clone()))
+            .collect();
+        if options.donate {
+            refuse_twice(&leaves).map_err(wrong)?;
+        }
+        let mut made = Vec::with_capacity(by_tree[0].len());
+        for (i, parts) in leaves.chunks(trees.len()).enumerate() {
+            made.push(whole_of(parts, axis, &mesh, i * trees.len()).map_err(wrong)?);
+        }
+        let what = JoinWhat { leaves: made.len(), axis: axis.to_owned(), trees: trees.len(), mesh };
+        let words =
+            vec![0xc09c, Rolling::default().mix_bytes(axis.as_bytes()).word(), trees.len() as u64];
+        let sources: Vec<&MpmdArray> = leaves.iter().map(|(_, array)| *array).collect();
+        let mut made =
+            self.relabel(&sources, made, words, Arc::new(what), options.donate, at).into_iter();
+        Ok(first.map_ref(&mut |_| made.next().expect("one array for each leaf")))
+    }
+
+    /// Issues an operation that gives shards of arrays on devices new handles, and moves nothing.
+    pub(crate) fn relabel(
+        &mut self,
+        sources: &[&MpmdArray],
+        made: Vec<Relabelled>,
+        mut words: Vec<u64>,
+        what: Arc<dyn fmt::Display + Send + Sync>,
+        donate: bool,
+        at: &'static Location<'static>,
+    ) -> Vec<MpmdArray> {
+        let shards = |array: &MpmdArray| match &array.repr {
+            Repr::Placed(placed) => placed.shards.to_vec(),
+            Repr::Host(_) => Vec::new(),
+        };
+        let shards: Vec<Vec<LocalShard>> = sources.iter().map(|array| shards(array)).collect();
+        let takes_part = shards.iter().any(|shards| !shards.is_empty());
+        if takes_part {
+            self.admit(at);
+        }
+        words.push(u64::from(donate));
+        for source in sources {
+            if let Repr::Placed(placed) = &source.repr {
+                words.extend([
+                    placed.origin.op,
+                    u64::from(placed.origin.leaf),
+                    placed.made.sharding.fingerprint(),
+                ]);
+            }
+        }
+        let op = self.issue(words, what.clone(), at);
+        self.record_operation(at, sources.iter().map(|source| (*source, donate)), None, || {
+            let has = |source: usize, device| match &sources[source].repr {
+                Repr::Placed(placed) => placed.made.layout.place_of(device).is_some(),
+                Repr::Host(_) => false,
+            };
+            let shards = |made: &Relabelled| {
+                let source = |device| made.sources.clone().find(|source| has(*source, device));
+                let memory =
+                    |device| source(device).map_or(Memory::Own, |source| Memory::Of(source as u32));
+                dry_run::shards(&made.layout, made.aval.dtype().size(), memory)
+            };
+            let results = made.iter().map(shards).collect();
+            Form { what: what.to_string(), kind: Kind::Relabel, results, messages: Vec::new() }
+        });
+        let runtime = self.runtime.clone();
+        let guard = takes_part.then(|| {
+            let source = sources.iter().find_map(|source| source.origin()).map(|(op, _)| op);
+            runtime.trace.issued(op, self.label(), at, source, || what.clone());
+            runtime.in_flight.begin(op, self.hash_at_last(), 0)
+        });
+        let mut results = Vec::with_capacity(made.len());
+        for (i, Relabelled { aval, sharding, layout, sources }) in made.into_iter().enumerate() {
+            let own = |shard: &&LocalShard| layout.place_of(shard.device).is_some();
+            let mut taken: Vec<LocalShard> = shards[sources]
+                .iter()
+                .flatten()
+                .filter(own)
+                .map(|shard| LocalShard {
+                    device: shard.device,
+                    slot: alias(&shard.slot, guard.clone()),
+                })
+                .collect();
+            taken.sort_by_key(|shard| layout.place_of(shard.device));
+            let made =
+                Made { aval, sharding, layout, what: what.clone(), runtime: runtime.clone() };
+            results.push(Placed::array(Arc::new(made), taken, Origin { op, leaf: i as u32, at }));
+        }
+        if donate {
+            for source in sources {
+                if let Repr::Placed(placed) = &source.repr {
+                    placed.donate(op, at);
+                    let failure = placed.donated_failure();
+                    // After the new handles: those get what was there.
+                    placed.shards.iter().for_each(|shard| shard.slot.give_up(failure.clone()));
+                }
+            }
+        }
+        results
+    }
+
+    /// The one mesh over which arrays of this program are sharded by specs.
+    fn common_mesh(
+        &self,
+        leaves: &[(String, &MpmdArray)],
+    ) -> std::result::Result<Mesh, IssueProblem> {
+        let mut common: Option<(&str, &Mesh)> = None;
+        for (path, array) in leaves {
+            array.check_usable(path)?;
+            let split = |why: String| IssueProblem::Split(format!("{}{why}", leaf(path)));
+            let Repr::Placed(placed) = &array.repr else {
+                return Err(split(format!("{} is uncommitted: device_put it first", array.aval())));
+            };
+            if !Arc::ptr_eq(&placed.made.runtime, &self.runtime) {
+                return Err(IssueProblem::Foreign { path: path.clone() });
+            }
+            let (Some(mesh), Some(_)) = (placed.made.sharding.mesh(), placed.made.sharding.spec())
+            else {
+                return Err(split(format!(
+                    "{} is not over the axes of a mesh",
+                    placed.made.sharding
+                )));
+            };
+            let (first, expected) = *common.get_or_insert((path, mesh));
+            if mesh != expected {
+                return Err(split(format!(
+                    "is over mesh {mesh}, but {first:?} is over {expected}"
+                )));
+            }
+        }
+        common
+            .map(|(_, mesh)| mesh.clone())
+            .ok_or_else(|| IssueProblem::Split("there is no array".to_owned()))
+    }
+}
+
+/// An array made of shards that exist.
+#[derive(Clone)]
+pub(crate) struct Relabelled {
+    pub(crate) aval: ShapedArray,
+    pub(crate) sharding: Sharding,
+    pub(crate) layout: Arc<Layout>,
+    /// Which of the operation's sources have the shards.
+    pub(crate) sources: Range<usize>,
+}
+
+impl Relabelled {
+    /// An array of the same spec, unreduced axes and memory kind over another mesh of the same
+    /// axes.
+    pub(crate) fn over(
+        path: &str,
+        aval: ShapedArray,
+        sharding: &Sharding,
+        mesh: Mesh,
+        sources: Range<usize>,
+    ) -> std::result::Result<Self, IssueProblem> {
+        let spec = sharding.spec().cloned().unwrap_or_default();
+        let wrong = |why| IssueProblem::Sharding { path: path.to_owned(), why };
+        let sums: Vec<&str> = sharding.unreduced_axes().iter().map(String::as_str).collect();
+        let named = Sharding::named(mesh, spec, sharding.memory_kind());
+        let sharding = named.unreduced(&sums).map_err(wrong)?;
+        let layout = sharding.layout(aval.shape()).map_err(wrong)?;
+        Ok(Self { aval, sharding, layout, sources })
+    }
+}
+
+/// The part of an array over these indices of an axis of its mesh.
+fn part_of(
+    path: &str,
+    array: &MpmdArray,
+    axis: &str,
+    range: Range<usize>,
+    source: usize,
+) -> std::result::Result<Relabelled, IssueProblem> {
+    let split = |why: String| IssueProblem::Split(format!("{}{why}", leaf(path)));
+    let sharding = array.sharding().ok_or_else(|| split("is uncommitted".to_owned()))?;
+    let (mesh, size) = sharding
+        .mesh()
+        .ok_or_else(|| split(format!("{sharding} is not over the axes of a mesh")))
+        .and_then(|mesh| {
+            Ok((mesh, mesh.axis_size(axis).map_err(|error| split(error.to_string()))?))
+        })?;
+    refuse_unreduced(path, sharding, axis)?;
+    let mut shape = array.shape().to_vec();
+    if let Some(dim) = divided_dim(sharding, axis) {
+        // Divisible: the axis divides the dimension.
+        shape[dim] = shape[dim] / size * range.len();
+    }
+    let part = mesh.slice(axis, range).map_err(|error| split(error.to_string()))?;
+    let aval =
+        ShapedArray::try_new(&shape, array.dtype()).map_err(|error| split(error.to_string()))?;
+    Relabelled::over(path, aval, sharding, part, source..source + 1)
+}
+
+/// The array that arrays over parts of an axis are the parts of.
+fn whole_of(
+    parts: &[(String, &MpmdArray)],
+    axis: &str,
+    mesh: &Mesh,
+    source: usize,
+) -> std::result::Result<Relabelled, IssueProblem> {
+    let (first_path, first) = &parts[0];
+    let split = |path: &str, why: String| IssueProblem::Split(format!("{}{why}", leaf(path)));
+    let sharding =
+        first.sharding().ok_or_else(|| split(first_path, "is uncommitted".to_owned()))?;
+    refuse_unreduced(first_path, sharding, axis)?;
+    let dim = divided_dim(sharding, axis);
+    let per_index = |array: &MpmdArray| {
+        let mut shape = array.shape().to_vec();
+        if let (Some(dim), Some(size)) =
+            (dim, array.sharding().and_then(|s| s.mesh()?.axis_size(axis).ok()))
+        {
+            shape[dim] /= size;
+        }
+        shape
+    };
+    for (path, part) in &parts[1..] {
+        let found = part.sharding().ok_or_else(|| split(path, "is uncommitted".to_owned()))?;
+        let form = |sharding: &Sharding| {
+            (sharding.spec().cloned(), sharding.unreduced_axes().to_vec(), sharding.memory_kind())
+        };
+        if form(found) != form(sharding) {
+            return Err(split(
+                path,
+                format!("is sharded {found}, but {first_path:?} is sharded {sharding}"),
+            ));
+        }
+        if part.dtype() != first.dtype() || per_index(part) != per_index(first) {
+            let why = format!(
+                "{} over {} cannot follow {} over {} along axis `{axis}`",
+                part.aval(),
+                found.mesh().map(Mesh::to_string).unwrap_or_default(),
+                first.aval(),
+                sharding.mesh().map(Mesh::to_string).unwrap_or_default(),
+            );
+            return Err(split(path, why));
+        }
+    }
+    let mut shape = first.shape().to_vec();
+    if let Some(dim) = dim {
+        shape[dim] = parts.iter().map(|(_, part)| part.shape()[dim]).sum();
+    }
+    let aval = ShapedArray::try_new(&shape, first.dtype());
+    let aval = aval.map_err(|error| split(first_path, error.to_string()))?;
+    Relabelled::over(first_path, aval, sharding, mesh.clone(), source..source + parts.len())
+}
+
+/// Refuses an array whose values are sums over the axis: its parts are no values.
+fn refuse_unreduced(
+    path: &str,
+    sharding: &Sharding,
+    axis: &str,
+) -> std::result::Result<(), IssueProblem> {
+    if !sharding.unreduced_axes().iter().any(|name| name == axis) {
+        return Ok(());
+    }
+    let why = format!("{}holds partial sums over axis `{axis}`: {sharding}", leaf(path));
+    Err(IssueProblem::Split(why))
+}
+
+/// The dimension that is divided over an axis.
+fn divided_dim(sharding: &Sharding, axis: &str) -> Option<usize> {
+    let entries = sharding.spec()?.entries();
+    entries.iter().position(|entry| entry.axes().iter().any(|name| name == axis))
+}
+
+/// The mesh of which these are the parts along an axis, in order.
+fn joined(parts: &[Mesh], axis: &str) -> std::result::Result<Mesh, String> {
+    let first = &parts[0];
+    let index =
+        first.axis_index(axis).ok_or_else(|| format!("there is no axis `{axis}` in {first}"))?;
+    let without = |mesh: &Mesh| {
+        let mut shape = mesh.shape().to_vec();
+        shape.remove(index);
+        shape
+    };
+    for part in &parts[1..] {
+        if part.axis_names() != first.axis_names() || without(part) != without(first) {
+            return Err(format!("mesh {part} cannot follow {first} along axis `{axis}`"));
+        }
+    }
+    let (before, after) = (&first.shape()[..index], &first.shape()[index + 1..]);
+    let (outer, inner): (usize, usize) = (before.iter().product(), after.iter().product());
+    let mut devices: Vec<DeviceId> = Vec::new();
+    for o in 0..outer {
+        for part in parts {
+            let run = part.shape()[index] * inner;
+            devices.extend(&part.devices()[o * run..(o + 1) * run]);
+        }
+    }
+    let mut axes: Vec<(&str, usize)> =
+        first.axis_names().iter().map(String::as_str).zip(first.shape().iter().copied()).collect();
+    axes[index].1 = parts.iter().map(|part| part.shape()[index]).sum();
+    Mesh::new(&axes, devices).map_err(|error| error.to_string())
+}
+
+/// A slot that gets what another one gets.
+fn alias(source: &Slot, guard: Option<OpGuard>) -> Slot {
+    let (promise, slot) = Slot::new();
+    follow(source, promise, SharedBuffer::clone, None, guard);
+    slot
+}
+
+struct SplitWhat {
+    leaves: usize,
+    axis: String,
+    mesh: Mesh,
+    parts: usize,
+}
+
+impl fmt::Display for SplitWhat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { leaves, axis, mesh, parts } = self;
+        write!(f, "split of {leaves} arrays over {mesh} in {parts} parts along axis {axis}")
+    }
+}
+
+struct JoinWhat {
+    leaves: usize,
+    axis: String,
+    trees: usize,
+    mesh: Mesh,
+}
+
+impl fmt::Display for JoinWhat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { leaves, axis, trees, mesh } = self;
+        write!(f, "concatenation of {trees} times {leaves} arrays to {mesh} along axis {axis}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mesh(axes: &[(&str, usize)]) -> Mesh {
+        let count: u32 = axes.iter().map(|(_, size)| *size as u32).product();
+        Mesh::new(axes, (0..count).map(DeviceId).collect()).unwrap()
+    }
+
+    #[test]
+    fn sections_of_an_axis() {
+        let mesh = mesh(&[("x", 4), ("y", 2)]);
+        let ranges = |sections: Sections| sections.ranges(&mesh, "x");
+        assert_eq!(ranges(Sections::Each).unwrap(), [0..1, 1..2, 2..3, 3..4]);
+        assert_eq!(ranges(2.into()).unwrap(), [0..2, 2..4]);
+        assert_eq!(ranges([1].into()).unwrap(), [0..1, 1..4]);
+        assert_eq!(ranges(vec![1, 3].into()).unwrap(), [0..1, 1..3, 3..4]);
+        assert_eq!(ranges(Sections::At(Vec::new())).unwrap(), std::slice::from_ref(&(0..4)));
+        for wrong in [3, 0, 5, 8] {
+            let error = ranges(wrong.into()).unwrap_err();
+            let axis = "axis `x` of {x:4, y:2} devices [0, 1, 2, 3, 4, 5, 6, 7] has 4 indices";
+            assert!(error.contains(axis), "{error}");
+        }
+        for wrong in [&[0][..], &[4], &[2, 2], &[3, 1], &[1, 9]] {
+            let error = ranges(wrong.into()).unwrap_err();
+            assert!(error.contains(&format!("cannot be cut at {wrong:?}")), "{error}");
+        }
+        assert!(Sections::Each.ranges(&mesh, "z").unwrap_err().contains("there is no axis `z`"));
+    }
+
+    #[test]
+    fn joining_undoes_slicing() {
+        let whole = mesh(&[("a", 2), ("b", 3), ("c", 2)]);
+        for axis in ["a", "b", "c"] {
+            let size = whole.axis_size(axis).unwrap();
+            let parts: Vec<Mesh> = [0..1, 1..size]
+                .into_iter()
+                .map(|range| whole.slice(axis, range).unwrap())
+                .collect();
+            assert_eq!(joined(&parts, axis), Ok(whole.clone()));
+            assert!(
+                joined(&[parts[0].clone(), parts[0].clone()], axis)
+                    .unwrap_err()
+                    .contains("listed twice")
+            );
+        }
+        let other = mesh(&[("a", 1), ("b", 2), ("c", 2)]);
+        assert!(joined(&[whole.clone(), other], "a").unwrap_err().contains("cannot follow"));
+        assert!(joined(&[whole], "z").unwrap_err().contains("no axis `z`"));
+    }
+}

@@ -1,0 +1,194 @@
+//! How the values of several devices become one.
+
+use std::fmt;
+
+use half::{bf16, f16};
+use num_complex::Complex;
+
+use mpmd_layout::aval::{DType, Element};
+
+/// Kinds of collectives. Devices are named by their index along the axis.
+#[derive(Clone, Debug, Eq, Hash, PartialEq)]
+#[non_exhaustive]
+pub enum CollectiveKind {
+    /// Every device gets the reduction over the axis.
+    AllReduce(Reduce),
+    /// Every device gets the parts of all.
+    AllGather,
+    /// Every device gets its share of the reduction over the axis.
+    ReduceScatter(Reduce),
+    /// Every device gets a block of each device.
+    AllToAll,
+    /// Devices get the values of others, by pairs `(from, to)`.
+    Permute(Vec<(usize, usize)>),
+    /// Every device gets the values of this one.
+    Broadcast(usize),
+}
+
+/// What a reducing collective makes of the devices' values, element by element.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+#[non_exhaustive]
+pub enum Reduce {
+    /// The sum, added in the order of the devices along the axis. Integers wrap.
+    Sum,
+    /// The largest value; a NaN where there is one. Of 0 and -0 the first.
+    Max,
+    /// The smallest value; a NaN where there is one. Of 0 and -0 the first.
+    Min,
+}
+
+impl Reduce {
+    /// Whether elements of this dtype can be reduced so: all but `bool` have sums, all but `bool`
+    /// and complex numbers an order.
+    pub fn is_defined_for(self, dtype: DType) -> bool {
+        match dtype {
+            DType::Bool => false,
+            DType::C64 | DType::C128 => self == Self::Sum,
+            _ => true,
+        }
+    }
+}
+
+impl fmt::Display for Reduce {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Sum => "sum",
+            Self::Max => "max",
+            Self::Min => "min",
+        })
+    }
+}
+
+/// Elements that collectives can reduce: integers, floats, and (only to sums) complex numbers.
+pub trait Reducible: Element + sealed::Combine {}
+
+mod sealed {
+    /// The reductions of two values, of which the first comes from the earlier device.
+    ///
+    /// Named so that they hide no method of a caller's own trait over these elements.
+    pub trait Combine: Sized {
+        fn plus(self, other: Self) -> Self;
+        fn larger(self, other: Self) -> Self;
+        fn smaller(self, other: Self) -> Self;
+    }
+}
+
+/// `values` become the reduction of them and of `others`, which come from a later device.
+pub(crate) fn combine<T: Reducible>(reduce: Reduce, values: &mut [T], others: &[T]) {
+    let pairs = values.iter_mut().zip(others);
+    match reduce {
+        Reduce::Sum => pairs.for_each(|(value, other)| *value = value.plus(*other)),
+        Reduce::Max => pairs.for_each(|(value, other)| *value = value.larger(*other)),
+        Reduce::Min => pairs.for_each(|(value, other)| *value = value.smaller(*other)),
+    }
+}
+
+macro_rules! integers {
+    ($($t:ty),*) => {$(
+        impl Reducible for $t {}
+
+        impl sealed::Combine for $t {
+            fn plus(self, other: Self) -> Self {
+                self.wrapping_add(other)
+            }
+
+            fn larger(self, other: Self) -> Self {
+                Ord::max(self, other)
+            }
+
+            fn smaller(self, other: Self) -> Self {
+                Ord::min(self, other)
+            }
+        }
+    )*};
+}
+
+macro_rules! floats {
+    ($($t:ty),*) => {$(
+        impl Reducible for $t {}
+
+        impl sealed::Combine for $t {
+            fn plus(self, other: Self) -> Self {
+                self + other
+            }
+
+            // No comparison with a NaN holds: where the other is one, it is taken.
+            fn larger(self, other: Self) -> Self {
+                if self.is_nan() || self >= other { self } else { other }
+            }
+
+            fn smaller(self, other: Self) -> Self {
+                if self.is_nan() || self <= other { self } else { other }
+            }
+        }
+    )*};
+}
+
+macro_rules! complex {
+    ($($t:ty),*) => {$(
+        impl Reducible for $t {}
+
+        impl sealed::Combine for $t {
+            fn plus(self, other: Self) -> Self {
+                self + other
+            }
+
+            // Never asked for: such declarations are refused.
+            fn larger(self, _: Self) -> Self {
+                self
+            }
+
+            fn smaller(self, _: Self) -> Self {
+                self
+            }
+        }
+    )*};
+}
+
+integers!(i8, i16, i32, i64, u8, u16, u32, u64);
+floats!(bf16, f16, f32, f64);
+complex!(Complex<f32>, Complex<f64>);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of<T: Reducible>(reduce: Reduce, parts: &[T]) -> T {
+        let mut values = [parts[0]];
+        parts[1..].iter().for_each(|part| combine(reduce, &mut values, &[*part]));
+        values[0]
+    }
+
+    #[test]
+    fn integers_wrap_and_floats_hand_on_what_is_no_number() {
+        assert_eq!(of(Reduce::Sum, &[250u8, 10]), 4);
+        assert_eq!(of(Reduce::Max, &[-3i32, 2, 1]), 2);
+        assert_eq!(of(Reduce::Min, &[-3i64, 2, -4]), -4);
+        assert_eq!(of(Reduce::Sum, &[1.0f32, 1e8, -1e8]), 0.0, "in the order of the devices");
+        for reduce in [Reduce::Sum, Reduce::Max, Reduce::Min] {
+            for parts in [[f32::NAN, 1.0, 2.0], [1.0, f32::NAN, 2.0], [1.0, 2.0, f32::NAN]] {
+                assert!(of(reduce, &parts).is_nan(), "{reduce} of {parts:?}");
+            }
+        }
+        assert!(of(Reduce::Max, &[-0.0f64, 0.0]).is_sign_negative());
+        assert_eq!(
+            of(Reduce::Max, &[bf16::from_f32(1.5), bf16::from_f32(-2.0)]),
+            bf16::from_f32(1.5)
+        );
+        assert_eq!(
+            of(Reduce::Sum, &[Complex::new(1.0f32, 2.0), Complex::new(3.0, 4.0)]),
+            Complex::new(4.0, 6.0)
+        );
+    }
+
+    #[test]
+    fn what_has_no_order_has_no_largest() {
+        assert!(
+            DType::ALL.iter().filter(|dtype| Reduce::Sum.is_defined_for(**dtype)).count() == 14
+        );
+        assert!(
+            !Reduce::Max.is_defined_for(DType::C64) && !Reduce::Min.is_defined_for(DType::C128)
+        );
+        assert!(Reduce::Max.is_defined_for(DType::Bf16));
+    }
+}

@@ -1,0 +1,269 @@
+//! What stands in for CUDA devices in programs built without the feature: there are none.
+
+use std::ffi::c_void;
+use std::marker::PhantomData;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use mpmd_transport::memory::{
+    DeviceAllocator, DevicePlace, DeviceSharing, Fence, Fences, Pin, Pool,
+};
+use mpmd_transport::{Failure, OwnedBuffer, SharedBuffer};
+
+use super::asked::{CommunicatorId, Joint, NotJoined, Product, RawArg};
+use super::{CudaError, Ended, Part, Then};
+use crate::device::cuda::{source::Source, spare::Spare, work::Grid};
+use mpmd_layout::topology::DeviceId;
+
+const NOT_BUILT: &str = "this program was built without the feature `cuda`";
+
+/// A CUDA device. There is none in this build.
+pub(crate) enum Gpu {}
+
+/// A queue of a device's work. There is none in this build.
+pub(crate) enum Line {}
+
+/// A line while work is issued to it. There is none in this build.
+pub(crate) enum Stream {}
+
+/// What a kernel needs on a device. There is none in this build.
+pub(crate) enum WarmUp {}
+
+/// A thread's turn to issue work to a line. There is none in this build.
+pub(crate) struct Turn<'a>(Never, PhantomData<&'a ()>);
+
+/// The end of what was issued in a turn. There is none in this build.
+pub(crate) struct Ending(Never);
+
+/// A process's communicators of NCCL's. There are none in this build.
+#[derive(Default)]
+pub(crate) struct Communicators(());
+
+/// A device's place in a group that works together. There is none in this build.
+pub(crate) enum Communicator {}
+
+enum Never {}
+
+pub(crate) fn reach_each_other(_: &[Arc<Gpu>]) {}
+
+impl Gpu {
+    pub(crate) fn open(_: u32) -> Result<Arc<Self>, CudaError> {
+        Err(CudaError::new("opening a CUDA device", "", NOT_BUILT))
+    }
+
+    pub(crate) fn ordinal(&self) -> u32 {
+        match *self {}
+    }
+
+    pub(crate) fn allocator(self: &Arc<Self>) -> Arc<dyn DeviceAllocator> {
+        match **self {}
+    }
+
+    pub(crate) fn pin(self: &Arc<Self>) -> Pin {
+        match **self {}
+    }
+
+    pub(crate) fn keep_time(&self, _: Box<dyn Fn() -> u64 + Send + Sync>) -> Result<(), CudaError> {
+        match *self {}
+    }
+
+    pub(crate) fn compute(&self) -> &Line {
+        match *self {}
+    }
+
+    pub(crate) fn inward(&self) -> &Line {
+        match *self {}
+    }
+
+    pub(crate) fn outward(&self) -> &Line {
+        match *self {}
+    }
+
+    pub(crate) fn spare(&self) -> &Spare {
+        match *self {}
+    }
+
+    pub(crate) fn processors(&self) -> u32 {
+        match *self {}
+    }
+
+    pub(crate) fn warm_up(self: &Arc<Self>, _: &Pool, _: Vec<&'static Source>) -> WarmUp {
+        match **self {}
+    }
+
+    pub(crate) fn launch(
+        &self,
+        _: &Stream,
+        _: &'static Source,
+        _: &str,
+        _: Grid,
+        _: &[RawArg],
+    ) -> Result<(), CudaError> {
+        match *self {}
+    }
+
+    pub(crate) fn gemm(
+        &self,
+        _: &Stream,
+        _: &Pool,
+        _: &Product,
+        _: [DevicePlace; 3],
+    ) -> Result<(), CudaError> {
+        match *self {}
+    }
+}
+
+impl Stream {
+    pub(crate) fn handle(&self) -> *mut c_void {
+        match *self {}
+    }
+
+    pub(crate) fn fill(&self, _: DevicePlace, _: [u8; 4], _: usize) -> Result<(), CudaError> {
+        match *self {}
+    }
+
+    pub(crate) fn copy(&self, _: DevicePlace, _: DevicePlace) -> Result<(), CudaError> {
+        match *self {}
+    }
+
+    pub(crate) fn download(&self, _: DevicePlace, _: &mut [u8]) -> Result<(), CudaError> {
+        match *self {}
+    }
+
+    pub(crate) fn upload(&self, _: &[u8], _: u64) -> Result<(), CudaError> {
+        match *self {}
+    }
+}
+
+impl WarmUp {
+    pub(crate) fn wait(&self) -> Result<(), CudaError> {
+        match *self {}
+    }
+}
+
+/// How a process with these devices shares their memory with others: it has none.
+pub(crate) fn sharing(_: Vec<Arc<Gpu>>) -> Option<Arc<dyn DeviceSharing>> {
+    None
+}
+
+impl Line {
+    pub(crate) fn submit(
+        &self,
+        _: &[&Fences],
+        _: impl FnOnce(&Stream) -> Result<(), CudaError>,
+        _: Then,
+    ) -> Arc<dyn Fence> {
+        match *self {}
+    }
+
+    pub(crate) fn copy_in(&self, _: &SharedBuffer, _: &mut OwnedBuffer, _: Part<'_>, _: Then) {
+        match *self {}
+    }
+
+    pub(crate) fn copy_out(
+        &self,
+        _: &SharedBuffer,
+        _: OwnedBuffer,
+        _: Part<'_>,
+        _: impl FnOnce(Result<OwnedBuffer, CudaError>) + Send + 'static,
+    ) {
+        match *self {}
+    }
+
+    pub(crate) fn zero(&self, _: &mut OwnedBuffer, _: Then) {
+        match *self {}
+    }
+}
+
+impl Line {
+    pub(crate) fn turn(&self) -> Turn<'_> {
+        match *self {}
+    }
+
+    pub(crate) fn has_issued_all(&self, _: &Fences) -> bool {
+        match *self {}
+    }
+}
+
+impl<'a> Turn<'a> {
+    pub(crate) fn come_after(&self, _: &Fences) -> Result<(), CudaError> {
+        match self.0 {}
+    }
+
+    pub(crate) fn begin(&mut self) -> Result<&'a Stream, CudaError> {
+        match self.0 {}
+    }
+
+    pub(crate) fn wait(&mut self) -> Result<(), CudaError> {
+        match self.0 {}
+    }
+
+    pub(crate) fn pause<R>(&mut self, _: impl FnOnce() -> R) -> R {
+        match self.0 {}
+    }
+
+    pub(crate) fn end(self, _: Result<(), CudaError>) -> Ending {
+        match self.0 {}
+    }
+}
+
+impl Ending {
+    pub(crate) fn fence(&self) -> Arc<dyn Fence> {
+        match self.0 {}
+    }
+
+    pub(crate) fn then(self, _: Box<dyn FnOnce(Ended) + Send>) {
+        match self.0 {}
+    }
+}
+
+/// What a group knows its communicators by. There are none in this build.
+pub(crate) fn new_id() -> Result<CommunicatorId, CudaError> {
+    Err(CudaError::new("beginning a group of NCCL's", "", NOT_BUILT))
+}
+
+impl Communicators {
+    pub(crate) fn find(
+        &self,
+        _: &[DeviceId],
+        _: usize,
+    ) -> Result<Option<Arc<Communicator>>, NotJoined> {
+        Ok(None)
+    }
+
+    pub(crate) fn open(
+        &self,
+        gpu: &Gpu,
+        _: (&[DeviceId], usize),
+        _: &CommunicatorId,
+        _: Instant,
+    ) -> Result<Arc<Communicator>, NotJoined> {
+        match *gpu {}
+    }
+
+    pub(crate) fn give_up(&self, _: &Arc<Failure>) {}
+
+    pub(crate) fn look(&self) -> Option<CudaError> {
+        None
+    }
+
+    pub(crate) fn are_to_be_watched(&self) -> bool {
+        false
+    }
+
+    pub(crate) fn close(&self, _: Duration) {}
+}
+
+impl Communicator {
+    pub(crate) fn given_up(&self) -> Option<&Arc<Failure>> {
+        match *self {}
+    }
+
+    pub(crate) fn issue(&self, _: &Stream, _: &Joint<'_>) -> Result<(), NotJoined> {
+        match *self {}
+    }
+
+    pub(crate) fn until_done(&self, _: &str, _: Instant) -> Result<(), NotJoined> {
+        match *self {}
+    }
+}

@@ -1,0 +1,516 @@
+//! Copies of regions from, to and between devices.
+//!
+//! A region is copied by as few calls as its shape allows: one where it is a run, or rows, or a
+//! block of rows, in both buffers. Where a buffer is the host's, the device reads and writes it by
+//! itself if it is pinned. If it is not, CUDA may keep the calling thread until it has read all of
+//! it, or has written it: callers that must not wait see to pinned memory.
+
+use std::ffi::c_void;
+use std::ptr::null_mut;
+
+use cudarc::driver::sys;
+use mpmd_transport::{OwnedBuffer, SharedBuffer};
+
+use super::calls;
+use super::error::CudaError;
+use super::gpu::cuda;
+use super::line::{Line, Stream};
+use super::{Part, Then};
+use crate::device::copy::{Loop, Loops};
+
+/// The widest rows of a copy by rows, which the driver counts with signed 32 bits.
+const MOST_PITCH: usize = i32::MAX as usize;
+
+/// Where bytes are read, or written.
+#[derive(Clone, Copy)]
+enum End {
+    Device { ordinal: u32, address: u64 },
+    Host(*mut c_void),
+}
+
+impl Line {
+    /// Copies a part of `from`, which is of the host or of any device of this process, to its place
+    /// in `to`, in the memory of this line's device.
+    ///
+    /// It comes after what makes `from` and what uses `to`. Both stay until it is over: it is a
+    /// read of the one, and makes the other. `then` hears how it ended.
+    ///
+    /// # Panics
+    ///
+    /// Where a buffer's length is not that of its region, the piece is not within both regions, or
+    /// `to` is the host's.
+    pub(crate) fn copy_in(
+        &self,
+        from: &SharedBuffer,
+        to: &mut OwnedBuffer,
+        part: Part<'_>,
+        then: Then,
+    ) {
+        let place = to.device().expect("copies go into a device's memory");
+        let loops = part.loops(from.len(), place.bytes);
+        let ends = (End::of(from), End::Device { ordinal: place.device, address: place.address });
+        let mut reached = false;
+        let work = |stream: &Stream| {
+            reached = true;
+            // SAFETY: `loops` was checked against both lengths. `from` never changes once it is
+            // made, which this comes after, and the read that is added below keeps its memory; `to`
+            // is this caller's alone, what used it comes before, and the fence that is added below
+            // keeps it.
+            loops.map_or(Ok(()), |loops| unsafe { stream.copy_all(&loops, ends.0, ends.1) })
+        };
+        let fence = self.submit(&[from.ready(), to.fences()], work, then);
+        from.add_read(fence.clone());
+        if reached {
+            to.clear_fences();
+        }
+        to.add_fence(fence);
+    }
+
+    /// Copies a part of `from`, in a device's memory, to its place in `to`, in the host's.
+    ///
+    /// It comes after what makes `from`, which stays until it is over. `then` gets the buffer back,
+    /// or why the copy failed.
+    ///
+    /// # Panics
+    ///
+    /// Where a buffer's length is not that of its region, the piece is not within both regions, or
+    /// `to` is a device's.
+    pub(crate) fn copy_out(
+        &self,
+        from: &SharedBuffer,
+        mut to: OwnedBuffer,
+        part: Part<'_>,
+        then: impl FnOnce(Result<OwnedBuffer, CudaError>) + Send + 'static,
+    ) {
+        let loops = part.loops(from.len(), to.len());
+        let ends = (End::of(from), End::Host(to.as_mut_ptr().cast()));
+        let before = to.fences().clone();
+        let work = |stream: &Stream| {
+            // SAFETY: `loops` was checked against both lengths. `from` never changes once it is
+            // made, which this comes after, and the read that is added below keeps its memory. `to`
+            // is with `done` from here on, where nobody looks at it until the copy is over.
+            loops.map_or(Ok(()), |loops| unsafe { stream.copy_all(&loops, ends.0, ends.1) })
+        };
+        let done = move |result: Result<(), CudaError>| {
+            match result {
+                Ok(()) => {
+                    to.clear_fences();
+                    then(Ok(to));
+                }
+                Err(error) => {
+                    if error.is_lost() {
+                        // The copy may still come.
+                        std::mem::forget(to);
+                    }
+                    then(Err(error));
+                }
+            }
+        };
+        let fence = self.submit(&[from.ready(), &before], work, Box::new(done));
+        from.add_read(fence);
+    }
+
+    /// Sets all bytes of `to`, in the memory of this line's device, to zero, after what uses it.
+    ///
+    /// # Panics
+    ///
+    /// Where `to` is the host's.
+    pub(crate) fn zero(&self, to: &mut OwnedBuffer, then: Then) {
+        let place = to.device().expect("a device's memory is set by its own work");
+        let work = |stream: &Stream| {
+            // SAFETY: the range is the buffer's, which is this caller's alone; what used it comes
+            // before, and the fence that is added below keeps it.
+            let set = unsafe { calls::cuMemsetD8Async(place.address, 0, place.bytes, stream.raw) };
+            let set = set.result().map_err(|error| cuda("clearing memory of a CUDA device", error));
+            set.map_err(|error| stream.context.fails(error))
+        };
+        let fence = self.submit(&[to.fences()], work, then);
+        to.add_fence(fence);
+    }
+}
+
+impl Part<'_> {
+    fn loops(&self, from: usize, to: usize) -> Option<Loops> {
+        Loops::checked((from, to), self.from, self.to, self.piece, self.item_bytes)
+    }
+}
+
+impl Stream {
+    /// Issues the copy of all runs.
+    ///
+    /// # Safety
+    ///
+    /// The runs lie within memory that `src` and `dst` begin, which stays, and is used by nobody in
+    /// other ways than the stream's order and its fences allow, until the stream is past them.
+    unsafe fn copy_all(&self, loops: &Loops, src: End, dst: End) -> Result<(), CudaError> {
+        // SAFETY: as the caller says.
+        let issued = unsafe {
+            self.copy_loops(&loops.dims, loops.run, src.plus(loops.src), dst.plus(loops.dst))
+        };
+        // What was issued after it counts on it: none of that is to pass for done.
+        issued.map_err(|error| self.context.fails(error))
+    }
+
+    /// # Safety
+    ///
+    /// As [`Stream::copy_all`].
+    unsafe fn copy_loops(
+        &self,
+        dims: &[Loop],
+        run: usize,
+        src: End,
+        dst: End,
+    ) -> Result<(), CudaError> {
+        match dims {
+            // SAFETY: as the caller says.
+            [] => unsafe { self.copy_run(run, src, dst) },
+            // SAFETY: as the caller says.
+            [rows] if rows.fits(run) => unsafe { self.copy_rows(*rows, run, src, dst) },
+            [blocks, rows] if rows.fits(run) && blocks.is_of(rows) => {
+                // SAFETY: as the caller says.
+                unsafe { self.copy_blocks(*blocks, *rows, run, src, dst) }
+            }
+            [outer, inner @ ..] => (0..outer.count).try_for_each(|i| {
+                let (src, dst) = (src.plus(i * outer.src_step), dst.plus(i * outer.dst_step));
+                // SAFETY: as the caller says: these runs are some of all.
+                unsafe { self.copy_loops(inner, run, src, dst) }
+            }),
+        }
+    }
+
+    /// # Safety
+    ///
+    /// As [`Stream::copy_all`].
+    unsafe fn copy_run(&self, bytes: usize, src: End, dst: End) -> Result<(), CudaError> {
+        // SAFETY: as the caller says. Between devices the driver tells by the addresses whose they
+        // are.
+        let copied = unsafe {
+            match (src, dst) {
+                (End::Host(src), End::Device { address, .. }) => {
+                    calls::cuMemcpyHtoDAsync_v2(address, src, bytes, self.raw)
+                }
+                (End::Device { address, .. }, End::Host(dst)) => {
+                    calls::cuMemcpyDtoHAsync_v2(dst, address, bytes, self.raw)
+                }
+                (
+                    End::Device { address: src, ordinal: a },
+                    End::Device { address: dst, ordinal: b },
+                ) if a == b => calls::cuMemcpyDtoDAsync_v2(dst, src, bytes, self.raw),
+                (End::Device { address: src, .. }, End::Device { address: dst, .. }) => {
+                    calls::cuMemcpyAsync(dst, src, bytes, self.raw)
+                }
+                (End::Host(_), End::Host(_)) => {
+                    return Err(CudaError::new("copying", "", "no device takes part"));
+                }
+            }
+        };
+        copied.result().map_err(|error| cuda(doing(src, dst), error))
+    }
+
+    /// # Safety
+    ///
+    /// As [`Stream::copy_all`].
+    unsafe fn copy_rows(
+        &self,
+        rows: Loop,
+        run: usize,
+        src: End,
+        dst: End,
+    ) -> Result<(), CudaError> {
+        let types = memory_types(src, dst);
+        let copy = sys::CUDA_MEMCPY2D_st {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: types.0,
+            srcHost: src.host(),
+            srcDevice: src.address(),
+            srcArray: null_mut(),
+            srcPitch: rows.src_step,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: types.1,
+            dstHost: dst.host(),
+            dstDevice: dst.address(),
+            dstArray: null_mut(),
+            dstPitch: rows.dst_step,
+            WidthInBytes: run,
+            Height: rows.count,
+        };
+        // SAFETY: as the caller says; the description is read before this returns.
+        let copied = unsafe { calls::cuMemcpy2DAsync_v2(&raw const copy, self.raw) };
+        copied.result().map_err(|error| cuda(doing(src, dst), error))
+    }
+
+    /// # Safety
+    ///
+    /// As [`Stream::copy_all`].
+    unsafe fn copy_blocks(
+        &self,
+        blocks: Loop,
+        rows: Loop,
+        run: usize,
+        src: End,
+        dst: End,
+    ) -> Result<(), CudaError> {
+        let types = memory_types(src, dst);
+        let copy = sys::CUDA_MEMCPY3D_st {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcZ: 0,
+            srcLOD: 0,
+            srcMemoryType: types.0,
+            srcHost: src.host(),
+            srcDevice: src.address(),
+            srcArray: null_mut(),
+            reserved0: null_mut(),
+            srcPitch: rows.src_step,
+            srcHeight: blocks.src_step / rows.src_step,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstZ: 0,
+            dstLOD: 0,
+            dstMemoryType: types.1,
+            dstHost: dst.host(),
+            dstDevice: dst.address(),
+            dstArray: null_mut(),
+            reserved1: null_mut(),
+            dstPitch: rows.dst_step,
+            dstHeight: blocks.dst_step / rows.dst_step,
+            WidthInBytes: run,
+            Height: rows.count,
+            Depth: blocks.count,
+        };
+        // SAFETY: as the caller says; the description is read before this returns.
+        let copied = unsafe { calls::cuMemcpy3DAsync_v2(&raw const copy, self.raw) };
+        copied.result().map_err(|error| cuda(doing(src, dst), error))
+    }
+}
+
+impl Loop {
+    /// Whether its runs are rows that one call can copy.
+    fn fits(&self, run: usize) -> bool {
+        let fits = |step: usize| (run..=MOST_PITCH).contains(&step);
+        fits(self.src_step) && fits(self.dst_step)
+    }
+
+    /// Whether it steps over whole blocks of such rows.
+    fn is_of(&self, rows: &Self) -> bool {
+        let whole = |step: usize, row: usize| {
+            step.is_multiple_of(row) && (rows.count..).contains(&(step / row))
+        };
+        whole(self.src_step, rows.src_step) && whole(self.dst_step, rows.dst_step)
+    }
+}
+
+impl End {
+    fn of(buffer: &SharedBuffer) -> Self {
+        match buffer.device() {
+            Some(place) => Self::Device { ordinal: place.device, address: place.address },
+            // Only ever read through.
+            None => Self::Host(buffer.as_ptr().cast_mut().cast()),
+        }
+    }
+
+    /// So many bytes on.
+    fn plus(self, bytes: usize) -> Self {
+        match self {
+            Self::Device { ordinal, address } => {
+                Self::Device { ordinal, address: address + bytes as u64 }
+            }
+            Self::Host(start) => Self::Host(start.wrapping_byte_add(bytes)),
+        }
+    }
+
+    fn host(self) -> *mut c_void {
+        match self {
+            Self::Device { .. } => null_mut(),
+            Self::Host(start) => start,
+        }
+    }
+
+    fn address(self) -> u64 {
+        match self {
+            Self::Device { address, .. } => address,
+            Self::Host(_) => 0,
+        }
+    }
+}
+
+/// What the driver is told of both ends. Between two devices it finds out by itself whose the
+/// addresses are.
+fn memory_types(src: End, dst: End) -> (sys::CUmemorytype, sys::CUmemorytype) {
+    use sys::CUmemorytype_enum::{CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_UNIFIED};
+    match (src, dst) {
+        (End::Device { ordinal: a, .. }, End::Device { ordinal: b, .. }) if a != b => {
+            (CU_MEMORYTYPE_UNIFIED, CU_MEMORYTYPE_UNIFIED)
+        }
+        _ => {
+            let of = |end| match end {
+                End::Device { .. } => CU_MEMORYTYPE_DEVICE,
+                End::Host(_) => CU_MEMORYTYPE_HOST,
+            };
+            (of(src), of(dst))
+        }
+    }
+}
+
+fn doing(src: End, dst: End) -> &'static str {
+    match (src, dst) {
+        (End::Host(_), _) => "copying to a CUDA device",
+        (_, End::Host(_)) => "copying from a CUDA device",
+        _ => "copying between CUDA devices",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::mpsc::{Receiver, channel};
+    use std::time::Duration;
+
+    use mpmd_transport::Pool;
+    use mpmd_transport::memory::Arena;
+    use proptest::prelude::*;
+    use proptest::test_runner::TestRunner;
+
+    use super::*;
+    use crate::device::copy::copy_region;
+    use crate::device::copy::tests::nested;
+    use crate::device::cuda::Gpu;
+    use mpmd_layout::region::Region;
+
+    /// A device with pools of its memory, and of the host's that it reaches.
+    struct Place {
+        gpu: Arc<Gpu>,
+        memory: Pool,
+        pinned: Pool,
+    }
+
+    impl Place {
+        fn open(ordinal: u32) -> Self {
+            let gpu = Gpu::open(ordinal).unwrap();
+            let memory = Pool::in_arena("device", None, &Arena::device(gpu.allocator()));
+            let arena = Arena::private();
+            arena.on_map(gpu.pin());
+            Self { gpu, memory, pinned: Pool::in_arena("pinned", None, &arena) }
+        }
+
+        fn host(&self, bytes: &[u8], pinned: bool) -> OwnedBuffer {
+            if !pinned {
+                return bytes.to_vec().into();
+            }
+            let mut buffer = self.pinned.allocate(bytes.len()).unwrap();
+            buffer.copy_from_slice(bytes);
+            assert!(buffer.is_pinned());
+            buffer
+        }
+
+        /// The same bytes in the device's memory.
+        fn on_device(&self, bytes: &[u8]) -> OwnedBuffer {
+            let mut to = self.memory.allocate(bytes.len()).unwrap();
+            let whole = Region::full(&[bytes.len()]);
+            let from = self.host(bytes, true).freeze();
+            let (then, _) = ended();
+            self.gpu.inward().copy_in(&from, &mut to, all(&whole), then);
+            to
+        }
+
+        fn read(&self, from: &SharedBuffer) -> Vec<u8> {
+            let whole = Region::full(&[from.len()]);
+            let (send, read) = channel();
+            let to = self.host(&vec![0; from.len()], true);
+            let then = move |read: Result<OwnedBuffer, CudaError>| send.send(read).unwrap();
+            self.gpu.outward().copy_out(from, to, all(&whole), then);
+            read.recv_timeout(SOON).unwrap().unwrap().to_vec()
+        }
+    }
+
+    const SOON: Duration = Duration::from_secs(20);
+
+    fn all(whole: &Region) -> Part<'_> {
+        Part { from: whole, to: whole, piece: whole, item_bytes: 1 }
+    }
+
+    fn ended() -> (Then, Receiver<Result<(), CudaError>>) {
+        let (send, receive) = channel();
+        // Not everybody waits for it.
+        (Box::new(move |result| send.send(result).unwrap_or_default()), receive)
+    }
+
+    /// Regions of any shape, in every direction, against the host's copies.
+    #[test]
+    fn regions_are_copied_as_the_host_copies_them() {
+        if softcuda::again!("SOFTCUDA_DEVICES" = "2", "SOFTCUDA_PACE" = "seed:3") {
+            return;
+        }
+        let places = [Place::open(0), Place::open(if softcuda::real() { 0 } else { 1 })];
+        let items = prop::sample::select(vec![1usize, 2, 4, 8, 16]);
+        let strategy = (nested(5, 4), items, any::<bool>());
+        let mut runner = TestRunner::new(ProptestConfig { cases: 200, ..Default::default() });
+        let ran = runner.run(&strategy, |((piece, from, to), item_bytes, pinned)| {
+            let bytes = |region: &Region| region.elements() * item_bytes;
+            if bytes(&from) == 0 || bytes(&to) == 0 {
+                return Ok(());
+            }
+            let source: Vec<u8> = (0..bytes(&from)).map(|i| (i % 251) as u8).collect();
+            let before = vec![255; bytes(&to)];
+            let mut expected = before.clone();
+            copy_region(&source, &from, &mut expected, &to, &piece, item_bytes);
+            let part = Part { from: &from, to: &to, piece: &piece, item_bytes };
+            let [here, there] = &places;
+
+            let mut inward = here.on_device(&before);
+            let (then, end) = ended();
+            here.gpu.inward().copy_in(
+                &here.host(&source, pinned).freeze(),
+                &mut inward,
+                part,
+                then,
+            );
+            prop_assert_eq!(here.read(&inward.freeze()), &expected[..], "into a device");
+            prop_assert!(end.recv_timeout(SOON).unwrap().is_ok());
+
+            let on_device = here.on_device(&source).freeze();
+            let (send, read) = channel();
+            let then = move |read: Result<OwnedBuffer, CudaError>| send.send(read).unwrap();
+            here.gpu.outward().copy_out(&on_device, here.host(&before, pinned), part, then);
+            let outward = read.recv_timeout(SOON).unwrap().unwrap();
+            prop_assert_eq!(&outward[..], &expected[..], "out of a device");
+
+            for place in [here, there] {
+                let mut between = place.on_device(&before);
+                place.gpu.inward().copy_in(&on_device, &mut between, part, ended().0);
+                prop_assert_eq!(place.read(&between.freeze()), &expected[..], "between devices");
+            }
+            Ok(())
+        });
+        ran.unwrap();
+        drop(places);
+    }
+
+    #[test]
+    fn memory_that_is_cleared_holds_zeros_and_goes_back_when_it_was() {
+        if softcuda::again!("SOFTCUDA_PACE" = "lazy") {
+            return;
+        }
+        let place = Place::open(0);
+        let mut buffer = place.on_device(&[7; 1000]);
+        let (then, end) = ended();
+        place.gpu.inward().zero(&mut buffer, then);
+        assert_eq!(place.read(&buffer.freeze()), [0; 1000]);
+        assert!(end.recv_timeout(SOON).unwrap().is_ok());
+        let buffer = place.on_device(&[7; 1000]).freeze();
+        let read = place.read(&buffer);
+        drop(buffer);
+        assert_eq!((read.len(), place.memory.stats().live), (1000, 0));
+    }
+
+    #[test]
+    fn rows_and_blocks_that_one_call_cannot_copy_are_told_from_those_that_it_can() {
+        let step = |count, step| Loop { count, src_step: step, dst_step: step };
+        assert!(step(4, 64).fits(64) && !step(4, 64).fits(65) && !step(2, 1 << 31).fits(1));
+        assert!(step(2, 256).is_of(&step(4, 64)) && step(2, 320).is_of(&step(4, 64)));
+        assert!(!step(2, 192).is_of(&step(4, 64)), "rows of two blocks would overlap");
+        assert!(!step(2, 300).is_of(&step(4, 64)), "blocks begin between rows");
+    }
+}

@@ -1,0 +1,307 @@
+//! The calls that find the driver and its libraries. Nothing here is called twice in a process but
+//! for the three libraries' versions.
+
+use std::panic::{UnwindSafe, catch_unwind};
+use std::sync::OnceLock;
+
+use cudarc::driver::sys;
+use cudarc::driver::sys::CUdevice_attribute as Attribute;
+
+use super::super::calls::{self, Answer, DriverError};
+use super::{Attributes, Driver, Gpu, NoCuda, OLDEST, Uuid, Version};
+
+/// The driver for people.
+const DRIVER: &str = "CUDA driver";
+/// Bytes of the name of a device, at most.
+const NAME_BYTES: usize = 256;
+
+/// As [`found`](super::found).
+pub(super) fn driver() -> Result<&'static Driver, NoCuda> {
+    static DRIVER: OnceLock<Result<Driver, NoCuda>> = OnceLock::new();
+    let found = DRIVER.get_or_init(|| guarded(self::DRIVER, look));
+    found.as_ref().map_err(NoCuda::clone)
+}
+
+fn look() -> Result<Driver, NoCuda> {
+    // SAFETY: loading a library runs its initialisers. These are names of the driver alone, whose
+    // own are made to run in any program; whoever puts another file of such a name into the
+    // loader's way has the process anyway.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(missing(DRIVER, &["cuda", "nvcuda"]));
+    }
+    // SAFETY: as above; it was there a moment ago. Names are only looked up: nothing is called by
+    // this type.
+    whole(DRIVER, calls::DRIVER, |name| unsafe {
+        sys::culib().get::<unsafe extern "C" fn()>(name).is_ok()
+    })?;
+    let no_gpu = || NoCuda::NoGpu { visible: variable("CUDA_VISIBLE_DEVICES") };
+    // SAFETY: it takes no more than flags, of which there are none.
+    unsafe { calls::cuInit(0) }.result().map_err(|error| match error {
+        error if error.is(sys::CUresult::CUDA_ERROR_NO_DEVICE) => no_gpu(),
+        error => refused("cuInit", error),
+    })?;
+    let version = driver_version().map_err(|error| refused("cuDriverGetVersion", error))?;
+    if version < OLDEST {
+        return Err(NoCuda::TooOld { version });
+    }
+    let mut count = 0;
+    // SAFETY: it writes one number, for which there is room.
+    unsafe { calls::cuDeviceGetCount(&raw mut count) }
+        .result()
+        .map_err(|error| refused("cuDeviceGetCount", error))?;
+    let gpus: Vec<Gpu> = (0..count).map(gpu).collect::<Result<_, _>>()?;
+    if gpus.is_empty() {
+        return Err(no_gpu());
+    }
+    Ok(Driver { version, gpus })
+}
+
+fn driver_version() -> Result<Version, DriverError> {
+    let mut number = 0;
+    // SAFETY: it writes one number, for which there is room.
+    unsafe { calls::cuDriverGetVersion(&raw mut number) }.result()?;
+    Ok(Version::of_number(u32::try_from(number).unwrap_or(0)))
+}
+
+fn gpu(ordinal: i32) -> Result<Gpu, NoCuda> {
+    let mut device = 0;
+    // SAFETY: it writes one device, for which there is room.
+    unsafe { calls::cuDeviceGet(&raw mut device, ordinal) }
+        .result()
+        .map_err(|error| refused("cuDeviceGet", error))?;
+    let number = |attribute: Attribute| {
+        let mut number = 0;
+        // SAFETY: the device comes from `cuDeviceGet`, and there is room for the number.
+        match unsafe { calls::cuDeviceGetAttribute(&raw mut number, attribute, device) }.result() {
+            Ok(()) => Ok(u32::try_from(number).unwrap_or(0)),
+            // An attribute that is younger than the driver is one of what the driver cannot do.
+            Err(error) if error.is(sys::CUresult::CUDA_ERROR_INVALID_VALUE) => Ok(0),
+            Err(error) => Err(refused("cuDeviceGetAttribute", error)),
+        }
+    };
+    let has = |attribute| number(attribute).map(|number| number != 0);
+    let mode = number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_MODE)?;
+    let attributes = Attributes {
+        processors: number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        copy_engines: number(Attribute::CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT)?,
+        unified_addressing: has(Attribute::CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING)?,
+        ipc: has(Attribute::CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED)?,
+        exclusive: mode == sys::CUcomputemode::CU_COMPUTEMODE_EXCLUSIVE_PROCESS as u32,
+        prohibited: mode == sys::CUcomputemode::CU_COMPUTEMODE_PROHIBITED as u32,
+        integrated: has(Attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED)?,
+        shared_memory_bytes: number(
+            Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+        )?,
+    };
+    let capability = Version {
+        major: number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+        minor: number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+    };
+    let mut memory_bytes = 0;
+    // SAFETY: the device comes from `cuDeviceGet`, and there is room for the number.
+    unsafe { calls::cuDeviceTotalMem_v2(&raw mut memory_bytes, device) }
+        .result()
+        .map_err(|error| refused("cuDeviceTotalMem", error))?;
+    let mut name = [0u8; NAME_BYTES];
+    // SAFETY: the device comes from `cuDeviceGet`, and there is room for as many bytes as is said.
+    unsafe { calls::cuDeviceGetName(name.as_mut_ptr().cast(), NAME_BYTES as i32, device) }
+        .result()
+        .map_err(|error| refused("cuDeviceGetName", error))?;
+    let name = name.split(|byte| *byte == 0).next().unwrap_or_default();
+    let mut uuid = sys::CUuuid { bytes: [0; 16] };
+    // SAFETY: the device comes from `cuDeviceGet`, and there is room for the number. This version
+    // of the call tells the parts of a divided processor from each other.
+    let got = unsafe { calls::cuDeviceGetUuid_v2(&raw mut uuid, device) };
+    got.result().map_err(|error| refused("cuDeviceGetUuid_v2", error))?;
+    Ok(Gpu {
+        // Counted from 0 upwards.
+        ordinal: ordinal.unsigned_abs(),
+        name: String::from_utf8_lossy(name).into_owned(),
+        uuid: Uuid(uuid.bytes.map(|byte| byte.to_ne_bytes()[0])),
+        memory_bytes: memory_bytes as u64,
+        capability,
+        attributes,
+    })
+}
+
+/// The driver's own words for an error.
+pub(crate) fn refused(call: &'static str, error: DriverError) -> NoCuda {
+    NoCuda::Refused { what: DRIVER, call, name: error.name(), text: error.text() }
+}
+
+/// As [`nvrtc`](super::nvrtc).
+pub(super) fn nvrtc() -> Result<String, NoCuda> {
+    use cudarc::nvrtc::sys;
+    const WHAT: &str = "NVRTC";
+    guarded(WHAT, || {
+        // SAFETY: as for the driver: a library of NVIDIA's that is made to be loaded by any
+        // program.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(missing(WHAT, &["nvrtc"]));
+        }
+        // SAFETY: as for the driver.
+        whole(WHAT, &["nvrtcVersion"], |name| unsafe {
+            sys::culib().get::<unsafe extern "C" fn()>(name).is_ok()
+        })?;
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: it writes two numbers, for which there is room.
+        match unsafe { calls::nvrtcVersion(&raw mut major, &raw mut minor) } {
+            answer if answer.is_success() => Ok(format!("{major}.{minor}")),
+            answer => Err(status(WHAT, "nvrtcVersion", answer)),
+        }
+    })
+}
+
+/// As [`cublas`](super::cublas).
+pub(super) fn cublas() -> Result<String, NoCuda> {
+    use cudarc::cublas::sys::{self, libraryPropertyType as Property};
+    const WHAT: &str = "cuBLAS";
+    guarded(WHAT, || {
+        // SAFETY: as for the driver: a library of NVIDIA's that is made to be loaded by any
+        // program.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(missing(WHAT, &["cublas"]));
+        }
+        // SAFETY: as for the driver.
+        let has = |name: &[u8]| unsafe { sys::culib().get::<unsafe extern "C" fn()>(name).is_ok() };
+        whole(WHAT, &["cublasCreate_v2", "cublasGemmEx", "cublasGemmStridedBatchedEx"], has)?;
+        if !has(b"cublasGetProperty") {
+            return Ok("of a version that it does not tell".to_owned());
+        }
+        let number = |property: Property| {
+            let mut number = 0;
+            // SAFETY: it writes one number, for which there is room. It needs neither handle nor
+            // context.
+            match unsafe { calls::cublasGetProperty(property, &raw mut number) } {
+                answer if answer.is_success() => Ok(number),
+                answer => Err(status(WHAT, "cublasGetProperty", answer)),
+            }
+        };
+        Ok(format!(
+            "{}.{}.{}",
+            number(Property::MAJOR_VERSION)?,
+            number(Property::MINOR_VERSION)?,
+            number(Property::PATCH_LEVEL)?
+        ))
+    })
+}
+
+/// As [`nccl`](super::nccl).
+pub(super) fn nccl() -> Result<String, NoCuda> {
+    use super::NCCL as WHAT;
+    use crate::device::cuda::{NCCL_NAMES, NCCL_SYMBOLS, nccl_library, nccl_version_of};
+    let Some(library) = nccl_library() else {
+        let looked_for = NCCL_NAMES.map(str::to_owned).to_vec();
+        return Err(NoCuda::NoLibrary {
+            what: WHAT,
+            looked_for,
+            library_path: variable("LD_LIBRARY_PATH"),
+        });
+    };
+    // SAFETY: names are only looked up: nothing is called by this type.
+    whole(WHAT, NCCL_SYMBOLS, |name| unsafe {
+        library.get::<unsafe extern "C" fn()>(name).is_ok()
+    })?;
+    let number = nccl_version_of(library);
+    number.map(nccl_version).map_err(|error| NoCuda::Broken { what: WHAT, why: error.to_string() })
+}
+
+/// NCCL's way to write a version in a number, as NCCL_VERSION in its header has it since 2.9: 22203
+/// is 2.22.3.
+fn nccl_version(number: i32) -> String {
+    format!("{}.{}.{}", number / 10_000, number / 100 % 100, number % 100)
+}
+
+fn status(what: &'static str, call: &'static str, answer: Answer) -> NoCuda {
+    NoCuda::Refused {
+        what,
+        call,
+        name: format!("error {}", answer.0),
+        text: "no more is said".to_owned(),
+    }
+}
+
+/// Fails where a library `has` not all of these functions.
+fn whole(what: &'static str, names: &[&str], has: impl Fn(&[u8]) -> bool) -> Result<(), NoCuda> {
+    let lacking = names.iter().filter(|name| !has(name.as_bytes())).map(|name| (*name).to_owned());
+    let symbols: Vec<String> = lacking.collect();
+    if symbols.is_empty() { Ok(()) } else { Err(NoCuda::NoSymbols { what, symbols }) }
+}
+
+fn missing(what: &'static str, libraries: &[&str]) -> NoCuda {
+    let names = libraries.iter().flat_map(|name| cudarc::get_lib_name_candidates(name));
+    let mut looked_for: Vec<String> = Vec::new();
+    for name in names {
+        if !looked_for.contains(&name) {
+            looked_for.push(name);
+        }
+    }
+    NoCuda::NoLibrary { what, looked_for, library_path: variable("LD_LIBRARY_PATH") }
+}
+
+fn variable(name: &str) -> Option<String> {
+    std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
+}
+
+/// Says a panic of the binding's as an error: it has them where a library went away or lacks a
+/// function.
+fn guarded<T>(
+    what: &'static str,
+    ask: impl FnOnce() -> Result<T, NoCuda> + UnwindSafe,
+) -> Result<T, NoCuda> {
+    catch_unwind(ask).unwrap_or_else(|panic| {
+        let words = panic.downcast_ref::<String>().map(String::as_str);
+        let why = words
+            .or(panic.downcast_ref::<&str>().copied())
+            .unwrap_or("the binding gave up")
+            .to_owned();
+        Err(NoCuda::Broken { what, why })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_name_is_tried_once() {
+        let NoCuda::NoLibrary { looked_for, .. } = missing(DRIVER, &["cuda", "nvcuda"]) else {
+            panic!("another error")
+        };
+        assert!(
+            looked_for.contains(&"libcuda.so".to_owned())
+                && looked_for.contains(&"libcuda.so.1".to_owned())
+        );
+        let mut names = looked_for.clone();
+        names.sort();
+        names.dedup();
+        assert_eq!(names.len(), looked_for.len(), "{looked_for:?}");
+    }
+
+    #[test]
+    fn functions_that_are_missing_are_named() {
+        assert_eq!(whole(DRIVER, calls::DRIVER, |_| true), Ok(()));
+        let said = whole(DRIVER, calls::DRIVER, |name| !name.starts_with(b"cuDeviceGetU"))
+            .unwrap_err()
+            .to_string();
+        assert_eq!(
+            said,
+            "no CUDA driver found that can be used: the library here has no cuDeviceGetUuid_v2"
+        );
+    }
+
+    #[test]
+    fn panics_of_the_binding_become_errors() {
+        let error = guarded::<()>("NVRTC", || {
+            std::panic::resume_unwind(Box::new("Missing symbol x".to_owned()))
+        });
+        let said = error.unwrap_err().to_string();
+        assert_eq!(said, "no NVRTC found that can be used: Missing symbol x");
+    }
+
+    #[test]
+    fn nccls_numbers_are_read() {
+        assert_eq!(nccl_version(22203), "2.22.3");
+        assert_eq!(nccl_version(23005), "2.30.5");
+    }
+}

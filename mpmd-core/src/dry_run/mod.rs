@@ -1,0 +1,446 @@
+//! A [`Plan`]: every operation of every process of a job, as a program that owns nothing issues
+//! them.
+//!
+//! A spectator ([`Builder::spectator`](crate::Builder::spectator)) runs the whole program, and what
+//! it issues is written down here: what each operation does on which device, what goes between
+//! devices, which arrays it reads, where handles are let go, where values are read, and where steps
+//! end. There is no second description of a program: [`Plan::flow`] is what is proved and
+//! simulated, [`Plan::memory`] what it takes, [`Plan::links`] what goes between processes.
+//!
+//! Everything here is a pure function of the plan.
+
+mod flow;
+mod form;
+mod memory;
+mod parting;
+mod steady;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Range;
+use std::path::Path;
+
+pub use flow::{Computed, PlannedFlow, Sent};
+pub use form::{Form, Kind, Memory, Message, Shard};
+pub use memory::{DeviceMemory, MemoryPlan, Peak};
+pub use parting::Parting;
+use serde::{Deserialize, Serialize};
+
+pub(crate) use form::shards;
+
+use crate::trace::Label;
+
+/// The form of the file; one of another version is refused.
+pub const VERSION: u32 = 1;
+
+/// The operations of a program, with what each process does for each.
+///
+/// Operations are numbered from 1 in the order in which every process issues them.
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Plan {
+    /// The form of this plan, [`VERSION`].
+    pub version: u32,
+    /// Number of processes.
+    pub processes: u32,
+    /// The process of each device, by the device's number.
+    pub devices: Vec<u32>,
+    /// Source lines, `file:line:column`.
+    pub lines: Vec<String>,
+    /// What operations do, apart from the arrays that they do it to: each once.
+    pub forms: Vec<Form>,
+    /// In order; the first is operation 1.
+    pub operations: Vec<Operation>,
+    /// For each operation the hash that the processes of a job compare, of all that was issued up
+    /// to it: everything that must be equal on all of them, host values included. Of a replay that
+    /// before its first operation.
+    #[serde(default)]
+    pub hashes: Vec<u64>,
+    /// Where the last handle to an array was let go, in order.
+    pub drops: Vec<Dropped>,
+    /// Where the program waited for arrays, in order.
+    pub reads: Vec<Read>,
+    /// Where steps ended.
+    pub steps: Vec<StepEnd>,
+    /// Why it ends where it does.
+    pub end: End,
+}
+
+/// Why a plan ends where it does.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum End {
+    /// It goes on: the program was asked for it while it was running.
+    #[default]
+    Open,
+    /// The last two steps are equal.
+    Steady,
+    /// As many steps as were asked for.
+    Steps,
+    /// The program finished.
+    Finished,
+}
+
+/// One operation.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Operation {
+    /// What it does: a place in [`Plan::forms`].
+    pub form: u32,
+    /// The line that issued it: a place in [`Plan::lines`].
+    pub line: u32,
+    /// What it is for, in a pipeline.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub label: Option<Label>,
+    /// The arrays that it reads.
+    pub takes: Vec<Taken>,
+}
+
+/// An array, by the operation that made it.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
+pub struct Array {
+    /// The operation.
+    pub operation: u64,
+    /// Which of its results.
+    pub result: u32,
+}
+
+/// What an operation reads.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Taken {
+    /// The array; `None` for host values, which every process has.
+    pub array: Option<Array>,
+    /// Whether the array ends with this operation, for every clone.
+    pub donated: bool,
+}
+
+/// The last handle of an array goes.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Dropped {
+    /// The array.
+    pub array: Array,
+    /// The last operation that was issued before.
+    pub after: u64,
+}
+
+/// The program waits for an array. Where it reads values, it may go on to branch on them.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Read {
+    /// The array.
+    pub array: Array,
+    /// The last operation that was issued before.
+    pub after: u64,
+    /// The line: a place in [`Plan::lines`].
+    pub line: u32,
+    /// Whether values are read, or only waited for.
+    pub values: bool,
+}
+
+/// A step ends.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+pub struct StepEnd {
+    /// The last operation that was issued before.
+    pub operation: u64,
+    /// How many of [`Plan::drops`] came before.
+    pub drops: u64,
+    /// How many of [`Plan::reads`] came before.
+    pub reads: u64,
+}
+
+/// What goes from one process to another.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct Link {
+    /// Number of messages with payload.
+    pub messages: u64,
+    /// Bytes of them. Those of collectives are what their declarations allow at most.
+    pub bytes: u64,
+}
+
+/// Why a plan cannot be read or written.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PlanError {
+    /// The file cannot be read or written.
+    #[error("the plan {path}: {why}")]
+    File {
+        /// The file.
+        path: String,
+        /// The system's word on it.
+        why: std::io::Error,
+    },
+    /// It is no plan.
+    #[error("{path} is no plan: {why}")]
+    Form {
+        /// The file.
+        path: String,
+        /// What is wrong with it.
+        why: String,
+    },
+}
+
+impl Plan {
+    /// A plan without operations for devices of these processes.
+    pub(crate) fn new(processes: u32, devices: Vec<u32>) -> Self {
+        Self { version: VERSION, processes, devices, ..Self::default() }
+    }
+
+    /// Reads a plan from a file.
+    ///
+    /// # Errors
+    ///
+    /// Where there is none, or one of another version, or it contradicts itself.
+    pub fn read(path: &Path) -> Result<Self, PlanError> {
+        let bytes = std::fs::read(path)
+            .map_err(|why| PlanError::File { path: path.display().to_string(), why })?;
+        Self::from_json(&bytes)
+            .map_err(|why| PlanError::Form { path: path.display().to_string(), why })
+    }
+
+    /// Writes the plan to a file, whole or not at all.
+    ///
+    /// # Errors
+    ///
+    /// Where the file cannot be written.
+    pub fn write(&self, path: &Path) -> Result<(), PlanError> {
+        let wrong = |why| PlanError::File { path: path.display().to_string(), why };
+        let bytes = serde_json::to_vec(self).map_err(|error| wrong(error.into()))?;
+        let mut beside = path.as_os_str().to_owned();
+        beside.push(format!(".{}.part", std::process::id()));
+        let beside = Path::new(&beside);
+        std::fs::write(beside, bytes).and_then(|()| std::fs::rename(beside, path)).map_err(|why| {
+            let _ = std::fs::remove_file(beside);
+            wrong(why)
+        })
+    }
+
+    fn from_json(bytes: &[u8]) -> Result<Self, String> {
+        let plan: Self = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+        plan.check()?;
+        Ok(plan)
+    }
+
+    /// Whether every place that it names is there, and every array is made before it is used.
+    fn check(&self) -> Result<(), String> {
+        let Self { version, .. } = self;
+        if *version != VERSION {
+            return Err(format!("it has version {version}, and this is for {VERSION}"));
+        }
+        let device = |device: u32| match self.devices.get(device as usize) {
+            Some(_) => Ok(()),
+            None => Err(format!("there is no device {device} among {}", self.devices.len())),
+        };
+        if let Some(process) = self.devices.iter().find(|process| **process >= self.processes) {
+            return Err(format!("there is no process {process} among {}", self.processes));
+        }
+        for form in &self.forms {
+            form.devices().try_for_each(device)?;
+            if let Kind::Agree { from, .. } = form.kind
+                && from >= self.processes
+            {
+                return Err(format!("there is no process {from} among {}", self.processes));
+            }
+        }
+        let made = |array: Array, before: u64| {
+            let form = (array.operation >= 1 && array.operation <= before)
+                .then(|| self.form_of(array.operation))
+                .flatten();
+            match form {
+                Some(form) if (array.result as usize) < form.results.len() => Ok(()),
+                _ => Err(format!("{array} is not made before it is used")),
+            }
+        };
+        for (index, operation) in self.operations.iter().enumerate() {
+            let form = self.forms.get(operation.form as usize);
+            let form = form.ok_or_else(|| format!("operation {} has no form", index + 1))?;
+            for taken in operation.takes.iter().filter_map(|taken| taken.array) {
+                made(taken, index as u64)?;
+            }
+            if form.inputs().any(|input| input as usize >= operation.takes.len()) {
+                return Err(format!(
+                    "operation {} shares memory with an array that it does not take",
+                    index + 1
+                ));
+            }
+            self.line(operation.line)?;
+        }
+        let count = self.operations.len() as u64;
+        self.drops.iter().try_for_each(|dropped| made(dropped.array, dropped.after.min(count)))?;
+        for read in &self.reads {
+            made(read.array, read.after.min(count))?;
+            self.line(read.line)?;
+        }
+        if !self.hashes.is_empty() && self.hashes.len() as u64 != count {
+            return Err(format!("it has {} hashes for {count} operations", self.hashes.len()));
+        }
+        let most = StepEnd {
+            operation: count,
+            drops: self.drops.len() as u64,
+            reads: self.reads.len() as u64,
+        };
+        let sorted = |a: &StepEnd, b: &StepEnd| {
+            a.operation <= b.operation && a.drops <= b.drops && a.reads <= b.reads
+        };
+        let ends: Vec<StepEnd> = self.steps.iter().copied().chain([most]).collect();
+        if !ends.is_sorted_by(sorted) {
+            return Err("its steps are not in order".to_owned());
+        }
+        Ok(())
+    }
+
+    fn line(&self, line: u32) -> Result<&str, String> {
+        self.lines
+            .get(line as usize)
+            .map(String::as_str)
+            .ok_or_else(|| format!("there is no line {line}"))
+    }
+
+    /// What operation `operation` does, where there is one of that number.
+    pub fn form_of(&self, operation: u64) -> Option<&Form> {
+        let index = usize::try_from(operation.checked_sub(1)?).ok()?;
+        self.forms.get(self.operations.get(index)?.form as usize)
+    }
+
+    /// An operation for people: number, label, what it does, and its line.
+    pub fn describe(&self, operation: u64) -> String {
+        let index = (operation as usize).wrapping_sub(1);
+        let Some(issued) = self.operations.get(index) else {
+            return format!("operation {operation}");
+        };
+        let label = issued.label.map(|label| format!("{label}: ")).unwrap_or_default();
+        let what = self.form_of(operation).map_or("", |form| &form.what);
+        let line = self.line(issued.line).unwrap_or("nowhere");
+        format!("operation {operation} ({label}{what}) at {line}")
+    }
+
+    /// The operations of step `step`, from 0; `None` where there is none that has ended.
+    pub fn step(&self, step: usize) -> Option<Range<u64>> {
+        let last = self.steps.get(step)?.operation;
+        let before = step.checked_sub(1).map_or(0, |before| self.steps[before].operation);
+        Some(before + 1..last + 1)
+    }
+
+    /// What goes from process to process in these operations, by `(from, to)`.
+    pub fn links(&self, operations: Range<u64>) -> BTreeMap<(u32, u32), Link> {
+        let mut links: BTreeMap<(u32, u32), Link> = BTreeMap::new();
+        for form in operations.filter_map(|operation| self.form_of(operation)) {
+            for (between, bytes) in self.crossings(form) {
+                let link = links.entry(between).or_default();
+                link.messages += 1;
+                link.bytes += bytes;
+            }
+        }
+        links
+    }
+
+    /// The messages of a form that cross between processes: `(from, to)` and their bytes.
+    fn crossings<'a>(&'a self, form: &'a Form) -> Box<dyn Iterator<Item = ((u32, u32), u64)> + 'a> {
+        if let Kind::Agree { from, bytes } = form.kind {
+            let others = (0..self.processes).filter(move |to| *to != from);
+            return Box::new(others.map(move |to| ((from, to), bytes)));
+        }
+        let process = |device: u32| self.devices[device as usize];
+        let messages = form.messages.iter();
+        Box::new(
+            messages
+                .map(move |message| ((process(message.from), process(message.to)), message.bytes))
+                .filter(|((from, to), _)| from != to),
+        )
+    }
+}
+
+impl fmt::Display for Array {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "result {} of operation {}", self.result, self.operation)
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// One array of 64 bytes made on device 0, put to device 1 of another process twice, and
+    /// dropped.
+    pub(crate) fn small() -> Plan {
+        let own = |device| Shard { device, bytes: 64, memory: Memory::Own };
+        let make = Form {
+            what: "make".into(),
+            kind: Kind::Make,
+            results: vec![vec![own(0)]],
+            messages: Vec::new(),
+        };
+        let put = Form {
+            what: "put".into(),
+            kind: Kind::Put,
+            results: vec![vec![own(1)]],
+            messages: vec![Message { from: 0, to: 1, bytes: 64, step: 1 }],
+        };
+        let call = Form {
+            what: "jit k".into(),
+            kind: Kind::Call { kernel: "k".into(), devices: vec![1] },
+            results: vec![vec![own(1)]],
+            messages: Vec::new(),
+        };
+        let first = Array { operation: 1, result: 0 };
+        let take =
+            |operation| vec![Taken { array: Some(Array { operation, result: 0 }), donated: false }];
+        let operation = |form, takes| Operation { form, line: 0, label: None, takes };
+        Plan {
+            lines: vec!["train.rs:1:2".into()],
+            forms: vec![make, put, call],
+            operations: vec![
+                operation(0, Vec::new()),
+                operation(1, take(1)),
+                operation(2, take(2)),
+                operation(1, take(1)),
+                operation(2, take(4)),
+            ],
+            drops: [(2, 3), (3, 3), (4, 5), (5, 5)]
+                .map(|(operation, after)| Dropped { array: Array { operation, result: 0 }, after })
+                .to_vec(),
+            reads: vec![Read { array: first, after: 5, line: 0, values: true }],
+            steps: [(1, 0), (3, 2), (5, 4)]
+                .map(|(operation, drops)| StepEnd { operation, drops, reads: 0 })
+                .to_vec(),
+            ..Plan::new(2, vec![0, 1])
+        }
+    }
+
+    #[test]
+    fn a_plan_that_is_written_is_read_again() {
+        let folder = std::env::temp_dir().join(format!("mpmd-plan-{}.json", std::process::id()));
+        small().write(&folder).unwrap();
+        assert_eq!(Plan::read(&folder).unwrap(), small());
+        std::fs::remove_file(&folder).unwrap();
+        assert!(matches!(Plan::read(&folder), Err(PlanError::File { .. })));
+    }
+
+    #[test]
+    fn what_is_no_plan_is_refused_with_what_is_wrong() {
+        let wrong = |change: fn(&mut Plan)| {
+            let mut plan = small();
+            change(&mut plan);
+            Plan::from_json(&serde_json::to_vec(&plan).unwrap()).unwrap_err()
+        };
+        assert_eq!(wrong(|plan| plan.version = 7), "it has version 7, and this is for 1");
+        assert_eq!(wrong(|plan| plan.devices.truncate(1)), "there is no device 1 among 1");
+        assert_eq!(wrong(|plan| plan.processes = 1), "there is no process 1 among 1");
+        assert_eq!(wrong(|plan| plan.forms.truncate(2)), "operation 3 has no form");
+        let late = wrong(|plan| plan.operations[1].takes = plan.operations[4].takes.clone());
+        assert_eq!(late, "result 0 of operation 4 is not made before it is used");
+        assert_eq!(wrong(|plan| plan.lines.clear()), "there is no line 0");
+        assert_eq!(wrong(|plan| plan.steps[2].operation = 9), "its steps are not in order");
+        assert_eq!(wrong(|plan| plan.hashes = vec![1]), "it has 1 hashes for 5 operations");
+        assert!(Plan::from_json(b"{}").is_err());
+    }
+
+    #[test]
+    fn links_count_what_crosses_in_the_operations_asked_for() {
+        let plan = small();
+        let twice = BTreeMap::from([((0, 1), Link { messages: 2, bytes: 128 })]);
+        assert_eq!(plan.links(1..6), twice);
+        assert_eq!(plan.links(plan.step(1).unwrap())[&(0, 1)].bytes, 64);
+        assert_eq!(plan.step(2), Some(4..6));
+        assert_eq!(plan.step(3), None);
+        assert_eq!(plan.describe(2), "operation 2 (put) at train.rs:1:2");
+    }
+}

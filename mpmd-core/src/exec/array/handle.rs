@@ -1,0 +1,157 @@
+//! Handles to arrays that share an allocation.
+
+use std::ops::Deref;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+
+use super::Placed;
+
+/// One of the arrays that an operation made. Clones are the same array.
+///
+/// The arrays of one operation share an allocation, so that an operation with many results costs no
+/// more of those; an array's buffers go with its own last handle all the same.
+pub(crate) struct Handle {
+    all: Arc<[Placed]>,
+    index: u32,
+    /// Whether somebody writes down when the last handle goes.
+    planned: bool,
+}
+
+/// A handle that keeps nothing.
+pub(crate) struct WeakHandle {
+    all: Weak<[Placed]>,
+    index: u32,
+}
+
+impl Handle {
+    /// The first handle to a new array, which counts as one already.
+    pub(super) fn first_of(all: Arc<[Placed]>, index: u32) -> Self {
+        let planned = all[index as usize].made.runtime.recorder.is_some();
+        let handle = Self { all, index, planned };
+        handle.made.runtime.holds(&handle);
+        handle
+    }
+
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        std::ptr::eq(&raw const **self, &raw const **other)
+    }
+
+    pub(crate) fn downgrade(&self) -> WeakHandle {
+        WeakHandle { all: Arc::downgrade(&self.all), index: self.index }
+    }
+}
+
+impl Deref for Handle {
+    type Target = Placed;
+
+    fn deref(&self) -> &Placed {
+        &self.all[self.index as usize]
+    }
+}
+
+impl Clone for Handle {
+    fn clone(&self) -> Self {
+        self.handles.fetch_add(1, Ordering::Relaxed);
+        Self { all: self.all.clone(), index: self.index, planned: self.planned }
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        if self.planned {
+            if self.handles.fetch_sub(1, Ordering::AcqRel) == 1
+                && let Some(recorder) = &self.made.runtime.recorder
+            {
+                recorder.dropped(self.origin());
+            }
+            return;
+        }
+        if self.all.len() == 1 {
+            // Its shards go with the allocation.
+            return;
+        }
+        if self.handles.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.shards.iter().for_each(|shard| shard.slot.leave());
+        }
+    }
+}
+
+impl WeakHandle {
+    /// A handle, where there are others.
+    pub(crate) fn upgrade(&self) -> Option<Handle> {
+        let all = self.all.upgrade()?;
+        let one_more = |handles: usize| (handles > 0).then_some(handles + 1);
+        let handles = &all[self.index as usize].handles;
+        handles.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more).ok()?;
+        let planned = all[self.index as usize].made.runtime.recorder.is_some();
+        Some(Handle { all, index: self.index, planned })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::exec::array::Repr;
+    use crate::kernel::Views;
+    use crate::kernel::ViewsMut;
+    use crate::prelude::*;
+
+    /// Copies arrays of a megabyte, as many as come.
+    struct Copies;
+
+    impl Kernel for Copies {
+        type In = Vec<MpmdArray>;
+        type Out = Vec<MpmdArray>;
+
+        fn infer(&self, x: &Vec<ShapedArray>) -> Result<Signature<Vec<ShapedArray>>> {
+            Ok(Signature::new(x.clone()))
+        }
+
+        fn run(
+            &self,
+            _: &mut Context<'_>,
+            x: Views<'_, Self::In>,
+            y: ViewsMut<'_, Self::Out>,
+        ) -> Result<()> {
+            x.into_iter().zip(y).try_for_each(|(x, mut y)| {
+                y.as_mut_slice::<u8>()?.copy_from_slice(x.as_slice::<u8>()?);
+                Ok(())
+            })
+        }
+    }
+
+    #[test]
+    fn each_of_many_results_goes_with_its_own_last_handle_and_is_not_found_after() {
+        let mut p = Program::builder().devices(2).alone().unwrap();
+        let mesh = p.mesh(&[("x", 2)]).unwrap();
+        let copies = p.jit(Copies).on(&mesh).outputs(mesh.replicated()).build().unwrap();
+        let bytes = 1 << 20;
+        let host = MpmdArray::from_slice(&[bytes], &vec![7u8; bytes]).unwrap();
+        let mut y = copies.call(&mut p, vec![host; 3]).unwrap();
+        y.iter().for_each(|y| drop(y.block_until_ready().unwrap().clone()));
+        let live = |p: &Program| p.memory().live / (2 * bytes as u64);
+        assert_eq!(live(&p), 3);
+        let clone = y[1].clone();
+        assert!(clone.is_same(&y[1]) && !clone.is_same(&y[0]));
+        let weak = |y: &MpmdArray| match &y.repr {
+            Repr::Placed(placed) => placed.downgrade(),
+            Repr::Host(_) => unreachable!("a kernel made it"),
+        };
+        let (first, second) = (weak(&y[0]), weak(&y[1]));
+        drop(y.remove(1));
+        assert_eq!(live(&p), 3);
+        drop(y.remove(0));
+        assert_eq!(live(&p), 2);
+        assert!(first.upgrade().is_none() && second.upgrade().is_some());
+        assert_eq!(clone.to_host().unwrap().unwrap().to_vec::<u8>().unwrap(), vec![7; bytes]);
+        drop(clone);
+        assert_eq!(live(&p), 1);
+        assert!(second.upgrade().is_none());
+        // What is dropped before it is there goes as well.
+        let host = MpmdArray::from_slice(&[bytes], &vec![7u8; bytes]).unwrap();
+        let mut more = copies.call(&mut p, vec![host; 2]).unwrap();
+        drop(more.pop());
+        more[0].block_until_ready().unwrap();
+        drop((y, more));
+        p.finish().unwrap();
+    }
+}

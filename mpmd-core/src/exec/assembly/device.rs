@@ -1,0 +1,488 @@
+//! A shard in a CUDA device's memory that is put together from pieces.
+
+use std::mem::replace;
+use std::sync::Arc;
+
+use mpmd_transport::memory::{OutOfMemory, Reservation};
+use mpmd_transport::router::Failure;
+use mpmd_transport::{OwnedBuffer, SharedBuffer};
+use parking_lot::Mutex;
+
+use crate::device::copy::copy_region;
+use crate::device::cuda::kernels::ADD;
+use crate::device::cuda::work::Grid;
+use crate::device::cuda::{Gpu, Part, RawArg, Stream};
+use crate::exec::chunks::Chunked;
+use crate::exec::put::{COPY_INLINE, Transfer};
+use crate::exec::reach::when_made;
+use crate::exec::slot::{IssuedPromises, Promise, Slot};
+use crate::exec::{OpGuard, Outcome, Runtime};
+use mpmd_layout::aval::DType;
+use mpmd_layout::region::Region;
+use mpmd_layout::sharding::MemoryKind;
+use mpmd_layout::topology::DeviceId;
+
+/// A shard of one CUDA device, incomplete until the copies of all its pieces are over.
+///
+/// Its pieces are copied by the device, and copies are issued as soon as their bytes are there or
+/// will have been made by work that was issued: so the shard itself is issued with the last of
+/// them, and ends when all are over.
+///
+/// Where the source is partial sums, the pieces of each but the first are copied beside the shard,
+/// which is added to what is there: in the order of the sums, whatever the order in which they
+/// come, with the bits that the host makes of them.
+pub(crate) struct DeviceAssembly {
+    runtime: Arc<Runtime>,
+    gpu: Arc<Gpu>,
+    op: u64,
+    region: Region,
+    item_bytes: usize,
+    sum: Option<Sum>,
+    open: Mutex<Option<Open>>,
+    ending: Arc<Ending>,
+}
+
+/// What there is until all copies are issued.
+struct Open {
+    promise: Promise,
+    memory: Memory,
+    /// Pieces of which not all copies are issued, by partial sum.
+    missing: Vec<usize>,
+    /// The partial sum whose turn it is.
+    term: usize,
+    /// Pieces of later ones.
+    waiting: Vec<Piece>,
+}
+
+/// A piece that is here before its turn.
+struct Piece {
+    transfer: Arc<Transfer>,
+    bytes: SharedBuffer,
+    source: Option<Slot>,
+    // Last, so that it is dropped after the bytes.
+    guard: OpGuard,
+}
+
+/// How a device adds numbers of a type.
+#[derive(Clone, Copy)]
+pub(crate) struct Sum {
+    function: &'static str,
+    /// How many numbers an element is.
+    numbers: usize,
+}
+
+impl Sum {
+    /// `None` where devices do not add such numbers by themselves.
+    pub(crate) fn of(dtype: DType) -> Option<Self> {
+        let (function, numbers) = match dtype {
+            DType::F32 => ("add_f32", 1),
+            DType::C64 => ("add_f32", 2),
+            DType::F64 => ("add_f64", 1),
+            DType::C128 => ("add_f64", 2),
+            DType::F16 => ("add_f16", 1),
+            DType::Bf16 => ("add_bf16", 1),
+            _ => return None,
+        };
+        Some(Self { function, numbers })
+    }
+}
+
+enum Memory {
+    /// Set aside, until the first piece needs it.
+    Reserved(Reservation),
+    /// The shard, and what is beside it to be added.
+    Here(OwnedBuffer, Option<OwnedBuffer>),
+    /// It could not be had: the shard has failed.
+    Gone,
+}
+
+/// What is known of copies that were issued.
+struct Ending {
+    runtime: Arc<Runtime>,
+    op: u64,
+    state: Mutex<Ended>,
+}
+
+struct Ended {
+    /// Copies that are not over, and one more until the shard is issued or has failed.
+    left: usize,
+    /// The first failure.
+    failed: Option<Arc<Failure>>,
+    issued: Option<IssuedPromises>,
+    // Goes when nothing is left.
+    guard: Option<OpGuard>,
+}
+
+impl DeviceAssembly {
+    /// A shard of `region` that so many pieces of each partial sum will fill, in memory of `gpu`.
+    /// Where there are several sums, `sum` says how they are added, and room for two such shards is
+    /// set aside.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "one call site; the parts have no life of their own"
+    )]
+    pub(in crate::exec) fn new(
+        runtime: Arc<Runtime>,
+        gpu: Arc<Gpu>,
+        op: u64,
+        region: Region,
+        item_bytes: usize,
+        missing: Vec<usize>,
+        sum: Option<Sum>,
+        reservation: Reservation,
+        promise: Promise,
+        guard: OpGuard,
+    ) -> Arc<Self> {
+        let memory = Memory::Reserved(reservation);
+        let open =
+            Mutex::new(Some(Open { promise, memory, missing, term: 0, waiting: Vec::new() }));
+        let state = Mutex::new(Ended { left: 1, failed: None, issued: None, guard: Some(guard) });
+        let ending = Arc::new(Ending { runtime: runtime.clone(), op, state });
+        Arc::new(Self { runtime, gpu, op, region, item_bytes, sum, open, ending })
+    }
+
+    /// Whether it still takes pieces.
+    pub(in crate::exec) fn is_open(&self) -> bool {
+        self.open.lock().is_some()
+    }
+
+    /// Whether a piece is all that the open shard waits for.
+    pub(super) fn is_whole(&self, piece: &Region) -> bool {
+        let reserved =
+            |open: &Open| open.missing == [1] && matches!(open.memory, Memory::Reserved(_));
+        *piece == self.region && self.open.lock().as_ref().is_some_and(reserved)
+    }
+
+    /// Whether these bytes are where the device reaches them as its own.
+    pub(super) fn can_be(&self, bytes: &SharedBuffer) -> bool {
+        let here = bytes.device().is_some_and(|place| place.device == self.gpu.ordinal());
+        here && !bytes.is_far() && !bytes.is_limited()
+    }
+
+    /// Ends the shard with what is the whole of it, or with a failure; what was issued of it comes
+    /// to its end all the same.
+    pub(in crate::exec) fn end(&self, outcome: Outcome) {
+        let Some(Open { promise, memory, .. }) = self.open.lock().take() else { return };
+        drop(memory);
+        match outcome {
+            Ok(bytes) => {
+                promise.keep(Ok(bytes));
+                self.ending.over(Ok(()));
+            }
+            Err(failure) => {
+                promise.keep(Err(failure.clone()));
+                self.ending.over(Err(failure));
+            }
+        }
+    }
+
+    /// Ends the shard with what is the whole of it, which the work of `source` makes.
+    pub(super) fn end_as(&self, bytes: SharedBuffer, source: &Slot) {
+        let Some(Open { promise, memory, .. }) = self.open.lock().take() else { return };
+        drop(memory);
+        self.ending.issued(promise.issue(bytes));
+        let ending = self.ending.clone();
+        source.on_verdict(move |made| ending.over(made));
+    }
+
+    /// Has a piece copied to its place. `source` is the slot that makes the bytes, where its work
+    /// may be under way.
+    pub(super) fn place(
+        self: &Arc<Self>,
+        transfer: &Arc<Transfer>,
+        bytes: SharedBuffer,
+        source: Option<Slot>,
+        guard: &OpGuard,
+    ) {
+        if let Some(open) = self.open.lock().as_mut()
+            && open.term != transfer.term
+        {
+            let (transfer, guard) = (transfer.clone(), guard.clone());
+            open.waiting.push(Piece { transfer, bytes, source, guard });
+            return;
+        }
+        if bytes.device().is_some() || bytes.is_pinned() {
+            self.copy(&bytes, &transfer.holds, &transfer.region, source, ());
+            self.placed();
+        } else if transfer.bytes <= COPY_INLINE {
+            self.place_packed(transfer, &bytes);
+        } else {
+            Chunked::begin(&self.runtime, self.clone(), transfer.clone(), bytes, guard.clone());
+        }
+    }
+
+    /// Has all of it copied, from pinned bytes, in place of the only piece.
+    pub(in crate::exec) fn fill(self: &Arc<Self>, bytes: &SharedBuffer) {
+        self.copy(bytes, &self.region, &self.region, None, ());
+        self.placed();
+    }
+
+    /// As [`place`](Self::place), of a few bytes that the device does not reach.
+    fn place_packed(self: &Arc<Self>, transfer: &Transfer, bytes: &SharedBuffer) {
+        let Transfer { region, holds, .. } = transfer;
+        if let Some(packed) = self.pack(bytes, holds, region) {
+            self.copy(&packed, region, region, None, ());
+            self.placed();
+        }
+    }
+
+    /// A region's bytes by themselves, in pinned memory. `None` where there is none: then the shard
+    /// has failed.
+    pub(in crate::exec) fn pack(
+        &self,
+        bytes: &[u8],
+        holds: &Region,
+        region: &Region,
+    ) -> Option<SharedBuffer> {
+        match self.runtime.staging.allocate(region.elements() * self.item_bytes) {
+            Ok(mut packed) => {
+                copy_region(bytes, holds, &mut packed, region, region, self.item_bytes);
+                Some(packed.freeze())
+            }
+            Err(error) => {
+                self.fail(self.runtime.out_of_memory(self.op, &error.to_string()));
+                None
+            }
+        }
+    }
+
+    /// Issues the copy of a region to its place, from bytes that are of `holds`. `until` is dropped
+    /// when it is over, or cannot be.
+    pub(in crate::exec) fn copy(
+        &self,
+        bytes: &SharedBuffer,
+        holds: &Region,
+        region: &Region,
+        source: Option<Slot>,
+        until: impl Send + 'static,
+    ) {
+        let part =
+            Part { from: holds, to: &self.region, piece: region, item_bytes: self.item_bytes };
+        let failed = self.with_memory(|buffer| {
+            let ending = self.ending.one_more();
+            let then = move |result: Result<(), _>| {
+                let copied = result.map_err(|error| ending.runtime.copy_failed(ending.op, &error));
+                // Where the bytes were never made, that is why.
+                when_made(source, move |made| ending.over(made.and(copied)));
+                drop(until);
+            };
+            self.gpu.inward().copy_in(bytes, buffer, part, Box::new(then));
+        });
+        if let Err(failure) = failed {
+            self.fail(failure);
+        }
+    }
+
+    /// Makes all of it zeros, in place of the only piece.
+    pub(in crate::exec) fn zero(self: &Arc<Self>) {
+        let failed = self.with_memory(|buffer| {
+            let ending = self.ending.one_more();
+            let then = move |result: Result<(), _>| {
+                ending.over(result.map_err(|error| ending.runtime.copy_failed(ending.op, &error)));
+            };
+            self.gpu.inward().zero(buffer, Box::new(then));
+        });
+        match failed {
+            Ok(()) => self.placed(),
+            Err(failure) => self.fail(failure),
+        }
+    }
+
+    /// All copies of a piece are issued; with the last piece the shard is.
+    pub(in crate::exec) fn placed(self: &Arc<Self>) {
+        let mut guard = self.open.lock();
+        let Some(open) = guard.as_mut() else { return };
+        open.missing[open.term] -= 1;
+        if open.missing[open.term] > 0 {
+            return;
+        }
+        if open.term > 0
+            && let Memory::Here(shard, Some(beside)) = &mut open.memory
+        {
+            self.add(shard, beside);
+        }
+        open.term += 1;
+        if open.term < open.missing.len() {
+            let term = open.term;
+            let next = open
+                .waiting
+                .extract_if(.., |piece| piece.transfer.term == term)
+                .collect::<Vec<_>>();
+            drop(guard);
+            for Piece { transfer, bytes, source, guard } in next {
+                self.place(&transfer, bytes, source, &guard);
+            }
+            return;
+        }
+        if let Some(Open { promise, memory: Memory::Here(shard, beside), .. }) = guard.take() {
+            drop(guard);
+            // It goes back once it was added.
+            drop(beside);
+            self.ending.issued(promise.issue(shard.freeze()));
+            self.ending.over(Ok(()));
+        }
+    }
+
+    /// Issues the sum of what is beside the shard and what is in it.
+    fn add(&self, shard: &mut OwnedBuffer, beside: &mut OwnedBuffer) {
+        let (Some(to), Some(from), Some(sum)) = (shard.device(), beside.device(), self.sum) else {
+            return;
+        };
+        let count = self.region.elements() * sum.numbers;
+        let args = [
+            RawArg::number((count as u64).to_ne_bytes(), 8),
+            RawArg::memory(to, true),
+            RawArg::memory(from, false),
+        ];
+        let ending = self.ending.one_more();
+        let then = move |result: Result<(), _>| {
+            ending.over(result.map_err(|error| ending.runtime.copy_failed(ending.op, &error)));
+        };
+        let work =
+            |stream: &Stream| self.gpu.launch(stream, &ADD, sum.function, Grid::over(count), &args);
+        let fence =
+            self.gpu.inward().submit(&[shard.fences(), beside.fences()], work, Box::new(then));
+        shard.add_fence(fence.clone());
+        beside.add_fence(fence);
+    }
+
+    fn fail(&self, failure: Arc<Failure>) {
+        self.runtime.remember(&failure);
+        self.end(Err(failure));
+    }
+
+    /// Calls `with` with the memory where pieces go whose turn it is, as long as the shard is open.
+    fn with_memory(&self, with: impl FnOnce(&mut OwnedBuffer)) -> Result<(), Arc<Failure>> {
+        let mut guard = self.open.lock();
+        let Some(open) = guard.as_mut() else { return Ok(()) };
+        if let Memory::Reserved(_) = open.memory
+            && let Memory::Reserved(reservation) = replace(&mut open.memory, Memory::Gone)
+        {
+            let failed =
+                |error: OutOfMemory| self.runtime.out_of_memory(self.op, &error.to_string());
+            open.memory = if open.missing.len() > 1 {
+                let bytes = self.region.elements() * self.item_bytes;
+                let mut both = reservation.allocate_all([bytes; 2].into_iter()).map_err(failed)?;
+                let beside = both.pop();
+                both.pop().map_or(Memory::Gone, |shard| Memory::Here(shard, beside))
+            } else {
+                Memory::Here(reservation.allocate().map_err(failed)?, None)
+            };
+        }
+        if let Memory::Here(shard, beside) = &mut open.memory {
+            match beside {
+                Some(beside) if open.term > 0 => with(beside),
+                _ => with(shard),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Runtime {
+    /// Keeps a promise with a shard of a CUDA device that is a copy of these values, in memory that
+    /// was set aside for it.
+    pub(crate) fn copy_in(
+        self: &Arc<Self>,
+        device: DeviceId,
+        op: u64,
+        values: SharedBuffer,
+        reservation: Reservation,
+        promise: Promise,
+        guard: OpGuard,
+    ) {
+        let Some(gpu) = self.gpu_of(device, MemoryKind::Device) else { return };
+        let all = Region::full(&[values.len()]);
+        let shard = DeviceAssembly::new(
+            self.clone(),
+            gpu.clone(),
+            op,
+            all,
+            1,
+            vec![1],
+            None,
+            reservation,
+            promise,
+            guard,
+        );
+        shard.fill(&values);
+    }
+
+    /// Keeps a promise with a part of what a slot gets, copied by the device that has both: the
+    /// slot's region, the part, and bytes of an element.
+    pub(crate) fn copy_on_device(
+        self: &Arc<Self>,
+        device: DeviceId,
+        op: u64,
+        slot: &Slot,
+        (whole, part, item): (Region, Region, usize),
+        promise: Promise,
+        guard: OpGuard,
+    ) {
+        let Some(gpu) = self.gpu_of(device, MemoryKind::Device) else { return };
+        let pool = self.devices.iter().find(|local| local.id == device).map(|local| &local.pool);
+        let reservation = match pool.map(|pool| pool.reserve(part.elements() * item)) {
+            Some(Ok(reservation)) => reservation,
+            Some(Err(error)) => {
+                let failure = self.out_of_memory(op, &error.to_string());
+                self.remember(&failure);
+                return promise.keep(Err(failure));
+            }
+            None => return,
+        };
+        let (runtime, gpu) = (self.clone(), gpu.clone());
+        let shard = DeviceAssembly::new(
+            runtime,
+            gpu,
+            op,
+            part.clone(),
+            item,
+            vec![1],
+            None,
+            reservation,
+            promise,
+            guard,
+        );
+        let source = slot.clone();
+        slot.on_issued(move |outcome| match outcome {
+            Ok(bytes) => {
+                shard.copy(bytes, &whole, &part, Some(source), ());
+                shard.placed();
+            }
+            Err(failure) => shard.end(Err(failure.clone())),
+        });
+    }
+}
+
+impl Ending {
+    fn one_more(self: &Arc<Self>) -> Arc<Self> {
+        self.state.lock().left += 1;
+        self.clone()
+    }
+
+    fn issued(&self, promise: IssuedPromises) {
+        self.state.lock().issued = Some(promise);
+    }
+
+    /// One of those that were left is over.
+    fn over(&self, result: Result<(), Arc<Failure>>) {
+        let mut state = self.state.lock();
+        if let Err(failure) = result {
+            state.failed.get_or_insert(failure);
+        }
+        state.left -= 1;
+        if state.left > 0 {
+            return;
+        }
+        let (issued, failed, guard) =
+            (state.issued.take(), state.failed.take(), state.guard.take());
+        drop(state);
+        if let Some(failure) = &failed {
+            self.runtime.remember(failure);
+        }
+        if let Some(issued) = issued {
+            issued.end(failed.map_or(Ok(()), Err));
+        }
+        drop(guard);
+    }
+}

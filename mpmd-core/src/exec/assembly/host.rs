@@ -1,0 +1,316 @@
+//! A shard in the host's memory that is put together from pieces.
+
+use std::collections::VecDeque;
+use std::mem::replace;
+use std::sync::Arc;
+
+use mpmd_ids::ProcessId;
+use mpmd_transport::memory::{Divided, Reservation};
+use mpmd_transport::router::{Failure, FailureKind};
+use mpmd_transport::{OwnedBuffer, SharedBuffer};
+use parking_lot::Mutex;
+
+use crate::device::{
+    copy::{contiguous_bytes, copy_region},
+    sum::add_region,
+};
+use crate::exec::put::Transfer;
+use crate::exec::slot::Promise;
+use crate::exec::{OpGuard, Outcome, Runtime};
+use mpmd_layout::aval::DType;
+use mpmd_layout::region::Region;
+
+/// A shard of one device, incomplete until all its pieces are in their places.
+///
+/// Where every piece is one run of it, each is a part that is written by itself: several are at
+/// once, and the transport reads straight into them. Else one mover at a time works on it, outside
+/// the lock: movers that have pieces of different shards never wait for each other.
+///
+/// Where the source is partial sums the pieces of the first are copied and those of each other
+/// added in the order of the sums, whatever the order in which they come: so the same bits come out
+/// every time. Early ones wait.
+pub(crate) struct HostAssembly {
+    process: ProcessId,
+    op: u64,
+    region: Region,
+    dtype: DType,
+    /// Whether every piece is a part by itself.
+    in_parts: bool,
+    state: Mutex<State>,
+}
+
+struct State {
+    /// `None` once the shard has ended.
+    open: Option<Open>,
+    /// Pieces that are here and not in their places yet, in the order they came.
+    waiting: VecDeque<Piece>,
+    /// Whether a mover works on them, or will.
+    busy: bool,
+}
+
+struct Open {
+    promise: Promise,
+    memory: Memory,
+    /// Pieces that are not in their places yet, by partial sum.
+    missing: Vec<usize>,
+    /// The partial sum whose turn it is.
+    term: usize,
+    // Last, so that it is dropped after the memory.
+    guard: OpGuard,
+}
+
+enum Memory {
+    /// Set aside, until the first piece needs it.
+    Reserved(Reservation),
+    Here(OwnedBuffer),
+    /// Given out to who writes a piece.
+    Divided(Divided),
+    /// With the mover, or with the transport.
+    Lent,
+}
+
+/// A piece that is here: where it goes, and what its bytes are of, is the transfer's.
+struct Piece {
+    transfer: Arc<Transfer>,
+    bytes: SharedBuffer,
+    // Last, so that it is dropped after the bytes: whoever waits for memory looks when operations
+    // end.
+    guard: OpGuard,
+}
+
+impl HostAssembly {
+    /// A shard of `region` that so many pieces of each partial sum will fill.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "one call site; the parts have no life of their own"
+    )]
+    pub(in crate::exec) fn new(
+        process: ProcessId,
+        op: u64,
+        region: Region,
+        dtype: DType,
+        missing: Vec<usize>,
+        in_parts: bool,
+        reservation: Reservation,
+        promise: Promise,
+        guard: OpGuard,
+    ) -> Arc<Self> {
+        let open = Open { promise, memory: Memory::Reserved(reservation), missing, term: 0, guard };
+        let state = State { open: Some(open), waiting: VecDeque::new(), busy: false };
+        Arc::new(Self { process, op, region, dtype, in_parts, state: Mutex::new(state) })
+    }
+
+    /// The operation that makes it.
+    pub(super) fn op(&self) -> u64 {
+        self.op
+    }
+
+    /// Whether it still takes pieces.
+    pub(in crate::exec) fn is_open(&self) -> bool {
+        self.state.lock().open.is_some()
+    }
+
+    /// Ends the shard with what is the whole of it, or with a failure.
+    pub(in crate::exec) fn end(&self, outcome: Outcome) {
+        let (open, waiting) = {
+            let mut state = self.state.lock();
+            (state.open.take(), std::mem::take(&mut state.waiting))
+        };
+        drop(waiting);
+        if let Some(Open { promise, memory, guard, .. }) = open {
+            drop(memory);
+            promise.keep(outcome);
+            drop(guard);
+        }
+    }
+
+    /// Memory for the whole shard, for a piece that is all of it. `None` where it is not, or the
+    /// shard has ended.
+    pub(in crate::exec) fn take_whole(&self, piece: &Region) -> Option<OwnedBuffer> {
+        if !self.is_whole(piece) {
+            return None;
+        }
+        let memory = replace(&mut self.state.lock().open.as_mut()?.memory, Memory::Lent);
+        match self.buffer(memory)? {
+            Ok(buffer) => Some(buffer),
+            Err(failure) => {
+                self.end(Err(failure));
+                None
+            }
+        }
+    }
+
+    /// Whether a piece is all that an open shard waits for.
+    pub(in crate::exec) fn is_whole(&self, piece: &Region) -> bool {
+        *piece == self.region
+            && self.state.lock().open.as_ref().is_some_and(|open| open.missing == [1])
+    }
+
+    /// Returns true where bytes may be the shard as they are. Bools that a peer lends are copied:
+    /// it can still write them, and a `bool` that becomes neither 0 nor 1 after it was checked is
+    /// undefined behaviour.
+    pub(super) fn can_be(&self, bytes: &SharedBuffer) -> bool {
+        self.dtype != DType::Bool || !bytes.is_lent()
+    }
+
+    /// Has a piece copied to its place: on a mover, because whoever has it has other things to do.
+    pub(in crate::exec) fn place(
+        self: &Arc<Self>,
+        runtime: &Runtime,
+        transfer: &Arc<Transfer>,
+        bytes: SharedBuffer,
+        guard: &OpGuard,
+    ) {
+        if self.in_parts {
+            let (assembly, transfer, guard) = (self.clone(), transfer.clone(), guard.clone());
+            runtime.move_data(Box::new(move || {
+                assembly.copy_part(&transfer, &bytes);
+                drop(bytes);
+                drop(guard);
+            }));
+        } else if self.queue(transfer, bytes, guard) {
+            let assembly = self.clone();
+            runtime.move_data(Box::new(move || assembly.work()));
+        }
+    }
+
+    /// As [`place`](Self::place), before this returns.
+    pub(in crate::exec) fn place_now(
+        &self,
+        transfer: &Arc<Transfer>,
+        bytes: SharedBuffer,
+        guard: &OpGuard,
+    ) {
+        if self.in_parts {
+            self.copy_part(transfer, &bytes);
+        } else if self.queue(transfer, bytes, guard) {
+            self.work();
+        }
+    }
+
+    /// The part that a piece is, to be written by the caller, who then gives it
+    /// [back](Self::give_back). `None` where pieces are no parts, or the shard has ended.
+    pub(in crate::exec) fn take_part(&self, piece: &Region) -> Option<OwnedBuffer> {
+        let run =
+            contiguous_bytes(&self.region, piece, self.dtype.size()).filter(|_| self.in_parts)?;
+        let mut state = self.state.lock();
+        let open = state.open.as_mut()?;
+        if let Memory::Reserved(_) = open.memory {
+            match self.buffer(replace(&mut open.memory, Memory::Lent))? {
+                Ok(buffer) => open.memory = Memory::Divided(Divided::new(buffer)),
+                Err(failure) => {
+                    drop(state);
+                    self.end(Err(failure));
+                    return None;
+                }
+            }
+        }
+        let Memory::Divided(divided) = &mut open.memory else { return None };
+        divided.part(run)
+    }
+
+    /// A part has its piece.
+    pub(in crate::exec) fn give_back(&self, part: OwnedBuffer) {
+        drop(part);
+        let mut state = self.state.lock();
+        let Some(open) = state.open.as_mut() else { return };
+        open.missing[0] -= 1;
+        if open.missing[0] > 0 {
+            return;
+        }
+        if let Memory::Divided(divided) = replace(&mut open.memory, Memory::Lent) {
+            drop(state);
+            // The last part is back, so it is whole.
+            let whole = divided
+                .join()
+                .map_err(|_| self.out_of_memory("a part of the shard is still in use"));
+            self.end(whole.map(OwnedBuffer::freeze));
+        }
+    }
+
+    fn copy_part(&self, transfer: &Transfer, bytes: &[u8]) {
+        let Some(mut part) = self.take_part(&transfer.region) else { return };
+        let Transfer { region, holds, .. } = transfer;
+        copy_region(bytes, holds, &mut part, region, region, self.dtype.size());
+        self.give_back(part);
+    }
+
+    /// Keeps a piece for who works on the shard; true where nobody does yet.
+    fn queue(&self, transfer: &Arc<Transfer>, bytes: SharedBuffer, guard: &OpGuard) -> bool {
+        let piece = Piece { transfer: transfer.clone(), bytes, guard: guard.clone() };
+        let mut state = self.state.lock();
+        if state.open.is_none() {
+            drop(state);
+            drop(piece);
+            return false;
+        }
+        state.waiting.push_back(piece);
+        !replace(&mut state.busy, true)
+    }
+
+    /// Copies what waits to its place.
+    fn work(&self) {
+        loop {
+            let (piece, memory) = {
+                let mut state = self.state.lock();
+                let State { open: Some(open), waiting, busy } = &mut *state else { return };
+                let Some(at) = waiting.iter().position(|piece| piece.transfer.term == open.term)
+                else {
+                    *busy = false;
+                    return;
+                };
+                // Nearly always the first.
+                let Some(piece) = waiting.remove(at) else { return };
+                (piece, replace(&mut open.memory, Memory::Lent))
+            };
+            let Some(buffer) = self.buffer(memory) else { return };
+            let mut buffer = match buffer {
+                Ok(buffer) => buffer,
+                Err(failure) => return self.end(Err(failure)),
+            };
+            let Piece { transfer, bytes, guard } = piece;
+            let Transfer { term, region, holds, .. } = &*transfer;
+            if *term == 0 {
+                copy_region(&bytes, holds, &mut buffer, &self.region, region, self.dtype.size());
+            } else {
+                add_region(&bytes, holds, &mut buffer, &self.region, region, self.dtype);
+            }
+            drop(bytes);
+            let mut state = self.state.lock();
+            match state.open.as_mut() {
+                None => {
+                    drop(state);
+                    drop(buffer);
+                }
+                Some(open) => {
+                    open.missing[*term] -= 1;
+                    if open.missing[*term] == 0 {
+                        open.term += 1;
+                    }
+                    if open.term < open.missing.len() {
+                        open.memory = Memory::Here(buffer);
+                    } else {
+                        drop(state);
+                        self.end(Ok(buffer.freeze()));
+                    }
+                }
+            }
+            drop(guard);
+        }
+    }
+
+    fn buffer(&self, memory: Memory) -> Option<Result<OwnedBuffer, Arc<Failure>>> {
+        match memory {
+            Memory::Reserved(reservation) => {
+                Some(reservation.allocate().map_err(|error| self.out_of_memory(&error.to_string())))
+            }
+            Memory::Here(buffer) => Some(Ok(buffer)),
+            Memory::Divided(_) | Memory::Lent => None,
+        }
+    }
+
+    fn out_of_memory(&self, why: &str) -> Arc<Failure> {
+        let message = format!("operation {}: {why}", self.op);
+        Arc::new(Failure::new(FailureKind::Memory, self.process, self.op, message))
+    }
+}

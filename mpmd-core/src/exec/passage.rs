@@ -1,0 +1,317 @@
+//! A region that comes from a peer: to the devices here that want it, and on to other processes.
+
+use std::sync::Arc;
+
+use mpmd_ids::ProcessId;
+use mpmd_transport::memory::{ALIGNMENT, OutOfMemory};
+use mpmd_transport::router::{Failure, FailureKind};
+use mpmd_transport::{OwnedBuffer, Payload, SharedBuffer};
+
+use super::driver::in_memory;
+use super::put::Transfer;
+use super::{Assembly, OpGuard, Outcome, Outgoing, Runtime, Slot};
+use crate::device::copy::copy_region;
+use crate::device::cuda::Part;
+use crate::trace::PieceStep;
+
+/// What becomes of a region that a peer sends.
+///
+/// It goes on to others whatever becomes of it here: a shard that has failed, or that there was no
+/// memory for, must not keep anybody else from theirs. Where it does not come, all of them are
+/// told.
+pub(crate) struct Passage {
+    pub(super) op: u64,
+    pub(super) from: ProcessId,
+    pub(super) transfer: Arc<Transfer>,
+    /// The shards of this process that it is a piece of.
+    pub(super) shards: Vec<Assembly>,
+    // Last, so that it is dropped after the memory.
+    pub(super) guard: OpGuard,
+}
+
+/// What the bytes of a region are read into.
+#[derive(Clone, Copy)]
+enum Place {
+    /// One of the shards.
+    Whole(usize),
+    /// Its part of the only shard.
+    Part,
+    /// A buffer of its own.
+    Staging,
+}
+
+impl Runtime {
+    /// The region has come, or never will.
+    pub(super) fn pass(
+        self: &Arc<Self>,
+        passage: Box<Passage>,
+        result: Result<Payload, Arc<Failure>>,
+    ) {
+        match result {
+            Err(failure) => self.fail_passage(&passage, &failure),
+            Ok(Payload::Empty) => self.spread(&passage, Vec::new().into(), None, |_| false),
+            Ok(Payload::Inline(bytes) | Payload::Lent(bytes)) => {
+                self.trace_taken(&passage);
+                // Kernels read shards as typed slices, so one that is in memory without alignment
+                // is copied; so is one that is a part of what a peer has lent.
+                let address = bytes
+                    .device()
+                    .map_or_else(|| bytes.as_ptr().addr() as u64, |place| place.address);
+                let aligned = address.is_multiple_of(ALIGNMENT as u64);
+                let fits = aligned && passage.transfer.is_by_itself();
+                let whole = |shard: &Assembly| {
+                    fits && shard.is_whole(&passage.transfer.region) && shard.can_be(&bytes)
+                };
+                let mut whole: Vec<usize> =
+                    (0..passage.shards.len()).filter(|at| whole(&passage.shards[*at])).collect();
+                if !bytes.is_lent() {
+                    // Of what is lent all may have the same: it is no device's own.
+                    whole.truncate(1);
+                }
+                let source = self.arriving(&passage, &bytes);
+                self.spread(&passage, bytes, source, |at| whole.contains(&at));
+            }
+            Ok(Payload::Waiting(fetch)) => {
+                let (buffer, place) = match self.room(&passage, fetch.bytes()) {
+                    Ok(Some(room)) => room,
+                    // Dropped, it is read and thrown away.
+                    Ok(None) => return,
+                    Err(failure) => return self.fail_passage(&passage, &failure),
+                };
+                let runtime = self.clone();
+                self.fetch(
+                    passage.from,
+                    fetch,
+                    buffer,
+                    Box::new(move |result| match result {
+                        Ok(buffer) => {
+                            runtime.trace_taken(&passage);
+                            match place {
+                                Place::Part => passage.shards[0].give_back(buffer),
+                                Place::Whole(at) => {
+                                    runtime.spread(&passage, buffer.freeze(), None, |shard| {
+                                        shard == at
+                                    });
+                                }
+                                Place::Staging => {
+                                    runtime.spread(&passage, buffer.freeze(), None, |_| false)
+                                }
+                            }
+                        }
+                        Err(error) => {
+                            let failure = runtime.fetch_failed(passage.from, passage.op, &error);
+                            runtime.fail_passage(&passage, &failure);
+                        }
+                    }),
+                );
+            }
+        }
+    }
+
+    /// What says how the work ended that makes bytes in a device's memory which a peer lent before
+    /// they were made; `None` of what is there.
+    fn arriving(self: &Arc<Self>, passage: &Passage, bytes: &SharedBuffer) -> Option<Slot> {
+        if bytes.device().is_none() || bytes.is_made() {
+            return None;
+        }
+        let (promise, slot) = Slot::new();
+        let issued = promise.issue(bytes.clone());
+        let (runtime, op, from) = (self.clone(), passage.op, passage.from);
+        bytes.on_made(Box::new(move |failure| {
+            issued.end(failure.map_or(Ok(()), |why| Err(runtime.never_made(from, op, &why))));
+        }));
+        Some(slot)
+    }
+
+    /// The failure of an operation that was lent what then was not made.
+    fn never_made(&self, from: ProcessId, op: u64, why: &str) -> Arc<Failure> {
+        let router = self.router.lock();
+        if !router.still_here().contains(&from) {
+            return router.lost_while(from, op, why);
+        }
+        let message = format!("operation {op}: process {from} did not make what it lent: {why}");
+        Arc::new(Failure::new(FailureKind::Kernel, from, op, message))
+    }
+
+    /// Memory to read the region into, and what it is. `None` where nobody wants the region any
+    /// more.
+    fn room(
+        &self,
+        passage: &Passage,
+        bytes: u64,
+    ) -> Result<Option<(OwnedBuffer, Place)>, Arc<Failure>> {
+        let by_itself = passage.transfer.is_by_itself();
+        for (at, shard) in passage.shards.iter().enumerate().filter(|_| by_itself) {
+            if let Some(buffer) = shard.take_whole(&passage.transfer.region) {
+                return Ok(Some((buffer, Place::Whole(at))));
+            }
+        }
+        // Who else wants it needs a buffer that stays while the shard goes its way.
+        if let [shard] = &passage.shards[..]
+            && by_itself
+            && passage.transfer.peers.is_empty()
+            && let Some(part) = shard.take_part(&passage.transfer.region)
+        {
+            return Ok(Some((part, Place::Part)));
+        }
+        if passage.transfer.peers.is_empty() && !passage.shards.iter().any(|shard| shard.is_open())
+        {
+            return Ok(None);
+        }
+        match self.staging.allocate(in_memory(bytes)) {
+            Ok(buffer) => Ok(Some((buffer, Place::Staging))),
+            Err(error) => {
+                let message = format!("operation {}: {error}", passage.op);
+                Err(Arc::new(Failure::new(FailureKind::Memory, self.me, passage.op, message)))
+            }
+        }
+    }
+
+    fn trace_taken(&self, passage: &Passage) {
+        let Passage { op, from, transfer, .. } = passage;
+        self.trace_piece(PieceStep::Taken, (*op, transfer.id), *from, transfer.bytes as u64);
+    }
+
+    /// Gives the region to who is to have it: processes first, they have others behind them. Shards
+    /// `in_place` take the bytes as they are, the others copy them: each device's shards are its
+    /// own memory or another process's, so that what it has room for, and what it may update in
+    /// place, does not depend on its neighbours.
+    ///
+    /// `source` makes the bytes, where that is not over.
+    fn spread(
+        self: &Arc<Self>,
+        passage: &Passage,
+        bytes: SharedBuffer,
+        source: Option<Slot>,
+        in_place: impl Fn(usize) -> bool,
+    ) {
+        let Passage { op, transfer, shards, guard, .. } = passage;
+        let carried =
+            |peer: &ProcessId| bytes.device().is_none() || self.carries_device_memory(*peer);
+        if transfer.is_by_itself() && transfer.peers.iter().all(carried) {
+            self.send_to_peers(*op, transfer, &transfer.peers, bytes.clone(), guard);
+        } else if !transfer.peers.is_empty() {
+            // They count on the region alone.
+            self.send_packed(
+                *op,
+                transfer.clone(),
+                transfer.peers.clone(),
+                bytes.clone(),
+                source.clone(),
+                guard.clone(),
+            );
+        }
+        let (whole, others): (Vec<_>, Vec<_>) = (0..shards.len()).partition(|at| in_place(*at));
+        for at in others {
+            shards[at].place(self, transfer, bytes.clone(), source.clone(), guard);
+        }
+        // The last to be told holds it alone, so that a kernel may take it over.
+        if let Some((last, before)) = whole.split_last() {
+            before.iter().for_each(|at| shards[*at].end_as(bytes.clone(), source.clone()));
+            shards[*last].end_as(bytes, source);
+        }
+    }
+
+    /// Offers a region's bytes, or bytes that it is a part of, to some of the processes that get it
+    /// from this one.
+    pub(super) fn send_to_peers(
+        self: &Arc<Self>,
+        op: u64,
+        transfer: &Transfer,
+        peers: &[ProcessId],
+        bytes: SharedBuffer,
+        guard: &OpGuard,
+    ) {
+        for peer in peers {
+            self.trace_piece(PieceStep::Offered, (op, transfer.id), *peer, transfer.bytes as u64);
+            let buffer = bytes.clone();
+            let outgoing = Outgoing { buffer, bytes: transfer.bytes as u64, guard: guard.clone() };
+            let key = (op, transfer.id);
+            self.with_router(|router| {
+                router.offer(*peer, key, guard.hash(), bytes.len() as u64, outgoing)
+            });
+        }
+    }
+
+    /// Packs a region, on a mover or by the device that has it, and offers it to some of the
+    /// processes that get it from this one.
+    ///
+    /// `source` is the slot that makes the bytes, where they are a device's and its work may be
+    /// under way.
+    pub(super) fn send_packed(
+        self: &Arc<Self>,
+        op: u64,
+        transfer: Arc<Transfer>,
+        peers: Vec<ProcessId>,
+        bytes: SharedBuffer,
+        source: Option<Slot>,
+        guard: OpGuard,
+    ) {
+        let runtime = self.clone();
+        if bytes.device().is_some() {
+            let Transfer { region, holds, .. } = &*transfer;
+            let part =
+                Part { from: holds, to: region, piece: region, item_bytes: transfer.item_bytes() };
+            let to = match self.staging.allocate(transfer.bytes) {
+                Ok(to) => to,
+                Err(error) => {
+                    let failure = self.out_of_memory(op, &error.to_string());
+                    self.remember(&failure);
+                    return self.poison_peers(op, &transfer, &peers, &failure);
+                }
+            };
+            let what = transfer.clone();
+            return self.read_device(op, &bytes, source, part, to, move |packed| match packed {
+                Ok(packed) => runtime.send_to_peers(op, &what, &peers, packed.freeze(), &guard),
+                Err(failure) => {
+                    runtime.remember(&failure);
+                    runtime.poison_peers(op, &what, &peers, &failure);
+                }
+            });
+        }
+        self.move_data(Box::new(move || {
+            let packed = runtime.pack(op, &bytes, &transfer);
+            // Before the operation can end: whoever waits for memory looks then.
+            drop(bytes);
+            match packed {
+                Ok(packed) => runtime.send_to_peers(op, &transfer, &peers, packed, &guard),
+                Err(failure) => {
+                    runtime.remember(&failure);
+                    runtime.poison_peers(op, &transfer, &peers, &failure);
+                }
+            }
+        }));
+    }
+
+    /// A region's bytes by themselves.
+    fn pack(&self, op: u64, from: &SharedBuffer, transfer: &Transfer) -> Outcome {
+        let failed =
+            |error: OutOfMemory| Failure::new(FailureKind::Memory, self.me, op, error.to_string());
+        let mut packed =
+            self.staging.allocate(transfer.bytes).map_err(|error| Arc::new(failed(error)))?;
+        let Transfer { region, holds, .. } = transfer;
+        copy_region(from, holds, &mut packed, region, region, transfer.item_bytes());
+        Ok(packed.freeze())
+    }
+
+    /// Tells some of the processes that get a region from this one that it will not come.
+    pub(super) fn poison_peers(
+        self: &Arc<Self>,
+        op: u64,
+        transfer: &Transfer,
+        peers: &[ProcessId],
+        failure: &Failure,
+    ) {
+        for peer in peers {
+            self.with_router(|router| router.poison(*peer, (op, transfer.id), failure));
+        }
+    }
+
+    fn fail_passage(self: &Arc<Self>, passage: &Passage, failure: &Arc<Failure>) {
+        self.remember(failure);
+        self.poison_peers(passage.op, &passage.transfer, &passage.transfer.peers, failure);
+        for shard in &passage.shards {
+            shard.end(Err(failure.clone()));
+        }
+    }
+}

@@ -1,0 +1,413 @@
+//! This process's part of a `device_put`: which pieces it copies, sends and receives.
+//!
+//! There is one mechanism for every pair of shardings. The plan of the whole operation is the same
+//! on every process; a [`PutPlan`] keeps what concerns this one. Local copy, send, receive, nothing
+//! and every mix are what falls out.
+
+mod start;
+mod transfer;
+
+use std::fmt;
+use std::sync::{Arc, Once};
+
+use mpmd_ids::ProcessId;
+
+use start::Start;
+pub(super) use transfer::Transfer;
+use transfer::{Origin, Target, from_host, in_place};
+
+use super::assembly::Sum;
+use super::{OpGuard, Runtime, Slot};
+use crate::device::copy::contiguous_bytes;
+use crate::device::cuda::WarmUp;
+use crate::device::cuda::kernels::ADD;
+use crate::exec::array::{LocalShard, Made};
+use crate::exec::host_array::HostArray;
+use crate::exec::recorder::KnownForm;
+use mpmd_layout::aval::ShapedArray;
+use mpmd_layout::reshard::{self, ReshardError};
+use mpmd_layout::sharding::{Layout, MemoryKind, Sharding};
+use mpmd_layout::topology::DeviceId;
+
+/// Copies from host values up to this size are made by the program thread itself: queueing would
+/// cost more.
+pub(super) const COPY_INLINE: usize = 64 << 10;
+
+/// What one process does for moving arrays of one shape from one sharding to another.
+pub(crate) struct PutPlan {
+    pub(crate) made: Arc<Made>,
+    pub(crate) what: Arc<PutWhat>,
+    pub(crate) fingerprint: u64,
+    targets: Vec<Target>,
+    /// In the order in which they are set going.
+    transfers: Vec<Arc<Transfer>>,
+    /// New memory this process may need.
+    bytes: u64,
+    /// What it is in a plan: without and with memory that may be shared.
+    pub(crate) known_forms: [KnownForm; 2],
+    /// What adds up partial sums, by CUDA device of this process that is to.
+    warm_ups: Vec<(DeviceId, WarmUp)>,
+}
+
+/// Describes a `device_put` in messages.
+pub(crate) struct PutWhat {
+    pub(super) aval: ShapedArray,
+    pub(super) from: Option<Sharding>,
+    pub(super) to: Sharding,
+}
+
+/// Where the values are.
+pub(crate) enum Source<'a> {
+    /// The same values on every process.
+    Host(&'a HostArray),
+    /// On devices; these are the shards that this process owns.
+    Shards(&'a [LocalShard]),
+}
+
+impl PutPlan {
+    /// Works out this process's part.
+    ///
+    /// # Errors
+    ///
+    /// Where the two layouts cannot be of one array.
+    pub(crate) fn new(
+        runtime: &Arc<Runtime>,
+        aval: &ShapedArray,
+        from: Option<(&Sharding, &Layout)>,
+        to: &Sharding,
+        layout: Arc<Layout>,
+    ) -> Result<Self, ReshardError> {
+        let mut targets: Vec<Target> = layout
+            .iter()
+            .filter_map(|(device, region)| {
+                let local_index = runtime.local_index(device)?;
+                Some(Target {
+                    device,
+                    local_index,
+                    region: region.clone(),
+                    pieces: Vec::new(),
+                    in_parts: true,
+                    alias: None,
+                })
+            })
+            .collect();
+        let item = aval.dtype().size();
+        let mut transfers = match from {
+            None => from_host(&targets, &layout, aval),
+            // Each partial sum stays what it is.
+            Some((_, source)) if source.terms() > 1 && *source == *layout => {
+                in_place(&targets, item)
+            }
+            Some((_, source)) => {
+                let part =
+                    reshard::plan(source, &layout, item, &runtime.topology)?.part_of(runtime.me);
+                let deliveries = part.deliveries.into_iter();
+                let kind = kind_of(from.map(|(from, _)| from));
+                let transfer =
+                    |delivery| Transfer::new(runtime, delivery, (source, kind), &targets, item);
+                deliveries.map(transfer).collect()
+            }
+        };
+        let processes = runtime.topology.processes();
+        // Every process starts with the one after it, so that not all of them send to one at a
+        // time.
+        let distance = |peer: &ProcessId| {
+            (peer.index() + processes - runtime.me.index() % processes) % processes
+        };
+        for transfer in &mut transfers {
+            // What is passed on comes in the order that the plan wants.
+            if !matches!(transfer.origin, Origin::Process(_)) {
+                transfer.peers.sort_by_key(distance);
+            }
+        }
+        transfers.sort_by_key(|transfer| {
+            (transfer.peers.first().map_or(usize::MAX, distance), transfer.id)
+        });
+        let (kind, to_kind) = (kind_of(from.map(|(from, _)| from)), to.memory_kind());
+        let one_memory = from.is_none() || kind == to_kind;
+        let mut bytes: usize = targets.iter().map(|target| target.region.elements() * item).sum();
+        for transfer in &transfers {
+            // What is passed on, or packed, waits in a buffer of its own for those who get it,
+            // unless it is handed over.
+            let mut places = transfer.targets.iter().map(|at| targets[*at].device);
+            let kept = match transfer.origin {
+                Origin::Process(from) => {
+                    let in_place = runtime.hands_over(from) && transfer.is_by_itself();
+                    let to_gpu = places.any(|device| runtime.gpu_of(device, to_kind).is_some());
+                    (!transfer.peers.is_empty() || to_gpu) && !in_place
+                }
+                Origin::Device(device) => {
+                    let on_gpu = runtime.gpu_of(device, kind).is_some();
+                    transfer.peers.iter().any(|peer| {
+                        let lends = runtime.lends(device, kind, *peer);
+                        (transfer.run.is_none() && !lends)
+                            || (on_gpu && !runtime.carries_device_memory(*peer))
+                    })
+                }
+                Origin::Host => false,
+            };
+            if kept {
+                bytes += transfer.bytes;
+            }
+            for at in &transfer.targets {
+                let target = &mut targets[*at];
+                if target.pieces.len() <= transfer.term {
+                    target.pieces.resize(transfer.term + 1, 0);
+                }
+                target.pieces[transfer.term] += 1;
+                // Partial sums are added to what is there already.
+                target.in_parts &= transfer.term == 0
+                    && contiguous_bytes(&target.region, &transfer.region, item).is_some();
+                let whole = target.pieces == [1] && target.region == transfer.region;
+                let here = !matches!(transfer.origin, Origin::Process(_));
+                // A CUDA device has nobody's memory but its own, and nobody has it.
+                let apart = match transfer.origin {
+                    Origin::Device(from) if from == target.device => false,
+                    Origin::Device(from) => {
+                        runtime.is_on_gpu(from, kind) || runtime.is_on_gpu(target.device, to_kind)
+                    }
+                    Origin::Host => runtime.is_on_gpu(target.device, to_kind),
+                    Origin::Process(_) => true,
+                };
+                let same = whole && transfer.is_by_itself() && here && one_memory && !apart;
+                target.alias = same.then_some(transfer.origin);
+            }
+        }
+        let fingerprint = [
+            from.map_or(1, |(sharding, _)| sharding.fingerprint()),
+            to.fingerprint(),
+            // Processes that see different links make different plans: they must hear of it, not
+            // hang.
+            runtime.topology_fingerprint,
+            super::Rolling::default().mix_bytes(aval.to_string().as_bytes()).word(),
+        ]
+        .into_iter()
+        .fold(super::Rolling::default(), super::Rolling::mix)
+        .word();
+        let from = from.map(|(sharding, _)| sharding.clone());
+        let what = Arc::new(PutWhat { aval: aval.clone(), from, to: to.clone() });
+        let made = Made {
+            aval: aval.clone(),
+            sharding: to.clone(),
+            layout,
+            what: what.clone(),
+            runtime: runtime.clone(),
+        };
+        let transfers = transfers.into_iter().map(Arc::new).collect();
+        let known_forms = Default::default();
+        let adds = |target: &&Target| target.pieces.len() > 1 && Sum::of(aval.dtype()).is_some();
+        let warm_ups: Vec<_> = targets
+            .iter()
+            .filter(adds)
+            .filter_map(|target| {
+                let gpu = runtime.gpu_of(target.device, to_kind)?;
+                let pool = &runtime.devices[target.local_index].pool;
+                bytes += target.region.elements() * item;
+                Some((target.device, gpu.warm_up(pool, vec![&ADD])))
+            })
+            .collect();
+        Ok(Self {
+            made: Arc::new(made),
+            what,
+            fingerprint,
+            targets,
+            transfers,
+            bytes: bytes as u64,
+            known_forms,
+            warm_ups,
+        })
+    }
+
+    /// Whether this process takes no part.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.transfers.is_empty() && self.targets.is_empty()
+    }
+
+    /// Bytes of new memory this process may need.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Does this process's part of operation `op`: returns the shards it will own.
+    ///
+    /// With `may_alias` a shard may be another array's memory: arrays never change.
+    pub(crate) fn run(
+        &self,
+        runtime: &Arc<Runtime>,
+        op: u64,
+        guard: &OpGuard,
+        source: &Source<'_>,
+        may_alias: bool,
+    ) -> Vec<LocalShard> {
+        let mut start = Start { plan: self, runtime, op, guard, source, shards: Vec::new() };
+        // What others wait for first: making room below may take a while.
+        for transfer in self.transfers.iter().filter(|transfer| !transfer.peers.is_empty()) {
+            if let Origin::Device(device) = transfer.origin {
+                start.send(transfer, device);
+            }
+        }
+        let mut result = Vec::with_capacity(self.targets.len());
+        for target in &self.targets {
+            let (slot, shard) = start.open(target, may_alias);
+            start.shards.push(shard);
+            result.push(LocalShard { device: target.device, slot });
+        }
+        for transfer in &self.transfers {
+            start.receive(transfer);
+        }
+        result
+    }
+
+    /// How a CUDA device adds the partial sums of a shard, where there are several and it can.
+    /// Waits until what it takes is compiled, the first time.
+    fn sum_on_device(&self, target: &Target) -> Option<Sum> {
+        if target.pieces.len() < 2 {
+            return None;
+        }
+        let (_, ready) = self.warm_ups.iter().find(|(device, _)| *device == target.device)?;
+        let sum = Sum::of(self.what.aval.dtype())?;
+        let ready = ready.wait().inspect_err(|error| {
+            static SAID: Once = Once::new();
+            SAID.call_once(
+                || tracing::warn!(%error, "partial sums of CUDA devices are added up by the host"),
+            );
+        });
+        ready.ok().map(|()| sum)
+    }
+
+    fn item_bytes(&self) -> usize {
+        self.what.aval.dtype().size()
+    }
+}
+
+impl Source<'_> {
+    fn slot(&self, device: DeviceId) -> Option<&Slot> {
+        match self {
+            Source::Host(_) => None,
+            Source::Shards(shards) => {
+                shards.iter().find(|shard| shard.device == device).map(|shard| &shard.slot)
+            }
+        }
+    }
+}
+
+/// In which memory of its devices the source is. Host values are in none.
+fn kind_of(from: Option<&Sharding>) -> MemoryKind {
+    from.map_or_else(MemoryKind::default, Sharding::memory_kind)
+}
+
+impl fmt::Display for PutWhat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.from {
+            Some(from) => write!(f, "device_put of {} from {from} to {}", self.aval, self.to),
+            None => write!(f, "device_put of host values {} to {}", self.aval, self.to),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use mpmd_ids::ProcessId;
+
+    use crate::api::program::Simulation;
+    use crate::prelude::*;
+    use mpmd_layout::sharding::Sharding;
+    use mpmd_layout::topology::DeviceId;
+
+    #[test]
+    fn what_is_packed_counts_as_memory_and_what_is_sent_from_its_place_does_not() {
+        let results = Simulation::new(2, 2).run(|p| {
+            let mesh = p.mesh(&[("x", 2)])?;
+            let (rows, columns) = (mesh.sharding(spec!["x"]), mesh.sharding(spec![None, "x"]));
+            let x = p.make(f32s([8, 8]), &rows, |_, mut view| Ok(view.fill(1.0f32)?))?;
+            let mut bytes =
+                |to| p.put_plan("", &x, to, false).map(|plan| plan.bytes()).expect("it fits");
+            // A shard of 32 elements; of those that go to the other process 16 are no run of
+            // theirs.
+            let found = (bytes(&columns), bytes(&mesh.replicated()));
+            Ok(found)
+        });
+        for result in results {
+            assert_eq!(result.unwrap(), (4 * (32 + 16), 4 * 64));
+        }
+    }
+
+    /// Rows become columns, so that no piece is a run of its shard: peak bytes of what was packed
+    /// or copied on the way, and the bytes that the plan counts, by process.
+    fn staged(simulation: &Simulation) -> Vec<(u64, u64)> {
+        let results = simulation.run(|p| {
+            let mesh = p.mesh(&[("x", p.processes())])?;
+            let (rows, columns) = (mesh.sharding(spec!["x"]), mesh.sharding(spec![None, "x"]));
+            let x = p.make(f32s([12, 24]), &rows, |region, mut view| {
+                let (rows, columns) = (region.range(0), region.range(1));
+                let values = rows.flat_map(|i| columns.clone().map(move |j| (i * 24 + j) as f32));
+                view.as_mut_slice::<f32>()?
+                    .iter_mut()
+                    .zip(values)
+                    .for_each(|(to, value)| *to = value);
+                Ok(())
+            })?;
+            let bytes =
+                p.put_plan("", &x, &columns, false).map(|plan| plan.bytes()).expect("it fits");
+            let y = p.device_put(&x, &columns)?;
+            for shard in y.addressable_shards()? {
+                let columns = shard.region.range(1);
+                let values =
+                    (0..12).flat_map(|i| columns.clone().map(move |j| (i * 24 + j) as f32));
+                assert_eq!(shard.data.to_vec::<f32>()?, values.collect::<Vec<_>>());
+                assert!(!shard.data.bytes().is_lent());
+            }
+            // Nobody looks before everybody has sent.
+            for process in 0..p.processes() as u32 {
+                p.agree(ProcessId(process), 0u8, || Ok(0))?;
+            }
+            Ok((p.runtime.staging.stats().peak, bytes))
+        });
+        results.into_iter().map(Result::unwrap).collect()
+    }
+
+    #[test]
+    fn what_is_handed_over_is_never_packed() {
+        let packing = staged(&Simulation::new(2, 2));
+        assert!(packing.iter().all(|(peak, bytes)| *peak > 0 && *bytes == 4 * (12 * 12 + 6 * 12)));
+        let shared = staged(&Simulation::new(2, 2).hands_over(&[0, 0]));
+        assert_eq!(shared, [(0, 4 * 12 * 12); 2]);
+        // Of three only two share memory: both of them pack for the third.
+        let mixed = staged(&Simulation::new(3, 3).hands_over(&[5, 5]));
+        assert!(mixed.iter().all(|(peak, bytes)| *peak > 0 && *bytes > 4 * 12 * 8), "{mixed:?}");
+        // Whole shards of others, and parts of them.
+        let four = staged(&Simulation::new(4, 4).hands_over(&[1; 4]));
+        assert_eq!(four, [(0, 4 * 12 * 6); 4]);
+    }
+
+    /// Parts that are no runs go to a host of two processes: each is handed the shard for one of
+    /// them, and packs what it passes on, as the other counts on the region alone.
+    #[test]
+    fn who_passes_a_part_of_a_shard_on_packs_it() {
+        let simulation =
+            Simulation::new(3, 6).hands_over(&[0, 0, 0]).settings(|b| b.hosts(&[0, 1, 1]));
+        let results = simulation.run(|p| {
+            let x =
+                p.make(f32s([8, 8]), &Sharding::single_device(DeviceId(0)), |_, mut view| {
+                    let values = view.as_mut_slice::<f32>()?.iter_mut().enumerate();
+                    values.for_each(|(i, value)| *value = i as f32);
+                    Ok(())
+                })?;
+            let mesh = p.mesh_of(&[("copies", 2), ("x", 2)], &[2, 3, 4, 5].map(DeviceId))?;
+            let y = p.device_put(&x, mesh.sharding(spec![None, "x"]))?;
+            let shards = if y.is_fully_remote() { Vec::new() } else { y.addressable_shards()? };
+            for shard in shards {
+                let columns = shard.region.range(1);
+                let values = (0..8).flat_map(|i| columns.clone().map(move |j| (i * 8 + j) as f32));
+                assert_eq!(shard.data.to_vec::<f32>()?, values.collect::<Vec<_>>());
+            }
+            for process in 0..3 {
+                p.agree(ProcessId(process), 0u8, || Ok(0))?;
+            }
+            Ok(p.runtime.staging.stats().peak)
+        });
+        let peaks: Vec<u64> = results.into_iter().map(Result::unwrap).collect();
+        assert_eq!(peaks[0], 0, "the giver packs nothing");
+        assert_eq!(peaks[1] + peaks[2], 2 * 8 * 4 * 4, "each half once");
+    }
+}

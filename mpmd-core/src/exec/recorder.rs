@@ -1,0 +1,163 @@
+//! What a process that owns nothing writes down of the program it runs: its [`Plan`].
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::panic::Location;
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
+use mpmd_ids::ProcessId;
+use parking_lot::Mutex;
+
+use crate::dry_run::{Array, Dropped, End, Form, Operation, Plan, Read, StepEnd, Taken};
+use crate::error::{Error, Result};
+use crate::exec::array::{MpmdArray, Repr};
+use crate::trace::Label;
+use mpmd_layout::topology::Topology;
+
+/// Steps that are recorded where nobody says how many.
+pub(crate) const MOST_STEPS: u64 = 16;
+
+/// Writes a plan down while its program runs. Handles may be dropped on any thread.
+pub(crate) struct Recorder {
+    state: Mutex<State>,
+    /// The process that the program takes itself for.
+    process: ProcessId,
+    /// For a process that was started to write its plan: where to, and after how many steps at
+    /// most.
+    order: Option<Order>,
+}
+
+/// What [`variables::PLAN`](mpmd_launch::variables::PLAN) asks for.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Order {
+    /// Where the plan goes.
+    pub(crate) file: PathBuf,
+    /// The most steps that are recorded.
+    pub(crate) most_steps: u64,
+}
+
+#[derive(Default)]
+struct State {
+    plan: Plan,
+    forms: HashMap<Form, u32>,
+    lines: HashMap<&'static Location<'static>, u32>,
+}
+
+/// Which form of a recorder's a plan of calls or moves has, once that is known: a program has one
+/// recorder.
+#[derive(Debug, Default)]
+pub(crate) struct KnownForm(OnceLock<u32>);
+
+impl Recorder {
+    pub(crate) fn new(process: ProcessId, topology: &Topology, order: Option<Order>) -> Self {
+        let devices = topology.devices().iter().map(|device| device.process.0).collect();
+        let plan = Plan::new(topology.processes() as u32, devices);
+        Self { state: Mutex::new(State { plan, ..State::default() }), process, order }
+    }
+
+    pub(crate) fn process(&self) -> ProcessId {
+        self.process
+    }
+
+    /// Writes the next operation down. `hash` is the rolling hash up to it; `known` remembers its
+    /// form.
+    pub(crate) fn operation<'a>(
+        &self,
+        (label, at, hash): (Option<Label>, &'static Location<'static>, u64),
+        takes: impl IntoIterator<Item = (&'a MpmdArray, bool)>,
+        known: Option<&KnownForm>,
+        form: impl FnOnce() -> Form,
+    ) {
+        let takes = takes.into_iter().map(|(array, donated)| match &array.repr {
+            Repr::Host(_) => Taken { array: None, donated: false },
+            Repr::Placed(placed) => {
+                let (operation, result) = placed.origin();
+                Taken { array: Some(Array { operation, result }), donated }
+            }
+        });
+        let takes = takes.collect();
+        let mut state = self.state.lock();
+        let form = match known.and_then(|known| known.0.get()) {
+            Some(form) => *form,
+            None => state.form(form()),
+        };
+        if let Some(known) = known {
+            known.0.get_or_init(|| form);
+        }
+        let line = state.line(at);
+        state.plan.operations.push(Operation { form, line, label, takes });
+        state.plan.hashes.push(hash);
+    }
+
+    /// The last handle of an array goes.
+    pub(crate) fn dropped(&self, (operation, result): (u64, u32)) {
+        let mut state = self.state.lock();
+        let after = state.plan.operations.len() as u64;
+        state.plan.drops.push(Dropped { array: Array { operation, result }, after });
+    }
+
+    /// The program waits for an array.
+    pub(crate) fn read(
+        &self,
+        (operation, result): (u64, u32),
+        values: bool,
+        at: &'static Location<'static>,
+    ) {
+        let mut state = self.state.lock();
+        let (after, line) = (state.plan.operations.len() as u64, state.line(at));
+        state.plan.reads.push(Read { array: Array { operation, result }, after, line, values });
+    }
+
+    /// A step ends; says why, where the plan is to end with it.
+    pub(crate) fn step_end(&self) -> Option<End> {
+        let mut state = self.state.lock();
+        let Plan { operations, drops, reads, .. } = &state.plan;
+        let end = StepEnd {
+            operation: operations.len() as u64,
+            drops: drops.len() as u64,
+            reads: reads.len() as u64,
+        };
+        state.plan.steps.push(end);
+        let most = self.order.as_ref()?.most_steps;
+        if state.plan.is_steady() {
+            return Some(End::Steady);
+        }
+        (state.plan.steps.len() as u64 >= most).then_some(End::Steps)
+    }
+
+    pub(crate) fn plan(&self, end: End) -> Plan {
+        Plan { end, ..self.state.lock().plan.clone() }
+    }
+
+    /// Writes the plan where that was asked for.
+    pub(crate) fn deliver(&self, end: End) -> Result<bool> {
+        let Some(order) = &self.order else { return Ok(false) };
+        let written = self.plan(end).write(&order.file);
+        written.map(|()| true).map_err(|error| Error::Environment(error.to_string()))
+    }
+}
+
+impl State {
+    fn form(&mut self, form: Form) -> u32 {
+        let next = self.plan.forms.len() as u32;
+        match self.forms.entry(form) {
+            Entry::Occupied(known) => *known.get(),
+            Entry::Vacant(new) => {
+                self.plan.forms.push(new.key().clone());
+                *new.insert(next)
+            }
+        }
+    }
+
+    fn line(&mut self, at: &'static Location<'static>) -> u32 {
+        let next = self.plan.lines.len() as u32;
+        match self.lines.entry(at) {
+            Entry::Occupied(known) => *known.get(),
+            Entry::Vacant(new) => {
+                self.plan.lines.push(at.to_string());
+                *new.insert(next)
+            }
+        }
+    }
+}

@@ -1,0 +1,544 @@
+//! How threads wait for slots that messages end.
+//!
+//! Where threads can drive the transport ([`Transport::parking`]) a thread that waits does: it
+//! looks at its slot and lets the transport progress in turns for a short time, then sleeps at the
+//! transport's door. So what ends the wait is mostly done by the very thread that waits for it,
+//! which nobody has to wake. Over other transports, and without one, it sleeps until another thread
+//! ends the slot.
+
+use std::cell::Cell;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Poll, Wake, Waker};
+use std::thread::ThreadId;
+use std::time::{Duration, Instant};
+
+use mpmd_ids::block::Spin as Setting;
+use mpmd_transport::Transport;
+
+use super::slot::{Outcome, Slot};
+use super::spin::Room;
+
+/// The longest that [`Setting::Auto`] looks.
+const LONGEST: Duration = Duration::from_micros(50);
+/// A wait that ended this soon would have been worth looking through, also where it was slept
+/// through.
+const WORTH: Duration = Duration::from_micros(100);
+/// How long a thread looks before it offers its core to others between looks.
+const ALONE: Duration = Duration::from_micros(3);
+/// Looks between two glances at the clock.
+const LOOKS: u32 = 8;
+/// The longest sleep of who waits without a deadline.
+const NAP: Duration = Duration::from_secs(1);
+
+thread_local! {
+    /// Whether this thread is in a call of the transport's, which calls the runtime.
+    static DRIVING: Cell<bool> = const { Cell::new(false) };
+    /// How long this thread looks at present: as long as waits have lately paid for it.
+    static WINDOW: Cell<Duration> = const { Cell::new(LONGEST) };
+}
+
+/// What the threads of one process go by when they wait.
+pub(crate) struct Waits {
+    transport: Option<Arc<dyn Transport>>,
+    /// How long a thread looks; `None` where that is as long as it pays.
+    fixed: Option<Duration>,
+    room: Room,
+    /// A thread is looking, where there is room for one.
+    taken: AtomicBool,
+}
+
+impl Waits {
+    /// For a process with this transport whose threads have so much room.
+    pub(super) fn new(transport: Option<Arc<dyn Transport>>, setting: Setting, room: Room) -> Self {
+        let (fixed, room) = match setting {
+            Setting::Auto => (None, room),
+            Setting::Never => (None, Room::None),
+            Setting::For(window) => (Some(window), Room::All),
+        };
+        Self { transport, fixed, room, taken: AtomicBool::new(false) }
+    }
+
+    /// Of a process that has nothing to drive.
+    #[cfg(test)]
+    pub(super) fn alone() -> Self {
+        Self::new(None, Setting::Auto, Room::None)
+    }
+
+    /// Whether a thread that waits now would drive the transport.
+    pub(crate) fn can_drive(&self) -> bool {
+        self.door().is_some()
+    }
+
+    /// Blocks until `slot` ends, or until `deadline`. To be called without any lock: what messages
+    /// bring is dealt with on this thread, and may end any slot.
+    pub(crate) fn wait(&self, slot: &Slot, deadline: Option<Instant>) -> Option<Outcome> {
+        self.wait_for(Until::Ended, slot, deadline)
+    }
+
+    /// As [`wait`](Self::wait), until the buffer of `slot` is there, filled or not: for threads
+    /// that give work to devices.
+    pub(crate) fn wait_issued(&self, slot: &Slot) -> Outcome {
+        self.wait_for(Until::Issued, slot, None).expect("no deadline was set")
+    }
+
+    fn wait_for(&self, until: Until, slot: &Slot, deadline: Option<Instant>) -> Option<Outcome> {
+        if until.has_come(slot) {
+            return until.peek(slot);
+        }
+        let Some(transport) = self.door() else { return until.sleep(slot, deadline) };
+        let start = Instant::now();
+        let found = self.look(&**transport, until, slot, start, deadline);
+        let outcome =
+            if found { until.peek(slot) } else { sleep(transport, until, slot, deadline) };
+        // What came soon after it was slept for would have been worth a longer look.
+        let worth = start.elapsed() <= WORTH;
+        WINDOW.set(if worth { LONGEST } else { WINDOW.get() / 2 });
+        outcome
+    }
+
+    /// The transport, where this thread may drive it. Not from within: a handler that waits, as
+    /// none should, sleeps.
+    fn door(&self) -> Option<&Arc<dyn Transport>> {
+        let transport = self.transport.as_ref()?;
+        (!DRIVING.get() && transport.parking().is_some()).then_some(transport)
+    }
+
+    /// Looks for a bounded time; whether it has come.
+    fn look(
+        &self,
+        transport: &dyn Transport,
+        until: Until,
+        slot: &Slot,
+        start: Instant,
+        deadline: Option<Instant>,
+    ) -> bool {
+        let window = self.fixed.unwrap_or_else(|| WINDOW.get());
+        if window < Duration::from_micros(1) {
+            return false;
+        }
+        let Some(_place) = self.place() else { return false };
+        let mut looks = 0;
+        drive(|| {
+            transport.drive(&mut || {
+                if until.has_come(slot) {
+                    return false;
+                }
+                looks += 1;
+                if looks % LOOKS != 0 {
+                    std::hint::spin_loop();
+                    return true;
+                }
+                let waited = start.elapsed();
+                if waited > ALONE {
+                    // Whoever it is that this thread waits for may be waiting for this very core.
+                    std::thread::yield_now();
+                }
+                waited < window && deadline.is_none_or(|deadline| Instant::now() < deadline)
+            });
+        });
+        until.has_come(slot)
+    }
+
+    /// A place among those who look, if there is one.
+    fn place(&self) -> Option<Place<'_>> {
+        match self.room {
+            Room::All => Some(Place(None)),
+            Room::One if !self.taken.swap(true, Ordering::Acquire) => {
+                Some(Place(Some(&self.taken)))
+            }
+            Room::One | Room::None => None,
+        }
+    }
+}
+
+struct Place<'a>(Option<&'a AtomicBool>);
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        if let Some(taken) = self.0 {
+            taken.store(false, Ordering::Release);
+        }
+    }
+}
+
+/// What of a slot is waited for.
+#[derive(Clone, Copy, Eq, PartialEq)]
+enum Until {
+    /// That its buffer is there, filled or not.
+    Issued,
+    Ended,
+}
+
+impl Until {
+    fn has_come(self, slot: &Slot) -> bool {
+        match self {
+            Self::Issued => slot.has_issued(),
+            Self::Ended => slot.has_ended(),
+        }
+    }
+
+    fn peek(self, slot: &Slot) -> Option<Outcome> {
+        match self {
+            Self::Issued => slot.peek_issued(),
+            Self::Ended => slot.peek(),
+        }
+    }
+
+    fn poll(self, slot: &Slot, waker: &Waker) -> Poll<Outcome> {
+        match self {
+            Self::Issued => slot.poll_issued(waker),
+            Self::Ended => slot.poll(waker),
+        }
+    }
+
+    fn sleep(self, slot: &Slot, deadline: Option<Instant>) -> Option<Outcome> {
+        match self {
+            Self::Issued => slot.wait_issued_until(deadline),
+            Self::Ended => slot.wait_until(deadline),
+        }
+    }
+}
+
+/// Sleeps at the transport's door until it comes, or until `deadline`.
+fn sleep(
+    transport: &Arc<dyn Transport>,
+    until: Until,
+    slot: &Slot,
+    deadline: Option<Instant>,
+) -> Option<Outcome> {
+    let mut bell = None;
+    loop {
+        let Some(parking) = transport.parking() else { return until.sleep(slot, deadline) };
+        // What came before `parking` was taken is not waited for.
+        drive(|| transport.progress());
+        if until.has_come(slot) {
+            return until.peek(slot);
+        }
+        // From the second time on it is the same bell, which the slot knows.
+        let bell = bell.get_or_insert_with(|| Bell::of(transport.clone()));
+        if let Poll::Ready(outcome) = until.poll(slot, bell) {
+            return Some(outcome);
+        }
+        let now = Instant::now();
+        if deadline.is_some_and(|deadline| now >= deadline) {
+            return None;
+        }
+        drive(|| transport.park(parking, deadline.unwrap_or(now + NAP)));
+    }
+}
+
+/// Wakes a thread that sleeps at the transport's door.
+struct Bell {
+    transport: Arc<dyn Transport>,
+    thread: ThreadId,
+}
+
+impl Bell {
+    fn of(transport: Arc<dyn Transport>) -> Waker {
+        Waker::from(Arc::new(Self { transport, thread: std::thread::current().id() }))
+    }
+}
+
+impl Wake for Bell {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        // Who ends what it waits for itself is awake.
+        if std::thread::current().id() != self.thread {
+            self.transport.wake();
+        }
+    }
+}
+
+/// Lets this thread be the transport's for a moment.
+fn drive<R>(call: impl FnOnce() -> R) -> R {
+    struct Back;
+    impl Drop for Back {
+        fn drop(&mut self) {
+            DRIVING.set(false);
+        }
+    }
+    DRIVING.set(true);
+    let _back = Back;
+    call()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+    use std::sync::atomic::AtomicUsize;
+
+    use mpmd_ids::ProcessId;
+    use mpmd_transport::{Failure, FailureKind, Handler, Header, Parking, SharedBuffer, Ticket};
+    use parking_lot::{Condvar, Mutex};
+
+    use super::*;
+    use crate::exec::Promise;
+
+    const SOON: Duration = Duration::from_secs(20);
+
+    type Message = Box<dyn FnOnce() + Send>;
+
+    /// A transport whose messages are closures that only who drives it gets to run.
+    #[derive(Default)]
+    struct Door {
+        state: Mutex<State>,
+        changed: Condvar,
+        progresses: AtomicUsize,
+        parks: AtomicUsize,
+        wakes: AtomicUsize,
+        /// Nobody can drive it.
+        shut: bool,
+    }
+
+    #[derive(Default)]
+    struct State {
+        messages: VecDeque<Message>,
+        changes: u32,
+    }
+
+    impl Door {
+        fn arrives(&self, message: impl FnOnce() + Send + 'static) {
+            self.change(|state| state.messages.push_back(Box::new(message)));
+        }
+
+        fn change(&self, change: impl FnOnce(&mut State)) {
+            let mut state = self.state.lock();
+            change(&mut state);
+            state.changes += 1;
+            self.changed.notify_all();
+        }
+
+        fn seen(&self) -> [usize; 2] {
+            [&self.parks, &self.wakes].map(|count| count.load(Ordering::SeqCst))
+        }
+
+        fn until_parks(&self, count: usize) {
+            let deadline = Instant::now() + SOON;
+            while self.seen()[0] < count {
+                assert!(Instant::now() < deadline, "nobody sleeps at the door");
+                std::thread::yield_now();
+            }
+        }
+    }
+
+    impl Transport for Door {
+        fn name(&self) -> &'static str {
+            "door"
+        }
+
+        fn process(&self) -> ProcessId {
+            ProcessId(0)
+        }
+
+        fn processes(&self) -> usize {
+            2
+        }
+
+        fn start(&self, _: Arc<dyn Handler>) {}
+
+        fn post(&self, _: ProcessId, _: Header, _: Option<SharedBuffer>, _: Ticket) {}
+
+        fn progress(&self) -> bool {
+            self.progresses.fetch_add(1, Ordering::SeqCst);
+            let messages = std::mem::take(&mut self.state.lock().messages);
+            let any = !messages.is_empty();
+            messages.into_iter().for_each(|message| message());
+            any
+        }
+
+        fn parking(&self) -> Option<Parking> {
+            (!self.shut).then(|| Parking(self.state.lock().changes))
+        }
+
+        fn park(&self, parking: Parking, deadline: Instant) {
+            let mut state = self.state.lock();
+            self.parks.fetch_add(1, Ordering::SeqCst);
+            while Parking(state.changes) == parking && Instant::now() < deadline {
+                self.changed.wait_until(&mut state, deadline);
+            }
+            drop(state);
+            self.progress();
+        }
+
+        fn wake(&self) {
+            self.wakes.fetch_add(1, Ordering::SeqCst);
+            self.change(|_| {});
+        }
+
+        fn shutdown(&self, _: Duration) {}
+    }
+
+    fn waits(door: &Arc<Door>, setting: Setting) -> Waits {
+        Waits::new(Some(door.clone()), setting, Room::All)
+    }
+
+    fn keep(promise: Promise) {
+        promise.keep(Ok(vec![1u8, 2, 3].into()));
+    }
+
+    fn soon() -> Option<Instant> {
+        Some(Instant::now() + SOON)
+    }
+
+    fn is_whole(outcome: Option<Outcome>) -> bool {
+        outcome.is_some_and(|outcome| outcome.is_ok_and(|buffer| buffer.len() == 3))
+    }
+
+    #[test]
+    fn what_has_ended_is_not_waited_for() {
+        let (door, (promise, slot)) = (Arc::new(Door::default()), Slot::new());
+        keep(promise);
+        assert!(is_whole(waits(&door, Setting::Auto).wait(&slot, soon())));
+        assert_eq!(door.progresses.load(Ordering::SeqCst), 0);
+    }
+
+    #[test]
+    fn progress_alone_ends_a_wait_without_sleep_or_wake() {
+        for setting in [Setting::Auto, Setting::Never, Setting::For(SOON)] {
+            let (door, (promise, slot)) = (Arc::new(Door::default()), Slot::new());
+            door.arrives(move || keep(promise));
+            assert!(is_whole(waits(&door, setting).wait(&slot, soon())));
+            assert_eq!(door.seen(), [0, 0], "{setting:?}");
+        }
+    }
+
+    #[test]
+    fn a_message_that_comes_later_ends_a_wait_of_who_looks() {
+        let (door, (promise, slot)) = (Arc::new(Door::default()), Slot::new());
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| waits(&door, Setting::For(SOON)).wait(&slot, soon()));
+            while door.progresses.load(Ordering::SeqCst) == 0 {
+                std::thread::yield_now();
+            }
+            door.arrives(move || keep(promise));
+            assert!(is_whole(waiting.join().unwrap()));
+        });
+        assert_eq!(door.seen(), [0, 0]);
+    }
+
+    #[test]
+    fn a_sleeper_gets_its_message_by_itself_and_is_woken_by_whoever_else_ends_its_slot() {
+        for by_message in [true, false] {
+            let (door, (promise, slot)) = (Arc::new(Door::default()), Slot::new());
+            std::thread::scope(|scope| {
+                let waiting = scope.spawn(|| waits(&door, Setting::Never).wait(&slot, soon()));
+                door.until_parks(1);
+                // Something else comes first.
+                door.arrives(|| ());
+                door.until_parks(2);
+                if by_message {
+                    door.arrives(move || keep(promise));
+                } else {
+                    keep(promise);
+                }
+                assert!(is_whole(waiting.join().unwrap()));
+            });
+            assert_eq!(door.seen()[1], usize::from(!by_message));
+        }
+    }
+
+    #[test]
+    fn a_wait_ends_at_its_deadline_awake_or_asleep() {
+        for setting in [Setting::For(SOON), Setting::Never] {
+            let (door, (promise, slot)) = (Arc::new(Door::default()), Slot::new());
+            let deadline = Instant::now() + Duration::from_millis(5);
+            assert!(waits(&door, setting).wait(&slot, Some(deadline)).is_none());
+            assert!(Instant::now() >= deadline);
+            drop(promise);
+        }
+    }
+
+    #[test]
+    fn where_nobody_can_drive_or_from_within_the_slot_alone_is_waited_for() {
+        let door = Arc::new(Door { shut: true, ..Door::default() });
+        let (promise, slot) = Slot::new();
+        assert!(!waits(&door, Setting::Auto).can_drive());
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| waits(&door, Setting::Auto).wait(&slot, soon()));
+            keep(promise);
+            assert!(is_whole(waiting.join().unwrap()));
+        });
+        assert_eq!(door.progresses.load(Ordering::SeqCst), 0);
+
+        let door = Arc::new(Door::default());
+        let (within, (promise, slot)) = (door.clone(), Slot::new());
+        door.arrives(move || {
+            let (never, other) = Slot::new();
+            let at_once = Some(Instant::now() + Duration::from_millis(5));
+            assert!(waits(&within, Setting::For(SOON)).wait(&other, at_once).is_none());
+            drop(never);
+            keep(promise);
+        });
+        assert!(is_whole(waits(&door, Setting::Never).wait(&slot, soon())));
+        assert_eq!(door.progresses.load(Ordering::SeqCst), 1);
+    }
+
+    #[test]
+    fn where_there_is_room_for_one_to_look_another_sleeps() {
+        let (door, (promise, slot), (other, second)) =
+            (Arc::new(Door::default()), Slot::new(), Slot::new());
+        let waits =
+            Waits { fixed: Some(SOON), ..Waits::new(Some(door.clone()), Setting::Auto, Room::One) };
+        std::thread::scope(|scope| {
+            let first = scope.spawn(|| waits.wait(&slot, soon()));
+            while !waits.taken.load(Ordering::SeqCst) {
+                std::thread::yield_now();
+            }
+            let sleeper = scope.spawn(|| waits.wait(&second, soon()));
+            door.until_parks(1);
+            // Who looks ends it, and wakes who sleeps.
+            door.arrives(move || keep(other));
+            assert!(is_whole(sleeper.join().unwrap()));
+            door.arrives(move || keep(promise));
+            assert!(is_whole(first.join().unwrap()));
+        });
+        assert!(waits.place().is_some(), "the place is free again");
+    }
+
+    #[test]
+    fn no_wake_is_lost_whoever_ends_a_slot_and_whenever() {
+        const ROUNDS: usize = 3000;
+        let door = Arc::new(Door::default());
+        for setting in [Setting::Never, Setting::Auto] {
+            let waits = waits(&door, setting);
+            std::thread::scope(|scope| {
+                for waiter in 0..2 {
+                    let (give, take) = std::sync::mpsc::channel::<Promise>();
+                    let (ender, waits) = (door.clone(), &waits);
+                    scope.spawn(move || {
+                        for (round, promise) in take.into_iter().enumerate() {
+                            (0..round % 64).for_each(|_| std::hint::spin_loop());
+                            if (round + waiter) % 3 == 0 {
+                                keep(promise);
+                            } else {
+                                ender.arrives(move || keep(promise));
+                            }
+                        }
+                    });
+                    scope.spawn(move || {
+                        for round in 0..ROUNDS {
+                            let (promise, slot) = Slot::new();
+                            give.send(promise).unwrap();
+                            (0..round % 47).for_each(|_| std::hint::spin_loop());
+                            assert!(is_whole(waits.wait(&slot, soon())), "round {round}");
+                        }
+                    });
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn a_failure_ends_a_wait_too() {
+        let (door, (promise, slot)) = (Arc::new(Door::default()), Slot::new());
+        door.arrives(move || {
+            promise.keep(Err(Arc::new(Failure::new(FailureKind::Kernel, ProcessId(1), 4, "why"))));
+        });
+        let outcome = waits(&door, Setting::Auto).wait(&slot, soon()).expect("it ended");
+        assert_eq!(outcome.unwrap_err().kind, FailureKind::Kernel);
+    }
+}

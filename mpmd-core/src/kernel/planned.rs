@@ -1,0 +1,105 @@
+//! What the collectives of a kernel's signature send between the devices of its mesh.
+//!
+//! What goes by NCCL goes its ways: it is shown as it would go without, behind what the devices
+//! agree in, which is about as much.
+
+use super::{Collective, agreeing};
+use crate::dry_run::Message;
+use mpmd_layout::topology::{DeviceId, Mesh, MeshError, ProcessId, Topology};
+
+/// The messages of collectives, at most: each device calls them with as many elements as are
+/// declared. What several devices of a process get crosses to it once.
+///
+/// # Errors
+///
+/// Where a collective is over no axis of the mesh.
+pub(crate) fn messages(
+    mesh: &Mesh,
+    collectives: &[Collective],
+    topology: &Topology,
+) -> Result<Vec<Message>, MeshError> {
+    let mut messages = Vec::new();
+    let mut step = 0;
+    for collective in collectives {
+        let mut rounds = 0;
+        for device in mesh.devices() {
+            let group = mesh.group_of(*device, &collective.axis)?;
+            if group.first() != Some(device) {
+                // Each group once.
+                continue;
+            }
+            let processes: Vec<ProcessId> =
+                group.iter().filter_map(|device| topology.process_of(*device)).collect();
+            let joined = collective.is_joined(&group, topology);
+            let flows = collective.rounds(&processes, joined);
+            rounds = rounds.max(flows.len() as u32);
+            for (round, flow) in (step + 1..).zip(&flows) {
+                let sent = match joined && round == step + 1 {
+                    true => agreeing(flow, &processes),
+                    false => collective.sent(flow, flows.len() - usize::from(joined), &processes),
+                };
+                for (from, to, bytes) in sent {
+                    let [from, to] = [from, to].map(|rank| group[rank]);
+                    messages.push(message(from, to, bytes, round));
+                }
+            }
+        }
+        step += rounds;
+    }
+    messages.sort_by_key(|message| message.step);
+    Ok(messages)
+}
+
+fn message(from: DeviceId, to: DeviceId, bytes: u64, step: u32) -> Message {
+    Message { from: from.0, to: to.0, bytes, step }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel::Signature;
+    use mpmd_layout::aval::{ShapedArray, f32s, u8s};
+
+    /// Messages between devices of a mesh of one axis, as `(from, to, bytes, step)`.
+    fn of(
+        processes: usize,
+        each: usize,
+        add: impl FnOnce(Signature<ShapedArray>) -> Signature<ShapedArray>,
+    ) -> Vec<[u64; 4]> {
+        let topology = Topology::even(processes, each);
+        let devices = topology.device_ids().to_vec();
+        let mesh = Mesh::new(&[("x", devices.len())], devices).unwrap();
+        let signature = add(Signature::new(f32s([1])));
+        let found = messages(&mesh, &signature.collectives, &topology).unwrap();
+        let plain = |m: Message| [u64::from(m.from), u64::from(m.to), m.bytes, u64::from(m.step)];
+        found.into_iter().map(plain).collect()
+    }
+
+    #[test]
+    fn shared_bytes_go_to_each_process_once_and_segments_to_each_device() {
+        let small = of(2, 2, |s| s.all_reduce("x", f32s([4])));
+        // Each to the other of its process, and to one of the other process.
+        assert_eq!(small.len(), 8);
+        assert!(small.iter().all(|m| m[2] == 16 && m[3] == 1));
+        assert!(small.contains(&[0, 2, 16, 1]) && !small.contains(&[0, 3, 16, 1]));
+        let scatter = of(2, 2, |s| s.reduce_scatter("x", f32s([8])));
+        assert_eq!(scatter.len(), 12);
+        assert!(scatter.iter().all(|m| m[2] == 8));
+        let pairs = of(2, 1, |s| s.permute("x", u8s([5]), [(0, 1)]).broadcast("x", 1, u8s([3])));
+        assert_eq!(pairs, [[0, 1, 5, 1], [1, 0, 3, 2]]);
+    }
+
+    #[test]
+    fn large_ones_take_two_rounds_of_segments() {
+        let count = 100_002;
+        let reduce = of(3, 1, |s| s.all_reduce("x", u8s([count])));
+        assert_eq!(reduce.len(), 12);
+        assert!(reduce.iter().all(|m| m[2] == count as u64 / 3));
+        assert_eq!(reduce.iter().filter(|m| m[3] == 2).count(), 6);
+        let broadcast = of(3, 1, |s| s.broadcast("x", 0, u8s([count])));
+        let sent: u64 = broadcast.iter().filter(|m| m[0] == 0).map(|m| m[2]).sum();
+        // The root gives each its share, and its own to both.
+        assert_eq!(sent, 4 * count as u64 / 3);
+        assert!(of(1, 1, |s| s.all_reduce("x", u8s([count]))).is_empty());
+    }
+}
